@@ -76,7 +76,9 @@ class _MultiHeadJacobian(LinearOperator, Generic[_Core]):
         f, weight = projection.attention, projection.weight
         batch, n = core.k.shape[0] // f.kv_heads, core.k.shape[1]
         rounding = sum((norm.rounding for norm in norms if norm is not None), core.rounding(batch))
-        super().__init__(batch, (n, f.d), (n, f.d_out), weight.dtype, weight.device, rounding, proved)
+        # The columns of the matrix are the coordinates of a token, of which there may be fewer than d.
+        shapes = (n, weight.shape[-1]), (n, f.d_out)
+        super().__init__(batch, *shapes, weight.dtype, weight.device, rounding, proved)
         self.projection = projection
         self.core = core
         self.norms = norms

@@ -105,6 +105,6 @@ def _unpacked(rows: Tensor, batches: Sequence[Tensor]) -> list[Tensor]:
 
 
 def instances(operators: Sequence[LinearOperator], kind: type[_Kind]) -> list[_Kind] | None:
-    """Return ``operators`` if all of them are instances of ``kind``, else None."""
-    found = [op for op in operators if isinstance(op, kind)]
+    """Return ``operators`` if all of them are of the class ``kind`` itself, no subclass; else None."""
+    found = [op for op in operators if type(op) is kind]
     return found if len(found) == len(operators) else None

@@ -22,7 +22,7 @@ from howsmooth.lipschitz.solver import Solver
 from howsmooth.spectral import LeadingTriplet, LinearOperator
 from howsmooth.spectral.operator import length_rounding
 
-__all__ = ["Part", "judge", "solve_closed_forms"]
+__all__ = ["Part", "judge", "solve_closed_forms", "verdict"]
 
 # The part of the relative width asked for that rounding of each side may take where that is cheaper.
 _ROUNDING_SHARE = 1 / 4
@@ -61,7 +61,7 @@ def _cached(
     if dtype == exact:
         return found
     return [
-        _verdict(at[dtype], at[exact], of_lot, numbers, solver)
+        verdict(at[dtype], at[exact], of_lot, numbers, solver)
         for at, of_lot, numbers in zip(jacobians, found, lots, strict=True)
     ]
 
@@ -83,14 +83,17 @@ def _jacobians(
     return [{dtype: joined([at[dtype] for at in lot]) for dtype in dtypes} for lot in of_lots]
 
 
-def _verdict(
+def verdict(
     operator: LinearOperator,
     exact: LinearOperator,
     found: LeadingTriplet,
     members: Sequence[int],
     solver: Solver,
 ) -> LeadingTriplet:
-    """Return what float64 says about the triplet that ``operator``, in float32, has given."""
+    """Return what float64 says about the triplet that ``operator``, in float32, has given.
+
+    ``exact`` is the same operator in float64, and ``members`` are the solver's numbers of its members.
+    """
     right = _unit(found.right.double())
     image, gram = exact.gram_product(right)
     sigma = _norms(image)

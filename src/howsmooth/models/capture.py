@@ -8,6 +8,7 @@ from dataclasses import replace
 from torch import Tensor, nn
 
 from howsmooth.errors import ArgumentError, CaptureError
+from howsmooth.models.float32_layers import in_float32
 from howsmooth.models.identification.non_softmax_layers import NO_SOFTMAX, NonSoftmaxTracer
 from howsmooth.models.identification.self_attention_module import CrossAttention
 from howsmooth.models.identification.verified_layer import VerifiedLayer, indices_of, read_layer
@@ -40,8 +41,10 @@ def capture(
     Parameters
     ----------
     model
-        Any PyTorch module in float32 or float64 that computes softmax attention: a transformers model, a
-        model from :func:`~howsmooth.models.load_model`, ``torch.nn.TransformerEncoder``, or your own module.
+        Any PyTorch module that computes softmax attention: a transformers model, a model from
+        :func:`~howsmooth.models.load_model`, ``torch.nn.TransformerEncoder``, or your own module. A model in
+        bfloat16 or float16 is captured in float32, one layer at a time, with the results of
+        ``model.float()``; ``Site.stored`` says so.
     inputs
         Token ids (batch, n), or a dict of the model's inputs; for a module that is not a transformers model,
         its first argument or a dict of its arguments by name. An encoder-decoder without
@@ -145,9 +148,10 @@ def _layers(model: nn.Module, given: ModelInputs, wanted: Sequence[int] | None) 
     indices = indices_of(wanted, len(seen), "layer")
     crossed: list[CrossAttention] = []
     for index in indices:
+        traced_layer = kept.pop(index)  # frees the arguments of the layer as soon as it is verified
         try:
-            # ``pop`` frees the arguments of the layer as soon as it is verified.
-            yield read_layer(kept.pop(index), given.batch, implementation(model))
+            with in_float32(*traced_layer.modules):
+                yield read_layer(traced_layer, given.batch, implementation(model))
         except CrossAttention as error:
             if wanted is not None:
                 raise

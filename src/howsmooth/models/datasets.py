@@ -18,9 +18,10 @@ from transformers import PreTrainedModel
 
 from howsmooth.errors import ArgumentError, CaptureError, ModelError
 from howsmooth.models.capture import capture
+from howsmooth.models.float32_layers import computing_dtype, float32_layers
 from howsmooth.models.inputs.audio import Audio, load_audio
 from howsmooth.models.inputs.images import Images, load_images
-from howsmooth.models.inputs.model_inputs import dtype_of, in_dtype
+from howsmooth.models.inputs.model_inputs import in_dtype
 from howsmooth.models.inputs.submodels import token_width
 from howsmooth.models.inputs.token_files import TokenStream, load_embeddings, load_token_ids
 from howsmooth.models.loading.load import LoadedModel
@@ -299,7 +300,7 @@ class TokenDataset(Dataset):
         windows = torch.stack([self._tokens[start : start + n] for start in starts])
         if not windows.is_floating_point():
             return windows
-        embedded = windows.to(dtype_of(self._model.model))
+        embedded = windows.to(computing_dtype(self._model.model))
         return {"inputs_embeds": embedded} if self._of_transformers else embedded
 
     def words(self, start: int, n: int) -> tuple[str, ...]:
@@ -342,7 +343,7 @@ class ImageDataset(Dataset):
         device = next(model.parameters()).device
         try:
             inputs = {name: value.to(device) for name, value in self._inputs([0], size).items()}
-            with measurement_mode(model), torch.no_grad():
+            with measurement_mode(model), float32_layers(model), torch.no_grad():
                 model(**inputs)
         except Exception:  # any error means that the model does not accept this size
             return False

@@ -12,6 +12,7 @@ from howsmooth.attention import SelfAttention, StagedAttention
 from howsmooth.bounds import norm_radius
 from howsmooth.errors import ArgumentError, CaptureError, HowsmoothError
 from howsmooth.models.capture import module_of
+from howsmooth.models.float32_layers import in_float32
 from howsmooth.models.identification.non_softmax_layers import NO_SOFTMAX, NonSoftmaxLayer, NonSoftmaxTracer
 from howsmooth.models.identification.self_attention_module import CrossAttention
 from howsmooth.models.identification.verified_layer import VerifiedLayer, read_layer
@@ -168,7 +169,9 @@ def _inspected(model: nn.Module, given: ModelInputs, on_layer: Callable[[int, in
     sites: list[InspectedSite] = []
     for layer in layers:
         on_layer(layer.index, len(layers))
-        sites.append(_site(kept.pop(layer.index), given.batch, implementation(model), refused))
+        traced_layer = kept.pop(layer.index)
+        with in_float32(*traced_layer.modules):
+            sites.append(_site(traced_layer, given.batch, implementation(model), refused))
     on_layer(len(layers), len(layers))
     refused += [Refusal((), (one.name,), SCOPES, f"The layer has {NO_SOFTMAX}.") for one in non_softmax]
     return Inspection(

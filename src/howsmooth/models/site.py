@@ -54,6 +54,9 @@ class Site:
     #: the ellipsoid of its outputs for every input of the model. None for scope ``block`` of a pre-norm
     #: model.
     norm: LayerNorm | RMSNorm | None
+    #: The dtype in which the model stores the layer's weights. From half precision, the map and its tokens are
+    #: computed in float32; ``x.dtype`` is the dtype that they were computed in.
+    stored: torch.dtype
     #: Index of the sequence in a padded batch, if the sequences are captured one by one; None otherwise.
     sequence: int | None = None
     #: Root mean square of the token norms |x_i|, for each sequence of the batch.
@@ -70,7 +73,12 @@ class Site:
         head = "" if self.head is None else f", head {self.head}"
         head += "" if self.sequence is None else f", sequence {self.sequence}"
         batch, n, d = self.x.shape
+        stored = (
+            ""
+            if self.stored == self.x.dtype
+            else f", weights stored in {str(self.stored).removeprefix('torch.')}"
+        )
         return (
             f"Site({self.name}, layer {self.layer}{head}, scope {self.scope}, masking {self.masking}, "
-            f"{batch} x {n} tokens of dimension {d})"
+            f"{batch} x {n} tokens of dimension {d}{stored})"
         )

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from howsmooth.errors import CaptureError
+from howsmooth.models.float32_layers import in_float32
 from howsmooth.models.identification.self_attention_module import moved_tokens
 from howsmooth.models.tracing.forward_trace import TracedCall
 from howsmooth.models.tracing.layer_trace import AttentionLayer, first_tokens
@@ -89,11 +90,13 @@ class NonSoftmaxTracer:
         for call, after in self._candidates:
             x = first_tokens(call.arguments())
             try:
-                if (
-                    x is not None
-                    and call.unchanged()
-                    and _mixes_tokens(ModuleReplay(call, x, batch).of_first_sequence())
-                ):
+                with in_float32(call.module):
+                    found = (
+                        x is not None
+                        and call.unchanged()
+                        and _mixes_tokens(ModuleReplay(call, x, batch).of_first_sequence())
+                    )
+                if found:
                     yield NonSoftmaxLayer(call.name, type(call.module).__name__, after)
             except Exception:  # a module may raise any error when it runs by itself
                 continue

@@ -93,6 +93,7 @@ class VerifiedLayer:
                 x=x,
                 map=f,
                 norm=norm,
+                stored=self.traced_layer.stored,
             )
             for h, f in maps
         ]

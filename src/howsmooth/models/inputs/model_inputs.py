@@ -11,11 +11,11 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from howsmooth.errors import ArgumentError
+from howsmooth.models.float32_layers import HALF, computing_dtype, stored_dtype
 
 __all__ = [
     "ModelInputs",
     "check_model",
-    "dtype_of",
     "embedding_of",
     "in_dtype",
     "max_length",
@@ -34,29 +34,24 @@ class ModelInputs:
 
 
 def check_model(model: nn.Module) -> None:
-    """Raise ArgumentError unless all weights of the model are in float32, or all in float64."""
+    """Raise ArgumentError unless all weights are in float64, or in float32 and half precision."""
     tensors = [p for p in model.parameters() if p.is_floating_point()]
     if any(p.is_meta for p in tensors):
         raise ArgumentError("model", expected="a model with weights", got="parameters on the meta device")
     dtypes = {p.dtype for p in tensors}
-    if dtypes not in ({torch.float32}, {torch.float64}):
+    if not dtypes or not (dtypes == {torch.float64} or dtypes <= {torch.float32, *HALF}):
         found = ", ".join(sorted(str(dtype) for dtype in dtypes)) or "no floating-point parameters"
         raise ArgumentError(
             "model",
-            expected="parameters all in float32, or all in float64",
+            expected="parameters in float32, bfloat16 or float16, or all in float64",
             got=found,
-            remedy="Convert it with model.float(): half precision cannot carry a derivative's interval.",
+            remedy="Convert it with model.float().",
         )
 
 
-def dtype_of(model: nn.Module) -> torch.dtype:
-    """Return the floating-point dtype of the model's parameters, float32 if it has none."""
-    return next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)
-
-
 def in_dtype(model: nn.Module, named: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return named inputs with floating-point tensors converted to the dtype of the model."""
-    dtype = dtype_of(model)
+    """Return named inputs with floating-point tensors converted to the dtype the model is measured in."""
+    dtype = computing_dtype(model)
     return {name: one.to(dtype) if one.is_floating_point() else one for name, one in named.items()}
 
 
@@ -100,8 +95,8 @@ def model_inputs(model: nn.Module, inputs: Tensor | Mapping[str, Tensor]) -> Mod
     Raises
     ------
     ArgumentError
-        If the model is neither in float32 nor in float64; or if an input is unknown to the model, empty, a
-        cache, of another dtype, outside of the vocabulary, or longer than the model's positions.
+        If the model's weights are in a dtype that is not measured; or if an input is unknown to the model,
+        empty, a cache, of another dtype, outside of the vocabulary, or longer than the model's positions.
 
     """
     check_model(model)
@@ -115,10 +110,14 @@ def model_inputs(model: nn.Module, inputs: Tensor | Mapping[str, Tensor]) -> Mod
         named[main] = _token_ids(model, named[main])
     elif known and main == "inputs_embeds":
         _check_length(model, named[main].shape[1] if named[main].ndim == 3 else 0)
-    dtype = dtype_of(model)
+    stored, dtype = stored_dtype(model), computing_dtype(model)
     for name, value in named.items():
-        if value.is_floating_point() and value.dtype != dtype and not (known and "mask" in name):
-            raise ArgumentError(f"inputs[{name!r}]", expected=f"{dtype} as the model", got=str(value.dtype))
+        if not value.is_floating_point() or value.dtype == dtype:
+            continue
+        if stored in HALF and value.dtype in HALF:
+            named[name] = value.to(dtype)
+        elif not (known and "mask" in name):
+            raise ArgumentError(f"inputs[{name!r}]", expected=f"{stored} as the model", got=str(value.dtype))
     device = next(p.device for p in model.parameters())
     moved: dict[int, Tensor] = {}  # by id: a tensor that is passed twice stays one tensor
     named = {name: moved.setdefault(id(value), value.to(device)) for name, value in named.items()}

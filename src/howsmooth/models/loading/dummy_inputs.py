@@ -9,7 +9,8 @@ from transformers import PreTrainedModel
 from howsmooth.errors import ArgumentError
 from howsmooth.models.inputs.audio import load_audio
 from howsmooth.models.inputs.images import load_images
-from howsmooth.models.inputs.model_inputs import dtype_of, in_dtype, max_length, vocabulary_size
+from howsmooth.models.float32_layers import computing_dtype
+from howsmooth.models.inputs.model_inputs import in_dtype, max_length, vocabulary_size
 from howsmooth.models.inputs.submodels import modality_of, token_width
 from howsmooth.models.loading.processors import AudioPreparation, ImagePreparation
 
@@ -50,7 +51,7 @@ def sample_inputs(
     if modality == "embeddings" and d is not None:
         generator = torch.Generator("cpu").manual_seed(0)
         made = torch.randn(1, _length(model, tokens), d, generator=generator, device="cpu").to(
-            dtype_of(model)
+            computing_dtype(model)
         )
         return {"inputs_embeds": made} if isinstance(model, PreTrainedModel) else made
     if isinstance(preparation, ImagePreparation):

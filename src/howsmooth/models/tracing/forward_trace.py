@@ -14,9 +14,11 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from howsmooth.errors import ArgumentError, HowsmoothError, reason
+from howsmooth.models.float32_layers import float32_layers, stored_dtype
 from howsmooth.models.tracing.layer_trace import (
     AttentionLayer,
     ModuleCall,
@@ -87,7 +89,14 @@ class TracedLayer:
 
     layer: AttentionLayer
     calls: list[TracedCall]
+    stored: torch.dtype  # the dtype of the model's weights
     softmaxes: int = 1  # how many of them ran in the innermost call
+
+    @property
+    def modules(self) -> list[nn.Module]:
+        """The modules whose weights the identification reads: those of the calls, and the norms before."""
+        norms = [call.last_norm.module for call in self.calls if call.last_norm is not None]
+        return [self.layer.root, *(call.module for call in self.calls), *norms]
 
 
 class _Stop(BaseException):
@@ -95,7 +104,7 @@ class _Stop(BaseException):
 
 
 def run(model: nn.Module, inputs: Mapping[str, Any]) -> None:
-    """Run the model's forward pass once, and discard its output.
+    """Run the model's forward pass once, in float32 if its weights are in half precision; discard its output.
 
     Raises
     ------
@@ -107,7 +116,8 @@ def run(model: nn.Module, inputs: Mapping[str, Any]) -> None:
     config = getattr(model, "config", None)
     asked = [name for name in ("output_hidden_states", "output_attentions") if getattr(config, name, False)]
     try:
-        model(**inputs, **dict.fromkeys(asked, False))
+        with float32_layers(model):
+            model(**inputs, **dict.fromkeys(asked, False))
     except _Stop:
         return
     except HowsmoothError:
@@ -164,6 +174,7 @@ class _ForwardTracer:
         self, model: nn.Module, wanted: Sequence[int] | None, on_layer: Callable[[AttentionLayer], None]
     ) -> None:
         self.model = model
+        self.stored = stored_dtype(model)
         self.wanted = wanted
         self.on_layer = on_layer
         self.from_end = max((-i for i in wanted or () if i < 0), default=0)
@@ -228,7 +239,7 @@ class _ForwardTracer:
         )
         self.layers.append(layer)
         self.on_layer(layer)
-        traced_layer = TracedLayer(layer, calls)
+        traced_layer = TracedLayer(layer, calls, self.stored)
         self.newest = (innermost, traced_layer)
         if self._is_wanted(layer.index):
             for call in calls:

@@ -1,0 +1,71 @@
+"""The Jacobians of all heads of one attention layer at one sequence, as one batch.
+
+Head h depends on its tokens through W_h alone, the matrix of its queries, keys and values, which has fewer
+rows than the token has entries. With W_hᵀ = B_h R_h, where B_h (d, r) has orthonormal columns, the Jacobian
+of the head is E ↦ J_h (E B_h), and has the same singular values as J_h. A Krylov basis of J_h takes r/d of
+the memory and time, so that all heads together cost about as much as their layer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from howsmooth.attention import SelfAttention
+from howsmooth.jacobian.attention import AttentionJacobian
+from howsmooth.jacobian.padded import joined
+from howsmooth.jacobian.projections import Projections
+from howsmooth.roundoff import MatrixNorms
+from howsmooth.spectral import LinearOperator
+
+__all__ = ["HeadsJacobian", "heads_jacobians"]
+
+
+def heads_jacobians(
+    f: SelfAttention, x: Float[Tensor, "n d"], heads: Sequence[int], dtypes: Sequence[torch.dtype]
+) -> dict[torch.dtype, HeadsJacobian]:
+    """Return the Jacobians of some heads of a float64 layer at float64 tokens, for products in each dtype.
+
+    The rounding errors of float64 products are proved for each head as for a layer of one head.
+    """
+    tokens, norms = x[None], MatrixNorms()
+    off = tokens.new_zeros(tokens.shape[:-1]) if torch.float64 in dtypes else None
+    of_heads: dict[torch.dtype, list[LinearOperator]] = {dtype: [] for dtype in dtypes}
+    for h in heads:
+        made = [Projections(dtype, x.shape[0]) for dtype in dtypes]
+        for operator in AttentionJacobian.at(f.head(h), tokens, off, None, made, norms):
+            of_heads[operator.dtype].append(operator)
+    return {dtype: HeadsJacobian.of_heads(operators) for dtype, operators in of_heads.items()}
+
+
+class HeadsJacobian(AttentionJacobian):
+    """Jacobians of heads of one layer at one sequence, as one batch: each member is one head alone."""
+
+    @classmethod
+    def of_heads(cls, heads: Sequence[LinearOperator]) -> HeadsJacobian:
+        """Return the Jacobians of single heads, all at the same sequence, as one batch."""
+        matrices = [head.projection.weight for head in heads if isinstance(head, AttentionJacobian)]
+        whole = joined(heads)
+        assert isinstance(whole, AttentionJacobian)
+        return cls._with(whole, torch.stack(matrices))
+
+    @classmethod
+    def _with(cls, whole: AttentionJacobian, weight: Float[Tensor, "heads rows d"]) -> HeadsJacobian:
+        """Return the operator with one matrix of queries, keys and values for each member."""
+        projection = replace(whole.projection, weight=weight)
+        return cls(projection, whole.core, whole.norms, whole.proved)
+
+    def reduced(self) -> tuple[HeadsJacobian, Float[Tensor, "heads d r"]]:
+        """Return the Jacobians J_h in r = min(d, rows of W_h) coordinates, and the bases B_h."""
+        weight = self.projection.weight.double()
+        bases, triangles = torch.linalg.qr(weight.mT)
+        projection = replace(self.projection, weight=triangles.mT.to(self.dtype).contiguous())
+        return HeadsJacobian(projection, self.core, self.norms), bases.to(self.dtype)
+
+    def select(self, members: Tensor) -> HeadsJacobian:
+        """Return the Jacobians of the given heads."""
+        return self._with(super().select(members), self.projection.weight[members.to(self.device)])
