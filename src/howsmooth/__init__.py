@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from howsmooth.errors import HowsmoothError
     from howsmooth.lipschitz import LipschitzEstimate, LipschitzEstimates, local_lipschitz
     from howsmooth.models import Site, capture, load_model
+    from howsmooth.profiling import Profile, profile
 
 __version__ = metadata.version("howsmooth")
 
@@ -41,6 +42,7 @@ __all__ = [
     "LayerScale",
     "LipschitzEstimate",
     "LipschitzEstimates",
+    "Profile",
     "RMSNorm",
     "Residual",
     "Rotary",
@@ -57,6 +59,7 @@ __all__ = [
     "local_lipschitz",
     "measures",
     "nn",
+    "profile",
 ]
 
 # PyTorch takes two seconds to import and transformers as many again; `howsmooth --help` needs neither.
@@ -75,6 +78,7 @@ _ROOMS = {
     "errors": ("HowsmoothError",),
     "lipschitz": ("LipschitzEstimate", "LipschitzEstimates", "local_lipschitz"),
     "models": ("Site", "capture", "load_model"),
+    "profiling": ("Profile", "profile"),
 }
 _WHOLE_ROOMS = (
     "adversarial",

@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Literal
+import math
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, Literal
 
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+from howsmooth.errors import ArgumentError
+
+if TYPE_CHECKING:
+    import pandas as pd
+
 __all__ = ["LipschitzEstimate", "LipschitzEstimates", "Method"]
 
 Method = Literal["closed form", "autodiff"]
+
+_MOST_SHOWN = 12  # members in a printed estimate
 
 
 @dataclass(frozen=True)
@@ -50,10 +58,55 @@ class _Constants:
                 f"{float(self.upper):.6g}] at {self.confidence:.4%} confidence, {status} in "
                 f"{int(self.iterations)} iterations; {self.scope}; {self.method})"
             )
+        flat = self.value.flatten().tolist()
+        shown = [f"{value:.6g}" for value in flat]
+        if len(flat) > _MOST_SHOWN:
+            half = _MOST_SHOWN // 2
+            shown = [*shown[:half], "...", *shown[-half:]]
+        width = float(((self.upper - self.lower) / self.value.clamp_min(1e-300)).max())
         return (
-            f"{name}(shape {tuple(self.value.shape)}, {int(self.converged.sum())} of "
+            f"{name}([{', '.join(shown)}], shape {tuple(self.value.shape)}, each in its interval of relative "
+            f"width at most {width:.2g} at {self.confidence:.4%} confidence, {int(self.converged.sum())} of "
             f"{self.converged.numel()} converged; {self.scope}; {self.method})"
         )
+
+    def __float__(self) -> float:
+        """Return the value of a single constant.
+
+        Raises
+        ------
+        ArgumentError
+            If there are several members.
+
+        """
+        if self.value.numel() != 1:
+            raise ArgumentError(
+                "estimate",
+                expected="one constant",
+                got=f"shape {tuple(self.value.shape)}",
+                remedy="Take one member, as in float(estimate[0]), or the tensor estimate.value.",
+            )
+        return float(self.value)
+
+    def to_pandas(self) -> pd.DataFrame:
+        """Return a table with one row for each member, in the order of the flattened batch.
+
+        Its columns are ``member``, ``value``, ``lower``, ``upper``, ``confidence``, ``converged``,
+        ``iterations``, ``method`` and ``scope``.
+        """
+        import pandas as pd  # takes half a second, which measuring alone does not need
+
+        columns = ("value", "lower", "upper", "converged", "iterations")
+        table = pd.DataFrame({name: getattr(self, name).flatten().cpu().numpy() for name in columns})
+        table.insert(0, "member", range(len(table)))
+        table.insert(4, "confidence", self.confidence)
+        return table.assign(method=self.method, scope=self.scope)
+
+    def _repr_html_(self) -> str:
+        """Return the table as HTML, for notebooks."""
+        table = self.to_pandas()
+        rows: str = table.to_html(index=False, max_rows=_MOST_SHOWN, float_format="{:.6g}".format)
+        return rows
 
 
 @dataclass(frozen=True, repr=False)
@@ -98,6 +151,72 @@ class LipschitzEstimate(_Constants):
 
     input_direction: Float[Tensor, "..."]
     output_direction: Tensor
+
+    def __len__(self) -> int:
+        return len(self.value)
+
+    def __getitem__(self, index: int | slice | tuple[int | slice, ...]) -> LipschitzEstimate:
+        """Return the estimate of some members, by their index in the batch."""
+        fields = ("value", "lower", "upper", "converged", "iterations", "input_direction", "output_direction")
+        given = index if isinstance(index, tuple) else (index,)
+        if len(given) > self.value.ndim:
+            raise IndexError(f"{len(given)} indices for estimates of shape {tuple(self.value.shape)}")
+        return replace(self, **{name: getattr(self, name)[index] for name in fields})
+
+    def tokens(self, tokenizer: Any = None, ids: Tensor | None = None) -> pd.DataFrame:
+        """Return the share of each token in the two directions: where a change matters, and where it shows.
+
+        The shares of a direction are the squared norms of its rows, and sum to one.
+
+        Parameters
+        ----------
+        tokenizer
+            A tokenizer with a method ``decode``, or None.
+        ids
+            The token ids (n,) of the input, which the tokenizer turns into words; None without a tokenizer.
+
+        Returns
+        -------
+        pandas.DataFrame
+            One row for each token, with the columns ``position`` (from 0), ``token`` if a tokenizer is given,
+            ``input_share``, and ``output_share``, which is NaN where the output has no such token.
+
+        Raises
+        ------
+        ArgumentError
+            If there are several members, the input has no axis of tokens, or only one of ``tokenizer`` and
+            ``ids`` is given.
+
+        """
+        import pandas as pd  # takes half a second, which measuring alone does not need
+
+        if self.value.ndim or self.input_direction.ndim != 2:
+            raise ArgumentError(
+                "estimate",
+                expected="the constant of one sequence of tokens (n, d)",
+                got=f"shape {tuple(self.value.shape)}, directions {tuple(self.input_direction.shape)}",
+                remedy="Take one member, as in estimate[0].tokens().",
+            )
+        if (tokenizer is None) != (ids is None):
+            raise ArgumentError("ids", expected="tokenizer and ids together", got="only one of them")
+        shares = _shares(self.input_direction)
+        table = pd.DataFrame({"position": range(len(shares)), "input_share": shares})
+        output = self.output_direction
+        rows = _shares(output) if output.ndim == 2 else []
+        table["output_share"] = [*rows[: len(shares)], *[math.nan] * (len(shares) - len(rows))]
+        if ids is not None:
+            if ids.numel() != len(table):
+                raise ArgumentError("ids", expected=f"{len(table)} token ids", got=f"{ids.numel()}")
+            table.insert(1, "token", [str(tokenizer.decode([i])) for i in ids.flatten().tolist()])
+        return table
+
+
+def _shares(direction: Tensor) -> list[float]:
+    """Return the squared norms of the rows of a direction (n, d), divided by their sum."""
+    squares = direction.double().square().sum(dim=-1)
+    total = float(squares.sum())
+    shares: list[float] = (squares / total if total > 0 else squares).tolist()
+    return shares
 
 
 @dataclass(frozen=True, repr=False)

@@ -151,7 +151,7 @@ def _vector_bytes(head: TokenMap, x: Tensor) -> int:
 
 
 class _OfTokens(LinearOperator):
-    """The Jacobians J_h of heads in the coordinates of their bases B_h, acting on tangents E by J_h(E B_h)."""
+    """The Jacobians E ↦ J_h(E B_h) of heads, from the operators J_h in the coordinates of the bases B_h."""
 
     def __init__(self, reduced: HeadsJacobian, bases: Float[Tensor, "heads d r"]) -> None:
         shapes = (reduced.in_shape[0], bases.shape[1]), reduced.out_shape

@@ -21,7 +21,7 @@ from howsmooth.models.tracing.forward_trace import trace_forward_pass
 from howsmooth.models.tracing.layer_trace import AttentionLayer
 from howsmooth.scopes import SCOPES
 
-__all__ = ["capture", "module_of"]
+__all__ = ["capture", "module_of", "self_attention_layers"]
 
 
 def capture(
@@ -88,7 +88,7 @@ def capture(
     with measurement_mode(model):
         if padding is not None:
             return _captured_without_padding(model, padding, wanted, scope, heads)
-        return [site for layer in _layers(model, given, wanted) for site in layer.sites(scope, heads)]
+        return [site for layer in _verified(model, given, wanted) for site in layer.sites(scope, heads)]
 
 
 def module_of(model: object) -> nn.Module:
@@ -122,7 +122,7 @@ def _captured_without_padding(
         for given in without_padding(model, padding, sequence):
             found: list[Site] = []
             moved = None
-            for layer in _layers(model, given, wanted):
+            for layer in _verified(model, given, wanted):
                 index = layer.self_attention.layer.index
                 if index not in traced_layer or not reproduces(layer, traced_layer[index], padding, sequence):
                     moved = layer.self_attention.layer
@@ -140,8 +140,38 @@ def _captured_without_padding(
     return sites
 
 
-def _layers(model: nn.Module, given: ModelInputs, wanted: Sequence[int] | None) -> Iterator[VerifiedLayer]:
+def self_attention_layers(
+    model: nn.Module, inputs: Tensor | Mapping[str, Tensor], layers: Sequence[int] | None = None
+) -> Iterator[tuple[int, VerifiedLayer | CaptureError]]:
+    """Run a model on one sequence, and yield the index of each self-attention layer with the layer, verified.
+
+    In place of a layer that cannot be captured, the error that says why is yielded. A layer is valid until
+    the next one is asked for: the weights of a half-precision model are widened for that time only. Arguments
+    and errors are those of :func:`capture`; the inputs are one sequence without padding.
+    """
+    given = model_inputs(model, inputs)
+    if given.batch != 1 or padding_of(model, given) is not None:
+        got = f"{given.batch} sequences" if given.batch != 1 else "a padded sequence"
+        raise ArgumentError("inputs", expected="one sequence without padding", got=got)
+    with measurement_mode(model):
+        yield from _layers(model, given, None if layers is None else _checked("layers", layers))
+
+
+def _verified(
+    model: nn.Module, given: ModelInputs, wanted: Sequence[int] | None
+) -> Iterator[VerifiedLayer]:
     """Yield the wanted layers, verified; all sequences have one length and no padding."""
+    for _, layer in _layers(model, given, wanted):
+        if isinstance(layer, CaptureError):
+            raise layer
+        yield layer
+
+
+def _layers(
+    model: nn.Module, given: ModelInputs, wanted: Sequence[int] | None
+) -> Iterator[tuple[int, VerifiedLayer | CaptureError]]:
+    """Yield the indices of the wanted layers, each with the layer, verified, or with the error that says why not.
+    """
     seen, kept = trace_forward_pass(model, given.named, wanted)
     if not seen:
         raise CaptureError(_nothing_seen(model, given))
@@ -149,13 +179,18 @@ def _layers(model: nn.Module, given: ModelInputs, wanted: Sequence[int] | None) 
     crossed: list[CrossAttention] = []
     for index in indices:
         traced_layer = kept.pop(index)  # frees the arguments of the layer as soon as it is verified
-        try:
-            with in_float32(*traced_layer.modules):
-                yield read_layer(traced_layer, given.batch, implementation(model))
-        except CrossAttention as error:
-            if wanted is not None:
-                raise
-            crossed.append(error)
+        with in_float32(*traced_layer.modules):
+            layer: VerifiedLayer | CaptureError
+            try:
+                layer = read_layer(traced_layer, given.batch, implementation(model))
+            except CrossAttention as error:
+                if wanted is None:
+                    crossed.append(error)
+                    continue
+                layer = error
+            except CaptureError as error:
+                layer = error
+            yield index % len(seen), layer
     if len(crossed) == len(indices):
         raise CaptureError(f"{type(model).__name__} has no self-attention that is captured: {crossed[0]}")
 

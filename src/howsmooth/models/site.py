@@ -54,8 +54,8 @@ class Site:
     #: the ellipsoid of its outputs for every input of the model. None for scope ``block`` of a pre-norm
     #: model.
     norm: LayerNorm | RMSNorm | None
-    #: The dtype in which the model stores the layer's weights. From half precision, the map and its tokens are
-    #: computed in float32; ``x.dtype`` is the dtype that they were computed in.
+    #: The dtype in which the model stores its weights. The map and its tokens are in ``x.dtype``, which is
+    #: float32 where the weights are stored in half precision.
     stored: torch.dtype
     #: Index of the sequence in a padded batch, if the sequences are captured one by one; None otherwise.
     sequence: int | None = None

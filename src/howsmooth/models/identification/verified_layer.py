@@ -41,6 +41,11 @@ class VerifiedLayer:
     call: ModuleReplay  # the call of the whole layer around the attention
     traced_layer: TracedLayer
 
+    @property
+    def tokens(self) -> Tensor:
+        """The tokens (batch, n, d) that the model applies the attention to."""
+        return self.self_attention.replay.tokens()
+
     def sites(self, scope: str, heads: Sequence[int] | None = None) -> list[Site]:
         """Return the site of one scope in a list; in scope ``head`` one site for each head.
 
@@ -53,7 +58,7 @@ class VerifiedLayer:
 
         """
         self_attention, attention, place = self.self_attention, self.found.map, self.self_attention.layer
-        x = self_attention.replay.tokens().clone()
+        x = self.tokens.clone()
         norm = self.norm if _may_be_outputs(self.norm, x) else None
         maps: list[tuple[int | None, TokenMap]] = [(None, attention)]
         try:

@@ -18,6 +18,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from howsmooth.errors import ArgumentError, CaptureError, ModelError
 from howsmooth.memory import free_memory
 from howsmooth.models.builtin import BUILTIN_MODELS
+from howsmooth.models.float32_layers import HALF, stored_dtype
 from howsmooth.models.inputs.model_inputs import (
     check_model,
     max_length,
@@ -37,7 +38,7 @@ from howsmooth.models.loading.resolve_model import Place, find
 from howsmooth.models.loading.safe_config import check_files, forget_implementations
 from howsmooth.models.loading.tokenizers import Tokenizer, own_tokenizer, trained_tokenizer
 from howsmooth.models.loading.truncated_config import count_weights, shorten
-from howsmooth.models.measurement_mode import measurement_mode, quiet
+from howsmooth.models.measurement_mode import measurement_mode, nested_configs, quiet
 from howsmooth.models.tracing.forward_trace import attention_layers
 from howsmooth.models.tracing.layer_trace import AttentionLayer
 from howsmooth.seeds import torch_seed
@@ -62,6 +63,8 @@ class LoadedModel:
     tokenizer_source: str
     #: A phrase that says where the weights come from.
     source: str
+    #: The dtype of the weights in their file; of random weights, the dtype of the model.
+    stored: torch.dtype
     #: SHA-256 over configuration, weights and tokenizer; the same in every run.
     fingerprint: str
     #: Largest number of tokens in an input, None if the model states no limit.
@@ -91,7 +94,7 @@ def load_model(
     part: str | None = None,
     seed: int = 0,
     device: str | torch.device = "cpu",
-    dtype: torch.dtype = torch.float32,
+    dtype: torch.dtype | None = torch.float32,
     tokenizer_text: str | None = None,
     most_weights: int | None = None,
 ) -> LoadedModel:
@@ -118,7 +121,8 @@ def load_model(
     device
         The device of the model.
     dtype
-        The dtype of the weights, ``torch.float32`` or ``torch.float64``, for every dtype in the file.
+        The floating-point dtype to which the weights are converted; None keeps the dtype of the file. A
+        model in bfloat16 or float16 takes half the memory, and is measured in float32, layer by layer.
     tokenizer_text
         With ``random_init``: a text on which a byte-level BPE tokenizer is trained if the model has no
         tokenizer of its own. ``tokenizer_source`` then says so.
@@ -136,8 +140,9 @@ def load_model(
     """
     if not isinstance(name, str | Path) or not str(name).strip():
         raise ArgumentError("name", expected="a built-in name, a folder or a Hub id", got=repr(name))
-    if dtype not in (torch.float32, torch.float64):
-        raise ArgumentError("dtype", expected="torch.float32 or torch.float64", got=str(dtype))
+    if dtype not in (None, torch.float32, torch.float64, *HALF):
+        expected = "torch.float32, torch.float64, torch.bfloat16, torch.float16 or None"
+        raise ArgumentError("dtype", expected=expected, got=str(dtype))
     if isinstance(seed, bool) or not isinstance(seed, int) or not 0 <= seed < 2**63:
         raise ArgumentError("seed", expected="an integer from 0 to 2**63 - 1", got=repr(seed))
     if part is not None and (not isinstance(part, str) or not part.strip()):
@@ -146,6 +151,7 @@ def load_model(
     with quiet():
         place = find(str(name), random_init=random_init)
         config = _config(place)
+        in_file = next((c.dtype for c in nested_configs(config) if getattr(c, "dtype", None)), None)
         short = _shortened(place, config, most_weights) if random_init else ""
         build = partial(_built, place, config, random_init, seed, dtype, part)
         path, model, unread = build()
@@ -179,6 +185,7 @@ def load_model(
         modality=modality,
         tokenizer=tokenizer,
         tokenizer_source=tokenizer_source,
+        stored=stored_dtype(model) if random_init or in_file is None else in_file,
         source=f"{weights}{of}{place.sentence}{role}{short}",
         fingerprint=fingerprint,
         max_length=max_length(model) if text else None,
@@ -217,7 +224,7 @@ def _config(place: Place) -> Any:
 
 
 def _built(
-    place: Place, config: Any, random_init: bool, seed: int, dtype: torch.dtype, part: str | None
+    place: Place, config: Any, random_init: bool, seed: int, dtype: torch.dtype | None, part: str | None
 ) -> tuple[str, nn.Module, set[str]]:
     """Build or load the model.
 
@@ -234,13 +241,13 @@ def _built(
         torch.default_generator.manual_seed(torch_seed(seed))
         if random_init:
             # Weights are drawn in float32, so that both precisions have the same numbers.
-            model = AutoModel.from_config(config, dtype=torch.float32, **options).to(dtype)
+            model = AutoModel.from_config(config, dtype=torch.float32, **options).to(dtype or torch.float32)
         else:
             check_files(place, config)
             model, info = AutoModel.from_pretrained(
                 place.location,
                 config=config,
-                dtype=dtype,
+                dtype="auto" if dtype is None else dtype,
                 use_safetensors=True,
                 local_files_only=place.local_files_only,
                 output_loading_info=True,
@@ -339,11 +346,12 @@ def _shortened(place: Place, config: Any, most: int | None) -> str:
     return f", {done}" if done else ""
 
 
-def _check_memory(place: Place, config: Any, dtype: torch.dtype) -> None:
+def _check_memory(place: Place, config: Any, dtype: torch.dtype | None) -> None:
     """Raise ModelError if the weights do not fit into memory: some default configurations have billions."""
     free = free_memory(torch.device("cpu"))
     weights = count_weights(config)
-    needed = weights * (4 if dtype == torch.float32 else 12)  # float64 is converted from float32
+    # Random weights are drawn in float32, and then converted.
+    needed = weights * (4 if dtype is None or dtype == torch.float32 else 4 + dtype.itemsize)
     if needed > free:
         raise ModelError(
             f"{place.name!r} has {weights / 1e9:.1f} billion weights in its configuration, "

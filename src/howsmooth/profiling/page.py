@@ -1,0 +1,108 @@
+"""Show a profile as HTML: a page for the browser, and a fragment of it for notebooks."""
+
+from __future__ import annotations
+
+import base64
+import io
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+from markupsafe import Markup
+
+from howsmooth.profiling.result import Profile
+from howsmooth.study.html_pages import digest, style_sheet, templates_of
+from howsmooth.study.output_files import csv_of, replace_file
+from howsmooth.study.report.chart_data import visible_token
+from howsmooth.study.text_formatting import place_in_words
+
+__all__ = ["fragment", "write"]
+
+_LEVELS = 9  # shades of a highlighted token
+_ON_PAGE = 60  # rows whose tokens a page shows; tokens.csv has all
+_IN_NOTEBOOK = 3
+
+
+def write(profile: Profile, folder: Path) -> list[Path]:
+    """Write the page, the figure and the tables of a profile into a folder, and return their paths.
+
+    Raises
+    ------
+    OSError
+        If the folder cannot be written.
+
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    figure = profile.plot()
+    paths = [folder / name for name in ("profile.html", "profile.png", "profile.pdf", "profile.csv", "tokens.csv")]
+    replace_file(paths[0], render(profile, png(figure)))
+    figure.savefig(paths[1], metadata={"Software": "howsmooth"})
+    figure.savefig(paths[2], metadata={"Creator": "howsmooth", "CreationDate": None})
+    replace_file(paths[3], csv_of(profile.table))
+    replace_file(paths[4], csv_of(profile.tokens))
+    return paths
+
+
+def render(profile: Profile, image: str) -> str:
+    """Return the page, a single file without script."""
+    style = style_sheet(_template("profile.css").render())
+    page: str = _template("profile.html.jinja").render(
+        profile=profile, style=Markup(style), style_digest=digest(style), body=_body(profile, image, _ON_PAGE)
+    )
+    return page
+
+
+def fragment(profile: Profile) -> str:
+    """Return the figure, the ranking and the sensitive tokens of the first rows, with its own style."""
+    style = _template("profile.css").render()
+    body = _body(profile, png(profile.plot()), _IN_NOTEBOOK)
+    return f'<div class="howsmooth"><style>{style}</style>{body}</div>'
+
+
+def png(figure: Any) -> str:
+    """Return a figure as a PNG in a data URL."""
+    file = io.BytesIO()
+    figure.savefig(file, format="png", metadata={"Software": "howsmooth"})
+    return f"data:image/png;base64,{base64.b64encode(file.getvalue()).decode()}"
+
+
+def _template(name: str) -> Any:
+    return templates_of("howsmooth.profiling").get_template(name)
+
+
+def _body(profile: Profile, image: str, most: int) -> Markup:
+    ranking = profile.ranking
+    ranking = pd.concat([rows.head(most) for _, rows in ranking.groupby("scope", sort=False)])
+    found = [
+        {
+            "place": place_in_words(row.layer, head := None if pd.isna(row.head) else int(row.head)),
+            "scope": row.scope,
+            "value": f"{row.value:.4g}",
+            "lower": f"{row.lower:.6g}",
+            "upper": f"{row.upper:.6g}",
+            "converged": row.converged,
+            "sides": _sides(profile, row.layer, head),
+        }
+        for row in ranking.itertuples()
+    ]
+    return Markup(
+        _template("body.html.jinja").render(
+            profile=profile, image=image, rows=found, total=len(profile.table), shown=len(found)
+        )
+    )
+
+
+def _sides(profile: Profile, layer: int, head: int | None) -> list[tuple[str, list[tuple[int, str, str]]]]:
+    """Return the tokens of both sides, each with its shade, its text and its share in words."""
+    rows = profile._tokens_of(layer, head)
+    words = [visible_token(word) for word in profile.words] or [f" {i} " for i in rows["position"]]
+    sides = []
+    for title, column in (("A change matters at", "input_share"), ("It shows at", "output_share")):
+        shares = rows[column].fillna(0.0).to_list()
+        most = max(shares) or 1.0
+        spans = [
+            (round(_LEVELS * share / most), word, f"token {i}: {100 * share:.2g} %")
+            for i, (share, word) in enumerate(zip(shares, words, strict=False))
+        ]
+        sides.append((title, spans))
+    return sides

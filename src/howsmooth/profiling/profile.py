@@ -1,0 +1,345 @@
+"""``profile``: the local Lipschitz constants of every layer and head of a model at one input."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+import torch
+from torch import Tensor, nn
+
+from howsmooth.accuracy import check_accuracy
+from howsmooth.attention import TokenMap
+from howsmooth.errors import ArgumentError, CaptureError, HowsmoothError
+from howsmooth.estimate import LipschitzEstimate
+from howsmooth.lipschitz import head_lipschitz, local_lipschitz
+from howsmooth.models import LoadedModel, load_model
+from howsmooth.models.capture import module_of, self_attention_layers
+from howsmooth.models.float32_layers import computing_dtype, stored_dtype
+from howsmooth.models.identification.verified_layer import VerifiedLayer
+from howsmooth.models.inputs.model_inputs import max_length
+from howsmooth.profiling.result import Profile
+from howsmooth.study.plan import derive_seed
+
+__all__ = ["SCOPES", "profile"]
+
+SCOPES = ("attention", "head")
+"""The scopes of a profile: each layer with all its heads and output projection, and each head alone."""
+
+# A text is cut after so many tokens unless a span is given: the time grows with the square of the length.
+_MOST_TOKENS = 512
+
+
+def profile(
+    model: nn.Module | LoadedModel | str | Path,
+    inputs: str | Tensor | Sequence[int] | Mapping[str, Tensor],
+    *,
+    span: slice | tuple[int, int] | str | None = None,
+    layers: Sequence[int] | None = None,
+    scopes: Sequence[str] = SCOPES,
+    tokenizer: Any = None,
+    rtol: float = 1e-3,
+    confidence: float = 0.999,
+    max_iterations: int = 200,
+    seed: int = 0,
+    memory: int | None = None,
+    on_layer: Callable[[int, int], None] = lambda done, total: None,
+) -> Profile:
+    """Measure the local Lipschitz constant of every attention layer and head of a model at one input.
+
+    Layer by layer, the attention is captured (:func:`howsmooth.capture`), measured as a whole
+    (:func:`howsmooth.local_lipschitz`), and then all its heads in one batch. A layer that cannot be measured
+    is named in ``Profile.refused``, with the reason.
+
+    Parameters
+    ----------
+    model
+        A model of :func:`howsmooth.load_model`, any ``torch.nn.Module`` with softmax attention, or the name
+        or folder of a model, whose weights are then kept in the dtype of their file. Models in bfloat16 and
+        float16 are measured in float32, layer by layer.
+    inputs
+        A text; token ids (n,) or (1, n); or a dict of the model's inputs for one sequence. A text needs a
+        tokenizer, and is encoded without special tokens: give token ids to have them.
+    span
+        Which tokens of a text or of token ids are measured, counted from 0, the last not included: a slice,
+        a pair, or a string such as "0:128". By default all, or the first 512 of a longer input; the result
+        says which.
+    layers
+        Indices of the layers, as for :func:`howsmooth.capture`; all by default.
+    scopes
+        "attention" for each layer with all its heads and output projection, "head" for each head alone; both
+        by default.
+    tokenizer
+        A tokenizer of transformers, for a model that was not loaded by its name.
+    rtol, confidence, max_iterations, memory
+        As for :func:`howsmooth.local_lipschitz`.
+    seed
+        Seed of all random starts; each layer and head has a start of its own.
+    on_layer
+        Called with the number of layers that are done, and the number of all layers, zero while unknown.
+
+    Returns
+    -------
+    Profile
+        With ``table`` (a row for each layer and head), ``tokens``, ``plot()``, and more.
+
+    Raises
+    ------
+    ArgumentError
+        If an argument does not fit; the message names it.
+    CaptureError
+        If no layer can be measured; the message says why.
+    ModelError
+        If a model given by its name cannot be loaded, or has no tokenizer for a text.
+
+    """
+    wanted = _checked_scopes(scopes)
+    if isinstance(model, str | Path):
+        model = load_model(model, dtype=None)
+    module = module_of(model)
+    check_accuracy(rtol, confidence, str(computing_dtype(module)).removeprefix("torch."))
+    given = _given(model, module, inputs, span, tokenizer)
+    measured = _Measured(rtol, confidence, max_iterations, seed, memory, wanted, given.words)
+    total = model.layers or 0 if isinstance(model, LoadedModel) and layers is None else len(layers or ())
+    for index, layer in self_attention_layers(module, given.inputs, layers):
+        on_layer(measured.layers, total)
+        measured.add(index, layer)
+    on_layer(measured.layers, measured.layers)
+    if not measured.rows:
+        raise CaptureError(f"No layer of {type(module).__name__} can be measured. {measured.refused[0]}")
+    loaded = model if isinstance(model, LoadedModel) else None
+    return Profile(
+        table=measured.table(),
+        tokens=measured.tokens(),
+        model=type(module).__name__ if loaded is None else loaded.name,
+        source="" if loaded is None else loaded.source,
+        fingerprint=_fingerprint(module) if loaded is None else loaded.fingerprint,
+        input=given.description,
+        words=tuple(given.words or ()),
+        n=measured.n,
+        stored=str(stored_dtype(module) if loaded is None else loaded.stored).removeprefix("torch."),
+        computed=str(computing_dtype(module)).removeprefix("torch."),
+        confidence=confidence,
+        rtol=rtol,
+        seed=seed,
+        refused=tuple(measured.refused),
+    )
+
+
+# ---- the input
+
+
+@dataclass(frozen=True, eq=False)
+class _Given:
+    """The inputs of the model, the tokens in words where they are known, and the input in a phrase."""
+
+    inputs: Any
+    words: list[str] | None
+    description: str
+
+
+def _given(model: object, module: nn.Module, inputs: object, span: object, tokenizer: Any) -> _Given:
+    """Return the inputs for the tokens of the span."""
+    if tokenizer is None and isinstance(model, LoadedModel):
+        tokenizer = model.tokenizer
+    decoded = _decoder(tokenizer)
+    if isinstance(inputs, str):
+        if not inputs.strip():
+            raise ArgumentError("inputs", expected="a text with at least one token", got=repr(inputs))
+        ids, what = torch.tensor(_encoded(tokenizer, inputs), dtype=torch.int64), "a text"
+    elif isinstance(inputs, Mapping):
+        named = {str(name): value for name, value in inputs.items()}
+        if span is not None:
+            raise ArgumentError("span", expected="None beside a dict of inputs", got=repr(span))
+        found = named.get("input_ids")
+        words = None if found is None or found.shape[0] != 1 else decoded(found[0])
+        return _Given(named, words, f"inputs {', '.join(named)}")
+    else:
+        ids, what = _ids(inputs), "token ids"
+        if ids is None:  # embedded tokens, images and other inputs as the model takes them
+            if span is not None:
+                raise ArgumentError("span", expected="None beside inputs without token ids", got=repr(span))
+            assert isinstance(inputs, Tensor)
+            return _Given(inputs, None, f"a tensor {tuple(inputs.shape)}")
+    most = min(_MOST_TOKENS, max_length(module) or _MOST_TOKENS)
+    first, end = _bounds(span, len(ids), most)
+    cut = "" if end - first == len(ids) else f"tokens {first} to {end - 1} of {len(ids)}, "
+    digest = hashlib.sha256(ids[first:end].numpy().tobytes()).hexdigest()[:12]
+    return _Given(ids[None, first:end], decoded(ids[first:end]), f"{what}, {cut}SHA-256 {digest}")
+
+
+def _encoded(tokenizer: Any, text: str) -> list[int]:
+    if tokenizer is None:
+        raise ArgumentError(
+            "inputs",
+            expected="token ids or a dict of tensors, for a model without a tokenizer",
+            got="a text",
+            remedy="Give tokenizer=AutoTokenizer.from_pretrained(...), or load the model with hs.load_model.",
+        )
+    if hasattr(tokenizer, "located"):  # howsmooth's own, which adds no special tokens
+        return list(tokenizer.encode(text))
+    return [int(i) for i in tokenizer(text, add_special_tokens=False)["input_ids"]]
+
+
+def _decoder(tokenizer: Any) -> Callable[[Tensor], list[str]]:
+    """Return a function from token ids (n,) to the text of each token, the id where there is no tokenizer."""
+    if tokenizer is None:
+        return lambda ids: [str(i) for i in ids.tolist()]
+    if hasattr(tokenizer, "decoded"):
+        return lambda ids: list(tokenizer.decoded(ids.tolist()))
+    return lambda ids: [str(tokenizer.decode([i])) for i in ids.tolist()]
+
+
+def _ids(inputs: object) -> Tensor | None:
+    """Return token ids (n,); None for a floating-point tensor, which holds no ids."""
+    if isinstance(inputs, Tensor) and inputs.is_floating_point():
+        return None
+    expected = "a text, token ids (n,) or (1, n), or a dict of tensors"
+    try:
+        ids = torch.as_tensor(inputs)
+    except (TypeError, ValueError, RuntimeError):
+        raise ArgumentError("inputs", expected=expected, got=type(inputs).__name__) from None
+    if ids.ndim == 2 and ids.shape[0] == 1:
+        ids = ids[0]
+    if ids.ndim != 1 or not ids.numel() or ids.dtype.is_floating_point or ids.dtype == torch.bool:
+        got = f"{ids.dtype} of shape {tuple(ids.shape)}"
+        raise ArgumentError("inputs", expected=expected, got=got, remedy="Profile one sequence at a time.")
+    return ids.to("cpu", torch.int64)
+
+
+def _bounds(span: object, length: int, most: int) -> tuple[int, int]:
+    """Return the first token of a span and the token after its last, checked against the length."""
+    expected = f"start:end with 0 <= start < end <= {length}, the number of tokens"
+    if span is None:
+        return 0, min(length, most)
+    if isinstance(span, str):
+        parts = span.split(":")
+        try:
+            numbers = [int(part) if part.strip() else None for part in parts]
+        except ValueError:
+            numbers = []
+    elif isinstance(span, slice):
+        numbers = [span.start, span.stop] if span.step in (None, 1) else []
+    else:
+        numbers = list(span) if isinstance(span, tuple | list) else []
+    if len(numbers) != 2 or not all(one is None or isinstance(one, int) for one in numbers):
+        raise ArgumentError("span", expected=expected, got=repr(span))
+    first, end = (0 if numbers[0] is None else numbers[0]), (length if numbers[1] is None else numbers[1])
+    if not 0 <= first < end <= length:
+        raise ArgumentError("span", expected=expected, got=repr(span))
+    return first, end
+
+
+def _checked_scopes(scopes: object) -> tuple[str, ...]:
+    given = (scopes,) if isinstance(scopes, str) else tuple(scopes) if isinstance(scopes, Sequence) else ()
+    if not given or any(scope not in SCOPES for scope in given):
+        raise ArgumentError("scopes", expected=f"some of {', '.join(SCOPES)}", got=repr(scopes))
+    return given
+
+
+def _fingerprint(module: nn.Module) -> str:
+    """Return the SHA-256 of the module's weights."""
+    digest = hashlib.sha256()
+    for name, tensor in sorted(module.state_dict().items()):
+        digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
+        digest.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
+    return digest.hexdigest()
+
+
+# ---- the measurement
+
+
+class _Measured:
+    """Rows of the tables of a profile, to which layers are added one after the other."""
+
+    def __init__(
+        self,
+        rtol: float,
+        confidence: float,
+        max_iterations: int,
+        seed: int,
+        memory: int | None,
+        scopes: tuple[str, ...],
+        words: list[str] | None,
+    ) -> None:
+        self.how = {
+            "rtol": rtol,
+            "confidence": confidence,
+            "max_iterations": max_iterations,
+            "memory": memory,
+        }
+        self.seed = seed
+        self.scopes = scopes
+        self.words = words
+        self.layers = 0
+        self.n = 0
+        self.rows: list[dict[str, Any]] = []
+        self.shares: list[pd.DataFrame] = []
+        self.refused: list[str] = []
+
+    def add(self, index: int, layer: VerifiedLayer | CaptureError) -> None:
+        """Measure one layer in all scopes; note what is refused."""
+        self.layers += 1
+        if isinstance(layer, CaptureError):
+            self.refused.append(str(layer))
+            return
+        self.n = max(self.n, layer.tokens.shape[1])
+        for scope in self.scopes:
+            try:
+                for head, estimate in self._estimates(index, layer, scope):
+                    self._append(layer, scope, head, estimate)
+            except HowsmoothError as error:
+                self.refused.append(f"Layer {index}, scope {scope}: {error}")
+
+    def _estimates(
+        self, index: int, layer: VerifiedLayer, scope: str
+    ) -> Iterator[tuple[int | None, LipschitzEstimate]]:
+        seed = derive_seed(purpose="profile", seed=self.seed, layer=index, scope=scope)
+        if scope == "attention":
+            (site,) = layer.sites("attention")
+            yield None, local_lipschitz(site.map, site.x[0], seed=seed, **self.how)
+            return
+        attention, x = layer.found.map, layer.tokens[0]
+        if not hasattr(attention, "head"):
+            raise CaptureError(f"its heads cannot be taken alone ({layer.found.reason}).")
+        yield from enumerate(_each(head_lipschitz(attention, x, seed=seed, **self.how)))
+
+    def _append(self, layer: VerifiedLayer, scope: str, head: int | None, found: LipschitzEstimate) -> None:
+        place = layer.self_attention.layer
+        self.rows.append(
+            {
+                "layer": place.index,
+                "head": head,
+                "scope": scope,
+                "value": float(found.value),
+                "lower": float(found.lower),
+                "upper": float(found.upper),
+                "converged": bool(found.converged),
+                "iterations": int(found.iterations),
+                "method": found.method,
+                "masking": layer.found.masking,
+                "name": place.name,
+            }
+        )
+        shares = found.tokens()
+        if self.words is not None and len(self.words) == len(shares):
+            shares["token"] = self.words
+        shares.insert(0, "scope", scope)
+        shares.insert(0, "head", head)
+        shares.insert(0, "layer", place.index)
+        self.shares.append(shares.astype({"head": "Int64"}))
+
+    def table(self) -> pd.DataFrame:
+        return pd.DataFrame(self.rows).astype({"head": "Int64"})
+
+    def tokens(self) -> pd.DataFrame:
+        return pd.concat(self.shares, ignore_index=True)
+
+
+def _each(found: LipschitzEstimate) -> Iterator[LipschitzEstimate]:
+    """Yield the members of an estimate of shape (members,), one estimate for each."""
+    return (found[i] for i in range(len(found.value)))

@@ -1,0 +1,202 @@
+"""``Profile``: the constants of the layers and heads of a model at one input, as tables, words and files."""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass, field
+from importlib.metadata import version
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pandas as pd
+
+from howsmooth.errors import ArgumentError
+from howsmooth.study.output_files import csv_of
+from howsmooth.study.text_formatting import place_in_words
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+__all__ = ["Profile"]
+
+_SHOWN = 10  # rows of the ranking in a printed profile
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Profile:
+    """The local Lipschitz constants of attention layers and heads at one input, with their tokens."""
+
+    #: One row for each layer (scope ``attention``, no head) and each head (scope ``head``), with the columns
+    #: ``layer``, ``head``, ``scope``, ``value``, ``lower``, ``upper``, ``converged``, ``iterations``,
+    #: ``method``, ``masking`` and ``name``, the path of the module.
+    table: pd.DataFrame = field(hash=False)
+    #: One row for each token of each row of ``table``: ``layer``, ``head``, ``scope``, ``position``, ``token``
+    #: where the input has words, ``input_share`` (where a change matters) and ``output_share`` (where it
+    #: shows). The shares of a side sum to one.
+    tokens: pd.DataFrame = field(hash=False)
+    #: The name of the model, or of its class.
+    model: str
+    #: Where the weights come from; empty for a model that was not loaded by its name.
+    source: str
+    #: SHA-256 of the model.
+    fingerprint: str
+    #: The input in words.
+    input: str
+    #: The text of each token; empty for inputs without token ids.
+    words: tuple[str, ...]
+    #: Number of tokens.
+    n: int
+    #: The dtype in which the weights are stored.
+    stored: str
+    #: The dtype of the map, its tokens and the products; values and intervals of closed forms are float64.
+    computed: str
+    #: Probability with which each interval holds.
+    confidence: float
+    #: Relative width of the intervals that was asked for.
+    rtol: float
+    #: Seed of the random starts.
+    seed: int
+    #: What was not measured, with the reasons.
+    refused: tuple[str, ...]
+
+    @property
+    def ranking(self) -> pd.DataFrame:
+        """The rows of ``table``, the largest value first within each scope, heads before whole layers."""
+        return self.table.sort_values(["scope", "value"], ascending=False, kind="stable", ignore_index=True)
+
+    @property
+    def digest(self) -> str:
+        """The first 12 digits of the SHA-256 of the table and of the model's fingerprint."""
+        return hashlib.sha256(f"{self.fingerprint}\n{csv_of(self.table)}".encode()).hexdigest()[:12]
+
+    @property
+    def citation(self) -> str:
+        """One line with the largest constants, their intervals, the versions and the digest."""
+        found = []
+        for scope, rows in self.ranking.groupby("scope", sort=False):
+            top = rows.iloc[0]
+            found.append(f"largest in scope {scope}: {_place(top)}, {_interval(top)}")
+        return (
+            f"Local Lipschitz constants of {self.model} at {self.input} (n = {self.n}): {'; '.join(found)}; "
+            f"each interval at {self.confidence:.4g} confidence; {self.precision}; howsmooth "
+            f"{version('howsmooth')}, torch {version('torch')}, digest {self.digest}."
+        )
+
+    @property
+    def precision(self) -> str:
+        """The dtypes of the stored weights and of the computation, in words."""
+        same = self.stored == self.computed
+        return f"weights in {self.stored}" + ("" if same else f", computed in {self.computed}")
+
+    def sensitive_tokens(self, layer: int, head: int | None = None) -> pd.DataFrame:
+        """Return the tokens of one layer or head, those with the largest input share first.
+
+        Raises
+        ------
+        ArgumentError
+            If the profile has no such layer or head.
+
+        """
+        rows = self._tokens_of(layer, head).sort_values("input_share", ascending=False, kind="stable")
+        return rows.reset_index(drop=True)
+
+    def _tokens_of(self, layer: int, head: int | None) -> pd.DataFrame:
+        heads = self.tokens["head"]
+        found = self.tokens[(self.tokens["layer"] == layer) & (heads.isna() if head is None else heads == head)]
+        if found.empty:
+            raise ArgumentError("layer", expected="a layer or head of the table", got=place_in_words(layer, head))
+        return found
+
+    # ---- in words, in notebooks, and as files
+
+    def __repr__(self) -> str:
+        lines = [
+            f"Profile of {self.model}, {self.n} tokens, {self.precision}; each interval at "
+            f"{self.confidence:.4g} confidence"
+        ]
+        for scope, rows in self.ranking.groupby("scope", sort=False):
+            lines.append(f"  scope {scope}, the largest {min(len(rows), _SHOWN)} of {len(rows)}:")
+            lines += [f"    {_place(row):<20} {_interval(row)}" for _, row in rows.head(_SHOWN).iterrows()]
+        missed = int((~self.table["converged"]).sum())
+        lines += [f"  {missed} of {len(self.table)} did not reach rtol = {self.rtol:g}"] if missed else []
+        lines += [f"  not measured: {reason}" for reason in self.refused]
+        return "\n".join(lines)
+
+    def _repr_html_(self) -> str:
+        """Return the figure, the ranking and the sensitive tokens of its first rows as HTML, for notebooks."""
+        from howsmooth.profiling.page import fragment
+
+        return fragment(self)
+
+    def plot(self) -> Figure:
+        """Draw the constants as a heatmap of layers and heads, with a column for the whole layers."""
+        from howsmooth.profiling.heatmap import draw
+
+        return draw(self)
+
+    def to_csv(self, path: str | Path | None = None) -> str | None:
+        """Write ``table`` as CSV; without a path, return the text."""
+        return _text(csv_of(self.table), path)
+
+    def to_latex(self, path: str | Path | None = None) -> str | None:
+        """Write the ranking as a LaTeX table for booktabs, with the citation as its caption; or return it."""
+        table = self.ranking[["layer", "head", "scope", "value", "lower", "upper", "converged"]]
+        words: str = table.to_latex(
+            index=False, float_format="%.6g", na_rep="all", escape=True, caption=_latex(self.citation)
+        )
+        return _text(words, path)
+
+    def to_parquet(self, path: str | Path) -> None:
+        """Write ``table`` as parquet, which needs pyarrow, with the citation in the file's metadata.
+
+        Raises
+        ------
+        ArgumentError
+            If pyarrow is not installed.
+
+        """
+        try:
+            import pyarrow
+            import pyarrow.parquet
+        except ImportError:
+            raise ArgumentError(
+                "path", expected="pyarrow to write parquet", got="no pyarrow", remedy="pip install pyarrow"
+            ) from None
+        made = pyarrow.Table.from_pandas(self.table, preserve_index=False)
+        metadata = {**(made.schema.metadata or {}), b"howsmooth": self.citation.encode()}
+        pyarrow.parquet.write_table(made.replace_schema_metadata(metadata), str(path))
+
+    def described(self) -> dict[str, Any]:
+        """Return what JSON can hold: the settings, the ranking, and the most sensitive token of each row."""
+        rows = self.ranking.astype(object).where(self.ranking.notna(), None).to_dict("records")
+        for row in rows:
+            first = self.sensitive_tokens(row["layer"], row["head"]).iloc[0]
+            row["most_sensitive"] = {"position": int(first["position"])} | (
+                {"token": first["token"]} if "token" in first else {}
+            )
+        names = ("model", "source", "fingerprint", "input", "n", "stored", "computed", "confidence", "rtol", "seed")
+        return {name: getattr(self, name) for name in names} | {
+            "refused": list(self.refused),
+            "citation": self.citation,
+            "ranking": rows,
+        }
+
+
+def _place(row: Any) -> str:
+    return place_in_words(int(row["layer"]), None if pd.isna(row["head"]) else int(row["head"]))
+
+
+def _interval(row: Any) -> str:
+    status = "" if row["converged"] else " (not converged)"
+    return f"{row['value']:.6g} in [{row['lower']:.6g}, {row['upper']:.6g}]{status}"
+
+
+def _latex(words: str) -> str:
+    return "".join(f"\\{letter}" if letter in "&%$#_{}" else letter for letter in words)
+
+
+def _text(words: str, path: str | Path | None) -> str | None:
+    if path is None:
+        return words
+    Path(path).write_text(words, encoding="utf-8", newline="\n")
+    return None
