@@ -14,6 +14,7 @@ from howsmooth.cli.certify import certify
 from howsmooth.cli.flow import flow
 from howsmooth.cli.inspect import inspect
 from howsmooth.cli.measure import TYPED, measure
+from howsmooth.cli.profile import profile
 from howsmooth.cli.reproduce import reproduce
 from howsmooth.cli.study import study
 from howsmooth.errors import HowsmoothError
@@ -51,7 +52,7 @@ def _root(
     """How smooth is attention? Measure the Lipschitz constant of self-attention in any Transformer."""
 
 
-for _command in (measure, study, bound, attack, flow, certify, inspect, reproduce):
+for _command in (profile, measure, study, bound, attack, flow, certify, inspect, reproduce):
     app.command(_command.__name__, epilog=_command.__dict__["examples"])(_command)
 
 

@@ -157,9 +157,7 @@ def self_attention_layers(
         yield from _layers(model, given, None if layers is None else _checked("layers", layers))
 
 
-def _verified(
-    model: nn.Module, given: ModelInputs, wanted: Sequence[int] | None
-) -> Iterator[VerifiedLayer]:
+def _verified(model: nn.Module, given: ModelInputs, wanted: Sequence[int] | None) -> Iterator[VerifiedLayer]:
     """Yield the wanted layers, verified; all sequences have one length and no padding."""
     for _, layer in _layers(model, given, wanted):
         if isinstance(layer, CaptureError):
@@ -170,8 +168,7 @@ def _verified(
 def _layers(
     model: nn.Module, given: ModelInputs, wanted: Sequence[int] | None
 ) -> Iterator[tuple[int, VerifiedLayer | CaptureError]]:
-    """Yield the indices of the wanted layers, each with the layer, verified, or with the error that says why not.
-    """
+    """Yield the indices of the wanted layers, each with the verified layer or the error that says why not."""
     seen, kept = trace_forward_pass(model, given.named, wanted)
     if not seen:
         raise CaptureError(_nothing_seen(model, given))

@@ -51,7 +51,7 @@ def _drawn(profile: Profile) -> Figure:
     for i, j in missed:
         axis.text(j, i, "×", ha="center", va="center", color="white")
     step = -(-len(heads) // _MOST_TICKS)
-    ticks = [at[head] for head in heads[::step or 1]] + ([at[None]] if whole else [])
+    ticks = [at[head] for head in heads[:: step or 1]] + ([at[None]] if whole else [])
     names = [str(head) for head in heads[:: step or 1]] + (["all"] if whole else [])
     axis.set_xticks(ticks, names)
     rows = -(-len(layers) // _MOST_TICKS)

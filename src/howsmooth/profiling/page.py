@@ -10,6 +10,7 @@ from typing import Any
 import pandas as pd
 from markupsafe import Markup
 
+from howsmooth.errors import StoreError
 from howsmooth.profiling.result import Profile
 from howsmooth.study.html_pages import digest, style_sheet, templates_of
 from howsmooth.study.output_files import csv_of, replace_file
@@ -28,18 +29,24 @@ def write(profile: Profile, folder: Path) -> list[Path]:
 
     Raises
     ------
-    OSError
+    StoreError
         If the folder cannot be written.
 
     """
-    folder.mkdir(parents=True, exist_ok=True)
     figure = profile.plot()
-    paths = [folder / name for name in ("profile.html", "profile.png", "profile.pdf", "profile.csv", "tokens.csv")]
-    replace_file(paths[0], render(profile, png(figure)))
-    figure.savefig(paths[1], metadata={"Software": "howsmooth"})
-    figure.savefig(paths[2], metadata={"Creator": "howsmooth", "CreationDate": None})
-    replace_file(paths[3], csv_of(profile.table))
-    replace_file(paths[4], csv_of(profile.tokens))
+    names = ("profile.html", "profile.png", "profile.pdf", "profile.csv", "tokens.csv")
+    page, image, vector, table, tokens = paths = [folder / name for name in names]
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        replace_file(page, render(profile, png(figure)))
+        figure.savefig(image, metadata={"Software": "howsmooth"})
+        figure.savefig(vector, metadata={"Creator": "howsmooth", "CreationDate": None})
+        replace_file(table, csv_of(profile.table))
+        replace_file(tokens, csv_of(profile.tokens))
+    except OSError as error:
+        raise StoreError(
+            f"out: expected a writable folder, got {folder} ({error.strerror}). Choose another --out."
+        ) from error
     return paths
 
 

@@ -13,7 +13,6 @@ import torch
 from torch import Tensor, nn
 
 from howsmooth.accuracy import check_accuracy
-from howsmooth.attention import TokenMap
 from howsmooth.errors import ArgumentError, CaptureError, HowsmoothError
 from howsmooth.estimate import LipschitzEstimate
 from howsmooth.lipschitz import head_lipschitz, local_lipschitz

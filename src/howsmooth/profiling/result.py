@@ -12,7 +12,7 @@ import pandas as pd
 
 from howsmooth.errors import ArgumentError
 from howsmooth.study.output_files import csv_of
-from howsmooth.study.text_formatting import place_in_words
+from howsmooth.study.text_formatting import place_in_words, readable
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -30,9 +30,9 @@ class Profile:
     #: ``layer``, ``head``, ``scope``, ``value``, ``lower``, ``upper``, ``converged``, ``iterations``,
     #: ``method``, ``masking`` and ``name``, the path of the module.
     table: pd.DataFrame = field(hash=False)
-    #: One row for each token of each row of ``table``: ``layer``, ``head``, ``scope``, ``position``, ``token``
-    #: where the input has words, ``input_share`` (where a change matters) and ``output_share`` (where it
-    #: shows). The shares of a side sum to one.
+    #: One row for each token of each row of ``table``, with the columns ``layer``, ``head``, ``scope``,
+    #: ``position``, ``token`` where the input has words, ``input_share`` (where a change matters) and
+    #: ``output_share`` (where it shows). The shares of a side sum to one.
     tokens: pd.DataFrame = field(hash=False)
     #: The name of the model, or of its class.
     model: str
@@ -102,9 +102,13 @@ class Profile:
 
     def _tokens_of(self, layer: int, head: int | None) -> pd.DataFrame:
         heads = self.tokens["head"]
-        found = self.tokens[(self.tokens["layer"] == layer) & (heads.isna() if head is None else heads == head)]
+        found = self.tokens[
+            (self.tokens["layer"] == layer) & (heads.isna() if head is None else heads == head)
+        ]
         if found.empty:
-            raise ArgumentError("layer", expected="a layer or head of the table", got=place_in_words(layer, head))
+            raise ArgumentError(
+                "layer", expected="a layer or head of the table", got=place_in_words(layer, head)
+            )
         return found
 
     # ---- in words, in notebooks, and as files
@@ -116,14 +120,29 @@ class Profile:
         ]
         for scope, rows in self.ranking.groupby("scope", sort=False):
             lines.append(f"  scope {scope}, the largest {min(len(rows), _SHOWN)} of {len(rows)}:")
-            lines += [f"    {_place(row):<20} {_interval(row)}" for _, row in rows.head(_SHOWN).iterrows()]
+            lines += [
+                f"    {_place(row):<18} {_interval(row)}{self._said_of_tokens(row)}"
+                for _, row in rows.head(_SHOWN).iterrows()
+            ]
         missed = int((~self.table["converged"]).sum())
         lines += [f"  {missed} of {len(self.table)} did not reach rtol = {self.rtol:g}"] if missed else []
         lines += [f"  not measured: {reason}" for reason in self.refused]
         return "\n".join(lines)
 
+    def _said_of_tokens(self, row: Any) -> str:
+        """Return the tokens with the largest shares of both sides, in words."""
+        head = None if pd.isna(row["head"]) else int(row["head"])
+        rows = self._tokens_of(int(row["layer"]), head)
+        said = []
+        for words, column in (("matters at", "input_share"), ("shows at", "output_share")):
+            if rows[column].notna().any():
+                top = rows.loc[rows[column].idxmax()]
+                token = f" {readable(top['token'])!r}" if "token" in top else ""
+                said.append(f"{words} token {top['position']}{token} ({100 * top[column]:.0f} %)")
+        return f"; {', '.join(said)}" if said else ""
+
     def _repr_html_(self) -> str:
-        """Return the figure, the ranking and the sensitive tokens of its first rows as HTML, for notebooks."""
+        """Return the figure, the ranking and the tokens of its first rows as HTML, for notebooks."""
         from howsmooth.profiling.page import fragment
 
         return fragment(self)
@@ -174,7 +193,18 @@ class Profile:
             row["most_sensitive"] = {"position": int(first["position"])} | (
                 {"token": first["token"]} if "token" in first else {}
             )
-        names = ("model", "source", "fingerprint", "input", "n", "stored", "computed", "confidence", "rtol", "seed")
+        names = (
+            "model",
+            "source",
+            "fingerprint",
+            "input",
+            "n",
+            "stored",
+            "computed",
+            "confidence",
+            "rtol",
+            "seed",
+        )
         return {name: getattr(self, name) for name in names} | {
             "refused": list(self.refused),
             "citation": self.citation,

@@ -1,0 +1,181 @@
+"""The command ``howsmooth profile``: which layers, heads and tokens of a model are sensitive on one input."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import typer
+
+from howsmooth.cli.options import JsonOption, SilentOption, command
+from howsmooth.cli.progress import shown_progress
+from howsmooth.errors import ArgumentError
+from howsmooth.study.options import HOW, Options, choice, number, option, size, whole, words
+from howsmooth.study.plan import (
+    Execution,
+    as_decoder_option,
+    device_option,
+    layers_option,
+    part_option,
+    random_init_option,
+    seed_option,
+    text_option,
+)
+from howsmooth.study.ranges import Ranges
+
+__all__ = ["ProfilePlan", "profile"]
+
+_EXAMPLES = (
+    "Every attention layer and every head is measured at one input, the heads of a layer in one batch. The "
+    "ranking is printed; a page, a figure and two tables are written into --out. A model is measured in "
+    "float32, whatever the precision of its weights.",
+    "Examples:",
+    "[cyan]howsmooth profile builtin-encoder --span 0:64[/]  the first 64 tokens of Alice in Wonderland",
+    "[cyan]howsmooth profile builtin-decoder --span 0:32 --layers 0,-1 --json[/]  JSON for a program",
+    "[cyan]howsmooth profile ./model --text letter.txt --out letter[/]  your own model and text",
+    "[cyan]howsmooth profile vit --random-init --images builtin[/]  an image",
+)
+
+
+@dataclass(frozen=True)
+class ProfilePlan(Options):
+    """The model, the input, and how to measure."""
+
+    model: str = option(
+        ...,
+        words(place=True),
+        "A built-in model, a local folder or a Hub id; with --random-init also a model type.",
+        metavar="MODEL",
+        positional=True,
+    )
+    text: str = text_option()
+    tokens: str | None = option(
+        None, words(place=True), "Token ids instead of a text: a .npy, .json or text file.", metavar="FILE"
+    )
+    images: str | None = option(
+        None, words(place=True), "An image instead of a text, or builtin.", metavar="builtin|FILE"
+    )
+    audio: str | None = option(
+        None,
+        words(place=True),
+        "Audio instead of a text: a .wav or .npy file, or builtin.",
+        metavar="builtin|FILE",
+    )
+    span: str | None = option(
+        None,
+        words(),
+        "Which tokens of a text or of token ids, counted from 0, such as 0:128. Default: all, or the first "
+        "512 of a longer input.",
+        metavar="START:END",
+    )
+    layers: Ranges = layers_option()
+    scope: str = option(
+        "all",
+        choice("all", "attention", "head"),
+        "attention: each layer with all its heads; head: each head alone; all: both.",
+        metavar="all|attention|head",
+    )
+    random_init: bool = random_init_option()
+    as_decoder: bool = as_decoder_option()
+    part: str | None = part_option()
+    rtol: float = option(1e-3, number(), "Relative width of the interval at convergence.", panel=HOW)
+    confidence: float = option(
+        0.999, number(), "Probability that an interval contains its constant.", panel=HOW
+    )
+    max_iterations: int = option(200, whole(1), "Largest number of Lanczos steps.", panel=HOW)
+    seed: int = seed_option()
+    device: str = device_option()
+    memory: int | None = option(
+        None,
+        size(),
+        "Memory that one measurement may use, such as 8GiB. Default: half of the free memory.",
+        metavar="SIZE",
+        panel=HOW,
+    )
+
+    def check(self) -> None:
+        """Refuse more than one input."""
+        given = [name for name in ("tokens", "images", "audio") if getattr(self, name) is not None]
+        if len(given) > 1:
+            raise ArgumentError(given[1], expected="one input", got=f"{' and '.join(given)}")
+        if self.span is not None and given[:1] in (["images"], ["audio"]):
+            raise ArgumentError("span", expected=f"none beside {given[0]}", got=self.span)
+
+
+@command(*_EXAMPLES, without=("executor", "workers", "scheduler"), out="howsmooth-profile")
+def profile(
+    plan: ProfilePlan, execution: Execution, json: JsonOption = False, quiet: SilentOption = False
+) -> int:
+    """Rank the layers and heads of a model by their Lipschitz constants at one input, and name its tokens."""
+    from howsmooth.cli.terminal_output import as_json, say
+    from howsmooth.models import load_model
+    from howsmooth.profiling import page
+    from howsmooth.profiling import profile as measured
+    from howsmooth.study.text_formatting import encodable
+
+    with shown_progress(quiet=quiet) as display:
+        display.phase("Reading")
+        loaded = load_model(
+            plan.model,
+            random_init=plan.random_init,
+            as_decoder=plan.as_decoder,
+            part=plan.part,
+            seed=plan.seed,
+            device=plan.device,
+            dtype=None,
+        )
+        inputs = _inputs(plan, loaded)
+        display.phase("Measuring")
+        found = measured(
+            loaded,
+            inputs,
+            span=plan.span,
+            layers=_layers(plan, loaded),
+            scopes=("attention", "head") if plan.scope == "all" else (plan.scope,),
+            rtol=plan.rtol,
+            confidence=plan.confidence,
+            max_iterations=plan.max_iterations,
+            seed=plan.seed,
+            memory=plan.memory,
+            on_layer=lambda done, total: display.advance(float(done), float(total), f"layer {done}"),
+        )
+        display.phase("Writing")
+        written = page.write(found, execution.out)
+    if json:
+        typer.echo(as_json(**found.described(), files=written))
+    else:
+        say(encodable(repr(found)))
+        say(
+            f"\nPage: {encodable(str(written[0]))}, with profile.png, profile.pdf, profile.csv and tokens.csv."
+        )
+    return 3 if found.refused else 0
+
+
+def _layers(plan: ProfilePlan, loaded: Any) -> tuple[int, ...] | None:
+    """Return the indices of the chosen layers; None for all, which leaves out cross-attention."""
+    if loaded.layers is None or not plan.layers.items:
+        return None
+    return plan.layers.resolve(loaded.layers, plan.model, "layers")
+
+
+def _inputs(plan: ProfilePlan, loaded: Any) -> Any:
+    """Return the input of the plan, as :func:`howsmooth.profile` takes it."""
+    from howsmooth.models import audio_inputs, image_inputs, load_token_ids
+    from howsmooth.texts import load_text
+
+    if plan.images is not None:
+        made = image_inputs(loaded, plan.images)
+        # The built-in images are thirty, of which the first is taken.
+        return {name: one[:1] for name, one in made.items()} if plan.images == "builtin" else made
+    if plan.audio is not None:
+        return audio_inputs(loaded, plan.audio)
+    if plan.tokens is not None:
+        return load_token_ids(plan.tokens).tokens
+    if loaded.modality != "text":
+        raise ArgumentError(
+            "text",
+            expected=f"an input that the model takes: {loaded.modality}",
+            got="a text",
+            remedy="Give --images or --audio.",
+        )
+    return load_text(plan.text).content
