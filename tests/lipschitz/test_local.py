@@ -426,3 +426,41 @@ def test_any_torch_module() -> None:
     estimate = hs.local_lipschitz(layer, tokens(0, 4, D), rtol=1e-9, batch_dims=0)
     assert float(estimate.value) == pytest.approx(float(torch.linalg.matrix_norm(layer.weight, 2)), rel=1e-10)
     assert (estimate.method, estimate.scope) == ("autodiff", "Linear")
+
+
+def test_an_estimate_prints_its_numbers_and_gives_tables() -> None:
+    f = random_attention(6, causal=True)
+    found = hs.local_lipschitz(f, tokens(6, 3, 4, D))
+    assert all(f"{value:.6g}" in repr(found) for value in found.value.tolist())
+    assert "..." in repr(hs.local_lipschitz(f, tokens(6, 13, 2, D)))
+    table = found.to_pandas()
+    assert list(table["lower"]) == found.lower.tolist()
+    assert set(table["confidence"]) == {0.999}
+    assert table["value"].map("{:.6g}".format).map(found._repr_html_().__contains__).all()
+    one = found[1]
+    assert float(one) == float(found.value[1])
+    assert "converged" in repr(one)
+    assert torch.equal(found[1:].input_direction, found.input_direction[1:])
+    assert [float(each) for each in found] == found.value.tolist()
+    with pytest.raises(ArgumentError, match=r"float\(estimate\[0\]\)"):
+        float(found)
+    with pytest.raises(IndexError):
+        one[0]
+
+
+def test_the_tokens_of_an_estimate_are_the_shares_of_its_directions() -> None:
+    class Letters:
+        def decode(self, ids: list[int]) -> str:
+            return "abcd"[ids[0]]
+
+    found = hs.local_lipschitz(random_attention(6, causal=True), tokens(6, 4, D))
+    table = found.tokens(Letters(), torch.arange(4))
+    assert list(table["token"]) == list("abcd")
+    assert table["input_share"].to_list() == pytest.approx(found.input_direction.square().sum(1).tolist())
+    assert table["output_share"].sum() == pytest.approx(1.0)
+    with pytest.raises(ArgumentError, match="ids"):
+        found.tokens(Letters())
+    with pytest.raises(ArgumentError, match="4 token ids"):
+        found.tokens(Letters(), torch.arange(3))
+    with pytest.raises(ArgumentError, match=r"estimate\[0\]"):
+        hs.local_lipschitz(random_attention(6), tokens(6, 2, 4, D)).tokens()

@@ -145,9 +145,8 @@ def profile(
         typer.echo(as_json(**found.described(), files=written))
     else:
         say(encodable(repr(found)))
-        say(
-            f"\nPage: {encodable(str(written[0]))}, with profile.png, profile.pdf, profile.csv and tokens.csv."
-        )
+        others = ", ".join(path.name for path in written[1:])
+        say(f"\nPage: {encodable(str(written[0]))}, with {others}.")
     return 3 if found.refused else 0
 
 

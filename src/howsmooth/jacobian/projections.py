@@ -30,7 +30,8 @@ class Projection:
         The layer, in float64; its sizes are read from here.
     weight
         The input projections as one matrix, whose rows are those of the queries, the keys and the values of
-        all heads. The scale of the scores is multiplied into the rows of the queries.
+        all heads. The scale of the scores is multiplied into the rows of the queries. A batch of single
+        heads has one such matrix for each.
     output
         The output projection W_O; None if the heads are concatenated only.
     rotary
@@ -41,7 +42,7 @@ class Projection:
     """
 
     attention: SelfAttention
-    weight: Float[Tensor, "rows d"]
+    weight: Float[Tensor, "*heads rows d"]
     output: Float[Tensor, "d_out d_heads"] | None
     rotary: Rotary | None
     tokens: int

@@ -30,7 +30,7 @@ _VERDICT_VECTORS = 6
 
 def head_lipschitz(
     attention: TokenMap,
-    x: Float[Tensor, "n d"],
+    x: Tensor,
     *,
     rtol: float = 1e-4,
     confidence: float = 0.999,
@@ -51,7 +51,7 @@ def head_lipschitz(
         A layer whose heads can be taken alone: a :class:`~howsmooth.SelfAttention` without a norm over all
         heads, or a :class:`~howsmooth.attention.StagedAttention` of one softmax.
     x
-        The tokens of one sequence, float32 or float64.
+        The tokens (n, d) of one sequence, float32 or float64.
     rtol, confidence, max_iterations, memory
         As for :func:`howsmooth.local_lipschitz`. Where the probabilities of a head do not fit, and from
         1,024 tokens on, heads are measured one by one.

@@ -10,6 +10,7 @@ from matplotlib.ticker import FixedLocator
 
 from howsmooth.profiling.result import Profile
 from howsmooth.study.figures.style import COLOURS, STYLE, add_colourbar, literal, new_figure
+from howsmooth.study.records import plain_rows
 
 __all__ = ["draw"]
 
@@ -37,10 +38,10 @@ def _drawn(profile: Profile) -> Figure:
     at = {head: i + (gap if head is None else 0) for i, head in enumerate(columns)}
     values = np.full((len(layers), len(columns) + gap), np.nan)
     missed = []
-    for row in table.itertuples():
-        place = layers.index(row.layer), at[None if row.scope == "attention" else int(row.head)]
-        values[place] = row.value
-        missed += [] if row.converged else [place]
+    for row in plain_rows(table):
+        place = layers.index(row["layer"]), at[row["head"]]
+        values[place] = row["value"]
+        missed += [] if row["converged"] else [place]
     width = max(4.2, 1.7 + _CELL * values.shape[1])
     figure = new_figure(width, max(2.4, 1.5 + _CELL * values.shape[0]))
     axis = figure.subplots()

@@ -14,6 +14,7 @@ from howsmooth.errors import StoreError
 from howsmooth.profiling.result import Profile
 from howsmooth.study.html_pages import digest, style_sheet, templates_of
 from howsmooth.study.output_files import csv_of, replace_file
+from howsmooth.study.records import plain_rows
 from howsmooth.study.report.chart_data import visible_token
 from howsmooth.study.text_formatting import place_in_words
 
@@ -82,15 +83,15 @@ def _body(profile: Profile, image: str, most: int) -> Markup:
     ranking = pd.concat([rows.head(most) for _, rows in ranking.groupby("scope", sort=False)])
     found = [
         {
-            "place": place_in_words(row.layer, head := None if pd.isna(row.head) else int(row.head)),
-            "scope": row.scope,
-            "value": f"{row.value:.4g}",
-            "lower": f"{row.lower:.6g}",
-            "upper": f"{row.upper:.6g}",
-            "converged": row.converged,
-            "sides": _sides(profile, row.layer, head),
+            "place": place_in_words(row["layer"], row["head"]),
+            "scope": row["scope"],
+            "value": f"{row['value']:.4g}",
+            "lower": f"{row['lower']:.6g}",
+            "upper": f"{row['upper']:.6g}",
+            "converged": row["converged"],
+            "sides": _sides(profile, row["layer"], row["head"]),
         }
-        for row in ranking.itertuples()
+        for row in plain_rows(ranking)
     ]
     return Markup(
         _template("body.html.jinja").render(

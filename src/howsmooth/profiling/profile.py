@@ -158,12 +158,11 @@ def _given(model: object, module: nn.Module, inputs: object, span: object, token
         words = None if found is None or found.shape[0] != 1 else decoded(found[0])
         return _Given(named, words, f"inputs {', '.join(named)}")
     else:
-        ids, what = _ids(inputs), "token ids"
-        if ids is None:  # embedded tokens, images and other inputs as the model takes them
+        if isinstance(inputs, Tensor) and inputs.is_floating_point():  # as the model takes it
             if span is not None:
                 raise ArgumentError("span", expected="None beside inputs without token ids", got=repr(span))
-            assert isinstance(inputs, Tensor)
             return _Given(inputs, None, f"a tensor {tuple(inputs.shape)}")
+        ids, what = _ids(inputs), "token ids"
     most = min(_MOST_TOKENS, max_length(module) or _MOST_TOKENS)
     first, end = _bounds(span, len(ids), most)
     cut = "" if end - first == len(ids) else f"tokens {first} to {end - 1} of {len(ids)}, "
@@ -193,10 +192,8 @@ def _decoder(tokenizer: Any) -> Callable[[Tensor], list[str]]:
     return lambda ids: [str(tokenizer.decode([i])) for i in ids.tolist()]
 
 
-def _ids(inputs: object) -> Tensor | None:
-    """Return token ids (n,); None for a floating-point tensor, which holds no ids."""
-    if isinstance(inputs, Tensor) and inputs.is_floating_point():
-        return None
+def _ids(inputs: object) -> Tensor:
+    """Return token ids (n,)."""
     expected = "a text, token ids (n,) or (1, n), or a dict of tensors"
     try:
         ids = torch.as_tensor(inputs)
@@ -265,7 +262,7 @@ class _Measured:
         scopes: tuple[str, ...],
         words: list[str] | None,
     ) -> None:
-        self.how = {
+        self.how: dict[str, Any] = {
             "rtol": rtol,
             "confidence": confidence,
             "max_iterations": max_iterations,

@@ -12,6 +12,7 @@ import pandas as pd
 
 from howsmooth.errors import ArgumentError
 from howsmooth.study.output_files import csv_of
+from howsmooth.study.records import plain_rows
 from howsmooth.study.text_formatting import place_in_words, readable
 
 if TYPE_CHECKING:
@@ -132,11 +133,11 @@ class Profile:
     def _said_of_tokens(self, row: Any) -> str:
         """Return the tokens with the largest shares of both sides, in words."""
         head = None if pd.isna(row["head"]) else int(row["head"])
-        rows = self._tokens_of(int(row["layer"]), head)
+        rows = plain_rows(self._tokens_of(int(row["layer"]), head))
         said = []
         for words, column in (("matters at", "input_share"), ("shows at", "output_share")):
-            if rows[column].notna().any():
-                top = rows.loc[rows[column].idxmax()]
+            top = max(rows, key=lambda one: one[column] or 0.0)
+            if top[column] is not None:
                 token = f" {readable(top['token'])!r}" if "token" in top else ""
                 said.append(f"{words} token {top['position']}{token} ({100 * top[column]:.0f} %)")
         return f"; {', '.join(said)}" if said else ""
@@ -166,28 +167,29 @@ class Profile:
         return _text(words, path)
 
     def to_parquet(self, path: str | Path) -> None:
-        """Write ``table`` as parquet, which needs pyarrow, with the citation in the file's metadata.
+        """Write ``table`` as parquet; pandas reads the citation in its metadata as ``attrs``.
 
         Raises
         ------
         ArgumentError
-            If pyarrow is not installed.
+            If pandas has no engine for parquet.
 
         """
+        table = self.table.copy()
+        table.attrs["howsmooth"] = self.citation
         try:
-            import pyarrow
-            import pyarrow.parquet
+            table.to_parquet(path, index=False)
         except ImportError:
             raise ArgumentError(
-                "path", expected="pyarrow to write parquet", got="no pyarrow", remedy="pip install pyarrow"
+                "path",
+                expected="an engine for parquet",
+                got="none",
+                remedy="Install one with pip install pyarrow, or use to_csv.",
             ) from None
-        made = pyarrow.Table.from_pandas(self.table, preserve_index=False)
-        metadata = {**(made.schema.metadata or {}), b"howsmooth": self.citation.encode()}
-        pyarrow.parquet.write_table(made.replace_schema_metadata(metadata), str(path))
 
     def described(self) -> dict[str, Any]:
         """Return what JSON can hold: the settings, the ranking, and the most sensitive token of each row."""
-        rows = self.ranking.astype(object).where(self.ranking.notna(), None).to_dict("records")
+        rows = plain_rows(self.ranking)
         for row in rows:
             first = self.sensitive_tokens(row["layer"], row["head"]).iloc[0]
             row["most_sensitive"] = {"position": int(first["position"])} | (

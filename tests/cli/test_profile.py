@@ -1,0 +1,71 @@
+"""``howsmooth profile``: what it prints and writes, and what it refuses."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pandas as pd
+import pytest
+
+import howsmooth as hs
+from howsmooth.cli import main
+
+Capture = pytest.CaptureFixture[str]
+
+
+@pytest.fixture(autouse=True)
+def place(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
+def test_the_ranking_is_printed_and_the_files_are_written(capsys: Capture) -> None:
+    Path("letter.txt").write_text("Dear Alice, it was a cat that sat on the mat.")
+    assert (
+        main(["profile", "builtin-encoder", "--text", "letter.txt", "--layers", "0,-1", "--out", "found"])
+        == 0
+    )
+    out = capsys.readouterr().out
+    found = hs.profile("builtin-encoder", Path("letter.txt").read_text(), layers=[0, 3])
+    assert repr(found) in out
+    assert "Page: found/profile.html" in out
+    table = pd.read_csv("found/profile.csv")
+    assert list(table["value"]) == list(found.table["value"])
+    assert Path("found/profile.html").exists()
+
+
+def test_json_alone_is_on_standard_output(capsys: Capture) -> None:
+    assert (
+        main(["profile", "builtin-decoder", "--span", "0:8", "--layers", "0", "--scope", "head", "--json"])
+        == 0
+    )
+    found = json.loads(capsys.readouterr().out)
+    assert found["n"] == 8
+    assert {row["scope"] for row in found["ranking"]} == {"head"}
+    assert found["files"][0] == "howsmooth-profile/profile.html"
+
+
+def test_token_ids_and_images_are_inputs_too(capsys: Capture) -> None:
+    Path("ids.json").write_text("[5, 6, 7, 8]")
+    assert main(["profile", "gpt2", "--random-init", "--tokens", "ids.json", "--layers", "0"]) == 0
+    assert "4 tokens" in capsys.readouterr().out
+    assert main(["profile", "builtin-encoder", "--tokens", "ids.json", "--images", "builtin"]) == 2
+    assert "expected one input" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["builtin-encoder", "--span", "5:2"], "span"),
+        (["builtin-encoder", "--text", "nofile.txt"], "nofile.txt"),
+        (["builtin-encodr"], "builtin-encoder"),
+        (["builtin-encoder", "--images", "builtin"], "image"),
+        (["builtin-encoder", "--layers", "9"], "layers"),
+        (["builtin-encoder", "--scope", "block"], "scope"),
+    ],
+)
+def test_refusals_are_one_line_and_exit_code_2(arguments: list[str], said: str, capsys: Capture) -> None:
+    assert main(["profile", *arguments]) == 2
+    (*_, line) = capsys.readouterr().err.strip().splitlines()
+    assert line.startswith("error: ")
+    assert said in line

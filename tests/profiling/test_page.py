@@ -1,0 +1,74 @@
+"""The page of a profile: what it shows, and that hostile text stays text."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from pathlib import Path
+
+import pytest
+from matplotlib.figure import Figure
+
+import howsmooth as hs
+from howsmooth.errors import StoreError
+from howsmooth.profiling import Profile, page
+
+
+@pytest.fixture(scope="module")
+def found() -> Profile:
+    return hs.profile("builtin-encoder", "A <script>alert(1)</script> & more", layers=[1])
+
+
+def test_every_file_is_written(found: Profile, tmp_path: Path) -> None:
+    written = page.write(found, tmp_path / "new")
+    assert [path.name for path in written] == [
+        "profile.html",
+        "profile.png",
+        "profile.pdf",
+        "profile.csv",
+        "tokens.csv",
+    ]
+    assert all(path.stat().st_size > 500 for path in written)
+    assert written[3].read_text() == found.to_csv()
+
+
+def test_the_page_shows_each_token_once_a_side_with_its_shade(found: Profile) -> None:
+    html = page.render(found, "data:image/png;base64,")
+    shown = re.findall(r'<span class="e(\d)" title="token (\d+): ([^"]*) %">', html)
+    assert len(shown) == 2 * found.n * len(found.table)
+    top = found.ranking.iloc[0]
+    rows = found.tokens[(found.tokens["layer"] == top["layer"]) & (found.tokens["head"] == top["head"])]
+    shades = [int(shade) for shade, _, _ in shown[: found.n]]
+    most = rows["input_share"].max()
+    assert shades == [round(9 * share / most) for share in rows["input_share"]]
+    assert html.count("<details") == len(found.table)
+
+
+def test_hostile_text_and_names_stay_text(found: Profile) -> None:
+    named = dataclasses.replace(found, model="<img src=x onerror=alert(1)>", refused=("<b>no</b>",))
+    for html in (page.render(named, "data:,"), named._repr_html_()):
+        assert "<script" not in html
+        assert "<img src=x" not in html
+        assert "<b>no" not in html
+    policy = re.search(r'Content-Security-Policy" content="([^"]*)"', page.render(named, "data:,"))
+    assert policy is not None
+    assert "default-src 'none'" in policy[1].replace("&#39;", "'")
+
+
+def test_the_figure_has_a_cell_for_each_head(found: Profile) -> None:
+    figure = found.plot()
+    assert isinstance(figure, Figure)
+    (image, *_) = figure.axes[0].images
+    values = image.get_array()
+    heads = found.table["head"].dropna()
+    assert values.shape == (1, len(heads) + 2)  # an empty column, and the whole layer
+    assert float(values[0, -1]) == float(found.table["value"][found.table["head"].isna()].iloc[0])
+    assert float(values[0, 2]) == float(found.table["value"][found.table["head"] == 2].iloc[0])
+    doubtful = dataclasses.replace(found, table=found.table.assign(converged=False))
+    assert sum(text.get_text() == "×" for text in doubtful.plot().axes[0].texts) == len(found.table)
+
+
+def test_a_folder_that_cannot_be_written(found: Profile, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("in the way")
+    with pytest.raises(StoreError, match="--out"):
+        page.write(found, tmp_path / "file")
