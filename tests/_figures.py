@@ -62,6 +62,7 @@ def load_tiny(name: str, **options: Any) -> LoadedModel:
         tokenizer=Words(),
         tokenizer_source="Words.",
         source=f"A tiny {name}.",
+        stored=torch.float32,
         fingerprint=hashlib.sha256(name.encode()).hexdigest(),
         max_length=32,
         vocab_size=VOCABULARY,

@@ -54,6 +54,7 @@ class FakeModel:
     tokenizer_source: str = "Words."
     fingerprint: str = digest("fake")
     max_length: int | None = 64
+    stored: torch.dtype = torch.float32
     layers: int = 3
     heads: int = 2
     obstacle: str = ""

@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from howsmooth.lipschitz import LipschitzEstimate, LipschitzEstimates, local_lipschitz
     from howsmooth.models import Site, capture, load_model
     from howsmooth.profiling import Profile, profile
+    from howsmooth.study.reading import read
 
 __version__ = metadata.version("howsmooth")
 
@@ -60,6 +61,7 @@ __all__ = [
     "measures",
     "nn",
     "profile",
+    "read",
 ]
 
 # PyTorch takes two seconds to import and transformers as many again; `howsmooth --help` needs neither.
@@ -79,6 +81,7 @@ _ROOMS = {
     "lipschitz": ("LipschitzEstimate", "LipschitzEstimates", "local_lipschitz"),
     "models": ("Site", "capture", "load_model"),
     "profiling": ("Profile", "profile"),
+    "study.reading": ("read",),
 }
 _WHOLE_ROOMS = (
     "adversarial",

@@ -116,8 +116,9 @@ class Profile:
 
     def __repr__(self) -> str:
         lines = [
-            f"Profile of {self.model}, {self.n} tokens, {self.precision}; each interval at "
-            f"{self.confidence:.4g} confidence"
+            f"Profile of {self.model}, {self.n} tokens, {self.precision}.",
+            f"Constant in its interval ({self.confidence:.4g} confidence each); the token where a change matters "
+            "most → where it shows most.",
         ]
         for scope, rows in self.ranking.groupby("scope", sort=False):
             lines.append(f"  scope {scope}, the largest {min(len(rows), _SHOWN)} of {len(rows)}:")
@@ -135,12 +136,12 @@ class Profile:
         head = None if pd.isna(row["head"]) else int(row["head"])
         rows = plain_rows(self._tokens_of(int(row["layer"]), head))
         said = []
-        for words, column in (("matters at", "input_share"), ("shows at", "output_share")):
+        for column in ("input_share", "output_share"):
             top = max(rows, key=lambda one: one[column] or 0.0)
             if top[column] is not None:
                 token = f" {readable(top['token'])!r}" if "token" in top else ""
-                said.append(f"{words} token {top['position']}{token} ({100 * top[column]:.0f} %)")
-        return f"; {', '.join(said)}" if said else ""
+                said.append(f"{top['position']}{token} {100 * top[column]:.0f} %")
+        return f"  {' → '.join(said)}" if said else ""
 
     def _repr_html_(self) -> str:
         """Return the figure, the ranking and the tokens of its first rows as HTML, for notebooks."""

@@ -451,6 +451,7 @@ def subject_of(plan: Plan, spec: ModelSpec, source: DataSource, model: Any) -> t
             layers=layer_count,
             heads=head_count,
             max_length=model.max_length,
+            stored=str(model.stored).removeprefix("torch."),
         ),
         text=TextRecord(
             encodable(source.name), source.digest, encodable(source.source), source.size, source.kind

@@ -126,7 +126,11 @@ class Run(Row, table="runs", key=("id",), again="replace"):
 
 @dataclass(frozen=True)
 class ModelRecord(Row, table="models", key=("label",), again="stay"):
-    """A model that was measured."""
+    """A model that was measured.
+
+    ``stored`` is the dtype of the weights in the model's file; ``Measurement.dtype`` is the dtype in which
+    they were measured.
+    """
 
     label: str
     name: str
@@ -136,6 +140,7 @@ class ModelRecord(Row, table="models", key=("label",), again="stay"):
     layers: int
     heads: int
     max_length: int | None
+    stored: str
 
 
 @dataclass(frozen=True)

@@ -280,6 +280,15 @@ class Store:
         used = [self.keys(kind, columns, model=model, text=text) for kind in (Measurement, PublishedValue)]
         return {(n, sample): start for n, sample, start in frozenset().union(*used)}
 
+    def tables(self) -> dict[str, pd.DataFrame]:
+        """Return every table that has rows, by its name, read in one transaction."""
+        with translated(self.path):
+            self._connection.execute("BEGIN")
+            try:
+                return {kind.table: self.table(kind) for kind in KINDS if self.count(kind)}
+            finally:
+                self._connection.execute("COMMIT")
+
     def contents(self) -> Contents:
         """Return all tables of measurements, read in one transaction while other processes may write."""
         with translated(self.path):

@@ -238,7 +238,7 @@ def test_as_decoder_refused(tmp_path: Path) -> None:
     [
         (3, {}, "name"),
         (" ", {}, "name"),
-        ("builtin-encoder", {"dtype": torch.float16}, "torch.float16"),
+        ("builtin-encoder", {"dtype": torch.int8}, "torch.float16"),
         ("builtin-encoder", {"seed": -1}, "seed"),
         ("builtin-encoder", {"seed": True}, "seed"),
         ("builtin-encoder", {"device": "cuda:99"}, "cuda:99"),
