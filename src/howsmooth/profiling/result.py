@@ -117,8 +117,8 @@ class Profile:
     def __repr__(self) -> str:
         lines = [
             f"Profile of {self.model}, {self.n} tokens, {self.precision}.",
-            f"Constant in its interval ({self.confidence:.4g} confidence each); the token where a change matters "
-            "most → where it shows most.",
+            f"Constant in its interval ({self.confidence:.4g} confidence each); the token where a change "
+            "matters most → where it shows most.",
         ]
         for scope, rows in self.ranking.groupby("scope", sort=False):
             lines.append(f"  scope {scope}, the largest {min(len(rows), _SHOWN)} of {len(rows)}:")
