@@ -176,20 +176,6 @@ def items() -> str:
     return _table(["model", *(name.removeprefix("only ") for name in names)], rows)
 
 
-def scopes() -> str:
-    """Write one row a model: the range of exponents over layers and texts in every scope."""
-    fits = read("scopes")
-    order = ["head", "head (median)", "heads", "attention", "residual", "block"]
-    rows = [
-        [
-            f"`{model}`",
-            *(_ends(fits[(fits["model"] == model) & (fits["scope"] == scope)]["slope"]) for scope in order),
-        ]
-        for model in in_order(fits, "model", MODELS)
-    ]
-    return _table(["model", *order], rows)
-
-
 def slices() -> str:
     """Write one row a model and radius: medians over heads at both kinds of tokens, and the largest."""
     found = read("slices")
@@ -214,7 +200,6 @@ TABLES_OF_THE_PAGE: dict[str, Callable[[], str]] = {
     "texts": texts,
     "models": models,
     "items": items,
-    "scopes": scopes,
     "slices": slices,
 }
 
