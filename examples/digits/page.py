@@ -40,9 +40,9 @@ def main() -> int:
     return 0
 
 
-def results(name: str = "results.json") -> list[Row]:
-    """Return the rows of a file of results."""
-    return list(json.loads((HERE / name).read_text(encoding="utf-8")).values())
+def results() -> list[Row]:
+    """Return the rows of the file of results."""
+    return list(json.loads((HERE / "results.json").read_text(encoding="utf-8")).values())
 
 
 def with_tables(page: str) -> str:
@@ -51,7 +51,6 @@ def with_tables(page: str) -> str:
     made = {
         "accuracies": accuracies(rows),
         "constants": constants(rows),
-        "attentions": attentions(results("attentions.json")),
     }
     for name, table in made.items():
         mark = rf"(<!-- table: {name} -->\n).*?(<!-- end -->)"
@@ -86,17 +85,6 @@ def constants(rows: Sequence[Row]) -> str:
             [max(largest for _, largest in row["attention_constants"]) for row in own],
         ]
         lines.append([NAMES[form], *(" to ".join(map(number, (min(c), max(c)))) for c in columns)])
-    return markdown(lines)
-
-
-def attentions(rows: Sequence[Row]) -> str:
-    """Return the table of kinds of attention."""
-    lines = [["attention", "clean", *(f"r = {radius:g}" for radius in rows[0]["radii"]), "learned weights"]]
-    for kind in dict.fromkeys(row["attention"] for row in rows):
-        own = [row for row in rows if row["attention"] == kind]
-        shares = [spread([row["certified"][i] for row in own]) for i in range(len(rows[0]["radii"]))]
-        weights = ", ".join(f"{weight:.3f}" for weight in own[0]["weights"]) or "-"
-        lines.append([kind, spread([row["clean"] for row in own]), *shares, weights])
     return markdown(lines)
 
 
