@@ -61,14 +61,14 @@ def with_tables(page: str) -> str:
 
 
 def accuracies(rows: Sequence[Row]) -> str:
-    """Return the table of accuracies: in percent, the mean over the seeds, then the least and the largest."""
+    """Return the table of accuracies: in percent, the mean over the seeds."""
     radii = rows[0]["radii"]
     lines = [["form", "", "clean", *(f"r = {radius:g}" for radius in radii)]]
     for form in FORMS:
         own = [row for row in rows if row["form"] == form]
-        clean = spread([row["clean"] for row in own])
+        clean = mean([row["clean"] for row in own])
         for kind in ("certified", "attacked"):
-            shares = [spread([row[kind][i] for row in own]) for i in range(len(radii))]
+            shares = [mean([row[kind][i] for row in own]) for i in range(len(radii))]
             first = kind == "certified"
             lines.append([NAMES[form] if first else "", kind, clean if first else "", *shares])
     return markdown(lines)
@@ -88,11 +88,9 @@ def constants(rows: Sequence[Row]) -> str:
     return markdown(lines)
 
 
-def spread(shares: Sequence[float]) -> str:
-    """Write the mean of some shares in percent, and the range in brackets."""
-    percent = [100 * share for share in shares]
-    mean = f"{sum(percent) / len(percent):.1f}"
-    return mean if len(set(percent)) == 1 else f"{mean} ({min(percent):.1f} to {max(percent):.1f})"
+def mean(shares: Sequence[float]) -> str:
+    """Write the mean of some shares in percent."""
+    return f"{100 * sum(shares) / len(shares):.1f}"
 
 
 def number(value: float) -> str:
