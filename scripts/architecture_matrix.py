@@ -172,7 +172,7 @@ def page(source: Path) -> str:
 _WHOLE = "Every parameter of every self-attention is known, in all five scopes."
 _RESTRICTED = """\
 The path says how the Jacobian is computed ({doc}`guide/any-model`): in *closed form* with every parameter
-known, with the *softmax* alone in closed form, or by *autodiff*. `howsmooth inspect` gives the reasons in full."""
+known, with the *softmax* alone in closed form, or by *autodiff*. `howsmooth inspect` gives all reasons."""
 _WITHOUT = (
     "Linear and state-space mixers, convolutions, Fourier transforms and pooling have no map to measure."
 )
