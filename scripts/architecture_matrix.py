@@ -18,9 +18,11 @@ import argparse
 import json
 import re
 import sys
+import textwrap
 import time
 import warnings
 from collections import Counter
+from collections.abc import Iterable
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -32,6 +34,8 @@ import transformers
 from tests.architectures.build import model_types
 from tests.architectures.isolation import rows, shard
 from tests.architectures.measure import LIMITS, Row
+
+from howsmooth.scopes import SCOPES
 
 _STATUS = ("measured", "refused", "no attention", "not built", "not run", "wrong")
 
@@ -147,26 +151,36 @@ def page(source: Path) -> str:
         differences_limit=f"{head['limits']['differences']:.0e}",
         autodiff_limit=f"{head['limits']['autodiff']:.0e}",
     )
-    columns = "type, class, captured, path, scopes, differences, autodiff, seconds, how and what is refused"
+    plain = [row for row in closed if row.captured == row.sites and not (row.reasons or _why(row))]
+    text += _names("Captured whole", _WHOLE, plain)
     text += _table(
-        "Measured", f"| {columns.replace(', ', ' | ')} |", [_measured_cells(row) for row in measured]
+        "Captured with a restriction",
+        "| type | captured | path | scopes | why |",
+        [_measured_cells(row) for row in measured if row not in plain],
+        words=_RESTRICTED,
     )
-    for status, title in _TITLES.items():
+    for status in ("wrong", "refused"):
         cells = [
-            (f"`{row.type}`", f"`{row.model}`", _text("; ".join(row.wrong or row.reasons)))
-            for row in groups[status]
+            (f"`{row.type}`", _text("; ".join(_reasons(row.wrong or row.reasons)))) for row in groups[status]
         ]
-        text += _table(title, "| type | class | reason |", cells)
+        text += _table(status.capitalize(), "| type | reason |", cells)
+    text += _names("Without softmax attention", _WITHOUT, groups["no attention"])
+    text += _names("Not built or not run here", _MISSING, groups["not built"] + groups["not run"])
     return text.rstrip() + "\n"
 
 
-_TITLES = {
-    "wrong": "Wrong",
-    "refused": "Refused",
-    "no attention": "Without softmax attention",
-    "not built": "Not built here",
-    "not run": "Not run here",
-}
+_WHOLE = "Every parameter of every self-attention is known, in all five scopes."
+_RESTRICTED = """\
+The path says how the Jacobian is computed ({doc}`guide/any-model`): in *closed form* with every parameter
+known, with the *softmax* alone in closed form, or by *autodiff*. `howsmooth inspect` gives all reasons."""
+_WITHOUT = (
+    "Linear and state-space mixers, convolutions, Fourier transforms and pooling have no map to measure."
+)
+_MISSING = """\
+Their code fails with two small layers, in float64, or without packages that were not installed. The errors
+are in `tests/architectures/matrix.json`."""
+_INNER = "the softmax in closed form, the rest differentiated by PyTorch"
+_WHOLLY = "differentiated by PyTorch as it is"
 _HEAD = """\
 # Architectures
 
@@ -186,34 +200,52 @@ in {whole} every self-attention is captured |
 
 Each type is built with two layers (of each kind), width 64 and random weights in float64, and run on a few
 tokens, a small image or a short piece of audio. Cross-attention is left out. The tokens of each captured site
-are moved *in the whole model*, and the change of what the scope names is compared with the captured map's:
+are moved *in the whole model*, and the change of the scope's values is compared with the captured map's:
 
-| column | judge | largest relative error | limit |
-|---|---|---|---|
-| differences | central differences of the model | {differences} | {differences_limit} |
-| autodiff | the model's own reverse mode | {autodiff_error} | {autodiff_limit} |
+| judge | largest relative error | limit |
+|---|---|---|
+| central differences of the model | {differences} | {differences_limit} |
+| the model's own reverse mode | {autodiff_error} | {autodiff_limit} |
 
-Up to twelve sites and scopes of a type are checked. Where no module of the model holds the values of a scope,
-or tokens are larger than 1e12, the row says so. This page is made by `scripts/architecture_matrix.py`.
+Up to twelve sites and scopes of a type are checked, where a module of the model holds the scope's values.
+The errors of each type are in `tests/architectures/matrix.json`, from which
+`scripts/architecture_matrix.py` makes this page.
 """
 
 
 def _measured_cells(row: Row) -> tuple[str, ...]:
-    path = "closed form" if not row.autodiff else "autodiff" if not row.closed_form else "both"
-    notes = [*(why for why in row.path_reasons if why != "every parameter is known"), *row.reasons]
-    if row.unseen:
-        notes.append(f"not seen in the model: {', '.join(row.unseen)}")
-    return (
-        f"`{row.type}`",
-        f"`{row.model}`",
-        f"{row.captured} of {row.sites}",
-        path,
-        ", ".join(row.scopes),
-        _short(row.differences),
-        _short(row.autodiff_error),
-        f"{row.seconds:.1f}",
-        _text("; ".join(notes)),
-    )
+    scopes = "all" if len(row.scopes) == len(SCOPES) else ", ".join(row.scopes)
+    captured = "all" if row.captured == row.sites else f"{row.captured} of {row.sites}"
+    return f"`{row.type}`", captured, ", ".join(_paths(row)), scopes, _text("; ".join(_why(row)))
+
+
+def _paths(row: Row) -> list[str]:
+    """Return the readings of the type's layers, the best first."""
+    names = {"every parameter": "closed form", _INNER: "softmax", _WHOLLY: "autodiff"}
+    return [name for start, name in names.items() if any(why.startswith(start) for why in row.path_reasons)]
+
+
+def _why(row: Row) -> list[str]:
+    """Return why a type's layers are not all read with every parameter, or not captured, in short."""
+    reasons = [why for why in row.path_reasons if why != "every parameter is known"]
+    reasons += [why for why in row.reasons if why.partition(":")[0] not in SCOPES]
+    return _reasons(reasons)
+
+
+def _reasons(found: Iterable[str]) -> list[str]:
+    """Return the first sentences of reasons, each once, without names of classes."""
+    short = []
+    for words in found:
+        words = re.sub(r" \(\w+\)", "", words.removeprefix(f"{_INNER}: ").removeprefix(f"{_WHOLLY}: "))
+        short.append(re.split(r"; |\. |\.$", words)[0])
+    return list(dict.fromkeys(short))
+
+
+def _names(title: str, words: str, of: list[Row]) -> str:
+    if not of:
+        return ""
+    names = textwrap.fill(", ".join(f"`{row.type}`" for row in of), 110, break_on_hyphens=False)
+    return f"\n## {title}\n\n{words}\n\n{names}.\n"
 
 
 def _text(words: str) -> str:
@@ -221,10 +253,11 @@ def _text(words: str) -> str:
     return re.sub(r"([\\`*_{}\[\]<>|$#~])", r"\\\1", " ".join(words.split()))
 
 
-def _table(title: str, head: str, cells: list[tuple[str, ...]]) -> str:
+def _table(title: str, head: str, cells: list[tuple[str, ...]], words: str = "") -> str:
     if not cells:
         return ""
     rule = "|" + " --- |" * (head.count("|") - 1)
+    title += f"\n\n{words}" if words else ""
     return "\n".join([f"\n## {title}\n", head, rule, *(f"| {' | '.join(row)} |" for row in cells), ""])
 
 

@@ -1,4 +1,4 @@
-"""How often intervals hold the truth, by simulation: the tables of docs/theory/statistics.md.
+"""How often intervals hold the truth, by simulation; docs/theory/statistics.md shows a part of it.
 
     python scripts/interval_coverage.py                 # about two minutes on one core
     python scripts/interval_coverage.py --trials 200    # a quick look

@@ -134,24 +134,18 @@ def _spread(fits: pd.DataFrame) -> str:
 
 
 def models() -> str:
-    """Write one row a model and text."""
+    """Write one row a model, over its layers and texts."""
     fits = read("attention")
     rows = []
     for model in in_order(fits, "model", MODELS):
-        for text in in_order(fits[fits["model"] == model], "text", list(TEXTS)):
-            of = fits[(fits["model"] == model) & (fits["text"] == text)]
-            cells = []
-            for quantity in QUANTITIES:
-                part = of[of["quantity"] == quantity]
-                cells += [
-                    _ends(part["slope"]),
-                    f"{_holds(part)} of {len(part)}",
-                ]
-            ratio = of[of["quantity"] == "as published"]["ratio"]
-            rows.append([f"`{model}`", TEXTS[text], *cells, _ends(ratio)])
-    return _table(
-        ["model", "text", "corrected", "1/4 inside", "as published", "1/4 inside", "÷ corrected"], rows
-    )
+        of = fits[fits["model"] == model]
+        cells = []
+        for quantity in QUANTITIES:
+            part = of[of["quantity"] == quantity]
+            cells += [_ends(part["slope"]), f"{_holds(part)} of {len(part)}"]
+        ratio = of[of["quantity"] == "as published"]["ratio"]
+        rows.append([f"`{model}`", *cells, _ends(ratio)])
+    return _table(["model", "corrected", "1/4 inside", "as published", "1/4 inside", "÷ corrected"], rows)
 
 
 def items() -> str:
@@ -176,46 +170,12 @@ def items() -> str:
     return _table(["model", *(name.removeprefix("only ") for name in names)], rows)
 
 
-def scopes() -> str:
-    """Write one row a model: the range of exponents over layers and texts in every scope."""
-    fits = read("scopes")
-    order = ["head", "head (median)", "heads", "attention", "residual", "block"]
-    rows = [
-        [
-            f"`{model}`",
-            *(_ends(fits[(fits["model"] == model) & (fits["scope"] == scope)]["slope"]) for scope in order),
-        ]
-        for model in in_order(fits, "model", MODELS)
-    ]
-    return _table(["model", *order], rows)
-
-
-def slices() -> str:
-    """Write one row a model and radius: medians over heads at both kinds of tokens, and the largest."""
-    found = read("slices")
-    rows = []
-    for model in in_order(found, "model", MODELS):
-        for radius in sorted(found["radius"].unique()):
-            of = found[(found["model"] == model) & (found["radius"] == radius)]
-            wide = of.pivot_table("lipschitz", "n", "tokens", aggfunc=["median", "max"])
-            cells = [
-                f"{wide.loc[n, ('median', tokens)]:.3g} ({wide.loc[n, ('max', tokens)]:.3g})"
-                for tokens in ("own", "wrong slices")
-                for n in (12, 392)
-            ]
-            rows.append([f"`{model}`", f"{radius:g}", *cells])
-    head = [f"{tokens}, $n$ = {n}" for tokens in ("own", "wrong") for n in (12, 392)]
-    return _table(["model", "$R$", *head], rows)
-
-
 TABLES_OF_THE_PAGE: dict[str, Callable[[], str]] = {
     "answer": answer,
     "radius": radius,
     "texts": texts,
     "models": models,
     "items": items,
-    "scopes": scopes,
-    "slices": slices,
 }
 
 

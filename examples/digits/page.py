@@ -40,9 +40,9 @@ def main() -> int:
     return 0
 
 
-def results(name: str = "results.json") -> list[Row]:
-    """Return the rows of a file of results."""
-    return list(json.loads((HERE / name).read_text(encoding="utf-8")).values())
+def results() -> list[Row]:
+    """Return the rows of the file of results."""
+    return list(json.loads((HERE / "results.json").read_text(encoding="utf-8")).values())
 
 
 def with_tables(page: str) -> str:
@@ -51,7 +51,6 @@ def with_tables(page: str) -> str:
     made = {
         "accuracies": accuracies(rows),
         "constants": constants(rows),
-        "attentions": attentions(results("attentions.json")),
     }
     for name, table in made.items():
         mark = rf"(<!-- table: {name} -->\n).*?(<!-- end -->)"
@@ -62,14 +61,14 @@ def with_tables(page: str) -> str:
 
 
 def accuracies(rows: Sequence[Row]) -> str:
-    """Return the table of accuracies: in percent, the mean over the seeds, then the least and the largest."""
+    """Return the table of accuracies: in percent, the mean over the seeds."""
     radii = rows[0]["radii"]
     lines = [["form", "", "clean", *(f"r = {radius:g}" for radius in radii)]]
     for form in FORMS:
         own = [row for row in rows if row["form"] == form]
-        clean = spread([row["clean"] for row in own])
+        clean = mean([row["clean"] for row in own])
         for kind in ("certified", "attacked"):
-            shares = [spread([row[kind][i] for row in own]) for i in range(len(radii))]
+            shares = [mean([row[kind][i] for row in own]) for i in range(len(radii))]
             first = kind == "certified"
             lines.append([NAMES[form] if first else "", kind, clean if first else "", *shares])
     return markdown(lines)
@@ -89,22 +88,9 @@ def constants(rows: Sequence[Row]) -> str:
     return markdown(lines)
 
 
-def attentions(rows: Sequence[Row]) -> str:
-    """Return the table of kinds of attention."""
-    lines = [["attention", "clean", *(f"r = {radius:g}" for radius in rows[0]["radii"]), "learned weights"]]
-    for kind in dict.fromkeys(row["attention"] for row in rows):
-        own = [row for row in rows if row["attention"] == kind]
-        shares = [spread([row["certified"][i] for row in own]) for i in range(len(rows[0]["radii"]))]
-        weights = ", ".join(f"{weight:.3f}" for weight in own[0]["weights"]) or "-"
-        lines.append([kind, spread([row["clean"] for row in own]), *shares, weights])
-    return markdown(lines)
-
-
-def spread(shares: Sequence[float]) -> str:
-    """Write the mean of some shares in percent, and the range in brackets."""
-    percent = [100 * share for share in shares]
-    mean = f"{sum(percent) / len(percent):.1f}"
-    return mean if len(set(percent)) == 1 else f"{mean} ({min(percent):.1f} to {max(percent):.1f})"
+def mean(shares: Sequence[float]) -> str:
+    """Write the mean of some shares in percent."""
+    return f"{100 * sum(shares) / len(shares):.1f}"
 
 
 def number(value: float) -> str:

@@ -1,8 +1,7 @@
 """A transport problem between atoms in float64, with proved intervals for its optimal cost.
 
 The upper limit is the cost of a feasible plan, and the lower limit is the value of feasible potentials. Both
-hold even if the solver failed. Derivations: documentation page "Distances between measures", section "Why the
-interval holds".
+hold even if the solver failed. Derivations: documentation page "Why the interval of a distance holds".
 """
 
 from __future__ import annotations

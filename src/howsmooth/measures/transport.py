@@ -127,7 +127,7 @@ def wasserstein(
     References
     ----------
     Flamary et al., *POT: Python Optimal Transport*, JMLR 2021. For the intervals: documentation page
-    "Distances between measures".
+    "Why the interval of a distance holds".
 
     """
     order = check_order(p)
