@@ -117,7 +117,8 @@ class Profile:
     def __repr__(self) -> str:
         lines = [
             f"Profile of {self.model}, {self.n} tokens, {self.precision}.",
-            f"Intervals of {self.confidence:.4g} confidence; the token where a change matters → where it shows.",
+            f"Intervals of {self.confidence:.4g} confidence; "
+            "the token where a change matters → where it shows.",
         ]
         for scope, rows in self.ranking.groupby("scope", sort=False):
             lines.append(f"  scope {scope}, the largest {min(len(rows), _SHOWN)} of {len(rows)}:")
