@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import hashlib
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,6 +13,7 @@ from typing import Any
 import pandas as pd
 import torch
 from torch import Tensor, nn
+from tqdm.auto import tqdm
 
 from howsmooth.accuracy import check_accuracy
 from howsmooth.errors import ArgumentError, CaptureError, HowsmoothError
@@ -46,7 +49,7 @@ def profile(
     max_iterations: int = 200,
     seed: int = 0,
     memory: int | None = None,
-    on_layer: Callable[[int, int], None] = lambda done, total: None,
+    on_layer: Callable[[int, int], None] | None = None,
 ) -> Profile:
     """Measure the local Lipschitz constant of every attention layer and head of a model at one input.
 
@@ -79,7 +82,8 @@ def profile(
     seed
         Seed of all random starts; each layer and head has a start of its own.
     on_layer
-        Called with the number of layers that are done, and the number of all layers, zero while unknown.
+        Called with the number of layers that are done, and the number of all layers, zero while unknown. By
+        default a progress bar is shown on a terminal and in a notebook.
 
     Returns
     -------
@@ -104,10 +108,11 @@ def profile(
     given = _given(model, module, inputs, span, tokenizer)
     measured = _Measured(rtol, confidence, max_iterations, seed, memory, wanted, given.words)
     total = model.layers or 0 if isinstance(model, LoadedModel) and layers is None else len(layers or ())
-    for index, layer in self_attention_layers(module, given.inputs, layers):
-        on_layer(measured.layers, total)
-        measured.add(index, layer)
-    on_layer(measured.layers, measured.layers)
+    with _shown(on_layer, total) as told:
+        for index, layer in self_attention_layers(module, given.inputs, layers):
+            told(measured.layers, total)
+            measured.add(index, layer)
+        told(measured.layers, measured.layers)
     if not measured.rows:
         raise CaptureError(f"No layer of {type(module).__name__} can be measured. {measured.refused[0]}")
     loaded = model if isinstance(model, LoadedModel) else None
@@ -127,6 +132,18 @@ def profile(
         seed=seed,
         refused=tuple(measured.refused),
     )
+
+
+@contextmanager
+def _shown(on_layer: Callable[[int, int], None] | None, total: int) -> Iterator[Callable[[int, int], None]]:
+    """Yield ``on_layer``, or without it a function that moves a progress bar."""
+    if on_layer is not None:
+        yield on_layer
+        return
+    # Neither a terminal nor a notebook: a bar would fill a log with lines.
+    hidden = not sys.stderr.isatty() and "ipykernel" not in sys.modules
+    with tqdm(total=total or None, unit="layer", leave=False, disable=hidden) as bar:
+        yield lambda done, _: bar.update(done - bar.n)
 
 
 # ---- the input
