@@ -1,11 +1,11 @@
-"""Runs what the documentation shows: Python blocks as they stand, console blocks with their output.
+"""Settings of all tests, and the runner of the documentation's blocks of code.
 
 A page is one session: its Python blocks share their names, its console blocks a scratch folder.
-Blocks of ``python`` with prompts (``>>>``) are compared like doctests, with ``...`` for what varies.
-Blocks of ``console`` hold commands after ``$``: each must end with exit code 0, unless ``$ echo $?``
-follows and shows another, and each must print what stands below it, again with ``...``. Numbers with
-decimals are compared by their presence only: they vary with the machine. A block that is not to be run
-is written as ``sh`` or ``text``.
+Blocks of ``python`` run as they stand; with prompts (``>>>``) they are compared like doctests, with ``...``
+for what varies. Blocks of ``console`` hold commands after ``$``: each must end with exit code 0, unless
+``$ echo $?`` follows and shows another, and each must print what stands below it, again with ``...``.
+Numbers with decimals are compared by their presence only, because they vary with the machine. A block that
+is not to be run is written as ``sh`` or ``text``.
 """
 
 from __future__ import annotations
@@ -17,12 +17,13 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import jaxtyping
+import pytest
 import torch
 from hypothesis import settings
 from sybil import Example, Sybil
@@ -69,6 +70,27 @@ def _checking_shapes_only(jaxtyped: Callable[..., Any]) -> Callable[..., Any]:
 
 
 jaxtyping.jaxtyped = _checking_shapes_only(jaxtyping.jaxtyped)
+
+
+@pytest.fixture(scope="session")
+def device() -> Iterator[torch.device]:
+    """Yield the device of the tests in ``tests/gpu``, whose judge is the CPU in float64.
+
+    Without a CUDA device they skip. ``HOWSMOOTH_GPU_TESTS_DEVICE=cpu`` runs them on the CPU, so that the
+    tests themselves are tested, and ``=pretended`` on a CPU under the rules of another device, where a tensor
+    left behind on the CPU is seen.
+    """
+    from tests import _pretended_device
+
+    variable = "HOWSMOOTH_GPU_TESTS_DEVICE"
+    chosen = os.environ.get(variable, "cuda")
+    if chosen == _pretended_device.NAME:
+        with _pretended_device.pretended() as pretended:
+            yield pretended
+        return
+    if torch.device(chosen).type == "cuda" and not torch.cuda.is_available():
+        pytest.skip(f"no CUDA device on this machine; {variable}=cpu runs the same tests on the CPU")
+    yield torch.device(chosen)
 
 
 def _commands(block: str) -> list[tuple[str, str]]:

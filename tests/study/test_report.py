@@ -313,7 +313,7 @@ def test_a_very_large_store_is_thinned_evenly_and_the_page_says_so(
     assert 250 < shown <= 500
     assert found["total"] == total == 1200
     assert set(found["points"]["group"]) == set(range(len(found["groups"])))
-    assert f"Of {total} measurements {shown} are here" in render(contents, fits, [])
+    assert f"The plot shows {shown} of {total} measurements" in render(contents, fits, [])
 
 
 def test_sensitive_tokens_are_thinned_by_length_keeping_the_longest(contents: Contents) -> None:

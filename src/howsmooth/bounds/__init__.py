@@ -4,10 +4,12 @@
   ``ball_upper_bound`` and ``mean_field_upper_bound``; with a causal mask ``theorem_4_3``, ``theorem_4_4``,
   ``causal_ball_upper_bound`` and ``causal_mean_field_upper_bound``; with any mask
   ``masked_ball_upper_bound``.
-- Upper bounds on a ball, several heads: ``lemma_3_8`` and the ``multi_head`` functions.
-- Upper bounds at given tokens: the certificates, ``theorem_c_3`` and the other functions of ``local``. For
-  large tokens, upper and lower: ``theorem_3_7`` and ``theorem_4_5``.
-- Lower bounds on a ball: ``proposition_3_4`` and the other functions of ``lower`` and ``mean_field_lower``.
+- Upper bounds on a ball, several heads: ``lemma_3_8`` and the other functions of ``multi_head_upper_bounds``.
+- Upper bounds at given tokens: ``certificates``, and ``theorem_c_3`` and the other functions of
+  ``token_upper_bounds``. For large tokens, upper and lower: ``theorem_3_7`` and ``theorem_4_5``.
+- Lower bounds on a ball: ``proposition_3_4`` and the other functions of ``ball_lower_bounds`` and
+  ``mean_field_lower_bounds``.
+- Upper bounds for L2, scaled cosine, Sinkhorn and LipschitzNorm attention: ``variant_upper_bounds``.
 
 ``best`` returns the tightest bound, and ``table`` lists all bounds beside a measurement.
 """

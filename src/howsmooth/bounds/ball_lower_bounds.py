@@ -1,5 +1,8 @@
 """Lower bounds on the Lipschitz constant of attention on the ball of radius R.
 
+Lip(f on B_R^n) is the Lipschitz constant of f, in Frobenius norms, on all sequences of n tokens of norm at
+most R, and f^m is f with a causal mask. A head has the scores ⟨A x_i + b, x_j⟩ and the values V x_j.
+
 Each bound but ``proposition_3_4``, ``quadratic_growth`` and ``equal_tokens_lower_bound`` evaluates one lemma
 at tokens that make the Jacobian large: some heavy tokens z_1, …, z_c, once each, and copies of one light
 token w. The columns of the Jacobian that belong to the heavy tokens are known in closed form, and their norm
@@ -164,7 +167,7 @@ def two_cluster_lower_bound(attention: object, length: int, radius: float) -> Bo
 def causal_two_cluster_lower_bound(attention: object, length: int, radius: float) -> Bound:
     """Bound Lip(f^m on B_R^n) of causal attention from below at two clusters on an eigenvector of A.
 
-    The tokens are those of :func:`two_cluster_lower_bound`, with the heavy token Ru first. Without bias, the
+    The tokens are as in :func:`two_cluster_lower_bound`, with the heavy token Ru first. Without bias, the
     bound is the norm of the blocks V and p_i V(I + 2g(1−p_i)uuᵀ), i = 2, …, n, stacked, where p_i is the
     weight of the heavy token in row i and g = γ_max R²/8 or −γ_min R². It is at least √(1+Σp_i²)‖V‖ and
     √(Σp_i²(1+2g(1−p_i))²)|Vu|.
@@ -344,8 +347,7 @@ def causal_two_heavy_tokens_lower_bound(attention: object, length: int, radius: 
     """Bound Lip(f^m on B_R^n) of causal attention from below at two equally attended heavy tokens.
 
     The tokens are as in :func:`two_heavy_tokens_lower_bound`, heavy tokens first. The bound is at least
-    √(2Σ_{i=3}^n p_i²) sinθ |y| R
-    |Vv| with p_i = 1/(2 + (i−2)e^{−(R|y|cosθ − ⟨y,w⟩)}).
+    √(2Σ_{i=3}^n p_i²) sinθ |y| R |Vv| with p_i = 1/(2 + (i−2)e^{−(R|y|cosθ − ⟨y,w⟩)}).
 
     Parameters
     ----------

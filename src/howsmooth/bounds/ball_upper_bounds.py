@@ -1,9 +1,9 @@
 """Upper bounds on the Lipschitz constant of one unmasked attention head on the ball of radius R.
 
 Lip(f on B_R^n) is the Lipschitz constant of f, in Frobenius norms, on all sequences of n tokens of norm at
-most R. In the formulas a = ‖A‖R² and a₃ = (‖A‖R + |b|)R, which equals a without a query bias b. Formulas are
-evaluated in logarithms, so that e^{2a} may overflow and lengths may have hundreds of digits. Proofs:
-documentation page "Bounds on a ball".
+most R. The scores are ⟨A x_i + b, x_j⟩ and the values V x_j. In the formulas a = ‖A‖R² and a₃ = (‖A‖R +
+|b|)R, which equals a without a query bias b. Formulas are evaluated in logarithms, so that e^{2a} may
+overflow and lengths may have hundreds of digits. Proofs: documentation page "Bounds on a ball".
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Upper bounds on the Lipschitz constant of one attention head with a causal or any other mask, on a ball.
 
 Lip(f^m on B_R^n) is the Lipschitz constant of causal attention f^m, in Frobenius norms, on all sequences of n
-tokens of norm at most R. In the formulas a = ‖A‖R² and a₃ = (‖A‖R + |b|)R. Proofs: documentation page "Bounds
-on a ball".
+tokens of norm at most R. The scores are ⟨A x_i + b, x_j⟩ and the values V x_j. In the formulas a = ‖A‖R² and
+a₃ = (‖A‖R + |b|)R. Proofs: documentation page "Bounds on a ball".
 """
 
 from __future__ import annotations

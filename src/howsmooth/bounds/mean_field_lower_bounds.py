@@ -1,8 +1,9 @@
 """Lower bounds on the W_2-Lipschitz constant of mean-field attention, from measures with two atoms.
 
 The measure has mass p at Ru and mass 1 − p at Ru/2 or −Ru, where u is a unit eigenvector of A for its largest
-or smallest real eigenvalue, γ_max or γ_min. The bounds are functions of g = γ_max R²/8 or g = −γ_min R²,
-evaluated in logarithms. Derivations: documentation page "Worst inputs, and lower bounds".
+or smallest real eigenvalue, γ_max or γ_min. The scores are ⟨A x_i, x_j⟩ and the values V x_j. The bounds are
+functions of g = γ_max R²/8 or g = −γ_min R², evaluated in logarithms. Derivations: documentation page "Worst
+inputs, and lower bounds".
 """
 
 from __future__ import annotations

@@ -181,7 +181,7 @@ class Parameters:
         For "other": boolean (n, n), True where the query (row) sees the key (column), or None. A mask fixes
         the length.
     window, causal
-        For "other" without a mask: token i sees the tokens j with |i − j| < ``window``, and only those with
+        For "other" without a mask: token i sees the tokens j with |i − j| < ``window``, and only tokens with
         j <= i if ``causal``.
 
     """

@@ -73,8 +73,8 @@ Statement = Callable[[], Bound]
 def all_bounds(problem: Problem, *, side: str | None = None) -> list[Bound]:
     """Return all bounds that apply to the attention of ``problem``, also those whose hypotheses fail.
 
-    They are local bounds at tokens X if X is given, bounds on the ball for n tokens if a length is given, and
-    bounds on the ball for every length.
+    They are the bounds at the tokens X, if the problem has X; the bounds on the ball for n tokens, if it has
+    a length; and the bounds on the ball that hold for every length.
     """
     return [evaluate() for _, evaluate in applicable_bounds(problem, side=side)]
 

@@ -32,8 +32,8 @@ def l2_layer(
     """Bound the Lipschitz constant of multi-head L2 attention on the ball of radius R.
 
     R = ∞ stands for the whole space. Query and key matrices Q_h are equal. Let a = ‖Q_h‖²R²/√k. For a row
-    that sees m keys, its own among them, let Φ e^{Φ+1} = m − 1; for a row that does not see its own key,
-    Φ = ∞. With
+    that sees m keys, including the key of its token, let Φ e^{Φ+1} = m − 1; for a row that does not see this
+    key, Φ = ∞. With
 
     - var = min(a, Φ), dist = min(4a, Φ), p = 1/(1 + (m−1)e^{−4a}),
     - r = √p + 2 min{√(var·dist), √(4a·var·p), a√2},

@@ -1,6 +1,6 @@
 """Upper bounds for L2, scaled cosine, Sinkhorn and LipschitzNorm attention, and for the softmax.
 
-All bounds hold on the whole space, except those for Sinkhorn attention, which hold on a ball. Proofs:
+All bounds hold on the whole space, except the bound for Sinkhorn attention, which holds on a ball. Proofs:
 documentation page "Other attentions".
 """
 

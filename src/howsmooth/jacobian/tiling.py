@@ -310,6 +310,7 @@ class Tiling:
     def pieces(self, block: Block) -> list[Piece]:
         """Cut a block into one piece with the keys that all its rows see, and a piece for each strip."""
         strips = self.strips(block)
+        # Squares at the diagonal, one for each thread, preceded by the keys before the block's first row.
         if len(strips) > 1 and self._has_stairs(block):
             first = block.rows.start + self.first_row
             before = [Piece(block, self.tiles(slice(0, first)))] if first else []
@@ -317,7 +318,7 @@ class Tiling:
         seen = [self.visibility.keys(strip.numbers(self.first_row)) for strip in strips]
         shared = self.visibility.shared_keys(block.numbers(self.first_row))
         # Only whole tiles are shared; a tile that not all rows see belongs to the strips.
-        start = -(-shared.start // self.columns) * self.columns
+        start = -(-shared.start // self.columns) * self.columns  # rounded up
         stop = shared.stop // self.columns * self.columns
         if len(strips) == 1 or start >= stop:
             return [Piece(strip, self.tiles(keys)) for strip, keys in zip(strips, seen, strict=True)]
@@ -371,6 +372,7 @@ class Tiling:
         return _STRIP if self.device.type == "cpu" else max(_STRIP, self.n // 16)
 
     def _block(self, heads: slice, first: int, last: int) -> Block:
+        # Rows are cut into a part for each thread only if all parts have the same size and are not too small.
         each, left = divmod(self.group * (last - first), self.batches)
         apart = left == 0 and each >= _FEWEST_ROWS_APART
         return Block(heads, slice(first, last), self.batches if apart else 1)

@@ -1,4 +1,4 @@
-"""The front door: ``local_lipschitz`` reads its arguments, chooses a method, and builds the result."""
+"""The function ``local_lipschitz``: it checks its arguments, chooses a method, and builds the result."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any, TypeVar, overload
 
 import torch
+from jaxtyping import Float
 from torch import Tensor
 
 from howsmooth.attention import AbstractMeasure, TokenMap, Weighting
@@ -32,6 +33,7 @@ from howsmooth.spectral import LeadingTriplet, LinearOperator, Scaled, golub_kah
 __all__ = ["local_lipschitz"]
 
 _Estimate = TypeVar("_Estimate", LipschitzEstimate, LipschitzEstimates)
+_FIELDS = tuple(LeadingTriplet.__annotations__)
 
 
 @overload
@@ -78,13 +80,14 @@ def local_lipschitz(
 ) -> LipschitzEstimate | LipschitzEstimates:
     """Measure the local Lipschitz constant ‖D_X f‖₂ of ``f`` at each member of ``x``.
 
-    Lanczos' process on JᵀJ, J the Jacobian, from a random start (Golub–Kahan bidiagonalisation of J where it
-    comes from autodiff or stands at a measure); members run together, and each stops when its own interval is
-    narrower than ``rtol``.
+    The solver starts at a random vector. With the Jacobian J in closed form it is the Lanczos process on
+    JᵀJ; with autodiff, and at measures, it is the Golub–Kahan bidiagonalisation of J. Members run together,
+    and each member stops when its interval is narrower than ``rtol``.
 
-    At a discrete measure Σ_i a_i δ_{x_i} it is the weighted norm sup |J E|_a / |E|_a of the mean-field map,
-    |E|_a² = Σ_i a_i |e_i|² (Lemma C.5): how far the image moves in W₂ where the atoms move whole. Where they
-    may split, see :func:`howsmooth.measures.wasserstein_lipschitz`.
+    At a discrete measure Σ_i a_i δ_{x_i} the constant is the weighted norm sup |J E|_a / |E|_a of the
+    mean-field map, with |E|_a² = Σ_i a_i |e_i|² (Lemma C.5). It says how far the image of the measure
+    moves in W₂ if each atom moves as a whole. For atoms that may split, see
+    :func:`howsmooth.measures.wasserstein_lipschitz`.
 
     Parameters
     ----------
@@ -93,36 +96,37 @@ def local_lipschitz(
         tensor with the same leading axes (autodiff). Members of the batch must be independent.
     x
         Tokens (..., n, d), float32 or float64, batched over the leading axes (see ``batch_dims`` for vectors
-        and images); or a list or tuple of tokens
-        (n_i, d), n_i of their own, which share matrix products and, where they are short, operations; or a
-        measure with atoms, at which a map of this library is measured, in float64.
+        and images); or a list or tuple of sequences of tokens (n_i, d) with lengths n_i that may differ,
+        which share matrix products; or a measure with atoms, at which maps of this library are measured in
+        float64.
     rtol
         Relative width of the interval at which a member has converged.
     confidence
         Probability, over the random start, with which each interval holds.
     max_iterations
-        Golub–Kahan steps at most.
+        Largest number of steps of the solver. Each step takes one product with J and one with Jᵀ.
     seed
-        Seed of the random start, of which 64 bits count: one for all members, or one a member. A member's
-        result depends on its own input and seed, not on the batch it stands in; with one seed, member i
-        uses its own stream i.
+        Seed of the random start, of which the lowest 64 bits count: one integer, or one for each member. From
+        one integer, every member i derives a stream of random numbers of its own. The result of a member
+        depends on its input and its stream, and not on the other members of the batch.
     method
         "closed form", "autodiff", or "auto": closed form where there is one, else autodiff.
     memory
-        Bytes that may be used; by default half of what is free. Where attention probabilities, n² a head, do
-        not fit, they are formed anew in each product, in memory O(n d). The numbers are the same to rounding.
-        It limits the closed form alone.
+        Number of bytes that the closed form may use; by default half of the free memory. If the n² attention
+        probabilities of each head do not fit, every product computes them again in blocks, in memory O(n d).
+        The results are the same up to rounding. Autodiff ignores this limit.
     batch_dims
         Number of leading axes of ``x`` that count members; by default all but the last two, which are
         tokens (n, d). With 1, images (batch, channels, height, width) or vectors (batch, d) are measured one
-        by one by any ``f`` that takes such batches; with 0, ``x`` is one member. Of an ``f`` that is no map
-        of this library and acts on each row of a matrix ``x`` by itself it cannot be told whether the rows
-        are vectors or the tokens of one sequence, whose constant is the largest of theirs: it must be said.
+        by one by any ``f`` that takes such batches; with 0, ``x`` is one member. ``batch_dims`` is required
+        if ``x`` is a matrix and ``f`` is no map of this library and acts on each row separately: the rows may
+        be separate vectors, or tokens of one sequence, whose constant is the largest constant of a row.
 
     Returns
     -------
     LipschitzEstimate or LipschitzEstimates
-        With value, interval, status and directions; the latter for a list or tuple, of shape (len(x),).
+        Values, intervals, status and directions. The result is a LipschitzEstimates, with values of shape
+        (len(x),), for a list or tuple, and otherwise a LipschitzEstimate.
 
     Raises
     ------
@@ -140,21 +144,21 @@ def local_lipschitz(
     norm, with an interval" and "Rounding, proved".
 
     """
-    asked = _Question(rtol, confidence, max_iterations, seed, method, memory)
+    settings = _Settings(rtol, confidence, max_iterations, seed, method, memory)
     if batch_dims is not None:
         check_batch_dims(batch_dims, f, x)
     if isinstance(x, AbstractMeasure):
-        return _at_measure(f, x, asked)
+        return _at_measure(f, x, settings)
     if isinstance(x, list | tuple):
-        return _at_sequences(f, x, asked)
+        return _at_sequences(f, x, settings)
     check_arguments(f, x, rtol, confidence, max_iterations, batch_dims)
     assert isinstance(x, Tensor)
-    return _at_batch(f, x, asked, batch_dims)
+    return _at_batch(f, x, settings, batch_dims)
 
 
 @dataclass(frozen=True)
-class _Question:
-    """The arguments of a call that say how to measure; ``local_lipschitz`` explains them."""
+class _Settings:
+    """The arguments of :func:`local_lipschitz` that say how to measure; its docstring explains them."""
 
     rtol: float
     confidence: float
@@ -168,10 +172,10 @@ class _Question:
         seeds = member_seeds(self.seed, len(lengths))
         return Solver(self.rtol, self.confidence, self.max_iterations, seeds, lengths)
 
-    def answer(
+    def estimate(
         self, kind: type[_Estimate], found: Mapping[str, Any], method: Method, scope: str
     ) -> _Estimate:
-        """Build the result from the fields of a :class:`~howsmooth.spectral.LeadingTriplet`."""
+        """Build the result of the call from the fields of a :class:`~howsmooth.spectral.LeadingTriplet`."""
         return kind(
             value=found["sigma"],
             lower=found["lower"],
@@ -189,17 +193,21 @@ class _Question:
 
 
 def _at_batch(
-    f: Callable[[Tensor], Tensor], x: Tensor, asked: _Question, batch_dims: int | None
+    f: Callable[[Tensor], Tensor],
+    x: Float[Tensor, "..."],
+    settings: _Settings,
+    batch_dims: int | None,
 ) -> LipschitzEstimate:
     """Measure at members of one shape, over the leading axes of ``x``."""
-    chosen = _chosen_method(f, asked.method)
+    method = _chosen_method(f, settings.method)
     if isinstance(f, TokenMap):
         check_tokens(x, f)
+    # The solver sees one axis of members; the axes of the batch come back at the end.
     leading = x.ndim - 2 if batch_dims is None else batch_dims
     lead, x = x.shape[:leading], x.detach()
     flat = x.reshape(-1, *x.shape[leading:])
-    solver = asked.solver([flat.shape[1]] * len(flat))
-    if chosen == "autodiff":
+    solver = settings.solver([flat.shape[1]] * len(flat))
+    if method == "autodiff":
         operator = AutodiffJacobian(f, x, leading)
         if batch_dims is None and x.ndim == 2 and not isinstance(f, TokenMap) and operator.keeps_rows_apart():
             raise ArgumentError(
@@ -213,45 +221,47 @@ def _at_batch(
     else:
         assert isinstance(f, TokenMap)
         # Members of one length come back in the order in which they were given.
-        found = solve_closed_forms(in_double(f), flat, solver, memory_budget(asked.memory, x.device))
+        found = solve_closed_forms(in_double(f), flat, solver, memory_budget(settings.memory, x.device))
         parts = [triplet for _, triplet in found]
     joined = {name: torch.cat([getattr(part, name) for part in parts]) for name in _FIELDS}
     shaped = {name: tensor.reshape((*lead, *tensor.shape[1:])) for name, tensor in joined.items()}
-    return asked.answer(LipschitzEstimate, shaped, chosen, _scope(f))
+    return settings.estimate(LipschitzEstimate, shaped, method, _scope(f))
 
 
 def _at_sequences(
-    f: Callable[[Tensor], Tensor], xs: Sequence[object], asked: _Question
+    f: Callable[[Tensor], Tensor], xs: Sequence[object], settings: _Settings
 ) -> LipschitzEstimates:
     """Measure at several sequences (n_i, d)."""
-    members = checked_sequences(f, xs, asked.rtol, asked.confidence, asked.max_iterations)
-    chosen = _chosen_method(f, asked.method)
+    members = checked_sequences(f, xs, settings.rtol, settings.confidence, settings.max_iterations)
+    method = _chosen_method(f, settings.method)
     lengths = [x.shape[0] for x in members]
-    solver = asked.solver(lengths)
-    if chosen == "autodiff":
+    solver = settings.solver(lengths)
+    if method == "autodiff":
+        # PyTorch differentiates one shape at a time, so no products are shared.
         parts: list[Part] = [
             ([i], solver.golub_kahan(AutodiffJacobian(f, x), [i])) for i, x in enumerate(members)
         ]
     else:
         assert isinstance(f, TokenMap)
-        budget = memory_budget(asked.memory, members[0].device)
+        budget = memory_budget(settings.memory, members[0].device)
         parts = solve_closed_forms(in_double(f), members, solver, budget)
+    # The batches hold the members by length; put them back in the given order.
     rows = {i: (found, row) for numbers, found in parts for row, i in enumerate(numbers)}
     ordered = [rows[i] for i in range(len(members))]
     found: dict[str, Any] = {
         name: [getattr(triplet, name)[row] for triplet, row in ordered] for name in _FIELDS
     }
     for name, values in found.items():
-        # Directions have as many rows as the longest member of their batch: the others end with zeros.
+        # Directions have as many rows as the longest member of their batch; cut off the rows of padding.
         directions = name in ("right", "left")
         found[name] = (
             tuple(t[:n] for t, n in zip(values, lengths, strict=True)) if directions else torch.stack(values)
         )
-    return asked.answer(LipschitzEstimates, found, chosen, _scope(f))
+    return settings.estimate(LipschitzEstimates, found, method, _scope(f))
 
 
 def _at_measure(
-    f: Callable[[Tensor], Tensor], measure: AbstractMeasure, asked: _Question
+    f: Callable[[Tensor], Tensor], measure: AbstractMeasure, settings: _Settings
 ) -> LipschitzEstimate:
     """Measure the weighted norm at a discrete measure, in float64 whatever the dtype of its atoms."""
     if not isinstance(f, TokenMap):
@@ -264,47 +274,56 @@ def _at_measure(
     check_measure(measure, f)
     points, weighting = measure.weighted_tokens()
     x, weighting = points.detach().double(), Weighting(weighting.log_weights.detach(), weighting.positions)
-    check_arguments(f, x, asked.rtol, asked.confidence, asked.max_iterations)
-    chosen = _chosen_method(f, asked.method)
+    check_arguments(f, x, settings.rtol, settings.confidence, settings.max_iterations)
+    method = _chosen_method(f, settings.method)
     operator: LinearOperator
-    if chosen == "closed form":
+    if method == "closed form":
         operator = closed_form_jacobian(f, x[None], weighting=weighting)
     else:
         operator = weighted_autodiff_jacobian(f.to(dtype=torch.float64), x, weighting)
-    start = starts(operator, member_seeds(asked.seed, 1), [x.shape[0]])
-    # The constant may be e^350, whose square overflows, so the operator is scaled to a norm near one.
+    start = starts(operator, member_seeds(settings.seed, 1), [x.shape[0]])
     image = operator.product(start)
-    size = float(image.abs().max())
-    factor = 2.0 ** -max(-1000, round(math.log2(size))) if 0 < size < math.inf else 1.0
-    if chosen == "closed form":
-        # Nothing is proved of rounding at measures; where terms cancel, atoms moved by rounding show it.
+    factor = _factor(image)
+    if method == "closed form":
+        # No bound on the rounding errors is proved at measures. If terms cancel, the products change when the
+        # atoms move by one unit of rounding; the change of one product estimates the error.
         moved = (closed_form_jacobian(f, y[None], weighting=weighting) for y in moved_by_rounding(x))
         seen = allowance_for_rounding((factor * at.product(start) for at in moved), factor * image)
         operator.rounding = torch.maximum(operator.rounding, seen)
     found = golub_kahan(
         Scaled(operator, factor),
         start,
-        rtol=asked.rtol,
-        confidence=asked.confidence,
-        max_iterations=asked.max_iterations,
+        rtol=settings.rtol,
+        confidence=settings.confidence,
+        max_iterations=settings.max_iterations,
     )
+    # Undo the scaling; the constant may then be out of range, of which the logarithm still tells the size.
     if not math.isfinite(float(found.sigma) / factor):
         log = math.log(float(found.sigma)) - math.log(factor)
         raise NonFiniteError("f", expected="a constant in the range of float64", got=f"exp({log:.6g})")
     fields = {name: getattr(found, name)[0] for name in _FIELDS}
     fields |= {name: fields[name] / factor for name in ("sigma", "lower", "upper")}
     scope = f"{f.describe()}, at a measure of {x.shape[0]} atoms"
-    return asked.answer(LipschitzEstimate, fields, chosen, scope)
+    return settings.estimate(LipschitzEstimate, fields, method, scope)
 
 
-_FIELDS = tuple(LeadingTriplet.__annotations__)
+def _factor(image: Float[Tensor, "1 n d_out"]) -> float:
+    """Return a power of two that brings the norm of an operator near one, given one of its products.
+
+    The constant at a measure may be e^350, whose square overflows in the recurrence. A power of two scales
+    without rounding.
+    """
+    size = float(image.abs().max())
+    return 2.0 ** -max(-1000, round(math.log2(size))) if 0 < size < math.inf else 1.0
 
 
 def _scope(f: Callable[[Tensor], Tensor]) -> str:
+    """Return the description of a map of this library, and of any other function its name."""
     return f.describe() if isinstance(f, TokenMap) else getattr(f, "__name__", type(f).__name__)
 
 
 def _chosen_method(f: Callable[[Tensor], Tensor], method: str) -> Method:
+    """Return how the Jacobian of ``f`` is applied, given the argument ``method`` of the call."""
     match method, has_closed_form(f):
         case ("auto" | "closed form", True):
             return "closed form"

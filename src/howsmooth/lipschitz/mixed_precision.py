@@ -1,9 +1,9 @@
-"""Closed-form Jacobians: float32 products do the work, float64 products judge what came of it.
+"""Mixed precision for closed-form Jacobians: the solver runs in float32, and float64 checks its result.
 
 A run in float32 gives each member a direction v, a value and an interval. One product of the float64 Jacobian
-with v gives the value |J v|, a lower limit that rounding does not touch, and the difference of the two JᵀJ v,
-which bounds to first order how far rounding moved the upper limit. Members whose interval becomes too wide
-are measured again with float64 products.
+with v gives the value |J v|, which is a lower limit without float32 rounding. The difference between the
+float32 and the float64 JᵀJ v bounds to first order how far rounding moved the upper limit. Members whose
+interval becomes too wide are measured again with float64 products.
 """
 
 from __future__ import annotations
@@ -24,17 +24,21 @@ from howsmooth.spectral.operator import length_rounding
 
 __all__ = ["Part", "judge", "solve_closed_forms", "verdict"]
 
-# The part of the relative width asked for that rounding of each side may take where that is cheaper.
+# The share of the requested relative width that rounding errors may take on each side of the interval, if
+# products with these errors are cheaper.
 _ROUNDING_SHARE = 1 / 4
 
 Part = tuple[Sequence[int], LeadingTriplet]
-"""The numbers of some members, and what was found at them."""
+"""The numbers of some members, and their leading triplets."""
 
 
 def solve_closed_forms(
     double: TokenMap, members: Sequence[Tensor] | Tensor, solver: Solver, budget: int
 ) -> list[Part]:
-    """Measure at members (n_i, d): together where they fit in memory, each by itself that does not."""
+    """Measure at members (n_i, d): in batches if their probabilities fit in memory, otherwise one by one.
+
+    ``double`` is the map in float64, and ``budget`` the number of bytes that may be used.
+    """
     parts: list[Part] = []
     for lots in batches(double, members, budget):
         first = lots[0][0]
@@ -48,12 +52,12 @@ def solve_closed_forms(
 def _cached(
     double: TokenMap, members: Sequence[Tensor] | Tensor, lots: Sequence[Sequence[int]], solver: Solver
 ) -> list[LeadingTriplet]:
-    """Solve with products in the dtype of the members (n_i, d); for float32, with a verdict in float64.
+    """Solve with products in the dtype of the members (n_i, d), and check float32 results in float64.
 
-    Float64 products along the float32 directions give the value, and show what rounding did: where the
-    factors of the Jacobian cancel, float32 loses digits that no constant times epsilon foresees. Members
-    that this leaves too wide, or that broke down at float32's rounding level (few distinct singular
-    values), are measured again with float64 products.
+    Products in float64 with the float32 directions give the values and show the effect of rounding: if terms
+    of the Jacobian cancel, float32 loses more digits than any fixed multiple of epsilon would allow for.
+    Members whose interval is too wide then, or that broke down at the rounding level of float32 (which
+    happens with few distinct singular values), are measured again with float64 products.
     """
     dtype, exact = members[0].dtype, torch.float64
     jacobians = _jacobians(double, members, lots, (dtype, exact) if dtype != exact else (exact,))
@@ -72,7 +76,10 @@ def _jacobians(
     lots: Sequence[Sequence[int]],
     dtypes: Sequence[torch.dtype],
 ) -> list[dict[torch.dtype, LinearOperator]]:
-    """Linearise each length at once, and join those of a lot: its members go from short to long."""
+    """Return for each lot its Jacobian in each dtype; members of a lot are sorted by length.
+
+    The members of one length are linearised together, and the Jacobians of a lot are joined to one operator.
+    """
     groups = [
         [list(group) for _, group in itertools.groupby(lot, key=lambda i: members[i].shape[0])]
         for lot in lots
@@ -90,7 +97,7 @@ def verdict(
     members: Sequence[int],
     solver: Solver,
 ) -> LeadingTriplet:
-    """Return what float64 says about the triplet that ``operator``, in float32, has given.
+    """Return the triplet that ``operator`` has given in float32, with value and interval from float64.
 
     ``exact`` is the same operator in float64, and ``members`` are the solver's numbers of its members.
     """
@@ -98,14 +105,18 @@ def verdict(
     image, gram = exact.gram_product(right)
     sigma = _norms(image)
 
-    # Float32 has found σ̂² v for JᵀJ v, up to the residual of the Ritz vector, mostly far below the interval.
+    # The cheap estimate of the defect: for the run in float32, JᵀJ v was σ̂² v up to the residual of the Ritz
+    # vector, which is mostly far below the width of the interval.
     found_gram = found.sigma.to(right).square().view(-1, 1, 1) * right
     defect = _defect(found_gram, gram, sigma)
     judged = judge(found, sigma, defect, exact, solver.rtol)
+    # Where the residual is too large for that, compute JᵀJ v in float32, at the cost of one product.
     if not bool(judged.converged.all()):
         _, rounded = operator.energy_product(right.to(operator.dtype))
         defect = torch.where(judged.converged, defect, _defect(rounded, gram, sigma))
         judged = judge(found, sigma, defect, exact, solver.rtol)
+    # Members that float32 took as finished but whose interval is too wide now. More steps in float32 would
+    # not help them. Members that used up their steps are not measured again: float64 would stop there, too.
     stuck = torch.nonzero(~judged.converged & (found.converged | found.broke_down)).flatten()
     if not len(stuck):
         return judged
@@ -119,9 +130,10 @@ def verdict(
 def _streamed(
     double: TokenMap, x: Tensor, members: Sequence[int], solver: Solver, budget: int
 ) -> LeadingTriplet:
-    """Do the same for one member without its probabilities: no n × n matrix, JᵀJ in one pass.
+    """Measure one member without keeping its probabilities, so without any n × n matrix.
 
-    Of the operators in float32 and in float64 one is alive at a time.
+    The steps are as in :func:`_cached`. The operators in float32 and in float64 are not in memory at the
+    same time.
     """
 
     def operator(dtype: torch.dtype, allowance: float | None = None) -> LinearOperator:
@@ -140,6 +152,7 @@ def _streamed(
     sigma = _norms(image)
     judged = judge(found, sigma, _defect(rounded, gram, sigma), exact, solver.rtol)
     del image, gram, rounded, right
+    # Measure again in float64, if that can help and memory has room for the longer vectors.
     stuck = ~judged.converged & (found.converged | found.broke_down)
     room = budget - beside_the_basis(double, x.double())
     if not bool(stuck.any()) or room < fewest_vectors(x):
@@ -157,6 +170,7 @@ def judge(
     rounding of the float32 run moves σ by at most the defect, twice which is allowed for, beside the width of
     the float32 interval, what the float64 value moved, and what rounding does to the defect itself.
     """
+    # How far the float64 value itself may be off.
     error = exact.rounding * sigma if exact.proved is None else exact.proved.total
     upper = sigma + (found.upper - found.sigma) + (sigma - found.sigma).abs() + 2 * defect + 6 * error
     lower = (sigma - error).clamp_min(0.0) * (1 - length_rounding(exact))
@@ -169,7 +183,7 @@ def _defect(rounded: Tensor, exact: Tensor, sigma: Tensor) -> Tensor:
 
 
 def _norms(t: Tensor) -> Tensor:
-    """Frobenius norm of each member, on the CPU."""
+    """Return the Frobenius norm of each member (members,), on the CPU."""
     norms: Tensor = torch.linalg.vector_norm(t.flatten(1), dim=1).cpu()
     return norms
 

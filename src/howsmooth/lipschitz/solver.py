@@ -1,4 +1,4 @@
-"""The solvers of ``howsmooth.spectral``, started from the seeds of the members."""
+"""The solvers of ``howsmooth.spectral``, with the accuracy and the seeds of one call."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Solver:
     lengths: Sequence[int]
 
     def golub_kahan(self, operator: LinearOperator, members: Sequence[int]) -> LeadingTriplet:
-        """Solve for an operator of these members, with both Krylov bases."""
+        """Return the leading triplets of an operator's members, by Golub–Kahan with both Krylov bases."""
         return golub_kahan(
             operator,
             self._starts(operator, members),
@@ -44,7 +44,7 @@ class Solver:
         )
 
     def lanczos(self, operator: LinearOperator, members: Sequence[int], basis_bytes: int) -> LeadingTriplet:
-        """Solve with one basis, in the memory that is left for it."""
+        """Return the leading triplets of an operator's members, by Lanczos with a basis of limited size."""
         return lanczos(
             operator,
             self._starts(operator, members),
@@ -57,9 +57,9 @@ class Solver:
     def together(
         self, operators: Sequence[LinearOperator], members: Sequence[Sequence[int]]
     ) -> list[LeadingTriplet]:
-        """Solve for Jacobians of one map at several lengths, which share products.
+        """Return the leading triplets of Jacobians of one map at several lengths, which share products.
 
-        Members that are shorter than their operator fill up the rest with zeros.
+        A member that is shorter than its operator has zeros in the tokens that it lacks.
         """
         return lanczos_together(
             operators,
@@ -79,7 +79,7 @@ class Solver:
 
 
 def member_seeds(seed: int | Sequence[int], members: int) -> list[int]:
-    """Return one generator seed a member, in 64 bits."""
+    """Return a seed in 64 bits for the random generator of each member."""
     if isinstance(seed, int):
         # Multiples of the golden ratio of 2^64 keep the streams of neighbouring seeds apart.
         return [(seed + member * 0x9E3779B97F4A7C15) % 2**64 for member in range(members)]
@@ -104,6 +104,7 @@ def starts(operator: LinearOperator, seeds: Sequence[int], lengths: Sequence[int
     if len(seeds) == 1 or operator.in_size < _WORTH_A_THREAD:
         members = list(map(draw, seeds, lengths))
     else:
-        with ThreadPoolExecutor() as pool:  # by itself PyTorch draws one after the other
+        # PyTorch draws random numbers in one thread, and several draws in several threads run in parallel.
+        with ThreadPoolExecutor() as pool:
             members = list(pool.map(draw, seeds, lengths))
     return torch.stack(members).to(operator.device)

@@ -24,8 +24,8 @@ __all__ = ["Transport", "solve", "transport_of", "wasserstein"]
 
 Method = Literal["exact", "entropic", "1d", "bures", "matched", "conditional"]
 
-# Largest number of pairs of atoms. Each pair takes 41 bytes of costs and plan while POT works, so this is 8
-# GB.
+# Largest number of pairs of atoms. While POT works, the costs and the plan take 41 bytes for each pair, which
+# is 8 GB in all.
 _LARGEST = 2 * 10**8
 
 
@@ -132,6 +132,7 @@ def wasserstein(
     """
     order = check_order(p)
     options = Options.of(method, regularisation, rtol, max_iterations, gradient)
+    # Gaussians have a formula; discrete measures are a linear program.
     if isinstance(mu, Gaussian) and isinstance(nu, Gaussian):
         check_same_space(mu, nu)
         return _of_gaussians(mu, nu, order, options)
@@ -140,6 +141,44 @@ def wasserstein(
     pair = Pair.of(one, other, order)
     answer, used = solve(pair, options)
     return transport_of(pair, answer, used, options, (one, other))
+
+
+def solve(pair: Pair, options: Options) -> tuple[Answer, Method]:
+    """Solve one problem by the requested method, and return the answer and the method that was used.
+
+    Before it calls the exact or the sorting solver, it checks whether matching equal indices is optimal.
+    """
+    n, m, d = len(pair.x), len(pair.y), pair.x.shape[1]
+    # Choose the method, and refuse a method that does not fit the points.
+    method = options.method if options.method != "auto" else "1d" if d == 1 else "exact"
+    if method == "1d" and d != 1:
+        raise ArgumentError(
+            "method", expected="'auto', 'exact' or 'entropic' for these points", got=f"'1d' with d = {d}"
+        )
+    if method == "bures":
+        raise ArgumentError("mu, nu", expected="two Gaussians for method 'bures'", got="discrete measures")
+    if method != "1d" and n * m > _LARGEST:
+        raise ArgumentError(
+            "mu, nu",
+            expected=f"at most {_LARGEST:.0e} pairs of atoms",
+            got=f"{n} times {m}",
+            remedy="Merge atoms with merged(tolerance), or take fewer atoms.",
+        )
+    # In a small perturbation of a measure, every atom stays nearest to itself, and no solver is needed. The
+    # entropic solver computes another quantity, so its result is not replaced.
+    if options.method in ("auto", "exact", "1d"):
+        matched = pair.matched()
+        if matched is not None:
+            return matched, "matched"
+    if method == "1d":
+        return pair.answer(on_the_line(pair.problem)), "1d"
+    if method == "exact":
+        return pair.answer(exact(pair.problem)), "exact"
+    strength = options.regularisation
+    if strength is not None:
+        # The regularisation is given in the user's units; costs are in units of the scaled points.
+        strength = float(np.clip(strength * np.exp2(-pair.p * pair.exponent), 1e-300, 1e300))
+    return pair.answer(entropic(pair.problem, strength, options.rtol, options.max_iterations)), "entropic"
 
 
 def transport_of(
@@ -166,6 +205,7 @@ def transport_of(
 
 
 def _of_gaussians(mu: Gaussian, nu: Gaussian, p: float, options: Options) -> Transport:
+    """Return the distance W_2 of two Gaussians, by the formula of Bures."""
     if options.method not in ("auto", "bures"):
         raise ArgumentError("method", expected="'auto' or 'bures' for Gaussians", got=repr(options.method))
     if p != 2:
@@ -201,41 +241,6 @@ def _of_gaussians(mu: Gaussian, nu: Gaussian, p: float, options: Options) -> Tra
     )
 
 
-def solve(pair: Pair, options: Options) -> tuple[Answer, Method]:
-    """Solve one problem by the requested method, and return the answer and the method that was used.
-
-    Before it calls the exact or the sorting solver, it checks whether matching equal indices is optimal.
-    """
-    n, m, d = len(pair.x), len(pair.y), pair.x.shape[1]
-    method = options.method if options.method != "auto" else "1d" if d == 1 else "exact"
-    if method == "1d" and d != 1:
-        raise ArgumentError(
-            "method", expected="'auto', 'exact' or 'entropic' for these points", got=f"'1d' with d = {d}"
-        )
-    if method == "bures":
-        raise ArgumentError("mu, nu", expected="two Gaussians for method 'bures'", got="discrete measures")
-    if method != "1d" and n * m > _LARGEST:
-        raise ArgumentError(
-            "mu, nu",
-            expected=f"at most {_LARGEST:.0e} pairs of atoms",
-            got=f"{n} times {m}",
-            remedy="Merge atoms with merged(tolerance), or take fewer atoms.",
-        )
-    if options.method in ("auto", "exact", "1d"):
-        matched = pair.matched()
-        if matched is not None:
-            return matched, "matched"
-    if method == "1d":
-        return pair.answer(on_the_line(pair.problem)), "1d"
-    if method == "exact":
-        return pair.answer(exact(pair.problem)), "exact"
-    strength = options.regularisation
-    if strength is not None:
-        # The regularisation is given in the user's units; costs are in units of the scaled points.
-        strength = float(np.clip(strength * np.exp2(-pair.p * pair.exponent), 1e-300, 1e300))
-    return pair.answer(entropic(pair.problem, strength, options.rtol, options.max_iterations)), "entropic"
-
-
 # ---- derivatives
 
 
@@ -255,15 +260,7 @@ def _with_gradient(
                 got="log-weights that require gradients",
                 remedy="Detach them; wasserstein with method='exact' has a derivative by weights.",
             )
-        with np.errstate(divide="ignore"):
-            # The derivative by a log-weight is weight × potential / (p W^{p−1}), formed in logarithms.
-            sizes = np.log(np.abs(potential)) + logs.detach().cpu().numpy()
-        steep = (
-            np.sign(potential) * np.exp(sizes - (pair.p - 1) * math.log(answer.value)) / pair.p
-            if answer.value > 0
-            else np.zeros_like(potential)
-        )
-        value = _attach(value, logs, np.ldexp(steep, pair.exponent))
+        value = _attach(value, logs, _by_log_weights(pair, answer, potential, logs.detach().cpu().numpy()))
     return value
 
 
@@ -273,6 +270,7 @@ def _by_points(pair: Pair, answer: Answer) -> tuple[Float[ndarray, "n d"], Float
     Each entry e of the plan adds m_e (|z_e| / W_p)^{p−1} z_e/|z_e| at its row and subtracts it at its column,
     where m_e is its mass and z_e = x − y.
     """
+    # The derivative of W_p = (Σ_e m_e |z_e|^p)^{1/p} for a fixed plan, by the envelope theorem.
     rows, columns = answer.plan.rows, answer.plan.columns
     moves = pair.x[rows] - pair.y[columns]
     lengths = np.linalg.norm(moves, axis=1)
@@ -288,16 +286,35 @@ def _by_points(pair: Pair, answer: Answer) -> tuple[Float[ndarray, "n d"], Float
     return left, right
 
 
+def _by_log_weights(
+    pair: Pair, answer: Answer, potential: Float[ndarray, " n"], logs: Float[ndarray, " n"]
+) -> Float[ndarray, " n"]:
+    """Return the derivatives of W_p with respect to the log-weights of one measure.
+
+    The derivative of W_p^p by a weight a_i is its potential φ_i, so that of W_p by log a_i is
+    a_i φ_i / (p W_p^{p−1}). At distance zero it is set to zero.
+    """
+    if answer.value <= 0:
+        return np.zeros_like(potential)
+    # Factors are multiplied as logarithms, so that tiny weights do not underflow.
+    with np.errstate(divide="ignore"):
+        sizes = np.log(np.abs(potential)) + logs
+    steep = np.sign(potential) * np.exp(sizes - (pair.p - 1) * math.log(answer.value)) / pair.p
+    in_units: ndarray = np.ldexp(steep, pair.exponent)
+    return in_units
+
+
 def _attach(value: Tensor, argument: Tensor, gradient: ndarray) -> Tensor:
     """Return ``value`` with ``gradient`` as its derivative with respect to ``argument``."""
     if not argument.requires_grad:
         return value
     slope = torch.as_tensor(gradient, dtype=torch.float64, device=argument.device)
-    change = (argument - argument.detach()).double()  # zero
+    change = (argument - argument.detach()).double()  # zero, with derivative 1
     return value + (slope * change).sum()
 
 
 def _sparse(pair: Pair, answer: Answer, like: DiscreteMeasure) -> Tensor:
+    """Return the transport plan as a sparse tensor (n, m) on the device of a measure."""
     places = torch.as_tensor(np.stack((answer.plan.rows, answer.plan.columns)), dtype=torch.int64)
     masses = torch.as_tensor(answer.plan.masses, dtype=torch.float64)
     shape = (len(pair.x), len(pair.y))

@@ -158,7 +158,7 @@ def self_attention_layers(
 
 
 def _verified(model: nn.Module, given: ModelInputs, wanted: Sequence[int] | None) -> Iterator[VerifiedLayer]:
-    """Yield the wanted layers, verified; all sequences have one length and no padding."""
+    """Identify, verify and yield the wanted layers, for sequences of one length without padding."""
     for _, layer in _layers(model, given, wanted):
         if isinstance(layer, CaptureError):
             raise layer

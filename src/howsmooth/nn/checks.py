@@ -1,4 +1,4 @@
-"""Outward rounding of bounds, and checks of lengths, radii and tensors, for all layers with a constant."""
+"""Checks of the lengths, radii, sizes and tensors that layers with a constant are given."""
 
 from __future__ import annotations
 
@@ -9,42 +9,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from howsmooth.bounds import Bound, Quantity
 from howsmooth.bounds.bound import check_length as check_whole_length
-from howsmooth.errors import ArgumentError, NonFiniteError
+from howsmooth.errors import ArgumentError
 
-__all__ = [
-    "above",
-    "check_ball",
-    "check_length",
-    "check_placement",
-    "check_size",
-    "check_tokens",
-    "look_at",
-    "norm_above",
-    "root",
-    "times",
-    "upper",
-]
+__all__ = ["check_ball", "check_length", "check_placement", "check_size", "check_tokens", "look_at"]
 
-# Relative margin for the rounding of a few products, quotients and sums of positive numbers. It is far above
-# their rounding errors and far below the digits of a constant that matter.
-_MARGIN = 1e-12
 # A radius of zero is replaced by this one, because formulas divide by the radius or take its logarithm.
 # Bounds on the larger ball hold on the smaller one, too.
 _SMALLEST = 1e-100
 # Larger integers are not exact in float64.
 _LONGEST = 2**53
-
-
-def above(value: float) -> float:
-    """Return the value rounded up, so that it is at least the exact result of the computation."""
-    return value * (1 + _MARGIN)
-
-
-def times(factor: float, value: float) -> float:
-    """Return the product, with 0 · ∞ = 0, because a map of constant zero has a single value."""
-    return factor * value if factor and value else 0.0
 
 
 def check_length(length: object) -> int:
@@ -145,46 +119,3 @@ class _Look(torch.autograd.Function):
     ) -> tuple[Tensor, None]:
         look_at(t.movedim(in_dims[0], 0), check)
         return t.new_empty(0), None
-
-
-def root(t: Tensor, joined: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
-    """Return √joined(|t|², 1) for tokens t (..., d), as (..., 1).
-
-    ``joined`` is a homogeneous function of two numbers, such as + or max. Unlike |t|, the result is smooth at
-    t = 0, with all derivatives, and squares never overflow, because t is scaled first.
-    """
-    # Dividing by the largest entry (at least 1) keeps squares in range; the factor s is restored at the end.
-    s = t.detach().abs().amax(dim=-1, keepdim=True).clamp(min=1.0)
-    squares = (t / s).square().sum(dim=-1, keepdim=True)
-    return s * joined(squares, s.square().reciprocal()).sqrt()
-
-
-def norm_above(argument: str, matrix: Tensor) -> float:
-    """Return an upper bound on the spectral norm of a matrix (m, k), in float64, including rounding.
-
-    The computed singular values are exact for a matrix that differs from the given one by a small multiple of
-    the machine epsilon times its norm (Golub and Van Loan, *Matrix Computations*, 8.6). The added slack is
-    many times larger.
-
-    Raises
-    ------
-    NonFiniteError
-        If the matrix contains NaN or infinity.
-
-    """
-    a = matrix.detach().to(device="cpu", dtype=torch.float64)
-    if not bool(torch.isfinite(a).all()):
-        raise NonFiniteError(argument, expected="finite numbers", got="NaN or infinity")
-    if a.numel() == 0:
-        return 0.0
-    slack = 16 * (a.shape[0] + a.shape[1]) * torch.finfo(torch.float64).eps
-    return float(torch.linalg.matrix_norm(a, 2)) * (1 + slack)
-
-
-def upper(name: str, source: str, constant: float, radius: float) -> Bound:
-    """Return an upper bound on a Lipschitz constant as a Bound.
-
-    The bound holds on the ball of this radius, or everywhere if the radius is infinite.
-    """
-    quantity = Quantity.EVERYWHERE if math.isinf(radius) else Quantity.GLOBAL
-    return Bound.upper(name, quantity, source, formula=constant)

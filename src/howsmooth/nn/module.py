@@ -17,20 +17,44 @@ class LipschitzModule(nn.Module, ABC):
 
     The constants refer to Frobenius norms of token matrices (n, d) and to all sequences of ``length`` tokens
     of norm at most ``radius``. They hold in exact arithmetic, for the weights at the time of the call.
+
+    Deriving from this class proves nothing: a subclass must have a theorem for its ``lipschitz_bound``, and
+    name the theorem in the Bound. Certificates trust the bound, the radius and the length that it returns.
     """
+
+    # ---- what every subclass defines
 
     @abstractmethod
     def lipschitz_bound(self, length: int, radius: float) -> Bound:
-        """Return an upper bound on the Lipschitz constant, on tokens of norm at most ``radius``."""
+        """Return an upper bound on the Lipschitz constant of the module.
+
+        Parameters
+        ----------
+        length
+            Number n of input tokens.
+        radius
+            Largest Euclidean norm of an input token; math.inf for all tokens.
+
+        Raises
+        ------
+        ArgumentError
+            If the module does not accept inputs of this length and radius.
+
+        """
 
     @abstractmethod
     def output_radius(self, length: int, radius: float) -> float:
-        """Return an upper bound on the norms of output tokens, for inputs of norm at most ``radius``."""
+        """Return an upper bound on the Euclidean norm of an output token.
 
-    def output_length(self, length: int) -> int:
-        """Return the number of output tokens for ``length`` input tokens."""
-        return length
+        Parameters and errors are as for :meth:`lipschitz_bound`.
+        """
 
     @abstractmethod
     def settings(self) -> dict[str, Any]:
         """Return the constructor's keyword arguments as JSON values; weights are not among them."""
+
+    # ---- what a subclass that drops or adds tokens defines
+
+    def output_length(self, length: int) -> int:
+        """Return the number of output tokens for ``length`` input tokens; by default the same number."""
+        return length

@@ -184,7 +184,7 @@ def load(path: str | os.PathLike[str], *, classes: Sequence[type[nn.Module]] = (
     Parameters
     ----------
     path
-        Of the file.
+        Path of the file.
     classes
         The caller's own classes with which the model was saved.
 

@@ -20,7 +20,8 @@ __all__ = ["Basis", "Reduction", "norms", "reduced"]
 Reduction = Callable[[Tensor], Tensor]
 """The sum over processes of a float64 tensor."""
 
-# Rows are allocated together up to this many bytes. A step starts operations for each block: elsewhere few.
+# Largest number of bytes that are allocated together. Each step starts operations for every block, which
+# takes time on devices other than a CPU, so their blocks are larger.
 _BLOCK_BYTES = {"cpu": 1 << 26}
 _BLOCK_BYTES_ELSEWHERE = 1 << 29
 
@@ -28,11 +29,11 @@ _BLOCK_BYTES_ELSEWHERE = 1 << 29
 class Basis:
     """The Lanczos vectors of all steps so far, (step, member, size), in the products' dtype or a smaller one.
 
-    Where ``taken`` is set to a tensor (member,), it bounds the sum of squares of the components that were
-    taken from the vectors of each member.
+    If ``taken`` is set to a tensor (member,), it bounds the sum of squares of the components that
+    reorthogonalisation has subtracted from the vectors of each member.
 
-    Half precision holds 2^s v, s the power that brings the entries of a unit vector near to one: without it
-    they would fall below its normal range in large dimensions.
+    In half precision the vectors are multiplied by a power of two that brings their entries near to one.
+    Otherwise, in large dimensions, the entries of unit vectors would underflow.
     """
 
     def __init__(self, size: int, dtype: torch.dtype, working: torch.dtype, reduce: Reduction | None) -> None:
@@ -42,7 +43,7 @@ class Basis:
         self.count = 0
         self.taken: Tensor | None = None
         self.blocks: list[Tensor] = []
-        # 2^15 at most: an entry of a unit vector may be one, and float16 ends at 65504.
+        # At most 2^15, because an entry of a unit vector may be one, and the largest float16 is 65504.
         self.scale = 2.0 ** min(15, round(math.log2(size) / 2)) if dtype == torch.float16 else 1.0
 
     def append(self, row: Tensor) -> None:
@@ -55,22 +56,22 @@ class Basis:
         place = self.count - sum(len(block) for block in self.blocks[:-1])
         if self.scale == 1.0:
             last[place].copy_(row)
-        else:  # piece by piece: no second vector beside the first
+        else:  # piece by piece, so that memory holds no second vector
             for kept, part in zip(*(split(t) for t in (last[place], row)), strict=True):
                 kept.copy_(part * self.scale)
         self.count += 1
 
     def keep(self, members: Tensor) -> None:
-        """Keep the vectors of the given members of the batch, and drop those of all others."""
+        """Keep the given members, and drop all others."""
         self.blocks = [block[:, members] for block in self.blocks]
         if self.taken is not None:
             self.taken = self.taken[members.cpu()]
 
     def orthogonalise_(self, z: Tensor, latest: Sequence[Tensor]) -> Tensor:
-        """Subtract from z (member, size), in place, its projection on the basis; return the lengths left.
+        """Subtract from z (member, size), in place, its projection on the basis; return the new lengths of z.
 
-        The ``latest`` vectors, newest first, are at hand unrounded, and take the place of their rows: what is
-        left along neighbours would enter in first order.
+        ``latest`` are the newest vectors, newest first, in the operator's precision. They are used in place
+        of their rounded rows in the basis, because a rest of z along them would enter T in first order.
         """
         if self.dtype == self.working:
             latest = ()
@@ -85,7 +86,8 @@ class Basis:
                     overlap = overlap if more is None else overlap * more
                     vectors.addcmul_(rows[members], overlap.to(vectors.dtype)[:, None], value=-1)
                 after = norms(vectors, self.reduce)
-                # Daniel, Gragg, Kaufman, Stewart (1976): again only after a large loss of length.
+                # A second projection is needed only if the first one removed much of the vector (Daniel,
+                # Gragg, Kaufman, Stewart 1976).
                 more = after <= 0.7 * before
                 lengths[members] = after
                 if not bool(more.any()):
@@ -93,7 +95,7 @@ class Basis:
         return lengths
 
     def combine(self, member: int, weights: np.ndarray, out: Tensor) -> None:
-        """Write the unit vector along Σ_k weights_k row_k, the rows of one member's basis, to ``out``."""
+        """Write the unit vector along Σ_k weights_k row_k, for the rows of one member, to ``out`` (size,)."""
         coefficients = torch.as_tensor(weights / self.scale, dtype=self.working, device=out.device)
         out.zero_()
         for piece in pieces(len(out), out.device):
@@ -102,16 +104,20 @@ class Basis:
         out /= norms(out[None], self.reduce).to(out.dtype)
 
     def _together(self, z: Tensor) -> list[slice]:
-        """Return slices of the members whose projections are computed together.
+        """Return slices of members whose projections are computed together.
 
-        One by one on a processor, where the pieces of one stay in a core's cache while all rows pass over
-        them; all on other devices, which would wait for each.
+        On a CPU they are computed member by member, because the pieces of one vector then stay in the cache
+        while all rows of the basis are multiplied with them. Other devices compute all members together,
+        because starting an operation takes long there.
         """
         size = 1 if z.device.type == "cpu" else len(z)
         return [slice(i, i + size) for i in range(0, len(z), size)]
 
     def _subtract_projection_(self, members: slice, z: Tensor, count: int, more: Tensor | None) -> None:
-        """Subtract from z its projection on the first ``count`` rows, where ``more`` is True or None."""
+        """Subtract from vectors of some members their projection on the first ``count`` rows of the basis.
+
+        If ``more`` is given, only members for which it is True are changed.
+        """
         if not count:
             return
         some = pieces(z.shape[1], z.device)
@@ -123,7 +129,8 @@ class Basis:
         coefficients = reduced(sum(sums[1:], sums[0]).double(), self.reduce) / self.scale**2
         coefficients = coefficients if more is None else coefficients * more
         if self.taken is not None:
-            # Twice, for two passes; and for what the rows lack to be orthonormal.
+            # A factor of two for the two projections, and the rest because the rows are not exactly
+            # orthonormal.
             self.taken[members] += 2.5 * coefficients.square().sum(dim=0).cpu()
         weights = coefficients.to(self.working)
         for piece in some:
@@ -131,7 +138,7 @@ class Basis:
                 _subtract_(z[:, piece], part, weights[rows])
 
     def _parts(self, members: slice, piece: slice, count: int) -> Iterator[tuple[slice, Tensor]]:
-        """Yield, in the working dtype, blocks of the first rows of some members' bases, some columns only."""
+        """Yield blocks of the first ``count`` rows, for some members and columns, in the working dtype."""
         first = 0
         for block in self.blocks:
             last = min(first + len(block), count)
@@ -142,14 +149,14 @@ class Basis:
 
 
 def _by_member(rows: Tensor, z: Tensor) -> Tensor:
-    """Return the inner products (step, member) of rows (step, member, size) with vectors z (member, size)."""
+    """Return the inner products (step, member) of rows (step, member, size) with vectors (member, size)."""
     if len(z) == 1:
         return torch.mv(rows[:, 0], z[0])[:, None]
     return torch.einsum("kmp,mp->km", rows, z)
 
 
 def _subtract_(z: Tensor, rows: Tensor, weights: Tensor) -> None:
-    """Subtract Σ_k weights_k row_k from vectors (member, size), in place; weights (step, member)."""
+    """Subtract Σ_k weights_k row_k from vectors z (member, size), in place, with weights (step, member)."""
     if len(z) == 1:
         z[0].addmv_(rows[:, 0].mT, weights[:, 0], alpha=-1)
     else:
@@ -162,5 +169,5 @@ def norms(x: Tensor, reduce: Reduction | None) -> Tensor:
 
 
 def reduced(values: Tensor, reduce: Reduction | None) -> Tensor:
-    """Return the sum of ``values`` over all processes; ``values`` themselves if there is only one process."""
+    """Return the sum of the values over all processes, or the values if there is one process only."""
     return values if reduce is None else reduce(values)

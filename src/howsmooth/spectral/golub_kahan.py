@@ -1,9 +1,14 @@
-"""Batched Golub–Kahan bidiagonalisation, reorthogonalised, until the interval around ‖J‖ is narrow.
+"""Batched Golub–Kahan bidiagonalisation with reorthogonalisation, until the interval of ‖J‖ is narrow.
 
-From a Gaussian start b on the input side, k steps give orthonormal V_k, U_k and an upper bidiagonal
-B_k with J V_k = U_k B_k. Its largest singular value σ̂ is a lower limit of ‖J‖, and
-:mod:`howsmooth.spectral.interval` gives the upper one. Each member of the batch stops at its own
-step; what it returns does not depend on the others.
+From a Gaussian start b in the input space, with v₁ = b / |b| and β₀ = 0, step k computes
+
+    α_k u_k     = J v_k − β_{k−1} u_{k−1},   made orthogonal to u₁, …, u_{k−1}
+    β_k v_{k+1} = Jᵀu_k − α_k v_k,           made orthogonal to v₁, …, v_k
+
+so that J V_k = U_k B_k with orthonormal columns of V_k and U_k, and B_k upper bidiagonal with α on the
+diagonal and β above it. The largest singular value σ̂ of B_k is a lower limit of ‖J‖, and
+:mod:`howsmooth.spectral.interval` gives an upper limit. Each member of the batch stops when its interval is
+narrow enough, and its result does not depend on the other members.
 """
 
 from __future__ import annotations
@@ -25,7 +30,8 @@ from howsmooth.spectral.operator import LinearOperator
 __all__ = ["LeadingTriplet", "golub_kahan"]
 
 _FIRST_CAPACITY = 16
-# Finished members are dropped from the batch once this share of it still runs: dropping copies the bases.
+# Finished members are dropped from the batch when at most this share of it still runs. They are not dropped
+# one by one, because dropping copies the bases.
 _COMPACT_AT = 0.75
 
 
@@ -33,10 +39,10 @@ _COMPACT_AT = 0.75
 class LeadingTriplet:
     """The leading singular value of each map of a batch, an interval for it, and its singular vectors.
 
-    ``sigma``, ``lower`` and ``upper`` are float64; lower <= sigma <= upper. ``converged`` says that
-    upper − lower <= rtol · sigma, ``broke_down`` that the Krylov space was exhausted, or that rounding
-    allows no narrower interval. ``right`` and ``left`` are unit vectors in the input and output space
-    (``left`` is zero where the operator is).
+    ``sigma``, ``lower`` and ``upper`` are float64, with lower <= sigma <= upper. ``converged`` says whether
+    upper − lower <= rtol · sigma. ``broke_down`` says whether the Krylov space was exhausted, or rounding
+    allows no narrower interval. ``right`` and ``left`` are unit vectors in the input and output space;
+    ``left`` is zero for a map that is zero.
     """
 
     sigma: Float[Tensor, " batch"]
@@ -50,10 +56,10 @@ class LeadingTriplet:
 
 
 class _Basis:
-    """Orthonormal vectors, the rows (step, member, size), to which each step adds one for each member.
+    """The orthonormal vectors of all steps so far, (step, member, size), to which each step adds a row.
 
-    Steps come first so that the newest row is contiguous over the batch. Members are multiplied one by
-    one: a batched matrix-vector product runs several times slower than the same vectors in turn.
+    The axis of steps comes first, so that the newest row is contiguous over the batch. Products are made
+    member by member, because a batched matrix-vector product takes several times as long.
     """
 
     def __init__(self, members: int, size: int, like: Tensor) -> None:
@@ -61,7 +67,7 @@ class _Basis:
         self.count = 0
 
     def append(self, row: Tensor, length: Tensor) -> Tensor:
-        """Append row / length (member, size) to the basis, zero where the length is zero, and return it."""
+        """Append row / length (member, size), or zero for a length of zero, to the basis, and return it."""
         capacity, members, size = self.rows.shape
         if self.count == capacity:
             grown = self.rows.new_empty(min(2 * capacity, size + 1), members, size)
@@ -72,13 +78,13 @@ class _Basis:
         return torch.mul(row, inverse[:, None], out=self.rows[self.count - 1])
 
     def keep(self, members: Tensor) -> None:
-        """Keep the vectors of the given members of the batch, and drop those of all others."""
+        """Keep the given members, and drop all others."""
         kept = self.rows.new_empty(self.rows.shape[0], len(members), self.rows.shape[2])
         kept[: self.count] = self.rows[: self.count, members]
         self.rows = kept
 
     def orthogonalise_(self, w: Tensor) -> Tensor:
-        """Subtract from w (member, size), in place, its projection on the basis; repeat where needed."""
+        """Subtract from w (member, size), in place, its projection on the basis, a second time if needed."""
         if self.count == 0:
             return w
         length: Callable[[Tensor], Tensor] = _length
@@ -90,13 +96,14 @@ class _Basis:
             for _ in range(2):
                 before = length(vector)
                 vector.addmv_(rows.mT, products(rows, vector), alpha=-1)
-                # Daniel, Gragg, Kaufman, Stewart (1976): again only after a large loss of length.
+                # A second projection is needed only if the first one removed much of the vector (Daniel,
+                # Gragg, Kaufman, Stewart 1976).
                 if float(length(vector)) > 0.7 * float(before):
                     break
         return w
 
     def combine(self, member: int, weights: np.ndarray) -> Tensor:
-        """Return Σ_k weights_k row_k with the rows of one member's basis."""
+        """Return the combination Σ_k weights_k row_k (size,) of one member's vectors."""
         rows = self.rows[: len(weights), member]
         return torch.as_tensor(weights, dtype=rows.dtype, device=rows.device) @ rows
 
@@ -116,30 +123,31 @@ def golub_kahan(
     operator
         The batch of maps.
     start
-        Gaussian vectors, drawn independently of the operator; nothing else keeps the interval.
+        Gaussian vectors, drawn independently of the operator. The interval holds only for such starts.
     rtol
         A member stops when upper − lower <= rtol · σ̂.
     confidence
         Probability, over the start, with which each member's interval holds.
     max_iterations
-        Steps at most; each is one product and one adjoint product.
+        Largest number of steps. Each step takes one product and one adjoint product.
 
     Raises
     ------
     NonFiniteError
-        If a product is not finite, or rounding leaves it no digit.
+        If a product is not finite, or rounding errors are as large as the product.
 
     Notes
     -----
-    The interval is widened on both sides by ``operator.rounding``, which is also the level below which
-    a bidiagonal entry counts as zero. At a breakdown the Krylov space is exhausted. The entry that
-    vanished is then replaced by the rounding level, which keeps the limit honest: what floating point
-    cannot tell from zero, the interval does not take for zero.
+    The interval is widened on both sides by ``operator.rounding``, which is also the level below which a
+    bidiagonal entry counts as zero. At a breakdown an entry vanishes, because the Krylov space is exhausted.
+    The upper limit is computed with the rounding level in place of this entry, because an entry that
+    floating-point numbers cannot distinguish from zero need not be zero.
 
     """
     slack = checked_rounding(operator)
     quantile = start_quantile(operator.in_size, confidence)
     total = operator.batch
+    # After as many steps, the vectors v fill the input space, or the vectors u the output space.
     steps_allowed = min(max_iterations, operator.in_size, operator.out_size + 1)
 
     sigma, upper = np.zeros(total), np.zeros(total)
@@ -150,8 +158,8 @@ def golub_kahan(
 
     alphas = np.zeros((total, steps_allowed))
     betas = np.zeros((total, steps_allowed))
-    active = np.arange(total)  # the member in each row of the batch, and whether it still runs
-    running = np.ones(total, dtype=bool)
+    active = np.arange(total)  # the member in each row of the batch
+    running = np.ones(total, dtype=bool)  # whether the member in each row still runs
 
     z = start.reshape(total, -1)
     beta = _lengths(z)
@@ -160,6 +168,7 @@ def golub_kahan(
     u: Tensor | None = None
 
     for k in range(1, steps_allowed + 1):
+        # α_k and u_k from J v_k − β_{k−1} u_{k−1}
         v = v_basis.append(z, beta)
         w = operator.product(v.view(len(active), *operator.in_shape)).reshape(len(active), -1)
         if u is not None:
@@ -171,6 +180,7 @@ def golub_kahan(
         alpha = _zero_below(alpha, slack[active] * largest)
         u = u_basis.append(w, alpha)
 
+        # β_k and, in the next step, v_{k+1} from Jᵀu_k − α_k v_k
         z = operator.adjoint_product(u.view(len(active), *operator.out_shape)).reshape(len(active), -1)
         z = v_basis.orthogonalise_(torch.addcmul(z, alpha[:, None], v, value=-1))
         beta = _lengths(z)
@@ -178,6 +188,7 @@ def golub_kahan(
         alphas[active, k - 1] = alpha.double().cpu().numpy()
         betas[active, k - 1] = beta.double().cpu().numpy()
 
+        # The interval of each running member, and the directions of the members that end
         for row in np.flatnonzero(running).tolist():
             member = active[row]
             a, b = alphas[member, :k], betas[member, :k]
@@ -194,6 +205,7 @@ def golub_kahan(
                 left[member] = u_basis.combine(row, left_weights)
         if not running.any():
             break
+        # Drop the members that have ended
         if running.sum() <= _COMPACT_AT * len(active):
             keep = torch.as_tensor(np.flatnonzero(running), device=z.device)
             active, running = active[running], running[running]
@@ -215,9 +227,18 @@ def golub_kahan(
 
 
 def _limits(
-    alphas: np.ndarray, betas: np.ndarray, quantile: float, slack: float, *, complete: bool
+    alphas: Float[np.ndarray, " k"],
+    betas: Float[np.ndarray, " k"],
+    quantile: float,
+    slack: float,
+    *,
+    complete: bool,
 ) -> tuple[float, float]:
-    """Return σ̂ and the a-posteriori upper limit of ‖J‖, widened by rounding, for one member."""
+    """Return σ̂ of one member, and the a-posteriori upper limit of ‖J‖, widened by rounding.
+
+    ``complete`` says whether the Krylov space is the whole input space; then σ̂ is ‖J‖ up to rounding.
+    """
+    # Entries are scaled to be near one, so that squares and products stay in range.
     unit = max(alphas.max(), betas[:-1].max(initial=0.0))
     if unit == 0.0:
         return 0.0, 0.0
@@ -226,22 +247,27 @@ def _limits(
     if complete:
         logs = -np.inf
     else:
-        # No product α_j β_j of a running member is below the rounding level except the last.
+        # Only the last product α_j β_j can be below the rounding level; otherwise the member would have
+        # ended.
         products = alphas * betas / unit**2
         logs = float(np.log(np.maximum(products, slack * top)).sum())
     limit = float(a_posteriori_upper(theta, logs, quantile))
     return unit * float(np.sqrt(top)), unit * float(np.sqrt(limit)) * (1 + slack)
 
 
-def _tridiagonal(alphas: np.ndarray, betas: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return the diagonal and the off-diagonal of BᵀB, for an upper bidiagonal matrix B."""
+def _tridiagonal(
+    alphas: Float[np.ndarray, " k"], betas: Float[np.ndarray, " k"]
+) -> tuple[Float[np.ndarray, " k"], Float[np.ndarray, " k_1"]]:
+    """Return the diagonal and the off-diagonal of BᵀB, for the upper bidiagonal matrix B."""
     diagonal = alphas**2
     diagonal[1:] += betas[:-1] ** 2
     return diagonal, alphas[:-1] * betas[:-1]
 
 
-def _leading_pair(alphas: np.ndarray, betas: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return the leading left and right singular vectors of a bidiagonal B; the left one is zero if B is."""
+def _leading_pair(
+    alphas: Float[np.ndarray, " k"], betas: Float[np.ndarray, " k"]
+) -> tuple[Float[np.ndarray, " k"], Float[np.ndarray, " k"]]:
+    """Return the leading left and right singular vectors of B; the left vector is zero if B is zero."""
     unit, last = max(alphas.max(), betas[:-1].max(initial=0.0)) or 1.0, len(alphas) - 1
     alphas, betas = alphas / unit, betas / unit
     _, vectors = linalg.eigh_tridiagonal(*_tridiagonal(alphas, betas), select="i", select_range=(last, last))
@@ -252,7 +278,7 @@ def _leading_pair(alphas: np.ndarray, betas: np.ndarray) -> tuple[np.ndarray, np
 
 
 def _lengths(x: Tensor) -> Tensor:
-    """Return the lengths of the rows (member, size), in their dtype."""
+    """Return the lengths (member,) of the rows (member, size), in their dtype."""
     if x.shape[1] > PIECE:
         return squared_lengths(x).sqrt().to(x.dtype)
     lengths: Tensor = torch.linalg.vector_norm(x, dim=1)
@@ -263,6 +289,9 @@ def _length(x: Tensor) -> Tensor:
     return _lengths(x[None])[0]
 
 
-def _zero_below(values: Tensor, floor: np.ndarray) -> Tensor:
+def _zero_below(
+    values: Float[Tensor, " member"], floor: Float[np.ndarray, " member"]
+) -> Float[Tensor, " member"]:
+    """Return the values, with zero in place of values of at most ``floor``."""
     threshold = torch.as_tensor(floor, dtype=values.dtype, device=values.device)
     return torch.where(values <= threshold, torch.zeros_like(values), values)

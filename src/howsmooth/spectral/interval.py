@@ -85,7 +85,7 @@ def a_posteriori_upper(
         distance = np.exp(s)[..., None]
         apart = distance + gaps
         step = (s + np.log(apart).sum(axis=-1) - target) / (1.0 + (distance / apart).sum(axis=-1))
-        # A member that has arrived stays, whatever the others do.
+        # A member whose iteration has converged does not change any more, so it does not depend on others.
         s = s - np.where(moving, step, 0.0)
         moving = moving & (step > 1e-12 * np.maximum(1.0, np.abs(s)))
         if not moving.any():
@@ -127,9 +127,9 @@ def rounded_upper(
     error
         Bound on the rounding error of a product with J or its adjoint, relative to the length of the vector.
     taken
-        Frobenius norm of the components that reorthogonalisation has taken from the vectors.
+        Frobenius norm of the components that reorthogonalisation has subtracted from the vectors.
     rtol
-        Relative width of the interval that is asked for; a limit that is far narrower is not refined.
+        Requested relative width of the interval. A limit that gives a far narrower interval is not refined.
 
     """
     k = len(diagonal)

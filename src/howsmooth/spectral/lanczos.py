@@ -1,15 +1,15 @@
 """Lanczos on JᵀJ with one basis, for operators so large that stored vectors dominate the memory.
 
-It is Golub–Kahan in the form that needs no left vectors: from a Gaussian start, k steps give V_k with
-V_kᵀ JᵀJ V_k = T_k tridiagonal, whose entries are those of B_kᵀB_k. So the same interval holds
-(:mod:`howsmooth.spectral.interval`), and one pass over an operator that shares work between J and Jᵀ is
-enough for a step. The basis serves reorthogonalisation and the Ritz vector only: it may be kept in half
-precision, whose error enters in second order. Derivation and measurements: the documentation's page "The
+Lanczos is Golub–Kahan bidiagonalisation without the left vectors: from a Gaussian start, k steps give V_k
+with V_kᵀ JᵀJ V_k = T_k tridiagonal, and T_k = B_kᵀB_k for the bidiagonal matrix B_k. So the same interval
+holds (:mod:`howsmooth.spectral.interval`), and each step needs one pass over an operator that shares work
+between J and Jᵀ. The basis is used only for reorthogonalisation and for the Ritz vector, so it may be kept in
+half precision, whose error enters in second order. Derivation and measurements: documentation page "The
 spectral norm, with an interval".
 
-:func:`_run` is the algorithm: the recurrence makes a row of T_k (:mod:`howsmooth.spectral.recurrence`), T_k
-gives each member's interval (:meth:`_Members.bound`), and members whose interval is narrow enough leave
-(:meth:`_Members.finished`).
+:func:`_run` is the algorithm. Each step makes a row of T_k (:mod:`howsmooth.spectral.recurrence`), computes
+the interval of each member from T_k (:meth:`_Members.bound`), and ends the members whose interval is narrow
+enough (:meth:`_Members.finished`).
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
-from jaxtyping import Float
+from jaxtyping import Bool, Float, Int
 from scipy import linalg
 from torch import Tensor
 
@@ -35,17 +35,18 @@ from howsmooth.spectral.recurrence import Recurrence, inverse
 
 __all__ = ["lanczos", "lanczos_together"]
 
-# A basis in the operator's own precision is preferred while this many vectors of it fit.
+# The basis is kept in the precision of the operator if memory has room for this many of its vectors.
 _EXPECTED_STEPS = 64
-# Below this tolerance what half precision adds to the interval would be too much of it.
+# For smaller tolerances, the rounding of a basis in half precision would be too large a part of the interval.
 _LEAST_HALF = 2e-5
-# Finished members are dropped from the batch once this share of it still runs: dropping copies the basis.
+# Finished members are dropped from the batch when at most this share of it still runs. They are not dropped
+# one by one, because dropping copies the basis.
 _COMPACT_AT = 0.75
 
 Products = Callable[[Sequence[LinearOperator], Sequence[Tensor]], Sequence[tuple[Tensor, Tensor]]]
-"""``energy_product`` of each of some operators with its vectors."""
+"""A function that returns the ``energy_product`` of each operator with its vectors."""
 _Run = Generator[tuple[LinearOperator, Tensor], tuple[Tensor, Tensor], LeadingTriplet]
-"""A run that asks for energy products and ends with its triplet."""
+"""A run of the algorithm that yields requests for energy products and returns its triplet."""
 
 
 def lanczos(
@@ -61,39 +62,40 @@ def lanczos(
 ) -> LeadingTriplet:
     """Return the leading singular triplet of each member of ``operator``, from products with JᵀJ.
 
-    It does what :func:`howsmooth.spectral.golub_kahan` does with less than half of the memory (a quarter
-    with a basis in half precision), by :meth:`~howsmooth.spectral.LinearOperator.gram_product`. Five vectors
-    are alive beside the basis, at most.
+    The result is that of :func:`howsmooth.spectral.golub_kahan`, with less than half of the memory, or a
+    quarter with a basis in half precision. Beside the basis, at most five vectors are in memory.
 
     Parameters
     ----------
     operator
         The batch of maps.
     start
-        Gaussian vectors, drawn independently of the operator; nothing else keeps the interval.
+        Gaussian vectors, drawn independently of the operator. The interval holds only for such starts.
     rtol
         A member stops when upper − lower <= rtol · σ̂.
     confidence
         Probability, over the start, with which each member's interval holds.
     max_iterations
-        Steps at most, each one product with JᵀJ.
+        Largest number of steps. Each step takes one product with JᵀJ.
     basis_dtype
-        What the basis is kept in: the operator's dtype, float32 or float16. By default the operator's, if
-        ``basis_bytes`` has room for 64 vectors of it, else float16, or float32 where ``rtol`` is below 2e-5.
+        Dtype of the basis: the dtype of the operator, float32 or float16. The default is the operator's dtype
+        if ``basis_bytes`` has room for 64 vectors of it, and otherwise float16, or float32 for ``rtol`` below
+        2e-5.
     basis_bytes
-        Memory for the basis. Members that need more steps than fit stop unconverged, with the interval
-        reached: fewer than ``max_iterations`` steps, neither converged nor broken down.
+        Bytes for the basis. Members that need more steps than fit into them stop with the interval reached
+        so far. They have made fewer than ``max_iterations`` steps, and neither converged nor broke down.
     reduce
-        Sum over processes of a float64 tensor, where each holds some coordinates of every vector; the
-        operator and the start are then of this process's coordinates. All get the same numbers, and their
-        own coordinates of the directions. The basis is of one dtype in all, and as many vectors fit.
+        Sum of a float64 tensor over processes that hold some coordinates of every vector each. The operator
+        and the start then have the coordinates of this process. All processes get the same values, intervals
+        and steps, and each gets its coordinates of the directions. All processes must give the same
+        ``basis_dtype`` and room for the same number of vectors.
 
     Raises
     ------
     ArgumentError
-        If the basis cannot be kept in ``basis_dtype``, or ``basis_bytes`` holds no two vectors.
+        If the basis cannot be kept in ``basis_dtype``, or ``basis_bytes`` has no room for two vectors.
     NonFiniteError
-        If a product is not finite, or rounding leaves it no digit.
+        If a product is not finite, or rounding errors are as large as the product.
 
     """
     settings = _Settings(rtol, confidence, max_iterations, basis_dtype, basis_bytes, reduce)
@@ -119,11 +121,11 @@ def lanczos_together(
     rtol, confidence, max_iterations
         As for :func:`lanczos`.
     products
-        Returns ``operator.energy_product(vectors)`` of each of some operators, those of members that have
-        not finished, and vectors.
+        A function of operators and their vectors that returns ``operator.energy_product(vectors)`` of each.
+        The operators that it is given have only the members that have not finished.
     sizes
-        Dimension N of the input space of each member of each operator, where that is less than the operator's
-        own: starts and products are zero in all other coordinates.
+        Dimension N of the input space of each member of each operator, if members are smaller than the
+        input space of their operator. Starts and products must be zero in the other coordinates.
 
     """
     of_each = sizes or [[operator.in_size] * operator.batch for operator in operators]
@@ -136,13 +138,14 @@ def lanczos_together(
 
 
 def _in_lockstep(runs: Sequence[_Run], products: Products) -> list[LeadingTriplet]:
-    """Compute the products that the runs ask for, step by step for all runs, until the last run ends."""
+    """Advance all runs step by step together, with one call of ``products`` for each step, until all end."""
     found: dict[int, LeadingTriplet] = {}
     answers: dict[int, tuple[Tensor, Tensor] | None] = dict.fromkeys(range(len(runs)))
     while answers:
         asked: dict[int, tuple[LinearOperator, Tensor]] = {}
         for i in list(answers):
             try:
+                # No name may keep an answer alive while the run makes its next vectors: memory is short.
                 answer = answers.pop(i)
                 asked[i] = next(runs[i]) if answer is None else runs[i].send(answer)
             except StopIteration as end:
@@ -176,7 +179,11 @@ class _Settings:
 def _run(
     operator: LinearOperator, start: Tensor, settings: _Settings, sizes: Sequence[int] | None = None
 ) -> _Run:
-    """Run the recurrence until each member's interval is narrow enough; yield a request for each product."""
+    """Run the recurrence until each member's interval is narrow enough, asking for the products.
+
+    ``sizes`` are the dimensions of the members' input spaces, if they are smaller than the operator's.
+    """
+    # No member makes more steps than its input space has dimensions, or than the basis has room for.
     dtype, rows = _basis_form(operator, settings)
     in_sizes = _in_sizes(operator, start, sizes, settings.reduce)
     largest = int(in_sizes.max())
@@ -191,12 +198,14 @@ def _run(
     active = np.arange(operator.batch)  # the member in each row of the batch
     running = np.ones(operator.batch, dtype=bool)  # whether the member in each row still runs
     for k in range(1, steps_allowed + 1):
+        # Make row k of T.
         alpha, gamma = yield from recurrence.step()
-        entries = torch.stack((alpha, gamma)).cpu()  # one copy, since other devices are waited for
+        entries = torch.stack((alpha, gamma)).cpu()  # one copy, because each copy waits for the device
         check_finite(entries)
         if k == 1:
             members.units = recurrence.units
         members.diagonal[active, k - 1], members.off[active, k - 1] = entries.numpy()
+        # Compute the intervals of the running members, and write the Ritz vectors of members that end.
         places = np.flatnonzero(running)
         some = active[places]
         members.bound(some, k, None if basis.taken is None else basis.taken.numpy()[places])
@@ -204,13 +213,14 @@ def _run(
         for row, member in zip(places[done].tolist(), some[done].tolist(), strict=True):
             basis.combine(row, members.ritz_vector(member, k), out=right[member])
         running[places[done]] = False
+        # Drop the members that have ended.
         if not running.any():
             break
         if running.sum() <= _COMPACT_AT * len(active):
             recurrence.keep(torch.as_tensor(np.flatnonzero(running), device=right.device))
             active, running = active[running], running[running]
 
-    # More than four vectors, which are let go of before the left directions are made.
+    # These hold more than four vectors; free them before the left directions are made.
     del basis, recurrence, alpha, gamma
     left, lengths = _left(operator, right, settings.reduce)
     return members.triplet(operator, right, left, lengths)
@@ -219,10 +229,10 @@ def _run(
 class _Members:
     """The tridiagonal matrix T_k, the interval and the state of each member, as arrays over all members.
 
-    Rounding enters in one of two ways. Where the operator proves how far its products are off
-    (``operator.proved``), the interval contains ‖J‖ with all rounding enclosed. Elsewhere an estimate of the
-    relative rounding of the products widens the interval on both sides, and is the level below which an entry
-    of T_k counts as zero.
+    Rounding is treated in one of two ways. If the operator has proved bounds on the errors of its products
+    (``operator.proved``), the interval contains ‖J‖ with all rounding errors included. Otherwise an estimate
+    of the relative error of the products widens the interval on both sides, and entries of T_k below this
+    error count as zero.
 
     Parameters
     ----------
@@ -242,7 +252,7 @@ class _Members:
         operator: LinearOperator,
         settings: _Settings,
         dtype: torch.dtype,
-        in_sizes: np.ndarray,
+        in_sizes: Int[np.ndarray, " member"],
         steps_allowed: int,
     ) -> None:
         count = operator.batch
@@ -251,14 +261,14 @@ class _Members:
         self._in_sizes = in_sizes
         self._quantile = _quantiles(in_sizes, settings.confidence)
         self.slack = checked_rounding(operator).copy()
-        # What a basis of fewer digits takes from the vectors is not small enough for a proof; and processes
-        # that share a sequence must decide alike.
+        # The proof needs a basis with all digits of the operator. It is not used if processes share a
+        # sequence, because all of them must take the same decisions.
         own_digits = dtype == operator.dtype
         self.proved = operator.proved if own_digits and settings.reduce is None else None
         if not own_digits:
             # The error of the basis enters in second order: "The spectral norm" derives it.
             self.slack += torch.finfo(dtype).eps ** 2
-        # Both J and Jᵀ round, so what the products cannot tell from zero is twice as large as for one.
+        # Entries of T below this share of the leading Ritz value count as zero: J and Jᵀ round once each.
         self._level = 2.0 * self.slack
         self.diagonal, self.off = np.zeros((count, steps_allowed)), np.zeros((count, steps_allowed))
         self.units = np.ones(count)
@@ -266,11 +276,11 @@ class _Members:
         self.steps = np.zeros(count, dtype=np.int64)
         self.converged, self.broke_down = np.zeros(count, dtype=bool), np.zeros(count, dtype=bool)
 
-    def bound(self, some: np.ndarray, k: int, taken: np.ndarray | None) -> None:
-        """Set σ̂, the upper limit and the state of some members from k rows of their tridiagonal matrices T.
+    def bound(self, some: Int[np.ndarray, " some"], k: int, taken: Float[np.ndarray, " some"] | None) -> None:
+        """Set σ̂, the upper limit and the state of some members from k rows of T.
 
-        ``taken`` bounds the sums of squares that reorthogonalisation took from their vectors; the proof of
-        rounding needs it.
+        ``taken`` bounds the sum of squares of the components that reorthogonalisation has subtracted from the
+        vectors of each member. The proof of the rounding errors needs it.
         """
         a, b, units = self.diagonal[some, :k], self.off[some, :k], self.units[some]
         complete = self._in_sizes[some] == k  # the Krylov space is the whole space
@@ -286,24 +296,29 @@ class _Members:
             self._level[some] = 2.0 * self.slack[some] + 2.0**-49
             self.upper[some] = (units * np.sqrt(limit) + self.proved.model.numpy()[some]) * (1 + 2.0**-50)
         self.sigma[some] = units * np.sqrt(top)
+        # γ_k = 0 up to rounding: the Krylov space is invariant, and further steps would add only noise.
         self.broke_down[some] = complete | settled | (b[:, -1] <= self._level[some] * top)
         width = self.upper[some] - self.sigma[some] * (1 - self.slack[some])
         self.converged[some] = width <= self._rtol * self.sigma[some]
 
-    def finished(self, some: np.ndarray, k: int) -> np.ndarray:
-        """Return which of some members end with step k, and note the step."""
+    def finished(self, some: Int[np.ndarray, " some"], k: int) -> Bool[np.ndarray, " some"]:
+        """Return which of some members end with step k, and store the number of their steps."""
         done: np.ndarray = self.converged[some] | self.broke_down[some] | (k == self._steps_allowed)
         self.steps[some[done]] = k
         return done
 
-    def ritz_vector(self, member: int, k: int) -> np.ndarray:
-        """Return the leading eigenvector of a member's tridiagonal matrix T_k."""
+    def ritz_vector(self, member: int, k: int) -> Float[np.ndarray, " k"]:
+        """Return the leading eigenvector of a member's T_k: the Ritz vector in coordinates of the basis."""
         return _leading_vector(self.diagonal[member, :k], self.off[member, :k])
 
     def triplet(
-        self, operator: LinearOperator, right: Tensor, left: Tensor, lengths: Tensor
+        self,
+        operator: LinearOperator,
+        right: Float[Tensor, "member in_size"],
+        left: Float[Tensor, "member out_size"],
+        lengths: Float[Tensor, " member"],
     ) -> LeadingTriplet:
-        """Return the result of a run, from the right and left singular vectors and the lengths |J right|."""
+        """Return the result, given unit vectors v = ``right``, ``left`` along J v, and ``lengths`` |J v|."""
         sigma, upper, converged = self.sigma, self.upper, self.converged
         lower = sigma * (1 - self.slack)
         if self.proved is not None:
@@ -326,38 +341,40 @@ class _Members:
 
 def _in_sizes(
     operator: LinearOperator, start: Tensor, sizes: Sequence[int] | None, reduce: Reduction | None
-) -> np.ndarray:
-    """Return the dimension of each member's input space, summed over all processes."""
+) -> Int[np.ndarray, " member"]:
+    """Return the dimension of each member's input space, summed over processes."""
     own = start.new_tensor(sizes or [operator.in_size] * operator.batch, dtype=torch.float64)
     dimensions: np.ndarray = reduced(own, reduce).cpu().numpy().astype(np.int64)
     return dimensions
 
 
-def _quantiles(in_sizes: np.ndarray, confidence: float) -> np.ndarray:
-    """Return the quantile x_δ of :func:`start_quantile` for each member."""
+def _quantiles(in_sizes: Int[np.ndarray, " member"], confidence: float) -> Float[np.ndarray, " member"]:
+    """Return the quantile x_δ of the start of each member, computed once for each dimension."""
     distinct, places = np.unique(in_sizes, return_inverse=True)
     return np.array([start_quantile(size, confidence) for size in distinct.tolist()])[places]
 
 
-def _left(operator: LinearOperator, right: Tensor, reduce: Reduction | None) -> tuple[Tensor, Tensor]:
-    """Return the unit vectors along J v, v = ``right``, and the lengths |J v|; zero vectors if J v = 0."""
+def _left(
+    operator: LinearOperator, right: Float[Tensor, "member in_size"], reduce: Reduction | None
+) -> tuple[Float[Tensor, "member out_size"], Float[Tensor, " member"]]:
+    """Return unit vectors along J v for v = ``right``, zero if J v is zero, and the lengths |J v|."""
     image = operator.product(right.view(len(right), *operator.in_shape)).reshape(len(right), -1)
     lengths = norms(image, reduce)
     return image * inverse(lengths).to(image.dtype)[:, None], lengths
 
 
 def _proved_limits(
-    diagonal: np.ndarray,
-    off: np.ndarray,
-    quantile: np.ndarray,
-    errors: np.ndarray,
-    taken: np.ndarray,
+    diagonal: Float[np.ndarray, "member k"],
+    off: Float[np.ndarray, "member k"],
+    quantile: Float[np.ndarray, " member"],
+    errors: Float[np.ndarray, " member"],
+    taken: Float[np.ndarray, " member"],
     rtol: float,
-) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+) -> tuple[Float[np.ndarray, " member"], Float[np.ndarray, " member"], Bool[np.ndarray, " member"]]:
     """Return leading Ritz values, proved upper limits of λ_max(JᵀJ), and whether rounding decides them."""
     found = []
     for a, b, x, error, lost in zip(diagonal, off, quantile, errors, taken, strict=True):
-        # Squares of what is small enough to be lost are not lost: T is brought near to one.
+        # T is scaled to entries near one, so that squares of small entries do not underflow.
         unit = max(float(a.max()), float(b.max())) or 1.0
         root = math.sqrt(unit)
         top, limit, done = rounded_upper(a / unit, b / unit, x, error / root, math.sqrt(lost) / unit, rtol)
@@ -367,20 +384,29 @@ def _proved_limits(
 
 
 def _limits(
-    diagonal: np.ndarray, off: np.ndarray, quantile: np.ndarray, level: np.ndarray, complete: np.ndarray
-) -> tuple[np.ndarray, np.ndarray]:
+    diagonal: Float[np.ndarray, "member k"],
+    off: Float[np.ndarray, "member k"],
+    quantile: Float[np.ndarray, " member"],
+    level: Float[np.ndarray, " member"],
+    complete: Bool[np.ndarray, " member"],
+) -> tuple[Float[np.ndarray, " member"], Float[np.ndarray, " member"]]:
     """Return the leading Ritz value and the a-posteriori upper limit of λ_max(JᵀJ) of each member."""
+    # Scaled to entries near one, so that products and squares stay in range.
     largest = np.maximum(diagonal.max(axis=1), off[:, :-1].max(axis=1, initial=0.0))
     unit = np.where(largest == 0.0, 1.0, largest)[:, None]
     scaled, off = diagonal / unit, off / unit
     theta = np.stack([ritz_values(*parts) for parts in zip(scaled, off[:, :-1], strict=True)])
     top = np.maximum(theta[:, -1], 0.0)
+    # An entry γ that cannot be told from zero counts as the rounding error, which only raises the limit.
     least = np.where(largest == 0.0, 1.0, level * top)
     logs = np.where(complete, -np.inf, np.log(np.maximum(off, least[:, None])).sum(axis=1))
     return largest * top, largest * a_posteriori_upper(theta, logs, quantile)
 
 
-def _leading_vector(diagonal: np.ndarray, off: np.ndarray) -> np.ndarray:
+def _leading_vector(
+    diagonal: Float[np.ndarray, " k"], off: Float[np.ndarray, " k"]
+) -> Float[np.ndarray, " k"]:
+    """Return the leading eigenvector of a tridiagonal matrix; the last entry of ``off`` is not part of it."""
     unit, last = max(diagonal.max(), off[:-1].max(initial=0.0)) or 1.0, len(diagonal) - 1
     _, vectors = linalg.eigh_tridiagonal(
         diagonal / unit, off[:-1] / unit, select="i", select_range=(last, last)
@@ -390,7 +416,7 @@ def _leading_vector(diagonal: np.ndarray, off: np.ndarray) -> np.ndarray:
 
 
 def _basis_form(operator: LinearOperator, settings: _Settings) -> tuple[torch.dtype, int]:
-    """Return the dtype of the basis, and how many vectors it may hold."""
+    """Return the dtype of the basis, and the largest number of its vectors that memory has room for."""
     dtype, memory = settings.basis_dtype, settings.basis_bytes
     if dtype not in (None, operator.dtype, torch.float32, torch.float16):
         raise ArgumentError(

@@ -145,8 +145,8 @@ class LinearOperator(abc.ABC):
     def select(self, members: Int[Tensor, " chosen"]) -> LinearOperator:
         """Return the operator of the members named by a 1-D integer tensor, in that order.
 
-        The default computes the whole batch and keeps the results of the members asked for. A subclass that
-        can do less work overrides it.
+        By default the products of the whole batch are computed, and the results of these members are kept. A
+        subclass that can do less work overrides this method.
         """
         return Subset(self, members)
 

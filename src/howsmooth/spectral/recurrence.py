@@ -17,6 +17,7 @@ from collections.abc import Generator
 
 import numpy as np
 import torch
+from jaxtyping import Float, Int
 from torch import Tensor
 
 from howsmooth.spectral.basis import Basis, Reduction, norms, reduced
@@ -29,9 +30,9 @@ Products = Generator[tuple[LinearOperator, Tensor], tuple[Tensor, Tensor], tuple
 
 
 class Recurrence:
-    """The state of the Lanczos recurrence: the last vectors v and z, the last coefficient γ, and the basis.
+    """The state of the recurrence before step k: z and γ_{k−1} of the last step, v_{k−1}, and the basis.
 
-    Vectors are rows (member, size); α and γ are (member,) in float64.
+    Vectors are the rows of tensors (member, size); α and γ are (member,) in float64.
 
     Parameters
     ----------
@@ -50,31 +51,35 @@ class Recurrence:
         self._z: Tensor | None = start.reshape(operator.batch, -1).clone()
         self._gamma = norms(self._z, basis.reduce)
         self._before: Tensor | None = None
-        # J times these is what the recurrence sees; None where all are one.
+        # The recurrence runs on J times these powers of two, one for each member; None if all are one.
         self._factors: Tensor | None = None
 
     @property
     def units(self) -> np.ndarray:
-        """The factors that turn singular values of the scaled J, as in the recurrence, into those of J."""
+        """Factors (member,) by which singular values of the recurrence are multiplied to get those of J."""
         if self._factors is None:
             return np.ones(len(self._gamma))
         units: np.ndarray = 1.0 / self._factors.cpu().numpy()
         return units
 
     def step(self) -> Products:
-        """Carry out one step, yielding a request for its product; return the entries α_k and γ_k of T."""
+        """Carry out one step, asking for the product, and return α_k and γ_k."""
+        # v_k, which joins the basis
         v, before, gamma = self._normalised(), self._before, self._gamma
         self.basis.append(v)
+        # α_k = |J v_k|² and z = JᵀJ v_k
         alpha, z = self._first_product(v) if before is None else (yield from self._product(v))
+        # z − α_k v_k − γ_{k−1} v_{k−1}
         z = torch.addcmul(z, alpha.to(z.dtype)[:, None], v, value=-1)
         if before is not None:
             z.addcmul_(gamma.to(z.dtype)[:, None], before, value=-1)
+        # Orthogonal to all of the basis, since rounding errors would otherwise bring found directions back
         gamma = self.basis.orthogonalise_(z, [v] if before is None else [v, before])
         self._z, self._before, self._gamma = z, v, gamma
         return alpha, gamma
 
-    def keep(self, rows: Tensor) -> None:
-        """Keep the given members of the batch, and drop all others."""
+    def keep(self, rows: Int[Tensor, " kept"]) -> None:
+        """Keep the members in the given rows, and drop all others."""
         assert self._z is not None
         assert self._before is not None
         self._operator = self._operator.select(rows)
@@ -82,40 +87,51 @@ class Recurrence:
         self._factors = None if self._factors is None else self._factors[rows]
         self.basis.keep(rows)
 
-    def _normalised(self) -> Tensor:
-        """Return v = z / γ, written over z, because memory for a further vector may be lacking."""
+    def _normalised(self) -> Float[Tensor, "member size"]:
+        """Return v_k = z / γ_{k−1}, written over z, because a further vector may not fit in memory."""
         assert self._z is not None
         z, self._z = self._z, None
         return z.mul_(inverse(self._gamma).to(z.dtype)[:, None])
 
-    def _first_product(self, v: Tensor) -> tuple[Tensor, Tensor]:
-        """Return |J v|² and JᵀJ v in the first step, which also chooses the power of two that scales J."""
+    def _first_product(
+        self, v: Float[Tensor, "member size"]
+    ) -> tuple[Float[Tensor, " member"], Float[Tensor, "member size"]]:
+        """Return |J v|² and JᵀJ v for the first step, which also chooses the powers of two that scale J."""
         w, z = self._gram(v)
         self._factors = _factors(w, self.basis.reduce)
-        if self._factors is not None:
+        if self._factors is not None:  # the product may have overflowed, so make it again with J scaled
             w, z = self._gram(v)
         return norms(w, self.basis.reduce).square(), z
 
-    def _gram(self, v: Tensor) -> tuple[Tensor, Tensor]:
+    def _gram(
+        self, v: Float[Tensor, "member size"]
+    ) -> tuple[Float[Tensor, "member out_size"], Float[Tensor, "member size"]]:
+        """Return J v and JᵀJ v, with J scaled."""
         w, z = self._operator.gram_product(self._scaled(v).view(len(v), *self._operator.in_shape))
         return w.reshape(len(v), -1), self._scaled(z.reshape(len(v), -1))
 
-    def _product(self, v: Tensor) -> Products:
+    def _product(self, v: Float[Tensor, "member size"]) -> Products:
+        """Ask for the operator's energy product, and return |J v|² and JᵀJ v, with J scaled."""
         energy, z = yield self._operator, self._scaled(v).view(len(v), *self._operator.in_shape)
         return reduced(energy, self.basis.reduce), self._scaled(z.reshape(len(v), -1))
 
-    def _scaled(self, x: Tensor) -> Tensor:
+    def _scaled(self, x: Float[Tensor, "member size"]) -> Float[Tensor, "member size"]:
         return x if self._factors is None else self._factors[:, None].to(x.dtype) * x
 
 
-def _factors(w: Tensor, reduce: Reduction | None) -> Tensor | None:
-    """Return powers of two that bring ‖J‖⁴ into the range of float32; None if no member needs one."""
+def _factors(
+    w: Float[Tensor, "member out_size"], reduce: Reduction | None
+) -> Float[Tensor, " member"] | None:
+    """Return powers of two that keep ‖J‖⁴ in the range of float32, given J v; None if it is in the range.
+
+    Entries of ``w`` between 2⁻²⁰ and 2²⁰ need no scaling. A power of two scales without rounding.
+    """
     largest = reduced(torch.linalg.vector_norm(w, ord=math.inf, dim=1).double(), reduce)
     exponents = torch.log2(largest).round()
     near = (largest == 0) | ~torch.isfinite(largest) | (exponents.abs() <= 20)
     return None if bool(near.all()) else torch.exp2(torch.where(near, 0.0, -exponents))
 
 
-def inverse(lengths: Tensor) -> Tensor:
-    """Return 1 / length, and zero where the length is zero."""
+def inverse(lengths: Float[Tensor, " member"]) -> Float[Tensor, " member"]:
+    """Return 1 / length for each length, and zero for a length of zero."""
     return torch.where(lengths > 0, 1.0 / lengths, 0.0)

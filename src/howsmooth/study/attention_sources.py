@@ -65,8 +65,8 @@ class Target:
     norm
         The norm layer whose outputs are the tokens; None if there is none.
     x
-        Tokens of shape (n, d): those that the model passes to it at the text, or those of the file; None if
-        there are none.
+        Tokens of shape (n, d): the inputs of the attention when the model reads the text, or the tokens of
+        the file; None if there are no tokens.
 
     """
 
@@ -125,8 +125,8 @@ class SourceLayer:
         The attention alone; for ``pre-norm`` the attention after its norm layer; for ``post-norm`` the whole
         block.
     x
-        Tokens (n, d) that the model passes to the map at the text, or those of the file; None if there are
-        none.
+        Tokens (n, d): the inputs of the map when the model reads the text, or the tokens of the file; None if
+        there are no tokens.
 
     """
 

@@ -81,6 +81,8 @@ def _set_up_worker() -> None:
 
 
 def _end_with_parent() -> None:
+    # A killed parent cannot stop its workers, which would compute on for nobody. `os._exit` ends the process
+    # from this thread, whatever the main thread does.
     parent = multiprocessing.parent_process()
     if parent is not None:
         parent.join()

@@ -131,6 +131,7 @@ def fit_exponent(n: np.ndarray, lipschitz: np.ndarray, usable: np.ndarray) -> Ex
     x = np.log(lengths.astype(np.float64))
     line = _line(x, np.log(lipschitz[usable].astype(np.float64)))
     freedom = len(x) - 2
+    # Points on a line up to rounding have no spread from which an error could be estimated.
     exact = line.spread < _ROUNDING
     half = _ROUNDING if exact else float(stats.t.ppf((1 + LEVEL) / 2, freedom)) * line.stderr
     distance = abs(line.slope - QUARTER)

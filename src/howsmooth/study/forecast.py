@@ -176,8 +176,9 @@ class _Trial:
         self._known = (0, 0)  # the shape (n, d) of the tokens at which self._map was captured
         lengths = sorted({task.n for task in tasks})
         self._lengths = sorted({lengths[0], lengths[len(lengths) // 2], lengths[-1]})
-        # Warm up: the first task also pays for work that a process does only once.
+        # Warm up without learning the time: the first task also does work that a process does only once.
         self._timed(_part_of(tasks[0], self._first()))
+        # From short to long, so that the times of short sequences tell when to stop.
         for n in [*(short for short in _SHORT if self._free and short < lengths[0]), *self._lengths]:
             if not self._try(n):
                 break
@@ -215,6 +216,7 @@ class _Trial:
                 raise step.error
             found.append(step)
         seconds = time.monotonic() - began
+        # The first task also shows a map, from which the memory is predicted.
         if self._map is None:
             site = next(iter(packed.sites(self._study.models.load_for(packed.subject))))
             self._map, self._known = site.map, tuple(site.x.shape[-2:])
@@ -247,6 +249,8 @@ class _Trial:
             return None, True
         size = float(how.size) if exact else how.size * (n / known) ** 2
         budget = float(memory_budget(plan.memory, device))
+        # Sequences share a batch as far as memory allows, so the batch takes at most the budget. A streamed
+        # map is measured one sequence after another.
         together = size if how.streamed else min(members * size, max(size, budget))
         return together + members * _VECTORS * n * d * dtype.itemsize, not how.streamed or size <= budget
 

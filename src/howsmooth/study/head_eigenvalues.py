@@ -62,7 +62,7 @@ def head_eigenvalues(attention: object) -> list[HeadEigenvalues]:
 def _real_eigenvalues(head: Head) -> list[float]:
     """Return the real eigenvalues of the matrix A = left · right of a head.
 
-    The nonzero eigenvalues are those of the smaller matrix right · left. If A is singular, zero is added.
+    A has the same nonzero eigenvalues as the smaller matrix right · left. If A is singular, zero is added.
     """
     singular = head.left.shape[1] < head.d
     small = head.right @ head.left if singular else head.A

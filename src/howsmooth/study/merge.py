@@ -54,7 +54,7 @@ class Merged:
     Attributes
     ----------
     added, same
-        The number of measurements added, and of those that the store or an earlier source already had.
+        The number of measurements added, and of measurements that the store or an earlier source had already.
     total
         The number of measurements in the store after the merge.
     failures
@@ -105,6 +105,7 @@ def merge_stores(sources: Sequence[Path], folder: Path) -> Merged:
         seen = sum(_taken(union, source) for source in folders)
         # Compare all stores before writing, so that a conflict creates no folder.
         union.check()
+        # The target is created only now; its rows are in the union already if it existed.
         target = target or stack.enter_context(Store.open(folder))
         union.write(target)
         total = target.count(Measurement)
@@ -167,11 +168,12 @@ class _Union:
         """
         self._identify(path, store.identity(MEASURE))
         runs = {run.id: run for run, _ in store.rows(Run)}
+        # Runs are told apart by their tokens, because every store counts its runs from 1.
         self._runs |= {run.token: run for run in runs.values() if run.token not in self._runs}
         bounded = set(self._bounded)
         for kind in _KINDS:
             for row, number in store.rows(kind):
-                # The bounds of an attention at a sequence belong together: keep those of one store only.
+                # The bounds of an attention at a sequence belong together: keep the bounds of one store only.
                 if kind is Bounding and _values(row, PLACE) in bounded:
                     continue
                 token = runs[number].token if number in runs else ""
@@ -188,6 +190,7 @@ class _Union:
 
     def _add(self, new: _StoredRow) -> None:
         kind = type(new.row)
+        # The first row with a key stays; a later one must agree with it.
         first = self.rows[kind].setdefault(_values(new.row, new.row.key), new)
         for name in _SAME.get(kind, ()):
             here, there = getattr(new.row, name), getattr(first.row, name)
@@ -241,6 +244,7 @@ class _Union:
             numbers = {run.token: run.id for run, _ in target.rows(Run)}
             for token, run in self._runs.items():
                 if token not in numbers:
+                    # A run from another store gets the next number of the target.
                     numbers[token] = max(numbers.values(), default=0) + 1
                     target.add([replace(run, id=numbers[token])])
             for kind in _KINDS:

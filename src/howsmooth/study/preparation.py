@@ -81,7 +81,7 @@ class OpenStudy:
     impossible
         The models and texts that were left out because they cannot be used.
     keep_going
-        Whether to leave out what is impossible and go on after failures.
+        Whether to leave out models and texts that are impossible, and to go on after failures.
 
     """
 
@@ -170,7 +170,7 @@ def opened_study(
     write
         Whether rows will be added.
     keep_going
-        Whether to leave out what is impossible, instead of raising the first error.
+        Whether to leave out models and texts that are impossible, instead of raising the first error.
     models
         An existing loader of models with the same seed, device and precision, if any.
 

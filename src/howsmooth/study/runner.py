@@ -41,6 +41,7 @@ __all__ = ["Means", "Runner"]
 Step = tuple[Task, Found | None]
 """A task with one of its results; ``None`` instead of a result means that the task has ended."""
 
+# Seconds between two reports of the progress.
 _BETWEEN_TELLING = 0.2
 
 
@@ -135,6 +136,8 @@ class Runner:
                 if self._means.executor is None
                 else self._run_on_workers(left, until)
             )
+            # If writing fails, or a failure ends the run, `closing` ends the generator, which cancels the
+            # tasks that wait on workers.
             with closing(steps):
                 for task, found in steps:
                     told.advance(task, 0 if found is None else self._write(task, found), ended=found is None)
@@ -142,6 +145,7 @@ class Runner:
 
     def finish(self) -> Outcome:
         """Record that the run reached its end, and return its outcome."""
+        # A run that wrote nothing has no number, and leaves no trace in the store.
         if self._number is not None:
             self._store.finish_run(self._number)
         self.outcome.seconds = time.monotonic() - self._began
@@ -193,6 +197,7 @@ class Runner:
         while (task := self._next(left, until)) is not None:
             began = time.monotonic()
             for found in task.packed().found(self._models):
+                # The caller writes the step before the next one is computed, and the time includes writing.
                 yield task, found
             self.task_times.learn(task.alike, task.n, task.size, time.monotonic() - began)
             yield task, None
@@ -221,6 +226,8 @@ class Runner:
                     self.task_times.learn(task.alike, task.n, task.size, result.seconds)
                     yield task, None
         finally:
+            # Tasks that have started cannot be cancelled. They run to their end, and their results are
+            # dropped.
             for future in running:
                 future.cancel()
 
@@ -259,6 +266,8 @@ class _WorkProgress:
         # Limit how often this is computed: it sums over all tasks, which may be many.
         if self._done and (now - self._last > _BETWEEN_TELLING or not self._made):
             self._last, spent = now, now - self._began
+            # The time left is that of the unfinished tasks, in parallel. Before any of them has a finished
+            # task like it, assume that all rows take the same time.
             left = self._task_times.expect_all(
                 (one, 1 - min(made / one.size, 1)) for one, made in self._made.values()
             )
@@ -297,6 +306,7 @@ def _worker_results(task: Task, sent_by: str, keep_going: bool, threads: int | N
         began = time.monotonic()
         steps: list[Found] = []
         for found in task.found(_models_for(getattr(task, "plan", None))):
+            # The error travels back by pickle. The task ends here if the failure will end the run anyway.
             failed = isinstance(found, Failed)
             steps.append(Failed(found.rows, _sendable(found.error)) if isinstance(found, Failed) else found)
             if failed and task.essential and not keep_going:
@@ -324,7 +334,7 @@ def _result(future: Future[_Done], task: Task) -> _Done:
     except (BrokenExecutor, CancelledError) as error:
         raise _lost(error, task) from error
     except WorkerError:
-        raise
+        raise  # such as another version of howsmooth on the worker, with which every task would fail
     except Exception as error:
         lost = WorkerError(f"{type(error).__name__}: {error}")
         lost.__cause__ = error

@@ -158,6 +158,7 @@ class _Comparison:
 
     def _published(self, label: str, text: str) -> frozenset[Key]:
         """Return the (layer, n, sample) whose published values are all in the store."""
+        # The quantity with all items is written together with all others, so it stands for them.
         columns = ("layer", "n", "sample", "items")
         whole = self._store.keys(PublishedValue, columns, model=label, text=text, quantity=PUBLISHED)
         wanted = {word.strip() for word in self._plan.as_published.split(",")}
@@ -179,7 +180,7 @@ class _Comparison:
         )
 
     def rate_and_remaining(self, runs: list[Run], *, certain: bool) -> tuple[float | None, float | None]:
-        """Return the measurements per second of the last run that made some, and the remaining seconds."""
+        """Return the measurements per second in the last run that made any, and the seconds that are left."""
         rows = self._store.rows(Measurement)
         last = next((run for run in reversed(runs) if any(number == run.id for _, number in rows)), None)
         if last is None or last.worked <= 0:

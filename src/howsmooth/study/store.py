@@ -45,6 +45,8 @@ __all__ = ["STORE_NAME", "PendingStore", "Store", "now"]
 
 R = TypeVar("R", bound=Row)
 
+# What SQLite does with a row whose key is in the table already: raise an error, keep the old row, or replace
+# it.
 _AGAIN = {"refuse": "", "stay": "OR IGNORE ", "replace": "OR REPLACE "}
 _SQL_TYPES = {int: "INTEGER", bool: "INTEGER", float: "REAL", str: "TEXT", bytes: "BLOB", tuple: "TEXT"}
 _FRAME_TYPES = {int: "int64", bool: "bool", float: "float64"}
@@ -142,6 +144,7 @@ class Store:
 
     def start_run(self, command: str, device: str, environment: Mapping[str, str]) -> int:
         """Record the start of a run, and return the number that its rows carry."""
+        # In one transaction, so that the number is still free when the row is written.
         with self.transaction():
             number = self._query("SELECT ifnull(max(id), 0) + 1 FROM runs").fetchone()[0]
             token = secrets.token_hex(8)
@@ -171,6 +174,8 @@ class Store:
             written = list(rows)
             for kind, some in groupby(written, type):
                 self._connection.executemany(_INSERTIONS[kind], [(*_values(row), run) for row in some])
+            # In the same transaction as the rows, so that a killed process leaves no failure beside its
+            # result.
             self._make_good(written)
             if run is not None and worked is not None:
                 self.add([replace(self._run(run), worked=worked)])
@@ -180,6 +185,7 @@ class Store:
         with self.transaction():
             for kind in (Measurement, Bounding, PublishedValue):
                 names = [name for name in PLACE if name in kind.columns()]
+                # IS instead of =, because a column may be NULL in both, and NULL = NULL is not true in SQL.
                 same = " AND ".join(f"m.{name} IS failures.{name}" for name in names)
                 self._connection.execute(
                     f"DELETE FROM failures WHERE what = '{kind.table}' "
@@ -194,8 +200,10 @@ class Store:
     @contextmanager
     def transaction(self) -> Iterator[None]:
         """Commit everything written in the ``with`` block together, or nothing after an error."""
+        # SQLite has no nested transactions. Methods open one each and may call each other, so an inner
+        # context does nothing, and the outermost one commits.
         if self._held:
-            yield  # nested: the outer transaction commits
+            yield
             return
         with translated(self.path), begun(self._connection):
             self._held = True
@@ -209,10 +217,12 @@ class Store:
 
     def _make_good(self, rows: Sequence[Row]) -> None:
         """Delete the failures that newly written rows resolve, also failures of a whole text or model."""
+        # Almost always there are no failures, and this is called for every step.
         if self._query("SELECT 1 FROM failures LIMIT 1").fetchone() is None:
             return
         for kind in {type(row) for row in rows} - {Failure}:
             names = [name for name in PLACE if name in kind.columns()]
+            # A failure of a whole model or text has NULL in the columns that it does not restrict.
             same = " AND ".join(f"({name} IS NULL OR {name} IS ?)" for name in names)
             for values in {tuple(getattr(row, name) for name in names) for row in rows if type(row) is kind}:
                 self._connection.execute(
@@ -240,6 +250,7 @@ class Store:
     ) -> list[tuple[R, int | None]]:
         """Return the rows of one table with given column values, each with the number of its run."""
         types = _TYPES[kind]
+        # SQLite has neither tuples nor booleans: tuples are stored as JSON, booleans as integers.
         read = [
             json.loads if plain is tuple else bool if plain is bool else None for plain, _ in types.values()
         ]
@@ -292,6 +303,7 @@ class Store:
     def contents(self) -> Contents:
         """Return all tables of measurements, read in one transaction while other processes may write."""
         with translated(self.path):
+            # A transaction that only reads sees all tables in one state, whatever other processes write.
             self._connection.execute("BEGIN")
             try:
                 return self._contents()
@@ -435,6 +447,7 @@ def _insertion_of(kind: type[Row]) -> str:
     """Return the SQL statement that inserts a row with the number of its run and its seal (a digest)."""
     names = [*kind.columns(), "run"]
     marks = [f"?{place}" for place in range(1, len(names) + 1)]
+    # Numbered parameters, because the seal is computed from the same values as the row.
     return (
         f"INSERT {_AGAIN[kind.again]}INTO {kind.table} ({', '.join(names)}, seal) "
         f"VALUES ({', '.join(marks)}, seal({', '.join(marks)}))"

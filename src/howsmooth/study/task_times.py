@@ -44,9 +44,12 @@ class TaskTimes:
         seen = self._done.get(alike)
         if not seen:
             return None
+        # The nearest finished length (as a ratio), and the next one that is at least a factor of two away
+        # from it.
         first, *others = sorted(seen, key=lambda one: abs(math.log(one / n)))
         near = [first, *(other for other in others if max(first, other) >= 2 * min(first, other))][:2]
         times = [seen[one][0] / seen[one][1] for one in near]
+        # One length says nothing about the exponent: take 1, and 0 for short sequences.
         if len(near) == 1 or min(times) <= 0:
             return times[0] * max(n, _SHORT) / max(near[0], _SHORT)
         exponent = math.log(times[1] / times[0]) / math.log(near[1] / near[0])
@@ -62,6 +65,7 @@ class TaskTimes:
             to take the average time per row of the others.
 
         """
+        # Rows left of tasks with an expected time, their seconds, and rows left of tasks without.
         seconds = rows = unknown = 0.0
         for task, share in tasks:
             expected = self.expect(task)

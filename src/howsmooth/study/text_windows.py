@@ -73,6 +73,8 @@ def arrange(
     if not missing:
         return {window: held[window] for window in wanted}
     parts = [(0, tokens)] if parts is None else parts
+    # First arrange all windows as if none was held: a study that was interrupted gets its arrangement again.
+    # Otherwise the held windows stay, and the missing ones go into the gaps between them.
     try:
         whole = _fill(parts, wanted, random.Random(seed))
     except ValueError:  # the held windows may lie more tightly than a new arrangement
@@ -134,6 +136,7 @@ def _fill(
     gaps: Sequence[tuple[int, int]], windows: Sequence[tuple[int, int]], generator: random.Random
 ) -> dict[tuple[int, int], int]:
     """Place windows of tokens at random in the free gaps of a text; return the first token of each."""
+    # Long windows are placed first, because they find room in the fewest places.
     longest_first = sorted(windows, key=lambda window: (-window[0], window[1]))
     # Random gaps can use up room that a later window needs. Then take the tightest gap for each window.
     chosen = _choose(gaps, longest_first, generator) or _choose(gaps, longest_first, None)
@@ -180,6 +183,7 @@ def _lay_out(
     runs = min(len(windows), spare // (_ROOM * longest))
     # Split `spare` into runs + 1 parts, uniformly among all ways; the last part lies after the last run.
     cuts = [cut - index for index, cut in enumerate(sorted(_distinct(runs, spare + runs, generator)))]
+    # The index of the first window of each run, with the number of the run.
     heads = {len(windows) * run // runs: run for run in range(runs)}
     placed = {}
     used = shift = 0

@@ -234,7 +234,7 @@ def _norm_before(trace: LayerTrace) -> tuple[ModuleCall | None, Tensor, Tensor |
 
 
 def later_calls(trace: LayerTrace, output: ModuleCall) -> list[ModuleCall]:
-    """Return the module calls of the layer that ended after the call ``output``."""
+    """Return the module calls of the layer that ended later than the call ``output``."""
     index = next((i for i, c in enumerate(trace.after) if c is output or c.module is output.module), -1)
     return trace.after[index + 1 :]
 

@@ -226,7 +226,7 @@ def _config(place: Place) -> Any:
 def _built(
     place: Place, config: Any, random_init: bool, seed: int, dtype: torch.dtype | None, part: str | None
 ) -> tuple[str, nn.Module, set[str]]:
-    """Build or load the model.
+    """Build the model with random weights, or load it.
 
     Return the path of the chosen part ("" for the whole model), the part itself, and the names of its weights
     that the file lacks.
@@ -313,7 +313,7 @@ def _without_pooler(config: Any) -> dict[str, Any]:
 def _layers(
     model: nn.Module, preparation: ImagePreparation | AudioPreparation | None
 ) -> tuple[list[AttentionLayer], str]:
-    """Return the attention layers that run on a short input, and why there are none."""
+    """Return the attention layers that run on a short input and, if there are none, the reason."""
     try:
         named = model_inputs(model, sample_inputs(model, preparation)).named
         with measurement_mode(model):

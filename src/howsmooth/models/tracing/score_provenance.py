@@ -212,7 +212,7 @@ def read_operands(scores: Scores, lead: Sequence[Axis], rows: Axis, keys: Axis) 
     Raises
     ------
     Unreadable
-        If the scores are not those of a softmax attention.
+        If the scores do not come from a softmax attention.
 
     """
     left, right = scores.left, scores.right

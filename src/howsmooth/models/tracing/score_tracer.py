@@ -79,11 +79,14 @@ class ScoreTracer(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run a torch function, and record a description of its result if it comes from scores."""
         kwargs = kwargs or {}
+        # Most functions of a forward pass touch no scores. Until there is a tensor with a description, only
+        # rules that can start one are run, because rules cost time.
         rule = _RULES.get(func)
         if rule is not None and (self._known or rule in _STARTS):
             return rule(self, func, args, kwargs)
         result = func(*args, **kwargs)
-        # A function without a rule changed its first argument in place: it holds no scores any more.
+        # A function without a rule changed its first argument in place, so this tensor holds no scores any
+        # more.
         if args and id(args[0]) in self._known and (result is args[0] or result is None):
             self.note(args[0], _mixed(self.known(args[0]), f"are written over by {_name(func)}"))
         return result
@@ -171,6 +174,7 @@ def _number(value: Any) -> bool:
 def _multiply(tracer: ScoreTracer, func: Any, args: Any, kwargs: Any, inverse: bool = False) -> Any:
     left, right = two(args, kwargs)
     known, other = tracer.known(left), tracer.known(right)
+    # Let ``known`` describe the factor that is scores. In a quotient the scores must be the numerator.
     if known is None and not inverse:
         known, other, right = other, known, left
         if known is not None and func in _IN_PLACE and isinstance(right, Tensor):
@@ -202,11 +206,14 @@ def _add(
     known, other = tracer.known(left), tracer.known(right)
     if known is None and other is None:
         return func(*args, **kwargs)
+    # Let ``known`` describe the summand that is scores, with its sign in ``mine``.
     mine, theirs = signs[0], signs[1] * float(kwargs.get("alpha", 1.0))
     if known is None:
         known, other, right, mine, theirs = other, None, left, theirs, mine
         if func in _IN_PLACE and isinstance(right, Tensor):
             right = right.clone()  # the function overwrites it with the result
+    # The sum of two products of queries and keys, such as content and position, is refused with a message
+    # that says so. In the sum of one product and a tensor without a description, this tensor is a bias.
     products = isinstance(known, Scores) or isinstance(other, Scores)
     if other is not None and products and not any(map(_after_softmax, (known, other))):
         result_of: Known | None = Opaque(SEVERAL_PRODUCTS)
@@ -298,6 +305,7 @@ def _dropout(known: Scores | Probabilities, applied: _Applied) -> Known | None:
 
 def _without_sinks(known: Known, tensor: Tensor, result: Tensor) -> Probabilities | None:
     """Return the description of probabilities once their column of attention sinks is cut off, else None."""
+    # The index is not read: the shape and the memory offset of the result tell which column was cut off.
     if not isinstance(known, Probabilities) or known.cut or known.scores.sinks is None:
         return None
     sinks, axes = known.scores.sinks, known.scores.axes
@@ -306,7 +314,7 @@ def _without_sinks(known: Known, tensor: Tensor, result: Tensor) -> Probabilitie
         return None
     shape = list(tensor.shape)
     shape[dim] -= 1
-    start = tensor.stride(dim) if sinks.first else 0
+    start = tensor.stride(dim) if sinks.first else 0  # a view that lacks the first column starts one later
     if list(result.shape) != shape or result.storage_offset() - tensor.storage_offset() != start:
         return None
     scores = replace(known.scores, axes=(*axes[:dim], sinks.keys, *axes[dim + 1 :]))
@@ -328,6 +336,7 @@ def _join(tracer: ScoreTracer, func: Any, args: Any, kwargs: Any) -> Any:
     if which is None:
         return result
     known = found[which]
+    # A single tensor that is joined to scores may hold their sinks; ``Scores.joined`` decides.
     if isinstance(known, Scores) and len(found) == 2 and found[1 - which] is None:
         dim = args[1] if len(args) > 1 else kwargs.get("dim", kwargs.get("axis", 0))
         tracer.note(result, known.joined(tensors[1 - which], dim % result.ndim, first=which == 1))
@@ -346,6 +355,7 @@ def _where(tracer: ScoreTracer, func: Any, args: Any, kwargs: Any) -> Any:
     if one is not None and other is not None:
         tracer.note(result, _mixed(one, "are chosen among others"))
     elif one is not None:
+        # The first tensor is kept where the condition is true, so the second one is written elsewhere.
         opaque = isinstance(one, Opaque)
         tracer.note(result, one if opaque else _overwritten(one, ~condition, second))
     elif other is not None:
@@ -369,8 +379,10 @@ def _softmax(tracer: ScoreTracer, func: Any, args: Any, kwargs: Any) -> Any:
     known = tracer.known(tensor)
     result = func(*args, **kwargs)
     if isinstance(known, Opaque):
+        # Scores that cannot be read give probabilities that cannot be read. A second softmax is no attention.
         tracer.note(result, None if known.probabilities else replace(known, probabilities=True, mixed=False))
     elif isinstance(known, Scores) and isinstance(dim, int):
+        # With sinks, the softmax must run over the axis that holds keys and sinks.
         keys = known.axes[dim]
         joined = known.sinks is not None and leaves(keys) == known.sinks.joined
         if known.sinks is not None and not joined:
@@ -407,6 +419,7 @@ def _product(tracer: ScoreTracer, func: Any, args: Any, kwargs: Any) -> Any:
     contraction = contraction_of(func, args, kwargs)
     if contraction is None:
         return func(*args, **kwargs)
+    # A product with probabilities is the end of an attention; every other product may be scores.
     for operand in (contraction.left, contraction.right):
         known = tracer.known(operand)
         if contraction.bias is None and isinstance(known, Probabilities | Opaque) and _after_softmax(known):

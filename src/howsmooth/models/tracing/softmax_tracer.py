@@ -206,7 +206,7 @@ def capped_scores(query: Tensor, key: Tensor, scale: float, softcap: float | Non
 
 
 def softmax_values(scores: Tensor, value: Tensor, mask: Tensor | None, sinks: Tensor | None) -> Tensor:
-    """Return the values weighted by the softmax of the scores; mask and sinks are those of a SoftmaxCall."""
+    """Return the values weighted by the softmax of the scores, with mask and sinks as in a SoftmaxCall."""
     n, dtype = scores.shape[-1], scores.dtype
     if mask is not None:
         boolean = mask.dtype == torch.bool

@@ -25,6 +25,7 @@ from howsmooth.nn.attention.masks import Masking
 from howsmooth.nn.attention.rescaling import Remembered, divided, log_value
 from howsmooth.nn.checks import check_placement, look_at
 from howsmooth.nn.module import LipschitzModule
+from howsmooth.nn.rounding import rounded_up
 
 __all__ = ["LipschitzAttention", "Weights", "positive"]
 
@@ -39,7 +40,7 @@ Weights = Mapping[str, Tensor]
 class LipschitzAttention(LipschitzModule):
     """Base class of self-attention layers with a proved Lipschitz constant at a given length and radius.
 
-    Inputs and outputs are those of :class:`torch.nn.MultiheadAttention` with ``batch_first=True``. The
+    Inputs and outputs are as for :class:`torch.nn.MultiheadAttention` with ``batch_first=True``. The
     weights have the same names, shapes and initial values. There is no dropout, so the layer is the same
     function in training and in evaluation.
 
@@ -185,8 +186,8 @@ class LipschitzAttention(LipschitzModule):
     def _log_bound(self, length: int, radius: float, weights: Weights) -> Tensor:
         """Return the log of the bound on the layer before its output is divided by bound / constant.
 
-        The result is a float64 scalar with a graph to the weights. It covers the layer's kind of masks, but
-        not its own rounding.
+        The result is a float64 scalar with a graph to the weights. It covers the layer's kind of masks.
+        It may be too small by the rounding errors of its computation.
         """
 
     @abstractmethod
@@ -244,14 +245,14 @@ class LipschitzAttention(LipschitzModule):
     def output_radius(self, length: int, radius: float) -> float:
         """Return an upper bound on the norms of output tokens, for inputs of norm at most ``radius``.
 
-        Arguments and errors are those of :meth:`lipschitz_bound`.
+        Arguments and errors are as for :meth:`lipschitz_bound`.
         """
         n, R = self._claimed(length, radius)
         weights = self._finite_weights()
         largest = self._undivided_output_radius(n, R, weights)
         if self.constant is not None:
             largest *= math.exp(-self._log_divisor(weights))
-        return largest * (1 + 1e-12)
+        return rounded_up(largest)
 
     def _claimed(self, length: object, radius: object) -> tuple[int, float]:
         """Return length and radius if the layer accepts them; a layer that clips tokens caps the radius."""
@@ -261,7 +262,7 @@ class LipschitzAttention(LipschitzModule):
         everywhere = radius == math.inf and (self.radius is not None or not self._needs_radius)
         R = math.inf if everywhere else check_radius(radius)
         self._check_count(n, "length")
-        if self.radius is not None and self.radius * (1 + 1e-12) < R:
+        if self.radius is not None and rounded_up(self.radius) < R:
             if self.beyond == "refuse":
                 raise ArgumentError(
                     "radius",
@@ -285,13 +286,13 @@ class LipschitzAttention(LipschitzModule):
         return self._log_divisor_of(weights, key, lambda: self._log_quotient(log_value(self._log, weights)))
 
     def _log(self, weights: Weights) -> Tensor:
-        """Return the log of the bound on the undivided layer, with an autograd graph to its weights."""
-        return self._log_bound(self.length, self._own_radius, weights)
+        """Return the logarithm of the bound at the layer's length and radius, with its graph."""
+        return self._log_bound(self.length, self._bound_radius, weights)
 
     def _log_quotient(self, log_formula: float) -> float:
         """Return log(bound / constant), given the logarithm of the bound before it is rounded up."""
         assert self.constant is not None
-        log = self._named_bound(log_formula, self._own_radius).log_value
+        log = self._named_bound(log_formula, self._bound_radius).log_value
         if not abs(log) < _LARGEST_LOG:
             self._finite_weights()
             raise ArgumentError(
@@ -304,7 +305,8 @@ class LipschitzAttention(LipschitzModule):
         return log - math.log(self.constant)
 
     @property
-    def _own_radius(self) -> float:
+    def _bound_radius(self) -> float:
+        """Radius at which the layer is divided by its bound."""
         return 1.0 if self.radius is None else self.radius
 
     # ---- the forward pass

@@ -12,12 +12,13 @@ from torch import Tensor
 from howsmooth.bounds.mask_rows import VisibleRows
 from howsmooth.bounds.variant_layers import scaled_cosine_layer, value_radius
 from howsmooth.errors import ArgumentError
-from howsmooth.nn.attention.differentiable_bound import OwnBoundAttention, in_double
+from howsmooth.nn.attention.variant import AttentionVariant, in_double
+from howsmooth.nn.rounding import rounded_up
 
 __all__ = ["CosineAttention"]
 
 
-class CosineAttention(OwnBoundAttention):
+class CosineAttention(AttentionVariant):
     """Scaled cosine self-attention, which is Lipschitz on the whole space, with every mask.
 
     In each head, every query, key and value u is normalised to u/√(|u|² + ε), and the output is ν softmax(τ q
@@ -107,7 +108,7 @@ class CosineAttention(OwnBoundAttention):
         b_q, b_k, b_v = (self._cut(part) for part in weights["in_proj_bias"].chunk(3))
         return (q, k, v), (b_q, b_k, b_v)
 
-    def _bound_of(self, rows: VisibleRows, radius: float, weights: Mapping[str, Tensor]) -> Tensor:
+    def _bound(self, rows: VisibleRows, radius: float, weights: Mapping[str, Tensor]) -> Tensor:
         parts, biases = self._parts(weights)
         return scaled_cosine_layer(
             *parts,
@@ -133,7 +134,7 @@ class CosineAttention(OwnBoundAttention):
         total = abs(self.gain) * float(torch.minimum(summed, apart))
         if "out_proj.bias" in w:
             total += float(torch.linalg.vector_norm(w["out_proj.bias"]))
-        return total * (1 + 1e-12)
+        return rounded_up(total)
 
     def settings(self) -> dict[str, Any]:
         """Return the arguments of the constructor, without device and dtype, as JSON values."""

@@ -14,12 +14,12 @@ from howsmooth.attention import TokenMap
 from howsmooth.bounds.mask_rows import VisibleRows
 from howsmooth.bounds.variant_layers import l2_layer
 from howsmooth.errors import ArgumentError
-from howsmooth.nn.attention.differentiable_bound import OwnBoundAttention, hull_radius, in_double, ready
+from howsmooth.nn.attention.variant import AttentionVariant, hull_radius, in_double, scaled_weights
 
 __all__ = ["L2Attention"]
 
 
-class L2Attention(OwnBoundAttention):
+class L2Attention(AttentionVariant):
     """L2 self-attention with tied query and key, which is Lipschitz everywhere if each token sees itself.
 
     Head h has queries and keys u_i = Q_h x_i, weights P_ij ∝ exp(−|u_i − u_j|²/√k) and values V_h Q_hᵀ u_j/√k
@@ -123,7 +123,7 @@ class L2Attention(OwnBoundAttention):
         scores = (2 * q @ k.mT - k.square().sum(dim=-1)[..., None, :]) / math.sqrt(self.head_dim)
         return torch.softmax(scores if added is None else scores + added, dim=-1)
 
-    def _bound_of(self, rows: VisibleRows, radius: float, weights: Mapping[str, Tensor]) -> Tensor:
+    def _bound(self, rows: VisibleRows, radius: float, weights: Mapping[str, Tensor]) -> Tensor:
         query, value = (self._cut(part) for part in weights["in_proj_weight"].chunk(2))
         return l2_layer(query, value, weights["out_proj.weight"], rows, radius)
 
@@ -137,7 +137,7 @@ class L2Attention(OwnBoundAttention):
     def _map(self, weights: Mapping[str, Tensor], scale: float) -> TokenMap:
         if self.masking.hidden is not None:
             return super()._map(weights, scale)
-        w = ready(weights, scale)
+        w = scaled_weights(weights, scale)
         query, folded = self._folded(w)
         return L2Map(
             query,

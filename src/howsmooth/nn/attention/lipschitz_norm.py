@@ -10,12 +10,12 @@ from torch import Tensor
 
 from howsmooth.bounds.mask_rows import VisibleRows
 from howsmooth.bounds.variant_layers import lipschitz_norm_layer
-from howsmooth.nn.attention.differentiable_bound import OwnBoundAttention, hull_radius, in_double
+from howsmooth.nn.attention.variant import AttentionVariant, hull_radius, in_double
 
 __all__ = ["LipschitzNormAttention"]
 
 
-class LipschitzNormAttention(OwnBoundAttention):
+class LipschitzNormAttention(AttentionVariant):
     """Self-attention with LipschitzNorm, which is Lipschitz on the whole space, with every mask.
 
     The scores of a head are ⟨q_i, k_j⟩ / max{uv, uw, vw} with u = ‖Q‖_F, v = max_j |k_j| and w = max_j |v_j|.
@@ -68,7 +68,7 @@ class LipschitzNormAttention(OwnBoundAttention):
         scores = q @ k.mT / divisor[..., None, None]
         return torch.softmax(scores if added is None else scores + added, dim=-1)
 
-    def _bound_of(self, rows: VisibleRows, radius: float, weights: Mapping[str, Tensor]) -> Tensor:
+    def _bound(self, rows: VisibleRows, radius: float, weights: Mapping[str, Tensor]) -> Tensor:
         query, key, value = weights["in_proj_weight"].chunk(3)
         return lipschitz_norm_layer(query, key, value, weights["out_proj.weight"], rows)
 

@@ -14,14 +14,14 @@ from howsmooth.attention import TokenMap
 from howsmooth.bounds.mask_rows import VisibleRows
 from howsmooth.bounds.variant_layers import sinkhorn_layer
 from howsmooth.errors import ArgumentError
-from howsmooth.nn.attention.differentiable_bound import OwnBoundAttention, hull_radius, in_double, ready
 from howsmooth.nn.attention.sinkhorn_weights import doubly_stochastic
+from howsmooth.nn.attention.variant import AttentionVariant, hull_radius, in_double, scaled_weights
 from howsmooth.nn.checks import look_at
 
 __all__ = ["SinkhornAttention"]
 
 
-class SinkhornAttention(OwnBoundAttention):
+class SinkhornAttention(AttentionVariant):
     """Sinkhorn self-attention, whose attention weights are the doubly stochastic diag(α) e^S diag(β).
 
     S are the scores of softmax attention. The attention weights P are the limit of Sinkhorn's iterations,
@@ -96,7 +96,7 @@ class SinkhornAttention(OwnBoundAttention):
         p = doubly_stochastic(scores, tolerance=self.tolerance, max_iterations=self.max_iterations)
         return p.to(v.dtype)
 
-    def _bound_of(self, rows: VisibleRows, radius: float, weights: Mapping[str, Tensor]) -> Tensor:
+    def _bound(self, rows: VisibleRows, radius: float, weights: Mapping[str, Tensor]) -> Tensor:
         query, key, value = (self._cut(part) for part in weights["in_proj_weight"].chunk(3))
         scale = 1 / math.sqrt(self.head_dim)
         return sinkhorn_layer(query, key, value, weights["out_proj.weight"], radius, scale=scale)
@@ -111,7 +111,7 @@ class SinkhornAttention(OwnBoundAttention):
     def _map(self, weights: Mapping[str, Tensor], scale: float) -> TokenMap:
         if self.masking.hidden is not None:
             return super()._map(weights, scale)
-        w = ready(weights, scale)
+        w = scaled_weights(weights, scale)
         query, key, value = (self._cut(part) for part in w["in_proj_weight"].chunk(3))
         biases: list[Tensor | None] = [None, None, None]
         if self.bias:

@@ -229,7 +229,7 @@ def tokens_of(model: nn.Module, inputs: Tensor) -> Tensor:
 
 
 def _first(model: nn.Module) -> nn.Module:
-    """Return the first module of a model that an input passes through, apart from identities."""
+    """Return the first module, apart from identities, that an input of the model passes through."""
     while type(model) is nn.Sequential and len(model):
         model = next((one for one in model if not isinstance(one, nn.Identity)), model[0])
     return model

@@ -14,8 +14,9 @@ from howsmooth.bounds import Bound
 from howsmooth.errors import ArgumentError, CertificateError, NonFiniteError
 from howsmooth.nn.attention.base import LipschitzAttention
 from howsmooth.nn.certificates.rules import Reach, rule_of
-from howsmooth.nn.checks import above, check_ball, check_length, upper
+from howsmooth.nn.checks import check_ball, check_length
 from howsmooth.nn.module import LipschitzModule
+from howsmooth.nn.rounding import rounded_up, upper_bound
 
 __all__ = ["REWRITINGS", "Composite", "Row", "Walk", "walk"]
 
@@ -89,7 +90,7 @@ class Composite(LipschitzModule):
     def lipschitz_bound(self, length: int, radius: float) -> Bound:
         """Return the Lipschitz bound that follows from the bounds of the module's children."""
         row = self._row(length, radius)
-        return upper(row.kind, row.source, row.constant, row.radius_in)
+        return upper_bound(row.kind, row.source, row.constant, row.radius_in)
 
     def output_radius(self, length: int, radius: float) -> float:
         """Return an upper bound on the norms of output tokens, for inputs of norm at most ``radius``."""
@@ -157,7 +158,7 @@ def _through(
         # The outputs of one module are the inputs of the next.
         length, radius = step.length, check_ball(step.radius)
     # The product is zero if one constant is zero, even if another one is infinite.
-    constant = 0.0 if 0.0 in constants else above(math.prod(constants, start=1.0))
+    constant = 0.0 if 0.0 in constants else rounded_up(math.prod(constants, start=1.0))
     return Walk(rows, constant, length, radius)
 
 

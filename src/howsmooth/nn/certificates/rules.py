@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from howsmooth.attention import LayerNorm, RMSNorm
 from howsmooth.bounds import norm_radius, softmax_upper_bound
-from howsmooth.nn.checks import above, norm_above, times
+from howsmooth.nn.rounding import norm_above, rounded_up, times
 
 __all__ = ["Reach", "Rule", "rule_of"]
 
@@ -49,7 +49,7 @@ def rule_of(kind: type[nn.Module]) -> Rule | None:
 def _linear(module: nn.Linear, length: int, radius: float) -> Reach:
     norm = norm_above("weight", module.weight)
     shift = 0.0 if module.bias is None else norm_above("bias", module.bias[None])
-    return Reach(norm, length, above(times(norm, radius) + shift), _SOURCE)
+    return Reach(norm, length, rounded_up(times(norm, radius) + shift), _SOURCE)
 
 
 def _identity(module: nn.Module, length: int, radius: float) -> Reach:
@@ -65,7 +65,7 @@ def _dropout(module: nn.Dropout, length: int, radius: float) -> Reach | str:
 def _flatten(module: nn.Flatten, length: int, radius: float) -> Reach | str:
     if (module.start_dim, module.end_dim) != (1, -1):
         return "flattens other axes than start_dim=1 to end_dim=-1, those of tokens and their numbers"
-    return Reach(1.0, 1, above(math.sqrt(length) * radius), _SOURCE)
+    return Reach(1.0, 1, rounded_up(math.sqrt(length) * radius), _SOURCE)
 
 
 def _softmax(module: nn.Softmax, length: int, radius: float) -> Reach | str:
@@ -110,9 +110,9 @@ def _norm(
     # The normalised token u has |u| = |h|/√(|h|² + dε) with |h| ≤ radius, so the ellipsoid of outputs is
     # smaller by the largest value of this factor.
     reach = 1.0 if math.isinf(radius) else radius / math.hypot(radius, math.sqrt(len(gain) * eps))
-    scaled = gain * min(1.0, above(reach))
+    scaled = gain * min(1.0, rounded_up(reach))
     outputs = LayerNorm(scaled, shift) if kind is LayerNorm else RMSNorm(scaled)
-    return Reach(above(norm / math.sqrt(eps)), length, norm_radius(outputs), _SOURCE)
+    return Reach(rounded_up(norm / math.sqrt(eps)), length, norm_radius(outputs), _SOURCE)
 
 
 def _numbers(parameter: Tensor | None, d: int, default: float) -> Tensor:
@@ -130,7 +130,9 @@ def _numbers_alone(slope: Callable[[Any], float], growth: Callable[[Any], float]
         if math.isnan(steepest):
             return "has settings for which no constant is known"
         longest = steepest if growth is None else growth(module)
-        return Reach(steepest, length, radius if longest == 1.0 else above(times(longest, radius)), _SOURCE)
+        return Reach(
+            steepest, length, radius if longest == 1.0 else rounded_up(times(longest, radius)), _SOURCE
+        )
 
     return rule
 
@@ -174,8 +176,8 @@ _RULES: dict[type, Rule] = {
     nn.SELU: _numbers_alone(lambda m: 1.0507009873554805 * 1.6732632423543773),
     nn.Hardtanh: _numbers_alone(lambda m: 1.0 if m.min_val <= 0 <= m.max_val else math.nan),
     nn.Hardswish: _numbers_alone(lambda m: 1.5, _one),
-    nn.GELU: _numbers_alone(lambda m: above(_GELU.get(m.approximate, math.nan)), _one),
-    nn.SiLU: _numbers_alone(lambda m: above(_SILU), _one),
+    nn.GELU: _numbers_alone(lambda m: rounded_up(_GELU.get(m.approximate, math.nan)), _one),
+    nn.SiLU: _numbers_alone(lambda m: rounded_up(_SILU), _one),
     nn.Mish: _numbers_alone(lambda m: _MISH, _one),
     nn.Tanhshrink: _numbers_alone(_one),
     nn.Sigmoid: _not_through_zero(0.25),

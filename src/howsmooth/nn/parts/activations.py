@@ -8,8 +8,9 @@ from torch import Tensor
 
 from howsmooth.bounds import Bound
 from howsmooth.errors import ArgumentError
-from howsmooth.nn.checks import check_ball, check_length, check_size, check_tokens, upper
+from howsmooth.nn.checks import check_ball, check_length, check_size, check_tokens
 from howsmooth.nn.module import LipschitzModule
+from howsmooth.nn.rounding import upper_bound
 
 __all__ = ["GroupSort", "MaxMin"]
 
@@ -44,7 +45,7 @@ class GroupSort(LipschitzModule):
     def lipschitz_bound(self, length: int, radius: float) -> Bound:
         """Return the bound 1 on the Lipschitz constant."""
         check_length(length)
-        return upper(type(self).__name__, _SOURCE, 1.0, check_ball(radius))
+        return upper_bound(type(self).__name__, _SOURCE, 1.0, check_ball(radius))
 
     def output_radius(self, length: int, radius: float) -> float:
         """Return ``radius``, because sorting the entries of a token keeps its norm."""

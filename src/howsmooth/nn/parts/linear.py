@@ -12,18 +12,9 @@ from torch.nn.utils import parametrizations
 
 from howsmooth.bounds import Bound
 from howsmooth.errors import ArgumentError
-from howsmooth.nn.checks import (
-    above,
-    check_ball,
-    check_length,
-    check_placement,
-    check_size,
-    check_tokens,
-    norm_above,
-    times,
-    upper,
-)
+from howsmooth.nn.checks import check_ball, check_length, check_placement, check_size, check_tokens
 from howsmooth.nn.module import LipschitzModule
+from howsmooth.nn.rounding import norm_above, rounded_up, times, upper_bound
 
 __all__ = ["OrthogonalLinear", "SpectralLinear"]
 
@@ -90,13 +81,13 @@ class _ConstrainedLinear(LipschitzModule):
     def lipschitz_bound(self, length: int, radius: float) -> Bound:
         """Return the spectral norm of the current weight, computed in float64 and rounded up."""
         check_length(length)
-        return upper(type(self).__name__, _SOURCE, self._norm(), check_ball(radius))
+        return upper_bound(type(self).__name__, _SOURCE, self._norm(), check_ball(radius))
 
     def output_radius(self, length: int, radius: float) -> float:
         """Return ‖W‖ r + ‖b‖, a bound on the norms of outputs for inputs of norm at most r = ``radius``."""
         check_length(length)
         shift = 0.0 if self.bias is None else norm_above("bias", self.bias[None])
-        return above(times(self._norm(), check_ball(radius)) + shift)
+        return rounded_up(times(self._norm(), check_ball(radius)) + shift)
 
     def settings(self) -> dict[str, Any]:
         """Return the arguments of the constructor."""

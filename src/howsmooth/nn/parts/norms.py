@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -11,20 +12,11 @@ from torch import Tensor, nn
 from howsmooth.attention import LayerNorm, RMSNorm
 from howsmooth.bounds import Bound, norm_radius
 from howsmooth.errors import ArgumentError
-from howsmooth.nn.checks import (
-    above,
-    check_ball,
-    check_length,
-    check_placement,
-    check_size,
-    check_tokens,
-    norm_above,
-    root,
-    upper,
-)
+from howsmooth.nn.checks import check_ball, check_length, check_placement, check_size, check_tokens
 from howsmooth.nn.module import LipschitzModule
+from howsmooth.nn.rounding import norm_above, rounded_up, upper_bound
 
-__all__ = ["CenterNorm", "LipschitzLayerNorm", "LipschitzRMSNorm"]
+__all__ = ["CenterNorm", "LipschitzLayerNorm", "LipschitzRMSNorm", "norm_with_one"]
 
 _SOURCE = 'norm layers, howsmooth documentation, "Enforce"'
 
@@ -68,12 +60,12 @@ class _LipschitzNorm(LipschitzModule):
     def lipschitz_bound(self, length: int, radius: float) -> Bound:
         """Return the layer's constant ‖ΓH‖ ≤ 1: Γ is the gain, and H is I or subtracts the mean."""
         check_length(length)
-        return upper(type(self).__name__, _SOURCE, self._norm(), check_ball(radius))
+        return upper_bound(type(self).__name__, _SOURCE, self._norm(), check_ball(radius))
 
     def output_radius(self, length: int, radius: float) -> float:
         """Return an upper bound on the norms of output tokens, for inputs of norm at most ``radius``."""
         check_length(length)
-        reach = above(self._reach(check_ball(radius)))
+        reach = rounded_up(self._reach(check_ball(radius)))
         if math.isinf(reach):
             return math.inf
         # norm_radius takes outputs β + √d ΓH u with |u| ≤ 1. Here |u| ≤ reach, so the gain is scaled.
@@ -152,7 +144,9 @@ class CenterNorm(_LipschitzNorm):
     def lipschitz_bound(self, length: int, radius: float) -> Bound:
         """Return ‖ΓH‖ for the gain Γ and H = I − 11ᵀ/d, which subtracts means; times d/(d−1) if scaled."""
         check_length(length)
-        return upper(type(self).__name__, _SOURCE, above(self._factor * self._norm()), check_ball(radius))
+        return upper_bound(
+            type(self).__name__, _SOURCE, rounded_up(self._factor * self._norm()), check_ball(radius)
+        )
 
     def settings(self) -> dict[str, Any]:
         """Return the arguments of the constructor."""
@@ -193,7 +187,7 @@ class _SmoothedNorm(_LipschitzNorm):
         return {"dim": self.dim, "floor": self.floor, "affine": self.affine}
 
     def _shorten(self, h: Tensor) -> Tensor:
-        return h / root(h / self.floor, lambda squares, one: squares + one)
+        return h / norm_with_one(h / self.floor, lambda squares, one: squares + one)
 
     def _reach(self, radius: float) -> float:
         if math.isinf(radius):
@@ -240,3 +234,15 @@ class LipschitzRMSNorm(_SmoothedNorm):
     """
 
     centred = False
+
+
+def norm_with_one(t: Tensor, joined: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
+    """Return √joined(|t|², 1) for tokens t (..., d), as (..., 1).
+
+    ``joined`` is a homogeneous function of two numbers, such as + or max. Unlike |t|, the result is smooth at
+    t = 0, with all derivatives, and squares never overflow, because t is scaled first.
+    """
+    # Dividing by the largest entry (at least 1) keeps squares in range; the factor s is restored at the end.
+    s = t.detach().abs().amax(dim=-1, keepdim=True).clamp(min=1.0)
+    squares = (t / s).square().sum(dim=-1, keepdim=True)
+    return s * joined(squares, s.square().reciprocal()).sqrt()

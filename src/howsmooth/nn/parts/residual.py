@@ -11,7 +11,8 @@ from torch import Tensor, nn
 
 from howsmooth.errors import ArgumentError, NonFiniteError
 from howsmooth.nn.certificates.propagation import Composite, Row, refusal, walk
-from howsmooth.nn.checks import above, check_placement, check_tokens, times
+from howsmooth.nn.checks import check_placement, check_tokens
+from howsmooth.nn.rounding import rounded_up, times
 
 __all__ = ["AverageResidual", "Residual"]
 
@@ -34,8 +35,8 @@ class _Residual(Composite):
             raise refusal(self, path, f"adds {length} tokens to the {branch.length} that its branch returns")
         p, q = self._weights()
         # The norm of p x + q y is at most p |x| + q |y|, and the constants add in the same way.
-        reach = above(times(p, radius) + times(q, branch.radius))
-        constant = above(p + times(q, branch.constant))
+        reach = rounded_up(times(p, radius) + times(q, branch.radius))
+        constant = rounded_up(p + times(q, branch.constant))
         row = Row(path, type(self).__name__, level, constant, radius, reach, length, length, _SOURCE)
         return (*branch.rows, row)
 
@@ -123,9 +124,10 @@ class AverageResidual(_Residual):
 
 
 class Residual(_Residual):
-    """x ↦ x + inner(x): the constant is at most 1 + Lip(inner).
+    """The residual connection x ↦ x + inner(x) of usual models; its constant is at most 1 + Lip(inner).
 
-    For models as they usually are; in depth the constants multiply. :class:`AverageResidual` keeps them at 1.
+    The constants of consecutive modules multiply, so the bound grows fast with depth. With
+    :class:`AverageResidual` it stays 1 if the branches have constant 1.
 
     Parameters
     ----------
@@ -139,7 +141,7 @@ class Residual(_Residual):
         return x + self._branch(x)
 
     def settings(self) -> dict[str, Any]:
-        """Return the arguments of the constructor besides ``inner``: none."""
+        """Return an empty dictionary: the constructor has no other argument than ``inner``."""
         return {}
 
     def _weights(self) -> tuple[float, float]:

@@ -11,18 +11,10 @@ from torch import Tensor, nn
 
 from howsmooth.bounds import Bound
 from howsmooth.errors import ArgumentError
-from howsmooth.nn.checks import (
-    above,
-    check_ball,
-    check_length,
-    check_placement,
-    check_size,
-    check_tokens,
-    norm_above,
-    root,
-    upper,
-)
+from howsmooth.nn.checks import check_ball, check_length, check_placement, check_size, check_tokens
 from howsmooth.nn.module import LipschitzModule
+from howsmooth.nn.parts.norms import norm_with_one
+from howsmooth.nn.rounding import norm_above, rounded_up, upper_bound
 
 __all__ = ["AddPositions", "ClipTokens", "MeanPool", "Patches", "PrependToken", "TakeToken"]
 
@@ -35,7 +27,7 @@ class _TokenModule(LipschitzModule):
     def lipschitz_bound(self, length: int, radius: float) -> Bound:
         """Return the bound 1 on the Lipschitz constant."""
         self._check(length)
-        return upper(type(self).__name__, _SOURCE, 1.0, check_ball(radius))
+        return upper_bound(type(self).__name__, _SOURCE, 1.0, check_ball(radius))
 
     def output_radius(self, length: int, radius: float) -> float:
         """Return an upper bound on the norms of output tokens, for inputs of norm at most ``radius``."""
@@ -109,7 +101,7 @@ class AddPositions(_TokenModule):
     dim
         Dimension d of a token.
     std
-        Standard deviation of the numbers it starts with.
+        Standard deviation of the Gaussian numbers that initialise the weight.
 
     """
 
@@ -153,7 +145,7 @@ class AddPositions(_TokenModule):
     def _reach(self, length: int, radius: float) -> float:
         positions = self.positions.detach().to("cpu", torch.float64)
         longest = torch.linalg.vector_norm(positions, dim=1).argmax()
-        return above(radius + norm_above("positions", positions[longest, None]))
+        return rounded_up(radius + norm_above("positions", positions[longest, None]))
 
 
 class PrependToken(_TokenModule):
@@ -164,7 +156,7 @@ class PrependToken(_TokenModule):
     dim
         Dimension d of a token.
     std
-        Standard deviation of the numbers it starts with.
+        Standard deviation of the Gaussian numbers that initialise the weight.
 
     """
 
@@ -259,7 +251,7 @@ class MeanPool(_TokenModule):
         return 1
 
     def _reach(self, length: int, radius: float) -> float:
-        return above(math.sqrt(length) * radius)
+        return rounded_up(math.sqrt(length) * radius)
 
 
 class ClipTokens(_TokenModule):
@@ -283,7 +275,7 @@ class ClipTokens(_TokenModule):
     def forward(self, x: Tensor) -> Tensor:
         """Project each token of x (..., d) onto the ball of the radius of this module."""
         check_tokens("x", x)
-        return x / root(x / self.radius, torch.maximum)
+        return x / norm_with_one(x / self.radius, torch.maximum)
 
     def settings(self) -> dict[str, Any]:
         """Return the arguments of the constructor."""

@@ -30,12 +30,12 @@ _X = _Tokens()
 class Call:
     """One recorded call of a layer, which can be repeated on a replica of the layer."""
 
-    name: str
+    name: str  # the path of the layer in the model
     layer: nn.Module
     tokens: Tensor  # a copy of X with its autograd graph
-    leaves: list[Any]
-    versions: list[int]
-    tree: Any
+    leaves: list[Any]  # all arguments as a flat list, with _X in place of the tokens
+    versions: list[int]  # the version counter of each tensor in ``leaves``, which rises with changes in place
+    tree: Any  # the structure of the arguments, from which ``leaves`` become args and kwargs again
     batch_axis: int | None  # None if the call had one sequence without a batch axis
 
     @property
@@ -81,6 +81,7 @@ class Call:
         def cut(leaf: Any) -> Any:
             if not isinstance(leaf, Tensor) or leaf.ndim == 0:
                 return leaf
+            # Another tensor of tokens (n, batch, d), such as the keys, has its batch on the second axis, too.
             if axis == 1 and leaf.ndim == 3 and leaf.shape[1:] == self.tokens.shape[1:]:
                 return leaf.narrow(1, 0, members)
             size = leaf.shape[0]
@@ -189,6 +190,7 @@ class Recorder:
         return named
 
     def _begin(self, module: nn.Module, args: object) -> None:
+        # Forget the calls of the last pass only now: penalties use them after the pass has ended.
         if _counts():
             self._running, self.calls = True, []
 
@@ -207,6 +209,7 @@ class Recorder:
 
 def _counts() -> bool:
     """Tell whether the current forward pass is to be recorded: with gradients, not redone by a checkpoint."""
+    # A task id other than −1 means that a backward pass is running, in which checkpoints call layers again.
     return torch.is_grad_enabled() and torch._C._current_graph_task_id() == -1
 
 
@@ -216,6 +219,7 @@ def _call(name: str, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, 
         # With need_weights=True, PyTorch computes attention step by step, which can be differentiated twice
         # and is faster here.
         bound["need_weights"] = True
+    # Without its cache, because a repeated call would append the keys and values a second time.
     args, kwargs = (), {key: None if _is_cache(value) else value for key, value in bound.items()}
     leaves, tree = tree_flatten((args, kwargs))
     x = next((leaf for leaf in leaves if _may_be_tokens(leaf)), None)
@@ -225,11 +229,13 @@ def _call(name: str, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, 
             expected="layers that get tokens, a floating-point tensor (..., n, d)",
             got=f"{name} ({type(layer).__name__}), which gets none",
         )
+    # The batch is the first axis, except for MultiheadAttention's default layout (n, batch, d).
     axis: int | None = 0 if x.ndim > 2 else None
     if axis == 0 and isinstance(layer, nn.MultiheadAttention) and not layer.batch_first:
         axis = 1
     leaves = [_X if leaf is x else _alone(leaf) for leaf in leaves]
     versions = [leaf._version for leaf in leaves if isinstance(leaf, Tensor)]
+    # The copy keeps X even if the layer changes its input in place; the graph to earlier layers is kept.
     return Call(name, layer, x.clone(), leaves, versions, tree, axis)
 
 

@@ -51,8 +51,8 @@ class SpectralPenalty:
 
     For each sequence of the batch, the penalty is σ = ⟨u, J v⟩. Here J is the Jacobian of the layer's output
     with respect to its tokens, and (u, v) is a pair of unit vectors that the gradient treats as constant. The
-    pair is kept between steps and improved by one product with JᵀJ in each step. Once it has converged, value
-    and gradient are those of ‖J‖. Before, the value is a lower estimate. ``penalty.report`` tells which is
+    pair is kept between steps and improved by one product with JᵀJ in each step. Once it has converged, the
+    penalty is ‖J‖ with its gradient. Before, the value is a lower estimate. ``penalty.report`` tells which is
     the case.
 
     For this, the layer is run again on a replica with the same weights. The replica is in evaluation mode,
@@ -182,7 +182,7 @@ class SpectralPenalty:
     def terms(self, tokens: Tensor | None = None) -> dict[str, Tensor]:
         """Return the penalty of each layer by name, so that the caller can weight the layers.
 
-        Arguments and errors are those of calling the penalty.
+        Arguments and errors are as for calling the penalty.
         """
         calls = self._recorder.named()
         terms: dict[str, Tensor] = {}

@@ -243,7 +243,7 @@ def _layers(plan: FlowPlan, source: AttentionSource, length: int) -> list[Source
 
 
 def _tokens(plan: FlowPlan, start: str, read: Tensor | None, first: SourceLayer, length: int) -> Tensor:
-    """Return the tokens at the start: drawn, read from a file, or those of the source."""
+    """Return the tokens at the start: drawn at random, read from a file, or taken from the source."""
     d = first.map.d
     if start in DRAWN:
         return draw_tokens(plan, start, length, d)

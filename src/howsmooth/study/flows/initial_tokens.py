@@ -27,7 +27,7 @@ def kind_of_start(plan: FlowPlan, own: str = "") -> str:
     plan
         The plan, whose ``start`` may be ``auto``.
     own
-        The word for the source's own tokens, ``text`` or ``file``; empty if it has none.
+        Where the tokens of the source come from, ``text`` or ``file``; empty if the source has no tokens.
 
     """
     if plan.start == "auto":

@@ -124,7 +124,7 @@ def measure_frames(store: Store, tolerance: float, beta: float, listener: Listen
         :func:`howsmooth.dynamics.log_interaction_energy` with A = I. ``spread`` is the root mean square
         distance of the tokens from their mean. ``to_last`` is the root mean square distance of each token
         from its position in the last frame, an upper bound on the distance W₂ to that frame. ``evaluations``
-        and ``seconds`` are those of the frame.
+        and ``seconds`` are as in the frame.
 
     """
     count = count_frames(store)

@@ -243,7 +243,7 @@ def _start(rows: Sequence[dict[str, Any]], scopes: Sequence[str]) -> int:
 
 
 def _joined(*tables: pd.DataFrame) -> pd.DataFrame:
-    """Concatenate the tables that have rows."""
+    """Concatenate some tables, without the tables that have no rows."""
     there = [table.astype({"head": "Int64"}) for table in tables if len(table)] or [tables[0]]
     return pd.concat(there, ignore_index=True)
 
@@ -258,7 +258,7 @@ def _numbered(table: pd.DataFrame, *columns: str) -> tuple[dict[str, list[str]],
 
 
 def _rounded(values: Iterable[Any], digits: int = 7) -> list[float | None]:
-    """Round numbers to a few digits; NaN, infinite and missing ones become None."""
+    """Round numbers to a few digits; NaN, infinite and missing numbers become None."""
     return [
         None if value is None or not np.isfinite(value) else float(f"{value:.{digits}g}") for value in values
     ]

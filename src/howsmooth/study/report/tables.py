@@ -15,35 +15,35 @@ from howsmooth.study.text_formatting import decimal, place_in_words
 __all__ = ["ITEM_MEANINGS", "convergence", "headline", "items_of", "maskings", "runs", "sharpest"]
 
 ITEM_MEANINGS = {
-    "output": "the output in place of the tangent: the square root of ‖Jᵀ f(X)‖ is returned",
-    "block": "the residual connection and the norm count as attention",
+    "output": "the result is the square root of ‖Jᵀ f(X)‖, with the output f(X) in place of a tangent",
+    "block": "the residual connection and the norm layer count as attention",
     "unmasked": "an encoder run as a decoder is measured without its mask",
     "dropout": "dropout stays on in an untrained model",
-    "stopping": "an absolute stopping rule, and at most 100 steps",
+    "stopping": "the iteration stops at an absolute tolerance, or after 100 steps",
 }
-"""What each item of the paper's published code changes."""
+"""How each item makes the published code of the paper differ from ‖D_X f‖₂."""
 
 
 def headline(rows: pd.DataFrame, exponents: pd.DataFrame) -> str:
     """Return one sentence on the constants and exponents of a model, text and scope."""
     span = f"lengths {rows['n'].min()} to {rows['n'].max()}"
     low, high = number(rows["lipschitz"].min()), number(rows["lipschitz"].max())
-    values = f"The constant goes from {low} to {high}"
+    values = f"The constants measured are between {low} and {high}"
     good = sorted((row for row in plain_rows(exponents) if not row["note"]), key=lambda row: row["slope"])
     if not good:
-        return f"{values} over {span}; there are too few lengths for an exponent."
+        return f"{values} over {span}. There are too few lengths to fit an exponent."
     first, last = good[0], good[-1]
     least, most = decimal(first["slope"], 2), decimal(last["slope"], 2)
     if len(good) == 1:
         interval = f"{CONFIDENCE} interval {decimal(first['low'], 2)} to {decimal(first['high'], 2)}"
-        return f"It goes like n to the power {least} ({interval}) over {span}. {values}."
-    powers = f"of about {least} everywhere"
+        return f"The constant grows like n to the power {least} ({interval}) over {span}. {values}."
+    powers = f"of about {least} in all layers and heads"
     if least != most:
         low_end, high_end = (place_in_words(row["layer"], row["head"]) for row in (first, last))
         powers = f"between {least} ({low_end}) and {most} ({high_end})"
     quarter = sum(row["quarter"] >= 1 - LEVEL for row in good)
     return (
-        f"It goes like n to a power {powers} over {span}. {values}. "
+        f"The constant grows like n to a power {powers} over {span}. {values}. "
         f"The interval of {quarter or 'none'} of the {len(good)} exponents contains 1/4."
     )
 

@@ -134,7 +134,7 @@ def _energy(direction: torch.Tensor) -> tuple[float, ...]:
 def start_seed(
     plan: Plan, subject: Subject, scope: str, layer: int, head: int | None, n: int, sample: int
 ) -> int:
-    """Return the seed of the solver's start, which depends only on what is measured."""
+    """Return the seed of the solver's start, which depends only on the plan's seed and the arguments."""
     return derive_seed(
         purpose="start",
         seed=plan.seed,

@@ -27,9 +27,9 @@ class Failed:
     Attributes
     ----------
     rows
-        The failures to record.
+        The failures to record in the store.
     error
-        The error.
+        The exception that ended the computation.
 
     """
 
@@ -178,7 +178,7 @@ class SequenceTask(Task, Generic[K]):
         return tuple(sorted({key[1] for key in self.missing}))
 
     def packed(self) -> Self:
-        """Return the task with the inputs of its own sequences instead of the whole text."""
+        """Return the task with the inputs of its sequences instead of the whole text."""
         assert self.feed is not None
         data = SequenceData.of(self.feed, list(self.starts.values()), self.n, worded=0 in self.starts)
         return replace(self, feed=None, data=data)

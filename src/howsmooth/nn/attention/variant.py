@@ -1,4 +1,4 @@
-"""Base class of attention layers whose bound is one differentiable expression of the weights."""
+"""Base class of the variants of softmax attention: cosine, L2, Sinkhorn, and attention with LipschitzNorm."""
 
 from __future__ import annotations
 
@@ -15,16 +15,20 @@ from howsmooth.bounds.mask_rows import VisibleRows
 from howsmooth.nn.attention.base import LipschitzAttention
 from howsmooth.nn.attention.layer_map import LayerMap
 from howsmooth.nn.attention.layout import rows_of
+from howsmooth.nn.rounding import rounded_up
 
-__all__ = ["OwnBoundAttention", "hull_radius", "in_double", "ready"]
+__all__ = ["AttentionVariant", "hull_radius", "in_double", "scaled_weights"]
 
 _SOURCE = 'howsmooth documentation, "Enforce"'
 
 Weights = Mapping[str, Tensor]
 
 
-class OwnBoundAttention(LipschitzAttention):
-    """Attention whose bound is an expression of its weights, ``_bound_of``, in float64 on the CPU."""
+class AttentionVariant(LipschitzAttention):
+    """Attention layer whose bound a subclass writes as one differentiable expression of the weights.
+
+    A subclass defines ``_bound`` beside what :class:`LipschitzAttention` asks for.
+    """
 
     _needs_radius = False
     #: Name of the bound.
@@ -33,18 +37,23 @@ class OwnBoundAttention(LipschitzAttention):
     _phrase: str
 
     @abstractmethod
-    def _bound_of(self, rows: VisibleRows, radius: float, weights: Weights) -> Tensor:
-        """Return the bound at a radius, possibly infinite, for masks with this visibility data."""
+    def _bound(self, rows: VisibleRows, radius: float, weights: Weights) -> Tensor:
+        """Return the layer's bound before the division, a float64 scalar with a graph to the weights.
+
+        ``rows`` says how many keys each query sees under the layer's masks, ``radius`` is the largest norm of
+        a token, possibly infinite, and ``weights`` are in float64 on the CPU.
+        """
 
     def _named_bound(self, log_formula: float, radius: float) -> Bound:
         quantity = Quantity.GLOBAL if math.isfinite(radius) else Quantity.EVERYWHERE
         return Bound.upper(self._bound_name, quantity, _SOURCE, log_formula=log_formula)
 
     def _log_bound(self, length: int, radius: float, weights: Weights) -> Tensor:
-        return self._bound_of(rows_of(self.masking, length), radius, in_double(weights)).log()
+        return self._bound(rows_of(self.masking, length), radius, in_double(weights)).log()
 
     @property
-    def _own_radius(self) -> float:
+    def _bound_radius(self) -> float:
+        # These bounds hold for all tokens, so a layer without a radius is divided by the bound at infinity.
         return math.inf if self.radius is None else self.radius
 
     def _cut(self, weight: Tensor) -> Tensor:
@@ -69,7 +78,7 @@ class OwnBoundAttention(LipschitzAttention):
         heads = f"{self.num_heads} head{'s' if self.num_heads > 1 else ''}"
         return LayerMap(
             self._attended,
-            ready(weights, scale),
+            scaled_weights(weights, scale),
             d=self.embed_dim,
             d_out=self.embed_dim,
             length=None if self.masking.hidden is None else self.length,
@@ -77,14 +86,14 @@ class OwnBoundAttention(LipschitzAttention):
         )
 
 
-def ready(weights: Weights, scale: float) -> dict[str, Tensor]:
+def scaled_weights(weights: Weights, scale: float) -> dict[str, Tensor]:
     """Return detached weights in float32 or float64, with the output projection multiplied by ``scale``."""
     dtype = torch.float64 if weights["out_proj.weight"].dtype == torch.float64 else torch.float32
-    ready = {name: weight.detach().to(dtype) for name, weight in weights.items()}
+    scaled = {name: weight.detach().to(dtype) for name, weight in weights.items()}
     for name in ("out_proj.weight", "out_proj.bias"):
-        if name in ready:
-            ready[name] = ready[name] * scale
-    return ready
+        if name in scaled:
+            scaled[name] = scaled[name] * scale
+    return scaled
 
 
 def in_double(weights: Weights) -> dict[str, Tensor]:
@@ -95,10 +104,10 @@ def in_double(weights: Weights) -> dict[str, Tensor]:
 def hull_radius(
     output: Tensor, values: Tensor, biases: tuple[Tensor | None, Tensor | None], radius: float
 ) -> float:
-    """Return an upper bound on |W_O ([c_h]_h + b_v) + b_O|, for means c_h of vectors V_h x with |x| <= R.
+    """Return an upper bound on the norm of an output token, |W_O ([c_h]_h + b_v) + b_O|.
 
-    ``output`` is W_O (d_out, heads · k), ``values`` are the V_h (heads, k, d), and ``biases`` are b_v and
-    b_O.
+    The output c_h of head h is a mean of vectors V_h x with |x| <= ``radius``. ``output`` is W_O (d_out,
+    heads · k), ``values`` are the V_h (heads, k, d), and ``biases`` are b_v and b_O.
     """
     blocks = output.unflatten(1, (len(values), -1)).transpose(0, 1)
     summed = torch.linalg.matrix_norm(blocks @ values, 2).sum()
@@ -108,4 +117,4 @@ def hull_radius(
     shift = torch.zeros(len(output), dtype=output.dtype) if own is None else own
     if by_value is not None:
         shift = shift + output @ by_value
-    return float(radius * torch.minimum(summed, apart) + torch.linalg.vector_norm(shift)) * (1 + 1e-12)
+    return rounded_up(float(radius * torch.minimum(summed, apart) + torch.linalg.vector_norm(shift)))

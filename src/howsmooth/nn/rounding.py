@@ -1,0 +1,58 @@
+"""Upper bounds in floating point: numbers rounded up, and the Bound that states them."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from howsmooth.bounds import Bound, Quantity
+from howsmooth.errors import NonFiniteError
+
+__all__ = ["norm_above", "rounded_up", "times", "upper_bound"]
+
+# Relative margin for the rounding of a few products, quotients and sums of positive numbers. It is far above
+# their rounding errors and far below the digits of a constant that matter.
+_MARGIN = 1e-12
+
+
+def rounded_up(value: float) -> float:
+    """Return the value rounded up, so that it is at least the exact result of the computation."""
+    return value * (1 + _MARGIN)
+
+
+def times(factor: float, value: float) -> float:
+    """Return the product, with 0 · ∞ = 0, because a map of constant zero has a single value."""
+    return factor * value if factor and value else 0.0
+
+
+def norm_above(argument: str, matrix: Tensor) -> float:
+    """Return an upper bound on the spectral norm of a matrix (m, k), in float64, including rounding.
+
+    The computed singular values are exact for a matrix that differs from the given one by a small multiple of
+    the machine epsilon times its norm (Golub and Van Loan, *Matrix Computations*, 8.6). The added slack is
+    many times larger.
+
+    Raises
+    ------
+    NonFiniteError
+        If the matrix contains NaN or infinity.
+
+    """
+    a = matrix.detach().to(device="cpu", dtype=torch.float64)
+    if not bool(torch.isfinite(a).all()):
+        raise NonFiniteError(argument, expected="finite numbers", got="NaN or infinity")
+    if a.numel() == 0:
+        return 0.0
+    slack = 16 * (a.shape[0] + a.shape[1]) * torch.finfo(torch.float64).eps
+    return float(torch.linalg.matrix_norm(a, 2)) * (1 + slack)
+
+
+def upper_bound(name: str, source: str, constant: float, radius: float) -> Bound:
+    """Return an upper bound on a Lipschitz constant as a Bound.
+
+    The bound holds on the ball of this radius, or everywhere if the radius is infinite.
+    """
+    quantity = Quantity.EVERYWHERE if math.isinf(radius) else Quantity.GLOBAL
+    return Bound.upper(name, quantity, source, formula=constant)
