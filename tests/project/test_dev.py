@@ -207,6 +207,20 @@ def test_all_steps_run_and_the_failed_ones_are_named(
     assert capsys.readouterr().err.endswith("dev.py: FAILED: mypy\n")
 
 
+def test_docs_say_where_the_pages_are(
+    dev: ModuleType, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(dev, "prepare", lambda *, test: None)
+    code = 0
+    monkeypatch.setattr(dev, "run", lambda command, threads: code)
+    pages = f"dev.py: the pages start at {dev.ROOT / 'docs' / '_build' / 'html' / 'index.html'}\n"
+    assert dev.main(["docs"]) == 0
+    assert capsys.readouterr().err.endswith(pages)
+    code = 1
+    assert dev.main(["docs"]) == 1
+    assert pages not in capsys.readouterr().err
+
+
 def test_a_program_is_ended_by_a_signal(dev: ModuleType) -> None:
     dev.BIN.mkdir(parents=True)
     program = dev.BIN / "ended"
