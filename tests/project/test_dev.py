@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import importlib.util
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -126,6 +127,7 @@ def test_a_broken_environment_is_mended(dev: ModuleType, calls: list[str], damag
     assert json.loads(dev.STAMP.read_text())["key"] == dev.key()
 
 
+@pytest.mark.skipif(os.name != "posix", reason="a shell script stands for a program")
 def test_pip_failure_shows_its_last_lines_and_leaves_no_stamp(
     dev: ModuleType, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -221,6 +223,7 @@ def test_docs_say_where_the_pages_are(
     assert pages not in capsys.readouterr().err
 
 
+@pytest.mark.skipif(os.name != "posix", reason="a shell script stands for a program")
 def test_a_program_is_ended_by_a_signal(dev: ModuleType) -> None:
     dev.BIN.mkdir(parents=True)
     program = dev.BIN / "ended"
