@@ -4,13 +4,13 @@
     python3 dev.py measure [MODEL ...] [options]   measure; without MODEL: the built-in models, into out/
     python3 dev.py test [pytest arguments]         every check and test; with arguments: pytest alone
     python3 dev.py check                           ruff, mypy and the import rule alone
-    python3 dev.py docs                            build the documentation into docs/_build/html
+    python3 dev.py docs                            build the documentation, and say where its pages are
     python3 dev.py links                           try its links to elsewhere; needs a network
     python3 dev.py run PROGRAM [arguments]         any program of the environment
 
 Needs Python 3.11 or newer and nothing else. The environment is the folder .venv beside this file; it
 is made at the first call, and again when pyproject.toml, constraints.txt or the Python changes.
-Delete it at any time.
+Delete it at any time. To check another Python, start this file with it: python3.13 dev.py test
 """
 
 from __future__ import annotations
@@ -184,7 +184,7 @@ CHECKS: tuple[tuple[str, ...], ...] = (
     ("mypy",),
 )
 # -E: every page anew, so that a warning of the last build is not forgotten.
-DOCS = ("sphinx-build", "-q", "-E", "-W", "--keep-going", "-n", "-b", "html", "docs", "docs/_build/html")
+DOCS = ("sphinx-build", "-E", "-W", "--keep-going", "-n", "-b", "html", "docs", "docs/_build/html")
 
 # The gallery need not be run for its links.
 LINKS = ("sphinx-build", "-q", "-b", "linkcheck", "-D", "plot_gallery=0", "docs", "docs/_build/linkcheck")
@@ -210,7 +210,7 @@ def test(arguments: Sequence[str]) -> int:
     # One process a core with one thread each; a page's snippets share names, so files stay whole.
     # pytest comes last, so that its closing line is the last but for the failed steps.
     tests = ("pytest", "-q", "-n", str(min(os.cpu_count() or 1, 8)), "--dist", "loadfile")
-    return steps((*CHECKS, DOCS, tests), threads=1)
+    return steps((*CHECKS, (*DOCS, "-q"), tests), threads=1)
 
 
 def say(words: str) -> None:
@@ -240,7 +240,10 @@ def main(arguments: Sequence[str]) -> int:
     prepare(test=True)
     if command == "run":
         return run(rest)
-    return steps({"check": CHECKS, "docs": (DOCS,), "links": (LINKS,)}[command])
+    code = steps({"check": CHECKS, "docs": (DOCS,), "links": (LINKS,)}[command])
+    if command == "docs" and not code:
+        say(f"the pages start at {ROOT / 'docs' / '_build' / 'html' / 'index.html'}")
+    return code
 
 
 if __name__ == "__main__":

@@ -231,9 +231,11 @@ def test_sdist_holds_what_a_developer_needs(built: Path) -> None:
     assert wanted <= names
 
 
-@pytest.mark.slow
-def test_wheel_runs_outside_the_repository(built: Path, tmp_path: Path) -> None:
-    scratch = tmp_path / "venv"
+@pytest.fixture(scope="module")
+def installed(built: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Install the wheel in an environment of its own; return the folder of its programs."""
+    folder = tmp_path_factory.mktemp("installed")
+    scratch = folder / "venv"
     venv.create(scratch, with_pip=False)
     site = next(scratch.glob("lib/python*/site-packages"))
     # The other packages are those of this environment, but not its own howsmooth, were it installed there.
@@ -243,16 +245,44 @@ def test_wheel_runs_outside_the_repository(built: Path, tmp_path: Path) -> None:
             (site / entry.name).symlink_to(entry)
     (wheel,) = built.glob("*.whl")
     command = ["-m", "pip", "--disable-pip-version-check", "install", "--no-deps", "--no-index", wheel]
-    done = _run([scratch / "bin" / "python", *command], tmp_path)
+    done = _run([scratch / "bin" / "python", *command], folder)
     assert done.returncode == 0, done.stderr
+    return scratch / "bin"
 
-    program = scratch / "bin" / "howsmooth"
-    done = _run([program, "--version"], tmp_path)
+
+@pytest.mark.slow
+def test_wheel_runs_outside_the_repository(installed: Path, tmp_path: Path) -> None:
+    done = _run([installed / "howsmooth", "--version"], tmp_path)
     assert (done.returncode, done.stdout) == (0, f"howsmooth {PROJECT['project']['version']}\n"), done.stderr
     options = ["--layers", "0", "--lengths", "4,8", "--samples", "2", "--out", "out"]
-    done = _run(
-        [program, "measure", "builtin-encoder", *options], tmp_path, HF_HUB_OFFLINE="1", OMP_NUM_THREADS="1"
-    )
+    command = [installed / "howsmooth", "measure", "builtin-encoder", *options]
+    done = _run(command, tmp_path, HF_HUB_OFFLINE="1", OMP_NUM_THREADS="1", PYTHONWARNINGS="error")
     assert done.returncode == 0, done.stderr
     assert len((tmp_path / "out" / "measurements.csv").read_text().splitlines()) == 1 + 4
     assert (tmp_path / "out" / "report.html").stat().st_size > 10_000
+
+
+# The files that first examples of the help name.
+_MODEL = """
+import howsmooth as hs
+hs.nn.save(hs.nn.SoftmaxAttention(8, 2, length=4, radius=1.0, constant=1.0), "model.safetensors",
+           length=4, radius=1.0)
+"""
+_STUDY = 'models = ["builtin-encoder"]\ntexts = ["alice"]\nlengths = [4]\nsamples = 2\nlayers = [0]\n'
+
+
+@pytest.mark.slow
+# Not reproduce: its first example draws every figure of the paper.
+@pytest.mark.parametrize("name", ["measure", "study", "bound", "attack", "flow", "certify", "inspect"])
+def test_the_first_example_of_the_help_runs(installed: Path, tmp_path: Path, name: str) -> None:
+    plain = {"COLUMNS": "200", "NO_COLOR": "1", "TERM": "dumb", "HF_HUB_OFFLINE": "1"}
+    shown = _run([installed / "howsmooth", name, "--help"], tmp_path, **plain).stdout
+    example = re.search(rf"Examples:\s+howsmooth ({name}.*?)  ", shown)
+    assert example is not None, shown
+    (tmp_path / "sweep.toml").write_text(_STUDY)
+    if name == "certify":
+        made = _run([installed / "python", "-c", _MODEL], tmp_path)
+        assert made.returncode == 0, made.stderr
+    done = _run([installed / "howsmooth", *example[1].split()], tmp_path, **plain)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import importlib.util
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -126,6 +127,7 @@ def test_a_broken_environment_is_mended(dev: ModuleType, calls: list[str], damag
     assert json.loads(dev.STAMP.read_text())["key"] == dev.key()
 
 
+@pytest.mark.skipif(os.name != "posix", reason="a shell script stands for a program")
 def test_pip_failure_shows_its_last_lines_and_leaves_no_stamp(
     dev: ModuleType, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -207,6 +209,21 @@ def test_all_steps_run_and_the_failed_ones_are_named(
     assert capsys.readouterr().err.endswith("dev.py: FAILED: mypy\n")
 
 
+def test_docs_say_where_the_pages_are(
+    dev: ModuleType, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(dev, "prepare", lambda *, test: None)
+    code = 0
+    monkeypatch.setattr(dev, "run", lambda command, threads: code)
+    pages = f"dev.py: the pages start at {dev.ROOT / 'docs' / '_build' / 'html' / 'index.html'}\n"
+    assert dev.main(["docs"]) == 0
+    assert capsys.readouterr().err.endswith(pages)
+    code = 1
+    assert dev.main(["docs"]) == 1
+    assert pages not in capsys.readouterr().err
+
+
+@pytest.mark.skipif(os.name != "posix", reason="a shell script stands for a program")
 def test_a_program_is_ended_by_a_signal(dev: ModuleType) -> None:
     dev.BIN.mkdir(parents=True)
     program = dev.BIN / "ended"

@@ -173,7 +173,8 @@ class Store:
         with self.transaction():
             written = list(rows)
             for kind, some in groupby(written, type):
-                self._connection.executemany(_INSERTIONS[kind], [(*_values(row), run) for row in some])
+                bound = [{**_values(row), "run": run} for row in some]
+                self._connection.executemany(_INSERTIONS[kind], bound)
             # In the same transaction as the rows, so that a killed process leaves no failure beside its
             # result.
             self._make_good(written)
@@ -446,8 +447,8 @@ def _statements_of(kind: type[Row]) -> tuple[str, str]:
 def _insertion_of(kind: type[Row]) -> str:
     """Return the SQL statement that inserts a row with the number of its run and its seal (a digest)."""
     names = [*kind.columns(), "run"]
-    marks = [f"?{place}" for place in range(1, len(names) + 1)]
-    # Numbered parameters, because the seal is computed from the same values as the row.
+    # Named parameters, because the seal is computed from the same values as the row.
+    marks = [f":{name}" for name in names]
     return (
         f"INSERT {_AGAIN[kind.again]}INTO {kind.table} ({', '.join(names)}, seal) "
         f"VALUES ({', '.join(marks)}, seal({', '.join(marks)}))"
@@ -459,8 +460,6 @@ _STATEMENTS = tuple(statement for kind in KINDS for statement in _statements_of(
 _INSERTIONS = {kind: _insertion_of(kind) for kind in KINDS}
 
 
-def _values(row: Row) -> tuple[Any, ...]:
-    return tuple(
-        json.dumps(value) if isinstance(value, tuple) else value
-        for value in (getattr(row, name) for name in row.columns())
-    )
+def _values(row: Row) -> dict[str, Any]:
+    values = {name: getattr(row, name) for name in row.columns()}
+    return {name: json.dumps(value) if isinstance(value, tuple) else value for name, value in values.items()}
