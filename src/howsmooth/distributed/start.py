@@ -1,4 +1,4 @@
-"""A process's rows of the random start vector that one process alone would draw."""
+"""Draw a process's own rows of the random start vector, bit for bit as in a draw by one process."""
 
 from __future__ import annotations
 

@@ -268,7 +268,7 @@ def tangent(
 
 @_jit
 def _rest(g, dtype: tl.constexpr, CAPPED: tl.constexpr, SINKS: tl.constexpr):
-    """Return the error that rounding D∘G, the cotangent of scale · q kᵀ, to ``dtype`` causes in its row sums.
+    """Return how much rounding D∘G (cotangent of scale · q kᵀ) to ``dtype`` changes its row sums.
 
     Without a cap and sinks the exact row sums are zero. Multiplied by the common part of all keys, which may
     be far larger than their differences, the error would be a large part of the cotangents of the queries.

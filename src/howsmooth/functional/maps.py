@@ -187,7 +187,7 @@ class _Given:
 
     @property
     def parts(self) -> tuple[Part, ...]:
-        """Kind of each input tensor: with a row for each query, for each key, or with axes as the scores."""
+        """Kind of each input tensor: one row per query, one row per key, or the axes of the scores."""
         names = (*self.scores.names, *self.kept, *self.more)
         return tuple(PARTS.get(name, "queries") for name in names)
 

@@ -56,7 +56,7 @@ class Core(Protocol):
 
 @runtime_checkable
 class StreamedCore(Core, Protocol):
-    """A derivative of the softmax that computes JᵀJ in one pass over its tiles.
+    """A derivative J of the softmax with a method that applies Jᵀ T J, for a given T, in one pass.
 
     The arguments are those of :class:`~howsmooth.jacobian.streamed.StreamedDerivative`.
     """

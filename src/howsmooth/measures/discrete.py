@@ -202,7 +202,7 @@ class DiscreteMeasure(AbstractMeasure):
         return self._rebuilt(points, Weighting(largest + totals.log(), positions))
 
     def _groups(self, tolerance: float) -> tuple[Int[Tensor, " n"], int]:
-        """Return, for atoms to be merged, the group number of each atom, and the number of groups.
+        """Sort the atoms into groups to be merged; return each atom's group number and the count of groups.
 
         Groups are numbered in the order of their first atoms.
         """

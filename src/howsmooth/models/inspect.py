@@ -95,7 +95,7 @@ class Refusal:
 
 @dataclass(frozen=True)
 class Inspection:
-    """The layers of a model that mix tokens, and which of them are not captured in which scopes, and why."""
+    """What can be captured of a model: its token-mixing layers, and refusals with scopes and reasons."""
 
     #: Name of the model's class.
     model: str

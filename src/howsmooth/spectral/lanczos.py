@@ -227,7 +227,7 @@ def _run(
 
 
 class _Members:
-    """The tridiagonal matrix T_k, the interval and the state of each member, as arrays over all members.
+    """The Lanczos state of each member of a batch: its T_k, its interval for ‖J‖, and if it has ended.
 
     Rounding is treated in one of two ways. If the operator has proved bounds on the errors of its products
     (``operator.proved``), the interval contains ‖J‖ with all rounding errors included. Otherwise an estimate

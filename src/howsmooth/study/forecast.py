@@ -284,7 +284,7 @@ def _part_of(task: ConstantsTask, n: int) -> ConstantsTask:
 
 
 def _bounds_of(task: ConstantsTask) -> BoundsTask:
-    """Return the task of computing bounds at the sequence of a given task, as if it were sample 0."""
+    """Turn a task of constants into one of bounds for its first sequence, which becomes sample 0."""
     missing = frozenset((scope, layer, head, n, 0) for scope, layer, head, n, _ in task.missing)
     starts = {0: next(iter(task.starts.values()))}
     return BoundsTask(task.plan, task.subject, task.feed, task.n, task.scope, starts, missing)

@@ -178,7 +178,7 @@ def _choose(
 def _lay_out(
     start: int, room: int, windows: Sequence[tuple[int, int]], longest: int, generator: random.Random
 ) -> dict[tuple[int, int], int]:
-    """Place windows in one gap, in the given order; spare tokens of the gap lie between runs of windows."""
+    """Place windows in one gap, in the given order, in contiguous groups with spare tokens around."""
     spare = room - sum(n for n, _ in windows)
     runs = min(len(windows), spare // (_ROOM * longest))
     # Split `spare` into runs + 1 parts, uniformly among all ways; the last part lies after the last run.

@@ -71,7 +71,7 @@ class _Sinks:
 
 @dataclass(frozen=True, slots=True)
 class Opaque:
-    """A tensor computed from a product of two tensors by operations that softmax attention does not have."""
+    """Marks a tensor as computed from a product of two tensors in a way unknown to softmax attention."""
 
     reason: str  # one phrase
     probabilities: bool = False  # whether it has been through a softmax

@@ -1,4 +1,4 @@
-"""Residual connections: a weighted average of tokens and branch, which keeps the constant 1, and the sum."""
+"""Residual connections: the sum x + f(x), and an average of Lipschitz constant 1 if f has constant 1."""
 
 from __future__ import annotations
 
