@@ -3,9 +3,9 @@
 Tasks are alike if they have the same kind of rows, model and scope. For such tasks, the time of a row is
 modelled as a power of the number of tokens n. The exponent is fitted to the nearest finished length and the
 next one that is at least twice as long or as short: times vary, so that lengths near to each other say little
-about the exponent. It is limited to the range from 0 to 2, and from 0 to 1 if both lengths are below 64, where
-the cost of the n² pairs of tokens does not dominate yet. If there is one such length only, the exponent is 1
-above 64 tokens, and 0 below, where the cost that does not depend on n dominates.
+about the exponent. It is limited to the range from 0 to 2, and from 0 to 1 if both lengths are below 64,
+where the cost of the n² pairs of tokens does not dominate yet. If there is one such length only, the exponent
+is 1 above 64 tokens, and 0 below, where the cost that does not depend on n dominates.
 """
 
 from __future__ import annotations
