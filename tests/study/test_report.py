@@ -84,7 +84,8 @@ def measured(
     return Contents(
         measurements=rows,
         models=pd.DataFrame({"label": models, "name": models}).assign(
-            random_init=0, as_decoder=0, source="A stand-in.", layers=3, heads=2, max_length=64
+            random_init=0, as_decoder=0, source="A stand-in.", stored="float32",
+            layers=3, heads=2, max_length=64,
         ),
         texts=pd.DataFrame({"name": texts}).assign(
             digest="0", source="Made up.", characters=9, kind="text"
