@@ -85,6 +85,18 @@ def test_everything_is_written_and_said(howsmooth: Howsmooth) -> None:
     }
 
 
+def test_a_row_of_the_table_stays_on_one_line_of_80_columns(
+    howsmooth: Howsmooth, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    work = AttackWork()
+    one_head = random_attention(3, heads=1, d_out=None)
+    monkeypatch.setattr(work, "best", lambda _, **options: best(one_head, **options))
+    monkeypatch.setenv("COLUMNS", "80")
+    _, out, _ = howsmooth(*SMALL, "--layers", "0", work=work)
+    begun = [line for line in out.splitlines() if "ball_upper_bound" in line]
+    assert [line.split()[0] for line in begun] == ["3", "4", "6"], out
+
+
 def test_what_was_found_is_saved_and_reaches_its_constant(howsmooth: Howsmooth) -> None:
     howsmooth(*SMALL, "--layers", "1", "--lengths", "6")
     (row,) = summary().to_dict("records")

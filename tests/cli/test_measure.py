@@ -176,7 +176,10 @@ REFUSED: dict[str, tuple[list[str], str]] = {
     "no such text": (["measure", "small", "--text", "nothing"], "text: 'nothing' is not there"),
     "no such scope": ([*BASE, "--scope", "everything"], "scope: expected one of head, heads, att"),
     "no such option": ([*BASE, "--foo"], "No such option: --foo"),
-    "no such command": (["meazure"], "No such command 'meazure'"),
+    "no such command": (
+        ["meazure"],
+        "No such command 'meazure'. Did you mean 'measure'? See howsmooth --help.",
+    ),
     "no number": ([*BASE, "--samples", "many"], "--samples"),
     "no samples": ([*BASE, "--samples", "0"], "samples: expected at least 1, got 0"),
     "bad lengths": ([*BASE, "--lengths", "2:100:2:7"], "lengths: expected numbers and start:stop:step"),

@@ -270,6 +270,26 @@ def test_threads_of_one_worker_do_one_task_at_a_time(tmp_path: Path) -> None:
     assert most == 1
 
 
+def test_the_first_task_of_a_process_does_not_foretell_the_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It loads the model and starts PyTorch, which takes longer than hundreds of measurements."""
+    tools = make_tools()[0]
+
+    def slow(*arguments: Any, **options: Any) -> Any:
+        time.sleep(0.5)
+        return tools.load_model(*arguments, **options)
+
+    monkeypatch.setattr(runner, "_BETWEEN_TELLING", 0.0)
+    heard = Heard()
+    with ThreadPoolExecutor(2) as executor:
+        monkeypatch.setattr(executor, "workers", 2, raising=False)
+        plan = make_plan(lengths=tuple(range(1, 60)), samples=1, bounds="none")
+        run(plan, tmp_path, replace(tools, load_model=slow), executor=executor, listener=heard)
+    took = heard.told[-1][1]
+    assert max(total for _, total, _ in heard.told) < 5 * took, heard.told[:9]
+
+
 def test_attention_in_closed_form_leaves_the_settings_of_the_process_alone(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -183,7 +183,8 @@ def test_another_text_or_model_under_the_same_name_is_a_conflict(tmp_path: Path)
 def test_another_value_of_the_same_measurement_is_a_conflict(tmp_path: Path) -> None:
     a, b = study(tmp_path / "a"), study(tmp_path / "b", make_tools(slope=0.5)[0])
     where = r"measurements \(model small, text prose, scope attention, layer 0, n 2, sample \d\)"
-    refused([a, b], tmp_path / "out", where + " has the interval")
+    remedy = "Merge studies with the same settings, texts, lengths and samples"
+    refused([a, b], tmp_path / "out", where + " has the interval .* " + remedy)
     assert not (tmp_path / "out").exists()
 
 

@@ -84,7 +84,8 @@ def measured(
     return Contents(
         measurements=rows,
         models=pd.DataFrame({"label": models, "name": models}).assign(
-            random_init=0, as_decoder=0, source="A stand-in.", layers=3, heads=2, max_length=64
+            random_init=0, as_decoder=0, source="A stand-in.", stored="float32",
+            layers=3, heads=2, max_length=64,
         ),
         texts=pd.DataFrame({"name": texts}).assign(
             digest="0", source="Made up.", characters=9, kind="text"
@@ -843,10 +844,12 @@ def test_hostile_data_are_shown_and_never_run(browser: Any, tmp_path: Path) -> N
     names = HOSTILE[:5]
     found = with_all(measured(names[:2], names[2::2]), HOSTILE)
     found.measurements["masking"] = HOSTILE[1]
-    found.bounds["name"] = [HOSTILE[place % len(HOSTILE)][:400] for place in range(len(found.bounds))]
+    # As objects: with pyarrow, columns of strings cannot hold a lone surrogate.
+    named = [HOSTILE[place % len(HOSTILE)][:400] for place in range(len(found.bounds))]
+    found.bounds["name"] = pd.Series(named, found.bounds.index, dtype=object)
     found.bounds["source"] = HOSTILE[1] * 20
-    found.models["source"] = HOSTILE[6]
-    found.runs["command"] = " ".join(HOSTILE[:7])
+    found.models["source"] = pd.Series(HOSTILE[6], found.models.index, dtype=object)
+    found.runs["command"] = pd.Series(" ".join(HOSTILE[:7]), found.runs.index, dtype=object)
     file = tmp_path / "report.html"
     page_text = render(found, exponents(found.measurements), [])
     assert len(page_text) < 3_000_000  # a token of a megabyte stands there a few hundred times

@@ -90,7 +90,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             raise
         place = getattr(getattr(error, "ctx", None), "command_path", "howsmooth")
         sentence = described().replace("Value error, ", "").rstrip(".")
-        return _refuse(f"{sentence}. See {place} --help.")
+        stop = "" if sentence.endswith("?") else "."
+        return _refuse(f"{sentence}{stop} See {place} --help.")
     return code if isinstance(code, int) else 0
 
 

@@ -47,7 +47,7 @@ def show_attacks(published: AttackOutputs, outcome: Outcome, folder: Path) -> No
         rows = list(family)
         where = f"{label}, {place_in_words(layer, head)}, scope {rows[0]['scope']}"
         heading(f"\n{where}, {mask_in_words(rows[0]['masking'])}, R = {rows[0]['radius']:.4g}")
-        names = ["n", "given tokens", "paper", "found", "by", "÷ paper", "upper bound", "by", "reached"]
+        names = ["n", "given", "paper", "found", "by", "÷ paper", "at most", "by", "reached"]
         show_table(names, map(_attack, rows), wrapped=["by"])
         growth = [
             f"{row['series']} like n^{decimal(row['slope'], 2)} "

@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from howsmooth.cli.options import OUTPUT
-from howsmooth.cli.progress import duration, shown_progress
+from howsmooth.cli.progress import shown_progress
 from howsmooth.cli.terminal_output import as_json, say, show_table
-from howsmooth.study.text_formatting import readable
+from howsmooth.study.text_formatting import duration, readable
 
 if TYPE_CHECKING:
     from howsmooth.study.forecast import Forecast

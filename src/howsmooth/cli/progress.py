@@ -14,8 +14,9 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 
 from howsmooth.study.progress_listener import Listener, Silent
+from howsmooth.study.text_formatting import duration
 
-__all__ = ["duration", "shown_progress"]
+__all__ = ["shown_progress"]
 
 _SECONDS_BETWEEN_LINES = 10.0
 
@@ -79,12 +80,3 @@ class _Bar:
         """Move the bar to the share of the phase that is done, and show the expected remaining time."""
         if self._task is not None:
             self._progress.update(self._task, total=total, completed=done, words=words)
-
-
-def duration(seconds: float) -> str:
-    """Format a time in seconds, minutes or hours."""
-    if seconds < 90:
-        return f"{seconds:.0f} s"
-    if seconds < 5400:
-        return f"{seconds / 60:.0f} min"
-    return f"{seconds / 3600:.1f} h"

@@ -5,12 +5,11 @@ from __future__ import annotations
 from dataclasses import asdict
 from pathlib import Path
 
-from howsmooth.cli.progress import duration
 from howsmooth.cli.terminal_output import as_json, say, show_table
 from howsmooth.study.merge import Merged
 from howsmooth.study.status import Status
 from howsmooth.study.store import STORE_NAME
-from howsmooth.study.text_formatting import readable
+from howsmooth.study.text_formatting import duration, readable
 
 __all__ = ["merged_as_json", "show_merged", "show_status", "status_as_json"]
 

@@ -272,7 +272,8 @@ def _check_agreement(new: _StoredRow, old: _StoredRow) -> None:
 
 def _conflict(path: Path, where: Path, what: str, other: object) -> StoreError:
     return StoreError(
-        f"{path} cannot be merged with {where}: {what}, and there {other}. Nothing was written."
+        f"{path} cannot be merged with {where}: {what}, and there {other}. Merge studies with the same "
+        "settings, texts, lengths and samples. Nothing was written."
     )
 
 

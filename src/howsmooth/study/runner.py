@@ -223,7 +223,8 @@ class Runner:
                     result = _result(future, task)
                     for found in result.found:
                         yield task, found
-                    self.task_times.learn(task.alike, task.n, task.size, result.seconds)
+                    if result.seconds is not None:
+                        self.task_times.learn(task.alike, task.n, task.size, result.seconds)
                     yield task, None
         finally:
             # Tasks that have started cannot be cancelled. They run to their end, and their results are
@@ -271,6 +272,8 @@ class _WorkProgress:
             left = self._task_times.expect_all(
                 (one, 1 - min(made / one.size, 1)) for one, made in self._made.values()
             )
+            if left is None and self._workers > 1:
+                return  # Workers have only loaded their models, which foretells nothing.
             total = spent * self._planned / self._done if left is None else spent + left / self._workers
             self._listener.advance(spent, total, f"{self._done} of {self._planned}, {task.words}")
 
@@ -280,10 +283,14 @@ class _WorkProgress:
 
 @dataclass(frozen=True, eq=False)
 class _Done:
-    """The results of a task on a worker, and the seconds it took."""
+    """The results of a task on a worker, and the seconds it took.
+
+    ``seconds`` is ``None`` for the first task of a plan in a process. It also loads the model and starts
+    PyTorch, so that its time says nothing about other tasks.
+    """
 
     found: list[Found]
-    seconds: float
+    seconds: float | None
 
 
 # Dask may run several tasks of a process in threads. They share PyTorch's settings and the loaded model, so
@@ -305,13 +312,15 @@ def _worker_results(task: Task, sent_by: str, keep_going: bool, threads: int | N
             torch.set_num_threads(threads)
         began = time.monotonic()
         steps: list[Found] = []
-        for found in task.found(_models_for(getattr(task, "plan", None))):
+        plan = getattr(task, "plan", None)
+        warm = plan == _kept[0]
+        for found in task.found(_models_for(plan)):
             # The error travels back by pickle. The task ends here if the failure will end the run anyway.
             failed = isinstance(found, Failed)
             steps.append(Failed(found.rows, _sendable(found.error)) if isinstance(found, Failed) else found)
             if failed and task.essential and not keep_going:
                 break
-        return _Done(steps, time.monotonic() - began)
+        return _Done(steps, time.monotonic() - began if warm else None)
 
 
 def _models_for(plan: Plan | None) -> Models | None:
@@ -338,7 +347,7 @@ def _result(future: Future[_Done], task: Task) -> _Done:
     except Exception as error:
         lost = WorkerError(f"{type(error).__name__}: {error}")
         lost.__cause__ = error
-        return _Done([task.failed(lost)], 0.0)
+        return _Done([task.failed(lost)], None)
 
 
 def _lost(error: Exception, task: Task | None = None) -> WorkerError:

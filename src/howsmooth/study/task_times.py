@@ -2,9 +2,10 @@
 
 Tasks are alike if they have the same kind of rows, model and scope. For such tasks, the time of a row is
 modelled as a power of the number of tokens n. The exponent is fitted to the nearest finished length and the
-next one that is at least twice as long or as short, and limited to the range from 0 to 2: times vary, so that
-lengths near to each other say little about the exponent. If there is one such length only, the exponent is 1
-above 64 tokens, and 0 below, where the cost that does not depend on n dominates.
+next one that is at least twice as long or as short: times vary, so that lengths near to each other say little
+about the exponent. It is limited to the range from 0 to 2, and from 0 to 1 if both lengths are below 64,
+where the cost of the n² pairs of tokens does not dominate yet. If there is one such length only, the exponent
+is 1 above 64 tokens, and 0 below, where the cost that does not depend on n dominates.
 """
 
 from __future__ import annotations
@@ -18,7 +19,6 @@ from howsmooth.study.tasks.task import Task
 
 __all__ = ["TaskTimes"]
 
-_STEEPEST = 2.0
 _SHORT = 64
 
 
@@ -53,7 +53,8 @@ class TaskTimes:
         if len(near) == 1 or min(times) <= 0:
             return times[0] * max(n, _SHORT) / max(near[0], _SHORT)
         exponent = math.log(times[1] / times[0]) / math.log(near[1] / near[0])
-        return float(times[0] * (n / near[0]) ** min(max(exponent, 0.0), _STEEPEST))
+        steepest = 1.0 if max(near) < _SHORT else 2.0
+        return float(times[0] * (n / near[0]) ** min(max(exponent, 0.0), steepest))
 
     def expect_all(self, tasks: Iterable[tuple[Task, float]]) -> float | None:
         """Return the expected seconds of what is left of some tasks; ``None`` if none like them is finished.

@@ -12,6 +12,7 @@ import unicodedata
 __all__ = [
     "amount_in_words",
     "decimal",
+    "duration",
     "encodable",
     "file_stem",
     "kind_in_words",
@@ -60,6 +61,15 @@ def encodable(words: str) -> str:
 def decimal(value: float, digits: int) -> str:
     """Format a number with fixed digits, a true minus sign, and no negative zero."""
     return f"{value:z.{digits}f}".replace("-", "\N{MINUS SIGN}")
+
+
+def duration(seconds: float) -> str:
+    """Format a time in seconds, minutes or hours."""
+    if seconds < 90:
+        return f"{seconds:.0f} s"
+    if seconds < 5400:
+        return f"{seconds / 60:.0f} min"
+    return f"{seconds / 3600:.1f} h"
 
 
 def sentence(words: str) -> str:

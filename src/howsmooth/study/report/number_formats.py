@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import math
-from datetime import timedelta
 
 from howsmooth.study.exponents import LEVEL
 from howsmooth.study.text_formatting import decimal, readable
 
-__all__ = ["CONFIDENCE", "chance", "duration", "number", "plain", "slope"]
+__all__ = ["CONFIDENCE", "chance", "number", "plain", "slope"]
 
 CONFIDENCE = f"{LEVEL * 100:.0f} %"
 """The confidence of the intervals of exponents and correlations, as text."""
@@ -32,10 +31,3 @@ def chance(value: float | None) -> str:
 def plain(value: object) -> str:
     """Return a name or path without control characters and with at most 300 characters."""
     return readable(str(value), longest=300)
-
-
-def duration(seconds: float) -> str:
-    """Format a time in seconds, or in hours, minutes and seconds."""
-    if seconds < 60:
-        return f"{seconds:.1f} seconds"
-    return f"{timedelta(seconds=round(seconds))} (hours:minutes:seconds)"

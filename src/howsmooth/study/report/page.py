@@ -24,7 +24,7 @@ from howsmooth.study.records import Contents, plain_rows
 from howsmooth.study.report import number_formats, tables
 from howsmooth.study.report.chart_data import bounds_data, scatter_data, script_json, sensitivity_data
 from howsmooth.study.report.limitations import limitations
-from howsmooth.study.text_formatting import amount_in_words, kind_in_words, place_in_words, sentence
+from howsmooth.study.text_formatting import amount_in_words, duration, kind_in_words, place_in_words, sentence
 
 __all__ = ["render"]
 
@@ -104,7 +104,7 @@ def _template(contents: Contents) -> jinja2.Template:
         "plain": number_formats.plain,
         "percent": lambda share: f"{100 * share:.2g} %",
         "head": lambda head: "all" if head is None else head,
-        "duration": number_formats.duration,
+        "duration": duration,
         "sentence": sentence,
         "noun": lambda text: nouns.get(number_formats.plain(text), "text"),
     }
