@@ -97,6 +97,25 @@ def test_lazy_names_are_the_real_ones() -> None:
         howsmooth.nonsense  # noqa: B018
 
 
+def test_dir_shows_public_names_only(tmp_path: Path) -> None:
+    # In a fresh process, since an imported submodule becomes an attribute of its package.
+    code = """
+import howsmooth
+print(*dir(howsmooth))
+for name in howsmooth.__all__:
+    value = getattr(howsmooth, name)
+    if hasattr(value, "__path__"):
+        own = {one for one in dir(value) if not one.startswith("__")} - set(getattr(value, "__all__", ()))
+        stray = sorted(one for one in own if f"{value.__name__}.{one}" not in __import__("sys").modules)
+        print(name, *stray)
+"""
+    names, *packages = _python(code, tmp_path).splitlines()
+    import howsmooth
+
+    assert names.split() == sorted([*howsmooth.__all__, "__version__"])
+    assert packages == [name for name in howsmooth.__all__ if (SOURCE / name).is_dir()]
+
+
 def test_what_is_imported_is_declared() -> None:
     found: set[str] = set()
     for path in SOURCE.rglob("*.py"):
