@@ -197,7 +197,7 @@ def test_a_bound_of_your_own(statement: Callable[..., Bound]) -> None:
     assert paper.value > ours.value
     free = statement(f, 4, 1.0, head_bound=lambda head, length, radius: mean_field_upper_bound(head, radius))
     assert free.holds
-    causal = statement(random_attention(1, biases=False, causal=True), 4, 1.0, theorem_3_3)
+    causal = statement(random_attention(1, biases=False, causal=True), 4, 1.0, head_bound=theorem_3_3)
     assert not causal.holds
     assert causal.value == math.inf
     assert {h.statement: h.holds for h in causal.hypotheses} == {"no mask": False, "no query bias": True}

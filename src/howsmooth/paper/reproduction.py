@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -77,7 +78,7 @@ def choose_figures(names: Sequence[str]) -> list[Figure]:
 def produce(
     chosen: Sequence[Figure],
     options: FigureOptions,
-    folder: Path,
+    folder: str | os.PathLike[str],
     listener: Listener | None = None,
     command: str = "",
 ) -> Reproduction:
@@ -103,6 +104,7 @@ def produce(
         the others are in the result and on the page.
 
     """
+    folder = Path(folder)
     made = Reproduction(folder / PAGE)
     listener, models = listener or Silent(), models_for(options)
     errors: list[HowsmoothError] = []

@@ -110,7 +110,7 @@ class Forecast:
     impossible: tuple[tuple[str, str | None, str], ...]
 
 
-def forecast(plan: Plan, folder: Path, *, keep_going: bool = False) -> Forecast:
+def forecast(plan: Plan, folder: str | os.PathLike[str], *, keep_going: bool = False) -> Forecast:
     """Predict the time and memory of a run of a plan, by trying a few tasks and without writing anything.
 
     Parameters

@@ -12,6 +12,7 @@ import dataclasses
 import difflib
 import inspect
 import math
+import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -326,6 +327,7 @@ def words(*, place: bool = False) -> Kind:
     """Return the kind of option that accepts non-empty strings; with ``place`` they may be paths."""
 
     def read(name: str, value: Any) -> str:
+        value = os.fspath(value) if place and isinstance(value, os.PathLike) else value
         if not isinstance(value, str) or not value.strip() or "\0" in value:
             raise _refuse(name, "a non-empty string", value)
         return str(value)
@@ -346,10 +348,10 @@ def choice(*choices: str) -> Kind:
 
 def path() -> Kind:
     """Return the kind of option that accepts the path of a file or a folder."""
-    plain = words()
+    plain = words(place=True)
 
     def read(name: str, value: Any) -> Path:
-        return value if isinstance(value, Path) else Path(plain.read(name, value))
+        return Path(plain.read(name, value))
 
     return Kind(Path, read, place=True)
 

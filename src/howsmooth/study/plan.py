@@ -247,7 +247,7 @@ class ModelSpec(Options):
 def _model_entry(name: str, value: Any) -> Any:
     if isinstance(value, ModelSpec | Mapping):
         return value
-    if not isinstance(value, str):
+    if not isinstance(value, str | os.PathLike):
         raise ArgumentError(name, expected="names or tables with a name", got=shown(value))
     return {"name": value}
 

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import os
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
-from pathlib import Path
 
 from howsmooth.study.plan import ModelSpec, Plan
 from howsmooth.study.preparation import MEASURE
@@ -76,7 +76,7 @@ class Status:
     reasons: tuple[tuple[str, int], ...]
 
 
-def status(plan: Plan, texts: Iterable[str], folder: Path) -> Status:
+def status(plan: Plan, texts: Iterable[str], folder: str | os.PathLike[str]) -> Status:
     """Count the measurements of a plan that its store has, lacks or failed; estimate the remaining time.
 
     Parameters

@@ -6,6 +6,7 @@ import csv
 import hashlib
 import importlib
 import io
+import os
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -50,7 +51,7 @@ class Text:
         object.__setattr__(self, "digest", hashlib.sha256(self.content.encode("utf-8")).hexdigest())
 
 
-def load_text(name: str | Path) -> Text:
+def load_text(name: str | os.PathLike[str]) -> Text:
     """Load a text by its name or its path.
 
     Parameters
@@ -74,7 +75,7 @@ def load_text(name: str | Path) -> Text:
         If the file cannot be found or read, is empty, or is not UTF-8 text.
 
     """
-    if not str(name).strip():
+    if not os.fspath(name).strip():
         raise ArgumentError("text", expected="a name or a path", got="an empty string", remedy=_choices())
     if name == "alice":
         return _alice()

@@ -5,9 +5,9 @@ from __future__ import annotations
 import hashlib
 import inspect
 import json
+import os
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -87,7 +87,7 @@ def builtin_names() -> tuple[str, ...]:
 
 
 def load_model(
-    name: str | Path,
+    name: str | os.PathLike[str],
     *,
     random_init: bool = False,
     as_decoder: bool = False,
@@ -138,7 +138,7 @@ def load_model(
         If there is no such model, or it cannot be read, run or used as requested.
 
     """
-    if not isinstance(name, str | Path) or not str(name).strip():
+    if not isinstance(name, str | os.PathLike) or not os.fspath(name).strip():
         raise ArgumentError("name", expected="a built-in name, a folder or a Hub id", got=repr(name))
     if dtype not in (None, torch.float32, torch.float64, *HALF):
         expected = "torch.float32, torch.float64, torch.bfloat16, torch.float16 or None"
@@ -149,7 +149,7 @@ def load_model(
         raise ArgumentError("part", expected="None or the name of a part", got=repr(part))
     target = _device(device)
     with quiet():
-        place = find(str(name), random_init=random_init)
+        place = find(os.fspath(name), random_init=random_init)
         config = _config(place)
         in_file = next((c.dtype for c in nested_configs(config) if getattr(c, "dtype", None)), None)
         short = _shortened(place, config, most_weights) if random_init else ""

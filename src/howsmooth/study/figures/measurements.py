@@ -7,6 +7,7 @@ viridis colours do not depend on colour vision. Unconverged measurements are hol
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -78,7 +79,7 @@ class Picture:
 
 def draw_all(
     measurements: pd.DataFrame,
-    folder: Path,
+    folder: str | os.PathLike[str],
     listener: Listener,
     kinds: Mapping[str, str] = {},
 ) -> list[Picture]:
@@ -101,6 +102,7 @@ def draw_all(
         The figures; an overview comes before the figures of its layers.
 
     """
+    folder = Path(folder)
     figures: list[Callable[[], Picture]] = []
     for (model, text, scope), family in measurements.groupby(["model", "text", "scope"], sort=True):
         parts = parts_of(family, "lipschitz")
