@@ -54,7 +54,8 @@ class FigureOptions(Options):
     texts: tuple[str, ...] = option(
         (DEFAULT_TEXT,),
         several(words(place=True)),
-        "A text: a .txt file, a .csv file in AG_NEWS format, alice or ag_news. May be repeated.",
+        "A text: a .txt file, a .csv file in AG_NEWS format, alice, ag_news, or - (standard input). May be "
+        "repeated.",
         metavar="NAME|PATH",
         flag="text",
     )

@@ -9,7 +9,6 @@ way.
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import inspect
 import math
 import os
@@ -20,7 +19,7 @@ from numbers import Integral, Real
 from pathlib import Path
 from typing import Any, ClassVar, TypeVar
 
-from howsmooth.errors import ArgumentError
+from howsmooth.errors import ArgumentError, similar_name
 from howsmooth.study.ranges import Ranges
 
 __all__ = [
@@ -224,12 +223,11 @@ def check_keys(table: Mapping[str, Any], known: Sequence[str]) -> None:
     """
     for key in table:
         if key not in known:
-            near = difflib.get_close_matches(key, known, 1)
             raise ArgumentError(
                 key,
                 expected=f"one of the keys {', '.join(known)}",
                 got="an unknown key",
-                remedy=f"Is {near[0]} meant?" if near else "",
+                remedy=similar_name(key, known),
             )
 
 
@@ -340,7 +338,12 @@ def choice(*choices: str) -> Kind:
 
     def read(name: str, value: Any) -> str:
         if value not in choices:
-            raise _refuse(name, f"one of {', '.join(choices)}", value)
+            raise ArgumentError(
+                name,
+                expected=f"one of {', '.join(choices)}",
+                got=shown(value),
+                remedy=similar_name(str(value), choices),
+            )
         return str(value)
 
     return Kind(str, read)

@@ -295,10 +295,10 @@ def _refuse_several(place: Place, model: PreTrainedModel) -> None:
     parts = named_parts(model)
     asked = inspect.signature(model.forward).parameters
     if {"text", "image"} <= set(parts.values()) and "pixel_values" in asked and "return_loss" in asked:
-        listed = ", ".join(f"{path} ({takes})" for path, takes in parts.items())
+        listed = ", ".join(f"{path} with {_GIVEN.get(takes, takes)}" for path, takes in parts.items())
         raise ModelError(
-            f"{place.name!r} compares texts with images and needs both at once. Choose a part of it, with "
-            f"part (--part): {listed}."
+            f"{place.name!r} compares texts with images and needs both at once. Measure its parts one at a "
+            f"time, each with part (--part): {listed}."
         )
 
 
@@ -360,11 +360,24 @@ def _check_memory(place: Place, config: Any, dtype: torch.dtype | None) -> None:
         )
 
 
+# How inputs of each kind are given to the command line.
+_GIVEN = {
+    "text": "a text (--text)",
+    "image": "images (--images)",
+    "audio": "audio (--audio)",
+    "embeddings": "embedded tokens (--embeddings)",
+}
+_TOKEN_IDS = "Give token ids instead of text (howsmooth measure --tokens FILE)."
+
+
 def _tokenizer(
     place: Place, random_init: bool, text: str | None, modality: str, vocabulary: int | None
 ) -> tuple[Tokenizer, str]:
     if modality != "text":
-        return Tokenizer(None, f"{place.name!r} takes no text ({modality})."), "none"
+        obstacle = f"{place.name!r} takes no text ({modality})."
+        if modality in _GIVEN:
+            obstacle += f" howsmooth measure takes {_GIVEN[modality]}."
+        return Tokenizer(None, obstacle), "none"
     if place.location is not None:
         own = own_tokenizer(place.location, local_files_only=place.local_files_only)
         if own is not None:
@@ -374,7 +387,7 @@ def _tokenizer(
             trained_tokenizer(text, vocabulary or 0),
             "a byte-level BPE trained on the text, because the model has no usable tokenizer of its own",
         )
-    remedy = "Give tokenizer_text to train one." if random_init else "Give token ids instead of text."
+    remedy = "Give tokenizer_text to train one." if random_init else _TOKEN_IDS
     return Tokenizer(None, f"{place.name!r} has no usable tokenizer. {remedy}"), "none"
 
 

@@ -183,7 +183,7 @@ def _overview(parts: Sequence[Part], family: _Family) -> Picture:
     slim = 5 * figure.get_figheight()
     bar = figure.colorbar(ScalarMappable(norm, COLOURS), ax=figure.axes, aspect=slim, pad=0.015)
     set_bar_ticks(bar, norm)
-    bar.set_label("radius R")
+    bar.ax.set_title("radius R", loc="left", fontsize="medium")
     by_head = any(part.head is not None for part in parts)
     title = (
         f"{readable(family.model)}, scope {family.scope}, {kind_in_words(family.kind)} "
