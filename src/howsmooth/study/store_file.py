@@ -50,6 +50,7 @@ def begun(connection: sqlite3.Connection) -> Iterator[None]:
 @contextmanager
 def translated(path: str | os.PathLike[str]) -> Iterator[None]:
     """In the ``with`` block, turn SQLite's errors into StoreErrors that say what to do."""
+    path = Path(path)
     try:
         yield
     except sqlite3.OperationalError as error:
