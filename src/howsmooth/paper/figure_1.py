@@ -70,7 +70,7 @@ def _picture(panels: Sequence[list[Growth]], folder: Path, stem: str) -> plottin
             ScalarMappable(norm, COLOURS), ax=list(below), location="bottom", aspect=32, pad=0.02
         )
         set_bar_ticks(bar, norm)
-        bar.ax.set_title("mean radius", loc="left", fontsize="medium")
+        bar.set_label("mean radius")
         bar.ax.tick_params(width=0.5, length=2)
     title = f"Figure 1: {'; '.join(column[0].name for column in panels)}"
     return plotting.picture(canvas, folder, stem, title, above=True)
