@@ -287,4 +287,4 @@ def test_the_name_of_a_colour_bar_is_above_the_bar() -> None:
     figure = Figure()
     add_colourbar(figure, figure.subplots(), Normalize(1, 8), "radius R")
     _, bar = figure.axes
-    assert (bar.get_ylabel(), bar.get_title(loc="left")) == ("", "radius R")
+    assert (bar.get_ylabel(), bar.get_title(loc="right")) == ("", "radius R")

@@ -148,7 +148,7 @@ def _add_order(figure: Figure, axis: Any, view: FlowView) -> None:
     n = view.points.shape[1]
     scale = ScalarMappable(Normalize(1, max(n, 2)), ListedColormap(view.colours))
     bar = figure.colorbar(scale, ax=axis, pad=0.02, aspect=34, shrink=0.75)
-    bar.ax.set_title("position of the token", loc="left", fontsize="medium")
+    bar.ax.set_title("position of the token", loc="right", fontsize="medium")
     bar.outline.set_visible(False)
     bar.ax.yaxis.set_major_locator(MaxNLocator(6, integer=True))
 

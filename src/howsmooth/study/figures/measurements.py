@@ -146,6 +146,8 @@ def _single(part: Part, family: _Family) -> Picture:
     set_axis(left, "x", group["n"], whole=True)
     set_axis(right, "x", group["radius_mean"])
     set_axis(left, "y", pd.concat([group["lower"], group["upper"]]))
+    # Without ticks of its own, the right panel does not seem to take its numbers from the left colour bar.
+    right.tick_params(axis="y", left=False)
     left.set_xlabel(f"sequence length n ({unit_in_words(family.kind)})")
     left.set_ylabel("local Lipschitz constant")
     right.set_xlabel("radius R (root mean square token norm)" + _constancy(group["radius_mean"]))
@@ -183,7 +185,7 @@ def _overview(parts: Sequence[Part], family: _Family) -> Picture:
     slim = 5 * figure.get_figheight()
     bar = figure.colorbar(ScalarMappable(norm, COLOURS), ax=figure.axes, aspect=slim, pad=0.015)
     set_bar_ticks(bar, norm)
-    bar.ax.set_title("radius R", loc="left", fontsize="medium")
+    bar.ax.set_title("radius R", loc="right", fontsize="medium")
     by_head = any(part.head is not None for part in parts)
     title = (
         f"{readable(family.model)}, scope {family.scope}, {kind_in_words(family.kind)} "
