@@ -120,7 +120,7 @@ def test_a_misspelt_name_is_answered_with_the_nearest(
 
 def test_texts_and_images_together_are_answered_with_the_parts(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["measure", "clip", "--random-init", "--text", "alice", "--images", "builtin"]) == 2
-    assert "such as CLIP, add --part text or --part vision" in capsys.readouterr().err
+    assert "such as CLIP, choose a part: text or vision" in capsys.readouterr().err
     assert main(["inspect", "clip", "--random-init"]) == 2
     said = capsys.readouterr().err
     assert "text_model with a text (--text), vision_model with images (--images)" in said

@@ -414,8 +414,8 @@ class Plan(Options):
                 "inputs",
                 expected="only text input, only images or only audio",
                 got=" and ".join(senses),
-                remedy="Measure each with its own command, into another folder if the models differ. For a "
-                "model that takes both, such as CLIP, add --part text or --part vision.",
+                remedy="Measure each with its own command, into another folder if the models differ. Of a "
+                "model that takes both, such as CLIP, choose a part: text or vision.",
             )
         needed = {"models": self.models, "texts": self.sources, "scopes": self.scopes}
         if senses == ["text"]:

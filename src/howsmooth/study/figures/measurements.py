@@ -146,7 +146,8 @@ def _single(part: Part, family: _Family) -> Picture:
     set_axis(left, "x", group["n"], whole=True)
     set_axis(right, "x", group["radius_mean"])
     set_axis(left, "y", pd.concat([group["lower"], group["upper"]]))
-    # Without ticks of its own, the right panel does not seem to take its numbers from the left colour bar.
+    # Without a line and ticks, the numbers of the left colour bar do not read as an axis of the right panel.
+    right.spines["left"].set_visible(False)
     right.tick_params(axis="y", left=False)
     left.set_xlabel(f"sequence length n ({unit_in_words(family.kind)})")
     left.set_ylabel("local Lipschitz constant")
