@@ -64,7 +64,7 @@ def test_the_first_example_runs_as_printed(
     monkeypatch.chdir(tmp_path)
     Path("sweep.toml").write_text('models = ["builtin-encoder"]\nlengths = "4,8,12"\nsamples = 2\n')
     if command == "certify":
-        save(SoftmaxAttention(8, 2, length=4, radius=1.0), "model.safetensors")
+        save(SoftmaxAttention(8, 2, length=4, radius=1.0), "model.safetensors", length=4, radius=1.0)
     assert main(examples_of(help_of(command, capsys, monkeypatch))[0]) == 0
 
 
