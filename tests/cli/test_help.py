@@ -18,7 +18,7 @@ from howsmooth.cli.progress import duration
 from howsmooth.cli.terminal_output import show_table
 from howsmooth.nn import SoftmaxAttention, save
 
-COMMANDS = ("measure", "study", "bound", "attack", "flow", "certify", "inspect", "reproduce")
+COMMANDS = ("profile", "measure", "study", "bound", "attack", "flow", "certify", "inspect", "reproduce")
 
 
 def help_of(command: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> str:
