@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import inspect
 import os
 import re
 import shutil
@@ -13,6 +14,8 @@ import tomllib
 import venv
 import zipfile
 from collections.abc import Sequence
+from dataclasses import is_dataclass
+from importlib import import_module
 from pathlib import Path
 
 import jaxtyping
@@ -65,6 +68,23 @@ def test_a_shape_that_its_annotation_denies_is_an_error(call: str) -> None:
         calls[call]()
 
 
+def test_public_functions_take_paths_as_strings_too() -> None:
+    pages = (path.read_text(encoding="utf-8") for path in (ROOT / "docs" / "reference").glob("*.md"))
+    modules = [import_module(name) for page in pages for name in re.findall(r"automodule:: (\S+)", page)]
+    values = [getattr(module, name) for module in modules for name in getattr(module, "__all__", ())]
+    classes = [value for value in values if isinstance(value, type)]
+    methods = [getattr(one, name) for one in classes for name in vars(one) if not name.startswith("_")]
+    made = [one.__init__ for one in classes if not is_dataclass(one) and one.__name__ != "Store"]
+    paths = 0
+    for function in (*values, *methods, *made):
+        if not (inspect.isfunction(function) or inspect.ismethod(function)):
+            continue
+        for one in inspect.signature(function).parameters.values():
+            paths += "PathLike" in str(one.annotation)
+            assert not re.search(r"\bPath\b", str(one.annotation)), (function, one)
+    assert paths > 30
+
+
 # ---- imports
 
 
@@ -95,6 +115,25 @@ def test_lazy_names_are_the_real_ones() -> None:
     assert all(hasattr(howsmooth, name) for name in howsmooth.__all__)
     with pytest.raises(AttributeError, match="no attribute 'nonsense'"):
         howsmooth.nonsense  # noqa: B018
+
+
+def test_dir_shows_public_names_only(tmp_path: Path) -> None:
+    # In a fresh process, since an imported submodule becomes an attribute of its package.
+    code = """
+import howsmooth
+print(*dir(howsmooth))
+for name in howsmooth.__all__:
+    value = getattr(howsmooth, name)
+    if hasattr(value, "__path__"):
+        own = {one for one in dir(value) if not one.startswith("__")} - set(getattr(value, "__all__", ()))
+        stray = sorted(one for one in own if f"{value.__name__}.{one}" not in __import__("sys").modules)
+        print(name, *stray)
+"""
+    names, *packages = _python(code, tmp_path).splitlines()
+    import howsmooth
+
+    assert names.split() == sorted([*howsmooth.__all__, "__version__"])
+    assert packages == [name for name in howsmooth.__all__ if (SOURCE / name).is_dir()]
 
 
 def test_what_is_imported_is_declared() -> None:

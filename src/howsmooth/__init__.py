@@ -15,7 +15,22 @@ from importlib import import_module, metadata
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from howsmooth import adversarial, bounds, distributed, dynamics, functional, measures, nn
+    from howsmooth import (
+        adversarial,
+        attention,
+        bounds,
+        distributed,
+        dynamics,
+        errors,
+        functional,
+        jacobian,
+        measures,
+        models,
+        nn,
+        spectral,
+        study,
+        texts,
+    )
     from howsmooth.attention import (
         Compose,
         L2Attention,
@@ -51,17 +66,24 @@ __all__ = [
     "SinkhornAttention",
     "Site",
     "adversarial",
+    "attention",
     "bounds",
     "capture",
     "distributed",
     "dynamics",
+    "errors",
     "functional",
+    "jacobian",
     "load_model",
     "local_lipschitz",
     "measures",
+    "models",
     "nn",
     "profile",
     "read",
+    "spectral",
+    "study",
+    "texts",
 ]
 
 # PyTorch takes two seconds to import and transformers as many again; `howsmooth --help` needs neither.
@@ -85,12 +107,19 @@ _ROOMS = {
 }
 _WHOLE_ROOMS = (
     "adversarial",
+    "attention",
     "bounds",
     "distributed",
     "dynamics",
+    "errors",
     "functional",
+    "jacobian",
     "measures",
+    "models",
     "nn",
+    "spectral",
+    "study",
+    "texts",
 )
 
 
@@ -104,4 +133,4 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+    return sorted([*__all__, "__version__"])

@@ -6,6 +6,8 @@ else. The command line prints each as one sentence and ends with exit code 2.
 
 from __future__ import annotations
 
+import difflib
+from collections.abc import Iterable
 from functools import partial
 from typing import Any
 
@@ -21,6 +23,7 @@ __all__ = [
     "TextError",
     "WorkerError",
     "reason",
+    "similar_name",
 ]
 
 
@@ -117,6 +120,12 @@ class StoreError(HowsmoothError):
 
 class WorkerError(HowsmoothError):
     """Raised when a worker of a study is lost, cannot be reached, or runs another version of howsmooth."""
+
+
+def similar_name(given: str, known: Iterable[str]) -> str:
+    """Ask, for the remedy of an error, whether a known name was meant; empty if none is similar."""
+    near = difflib.get_close_matches(given, list(known), 1, cutoff=0.7)
+    return f"Is {near[0]} meant?" if near else ""
 
 
 def reason(error: BaseException) -> str:

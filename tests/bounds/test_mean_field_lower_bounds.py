@@ -46,7 +46,7 @@ def test_two_dirac_is_the_norm_at_repeated_tokens(gamma, radius, copies, cluster
     f = hs.SelfAttention(gamma * eye(1)[None], eye(1)[None], eye(1)[None], scale=1.0)
     ratio = 0.5 if cluster == "half" else -1.0
     x = torch.tensor([radius] * copies[0] + [ratio * radius] * copies[1], dtype=torch.float64)[:, None]
-    bound = two_dirac(gamma, radius, copies[0] / sum(copies), cluster)
+    bound = two_dirac(gamma, radius, weight=copies[0] / sum(copies), cluster=cluster)
     assert bound.value == pytest.approx(float(true_norm(f, x[None])[0]), rel=1e-9)
 
 
@@ -66,15 +66,15 @@ def test_two_dirac_of_a_head(gammas):
     along[0, axis] = float(V[:, axis].norm())
     atoms, weights = torch.stack([u, ratio * u]), torch.tensor([0.1, 0.9], dtype=torch.float64)
     expected = weighted_norm(line, along, atoms, weights)
-    assert two_dirac(head, radius, 0.1).value == pytest.approx(expected, rel=1e-9)
-    assert two_dirac(head, radius, 0.1).value <= weighted_norm(A, V, atoms, weights) * (1 + 1e-12)
+    assert two_dirac(head, radius, weight=0.1).value == pytest.approx(expected, rel=1e-9)
+    assert two_dirac(head, radius, weight=0.1).value <= weighted_norm(A, V, atoms, weights) * (1 + 1e-12)
 
 
 @pytest.mark.parametrize("gamma", [-2.0, -0.5, 0.3, 4.0])
 @pytest.mark.parametrize("radius", [0.1, 0.7, 2.0, 4.0])
 def test_order_of_the_bounds(gamma, radius):
     g = radius**2 * max(-gamma, gamma / 8)
-    exact = two_dirac(gamma, radius, math.exp(-2 * g)).value if 0 < math.exp(-2 * g) < 1 else math.inf
+    exact = two_dirac(gamma, radius, weight=math.exp(-2 * g)).value if 0 < math.exp(-2 * g) < 1 else math.inf
     assert proposition_3_6_rate(gamma, radius).value <= proposition_3_6(gamma, radius).value
     assert proposition_3_6(gamma, radius).value <= exact * (1 + 1e-9)
     better = weighted_two_atom_lower_bound(gamma, radius).value
@@ -139,7 +139,7 @@ def test_hypotheses():
 
 def test_refusals():
     with pytest.raises(ArgumentError, match="weight"):
-        two_dirac(-1.0, 1.0, 1.0)
+        two_dirac(-1.0, 1.0, weight=1.0)
     with pytest.raises(ArgumentError, match="cluster"):
         two_dirac(-1.0, 1.0, cluster="other")
     with pytest.raises(ArgumentError, match="radius"):

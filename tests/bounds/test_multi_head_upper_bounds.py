@@ -192,12 +192,12 @@ def test_the_best_bound_of_a_head_knows_its_mask() -> None:
 def test_a_bound_of_your_own(statement: Callable[..., Bound]) -> None:
     f = random_attention(1, biases=False)
     ours = statement(f, 4, 1.0)
-    paper = statement(f, 4, 1.0, theorem_3_3)
+    paper = statement(f, 4, 1.0, head_bound=theorem_3_3)
     assert paper.holds
     assert paper.value > ours.value
-    free = statement(f, 4, 1.0, lambda head, length, radius: mean_field_upper_bound(head, radius))
+    free = statement(f, 4, 1.0, head_bound=lambda head, length, radius: mean_field_upper_bound(head, radius))
     assert free.holds
-    causal = statement(random_attention(1, biases=False, causal=True), 4, 1.0, theorem_3_3)
+    causal = statement(random_attention(1, biases=False, causal=True), 4, 1.0, head_bound=theorem_3_3)
     assert not causal.holds
     assert causal.value == math.inf
     assert {h.statement: h.holds for h in causal.hypotheses} == {"no mask": False, "no query bias": True}
@@ -206,7 +206,7 @@ def test_a_bound_of_your_own(statement: Callable[..., Bound]) -> None:
         return Bound.lower("wrong", Quantity.GLOBAL, "nowhere", formula=1.0)
 
     with pytest.raises(ArgumentError, match="head_bound: expected an upper bound"):
-        statement(f, 4, 1.0, wrong)
+        statement(f, 4, 1.0, head_bound=wrong)
 
 
 @pytest.mark.parametrize("statement", ALL)
@@ -219,7 +219,7 @@ def test_refusals_and_extremes(statement: Callable[..., Bound]) -> None:
     careless = Bound.upper("careless", Quantity.GLOBAL, "nowhere", formula=1.0)
     for length, radius in ((0, 1.0), (3, math.nan)):
         with pytest.raises(ArgumentError):
-            statement(f, length, radius, lambda head, n, r: careless)
+            statement(f, length, radius, head_bound=lambda head, n, r: careless)
     with pytest.raises(ArgumentError, match="rotary"):
         statement(random_attention(1, rotary=rotary(4, 4)), 3, 1.0)
     with pytest.raises(ArgumentError, match="attention"):

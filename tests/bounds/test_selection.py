@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import inspect
 import itertools
 import math
+from types import FunctionType, ModuleType
 
 import pytest
 import torch
@@ -11,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import howsmooth as hs
+from howsmooth import adversarial, bounds
 from howsmooth.bounds import Head, best, norm_radius, parameters_of, pre_norm_upper_bound, table
 from howsmooth.errors import ArgumentError
 from tests._cases import D, dense_jacobian, random_attention, rotary, tokens, true_norm
@@ -164,6 +167,7 @@ def test_head_and_parameters_are_taken_as_well() -> None:
         ({"X": tokens(0, N, D), "length": 3}, "length: expected the length of X, 5"),
         ({"X": tokens(0, N, D + 1)}, r"X: expected tokens of shape \(n, 6\)"),
         ({"X": tokens(0, 2, N, D)}, "one sequence"),
+        ({"X": 10, "length": 4.0}, "X: expected tokens .* got 10. For a bound on a ball, give length and"),
         ({"X": tokens(0, N, D), "side": "lower"}, "side: expected 'upper' with X"),
         ({"length": 5, "radius": 1.0, "side": "left"}, "side: expected 'upper' or 'lower'"),
     ],
@@ -171,6 +175,18 @@ def test_head_and_parameters_are_taken_as_well() -> None:
 def test_bad_arguments_are_named(arguments: dict[str, object], words: str) -> None:
     with pytest.raises(ArgumentError, match=words):
         best(ATTENTIONS["one head"], **arguments)
+
+
+@pytest.mark.parametrize("module", [bounds, adversarial])
+def test_operands_may_be_positional_and_options_are_by_name(module: ModuleType) -> None:
+    operands = ("X", "length", "radius", "norm")
+    for name in module.__all__:
+        function = getattr(module, name)
+        if isinstance(function, FunctionType):
+            for one in inspect.signature(function).parameters.values():
+                by_name = one.default is not one.empty and one.name not in operands
+                assert by_name <= (one.kind is one.KEYWORD_ONLY), (name, one.name)
+                assert one.name not in operands or one.kind is one.POSITIONAL_OR_KEYWORD, (name, one.name)
 
 
 def test_what_is_no_attention_is_refused() -> None:

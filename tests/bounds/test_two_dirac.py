@@ -67,7 +67,9 @@ def test_the_papers_weight(g: float, gamma: float, ratio: float) -> None:
     if g >= 20:  # one entry of the matrix is then all of it
         assert log == pytest.approx(paper, abs=2.0 / g)
     if math.exp(-2 * g) > 0 and g > 0.5:
-        exact = two_dirac(gamma, math.sqrt(g), math.exp(-2 * g), "opposite" if gamma < 0 else "half")
+        exact = two_dirac(
+            gamma, math.sqrt(g), weight=math.exp(-2 * g), cluster="opposite" if gamma < 0 else "half"
+        )
         assert log == pytest.approx(exact.log_value, abs=1e-9)
 
 

@@ -332,6 +332,30 @@ def test_layers_in_the_order_asked_for() -> None:
     assert all(isinstance(s, Site) for s in chosen)
 
 
+@pytest.mark.parametrize(
+    ("layers", "indices"),
+    [
+        (0, [0]),
+        (-1, [2]),
+        ("all", [0, 1, 2]),
+        ([2, 0], [2, 0]),
+        (range(1, 3), [1, 2]),
+        (slice(1, None), [1, 2]),
+        (slice(None, None, -2), [2, 0]),
+    ],
+)
+def test_layers_and_heads_are_an_index_a_list_a_range_a_slice_or_all(layers: Any, indices: list[int]) -> None:
+    assert [site.layer for site in capture(tiny("gpt2"), token_ids(1, 4), layers)] == indices
+
+
+def test_heads_are_given_like_layers() -> None:
+    for heads, indices in ((1, [1]), ("all", [0, 1, 2, 3]), (slice(1, 3), [1, 2]), (range(2), [0, 1])):
+        found = capture(tiny("gpt2"), token_ids(1, 4), layers=0, scope="head", heads=heads)
+        assert [site.head for site in found] == indices
+    with pytest.raises(ArgumentError, match="layers: expected a slice with some of 3 layers in it"):
+        capture(tiny("gpt2"), token_ids(1, 4), layers=slice(5, None))
+
+
 def test_batch_members_do_not_depend_on_each_other() -> None:
     model, ids = tiny("llama", torch.float64), token_ids(3, 6)
     (together,) = capture(model, ids, layers=[1], scope="block")

@@ -127,6 +127,32 @@ def test_what_was_made_before_stays_on_the_page(
     assert [one["name"] for one in json.loads(capsys.readouterr().out)["figures"]] == ["one"]
 
 
+def test_after_an_interruption_the_page_has_the_finished_figures(
+    pretence: Pretence, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def interrupt(name: str) -> None:
+        if name == "two":
+            raise KeyboardInterrupt
+
+    pretence.before = interrupt
+    assert main(["reproduce", "--out", str(tmp_path)]) == 130
+    assert "finished figures and measurements are saved" in capsys.readouterr().err
+    page = (tmp_path / "reproduce.html").read_text()
+    assert "one was measured 1 times." in page
+    assert "two was measured" not in page
+
+
+def test_a_figure_is_also_named_as_in_the_paper() -> None:
+    (figure,) = reproduction.choose_figures(["figure-2"])
+    assert figure.name == "adversarial"
+    assert [one.name for one in reproduction.choose_figures(["appendix-c.5", "figure-1"])] == [
+        "figure-1",
+        "gamma-r2",
+    ]
+    with pytest.raises(ArgumentError, match=r"one of figure-1, .* got 'adversaral'\. Is adversarial meant\?"):
+        reproduction.choose_figures(["adversaral"])
+
+
 def test_figures_share_models(pretence: Pretence, tmp_path: Path) -> None:
     tools, work = make_tools()
 

@@ -22,6 +22,9 @@ from howsmooth.errors import ArgumentError, ModelError
 from howsmooth.lipschitz import mixed_precision
 from howsmooth.study.forecast import Forecast, forecast
 from howsmooth.study.plan import ModelSpec, Plan
+from howsmooth.study.records import Run
+from howsmooth.study.status import status
+from howsmooth.study.store import Store
 from tests._study import FakeModel, Tools, Work, installed, make_plan, make_tools, run
 
 
@@ -158,6 +161,22 @@ def test_what_the_store_has_is_not_counted_again(tmp_path: Path) -> None:
     all_done = told(make_plan(), tmp_path, tools)
     assert (all_done.parts, all_done.bounds, all_done.kept) == ((), 0, 45)
     assert (tmp_path / "study.sqlite").read_bytes() == before
+
+
+def test_status_tells_what_a_dry_run_tells(tmp_path: Path) -> None:
+    tools, _ = make_tools()
+    run(make_plan(lengths=(2, 4)), tmp_path, tools)
+    plan = make_plan(bounds="auto")
+    found, left = told(plan, tmp_path, tools), status(plan, ["prose"], tmp_path).remaining
+    assert left is not None
+    with Store.open(tmp_path, write=False) as store:
+        worked = sum(run.worked for run, _ in store.rows(Run))
+    # 15 of 45 rows are left: at twice the length a row takes 1 to 4 times as long, and bounds a fifth more.
+    assert found.drawing < left < found.drawing + 1.2 * 4 * worked
+    assert status(make_plan(lengths=(2, 4)), ["prose"], tmp_path).remaining == 0
+    alone = status(make_plan(bounds="none"), ["prose"], tmp_path).remaining
+    assert alone is not None
+    assert left - found.drawing == pytest.approx(1.2 * (alone - found.drawing))
 
 
 def test_lengths_that_do_not_fit_in_memory_are_told(tmp_path: Path) -> None:

@@ -14,9 +14,12 @@ import pandas as pd
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from matplotlib.colors import Normalize
+from matplotlib.figure import Figure
 
 from howsmooth.errors import StoreError
 from howsmooth.study.axis_ticks import linear_ticks, log_ticks
+from howsmooth.study.figures.style import add_colourbar
 from howsmooth.study.outputs import Outputs, write_outputs
 from howsmooth.study.plan import ModelSpec
 from howsmooth.study.ranges import Ranges
@@ -277,3 +280,11 @@ def test_the_page_gives_the_test_of_a_quarter_and_the_exponents_at_three_radii(t
 def test_sequences_that_do_not_overlap_are_not_blamed(page: Page) -> None:
     assert "none overlaps another, of any length" in page.text
     assert "overlap others" not in page.text
+
+
+def test_the_name_of_a_colour_bar_is_above_the_bar() -> None:
+    # Beside the bar it would read as the name of an axis of the panel.
+    figure = Figure()
+    add_colourbar(figure, figure.subplots(), Normalize(1, 8), "radius R")
+    _, bar = figure.axes
+    assert (bar.get_ylabel(), bar.get_title(loc="right")) == ("", "radius R")

@@ -11,9 +11,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from howsmooth.errors import ArgumentError, CaptureError, HowsmoothError, ModelError, StoreError, TextError
-from howsmooth.study.plan import ModelSpec
+from howsmooth.study.forecast import forecast
+from howsmooth.study.merge import merge_stores
+from howsmooth.study.outputs import write_outputs
+from howsmooth.study.plan import ModelSpec, Plan
+from howsmooth.study.plan_file import read_plan
 from howsmooth.study.ranges import Ranges
-from howsmooth.study.store import STORE_NAME
+from howsmooth.study.records import Measurement
+from howsmooth.study.run import run as real_run
+from howsmooth.study.status import status
+from howsmooth.study.store import STORE_NAME, Store
 from howsmooth.study.tasks.constants import batch_size
 from howsmooth.study.text_windows import overlapping
 from tests._study import (
@@ -37,6 +44,28 @@ def test_one_row_a_measurement_with_its_own_seed(tmp_path: Path) -> None:
     assert len(work.measured) == len(set(work.measured)) == 45
     assert len(set(work.seeds)) == 45
     assert len(rows_of(tmp_path)) == 45
+
+
+def test_a_path_may_be_a_string(tmp_path: Path) -> None:
+    folder, union, file = str(tmp_path / "out"), str(tmp_path / "union"), str(tmp_path / "plan.toml")
+    (tmp_path / "plan.toml").write_text(
+        'models = ["builtin-encoder"]\nlengths = "4"\nsamples = 1\nlayers = "0"\nbounds = "none"\n'
+    )
+    plan = read_plan(file).plan
+    assert forecast(plan, folder).parts[0].measurements == 1
+    assert real_run(plan, folder).made["measurements"] == 1
+    assert [part.done for part in status(plan, ["alice"], folder).parts] == [1]
+    assert write_outputs(folder).report == tmp_path / "out" / "report.html"
+    assert merge_stores([folder], union).total == 1
+    with Store.open(union, write=False) as store:
+        assert store.count(Measurement) == 1
+    assert not Store.in_use(union)
+
+
+def test_a_name_may_be_a_path(tmp_path: Path) -> None:
+    plan = Plan(models=[tmp_path / "model"], texts=tmp_path / "book.txt")
+    assert plan.models[0].name == str(tmp_path / "model")
+    assert plan.texts == (str(tmp_path / "book.txt"),)
 
 
 def places_of(folder: Path) -> dict[tuple[Any, ...], set[tuple[int, int]]]:

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import hashlib
+import io
 import re
 import sys
 from collections.abc import Callable
@@ -12,6 +13,7 @@ import pytest
 from howsmooth import texts
 from howsmooth.errors import ArgumentError, TextError
 from howsmooth.texts import TEXTS, load_text
+from howsmooth.texts.loaders import _standard_input
 from tests._shared import shared_data
 
 # ---------------------------------------------------------------- Alice, who is always there
@@ -51,6 +53,18 @@ def test_a_file_is_read_as_it_is(tmp_path: Path) -> None:
     assert "Three" not in repr(text)
 
 
+def test_a_hyphen_is_standard_input_which_is_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"One.\r\nTwo.\n")))
+    _standard_input.cache_clear()
+    text = load_text("-")
+    assert (text.name, text.content) == ("stdin", "One.\nTwo.\n")
+    assert load_text("-") == text
+    _standard_input.cache_clear()
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"\xff")))
+    with pytest.raises(TextError, match="text standard input is not UTF-8 text"):
+        load_text("-")
+
+
 def test_news_rows_join_title_and_description(tmp_path: Path) -> None:
     path = tmp_path / "test.csv"
     path.write_text('"3","A ""title""","First,\nand more."\n"1","B","Second."\n\n', encoding="utf-8")
@@ -86,7 +100,7 @@ def _write(content: bytes, name: str = "a.txt") -> Callable[[Path], Path]:
         (lambda folder: folder, r"is a folder\. Give the path of the file itself"),
         (
             lambda folder: folder / "none.txt",
-            r"neither a known name nor a file\. Use one of alice, ag_news, or the path",
+            r"neither a known name nor a file\. Use one of alice, ag_news, the path",
         ),
     ],
 )

@@ -55,7 +55,7 @@ class Construction:
 
 
 def two_cluster(
-    attention: object, length: int, radius: float, head: int = 0, choice: str = "paper"
+    attention: object, length: int, radius: float, *, head: int = 0, choice: str = "paper"
 ) -> Construction:
     """Return the paper's two clusters on an eigenvector u of A: Ru and n − 1 copies of Ru/2, or of −Ru.
 
@@ -109,7 +109,7 @@ def two_cluster(
     )
 
 
-def heavy_token(attention: object, length: int, radius: float, head: int = 0) -> Construction:
+def heavy_token(attention: object, length: int, radius: float, *, head: int = 0) -> Construction:
     """Return one token R y/|y| and copies of w, where y = Aw + b, for a head with scores ⟨A x_i + b, x_j⟩.
 
     w maximises the gap of scores R|y| − ⟨y, w⟩. A needs no real eigenvalue.
@@ -141,7 +141,7 @@ def heavy_token(attention: object, length: int, radius: float, head: int = 0) ->
     )
 
 
-def two_heavy_tokens(attention: object, length: int, radius: float, head: int = 0) -> Construction:
+def two_heavy_tokens(attention: object, length: int, radius: float, *, head: int = 0) -> Construction:
     """Return two tokens R(cosθ ŷ ± sinθ v) and copies of a token w, which attends to both equally.
 
     Here y = Aw + b, ŷ = y/|y| and v ⊥ ŷ. Of all w, θ and v that were tried, the result takes those with the
@@ -183,7 +183,7 @@ def two_heavy_tokens(attention: object, length: int, radius: float, head: int = 
 
 
 def constructions(
-    attention: object, length: int, radius: float, heads: Sequence[int] | None = None
+    attention: object, length: int, radius: float, *, heads: Sequence[int] | None = None
 ) -> list[Construction]:
     """Return every construction that is possible, for each of the given heads.
 
@@ -210,12 +210,12 @@ def constructions(
                 points = two_cluster_points(chosen, R, choice)
                 if points is None:
                     break
-                built = two_cluster(attention, n, R, h, choice)
+                built = two_cluster(attention, n, R, head=h, choice=choice)
                 if not any(c.head == h and bool((c.x == built.x).all()) for c in found):
                     found.append(built)
-            found.append(heavy_token(attention, n, R, h))
+            found.append(heavy_token(attention, n, R, head=h))
         if n >= 3 and _has_tie(chosen):
-            found.append(two_heavy_tokens(attention, n, R, h))
+            found.append(two_heavy_tokens(attention, n, R, head=h))
     return found
 
 

@@ -12,6 +12,10 @@
 - Upper bounds for L2, scaled cosine, Sinkhorn and LipschitzNorm attention: ``variant_upper_bounds``.
 
 ``best`` returns the tightest bound, and ``table`` lists all bounds beside a measurement.
+
+Every function takes the attention first, then the tokens ``X``, or the ``length`` and the ``radius`` of the
+ball, by position or by name; ``best`` and ``table`` take ``X`` before ``length`` and ``radius``. All options
+are given by name.
 """
 
 from howsmooth.bounds.ball_lower_bounds import (

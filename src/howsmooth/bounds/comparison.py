@@ -17,11 +17,11 @@ COLUMNS = ["name", "side", "value", "holds", "source"]
 
 
 def table(
-    source: object,
+    attention: object,
     X: Tensor | None = None,
-    *,
     length: object = None,
     radius: object = None,
+    *,
     rtol: float = 1e-6,
     confidence: float = 0.999,
     seed: int = 0,
@@ -30,7 +30,7 @@ def table(
 
     Parameters
     ----------
-    source, X, length, radius
+    attention, X, length, radius
         As for :func:`~howsmooth.bounds.best`.
     rtol, confidence, seed
         Relative tolerance, confidence and seed of the measurement, which runs in float64.
@@ -45,7 +45,7 @@ def table(
         ``log_values`` the natural logarithms of the values, row by row, finite where a value overflows.
 
     """
-    problem = Problem.of(source, X, length, radius)
+    problem = Problem.of(attention, X, length, radius)
     rows: list[tuple[str, float, str, str, float, bool, str]] = []
     for bound in all_bounds(problem):
         failed = "; ".join(h.statement for h in bound.hypotheses if not h.holds)

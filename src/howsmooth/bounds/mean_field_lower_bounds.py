@@ -33,7 +33,9 @@ _PAGE = 'howsmooth documentation, "Worst inputs, and lower bounds"'
 _LARGEST_G = 1e12
 
 
-def two_dirac(attention: object, radius: float, weight: float | None = None, cluster: str = "paper") -> Bound:
+def two_dirac(
+    attention: object, radius: float, *, weight: float | None = None, cluster: str = "paper"
+) -> Bound:
     """Bound the W_2-Lipschitz constant from below by the local constant at a measure with two atoms.
 
     The local constant along the eigenvector u is max(‖M‖, |γ|v_1, |γ|v_2) · |Vu| with M_ij = √(a_i/a_j) [P_ij

@@ -75,7 +75,7 @@ def head_upper_bound(attention: object, length: object, radius: object) -> Bound
 
 
 def lemma_3_8(
-    attention: object, length: object, radius: object, head_bound: HeadBound = head_upper_bound
+    attention: object, length: object, radius: object, *, head_bound: HeadBound = head_upper_bound
 ) -> Bound:
     """Bound multi-head attention by Σ_h ‖W_h‖ L_h, with an upper bound L_h on each head (Lemma 3.8).
 
@@ -115,7 +115,7 @@ def lemma_3_8(
 
 
 def output_norm_upper_bound(
-    attention: object, length: object, radius: object, head_bound: HeadBound = head_upper_bound
+    attention: object, length: object, radius: object, *, head_bound: HeadBound = head_upper_bound
 ) -> Bound:
     """Bound multi-head attention by ‖W_O‖ (Σ_h L_h²)^{1/2}, with an upper bound L_h on each head.
 
@@ -152,7 +152,7 @@ def output_norm_upper_bound(
 
 
 def gram_upper_bound(
-    attention: object, length: object, radius: object, head_bound: HeadBound = head_upper_bound
+    attention: object, length: object, radius: object, *, head_bound: HeadBound = head_upper_bound
 ) -> Bound:
     """Bound multi-head attention by (Σ_{h,g} ‖W_hᵀ W_g‖ L_h L_g)^{1/2}, with an upper bound L_h on each head.
 
@@ -190,7 +190,7 @@ def gram_upper_bound(
 
 
 def folded_gram_upper_bound(
-    attention: object, length: object, radius: object, head_bound: HeadBound = head_upper_bound
+    attention: object, length: object, radius: object, *, head_bound: HeadBound = head_upper_bound
 ) -> Bound:
     """Bound multi-head attention as :func:`gram_upper_bound`, with value matrices moved into output maps.
 

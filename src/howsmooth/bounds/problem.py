@@ -67,10 +67,10 @@ class Problem:
         if not isinstance(attention, Head | Parameters | SelfAttention):
             attention = parameters_of(source)  # raises an error for other types
         require_plain_scores(attention, "these bounds")
+        X = None if X is None else _tokens(X, attention)
         n = None if length is None else check_length(length)
         farthest = 0.0
         if X is not None:
-            X = _tokens(X, attention)
             if n not in (None, X.shape[0]):
                 raise ArgumentError("length", expected=f"the length of X, {X.shape[0]}, or None", got=str(n))
             n = X.shape[0]
@@ -114,6 +114,13 @@ def _single(x: Tensor) -> Tensor:
 
 def _tokens(X: Tensor, attention: Head | Parameters | SelfAttention) -> Tensor:
     d = attention.heads[0].d if isinstance(attention, Parameters) else attention.d
+    if not isinstance(X, Tensor):
+        raise ArgumentError(
+            "X",
+            expected=f"tokens of shape (n, {d})",
+            got=repr(X)[:60],
+            remedy="For a bound on a ball, give length and radius by name.",
+        )
     if X.ndim == 3 and X.shape[0] == 1:
         X = X[0]
     if X.ndim != 2 or X.shape[-1] != d or X.shape[0] < 1:

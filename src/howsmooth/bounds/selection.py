@@ -174,18 +174,18 @@ def _parameters(problem: Problem) -> Parameters:
 
 
 def best(
-    source: object,
+    attention: object,
     X: Tensor | None = None,
-    *,
     length: object = None,
     radius: object = None,
+    *,
     side: str = "upper",
 ) -> Bound:
     """Return the tightest bound whose hypotheses hold: the smallest upper or the largest lower bound.
 
     Parameters
     ----------
-    source
+    attention
         A :class:`~howsmooth.attention.SelfAttention`, a :class:`Head`, or a captured site. For a site, ``X``
         defaults to its tokens if no length is given.
     X
@@ -215,7 +215,7 @@ def best(
     """
     if side not in ("upper", "lower"):
         raise ArgumentError("side", expected="'upper' or 'lower'", got=repr(side))
-    problem = Problem.of(source, X, length, radius)
+    problem = Problem.of(attention, X, length, radius)
     if side == "lower" and problem.X is not None:
         raise ArgumentError(
             "side",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Sequence
 from typing import Annotated
@@ -24,6 +25,8 @@ __all__ = ["app", "main"]
 
 REFUSED = 2
 INTERRUPTED = 130
+PIPE_CLOSED = 141
+"""The exit code that a shell reports for a program that SIGPIPE ended: 128 + 13."""
 
 app = typer.Typer(
     add_completion=False,
@@ -69,7 +72,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     int
         The exit code. 0: the command succeeded. 2: it refused its arguments or inputs, with one sentence on
         standard error. 3: some measurements or figures failed, or a flow ended early.
-        130: the user interrupted it. A traceback with exit code 1 is a bug of howsmooth.
+        130: the user interrupted it. 141: the reader of its output, such as ``head``, has ended. A traceback
+        with exit code 1 is a bug of howsmooth.
 
     """
     # Without arguments, show the help. TYPED is recorded in the store with each run.
@@ -77,6 +81,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     TYPED.set(typed)
     try:
         code = app(args=list(typed), prog_name="howsmooth", standalone_mode=False)
+        sys.stdout.flush()
+    except (BrokenPipeError, SystemExit) as error:
+        # typer turns a BrokenPipeError into SystemExit(1).
+        if not isinstance(error.__context__ or error, BrokenPipeError):
+            raise
+        # At exit, Python flushes what is left in the buffer of standard output, which would fail again.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return PIPE_CLOSED
     except HowsmoothError as error:
         return _refuse(str(error))
     except (KeyboardInterrupt, typer.Abort):

@@ -17,7 +17,7 @@ _EXAMPLES = (
     "worst tokens that were found, each file with the parameters of its attention; howsmooth bound and "
     "howsmooth.models.parameter_files.read_parameter_file read such files.",
     "Examples:",
-    "[cyan]howsmooth attack builtin-encoder --layers 0 --lengths 12,24,48 --steps 20 --restarts 4[/]  fast",
+    "[cyan]howsmooth attack builtin-encoder --layers 0 --lengths 12,24 --restarts 4[/]  fast",
     "[cyan]howsmooth attack builtin-decoder --heads all --out worst[/]  all heads of all layers; slow",
     "[cyan]howsmooth attack builtin-decoder --heads all --executor processes[/]  on all CPU cores",
     "[cyan]howsmooth attack gpt2 --random-init --layers 0,6 --radius data[/]  in the ball of real tokens",

@@ -18,7 +18,7 @@ _EXAMPLES = (
     "beside the measured constant, and bounds over all sequences of n tokens in the ball of radius R.",
     "Examples:",
     "[cyan]howsmooth bound builtin-encoder --layers 0[/]  the first layer, with all heads",
-    "[cyan]howsmooth bound builtin-decoder --layers 0 --scope head --heads 0,1 --lengths 16,64[/]  two heads",
+    "[cyan]howsmooth bound builtin-decoder --scope head --heads 0,1 --lengths 16,64[/]  two heads",
     "[cyan]howsmooth bound ./head.safetensors --lengths 100 --radius 4[/]  your own parameters",
     "[cyan]howsmooth bound gpt2 --random-init --layers 6 --json[/]  JSON for another program",
     "A parameter file holds the arrays query, key, value and so on, with the shapes that "

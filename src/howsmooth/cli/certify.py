@@ -19,7 +19,7 @@ _EXAMPLES = (
     "Examples:",
     "[cyan]howsmooth certify model.safetensors[/]  the constant, and the constant of each module",
     "[cyan]howsmooth certify model.safetensors --data digits.npz[/]  also clean and certified accuracy",
-    "[cyan]howsmooth certify model.safetensors --data X.npy --labels y.npy --radii 0.1,0.5 --out found[/]  "
+    "[cyan]howsmooth certify model.safetensors --data X.npy --labels y.npy --out found[/]  "
     "also a table with the certified radius of each input",
     "[cyan]howsmooth certify model.safetensors --radius 2 --data X.npy --clip --json[/]  JSON for a program",
     "One .npz or .safetensors file may hold both the inputs X and the labels y.",

@@ -15,11 +15,11 @@ _EXAMPLES = (
     "Examples:",
     "[cyan]howsmooth measure[/]  the two built-in models on Alice's Adventures in Wonderland",
     "[cyan]howsmooth measure builtin-encoder --layers 0,-1 --lengths 4:64:4 --samples 5[/]  a quick look",
-    "[cyan]howsmooth measure ./my-model --text alice.txt --scope head --heads 0:3 --layers 2[/]  four heads",
-    "[cyan]howsmooth measure gpt2 --random-init --text alice.txt --layers 6[/]  the architecture, untrained",
+    "[cyan]howsmooth measure builtin-decoder --scope head --heads 0:3 --layers 2[/]  four heads",
+    "[cyan]howsmooth measure gpt2 --random-init --text alice --layers 6[/]  the architecture, untrained",
     "[cyan]howsmooth measure builtin-encoder --as-decoder[/]  an encoder with a causal mask",
     "[cyan]howsmooth measure vit --random-init --images builtin --layers 0,5[/]  images instead of a text",
-    "[cyan]howsmooth measure ./model --embeddings sentences.safetensors --lengths 4,8 --samples 2[/]  "
+    "[cyan]howsmooth measure ./my-model --embeddings X.safetensors --lengths 4,8[/]  "
     "tokens that another program embedded",
     "[cyan]howsmooth measure builtin-encoder --as-published all[/]  also what the paper's code computes",
     "[cyan]howsmooth measure ./my-model --lengths 1024,4096 --dry-run[/]  only predict the time",

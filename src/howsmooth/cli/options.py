@@ -91,10 +91,16 @@ def command(
         # typer reads the parameters of a command from its signature and annotations.
         typed.__signature__ = inspect.Signature(list(parameters.values()))  # type: ignore[attr-defined]
         typed.__annotations__ = {name: one.annotation for name, one in parameters.items()} | {"return": int}
-        typed.__dict__["examples"] = "\n\n".join(examples)
+        typed.__dict__["examples"] = "\n\n".join(map(_above, examples))
         return typed
 
     return decorate
+
+
+def _above(paragraph: str) -> str:
+    """Put the explanation of an example on a line above it, so that the line of the command can be copied."""
+    example, end, told = paragraph.partition("[/]  ")
+    return f"{told}:\n\n{example}[/]" if end else paragraph
 
 
 def as_typed(*more: str) -> str:

@@ -12,7 +12,7 @@ import typer
 from howsmooth.cli.options import JsonOption, QuietOption, as_typed, command
 from howsmooth.cli.plan_execution import FAILED, INTERRUPTED
 from howsmooth.cli.progress import shown_progress
-from howsmooth.cli.terminal_output import as_json, heading, say
+from howsmooth.cli.terminal_output import as_json, console, heading, say
 from howsmooth.paper.figure_options import FigureOptions
 from howsmooth.study.plan import Execution
 from howsmooth.study.text_formatting import encodable, readable
@@ -31,8 +31,8 @@ _EXAMPLES = (
     "[cyan]howsmooth reproduce --list[/]  the names of the figures",
     "[cyan]howsmooth reproduce figure-1 --lengths 4:32:4 --samples 3[/]  a quick look",
     "[cyan]howsmooth reproduce figure-1 --as-published[/]  also what the paper's code computes",
-    "[cyan]howsmooth reproduce figure-1 --model bert-base-uncased --model bert-base-uncased,as-decoder "
-    "--model gpt2,random-init --text alice --text ag_news[/]  the paper's models and texts, with a network",
+    "[cyan]howsmooth reproduce figure-1 --model bert-base-uncased --text ag_news[/]  "
+    "a model and a text of the paper, with a network",
     "[cyan]howsmooth reproduce --model ./my-model --text book.txt[/]  all figures for another model",
     "Run the same command again to continue after an interruption; finished work is not repeated.",
 )
@@ -46,7 +46,8 @@ def reproduce(
         list[str] | None,
         typer.Argument(
             metavar="FIGURE",
-            help="Names of figures, as --list prints them. Default: all.",
+            help="Names of figures, as --list prints them, or figure-1 and figure-2 as in the paper. "
+            "Default: all.",
             show_default=False,
         ),
     ] = None,
@@ -71,7 +72,7 @@ def reproduce(
         with shown_progress(quiet=quiet) as display:
             made = produce(chosen, options, out, display, typed)
     except KeyboardInterrupt:
-        kept = f"interrupted: finished measurements are saved in {encodable(str(out))}."
+        kept = f"interrupted: finished figures and measurements are saved in {encodable(str(out))}."
         typer.echo(f"{kept} Continue with the same command:\n  {typed}", err=True)
         return INTERRUPTED
     if json:
@@ -82,7 +83,6 @@ def reproduce(
 
 
 def _show(made: Reproduction, figures: Sequence[Figure]) -> None:
-    from rich.console import Console
     from rich.padding import Padding
     from rich.text import Text
 
@@ -90,7 +90,7 @@ def _show(made: Reproduction, figures: Sequence[Figure]) -> None:
         heading(f"\n{one.paper}: {one.title}")
         refused = f"Not made: {made.refused.get(one.name)}"
         for words in made.findings[one.name].seen if one.name in made.findings else [refused]:
-            Console().print(Padding(Text(f"- {readable(words, longest=2000)}"), (0, 0, 0, 2)))
+            console().print(Padding(Text(f"- {readable(words, longest=2000)}"), (0, 0, 0, 2)))
     say(f"\nPage: {made.page}")
     say(f"Also in {made.page.parent}: a folder for each figure, with PDF, tables and measurements")
 

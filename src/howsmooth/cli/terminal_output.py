@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import math
+import os
+import sys
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from importlib.metadata import version
 from pathlib import Path
@@ -16,7 +18,9 @@ from rich.text import Text
 
 from howsmooth.study.text_formatting import encodable
 
-__all__ = ["amount", "as_json", "counted", "heading", "paragraph", "say", "show_table"]
+__all__ = ["amount", "as_json", "console", "counted", "heading", "paragraph", "say", "show_table"]
+
+_UNLIMITED = 10_000
 
 
 def as_json(**described: Any) -> str:
@@ -40,14 +44,22 @@ def _plain(value: Any) -> Any:
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
+def console() -> Console:
+    """Return the console of standard output; in a pipe or a file, lines have their full length.
+
+    The environment variable COLUMNS overrides the width.
+    """
+    return Console(width=None if sys.stdout.isatty() or "COLUMNS" in os.environ else _UNLIMITED)
+
+
 def heading(words: str) -> None:
     """Print a line in bold."""
-    Console().print(Text(encodable(words), "bold"))
+    console().print(Text(encodable(words), "bold"))
 
 
 def paragraph(words: str) -> None:
     """Print text wrapped to the width of the terminal."""
-    Console().print(Text(encodable(words)))
+    console().print(Text(encodable(words)))
 
 
 def say(words: str) -> None:
@@ -85,7 +97,7 @@ def show_table(
         )
     for row in rows:
         table.add_row(*(Text(encodable(cell)) if isinstance(cell, str) else cell for cell in row))
-    Console().print(Padding(table, (0, 0, 0, 2), expand=False))
+    console().print(Padding(table, (0, 0, 0, 2), expand=False))
 
 
 def counted(number: int, what: str) -> str:

@@ -23,13 +23,15 @@ from howsmooth.scopes import SCOPES
 
 __all__ = ["capture", "module_of", "self_attention_layers"]
 
+_Indices = tuple[int, ...] | slice | None
+
 
 def capture(
     model: nn.Module | LoadedModel,
     inputs: Tensor | Mapping[str, Tensor],
-    layers: Sequence[int] | None = None,
+    layers: int | str | slice | Sequence[int] | None = None,
     scope: str = "attention",
-    heads: Sequence[int] | None = None,
+    heads: int | str | slice | Sequence[int] | None = None,
 ) -> list[Site]:
     """Run a model on inputs and return its attention layers as maps, each with the tokens it was applied to.
 
@@ -51,13 +53,14 @@ def capture(
         ``decoder_input_ids`` gets the same tokens in its decoder. Sequences that are padded according to
         ``attention_mask`` (or torch's ``key_padding_mask``) are captured one by one, without the padding.
     layers
-        Indices of the layers, counted in the order of the model's softmaxes, negative from the end; by
-        default all layers of self-attention. Cross-attention is left out, and refused if asked for by index.
+        Which layers: an index, a list or range of indices, or a slice. Layers are counted in the order of
+        the model's softmaxes, and negative indices from the end. ``"all"`` or None, the default, means all
+        layers of self-attention; cross-attention is left out then, and refused if asked for by index.
     scope
         Which part of a layer the map is: ``"head"``, ``"heads"``, ``"attention"``, ``"residual"`` or
         ``"block"`` (see :class:`Site`).
     heads
-        Indices of the heads, in scope ``"head"`` only; all heads by default.
+        Which heads, given like ``layers``, in scope ``"head"`` only; all heads by default.
 
     Returns
     -------
@@ -81,14 +84,13 @@ def capture(
         raise ArgumentError(
             "heads", expected="None unless scope is 'head'", got=f"{heads!r} with scope {scope!r}"
         )
-    wanted = None if layers is None else _checked("layers", layers)
-    heads = None if heads is None else _checked("heads", heads)
+    wanted, chosen = _checked("layers", layers), _checked("heads", heads)
     given = model_inputs(model, inputs)
     padding = padding_of(model, given)
     with measurement_mode(model):
         if padding is not None:
-            return _captured_without_padding(model, padding, wanted, scope, heads)
-        return [site for layer in _verified(model, given, wanted) for site in layer.sites(scope, heads)]
+            return _captured_without_padding(model, padding, wanted, scope, chosen)
+        return [site for layer in _verified(model, given, wanted) for site in layer.sites(scope, chosen)]
 
 
 def module_of(model: object) -> nn.Module:
@@ -112,10 +114,10 @@ def module_of(model: object) -> nn.Module:
 
 
 def _captured_without_padding(
-    model: nn.Module, padding: Padding, wanted: Sequence[int] | None, scope: str, heads: Sequence[int] | None
+    model: nn.Module, padding: Padding, wanted: _Indices, scope: str, heads: _Indices
 ) -> list[Site]:
     """Capture each sequence without its padding; refuse if its tokens differ from the padded batch."""
-    _, traced_layer = trace_forward_pass(model, padding.whole.named, wanted)
+    _, traced_layer = trace_forward_pass(model, padding.whole.named, _traced(wanted))
     sites: list[Site] = []
     for sequence in range(padding.whole.batch):
         moved: AttentionLayer | None = None
@@ -154,10 +156,10 @@ def self_attention_layers(
         got = f"{given.batch} sequences" if given.batch != 1 else "a padded sequence"
         raise ArgumentError("inputs", expected="one sequence without padding", got=got)
     with measurement_mode(model):
-        yield from _layers(model, given, None if layers is None else _checked("layers", layers))
+        yield from _layers(model, given, _checked("layers", layers))
 
 
-def _verified(model: nn.Module, given: ModelInputs, wanted: Sequence[int] | None) -> Iterator[VerifiedLayer]:
+def _verified(model: nn.Module, given: ModelInputs, wanted: _Indices) -> Iterator[VerifiedLayer]:
     """Identify, verify and yield the wanted layers, for sequences of one length without padding."""
     for _, layer in _layers(model, given, wanted):
         if isinstance(layer, CaptureError):
@@ -166,10 +168,10 @@ def _verified(model: nn.Module, given: ModelInputs, wanted: Sequence[int] | None
 
 
 def _layers(
-    model: nn.Module, given: ModelInputs, wanted: Sequence[int] | None
+    model: nn.Module, given: ModelInputs, wanted: _Indices
 ) -> Iterator[tuple[int, VerifiedLayer | CaptureError]]:
     """Yield the indices of the wanted layers, each with the verified layer or the error that says why not."""
-    seen, kept = trace_forward_pass(model, given.named, wanted)
+    seen, kept = trace_forward_pass(model, given.named, _traced(wanted))
     if not seen:
         raise CaptureError(_nothing_seen(model, given))
     indices = indices_of(wanted, len(seen), "layer")
@@ -208,9 +210,20 @@ def _nothing_seen(model: nn.Module, given: ModelInputs) -> str:
     )
 
 
-def _checked(argument: str, given: object) -> tuple[int, ...]:
-    """Return a list of indices as a tuple; raise ArgumentError if it is empty or not a list of integers."""
-    expected = f"a list of {argument[:-1]} indices"
+def _traced(wanted: _Indices) -> Sequence[int] | None:
+    """Return the layers whose calls the trace keeps: all for a slice, since their number is not known yet."""
+    return None if isinstance(wanted, slice) else wanted
+
+
+def _checked(argument: str, given: object) -> _Indices:
+    """Return indices as a tuple, slices unchanged, and None for all; raise ArgumentError for other values."""
+    expected = f'an index, a list of {argument[:-1]} indices, a slice, or "all"'
+    if given is None or given == "all":
+        return None
+    if isinstance(given, slice):
+        return given
+    if isinstance(given, int) and not isinstance(given, bool):
+        return (given,)
     if isinstance(given, str) or not isinstance(given, Sequence):
         raise ArgumentError(argument, expected=expected, got=repr(given))
     if not given:

@@ -15,6 +15,7 @@ Both kinds of files may contain tokens ``X`` (n, d).
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -73,7 +74,7 @@ def is_parameter_file(name: object) -> bool:
     return path.suffix in SUFFIXES and not path.is_dir()
 
 
-def read_parameter_file(path: str | Path) -> ParameterFile:
+def read_parameter_file(path: str | os.PathLike[str]) -> ParameterFile:
     """Read an attention from a ``.safetensors`` or ``.npz`` file, and tokens if the file has some.
 
     Parameters
@@ -101,7 +102,7 @@ def read_parameter_file(path: str | Path) -> ParameterFile:
 
 
 def save_parameters(
-    path: str | Path,
+    path: str | os.PathLike[str],
     attention: SelfAttention,
     X: Float[Tensor, "n d"] | None = None,
     notes: Mapping[str, str] | None = None,

@@ -28,7 +28,7 @@ def _model(name: str, value: Any) -> ModelSpec:
     """Parse a model with variants after its name, such as ``gpt2,random-init``."""
     if isinstance(value, ModelSpec):
         return value
-    base, variants = words().read(name, value), dict[str, Any]()
+    base, variants = words(place=True).read(name, value), dict[str, Any]()
     while (variant := base.rpartition(",")[2]) in _VARIANTS and "," in base:
         base = base.rpartition(",")[0]
         variants[_VARIANTS[variant]] = True
@@ -54,7 +54,8 @@ class FigureOptions(Options):
     texts: tuple[str, ...] = option(
         (DEFAULT_TEXT,),
         several(words(place=True)),
-        "A text: a .txt file, a .csv file in AG_NEWS format, alice or ag_news. May be repeated.",
+        "A text: a .txt file, a .csv file in AG_NEWS format, alice, ag_news, or - (standard input). May be "
+        "repeated.",
         metavar="NAME|PATH",
         flag="text",
     )

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import base64
+import os
 from collections.abc import Mapping, Sequence
 from importlib.resources import files
-from pathlib import Path
 from typing import Any
 
 import jinja2
@@ -48,7 +48,7 @@ def render(sections: Sequence[tuple[Figure, str]], command: str, environment: Ma
     )
 
 
-def section(figure: Figure, finding: Finding, folder: Path, refused: str = "") -> str:
+def section(figure: Figure, finding: Finding, folder: str | os.PathLike[str], refused: str = "") -> str:
     """Return the section of a figure as HTML.
 
     Parameters

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from howsmooth.errors import ArgumentError, HowsmoothError
+from howsmooth.errors import ArgumentError, HowsmoothError, similar_name
 from howsmooth.paper.all_bounds import ALL_BOUNDS
 from howsmooth.paper.crossover import CROSSOVER
 from howsmooth.paper.figure import Figure, FigureContext, Finding, models_for
@@ -61,23 +62,32 @@ class Reproduction:
 def choose_figures(names: Sequence[str]) -> list[Figure]:
     """Return the figures with some names, in the order of the paper; all figures if no name is given.
 
+    A figure may also be named by its place in the paper, with hyphens, such as ``figure-2``.
+
     Raises
     ------
     ArgumentError
         If no figure has one of the names.
 
     """
+    places = {one.paper.lower().replace(" ", "-"): one for one in FIGURES}
     known = {one.name: one for one in FIGURES}
     for name in names:
-        if name not in known:
-            raise ArgumentError("figure", expected=f"one of {', '.join(known)}", got=repr(name))
-    return [one for one in FIGURES if not names or one.name in names]
+        if name not in places | known:
+            raise ArgumentError(
+                "figure",
+                expected=f"one of {', '.join(known)}",
+                got=repr(name),
+                remedy=similar_name(name, known | places),
+            )
+    chosen = [(places | known)[name] for name in names]
+    return [one for one in FIGURES if not names or one in chosen]
 
 
 def produce(
     chosen: Sequence[Figure],
     options: FigureOptions,
-    folder: Path,
+    folder: str | os.PathLike[str],
     listener: Listener | None = None,
     command: str = "",
 ) -> Reproduction:
@@ -103,14 +113,34 @@ def produce(
         the others are in the result and on the page.
 
     """
+    folder = Path(folder)
     made = Reproduction(folder / PAGE)
     listener, models = listener or Silent(), models_for(options)
     errors: list[HowsmoothError] = []
+    try:
+        _make(chosen, FigureContext(options, folder, models, listener, command), made, errors)
+    except KeyboardInterrupt:
+        # The figures that are finished are on the page, also if the next one takes hours.
+        if made.findings:
+            _write_page(made, folder, options, command)
+        raise
+    if errors and not made.findings:
+        raise errors[0]
+    listener.phase("Writing the page")
+    _write_page(made, folder, options, command)
+    return made
+
+
+def _make(
+    chosen: Sequence[Figure], context: FigureContext, made: Reproduction, errors: list[HowsmoothError]
+) -> None:
+    """Make the figures one after another, and add the result of each to ``made`` and ``errors``."""
+    folder = context.folder
     for figure in chosen:
         began, own = time.perf_counter(), folder / figure.name
-        listener.phase(f"{figure.paper}: {figure.title}")
+        context.listener.phase(f"{figure.paper}: {figure.title}")
         try:
-            finding = figure.make(FigureContext(options, own, models, listener, command))
+            finding = figure.make(replace(context, folder=own, made={}))
             for number, (_, table) in enumerate(finding.tables, 1):
                 write_table(table, own, f"table-{number}.csv")
             with writing(own):
@@ -121,9 +151,10 @@ def produce(
             errors.append(error)
             made.refused[figure.name] = " ".join(str(error).split())
         made.seconds[figure.name] = time.perf_counter() - began
-    if errors and not made.findings:
-        raise errors[0]
-    listener.phase("Writing the page")
+
+
+def _write_page(made: Reproduction, folder: Path, options: FigureOptions, command: str) -> None:
+    """Write the page with the figures of this call, and those that earlier calls made in this folder."""
     sections = []
     for figure in FIGURES:
         path = folder / figure.name / _SECTION
@@ -133,4 +164,3 @@ def produce(
             sections.append((figure, path.read_text(encoding="utf-8")))
     with writing(folder):
         replace_file(made.page, render(sections, command, environment(options.device)))
-    return made

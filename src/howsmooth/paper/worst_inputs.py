@@ -385,7 +385,7 @@ def _published_words(rows: pd.DataFrame) -> str:
 WORST_INPUTS = Figure(
     name="adversarial",
     title="One head at its worst inputs, beside text of the same length",
-    paper="Section 5.2",
+    paper="Figure 2",
     about=(
         "The local Lipschitz constant of one head, values only, at the paper's two clusters: a token Ru and "
         "copies of Ru/2 or of −Ru, u an eigenvector of A. R is one of the paper's radii, or the norm of the "

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import io
+import os
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,7 @@ _ON_PAGE = 60  # rows whose tokens a page shows; tokens.csv has all
 _IN_NOTEBOOK = 3
 
 
-def write(profile: Profile, folder: Path) -> list[Path]:
+def write(profile: Profile, folder: str | os.PathLike[str]) -> list[Path]:
     """Write the page, the figure and the tables of a profile into a folder, and return their paths.
 
     Raises
@@ -34,6 +35,7 @@ def write(profile: Profile, folder: Path) -> list[Path]:
         If the folder cannot be written.
 
     """
+    folder = Path(folder)
     figure = profile.plot()
     names = ("profile.html", "profile.png", "profile.pdf", "profile.csv", "tokens.csv")
     page, image, vector, table, tokens = paths = [folder / name for name in names]

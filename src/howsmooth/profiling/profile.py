@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import hashlib
+import os
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import pandas as pd
@@ -37,7 +37,7 @@ _MOST_TOKENS = 512
 
 
 def profile(
-    model: nn.Module | LoadedModel | str | Path,
+    model: nn.Module | LoadedModel | str | os.PathLike[str],
     inputs: str | Tensor | Sequence[int] | Mapping[str, Tensor],
     *,
     span: slice | tuple[int, int] | str | None = None,
@@ -101,7 +101,7 @@ def profile(
 
     """
     wanted = _checked_scopes(scopes)
-    if isinstance(model, str | Path):
+    if isinstance(model, str | os.PathLike):
         model = load_model(model, dtype=None)
     module = module_of(model)
     check_accuracy(rtol, confidence, str(computing_dtype(module)).removeprefix("torch."))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import os
 from dataclasses import dataclass, field
 from importlib.metadata import version
 from pathlib import Path
@@ -155,11 +156,11 @@ class Profile:
 
         return draw(self)
 
-    def to_csv(self, path: str | Path | None = None) -> str | None:
+    def to_csv(self, path: str | os.PathLike[str] | None = None) -> str | None:
         """Write ``table`` as CSV; without a path, return the text."""
         return _text(csv_of(self.table), path)
 
-    def to_latex(self, path: str | Path | None = None) -> str | None:
+    def to_latex(self, path: str | os.PathLike[str] | None = None) -> str | None:
         """Write the ranking as a LaTeX table for booktabs, with the citation as its caption; or return it."""
         table = self.ranking[["layer", "head", "scope", "value", "lower", "upper", "converged"]]
         words: str = table.to_latex(
@@ -167,7 +168,7 @@ class Profile:
         )
         return _text(words, path)
 
-    def to_parquet(self, path: str | Path) -> None:
+    def to_parquet(self, path: str | os.PathLike[str]) -> None:
         """Write ``table`` as parquet; pandas reads the citation in its metadata as ``attrs``.
 
         Raises
@@ -228,7 +229,7 @@ def _latex(words: str) -> str:
     return "".join(f"\\{letter}" if letter in "&%$#_{}" else letter for letter in words)
 
 
-def _text(words: str, path: str | Path | None) -> str | None:
+def _text(words: str, path: str | os.PathLike[str] | None) -> str | None:
     if path is None:
         return words
     Path(path).write_text(words, encoding="utf-8", newline="\n")

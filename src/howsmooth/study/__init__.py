@@ -1,3 +1,1 @@
 """Run studies: read a plan, measure into a store, fit exponents, and write figures and a report."""
-
-from __future__ import annotations

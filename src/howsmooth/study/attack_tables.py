@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -135,7 +136,7 @@ def fits(table: pd.DataFrame) -> pd.DataFrame:
     return pd.DataFrame(rows, columns=list(_FIT_COLUMNS)).astype({"head": "Int64"})
 
 
-def write_attack_outputs(folder: Path, listener: Listener = SILENT) -> AttackOutputs:
+def write_attack_outputs(folder: str | os.PathLike[str], listener: Listener = SILENT) -> AttackOutputs:
     """Write the tables and figures of attacks into the folder of their store.
 
     Parameters
@@ -151,6 +152,7 @@ def write_attack_outputs(folder: Path, listener: Listener = SILENT) -> AttackOut
         If the store cannot be read or a file cannot be written.
 
     """
+    folder = Path(folder)
     listener.phase("Drawing figures")
     with Store.open(folder, write=False) as store:
         identity = store.identity(ATTACK)

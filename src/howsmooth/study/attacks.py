@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Iterator
 from dataclasses import asdict, replace
@@ -21,7 +22,7 @@ from howsmooth.study.tasks.task import Work
 __all__ = ["run_attack"]
 
 
-def run_attack(plan: AttackPlan, folder: Path, means: Means | None = None) -> Outcome:
+def run_attack(plan: AttackPlan, folder: str | os.PathLike[str], means: Means | None = None) -> Outcome:
     """Run the attacks that a plan asks for and that the store in ``folder`` does not have.
 
     Parameters
@@ -43,6 +44,7 @@ def run_attack(plan: AttackPlan, folder: Path, means: Means | None = None) -> Ou
         ``keep_going``, if an attack fails. Finished attacks are in the store then.
 
     """
+    folder = Path(folder)
     began = time.monotonic()
     means = means or Means()
     means.listener.phase("Reading")

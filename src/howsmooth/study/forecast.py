@@ -32,7 +32,7 @@ from howsmooth.study.tasks.constants import ConstantsTask, constants_left
 from howsmooth.study.tasks.task import Failed, SequenceTask
 from howsmooth.study.text_windows import bounded_lengths
 
-__all__ = ["WITHIN", "Forecast", "Part", "forecast"]
+__all__ = ["WITHIN", "Forecast", "Part", "after_measuring", "forecast"]
 
 WITHIN = 2.0
 """The factor within which a forecast should be right."""
@@ -110,7 +110,7 @@ class Forecast:
     impossible: tuple[tuple[str, str | None, str], ...]
 
 
-def forecast(plan: Plan, folder: Path, *, keep_going: bool = False) -> Forecast:
+def forecast(plan: Plan, folder: str | os.PathLike[str], *, keep_going: bool = False) -> Forecast:
     """Predict the time and memory of a run of a plan, by trying a few tasks and without writing anything.
 
     Parameters
@@ -135,9 +135,10 @@ def forecast(plan: Plan, folder: Path, *, keep_going: bool = False) -> Forecast:
         held, trials = _resident(), [_Trial(study, tasks) for tasks in groups.values()]
         parts = tuple(part for trial in trials for part in trial.parts(held))
         measuring = sum((part.seconds for part in parts), start=0.0)
-        bounds = _bounds(plan, measuring, trials)
         figures = sum(len(one.subject.layers) for one in study.placed) * len(plan.scopes)
-        drawing = _DRAWING + _FIGURE * figures
+        bounds, drawing = after_measuring(plan, measuring, figures)
+        if plan.bounds == "all":
+            bounds = sum((trial.bounds() for trial in trials), start=0.0)
         seconds = preparing + measuring + bounds + drawing
         return Forecast(
             parts=parts,
@@ -155,14 +156,23 @@ def forecast(plan: Plan, folder: Path, *, keep_going: bool = False) -> Forecast:
         )
 
 
-def _bounds(plan: Plan, measuring: float, trials: Sequence[_Trial]) -> float:
-    match plan.bounds:
-        case "none":
-            return 0.0
-        case "all":
-            return sum((trial.bounds() for trial in trials), start=0.0)
-        case _:
-            return SHARE * measuring
+def after_measuring(plan: Plan, measuring: float, figures: int) -> tuple[float, float]:
+    """Return the expected seconds of the bounds, and of the tables, figures and report, of a run.
+
+    ``--dry-run`` and ``--status`` both add them to the time for measurements. Bounds count if they take a
+    share of the time of the measurements (``bounds="auto"``); all bounds have to be timed.
+
+    Parameters
+    ----------
+    plan
+        The plan.
+    measuring
+        The expected seconds of the measurements that are left.
+    figures
+        The number of figures: one for each model, text, scope and layer.
+
+    """
+    return SHARE * measuring if plan.bounds == "auto" else 0.0, _DRAWING + _FIGURE * figures
 
 
 class _Trial:

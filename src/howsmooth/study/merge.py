@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
@@ -71,7 +72,7 @@ class Merged:
     published: int = 0
 
 
-def merge_stores(sources: Sequence[Path], folder: Path) -> Merged:
+def merge_stores(sources: Sequence[str | os.PathLike[str]], folder: str | os.PathLike[str]) -> Merged:
     """Copy the measurements, published values, bounds, runs and failures of several stores into one store.
 
     If two stores have the same measurement, the first one is kept. Both must have the same seed and the same
@@ -94,7 +95,8 @@ def merge_stores(sources: Sequence[Path], folder: Path) -> Merged:
         If there are no sources, or a source is the target folder.
 
     """
-    folders = [path.parent if path.is_file() else path for path in sources]
+    folder = Path(folder)
+    folders = [path.parent if path.is_file() else path for path in map(Path, sources)]
     _check_folders(folders, folder)
     union = _Union()
     with ExitStack() as stack:

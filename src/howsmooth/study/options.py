@@ -9,9 +9,9 @@ way.
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import inspect
 import math
+import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -19,7 +19,7 @@ from numbers import Integral, Real
 from pathlib import Path
 from typing import Any, ClassVar, TypeVar
 
-from howsmooth.errors import ArgumentError
+from howsmooth.errors import ArgumentError, similar_name
 from howsmooth.study.ranges import Ranges
 
 __all__ = [
@@ -223,12 +223,11 @@ def check_keys(table: Mapping[str, Any], known: Sequence[str]) -> None:
     """
     for key in table:
         if key not in known:
-            near = difflib.get_close_matches(key, known, 1)
             raise ArgumentError(
                 key,
                 expected=f"one of the keys {', '.join(known)}",
                 got="an unknown key",
-                remedy=f"Is {near[0]} meant?" if near else "",
+                remedy=similar_name(key, known),
             )
 
 
@@ -326,6 +325,7 @@ def words(*, place: bool = False) -> Kind:
     """Return the kind of option that accepts non-empty strings; with ``place`` they may be paths."""
 
     def read(name: str, value: Any) -> str:
+        value = os.fspath(value) if place and isinstance(value, os.PathLike) else value
         if not isinstance(value, str) or not value.strip() or "\0" in value:
             raise _refuse(name, "a non-empty string", value)
         return str(value)
@@ -338,7 +338,12 @@ def choice(*choices: str) -> Kind:
 
     def read(name: str, value: Any) -> str:
         if value not in choices:
-            raise _refuse(name, f"one of {', '.join(choices)}", value)
+            raise ArgumentError(
+                name,
+                expected=f"one of {', '.join(choices)}",
+                got=shown(value),
+                remedy=similar_name(str(value), choices),
+            )
         return str(value)
 
     return Kind(str, read)
@@ -346,10 +351,10 @@ def choice(*choices: str) -> Kind:
 
 def path() -> Kind:
     """Return the kind of option that accepts the path of a file or a folder."""
-    plain = words()
+    plain = words(place=True)
 
     def read(name: str, value: Any) -> Path:
-        return value if isinstance(value, Path) else Path(plain.read(name, value))
+        return Path(plain.read(name, value))
 
     return Kind(Path, read, place=True)
 

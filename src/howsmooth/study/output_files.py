@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -14,7 +15,7 @@ __all__ = ["csv_of", "replace_file", "write_table", "written_beside"]
 
 
 @contextmanager
-def written_beside(folder: Path, kept: str) -> Iterator[None]:
+def written_beside(folder: str | os.PathLike[str], kept: str) -> Iterator[None]:
     """In the ``with`` block, turn an OSError into a StoreError that says the rows in the store are safe.
 
     Parameters
@@ -44,7 +45,7 @@ def csv_of(table: pd.DataFrame) -> str:
     return table.to_csv(index=False, lineterminator="\n")
 
 
-def write_table(table: pd.DataFrame, folder: Path, name: str) -> Path:
+def write_table(table: pd.DataFrame, folder: str | os.PathLike[str], name: str) -> Path:
     """Write a table as a CSV file into a folder, which is created if needed, and return its path.
 
     Raises
@@ -53,6 +54,7 @@ def write_table(table: pd.DataFrame, folder: Path, name: str) -> Path:
         If the file cannot be written.
 
     """
+    folder = Path(folder)
     path = folder / name
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -64,8 +66,9 @@ def write_table(table: pd.DataFrame, folder: Path, name: str) -> Path:
     return path
 
 
-def replace_file(path: Path, content: str) -> None:
+def replace_file(path: str | os.PathLike[str], content: str) -> None:
     """Write a text file, replacing an existing file in one step."""
+    path = Path(path)
     partial = path.with_name(f".{path.name}.partial")
     # File names that are not UTF-8 become lone surrogates in Python, which UTF-8 cannot encode.
     partial.write_text(content, encoding="utf-8", errors="backslashreplace", newline="\n")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -46,7 +47,7 @@ class Outputs:
     report: Path
 
 
-def write_outputs(folder: Path, listener: Listener = SILENT) -> Outputs:
+def write_outputs(folder: str | os.PathLike[str], listener: Listener = SILENT) -> Outputs:
     """Write ``measurements.csv``, ``exponents.csv``, ``figures/`` and ``report.html`` beside a store.
 
     If the store has published values, also write ``published.csv``, ``published-exponents.csv`` and their
@@ -65,6 +66,7 @@ def write_outputs(folder: Path, listener: Listener = SILENT) -> Outputs:
         If the store cannot be read or a file cannot be written.
 
     """
+    folder = Path(folder)
     with Store.open(folder, write=False) as store:
         contents = store.contents()
     table, compared = exponents(contents.measurements), compare(contents.published)

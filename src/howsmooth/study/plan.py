@@ -130,7 +130,7 @@ def source_option(help: str) -> Any:
 
 def text_option(panel: str = "") -> Any:
     """Return the plan's field for the option ``--text``: the text that a model reads."""
-    told = "The text that a model reads: a .txt or .csv file, alice or ag_news."
+    told = "The text that a model reads: a .txt or .csv file, alice, ag_news, or - for standard input."
     return option(DEFAULT_TEXT, words(place=True), told, metavar="NAME|PATH", panel=panel)
 
 
@@ -247,7 +247,7 @@ class ModelSpec(Options):
 def _model_entry(name: str, value: Any) -> Any:
     if isinstance(value, ModelSpec | Mapping):
         return value
-    if not isinstance(value, str):
+    if not isinstance(value, str | os.PathLike):
         raise ArgumentError(name, expected="names or tables with a name", got=shown(value))
     return {"name": value}
 
@@ -275,7 +275,8 @@ class Plan(Options):
     texts: tuple[str, ...] = option(
         None,
         several(words(place=True)),
-        "A text: a .txt file, a .csv file in AG_NEWS format, alice or ag_news. May be repeated. "
+        "A text: a .txt file, a .csv file in AG_NEWS format, alice, ag_news, or - (standard input). May be "
+        "repeated. "
         f"Default: {DEFAULT_TEXT}.",
         metavar="NAME|PATH",
         flag="text",
@@ -413,7 +414,8 @@ class Plan(Options):
                 "inputs",
                 expected="only text input, only images or only audio",
                 got=" and ".join(senses),
-                remedy="Measure each with its own command, into another folder if the models differ.",
+                remedy="Measure each with its own command, into another folder if the models differ. Of a "
+                "model that takes both, such as CLIP, choose a part: text or vision.",
             )
         needed = {"models": self.models, "texts": self.sources, "scopes": self.scopes}
         if senses == ["text"]:

@@ -6,6 +6,7 @@ Paths are relative to the plan file, so that a plan and its texts can be moved t
 
 from __future__ import annotations
 
+import os
 import tomllib
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -40,7 +41,7 @@ class Study:
     execution: Execution
 
 
-def read_plan(path: Path) -> Study:
+def read_plan(path: str | os.PathLike[str]) -> Study:
     """Read a TOML plan file; return what to measure, and how to carry it out.
 
     Parameters
@@ -55,6 +56,7 @@ def read_plan(path: Path) -> Study:
         If the file cannot be read, a key is unknown, or a value is not allowed; the error names the key.
 
     """
+    path = Path(path)
     values = _parsed(path)
     with renamed(lambda name: f"{path.name}: {name.replace('-', '_')}"):
         check_keys(values, KEYS)

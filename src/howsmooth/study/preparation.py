@@ -7,6 +7,7 @@ its shortest length.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -153,7 +154,7 @@ class Models:
 @contextmanager
 def opened_study(
     plan: Plan,
-    folder: Path,
+    folder: str | os.PathLike[str],
     *,
     write: bool = True,
     keep_going: bool = False,

@@ -5,8 +5,8 @@ Each quantity stands beside the corrected constant of the same sequence. Nothing
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
-from pathlib import Path
 
 import numpy as np
 import pandas as pd
@@ -37,7 +37,7 @@ def quantities(items: Sequence[str]) -> dict[str, tuple[str, ...]]:
     return {CORRECTED: (), **single, PUBLISHED: tuple(items)}
 
 
-def read_rows(folder: Path) -> pd.DataFrame:
+def read_rows(folder: str | os.PathLike[str]) -> pd.DataFrame:
     """Read the published code's values from the store in a folder, with the columns of ``published.csv``.
 
     Raises

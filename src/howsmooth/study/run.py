@@ -6,11 +6,11 @@ any moment and continued later.
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
-from pathlib import Path
 
 import torch
 
@@ -30,7 +30,7 @@ __all__ = ["run"]
 
 def run(
     plan: Plan,
-    folder: Path,
+    folder: str | os.PathLike[str],
     means: Means | None = None,
     *,
     beside: Sequence[Callable[[OpenStudy], Work]] = (),

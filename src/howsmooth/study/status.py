@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import os
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
-from pathlib import Path
 
+from howsmooth.study.forecast import after_measuring
 from howsmooth.study.plan import ModelSpec, Plan
 from howsmooth.study.preparation import MEASURE
 from howsmooth.study.published_values import PUBLISHED
 from howsmooth.study.records import (
     KEY_COLUMNS,
     PLACE,
+    Bounding,
     Failure,
     Key,
     Measurement,
@@ -60,8 +62,9 @@ class Status:
     rate
         Measurements per second in the last run, by a monotonic clock; ``None`` before the first measurement.
     remaining
-        Expected seconds until everything is measured, at the speed of the last run, with longer times for
-        longer sequences; ``None`` if unknown.
+        Expected seconds until the study is finished, at the speed of the last run, with longer times for
+        longer sequences. They include what ``--dry-run`` includes, by the same rules: measurements, bounds,
+        tables, figures and report; but not bounds with ``bounds="all"``. ``None`` if unknown.
     reasons
         The reasons of the failures that are left, each with its number, the most frequent first.
 
@@ -76,7 +79,7 @@ class Status:
     reasons: tuple[tuple[str, int], ...]
 
 
-def status(plan: Plan, texts: Iterable[str], folder: Path) -> Status:
+def status(plan: Plan, texts: Iterable[str], folder: str | os.PathLike[str]) -> Status:
     """Count the measurements of a plan that its store has, lacks or failed; estimate the remaining time.
 
     Parameters
@@ -128,6 +131,7 @@ class _Comparison:
         self._models = {model.label: model for model, _ in store.rows(ModelRecord)}
         self._failures = [row for row, _ in store.rows(Failure)]
         self._missing: list[tuple[str, Key]] = []
+        self._figures = 0
 
     def part(self, spec: ModelSpec, text: str, scope: str) -> Part:
         """Count the planned, done and failed measurements of one model, text and scope."""
@@ -142,6 +146,7 @@ class _Comparison:
         asked = _asked(self._plan, spec, scope, model)
         done = self._store.keys(Measurement, KEY_COLUMNS, model=spec.label, text=text)
         self._missing += [(spec.label, key) for key in asked - done]
+        self._figures += len({layer for _, layer, *_ in asked})
         return self._counted(spec.label, text, scope, asked, done, Measurement)
 
     def _counted(
@@ -189,13 +194,19 @@ class _Comparison:
         times = TaskTimes()
         for row in mine:
             times.learn((row.model, row.scope), row.n, 1, row.seconds)
-        # Rows record only the time of their estimates. Scale by the total time of the run, which includes
-        # loading and capturing.
-        more = last.worked / max(sum(row.seconds for row in mine), 1e-9)
+        # Rows record only the time of their estimates. Scale by the time of the run without bounds, which
+        # includes loading and capturing.
+        bounds = {
+            (row.model, row.text, row.scope, row.layer, row.head, row.n): row.seconds
+            for row, number in self._store.rows(Bounding)
+            if number == last.id
+        }
+        more = max(last.worked - sum(bounds.values()), 0.0) / max(sum(row.seconds for row in mine), 1e-9)
         usual = sum(row.seconds for row in mine) / len(mine)
         each = (times.a_row((label, key[0]), key[3]) for label, key in self._missing)
         left = more * sum(usual if seconds is None else seconds for seconds in each)
-        return len(mine) / last.worked, left if certain else None
+        whole = left + sum(after_measuring(self._plan, left, self._figures)) if self._missing else 0.0
+        return len(mine) / last.worked, whole if certain else None
 
 
 def _asked(plan: Plan, spec: ModelSpec, scope: str, model: ModelRecord) -> frozenset[Key]:

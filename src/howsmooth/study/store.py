@@ -7,6 +7,7 @@ the number of the run that made it, and a seal: a digest of its values that reve
 from __future__ import annotations
 
 import json
+import os
 import secrets
 import sqlite3
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -84,7 +85,7 @@ class Store:
     in_use = staticmethod(in_use)
 
     @classmethod
-    def open(cls, folder: Path, *, write: bool = True) -> Store:
+    def open(cls, folder: str | os.PathLike[str], *, write: bool = True) -> Store:
         """Open the store in a folder; with ``write``, create folder and store if needed.
 
         Raises
@@ -94,6 +95,7 @@ class Store:
             be written.
 
         """
+        folder = Path(folder)
         connection, lock = connected(folder, _STATEMENTS, write=write)
         return cls(connection, folder / STORE_NAME, lock)
 
@@ -368,7 +370,7 @@ class PendingStore:
 
     """
 
-    def __init__(self, folder: Path, kind: str, *, write: bool = True) -> None:
+    def __init__(self, folder: str | os.PathLike[str], kind: str, *, write: bool = True) -> None:
         self._folder, self._kind = folder, kind
         self.store = Store.open(folder, write=write) if Store.exists(folder) else None
 

@@ -48,8 +48,9 @@ def begun(connection: sqlite3.Connection) -> Iterator[None]:
 
 
 @contextmanager
-def translated(path: Path) -> Iterator[None]:
+def translated(path: str | os.PathLike[str]) -> Iterator[None]:
     """In the ``with`` block, turn SQLite's errors into StoreErrors that say what to do."""
+    path = Path(path)
     try:
         yield
     except sqlite3.OperationalError as error:
@@ -73,7 +74,7 @@ def translated(path: Path) -> Iterator[None]:
         ) from error
 
 
-def store_there(folder: Path) -> bool:
+def store_there(folder: str | os.PathLike[str]) -> bool:
     """Whether a folder holds a non-empty file, or anything else, with the name of the store.
 
     Raises
@@ -82,6 +83,7 @@ def store_there(folder: Path) -> bool:
         If ``folder`` is a file, or cannot be read.
 
     """
+    folder = Path(folder)
     try:
         if folder.exists() and not folder.is_dir():
             raise StoreError(f"out: expected a folder, got the file {folder}. Choose another --out.")
@@ -94,7 +96,7 @@ def store_there(folder: Path) -> bool:
 
 
 def connected(
-    folder: Path, statements: Sequence[str], *, write: bool
+    folder: str | os.PathLike[str], statements: Sequence[str], *, write: bool
 ) -> tuple[sqlite3.Connection, FileLock | None]:
     """Connect to the store file in a folder; with ``write``, also lock it, and create it if needed.
 
@@ -119,6 +121,7 @@ def connected(
         written.
 
     """
+    folder = Path(folder)
     path = folder / STORE_NAME
     there = store_there(folder)
     if not write and not there:
@@ -226,8 +229,9 @@ def _roll_back(folder: Path) -> None:
         lock.release()
 
 
-def in_use(folder: Path) -> bool:
+def in_use(folder: str | os.PathLike[str]) -> bool:
     """Whether another process has the store in a folder open for writing."""
+    folder = Path(folder)
     path = folder / _LOCK_NAME
     if not path.exists():
         return False
@@ -242,8 +246,9 @@ def in_use(folder: Path) -> bool:
     return False
 
 
-def locked(folder: Path) -> FileLock:
+def locked(folder: str | os.PathLike[str]) -> FileLock:
     """Create the folder, and take the lock that keeps other writers out of its store."""
+    folder = Path(folder)
     lock = FileLock(folder / _LOCK_NAME)
     try:
         folder.mkdir(parents=True, exist_ok=True)

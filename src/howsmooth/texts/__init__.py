@@ -1,7 +1,5 @@
 """Texts to measure on: the paper's texts, by name, or text files."""
 
-from __future__ import annotations
-
 from howsmooth.texts.loaders import TEXTS, Text, load_text
 
 __all__ = ["TEXTS", "Text", "load_text"]

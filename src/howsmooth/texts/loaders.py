@@ -6,7 +6,10 @@ import csv
 import hashlib
 import importlib
 import io
+import os
+import sys
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 
 from howsmooth.errors import ArgumentError, TextError
@@ -50,14 +53,15 @@ class Text:
         object.__setattr__(self, "digest", hashlib.sha256(self.content.encode("utf-8")).hexdigest())
 
 
-def load_text(name: str | Path) -> Text:
+def load_text(name: str | os.PathLike[str]) -> Text:
     """Load a text by its name or its path.
 
     Parameters
     ----------
     name
         ``"alice"`` is *Alice's Adventures in Wonderland*, a file of this package. ``"ag_news"`` is the test
-        split of AG_NEWS, loaded with the package datasets. Every other string is the path of a text file
+        split of AG_NEWS, loaded with the package datasets. ``"-"`` is standard input, which is read once
+        and kept. Every other string is the path of a text file
         (UTF-8), or of a ``.csv`` file in the format of AG_NEWS (label, title, description; no header). If a
         file is called ``alice``, write ``./alice`` to load it.
 
@@ -74,8 +78,10 @@ def load_text(name: str | Path) -> Text:
         If the file cannot be found or read, is empty, or is not UTF-8 text.
 
     """
-    if not str(name).strip():
+    if not os.fspath(name).strip():
         raise ArgumentError("text", expected="a name or a path", got="an empty string", remedy=_choices())
+    if name == "-":
+        return _standard_input()
     if name == "alice":
         return _alice()
     if name == "ag_news":
@@ -84,7 +90,7 @@ def load_text(name: str | Path) -> Text:
 
 
 def _choices() -> str:
-    return f"Use one of {', '.join(TEXTS)}, or the path of a .txt or .csv file."
+    return f"Use one of {', '.join(TEXTS)}, the path of a .txt or .csv file, or - for standard input."
 
 
 def _alice() -> Text:
@@ -115,6 +121,12 @@ def _ag_news() -> Text:
     return Text("ag_news", "\n".join(rows) + "\n", source)
 
 
+@cache
+def _standard_input() -> Text:
+    content = _decoded(sys.stdin.buffer.read(), "standard input")
+    return Text("stdin", content, f"Standard input (sha256 {_digits(content)}...).")
+
+
 def _from_path(path: Path) -> Text:
     try:
         path.stat()
@@ -130,13 +142,16 @@ def _from_path(path: Path) -> Text:
     if not path.exists():
         raise TextError(f"text {str(path)!r} is neither a known name nor a file. {_choices()}")
     content = _read(path)
-    digits = hashlib.sha256(content.encode("utf-8")).hexdigest()[:12]
     if path.suffix.lower() == ".csv":
         rows = _news_rows(path, content)
         return Text(
             path.stem, "\n".join(rows) + "\n", f"{len(rows)} news items of the local file {path.name}."
         )
-    return Text(path.stem, content, f"The local file {path.name} (sha256 {digits}...).")
+    return Text(path.stem, content, f"The local file {path.name} (sha256 {_digits(content)}...).")
+
+
+def _digits(content: str) -> str:
+    return hashlib.sha256(content.encode("utf-8")).hexdigest()[:12]
 
 
 def _short(words: str) -> str:
@@ -149,14 +164,16 @@ def _read(path: Path) -> str:
     except OSError as error:
         reason = error.strerror or type(error).__name__
         raise TextError(f"text {str(path)!r} cannot be read: {reason}. Give a readable file.") from None
+    return _decoded(raw, repr(str(path)))
+
+
+def _decoded(raw: bytes, where: str) -> str:
     try:
         content = raw.decode("utf-8-sig")
     except UnicodeDecodeError:
         content = "\0"  # reported below, like a file that contains NUL
     if "\0" in content:
-        raise TextError(
-            f"text {str(path)!r} is not UTF-8 text (binary, or another encoding). Convert it to UTF-8."
-        )
+        raise TextError(f"text {where} is not UTF-8 text (binary, or another encoding). Convert it to UTF-8.")
     return content.replace("\r\n", "\n").replace("\r", "\n")
 
 

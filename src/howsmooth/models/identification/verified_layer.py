@@ -46,7 +46,7 @@ class VerifiedLayer:
         """The tokens (batch, n, d) that the model applies the attention to."""
         return self.self_attention.replay.tokens()
 
-    def sites(self, scope: str, heads: Sequence[int] | None = None) -> list[Site]:
+    def sites(self, scope: str, heads: Sequence[int] | slice | None = None) -> list[Site]:
         """Return the site of one scope in a list; in scope ``head`` one site for each head.
 
         Raises
@@ -165,17 +165,26 @@ def _may_be_outputs(norm: LayerNorm | RMSNorm | None, x: Tensor) -> bool:
     return float(torch.linalg.vector_norm(u.nan_to_num(nan=0.0), dim=-1).max()) <= 1 + slack
 
 
-def indices_of(given: Sequence[int] | None, count: int, what: str) -> list[int]:
+def indices_of(given: Sequence[int] | slice | None, count: int, what: str) -> list[int]:
     """Return indices of layers or heads as non-negative numbers without repetition; None gives all.
 
     Raises
     ------
     ArgumentError
-        If an index is outside of ``-count`` to ``count - 1``.
+        If an index is outside of ``-count`` to ``count - 1``, or a slice is empty.
 
     """
     if given is None:
         return list(range(count))
+    if isinstance(given, slice):
+        found = list(range(count))[given]
+        if not found:
+            raise ArgumentError(
+                f"{what}s",
+                expected=f"a slice with some of {count} {what}s in it",
+                got=f"{given.start}:{given.stop}:{given.step}",
+            )
+        return found
     for index in given:
         if not -count <= index < count:
             raise ArgumentError(

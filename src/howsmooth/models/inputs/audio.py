@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import math
+import os
 import warnings
 from dataclasses import dataclass, field
 from functools import cache
@@ -92,7 +93,7 @@ def load_audio(source: object = "builtin", rate: int | None = None) -> Audio:
         source = source.detach().cpu().numpy()
     if isinstance(source, np.ndarray):
         return _audio("audio", "audio given as an array", rate or _BUILTIN_RATE, source, "audio")
-    path = Path(source).expanduser() if isinstance(source, str | Path) else Path()
+    path = Path(source).expanduser() if isinstance(source, str | os.PathLike) else Path()
     if path.suffix.lower() == ".npy":
         found, array = rate or _BUILTIN_RATE, read_array(path)
     elif path.suffix.lower() == ".wav":

@@ -80,14 +80,16 @@ def load_images(source: object = "builtin") -> Images:
     if isinstance(source, np.ndarray):
         held = _of_array(source, "images")
         return Images("images", f"{len(held)} images given as an array", _digest(held), held)
-    places = [source] if isinstance(source, str | Path) else source
-    if not (isinstance(places, Sequence) and places and all(isinstance(one, str | Path) for one in places)):
+    places = [source] if isinstance(source, str | os.PathLike) else source
+    if not (
+        isinstance(places, Sequence) and places and all(isinstance(one, str | os.PathLike) for one in places)
+    ):
         raise ArgumentError(
             "images",
             expected="'builtin', paths of files or folders, an array or a tensor",
             got=repr(places)[:80],
         )
-    if list(map(str, places)) == ["builtin"]:
+    if list(map(os.fspath, places)) == ["builtin"]:
         return _builtin()
     return _of_files([Path(one).expanduser() for one in places])
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
@@ -95,7 +96,7 @@ def load_embeddings(source: object) -> TokenStream:
     """
     if isinstance(source, Tensor):
         name, where, tensors = "embeddings", "embeddings", {"embeddings": source.detach().cpu()}
-    elif isinstance(source, str | Path):
+    elif isinstance(source, str | os.PathLike):
         path = Path(source).expanduser()
         name, where = path.stem, str(path)
         try:
@@ -149,7 +150,7 @@ def _ids(source: object) -> tuple[str, str, Any]:
         return "tokens", "tokens", source.detach().cpu().numpy()
     if isinstance(source, np.ndarray) or (isinstance(source, Sequence) and not isinstance(source, str)):
         return "tokens", "tokens", source
-    if not isinstance(source, str | Path):
+    if not isinstance(source, str | os.PathLike):
         raise ArgumentError("tokens", expected="a file, an array or a list", got=type(source).__name__)
     path = Path(source).expanduser()
     where = shown(path)

@@ -5,9 +5,9 @@ from __future__ import annotations
 import hashlib
 import inspect
 import json
+import os
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -87,7 +87,7 @@ def builtin_names() -> tuple[str, ...]:
 
 
 def load_model(
-    name: str | Path,
+    name: str | os.PathLike[str],
     *,
     random_init: bool = False,
     as_decoder: bool = False,
@@ -138,7 +138,7 @@ def load_model(
         If there is no such model, or it cannot be read, run or used as requested.
 
     """
-    if not isinstance(name, str | Path) or not str(name).strip():
+    if not isinstance(name, str | os.PathLike) or not os.fspath(name).strip():
         raise ArgumentError("name", expected="a built-in name, a folder or a Hub id", got=repr(name))
     if dtype not in (None, torch.float32, torch.float64, *HALF):
         expected = "torch.float32, torch.float64, torch.bfloat16, torch.float16 or None"
@@ -149,7 +149,7 @@ def load_model(
         raise ArgumentError("part", expected="None or the name of a part", got=repr(part))
     target = _device(device)
     with quiet():
-        place = find(str(name), random_init=random_init)
+        place = find(os.fspath(name), random_init=random_init)
         config = _config(place)
         in_file = next((c.dtype for c in nested_configs(config) if getattr(c, "dtype", None)), None)
         short = _shortened(place, config, most_weights) if random_init else ""
@@ -295,10 +295,10 @@ def _refuse_several(place: Place, model: PreTrainedModel) -> None:
     parts = named_parts(model)
     asked = inspect.signature(model.forward).parameters
     if {"text", "image"} <= set(parts.values()) and "pixel_values" in asked and "return_loss" in asked:
-        listed = ", ".join(f"{path} ({takes})" for path, takes in parts.items())
+        listed = ", ".join(f"{path} with {_GIVEN.get(takes, takes)}" for path, takes in parts.items())
         raise ModelError(
-            f"{place.name!r} compares texts with images and needs both at once. Choose a part of it, with "
-            f"part (--part): {listed}."
+            f"{place.name!r} compares texts with images and needs both at once. Measure its parts one at a "
+            f"time, each with part (--part): {listed}."
         )
 
 
@@ -360,11 +360,24 @@ def _check_memory(place: Place, config: Any, dtype: torch.dtype | None) -> None:
         )
 
 
+# How inputs of each kind are given to the command line.
+_GIVEN = {
+    "text": "a text (--text)",
+    "image": "images (--images)",
+    "audio": "audio (--audio)",
+    "embeddings": "embedded tokens (--embeddings)",
+}
+_TOKEN_IDS = "Give token ids instead of text (howsmooth measure --tokens FILE)."
+
+
 def _tokenizer(
     place: Place, random_init: bool, text: str | None, modality: str, vocabulary: int | None
 ) -> tuple[Tokenizer, str]:
     if modality != "text":
-        return Tokenizer(None, f"{place.name!r} takes no text ({modality})."), "none"
+        obstacle = f"{place.name!r} takes no text ({modality})."
+        if modality in _GIVEN:
+            obstacle += f" howsmooth measure takes {_GIVEN[modality]}."
+        return Tokenizer(None, obstacle), "none"
     if place.location is not None:
         own = own_tokenizer(place.location, local_files_only=place.local_files_only)
         if own is not None:
@@ -374,7 +387,7 @@ def _tokenizer(
             trained_tokenizer(text, vocabulary or 0),
             "a byte-level BPE trained on the text, because the model has no usable tokenizer of its own",
         )
-    remedy = "Give tokenizer_text to train one." if random_init else "Give token ids instead of text."
+    remedy = "Give tokenizer_text to train one." if random_init else _TOKEN_IDS
     return Tokenizer(None, f"{place.name!r} has no usable tokenizer. {remedy}"), "none"
 
 

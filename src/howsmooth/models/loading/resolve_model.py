@@ -14,7 +14,7 @@ from transformers import AutoConfig
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.utils import cached_file
 
-from howsmooth.errors import HowsmoothError, ModelError, reason
+from howsmooth.errors import HowsmoothError, ModelError, reason, similar_name
 from howsmooth.models.builtin import BUILTIN_MODELS, builtin_folder
 
 __all__ = ["Place", "find", "hub_reachable"]
@@ -82,20 +82,23 @@ class Place:
             )
         if any(isinstance(cause, RepositoryNotFoundError) for cause in causes):
             return ModelError(
-                f"The Hugging Face Hub has no model {self.name!r} (or it is private). {_REMEDY}"
+                f"The Hugging Face Hub has no model {self.name!r} (or it is private). {_remedy(self.name)}"
             )
         if self.local_files_only or any(isinstance(cause, LocalEntryNotFoundError) for cause in causes):
             return ModelError(
                 f"The model {self.name!r} is neither built in nor a local folder, and the Hugging Face Hub "
-                f"cannot be reached (no network), nor does its cache here hold the model. {_REMEDY}"
+                "cannot be reached (no network), nor does its cache here hold the model. "
+                f"{_remedy(self.name)}"
             )
         return ModelError(f"The Hub model {self.name!r} cannot be read: {first}")
 
 
-_REMEDY = (
-    f"Give the folder of a model, a built-in one ({', '.join(BUILTIN_MODELS)}), or build one with untrained "
-    "weights from a model type such as 'gpt2' with random_init (--random-init)."
-)
+def _remedy(name: str) -> str:
+    told = (
+        f"Give the folder of a model, a built-in one ({', '.join(BUILTIN_MODELS)}), or build one with "
+        "untrained weights from a model type such as 'gpt2' with random_init (--random-init)."
+    )
+    return f"{told} {similar_name(name, (*BUILTIN_MODELS, *CONFIG_MAPPING))}".rstrip()
 
 
 def find(name: str, *, random_init: bool) -> Place:
@@ -116,7 +119,7 @@ def find(name: str, *, random_init: bool) -> Place:
         pass
     except (OSError, ValueError) as error:  # the name is too long or has a null character, say
         shown = repr(name if len(name) <= 80 else f"{name[:77]}...")
-        raise ModelError(f"There is no model {shown}: {reason(error)}. {_REMEDY}") from None
+        raise ModelError(f"There is no model {shown}: {reason(error)}. {_remedy(name)}") from None
     looks_like_path = path.is_absolute() or name.startswith((".", "~")) or name.count("/") > 1 or "\\" in name
     if path.is_dir() and (folder := _model_folder(path)) is not None:
         _check_weights(name, folder, random_init)
@@ -124,9 +127,9 @@ def find(name: str, *, random_init: bool) -> Place:
     is_type = random_init and name in CONFIG_MAPPING
     if path.exists() and not is_type:
         what = "holds no model (no config.json)" if path.is_dir() else "is a file, not the folder of a model"
-        raise ModelError(f"{name!r} {what}. {_REMEDY}")
+        raise ModelError(f"{name!r} {what}. {_remedy(name)}")
     if looks_like_path:
-        raise ModelError(f"There is no folder {name!r}. {_REMEDY}")
+        raise ModelError(f"There is no folder {name!r}. {_remedy(name)}")
     offline = not hub_reachable()
     if is_type and not _hub_has_config(name, offline):
         return Place(name, None, f"the default {name} of transformers", local_files_only=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
+import os
 from typing import Any
 
 from tokenizers import Tokenizer as BpeTokenizer
@@ -72,7 +72,7 @@ class Tokenizer:
         return json.dumps([type(self._backend).__name__, self._backend.get_vocab()], sort_keys=True)
 
 
-def own_tokenizer(name: str | Path, *, local_files_only: bool) -> Tokenizer | None:
+def own_tokenizer(name: str | os.PathLike[str], *, local_files_only: bool) -> Tokenizer | None:
     """Return the tokenizer that comes with a model, or None if it has none that encodes plain text.
 
     transformers builds an *empty* tokenizer if it finds no vocabulary. So a tokenizer is accepted only if it

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
+import os
 from pathlib import Path
 from typing import Protocol, runtime_checkable
 
@@ -53,7 +54,7 @@ class RecordFile:
 
     """
 
-    def __init__(self, path: str | Path) -> None:
+    def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = Path(path)
         if self.path.suffix not in _SUFFIXES:
             raise ArgumentError(

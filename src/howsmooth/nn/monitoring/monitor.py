@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import warnings
 from collections.abc import Callable, Sequence
-from pathlib import Path
 
 import pandas as pd
 import torch
@@ -90,7 +90,7 @@ class LipschitzMonitor:
         every: int = 100,
         callback: Callable[[MonitorRecord], object] | None = None,
         tensorboard: ScalarWriter | None = None,
-        file: str | Path | None = None,
+        file: str | os.PathLike[str] | None = None,
         layers: Sequence[int] | None = None,
         scope: str = "attention",
         rtol: float = 1e-2,

@@ -8,6 +8,7 @@ upper bound, which no tokens in the ball can exceed. The second figure is the on
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
@@ -56,7 +57,7 @@ def draw_attacks(
     label: str,
     summary: pd.DataFrame,
     heads: pd.DataFrame,
-    folder: Path,
+    folder: str | os.PathLike[str],
     listener: Listener,
 ) -> list[Files]:
     """Draw the constant against n for each attention, an overview of all attentions, and γR² of all heads.
@@ -80,6 +81,7 @@ def draw_attacks(
         The paths of each figure as PNG and PDF.
 
     """
+    folder = Path(folder)
     parts = parts_of(summary, "found")
     strong = heads[heads["gamma"].notna()]
     figures: list[Callable[[], Files]] = []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from textwrap import fill
 from typing import Any
@@ -46,7 +47,9 @@ def check_animation(kind: str) -> None:
         )
 
 
-def animate_flow(view: FlowView, folder: Path, kind: str, listener: Listener) -> Path | None:
+def animate_flow(
+    view: FlowView, folder: str | os.PathLike[str], kind: str, listener: Listener
+) -> Path | None:
     """Write ``flow.gif`` or ``flow.mp4`` with at most 120 evenly spaced frames, and return its path.
 
     Parameters
@@ -61,6 +64,7 @@ def animate_flow(view: FlowView, folder: Path, kind: str, listener: Listener) ->
         The listener that is told how many frames are drawn.
 
     """
+    folder = Path(folder)
     if kind == "none":
         return None
     check_animation(kind)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,7 @@ __all__ = ["draw_flow", "map_axis", "set_limits"]
 _LEAST_SPAN = 0.02
 
 
-def draw_flow(view: FlowView, folder: Path) -> tuple[Path, Path]:
+def draw_flow(view: FlowView, folder: str | os.PathLike[str]) -> tuple[Path, Path]:
     """Draw a flow into ``flow.png`` and ``flow.pdf``, and return their paths.
 
     Parameters
@@ -37,6 +38,7 @@ def draw_flow(view: FlowView, folder: Path) -> tuple[Path, Path]:
         The folder for the files, which is created if needed.
 
     """
+    folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     with rc_context(STYLE):
         figure = new_figure(9.8, 5.4)
@@ -146,7 +148,7 @@ def _add_order(figure: Figure, axis: Any, view: FlowView) -> None:
     n = view.points.shape[1]
     scale = ScalarMappable(Normalize(1, max(n, 2)), ListedColormap(view.colours))
     bar = figure.colorbar(scale, ax=axis, pad=0.02, aspect=34, shrink=0.75)
-    bar.set_label("position of the token")
+    bar.ax.set_title("position of the token", loc="right", fontsize="medium")
     bar.outline.set_visible(False)
     bar.ax.yaxis.set_major_locator(MaxNLocator(6, integer=True))
 

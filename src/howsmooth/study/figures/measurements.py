@@ -7,6 +7,7 @@ viridis colours do not depend on colour vision. Unconverged measurements are hol
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -78,7 +79,7 @@ class Picture:
 
 def draw_all(
     measurements: pd.DataFrame,
-    folder: Path,
+    folder: str | os.PathLike[str],
     listener: Listener,
     kinds: Mapping[str, str] = {},
 ) -> list[Picture]:
@@ -101,6 +102,7 @@ def draw_all(
         The figures; an overview comes before the figures of its layers.
 
     """
+    folder = Path(folder)
     figures: list[Callable[[], Picture]] = []
     for (model, text, scope), family in measurements.groupby(["model", "text", "scope"], sort=True):
         parts = parts_of(family, "lipschitz")
@@ -144,6 +146,9 @@ def _single(part: Part, family: _Family) -> Picture:
     set_axis(left, "x", group["n"], whole=True)
     set_axis(right, "x", group["radius_mean"])
     set_axis(left, "y", pd.concat([group["lower"], group["upper"]]))
+    # Without a line and ticks, the numbers of the left colour bar do not read as an axis of the right panel.
+    right.spines["left"].set_visible(False)
+    right.tick_params(axis="y", left=False)
     left.set_xlabel(f"sequence length n ({unit_in_words(family.kind)})")
     left.set_ylabel("local Lipschitz constant")
     right.set_xlabel("radius R (root mean square token norm)" + _constancy(group["radius_mean"]))
@@ -181,7 +186,7 @@ def _overview(parts: Sequence[Part], family: _Family) -> Picture:
     slim = 5 * figure.get_figheight()
     bar = figure.colorbar(ScalarMappable(norm, COLOURS), ax=figure.axes, aspect=slim, pad=0.015)
     set_bar_ticks(bar, norm)
-    bar.set_label("radius R")
+    bar.ax.set_title("radius R", loc="right", fontsize="medium")
     by_head = any(part.head is not None for part in parts)
     title = (
         f"{readable(family.model)}, scope {family.scope}, {kind_in_words(family.kind)} "

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from functools import partial
 from pathlib import Path
 
@@ -19,7 +20,9 @@ _SERIES = (("corrected", "#440154", "o", "corrected"), ("as published", "#e07b00
 _COLUMNS = 3
 
 
-def draw_published(rows: pd.DataFrame, exponents: pd.DataFrame, folder: Path) -> list[Files]:
+def draw_published(
+    rows: pd.DataFrame, exponents: pd.DataFrame, folder: str | os.PathLike[str]
+) -> list[Files]:
     """Draw the published code's values against n: a figure for each model and text, a panel for each layer.
 
     Parameters
@@ -37,6 +40,7 @@ def draw_published(rows: pd.DataFrame, exponents: pd.DataFrame, folder: Path) ->
         The paths of each figure as PNG and PDF.
 
     """
+    folder = Path(folder)
     figures = [
         partial(_draw, str(model), str(text), family, exponents, folder)
         for (model, text), family in rows.groupby(["model", "text"], sort=True)

@@ -152,7 +152,7 @@ def add_colourbar(figure: Figure, axis: Axes, norm: Normalize, label: str, *, wh
     """Add a colour bar beside an axis."""
     bar = figure.colorbar(ScalarMappable(norm, COLOURS), ax=axis, pad=0.015, aspect=28)
     set_bar_ticks(bar, norm, whole=whole)
-    bar.set_label(label)
+    bar.ax.set_title(label, loc="right", fontsize="medium")
 
 
 def set_bar_ticks(bar: Colorbar, norm: Normalize, *, whole: bool = False) -> None:

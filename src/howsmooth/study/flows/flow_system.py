@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from howsmooth.attention import Compose, TokenMap
-from howsmooth.errors import ArgumentError, CaptureError, ModelError
+from howsmooth.errors import ArgumentError, CaptureError, ModelError, similar_name
 from howsmooth.models.parameter_files import is_parameter_file
 from howsmooth.study.attention_sources import AttentionSource, ModelSource, SourceLayer, open_attention_source
 from howsmooth.study.flows.initial_tokens import DRAWN, draw_tokens, kind_of_start, onto_sphere, read_tokens
@@ -159,10 +159,7 @@ def _of_source(plan: FlowPlan) -> System:
         raise ArgumentError(
             "source", expected="a model with --norms", got=f"the parameter file {plan.source!r}"
         )
-    try:
-        source = open_attention_source(_request(plan))
-    except ModelError as error:
-        raise ModelError(f"{error} Named systems of a flow are {', '.join(SYSTEMS)}.") from error
+    source = _opened(plan)
     start = kind_of_start(plan, _provided_start(plan, source, of_file=of_file))
     read = None if start in (*DRAWN, "given") else read_tokens(plan, Path(start))
     length = _length(plan, source, start) if read is None else int(read.shape[0])
@@ -177,6 +174,18 @@ def _of_source(plan: FlowPlan) -> System:
     norms = None if of_file else plan.norms
     placed = _placed(plan, start, x)
     return System(source.label, title, text, maps, start, *placed, source.fingerprint, norms)
+
+
+def _opened(plan: FlowPlan) -> AttentionSource:
+    """Open a parameter file or a model; the error for an unknown name lists the named systems."""
+    try:
+        return open_attention_source(_request(plan))
+    except ModelError as error:
+        if Path(plan.source).exists():
+            raise
+        meant = similar_name(plan.source, SYSTEMS)
+        listed = f"The named systems are {', '.join(SYSTEMS)}."
+        raise ModelError(f"{error} {listed} {meant}".rstrip()) from error
 
 
 def _request(plan: FlowPlan) -> SourcePlan:

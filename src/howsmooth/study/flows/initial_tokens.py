@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import torch
@@ -60,7 +61,7 @@ def onto_sphere(x: Float64[Tensor, "n d"], radius: float) -> Float64[Tensor, "n 
     return placed
 
 
-def read_tokens(plan: FlowPlan, path: Path) -> Float64[Tensor, "n d"]:
+def read_tokens(plan: FlowPlan, path: str | os.PathLike[str]) -> Float64[Tensor, "n d"]:
     """Read tokens (n, d) from a ``.npy`` file, or from ``X`` in a ``.npz`` file. Pickled data are refused.
 
     Raises
@@ -71,6 +72,7 @@ def read_tokens(plan: FlowPlan, path: Path) -> Float64[Tensor, "n d"]:
         If it holds no tokens, or not as many as the plan says.
 
     """
+    path = Path(path)
     if str(path) in ("text", "file"):
         raise ArgumentError(
             "start", expected=f"a source with tokens of its own for {path}", got=repr(plan.source)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 import zipfile
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -63,7 +64,7 @@ class FlowOutputs:
 
 
 def write_flow_outputs(
-    folder: Path, plan: FlowPlan, system: System, listener: Listener = SILENT
+    folder: str | os.PathLike[str], plan: FlowPlan, system: System, listener: Listener = SILENT
 ) -> FlowOutputs:
     """Write ``trajectory.npz``, ``metrics.csv``, ``flow.png``, ``flow.pdf`` and an animation beside a store.
 
@@ -82,6 +83,7 @@ def write_flow_outputs(
         If the store cannot be read or a file cannot be written.
 
     """
+    folder = Path(folder)
     with written_beside(folder, "frames"):
         with Store.open(folder, write=False) as store:
             listener.phase("Measuring clusters")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -20,7 +21,7 @@ __all__ = ["run_flow"]
 
 
 def run_flow(
-    plan: FlowPlan, system: System, folder: Path, means: Means | None = None
+    plan: FlowPlan, system: System, folder: str | os.PathLike[str], means: Means | None = None
 ) -> tuple[Outcome, Ending | None]:
     """Compute the states of a flow (frames) that a plan asks for and the store in ``folder`` does not have.
 
@@ -47,6 +48,7 @@ def run_flow(
         If the flow is impossible, before anything is stored; or if the store holds another flow.
 
     """
+    folder = Path(folder)
     began = time.monotonic()
     flow = Integration(plan, system)
     identity = plan.settings() | system.identity()

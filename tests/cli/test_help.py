@@ -1,0 +1,126 @@
+"""The help of each command, and what a shell sees: examples to copy, pipes, and names that are misspelt."""
+
+from __future__ import annotations
+
+import io
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import typer
+
+from howsmooth.cli import app, main
+from howsmooth.cli.progress import duration
+from howsmooth.cli.terminal_output import show_table
+from howsmooth.nn import SoftmaxAttention, save
+
+COMMANDS = ("profile", "measure", "study", "bound", "attack", "flow", "certify", "inspect", "reproduce")
+
+
+def help_of(command: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> str:
+    monkeypatch.setenv("COLUMNS", "80")
+    monkeypatch.setenv("NO_COLOR", "1")
+    assert main([command, "--help"]) == 0
+    return capsys.readouterr().out
+
+
+def examples_of(said: str) -> list[list[str]]:
+    """The lines of the help that begin with the name of the program, as a shell splits them."""
+    lines = [line.strip() for line in said.splitlines() if line.startswith(" howsmooth ")]
+    return [line.partition(" > ")[0].split()[1:] for line in lines]
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_each_example_of_the_help_is_a_whole_line_that_the_command_parses(
+    command: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said = help_of(command, capsys, monkeypatch)
+    examples = examples_of(said)
+    assert len(examples) >= 4
+    program: Any = typer.main.get_command(app)
+    for name, *arguments in examples:
+        assert name == command
+        # Raises an error for an unknown option, a missing argument, or a word too many.
+        program.commands[name].make_context(name, arguments)
+        assert len(" ".join(["howsmooth", name, *arguments])) <= 78
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_no_emoji_stands_for_numbers_between_colons(
+    command: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert not re.search("[\U0001f000-\U0001ffff]", help_of(command, capsys, monkeypatch))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("command", COMMANDS)
+def test_the_first_example_runs_as_printed(
+    command: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("sweep.toml").write_text('models = ["builtin-encoder"]\nlengths = "4,8,12"\nsamples = 2\n')
+    if command == "certify":
+        save(SoftmaxAttention(8, 2, length=4, radius=1.0), "model.safetensors", length=4, radius=1.0)
+    assert main(examples_of(help_of(command, capsys, monkeypatch))[0]) == 0
+
+
+# ---- pipes
+
+
+@pytest.mark.parametrize("arguments", [["--help"], ["reproduce", "--list"]])
+def test_a_reader_that_ends_early_ends_the_program_quietly(arguments: list[str]) -> None:
+    reading, writing = os.pipe()
+    os.close(reading)
+    program = [sys.executable, "-m", "howsmooth.cli", *arguments]
+    done = subprocess.run(program, stdout=writing, stderr=subprocess.PIPE, check=False)
+    os.close(writing)
+    assert (done.returncode, done.stderr) == (141, b"")
+
+
+def test_in_a_pipe_no_cell_is_cut_or_folded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("COLUMNS", raising=False)
+    out = io.StringIO()
+    monkeypatch.setattr(sys, "stdout", out)
+    row = ["causal_two_heavy_tokens_lower_bound" * 2, "1.5", "a source " * 20 + "ends"]
+    show_table(["bound", "value", "source"], [row], wrapped=["source"])
+    assert all(cell in out.getvalue().splitlines()[1] for cell in row)
+
+
+def test_no_time_is_negative() -> None:
+    assert duration(-0.3) == duration(0.0) == "0 s"
+
+
+# ---- names
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["mesure"], "Did you mean 'measure'"),
+        (["measure", "--lenghts", "3"], "--lengths"),
+        (["measure", "--scope", "atention"], "Is attention meant?"),
+        (["measure", "builtin-encodr"], "Is builtin-encoder meant?"),
+        (["bound", "gtp2"], "Is gpt2 meant?"),
+        (["flow", "identty"], "The named systems are identity, negative, "),
+        (["flow", "identty"], "Is identity meant?"),
+        (["reproduce", "adversaral"], "Is adversarial meant?"),
+    ],
+)
+def test_a_misspelt_name_is_answered_with_the_nearest(
+    arguments: list[str], words: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("howsmooth.models.loading.resolve_model.hub_reachable", lambda: False)
+    assert main(arguments) == 2
+    assert words in capsys.readouterr().err
+
+
+def test_texts_and_images_together_are_answered_with_the_parts(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["measure", "clip", "--random-init", "--text", "alice", "--images", "builtin"]) == 2
+    assert "such as CLIP, choose a part: text or vision" in capsys.readouterr().err
+    assert main(["inspect", "clip", "--random-init"]) == 2
+    said = capsys.readouterr().err
+    assert "text_model with a text (--text), vision_model with images (--images)" in said
