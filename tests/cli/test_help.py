@@ -14,9 +14,9 @@ import pytest
 import typer
 
 from howsmooth.cli import app, main
-from howsmooth.cli.progress import duration
 from howsmooth.cli.terminal_output import show_table
 from howsmooth.nn import SoftmaxAttention, save
+from howsmooth.study.text_formatting import duration
 
 COMMANDS = ("profile", "measure", "study", "bound", "attack", "flow", "certify", "inspect", "reproduce")
 
