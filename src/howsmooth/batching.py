@@ -1,4 +1,4 @@
-"""Plan of a measurement: which members form a batch, and whose attention probabilities are kept in memory."""
+"""Plan of a measurement: which inputs form a batch, and whose attention probabilities are kept in memory."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ _FEWEST_VECTORS = 16
 
 @dataclass(frozen=True)
 class Footprint:
-    """How :func:`howsmooth.local_lipschitz` would measure one sequence: with kept probabilities or not.
+    """A prediction of how :func:`howsmooth.local_lipschitz` measures one sequence, and of its memory.
 
     Attributes
     ----------
@@ -97,7 +97,7 @@ def footprint(
 
 @dataclass(frozen=True)
 class _Group:
-    """Members of a batch that are padded with zeros to one length, that of the longest one."""
+    """Sequences that are padded with zeros to the length of the longest one."""
 
     count: int = 0
     probabilities: int = 0  # bytes of the last member's probabilities
@@ -106,9 +106,10 @@ class _Group:
     members: list[int] = field(default_factory=list)  # the same list object as in the next larger group
 
     def with_member(self, probabilities: int, basis: int) -> _Group:
-        """Return these members with one more, from the bytes of its probabilities and of its Krylov basis.
+        """Return this group with one more sequence.
 
-        The caller appends the member's number to ``members``.
+        The arguments are the bytes of the sequence's probabilities and of its Krylov basis. The caller
+        appends its index to ``members``.
         """
         return _Group(self.count + 1, probabilities, basis, self.own + probabilities + basis, self.members)
 
@@ -122,14 +123,15 @@ class _Group:
 
     @property
     def filled(self) -> int:
-        """Bytes that padding adds to the probabilities and Krylov bases of these members."""
+        """Bytes that padding adds to the probabilities and Krylov bases of these sequences."""
         return self.all_probabilities + self.all_bases - self.own
 
 
 def batches(double: TokenMap, members: Sequence[Tensor] | Tensor, budget: int) -> Iterator[list[list[int]]]:
-    """Yield batches of sequences (n_i, d), as lists of their numbers, from short to long sequences.
+    """Divide sequences into batches, from short to long sequences.
 
-    Each batch is a list of lists: the members of an inner list are padded to one length.
+    Each batch is a list of lists of indices into ``members``. The sequences of an inner list are padded to
+    one length.
     """
     device = members[0].device
     on_cpu = device.type == "cpu"
@@ -161,14 +163,21 @@ def batches(double: TokenMap, members: Sequence[Tensor] | Tensor, budget: int) -
 
 
 def _with_member(groups: list[_Group], one: tuple[int, int], most_filled: int) -> list[_Group]:
-    """Return ``groups`` with one more member, which joins the last group if that adds little padding."""
+    """Return ``groups`` with one more sequence, in the last group if that needs little padding.
+
+    Otherwise the sequence starts a group. It is described by ``one``, the bytes of its probabilities and of
+    its Krylov basis.
+    """
     if groups and (joined := groups[-1].with_member(*one)).filled <= most_filled:
         return [*groups[:-1], joined]  # the padding is small enough
     return [*groups, _Group().with_member(*one)]
 
 
 def is_streamed(double: TokenMap, x: Tensor, budget: int) -> bool:
-    """Tell whether each product recomputes the probabilities: they do not fit, or recomputing is faster."""
+    """Return True if attention probabilities are to be recomputed in each product instead of kept.
+
+    They are recomputed if they do not fit in memory, or if that is faster.
+    """
     one = cached_bytes(double, x.shape[1], x.dtype)
     if one > budget:
         return True
@@ -177,7 +186,9 @@ def is_streamed(double: TokenMap, x: Tensor, budget: int) -> bool:
 
 
 def room_for_basis(double: TokenMap, x: Tensor, budget: int) -> int:
-    """Return how many bytes of the budget remain for the Krylov basis, if probabilities are recomputed.
+    """Return how many bytes of the budget remain for the Krylov basis.
+
+    The attention probabilities are recomputed in each product, so they take no memory.
 
     Raises
     ------
@@ -199,9 +210,9 @@ def room_for_basis(double: TokenMap, x: Tensor, budget: int) -> int:
 
 
 def beside_the_basis(double: TokenMap, x: Tensor) -> int:
-    """Return the bytes that one member of x needs in addition to the Krylov basis, in the dtype of x.
+    """Return the bytes that measuring one sequence takes in addition to the Krylov basis.
 
-    They hold the member's operator, five vectors of the solver, and the tokens.
+    They hold the sequence's Jacobian, five vectors of the solver and the tokens, in the dtype of x.
     """
     n = x.shape[-2]
     vectors = 6 * n * max(double.d, double.d_out) * x.itemsize
@@ -210,12 +221,14 @@ def beside_the_basis(double: TokenMap, x: Tensor) -> int:
 
 
 def fewest_vectors(x: Tensor) -> int:
-    """Return the bytes of the smallest Krylov basis that is worth trying, for one member of x."""
+    """Return the bytes of the smallest Krylov basis that is worth trying for one sequence."""
     return _FEWEST_VECTORS * x.shape[-2] * x.shape[-1] * torch.float16.itemsize
 
 
 def _least_streamed(double: TokenMap, x: Tensor) -> int:
-    """Return the least bytes with which one member can be measured without keeping its probabilities.
+    """Return the least memory in bytes that suffices to measure one sequence.
+
+    The attention probabilities are not kept.
 
     The run in the dtype of x needs a small basis. The final check in float64 needs none, but wider numbers.
     """

@@ -164,7 +164,9 @@ class LipschitzEstimate(_Constants):
         return replace(self, **{name: getattr(self, name)[index] for name in fields})
 
     def tokens(self, tokenizer: Any = None, ids: Tensor | None = None) -> pd.DataFrame:
-        """Return the share of each token in the two directions: where a change matters, and where it shows.
+        """Return where in the sequence a change matters most, and where it shows, as shares of the tokens.
+
+        The first are shares of the input direction, the second of the output direction.
 
         The shares of a direction are the squared norms of its rows, and sum to one.
 

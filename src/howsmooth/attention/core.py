@@ -56,7 +56,10 @@ class Visible(Protocol):
     def block(
         self, rows: slice, keys: slice, device: torch.device | None = None
     ) -> Bool[Tensor, "rows keys"] | None:
-        """Return True where a query of ``rows`` sees a key of ``keys``; None if all see all."""
+        """Return the part of the mask for some queries and some keys, or None if nothing is hidden there.
+
+        The mask is True where a query of ``rows`` sees a key of ``keys``.
+        """
 
 
 @dataclass(frozen=True, eq=False)

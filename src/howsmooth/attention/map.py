@@ -58,7 +58,10 @@ class TokenMap(abc.ABC):
 
     @abc.abstractmethod
     def _forward(self, x: Tensor, weighting: Weighting | None = None) -> Tensor:
-        """Apply the map to checked tokens; with a ``weighting``, the tokens are the atoms of a measure."""
+        """Apply the map to tokens that have been checked.
+
+        With a ``weighting``, the tokens are the atoms of a measure.
+        """
 
     @overload
     def __call__(self, X: Tensor) -> Tensor: ...
@@ -111,7 +114,10 @@ class AbstractMeasure(abc.ABC):
 
     @abc.abstractmethod
     def push_forward(self, f: TokenMap) -> AbstractMeasure:
-        """Return the image measure F(μ) = (Γ_μ)_# μ under the mean-field map of ``f``."""
+        """Return the image of the measure under the mean-field map of ``f``.
+
+        The image F(μ) = (Γ_μ)_# μ moves every point x of μ to Γ_μ(x).
+        """
 
     @abc.abstractmethod
     def weighted_tokens(self) -> tuple[Tensor, Weighting]:

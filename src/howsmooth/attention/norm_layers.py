@@ -15,9 +15,10 @@ __all__ = ["LayerNorm", "RMSNorm"]
 
 
 class _Norm(TokenMap):
-    """The norm layer N(x) = √d · h / √(|h|² + dε) ∘ γ + β, applied to each token x.
+    """A norm layer, LayerNorm or RMSNorm, applied to each token.
 
-    h is x − mean(x) if ``centred`` (LayerNorm), else x (RMSNorm).
+    It maps a token x to N(x) = √d · h / √(|h|² + dε) ∘ γ + β, with gain γ (``weight``), bias β and ε =
+    ``eps``. The vector h is x − mean(x) if ``centred`` (LayerNorm), else x (RMSNorm).
     """
 
     centred: bool
@@ -53,7 +54,10 @@ class _Norm(TokenMap):
         return f"{type(self).__name__}(d={self.d}, eps={self.eps:g})"
 
     def direction_and_length(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the (centred) tokens h, (..., n, d), and their lengths s = √(|h|² + dε), (..., n, 1)."""
+        """Return the tokens, centred for LayerNorm, and the lengths by which they are divided.
+
+        The tokens h have shape (..., n, d), their lengths s = √(|h|² + dε) shape (..., n, 1).
+        """
         h = x - x.mean(dim=-1, keepdim=True) if self.centred else x
         return h, torch.sqrt((h * h).sum(dim=-1, keepdim=True) + self.d * self.eps)
 

@@ -54,7 +54,9 @@ def require_plain_scores(f: object, what: str, *, argument: str = "attention") -
 
 
 def require_formula(f: object, what: str, *, argument: str = "attention") -> None:
-    """Raise ArgumentError if a map in ``f`` is code, such as a model's own module, instead of known matrices.
+    """Raise ArgumentError unless every map in ``f`` is given by its matrices.
+
+    A model's own module, for example, is given by its code.
 
     The parameters are the same as in :func:`require_plain_scores`.
     """

@@ -54,7 +54,10 @@ class Rotary:
         return Rotary(self.cos.to(dtype=dtype, device=device), self.sin.to(dtype=dtype, device=device))
 
     def rotate(self, t: Float[Tensor, "*batch n dim"]) -> Float[Tensor, "*batch n dim"]:
-        """Return queries, keys or their tangents t (..., n, dim) rotated by their positions, a linear map."""
+        """Rotate queries or keys (..., n, dim) by the angles of their positions.
+
+        The rotation is linear, so it also maps the tangents of queries and keys.
+        """
         n, half = t.shape[-2], self.rot_dim // 2
         turned, rest = t[..., : self.rot_dim], t[..., self.rot_dim :]
         swapped = torch.cat((-turned[..., half:], turned[..., :half]), dim=-1)

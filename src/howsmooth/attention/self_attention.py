@@ -164,7 +164,10 @@ class SelfAttention(HeadsAttention):
 
     @property
     def features(self) -> ScoreFeatures:
-        """The modifications of the scores other than the mask, with heads grouped by their key head."""
+        """The settings that modify the attention scores, other than the mask.
+
+        The axis of query heads is split in two: (kv_heads, heads that share one key head).
+        """
         bias = self.score_bias
         if bias is not None:
             bias = bias[None] if bias.shape[0] == 1 else bias.unflatten(0, (self.kv_heads, -1))
@@ -311,11 +314,16 @@ class SelfAttention(HeadsAttention):
         return SelfAttention(**(self._arguments() | changes))
 
     def without_output(self) -> SelfAttention:
-        """Return the attention without output projection: it outputs concatenated heads (scope ``heads``)."""
+        """Return the attention without its output projection.
+
+        It outputs the concatenated heads (scope ``heads``).
+        """
         return self._rebuilt(output=None, output_bias=None)
 
     def head(self, h: int) -> SelfAttention:
-        """Return head ``h`` with its value projection, the paper's single-head attention (scope ``head``).
+        """Return one head as an attention of its own, with its value projection (scope ``head``).
+
+        This is the single-head attention of Castin et al. (2024).
 
         Raises
         ------

@@ -118,10 +118,12 @@ class SinkhornAttention(HeadsAttention):
         k: Float[Tensor, "*batch kv_heads n key_dim"],
         log_weights: Float[Tensor, " n"],
     ) -> Float[Tensor, "*batch kv_heads group 1 n"]:
-        """Return potentials g for which P_ij ∝ a_j e^{S_ij + g_j} is doubly stochastic: Σ_i a_i P_ij = a_j.
+        """Find the potentials that make the attention matrix doubly stochastic.
 
-        The equation holds within the tolerance. One iteration passes over the scores in blocks of rows; if
-        there are several blocks, each is computed anew in every iteration to save memory.
+        The potentials are the vector g in P_ij ∝ a_j exp(S_ij + g_j), with scores S, weights a of the atoms,
+        and rows of P that sum to one. The equations Σ_i a_i P_ij = a_j hold within the tolerance. One
+        iteration passes over the scores in blocks of rows; if there are several blocks, each is computed anew
+        in every iteration to save memory.
         """
         if torch._C._functorch.is_batchedtensor(q):
             raise ArgumentError(
@@ -171,10 +173,12 @@ class SinkhornAttention(HeadsAttention):
         offsets: Float[Tensor, "*batch kv_heads group 1 n"],
         log_weights: Float[Tensor, " n"],
     ) -> Float[Tensor, "*batch kv_heads group 1 n"]:
-        """Return log a + g after one Newton step on the potentials g, for the equations Σ_i a_i P_ij = a_j.
+        """Improve the potentials of Sinkhorn attention by one Newton step.
 
-        With c_j the left side, ∂c/∂g = diag(c) − R P, where R_ji = a_i P_ij / a_j. This matrix is singular,
-        since a constant added to g does not change P; adding 1 aᵀ makes it invertible.
+        The potentials g solve the equations c_j = 1 with c_j = Σ_i a_i P_ij / a_j; the argument ``offsets``
+        and the result are log a + g. The derivative of c is ∂c/∂g = diag(c) − R P, where R_ji = a_i P_ij /
+        a_j. This matrix is singular, since a constant added to g does not change P; adding 1 aᵀ makes it
+        invertible.
         """
         log_p = torch.log_softmax(attention_scores(q.double(), k.double(), self.scale, None, offsets), dim=-1)
         r = (log_p + (log_weights[:, None] - log_weights[None, :])).exp().mT

@@ -1,8 +1,8 @@
-"""Attention layers of any architecture as PyTorch code around one or more softmax attentions, the "cores".
+"""Attention layers whose softmax has known derivatives, and whose other steps are any PyTorch code.
 
-The softmax cores belong to this library, so that their derivatives have a closed form. The code before them
-(projections, norms of queries and keys, positions, windows) and after them (gates, norms, the output
-projection) may be any differentiable PyTorch code of cost O(n d²).
+The softmaxes, called cores, belong to this library, so that their derivatives have a closed form. The code
+before them (projections, norms of queries and keys, positions, windows) and after them (gates, norms, the
+output projection) may be any differentiable PyTorch code of cost O(n d²).
 """
 
 from __future__ import annotations
@@ -365,7 +365,10 @@ class StagedAttention(TokenMap):
         )
 
     def refuse_measures(self, weighting: Weighting | None) -> None:
-        """Raise ArgumentError if tokens are atoms of a measure (``weighting``), where this map cannot act."""
+        """Raise ArgumentError if the map is applied to a measure, where it is not defined.
+
+        The argument ``weighting`` is None for tokens.
+        """
         if weighting is not None:
             raise ArgumentError(
                 "measure",
@@ -410,7 +413,9 @@ class StagedAttention(TokenMap):
         )
 
     def without_output(self) -> StagedAttention:
-        """Return the map to the concatenated heads, without the code after the softmax (scope ``heads``).
+        """Return the layer without the code after its softmax: it outputs the concatenated heads.
+
+        This is the scope ``heads``.
 
         Raises
         ------
@@ -427,7 +432,9 @@ class StagedAttention(TokenMap):
         )
 
     def head(self, h: int) -> StagedAttention:
-        """Return the map to the output of head ``h``, without the code after the softmax (scope ``head``).
+        """Return one head of the layer, without the code after its softmax.
+
+        This is the scope ``head``.
 
         Raises
         ------
@@ -464,7 +471,10 @@ class StagedAttention(TokenMap):
         return tuple(found)
 
     def _value_dim(self, scope: str) -> int:
-        """Return the dimension of values, after checking that the layer has one softmax, on all tokens."""
+        """Return the dimension of a value, for a layer with a single softmax.
+
+        Raise ArgumentError if there are several softmaxes, or one over windows.
+        """
         if len(self.cores) > 1:
             raise ArgumentError(
                 "scope",
@@ -482,7 +492,10 @@ class StagedAttention(TokenMap):
 
 
 class _UpToCore:
-    """The layer up to the output of its only softmax: all heads concatenated, or head ``h`` alone."""
+    """An attention layer that ends with the output of its only softmax.
+
+    Its output holds all heads concatenated, or head ``h`` alone.
+    """
 
     def __init__(self, layer: Layer, h: int | None) -> None:
         self.layer = layer
@@ -510,7 +523,10 @@ class _UpToCore:
 
 
 def _grouped(name: str, given: Tensor, lead: torch.Size, heads: int, kv_heads: int, m: int, n: int) -> Tensor:
-    """Reshape a mask or bias to the shape of ScoreFeatures, ([lead,] kv_heads or 1, group or 1, m, n)."""
+    """Reshape a mask or bias so that it has separate axes for key heads and for the query heads of each.
+
+    The result has the shape ([lead,] kv_heads or 1, group or 1, m, n) that ScoreFeatures takes.
+    """
     whole = (*lead, heads, m, n)
     shape = given.shape
     while len(shape) > len(whole) and shape[0] == 1:

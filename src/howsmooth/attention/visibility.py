@@ -69,7 +69,10 @@ class Visibility:
     def block(
         self, rows: slice, keys: slice, device: torch.device | None = None
     ) -> Bool[Tensor, "rows keys"] | None:
-        """Return True where a query of ``rows`` sees a key of ``keys``; None if all see all."""
+        """Return the part of the mask for some queries and some keys, or None if nothing is hidden there.
+
+        The mask is True where a query of ``rows`` sees a key of ``keys``.
+        """
         # Order and window are compared only where they cut through the block.
         after_all = not self.causal or keys.stop <= rows.start + 1
         near = self.window is None or max(rows.stop - keys.start, keys.stop - rows.start) <= self.window

@@ -43,7 +43,9 @@ class Weighting:
         return Weighting(self.log_weights.to(dtype=dtype, device=device), positions)
 
     def visibility(self, *, causal: bool) -> Visibility | EarlierAtoms:
-        """Return the mask between atoms: each sees all, or for a causal map those at no later position.
+        """Return the mask between atoms.
+
+        Without causal order every atom sees all atoms; with it, those at no later position.
 
         Raises
         ------
@@ -65,7 +67,10 @@ class Weighting:
 
 @dataclass(frozen=True, eq=False)
 class EarlierAtoms:
-    """The causal mask between atoms: atom i sees the atoms j with s_j <= s_i (Definition 2.6)."""
+    """The causal mask between atoms: an atom sees the atoms at its own and at earlier positions.
+
+    Atom i sees the atoms j with s_j <= s_i, where s are the positions (Definition 2.6).
+    """
 
     positions: Float[Tensor, " n"]
 
@@ -76,7 +81,7 @@ class EarlierAtoms:
     def block(
         self, rows: slice, keys: slice, device: torch.device | None = None
     ) -> Bool[Tensor, "rows keys"]:
-        """Return True where an atom of ``rows`` sees an atom of ``keys``."""
+        """Return the part of the mask for some rows and columns, True where the atom of the row sees the other."""
         return self.positions[None, keys] <= self.positions[rows, None]
 
     def whole(self, device: torch.device | None = None) -> Bool[Tensor, "n n"]:

@@ -41,7 +41,9 @@ class Device:
 
 @dataclass(frozen=True)
 class StepCost:
-    """The cost of one Lanczos step, a product with JᵀJ, for the process with the largest share.
+    """The cost of one Lanczos step for the process that has most to do.
+
+    A Lanczos step is one product with JᵀJ.
 
     Attributes
     ----------
@@ -157,7 +159,7 @@ def step_cost(
 
 
 def _visible_pairs(f: SelfAttention, n: int, ranges: tuple[slice, ...]) -> int:
-    """Return the number of pairs of a query in ``ranges`` and a key that the query sees."""
+    """Return how many keys the queries in ``ranges`` see, summed over these queries."""
 
     def sees(i: int) -> int:
         first = 0 if f.window is None else max(0, i - f.window + 1)

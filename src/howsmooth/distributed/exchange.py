@@ -32,7 +32,10 @@ class Collectives(Protocol):
         """Write the tensors ``t`` of all processes into ``out`` (world, ...), in the order of the ranks."""
 
     def reduce_scatter(self, out: Tensor, t: Tensor) -> None:
-        """Write into ``out`` the sum over processes of their ``t[rank]``, for the rank of this process."""
+        """Sum tensors over processes, and write to ``out`` the part for this process.
+
+        The part for a process is ``t[rank]``, with its rank; each process gives the whole of ``t``.
+        """
 
     def all_gather_objects(self, value: Any) -> list[Any]:
         """Return the objects ``value`` of all processes, in the order of the ranks; they should be small."""
@@ -81,7 +84,10 @@ class ProcessGroupCollectives:
         _newest("all_gather_single", "all_gather_into_tensor")(out.flatten(), t.flatten(), group=self.group)
 
     def reduce_scatter(self, out: Tensor, t: Tensor) -> None:
-        """Write into ``out`` the sum over processes of their ``t[rank]``, for the rank of this process."""
+        """Sum tensors over processes, and write to ``out`` the part for this process.
+
+        The part for a process is ``t[rank]``, with its rank; each process gives the whole of ``t``.
+        """
         _newest("reduce_scatter_single", "reduce_scatter_tensor")(
             out.flatten(), t.flatten(), group=self.group
         )
@@ -94,13 +100,16 @@ class ProcessGroupCollectives:
 
 
 def _newest(*names: str) -> Callable[..., Any]:
-    """Return the first function among ``names`` that torch.distributed has; PyTorch 2.13 renamed two."""
+    """Return the first function among ``names`` that torch.distributed has.
+
+    PyTorch 2.13 renamed two functions.
+    """
     found: Callable[..., Any] = next(getattr(dist, name) for name in names if hasattr(dist, name))
     return found
 
 
 class Exchange:
-    """Gathers and sums of rows among the processes that share a sequence, and sums of small tensors."""
+    """Communication of rows between the processes that share a sequence."""
 
     def __init__(self, collectives: Collectives, shares: RowShares, device: torch.device) -> None:
         self.collectives = collectives
@@ -112,7 +121,7 @@ class Exchange:
     def gather(
         self, first: Float[Tensor, "b own dim_1"], second: Float[Tensor, "b own dim_2"]
     ) -> tuple[Float[Tensor, "b n dim_1"], Float[Tensor, "b n dim_2"]]:
-        """Return the rows of all processes, for two tensors at once, in the order of the sequence."""
+        """Return two tensors with the rows of the whole sequence, from each process's own rows."""
         # Both tensors travel in one message. Collectives need equal shapes, so shorter shares are padded.
         b, own, width = first.shape[0], first.shape[1], first.shape[2]
         sent = first.new_zeros(b, self.shares.longest, width + second.shape[2])
@@ -128,7 +137,10 @@ class Exchange:
     def scatter_sum(
         self, first: Float[Tensor, "b n dim_1"], second: Float[Tensor, "b n dim_2"]
     ) -> tuple[Float[Tensor, "b own dim_1"], Float[Tensor, "b own dim_2"]]:
-        """Return this process's rows of two tensors summed over processes, the adjoint of :meth:`gather`."""
+        """Sum two tensors over all processes, and return the rows of this process.
+
+        This is the adjoint of :meth:`gather`.
+        """
         b, width = first.shape[0], first.shape[2]
         sent = first.new_zeros(self.shares.world, b, self.shares.longest, width + second.shape[2])
         for rank, place, part in self._places():
@@ -157,7 +169,11 @@ class Exchange:
         return received.to(values.device)
 
     def _places(self) -> list[tuple[int, slice, slice]]:
-        """Return (rank, rows of the share, rows of the sequence) for each range of each process."""
+        """Return where each process's rows lie, in its share and in the sequence.
+
+        There is one triple (rank, rows of the share, rows of the sequence) for each range of rows of each
+        process.
+        """
         places = []
         for rank in range(self.shares.world):
             first = 0

@@ -29,7 +29,9 @@ _FEWEST_VECTORS = 2
 
 @dataclass(frozen=True)
 class Room:
-    """The division of memory between gathered keys and Krylov basis on which all processes agreed.
+    """How the memory of each process is divided between gathered keys and Krylov basis.
+
+    All processes use the same division.
 
     It consists of the number of heads gathered at a time, the number of vectors in the Krylov basis, and the
     dtype of that basis.
@@ -63,7 +65,10 @@ def bytes_per_head(f: TokenMap, n: int, dtype: torch.dtype, device: torch.device
 
 
 def fixed_bytes(f: TokenMap, own: int, n: int, dtype: torch.dtype, device: torch.device) -> int:
-    """Return the bytes for a process's rows: operator, tiles and five vectors of the solver."""
+    """Return the bytes that a process needs in any case, whatever the number of heads and basis vectors.
+
+    They hold the Jacobian at the process's rows, tiles of probabilities, and five vectors of the solver.
+    """
     tiles = sum(
         working_bytes(a.heads, own, n, dtype.itemsize, device, capped=a.softcap is not None)
         for a in _attentions(f)
@@ -79,7 +84,10 @@ def check_budget(
     budget: int,
     collectives: Collectives,
 ) -> None:
-    """Raise ArgumentError in every process if any process lacks memory for one head and two basis vectors."""
+    """Raise ArgumentError in every process if any process has too little memory.
+
+    The least memory holds the gathered keys and values of one head, and two vectors of the Krylov basis.
+    """
     own = shares.count(collectives.rank)
     least = max(
         fixed_bytes(f, own, shares.n, dtype, device)
@@ -111,7 +119,9 @@ def room(
     max_iterations: int,
     collectives: Collectives,
 ) -> Room:
-    """Divide the memory of this process between heads and basis, and agree with the others on the minimum.
+    """Divide the memory of the processes between gathered keys and Krylov basis.
+
+    Every process takes the smallest numbers that any process can afford, so that they run in step.
 
     The budget must have passed :func:`check_budget`.
     """

@@ -102,7 +102,9 @@ class SharedMap:
     heads_together: int
 
     def jacobian(self, f: TokenMap, x: Tensor, dtype: torch.dtype) -> LinearOperator:
-        """Return the Jacobian of a float64 map at this process's float64 tokens (1, own, d), for ``dtype``.
+        """Return the Jacobian at this process's tokens (1, own, d), with products in ``dtype``.
+
+        The map and the tokens are float64.
 
         The operator takes and returns this process's rows. All processes compute its products together.
 

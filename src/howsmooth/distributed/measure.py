@@ -216,7 +216,7 @@ def _single(
 
 
 def _length(t: Tensor, exchange: Exchange) -> Tensor:
-    """Return the Frobenius norm (1,), over all processes, of a tensor (1, own, ·)."""
+    """Return the Frobenius norm (1,) of a tensor (1, n, ·) whose rows are shared among processes."""
     return exchange.total(squared_lengths(t.flatten(1))).sqrt()
 
 

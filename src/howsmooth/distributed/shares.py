@@ -15,7 +15,9 @@ __all__ = ["RowShares"]
 
 @dataclass(frozen=True)
 class RowShares:
-    """The division of n rows into 2 · world pieces; process r holds the pieces r and 2 · world − 1 − r.
+    """The division of a sequence's rows among processes, with equal work for causal attention.
+
+    The n rows are cut into 2 · world ranges. Process r holds the ranges r and 2 · world − 1 − r.
 
     The cost of a causal query is proportional to the number of keys that it sees. With one piece from each
     end, all processes have equal work, up to the rounding of piece lengths. For attention that is not causal,

@@ -20,7 +20,9 @@ __all__ = ["SharedSoftmax", "shared_softmax"]
 
 @dataclass(frozen=True)
 class _Heads:
-    """The derivative of softmax attention for some key heads, in one part for each range of own query rows.
+    """The derivative of softmax attention for some of the key heads.
+
+    It has one part for each range of query rows that this process holds.
 
     If keys and values are not kept, the derivatives hold none. Then ``own`` has this process's rows of the
     keys and values, and ``own_exact`` its float64 keys if any process needs them. ``value_mean`` is the mean
@@ -119,7 +121,9 @@ class SharedSoftmax:
     ) -> tuple[
         Float[Tensor, "b rows key_dim"], Float[Tensor, "b own key_dim"], Float[Tensor, "b own value_dim"]
     ]:
-        """Return Jᵀ(T(J(dq, dk, dv))), J the derivative and T ``through``, for this process's rows.
+        """Apply the derivative J of attention, then a map T of its outputs, then the adjoint of J.
+
+        The result is Jᵀ(T(J(dq, dk, dv))) for this process's rows, where T is ``through``.
 
         If all heads are gathered at once, this takes one pass over the tiles. ``through`` mixes heads, so if
         heads are taken in turn, the product of all heads is computed before the adjoint.
@@ -167,7 +171,11 @@ class SharedSoftmax:
         return self.exchange.scatter_sum(*parts)
 
     def _pieces(self, part: _Heads) -> Iterator[tuple[StreamedDerivative, slice]]:
-        """Yield the derivatives for the heads of ``part``, each with the rows of this process it covers."""
+        """Yield the derivatives of attention for some heads, with the rows of this process that each covers.
+
+        There is one derivative for each range of rows. Keys and values that were not kept are gathered for
+        it.
+        """
         pieces = part.pieces
         if part.own is not None:
             # Keys and values were not kept: gather them for the time of this iteration.
@@ -195,7 +203,9 @@ def shared_softmax(
     exchange: Exchange,
     heads_together: int,
 ) -> SharedSoftmax:
-    """Return the derivative of attention at this process's float64 queries, keys and values, for ``dtype``.
+    """Return the derivative of attention, shared among processes, with products in ``dtype``.
+
+    The arguments are this process's queries, keys and values, in float64.
 
     If ``heads_together`` is the number of all key heads, the gathered keys and values are kept. Otherwise
     each use gathers them again, for ``heads_together`` heads at a time.
@@ -273,7 +283,10 @@ def _added(total: tuple[Tensor, Tensor] | None, parts: list[Tensor]) -> tuple[Te
 
 
 def _with_keys(piece: StreamedDerivative, k: Tensor, v: Tensor, exact: Tensor | None) -> StreamedDerivative:
-    """Return the derivative ``piece`` with other keys and values; ``exact`` are its float64 keys, if any."""
+    """Return a derivative of attention with other keys and values in place of its present ones.
+
+    If the derivative holds float64 keys, ``exact`` replaces them.
+    """
     keys = piece.exact
     if keys is not None and exact is not None:
         keys = (keys[0], exact)

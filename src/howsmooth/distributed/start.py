@@ -1,4 +1,7 @@
-"""Draw a process's own rows of the random start vector, bit for bit as in a draw by one process."""
+"""Draw a process's rows of the random start vector.
+
+They are bit for bit the rows that a single process would draw.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +25,9 @@ _GROUP = 16
 def own_start(
     n: int, d: int, ranges: Sequence[slice], seed: int, *, chunk: int = _CHUNK
 ) -> Float[Tensor, "own d"]:
-    """Return the rows ``ranges`` of the Gaussian start (n, d) of a measurement, float64 on the CPU.
+    """Return this process's rows of the random start vector of a measurement.
+
+    The start is Gaussian, of shape (n, d), in float64 on the CPU; ``ranges`` are the rows to return.
 
     They equal, bit for bit, the rows that one process draws with ``torch.randn(n, d)``, so the result does
     not depend on the number of processes. Every process draws all numbers, but keeps only its rows and one

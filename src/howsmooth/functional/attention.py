@@ -192,7 +192,9 @@ def _check_shapes(q: Tensor, k: Tensor, v: Tensor) -> Shape:
 
 
 def _as_scores(name: str, t: Tensor, axes: Shape, group: int) -> Tensor:
-    """Return ``t``, which broadcasts to ``axes``, reshaped to five axes (lead, kv_heads, group, m, n).
+    """Reshape a tensor to the five axes (lead, kv_heads, group, m, n) of scores.
+
+    The tensor must broadcast to ``axes``.
 
     Each axis has its full length or 1; ``axes`` are (*lead, heads, m, n).
     """

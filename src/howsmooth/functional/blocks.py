@@ -65,7 +65,10 @@ class Block:
         return torch.nn.functional.pad(t, [size for pair in reversed(around) for size in pair])
 
     def _place(self, shape: Shape, part: Part) -> tuple[slice, ...]:
-        """Return the block's index ranges in the last five axes of a tensor; all of an axis of length 1."""
+        """Return the index of this block in a tensor of shape ``shape``: one slice for each of its last five axes.
+
+        An axis of length 1 is taken whole.
+        """
         every = slice(None)
         by_part = {
             "queries": (self.rows, every),
@@ -170,11 +173,14 @@ class BlockMap:
     kept: int = 0
 
     def targets(self, block: Block, extra: Shape = ()) -> tuple[Shape, ...]:
-        """Return the shapes of one block's summands of the results, with the axes ``extra`` in front."""
+        """Return the shapes of what one block adds to the results, with the axes ``extra`` in front."""
         return tuple((*extra, *self.extra, *block.cut_shape(shape, part)) for part, shape in self.outputs)
 
     def run(self, tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        """Compute the results, and what a kernel keeps for derivatives, without an autograd graph."""
+        """Compute the results without an autograd graph.
+
+        If a kernel computes them, further tensors follow, which it kept for derivatives.
+        """
         device = tensors[0].device
         dtype = next(t.dtype for t in tensors if t.is_floating_point())
         wide = torch.promote_types(dtype, torch.float32)
@@ -281,22 +287,28 @@ class BlockMap:
 
 
 def _merged(tensors: tuple[Tensor, ...], which: Flags, some: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-    """Return ``tensors`` with those that ``which`` marks replaced by ``some``, in order."""
+    """Return ``tensors`` with some of them replaced.
+
+    The tensors that ``which`` marks are replaced by ``some``, in order.
+    """
     others = iter(some)
     return tuple(next(others) if w else t for t, w in zip(tensors, which, strict=True))
 
 
 def kept_whole(t: Tensor) -> bool:
-    """Return True if a transform of torch.func forbids that the new tensor ``t`` be changed in place.
+    """Return True if a new tensor must not be changed in place.
 
-    This is so in a transform of torch.func, which differentiates the operations on it, and under
+    This is so in a transform of torch.func, which differentiates the operations on the tensor, and under
     torch.func.linearize, whose record of operations loses in-place changes of views.
     """
     return torch._C._functorch.is_functorch_wrapped_tensor(t) or get_proxy_mode() is not None
 
 
 def reduced(t: Tensor, shape: Shape) -> Tensor:
-    """Return ``t`` in shape ``shape``: summed over axes where ``shape`` has 1, repeated where ``t`` has 1."""
+    """Return ``t`` in shape ``shape``, by sums and repetition.
+
+    It is summed over axes where ``shape`` has 1, and repeated along axes where ``t`` has 1.
+    """
     return t.expand(torch.broadcast_shapes(t.shape, shape)).sum_to_size(shape)
 
 
@@ -310,7 +322,10 @@ class _OverBlocks(torch.autograd.Function):
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-        """Save the tensors, and the further results of a kernel, for the derivatives."""
+        """Save the tensors that the derivatives need.
+
+        These are the inputs, and what a kernel kept beside its results.
+        """
         ctx.function, *tensors = inputs
         kept = output[len(ctx.function.outputs) :]
         ctx.save_for_backward(*tensors, *kept)
@@ -344,7 +359,7 @@ class _OverBlocks(torch.autograd.Function):
     def vmap(
         info: Any, in_dims: tuple[int | None, ...], function: BlockMap, *tensors: Tensor
     ) -> tuple[tuple[Tensor, ...], tuple[int, ...]]:
-        """Return the results of the BlockMap with one more axis, that of vmap, in front of all tensors."""
+        """Compute the function for a batch of torch.func.vmap, as one more axis in front of all tensors."""
         dims = in_dims[1:]
         front = (t[None] if d is None else t.movedim(d, 0) for t, d in zip(tensors, dims, strict=True))
         function = replace(function, extra=(info.batch_size, *function.extra))

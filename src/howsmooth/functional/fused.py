@@ -97,7 +97,9 @@ def _obstacle_of(device: torch.device) -> str | None:
 
 @dataclass(frozen=True, eq=False)
 class Kernels:
-    """Attention and its derivatives by Triton kernels, for scores formed by the rule ``scores``.
+    """Attention and its derivatives by Triton kernels.
+
+    The rule ``scores`` says how scores are formed from queries and keys.
 
     Tensors have five axes, of which the first has its full length. In the methods, ``x`` are the tensors by
     name, ``d`` tangents of some of them, ``kept`` the tensors that :meth:`value` returns, and ``u`` a
@@ -115,13 +117,16 @@ class Kernels:
         return mean, lse
 
     def tangent(self, x: Mapping[str, Tensor], kept: Kept, d: Mapping[str, Tensor]) -> Tensor:
-        """Return the tangent dO of the attention output, for tangents ``d`` of tensors by name."""
+        """Return the tangent of the attention output.
+
+        The tangents ``d`` of queries, keys, values and sinks are given by name; missing ones count as zero.
+        """
         return self._tangent(x, kept, _filled(x, d))[0]
 
     def adjoint(
         self, x: Mapping[str, Tensor], kept: Kept, u: Tensor, which: Sequence[str]
     ) -> dict[str, Tensor]:
-        """Return the cotangents of the tensors ``which`` by name, for the cotangent ``u`` of the output."""
+        """Return the cotangents of the tensors named in ``which``, for a cotangent ``u`` of the output."""
         common = _common(u, kept[0])
         operands, found = (x["q"], u, x["k"], x["v"], kept[1], common), dict[str, Tensor]()
         if "q" in which:
@@ -143,7 +148,10 @@ class Kernels:
         du: Tensor | None,
         which: Sequence[str],
     ) -> dict[str, Tensor]:
-        """Return the tangents of the cotangents of :meth:`adjoint`; ``du`` is u's tangent or None."""
+        """Return the derivative of :meth:`adjoint`: the tangents of the cotangents that it returns.
+
+        The tensors have the tangents ``d``, and ``u`` has the tangent ``du``; None stands for zero.
+        """
         d = _filled(x, d)
         do, mu = self._tangent(x, kept, d)
         # r = ⟨U, O⟩ of each row, and its tangent dr = ⟨dU, O⟩ + ⟨U, dO⟩.
@@ -166,7 +174,10 @@ class Kernels:
         return found
 
     def _tangent(self, x: Mapping[str, Tensor], kept: Kept, d: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
-        """Return the output's tangent dO and μ = rowsum(P∘dS), for a tangent in ``d`` of every tensor."""
+        """Return the tangent of the attention output, and the mean tangent of the scores in each row.
+
+        The mean is μ = rowsum(P∘dS). The argument ``d`` must have a tangent of every tensor.
+        """
         mean, lse = kept
         mu, out = torch.empty_like(lse), torch.empty_like(mean)
         # Without sinks the kernel does not read this argument.
@@ -214,27 +225,39 @@ class Kernels:
 
 
 def tiles(name: str, dtype: torch.dtype, width: int) -> tuple[Tile, ...]:
-    """Return the tile sizes to try for a kernel with operands of padded width ``width``, large ones first."""
+    """Return the tile sizes to try for a kernel, large ones first.
+
+    The kernel pads the rows of its operands to ``width`` numbers.
+    """
     every = _KEYS if name in _BY_KEYS else _ROWS
     first = _FIRST[name][dtype == torch.float32][max(0, (width - 1).bit_length() - 6)]
     return every[min(first, len(every) - 1) :]
 
 
 def precision(dtype: torch.dtype) -> str:
-    """Return Triton's ``input_precision`` for a dtype: for float32, all of its digits on the matrix units."""
+    """Return the setting by which Triton multiplies matrices of a dtype without loss of digits.
+
+    It is Triton's ``input_precision``. In float32 products of bfloat16 parts keep all digits.
+    """
     import triton
 
     return "bf16x6" if dtype == torch.float32 and not triton.knobs.runtime.interpret else "ieee"
 
 
 def _filled(x: Mapping[str, Tensor], d: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return tangents of queries, keys, values and sinks by name, zero for those that ``d`` lacks."""
+    """Return a tangent for each of queries, keys, values and sinks, by name.
+
+    Tangents that ``d`` lacks are zero.
+    """
     names = (name for name in ("q", "k", "v", "sinks") if name in x)
     return {name: d[name] if name in d else torch.zeros_like(x[name]) for name in names}
 
 
 def _common(u: Tensor, of_queries: Tensor) -> Tensor:
-    """Return the inner products of the rows of ``u`` and ``of_queries``, (lead, kv_heads, group, m, 1)."""
+    """Return the inner product of each row of one tensor with the same row of another.
+
+    The tensors are shaped as queries; the result has shape (lead, kv_heads, group, m, 1).
+    """
     common: Tensor = torch.linalg.vecdot(u.float(), of_queries)
     return common[..., None]
 
@@ -249,7 +272,9 @@ def _result(like: Tensor) -> Tensor:
 
 
 def _strided(t: Tensor | None, q: Tensor, n: int) -> tuple[object, ...]:
-    """Return a tensor shaped as scores, and its strides of members, heads, rows and keys, for a kernel.
+    """Return a mask or bias as a kernel takes it: the tensor and its four strides.
+
+    The tensor is shaped as scores, with strides of leading index, heads, rows and keys.
 
     If ``t`` is None, ``q`` stands in for it; the kernel does not read it.
     """

@@ -42,7 +42,10 @@ def _jit(function: Callable[..., object]) -> Any:
 
 @_jit
 def _load(p, start, end, LENGTH: tl.constexpr, ENTRIES: tl.constexpr, WIDTH: tl.constexpr):
-    """Load the rows ``start`` to ``start + LENGTH``, zero from row ``end`` and from column ENTRIES on."""
+    """Load a tile of LENGTH rows from row ``start`` on, filled up with zeros.
+
+    Rows from ``end`` on and columns from ENTRIES on are zero.
+    """
     i = (start + tl.arange(0, LENGTH))[:, None]
     j = tl.arange(0, WIDTH)[None, :]
     inside = i < end
@@ -76,7 +79,11 @@ def _scores(
     BY_KEYS: tl.constexpr, CAUSAL: tl.constexpr, WINDOWED: tl.constexpr, SEEN: tl.constexpr,
     BIAS: tl.constexpr, CAPPED: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
 ):  # fmt: skip
-    """Return a tile's scores in units of log 2, −∞ where hidden, the cap's derivative D, and tanh(s/c)."""
+    """Return the attention scores of a tile, and the derivative of their soft cap.
+
+    The scores are in units of log 2, and −∞ where the query does not see the key. The other results are the
+    derivative D = 1 − tanh²(s/c) of the cap and tanh(s/c).
+    """
     rows = first_row + tl.arange(0, ROWS)
     keys = first_key + tl.arange(0, KEYS)
     if BY_KEYS:
@@ -130,7 +137,10 @@ def _keys_of(
     start, m, n, window,
     CAUSAL: tl.constexpr, WINDOWED: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
 ):  # fmt: skip
-    """Return the range of keys that a block of rows sees; the range begins at a multiple of KEYS."""
+    """Return the range of keys that a block of query rows sees.
+
+    The range begins at a multiple of KEYS.
+    """
     low, high = 0, n
     last = min(start + ROWS, m)
     if CAUSAL:
@@ -146,7 +156,10 @@ def _rows_of(
     start, m, window,
     CAUSAL: tl.constexpr, WINDOWED: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
 ):  # fmt: skip
-    """Return the range of rows that see a block of keys; the range begins at a multiple of ROWS."""
+    """Return the range of query rows that see a block of keys.
+
+    The range begins at a multiple of ROWS.
+    """
     low, high = 0, m
     if CAUSAL:
         low = start // ROWS * ROWS
@@ -214,7 +227,10 @@ def tangent(
     CAPPED: tl.constexpr, SINKS: tl.constexpr, PRECISION: tl.constexpr,
     KEY: tl.constexpr, VALUE: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
 ):  # fmt: skip
-    """Write the output's tangent dO and μ = rowsum(P∘dS), of one block of rows."""
+    """Write the tangent of the attention output for one block of query rows.
+
+    A second result is the mean tangent of the scores in each row, μ = rowsum(P∘dS).
+    """
     head, start = _start(m, ROWS, True)
     k += head // group * n * KEY
     dk += head // group * n * KEY
@@ -268,7 +284,9 @@ def tangent(
 
 @_jit
 def _rest(g, dtype: tl.constexpr, CAPPED: tl.constexpr, SINKS: tl.constexpr):
-    """Return how much rounding D∘G (cotangent of scale · q kᵀ) to ``dtype`` changes its row sums.
+    """Return how much the row sums of a tile change when its entries are rounded to ``dtype``.
+
+    The tile ``g`` holds D∘G, the cotangents of the products scale · q kᵀ.
 
     Without a cap and sinks the exact row sums are zero. Multiplied by the common part of all keys, which may
     be far larger than their differences, the error would be a large part of the cotangents of the queries.
@@ -295,7 +313,10 @@ def adjoint_queries(
     CAPPED: tl.constexpr, SINKS: tl.constexpr, PRECISION: tl.constexpr,
     KEY: tl.constexpr, VALUE: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
 ):  # fmt: skip
-    """Write the cotangents of the queries in one block of rows; ``common`` is ⟨u, O⟩ in each row."""
+    """Write the cotangents of the queries in one block of rows.
+
+    The argument ``common`` holds the inner product ⟨u, O⟩ of each row.
+    """
     head, start = _start(m, ROWS, True)
     k += head // group * n * KEY
     v += head // group * n * VALUE
@@ -374,9 +395,11 @@ def adjoint_keys(
 
 @_jit
 def _moved(s, raw, a, da, row_lse, row_mu, row_common, row_moved, slope, tanh, cap, CAPPED: tl.constexpr):
-    """Return, for one tile, P, its tangent dP, the cotangent D∘G of scale · q kᵀ, and the tangent of D∘G.
+    """Return the probabilities of one tile and the derivatives that its backward pass needs.
 
-    ``s`` are scores, ``raw`` their tangents before the cap, ``a`` is U vᵀ and ``da`` its tangent.
+    The results are P, its tangent dP, the cotangent D∘G of the products scale · q kᵀ, and the tangent of D∘G.
+    The arguments ``s`` are scores, ``raw`` their tangents before the cap, ``a`` is U vᵀ and ``da`` its
+    tangent.
     """
     p = tl.exp2(s - row_lse)
     ds = raw
@@ -400,7 +423,10 @@ def second_queries(
     CAPPED: tl.constexpr, SINKS: tl.constexpr, PRECISION: tl.constexpr,
     KEY: tl.constexpr, VALUE: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
 ):  # fmt: skip
-    """Write the tangents of the queries' cotangents in one block of rows; ``moved`` is d⟨u, O⟩."""
+    """Write the tangents of what :func:`adjoint_queries` writes, for one block of query rows.
+
+    The argument ``moved`` holds the tangent of ⟨u, O⟩ of each row.
+    """
     head, start = _start(m, ROWS, True)
     k += head // group * n * KEY
     dk += head // group * n * KEY
@@ -456,7 +482,10 @@ def second_keys(
     CAPPED: tl.constexpr, SINKS: tl.constexpr, PRECISION: tl.constexpr,
     KEY: tl.constexpr, VALUE: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
 ):  # fmt: skip
-    """Write the tangents of the cotangents of one block of keys and values; ``moved`` is d⟨u, O⟩."""
+    """Write the tangents of what :func:`adjoint_keys` writes, for one block of keys and their values.
+
+    The argument ``moved`` holds the tangent of ⟨u, O⟩ of each row.
+    """
     key_head, start = _start(n, KEYS, False)
     ks = _load(k + key_head * n * KEY, start, n, KEYS, KEY, WIDTH)
     dks = _load(dk + key_head * n * KEY, start, n, KEYS, KEY, WIDTH)

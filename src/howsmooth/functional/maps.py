@@ -27,7 +27,9 @@ _Item = TypeVar("_Item")
 
 
 def attention_map(scores: Scores, shape: Shape, kernels: Kernels | None = None) -> BlockMap:
-    """Return attention as a BlockMap: the tensors ``scores.names`` ↦ the output O = P v of shape ``shape``.
+    """Return attention as a :class:`BlockMap`.
+
+    It maps the tensors named in ``scores.names`` to the output O = P v, of shape ``shape``.
 
     With ``kernels``, they compute the map and its first and second derivatives, except derivatives in masks
     and biases. All else is computed block by block.
@@ -55,7 +57,10 @@ def attention_map(scores: Scores, shape: Shape, kernels: Kernels | None = None) 
 
 
 def _tangent_map(scores: Scores, moved: Names, shape: Shape, kernels: Kernels | None) -> BlockMap:
-    """Return attention's derivative as a BlockMap: (tensors x, tangents dx of ``moved``) ↦ dO."""
+    """Return the derivative of attention as a :class:`BlockMap`.
+
+    It maps the tensors x, and tangents dx of the tensors named in ``moved``, to the tangent dO of the output.
+    """
     given = _Given(scores, kernels, moved)
 
     def compute(block: Block, tensors: Tensors, targets: Shapes) -> Tensors:
@@ -63,7 +68,10 @@ def _tangent_map(scores: Scores, moved: Names, shape: Shape, kernels: Kernels | 
         return (reduced(tangent(weights(scores, block, x), d), targets[0]),)
 
     def reverse(wanted: Flags, _: Flags, shapes: Shapes) -> BlockMap:
-        """Return the BlockMap (x, dx, U) ↦ gradients of ⟨U, dO⟩ in x and in dx, for a cotangent U of O."""
+        """Return the reverse-mode derivative of the tangent map as a :class:`BlockMap`.
+
+        It maps x, dx and a cotangent U of the output to the gradients of ⟨U, dO⟩ in x and in dx.
+        """
         of_x, of_d = given.chosen(wanted)
         both = _Given(scores, kernels, (*moved, "u"))
 
@@ -99,7 +107,10 @@ def _tangent_map(scores: Scores, moved: Names, shape: Shape, kernels: Kernels | 
 
 
 def _adjoint_map(scores: Scores, which: Mapping[str, Shape], kernels: Kernels | None) -> BlockMap:
-    """Return attention's adjoint as a BlockMap: (tensors x, cotangent U of O) ↦ cotangents of ``which``."""
+    """Return the adjoint of attention's derivative as a :class:`BlockMap`.
+
+    It maps the tensors x and a cotangent U of the output to the cotangents of the tensors named in ``which``.
+    """
     given = _Given(scores, kernels, ("u",))
 
     def compute(block: Block, tensors: Tensors, targets: Shapes) -> Tensors:
@@ -112,7 +123,10 @@ def _adjoint_map(scores: Scores, which: Mapping[str, Shape], kernels: Kernels | 
         return _in_order(kernels.adjoint(x, kept, d["u"], tuple(which)), tuple(which))
 
     def forward(moved: Flags, shapes: Shapes) -> BlockMap:
-        """Return the adjoint's derivative as a BlockMap: (x, U, dx, dU) ↦ tangents of the cotangents."""
+        """Return the derivative of the adjoint as a :class:`BlockMap`.
+
+        It maps x, U and their tangents dx and dU to the tangents of the cotangents.
+        """
         of_x, of_u = given.chosen(moved)
         tangents = (*of_x, *(f"d{name}" for name in of_u))
         both = _Given(scores, kernels, ("u", *tangents))
@@ -132,7 +146,9 @@ def _adjoint_map(scores: Scores, which: Mapping[str, Shape], kernels: Kernels | 
         return BlockMap(scores.grid, compute, both.parts, outputs, kernel=both.run_by(kernel, tuple(which)))
 
     def reverse(wanted: Flags, there: Flags, shapes: Shapes) -> BlockMap:
-        """Return the adjoint's own adjoint as a BlockMap: (x, U, W) ↦ gradients of ⟨W, cotangents⟩ in x, U.
+        """Return the reverse-mode derivative of the adjoint as a :class:`BlockMap`.
+
+        It maps x, U and W to the gradients of ⟨W, cotangents⟩ in x and in U.
 
         ⟨W, cotangents⟩ is ⟨U, dO⟩ for the tangents dx = W, so the gradients are those of the tangent map.
         """
@@ -171,7 +187,9 @@ def _adjoint_map(scores: Scores, which: Mapping[str, Shape], kernels: Kernels | 
 
 @dataclass(frozen=True)
 class _Given:
-    """The inputs of a derivative of attention: tensors x, tensors that a kernel kept, tangents or cotangents.
+    """The input tensors of a derivative of attention.
+
+    They are the tensors x, then tensors that a kernel kept, then tangents or cotangents.
 
     ``more`` names the further tensors: a tangent has the name of its tensor, ``u`` is the cotangent of the
     output and ``du`` the tangent of ``u``.
@@ -187,19 +205,28 @@ class _Given:
 
     @property
     def parts(self) -> tuple[Part, ...]:
-        """Kind of each input tensor: one row per query, one row per key, or the axes of the scores."""
+        """The kind of each input tensor, which says along which axes blocks cut it.
+
+        A tensor has one row for each query, one row for each key, or the axes of the scores.
+        """
         names = (*self.scores.names, *self.kept, *self.more)
         return tuple(PARTS.get(name, "queries") for name in names)
 
     def named(self, tensors: Tensors) -> tuple[dict[str, Tensor], Kept, dict[str, Tensor]]:
-        """Split the input tensors into the tensors x by name, those a kernel kept, and the others by name."""
+        """Split the input tensors into the tensors x, those that a kernel kept, and all others.
+
+        The first and the last are returned by name.
+        """
         count, kept = len(self.scores.names), len(self.kept)
         x = dict(zip(self.scores.names, tensors[:count], strict=True))
         more = dict(zip(self.more, tensors[count + kept :], strict=True))
         return x, tensors[count : count + kept], more
 
     def chosen(self, flags: Flags) -> tuple[Names, Names]:
-        """Return the names of the tensors that ``flags`` marks: of those in x, and of those in ``more``."""
+        """Return the names of the input tensors that ``flags`` marks.
+
+        The first names are of tensors in x, the second of tensors in ``more``.
+        """
         count = len(self.scores.names)
         more = flags[count + len(self.kept) :]
         return _chosen(self.scores.names, flags[:count]), _chosen(self.more, more)
@@ -207,9 +234,9 @@ class _Given:
     def run_by(
         self, kernel: Callable[[Kernels, Tensors], Tensors], results: Names = ()
     ) -> Callable[[Tensors], Tensors] | None:
-        """Return a function of the input tensors that runs ``kernel``; None if no kernel has this derivative.
+        """Return a function of the input tensors that runs ``kernel``, or None if none can be used.
 
-        The result is None without kernels, and for tangents or cotangents of a mask or bias.
+        None can be used without kernels, or for tangents or cotangents of a mask or bias.
         """
         if self.kernels is None or {"mask", "bias"} & {*self.more, *results}:
             return None

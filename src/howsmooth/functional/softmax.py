@@ -94,7 +94,10 @@ class Weights:
 
 
 def weights(scores: Scores, block: Block, x: Mapping[str, Tensor]) -> Weights:
-    """Return the probabilities P of a block, from the block's parts ``x`` of the tensors."""
+    """Return the attention probabilities of a block.
+
+    The argument ``x`` holds the block's part of each tensor, by name.
+    """
     s = _products(scores.scale * x["q"], x["k"])
     tanh = None
     if scores.softcap is not None:
@@ -130,7 +133,10 @@ def weights(scores: Scores, block: Block, x: Mapping[str, Tensor]) -> Weights:
 
 
 def _ordered(s: Tensor, visible: Visibility, block: Block) -> Tensor:
-    """Return scores with −∞ where causal order or a window hides a key; ``s`` may be changed in place."""
+    """Return scores with −∞ where causal order or a window hides a key.
+
+    The scores ``s`` may be changed in place.
+    """
     first = block.keys.start
     if visible.triangle:
         # In causal order all rows of the block see the keys before its first row.
@@ -146,7 +152,10 @@ def _ordered(s: Tensor, visible: Visibility, block: Block) -> Tensor:
 
 
 def tangent(at: Weights, d: Mapping[str, Tensor]) -> Tensor:
-    """Return a block's tangent dO of the output, for tangents ``d`` by name; missing ones count as zero."""
+    """Return the tangent of the attention output of a block.
+
+    The tangents ``d`` of the block's tensors are given by name; missing ones count as zero.
+    """
     do: Tensor | None = None
     dp = _dp(at, _ds(at, d), d)
     if dp is not None:
@@ -157,7 +166,7 @@ def tangent(at: Weights, d: Mapping[str, Tensor]) -> Tensor:
 
 
 def adjoint(at: Weights, u: Tensor, which: Sequence[str]) -> dict[str, Tensor]:
-    """Return the cotangents of the tensors ``which``, by name, for a cotangent ``u`` of the output."""
+    """Return the cotangents of the tensors named in ``which``, for a cotangent ``u`` of a block's output."""
     found: dict[str, Tensor] = {}
     if "v" in which:
         found["v"] = _over_rows(at.p, u)
@@ -182,7 +191,7 @@ def adjoint(at: Weights, u: Tensor, which: Sequence[str]) -> dict[str, Tensor]:
 def second(
     at: Weights, u: Tensor, d: Mapping[str, Tensor], du: Tensor | None, which: Sequence[str]
 ) -> dict[str, Tensor]:
-    """Return the tangents of the cotangents that :func:`adjoint` returns, by name.
+    """Return the derivative of :func:`adjoint`: the tangents of the cotangents that it returns.
 
     ``d`` are tangents of the tensors, ``du`` is the tangent of ``u`` or None for zero.
     """
@@ -243,7 +252,10 @@ def _products_moved(at: Weights, d: Mapping[str, Tensor]) -> Tensor | None:
 
 
 def _ds(at: Weights, d: Mapping[str, Tensor], raw: Tensor | None = None) -> Tensor | None:
-    """Return the tangent of the scores S; None if it is zero. ``raw`` is the tangent of s, if known."""
+    """Return the tangent of a block's scores, or None if it is zero.
+
+    If the tangent of s = scale · q kᵀ is known, it is given as ``raw``.
+    """
     ds = _products_moved(at, d) if raw is None else raw
     slope = at.slope
     if ds is not None and slope is not None:
@@ -263,7 +275,10 @@ def _dp(at: Weights, ds: Tensor | None, d: Mapping[str, Tensor]) -> Tensor | Non
 
 
 def _of_softmax(ds: Tensor, p: Tensor) -> Tensor:
-    """Return P∘(dS − rowsum(P∘dS)): the derivative of the softmax of each row, which is self-adjoint."""
+    """Apply the derivative of the softmax of each row to ``ds``.
+
+    The result is P∘(dS − rowsum(P∘dS)). This linear map of dS is self-adjoint.
+    """
     # PyTorch's own kernel for the backward pass of a softmax needs equal shapes.
     if ds.shape == p.shape:
         fused: Tensor = torch._softmax_backward_data(ds, p, -1, p.dtype)
@@ -285,7 +300,10 @@ def over_keys(p: Tensor, v: Tensor) -> Tensor:
 
 
 def _over_rows(p: Tensor, u: Tensor) -> Tensor:
-    """Return Σ_i P_ij u_i over the rows of all query heads of a group, shaped as keys."""
+    """Multiply the transposed probabilities with rows ``u``, and sum over the query heads of a group.
+
+    The result Σ_i P_ij u_i is shaped as keys.
+    """
     return (p.flatten(-3, -2).mT @ u.flatten(-3, -2)).unsqueeze(-3)
 
 

@@ -56,7 +56,7 @@ class Core(Protocol):
 
 @runtime_checkable
 class StreamedCore(Core, Protocol):
-    """A derivative J of the softmax with a method that applies Jᵀ T J, for a given T, in one pass.
+    """The derivative of the softmax of all heads, with a method for products with JᵀJ in one pass.
 
     The arguments are those of :class:`~howsmooth.jacobian.streamed.StreamedDerivative`.
     """
@@ -93,7 +93,9 @@ class _MultiHeadJacobian(LinearOperator, Generic[_Core]):
         return type(self)(self.projection, self.core.select(rows), (query_norm, key_norm), proved)
 
     def _to_heads(self, part: int, rows: Float[Tensor, "batch n rows"]) -> Float[Tensor, "b m width"]:
-        """Return the tangents of queries (``part`` 0), keys (1) or values (2) of all heads.
+        """Return the tangents of queries, keys or values, from the projected tangents of the tokens.
+
+        The argument ``part`` is 0 for queries, 1 for keys and 2 for values.
 
         ``rows`` are the projected tangents of each token, of all heads side by side; norms and rotations
         come after the projection.
@@ -152,7 +154,7 @@ class AttentionJacobian(_MultiHeadJacobian[SoftmaxDerivative | WeightedSoftmaxDe
         projections: Sequence[Projections],
         norms: MatrixNorms,
     ) -> list[LinearOperator]:
-        """Return the Jacobian of f at x in the dtype of each projection; f and x are in float64.
+        """Return the Jacobian of a float64 layer at float64 tokens, once for each dtype of products.
 
         Parameters
         ----------

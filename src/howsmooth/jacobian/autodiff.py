@@ -212,7 +212,9 @@ class AutodiffJacobian(LinearOperator):
 
 
 def _mixes(product: Callable[[Tensor], Tensor], e: Tensor) -> bool:
-    """Return True if product(e)[i] depends on e[j] for some i ≠ j, for a linear map ``product``.
+    """Return True if a linear map of a batch mixes its members.
+
+    It mixes them if product(e)[i] depends on e[j] for some i ≠ j.
 
     Any two indices differ in some binary digit. So for each digit, e is set to zero at all indices without
     that digit, and the product must be zero there: as many products as indices have digits.
@@ -234,7 +236,9 @@ def moved_by_rounding(x: Tensor) -> Iterator[Tensor]:
 
 
 def allowance_for_rounding(moved: Iterable[Tensor], je: Tensor) -> Tensor:
-    """Return the relative rounding error to allow for: sixteen times the largest change of ``je`` in reruns.
+    """Estimate the relative rounding error of a Jacobian product from how far it changes when repeated.
+
+    The estimate is sixteen times the largest change.
 
     ``je`` is (batch, ...), and ``moved`` are the same products computed anew. The result is (batch,), float64
     on the CPU.
@@ -311,7 +315,9 @@ def check_against_differences(
 
 
 def weighted_autodiff_jacobian(f: TokenMap, x: Tensor, weighting: Weighting) -> AutodiffJacobian:
-    """Return the operator with blocks √(a_i/a_j) J_ij of a map at a measure, by automatic differentiation.
+    """Return the Jacobian of a map at a measure, in weighted norms, by automatic differentiation.
+
+    The operator has the blocks √(a_i/a_j) J_ij, with the weights a of the atoms.
 
     It is the Jacobian of Y ↦ √a ∘ f(Y / √a) at Y = √a ∘ X, so the checks of :class:`AutodiffJacobian` apply.
 
@@ -358,7 +364,10 @@ def _refuse_training_mode(f: Callable[[Tensor], Tensor]) -> None:
 
 @contextmanager
 def one_backend() -> Iterator[None]:
-    """Make PyTorch's attention use the "math" backend, the only one that has both modes."""
+    """Make PyTorch's attention differentiable in forward and in reverse mode.
+
+    Of PyTorch's backends only "math" is, so the context allows no other.
+    """
     with sdpa_kernel(SDPBackend.MATH):
         yield
 
