@@ -81,7 +81,7 @@ class EarlierAtoms:
     def block(
         self, rows: slice, keys: slice, device: torch.device | None = None
     ) -> Bool[Tensor, "rows keys"]:
-        """Return the part of the mask for some rows and columns, True where the atom of the row sees the other."""
+        """Return the part of the mask for some rows and columns, as a boolean matrix."""
         return self.positions[None, keys] <= self.positions[rows, None]
 
     def whole(self, device: torch.device | None = None) -> Bool[Tensor, "n n"]:

@@ -65,7 +65,7 @@ class Block:
         return torch.nn.functional.pad(t, [size for pair in reversed(around) for size in pair])
 
     def _place(self, shape: Shape, part: Part) -> tuple[slice, ...]:
-        """Return the index of this block in a tensor of shape ``shape``: one slice for each of its last five axes.
+        """Return the index of this block in a tensor of shape ``shape``, as slices of the last five axes.
 
         An axis of length 1 is taken whole.
         """

@@ -154,7 +154,7 @@ class AutodiffJacobian(LinearOperator):
         return cast(Tensor, cotangent).detach().reshape(self.batch, *self.in_shape)
 
     def _conditioning(self, e: Tensor, je: Tensor) -> Tensor:
-        """Estimate the relative error of J e that rounding inside f causes, from J e at tokens nearby.
+        """Estimate the relative error of J e that rounding inside f causes.
 
         Rounding inside f acts like a rounding error of its input. So J e, which is ``je``, is computed four
         more times, at tokens moved by one machine epsilon each, and sixteen times the largest relative change
@@ -171,7 +171,10 @@ class AutodiffJacobian(LinearOperator):
             return allowance_for_rounding(products(), je)
 
     def _check_derivatives(self) -> None:
-        """Check that forward and reverse mode are adjoint, and that members do not depend on each other."""
+        """Check the derivatives of f.
+
+        Forward and reverse mode must be adjoint, and inputs of a batch must not depend on each other.
+        """
         generator = torch.Generator().manual_seed(0)
         e = torch.randn(self.batch, *self.in_shape, generator=generator, dtype=torch.float64)
         u = torch.randn(self.batch, *self.out_shape, generator=generator, dtype=torch.float64)
@@ -199,9 +202,9 @@ class AutodiffJacobian(LinearOperator):
             )
 
     def keeps_rows_apart(self) -> bool:
-        """Return True if J ≠ 0 and row i of an output depends on row i of the input only.
+        """Return True if the map treats each token by itself: row i of J E depends on row i of E only.
 
-        The operator must have one member; with fewer than two rows the result is False.
+        The result is False for J = 0 and for fewer than two tokens. The operator must have one member.
         """
         rows = self.in_shape[0]
         if rows < 2 or self.out_shape[:1] != (rows,):

@@ -44,10 +44,10 @@ __all__ = [
 
 @dataclass(frozen=True)
 class _Form:
-    """The choices that hold for all attention layers of a map: how to form P, and how to bound rounding.
+    """How the Jacobians of all attention layers of a map are to be computed.
 
-    ``streamed`` and ``allowance`` are arguments of :func:`closed_form_jacobian`; ``norms`` keeps the norms of
-    matrices that proofs of rounding errors have computed.
+    The fields ``streamed`` and ``allowance`` are arguments of :func:`closed_form_jacobian`; ``norms`` keeps
+    the norms of matrices that proofs of rounding errors have computed.
     """
 
     streamed: bool = False
@@ -122,7 +122,7 @@ def closed_form_jacobian(
 def closed_form_jacobians(
     f: TokenMap, xs: Sequence[Tensor], dtypes: Sequence[torch.dtype]
 ) -> list[dict[torch.dtype, LinearOperator]]:
-    """Return the Jacobians of ``f`` at each of several batches of tokens, in each of several dtypes.
+    """Return the Jacobians of ``f`` at several batches of tokens, each in several dtypes.
 
     The result has, for each batch, a dictionary from dtype to Jacobian. Each batch (batch, n, d) has its own
     length n. The Jacobians are as from :func:`closed_form_jacobian`. Those of one dtype share their
@@ -183,7 +183,9 @@ def _linearise(
     made: Sequence[Projections],
     form: _Form,
 ) -> list[LinearOperator]:
-    """Return Jacobians of a float64 map at float64 tokens, one for the dtype of each :class:`Projections`.
+    """Return the Jacobian of a float64 map at float64 tokens, once for each dtype of products.
+
+    Each item of ``made`` holds the projections of the map in one dtype.
 
     ``off`` (batch, n) bounds the distance of each token from its exact value; if it is None, no bound on the
     rounding error is proved.

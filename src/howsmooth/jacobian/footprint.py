@@ -21,7 +21,9 @@ _IN_GRAPHS = 64
 
 
 def cached_bytes(f: Callable[[Tensor], Tensor], n: int, dtype: torch.dtype) -> int:
-    """Return the bytes of all n × n tensors of one sequence: the probabilities, and temporaries of a product.
+    """Return the bytes of all n × n tensors that measuring one sequence needs at a time.
+
+    They are the attention probabilities and temporary tensors of a product.
 
     If ``dtype`` is float32, they are counted in float32 and in float64, because the value of a float32
     measurement is computed again in float64 while the float32 operator is in memory.

@@ -1,4 +1,7 @@
-"""The derivative of x ↦ Γ_μ(x) at the atoms of a measure μ that is held fixed.
+"""The derivative of a map at one atom of a measure, with the measure held fixed.
+
+A map f of measures moves each point x to a point Γ_μ(x), which depends on the measure μ. The derivative is
+that of x ↦ Γ_μ(x) at the atoms of μ.
 
 It is the term with δ_ij in the Jacobian: V C_i A for a head of softmax attention, where C_i is the covariance
 of the atoms that x_i sees. It describes an atom that splits into two halves which move apart, while the
@@ -33,7 +36,10 @@ Rows = Callable[[slice], Tensor]
 def frozen_derivatives(
     f: TokenMap, x: Float[Tensor, "n d"], weighting: Weighting
 ) -> Iterator[Float[Tensor, "block d_out d"]]:
-    """Yield the derivatives D Γ_μ(x_i) at all atoms x_i of a fixed measure μ, one block of atoms at a time.
+    """Yield the derivative of a map at each atom of a measure, with the measure held fixed.
+
+    The map moves the atom x_i of the measure μ to Γ_μ(x_i); the derivatives are D Γ_μ(x_i), for one block of
+    atoms at a time.
 
     Parameters
     ----------
@@ -62,7 +68,10 @@ def frozen_derivatives(
 
 
 def _width(f: TokenMap) -> int:
-    """Return how many numbers a block of atoms holds for each pair of one of its atoms and a seen atom."""
+    """Return how many numbers must be stored for each pair of atoms in a block.
+
+    A pair is an atom of the block and an atom that it sees.
+    """
     match f:
         case SelfAttention():
             return f.heads * (f.key_dim + f.value_dim)
@@ -92,7 +101,9 @@ def _rows(f: TokenMap, x: Tensor, weighting: Weighting) -> Rows:
 
 
 def _attention(f: SelfAttention, x: Tensor, weighting: Weighting) -> Rows:
-    """Return a function of rows i that computes attention's derivatives Σ_h W_h Cov_i(v, k) · scale Q_h.
+    """Return a function that computes the derivatives of softmax attention at some atoms, in closed form.
+
+    The argument of the function is a range of rows i, its result Σ_h W_h Cov_i(v, k) · scale Q_h.
 
     Cov_i(v, k) is the covariance of values and keys under row i of P. If the scores have a cap with
     derivative D, Σ_j P_ij (v_j − O_i) D_ij k_jᵀ takes its place.
@@ -136,7 +147,9 @@ def _norm(f: LayerNorm | RMSNorm, x: Tensor) -> Rows:
 
 
 def _by_autodiff(f: TokenMap, x: Tensor, weighting: Weighting) -> Rows:
-    """Return a function of rows i that computes the derivatives D Γ_μ(x_i) of any map, by autodiff.
+    """Return a function that computes the derivatives of any map at some atoms, by automatic differentiation.
+
+    The argument of the function is a range of rows i, its result the derivatives D Γ_μ(x_i).
 
     Copies of the atoms, without mass, are added to the measure. They do not change it, and their images are
     Γ_μ at the places where they are.

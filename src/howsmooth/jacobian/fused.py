@@ -123,7 +123,11 @@ class FusedDerivative(StreamedDerivative):
         dv: Float[Tensor, "b n value_dim"],
         through: Through,
     ) -> tuple[Float[Tensor, "b rows key_dim"], Float[Tensor, "b n key_dim"], Float[Tensor, "b n value_dim"]]:
-        """Return Jᵀ(T(J(dq, dk, dv))), J the derivative and T ``through``, called once a batch member."""
+        """Apply the derivative J of attention, then a map T of its outputs, then the adjoint of J.
+
+        The result is Jᵀ(T(J(dq, dk, dv))), where T is ``through``. It is called once for each input of the
+        batch.
+        """
         # The kernels keep no tiles, so the product is completed before the adjoint begins.
         do = self.product(dq, dk, dv).view(self.mean.shape)
         rows = slice(0, self.q.shape[2])
@@ -150,7 +154,10 @@ class FusedDerivative(StreamedDerivative):
         return padded_width(self.k.shape[-1], self.v.shape[-1])
 
     def _split(self, t: Float[Tensor, "heads rows width"]) -> Tensor:
-        """Return the bfloat16 parts of ``t``, (part, head, row, column), columns padded with zeros."""
+        """Split a tensor into bfloat16 parts, whose sum approximates it.
+
+        The result has shape (part, head, row, column); columns are padded with zeros.
+        """
         width = self._width
         out = t.new_empty(self.parts, *t.shape[:-1], width, dtype=torch.bfloat16)
         rest = pad(t, (0, width - t.shape[-1]))
@@ -175,7 +182,10 @@ class FusedDerivative(StreamedDerivative):
         )
 
     def _run(self, kernel: Any, tiles: dict[int, Tile], of: str, *arguments: object) -> None:
-        """Run a kernel on all blocks of query rows or of keys, as ``of`` says, of all heads."""
+        """Run a kernel on all heads.
+
+        If ``of`` is "rows", it runs on all blocks of query rows, otherwise on all blocks of keys.
+        """
         heads, length = self.k.shape[:2]
         if of == "rows":
             heads, length = heads * self.q.shape[1], self.q.shape[2]
@@ -196,17 +206,20 @@ class FusedDerivative(StreamedDerivative):
 
 
 def fused(at: StreamedDerivative, allowance: float | None = None) -> StreamedDerivative:
-    """Return the streamed derivative ``at`` with its products in Triton kernels, if these exist for it.
+    """Return a derivative of attention that uses Triton kernels, or ``at`` itself if none can be used.
 
-    The kernels get as few parts as keep the relative rounding error within ``allowance``; if three parts do
-    not, ``at`` is returned. Without an allowance they get three parts, provided that the products of ``at``
-    form their scores in float32 too.
+    The kernels split float32 numbers into two or three bfloat16 parts. They get as few parts as keep the
+    relative rounding error within ``allowance``; if three parts do not, ``at`` is returned. Without an
+    allowance they get three parts, provided that the products of ``at`` form their scores in float32 too.
     """
     return within(at, allowance) if _fits(at) else at
 
 
 def within(at: StreamedDerivative, allowance: float | None) -> StreamedDerivative:
-    """Return ``at`` with products in Triton kernels if their error is within ``allowance``, else ``at``."""
+    """Return a derivative of attention that uses Triton kernels if their rounding error is small enough.
+
+    If the relative error exceeds ``allowance`` even with three bfloat16 parts, ``at`` is returned.
+    """
     own = vars(at)
     rows = {name: own[name].contiguous() for name in ("q", "k", "v", "lse", "mean")}
     # ``exact`` is dropped: the kernels form scores from the parts of q and k.

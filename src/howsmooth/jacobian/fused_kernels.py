@@ -35,7 +35,10 @@ def _jit(function: Callable[..., object]) -> Any:
 
 @_jit
 def _split(x, PARTS: tl.constexpr):
-    """Return the three bfloat16 parts of a float32 tile; with two parts the second is returned twice."""
+    """Split a float32 tile into three bfloat16 parts, whose sum approximates it.
+
+    With two parts, the second is returned twice.
+    """
     first = x.to(tl.bfloat16)
     rest = x - first.to(tl.float32)
     second = rest.to(tl.bfloat16)
@@ -48,7 +51,10 @@ def _split(x, PARTS: tl.constexpr):
 
 @_jit
 def _load(p, part, start, end, LENGTH: tl.constexpr, WIDTH: tl.constexpr, PARTS: tl.constexpr):
-    """Load the parts of the rows from ``start`` to ``start + LENGTH``, zero from row ``end`` on."""
+    """Load the bfloat16 parts of LENGTH rows from row ``start`` on.
+
+    Rows from ``end`` on are zero.
+    """
     i = start + tl.arange(0, LENGTH)
     place = p + i[:, None].to(tl.int64) * WIDTH + tl.arange(0, WIDTH)[None, :]
     inside = i[:, None] < end
@@ -75,7 +81,10 @@ def _dot(a0, a1, a2, b0, b1, b2, acc, PARTS: tl.constexpr):
 
 @_jit
 def _seen(i, j, n, window, CAUSAL: tl.constexpr, WINDOWED: tl.constexpr):
-    """Return True where the query at position i sees key j; i and j broadcast to the tile."""
+    """Return which queries see which keys of a tile, as a boolean matrix.
+
+    The query at position i is compared with key j; i and j broadcast to the shape of the tile.
+    """
     seen = (j < n) & (i >= 0)
     if CAUSAL:
         seen = seen & (j <= i)
@@ -86,9 +95,9 @@ def _seen(i, j, n, window, CAUSAL: tl.constexpr, WINDOWED: tl.constexpr):
 
 @_jit
 def _keys_of(first, last, n, window, CAUSAL: tl.constexpr, WINDOWED: tl.constexpr, KEYS: tl.constexpr):
-    """Return the range of keys that queries at positions first to last − 1 see.
+    """Return the range of keys that some queries see.
 
-    The range begins at a multiple of KEYS.
+    The queries have the positions ``first`` to ``last`` − 1. The range begins at a multiple of KEYS.
     """
     low = 0
     high = n
@@ -155,7 +164,10 @@ def adjoint_queries(
     CAUSAL: tl.constexpr, WINDOWED: tl.constexpr, PARTS: tl.constexpr,
     WIDTH: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
 ):  # fmt: skip
-    """Write the cotangents of the queries in one block of rows; ``common`` is ⟨do, O⟩ of each row."""
+    """Write the cotangents of the queries in one block of rows.
+
+    The argument ``common`` holds the inner product ⟨do, O⟩ of each row.
+    """
     start = (tl.num_programs(0) - 1 - tl.program_id(0)) * ROWS
     head = tl.program_id(1).to(tl.int64)
     keys_at = head // group * n * WIDTH

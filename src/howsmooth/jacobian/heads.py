@@ -28,7 +28,7 @@ __all__ = ["HeadsJacobian", "heads_jacobians"]
 def heads_jacobians(
     f: SelfAttention, x: Float[Tensor, "n d"], heads: Sequence[int], dtypes: Sequence[torch.dtype]
 ) -> dict[torch.dtype, HeadsJacobian]:
-    """Return the Jacobians of some heads of a float64 layer at float64 tokens, for products in each dtype.
+    """Return the Jacobians of some heads of a float64 layer, once for each dtype of products.
 
     The rounding errors of float64 products are proved for each head as for a layer of one head.
     """
@@ -55,12 +55,16 @@ class HeadsJacobian(AttentionJacobian):
 
     @classmethod
     def _with(cls, whole: AttentionJacobian, weight: Float[Tensor, "heads rows d"]) -> HeadsJacobian:
-        """Return the operator with one matrix of queries, keys and values for each member."""
+        """Return the Jacobians with other query, key and value matrices, one for each head."""
         projection = replace(whole.projection, weight=weight)
         return cls(projection, whole.core, whole.norms, whole.proved)
 
     def reduced(self) -> tuple[HeadsJacobian, Float[Tensor, "heads d r"]]:
-        """Return the Jacobians J_h in r = min(d, rows of W_h) coordinates, and the bases B_h."""
+        """Return the Jacobians of the heads in fewer coordinates, and the bases of these coordinates.
+
+        A head with matrix W_h depends on r = min(d, rows of W_h) coordinates of a token, so its Jacobian is
+        E ↦ J_h(E B_h), where J_h and the basis B_h are returned.
+        """
         weight = self.projection.weight.double()
         bases, triangles = torch.linalg.qr(weight.mT)
         projection = replace(self.projection, weight=triangles.mT.to(self.dtype).contiguous())

@@ -16,7 +16,9 @@ __all__ = ["Moments", "moment_columns", "moment_width"]
 
 @dataclass(frozen=True, eq=False)
 class Moments:
-    """Upper bounds of the moments of keys and values under each row of P, and of the norm of P.
+    """Bounds of the spread of keys and values under the attention probabilities P, and of P itself.
+
+    All are upper bounds.
 
     Axes: b = batch member times key/value head, m = query rows of all its query heads.
 
@@ -55,7 +57,7 @@ class Moments:
         sink: Float[Tensor, "b m"],
         p: Float[Tensor, "b m n"] | None = None,
     ) -> Moments:
-        """Return the moments, from the averages under P of the columns of :func:`moment_columns`.
+        """Compute the moments from the averages of :func:`moment_columns` under P.
 
         ``mean`` are the outputs, shifted as the values are. Without P itself, which streamed products do not
         keep, ``squares`` and ``spread`` are bounded by the row sums.
@@ -94,9 +96,9 @@ class Moments:
 
 
 def moment_columns(operands: Operands) -> Float[Tensor, "b n columns"]:
-    """Return the columns k, |k|² and |v|², whose averages under P give the moments.
+    """Return quantities of each key whose averages under P give the moments, as columns.
 
-    If there is a sink, |k|² and |v|² of the unshifted keys and values follow.
+    They are k, |k|² and |v|². If there is a sink, |k|² and |v|² of the unshifted keys and values follow.
     """
     k, v = operands.k.flatten(0, 1), operands.v.flatten(0, 1)
     squared = [k, v]

@@ -32,10 +32,10 @@ def norm_jacobian(
 
 
 class NormJacobian(LinearOperator):
-    """Jacobian of LayerNorm or RMSNorm: (√d/s) Γ (H − h hᵀ/s²) at each token.
+    """Jacobian of LayerNorm or RMSNorm, which is a d × d matrix at each token.
 
-    Here h = H x is the token, which H centres in LayerNorm and leaves alone in RMSNorm, s² = |h|² + d eps,
-    and Γ is the diagonal matrix of the gains.
+    The matrix is (√d/s) Γ (H − h hᵀ/s²). Here h = H x is the token, which H centres in LayerNorm and leaves
+    alone in RMSNorm, s² = |h|² + d eps, and Γ is the diagonal matrix of the gains.
 
     Parameters
     ----------
@@ -72,7 +72,9 @@ class NormJacobian(LinearOperator):
     def at(
         cls, f: LayerNorm | RMSNorm, x: Tensor, dtype: torch.dtype, off: Tensor | None = None
     ) -> NormJacobian:
-        """Return the Jacobian of a float64 norm layer at float64 tokens, for products in ``dtype``.
+        """Return the Jacobian of a norm layer at tokens ``x``, with products in ``dtype``.
+
+        The layer and the tokens are float64.
 
         ``off`` (batch, n) bounds the distance of each token from its exact value, for a proof of the error.
 
@@ -95,7 +97,10 @@ class NormJacobian(LinearOperator):
         return cls(f.weight.to(dtype), unit, factor, proved, centred=f.centred)
 
     def _symmetric(self, e: Tensor) -> Tensor:
-        """Apply the symmetric matrix (√d/s)(H − h hᵀ/s²), the norm layer's Jacobian without its gain Γ."""
+        """Apply the norm layer's Jacobian without its gain.
+
+        It is the symmetric matrix (√d/s)(H − h hᵀ/s²).
+        """
         if self.centred:
             e = e - e.mean(dim=-1, keepdim=True)
         return self.factor * (e - self.unit * (self.unit * e).sum(dim=-1, keepdim=True))

@@ -55,7 +55,10 @@ class Operands:
         scale: float,
         features: ScoreFeatures,
     ) -> Operands:
-        """Return the operands from unscaled queries, and from keys and values that are then centred."""
+        """Return the operands of one softmax from its queries, keys and values.
+
+        The queries are then scaled, keys and values centred.
+        """
         key_shift, value_shift = k.mean(dim=2, keepdim=True), v.mean(dim=2, keepdim=True)
         if features.softcap is not None:
             key_shift = torch.zeros_like(key_shift)
@@ -83,7 +86,7 @@ class Operands:
 
     @property
     def heads(self) -> int:
-        """Number of batch members times number of key heads, the length of the axis b of derivatives."""
+        """Length of the axis b of derivatives: the size of the batch times the number of key heads."""
         return self.k.shape[0] * self.k.shape[1]
 
     @property
@@ -98,7 +101,10 @@ class Operands:
 
     @property
     def score_keys(self) -> Float[Tensor, "batch kv_heads n key_dim"]:
-        """The keys that form scores: centred, or uncentred if there is a sink, whose score is fixed."""
+        """The keys from which scores are formed.
+
+        They are centred, unless there is a sink, whose score does not move with the keys.
+        """
         return self.k if self.features.sinks is None else self.whole_keys
 
     def outputs(
@@ -106,7 +112,9 @@ class Operands:
         averages: Float[Tensor, "b *rows value_dim"],
         total: Float[Tensor, "b *rows"],
     ) -> Float[Tensor, "b *rows value_dim"]:
-        """Return the outputs O_i = Σ_j P_ij v_j of uncentred values, from averages under P of centred values.
+        """Return the attention outputs from averages of the centred values.
+
+        The outputs O_i = Σ_j P_ij v_j are of uncentred values.
 
         ``total`` is Σ_j P_ij, which is below one if there is a sink.
         """

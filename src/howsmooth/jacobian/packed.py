@@ -39,7 +39,10 @@ def shares_products(f: Callable[[Tensor], Tensor]) -> bool:
 def energy_products_together(
     operators: Sequence[LinearOperator], vectors: Sequence[Tensor]
 ) -> list[tuple[Tensor, Tensor]]:
-    """Return |J E|² (batch,) and JᵀJ E (batch, n, d) for each operator J and its vectors E (batch, n, d).
+    """Multiply vectors by several Jacobians of one map, and by their adjoints, sharing matrix products.
+
+    The result has |J E|² (batch,) and JᵀJ E (batch, n, d) for each operator J and its vectors E (batch, n,
+    d).
 
     The lengths n of the operators may differ. The operators are Jacobians of one map from one call of
     ``closed_form_jacobians``, or selected members of them.
@@ -105,6 +108,9 @@ def _unpacked(rows: Tensor, batches: Sequence[Tensor]) -> list[Tensor]:
 
 
 def instances(operators: Sequence[LinearOperator], kind: type[_Kind]) -> list[_Kind] | None:
-    """Return ``operators`` if all of them are of the class ``kind`` itself, no subclass; else None."""
+    """Return the operators if all of them have the class ``kind``, otherwise None.
+
+    Subclasses of ``kind`` do not count.
+    """
     found = [op for op in operators if type(op) is kind]
     return found if len(found) == len(operators) else None

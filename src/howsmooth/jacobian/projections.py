@@ -49,7 +49,10 @@ class Projection:
 
     @classmethod
     def of(cls, f: SelfAttention, dtype: torch.dtype, tokens: int) -> Projection:
-        """Return the projections of a float64 layer in ``dtype``, for products with ``tokens`` tokens."""
+        """Return the projections of a float64 layer, converted to ``dtype``.
+
+        The argument ``tokens`` is the number of tokens in a product.
+        """
         weight = torch.cat((f.scale * f.query.flatten(0, 1), f.key.flatten(0, 1), f.value.flatten(0, 1)))
         output = None if f.output is None else f.output.to(dtype)
         rotary = None if f.rotary is None else f.rotary.to(dtype=dtype)
@@ -72,7 +75,10 @@ class Projection:
         return e @ self.weight.mT
 
     def into_adjoint(self, rows: Float[Tensor, "*batch rows"]) -> Float[Tensor, "*batch d"]:
-        """Apply the adjoint of :meth:`into`, which takes tangents of queries, keys and values to tokens."""
+        """Return the cotangents of tokens, for cotangents of scaled queries, keys and values.
+
+        This is the adjoint of :meth:`into`.
+        """
         return rows @ self.weight
 
     def out(self, heads: Float[Tensor, "*batch d_heads"]) -> Float[Tensor, "*batch d_out"]:
@@ -86,7 +92,10 @@ class Projection:
     def through(
         self, heads: Float[Tensor, "*batch d_heads"]
     ) -> tuple[Float[Tensor, "*batch"], Float[Tensor, "*batch d_heads"]]:
-        """Return |W_O h|² in float64 and W_Oᵀ W_O h, for the concatenated heads h of each token."""
+        """Apply the output projection W_O and its adjoint to the concatenated heads h of each token.
+
+        The results are |W_O h|², in float64, and W_Oᵀ W_O h.
+        """
         if self.output_gram is None:
             image = self.out(heads)
             return torch.linalg.vector_norm(image, dim=-1).double().square(), self.out_adjoint(image)
@@ -95,7 +104,9 @@ class Projection:
 
     @cached_property
     def output_gram(self) -> Float[Tensor, "d_heads d_heads"] | None:
-        """W_Oᵀ W_O for the output matrix W_O if a product with it is cheaper than two with W_O, else None.
+        """The matrix W_Oᵀ W_O of the output projection W_O, if it saves time; otherwise None.
+
+        It saves time if one product with it is cheaper than two with W_O.
 
         It is used in float32 only, where the final value is computed again in float64: if W_O nearly
         cancels, W_Oᵀ W_O loses twice as many digits.
@@ -128,7 +139,10 @@ class Projections:
         self._made: dict[int, Projection] = {}
 
     def of(self, f: SelfAttention) -> Projection:
-        """Return the projections of the layer ``f``, made once; ``f`` must outlive this object."""
+        """Return the projections of the layer ``f``, which are made at the first call.
+
+        The layer must outlive this object.
+        """
         if id(f) not in self._made:
             self._made[id(f)] = Projection.of(f, self.dtype, self.tokens)
         return self._made[id(f)]

@@ -46,7 +46,10 @@ Off = Float[Tensor, "batch n"]
 
 
 def provable(f: TokenMap) -> bool:
-    """Return True if this module has bounds for ``f``: all closed forms but attention in stages."""
+    """Return True if this module has bounds for the map ``f``.
+
+    It has them for all maps with a closed form, except StagedAttention.
+    """
     match f:
         case Residual():
             return provable(f.inner)
@@ -60,14 +63,20 @@ def provable(f: TokenMap) -> bool:
 
 
 def norm_error(f: LayerNorm | RMSNorm, x: Float[Tensor, "batch n d"], off: Off) -> ProductError:
-    """Return bounds on the errors of products with a norm layer's Jacobian; ``off`` bounds those of ``x``."""
+    """Return bounds on the errors of products with a norm layer's Jacobian.
+
+    The tokens ``x`` are known up to errors of at most ``off``.
+    """
     slope, turned = _norm_slopes(f, x, off)
     bounds = (slope * turned, slope * (3 * gamma(f.d + 8)), slope * (1 + turned))
     return ProductError(*(_refused(t, turned).amax(dim=1).cpu() for t in bounds))
 
 
 def _norm_slopes(f: LayerNorm | RMSNorm, x: Tensor, off: Off) -> tuple[Off, Off]:
-    """Return, for each token, the norm layer's slope (√d/s) max|γ|, and its Jacobian's relative error."""
+    """Return the norm layer's largest slope at each token, and its Jacobian's relative error.
+
+    The slope is (√d/s) max|γ|, with the gain γ.
+    """
     s = f.direction_and_length(x)[1].squeeze(-1)
     moved = off + _centring(f, x)
     # Relative error of s; that of h/s is as large. The last term is for squares of entries that underflow.
@@ -105,7 +114,9 @@ def composed_error(outer: ProductError, inner: ProductError) -> ProductError:
 def image_off(
     f: TokenMap, x: Float[Tensor, "batch n d"], off: Off, norms: MatrixNorms, image: Tensor | None = None
 ) -> Off:
-    """Return a bound on the error of each computed token of f(x), at tokens ``x`` wrong by at most ``off``.
+    """Return a bound on the error of each token of f(x) as it is computed.
+
+    The tokens ``x`` are themselves wrong by at most ``off``.
 
     ``image`` is the computed f(x), if the caller has it.
     """
@@ -132,7 +143,10 @@ def image_off(
 
 
 def _refused(error: Tensor, relative: Tensor) -> Tensor:
-    """Return ``error`` enlarged for higher orders and rounded up; infinite if ``relative`` exceeds 0.1."""
+    """Return an error bound rounded up, or infinity if the first-order analysis does not hold.
+
+    The bound is enlarged to cover terms of higher order. It is infinite if ``relative`` exceeds 0.1.
+    """
     return torch.where(relative < _LARGEST, up(error * (1 + 4 * relative)), math.inf)
 
 
@@ -167,7 +181,9 @@ def attention_error(
 
 @dataclass(frozen=True)
 class _Rows:
-    """Error bounds for queries, keys or values, and for the linear map from tangents of tokens to theirs.
+    """Error bounds for queries, keys or values as functions of the tokens, and for their derivatives.
+
+    The derivative is a linear map from tangents of tokens to tangents of queries, keys or values.
 
     Parameters
     ----------
@@ -275,7 +291,9 @@ class _Attention:
         slip: Tensor,
         scale: float,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Return the four bounds of :class:`_Rows` for queries or keys after a norm layer.
+        """Return error bounds for queries or keys after a norm layer.
+
+        They are ``off``, ``size``, ``slip`` and ``model`` of :class:`_Rows`.
 
         The norm layer is over each head, or over all heads side by side. ``off``, ``size`` and ``slip`` are
         the bounds before it; ``scale`` multiplies the tangents.
@@ -302,7 +320,10 @@ class _Attention:
     # ---- probabilities
 
     def score_off(self) -> Float[Tensor, "batch kv_heads group n"]:
-        """Return a bound on the error of each row's scores, leaving out scores of negligible probability."""
+        """Return a bound on the error of the attention scores of each query.
+
+        Scores of negligible probability are left out.
+        """
         f, at = self.f, self.at
         q, keys = torch.linalg.vector_norm(at.q, dim=-1), self.keys(shifted=f.sinks is None)
         longest = torch.linalg.vector_norm(at.score_keys, dim=-1).amax(dim=-1)[..., None, None]
@@ -317,7 +338,9 @@ class _Attention:
         return up(found + gamma(12) * added)
 
     def _largest_bias(self, reach: float) -> Tensor:
-        """Return the largest |bias| of each row among keys whose probability is not negligible.
+        """Return the largest absolute score bias of each query.
+
+        Keys of negligible probability are left out.
 
         ``reach`` bounds the difference of two scores of a row without bias, plus the range of exponents.
         """
@@ -353,9 +376,10 @@ class _Attention:
         return _refused(heads, relative.flatten(1, 2).amax(dim=1))
 
     def _unshifted(self) -> Tensor:
-        """Return a bound on the score errors that uncentred keys add to those of :meth:`score_off`.
+        """Return a bound on the additional score errors of keys that are not centred.
 
-        The map itself forms scores from unshifted keys, its Jacobian does not.
+        They add to the errors of :meth:`score_off`. The map itself forms scores from uncentred keys, its
+        Jacobian does not.
         """
         keys = self.keys(shifted=False).off.amax(dim=-1)[..., None, None]
         shift = torch.linalg.vector_norm(self.at.key_shift, dim=-1)[..., None]

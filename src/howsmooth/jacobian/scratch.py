@@ -16,7 +16,7 @@ _LEFT = 1 << 23
 
 
 class _Left(threading.local):
-    """The scratch memory that the last pass over tiles left in the current thread, for the next pass."""
+    """Scratch memory of the current thread, which one pass over tiles leaves for the next."""
 
     memory: dict[object, Tensor] | None = None
 

@@ -55,7 +55,10 @@ class Sink:
 
     @classmethod
     def at(cls, operands: Operands, p: Tensor, output: Tensor) -> Sink:
-        """Return the sinks of all heads, from their probabilities and the outputs O of uncentred values."""
+        """Return the sinks of all heads, from their probabilities and the attention outputs.
+
+        The outputs are of uncentred values.
+        """
         heads = operands.heads
         return cls(p, -operands.key_shift.reshape(heads, -1), -output)
 
@@ -64,7 +67,10 @@ class Sink:
         return Sink(*(t.to(dtype) for t in vars(self).values()))
 
     def select(self, rows: Tensor) -> Sink:
-        """Return the sinks of some heads: the indices ``rows`` of the axis b (member times head)."""
+        """Return the sinks of some heads.
+
+        The heads are given by indices ``rows`` of the axis b (input of the batch times key head).
+        """
         return Sink(*(t[rows] for t in vars(self).values()))
 
 
@@ -144,7 +150,10 @@ class SoftmaxDerivative:
         return dq, torch.bmm(ds.mT, self.q), torch.bmm(self.p.mT, do)
 
     def select(self, rows: Tensor) -> SoftmaxDerivative:
-        """Return the derivative of some heads: the indices ``rows`` of the axis b (member times head)."""
+        """Return the derivative of some heads.
+
+        The heads are given by indices ``rows`` of the axis b (input of the batch times key head).
+        """
         p = self.p[rows]
         slope = p if self.slope is self.p else self.slope[rows]
         sink = None if self.sink is None else self.sink.select(rows)
@@ -153,7 +162,9 @@ class SoftmaxDerivative:
 
 @dataclass(frozen=True)
 class WeightedSoftmaxDerivative:
-    """Derivative of attention on a measure with weights a_i, in norms weighted by a_i (Definition C.4).
+    """Derivative of softmax attention on a weighted discrete measure, in weighted norms.
+
+    The atoms have weights a_i, and squared norms are weighted by a_i (Definition C.4).
 
     Tangents and images are multiplied by the square root of the weight of their atom. With dq̃_i = √a_i dq_i,
     and dk̃, dṽ, dÕ likewise, dÕ_i = Σ_j T_ij (v_j − O_i) + Σ_j P̃_ij dṽ_j, where P̃_ij = √(a_i/a_j) P_ij and
@@ -181,11 +192,11 @@ class WeightedSoftmaxDerivative:
     log_range: float
 
     def rounding(self, batch: int) -> Float[Tensor, " batch"]:
-        """Estimate the relative error that rounding causes in the weighted norm of each member's derivative.
+        """Estimate the relative error of each weighted norm that rounding causes.
 
         It is the error of :class:`SoftmaxDerivative` and an error of the exponents: a small P_ij counts here
-        if a_j is small too, and its logarithm is a float64 number of size κ + ``log_range``. Compared with
-        60 digits, measured errors stay below (κ + log_range) eps, for weights down to e^-1400 and κ up to
+        if a_j is small too, and its logarithm is a float64 number of size κ + ``log_range``. Compared with 60
+        digits, measured errors stay below (κ + log_range) eps, for weights down to e^-1400 and κ up to
         14,000.
         """
         kappa = largest_score(self.q, self.k, batch)
@@ -198,7 +209,10 @@ class WeightedSoftmaxDerivative:
         dk: Float[Tensor, "b n key_dim"],
         dv: Float[Tensor, "b n value_dim"],
     ) -> Float[Tensor, "b m value_dim"]:
-        """Return the tangent √a_i dO_i of the output, for tangents of queries, keys and values times √a_j."""
+        """Return the weighted tangent of the output, for weighted tangents of queries, keys and values.
+
+        A weighted tangent is multiplied by the square root of its atom's weight, as in √a_i dO_i.
+        """
         t = torch.bmm(dq, self.k.mT).mul_(self.slope)
         t.addcmul_(torch.bmm(self.q, dk.mT), self.tilted_slope)
         do = torch.addcmul(torch.bmm(t, self.v), t.sum(dim=-1, keepdim=True), self.mean, value=-1)
@@ -207,13 +221,19 @@ class WeightedSoftmaxDerivative:
     def adjoint(
         self, do: Float[Tensor, "b m value_dim"]
     ) -> tuple[Float[Tensor, "b m key_dim"], Float[Tensor, "b n key_dim"], Float[Tensor, "b n value_dim"]]:
-        """Return the weighted cotangents of scaled queries, keys and values, for that of the output."""
+        """Return the weighted cotangents of scaled queries, keys and values.
+
+        The argument is a weighted cotangent of the output.
+        """
         w = torch.bmm(do, self.v.mT).sub_((do * self.mean).sum(dim=-1, keepdim=True))
         dk = torch.bmm((w * self.tilted_slope).mT, self.q)
         return torch.bmm(w.mul_(self.slope), self.k), dk, torch.bmm(self.tilted.mT, do)
 
     def select(self, rows: Tensor) -> WeightedSoftmaxDerivative:
-        """Return the derivative of some heads: the indices ``rows`` of the axis b (member times head)."""
+        """Return the derivative of some heads.
+
+        The heads are given by indices ``rows`` of the axis b (input of the batch times key head).
+        """
         return replace(
             self,
             q=self.q[rows],
@@ -229,7 +249,9 @@ class WeightedSoftmaxDerivative:
 def softmax_derivative(
     operands: Operands, visible: Bool[Tensor, "m n"] | None, dtype: torch.dtype
 ) -> SoftmaxDerivative:
-    """Return the derivative of attention at float64 queries, keys and values, for products in ``dtype``.
+    """Return the derivative of softmax attention, with products in ``dtype``.
+
+    The operands are the queries, keys and values in float64.
 
     Probabilities are formed in float64, one block of rows after the other, and stored in ``dtype``: all n²
     of them are in memory once.
@@ -276,7 +298,9 @@ def softmax_derivative(
 def weighted_softmax_derivative(
     operands: Operands, visible: Bool[Tensor, "m n"] | None, weighting: Weighting, dtype: torch.dtype
 ) -> WeightedSoftmaxDerivative:
-    """Return the derivative of attention on a measure, at float64 queries, keys and values, for ``dtype``.
+    """Return the derivative of attention on a measure, with products in ``dtype``.
+
+    The operands are the queries, keys and values in float64.
 
     Raises
     ------
@@ -311,7 +335,10 @@ def weighted_softmax_derivative(
 
 
 def largest_score(q: Tensor, k: Tensor, batch: int) -> Float[Tensor, " batch"]:
-    """Return κ = max|q| max|k| of each member, the largest over its heads, in float64 on the CPU."""
+    """Return an upper bound κ of the scores of each input of a batch.
+
+    It is κ = max|q| max|k|, the largest over the heads, in float64 on the CPU.
+    """
     longest_q, longest_k = (
         torch.linalg.vector_norm(t, dim=-1, dtype=torch.float64).flatten(1).amax(dim=-1).view(batch, -1)
         for t in (q, k)
@@ -321,5 +348,8 @@ def largest_score(q: Tensor, k: Tensor, batch: int) -> Float[Tensor, " batch"]:
 
 
 def rounding_of(kappa: Float[Tensor, " batch"], dtype: torch.dtype) -> Float[Tensor, " batch"]:
-    """Return the relative error of ‖J‖ that products in ``dtype`` may cause at scores up to ``kappa``."""
+    """Return the relative error of ‖J‖ that rounding may cause in products of a dtype.
+
+    The scores are at most ``kappa``.
+    """
     return torch.finfo(dtype).eps * (32.0 + kappa / 25.0)

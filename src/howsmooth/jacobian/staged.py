@@ -1,4 +1,6 @@
-"""The Jacobian of attention in stages: PyTorch differentiates the layer, its softmaxes have a closed form.
+"""The Jacobian of StagedAttention, partly in closed form and partly by automatic differentiation.
+
+The softmaxes have a closed form, and PyTorch differentiates the code around them.
 
 The layer is run once with each softmax replaced by an autograd function. The value of this function is the
 output of the softmax at the point of linearisation, computed in float64 and rounded once; its derivative and
@@ -35,7 +37,10 @@ __all__ = ["StagedJacobian"]
 
 
 class StagedJacobian(LinearOperator):
-    """Jacobian of attention in stages at a batch of sequences, each of which has its own autograd graph."""
+    """Jacobian of a StagedAttention at a batch of sequences.
+
+    Each sequence has its own autograd graph.
+    """
 
     def __init__(self, members: tuple[_Member, ...]) -> None:
         first = members[0]
@@ -48,7 +53,9 @@ class StagedJacobian(LinearOperator):
     def at(
         cls, f: StagedAttention, x: Tensor, dtype: torch.dtype, *, streamed: bool = False
     ) -> StagedJacobian:
-        """Return the Jacobian of a float64 map at float64 tokens (batch, n, d), for products in ``dtype``.
+        """Return the Jacobian at tokens (batch, n, d), with products in ``dtype``.
+
+        The map and the tokens are float64.
 
         If ``streamed``, the softmaxes keep no probabilities: memory O(n d) instead of O(n²).
 
@@ -105,9 +112,10 @@ class _Member:
     def at(
         cls, f: StagedAttention, rounded: StagedAttention, x: Tensor, dtype: torch.dtype, *, streamed: bool
     ) -> _Member:
-        """Return the Jacobian at one sequence: float64 tokens (n, d), with ``f`` in float64.
+        """Return the Jacobian at one sequence (n, d).
 
-        ``rounded`` is the same layer in ``dtype``, the dtype of the products.
+        The layer ``f`` and the tokens are float64; ``rounded`` is the same layer in ``dtype``, the dtype of
+        the products.
         """
         found: list[_CoreAt] = []
 
@@ -125,7 +133,10 @@ class _Member:
         return member
 
     def _core(self, i: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """Return the stored output of softmax number ``i``, with its closed-form derivative for autograd."""
+        """Return the output of softmax number ``i``, which autograd differentiates in closed form.
+
+        The output was stored when the layer was linearised.
+        """
         o: Tensor = _Linearised.apply(q, k, v, self.cores[i])  # type: ignore[no-untyped-call]
         return o
 
@@ -142,7 +153,10 @@ class _Member:
         return torch.zeros_like(self.y) if tangent is None else tangent
 
     def _image_of_the_adjoint(self) -> Tensor | None:
-        """Return Jᵀ u as a function of u, with its autograd graph; None if PyTorch cannot make that graph."""
+        """Return Jᵀ u with an autograd graph by which it can be differentiated in u.
+
+        The result is None if PyTorch cannot make that graph.
+        """
         if not self.y.requires_grad:
             return None
         try:
@@ -172,7 +186,7 @@ class _Member:
         return cotangent
 
     def _check(self, y: Tensor) -> None:
-        """Check the layer's derivatives, as those of any other map, and set the rounding error to allow for.
+        """Check the layer's derivatives, and set the relative rounding error of its products.
 
         ``y`` is the output in float64.
         """
@@ -206,7 +220,10 @@ class _Member:
         check_against_differences(self._value, x, e, lambda e: self._tangent(x, e), rounding)
 
     def _image_gives(self, e: Tensor, je: Tensor) -> bool:
-        """Return True if J e, computed from the graph of Jᵀ u, equals ``je``, computed in forward mode."""
+        """Return True if two ways to compute J e agree.
+
+        One differentiates Jᵀ u in u, the other, which gave ``je``, is forward mode.
+        """
         try:
             off = (self.product(e) - je).norm()
         except DerivativeError:  # an operation in the layer has no second derivative

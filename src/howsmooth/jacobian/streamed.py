@@ -138,10 +138,11 @@ class StreamedDerivative:
         dv: Float[Tensor, "b n value_dim"],
         through: Through,
     ) -> tuple[Float[Tensor, "b rows key_dim"], Float[Tensor, "b n key_dim"], Float[Tensor, "b n value_dim"]]:
-        """Return Jᵀ(T(J(dq, dk, dv))), J the derivative and T ``through``, in one pass over blocks of rows.
+        """Apply the derivative J of attention, then a map T of its outputs, then the adjoint of J.
 
-        ``through`` is called once for each member and block of rows, with all heads. It must map each row by
-        itself.
+        The result Jᵀ(T(J(dq, dk, dv))), where T is ``through``, takes one pass over blocks of rows.
+        ``through`` is called once for each input of the batch and block of rows, with all heads. It must map
+        each row by itself.
         """
         dq = dq.view(self.q.shape)
         parts, tiles = _Cotangents(self), _Tiles(self, keep=True)
@@ -157,7 +158,10 @@ class StreamedDerivative:
         return parts.taken()
 
     def select(self, rows: Tensor) -> StreamedDerivative:
-        """Return the derivative at the indices ``rows`` of the axis b: all heads of the chosen members."""
+        """Return the derivative at some inputs of the batch.
+
+        They are given by the indices ``rows`` of all of their heads along the axis b.
+        """
         members = rows[:: self.kv_heads] // self.kv_heads
         return replace(
             self,
@@ -223,7 +227,7 @@ class _Scored:
 
 
 class _Cotangents:
-    """Sums over the tiles, while a pass runs, of the cotangents of queries, keys and values.
+    """The cotangents of queries, keys and values, to which each tile of scores adds.
 
     The cotangents of keys and values are stored transposed, in one contiguous tensor for each tile of keys:
     ``baddbmm_`` adds to a contiguous tensor at the full rate, and to a part of a larger tensor one product
@@ -246,7 +250,10 @@ class _Cotangents:
         left: tuple[Tensor, Tensor],
         right: tuple[Tensor, Tensor],
     ) -> None:
-        """Add left[0] @ right[0] to the cotangents of keys, and left[1] @ right[1] to those of values."""
+        """Add a product of matrices to the cotangents of some keys, and another to those of their values.
+
+        The first is left[0] @ right[0], the second left[1] @ right[1].
+        """
         for parts, a, b in zip((self.keys, self.values), left, right, strict=True):
             product = None
             for batches, own in block.places(keys):
@@ -317,7 +324,11 @@ class _Tiles:
     def add_adjoint(
         self, block: Block, do: Float[Tensor, "heads group rows value_dim"], parts: _Cotangents
     ) -> None:
-        """Write a block's cotangents of queries to ``parts``, and add its summands for keys and values."""
+        """Compute what a block of query rows contributes to the cotangents.
+
+        The cotangents of its queries are written to ``parts``, and its summands for keys and values are added
+        there.
+        """
         sink = self.at.sink
 
         def of_piece(number: int, piece: Piece) -> Tensor:
@@ -333,7 +344,10 @@ class _Tiles:
     def _of_pieces(
         self, block: Block, of_piece: Callable[[int, Piece], Float[Tensor, "b r width"]]
     ) -> Float[Tensor, "heads group rows width"]:
-        """Return, for all rows of a block, the sum of the results of ``of_piece`` for the block's pieces."""
+        """Compute a result for each part of a block of rows, and return their sum, for all rows of the block.
+
+        The parts are the block's pieces, and ``of_piece`` computes the result of one.
+        """
         group, out = self.at.q.shape[1], None
         for number, piece in enumerate(self.tiling.pieces(block)):
             part = piece.block.grid(of_piece(number, piece), group)
@@ -349,7 +363,7 @@ class _Tiles:
     def _image(
         self, number: int, piece: Piece, dq: Tensor, dk: Tensor, dv: Tensor
     ) -> Float[Tensor, "b r value_dim"]:
-        """Return one piece's summand of the tangent dO: the sum over the keys of the piece."""
+        """Return what the keys of one piece of a block contribute to the tangent of the output."""
         at, block = self.at, piece.block
         q, dq, mean = (block.of_rows(t) for t in (at.q, dq, at.mean))
         scored = self._scored(block)
@@ -371,7 +385,10 @@ class _Tiles:
     def _cotangent(
         self, number: int, piece: Piece, do: Float[Tensor, "heads group rows value_dim"], parts: _Cotangents
     ) -> Float[Tensor, "b r key_dim"]:
-        """Return one piece's summand of the cotangents of its queries; add those for keys and values."""
+        """Return what the keys of one piece of a block contribute to the cotangents of its queries.
+
+        The piece's summands for the cotangents of keys and values are added to ``parts``.
+        """
         at, block = self.at, piece.block
         q, mean = block.of_rows(at.q), block.of_rows(at.mean)
         scored = None if self.keep else self._scored(block)
@@ -396,7 +413,10 @@ class _Tiles:
     def _keys(
         self, t: Float[Tensor, "heads n width"], block: Block, keys: slice
     ) -> Float[Tensor, "b keys width"]:
-        """Return the rows ``keys`` of ``t`` for the heads of a block, as a view made once and kept."""
+        """Return some rows of a tensor with one row for each key, for the heads of a block.
+
+        The rows are ``keys``. The result is a view, which is made once and kept.
+        """
         name = (id(t), keys.start, keys.stop, *block.keys_of)
         view = self.views.get(name)
         if view is None:
@@ -410,7 +430,10 @@ class _Tiles:
     def _tile(
         self, place: tuple[int, int], block: Block, keys: slice, scored: _Scored
     ) -> tuple[Tensor, Tensor] | None:
-        """Return P and P∘D of a tile, D the cap's derivative; None if all its keys are hidden."""
+        """Return the attention probabilities of a tile, without and with the slope of the soft cap as a factor.
+
+        These are P and P∘D, where D is the derivative of the soft cap. The result is None if all keys of the tile are hidden.
+        """
         kept = self._place(place, block)
         tile = self._formed(kept, block, keys, scored)
         if self.keep:
@@ -444,10 +467,11 @@ class _Tiles:
     def _scores(
         self, place: _Place, block: Block, keys: slice, scored: _Scored
     ) -> tuple[Float[Tensor, "b r keys"], Tensor | None] | None:
-        """Return a tile's scores times log₂ e, less ``scored.less``, and the derivative of their cap or None.
+        """Return the attention scores of a tile, and the derivative of their soft cap, or None without a cap.
 
-        The rules of ``visibility`` are not applied to the scores. The result is None if a mask hides all keys
-        of the tile from all of its queries.
+        The scores are multiplied by log₂ e, and ``scored.less`` is subtracted. The rules of ``visibility``
+        are not applied to them. The result is None if a mask hides all keys of the tile from all of its
+        queries.
         """
         at = self.at
         features, mask = at._features(block, keys), at.visibility.mask
@@ -475,9 +499,10 @@ class _Tiles:
         averages: Float[Tensor, "b group m columns"],
         sink_p: Float[Tensor, "b group m"],
     ) -> None:
-        """Compute log Σ_j e^{S_ij}, averages of ``table`` under P, and sink probabilities for a block's rows.
+        """Compute the softmax denominators of a block of rows, and averages under its probabilities.
 
-        ``table`` has the rows t_j. The results are written to the block's part of ``lse``, ``averages`` and
+        The results are log Σ_j e^{S_ij}, the averages Σ_j P_ij t_j of the rows t_j of ``table``, and the
+        probabilities of the sinks. They are written to the block's part of ``lse``, ``averages`` and
         ``sink_p``. The tiles are formed once; running sums are scaled when a row finds a larger score.
         """
         at, sinks = self.at, self.at.features.sinks
@@ -524,7 +549,7 @@ class _Tiles:
         averages[block.heads, :, block.rows] = out / total
 
     def _own(self, block: Block) -> slice:
-        """Return which heads of its batch member a block has, as a slice of their numbers."""
+        """Return the key heads of a block, numbered from the first head of its input in the batch."""
         first = block.heads.start % self.at.kv_heads
         return slice(first, first + block.heads.stop - block.heads.start)
 

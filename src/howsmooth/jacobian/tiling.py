@@ -44,7 +44,7 @@ _MOST_THREADS_APART = 4
 
 
 def _tile_shape(heads: int, n: int, itemsize: int, device: torch.device) -> tuple[int, int, int]:
-    """Return the size of a tile: how many of ``heads`` heads, rows of queries and columns of keys it has."""
+    """Return the size of a tile as numbers of heads, query rows and key columns."""
     columns = min(n, _COLUMNS.get(device.type, _COLUMNS_ELSEWHERE))
     entries = _TILE.get(device.type, _TILE_ELSEWHERE)
     rows = max(entries // (heads * columns), _ROWS)
@@ -65,7 +65,7 @@ def working_bytes(heads: int, m: int, n: int, itemsize: int, device: torch.devic
 
 
 def batches_apart(kv_heads: int, device: torch.device) -> int:
-    """Return into how many parts the rows of one head are cut, so that each thread has rows of its own.
+    """Return into how many equal parts the query rows of one head are cut, one for each thread.
 
     It is 1 unless there is a single key head, on a CPU with two to four threads. The threads share one matrix
     product with few columns badly, because each writes memory that another reads next. Parts of the rows
@@ -109,7 +109,10 @@ class Block:
 
     @property
     def keys_of(self) -> tuple[int, ...]:
-        """Identifier of the block's keys: blocks with the same identifier get the same views of keys."""
+        """Identifier of the block's keys.
+
+        Blocks with the same identifier get the same views of keys.
+        """
         return self.heads.start, self.heads.stop, self.batches
 
     def cut(self, heads: int) -> list[Block]:
@@ -128,11 +131,17 @@ class Block:
         return t if self.batches == 1 else t.expand(self.batches, -1, -1)
 
     def grid(self, t: Float[Tensor, "b r width"], group: int) -> Float[Tensor, "heads group rows width"]:
-        """Return ``t``, in the shape of :meth:`of_rows`, with separate axes for heads, group and rows."""
+        """Return ``t`` with separate axes for heads, group and rows.
+
+        The tensor ``t`` has the shape that :meth:`of_rows` returns.
+        """
         return t.view(self.heads.stop - self.heads.start, group, self.length, t.shape[-1])
 
     def numbers(self, first_row: int) -> slice:
-        """Return the rows by their numbers in the sequence; ``first_row`` is the first query's number."""
+        """Return the positions of the block's rows in the sequence.
+
+        The first query has the position ``first_row``.
+        """
         return shifted(self.rows, first_row)
 
     def part_of(self, t: Tensor, block: Block) -> Tensor:
@@ -143,18 +152,20 @@ class Block:
         return t[:, :, shifted(self.rows, -block.rows.start)]
 
     def places(self, keys: slice) -> list[tuple[slice | int, slice]]:
-        """Return pairs (batches, keys): which keys of the sequence a tile has in which matrix products.
+        """Return where a range of keys lies in the sequence, for each matrix product of a batch.
 
-        An integer stands for one batch, a slice for several batches with the same keys.
+        The result is a list of pairs (batches, keys). An integer stands for one batch, a slice for several
+        batches with the same keys.
         """
         return [(slice(self.batches), keys)]
 
 
 @dataclass(frozen=True)
 class Stairs(Block):
-    """The same few rows of several squares of scores at the causal diagonal, one square for each thread.
+    """Rows of several square parts of the scores that lie along the causal diagonal, one for each thread.
 
-    ``rows`` and keys are numbered from the first row and key of the square, alike in all squares.
+    The rows are the same in each square: ``rows`` and keys are numbered from the first row and key of the
+    square.
 
     Parameters
     ----------
@@ -173,40 +184,58 @@ class Stairs(Block):
 
     @property
     def keys_of(self) -> tuple[int, ...]:
-        """Identifier of the block's keys: blocks with the same identifier get the same views of keys."""
+        """Identifier of the block's keys.
+
+        Blocks with the same identifier get the same views of keys.
+        """
         return *super().keys_of, self.key_origin, self.side
 
     def of_rows(self, t: Float[Tensor, "heads group m width"]) -> Float[Tensor, "b r width"]:
-        """Return the block's rows of each square, from a tensor ``t`` that has a row for every query."""
+        """Return the block's rows of each square.
+
+        The tensor ``t`` has a row for every query.
+        """
         start, _, row, entry = t.stride()
         return self._strips(t, self.heads.start * start, self.origin, self.rows, row, entry)
 
     def of_keys(self, t: Float[Tensor, "heads n width"], keys: slice) -> Float[Tensor, "b keys width"]:
-        """Return the rows ``keys`` of each square, from a tensor ``t`` that has a row for every key."""
+        """Return some keys of each square.
+
+        The tensor ``t`` has a row for every key; ``keys`` are numbered within the square.
+        """
         start, row, entry = t.stride()
         return self._strips(t, self.heads.start * start, self.key_origin, keys, row, entry)
 
     def grid(self, t: Float[Tensor, "b r width"], group: int) -> Float[Tensor, "b 1 r width"]:
-        """Return ``t``, in the shape of :meth:`of_rows`, with a second axis of length 1 for the group."""
+        """Return ``t`` with a further axis of length 1 for the group.
+
+        The tensor ``t`` has the shape that :meth:`of_rows` returns.
+        """
         return t.unsqueeze(1)
 
     def numbers(self, first_row: int) -> slice:
-        """Return the block's rows as numbered from the first row of their square, as keys are here."""
+        """Return the block's rows, numbered from the first row of their square."""
         return self.rows
 
     def part_of(self, t: Tensor, block: Block) -> Tensor:
-        """Return the block's rows of each square, from ``t`` (1, 1, rows, width), the rows of ``block``."""
+        """Return the block's rows of each square, from a tensor with the rows of a larger block.
+
+        The tensor ``t`` has shape (1, 1, rows, width), with the rows of ``block``.
+        """
         _, _, row, entry = t.stride()
         return self._strips(t, 0, self.origin - block.rows.start, self.rows, row, entry).unsqueeze(1)
 
     def places(self, keys: slice) -> list[tuple[slice | int, slice]]:
-        """Return, for each square, its number and its keys as numbered in the sequence."""
+        """Return where a range of keys lies in the sequence, for each square.
+
+        The result is a list of pairs: the index of a square, and its keys.
+        """
         return [(i, shifted(keys, self.key_origin + i * self.side)) for i in range(self.batches)]
 
     def _strips(
         self, t: Tensor, start: int, origin: int, own: slice, row: int, entry: int
     ) -> Float[Tensor, "b own width"]:
-        """Return the rows ``own`` of each square of ``t``, as one view.
+        """Return the rows ``own`` of each square, as one view of ``t``.
 
         ``start`` is the offset of the head in the memory of ``t``, ``origin`` the first row of the first
         square, ``row`` and ``entry`` are strides of ``t``.
@@ -218,7 +247,10 @@ class Stairs(Block):
 
 @dataclass(frozen=True)
 class Piece:
-    """A block, and the ranges of keys with which its scores are formed, one range for each tile."""
+    """A block of query rows with some of the keys that they see.
+
+    The keys are given as ranges, one for each tile of scores.
+    """
 
     block: Block
     keys: list[slice]
@@ -274,7 +306,10 @@ class Tiling:
 
     @property
     def batches(self) -> int:
-        """Number of equal parts into which the rows of a single head are cut, one for each thread; else 1."""
+        """Number of equal parts into which the query rows of one head are cut.
+
+        It is the number of threads if each thread has a part, else 1.
+        """
         return batches_apart(self.kv_heads, self.device)
 
     def spans(self) -> list[range]:
@@ -300,7 +335,7 @@ class Tiling:
         return max(1, min(self.kv_heads, heads * most // (block.length * self.group)))
 
     def strips(self, block: Block) -> list[Block]:
-        """Return the block cut into strips of few rows, or itself alone if all its rows see the same keys."""
+        """Cut a block into strips of few rows, unless all of its rows see the same keys."""
         length = self._strip if self._edged else block.length
         if block.length <= length:
             return [block]
@@ -308,7 +343,11 @@ class Tiling:
         return [self._block(block.heads, i, min(i + length, last)) for i in range(first, last, length)]
 
     def pieces(self, block: Block) -> list[Piece]:
-        """Cut a block into one piece with the keys that all its rows see, and a piece for each strip."""
+        """Divide the scores of a block into pieces.
+
+        One has the keys that all rows of the block see, and each strip of rows is a piece with its further
+        keys.
+        """
         strips = self.strips(block)
         # Squares at the diagonal, one for each thread, preceded by the keys before the block's first row.
         if len(strips) > 1 and self._has_stairs(block):
@@ -328,7 +367,7 @@ class Tiling:
         ]
 
     def _has_stairs(self, block: Block) -> bool:
-        """Return True if each thread's part of the block's rows can have a square at the causal diagonal."""
+        """Return True if the block's scores have squares at the causal diagonal, one for each thread."""
         plain = self.visibility.triangle and self.group == 1 and not self.features
         side = block.length // block.batches
         # A tile of a square must lie within one tile of the sequence, where its cotangents are added.
@@ -337,7 +376,9 @@ class Tiling:
         return bool(block.batches > 1 and plain and aligned)
 
     def _stairs(self, block: Block) -> list[Piece]:
-        """Return the pieces that cover the block's scores from its first row's key to the causal diagonal.
+        """Return the pieces of a block that is divided into squares at the causal diagonal.
+
+        They cover its scores from the key of its first row on.
 
         The rows of each batch see all keys before their own first row, which is one piece, and the square at
         the diagonal. The squares are cut into strips, and the same strip of all squares is one piece.
