@@ -30,12 +30,15 @@ _ERROR_OF_ERRORS = 1e-6
 
 
 def gamma(m: int) -> float:
-    """Return γ_m = m u / (1 − m u), the bound on the relative error of m roundings in any order."""
+    """Return the bound γ_m on the relative error that m roundings of float64 cause together.
+
+    It is γ_m = m u / (1 − m u), with the unit roundoff u; the order of the roundings is arbitrary.
+    """
     return m * U / (1 - m * U)
 
 
 def up(error: Tensor) -> Tensor:
-    """Return an error bound that was computed in floating point, rounded up."""
+    """Return an error bound enlarged by the rounding errors made in computing it."""
     return error * (1 + _ERROR_OF_ERRORS)
 
 

@@ -8,7 +8,9 @@ __all__ = ["torch_seed"]
 
 
 def torch_seed(seed: int) -> int:
-    """Return a 32-bit seed for PyTorch's CPU generator, which ignores all higher bits of its seed.
+    """Return a 32-bit seed that depends on all bits of ``seed``.
+
+    PyTorch's CPU generator ignores all but the lowest 32 bits of its seed.
 
     Seeds from 0 to 2^32 − 1 are returned unchanged. Other seeds are taken modulo 2^64 and hashed to 32
     bits, so two different seeds give the same stream with probability 2^-32 only, even if they are related

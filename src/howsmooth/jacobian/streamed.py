@@ -430,9 +430,10 @@ class _Tiles:
     def _tile(
         self, place: tuple[int, int], block: Block, keys: slice, scored: _Scored
     ) -> tuple[Tensor, Tensor] | None:
-        """Return the attention probabilities of a tile, without and with the slope of the soft cap as a factor.
+        """Return the attention probabilities of a tile, and their products with the slope of the soft cap.
 
-        These are P and P∘D, where D is the derivative of the soft cap. The result is None if all keys of the tile are hidden.
+        These are P and P∘D, where D is the derivative of the soft cap. The result is None if all keys of the
+        tile are hidden.
         """
         kept = self._place(place, block)
         tile = self._formed(kept, block, keys, scored)

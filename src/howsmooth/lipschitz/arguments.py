@@ -23,7 +23,10 @@ def check_arguments(
     max_iterations: int,
     batch_dims: int | None = None,
 ) -> None:
-    """Raise ArgumentError or NonFiniteError for what cannot be measured; the message names the argument."""
+    """Raise an error unless ``f`` can be measured at ``x`` with these settings.
+
+    An ArgumentError or a NonFiniteError names the argument that is at fault.
+    """
     if not callable(f):
         raise ArgumentError(
             "f", expected="a map of tokens, callable", got=type(f).__name__, remedy=_remedy_for_site(f)
@@ -61,7 +64,7 @@ def check_arguments(
 
 
 def check_batch_dims(batch_dims: object, f: object, x: object) -> None:
-    """Raise ArgumentError if the leading axes of ``x`` cannot be split so into members and tokens."""
+    """Raise ArgumentError unless the first ``batch_dims`` axes of ``x`` can be its batch axes."""
     if isinstance(batch_dims, bool) or not isinstance(batch_dims, int) or batch_dims < 0:
         raise ArgumentError("batch_dims", expected="a whole number >= 0, or None", got=repr(batch_dims))
     if not isinstance(x, Tensor):
@@ -79,7 +82,10 @@ def check_batch_dims(batch_dims: object, f: object, x: object) -> None:
 
 
 def _remedy_for_site(given: object) -> str:
-    """Return what to do instead where a captured site, or a list of them, was given; else nothing."""
+    """Return the remedy of an error for a caller who gave a captured site instead of its map and tokens.
+
+    For a list of sites it says what to do with each. For anything else it is empty.
+    """
     first = given[0] if isinstance(given, list | tuple) and given else given
     if not (hasattr(first, "map") and hasattr(first, "x")):
         return ""
@@ -90,7 +96,10 @@ def _remedy_for_site(given: object) -> str:
 def checked_sequences(
     f: Callable[[Tensor], Tensor], xs: Sequence[object], rtol: float, confidence: float, max_iterations: int
 ) -> list[Tensor]:
-    """Return the sequences without their graphs, of one dtype and device, each (n_i, d)."""
+    """Return the sequences (n_i, d), detached from their graphs, after checking them.
+
+    They must have one dtype and device.
+    """
     if not xs:
         raise ArgumentError("x", expected="at least one sequence", got="none")
     checked: list[Tensor] = []

@@ -105,7 +105,10 @@ def head_lipschitz(
 
 
 def _together(f: SelfAttention, x: Tensor, heads: Tensor, solver: Solver) -> dict[str, Tensor]:
-    """Measure some heads of a float64 layer as one batch, and return the fields of their estimate."""
+    """Measure some heads of a layer as one batch.
+
+    Return the fields of the estimate by name. The layer is float64.
+    """
     members = heads.tolist()
     dtypes = (torch.float64,) if x.dtype == torch.float64 else (x.dtype, torch.float64)
     jacobians = heads_jacobians(f, x.double(), members, dtypes)
@@ -130,7 +133,10 @@ def _together(f: SelfAttention, x: Tensor, heads: Tensor, solver: Solver) -> dic
 
 
 def _alone(head: TokenMap, x: Tensor, h: int, solver: Solver, memory: int | None) -> dict[str, Tensor]:
-    """Measure one head by itself, and return the fields of its estimate."""
+    """Measure one head by itself.
+
+    Return the fields of the estimate by name.
+    """
     found = local_lipschitz(
         head,
         x,
@@ -145,13 +151,19 @@ def _alone(head: TokenMap, x: Tensor, h: int, solver: Solver, memory: int | None
 
 
 def _vector_bytes(head: TokenMap, x: Tensor) -> int:
-    """Return the bytes of the Krylov basis of one head, and of the tensors (n, d) of its verdict."""
+    """Return the bytes of the vectors that measuring one head needs.
+
+    They are its Krylov basis, and the vectors (n, d) of the final check in float64.
+    """
     basis = _EXPECTED_STEPS * x.itemsize + _VERDICT_VECTORS * torch.float64.itemsize
     return x.shape[0] * (head.d + head.d_out) * basis
 
 
 class _OfTokens(LinearOperator):
-    """The Jacobians E ↦ J_h(E B_h) of heads, from the operators J_h in the coordinates of the bases B_h."""
+    """The Jacobians of heads as functions of the tokens, from their Jacobians in fewer coordinates.
+
+    With J_h in the coordinates of the basis B_h, the Jacobian of head h is E ↦ J_h(E B_h).
+    """
 
     def __init__(self, reduced: HeadsJacobian, bases: Float[Tensor, "heads d r"]) -> None:
         shapes = (reduced.in_shape[0], bases.shape[1]), reduced.out_shape

@@ -318,12 +318,18 @@ def _factor(image: Float[Tensor, "1 n d_out"]) -> float:
 
 
 def _scope(f: Callable[[Tensor], Tensor]) -> str:
-    """Return the description of a map of this library, and of any other function its name."""
+    """Return a description of the map for the result.
+
+    A map of this library describes itself; any other function is described by its name.
+    """
     return f.describe() if isinstance(f, TokenMap) else getattr(f, "__name__", type(f).__name__)
 
 
 def _chosen_method(f: Callable[[Tensor], Tensor], method: str) -> Method:
-    """Return how the Jacobian of ``f`` is applied, given the argument ``method`` of the call."""
+    """Return "closed form" or "autodiff", the way in which the Jacobian of ``f`` is computed.
+
+    The argument ``method`` is that of :func:`local_lipschitz`, with the additional choice "auto".
+    """
     match method, has_closed_form(f):
         case ("auto" | "closed form", True):
             return "closed form"

@@ -35,9 +35,10 @@ Part = tuple[Sequence[int], LeadingTriplet]
 def solve_closed_forms(
     double: TokenMap, members: Sequence[Tensor] | Tensor, solver: Solver, budget: int
 ) -> list[Part]:
-    """Measure at members (n_i, d): in batches if their probabilities fit in memory, otherwise one by one.
+    """Measure at several sequences (n_i, d) a map whose Jacobian has a closed form.
 
-    ``double`` is the map in float64, and ``budget`` the number of bytes that may be used.
+    Sequences whose attention probabilities fit in memory are measured in batches, others one by one. The
+    argument ``double`` is the map in float64, and ``budget`` the number of bytes that may be used.
     """
     parts: list[Part] = []
     for lots in batches(double, members, budget):
@@ -52,11 +53,13 @@ def solve_closed_forms(
 def _cached(
     double: TokenMap, members: Sequence[Tensor] | Tensor, lots: Sequence[Sequence[int]], solver: Solver
 ) -> list[LeadingTriplet]:
-    """Solve with products in the dtype of the members (n_i, d), and check float32 results in float64.
+    """Measure some sequences with their attention probabilities kept in memory.
+
+    Float32 results are checked in float64.
 
     Products in float64 with the float32 directions give the values and show the effect of rounding: if terms
     of the Jacobian cancel, float32 loses more digits than any fixed multiple of epsilon would allow for.
-    Members whose interval is too wide then, or that broke down at the rounding level of float32 (which
+    Sequences whose interval is too wide then, or that broke down at the rounding level of float32 (which
     happens with few distinct singular values), are measured again with float64 products.
     """
     dtype, exact = members[0].dtype, torch.float64
@@ -76,9 +79,10 @@ def _jacobians(
     lots: Sequence[Sequence[int]],
     dtypes: Sequence[torch.dtype],
 ) -> list[dict[torch.dtype, LinearOperator]]:
-    """Return for each lot its Jacobian in each dtype; members of a lot are sorted by length.
+    """Return the Jacobian at each of several groups of sequences, as a dictionary from dtype to Jacobian.
 
-    The members of one length are linearised together, and the Jacobians of a lot are joined to one operator.
+    Each item of ``lots`` is a group, as indices of sequences sorted by length. Sequences of one length are
+    linearised together, and the Jacobians of a group are joined to one operator.
     """
     groups = [
         [list(group) for _, group in itertools.groupby(lot, key=lambda i: members[i].shape[0])]
@@ -97,9 +101,12 @@ def verdict(
     members: Sequence[int],
     solver: Solver,
 ) -> LeadingTriplet:
-    """Return the triplet that ``operator`` has given in float32, with value and interval from float64.
+    """Check the result of a float32 run by float64 products.
 
-    ``exact`` is the same operator in float64, and ``members`` are the solver's numbers of its members.
+    Return the result with value and interval from float64.
+
+    The operator ``exact`` is the same as ``operator`` in float64, and ``members`` are the indices of its
+    sequences in the solver.
     """
     right = _unit(found.right.double())
     image, gram = exact.gram_product(right)
@@ -164,11 +171,12 @@ def _streamed(
 def judge(
     found: LeadingTriplet, sigma: Tensor, defect: Tensor, exact: LinearOperator, rtol: float
 ) -> LeadingTriplet:
-    """Return float32's triplet with the value σ = |J v| of float64, and what rounding may have done.
+    """Widen the interval of a float32 run by what rounding may have changed.
 
-    The lower limit is proved where the float64 products are. The upper one is an estimate to first order:
-    rounding of the float32 run moves σ by at most the defect, twice which is allowed for, beside the width of
-    the float32 interval, what the float64 value moved, and what rounding does to the defect itself.
+    The value becomes σ = |J v|, computed in float64. The lower limit is proved where the float64 products
+    are. The upper one is an estimate to first order: rounding of the float32 run moves σ by at most the
+    defect, twice which is allowed for, beside the width of the float32 interval, what the float64 value
+    moved, and what rounding does to the defect itself.
     """
     # How far the float64 value itself may be off.
     error = exact.rounding * sigma if exact.proved is None else exact.proved.total
@@ -178,7 +186,11 @@ def judge(
 
 
 def _defect(rounded: Tensor, exact: Tensor, sigma: Tensor) -> Tensor:
-    """Return ‖Δv‖ / σ from both JᵀJ v: a perturbation Δ of JᵀJ moves σ by vᵀΔv / 2σ to first order."""
+    """Return how much rounding may have moved the singular value σ, from JᵀJ v in float32 and in float64.
+
+    With their difference Δv the result is ‖Δv‖ / σ. A perturbation Δ of JᵀJ moves σ by vᵀΔv / 2σ to first
+    order.
+    """
     return _norms(rounded.double() - exact) / sigma.clamp_min(torch.finfo(torch.float64).tiny)
 
 

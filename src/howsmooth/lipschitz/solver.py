@@ -22,9 +22,10 @@ _WORTH_A_THREAD = 1 << 14
 
 @dataclass(frozen=True)
 class Solver:
-    """The accuracy that is asked for, and the seed of the start and the length of each member.
+    """The settings with which the solvers are called.
 
-    Members are named by their numbers: a batch may hold any of them, in any order.
+    They are the accuracy that is asked for, and for each sequence its length and the seed of its start
+    vector. Sequences are named by their indices: a batch may hold any of them, in any order.
     """
 
     rtol: float
@@ -34,7 +35,7 @@ class Solver:
     lengths: Sequence[int]
 
     def golub_kahan(self, operator: LinearOperator, members: Sequence[int]) -> LeadingTriplet:
-        """Return the leading triplets of an operator's members, by Golub–Kahan with both Krylov bases."""
+        """Compute leading singular triplets by Golub–Kahan bidiagonalisation, with two Krylov bases."""
         return golub_kahan(
             operator,
             self._starts(operator, members),
@@ -57,7 +58,9 @@ class Solver:
     def together(
         self, operators: Sequence[LinearOperator], members: Sequence[Sequence[int]]
     ) -> list[LeadingTriplet]:
-        """Return the leading triplets of Jacobians of one map at several lengths, which share products.
+        """Compute leading singular triplets of several Jacobians of one map, which share matrix products.
+
+        The Jacobians may be at sequences of different lengths.
 
         A member that is shorter than its operator has zeros in the tokens that it lacks.
         """
@@ -89,7 +92,9 @@ def member_seeds(seed: int | Sequence[int], members: int) -> list[int]:
 
 
 def starts(operator: LinearOperator, seeds: Sequence[int], lengths: Sequence[int]) -> Tensor:
-    """Return Gaussian starts of ``lengths`` tokens, filled up with zeros to the operator's length.
+    """Return a random Gaussian start vector for each sequence.
+
+    A start has the length of its sequence, and is filled up with zero tokens to the operator's length.
 
     They are drawn on the CPU in float64, so that every device and dtype has the same.
     """

@@ -27,7 +27,9 @@ _BLOCK_BYTES_ELSEWHERE = 1 << 29
 
 
 class Basis:
-    """The Lanczos vectors of all steps so far, (step, member, size), in the products' dtype or a smaller one.
+    """The Lanczos vectors of all steps so far, for each map of a batch.
+
+    They have shape (step, member, size), and the dtype of the products or a smaller one.
 
     If ``taken`` is set to a tensor (member,), it bounds the sum of squares of the components that
     reorthogonalisation has subtracted from the vectors of each member.
@@ -68,7 +70,7 @@ class Basis:
             self.taken = self.taken[members.cpu()]
 
     def orthogonalise_(self, z: Tensor, latest: Sequence[Tensor]) -> Tensor:
-        """Subtract from z (member, size), in place, its projection on the basis; return the new lengths of z.
+        """Make the vectors z (member, size) orthogonal to the basis, in place, and return their new lengths.
 
         ``latest`` are the newest vectors, newest first, in the operator's precision. They are used in place
         of their rounded rows in the basis, because a rest of z along them would enter T in first order.
@@ -95,7 +97,10 @@ class Basis:
         return lengths
 
     def combine(self, member: int, weights: np.ndarray, out: Tensor) -> None:
-        """Write the unit vector along Σ_k weights_k row_k, for the rows of one member, to ``out`` (size,)."""
+        """Write to ``out`` the unit vector along a combination of one map's basis vectors.
+
+        The combination is Σ_k weights_k row_k.
+        """
         coefficients = torch.as_tensor(weights / self.scale, dtype=self.working, device=out.device)
         out.zero_()
         for piece in pieces(len(out), out.device):
@@ -104,7 +109,7 @@ class Basis:
         out /= norms(out[None], self.reduce).to(out.dtype)
 
     def _together(self, z: Tensor) -> list[slice]:
-        """Return slices of members whose projections are computed together.
+        """Return slices of the batch whose projections on the basis are computed together.
 
         On a CPU they are computed member by member, because the pieces of one vector then stay in the cache
         while all rows of the basis are multiplied with them. Other devices compute all members together,
@@ -138,7 +143,10 @@ class Basis:
                 _subtract_(z[:, piece], part, weights[rows])
 
     def _parts(self, members: slice, piece: slice, count: int) -> Iterator[tuple[slice, Tensor]]:
-        """Yield blocks of the first ``count`` rows, for some members and columns, in the working dtype."""
+        """Yield blocks of the first ``count`` basis vectors, converted to the working dtype.
+
+        The blocks hold some maps of the batch and some columns.
+        """
         first = 0
         for block in self.blocks:
             last = min(first + len(block), count)
@@ -149,14 +157,21 @@ class Basis:
 
 
 def _by_member(rows: Tensor, z: Tensor) -> Tensor:
-    """Return the inner products (step, member) of rows (step, member, size) with vectors (member, size)."""
+    """Return the inner products of each vector with the rows that belong to the same map of the batch.
+
+    Rows have shape (step, member, size), vectors (member, size), and the result (step, member).
+    """
     if len(z) == 1:
         return torch.mv(rows[:, 0], z[0])[:, None]
     return torch.einsum("kmp,mp->km", rows, z)
 
 
 def _subtract_(z: Tensor, rows: Tensor, weights: Tensor) -> None:
-    """Subtract Σ_k weights_k row_k from vectors z (member, size), in place, with weights (step, member)."""
+    """Subtract a combination of rows from each vector, in place.
+
+    The combination Σ_k weights_k row_k has weights (step, member) and rows (step, member, size); the vectors
+    z have shape (member, size).
+    """
     if len(z) == 1:
         z[0].addmv_(rows[:, 0].mT, weights[:, 0], alpha=-1)
     else:

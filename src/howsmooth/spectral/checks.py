@@ -1,4 +1,4 @@
-"""Checks of operators and products: rounding must leave a digit, and all numbers must be finite."""
+"""Checks that an operator's products are finite and that rounding leaves them at least one digit."""
 
 from __future__ import annotations
 
@@ -13,7 +13,10 @@ __all__ = ["check_finite", "checked_rounding"]
 
 
 def checked_rounding(operator: LinearOperator) -> np.ndarray:
-    """Return the relative rounding of each member's norm; raise NonFiniteError if it leaves no digit."""
+    """Return the relative rounding error of each map's norm.
+
+    Raise NonFiniteError if it leaves no digit.
+    """
     slack: np.ndarray = operator.rounding.numpy()
     if operator.proved is not None:
         # Infinite where nothing is proved, because the scores have lost their digits.
@@ -30,7 +33,7 @@ def checked_rounding(operator: LinearOperator) -> np.ndarray:
 
 
 def check_finite(norms: Tensor) -> None:
-    """Raise NonFiniteError unless all lengths of the products are finite."""
+    """Raise NonFiniteError unless all norms are finite."""
     if not bool(torch.isfinite(norms).all()):
         raise NonFiniteError(
             "f",

@@ -67,7 +67,10 @@ class _Basis:
         self.count = 0
 
     def append(self, row: Tensor, length: Tensor) -> Tensor:
-        """Append row / length (member, size), or zero for a length of zero, to the basis, and return it."""
+        """Append a unit vector along ``row`` to the basis of each map, and return these vectors.
+
+        The argument ``length`` holds the lengths of the rows (member, size). A row of zero length gives zero.
+        """
         capacity, members, size = self.rows.shape
         if self.count == capacity:
             grown = self.rows.new_empty(min(2 * capacity, size + 1), members, size)
@@ -84,7 +87,10 @@ class _Basis:
         self.rows = kept
 
     def orthogonalise_(self, w: Tensor) -> Tensor:
-        """Subtract from w (member, size), in place, its projection on the basis, a second time if needed."""
+        """Make the vectors w (member, size) orthogonal to the basis, in place.
+
+        Their projection is subtracted a second time if needed.
+        """
         if self.count == 0:
             return w
         length: Callable[[Tensor], Tensor] = _length
@@ -103,7 +109,10 @@ class _Basis:
         return w
 
     def combine(self, member: int, weights: np.ndarray) -> Tensor:
-        """Return the combination Σ_k weights_k row_k (size,) of one member's vectors."""
+        """Return a combination of one map's basis vectors.
+
+        It is Σ_k weights_k row_k, of shape (size,).
+        """
         rows = self.rows[: len(weights), member]
         return torch.as_tensor(weights, dtype=rows.dtype, device=rows.device) @ rows
 
@@ -234,9 +243,10 @@ def _limits(
     *,
     complete: bool,
 ) -> tuple[float, float]:
-    """Return σ̂ of one member, and the a-posteriori upper limit of ‖J‖, widened by rounding.
+    """Return the leading Ritz value σ̂ of one map, and an upper limit of ‖J‖.
 
-    ``complete`` says whether the Krylov space is the whole input space; then σ̂ is ‖J‖ up to rounding.
+    The limit is a posteriori, and widened by rounding. The argument ``complete`` says whether the Krylov
+    space is the whole input space; then σ̂ is ‖J‖ up to rounding.
     """
     # Entries are scaled to be near one, so that squares and products stay in range.
     unit = max(alphas.max(), betas[:-1].max(initial=0.0))
@@ -292,6 +302,9 @@ def _length(x: Tensor) -> Tensor:
 def _zero_below(
     values: Float[Tensor, " member"], floor: Float[np.ndarray, " member"]
 ) -> Float[Tensor, " member"]:
-    """Return the values, with zero in place of values of at most ``floor``."""
+    """Return the values with small ones replaced by zero.
+
+    A value is small if it is at most ``floor``.
+    """
     threshold = torch.as_tensor(floor, dtype=values.dtype, device=values.device)
     return torch.where(values <= threshold, torch.zeros_like(values), values)

@@ -19,7 +19,9 @@ __all__ = ["a_posteriori_upper", "a_priori_upper", "ritz_values", "rounded_upper
 
 
 def start_quantile(dimension: int, confidence: float) -> float:
-    """Return x_δ, the δ-quantile of Beta(1/2, (N−1)/2), δ = 1 − confidence, N = dimension.
+    """Return a lower bound of the squared cosine between a random start and any fixed direction.
+
+    It is x_δ, the δ-quantile of Beta(1/2, (N−1)/2), where δ = 1 − ``confidence`` and N = ``dimension``.
 
     A Gaussian start in R^N has a squared cosine of at least x_δ with any fixed direction, with
     probability ``confidence``. In dimension 1 it is 1.
@@ -30,7 +32,10 @@ def start_quantile(dimension: int, confidence: float) -> float:
 
 
 def a_priori_upper(sigma: float, steps: int, quantile: float) -> float:
-    """Return σ̂ cosh(arccosh(1/√x_δ) / (2k − 1)), which ‖J‖ exceeds with probability at most δ after k steps.
+    """Return an upper limit of ‖J‖ that is known before the run, but for the leading Ritz value.
+
+    After k steps the limit is σ̂ cosh(arccosh(1/√x_δ) / (2k − 1)), which ‖J‖ exceeds with probability at most
+    δ.
 
     The limit needs only the leading Ritz value σ̂ of k steps. It sharpens Kuczyński and Woźniakowski (1992).
     """
@@ -56,7 +61,7 @@ def a_posteriori_upper(
     log_off_diagonals: float | Float[np.ndarray, "*members"],
     quantile: float | Float[np.ndarray, "*members"],
 ) -> float | Float[np.ndarray, "*members"]:
-    """Return an upper limit of each member's λ_max(JᵀJ) from the Lanczos polynomial of its run.
+    """Return an upper limit of λ_max(JᵀJ) for each map, from the Ritz values of its Lanczos run.
 
     The k-th Lanczos vector is p_k(JᵀJ) v_1 with p_k(t) = Π (t − θ_i) / Π β_j, and has norm 1. So
     |p_k(λ_1)| √x_δ ≤ 1 with the stated confidence, and λ_1 is at most the root t > θ_1 of
@@ -109,7 +114,9 @@ def rounded_upper(
     taken: float,
     rtol: float,
 ) -> tuple[float, float, bool]:
-    """Return the leading Ritz value and an upper limit of λ_max(JᵀJ) that is proved despite rounded products.
+    """Return an upper limit of λ_max(JᵀJ) that is proved despite the rounding of products.
+
+    The first value is the leading Ritz value, the second the limit.
 
     The last value is True if rounding decides the limit, so that further steps would not improve it.
 
@@ -142,7 +149,7 @@ def rounded_upper(
     first = max(float(a_posteriori_upper(theta, logs, ((1 - _SHARE) * least) ** 2)), top)
 
     def rounding(t: float) -> float:
-        """Bound the norm of F, the rounding error of the recurrence, if the largest eigenvalue is t."""
+        """Bound the norm of the recurrence's rounding errors F, if the largest eigenvalue is t."""
         return taken + math.sqrt(k) * (error * (2 * math.sqrt(t) + error) + 16 * 2.0**-53 * t)
 
     allowed = _SHARE * least

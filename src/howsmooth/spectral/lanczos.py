@@ -179,7 +179,9 @@ class _Settings:
 def _run(
     operator: LinearOperator, start: Tensor, settings: _Settings, sizes: Sequence[int] | None = None
 ) -> _Run:
-    """Run the recurrence until each member's interval is narrow enough, asking for the products.
+    """Run the recurrence until the interval of each map is narrow enough.
+
+    This is a generator, which asks its caller for the products.
 
     ``sizes`` are the dimensions of the members' input spaces, if they are smaller than the operator's.
     """
@@ -227,7 +229,7 @@ def _run(
 
 
 class _Members:
-    """The Lanczos state of each member of a batch: its T_k, its interval for ‖J‖, and if it has ended.
+    """What Lanczos knows of each map of a batch: its T_k, its interval for ‖J‖, and whether it has ended.
 
     Rounding is treated in one of two ways. If the operator has proved bounds on the errors of its products
     (``operator.proved``), the interval contains ‖J‖ with all rounding errors included. Otherwise an estimate
@@ -277,7 +279,7 @@ class _Members:
         self.converged, self.broke_down = np.zeros(count, dtype=bool), np.zeros(count, dtype=bool)
 
     def bound(self, some: Int[np.ndarray, " some"], k: int, taken: Float[np.ndarray, " some"] | None) -> None:
-        """Set σ̂, the upper limit and the state of some members from k rows of T.
+        """Update the singular values, their upper limits and the states of some maps after k steps.
 
         ``taken`` bounds the sum of squares of the components that reorthogonalisation has subtracted from the
         vectors of each member. The proof of the rounding errors needs it.
@@ -302,13 +304,16 @@ class _Members:
         self.converged[some] = width <= self._rtol * self.sigma[some]
 
     def finished(self, some: Int[np.ndarray, " some"], k: int) -> Bool[np.ndarray, " some"]:
-        """Return which of some members end with step k, and store the number of their steps."""
+        """Return which of some maps end with step k, and store how many steps they took."""
         done: np.ndarray = self.converged[some] | self.broke_down[some] | (k == self._steps_allowed)
         self.steps[some[done]] = k
         return done
 
     def ritz_vector(self, member: int, k: int) -> Float[np.ndarray, " k"]:
-        """Return the leading eigenvector of a member's T_k: the Ritz vector in coordinates of the basis."""
+        """Return the leading Ritz vector of one map, in coordinates of the Krylov basis.
+
+        It is the leading eigenvector of the map's T_k.
+        """
         return _leading_vector(self.diagonal[member, :k], self.off[member, :k])
 
     def triplet(
@@ -318,7 +323,11 @@ class _Members:
         left: Float[Tensor, "member out_size"],
         lengths: Float[Tensor, " member"],
     ) -> LeadingTriplet:
-        """Return the result, given unit vectors v = ``right``, ``left`` along J v, and ``lengths`` |J v|."""
+        """Return the result of the run.
+
+        The arguments are the unit vectors v = ``right``, unit vectors ``left`` along J v, and the ``lengths``
+        |J v|.
+        """
         sigma, upper, converged = self.sigma, self.upper, self.converged
         lower = sigma * (1 - self.slack)
         if self.proved is not None:
@@ -349,7 +358,10 @@ def _in_sizes(
 
 
 def _quantiles(in_sizes: Int[np.ndarray, " member"], confidence: float) -> Float[np.ndarray, " member"]:
-    """Return the quantile x_δ of the start of each member, computed once for each dimension."""
+    """Return the quantile x_δ for the random start of each map.
+
+    It is computed once for each dimension.
+    """
     distinct, places = np.unique(in_sizes, return_inverse=True)
     return np.array([start_quantile(size, confidence) for size in distinct.tolist()])[places]
 
@@ -357,7 +369,10 @@ def _quantiles(in_sizes: Int[np.ndarray, " member"], confidence: float) -> Float
 def _left(
     operator: LinearOperator, right: Float[Tensor, "member in_size"], reduce: Reduction | None
 ) -> tuple[Float[Tensor, "member out_size"], Float[Tensor, " member"]]:
-    """Return unit vectors along J v for v = ``right``, zero if J v is zero, and the lengths |J v|."""
+    """Return unit vectors along the images J v, and the lengths of these images.
+
+    The vectors v are ``right``. The unit vector is zero where J v is zero.
+    """
     image = operator.product(right.view(len(right), *operator.in_shape)).reshape(len(right), -1)
     lengths = norms(image, reduce)
     return image * inverse(lengths).to(image.dtype)[:, None], lengths
@@ -371,7 +386,10 @@ def _proved_limits(
     taken: Float[np.ndarray, " member"],
     rtol: float,
 ) -> tuple[Float[np.ndarray, " member"], Float[np.ndarray, " member"], Bool[np.ndarray, " member"]]:
-    """Return leading Ritz values, proved upper limits of λ_max(JᵀJ), and whether rounding decides them."""
+    """Return leading Ritz values and proved upper limits of λ_max(JᵀJ).
+
+    The third value says for which maps rounding decides the limit.
+    """
     found = []
     for a, b, x, error, lost in zip(diagonal, off, quantile, errors, taken, strict=True):
         # T is scaled to entries near one, so that squares of small entries do not underflow.
@@ -390,7 +408,10 @@ def _limits(
     level: Float[np.ndarray, " member"],
     complete: Bool[np.ndarray, " member"],
 ) -> tuple[Float[np.ndarray, " member"], Float[np.ndarray, " member"]]:
-    """Return the leading Ritz value and the a-posteriori upper limit of λ_max(JᵀJ) of each member."""
+    """Return the leading Ritz value of each map and an upper limit of its λ_max(JᵀJ).
+
+    The limit is that of :func:`~howsmooth.spectral.interval.a_posteriori_upper`.
+    """
     # Scaled to entries near one, so that products and squares stay in range.
     largest = np.maximum(diagonal.max(axis=1), off[:, :-1].max(axis=1, initial=0.0))
     unit = np.where(largest == 0.0, 1.0, largest)[:, None]
@@ -406,7 +427,10 @@ def _limits(
 def _leading_vector(
     diagonal: Float[np.ndarray, " k"], off: Float[np.ndarray, " k"]
 ) -> Float[np.ndarray, " k"]:
-    """Return the leading eigenvector of a tridiagonal matrix; the last entry of ``off`` is not part of it."""
+    """Return the leading eigenvector of a tridiagonal matrix.
+
+    The last entry of ``off`` is not part of the matrix.
+    """
     unit, last = max(diagonal.max(), off[:-1].max(initial=0.0)) or 1.0, len(diagonal) - 1
     _, vectors = linalg.eigh_tridiagonal(
         diagonal / unit, off[:-1] / unit, select="i", select_range=(last, last)
@@ -416,7 +440,7 @@ def _leading_vector(
 
 
 def _basis_form(operator: LinearOperator, settings: _Settings) -> tuple[torch.dtype, int]:
-    """Return the dtype of the basis, and the largest number of its vectors that memory has room for."""
+    """Return the dtype of the Krylov basis, and how many of its vectors memory has room for."""
     dtype, memory = settings.basis_dtype, settings.basis_bytes
     if dtype not in (None, operator.dtype, torch.float32, torch.float16):
         raise ArgumentError(

@@ -51,7 +51,10 @@ class ProductError:
 
     @classmethod
     def of_all(cls, parts: Sequence[ProductError | None]) -> ProductError | None:
-        """Return the bounds of all maps of several operators; None unless every operator has bounds."""
+        """Join the error bounds of several operators.
+
+        The result is None unless every operator has bounds.
+        """
         given = [part for part in parts if part is not None]
         if len(given) < len(parts):
             return None
@@ -134,7 +137,9 @@ class LinearOperator(abc.ABC):
     def energy_product(
         self, E: Float[Tensor, "batch *in_shape"]
     ) -> tuple[Float[Tensor, " batch"], Float[Tensor, "batch *in_shape"]]:
-        """Return |J_b E_b|² in float64 and J_bᵀ J_b E_b, which a step of Lanczos needs; E (batch, *in_shape).
+        """Return the squared norm of each J_b E_b and the product J_bᵀ J_b E_b, for a step of Lanczos.
+
+        The squared norm is float64; E has shape (batch, *in_shape).
 
         The default takes the length of J E; a subclass that knows it without forming J E overrides
         ``_energy_product``.
@@ -176,7 +181,7 @@ class LinearOperator(abc.ABC):
 
 
 def length_rounding(operator: LinearOperator) -> float:
-    """Bound the relative error of |J v| / |v| in float64 from rounding in the two lengths."""
+    """Bound the relative error of |J v| / |v| that comes from computing the two lengths in float64."""
     return 2.0 * gamma(operator.in_size + operator.out_size + 8)
 
 

@@ -30,7 +30,9 @@ Products = Generator[tuple[LinearOperator, Tensor], tuple[Tensor, Tensor], tuple
 
 
 class Recurrence:
-    """The state of the recurrence before step k: z and γ_{k−1} of the last step, v_{k−1}, and the basis.
+    """The state of the Lanczos recurrence between two steps.
+
+    Before step k it holds z and γ_{k−1} of the last step, v_{k−1}, and the basis.
 
     Vectors are the rows of tensors (member, size); α and γ are (member,) in float64.
 
@@ -56,14 +58,20 @@ class Recurrence:
 
     @property
     def units(self) -> np.ndarray:
-        """Factors (member,) by which singular values of the recurrence are multiplied to get those of J."""
+        """Factors (member,) that turn singular values of the recurrence into those of J.
+
+        They undo the scaling of J.
+        """
         if self._factors is None:
             return np.ones(len(self._gamma))
         units: np.ndarray = 1.0 / self._factors.cpu().numpy()
         return units
 
     def step(self) -> Products:
-        """Carry out one step, asking for the product, and return α_k and γ_k."""
+        """Carry out one step, and return α_k and γ_k.
+
+        This is a generator, which asks its caller for the product.
+        """
         # v_k, which joins the basis
         v, before, gamma = self._normalised(), self._before, self._gamma
         self.basis.append(v)
@@ -88,7 +96,10 @@ class Recurrence:
         self.basis.keep(rows)
 
     def _normalised(self) -> Float[Tensor, "member size"]:
-        """Return v_k = z / γ_{k−1}, written over z, because a further vector may not fit in memory."""
+        """Return the next Lanczos vector v_k = z / γ_{k−1}.
+
+        It is written over z, because a further vector may not fit in memory.
+        """
         assert self._z is not None
         z, self._z = self._z, None
         return z.mul_(inverse(self._gamma).to(z.dtype)[:, None])
@@ -96,7 +107,10 @@ class Recurrence:
     def _first_product(
         self, v: Float[Tensor, "member size"]
     ) -> tuple[Float[Tensor, " member"], Float[Tensor, "member size"]]:
-        """Return |J v|² and JᵀJ v for the first step, which also chooses the powers of two that scale J."""
+        """Return |J v|² and JᵀJ v for the first step.
+
+        This step also chooses the powers of two that scale J.
+        """
         w, z = self._gram(v)
         self._factors = _factors(w, self.basis.reduce)
         if self._factors is not None:  # the product may have overflowed, so make it again with J scaled
@@ -111,7 +125,10 @@ class Recurrence:
         return w.reshape(len(v), -1), self._scaled(z.reshape(len(v), -1))
 
     def _product(self, v: Float[Tensor, "member size"]) -> Products:
-        """Ask for the operator's energy product, and return |J v|² and JᵀJ v, with J scaled."""
+        """Return |J v|² and JᵀJ v, with J scaled.
+
+        This is a generator, which asks its caller for the operator's energy product.
+        """
         energy, z = yield self._operator, self._scaled(v).view(len(v), *self._operator.in_shape)
         return reduced(energy, self.basis.reduce), self._scaled(z.reshape(len(v), -1))
 
@@ -122,9 +139,10 @@ class Recurrence:
 def _factors(
     w: Float[Tensor, "member out_size"], reduce: Reduction | None
 ) -> Float[Tensor, " member"] | None:
-    """Return powers of two that keep ‖J‖⁴ in the range of float32, given J v; None if it is in the range.
+    """Return powers of two by which J is scaled so that ‖J‖⁴ stays in the range of float32.
 
-    Entries of ``w`` between 2⁻²⁰ and 2²⁰ need no scaling. A power of two scales without rounding.
+    They are chosen from images ``w`` = J v. The result is None if no map needs scaling, which is so for
+    entries of ``w`` between 2⁻²⁰ and 2²⁰. A power of two scales without rounding.
     """
     largest = reduced(torch.linalg.vector_norm(w, ord=math.inf, dim=1).double(), reduce)
     exponents = torch.log2(largest).round()
