@@ -16,7 +16,7 @@ _FINEST = {"float32": (2e-5, 1e-5), "float64": (1e-12, 1e-12)}
 
 
 def check_accuracy(rtol: float, confidence: float, dtype: str) -> None:
-    """Raise ArgumentError if ``rtol`` or ``confidence`` is out of reach in ``dtype``, float32 or float64."""
+    """Raise ArgumentError if the accuracy or confidence that is asked for is out of reach in ``dtype``."""
     finest_rtol, finest_risk = _FINEST[dtype]
     if not finest_rtol <= rtol < 1:
         raise ArgumentError(

@@ -51,7 +51,7 @@ _FEWEST_VECTORS = 16
 
 @dataclass(frozen=True)
 class Footprint:
-    """A prediction of how :func:`howsmooth.local_lipschitz` measures one sequence, and of its memory.
+    """A prediction of how :func:`howsmooth.local_lipschitz` measures one sequence, with its memory.
 
     Attributes
     ----------

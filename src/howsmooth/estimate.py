@@ -164,11 +164,10 @@ class LipschitzEstimate(_Constants):
         return replace(self, **{name: getattr(self, name)[index] for name in fields})
 
     def tokens(self, tokenizer: Any = None, ids: Tensor | None = None) -> pd.DataFrame:
-        """Return where in the sequence a change matters most, and where it shows, as shares of the tokens.
+        """Return the share of each token in the input direction and in the output direction.
 
-        The first are shares of the input direction, the second of the output direction.
-
-        The shares of a direction are the squared norms of its rows, and sum to one.
+        The first says where a change matters, the second where it shows. The shares of a direction are the
+        squared norms of its rows, and sum to one.
 
         Parameters
         ----------

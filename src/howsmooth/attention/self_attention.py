@@ -321,7 +321,7 @@ class SelfAttention(HeadsAttention):
         return self._rebuilt(output=None, output_bias=None)
 
     def head(self, h: int) -> SelfAttention:
-        """Return one head as an attention of its own, with its value projection (scope ``head``).
+        """Return head ``h`` with its value projection, without the output projection (scope ``head``).
 
         This is the single-head attention of Castin et al. (2024).
 

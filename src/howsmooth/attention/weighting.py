@@ -45,7 +45,7 @@ class Weighting:
     def visibility(self, *, causal: bool) -> Visibility | EarlierAtoms:
         """Return the mask between atoms.
 
-        Without causal order every atom sees all atoms; with it, those at no later position.
+        Without causal order every atom sees all atoms; with it, all atoms at no later position.
 
         Raises
         ------
@@ -67,7 +67,7 @@ class Weighting:
 
 @dataclass(frozen=True, eq=False)
 class EarlierAtoms:
-    """The causal mask between atoms: an atom sees the atoms at its own and at earlier positions.
+    """The causal mask between atoms: an atom sees all atoms at no later position.
 
     Atom i sees the atoms j with s_j <= s_i, where s are the positions (Definition 2.6).
     """

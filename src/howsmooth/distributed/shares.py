@@ -19,8 +19,8 @@ class RowShares:
 
     The n rows are cut into 2 · world ranges. Process r holds the ranges r and 2 · world − 1 − r.
 
-    The cost of a causal query is proportional to the number of keys that it sees. With one piece from each
-    end, all processes have equal work, up to the rounding of piece lengths. For attention that is not causal,
+    The cost of a causal query is proportional to the number of keys that it sees. With one range from each
+    end, all processes have equal work, up to the rounding of lengths. For attention that is not causal,
     every division into equal shares would do.
 
     Parameters

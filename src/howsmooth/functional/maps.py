@@ -213,7 +213,7 @@ class _Given:
         return tuple(PARTS.get(name, "queries") for name in names)
 
     def named(self, tensors: Tensors) -> tuple[dict[str, Tensor], Kept, dict[str, Tensor]]:
-        """Split the input tensors into the tensors x, those that a kernel kept, and all others.
+        """Split the input tensors into the tensors x, the tensors that a kernel kept, and all others.
 
         The first and the last are returned by name.
         """

@@ -56,7 +56,9 @@ class Core(Protocol):
 
 @runtime_checkable
 class StreamedCore(Core, Protocol):
-    """The derivative of the softmax of all heads, with a method for products with JᵀJ in one pass.
+    """The derivative J of the softmax of all heads, with a method for products with Jᵀ T J in one pass.
+
+    T is a linear map that acts on the outputs of each token.
 
     The arguments are those of :class:`~howsmooth.jacobian.streamed.StreamedDerivative`.
     """
@@ -68,7 +70,7 @@ _Core = TypeVar("_Core", bound=Core)
 
 
 class _MultiHeadJacobian(LinearOperator, Generic[_Core]):
-    """Base class of both Jacobians of attention, with the steps between tokens and heads that they share."""
+    """Base class of both Jacobians of attention, with their common steps between tokens and heads."""
 
     def __init__(
         self, projection: Projection, core: _Core, norms: Norms, proved: ProductError | None = None

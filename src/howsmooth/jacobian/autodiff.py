@@ -369,7 +369,7 @@ def _refuse_training_mode(f: Callable[[Tensor], Tensor]) -> None:
 def one_backend() -> Iterator[None]:
     """Make PyTorch's attention differentiable in forward and in reverse mode.
 
-    Of PyTorch's backends only "math" is, so the context allows no other.
+    Only its "math" backend is, so the context allows no other.
     """
     with sdpa_kernel(SDPBackend.MATH):
         yield

@@ -57,7 +57,7 @@ class FusedDerivative(StreamedDerivative):
     parts: int = 3
 
     def rounding(self, batch: int) -> Float[Tensor, " batch"]:
-        """Estimate the relative error of each member's ‖J‖ that rounding in the products may cause.
+        """Estimate the relative rounding error of each norm ‖J‖ that is computed from these products.
 
         Errors measured on an H200 stay below eps (10 + κ / 3) with three parts, eps that of float32, and
         below 2⁻¹⁶ κ / 20 with two, for saturated and unsaturated, causal and unmasked heads of 96 to 4096

@@ -16,9 +16,9 @@ __all__ = ["Moments", "moment_columns", "moment_width"]
 
 @dataclass(frozen=True, eq=False)
 class Moments:
-    """Bounds of the spread of keys and values under the attention probabilities P, and of P itself.
+    """Upper bounds of the spread of keys and values under the attention probabilities.
 
-    All are upper bounds.
+    Further bounds are of the probabilities P: of their row sums, row norms and spectral norm.
 
     Axes: b = batch member times key/value head, m = query rows of all its query heads.
 

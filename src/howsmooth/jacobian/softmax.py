@@ -112,7 +112,7 @@ class SoftmaxDerivative:
     moments: Moments | None = None
 
     def rounding(self, batch: int) -> Float[Tensor, " batch"]:
-        """Estimate the relative error of each member's ‖J‖ that rounding in the products causes.
+        """Estimate the relative rounding error of each norm ‖J‖ that is computed from these products.
 
         Entries of dS are as large as κ = max|q| max|k| for a unit tangent, and the softmax keeps differences
         of order one. Measured errors stay below eps (2 + κ / 100), for saturated and unsaturated, causal and

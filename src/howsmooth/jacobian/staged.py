@@ -39,7 +39,7 @@ __all__ = ["StagedJacobian"]
 class StagedJacobian(LinearOperator):
     """Jacobian of a StagedAttention at a batch of sequences.
 
-    Each sequence has its own autograd graph.
+    There is one autograd graph for each sequence.
     """
 
     def __init__(self, members: tuple[_Member, ...]) -> None:

@@ -97,7 +97,7 @@ class StreamedDerivative:
     moments: Moments | None = None
 
     def rounding(self, batch: int) -> Float[Tensor, " batch"]:
-        """Estimate the relative error of each member's ‖J‖ that rounding in the products may cause.
+        """Estimate the relative rounding error of each norm ‖J‖ that is computed from these products.
 
         It is the error of :class:`~howsmooth.jacobian.softmax.SoftmaxDerivative`, and κ machine epsilons more
         if scores are formed in float32.
@@ -250,7 +250,7 @@ class _Cotangents:
         left: tuple[Tensor, Tensor],
         right: tuple[Tensor, Tensor],
     ) -> None:
-        """Add a product of matrices to the cotangents of some keys, and another to those of their values.
+        """Add a product of matrices to the cotangents of some keys, and another to the cotangents of their values.
 
         The first is left[0] @ right[0], the second left[1] @ right[1].
         """

@@ -367,7 +367,7 @@ class Tiling:
         ]
 
     def _has_stairs(self, block: Block) -> bool:
-        """Return True if the block's scores have squares at the causal diagonal, one for each thread."""
+        """Return True if the block's scores can have squares at the causal diagonal, one for each thread."""
         plain = self.visibility.triangle and self.group == 1 and not self.features
         side = block.length // block.batches
         # A tile of a square must lie within one tile of the sequence, where its cotangents are added.
@@ -378,7 +378,7 @@ class Tiling:
     def _stairs(self, block: Block) -> list[Piece]:
         """Return the pieces of a block that is divided into squares at the causal diagonal.
 
-        They cover its scores from the key of its first row on.
+        They cover its scores from the key of its first row to the causal diagonal.
 
         The rows of each batch see all keys before their own first row, which is one piece, and the square at
         the diagonal. The squares are cut into strips, and the same strip of all squares is one piece.

@@ -198,7 +198,7 @@ def _at_batch(
     settings: _Settings,
     batch_dims: int | None,
 ) -> LipschitzEstimate:
-    """Measure at members of one shape, over the leading axes of ``x``."""
+    """Measure at each input of a batch, along the leading axes of ``x``."""
     method = _chosen_method(f, settings.method)
     if isinstance(f, TokenMap):
         check_tokens(x, f)

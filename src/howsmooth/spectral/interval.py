@@ -32,12 +32,10 @@ def start_quantile(dimension: int, confidence: float) -> float:
 
 
 def a_priori_upper(sigma: float, steps: int, quantile: float) -> float:
-    """Return an upper limit of ‖J‖ that is known before the run, but for the leading Ritz value.
+    """Return an upper limit of ‖J‖ that depends on the leading Ritz value and the number of steps only.
 
-    After k steps the limit is σ̂ cosh(arccosh(1/√x_δ) / (2k − 1)), which ‖J‖ exceeds with probability at most
-    δ.
-
-    The limit needs only the leading Ritz value σ̂ of k steps. It sharpens Kuczyński and Woźniakowski (1992).
+    After k steps with leading Ritz value σ̂ it is σ̂ cosh(arccosh(1/√x_δ) / (2k − 1)), which ‖J‖ exceeds with
+    probability at most δ. It sharpens Kuczyński and Woźniakowski (1992).
     """
     return sigma * float(np.cosh(np.arccosh(1.0 / np.sqrt(quantile)) / (2 * steps - 1)))
 
@@ -116,9 +114,8 @@ def rounded_upper(
 ) -> tuple[float, float, bool]:
     """Return an upper limit of λ_max(JᵀJ) that is proved despite the rounding of products.
 
-    The first value is the leading Ritz value, the second the limit.
-
-    The last value is True if rounding decides the limit, so that further steps would not improve it.
+    The first value is the leading Ritz value, the second the limit. The last value is True if rounding
+    decides the limit, so that further steps would not improve it.
 
     Let A = JᵀJ be exact and F the matrix of rounding errors with AV = VT + γ_k v_{k+1} e_kᵀ + F. On the event
     of :func:`start_quantile` the limit holds for any vectors v_j of length one: λ_1 is at most the

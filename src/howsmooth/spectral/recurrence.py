@@ -58,7 +58,7 @@ class Recurrence:
 
     @property
     def units(self) -> np.ndarray:
-        """Factors (member,) that turn singular values of the recurrence into those of J.
+        """Factors (member,) that turn singular values of the recurrence into singular values of J.
 
         They undo the scaling of J.
         """
