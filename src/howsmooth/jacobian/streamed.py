@@ -250,7 +250,7 @@ class _Cotangents:
         left: tuple[Tensor, Tensor],
         right: tuple[Tensor, Tensor],
     ) -> None:
-        """Add a product of matrices to the cotangents of some keys, and another to the cotangents of their values.
+        """Add two products of matrices, to the cotangents of some keys and to the cotangents of their values.
 
         The first is left[0] @ right[0], the second left[1] @ right[1].
         """
