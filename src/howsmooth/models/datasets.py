@@ -204,7 +204,7 @@ def _taken(model: LoadedModel) -> str:
 def _tokens_at(
     model: LoadedModel, inputs: Tensor | dict[str, Tensor], layers: Sequence[int] | None, what: str
 ) -> int:
-    """Return the number of tokens in the attention layers; raise CaptureError if the layers differ in it."""
+    """Return the number of tokens in each attention layer; raise CaptureError if the layers differ."""
     sites = capture(model, inputs, None if layers is None else list(layers))
     counts = {site.layer: site.x.shape[-2] for site in sites}
     if len(set(counts.values())) > 1:

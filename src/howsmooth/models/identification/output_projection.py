@@ -108,7 +108,7 @@ def _outside(
 
 
 def _by_token(call: ModuleCall) -> bool:
-    """Whether a module gives the same output again if its recorded input has the shape (1, n, d)."""
+    """Whether a module gives its recorded output again when its input has the shape (1, n, d)."""
     if call.inputs is None or call.output is None:
         return False
     again = first_tensor(call.module(call.inputs))

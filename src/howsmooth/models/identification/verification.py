@@ -76,7 +76,7 @@ def _notice_downcasts(dtype: torch.dtype) -> Iterator[_Downcasts]:
 
 
 def model_values(self_attention: SelfAttentionModule, output: AttentionOutput, x: Tensor) -> ModelValues:
-    """Run the model's attention module on tokens ``x``, and return the outputs it gives."""
+    """Run the model's attention module on tokens ``x``; return its output and the outputs of its heads."""
     call, projection = self_attention.replay, output.projection
     taken: list[tuple[Tensor, Tensor]] = []  # heads, and what the projection makes of them
 

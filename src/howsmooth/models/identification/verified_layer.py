@@ -47,7 +47,7 @@ class VerifiedLayer:
         return self.self_attention.replay.tokens()
 
     def sites(self, scope: str, heads: Sequence[int] | slice | None = None) -> list[Site]:
-        """Return the captured maps for one scope: one for each head in scope ``head``, else a single one.
+        """Return the captured maps of one scope, with their tokens: a single one, or one for each head.
 
         Raises
         ------

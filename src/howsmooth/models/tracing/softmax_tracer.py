@@ -77,7 +77,10 @@ class SoftmaxTracer(ScoreTracer):
         self._check = check
 
     def _report(self, call: SoftmaxCall) -> Tensor | None:
-        """Call ``on_softmax`` with an attention; return the tensor that replaces its output, or None."""
+        """Call ``on_softmax`` with an attention; return the output that it gives in place of the original.
+
+        None if it gives no other output.
+        """
         replacement = self._on_core(call)
         if replacement is None or call.output is None:
             return replacement
