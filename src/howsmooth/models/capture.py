@@ -116,7 +116,10 @@ def module_of(model: object) -> nn.Module:
 def _captured_without_padding(
     model: nn.Module, padding: Padding, wanted: _Indices, scope: str, heads: _Indices
 ) -> list[Site]:
-    """Capture each sequence without its padding; refuse if its tokens differ from the padded batch."""
+    """Capture each sequence of a padded batch without its padding.
+
+    It raises CaptureError if the tokens of a layer then differ from the tokens in the padded batch.
+    """
     _, traced_layer = trace_forward_pass(model, padding.whole.named, _traced(wanted))
     sites: list[Site] = []
     for sequence in range(padding.whole.batch):
@@ -145,7 +148,7 @@ def _captured_without_padding(
 def self_attention_layers(
     model: nn.Module, inputs: Tensor | Mapping[str, Tensor], layers: Sequence[int] | None = None
 ) -> Iterator[tuple[int, VerifiedLayer | CaptureError]]:
-    """Run a model on one sequence, and yield the index of each self-attention layer with the layer, verified.
+    """Run a model on one sequence, and yield the index and the verified map of each self-attention layer.
 
     In place of a layer that cannot be captured, the error that says why is yielded. A layer is valid until
     the next one is asked for: the weights of a half-precision model are widened for that time only. Arguments
@@ -160,7 +163,7 @@ def self_attention_layers(
 
 
 def _verified(model: nn.Module, given: ModelInputs, wanted: _Indices) -> Iterator[VerifiedLayer]:
-    """Identify, verify and yield the wanted layers, for sequences of one length without padding."""
+    """Yield verified attention layers, for sequences of one length; raise the first error that occurs."""
     for _, layer in _layers(model, given, wanted):
         if isinstance(layer, CaptureError):
             raise layer
@@ -170,7 +173,7 @@ def _verified(model: nn.Module, given: ModelInputs, wanted: _Indices) -> Iterato
 def _layers(
     model: nn.Module, given: ModelInputs, wanted: _Indices
 ) -> Iterator[tuple[int, VerifiedLayer | CaptureError]]:
-    """Yield the indices of the wanted layers, each with the verified layer or the error that says why not."""
+    """Yield the index of each wanted layer with the verified layer, or with the error if there was one."""
     seen, kept = trace_forward_pass(model, given.named, _traced(wanted))
     if not seen:
         raise CaptureError(_nothing_seen(model, given))
@@ -211,12 +214,15 @@ def _nothing_seen(model: nn.Module, given: ModelInputs) -> str:
 
 
 def _traced(wanted: _Indices) -> Sequence[int] | None:
-    """Return the layers whose calls the trace keeps: all for a slice, since their number is not known yet."""
+    """Return the indices of the layers to trace, or None for all layers.
+
+    For a slice it returns None: the number of layers is not known before the run.
+    """
     return None if isinstance(wanted, slice) else wanted
 
 
 def _checked(argument: str, given: object) -> _Indices:
-    """Return indices as a tuple, slices unchanged, and None for all; raise ArgumentError for other values."""
+    """Check an argument that selects layers or heads, and return it as a tuple, a slice or None (for all)."""
     expected = f'an index, a list of {argument[:-1]} indices, a slice, or "all"'
     if given is None or given == "all":
         return None

@@ -184,7 +184,10 @@ def audio_inputs(
 
 
 def _preparation(model: LoadedModel, kind: type[P], given: str, part: str) -> P:
-    """Return the model's ImagePreparation or AudioPreparation (argument ``kind``), or raise ModelError."""
+    """Return how a model prepares its images or audio; raise ModelError if it takes other inputs.
+
+    ``kind`` is ImagePreparation or AudioPreparation.
+    """
     if not isinstance(model.preparation, kind):
         raise ModelError(
             f"{model.name!r} ({type(model.model).__name__}) takes {_taken(model)}, not {given}. "
@@ -201,7 +204,7 @@ def _taken(model: LoadedModel) -> str:
 def _tokens_at(
     model: LoadedModel, inputs: Tensor | dict[str, Tensor], layers: Sequence[int] | None, what: str
 ) -> int:
-    """Return how many tokens each of the layers gets; raise CaptureError if the numbers differ."""
+    """Return the number of tokens in each attention layer; raise CaptureError if the layers differ."""
     sites = capture(model, inputs, None if layers is None else list(layers))
     counts = {site.layer: site.x.shape[-2] for site in sites}
     if len(set(counts.values())) > 1:
@@ -245,7 +248,7 @@ class Dataset:
     preparation: str
 
     def inputs(self, starts: Sequence[int], n: int) -> Tensor | dict[str, Tensor]:
-        """Return the model's inputs for sequences of n tokens each, which begin at ``starts``.
+        """Return the model's inputs for some sequences of n tokens each.
 
         Parameters
         ----------
@@ -258,7 +261,7 @@ class Dataset:
         raise NotImplementedError
 
     def words(self, start: int, n: int) -> tuple[str, ...]:
-        """Return labels of n tokens: their indices in the data, unless a subclass has other labels."""
+        """Return a label for each of n tokens: the token's index in the data."""
         return tuple(str(index) for index in range(start, start + n))
 
 
@@ -356,7 +359,7 @@ class ImageDataset(Dataset):
 
     @cached_property
     def usual(self) -> tuple[int, ...]:  # type: ignore[override]
-        """The default lengths: that of the model's own image size and, if possible, shorter ones."""
+        """The default numbers of tokens: those of the model's usual image size and of some smaller ones."""
         shorter = [n for n in self.lengths if 2 <= n <= self._own]
         if len(shorter) > _MOST_LENGTHS:
             wished = np.geomspace(shorter[0], shorter[-1], _MOST_LENGTHS)
@@ -364,11 +367,17 @@ class ImageDataset(Dataset):
         return tuple(n for n in shorter if n == self._own or self._takes(self._sizes[n]))
 
     def inputs(self, starts: Sequence[int], n: int) -> dict[str, Tensor]:
-        """Return the pixel values of the images ``starts``, resized so that each gives n tokens."""
+        """Return the pixel values of some images, each resized so that it gives n tokens.
+
+        ``starts`` holds the indices of the images.
+        """
         return self._inputs(starts, self._sizes[n])
 
     def words(self, start: int, n: int) -> tuple[str, ...]:
-        """Return each patch's row and column, or indices if the model adds more than one token."""
+        """Return a label for each of n tokens: the row and column of its patch.
+
+        The labels are indices if the model adds more than one token to the patches.
+        """
         if self._added not in (0, 1) or self._preparation.patch is None:
             return super().words(0, n)
         columns = self._sizes[n][1] // self._preparation.patch[1]
@@ -409,7 +418,10 @@ class AudioDataset(Dataset):
         self.preparation = f"a frame every {1000 * self._step:.4g} ms; {preparation.sentence}"
 
     def inputs(self, starts: Sequence[int], n: int) -> dict[str, Tensor]:
-        """Return the model's inputs for audio segments of n frames that begin at the frames ``starts``."""
+        """Return the model's inputs for some segments of the audio, each n frames long.
+
+        ``starts`` holds the index of the first frame of each segment.
+        """
         length = self._field + (n - 1) * self._hop
         cut = [self._samples[start * self._hop : start * self._hop + length] for start in starts]
         return in_dtype(self._model.model, self._preparation.prepared(cut))
@@ -442,7 +454,10 @@ class AudioChunkDataset(Dataset):
         return in_dtype(self._model.model, self._preparation.prepared([self._chunks[one] for one in chunks]))
 
     def inputs(self, starts: Sequence[int], n: int) -> dict[str, Tensor]:
-        """Return the model's inputs for the chunks of audio whose first tokens are ``starts``."""
+        """Return the model's inputs for some chunks of audio.
+
+        ``starts`` holds the index of the first token of each chunk.
+        """
         return self._inputs([start // self._n for start in starts])
 
     def words(self, start: int, n: int) -> tuple[str, ...]:

@@ -24,13 +24,19 @@ HALF = frozenset({torch.bfloat16, torch.float16})
 
 
 def stored_dtype(module: nn.Module) -> torch.dtype:
-    """Return the dtype of the module's floating-point weights; a half precision if any has it."""
+    """Return the dtype in which a module's weights are stored.
+
+    If weights differ in dtype, it is a half precision if any weight has one, else the dtype of the first.
+    """
     found = [p.dtype for p in module.parameters() if p.is_floating_point()]
     return next((dtype for dtype in found if dtype in HALF), found[0] if found else torch.float32)
 
 
 def computing_dtype(module: nn.Module) -> torch.dtype:
-    """Return the dtype in which the module is measured: the stored dtype, float32 for half precision."""
+    """Return the dtype in which a module is run: float32 if its weights are in half precision.
+
+    Otherwise it is the dtype of the weights.
+    """
     stored = stored_dtype(module)
     return torch.float32 if stored in HALF else stored
 
@@ -44,7 +50,7 @@ def in_float32(*modules: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def _widened(tensors: Iterable[Tensor]) -> Iterator[None]:
-    """Hold half-precision tensors in float32 within the context, and put the stored numbers back."""
+    """Convert half-precision tensors to float32 within the context, and restore them at its end."""
     stored = [(t, t.data) for t in {id(t): t for t in tensors}.values() if t.dtype in HALF]
     try:
         for t, data in stored:
@@ -94,7 +100,7 @@ def float32_layers(model: nn.Module) -> Iterator[None]:
 
 
 def _layers(module: nn.Module) -> Iterator[nn.Module]:
-    """Yield the outermost members of module lists, and the embeddings and linear maps outside of them."""
+    """Yield the layers of a model: entries of module lists, and any other embeddings and linear maps."""
     for child in module.children():
         if isinstance(module, nn.ModuleList | nn.ModuleDict) or isinstance(child, nn.Embedding | nn.Linear):
             yield child

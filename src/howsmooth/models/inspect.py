@@ -81,7 +81,7 @@ class InspectedSite:
 
 @dataclass(frozen=True)
 class Refusal:
-    """The reason why some layers are not captured, and the scopes in which they are not."""
+    """The reason why some layers cannot be captured."""
 
     #: Indices of the layers; empty for layers without a softmax, which have no index.
     layers: tuple[int, ...]
@@ -95,7 +95,7 @@ class Refusal:
 
 @dataclass(frozen=True)
 class Inspection:
-    """What can be captured of a model: its token-mixing layers, and refusals with scopes and reasons."""
+    """What can be captured of a model, and what cannot and why."""
 
     #: Name of the model's class.
     model: str
@@ -117,7 +117,7 @@ def inspect_model(
     tokens: int | None = None,
     on_layer: Callable[[int, int], None] = lambda done, total: None,
 ) -> Inspection:
-    """List a model's layers that mix tokens, the scopes in which each is captured, and why others are not.
+    """List the layers of a model that mix tokens, and say how each can be captured, or why it cannot.
 
     The model runs once. Each layer of self-attention is then captured and verified once, as in
     :func:`capture`, for every scope. If one layer is refused, the others are still captured. Members of
@@ -186,7 +186,7 @@ def _inspected(model: nn.Module, given: ModelInputs, on_layer: Callable[[int, in
 
 
 def _site(traced_layer: TracedLayer, batch: int, user: str, refused: list[Refusal]) -> InspectedSite:
-    """Capture one layer in every scope, and append the scopes in which this fails to ``refused``."""
+    """Capture one layer in every scope, and append the failures to ``refused``."""
     layer = traced_layer.layer
     plain = InspectedSite(layer.index, layer.name, type(layer.module).__name__, heads=layer.heads)
     try:
@@ -212,7 +212,7 @@ def _site(traced_layer: TracedLayer, batch: int, user: str, refused: list[Refusa
 
 
 def _described(plain: InspectedSite, read: VerifiedLayer, site: Site) -> InspectedSite:
-    """Return the entry ``plain`` of a layer, completed by what its captured map determines."""
+    """Complete a layer's entry with what its captured map shows."""
     attention, softmax = read.found.map, read.self_attention.softmaxes[0]
     kv_heads, key_dim, value_dim = softmax.value.shape[-3], None, softmax.value.shape[-1]
     if isinstance(attention, SelfAttention):
@@ -257,7 +257,10 @@ def _in_order(sites: list[InspectedSite], non_softmax: list[NonSoftmaxLayer]) ->
 
 
 def _unreached(model: nn.Module, names: list[str]) -> tuple[str, ...]:
-    """Return the submodels in which no layer ran, with their kinds of input; () if no submodel ran at all."""
+    """Return the submodels in which no layer ran, each with its kind of input.
+
+    Empty if no layer ran in any submodel.
+    """
     parts = named_parts(model)
     seen = {path for path in parts if any(name == path or name.startswith(f"{path}.") for name in names)}
     return tuple(f"{path} ({takes})" for path, takes in parts.items() if path not in seen) if seen else ()
@@ -279,7 +282,7 @@ def _plain(message: str, layer: AttentionLayer) -> str:
 
 
 def _together(refused: list[Refusal]) -> tuple[Refusal, ...]:
-    """Join the refusals with the same reason: first scopes of one layer, then layers with equal scopes."""
+    """Merge refusals that have the same reason."""
     said: dict[str, str] = {}
     scopes: dict[tuple[tuple[int, ...], tuple[str, ...], str], tuple[str, ...]] = {}
     for one in refused:

@@ -62,7 +62,10 @@ def measurement_mode(model: nn.Module) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _changed(changes: list[tuple[Any, str, Any]]) -> Iterator[None]:
-    """Set attributes within the context; each change is an object, the attribute's name and its value."""
+    """Set attributes of objects within the context, and restore them at its end.
+
+    Each change is an object, the name of the attribute and its value.
+    """
     before = [(target, name, getattr(target, name)) for target, name, _ in changes]
     try:
         for target, name, value in changes:
@@ -75,7 +78,7 @@ def _changed(changes: list[tuple[Any, str, Any]]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def own_attention(model: nn.Module, function: Callable[..., Any]) -> Iterator[None]:
-    """Let the model call ``function`` wherever it dispatches attention through transformers' interface.
+    """Within the context, let a transformers model compute its attention with ``function``.
 
     The mask builder of the eager implementation is registered with it, so that ``function`` gets the complete
     mask; without a mask builder, transformers passes None and the mask is lost without a warning. Each

@@ -220,7 +220,7 @@ def _attention(numbers: dict[str, Tensor], tensors: dict[str, Tensor]) -> SelfAt
 
 
 def _of_paper(numbers: dict[str, Tensor], causal: bool) -> SelfAttention:
-    """Return the attention with the paper's scores ⟨A x_i + b, x_j⟩: queries A x_i + b, keys x_j."""
+    """Return the attention whose scores are ⟨A x_i + b, x_j⟩, as queries A x_i + b and keys x_j."""
     A, V = _with_axis(numbers["A"], 2), _with_axis(numbers["V"], 2)
     if A.ndim != 3 or A.shape[1] != A.shape[2]:
         raise ArgumentError(
@@ -250,14 +250,14 @@ def _of_paper(numbers: dict[str, Tensor], causal: bool) -> SelfAttention:
 
 
 def _with_axis(t: Tensor, rank: int) -> Tensor:
-    """Put an axis of one head in front of a tensor with ``rank`` axes; return other tensors as they are."""
+    """Add a leading axis to a tensor with ``rank`` axes; return other tensors unchanged."""
     return t[None] if t.ndim == rank else t
 
 
 def _setting(
     tensors: dict[str, Tensor], name: str, expected: str, fits: Callable[[float], bool]
 ) -> float | None:
-    """Return the number in a tensor of one entry; None if the file has no tensor of this name."""
+    """Read a number from a tensor of one entry; None if the file has no such tensor."""
     t = tensors.get(name)
     if t is None:
         return None

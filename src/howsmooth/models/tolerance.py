@@ -9,7 +9,9 @@ __all__ = ["one_operation", "precision", "relative_error", "tolerance"]
 
 
 def precision(dtype: torch.dtype, *, downcast: bool = False) -> float:
-    """Return the machine epsilon of ``dtype``, or of float32 if the model computes some steps in it.
+    """Return the machine epsilon of the precision in which the model computes.
+
+    This is the epsilon of ``dtype``, or of float32 if the model computes some steps in float32.
 
     A float64 model may compute some steps in float32: transformers' RMSNorm of Llama type, and its eager
     softmax, convert to float32 and back. The output of such a layer carries float32 errors, and the captured
@@ -19,7 +21,7 @@ def precision(dtype: torch.dtype, *, downcast: bool = False) -> float:
 
 
 def tolerance(eps: float, condition: float = 0.0) -> float:
-    """Return the largest relative error at which a captured map agrees with the model's own layer.
+    """Return the relative error up to which a captured map must agree with the model's layer.
 
     Parameters
     ----------
@@ -34,7 +36,7 @@ def tolerance(eps: float, condition: float = 0.0) -> float:
 
 
 def one_operation(eps: float) -> float:
-    """Return the relative error up to which two computations of one sum agree in the same precision."""
+    """Return the relative error up to which two computations of one sum should agree."""
     return 4.0 * eps
 
 

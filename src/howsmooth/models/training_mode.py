@@ -27,7 +27,7 @@ _OUTPUTS = ("resid_pdrop", "hidden_dropout_prob", "resid_dropout")
 
 @dataclass(frozen=True)
 class DropoutRates:
-    """Dropout probabilities of the attention weights and of the entries of the attention's output."""
+    """Dropout probabilities of the attention weights and of the attention's output."""
 
     weights: float
     outputs: float

@@ -19,7 +19,7 @@ _MOST_TICKS = 24
 
 
 def draw(profile: Profile) -> Figure:
-    """Return a figure with a cell for each head, and a column apart for each whole layer.
+    """Draw a figure with one cell for each head, and a separate column for whole layers.
 
     Colours are logarithmic. A cell whose measurement did not converge is crossed out; an empty cell was not
     measured.

@@ -54,7 +54,7 @@ def write(profile: Profile, folder: str | os.PathLike[str]) -> list[Path]:
 
 
 def render(profile: Profile, image: str) -> str:
-    """Return the page, a single file without script."""
+    """Return the profile as an HTML page in a single file, without scripts."""
     style = style_sheet(_template("profile.css").render())
     page: str = _template("profile.html.jinja").render(
         profile=profile, style=Markup(style), style_digest=digest(style), body=_body(profile, image, _ON_PAGE)
@@ -63,7 +63,7 @@ def render(profile: Profile, image: str) -> str:
 
 
 def fragment(profile: Profile) -> str:
-    """Return the figure, the ranking and the sensitive tokens of the first rows, with its own style."""
+    """Return the profile as HTML for notebooks: its figure, ranking and most sensitive tokens."""
     style = _template("profile.css").render()
     body = _body(profile, png(profile.plot()), _IN_NOTEBOOK)
     return f'<div class="howsmooth"><style>{style}</style>{body}</div>'
@@ -103,7 +103,7 @@ def _body(profile: Profile, image: str, most: int) -> Markup:
 
 
 def _sides(profile: Profile, layer: int, head: int | None) -> list[tuple[str, list[tuple[int, str, str]]]]:
-    """Return the tokens of both sides, each with its shade, its text and its share in words."""
+    """Return the tokens of the attention's input and output, each with its shade and its share in words."""
     rows = profile._tokens_of(layer, head)
     words = [visible_token(word) for word in profile.words] or [f" {i} " for i in rows["position"]]
     sides = []

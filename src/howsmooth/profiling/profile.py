@@ -136,7 +136,7 @@ def profile(
 
 @contextmanager
 def _shown(on_layer: Callable[[int, int], None] | None, total: int) -> Iterator[Callable[[int, int], None]]:
-    """Yield ``on_layer``, or without it a function that moves a progress bar."""
+    """Yield the callback for finished layers: ``on_layer``, or one that moves a progress bar."""
     if on_layer is not None:
         yield on_layer
         return
@@ -151,7 +151,7 @@ def _shown(on_layer: Callable[[int, int], None] | None, total: int) -> Iterator[
 
 @dataclass(frozen=True, eq=False)
 class _Given:
-    """The inputs of the model, the tokens in words where they are known, and the input in a phrase."""
+    """The inputs of the model, the text of their tokens if known, and a short description."""
 
     inputs: Any
     words: list[str] | None
@@ -159,7 +159,7 @@ class _Given:
 
 
 def _given(model: object, module: nn.Module, inputs: object, span: object, tokenizer: Any) -> _Given:
-    """Return the inputs for the tokens of the span."""
+    """Return the model's inputs, cut to the tokens of the span."""
     if tokenizer is None and isinstance(model, LoadedModel):
         tokenizer = model.tokenizer
     decoded = _decoder(tokenizer)
@@ -201,7 +201,7 @@ def _encoded(tokenizer: Any, text: str) -> list[int]:
 
 
 def _decoder(tokenizer: Any) -> Callable[[Tensor], list[str]]:
-    """Return a function from token ids (n,) to the text of each token, the id where there is no tokenizer."""
+    """Return a function that turns token ids (n,) into texts, or into numbers without a tokenizer."""
     if tokenizer is None:
         return lambda ids: [str(i) for i in ids.tolist()]
     if hasattr(tokenizer, "decoded"):
@@ -210,7 +210,7 @@ def _decoder(tokenizer: Any) -> Callable[[Tensor], list[str]]:
 
 
 def _ids(inputs: object) -> Tensor:
-    """Return token ids (n,)."""
+    """Check token ids, and return them as a tensor (n,)."""
     expected = "a text, token ids (n,) or (1, n), or a dict of tensors"
     try:
         ids = torch.as_tensor(inputs)
@@ -225,7 +225,7 @@ def _ids(inputs: object) -> Tensor:
 
 
 def _bounds(span: object, length: int, most: int) -> tuple[int, int]:
-    """Return the first token of a span and the token after its last, checked against the length."""
+    """Return the first token and the end of a span, after a check against the number of tokens."""
     expected = f"start:end with 0 <= start < end <= {length}, the number of tokens"
     if span is None:
         return 0, min(length, most)
@@ -267,7 +267,7 @@ def _fingerprint(module: nn.Module) -> str:
 
 
 class _Measured:
-    """Rows of the tables of a profile, to which layers are added one after the other."""
+    """Measurements of a model's layers, collected layer by layer as rows of the profile's tables."""
 
     def __init__(
         self,
@@ -295,7 +295,7 @@ class _Measured:
         self.refused: list[str] = []
 
     def add(self, index: int, layer: VerifiedLayer | CaptureError) -> None:
-        """Measure one layer in all scopes; note what is refused."""
+        """Measure one layer in all scopes; record the error where this is not possible."""
         self.layers += 1
         if isinstance(layer, CaptureError):
             self.refused.append(str(layer))
@@ -354,5 +354,5 @@ class _Measured:
 
 
 def _each(found: LipschitzEstimate) -> Iterator[LipschitzEstimate]:
-    """Yield the members of an estimate of shape (members,), one estimate for each."""
+    """Yield the estimates of a batch one by one."""
     return (found[i] for i in range(len(found.value)))

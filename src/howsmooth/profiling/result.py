@@ -1,4 +1,4 @@
-"""``Profile``: the constants of the layers and heads of a model at one input, as tables, words and files."""
+"""``Profile``: the local Lipschitz constants of a model's layers and heads, as tables, words and files."""
 
 from __future__ import annotations
 
@@ -63,12 +63,15 @@ class Profile:
 
     @property
     def ranking(self) -> pd.DataFrame:
-        """The rows of ``table``, the largest value first within each scope, heads before whole layers."""
+        """The rows of ``table``, the largest value first within each scope.
+
+        Heads come before whole layers.
+        """
         return self.table.sort_values(["scope", "value"], ascending=False, kind="stable", ignore_index=True)
 
     @property
     def digest(self) -> str:
-        """The first 12 digits of the SHA-256 of the table and of the model's fingerprint."""
+        """The first 12 hexadecimal digits of the SHA-256 of the table and the model's weights."""
         return hashlib.sha256(f"{self.fingerprint}\n{csv_of(self.table)}".encode()).hexdigest()[:12]
 
     @property
@@ -91,7 +94,9 @@ class Profile:
         return f"weights in {self.stored}" + ("" if same else f", computed in {self.computed}")
 
     def sensitive_tokens(self, layer: int, head: int | None = None) -> pd.DataFrame:
-        """Return the tokens of one layer or head, those with the largest input share first.
+        """Return the tokens of one layer or head, the most sensitive ones first.
+
+        They are sorted by ``input_share``.
 
         Raises
         ------
@@ -133,7 +138,7 @@ class Profile:
         return "\n".join(lines)
 
     def _said_of_tokens(self, row: Any) -> str:
-        """Return the tokens with the largest shares of both sides, in words."""
+        """Return the tokens with the largest shares of the input and of the output, in words."""
         head = None if pd.isna(row["head"]) else int(row["head"])
         rows = plain_rows(self._tokens_of(int(row["layer"]), head))
         said = []
@@ -157,11 +162,14 @@ class Profile:
         return draw(self)
 
     def to_csv(self, path: str | os.PathLike[str] | None = None) -> str | None:
-        """Write ``table`` as CSV; without a path, return the text."""
+        """Write the table as CSV to a file; without a path, return the CSV as text."""
         return _text(csv_of(self.table), path)
 
     def to_latex(self, path: str | os.PathLike[str] | None = None) -> str | None:
-        """Write the ranking as a LaTeX table for booktabs, with the citation as its caption; or return it."""
+        """Write the ranking as a LaTeX table; without a path, return it as text.
+
+        The table uses booktabs, and its caption is the citation.
+        """
         table = self.ranking[["layer", "head", "scope", "value", "lower", "upper", "converged"]]
         words: str = table.to_latex(
             index=False, float_format="%.6g", na_rep="all", escape=True, caption=_latex(self.citation)
@@ -169,7 +177,7 @@ class Profile:
         return _text(words, path)
 
     def to_parquet(self, path: str | os.PathLike[str]) -> None:
-        """Write ``table`` as parquet; pandas reads the citation in its metadata as ``attrs``.
+        """Write the table as parquet, with the citation in its metadata, where pandas reads it as ``attrs``.
 
         Raises
         ------
@@ -190,7 +198,7 @@ class Profile:
             ) from None
 
     def described(self) -> dict[str, Any]:
-        """Return what JSON can hold: the settings, the ranking, and the most sensitive token of each row."""
+        """Return the settings, the ranking and the most sensitive token of each row, as a dict for JSON."""
         rows = plain_rows(self.ranking)
         for row in rows:
             first = self.sensitive_tokens(row["layer"], row["head"]).iloc[0]

@@ -95,7 +95,10 @@ class FoundSum:
 
 
 def sums_of(trace: LayerTrace, output: ModuleCall) -> Iterator[FoundSum]:
-    """Yield the sums of a residual and a call's output that the layer's tensors confirm, simplest first."""
+    """Yield the ways in which a layer may add the output of a module to its residual, the simplest first.
+
+    Each sum equals one of the tensors recorded in the trace.
+    """
     branch = None if output.output is None else like(output.output, trace.x)
     if branch is None:
         return
@@ -108,7 +111,7 @@ def sums_of(trace: LayerTrace, output: ModuleCall) -> Iterator[FoundSum]:
 
 
 def _arranged(trace: LayerTrace, branch: TokenMap, found: FoundSum, later: list[ModuleCall]) -> Block:
-    """Return the layer's first half as a map (Block), given the sum of residual and attention in it."""
+    """Return the attention block of a layer as a map, given where its residual is added."""
     target, pre, total = found.target, found.pre, found.total
     call, reading = target.call, target.reading
     following = call if call is not None and is_norm(call.module) else None
@@ -147,7 +150,7 @@ def _arranged(trace: LayerTrace, branch: TokenMap, found: FoundSum, later: list[
 def _residual_side(
     trace: LayerTrace, following: ModuleCall, later: list[ModuleCall]
 ) -> Literal["input", "output"] | None:
-    """Return whether the residual of the MLP is the output or the input of the norm layer ``following``.
+    """Find whether the MLP's residual is taken before or after a norm layer: its "input" or its "output".
 
     It tells a post-norm layer ("output") from a pre-norm layer that lacks its first norm ("input"), such as
     the first layer of ModernBERT: in both, X + A is the input of the next norm. None if neither is found.
@@ -192,7 +195,7 @@ def _in_parallel(trace: LayerTrace, found: FoundSum, later: list[ModuleCall]) ->
 
 
 def _norms_of(branch: Tensor, later: list[ModuleCall]) -> Iterator[tuple[Tensor, ModuleCall]]:
-    """Yield the norm layers whose input is the attention's output alone, as pairs (output, call)."""
+    """Yield the norm layers that are applied to the attention's output, each with the tokens it returns."""
     for call in later:
         if is_norm(call.module) and call.inputs is not None and call.output is not None:
             tokens, value = like(call.inputs, branch), like(call.output, branch)
@@ -218,7 +221,10 @@ def _obstacle(later: list[ModuleCall], branch: Tensor, hidden: Tensor | None, x:
 
 
 def _norm_before(trace: LayerTrace) -> tuple[ModuleCall | None, Tensor, Tensor | None]:
-    """Return (call, output, input) of the norm layer that computes the attention's X, or (None, X, None)."""
+    """Find the norm layer that computes the tokens X of the attention; return its call, output and input.
+
+    Without such a norm layer, it returns (None, X, None).
+    """
     x = trace.x
     given = [
         (c, tokens, hidden)
@@ -234,7 +240,7 @@ def _norm_before(trace: LayerTrace) -> tuple[ModuleCall | None, Tensor, Tensor |
 
 
 def later_calls(trace: LayerTrace, output: ModuleCall) -> list[ModuleCall]:
-    """Return the module calls of the layer that ended later than the call ``output``."""
+    """Return the module calls of a layer that ended after a given call."""
     index = next((i for i, c in enumerate(trace.after) if c is output or c.module is output.module), -1)
     return trace.after[index + 1 :]
 

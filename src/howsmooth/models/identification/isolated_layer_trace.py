@@ -33,7 +33,9 @@ _SAME = 1e-2
 
 
 def whole_layer(traced_layer: TracedLayer, batch: int) -> ModuleReplay:
-    """Return the repeatable call of the layer around an attention, or of a model without a list of layers.
+    """Return a repeatable call of the whole layer around an attention.
+
+    Without a list of layers in the model, the call is one of the whole model.
 
     Raises
     ------
@@ -84,7 +86,7 @@ def trace_layer(
 
 
 def _norm_before(self_attention: SelfAttentionModule, traced_layer: TracedLayer) -> ModuleCall | None:
-    """Return the last call of a norm layer before the attention module, with the first sequence only."""
+    """Return the last call of a norm layer before the attention, for the first sequence of the batch."""
     norm = next((c.last_norm for c in traced_layer.calls if c.module is self_attention.replay.module), None)
     if norm is None or norm.inputs is None or norm.output is None:
         return None

@@ -55,7 +55,9 @@ class Hypothesis:
 def hypotheses(
     trace: LayerTrace, self_attention: SelfAttentionModule, output: AttentionOutput
 ) -> Iterator[Hypothesis | CaptureError]:
-    """Yield maps that a layer may compute: first one with every parameter known, last the module as it is.
+    """Yield the maps that an attention layer may compute, the most explicit one first.
+
+    The first has every parameter known; the last runs the module as it is.
 
     In place of a hypothesis that does not fit the trace, the error that says why is yielded.
 
@@ -93,7 +95,10 @@ def hypotheses(
 
 
 def _explicit(trace: LayerTrace, output: AttentionOutput, *, causal: bool) -> SelfAttention:
-    """Return the layer as a SelfAttention with all parameters; for n = 1, ``causal`` says if it is causal."""
+    """Read all parameters of an attention layer, and return it as a SelfAttention.
+
+    ``causal`` is used for a single token, whose mask does not show whether the layer is causal.
+    """
     layer, n = trace.layer, trace.x.shape[1]
     if len(trace.softmaxes) > 1:
         raise CaptureError(f"{layer} has {len(trace.softmaxes)} softmaxes.")
@@ -139,7 +144,7 @@ def _explicit(trace: LayerTrace, output: AttentionOutput, *, causal: bool) -> Se
 def _staged(
     trace: LayerTrace, self_attention: SelfAttentionModule, output: AttentionOutput, *, causal: bool
 ) -> StagedAttention:
-    """Return the map that runs a copy of the attention module with its softmaxes in closed form."""
+    """Return a map that runs a copy of the attention module, but computes its softmaxes by known formulas."""
     staged = []
     for softmax in trace.softmaxes:
         visible, bias = split_mask(trace.layer, softmax.mask)
@@ -197,7 +202,7 @@ def _replayed(
 
 
 def _matrix(trace: LayerTrace, projection: ModuleCall) -> nn.Module:
-    """Return the output projection's linear module: the projection module or a module inside it."""
+    """Return the linear layer of the output projection: its module or one inside it."""
     heads, parts = heads_of(trace), set(projection.module.modules())
     for call in trace.after:
         if heads is not None and call.module in parts and is_linear(call.module) and is_given(call, heads):
@@ -207,7 +212,7 @@ def _matrix(trace: LayerTrace, projection: ModuleCall) -> nn.Module:
 
 
 def _tail(self_attention: SelfAttentionModule, output: AttentionOutput) -> Tail:
-    """Return the Tail that says which tensor, after the module's last softmax, is the attention's output."""
+    """Return how to get the attention's output after the last softmax has run."""
     if output.outside:
         module = copy.deepcopy(output.call.module).requires_grad_(requires_grad=False)
         return Tail(module, width=_width(output.call.inputs, output.call))
@@ -234,7 +239,10 @@ def _heads(trace: LayerTrace) -> int:
 
 
 def _of_one_sequence(softmax: SoftmaxCall) -> SoftmaxCall | None:
-    """Return the softmax call with operands (1, heads, n, dim); None if it attends within windows."""
+    """Return a softmax call for one sequence, or None if the attention acts within windows of tokens.
+
+    The operands have shape (1, heads, n, dim).
+    """
     operands = {name: getattr(softmax, name) for name in ("query", "key", "value", "output")}
     if any(t is None or t.ndim < 3 or t.shape[:-3].numel() != 1 for t in operands.values()):
         return None
@@ -252,7 +260,7 @@ def _common(layer: object, visible: Tensor | None, n: int) -> Tensor | None:
 
 
 def _described(softmax: SoftmaxCall, visible: Tensor | None, n: int) -> Masking:
-    """Return the rules and words for a mask (n, n) joined with the ``causal`` flag of the softmax call."""
+    """Describe the mask of a softmax call, including its ``causal`` flag."""
     if not softmax.causal:
         return describe_mask(visible, n)
     if visible is None:
@@ -266,7 +274,7 @@ def _by_head(scores: Tensor, n: int) -> Tensor:
 
 
 def _masking(trace: LayerTrace, self_attention: SelfAttentionModule) -> tuple[str, bool]:
-    """Return the masks of all softmaxes of a layer in words, and whether all of them are causal."""
+    """Describe the masks of a layer in words, and say whether the layer is causal."""
     found: list[tuple[str, bool]] = []
     for softmax in trace.softmaxes:
         shape = output_of(softmax).shape
@@ -297,7 +305,7 @@ def _masking(trace: LayerTrace, self_attention: SelfAttentionModule) -> tuple[st
 
 
 def _masking_of_weights(softmax: SoftmaxCall) -> tuple[str, bool]:
-    """Return a mask in words and whether it is causal, judged by the nonzero attention weights."""
+    """Describe a mask in words, and say whether it is causal, from the zeros of the attention weights."""
     p = softmax.probabilities
     if p is None or p.shape[-1] != p.shape[-2]:
         return "not read", False
@@ -307,7 +315,10 @@ def _masking_of_weights(softmax: SoftmaxCall) -> tuple[str, bool]:
 
 
 def _condition(softmax: SoftmaxCall) -> float:
-    """Return a bound on the absolute attention scores, or 100 if queries or keys are unknown."""
+    """Return a bound on the absolute attention scores.
+
+    If the queries or keys are unknown, it is a guess of 100.
+    """
     if softmax.query is None or softmax.key is None or softmax.obstacle:
         return 100.0  # the scores are unknown; a hundred is a common size
     longest = [float(t.norm(dim=-1).max()) for t in (softmax.query, softmax.key)]

@@ -27,7 +27,7 @@ __all__ = ["CopiedModule", "ReplayedAttention", "Tail"]
 
 @dataclass(frozen=True, eq=False)
 class Tail:
-    """Which tensor, after the last softmax of an attention module's run, is the output of the attention.
+    """Where to find the attention's output once the last softmax has run.
 
     It is what the attention module returns, or the output (or input) of a module inside it, or the output of
     a projection outside it whose input is what the attention module returns.
@@ -39,12 +39,12 @@ class Tail:
     width: int | None = None  # heads * value_dim, if the module returns the heads on a separate axis
 
     def to(self, dtype: torch.dtype, device: torch.device) -> Tail:
-        """Return a copy of this Tail with its output projection in another dtype or on another device."""
+        """Return a copy in another dtype or on another device."""
         projection = copy.deepcopy(self.projection)
         return replace(self, projection=None if projection is None else projection.to(device, dtype))
 
     def applied(self, returned: Tensor) -> Tensor:
-        """Return the output of the attention, given what the attention module returns for one sequence."""
+        """Return the attention's output for one sequence, from what the attention module returned."""
         heads = returned if self.width is None else returned.reshape(-1, self.width)
         if self.projection is None:
             return heads
@@ -53,7 +53,10 @@ class Tail:
 
 
 class _Reached(BaseException):
-    """Ends a run once the wanted tensor is computed; it is no Exception, so that no model catches it."""
+    """Raised to end a run as soon as the wanted tensor is computed.
+
+    It is a BaseException, so that no model catches it with ``except Exception``.
+    """
 
     def __init__(self, value: Tensor) -> None:
         super().__init__()
@@ -61,7 +64,7 @@ class _Reached(BaseException):
 
 
 class CopiedModule:
-    """A copy of an attention module and its call's arguments: a function of one sequence of tokens (n, d).
+    """A copy of an attention module with the arguments of its call, as a function of the tokens (n, d).
 
     Parameters
     ----------
@@ -80,14 +83,14 @@ class CopiedModule:
 
     @classmethod
     def of(cls, call: ModuleReplay, tail: Tail, implementation: str | None) -> CopiedModule:
-        """Copy the attention module that ``call`` calls; the parameters of the copy need no gradients."""
+        """Copy the attention module of a call; the parameters of the copy need no gradients."""
         module = copy.deepcopy(call.module).requires_grad_(requires_grad=False)
         return cls(call.on(module, call.x.dtype, call.x.device), tail, implementation)
 
     def to(
         self, *, dtype: torch.dtype | None = None, device: torch.device | str | None = None
     ) -> CopiedModule:
-        """Return a copy of this copied module in another dtype or on another device."""
+        """Return another copy of the module, in another dtype or on another device."""
         dtype = dtype or self.call.x.dtype
         device = torch.device(device or self.call.x.device)
         module = copy.deepcopy(self.call.module).to(dtype=dtype, device=device)
@@ -223,7 +226,7 @@ class ReplayedAttention(TokenMap):
         )
 
     def without_output(self) -> ReplayedAttention:
-        """Return the map to the concatenated heads, before the output projection (scope ``heads``).
+        """Return the map from the tokens to the concatenated heads, before the output projection.
 
         Raises
         ------

@@ -43,7 +43,7 @@ class NonSoftmaxLayer:
 
 @dataclass(eq=False)
 class _Running:
-    """A call of a member of a module list that has not ended yet, and whether softmax attention ran in it."""
+    """A layer whose call has not ended yet, and whether softmax attention has run in it."""
 
     call: TracedCall
     first: int  # how many candidates there were when its call began
@@ -52,7 +52,9 @@ class _Running:
 
 
 class NonSoftmaxTracer:
-    """Hooks that collect the layers (members of module lists) inside which no softmax attention runs.
+    """Forward hooks that collect the layers in which no softmax attention runs.
+
+    A layer is here a module in a ModuleList or ModuleDict.
 
     Parameters
     ----------

@@ -30,7 +30,7 @@ __all__ = ["AttentionOutput", "find_output", "heads_of", "is_given"]
 
 @dataclass(frozen=True, eq=False)
 class AttentionOutput:
-    """The module call whose output is the output of a layer's attention, and the output projection's call."""
+    """The module call that returns a layer's attention output, and the call of the output projection."""
 
     #: The call whose output is the output of the attention.
     call: ModuleCall
@@ -47,7 +47,7 @@ class AttentionOutput:
 def find_output(
     trace: LayerTrace, self_attention: SelfAttentionModule, again: Callable[[], LayerTrace]
 ) -> AttentionOutput:
-    """Find the output projection of a traced layer, and the call that returns the output of its attention.
+    """Find which module call returns the attention's output, and which one is the output projection.
 
     ``again`` runs the layer once more and returns its trace.
 
@@ -97,7 +97,7 @@ def _outside(
     projection: ModuleCall | None,
     unclear: str,
 ) -> AttentionOutput:
-    """Take the output of ``call``, of a module outside the attention module, as the output of the attention.
+    """Take the output of a module outside the attention module as the attention's output.
 
     It has an obstacle if the layer does not add the output of ``call`` to a residual.
     """
@@ -108,7 +108,7 @@ def _outside(
 
 
 def _by_token(call: ModuleCall) -> bool:
-    """Whether the module of a call gives the same output for its recorded input in the shape (1, n, d)."""
+    """Whether a module gives its recorded output again when its input has the shape (1, n, d)."""
     if call.inputs is None or call.output is None:
         return False
     again = first_tensor(call.module(call.inputs))
@@ -117,7 +117,7 @@ def _by_token(call: ModuleCall) -> bool:
 
 
 def _obstacle(trace: LayerTrace, call: ModuleCall) -> str:
-    """Return an error phrase that names the modules between a call's output and the sum with the residual."""
+    """Return the error message for a module output that is not seen to be added to the residual."""
     following = later_calls(trace, call)[:3]
     names = ", ".join(f"{c.name.rsplit('.', 1)[-1]} ({type(c.module).__name__})" for c in following)
     between = f"what lies between ({names}, ...)" if names else "what lies between"
@@ -133,7 +133,7 @@ def _obstacle(trace: LayerTrace, call: ModuleCall) -> str:
 
 
 def heads_of(trace: LayerTrace) -> Tensor | None:
-    """Return the concatenated outputs of a layer's heads, (n, heads * dim); None if it attends in windows."""
+    """Return the concatenated heads (n, heads * dim); None if the attention acts within windows of tokens."""
     heads = output_of(trace.softmaxes[0])
     if heads.ndim < 3 or heads.shape[:-3].numel() != 1:
         return None
@@ -141,7 +141,7 @@ def heads_of(trace: LayerTrace) -> Tensor | None:
 
 
 def is_given(call: ModuleCall, tokens: Tensor | None) -> bool:
-    """Whether a call of a module with a weight matrix has ``tokens`` as its only argument."""
+    """Whether ``tokens`` is the only argument of a call of a module with a weight matrix."""
     matrix = is_linear(call.module) or (call.alone and any(p.ndim > 1 for p in call.module.parameters()))
     if not matrix or call.inputs is None or tokens is None:
         return False
@@ -149,7 +149,7 @@ def is_given(call: ModuleCall, tokens: Tensor | None) -> bool:
 
 
 def _gives_out_heads(trace: LayerTrace, own: ModuleCall) -> bool:
-    """Whether the attention module returns exactly the entries of its heads' outputs, in any order."""
+    """Whether the attention module returns the entries of its heads unchanged, in any order."""
     heads, output = output_of(trace.softmaxes[-1]).flatten(), own.output
     if output is None or output.numel() != heads.numel() or len(trace.softmaxes) > 1:
         return False
@@ -157,13 +157,13 @@ def _gives_out_heads(trace: LayerTrace, own: ModuleCall) -> bool:
 
 
 def _outermost(trace: LayerTrace, call: ModuleCall) -> ModuleCall:
-    """Return the call of the outermost module around the called module that has the same only argument."""
+    """Return the call of the outermost module that wraps a called module and receives the same input."""
     around = [c for c in trace.after if _holds(c.module, call.module) and is_given(c, call.inputs)]
     return around[-1]
 
 
 def _projection(trace: LayerTrace) -> tuple[ModuleCall | None, str]:
-    """Return the call of the output projection and "", or None and the reason why it is unknown."""
+    """Return the call of the output projection, or None and an error message."""
     unclear = f"The output projection of {trace.layer} cannot be identified:"
     if len(trace.softmaxes) > 1:
         return None, f"{unclear} it has {len(trace.softmaxes)} softmaxes."
@@ -216,7 +216,9 @@ class _PossibleSum:
 def _reaches_residual(
     trace: LayerTrace, projection: ModuleCall, again: Callable[[], LayerTrace], sums: Iterable[_PossibleSum]
 ) -> bool:
-    """Whether a change of the output of a projection changes one of the possible sums by the same amount.
+    """Test whether a layer adds the output of a projection to its residual, by changing that output.
+
+    True if one of the possible sums then changes by the same amount.
 
     The layer runs once more with another output of the projection.
     """
@@ -250,7 +252,7 @@ def _reaches_residual(
 def _possible_sums_outside(
     trace: LayerTrace, self_attention: SelfAttentionModule, projection: ModuleCall
 ) -> Iterator[_PossibleSum]:
-    """Yield the tensors that may be residual + output of a projection outside the attention module.
+    """Yield where the residual may be added to a projection outside the attention module.
 
     A norm may lie between the output of the projection and the sum.
     """
@@ -273,7 +275,7 @@ def _possible_sums_outside(
 def _possible_sums_inside(
     trace: LayerTrace, self_attention: SelfAttentionModule, projection: ModuleCall
 ) -> Iterator[_PossibleSum]:
-    """Yield the tensors that are residual + output of a projection inside the attention module.
+    """Yield where the residual is added to a projection inside the attention module.
 
     The residual is X, its norm's input or another argument of the module. Anything that the attention module
     computes itself and adds is a part of its attention.
@@ -297,7 +299,7 @@ def _possible_sums_inside(
 
 
 def _is_the_branch(trace: LayerTrace, self_attention: SelfAttentionModule, own: ModuleCall) -> bool:
-    """Whether the attention module returns its attention alone, not a sum with a residual."""
+    """Whether the attention module returns the attention without the residual."""
     if own.output is None:
         return False
     # A residual has the dimension of X, unless the attention module is a whole layer.

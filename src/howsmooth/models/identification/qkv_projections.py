@@ -45,7 +45,10 @@ class Projections(NamedTuple):
 
 
 class _Outputs(NamedTuple):
-    """The outputs of all linear modules with input X, side by side, with weights and bias of each column."""
+    """The outputs of a layer's linear modules side by side, with the weights and bias of each column.
+
+    Only modules whose input is X are included.
+    """
 
     values: Float[Tensor, "n columns"]
     weights: Float[Tensor, "columns d"]
@@ -98,7 +101,7 @@ def read_projections(trace: LayerTrace, call: SoftmaxCall) -> Projections:
 def multihead_parameters(
     module: nn.MultiheadAttention, softmax: SoftmaxCall
 ) -> tuple[Projections, Float[Tensor, "d_out inner"], Float[Tensor, " d_out"] | None]:
-    """Return the query, key and value projections, output weight and output bias of nn.MultiheadAttention.
+    """Read the projections, output weight and output bias of an nn.MultiheadAttention.
 
     Its projections are no modules, so that the trace does not contain their outputs. The parameters are read
     as PyTorch documents them, and the verification compares the result with the module's numbers.
@@ -172,7 +175,10 @@ def _linear_outputs(trace: LayerTrace) -> _Outputs:
 def _changed(
     trace: LayerTrace, query: Tensor, key: Tensor, value: Projection, outputs: _Outputs
 ) -> Projections | None:
-    """Return projections that a norm layer, rotation or scale turns into queries and keys, else None."""
+    """Find projections that become the queries and keys after a norm layer, a rotation or a scale.
+
+    None if there are none.
+    """
     norms = [norm for call in trace.inside if is_norm(call.module) and (norm := norm_map(call)) is not None]
     widths = [t.shape[1] * t.shape[3] for t in (query, key)]
     read: list[list[ProjectionReading]] = []
@@ -210,7 +216,7 @@ def _changed(
 
 
 def _between(trace: LayerTrace) -> str:
-    """Return the end of an error message that names the modules called between X and the softmax."""
+    """Return the end of an error message: which modules lie between the tokens X and the softmax."""
     others = dict.fromkeys(
         f"{call.name.rsplit('.', 1)[-1]} ({type(call.module).__name__})"
         for call in trace.inside
@@ -226,7 +232,10 @@ def _between(trace: LayerTrace) -> str:
 def _columns(
     heads: Float[Tensor, "1 heads n dim"], outputs: Float[Tensor, "n columns"], rotary: Rotary | None
 ) -> Int64[Tensor, " wanted"] | None:
-    """Return the columns of linear outputs that equal the heads after rotary positions, or None."""
+    """Find the columns of the linear outputs that are the queries or keys, before rotary positions.
+
+    None if not every column is found.
+    """
     if rotary is None:
         return matching_columns(_flat(heads), outputs, 0.0)
     # The rotation is inverted to find the columns. They are confirmed by rotating them as the model does.
@@ -247,7 +256,7 @@ def _flat(heads: Float[Tensor, "1 heads n dim"]) -> Float[Tensor, "n columns"]:
 def matching_columns(
     wanted: Float[Tensor, "n wanted"], outputs: Float[Tensor, "n columns"], tol: float
 ) -> Int64[Tensor, " wanted"] | None:
-    """Return the index of an equal column of ``outputs`` for each column of ``wanted``; None if one has none.
+    """Find columns of ``outputs`` that equal the columns of ``wanted``, and return their indices, or None.
 
     A contiguous slice is tried first. Fused projections may interleave queries, keys and values head by head:
     then each column is searched by itself, and of several equal ones the neighbour of the previous is taken.
@@ -277,7 +286,7 @@ def matching_columns(
 
 
 def _rotary(trace: LayerTrace, query: Tensor) -> Rotary | None:
-    """Return the cos and sin tables of rotary positions that the layer is given as ``position_embeddings``.
+    """Return the rotary positions from the layer's argument ``position_embeddings``.
 
     None if the argument is not a pair of tables cos and sin whose two halves of columns are equal.
     """

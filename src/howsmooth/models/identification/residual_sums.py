@@ -32,7 +32,7 @@ __all__ = [
 
 @dataclass(frozen=True, eq=False)
 class ValueLocation:
-    """Where a tensor is found in a layer: input or output of a module's first call after the attention.
+    """Where a tensor is found in a layer: as the input or the output of a module after the attention.
 
     ``side`` is ``"input"`` for the module's first tensor argument and ``"output"`` for the first tensor of
     its output. If ``less`` is a module, the output of its first call is subtracted: a layer that adds two
@@ -46,21 +46,24 @@ class ValueLocation:
 
 @dataclass(frozen=True, eq=False)
 class Factors:
-    """Factors of the residual (``base``) and of the branch in their sum, shape (d,) or (); None means one."""
+    """Factors by which a layer multiplies its residual (``base``) and its branch before adding them.
+
+    Each has shape (d,) or (), and None stands for 1.
+    """
 
     base: Tensor | None = None
     branch: Tensor | None = None
 
     @property
     def layout_suffix(self) -> str:
-        """Return how a layout name ends: "" without factors, ", layer scale" or ", scaled residual"."""
+        """Return the words that the factors add to the name of a layout, such as ", layer scale"."""
         if self.base is None and self.branch is None:
             return ""
         one = self.base is None and self.branch is not None and self.branch.numel() > 1
         return ", layer scale" if one else ", scaled residual"
 
     def around(self, branch: TokenMap) -> TokenMap:
-        """Return the map X ↦ α∘X + λ∘f(X) for the factors α, λ and f = ``branch``."""
+        """Return the map X ↦ α∘X + λ∘branch(X), where α and λ are the factors."""
         # α∘X + λ∘f(X) = α∘(X + (λ/α)∘f(X))
         ones = torch.ones(branch.d, dtype=branch.dtype, device=branch.device)
         factor = None
@@ -87,7 +90,9 @@ def find_sums(
     bases: list[Tensor],
     branches: list[tuple[Tensor, ModuleCall | None]],
 ) -> Iterator[tuple[Target, Tensor, tuple[Tensor, ModuleCall | None], Factors]]:
-    """Yield tensors of a layer that equal residual + branch up to rounding; sums with factors come last.
+    """Yield the tensors of a layer that equal residual + branch, up to rounding.
+
+    Weighted sums of the two come last.
 
     Parameters
     ----------
@@ -152,13 +157,16 @@ def is_sum(target: Target, base: Tensor, branch: Tensor, total: Factors) -> bool
 
 
 def adds_up(terms: list[Tensor], value: Tensor) -> bool:
-    """Whether the sum of ``terms`` is ``value``, each entry up to the rounding error of its own sum."""
+    """Whether some terms add up to ``value`` in every entry, up to rounding."""
     allowed = one_operation(precision(value.dtype)) * torch.stack(terms).abs().sum(dim=0)
     return bool(((sum(terms[1:], terms[0]) - value).abs() <= allowed).all())
 
 
 def scaled_sum(trace: LayerTrace, target: Target, base: Tensor, branch: Tensor) -> Factors | None:
-    """Return factors α, λ with target = α·base + λ·branch, a parameter or two numbers; None if none fit."""
+    """Find factors α, λ for which a tensor is α·base + λ·branch; None if there are none.
+
+    One factor is a parameter of the layer and the other equals 1, or both are numbers.
+    """
     root, d = trace.layer.root, base.shape[-1]
     for parameter in root.parameters():
         if parameter.numel() == d:
@@ -172,7 +180,7 @@ def scaled_sum(trace: LayerTrace, target: Target, base: Tensor, branch: Tensor) 
 
 
 def _two_numbers(root: nn.Module, target: Target, base: Tensor, branch: Tensor) -> Factors | None:
-    """Return two numbers α, λ with target = α·base + λ·branch; None if none fit, or if both are one."""
+    """Find numbers α, λ for which a tensor is α·base + λ·branch; None if none fit, or if both are one."""
     terms = torch.stack([base.double().flatten(), branch.double().flatten()], dim=1)
     wanted = target.value.double().flatten()
     if terms.shape[0] < 8:  # too few entries to confirm a fit of two numbers
@@ -203,7 +211,10 @@ def _two_numbers(root: nn.Module, target: Target, base: Tensor, branch: Tensor) 
 
 
 def like(tokens: Tensor, x: Tensor) -> Tensor | None:
-    """Return tokens in the shape of the layer's input X (a model may flatten them); None if sizes differ."""
+    """Return tokens in the shape of the layer's input X, or None if the sizes differ.
+
+    A model may flatten tokens.
+    """
     if tokens.shape == x.shape:
         return tokens
     fits = tokens.ndim > 0 and tokens.shape[-1] == x.shape[-1] and tokens.numel() == x.numel()

@@ -25,7 +25,7 @@ Norm = LayerNorm | RMSNorm
 
 @dataclass(frozen=True, eq=False)
 class ProjectionReading:
-    """Columns of the linear outputs of X that may be the queries or keys before a rotation and a scale."""
+    """Columns of linear outputs that may be the queries or keys before rotary positions are applied."""
 
     columns: Int64[Tensor, " wanted"]
     norm: Norm | None  # the norm of each head after the projection
@@ -50,7 +50,7 @@ def projection_readings(
     slices: Sequence[Int64[Tensor, " wanted"]],
     norms: Sequence[Norm],
 ) -> Iterator[ProjectionReading]:
-    """Yield columns of linear outputs, and a norm layer, whose vectors are as long as the queries (or keys).
+    """Yield columns of the linear outputs that may be the queries (or keys) before a rotation.
 
     Rotations preserve lengths, so that only these can be the queries or keys before the rotation.
 
@@ -87,7 +87,7 @@ def projection_readings(
 
 
 def fit_rotary(query: ProjectionReading, key: ProjectionReading) -> FittedRotary | None:
-    """Return the rotation that turns projections into queries and keys in all heads; None if none does."""
+    """Find the rotation that turns projections into the queries and keys; None if there is none."""
     wanted, base = torch.cat((query.given, key.given)), torch.cat((query.base, key.base))
     dim = base.shape[-1]
     plain = query.norm is None and key.norm is None
@@ -130,7 +130,7 @@ def _rotary(
 
 
 def reordered(norm: Norm | None, order: Int64[Tensor, " dim"]) -> Norm | None:
-    """Return the norm layer with its weight and bias in another order of the entries of a head."""
+    """Reorder the weight and the bias of a norm layer."""
     if norm is None:
         return None
 

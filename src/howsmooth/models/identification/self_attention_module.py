@@ -39,7 +39,7 @@ class _RandomAttention(CaptureError):  # noqa: N818 - says what was found
 
 @dataclass(frozen=True, eq=False)
 class SelfAttentionModule:
-    """The self-attention module of one layer, with its call in the forward pass, which can be repeated."""
+    """The self-attention module of one layer, with a call of it that can be repeated."""
 
     layer: AttentionLayer
     replay: ModuleReplay  # the call for all sequences
@@ -133,7 +133,7 @@ def _refuse_chosen_masks(
     batch: int,
     implementation: str | None,
 ) -> None:
-    """Refuse a layer whose attention is given a mask that other modules of it compute from the tokens."""
+    """Raise an error if the layer computes its attention mask from the tokens."""
     root = traced_layer.calls[0]
     given = [t for t in tree_leaves((root.args, root.kwargs)) if isinstance(t, Tensor)]
     made = [
@@ -155,7 +155,7 @@ def _refuse_chosen_masks(
 
 
 def _has_weights_for(call: TracedCall, x: Tensor) -> bool:
-    """Whether the called module has a matrix with an axis as long as the dimension of the tokens ``x``.
+    """Whether a module has a weight matrix that fits the dimension of the tokens ``x``.
 
     A module without such a matrix is given queries, keys and values, not tokens.
     """
@@ -189,7 +189,7 @@ def _cores(call: ModuleReplay, x: Tensor, implementation: str | None) -> list[So
 
 
 def _moved(a: SoftmaxCall, b: SoftmaxCall) -> set[str]:
-    """Return which of "queries", "keys" and "values" differ between two softmax calls.
+    """Return which operands ("queries", "keys" or "values") differ between two softmax calls.
 
     If queries and keys could not be read, both count as different where the probabilities differ.
     """
@@ -219,7 +219,10 @@ def _refuse_randomness(layer: AttentionLayer, first: list[SoftmaxCall], second: 
 
 
 def _alike(a: Tensor | None, b: Tensor | None) -> bool:
-    """Whether two outputs agree up to a GPU's order of sums; NaN counts as zero and is refused later."""
+    """Whether two outputs agree up to small differences, as a GPU's order of summation makes.
+
+    NaN counts as zero; it is refused later.
+    """
     if a is None or b is None or a.shape != b.shape:
         return False
     a, b = a.nan_to_num(nan=0.0), b.nan_to_num(nan=0.0)

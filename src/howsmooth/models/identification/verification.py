@@ -43,7 +43,7 @@ class ModelValues:
 
     @property
     def inner(self) -> Tensor:
-        """Return the concatenated heads' outputs, or the output of the attention if they are unknown."""
+        """Return the concatenated outputs of the heads; if they are unknown, the attention's output."""
         return self.attention if self.heads is None else self.heads
 
 
@@ -65,7 +65,10 @@ class _Downcasts(TorchDispatchMode):
 
 @contextmanager
 def _notice_downcasts(dtype: torch.dtype) -> Iterator[_Downcasts]:
-    """Record in the context whether float64 is converted to float32; do nothing for other dtypes."""
+    """Within the context, record whether a float64 computation converts numbers to float32.
+
+    For other dtypes nothing is recorded.
+    """
     downcasts = _Downcasts()
     mode: AbstractContextManager[Any] = downcasts if dtype == torch.float64 else nullcontext()
     with mode:
@@ -73,7 +76,7 @@ def _notice_downcasts(dtype: torch.dtype) -> Iterator[_Downcasts]:
 
 
 def model_values(self_attention: SelfAttentionModule, output: AttentionOutput, x: Tensor) -> ModelValues:
-    """Run the model's own attention module on tokens ``x``, and return the outputs of heads and attention."""
+    """Run the model's attention module on tokens ``x``; return its output and the outputs of its heads."""
     call, projection = self_attention.replay, output.projection
     taken: list[tuple[Tensor, Tensor]] = []  # heads, and what the projection makes of them
 
@@ -139,7 +142,10 @@ def verify(self_attention: SelfAttentionModule, output: AttentionOutput, found: 
 
 
 def _compare_attention(layer: AttentionLayer, found: Hypothesis, own: ModelValues, tol: float) -> None:
-    """Check the output of the attention against the map; the outputs of the heads were checked before."""
+    """Raise CaptureError unless the map reproduces the attention's output.
+
+    The outputs of the heads were checked before.
+    """
     f, heads, attention = found.map, own.inner, own.attention
     if not isinstance(f, SelfAttention) or f.output is None:
         _compare(layer, "its attention", f(own.x), attention, tol)
@@ -198,7 +204,7 @@ def verify_block(
     layer: ModuleReplay,
     condition: float,
 ) -> Float[Tensor, "batch n d"]:
-    """Raise CaptureError unless the map of a block agrees with the layer; return the input of the block.
+    """Check that the map of a block agrees with the model's layer, and return the block's input.
 
     Returns
     -------
@@ -250,7 +256,7 @@ def verify_block(
 def _tapped(
     self_attention: SelfAttentionModule, output: AttentionOutput, block: Block, values: _BlockValues
 ) -> Iterator[None]:
-    """Store in ``values`` the input H and the output of the block when the layer runs in the context."""
+    """Within the context, store the input and the output of a layer's attention block when the layer runs."""
     pre, reading = block.pre_norm, block.value_at
 
     def norm_starts(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:

@@ -1,4 +1,4 @@
-"""Identify and verify one attention layer of a forward pass; return its sites in every scope."""
+"""Identify and verify one attention layer of a forward pass."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class VerifiedLayer:
         return self.self_attention.replay.tokens()
 
     def sites(self, scope: str, heads: Sequence[int] | slice | None = None) -> list[Site]:
-        """Return the site of one scope in a list; in scope ``head`` one site for each head.
+        """Return the captured maps of one scope, with their tokens: a single one, or one for each head.
 
         Raises
         ------
@@ -152,7 +152,10 @@ def _read(traced_layer: TracedLayer, batch: int, user: str) -> VerifiedLayer:
 
 
 def _may_be_outputs(norm: LayerNorm | RMSNorm | None, x: Tensor) -> bool:
-    """Whether all tokens can be outputs of the norm, which was identified on the first sequence only."""
+    """Whether all tokens ``x`` are in the range of a norm layer.
+
+    The norm layer was identified on the first sequence only.
+    """
     if norm is None:
         return False
     # transformers' norms compute in float32 for every dtype of the model, so that entries may be off by that.
@@ -166,7 +169,9 @@ def _may_be_outputs(norm: LayerNorm | RMSNorm | None, x: Tensor) -> bool:
 
 
 def indices_of(given: Sequence[int] | slice | None, count: int, what: str) -> list[int]:
-    """Return indices of layers or heads as non-negative numbers without repetition; None gives all.
+    """Turn a selection of layers or heads into a list of non-negative indices, without repetition.
+
+    None selects all.
 
     Raises
     ------

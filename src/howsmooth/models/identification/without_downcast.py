@@ -60,7 +60,7 @@ def _widened(value: Any) -> Any:
 
 
 def _like_wide_tensors(args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-    """Turn the arguments of ``to(other)`` into arguments of ``to(device, dtype)``, with a widened dtype."""
+    """Turn the arguments of ``tensor.to(other)`` into a device and a dtype, without narrowing the dtype."""
     given = args[1] if len(args) > 1 else kwargs.get("tensor", kwargs.get("other"))
     if not isinstance(given, Tensor):
         return args, kwargs

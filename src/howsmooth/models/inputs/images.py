@@ -219,7 +219,7 @@ def _picture(array: np.ndarray, argument: str) -> Image.Image:
 
 
 def _check_sides(width: int, height: int, argument: str) -> None:
-    """Refuse a narrow strip, because with its shorter side enlarged for a model it would fill the memory."""
+    """Raise ArgumentError for a very narrow image: resized for a model, it would fill the memory."""
     if max(width, height) > _MOST_STRETCHED * min(width, height):
         raise ArgumentError(
             argument,

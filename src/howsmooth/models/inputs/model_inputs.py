@@ -34,7 +34,10 @@ class ModelInputs:
 
 
 def check_model(model: nn.Module) -> None:
-    """Raise ArgumentError unless all weights are in float64, or in float32 and half precision."""
+    """Raise ArgumentError unless the model's weights have dtypes that can be measured.
+
+    They are all float64, or a mixture of float32, bfloat16 and float16.
+    """
     tensors = [p for p in model.parameters() if p.is_floating_point()]
     if any(p.is_meta for p in tensors):
         raise ArgumentError("model", expected="a model with weights", got="parameters on the meta device")
@@ -50,7 +53,7 @@ def check_model(model: nn.Module) -> None:
 
 
 def in_dtype(model: nn.Module, named: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return named inputs with floating-point tensors converted to the dtype the model is measured in."""
+    """Convert the floating-point inputs to the dtype in which the model computes."""
     dtype = computing_dtype(model)
     return {name: one.to(dtype) if one.is_floating_point() else one for name, one in named.items()}
 
@@ -141,7 +144,10 @@ def _parameters(model: nn.Module) -> list[inspect.Parameter]:
 
 
 def _named(model: nn.Module, inputs: object) -> dict[str, Tensor]:
-    """Return the inputs by the names of the model's arguments; a tensor is the first or main argument."""
+    """Return the inputs as a dict by argument name.
+
+    A tensor alone is passed as the model's main or first argument.
+    """
     kind = type(model).__name__
     if isinstance(inputs, Tensor):
         if isinstance(model, PreTrainedModel):

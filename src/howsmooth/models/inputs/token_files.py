@@ -145,7 +145,10 @@ def _sequences(tensor: Tensor, argument: str) -> list[Tensor]:
 
 
 def _ids(source: object) -> tuple[str, str, Any]:
-    """Return the name, the path for messages, and the unchecked token ids of a file, an array or a list."""
+    """Read token ids from a file, an array or a list, without checking them.
+
+    It returns their name, their path for messages, and the ids.
+    """
     if isinstance(source, Tensor):
         return "tokens", "tokens", source.detach().cpu().numpy()
     if isinstance(source, np.ndarray) or (isinstance(source, Sequence) and not isinstance(source, str)):

@@ -303,7 +303,10 @@ def _refuse_several(place: Place, model: PreTrainedModel) -> None:
 
 
 def _without_pooler(config: Any) -> dict[str, Any]:
-    """Return the options that leave out the pooler, which follows all attention, if the type has one."""
+    """Return the option that leaves out a model's pooler; empty if it has no such option.
+
+    The pooler comes after all attention.
+    """
     classes = MODEL_MAPPING.get(type(config), ())
     first = classes[0] if isinstance(classes, tuple | list) and classes else classes
     takes = isinstance(first, type) and "add_pooling_layer" in inspect.signature(first).parameters
@@ -313,7 +316,7 @@ def _without_pooler(config: Any) -> dict[str, Any]:
 def _layers(
     model: nn.Module, preparation: ImagePreparation | AudioPreparation | None
 ) -> tuple[list[AttentionLayer], str]:
-    """Return the attention layers that run on a short input and, if there are none, the reason."""
+    """Return the attention layers that run on a short input, or an empty list and the reason."""
     try:
         named = model_inputs(model, sample_inputs(model, preparation)).named
         with measurement_mode(model):

@@ -116,7 +116,10 @@ def _pixels(
 
 
 def _sized(processor: Any, height: int, width: int) -> dict[str, Any]:
-    """Return processor options for images of this size that crop the same share as its own settings."""
+    """Return the processor's options that resize images to a given size.
+
+    If it crops images, the same share of the image is cut off as before.
+    """
     size = {"height": height, "width": width}
     if not processor.do_center_crop:
         return {"do_resize": True, "size": size}
@@ -188,7 +191,7 @@ def _channels(place: Place, config: Any) -> int:
 def _processors(
     place: Place, configs: tuple[Any, Any], channels: int, *, has_files: bool
 ) -> list[tuple[str, Callable[[], Any]]]:
-    """Return the image processors to try, each as a phrase on its settings and a function that builds it."""
+    """Return the image processors to try, each as a description and a function that builds it."""
     if has_files:
         options = {"local_files_only": place.local_files_only, "trust_remote_code": False}
         named = partial(AutoImageProcessor.from_pretrained, config=configs[0], backend="pil", **options)
@@ -210,7 +213,7 @@ def _processors(
 def _tried(
     processor: Any, channels: int, wanted: tuple[int, int] | None
 ) -> tuple[tuple[int, int], dict[str, Any]]:
-    """Return the size of the images that a processor makes, and the options with which it makes them.
+    """Try an image processor; return the size of its output images and the options for that size.
 
     The size is ``wanted`` or, if that is None, the size that the processor gives to a square image.
     """

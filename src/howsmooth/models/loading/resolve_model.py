@@ -22,7 +22,10 @@ __all__ = ["Place", "find", "hub_reachable"]
 
 @dataclass(frozen=True)
 class Place:
-    """Where a model's files are: in a folder, on the Hugging Face Hub, or nowhere (default configuration)."""
+    """Where the files of a model are: in a folder, on the Hugging Face Hub, or nowhere.
+
+    A model without files is built from the default configuration of its type.
+    """
 
     #: The name that the user gave.
     name: str
@@ -102,7 +105,9 @@ def _remedy(name: str) -> str:
 
 
 def find(name: str, *, random_init: bool) -> Place:
-    """Return where the files of a model of this name are; it is not checked whether the Hub has them.
+    """Find where the files of a model are, by its name.
+
+    It is not checked whether the Hub has them.
 
     Raises
     ------
@@ -137,7 +142,10 @@ def find(name: str, *, random_init: bool) -> Place:
 
 
 def _model_folder(folder: Path) -> Path | None:
-    """Return this folder, or the one in it (of sentence-transformers), that has a config.json; else None."""
+    """Return the folder that has the model's config.json, or None.
+
+    It is the given folder or, for sentence-transformers, one inside it.
+    """
     if (folder / "config.json").is_file():
         return folder
     parts = folder / "modules.json"
@@ -168,7 +176,10 @@ def _check_weights(name: str, folder: Path, random_init: bool) -> None:
 
 
 def hub_reachable() -> bool:
-    """Whether the Hugging Face Hub answers within five seconds; its own client retries for much longer."""
+    """Whether the Hugging Face Hub answers within five seconds.
+
+    The Hub's client would retry for much longer.
+    """
     if constants.HF_HUB_OFFLINE:
         return False
     try:

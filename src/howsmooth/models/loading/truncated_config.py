@@ -28,7 +28,7 @@ def count_weights(config: Any) -> int:
 
 
 def shorten(config: Any, most: int) -> str:
-    """Reduce the layers of a configuration, in place, if its model has more than ``most`` weights.
+    """Remove layers from a configuration, in place, if its model has more weights than ``most``.
 
     The first layers of each stack are kept: at least two, and enough for every kind of layer that the
     configuration names. Whether the other layers are like them is not checked.

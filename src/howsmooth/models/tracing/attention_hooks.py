@@ -210,7 +210,10 @@ def _block(
     sinks: Tensor | None,
     causal_rows: slice | None,
 ) -> Tensor:
-    """Return softmax attention for a block of query rows, at positions ``causal_rows`` if it is causal."""
+    """Return softmax attention for a block of query rows.
+
+    If the attention is causal, ``causal_rows`` holds the positions of the queries.
+    """
     scores = capped_scores(query, key, scale, softcap)
     if causal_rows is not None:
         order = torch.arange(max(scores.shape[-1], causal_rows.stop), device=scores.device)

@@ -1,4 +1,4 @@
-"""Follow the axes of a tensor through reshapes and permutations, each axis as a product of factors.
+"""Follow the axes of a tensor through reshapes and permutations.
 
 Attention code merges, splits and swaps the axes of its scores between ``q @ k.T`` and ``p @ v``. To bring
 queries and keys into the arrangement of ``p @ v``, the length of each axis is written as a product of
@@ -38,7 +38,7 @@ Axes = tuple[Axis, ...]
 
 
 def leaves(axis: Axis) -> Axis:
-    """Return the factors of an axis, with each factor that was split replaced by its two parts."""
+    """Return the factors of an axis, where a factor that was split is replaced by its parts."""
     found: list[Factor] = []
     for factor in axis:
         found += (factor,) if factor.parts is None else leaves(factor.parts)
@@ -46,7 +46,10 @@ def leaves(axis: Axis) -> Axis:
 
 
 def regroup(axes: Axes, shape: Sequence[int]) -> Axes | None:
-    """Return a tensor's axes after a reshape to ``shape``; None if the sizes do not divide one another."""
+    """Return the axes of a tensor after a reshape; None if they cannot be followed.
+
+    They cannot if the old and the new lengths do not divide one another.
+    """
     waiting = [factor for axis in axes for factor in leaves(axis)]
     result: list[Axis] = []
     for size in shape:
@@ -68,7 +71,7 @@ def regroup(axes: Axes, shape: Sequence[int]) -> Axes | None:
 
 
 def broadcast(axes: Axes, shape: Sequence[int]) -> tuple[Axes, Axes]:
-    """Return the axes after broadcasting a tensor with ``axes`` against one of ``shape``.
+    """Return the axes after a tensor is broadcast against a tensor of another shape.
 
     The first result are the axes of the broadcast tensor, the second the axes of the tensor of ``shape``.
     """
@@ -85,7 +88,7 @@ def broadcast(axes: Axes, shape: Sequence[int]) -> tuple[Axes, Axes]:
 
 
 def arrange(tensor: Tensor, axes: Axes, target: Sequence[Axis]) -> Tensor | None:
-    """Return a tensor permuted and reshaped so that its axes are the target axes, in their order.
+    """Permute and reshape a tensor such that it has the wanted axes.
 
     An axis has length one if the tensor has none of the target's factors; if it has only some of them, the
     tensor is repeated along the others. None if the tensor has a factor that is in no target axis.

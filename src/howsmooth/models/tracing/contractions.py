@@ -22,7 +22,7 @@ _ROLES = {"batch1": "left", "mat1": "left", "batch2": "right", "mat2": "right"}
 
 @dataclass(frozen=True, slots=True)
 class Contraction:
-    """The product ``beta * bias + alpha * left · right`` of two tensors, in the manner of ``einsum``.
+    """A product of two tensors, ``beta * bias + alpha * left · right``, as ``einsum`` writes it.
 
     Each axis has a label. A label of both tensors that is missing in the result is summed over.
     """
@@ -102,7 +102,10 @@ def _einsum(equation: str, left: Tensor, right: Tensor) -> Contraction | None:
 
 
 def product_scores(c: Contraction) -> Scores | Opaque | None:
-    """Describe a product of two tensors as attention scores; None if one of them is a parameter, say."""
+    """Describe a product of two tensors as attention scores, or return None if it cannot be one.
+
+    A product with a parameter, for example, is a linear layer.
+    """
     if _is_parameter(c.left) or _is_parameter(c.right):
         return None
     # Scores are a product with exactly one label that is summed over.

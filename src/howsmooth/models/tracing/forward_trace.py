@@ -47,7 +47,7 @@ class TracedCall:
     output: Any = None
 
     def keep(self) -> None:
-        """Replace floating-point arguments by copies, because the model may change them in place later."""
+        """Copy the floating-point arguments, because the model may change them in place later."""
         if self.kept:
             return
         self.kept = True
@@ -67,7 +67,7 @@ class TracedCall:
         self.versions = {id(v): v._version for v in self._tensors()}
 
     def unchanged(self) -> bool:
-        """Whether no argument of the call was changed in place since :meth:`keep`."""
+        """Whether the call's arguments are still as they were when they were kept."""
         return all(self.versions.get(id(v), v._version) == v._version for v in self._tensors())
 
     def arguments(self) -> dict[str, Any]:
@@ -94,17 +94,25 @@ class TracedLayer:
 
     @property
     def modules(self) -> list[nn.Module]:
-        """The modules whose weights the identification reads: those of the calls, and the norms before."""
+        """The modules whose weights are read to identify the layer.
+
+        They are the modules of the calls, and the norm layers before them.
+        """
         norms = [call.last_norm.module for call in self.calls if call.last_norm is not None]
         return [self.layer.root, *(call.module for call in self.calls), *norms]
 
 
 class _Stop(BaseException):
-    """Raised to end a forward pass after the last wanted layer; no Exception, so that no model catches it."""
+    """Raised to end a forward pass after the last wanted layer.
+
+    It is a BaseException, so that no model catches it with ``except Exception``.
+    """
 
 
 def run(model: nn.Module, inputs: Mapping[str, Any]) -> None:
-    """Run the model's forward pass once, in float32 if its weights are in half precision; discard its output.
+    """Run the model once without keeping its output.
+
+    A model with weights in half precision runs in float32.
 
     Raises
     ------
@@ -218,7 +226,7 @@ class _ForwardTracer:
                 raise _Stop
 
     def on_softmax(self, softmax: SoftmaxCall) -> None:
-        """Count a softmax in the newest layer, or begin a new layer if another module call runs it."""
+        """Assign a softmax to its attention layer, which may be a new one."""
         if not self.stack:
             return
         innermost = self.stack[-1]
@@ -258,7 +266,9 @@ class _ForwardTracer:
 
 
 def enclosing_layer(name: str) -> str:
-    """Return the path of the innermost member of a module list around a module; "" if there is none.
+    """Return the path of the smallest layer around a module; "" if there is none.
+
+    A layer is a numbered entry of a module list.
 
     For ``encoder.layer.3.attention.self`` the path is ``encoder.layer.3``.
     """
@@ -267,7 +277,10 @@ def enclosing_layer(name: str) -> str:
 
 
 def _causal(softmax: SoftmaxCall) -> bool:
-    """Whether a softmax hides all later keys from every query, by its mask or else its probabilities."""
+    """Whether a softmax is causal: no query sees a later key.
+
+    It is judged by the mask and, without a mask, by the probabilities.
+    """
     p = softmax.probabilities
     m, n = output_of(softmax).shape[-2], softmax.value.shape[-2]
     if p is not None:

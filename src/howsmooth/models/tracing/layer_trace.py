@@ -26,7 +26,7 @@ __all__ = [
 
 @dataclass(frozen=True, eq=False)
 class ModuleCall:
-    """One call of a module, with copies of its input and output if the identification uses them."""
+    """One call of a module, with copies of its input and output where they are needed later."""
 
     name: str
     module: nn.Module
@@ -37,7 +37,7 @@ class ModuleCall:
 
 @dataclass(frozen=True, eq=False)
 class AttentionLayer:
-    """An attention layer: the module that computes the attention, and the model's layer around it (root)."""
+    """The module that computes an attention, and the whole layer of the model around it (``root``)."""
 
     index: int  # in the order of the forward pass
     name: str  # path of the attention module
@@ -76,7 +76,7 @@ def is_linear(module: nn.Module) -> bool:
 
 
 def is_norm(module: nn.Module) -> bool:
-    """Whether the module looks like a norm layer over the last axis; its output is verified elsewhere."""
+    """Whether the module seems to be a norm layer over the last axis, judged by its class and its weight."""
     weight = getattr(module, "weight", None)
     # A module with children is no norm: an attention module may have "norm" in its name.
     alone = "norm" in type(module).__name__.lower() and next(module.children(), None) is None

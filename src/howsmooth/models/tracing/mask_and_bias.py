@@ -1,4 +1,4 @@
-"""Split what is added to attention scores into hidden keys and finite biases, and describe it in words."""
+"""Split an attention mask into hidden keys and the numbers that it adds to the scores."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ class Masking(NamedTuple):
 
 
 def describe_mask(visible: Bool[Tensor, "n n"] | None, n: int) -> Masking:
-    """Return the rules and words for a boolean mask, and the mask itself only if the rules do not give it.
+    """Describe a mask by rules (causal, sliding window) and in words; keep the mask if no rule gives it.
 
     Every mask for n = 1 counts as causal, since nothing is hidden: pass None for layers that are not.
     """
@@ -105,7 +105,10 @@ def order_and_window(visible: Bool[Tensor, "*lead m n"]) -> Visibility | None:
 
 
 def hides_later_keys(mask: Tensor) -> bool:
-    """Whether a boolean or additive mask hides all later keys from every query; always True at n = 1."""
+    """Whether a mask hides all later keys from every query.
+
+    The mask is boolean or additive. For one token it is always True.
+    """
     n = mask.shape[-2]
     whole = mask.expand(*mask.shape[:-2], n, n)
     for rows in _row_blocks(mask, n):
@@ -117,7 +120,7 @@ def hides_later_keys(mask: Tensor) -> bool:
 
 
 def _row_blocks(mask: Tensor, n: int) -> Iterator[slice]:
-    """Yield slices of the rows of a mask, each slice with at most ``_ENTRIES`` entries or with one row."""
+    """Yield slices of the rows of a mask, each small enough to be processed at once."""
     length = max(1, _ENTRIES // max(1, mask.shape[:-2].numel() * n))
     for start in range(0, n, length):
         yield slice(start, min(start + length, n))

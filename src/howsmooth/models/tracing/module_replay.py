@@ -31,7 +31,7 @@ _SAME = 1e-3
 
 
 class ModuleReplay:
-    """A model's call of a module, which can be repeated with other tokens and the same other arguments.
+    """A call of a module in the model, which can be repeated with other tokens.
 
     Parameters
     ----------
@@ -64,15 +64,15 @@ class ModuleReplay:
 
     @property
     def x_name(self) -> str:
-        """Name of the parameter to which the tokens X were passed; "" if X is inside another argument."""
+        """Name of the argument that holds the tokens X; "" if they are inside another argument."""
         return next((name for name, value in self.named_arguments().items() if value is self.x), "")
 
     def named_arguments(self) -> dict[str, Any]:
-        """Return the call's original arguments, the tokens X among them, by parameter name."""
+        """Return the arguments of the call as the model passed them, by parameter name."""
         return bound_arguments(self.module, *self.arguments(self.x))
 
     def __call__(self, x: Tensor) -> Any:
-        """Call the module with ``x`` in place of the model's tokens X, whose shape it has."""
+        """Call the module with other tokens ``x`` of the same shape as in the model's own call."""
         args, kwargs = self.arguments(x)
         return self.module(*args, **kwargs)
 
@@ -81,7 +81,7 @@ class ModuleReplay:
         return as_tokens(self.x, self.batch, self.batch_axis)
 
     def shaped(self, tokens: Tensor) -> Tensor:
-        """Return tokens (batch, n, d) in the shape that the model's tokens X have."""
+        """Return tokens (batch, n, d) in the shape in which the module takes them."""
         if self.batch_axis == 1:
             return tokens.transpose(0, 1).reshape(self.x.shape)
         return tokens.reshape(self.x.shape)
@@ -97,7 +97,7 @@ class ModuleReplay:
         return as_tokens(output, self.batch, axis)
 
     def of_first_sequence(self) -> ModuleReplay:
-        """Return the same call for the first sequence of the batch alone.
+        """Return the same call with the first sequence of the batch only.
 
         No model says which arguments have a batch axis. First, arguments are cut whose length along the batch
         axis is the number of sequences; if the output is then wrong, all whose length is a multiple of it.
@@ -145,7 +145,7 @@ class ModuleReplay:
         return alone
 
     def on(self, module: nn.Module, dtype: torch.dtype, device: torch.device) -> ModuleReplay:
-        """Return the same call of a copied module, with all tensors in a dtype and on a device."""
+        """Return the same call for a copy of the module, in another dtype and on another device."""
 
         def moved(value: Any) -> Any:
             if not isinstance(value, Tensor):
@@ -157,7 +157,7 @@ class ModuleReplay:
         return other
 
     def _changed(self, change: Callable[[Any], Any]) -> ModuleReplay:
-        """Return a copy of this replay with ``change`` applied to every argument of the call."""
+        """Return a copy of this replay whose arguments were passed through ``change``."""
         other = copy.copy(self)
         other.x, other._output = change(self.x), None
         other._leaves = [leaf if leaf is _X else change(leaf) for leaf in self._leaves]

@@ -37,7 +37,7 @@ class Unreadable(Exception):  # noqa: N818
 
 @dataclass(frozen=True, slots=True)
 class Operand:
-    """A tensor from which scores were computed, and its axes as products of factors."""
+    """A tensor from which scores were computed, and a description of its axes."""
 
     tensor: Tensor
     axes: Axes
@@ -61,7 +61,7 @@ class _Factor:
 
 @dataclass(frozen=True, slots=True)
 class _Sinks:
-    """The scores of attention sinks: a column joined to the scores, and cut off after the softmax."""
+    """The scores of attention sinks: a column that is added before the softmax and cut off after it."""
 
     operand: Operand
     joined: Axis  # the axis of the keys with the column
@@ -71,7 +71,7 @@ class _Sinks:
 
 @dataclass(frozen=True, slots=True)
 class Opaque:
-    """Marks a tensor as computed from a product of two tensors in a way unknown to softmax attention."""
+    """Marks a tensor that comes from a product, but in a way that softmax attention never uses."""
 
     reason: str  # one phrase
     probabilities: bool = False  # whether it has been through a softmax
@@ -80,7 +80,9 @@ class Opaque:
 
 @dataclass(frozen=True, slots=True)
 class Scores:
-    """How a score tensor is computed: ``cap(scale · left · rightᵀ · factors) + biases``, with hidden entries.
+    """How a tensor of attention scores was computed from queries and keys.
+
+    It is ``cap(scale · left · rightᵀ · factors) + biases``, with hidden entries.
 
     ``cap`` is ``cap · tanh(· )``. Each method returns the description of the tensor after one more operation,
     or :class:`Opaque` if softmax attention has no such operation.
@@ -100,7 +102,7 @@ class Scores:
     approximate: bool = False  # an operation was ignored that should change nothing; every row is checked
 
     def moved(self, axes: Axes | None) -> Scores | Opaque:
-        """Return the description of the scores with other axes; Opaque if ``axes`` is None."""
+        """Return the description of the scores with other axes, or Opaque if the axes are unknown."""
         return Opaque(_CUT) if axes is None else replace(self, axes=axes)
 
     def rounded(self, dtype: torch.dtype) -> Scores:
@@ -108,7 +110,7 @@ class Scores:
         return replace(self, eps=max(self.eps, torch.finfo(dtype).eps))
 
     def unchanged(self) -> Scores:
-        """Return the description of the scores after an operation that should not change the attention."""
+        """Return the description of the scores after an operation that should not change them."""
         return replace(self, approximate=True)
 
     def times(self, number: float) -> Scores | Opaque:
@@ -156,14 +158,14 @@ class Scores:
         return replace(self, cap=1.0)
 
     def hiding(self, pairs: Tensor) -> Scores | Opaque:
-        """Return the description of the scores after they were masked out where ``pairs`` is True."""
+        """Return the description of the scores after entries were masked out, where ``pairs`` is True."""
         if self.sinks is not None:
             return Opaque("its scores and sinks are masked together")
         axes, own = broadcast(self.axes, pairs.shape)
         return replace(self, axes=axes, hidden=(*self.hidden, Operand(pairs, own)))
 
     def joined(self, column: Tensor, dim: int, *, first: bool) -> Scores | Opaque:
-        """Return the description of the scores with a column joined along ``dim``, as attention sinks are."""
+        """Return the description of the scores with an added column of attention sinks."""
         if column.ndim != len(self.axes) or column.shape[dim] != 1 or self.sinks is not None:
             return Opaque("its scores are joined to other scores")
         keys = self.axes[dim]
@@ -186,7 +188,10 @@ class SoftmaxOperands:
 
 
 def all_true(condition: Tensor) -> bool:
-    """Whether a boolean tensor is all True; inside ``torch.vmap``, which hides its values, always True."""
+    """Whether a boolean tensor is all True.
+
+    Inside ``torch.vmap``, which hides the values, the answer is always True.
+    """
     try:
         return bool(condition.all())
     except RuntimeError as error:
@@ -196,7 +201,9 @@ def all_true(condition: Tensor) -> bool:
 
 
 def read_operands(scores: Scores, lead: Sequence[Axis], rows: Axis, keys: Axis) -> SoftmaxOperands:
-    """Return the queries, keys, mask etc. of a softmax attention, with axes in the order (*lead, rows, keys).
+    """Return the queries, keys, mask and other operands of a softmax attention.
+
+    Their axes are in the order (*lead, rows, keys).
 
     Parameters
     ----------
@@ -261,7 +268,10 @@ def _zero_or_one(tensor: Tensor) -> bool:
 
 
 def _mask(scores: Scores, lead: Sequence[Axis], rows: Axis, keys: Axis) -> Tensor | None:
-    """Return the mask of the attention: biases, -inf where hidden; if there are no biases, a boolean mask."""
+    """Return the mask of the attention: boolean, or additive if there are biases.
+
+    Hidden entries are -inf in an additive mask.
+    """
     target = (*lead, rows, keys)
     total: Tensor | None = None
     for bias in scores.biases:

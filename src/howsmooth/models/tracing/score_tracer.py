@@ -1,4 +1,4 @@
-"""Follow attention scores through torch functions, from a product of two tensors to the softmax and on.
+"""Follow attention scores through a model's torch functions, from the product of queries and keys on.
 
 A :class:`ScoreTracer` is a torch function mode with a rule for every function that attention code applies to
 scores and probabilities. After a function without a rule the result is unknown. After a function that
@@ -30,7 +30,7 @@ HIDES = -9000.0  # a number at or below this, written over a score or added to i
 
 @dataclass(frozen=True, slots=True)
 class Probabilities:
-    """The description of a tensor of attention weights: the softmax of described scores."""
+    """How a tensor of attention weights was computed: as the softmax of scores."""
 
     scores: Scores  # the argument of the softmax, with the axes of the probabilities
     keys: Axis  # the axis of the keys, over which the softmax ran, without the column of the sinks
@@ -56,21 +56,27 @@ class ScoreTracer(TorchFunctionMode):
     def weighted(
         self, contraction: Contraction, p: Tensor, known: Probabilities | Opaque, run: Callable[[], Tensor]
     ) -> Tensor:
-        """Return attention weights ``p`` times values; ``run`` computes this with the model's code."""
+        """Return attention weights times values.
+
+        ``run`` computes the product with the model's code.
+        """
         raise NotImplementedError
 
     def fused(self, given: dict[str, Any], run: Callable[[], Tensor]) -> Tensor:
-        """Return ``scaled_dot_product_attention`` of arguments given by name, which ``run`` computes."""
+        """Return the output of a call of ``scaled_dot_product_attention``.
+
+        ``run`` computes it with the model's code.
+        """
         raise NotImplementedError
 
     def __enter__(self) -> ScoreTracer:
-        """Activate the mode; it may be entered again while it is active."""
+        """Activate the mode; several activations may be nested."""
         self._depth += 1
         super().__enter__()  # type: ignore[no-untyped-call]
         return self
 
     def __exit__(self, *exception: Any) -> None:
-        """Deactivate the mode and, after the outermost exit, forget the descriptions of all tensors."""
+        """Deactivate the mode; the outermost exit also forgets the descriptions of all tensors."""
         super().__exit__(*exception)  # type: ignore[no-untyped-call]
         self._depth -= 1
         if not self._depth:
@@ -97,7 +103,7 @@ class ScoreTracer(TorchFunctionMode):
         return entry[1] if entry is not None and entry[0]() is tensor else None
 
     def note(self, tensor: Any, known: Known | None) -> None:
-        """Store the description of a tensor until the tensor is freed; None is ignored."""
+        """Store the description of a tensor for as long as the tensor exists."""
         if known is None or not isinstance(tensor, Tensor):
             return
         key, table = id(tensor), self._known
@@ -118,7 +124,7 @@ def _name(func: Any) -> str:
 
 
 def _mixed(known: Known | None, what: str) -> Opaque | None:
-    """Describe (as Opaque) the result of an operation ``what`` that softmax attention does not have."""
+    """Mark a result as Opaque, because softmax attention has no such operation; ``what`` names it."""
     if known is None or isinstance(known, Opaque):
         return known
     after = isinstance(known, Probabilities)
@@ -140,7 +146,10 @@ class _Applied(NamedTuple):
 
 
 def _of_one(change: Callable[[Scores | Probabilities, _Applied], Known | None]) -> Rule:
-    """Make a rule for torch functions of one tensor; ``change`` returns the description of the result."""
+    """Make a rule for torch functions of one tensor.
+
+    ``change`` returns the description of the result.
+    """
 
     def rule(tracer: ScoreTracer, func: Any, args: Any, kwargs: Any) -> Any:
         tensor = args[0] if args else kwargs.get("input")
@@ -155,7 +164,7 @@ def _of_one(change: Callable[[Scores | Probabilities, _Applied], Known | None]) 
 
 
 def _each(known: Scores | Probabilities, change: Callable[[Scores], Scores | Opaque]) -> Known:
-    """Apply ``change`` to described scores, or to the scores inside described probabilities."""
+    """Apply ``change`` to the description of scores, also if they are inside a softmax."""
     if isinstance(known, Scores):
         return change(known)
     scores = change(known.scores)
@@ -246,14 +255,17 @@ def _tanh(known: Scores | Probabilities, applied: _Applied) -> Known | None:
 
 @_of_one
 def _convert(known: Scores | Probabilities, applied: _Applied) -> Known | None:
-    """Rule for conversions of dtype or device and for copies; it records the precision of the result."""
+    """Rule for dtype and device conversions and copies; it records the precision of the result."""
     dtype = applied.result.dtype
     return _each(known, lambda s: s.rounded(dtype)) if dtype.is_floating_point else None
 
 
 @_of_one
 def _same(known: Scores | Probabilities, applied: _Applied) -> Known | None:
-    """Rule for functions such as ``clamp`` that should change no score, which is checked at the end."""
+    """Rule for functions such as ``clamp`` that should not change the scores.
+
+    This is checked at the end.
+    """
     return _each(known, Scores.unchanged) if applied.result.shape == applied.tensor.shape else None
 
 
@@ -287,7 +299,7 @@ def _index(known: Scores | Probabilities, applied: _Applied) -> Known | None:
 
 
 def _cut(known: Scores | Probabilities, applied: _Applied) -> Known | None:
-    """Rule for slices: the result is described only if exactly the column of attention sinks is cut off."""
+    """Rule for slices: only one that cuts off the column of attention sinks is understood."""
     return _without_sinks(known, applied.tensor, applied.result) or _mixed(known, "are indexed")
 
 
@@ -304,7 +316,10 @@ def _dropout(known: Scores | Probabilities, applied: _Applied) -> Known | None:
 
 
 def _without_sinks(known: Known, tensor: Tensor, result: Tensor) -> Probabilities | None:
-    """Return the description of probabilities once their column of attention sinks is cut off, else None."""
+    """Return the description of attention weights after their column of sinks was cut off.
+
+    None if another part was cut off.
+    """
     # The index is not read: the shape and the memory offset of the result tell which column was cut off.
     if not isinstance(known, Probabilities) or known.cut or known.scores.sinks is None:
         return None
@@ -365,7 +380,10 @@ def _where(tracer: ScoreTracer, func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _overwritten(known: Any, pairs: Tensor, value: Any) -> Known:
-    """Return the description of scores after ``value`` replaced the entries where ``pairs`` is True."""
+    """Return the description of scores after some entries were overwritten.
+
+    ``value`` replaced them where ``pairs`` is True.
+    """
     if isinstance(known, Probabilities):
         # The probabilities of hidden keys are zero already; if they are not, the check of all rows fails.
         return _each(known, Scores.unchanged)
@@ -393,7 +411,7 @@ def _softmax(tracer: ScoreTracer, func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _rearrange(tracer: ScoreTracer, func: Any, args: Any, kwargs: Any) -> Any:
-    """Rule for functions that pick, shift or sort scores.
+    """Rule for functions that pick, shift or sort scores; the result cannot be read as attention scores.
 
     The result still derives from a product of queries and keys, but its operands can no longer be read.
     """
@@ -406,7 +424,10 @@ def _rearrange(tracer: ScoreTracer, func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _mix(tracer: ScoreTracer, func: Any, args: Any, kwargs: Any) -> Any:
-    """Rule for functions that make other numbers of scores: Opaque after one of them, unknown after two."""
+    """Rule for functions that compute other numbers from scores.
+
+    Their result is Opaque; after a second such function it is unknown.
+    """
     known = tracer.known(args[0] if args else kwargs.get("input"))
     result = func(*args, **kwargs)
     what = _mixed(known, f"go through {_name(func)}")
@@ -436,7 +457,7 @@ def _fused(tracer: ScoreTracer, func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _inside(tracer: ScoreTracer, func: Any, args: Any, kwargs: Any) -> Any:
-    """Run the Python body of a torch function such that the mode sees each function that the body calls.
+    """Run the body of a torch function such that the tracer sees the functions that it calls.
 
     Under a mode, functions such as ``multi_head_attention_forward`` arrive here as a whole. Their body is run
     with a ``has_torch_function`` that returns False, so that the functions it calls arrive one by one.

@@ -50,7 +50,7 @@ class SoftmaxCall:
 
 
 class SoftmaxTracer(ScoreTracer):
-    """A torch function mode that calls a function with every softmax attention that runs.
+    """A torch function mode that finds every softmax attention, and calls ``on_softmax`` with it.
 
     Parameters
     ----------
@@ -77,7 +77,10 @@ class SoftmaxTracer(ScoreTracer):
         self._check = check
 
     def _report(self, call: SoftmaxCall) -> Tensor | None:
-        """Call ``on_softmax`` with an attention; return the tensor that replaces its output, or None."""
+        """Call ``on_softmax`` with an attention; return the output that it gives in place of the original.
+
+        None if it gives no other output.
+        """
         replacement = self._on_core(call)
         if replacement is None or call.output is None:
             return replacement
@@ -92,7 +95,7 @@ class SoftmaxTracer(ScoreTracer):
     def weighted(
         self, contraction: Contraction, p: Tensor, known: Probabilities | Opaque, run: Callable[[], Tensor]
     ) -> Tensor:
-        """Report a product of attention weights and values; return the product or its replacement."""
+        """Return attention weights times values, or the output that ``on_softmax`` gives in place of it."""
         layout = _Layout(contraction, p, known)
         output = None if self._ahead else run()
         replacement = self._report(layout.call(output, check=self._check and not self._ahead))
@@ -101,7 +104,10 @@ class SoftmaxTracer(ScoreTracer):
         return run() if output is None else output
 
     def fused(self, given: dict[str, Any], run: Callable[[], Tensor]) -> Tensor:
-        """Report a call of ``scaled_dot_product_attention``, and return the output or its replacement."""
+        """Return the attention of a fused call, or the output that ``on_softmax`` gives in place of it.
+
+        A fused call is one of ``scaled_dot_product_attention``.
+        """
         query, key, value = given["query"], given["key"], given["value"]
         if any(t.is_nested for t in (query, key, value)) or min(t.ndim for t in (query, key, value)) < 2:
             return run()
@@ -126,7 +132,7 @@ class SoftmaxTracer(ScoreTracer):
 
 
 class _Layout:
-    """A product of attention weights and values, with the axes reordered as :class:`SoftmaxCall` has them.
+    """A product of attention weights and values, with its axes sorted as in a SoftmaxCall.
 
     ``lead``, ``rows``, ``keys`` and ``columns`` are the labels of the axes in the contraction.
     """
@@ -148,7 +154,7 @@ class _Layout:
             self.sizes[label] = max(size, self.sizes.get(label, 1))
 
     def call(self, output: Tensor | None, *, check: bool) -> SoftmaxCall:
-        """Return the product as a SoftmaxCall, with its operands or the reason why they cannot be read."""
+        """Return the attention as a SoftmaxCall, with its operands or the reason why they cannot be read."""
         lead = [self.sizes[label] for label in self.lead] or [1]
         m, columns = _length(self.sizes, self.rows), _length(self.sizes, self.columns)
         value = self._sorted(self.value, self.v_labels, [*self.lead, *self.keys, *self.columns])
@@ -188,7 +194,10 @@ class _Layout:
                         output, p, "softmax", "")  # fmt: skip
 
     def undo(self, output: Tensor) -> Tensor:
-        """Reorder the axes of an attention's output (*lead, m, columns) as the model's code expects them."""
+        """Put the axes of an attention's output back into the order that the model's code uses.
+
+        The output has shape (*lead, m, columns).
+        """
         order = [*self.lead, *self.rows, *self.columns]
         output = output.reshape([self.sizes[label] for label in order])
         return output.permute([order.index(label) for label in self.labels])
@@ -206,7 +215,7 @@ def capped_scores(query: Tensor, key: Tensor, scale: float, softcap: float | Non
 
 
 def softmax_values(scores: Tensor, value: Tensor, mask: Tensor | None, sinks: Tensor | None) -> Tensor:
-    """Return the values weighted by the softmax of the scores, with mask and sinks as in a SoftmaxCall."""
+    """Return the values weighted by the softmax of the scores, given a mask and attention sinks."""
     n, dtype = scores.shape[-1], scores.dtype
     if mask is not None:
         boolean = mask.dtype == torch.bool
@@ -232,7 +241,9 @@ def _unreadable(value: Tensor, output: Tensor | None, p: Tensor | None, reason: 
 
 
 def _agrees(call: SoftmaxCall, eps: float, *, every: bool) -> bool:
-    """Whether a softmax call's operands give its output, on a sample of rows (on all if ``every``).
+    """Whether the operands read from a softmax call reproduce its output.
+
+    Unless ``every`` is set, a sample of the rows is compared.
 
     Rows that see no key are not compared: their output has no meaning.
     """
