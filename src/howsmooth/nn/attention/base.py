@@ -183,7 +183,10 @@ class LipschitzAttention(LipschitzModule):
     def _probabilities(
         self, q: Tensor, k: Tensor, v: Tensor, added: Tensor | None, weights: Weights
     ) -> Tensor:
-        """Return the attention weights (batch, heads, n, n); ``added`` is a mask to add to the scores."""
+        """Return the attention weights (batch, heads, n, n).
+
+        ``added`` is a mask of numbers to add to the scores, or None.
+        """
 
     @abstractmethod
     def _log_bound(self, length: int, radius: float, weights: Weights) -> Tensor:

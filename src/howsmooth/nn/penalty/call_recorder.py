@@ -40,12 +40,18 @@ class Call:
 
     @property
     def members(self) -> Tensor:
-        """The call's tokens, one sequence per entry of the first axis, detached, in float32 or float64."""
+        """The call's tokens with the batch as first axis, detached from the autograd graph.
+
+        Half-precision tokens are converted to float32.
+        """
         return self.history.detach()
 
     @property
     def history(self) -> Tensor:
-        """The call's tokens, one sequence per entry of the first axis, with their autograd graph."""
+        """The call's tokens with the batch as first axis, and with their autograd graph.
+
+        Half-precision tokens are converted to float32.
+        """
         x = self.tokens
         return self.by_member(x.float() if x.dtype in _HALF else x)
 
