@@ -1,4 +1,4 @@
-"""Checks of the lengths, radii, sizes and tensors that layers with a constant are given."""
+"""Checks of the arguments of layers with a known Lipschitz constant."""
 
 from __future__ import annotations
 
@@ -32,7 +32,10 @@ def check_length(length: object) -> int:
 
 
 def check_ball(radius: object) -> float:
-    """Return the radius of a ball of tokens, after checking that it is a number >= 0 or infinity."""
+    """Return a radius, after checking that it is a number >= 0 or infinity.
+
+    A radius of zero is replaced by a tiny number.
+    """
     try:
         value = float(radius)  # type: ignore[arg-type]
     except (TypeError, ValueError, OverflowError):
@@ -69,9 +72,10 @@ def check_placement(device: object, dtype: object) -> None:
 def check_tokens(
     argument: str, x: object, *, dim: int | None = None, ndim: int | None = None, like: Tensor | None = None
 ) -> Tensor:
-    """Return ``x``, after checking that it is a floating-point tensor of these sizes on the right device.
+    """Return ``x``, after checking that it is a tensor of floating-point tokens.
 
-    Its device must be the device of ``like``, if that is given.
+    If they are given, ``dim`` is the size of the last axis, ``ndim`` is the number of axes, and ``like`` is a
+    tensor on the same device.
     """
     if not isinstance(x, Tensor) or x.layout is not torch.strided:
         got = type(x).__name__ if not isinstance(x, Tensor) else str(x.layout)
@@ -93,7 +97,7 @@ def check_tokens(
 
 
 def look_at(t: Tensor, check: Callable[[Tensor], object]) -> None:
-    """Call ``check`` with the values of a tensor, also within torch.func.vmap.
+    """Call ``check`` on the values of a tensor, even inside torch.func.vmap.
 
     Inside vmap, the values of a single member cannot be read in Python. There ``check`` gets the values of
     all members, stacked along a first axis.
@@ -102,7 +106,7 @@ def look_at(t: Tensor, check: Callable[[Tensor], object]) -> None:
 
 
 class _Look(torch.autograd.Function):
-    """An autograd function without a result, which runs a check and has a rule for torch.func.vmap."""
+    """An autograd function that only runs a check, and that also works inside torch.func.vmap."""
 
     @staticmethod
     def forward(t: Tensor, check: Callable[[Tensor], object]) -> Tensor:

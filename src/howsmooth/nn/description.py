@@ -73,11 +73,16 @@ _OURS = "howsmooth.nn."
 
 
 class DescriptionError(HowsmoothError):
-    """Raised when a description describes no model or a model cannot be described; it says where and why."""
+    """Raised when a model cannot be described, or cannot be built from a description.
+
+    The message says where and why.
+    """
 
 
 class KnownClasses:
-    """The module classes that a file may name: some of howsmooth.nn and torch.nn, and the caller's.
+    """The classes of modules that a saved model may contain.
+
+    They are the layers of howsmooth.nn, some modules of torch.nn, and the classes that the caller gives.
 
     Parameters
     ----------
@@ -306,7 +311,10 @@ def _arguments(cls: type[nn.Module]) -> list[str]:
 
 
 def _type_of(module: nn.Module) -> type[nn.Module]:
-    """Return the class of a module before parametrization, which replaces the class by a subclass."""
+    """Return the class that a module had before parametrizations were registered.
+
+    PyTorch then replaces the class of the module by a subclass.
+    """
     cls: type[nn.Module] = parametrize.type_before_parametrizations(module)
     return cls
 
@@ -327,7 +335,10 @@ def _parametrizations(module: nn.Module, where: str) -> dict[str, list[dict[str,
 
 
 def parametrization_settings(step: nn.Module) -> dict[str, Any] | None:
-    """Return kind and arguments of an orthogonal or spectral_norm parametrization; None for others."""
+    """Return the arguments with which a parametrization of a weight was registered.
+
+    The result also contains the kind, "orthogonal" or "spectral_norm". It is None for other parametrizations.
+    """
     if type(step) is parametrizations._Orthogonal:
         return {
             "kind": "orthogonal",
@@ -380,7 +391,7 @@ def _parametrize(module: nn.Module, tensor: str, chain: Any, where: str) -> None
 
 
 def _json(value: Any, what: str, depth: int) -> Any:
-    """Return a setting as a JSON value, or raise DescriptionError if it is none."""
+    """Return a setting as a JSON value, or raise DescriptionError if JSON cannot represent it."""
     if value is None or isinstance(value, str | bool):
         return value
     if isinstance(value, int) and abs(value) <= _LARGEST_NUMBER:

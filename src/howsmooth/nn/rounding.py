@@ -1,4 +1,4 @@
-"""Upper bounds in floating point: numbers rounded up, and the Bound that states them."""
+"""Upper bounds that hold in floating point, because numbers are rounded up."""
 
 from __future__ import annotations
 
@@ -23,7 +23,10 @@ def rounded_up(value: float) -> float:
 
 
 def times(factor: float, value: float) -> float:
-    """Return the product, with 0 · ∞ = 0, because a map of constant zero has a single value."""
+    """Return the product of two numbers, where 0 · ∞ = 0.
+
+    A map with Lipschitz constant zero has a single value, so it maps an infinite ball to a point.
+    """
     return factor * value if factor and value else 0.0
 
 

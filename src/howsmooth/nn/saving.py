@@ -281,12 +281,18 @@ def _fill(model: nn.Module, tensors: Mapping[str, Tensor]) -> None:
 
 
 def _order(t: Tensor) -> list[int]:
-    """Return the axes of a tensor from outermost to innermost in memory; empty if it is contiguous."""
+    """Return the axes of a tensor in the order of its memory layout, outermost axis first.
+
+    The result is empty if the tensor is contiguous.
+    """
     return sorted(range(t.ndim), key=lambda axis: (-t.stride()[axis], axis)) if not t.is_contiguous() else []
 
 
 def _laid_out(tensors: Mapping[str, Tensor], orders: Any) -> dict[str, Tensor]:
-    """Return the tensors in their saved memory layouts, which can affect the rounding of products."""
+    """Return the tensors in the memory layouts that they had when they were saved.
+
+    The layout can affect the rounding of matrix products.
+    """
     if not isinstance(orders, dict) or not all(
         name in tensors
         and isinstance(order, list)
@@ -316,7 +322,10 @@ def _tensors(model: nn.Module) -> dict[str, Tensor]:
 
 
 def _compare(model: nn.Module, again: nn.Module) -> None:
-    """Raise DescriptionError if the rebuilt model differs from the original in more than tensor values."""
+    """Raise DescriptionError if a rebuilt model differs from the original.
+
+    Only the values of tensors may differ.
+    """
     first, second = dict(model.named_modules()), dict(again.named_modules())
     for path, module in first.items():
         where, other = place(path), second.get(path)
@@ -352,7 +361,10 @@ def _steps(module: nn.Module) -> dict[str, list[Any]]:
 
 
 def _ties(model: nn.Module) -> dict[str, str]:
-    """Return, for each name of a tensor of the model, the first name of the same tensor."""
+    """Tell which names of a model's tensors belong to the same tensor.
+
+    Each name is mapped to the first name of its tensor.
+    """
     first: dict[int, str] = {}
     return {name: first.setdefault(id(t), name) for name, t in _tensors(model).items()}
 

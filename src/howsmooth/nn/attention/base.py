@@ -1,4 +1,6 @@
-"""Base class of attention layers with a proved constant and torch.nn.MultiheadAttention's interface.
+"""Base class of attention layers that have a proved Lipschitz constant.
+
+The layers are called in the same way as torch.nn.MultiheadAttention.
 
 A subclass defines its weights (``_weights``), its queries, keys and values (``_queries_keys_values``), its
 attention weights (``_probabilities``), its form as a map of this library (``_map``), and its bound: as a
@@ -38,9 +40,10 @@ Weights = Mapping[str, Tensor]
 
 
 class LipschitzAttention(LipschitzModule):
-    """Base class of self-attention layers with a proved Lipschitz constant at a given length and radius.
+    """Base class of self-attention layers that have a proved upper bound on their Lipschitz constant.
 
-    Inputs and outputs are as for :class:`torch.nn.MultiheadAttention` with ``batch_first=True``. The
+    The bound holds for sequences of ``length`` tokens and, with a ``radius``, for tokens of at most this
+    norm. Inputs and outputs are as for :class:`torch.nn.MultiheadAttention` with ``batch_first=True``. The
     weights have the same names, shapes and initial values. There is no dropout, so the layer is the same
     function in training and in evaluation.
 
@@ -180,11 +183,14 @@ class LipschitzAttention(LipschitzModule):
     def _probabilities(
         self, q: Tensor, k: Tensor, v: Tensor, added: Tensor | None, weights: Weights
     ) -> Tensor:
-        """Return the attention weights (batch, heads, n, n); ``added`` is a mask to add to the scores."""
+        """Return the attention weights (batch, heads, n, n).
+
+        ``added`` is a mask of numbers to add to the scores, or None.
+        """
 
     @abstractmethod
     def _log_bound(self, length: int, radius: float, weights: Weights) -> Tensor:
-        """Return the log of the bound on the layer before its output is divided by bound / constant.
+        """Return the logarithm of the layer's Lipschitz bound, before the output is rescaled to ``constant``.
 
         The result is a float64 scalar with a graph to the weights. It covers the layer's kind of masks.
         It may be too small by the rounding errors of its computation.
@@ -192,20 +198,23 @@ class LipschitzAttention(LipschitzModule):
 
     @abstractmethod
     def _named_bound(self, log_formula: float, radius: float) -> Bound:
-        """Return a Bound with this layer's name and source, given the logarithm of its value."""
+        """Return the layer's Lipschitz bound with its name and source, given the logarithm of its value."""
 
     def _undivided_bound(self, length: int, radius: float, weights: Weights) -> Bound:
-        """Return the bound on the layer before its output is divided by bound / constant."""
+        """Return the layer's Lipschitz bound, before the output is rescaled to ``constant``."""
         log = log_value(lambda given: self._log_bound(length, radius, given), weights)
         return self._named_bound(log, radius)
 
     @abstractmethod
     def _undivided_output_radius(self, length: int, radius: float, weights: Weights) -> float:
-        """Return a bound on the norms of output tokens before they are divided by bound / constant."""
+        """Return a bound on the norms of output tokens, before the output is rescaled to ``constant``."""
 
     @abstractmethod
     def _map(self, weights: Weights, scale: float) -> TokenMap:
-        """Return the layer, with its output multiplied by ``scale``, as a howsmooth map for measurements."""
+        """Return the layer as a function of tokens that :func:`~howsmooth.local_lipschitz` can measure.
+
+        Its output is multiplied by ``scale``.
+        """
 
     # ---- the constant
 
@@ -255,7 +264,10 @@ class LipschitzAttention(LipschitzModule):
         return rounded_up(largest)
 
     def _claimed(self, length: object, radius: object) -> tuple[int, float]:
-        """Return length and radius if the layer accepts them; a layer that clips tokens caps the radius."""
+        """Check that the layer accepts a length and a radius, and return them as numbers.
+
+        For a layer that clips its input tokens, the result is at most the radius of the layer.
+        """
         n = check_length(length)
         # An infinite radius stands for all tokens. It is allowed if the layer clips, or if its bound needs no
         # radius.
@@ -281,16 +293,25 @@ class LipschitzAttention(LipschitzModule):
         return weights
 
     def _log_divisor(self, weights: Weights) -> float:
-        """Return log(bound / constant), computed again only if a weight of the layer has changed."""
+        """Return the logarithm of the number bound / constant, by which the output is divided.
+
+        It is computed again only if a weight of the layer has changed.
+        """
         key = (self.length, self.radius, self.constant)
         return self._log_divisor_of(weights, key, lambda: self._log_quotient(log_value(self._log, weights)))
 
     def _log(self, weights: Weights) -> Tensor:
-        """Return the logarithm of the bound at the layer's length and radius, with its graph."""
+        """Return the logarithm of the layer's Lipschitz bound, differentiable in the weights.
+
+        The bound is taken at the layer's length and radius.
+        """
         return self._log_bound(self.length, self._bound_radius, weights)
 
     def _log_quotient(self, log_formula: float) -> float:
-        """Return log(bound / constant), given the logarithm of the bound before it is rounded up."""
+        """Return the logarithm of the number bound / constant, by which the output is divided.
+
+        ``log_formula`` is the logarithm of the bound before it is rounded up.
+        """
         assert self.constant is not None
         log = self._named_bound(log_formula, self._bound_radius).log_value
         if not abs(log) < _LARGEST_LOG:
@@ -306,7 +327,7 @@ class LipschitzAttention(LipschitzModule):
 
     @property
     def _bound_radius(self) -> float:
-        """Radius at which the layer is divided by its bound."""
+        """Largest token norm that is assumed in the bound by which the output is divided."""
         return 1.0 if self.radius is None else self.radius
 
     # ---- the forward pass
@@ -380,7 +401,10 @@ class LipschitzAttention(LipschitzModule):
         return output, shown if need_weights else None
 
     def _inverse(self, weights: dict[str, Tensor], like: Tensor) -> Tensor:
-        """Return constant / bound, the factor of the layer's output, differentiable in the weights."""
+        """Return the number constant / bound, by which the layer's output is multiplied.
+
+        It is differentiable in the weights, and has the dtype and device of ``like``.
+        """
         for name, weight in weights.items():
             look_at(weight, partial(_refuse_batched, name, weight.ndim))
         # Without training, the divisor is remembered, and its gradient is computed only on demand.
@@ -399,14 +423,17 @@ class LipschitzAttention(LipschitzModule):
         return ((-log_divisor).exp() * (log.detach() - log).exp()).to(like)
 
     def _by_head(self, t: Tensor) -> Tensor:
-        """Return t (batch, n, heads · k) split into heads, (batch, heads, n, k)."""
+        """Split a tensor (batch, n, heads · k) into heads, which gives (batch, heads, n, k)."""
         heads: Tensor = t.unflatten(-1, (self.num_heads, -1)).transpose(1, 2)
         return heads
 
     def _checked(
         self, query: Tensor, key: Tensor | None, value: Tensor | None
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        """Check a call's arguments; return tokens (batch, n, d) in the dtype to compute in, and weights."""
+        """Check the arguments of a call, and return its tokens and the layer's weights.
+
+        The tokens are (batch, n, d), in the dtype in which the layer computes.
+        """
         if not isinstance(query, Tensor) or query.layout is not torch.strided:
             got = str(query.layout) if isinstance(query, Tensor) else type(query).__name__
             raise ArgumentError("query", expected="a dense tensor of tokens (batch, n, d)", got=got)
@@ -458,7 +485,10 @@ class LipschitzAttention(LipschitzModule):
         )
 
     def _inside(self, x: Tensor, radius: float, dtype: torch.dtype) -> Tensor:
-        """Return tokens of norm at most ``radius``: longer ones are projected onto the ball or refused."""
+        """Return the tokens after making sure that none has a norm above ``radius``.
+
+        Longer tokens are projected onto the ball if ``beyond`` is "clip"; otherwise they raise an error.
+        """
         norms = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
         clip = self.beyond == "clip"
 
@@ -482,9 +512,10 @@ class LipschitzAttention(LipschitzModule):
 
     @property
     def map(self) -> TokenMap:
-        """The layer as a howsmooth map for measurements, with its current weights and divisor.
+        """The layer as a function of tokens that :func:`~howsmooth.local_lipschitz` can measure.
 
-        For masks of kind "any" and "additive" it is the map without a mask. It does not clip.
+        It has the layer's current weights, and its output is divided by the same number as the layer's
+        output. For masks of kind "any" and "additive" it is the map without a mask. It does not clip.
         """
         weights = self._finite_weights()
         scale = 1.0 if self.constant is None else math.exp(-self._log_divisor(weights))

@@ -20,7 +20,7 @@ __all__ = ["L2Attention"]
 
 
 class L2Attention(AttentionVariant):
-    """L2 self-attention with tied query and key, which is Lipschitz everywhere if each token sees itself.
+    """L2 self-attention with one matrix for queries and keys, and with a proved Lipschitz constant.
 
     Head h has queries and keys u_i = Q_h x_i, weights P_ij ∝ exp(−|u_i − u_j|²/√k) and values V_h Q_hᵀ u_j/√k
     + b_v. Without a radius, the bound is :func:`howsmooth.bounds.l2_attention_upper_bound`, of order √n log
@@ -101,7 +101,10 @@ class L2Attention(AttentionVariant):
         return {name: weight for name, weight in found.items() if weight is not None}
 
     def _folded(self, weights: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
-        """Return the query matrices Q_h (heads, k, d), and V_h Q_hᵀ/√k, which maps queries to values."""
+        """Return the query matrices, and the matrices that map queries to values.
+
+        For head h these are Q_h (k, d) and V_h Q_hᵀ/√k (k, k).
+        """
         query, value = (self._cut(part) for part in weights["in_proj_weight"].chunk(2))
         return query, value @ query.mT / math.sqrt(self.head_dim)
 

@@ -1,4 +1,7 @@
-"""A layer as a map of this library, for attention variants that the library has no map class for."""
+"""A map of tokens that is given by an arbitrary function of tokens and weights.
+
+It serves attention variants that have no class in howsmooth.attention.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""The weights of torch.nn.MultiheadAttention split into heads, and the data on masks that bounds need."""
+"""The weights of torch.nn.MultiheadAttention, split into heads.
+
+A further function counts the keys that each query may see, because bounds depend on these numbers.
+"""
 
 from __future__ import annotations
 
@@ -51,7 +54,10 @@ class Parts:
         dtype: torch.dtype = torch.float64,
         device: torch.device | str | None = "cpu",
     ) -> Parts:
-        """Split the weights of a layer into heads, as differentiable views with this dtype and device."""
+        """Split the weights of a layer into heads, and convert their dtype and device.
+
+        The results are differentiable in the weights.
+        """
         w = {name: weight.to(device=device, dtype=dtype) for name, weight in weights.items()}
         # in_proj_weight has the queries, keys and values of all heads above each other.
         query, key, value = (part.unflatten(0, (heads, -1)) for part in w["in_proj_weight"].chunk(3))
@@ -61,9 +67,9 @@ class Parts:
         return cls(query, key, value, output, b_q, b_k, b_v, w.get("out_proj.bias"))
 
     def attention(self, masking: Masking, factor: float, **keywords: Any) -> SelfAttention:
-        """Return the attention of all heads as a SelfAttention map, its output multiplied by ``factor``.
+        """Return the attention of all heads as a function of tokens.
 
-        Keywords are passed on to SelfAttention.
+        Its output is multiplied by ``factor``. Keywords are passed on to SelfAttention.
         """
         hidden = masking.hidden
         return SelfAttention(
@@ -82,7 +88,10 @@ class Parts:
 
 
 def rows_of(masking: Masking, length: int) -> VisibleRows:
-    """Return the numbers of keys that queries may see under the masks of a layer, which its bound needs."""
+    """Return how many keys each query may see under the masks of a layer.
+
+    The layer's Lipschitz bound depends on these numbers.
+    """
     if masking.rows is not None:
         return masking.rows
     if masking.kind == "any":

@@ -1,6 +1,6 @@
-"""The masks for which a layer's constant is proved, and a call's masks as numbers to add to scores.
+"""Attention masks: which ones a layer accepts, and how they are added to the scores.
 
-Masks follow PyTorch's conventions.
+A layer accepts the masks for which its Lipschitz constant is proved. Masks follow PyTorch's conventions.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _REMEDY = (
 
 @dataclass(frozen=True, eq=False)
 class Masking:
-    """The kind of masks for which a layer's constant is proved, and the fixed mask that it may apply.
+    """The attention masks that a layer accepts, because its Lipschitz constant is proved for them.
 
     Attributes
     ----------
@@ -51,7 +51,11 @@ class Masking:
 
     @classmethod
     def read(cls, mask: object, length: int) -> Masking:
-        """Return the Masking for a layer's argument ``mask``: a word, or a matrix (True where hidden)."""
+        """Read the argument ``mask`` with which a layer was built.
+
+        It is the name of a kind of masks, or a boolean matrix (length, length), True where a query (row) must
+        not see a key (column).
+        """
         if isinstance(mask, str) and mask in _KINDS:
             return cls(mask)
         if isinstance(mask, list):
@@ -71,7 +75,10 @@ class Masking:
         return cls("fixed", hidden, visible_rows(length, ~hidden))
 
     def setting(self) -> str | list[Any]:
-        """Return the value of the layer's argument ``mask`` for JSON: a word, or a list of rows."""
+        """Return the argument ``mask`` with which a layer was built, as a JSON value.
+
+        It is the name of a kind of masks, or the list of the rows of a boolean matrix.
+        """
         if self.hidden is None:
             return self.kind
         rows: list[Any] = self.hidden.tolist()
@@ -92,9 +99,9 @@ class Masking:
         heads: int,
         x: Tensor,
     ) -> Tensor | None:
-        """Return the sum of a call's masks, to be added to the scores of tokens x; None without a mask.
+        """Return all masks of a call as one tensor of numbers to add to the attention scores.
 
-        Its shape is (batch or 1, heads or 1, n, n).
+        Its shape is (batch or 1, heads or 1, n, n). The result is None if the call has no mask.
 
         Raises
         ------
@@ -139,7 +146,10 @@ class Masking:
         return total
 
     def _check_known(self, name: str, mask: Tensor, own: Tensor | None) -> None:
-        """Raise ArgumentError unless a call's mask is the mask for which the constant was proved."""
+        """Raise ArgumentError if a call brings another mask than the mask of the layer.
+
+        The layer's Lipschitz constant is proved for its own mask only.
+        """
         here = torch.zeros((), dtype=torch.bool) if own is None else own
         hidden = mask if mask.dtype == torch.bool else torch.isneginf(mask)
         numbers = None if mask.dtype == torch.bool else mask.masked_fill(hidden, 0.0)
@@ -210,7 +220,10 @@ def _check_rows(hidden: Tensor, name: str) -> None:
 
 
 def _refuse_where(wrong: Tensor, name: str, **words: str) -> None:
-    """Raise ArgumentError if any entry of ``wrong`` is True, also within torch.func.vmap."""
+    """Raise ArgumentError if any entry of ``wrong`` is True.
+
+    This also works inside torch.func.vmap.
+    """
 
     def check(wrong: Tensor) -> None:
         if bool(wrong.any()):

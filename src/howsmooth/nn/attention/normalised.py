@@ -18,11 +18,12 @@ __all__ = ["QueryKeyNormAttention"]
 
 
 class QueryKeyNormAttention(LipschitzAttention):
-    """Softmax self-attention with scores τ⟨q̂, k̂⟩, where û = u/√(|u|² + ε), so all scores are at most τ.
+    """Softmax self-attention with normalised queries and keys, so that scores cannot grow with the tokens.
 
-    This is the attention of models with QK-norm, with one temperature for all heads. Its constant grows
-    linearly with the radius, while the constant of softmax attention grows with the square of the radius. It
-    stays bounded for query and key biases of any size.
+    The scores are τ⟨q̂, k̂⟩ with û = u/√(|u|² + ε) and a temperature τ, so they are at most τ. This is the
+    attention of models with QK-norm, with one temperature for all heads. Its constant grows linearly with the
+    radius, while the constant of softmax attention grows with the square of the radius. It stays bounded for
+    query and key biases of any size.
 
     Parameters
     ----------

@@ -1,8 +1,9 @@
-"""The divisor of a layer's output, its bound divided by its constant, with a gradient in the weights.
+"""The number by which an attention layer's output is divided, with its gradient in the weights.
 
-The value comes from ``howsmooth.bounds`` and is rounded outwards. The gradient comes from an expression of
-the weights, which is evaluated in the backward pass only. Derivation: documentation page "Enforce: layers
-with a constant that is proved", section "Division by the bound".
+This divisor is the layer's Lipschitz bound divided by the constant that the layer shall have. The value comes
+from ``howsmooth.bounds`` and is rounded outwards. The gradient comes from an expression of the weights, which
+is evaluated in the backward pass only. Derivation: documentation page "Enforce: layers with a constant that
+is proved", section "Division by the bound".
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ class Remembered:
         self._value = 0.0
 
     def __call__(self, weights: Mapping[str, Tensor], key: object, compute: Callable[[], float]) -> float:
-        """Return the last number if weights and key are the same as then, else ``compute()``."""
+        """Return the stored number, or compute it anew if the weights or ``key`` have changed."""
         tensors = tuple(weight.detach() for weight in weights.values())
         same = key == self._key and len(tensors) == len(self._weights)
         if not same or not all(map(_same, tensors, self._weights)):
@@ -61,7 +62,9 @@ def log_value(expression: LogExpression, weights: Mapping[str, Tensor]) -> float
 def divided(
     log_divisor: float, weights: Mapping[str, Tensor], expression: LogExpression, like: Tensor
 ) -> Tensor:
-    """Return 1/divisor, by which a layer's output is multiplied, as a tensor differentiable in the weights.
+    """Return 1/divisor as a tensor that is differentiable in the weights.
+
+    A layer's output is multiplied by this number.
 
     Parameters
     ----------
@@ -87,7 +90,10 @@ def divided(
 
 
 class _Inverse(torch.autograd.Function):
-    """The autograd function 1/divisor: its derivative is −1/divisor times the derivative of log divisor."""
+    """The autograd function 1/divisor, which gets its gradient from the logarithm of the divisor.
+
+    The derivative of 1/divisor is −1/divisor times the derivative of log divisor.
+    """
 
     @staticmethod
     def forward(
@@ -129,7 +135,7 @@ class _Inverse(torch.autograd.Function):
 
     @staticmethod
     def vmap(info: Any, in_dims: tuple[Any, ...], *arguments: Any) -> tuple[Tensor, None]:
-        """Compute 1/divisor once, because the weights are the same for all members of a batch."""
+        """Compute 1/divisor once, because all entries of the batch share the weights."""
         if any(dim is not None for dim in in_dims):
             raise NotImplementedError("torch.func.vmap over the weights of an attention with a constant")
         result: Tensor = _Inverse.apply(*arguments)  # type: ignore[no-untyped-call]

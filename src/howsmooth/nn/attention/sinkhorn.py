@@ -22,12 +22,12 @@ __all__ = ["SinkhornAttention"]
 
 
 class SinkhornAttention(AttentionVariant):
-    """Sinkhorn self-attention, whose attention weights are the doubly stochastic diag(α) e^S diag(β).
+    """Sinkhorn self-attention, whose attention weights have rows and columns that sum to one.
 
-    S are the scores of softmax attention. The attention weights P are the limit of Sinkhorn's iterations,
-    computed in float64 up to a tolerance. Derivatives of every order and mode come from implicit
-    differentiation of the limit and solve n × n systems. The constant on a ball does not depend on n
-    (:func:`howsmooth.bounds.sinkhorn` for one head).
+    The attention weights are P = diag(α) e^S diag(β), where S are the scores of softmax attention. P is the
+    limit of Sinkhorn's iterations, computed in float64 up to a tolerance. Derivatives of every order and mode
+    come from implicit differentiation of the limit and solve n × n systems. The constant on a ball does not
+    depend on n (:func:`howsmooth.bounds.sinkhorn` for one head).
 
     The bound holds for the limit only, so the layer raises an error if the iteration does not converge.
 
@@ -135,9 +135,10 @@ class SinkhornAttention(AttentionVariant):
 
 
 def _closed(added: Tensor) -> Tensor:
-    """Return a mask (..., n, n) in which tokens that no query sees (padding) see only one another.
+    """Change a mask so that padding tokens see only one another.
 
-    The given mask is (..., n, n) or (..., 1, n).
+    Padding tokens are the tokens that no query sees. The given mask is (..., n, n) or (..., 1, n). The result
+    is (..., n, n).
     """
     n = added.shape[-1]
     added = added.expand(*added.shape[:-2], n, n)
@@ -152,7 +153,10 @@ def _closed(added: Tensor) -> Tensor:
 
 
 def _check_pattern(seen: Tensor, name: str) -> None:
-    """Raise ArgumentError unless a mask is symmetric with each token seeing itself, so that weights exist."""
+    """Raise ArgumentError unless a mask is symmetric and each token sees itself.
+
+    With other masks, doubly stochastic attention weights may not exist.
+    """
 
     def check(seen: Tensor) -> None:
         if not (torch.equal(seen, seen.mT) and bool(seen.diagonal(dim1=-2, dim2=-1).all())):

@@ -1,11 +1,12 @@
-"""The doubly stochastic P = diag(α) e^S diag(β) of scores S, with derivatives that need no iterations.
+"""Doubly stochastic attention weights, with derivatives that need no iterations.
 
-The rows and columns of P sum to one. If the scores change by dS, then P changes by dP = P ∘ Π dS. Here Π is
-the projection onto the orthogonal complement of all matrices a_i + b_j in the inner product Σ_ij P_ij M_ij
-M'_ij. The map dS ↦ dP is its own adjoint, so forward and backward mode are the same function. That function
-consists of differentiable operations on P, so derivatives of every order are available. They are the
-derivatives of the iterations' limit. Proof: documentation page "Enforce: layers with a constant that is
-proved", section "Sinkhorn attention with several heads".
+For scores S, the attention weights are P = diag(α) e^S diag(β). The rows and columns of P sum to one. If the
+scores change by dS, then P changes by dP = P ∘ Π dS. Here Π is the projection onto the orthogonal complement
+of all matrices a_i + b_j in the inner product Σ_ij P_ij M_ij M'_ij. The map dS ↦ dP is its own adjoint, so
+forward and backward mode are the same function. That function consists of differentiable operations on P, so
+derivatives of every order are available. They are the derivatives of the iterations' limit. Proof:
+documentation page "Enforce: layers with a constant that is proved", section "Sinkhorn attention with several
+heads".
 """
 
 from __future__ import annotations
@@ -34,10 +35,11 @@ _RIDGE = 1e-15
 def doubly_stochastic(
     scores: Float[Tensor, "*batch n n"], *, tolerance: float = 1e-10, max_iterations: int = 1000
 ) -> Float[Tensor, "*batch n n"]:
-    """Return P = diag(α) e^S diag(β) in float64 for scores S: rows sum to one, columns up to ``tolerance``.
+    """Return the doubly stochastic matrix P = diag(α) e^S diag(β) of scores S, in float64.
 
-    P is differentiable in forward and reverse mode and in every order. The iteration stops for each matrix
-    separately, so a result does not depend on the other matrices of the batch, up to rounding.
+    Rows sum to one up to rounding, and columns up to ``tolerance``. P is differentiable in forward and
+    reverse mode and in every order. The iteration stops for each matrix separately, so a result does not
+    depend on the other matrices of the batch, up to rounding.
 
     Parameters
     ----------
@@ -62,7 +64,10 @@ def doubly_stochastic(
 
 
 class _Scaling(torch.autograd.Function):
-    """The autograd function from scores S to P = diag(α) e^S diag(β), with derivatives from the limit P."""
+    """The autograd function from scores to doubly stochastic attention weights.
+
+    Its derivatives are computed from the weights alone, without differentiating the iterations.
+    """
 
     @staticmethod
     def forward(scores: Tensor, tolerance: float, max_iterations: int) -> Tensor:
@@ -93,10 +98,10 @@ class _Scaling(torch.autograd.Function):
 
 
 def _projected(p: Float[Tensor, "*batch n n"], m: Float[Tensor, "*batch n n"]) -> Float[Tensor, "*batch n n"]:
-    """Return the change of P if S changes by M: P ∘ (M − a_i − b_j), whose rows and columns sum to zero.
+    """Return the change of the doubly stochastic matrix P if the scores change by the matrix M.
 
-    a = r − P b, where r are the row sums of P ∘ M, and b solves (I − PᵀP) b = s − Pᵀ r, where s are its
-    column sums.
+    It is P ∘ (M − a_i − b_j), and its rows and columns sum to zero. Here a = r − P b, where r are the row
+    sums of P ∘ M. The vector b solves (I − PᵀP) b = s − Pᵀ r, where s are the column sums of P ∘ M.
     """
     weighted = p * m
     # Eliminating a leaves an n × n system for b.
@@ -107,11 +112,12 @@ def _projected(p: Float[Tensor, "*batch n n"], m: Float[Tensor, "*batch n n"]) -
 
 
 def _system(p: Float[Tensor, "*batch n n"]) -> Float[Tensor, "*batch n n"]:
-    """Return diag(c) − PᵀP, c the column sums of P, made invertible, for Newton steps and derivatives of P.
+    """Return the matrix of the linear systems for Newton steps and for derivatives of P.
 
-    The kernel consists of the constant vectors or, if P is block diagonal, of the vectors constant on each
-    block. Adding 1/n to all entries removes the constants, and the ridge handles the blocks. Adding a kernel
-    vector to a solution does not change the result.
+    It is diag(c) − PᵀP, where c are the column sums of P, made invertible. The kernel consists of the
+    constant vectors or, if P is block diagonal, of the vectors constant on each block. Adding 1/n to all
+    entries removes the constants, and the ridge handles the blocks. Adding a kernel vector to a solution does
+    not change the result.
     """
     system: Tensor = torch.diag_embed(p.sum(dim=-2) + _RIDGE) - p.mT @ p + 1 / p.shape[-1]
     return system
@@ -120,11 +126,11 @@ def _system(p: Float[Tensor, "*batch n n"]) -> Float[Tensor, "*batch n n"]:
 def _scaled(
     scores: Float[Tensor, "*batch n n"], tolerance: float, max_iterations: int
 ) -> Float[Tensor, "*batch n n"]:
-    """Return the doubly stochastic P by minimising Σ_i log Σ_j exp(S_ij + g_j) − Σ_j g_j over g = log β.
+    """Compute the doubly stochastic matrix of scores S by minimising a convex function.
 
-    The gradient of this convex function is c − 1, where c are the column sums. A Sinkhorn iteration never
-    increases the function. Therefore taking the best of several steps that include the Sinkhorn step
-    converges.
+    The function of g = log β is Σ_i log Σ_j exp(S_ij + g_j) − Σ_j g_j. Its gradient is c − 1, where c are the
+    column sums. A Sinkhorn iteration never increases the function. Therefore taking the best of several steps
+    that include the Sinkhorn step converges.
     """
     if bool((scores.isnan() | (scores == torch.inf)).any()):
         raise NonFiniteError("X", expected="finite scores", got="NaN or infinity")
@@ -150,7 +156,10 @@ def _scaled(
 
 
 def _newton(g: Tensor, p: Tensor) -> list[Tensor]:
-    """Return where Newton steps of several lengths lead from g = log β, since a full step may overshoot."""
+    """Return candidates for the new g = log β: the results of Newton steps of several lengths.
+
+    A full Newton step may overshoot.
+    """
     # The Hessian of the objective is diag(c) − PᵀP and its gradient is c − 1.
     step = torch.linalg.solve(_system(p), (p.sum(dim=-2) - 1)[..., None]).mT
     largest = step.abs().amax(dim=-1, keepdim=True)
@@ -158,7 +167,11 @@ def _newton(g: Tensor, p: Tensor) -> list[Tensor]:
 
 
 def _best(scores: Tensor, trials: list[Tensor], near: Tensor) -> Tensor:
-    """Return the trial g = log β with the lowest objective or, where ``near``, the best column sums of P."""
+    """Return the best of several candidates for g = log β.
+
+    It is the candidate with the lowest objective or, where ``near`` is True, the candidate whose column sums
+    are closest to one.
+    """
     if len(trials) == 1:
         return trials[0]
     ranks = []
@@ -174,7 +187,11 @@ def _best(scores: Tensor, trials: list[Tensor], near: Tensor) -> Tensor:
 
 
 def _normalised(scores: Tensor, g: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return log P for g = log β (rows sum to one), its log column sums, and max_j |column sum − 1|."""
+    """Return log P for given g = log β, and how far the column sums of P are from one.
+
+    The rows of P sum to one. The results are log P, the logarithms of the column sums, and the largest
+    |column sum − 1|.
+    """
     log_p = torch.log_softmax(scores + g, dim=-1)
     columns = torch.logsumexp(log_p, dim=-2, keepdim=True)
     return log_p, columns, torch.expm1(columns).abs().amax(dim=-1, keepdim=True)

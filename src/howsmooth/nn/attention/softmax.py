@@ -1,4 +1,4 @@
-"""Softmax attention divided by the smallest proved bound at its length and radius."""
+"""Softmax attention that is divided by its proved Lipschitz bound."""
 
 from __future__ import annotations
 
@@ -19,13 +19,14 @@ __all__ = ["SoftmaxAttention"]
 
 
 class SoftmaxAttention(LipschitzAttention):
-    """Softmax self-attention with a constant: torch.nn.MultiheadAttention divided by its bound.
+    """Softmax self-attention whose Lipschitz constant is at most a given number.
 
-    With ``constant=1`` it is the 1-Lipschitz attention that Castin, Ablin and Peyré suggest for Vision
-    Transformers, whose length is fixed and whose radius is set by a norm layer. The bound is Theorem A for
-    several heads, for the masks that the layer accepts. It is never above the bounds of
-    :func:`~howsmooth.bounds.best`. Without ``constant`` the layer computes the same function as
-    torch.nn.MultiheadAttention, and ``lipschitz_bound`` returns its bound.
+    It is torch.nn.MultiheadAttention, divided by its Lipschitz bound / ``constant``. With ``constant=1`` it
+    is the 1-Lipschitz attention that Castin, Ablin and Peyré suggest for Vision Transformers, whose length is
+    fixed and whose radius is set by a norm layer. The bound is Theorem A for several heads, for the masks
+    that the layer accepts. It is never above the bounds of :func:`~howsmooth.bounds.best`. Without
+    ``constant`` the layer computes the same function as torch.nn.MultiheadAttention, and ``lipschitz_bound``
+    returns its bound.
 
     Parameters
     ----------

@@ -25,7 +25,7 @@ Weights = Mapping[str, Tensor]
 
 
 class AttentionVariant(LipschitzAttention):
-    """Attention layer whose bound a subclass writes as one differentiable expression of the weights.
+    """Base class of attention layers that define their bound by one differentiable expression.
 
     A subclass defines ``_bound`` beside what :class:`LipschitzAttention` asks for.
     """
@@ -38,10 +38,11 @@ class AttentionVariant(LipschitzAttention):
 
     @abstractmethod
     def _bound(self, rows: VisibleRows, radius: float, weights: Weights) -> Tensor:
-        """Return the layer's bound before the division, a float64 scalar with a graph to the weights.
+        """Return the layer's Lipschitz bound, before the output is rescaled to ``constant``.
 
-        ``rows`` says how many keys each query sees under the layer's masks, ``radius`` is the largest norm of
-        a token, possibly infinite, and ``weights`` are in float64 on the CPU.
+        The result is a float64 scalar that is differentiable in the weights. ``rows`` says how many keys each
+        query sees under the layer's masks, ``radius`` is the largest norm of a token, possibly infinite, and
+        ``weights`` are in float64 on the CPU.
         """
 
     def _named_bound(self, log_formula: float, radius: float) -> Bound:
@@ -57,12 +58,15 @@ class AttentionVariant(LipschitzAttention):
         return math.inf if self.radius is None else self.radius
 
     def _cut(self, weight: Tensor) -> Tensor:
-        """Return a weight (heads · k, d) as (heads, k, d), or a bias (heads · k,) as (heads, k)."""
+        """Split a weight (heads · k, d) or a bias (heads · k,) into heads, along a new first axis."""
         heads: Tensor = weight.unflatten(0, (self.num_heads, -1))
         return heads
 
     def _attended(self, x: Tensor, weights: Weights) -> Tensor:
-        """Return the undivided output for tokens (batch, n, d), under the mask that every call applies."""
+        """Return the layer's output for tokens (batch, n, d), before it is rescaled to ``constant``.
+
+        The mask that every call applies is taken into account.
+        """
         # The map has the mask that every call applies; masks of single calls are not part of it.
         hidden = self.masking.always(x.shape[-2])
         added = None
@@ -97,17 +101,18 @@ def scaled_weights(weights: Weights, scale: float) -> dict[str, Tensor]:
 
 
 def in_double(weights: Weights) -> dict[str, Tensor]:
-    """Return the weights in float64 on the CPU, with their graph."""
+    """Return the weights in float64 on the CPU, differentiable in the given weights."""
     return {name: weight.to("cpu", torch.float64) for name, weight in weights.items()}
 
 
 def hull_radius(
     output: Tensor, values: Tensor, biases: tuple[Tensor | None, Tensor | None], radius: float
 ) -> float:
-    """Return an upper bound on the norm of an output token, |W_O ([c_h]_h + b_v) + b_O|.
+    """Return an upper bound on the norms of the output tokens of an attention layer.
 
-    The output c_h of head h is a mean of vectors V_h x with |x| <= ``radius``. ``output`` is W_O (d_out,
-    heads · k), ``values`` are the V_h (heads, k, d), and ``biases`` are b_v and b_O.
+    An output token is W_O (c + b_v) + b_O, where c joins the outputs c_h of all heads. The output c_h of head
+    h is a mean of vectors V_h x with |x| <= ``radius``. ``output`` is W_O (d_out, heads · k), ``values`` are
+    the V_h (heads, k, d), and ``biases`` are b_v and b_O.
     """
     blocks = output.unflatten(1, (len(values), -1)).transpose(0, 1)
     summed = torch.linalg.matrix_norm(blocks @ values, 2).sum()

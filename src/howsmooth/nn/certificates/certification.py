@@ -1,4 +1,7 @@
-"""The function certify: it multiplies the constants of a model's modules, or names a module without one."""
+"""The function ``certify``, which bounds the Lipschitz constant of a model.
+
+It multiplies the constants of the model's modules, or raises an error that names a module without a constant.
+"""
 
 from __future__ import annotations
 
@@ -64,7 +67,10 @@ def certify(model: nn.Module, length: int, radius: float) -> ModelCertificate:
 
 
 def _check(module: nn.Module, path: str) -> None:
-    """Raise an error if a module has half-precision weights, NaN or hooks, or computes no fixed function."""
+    """Raise an error if a module is in a state for which no constant can be certified.
+
+    Such states are half-precision weights, NaN, hooks, and dropout in training mode, for instance.
+    """
     # Only the module's own tensors are checked; its children have their turn.
     own = [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]
     for name, value in own:

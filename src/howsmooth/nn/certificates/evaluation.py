@@ -236,7 +236,7 @@ def _first(model: nn.Module) -> nn.Module:
 
 
 def _clipping(model: nn.Module, radius: float, *, whole: bool) -> nn.Sequential:
-    """Return the model with a projection onto the ball in front of its first module that gets tokens.
+    """Return the model with its input tokens projected onto the ball of ``radius``.
 
     If the model begins with a module that makes tokens from images, the projection follows that module.
     """

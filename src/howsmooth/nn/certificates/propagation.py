@@ -1,4 +1,7 @@
-"""Follow constants and token norms through a model, from module to module and into residual branches."""
+"""Compute the Lipschitz constant of a model from the constants of its modules.
+
+Tokens are followed from module to module, because a module's constant may depend on their number and norms.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +26,7 @@ __all__ = ["REWRITINGS", "Composite", "Row", "Walk", "walk"]
 
 @dataclass(frozen=True)
 class Row:
-    """One module's Lipschitz constant, with the numbers and largest norms of its input and output tokens.
+    """One row of a certificate's table: the Lipschitz constant of a module.
 
     Attributes
     ----------
@@ -54,7 +57,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Walk:
-    """The result of following tokens through a module: its constant, and a row for each module in it.
+    """The Lipschitz constant of a module, and a table row for each module inside it.
 
     Attributes
     ----------
@@ -85,7 +88,7 @@ class Composite(LipschitzModule):
 
     @abstractmethod
     def rows(self, length: int, radius: float, path: str, level: int) -> tuple[Row, ...]:
-        """Return the table rows of the module's children, and last the row of the module itself."""
+        """Return a table row for each module inside this one, and last the row of this module."""
 
     def lipschitz_bound(self, length: int, radius: float) -> Bound:
         """Return the Lipschitz bound that follows from the bounds of the module's children."""
@@ -101,7 +104,9 @@ class Composite(LipschitzModule):
 
 
 def walk(module: nn.Module, length: int, radius: float, path: str = "", level: int = 0) -> Walk:
-    """Follow tokens through a module; return its Lipschitz constant and a table row for each module in it.
+    """Compute the Lipschitz constant of a module, with a table row for each module inside it.
+
+    The module gets ``length`` tokens of norm at most ``radius``.
 
     Raises
     ------
@@ -135,13 +140,16 @@ def walk(module: nn.Module, length: int, radius: float, path: str = "", level: i
 
 
 def kind_of(module: nn.Module) -> type[nn.Module]:
-    """Return the class of a module before parametrisation, which replaces the class by a subclass."""
+    """Return the class that a module had before parametrizations were registered.
+
+    PyTorch then replaces the class of the module by a subclass.
+    """
     kind: type[nn.Module] = parametrize.type_before_parametrizations(module)
     return kind
 
 
 def refusal(module: nn.Module, path: str, reason: str, remedy: str = "") -> CertificateError:
-    """Return a CertificateError that names a module without a constant, and says why it has none."""
+    """Return the error that says why a module has no Lipschitz constant."""
     return CertificateError(path, kind=kind_of(module).__name__, reason=reason, remedy=remedy)
 
 

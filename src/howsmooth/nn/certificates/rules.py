@@ -21,7 +21,7 @@ _SOURCE = 'modules of PyTorch, howsmooth documentation, "Enforce"'
 
 @dataclass(frozen=True)
 class Reach:
-    """Upper bounds on a module's constant and on its output norms, and its number of output tokens.
+    """The Lipschitz constant of a module, and the tokens that it can return.
 
     ``constant`` bounds its Lipschitz constant and ``radius`` the norms of its output tokens; ``length`` is
     the number of output tokens.
@@ -39,7 +39,10 @@ Rule = Callable[[Any, int, float], Reach | str]
 
 
 def rule_of(kind: type[nn.Module]) -> Rule | None:
-    """Return the rule that gives the constant of modules of a class; None if its ``forward`` has no rule."""
+    """Return the rule that computes the Lipschitz constants of modules of a class.
+
+    The result is None if no rule covers the class, or if the class replaces a ``forward`` that a rule covers.
+    """
     for base in kind.__mro__:
         if base in _RULES:
             return _RULES[base] if kind.forward is base.forward else None  # type: ignore[attr-defined]

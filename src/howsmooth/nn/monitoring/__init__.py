@@ -1,1 +1,1 @@
-"""Monitoring of attention during training: inputs, measurements, records and their output."""
+"""Monitoring of the Lipschitz constants of attention layers during training."""

@@ -1,4 +1,4 @@
-"""Fast reading of a captured layer in later measurements, when only its weights have changed.
+"""Fast reading of an attention layer's weights, once their positions in the model are known.
 
 The first time, a layer is captured: its map is found and verified by running the layer several times. If
 every parameter of the map is a block of a weight of the model, the positions of the blocks are remembered.
@@ -32,7 +32,10 @@ _BIASES = {"query": "query_bias", "key": "key_bias", "value": "value_bias", "out
 
 @dataclass(frozen=True, eq=False)
 class _Block:
-    """The position of a block of rows in a (possibly transposed) weight, or of entries in a bias."""
+    """The position of consecutive rows of a weight, or of consecutive entries of a bias.
+
+    ``transposed`` tells whether they are rows of the transposed weight.
+    """
 
     module: nn.Module
     name: str
@@ -48,7 +51,10 @@ class _Block:
 
 @dataclass(eq=False)
 class Reading:
-    """Where a layer's weights are in the model, and which modules give its tokens and its output."""
+    """The positions of an attention layer's weights in the model, for reading the layer again.
+
+    The module ``owner`` gets the layer's tokens, and the module ``projection`` returns its output.
+    """
 
     name: str
     owner: nn.Module
@@ -81,7 +87,11 @@ class Reading:
             self.output.append(first_tensor(output).detach().clone())
 
     def read(self, scope: str) -> tuple[SelfAttention, TokenMap, Tensor] | None:
-        """Return attention, map of the scope, and tokens; None if the recorded output is another one."""
+        """Return the layer with its current weights, and the tokens that it got in the forward pass.
+
+        The results are the attention, the map that ``scope`` selects, and the tokens. The result is None if
+        the attention does not reproduce the layer's output in the forward pass.
+        """
         if len(self.given) != 1 or len(self.output) != 1:
             return None
         x = as_tokens(self.given.pop(), self.batch, self.batch_axis)
@@ -107,7 +117,10 @@ class Reading:
 
 
 def reading_of(read: VerifiedLayer) -> Reading | None:
-    """Return where a captured layer's weights are in the model; None if one is not a block of a weight."""
+    """Find the positions of an attention layer's weights in the model.
+
+    The result is None unless each weight of the layer consists of rows of exactly one weight of the model.
+    """
     f, call = read.found.map, read.self_attention.replay
     if not isinstance(f, SelfAttention) or f.feature_names():
         return None
@@ -148,7 +161,10 @@ def _matrices(root: nn.Module) -> list[tuple[nn.Module, str, Tensor]]:
 def _found(
     matrix: Tensor, bias: Tensor | None, weights: list[tuple[nn.Module, str, Tensor]]
 ) -> tuple[_Block, _Block | None] | None:
-    """Return the only block of a weight that equals the matrix (..., d), with its bias; otherwise None."""
+    """Find the rows of a weight of the model that equal ``matrix``, and the entries of their bias.
+
+    ``matrix`` is (..., d). The result is None unless there is exactly one match.
+    """
     flat = matrix.flatten(0, -2)
     found: list[tuple[_Block, _Block | None]] = []
     for module, name, weight in weights:

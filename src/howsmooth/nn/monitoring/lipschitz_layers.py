@@ -1,4 +1,4 @@
-"""The attention layers of howsmooth.nn in a model, as maps at the tokens of a forward pass."""
+"""Recording of a forward pass through the attention layers of howsmooth.nn in a model."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class OwnAttention:
     plain: bool = False
 
     def read(self, scope: str) -> tuple[Callable[[Tensor], Tensor], Tensor]:
-        """Return what the layer computed in this call as a map, and its tokens (batch, n, d).
+        """Return the function that the layer computed in this call, and its tokens (batch, n, d).
 
         Raises
         ------
@@ -66,14 +66,19 @@ class OwnAttention:
         return f"{type(self.module).__name__}{kind}{called}"
 
     def _as_called(self, x: Tensor) -> Tensor:
-        """Apply the layer to tokens x with the call's other arguments, without gradients in the weights."""
+        """Apply the layer to other tokens, with the other arguments of the recorded call.
+
+        The result has no gradients in the weights.
+        """
         weights = {name: weight.detach() for name, weight in self.module.named_parameters()}
         given = {**self.arguments, "query": x, "key": None, "value": None, "need_weights": False}
         output: Tensor = torch.func.functional_call(self.module, weights, (), given)[0]
         return output.to(x.dtype)
 
     def score_norm(self) -> float:
-        """Return max ‖A_h‖₂ over the heads, where scores without mask and clipping are ⟨A_h x_i + b_h, x_j⟩.
+        """Return the largest spectral norm of the score matrices A_h of the heads h.
+
+        Without mask and clipping, the scores are ⟨A_h x_i + b_h, x_j⟩.
 
         Raises
         ------
@@ -90,7 +95,7 @@ class OwnAttention:
         return score_norm(self.map)
 
     def bound(self) -> float | None:
-        """Return the proved bound at the layer's length and radius; None if the layer has no radius."""
+        """Return the layer's proved Lipschitz bound; None if the layer has no radius."""
         if self.module.radius is None:
             return None
         return float(self.module.lipschitz_bound(self.module.length, self.module.radius).value)
@@ -127,12 +132,18 @@ class OwnLayers:
         self.calls: list[OwnAttention] = []
 
     def outside(self, name: str) -> bool:
-        """Tell whether a module, given by its path, is no attention layer of howsmooth.nn and in none."""
+        """Tell whether a module lies outside all attention layers of howsmooth.nn.
+
+        ``name`` is the path of the module in the model.
+        """
         return not any(name == own or not own or name.startswith(f"{own}.") for own in self._modules)
 
     @contextmanager
     def hooked(self, on_call: Callable[[str], None]) -> Iterator[None]:
-        """Record calls of howsmooth.nn attention layers in the context; pass each path to ``on_call``."""
+        """Record the calls of the layers while the context is active.
+
+        For each call, ``on_call`` gets the path of the layer in the model.
+        """
         with ExitStack() as stack:
             for name, module in self._modules.items():
                 began = self._began(name, on_call)

@@ -41,7 +41,10 @@ class Accuracy:
     seed: int
 
     def at(self, f: Callable[[Tensor], Tensor], x: Tensor, step: int, index: int) -> LipschitzEstimate:
-        """Measure the local Lipschitz constant of f at x; seed, step and index fix the random start."""
+        """Measure the local Lipschitz constant of a function ``f`` at the tokens ``x``.
+
+        The random start depends only on ``seed``, ``step`` and ``index``.
+        """
         words = np.random.SeedSequence([self.seed, step, index]).generate_state(1, np.uint64)
         return local_lipschitz(
             f,
@@ -55,7 +58,10 @@ class Accuracy:
 
 @dataclass(eq=False)
 class _Layer:
-    """An attention layer as it was read at one of the probe inputs: its map and its tokens, or an error."""
+    """What is known about an attention layer at one of the monitor's inputs.
+
+    This is the layer's map and its tokens, or the error that prevented reading them.
+    """
 
     name: str
     #: The map that is measured, and its tokens. For captured layers, also the attention in the map, and its
@@ -74,7 +80,10 @@ class _Layer:
 
 @dataclass(eq=False)
 class _Row:
-    """An attention layer as it was read at all probe inputs, which together give one record."""
+    """What is known about an attention layer at all of the monitor's inputs.
+
+    From this, one record is computed.
+    """
 
     name: str
     parts: list[_Layer] = field(default_factory=list)
@@ -95,11 +104,11 @@ def measured(
     accuracy: Accuracy,
     strict: bool,
 ) -> list[MonitorRecord]:
-    """Measure every attention layer at all probe inputs, restore the model's state, and return records.
+    """Measure every attention layer at all of the monitor's inputs.
 
-    ``readings`` comes from the last measurement and is updated. An error in one layer becomes that layer's
-    row. An error before any layer is found becomes a row of the whole model. With ``strict`` errors are
-    raised instead.
+    The model's state is restored afterwards. ``readings`` comes from the last measurement and is updated. An
+    error in one layer becomes that layer's row. An error before any layer is found becomes a row of the whole
+    model. With ``strict`` errors are raised instead.
     """
     began = time.process_time()
     blank = MonitorRecord(step, None, "", scope, probes.words, probes.sequences)
@@ -166,7 +175,10 @@ def _layers(
 def _read_again(
     model: nn.Module, given: ModelInputs, known: list[tuple[int, Reading | int]], scope: str
 ) -> list[tuple[int, _Layer]] | None:
-    """Run the model, and read its layers where they were last time; None if one cannot be read there."""
+    """Run the model, and read its attention layers in the places where they were found before.
+
+    The result is None if a layer cannot be read in its old place.
+    """
     own = OwnLayers(model)
     began = time.process_time()
     captured = [reading for _, reading in known if isinstance(reading, Reading)]
@@ -205,7 +217,10 @@ def _indices(layers: Sequence[int], count: int) -> list[int]:
 
 
 def _read(place: OwnAttention | TracedLayer, model: nn.Module, given: ModelInputs, scope: str) -> _Layer:
-    """Read a layer as a map with its tokens; an exception is stored in the result instead of being raised."""
+    """Read an attention layer's map and its tokens.
+
+    An exception is stored in the result instead of being raised.
+    """
     began = time.process_time()
     try:
         if isinstance(place, OwnAttention):
@@ -227,7 +242,10 @@ def _read(place: OwnAttention | TracedLayer, model: nn.Module, given: ModelInput
 
 
 def _check_finite(place: TracedLayer) -> None:
-    """Raise NonFiniteError if a layer's weights or tokens are not finite; later errors would be vaguer."""
+    """Raise NonFiniteError if a layer's weights or tokens are not finite.
+
+    Without this check, a later and vaguer error would be raised.
+    """
     layer = place.layer
     for name, weight in layer.root.named_parameters():
         if not bool(weight.isfinite().all()):

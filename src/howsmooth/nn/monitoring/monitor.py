@@ -169,7 +169,10 @@ class LipschitzMonitor:
         return rows
 
     def attach(self, optimizer: torch.optim.Optimizer) -> RemovableHandle:
-        """Call :meth:`step` after every step of an optimizer, until ``remove()`` of the returned handle."""
+        """Call :meth:`step` after every step of an optimizer.
+
+        A call of ``remove()`` on the returned handle ends this.
+        """
 
         def stepped(*_: object) -> None:
             self.step()
@@ -177,7 +180,10 @@ class LipschitzMonitor:
         return optimizer.register_step_post_hook(stepped)
 
     def table(self) -> pd.DataFrame:
-        """Return all records so far as a table; constants of single sequences (``each``) are left out."""
+        """Return all records so far as a table.
+
+        The table does not contain the constants of single sequences (``each``).
+        """
         return table(self.records)
 
     def _send(self, record: MonitorRecord) -> None:

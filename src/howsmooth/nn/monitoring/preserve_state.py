@@ -1,4 +1,7 @@
-"""Running a model during training without changing the training: all state is restored to the last bit."""
+"""Running a model between two training steps without changing the training.
+
+All state is restored to the last bit.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +35,7 @@ def unwrapped(model: nn.Module) -> nn.Module:
 
 @contextmanager
 def unmarked(model: nn.Module) -> Iterator[None]:
-    """Return a context in which the model may run; afterwards its state and random states are restored.
+    """Restore the model's state and all random states at the end of the context.
 
     ``measurement_mode`` sets evaluation mode in each module, disables gradients, and restores PyTorch's
     random states on the CPU and on the model's device. This context manager also restores the random states

@@ -77,7 +77,10 @@ class MonitorRecord:
         return fields
 
     def scalars(self) -> dict[str, float]:
-        """Return the record's numbers that change during training, by name; missing ones are left out."""
+        """Return the record's measured numbers by name.
+
+        Missing numbers are left out.
+        """
         names = (
             "lipschitz", "lower", "upper", "lipschitz_mean", "bound", "score_norm", "entropy",
             "entropy_normalised", "radius_mean", "radius_max",
@@ -87,7 +90,10 @@ class MonitorRecord:
 
 
 def table(records: Iterable[MonitorRecord]) -> pd.DataFrame:
-    """Return a monitor's records as a table; constants of single sequences (``each``) are left out."""
+    """Return a monitor's records as a table.
+
+    The table does not contain the constants of single sequences (``each``).
+    """
     columns = [name for name in MonitorRecord.__dataclass_fields__ if name != "each"]
     frame = pd.DataFrame([record.as_dict() for record in records], columns=columns)
     words = {"name", "scope", "probes", "failure", "map", "method", "score_norm_missing", "entropy_missing"}

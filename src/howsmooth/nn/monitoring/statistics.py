@@ -1,4 +1,4 @@
-"""Statistics of an attention map besides its constant: norm of the score matrices, entropy of the rows."""
+"""Statistics of attention: norms of the score matrices and entropies of the attention weights."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ __all__ = ["Entropy", "score_norm"]
 
 
 def score_norm(f: TokenMap | None) -> float:
-    """Return the largest ‖A_h‖₂ over the heads, where scores are ⟨A_h x_i + b_h, x_j⟩.
+    """Return the largest spectral norm of the score matrices A_h of the heads h.
 
-    For softmax attention, A_h = scale · K_hᵀ Q_h. For L2 attention, A_h = 2 · scale · K_hᵀ Q_h, which is the
-    part of −scale · |Q x_i − K x_j|² that depends on both tokens.
+    The scores are ⟨A_h x_i + b_h, x_j⟩. For softmax attention, A_h = scale · K_hᵀ Q_h. For L2 attention, A_h
+    = 2 · scale · K_hᵀ Q_h, which is the part of −scale · |Q x_i − K x_j|² that depends on both tokens.
 
     Raises
     ------
@@ -72,7 +72,10 @@ class Entropy:
 
     @property
     def normalised(self) -> float | None:
-        """The mean entropy relative to uniform rows, from 0 to 1; None without rows of several keys."""
+        """The mean entropy relative to uniform attention weights, from 0 to 1.
+
+        It is None if no row sees several keys, or if the attention weights are unknown.
+        """
         there = self.normalised_rows and not self.missing
         return self.normalised_total / self.normalised_rows if there else None
 

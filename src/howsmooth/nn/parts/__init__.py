@@ -1,1 +1,1 @@
-"""Building blocks of models with a Lipschitz constant of one or with a known constant."""
+"""Building blocks of models, each with a known Lipschitz constant."""

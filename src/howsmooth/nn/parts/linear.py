@@ -84,7 +84,10 @@ class _ConstrainedLinear(LipschitzModule):
         return upper_bound(type(self).__name__, _SOURCE, self._norm(), check_ball(radius))
 
     def output_radius(self, length: int, radius: float) -> float:
-        """Return ‖W‖ r + ‖b‖, a bound on the norms of outputs for inputs of norm at most r = ``radius``."""
+        """Return an upper bound on the norms of output tokens, for inputs of norm at most ``radius``.
+
+        It is ‖W‖ · ``radius`` + ‖b‖ for the weight W and the bias b.
+        """
         check_length(length)
         shift = 0.0 if self.bias is None else norm_above("bias", self.bias[None])
         return rounded_up(times(self._norm(), check_ball(radius)) + shift)
@@ -102,7 +105,10 @@ class _ConstrainedLinear(LipschitzModule):
         return f"in_features={self.in_features}, out_features={self.out_features}"
 
     def _stored(self) -> Tensor:
-        """Return the unconstrained tensor from which PyTorch computes the weight; check its dtype."""
+        """Return the unconstrained tensor from which PyTorch computes the weight.
+
+        Its dtype is checked.
+        """
         stored = self.linear.parametrizations.weight.original  # type: ignore[union-attr]
         assert isinstance(stored, Tensor)
         if stored.dtype not in (torch.float32, torch.float64):
@@ -163,7 +169,7 @@ class OrthogonalLinear(_ConstrainedLinear):
 
 
 class SpectralLinear(_ConstrainedLinear):
-    """A linear map whose weight is divided by an estimate of its spectral norm; constant 1 or slightly more.
+    """A linear map whose weight is divided by an estimate of its spectral norm.
 
     ``torch.nn.utils.parametrizations.spectral_norm`` estimates the norm from below by power iterations during
     training, so the norm of the quotient is 1 or slightly more. The reported bound is computed from this
@@ -196,7 +202,10 @@ class SpectralLinear(_ConstrainedLinear):
 
     @torch.no_grad()
     def settle(self) -> None:
-        """Make the weight's spectral norm 1 up to rounding: its singular vectors are computed exactly."""
+        """Make the weight's spectral norm 1 up to rounding.
+
+        For this, the estimates of the leading singular vectors are replaced by the result of an SVD.
+        """
         chain: Any = self.linear.parametrizations["weight"]  # type: ignore[index]
         estimate = chain[0]
         left, _, right = torch.linalg.svd(chain.original, full_matrices=False)
@@ -210,7 +219,10 @@ class SpectralLinear(_ConstrainedLinear):
 
 @contextmanager
 def _as_it_is(linear: nn.Linear) -> Iterator[None]:
-    """Disable in the context the power iterations that run in training mode when the weight is read."""
+    """Disable PyTorch's power iterations while the context is active.
+
+    In training mode, they would run whenever the weight is read, and change the weight.
+    """
     stages = [stage for chain in linear.parametrizations.values() for stage in chain]  # type: ignore[operator]
     training = [stage.training for stage in stages]
     try:

@@ -22,7 +22,11 @@ _SOURCE = 'norm layers, howsmooth documentation, "Enforce"'
 
 
 class _LipschitzNorm(LipschitzModule):
-    """A norm layer x ↦ Γ φ(Hx) + β with gain Γ, where φ is 1-Lipschitz and H = I or H subtracts the mean."""
+    """Base class of norm layers with a known Lipschitz constant.
+
+    The layer is x ↦ Γ φ(Hx) + β, where H is the identity or subtracts the mean, φ is a function that
+    subclasses define, Γ is the diagonal matrix of the gain, and β is the shift.
+    """
 
     centred: bool
 
@@ -58,7 +62,10 @@ class _LipschitzNorm(LipschitzModule):
         return u * self._gain(self.gain) if self.shift is None else u * self._gain(self.gain) + self.shift
 
     def lipschitz_bound(self, length: int, radius: float) -> Bound:
-        """Return the layer's constant ‖ΓH‖ ≤ 1: Γ is the gain, and H is I or subtracts the mean."""
+        """Return the layer's Lipschitz constant.
+
+        It is ‖ΓH‖ ≤ 1, where Γ is the gain, and H is the identity or subtracts the mean.
+        """
         check_length(length)
         return upper_bound(type(self).__name__, _SOURCE, self._norm(), check_ball(radius))
 
@@ -108,10 +115,11 @@ class _LipschitzNorm(LipschitzModule):
 
 
 class CenterNorm(_LipschitzNorm):
-    """The layer x ↦ ΓHx + β = γ ∘ (x − mean(x)) + β with |γ| ≤ 1, whose constant is ‖ΓH‖ ≤ 1.
+    """A norm layer that subtracts the mean of each token, but does not divide by a norm.
 
-    H = I − 11ᵀ/d is a projection. LipsFormer (Qi et al. 2023) also multiplies by d/(d−1). With ``scaled`` the
-    layer does so, too, and its constant is larger by this factor.
+    The layer is x ↦ ΓHx + β = γ ∘ (x − mean(x)) + β with |γ| ≤ 1, and its constant is ‖ΓH‖ ≤ 1. H = I − 11ᵀ/d
+    is a projection. LipsFormer (Qi et al. 2023) also multiplies by d/(d−1). With ``scaled`` the layer does
+    so, too, and its constant is larger by this factor.
 
     Parameters
     ----------
@@ -142,7 +150,11 @@ class CenterNorm(_LipschitzNorm):
         self._factor = dim / (dim - 1) if self.scaled else 1.0
 
     def lipschitz_bound(self, length: int, radius: float) -> Bound:
-        """Return ‖ΓH‖ for the gain Γ and H = I − 11ᵀ/d, which subtracts means; times d/(d−1) if scaled."""
+        """Return the layer's Lipschitz constant.
+
+        It is ‖ΓH‖, where Γ is the gain and H = I − 11ᵀ/d subtracts the mean. With ``scaled`` it is multiplied
+        by d/(d−1).
+        """
         check_length(length)
         return upper_bound(
             type(self).__name__, _SOURCE, rounded_up(self._factor * self._norm()), check_ball(radius)
@@ -160,9 +172,10 @@ class CenterNorm(_LipschitzNorm):
 
 
 class _SmoothedNorm(_LipschitzNorm):
-    """A norm layer that maps h = x or h = x − mean(x) to r h / √(|h|² + r²), where r is ``floor``.
+    """Base class of norm layers that shorten long tokens and hardly change short ones.
 
-    It equals a usual norm layer with dε = r², times r/√d.
+    Without gain and shift, the layer maps h = x or h = x − mean(x) to r h / √(|h|² + r²), where r is
+    ``floor``. It equals a usual norm layer with dε = r², times r/√d.
     """
 
     def __init__(
@@ -237,10 +250,11 @@ class LipschitzRMSNorm(_SmoothedNorm):
 
 
 def norm_with_one(t: Tensor, joined: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
-    """Return √joined(|t|², 1) for tokens t (..., d), as (..., 1).
+    """Combine the squared norm of each token with the number 1, and return the square root.
 
-    ``joined`` is a homogeneous function of two numbers, such as + or max. Unlike |t|, the result is smooth at
-    t = 0, with all derivatives, and squares never overflow, because t is scaled first.
+    For tokens t (..., d), the result is √joined(|t|², 1), with shape (..., 1). ``joined`` is a homogeneous
+    function of two numbers, such as + or max. Unlike |t|, the result is smooth at t = 0, with all
+    derivatives, and squares never overflow, because t is scaled first.
     """
     # Dividing by the largest entry (at least 1) keeps squares in range; the factor s is restored at the end.
     s = t.detach().abs().amax(dim=-1, keepdim=True).clamp(min=1.0)

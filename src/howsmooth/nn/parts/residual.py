@@ -29,7 +29,10 @@ class _Residual(Composite):
         self.inner = inner
 
     def rows(self, length: int, radius: float, path: str, level: int) -> tuple[Row, ...]:
-        """Return the table rows of the branch's modules, one level deeper, and last the residual's row."""
+        """Return a table row for each module of the branch, and last the row of the residual.
+
+        The level of the branch's rows is higher by one.
+        """
         branch = walk(self.inner, length, radius, f"{path}.inner" if path else "inner", level + 1)
         if branch.length != length:
             raise refusal(self, path, f"adds {length} tokens to the {branch.length} that its branch returns")

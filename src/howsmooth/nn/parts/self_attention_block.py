@@ -1,4 +1,4 @@
-"""Self-attention as a module from tokens to tokens, for Sequential and residuals."""
+"""Self-attention as a module from tokens to tokens, which torch.nn.Sequential can contain."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Modules on sequences with constant 1: image patches, positions, class tokens, pooling and clipping."""
+"""1-Lipschitz modules on sequences of tokens, such as image patches, positions and pooling."""
 
 from __future__ import annotations
 

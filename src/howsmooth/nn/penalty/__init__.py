@@ -1,4 +1,4 @@
-"""Training penalties: the leading singular value of each attention layer, and JaSMin for comparison."""
+"""Training penalties that lower the local Lipschitz constants of attention layers."""
 
 from howsmooth.nn.penalty.directions import Directions
 from howsmooth.nn.penalty.jasmin import JasminPenalty, jasmin, softmax_jacobian_bound

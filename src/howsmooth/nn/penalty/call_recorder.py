@@ -20,7 +20,7 @@ _HALF = (torch.float16, torch.bfloat16)
 
 
 class _Tokens:
-    """Placeholder for the tokens X among the stored arguments of a call."""
+    """Placeholder for the tokens in the stored arguments of a call."""
 
 
 _X = _Tokens()
@@ -40,34 +40,49 @@ class Call:
 
     @property
     def members(self) -> Tensor:
-        """The call's tokens, one sequence per entry of the first axis, detached, in float32 or float64."""
+        """The call's tokens with the batch as first axis, detached from the autograd graph.
+
+        Half-precision tokens are converted to float32.
+        """
         return self.history.detach()
 
     @property
     def history(self) -> Tensor:
-        """The call's tokens, one sequence per entry of the first axis, with their autograd graph."""
+        """The call's tokens with the batch as first axis, and with their autograd graph.
+
+        Half-precision tokens are converted to float32.
+        """
         x = self.tokens
         return self.by_member(x.float() if x.dtype in _HALF else x)
 
     def by_member(self, t: Tensor) -> Tensor:
-        """Return a tensor in the layer's layout with its batch axis (added if missing) as the first axis."""
+        """Move the batch axis of a tensor to the front, or add the axis if it is missing.
+
+        ``t`` has the batch axis where the layer's tokens have it.
+        """
         if self.batch_axis is None:
             return t[None]
         return t.transpose(0, 1) if self.batch_axis == 1 else t
 
     def as_given(self, t: Tensor) -> Tensor:
-        """Return a tensor (members, ...) with its batch axis where the layer has it."""
+        """Move the first axis of a tensor to the place where the layer expects the batch axis.
+
+        If the layer was called without a batch axis, the first axis is removed.
+        """
         return t[0] if self.batch_axis is None else self.by_member(t)
 
     def run(self, module: nn.Module, x: Tensor) -> Tensor:
-        """Call a module with the recorded arguments, but with other tokens (members, ...)."""
+        """Call a module with other tokens, and with all other arguments as recorded.
+
+        The batch is the first axis of the tokens and of the result.
+        """
         given = self.as_given(x)
         leaves = [given if leaf is _X else _as(leaf, given) for leaf in self.leaves]
         args, kwargs = tree_unflatten(leaves, self.tree)
         return self.by_member(_first_tensor(self.name, module(*args, **kwargs)))
 
     def first(self, members: int) -> Call:
-        """Return this call restricted to the first ``members`` sequences of its batch.
+        """Return this call with only the first ``members`` sequences of the batch.
 
         It is not known which arguments have one entry for each sequence. Tensors whose first axis has the
         size of the batch, or a multiple of it, are cut. :meth:`check_first` checks by the output whether this
@@ -95,7 +110,7 @@ class Call:
         return replace(self, tokens=self.tokens.narrow(axis, 0, members), leaves=leaves, versions=versions)
 
     def check_first(self, module: nn.Module, members: int) -> None:
-        """Raise ArgumentError if the call cannot be restricted to its first ``members`` sequences."""
+        """Raise ArgumentError if the first ``members`` sequences give another output on their own."""
         alone = self.first(members)
         if alone is self:
             return
@@ -124,7 +139,9 @@ class Call:
 
 
 class Recorder:
-    """Records the calls of some layers in each forward pass of a model with gradients.
+    """Records the calls of some layers in each forward pass of a model.
+
+    Forward passes without gradients are not recorded.
 
     Parameters
     ----------
@@ -208,7 +225,10 @@ class Recorder:
 
 
 def _counts() -> bool:
-    """Tell whether the current forward pass is to be recorded: with gradients, not redone by a checkpoint."""
+    """Tell whether the current forward pass should be recorded.
+
+    It should not if gradients are disabled, or if a checkpoint repeats it during a backward pass.
+    """
     # A task id other than −1 means that a backward pass is running, in which checkpoints call layers again.
     return torch.is_grad_enabled() and torch._C._current_graph_task_id() == -1
 
@@ -270,7 +290,7 @@ def _may_be_tokens(leaf: Any) -> bool:
 
 
 def _is_cache(value: Any) -> bool:
-    """Tell whether a value is a cache to which a call would write keys and values."""
+    """Tell whether a value is a cache of keys and values, which a call would extend."""
     return hasattr(value, "get_seq_length") and hasattr(value, "update")
 
 
@@ -294,7 +314,9 @@ def _first_tensor(name: str, output: Any) -> Tensor:
 
 
 def attention_layers(model: nn.Module, layers: Sequence[str] | None) -> dict[str, nn.Module]:
-    """Return a model's modules with given paths or patterns; with None, the innermost attention modules.
+    """Return the modules of a model that a list of paths or patterns selects.
+
+    None selects the innermost modules whose class name contains "attention".
 
     Raises
     ------

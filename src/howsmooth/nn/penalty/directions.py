@@ -15,11 +15,12 @@ __all__ = ["Directions"]
 
 
 class Directions:
-    """Estimated singular vectors, one for each index in the batch, from which the next step starts.
+    """Stored estimates of singular vectors, one for each index of the batch.
 
-    A smaller batch uses the first vectors and keeps the others. In a larger batch, the additional places
-    start at random. For sequences of another length, each vector is cut, or continued with random numbers.
-    For outputs of another shape, all vectors start at random again.
+    The next training step starts from these vectors. A smaller batch uses the first vectors and keeps the
+    others. In a larger batch, the additional places start at random. For sequences of another length, each
+    vector is cut, or continued with random numbers. For outputs of another shape, all vectors start at random
+    again.
 
     Parameters
     ----------
@@ -59,7 +60,10 @@ class Directions:
     def recall(
         self, members: int, shape: tuple[int, ...], like: Tensor
     ) -> tuple[Tensor, Bool[Tensor, " members"]]:
-        """Return the stored vectors (members, *shape), and a mask of the members that have none."""
+        """Return the stored vectors, and a mask of the batch indices that have none.
+
+        The vectors have shape (members, *shape); a missing vector is zero.
+        """
         left = self._left
         if left is not None and tuple(left.shape[1:]) != shape:
             left = self._left = self._relengthened(left, shape)
@@ -87,7 +91,10 @@ class Directions:
         return torch.where(length > 0, left / length, torch.zeros_like(left))
 
     def keep(self, left: Tensor) -> None:
-        """Store vectors (members, ...), normalised, for the next step; skip zero or non-finite ones."""
+        """Normalise vectors (members, ...) and store them for the next training step.
+
+        A vector that is zero or not finite does not replace the old vector.
+        """
         left = left.detach()
         length = left.flatten(1).norm(dim=1).view(-1, *(1,) * (left.ndim - 1))
         good = torch.isfinite(length) & (length > 0)

@@ -22,11 +22,12 @@ __all__ = ["JasminPenalty", "jasmin", "softmax_jacobian_bound"]
 
 
 def softmax_jacobian_bound(probabilities: Float[Tensor, "*rows keys"], k: int = 1) -> Float[Tensor, "*rows"]:
-    """Return g_k(p) = p₍ₖ₎ (1 − p₍ₖ₎ + p₍ₖ₊₁₎) for each row p, where p₍ₖ₎ is its k-th largest entry.
+    """Return the number g_k of each row of probabilities; g_1 bounds the Jacobian of the softmax.
 
-    g_1 bounds the norm ‖diag(p) − p pᵀ‖ of the softmax's Jacobian: see
-    :func:`howsmooth.bounds.yudin_theorem_3` and its proof on the documentation page "Certificates at given
-    tokens". If a row has fewer than k or k + 1 entries, the missing ones count as zero.
+    The number is g_k(p) = p₍ₖ₎ (1 − p₍ₖ₎ + p₍ₖ₊₁₎), where p₍ₖ₎ is the k-th largest entry of the row p. g_1
+    bounds the norm ‖diag(p) − p pᵀ‖ of the softmax's Jacobian: see :func:`howsmooth.bounds.yudin_theorem_3`
+    and its proof on the documentation page "Certificates at given tokens". If a row has fewer than k or k + 1
+    entries, the missing ones count as zero.
     """
     _check_probabilities(probabilities)
     _check_k(k, 1)

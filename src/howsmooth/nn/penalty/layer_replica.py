@@ -1,4 +1,7 @@
-"""Replicas of a layer with the same parameters, on which a penalty can compute without changing the layer."""
+"""Copies of a layer that share its parameters.
+
+A penalty runs the copy, so that the layer itself does not change.
+"""
 
 from __future__ import annotations
 
@@ -89,7 +92,10 @@ def replica(layer: nn.Module, name: str) -> nn.Module:
 
 @contextmanager
 def drawing_nothing(name: str, device: torch.device) -> Iterator[None]:
-    """Raise ArgumentError if the layer draws random numbers in the context, and restore the random state."""
+    """Raise ArgumentError if random numbers were drawn while the context was active.
+
+    The random state is restored at the end.
+    """
     devices = [device] if device.type == "cuda" else []
     with torch.random.fork_rng(devices):
         before = _random_state(devices)

@@ -42,7 +42,10 @@ class LayerReport:
 
 @dataclass(frozen=True, eq=False)
 class PenaltyReport:
-    """The singular values of all layers in one step of a penalty; lower estimates until they converge."""
+    """The leading singular values of all layers in one step of a penalty.
+
+    They are lower estimates until they have converged.
+    """
 
     layers: tuple[LayerReport, ...]
     rtol: float

@@ -29,10 +29,10 @@ CONFIDENCE = 0.999
 
 
 class Pair(LinearOperator):
-    """Products with J and Jᵀ for the Jacobian J of ``f`` at ``x``, from one graph in reverse mode.
+    """The Jacobian J of a function at a point, as a linear operator with products J v and Jᵀu.
 
-    Products J v come from differentiating Jᵀu by u. Forward mode is not used, because PyTorch's safe softmax
-    cannot be differentiated again in forward mode.
+    Both products use one autograd graph in reverse mode. Products J v come from differentiating Jᵀu by u.
+    Forward mode is not used, because PyTorch's safe softmax cannot be differentiated again in forward mode.
 
     Parameters
     ----------
@@ -80,7 +80,10 @@ class Pair(LinearOperator):
         return self.push_forward(self._transposed, self._zero, e)
 
     def push_forward(self, g: Tensor, u: Tensor, v: Tensor) -> Tensor:
-        """Return J v for the Jacobian J of f, given g = Jᵀu from :meth:`pull_back`."""
+        """Return J v for the Jacobian J of f.
+
+        ``g`` is the product Jᵀu that :meth:`pull_back` returned for ``u``.
+        """
         with _as_derivative_errors():
             (jv,) = torch.autograd.grad(g, u, v, retain_graph=True)
         return jv.detach()
@@ -94,11 +97,11 @@ class Pair(LinearOperator):
         return t if self._real is None else t * self._real.view(*self._real.shape, *(1,) * (t.ndim - 2))
 
     def improved(self, u: Tensor, steps: int) -> Tensor:
-        """Return better left singular vectors of J, from Krylov spaces of u with ``steps`` products J Jᵀ.
+        """Return better approximations of leading left singular vectors of J than ``u``.
 
-        This is the Rayleigh–Ritz method: orthonormal v_1, …, v_k span Jᵀu, (JᵀJ) Jᵀu, …, and the result is
-        the leading left singular vector of J on their span. All members are computed at once, without an
-        interval.
+        They lie in Krylov spaces of u, and cost ``steps`` products with J Jᵀ. This is the Rayleigh–Ritz
+        method: orthonormal v_1, …, v_k span Jᵀu, (JᵀJ) Jᵀu, …, and the result is the leading left singular
+        vector of J on their span. All members are computed at once, without an interval.
         """
         rights: list[Tensor] = []
         images: list[Tensor] = []
@@ -119,9 +122,10 @@ class Pair(LinearOperator):
         return unit((best[:, None] @ stacked)[:, 0].view(-1, *self.out_shape))
 
     def refined(self, start: Tensor, steps: int, rtol: float) -> tuple[Tensor, Tensor]:
-        """Return left singular vectors of J after some Golub–Kahan steps, and upper limits of the norm of J.
+        """Compute leading left singular vectors of J by some Golub–Kahan steps.
 
-        If ``start`` was drawn at random, the limits hold with probability 0.999.
+        The second result contains upper limits of ‖J‖. If ``start`` was drawn at random, the limits hold with
+        probability 0.999.
         """
         # The error of a singular value is of the order of the squared residual.
         narrow = max(rtol**2, 16 * torch.finfo(self.dtype).eps)
@@ -133,7 +137,9 @@ class Pair(LinearOperator):
 
 @dataclass(frozen=True, eq=False)
 class SingularValue:
-    """The leading singular value at each member of a batch after one step; lower estimates until converged.
+    """Estimates of the leading singular values of a batch of Jacobians.
+
+    They are lower estimates until they have converged.
 
     Attributes
     ----------
@@ -177,7 +183,7 @@ def leading_singular_value(
     rtol: float = 1e-2,
     seed: int = 0,
 ) -> SingularValue:
-    """Return the leading singular value of the Jacobian of ``f`` at each member of ``X``, differentiably.
+    """Estimate the leading singular value of the Jacobian of ``f`` at each input, differentiably.
 
     Each step is one product with JᵀJ, starting from the direction of the last step. The value is
     differentiable in the weights of ``f``, and in X if X requires gradients. Its gradient is exact if the
@@ -239,7 +245,11 @@ def leading_singular_value(
 
 
 def begin(pair: Pair, state: Directions, steps: int, first_steps: int, rtol: float) -> tuple[Tensor, Tensor]:
-    """Return estimates u of left singular vectors to start with, and upper limits of ‖J‖ if u is random."""
+    """Return the left singular vectors with which a training step starts.
+
+    They come from ``state``, or from a random start for batch indices that have no stored vector. The second
+    result contains upper limits of ‖J‖, which are infinite without a random start.
+    """
     u, cold = state.recall(pair.batch, pair.out_shape, pair.y)
     upper = torch.full((pair.batch,), torch.inf, dtype=torch.float64)
     if not bool(torch.isfinite(pair.y.detach()).all()):
@@ -257,9 +267,9 @@ def begin(pair: Pair, state: Directions, steps: int, first_steps: int, rtol: flo
 
 
 def relative_residual(jv: Tensor, u: Tensor) -> Tensor:
-    """Return |J v − σ u| / σ of singular pairs, given u and a positive multiple of J v.
+    """Return the relative residuals |J v − σ u| / σ of approximate singular pairs of Jacobians J.
 
-    Since v is the normalised Jᵀu, σ = ⟨u, J v⟩.
+    ``jv`` is a positive multiple of J v. Since v is the normalised Jᵀu, σ = ⟨u, J v⟩.
     """
     along = (jv * u).flatten(1).sum(1)
     shape = (-1, *(1,) * (jv.ndim - 1))
@@ -269,7 +279,7 @@ def relative_residual(jv: Tensor, u: Tensor) -> Tensor:
 
 
 def unit(t: Tensor) -> Tensor:
-    """Return each member of a batch divided by its norm; members that are zero stay zero."""
+    """Divide each tensor of a batch by its norm; zero tensors stay zero."""
     length = t.flatten(1).norm(dim=1).view(-1, *(1,) * (t.ndim - 1))
     return torch.where(length > 0, t / length, torch.zeros_like(t))
 
@@ -281,7 +291,7 @@ def check_finite(value: Tensor) -> None:
 
 
 def check_steps(steps: object, first_steps: object, rtol: object) -> None:
-    """Raise ArgumentError unless the numbers of steps and the tolerance are valid."""
+    """Raise ArgumentError unless ``steps``, ``first_steps`` and ``rtol`` are valid."""
     for name, number, least in (("steps", steps, 1), ("first_steps", first_steps, 2)):
         if isinstance(number, bool) or not isinstance(number, int) or number < least:
             raise ArgumentError(name, expected=f"an integer >= {least}", got=repr(number))

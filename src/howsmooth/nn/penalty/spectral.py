@@ -38,7 +38,7 @@ _REDUCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 class SpectralPenalty:
-    """The local Lipschitz constants of a model's layers at the current batch, as a number to minimise.
+    """A training penalty on the local Lipschitz constants of a model's layers at the current batch.
 
     Hooks record the inputs of the layers during the model's forward pass. ``penalty()`` then returns the
     penalty at these inputs, with its gradient in the weights of each layer::
@@ -197,7 +197,7 @@ class SpectralPenalty:
 
     @property
     def report(self) -> PenaltyReport:
-        """The report of the last call: values, residuals, and which pairs have converged.
+        """The singular values of the last call, and whether they have converged.
 
         Raises
         ------
@@ -212,11 +212,12 @@ class SpectralPenalty:
     def measure(
         self, *, rtol: float = 1e-3, confidence: float = 0.999, max_iterations: int = 200, seed: int = 0
     ) -> dict[str, LipschitzEstimate]:
-        """Measure each layer's Lipschitz constant at the last forward pass's inputs, with an interval.
+        """Measure each layer's local Lipschitz constant, with an interval of given confidence.
 
-        The measurement is :func:`howsmooth.local_lipschitz` from random starts, on the same replicas as the
-        penalty, in evaluation mode and with all tokens of every sequence. It costs about ten to a hundred
-        products with JᵀJ. The directions of the penalty do not change.
+        The constant is measured at the inputs of the last forward pass. The measurement is
+        :func:`howsmooth.local_lipschitz` from random starts, on the same replicas as the penalty, in
+        evaluation mode and with all tokens of every sequence. It costs about ten to a hundred products with
+        JᵀJ. The directions of the penalty do not change.
 
         Parameters
         ----------
@@ -309,14 +310,17 @@ class SpectralPenalty:
 
 
 def _gradients(g: Tensor, v: Tensor, shares: Tensor, by: list[Tensor]) -> list[Tensor | None]:
-    """Return the derivatives by the tensors ``by`` of Σ_b shares_b ⟨g_b, v_b⟩, weighted singular values."""
+    """Return the derivatives of a weighted sum of singular values with respect to given tensors.
+
+    The sum is Σ_b shares_b ⟨g_b, v_b⟩ over the indices b of the batch, and ``by`` lists the tensors.
+    """
     cotangent = v * shares.view(-1, *(1,) * (v.ndim - 1))
     found: tuple[Tensor | None, ...] = torch.autograd.grad(g, by, cotangent, allow_unused=True)
     return list(found)
 
 
 class _Known(torch.autograd.Function):
-    """An autograd function that returns a number, and in backward gradients that were computed before."""
+    """An autograd function whose value and gradients have been computed before."""
 
     @staticmethod
     def forward(ctx: Any, value: Tensor, gradients: list[Tensor | None], *inputs: Tensor) -> Tensor:
@@ -330,7 +334,10 @@ class _Known(torch.autograd.Function):
 
 
 def _real(tokens: Tensor | None, x: Tensor) -> Tensor | None:
-    """Return the mask of tokens that are not padding, as numbers 0 and 1, after checking its shape."""
+    """Return a mask with 1 for tokens that count and 0 for padding.
+
+    The shape of ``tokens`` is checked.
+    """
     if tokens is None:
         return None
     if not isinstance(tokens, Tensor) or tokens.shape != x.shape[:2]:
