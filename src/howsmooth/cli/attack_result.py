@@ -19,7 +19,10 @@ __all__ = ["attacks_as_json", "show_attacks"]
 
 
 def attacks_as_json(published: AttackOutputs, outcome: Outcome, folder: Path) -> str:
-    """Return the constants that attacks found as one JSON object; a value that overflows is null."""
+    """Return the results of attacks as one JSON object.
+
+    A value that overflows is null.
+    """
     return as_json(
         out=folder,
         seconds=round(outcome.seconds, 3),
@@ -39,7 +42,10 @@ def attacks_as_json(published: AttackOutputs, outcome: Outcome, folder: Path) ->
 
 
 def show_attacks(published: AttackOutputs, outcome: Outcome, folder: Path) -> None:
-    """Print the constants found in each attention, their growth with n, and the paths of the files."""
+    """Print the largest Lipschitz constants that the attacks on each attention found.
+
+    Then print how these constants grow with the number n of tokens, and the paths of the written files.
+    """
     label = readable(str(published.identity.get("source", "")))
     place = itemgetter("layer", "head")
     fits = [row for row in plain_rows(published.exponents) if not row["note"]]

@@ -43,7 +43,7 @@ def bound(
     json: JsonOption = False,
     quiet: SilentOption = False,
 ) -> int:
-    """Bound the Lipschitz constant of attention by every theorem available, beside the measured constant."""
+    """Compare every available bound on the Lipschitz constant of attention with the measured constant."""
     from howsmooth.cli.bound_result import bounds_as_json, show_bounds
     from howsmooth.study.attention_sources import open_attention_source
     from howsmooth.study.bound_tables import bound_all, bounds_frame

@@ -65,7 +65,10 @@ def forecast_as_json(found: Forecast, folder: Path, *, published: bool) -> str:
 
 
 def show_forecast(found: Forecast, folder: Path, *, published: bool) -> None:
-    """Print the expected time and memory at each length, for each model, text and scope, and in all."""
+    """Print tables of the expected time and memory of a run, and the totals.
+
+    There is a table for each model, text and scope, with a row for each length.
+    """
     for (model, text, scope), parts in groupby(found.parts, key=attrgetter("model", "text", "scope")):
         say(f"{readable(model)}, {readable(text)}, {scope}:")
         rows = [
@@ -103,7 +106,10 @@ def show_forecast(found: Forecast, folder: Path, *, published: bool) -> None:
 
 
 def short(seconds: float) -> str:
-    """Format a time in seconds, with two digits if it is below ten, else as :func:`duration` does."""
+    """Format a time in seconds, with two significant digits if it is below ten seconds.
+
+    Longer times are formatted by :func:`duration`.
+    """
     return f"{seconds:.2g} s" if seconds < 9.95 else duration(seconds)
 
 

@@ -62,7 +62,10 @@ def flow_as_json(
 def show_flow(
     system: System, outcome: Outcome, ending: Ending | None, published: FlowOutputs, folder: Path
 ) -> None:
-    """Print how far a flow's tokens cluster at six times, how the flow ended, and the paths of the files."""
+    """Print how far the tokens of a flow cluster at several times, and how the flow ended.
+
+    The paths of the written files come last.
+    """
     n, d = system.x.shape
     heading(f"\n{readable(system.label)}: {readable(system.title, longest=200)}")
     paragraph(f"{n} tokens in dimension {d}, until t = {_last(published):.6g}\n")

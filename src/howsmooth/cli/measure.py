@@ -1,4 +1,4 @@
-"""The command ``howsmooth measure``: measure models on inputs; write a store, tables, figures, a report."""
+"""The command ``howsmooth measure``: measure models on inputs, and write the results into a folder."""
 
 from __future__ import annotations
 

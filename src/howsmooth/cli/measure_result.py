@@ -25,7 +25,9 @@ _INTERVAL = f"{LEVEL * 100:.0f} % interval"
 
 
 def measured_as_json(plan: Plan, outcome: Outcome, published: Outputs, folder: Path) -> str:
-    """Return the exponents, counts, settings and files of a measured study as one JSON object.
+    """Return the results of a study as one JSON object.
+
+    It contains the exponents of the growth with the length, numbers of measurements, settings and files.
 
     ``measurements``, ``bounds`` and ``published`` count the rows that this command asked for. ``exponents``,
     ``models`` and ``texts`` describe the whole store.
@@ -67,7 +69,10 @@ def _counts(outcome: Outcome, kind: type[Row]) -> dict[str, Any]:
 
 
 def show_measured(plan: Plan, outcome: Outcome, published: Outputs, folder: Path) -> None:
-    """Print the fitted exponents, the counts of measurements, and the paths of the files."""
+    """Print the exponents with which the measured constants grow with the length.
+
+    Then print the numbers of measurements and the paths of the written files.
+    """
     labels = {model.label for model in plan.models}
     rows = [row for row in plain_rows(published.exponents) if row["model"] in labels]
     say("\nThe constant grows like n to the power:")
@@ -110,7 +115,10 @@ def _count_sentences(outcome: Outcome) -> Iterator[str]:
 
 
 def _exponent(row: dict[str, Any]) -> tuple[str, str]:
-    """Return a fitted exponent and its interval as text; without a fit, the reason and an empty string."""
+    """Return a fitted exponent and its interval as two strings.
+
+    Without a fit, return the reason and an empty string.
+    """
     if row["note"]:
         return row["note"], ""
     return decimal(row["slope"], 3), f"{decimal(row['low'], 3)} to {decimal(row['high'], 3)}"
@@ -125,7 +133,7 @@ def _show_exponents(rows: list[dict[str, Any]]) -> None:
 
 
 def _show_compared(compared: pd.DataFrame) -> None:
-    """Print the exponents of the values of the paper's published code and of the corrected constant."""
+    """Print the exponents fitted to the published code's values and to the corrected constants."""
     place = itemgetter("model", "text", "layer")
     for (model, text, layer), family in groupby(plain_rows(compared), key=place):
         heading(f"\nAs published: {readable(model)}, layer {layer}, text {readable(text)}")

@@ -98,7 +98,10 @@ def command(
 
 
 def _above(paragraph: str) -> str:
-    """Put the explanation of an example on a line above it, so that the line of the command can be copied."""
+    """Move the explanation of an example command onto a line above the command.
+
+    The line of the command can then be copied.
+    """
     example, end, told = paragraph.partition("[/]  ")
     return f"{told}:\n\n{example}[/]" if end else paragraph
 
@@ -117,7 +120,7 @@ def use_threads(count: int | None) -> None:
 
 
 def refuse_workers(executor: str | None, option: str) -> None:
-    """Refuse ``--executor`` beside an option such as ``--status``, with which nothing is measured.
+    """Refuse ``--executor`` together with an option that measures nothing, such as ``--status``.
 
     Raises
     ------
@@ -144,7 +147,10 @@ def _flag(field: str, option: Option) -> str:
 def _parameters(
     plan: type[Options], defaults: Mapping[str, Any] | None, without: Sequence[str]
 ) -> Iterator[inspect.Parameter]:
-    """Yield a typer parameter for each field of a plan class; without ``defaults`` none has a default."""
+    """Yield a typer parameter for each field of a plan class.
+
+    If ``defaults`` is None, no parameter has a default value.
+    """
     for field in dataclasses.fields(plan):
         if field.name in without:
             continue
@@ -176,6 +182,9 @@ def _parameters(
 
 
 def _given(plan: type[Options], values: dict[str, Any], without: Sequence[str]) -> dict[str, Any]:
-    """Remove the fields of a plan class from ``values``; return them without None and empty lists."""
+    """Take the fields of a plan class out of ``values``, and return the ones that the user gave.
+
+    The value of an omitted option is None or an empty list.
+    """
     taken = {name: values.pop(name) for name in set(options_of(plan)) - set(without)}
     return {name: value for name, value in taken.items() if value is not None and value != []}

@@ -80,7 +80,10 @@ def carry_out(
 
 @contextmanager
 def means_of(execution: Execution, display: Listener, *, keep_going: bool = False) -> Iterator[Means]:
-    """Yield how to carry out tasks, with the workers and threads asked for; stop the workers at the end."""
+    """Start the workers that were asked for, and stop them when the context ends.
+
+    Yields the ``Means`` with which tasks are carried out.
+    """
     from howsmooth.study.executors import opened_executor, threads_each
     from howsmooth.study.runner import Means
 
@@ -90,7 +93,7 @@ def means_of(execution: Execution, display: Listener, *, keep_going: bool = Fals
 
 
 def _beside(plan: Plan) -> list[Callable[[OpenStudy], Work]]:
-    """List what to measure beside the constants: the values of the paper's published code, if asked for."""
+    """List the additional measurements of a plan: the values of the paper's published code, or none."""
     if not plan.as_published:
         return []
     from howsmooth.paper.published import parse_items

@@ -106,7 +106,7 @@ class ProfilePlan(Options):
 def profile(
     plan: ProfilePlan, execution: Execution, json: JsonOption = False, quiet: SilentOption = False
 ) -> int:
-    """Rank the layers and heads of a model by their Lipschitz constants at one input, and name its tokens."""
+    """Rank a model's layers and heads by Lipschitz constant at one input, and show the sensitive tokens."""
     from howsmooth.cli.terminal_output import as_json, say
     from howsmooth.models import load_model
     from howsmooth.profiling import page
@@ -151,7 +151,7 @@ def profile(
 
 
 def _layers(plan: ProfilePlan, loaded: Any) -> tuple[int, ...] | None:
-    """Return the indices of the chosen layers; None for all, which leaves out cross-attention."""
+    """Return the indices of the chosen layers, or None for all self-attention layers."""
     if loaded.layers is None or not plan.layers.items:
         return None
     return plan.layers.resolve(loaded.layers, plan.model, "layers")

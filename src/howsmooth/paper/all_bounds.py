@@ -90,7 +90,7 @@ _SCOPES = {"head": "one head", "attention": "all heads and the output projection
 
 
 def measure(context: FigureContext) -> pd.DataFrame:
-    """Compute every bound on each layer beside its measured constant, at a sequence of each text and length.
+    """Compute all bounds on each layer at real sequences, and measure the constants there.
 
     Returns
     -------
@@ -134,7 +134,10 @@ def measure(context: FigureContext) -> pd.DataFrame:
 
 
 def _rows(here: PreparedModel, subject: Subject, tokens: torch.Tensor, scope: str) -> list[Row]:
-    """Return every bound on a layer at one sequence beside its constant, for each head or for all heads."""
+    """Compute all bounds on a layer at one sequence, and measure the constant there.
+
+    ``scope`` says whether single heads or the whole attention is bounded.
+    """
     rows: list[Row] = []
     for site in here.sites(subject, tokens, scope):
         x = site.x[0].detach().cpu()
@@ -171,7 +174,11 @@ def _logs(values: pd.Series) -> pd.Series:
 
 
 def show(rows: pd.DataFrame, folder: Path) -> Finding:
-    """Draw bound / measured constant for each scope; say which bounds are tightest and if any is violated."""
+    """Draw the ratio of each bound to the measured constant, and name the tightest bounds.
+
+    There is one picture for each scope (single heads or whole attentions). The sentences also say whether a
+    bound is violated.
+    """
     pictures = [
         _picture(part, folder, str(scope))
         for scope, part in rows.groupby("scope", sort=False)
@@ -196,7 +203,10 @@ def display_name(name: str) -> str:
 
 
 def _picture(rows: pd.DataFrame, folder: Path, scope: str) -> plotting.Picture:
-    """Draw bound / measured constant as dots, one row for each bound, ordered by kind and median ratio."""
+    """Draw the ratios of bound to measured constant as dots, in one row for each bound.
+
+    The rows are ordered by the kind of the bound, then by the median ratio.
+    """
     drawn = rows[(rows["holds"] | (rows["name"] == AS_CODED)) & np.isfinite(rows["log_ratio"])]
     drawn = drawn.assign(decades=drawn["log_ratio"] / math.log(10))
     middle = drawn.groupby(["kind", "name"])["decades"].median().sort_values(kind="stable")
@@ -233,7 +243,10 @@ def _picture(rows: pd.DataFrame, folder: Path, scope: str) -> plotting.Picture:
 
 
 def _name_lines(axis: Axes, names: list[str]) -> None:
-    """Label each row of dots with its bound, the kinds of bounds in bold; draw a line at the ratio one."""
+    """Label each row of dots with the name of its bound, and draw a line at the ratio one.
+
+    The names of the kinds of bounds are bold.
+    """
     axis.axvline(0.0, color="black", linewidth=0.8, zorder=1)
     axis.set_yticks(range(len(names)), names)
     for label, words in zip(axis.get_yticklabels(), names, strict=True):
@@ -244,7 +257,10 @@ def _name_lines(axis: Axes, names: list[str]) -> None:
 
 
 def bound_table(rows: pd.DataFrame) -> pd.DataFrame:
-    """Tabulate for each layer, scope and bound how often its hypotheses hold, and bound / measured constant.
+    """Tabulate how tight each bound is, and how often its hypotheses hold.
+
+    The tightness is the ratio of the bound to the measured constant. There is one row for each layer, scope
+    and bound.
 
     The rows are ordered by layer, then by kind, then by median ratio.
     """

@@ -1,4 +1,7 @@
-"""Show up to which n the constant grows like √n, at two Diracs of weights 1/n and 1 − 1/n."""
+"""Show up to which number n of tokens the Lipschitz constant grows like √n.
+
+The constant is measured at two Diracs of weights 1/n and 1 − 1/n.
+"""
 
 from __future__ import annotations
 
@@ -42,7 +45,10 @@ _DECADE = math.log(10)
 
 
 def measure(context: FigureContext) -> pd.DataFrame:
-    """Measure the constant at two Diracs of weights 1/n and 1 − 1/n; return one row for each n and radius."""
+    """Measure the Lipschitz constant at two Diracs of weights 1/n and 1 − 1/n.
+
+    The table has one row for each n and radius.
+    """
     seed = context.options.seed
     rows = []
     for power, part in context.each(_POWERS):
@@ -80,7 +86,10 @@ def _row(key: Key, g: float, n: int) -> Row:
 
 
 def show(rows: pd.DataFrame, folder: Path) -> Finding:
-    """Draw the constant and its bounds against n for each radius, and describe up to which n it grows."""
+    """Draw the Lipschitz constant and its bounds against n, and describe where the growth ends.
+
+    There is one panel for each radius.
+    """
     table = growth_ends(rows)
     top = 1.03 * float(rows[["log_theorem", "log_free"]].max().max()) / _DECADE
     panels = [_panel(part, top) for _, part in rows.groupby("power")]
@@ -92,7 +101,7 @@ def show(rows: pd.DataFrame, folder: Path) -> Finding:
 
 
 def growth_ends(rows: pd.DataFrame) -> pd.DataFrame:
-    """Tabulate for each γR² the exponent of the growth with n, and the n at which the constant is largest.
+    """Tabulate how the constant grows with n, and at which n it is largest.
 
     Parameters
     ----------
@@ -154,7 +163,7 @@ def _panel(rows: pd.DataFrame, top: float) -> Panel:
 
 
 def result_sentences(rows: pd.DataFrame, table: pd.DataFrame) -> list[str]:
-    """Return sentences on the n at which the constant is largest for each γR², and on violated bounds."""
+    """Return sentences on the n at which the constant is largest, and on violated bounds."""
     seen = []
     for row in table.to_dict("records"):
         power = f"grows like n to the power {decimal(row['exponent'], 3)} up to a hundredth of it, "

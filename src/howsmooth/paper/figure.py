@@ -64,13 +64,19 @@ class FigureContext:
         self.listener.advance(self.begin + share * (self.end - self.begin), 1.0, words)
 
     def parts(self, costs: Sequence[float]) -> list[FigureContext]:
-        """Return one context for each cost; each covers a share of the progress in proportion to its cost."""
+        """Divide the progress of this context among parts, in proportion to their costs.
+
+        Each part is a context that reports its share of the progress.
+        """
         scale = (self.end - self.begin) / sum(costs)
         ends = [self.begin + scale * cost for cost in accumulate(costs, initial=0.0)]
         return [replace(self, begin=begin, end=end) for begin, end in pairwise(ends)]
 
     def each(self, items: Sequence[_T], costs: Sequence[float] = ()) -> Iterator[tuple[_T, FigureContext]]:
-        """Yield each item with a context for its share of the progress, in proportion to costs or equally."""
+        """Yield each item with a context that reports the item's share of the progress.
+
+        The shares are in proportion to ``costs``, or equal without costs.
+        """
         return zip(items, self.parts(costs or [1.0] * len(items)), strict=True)
 
     def rows(self, key: Key, measure: Callable[[], Iterable[Row]]) -> list[Row]:

@@ -27,7 +27,10 @@ _MOST_ACROSS = 3
 
 
 def measure(context: FigureContext) -> list[list[Growth]]:
-    """Measure each column of Figure 1 (a layer of a model); return for each column a ``Growth`` per text."""
+    """Measure how the constant grows with the length, for each column of Figure 1.
+
+    A column is a layer of a model. The result has, for each column, one ``Growth`` for each text.
+    """
     options = context.options
     lengths, samples = options.lengths or _LENGTHS, options.samples or _SAMPLES
     found = columns(context)
@@ -98,7 +101,10 @@ def _panel(panel: Growth) -> Panel:
 
 
 def _radius_colours(radii: pd.Series) -> Normalize:
-    """Return the colour scale of radii, at least 2 % wide, so that radii equal up to rounding look alike."""
+    """Return a colour scale for the radii of sequences.
+
+    It is at least 2 % wide, so that radii that differ only by rounding look alike.
+    """
     if radii.empty:
         return Normalize(0.0, 1.0)
     low, high = float(radii.min()), float(radii.max())
@@ -107,7 +113,10 @@ def _radius_colours(radii: pd.Series) -> Normalize:
 
 
 def result_sentences(panels: list[Growth]) -> list[str]:
-    """Return sentences on the panels: first how many exponents may be 1/4, then the results of each panel."""
+    """Return sentences that describe the panels of Figure 1.
+
+    The first ones say in how many panels the exponent may be 1/4.
+    """
     seen = [_quarters("The", [panel.fit for panel in panels])]
     seen += [_quarters("As published, the", [panel.published_fit for panel in panels])]
     return [words for words in seen if words] + [panel.result_sentences() for panel in panels]

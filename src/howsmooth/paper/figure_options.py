@@ -37,7 +37,10 @@ def _model(name: str, value: Any) -> ModelSpec:
 
 @dataclass(frozen=True)
 class FigureOptions(Options):
-    """The options of ``howsmooth reproduce``; for an omitted option, each figure has a value of its own."""
+    """The options of ``howsmooth reproduce``.
+
+    Where the user omits an option, each figure uses a default that suits the figure.
+    """
 
     PANEL: ClassVar[str] = "What to reproduce"
 

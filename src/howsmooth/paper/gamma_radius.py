@@ -1,4 +1,8 @@
-"""Appendix C.5: measure γR² of every head; up to n ≈ e^(2γR²) the largest constant grows like √n."""
+"""Appendix C.5: measure for every head up to which number of tokens its constant can grow like √n.
+
+This number is about e^(2γR²). R is the norm of the head's tokens. γ is max(−γ_min, γ_max/8) for the smallest
+and the largest real eigenvalue of the matrix A of the head's scores ⟨A x_i + b, x_j⟩.
+"""
 
 from __future__ import annotations
 
@@ -41,7 +45,10 @@ _NAMES = {
 
 
 def measure(context: FigureContext) -> pd.DataFrame:
-    """Measure γ and the norms of tokens; return a row for each model, text, length, layer and head."""
+    """Measure the eigenvalues of each head's score matrix, and the norms of the head's tokens.
+
+    The table has one row for each model, text, length, layer and head.
+    """
     options = context.options
     specs = options.models or MODELS
     rows: list[Row] = []
@@ -62,7 +69,7 @@ def measure(context: FigureContext) -> pd.DataFrame:
 
 
 def _rows(here: PreparedModel, subject: Subject, tokens: torch.Tensor) -> list[Row]:
-    """Return for every head the eigenvalues of its matrix A, and the norm of the tokens it receives."""
+    """Return the eigenvalues of each head's score matrix, and the norms of the tokens it receives."""
     rows: list[Row] = []
     for site in here.sites(subject, tokens):
         radius = site.radius_mean.numpy()
@@ -78,7 +85,9 @@ def _rows(here: PreparedModel, subject: Subject, tokens: torch.Tensor) -> list[R
 
 
 def over_texts(rows: pd.DataFrame) -> pd.DataFrame:
-    """Compute for every head the norm R of its tokens over all texts and lengths, and γR².
+    """Compute γR² of every head, where R is the norm of its tokens over all texts and lengths.
+
+    γ is the field ``gamma`` of :class:`~howsmooth.study.head_eigenvalues.HeadEigenvalues`.
 
     Parameters
     ----------
@@ -111,7 +120,11 @@ def over_texts(rows: pd.DataFrame) -> pd.DataFrame:
 
 
 def show(rows: pd.DataFrame, folder: Path) -> Finding:
-    """Draw γR² of every head, with three models in a picture, and describe in how many heads it is large."""
+    """Draw γR² of every head, and describe in how many heads it is large.
+
+    γ comes from the eigenvalues of the head's score matrix, and R is the norm of its tokens. A picture shows
+    up to three models.
+    """
     table = over_texts(rows)
     families = [part for _, part in table.groupby("model", sort=False)]
     pictures = [
@@ -159,7 +172,10 @@ def _panel(rows: pd.DataFrame, scale: str) -> Panel:
 
 
 def result_sentences(rows: pd.DataFrame) -> str:
-    """Return a sentence on γR² over the heads of one model, from the rows that :func:`over_texts` returns."""
+    """Return a sentence on the range of γR² over the heads of one model.
+
+    ``rows`` are rows of the table that :func:`over_texts` returns.
+    """
     name = readable(str(rows["model"].iloc[0]))
     there = rows[rows["strength"].notna()]
     if there.empty:

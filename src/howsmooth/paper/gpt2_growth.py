@@ -74,7 +74,10 @@ def _layers(context: FigureContext, spec: ModelSpec) -> Ranges:
 def _norms(
     here: PreparedModel, held: dict[str, Sequences], context: FigureContext
 ) -> tuple[pd.DataFrame, str]:
-    """Return a table of the norms of the tokens that enter the layers, and why any could not be captured."""
+    """Return a table of the norms of the tokens that enter each layer.
+
+    The second result is the reason if layers could not be captured, else it is empty.
+    """
     rows, reason = [], ""
     for subject in here.subjects:
         context.say(f"{subject.model.label}, {subject.text.name}")
@@ -94,7 +97,10 @@ def _norms(
 
 
 def _entering(here: PreparedModel, subject: Subject, held: Sequences) -> list[Row]:
-    """Return the norms of the tokens that enter each layer, before its norm layer, at given sequences."""
+    """Return the norms of the tokens that enter each layer, before its norm layer.
+
+    ``held`` maps (length, sample) to the first token of the sequence in the text.
+    """
     return [
         {"layer": site.layer, "n": n, "sample": sample, "radius": radius}
         for n, tokens in here.sequences(subject, held)

@@ -1,4 +1,7 @@
-"""The growth of a layer's constant with the length on a text, beside the values of the published code."""
+"""Describe how the Lipschitz constant of a layer grows with the length of its input.
+
+The values of the paper's published code are kept beside the constants.
+"""
 
 from __future__ import annotations
 
@@ -82,7 +85,7 @@ class Growth:
         return radius_correlation(self.entering["n"].to_numpy(), self.entering["radius"].to_numpy(), LEVEL)
 
     def columns(self) -> dict[str, Any]:
-        """Return the figure's table row of this layer and text: exponents and correlations, by column."""
+        """Return the row of the figure's table for this layer and text, by column."""
         fit = self.fit
         row = {
             "model": self.model, "layer": self.layer, "text": self.text, "exponent": fit.slope,
@@ -165,7 +168,7 @@ def growths(here: PreparedModel, studied: StudyRows) -> list[Growth]:
 
 
 def _beside_corrected(rows: pd.DataFrame) -> pd.DataFrame:
-    """Return the published code's values of a layer and text, with ratios to the corrected constants."""
+    """Return the published code's values of a layer, with their ratios to the corrected constants."""
     right = rows[rows["quantity"] == CORRECTED].set_index(["n", "sample"])["lipschitz"]
     theirs = rows[rows["quantity"] == PUBLISHED].set_index(["n", "sample"])[["lipschitz"]]
     return theirs.assign(ratio=theirs["lipschitz"] / right).reset_index()

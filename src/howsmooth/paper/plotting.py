@@ -165,7 +165,10 @@ def lines(
 
 
 def fitted(fit: Exponent, colour: str, label: str = "", dashes: Dashes = SOLID) -> Iterator[Curve]:
-    """Yield the line of a fitted power law over the lengths it was fitted to; yield nothing without a fit."""
+    """Yield the line of a fitted power law, from the shortest to the longest fitted length.
+
+    Without a fit, yield nothing.
+    """
     if not fit.note:
         ends = [fit.n_min, fit.n_max]
         yield Curve(ends, [fit.at(n) for n in ends], label, colour, dashes=dashes, fit=True)
@@ -174,7 +177,10 @@ def fitted(fit: Exponent, colour: str, label: str = "", dashes: Dashes = SOLID) 
 def with_slope(
     rows: pd.DataFrame, x: str, y: str, slope: float, label: str, colour: str, dashes: Dashes = DASHED
 ) -> Iterator[Curve]:
-    """Yield the line c · x^slope, c fitted to two columns; yield nothing with fewer than two positive x."""
+    """Yield the line c · x^slope, with c fitted to the columns ``x`` and ``y`` of a table.
+
+    Yield nothing if there are fewer than two different positive x.
+    """
     there = rows[(rows[x] > 0) & (rows[y] > 0)]
     if there[x].nunique() > 1:
         factor, _ = fit_factor(there[x].to_numpy(np.float64), there[y].to_numpy(np.float64), slope)
@@ -212,7 +218,10 @@ class Panel:
 
 
 def sheets(items: Sequence[Any], most: int) -> Iterator[tuple[str, Sequence[Any]]]:
-    """Divide items into groups of at most ``most``, one a picture; yield (file-name suffix, group)."""
+    """Divide items into groups of at most ``most``, one group for each picture.
+
+    Yields pairs of a file-name suffix and a group.
+    """
     for first in range(0, len(items), most):
         yield f"-{first // most + 1}" if first else "", items[first : first + most]
 
@@ -272,7 +281,10 @@ def draw(
 
 
 def _scale(axis: Axes, which: Literal["x", "y"], scale: str, panels: Sequence[Panel]) -> None:
-    """Set the scale of an axis; limits of log scales include the curves of all panels that share the axis."""
+    """Set the scale of an axis, such as linear or logarithmic.
+
+    The limits of logarithmic scales include the curves of all panels that share the axis.
+    """
     if scale in ("log", "lengths"):
         set_axis(axis, which, _values(panels, which), whole=scale == "lengths")
         return

@@ -53,7 +53,7 @@ _PUBLISHED_COST = 6.0
 
 @dataclass(frozen=True)
 class Column:
-    """A layer of a model, as each column of Figure 1 shows one.
+    """One layer of a model, which a column of Figure 1 shows.
 
     Attributes
     ----------
@@ -87,7 +87,7 @@ class Column:
 
 
 def columns(context: FigureContext) -> list[Column]:
-    """Return the layers that the options name; if they name none, the layer the paper shows of each model.
+    """Return the layers that the options name, or by default one layer of each model.
 
     Returns
     -------
@@ -120,7 +120,10 @@ def columns(context: FigureContext) -> list[Column]:
 
 
 def loaded(context: FigureContext, spec: ModelSpec) -> Any:
-    """Load a model; if it is untrained, its tokenizer is trained on the first text of the options."""
+    """Load a model, and train its tokenizer if the model is untrained.
+
+    The tokenizer is trained on the first text of the options.
+    """
     return context.models.load(spec, texts.load_text(context.options.texts[0]).content)
 
 
@@ -143,7 +146,9 @@ class StudyRows(NamedTuple):
 
 
 class PreparedModel:
-    """A loaded model with all texts of a figure; it notes for the figure's page where they come from.
+    """A loaded model with all texts of a figure, ready to be measured.
+
+    The origins of the model and of the texts are noted for the figure's page.
 
     Parameters
     ----------
@@ -194,7 +199,7 @@ class PreparedModel:
     def sequences(
         self, subject: Subject, held: Mapping[Any, int] | None = None
     ) -> Iterator[tuple[int, Tensor]]:
-        """Yield each length n of the plan with the token ids (samples, n) of its sequences of one text.
+        """Yield each length n of the plan, with token ids of shape (samples, n) from one text.
 
         ``held`` maps (length, sample) to the first tokens of sequences that a store already has.
         """
@@ -206,13 +211,16 @@ class PreparedModel:
             yield n, tokens
 
     def sites(self, subject: Subject, tokens: Tensor, scope: str = "attention") -> list[Any]:
-        """Capture the maps of the plan's layers, with the tokens they receive, at token ids (samples, n)."""
+        """Capture the plan's layers as maps, with the tokens that they receive.
+
+        ``tokens`` are token ids of shape (samples, n).
+        """
         model = self.context.models.load_for(subject)
         inputs = tokens.to(self.plan.device)
         return capture_sites(model, inputs, subject, scope, subject.layers, tokens.shape[1])
 
     def key(self, subject: Subject, **more: str | int) -> Key:
-        """Return the key of a cache file: all values on which rows computed on one text depend, by name."""
+        """Return the key of a cache file: a dictionary of all values on which its rows depend."""
         return {
             "model": subject.model.label,
             "fingerprint": subject.fingerprint,
@@ -224,7 +232,10 @@ class PreparedModel:
         }
 
     def study(self, name: str, context: FigureContext, *, published: bool = False) -> StudyRows:
-        """Measure the plan as a study in a folder; ``published`` adds the values of the published code."""
+        """Measure the constants that the plan asks for, and store them in the folder ``name``.
+
+        ``published`` adds the values of the paper's published code.
+        """
         plan, folder = self.plan, context.folder / name
         means = Means(_StudyProgress(context, published=published), context.command, models=context.models)
         context.made[f"Constants for {readable(self.label)}"] = (
@@ -273,7 +284,7 @@ class _StudyProgress(Silent):
         self._share = 0.0
 
     def phase(self, words: str) -> None:
-        """When the published code's values begin, go on to their share of the progress."""
+        """Go on to the second part of the progress when the published code's values begin."""
         if "published" in words:
             del self._parts[:-1]
             self._share = 0.0
@@ -285,7 +296,9 @@ class _StudyProgress(Silent):
 
 
 def bilinear(site: Any, label: str) -> SelfAttention:
-    """Return a site's attention in float64; refuse all but scores ⟨A x_i + b, x_j⟩, unmasked or causal.
+    """Return the attention of a captured layer in float64, if its scores are ⟨A x_i + b, x_j⟩.
+
+    Attention with a mask that is not causal is refused.
 
     Raises
     ------

@@ -59,7 +59,9 @@ _RTOL = 1e-6
 
 @dataclass(frozen=True, eq=False)
 class Balanced:
-    """The tokens of Appendix C.7 for one head: one or two zeros, of which one is last, and pairs ±Ru.
+    """The tokens of Appendix C.7 for one head: opposite pairs along a direction u, then zeros.
+
+    The pairs are ±Ru for a radius R. There is one zero, or two if the number of tokens is even.
 
     The last token is zero. Its attention weights are equal with or without a causal mask, and for every query
     bias, because u is orthogonal to the bias.
@@ -69,16 +71,20 @@ class Balanced:
     u: Float64[Tensor, " d"]
 
     def tokens(self, n: int, radius: float) -> Float64[Tensor, "n d"]:
-        """Return the tokens (n, d): pairs ±Ru, then one zero, or two if n is even."""
+        """Return n tokens of shape (n, d): opposite pairs of norm ``radius``, then zeros.
+
+        There is one zero, or two if n is even.
+        """
         pairs = (n - 1) // 2
         signs = torch.zeros(n, dtype=torch.float64)
         signs[: 2 * pairs : 2], signs[1 : 2 * pairs : 2] = 1.0, -1.0
         return radius * signs[:, None] * self.u
 
     def formula(self, n: int, radius: float) -> float:
-        """Return ‖V(I/n + (m/n)R² u(Aᵀu)ᵀ)‖, the norm of the last token's Jacobian block; m tokens are ±Ru.
+        """Return the norm of the last token's block of the Jacobian, by its formula.
 
-        It is a lower bound on ‖D_X f‖. For A = γI, V = I and odd n it is 1/n + γR²(n−1)/n.
+        The formula is ‖V(I/n + (m/n)R² u(Aᵀu)ᵀ)‖, where m of the n tokens are ±Ru. It is a lower bound on
+        ‖D_X f‖. For A = γI, V = I and odd n it is 1/n + γR²(n−1)/n.
         """
         head, m = self.head, 2 * ((n - 1) // 2)
         form = (self.u @ head.left) @ head.right
@@ -87,7 +93,7 @@ class Balanced:
 
 
 def balanced(head: Head) -> Balanced:
-    """Choose u, the direction of a head's tokens ±Ru, among singular vectors of A and V.
+    """Choose the direction u of a head's tokens among singular vectors of its matrices A and V.
 
     The part of the vectors along the query bias is removed, and the one with the largest ‖Vu‖ ‖Aᵀu‖ taken.
 
@@ -114,12 +120,14 @@ def balanced(head: Head) -> Balanced:
 
 
 def measure(context: FigureContext) -> pd.DataFrame:
-    """Measure the head with A = V = I at every length, and all heads of each layer at the longest length.
+    """Measure the constants of heads at the tokens of Appendix C.7.
+
+    The head with A = V = I is measured at every length, and all heads of each layer at the longest length.
 
     Returns
     -------
     pandas.DataFrame
-        A row a model, head, length and radius.
+        One row for each model, head, length and radius.
 
     """
     lengths, found = _lengths(context.options), columns(context)
@@ -201,7 +209,10 @@ def _rows(f: SelfAttention, key: Key, real: float | None) -> Iterator[Row]:
 
 
 def _uppers(parameters: Parameters, n: int, radius: float) -> dict[str, float]:
-    """Return logarithms of three upper bounds over the ball: the sharpest, the paper's, one for every n."""
+    """Return the logarithms of three upper bounds on the constants at all tokens in a ball.
+
+    They are the sharpest bound, the paper's bound, and a bound that holds for every n.
+    """
     causal = parameters.masking == "causal"
     sharp, paper, free = (
         (causal_ball_upper_bound, theorem_4_3, causal_mean_field_upper_bound)
@@ -233,7 +244,9 @@ def show(rows: pd.DataFrame, folder: Path) -> Finding:
 
 
 def exponents_in_radius(rows: pd.DataFrame) -> pd.DataFrame:
-    """Fit a power of R to the constants of every head, where ‖A‖R² is at least :data:`FAR`.
+    """Fit a power of the radius R to the constants of every head.
+
+    Only rows in which ‖A‖R² is at least :data:`FAR` are fitted.
 
     Parameters
     ----------

@@ -134,7 +134,10 @@ def produce(
 def _make(
     chosen: Sequence[Figure], context: FigureContext, made: Reproduction, errors: list[HowsmoothError]
 ) -> None:
-    """Make the figures one after another, and add the result of each to ``made`` and ``errors``."""
+    """Make the figures one after another, and collect their results.
+
+    Findings are added to ``made``, and errors to ``errors``.
+    """
     folder = context.folder
     for figure in chosen:
         began, own = time.perf_counter(), folder / figure.name

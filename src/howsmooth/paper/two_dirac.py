@@ -1,4 +1,8 @@
-"""Proposition 3.6: two Diracs where the constant of mean-field attention grows like g e^g, with g = γR²."""
+"""Proposition 3.6: two Diracs at which the constant of mean-field attention grows exponentially.
+
+It grows like g e^g with g = γR², where R is the radius of a ball that contains the Diracs. The measured heads
+have A = −I or A = 8I, and γ = 1 for both.
+"""
 
 from __future__ import annotations
 
@@ -64,7 +68,7 @@ _BOUNDS = (
 
 
 def identity_head(gamma: float, d: int = _DIMENSION) -> SelfAttention:
-    """Return the head with A = γI and V = I on R^d."""
+    """Return a head with scores γ⟨x_i, x_j⟩ and values x_j (A = γI and V = I) in R^d."""
     eye = torch.eye(d, dtype=torch.float64)[None]
     return SelfAttention(gamma * eye, eye, eye, scale=1.0)
 
@@ -72,14 +76,20 @@ def identity_head(gamma: float, d: int = _DIMENSION) -> SelfAttention:
 def two_diracs(
     radius: float, ratio: float, log_weights: Float64[Tensor, "2"], d: int = _DIMENSION
 ) -> DiscreteMeasure:
-    """Return two Diracs at Ru and ratio · Ru with given weights, as a measure; u is the first unit vector."""
+    """Return a measure of two Diracs on a line through zero, with given weights.
+
+    The Diracs are at Ru and ratio · Ru, where R is ``radius`` and u is the first unit vector.
+    """
     points = torch.zeros(2, d, dtype=torch.float64)
     points[0, 0], points[1, 0] = radius, ratio * radius
     return DiscreteMeasure(points, log_weights=log_weights)
 
 
 def describe(context: FigureContext, measures: str) -> None:
-    """Note for the figure's page how constants at measures are computed: the measures, seed and tolerance."""
+    """Note for the figure's page how the constants at measures are computed.
+
+    The note gives the measures, the seed and the tolerance.
+    """
     context.made["Measures"] = f"{measures}; no model and no text."
     context.made["Settings"] = (
         f"seed {context.options.seed}, float64, relative tolerance {RTOL:g}, confidence 0.999."
@@ -87,7 +97,11 @@ def describe(context: FigureContext, measures: str) -> None:
 
 
 def measure(context: FigureContext) -> pd.DataFrame:
-    """Measure the constant at two Diracs, for two families of positions and two weights; one row each."""
+    """Measure the constant at two Diracs, for several radii, positions and weights.
+
+    There are two families of positions and two weights of the light Dirac. The table has one row for each
+    measure.
+    """
     seed = context.options.seed
     pairs = [(family, weight) for family in _FAMILIES for weight in (PAPER_WEIGHT, BETTER)]
     rows = []
@@ -120,7 +134,10 @@ def _row(key: Key, radius: float) -> Row:
 
 
 def _log_weights(name: str, g: float) -> Float64[Tensor, "2"]:
-    """Return the logarithms of p and 1 − p, with p the light Dirac's weight e^{−2g} or 1/(1 + 3e^{2g})."""
+    """Return the logarithms of the weights p and 1 − p of the two Diracs.
+
+    p is the weight of the light Dirac: e^{−2g}, or 1/(1 + 3e^{2g}).
+    """
     if name == PAPER_WEIGHT:
         logs = (-2 * g, math.log(-math.expm1(-2 * g)))
     else:
@@ -130,7 +147,7 @@ def _log_weights(name: str, g: float) -> Float64[Tensor, "2"]:
 
 
 def show(rows: pd.DataFrame, folder: Path) -> Finding:
-    """Draw the constant at two Diracs against R, and its ratio to the rate of Proposition 3.6.
+    """Draw the constant at two Diracs against their radius R, and compare it with Proposition 3.6.
 
     The finding that is returned has the pictures and sentences about them.
     """
@@ -178,7 +195,7 @@ def show(rows: pd.DataFrame, folder: Path) -> Finding:
 
 
 def result_sentences(rows: pd.DataFrame) -> list[str]:
-    """Return sentences on the constants of each family at its largest radius, and on violated bounds."""
+    """Return sentences on the constants at the largest radius, and on violated bounds."""
     rows = rows.assign(form=rows["log_paper"].where(rows["weight"] == PAPER_WEIGHT, rows["log_better"]))
     last = rows.sort_values("radius").groupby(["family", "weight"], sort=False).tail(1)
     seen = []

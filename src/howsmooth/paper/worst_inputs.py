@@ -1,4 +1,4 @@
-"""Section 5.2: measure one head at the paper's worst inputs, at the worst found here, and on real text."""
+"""Section 5.2: compare constants at the paper's worst inputs, at inputs found by search, and on text."""
 
 from __future__ import annotations
 
@@ -157,7 +157,11 @@ def _in_ball(layer: _Layer, radius: float, n: int, context: FigureContext) -> li
 
 
 def _rows(layer: _Layer, radius: float, n: int, seed: int) -> Iterator[Row]:
-    """Yield each head's constant at the paper's tokens; for one head also the worst found, and bounds."""
+    """Yield the constants and bounds of a layer's heads for n tokens in a ball.
+
+    Heads are measured at the paper's tokens. One head is also measured at the worst tokens found, and
+    bounded.
+    """
     f = layer.attention
     for h in _real(f):
         x = two_cluster(f.head(h), n, radius).x
@@ -181,7 +185,9 @@ def _rows(layer: _Layer, radius: float, n: int, seed: int) -> Iterator[Row]:
 
 
 def _published_rows(layer: _Layer, radius: float, n: int, seed: int) -> Iterator[Row]:
-    """Yield the constant at the published code's tokens, measured correctly and as the published code does.
+    """Yield the constants at the tokens that the published code uses.
+
+    They are measured correctly, and as the published code measures them.
 
     These tokens are the paper's, except for fused and transposed weights. From these, the published code
     takes slices along the wrong axis.
@@ -198,7 +204,10 @@ def _published_rows(layer: _Layer, radius: float, n: int, seed: int) -> Iterator
 
 
 def _real(f: SelfAttention) -> list[int]:
-    """Return the indices of the heads whose A has a real eigenvalue; others have no two-cluster tokens."""
+    """Return the indices of the heads for which the paper's two-cluster tokens exist.
+
+    They exist if the head's score matrix A has a real eigenvalue.
+    """
     return [h for h, strength in enumerate(head_eigenvalues(f)) if strength.gamma is not None]
 
 
@@ -208,7 +217,7 @@ def _measured(head: SelfAttention, x: Tensor, seed: int) -> Row:
 
 
 def side_by_side(rows: pd.DataFrame, text: pd.DataFrame, head: int) -> Row:
-    """Combine the constants and bounds of one ball and length, and the constants on text, into one row.
+    """Combine all constants and bounds for one ball and one length into one row.
 
     Parameters
     ----------

@@ -114,7 +114,9 @@ def _summary_row(group: pd.DataFrame) -> dict[str, Any]:
 
 
 def fits(table: pd.DataFrame) -> pd.DataFrame:
-    """Fit a power of n to each column in :data:`SERIES`, for each attention.
+    """Fit powers of n to the constants found in each attention, and to their upper bounds.
+
+    The fitted columns are :data:`SERIES`.
 
     Returns
     -------

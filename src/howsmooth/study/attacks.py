@@ -108,7 +108,7 @@ def _ball(plan: AttackPlan, one: Target) -> Ball:
 
 
 def _head_records(plan: AttackPlan, source: AttentionSource) -> Iterator[HeadRecord]:
-    """Yield a row of A's real eigenvalues and parameter norms for every head, attacked or not."""
+    """Yield eigenvalues and norms of the parameters of every head, attacked or not."""
     for one in source.everywhere():
         if one.attention.rotary is None:
             radius = _ball(plan, one).radius

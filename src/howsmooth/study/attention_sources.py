@@ -84,7 +84,10 @@ class Target:
         return place_in_words(self.layer, self.head)
 
     def ball(self, radius: float | str) -> Ball:
-        """Return the ball with a given radius, or with the norm layer's (``"auto"``) or the longest token's.
+        """Return the ball around zero that contains the tokens.
+
+        A number is the radius itself. ``"auto"`` takes the radius from the norm layer before the attention,
+        if there is one. Otherwise the radius is the norm of the longest token.
 
         Raises
         ------
@@ -272,7 +275,10 @@ class ModelSource:
         return capture_sites(self._model, inputs, self._subject, scope, self._subject.layers, length)
 
     def _inputs(self, length: int) -> Inputs:
-        """Return the model's inputs at one sequence; its length, seed, text and model fix where it begins."""
+        """Return the model's inputs for one sequence of a given length.
+
+        The length, the seed, the text and the model determine where in the text the sequence begins.
+        """
         subject = replace(self._subject, lengths=(length,))
         check_fits(self._plan, subject, self._feed)
         start = place_sequences(self._plan, subject, self._feed, {})[length, 0]

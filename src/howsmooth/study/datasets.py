@@ -71,14 +71,14 @@ class Feed(Protocol):
 
     @property
     def parts(self) -> tuple[tuple[int, int], ...] | None:
-        """The (first token, number of tokens) of each part that sequences are cut from; None if none are cut.
+        """The parts of the source that sequences are cut from; None if its inputs are not cut.
 
-        Images are whole inputs: they are not cut into windows.
+        Each part is (first token, number of tokens). Images are whole inputs: they are not cut into windows.
         """
 
     @property
     def beyond(self) -> int:
-        """The number of tokens after the end of a sequence that no other sequence may use."""
+        """The number of tokens after each sequence that no other sequence may use."""
 
     @property
     def lengths(self) -> tuple[int, ...]:

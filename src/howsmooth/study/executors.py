@@ -19,7 +19,9 @@ __all__ = ["available_cores", "opened_executor", "threads_each", "workers_of"]
 def opened_executor(
     kind: str | None, *, workers: int | None = None, scheduler: str | None = None
 ) -> Iterator[Executor | None]:
-    """Start workers, and stop them when the context ends; after an error, also workers that are still busy.
+    """Start the workers of a study, and stop them when the context ends.
+
+    After an error, workers that are still busy are stopped too.
 
     Parameters
     ----------

@@ -176,7 +176,10 @@ def exponents(measurements: pd.DataFrame) -> pd.DataFrame:
 def _by_radius(
     n: np.ndarray, lipschitz: np.ndarray, radius: np.ndarray, fitted: np.ndarray
 ) -> dict[str, float]:
-    """Return the correlation of radius and length, and the exponent of each third of points by radius."""
+    """Return how radius and length are correlated, and the exponents fitted at similar radii.
+
+    An exponent is fitted to each third of the sequences, divided by radius.
+    """
     n, lipschitz, radius = n[fitted], lipschitz[fitted], radius[fitted]
     found = radius_correlation(n, radius, LEVEL)
     columns: dict[str, float] = {

@@ -157,7 +157,7 @@ def forecast(plan: Plan, folder: str | os.PathLike[str], *, keep_going: bool = F
 
 
 def after_measuring(plan: Plan, measuring: float, figures: int) -> tuple[float, float]:
-    """Return the expected seconds of the bounds, and of the tables, figures and report, of a run.
+    """Return the expected seconds of the work after measuring: bounds, and writing of outputs.
 
     ``--dry-run`` and ``--status`` both add them to the time for measurements. Bounds count if they take a
     share of the time of the measurements (``bounds="auto"``); all bounds have to be timed.
@@ -249,7 +249,10 @@ class _Trial:
             )
 
     def _memory(self, n: int, members: int) -> tuple[float | None, bool]:
-        """Return the bytes that ``members`` sequences of n tokens need together, and whether one fits."""
+        """Return the bytes of memory that a batch of sequences needs, and whether one sequence fits.
+
+        The batch has ``members`` sequences of n tokens.
+        """
         plan, (known, d) = self._study.plan, self._known
         device, dtype = torch.device(plan.device), getattr(torch, plan.dtype)
         exact = isinstance(self._map, SelfAttention)
@@ -294,7 +297,10 @@ def _part_of(task: ConstantsTask, n: int) -> ConstantsTask:
 
 
 def _bounds_of(task: ConstantsTask) -> BoundsTask:
-    """Turn a task of constants into one of bounds for its first sequence, which becomes sample 0."""
+    """Turn a task that measures constants into a task that computes bounds.
+
+    The bounds are computed at the first sequence, which becomes sample 0.
+    """
     missing = frozenset((scope, layer, head, n, 0) for scope, layer, head, n, _ in task.missing)
     starts = {0: next(iter(task.starts.values()))}
     return BoundsTask(task.plan, task.subject, task.feed, task.n, task.scope, starts, missing)

@@ -1,4 +1,7 @@
-"""Compute the real eigenvalues and norms of each head's A, which bound how large its scores can be."""
+"""Compute the real eigenvalues and the norm of each head's score matrix A.
+
+The scores of a head are ⟨A x_i + b, x_j⟩, so A determines how large they can be.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +16,9 @@ __all__ = ["HeadEigenvalues", "head_eigenvalues"]
 
 @dataclass(frozen=True)
 class HeadEigenvalues:
-    """The extreme real eigenvalues of one head's A, and the norms of its parameters.
+    """The extreme real eigenvalues of one head's score matrix A, and the norms of its parameters.
+
+    The scores of the head are ⟨A x_i + b, x_j⟩.
 
     Attributes
     ----------
@@ -34,7 +39,7 @@ class HeadEigenvalues:
 
 
 def head_eigenvalues(attention: object) -> list[HeadEigenvalues]:
-    """Return the extreme real eigenvalues of A, and the norms ‖A‖ and ‖W V‖, of every head of an attention.
+    """Return the extreme real eigenvalues and the norms of the parameters of every head.
 
     Parameters
     ----------
@@ -60,9 +65,10 @@ def head_eigenvalues(attention: object) -> list[HeadEigenvalues]:
 
 
 def _real_eigenvalues(head: Head) -> list[float]:
-    """Return the real eigenvalues of the matrix A = left · right of a head.
+    """Return the real eigenvalues of a head's score matrix A.
 
-    A has the same nonzero eigenvalues as the smaller matrix right · left. If A is singular, zero is added.
+    A is the product left · right. A has the same nonzero eigenvalues as the smaller matrix right · left. If A
+    is singular, zero is added.
     """
     singular = head.left.shape[1] < head.d
     small = head.right @ head.left if singular else head.A

@@ -73,7 +73,7 @@ class Merged:
 
 
 def merge_stores(sources: Sequence[str | os.PathLike[str]], folder: str | os.PathLike[str]) -> Merged:
-    """Copy the measurements, published values, bounds, runs and failures of several stores into one store.
+    """Copy the rows of several stores of one study into one store.
 
     If two stores have the same measurement, the first one is kept. Both must have the same seed and the same
     sequence, and their intervals must overlap. Two published values without an interval must differ by less
@@ -133,7 +133,10 @@ def _check_folders(folders: Sequence[Path], folder: Path) -> None:
 
 
 def _taken(union: _Union, folder: Path) -> int:
-    """Add the rows of the store in a folder to a merge, and return the store's number of measurements."""
+    """Add the rows of the store in a folder to a merge.
+
+    Return the number of measurements in this store.
+    """
     with Store.open(folder, write=False) as store:
         union.take(folder, store)
         return store.count(Measurement)
@@ -141,7 +144,11 @@ def _taken(union: _Union, folder: Path) -> int:
 
 @dataclass(frozen=True, eq=False)
 class _StoredRow:
-    """A row to merge, with its run's unique token, its store's folder, and whether the target has it."""
+    """A row to merge, and where it comes from.
+
+    ``token`` identifies the run that computed the row, ``path`` is the folder of its store, and ``there``
+    says whether the target store has the row.
+    """
 
     row: Any
     token: str
@@ -160,7 +167,9 @@ class _Union:
         self._bounded: set[tuple[Any, ...]] = set()
 
     def take(self, path: Path, store: Store, *, there: bool = False) -> None:
-        """Add a store's rows to the merge, comparing rows of equal key; ``there`` marks the target's rows.
+        """Add the rows of a store to the merge, and compare rows that have the same key.
+
+        ``there`` marks the rows of the target store.
 
         Raises
         ------

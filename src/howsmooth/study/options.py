@@ -233,7 +233,10 @@ def check_keys(table: Mapping[str, Any], known: Sequence[str]) -> None:
 
 @contextmanager
 def renamed(name: Callable[[str], str]) -> Iterator[None]:
-    """Rename the argument that each ArgumentError names, from the field to the user's name for the field."""
+    """In the ``with`` block, let each ArgumentError name the argument as the user knows it.
+
+    ``name`` turns the name of a field into, for example, the option on the command line.
+    """
     try:
         yield
     except ArgumentError as error:
@@ -282,7 +285,10 @@ def whole(least: int, most: int | None = None) -> Kind:
 
 
 def number(*, positive: bool = False, among: Sequence[str] = ()) -> Kind:
-    """Return the kind of option that accepts numbers, or only numbers above zero, and the words ``among``."""
+    """Return the kind of option that accepts numbers.
+
+    With ``positive``, they must be finite and above zero. The words ``among`` are accepted too.
+    """
     wanted = "a finite number > 0" if positive else "a number"
     wanted += f", or {' or '.join(among)}" if among else ""
 
@@ -322,7 +328,10 @@ def flag() -> Kind:
 
 
 def words(*, place: bool = False) -> Kind:
-    """Return the kind of option that accepts non-empty strings; with ``place`` they may be paths."""
+    """Return the kind of option that accepts non-empty strings.
+
+    With ``place``, a string may be the path of a file or folder, and path objects are accepted too.
+    """
 
     def read(name: str, value: Any) -> str:
         value = os.fspath(value) if place and isinstance(value, os.PathLike) else value

@@ -103,7 +103,9 @@ _MOST_INPUTS = 2**31
 
 
 def derive_seed(**axes: str | int | None) -> int:
-    """Derive a seed from named values, so that the seed of one combination does not depend on the others.
+    """Derive a seed from named values, such as a model, a layer and a sample.
+
+    The seed of one combination of values does not depend on which other combinations are used.
 
     Parameters
     ----------
@@ -254,7 +256,10 @@ def _model_entry(name: str, value: Any) -> Any:
 
 @dataclass(frozen=True)
 class Plan(Options):
-    """A study of constants: models × texts × lengths × samples × scopes × layers (× heads).
+    """The plan of a study: which constants to measure, of which models and on which inputs.
+
+    Constants are measured at all combinations of models, texts, lengths, samples, scopes and layers, and also
+    of heads for the scope ``head``.
 
     Selections are strings as on the command line, such as ``layers="0,-1"`` or ``lengths="2:100:2"``, or
     lists.
@@ -434,7 +439,10 @@ class Plan(Options):
 
     @property
     def sources(self) -> tuple[InputSpec, ...]:
-        """The inputs of the study, texts first. All images are one input, every other file is one."""
+        """The inputs of the study, texts first.
+
+        All images together are one input. Every other file is one input.
+        """
         one_each = {
             "text": self.texts,
             "tokens": self.tokens,
@@ -455,12 +463,18 @@ class Plan(Options):
         return self.heads if model.heads is None else model.heads
 
     def lengths_of(self, model: ModelSpec) -> tuple[int, ...]:
-        """Return the lengths at which to measure a model; empty for the usual lengths of images or audio."""
+        """Return the lengths at which to measure a model.
+
+        An empty result stands for the default lengths of a model of images or audio.
+        """
         return self.lengths if model.lengths is None else model.lengths
 
     @property
     def of_attention(self) -> Plan:
-        """The same plan with the scope ``attention`` only, which is the scope of published values."""
+        """The same plan, restricted to the scope ``attention``.
+
+        The values of the paper's published code exist only for this scope.
+        """
         models = tuple(replace(model, heads=None) for model in self.models)
         return replace(self, models=models, scopes=("attention",), heads=Ranges.parse("all", "heads"))
 
@@ -519,7 +533,10 @@ class BoundPlan(SourcePlan):
 
 @dataclass(frozen=True)
 class AttackPlan(SourcePlan):
-    """Which attentions to attack, at which lengths, in a ball of which radius, and how long to search."""
+    """Which attentions to attack, at which lengths, and how to search for tokens.
+
+    The tokens are searched in a ball around zero.
+    """
 
     PANEL: ClassVar[str] = "What to attack"
 

@@ -114,7 +114,10 @@ class Models:
         self._model: Any = None
 
     def load(self, spec: ModelSpec, content: str) -> Any:
-        """Load a model; ``content`` is the text on which the tokenizer of an untrained model is trained."""
+        """Load a model, or return it if it is already loaded.
+
+        The tokenizer of an untrained model is trained on the text ``content``.
+        """
         from howsmooth.models import load_model  # imports transformers, which takes seconds
 
         key = (spec, content if spec.random_init else "")
@@ -160,7 +163,9 @@ def opened_study(
     keep_going: bool = False,
     models: Models | None = None,
 ) -> Iterator[OpenStudy]:
-    """Check a plan against its models, inputs and store, if it exists; yield the study, ready to run.
+    """Check that a plan can be carried out, and yield the study, ready to run.
+
+    The models, the inputs and the store, if it exists, are checked.
 
     Parameters
     ----------
@@ -241,7 +246,10 @@ def _records(one: PlacedSubject) -> tuple[ModelRecord, TextRecord, InputRecord]:
 def _with_sequences(
     plan: Plan, checked: list[tuple[Subject, Feed]], store: Store | None, impossible: Impossible | None
 ) -> Iterator[PlacedSubject]:
-    """Place the sequences of each model in each input; note as impossible what does not fit."""
+    """Choose where the sequences of each model begin in its inputs.
+
+    If ``impossible`` is not None, inputs that are too short are added to it instead of raising an error.
+    """
     for subject, feed in checked:
         held = {} if store is None else store.sequences(subject.model.label, subject.text.name)
         try:
@@ -255,7 +263,10 @@ def _with_sequences(
 def place_sequences(
     plan: Plan, subject: Subject, feed: Feed, held: Mapping[tuple[int, int], int]
 ) -> dict[tuple[int, int], int]:
-    """Choose where the plan's sequences begin in an input; sequences ``held`` by the store stay there."""
+    """Choose where the plan's sequences begin in an input.
+
+    Sequences that the store has (``held``) keep their places.
+    """
     draw = derive_seed(
         purpose="sequences", seed=plan.seed, text=subject.text.digest, model=subject.fingerprint
     )
@@ -330,7 +341,10 @@ def _check_capture(plan: Plan, subject: Subject, feed: Feed, model: Any) -> None
 
 
 def _self_attention(error: CaptureError, model: Any, inputs: Inputs) -> list[int]:
-    """Return a model's self-attention layers if an error refused a layer as cross-attention, else none."""
+    """Return a model's self-attention layers, if an error refused a cross-attention layer.
+
+    After any other error, the list is empty.
+    """
     from howsmooth.models import capture
     from howsmooth.models.identification.self_attention_module import CrossAttention
 
@@ -426,7 +440,7 @@ def check_sources(sources: list[DataSource]) -> None:
 
 
 def subject_of(plan: Plan, spec: ModelSpec, source: DataSource, model: Any) -> tuple[Subject, Feed]:
-    """Resolve the layers, heads and lengths to measure of a loaded model on an input; prepare the input.
+    """Resolve which layers, heads and lengths of a model to measure, and prepare the input.
 
     Raises
     ------

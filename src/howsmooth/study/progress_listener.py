@@ -36,7 +36,9 @@ SILENT = Silent()
 
 @dataclass
 class Outcome:
-    """How many rows a run added or found in the store, by table, and how many computations failed.
+    """The outcome of a run: how many rows it computed, and how many computations failed.
+
+    ``made``, ``kept`` and ``unsettled`` count rows by the name of their table.
 
     Attributes
     ----------

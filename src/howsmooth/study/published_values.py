@@ -24,7 +24,7 @@ _COLUMNS = ("model", "text", "layer", "quantity", "items", *_FIT, "ratio")
 
 
 def quantities(items: Sequence[str]) -> dict[str, tuple[str, ...]]:
-    """Return the quantities to measure, by name, for some differences (items) of the published code.
+    """Return the quantities to measure for some differences (items) of the published code.
 
     Returns
     -------

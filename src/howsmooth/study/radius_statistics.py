@@ -1,4 +1,4 @@
-"""Correlate radius and length of sequences, and divide sequences into thirds by radius.
+"""Correlate the token norms (radii) of sequences with their lengths, and group sequences by radius.
 
 If longer sequences have larger tokens, an exponent in the length partly measures the effect of the radius
 (Appendix E.2 of the paper).
@@ -35,7 +35,9 @@ class Correlation:
 
 
 def radius_correlation(n: np.ndarray, radius: np.ndarray, level: float) -> Correlation:
-    """Return the correlation of log radius and log length over sequences, with its interval.
+    """Return the correlation of the token norms (radii) and the lengths of sequences.
+
+    The logarithms of both are correlated.
 
     Parameters
     ----------
@@ -81,7 +83,7 @@ def radius_correlation(n: np.ndarray, radius: np.ndarray, level: float) -> Corre
 
 
 def terciles(radius: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Divide points into thirds by radius: small, middle and large.
+    """Divide sequences into thirds by radius: small, middle and large.
 
     Parameters
     ----------

@@ -30,7 +30,10 @@ KEY_COLUMNS = ("scope", "layer", "head", "n", "sample")
 def keys_of(
     scope: str, layers: Iterable[int], heads: Iterable[int | None], lengths: Iterable[int], samples: int
 ) -> frozenset[Key]:
-    """Return the keys (scope, layer, head, n, sample) of measurements at all combinations of the values."""
+    """Return the keys of the measurements at all combinations of the given values.
+
+    A key is (scope, layer, head, n, sample).
+    """
     return frozenset(
         (scope, layer, head, n, sample)
         for layer, head, n, sample in product(layers, heads, lengths, range(samples))
@@ -78,7 +81,7 @@ class Row:
     again: ClassVar[str]
 
     def __init_subclass__(cls, *, table: str, key: tuple[str, ...], again: str = "refuse") -> None:
-        """Set the table, the key and the rule for repeated keys of a class of rows."""
+        """Set the name of the table, its key, and what to do with a repeated key."""
         super().__init_subclass__()
         cls.table, cls.key, cls.again = table, key, again
 
@@ -204,11 +207,11 @@ class Measurement(Row, table="measurements", key=PLACE):
 
 @dataclass(frozen=True)
 class SequenceRecord(Row, table="sequences", key=("model", "text", "n", "sample"), again="stay"):
-    """The tokens of a sequence as pieces of the text; joined, the pieces give the text of the sequence.
+    """The tokens of a measured sequence, each as its piece of the text.
 
-    ``start`` is the index of the first token in the tokenised text. ``place`` is the index of its first
-    character in the text. If the tokenizer does not report character positions, ``place`` is ``None`` and
-    each piece is the decoded form of its token.
+    Joined, the pieces give the text of the sequence. ``start`` is the index of the first token in the
+    tokenised text. ``place`` is the index of its first character in the text. If the tokenizer does not
+    report character positions, ``place`` is ``None`` and each piece is the decoded form of its token.
     """
 
     model: str
@@ -261,7 +264,10 @@ class SiteBound:
 
 @dataclass(frozen=True)
 class SiteBounds:
-    """The bounds on one attention at one sequence, and the radius of the ball on which global bounds hold."""
+    """The bounds on one attention at one sequence.
+
+    ``radius`` is the radius of the ball of tokens on which global bounds hold.
+    """
 
     radius: float
     bounds: tuple[SiteBound, ...]
@@ -269,9 +275,10 @@ class SiteBounds:
 
 @dataclass(frozen=True)
 class Bounding(Row, SiteBound, table="bounds", key=(*PLACE, "name", "side")):
-    """A bound on one attention at one sequence of a study, with the radius of the ball for global bounds.
+    """A bound on one attention at one sequence of a study.
 
-    ``seconds`` is the time of all bounds on this attention and sequence together.
+    ``radius`` is the radius of the ball of tokens on which global bounds hold. ``seconds`` is the time of all
+    bounds on this attention and sequence together.
     """
 
     model: str
@@ -290,7 +297,7 @@ class Bounding(Row, SiteBound, table="bounds", key=(*PLACE, "name", "side")):
 class PublishedValue(
     Row, table="published", key=("model", "text", "layer", "n", "sample", "quantity", "items")
 ):
-    """A value that the paper's published code gives at one sequence, or the corrected constant beside it.
+    """A value of the paper's published code at one sequence, or the corrected constant to compare.
 
     ``quantity`` is ``corrected``, ``only`` followed by an item, or ``as published``; ``items`` lists the
     items that were used. ``lower`` and ``upper`` are ``None`` if the published power iteration computed the

@@ -152,7 +152,10 @@ class Runner:
         return self.outcome
 
     def fail(self, failed: Failed, *, ends: bool = True) -> None:
-        """Record a failure in the store; raise its error if it ends the run, unless asked to keep going."""
+        """Record a failure in the store, and raise its error if the run must end.
+
+        The run goes on if ``ends`` is false, or if the user asked to keep going.
+        """
         self._store.add(failed.rows, self._run)
         self.outcome.failed += len(failed.rows)
         self.outcome.first_failure = self.outcome.first_failure or failed.rows[0].error
@@ -185,7 +188,10 @@ class Runner:
     # ---- Tasks in this process, or on workers
 
     def _next(self, left: deque[Task], until: float) -> Task | None:
-        """Remove and return the next task whose model is usable; None if there is none or no time for it."""
+        """Remove and return the next task that can be carried out.
+
+        Return None if there is none, or if the task would not end in time.
+        """
         while left and left[0].model in self._unusable:
             left.popleft()
         if not left:

@@ -32,11 +32,12 @@ __all__ = ["Part", "Status", "status"]
 
 @dataclass(frozen=True)
 class Part:
-    """The progress of one model, text and scope; ``as published`` stands for the published code's values.
+    """The progress of one model, text and scope.
 
-    ``planned`` is ``None`` until a run has loaded the model, because its number of layers is not known
-    before. ``failed`` counts measurements that are missing and failed when last tried. Published values are
-    counted by layer and sequence, since all values of one are written together.
+    The scope ``as published`` stands for the values of the paper's published code. ``planned`` is ``None``
+    until a run has loaded the model, because its number of layers is not known before. ``failed`` counts
+    measurements that are missing and failed when last tried. Published values are counted by layer and
+    sequence, since all values of one are written together.
     """
 
     model: str
@@ -80,7 +81,7 @@ class Status:
 
 
 def status(plan: Plan, texts: Iterable[str], folder: str | os.PathLike[str]) -> Status:
-    """Count the measurements of a plan that its store has, lacks or failed; estimate the remaining time.
+    """Report how much of a plan its store contains, and estimate the remaining time.
 
     Parameters
     ----------
@@ -162,7 +163,7 @@ class _Comparison:
         return Part(label, text, scope, len(asked), len(asked & done), failed)
 
     def _published(self, label: str, text: str) -> frozenset[Key]:
-        """Return the (layer, n, sample) whose published values are all in the store."""
+        """Return the keys of the measurements whose published values are all in the store."""
         # The quantity with all items is written together with all others, so it stands for them.
         columns = ("layer", "n", "sample", "items")
         whole = self._store.keys(PublishedValue, columns, model=label, text=text, quantity=PUBLISHED)

@@ -116,7 +116,10 @@ class Store:
     # ---- The identity: settings that all rows of a kind of work share
 
     def identity(self, kind: str) -> dict[str, Any]:
-        """Return the settings shared by all rows of a kind of work (``measure``, ...); empty without rows."""
+        """Return the settings that all rows of one kind of work share; empty if there are no rows.
+
+        The kind of work is ``measure``, ``attack`` or ``flow``.
+        """
         row = self._query("SELECT identity FROM studies WHERE kind = ?", kind).fetchone()
         return {} if row is None else dict(json.loads(row[0]))
 
@@ -138,7 +141,10 @@ class Store:
                 )
 
     def begin(self, kind: str, identity: Mapping[str, Any]) -> None:
-        """Record the settings shared by all rows of a kind of work (``measure``, ...), unless recorded."""
+        """Record the settings that all rows of one kind of work share, unless they are recorded.
+
+        The kind of work is ``measure``, ``attack`` or ``flow``.
+        """
         if not self.identity(kind):
             self.add([StudyRecord(kind, now(), json.dumps(dict(identity)))])
 
@@ -235,7 +241,10 @@ class Store:
     # ---- Reading
 
     def keys(self, kind: type[Row], columns: Sequence[str], **where: object) -> frozenset[tuple[Any, ...]]:
-        """Return the distinct values of some columns of a table, in rows with given values of others."""
+        """Return the distinct values of some columns of a table.
+
+        ``where`` gives the values that other columns must have.
+        """
         condition = " AND ".join(f"{name} IS ?" for name in where) or "TRUE"
         query = f"SELECT DISTINCT {', '.join(columns)} FROM {kind.table} WHERE {condition}"
         return frozenset(self._query(query, *where.values()).fetchall())

@@ -30,7 +30,10 @@ class TaskTimes:
         self._done: dict[tuple[Any, ...], dict[int, tuple[float, int]]] = defaultdict(dict)
 
     def learn(self, alike: tuple[Any, ...], n: int, rows: int, seconds: float) -> None:
-        """Note the seconds that some finished rows of length n took; ``alike`` is the kind of their task."""
+        """Record how long some finished rows of length n took.
+
+        ``alike`` is what their task has in common with tasks whose times differ only because of n.
+        """
         before, others = self._done[alike].get(n, (0.0, 0))
         self._done[alike][n] = (before + seconds, others + rows)
 
@@ -57,7 +60,9 @@ class TaskTimes:
         return float(times[0] * (n / near[0]) ** min(max(exponent, 0.0), steepest))
 
     def expect_all(self, tasks: Iterable[tuple[Task, float]]) -> float | None:
-        """Return the expected seconds of what is left of some tasks; ``None`` if none like them is finished.
+        """Return the expected seconds of the work that is left of some tasks.
+
+        Return ``None`` if there is such work, but no task like any of them is finished.
 
         Parameters
         ----------

@@ -64,7 +64,10 @@ def decimal(value: float, digits: int) -> str:
 
 
 def duration(seconds: float) -> str:
-    """Format a time in seconds, minutes or hours; a negative time, such as of a late end, is 0 s."""
+    """Format a time in seconds, minutes or hours.
+
+    A negative time is shown as 0 s.
+    """
     seconds = max(seconds, 0.0)
     if seconds < 90:
         return f"{seconds:.0f} s"

@@ -1,4 +1,4 @@
-"""Compute what the paper's published code computes in place of ‖D_X f‖, one difference (item) at a time.
+"""Compute what the paper's published code measures in place of the local constant ‖D_X f‖.
 
 The paper is Castin, Ablin, Peyré, *How Smooth Is Attention?*, ICML 2024. Each item is one difference between
 the published measurement and ‖D_X f‖, implemented from a description of the published code. Nothing else in

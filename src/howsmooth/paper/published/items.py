@@ -1,4 +1,4 @@
-"""Define the items: the differences between the published code's measurement and ‖D_X f‖."""
+"""Define the differences, called items, between the published measurement and the norm ‖D_X f‖."""
 
 from __future__ import annotations
 
@@ -28,7 +28,10 @@ ITEMS = {
 
 
 def parse_items(text: str) -> tuple[str, ...] | None:
-    """Split a comma-separated list of items of the published code; None for ``all``, all that apply."""
+    """Split a comma-separated list of the published code's differences (items).
+
+    Return None for ``all``, which stands for all items that apply.
+    """
     return None if text == "all" else tuple(text.split(","))
 
 
@@ -76,7 +79,10 @@ def capture_layers(
     training: bool = True,
     seeds: Sequence[int],
 ) -> list[PublishedLayer]:
-    """Capture layers as the published code uses them: attention, post-norm block, and tokens under dropout.
+    """Capture the layers of a model with all that the published code measures.
+
+    These are the attention, the whole block if it is post-norm, and the tokens that the attention receives
+    under dropout.
 
     Parameters
     ----------
@@ -114,7 +120,7 @@ def capture_layers(
 def items_that_apply(
     layer: PublishedLayer, asked: Iterable[str] | None = None, *, untrained: bool = False
 ) -> tuple[str, ...]:
-    """Return the differences of the published code (items) that apply to a layer; refuse others asked for.
+    """Return the differences of the published code (items) that apply to a layer.
 
     Parameters
     ----------

@@ -1,4 +1,7 @@
-"""The maps that the published code measures (unmasked, with dropout, sliced wrongly), and its "bound"."""
+"""The maps that the published code measures in place of the attention, and its formula for a bound.
+
+The maps are unmasked, have dropout, or have weights that are sliced along the wrong axis.
+"""
 
 from __future__ import annotations
 
@@ -172,7 +175,10 @@ def wrong_slices(attention: SelfAttention) -> SelfAttention:
 
 
 def c_3_as_coded(attention: object, X: Tensor) -> float:
-    """Return ‖V‖ √(R_A² r² (n + 1) + n) with R_A = max_i |A x_i| and r the diameter of the tokens.
+    """Return what the published code computes for Theorem C.3, which is not a valid bound.
+
+    The formula is ‖V‖ √(R_A² r² (n + 1) + n), with R_A = max_i |A x_i| and r the diameter of the tokens. The
+    head has the scores ⟨A x_i + b, x_j⟩ and the values V x_j.
 
     The formula is not a bound on ‖D_X f‖, so the result is a plain number and not a bound. C_i A depends on
     Aᵀ x_j, which R_A omits, and on the query bias, which is ignored. For A = 10 e₂e₁ᵀ, V = I and X = ((0, 1),

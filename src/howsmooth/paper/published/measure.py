@@ -26,7 +26,7 @@ _APART = 0x9E3779B97F4A7C15
 
 @dataclass(frozen=True, eq=False)
 class AsPublished:
-    """The values that a measurement as in the published code returns, one for each sequence.
+    """The constants measured as the published code measures them, one for each sequence.
 
     Attributes
     ----------
@@ -115,7 +115,7 @@ def measure_layer(
     confidence: float = 0.999,
     max_iterations: int = 200,
 ) -> AsPublished:
-    """Measure a captured layer with some of the published code's differences (items) from ‖D_X f‖.
+    """Measure a captured layer with some of the published code's differences (items).
 
     Parameters
     ----------

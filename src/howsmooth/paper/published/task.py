@@ -115,7 +115,7 @@ class PublishedTask(SequenceTask[PublishedKey]):
 
 
 def published_left(items: Sequence[str] | None) -> Callable[[OpenStudy], Work]:
-    """Return a function that lists the tasks for the published code's values that a study's store lacks.
+    """Return a function that lists the values of the published code that a study still lacks.
 
     Parameters
     ----------
@@ -156,7 +156,10 @@ def published_left(items: Sequence[str] | None) -> Callable[[OpenStudy], Work]:
 def _wanted(
     study: OpenStudy, placed: PlacedSubject, items: Sequence[str] | None
 ) -> Sequence[tuple[int, str, str]]:
-    """Return all values of the published code to measure on an input, as (layer, quantity, items)."""
+    """List the values of the published code to measure on an input.
+
+    Each is a triple (layer, quantity, items).
+    """
     subject, feed = placed.subject, placed.feed
     if not isinstance(feed, TextFeed):
         raise ArgumentError(

@@ -1,8 +1,11 @@
-"""Draw figures of attacks: the largest constants found against the length, and γR² of every head.
+"""Draw figures of attacks: the largest constants against the length, and the strength of each head.
 
 The first figure extends the paper's Figure 2. It shows the largest constants found, with their fitted
 exponent and a line of slope 1/2; the constants at the paper's construction and at the given tokens; and the
 upper bound, which no tokens in the ball can exceed. The second figure is the one of the paper's Appendix C.5.
+
+The strength of a head is γR²: γ comes from the eigenvalues of its score matrix A, and R is the radius of the
+ball of tokens.
 """
 
 from __future__ import annotations
@@ -60,7 +63,9 @@ def draw_attacks(
     folder: str | os.PathLike[str],
     listener: Listener,
 ) -> list[Files]:
-    """Draw the constant against n for each attention, an overview of all attentions, and γR² of all heads.
+    """Draw the constants that attacks found against n, and the strength γR² of all heads.
+
+    Each attention has a figure, and a few attentions also share an overview.
 
     Parameters
     ----------
@@ -199,7 +204,11 @@ def _handles(rows: pd.DataFrame, fit: str) -> list[Line2D]:
 
 
 def _draw_gammas(heads: pd.DataFrame, summary: pd.DataFrame, label: str, folder: Path) -> Files:
-    """Draw γR² of each head against its layer, or against the head if there is only one layer."""
+    """Draw the strength γR² of each head against the index of its layer.
+
+    γ comes from the eigenvalues of the head's score matrix, and R is the radius of the ball of tokens. If
+    there is only one layer, the index of the head replaces the index of the layer.
+    """
     by_layer = heads["layer"].nunique() > 1
     across = heads["layer"] if by_layer else heads["head"]
     strength = (heads["gamma"] * heads["radius"] ** 2).to_numpy(np.float64)

@@ -83,7 +83,9 @@ def draw_all(
     listener: Listener,
     kinds: Mapping[str, str] = {},
 ) -> list[Picture]:
-    """Draw a figure for every layer (and head), and an overview for each model, text and scope with several.
+    """Draw the constants of every layer or head, and overviews of several layers or heads.
+
+    There is an overview for each model, text and scope with several layers or heads.
 
     Parameters
     ----------
@@ -123,7 +125,10 @@ class _Family:
     kind: str
 
     def saved(self, figure: Figure, title: str, alt: str, part: Part | None = None) -> Picture:
-        """Write the figure of a layer or head (``part``), or of all if there is none, as PNG and PDF."""
+        """Write a figure as PNG and PDF.
+
+        The figure shows the layer or head ``part``, or is an overview if ``part`` is None.
+        """
         stem = ["overview"] if part is None else part.stem
         png, pdf = save(figure, self.folder, file_stem(self.model, self.text, self.scope, *stem), title)
         layer, head = (None, None) if part is None else (part.layer, part.head)
@@ -275,7 +280,10 @@ def _radius_norm(radii: pd.Series) -> Normalize:
 
 
 def _radius_limits(radii: pd.Series) -> tuple[float, float]:
-    """Return colour limits for the radius, at least 2 % apart: rounding alone must not change the colour."""
+    """Return the limits of the colour scale for the radius.
+
+    They are at least 2 % apart, so that rounding alone does not change the colour.
+    """
     low, high = float(radii.min()), float(radii.max())
     middle = (low + high) / 2
     half = max((high - low) / 2, 0.01 * abs(middle), 1e-12)

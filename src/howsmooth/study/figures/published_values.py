@@ -91,7 +91,10 @@ def _draw(model: str, text: str, family: pd.DataFrame, exponents: pd.DataFrame, 
 
 
 def _fit(exponents: pd.DataFrame, model: str, text: str, layer: int, quantity: str) -> pd.Series | None:
-    """Return the table row with the last fit of a quantity at a layer; None if nothing was fitted."""
+    """Return the table row of the exponent fitted to a quantity at one layer.
+
+    If several were fitted, return the last one; if none was, return None.
+    """
     found = exponents[
         (exponents["model"] == model)
         & (exponents["text"] == text)

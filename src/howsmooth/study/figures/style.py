@@ -93,7 +93,7 @@ def new_panels(
 
 
 def draw_guides(axis: Axes, fit: Exponent, slopes: Slopes = REFERENCE_SLOPES) -> None:
-    """Draw the fitted line, and lines with the reference slopes through the centre of the fitted line."""
+    """Draw a fitted power law, and lines with the reference slopes through its centre."""
     if fit.note:
         return
     ends = np.array([fit.n_min, fit.n_max], dtype=float)

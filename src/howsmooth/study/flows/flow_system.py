@@ -63,7 +63,10 @@ class System:
 
     @property
     def layers(self) -> int | None:
-        """The number of layers, each of which lasts one unit of time; ``None`` for one map."""
+        """The number of layers that move the tokens one after another; ``None`` for a single map.
+
+        Each layer lasts one unit of time.
+        """
         return len(self.maps) if len(self.maps) > 1 else None
 
     @property
@@ -74,7 +77,7 @@ class System:
 
     @property
     def fingerprint(self) -> str:
-        """The SHA-256 of what identifies the parameters (``origin``) and of the initial tokens."""
+        """The SHA-256 that identifies the parameters and the initial tokens of the system."""
         return hashlib.sha256(self.origin.encode() + self.x.numpy().tobytes()).hexdigest()
 
     def identity(self) -> dict[str, Any]:
@@ -200,7 +203,7 @@ def _request(plan: FlowPlan) -> SourcePlan:
 
 
 def _provided_start(plan: FlowPlan, source: AttentionSource, *, of_file: bool) -> str:
-    """Return ``text`` or ``file`` if a model or a file provides initial tokens; empty if a file has none.
+    """Return ``text`` if a model provides initial tokens, ``file`` if a parameter file does, else empty.
 
     Refuse a start from the tokens of a file that has none.
     """
@@ -218,7 +221,10 @@ def _provided_start(plan: FlowPlan, source: AttentionSource, *, of_file: bool) -
 
 
 def _length(plan: FlowPlan, source: AttentionSource, start: str) -> int:
-    """Return the number of initial tokens, if they are not read from a file of tokens."""
+    """Return the number of initial tokens of a flow.
+
+    It applies only if the tokens are not read from a file of tokens.
+    """
     if start != "given":
         return plan.tokens or _TOKENS
     length = plan.tokens or source.usual_length or _TOKENS

@@ -22,7 +22,7 @@ FLOW = "flow"
 
 @dataclass(frozen=True, eq=False)
 class Frame:
-    """The state of a flow at one time: the tokens, and the Gaussian measure if it is followed.
+    """The state of a flow at one time.
 
     ``place`` is the index of the frame, 0 for the start. ``mean`` and ``covariance`` belong to the Gaussian
     measure that is followed beside the tokens ``x``, if any. ``evaluations`` counts the evaluations of the

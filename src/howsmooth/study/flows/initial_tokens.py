@@ -21,7 +21,9 @@ _ENDINGS = (".npy", ".npz")
 
 
 def kind_of_start(plan: FlowPlan, own: str = "") -> str:
-    """Return where initial tokens come from: ``gaussian``, ``sphere``, ``given`` (by the source), or a path.
+    """Return where the initial tokens come from.
+
+    The result is ``gaussian``, ``sphere``, ``given`` (by the source of the attention), or the path of a file.
 
     Parameters
     ----------

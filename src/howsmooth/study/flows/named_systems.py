@@ -17,7 +17,7 @@ __all__ = ["SYSTEMS", "NamedSystem", "build_system"]
 
 @dataclass(frozen=True)
 class NamedSystem:
-    """A title, and a function that returns the query, key and value matrices of a system of tokens.
+    """A named system of tokens: its description, and a function that returns its matrices.
 
     Attributes
     ----------

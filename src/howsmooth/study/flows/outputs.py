@@ -195,7 +195,11 @@ def _numbers(frame: Frame) -> dict[str, Float64[np.ndarray, "..."]]:
 def view_of(
     store: Store, plan: FlowPlan, system: System, metrics: pd.DataFrame, tolerance: float
 ) -> FlowView:
-    """Return what to draw of a flow: the coordinates if at most three, else two principal directions."""
+    """Return the points of a flow to draw, with their colours and labels.
+
+    In at most three dimensions, the points are the tokens. In more dimensions, the tokens are projected onto
+    two principal directions.
+    """
     d = system.x.shape[1]
     if d <= _MOST_SHOWN:
         basis, names = np.eye(d), tuple(f"coordinate {i + 1}" for i in range(d))

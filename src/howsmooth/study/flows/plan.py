@@ -164,7 +164,9 @@ class FlowPlan(Options):
                 )
 
     def grid(self, layers: int | None) -> Grid:
-        """Return the times of the frames: whole steps if the step is fixed, else evenly spaced times.
+        """Return the times of a flow's frames, and the step if it is fixed.
+
+        With a fixed step, the times are whole numbers of steps. Otherwise they are evenly spaced.
 
         Parameters
         ----------

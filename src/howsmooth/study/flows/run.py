@@ -23,7 +23,7 @@ __all__ = ["run_flow"]
 def run_flow(
     plan: FlowPlan, system: System, folder: str | os.PathLike[str], means: Means | None = None
 ) -> tuple[Outcome, Ending | None]:
-    """Compute the states of a flow (frames) that a plan asks for and the store in ``folder`` does not have.
+    """Compute the states of a flow (frames) that the store in a folder does not have.
 
     Parameters
     ----------

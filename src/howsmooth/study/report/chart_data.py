@@ -230,7 +230,10 @@ def _thinned(rows: pd.DataFrame) -> pd.DataFrame:
 
 
 def _start(rows: Sequence[dict[str, Any]], scopes: Sequence[str]) -> int:
-    """Return the index of the row that the report shows first: at most 64 tokens, and the middle layer."""
+    """Return the index of the row that the report shows first.
+
+    It is a row of the middle layer, with at most 64 tokens if there is such a row.
+    """
     scope = scopes.index("attention") if "attention" in scopes else rows[0]["scope"]
     begun = next(row for row in rows if row["scope"] == scope)
     alike = [row for row in rows if all(row[name] == begun[name] for name in ("model", "text", "scope"))]

@@ -152,9 +152,10 @@ def _image(picture: Picture) -> dict[str, Any]:
 
 
 def _style(found: Sequence[dict[str, Any]]) -> str:
-    """Return the style sheets, with a class for each minimal width of an image.
+    """Return the style sheets of the report.
 
-    The content security policy allows no style attributes, which would be simpler.
+    They have a class for each minimal width of an image. The content security policy allows no style
+    attributes, which would be simpler.
     """
     images = (image for family in found for kind in ("overviews", "singles") for image in family[kind])
     least = sorted({int(image["least"]) for image in images})

@@ -49,7 +49,7 @@ def headline(rows: pd.DataFrame, exponents: pd.DataFrame) -> str:
 
 
 def sharpest(found: dict[str, Any]) -> list[dict[str, Any]]:
-    """Return the lowest upper and highest lower bound of each attention, with ratios to the constant.
+    """Return the sharpest bounds on each attention, with their ratios to the measured constant.
 
     Whole layers come before heads, of which there can be very many.
 
@@ -79,7 +79,10 @@ def sharpest(found: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def convergence(rows: pd.DataFrame) -> list[dict[str, Any]]:
-    """Return for each model, text and scope how many measurements converged, and their interval widths."""
+    """Tabulate how many measurements converged, and how wide their intervals are.
+
+    There is one row for each model, text and scope.
+    """
     width = (rows["upper"] - rows["lower"]) / rows["lipschitz"].where(rows["lipschitz"] > 0)
     found = (
         rows.assign(width=width)
@@ -96,7 +99,7 @@ def convergence(rows: pd.DataFrame) -> list[dict[str, Any]]:
 
 
 def maskings(rows: pd.DataFrame) -> list[tuple[str, str]]:
-    """Return pairs of a model and the names of the masks that its measured layers have."""
+    """Return pairs of a model and the names of its layers' masks."""
     return [
         (str(model), ", ".join(sorted(str(name) for name in group.unique())))
         for model, group in rows.groupby("model", sort=True)["masking"]
@@ -111,6 +114,6 @@ def runs(table: pd.DataFrame) -> list[dict[str, Any]]:
 
 
 def items_of(compared: pd.DataFrame) -> list[tuple[str, str]]:
-    """Return the published code's differences (items) that a table names, each with its meaning."""
+    """Return the published code's differences (items) that occur in a table, with their meanings."""
     there = {item for items in compared["items"] for item in str(items).split(",")}
     return [(item, meaning) for item, meaning in ITEM_MEANINGS.items() if item in there]

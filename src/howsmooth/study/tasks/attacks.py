@@ -84,7 +84,7 @@ class AttackTask(Task):
 
     @property
     def alike(self) -> tuple[Any, ...]:
-        """The name of the table and the scope: tasks that share both differ in time only because of n."""
+        """What tasks share if their times differ only because of n: the table and the scope."""
         return Attack.table, self.target.scope
 
     @property
@@ -143,7 +143,10 @@ class AttackTask(Task):
             began = time.perf_counter()
 
     def _inputs(self, f: SelfAttention) -> Iterator[tuple[str, str, Tensor, Any, int]]:
-        """Yield attacking inputs as (kind, name, tokens, estimate of the constant, evaluations in search)."""
+        """Yield the inputs to try: given tokens, constructed tokens, and tokens found by search.
+
+        Each is (kind, name, tokens, estimate of the constant, number of evaluations in the search).
+        """
         if self.target.x is not None:
             x = self.target.x.double()
             yield "tokens", "tokens", x, self._measured(f, x), 1
@@ -167,7 +170,10 @@ class AttackTask(Task):
         return lipschitz.local_lipschitz(f, x, rtol=_RTOL, seed=self.seed)
 
     def _uppers(self, f: SelfAttention) -> list[Attack]:
-        """Return the row of the smallest upper bound over the ball; none if positions are rotary."""
+        """Return the smallest upper bound on the constants at all tokens of the ball, as a row.
+
+        The list is empty if positions are rotary.
+        """
         if f.rotary is not None:
             return []
         began = time.perf_counter()
@@ -230,9 +236,10 @@ class _Tried:
 
 
 def _named(constructions: Sequence[Any]) -> Iterator[tuple[str, Tensor]]:
-    """Yield constructed tokens with unique names; the paper's construction is ``two_cluster``.
+    """Yield constructed tokens, each with a unique name.
 
-    A head may have two two-cluster constructions; the first uses the eigenvalue that the paper chooses.
+    The paper's construction is named ``two_cluster``. A head may have two two-cluster constructions; the
+    first uses the eigenvalue that the paper chooses.
     """
     several = len({one.head for one in constructions}) > 1
     used = set()

@@ -26,7 +26,10 @@ SHARE = 0.2
 
 
 class BoundsTask(SequenceTask[Key]):
-    """The task of computing all bounds on one layer at one sequence, which is sample 0."""
+    """The task of computing all bounds on one layer at one sequence.
+
+    The sequence is sample 0.
+    """
 
     kind = Bounding
     # A failure does not end the run: a report without bounds is better than none.
@@ -97,7 +100,10 @@ def bounds_left(study: OpenStudy) -> Work:
 
 @dataclass(frozen=True)
 class Spent:
-    """The seconds that the bounds on one attention took, with the kind and the length of their task."""
+    """The seconds that the bounds on one attention took.
+
+    ``alike`` and ``n`` are the kind and the length of their task.
+    """
 
     alike: tuple[Any, ...]
     n: int
@@ -114,7 +120,10 @@ def spent_on_bounds(store: Store) -> list[Spent]:
 
 
 def seconds_for_bounds(study: OpenStudy) -> float:
-    """Return the seconds that bounds may still take: by default a fifth of the time of the other work."""
+    """Return how many seconds the bounds of a study may still take.
+
+    By default, bounds may take a fifth of the time of the other work.
+    """
     assert study.store is not None
     if study.plan.bounds == "all":
         return math.inf

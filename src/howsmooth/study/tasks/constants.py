@@ -134,7 +134,10 @@ def _energy(direction: torch.Tensor) -> tuple[float, ...]:
 def start_seed(
     plan: Plan, subject: Subject, scope: str, layer: int, head: int | None, n: int, sample: int
 ) -> int:
-    """Return the seed of the solver's start, which depends only on the plan's seed and the arguments."""
+    """Return the seed of the solver's random start for one measurement.
+
+    It depends only on the plan's seed and the arguments.
+    """
     return derive_seed(
         purpose="start",
         seed=plan.seed,
@@ -149,7 +152,10 @@ def start_seed(
 
 
 def constants_left(study: OpenStudy) -> Work:
-    """List the tasks for constants that the store lacks: for each model and input, from short to long."""
+    """List the tasks that measure the constants missing in the store.
+
+    They are ordered by model and input, then from short to long sequences.
+    """
     tasks, kept = [], 0
     for subject, feed, starts in ((one.subject, one.feed, one.starts) for one in study.placed):
         where = {"model": subject.model.label, "text": subject.text.name}

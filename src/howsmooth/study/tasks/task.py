@@ -97,7 +97,10 @@ class Task(ABC):
 
     @property
     def alike(self) -> tuple[Any, ...]:
-        """What tasks share if their times differ only because of n, such as table, model and scope."""
+        """What tasks have in common if their times differ only because of the length n.
+
+        Examples are the table, the model and the scope.
+        """
         return (self.kind.table,)
 
     @property
@@ -106,7 +109,7 @@ class Task(ABC):
         return self.model
 
     def count(self, rows: Sequence[Row]) -> int:
-        """Return how many of the task's requested results are among some computed rows."""
+        """Return how many of the results that the task computes are among ``rows``."""
         return sum(isinstance(row, self.kind) for row in rows)
 
     def packed(self) -> Self:
@@ -164,7 +167,7 @@ class SequenceTask(Task, Generic[K]):
 
     @property
     def alike(self) -> tuple[Any, ...]:
-        """The name of the table, the model and the scope: tasks that share them differ in time only by n."""
+        """What tasks share if their times differ only because of n: the table, the model and the scope."""
         return self.kind.table, self.model, self.scope
 
     @property
@@ -198,7 +201,10 @@ class SequenceTask(Task, Generic[K]):
         """Compute with the loaded model the rows that the store lacks, and yield them."""
 
     def sites(self, model: Any) -> Iterator[Any]:
-        """Capture the task's layers in one forward pass; if that fails, one by one, yielding failures too."""
+        """Capture the layers of the task in one forward pass.
+
+        If that fails, capture them one by one, and yield a failure for each layer that cannot be captured.
+        """
         yield from each_if_not_all(self.layers, lambda layers: self._captured(model, layers), self._no_layer)
 
     def _captured(self, model: Any, layers: Sequence[int]) -> list[Any]:
@@ -215,7 +221,10 @@ class SequenceTask(Task, Generic[K]):
         place: tuple[int | None, int | None] = (None, None),
         samples: Sequence[int | None] = (),
     ) -> Failed:
-        """Return a failure of the whole task, or of one layer and head, at some samples or at all."""
+        """Return a failure of the whole task, or of one layer and head.
+
+        Without ``samples``, all samples of the task failed.
+        """
         where = (self.model, self.subject.text.name, self.scope, *place, self.n)
         return Failed(
             [failure_row(error, self.kind, *where, sample) for sample in samples or self.starts], error
@@ -254,7 +263,11 @@ def failure_row(
     n: int | None = None,
     sample: int | None = None,
 ) -> Failure:
-    """Return the row that records an error; a field that is None means that all its values failed."""
+    """Return the row that records a failed computation and its error.
+
+    An argument that is None means that the computation failed for all values: with ``layer`` None, for all
+    layers.
+    """
     return Failure(
         model=model,
         text=text,
