@@ -226,7 +226,7 @@ class _Climb:
         self.rows: list[list[object]] = []
 
     def run(self, steps: int) -> tuple[Tensor, str]:
-        """Run the ascent; return the tokens with the largest constant, and the name of their start."""
+        """Run the ascent; return the tokens with the largest constant and the name of their start input."""
         domain = self.domain
         # Step 0 evaluates all starts; the best of them go on.
         first = self._evaluate(self.u, list(range(len(self.names))), 0)
@@ -291,9 +291,9 @@ class _Climb:
         return local_lipschitz(self.f, self.domain.tokens(u), rtol=self.rtol, seed=seeds)
 
     def _gradient(self, u: Tensor, found: LipschitzEstimate, rows: list[int]) -> Tensor:
-        """Return the gradient of log ‖D_X f‖₂ with respect to the domain's coordinates, at coordinates ``u``.
+        """Return the gradient of log ‖D_X f‖₂ with respect to the coordinates ``u`` of the tokens X.
 
-        The estimates of the members of ``u`` are the rows ``rows`` of ``found``.
+        The estimate of ‖D_X f‖₂ at ``u[i]`` is entry ``rows[i]`` of ``found``.
         """
         f = self.f
         x = self.domain.tokens(u)
@@ -310,7 +310,7 @@ class _Climb:
         return self.domain.pull_back(torch.cat(parts) / sigma)
 
     def _direction(self, u: Tensor, gradient: Tensor) -> Tensor:
-        """Return the ascent direction: the gradient projected to stay in the domain, long rows shortened.
+        """Return the direction of the next step: the gradient, changed so that the step stays in the domain.
 
         The gradients at tokens that carry much attention are hundreds of times longer than the others. Each
         row is divided by the square root of its length, so that all tokens move.
@@ -349,9 +349,10 @@ class _Climb:
 
 
 def _gradient_of_pairing(f: TokenMap, x: Tensor, left: Tensor, right: Tensor) -> Tensor:
-    """Return the gradient in x of Σ ⟨left, D_x f right⟩, of shape (batch, n, d).
+    """Return the gradient in x of ⟨left, J right⟩, where J is the Jacobian of ``f`` at x.
 
-    One backward pass serves the whole batch, because members do not depend on each other.
+    The inner product is summed over the batch. One backward pass serves all sequences of the batch, because
+    they do not depend on each other. The result has the shape (batch, n, d).
     """
     with torch.enable_grad():
         point = x.detach().requires_grad_()
@@ -453,11 +454,11 @@ def _search_atoms(
 
 
 def _basis(f: TokenMap, domain: Domain) -> Tensor | None:
-    """Return a basis (d, r) of all rows of the query, key and value matrices; None where it would not help.
+    """Return an orthonormal basis of the space on which queries, keys and values depend, or None.
 
-    f depends on X B only, and X B Bᵀ is no longer than X, so a search over X B in a ball about zero loses
-    no inputs. None means that the matrices have at least d rows, that f is not attention, or that the
-    domain is not a ball.
+    The basis B (d, r) spans the rows of the query, key and value matrices. f depends on X B only, and X B Bᵀ
+    is no longer than X, so a search over X B in a ball about zero loses no inputs. None means that the
+    matrices have at least d rows, that f is not attention, or that the domain is not a ball.
     """
     if not (isinstance(f, SelfAttention) and isinstance(domain, Ball)):
         return None
@@ -469,7 +470,10 @@ def _basis(f: TokenMap, domain: Domain) -> Tensor | None:
 
 
 def _compressed(f: TokenMap, basis: Tensor | None) -> TokenMap:
-    """Return X ↦ f(X Bᵀ) for the basis B, whose Jacobian has the same norm as that of f; f if B is None."""
+    """Return the map X ↦ f(X Bᵀ) for the basis B of :func:`_basis`.
+
+    Its Jacobian has the same norm as the Jacobian of f at X Bᵀ. Without a basis, the result is f.
+    """
     if basis is None:
         return f
     assert isinstance(f, SelfAttention)

@@ -63,7 +63,7 @@ class Atoms:
 
 @dataclass(frozen=True, eq=False)
 class AtomSearch:
-    """The result of :func:`search_atoms`: the atoms found, the value of ‖D_X f‖ at each, and the history.
+    """The result of :func:`search_atoms`: the best atoms of each restart and the Jacobian's norm there.
 
     Attributes
     ----------
@@ -154,11 +154,11 @@ def _search(
 
 @dataclass(frozen=True, eq=False)
 class _Problem:
-    """What stays fixed in a search over atoms: how often each row sees each atom, and the Jacobian's weights.
+    """What stays fixed while atoms move: how many copies of each atom every row attends to.
 
     ``row_atom`` says which atom each row belongs to. ``log_counts`` has the logarithm of how often each row
-    sees each atom. The weights scale rows and columns of the Jacobian. All but ``row_atom`` have a leading
-    axis for the members.
+    sees each atom. ``row_weight`` and ``column_weight`` scale the rows and columns of the Jacobian. All but
+    ``row_atom`` have a leading axis for a batch of multiplicities.
     """
 
     row_atom: Int[Tensor, " rows"]
@@ -168,7 +168,10 @@ class _Problem:
 
     @classmethod
     def of(cls, f: SelfAttention, counts: Sequence[tuple[int, ...]]) -> _Problem:
-        """Return the fixed data of a search for a batch of multiplicities, equal ones if f is causal."""
+        """Return the fixed data of a search for a batch of multiplicities.
+
+        If f is causal, all entries of ``counts`` must be equal, and all atoms but the last occur once.
+        """
         m = torch.tensor(counts, dtype=torch.float64, device=f.device)
         batch, c = m.shape
         if not f.causal:
@@ -199,9 +202,10 @@ class _Problem:
 
 
 def _pairing(f: SelfAttention, problem: _Problem, x: Tensor, u: Tensor, v: Tensor) -> Tensor:
-    """Return ⟨u, J v⟩ for each member, J the Jacobian of ``f`` at atoms x with the weights of ``problem``.
+    """Return ⟨u, J v⟩ for the weighted Jacobian J of attention, for each set of atoms in a batch.
 
-    Shapes are x and v (batch, c, d), u (batch, rows, d_out).
+    J is the Jacobian of ``f`` at atoms x, with rows and columns scaled by the weights of ``problem``. Shapes
+    are x and v (batch, c, d), u (batch, rows, d_out).
     """
     e = v * problem.column_weight[..., None]
     group = f.heads // f.kv_heads
@@ -239,7 +243,10 @@ def _raise(
     rate: float,
     generator: torch.Generator,
 ) -> _Raised:
-    """Move atoms to larger ‖J‖ by Adam, with one power step for the singular vectors u and v in each step."""
+    """Move atoms by Adam so that the norm of the Jacobian grows.
+
+    Every step also takes one power step for the leading singular vectors u and v of the Jacobian.
+    """
     batch, c, d = points.shape
 
     def noise(*shape: int) -> Tensor:
@@ -295,7 +302,10 @@ def _unit(t: Tensor) -> Tensor:
 def _random_atoms(
     f: SelfAttention, length: int, domain: Domain, restarts: int, generator: torch.Generator
 ) -> list[Atoms]:
-    """Return ``restarts`` sets of random atoms in the domain, with multiplicities from :func:`_patterns`."""
+    """Return random sets of atoms in the domain, with numbers of copies from :func:`_patterns`.
+
+    There are ``restarts`` sets, or none if ``length`` is too small for every pattern.
+    """
     found = []
     for i in range(restarts):
         patterns = [p for p in _patterns(length, causal=f.causal) if all(count >= 1 for count in p)]
@@ -307,7 +317,10 @@ def _random_atoms(
 
 
 def _patterns(n: int, *, causal: bool) -> list[tuple[int, ...]]:
-    """Return lists of multiplicities with sum n that the search tries; atoms with few copies come first."""
+    """Return the multiplicities that a search tries: tuples of numbers of copies that add up to n.
+
+    Atoms with few copies come first in each tuple.
+    """
     # One to four heavy atoms, once each, and copies of one light atom.
     single = [(1, n - 1), (1, 1, n - 2), (1, 1, 1, n - 3), (1, 1, 1, 1, n - 4)]
     if causal:

@@ -1,7 +1,8 @@
-"""Inputs with a provably large local Lipschitz constant: the paper's two clusters, and two other kinds.
+"""Inputs where attention has a provably large local Lipschitz constant.
 
-Every input has its heavy tokens first. Causal attention needs this order, and for unmasked attention the
-order is irrelevant. ``howsmooth.bounds`` evaluates the theorems that give lower bounds at the same tokens.
+Every input consists of one or two heavy tokens, which get much attention, and copies of one light token. The
+heavy tokens come first: causal attention needs this order, and for unmasked attention the order is
+irrelevant. ``howsmooth.bounds`` evaluates the theorems that give lower bounds at the same tokens.
 Derivations: documentation page "Worst inputs, and lower bounds".
 """
 
@@ -57,10 +58,11 @@ class Construction:
 def two_cluster(
     attention: object, length: int, radius: float, *, head: int = 0, choice: str = "paper"
 ) -> Construction:
-    """Return the paper's two clusters on an eigenvector u of A: Ru and n − 1 copies of Ru/2, or of −Ru.
+    """Return the paper's two clusters: a token and n − 1 copies of another, both along an eigenvector of A.
 
-    In the first case u is a unit eigenvector of A for its largest real eigenvalue γ_max, in the second case
-    for its smallest real eigenvalue γ_min.
+    In the first case the tokens are Ru and Ru/2, where u is a unit eigenvector of A for its largest real
+    eigenvalue γ_max. In the second case they are Ru and −Ru, where u belongs to the smallest real eigenvalue
+    γ_min. A is the matrix of the scores ⟨A x_i, x_j⟩.
 
     Parameters
     ----------
@@ -110,9 +112,10 @@ def two_cluster(
 
 
 def heavy_token(attention: object, length: int, radius: float, *, head: int = 0) -> Construction:
-    """Return one token R y/|y| and copies of w, where y = Aw + b, for a head with scores ⟨A x_i + b, x_j⟩.
+    """Return one heavy token, which gets much attention, and n − 1 copies of a light token.
 
-    w maximises the gap of scores R|y| − ⟨y, w⟩. A needs no real eigenvalue.
+    For a head with scores ⟨A x_i + b, x_j⟩ and the light token w, the heavy token is R y/|y| with y = Aw + b.
+    w maximises the gap R|y| − ⟨y, w⟩ between the scores of both tokens. A needs no real eigenvalue.
 
     Parameters
     ----------
@@ -142,10 +145,11 @@ def heavy_token(attention: object, length: int, radius: float, *, head: int = 0)
 
 
 def two_heavy_tokens(attention: object, length: int, radius: float, *, head: int = 0) -> Construction:
-    """Return two tokens R(cosθ ŷ ± sinθ v) and copies of a token w, which attends to both equally.
+    """Return two heavy tokens, and n − 2 copies of a light token that attends to both equally.
 
-    Here y = Aw + b, ŷ = y/|y| and v ⊥ ŷ. Of all w, θ and v that were tried, the result takes those with the
-    largest certified lower bound under the attention's masking.
+    The heavy tokens are R(cosθ ŷ ± sinθ v), where w is the light token, y = Aw + b, ŷ = y/|y| and v ⊥ ŷ. Of
+    all w, θ and v that were tried, the result takes those with the largest certified lower bound under the
+    attention's masking.
 
     Parameters
     ----------
@@ -185,7 +189,7 @@ def two_heavy_tokens(attention: object, length: int, radius: float, *, head: int
 def constructions(
     attention: object, length: int, radius: float, *, heads: Sequence[int] | None = None
 ) -> list[Construction]:
-    """Return every construction that is possible, for each of the given heads.
+    """Return every input that the functions of this module can build for the given heads.
 
     Parameters
     ----------
@@ -220,12 +224,15 @@ def constructions(
 
 
 def _has_tie(head: Head) -> bool:
-    """Tell whether :func:`two_heavy_tokens` applies: d >= 2, and neither scores nor values are zero."""
+    """Tell whether :func:`two_heavy_tokens` can build an input for this head.
+
+    It needs d >= 2, scores that are not all zero, and a value matrix that is not zero.
+    """
     return head.d >= 2 and head.A_norm + head.b_norm > 0 and head.V_norm > 0
 
 
 class _Give:
-    """A function that makes a Construction from a Witness, in the attention's dtype and on its device."""
+    """A function that turns found tokens into a Construction, in the attention's dtype and on its device."""
 
     def __init__(self, attention: object, head: int) -> None:
         f = _map_of(attention)

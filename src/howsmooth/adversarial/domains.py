@@ -57,7 +57,10 @@ class Domain(abc.ABC):
         return self.tokens(self.project_coordinates(self.coordinates(X)))
 
     def contains(self, X: Tensor, tol: float = 1e-9) -> bool:
-        """Tell whether tokens X lie in the domain, up to ``tol`` times their largest entry or the radius."""
+        """Tell whether the tokens X lie in the domain, up to a tolerance.
+
+        The tolerance is ``tol`` times the largest entry of X, or times the domain's radius if that is larger.
+        """
         x = X.detach().double()
         size = max(float(x.abs().max()), self.radius)
         return bool(((self.project(x) - x).abs() <= tol * size).all())
@@ -104,10 +107,11 @@ class Ball(Domain):
 
 
 class Ellipsoid(Domain):
-    """The set of outputs of a norm layer: tokens β + √d γ∘u with |u| <= 1, and mean-zero u for LayerNorm.
+    """The set of a norm layer's outputs, which is an ellipsoid or its surface.
 
-    This set is the closure of the layer's image if ε > 0. If ε = 0, the image is the surface |u| = 1, and
-    then the domain is that surface.
+    The tokens are β + √d γ∘u with the gain γ, the shift β and |u| <= 1; for LayerNorm, u has mean zero. This
+    set is the closure of the layer's image if ε > 0. If ε = 0, the image is the surface |u| = 1, and then the
+    domain is that surface.
 
     Parameters
     ----------
@@ -149,11 +153,18 @@ class Ellipsoid(Domain):
         return self._shift.to(u) + self._gain.to(u) * u
 
     def pull_back(self, gradient: Tensor) -> Tensor:
-        """Return √d γ∘gradient, the gradient with respect to the coordinates u, centred for LayerNorm."""
+        """Return the gradient in the coordinates u, given the gradient in the tokens.
+
+        It is √d γ∘gradient; for LayerNorm, its mean over each token is subtracted.
+        """
         return self._centred(self._gain.to(gradient) * gradient)
 
     def project_coordinates(self, u: Tensor) -> Tensor:
-        """Return coordinates u moved into the unit ball (to its surface if ε = 0), centred for LayerNorm."""
+        """Return the coordinates in the domain that are nearest to the coordinates u.
+
+        For LayerNorm, each token's mean is subtracted first. If ε > 0, tokens outside the unit ball are
+        scaled to norm 1. If ε = 0, all tokens are, except zero.
+        """
         u = self._centred(u)
         if self.norm.eps > 0:
             return _shrink(u, 1.0)

@@ -62,10 +62,11 @@ _DENSE_ROWS = 1024
 
 
 def proposition_3_4(attention: object, length: int, radius: float) -> Bound:
-    """Bound Lip(f on B_R^n) from below by Proposition 3.4, for V = I and a matrix A with a real eigenvalue.
+    """Bound Lip(f on B_R^n) from below by Proposition 3.4 of the paper.
 
-    The bound is √(n−1) / (1 + (n−1) e^{−2R²γ}) with γ = max(−γ_min, γ_max/8). γ_min and γ_max are the
-    smallest and largest real eigenvalues of A.
+    The proposition is for V = I and a matrix A with a real eigenvalue. The bound is √(n−1) / (1 + (n−1)
+    e^{−2R²γ}) with γ = max(−γ_min, γ_max/8). γ_min and γ_max are the smallest and largest real eigenvalues of
+    A.
 
     Parameters
     ----------
@@ -117,7 +118,7 @@ def proposition_3_4(attention: object, length: int, radius: float) -> Bound:
 
 
 def two_cluster_lower_bound(attention: object, length: int, radius: float) -> Bound:
-    """Bound Lip(f on B_R^n) from below at two clusters of tokens on an eigenvector of A.
+    """Bound Lip(f on B_R^n) from below by the Jacobian at two clusters of tokens.
 
     The bound is √(n−1) p ‖V(I + (1−p)(z−w)yᵀ)‖. u is a unit eigenvector of A for γ_max or γ_min, X consists
     of z = Ru and n − 1 copies of w = Ru/2 or −Ru, y = Aw + b, and p = 1/(1 + (n−1)e^{−⟨y, z−w⟩}). The larger
@@ -165,7 +166,7 @@ def two_cluster_lower_bound(attention: object, length: int, radius: float) -> Bo
 
 
 def causal_two_cluster_lower_bound(attention: object, length: int, radius: float) -> Bound:
-    """Bound Lip(f^m on B_R^n) of causal attention from below at two clusters on an eigenvector of A.
+    """Bound Lip(f^m on B_R^n) of causal attention from below by the Jacobian at two clusters of tokens.
 
     The tokens are as in :func:`two_cluster_lower_bound`, with the heavy token Ru first. Without bias, the
     bound is the norm of the blocks V and p_i V(I + 2g(1−p_i)uuᵀ), i = 2, …, n, stacked, where p_i is the
@@ -211,12 +212,12 @@ def causal_two_cluster_lower_bound(attention: object, length: int, radius: float
 
 
 def heavy_token_lower_bound(attention: object, length: int, radius: float) -> Bound:
-    """Bound Lip(f on B_R^n) from below at one much attended ("heavy") token and copies of a light token.
+    """Bound Lip(f on B_R^n) from below by the Jacobian at one heavy token and copies of a light token.
 
-    The bound is √(n−1) p ‖V(I + (1−p)(z−w)yᵀ)‖ at X = (z, w, …, w). z = Ry/|y|, y = Aw + b, and w is sought
-    by local ascent in the ball of radius R; every w gives a valid bound. p is the weight of z. Without bias
-    and at the best w, p = 1/(1 + (n−1)e^{−ER²}) with E = max_{|w|≤1} (|Aw| − ⟨Aw, w⟩) ≥ max(−2γ_min, γ_max/4,
-    ‖A‖/4). A need not have a real eigenvalue.
+    A heavy token gets much attention. The bound is √(n−1) p ‖V(I + (1−p)(z−w)yᵀ)‖ at X = (z, w, …, w). z =
+    Ry/|y|, y = Aw + b, and w is sought by local ascent in the ball of radius R; every w gives a valid bound.
+    p is the weight of z. Without bias and at the best w, p = 1/(1 + (n−1)e^{−ER²}) with E = max_{|w|≤1} (|Aw|
+    − ⟨Aw, w⟩) ≥ max(−2γ_min, γ_max/4, ‖A‖/4). A need not have a real eigenvalue.
 
     Parameters
     ----------
@@ -256,11 +257,11 @@ def heavy_token_lower_bound(attention: object, length: int, radius: float) -> Bo
 
 
 def heavy_token_local_bound(attention: object, length: int, heavy: Tensor, light: Tensor) -> Bound:
-    """Bound ‖D_X f‖ from below at X = (z, w, …, w), for a given heavy token z and light token w.
+    """Bound ‖D_X f‖ from below where X is one given heavy token and copies of a given light token.
 
-    Without a mask the bound is √(n−1) ‖M‖ with M = Σ_h W_h V_h p_h (I + (1−p_h)(z−w)y_hᵀ), y_h = A_h w + b_h,
-    p_h = 1/(1 + (n−1)e^{−⟨y_h, z−w⟩}). With a causal mask, the bound is the norm of Σ_h W_hV_h and M_2, …,
-    M_n stacked, where M_i has i in place of n.
+    X = (z, w, …, w) has the heavy token z and the light token w. Without a mask the bound is √(n−1) ‖M‖ with
+    M = Σ_h W_h V_h p_h (I + (1−p_h)(z−w)y_hᵀ), y_h = A_h w + b_h, p_h = 1/(1 + (n−1)e^{−⟨y_h, z−w⟩}). With a
+    causal mask, the bound is the norm of Σ_h W_hV_h and M_2, …, M_n stacked, where M_i has i in place of n.
 
     Parameters
     ----------
@@ -299,7 +300,7 @@ def heavy_token_local_bound(attention: object, length: int, heavy: Tensor, light
 
 
 def two_heavy_tokens_lower_bound(attention: object, length: int, radius: float) -> Bound:
-    """Bound Lip(f on B_R^n) from below at two equally attended heavy tokens and copies of a light token.
+    """Bound Lip(f on B_R^n) from below by the Jacobian at two heavy tokens and copies of a light token.
 
     The bound is at least √(2(n−2)) p sinθ |y| R |Vv|. X consists of two heavy tokens R(cosθ ŷ ± sinθ v) and
     n − 2 copies of w, |w| ≤ R, where y = Aw + b, ŷ = y/|y|, v is a unit vector orthogonal to ŷ, and
@@ -344,7 +345,7 @@ def two_heavy_tokens_lower_bound(attention: object, length: int, radius: float) 
 
 
 def causal_two_heavy_tokens_lower_bound(attention: object, length: int, radius: float) -> Bound:
-    """Bound Lip(f^m on B_R^n) of causal attention from below at two equally attended heavy tokens.
+    """Bound Lip(f^m on B_R^n) of causal attention from below by the Jacobian at two heavy tokens.
 
     The tokens are as in :func:`two_heavy_tokens_lower_bound`, heavy tokens first. The bound is at least
     √(2Σ_{i=3}^n p_i²) sinθ |y| R |Vv| with p_i = 1/(2 + (i−2)e^{−(R|y|cosθ − ⟨y,w⟩)}).
@@ -433,7 +434,7 @@ def equal_tokens_lower_bound(attention: object, length: int, radius: float) -> B
 
 
 def quadratic_growth(attention: object, length: int, radius: float) -> Bound:
-    """Bound Lip(f on B_R^n) from below at tokens 0 and ±Ru, with a bound that grows like R².
+    """Bound Lip(f on B_R^n) from below by a number that grows like R², after Kim et al. (2021).
 
     The bound is ‖V(I + mR²u(Aᵀu)ᵀ)‖/n. Half of the m tokens are Ru, the other half −Ru, where m is even and
     n − m is 1 or 2; the remaining tokens are 0, the last one among them. The last row gives equal weight to
@@ -504,9 +505,10 @@ def _log_tie(p: Parameters, n: int, radius: float, *, masked: bool) -> float:
 
 
 def _log_tie_formula(head: Head, n: int, points: Tie, *, masked: bool) -> float:
-    """Return the log of the formula of :func:`two_heavy_tokens_lower_bound` for exactly equal scores.
+    """Return the log of a lower bound at two heavy tokens whose scores are exactly equal.
 
-    At huge radii rounding makes the two scores differ, so that the norm of the heavy columns is smaller.
+    The formula is in :func:`two_heavy_tokens_lower_bound`. At huge radii rounding makes the two scores
+    differ, so that the norm of the heavy columns is smaller.
     """
     y = head.left @ (head.right @ points.light) + head.b
     mean, half = (points.heavy_1 + points.heavy_2) / 2, (points.heavy_1 - points.heavy_2) / 2
@@ -526,15 +528,16 @@ def _log_tie_formula(head: Head, n: int, points: Tie, *, masked: bool) -> float:
 
 
 def _two_clusters(head: Head, radius: float) -> list[OneHeavyToken]:
-    """Return Proposition 3.4's two tokens for the eigenvalues γ_max and γ_min of A; empty if none is real."""
+    """Return the two-cluster inputs for the largest and smallest real eigenvalue of A, if there are any."""
     both = (two_cluster_points(head, radius, choice) for choice in ("max", "min"))
     return [points for points in both if points is not None]
 
 
 def _cesaro_norm(n: int) -> float:
-    """Return a lower bound, close to the norm, on the norm of the Cesàro matrix of means of first entries.
+    """Return a lower bound, close to the exact value, on the norm of the n × n Cesàro matrix.
 
-    For large n the power method is used: each ratio |Px|/|x| is a lower bound.
+    This matrix maps a vector to the means of its first 1, 2, …, n entries. For large n the power method is
+    used: each ratio |Px|/|x| is a lower bound.
     """
     small = min(n, _MOST_DENSE_CESARO)
     counts = torch.arange(1, small + 1, dtype=torch.float64)

@@ -30,7 +30,9 @@ OURS = 'howsmooth documentation, "Bounds on a ball"'
 
 
 def theorem_3_3(attention: object, length: object, radius: object) -> Bound:
-    """Bound Lip(f on B_R^n) by √3 ‖V‖ (‖A‖²R⁴(4n+1) + n)^{1/2}, which grows like R²√n (Theorem 3.3).
+    """Bound Lip(f on B_R^n) by Theorem 3.3 of the paper; the bound grows like R²√n.
+
+    The bound is √3 ‖V‖ (‖A‖²R⁴(4n+1) + n)^{1/2}.
 
     Parameters
     ----------
@@ -70,7 +72,9 @@ def theorem_3_3(attention: object, length: object, radius: object) -> Bound:
 
 
 def theorem_3_5(attention: object, radius: object) -> Bound:
-    """Bound the W₂-Lipschitz constant of the mean-field map by ‖V‖ (1 + 3a) e^{2a}, a = ‖A‖R² (Theorem 3.5).
+    """Bound the W₂-Lipschitz constant of mean-field attention by Theorem 3.5 of the paper.
+
+    The bound is ‖V‖ (1 + 3a) e^{2a} with a = ‖A‖R².
 
     Parameters
     ----------
@@ -109,7 +113,9 @@ def theorem_3_5(attention: object, radius: object) -> Bound:
 
 
 def theorem_e_3(attention: object, length: object, radius: object) -> Bound:
-    """Bound Lip(f on B_R^n) by √3 ‖V‖ (‖A‖²R⁴ + 4nR²(‖A‖R + |b|)² + n)^{1/2}, b the query bias (Theorem E.3).
+    """Bound Lip(f on B_R^n) by Theorem E.3 of the paper, which allows a query bias.
+
+    The bound is √3 ‖V‖ (‖A‖²R⁴ + 4nR²(‖A‖R + |b|)² + n)^{1/2}, where b is the query bias.
 
     Parameters
     ----------
@@ -228,11 +234,11 @@ def mean_field_upper_bound(attention: object, radius: object) -> Bound:
 
 
 def row_norm_maximum(a: float) -> float:
-    """Return h*(a) = max over p in [0, 1] of p²(1 + 2a(1−p))² + (1−p)²(1 − 2ap)².
+    """Return h*(a), the maximum of a polynomial, which bounds a row of the Jacobian in Theorem A.
 
-    It is 1 for a <= 1/2, and at most 1 + a²/2. It bounds Σ_j P_j²(1 + t_j)² for all probability vectors P and
-    all numbers t_j in an interval of length 2a with Σ_j P_j t_j = 0 (documentation page "Bounds on a ball",
-    Lemma 2).
+    h*(a) is the maximum over p in [0, 1] of p²(1 + 2a(1−p))² + (1−p)²(1 − 2ap)². It is 1 for a <= 1/2, and at
+    most 1 + a²/2. It bounds Σ_j P_j²(1 + t_j)² for all probability vectors P and all numbers t_j in an
+    interval of length 2a with Σ_j P_j t_j = 0 (documentation page "Bounds on a ball", Lemma 2).
 
     Parameters
     ----------
@@ -252,7 +258,10 @@ def row_norm_maximum(a: float) -> float:
 
 
 def h_star_maximiser(a: float) -> float:
-    """Return w = 2p − 1 for the p that attains h*(a) of :func:`row_norm_maximum`; 0 for a > 1e8 or NaN."""
+    """Return w = 2p − 1 for the p at which :func:`row_norm_maximum` is attained.
+
+    The result is 0 for a > 1e8 or NaN.
+    """
     if a <= 0.5:
         return 1.0
     if not a <= 1e8:  # also true for NaN
@@ -265,12 +274,16 @@ def h_star_maximiser(a: float) -> float:
 
 
 def log_h_star(a: float) -> float:
-    """Return log h*(a) of :func:`row_norm_maximum`, also where h*(a) overflows."""
+    """Return the logarithm of :func:`row_norm_maximum`, also where the maximum itself overflows."""
     return 2 * math.log(a) - math.log(2) if a > 1e100 else math.log(row_norm_maximum(a))
 
 
 def log_row(n: int, a3: float) -> float:
-    """Return the log of min{h*(a₃), (1 + a₃²) P̄(n, a₃)}, Theorem A's bound on a row that sees n tokens."""
+    """Return the logarithm of Theorem A's bound on a row of the Jacobian that sees n tokens.
+
+    The bound is min{h*(a₃), (1 + a₃²) P̄(n, a₃)}, with h* of :func:`row_norm_maximum` and P̄ of
+    :func:`log_largest_weight`.
+    """
     if n <= 1:
         return 0.0  # a row that sees one token is the identity
     return min(log_h_star(a3), 2 * math.log(math.hypot(1.0, a3)) + log_largest_weight(n, a3))
@@ -286,7 +299,10 @@ def one_head(attention: object, needed_by: str) -> tuple[Parameters, Head]:
 
 
 def score_sizes(head: Head, radius: float) -> tuple[float, float]:
-    """Return a = ‖A‖R² and a₃ = (‖A‖R + |b|)R for a head and the radius R of the ball."""
+    """Return the two numbers a and a₃ that bound a head's scores on the ball of radius R.
+
+    a = ‖A‖R² bounds the scores without a query bias b, and a₃ = (‖A‖R + |b|)R the scores with it.
+    """
     # R is multiplied one by one, so that ‖A‖ = 0 gives 0 where R² overflows.
     return head.A_norm * radius * radius, (head.A_norm * radius + head.b_norm) * radius
 
@@ -299,7 +315,10 @@ def log_theorem_3_3(head: Head, n: int, radius: float) -> float:
 
 
 def unmasked(attention: object, parameters: Parameters) -> Hypothesis:
-    """Return the hypothesis that the attention has no mask; a bare Head satisfies it."""
+    """Return the hypothesis that the attention has no mask.
+
+    A bare :class:`Head` is taken as unmasked.
+    """
     return Hypothesis("no mask", isinstance(attention, Head) or parameters.masking == "none")
 
 

@@ -85,7 +85,10 @@ class Bound:
         log_formula: float | None = None,
         hypotheses: tuple[Hypothesis, ...] = (),
     ) -> Bound:
-        """Return an upper bound from the value of a formula or from its logarithm (pass one), rounded up."""
+        """Return an upper bound, rounded up, from the value of its formula.
+
+        Pass either the value as ``formula`` or its logarithm as ``log_formula``.
+        """
         log = _log(formula, log_formula)
         return cls(name, "upper", quantity, source, log + _MARGIN, hypotheses)
 
@@ -100,7 +103,10 @@ class Bound:
         log_formula: float | None = None,
         hypotheses: tuple[Hypothesis, ...] = (),
     ) -> Bound:
-        """Return a lower bound from the value of a formula or from its logarithm (pass one), rounded down."""
+        """Return a lower bound, rounded down, from the value of its formula.
+
+        Pass either the value as ``formula`` or its logarithm as ``log_formula``.
+        """
         log = _log(formula, log_formula)
         return cls(name, "lower", quantity, source, log - _MARGIN, hypotheses)
 
@@ -118,12 +124,15 @@ class Bound:
 
     @property
     def value(self) -> float:
-        """The bound, inf if it overflows. If a hypothesis fails: inf for an upper and 0 for a lower bound."""
+        """The bound as a number; it is trivial if a hypothesis fails.
+
+        The trivial upper bound is inf, the trivial lower bound 0. The value is also inf where it overflows.
+        """
         return _exp(self.log_value)
 
     @property
     def formula(self) -> float:
-        """The value of the formula, also if a hypothesis fails and it bounds nothing."""
+        """The value of the bound's formula, even if a hypothesis fails."""
         return _exp(self.log_formula)
 
     def __float__(self) -> float:
