@@ -33,7 +33,7 @@ MOST_ROWS = 1 << 16
 
 
 def log_column_norm(p: Parameters, n: int, points: Witness) -> float:
-    """Return the log of the norm of the Jacobian's columns of heavy tokens, a lower bound on ‖D_X f‖."""
+    """Return the log of a lower bound on ‖D_X f‖: the norm of its columns that belong to heavy tokens."""
     c, d = points.heavies.shape
     if n <= c:
         return -math.inf if p.masking != "causal" else log_norm(total_value(p))
@@ -77,7 +77,11 @@ def log_column_norm(p: Parameters, n: int, points: Witness) -> float:
 def log_weights(
     heads: Sequence[Head], heavies: Tensor, light: Tensor, log_copies: Tensor | float
 ) -> tuple[Tensor, Tensor]:
-    """Return the log attention weights of each heavy token (rows, H, c) and of all light ones (rows, H)."""
+    """Return the logarithms of the attention weights of heavy and light tokens in rows of light tokens.
+
+    The first result is the weight of each heavy token (rows, H, c), the second the total weight of all light
+    tokens (rows, H). ``log_copies`` is the logarithm of the number of light tokens that each row sees.
+    """
     gaps = _forms(heads, light) @ (heavies - light).mT  # (H, c)
     log_m = torch.as_tensor(log_copies, dtype=torch.float64).reshape(-1, 1)  # (rows, 1)
     total = torch.logaddexp(torch.logsumexp(gaps, dim=1)[None], log_m)  # (rows, H)
@@ -85,12 +89,12 @@ def log_weights(
 
 
 def _forms(heads: Sequence[Head], light: Tensor) -> Tensor:
-    """Return the vectors y_h = A_h w + b_h of all heads for the light token w, (H, d)."""
+    """Return, for each head, the vector A w + b that gives the scores of the light token w, (H, d)."""
     return torch.stack([head.left @ (head.right @ light) + head.b for head in heads])
 
 
 def _same_gram(table: Tensor) -> Tensor:
-    """Return a matrix with fewer rows than ``table`` and the same, or a slightly smaller, Gram matrix."""
+    """Return a matrix with fewer rows and the same Gram matrix, or a very slightly smaller one."""
     if len(table) == 1:
         return table
     factor = torch.linalg.qr(table, mode="r").R
@@ -101,7 +105,7 @@ def _same_gram(table: Tensor) -> Tensor:
 
 
 def rounding_of_scores(heads: Sequence[Head], points: Witness) -> float:
-    """Return a bound on the rounding error of the score gaps ⟨y, z − w⟩ of heavy tokens z, a few ulps."""
+    """Return a bound on the rounding error of the score differences between heavy and light tokens."""
     y = torch.linalg.vector_norm(_forms(heads, points.light), dim=1).max()
     shift = torch.linalg.vector_norm(points.heavies - points.light, dim=1).max()
     allowance = 4e-15 * float(y * shift)
@@ -109,7 +113,10 @@ def rounding_of_scores(heads: Sequence[Head], points: Witness) -> float:
 
 
 def log_rank_one(V: Tensor, a: float, x: Tensor, y: Tensor) -> float:
-    """Return log ‖V(aI + x yᵀ)‖, also where |x||y| overflows; −inf if x or y is not finite."""
+    """Return the logarithm of ‖V(aI + x yᵀ)‖, even where the norm overflows.
+
+    The result is −inf if x or y is not finite.
+    """
     sizes = [max(float(torch.linalg.vector_norm(t)), 1e-300) for t in (x, y)]
     if not all(map(math.isfinite, sizes)):
         return -math.inf

@@ -1,4 +1,4 @@
-"""The number of keys that each row of a mask sees, and the column sums that bounds with a mask need.
+"""The number of keys that each row of a mask sees, and sums over the rows that see the same key.
 
 If row i of a block matrix has a squared norm of at most r_i and is zero in the columns j that i does not see,
 the norm of the matrix is at most √(max_j Σ_{i sees j} r_i) (documentation page "Enforce: layers with a
@@ -57,7 +57,10 @@ class VisibleRows:
     phi: Tensor | None = None
 
     def heaviest(self, rows: Tensor) -> Tensor:
-        """Return the largest column sum max_j Σ_{i sees j} r_i of the mask, r_i >= 0 given by kind of row."""
+        """Return the largest sum of numbers r_i over the rows i that see the same key.
+
+        ``rows`` has one number r_i >= 0 for each kind of row.
+        """
         if self.kind == "causal":  # every row sees the first token
             return rows.sum()
         if self.seen is None:

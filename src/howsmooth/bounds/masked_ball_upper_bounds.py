@@ -52,7 +52,9 @@ _ENTRIES = 1 << 24
 
 
 def theorem_4_3(attention: object, length: object, radius: object) -> Bound:
-    """Bound Lip(f^m on B_R^n) with a causal mask by √3 ‖V‖ (‖A‖²R⁴(4n+1) + n)^{1/2} (Theorem 4.3).
+    """Bound Lip(f^m on B_R^n) of causal attention by Theorem 4.3 of the paper.
+
+    The bound is √3 ‖V‖ (‖A‖²R⁴(4n+1) + n)^{1/2}, as in Theorem 3.3.
 
     Parameters
     ----------
@@ -92,12 +94,13 @@ def theorem_4_3(attention: object, length: object, radius: object) -> Bound:
 
 
 def theorem_4_4(attention: object, radius: object) -> Bound:
-    """Bound the causal mean-field map in d₂ by ‖V‖ (1 + 3a) e^{2a}, if a = ‖A‖R² >= 0.4 (Theorem 4.4).
+    """Bound the Lipschitz constant of causal mean-field attention by Theorem 4.4 of the paper, corrected.
 
-    The published theorem claims the bound for every a, which is false for small a. For A = 0, V = I the map
-    averages the tokens seen so far; its norm is 1.14 for two tokens and tends to 2 (Hardy), but the formula
-    gives 1. Copies of one token give the same averages for any A, so the formula is no bound where it is
-    below 2, that is for a <= 0.155. For a >= 0.4 it follows from :func:`causal_mean_field_upper_bound`.
+    The bound is ‖V‖ (1 + 3a) e^{2a} with a = ‖A‖R² >= 0.4, in the conditional distance d₂. The published
+    theorem claims the bound for every a, which is false for small a. For A = 0, V = I the map averages the
+    tokens seen so far; its norm is 1.14 for two tokens and tends to 2 (Hardy), but the formula gives 1.
+    Copies of one token give the same averages for any A, so the formula is no bound where it is below 2, that
+    is for a <= 0.155. For a >= 0.4 it follows from :func:`causal_mean_field_upper_bound`.
 
     Parameters
     ----------
@@ -228,7 +231,10 @@ def masked_ball_upper_bound(attention: object, length: object, radius: object) -
 
 
 def _log_rows_of_mask(seen: Visibility, a3: float) -> tuple[float, int]:
-    """Return log max_j Σ_{i sees j} ρ_i, ρ_i Theorem A's bound on row i, and the most keys of a row."""
+    """Return the log of the sum over rows in Theorem A for a mask, and the most keys that a row sees.
+
+    The sum is max_j Σ_{i sees j} ρ_i, where ρ_i is Theorem A's bound on row i.
+    """
     sizes = torch.cat([block.sum(dim=1) for _, block in _blocks(seen)])
     distinct, size_of_row = torch.unique(sizes, return_inverse=True)
     largest = int(distinct[-1])
@@ -243,7 +249,7 @@ def _log_rows_of_mask(seen: Visibility, a3: float) -> tuple[float, int]:
 
 
 def _blocks(seen: Visibility) -> Iterator[tuple[tuple[slice, slice], Tensor]]:
-    """Yield blocks of the mask: slices of rows and of the keys they may see, and the boolean block."""
+    """Yield the mask in blocks: slices of rows and of the keys they may see, and the boolean block."""
     longest = seen.n if seen.window is None else max(seen.window, 64)
     step = max(1, min(longest, _ENTRIES // min(seen.n, 3 * longest)))
     for start in range(0, seen.n, step):
@@ -297,17 +303,21 @@ def causal_mean_field_upper_bound(attention: object, radius: object) -> Bound:
 
 
 def causal(attention: object, parameters: Parameters) -> Hypothesis:
-    """Return the hypothesis that there is only a causal mask; a bare Head satisfies it."""
+    """Return the hypothesis that there is a causal mask and no other mask.
+
+    A bare :class:`Head` is taken as causal.
+    """
     holds = isinstance(attention, Head) or parameters.masking == "causal"
     return Hypothesis("a causal mask and no other", holds)
 
 
 def log_causal_rows(n: int, a3: float) -> float:
-    """Return the log of an upper bound on Σ_{i=1}^n ρ_i, ρ_i Theorem A's bound on row i of a causal mask.
+    """Return the log of an upper bound on the sum over all rows in Theorem A for a causal mask.
 
-    ρ_1 = 1 and ρ_i = min{h*(a₃), (1 + a₃²) P̄(i, a₃)}. The sum is exact up to row 20000. Beyond it, ρ_i is
-    replaced by h* up to some row and by (1 + a₃²) P̄(i, a₃) after that row. The latter is convex in i, so its
-    sum is at most its integral from half a step before the first to half a step after the last row.
+    The sum is Σ_{i=1}^n ρ_i, where ρ_i is Theorem A's bound on row i. ρ_1 = 1 and ρ_i = min{h*(a₃), (1 + a₃²)
+    P̄(i, a₃)}. The sum is exact up to row 20000. Beyond it, ρ_i is replaced by h* up to some row and by (1 +
+    a₃²) P̄(i, a₃) after that row. The latter is convex in i, so its sum is at most its integral from half a
+    step before the first to half a step after the last row.
     """
     log_h, log_b = log_h_star(a3), 2 * math.log(math.hypot(1.0, a3))
     if n > 1 and math.isinf(log_h):
@@ -337,7 +347,7 @@ def log_causal_rows(n: int, a3: float) -> float:
 
 
 def log_of_half(twice: int) -> float:
-    """Return log(twice / 2) for an integer ``twice`` of any size."""
+    """Return the logarithm of half an integer, which may be too large for a float."""
     return math.log(twice) - math.log(2)
 
 

@@ -82,7 +82,7 @@ def two_dirac(
 
 
 def proposition_3_6(attention: object, radius: float) -> Bound:
-    """Bound the W_2-Lipschitz constant from below for V = I by the finite-R form of Proposition 3.6.
+    """Bound the W_2-Lipschitz constant from below by Proposition 3.6, in a form for finite R and V = I.
 
     The bound is √((1−p)/p)/(2−p) · (1 + 2g(1−p)/(2−p)) with p = e^{−2g} and g = R² max(−γ_min, γ_max/8).
 
@@ -125,7 +125,7 @@ def proposition_3_6(attention: object, radius: float) -> Bound:
 
 
 def weighted_two_atom_lower_bound(attention: object, radius: float) -> Bound:
-    """Bound the W_2-Lipschitz constant from below as Proposition 3.6 does, with a better weight of the atoms.
+    """Bound the W_2-Lipschitz constant from below by two atoms, weighted better than in Proposition 3.6.
 
     The bound is (√3/4) e^g (1 + 3g/2) |Vu| with g = R² max(−γ_min, γ_max/8). The weight p = 1/(1 + 3e^{2g})
     is optimal as g → ∞.
@@ -165,7 +165,7 @@ def weighted_two_atom_lower_bound(attention: object, radius: float) -> Bound:
 
 
 def proposition_3_6_rate(attention: object, radius: float) -> Bound:
-    """Bound the W_2-Lipschitz constant from below for V = I by the asymptotic rate of Proposition 3.6.
+    """Bound the W_2-Lipschitz constant from below, for V = I, by the growth rate in Proposition 3.6.
 
     The rate, for R → ∞, is (g/2) e^g with g = R² max(−γ_min, γ_max/8). It is a lower bound for every R > 0.
 
@@ -205,7 +205,7 @@ def proposition_3_6_rate(attention: object, radius: float) -> Bound:
 
 @dataclass(frozen=True)
 class _Case:
-    """The eigenvalue of A and the positions of the two atoms that a bound uses, and its hypotheses."""
+    """The data of a bound at two atoms: an eigenvalue of A, the atoms' positions, and the hypotheses."""
 
     #: γ R².
     curvature: float
@@ -220,7 +220,10 @@ class _Case:
 
     @property
     def g(self) -> float:
-        """Half the score gap ⟨A x_2, x_1 − x_2⟩ between the two atoms: γ_max R²/8 or −γ_min R²."""
+        """Half the difference between the scores of the two atoms.
+
+        The half of ⟨A x_2, x_1 − x_2⟩ is γ_max R²/8 or −γ_min R².
+        """
         return self.curvature * self.ratio * (1 - self.ratio) / 2
 
     def hypotheses(self, *, needs_identity: bool = False) -> tuple[Hypothesis, ...]:
@@ -271,7 +274,7 @@ def _shares(log_odds: float) -> tuple[float, float]:
 
 
 def _log_two_dirac(case: _Case, log_p: float, log_rest: float) -> float:
-    """Return the log of the local constant of :func:`two_dirac`, without its factor |Vu|."""
+    """Return the log of the bound of :func:`two_dirac`, without its factor |Vu|."""
     gamma, s = case.curvature, (1.0, case.ratio)
     gap = s[0] - s[1]
     log_a = (log_p, log_rest)

@@ -77,7 +77,9 @@ def head_upper_bound(attention: object, length: object, radius: object) -> Bound
 def lemma_3_8(
     attention: object, length: object, radius: object, *, head_bound: HeadBound = head_upper_bound
 ) -> Bound:
-    """Bound multi-head attention by Σ_h ‖W_h‖ L_h, with an upper bound L_h on each head (Lemma 3.8).
+    """Bound the Lipschitz constant of multi-head attention by Lemma 3.8 of the paper.
+
+    The bound is Σ_h ‖W_h‖ L_h, where W_h is the output map of head h and L_h an upper bound on the head.
 
     Parameters
     ----------
@@ -117,7 +119,9 @@ def lemma_3_8(
 def output_norm_upper_bound(
     attention: object, length: object, radius: object, *, head_bound: HeadBound = head_upper_bound
 ) -> Bound:
-    """Bound multi-head attention by ‖W_O‖ (Σ_h L_h²)^{1/2}, with an upper bound L_h on each head.
+    """Bound the Lipschitz constant of multi-head attention by the norm of its output projection W_O.
+
+    The bound is ‖W_O‖ (Σ_h L_h²)^{1/2}, where L_h is an upper bound on head h.
 
     Parameters
     ----------
@@ -154,9 +158,10 @@ def output_norm_upper_bound(
 def gram_upper_bound(
     attention: object, length: object, radius: object, *, head_bound: HeadBound = head_upper_bound
 ) -> Bound:
-    """Bound multi-head attention by (Σ_{h,g} ‖W_hᵀ W_g‖ L_h L_g)^{1/2}, with an upper bound L_h on each head.
+    """Bound the Lipschitz constant of multi-head attention by norms of products of output maps.
 
-    It is at most the bound of Lemma 3.8.
+    The bound is (Σ_{h,g} ‖W_hᵀ W_g‖ L_h L_g)^{1/2}, where W_h is the output map of head h and L_h an upper
+    bound on the head. It is at most the bound of Lemma 3.8.
 
     Parameters
     ----------
@@ -192,7 +197,7 @@ def gram_upper_bound(
 def folded_gram_upper_bound(
     attention: object, length: object, radius: object, *, head_bound: HeadBound = head_upper_bound
 ) -> Bound:
-    """Bound multi-head attention as :func:`gram_upper_bound`, with value matrices moved into output maps.
+    """Bound multi-head attention as :func:`gram_upper_bound`, for output maps that include the values.
 
     The bound is (Σ_{h,g} ‖O_hᵀ O_g‖ c_h c_g)^{1/2} with O_h = W_h V_h. V_h is factorised into a triangular
     matrix, which moves to the output map, and a matrix of orthonormal rows. c_h is the upper bound on head h
@@ -237,7 +242,10 @@ def folded_gram_upper_bound(
 
 
 def _log_quadratic_form(maps: list[Tensor], logs: list[float]) -> float:
-    """Return log (Σ_{h,g} ‖M_hᵀ M_g‖ e^{l_h + l_g})^{1/2} for maps M_h and logarithms l_h."""
+    """Return the logarithm of the bound of :func:`gram_upper_bound`.
+
+    It is log (Σ_{h,g} ‖M_hᵀ M_g‖ e^{l_h + l_g})^{1/2} for maps M_h and the logarithms l_h of bounds on heads.
+    """
     terms = []
     for h, M in enumerate(maps):
         terms.append(log_product(2 * log(spectral_norm(M)), 2 * logs[h]))

@@ -214,7 +214,9 @@ class Parameters:
         return torch.cat(self.outputs, dim=1)
 
     def one_head(self, needed_by: str) -> Head:
-        """Return the head of a single-head attention, with value matrix W_1 V_1; errors name ``needed_by``.
+        """Return the only head of single-head attention, with the output map included in its values.
+
+        The value matrix is W_1 V_1. ``needed_by`` is the theorem that needs one head; the error mentions it.
 
         Raises
         ------
@@ -232,18 +234,18 @@ class Parameters:
         return self.folded(0)
 
     def folded(self, h: int) -> Head:
-        """Return head h with value matrix W_h V_h, which is the map W_h f_h."""
+        """Return head h with its output map included in the value matrix W_h V_h."""
         head = self.heads[h]
         return Head((head.left, head.right), self.outputs[h] @ head.V, head.b)
 
 
 @runtime_checkable
 class SiteLike(Protocol):
-    """The interface of a captured site (``howsmooth.Site``): map, tokens, and the norm layer before it."""
+    """The interface of a captured site: a map of a model, its input tokens, and the norm layer before it."""
 
     @property
     def map(self) -> object:
-        """The captured map."""
+        """The map that was captured."""
 
     @property
     def x(self) -> Tensor:
@@ -325,7 +327,10 @@ def _of_site(site: SiteLike) -> Parameters:
 
 
 def log_largest_weight(n: int | float, a: float) -> float:
-    """Return the log of P̄(n, a) = 1/(1 + (n−1)e^{−2a}), the largest weight among n scores in [−a, a]."""
+    """Return the log of the largest attention weight that n scores in [−a, a] can give.
+
+    This weight is P̄(n, a) = 1/(1 + (n−1)e^{−2a}).
+    """
     if n <= 1:
         return 0.0
     exponent = math.log(n - 1) - 2 * a

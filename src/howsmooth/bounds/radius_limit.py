@@ -36,9 +36,9 @@ _NORM_MARGIN = 1e-12
 
 @dataclass(frozen=True)
 class LargeRadius:
-    """The norm of the limit Π⊗V of the Jacobian at tokens R·X for R → ∞, and a bound on the distance from it.
+    """The limit of the Jacobian at tokens R·X for R → ∞: its norm, and a bound on the distance from it.
 
-    Π_ij is 1 where token j has the largest score of row i, and 0 elsewhere.
+    The limit is Π⊗V. Π_ij is 1 where token j has the largest score of row i, and 0 elsewhere.
 
     Attributes
     ----------

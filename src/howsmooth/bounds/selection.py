@@ -80,7 +80,7 @@ def all_bounds(problem: Problem, *, side: str | None = None) -> list[Bound]:
 
 
 def applicable_bounds(problem: Problem, *, side: str | None = None) -> list[tuple[str, Statement]]:
-    """Return the bounds of :func:`all_bounds` uncomputed, as pairs of a name and a function for the bound."""
+    """Return the name of each bound that applies, with a function that computes the bound."""
     found: list[tuple[str, Statement]] = []
     rotary = isinstance(problem.attention, SelfAttention) and problem.attention.rotary is not None
     if side != "lower":

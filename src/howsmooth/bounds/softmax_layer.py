@@ -27,7 +27,7 @@ _LARGE = 96
 
 
 def any_boolean_mask(length: int) -> VisibleRows:
-    """Return a :class:`VisibleRows` for which this module's bounds hold under every boolean mask of n tokens.
+    """Return the kinds of rows that give this module's bounds for every boolean mask of n tokens.
 
     The masks may differ between heads. The bounds on a row are largest for rows that see one or two keys, so
     only these two kinds are returned.
@@ -144,7 +144,9 @@ def softmax_output_radius(
 
 @dataclass(frozen=True, eq=False)
 class _Heads:
-    """The norms of the output maps O_h = W_h V_h of all heads, from which sums over heads are bounded.
+    """Norms of the maps W_h V_h of all heads, from which norms of sums over the heads are bounded.
+
+    W_h V_h is called O_h.
 
     Attributes
     ----------
@@ -173,18 +175,27 @@ class _Heads:
         )
 
     def squares(self, c: Tensor) -> tuple[Tensor, Tensor]:
-        """Return two upper bounds on ‖Σ_h O_h F_h‖² for all matrices F_h with ‖F_h‖ <= c_h."""
+        """Return two upper bounds on the squared norm of Σ_h O_h F_h, a sum over heads.
+
+        They hold for all matrices F_h with ‖F_h‖ <= c_h.
+        """
         by_grams = torch.einsum("h...,hg,g...->...", c, self.grams, c)
         by_output = self.whole.square() * torch.einsum("h,h...->...", self.values.square(), c.square())
         return by_grams, by_output
 
     def together(self, c: Tensor) -> Tensor:
-        """Return M(c), an upper bound on ‖Σ_h O_h F_h‖ for all matrices F_h with ‖F_h‖ <= c_h."""
+        """Return an upper bound on the norm of Σ_h O_h F_h, a sum over heads.
+
+        It holds for all matrices F_h with ‖F_h‖ <= c_h, and is M(c) of :func:`softmax_layer`.
+        """
         by_grams, by_output = self.squares(c)
         return _root(torch.minimum(by_grams, by_output))
 
     def around_mean(self, rows: VisibleRows, rho: Tensor, m: Tensor) -> Tensor:
-        """Return √(max_j Σ_{i sees j} (‖O‖²/m_i + M(√(ρ_i − 1/m_i))²)), a term of :func:`softmax_layer`."""
+        """Return the last term of the second bound of :func:`softmax_layer`.
+
+        It is √(max_j Σ_{i sees j} (‖O‖²/m_i + M(√(ρ_i − 1/m_i))²)).
+        """
         rest = _root(rho - 1 / m)
         mean = self.total.square() / m
         return torch.minimum(*(rows.heaviest(mean + square) for square in self.squares(rest))).sqrt()
@@ -218,7 +229,7 @@ def _same_keys(rows: VisibleRows) -> bool:
 
 
 def _several(rows: VisibleRows, m: Tensor) -> Tensor:
-    """Return, for each kind of row in ``rows``, whether such a row may see several keys."""
+    """Tell, for each kind of row, whether such a row may see several keys."""
     return torch.full_like(m, rows.length > 1, dtype=torch.bool) if rows.free else m > 1
 
 
@@ -228,12 +239,15 @@ def _largest(m: Tensor, a: Tensor) -> Tensor:
 
 
 def _each(rows: VisibleRows, weights: Tensor) -> Tensor:
-    """Return for each head the largest sum of ``weights`` over all rows that see the same key."""
+    """Return, for each head, the largest sum of the rows' weights over the rows that see the same key."""
     return torch.stack([rows.heaviest(of_head) for of_head in weights])
 
 
 def _h_star(a: Tensor) -> Tensor:
-    """Return h*(a) of :func:`row_norm_maximum` for each head, with a gradient for a fixed maximiser."""
+    """Return h*(a) of :func:`row_norm_maximum` for each head, as a differentiable tensor.
+
+    The gradient holds the maximiser fixed.
+    """
     w = torch.tensor(
         [h_star_maximiser(min(float(x), 1e9)) for x in a.detach().nan_to_num(nan=math.inf)],
         dtype=a.dtype,
@@ -245,7 +259,10 @@ def _h_star(a: Tensor) -> Tensor:
 def _normalised(
     weight: Tensor, bias: Tensor | None, radius: float, eps: float
 ) -> tuple[Float[Tensor, "heads"], Float[Tensor, "heads"]]:
-    """Return the norm of each head's query or key matrix, and of its largest normalised row on the ball."""
+    """Return the norm of each head's query or key matrix, and the largest norm of a normalised row.
+
+    The rows are the queries or keys of tokens in the ball, normalised with ``eps``.
+    """
     norms = _norm(weight)
     reach = radius * norms
     if bias is not None:
@@ -274,13 +291,19 @@ def products_norms(
 
 
 def _leading(q_left: Tensor, small: Tensor, q_right: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the leading singular vectors u, v of q_left @ small @ q_rightᵀ, with u = 0 for a zero matrix."""
+    """Return the leading singular vectors of q_left @ small @ q_rightᵀ.
+
+    ``q_left`` and ``q_right`` have orthonormal columns. The left vector is zero if the matrix is zero.
+    """
     u, v = _singular_vectors(small)
     return (q_left @ u[..., None])[..., 0], (q_right @ v[..., None])[..., 0]
 
 
 def _norm(matrix: Float[Tensor, "*lead rows columns"]) -> Float[Tensor, "*lead"]:
-    """Return spectral norms ⟨u, M v⟩, rounded up, differentiable with singular vectors u, v held fixed."""
+    """Return spectral norms, rounded up and differentiable.
+
+    A norm is ⟨u, M v⟩, and the gradient holds the singular vectors u and v fixed.
+    """
     with torch.no_grad():
         u, v = _singular_vectors(matrix)
     norms: Tensor = torch.einsum("...m,...mk,...k->...", u, matrix, v)

@@ -232,7 +232,10 @@ def yudin_theorem_3(attention: object, X: Tensor | None = None) -> Bound:
 
 @dataclass(frozen=True, eq=False)
 class _At:
-    """One head at given tokens x_i: the vectors y_i = A x_i + b and Aᵀ x_i, and the mask."""
+    """One head at given tokens x_i: the vectors that give its scores, and its mask.
+
+    ``y`` has the vectors A x_i + b, and ``transposed`` the vectors Aᵀ x_i.
+    """
 
     head: Head
     X: Float[Tensor, "n d"]

@@ -54,7 +54,10 @@ def l2_layer(
 
 
 def _l2_core(size: Tensor, key_dim: int, rows: VisibleRows, radius: float) -> Tensor:
-    """Return the factor L_h of :func:`l2_layer` for one head with ‖Q_h‖ = ``size``."""
+    """Return the factor L_h of :func:`l2_layer` for one head.
+
+    ``size`` is the norm ‖Q_h‖ of its query matrix.
+    """
     m, phi = rows.counts, rows.phi
     if phi is None:
         phi = torch.where(m > 1, torch.inf, 0.0)
@@ -182,7 +185,7 @@ def lipschitz_norm_layer(
 def value_radius(
     value: Float[Tensor, "heads value_dim d"], bias: Tensor | None, radius: float
 ) -> Float[Tensor, "heads"]:
-    """Return an upper bound on |V_h x + b_v,h| over the ball |x| <= R, one for each head."""
+    """Return an upper bound on the norm of each head's values, for tokens of norm at most R."""
     return _reach(value.double(), bias, radius)
 
 

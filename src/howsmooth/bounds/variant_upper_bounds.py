@@ -136,7 +136,7 @@ def l2_attention_upper_bound(query: object, value: object, output: object, lengt
 
 
 def _l2_parameters(query: object, value: object, output: object) -> tuple[Tensor, Tensor, float]:
-    """Return Q and V of L2 attention in float64 and log ‖W_O‖, after checking the arguments."""
+    """Check the arguments of L2 attention; return Q and V in float64, and log ‖W_O‖."""
     q = as_parameter("query", query, ("heads", "key_dim", "d"))
     v = as_parameter("value", value, (q.shape[0], "value_dim", q.shape[2]))
     if output is None:
@@ -272,7 +272,10 @@ def scaled_cosine_upper_bound(
 def _cosine(
     query: object, key: object, value: object, temperature: object, gain: object, eps: object
 ) -> tuple[float, float, float, float, float]:
-    """Return log ‖W_Q‖, log ‖W_K‖, log ‖W_V‖, τ and log(ν/√ε) of scaled cosine attention, after checks."""
+    """Check the arguments of scaled cosine attention; return the numbers that its bound depends on.
+
+    They are log ‖W_Q‖, log ‖W_K‖, log ‖W_V‖, |τ| and log(|ν|/√ε), with the temperature τ and the gain ν.
+    """
     q = as_parameter("query", query, ("key_dim", "d"))
     k = as_parameter("key", key, tuple(q.shape))
     v = as_parameter("value", value, ("value_dim", q.shape[1]))
@@ -297,11 +300,11 @@ def _cosine(
 
 
 def sinkhorn(attention: object, radius: object) -> Bound:
-    """Bound Lip(f on B_R^n) of converged Sinkhorn attention by ‖V‖ (1 + 2‖A‖R²), for every n.
+    """Bound Lip(f on B_R^n) of converged Sinkhorn attention, for every number n of tokens.
 
-    The attention matrix is the doubly stochastic matrix diag(α) e^S diag(β), the limit of Sinkhorn's
-    iterations for the scores S. The bound does not hold for few iterations. It does not depend on the query
-    bias.
+    The bound is ‖V‖ (1 + 2‖A‖R²). The attention matrix is the doubly stochastic matrix diag(α) e^S diag(β),
+    the limit of Sinkhorn's iterations for the scores S. The bound does not hold for few iterations. It does
+    not depend on the query bias.
 
     Parameters
     ----------

@@ -105,11 +105,12 @@ def real_eigenpairs(head: Head) -> list[tuple[float, Tensor]]:
 
 
 def two_cluster_points(head: Head, radius: float, choice: str = "paper") -> OneHeavyToken | None:
-    """Return the two tokens of Proposition 3.4, or None where A has no real eigenvalue.
+    """Return the two tokens of Proposition 3.4, which are multiples of an eigenvector of A.
 
     The tokens are Ru and Ru/2 with the eigenvector u for γ_max, or Ru and −Ru with u for γ_min. The choice
     "paper" compares γ_max/8 with −γ_min and takes the larger; "max" and "min" prescribe the eigenvalue. With
-    a query bias, u and −u differ, and the one that gives the heavy token more weight is used.
+    a query bias, u and −u differ, and the one that gives the heavy token more weight is used. The result is
+    None if A has no real eigenvalue.
     """
     pairs = real_eigenpairs(head)
     if not pairs:
@@ -124,10 +125,11 @@ def two_cluster_points(head: Head, radius: float, choice: str = "paper") -> OneH
 
 
 def searched_tokens(head: Head, radius: float, *, steps: int = 200) -> list[OneHeavyToken]:
-    """Return pairs of tokens z, w in the ball that locally maximise the score gap ⟨A w + b, z − w⟩.
+    """Search the ball for pairs of a heavy token z and a light token w with a large gap of scores.
 
-    For a given w the best z is radius · y/|y|. w is found by projected gradient ascent from singular vectors
-    of A, eigenvectors of its symmetric part, and its real eigenvectors. Pairs are sorted, best first.
+    The gap ⟨A w + b, z − w⟩ is maximised locally. For a given w the best z is radius · y/|y| with y = A w +
+    b. w is found by projected gradient ascent from singular vectors of A, eigenvectors of its symmetric part,
+    and its real eigenvectors. Pairs are sorted, best first.
     """
     w = radius * _starts(head)
     size = 0.25 * radius / max(head.A_norm + head.b_norm / radius, 1e-300) / radius
@@ -148,11 +150,12 @@ def searched_tokens(head: Head, radius: float, *, steps: int = 200) -> list[OneH
 
 
 def searched_pairs(head: Head, length: int, radius: float, *, masked: bool, steps: int = 150) -> list[Tie]:
-    """Return sequences with two equally attended heavy tokens that give a large lower bound, best first.
+    """Search for sequences with two equally attended heavy tokens that give a large lower bound.
 
-    The lower bound of ``howsmooth.bounds.two_heavy_tokens_lower_bound`` is √(2 Σ_rows p²) sinθ |y| R |Vv|
-    with y = A w + b for the light token w and heavy tokens R(cosθ ŷ ± sinθ v), v ⊥ ŷ. Adam maximises it over
-    w, θ and v from deterministic starts. The list is empty if d = 1, if A and b are zero, or if V is zero.
+    The sequences are sorted, best first. The lower bound of ``howsmooth.bounds.two_heavy_tokens_lower_bound``
+    is √(2 Σ_rows p²) sinθ |y| R |Vv| with y = A w + b for the light token w and heavy tokens R(cosθ ŷ ± sinθ
+    v), v ⊥ ŷ. Adam maximises it over w, θ and v from deterministic starts. The list is empty if d = 1, if A
+    and b are zero, or if V is zero.
     """
     if head.d < 2 or head.A_norm + head.b_norm == 0 or head.V_norm == 0:
         return []
@@ -209,7 +212,10 @@ def searched_pairs(head: Head, length: int, radius: float, *, masked: bool, step
 
 @dataclass(frozen=True)
 class _Copies:
-    """Numbers m of light tokens that rows see, and the numbers of rows that see m of them, as logarithms."""
+    """How many light tokens the rows see, and how many rows see each number of them.
+
+    Both are stored as logarithms.
+    """
 
     log_copies: Tensor
     log_weights: Tensor
@@ -230,7 +236,7 @@ def _copies(length: int, masked: bool) -> _Copies:
 
 
 def _forms(head: Head, x: Tensor) -> Tensor:
-    """Return y = A x_i + b for each row x_i of ``x``, with A and b of the head."""
+    """Return A x_i + b for each token x_i, the vector that gives the scores of the token."""
     y: Tensor = (x @ head.right.mT) @ head.left.mT + head.b
     return y
 
@@ -242,7 +248,10 @@ def _gap(head: Head, w: Tensor, radius: float) -> Tensor:
 
 
 def _starts(head: Head, count: int = 3) -> Tensor:
-    """Return unit vectors w to start searches from: |Aw| is large, ⟨Aw, w⟩ small, or w an eigenvector."""
+    """Return unit vectors from which the search for a light token w starts.
+
+    Among them are directions where |Aw| is large or ⟨Aw, w⟩ is small, and eigenvectors of A.
+    """
     q_right, r_right = torch.linalg.qr(head.right.mT)
     right = q_right @ torch.linalg.svd(head.left @ r_right.mT, full_matrices=False).Vh.mT
     both = torch.linalg.qr(torch.cat([head.left, head.right.mT], dim=1)).Q

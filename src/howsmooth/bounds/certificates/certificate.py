@@ -124,9 +124,10 @@ def checked_input(attention: object, X: object) -> tuple[SelfAttention, Tensor]:
 
 
 def _self_attention(heads: Head | Parameters) -> SelfAttention:
-    """Return a SelfAttention with the given heads, whose scores are ⟨A x_i + b, x_j⟩.
+    """Return a SelfAttention that computes the same scores and values as the given heads.
 
-    Query and key matrices are the factors of A. One more key row b with query bias 1 adds ⟨b, x_j⟩.
+    The scores are ⟨A x_i + b, x_j⟩. Query and key matrices are the factors of A. One more key row b with
+    query bias 1 adds ⟨b, x_j⟩.
     """
     if isinstance(heads, Head):
         heads = Parameters((heads,), (torch.eye(heads.V.shape[0], dtype=torch.float64),), "none", None)
@@ -155,7 +156,10 @@ def _self_attention(heads: Head | Parameters) -> SelfAttention:
 
 
 def one_head(f: SelfAttention, name: str) -> None:
-    """Raise ArgumentError if the attention has several heads; ``name`` is the certificate that needs one."""
+    """Raise ArgumentError if the attention has several heads.
+
+    ``name`` is the certificate that needs a single head; the error mentions it.
+    """
     if f.heads != 1:
         raise ArgumentError(
             "attention",
@@ -197,7 +201,10 @@ def certify(
 
 
 def distance(at: HeadsAt) -> Tensor:
-    """Return an upper bound on ‖J − J̃‖, J the exact Jacobian and J̃ that of the rounded heads ``at``."""
+    """Return an upper bound on the change of the Jacobian that the rounding of its heads causes.
+
+    The change is J − J̃, where J is the exact Jacobian and J̃ the Jacobian of the rounded heads ``at``.
+    """
     total = torch.tensor(0.0, dtype=torch.float64)
     for head, w in zip(at.heads, at.W, strict=True):
         total = total + norm(w[None]).upper[0] * head.error

@@ -30,10 +30,10 @@ def largest_eigenvalue(
     rule: Rule = "cholesky",
     guess: Float[Tensor, " batch"] | None = None,
 ) -> Enclosed:
-    """Return proved upper bounds on λ_max of the positive semidefinite matrices G that ``g`` approximates.
+    """Return proved upper bounds on the largest eigenvalues of positive semidefinite matrices.
 
-    ``slack`` bounds ‖E‖ for a symmetric E with E ≥ |g − G| entry by entry. ``g`` is overwritten, and only one
-    triangle of it is read.
+    ``g`` approximates these matrices G. ``slack`` bounds ‖E‖ for a symmetric E with E ≥ |g − G| entry by
+    entry. ``g`` is overwritten, and only one triangle of it is read.
 
     With the rule "cholesky", t I − g is factorised. If the factorisation succeeds, then
     λ_max(g) ≤ t + γ_{r+1}/(1 − γ_{r+1}) · tr(t I − g) for any t (Rump, *Verification of positive
@@ -101,10 +101,11 @@ def nonnegative_norm(p: Float[Tensor, "n n"], rule: Rule = "cholesky") -> Enclos
 
 
 def shrink(o: Float[Tensor, "rows m"]) -> Float[Tensor, "fewer m"]:
-    """Return a matrix T with at most m rows and TᵀT ≥ OᵀO, so that ‖O B‖ ≤ ‖T B‖ for all B.
+    """Return a matrix T with few rows for which ‖O B‖ <= ‖T B‖ holds for every matrix B.
 
-    T is the Cholesky factor of OᵀO plus a shift that exceeds all rounding errors. The columns are first
-    scaled by powers of two, so that the shift is small compared to each of them.
+    T has at most m rows, and TᵀT ≥ OᵀO. It is the Cholesky factor of OᵀO plus a shift that exceeds all
+    rounding errors. The columns are first scaled by powers of two, so that the shift is small compared to
+    each of them.
     """
     rows, m = o.shape
     if rows <= m:

@@ -1,4 +1,4 @@
-"""Certificate N for one head and for several: three parts of the Jacobian, each bounded separately."""
+"""Upper bounds on ‖D_X f‖ by Theorem N, which bounds three parts of the Jacobian separately."""
 
 from __future__ import annotations
 
@@ -134,7 +134,7 @@ def certificate_frobenius(attention: object, X: Tensor | None = None, *, iterati
 
 
 def parts_value(at: HeadsAt, *, iterations: int, rule: Rule = "cholesky") -> Enclosed:
-    """Return Theorem N's bound on the norm of J̃, the Jacobian of the rounded heads ``at``."""
+    """Return Theorem N's bound on the norm of the Jacobian of rounded heads."""
     weights = joint_weights(at, iterations)
     diagonal = diagonal_norms(at, rule, diagonal_guess(at))
     parts = (averages(at, rule), moving_keys_norm(at, weights, rule), diagonal)
@@ -146,7 +146,10 @@ def parts_value(at: HeadsAt, *, iterations: int, rule: Rule = "cholesky") -> Enc
 
 
 def averages(at: HeadsAt, rule: Rule) -> Enclosed:
-    """Return an upper bound on ‖Σ_h P^h ⊗ W_h V_h‖, the Jacobian's norm for fixed attention weights P^h."""
+    """Return an upper bound on the norm of the Jacobian's part for fixed attention weights.
+
+    The part is Σ_h P^h ⊗ W_h V_h with the attention weights P^h.
+    """
     p = [nonnegative_norm(head.P, rule) for head in at.heads]
     W = [shrink(torch.cat(at.W, dim=1))]
     W = list(W[0].split([w.shape[1] for w in at.W], dim=1))
@@ -171,7 +174,10 @@ def averages(at: HeadsAt, rule: Rule) -> Enclosed:
 
 
 def moving_keys_norm(at: HeadsAt, weights: Weights, rule: Rule) -> Enclosed:
-    """Return ν of Theorem N, an upper bound on the norm of the Jacobian's part where the keys change."""
+    """Return an upper bound on the norm of the Jacobian's part for changing keys.
+
+    The bound is ν of Theorem N, see :func:`certificate_parts`.
+    """
     q = weights.q
     W = shrink(torch.cat(at.W, dim=1)).split([w.shape[1] for w in at.W], dim=1)
     blocks = [value_sums(head, q) for head in at.heads]

@@ -26,9 +26,10 @@ __all__ = ["diagonal_norms", "key_sums", "sandwich", "value_sums"]
 
 
 def value_sums(head: HeadAt, q: Float[Tensor, " n"]) -> Float[Tensor, "n value_dim value_dim"]:
-    """Return Σ_j P_ij q_j w_ij w_ijᵀ for each row i, with weights q_j and w_ij = value j minus output i.
+    """Return, for each row, a weighted covariance of the values around the row's output.
 
-    The rounding error is at most γ_{n+8} times the trace.
+    For row i it is Σ_j P_ij q_j w_ij w_ijᵀ with weights q_j, where w_ij is value j minus output i. The
+    rounding error is at most γ_{n+8} times the trace.
     """
     n, width = head.v.shape
     sums = torch.empty(n, width, width, dtype=q.dtype)
@@ -39,9 +40,10 @@ def value_sums(head: HeadAt, q: Float[Tensor, " n"]) -> Float[Tensor, "n value_d
 
 
 def key_sums(head: HeadAt, c: Float[Tensor, " n"]) -> Float[Tensor, "n key_dim key_dim"]:
-    """Return Σ_i P_ij c_i q_i q_iᵀ for each key j, where q_i is query i and c_i a given weight.
+    """Return, for each key, a weighted second moment of the queries.
 
-    The rounding error is at most γ_{n+8} times the trace.
+    For key j it is Σ_i P_ij c_i q_i q_iᵀ, where q_i is query i and c_i a given weight. The rounding error is
+    at most γ_{n+8} times the trace.
     """
     n, k = head.q.shape
     outer = (head.q[:, :, None] * head.q[:, None, :]).reshape(n, k * k)
@@ -55,10 +57,12 @@ def sandwich(
     rule: Rule = "cholesky",
     guess: Float[Tensor, " batch"] | None = None,
 ) -> Enclosed:
-    """Return upper bounds on λ_max(Σ_h O_h B^h O_hᵀ), one for each member of the batch of blocks B^h.
+    """Return upper bounds on the largest eigenvalues of Σ_h O_h B^h O_hᵀ, with a sum over heads h.
 
-    ``slack`` bounds the norm of a matrix that bounds the errors of B^h entry by entry. ``guess`` is an
-    estimate of the eigenvalues; without it they are computed.
+    ``outer`` has one matrix O_h for each head, ``blocks`` one batch of symmetric matrices B^h for each head.
+    The result has one bound for each matrix of the batch. ``slack`` bounds the norm of a matrix that bounds
+    the errors of B^h entry by entry. ``guess`` is an estimate of the eigenvalues; without it they are
+    computed.
     """
     rows, count = outer[0].shape[0], len(blocks[0])
     width = sum(o.shape[1] for o in outer)
@@ -79,7 +83,10 @@ def sandwich(
 
 
 def diagonal_norms(at: HeadsAt, rule: Rule = "cholesky", guess: Float[Tensor, ""] | None = None) -> Enclosed:
-    """Return an upper bound on the norm max_i ‖Σ_h W_h F_i^h Q_h‖ of the Jacobian's block-diagonal part."""
+    """Return an upper bound on the norm of the block-diagonal part of the Jacobian.
+
+    This norm is max_i ‖Σ_h W_h F_i^h Q_h‖ with the factors F_i^h of :class:`HeadAt`.
+    """
     W = shrink(torch.cat(at.W, dim=1))
     Q = shrink(torch.cat([head.Q for head in at.heads]).mT).mT
     Ws = W.split([o.shape[1] for o in at.W], dim=1)

@@ -81,11 +81,17 @@ class HeadsAt:
 
     @property
     def turn_norm(self) -> float:
-        """Upper bound on the norms of the rotary maps R_j, from Frobenius norms: √2 for rotations."""
+        """Upper bound on the norms of the maps by which rotary positions turn queries and keys.
+
+        It comes from Frobenius norms of 2 × 2 blocks, and is about √2 for rotations.
+        """
         return _turn_norm(self.rotary)
 
     def key_blocks(self, g: Float[Tensor, "n key_dim key_dim"]) -> Float[Tensor, "n key_dim key_dim"]:
-        """Return R_jᵀ g_j R_j for the matrix g_j of each key j, where R_j is the rotary map at position j."""
+        """Return the matrix of each key, transformed by the rotary map at the key's position.
+
+        For key j it is R_jᵀ g_j R_j, where R_j is the rotary map at position j.
+        """
         if self.rotary is None:
             return g
         turned = self.rotary.rotate_adjoint(g.movedim(0, -2)).movedim(
@@ -95,13 +101,18 @@ class HeadsAt:
 
 
 def row_blocks(n: int, width: int) -> list[slice]:
-    """Return slices of n rows of ``width`` entries each, so that a block has a bounded number of entries."""
+    """Return slices that cut n rows into blocks with a bounded number of entries.
+
+    Each row has ``width`` entries.
+    """
     step = max(1, min(n, _BLOCK // max(1, width)))
     return [slice(start, min(n, start + step)) for start in range(0, n, step)]
 
 
 def heads_at(f: SelfAttention, x: Float[Tensor, "n d"]) -> HeadsAt:
-    """Return the weights, values and queries of all heads of ``f`` (float64, CPU) at tokens ``x`` (float64).
+    """Return the weights, values and queries of all heads of ``f`` at tokens ``x``.
+
+    ``f`` must be in float64 on the CPU, and ``x`` in float64.
 
     Raises
     ------
@@ -211,7 +222,7 @@ def _head_at(
 def _projected(
     x: Float[Tensor, "n d"], weight: Float[Tensor, "k d"], bias: Float[Tensor, " k"], rotary: Rotary | None
 ) -> tuple[Float[Tensor, "n k"], Float[Tensor, "n k"]]:
-    """Return the tokens projected and rotated, and the same sums with the absolute value of every term."""
+    """Return the projected and rotated tokens, and the sums of the absolute values of their terms."""
     t = x @ weight.mT + bias
     size = x.abs() @ weight.abs().mT + bias.abs()
     if rotary is None:
@@ -228,10 +239,11 @@ def _projected(
 def _weight_errors(
     P: Float[Tensor, "n n"], d_scores: Float[Tensor, "n n"], visible: Bool[Tensor, "n n"]
 ) -> Float[Tensor, "n n"]:
-    """Return upper bounds on |P̂ − P| for the rounded weights P̂, from the errors of the scores.
+    """Return upper bounds on the errors of the attention weights, from the errors of the scores.
 
-    If the scores of a row have errors of at most δ, a weight has an error of at most 2δ e^{2δ} P (1 − P),
-    plus rounding. The weight in a row with one visible key is exact.
+    The errors are |P̂ − P| for the rounded weights P̂. If the scores of a row have errors of at most δ, a
+    weight has an error of at most 2δ e^{2δ} P (1 − P), plus rounding. The weight in a row with one visible
+    key is exact.
     """
     rounding = gamma(P.shape[0] + 20)
     moved = 2 * d_scores.amax(dim=1, keepdim=True)

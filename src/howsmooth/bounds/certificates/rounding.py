@@ -25,5 +25,5 @@ class Enclosed(NamedTuple):
     plain: Tensor
 
     def root(self) -> Enclosed:
-        """Return the square roots of both numbers, that of the upper bound rounded up."""
+        """Return the square roots of both numbers, with the root of the upper bound rounded up."""
         return Enclosed(self.upper.sqrt() * (1 + 4 * U), self.plain.sqrt())

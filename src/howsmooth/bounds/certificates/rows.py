@@ -66,13 +66,16 @@ def certificate_rows(attention: object, X: Tensor | None = None, *, iterations: 
 
 
 def by_rows(at: HeadsAt, *, iterations: int) -> Enclosed:
-    """Return the bound of Theorem R for positive weights q and τ of the rows, which are found by a search."""
+    """Return the bound of Theorem R for one head, with weights that a search chooses."""
     q, tau = row_weights(at, iterations)
     return rows_value(at, q, tau)
 
 
 def rows_value(at: HeadsAt, q: Float[Tensor, " n"], tau: Float[Tensor, " n"]) -> Enclosed:
-    """Return Theorem R's bound on ‖J̃‖, J̃ the Jacobian of the rounded head ``at``, for weights q and τ."""
+    """Return Theorem R's bound on the norm of the Jacobian of a rounded head, for given weights.
+
+    The bound holds for all positive weights q and τ.
+    """
     P = at.heads[0].P
     diagonal, diagonal_slack = diagonal_squares(at)
     M, slack = row_squares(at, q)
@@ -85,7 +88,7 @@ def rows_value(at: HeadsAt, q: Float[Tensor, " n"], tau: Float[Tensor, " n"]) ->
 
 
 def row_weights(at: HeadsAt, iterations: int) -> tuple[Float[Tensor, " n"], Float[Tensor, " n"]]:
-    """Return weights q and τ of the rows for which Theorem R's bound is small; it holds for all q, τ > 0."""
+    """Search for positive weights q and τ for which Theorem R's bound is small."""
     W = shrink(at.W[0])
     diagonal, _ = diagonal_squares(at)
     P = at.heads[0].P
@@ -111,7 +114,7 @@ def row_weights(at: HeadsAt, iterations: int) -> tuple[Float[Tensor, " n"], Floa
 
 
 def _follow_top(matrices: Float[Tensor, "n r r"], u: Float[Tensor, "n r"]) -> Float[Tensor, "n r"]:
-    """Return approximate leading eigenvectors of the matrices, by power steps that start from ``u``."""
+    """Return approximate leading eigenvectors of the matrices, by power steps from the vectors ``u``."""
     for _ in range(_POWER_STEPS):
         u = (matrices @ u[..., None])[..., 0]
         u = u / u.norm(dim=1, keepdim=True).clamp_min(1e-300)
@@ -164,7 +167,10 @@ def row_squares(
 
 
 def diagonal_squares(at: HeadsAt) -> tuple[Float[Tensor, "n value_dim value_dim"], Float[Tensor, " n"]]:
-    """Return the Gram matrices F_i Q Qᵀ F_iᵀ of the Jacobian's diagonal blocks, with bounds on errors."""
+    """Return the Gram matrices of the Jacobian's diagonal blocks, and bounds on their errors.
+
+    For row i the Gram matrix is F_i Q Qᵀ F_iᵀ with the factor F_i of :class:`HeadAt`.
+    """
     head = at.heads[0]
     squares = head.F @ (head.Q @ head.Q.mT) @ head.F.mT
     k, d = head.Q.shape

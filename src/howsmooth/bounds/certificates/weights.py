@@ -27,14 +27,20 @@ _ABOVE = 1 + 1e-3
 
 
 def tidy(q: Float[Tensor, " n"]) -> Float[Tensor, " n"]:
-    """Return the weights q divided by the largest one, with a small positive number as the least value."""
+    """Return the weights scaled so that the largest one is 1, with tiny weights raised to a minimum.
+
+    If the largest weight is zero or not finite, all weights become 1.
+    """
     top = q.amax()
     return (q / top).clamp_min(_SMALLEST) if bool(torch.isfinite(top)) and top > 0 else torch.ones_like(q)
 
 
 @dataclass(frozen=True, eq=False)
 class Weights:
-    """Weights q_j of the tokens in Theorem N, with estimates of its eigenvalues c_i and of ν² for these q."""
+    """Weights q_j of the tokens in Theorem N, and estimates of the eigenvalues for these weights.
+
+    ``c`` has the estimates of c_i, and ``nu_square`` is the estimate of ν².
+    """
 
     q: Float[Tensor, " n"]
     c: Float[Tensor, " n"]
@@ -42,7 +48,7 @@ class Weights:
 
 
 def joint_weights(at: HeadsAt, iterations: int) -> Weights:
-    """Return weights q_j of the tokens that make ν of :func:`moving_keys_norm` small.
+    """Search for weights q_j of the tokens that make the term ν of Theorem N small.
 
     The iteration is q ← √(q Φ(q)) for ν² = max_j Φ_j(q)/q_j. Φ_j(q) = λ_max(Σ_h Σ_i P_ij c_i(q) y_ij y_ijᵀ).
     Eigenvalues are estimated by power steps, which need products with P but no matrix for every row.
@@ -70,7 +76,11 @@ def diagonal_guess(at: HeadsAt) -> Float[Tensor, ""]:
 
 
 def _follow(image: Callable[[Tensor], Tensor], u: Tensor, steps: int) -> tuple[Tensor, Tensor]:
-    """Return Rayleigh quotients and unit vectors after power steps with ``image`` on every row of ``u``."""
+    """Estimate the largest eigenvalues of matrices, and their eigenvectors, by power steps.
+
+    ``image`` multiplies every row of ``u`` by its matrix. The results are Rayleigh quotients and unit
+    vectors.
+    """
     value = torch.zeros(len(u), dtype=u.dtype)
     for _ in range(steps):
         u = u / u.norm(dim=1, keepdim=True).clamp_min(1e-300)
@@ -81,7 +91,10 @@ def _follow(image: Callable[[Tensor], Tensor], u: Tensor, steps: int) -> tuple[T
 
 
 def _values_image(at: HeadsAt, q: Tensor, u: Tensor) -> Tensor:
-    """Return Σ_h W_h Σ_j P_ij q_j w_ij w_ijᵀ W_hᵀ u_i for each u_i; c_i is its largest eigenvalue."""
+    """Multiply each vector u_i by the matrix whose largest eigenvalue is c_i of Theorem N.
+
+    The matrix is Σ_h W_h (Σ_j P_ij q_j w_ij w_ijᵀ) W_hᵀ, where w_ij is value j minus output i.
+    """
     total = torch.zeros_like(u)
     for head, w in zip(at.heads, at.W, strict=True):
         x = u @ w
@@ -92,7 +105,10 @@ def _values_image(at: HeadsAt, q: Tensor, u: Tensor) -> Tensor:
 
 
 def _keys_image(at: HeadsAt, c: Tensor, z: Tensor) -> Tensor:
-    """Return Σ_h K_hᵀ R_jᵀ (Σ_i P_ij c_i q_i q_iᵀ) R_j K_h z_j for each z_j; its top eigenvalue is Φ_j."""
+    """Multiply each vector z_j by the matrix whose largest eigenvalue is Φ_j of :func:`joint_weights`.
+
+    The matrix is Σ_h K_hᵀ R_jᵀ (Σ_i P_ij c_i q_i q_iᵀ) R_j K_h, where R_j is the rotary map at position j.
+    """
     total = torch.zeros_like(z)
     for head in at.heads:
         x = z @ head.K.mT
@@ -105,7 +121,10 @@ def _keys_image(at: HeadsAt, c: Tensor, z: Tensor) -> Tensor:
 
 
 def _diagonal_image(at: HeadsAt, z: Tensor) -> Tensor:
-    """Return D_iᵀ D_i z_i for each row z_i, where D_i = Σ_h W_h F_i^h Q_h is a diagonal block."""
+    """Multiply each vector z_i by D_iᵀ D_i, where D_i is block i of the Jacobian's block-diagonal part.
+
+    D_i = Σ_h W_h F_i^h Q_h with the factors F_i^h of :class:`HeadAt`.
+    """
     out = torch.zeros(at.n, at.W[0].shape[0], dtype=z.dtype)
     for head, w in zip(at.heads, at.W, strict=True):
         out = out + (head.F @ (z @ head.Q.mT)[..., None])[..., 0] @ w.mT
