@@ -1,4 +1,4 @@
-"""Checks of the user's times, methods, steps and tolerances, against each other and against the field."""
+"""Checks of the times, method, step and tolerances that a user gives to a flow."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def check_plan(
     atol: object,
     max_steps: object,
 ) -> Plan:
-    """Return the plan of an integration, after checking that method, step and tolerances fit each other."""
+    """Check the method, step and tolerances of an integration, and return them as a plan."""
     if not isinstance(method, str) or method not in ADAPTIVE + FIXED:
         raise ArgumentError("method", expected=f"one of {', '.join(ADAPTIVE + FIXED)}", got=repr(method))
     if isinstance(max_steps, bool) or not isinstance(max_steps, int) or max_steps < 1:
@@ -125,6 +125,9 @@ def check_plan(
 
 
 def _whole(length: float, unit: float, *, once: bool = False) -> bool:
-    """Tell whether ``length`` is a multiple of ``unit`` (equal to it, if ``once``), up to rounding."""
+    """Tell whether ``length`` is a multiple of ``unit``, up to rounding.
+
+    With ``once``, only ``unit`` itself counts.
+    """
     count = 1 if once else round(length / unit)
     return abs(length - count * unit) <= 1e-9 * max(unit, abs(length))

@@ -1,4 +1,4 @@
-"""Measures of clustering: number of clusters, rank, interaction energy, distance to a limit."""
+"""Measures of clustering: number of clusters, rank, interaction energy, distance to a limit state."""
 
 from __future__ import annotations
 
@@ -77,13 +77,14 @@ def number_of_clusters(state: State, tolerance: float) -> int:
 
 
 def log_interaction_energy(state: State, matrix: Tensor | None = None, *, beta: float = 1.0) -> float:
-    """Return log E of tokens or of a measure, where E = 1/(2β) ∬ e^{β⟨Ax, y⟩} dμ(x) dμ(y).
+    """Return the logarithm of the interaction energy of tokens or of a measure.
 
-    For A = I this is the interaction energy of Geshkovski, Letrouit, Polyanskiy and Rigollet (*A mathematical
-    perspective on Transformers*, 2023). It increases along the flow of unmasked attention on the sphere if V
-    is symmetric and equals βA up to a positive factor (documentation page "Growth along a flow, clusters,
-    rescaled tokens", section "Energy"). The function returns the logarithm because E overflows for long
-    tokens.
+    The energy is E = 1/(2β) ∬ e^{β⟨Ax, y⟩} dμ(x) dμ(y), where A is ``matrix`` and μ the measure of the
+    tokens. For A = I this is the interaction energy of Geshkovski, Letrouit, Polyanskiy and Rigollet (*A
+    mathematical perspective on Transformers*, 2023). It increases along the flow of unmasked attention on the
+    sphere if V is symmetric and equals βA up to a positive factor (documentation page "Growth along a flow,
+    clusters, rescaled tokens", section "Energy"). The function returns the logarithm because E overflows for
+    long tokens.
 
     Parameters
     ----------

@@ -27,7 +27,7 @@ _ON_SPHERE = 1e-5
 
 
 class Field(abc.ABC):
-    """A velocity of tokens that may depend on time, and is continuous in time except at ``switches``."""
+    """A velocity field of tokens, which may depend on time and jump at the times ``switches``."""
 
     @property
     def switches(self) -> tuple[float, ...]:
@@ -45,14 +45,14 @@ class Field(abc.ABC):
 
     @abc.abstractmethod
     def velocity(self, begin: float, end: float, weighting: Weighting | None = None) -> Velocity:
-        """Return the velocity, a function of (t, x), from ``begin`` to ``end``; there is no jump in between.
+        """Return the velocity as a function of (t, x), for times from ``begin`` to ``end``.
 
-        If ``weighting`` is given, the tokens are atoms of a measure, whose weights and positions do not
-        change.
+        The velocity does not jump between the two times. If ``weighting`` is given, the tokens are atoms of a
+        measure, whose weights and positions do not change.
         """
 
     def layer(self, begin: float, end: float, weighting: Weighting | None = None) -> Velocity:
-        """Return the velocity v of residual layers x ↦ x + h v(x), for times from ``begin`` to ``end``."""
+        """Return the velocity v of residual layers x ↦ x + h v(x) between two times."""
         return self.velocity(begin, end, weighting)
 
     def map_at(self, begin: float, end: float) -> TokenMap:
@@ -73,11 +73,17 @@ class Field(abc.ABC):
         )
 
     def project(self, x: Tensor) -> Tensor:
-        """Return tokens projected onto the set that the flow preserves, such as a sphere; else ``x``."""
+        """Return tokens projected onto the set that the flow preserves, such as a sphere.
+
+        Without such a set, the tokens are returned unchanged.
+        """
         return x
 
     def drift(self, x: Tensor) -> float | None:
-        """Return how far tokens are, relatively, from the set that the flow preserves; None without one."""
+        """Return the relative distance of the tokens from the set that the flow preserves.
+
+        Without such a set, the result is None.
+        """
         return None
 
     @abc.abstractmethod
@@ -316,7 +322,7 @@ def positive(name: str, value: object) -> float:
 
 
 def _square(f: object, name: str) -> TokenMap:
-    """Return the map, after checking that d_out = d, so that its values can be velocities."""
+    """Return the map after checking that its outputs can be velocities, which needs d_out = d."""
     if not isinstance(f, TokenMap):
         raise ArgumentError(name, expected="a map of this library", got=type(f).__name__)
     if f.d_out != f.d:

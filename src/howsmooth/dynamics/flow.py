@@ -144,7 +144,10 @@ def flow(
 def _ending(
     plan: Plan, run: Run, second: Run | None, origin: float
 ) -> tuple[Status, str, tuple[float, float] | None]:
-    """Return how a flow ended: status, reason and time interval of a blow-up, from a run and a finer run."""
+    """Return how a flow ended, from its run and a second, more accurate run.
+
+    The result is the status, the reason, and the time interval of a blow-up.
+    """
     if run.status == "finished" or run.ended is None:
         return "finished", "", None
     lower, upper = run.ended
@@ -173,7 +176,10 @@ def _ending(
 
 
 def _error(system: System, plan: Plan, run: Run, second: Run, kept: int) -> float:
-    """Estimate the error of the last kept state by Richardson extrapolation, from a second, finer run."""
+    """Estimate the error of a run's last state by comparison with a second, more accurate run.
+
+    The last of the first ``kept`` states is compared, with Richardson extrapolation.
+    """
     last = min(kept, len(second.states)) - 1
     difference = system.distance(run.states[last].detach(), second.states[last])
     if plan.adaptive:

@@ -54,10 +54,11 @@ class StepJacobian(LinearOperator):
 
 
 class TangentJacobian(LinearOperator):
-    """The Jacobian of the projected velocity w(x) = v − ⟨v, x⟩ x / |x|², given the Jacobian of v.
+    """The Jacobian of a velocity that is projected onto the tangent space of a sphere.
 
-    For each token, with x̂ = x/|x|, s = ⟨v, x̂⟩, Π = 1 − x̂x̂ᵀ and a tangent e of x, the tangent of w is dw =
-    Π dv − (⟨v, e⟩ x̂ + s e − 2 s ⟨x̂, e⟩ x̂) / |x|.
+    The projected velocity is w(x) = v − ⟨v, x⟩ x / |x|², and ``inner`` is the Jacobian of v. For each token,
+    with x̂ = x/|x|, s = ⟨v, x̂⟩, Π = 1 − x̂x̂ᵀ and a tangent e of x, the tangent of w is dw = Π dv − (⟨v, e⟩
+    x̂ + s e − 2 s ⟨x̂, e⟩ x̂) / |x|.
     """
 
     def __init__(self, inner: LinearOperator, x: Tensor, v: Tensor) -> None:
@@ -84,7 +85,10 @@ class TangentJacobian(LinearOperator):
 
 
 class ProjectionJacobian(LinearOperator):
-    """The Jacobian of x ↦ radius · x/|x| for each token; without a radius, the projection orthogonal to x."""
+    """The Jacobian of the map that scales each token to a given norm, x ↦ radius · x/|x|.
+
+    Without a radius, it is the projection orthogonal to x.
+    """
 
     def __init__(self, x: Tensor, *, radius: float | None = None) -> None:
         batch, n, d = x.shape

@@ -41,7 +41,9 @@ _RATE = 1e-2
 
 @dataclass(frozen=True)
 class Growth:
-    """The growth ‖D_X Φ‖₂ of a flow from the first time to each time, with the bounds given by its steps.
+    """How much a flow amplifies small perturbations from the first time to each time.
+
+    The growth is the norm ‖D_X Φ‖₂ of the Jacobian of the flow map Φ.
 
     Attributes
     ----------
@@ -266,7 +268,7 @@ Solve = Callable[[LinearOperator, int], LeadingTriplet]
 
 
 def _along(trajectory: LinearisedFlow, times: list[float], solve: Solve) -> list[LeadingTriplet]:
-    """Return the leading singular triplet of the flow map's Jacobian up to each time after the first."""
+    """Return the leading singular value and vectors of the flow map's Jacobian at each time but the first."""
     rounding = _rounding(trajectory, times)
     for time, relative in zip(times, rounding, strict=True):
         if not float(relative) < _NO_DIGIT:
@@ -310,7 +312,10 @@ def _rounding(trajectory: LinearisedFlow, times: list[float]) -> list[Tensor]:
 
 
 def _products(trajectory: LinearisedFlow, e: Tensor) -> list[tuple[Tensor, Tensor]]:
-    """Return, at each time, the flow map's Jacobian times e, and the sum of the steps' rounding errors."""
+    """Return, for each time, the flow map's Jacobian times the vector e, and its rounding error.
+
+    The rounding error is the sum of the steps' rounding errors.
+    """
     rounding = torch.zeros(1, dtype=torch.float64)
     frames = [(e, rounding)]
     for first, last in pairwise(trajectory.steps_until):
@@ -339,7 +344,7 @@ def _start_vector(operator: LinearOperator, seed: int, index: int) -> Tensor:
 
 
 def _in_double(field: Field, start: object) -> Tokens:
-    """Return the flow's system, field and start, in float64, after checking that both fit each other."""
+    """Return the start of a flow, with its field, in float64, after checking that both fit each other."""
     system = system_of(field, start)
     if not isinstance(system, Tokens) or system.start.ndim != 2:
         got = f"shape {tuple(start.shape)}" if isinstance(start, Tensor) else type(start).__name__

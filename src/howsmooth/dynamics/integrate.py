@@ -93,7 +93,7 @@ class _SmallerStepError(Exception):
 
 @dataclass
 class _Watch:
-    """The velocity as torchdiffeq calls it, with the callback that torchdiffeq calls before each step."""
+    """The velocity in the form that torchdiffeq calls, with a check of the state before each step."""
 
     velocity: Velocity
     finite: Callable[[Tensor], bool]
@@ -167,7 +167,7 @@ def integrate(
     plan: Plan,
     on_output: Callable[[float, Tensor], None] | None = None,
 ) -> Run:
-    """Integrate from times[0] on; return the state at each time until the last, or until the flow's end."""
+    """Integrate from the first time to the last, or until the flow ends; return the state at each time."""
     run = Run([start], drift=system.drift(start))
     span, initial = times[-1] - times[0], _size(start)
     y = start
@@ -198,7 +198,10 @@ def integrate(
 
 
 def _layers(system: System, watch: _Watch, begin: float, end: float) -> Tensor:
-    """Apply the residual layers of one time interval: y ↦ y + h v(y), then projection if the flow has one."""
+    """Apply the residual layers y ↦ y + h v(y) of one time interval.
+
+    A projection follows each layer if the flow has one.
+    """
     count = watch.plan.steps(end - begin)
     h = (end - begin) / count
     watch.velocity = system.layer(begin, end)
@@ -211,7 +214,10 @@ def _layers(system: System, watch: _Watch, begin: float, end: float) -> Tensor:
 
 
 def _ode(watch: _Watch, end: float) -> Tensor:
-    """Integrate one time interval by torchdiffeq; if a trial step overflows, resume with a smaller step."""
+    """Integrate over one time interval with torchdiffeq.
+
+    If a trial step overflows, the integration resumes with a smaller step.
+    """
     first: float | None = None
     while True:
         begin, y = watch.time, watch.state

@@ -41,10 +41,10 @@ _AUTODIFF_COPIES = 6
 
 @dataclass(frozen=True)
 class _Step:
-    """One step: its times, the points (n, d) where the velocity was evaluated, and the point it led to.
+    """One step of a flow: its times, the points where the velocity was evaluated, and the resulting point.
 
-    ``interval`` is the interval between switches of the field in which the step lies. ``before_projection``
-    is the point it led to before the projection onto a sphere.
+    Points have the shape (n, d). ``interval`` is the interval between switches of the field in which the step
+    lies. ``before_projection`` is the resulting point before the projection onto a sphere.
     """
 
     begin: float
@@ -146,9 +146,10 @@ class LinearisedFlow:
         return made
 
     def rates(self, i: int) -> list[LinearOperator]:
-        """Return the Jacobians of the velocity at the stages of step ``i``; on a sphere, of its tangent part.
+        """Return the Jacobians of the velocity from which the rate of growth in step ``i`` is computed.
 
-        On a sphere they are projected onto the tangent spaces.
+        There is one Jacobian for each stage of the step. On a sphere they are projected onto the tangent
+        spaces.
         """
         stages = self.stages(i)
         if not isinstance(self.system.field, Sphere):
@@ -178,7 +179,10 @@ class LinearisedFlow:
         return ComposedJacobian(after, ComposedJacobian(operator, ProjectionJacobian(one.points[0][None])))
 
     def until(self, frame: int, rounding: Tensor) -> LinearOperator:
-        """Return the Jacobian of the flow map from the first time to time number ``frame`` >= 1."""
+        """Return the Jacobian of the flow map from the first time to time number ``frame``.
+
+        ``frame`` is at least 1.
+        """
         return ChainJacobian(self.step, self.steps_until[frame], rounding)
 
 
@@ -192,7 +196,10 @@ def _combined(weights: tuple[float, ...], terms: list[Tensor], like: Tensor) -> 
 def _linearise(
     field: Field, interval: tuple[float, float], time: float, x: Tensor, weighting: Weighting | None
 ) -> LinearOperator:
-    """Return the Jacobian of the velocity at tokens (n, d); for a measure, in its weighted norms."""
+    """Return the Jacobian of the velocity at tokens (n, d).
+
+    For a measure, it is the Jacobian in norms that weight each atom.
+    """
     t = torch.tensor(time, dtype=torch.float64, device=x.device)
     if isinstance(field, Sphere):
         with torch.no_grad():

@@ -34,22 +34,28 @@ class System(abc.ABC):
 
     @abc.abstractmethod
     def velocity(self, begin: float, end: float) -> Velocity:
-        """Return the tensor's velocity for times from ``begin`` to ``end``; there is no jump in between."""
+        """Return the velocity of the tensor, for times from ``begin`` to ``end``.
+
+        The velocity does not jump between the two times.
+        """
 
     @abc.abstractmethod
     def layer(self, begin: float, end: float) -> Velocity:
-        """Return the velocity v of the tensor in a residual layer, which adds h v to it."""
+        """Return the velocity v with which a residual layer changes the tensor, y ↦ y + h v(y)."""
 
     def project(self, y: Tensor) -> Tensor:
         """Return the tensor projected onto the set that the flow preserves, such as tokens on a sphere."""
         return self.field.project(y)
 
     def drift(self, y: Tensor) -> float | None:
-        """Return the tensor's relative distance from the set that the flow preserves; None without one."""
+        """Return the tensor's relative distance from the set that the flow preserves.
+
+        Without such a set, the result is None.
+        """
         return self.field.drift(y)
 
     def restart(self, y: Tensor) -> Tensor:
-        """Return the tensor with which a new flow from the same state would start, to go on from there."""
+        """Return the tensor with which a new flow goes on from the same state."""
         return y
 
     def finite(self, y: Tensor) -> bool:
@@ -58,7 +64,10 @@ class System(abc.ABC):
 
     @abc.abstractmethod
     def distance(self, y: Tensor, other: Tensor) -> float:
-        """Return an upper bound of the distance W₂ of two states, by matching tokens in their given order."""
+        """Return an upper bound on the distance W₂ of two states.
+
+        The bound matches tokens in their given order.
+        """
 
     @abc.abstractmethod
     def state(self, y: Tensor) -> Tensor | AbstractMeasure:
@@ -83,11 +92,17 @@ class Tokens(System):
         self.weighting = weighting
 
     def velocity(self, begin: float, end: float) -> Velocity:
-        """Return the velocity of the tokens, which depends on the atoms' weights if they are atoms."""
+        """Return the velocity of the tokens.
+
+        If the tokens are atoms of a measure, their velocity depends on the weights.
+        """
         return self.field.velocity(begin, end, self.weighting)
 
     def layer(self, begin: float, end: float) -> Velocity:
-        """Return the velocity of a residual layer, which depends on the weights if tokens are atoms."""
+        """Return the velocity with which a residual layer changes the tokens.
+
+        If the tokens are atoms of a measure, their velocity depends on the weights.
+        """
         return self.field.layer(begin, end, self.weighting)
 
     def distance(self, y: Tensor, other: Tensor) -> float:
@@ -122,11 +137,11 @@ class Atoms(Tokens):
 
 
 class Moments(System):
-    """The state of a flow of a Gaussian N(α, Σ): the tensor (d, 1 + d) is the mean α beside a root L of Σ.
+    """The state of a flow of a Gaussian: a tensor of its mean and a root of its covariance.
 
-    If a map acts on N(α, Σ) as x ↦ M x + c, the Gaussian moves by α' = M α + c and Σ' = M Σ + Σ Mᵀ. The
-    second equation follows from L' = M L. Integrating L instead of Σ ensures that Σ = L Lᵀ has no negative
-    eigenvalue for any step.
+    For the Gaussian N(α, Σ), the tensor (d, 1 + d) is the mean α beside a root L of Σ. If a map acts on N(α,
+    Σ) as x ↦ M x + c, the Gaussian moves by α' = M α + c and Σ' = M Σ + Σ Mᵀ. The second equation follows
+    from L' = M L. Integrating L instead of Σ ensures that Σ = L Lᵀ has no negative eigenvalue for any step.
     """
 
     def __init__(self, field: Field, start: Gaussian) -> None:
@@ -144,7 +159,10 @@ class Moments(System):
         self.start = _pack(start.mean, start.covariance)
 
     def velocity(self, begin: float, end: float) -> Velocity:
-        """Return the velocity (M α + c, M L) of the mean α and the root L, if the map acts as x ↦ M x + c."""
+        """Return the velocity of the mean and of the root of the covariance.
+
+        It is (M α + c, M L) if the map acts on the Gaussian as x ↦ M x + c.
+        """
         f = self.field.map_at(begin, end)
 
         def affine(t: Tensor, y: Tensor) -> Tensor:
@@ -156,11 +174,14 @@ class Moments(System):
         return affine
 
     def layer(self, begin: float, end: float) -> Velocity:
-        """Return the velocity itself, because a residual layer maps N(α, Σ) by x ↦ x + h (M x + c)."""
+        """Return the velocity, which is the same for a residual layer.
+
+        The reason is that a residual layer maps N(α, Σ) by x ↦ x + h (M x + c).
+        """
         return self.velocity(begin, end)
 
     def restart(self, y: Tensor) -> Tensor:
-        """Return the tensor with Σ's symmetric square root in place of L, as a new flow would start with."""
+        """Return the tensor of a new flow, whose root is the symmetric square root of the covariance."""
         return _pack(*_unpack(y))
 
     def project(self, y: Tensor) -> Tensor:
@@ -171,7 +192,10 @@ class Moments(System):
         """Return None, because a flow of Gaussians preserves no set."""
 
     def finite(self, y: Tensor) -> bool:
-        """Tell whether mean and covariance are finite; a covariance overflows before its square root."""
+        """Tell whether the mean and the covariance are finite.
+
+        The covariance is checked as well as its root, because it overflows before the root.
+        """
         return super().finite(y) and super().finite(_unpack(y)[1])
 
     def distance(self, y: Tensor, other: Tensor) -> float:

@@ -83,14 +83,17 @@ class Pair:
 
     @property
     def reach_of_light_atoms(self) -> float:
-        """The largest change of W_p by the atoms left out: the sum of m^{1/p} over their masses m."""
+        """Upper bound on the change of W_p that leaving out light atoms causes.
+
+        The bound is the sum of m^{1/p} over the masses m of these atoms.
+        """
         here, there = self.kept
         # No distance exceeds one, so mass m changes W_p by at most m^{1/p}.
         light = [logs[~kept] for logs, kept in ((self.log_a, here), (self.log_b, there)) if not kept.all()]
         return math.fsum(math.exp(float(logsumexp(logs)) / self.p) for logs in light)
 
     def matched(self) -> Answer | None:
-        """Return the answer if moving x_i to y_i for each i is optimal and easy to see; otherwise None.
+        """Return the answer if moving x_i to y_i for each i is easily seen to be optimal; otherwise None.
 
         The weights must be equal in the given order, and each y_i must be the nearest atom of ``y`` to x_i.
         Then W_p^p = Σ a_i |x_i − y_i|^p. The potentials are min_j |x_i − y_j|^p and zero. Sums are formed
@@ -117,7 +120,7 @@ class Pair:
         )
 
     def _own_is_nearest(self, own: Float[ndarray, " n"]) -> bool:
-        """Tell whether, for each i, no atom of ``y`` is nearer to x_i than y_i, up to rounding."""
+        """Tell whether, for each i, y_i is a nearest atom of ``y`` to x_i, up to rounding."""
         if self.x.shape[1] == 1:
             # In one dimension a tree avoids the matrix of all distances.
             nearest, _ = cKDTree(self.y).query(self.x)
@@ -147,9 +150,10 @@ class Pair:
 
     @property
     def noise(self) -> float:
-        """The distance W_p that rounding of the weights alone can cause, at most ((n + m) ε)^{1/p}.
+        """The distance W_p that rounding of the weights alone can cause.
 
-        For large p this number is not small. It is therefore limited to 1e-6 (``NEGLIGIBLE``).
+        It is at most ((n + m) ε)^{1/p}. For large p this number is not small. It is therefore limited to 1e-6
+        (``NEGLIGIBLE``).
         """
         return min(float(((len(self.x) + len(self.y)) * EPSILON) ** (1 / self.p)), NEGLIGIBLE)
 
@@ -181,7 +185,7 @@ def _exponent(size: float) -> int:
 
 
 def _spread(values: ndarray, places: ndarray, n: int) -> ndarray:
-    """Return n numbers, which are ``values`` at the indices ``places`` and zero elsewhere."""
+    """Return an array of n numbers: ``values`` at the indices ``places``, and zero elsewhere."""
     spread = np.zeros(n)
     spread[places] = values
     return spread

@@ -1,8 +1,9 @@
-"""W₂ between Gaussians by the Bures formula, without cancellation, and with an interval.
+"""The distance W₂ between two Gaussians, with a lower and an upper limit.
 
-The upper limit is the cost of a coupling, and the lower limit comes from a pair of quadratic potentials. Both
-limits hold even if the coupling and the potentials are not optimal. Derivation: documentation page "Distances
-between measures", section "Gaussians".
+The distance is given by the Bures formula, which is evaluated without cancellation. The upper limit is the
+cost of a coupling, and the lower limit comes from a pair of quadratic potentials. Both limits hold even if
+the coupling and the potentials are not optimal. Derivation: documentation page "Distances between measures",
+section "Gaussians".
 """
 
 from __future__ import annotations
@@ -29,9 +30,10 @@ _STEEPEST = 1e-8
 
 @dataclass(frozen=True)
 class GaussianAnswer:
-    """W₂ between two Gaussians in units of ``2**exponent``, and its derivatives by means and covariances.
+    """The distance W₂ between two scaled Gaussians, with its interval and derivatives.
 
-    The derivatives are in the units of the means and covariances.
+    The distance is in units of ``2**exponent``. The derivatives by means and covariances are in the units of
+    the means and covariances.
     """
 
     value: float
@@ -44,12 +46,15 @@ class GaussianAnswer:
     regular: bool
 
     def in_units(self, scaled: float) -> float:
-        """Return a distance between the scaled means, multiplied by 2^exponent, in the units of the means."""
+        """Return a distance between the scaled Gaussians in the units of the means.
+
+        It is multiplied by 2^exponent.
+        """
         return in_units(scaled, self.exponent)
 
     @property
     def noise(self) -> float:
-        """The distance W₂ that rounding of the covariances alone can cause, as in :attr:`Pair.noise`."""
+        """The distance W₂ that rounding of the covariances alone can cause."""
         d = len(self.by_means[0])
         return min(d * math.sqrt(8 * EPSILON), NEGLIGIBLE)
 
@@ -136,10 +141,11 @@ class _Spectrum:
 
 
 def _map(one: _Spectrum, other: _Spectrum) -> tuple[ndarray, ndarray]:
-    """Return eigenvalues and eigenvectors of the map T > 0 that transports covariance ``one`` to ``other``.
+    """Return the eigenvalues and eigenvectors of the linear map that transports one Gaussian to another.
 
-    A small multiple of the identity is added to the covariances first. The eigenvalues are clipped, because
-    directions in which a covariance is zero give no reliable eigenvalue of T.
+    The map T > 0 transports covariance ``one`` to covariance ``other``. A small multiple of the identity is
+    added to the covariances first. The eigenvalues are clipped, because directions in which a covariance is
+    zero give no reliable eigenvalue of T.
     """
     ridge = _RIDGE * max(one.values.sum(), other.values.sum()) or 1.0
     roots, others = (np.sqrt(np.maximum(side.values, 0.0) + ridge) for side in (one, other))
@@ -151,11 +157,11 @@ def _map(one: _Spectrum, other: _Spectrum) -> tuple[ndarray, ndarray]:
 
 
 def _below(one: ndarray, other: ndarray, values: ndarray, vectors: ndarray) -> float:
-    """Return tr (I − T) one + tr (I − T⁻¹) other less rounding, a lower bound of W₂² for any T > 0.
+    """Return a lower bound on W₂² of two centred Gaussians, from any positive definite matrix T.
 
-    The bound holds for any T > 0, because 2⟨x, y⟩ <= xᵀTx + yᵀT⁻¹y. It is summed over the eigenvectors q of T
-    as Σ (t − 1)(qᵀ other q / t − qᵀ one q). For close Gaussians both factors of each term are small, so
-    nothing cancels.
+    The bound is tr (I − T) one + tr (I − T⁻¹) other, less a bound on its rounding. It holds for any T > 0,
+    because 2⟨x, y⟩ <= xᵀTx + yᵀT⁻¹y. It is summed over the eigenvectors q of T as Σ (t − 1)(qᵀ other q / t −
+    qᵀ one q). For close Gaussians both factors of each term are small, so nothing cancels.
     """
     d = len(one)
     sizes, errors = [], []

@@ -33,9 +33,10 @@ def conditional_wasserstein(
     max_iterations: int = 1000,
     gradient: bool = False,
 ) -> Transport:
-    """Measure the conditional distance d_p(μ, ν) = (Σ_s θ(s) W_p(μ^s, ν^s)^p)^{1/p}, with an interval.
+    """Measure the conditional Wasserstein distance between two measures with positions.
 
-    θ is the marginal distribution of positions, which both measures must share, and μ^s is μ conditioned on
+    The distance is d_p(μ, ν) = (Σ_s θ(s) W_p(μ^s, ν^s)^p)^{1/p}, and the result has an interval for it. θ is
+    the marginal distribution of positions, which both measures must share, and μ^s is μ conditioned on
     position s. Mass never moves between positions. If the marginals differ, the distance is infinite. For n
     tokens X and Y at n distinct positions of equal weight, the distance with p = 2 is |X − Y|_F/√n.
 
@@ -136,7 +137,10 @@ def _total(
 def _forced(
     members: list[list[ndarray]], log_a: ndarray, log_b: ndarray, log_theta: ndarray, forced: ndarray
 ) -> tuple[ndarray, ndarray, ndarray]:
-    """Return the plan (rows, columns, log-masses) at positions where a measure has a single atom."""
+    """Return the only possible transport plan at positions where a measure has a single atom.
+
+    The plan consists of the numbers of rows and columns, and the logarithms of the masses.
+    """
     rows, columns, logs = [], [], []
     for s in np.flatnonzero(forced):
         here, there = members[0][s], members[1][s]
@@ -150,9 +154,10 @@ def _forced(
 
 
 def _roots(terms: Float[ndarray, "3 k"], p: float) -> list[float]:
-    """Return lower limit, value and upper limit of the distance, given logarithms of costs (3, k).
+    """Return the lower limit, the value and the upper limit of the distance, from its costs.
 
-    The limits are rounded outwards.
+    ``terms`` has the logarithms of the costs, with one row for each of the three results. The limits are
+    rounded outwards.
     """
     logs = logsumexp(terms, axis=1) / p
     slack = [(64 + 4 * abs(log)) * EPSILON if np.isfinite(log) else 0.0 for log in logs]
@@ -162,7 +167,10 @@ def _roots(terms: Float[ndarray, "3 k"], p: float) -> list[float]:
 def _groups(
     mu: DiscreteMeasure, nu: DiscreteMeasure, tolerance: float
 ) -> tuple[Int[ndarray, " n"], Int[ndarray, " m"]]:
-    """Return the position number of each atom of μ and of ν; positions are numbered in increasing order."""
+    """Return, for each atom of both measures, the number of its position.
+
+    Positions are numbered in increasing order, with the same numbers for both measures.
+    """
     sides = [_positions(measure) for measure in (mu, nu)]
     every = np.concatenate(sides)
     order = np.argsort(every, kind="stable")

@@ -153,11 +153,11 @@ class DiscreteMeasure(AbstractMeasure):
     # ---- operations
 
     def weighted_tokens(self) -> tuple[Float[Tensor, "n d"], Weighting]:
-        """Return the atoms and their weighting (log-weights and positions)."""
+        """Return the atoms, with their log-weights and positions."""
         return self.points, self._weighting()
 
     def push_forward(self, f: TokenMap) -> DiscreteMeasure:
-        """Return the image of the measure under ``f``, which is also the result of ``f(measure)``.
+        """Return the image of the measure under ``f``, which equals ``f(measure)``.
 
         Raises
         ------

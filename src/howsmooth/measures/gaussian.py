@@ -119,7 +119,9 @@ class Gaussian(AbstractMeasure):
         return DiscreteMeasure(self.mean + (drawn.to(self.device) @ root).to(self.dtype))
 
     def push_forward(self, f: TokenMap) -> Gaussian:
-        """Return the image N(M α + c, M Σ Mᵀ) of the Gaussian under ``f``, which is also ``f(gaussian)``.
+        """Return the image of the Gaussian under ``f``, which equals ``f(gaussian)``.
+
+        The image is N(M α + c, M Σ Mᵀ), with M and c of :func:`affine_action`.
 
         Raises
         ------
@@ -169,7 +171,7 @@ def affine_action(
 def affine_action_at(
     f: TokenMap, mean: Float[Tensor, " d"], covariance: Float[Tensor, "d d"]
 ) -> tuple[Float[Tensor, "d_out d"], Float[Tensor, " d_out"]]:
-    """Return M and c as :func:`affine_action`, given mean and covariance without checks."""
+    """Return M and c of :func:`affine_action` for a given mean and covariance, without checks."""
     match f:
         case SelfAttention() | L2Attention():
             return _attention_action(f, mean, covariance)

@@ -149,7 +149,11 @@ def wasserstein_lipschitz(
 
 
 def _largest(f: TokenMap, x: Tensor, weighting: Weighting) -> tuple[float, int, Tensor]:
-    """Return max_i ‖D Γ_μ(x_i)‖, the atom i where it is attained, and its leading right singular vector."""
+    """Return the largest norm over the atoms of the derivative of the mean-field map, and where it is.
+
+    The results are max_i ‖D Γ_μ(x_i)‖, the atom i where it is attained, and the leading right singular vector
+    of D Γ_μ(x_i).
+    """
     best, atom, direction, first = -1.0, 0, x.new_zeros(f.d), 0
     for block in frozen_derivatives(f, x, weighting):
         sizes, order = torch.linalg.matrix_norm(block).sort(descending=True)

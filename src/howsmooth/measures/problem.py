@@ -29,9 +29,10 @@ _BLOCK_PAIRS = 1 << 22
 
 @dataclass(frozen=True)
 class Plan:
-    """A transport plan, which moves masses from atoms ``rows`` to atoms ``columns`` of the other measure.
+    """A transport plan: how much mass moves from which atom to which atom of the other measure.
 
-    ``unplaced`` is the mass that stays unmatched because the two sums of weights differ by rounding.
+    The masses move from atoms ``rows`` to atoms ``columns``. ``unplaced`` is the mass that stays unmatched
+    because the two sums of weights differ by rounding.
     """
 
     rows: Int[ndarray, " e"]
@@ -73,7 +74,10 @@ class Problem:
 
     @property
     def rounding(self) -> float:
-        """Bound on the relative rounding error of a cost, due to d squares, their sum, root and power."""
+        """Upper bound on the relative rounding error of a transport cost |x − y|^p.
+
+        The cost takes d squares, their sum, a root and a power.
+        """
         return float((self.x.shape[1] + 8) * (self.p / 2 + 1) * EPSILON)
 
     def costs_of(self, plan: Plan) -> Float[ndarray, " e"]:
@@ -110,7 +114,10 @@ class Problem:
         )
 
     def cost_above(self, plan: Plan) -> float:
-        """Return the cost of a feasible plan, rounded up; unplaced mass counts with the largest distance."""
+        """Return the cost of a feasible plan, rounded up, as an upper bound on the optimal cost.
+
+        Mass that the plan leaves unplaced is counted at the largest distance.
+        """
         box = np.maximum(self.x.max(0), self.y.max(0)) - np.minimum(self.x.min(0), self.y.min(0))
         farthest = float(np.linalg.norm(box) ** self.p)
         moved = math.fsum(plan.masses * self.costs_of(plan))
@@ -121,10 +128,10 @@ class Problem:
     def cost_below(
         self, right: Float[ndarray, " m"]
     ) -> tuple[float, Float[ndarray, " n"], Float[ndarray, " m"]]:
-        """Return the dual value, rounded down, of feasible potentials f and g made from ``right``; and f, g.
+        """Return a lower bound on the optimal cost, and the dual potentials f and g that prove it.
 
-        They are f_i = min_j (c_ij − right_j) and g_j = min_i (c_ij − f_i). Since f_i + g_j <= c_ij, the value
-        Σ a_i f_i + Σ b_j g_j is at most the cost of any plan.
+        The potentials are f_i = min_j (c_ij − right_j) and g_j = min_i (c_ij − f_i). Since f_i + g_j <= c_ij,
+        the value Σ a_i f_i + Σ b_j g_j is at most the cost of any plan. It is rounded down.
         """
         # Costs are lowered by their rounding, so that the potentials are feasible for the exact costs.
         f = np.empty(len(self.a))
@@ -136,15 +143,18 @@ class Problem:
         return self.dual_value(f, g), f, g
 
     def nearest_below(self) -> float:
-        """Return the cost of moving every atom to the nearest point, rounded down, a lower bound of the cost.
+        """Return a lower bound on the optimal cost: the cost of moving every atom to its nearest point.
 
-        It is the value of the potentials f_i = min_j c_ij and g = 0.
+        It is the value of the potentials f_i = min_j c_ij and g = 0, rounded down.
         """
         distances, _ = cKDTree(self.y).query(self.x)
         return math.fsum(self.a * distances**self.p) * (1 - self.rounding)
 
     def dual_value(self, f: Float[ndarray, " n"], g: Float[ndarray, " m"]) -> float:
-        """Return Σ a_i f_i + Σ b_j g_j, less a bound on the rounding of the potentials and products."""
+        """Return the dual value of the potentials f and g, rounded down.
+
+        The value is Σ a_i f_i + Σ b_j g_j, less a bound on the rounding of the potentials and products.
+        """
         terms = np.concatenate((self.a * f, self.b * g))
         return math.fsum(terms) - 4 * EPSILON * math.fsum(np.abs(terms))
 
@@ -154,7 +164,7 @@ class Problem:
 
 
 def _shares(wanted: ndarray, carried: ndarray) -> ndarray:
-    """Return the factors that scale rows of a plan down to the wanted mass; 1 for rows with less mass."""
+    """Return factors that scale rows of a plan so that none carries more mass than wanted."""
     shares: ndarray = np.minimum(1.0, wanted / np.maximum(carried, TINY))
     return shares
 

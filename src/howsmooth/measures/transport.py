@@ -247,7 +247,10 @@ def _of_gaussians(mu: Gaussian, nu: Gaussian, p: float, options: Options) -> Tra
 def _with_gradient(
     value: Tensor, pair: Pair, answer: Answer, mu: DiscreteMeasure, nu: DiscreteMeasure
 ) -> Tensor:
-    """Return ``value`` with its derivatives: from the plan for points, from the potentials for weights."""
+    """Return ``value`` with its derivatives by the points and weights of both measures.
+
+    The plan gives the derivatives by points, and the potentials give the derivatives by weights.
+    """
     for points, gradient in zip((mu.points, nu.points), _by_points(pair, answer), strict=True):
         value = _attach(value, points, gradient)
     for logs, potential in ((mu.log_weights, answer.left), (nu.log_weights, answer.right)):
