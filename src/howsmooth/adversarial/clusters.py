@@ -103,11 +103,11 @@ def search_atoms(
     steps: int,
     generator: torch.Generator,
 ) -> AtomSearch:
-    """Search for atoms where ‖D_X f‖ is large, with long steps from random atoms, then with short steps.
+    """Search for few repeated tokens at which ‖D_X f‖ is large, from random and given starts.
 
-    The short steps start from the best quarter of the atoms that the long steps found, and from ``starts``,
-    because long steps would move away from a good start. Restarts with the same number of atoms form a
-    batch.
+    The search takes long steps from random atoms, then short steps. The short steps start from the best
+    quarter of the atoms that the long steps found, and from ``starts``, because long steps would move away
+    from a good start. Restarts with the same number of atoms form a batch.
     """
     f = f.to(dtype=torch.float64)
     drawn = _random_atoms(f, length, domain, restarts, generator)

@@ -21,7 +21,10 @@ __all__ = ["Around", "Ball", "Domain", "Ellipsoid"]
 
 
 class Domain(abc.ABC):
-    """A set of token sequences in which worst inputs are searched, described by coordinates of the tokens."""
+    """A set of token sequences in which worst inputs are searched.
+
+    The tokens are described by coordinates, in which the set consists of balls.
+    """
 
     @property
     @abc.abstractmethod

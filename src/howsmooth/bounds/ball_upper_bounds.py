@@ -323,12 +323,15 @@ def unmasked(attention: object, parameters: Parameters) -> Hypothesis:
 
 
 def no_query_bias(head: Head) -> Hypothesis:
-    """Return the hypothesis that the head has no query bias that changes its scores."""
+    """Return the hypothesis that the head has no query bias.
+
+    A query bias that changes no scores is allowed.
+    """
     return Hypothesis("no query bias", head.b_norm == 0)
 
 
 def upper(name: str, quantity: Quantity, source: str, log_formula: float, *hypotheses: Hypothesis) -> Bound:
-    """Return an upper Bound from the logarithm of its formula, after rounding that up by a few ulps."""
+    """Return an upper bound from the logarithm of its formula, rounded up by a few ulps."""
     if math.isfinite(log_formula):
         log_formula += 8 * sys.float_info.epsilon * abs(log_formula)
     return Bound.upper(name, quantity, source, log_formula=log_formula, hypotheses=hypotheses)

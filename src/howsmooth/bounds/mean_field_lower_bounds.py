@@ -222,7 +222,7 @@ class _Case:
     def g(self) -> float:
         """Half the difference between the scores of the two atoms.
 
-        The half of ⟨A x_2, x_1 − x_2⟩ is γ_max R²/8 or −γ_min R².
+        It is γ_max R²/8 or −γ_min R², half of ⟨A x_2, x_1 − x_2⟩.
         """
         return self.curvature * self.ratio * (1 - self.ratio) / 2
 

@@ -20,7 +20,7 @@ __all__ = ["Atoms", "Moments", "System", "Tokens", "system_of"]
 
 
 class System(abc.ABC):
-    """A flow's state (tokens or a measure) as one tensor, with the velocity of that tensor along a field."""
+    """A flow's state, such as tokens or a measure, as one tensor, with the velocity of the tensor."""
 
     start: Tensor
 

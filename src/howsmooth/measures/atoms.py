@@ -47,7 +47,11 @@ class Answer:
 
 @dataclass(frozen=True)
 class Pair:
-    """Atoms and log-weights of two measures, scaled by ``2**-exponent`` so that no distance exceeds one."""
+    """Two discrete measures, scaled so that no distance between their atoms exceeds one.
+
+    The atoms ``x`` and ``y`` are multiplied by ``2**-exponent``. ``log_a`` and ``log_b`` are the logarithms
+    of the weights.
+    """
 
     x: Float[ndarray, "n d"]
     y: Float[ndarray, "m d"]
@@ -71,7 +75,7 @@ class Pair:
 
     @cached_property
     def kept(self) -> tuple[Bool[ndarray, " n"], Bool[ndarray, " m"]]:
-        """Masks of the atoms that solvers see, for both measures: those without negligible weight."""
+        """Masks of the atoms that solvers see, for both measures; atoms of negligible weight are left out."""
         return self.log_a >= _LIGHTEST, self.log_b >= _LIGHTEST
 
     @cached_property

@@ -96,9 +96,10 @@ def _total(
     masses: tuple[Float[ndarray, " s"], ...],
     options: Options,
 ) -> Answer:
-    """Return the conditional distance: the sum of the positions' transport costs, weighted by their masses.
+    """Return the conditional distance from the optimal transport costs at all positions.
 
-    Costs are added in logarithms, so that masses of any size count.
+    The costs are weighted by the masses of the positions. They are added in logarithms, so that masses of any
+    size count.
     """
     members = [_members(group, len(masses[0])) for group in groups]
     log_a = pair.log_a - masses[0][groups[0]]

@@ -23,7 +23,9 @@ _TOGETHER = 8
 
 @dataclass(frozen=True)
 class WassersteinLipschitz:
-    """The local Lipschitz constant in W₂ of a mean-field map at a discrete measure, with its two parts.
+    """The local Lipschitz constant of mean-field attention in the Wasserstein distance W₂.
+
+    It is the larger of two parts, for perturbations that move whole atoms and that split an atom.
 
     Attributes
     ----------

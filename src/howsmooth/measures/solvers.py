@@ -116,7 +116,7 @@ def _width(solution: Solution) -> float:
 
 
 def _tighter(one: Solution | None, other: Solution) -> Solution:
-    """Return a solution with the cheaper plan of the two and the better potentials of the two."""
+    """Combine two solutions: return the cheaper plan of the two and the better potentials of the two."""
     if one is None:
         return other
     above = one if one.above <= other.above else other

@@ -188,7 +188,10 @@ def transport_of(
     options: Options,
     measures: tuple[DiscreteMeasure, DiscreteMeasure],
 ) -> Transport:
-    """Return an answer as a Transport in the units of the measures, differentiable if requested."""
+    """Return the answer for scaled measures as a distance in the units of the given measures.
+
+    If ``options.gradient`` is set, the distance is differentiable.
+    """
     value = torch.tensor(pair.in_units(answer.value), dtype=torch.float64, device=measures[0].device)
     if options.gradient:
         value = _with_gradient(value, pair, answer, *measures)

@@ -1,4 +1,4 @@
-"""Constants for the floating-point error analysis of certificates, and the class ``Enclosed``."""
+"""Constants for the floating-point error analysis of certificates, and bounds with their plain values."""
 
 from __future__ import annotations
 
