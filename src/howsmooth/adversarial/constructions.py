@@ -147,9 +147,9 @@ def heavy_token(attention: object, length: int, radius: float, *, head: int = 0)
 def two_heavy_tokens(attention: object, length: int, radius: float, *, head: int = 0) -> Construction:
     """Return two heavy tokens, and n − 2 copies of a light token that attends to both equally.
 
-    The heavy tokens are R(cosθ ŷ ± sinθ v), where w is the light token, y = Aw + b, ŷ = y/|y| and v ⊥ ŷ. Of
-    all w, θ and v that were tried, the result takes those with the largest certified lower bound under the
-    attention's masking.
+    The heavy tokens are R(cosθ ŷ ± sinθ v), where w is the light token, y = Aw + b, ŷ = y/|y| and v ⊥ ŷ. The
+    w, θ and v with the largest certified lower bound, of all that were tried, are taken; the bound is under
+    the attention's masking.
 
     Parameters
     ----------
