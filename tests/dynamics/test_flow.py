@@ -251,7 +251,7 @@ def test_gradients_are_kept_where_the_start_asks_for_them(method: str) -> None:
     assert float((y.grad * e).sum()) == pytest.approx((plus - minus) / 2e-4, rel=1e-5)
 
 
-def test_float32_flows_in_float32() -> None:
+def test_float32_flows_weights_in_memory() -> None:
     f, x = random_attention(17), tokens(17, 4, D)
     wanted = flow(f, x, [0, 1], rtol=1e-5, atol=1e-5).final
     got = flow(f.to(dtype=torch.float32), x.float(), [0, 1])

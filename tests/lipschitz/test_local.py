@@ -134,7 +134,7 @@ def test_n_copies_of_one_token_give_the_norm_of_value() -> None:
         assert bool(estimate.converged)
 
 
-def test_scaled_identity_in_float32_converges_through_float64_products() -> None:
+def test_scaled_identity_weights_in_memory_converges_through_float64_products() -> None:
     """Uniform attention on one token is J = V; V = 3 I leaves one Krylov step and nothing to compare."""
     eye = torch.eye(20)[None]
     f = hs.SelfAttention(eye, eye, 3.0 * eye)

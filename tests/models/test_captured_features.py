@@ -359,7 +359,7 @@ def test_what_a_module_does_after_its_output_matrix_is_part_of_the_map(
     _is_the_models(site, block)
 
 
-def test_a_small_adapter_is_seen_in_float32() -> None:
+def test_a_small_adapter_is_seen_weights_in_memory() -> None:
     model, ids = tiny("gpt2"), token_ids(1, 6)
     adapted = Around(
         model.h[1].attn.c_proj, lambda x, y: y + 1e-4 * (_low_rank(x.double(), y.double()) - y).float()

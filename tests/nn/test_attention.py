@@ -722,7 +722,7 @@ def test_a_constant_layer_has_no_quotient() -> None:
 
 @pytest.mark.parametrize("cls", LAYERS)
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_half_precision_is_computed_in_float32(cls: type[Layer], dtype: torch.dtype) -> None:
+def test_half_precision_is_computed_weights_in_memory(cls: type[Layer], dtype: torch.dtype) -> None:
     half = made(cls, constant=1.0).to(dtype)
     exact = made(cls, constant=1.0)
     exact.load_state_dict(half.state_dict())

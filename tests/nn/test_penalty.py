@@ -527,7 +527,7 @@ def test_layers_of_this_library_with_their_divisor(name: str) -> None:
     assert slope == pytest.approx(float(at(1e-5) - at(-1e-5)) / 2e-5, rel=1e-4)
 
 
-def test_half_precision_and_autocast_compute_in_float32() -> None:
+def test_half_precision_and_autocast_compute_weights_in_memory() -> None:
     layer, x = attention().float(), tokens().float()
     model = Model(layer).float()
 

@@ -453,7 +453,7 @@ def test_float32_in_large_dimensions(solver: str) -> None:
     assert float(found.lower) <= 1.0 <= float(found.upper)
 
 
-def test_long_sums_in_float32() -> None:
+def test_long_sums_weights_in_memory() -> None:
     """Against float64, where one float32 sum is wrong in the fourth digit."""
     x, y = torch.full((1, 10**7 + 3), 0.1), torch.ones(10**7 + 3)
     assert float(squared_lengths(x)) == pytest.approx(x.shape[1] * float(x[0, 0]) ** 2, rel=1e-12)

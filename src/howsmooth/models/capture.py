@@ -8,11 +8,11 @@ from dataclasses import replace
 from torch import Tensor, nn
 
 from howsmooth.errors import ArgumentError, CaptureError
-from howsmooth.models.float32_layers import in_float32
 from howsmooth.models.identification.non_softmax_layers import NO_SOFTMAX, NonSoftmaxTracer
 from howsmooth.models.identification.self_attention_module import CrossAttention
 from howsmooth.models.identification.verified_layer import VerifiedLayer, indices_of, read_layer
 from howsmooth.models.inputs.model_inputs import ModelInputs, model_inputs
+from howsmooth.models.layer_weights import weights_in_memory
 from howsmooth.models.loading.load import LoadedModel
 from howsmooth.models.measurement_mode import implementation, measurement_mode
 from howsmooth.models.padded_sequences import Padding, padding_of, reproduces, without_padding
@@ -181,7 +181,7 @@ def _layers(
     crossed: list[CrossAttention] = []
     for index in indices:
         traced_layer = kept.pop(index)  # frees the arguments of the layer as soon as it is verified
-        with in_float32(*traced_layer.modules):
+        with weights_in_memory(*traced_layer.modules):
             layer: VerifiedLayer | CaptureError
             try:
                 layer = read_layer(traced_layer, given.batch, implementation(model))

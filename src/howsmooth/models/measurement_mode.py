@@ -19,6 +19,8 @@ from transformers.masking_utils import AttentionMaskInterface, eager_mask
 from transformers.modeling_utils import AttentionInterface
 from transformers.utils import logging as transformers_logging
 
+from howsmooth.models.layer_weights import device_of
+
 __all__ = ["implementation", "measurement_mode", "nested_configs", "own_attention", "quiet"]
 
 _numbers = itertools.count()
@@ -43,7 +45,7 @@ def measurement_mode(model: nn.Module) -> Iterator[None]:
         # transformers' grouped matrix product of experts does not support float64.
         if hasattr(config, "_experts_implementation_internal") and _in_float64(model):
             changes.append((config, "_experts_implementation_internal", "eager"))
-    device = next((t.device for t in (*model.parameters(), *model.buffers())), torch.device("cpu"))
+    device = device_of(model)
     devices = [device] if device.type == "cuda" else []
     fast = torch.backends.mha.get_fastpath_enabled()
     try:

@@ -21,9 +21,9 @@ from howsmooth.estimate import LipschitzEstimate
 from howsmooth.lipschitz import head_lipschitz, local_lipschitz
 from howsmooth.models import LoadedModel, load_model
 from howsmooth.models.capture import module_of, self_attention_layers
-from howsmooth.models.float32_layers import computing_dtype, stored_dtype
 from howsmooth.models.identification.verified_layer import VerifiedLayer
 from howsmooth.models.inputs.model_inputs import max_length
+from howsmooth.models.layer_weights import computing_dtype, stored_dtype
 from howsmooth.profiling.result import Profile
 from howsmooth.study.plan import derive_seed
 

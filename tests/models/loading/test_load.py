@@ -96,7 +96,7 @@ def test_float64_holds_the_same_numbers(bert: Path) -> None:
         assert torch.equal(a.double(), b)
 
 
-def test_half_precision_file_is_read_in_float32(tmp_path: Path) -> None:
+def test_half_precision_file_is_read_weights_in_memory(tmp_path: Path) -> None:
     tiny("gpt2").half().save_pretrained(tmp_path)
     assert {p.dtype for p in load_model(tmp_path).model.parameters()} == {torch.float32}
 

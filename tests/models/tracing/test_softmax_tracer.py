@@ -478,7 +478,7 @@ def test_lower_precision_is_allowed_its_rounding(dtype: torch.dtype) -> None:
     )
 
 
-def test_softmax_in_float32_of_a_float64_model_is_allowed_its_rounding() -> None:
+def test_softmax_weights_in_memory_of_a_float64_model_is_allowed_its_rounding() -> None:
     g = given()
     (call,), _ = calls_of(lambda: functional.softmax(g.q @ g.k.mT, -1, dtype=torch.float32).double() @ g.v)
     assert call.obstacle == ""

@@ -18,8 +18,8 @@ import torch
 from torch import Tensor, nn
 
 from howsmooth.errors import CaptureError
-from howsmooth.models.float32_layers import in_float32
 from howsmooth.models.identification.self_attention_module import moved_tokens
+from howsmooth.models.layer_weights import weights_in_memory
 from howsmooth.models.tracing.forward_trace import TracedCall
 from howsmooth.models.tracing.layer_trace import AttentionLayer, first_tokens
 from howsmooth.models.tracing.module_replay import ModuleReplay, first_tensor
@@ -92,7 +92,7 @@ class NonSoftmaxTracer:
         for call, after in self._candidates:
             x = first_tokens(call.arguments())
             try:
-                with in_float32(call.module):
+                with weights_in_memory(call.module):
                     found = (
                         x is not None
                         and call.unchanged()

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from howsmooth.errors import ArgumentError
-from howsmooth.models.float32_layers import HALF, computing_dtype, stored_dtype
+from howsmooth.models.layer_weights import HALF, computing_dtype, device_of, has_weights, stored_dtype
 
 __all__ = [
     "ModelInputs",
@@ -39,7 +39,7 @@ def check_model(model: nn.Module) -> None:
     They are all float64, or a mixture of float32, bfloat16 and float16.
     """
     tensors = [p for p in model.parameters() if p.is_floating_point()]
-    if any(p.is_meta for p in tensors):
+    if not has_weights(model):
         raise ArgumentError("model", expected="a model with weights", got="parameters on the meta device")
     dtypes = {p.dtype for p in tensors}
     if not dtypes or not (dtypes == {torch.float64} or dtypes <= {torch.float32, *HALF}):
@@ -121,7 +121,7 @@ def model_inputs(model: nn.Module, inputs: Tensor | Mapping[str, Tensor]) -> Mod
             named[name] = value.to(dtype)
         elif not (known and "mask" in name):
             raise ArgumentError(f"inputs[{name!r}]", expected=f"{stored} as the model", got=str(value.dtype))
-    device = next(p.device for p in model.parameters())
+    device = device_of(model)
     moved: dict[int, Tensor] = {}  # by id: a tensor that is passed twice stays one tensor
     named = {name: moved.setdefault(id(value), value.to(device)) for name, value in named.items()}
     decoded = {"decoder_input_ids", "decoder_inputs_embeds"} & named.keys()

@@ -18,7 +18,6 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from howsmooth.errors import ArgumentError, CaptureError, ModelError
 from howsmooth.memory import free_memory
 from howsmooth.models.builtin import BUILTIN_MODELS
-from howsmooth.models.float32_layers import HALF, stored_dtype
 from howsmooth.models.inputs.model_inputs import (
     check_model,
     max_length,
@@ -27,6 +26,7 @@ from howsmooth.models.inputs.model_inputs import (
     vocabulary_size,
 )
 from howsmooth.models.inputs.submodels import choose_part, modality_of, named_parts
+from howsmooth.models.layer_weights import HALF, stored_dtype
 from howsmooth.models.loading.dummy_inputs import sample_inputs
 from howsmooth.models.loading.processors import (
     AudioPreparation,

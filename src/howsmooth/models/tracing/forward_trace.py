@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from howsmooth.errors import ArgumentError, HowsmoothError, reason
-from howsmooth.models.float32_layers import float32_layers, stored_dtype
+from howsmooth.models.layer_weights import float32_layers, stored_dtype
 from howsmooth.models.tracing.layer_trace import (
     AttentionLayer,
     ModuleCall,

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import copy
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from accelerate import disk_offload
 from torch import Tensor, nn
 from transformers import ViTConfig, ViTModel
 
 import howsmooth as hs
 from howsmooth.errors import ArgumentError
-from howsmooth.models.float32_layers import float32_layers
+from howsmooth.models.layer_weights import float32_layers
 from tests._tiny_models import CONFIGS, tiny
 
 HALF = [torch.bfloat16, torch.float16]
@@ -72,7 +74,7 @@ def test_weights_hooks_and_gradients_are_as_before(fails: bool) -> None:
     assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
 
 
-def test_one_layer_stands_in_float32_at_a_time() -> None:
+def test_one_layer_stands_weights_in_memory_at_a_time() -> None:
     model = tiny("llama").to(torch.bfloat16)
     wide: list[list[int]] = []
 
@@ -85,6 +87,26 @@ def test_one_layer_stands_in_float32_at_a_time() -> None:
             layer.mlp.register_forward_hook(note)
         model(IDS)
     assert wide == [[0], [1], [2]]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("scope", ["attention", "block"])
+def test_weights_on_a_disk_are_loaded_layer_by_layer(dtype: torch.dtype, scope: str, tmp_path: Path) -> None:
+    model = tiny("llama").to(dtype)
+    whole = hs.capture(model, IDS, scope=scope)
+    disk_offload(model, tmp_path, execution_device="cpu", offload_buffers=False)
+    assert all(p.is_meta for p in model.parameters())
+    for a, b in zip(hs.capture(model, IDS, scope=scope), whole, strict=True):
+        assert torch.equal(a.x, b.x)
+        assert torch.equal(a.map(a.x), b.map(b.x))
+    assert all(p.is_meta for p in model.parameters())
+    with torch.no_grad():
+        assert torch.isfinite(model(IDS).last_hidden_state).all()  # its own hooks are as before
+
+
+def test_weights_that_are_nowhere_are_refused() -> None:
+    with pytest.raises(ArgumentError, match="meta"):
+        hs.capture(tiny("bert").to("meta"), IDS)
 
 
 def test_half_precision_inputs_and_mixed_weights_are_taken() -> None:

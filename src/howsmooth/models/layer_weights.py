@@ -1,9 +1,10 @@
-"""Run a model whose weights are stored in half precision in float32, one layer at a time.
+"""Have the weights of one layer at a time in memory, in a precision in which numbers are computed.
 
 Half precision carries no interval, so numbers are computed in float32 from the stored weights, which float32
 holds exactly. A model that fits in memory only in half precision never stands there in float32 as a whole:
 the weights of each layer are widened when its call begins, and the stored tensors are put back when it ends.
-The results are those of ``model.float()``.
+The results are those of ``model.float()``. Weights that accelerate keeps on a disk or on another device (a
+model with a ``device_map``) are loaded for as long.
 """
 
 from __future__ import annotations
@@ -17,7 +18,15 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
-__all__ = ["HALF", "computing_dtype", "float32_layers", "in_float32", "stored_dtype"]
+__all__ = [
+    "HALF",
+    "computing_dtype",
+    "device_of",
+    "float32_layers",
+    "has_weights",
+    "stored_dtype",
+    "weights_in_memory",
+]
 
 HALF = frozenset({torch.bfloat16, torch.float16})
 """The dtypes in which weights may be stored and nothing is computed."""
@@ -41,11 +50,60 @@ def computing_dtype(module: nn.Module) -> torch.dtype:
     return torch.float32 if stored in HALF else stored
 
 
+def device_of(model: nn.Module) -> torch.device:
+    """Return the device on which a model's inputs are given: that of its first weights when they are used."""
+    first = next((t for t in (*model.parameters(), *model.buffers())), None)
+    if first is None or not first.is_meta:
+        return torch.device("cpu") if first is None else first.device
+    hooks = (getattr(module, "_hf_hook", None) for module in model.modules())
+    return torch.device(next((hook.execution_device for hook in hooks if _offloads(hook)), "meta"))
+
+
+def has_weights(model: nn.Module) -> bool:
+    """Return True unless some weights are on the meta device and accelerate will not load them."""
+    modules = model.modules()
+    missing = (m for m in modules if any(p.is_meta for p in m.parameters(recurse=False)))
+    return all(_offloads(getattr(module, "_hf_hook", None)) for module in missing)
+
+
 @contextmanager
-def in_float32(*modules: nn.Module) -> Iterator[None]:
-    """Hold the half-precision weights and buffers of some modules in float32 within the context."""
-    with _widened(chain.from_iterable((*m.parameters(), *m.buffers()) for m in modules)):
+def weights_in_memory(*modules: nn.Module) -> Iterator[None]:
+    """Within the context, have the weights of some modules in memory, half precision widened to float32."""
+    every = {id(part): part for module in modules for part in module.modules()}.values()
+    with ExitStack() as stack:
+        for part in every:
+            if _offloads(getattr(part, "_hf_hook", None)):
+                stack.enter_context(_loaded(part))
+        # Loading replaces the parameters, so that they are listed afterwards.
+        stack.enter_context(_widened(t for m in every for t in (*m.parameters(False), *m.buffers(False))))
         yield
+
+
+def _offloads(hook: Any) -> bool:
+    """Return True if a hook of accelerate loads the weights of its module for each call."""
+    return any(getattr(one, "offload", False) for one in getattr(hook, "hooks", (hook,)))
+
+
+@contextmanager
+def _loaded(module: Any) -> Iterator[None]:
+    """Within the context, have a module's weights loaded, and call the module without its hook."""
+    module._hf_hook.pre_forward(module)
+    try:
+        with _unhooked(module):
+            yield
+    finally:
+        module._hf_hook.post_forward(module, None)
+
+
+@contextmanager
+def _unhooked(module: Any) -> Iterator[None]:
+    """Within the context, call a module without accelerate's hook, which would load and drop its weights."""
+    hooked = module.forward
+    module.forward = module._old_forward
+    try:
+        yield
+    finally:
+        module.forward = hooked
 
 
 @contextmanager
@@ -77,7 +135,7 @@ def float32_layers(model: nn.Module) -> Iterator[None]:
     def starts(module: nn.Module, args: Any, kwargs: Any) -> Any:
         stack = ExitStack()
         running.setdefault(id(module), []).append(stack)
-        stack.enter_context(in_float32(module))
+        stack.enter_context(weights_in_memory(module))
         return tree_map_only(Tensor, lambda t: t.float() if t.dtype in HALF else t, (args, kwargs))
 
     def ends(module: nn.Module, args: Any, output: Any) -> None:
@@ -87,6 +145,9 @@ def float32_layers(model: nn.Module) -> Iterator[None]:
     of_layers = {id(t) for layer in layers for t in (*layer.parameters(), *layer.buffers())}
     others = [t for t in (*model.parameters(), *model.buffers()) if id(t) not in of_layers]
     with _widened(others), ExitStack() as hooks:
+        for part in model.modules():
+            if _offloads(getattr(part, "_hf_hook", None)):
+                hooks.enter_context(_unhooked(part))
         try:
             for layer in layers:
                 before = layer.register_forward_pre_hook(starts, prepend=True, with_kwargs=True)
@@ -102,7 +163,12 @@ def float32_layers(model: nn.Module) -> Iterator[None]:
 def _layers(module: nn.Module) -> Iterator[nn.Module]:
     """Yield the layers of a model: entries of module lists, and any other embeddings and linear maps."""
     for child in module.children():
-        if isinstance(module, nn.ModuleList | nn.ModuleDict) or isinstance(child, nn.Embedding | nn.Linear):
+        listed = isinstance(module, nn.ModuleList | nn.ModuleDict)
+        if (
+            listed
+            or isinstance(child, nn.Embedding | nn.Linear)
+            or _offloads(getattr(child, "_hf_hook", None))
+        ):
             yield child
         else:
             yield from _layers(child)
