@@ -183,7 +183,7 @@ def test_a_refusal_is_one_sentence_and_exit_code_2(
     assert not Path("howsmooth-flow").exists()
     code, out, err = howsmooth("flow", "./identiti")
     assert (code, out) == (2, "")
-    assert "Named systems of a flow are identity, negative, one-direction, turning, random." in err
+    assert "The named systems are identity, negative, one-direction, turning, random." in err
 
 
 def test_the_help_gives_examples_that_can_be_typed(

@@ -451,7 +451,7 @@ def test_bounds_are_those_of_the_library_for_one_head_and_below_them_for_several
 
         f = layer("sinkhorn", num_heads=heads)
         whole = bounds.output_norm_upper_bound(
-            _softmax_of(f), N, 1.5, lambda alone, n, R: bounds.sinkhorn(alone, R)
+            _softmax_of(f), N, 1.5, head_bound=lambda alone, n, R: bounds.sinkhorn(alone, R)
         ).value
         assert f.lipschitz_bound(N, 1.5).value <= whole * (1 + 1e-10)
         assert f.lipschitz_bound(N, 1.5).value > 0.3 * whole

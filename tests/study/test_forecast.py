@@ -112,13 +112,13 @@ def test_a_forecast_counts_what_a_run_would_measure_and_writes_nothing(tmp_path:
 
 
 def test_what_all_takes_is_told_from_three_lengths(tmp_path: Path, clock: Clock) -> None:
-    """Rows that take n^1.5 milliseconds: the trial finds the power, so that all lengths are exact."""
+    """Rows that take n^0.75 milliseconds: the trial finds the power, so that all lengths are exact."""
     plan = make_plan(lengths=(2, 3, 4, 6, 8, 16, 32), bounds="auto")
-    tools, work = timed(clock, lambda n: n**1.5 / 1000)
+    tools, work = timed(clock, lambda n: n**0.75 / 1000)
     found = told(plan, tmp_path, tools)
     assert {n for _, _, _, n, _ in work.measured} == {2, 6, 32}
     for part in found.parts:
-        assert part.seconds == pytest.approx(15 * part.n**1.5 / 1000)
+        assert part.seconds == pytest.approx(15 * part.n**0.75 / 1000)
     measuring = sum(part.seconds for part in found.parts)
     assert found.bounds == pytest.approx(measuring / 5)
     assert found.preparing == 0

@@ -142,7 +142,7 @@ def test_the_page_says_what_a_newcomer_needs(page: Page) -> None:
         "spectral norm",
         "exponent",
         "135 measurements, all converged",
-        "holds the true constant",
+        "contains the true constant",
         "0.999",
         "one attention head with its value projection only",
         "all heads and the output projection",
@@ -206,7 +206,7 @@ def test_a_study_without_exponents_is_published_all_the_same(tmp_path: Path) -> 
     run(make_plan(lengths=(1,), layers=FIRST), tmp_path, make_tools()[0])
     published = write_outputs(tmp_path)
     assert published.exponents["note"].tolist() == ["fewer than 3 lengths to fit"]
-    assert "too few lengths for an exponent" in published.report.read_text(encoding="utf-8")
+    assert "too few lengths to fit an exponent" in published.report.read_text(encoding="utf-8")
 
 
 def test_zero_constants_are_published(tmp_path: Path) -> None:
@@ -278,7 +278,7 @@ def test_the_page_gives_the_test_of_a_quarter_and_the_exponents_at_three_radii(t
 
 
 def test_sequences_that_do_not_overlap_are_not_blamed(page: Page) -> None:
-    assert "none overlaps another, of any length" in page.text
+    assert "No two windows overlap, whatever their lengths." in page.text
     assert "overlap others" not in page.text
 
 
