@@ -51,7 +51,7 @@ _FEWEST_VECTORS = 16
 
 @dataclass(frozen=True)
 class Footprint:
-    """A prediction of how :func:`howsmooth.local_lipschitz` measures one sequence, with its memory.
+    """Predicted memory of :func:`howsmooth.local_lipschitz` at one sequence.
 
     Attributes
     ----------
@@ -163,10 +163,9 @@ def batches(double: TokenMap, members: Sequence[Tensor] | Tensor, budget: int) -
 
 
 def _with_member(groups: list[_Group], one: tuple[int, int], most_filled: int) -> list[_Group]:
-    """Return ``groups`` with one more sequence, in the last group if that needs little padding.
+    """Add a sequence to the last group if that needs little padding, and to a new group otherwise.
 
-    Otherwise the sequence starts a group. It is described by ``one``, the bytes of its probabilities and of
-    its Krylov basis.
+    The argument ``one`` describes the sequence: the bytes of its probabilities and of its Krylov basis.
     """
     if groups and (joined := groups[-1].with_member(*one)).filled <= most_filled:
         return [*groups[:-1], joined]  # the padding is small enough
@@ -236,5 +235,8 @@ def _least_streamed(double: TokenMap, x: Tensor) -> int:
 
 
 def _widened(x: Tensor) -> Tensor:
-    """Return a tensor with the shape of x and dtype float64 that takes no memory."""
+    """Return a float64 tensor in the shape of ``x`` whose entries all share the memory of one number.
+
+    It serves to predict the memory of a computation in float64.
+    """
     return x.new_empty((), dtype=torch.float64).expand(x.shape)

@@ -123,7 +123,7 @@ class WorkerError(HowsmoothError):
 
 
 def similar_name(given: str, known: Iterable[str]) -> str:
-    """Ask, for the remedy of an error, whether a known name was meant; empty if none is similar."""
+    """Return ``Is NAME meant?`` with the known name most similar to ``given``; empty if none is similar."""
     near = difflib.get_close_matches(given, list(known), 1, cutoff=0.7)
     return f"Is {near[0]} meant?" if near else ""
 

@@ -38,7 +38,7 @@ class _Constants:
 
     @property
     def remedy(self) -> str:
-        """What to do about members that did not converge; an empty string if all converged."""
+        """Advice for constants whose interval did not become narrow enough; empty if all converged."""
         missed = int((~self.converged).sum())
         if not missed:
             return ""
@@ -164,10 +164,11 @@ class LipschitzEstimate(_Constants):
         return replace(self, **{name: getattr(self, name)[index] for name in fields})
 
     def tokens(self, tokenizer: Any = None, ids: Tensor | None = None) -> pd.DataFrame:
-        """Return the share of each token in the input direction and in the output direction.
+        """Return how much each token contributes to the leading input and output directions, as a table.
 
-        The first says where a change matters, the second where it shows. The shares of a direction are the
-        squared norms of its rows, and sum to one.
+        A token with a large share of the input direction is one where a change matters; a token with a large
+        share of the output direction is one where the change shows. The shares of a direction are the squared
+        norms of its rows, and sum to one.
 
         Parameters
         ----------

@@ -159,7 +159,7 @@ def step_cost(
 
 
 def _visible_pairs(f: SelfAttention, n: int, ranges: tuple[slice, ...]) -> int:
-    """Return how many keys the queries in ``ranges`` see, summed over these queries."""
+    """Count the pairs of a query in ``ranges`` and a key that this query sees."""
 
     def sees(i: int) -> int:
         first = 0 if f.window is None else max(0, i - f.window + 1)

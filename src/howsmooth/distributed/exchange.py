@@ -121,7 +121,7 @@ class Exchange:
     def gather(
         self, first: Float[Tensor, "b own dim_1"], second: Float[Tensor, "b own dim_2"]
     ) -> tuple[Float[Tensor, "b n dim_1"], Float[Tensor, "b n dim_2"]]:
-        """Return two tensors with the rows of the whole sequence, from each process's own rows."""
+        """Gather the rows of the whole sequence for two tensors, from the rows that each process holds."""
         # Both tensors travel in one message. Collectives need equal shapes, so shorter shares are padded.
         b, own, width = first.shape[0], first.shape[1], first.shape[2]
         sent = first.new_zeros(b, self.shares.longest, width + second.shape[2])
@@ -169,7 +169,7 @@ class Exchange:
         return received.to(values.device)
 
     def _places(self) -> list[tuple[int, slice, slice]]:
-        """Return where each process's rows lie, in its share and in the sequence.
+        """Return where the rows of each process belong in the sequence.
 
         There is one triple (rank, rows of the share, rows of the sequence) for each range of rows of each
         process.

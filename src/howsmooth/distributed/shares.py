@@ -41,7 +41,7 @@ class RowShares:
     world: int
 
     def __post_init__(self) -> None:
-        """Raise ArgumentError if a process would have an empty share, where no norm or mean is defined."""
+        """Raise ArgumentError if the sequence is too short to give every process some of its rows."""
         if self.world < 1 or self.n < 2 * self.world:
             raise ArgumentError(
                 "n",

@@ -66,7 +66,7 @@ class SharedSoftmax:
     kappa_rounding: Float[Tensor, " batch"]
 
     def rounding(self, batch: int) -> Float[Tensor, " batch"]:
-        """Return the relative error of the derivative's norm due to rounding, the largest over processes."""
+        """Return the largest relative rounding error of the derivative's norm on any process."""
         return self.kappa_rounding.expand(batch)
 
     def product(
@@ -160,7 +160,7 @@ class SharedSoftmax:
         )
 
     def select(self, rows: Tensor) -> SharedSoftmax:
-        """Return the derivative itself, because it has a single batch member."""
+        """Return this derivative: it has one sequence only, so there is nothing to select."""
         return self
 
     def _by_row(self, t: Tensor) -> Tensor:
@@ -171,10 +171,10 @@ class SharedSoftmax:
         return self.exchange.scatter_sum(*parts)
 
     def _pieces(self, part: _Heads) -> Iterator[tuple[StreamedDerivative, slice]]:
-        """Yield the derivatives of attention for some heads, with the rows of this process that each covers.
+        """Yield the derivative of attention for each range of query rows that this process holds.
 
-        There is one derivative for each range of rows. Keys and values that were not kept are gathered for
-        it.
+        Each derivative is for the heads of ``part``, and comes with the place of its rows among the rows of
+        this process. Keys and values that were not kept are gathered first.
         """
         pieces = part.pieces
         if part.own is not None:
@@ -283,7 +283,7 @@ def _added(total: tuple[Tensor, Tensor] | None, parts: list[Tensor]) -> tuple[Te
 
 
 def _with_keys(piece: StreamedDerivative, k: Tensor, v: Tensor, exact: Tensor | None) -> StreamedDerivative:
-    """Return a derivative of attention with other keys and values in place of its present ones.
+    """Return the derivative of attention ``piece`` with the keys ``k`` and values ``v`` in place of its own.
 
     If the derivative holds float64 keys, ``exact`` replaces them.
     """

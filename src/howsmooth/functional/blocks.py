@@ -42,7 +42,11 @@ _FEWEST_ROWS = 32
 
 @dataclass(frozen=True)
 class Block:
-    """A range of query rows with the keys that they see, for some key heads and leading indices."""
+    """A rectangular part of the attention scores that is computed at once.
+
+    Scores have the axes (lead, kv_heads, group, m, n). A block is a range of each axis except ``group``,
+    which is taken whole.
+    """
 
     lead: slice
     heads: slice
@@ -173,7 +177,10 @@ class BlockMap:
     kept: int = 0
 
     def targets(self, block: Block, extra: Shape = ()) -> tuple[Shape, ...]:
-        """Return the shapes of what one block adds to the results, with the axes ``extra`` in front."""
+        """Return the shapes of the parts of the results that one block computes.
+
+        The axes ``extra`` are put in front of each shape.
+        """
         return tuple((*extra, *self.extra, *block.cut_shape(shape, part)) for part, shape in self.outputs)
 
     def run(self, tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
@@ -287,16 +294,13 @@ class BlockMap:
 
 
 def _merged(tensors: tuple[Tensor, ...], which: Flags, some: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-    """Return ``tensors`` with some of them replaced.
-
-    The tensors that ``which`` marks are replaced by ``some``, in order.
-    """
+    """Return ``tensors`` with the tensors that ``which`` marks replaced by ``some``, in order."""
     others = iter(some)
     return tuple(next(others) if w else t for t, w in zip(tensors, which, strict=True))
 
 
 def kept_whole(t: Tensor) -> bool:
-    """Return True if a new tensor must not be changed in place.
+    """Return True if ``t`` must not be changed in place, because torch.func follows its operations.
 
     This is so in a transform of torch.func, which differentiates the operations on the tensor, and under
     torch.func.linearize, whose record of operations loses in-place changes of views.
@@ -305,7 +309,7 @@ def kept_whole(t: Tensor) -> bool:
 
 
 def reduced(t: Tensor, shape: Shape) -> Tensor:
-    """Return ``t`` in shape ``shape``, by sums and repetition.
+    """Sum or repeat ``t`` along its axes so that it gets the shape ``shape``.
 
     It is summed over axes where ``shape`` has 1, and repeated along axes where ``t`` has 1.
     """

@@ -148,9 +148,9 @@ class Kernels:
         du: Tensor | None,
         which: Sequence[str],
     ) -> dict[str, Tensor]:
-        """Return the derivative of :meth:`adjoint`: the tangents of the cotangents that it returns.
+        """Return the derivative of the result of :meth:`adjoint` along given tangents of its arguments.
 
-        The tensors have the tangents ``d``, and ``u`` has the tangent ``du``; None stands for zero.
+        The tensors ``x`` have the tangents ``d``, and ``u`` has the tangent ``du``; None stands for zero.
         """
         d = _filled(x, d)
         do, mu = self._tangent(x, kept, d)
@@ -245,10 +245,7 @@ def precision(dtype: torch.dtype) -> str:
 
 
 def _filled(x: Mapping[str, Tensor], d: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return a tangent for each of queries, keys, values and sinks, by name.
-
-    Tangents that ``d`` lacks are zero.
-    """
+    """Return the tangents ``d`` of queries, keys, values and sinks, with zeros for missing ones."""
     names = (name for name in ("q", "k", "v", "sinks") if name in x)
     return {name: d[name] if name in d else torch.zeros_like(x[name]) for name in names}
 

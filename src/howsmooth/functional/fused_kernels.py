@@ -36,7 +36,7 @@ _LOG2E = tl.constexpr(1.4426950408889634)
 
 
 def _jit(function: Callable[..., object]) -> Any:
-    """Compile a function with Triton, without the wrapper that checks types in the tests."""
+    """Compile a function with Triton, after removing the type checks that wrap it in the tests."""
     return triton.jit(inspect.unwrap(function))
 
 
@@ -423,9 +423,10 @@ def second_queries(
     CAPPED: tl.constexpr, SINKS: tl.constexpr, PRECISION: tl.constexpr,
     KEY: tl.constexpr, VALUE: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
 ):  # fmt: skip
-    """Write the tangents of what :func:`adjoint_queries` writes, for one block of query rows.
+    """Write the directional derivative of the queries' cotangents, for one block of query rows.
 
-    The argument ``moved`` holds the tangent of ⟨u, O⟩ of each row.
+    The cotangents are what :func:`adjoint_queries` writes. The argument ``moved`` holds the tangent of ⟨u, O⟩
+    of each row.
     """
     head, start = _start(m, ROWS, True)
     k += head // group * n * KEY
@@ -482,9 +483,10 @@ def second_keys(
     CAPPED: tl.constexpr, SINKS: tl.constexpr, PRECISION: tl.constexpr,
     KEY: tl.constexpr, VALUE: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
 ):  # fmt: skip
-    """Write the tangents of what :func:`adjoint_keys` writes, for one block of keys and their values.
+    """Write the directional derivative of the cotangents of keys and values, for one block of keys.
 
-    The argument ``moved`` holds the tangent of ⟨u, O⟩ of each row.
+    The cotangents are what :func:`adjoint_keys` writes. The argument ``moved`` holds the tangent of ⟨u, O⟩ of
+    each row.
     """
     key_head, start = _start(n, KEYS, False)
     ks = _load(k + key_head * n * KEY, start, n, KEYS, KEY, WIDTH)

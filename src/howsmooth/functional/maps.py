@@ -146,9 +146,10 @@ def _adjoint_map(scores: Scores, which: Mapping[str, Shape], kernels: Kernels | 
         return BlockMap(scores.grid, compute, both.parts, outputs, kernel=both.run_by(kernel, tuple(which)))
 
     def reverse(wanted: Flags, there: Flags, shapes: Shapes) -> BlockMap:
-        """Return the reverse-mode derivative of the adjoint as a :class:`BlockMap`.
+        """Return the backward pass of the adjoint, as a :class:`BlockMap` (a sum over blocks of query rows).
 
-        It maps x, U and W to the gradients of ⟨W, cotangents⟩ in x and in U.
+        The BlockMap takes the tensors x of attention, the output's cotangent U, and a tensor W for each
+        cotangent that the adjoint returns. Its results are the gradients of ⟨W, cotangents⟩ in x and in U.
 
         ⟨W, cotangents⟩ is ⟨U, dO⟩ for the tangents dx = W, so the gradients are those of the tangent map.
         """
@@ -205,7 +206,7 @@ class _Given:
 
     @property
     def parts(self) -> tuple[Part, ...]:
-        """The kind of each input tensor, which says along which axes blocks cut it.
+        """How each input tensor is cut into blocks: by its query rows, by its key rows, or as scores.
 
         A tensor has one row for each query, one row for each key, or the axes of the scores.
         """
@@ -213,9 +214,9 @@ class _Given:
         return tuple(PARTS.get(name, "queries") for name in names)
 
     def named(self, tensors: Tensors) -> tuple[dict[str, Tensor], Kept, dict[str, Tensor]]:
-        """Split the input tensors into the tensors x, the tensors that a kernel kept, and all others.
+        """Split the input tensors into inputs of attention, results kept by a kernel, and all others.
 
-        The first and the last are returned by name.
+        The inputs of attention (x) and all others, which are tangents or cotangents, are returned by name.
         """
         count, kept = len(self.scores.names), len(self.kept)
         x = dict(zip(self.scores.names, tensors[:count], strict=True))
@@ -234,9 +235,9 @@ class _Given:
     def run_by(
         self, kernel: Callable[[Kernels, Tensors], Tensors], results: Names = ()
     ) -> Callable[[Tensors], Tensors] | None:
-        """Return a function of the input tensors that runs ``kernel``, or None if none can be used.
+        """Return ``kernel`` as a function of the input tensors alone; None if it cannot be used.
 
-        None can be used without kernels, or for tangents or cotangents of a mask or bias.
+        It cannot be used without Triton kernels, nor for tangents or cotangents of a mask or bias.
         """
         if self.kernels is None or {"mask", "bias"} & {*self.more, *results}:
             return None

@@ -191,9 +191,9 @@ def adjoint(at: Weights, u: Tensor, which: Sequence[str]) -> dict[str, Tensor]:
 def second(
     at: Weights, u: Tensor, d: Mapping[str, Tensor], du: Tensor | None, which: Sequence[str]
 ) -> dict[str, Tensor]:
-    """Return the derivative of :func:`adjoint`: the tangents of the cotangents that it returns.
+    """Return the derivative of the result of :func:`adjoint` along given tangents of its arguments.
 
-    ``d`` are tangents of the tensors, ``du`` is the tangent of ``u`` or None for zero.
+    The tensors ``at.x`` have the tangents ``d``, and ``u`` has the tangent ``du``; None stands for zero.
     """
     x, p, found = at.x, at.p, dict[str, Tensor]()
     # The tangent of s is needed before the cap too, because the derivative of the cap changes with s.

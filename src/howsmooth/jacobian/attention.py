@@ -46,7 +46,7 @@ class Core(Protocol):
 
     @property
     def k(self) -> Tensor:
-        """Keys (b, n, key_dim), b = batch member times key head."""
+        """Keys (b, n, key_dim); the axis b runs over the key heads of all sequences in the batch."""
 
     def rounding(self, batch: int) -> Tensor: ...
     def product(self, dq: Tensor, dk: Tensor, dv: Tensor) -> Tensor: ...
@@ -56,9 +56,9 @@ class Core(Protocol):
 
 @runtime_checkable
 class StreamedCore(Core, Protocol):
-    """The derivative J of the softmax of all heads, with a method for products with Jᵀ T J in one pass.
+    """The derivative of softmax attention, with a method that applies it and its adjoint in one pass.
 
-    T is a linear map that acts on the outputs of each token.
+    For the derivative J and a linear map T of each token's outputs, the method ``gram`` multiplies by Jᵀ T J.
 
     The arguments are those of :class:`~howsmooth.jacobian.streamed.StreamedDerivative`.
     """
@@ -70,7 +70,7 @@ _Core = TypeVar("_Core", bound=Core)
 
 
 class _MultiHeadJacobian(LinearOperator, Generic[_Core]):
-    """Base class of both Jacobians of attention, with their common steps between tokens and heads."""
+    """Base class of the Jacobians of attention: all but the softmax, such as projections and norm layers."""
 
     def __init__(
         self, projection: Projection, core: _Core, norms: Norms, proved: ProductError | None = None
@@ -156,7 +156,9 @@ class AttentionJacobian(_MultiHeadJacobian[SoftmaxDerivative | WeightedSoftmaxDe
         projections: Sequence[Projections],
         norms: MatrixNorms,
     ) -> list[LinearOperator]:
-        """Return the Jacobian of a float64 layer at float64 tokens, once for each dtype of products.
+        """Return the Jacobian of an attention layer in several dtypes, as a list of operators.
+
+        There is one operator for each item of ``projections``. The layer and its tokens are float64.
 
         Parameters
         ----------

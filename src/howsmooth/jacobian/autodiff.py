@@ -215,7 +215,7 @@ class AutodiffJacobian(LinearOperator):
 
 
 def _mixes(product: Callable[[Tensor], Tensor], e: Tensor) -> bool:
-    """Return True if a linear map of a batch mixes its members.
+    """Return True if a batched linear map mixes the elements of the batch.
 
     It mixes them if product(e)[i] depends on e[j] for some i ≠ j.
 

@@ -183,9 +183,9 @@ def _linearise(
     made: Sequence[Projections],
     form: _Form,
 ) -> list[LinearOperator]:
-    """Return the Jacobian of a float64 map at float64 tokens, once for each dtype of products.
+    """Return the Jacobian of a map in several dtypes, as a list of operators.
 
-    Each item of ``made`` holds the projections of the map in one dtype.
+    The map and its tokens are float64. Each item of ``made`` holds the projections of the map in one dtype.
 
     ``off`` (batch, n) bounds the distance of each token from its exact value; if it is None, no bound on the
     rounding error is proved.

@@ -206,11 +206,12 @@ class FusedDerivative(StreamedDerivative):
 
 
 def fused(at: StreamedDerivative, allowance: float | None = None) -> StreamedDerivative:
-    """Return a derivative of attention that uses Triton kernels, or ``at`` itself if none can be used.
+    """Return the same derivative of attention with products by Triton kernels, if these can be used.
 
-    The kernels split float32 numbers into two or three bfloat16 parts. They get as few parts as keep the
-    relative rounding error within ``allowance``; if three parts do not, ``at`` is returned. Without an
-    allowance they get three parts, provided that the products of ``at`` form their scores in float32 too.
+    If not, ``at`` is returned unchanged. The kernels split float32 numbers into two or three bfloat16 parts.
+    They get as few parts as keep the relative rounding error within ``allowance``; if three parts do not,
+    ``at`` is returned. Without an allowance they get three parts, provided that the products of ``at`` form
+    their scores in float32 too.
     """
     return within(at, allowance) if _fits(at) else at
 

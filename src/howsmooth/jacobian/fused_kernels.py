@@ -29,7 +29,7 @@ _LOG2E = tl.constexpr(1.4426950408889634)
 
 
 def _jit(function: Callable[..., object]) -> Any:
-    """Compile a function with Triton, without the wrapper that checks types in the tests."""
+    """Compile a function with Triton, after removing the type checks that wrap it in the tests."""
     return triton.jit(inspect.unwrap(function))
 
 

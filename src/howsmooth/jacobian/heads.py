@@ -28,9 +28,10 @@ __all__ = ["HeadsJacobian", "heads_jacobians"]
 def heads_jacobians(
     f: SelfAttention, x: Float[Tensor, "n d"], heads: Sequence[int], dtypes: Sequence[torch.dtype]
 ) -> dict[torch.dtype, HeadsJacobian]:
-    """Return the Jacobians of some heads of a float64 layer, once for each dtype of products.
+    """Return the Jacobians of some heads of a layer, for each of several dtypes.
 
-    The rounding errors of float64 products are proved for each head as for a layer of one head.
+    The layer and its tokens are float64. The rounding errors of float64 products are proved for each head as
+    for a layer of one head.
     """
     tokens, norms = x[None], MatrixNorms()
     off = tokens.new_zeros(tokens.shape[:-1]) if torch.float64 in dtypes else None
@@ -60,7 +61,7 @@ class HeadsJacobian(AttentionJacobian):
         return cls(projection, whole.core, whole.norms, whole.proved)
 
     def reduced(self) -> tuple[HeadsJacobian, Float[Tensor, "heads d r"]]:
-        """Return the Jacobians of the heads in fewer coordinates, and the bases of these coordinates.
+        """Return the Jacobians of the heads in fewer coordinates, so that their products cost less.
 
         A head with matrix W_h depends on r = min(d, rows of W_h) coordinates of a token, so its Jacobian is
         E ↦ J_h(E B_h), where J_h and the basis B_h are returned.

@@ -96,9 +96,10 @@ class Moments:
 
 
 def moment_columns(operands: Operands) -> Float[Tensor, "b n columns"]:
-    """Return quantities of each key whose averages under P give the moments, as columns.
+    """Return numbers for each key whose averages under the attention probabilities give the moments.
 
-    They are k, |k|² and |v|². If there is a sink, |k|² and |v|² of the unshifted keys and values follow.
+    The columns are k, |k|² and |v|². If there is a sink, |k|² and |v|² of the unshifted keys and values
+    follow.
     """
     k, v = operands.k.flatten(0, 1), operands.v.flatten(0, 1)
     squared = [k, v]

@@ -86,7 +86,7 @@ class Operands:
 
     @property
     def heads(self) -> int:
-        """Length of the axis b of derivatives: the size of the batch times the number of key heads."""
+        """Number of key heads in all sequences of the batch together."""
         return self.k.shape[0] * self.k.shape[1]
 
     @property
@@ -101,9 +101,9 @@ class Operands:
 
     @property
     def score_keys(self) -> Float[Tensor, "batch kv_heads n key_dim"]:
-        """The keys from which scores are formed.
+        """The keys from which scores are formed: centred keys, except with attention sinks.
 
-        They are centred, unless there is a sink, whose score does not move with the keys.
+        With a sink they are not centred, because the sink's score does not move with the keys.
         """
         return self.k if self.features.sinks is None else self.whole_keys
 

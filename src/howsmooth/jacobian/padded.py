@@ -25,10 +25,10 @@ __all__ = ["filled", "joined"]
 
 
 def joined(operators: Sequence[LinearOperator]) -> LinearOperator:
-    """Return one operator with the members of all ``operators``, padded to the longest sequence.
+    """Join Jacobians at sequences of different lengths into one batched operator, by padding.
 
-    Its products take vectors (batch, n, d) that are zero from each member's own length on. They are the
-    products of the member's own operator, padded with zeros.
+    All sequences are padded with zeros to the longest. Products take vectors (batch, n, d) that are zero from
+    each sequence's own length on, and return the products of the separate operators, padded with zeros.
 
     Parameters
     ----------
@@ -90,7 +90,7 @@ def _norm(norms: Sequence[NormJacobian]) -> NormJacobian:
 
 
 def _softmax(cores: Sequence[tuple[SoftmaxDerivative, int]]) -> SoftmaxDerivative:
-    """Return one derivative of several softmaxes, with queries and keys padded to the longest sequence.
+    """Join the derivatives of several softmaxes into one, padded to the longest sequence.
 
     The query heads of a group lie one after the other on one axis, and each is padded by itself. Padded rows
     and columns of P are zero, so that the padding neither gives nor takes anything.

@@ -92,9 +92,9 @@ class Projection:
     def through(
         self, heads: Float[Tensor, "*batch d_heads"]
     ) -> tuple[Float[Tensor, "*batch"], Float[Tensor, "*batch d_heads"]]:
-        """Apply the output projection W_O and its adjoint to the concatenated heads h of each token.
+        """Return |W_O h|² and W_Oᵀ W_O h for the concatenated heads h of each token.
 
-        The results are |W_O h|², in float64, and W_Oᵀ W_O h.
+        W_O is the output projection, and the squared norms are float64.
         """
         if self.output_gram is None:
             image = self.out(heads)

@@ -1,4 +1,4 @@
-"""The Jacobian of StagedAttention, partly in closed form and partly by automatic differentiation.
+"""The Jacobian of an attention layer that is given as PyTorch code around softmaxes.
 
 The softmaxes have a closed form, and PyTorch differentiates the code around them.
 
@@ -37,7 +37,7 @@ __all__ = ["StagedJacobian"]
 
 
 class StagedJacobian(LinearOperator):
-    """Jacobian of a StagedAttention at a batch of sequences.
+    """Jacobian of a StagedAttention (PyTorch code around softmaxes) at a batch of sequences.
 
     There is one autograd graph for each sequence.
     """
@@ -84,7 +84,7 @@ class StagedJacobian(LinearOperator):
 
 
 class _Member:
-    """The Jacobian at one sequence of an attention layer given in stages.
+    """The Jacobian at one sequence of a StagedAttention, a layer given as PyTorch code around softmaxes.
 
     Parameters
     ----------

@@ -183,7 +183,7 @@ class StreamedDerivative:
 
     @property
     def tiling(self) -> Tiling:
-        """How the n × n scores are cut into blocks of rows, pieces and tiles."""
+        """The rules by which the n × n scores are cut into tiles, so that they fit into memory."""
         b, group, m, _ = self.q.shape
         members, n = b // self.kv_heads, self.k.shape[1]
         return Tiling(
@@ -344,9 +344,9 @@ class _Tiles:
     def _of_pieces(
         self, block: Block, of_piece: Callable[[int, Piece], Float[Tensor, "b r width"]]
     ) -> Float[Tensor, "heads group rows width"]:
-        """Compute a result for each part of a block of rows, and return their sum, for all rows of the block.
+        """Add up what each part of a block of query rows contributes to a result with one row for each query.
 
-        The parts are the block's pieces, and ``of_piece`` computes the result of one.
+        The parts are the block's pieces, whose contributions ``of_piece`` computes.
         """
         group, out = self.at.q.shape[1], None
         for number, piece in enumerate(self.tiling.pieces(block)):
@@ -363,7 +363,10 @@ class _Tiles:
     def _image(
         self, number: int, piece: Piece, dq: Tensor, dk: Tensor, dv: Tensor
     ) -> Float[Tensor, "b r value_dim"]:
-        """Return what the keys of one piece of a block contribute to the tangent of the output."""
+        """Return the part of the output's tangent that comes from some keys, for some query rows.
+
+        The argument ``piece`` holds the query rows and the keys.
+        """
         at, block = self.at, piece.block
         q, dq, mean = (block.of_rows(t) for t in (at.q, dq, at.mean))
         scored = self._scored(block)
@@ -385,9 +388,10 @@ class _Tiles:
     def _cotangent(
         self, number: int, piece: Piece, do: Float[Tensor, "heads group rows value_dim"], parts: _Cotangents
     ) -> Float[Tensor, "b r key_dim"]:
-        """Return what the keys of one piece of a block contribute to the cotangents of its queries.
+        """Return the part of the queries' cotangents that comes from some keys, for some query rows.
 
-        The piece's summands for the cotangents of keys and values are added to ``parts``.
+        The argument ``piece`` holds the query rows and the keys. The piece's summands for the cotangents of
+        keys and values are added to ``parts``.
         """
         at, block = self.at, piece.block
         q, mean = block.of_rows(at.q), block.of_rows(at.mean)
@@ -413,9 +417,9 @@ class _Tiles:
     def _keys(
         self, t: Float[Tensor, "heads n width"], block: Block, keys: slice
     ) -> Float[Tensor, "b keys width"]:
-        """Return some rows of a tensor with one row for each key, for the heads of a block.
+        """Return the rows of ``t`` that belong to a range of keys, for the heads of a block.
 
-        The rows are ``keys``. The result is a view, which is made once and kept.
+        The tensor ``t`` has one row for each key. The result is a view, which is made once and kept.
         """
         name = (id(t), keys.start, keys.stop, *block.keys_of)
         view = self.views.get(name)
@@ -424,7 +428,10 @@ class _Tiles:
         return view
 
     def _place(self, place: tuple[int, int], block: Block) -> _Place:
-        """Return the name under which the probabilities of a tile are kept."""
+        """Return the name of the memory that holds the probabilities of a tile.
+
+        Tiles that are not kept share one name, so that each overwrites the one before.
+        """
         return (*place, block.heads.start % self.at.kv_heads) if self.keep else _ONE_PLACE
 
     def _tile(
@@ -500,7 +507,7 @@ class _Tiles:
         averages: Float[Tensor, "b group m columns"],
         sink_p: Float[Tensor, "b group m"],
     ) -> None:
-        """Compute the softmax denominators of a block of rows, and averages under its probabilities.
+        """Compute the softmax denominators of a block of query rows, and averages of the rows of ``table``.
 
         The results are log Σ_j e^{S_ij}, the averages Σ_j P_ij t_j of the rows t_j of ``table``, and the
         probabilities of the sinks. They are written to the block's part of ``lse``, ``averages`` and
@@ -550,7 +557,7 @@ class _Tiles:
         averages[block.heads, :, block.rows] = out / total
 
     def _own(self, block: Block) -> slice:
-        """Return the key heads of a block, numbered from the first head of its input in the batch."""
+        """Return the key heads of a block, numbered from zero in each sequence of the batch."""
         first = block.heads.start % self.at.kv_heads
         return slice(first, first + block.heads.stop - block.heads.start)
 

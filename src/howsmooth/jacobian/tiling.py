@@ -109,10 +109,7 @@ class Block:
 
     @property
     def keys_of(self) -> tuple[int, ...]:
-        """Identifier of the block's keys.
-
-        Blocks with the same identifier get the same views of keys.
-        """
+        """Identifier of the block's keys, the same for blocks that can share views of them."""
         return self.heads.start, self.heads.stop, self.batches
 
     def cut(self, heads: int) -> list[Block]:
@@ -121,12 +118,18 @@ class Block:
         return [replace(self, heads=slice(i, min(i + heads, last))) for i in range(first, last, heads)]
 
     def of_rows(self, t: Float[Tensor, "heads group m width"]) -> Float[Tensor, "b r width"]:
-        """Return the block's rows of a tensor with a row for every query."""
+        """Return the rows of ``t`` that belong to the queries of this block.
+
+        The tensor ``t`` has one row for each query.
+        """
         t = t[self.heads, :, self.rows]
         return t.reshape(t.shape[0] * self.batches, -1, t.shape[-1])
 
     def of_keys(self, t: Float[Tensor, "heads n width"], keys: slice) -> Float[Tensor, "b keys width"]:
-        """Return the rows ``keys`` of a tensor with a row for every key, for the block's heads."""
+        """Return the rows of ``t`` that belong to a range of keys, for the block's heads.
+
+        The tensor ``t`` has one row for each key.
+        """
         t = t[self.heads, keys]
         return t if self.batches == 1 else t.expand(self.batches, -1, -1)
 
@@ -152,19 +155,19 @@ class Block:
         return t[:, :, shifted(self.rows, -block.rows.start)]
 
     def places(self, keys: slice) -> list[tuple[slice | int, slice]]:
-        """Return where a range of keys lies in the sequence, for each matrix product of a batch.
+        """Translate a range of the block's keys to key numbers of the whole sequence.
 
-        The result is a list of pairs (batches, keys). An integer stands for one batch, a slice for several
-        batches with the same keys.
+        The result is a list of pairs (batches, keys), where ``batches`` numbers the products of a batched
+        matrix product. An integer stands for one product, a slice for several with the same keys.
         """
         return [(slice(self.batches), keys)]
 
 
 @dataclass(frozen=True)
 class Stairs(Block):
-    """Rows of several square parts of the scores that lie along the causal diagonal, one for each thread.
+    """The same rows of several square parts of the scores, which lie along the causal diagonal.
 
-    The rows are the same in each square: ``rows`` and keys are numbered from the first row and key of the
+    There is one square for each thread. ``rows`` and keys are numbered from the first row and key of their
     square.
 
     Parameters
@@ -184,24 +187,21 @@ class Stairs(Block):
 
     @property
     def keys_of(self) -> tuple[int, ...]:
-        """Identifier of the block's keys.
-
-        Blocks with the same identifier get the same views of keys.
-        """
+        """Identifier of the block's keys, the same for blocks that can share views of them."""
         return *super().keys_of, self.key_origin, self.side
 
     def of_rows(self, t: Float[Tensor, "heads group m width"]) -> Float[Tensor, "b r width"]:
-        """Return the block's rows of each square.
+        """Return the rows of ``t`` that belong to the queries of this block, square by square.
 
-        The tensor ``t`` has a row for every query.
+        The tensor ``t`` has one row for each query.
         """
         start, _, row, entry = t.stride()
         return self._strips(t, self.heads.start * start, self.origin, self.rows, row, entry)
 
     def of_keys(self, t: Float[Tensor, "heads n width"], keys: slice) -> Float[Tensor, "b keys width"]:
-        """Return some keys of each square.
+        """Return the rows of ``t`` that belong to a range of keys, square by square.
 
-        The tensor ``t`` has a row for every key; ``keys`` are numbered within the square.
+        The tensor ``t`` has one row for each key; ``keys`` are numbered within the square.
         """
         start, row, entry = t.stride()
         return self._strips(t, self.heads.start * start, self.key_origin, keys, row, entry)
@@ -218,15 +218,15 @@ class Stairs(Block):
         return self.rows
 
     def part_of(self, t: Tensor, block: Block) -> Tensor:
-        """Return the block's rows of each square, from a tensor with the rows of a larger block.
+        """Return the rows of ``t`` that belong to the queries of this block, square by square.
 
-        The tensor ``t`` has shape (1, 1, rows, width), with the rows of ``block``.
+        The tensor ``t`` has shape (1, 1, rows, width), with the rows of the larger block ``block``.
         """
         _, _, row, entry = t.stride()
         return self._strips(t, 0, self.origin - block.rows.start, self.rows, row, entry).unsqueeze(1)
 
     def places(self, keys: slice) -> list[tuple[slice | int, slice]]:
-        """Return where a range of keys lies in the sequence, for each square.
+        """Translate a range of keys of each square to key numbers of the whole sequence.
 
         The result is a list of pairs: the index of a square, and its keys.
         """
@@ -235,10 +235,10 @@ class Stairs(Block):
     def _strips(
         self, t: Tensor, start: int, origin: int, own: slice, row: int, entry: int
     ) -> Float[Tensor, "b own width"]:
-        """Return the rows ``own`` of each square, as one view of ``t``.
+        """Return a range of rows of each square, as one view of ``t``.
 
-        ``start`` is the offset of the head in the memory of ``t``, ``origin`` the first row of the first
-        square, ``row`` and ``entry`` are strides of ``t``.
+        The range ``own`` is numbered within the square. ``start`` is the offset of the head in the memory of
+        ``t``, ``origin`` the first row of the first square, ``row`` and ``entry`` are strides of ``t``.
         """
         # One operation instead of four: at 2048 tokens the time to start operations matters.
         shape, strides = (self.batches, own.stop - own.start, t.shape[-1]), (self.side * row, row, entry)
@@ -313,7 +313,7 @@ class Tiling:
         return batches_apart(self.kv_heads, self.device)
 
     def spans(self) -> list[range]:
-        """Return the ranges of keys of the tiles that make up one row of scores."""
+        """Return the ranges of keys into which tiles divide a row of scores."""
         return [range(i, min(i + self.columns, self.n)) for i in range(0, self.n, self.columns)]
 
     def blocks(self) -> Iterator[Block]:
@@ -329,7 +329,7 @@ class Tiling:
                 yield self._block(slice(head, head + self.kv_heads), row, min(row + length, self.m))
 
     def heads_at_once(self, block: Block) -> int:
-        """Return the number of key heads of a block that a tile takes."""
+        """Return how many key heads to compute at once, so that their scores in the block fit in a tile."""
         heads, most, _ = _tile_shape(self.kv_heads * self.group, self.n, self.itemsize, self.device)
         # A block with fewer rows, at the end of the sequence or in a window, can have more heads.
         return max(1, min(self.kv_heads, heads * most // (block.length * self.group)))
@@ -367,7 +367,10 @@ class Tiling:
         ]
 
     def _has_stairs(self, block: Block) -> bool:
-        """Return True if the block's scores can have squares at the causal diagonal, one for each thread."""
+        """Return True if the part of a block at the causal diagonal can be cut into squares.
+
+        There would be one square for each thread.
+        """
         plain = self.visibility.triangle and self.group == 1 and not self.features
         side = block.length // block.batches
         # A tile of a square must lie within one tile of the sequence, where its cotangents are added.
@@ -376,9 +379,9 @@ class Tiling:
         return bool(block.batches > 1 and plain and aligned)
 
     def _stairs(self, block: Block) -> list[Piece]:
-        """Return the pieces of a block that is divided into squares at the causal diagonal.
+        """Divide a block into squares at the causal diagonal and the visible scores to the left of them.
 
-        They cover its scores from the key of its first row to the causal diagonal.
+        The returned pieces cover the block's scores from the key of its first row to the causal diagonal.
 
         The rows of each batch see all keys before their own first row, which is one piece, and the square at
         the diagonal. The squares are cut into strips, and the same strip of all squares is one piece.

@@ -25,7 +25,7 @@ def pieces(size: int, device: torch.device) -> list[slice]:
 
 
 def split(x: Float[Tensor, "rows size"]) -> list[Float[Tensor, "rows piece"]]:
-    """Cut the columns of a matrix into the slices of :func:`pieces`."""
+    """Cut the columns of a matrix into slices small enough to convert to float64 one by one."""
     return [x[:, piece] for piece in pieces(x.shape[1], x.device)]
 
 

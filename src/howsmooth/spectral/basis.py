@@ -64,7 +64,7 @@ class Basis:
         self.count += 1
 
     def keep(self, members: Tensor) -> None:
-        """Keep the given members, and drop all others."""
+        """Drop the basis vectors of all maps of the batch except the given ones."""
         self.blocks = [block[:, members] for block in self.blocks]
         if self.taken is not None:
             self.taken = self.taken[members.cpu()]
@@ -119,9 +119,10 @@ class Basis:
         return [slice(i, i + size) for i in range(0, len(z), size)]
 
     def _subtract_projection_(self, members: slice, z: Tensor, count: int, more: Tensor | None) -> None:
-        """Subtract from vectors of some members their projection on the first ``count`` rows of the basis.
+        """Subtract from vectors their projection on the first ``count`` vectors of the basis.
 
-        If ``more`` is given, only members for which it is True are changed.
+        Each row of ``z`` belongs to one map of the slice ``members`` of the batch. If ``more`` is given, only
+        rows for which it is True are changed.
         """
         if not count:
             return

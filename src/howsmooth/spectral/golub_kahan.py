@@ -81,7 +81,7 @@ class _Basis:
         return torch.mul(row, inverse[:, None], out=self.rows[self.count - 1])
 
     def keep(self, members: Tensor) -> None:
-        """Keep the given members, and drop all others."""
+        """Drop the basis vectors of all maps of the batch except the given ones."""
         kept = self.rows.new_empty(self.rows.shape[0], len(members), self.rows.shape[2])
         kept[: self.count] = self.rows[: self.count, members]
         self.rows = kept
@@ -125,7 +125,7 @@ def golub_kahan(
     confidence: float,
     max_iterations: int,
 ) -> LeadingTriplet:
-    """Return the leading singular triplet of each member of ``operator``.
+    """Return the leading singular value of each map in ``operator``, with its vectors and an interval.
 
     Parameters
     ----------
@@ -302,9 +302,6 @@ def _length(x: Tensor) -> Tensor:
 def _zero_below(
     values: Float[Tensor, " member"], floor: Float[np.ndarray, " member"]
 ) -> Float[Tensor, " member"]:
-    """Return the values with small ones replaced by zero.
-
-    A value is small if it is at most ``floor``.
-    """
+    """Replace each value that is at most ``floor`` by zero."""
     threshold = torch.as_tensor(floor, dtype=values.dtype, device=values.device)
     return torch.where(values <= threshold, torch.zeros_like(values), values)

@@ -19,9 +19,10 @@ __all__ = ["a_posteriori_upper", "a_priori_upper", "ritz_values", "rounded_upper
 
 
 def start_quantile(dimension: int, confidence: float) -> float:
-    """Return a lower bound of the squared cosine between a random start and any fixed direction.
+    """Bound from below how closely a random start is aligned with any fixed direction.
 
-    It is x_δ, the δ-quantile of Beta(1/2, (N−1)/2), where δ = 1 − ``confidence`` and N = ``dimension``.
+    The bound on the squared cosine is x_δ, the δ-quantile of Beta(1/2, (N−1)/2), where δ = 1 − ``confidence``
+    and N = ``dimension``.
 
     A Gaussian start in R^N has a squared cosine of at least x_δ with any fixed direction, with
     probability ``confidence``. In dimension 1 it is 1.
@@ -146,7 +147,7 @@ def rounded_upper(
     first = max(float(a_posteriori_upper(theta, logs, ((1 - _SHARE) * least) ** 2)), top)
 
     def rounding(t: float) -> float:
-        """Bound the norm of the recurrence's rounding errors F, if the largest eigenvalue is t."""
+        """Bound the norm of F, the rounding errors of the recurrence, for a largest eigenvalue of ``t``."""
         return taken + math.sqrt(k) * (error * (2 * math.sqrt(t) + error) + 16 * 2.0**-53 * t)
 
     allowed = _SHARE * least

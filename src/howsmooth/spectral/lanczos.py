@@ -60,7 +60,7 @@ def lanczos(
     basis_bytes: int | None = None,
     reduce: Reduction | None = None,
 ) -> LeadingTriplet:
-    """Return the leading singular triplet of each member of ``operator``, from products with JᵀJ.
+    """Return the leading singular triplet of each map in ``operator``, from products with JᵀJ.
 
     The result is that of :func:`howsmooth.spectral.golub_kahan`, with less than half of the memory, or a
     quarter with a basis in half precision. Beside the basis, at most five vectors are in memory.
@@ -138,7 +138,7 @@ def lanczos_together(
 
 
 def _in_lockstep(runs: Sequence[_Run], products: Products) -> list[LeadingTriplet]:
-    """Advance all runs step by step together, with one call of ``products`` for each step, until all end."""
+    """Advance all runs together; in each step, one call of ``products`` serves them all."""
     found: dict[int, LeadingTriplet] = {}
     answers: dict[int, tuple[Tensor, Tensor] | None] = dict.fromkeys(range(len(runs)))
     while answers:
@@ -229,7 +229,7 @@ def _run(
 
 
 class _Members:
-    """What Lanczos knows of each map of a batch: its T_k, its interval for ‖J‖, and whether it has ended.
+    """The state of the Lanczos run of each map in a batch: its tridiagonal matrix T_k and interval for ‖J‖.
 
     Rounding is treated in one of two ways. If the operator has proved bounds on the errors of its products
     (``operator.proved``), the interval contains ‖J‖ with all rounding errors included. Otherwise an estimate
@@ -304,7 +304,10 @@ class _Members:
         self.converged[some] = width <= self._rtol * self.sigma[some]
 
     def finished(self, some: Int[np.ndarray, " some"], k: int) -> Bool[np.ndarray, " some"]:
-        """Return which of some maps end with step k, and store how many steps they took."""
+        """Return which of the maps ``some`` end with step ``k``.
+
+        The number of their steps is stored.
+        """
         done: np.ndarray = self.converged[some] | self.broke_down[some] | (k == self._steps_allowed)
         self.steps[some[done]] = k
         return done
@@ -358,7 +361,7 @@ def _in_sizes(
 
 
 def _quantiles(in_sizes: Int[np.ndarray, " member"], confidence: float) -> Float[np.ndarray, " member"]:
-    """Return the quantile x_δ for the random start of each map.
+    """Return the result of :func:`start_quantile` for the dimension of each map.
 
     It is computed once for each dimension.
     """

@@ -186,7 +186,7 @@ def length_rounding(operator: LinearOperator) -> float:
 
 
 class Subset(LinearOperator):
-    """Some members of an operator whose products can only be computed for all of its members together."""
+    """Some maps of an operator whose products are always computed for its whole batch."""
 
     def __init__(self, whole: LinearOperator, members: Int[Tensor, " chosen"]) -> None:
         super().__init__(

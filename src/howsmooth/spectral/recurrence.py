@@ -1,4 +1,4 @@
-"""The Lanczos recurrence on JᵀJ, for a batch of members, with full reorthogonalisation.
+"""The Lanczos recurrence on JᵀJ, for a batch of maps, with full reorthogonalisation.
 
 With a start g, v₁ = g / |g| and v₀ = 0, step k computes
 
@@ -68,7 +68,7 @@ class Recurrence:
         return units
 
     def step(self) -> Products:
-        """Carry out one step, and return α_k and γ_k.
+        """Carry out one step, and return the new entries α_k and γ_k of the tridiagonal matrix.
 
         This is a generator, which asks its caller for the product.
         """
@@ -87,7 +87,7 @@ class Recurrence:
         return alpha, gamma
 
     def keep(self, rows: Int[Tensor, " kept"]) -> None:
-        """Keep the members in the given rows, and drop all others."""
+        """Drop all maps of the batch except the given ones."""
         assert self._z is not None
         assert self._before is not None
         self._operator = self._operator.select(rows)
