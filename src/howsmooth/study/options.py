@@ -402,7 +402,10 @@ def token_counts(least: int = 1) -> Kind:
 
 
 def several(one: Kind, *, once: bool = True) -> Kind:
-    """Return the kind of option that accepts a list of values; with ``once`` no value may be repeated."""
+    """Return the kind of option that accepts a list, whose items are of the kind ``one``.
+
+    With ``once``, a repeated value is refused.
+    """
 
     def read(name: str, value: Any) -> tuple[Any, ...]:
         values = [one.read(name, each) for each in (value if isinstance(value, list | tuple) else [value])]

@@ -172,7 +172,7 @@ class Runner:
         return self._number
 
     def _write(self, task: Task, found: Found) -> int:
-        """Write one result of a task, and return the number of requested rows in it."""
+        """Write what a task yields, rows or a failure; return how many of its requested rows were written."""
         if isinstance(found, Failed):
             unloaded = {row.model for row in found.rows if row.text is None}
             # A model that cannot be loaded fails all of its tasks; record this failure once.
