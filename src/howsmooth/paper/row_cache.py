@@ -27,7 +27,7 @@ Row = dict[str, Any]
 
 @contextmanager
 def writing(folder: Path) -> Iterator[None]:
-    """Create a folder; in the ``with`` block, turn an OSError into a StoreError that says what to do.
+    """Create a folder, and report any error of writing in the ``with`` block as a StoreError.
 
     Raises
     ------

@@ -111,7 +111,7 @@ def _ball(plan: AttackPlan, one: Target) -> Ball:
 
 
 def _head_records(plan: AttackPlan, source: AttentionSource) -> Iterator[HeadRecord]:
-    """Yield eigenvalues and norms of the parameters of every head, attacked or not."""
+    """Yield a row for every head, attacked or not: its score matrix's eigenvalues, and its norms."""
     for one in source.everywhere():
         if one.attention.rotary is None:
             radius = _ball(plan, one).radius

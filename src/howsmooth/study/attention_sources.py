@@ -195,7 +195,7 @@ class FileSource:
 
 
 class ModelSource:
-    """The attention layers of a model, at sequences of a text.
+    """The attention layers of a model, each with the tokens of a text that it receives.
 
     For each length there is one sequence, the one that ``howsmooth measure`` takes for this length and one
     sample. It does not depend on the other lengths, so lengths can be added to an attack.

@@ -305,7 +305,7 @@ def _part_of(task: ConstantsTask, n: int) -> ConstantsTask:
 
 
 def _bounds_of(task: ConstantsTask) -> BoundsTask:
-    """Turn a task that measures constants into a task that computes bounds.
+    """Turn a task that measures constants into a task that computes bounds on the same layers.
 
     The bounds are computed at the first sequence, which becomes sample 0.
     """

@@ -82,7 +82,7 @@ class Kind:
 
 @dataclass(frozen=True)
 class Option:
-    """The definition of one option: its kind of values and its help.
+    """The definition of one option: which values it accepts, and its help text.
 
     Attributes
     ----------
@@ -233,7 +233,7 @@ def check_keys(table: Mapping[str, Any], known: Sequence[str]) -> None:
 
 @contextmanager
 def renamed(name: Callable[[str], str]) -> Iterator[None]:
-    """In the ``with`` block, let each ArgumentError name the argument as the user knows it.
+    """Let an ArgumentError from the ``with`` block name the argument as the user knows it.
 
     ``name`` turns the name of a field into, for example, the option on the command line.
     """

@@ -496,7 +496,7 @@ class Plan(Options):
 
 @dataclass(frozen=True)
 class SourcePlan(Options):
-    """Which attentions of one model or parameter file to bound or attack."""
+    """Which attentions of a model or of a parameter file to use, to bound or to attack them."""
 
     source: str = source_option(
         "A built-in model, a local folder, a Hub id, or a .safetensors or .npz file of parameters."

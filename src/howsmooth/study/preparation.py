@@ -443,7 +443,7 @@ def check_sources(sources: list[DataSource]) -> None:
 
 
 def subject_of(plan: Plan, spec: ModelSpec, source: DataSource, model: Any) -> tuple[Subject, Feed]:
-    """Resolve which layers, heads and lengths of a model to measure, and prepare the input.
+    """Choose the layers, heads and lengths of a model that a plan measures, and prepare the input.
 
     Raises
     ------

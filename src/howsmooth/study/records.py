@@ -440,7 +440,10 @@ class Ending(Row, table="endings", key=("status",)):
 
 @dataclass(frozen=True)
 class GrowthRow(Row, table="growths", key=("time",)):
-    """The growth of perturbations up to one time of a flow (:class:`howsmooth.dynamics.Growth`)."""
+    """How far perturbations of the initial tokens of a flow have grown up to one time.
+
+    The values come from :class:`howsmooth.dynamics.Growth`.
+    """
 
     time: float
     value: float

@@ -399,7 +399,7 @@ class PendingStore:
             self.store.check(self._kind, identity)
 
     def begin(self, identity: Mapping[str, Any]) -> Store:
-        """Create the store if needed, record the settings that its rows share, and return it."""
+        """Create the store if needed, and return it; record the settings that its rows share."""
         self.store = self.store or Store.open(self._folder)
         self.store.begin(self._kind, identity)
         return self.store
@@ -411,7 +411,10 @@ def now() -> str:
 
 
 def _difference(name: str, stored: object, wanted: object) -> tuple[str, str]:
-    """Return in words how a setting of the store differs from the wanted one, and the remedy."""
+    """Say how a setting differs from the store's setting, and what the user can do.
+
+    Return the two phrases of an error message.
+    """
     if name == "fingerprint":
         return "with other parameters, or from other tokens (their fingerprint differs)", ""
     if name in _NO_OPTIONS:

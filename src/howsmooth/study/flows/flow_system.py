@@ -180,7 +180,10 @@ def _of_source(plan: FlowPlan) -> System:
 
 
 def _opened(plan: FlowPlan) -> AttentionSource:
-    """Open a parameter file or a model; the error for an unknown name lists the named systems."""
+    """Open a parameter file or a model.
+
+    The error for an unknown name lists the named systems.
+    """
     try:
         return open_attention_source(_request(plan))
     except ModelError as error:

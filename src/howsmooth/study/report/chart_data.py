@@ -229,7 +229,7 @@ def visible_token(token: str) -> str:
 
 
 def _thinned(rows: pd.DataFrame) -> pd.DataFrame:
-    """Drop the rows of some lengths, evenly but not the longest, until the page can hold the rest."""
+    """Keep only every k-th length, the longest included, so that the rows fit into the page."""
     step = math.ceil(2 * int(rows["n"].sum()) / MOST_ENERGIES)
     return rows[rows["n"].isin(sorted(rows["n"].unique(), reverse=True)[::step])]
 

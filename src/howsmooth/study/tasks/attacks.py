@@ -170,7 +170,7 @@ class AttackTask(Task):
         return lipschitz.local_lipschitz(f, x, rtol=_RTOL, seed=self.seed)
 
     def _uppers(self, f: SelfAttention) -> list[Attack]:
-        """Return the smallest upper bound on the constants at all tokens of the ball, as a row.
+        """Return one row, the smallest upper bound on the constants at all tokens of the ball.
 
         The list is empty if positions are rotary.
         """
@@ -236,7 +236,7 @@ class _Tried:
 
 
 def _named(constructions: Sequence[Any]) -> Iterator[tuple[str, Tensor]]:
-    """Yield constructed tokens, each with a unique name.
+    """Give each construction of attacking tokens a unique name; yield pairs of name and tokens.
 
     The paper's construction is named ``two_cluster``. A head may have two two-cluster constructions; the
     first uses the eigenvalue that the paper chooses.

@@ -224,7 +224,7 @@ class SequenceTask(Task, Generic[K]):
         place: tuple[int | None, int | None] = (None, None),
         samples: Sequence[int | None] = (),
     ) -> Failed:
-        """Return a failure of the whole task, or of one layer and head.
+        """Return the failure of a task, or of one layer and head in it, as rows for the store.
 
         Without ``samples``, all samples of the task failed.
         """
