@@ -69,7 +69,7 @@ def _counts(outcome: Outcome, kind: type[Row]) -> dict[str, Any]:
 
 
 def show_measured(plan: Plan, outcome: Outcome, published: Outputs, folder: Path) -> None:
-    """Print the exponents with which the measured constants grow with the length.
+    """Print how fast the measured constants grow with the length: the exponents fitted to them.
 
     Then print the numbers of measurements and the paths of the written files.
     """
@@ -133,7 +133,7 @@ def _show_exponents(rows: list[dict[str, Any]]) -> None:
 
 
 def _show_compared(compared: pd.DataFrame) -> None:
-    """Print the exponents fitted to the published code's values and to the corrected constants."""
+    """Print how fast the published code's values and the correctly measured constants grow with n."""
     place = itemgetter("model", "text", "layer")
     for (model, text, layer), family in groupby(plain_rows(compared), key=place):
         heading(f"\nAs published: {readable(model)}, layer {layer}, text {readable(text)}")

@@ -135,7 +135,7 @@ def refuse_workers(executor: str | None, option: str) -> None:
 
 
 def _plan_of(hint: Any) -> type[Options] | None:
-    """Return the plan class (a dataclass of options) that an annotation names, ``None`` if it names none."""
+    """Find the plan class (a dataclass of options) in a type annotation; ``None`` if there is none."""
     named = (hint, *get_args(hint)[1:])
     return next((one for one in named if isinstance(one, type) and issubclass(one, Options)), None)
 
@@ -182,7 +182,7 @@ def _parameters(
 
 
 def _given(plan: type[Options], values: dict[str, Any], without: Sequence[str]) -> dict[str, Any]:
-    """Take the fields of a plan class out of ``values``, and return the ones that the user gave.
+    """Remove a plan's options from ``values``, and return the ones that the user gave.
 
     The value of an omitted option is None or an empty list.
     """

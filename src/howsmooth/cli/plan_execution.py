@@ -93,7 +93,7 @@ def means_of(execution: Execution, display: Listener, *, keep_going: bool = Fals
 
 
 def _beside(plan: Plan) -> list[Callable[[OpenStudy], Work]]:
-    """List the additional measurements of a plan: the values of the paper's published code, or none."""
+    """Return, in a list, the function that adds the published code's values to a run, if asked for."""
     if not plan.as_published:
         return []
     from howsmooth.paper.published import parse_items

@@ -94,7 +94,7 @@ class ProfilePlan(Options):
     )
 
     def check(self) -> None:
-        """Refuse more than one input."""
+        """Refuse more than one input, since one profile describes one input."""
         given = [name for name in ("tokens", "images", "audio") if getattr(self, name) is not None]
         if len(given) > 1:
             raise ArgumentError(given[1], expected="one input", got=f"{' and '.join(given)}")

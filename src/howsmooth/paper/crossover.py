@@ -45,7 +45,7 @@ _DECADE = math.log(10)
 
 
 def measure(context: FigureContext) -> pd.DataFrame:
-    """Measure the Lipschitz constant at two Diracs of weights 1/n and 1 − 1/n.
+    """Measure the Lipschitz constant at two points that carry the weights 1/n and 1 − 1/n.
 
     The table has one row for each n and radius.
     """

@@ -30,7 +30,7 @@ def power_label(fit: Exponent, *, ends: bool = True) -> str:
 
 
 def between(values: pd.Series, say: str = "{:.3g}") -> str:
-    """Return the smallest and the largest of some numbers, such as "0.3 to 1.2", or one if they are equal."""
+    """Format the range of some numbers, such as "0.3 to 1.2"; give one number if all are equal."""
     low, high = (say.format(float(end)) for end in (values.min(), values.max()))
     return low if low == high else f"{low} to {high}"
 

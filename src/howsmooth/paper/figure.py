@@ -28,7 +28,7 @@ _T = TypeVar("_T")
 
 @dataclass(frozen=True)
 class FigureContext:
-    """The context in which a figure is measured: the user's options, the folder, the models and the listener.
+    """What a figure needs to measure: the user's options, its folder, the models, the progress listener.
 
     Attributes
     ----------
@@ -60,27 +60,27 @@ class FigureContext:
     made: dict[str, str] = field(default_factory=dict)
 
     def say(self, words: str, share: float = 0.0) -> None:
-        """Tell the listener, with a message, which share of this context's work is done."""
+        """Report progress to the listener: the share of this work that is done, and a message."""
         self.listener.advance(self.begin + share * (self.end - self.begin), 1.0, words)
 
     def parts(self, costs: Sequence[float]) -> list[FigureContext]:
-        """Divide the progress of this context among parts, in proportion to their costs.
+        """Split this context into one context for each part of the work.
 
-        Each part is a context that reports its share of the progress.
+        Each context reports its part's share of the progress, in proportion to ``costs``.
         """
         scale = (self.end - self.begin) / sum(costs)
         ends = [self.begin + scale * cost for cost in accumulate(costs, initial=0.0)]
         return [replace(self, begin=begin, end=end) for begin, end in pairwise(ends)]
 
     def each(self, items: Sequence[_T], costs: Sequence[float] = ()) -> Iterator[tuple[_T, FigureContext]]:
-        """Yield each item with a context that reports the item's share of the progress.
+        """Go through items of work; yield each with a context in which its progress is reported.
 
         The shares are in proportion to ``costs``, or equal without costs.
         """
         return zip(items, self.parts(costs or [1.0] * len(items)), strict=True)
 
     def rows(self, key: Key, measure: Callable[[], Iterable[Row]]) -> list[Row]:
-        """Return the rows in the cache file of ``key``; if there is no file, measure the rows and write it.
+        """Measure rows once: write them to a cache file, and from then on read them from this file.
 
         Parameters
         ----------

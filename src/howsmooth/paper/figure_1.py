@@ -101,7 +101,7 @@ def _panel(panel: Growth) -> Panel:
 
 
 def _radius_colours(radii: pd.Series) -> Normalize:
-    """Return a colour scale for the radii of sequences.
+    """Return a colour scale for the radius (the norm of the tokens) of each sequence.
 
     It is at least 2 % wide, so that radii that differ only by rounding look alike.
     """

@@ -85,9 +85,10 @@ def _rows(here: PreparedModel, subject: Subject, tokens: torch.Tensor) -> list[R
 
 
 def over_texts(rows: pd.DataFrame) -> pd.DataFrame:
-    """Compute γR² of every head, where R is the norm of its tokens over all texts and lengths.
+    """Compute γR² for each head: γ belongs to its score matrix, R is the RMS norm of its tokens.
 
-    γ is the field ``gamma`` of :class:`~howsmooth.study.head_eigenvalues.HeadEigenvalues`.
+    R is taken over all texts and lengths. γ is the field ``gamma`` of
+    :class:`~howsmooth.study.head_eigenvalues.HeadEigenvalues`.
 
     Parameters
     ----------
@@ -120,7 +121,7 @@ def over_texts(rows: pd.DataFrame) -> pd.DataFrame:
 
 
 def show(rows: pd.DataFrame, folder: Path) -> Finding:
-    """Draw γR² of every head, and describe in how many heads it is large.
+    """Draw γR² of every head, which tells up to which n its constant can grow like √n.
 
     γ comes from the eigenvalues of the head's score matrix, and R is the norm of its tokens. A picture shows
     up to three models.
@@ -172,7 +173,7 @@ def _panel(rows: pd.DataFrame, scale: str) -> Panel:
 
 
 def result_sentences(rows: pd.DataFrame) -> str:
-    """Return a sentence on the range of γR² over the heads of one model.
+    """Return a sentence on how large γR² is in the heads of one model.
 
     ``rows`` are rows of the table that :func:`over_texts` returns.
     """

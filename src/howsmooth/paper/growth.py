@@ -74,12 +74,15 @@ class Growth:
 
     @cached_property
     def attended_correlation(self) -> Correlation:
-        """The correlation of log n and the log of the norm of the tokens that attention receives."""
+        """The correlation of log n and log R, where R is the norm of the tokens that attention receives."""
         return radius_correlation(self.rows["n"].to_numpy(), self.rows["radius_mean"].to_numpy(), LEVEL)
 
     @cached_property
     def entering_correlation(self) -> Correlation:
-        """The correlation of log n and the log norm of the tokens entering the layer; NaN if not measured."""
+        """The correlation of log n and log R, where R is the norm of the tokens that enter the layer.
+
+        It is NaN if these norms were not measured.
+        """
         if self.entering is None:
             return Correlation(math.nan, math.nan, math.nan)
         return radius_correlation(self.entering["n"].to_numpy(), self.entering["radius"].to_numpy(), LEVEL)
@@ -168,7 +171,10 @@ def growths(here: PreparedModel, studied: StudyRows) -> list[Growth]:
 
 
 def _beside_corrected(rows: pd.DataFrame) -> pd.DataFrame:
-    """Return the published code's values of a layer, with their ratios to the corrected constants."""
+    """Return the published code's values of a layer, and their ratios to the correct constants.
+
+    The correct constants are measured without the published code's differences.
+    """
     right = rows[rows["quantity"] == CORRECTED].set_index(["n", "sample"])["lipschitz"]
     theirs = rows[rows["quantity"] == PUBLISHED].set_index(["n", "sample"])[["lipschitz"]]
     return theirs.assign(ratio=theirs["lipschitz"] / right).reset_index()

@@ -157,7 +157,10 @@ def fit_factor(x: np.ndarray, y: np.ndarray, slope: float) -> tuple[float, float
 def lines(
     x: pd.Series, rows: pd.DataFrame, *columns: tuple[str, str, Dashes, str], spans: bool = False
 ) -> list[Curve]:
-    """Return one line for each column of a table; columns are given as (name, colour, dashes, label)."""
+    """Return a line for each column of a table, to be drawn against ``x``.
+
+    A column is given as (name, colour, dashes, label).
+    """
     return [
         Curve(x, rows[name], label, colour, dashes=dashes, spans=spans)
         for name, colour, dashes, label in columns
@@ -218,7 +221,7 @@ class Panel:
 
 
 def sheets(items: Sequence[Any], most: int) -> Iterator[tuple[str, Sequence[Any]]]:
-    """Divide items into groups of at most ``most``, one group for each picture.
+    """Split items into groups, one for each picture, with at most ``most`` items in a picture.
 
     Yields pairs of a file-name suffix and a group.
     """

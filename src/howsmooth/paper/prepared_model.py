@@ -77,12 +77,12 @@ class Column:
 
     @property
     def layers(self) -> Ranges:
-        """The index of the layer as a value of the plan's option ``layers``."""
+        """A selection that contains only this layer, as the plan's option ``layers`` takes it."""
         return Ranges.parse(str(self.layer), "layers")
 
     @property
     def cost(self) -> float:
-        """The relative time of a measurement: the token dimension to the power 1.5."""
+        """How long a measurement takes, relative to other layers: the token dimension to the power 1.5."""
         return float(self.width**1.5)
 
 
@@ -134,7 +134,7 @@ def usual_length(context: FigureContext, spec: ModelSpec) -> int:
 
 
 class StudyRows(NamedTuple):
-    """The measurements of a study that its plan asks for; the store may hold more.
+    """The rows of a study that belong to its plan; the store may hold rows of other plans too.
 
     ``rows`` are the measurements, and ``published`` the values of the published code at the same sequences,
     empty if they were not asked for. ``held`` has the first tokens of the sequences of each text.
@@ -211,7 +211,7 @@ class PreparedModel:
             yield n, tokens
 
     def sites(self, subject: Subject, tokens: Tensor, scope: str = "attention") -> list[Any]:
-        """Capture the plan's layers as maps, with the tokens that they receive.
+        """Run a model on token ids; return the plan's layers as maps, with the tokens that each receives.
 
         ``tokens`` are token ids of shape (samples, n).
         """
@@ -284,7 +284,7 @@ class _StudyProgress(Silent):
         self._share = 0.0
 
     def phase(self, words: str) -> None:
-        """Go on to the second part of the progress when the published code's values begin."""
+        """Start the second part of the progress when the work on the published code's values begins."""
         if "published" in words:
             del self._parts[:-1]
             self._share = 0.0
@@ -296,7 +296,7 @@ class _StudyProgress(Silent):
 
 
 def bilinear(site: Any, label: str) -> SelfAttention:
-    """Return the attention of a captured layer in float64, if its scores are ⟨A x_i + b, x_j⟩.
+    """Return a layer's attention in float64; refuse one whose scores are not ⟨A x_i + b, x_j⟩.
 
     Attention with a mask that is not causal is refused.
 

@@ -81,10 +81,10 @@ class Balanced:
         return radius * signs[:, None] * self.u
 
     def formula(self, n: int, radius: float) -> float:
-        """Return the norm of the last token's block of the Jacobian, by its formula.
+        """Compute a lower bound on ‖D_X f‖: the norm of the last token's block of the Jacobian.
 
-        The formula is ‖V(I/n + (m/n)R² u(Aᵀu)ᵀ)‖, where m of the n tokens are ±Ru. It is a lower bound on
-        ‖D_X f‖. For A = γI, V = I and odd n it is 1/n + γR²(n−1)/n.
+        The norm is ‖V(I/n + (m/n)R² u(Aᵀu)ᵀ)‖, where m of the n tokens are ±Ru. For A = γI, V = I and odd n
+        it is 1/n + γR²(n−1)/n.
         """
         head, m = self.head, 2 * ((n - 1) // 2)
         form = (self.u @ head.left) @ head.right
@@ -93,9 +93,11 @@ class Balanced:
 
 
 def balanced(head: Head) -> Balanced:
-    """Choose the direction u of a head's tokens among singular vectors of its matrices A and V.
+    """Choose the direction u of the tokens at which a head's constant should be large.
 
-    The part of the vectors along the query bias is removed, and the one with the largest ‖Vu‖ ‖Aᵀu‖ taken.
+    The candidates are two left singular vectors of the head's score matrix A and two right singular vectors
+    of its value matrix V, without their part along the query bias. The one with the largest ‖Vu‖ ‖Aᵀu‖ is
+    taken.
 
     Raises
     ------
@@ -209,7 +211,7 @@ def _rows(f: SelfAttention, key: Key, real: float | None) -> Iterator[Row]:
 
 
 def _uppers(parameters: Parameters, n: int, radius: float) -> dict[str, float]:
-    """Return the logarithms of three upper bounds on the constants at all tokens in a ball.
+    """Return the logarithms of three upper bounds on the constant, valid for all tokens in a ball.
 
     They are the sharpest bound, the paper's bound, and a bound that holds for every n.
     """
@@ -307,7 +309,10 @@ def _heads_panel(rows: pd.DataFrame, title: str) -> Panel:
 
 
 def _span(fits: pd.DataFrame, form: str = "{}") -> str:
-    """Format the smallest and the largest fitted exponent, or one if they are equal; empty without a fit."""
+    """Format the range of the fitted exponents as text, such as 1.97 to 2.01.
+
+    The text is one number if all are equal, and empty without a fit.
+    """
     ends = [] if fits.empty else [decimal(fits["exponent"].min(), 2), decimal(fits["exponent"].max(), 2)]
     return " to ".join(form.format(end) for end in dict.fromkeys(ends))
 

@@ -1,8 +1,8 @@
-"""Cache the rows that a figure computes: one file for each unit of work, written whole or not at all.
+"""Keep the rows that a figure computes in cache files, so that nothing is computed twice.
 
-The cache is for work that is not a study of sequences, such as constants at constructed tokens, or
-eigenvalues of heads; studies have a store. A unit's key holds everything on which its rows depend. So a
-changed model or text makes a new unit.
+A file holds the rows of one unit of work, and is written whole or not at all. The cache is for work that is
+not a study of sequences, such as constants at constructed tokens, or eigenvalues of heads; studies have a
+store. A unit's key holds everything on which its rows depend. So a changed model or text makes a new unit.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ Row = dict[str, Any]
 
 @contextmanager
 def writing(folder: Path) -> Iterator[None]:
-    """Create a folder; in the ``with`` block, turn an OSError into a StoreError that says what to do.
+    """Create a folder, and report any error of writing in the ``with`` block as a StoreError.
 
     Raises
     ------
@@ -47,7 +47,9 @@ def writing(folder: Path) -> Iterator[None]:
 
 
 def kept_rows(folder: Path, key: Key, measure: Callable[[], Iterable[Row]]) -> list[Row]:
-    """Return the rows in the cache file of a key; if there is no file, measure the rows and write it.
+    """Read rows from their cache file; if there is no file, measure the rows and write it.
+
+    ``key`` holds all values on which the rows depend, and determines the name of the file.
 
     Raises
     ------

@@ -86,9 +86,9 @@ def two_diracs(
 
 
 def describe(context: FigureContext, measures: str) -> None:
-    """Note for the figure's page how the constants at measures are computed.
+    """Write down, for the figure's page, how its constants were computed.
 
-    The note gives the measures, the seed and the tolerance.
+    The note gives the probability measures at which they were computed, the seed and the tolerance.
     """
     context.made["Measures"] = f"{measures}; no model and no text."
     context.made["Settings"] = (

@@ -65,7 +65,7 @@ def run_attack(plan: AttackPlan, folder: str | os.PathLike[str], means: Means | 
 
 
 def _tasks(plan: AttackPlan, source: AttentionSource, folder: Path) -> Iterator[AttackTask]:
-    """Yield a task for the attacks on each attention at each length, from short to long."""
+    """Yield the tasks of a plan: one for each pair of an attention and a length, from short to long."""
     usual = source.attentions(source.usual_length or max(plan.lengths))
     balls = [_ball(plan, one) for one in usual]
     for n in sorted(plan.lengths):
@@ -83,7 +83,10 @@ def _tasks(plan: AttackPlan, source: AttentionSource, folder: Path) -> Iterator[
 
 
 def _attentions_at(source: AttentionSource, usual: list[Target], n: int) -> Iterator[Target]:
-    """Yield the attentions for n tokens; parameters that do not depend on n are shared between lengths."""
+    """Yield each attention of a source as it is for sequences of n tokens.
+
+    Parameters that do not depend on n are shared between lengths.
+    """
     # A length beyond the model's positions has no tokens of the text, but the same attention map.
     there = source.longest is not None and n <= source.longest
     for one, own in zip(usual, source.attentions(n) if there else usual, strict=True):
@@ -108,7 +111,7 @@ def _ball(plan: AttackPlan, one: Target) -> Ball:
 
 
 def _head_records(plan: AttackPlan, source: AttentionSource) -> Iterator[HeadRecord]:
-    """Yield eigenvalues and norms of the parameters of every head, attacked or not."""
+    """Yield a row for every head, attacked or not: its score matrix's eigenvalues, and its norms."""
     for one in source.everywhere():
         if one.attention.rotary is None:
             radius = _ball(plan, one).radius

@@ -116,7 +116,7 @@ def longest(x: Tensor) -> float:
 
 @dataclass(frozen=True, eq=False)
 class SourceLayer:
-    """One layer of a model or a file, as a map that a flow adds to the tokens.
+    """One layer of a model or a file, as the map that moves the tokens of a flow.
 
     Attributes
     ----------
@@ -195,7 +195,7 @@ class FileSource:
 
 
 class ModelSource:
-    """The attention layers of a model, at sequences of a text.
+    """The attention layers of a model, each with the tokens of a text that it receives.
 
     For each length there is one sequence, the one that ``howsmooth measure`` takes for this length and one
     sample. It does not depend on the other lengths, so lengths can be added to an attack.
@@ -246,7 +246,9 @@ class ModelSource:
         return [_target(site) for site in self._sites(length, self._plan.scopes[0])]
 
     def blocks(self, length: int) -> list[SourceLayer]:
-        """Run the model on ``length`` tokens of text; return its layers as maps that a flow adds to tokens.
+        """Return the model's layers as the maps that move the tokens of a flow.
+
+        The model reads ``length`` tokens of the text; each layer comes with the tokens that it receives.
 
         Raises
         ------

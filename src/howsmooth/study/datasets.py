@@ -35,7 +35,7 @@ Inputs = torch.Tensor | dict[str, torch.Tensor]
 
 @dataclass(frozen=True, eq=False)
 class DataSource:
-    """A text, or a file or folder of other inputs, that was read.
+    """The input of a study, opened: a text, or a file or folder of images, audio or others.
 
     Attributes
     ----------
@@ -71,14 +71,18 @@ class Feed(Protocol):
 
     @property
     def parts(self) -> tuple[tuple[int, int], ...] | None:
-        """The parts of the source that sequences are cut from; None if its inputs are not cut.
+        """The stretches of the input from which sequences are cut; None if its inputs are taken whole.
 
-        Each part is (first token, number of tokens). Images are whole inputs: they are not cut into windows.
+        Each stretch is (first token, number of tokens). Images are whole inputs: they are not cut into
+        windows.
         """
 
     @property
     def beyond(self) -> int:
-        """The number of tokens after each sequence that no other sequence may use."""
+        """The number of tokens left unused after a sequence, since audio frames share samples with the next.
+
+        It is zero for inputs other than audio.
+        """
 
     @property
     def lengths(self) -> tuple[int, ...]:
@@ -127,7 +131,7 @@ class TextFeed:
 
     @property
     def parts(self) -> tuple[tuple[int, int], ...]:
-        """The whole text, as the one part that sequences are cut from: (0, number of tokens)."""
+        """The one stretch from which sequences are cut, the whole text: (0, number of tokens)."""
         return ((0, self.count),)
 
     def inputs(self, starts: Sequence[int], n: int) -> torch.Tensor:
@@ -151,11 +155,11 @@ class TextFeed:
 
 @dataclass(frozen=True, eq=False)
 class SequenceData:
-    """The inputs of some sequences, and the token labels of the first sequence, as sent to a worker process.
+    """The model's inputs at some sequences, in a form that can be sent to a worker process.
 
-    ``arrays`` maps the names of the model's inputs to NumPy arrays; a single input has an empty name. NumPy
-    is used because PyTorch sends tensors between processes through shared memory, with one open file for
-    each.
+    The token labels of the first sequence may come with them. ``arrays`` maps the names of the model's inputs
+    to NumPy arrays; a single input has an empty name. NumPy is used because PyTorch sends tensors between
+    processes through shared memory, with one open file for each.
     """
 
     arrays: Mapping[str, Any]
@@ -227,7 +231,7 @@ def feed_of(source: DataSource, model: Any, layers: tuple[int, ...]) -> Feed:
 def sequence_starts(
     feed: Feed, lengths: Iterable[int], samples: int, seed: int, held: Sequences
 ) -> dict[tuple[int, int], int]:
-    """Choose where the sequences of a study begin in a data source, by (length, sample).
+    """Choose at random where each sequence of a study begins in its text or other input.
 
     Windows do not overlap; :func:`howsmooth.study.text_windows.arrange` places them. Images are drawn
     in random order, and the same images serve for every length.

@@ -148,7 +148,9 @@ def fit_exponent(n: np.ndarray, lipschitz: np.ndarray, usable: np.ndarray) -> Ex
 
 
 def exponents(measurements: pd.DataFrame) -> pd.DataFrame:
-    """Fit an exponent for each model, text, scope, layer and head in a table of measurements.
+    """Fit how fast the constant grows with the length, separately for each layer or head measured.
+
+    There is one fit for each combination of model, text, scope, layer and head.
 
     Returns
     -------
@@ -176,9 +178,10 @@ def exponents(measurements: pd.DataFrame) -> pd.DataFrame:
 def _by_radius(
     n: np.ndarray, lipschitz: np.ndarray, radius: np.ndarray, fitted: np.ndarray
 ) -> dict[str, float]:
-    """Return how radius and length are correlated, and the exponents fitted at similar radii.
+    """Check whether longer sequences have larger token norms, and fit the exponent at similar norms.
 
-    An exponent is fitted to each third of the sequences, divided by radius.
+    The radius of a sequence is the norm of its tokens. Return its correlation with the length, and the
+    exponents fitted to each third of the sequences, divided by radius.
     """
     n, lipschitz, radius = n[fitted], lipschitz[fitted], radius[fitted]
     found = radius_correlation(n, radius, LEVEL)

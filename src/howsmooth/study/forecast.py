@@ -48,7 +48,9 @@ _VECTORS = 40
 
 @dataclass(frozen=True)
 class Part:
-    """The expected time and memory of the measurements of one model, text, scope and length.
+    """The expected time and memory of one group of measurements in a run.
+
+    The measurements of a group share the model, the text, the scope and the length.
 
     Attributes
     ----------
@@ -176,7 +178,10 @@ def after_measuring(plan: Plan, measuring: float, figures: int) -> tuple[float, 
 
 
 class _Trial:
-    """The tasks left for one model, text and scope, some of which are carried out and timed."""
+    """Tries a few of a model's tasks, to predict how much time and memory all of them take.
+
+    All tasks are left to do, and belong to one model, text and scope.
+    """
 
     def __init__(self, study: OpenStudy, tasks: Sequence[ConstantsTask]) -> None:
         self._study = study
@@ -233,7 +238,10 @@ class _Trial:
         return seconds
 
     def parts(self, held: float) -> Iterator[Part]:
-        """Yield the expected time and memory at each length; ``held`` is the memory in use now, in bytes."""
+        """Yield, for each length, the expected time and memory of its measurements.
+
+        ``held`` is the memory in use now, in bytes.
+        """
         for n in sorted({task.n for task in self._tasks}):
             here = [task for task in self._tasks if task.n == n]
             memory, fits = self._memory(n, max(len(task.starts) for task in here))
@@ -268,7 +276,7 @@ class _Trial:
         return together + members * _VECTORS * n * d * dtype.itemsize, not how.streamed or size <= budget
 
     def bounds(self) -> float:
-        """Return the expected seconds of all bounds, by timing the bounds of one layer at a few lengths."""
+        """Predict how many seconds the bounds on all layers take, by timing one layer at a few lengths."""
         first = self._tasks[0]
         if first.scope not in ATTENTION_SCOPES:
             return 0.0
@@ -282,13 +290,13 @@ class _Trial:
 
 
 def _layer_of(task: ConstantsTask) -> ConstantsTask:
-    """Return a task that measures only the first layer of a given task, at all its sequences."""
+    """Restrict a task to its first layer; all its sequences remain."""
     missing = frozenset(key for key in task.missing if key[1] == task.layers[0])
     return ConstantsTask(task.plan, task.subject, task.feed, task.n, task.scope, task.starts, missing)
 
 
 def _part_of(task: ConstantsTask, n: int) -> ConstantsTask:
-    """Return a task that measures only one layer at one sequence of a given task, cut to n tokens."""
+    """Restrict a task to one layer and one sequence, cut to n tokens, so that it is quick to time."""
     layer, sample = task.layers[0], next(iter(task.starts))
     asked = {(scope, at, head, n, which) for scope, at, head, _, which in task.missing}
     missing = frozenset(key for key in asked if key[1] == layer and key[-1] == sample)
@@ -297,7 +305,7 @@ def _part_of(task: ConstantsTask, n: int) -> ConstantsTask:
 
 
 def _bounds_of(task: ConstantsTask) -> BoundsTask:
-    """Turn a task that measures constants into a task that computes bounds.
+    """Turn a task that measures constants into a task that computes bounds on the same layers.
 
     The bounds are computed at the first sequence, which becomes sample 0.
     """

@@ -133,7 +133,7 @@ def _check_folders(folders: Sequence[Path], folder: Path) -> None:
 
 
 def _taken(union: _Union, folder: Path) -> int:
-    """Add the rows of the store in a folder to a merge.
+    """Add all rows of the store in a folder to a merge.
 
     Return the number of measurements in this store.
     """
@@ -157,7 +157,10 @@ class _StoredRow:
 
 
 class _Union:
-    """The rows of several stores; for each key the first row is kept and later ones are compared with it."""
+    """Collects the rows of several stores for a merge.
+
+    Of rows with the same key it keeps the first, and compares the others with it.
+    """
 
     def __init__(self) -> None:
         self.identity: dict[str, Any] = {}

@@ -82,7 +82,7 @@ class Kind:
 
 @dataclass(frozen=True)
 class Option:
-    """The definition of one option: its kind of values and its help.
+    """The definition of one option: which values it accepts, and its help text.
 
     Attributes
     ----------
@@ -233,7 +233,7 @@ def check_keys(table: Mapping[str, Any], known: Sequence[str]) -> None:
 
 @contextmanager
 def renamed(name: Callable[[str], str]) -> Iterator[None]:
-    """In the ``with`` block, let each ArgumentError name the argument as the user knows it.
+    """Let an ArgumentError from the ``with`` block name the argument as the user knows it.
 
     ``name`` turns the name of a field into, for example, the option on the command line.
     """
@@ -402,7 +402,10 @@ def token_counts(least: int = 1) -> Kind:
 
 
 def several(one: Kind, *, once: bool = True) -> Kind:
-    """Return the kind of option that accepts a list of values; with ``once`` no value may be repeated."""
+    """Return the kind of option that accepts a list, whose items are of the kind ``one``.
+
+    With ``once``, a repeated value is refused.
+    """
 
     def read(name: str, value: Any) -> tuple[Any, ...]:
         values = [one.read(name, each) for each in (value if isinstance(value, list | tuple) else [value])]

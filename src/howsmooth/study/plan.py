@@ -126,18 +126,18 @@ def derive_seed(**axes: str | int | None) -> int:
 
 
 def source_option(help: str) -> Any:
-    """Return the plan's field for the argument SOURCE: the model or parameter file that has the attention."""
+    """Define the argument SOURCE of a plan: the model or parameter file that has the attention."""
     return option(..., words(place=True), help, metavar="SOURCE", positional=True)
 
 
 def text_option(panel: str = "") -> Any:
-    """Return the plan's field for the option ``--text``: the text that a model reads."""
+    """Define the option ``--text`` of a plan: the text that a model reads."""
     told = "The text that a model reads: a .txt or .csv file, alice, ag_news, or - for standard input."
     return option(DEFAULT_TEXT, words(place=True), told, metavar="NAME|PATH", panel=panel)
 
 
 def layers_option(default: str | None = "all", panel: str = "") -> Any:
-    """Return the plan's field for the option ``--layers``: a selection of layers."""
+    """Define the option ``--layers`` of a plan: which layers to take."""
     told = "Layers: all, or a list such as 0,6 or 0:4 or -1 (the last layer)."
     return option(default, selection(), told, metavar="RANGES", panel=panel)
 
@@ -156,33 +156,33 @@ def _scope_option(default: str) -> Any:
 
 
 def random_init_option(panel: str = "") -> Any:
-    """Return the plan's field for the option ``--random-init``: untrained weights."""
+    """Define the option ``--random-init`` of a plan: whether a model has untrained weights."""
     return option(False, flag(), "Build the architecture with untrained weights.", panel=panel)
 
 
 def as_decoder_option(panel: str = "") -> Any:
-    """Return the plan's field for the option ``--as-decoder``: a causal mask on an encoder."""
+    """Define the option ``--as-decoder`` of a plan: whether an encoder runs with a causal mask."""
     return option(False, flag(), "Run an encoder as a decoder, with its causal mask.", panel=panel)
 
 
 def part_option() -> Any:
-    """Return the plan's field for the option ``--part``: one part of a model, such as its vision part."""
+    """Define the option ``--part`` of a plan: which part of a model to take, such as its vision part."""
     told = "One part of a model with several: text, vision, audio, or a module path such as encoder."
     return option(None, words(), told, metavar="PART")
 
 
 def seed_option(help: str = "Seed of all random numbers.") -> Any:
-    """Return the plan's field for the option ``--seed``: the seed of all random numbers."""
+    """Define the option ``--seed`` of a plan: the seed of all random numbers."""
     return option(0, whole(0, _MOST_SEED), help, panel=HOW)
 
 
 def device_option() -> Any:
-    """Return the plan's field for the option ``--device``: the PyTorch device."""
+    """Define the option ``--device`` of a plan: the PyTorch device to compute on."""
     return option("cpu", words(), "PyTorch device, such as cpu, cuda or cuda:1.", panel=HOW)
 
 
 def dtype_option() -> Any:
-    """Return the plan's field for the option ``--dtype``: the floating-point precision."""
+    """Define the option ``--dtype`` of a plan: the floating-point precision."""
     floats = choice("float32", "float64")
     return option("float32", floats, "Floating-point precision.", metavar="float32|float64", panel=HOW)
 
@@ -459,7 +459,10 @@ class Plan(Options):
         return self.layers if model.layers is None else model.layers
 
     def heads_of(self, model: ModelSpec) -> Ranges:
-        """Return which heads of a model to measure with scope ``head``: its own selection, or the plan's."""
+        """Return which heads of a model to measure: the model's selection, or else the plan's.
+
+        It applies to the scope ``head``, which measures single heads.
+        """
         return self.heads if model.heads is None else model.heads
 
     def lengths_of(self, model: ModelSpec) -> tuple[int, ...]:
@@ -471,7 +474,7 @@ class Plan(Options):
 
     @property
     def of_attention(self) -> Plan:
-        """The same plan, restricted to the scope ``attention``.
+        """The same plan for whole attentions only (the scope ``attention``).
 
         The values of the paper's published code exist only for this scope.
         """
@@ -493,7 +496,7 @@ class Plan(Options):
 
 @dataclass(frozen=True)
 class SourcePlan(Options):
-    """Which attentions of one model or parameter file to bound or attack."""
+    """Which attentions of a model or of a parameter file to use, to bound or to attack them."""
 
     source: str = source_option(
         "A built-in model, a local folder, a Hub id, or a .safetensors or .npz file of parameters."
@@ -507,7 +510,7 @@ class SourcePlan(Options):
     seed: int = seed_option()
 
     def check(self) -> None:
-        """Refuse a selection of heads without the scope ``head``."""
+        """Refuse a choice of heads, unless heads are taken one by one (the scope ``head``)."""
         _check_heads(self.heads, (self.scope,))
 
 
@@ -580,7 +583,10 @@ class AttackPlan(SourcePlan):
         super().check()
 
     def settings(self) -> dict[str, Any]:
-        """Return the settings that all attacks of one store must share, apart from the source."""
+        """Return the settings that must be the same in every run of attacks on one store.
+
+        The source must be the same too, which is checked apart.
+        """
         return {name: getattr(self, name) for name in ("scope", "radius", "steps", "restarts", "seed")}
 
 
@@ -588,7 +594,7 @@ class AttackPlan(SourcePlan):
 
 
 def _distances(name: str, value: Any) -> tuple[float, ...]:
-    """Parse comma-separated distances; return them sorted and without duplicates."""
+    """Parse the distances at which to report certified accuracy; return them sorted, each once."""
     try:
         values = {float(word) for word in value.split(",")}
     except ValueError:
@@ -697,7 +703,7 @@ class Execution(Options):
 
 @dataclass(frozen=True)
 class LocalExecution(Execution):
-    """An execution on this machine only, for tasks that write files into the output folder themselves."""
+    """How to carry out work on this machine only, since its tasks write files into the output folder."""
 
     executor: str | None = option(
         None,

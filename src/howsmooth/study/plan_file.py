@@ -69,7 +69,7 @@ def read_plan(path: str | os.PathLike[str]) -> Study:
 
 
 def _placed(path: Path, key: str, value: Any) -> Any:
-    """Replace names in the value of an option by paths beside the plan file, if such files exist."""
+    """Replace names in an option's value by paths, if such files exist in the folder of the plan file."""
     return _beside(path, value) if _OF_PLAN[key].kind.place else value
 
 

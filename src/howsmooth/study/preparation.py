@@ -1,4 +1,4 @@
-"""Prepare a study: load and check each model on each input, and place its sequences.
+"""Prepare a study: check each model on each input, and choose where its sequences begin.
 
 Everything that can be refused is refused here, before anything is measured. Inputs are read and models are
 loaded. Layers, heads, lengths and samples are compared with what exists, and every model is captured once at
@@ -58,7 +58,10 @@ class Subject:
 
 @dataclass(frozen=True, eq=False)
 class PlacedSubject:
-    """A model with an input, and the token of the input at which each of its sequences begins."""
+    """A model with an input, and where each of its sequences begins in this input.
+
+    ``starts`` has the index of the first token, or of the image, by (length, sample).
+    """
 
     subject: Subject
     feed: Feed
@@ -326,7 +329,7 @@ def checked_subjects(
 
 
 def _check_capture(plan: Plan, subject: Subject, feed: Feed, model: Any) -> None:
-    """Capture a model's layers once at the shortest length, to refuse unmeasurable ones before any work."""
+    """Refuse layers that cannot be measured, after one trial at the shortest length."""
     n = min(subject.lengths)
     shortest = on_device(feed.inputs([0], n), plan.device)
     try:
@@ -341,7 +344,7 @@ def _check_capture(plan: Plan, subject: Subject, feed: Feed, model: Any) -> None
 
 
 def _self_attention(error: CaptureError, model: Any, inputs: Inputs) -> list[int]:
-    """Return a model's self-attention layers, if an error refused a cross-attention layer.
+    """Return a model's self-attention layers, after its cross-attention was refused.
 
     After any other error, the list is empty.
     """
@@ -440,7 +443,7 @@ def check_sources(sources: list[DataSource]) -> None:
 
 
 def subject_of(plan: Plan, spec: ModelSpec, source: DataSource, model: Any) -> tuple[Subject, Feed]:
-    """Resolve which layers, heads and lengths of a model to measure, and prepare the input.
+    """Choose the layers, heads and lengths of a model that a plan measures, and prepare the input.
 
     Raises
     ------

@@ -1,6 +1,7 @@
 """Read the values of the paper's published code from a store, and fit their exponents.
 
-Each quantity stands beside the corrected constant of the same sequence. Nothing here measures.
+Each value stands beside the corrected constant of the same sequence: the local constant ‖D_X f‖, measured
+without any of the published code's differences (items). Nothing here measures.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ _COLUMNS = ("model", "text", "layer", "quantity", "items", *_FIT, "ratio")
 
 
 def quantities(items: Sequence[str]) -> dict[str, tuple[str, ...]]:
-    """Return the quantities to measure for some differences (items) of the published code.
+    """List what to measure, for the chosen differences (items) of the published code.
 
     Returns
     -------
@@ -51,7 +52,9 @@ def read_rows(folder: str | os.PathLike[str]) -> pd.DataFrame:
 
 
 def compare(rows: pd.DataFrame) -> pd.DataFrame:
-    """Fit a power of n to each published quantity of each layer; compare it with the corrected constant.
+    """Fit powers of n to the published code's values, and compare them with the corrected constants.
+
+    The corrected constants are measured without the published code's differences.
 
     Returns
     -------

@@ -30,7 +30,7 @@ KEY_COLUMNS = ("scope", "layer", "head", "n", "sample")
 def keys_of(
     scope: str, layers: Iterable[int], heads: Iterable[int | None], lengths: Iterable[int], samples: int
 ) -> frozenset[Key]:
-    """Return the keys of the measurements at all combinations of the given values.
+    """Return the keys of all measurements of the given layers, heads, lengths and samples.
 
     A key is (scope, layer, head, n, sample).
     """
@@ -98,7 +98,7 @@ class Row:
 
 @dataclass(frozen=True)
 class StudyRecord(Row, table="studies", key=("kind",)):
-    """The settings shared by all rows of one kind of work in a store: measuring, attacks or a flow.
+    """The settings that all rows of one kind of work (measuring, attacks or a flow) share in a store.
 
     ``kind`` is ``measure``, ``attack`` or ``flow``; ``identity`` holds the settings as JSON.
     """
@@ -174,10 +174,11 @@ class InputRecord(Row, table="inputs", key=("model", "text"), again="stay"):
 
 @dataclass(frozen=True)
 class Measurement(Row, table="measurements", key=PLACE):
-    """A measured local Lipschitz constant. The fields up to ``seed`` are columns of ``measurements.csv``.
+    """A measured local Lipschitz constant of one layer or head, at one sequence.
 
-    ``start`` is the index of the sequence's first token in the tokenised text. ``seconds`` is the time of the
-    batch divided by the number of its sequences.
+    The fields up to ``seed`` are columns of ``measurements.csv``. ``start`` is the index of the sequence's
+    first token in the tokenised text. ``seconds`` is the time of the batch divided by the number of its
+    sequences.
     """
 
     model: str
@@ -207,7 +208,7 @@ class Measurement(Row, table="measurements", key=PLACE):
 
 @dataclass(frozen=True)
 class SequenceRecord(Row, table="sequences", key=("model", "text", "n", "sample"), again="stay"):
-    """The tokens of a measured sequence, each as its piece of the text.
+    """The tokens of a measured sequence, as pieces of its text.
 
     Joined, the pieces give the text of the sequence. ``start`` is the index of the first token in the
     tokenised text. ``place`` is the index of its first character in the text. If the tokenizer does not
@@ -297,8 +298,9 @@ class Bounding(Row, SiteBound, table="bounds", key=(*PLACE, "name", "side")):
 class PublishedValue(
     Row, table="published", key=("model", "text", "layer", "n", "sample", "quantity", "items")
 ):
-    """A value of the paper's published code at one sequence, or the corrected constant to compare.
+    """A value of the paper's published code at one sequence, or the correct constant to compare.
 
+    The correct constant is measured without the published code's differences, which are called items.
     ``quantity`` is ``corrected``, ``only`` followed by an item, or ``as published``; ``items`` lists the
     items that were used. ``lower`` and ``upper`` are ``None`` if the published power iteration computed the
     value, since it gives no interval.
@@ -323,7 +325,7 @@ class PublishedValue(
 
     @property
     def unsettled(self) -> bool:
-        """Whether the interval of a corrected constant is wider than requested."""
+        """Whether a constant's interval is wider than requested; values without an interval give False."""
         return not self.settled and self.lower is not None
 
 
@@ -352,12 +354,13 @@ class Failure(Row, table="failures", key=("what", *PLACE), again="replace"):
 
 @dataclass(frozen=True)
 class Attack(Row, table="attacks", key=(*ATTACK_PLACE, "kind", "name")):
-    """A constant measured at tokens of an attack, or an upper bound on the constants at all tokens of a ball.
+    """A result of an attack: a constant measured at some tokens, or an upper bound.
 
-    ``kind`` is one of :data:`ATTACK_KINDS`. ``value`` is the measured constant, with the interval from
-    ``lower`` to ``upper``; for the kind ``upper`` it is the bound, which is ``None`` if it overflows.
-    ``log_value`` is its logarithm. ``radius`` is the radius of the ball, ``radius_max`` the norm of the
-    longest token. ``file`` is the path of the saved tokens, relative to the folder of the store.
+    The upper bound holds at all tokens of the ball. ``kind`` is one of :data:`ATTACK_KINDS`. ``value`` is the
+    measured constant, with the interval from ``lower`` to ``upper``; for the kind ``upper`` it is the bound,
+    which is ``None`` if it overflows. ``log_value`` is its logarithm. ``radius`` is the radius of the ball,
+    ``radius_max`` the norm of the longest token. ``file`` is the path of the saved tokens, relative to the
+    folder of the store.
     """
 
     layer: int
@@ -437,7 +440,10 @@ class Ending(Row, table="endings", key=("status",)):
 
 @dataclass(frozen=True)
 class GrowthRow(Row, table="growths", key=("time",)):
-    """The growth of perturbations up to one time of a flow (:class:`howsmooth.dynamics.Growth`)."""
+    """How far perturbations of the initial tokens of a flow have grown up to one time.
+
+    The values come from :class:`howsmooth.dynamics.Growth`.
+    """
 
     time: float
     value: float
@@ -461,7 +467,7 @@ KINDS: tuple[type[Row], ...] = (
 
 @dataclass(frozen=True)
 class Contents:
-    """The measurements of a store, and the models, texts, runs, failures and bounds beside them, as tables.
+    """The measurements of a store, and all tables that belong to them.
 
     Attributes
     ----------
@@ -495,7 +501,7 @@ class Contents:
 
     @property
     def kinds(self) -> dict[str, str]:
-        """The kind of each input, one of :data:`howsmooth.study.plan.KINDS`, by the input's name."""
+        """The kind of each input, such as text, images or audio, by the input's name."""
         return dict(self.texts[["name", "kind"]].itertuples(index=False, name=None))
 
 

@@ -172,7 +172,7 @@ class Runner:
         return self._number
 
     def _write(self, task: Task, found: Found) -> int:
-        """Write one result of a task, and return the number of requested rows in it."""
+        """Write what a task yields, rows or a failure; return how many of its requested rows were written."""
         if isinstance(found, Failed):
             unloaded = {row.model for row in found.rows if row.text is None}
             # A model that cannot be loaded fails all of its tasks; record this failure once.
@@ -249,7 +249,7 @@ class Runner:
 
 
 class _WorkProgress:
-    """Reports the progress of the tasks of one kind, and their expected total time, to a listener."""
+    """Reports to a listener how far the tasks of one kind are, and how long they will take in total."""
 
     def __init__(self, listener: Listener, work: Work, task_times: TaskTimes, workers: int) -> None:
         self._listener = listener
@@ -289,7 +289,7 @@ class _WorkProgress:
 
 @dataclass(frozen=True, eq=False)
 class _Done:
-    """The results of a task on a worker, and the seconds it took.
+    """What a worker process returns for a task: its results, and the seconds it took.
 
     ``seconds`` is ``None`` for the first task of a plan in a process. It also loads the model and starts
     PyTorch, so that its time says nothing about other tasks.

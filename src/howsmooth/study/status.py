@@ -32,12 +32,12 @@ __all__ = ["Part", "Status", "status"]
 
 @dataclass(frozen=True)
 class Part:
-    """The progress of one model, text and scope.
+    """How many measurements of a model on one text are planned, done and failed, for one scope.
 
-    The scope ``as published`` stands for the values of the paper's published code. ``planned`` is ``None``
-    until a run has loaded the model, because its number of layers is not known before. ``failed`` counts
-    measurements that are missing and failed when last tried. Published values are counted by layer and
-    sequence, since all values of one are written together.
+    The scope is the part of each layer that is measured. The scope ``as published`` stands for the values of
+    the paper's published code. ``planned`` is ``None`` until a run has loaded the model, because its number
+    of layers is not known before. ``failed`` counts measurements that are missing and failed when last tried.
+    Published values are counted by layer and sequence, since all values of one are written together.
     """
 
     model: str
@@ -135,7 +135,7 @@ class _Comparison:
         self._figures = 0
 
     def part(self, spec: ModelSpec, text: str, scope: str) -> Part:
-        """Count the planned, done and failed measurements of one model, text and scope."""
+        """Count the planned, done and failed measurements of a model on one text, for one scope."""
         model = self._models.get(spec.label)
         if model is None:
             return Part(spec.label, text, scope, None, 0, 0)
@@ -163,7 +163,10 @@ class _Comparison:
         return Part(label, text, scope, len(asked), len(asked & done), failed)
 
     def _published(self, label: str, text: str) -> frozenset[Key]:
-        """Return the keys of the measurements whose published values are all in the store."""
+        """Return for which layers and sequences the store has all values of the published code.
+
+        Each is given by the key of its measurement.
+        """
         # The quantity with all items is written together with all others, so it stands for them.
         columns = ("layer", "n", "sample", "items")
         whole = self._store.keys(PublishedValue, columns, model=label, text=text, quantity=PUBLISHED)
@@ -186,7 +189,11 @@ class _Comparison:
         )
 
     def rate_and_remaining(self, runs: list[Run], *, certain: bool) -> tuple[float | None, float | None]:
-        """Return the measurements per second in the last run that made any, and the seconds that are left."""
+        """Return how fast the last run measured, and how many seconds are left.
+
+        The speed is in measurements per second, and runs without a measurement are skipped. The remaining
+        seconds are None unless ``certain``.
+        """
         rows = self._store.rows(Measurement)
         last = next((run for run in reversed(runs) if any(number == run.id for _, number in rows)), None)
         if last is None or last.worked <= 0:

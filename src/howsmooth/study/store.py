@@ -190,7 +190,7 @@ class Store:
                 self.add([replace(self._run(run), worked=worked)])
 
     def drop_failures_made_good(self) -> None:
-        """Delete the failures whose missing rows are in the store, for example after a merge."""
+        """Delete the records of failures whose results are now in the store, for example after a merge."""
         with self.transaction():
             for kind in (Measurement, Bounding, PublishedValue):
                 names = [name for name in PLACE if name in kind.columns()]
@@ -225,7 +225,10 @@ class Store:
         return Run(*self._query("SELECT * FROM runs WHERE id = ?", number).fetchone()[: len(Run.columns())])
 
     def _make_good(self, rows: Sequence[Row]) -> None:
-        """Delete the failures that newly written rows resolve, also failures of a whole text or model."""
+        """Delete the records of failures that new rows make good.
+
+        These can be failures of a whole text or model.
+        """
         # Almost always there are no failures, and this is called for every step.
         if self._query("SELECT 1 FROM failures LIMIT 1").fetchone() is None:
             return
@@ -298,7 +301,7 @@ class Store:
         return frame.infer_objects()
 
     def sequences(self, model: str, text: str) -> dict[tuple[int, int], int]:
-        """Return the position in the text of the first token of each measured sequence, by (n, sample)."""
+        """Return where each measured sequence begins in a text: its first token's index, by (n, sample)."""
         columns = ("n", "sample", "start")
         used = [self.keys(kind, columns, model=model, text=text) for kind in (Measurement, PublishedValue)]
         return {(n, sample): start for n, sample, start in frozenset().union(*used)}
@@ -396,7 +399,7 @@ class PendingStore:
             self.store.check(self._kind, identity)
 
     def begin(self, identity: Mapping[str, Any]) -> Store:
-        """Create the store if needed, record the settings that its rows share, and return it."""
+        """Create the store if needed, and return it; record the settings that its rows share."""
         self.store = self.store or Store.open(self._folder)
         self.store.begin(self._kind, identity)
         return self.store
@@ -408,7 +411,10 @@ def now() -> str:
 
 
 def _difference(name: str, stored: object, wanted: object) -> tuple[str, str]:
-    """Return in words how a setting of the store differs from the wanted one, and the remedy."""
+    """Say how a setting differs from the store's setting, and what the user can do.
+
+    Return the two phrases of an error message.
+    """
     if name == "fingerprint":
         return "with other parameters, or from other tokens (their fingerprint differs)", ""
     if name in _NO_OPTIONS:

@@ -75,7 +75,7 @@ def translated(path: str | os.PathLike[str]) -> Iterator[None]:
 
 
 def store_there(folder: str | os.PathLike[str]) -> bool:
-    """Whether a folder holds a non-empty file, or anything else, with the name of the store.
+    """Whether a folder has anything with the name of the store, except an empty file.
 
     Raises
     ------
@@ -189,7 +189,10 @@ def _check(connection: sqlite3.Connection, path: Path, statements: Sequence[str]
 
 
 def _check_seals(connection: sqlite3.Connection, path: Path) -> None:
-    """Check the seal of every row; SQLite's own check covers only the structure of the file."""
+    """Check that no row was changed since it was written, by the digest in its column ``seal``.
+
+    SQLite's check covers only the structure of the file.
+    """
     for (table,) in connection.execute("SELECT name FROM sqlite_master WHERE type = 'table'").fetchall():
         names = [row[1] for row in connection.execute(f"PRAGMA table_info({table})") if row[1] != "seal"]
         try:

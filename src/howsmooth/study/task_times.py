@@ -38,12 +38,12 @@ class TaskTimes:
         self._done[alike][n] = (before + seconds, others + rows)
 
     def expect(self, task: Task) -> float | None:
-        """Return the expected seconds of a task; ``None`` if no task like it is finished."""
+        """Predict the seconds that a task takes; ``None`` if no task like it is finished."""
         row = self.a_row(task.alike, task.n)
         return None if row is None else task.size * row
 
     def a_row(self, alike: tuple[Any, ...], n: int) -> float | None:
-        """Return the expected seconds of one row at a length; ``None`` if no task like it is finished."""
+        """Predict the seconds of one row at length n; ``None`` if no task like it is finished."""
         seen = self._done.get(alike)
         if not seen:
             return None
@@ -60,9 +60,9 @@ class TaskTimes:
         return float(times[0] * (n / near[0]) ** min(max(exponent, 0.0), steepest))
 
     def expect_all(self, tasks: Iterable[tuple[Task, float]]) -> float | None:
-        """Return the expected seconds of the work that is left of some tasks.
+        """Predict how many seconds unfinished tasks will still take.
 
-        Return ``None`` if there is such work, but no task like any of them is finished.
+        Return ``None`` if there is work left, but no task like any of them is finished.
 
         Parameters
         ----------

@@ -103,7 +103,7 @@ def draw_distinct(samples: int, count: int, seed: int) -> list[int]:
 
 
 def _distinct(samples: int, count: int, generator: random.Random) -> list[int]:
-    """Draw distinct numbers below ``count``, in random order."""
+    """Draw distinct numbers below ``count``, in random order, with a given random generator."""
     # The first steps of a Fisher-Yates shuffle that stores only the moved entries. Python guarantees only for
     # `Random.random` that a seed gives the same numbers in all versions, which continued studies need.
     moved: dict[int, int] = {}
@@ -178,7 +178,10 @@ def _choose(
 def _lay_out(
     start: int, room: int, windows: Sequence[tuple[int, int]], longest: int, generator: random.Random
 ) -> dict[tuple[int, int], int]:
-    """Place windows in one gap, in the given order, in contiguous groups with spare tokens around."""
+    """Place windows of tokens in one gap of a text, in the given order, with random space between.
+
+    Windows lie side by side in a few groups; the spare tokens lie at random before, between and after them.
+    """
     spare = room - sum(n for n, _ in windows)
     runs = min(len(windows), spare // (_ROOM * longest))
     # Split `spare` into runs + 1 parts, uniformly among all ways; the last part lies after the last run.

@@ -36,7 +36,10 @@ def parse_items(text: str) -> tuple[str, ...] | None:
 
 
 def _in_order(items: Iterable[str]) -> tuple[str, ...]:
-    """Sort names of items of the published code as in ``ITEMS``; refuse unknown and repeated ones."""
+    """Check the names of the published code's differences (items), and sort them as in ``ITEMS``.
+
+    Unknown and repeated names are refused.
+    """
     given = list(items)
     expected = f"all, or some of {', '.join(ITEMS)}"
     for item in given:
@@ -49,7 +52,7 @@ def _in_order(items: Iterable[str]) -> tuple[str, ...]:
 
 @dataclass(frozen=True, eq=False)
 class PublishedLayer:
-    """The captures of one layer that are needed to measure it as the published code does.
+    """One layer, with everything that is needed to measure it as the published code does.
 
     Attributes
     ----------
@@ -79,10 +82,10 @@ def capture_layers(
     training: bool = True,
     seeds: Sequence[int],
 ) -> list[PublishedLayer]:
-    """Capture the layers of a model with all that the published code measures.
+    """Run a model, and collect what is needed to measure its layers as the published code does.
 
-    These are the attention, the whole block if it is post-norm, and the tokens that the attention receives
-    under dropout.
+    Collected are each layer's attention, its whole block if it is post-norm, and the tokens that the
+    attention receives under dropout.
 
     Parameters
     ----------

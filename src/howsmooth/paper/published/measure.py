@@ -115,7 +115,7 @@ def measure_layer(
     confidence: float = 0.999,
     max_iterations: int = 200,
 ) -> AsPublished:
-    """Measure a captured layer with some of the published code's differences (items).
+    """Measure a layer as the published code does, with some or all of its differences (items).
 
     Parameters
     ----------

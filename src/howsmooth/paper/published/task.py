@@ -1,7 +1,7 @@
-"""Define the task of a study that computes the published code's values beside the corrected constants.
+"""Define the task that computes the published code's values, and the correct constants to compare.
 
-For every sequence and layer it measures the corrected constant, the constant with each item of the published
-code alone, and the constant with all items.
+For every sequence and layer it measures the corrected constant (without any of the published code's
+differences, called items), the constant with each item alone, and the constant with all items.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _COLUMNS = ("layer", "n", "sample", "quantity", "items")
 
 @dataclass(frozen=True, eq=False)
 class PublishedTask(SequenceTask[PublishedKey]):
-    """The task of computing the published code's values at samples of one length, in one forward pass."""
+    """The task of computing the published code's values for several sequences of one length together."""
 
     kind = PublishedValue
 

@@ -1,4 +1,4 @@
-"""Split a table by layer and head, fit their exponents, and draw an overview with a panel for each."""
+"""Split measurements by layer and head, fit an exponent to each part, and draw one panel for each."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _FEW_COLUMNS = 4
 
 @dataclass(frozen=True, eq=False)
 class Part:
-    """The rows of one layer, or of one head of it, with the fitted exponent."""
+    """The rows of a table that belong to one layer or one head, and the exponent fitted to them."""
 
     layer: int
     head: int | None

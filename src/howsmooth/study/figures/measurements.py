@@ -45,7 +45,7 @@ _NEARLY_CONSTANT = 1.02
 
 @dataclass(frozen=True)
 class Picture:
-    """A drawn figure of measurements: its files, and the model, text, scope and layer that it shows.
+    """The files of a figure of measurements, and what the figure shows.
 
     Attributes
     ----------
@@ -116,7 +116,10 @@ def draw_all(
 
 @dataclass(frozen=True)
 class _Family:
-    """A model, input and scope whose figures are drawn, and the folder for them."""
+    """What a group of figures shows: a model, an input, and which part of each layer (the scope).
+
+    The figures are written into ``folder``.
+    """
 
     folder: Path
     model: str
@@ -280,7 +283,7 @@ def _radius_norm(radii: pd.Series) -> Normalize:
 
 
 def _radius_limits(radii: pd.Series) -> tuple[float, float]:
-    """Return the limits of the colour scale for the radius.
+    """Return the ends of the colour scale that shows the radius (the norm of the tokens) of sequences.
 
     They are at least 2 % apart, so that rounding alone does not change the colour.
     """

@@ -1,4 +1,8 @@
-"""Draw the values of the paper's published code beside the corrected constants, with their fits."""
+"""Draw the values of the paper's published code beside the constants that are measured correctly.
+
+The correct constants are measured without the published code's differences. Fitted powers of n are drawn with
+both.
+"""
 
 from __future__ import annotations
 
@@ -91,7 +95,7 @@ def _draw(model: str, text: str, family: pd.DataFrame, exponents: pd.DataFrame, 
 
 
 def _fit(exponents: pd.DataFrame, model: str, text: str, layer: int, quantity: str) -> pd.Series | None:
-    """Return the table row of the exponent fitted to a quantity at one layer.
+    """Find the exponent of one layer and quantity in the table of fitted exponents.
 
     If several were fitted, return the last one; if none was, return None.
     """

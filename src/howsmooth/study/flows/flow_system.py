@@ -81,7 +81,7 @@ class System:
         return hashlib.sha256(self.origin.encode() + self.x.numpy().tobytes()).hexdigest()
 
     def identity(self) -> dict[str, Any]:
-        """Return the number, dimension and fingerprint of the tokens, which all frames of a store share."""
+        """Return what identifies the system in a store: the shape of its tokens, and its fingerprint."""
         return {"n": self.x.shape[0], "d": self.x.shape[1], "fingerprint": self.fingerprint}
 
 
@@ -180,7 +180,10 @@ def _of_source(plan: FlowPlan) -> System:
 
 
 def _opened(plan: FlowPlan) -> AttentionSource:
-    """Open a parameter file or a model; the error for an unknown name lists the named systems."""
+    """Open a parameter file or a model.
+
+    The error for an unknown name lists the named systems.
+    """
     try:
         return open_attention_source(_request(plan))
     except ModelError as error:
@@ -203,7 +206,7 @@ def _request(plan: FlowPlan) -> SourcePlan:
 
 
 def _provided_start(plan: FlowPlan, source: AttentionSource, *, of_file: bool) -> str:
-    """Return ``text`` if a model provides initial tokens, ``file`` if a parameter file does, else empty.
+    """Return ``text`` or ``file`` if the model's text or the file provides initial tokens, else empty.
 
     Refuse a start from the tokens of a file that has none.
     """

@@ -124,7 +124,10 @@ class Integration:
         return Sphere(field, self.system.radius) if self.plan.sphere else field
 
     def _to_next_frame(self, what: str, field: object, state: Any, place: int) -> Trajectory | Ending:
-        """Integrate from one frame's time to the next; return the reason if the flow ends between them."""
+        """Integrate from one frame's time to the next.
+
+        If the flow ends between them, return the reason.
+        """
         times = self.grid.times[place : place + 2]
         try:
             trajectory = self._flow(field, state, times)

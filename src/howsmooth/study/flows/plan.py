@@ -204,6 +204,9 @@ class FlowPlan(Options):
         return Grid(tuple(until * place / count for place in places), until / count)
 
     def settings(self) -> dict[str, Any]:
-        """Return the options that all frames of one store must share, apart from the system."""
+        """Return the options that must be the same in every run on one store.
+
+        The system must be the same too, which is checked apart.
+        """
         apart = ("growth", "tolerance", "animation")
         return {name: value for name, value in self.described().items() if name not in apart}

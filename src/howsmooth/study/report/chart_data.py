@@ -164,7 +164,9 @@ def _bound(row: dict[str, Any]) -> tuple[Any, ...]:
 
 
 def sensitivity_data(rows: pd.DataFrame) -> dict[str, Any] | None:
-    """Return sequences with each token's share of the Jacobian's leading singular vectors (its energy).
+    """Return how strongly each token of a sequence counts in the sensitivity, for the report's script.
+
+    The energy of a token is its share of the squared norm of a leading singular vector of the Jacobian.
 
     Parameters
     ----------
@@ -208,7 +210,10 @@ def sensitivity_data(rows: pd.DataFrame) -> dict[str, Any] | None:
 
 
 def _tokens_of_half(energies: Sequence[float]) -> int:
-    """Return the smallest number of tokens whose energies (shares of a vector) sum to half of the total."""
+    """Return the smallest number of tokens that together have at least half of the energy.
+
+    The energy of a token is its share of the squared norm of a singular vector of the Jacobian.
+    """
     reached = np.cumsum(sorted(energies, reverse=True))
     return int(np.searchsorted(reached, reached[-1] / 2)) + 1
 
@@ -224,13 +229,13 @@ def visible_token(token: str) -> str:
 
 
 def _thinned(rows: pd.DataFrame) -> pd.DataFrame:
-    """Drop the rows of some lengths, evenly but not the longest, until the page can hold the rest."""
+    """Keep only every k-th length, the longest included, so that the rows fit into the page."""
     step = math.ceil(2 * int(rows["n"].sum()) / MOST_ENERGIES)
     return rows[rows["n"].isin(sorted(rows["n"].unique(), reverse=True)[::step])]
 
 
 def _start(rows: Sequence[dict[str, Any]], scopes: Sequence[str]) -> int:
-    """Return the index of the row that the report shows first.
+    """Choose which row of sensitivities the report shows first, and return its index.
 
     It is a row of the middle layer, with at most 64 tokens if there is such a row.
     """

@@ -114,7 +114,10 @@ def _template(contents: Contents) -> jinja2.Template:
 def _sections(
     rows: pd.DataFrame, exponents: pd.DataFrame, pictures: Sequence[Picture]
 ) -> list[dict[str, Any]]:
-    """Return the report's section on each model, text and scope: its headline and its figures."""
+    """Return the sections of the report, each with a headline and figures.
+
+    Each model, text and scope has a section.
+    """
     found: list[dict[str, Any]] = []
     room = _MOST_INLINED
     for (model, text, scope), group in rows.groupby(["model", "text", "scope"], sort=True):

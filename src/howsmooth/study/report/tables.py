@@ -25,7 +25,10 @@ ITEM_MEANINGS = {
 
 
 def headline(rows: pd.DataFrame, exponents: pd.DataFrame) -> str:
-    """Return one sentence on the constants and exponents of a model, text and scope."""
+    """Return one sentence on how large the constants are, and how fast they grow with the length.
+
+    The rows belong to one model, text and scope.
+    """
     span = f"lengths {rows['n'].min()} to {rows['n'].max()}"
     low, high = number(rows["lipschitz"].min()), number(rows["lipschitz"].max())
     values = f"The constants measured are between {low} and {high}"

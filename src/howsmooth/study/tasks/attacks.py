@@ -84,7 +84,7 @@ class AttackTask(Task):
 
     @property
     def alike(self) -> tuple[Any, ...]:
-        """What tasks share if their times differ only because of n: the table and the scope."""
+        """What tasks must share for one's time to predict another's: the table and the scope."""
         return Attack.table, self.target.scope
 
     @property
@@ -93,7 +93,7 @@ class AttackTask(Task):
         return f"{self.target.place}, n = {self.n}"
 
     def count(self, rows: Sequence[Row]) -> int:
-        """Return 1, since all rows of one attention and length count as one attack."""
+        """Return 1: a task counts as one attack, however many rows it writes."""
         return 1
 
     def found(self, models: Models | None) -> Iterator[Found]:
@@ -170,7 +170,7 @@ class AttackTask(Task):
         return lipschitz.local_lipschitz(f, x, rtol=_RTOL, seed=self.seed)
 
     def _uppers(self, f: SelfAttention) -> list[Attack]:
-        """Return the smallest upper bound on the constants at all tokens of the ball, as a row.
+        """Return one row, the smallest upper bound on the constants at all tokens of the ball.
 
         The list is empty if positions are rotary.
         """
@@ -228,7 +228,7 @@ class AttackTask(Task):
 
 @dataclass(frozen=True, eq=False)
 class _Tried:
-    """An input that an attack tried, the constant measured there, and the row of the store for it."""
+    """Tokens that an attack tried: the constant measured there, and the row of the store."""
 
     row: Attack
     value: float
@@ -236,7 +236,7 @@ class _Tried:
 
 
 def _named(constructions: Sequence[Any]) -> Iterator[tuple[str, Tensor]]:
-    """Yield constructed tokens, each with a unique name.
+    """Give each construction of attacking tokens a unique name; yield pairs of name and tokens.
 
     The paper's construction is named ``two_cluster``. A head may have two two-cluster constructions; the
     first uses the eigenvalue that the paper chooses.

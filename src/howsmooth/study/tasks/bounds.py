@@ -78,7 +78,7 @@ class BoundsTask(SequenceTask[Key]):
 
 
 def bounds_left(study: OpenStudy) -> Work:
-    """Return the tasks of the bounds that the store does not have, from short sequences to long ones."""
+    """List the tasks that compute a study's missing bounds, from short sequences to long ones."""
     tasks: list[BoundsTask] = []
     kept = 0
     for subject, feed, starts in ((one.subject, one.feed, one.starts) for one in study.placed):
@@ -111,7 +111,7 @@ class Spent:
 
 
 def spent_on_bounds(store: Store) -> list[Spent]:
-    """Return the seconds that the bounds on each attention in a store took."""
+    """List how many seconds the bounds in a store took, one entry for each attention."""
     columns = ("model", "text", *KEY_COLUMNS, "seconds")
     return [
         Spent((Bounding.table, model, scope), n, seconds)

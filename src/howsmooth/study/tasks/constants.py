@@ -1,4 +1,7 @@
-"""Define the task of measuring constants, with one capture and one batched estimate for several samples."""
+"""Define the task of measuring constants at several sequences of one length together.
+
+The model runs once, and each layer is measured at all sequences in one batch.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +27,7 @@ _MOST_TOKENS = 512
 
 
 class ConstantsTask(SequenceTask[Key]):
-    """The task of measuring constants at some samples of one length and scope, in one forward pass."""
+    """The task of measuring constants at several sequences of one length, in one forward pass."""
 
     kind = Measurement
 
@@ -110,7 +113,7 @@ class ConstantsTask(SequenceTask[Key]):
         )
 
     def _sequence(self) -> SequenceRecord:
-        """Return the record of the tokens of sample 0, which the report shows with their sensitivities."""
+        """Return the tokens of sample 0 as a row of the store; the report shows them with sensitivities."""
         assert self.data is not None
         where = (self.model, self.subject.text.name, self.n, 0, self.starts[0])
         return SequenceRecord(*where, self.data.place, self.data.words)
@@ -124,7 +127,10 @@ class ConstantsTask(SequenceTask[Key]):
 
 
 def _energy(direction: torch.Tensor) -> tuple[float, ...]:
-    """Return each token's share of the squared norm of a direction (n, d), to seven digits."""
+    """Return each token's share of the squared norm of ``direction``, which has shape (n, d).
+
+    The shares are rounded to seven digits.
+    """
     shares = direction.double().square().sum(dim=-1).cpu()
     total = float(shares.sum())
     parts = shares / total if total > 0 else torch.zeros_like(shares)

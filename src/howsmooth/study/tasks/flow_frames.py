@@ -47,7 +47,7 @@ class _FlowTask(Task):
 
     @property
     def size(self) -> int:
-        """The number of rows that the task computes: the frames or times that the store lacks."""
+        """The number of rows that the task computes: one for each frame or time that the store lacks."""
         return self.rows
 
     @property
@@ -57,12 +57,18 @@ class _FlowTask(Task):
 
 
 class FramesTask(_FlowTask):
-    """The task of computing the frames after the last one in the store; each frame is one step."""
+    """The task of computing the states of a flow (frames) that follow the last one in the store.
+
+    Each frame is written as soon as it is computed.
+    """
 
     kind = FrameRow
 
     def found(self, models: Models | None) -> Iterator[Found]:
-        """Integrate the flow, and yield frame by frame to the last time or until the flow ends."""
+        """Continue the flow from its last stored state (frame), and yield the next frames one by one.
+
+        The last result is the frame at the last time, or the reason why the flow ended before.
+        """
         frame = frame_at(self.store, count_frames(self.store) - 1)
         while frame.place < len(self.flow.grid.times) - 1:
             following = self.flow.after(frame)
@@ -82,7 +88,7 @@ class GrowthTask(_FlowTask):
     kind = GrowthRow
 
     def found(self, models: Models | None) -> Iterator[Found]:
-        """Measure the growth of perturbations at all times of the task, and yield its rows together."""
+        """Measure how far perturbations of the initial tokens have grown; yield the rows of all times."""
         times = sorted(time for (time,) in self.store.keys(FrameRow, ("time",)))
         last = len(times) - 1
         yield self.flow.growth([times[round(k * last / (self.rows - 1))] for k in range(self.rows)])

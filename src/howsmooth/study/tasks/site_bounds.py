@@ -1,4 +1,4 @@
-"""Compute the bounds on a captured attention at one sequence, or the reasons why they are left out."""
+"""Compute all bounds on one attention at one sequence, or say why a bound is left out."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ _WIDE, _MOST_TOKENS_IF_WIDE = 512, 64
 
 
 def bound_site(site: Any) -> SiteBounds:
-    """Compute all bounds on a captured attention at its tokens, which are one sequence.
+    """Compute all bounds on one attention of a model, at the sequence of tokens that it receives.
 
     Some bounds are left out to save time: searches over inputs (``howsmooth attack`` makes them); the
     certificates and ``covariance_upper_bound`` at more than 256 tokens; in 512 or more dimensions, the joint
@@ -101,7 +101,7 @@ _NO_BOUND = (HowsmoothError, torch.linalg.LinAlgError, ArithmeticError)  # type:
 
 
 def _check_cost(name: str, question: Problem) -> None:
-    """Refuse a bound that would take too long at the captured attention.
+    """Refuse a bound that would take too long at this number or dimension of tokens.
 
     Raises
     ------

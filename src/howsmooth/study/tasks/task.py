@@ -92,14 +92,14 @@ class Task(ABC):
 
     @property
     def size(self) -> int:
-        """The number of results that the task computes: rows of the store, or groups of rows."""
+        """The number of results that the task computes; a result is a row of the store, or several."""
         return 1
 
     @property
     def alike(self) -> tuple[Any, ...]:
-        """What tasks have in common if their times differ only because of the length n.
+        """What tasks must share so that the time of one predicts the time of another.
 
-        Examples are the table, the model and the scope.
+        Their times then differ only because of the length n. Examples are the table, the model and the scope.
         """
         return (self.kind.table,)
 
@@ -109,7 +109,7 @@ class Task(ABC):
         return self.model
 
     def count(self, rows: Sequence[Row]) -> int:
-        """Return how many of the results that the task computes are among ``rows``."""
+        """Return how many results of the task ``rows`` contains, in the unit of ``size``."""
         return sum(isinstance(row, self.kind) for row in rows)
 
     def packed(self) -> Self:
@@ -118,7 +118,10 @@ class Task(ABC):
 
     @abstractmethod
     def found(self, models: Models | None) -> Iterator[Found]:
-        """Yield the rows that the store lacks, step by step, computed with this process's loaded models."""
+        """Compute the rows that the store lacks, and yield them step by step.
+
+        ``models`` keeps the loaded models of this process.
+        """
 
     def failed(self, error: Exception) -> Failed:
         """Return a failure with one row, which stands for all missing rows of the task."""
@@ -167,7 +170,7 @@ class SequenceTask(Task, Generic[K]):
 
     @property
     def alike(self) -> tuple[Any, ...]:
-        """What tasks share if their times differ only because of n: the table, the model and the scope."""
+        """What tasks must share for one's time to predict another's: the table, the model and the scope."""
         return self.kind.table, self.model, self.scope
 
     @property
@@ -201,9 +204,9 @@ class SequenceTask(Task, Generic[K]):
         """Compute with the loaded model the rows that the store lacks, and yield them."""
 
     def sites(self, model: Any) -> Iterator[Any]:
-        """Capture the layers of the task in one forward pass.
+        """Run the model once; yield each layer of the task as a map, with the tokens that it receives.
 
-        If that fails, capture them one by one, and yield a failure for each layer that cannot be captured.
+        If that fails, try the layers one by one, and yield a failure for each layer that cannot be captured.
         """
         yield from each_if_not_all(self.layers, lambda layers: self._captured(model, layers), self._no_layer)
 
@@ -221,7 +224,7 @@ class SequenceTask(Task, Generic[K]):
         place: tuple[int | None, int | None] = (None, None),
         samples: Sequence[int | None] = (),
     ) -> Failed:
-        """Return a failure of the whole task, or of one layer and head.
+        """Return the failure of a task, or of one layer and head in it, as rows for the store.
 
         Without ``samples``, all samples of the task failed.
         """
@@ -232,9 +235,10 @@ class SequenceTask(Task, Generic[K]):
 
 
 def each_if_not_all(items: Sequence[int], take: Any, refused: Any) -> Iterator[Any]:
-    """Yield the results of ``take`` for all items together; if that fails, for each item alone.
+    """Try all items together; if that fails, try each item alone.
 
-    For an item that fails alone, yield the result of ``refused(error, item)``.
+    Yield the results of ``take(items)``. If it fails or returns nothing, yield the results of
+    ``take([item])`` for each item, or ``refused(error, item)`` if an item fails alone.
     """
     try:
         found = take(items)
