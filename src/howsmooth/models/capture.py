@@ -163,7 +163,10 @@ def self_attention_layers(
 
 
 def _verified(model: nn.Module, given: ModelInputs, wanted: _Indices) -> Iterator[VerifiedLayer]:
-    """Yield verified attention layers, for sequences of one length; raise the first error that occurs."""
+    """Yield each wanted layer whose map was verified; raise the error of the first layer that fails.
+
+    All sequences of the batch have the same length.
+    """
     for _, layer in _layers(model, given, wanted):
         if isinstance(layer, CaptureError):
             raise layer
@@ -173,7 +176,7 @@ def _verified(model: nn.Module, given: ModelInputs, wanted: _Indices) -> Iterato
 def _layers(
     model: nn.Module, given: ModelInputs, wanted: _Indices
 ) -> Iterator[tuple[int, VerifiedLayer | CaptureError]]:
-    """Yield the index of each wanted layer with the verified layer, or with the error if there was one."""
+    """Yield each wanted layer's index, with the layer if its map was verified, or else with the error."""
     seen, kept = trace_forward_pass(model, given.named, _traced(wanted))
     if not seen:
         raise CaptureError(_nothing_seen(model, given))

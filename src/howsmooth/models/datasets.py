@@ -184,7 +184,7 @@ def audio_inputs(
 
 
 def _preparation(model: LoadedModel, kind: type[P], given: str, part: str) -> P:
-    """Return how a model prepares its images or audio; raise ModelError if it takes other inputs.
+    """Return the model's image or audio processor; raise ModelError if the model takes other inputs.
 
     ``kind`` is ImagePreparation or AudioPreparation.
     """
@@ -359,7 +359,7 @@ class ImageDataset(Dataset):
 
     @cached_property
     def usual(self) -> tuple[int, ...]:  # type: ignore[override]
-        """The default numbers of tokens: those of the model's usual image size and of some smaller ones."""
+        """The default numbers of tokens: the number for the model's usual image size, and smaller ones."""
         shorter = [n for n in self.lengths if 2 <= n <= self._own]
         if len(shorter) > _MOST_LENGTHS:
             wished = np.geomspace(shorter[0], shorter[-1], _MOST_LENGTHS)

@@ -33,7 +33,7 @@ _SELF, _CROSS, _NONE = "self-attention", "cross-attention", "no softmax"
 
 @dataclass(frozen=True)
 class InspectedSite:
-    """A layer of a model that mixes tokens, described by its captured and verified map.
+    """One layer of a model that mixes tokens: where it is, and what its captured map shows.
 
     If the layer is refused, ``scopes`` is empty and the unknown fields are None.
     """
@@ -95,7 +95,7 @@ class Refusal:
 
 @dataclass(frozen=True)
 class Inspection:
-    """What can be captured of a model, and what cannot and why."""
+    """The layers of a model that can be captured, and the reasons why the others cannot."""
 
     #: Name of the model's class.
     model: str
@@ -186,7 +186,10 @@ def _inspected(model: nn.Module, given: ModelInputs, on_layer: Callable[[int, in
 
 
 def _site(traced_layer: TracedLayer, batch: int, user: str, refused: list[Refusal]) -> InspectedSite:
-    """Capture one layer in every scope, and append the failures to ``refused``."""
+    """Capture one layer in every scope, such as "head" or "attention", and describe what was captured.
+
+    The failures are appended to ``refused``.
+    """
     layer = traced_layer.layer
     plain = InspectedSite(layer.index, layer.name, type(layer.module).__name__, heads=layer.heads)
     try:
@@ -212,7 +215,7 @@ def _site(traced_layer: TracedLayer, batch: int, user: str, refused: list[Refusa
 
 
 def _described(plain: InspectedSite, read: VerifiedLayer, site: Site) -> InspectedSite:
-    """Complete a layer's entry with what its captured map shows."""
+    """Complete the description of a layer, such as its mask and dimensions, from the captured map."""
     attention, softmax = read.found.map, read.self_attention.softmaxes[0]
     kv_heads, key_dim, value_dim = softmax.value.shape[-3], None, softmax.value.shape[-1]
     if isinstance(attention, SelfAttention):
@@ -282,7 +285,7 @@ def _plain(message: str, layer: AttentionLayer) -> str:
 
 
 def _together(refused: list[Refusal]) -> tuple[Refusal, ...]:
-    """Merge refusals that have the same reason."""
+    """Merge the entries of layers that cannot be captured for the same reason."""
     said: dict[str, str] = {}
     scopes: dict[tuple[tuple[int, ...], tuple[str, ...], str], tuple[str, ...]] = {}
     for one in refused:

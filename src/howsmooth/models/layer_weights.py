@@ -1,4 +1,4 @@
-"""Have the weights of one layer at a time in memory, in a precision in which numbers are computed.
+"""Convert a half-precision model to float32 one layer at a time, so that it fits in memory.
 
 Half precision carries no interval, so numbers are computed in float32 from the stored weights, which float32
 holds exactly. A model that fits in memory only in half precision never stands there in float32 as a whole:
@@ -51,7 +51,11 @@ def computing_dtype(module: nn.Module) -> torch.dtype:
 
 
 def device_of(model: nn.Module) -> torch.device:
-    """Return the device on which a model's inputs are given: that of its first weights when they are used."""
+    """Return the device on which a model expects its inputs.
+
+    It is the device of the first weights or, if accelerate loads them for each call, the device to which it
+    loads them.
+    """
     first = next((t for t in (*model.parameters(), *model.buffers())), None)
     if first is None or not first.is_meta:
         return torch.device("cpu") if first is None else first.device
@@ -68,7 +72,7 @@ def has_weights(model: nn.Module) -> bool:
 
 @contextmanager
 def weights_in_memory(*modules: nn.Module) -> Iterator[None]:
-    """Within the context, have the weights of some modules in memory, half precision widened to float32."""
+    """Within the context, load the weights of some modules, and convert half precision to float32."""
     every = {id(part): part for module in modules for part in module.modules()}.values()
     with ExitStack() as stack:
         for part in every:
@@ -86,7 +90,7 @@ def _offloads(hook: Any) -> bool:
 
 @contextmanager
 def _loaded(module: Any) -> Iterator[None]:
-    """Within the context, have a module's weights loaded, and call the module without its hook."""
+    """Within the context, keep a module's weights loaded, which accelerate would load for each call."""
     module._hf_hook.pre_forward(module)
     try:
         with _unhooked(module):
@@ -97,7 +101,7 @@ def _loaded(module: Any) -> Iterator[None]:
 
 @contextmanager
 def _unhooked(module: Any) -> Iterator[None]:
-    """Within the context, call a module without accelerate's hook, which would load and drop its weights."""
+    """Within the context, bypass accelerate's hook, which would load and drop a module's weights."""
     hooked = module.forward
     module.forward = module._old_forward
     try:
@@ -161,7 +165,11 @@ def float32_layers(model: nn.Module) -> Iterator[None]:
 
 
 def _layers(module: nn.Module) -> Iterator[nn.Module]:
-    """Yield the layers of a model: entries of module lists, and any other embeddings and linear maps."""
+    """Yield the layers of a model, each of which is converted to float32 or loaded as a whole.
+
+    They are the entries of module lists, and all other embeddings, linear maps and modules that accelerate
+    loads.
+    """
     for child in module.children():
         listed = isinstance(module, nn.ModuleList | nn.ModuleDict)
         if (

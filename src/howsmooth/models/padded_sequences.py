@@ -111,7 +111,7 @@ def _cut(name: str, value: Tensor, padding: Padding, sequence: int) -> Tensor:
 
 
 def reproduces(layer: VerifiedLayer, traced_layer: TracedLayer, padding: Padding, sequence: int) -> bool:
-    """Whether a layer has the same tokens and output for a sequence alone as in the padded batch.
+    """Whether one sequence has the same tokens and output in a layer with padding as without it.
 
     Raises
     ------

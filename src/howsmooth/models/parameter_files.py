@@ -167,7 +167,10 @@ def save_parameters(
 
 
 def _as_floats(name: str, t: Tensor) -> Tensor:
-    """Return real numbers as float32; integers and float64 numbers as float64."""
+    """Convert real numbers to float32 or float64.
+
+    Half precision becomes float32, and integers become float64.
+    """
     if t.dtype in (torch.float32, torch.float64):
         return t
     if t.is_floating_point():
@@ -220,7 +223,10 @@ def _attention(numbers: dict[str, Tensor], tensors: dict[str, Tensor]) -> SelfAt
 
 
 def _of_paper(numbers: dict[str, Tensor], causal: bool) -> SelfAttention:
-    """Return the attention whose scores are ⟨A x_i + b, x_j⟩, as queries A x_i + b and keys x_j."""
+    """Build an attention from the matrix A and the vector b of its scores ⟨A x_i + b, x_j⟩.
+
+    Its queries are A x_i + b, and its keys are x_j.
+    """
     A, V = _with_axis(numbers["A"], 2), _with_axis(numbers["V"], 2)
     if A.ndim != 3 or A.shape[1] != A.shape[2]:
         raise ArgumentError(

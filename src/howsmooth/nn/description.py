@@ -114,14 +114,14 @@ class KnownClasses:
         self._names = {one: name for name, one in self._named.items()}
 
     def name(self, cls: type[nn.Module]) -> str | None:
-        """Return the name under which a class is saved, or None if no file may name the class."""
+        """Return the name under which a class is saved; None for a class that must not be saved."""
         if cls not in self._names and cls.__module__.startswith("howsmooth.nn."):
             name = f"{_OURS}{cls.__name__}"
             return name if self.get(name) is cls else None
         return self._names.get(cls)
 
     def get(self, name: object) -> type[nn.Module] | None:
-        """Return the class with this name, or None if no file may name such a class."""
+        """Return the class with this name; None for a class that a saved model must not contain."""
         from howsmooth import nn as room
 
         if not isinstance(name, str):

@@ -111,7 +111,7 @@ def sums_of(trace: LayerTrace, output: ModuleCall) -> Iterator[FoundSum]:
 
 
 def _arranged(trace: LayerTrace, branch: TokenMap, found: FoundSum, later: list[ModuleCall]) -> Block:
-    """Return the attention block of a layer as a map, given where its residual is added."""
+    """Return a layer's attention block as a map, from the sum in which the layer adds its residual."""
     target, pre, total = found.target, found.pre, found.total
     call, reading = target.call, target.reading
     following = call if call is not None and is_norm(call.module) else None
@@ -150,10 +150,11 @@ def _arranged(trace: LayerTrace, branch: TokenMap, found: FoundSum, later: list[
 def _residual_side(
     trace: LayerTrace, following: ModuleCall, later: list[ModuleCall]
 ) -> Literal["input", "output"] | None:
-    """Find whether the MLP's residual is taken before or after a norm layer: its "input" or its "output".
+    """Find whether a layer takes the residual of its MLP before or after a norm layer.
 
-    It tells a post-norm layer ("output") from a pre-norm layer that lacks its first norm ("input"), such as
-    the first layer of ModernBERT: in both, X + A is the input of the next norm. None if neither is found.
+    The result says which tokens of the norm layer are the residual. It tells a post-norm layer ("output")
+    from a pre-norm layer that lacks its first norm ("input"), such as the first layer of ModernBERT: in both,
+    X + A is the input of the next norm. None if neither is found.
     """
     rest = later[_index(later, following) + 1 :]
     ends = [c.inputs for c in rest if is_norm(c.module)] + [trace.output]

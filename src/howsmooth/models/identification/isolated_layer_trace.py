@@ -33,7 +33,7 @@ _SAME = 1e-2
 
 
 def whole_layer(traced_layer: TracedLayer, batch: int) -> ModuleReplay:
-    """Return a repeatable call of the whole layer around an attention.
+    """Return the recorded call of the whole layer around an attention, to run the layer again.
 
     Without a list of layers in the model, the call is one of the whole model.
 

@@ -144,7 +144,10 @@ def _explicit(trace: LayerTrace, output: AttentionOutput, *, causal: bool) -> Se
 def _staged(
     trace: LayerTrace, self_attention: SelfAttentionModule, output: AttentionOutput, *, causal: bool
 ) -> StagedAttention:
-    """Return a map that runs a copy of the attention module, but computes its softmaxes by known formulas."""
+    """Return a map that runs a copy of the attention module, but computes the softmaxes itself.
+
+    The Jacobian of a softmax then has a closed form.
+    """
     staged = []
     for softmax in trace.softmaxes:
         visible, bias = split_mask(trace.layer, softmax.mask)
@@ -212,7 +215,7 @@ def _matrix(trace: LayerTrace, projection: ModuleCall) -> nn.Module:
 
 
 def _tail(self_attention: SelfAttentionModule, output: AttentionOutput) -> Tail:
-    """Return how to get the attention's output after the last softmax has run."""
+    """Return the place at which a run of the attention module yields the attention's output."""
     if output.outside:
         module = copy.deepcopy(output.call.module).requires_grad_(requires_grad=False)
         return Tail(module, width=_width(output.call.inputs, output.call))
@@ -239,9 +242,9 @@ def _heads(trace: LayerTrace) -> int:
 
 
 def _of_one_sequence(softmax: SoftmaxCall) -> SoftmaxCall | None:
-    """Return a softmax call for one sequence, or None if the attention acts within windows of tokens.
+    """Reshape the tensors of a softmax call for one sequence to (1, heads, n, dim).
 
-    The operands have shape (1, heads, n, dim).
+    The result is None if the attention acts within windows of tokens.
     """
     operands = {name: getattr(softmax, name) for name in ("query", "key", "value", "output")}
     if any(t is None or t.ndim < 3 or t.shape[:-3].numel() != 1 for t in operands.values()):
@@ -315,7 +318,7 @@ def _masking_of_weights(softmax: SoftmaxCall) -> tuple[str, bool]:
 
 
 def _condition(softmax: SoftmaxCall) -> float:
-    """Return a bound on the absolute attention scores.
+    """Return an upper bound on the absolute attention scores, for the tolerance of a comparison.
 
     If the queries or keys are unknown, it is a guess of 100.
     """

@@ -27,7 +27,7 @@ __all__ = ["CopiedModule", "ReplayedAttention", "Tail"]
 
 @dataclass(frozen=True, eq=False)
 class Tail:
-    """Where to find the attention's output once the last softmax has run.
+    """The place at which a run of the attention module yields the attention's output.
 
     It is what the attention module returns, or the output (or input) of a module inside it, or the output of
     a projection outside it whose input is what the attention module returns.

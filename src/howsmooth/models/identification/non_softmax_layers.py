@@ -71,7 +71,7 @@ class NonSoftmaxTracer:
 
     @contextmanager
     def hooked(self, model: nn.Module) -> Iterator[None]:
-        """Register hooks on all members of the model's module lists within the context."""
+        """Watch all numbered modules of a model, such as ``layers.3``, while the context is active."""
         with ExitStack() as stack:
             for name, module in model.named_modules():
                 if _MEMBER.search(name):

@@ -97,9 +97,9 @@ def _outside(
     projection: ModuleCall | None,
     unclear: str,
 ) -> AttentionOutput:
-    """Take the output of a module outside the attention module as the attention's output.
+    """Describe the attention's output if a module outside the attention module computes it.
 
-    It has an obstacle if the layer does not add the output of ``call`` to a residual.
+    The description names an obstacle if the layer does not add the output of ``call`` to a residual.
     """
     shows = _reaches_residual(
         trace, call, again, _possible_sums_outside(trace, self_attention, call)
@@ -108,7 +108,7 @@ def _outside(
 
 
 def _by_token(call: ModuleCall) -> bool:
-    """Whether a module gives its recorded output again when its input has the shape (1, n, d)."""
+    """Whether a module, run again on tokens of shape (1, n, d), gives the output that was recorded."""
     if call.inputs is None or call.output is None:
         return False
     again = first_tensor(call.module(call.inputs))
@@ -117,7 +117,7 @@ def _by_token(call: ModuleCall) -> bool:
 
 
 def _obstacle(trace: LayerTrace, call: ModuleCall) -> str:
-    """Return the error message for a module output that is not seen to be added to the residual."""
+    """Explain, in an error message, that a module's output is not added to any known residual."""
     following = later_calls(trace, call)[:3]
     names = ", ".join(f"{c.name.rsplit('.', 1)[-1]} ({type(c.module).__name__})" for c in following)
     between = f"what lies between ({names}, ...)" if names else "what lies between"
@@ -252,7 +252,7 @@ def _reaches_residual(
 def _possible_sums_outside(
     trace: LayerTrace, self_attention: SelfAttentionModule, projection: ModuleCall
 ) -> Iterator[_PossibleSum]:
-    """Yield where the residual may be added to a projection outside the attention module.
+    """Yield tensors that may be the residual plus the output of a projection outside the attention module.
 
     A norm may lie between the output of the projection and the sum.
     """
@@ -275,7 +275,7 @@ def _possible_sums_outside(
 def _possible_sums_inside(
     trace: LayerTrace, self_attention: SelfAttentionModule, projection: ModuleCall
 ) -> Iterator[_PossibleSum]:
-    """Yield where the residual is added to a projection inside the attention module.
+    """Yield tensors that are the residual plus the output of a projection inside the attention module.
 
     The residual is X, its norm's input or another argument of the module. Anything that the attention module
     computes itself and adds is a part of its attention.

@@ -56,7 +56,7 @@ class Factors:
 
     @property
     def layout_suffix(self) -> str:
-        """Return the words that the factors add to the name of a layout, such as ", layer scale"."""
+        """Return a suffix for the layout's name, such as ", layer scale", or "" without factors."""
         if self.base is None and self.branch is None:
             return ""
         one = self.base is None and self.branch is not None and self.branch.numel() > 1

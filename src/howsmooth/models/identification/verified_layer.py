@@ -47,7 +47,9 @@ class VerifiedLayer:
         return self.self_attention.replay.tokens()
 
     def sites(self, scope: str, heads: Sequence[int] | slice | None = None) -> list[Site]:
-        """Return the captured maps of one scope, with their tokens: a single one, or one for each head.
+        """Return the map of the layer, or of each of its heads, with the tokens that the model gave to it.
+
+        ``scope`` says which part of the layer the map covers, such as "head" or "attention".
 
         Raises
         ------
@@ -152,7 +154,7 @@ def _read(traced_layer: TracedLayer, batch: int, user: str) -> VerifiedLayer:
 
 
 def _may_be_outputs(norm: LayerNorm | RMSNorm | None, x: Tensor) -> bool:
-    """Whether all tokens ``x`` are in the range of a norm layer.
+    """Whether all tokens ``x`` can be outputs of a norm layer.
 
     The norm layer was identified on the first sequence only.
     """

@@ -272,7 +272,7 @@ def _built(
 def _preparation(
     place: Place, config: Any, model: nn.Module, modality: str
 ) -> ImagePreparation | AudioPreparation | None:
-    """Return how images or audio become inputs of a model; None if it takes neither.
+    """Return the processor that turns images or audio into a model's inputs; None for other models.
 
     Raises
     ------
@@ -316,7 +316,10 @@ def _without_pooler(config: Any) -> dict[str, Any]:
 def _layers(
     model: nn.Module, preparation: ImagePreparation | AudioPreparation | None
 ) -> tuple[list[AttentionLayer], str]:
-    """Return the attention layers that run on a short input, or an empty list and the reason."""
+    """Run a model on a short input, and return its attention layers.
+
+    Also return why there are none, or an empty text.
+    """
     try:
         named = model_inputs(model, sample_inputs(model, preparation)).named
         with measurement_mode(model):

@@ -1,4 +1,4 @@
-"""Turn images and audio into inputs of a model, with the processor in its files or its type's default."""
+"""Turn images and audio into the inputs of a model, with the model's processor from transformers."""
 
 from __future__ import annotations
 
@@ -213,7 +213,9 @@ def _processors(
 def _tried(
     processor: Any, channels: int, wanted: tuple[int, int] | None
 ) -> tuple[tuple[int, int], dict[str, Any]]:
-    """Try an image processor; return the size of its output images and the options for that size.
+    """Try an image processor, and return the height and width of the images that it makes.
+
+    Also return the options with which it makes images of this size.
 
     The size is ``wanted`` or, if that is None, the size that the processor gives to a square image.
     """
@@ -269,7 +271,9 @@ class AudioPreparation:
 
 
 def audio_preparation(place: Place, config: Any, model: nn.Module) -> AudioPreparation:
-    """Return the feature extractor of an audio model, from its files or by its type, after trying it.
+    """Build the feature extractor of an audio model, and try it on one second of silence.
+
+    Its settings come from the model's files or, if there are none, from the defaults of the model's type.
 
     Raises
     ------

@@ -22,7 +22,10 @@ _ADAPTER = "adapter_config.json"
 
 
 def forget_implementations(config: Any) -> None:
-    """Remove a configuration's choice of attention and expert kernels, so that transformers chooses."""
+    """Remove a configuration's choice of kernels for attention and mixture-of-experts layers.
+
+    Transformers then chooses the kernels.
+    """
     config._attn_implementation = None
     config._experts_implementation = None
 

@@ -38,7 +38,7 @@ Axes = tuple[Axis, ...]
 
 
 def leaves(axis: Axis) -> Axis:
-    """Return the factors of an axis, where a factor that was split is replaced by its parts."""
+    """Return the smallest factors of an axis: a factor that was split is replaced by its parts."""
     found: list[Factor] = []
     for factor in axis:
         found += (factor,) if factor.parts is None else leaves(factor.parts)

@@ -44,7 +44,7 @@ def two(args: Any, kwargs: Any) -> tuple[Any, Any]:
 
 
 def contraction_of(func: Any, args: Any, kwargs: Any) -> Contraction | None:
-    """Return the product that a call of a torch function computes; None if it has not two operands."""
+    """Describe the product of two tensors that a torch function computes; None if it computes none."""
     if func is torch.einsum:
         operands = args[1] if len(args) == 2 and isinstance(args[1], list | tuple) else args[1:]
         if not isinstance(args[0], str) or len(operands) != 2:
@@ -140,5 +140,5 @@ def product_scores(c: Contraction) -> Scores | Opaque | None:
 
 
 def _is_parameter(tensor: Tensor) -> bool:
-    """Whether the tensor is a parameter or a view of one: its product with tokens is a linear layer."""
+    """Whether a tensor is a parameter or a view of one, so that a product with it is a linear layer."""
     return isinstance(tensor, nn.Parameter) or isinstance(tensor._base, nn.Parameter)

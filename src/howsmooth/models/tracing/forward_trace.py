@@ -226,7 +226,7 @@ class _ForwardTracer:
                 raise _Stop
 
     def on_softmax(self, softmax: SoftmaxCall) -> None:
-        """Assign a softmax to its attention layer, which may be a new one."""
+        """Add a softmax to the attention layer that is running, or start a new layer with it."""
         if not self.stack:
             return
         innermost = self.stack[-1]

@@ -157,7 +157,7 @@ class ModuleReplay:
         return other
 
     def _changed(self, change: Callable[[Any], Any]) -> ModuleReplay:
-        """Return a copy of this replay whose arguments were passed through ``change``."""
+        """Return a copy of this call with ``change`` applied to each of its arguments."""
         other = copy.copy(self)
         other.x, other._output = change(self.x), None
         other._leaves = [leaf if leaf is _X else change(leaf) for leaf in self._leaves]

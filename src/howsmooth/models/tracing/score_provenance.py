@@ -45,7 +45,7 @@ class Operand:
 
 @dataclass(frozen=True, slots=True)
 class _Bias:
-    """A tensor that was added to the scores, times a coefficient."""
+    """A tensor that was multiplied by a number and added to the scores."""
 
     operand: Operand
     coefficient: float
@@ -110,7 +110,7 @@ class Scores:
         return replace(self, eps=max(self.eps, torch.finfo(dtype).eps))
 
     def unchanged(self) -> Scores:
-        """Return the description of the scores after an operation that should not change them."""
+        """Mark the scores as approximate, after an operation that should leave them unchanged."""
         return replace(self, approximate=True)
 
     def times(self, number: float) -> Scores | Opaque:
@@ -158,7 +158,7 @@ class Scores:
         return replace(self, cap=1.0)
 
     def hiding(self, pairs: Tensor) -> Scores | Opaque:
-        """Return the description of the scores after entries were masked out, where ``pairs`` is True."""
+        """Return the description of the scores after masking; True in ``pairs`` marks a hidden entry."""
         if self.sinks is not None:
             return Opaque("its scores and sinks are masked together")
         axes, own = broadcast(self.axes, pairs.shape)

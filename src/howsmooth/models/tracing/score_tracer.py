@@ -124,7 +124,7 @@ def _name(func: Any) -> str:
 
 
 def _mixed(known: Known | None, what: str) -> Opaque | None:
-    """Mark a result as Opaque, because softmax attention has no such operation; ``what`` names it."""
+    """Return Opaque for an operation that softmax attention lacks; ``what`` names the operation."""
     if known is None or isinstance(known, Opaque):
         return known
     after = isinstance(known, Probabilities)
@@ -146,7 +146,7 @@ class _Applied(NamedTuple):
 
 
 def _of_one(change: Callable[[Scores | Probabilities, _Applied], Known | None]) -> Rule:
-    """Make a rule for torch functions of one tensor.
+    """Make the tracer's rule for a torch function of one tensor from the function ``change``.
 
     ``change`` returns the description of the result.
     """
@@ -164,7 +164,7 @@ def _of_one(change: Callable[[Scores | Probabilities, _Applied], Known | None]) 
 
 
 def _each(known: Scores | Probabilities, change: Callable[[Scores], Scores | Opaque]) -> Known:
-    """Apply ``change`` to the description of scores, also if they are inside a softmax."""
+    """Apply ``change`` to described scores, or to the scores inside described attention weights."""
     if isinstance(known, Scores):
         return change(known)
     scores = change(known.scores)
@@ -262,7 +262,7 @@ def _convert(known: Scores | Probabilities, applied: _Applied) -> Known | None:
 
 @_of_one
 def _same(known: Scores | Probabilities, applied: _Applied) -> Known | None:
-    """Rule for functions such as ``clamp`` that should not change the scores.
+    """The tracer's rule for functions such as ``clamp``, which should leave the scores unchanged.
 
     This is checked at the end.
     """
@@ -299,7 +299,7 @@ def _index(known: Scores | Probabilities, applied: _Applied) -> Known | None:
 
 
 def _cut(known: Scores | Probabilities, applied: _Applied) -> Known | None:
-    """Rule for slices: only one that cuts off the column of attention sinks is understood."""
+    """The tracer's rule for slices, of which it knows one: cutting off the column of attention sinks."""
     return _without_sinks(known, applied.tensor, applied.result) or _mixed(known, "are indexed")
 
 
@@ -411,9 +411,9 @@ def _softmax(tracer: ScoreTracer, func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _rearrange(tracer: ScoreTracer, func: Any, args: Any, kwargs: Any) -> Any:
-    """Rule for functions that pick, shift or sort scores; the result cannot be read as attention scores.
+    """The tracer's rule for functions that pick, shift or sort scores.
 
-    The result still derives from a product of queries and keys, but its operands can no longer be read.
+    The result derives from a product of queries and keys, but it cannot be read as attention scores.
     """
     known = tracer.known(args[0] if args else kwargs.get("input"))
     result = func(*args, **kwargs)
@@ -424,7 +424,7 @@ def _rearrange(tracer: ScoreTracer, func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _mix(tracer: ScoreTracer, func: Any, args: Any, kwargs: Any) -> Any:
-    """Rule for functions that compute other numbers from scores.
+    """The tracer's rule for functions that compute other numbers from scores, such as ``sum``.
 
     Their result is Opaque; after a second such function it is unknown.
     """
@@ -470,7 +470,10 @@ def _inside(tracer: ScoreTracer, func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _functions(names: str) -> set[Any]:
-    """Return all torch functions, tensor methods and properties named in a string of names."""
+    """Find the torch functions, tensor methods and properties with the given names.
+
+    ``names`` separates the names by spaces.
+    """
     homes = (torch, Tensor, functional, torch.special)
     found = {getattr(home, name) for name in names.split() for home in homes if hasattr(home, name)}
     return {

@@ -190,7 +190,7 @@ class LipschitzAttention(LipschitzModule):
 
     @abstractmethod
     def _log_bound(self, length: int, radius: float, weights: Weights) -> Tensor:
-        """Return the logarithm of the layer's Lipschitz bound, before the output is rescaled to ``constant``.
+        """Return the logarithm of the Lipschitz bound that the layer would have without rescaling its output.
 
         The result is a float64 scalar with a graph to the weights. It covers the layer's kind of masks.
         It may be too small by the rounding errors of its computation.
@@ -201,13 +201,13 @@ class LipschitzAttention(LipschitzModule):
         """Return the layer's Lipschitz bound with its name and source, given the logarithm of its value."""
 
     def _undivided_bound(self, length: int, radius: float, weights: Weights) -> Bound:
-        """Return the layer's Lipschitz bound, before the output is rescaled to ``constant``."""
+        """Return the Lipschitz bound that the layer would have without rescaling its output."""
         log = log_value(lambda given: self._log_bound(length, radius, given), weights)
         return self._named_bound(log, radius)
 
     @abstractmethod
     def _undivided_output_radius(self, length: int, radius: float, weights: Weights) -> float:
-        """Return a bound on the norms of output tokens, before the output is rescaled to ``constant``."""
+        """Return an upper bound on the norms of the tokens that the layer would return without rescaling."""
 
     @abstractmethod
     def _map(self, weights: Weights, scale: float) -> TokenMap:
@@ -264,7 +264,7 @@ class LipschitzAttention(LipschitzModule):
         return rounded_up(largest)
 
     def _claimed(self, length: object, radius: object) -> tuple[int, float]:
-        """Check that the layer accepts a length and a radius, and return them as numbers.
+        """Check a sequence length and a largest token norm for this layer, and return them as numbers.
 
         For a layer that clips its input tokens, the result is at most the radius of the layer.
         """
@@ -293,9 +293,9 @@ class LipschitzAttention(LipschitzModule):
         return weights
 
     def _log_divisor(self, weights: Weights) -> float:
-        """Return the logarithm of the number bound / constant, by which the output is divided.
+        """Return the logarithm of the number by which the layer divides its output.
 
-        It is computed again only if a weight of the layer has changed.
+        The number is bound / constant. It is computed again only if a weight of the layer has changed.
         """
         key = (self.length, self.radius, self.constant)
         return self._log_divisor_of(weights, key, lambda: self._log_quotient(log_value(self._log, weights)))
@@ -308,9 +308,9 @@ class LipschitzAttention(LipschitzModule):
         return self._log_bound(self.length, self._bound_radius, weights)
 
     def _log_quotient(self, log_formula: float) -> float:
-        """Return the logarithm of the number bound / constant, by which the output is divided.
+        """Compute the logarithm of the number by which the layer divides its output.
 
-        ``log_formula`` is the logarithm of the bound before it is rounded up.
+        The number is bound / constant; ``log_formula`` is the logarithm of the bound before it is rounded up.
         """
         assert self.constant is not None
         log = self._named_bound(log_formula, self._bound_radius).log_value
@@ -327,7 +327,7 @@ class LipschitzAttention(LipschitzModule):
 
     @property
     def _bound_radius(self) -> float:
-        """Largest token norm that is assumed in the bound by which the output is divided."""
+        """Largest token norm for which the layer's Lipschitz bound is computed."""
         return 1.0 if self.radius is None else self.radius
 
     # ---- the forward pass
@@ -401,9 +401,9 @@ class LipschitzAttention(LipschitzModule):
         return output, shown if need_weights else None
 
     def _inverse(self, weights: dict[str, Tensor], like: Tensor) -> Tensor:
-        """Return the number constant / bound, by which the layer's output is multiplied.
+        """Return the number by which the layer multiplies its output to get the wanted Lipschitz constant.
 
-        It is differentiable in the weights, and has the dtype and device of ``like``.
+        The number constant / bound is differentiable in the weights, and has the dtype and device of ``like``.
         """
         for name, weight in weights.items():
             look_at(weight, partial(_refuse_batched, name, weight.ndim))

@@ -14,7 +14,7 @@ from howsmooth.attention import TokenMap
 from howsmooth.bounds.mask_rows import VisibleRows
 from howsmooth.bounds.variant_layers import l2_layer
 from howsmooth.errors import ArgumentError
-from howsmooth.nn.attention.variant import AttentionVariant, hull_radius, in_double, scaled_weights
+from howsmooth.nn.attention.variant_base import AttentionVariant, hull_radius, in_double, scaled_weights
 
 __all__ = ["L2Attention"]
 
@@ -101,7 +101,7 @@ class L2Attention(AttentionVariant):
         return {name: weight for name, weight in found.items() if weight is not None}
 
     def _folded(self, weights: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
-        """Return the query matrices, and the matrices that map queries to values.
+        """Return for each head the query matrix, and the matrix that maps queries to values.
 
         For head h these are Q_h (k, d) and V_h Q_hᵀ/√k (k, k).
         """

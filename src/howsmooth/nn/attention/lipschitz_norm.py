@@ -10,7 +10,7 @@ from torch import Tensor
 
 from howsmooth.bounds.mask_rows import VisibleRows
 from howsmooth.bounds.variant_layers import lipschitz_norm_layer
-from howsmooth.nn.attention.variant import AttentionVariant, hull_radius, in_double
+from howsmooth.nn.attention.variant_base import AttentionVariant, hull_radius, in_double
 
 __all__ = ["LipschitzNormAttention"]
 

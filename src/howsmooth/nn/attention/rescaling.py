@@ -31,7 +31,10 @@ class Remembered:
         self._value = 0.0
 
     def __call__(self, weights: Mapping[str, Tensor], key: object, compute: Callable[[], float]) -> float:
-        """Return the stored number, or compute it anew if the weights or ``key`` have changed."""
+        """Return the stored number, or compute it again if something on which it depends has changed.
+
+        It depends on the weights and on the values in ``key``.
+        """
         tensors = tuple(weight.detach() for weight in weights.values())
         same = key == self._key and len(tensors) == len(self._weights)
         if not same or not all(map(_same, tensors, self._weights)):
@@ -62,9 +65,7 @@ def log_value(expression: LogExpression, weights: Mapping[str, Tensor]) -> float
 def divided(
     log_divisor: float, weights: Mapping[str, Tensor], expression: LogExpression, like: Tensor
 ) -> Tensor:
-    """Return 1/divisor as a tensor that is differentiable in the weights.
-
-    A layer's output is multiplied by this number.
+    """Return the number 1/divisor by which a layer multiplies its output, differentiable in the weights.
 
     Parameters
     ----------
@@ -90,9 +91,9 @@ def divided(
 
 
 class _Inverse(torch.autograd.Function):
-    """The autograd function 1/divisor, which gets its gradient from the logarithm of the divisor.
+    """Autograd function for the factor 1/divisor of a layer's output.
 
-    The derivative of 1/divisor is −1/divisor times the derivative of log divisor.
+    Its gradient is computed from log divisor: it is −1/divisor times the gradient of log divisor.
     """
 
     @staticmethod
@@ -135,7 +136,7 @@ class _Inverse(torch.autograd.Function):
 
     @staticmethod
     def vmap(info: Any, in_dims: tuple[Any, ...], *arguments: Any) -> tuple[Tensor, None]:
-        """Compute 1/divisor once, because all entries of the batch share the weights."""
+        """Return one factor for a whole torch.func.vmap batch, because the batch shares the weights."""
         if any(dim is not None for dim in in_dims):
             raise NotImplementedError("torch.func.vmap over the weights of an attention with a constant")
         result: Tensor = _Inverse.apply(*arguments)  # type: ignore[no-untyped-call]

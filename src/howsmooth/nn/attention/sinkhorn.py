@@ -15,7 +15,7 @@ from howsmooth.bounds.mask_rows import VisibleRows
 from howsmooth.bounds.variant_layers import sinkhorn_layer
 from howsmooth.errors import ArgumentError
 from howsmooth.nn.attention.sinkhorn_weights import doubly_stochastic
-from howsmooth.nn.attention.variant import AttentionVariant, hull_radius, in_double, scaled_weights
+from howsmooth.nn.attention.variant_base import AttentionVariant, hull_radius, in_double, scaled_weights
 from howsmooth.nn.checks import look_at
 
 __all__ = ["SinkhornAttention"]

@@ -112,12 +112,13 @@ def _projected(p: Float[Tensor, "*batch n n"], m: Float[Tensor, "*batch n n"]) -
 
 
 def _system(p: Float[Tensor, "*batch n n"]) -> Float[Tensor, "*batch n n"]:
-    """Return the matrix of the linear systems for Newton steps and for derivatives of P.
+    """Return the matrix diag(c) − PᵀP, made invertible, where c are the column sums of P.
 
-    It is diag(c) − PᵀP, where c are the column sums of P, made invertible. The kernel consists of the
-    constant vectors or, if P is block diagonal, of the vectors constant on each block. Adding 1/n to all
-    entries removes the constants, and the ridge handles the blocks. Adding a kernel vector to a solution does
-    not change the result.
+    Newton steps and the derivatives of P solve linear systems with this matrix.
+
+    The kernel of diag(c) − PᵀP consists of the constant vectors or, if P is block diagonal, of the vectors
+    constant on each block. Adding 1/n to all entries removes the constants, and the ridge handles the blocks.
+    Adding a kernel vector to a solution does not change the result.
     """
     system: Tensor = torch.diag_embed(p.sum(dim=-2) + _RIDGE) - p.mT @ p + 1 / p.shape[-1]
     return system
@@ -156,9 +157,9 @@ def _scaled(
 
 
 def _newton(g: Tensor, p: Tensor) -> list[Tensor]:
-    """Return candidates for the new g = log β: the results of Newton steps of several lengths.
+    """Return the results of Newton steps of several lengths, from which the best is chosen.
 
-    A full Newton step may overshoot.
+    The results are candidates for g = log β. A full Newton step may overshoot.
     """
     # The Hessian of the objective is diag(c) − PᵀP and its gradient is c − 1.
     step = torch.linalg.solve(_system(p), (p.sum(dim=-2) - 1)[..., None]).mT
@@ -167,7 +168,7 @@ def _newton(g: Tensor, p: Tensor) -> list[Tensor]:
 
 
 def _best(scores: Tensor, trials: list[Tensor], near: Tensor) -> Tensor:
-    """Return the best of several candidates for g = log β.
+    """Choose the best of several candidates for g, the logarithms of the column factors β.
 
     It is the candidate with the lowest objective or, where ``near`` is True, the candidate whose column sums
     are closest to one.
@@ -187,7 +188,7 @@ def _best(scores: Tensor, trials: list[Tensor], near: Tensor) -> Tensor:
 
 
 def _normalised(scores: Tensor, g: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return log P for given g = log β, and how far the column sums of P are from one.
+    """Return log P for given column factors e^g, and how far the column sums of P are from one.
 
     The rows of P sum to one. The results are log P, the logarithms of the column sums, and the largest
     |column sum − 1|.

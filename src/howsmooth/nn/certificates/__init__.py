@@ -1,1 +1,1 @@
-"""Certificates of whole models: constants of modules, their product, and the robustness of inputs."""
+"""Certify whole models: an upper bound on the Lipschitz constant, and the robustness of inputs."""

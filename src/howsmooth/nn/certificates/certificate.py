@@ -1,4 +1,4 @@
-"""The result of certify: a model's constant, a table of its factors, and certified radii of inputs."""
+"""The result of certify: an upper bound on a model's Lipschitz constant, computed module by module."""
 
 from __future__ import annotations
 

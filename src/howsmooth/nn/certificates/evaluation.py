@@ -202,7 +202,7 @@ def _checked(inputs: Tensor) -> Tensor:
 
 
 def tokens_of(model: nn.Module, inputs: Tensor) -> Tensor:
-    """Return inputs as the tokens (batch, n, d) to which a certificate of the model refers.
+    """Return inputs as the tokens (batch, n, d) on which the model's Lipschitz constant is certified.
 
     Raises
     ------

@@ -84,7 +84,7 @@ REWRITINGS: dict[type[nn.Module], Rewriting] = {}
 
 
 class Composite(LipschitzModule):
-    """A module whose constant is computed from the constants of its children."""
+    """A module whose Lipschitz constant is computed from the Lipschitz constants of its children."""
 
     @abstractmethod
     def rows(self, length: int, radius: float, path: str, level: int) -> tuple[Row, ...]:

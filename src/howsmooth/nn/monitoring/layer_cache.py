@@ -32,7 +32,7 @@ _BIASES = {"query": "query_bias", "key": "key_bias", "value": "value_bias", "out
 
 @dataclass(frozen=True, eq=False)
 class _Block:
-    """The position of consecutive rows of a weight, or of consecutive entries of a bias.
+    """The place in the model of consecutive rows of a weight, or of consecutive entries of a bias.
 
     ``transposed`` tells whether they are rows of the transposed weight.
     """
@@ -161,7 +161,7 @@ def _matrices(root: nn.Module) -> list[tuple[nn.Module, str, Tensor]]:
 def _found(
     matrix: Tensor, bias: Tensor | None, weights: list[tuple[nn.Module, str, Tensor]]
 ) -> tuple[_Block, _Block | None] | None:
-    """Find the rows of a weight of the model that equal ``matrix``, and the entries of their bias.
+    """Find in the model the weight that holds a given matrix and bias, by comparing the numbers.
 
     ``matrix`` is (..., d). The result is None unless there is exactly one match.
     """

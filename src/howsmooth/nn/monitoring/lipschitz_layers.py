@@ -95,7 +95,7 @@ class OwnAttention:
         return score_norm(self.map)
 
     def bound(self) -> float | None:
-        """Return the layer's proved Lipschitz bound; None if the layer has no radius."""
+        """Return the layer's proved Lipschitz bound; None for a layer without a largest token norm."""
         if self.module.radius is None:
             return None
         return float(self.module.lipschitz_bound(self.module.length, self.module.radius).value)

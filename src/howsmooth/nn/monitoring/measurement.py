@@ -58,9 +58,9 @@ class Accuracy:
 
 @dataclass(eq=False)
 class _Layer:
-    """What is known about an attention layer at one of the monitor's inputs.
+    """An attention layer read at one of the monitor's inputs: its map and tokens, or an error.
 
-    This is the layer's map and its tokens, or the error that prevented reading them.
+    The error says why the map could not be read.
     """
 
     name: str
@@ -80,7 +80,7 @@ class _Layer:
 
 @dataclass(eq=False)
 class _Row:
-    """What is known about an attention layer at all of the monitor's inputs.
+    """An attention layer read at all of the monitor's inputs.
 
     From this, one record is computed.
     """

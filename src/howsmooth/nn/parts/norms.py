@@ -250,7 +250,7 @@ class LipschitzRMSNorm(_SmoothedNorm):
 
 
 def norm_with_one(t: Tensor, joined: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
-    """Combine the squared norm of each token with the number 1, and return the square root.
+    """Return a smoothed norm of each token, such as √(|t|² + 1), which is never zero.
 
     For tokens t (..., d), the result is √joined(|t|², 1), with shape (..., 1). ``joined`` is a homogeneous
     function of two numbers, such as + or max. Unlike |t|, the result is smooth at t = 0, with all

@@ -209,7 +209,7 @@ class TakeToken(_TokenModule):
         self.index = index
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return each sequence's token at the position of this module, (batch, n, d) to (batch, d)."""
+        """Return the token at ``self.index`` of each sequence, (batch, n, d) to (batch, d)."""
         check_tokens("x", x, ndim=3)
         self._check(x.shape[1])
         return x[:, self.index]
@@ -273,7 +273,7 @@ class ClipTokens(_TokenModule):
             raise ArgumentError("radius", expected="a finite number > 0", got=repr(radius))
 
     def forward(self, x: Tensor) -> Tensor:
-        """Project each token of x (..., d) onto the ball of the radius of this module."""
+        """Shorten each token of x (..., d) that is longer than ``self.radius`` to this norm."""
         check_tokens("x", x)
         return x / norm_with_one(x / self.radius, torch.maximum)
 

@@ -38,7 +38,7 @@ class AttentionVariant(LipschitzAttention):
 
     @abstractmethod
     def _bound(self, rows: VisibleRows, radius: float, weights: Weights) -> Tensor:
-        """Return the layer's Lipschitz bound, before the output is rescaled to ``constant``.
+        """Return the Lipschitz bound that the layer would have without rescaling its output.
 
         The result is a float64 scalar that is differentiable in the weights. ``rows`` says how many keys each
         query sees under the layer's masks, ``radius`` is the largest norm of a token, possibly infinite, and
