@@ -255,14 +255,14 @@ def _tanh(known: Scores | Probabilities, applied: _Applied) -> Known | None:
 
 @_of_one
 def _convert(known: Scores | Probabilities, applied: _Applied) -> Known | None:
-    """Rule for dtype and device conversions and copies; it records the precision of the result."""
+    """Describe the result of a copy, or of a conversion to another dtype or device."""
     dtype = applied.result.dtype
     return _each(known, lambda s: s.rounded(dtype)) if dtype.is_floating_point else None
 
 
 @_of_one
 def _same(known: Scores | Probabilities, applied: _Applied) -> Known | None:
-    """The tracer's rule for functions such as ``clamp``, which should leave the scores unchanged.
+    """Describe the result of a function such as ``clamp``, which should leave the scores unchanged.
 
     This is checked at the end.
     """
@@ -299,7 +299,7 @@ def _index(known: Scores | Probabilities, applied: _Applied) -> Known | None:
 
 
 def _cut(known: Scores | Probabilities, applied: _Applied) -> Known | None:
-    """The tracer's rule for slices, of which it knows one: cutting off the column of attention sinks."""
+    """Describe a slice of scores or attention weights, which should only cut off the column of sinks."""
     return _without_sinks(known, applied.tensor, applied.result) or _mixed(known, "are indexed")
 
 
@@ -337,7 +337,7 @@ def _without_sinks(known: Known, tensor: Tensor, result: Tensor) -> Probabilitie
 
 
 def _assign(tracer: ScoreTracer, func: Any, args: Any, kwargs: Any) -> Any:
-    """Rule for ``a[i] = b``, after which ``a`` no longer counts as scores."""
+    """Run ``a[i] = b``, and mark the changed tensor ``a`` as no longer readable as scores."""
     known = tracer.known(args[0]) or tracer.known(args[2])
     func(*args, **kwargs)
     tracer.note(args[0], _mixed(known, "are put together from pieces"))
@@ -361,7 +361,7 @@ def _join(tracer: ScoreTracer, func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _where(tracer: ScoreTracer, func: Any, args: Any, kwargs: Any) -> Any:
-    """Rule for ``torch.where``, which hides keys if it replaces scores by large negative numbers."""
+    """Run ``torch.where``, which hides keys if it replaces scores by large negative numbers."""
     result = func(*args, **kwargs)
     if len(args) != 3:
         return result
@@ -411,7 +411,7 @@ def _softmax(tracer: ScoreTracer, func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _rearrange(tracer: ScoreTracer, func: Any, args: Any, kwargs: Any) -> Any:
-    """The tracer's rule for functions that pick, shift or sort scores.
+    """Run a function that picks, shifts or sorts scores, and mark the result as unreadable.
 
     The result derives from a product of queries and keys, but it cannot be read as attention scores.
     """
@@ -424,9 +424,9 @@ def _rearrange(tracer: ScoreTracer, func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _mix(tracer: ScoreTracer, func: Any, args: Any, kwargs: Any) -> Any:
-    """The tracer's rule for functions that compute other numbers from scores, such as ``sum``.
+    """Run a function that computes other numbers from scores, and mark the result as unreadable.
 
-    Their result is Opaque; after a second such function it is unknown.
+    The result is Opaque; after a second such function it is unknown.
     """
     known = tracer.known(args[0] if args else kwargs.get("input"))
     result = func(*args, **kwargs)

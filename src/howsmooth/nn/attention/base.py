@@ -403,7 +403,7 @@ class LipschitzAttention(LipschitzModule):
     def _inverse(self, weights: dict[str, Tensor], like: Tensor) -> Tensor:
         """Return the number by which the layer multiplies its output to get the wanted Lipschitz constant.
 
-        The number constant / bound is differentiable in the weights, and has the dtype and device of ``like``.
+        It is constant / bound, differentiable in the weights, with the dtype and device of ``like``.
         """
         for name, weight in weights.items():
             look_at(weight, partial(_refuse_batched, name, weight.ndim))
