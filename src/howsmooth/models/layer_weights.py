@@ -64,7 +64,7 @@ def device_of(model: nn.Module) -> torch.device:
 
 
 def has_weights(model: nn.Module) -> bool:
-    """Return True unless some weights are on the meta device and accelerate will not load them."""
+    """Return True if all weights are in memory or will be loaded by accelerate."""
     modules = model.modules()
     missing = (m for m in modules if any(p.is_meta for p in m.parameters(recurse=False)))
     return all(_offloads(getattr(module, "_hf_hook", None)) for module in missing)

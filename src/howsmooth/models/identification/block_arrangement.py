@@ -222,9 +222,9 @@ def _obstacle(later: list[ModuleCall], branch: Tensor, hidden: Tensor | None, x:
 
 
 def _norm_before(trace: LayerTrace) -> tuple[ModuleCall | None, Tensor, Tensor | None]:
-    """Find the norm layer that computes the tokens X of the attention; return its call, output and input.
+    """Find the norm layer that computes the attention's input X.
 
-    Without such a norm layer, it returns (None, X, None).
+    Return its call, output and input; without such a norm layer, return (None, X, None).
     """
     x = trace.x
     given = [

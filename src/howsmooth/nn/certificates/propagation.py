@@ -88,7 +88,7 @@ class Composite(LipschitzModule):
 
     @abstractmethod
     def rows(self, length: int, radius: float, path: str, level: int) -> tuple[Row, ...]:
-        """Return a table row for each module inside this one, and last the row of this module."""
+        """Return the certificate's table rows for all modules inside this one, and last for this module."""
 
     def lipschitz_bound(self, length: int, radius: float) -> Bound:
         """Return the Lipschitz bound that follows from the bounds of the module's children."""

@@ -1,4 +1,4 @@
-"""Fast reading of an attention layer's weights, once their positions in the model are known.
+"""Fast reading of an attention layer's weights, once it is known where in the model they are stored.
 
 The first time, a layer is captured: its map is found and verified by running the layer several times. If
 every parameter of the map is a block of a weight of the model, the positions of the blocks are remembered.
@@ -51,7 +51,7 @@ class _Block:
 
 @dataclass(eq=False)
 class Reading:
-    """The positions of an attention layer's weights in the model, for reading the layer again.
+    """Where in the model an attention layer's weights are stored, for reading the layer again.
 
     The module ``owner`` gets the layer's tokens, and the module ``projection`` returns its output.
     """
@@ -117,7 +117,7 @@ class Reading:
 
 
 def reading_of(read: VerifiedLayer) -> Reading | None:
-    """Find the positions of an attention layer's weights in the model.
+    """Find where in the model an attention layer's weights are stored.
 
     The result is None unless each weight of the layer consists of rows of exactly one weight of the model.
     """

@@ -66,7 +66,7 @@ class OwnAttention:
         return f"{type(self.module).__name__}{kind}{called}"
 
     def _as_called(self, x: Tensor) -> Tensor:
-        """Apply the layer to other tokens, with the other arguments of the recorded call.
+        """Apply the layer to other tokens, with its masks and all other arguments as recorded.
 
         The result has no gradients in the weights.
         """
@@ -76,9 +76,9 @@ class OwnAttention:
         return output.to(x.dtype)
 
     def score_norm(self) -> float:
-        """Return the largest spectral norm of the score matrices A_h of the heads h.
+        """Return the largest spectral norm of a head's score matrix.
 
-        Without mask and clipping, the scores are ⟨A_h x_i + b_h, x_j⟩.
+        The score matrix of head h is A_h. Without mask and clipping, the scores are ⟨A_h x_i + b_h, x_j⟩.
 
         Raises
         ------

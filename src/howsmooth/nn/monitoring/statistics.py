@@ -20,10 +20,11 @@ __all__ = ["Entropy", "score_norm"]
 
 
 def score_norm(f: TokenMap | None) -> float:
-    """Return the largest spectral norm of the score matrices A_h of the heads h.
+    """Return the largest spectral norm of a head's score matrix.
 
-    The scores are ⟨A_h x_i + b_h, x_j⟩. For softmax attention, A_h = scale · K_hᵀ Q_h. For L2 attention, A_h
-    = 2 · scale · K_hᵀ Q_h, which is the part of −scale · |Q x_i − K x_j|² that depends on both tokens.
+    The score matrix of head h is A_h, and the scores are ⟨A_h x_i + b_h, x_j⟩. For softmax attention,
+    A_h = scale · K_hᵀ Q_h. For L2 attention, A_h = 2 · scale · K_hᵀ Q_h, which is the part of
+    −scale · |Q x_i − K x_j|² that depends on both tokens.
 
     Raises
     ------

@@ -29,7 +29,7 @@ class _Residual(Composite):
         self.inner = inner
 
     def rows(self, length: int, radius: float, path: str, level: int) -> tuple[Row, ...]:
-        """Return a table row for each module of the branch, and last the row of the residual.
+        """Return the certificate's table rows for all modules of the branch, and last for the residual.
 
         The level of the branch's rows is higher by one.
         """
