@@ -59,7 +59,7 @@ def device_of(model: nn.Module) -> torch.device:
     first = next((t for t in (*model.parameters(), *model.buffers())), None)
     if first is None or not first.is_meta:
         return torch.device("cpu") if first is None else first.device
-    hooks = (getattr(module, "_hf_hook", None) for module in model.modules())
+    hooks: Iterator[Any] = (getattr(module, "_hf_hook", None) for module in model.modules())
     return torch.device(next((hook.execution_device for hook in hooks if _offloads(hook)), "meta"))
 
 
