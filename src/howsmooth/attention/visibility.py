@@ -47,7 +47,10 @@ class Visibility:
         return self.block(slice(0, queries), slice(0, self.n), device)
 
     def keys(self, rows: slice) -> slice:
-        """Return the range of keys that causal order and window let at least one query of ``rows`` see."""
+        """Return the range of keys that at least one of the given queries may attend to.
+
+        The queries are ``rows``. Causal order and window count, a boolean mask does not.
+        """
         first, last = 0, self.n
         if self.causal:
             last = min(last, rows.stop)
@@ -57,7 +60,10 @@ class Visibility:
         return slice(min(first, last), last)
 
     def shared_keys(self, rows: slice) -> slice:
-        """Return the range of keys that causal order and window let every query of ``rows`` see."""
+        """Return the range of keys that every one of the given queries may attend to.
+
+        The queries are ``rows``. Causal order and window count, a boolean mask does not.
+        """
         first, last = 0, self.n
         if self.causal:
             last = min(last, rows.start + 1)

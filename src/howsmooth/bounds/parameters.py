@@ -241,7 +241,7 @@ class Parameters:
 
 @runtime_checkable
 class SiteLike(Protocol):
-    """The interface of a captured site: a map of a model, its input tokens, and the norm layer before it."""
+    """The interface of a captured site: one map of a model and the tokens that it received."""
 
     @property
     def map(self) -> object:

@@ -142,7 +142,7 @@ def _dot(a: Tensor, b: Tensor) -> Tensor:
 
 
 def _plus(base: Tensor, factor: float, weights: Sequence[float], terms: Sequence[Tensor]) -> Tensor:
-    """Return base + factor · Σ_i weights_i terms_i."""
+    """Add a weighted sum of tensors to ``base``: base + factor · Σ_i weights_i terms_i."""
     for weight, term in zip(weights, terms, strict=True):
         if weight:
             base = base + (factor * weight) * term

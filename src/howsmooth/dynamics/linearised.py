@@ -146,7 +146,7 @@ class LinearisedFlow:
         return made
 
     def rates(self, i: int) -> list[LinearOperator]:
-        """Return the Jacobians of the velocity from which the rate of growth in step ``i`` is computed.
+        """Return the Jacobians of the velocity that give the rate of growth in step ``i``.
 
         There is one Jacobian for each stage of the step. On a sphere they are projected onto the tangent
         spaces.
@@ -179,9 +179,9 @@ class LinearisedFlow:
         return ComposedJacobian(after, ComposedJacobian(operator, ProjectionJacobian(one.points[0][None])))
 
     def until(self, frame: int, rounding: Tensor) -> LinearOperator:
-        """Return the Jacobian of the flow map from the first time to time number ``frame``.
+        """Return the Jacobian of the flow map from the first to a later output time.
 
-        ``frame`` is at least 1.
+        The later time has the index ``frame`` >= 1.
         """
         return ChainJacobian(self.step, self.steps_until[frame], rounding)
 

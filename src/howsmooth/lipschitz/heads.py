@@ -160,7 +160,7 @@ def _vector_bytes(head: TokenMap, x: Tensor) -> int:
 
 
 class _OfTokens(LinearOperator):
-    """The Jacobians of heads as functions of the tokens, from their Jacobians in fewer coordinates.
+    """The heads' Jacobians as maps of tokens, although they are stored in fewer coordinates.
 
     With J_h in the coordinates of the basis B_h, the Jacobian of head h is E ↦ J_h(E B_h).
     """

@@ -79,7 +79,7 @@ def _jacobians(
     lots: Sequence[Sequence[int]],
     dtypes: Sequence[torch.dtype],
 ) -> list[dict[torch.dtype, LinearOperator]]:
-    """Return the Jacobian at each of several groups of sequences, as a dictionary from dtype to Jacobian.
+    """For each group of sequences, return their joint Jacobian in each of ``dtypes``.
 
     Each item of ``lots`` is a group, as indices of sequences sorted by length. Sequences of one length are
     linearised together, and the Jacobians of a group are joined to one operator.
@@ -137,7 +137,7 @@ def verdict(
 def _streamed(
     double: TokenMap, x: Tensor, members: Sequence[int], solver: Solver, budget: int
 ) -> LeadingTriplet:
-    """Measure one member without keeping its probabilities, so without any n × n matrix.
+    """Measure at one sequence without keeping its probabilities, so without any n × n matrix.
 
     The steps are as in :func:`_cached`. The operators in float32 and in float64 are not in memory at the
     same time.
@@ -195,12 +195,12 @@ def _defect(rounded: Tensor, exact: Tensor, sigma: Tensor) -> Tensor:
 
 
 def _norms(t: Tensor) -> Tensor:
-    """Return the Frobenius norm of each member (members,), on the CPU."""
+    """Return the Frobenius norm of each entry of a batch, on the CPU."""
     norms: Tensor = torch.linalg.vector_norm(t.flatten(1), dim=1).cpu()
     return norms
 
 
 def _unit(t: Tensor) -> Tensor:
-    """Return each member divided by its norm; zero stays zero."""
+    """Return each entry of a batch divided by its Frobenius norm; zero stays zero."""
     length = t.flatten(1).norm(dim=1).view(-1, 1, 1)
     return torch.where(length > 0, t / length, t)

@@ -87,7 +87,7 @@ class Pair:
 
     @property
     def reach_of_light_atoms(self) -> float:
-        """Upper bound on the change of W_p that leaving out light atoms causes.
+        """Upper bound on the change of W_p when atoms of negligible weight are left out.
 
         The bound is the sum of m^{1/p} over the masses m of these atoms.
         """

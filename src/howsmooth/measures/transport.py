@@ -188,7 +188,7 @@ def transport_of(
     options: Options,
     measures: tuple[DiscreteMeasure, DiscreteMeasure],
 ) -> Transport:
-    """Return the answer for scaled measures as a distance in the units of the given measures.
+    """Build the result for the user: undo the scaling, and add the interval and the plan.
 
     If ``options.gradient`` is set, the distance is differentiable.
     """

@@ -201,7 +201,7 @@ def certify(
 
 
 def distance(at: HeadsAt) -> Tensor:
-    """Return an upper bound on the change of the Jacobian that the rounding of its heads causes.
+    """Return an upper bound on how far rounding in the heads moves the Jacobian.
 
     The change is J − J̃, where J is the exact Jacobian and J̃ the Jacobian of the rounded heads ``at``.
     """

@@ -134,7 +134,10 @@ def certificate_frobenius(attention: object, X: Tensor | None = None, *, iterati
 
 
 def parts_value(at: HeadsAt, *, iterations: int, rule: Rule = "cholesky") -> Enclosed:
-    """Return Theorem N's bound on the norm of the Jacobian of rounded heads."""
+    """Return Theorem N's bound on the norm of the Jacobian.
+
+    The Jacobian is taken with the attention weights, values and queries as rounded to float64.
+    """
     weights = joint_weights(at, iterations)
     diagonal = diagonal_norms(at, rule, diagonal_guess(at))
     parts = (averages(at, rule), moving_keys_norm(at, weights, rule), diagonal)

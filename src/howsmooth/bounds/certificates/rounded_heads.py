@@ -88,7 +88,7 @@ class HeadsAt:
         return _turn_norm(self.rotary)
 
     def key_blocks(self, g: Float[Tensor, "n key_dim key_dim"]) -> Float[Tensor, "n key_dim key_dim"]:
-        """Return the matrix of each key, transformed by the rotary map at the key's position.
+        """Transform one matrix for each key by the rotation at the key's position (rotary embedding).
 
         For key j it is R_jᵀ g_j R_j, where R_j is the rotary map at position j.
         """
@@ -222,7 +222,10 @@ def _head_at(
 def _projected(
     x: Float[Tensor, "n d"], weight: Float[Tensor, "k d"], bias: Float[Tensor, " k"], rotary: Rotary | None
 ) -> tuple[Float[Tensor, "n k"], Float[Tensor, "n k"]]:
-    """Return the projected and rotated tokens, and the sums of the absolute values of their terms."""
+    """Return the queries (or keys) of the tokens, and sizes that bound their rounding errors.
+
+    The sizes are the sums of the absolute values of the terms of each entry.
+    """
     t = x @ weight.mT + bias
     size = x.abs() @ weight.abs().mT + bias.abs()
     if rotary is None:
