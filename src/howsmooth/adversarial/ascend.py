@@ -311,7 +311,7 @@ class _Climb:
         return self.domain.pull_back(torch.cat(parts) / sigma)
 
     def _direction(self, u: Tensor, gradient: Tensor) -> Tensor:
-        """Return the direction of the next step: the gradient, changed so that the step stays in the domain.
+        """Return the direction of the next step: the gradient, without the part that leaves the domain.
 
         The gradients at tokens that carry much attention are hundreds of times longer than the others. Each
         row is divided by the square root of its length, so that all tokens move.

@@ -224,9 +224,10 @@ def constructions(
 
 
 def _has_tie(head: Head) -> bool:
-    """Tell whether :func:`two_heavy_tokens` can build an input for this head.
+    """Tell whether this head allows an input with two equally attended tokens.
 
-    It needs d >= 2, scores that are not all zero, and a value matrix that is not zero.
+    Such inputs are built by :func:`two_heavy_tokens`. They need d >= 2, scores that are not all zero, and a
+    value matrix that is not zero.
     """
     return head.d >= 2 and head.A_norm + head.b_norm > 0 and head.V_norm > 0
 

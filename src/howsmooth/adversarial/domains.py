@@ -58,7 +58,7 @@ class Domain(abc.ABC):
         return u
 
     def pull_back(self, gradient: Tensor) -> Tensor:
-        """Return the gradient with respect to coordinates, given the gradient with respect to tokens."""
+        """Convert a gradient with respect to tokens into one with respect to coordinates."""
         return gradient
 
     def project(self, X: Tensor) -> Tensor:

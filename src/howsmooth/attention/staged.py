@@ -162,7 +162,7 @@ class SoftmaxCore:
         return visible, ScoreFeatures(self.softcap, bias, sinks, seen)
 
     def head(self, h: int) -> SoftmaxCore:
-        """Return the softmax of head ``h`` alone, a function of the queries, keys and values of one head."""
+        """Return the softmax attention of head ``h`` alone."""
 
         def pick(t: Tensor | None) -> Tensor | None:
             return t if t is None or t.ndim < 3 or t.shape[-3] == 1 else t[..., h : h + 1, :, :]

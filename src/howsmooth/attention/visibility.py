@@ -38,7 +38,10 @@ class Visibility:
 
     @property
     def triangle(self) -> bool | None:
-        """True for the causal mask alone, False if every query sees every key, None for any other mask."""
+        """Whether queries see no later keys; None if a window or a boolean mask is set.
+
+        True for the causal mask alone, False if every query sees every key, None for any other mask.
+        """
         return self.causal if self.window is None and self.mask is None else None
 
     def whole(self, device: torch.device | None = None) -> Bool[Tensor, "m n"] | None:

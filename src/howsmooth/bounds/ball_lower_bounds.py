@@ -166,12 +166,12 @@ def two_cluster_lower_bound(attention: object, length: int, radius: float) -> Bo
 
 
 def causal_two_cluster_lower_bound(attention: object, length: int, radius: float) -> Bound:
-    """Bound Lip(f^m on B_R^n) of causal attention from below by the Jacobian at two clusters of tokens.
+    """Bound the Lipschitz constant of causal attention from below, with two clusters of tokens.
 
-    The tokens are as in :func:`two_cluster_lower_bound`, with the heavy token Ru first. Without bias, the
-    bound is the norm of the blocks V and p_i V(I + 2g(1−p_i)uuᵀ), i = 2, …, n, stacked, where p_i is the
-    weight of the heavy token in row i and g = γ_max R²/8 or −γ_min R². It is at least √(1+Σp_i²)‖V‖ and
-    √(Σp_i²(1+2g(1−p_i))²)|Vu|.
+    It bounds Lip(f^m on B_R^n) by the Jacobian's norm at the clusters. The tokens are as in
+    :func:`two_cluster_lower_bound`, with the heavy token Ru first. Without bias, the bound is the norm of the
+    blocks V and p_i V(I + 2g(1−p_i)uuᵀ), i = 2, …, n, stacked, where p_i is the weight of the heavy token in
+    row i and g = γ_max R²/8 or −γ_min R². It is at least √(1+Σp_i²)‖V‖ and √(Σp_i²(1+2g(1−p_i))²)|Vu|.
 
     Parameters
     ----------

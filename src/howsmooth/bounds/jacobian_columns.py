@@ -111,7 +111,7 @@ def _same_gram(table: Tensor) -> Tensor:
 
 
 def rounding_of_scores(heads: Sequence[Head], points: Witness) -> float:
-    """Return a bound on the rounding error of the score differences between heavy and light tokens."""
+    """Bound how much rounding changes the score differences between heavy and light tokens."""
     y = torch.linalg.vector_norm(_forms(heads, points.light), dim=1).max()
     shift = torch.linalg.vector_norm(points.heavies - points.light, dim=1).max()
     allowance = 4e-15 * float(y * shift)

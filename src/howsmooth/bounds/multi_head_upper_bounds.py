@@ -258,7 +258,7 @@ def _log_quadratic_form(maps: list[Tensor], logs: list[float]) -> float:
 def _bounds_of_heads(
     parameters: Parameters, length: object, radius: object, head_bound: HeadBound
 ) -> tuple[list[float], tuple[Hypothesis, ...]]:
-    """Return the logarithms of the upper bounds on the heads, and the union of their hypotheses."""
+    """Return the upper bound on each head, as a logarithm, and all hypotheses of these bounds."""
     n, R = check_length(length), check_radius(radius)
     logs: list[float] = []
     holds: dict[str, bool] = {}

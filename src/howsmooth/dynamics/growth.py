@@ -282,9 +282,9 @@ def _along(trajectory: LinearisedFlow, times: list[float], solve: Solve) -> list
 
 
 def _rate(trajectory: LinearisedFlow, i: int, solve: Solve, index: int) -> float:
-    """Return the integral of the velocity's local Lipschitz constant over step ``i``, by quadrature.
+    """Integrate the local Lipschitz constant of the velocity over one step, by quadrature.
 
-    The random starts of the stages have the numbers after ``index``.
+    The step has the number ``i``. The random starts of the stages have the numbers after ``index``.
     """
     stages = enumerate(zip(trajectory.rates(i), trajectory.tableau.b, strict=True), start=index + 1)
     local = [weight * float(solve(stage, s).sigma) for s, (stage, weight) in stages if weight]

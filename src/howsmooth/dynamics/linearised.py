@@ -169,7 +169,10 @@ class LinearisedFlow:
         ]
 
     def step(self, i: int) -> LinearOperator:
-        """Return the Jacobian of the map that step ``i`` computes."""
+        """Return the Jacobian of one step of the trajectory.
+
+        On a sphere it includes the projections before and after the step.
+        """
         one = self.steps[i]
         operator = StepJacobian(self.stages(i), self.tableau, one.length)
         if not isinstance(self.system.field, Sphere):

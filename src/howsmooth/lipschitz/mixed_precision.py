@@ -171,7 +171,7 @@ def _streamed(
 def judge(
     found: LeadingTriplet, sigma: Tensor, defect: Tensor, exact: LinearOperator, rtol: float
 ) -> LeadingTriplet:
-    """Widen the interval of a float32 run by what rounding may have changed.
+    """Widen the interval that a float32 run found, by the error that its rounding may cause.
 
     The value becomes σ = |J v|, computed in float64. The lower limit is proved where the float64 products
     are. The upper one is an estimate to first order: rounding of the float32 run moves σ by at most the
@@ -186,10 +186,10 @@ def judge(
 
 
 def _defect(rounded: Tensor, exact: Tensor, sigma: Tensor) -> Tensor:
-    """Return how much rounding may have moved the singular value σ, from JᵀJ v in float32 and in float64.
+    """Return how much float32 rounding may have moved the singular value σ.
 
-    With their difference Δv the result is ‖Δv‖ / σ. A perturbation Δ of JᵀJ moves σ by vᵀΔv / 2σ to first
-    order.
+    The vectors are JᵀJ v in float32 (``rounded``) and in float64 (``exact``). With their difference Δv the
+    result is ‖Δv‖ / σ. A perturbation Δ of JᵀJ moves σ by vᵀΔv / 2σ to first order.
     """
     return _norms(rounded.double() - exact) / sigma.clamp_min(torch.finfo(torch.float64).tiny)
 

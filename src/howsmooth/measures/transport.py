@@ -311,7 +311,7 @@ def _by_log_weights(
 
 
 def _attach(value: Tensor, argument: Tensor, gradient: ndarray) -> Tensor:
-    """Return ``value`` with ``gradient`` as its derivative with respect to ``argument``."""
+    """Give ``value`` the derivative ``gradient`` with respect to ``argument``."""
     if not argument.requires_grad:
         return value
     slope = torch.as_tensor(gradient, dtype=torch.float64, device=argument.device)

@@ -124,7 +124,7 @@ def checked_input(attention: object, X: object) -> tuple[SelfAttention, Tensor]:
 
 
 def _self_attention(heads: Head | Parameters) -> SelfAttention:
-    """Return a SelfAttention that computes the same scores and values as the given heads.
+    """Convert heads in the paper's notation into a SelfAttention with the same scores and values.
 
     The scores are ⟨A x_i + b, x_j⟩. Query and key matrices are the factors of A. One more key row b with
     query bias 1 adds ⟨b, x_j⟩.

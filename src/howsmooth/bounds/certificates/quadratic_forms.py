@@ -84,7 +84,9 @@ def sandwich(
 
 
 def diagonal_norms(at: HeadsAt, rule: Rule = "cholesky", guess: Float[Tensor, ""] | None = None) -> Enclosed:
-    """Return an upper bound on the norm of the block-diagonal part of the Jacobian.
+    """Bound the part of the Jacobian in which each query moves: its block-diagonal part.
+
+    The result bounds the norm max_i ‖Σ_h W_h F_i^h Q_h‖ with the factors F_i^h of :class:`HeadAt`.
 
     This norm is max_i ‖Σ_h W_h F_i^h Q_h‖ with the factors F_i^h of :class:`HeadAt`.
     """

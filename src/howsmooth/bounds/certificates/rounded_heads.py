@@ -81,7 +81,7 @@ class HeadsAt:
 
     @property
     def turn_norm(self) -> float:
-        """Upper bound on the norms of the maps by which rotary positions turn queries and keys.
+        """Upper bound on how much rotary positions can lengthen a query or key.
 
         It comes from Frobenius norms of 2 × 2 blocks, and is about √2 for rotations.
         """
@@ -132,7 +132,10 @@ def heads_at(f: SelfAttention, x: Float[Tensor, "n d"]) -> HeadsAt:
 
 
 def _scaled(t: Tensor) -> tuple[Tensor, int]:
-    """Return the tensor divided by a power of two, with largest entry in [1/2, 1), and the exponent."""
+    """Scale a tensor by a power of two so that its largest entry lies in [1/2, 1).
+
+    The results are the scaled tensor and the exponent.
+    """
     largest = float(t.abs().amax())
     if largest == 0:
         return t, 0

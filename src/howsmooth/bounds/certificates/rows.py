@@ -121,7 +121,7 @@ def row_weights(at: HeadsAt, iterations: int) -> tuple[Float[Tensor, " n"], Floa
 
 
 def _follow_top(matrices: Float[Tensor, "n r r"], u: Float[Tensor, "n r"]) -> Float[Tensor, "n r"]:
-    """Return approximate leading eigenvectors of the matrices, by power steps from the vectors ``u``."""
+    """Improve estimates ``u`` of the leading eigenvectors of matrices by power steps."""
     for _ in range(_POWER_STEPS):
         u = (matrices @ u[..., None])[..., 0]
         u = u / u.norm(dim=1, keepdim=True).clamp_min(1e-300)
@@ -174,7 +174,7 @@ def row_squares(
 
 
 def diagonal_squares(at: HeadsAt) -> tuple[Float[Tensor, "n value_dim value_dim"], Float[Tensor, " n"]]:
-    """Return the Gram matrices of the Jacobian's diagonal blocks, and bounds on their errors.
+    """Return the Gram matrix of each block of the Jacobian's block-diagonal part, and error bounds.
 
     For row i the Gram matrix is F_i Q Qᵀ F_iᵀ with the factor F_i of :class:`HeadAt`.
     """

@@ -37,7 +37,7 @@ def tidy(q: Float[Tensor, " n"]) -> Float[Tensor, " n"]:
 
 @dataclass(frozen=True, eq=False)
 class Weights:
-    """Weights q_j of the tokens in Theorem N, and estimates of the eigenvalues for these weights.
+    """The weights of the tokens in Theorem N, and the eigenvalues estimated for them.
 
     ``c`` has the estimates of c_i, and ``nu_square`` is the estimate of ν².
     """
@@ -70,7 +70,7 @@ def joint_weights(at: HeadsAt, iterations: int) -> Weights:
 
 
 def diagonal_guess(at: HeadsAt) -> Float[Tensor, ""]:
-    """Return an estimate, by power steps, of the norm of the Jacobian's block-diagonal part."""
+    """Estimate the norm of the Jacobian's block-diagonal part by power steps."""
     z = torch.randn(at.heads[0].Q.shape[1], generator=torch.Generator().manual_seed(1), dtype=torch.float64)
     value, _ = _follow(partial(_diagonal_image, at), z.expand(at.n, -1), _LAST_STEPS)
     return value.amax().sqrt() * _ABOVE
