@@ -82,7 +82,8 @@ def _jacobians(
     """For each group of sequences, return their joint Jacobian in each of ``dtypes``.
 
     Each item of ``lots`` is a group, as indices of sequences sorted by length. Sequences of one length are
-    linearised together, and the Jacobians of a group are joined to one operator.
+    linearised together, and the Jacobians of a group are joined to one operator. Each result is a dictionary
+    from dtype to Jacobian.
     """
     groups = [
         [list(group) for _, group in itertools.groupby(lot, key=lambda i: members[i].shape[0])]
