@@ -291,9 +291,10 @@ class _Climb:
         return local_lipschitz(self.f, self.domain.tokens(u), rtol=self.rtol, seed=seeds)
 
     def _gradient(self, u: Tensor, found: LipschitzEstimate, rows: list[int]) -> Tensor:
-        """Return the gradient of log ‖D_X f‖₂ with respect to the coordinates ``u`` of the tokens X.
+        """Return the gradient of log ‖D_X f‖₂ with respect to the variables of the search.
 
-        The estimate of ‖D_X f‖₂ at ``u[i]`` is entry ``rows[i]`` of ``found``.
+        The variables are the coordinates ``u`` of the tokens X. The estimate of ‖D_X f‖₂ at ``u[i]`` is entry
+        ``rows[i]`` of ``found``.
         """
         f = self.f
         x = self.domain.tokens(u)
@@ -310,7 +311,7 @@ class _Climb:
         return self.domain.pull_back(torch.cat(parts) / sigma)
 
     def _direction(self, u: Tensor, gradient: Tensor) -> Tensor:
-        """Return the direction of the next step: the gradient, changed so that the step stays in the domain.
+        """Return the direction of the next step: the gradient, without the part that leaves the domain.
 
         The gradients at tokens that carry much attention are hundreds of times longer than the others. Each
         row is divided by the square root of its length, so that all tokens move.
@@ -349,10 +350,11 @@ class _Climb:
 
 
 def _gradient_of_pairing(f: TokenMap, x: Tensor, left: Tensor, right: Tensor) -> Tensor:
-    """Return the gradient in x of ⟨left, J right⟩, where J is the Jacobian of ``f`` at x.
+    """Return the gradient, with respect to the tokens x, of the number ⟨left, J right⟩.
 
-    The inner product is summed over the batch. One backward pass serves all sequences of the batch, because
-    they do not depend on each other. The result has the shape (batch, n, d).
+    J is the Jacobian of ``f`` at x; the vectors ``left`` and ``right`` are held fixed. The inner product is
+    summed over the batch. One backward pass serves all sequences of the batch, because they do not depend on
+    each other. The result has the shape (batch, n, d).
     """
     with torch.enable_grad():
         point = x.detach().requires_grad_()
@@ -454,7 +456,7 @@ def _search_atoms(
 
 
 def _basis(f: TokenMap, domain: Domain) -> Tensor | None:
-    """Return an orthonormal basis of the space on which queries, keys and values depend, or None.
+    """Return an orthonormal basis of the input directions that attention reads, or None.
 
     The basis B (d, r) spans the rows of the query, key and value matrices. f depends on X B only, and X B Bᵀ
     is no longer than X, so a search over X B in a ball about zero loses no inputs. None means that the
@@ -470,9 +472,10 @@ def _basis(f: TokenMap, domain: Domain) -> Tensor | None:
 
 
 def _compressed(f: TokenMap, basis: Tensor | None) -> TokenMap:
-    """Return the map X ↦ f(X Bᵀ) for the basis B of :func:`_basis`.
+    """Return attention as a map of fewer coordinates, so that the search has fewer variables.
 
-    Its Jacobian has the same norm as the Jacobian of f at X Bᵀ. Without a basis, the result is f.
+    The map is X ↦ f(X Bᵀ), where B is the basis from :func:`_basis`. Its Jacobian has the same norm as the
+    Jacobian of f at X Bᵀ. Without a basis, the result is f.
     """
     if basis is None:
         return f

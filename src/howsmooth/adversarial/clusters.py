@@ -154,11 +154,12 @@ def _search(
 
 @dataclass(frozen=True, eq=False)
 class _Problem:
-    """What stays fixed while atoms move: how many copies of each atom every row attends to.
+    """The numbers of copies of each atom, and the factors that they put on the Jacobian.
 
-    ``row_atom`` says which atom each row belongs to. ``log_counts`` has the logarithm of how often each row
-    sees each atom. ``row_weight`` and ``column_weight`` scale the rows and columns of the Jacobian. All but
-    ``row_atom`` have a leading axis for a batch of multiplicities.
+    They stay fixed while a search moves the atoms. ``row_atom`` says which atom each row belongs to.
+    ``log_counts`` has the logarithm of how often each row sees each atom. ``row_weight`` and
+    ``column_weight`` scale the rows and columns of the Jacobian. All but ``row_atom`` have a leading axis for
+    a batch of multiplicities.
     """
 
     row_atom: Int[Tensor, " rows"]
@@ -168,9 +169,10 @@ class _Problem:
 
     @classmethod
     def of(cls, f: SelfAttention, counts: Sequence[tuple[int, ...]]) -> _Problem:
-        """Return the fixed data of a search for a batch of multiplicities.
+        """Return the fixed data of a search, given how many copies each atom has.
 
-        If f is causal, all entries of ``counts`` must be equal, and all atoms but the last occur once.
+        ``counts`` has one tuple of such numbers for each search of a batch. If f is causal, all entries of
+        ``counts`` must be equal, and all atoms but the last occur once.
         """
         m = torch.tensor(counts, dtype=torch.float64, device=f.device)
         batch, c = m.shape
@@ -202,10 +204,10 @@ class _Problem:
 
 
 def _pairing(f: SelfAttention, problem: _Problem, x: Tensor, u: Tensor, v: Tensor) -> Tensor:
-    """Return ⟨u, J v⟩ for the weighted Jacobian J of attention, for each set of atoms in a batch.
+    """Return ⟨u, J v⟩ for the Jacobian J of attention; ascent over the atoms x makes it large.
 
-    J is the Jacobian of ``f`` at atoms x, with rows and columns scaled by the weights of ``problem``. Shapes
-    are x and v (batch, c, d), u (batch, rows, d_out).
+    Each set of atoms in a batch has one value. J is the Jacobian of ``f`` at atoms x, with rows and columns
+    scaled by the weights of ``problem``. Shapes are x and v (batch, c, d), u (batch, rows, d_out).
     """
     e = v * problem.column_weight[..., None]
     group = f.heads // f.kv_heads
@@ -302,9 +304,10 @@ def _unit(t: Tensor) -> Tensor:
 def _random_atoms(
     f: SelfAttention, length: int, domain: Domain, restarts: int, generator: torch.Generator
 ) -> list[Atoms]:
-    """Return random sets of atoms in the domain, with numbers of copies from :func:`_patterns`.
+    """Return sets of random tokens (atoms) in the domain, each atom with a number of copies.
 
-    There are ``restarts`` sets, or none if ``length`` is too small for every pattern.
+    The numbers of copies come from :func:`_patterns`. There are ``restarts`` sets, or none if ``length`` is
+    too small for every pattern.
     """
     found = []
     for i in range(restarts):
@@ -317,9 +320,9 @@ def _random_atoms(
 
 
 def _patterns(n: int, *, causal: bool) -> list[tuple[int, ...]]:
-    """Return the multiplicities that a search tries: tuples of numbers of copies that add up to n.
+    """Return the numbers of copies of each atom that a search tries; each choice adds up to n tokens.
 
-    Atoms with few copies come first in each tuple.
+    A choice is a tuple. Atoms with few copies come first in each tuple.
     """
     # One to four heavy atoms, once each, and copies of one light atom.
     single = [(1, n - 1), (1, 1, n - 2), (1, 1, 1, n - 3), (1, 1, 1, 1, n - 4)]

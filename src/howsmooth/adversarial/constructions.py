@@ -58,11 +58,11 @@ class Construction:
 def two_cluster(
     attention: object, length: int, radius: float, *, head: int = 0, choice: str = "paper"
 ) -> Construction:
-    """Return the paper's two clusters: a token and n − 1 copies of another, both along an eigenvector of A.
+    """Return the two-cluster input of the paper: one token, and n − 1 copies of another.
 
-    In the first case the tokens are Ru and Ru/2, where u is a unit eigenvector of A for its largest real
-    eigenvalue γ_max. In the second case they are Ru and −Ru, where u belongs to the smallest real eigenvalue
-    γ_min. A is the matrix of the scores ⟨A x_i, x_j⟩.
+    Both tokens lie along an eigenvector of a matrix A. In the first case the tokens are Ru and Ru/2, where u
+    is a unit eigenvector of A for its largest real eigenvalue γ_max. In the second case they are Ru and −Ru,
+    where u belongs to the smallest real eigenvalue γ_min. A is the matrix of the scores ⟨A x_i, x_j⟩.
 
     Parameters
     ----------
@@ -112,7 +112,7 @@ def two_cluster(
 
 
 def heavy_token(attention: object, length: int, radius: float, *, head: int = 0) -> Construction:
-    """Return one heavy token, which gets much attention, and n − 1 copies of a light token.
+    """Return one token that gets much attention (heavy), and n − 1 copies of another one (light).
 
     For a head with scores ⟨A x_i + b, x_j⟩ and the light token w, the heavy token is R y/|y| with y = Aw + b.
     w maximises the gap R|y| − ⟨y, w⟩ between the scores of both tokens. A needs no real eigenvalue.
@@ -145,11 +145,11 @@ def heavy_token(attention: object, length: int, radius: float, *, head: int = 0)
 
 
 def two_heavy_tokens(attention: object, length: int, radius: float, *, head: int = 0) -> Construction:
-    """Return two heavy tokens, and n − 2 copies of a light token that attends to both equally.
+    """Return two tokens that get much attention (heavy), and n − 2 copies of another one (light).
 
-    The heavy tokens are R(cosθ ŷ ± sinθ v), where w is the light token, y = Aw + b, ŷ = y/|y| and v ⊥ ŷ. The
-    w, θ and v with the largest certified lower bound, of all that were tried, are taken; the bound is under
-    the attention's masking.
+    The light token attends to both heavy tokens equally. The heavy tokens are R(cosθ ŷ ± sinθ v), where w is
+    the light token, y = Aw + b, ŷ = y/|y| and v ⊥ ŷ. The w, θ and v with the largest certified lower bound,
+    of all that were tried, are taken; the bound is under the attention's masking.
 
     Parameters
     ----------
@@ -224,15 +224,19 @@ def constructions(
 
 
 def _has_tie(head: Head) -> bool:
-    """Tell whether :func:`two_heavy_tokens` can build an input for this head.
+    """Tell whether this head allows an input with two equally attended tokens.
 
-    It needs d >= 2, scores that are not all zero, and a value matrix that is not zero.
+    Such inputs are built by :func:`two_heavy_tokens`. They need d >= 2, scores that are not all zero, and a
+    value matrix that is not zero.
     """
     return head.d >= 2 and head.A_norm + head.b_norm > 0 and head.V_norm > 0
 
 
 class _Give:
-    """A function that turns found tokens into a Construction, in the attention's dtype and on its device."""
+    """Makes a Construction of tokens that a search has found.
+
+    The tokens get the attention's dtype and device.
+    """
 
     def __init__(self, attention: object, head: int) -> None:
         f = _map_of(attention)

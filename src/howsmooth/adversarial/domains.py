@@ -29,7 +29,10 @@ class Domain(abc.ABC):
     @property
     @abc.abstractmethod
     def radius(self) -> float:
-        """Radius of the balls that bound the coordinates of the tokens."""
+        """Radius of the ball to which the variables of the search are confined.
+
+        It bounds the coordinates of each token, or of all tokens together.
+        """
 
     @abc.abstractmethod
     def describe(self) -> str:
@@ -44,7 +47,10 @@ class Domain(abc.ABC):
         """Return random tokens in the domain, float64 on the CPU."""
 
     def coordinates(self, x: Tensor) -> Tensor:
-        """Return the coordinates u of tokens x (..., n, d), in which the domain consists of balls."""
+        """Return the variables (coordinates) that stand for tokens x (..., n, d) in the search.
+
+        In these coordinates the domain consists of balls, or their surfaces.
+        """
         return x
 
     def tokens(self, u: Tensor) -> Tensor:
@@ -52,11 +58,14 @@ class Domain(abc.ABC):
         return u
 
     def pull_back(self, gradient: Tensor) -> Tensor:
-        """Return the gradient with respect to coordinates, given the gradient with respect to tokens."""
+        """Convert a gradient with respect to tokens into one with respect to coordinates."""
         return gradient
 
     def project(self, X: Tensor) -> Tensor:
-        """Return tokens X (..., n, d) moved to the nearest point of the domain, measured in coordinates."""
+        """Return the tokens X (..., n, d) moved into the domain.
+
+        Each goes to the nearest point of the domain, where distance is measured in coordinates.
+        """
         return self.tokens(self.project_coordinates(self.coordinates(X)))
 
     def contains(self, X: Tensor, tol: float = 1e-9) -> bool:
@@ -138,7 +147,7 @@ class Ellipsoid(Domain):
 
     @property
     def radius(self) -> float:
-        """The radius 1 of the unit ball that contains the coordinates u of every token."""
+        """The radius 1 of the unit ball: a norm layer outputs images of the ball's points."""
         return 1.0
 
     def describe(self) -> str:
@@ -146,13 +155,19 @@ class Ellipsoid(Domain):
         return f"outputs of {self.norm.describe()}"
 
     def coordinates(self, x: Tensor) -> Tensor:
-        """Return the coordinates u of tokens x = β + √d γ∘u; entries with γ = 0 get u = 0."""
+        """Return the points u of the unit ball that the norm layer's gain and shift map to tokens x.
+
+        The tokens are x = β + √d γ∘u with gain γ and shift β. Entries with γ = 0 get u = 0.
+        """
         # The inner where avoids a division by zero, whose NaN would survive in gradients.
         gain, shift = self._gain.to(x), self._shift.to(x)
         return torch.where(gain == 0, 0.0, (x - shift) / torch.where(gain == 0, 1.0, gain))
 
     def tokens(self, u: Tensor) -> Tensor:
-        """Return the tokens β + √d γ∘u with coordinates u."""
+        """Return the points u of the unit ball with the norm layer's gain and shift applied.
+
+        The result is β + √d γ∘u with gain γ and shift β.
+        """
         return self._shift.to(u) + self._gain.to(u) * u
 
     def pull_back(self, gradient: Tensor) -> Tensor:
@@ -177,7 +192,10 @@ class Ellipsoid(Domain):
         return on_surface
 
     def random(self, generator: torch.Generator, n: int, d: int) -> Float[Tensor, "n d"]:
-        """Return random tokens β + √d γ∘u with |u| = 1."""
+        """Return random outputs of the norm layer.
+
+        They are β + √d γ∘u with |u| = 1, gain γ and shift β.
+        """
         u = self._centred(torch.randn(n, d, generator=generator, dtype=torch.float64))
         u = u / torch.linalg.vector_norm(u, dim=1, keepdim=True)
         return self.tokens(self.project_coordinates(u))
@@ -225,7 +243,7 @@ class Around(Domain):
 
     @property
     def radius(self) -> float:
-        """The largest distance from X0."""
+        """The largest distance that tokens may have from the centre X0."""
         return self._radius
 
     def describe(self) -> str:
@@ -235,7 +253,7 @@ class Around(Domain):
         return f"within {self.radius:g} of given {n} tokens of dimension {d}, {each}"
 
     def project_coordinates(self, u: Tensor) -> Tensor:
-        """Return tokens u moved towards X0 where their distance from X0 is more than the radius."""
+        """Return the tokens u, moved towards the centre X0 if they are too far away from it."""
         centre = self.X0.to(u)
         difference = u - centre
         if self.per_token:
@@ -243,7 +261,7 @@ class Around(Domain):
         return centre + _shrink(difference.flatten(-2), self.radius).reshape(u.shape)
 
     def random(self, generator: torch.Generator, n: int, d: int) -> Float[Tensor, "n d"]:
-        """Return tokens at distance ``radius`` from X0, in random directions."""
+        """Return random tokens at the largest allowed distance from the centre X0."""
         if (n, d) != tuple(self.X0.shape):
             raise ArgumentError("n", expected=f"tokens of shape {tuple(self.X0.shape)}", got=f"({n}, {d})")
         x = torch.randn(n, d, generator=generator, dtype=torch.float64)

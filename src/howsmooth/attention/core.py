@@ -51,7 +51,7 @@ class Visible(Protocol):
     """
 
     def keys(self, rows: slice) -> slice:
-        """Return a range of keys that contains all keys seen by the queries ``rows``."""
+        """Return a range of keys that includes every key that some query in ``rows`` may attend to."""
 
     def block(
         self, rows: slice, keys: slice, device: torch.device | None = None
@@ -90,7 +90,10 @@ class ScoreFeatures:
         return any(t is not None for t in (self.softcap, self.bias, self.sinks, self.seen))
 
     def block(self, lead: Tensor, heads: Tensor, rows: slice, keys: slice) -> ScoreFeatures:
-        """Return the score features for one block of scores: given leading indices, heads, rows and keys."""
+        """Return the part of the score modifications that concerns one block of the scores.
+
+        ``lead`` and ``heads`` are indices, ``rows`` and ``keys`` ranges.
+        """
         place = (lead, heads, rows, keys)
         sinks = None if self.sinks is None else self.sinks[heads]
         return ScoreFeatures(self.softcap, _block(self.bias, *place), sinks, _block(self.seen, *place))
@@ -180,11 +183,11 @@ def weighted_values(
 def row_blocks(
     lead: int, group: int, m: int, n: int, device: torch.device, window: int | None = None
 ) -> list[tuple[slice, list[slice]]]:
-    """Return slices that cut probabilities (lead, group, m, n) into blocks that fit in memory one by one.
+    """Cut the work on attention probabilities into blocks that fit in memory one by one.
 
-    Each entry of the list is a slice of ``lead`` and the slices of the m rows. A block holds a bounded number
-    of probabilities. Under a ``window`` blocks have few rows, so that the keys visible to a block are not
-    many more than those visible to a row.
+    The probabilities have the shape (lead, group, m, n). Each entry of the list is a slice of ``lead`` and
+    the slices of the m rows. A block holds a bounded number of probabilities. Under a ``window`` blocks have
+    few rows, so that the keys visible to a block are not many more than those visible to a row.
     """
     entries = _ENTRIES.get(device.type, _ENTRIES_ELSEWHERE)
     longest = m if window is None else min(m, max(window, _ROWS))

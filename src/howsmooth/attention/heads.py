@@ -119,7 +119,10 @@ class HeadsAttention(TokenMap):
         return queries, keys, in_heads(X, self.value, self.value_bias)
 
     def _grouped(self, q: Tensor) -> Tensor:
-        """Reshape queries (..., heads, n, key_dim) to (..., kv_heads, group, n, key_dim)."""
+        """Group the query heads by the key head that they share.
+
+        The shape changes from (..., heads, n, key_dim) to (..., kv_heads, group, n, key_dim).
+        """
         return q.reshape(*q.shape[:-3], self.kv_heads, self.heads // self.kv_heads, *q.shape[-2:])
 
     def _projected(

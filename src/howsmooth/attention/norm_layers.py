@@ -54,9 +54,10 @@ class _Norm(TokenMap):
         return f"{type(self).__name__}(d={self.d}, eps={self.eps:g})"
 
     def direction_and_length(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the tokens, centred for LayerNorm, and the lengths by which they are divided.
+        """Return the two parts of a norm layer: its numerator, and the lengths that divide it.
 
-        The tokens h have shape (..., n, d), their lengths s = √(|h|² + dε) shape (..., n, 1).
+        The numerator is the tokens, centred for LayerNorm. The tokens h have shape (..., n, d), their lengths
+        s = √(|h|² + dε) shape (..., n, 1).
         """
         h = x - x.mean(dim=-1, keepdim=True) if self.centred else x
         return h, torch.sqrt((h * h).sum(dim=-1, keepdim=True) + self.d * self.eps)

@@ -54,7 +54,7 @@ def require_plain_scores(f: object, what: str, *, argument: str = "attention") -
 
 
 def require_formula(f: object, what: str, *, argument: str = "attention") -> None:
-    """Raise ArgumentError unless every map in ``f`` is given by its matrices.
+    """Raise ArgumentError unless the weight matrices of every map in ``f`` are known.
 
     A model's own module, for example, is given by its code.
 

@@ -217,7 +217,9 @@ class SelfAttention(HeadsAttention):
     # ---- the map
 
     def visibility(self, n: int, weighting: Weighting | None = None) -> Visibility | EarlierAtoms:
-        """Return the mask for n tokens, or for the n atoms of a measure, evaluated block by block.
+        """Return the mask, to be computed block by block.
+
+        It is a mask of n tokens or, with a weighting, of the n atoms of a measure.
 
         Raises
         ------
@@ -321,9 +323,10 @@ class SelfAttention(HeadsAttention):
         return self._rebuilt(output=None, output_bias=None)
 
     def head(self, h: int) -> SelfAttention:
-        """Return head ``h`` with its value projection, without the output projection (scope ``head``).
+        """Return one head as attention of its own, without the output projection.
 
-        This is the single-head attention of Castin et al. (2024).
+        It has the value projection of head ``h``; scope ``head`` of a capture means this map. This is the
+        single-head attention of Castin et al. (2024).
 
         Raises
         ------

@@ -162,7 +162,7 @@ class SoftmaxCore:
         return visible, ScoreFeatures(self.softcap, bias, sinks, seen)
 
     def head(self, h: int) -> SoftmaxCore:
-        """Return the softmax of head ``h`` alone, a function of the queries, keys and values of one head."""
+        """Return the softmax attention of head ``h`` alone."""
 
         def pick(t: Tensor | None) -> Tensor | None:
             return t if t is None or t.ndim < 3 or t.shape[-3] == 1 else t[..., h : h + 1, :, :]
@@ -329,7 +329,9 @@ class StagedAttention(TokenMap):
         return converted
 
     def run(self, x: Float[Tensor, "n d"], core: Core) -> Float[Tensor, "n_out d_out"]:
-        """Return the layer's output (n_out, d_out) for one sequence, with ``core`` in place of its softmaxes.
+        """Run the layer on one sequence, with another function in place of its softmax attentions.
+
+        The function is ``core``. The result is the layer's output (n_out, d_out).
 
         Raises
         ------
@@ -452,7 +454,10 @@ class StagedAttention(TokenMap):
         )
 
     def core_shapes(self) -> tuple[CoreShape, ...]:
-        """Return the sizes of the layer's softmaxes, found by running it once without evaluating them."""
+        """Return the sizes of the queries, keys and values in each softmax attention of the layer.
+
+        The first call runs the layer once, with zeros in place of the results of softmax attention.
+        """
         if self._shapes:
             return tuple(self._shapes)
         found: list[CoreShape] = []
@@ -523,7 +528,7 @@ class _UpToCore:
 
 
 def _grouped(name: str, given: Tensor, lead: torch.Size, heads: int, kv_heads: int, m: int, n: int) -> Tensor:
-    """Reshape a mask or bias so that it has separate axes for key heads and for the query heads of each.
+    """Reshape a mask or bias so that query heads with the same key head lie along one axis.
 
     The result has the shape ([lead,] kv_heads or 1, group or 1, m, n) that ScoreFeatures takes.
     """

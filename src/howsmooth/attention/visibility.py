@@ -38,7 +38,10 @@ class Visibility:
 
     @property
     def triangle(self) -> bool | None:
-        """True for the causal mask alone, False if every query sees every key, None for any other mask."""
+        """Whether queries see no later keys; None if a window or a boolean mask is set.
+
+        True for the causal mask alone, False if every query sees every key, None for any other mask.
+        """
         return self.causal if self.window is None and self.mask is None else None
 
     def whole(self, device: torch.device | None = None) -> Bool[Tensor, "m n"] | None:
@@ -47,7 +50,10 @@ class Visibility:
         return self.block(slice(0, queries), slice(0, self.n), device)
 
     def keys(self, rows: slice) -> slice:
-        """Return the range of keys that causal order and window let at least one query of ``rows`` see."""
+        """Return the range of keys that at least one of the given queries may attend to.
+
+        The queries are ``rows``. Causal order and window count, a boolean mask does not.
+        """
         first, last = 0, self.n
         if self.causal:
             last = min(last, rows.stop)
@@ -57,7 +63,10 @@ class Visibility:
         return slice(min(first, last), last)
 
     def shared_keys(self, rows: slice) -> slice:
-        """Return the range of keys that causal order and window let every query of ``rows`` see."""
+        """Return the range of keys that every one of the given queries may attend to.
+
+        The queries are ``rows``. Causal order and window count, a boolean mask does not.
+        """
         first, last = 0, self.n
         if self.causal:
             last = min(last, rows.start + 1)

@@ -67,7 +67,7 @@ class Weighting:
 
 @dataclass(frozen=True, eq=False)
 class EarlierAtoms:
-    """The causal mask between atoms: an atom sees all atoms at no later position.
+    """The causal mask between atoms: an atom sees the atoms at the same or an earlier position.
 
     Atom i sees the atoms j with s_j <= s_i, where s are the positions (Definition 2.6).
     """

@@ -166,12 +166,12 @@ def two_cluster_lower_bound(attention: object, length: int, radius: float) -> Bo
 
 
 def causal_two_cluster_lower_bound(attention: object, length: int, radius: float) -> Bound:
-    """Bound Lip(f^m on B_R^n) of causal attention from below by the Jacobian at two clusters of tokens.
+    """Bound the Lipschitz constant of causal attention from below, with two clusters of tokens.
 
-    The tokens are as in :func:`two_cluster_lower_bound`, with the heavy token Ru first. Without bias, the
-    bound is the norm of the blocks V and p_i V(I + 2g(1−p_i)uuᵀ), i = 2, …, n, stacked, where p_i is the
-    weight of the heavy token in row i and g = γ_max R²/8 or −γ_min R². It is at least √(1+Σp_i²)‖V‖ and
-    √(Σp_i²(1+2g(1−p_i))²)|Vu|.
+    It bounds Lip(f^m on B_R^n) by the Jacobian's norm at the clusters. The tokens are as in
+    :func:`two_cluster_lower_bound`, with the heavy token Ru first. Without bias, the bound is the norm of the
+    blocks V and p_i V(I + 2g(1−p_i)uuᵀ), i = 2, …, n, stacked, where p_i is the weight of the heavy token in
+    row i and g = γ_max R²/8 or −γ_min R². It is at least √(1+Σp_i²)‖V‖ and √(Σp_i²(1+2g(1−p_i))²)|Vu|.
 
     Parameters
     ----------
@@ -212,12 +212,12 @@ def causal_two_cluster_lower_bound(attention: object, length: int, radius: float
 
 
 def heavy_token_lower_bound(attention: object, length: int, radius: float) -> Bound:
-    """Bound Lip(f on B_R^n) from below by the Jacobian at one heavy token and copies of a light token.
+    """Bound Lip(f on B_R^n) from below by ‖D_X f‖ where one token gets much attention.
 
-    A heavy token gets much attention. The bound is √(n−1) p ‖V(I + (1−p)(z−w)yᵀ)‖ at X = (z, w, …, w). z =
-    Ry/|y|, y = Aw + b, and w is sought by local ascent in the ball of radius R; every w gives a valid bound.
-    p is the weight of z. Without bias and at the best w, p = 1/(1 + (n−1)e^{−ER²}) with E = max_{|w|≤1} (|Aw|
-    − ⟨Aw, w⟩) ≥ max(−2γ_min, γ_max/4, ‖A‖/4). A need not have a real eigenvalue.
+    The token is called heavy, the others light. The bound is √(n−1) p ‖V(I + (1−p)(z−w)yᵀ)‖ at X = (z, w, …,
+    w). z = Ry/|y|, y = Aw + b, and w is sought by local ascent in the ball of radius R; every w gives a valid
+    bound. p is the weight of z. Without bias and at the best w, p = 1/(1 + (n−1)e^{−ER²}) with
+    E = max_{|w|≤1} (|Aw| − ⟨Aw, w⟩) ≥ max(−2γ_min, γ_max/4, ‖A‖/4). A need not have a real eigenvalue.
 
     Parameters
     ----------
@@ -257,11 +257,12 @@ def heavy_token_lower_bound(attention: object, length: int, radius: float) -> Bo
 
 
 def heavy_token_local_bound(attention: object, length: int, heavy: Tensor, light: Tensor) -> Bound:
-    """Bound ‖D_X f‖ from below where X is one given heavy token and copies of a given light token.
+    """Bound ‖D_X f‖ from below where X is one given token and copies of another.
 
-    X = (z, w, …, w) has the heavy token z and the light token w. Without a mask the bound is √(n−1) ‖M‖ with
-    M = Σ_h W_h V_h p_h (I + (1−p_h)(z−w)y_hᵀ), y_h = A_h w + b_h, p_h = 1/(1 + (n−1)e^{−⟨y_h, z−w⟩}). With a
-    causal mask, the bound is the norm of Σ_h W_hV_h and M_2, …, M_n stacked, where M_i has i in place of n.
+    The first token, called heavy, should get much attention. X = (z, w, …, w) has the heavy token z and the
+    light token w. Without a mask the bound is √(n−1) ‖M‖ with M = Σ_h W_h V_h p_h (I + (1−p_h)(z−w)y_hᵀ), y_h
+    = A_h w + b_h, p_h = 1/(1 + (n−1)e^{−⟨y_h, z−w⟩}). With a causal mask, the bound is the norm of Σ_h W_hV_h
+    and M_2, …, M_n stacked, where M_i has i in place of n.
 
     Parameters
     ----------
@@ -300,13 +301,13 @@ def heavy_token_local_bound(attention: object, length: int, heavy: Tensor, light
 
 
 def two_heavy_tokens_lower_bound(attention: object, length: int, radius: float) -> Bound:
-    """Bound Lip(f on B_R^n) from below by the Jacobian at two heavy tokens and copies of a light token.
+    """Bound Lip(f on B_R^n) from below by ‖D_X f‖ where two tokens get much attention.
 
-    The bound is at least √(2(n−2)) p sinθ |y| R |Vv|. X consists of two heavy tokens R(cosθ ŷ ± sinθ v) and
-    n − 2 copies of w, |w| ≤ R, where y = Aw + b, ŷ = y/|y|, v is a unit vector orthogonal to ŷ, and
-    p = 1/(2 + (n−2)e^{−(R|y|cosθ − ⟨y,w⟩)}) is the weight of each heavy token. θ, w and v are sought by local
-    ascent; every choice gives a valid bound. The returned bound is the norm of the two heavy columns. It
-    attains the rate R²√n of Theorem 3.3.
+    The two tokens are called heavy, the others light. The bound is at least √(2(n−2)) p sinθ |y| R |Vv|. X
+    consists of two heavy tokens R(cosθ ŷ ± sinθ v) and n − 2 copies of w, |w| ≤ R, where y = Aw + b, ŷ =
+    y/|y|, v is a unit vector orthogonal to ŷ, and p = 1/(2 + (n−2)e^{−(R|y|cosθ − ⟨y,w⟩)}) is the weight of
+    each heavy token. θ, w and v are sought by local ascent; every choice gives a valid bound. The returned
+    bound is the norm of the two heavy columns. It attains the rate R²√n of Theorem 3.3.
 
     Parameters
     ----------
@@ -345,10 +346,11 @@ def two_heavy_tokens_lower_bound(attention: object, length: int, radius: float) 
 
 
 def causal_two_heavy_tokens_lower_bound(attention: object, length: int, radius: float) -> Bound:
-    """Bound Lip(f^m on B_R^n) of causal attention from below by the Jacobian at two heavy tokens.
+    """Bound the Lipschitz constant of causal attention from below, with two much attended tokens.
 
-    The tokens are as in :func:`two_heavy_tokens_lower_bound`, heavy tokens first. The bound is at least
-    √(2Σ_{i=3}^n p_i²) sinθ |y| R |Vv| with p_i = 1/(2 + (i−2)e^{−(R|y|cosθ − ⟨y,w⟩)}).
+    It bounds Lip(f^m on B_R^n) by the Jacobian's norm at such tokens. The tokens are as in
+    :func:`two_heavy_tokens_lower_bound`, heavy tokens first. The bound is at least √(2Σ_{i=3}^n p_i²) sinθ
+    |y| R |Vv| with p_i = 1/(2 + (i−2)e^{−(R|y|cosθ − ⟨y,w⟩)}).
 
     Parameters
     ----------
@@ -505,7 +507,7 @@ def _log_tie(p: Parameters, n: int, radius: float, *, masked: bool) -> float:
 
 
 def _log_tie_formula(head: Head, n: int, points: Tie, *, masked: bool) -> float:
-    """Return the log of a lower bound at two heavy tokens whose scores are exactly equal.
+    """Return the log of a lower bound on ‖D_X f‖ where two tokens share the attention equally.
 
     The formula is in :func:`two_heavy_tokens_lower_bound`. At huge radii rounding makes the two scores
     differ, so that the norm of the heavy columns is smaller.
@@ -528,7 +530,10 @@ def _log_tie_formula(head: Head, n: int, points: Tie, *, masked: bool) -> float:
 
 
 def _two_clusters(head: Head, radius: float) -> list[OneHeavyToken]:
-    """Return the two-cluster inputs for the largest and smallest real eigenvalue of A, if there are any."""
+    """Return the two-cluster inputs of the paper, one for each end of A's real spectrum.
+
+    A is the matrix of the scores. The list is empty if A has no real eigenvalue.
+    """
     both = (two_cluster_points(head, radius, choice) for choice in ("max", "min"))
     return [points for points in both if points is not None]
 

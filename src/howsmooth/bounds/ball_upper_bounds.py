@@ -234,7 +234,7 @@ def mean_field_upper_bound(attention: object, radius: object) -> Bound:
 
 
 def row_norm_maximum(a: float) -> float:
-    """Return h*(a), the maximum of a polynomial, which bounds a row of the Jacobian in Theorem A.
+    """Return h*(a), which bounds a row of the Jacobian when scores vary by at most 2a.
 
     h*(a) is the maximum over p in [0, 1] of p²(1 + 2a(1−p))² + (1−p)²(1 − 2ap)². It is 1 for a <= 1/2, and at
     most 1 + a²/2. It bounds Σ_j P_j²(1 + t_j)² for all probability vectors P and all numbers t_j in an
@@ -258,9 +258,10 @@ def row_norm_maximum(a: float) -> float:
 
 
 def h_star_maximiser(a: float) -> float:
-    """Return w = 2p − 1 for the p at which :func:`row_norm_maximum` is attained.
+    """Return the point at which the maximum h*(a) is attained.
 
-    The result is 0 for a > 1e8 or NaN.
+    It is w = 2p − 1 for the p that maximises the polynomial in :func:`row_norm_maximum`. The result is 0 for
+    a > 1e8 or NaN.
     """
     if a <= 0.5:
         return 1.0
@@ -279,10 +280,10 @@ def log_h_star(a: float) -> float:
 
 
 def log_row(n: int, a3: float) -> float:
-    """Return the logarithm of Theorem A's bound on a row of the Jacobian that sees n tokens.
+    """Return the log of Theorem A's bound on one row of the Jacobian.
 
-    The bound is min{h*(a₃), (1 + a₃²) P̄(n, a₃)}, with h* of :func:`row_norm_maximum` and P̄ of
-    :func:`log_largest_weight`.
+    The row is that of a query that sees n tokens. The bound is min{h*(a₃), (1 + a₃²) P̄(n, a₃)}, with h* of
+    :func:`row_norm_maximum` and P̄ of :func:`log_largest_weight`.
     """
     if n <= 1:
         return 0.0  # a row that sees one token is the identity
@@ -299,7 +300,7 @@ def one_head(attention: object, needed_by: str) -> tuple[Parameters, Head]:
 
 
 def score_sizes(head: Head, radius: float) -> tuple[float, float]:
-    """Return the two numbers a and a₃ that bound a head's scores on the ball of radius R.
+    """Return bounds on a head's scores on the ball of radius R, without and with the query bias.
 
     a = ‖A‖R² bounds the scores without a query bias b, and a₃ = (‖A‖R + |b|)R the scores with it.
     """

@@ -33,7 +33,10 @@ MOST_ROWS = 1 << 16
 
 
 def log_column_norm(p: Parameters, n: int, points: Witness) -> float:
-    """Return the log of a lower bound on ‖D_X f‖: the norm of its columns that belong to heavy tokens."""
+    """Return the log of a lower bound on ‖D_X f‖, from the columns of few tokens.
+
+    It is the norm of the columns that belong to heavy tokens, which get much attention.
+    """
     c, d = points.heavies.shape
     if n <= c:
         return -math.inf if p.masking != "causal" else log_norm(total_value(p))
@@ -77,7 +80,7 @@ def log_column_norm(p: Parameters, n: int, points: Witness) -> float:
 def log_weights(
     heads: Sequence[Head], heavies: Tensor, light: Tensor, log_copies: Tensor | float
 ) -> tuple[Tensor, Tensor]:
-    """Return the logarithms of the attention weights of heavy and light tokens in rows of light tokens.
+    """Return the logs of the weights with which light tokens attend to heavy and to light tokens.
 
     The first result is the weight of each heavy token (rows, H, c), the second the total weight of all light
     tokens (rows, H). ``log_copies`` is the logarithm of the number of light tokens that each row sees.
@@ -89,12 +92,15 @@ def log_weights(
 
 
 def _forms(heads: Sequence[Head], light: Tensor) -> Tensor:
-    """Return, for each head, the vector A w + b that gives the scores of the light token w, (H, d)."""
+    """Return, for each head, the vector whose inner products with tokens are a query's scores.
+
+    The query is that of the light token w, and the vectors A w + b are (H, d).
+    """
     return torch.stack([head.left @ (head.right @ light) + head.b for head in heads])
 
 
 def _same_gram(table: Tensor) -> Tensor:
-    """Return a matrix with fewer rows and the same Gram matrix, or a very slightly smaller one."""
+    """Return a matrix with fewer rows and nearly the same Gram matrix, never a larger one."""
     if len(table) == 1:
         return table
     factor = torch.linalg.qr(table, mode="r").R
@@ -105,7 +111,7 @@ def _same_gram(table: Tensor) -> Tensor:
 
 
 def rounding_of_scores(heads: Sequence[Head], points: Witness) -> float:
-    """Return a bound on the rounding error of the score differences between heavy and light tokens."""
+    """Bound how much rounding changes the score differences between heavy and light tokens."""
     y = torch.linalg.vector_norm(_forms(heads, points.light), dim=1).max()
     shift = torch.linalg.vector_norm(points.heavies - points.light, dim=1).max()
     allowance = 4e-15 * float(y * shift)
@@ -113,7 +119,7 @@ def rounding_of_scores(heads: Sequence[Head], points: Witness) -> float:
 
 
 def log_rank_one(V: Tensor, a: float, x: Tensor, y: Tensor) -> float:
-    """Return the logarithm of ‖V(aI + x yᵀ)‖, even where the norm overflows.
+    """Return the log of the norm of V(aI + x yᵀ), also where the norm overflows.
 
     The result is −inf if x or y is not finite.
     """

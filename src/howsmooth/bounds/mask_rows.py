@@ -1,4 +1,4 @@
-"""The number of keys that each row of a mask sees, and sums over the rows that see the same key.
+"""How many keys each query sees under a mask, and sums over the queries that see the same key.
 
 If row i of a block matrix has a squared norm of at most r_i and is zero in the columns j that i does not see,
 the norm of the matrix is at most √(max_j Σ_{i sees j} r_i) (documentation page "Enforce: layers with a
@@ -26,7 +26,9 @@ Mask = Literal["none", "causal", "any"] | Tensor
 
 @dataclass(frozen=True, eq=False)
 class VisibleRows:
-    """How many keys each row of an attention's mask sees; rows that see equally many can share one entry.
+    """How many keys each query sees under an attention's mask.
+
+    Queries that see equally many keys can share one entry.
 
     Attributes
     ----------
@@ -57,7 +59,7 @@ class VisibleRows:
     phi: Tensor | None = None
 
     def heaviest(self, rows: Tensor) -> Tensor:
-        """Return the largest sum of numbers r_i over the rows i that see the same key.
+        """Return the largest sum of numbers r_i over queries i that see the same key.
 
         ``rows`` has one number r_i >= 0 for each kind of row.
         """

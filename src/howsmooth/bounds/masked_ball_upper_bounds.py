@@ -231,9 +231,10 @@ def masked_ball_upper_bound(attention: object, length: object, radius: object) -
 
 
 def _log_rows_of_mask(seen: Visibility, a3: float) -> tuple[float, int]:
-    """Return the log of the sum over rows in Theorem A for a mask, and the most keys that a row sees.
+    """Return the log of the sum over rows in Theorem A for a given mask, and a count of keys.
 
-    The sum is max_j Σ_{i sees j} ρ_i, where ρ_i is Theorem A's bound on row i.
+    The count is the largest number of keys that a row sees. The sum is max_j Σ_{i sees j} ρ_i, where ρ_i is
+    Theorem A's bound on row i.
     """
     sizes = torch.cat([block.sum(dim=1) for _, block in _blocks(seen)])
     distinct, size_of_row = torch.unique(sizes, return_inverse=True)
@@ -249,7 +250,7 @@ def _log_rows_of_mask(seen: Visibility, a3: float) -> tuple[float, int]:
 
 
 def _blocks(seen: Visibility) -> Iterator[tuple[tuple[slice, slice], Tensor]]:
-    """Yield the mask in blocks: slices of rows and of the keys they may see, and the boolean block."""
+    """Yield the mask block by block: the rows and the keys of a block, and its boolean entries."""
     longest = seen.n if seen.window is None else max(seen.window, 64)
     step = max(1, min(longest, _ENTRIES // min(seen.n, 3 * longest)))
     for start in range(0, seen.n, step):
@@ -312,7 +313,7 @@ def causal(attention: object, parameters: Parameters) -> Hypothesis:
 
 
 def log_causal_rows(n: int, a3: float) -> float:
-    """Return the log of an upper bound on the sum over all rows in Theorem A for a causal mask.
+    """Return the log of an upper bound on the sum over rows in Theorem A for a causal mask.
 
     The sum is Σ_{i=1}^n ρ_i, where ρ_i is Theorem A's bound on row i. ρ_1 = 1 and ρ_i = min{h*(a₃), (1 + a₃²)
     P̄(i, a₃)}. The sum is exact up to row 20000. Beyond it, ρ_i is replaced by h* up to some row and by (1 +

@@ -125,10 +125,10 @@ def proposition_3_6(attention: object, radius: float) -> Bound:
 
 
 def weighted_two_atom_lower_bound(attention: object, radius: float) -> Bound:
-    """Bound the W_2-Lipschitz constant from below by two atoms, weighted better than in Proposition 3.6.
+    """Bound the W_2-Lipschitz constant from below, with two atoms of nearly optimal weights.
 
-    The bound is (√3/4) e^g (1 + 3g/2) |Vu| with g = R² max(−γ_min, γ_max/8). The weight p = 1/(1 + 3e^{2g})
-    is optimal as g → ∞.
+    The weights give a larger bound than Proposition 3.6 does. The bound is (√3/4) e^g (1 + 3g/2) |Vu| with g
+    = R² max(−γ_min, γ_max/8). The weight p = 1/(1 + 3e^{2g}) is optimal as g → ∞.
 
     Parameters
     ----------
@@ -205,7 +205,10 @@ def proposition_3_6_rate(attention: object, radius: float) -> Bound:
 
 @dataclass(frozen=True)
 class _Case:
-    """The data of a bound at two atoms: an eigenvalue of A, the atoms' positions, and the hypotheses."""
+    """The numbers from which a lower bound at two atoms is computed.
+
+    They belong to an eigenvalue γ of A, the positions of the atoms, and the hypotheses of the bound.
+    """
 
     #: γ R².
     curvature: float
@@ -274,7 +277,10 @@ def _shares(log_odds: float) -> tuple[float, float]:
 
 
 def _log_two_dirac(case: _Case, log_p: float, log_rest: float) -> float:
-    """Return the log of the bound of :func:`two_dirac`, without its factor |Vu|."""
+    """Return the log of the lower bound at two atoms, without its factor from the value matrix.
+
+    It is the bound of :func:`two_dirac` without the factor |Vu|.
+    """
     gamma, s = case.curvature, (1.0, case.ratio)
     gap = s[0] - s[1]
     log_a = (log_p, log_rest)

@@ -158,7 +158,7 @@ def output_norm_upper_bound(
 def gram_upper_bound(
     attention: object, length: object, radius: object, *, head_bound: HeadBound = head_upper_bound
 ) -> Bound:
-    """Bound the Lipschitz constant of multi-head attention by norms of products of output maps.
+    """Bound the Lipschitz constant of multi-head attention; orthogonal output maps lower the bound.
 
     The bound is (Σ_{h,g} ‖W_hᵀ W_g‖ L_h L_g)^{1/2}, where W_h is the output map of head h and L_h an upper
     bound on the head. It is at most the bound of Lemma 3.8.
@@ -197,7 +197,7 @@ def gram_upper_bound(
 def folded_gram_upper_bound(
     attention: object, length: object, radius: object, *, head_bound: HeadBound = head_upper_bound
 ) -> Bound:
-    """Bound multi-head attention as :func:`gram_upper_bound`, for output maps that include the values.
+    """Sharpen :func:`gram_upper_bound` by including the value matrices in the output maps.
 
     The bound is (Σ_{h,g} ‖O_hᵀ O_g‖ c_h c_g)^{1/2} with O_h = W_h V_h. V_h is factorised into a triangular
     matrix, which moves to the output map, and a matrix of orthonormal rows. c_h is the upper bound on head h
@@ -242,7 +242,7 @@ def folded_gram_upper_bound(
 
 
 def _log_quadratic_form(maps: list[Tensor], logs: list[float]) -> float:
-    """Return the logarithm of the bound of :func:`gram_upper_bound`.
+    """Combine the bounds on the heads into the bound of :func:`gram_upper_bound`, as logarithms.
 
     It is log (Σ_{h,g} ‖M_hᵀ M_g‖ e^{l_h + l_g})^{1/2} for maps M_h and the logarithms l_h of bounds on heads.
     """
@@ -258,7 +258,7 @@ def _log_quadratic_form(maps: list[Tensor], logs: list[float]) -> float:
 def _bounds_of_heads(
     parameters: Parameters, length: object, radius: object, head_bound: HeadBound
 ) -> tuple[list[float], tuple[Hypothesis, ...]]:
-    """Return the logarithms of the upper bounds on the heads, and the union of their hypotheses."""
+    """Return the upper bound on each head, as a logarithm, and all hypotheses of these bounds."""
     n, R = check_length(length), check_radius(radius)
     logs: list[float] = []
     holds: dict[str, bool] = {}

@@ -1,4 +1,4 @@
-"""The ellipsoid and the ball of a norm layer's outputs, and how the next attention absorbs the layer.
+"""The set of a norm layer's outputs, and how the next attention can absorb the layer.
 
 A norm layer computes N(x) = √d Γ u + β with u = h/s in the unit ball, mean-zero for LayerNorm (Definition 2.3
 of Castin et al., 2024). So its outputs lie in an ellipsoid for all inputs, and its gain Γ and shift β can be
@@ -146,7 +146,7 @@ def absorb_norm(attention: object, norm: object = None) -> SelfAttention:
 
 
 def _map_of(site: SiteLike) -> object:
-    """Return the SelfAttention of a captured site.
+    """Return the attention of a captured site (one attention layer of a model, with its input).
 
     Raise ArgumentError if the site has another map.
     """

@@ -214,7 +214,7 @@ class Parameters:
         return torch.cat(self.outputs, dim=1)
 
     def one_head(self, needed_by: str) -> Head:
-        """Return the only head of single-head attention, with the output map included in its values.
+        """Return the head of a single-head attention, with the output map moved into its values.
 
         The value matrix is W_1 V_1. ``needed_by`` is the theorem that needs one head; the error mentions it.
 
@@ -234,14 +234,17 @@ class Parameters:
         return self.folded(0)
 
     def folded(self, h: int) -> Head:
-        """Return head h with its output map included in the value matrix W_h V_h."""
+        """Return head ``h`` with the output map moved into its values.
+
+        The value matrix is W_h V_h.
+        """
         head = self.heads[h]
         return Head((head.left, head.right), self.outputs[h] @ head.V, head.b)
 
 
 @runtime_checkable
 class SiteLike(Protocol):
-    """The interface of a captured site: a map of a model, its input tokens, and the norm layer before it."""
+    """The interface of a captured site: one map of a model and the tokens that it received."""
 
     @property
     def map(self) -> object:

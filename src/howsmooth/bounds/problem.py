@@ -49,7 +49,7 @@ class Problem:
     def of(
         cls, source: object, X: Tensor | None = None, length: object = None, radius: object = None
     ) -> Problem:
-        """Return the attention and the tokens or ball that the arguments of :func:`best` describe.
+        """Sort out the arguments of :func:`best`: which attention, and which tokens or ball.
 
         Raises
         ------

@@ -36,7 +36,7 @@ _NORM_MARGIN = 1e-12
 
 @dataclass(frozen=True)
 class LargeRadius:
-    """The limit of the Jacobian at tokens R·X for R → ∞: its norm, and a bound on the distance from it.
+    """The norm of the Jacobian's limit at tokens R·X as R → ∞, and the distance from the limit.
 
     The limit is Π⊗V. Π_ij is 1 where token j has the largest score of row i, and 0 elsewhere.
 
@@ -58,12 +58,12 @@ class LargeRadius:
 
 
 def theorem_3_7(attention: object, X: object, radius: object, *, side: object = "upper") -> Bound:
-    """Bound ‖D_{RX} f‖ for tokens R·X by its limit for R → ∞, plus or minus a distance (Theorem 3.7).
+    """Bound ‖D_{RX} f‖ for tokens R·X by its limit as R → ∞ (Theorem 3.7).
 
-    The limit is ‖V‖ √(max_j #{i : m_i = j}), where m_i is the argmax over j of ⟨A x_i, x_j⟩. The distance
-    from the limit is at most ‖V‖ η (√(2n)(1 + R² r max|A x_i|) + R² r² ‖A‖), where r is the diameter of X, δ
-    the smallest gap between the two largest scores of a row, and η = (n−1)e^{−δR²}/(1 + (n−1)e^{−δR²}). It
-    tends to zero as R → ∞.
+    The bound is the limit plus or minus a distance. The limit is ‖V‖ √(max_j #{i : m_i = j}), where m_i is
+    the argmax over j of ⟨A x_i, x_j⟩. The distance from the limit is at most ‖V‖ η (√(2n)(1 + R² r max|A
+    x_i|) + R² r² ‖A‖), where r is the diameter of X, δ the smallest gap between the two largest scores of a
+    row, and η = (n−1)e^{−δR²}/(1 + (n−1)e^{−δR²}). It tends to zero as R → ∞.
 
     Parameters
     ----------
@@ -103,9 +103,10 @@ def theorem_3_7(attention: object, X: object, radius: object, *, side: object = 
 
 
 def theorem_4_5(attention: object, X: object, radius: object, *, side: object = "upper") -> Bound:
-    """Bound ‖D_{RX} f^m‖ of causal attention by its limit for R → ∞, plus or minus a distance (Theorem 4.5).
+    """Bound ‖D_{RX} f^m‖ of causal attention by its limit as R → ∞ (Theorem 4.5).
 
-    The limit and the distance are as in :func:`theorem_3_7`, with m_i the argmax over j <= i.
+    The bound is the limit plus or minus a distance. The limit and the distance are as in :func:`theorem_3_7`,
+    with m_i the argmax over j <= i.
 
     Parameters
     ----------
@@ -141,7 +142,9 @@ def theorem_4_5(attention: object, X: object, radius: object, *, side: object = 
 
 
 def large_radius(head: Head, X: object, radius: float, *, masked: bool) -> LargeRadius:
-    """Return the norm of the Jacobian's limit for R → ∞, and a bound on its distance at R = ``radius``.
+    """Compare the Jacobian at tokens R·X with its limit as R → ∞.
+
+    The results are the norm of the limit, and an upper bound on the distance from it at R = ``radius``.
 
     Parameters
     ----------

@@ -27,7 +27,7 @@ _LARGE = 96
 
 
 def any_boolean_mask(length: int) -> VisibleRows:
-    """Return the kinds of rows that give this module's bounds for every boolean mask of n tokens.
+    """Describe rows of a mask such that bounds computed from them hold for every boolean mask.
 
     The masks may differ between heads. The bounds on a row are largest for rows that see one or two keys, so
     only these two kinds are returned.
@@ -144,7 +144,7 @@ def softmax_output_radius(
 
 @dataclass(frozen=True, eq=False)
 class _Heads:
-    """Norms of the maps W_h V_h of all heads, from which norms of sums over the heads are bounded.
+    """Norms of the heads' output and value maps, to bound sums over heads.
 
     W_h V_h is called O_h.
 
@@ -175,26 +175,28 @@ class _Heads:
         )
 
     def squares(self, c: Tensor) -> tuple[Tensor, Tensor]:
-        """Return two upper bounds on the squared norm of Σ_h O_h F_h, a sum over heads.
+        """Return two upper bounds on the squared norm of a sum over heads.
 
-        They hold for all matrices F_h with ‖F_h‖ <= c_h.
+        The sum is Σ_h O_h F_h with O_h = W_h V_h. The bounds hold for all matrices F_h with ‖F_h‖ <= c_h.
         """
         by_grams = torch.einsum("h...,hg,g...->...", c, self.grams, c)
         by_output = self.whole.square() * torch.einsum("h,h...->...", self.values.square(), c.square())
         return by_grams, by_output
 
     def together(self, c: Tensor) -> Tensor:
-        """Return an upper bound on the norm of Σ_h O_h F_h, a sum over heads.
+        """Return an upper bound on the norm of a sum over heads.
 
-        It holds for all matrices F_h with ‖F_h‖ <= c_h, and is M(c) of :func:`softmax_layer`.
+        The sum is Σ_h O_h F_h with O_h = W_h V_h. The bound holds for all matrices F_h with ‖F_h‖ <= c_h, and
+        is M(c) of :func:`softmax_layer`.
         """
         by_grams, by_output = self.squares(c)
         return _root(torch.minimum(by_grams, by_output))
 
     def around_mean(self, rows: VisibleRows, rho: Tensor, m: Tensor) -> Tensor:
-        """Return the last term of the second bound of :func:`softmax_layer`.
+        """Bound a part of the Jacobian by separating the mean of each row from the rest.
 
-        It is √(max_j Σ_{i sees j} (‖O‖²/m_i + M(√(ρ_i − 1/m_i))²)).
+        The result is the last term of the second bound of :func:`softmax_layer`,
+        √(max_j Σ_{i sees j} (‖O‖²/m_i + M(√(ρ_i − 1/m_i))²)).
         """
         rest = _root(rho - 1 / m)
         mean = self.total.square() / m
@@ -202,9 +204,10 @@ class _Heads:
 
 
 def _grams(maps: Tensor, value: Tensor) -> Tensor:
-    """Return the norms ‖O_hᵀ O_g‖ of O_h = W_h V_h, (heads, heads), computed from k × k matrices.
+    """Return the norms ‖O_hᵀ O_g‖ for all pairs of heads, (heads, heads).
 
-    The gradient is taken with the singular vectors held fixed.
+    Here O_h = W_h V_h. The singular vectors are computed from k × k matrices. The gradient is taken with the
+    singular vectors held fixed.
     """
     count = len(value)
     h, g = torch.triu_indices(count, count, device=value.device)
@@ -221,7 +224,10 @@ def _grams(maps: Tensor, value: Tensor) -> Tensor:
 
 
 def _same_keys(rows: VisibleRows) -> bool:
-    """Return whether all heads have the same known mask, which a bound of :func:`softmax_layer` requires."""
+    """Return whether the mask is known and the same for all heads.
+
+    The second bound of :func:`softmax_layer` requires it.
+    """
     return not rows.free and rows.kind != "any" and (rows.seen is None or rows.seen.ndim == 2)
 
 
@@ -229,24 +235,30 @@ def _same_keys(rows: VisibleRows) -> bool:
 
 
 def _several(rows: VisibleRows, m: Tensor) -> Tensor:
-    """Tell, for each kind of row, whether such a row may see several keys."""
+    """Tell for each row of the mask whether it may see more than one key.
+
+    Rows of one kind share one entry.
+    """
     return torch.full_like(m, rows.length > 1, dtype=torch.bool) if rows.free else m > 1
 
 
 def _largest(m: Tensor, a: Tensor) -> Tensor:
-    """Return the largest weight 1/(1 + (m−1)e^{−2a}) among m scores in [−a, a], of shape (heads, rows)."""
+    """Return the largest attention weight that m scores in [−a, a] allow, (heads, rows).
+
+    It is 1/(1 + (m−1)e^{−2a}).
+    """
     return 1 / (1 + (m - 1) * torch.exp(-2 * a)[:, None])
 
 
 def _each(rows: VisibleRows, weights: Tensor) -> Tensor:
-    """Return, for each head, the largest sum of the rows' weights over the rows that see the same key."""
+    """Return, for each head, the largest sum of the given numbers over rows that see the same key."""
     return torch.stack([rows.heaviest(of_head) for of_head in weights])
 
 
 def _h_star(a: Tensor) -> Tensor:
-    """Return h*(a) of :func:`row_norm_maximum` for each head, as a differentiable tensor.
+    """Return h*(a) for each head, differentiable; it bounds a row of the Jacobian.
 
-    The gradient holds the maximiser fixed.
+    It is the number of :func:`row_norm_maximum`. The gradient holds the maximiser fixed.
     """
     w = torch.tensor(
         [h_star_maximiser(min(float(x), 1e9)) for x in a.detach().nan_to_num(nan=math.inf)],
@@ -259,9 +271,9 @@ def _h_star(a: Tensor) -> Tensor:
 def _normalised(
     weight: Tensor, bias: Tensor | None, radius: float, eps: float
 ) -> tuple[Float[Tensor, "heads"], Float[Tensor, "heads"]]:
-    """Return the norm of each head's query or key matrix, and the largest norm of a normalised row.
+    """Return the norms of the heads' query (or key) matrices, and of their normalised outputs.
 
-    The rows are the queries or keys of tokens in the ball, normalised with ``eps``.
+    The second result is the largest norm of a query (or key) of tokens in the ball, normalised with ``eps``.
     """
     norms = _norm(weight)
     reach = radius * norms
@@ -291,9 +303,10 @@ def products_norms(
 
 
 def _leading(q_left: Tensor, small: Tensor, q_right: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the leading singular vectors of q_left @ small @ q_rightᵀ.
+    """Return the leading singular vectors of a product from those of its small middle factor.
 
-    ``q_left`` and ``q_right`` have orthonormal columns. The left vector is zero if the matrix is zero.
+    The product is q_left @ small @ q_rightᵀ. ``q_left`` and ``q_right`` have orthonormal columns. The left
+    vector is zero if the matrix is zero.
     """
     u, v = _singular_vectors(small)
     return (q_left @ u[..., None])[..., 0], (q_right @ v[..., None])[..., 0]

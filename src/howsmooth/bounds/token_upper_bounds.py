@@ -124,7 +124,7 @@ def diameter_upper_bound(attention: object, X: Tensor | None = None) -> Bound:
 
 
 def covariance_upper_bound(attention: object, X: Tensor | None = None) -> Bound:
-    """Bound ‖D_X f‖ of one head at given tokens by three terms, as in the proof of Theorem 3.3.
+    """Bound ‖D_X f‖ of one head at given tokens by a step in the proof of Theorem 3.3.
 
     The bound is √3 ‖V‖ (max_i ‖C_i A‖² + n r² max_i |A x_i + b|² + n)^½, the step of the proof of Theorem 3.3
     before the radius R replaces the tokens. C_i and m_i are the covariance and the mean of the tokens under
@@ -232,7 +232,7 @@ def yudin_theorem_3(attention: object, X: Tensor | None = None) -> Bound:
 
 @dataclass(frozen=True, eq=False)
 class _At:
-    """One head at given tokens x_i: the vectors that give its scores, and its mask.
+    """One head at given tokens x_i: its mask, and the products of its matrix A with the tokens.
 
     ``y`` has the vectors A x_i + b, and ``transposed`` the vectors Aᵀ x_i.
     """

@@ -146,7 +146,10 @@ def _l2_parameters(query: object, value: object, output: object) -> tuple[Tensor
 
 
 def _phi(n: int) -> float:
-    """Return the solution Φ = W₀((n−1)/e) of Φ e^{Φ+1} = n − 1, for n of any size."""
+    """Solve Φ e^{Φ+1} = n − 1 for the number Φ in the bounds on L2 attention.
+
+    The solution is W₀((n−1)/e) with the Lambert function W₀. n may have any size.
+    """
     return 0.0 if n == 1 else float(wrightomega(math.log(n - 1) - 1.0))
 
 
@@ -272,7 +275,7 @@ def scaled_cosine_upper_bound(
 def _cosine(
     query: object, key: object, value: object, temperature: object, gain: object, eps: object
 ) -> tuple[float, float, float, float, float]:
-    """Check the arguments of scaled cosine attention; return the numbers that its bound depends on.
+    """Check the arguments of scaled cosine attention, and compute the norms in its bound.
 
     They are log ‖W_Q‖, log ‖W_K‖, log ‖W_V‖, |τ| and log(|ν|/√ε), with the temperature τ and the gain ν.
     """

@@ -30,13 +30,16 @@ __all__ = [
 
 @dataclass(frozen=True, eq=False)
 class Witness:
-    """A sequence of heavy tokens, once each, followed by copies of one light token."""
+    """A sequence of few heavy (much attended) tokens and many copies of one light token.
+
+    Each heavy token occurs once, before the light tokens.
+    """
 
     heavies: Float64[Tensor, "c d"]
     light: Float64[Tensor, " d"]
 
     def tokens(self, length: int) -> Float64[Tensor, "n d"]:
-        """Return the sequence X (length, d) of the heavy tokens and copies of the light token."""
+        """Return the whole sequence (length, d): the heavy tokens, then copies of the light token."""
         copies = length - len(self.heavies)
         if copies < 1:
             raise ArgumentError(
@@ -48,7 +51,7 @@ class Witness:
 
 
 class OneHeavyToken(Witness):
-    """A sequence of one heavy token and copies of one light token."""
+    """A sequence of one heavy (much attended) token and copies of one light token."""
 
     @classmethod
     def of(cls, heavy: Tensor, light: Tensor) -> OneHeavyToken:
@@ -62,7 +65,10 @@ class OneHeavyToken(Witness):
 
 
 class Tie(Witness):
-    """A sequence of two heavy tokens that a light token attends to equally, and copies of the light token."""
+    """A sequence of two heavy (much attended) tokens and copies of one light token.
+
+    The light token attends to both heavy tokens equally.
+    """
 
     @classmethod
     def of(cls, heavy_1: Tensor, heavy_2: Tensor, light: Tensor) -> Tie:
@@ -105,7 +111,7 @@ def real_eigenpairs(head: Head) -> list[tuple[float, Tensor]]:
 
 
 def two_cluster_points(head: Head, radius: float, choice: str = "paper") -> OneHeavyToken | None:
-    """Return the two tokens of Proposition 3.4, which are multiples of an eigenvector of A.
+    """Return the two tokens of Proposition 3.4, multiples of an eigenvector of the score matrix A.
 
     The tokens are Ru and Ru/2 with the eigenvector u for γ_max, or Ru and −Ru with u for γ_min. The choice
     "paper" compares γ_max/8 with −γ_min and takes the larger; "max" and "min" prescribe the eigenvalue. With
@@ -125,11 +131,12 @@ def two_cluster_points(head: Head, radius: float, choice: str = "paper") -> OneH
 
 
 def searched_tokens(head: Head, radius: float, *, steps: int = 200) -> list[OneHeavyToken]:
-    """Search the ball for pairs of a heavy token z and a light token w with a large gap of scores.
+    """Search the ball for two tokens, one of which attends much more to the other than to itself.
 
-    The gap ⟨A w + b, z − w⟩ is maximised locally. For a given w the best z is radius · y/|y| with y = A w +
-    b. w is found by projected gradient ascent from singular vectors of A, eigenvectors of its symmetric part,
-    and its real eigenvectors. Pairs are sorted, best first.
+    The one is the light token w, the other the heavy token z. The gap ⟨A w + b, z − w⟩ is maximised locally.
+    For a given w the best z is radius · y/|y| with y = A w + b. w is found by projected gradient ascent from
+    singular vectors of A, eigenvectors of its symmetric part, and its real eigenvectors. Pairs are sorted,
+    best first.
     """
     w = radius * _starts(head)
     size = 0.25 * radius / max(head.A_norm + head.b_norm / radius, 1e-300) / radius
@@ -150,12 +157,12 @@ def searched_tokens(head: Head, radius: float, *, steps: int = 200) -> list[OneH
 
 
 def searched_pairs(head: Head, length: int, radius: float, *, masked: bool, steps: int = 150) -> list[Tie]:
-    """Search for sequences with two equally attended heavy tokens that give a large lower bound.
+    """Search for sequences in which two tokens get equal, large attention from all others.
 
-    The sequences are sorted, best first. The lower bound of ``howsmooth.bounds.two_heavy_tokens_lower_bound``
-    is √(2 Σ_rows p²) sinθ |y| R |Vv| with y = A w + b for the light token w and heavy tokens R(cosθ ŷ ± sinθ
-    v), v ⊥ ŷ. Adam maximises it over w, θ and v from deterministic starts. The list is empty if d = 1, if A
-    and b are zero, or if V is zero.
+    They give a large lower bound on ‖D_X f‖. The sequences are sorted, best first. The lower bound of
+    ``howsmooth.bounds.two_heavy_tokens_lower_bound`` is √(2 Σ_rows p²) sinθ |y| R |Vv| with y = A w + b for
+    the light token w and heavy tokens R(cosθ ŷ ± sinθ v), v ⊥ ŷ. Adam maximises it over w, θ and v from
+    deterministic starts. The list is empty if d = 1, if A and b are zero, or if V is zero.
     """
     if head.d < 2 or head.A_norm + head.b_norm == 0 or head.V_norm == 0:
         return []
@@ -212,9 +219,10 @@ def searched_pairs(head: Head, length: int, radius: float, *, masked: bool, step
 
 @dataclass(frozen=True)
 class _Copies:
-    """How many light tokens the rows see, and how many rows see each number of them.
+    """How many light tokens each row of the mask sees; rows with equal numbers share an entry.
 
-    Both are stored as logarithms.
+    ``log_copies`` has the numbers of light tokens, ``log_weights`` the numbers of rows that share them. Both
+    are stored as logarithms.
     """
 
     log_copies: Tensor
@@ -236,7 +244,10 @@ def _copies(length: int, masked: bool) -> _Copies:
 
 
 def _forms(head: Head, x: Tensor) -> Tensor:
-    """Return A x_i + b for each token x_i, the vector that gives the scores of the token."""
+    """Return, for each token, the vector whose inner products with tokens are its scores.
+
+    For token x_i it is A x_i + b.
+    """
     y: Tensor = (x @ head.right.mT) @ head.left.mT + head.b
     return y
 
@@ -248,9 +259,10 @@ def _gap(head: Head, w: Tensor, radius: float) -> Tensor:
 
 
 def _starts(head: Head, count: int = 3) -> Tensor:
-    """Return unit vectors from which the search for a light token w starts.
+    """Return the directions from which a local search for a worst light token w starts.
 
-    Among them are directions where |Aw| is large or ⟨Aw, w⟩ is small, and eigenvectors of A.
+    They are unit vectors. Among them are directions where |Aw| is large or ⟨Aw, w⟩ is small, and eigenvectors
+    of A.
     """
     q_right, r_right = torch.linalg.qr(head.right.mT)
     right = q_right @ torch.linalg.svd(head.left @ r_right.mT, full_matrices=False).Vh.mT

@@ -21,7 +21,7 @@ _TOLERANCES = {torch.float64: (1e-7, 1e-9, 1e-13), torch.float32: (1e-4, 1e-6, 1
 
 
 def check_times(times: object, field: Field) -> list[float]:
-    """Return the times as floats, after checking that they increase and that the field is defined there."""
+    """Return the times as floats, after checking that they increase and that the flow reaches them."""
     expected = "at least two finite, increasing times"
     if not isinstance(times, (Tensor, Sequence)) or isinstance(times, str):
         raise ArgumentError("times", expected=expected, got=type(times).__name__)

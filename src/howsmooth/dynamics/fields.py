@@ -52,11 +52,13 @@ class Field(abc.ABC):
         """
 
     def layer(self, begin: float, end: float, weighting: Weighting | None = None) -> Velocity:
-        """Return the velocity v of residual layers x ↦ x + h v(x) between two times."""
+        """Return the velocity v that a residual layer x ↦ x + h v(x) adds, between two times."""
         return self.velocity(begin, end, weighting)
 
     def map_at(self, begin: float, end: float) -> TokenMap:
-        """Return the map f with velocity x' = f(x) at times from ``begin`` to ``end``.
+        """Return the map of this library that is the velocity between two times.
+
+        A Gaussian flows by closed formulas of the map.
 
         Raises
         ------

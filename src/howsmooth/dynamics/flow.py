@@ -144,7 +144,7 @@ def flow(
 def _ending(
     plan: Plan, run: Run, second: Run | None, origin: float
 ) -> tuple[Status, str, tuple[float, float] | None]:
-    """Return how a flow ended, from its run and a second, more accurate run.
+    """Decide how a flow ended, by comparison with a second, more accurate run.
 
     The result is the status, the reason, and the time interval of a blow-up.
     """

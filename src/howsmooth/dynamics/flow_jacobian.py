@@ -19,10 +19,11 @@ __all__ = ["ChainJacobian", "ProjectionJacobian", "StepJacobian", "TangentJacobi
 
 
 class StepJacobian(LinearOperator):
-    """The Jacobian of one explicit Runge–Kutta step, given the Jacobians of the velocity at its stages.
+    """The Jacobian of one explicit Runge–Kutta step, from the Jacobians of the velocity.
 
-    Forward: dk_i = J_i (dx + h Σ_j a_ij dk_j), dx⁺ = dx + h Σ_i b_i dk_i. Backward, from the last stage to
-    the first: w_i = J_iᵀ (h b_i u + h Σ_{j>i} a_ji w_j), and the result is u + Σ_i w_i.
+    There is one Jacobian of the velocity for each stage. Forward: dk_i = J_i (dx + h Σ_j a_ij dk_j), dx⁺ = dx
+    + h Σ_i b_i dk_i. Backward, from the last stage to the first: w_i = J_iᵀ (h b_i u + h Σ_{j>i} a_ji w_j),
+    and the result is u + Σ_i w_i.
     """
 
     def __init__(self, stages: Sequence[LinearOperator], tableau: Tableau, step: float) -> None:
@@ -142,7 +143,7 @@ def _dot(a: Tensor, b: Tensor) -> Tensor:
 
 
 def _plus(base: Tensor, factor: float, weights: Sequence[float], terms: Sequence[Tensor]) -> Tensor:
-    """Return base + factor · Σ_i weights_i terms_i."""
+    """Add a weighted sum of tensors to ``base``: base + factor · Σ_i weights_i terms_i."""
     for weight, term in zip(weights, terms, strict=True):
         if weight:
             base = base + (factor * weight) * term

@@ -268,7 +268,7 @@ Solve = Callable[[LinearOperator, int], LeadingTriplet]
 
 
 def _along(trajectory: LinearisedFlow, times: list[float], solve: Solve) -> list[LeadingTriplet]:
-    """Return the leading singular value and vectors of the flow map's Jacobian at each time but the first."""
+    """Return the leading singular triplet of the flow map's Jacobian at each time after the first."""
     rounding = _rounding(trajectory, times)
     for time, relative in zip(times, rounding, strict=True):
         if not float(relative) < _NO_DIGIT:
@@ -282,9 +282,9 @@ def _along(trajectory: LinearisedFlow, times: list[float], solve: Solve) -> list
 
 
 def _rate(trajectory: LinearisedFlow, i: int, solve: Solve, index: int) -> float:
-    """Return the integral of the velocity's local Lipschitz constant over step ``i``, by quadrature.
+    """Integrate the local Lipschitz constant of the velocity over one step, by quadrature.
 
-    The random starts of the stages have the numbers after ``index``.
+    The step has the number ``i``. The random starts of the stages have the numbers after ``index``.
     """
     stages = enumerate(zip(trajectory.rates(i), trajectory.tableau.b, strict=True), start=index + 1)
     local = [weight * float(solve(stage, s).sigma) for s, (stage, weight) in stages if weight]
@@ -292,7 +292,7 @@ def _rate(trajectory: LinearisedFlow, i: int, solve: Solve, index: int) -> float
 
 
 def _rounding(trajectory: LinearisedFlow, times: list[float]) -> list[Tensor]:
-    """Return, for each time, the relative error of the growth that rounding may cause.
+    """Bound the relative error in the growth that rounding may cause, for each time.
 
     It has two parts. First, the rounding errors of the products add up over the steps. Second, a computed
     trajectory is the exact trajectory of a slightly different start, and the flow may amplify that
@@ -312,7 +312,7 @@ def _rounding(trajectory: LinearisedFlow, times: list[float]) -> list[Tensor]:
 
 
 def _products(trajectory: LinearisedFlow, e: Tensor) -> list[tuple[Tensor, Tensor]]:
-    """Return, for each time, the flow map's Jacobian times the vector e, and its rounding error.
+    """Return, for each time, the flow map's Jacobian times a direction ``e``, and its rounding error.
 
     The rounding error is the sum of the steps' rounding errors.
     """

@@ -93,7 +93,7 @@ class _SmallerStepError(Exception):
 
 @dataclass
 class _Watch:
-    """The velocity in the form that torchdiffeq calls, with a check of the state before each step."""
+    """The velocity in the form that torchdiffeq calls, which also checks every step."""
 
     velocity: Velocity
     finite: Callable[[Tensor], bool]
@@ -258,7 +258,10 @@ def _ode(watch: _Watch, end: float) -> Tensor:
 
 @torch.no_grad()
 def _largest_token(error: Tensor) -> Tensor:
-    """Return the largest root mean square error of a token, so that no token's error is averaged away."""
+    """Return the largest root mean square error over the tokens.
+
+    The mean over all tokens would hide the error of a single token.
+    """
     return error.detach().square().mean(dim=-1).max().sqrt()
 
 

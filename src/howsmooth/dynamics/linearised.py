@@ -146,7 +146,7 @@ class LinearisedFlow:
         return made
 
     def rates(self, i: int) -> list[LinearOperator]:
-        """Return the Jacobians of the velocity from which the rate of growth in step ``i`` is computed.
+        """Return the Jacobians of the velocity that give the rate of growth in step ``i``.
 
         There is one Jacobian for each stage of the step. On a sphere they are projected onto the tangent
         spaces.
@@ -169,7 +169,10 @@ class LinearisedFlow:
         ]
 
     def step(self, i: int) -> LinearOperator:
-        """Return the Jacobian of the map that step ``i`` computes."""
+        """Return the Jacobian of one step of the trajectory.
+
+        On a sphere it includes the projections before and after the step.
+        """
         one = self.steps[i]
         operator = StepJacobian(self.stages(i), self.tableau, one.length)
         if not isinstance(self.system.field, Sphere):
@@ -179,9 +182,9 @@ class LinearisedFlow:
         return ComposedJacobian(after, ComposedJacobian(operator, ProjectionJacobian(one.points[0][None])))
 
     def until(self, frame: int, rounding: Tensor) -> LinearOperator:
-        """Return the Jacobian of the flow map from the first time to time number ``frame``.
+        """Return the Jacobian of the flow map from the first to a later output time.
 
-        ``frame`` is at least 1.
+        The later time has the index ``frame`` >= 1.
         """
         return ChainJacobian(self.step, self.steps_until[frame], rounding)
 

@@ -159,7 +159,9 @@ def rescaled(trajectory: Trajectory, value: Tensor | SelfAttention) -> Trajector
 
 
 def value_matrix(attention: SelfAttention) -> Float[Tensor, "d d"]:
-    """Return V = Σ_h O_h V_h, the matrix by which attention without biases acts on equal tokens.
+    """Return the matrix V that attention without biases applies to equal tokens.
+
+    It is V = Σ_h O_h V_h.
 
     Raises
     ------

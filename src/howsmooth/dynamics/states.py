@@ -20,7 +20,7 @@ __all__ = ["Atoms", "Moments", "System", "Tokens", "system_of"]
 
 
 class System(abc.ABC):
-    """A flow's state, such as tokens or a measure, as one tensor, with the velocity of the tensor."""
+    """A flow's state (tokens, a measure or a Gaussian) as one tensor, with its velocity."""
 
     start: Tensor
 
@@ -41,7 +41,7 @@ class System(abc.ABC):
 
     @abc.abstractmethod
     def layer(self, begin: float, end: float) -> Velocity:
-        """Return the velocity v with which a residual layer changes the tensor, y ↦ y + h v(y)."""
+        """Return the velocity v that a residual layer y ↦ y + h v(y) adds to the tensor."""
 
     def project(self, y: Tensor) -> Tensor:
         """Return the tensor projected onto the set that the flow preserves, such as tokens on a sphere."""
@@ -55,7 +55,10 @@ class System(abc.ABC):
         return self.field.drift(y)
 
     def restart(self, y: Tensor) -> Tensor:
-        """Return the tensor with which a new flow goes on from the same state."""
+        """Return the tensor from which a new flow can continue.
+
+        It stands for the same state.
+        """
         return y
 
     def finite(self, y: Tensor) -> bool:
@@ -174,14 +177,17 @@ class Moments(System):
         return affine
 
     def layer(self, begin: float, end: float) -> Velocity:
-        """Return the velocity, which is the same for a residual layer.
+        """Return the velocity; residual layers add the same one.
 
         The reason is that a residual layer maps N(α, Σ) by x ↦ x + h (M x + c).
         """
         return self.velocity(begin, end)
 
     def restart(self, y: Tensor) -> Tensor:
-        """Return the tensor of a new flow, whose root is the symmetric square root of the covariance."""
+        """Return the tensor from which a new flow can continue.
+
+        The root of the covariance is replaced by the symmetric one.
+        """
         return _pack(*_unpack(y))
 
     def project(self, y: Tensor) -> Tensor:

@@ -82,9 +82,10 @@ def check_batch_dims(batch_dims: object, f: object, x: object) -> None:
 
 
 def _remedy_for_site(given: object) -> str:
-    """Return the remedy of an error for a caller who gave a captured site instead of its map and tokens.
+    """Return advice for a caller who gave a captured site instead of a map and tokens.
 
-    For a list of sites it says what to do with each. For anything else it is empty.
+    A captured site is one attention layer of a model with its input. For a list of sites it says what to do
+    with each. For anything else it is empty.
     """
     first = given[0] if isinstance(given, list | tuple) and given else given
     if not (hasattr(first, "map") and hasattr(first, "x")):

@@ -105,7 +105,7 @@ def head_lipschitz(
 
 
 def _together(f: SelfAttention, x: Tensor, heads: Tensor, solver: Solver) -> dict[str, Tensor]:
-    """Measure some heads of a layer as one batch.
+    """Measure several heads of a layer as one batch.
 
     Return the fields of the estimate by name. The layer is float64.
     """
@@ -151,7 +151,7 @@ def _alone(head: TokenMap, x: Tensor, h: int, solver: Solver, memory: int | None
 
 
 def _vector_bytes(head: TokenMap, x: Tensor) -> int:
-    """Return the bytes of the vectors that measuring one head needs.
+    """Return the memory in bytes that measuring one head needs for vectors.
 
     They are its Krylov basis, and the vectors (n, d) of the final check in float64.
     """
@@ -160,7 +160,7 @@ def _vector_bytes(head: TokenMap, x: Tensor) -> int:
 
 
 class _OfTokens(LinearOperator):
-    """The Jacobians of heads as functions of the tokens, from their Jacobians in fewer coordinates.
+    """The heads' Jacobians as maps of tokens, although they are stored in fewer coordinates.
 
     With J_h in the coordinates of the basis B_h, the Jacobian of head h is E ↦ J_h(E B_h).
     """

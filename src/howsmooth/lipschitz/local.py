@@ -78,7 +78,7 @@ def local_lipschitz(
     memory: int | None = None,
     batch_dims: int | None = None,
 ) -> LipschitzEstimate | LipschitzEstimates:
-    """Measure the local Lipschitz constant ‖D_X f‖₂ of ``f`` at each member of ``x``.
+    """Measure the local Lipschitz constant ‖D_X f‖₂ of ``f`` at each input X in ``x``.
 
     The solver starts at a random vector. With the Jacobian J in closed form it is the Lanczos process on
     JᵀJ; with autodiff, and at measures, it is the Golub–Kahan bidiagonalisation of J. Members run together,
@@ -168,14 +168,17 @@ class _Settings:
     memory: int | None
 
     def solver(self, lengths: Sequence[int]) -> Solver:
-        """Return the solver for members of these lengths."""
+        """Return the solver for sequences of these lengths."""
         seeds = member_seeds(self.seed, len(lengths))
         return Solver(self.rtol, self.confidence, self.max_iterations, seeds, lengths)
 
     def estimate(
         self, kind: type[_Estimate], found: Mapping[str, Any], method: Method, scope: str
     ) -> _Estimate:
-        """Build the result of the call from the fields of a :class:`~howsmooth.spectral.LeadingTriplet`."""
+        """Build the result of :func:`local_lipschitz` from the singular triplets that were found.
+
+        ``found`` has the fields of a :class:`~howsmooth.spectral.LeadingTriplet`.
+        """
         return kind(
             value=found["sigma"],
             lower=found["lower"],
@@ -308,10 +311,10 @@ def _at_measure(
 
 
 def _factor(image: Float[Tensor, "1 n d_out"]) -> float:
-    """Return a power of two that brings the norm of an operator near one, given one of its products.
+    """Return a power of two that scales an operator to a norm near one.
 
-    The constant at a measure may be e^350, whose square overflows in the recurrence. A power of two scales
-    without rounding.
+    ``image`` is one product of the operator, from which its size is guessed. The constant at a measure may be
+    e^350, whose square overflows in the recurrence. A power of two scales without rounding.
     """
     size = float(image.abs().max())
     return 2.0 ** -max(-1000, round(math.log2(size))) if 0 < size < math.inf else 1.0

@@ -79,10 +79,11 @@ def _jacobians(
     lots: Sequence[Sequence[int]],
     dtypes: Sequence[torch.dtype],
 ) -> list[dict[torch.dtype, LinearOperator]]:
-    """Return the Jacobian at each of several groups of sequences, as a dictionary from dtype to Jacobian.
+    """For each group of sequences, return their joint Jacobian in each of ``dtypes``.
 
     Each item of ``lots`` is a group, as indices of sequences sorted by length. Sequences of one length are
-    linearised together, and the Jacobians of a group are joined to one operator.
+    linearised together, and the Jacobians of a group are joined to one operator. Each result is a dictionary
+    from dtype to Jacobian.
     """
     groups = [
         [list(group) for _, group in itertools.groupby(lot, key=lambda i: members[i].shape[0])]
@@ -137,7 +138,7 @@ def verdict(
 def _streamed(
     double: TokenMap, x: Tensor, members: Sequence[int], solver: Solver, budget: int
 ) -> LeadingTriplet:
-    """Measure one member without keeping its probabilities, so without any n × n matrix.
+    """Measure at one sequence without keeping its probabilities, so without any n × n matrix.
 
     The steps are as in :func:`_cached`. The operators in float32 and in float64 are not in memory at the
     same time.
@@ -171,7 +172,7 @@ def _streamed(
 def judge(
     found: LeadingTriplet, sigma: Tensor, defect: Tensor, exact: LinearOperator, rtol: float
 ) -> LeadingTriplet:
-    """Widen the interval of a float32 run by what rounding may have changed.
+    """Widen the interval that a float32 run found, by the error that its rounding may cause.
 
     The value becomes σ = |J v|, computed in float64. The lower limit is proved where the float64 products
     are. The upper one is an estimate to first order: rounding of the float32 run moves σ by at most the
@@ -186,21 +187,21 @@ def judge(
 
 
 def _defect(rounded: Tensor, exact: Tensor, sigma: Tensor) -> Tensor:
-    """Return how much rounding may have moved the singular value σ, from JᵀJ v in float32 and in float64.
+    """Return how much float32 rounding may have moved the singular value σ.
 
-    With their difference Δv the result is ‖Δv‖ / σ. A perturbation Δ of JᵀJ moves σ by vᵀΔv / 2σ to first
-    order.
+    The vectors are JᵀJ v in float32 (``rounded``) and in float64 (``exact``). With their difference Δv the
+    result is ‖Δv‖ / σ. A perturbation Δ of JᵀJ moves σ by vᵀΔv / 2σ to first order.
     """
     return _norms(rounded.double() - exact) / sigma.clamp_min(torch.finfo(torch.float64).tiny)
 
 
 def _norms(t: Tensor) -> Tensor:
-    """Return the Frobenius norm of each member (members,), on the CPU."""
+    """Return the Frobenius norm of each entry of a batch, on the CPU."""
     norms: Tensor = torch.linalg.vector_norm(t.flatten(1), dim=1).cpu()
     return norms
 
 
 def _unit(t: Tensor) -> Tensor:
-    """Return each member divided by its norm; zero stays zero."""
+    """Return each entry of a batch divided by its Frobenius norm; zero stays zero."""
     length = t.flatten(1).norm(dim=1).view(-1, 1, 1)
     return torch.where(length > 0, t / length, t)

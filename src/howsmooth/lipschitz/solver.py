@@ -1,4 +1,4 @@
-"""The solvers of ``howsmooth.spectral``, with the accuracy and the seeds of one call."""
+"""The singular value solvers, called with the accuracy and the seeds that the user asked for."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _WORTH_A_THREAD = 1 << 14
 
 @dataclass(frozen=True)
 class Solver:
-    """The settings with which the solvers are called.
+    """The solvers, with the accuracy asked for and the seed and length of each sequence.
 
     They are the accuracy that is asked for, and for each sequence its length and the seed of its start
     vector. Sequences are named by their indices: a batch may hold any of them, in any order.
@@ -45,7 +45,7 @@ class Solver:
         )
 
     def lanczos(self, operator: LinearOperator, members: Sequence[int], basis_bytes: int) -> LeadingTriplet:
-        """Return the leading triplets of an operator's members, by Lanczos with a basis of limited size."""
+        """Compute leading singular triplets by the Lanczos process, with a basis of limited size."""
         return lanczos(
             operator,
             self._starts(operator, members),
@@ -58,9 +58,9 @@ class Solver:
     def together(
         self, operators: Sequence[LinearOperator], members: Sequence[Sequence[int]]
     ) -> list[LeadingTriplet]:
-        """Compute leading singular triplets of several Jacobians of one map, which share matrix products.
+        """Compute leading singular triplets of several Jacobians at once, which shares matrix products.
 
-        The Jacobians may be at sequences of different lengths.
+        The Jacobians are of one map, at sequences that may have different lengths.
 
         A member that is shorter than its operator has zeros in the tokens that it lacks.
         """
@@ -82,7 +82,7 @@ class Solver:
 
 
 def member_seeds(seed: int | Sequence[int], members: int) -> list[int]:
-    """Return a seed in 64 bits for the random generator of each member."""
+    """Return a 64-bit seed for the random start at each of several sequences."""
     if isinstance(seed, int):
         # Multiples of the golden ratio of 2^64 keep the streams of neighbouring seeds apart.
         return [(seed + member * 0x9E3779B97F4A7C15) % 2**64 for member in range(members)]

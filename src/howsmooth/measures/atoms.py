@@ -29,11 +29,11 @@ _LIGHTEST = math.log(1e-300)
 
 @dataclass(frozen=True)
 class Answer:
-    """The distance W_p between scaled points with its interval, and the data for its derivative.
+    """The distance W_p between scaled points, with its interval.
 
-    ``plan`` moves mass between the atoms numbered by its rows and columns, and ``log_masses`` are the
-    logarithms of its masses. ``left`` and ``right`` are the dual potentials of all atoms, if the solver has
-    them.
+    It also holds the data for the derivative of the distance. ``plan`` moves mass between the atoms numbered
+    by its rows and columns, and ``log_masses`` are the logarithms of its masses. ``left`` and ``right`` are
+    the dual potentials of all atoms, if the solver has them.
     """
 
     value: float
@@ -75,7 +75,7 @@ class Pair:
 
     @cached_property
     def kept(self) -> tuple[Bool[ndarray, " n"], Bool[ndarray, " m"]]:
-        """Masks of the atoms that solvers see, for both measures; atoms of negligible weight are left out."""
+        """Which atoms of each measure the solvers see; atoms of negligible weight are left out."""
         return self.log_a >= _LIGHTEST, self.log_b >= _LIGHTEST
 
     @cached_property
@@ -87,7 +87,7 @@ class Pair:
 
     @property
     def reach_of_light_atoms(self) -> float:
-        """Upper bound on the change of W_p that leaving out light atoms causes.
+        """Upper bound on the change of W_p when atoms of negligible weight are left out.
 
         The bound is the sum of m^{1/p} over the masses m of these atoms.
         """
@@ -97,11 +97,12 @@ class Pair:
         return math.fsum(math.exp(float(logsumexp(logs)) / self.p) for logs in light)
 
     def matched(self) -> Answer | None:
-        """Return the answer if moving x_i to y_i for each i is easily seen to be optimal; otherwise None.
+        """Return the answer if it is easily seen that each atom should move to its counterpart.
 
-        The weights must be equal in the given order, and each y_i must be the nearest atom of ``y`` to x_i.
-        Then W_p^p = Σ a_i |x_i − y_i|^p. The potentials are min_j |x_i − y_j|^p and zero. Sums are formed
-        from logarithms, so weights of any size count.
+        Atom x_i has the counterpart y_i. Otherwise the result is None. The weights must be equal in the given
+        order, and each y_i must be the nearest atom of ``y`` to x_i. Then W_p^p = Σ a_i |x_i − y_i|^p. The
+        potentials are min_j |x_i − y_j|^p and zero. Sums are formed from logarithms, so weights of any size
+        count.
         """
         if not np.array_equal(self.log_a, self.log_b):
             return None
@@ -124,7 +125,7 @@ class Pair:
         )
 
     def _own_is_nearest(self, own: Float[ndarray, " n"]) -> bool:
-        """Tell whether, for each i, y_i is a nearest atom of ``y`` to x_i, up to rounding."""
+        """Tell whether each atom x_i has its counterpart y_i as a nearest atom of ``y``, up to rounding."""
         if self.x.shape[1] == 1:
             # In one dimension a tree avoids the matrix of all distances.
             nearest, _ = cKDTree(self.y).query(self.x)
@@ -134,7 +135,7 @@ class Pair:
         return bool(np.all(own <= nearest * (1 + (self.x.shape[1] + 16) * EPSILON)))
 
     def answer(self, solution: Solution) -> Answer:
-        """Return the answer to the whole problem, given a solver's solution for the kept atoms."""
+        """Extend a solver's solution for the kept atoms to the measures with all atoms."""
         here, there = (np.flatnonzero(kept) for kept in self.kept)
         plan = Plan(here[solution.plan.rows], there[solution.plan.columns], solution.plan.masses)
         slack = self.reach_of_light_atoms
@@ -154,7 +155,7 @@ class Pair:
 
     @property
     def noise(self) -> float:
-        """The distance W_p that rounding of the weights alone can cause.
+        """How far from zero the distance W_p may be only because the weights were rounded.
 
         It is at most ((n + m) ε)^{1/p}. For large p this number is not small. It is therefore limited to 1e-6
         (``NEGLIGIBLE``).
@@ -167,7 +168,10 @@ class Pair:
 
 
 def in_units(scaled: float, exponent: int) -> float:
-    """Return ``scaled · 2**exponent``; raise ArgumentError if float64 cannot hold that number."""
+    """Undo the scaling of a distance: return ``scaled · 2**exponent``.
+
+    Raise ArgumentError if float64 cannot hold the number.
+    """
     try:
         distance = math.ldexp(scaled, exponent)
     except OverflowError:
@@ -183,7 +187,7 @@ def in_units(scaled: float, exponent: int) -> float:
 
 
 def _exponent(size: float) -> int:
-    """Return the least e with size <= 2**e, or zero if the size is zero."""
+    """Return the exponent of the least power of two that is at least ``size``; zero for zero."""
     mantissa, exponent = math.frexp(size)
     return exponent - (mantissa == 0.5) if size > 0 else 0
 

@@ -46,7 +46,7 @@ class GaussianAnswer:
     regular: bool
 
     def in_units(self, scaled: float) -> float:
-        """Return a distance between the scaled Gaussians in the units of the means.
+        """Undo the scaling: return a distance in the units of the given Gaussians.
 
         It is multiplied by 2^exponent.
         """
@@ -141,11 +141,11 @@ class _Spectrum:
 
 
 def _map(one: _Spectrum, other: _Spectrum) -> tuple[ndarray, ndarray]:
-    """Return the eigenvalues and eigenvectors of the linear map that transports one Gaussian to another.
+    """Return the spectrum of the linear map that transports one Gaussian to another.
 
-    The map T > 0 transports covariance ``one`` to covariance ``other``. A small multiple of the identity is
-    added to the covariances first. The eigenvalues are clipped, because directions in which a covariance is
-    zero give no reliable eigenvalue of T.
+    The results are its eigenvalues and its eigenvectors. The map T > 0 transports covariance ``one`` to
+    covariance ``other``. A small multiple of the identity is added to the covariances first. The eigenvalues
+    are clipped, because directions in which a covariance is zero give no reliable eigenvalue of T.
     """
     ridge = _RIDGE * max(one.values.sum(), other.values.sum()) or 1.0
     roots, others = (np.sqrt(np.maximum(side.values, 0.0) + ridge) for side in (one, other))
@@ -157,11 +157,12 @@ def _map(one: _Spectrum, other: _Spectrum) -> tuple[ndarray, ndarray]:
 
 
 def _below(one: ndarray, other: ndarray, values: ndarray, vectors: ndarray) -> float:
-    """Return a lower bound on W₂² of two centred Gaussians, from any positive definite matrix T.
+    """Return a lower bound on W₂² of two Gaussians with mean zero.
 
-    The bound is tr (I − T) one + tr (I − T⁻¹) other, less a bound on its rounding. It holds for any T > 0,
-    because 2⟨x, y⟩ <= xᵀTx + yᵀT⁻¹y. It is summed over the eigenvectors q of T as Σ (t − 1)(qᵀ other q / t −
-    qᵀ one q). For close Gaussians both factors of each term are small, so nothing cancels.
+    T is the matrix with the eigenvalues ``values`` and the eigenvectors ``vectors``. The bound is tr (I − T)
+    one + tr (I − T⁻¹) other, less a bound on its rounding. It holds for any T > 0, because 2⟨x, y⟩ <= xᵀTx +
+    yᵀT⁻¹y. It is summed over the eigenvectors q of T as Σ (t − 1)(qᵀ other q / t − qᵀ one q). For close
+    Gaussians both factors of each term are small, so nothing cancels.
     """
     d = len(one)
     sizes, errors = [], []

@@ -96,7 +96,7 @@ def _total(
     masses: tuple[Float[ndarray, " s"], ...],
     options: Options,
 ) -> Answer:
-    """Return the conditional distance from the optimal transport costs at all positions.
+    """Add up the optimal transport costs at all positions to the conditional distance.
 
     The costs are weighted by the masses of the positions. They are added in logarithms, so that masses of any
     size count.
@@ -168,7 +168,7 @@ def _roots(terms: Float[ndarray, "3 k"], p: float) -> list[float]:
 def _groups(
     mu: DiscreteMeasure, nu: DiscreteMeasure, tolerance: float
 ) -> tuple[Int[ndarray, " n"], Int[ndarray, " m"]]:
-    """Return, for each atom of both measures, the number of its position.
+    """Return, for each atom, the number of its position.
 
     Positions are numbered in increasing order, with the same numbers for both measures.
     """

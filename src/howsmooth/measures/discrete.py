@@ -234,7 +234,7 @@ class DiscreteMeasure(AbstractMeasure):
 
 
 def _first_members(group: Int[Tensor, " n"], count: int) -> Int[Tensor, " groups"]:
-    """Return the index of the first atom of each group."""
+    """Return, for each group of atoms to be merged, the index of its first atom."""
     order = torch.arange(len(group), device=group.device)
     return torch.full((count,), len(group), device=group.device).scatter_reduce(0, group, order, "amin")
 

@@ -171,7 +171,10 @@ def affine_action(
 def affine_action_at(
     f: TokenMap, mean: Float[Tensor, " d"], covariance: Float[Tensor, "d d"]
 ) -> tuple[Float[Tensor, "d_out d"], Float[Tensor, " d_out"]]:
-    """Return M and c of :func:`affine_action` for a given mean and covariance, without checks."""
+    """Return the affine map by which ``f`` acts on a Gaussian, without checks.
+
+    The results are M and c of x ↦ M x + c.
+    """
     match f:
         case SelfAttention() | L2Attention():
             return _attention_action(f, mean, covariance)

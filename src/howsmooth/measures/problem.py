@@ -164,7 +164,7 @@ class Problem:
 
 
 def _shares(wanted: ndarray, carried: ndarray) -> ndarray:
-    """Return factors that scale rows of a plan so that none carries more mass than wanted."""
+    """Return factors that shrink rows of a plan which carry more mass than wanted."""
     shares: ndarray = np.minimum(1.0, wanted / np.maximum(carried, TINY))
     return shares
 

@@ -116,7 +116,7 @@ def _width(solution: Solution) -> float:
 
 
 def _tighter(one: Solution | None, other: Solution) -> Solution:
-    """Combine two solutions: return the cheaper plan of the two and the better potentials of the two."""
+    """Return the cheaper plan and the better potentials of two solutions."""
     if one is None:
         return other
     above = one if one.above <= other.above else other

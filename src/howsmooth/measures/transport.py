@@ -188,7 +188,7 @@ def transport_of(
     options: Options,
     measures: tuple[DiscreteMeasure, DiscreteMeasure],
 ) -> Transport:
-    """Return the answer for scaled measures as a distance in the units of the given measures.
+    """Build the result for the user: undo the scaling, and add the interval and the plan.
 
     If ``options.gradient`` is set, the distance is differentiable.
     """
@@ -311,7 +311,7 @@ def _by_log_weights(
 
 
 def _attach(value: Tensor, argument: Tensor, gradient: ndarray) -> Tensor:
-    """Return ``value`` with ``gradient`` as its derivative with respect to ``argument``."""
+    """Give ``value`` the derivative ``gradient`` with respect to ``argument``."""
     if not argument.requires_grad:
         return value
     slope = torch.as_tensor(gradient, dtype=torch.float64, device=argument.device)

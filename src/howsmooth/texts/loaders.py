@@ -178,7 +178,10 @@ def _decoded(raw: bytes, where: str) -> str:
 
 
 def _news_rows(path: Path, content: str) -> list[str]:
-    """Return title and description of every row, joined with a space as in the usual loaders of AG_NEWS."""
+    """Return the articles of an AG_NEWS file, each as its title and description joined by a space.
+
+    The usual loaders of AG_NEWS join them in the same way.
+    """
     rows: list[str] = []
     reader = csv.reader(io.StringIO(content, newline=""), skipinitialspace=True)
     try:

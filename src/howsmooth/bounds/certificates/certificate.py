@@ -124,7 +124,7 @@ def checked_input(attention: object, X: object) -> tuple[SelfAttention, Tensor]:
 
 
 def _self_attention(heads: Head | Parameters) -> SelfAttention:
-    """Return a SelfAttention that computes the same scores and values as the given heads.
+    """Convert heads in the paper's notation into a SelfAttention with the same scores and values.
 
     The scores are ⟨A x_i + b, x_j⟩. Query and key matrices are the factors of A. One more key row b with
     query bias 1 adds ⟨b, x_j⟩.
@@ -201,7 +201,7 @@ def certify(
 
 
 def distance(at: HeadsAt) -> Tensor:
-    """Return an upper bound on the change of the Jacobian that the rounding of its heads causes.
+    """Return an upper bound on how far rounding in the heads moves the Jacobian.
 
     The change is J − J̃, where J is the exact Jacobian and J̃ the Jacobian of the rounded heads ``at``.
     """

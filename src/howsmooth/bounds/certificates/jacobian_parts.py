@@ -134,7 +134,10 @@ def certificate_frobenius(attention: object, X: Tensor | None = None, *, iterati
 
 
 def parts_value(at: HeadsAt, *, iterations: int, rule: Rule = "cholesky") -> Enclosed:
-    """Return Theorem N's bound on the norm of the Jacobian of rounded heads."""
+    """Return Theorem N's bound on the norm of the Jacobian.
+
+    The Jacobian is taken with the attention weights, values and queries as rounded to float64.
+    """
     weights = joint_weights(at, iterations)
     diagonal = diagonal_norms(at, rule, diagonal_guess(at))
     parts = (averages(at, rule), moving_keys_norm(at, weights, rule), diagonal)
@@ -146,7 +149,7 @@ def parts_value(at: HeadsAt, *, iterations: int, rule: Rule = "cholesky") -> Enc
 
 
 def averages(at: HeadsAt, rule: Rule) -> Enclosed:
-    """Return an upper bound on the norm of the Jacobian's part for fixed attention weights.
+    """Bound the part of the Jacobian in which the attention weights are held fixed.
 
     The part is Σ_h P^h ⊗ W_h V_h with the attention weights P^h.
     """
@@ -174,7 +177,7 @@ def averages(at: HeadsAt, rule: Rule) -> Enclosed:
 
 
 def moving_keys_norm(at: HeadsAt, weights: Weights, rule: Rule) -> Enclosed:
-    """Return an upper bound on the norm of the Jacobian's part for changing keys.
+    """Bound the part of the Jacobian in which the keys move.
 
     The bound is ν of Theorem N, see :func:`certificate_parts`.
     """

@@ -26,10 +26,11 @@ __all__ = ["diagonal_norms", "key_sums", "sandwich", "value_sums"]
 
 
 def value_sums(head: HeadAt, q: Float[Tensor, " n"]) -> Float[Tensor, "n value_dim value_dim"]:
-    """Return, for each row, a weighted covariance of the values around the row's output.
+    """Return, for each query, a weighted covariance of the values that it attends to.
 
-    For row i it is Σ_j P_ij q_j w_ij w_ijᵀ with weights q_j, where w_ij is value j minus output i. The
-    rounding error is at most γ_{n+8} times the trace.
+    Query i attends with the weights P_ij, and output i is the mean of the values. For row i it is Σ_j P_ij
+    q_j w_ij w_ijᵀ with weights q_j, where w_ij is value j minus output i. The rounding error is at most
+    γ_{n+8} times the trace.
     """
     n, width = head.v.shape
     sums = torch.empty(n, width, width, dtype=q.dtype)
@@ -40,7 +41,7 @@ def value_sums(head: HeadAt, q: Float[Tensor, " n"]) -> Float[Tensor, "n value_d
 
 
 def key_sums(head: HeadAt, c: Float[Tensor, " n"]) -> Float[Tensor, "n key_dim key_dim"]:
-    """Return, for each key, a weighted second moment of the queries.
+    """Return, for each key, a weighted sum of the matrices q_i q_iᵀ of the queries q_i.
 
     For key j it is Σ_i P_ij c_i q_i q_iᵀ, where q_i is query i and c_i a given weight. The rounding error is
     at most γ_{n+8} times the trace.
@@ -57,12 +58,12 @@ def sandwich(
     rule: Rule = "cholesky",
     guess: Float[Tensor, " batch"] | None = None,
 ) -> Enclosed:
-    """Return upper bounds on the largest eigenvalues of Σ_h O_h B^h O_hᵀ, with a sum over heads h.
+    """Return upper bounds on the largest eigenvalues of a batch of symmetric matrices.
 
-    ``outer`` has one matrix O_h for each head, ``blocks`` one batch of symmetric matrices B^h for each head.
-    The result has one bound for each matrix of the batch. ``slack`` bounds the norm of a matrix that bounds
-    the errors of B^h entry by entry. ``guess`` is an estimate of the eigenvalues; without it they are
-    computed.
+    Each matrix is Σ_h O_h B^h O_hᵀ, a sum over heads h. ``outer`` has one matrix O_h for each head,
+    ``blocks`` one batch of symmetric matrices B^h for each head. The result has one bound for each matrix of
+    the batch. ``slack`` bounds the norm of a matrix that bounds the errors of B^h entry by entry. ``guess``
+    is an estimate of the eigenvalues; without it they are computed.
     """
     rows, count = outer[0].shape[0], len(blocks[0])
     width = sum(o.shape[1] for o in outer)
@@ -83,7 +84,9 @@ def sandwich(
 
 
 def diagonal_norms(at: HeadsAt, rule: Rule = "cholesky", guess: Float[Tensor, ""] | None = None) -> Enclosed:
-    """Return an upper bound on the norm of the block-diagonal part of the Jacobian.
+    """Bound the part of the Jacobian in which each query moves: its block-diagonal part.
+
+    The result bounds the norm max_i ‖Σ_h W_h F_i^h Q_h‖ with the factors F_i^h of :class:`HeadAt`.
 
     This norm is max_i ‖Σ_h W_h F_i^h Q_h‖ with the factors F_i^h of :class:`HeadAt`.
     """

@@ -81,14 +81,14 @@ class HeadsAt:
 
     @property
     def turn_norm(self) -> float:
-        """Upper bound on the norms of the maps by which rotary positions turn queries and keys.
+        """Upper bound on how much rotary positions can lengthen a query or key.
 
         It comes from Frobenius norms of 2 × 2 blocks, and is about √2 for rotations.
         """
         return _turn_norm(self.rotary)
 
     def key_blocks(self, g: Float[Tensor, "n key_dim key_dim"]) -> Float[Tensor, "n key_dim key_dim"]:
-        """Return the matrix of each key, transformed by the rotary map at the key's position.
+        """Transform one matrix for each key by the rotation at the key's position (rotary embedding).
 
         For key j it is R_jᵀ g_j R_j, where R_j is the rotary map at position j.
         """
@@ -132,7 +132,10 @@ def heads_at(f: SelfAttention, x: Float[Tensor, "n d"]) -> HeadsAt:
 
 
 def _scaled(t: Tensor) -> tuple[Tensor, int]:
-    """Return the tensor divided by a power of two, with largest entry in [1/2, 1), and the exponent."""
+    """Scale a tensor by a power of two so that its largest entry lies in [1/2, 1).
+
+    The results are the scaled tensor and the exponent.
+    """
     largest = float(t.abs().amax())
     if largest == 0:
         return t, 0
@@ -222,7 +225,10 @@ def _head_at(
 def _projected(
     x: Float[Tensor, "n d"], weight: Float[Tensor, "k d"], bias: Float[Tensor, " k"], rotary: Rotary | None
 ) -> tuple[Float[Tensor, "n k"], Float[Tensor, "n k"]]:
-    """Return the projected and rotated tokens, and the sums of the absolute values of their terms."""
+    """Return the queries (or keys) of the tokens, and sizes that bound their rounding errors.
+
+    The sizes are the sums of the absolute values of the terms of each entry.
+    """
     t = x @ weight.mT + bias
     size = x.abs() @ weight.abs().mT + bias.abs()
     if rotary is None:

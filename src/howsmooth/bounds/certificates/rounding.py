@@ -1,4 +1,4 @@
-"""Constants for the floating-point error analysis of certificates, and bounds with their plain values."""
+"""Constants for the rounding errors of certificates, and a pair of a proved and a plain number."""
 
 from __future__ import annotations
 
@@ -25,5 +25,8 @@ class Enclosed(NamedTuple):
     plain: Tensor
 
     def root(self) -> Enclosed:
-        """Return the square roots of both numbers, with the root of the upper bound rounded up."""
+        """Return the square roots of the proved bound and of the plain value.
+
+        The root of the proved bound is rounded up.
+        """
         return Enclosed(self.upper.sqrt() * (1 + 4 * U), self.plain.sqrt())

@@ -66,15 +66,19 @@ def certificate_rows(attention: object, X: Tensor | None = None, *, iterations: 
 
 
 def by_rows(at: HeadsAt, *, iterations: int) -> Enclosed:
-    """Return the bound of Theorem R for one head, with weights that a search chooses."""
+    """Return Theorem R's bound on the norm of the Jacobian of one head.
+
+    A search chooses the positive weights in the theorem.
+    """
     q, tau = row_weights(at, iterations)
     return rows_value(at, q, tau)
 
 
 def rows_value(at: HeadsAt, q: Float[Tensor, " n"], tau: Float[Tensor, " n"]) -> Enclosed:
-    """Return Theorem R's bound on the norm of the Jacobian of a rounded head, for given weights.
+    """Return Theorem R's bound on the norm of the Jacobian of one head, for given weights.
 
-    The bound holds for all positive weights q and τ.
+    The head's attention weights, values and queries are taken as rounded to float64. The bound holds for all
+    positive weights q and τ.
     """
     P = at.heads[0].P
     diagonal, diagonal_slack = diagonal_squares(at)
@@ -88,7 +92,10 @@ def rows_value(at: HeadsAt, q: Float[Tensor, " n"], tau: Float[Tensor, " n"]) ->
 
 
 def row_weights(at: HeadsAt, iterations: int) -> tuple[Float[Tensor, " n"], Float[Tensor, " n"]]:
-    """Search for positive weights q and τ for which Theorem R's bound is small."""
+    """Search for the positive weights at which Theorem R gives a small bound.
+
+    The two results are the weights q and τ.
+    """
     W = shrink(at.W[0])
     diagonal, _ = diagonal_squares(at)
     P = at.heads[0].P
@@ -114,7 +121,7 @@ def row_weights(at: HeadsAt, iterations: int) -> tuple[Float[Tensor, " n"], Floa
 
 
 def _follow_top(matrices: Float[Tensor, "n r r"], u: Float[Tensor, "n r"]) -> Float[Tensor, "n r"]:
-    """Return approximate leading eigenvectors of the matrices, by power steps from the vectors ``u``."""
+    """Improve estimates ``u`` of the leading eigenvectors of matrices by power steps."""
     for _ in range(_POWER_STEPS):
         u = (matrices @ u[..., None])[..., 0]
         u = u / u.norm(dim=1, keepdim=True).clamp_min(1e-300)
@@ -124,7 +131,7 @@ def _follow_top(matrices: Float[Tensor, "n r r"], u: Float[Tensor, "n r"]) -> Fl
 def row_squares(
     at: HeadsAt, q: Float[Tensor, " n"]
 ) -> tuple[Float[Tensor, "n value_dim value_dim"], Float[Tensor, " n"]]:
-    """Return a weighted Gram matrix of each block row of the Jacobian, and bounds on the matrices' errors.
+    """Return a Gram matrix of each block row of the Jacobian, and bounds on the rounding errors.
 
     For row i the matrix is Σ_j P_ij q_j N_ij N_ijᵀ with N_ij = V + w_ij y_ijᵀ, where P_ij N_ij is the block
     of the Jacobian without its block-diagonal part.
@@ -167,7 +174,7 @@ def row_squares(
 
 
 def diagonal_squares(at: HeadsAt) -> tuple[Float[Tensor, "n value_dim value_dim"], Float[Tensor, " n"]]:
-    """Return the Gram matrices of the Jacobian's diagonal blocks, and bounds on their errors.
+    """Return the Gram matrix of each block of the Jacobian's block-diagonal part, and error bounds.
 
     For row i the Gram matrix is F_i Q Qᵀ F_iᵀ with the factor F_i of :class:`HeadAt`.
     """

@@ -37,7 +37,7 @@ def tidy(q: Float[Tensor, " n"]) -> Float[Tensor, " n"]:
 
 @dataclass(frozen=True, eq=False)
 class Weights:
-    """Weights q_j of the tokens in Theorem N, and estimates of the eigenvalues for these weights.
+    """The weights of the tokens in Theorem N, and the eigenvalues estimated for them.
 
     ``c`` has the estimates of c_i, and ``nu_square`` is the estimate of ν².
     """
@@ -48,10 +48,11 @@ class Weights:
 
 
 def joint_weights(at: HeadsAt, iterations: int) -> Weights:
-    """Search for weights q_j of the tokens that make the term ν of Theorem N small.
+    """Search for weights of the tokens at which the bound of Theorem N is small.
 
-    The iteration is q ← √(q Φ(q)) for ν² = max_j Φ_j(q)/q_j. Φ_j(q) = λ_max(Σ_h Σ_i P_ij c_i(q) y_ij y_ijᵀ).
-    Eigenvalues are estimated by power steps, which need products with P but no matrix for every row.
+    The weights are q_j. The term of the theorem to be made small is called ν. The iteration is q ← √(q Φ(q))
+    for ν² = max_j Φ_j(q)/q_j. Φ_j(q) = λ_max(Σ_h Σ_i P_ij c_i(q) y_ij y_ijᵀ). Eigenvalues are estimated by
+    power steps, which need products with P but no matrix for every row.
     """
     n = at.n
     q = torch.ones(n, dtype=torch.float64)
@@ -69,7 +70,7 @@ def joint_weights(at: HeadsAt, iterations: int) -> Weights:
 
 
 def diagonal_guess(at: HeadsAt) -> Float[Tensor, ""]:
-    """Return an estimate, by power steps, of the norm of the Jacobian's block-diagonal part."""
+    """Estimate the norm of the Jacobian's block-diagonal part by power steps."""
     z = torch.randn(at.heads[0].Q.shape[1], generator=torch.Generator().manual_seed(1), dtype=torch.float64)
     value, _ = _follow(partial(_diagonal_image, at), z.expand(at.n, -1), _LAST_STEPS)
     return value.amax().sqrt() * _ABOVE
@@ -91,9 +92,10 @@ def _follow(image: Callable[[Tensor], Tensor], u: Tensor, steps: int) -> tuple[T
 
 
 def _values_image(at: HeadsAt, q: Tensor, u: Tensor) -> Tensor:
-    """Multiply each vector u_i by the matrix whose largest eigenvalue is c_i of Theorem N.
+    """Multiply vectors by the weighted covariances of the values, without forming any matrix.
 
-    The matrix is Σ_h W_h (Σ_j P_ij q_j w_ij w_ijᵀ) W_hᵀ, where w_ij is value j minus output i.
+    The largest eigenvalue of matrix i is the number c_i of Theorem N. The matrix is Σ_h W_h (Σ_j P_ij q_j
+    w_ij w_ijᵀ) W_hᵀ, where w_ij is value j minus output i.
     """
     total = torch.zeros_like(u)
     for head, w in zip(at.heads, at.W, strict=True):
@@ -105,9 +107,10 @@ def _values_image(at: HeadsAt, q: Tensor, u: Tensor) -> Tensor:
 
 
 def _keys_image(at: HeadsAt, c: Tensor, z: Tensor) -> Tensor:
-    """Multiply each vector z_j by the matrix whose largest eigenvalue is Φ_j of :func:`joint_weights`.
+    """Multiply vectors by the weighted second moments of the queries, without forming any matrix.
 
-    The matrix is Σ_h K_hᵀ R_jᵀ (Σ_i P_ij c_i q_i q_iᵀ) R_j K_h, where R_j is the rotary map at position j.
+    The largest eigenvalue of matrix j is the number Φ_j of :func:`joint_weights`. The matrix is Σ_h K_hᵀ R_jᵀ
+    (Σ_i P_ij c_i q_i q_iᵀ) R_j K_h, where R_j is the rotary map at position j.
     """
     total = torch.zeros_like(z)
     for head in at.heads:
@@ -121,9 +124,10 @@ def _keys_image(at: HeadsAt, c: Tensor, z: Tensor) -> Tensor:
 
 
 def _diagonal_image(at: HeadsAt, z: Tensor) -> Tensor:
-    """Multiply each vector z_i by D_iᵀ D_i, where D_i is block i of the Jacobian's block-diagonal part.
+    """Multiply vectors by D_iᵀ D_i, the squares of the diagonal blocks in Theorem N.
 
-    D_i = Σ_h W_h F_i^h Q_h with the factors F_i^h of :class:`HeadAt`.
+    D_i is block i of the Jacobian's block-diagonal part, D_i = Σ_h W_h F_i^h Q_h with the factors F_i^h of
+    :class:`HeadAt`.
     """
     out = torch.zeros(at.n, at.W[0].shape[0], dtype=z.dtype)
     for head, w in zip(at.heads, at.W, strict=True):
