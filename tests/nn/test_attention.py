@@ -518,7 +518,7 @@ def _parametrised(layer: Layer) -> None:
 
 @pytest.mark.parametrize("change", [_step, _in_place, _through_data, _replaced, _loaded, _parametrised])
 def test_the_divisor_is_kept_until_weights_change(change: Change, monkeypatch: pytest.MonkeyPatch) -> None:
-    layer = made(SoftmaxAttention, constant=1.0).eval()
+    layer = made(SoftmaxAttention, constant=1.0)
     counted: list[int] = []
     own = SoftmaxAttention._log_bound
 
@@ -527,6 +527,7 @@ def test_the_divisor_is_kept_until_weights_change(change: Change, monkeypatch: p
         return own(self, *arguments)
 
     monkeypatch.setattr(SoftmaxAttention, "_log_bound", counting)
+    layer.eval()
     x = tokens(2)
     with torch.no_grad():
         first = layer(x)[0]
@@ -537,7 +538,7 @@ def test_the_divisor_is_kept_until_weights_change(change: Change, monkeypatch: p
     counted.clear()
     with torch.no_grad():
         again = layer(x)[0]
-    assert len(counted) == 1
+    assert len(counted) == (change is not _loaded)  # loading computes the divisor for graphs
     plain = made(SoftmaxAttention)
     state = {name: weight.clone() for name, weight in layer._weights().items()}
     plain.load_state_dict(state)

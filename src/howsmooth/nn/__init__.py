@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from howsmooth.nn.certificates.certificate import ModelCertificate
     from howsmooth.nn.certificates.certification import certify
     from howsmooth.nn.certificates.evaluation import Evaluation, evaluate
+    from howsmooth.nn.deployment import deploy
     from howsmooth.nn.module import LipschitzModule
     from howsmooth.nn.monitoring.monitor import LipschitzMonitor
     from howsmooth.nn.monitoring.record import MonitorRecord
@@ -69,6 +70,7 @@ __all__ = [
     "TakeToken",
     "attention",
     "certify",
+    "deploy",
     "evaluate",
     "load",
     "load_saved",
@@ -89,6 +91,7 @@ _MODULES = {
     "parts.self_attention_block": ("SelfAttentionBlock",),
     "certificates.certificate": ("ModelCertificate",),
     "certificates.certification": ("certify",),
+    "deployment": ("deploy",),
     "module": ("LipschitzModule",),
     "certificates.evaluation": ("Evaluation", "evaluate"),
     "parts.linear": ("OrthogonalLinear", "SpectralLinear"),

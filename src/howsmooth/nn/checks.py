@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from howsmooth.bounds.bound import check_length as check_whole_length
-from howsmooth.errors import ArgumentError
+from howsmooth.errors import ArgumentError, HowsmoothError
 
-__all__ = ["check_ball", "check_length", "check_placement", "check_size", "check_tokens", "look_at"]
+__all__ = ["check_ball", "check_length", "check_placement", "check_size", "check_tokens", "require"]
 
 # A radius of zero is replaced by this one, because formulas divide by the radius or take its logarithm.
 # Bounds on the larger ball hold on the smaller one, too.
@@ -96,12 +96,23 @@ def check_tokens(
     return x
 
 
-def look_at(t: Tensor, check: Callable[[Tensor], object]) -> None:
-    """Call ``check`` on the values of a tensor, even inside torch.func.vmap.
+def require(
+    t: Tensor, good: Callable[[Tensor], Tensor], error: Callable[[Tensor], HowsmoothError], words: str
+) -> None:
+    """Raise ``error(t)`` unless ``good(t)`` is True in all entries, also within torch.func.vmap.
 
-    Inside vmap, the values of a single member cannot be read in Python. There ``check`` gets the values of
-    all members, stacked along a first axis.
+    Inside vmap, the values of a single member cannot be read in Python. There ``good`` and ``error`` get the
+    values of all members, stacked along a first axis. A graph that torch.compile or torch.export records has
+    no values; it gets an assertion instead, which raises RuntimeError with ``words`` when the graph runs.
     """
+    if torch.compiler.is_compiling():
+        torch._assert_async(good(t.detach()).all(), words)
+        return
+
+    def check(seen: Tensor) -> None:
+        if not bool(good(seen).all()):
+            raise error(seen)
+
     _Look.apply(t.detach(), check)  # type: ignore[no-untyped-call]
 
 
@@ -121,5 +132,5 @@ class _Look(torch.autograd.Function):
     def vmap(
         info: Any, in_dims: tuple[Any, ...], t: Tensor, check: Callable[[Tensor], object]
     ) -> tuple[Tensor, None]:
-        look_at(t.movedim(in_dims[0], 0), check)
+        _Look.apply(t.movedim(in_dims[0], 0), check)  # type: ignore[no-untyped-call]
         return t.new_empty(0), None

@@ -13,8 +13,8 @@ from __future__ import annotations
 import math
 from abc import abstractmethod
 from collections.abc import Mapping
-from functools import partial
-from typing import Any, ClassVar
+from contextlib import suppress
+from typing import Any, ClassVar, Self
 
 import torch
 from torch import Tensor, nn
@@ -22,10 +22,10 @@ from torch import Tensor, nn
 from howsmooth.attention import TokenMap
 from howsmooth.bounds import Bound
 from howsmooth.bounds.bound import check_length, check_radius
-from howsmooth.errors import ArgumentError, NonFiniteError
+from howsmooth.errors import ArgumentError, HowsmoothError, NonFiniteError
 from howsmooth.nn.attention.masks import Masking
 from howsmooth.nn.attention.rescaling import Remembered, divided, log_value
-from howsmooth.nn.checks import check_placement, look_at
+from howsmooth.nn.checks import check_placement, require
 from howsmooth.nn.module import LipschitzModule
 from howsmooth.nn.rounding import rounded_up
 
@@ -85,6 +85,11 @@ class LipschitzAttention(LipschitzModule):
     float32 with autocast disabled, from the stored weights, and casts the result to the dtype of the input.
     The constant holds in exact arithmetic. Bounds are computed in float64 on the CPU.
 
+    In evaluation mode torch.compile and torch.export can record the layer. The graph asserts what a call
+    checks, with RuntimeError, and that the weights are those of its divisor. It gives the weights of a layer
+    with ``constant`` no gradient. torch.onnx.export leaves assertions out, so call ``model.eval()`` after the
+    last change of a weight. torch.jit.trace keeps the divisor, and no check.
+
     ``torch.func.vmap`` may map over inputs and masks. With ``constant``, it cannot map over weights, because
     the divisor belongs to one set of weights.
 
@@ -143,6 +148,7 @@ class LipschitzAttention(LipschitzModule):
         check_placement(device, dtype)
         self._make_weights({"device": device, "dtype": dtype})
         self._log_divisor_of = Remembered()
+        self.register_load_state_dict_post_hook(_remember_divisor)  # type: ignore[no-untyped-call]
 
     # ---- what a subclass defines
 
@@ -297,8 +303,14 @@ class LipschitzAttention(LipschitzModule):
 
         The number is bound / constant. It is computed again only if a weight of the layer has changed.
         """
-        key = (self.length, self.radius, self.constant)
-        return self._log_divisor_of(weights, key, lambda: self._log_quotient(log_value(self._log, weights)))
+        return self._log_divisor_of(
+            weights, self._divisor_key, lambda: self._log_quotient(log_value(self._log, weights))
+        )
+
+    @property
+    def _divisor_key(self) -> tuple[int, float | None, float | None]:
+        """Settings on which the divisor depends besides the weights."""
+        return self.length, self.radius, self.constant
 
     def _log(self, weights: Weights) -> Tensor:
         """Return the logarithm of the layer's Lipschitz bound, differentiable in the weights.
@@ -329,6 +341,12 @@ class LipschitzAttention(LipschitzModule):
     def _bound_radius(self) -> float:
         """Largest token norm for which the layer's Lipschitz bound is computed."""
         return 1.0 if self.radius is None else self.radius
+
+    def train(self, mode: bool = True) -> Self:
+        """Set training or evaluation mode; in evaluation mode, compute the divisor for recorded graphs."""
+        super().train(mode)
+        _remember_divisor(self)
+        return self
 
     # ---- the forward pass
 
@@ -380,6 +398,9 @@ class LipschitzAttention(LipschitzModule):
 
         """
         x, weights = self._checked(query, key, value)
+        if torch.compiler.is_compiling() and self.constant is not None:
+            # The divisor in a recorded graph has no derivative, so the graph gives the weights no gradient.
+            weights = {name: weight.detach() for name, weight in weights.items()}
         # The bound is a theorem on exact arithmetic, so autocast must not lower the precision inside.
         with torch.autocast(x.device.type, enabled=False):
             if self.radius is not None:
@@ -405,8 +426,13 @@ class LipschitzAttention(LipschitzModule):
 
         It is constant / bound, differentiable in the weights, with the dtype and device of ``like``.
         """
+        if torch.compiler.is_compiling():
+            if self.training:
+                # torch.compile shows the words of an error only if its class has no constructor.
+                raise HowsmoothError("training mode has no graph, as its divisor changes: call model.eval()")
+            return (-self._log_divisor_of.recorded(weights, self._divisor_key)).exp().to(like)
         for name, weight in weights.items():
-            look_at(weight, partial(_refuse_batched, name, weight.ndim))
+            _refuse_batched(name, weight)
         # Without training, the divisor is remembered, and its gradient is computed only on demand.
         learned = torch.is_grad_enabled() and any(weight.requires_grad for weight in weights.values())
         if not (self.training and learned):
@@ -492,20 +518,13 @@ class LipschitzAttention(LipschitzModule):
         norms = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
         clip = self.beyond == "clip"
 
-        def check(norms: Tensor) -> None:
-            largest = float(norms.max())
-            if not math.isfinite(largest):
-                raise NonFiniteError("query", expected="finite numbers", got="NaN or infinity")
-            if not clip and largest > radius * (1 + _ULPS * torch.finfo(dtype).eps):
-                raise ArgumentError(
-                    "query",
-                    expected=f"tokens of norm at most {radius:g}, the radius of the layer",
-                    got=f"a token of norm {largest:g}",
-                    remedy="Build the layer with a larger radius, or with beyond='clip', which projects "
-                    "them.",
-                )
-
-        look_at(norms, check)
+        longest = math.inf if clip else radius * (1 + _ULPS * torch.finfo(dtype).eps)
+        require(
+            norms,
+            lambda norms: torch.isfinite(norms) & (norms <= longest),
+            lambda norms: _beyond(float(norms.max()), radius),
+            "query: expected " + ("finite numbers" if clip else f"tokens of norm at most {radius:g}"),
+        )
         return x * (radius / norms.clamp(min=radius)) if clip else x
 
     # ---- description
@@ -541,15 +560,40 @@ class LipschitzAttention(LipschitzModule):
         return ", ".join(f"{name}={value!r}" for name, value in shown.items())
 
 
-def _refuse_batched(name: str, ndim: int, seen: Tensor) -> None:
-    if seen.ndim != ndim:
-        raise ArgumentError(
-            name,
-            expected="the same weight for all members of torch.func.vmap, because the layer is divided by "
-            "its bound",
-            got="a weight for each member",
-            remedy="Call such layers one after the other, or build them without constant.",
-        )
+def _beyond(largest: float, radius: float) -> HowsmoothError:
+    """Return the error for tokens whose largest norm exceeds the radius or is not finite."""
+    if not math.isfinite(largest):
+        return NonFiniteError("query", expected="finite numbers", got="NaN or infinity")
+    return ArgumentError(
+        "query",
+        expected=f"tokens of norm at most {radius:g}, the radius of the layer",
+        got=f"a token of norm {largest:g}",
+        remedy="Build the layer with a larger radius, or with beyond='clip', which projects them.",
+    )
+
+
+def _remember_divisor(layer: LipschitzAttention, keys: object = None) -> None:
+    """Compute the divisor of a layer in evaluation mode, which graphs need that are recorded later."""
+    weights = layer._weights()
+    if layer.training or layer.constant is None or any(weight.is_meta for weight in weights.values()):
+        return
+    # A layer that cannot be divided says so when it is called.
+    with suppress(HowsmoothError):
+        layer._log_divisor(weights)
+
+
+def _refuse_batched(name: str, weight: Tensor) -> None:
+    """Raise ArgumentError if torch.func.vmap maps over a weight."""
+    error = ArgumentError(
+        name,
+        expected="one weight for all members of torch.func.vmap, because the layer is divided by its bound",
+        got="a weight for each member",
+        remedy="Call such layers one after the other, or build them without constant.",
+    )
+    # Within vmap the values that are looked at have the axis of the members, too.
+    require(
+        weight, lambda seen: torch.tensor(seen.ndim == weight.ndim), lambda _: error, f"{name}: one weight"
+    )
 
 
 def _count(name: str, value: object) -> int:

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from howsmooth.bounds.mask_rows import VisibleRows, visible_rows
 from howsmooth.errors import ArgumentError
-from howsmooth.nn.checks import look_at
+from howsmooth.nn.checks import require
 
 __all__ = ["Masking"]
 
@@ -142,7 +142,10 @@ class Masking:
         total = numbers[0]
         for more in numbers[1:]:
             total = total + more
-        _check_rows(torch.isneginf(total), "attn_mask" if attn_mask is not None else "key_padding_mask")
+        # Under the mask that every call applies, each query sees a key.
+        if given:
+            argument = "attn_mask" if attn_mask is not None else "key_padding_mask"
+            _check_rows(torch.isneginf(total), argument)
         return total
 
     def _check_known(self, name: str, mask: Tensor, own: Tensor | None) -> None:
@@ -224,9 +227,5 @@ def _refuse_where(wrong: Tensor, name: str, **words: str) -> None:
 
     This also works inside torch.func.vmap.
     """
-
-    def check(wrong: Tensor) -> None:
-        if bool(wrong.any()):
-            raise ArgumentError(name, **words)
-
-    look_at(wrong, check)
+    message = f"{name}: expected {words['expected']}"
+    require(wrong, torch.logical_not, lambda _: ArgumentError(name, **words), message)

@@ -15,6 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from howsmooth.errors import HowsmoothError
+
 __all__ = ["Remembered", "divided", "log_value"]
 
 
@@ -29,6 +31,7 @@ class Remembered:
         self._key: object = None
         self._weights: tuple[Tensor, ...] = ()
         self._value = 0.0
+        self._number = torch.zeros((), dtype=torch.float64)
 
     def __call__(self, weights: Mapping[str, Tensor], key: object, compute: Callable[[], float]) -> float:
         """Return the stored number, or compute it again if something on which it depends has changed.
@@ -39,13 +42,36 @@ class Remembered:
         same = key == self._key and len(tensors) == len(self._weights)
         if not same or not all(map(_same, tensors, self._weights)):
             self._value = compute()
+            # Graphs take the number as a tensor, so that they follow it when it is computed again.
+            self._number = torch.tensor(self._value, dtype=torch.float64)
             self._key, self._weights = key, tuple(tensor.clone() for tensor in tensors)
         return self._value
 
+    def recorded(self, weights: Mapping[str, Tensor], key: object) -> Tensor:
+        """Return the last number for a graph that is being recorded; the graph asserts that it still holds.
+
+        Raises
+        ------
+        HowsmoothError
+            If no number was computed for this key and for weights of this dtype and device.
+
+        """
+        tensors = tuple(weight.detach() for weight in weights.values())
+        same = key == self._key and len(tensors) == len(self._weights)
+        if not same or not all(map(_alike, tensors, self._weights)):
+            raise HowsmoothError("a graph needs the divisor first: call model.eval() after moving the model")
+        for now, before in zip(tensors, self._weights, strict=True):
+            words = "a weight has changed since the divisor of the layer was computed; call model.eval()"
+            torch._assert_async((now == before).all(), words)
+        return self._number
+
+
+def _alike(now: Tensor, before: Tensor) -> bool:
+    return now.dtype == before.dtype and now.device == before.device
+
 
 def _same(now: Tensor, before: Tensor) -> bool:
-    alike = now.dtype == before.dtype and now.device == before.device
-    return alike and torch.equal(now, before)
+    return _alike(now, before) and torch.equal(now, before)
 
 
 LogExpression = Callable[[Mapping[str, Tensor]], Tensor]

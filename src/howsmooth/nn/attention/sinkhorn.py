@@ -16,7 +16,7 @@ from howsmooth.bounds.variant_layers import sinkhorn_layer
 from howsmooth.errors import ArgumentError
 from howsmooth.nn.attention.sinkhorn_weights import doubly_stochastic
 from howsmooth.nn.attention.variant_base import AttentionVariant, hull_radius, in_double, scaled_weights
-from howsmooth.nn.checks import look_at
+from howsmooth.nn.checks import require
 
 __all__ = ["SinkhornAttention"]
 
@@ -157,15 +157,16 @@ def _check_pattern(seen: Tensor, name: str) -> None:
 
     With other masks, doubly stochastic attention weights may not exist.
     """
-
-    def check(seen: Tensor) -> None:
-        if not (torch.equal(seen, seen.mT) and bool(seen.diagonal(dim1=-2, dim2=-1).all())):
-            raise ArgumentError(
-                name,
-                expected="a symmetric mask in which each token sees itself, apart from padding",
-                got="another mask",
-                remedy="Other masks may have no doubly stochastic matrix; a triangular mask has only the "
-                "identity.",
-            )
-
-    look_at(seen, check)
+    expected = "a symmetric mask in which each token sees itself, apart from padding"
+    require(
+        seen,
+        lambda seen: (seen == seen.mT) & seen.diagonal(dim1=-2, dim2=-1)[..., None],
+        lambda _: ArgumentError(
+            name,
+            expected=expected,
+            got="another mask",
+            remedy="Other masks may have no doubly stochastic matrix; a triangular mask has only the "
+            "identity.",
+        ),
+        f"{name}: expected {expected}",
+    )

@@ -14,7 +14,6 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from jaxtyping import Float
 from torch import Tensor
 
 from howsmooth.errors import ArgumentError, NonFiniteError
@@ -32,9 +31,7 @@ _NEAR = 1e-3
 _RIDGE = 1e-15
 
 
-def doubly_stochastic(
-    scores: Float[Tensor, "*batch n n"], *, tolerance: float = 1e-10, max_iterations: int = 1000
-) -> Float[Tensor, "*batch n n"]:
+def doubly_stochastic(scores: Tensor, *, tolerance: float = 1e-10, max_iterations: int = 1000) -> Tensor:
     """Return the doubly stochastic matrix P = diag(α) e^S diag(β) of scores S, in float64.
 
     Rows sum to one up to rounding, and columns up to ``tolerance``. P is differentiable in forward and
@@ -59,6 +56,9 @@ def doubly_stochastic(
         If a score is NaN or +∞.
 
     """
+    if torch.compiler.is_compiling():  # torch.compile records no autograd function with a forward mode
+        recorded: Tensor = _scaled(scores.double(), tolerance, max_iterations)
+        return recorded
     p: Tensor = _Scaling.apply(scores.double(), tolerance, max_iterations)  # type: ignore[no-untyped-call]
     return p
 
@@ -71,12 +71,14 @@ class _Scaling(torch.autograd.Function):
 
     @staticmethod
     def forward(scores: Tensor, tolerance: float, max_iterations: int) -> Tensor:
-        return _scaled(scores, tolerance, max_iterations)
+        p: Tensor = _scaled(scores, tolerance, max_iterations)
+        return p
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
         ctx.save_for_backward(output)
-        ctx.save_for_forward(output)
+        if not torch.compiler.is_compiling():
+            ctx.save_for_forward(output)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
@@ -97,11 +99,12 @@ class _Scaling(torch.autograd.Function):
         return _Scaling.apply(moved, tolerance, max_iterations), 0  # type: ignore[no-untyped-call]
 
 
-def _projected(p: Float[Tensor, "*batch n n"], m: Float[Tensor, "*batch n n"]) -> Float[Tensor, "*batch n n"]:
+def _projected(p: Tensor, m: Tensor) -> Tensor:
     """Return the change of the doubly stochastic matrix P if the scores change by the matrix M.
 
     It is P ∘ (M − a_i − b_j), and its rows and columns sum to zero. Here a = r − P b, where r are the row
-    sums of P ∘ M. The vector b solves (I − PᵀP) b = s − Pᵀ r, where s are the column sums of P ∘ M.
+    sums of P ∘ M. The vector b solves (I − PᵀP) b = s − Pᵀ r, where s are the column sums of P ∘ M. All
+    matrices are (..., n, n).
     """
     weighted = p * m
     # Eliminating a leaves an n × n system for b.
@@ -111,7 +114,7 @@ def _projected(p: Float[Tensor, "*batch n n"], m: Float[Tensor, "*batch n n"]) -
     return projected
 
 
-def _system(p: Float[Tensor, "*batch n n"]) -> Float[Tensor, "*batch n n"]:
+def _system(p: Tensor) -> Tensor:
     """Return the matrix diag(c) − PᵀP, made invertible, where c are the column sums of P.
 
     Newton steps and the derivatives of P solve linear systems with this matrix.
@@ -124,9 +127,9 @@ def _system(p: Float[Tensor, "*batch n n"]) -> Float[Tensor, "*batch n n"]:
     return system
 
 
-def _scaled(
-    scores: Float[Tensor, "*batch n n"], tolerance: float, max_iterations: int
-) -> Float[Tensor, "*batch n n"]:
+# An operator of its own: the number of iterations depends on the scores, so no graph can hold them.
+@torch.library.custom_op("howsmooth::doubly_stochastic", mutates_args=())
+def _scaled(scores: Tensor, tolerance: float, max_iterations: int) -> Tensor:
     """Compute the doubly stochastic matrix of scores S by minimising a convex function.
 
     The function of g = log β is Σ_i log Σ_j exp(S_ij + g_j) − Σ_j g_j. Its gradient is c − 1, where c are the
@@ -154,6 +157,14 @@ def _scaled(
         remedy="The bound holds for the limit only. Give more iterations, a larger tolerance, or smaller "
         "weights: the number grows with the scores.",
     )
+
+
+@_scaled.register_fake
+def _shape(scores: Tensor, tolerance: float, max_iterations: int) -> Tensor:
+    return torch.empty_like(scores)
+
+
+_scaled.register_autograd(_Scaling.backward, setup_context=_Scaling.setup_context)
 
 
 def _newton(g: Tensor, p: Tensor) -> list[Tensor]:

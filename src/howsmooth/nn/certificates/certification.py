@@ -6,26 +6,32 @@ It multiplies the constants of the model's modules, or raises an error that name
 from __future__ import annotations
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from howsmooth.errors import ArgumentError, NonFiniteError
 from howsmooth.nn.certificates import encoders  # noqa: F401 - it adds the rewriting of encoder layers
 from howsmooth.nn.certificates.certificate import ModelCertificate
+from howsmooth.nn.certificates.graph import walk_graph
 from howsmooth.nn.certificates.propagation import refusal, walk
-from howsmooth.nn.checks import check_ball, check_length
+from howsmooth.nn.checks import check_ball, check_length, check_tokens
 
 __all__ = ["certify", "foreign_hooks"]
 
 _EXACT = "The constant is that of the model in exact arithmetic, for its weights as they are."
 
 
-def certify(model: nn.Module, length: int, radius: float) -> ModelCertificate:
+def certify(
+    model: nn.Module, length: int, radius: float, *, inputs: Tensor | None = None
+) -> ModelCertificate:
     """Bound the Lipschitz constant of a model by the product of the constants of its modules.
 
     A model may consist of layers of ``hs.nn``, of the caller's classes that derive from ``LipschitzModule``,
     of ``torch.nn.Sequential``, and of the PyTorch modules with a known constant (documentation page "Layers
     with a Lipschitz constant"). Each module's constant is computed on the ball that its inputs can reach.
+
+    A model with a ``forward`` of its own is certified with ``inputs``: :mod:`torch.fx` records its
+    operations, and each operation needs a rule, too.
 
     Parameters
     ----------
@@ -37,6 +43,12 @@ def certify(model: nn.Module, length: int, radius: float) -> ModelCertificate:
     radius
         Largest norm of an input token. ``math.inf`` stands for all inputs, if the model has a constant on
         them, for instance because it begins with ``ClipTokens``.
+    inputs
+        An example input, for a model with a ``forward`` of its own: tokens (batch, n, d), vectors (batch, d),
+        or images (batch, channels, height, width) for a model that begins with ``Patches`` or a ``Conv2d``
+        whose patches do not overlap; length and radius then refer to the patches. The certificate holds for
+        all inputs of this shape, and of another batch size if the operations do not depend on it. The model
+        is run once.
 
     Returns
     -------
@@ -60,7 +72,10 @@ def certify(model: nn.Module, length: int, radius: float) -> ModelCertificate:
     reach = check_ball(radius)
     for path, module in model.named_modules():
         _check(module, path)
-    found = walk(model, length, reach)
+    if inputs is None:
+        found = walk(model, length, reach)
+    else:
+        found = walk_graph(model, check_tokens("inputs", inputs), length, reach)
     return ModelCertificate(
         found.constant, length, float(radius), found.length, found.radius, found.rows, (_EXACT,)
     )

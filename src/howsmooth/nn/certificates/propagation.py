@@ -213,12 +213,13 @@ def _layer(module: LipschitzModule, length: int, radius: float, path: str, level
 
 _HINT = (
     "Constants are known for the layers of hs.nn, torch.nn.Sequential, and the PyTorch modules listed on the "
-    "documentation page 'Layers with a Lipschitz constant'; your own class may derive from "
-    "hs.nn.LipschitzModule."
+    "documentation page 'Layers with a Lipschitz constant'; a model with a forward of its own is certified "
+    "with inputs=, and your own class may derive from hs.nn.LipschitzModule."
 )
 _HINTS = {
     nn.MultiheadAttention: "Use hs.nn.SoftmaxAttention.from_torch inside hs.nn.SelfAttentionBlock.",
-    nn.Conv2d: "For a convolution without overlap, use hs.nn.Patches before a linear map.",
+    nn.Conv2d: "For a first convolution without overlap, give inputs=, an example input, or use "
+    "hs.nn.Patches before a linear map.",
 }
 
 

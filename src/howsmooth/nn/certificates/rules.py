@@ -44,8 +44,9 @@ def rule_of(kind: type[nn.Module]) -> Rule | None:
     The result is None if no rule covers the class, or if the class replaces a ``forward`` that a rule covers.
     """
     for base in kind.__mro__:
-        if base in _RULES:
-            return _RULES[base] if kind.forward is base.forward else None  # type: ignore[attr-defined]
+        rule = _RULES.get(base) or _RULES_BY_NAME.get(f"{base.__module__}.{base.__name__}")
+        if rule is not None:
+            return rule if kind.forward is base.forward else None  # type: ignore[attr-defined]
     return None
 
 
@@ -69,6 +70,13 @@ def _flatten(module: nn.Flatten, length: int, radius: float) -> Reach | str:
     if (module.start_dim, module.end_dim) != (1, -1):
         return "flattens other axes than start_dim=1 to end_dim=-1, those of tokens and their numbers"
     return Reach(1.0, 1, rounded_up(math.sqrt(length) * radius), _SOURCE)
+
+
+def _sorting_of_torchlip(module: Any, length: int, radius: float) -> Reach:
+    # The layer sorts along axis 1 and multiplies by its coefficient. On tokens axis 1 is the axis of the
+    # tokens, so one token may get the largest numbers of all.
+    constant = rounded_up(abs(float(module._coefficient_lip)))
+    return Reach(constant, length, rounded_up(times(constant, math.sqrt(length) * radius)), _SOURCE)
 
 
 def _softmax(module: nn.Softmax, length: int, radius: float) -> Reach | str:
@@ -187,3 +195,6 @@ _RULES: dict[type, Rule] = {
     nn.Hardsigmoid: _not_through_zero(_SINGLE / 6),
     nn.LogSigmoid: _not_through_zero(1.0),
 }
+
+# Layers of a package that is not imported here. Its linear maps are subclasses of nn.Linear.
+_RULES_BY_NAME: dict[str, Rule] = {"deel.torchlip.modules.activation.GroupSort": _sorting_of_torchlip}

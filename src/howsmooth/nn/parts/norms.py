@@ -98,7 +98,7 @@ class _LipschitzNorm(LipschitzModule):
 
     def _gain(self, gain: Tensor) -> Tensor:
         # Dividing by the largest gain, if that is above one, keeps the constant at most 1 during training.
-        return gain / gain.abs().amax().clamp(min=1.0)
+        return gain / gain.abs().amax(dim=0).clamp(min=1.0)
 
     def _gain_in_double(self) -> Tensor:
         if self.gain is None:

@@ -1,0 +1,148 @@
+"""The function deploy: a copy of a model with divisors and parametrizations folded into plain weights."""
+
+from __future__ import annotations
+
+import copy
+import math
+
+import torch
+from torch import nn
+from torch.nn.utils import parametrize
+
+from howsmooth.errors import ArgumentError
+from howsmooth.nn.attention.base import LipschitzAttention
+from howsmooth.nn.parts.linear import OrthogonalLinear, SpectralLinear
+from howsmooth.nn.parts.norms import LipschitzLayerNorm, LipschitzRMSNorm
+from howsmooth.nn.parts.self_attention_block import SelfAttentionBlock
+from howsmooth.nn.parts.token_modules import ClipTokens
+
+__all__ = ["deploy"]
+
+Radii = dict[LipschitzAttention, float]
+"""The radii of the layers that clip tokens; a layer may occur in several places of a model."""
+
+
+@torch.no_grad()
+def deploy(model: nn.Module) -> nn.Module:
+    """Return a copy of a model for inference: the same function, with plain weights and without checks.
+
+    The divisor of each attention layer is folded into its output projection. ``OrthogonalLinear`` and
+    ``SpectralLinear`` become :class:`torch.nn.Linear`, ``LipschitzLayerNorm`` and ``LipschitzRMSNorm`` become
+    :class:`torch.nn.LayerNorm` and :class:`torch.nn.RMSNorm`, and parametrizations of PyTorch are removed.
+    What ``beyond="clip"`` clips is clipped by :class:`~howsmooth.nn.ClipTokens`. All else is copied.
+
+    :func:`~howsmooth.nn.certify` certifies the copy, with the constant of the model up to rounding.
+
+    **Nothing in the copy checks the radius.** A layer with ``beyond="refuse"`` refused tokens beyond its
+    radius, for which the certificate says nothing; the copy computes an output for them. Put
+    :class:`~howsmooth.nn.ClipTokens` with the certified radius in front of the copy (behind ``Patches``), and
+    the certificate holds for all inputs; or call the model itself on inputs that are not trusted. Masks that
+    are arguments of a call are checked as before.
+
+    Parameters
+    ----------
+    model
+        A model with weights in float32 or float64. It is not changed.
+
+    Returns
+    -------
+    torch.nn.Module
+        The copy, in evaluation mode. torch.compile, torch.export and torch.onnx.export record it without
+        assertions. If its weights change, its constant changes, too.
+
+    Raises
+    ------
+    ArgumentError
+        If ``model`` is no module, its weights are in half precision, in which folding would change them, or
+        an attention layer that clips is not in a :class:`~howsmooth.nn.SelfAttentionBlock`.
+    NonFiniteError
+        If a weight of an attention layer with a constant is NaN or infinite.
+
+    """
+    if not isinstance(model, nn.Module):
+        raise ArgumentError("model", expected="a torch.nn.Module", got=type(model).__name__)
+    for name, weight in model.named_parameters():
+        if weight.is_floating_point() and weight.dtype.itemsize < 4:
+            raise ArgumentError(
+                "model",
+                expected="weights in float32 or float64",
+                got=f"{name} in {weight.dtype}",
+                remedy="Convert it with .float() first, and the copy with .to(dtype) afterwards.",
+            )
+    found = copy.deepcopy(model).eval()
+    attention = [one for one in found.modules() if isinstance(one, LipschitzAttention)]
+    radii = {one: one.radius for one in attention if one.beyond == "clip" and one.radius is not None}
+    return _plain(found, "", {}, radii)
+
+
+def _plain(module: nn.Module, path: str, seen: dict[nn.Module, nn.Module], radii: Radii) -> nn.Module:
+    """Return the plain form of a module; a module that occurs twice in a model stays one module."""
+    if module not in seen:
+        seen[module] = _replaced(module, path, seen, radii)
+    return seen[module]
+
+
+def _replaced(module: nn.Module, path: str, seen: dict[nn.Module, nn.Module], radii: Radii) -> nn.Module:
+    match module:
+        case OrthogonalLinear() | SpectralLinear():
+            return _unparametrized(module.linear)
+        case LipschitzLayerNorm() | LipschitzRMSNorm():
+            return _norm(module)
+        case SelfAttentionBlock(attention=layer) if layer in radii:
+            block = SelfAttentionBlock(_undivided(layer))
+            return nn.Sequential(ClipTokens(radii[layer]), block).eval()
+        case LipschitzAttention() if module in radii:
+            raise ArgumentError(
+                "model",
+                expected="attention layers with beyond='clip' in an hs.nn.SelfAttentionBlock",
+                got=f"{path or 'the model'} ({type(module).__name__}) outside of one",
+                remedy="Put it into hs.nn.SelfAttentionBlock, or build it with beyond='refuse'.",
+            )
+        case LipschitzAttention():
+            return _undivided(module)
+    # named_children would leave out a module that occurs twice.
+    for name, child in [(name, one) for name, one in module._modules.items() if one is not None]:
+        setattr(module, name, _plain(child, f"{path}.{name}".strip("."), seen, radii))
+    return _unparametrized(module)
+
+
+def _undivided(layer: LipschitzAttention) -> LipschitzAttention:
+    """Fold the divisor of an attention layer into its output projection, and forget constant and radius."""
+    _unparametrized(layer)
+    _unparametrized(layer.out_proj)
+    if layer.constant is not None:
+        inverse = math.exp(-layer._log_divisor(layer._weights()))
+        for weight in layer.out_proj.parameters():
+            weight.mul_(inverse)
+    layer.constant = layer.radius = None
+    layer.beyond = "refuse"
+    return layer
+
+
+def _norm(norm: LipschitzLayerNorm | LipschitzRMSNorm) -> nn.Module:
+    """Return a norm layer x ↦ γ ∘ r h/√(|h|² + r²) + β as PyTorch's, with ε = r²/d and gain γ r/√d."""
+    d, r = norm.dim, norm.floor
+    like = norm.gain if norm.gain is not None else torch.ones(())
+    gain = torch.ones_like(like).expand(d) if norm.gain is None else norm._gain(norm.gain)
+    keywords = {"eps": r**2 / d, "device": like.device, "dtype": like.dtype}
+    plain: nn.LayerNorm | nn.RMSNorm
+    if isinstance(norm, LipschitzRMSNorm):
+        plain = nn.RMSNorm(d, **keywords)  # type: ignore[arg-type]
+    else:
+        plain = nn.LayerNorm(d, bias=norm.shift is not None, **keywords)  # type: ignore[arg-type]
+        if norm.shift is not None:
+            plain.bias.copy_(norm.shift)
+    plain.weight.copy_(gain * (r / math.sqrt(d)))
+    return plain.eval()
+
+
+def _unparametrized(module: nn.Module) -> nn.Module:
+    """Replace the parametrizations of a module's tensors by the tensors' current values."""
+    if parametrize.is_parametrized(module):
+        values = {name: getattr(module, name).clone() for name in module.parametrizations}  # type: ignore[union-attr]
+        # PyTorch's remove_parametrizations would change the class, which the copy shares with the model.
+        module.__class__ = parametrize.type_before_parametrizations(module)
+        del module.parametrizations
+        for name, value in values.items():
+            module.register_parameter(name, nn.Parameter(value))
+    return module

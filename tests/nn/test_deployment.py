@@ -1,0 +1,137 @@
+"""hs.nn.deploy: the copy computes what the model computes, with plain weights and without checks."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.utils import parametrizations, parametrize
+
+import howsmooth as hs
+from howsmooth.errors import ArgumentError
+from tests._nn_layers import ATTENTION, LAYERS, LENGTH, RADIUS, inputs, tokens_of
+
+N, D = 16, 12
+
+
+def vit(beyond: str = "clip") -> nn.Sequential:
+    """Return a small Vision Transformer for images of 8 × 8 pixels in [0, 1], of constant at most 1."""
+
+    def block() -> nn.Sequential:
+        attention = hs.nn.SoftmaxAttention(D, 2, length=N, radius=4.0, constant=1.0, beyond=beyond)
+        mlp = nn.Sequential(hs.nn.OrthogonalLinear(D, 16), hs.nn.MaxMin(), hs.nn.SpectralLinear(16, D))
+        return nn.Sequential(
+            hs.nn.AverageResidual(hs.nn.SelfAttentionBlock(attention), learnable=True),
+            hs.nn.AverageResidual(mlp),
+        )
+
+    torch.manual_seed(0)
+    return nn.Sequential(
+        hs.nn.Patches(2),
+        parametrizations.orthogonal(nn.Linear(4, D)),
+        hs.nn.AddPositions(N, D),
+        block(),
+        block(),
+        hs.nn.LipschitzLayerNorm(D, floor=2.0),
+        hs.nn.MeanPool(),
+        hs.nn.OrthogonalLinear(D, 10),
+    ).eval()
+
+
+@pytest.mark.parametrize("beyond", ["clip", "refuse"])
+def test_a_vision_transformer(beyond: str) -> None:
+    model, images = vit(beyond), torch.rand(5, 1, 8, 8)
+    if beyond == "clip":
+        images[0] *= 100
+    before = copy.deepcopy(model.state_dict())
+    plain = hs.nn.deploy(model)
+    assert not plain.training
+    torch.testing.assert_close(plain(images), model(images), rtol=1e-6, atol=1e-6)
+    for name, value in model.state_dict().items():
+        assert torch.equal(value, before[name])
+    assert not any(parametrize.is_parametrized(one) for one in plain.modules())
+    kinds = {type(one) for one in plain.modules()}
+    assert kinds.isdisjoint({hs.nn.OrthogonalLinear, hs.nn.SpectralLinear, hs.nn.LipschitzLayerNorm})
+    assert all(one.constant is None for one in plain.modules() if isinstance(one, hs.nn.LipschitzAttention))
+    graph = torch.export.export(plain, (images,))
+    assert "_assert_async" not in graph.graph_module.code
+    torch.testing.assert_close(graph.module()(images), model(images), rtol=1e-6, atol=1e-6)
+    for exact in (model, plain):
+        exact.double()
+    constant = hs.nn.certify(model, N, 2.0).constant
+    assert hs.nn.certify(plain, N, 2.0).constant == pytest.approx(constant, rel=1e-5)
+
+
+def test_nothing_checks_the_radius_but_clip_tokens_does() -> None:
+    model = vit("refuse")
+    plain, far = hs.nn.deploy(model), 100 * torch.rand(2, 1, 8, 8)
+    with pytest.raises(ArgumentError, match="radius"):
+        model(far)
+    plain(far)
+    everywhere = nn.Sequential(plain[0], hs.nn.ClipTokens(2.0), *plain[1:])  # type: ignore[index, misc]
+    inside = hs.nn.ClipTokens(2.0)(model[0](far))
+    torch.testing.assert_close(everywhere(far), model[1:](inside), rtol=1e-6, atol=1e-6)
+    assert hs.nn.certify(everywhere, N, float("inf")).constant < 1 + 1e-5
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("name", LAYERS)
+def test_every_layer(name: str, dtype: torch.dtype) -> None:
+    torch.manual_seed(1)
+    layer = LAYERS[name].build()
+    with torch.no_grad():  # gains above and below one, biases that are not zero
+        for weight in layer.parameters():
+            weight.add_(0.5 * torch.randn_like(weight))
+    layer = layer.eval().to(dtype)
+    x = inputs(LAYERS[name], dtype=dtype)
+    tolerance = 1e-6 if dtype == torch.float32 else 1e-13
+    plain = hs.nn.deploy(layer)
+    torch.testing.assert_close(tokens_of(plain(x)), tokens_of(layer(x)), rtol=tolerance, atol=tolerance)
+    assert next(plain.parameters(), x).dtype == dtype
+    if name in ATTENTION:
+        assert isinstance(layer, hs.nn.LipschitzAttention)
+        bounds = [one.lipschitz_bound(LENGTH, RADIUS).value for one in (layer, plain)]  # type: ignore[operator]
+        assert bounds[1] == pytest.approx(bounds[0], rel=1e-5)
+
+
+def test_norm_layers_without_gain() -> None:
+    x = torch.randn(3, 4, D, dtype=torch.float64)
+    for kind in (hs.nn.LipschitzLayerNorm, hs.nn.LipschitzRMSNorm):
+        layer = kind(D, floor=0.3, affine=False).double()
+        torch.testing.assert_close(hs.nn.deploy(layer).double()(x), layer(x), rtol=1e-6, atol=1e-6)
+
+
+def test_masks_stay() -> None:
+    x = inputs(LAYERS["SoftmaxAttention"])
+    padding = torch.tensor([[False] * 4, [False, False, False, True]])
+    for mask in ("causal", "any"):
+        layer = LAYERS["SoftmaxAttention"].build(mask=mask).eval()
+        given = padding if mask == "any" else None
+        outputs = [tokens_of(one(x, key_padding_mask=given)) for one in (layer, hs.nn.deploy(layer))]
+        torch.testing.assert_close(*outputs, rtol=1e-6, atol=1e-6)
+
+
+def test_a_module_at_two_places_stays_one() -> None:
+    linear, norm = hs.nn.OrthogonalLinear(D, D), hs.nn.LipschitzRMSNorm(D)
+    model: nn.Module = nn.Sequential(linear, norm, linear, nn.Sequential(norm, linear)).eval()
+    plain, x = hs.nn.deploy(model), torch.rand(3, D)
+    torch.testing.assert_close(plain(x), model(x), rtol=1e-6, atol=1e-6)
+    assert plain.get_submodule("0") is plain.get_submodule("2") is plain.get_submodule("3.1")
+    assert plain.get_submodule("1") is plain.get_submodule("3.0")
+    attention = hs.nn.SoftmaxAttention(D, 2, length=N, radius=1.0, constant=1.0)
+    model = nn.Sequential(hs.nn.SelfAttentionBlock(attention), hs.nn.SelfAttentionBlock(attention)).eval()
+    x = torch.rand(1, N, D) / D
+    torch.testing.assert_close(hs.nn.deploy(model)(x), model(x), rtol=1e-6, atol=1e-6)
+
+
+def test_what_is_refused() -> None:
+    attention = hs.nn.SoftmaxAttention(D, 2, length=N, radius=1.0, constant=1.0, beyond="clip")
+    with pytest.raises(ArgumentError, match="SelfAttentionBlock"):
+        hs.nn.deploy(attention)
+    with pytest.raises(ArgumentError, match="float32 or float64"):
+        hs.nn.deploy(nn.Linear(2, 2, dtype=torch.bfloat16))
+    model: object = Tensor([1.0])
+    with pytest.raises(ArgumentError, match=r"torch\.nn\.Module"):
+        hs.nn.deploy(model)  # type: ignore[arg-type]
