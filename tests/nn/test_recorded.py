@@ -146,9 +146,8 @@ def test_a_divisor_of_earlier_weights_is_not_recorded(how: str) -> None:
     with pytest.raises(RuntimeError, match="weight has changed"):
         RECORDERS[how](layer, x)(x)
     torch.compiler.reset()
-    with pytest.raises(
-        (HowsmoothError, torch._dynamo.exc.TorchDynamoException), match=r"model.eval\(\) after"
-    ):
+    refused = (HowsmoothError, torch._dynamo.exc.TorchDynamoException)
+    with pytest.raises(refused, match=r"model.eval\(\) after"):
         RECORDERS[how](layer.double(), x.double())(x.double())
     layer.eval()
     layer.constant = 2.0
