@@ -18,6 +18,8 @@ if TYPE_CHECKING:
     from howsmooth.nn.certificates.certification import certify
     from howsmooth.nn.certificates.evaluation import Evaluation, evaluate
     from howsmooth.nn.module import LipschitzModule
+    from howsmooth.nn.monitoring.lightning import lightning_callback
+    from howsmooth.nn.monitoring.logging import log_to_mlflow, log_to_trackio, log_to_wandb
     from howsmooth.nn.monitoring.monitor import LipschitzMonitor
     from howsmooth.nn.monitoring.record import MonitorRecord
     from howsmooth.nn.monitoring.trainer import MonitorCallback
@@ -70,8 +72,12 @@ __all__ = [
     "attention",
     "certify",
     "evaluate",
+    "lightning_callback",
     "load",
     "load_saved",
+    "log_to_mlflow",
+    "log_to_trackio",
+    "log_to_wandb",
     "penalty",
     "save",
 ]
@@ -92,6 +98,8 @@ _MODULES = {
     "module": ("LipschitzModule",),
     "certificates.evaluation": ("Evaluation", "evaluate"),
     "parts.linear": ("OrthogonalLinear", "SpectralLinear"),
+    "monitoring.lightning": ("lightning_callback",),
+    "monitoring.logging": ("log_to_mlflow", "log_to_trackio", "log_to_wandb"),
     "monitoring.monitor": ("LipschitzMonitor",),
     "parts.norms": ("CenterNorm", "LipschitzLayerNorm", "LipschitzRMSNorm"),
     "monitoring.record": ("MonitorRecord",),
