@@ -148,8 +148,8 @@ def float32_layers(model: nn.Module) -> Iterator[None]:
     """Within the context, run each layer of a half-precision model in float32; leave other models alone.
 
     The weights of the members of module lists, and of embedding tables, linear maps and attention outside of
-    them, are widened during their calls. The few others are widened for the whole context, because the code around
-    them may read their dtype, as vision models do to convert images.
+    them, are widened during their calls. The few others are widened for the whole context, because the code
+    around them may read their dtype, as vision models do to convert images.
     """
     if stored_dtype(model) not in HALF:
         yield
