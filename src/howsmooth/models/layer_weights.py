@@ -32,7 +32,7 @@ HALF = frozenset({torch.bfloat16, torch.float16})
 """The dtypes in which weights may be stored and nothing is computed."""
 
 #: A tensor of a module: the table of parameters or of buffers that holds it, its name there, and the tensor.
-_Place = tuple[dict[str, Tensor | None], str, Tensor]
+_Place = tuple[dict[str, Any], str, Tensor]
 
 
 def stored_dtype(module: nn.Module) -> torch.dtype:
@@ -137,7 +137,8 @@ def _widened(places: Iterable[_Place]) -> Iterator[None]:
 def _places(modules: Iterable[nn.Module]) -> Iterator[_Place]:
     """Yield the modules' own parameters and buffers, with the tables that hold them."""
     for module in modules:
-        for table in (module._parameters, module._buffers):
+        tables: tuple[dict[str, Any], ...] = (module._parameters, module._buffers)
+        for table in tables:
             for name, t in list(table.items()):
                 if t is not None:
                     yield table, name, t

@@ -99,7 +99,7 @@ def _without_wrappers(model: nn.Module) -> Iterator[None]:
 @contextmanager
 def _full_tensors(model: nn.Module, *, keep: bool) -> Iterator[None]:
     """Gather the parameters that ``fully_shard`` shards; hold them in the model if ``keep`` is set."""
-    sharded = [
+    sharded: list[tuple[dict[str, Any], str, Any]] = [
         (module._parameters, name, p)
         for module in model.modules()
         for name, p in module._parameters.items()
