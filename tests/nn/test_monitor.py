@@ -212,13 +212,16 @@ def test_padded_sequences_are_measured_without_their_padding(name: str, real: sl
         assert row.each == pytest.approx(other.each, rel=2e-6)
 
 
-def test_a_model_that_lets_padding_in_is_refused() -> None:
+@pytest.mark.parametrize("own", [False, True])
+def test_a_model_that_lets_padding_in_is_refused(own: bool) -> None:
     class Summing(nn.Module):
         """Adds the mean of all tokens, padding included, to each token."""
 
         def __init__(self) -> None:
             super().__init__()
-            self.inner = nn.MultiheadAttention(8, 2, batch_first=True)
+            settings: dict[str, Any] = {"length": 5, "radius": 20.0, "mask": "any", "shorter": True}
+            inner = SoftmaxAttention(8, 2, **settings) if own else None
+            self.inner = inner or nn.MultiheadAttention(8, 2, batch_first=True)
 
         def forward(self, x: Tensor, key_padding_mask: Tensor | None = None) -> Tensor:
             x = x + x.mean(dim=1, keepdim=True)
