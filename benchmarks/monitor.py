@@ -63,6 +63,8 @@ CASES = {
     "small-gpt2": Case("GPT-2, d=128, 2 layers", gpt2(128, 2, 64, 1000), 16, 64, 1000, 4),
     "realistic": Case("GPT-2, d=256, 4 layers", gpt2(256, 4, 128, 1000), 16, 128, 1000, 4),
     "realistic-block": Case("GPT-2, d=256, 4 layers", gpt2(256, 4, 128, 1000), 16, 128, 1000, 4, "block"),
+    "10m": Case("GPT-2, d=320, 8 layers, 10 M weights", gpt2(320, 8, 128, 1000, 8), 16, 128, 1000, 2),
+    "10m-four": Case("GPT-2, d=320, 8 layers, 10 M weights", gpt2(320, 8, 128, 1000, 8), 16, 128, 1000, 4),
     "gpt2": Case(
         "GPT-2, d=768, 12 layers, bfloat16",
         gpt2(768, 12, 1024, 50_257, 12),

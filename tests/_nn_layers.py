@@ -74,7 +74,7 @@ LAYERS = ATTENTION | PARTS
 def names() -> set[str]:
     """The layers that hs.nn has."""
     # What watches training brings transformers, which takes seconds to import.
-    others = ("LipschitzMonitor", "MonitorCallback", "penalty")
+    others = ("LipschitzMonitor", "MonitorCallback", "lightning_callback", "penalty")
     found = {name: getattr(hs.nn, name) for name in hs.nn.__all__ if name not in others}
     return {
         name

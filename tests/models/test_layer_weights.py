@@ -51,6 +51,27 @@ def test_padded_sequences_too() -> None:
         assert torch.equal(a.x, b.x)
 
 
+@pytest.mark.parametrize("within", [False, True])
+def test_torchs_own_attention_outside_of_module_lists(within: bool) -> None:
+    """Its output projection is a module that is never called."""
+
+    class Around(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = attention
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.inner(x, x, x)[0]
+
+    torch.manual_seed(0)
+    attention = nn.MultiheadAttention(8, 2, batch_first=True)
+    half = (Around() if within else attention).to(torch.bfloat16)
+    x = torch.randn(1, 5, 8)
+    inputs = x if within else {"query": x, "key": x, "value": x}
+    (a,), (b,) = (hs.capture(model, inputs) for model in (half, copy.deepcopy(half).float()))
+    assert torch.equal(a.map(a.x), b.map(b.x))
+
+
 @pytest.mark.parametrize("fails", [False, True])
 def test_weights_hooks_and_gradients_are_as_before(fails: bool) -> None:
     model = tiny("llama").to(torch.bfloat16)
@@ -139,3 +160,16 @@ def test_the_constant_is_that_of_the_stored_weights_in_float64() -> None:
     truth = float(torch.linalg.matrix_norm(jacobian.flatten(2).flatten(0, 1), 2))
     found = hs.local_lipschitz(site.map, site.x[0])
     assert float(found.lower) * (1 - 1e-6) <= truth <= float(found.upper) * (1 + 1e-6)
+
+
+def test_hooks_of_gradients_survive() -> None:
+    """Data-parallel training reduces gradients by hooks of the nodes that accumulate them."""
+    model = tiny("llama").to(torch.bfloat16)
+    weights = list(model.parameters())
+
+    def nodes() -> list[object]:
+        return [p.expand_as(p).grad_fn.next_functions[0][0] for p in weights]
+
+    before = nodes()
+    hs.capture(model, IDS)
+    assert all(a is b for a, b in zip(before, nodes(), strict=True))

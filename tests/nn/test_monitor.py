@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import math
 import subprocess
 import sys
+import types
 import warnings
+import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock, call
 
 import numpy as np
 import pandas as pd
@@ -19,6 +23,7 @@ import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch import Tensor, nn
 from torch.utils.tensorboard import SummaryWriter
+from transformers import Gemma2Config, Gemma2Model, GPT2Config, GPT2LMHeadModel, Qwen3Config, Qwen3Model
 
 import howsmooth as hs
 from howsmooth.errors import ArgumentError, HowsmoothError, NonFiniteError
@@ -34,7 +39,7 @@ from howsmooth.nn import (
     SinkhornAttention,
     SoftmaxAttention,
 )
-from howsmooth.nn.monitoring import measurement
+from howsmooth.nn.monitoring import logging, measurement
 from tests._monitored_training import PROBES, WAYS, Restless, gpt2
 from tests._tiny_models import WithoutDowncast, sublayer, tiny, token_ids
 
@@ -172,6 +177,159 @@ def test_layers_are_chosen() -> None:
     assert [row.layer for row in rows] == [0, 2]
     (failed,) = LipschitzMonitor(model, token_ids(1, 4), layers=[3]).measure()
     assert "layers: expected indices from -3 to 2, got 3." in failed.failure
+
+
+def padded(ids: Tensor, real: list[slice]) -> dict[str, Tensor]:
+    mask = torch.zeros_like(ids)
+    for line, part in zip(mask, real, strict=True):
+        line[part] = 1
+    return {"input_ids": ids, "attention_mask": mask}
+
+
+@pytest.mark.parametrize(
+    ("name", "real"), [("bert", slice(0, 5)), ("gpt2", slice(3, 8)), ("llama", slice(0, 5))]
+)
+def test_padded_sequences_are_measured_without_their_padding(name: str, real: slice) -> None:
+    model, ids = tiny(name, torch.float64), token_ids(3, 8)
+    parts = [slice(0, 8), real, real]
+    asked: dict[str, Any] = {"rtol": 1e-6, "strict": True}
+    monitor = LipschitzMonitor(model, padded(ids, parts), **asked)
+    rows = monitor.measure(0)
+    sites = hs.capture(model, padded(ids, parts))
+    for row in rows:
+        own = [site for site in sites if site.layer == row.layer]
+        assert [site.x.shape[1] for site in own] == [8, 5, 5]
+        true = [norm(site.map, site.x[0]) for site in own]
+        assert row.each == pytest.approx(true, rel=2e-6)
+        assert (row.sequences, row.tokens) == (3, 8)
+        norms = torch.cat([site.x[0].norm(dim=-1) for site in own])
+        assert row.radius_mean == pytest.approx(float(norms.square().mean().sqrt()))
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter += 0.1 * torch.randn_like(parameter)
+    fresh = LipschitzMonitor(model, padded(ids, parts), **asked).measure(1)
+    for row, other in zip(monitor.measure(1), fresh, strict=True):  # the layers are read again
+        assert row.each == pytest.approx(other.each, rel=2e-6)
+
+
+@pytest.mark.parametrize("own", [False, True])
+def test_a_model_that_lets_padding_in_is_refused(own: bool) -> None:
+    class Summing(nn.Module):
+        """Adds the mean of all tokens, padding included, to each token."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            settings: dict[str, Any] = {"length": 5, "radius": 20.0, "mask": "any", "shorter": True}
+            inner = SoftmaxAttention(8, 2, **settings) if own else None
+            self.inner = inner or nn.MultiheadAttention(8, 2, batch_first=True)
+
+        def forward(self, x: Tensor, key_padding_mask: Tensor | None = None) -> Tensor:
+            x = x + x.mean(dim=1, keepdim=True)
+            return self.inner(x, x, x, key_padding_mask=key_padding_mask)[0]
+
+    hidden = torch.zeros(2, 5, dtype=torch.bool)
+    hidden[1, 3:] = True
+    probes = {"x": torch.randn(2, 5, 8), "key_padding_mask": hidden}
+    (row,) = LipschitzMonitor(Summing(), probes).measure()
+    assert "are not the same without the padding" in row.failure
+    assert row.lipschitz is None
+
+
+def test_layers_of_this_library_are_measured_without_padding() -> None:
+    torch.manual_seed(0)
+    layer = SoftmaxAttention(8, 2, length=5, radius=20.0, mask="any", shorter=True).double()
+    hidden = torch.zeros(2, 5, dtype=torch.bool)
+    hidden[1, 3:] = True
+    x = torch.randn(2, 5, 8, dtype=torch.float64)
+    probes = {"query": x, "key_padding_mask": hidden}
+    (row,) = LipschitzMonitor(layer, probes, rtol=1e-6, strict=True).measure()
+    true = [norm(lambda y: layer(y)[0], member) for member in (x[0], x[1, :3])]
+    assert row.each == pytest.approx(true, rel=1e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("name", ["bert", "gpt2", "llama", "own"])
+def test_half_precision_weights_are_measured_in_float32(name: str, dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    half = (Mixed(radius=20.0) if name == "own" else tiny(name)).to(dtype)
+    probes = torch.randn(2, 5, 8) if name == "own" else token_ids(2, 5)
+    asked: dict[str, Any] = {"rtol": 1e-4, "strict": True}
+    monitor = LipschitzMonitor(half, probes, **asked)
+    wide = LipschitzMonitor(copy.deepcopy(half).float(), probes, **asked)
+    before = {key: (id(t), t._version, t.clone()) for key, t in half.state_dict(keep_vars=True).items()}
+    for step in (0, 1):  # captured, then read again
+        for row, other in zip(monitor.measure(step), wide.measure(step), strict=True):
+            assert row.lipschitz == pytest.approx(other.lipschitz, rel=1e-6)
+            assert row.entropy == pytest.approx(other.entropy, rel=1e-6)
+            assert row.logit_max == pytest.approx(other.logit_max, rel=1e-6)
+            if name != "llama":  # whose positions are rotary
+                assert row.score_norm == pytest.approx(other.score_norm, rel=1e-6)
+    for key, t in half.state_dict(keep_vars=True).items():
+        assert (id(t), t._version) == before[key][:2]
+        assert torch.equal(t, before[key][2])
+
+
+def test_a_deep_model_is_measured_one_layer_at_a_time() -> None:
+    """At no time are there copies of the weights of many layers."""
+    torch.manual_seed(0)
+    config = GPT2Config(vocab_size=40, n_embd=16, n_layer=40, n_head=2, n_positions=16)
+    monitor = LipschitzMonitor(GPT2LMHeadModel(config), PROBES[:1], strict=True)
+    alive: list[weakref.ref[Any]] = []
+    most = 0
+    measured_at = measurement.Accuracy.at
+
+    def watched_at(self: Any, f: Any, *rest: Any) -> Any:
+        nonlocal most
+        alive.append(weakref.ref(f))
+        most = max(most, sum(one() is not None for one in alive))
+        return measured_at(self, f, *rest)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(measurement.Accuracy, "at", watched_at)
+        rows = [*monitor.measure(0), *monitor.measure(1)]
+    assert [row.layer for row in rows] == [*range(40), *range(40)]
+    assert most <= 2
+
+
+NORMED: dict[str, Any] = {"qwen3": (Qwen3Model, Qwen3Config), "gemma2": (Gemma2Model, Gemma2Config)}
+
+
+@pytest.mark.parametrize("name", ["bert", "mistral", "llama", *NORMED])
+def test_the_largest_logit_is_that_of_the_models_own_scores(name: str) -> None:
+    """Rotary positions, normed queries and keys, soft-caps and windows included."""
+    ids = token_ids(3, 8)
+    if name in NORMED:
+        torch.manual_seed(0)
+        sizes = {"vocab_size": 64, "hidden_size": 24, "intermediate_size": 32, "head_dim": 6}
+        heads = {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
+        model_class, config = NORMED[name]
+        model = model_class(config(**sizes, **heads, attn_implementation="eager")).double().eval()
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter += 0.3 * torch.randn_like(parameter)
+    else:
+        model = tiny(name, torch.float64, attention="eager")
+    own: list[float] = []
+    softmax = nn.functional.softmax
+
+    def watched_softmax(scores: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        own.append(float(scores.max()))
+        return softmax(scores, *args, **kwargs)
+
+    with pytest.MonkeyPatch.context() as patch, torch.no_grad():
+        patch.setattr(nn.functional, "softmax", watched_softmax)
+        model(ids)
+    rows = LipschitzMonitor(model, ids, strict=True).measure()
+    assert [row.logit_max for row in rows] == pytest.approx(own, rel=1e-5)
+    assert all(row.logit_missing == "" and row.entropy is not None for row in rows)
+    assert all("logit_max" in row.scalars() for row in rows)
+
+
+def test_no_logit_where_only_weights_are_known() -> None:
+    layer = SinkhornAttention(8, 2, length=4, radius=6.0)
+    (row,) = LipschitzMonitor(SelfAttentionBlock(layer), torch.randn(2, 4, 8), strict=True).measure()
+    assert row.logit_max is None
+    assert "not the scores" in row.logit_missing
 
 
 # ---------------------------------------------------------------- the package's own layers
@@ -488,8 +646,6 @@ def test_a_model_that_fails_is_one_row() -> None:
     assert "KeyError: 'no such thing'" in row.failure
     assert model.training
     assert all(not module._forward_hooks and not module._forward_pre_hooks for module in model.modules())
-    monitor.model.half()
-    assert "half precision" in monitor.measure(8)[0].failure
     with pytest.raises(HowsmoothError):
         LipschitzMonitor(nn.Linear(8, 8), torch.randn(2, 4, 8), strict=True).measure()
     (row,) = LipschitzMonitor(nn.Linear(8, 8), torch.randn(2, 4, 8)).measure()
@@ -573,6 +729,69 @@ def test_tensorboard_reads_what_was_written(tmp_path: Path) -> None:
     assert [event.step for event in events.Scalars("failed/transformer.h.0.attn")] == [200]
 
 
+def failing_and_not(callback: Any) -> list[MonitorRecord]:
+    """Measure at two steps; at the second the first layer fails."""
+    model = gpt2()
+    monitor = LipschitzMonitor(model, PROBES, callback=callback)
+    monitor.measure(5)
+    with torch.no_grad():
+        model.transformer.h[0].attn.c_attn.weight.fill_(math.nan)
+    monitor.measure(9)
+    return monitor.records
+
+
+def numbers(record: MonitorRecord) -> dict[str, float]:
+    named = {f"{quantity}/{record.name}": value for quantity, value in record.scalars().items()}
+    return {f"failed/{record.name}": 1.0} if record.failure else named
+
+
+def test_wandb_gets_the_numbers_with_a_step_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    run, package = Mock(), types.ModuleType("wandb")
+    package.run = None
+    monkeypatch.setitem(sys.modules, "wandb", package)
+    log = hs.nn.log_to_wandb()
+    with pytest.raises(ArgumentError, match=r"Call wandb\.init first"):
+        failing_and_not(log)
+    package.run = run
+    records = failing_and_not(log)
+    run.define_metric.assert_called_once_with("howsmooth/*", step_metric="howsmooth/step")
+    said = [call.args[0] for call in run.log.call_args_list]
+    assert said == [
+        {**{f"howsmooth/{name}": value for name, value in numbers(one).items()}, "howsmooth/step": one.step}
+        for one in records
+    ]
+    assert [one["howsmooth/step"] for one in said] == [5, 5, 9, 9]
+    other = Mock()
+    failing_and_not(hs.nn.log_to_wandb(other))
+    assert other.log.call_count == 4
+    assert run.log.call_count == 4
+
+
+def test_mlflow_and_trackio_get_the_numbers_at_the_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    mlflow, trackio = types.ModuleType("mlflow"), types.ModuleType("trackio")
+    mlflow.log_metrics, trackio.log = Mock(), Mock()
+    monkeypatch.setitem(sys.modules, "mlflow", mlflow)
+    monkeypatch.setitem(sys.modules, "trackio", trackio)
+    records = failing_and_not(hs.nn.log_to_mlflow("abc"))
+    assert mlflow.log_metrics.call_args_list == [
+        call(numbers(one), step=one.step, run_id="abc") for one in records
+    ]
+    records = failing_and_not(hs.nn.log_to_trackio())
+    assert trackio.log.call_args_list == [call(numbers(one), step=one.step) for one in records]
+
+
+@pytest.mark.parametrize("name", ["wandb", "mlflow", "trackio"])
+def test_a_package_that_is_not_installed_is_named(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, name, None)
+    monkeypatch.setattr(logging, "import_module", lambda wanted: missing(wanted))
+    with pytest.raises(ArgumentError, match=f"pip install {name}"):
+        getattr(hs.nn, f"log_to_{name}")()
+
+
+def missing(name: str) -> Any:
+    raise ModuleNotFoundError(f"No module named {name!r}", name=name.split(".")[0])
+
+
 def test_starts_differ_between_steps_and_repeat_with_the_seed() -> None:
     model = gpt2()
     asked: dict[str, Any] = {"max_iterations": 2, "layers": [0]}
@@ -600,16 +819,12 @@ def test_probes_are_copies_and_their_checksum_tells_them_apart() -> None:
 
 def refusals() -> Iterator[tuple[dict[str, Any], str]]:
     ids = PROBES
-    mask = torch.ones_like(ids)
-    mask[0, -1] = 0
+    nothing = torch.ones_like(ids)
+    nothing[0] = 0
     yield {"probes": []}, "at least one sequence, got none"
     yield {"probes": ids.float()}, "token ids as an integer tensor"
     yield {"probes": ids + 40}, "token ids from 0 to 39"
-    yield (
-        {"probes": [ids, {"input_ids": ids, "attention_mask": mask}]},
-        "probes: expected sequences without padding",
-    )
-    yield {"model": gpt2().half()}, "half precision"
+    yield {"probes": {"input_ids": ids, "attention_mask": nothing}}, "a sequence of nothing but padding"
     yield {"every": 0}, "every: expected a whole number of steps >= 1, got 0"
     yield {"scope": "head"}, "scope: expected one of heads, attention, residual, block, got 'head'"
     yield {"file": "rows.txt"}, "ends in .jsonl or .csv"
@@ -652,7 +867,10 @@ def test_steps_are_counted_as_told() -> None:
     assert [row.step for row in monitor.step()] == [20, 20]
     with pytest.raises(ArgumentError, match="step"):
         monitor.step(-1)
-    assert repr(monitor).startswith("LipschitzMonitor(GPT2LMHeadModel, every 10 steps, input_ids 3 x 7;")
+    said = "LipschitzMonitor(GPT2LMHeadModel, {}, scope {}, every 10 steps, 3 sequences, {} rows)"
+    assert repr(monitor) == said.format("all layers", "attention", 2)
+    other = LipschitzMonitor(gpt2(), PROBES, every=10, layers=[0, -1], scope="block")
+    assert repr(other) == said.format("layers 0, -1", "block", 0)
     assert isinstance(monitor.records[0], MonitorRecord)
 
 

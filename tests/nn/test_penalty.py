@@ -4,14 +4,24 @@ from __future__ import annotations
 
 import copy
 import itertools
+import warnings
 from collections.abc import Callable
 
 import pytest
 import torch
 from torch import Tensor, nn
+from transformers import (
+    AlbertConfig,
+    AlbertModel,
+    DistilBertConfig,
+    DistilBertModel,
+    T5Config,
+    T5EncoderModel,
+)
 
 from howsmooth import nn as hs_nn
 from howsmooth.errors import ArgumentError, DerivativeError, NonFiniteError
+from howsmooth.nn import LipschitzMonitor
 from howsmooth.nn.penalty import (
     Directions,
     JasminPenalty,
@@ -484,12 +494,13 @@ def test_transformers_models(name: str, attention: str) -> None:
     with SpectralPenalty(model, first_steps=120, rtol=1e-6) as penalty:
         model(input_ids=ids)
         penalty().backward()
-        calls = penalty._recorder.calls
+        calls = list(penalty._recorder.named().values())
     assert len(calls) == len(penalty.report.layers) == 3
     # Oracle: the module itself in evaluation mode, one backward pass an entry of its output.
     model.eval()
     call, found = calls[1], penalty.report.layers[1]
-    assert call.layer is dict(model.named_modules())[call.name]
+    module = dict(model.named_modules())[call.name]
+    assert (call.layer is module) == (name != "bert")  # which has its output projection elsewhere
     x = call.members.requires_grad_()
     y = call.run(call.layer, x).flatten(1)
     rows = [torch.autograd.grad(e.sum(), x, retain_graph=True)[0] for e in y.unbind(1)]
@@ -498,6 +509,77 @@ def test_transformers_models(name: str, attention: str) -> None:
     assert found.converged.all()
     weights = [p for p in call.layer.parameters() if p.ndim == 2]
     assert all(p.grad is not None and bool(p.grad.any()) for p in weights)
+
+
+TINY: dict[str, Callable[[], nn.Module]] = {
+    "torch": lambda: nn.TransformerEncoder(nn.TransformerEncoderLayer(24, 2, 24, batch_first=True), 2),
+    "distilbert": lambda: DistilBertModel(
+        DistilBertConfig(vocab_size=60, dim=16, n_layers=2, n_heads=2, hidden_dim=24)
+    ),
+    "t5": lambda: T5EncoderModel(
+        T5Config(vocab_size=60, d_model=16, d_kv=8, d_ff=24, num_layers=2, num_heads=2)
+    ),
+}
+
+
+@pytest.mark.parametrize("name", ["bert", "gpt2", "llama", *TINY])
+def test_penalty_and_monitor_look_at_the_same_by_default(name: str) -> None:
+    torch.manual_seed(0)
+    model = TINY[name]().double().eval() if name in TINY else tiny(name, torch.float64)
+    x = torch.randn(2, 5, 24, dtype=torch.float64) if name == "torch" else token_ids(2, 5)
+    with SpectralPenalty(model) as penalty:
+        model(x)
+        penalty()
+        measured = penalty.measure(rtol=1e-6)
+    rows = LipschitzMonitor(model, x, rtol=1e-6, strict=True).measure()
+    assert list(penalty.report.table()["scope"]) == ["attention"] * len(rows)
+    assert {row.scope for row in rows} == {"attention"}
+    for row, found in zip(rows, measured.values(), strict=True):
+        assert row.each == pytest.approx(found.value.tolist(), rel=1e-5)
+    assert all(not m._forward_hooks and not m._forward_pre_hooks for m in model.modules())
+
+
+def test_modules_that_are_named_are_taken_as_they_are() -> None:
+    model, ids = tiny("bert", torch.float64), token_ids(2, 5)
+    names = [f"encoder.layer.{i}.attention.self" for i in range(3)]
+    with SpectralPenalty(model, names) as penalty:
+        model(ids)
+        penalty()
+        heads = penalty.measure(rtol=1e-6)
+    rows = LipschitzMonitor(model, ids, rtol=1e-6, strict=True, scope="heads").measure()
+    for row, found in zip(rows, heads.values(), strict=True):
+        assert row.each == pytest.approx(found.value.tolist(), rel=1e-5)
+    assert set(penalty.report.table()["scope"]) == {"module"}
+    assert repr(penalty) == "SpectralPenalty(BertModel, 3 layers, scope module, steps=1, not attached)"
+    assert "scope module" in str(penalty.report)
+
+
+def test_an_output_projection_that_is_not_found_is_said() -> None:
+    """ALBERT's attention module has residual and norm in it."""
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 24}
+    model = AlbertModel(AlbertConfig(vocab_size=60, embedding_size=8, **sizes))
+    penalty = SpectralPenalty(model)
+    assert penalty.scope == "attention"
+    with penalty:
+        with pytest.warns(UserWarning, match="output projection of encoder.* was not found"):
+            model(token_ids(2, 5))
+        penalty()
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            model(token_ids(2, 5))  # said once
+    assert set(penalty.report.table()["scope"]) == {"module"}
+
+
+def test_representations_are_short() -> None:
+    model = Model(attention())
+    with SpectralPenalty(model, members=2, steps=3) as penalty:
+        assert repr(penalty) == (
+            "SpectralPenalty(Model, 1 layers, scope attention, the first 2 sequences, steps=3, attached)"
+        )
+    assert repr(JasminPenalty(model)) == (
+        "JasminPenalty(Model, 1 layers, attention probabilities, k=0, not attached)"
+    )
 
 
 LAYERS = ["SoftmaxAttention", "QueryKeyNormAttention", "L2Attention", "CosineAttention", "SinkhornAttention",

@@ -31,6 +31,9 @@ __all__ = [
 HALF = frozenset({torch.bfloat16, torch.float16})
 """The dtypes in which weights may be stored and nothing is computed."""
 
+#: A tensor of a module: the table of parameters or of buffers that holds it, its name there, and the tensor.
+_Place = tuple[dict[str, Any], str, Tensor]
+
 
 def stored_dtype(module: nn.Module) -> torch.dtype:
     """Return the dtype in which a module's weights are stored.
@@ -79,7 +82,7 @@ def weights_in_memory(*modules: nn.Module) -> Iterator[None]:
             if _offloads(getattr(part, "_hf_hook", None)):
                 stack.enter_context(_loaded(part))
         # Loading replaces the parameters, so that they are listed afterwards.
-        stack.enter_context(_widened(t for m in every for t in (*m.parameters(False), *m.buffers(False))))
+        stack.enter_context(_widened(_places(every)))
         yield
 
 
@@ -111,25 +114,43 @@ def _unhooked(module: Any) -> Iterator[None]:
 
 
 @contextmanager
-def _widened(tensors: Iterable[Tensor]) -> Iterator[None]:
-    """Convert half-precision tensors to float32 within the context, and restore them at its end."""
-    stored = [(t, t.data) for t in {id(t): t for t in tensors}.values() if t.dtype in HALF]
+def _widened(places: Iterable[_Place]) -> Iterator[None]:
+    """Hold the half-precision tensors in some places in float32 within the context, then put them back.
+
+    Each module is given another tensor, and the stored tensor stays as it is: a change of its dtype, even for
+    a moment, would make autograd forget the hooks by which data-parallel training reduces its gradient.
+    """
+    stored = [(table, name, t) for table, name, t in places if t.dtype in HALF]
+    copies: dict[int, Tensor] = {}  # by id: a weight that two modules share is copied once
     try:
-        for t, data in stored:
-            t.data = data.float()
+        for table, name, t in stored:
+            if id(t) not in copies:
+                copy = t.detach().float()
+                copies[id(t)] = nn.Parameter(copy, False) if isinstance(t, nn.Parameter) else copy
+            table[name] = copies[id(t)]
         yield
     finally:
-        for t, data in stored:
-            t.data = data
+        for table, name, t in stored:
+            table[name] = t
+
+
+def _places(modules: Iterable[nn.Module]) -> Iterator[_Place]:
+    """Yield the modules' own parameters and buffers, with the tables that hold them."""
+    for module in modules:
+        tables: tuple[dict[str, Any], ...] = (module._parameters, module._buffers)
+        for table in tables:
+            for name, t in list(table.items()):
+                if t is not None:
+                    yield table, name, t
 
 
 @contextmanager
 def float32_layers(model: nn.Module) -> Iterator[None]:
     """Within the context, run each layer of a half-precision model in float32; leave other models alone.
 
-    The weights of the members of module lists, of embedding tables and of linear maps outside of them are
-    widened during their calls. The few others are widened for the whole context, because the code around
-    them may read their dtype, as vision models do to convert images.
+    The weights of the members of module lists, and of embedding tables, linear maps and attention outside of
+    them, are widened during their calls. The few others are widened for the whole context, because the code
+    around them may read their dtype, as vision models do to convert images.
     """
     if stored_dtype(model) not in HALF:
         yield
@@ -147,7 +168,7 @@ def float32_layers(model: nn.Module) -> Iterator[None]:
 
     layers = list(_layers(model))
     of_layers = {id(t) for layer in layers for t in (*layer.parameters(), *layer.buffers())}
-    others = [t for t in (*model.parameters(), *model.buffers()) if id(t) not in of_layers]
+    others = [place for place in _places(model.modules()) if id(place[2]) not in of_layers]
     with _widened(others), ExitStack() as hooks:
         for part in model.modules():
             if _offloads(getattr(part, "_hf_hook", None)):
@@ -167,16 +188,24 @@ def float32_layers(model: nn.Module) -> Iterator[None]:
 def _layers(module: nn.Module) -> Iterator[nn.Module]:
     """Yield the layers of a model, each of which is converted to float32 or loaded as a whole.
 
-    They are the entries of module lists, and all other embeddings, linear maps and modules that accelerate
-    loads.
+    They are the entries of module lists, and all other embeddings, linear maps, attention in the
+    layout of torch.nn, and modules that accelerate loads.
     """
+    if _in_torch_layout(module):
+        return
     for child in module.children():
         listed = isinstance(module, nn.ModuleList | nn.ModuleDict)
         if (
             listed
             or isinstance(child, nn.Embedding | nn.Linear)
+            or _in_torch_layout(child)
             or _offloads(getattr(child, "_hf_hook", None))
         ):
             yield child
         else:
             yield from _layers(child)
+
+
+def _in_torch_layout(module: nn.Module) -> bool:
+    """Return True for attention that applies its output projection without calling the module."""
+    return hasattr(module, "in_proj_weight")

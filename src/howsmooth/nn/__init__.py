@@ -19,6 +19,8 @@ if TYPE_CHECKING:
     from howsmooth.nn.certificates.evaluation import Evaluation, evaluate
     from howsmooth.nn.deployment import deploy
     from howsmooth.nn.module import LipschitzModule
+    from howsmooth.nn.monitoring.lightning import lightning_callback
+    from howsmooth.nn.monitoring.logging import log_to_mlflow, log_to_trackio, log_to_wandb
     from howsmooth.nn.monitoring.monitor import LipschitzMonitor
     from howsmooth.nn.monitoring.record import MonitorRecord
     from howsmooth.nn.monitoring.trainer import MonitorCallback
@@ -72,8 +74,12 @@ __all__ = [
     "certify",
     "deploy",
     "evaluate",
+    "lightning_callback",
     "load",
     "load_saved",
+    "log_to_mlflow",
+    "log_to_trackio",
+    "log_to_wandb",
     "penalty",
     "save",
 ]
@@ -95,6 +101,8 @@ _MODULES = {
     "module": ("LipschitzModule",),
     "certificates.evaluation": ("Evaluation", "evaluate"),
     "parts.linear": ("OrthogonalLinear", "SpectralLinear"),
+    "monitoring.lightning": ("lightning_callback",),
+    "monitoring.logging": ("log_to_mlflow", "log_to_trackio", "log_to_wandb"),
     "monitoring.monitor": ("LipschitzMonitor",),
     "parts.norms": ("CenterNorm", "LipschitzLayerNorm", "LipschitzRMSNorm"),
     "monitoring.record": ("MonitorRecord",),

@@ -96,6 +96,20 @@ def test_float64_holds_the_same_numbers(bert: Path) -> None:
         assert torch.equal(a.double(), b)
 
 
+@pytest.mark.parametrize(
+    ("dtype", "words"),
+    [
+        (torch.float32, " measured in float32"),
+        (torch.float64, " measured in float64"),
+        (None, " measured in float32"),
+    ],
+)
+def test_representation_is_one_line(dtype: torch.dtype | None, words: str) -> None:
+    assert repr(load_model("builtin-encoder", dtype=dtype)) == (
+        f"LoadedModel(builtin-encoder, BertModel, text, 4 layers of 8 heads, weights float16{words})"
+    )
+
+
 def test_half_precision_file_is_read_weights_in_memory(tmp_path: Path) -> None:
     tiny("gpt2").half().save_pretrained(tmp_path)
     assert {p.dtype for p in load_model(tmp_path).model.parameters()} == {torch.float32}

@@ -26,7 +26,7 @@ from howsmooth.models.inputs.model_inputs import (
     vocabulary_size,
 )
 from howsmooth.models.inputs.submodels import choose_part, modality_of, named_parts
-from howsmooth.models.layer_weights import HALF, stored_dtype
+from howsmooth.models.layer_weights import HALF, computing_dtype, stored_dtype
 from howsmooth.models.loading.dummy_inputs import sample_inputs
 from howsmooth.models.loading.processors import (
     AudioPreparation,
@@ -79,6 +79,14 @@ class LoadedModel:
     obstacle: str = ""
     #: How images or audio become inputs of the model; None for other models.
     preparation: ImagePreparation | AudioPreparation | None = None
+
+    def __repr__(self) -> str:
+        found = f"{self.layers} layers of {self.heads} heads" if self.layers else "no attention found"
+        stored, measured = (
+            str(dtype).removeprefix("torch.") for dtype in (self.stored, computing_dtype(self.model))
+        )
+        weights = f"weights {stored}" + (f" measured in {measured}" if measured != stored else "")
+        return f"LoadedModel({self.name}, {type(self.model).__name__}, {self.modality}, {found}, {weights})"
 
 
 def builtin_names() -> tuple[str, ...]:

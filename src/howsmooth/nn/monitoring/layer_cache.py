@@ -43,10 +43,10 @@ class _Block:
     transposed: bool
     shape: tuple[int, ...]
 
-    def read(self) -> Tensor:
-        """Return the current values of this block of a weight or bias."""
+    def read(self, dtype: torch.dtype) -> Tensor:
+        """Return the current values of this block of a weight or bias, in the dtype of the measurement."""
         whole: Tensor = getattr(self.module, self.name).detach()
-        return (whole.mT if self.transposed else whole)[self.rows].reshape(self.shape).clone()
+        return (whole.mT if self.transposed else whole)[self.rows].reshape(self.shape).to(dtype, copy=True)
 
 
 @dataclass(eq=False)
@@ -96,7 +96,7 @@ class Reading:
             return None
         x = as_tokens(self.given.pop(), self.batch, self.batch_axis)
         own = as_tokens(self.output.pop(), self.batch, self.batch_axis)
-        parameters: dict[str, Any] = {name: block.read() for name, block in self.blocks.items()}
+        parameters: dict[str, Any] = {name: block.read(x.dtype) for name, block in self.blocks.items()}
         f = SelfAttention(**parameters, **self.others)
         found = f(x)
         q, k, _ = f.projections(x)

@@ -13,10 +13,11 @@ from torch import Tensor, nn
 from howsmooth.attention import SelfAttention, TokenMap
 from howsmooth.attention.heads import HeadsAttention
 from howsmooth.errors import ArgumentError, CaptureError
+from howsmooth.models.padded_sequences import Padding
 from howsmooth.models.tolerance import precision, relative_error
 from howsmooth.models.tracing.layer_trace import bound_arguments
 from howsmooth.nn.attention.base import LipschitzAttention
-from howsmooth.nn.monitoring.statistics import Entropy, score_norm
+from howsmooth.nn.monitoring.statistics import ScoreStatistics, score_norm
 
 __all__ = ["OwnAttention", "OwnLayers"]
 
@@ -59,6 +60,20 @@ class OwnAttention:
         self.plain = relative_error(self.map(x), own) <= allowed
         return (self.map if self.plain else self._as_called), x
 
+    def reproduces(self, padded: OwnAttention, padding: Padding, sequence: int) -> bool:
+        """Tell whether a padded call has the tokens and the output of this call in one of its sequences."""
+        real = padding.real[sequence]
+        for whole, alone in (
+            (padded.arguments["query"], self.arguments["query"]),
+            (padded.output, self.output),
+        ):
+            if whole is None or alone is None or whole.shape[:2] != padding.real.shape:
+                return False
+            rows, allowed = whole[sequence, real], _SAME * precision(alone.dtype)
+            if rows.shape != alone[0].shape or not relative_error(rows, alone[0]) <= allowed:
+                return False
+        return True
+
     def describe(self) -> str:
         """Return one phrase that describes the map that :meth:`read` returned."""
         called = "" if self.plain else ", as it was called: with a mask of the call, or tokens clipped"
@@ -100,10 +115,10 @@ class OwnAttention:
             return None
         return float(self.module.lipschitz_bound(self.module.length, self.module.radius).value)
 
-    def add_entropy(self, entropy: Entropy, x: Tensor) -> None:
-        """Add the entropies of the rows of the call's attention weights to ``entropy``."""
+    def add_scores(self, scores: ScoreStatistics, x: Tensor) -> None:
+        """Add the logits and the entropies of the rows of the call's attention weights to ``scores``."""
         if self.plain and isinstance(self.map, SelfAttention):
-            entropy.add_map(self.map, x)
+            scores.add_map(self.map, x)
             return
         told = {
             **self.arguments,
@@ -118,7 +133,7 @@ class OwnAttention:
             **asked, is_causal=bool(told.get("is_causal", False)), heads=self.module.num_heads, x=x
         )
         p = weights.reshape(x.shape[0], -1, *weights.shape[-2:])
-        entropy.add_probabilities(p, None if added is None else (~added.isneginf()).expand(p.shape))
+        scores.add_probabilities(p, None if added is None else (~added.isneginf()).expand(p.shape))
 
     def __str__(self) -> str:
         return f"{self.name or 'the model itself'} ({type(self.module).__name__})"

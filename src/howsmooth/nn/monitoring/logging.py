@@ -1,17 +1,27 @@
-"""Output of a monitor's records: JSON lines, CSV files and TensorBoard."""
+"""Output of a monitor's records: JSON lines, CSV files, TensorBoard, Weights & Biases, MLflow and Trackio."""
 
 from __future__ import annotations
 
 import csv
 import json
 import os
+import sys
+from collections.abc import Callable
+from importlib import import_module
 from pathlib import Path
-from typing import Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 from howsmooth.errors import ArgumentError
 from howsmooth.nn.monitoring.record import MonitorRecord
 
-__all__ = ["RecordFile", "ScalarWriter", "write_scalars"]
+__all__ = [
+    "RecordFile",
+    "ScalarWriter",
+    "log_to_mlflow",
+    "log_to_trackio",
+    "log_to_wandb",
+    "write_scalars",
+]
 
 _SUFFIXES = (".jsonl", ".csv")
 
@@ -29,11 +39,105 @@ def write_scalars(writer: ScalarWriter, record: MonitorRecord) -> None:
 
     For a failed record, 1 is written under ``failed/<layer>``.
     """
+    for tag, value in _tagged(record).items():
+        writer.add_scalar(tag, value, record.step)
+
+
+def log_to_wandb(run: Any = None) -> Callable[[MonitorRecord], None]:
+    """Return a monitor's ``callback`` that logs each record to a run of Weights & Biases.
+
+    Numbers have the names ``howsmooth/<quantity>/<layer>``, and ``howsmooth/step`` as their step, so that the
+    step counter of the run does not matter. By default they go to the run of ``wandb.init``.
+
+    Raises
+    ------
+    ArgumentError
+        If wandb is not installed; at the first record, if there is no run.
+
+    """
+    wandb = imported("wandb")
+    prepared: list[Any] = []
+
+    def log(record: MonitorRecord) -> None:
+        own = wandb.run if run is None else run
+        if own is None:
+            raise ArgumentError("run", expected="a run of wandb", got="none", remedy="Call wandb.init first.")
+        if own not in prepared:
+            own.define_metric("howsmooth/*", step_metric="howsmooth/step")
+            prepared.append(own)
+        named = {f"howsmooth/{tag}": value for tag, value in _tagged(record).items()}
+        own.log({**named, "howsmooth/step": record.step})
+
+    return log
+
+
+def log_to_mlflow(run_id: str | None = None) -> Callable[[MonitorRecord], None]:
+    """Return a monitor's ``callback`` that logs each record to a run of MLflow, by default the active one.
+
+    Numbers have the names ``<quantity>/<layer>``.
+
+    Raises
+    ------
+    ArgumentError
+        If mlflow is not installed.
+
+    """
+    mlflow = imported("mlflow")
+
+    def log(record: MonitorRecord) -> None:
+        mlflow.log_metrics(_tagged(record), step=record.step, run_id=run_id)
+
+    return log
+
+
+def log_to_trackio() -> Callable[[MonitorRecord], None]:
+    """Return a monitor's ``callback`` that logs each record to the run of ``trackio.init``.
+
+    Numbers have the names ``<quantity>/<layer>``.
+
+    Raises
+    ------
+    ArgumentError
+        If trackio is not installed.
+
+    """
+    trackio = imported("trackio")
+
+    def log(record: MonitorRecord) -> None:
+        trackio.log(_tagged(record), step=record.step)
+
+    return log
+
+
+def imported(*names: str) -> Any:
+    """Return the first of some modules that is imported already, or else the first that is installed.
+
+    Raises
+    ------
+    ArgumentError
+        If none is installed.
+
+    """
+    for name in sorted(names, key=lambda name: name not in sys.modules):
+        try:
+            return import_module(name)
+        except ModuleNotFoundError as error:
+            if error.name != name.split(".")[0]:
+                raise
+    package = names[0].split(".")[0]
+    raise ArgumentError(
+        package,
+        expected=f"the package {package}",
+        got="no such package",
+        remedy=f"Install it with: pip install {package}",
+    )
+
+
+def _tagged(record: MonitorRecord) -> dict[str, float]:
+    """Return a record's numbers by ``<quantity>/<layer>``, and 1 as ``failed/<layer>`` if it failed."""
     place = record.name or "model"
-    for quantity, value in record.scalars().items():
-        writer.add_scalar(f"{quantity}/{place}", value, record.step)
-    if record.failure:
-        writer.add_scalar(f"failed/{place}", 1.0, record.step)
+    tagged = {f"{quantity}/{place}": value for quantity, value in record.scalars().items()}
+    return {**tagged, f"failed/{place}": 1.0} if record.failure else tagged
 
 
 class RecordFile:

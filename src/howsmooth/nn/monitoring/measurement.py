@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import numpy as np
 import torch
@@ -16,9 +17,11 @@ from howsmooth.errors import ArgumentError, CaptureError, HowsmoothError, NonFin
 from howsmooth.lipschitz import LipschitzEstimate, local_lipschitz
 from howsmooth.models.capture import capture
 from howsmooth.models.identification.self_attention_module import CrossAttention
-from howsmooth.models.identification.verified_layer import read_layer
+from howsmooth.models.identification.verified_layer import VerifiedLayer, read_layer
 from howsmooth.models.inputs.model_inputs import ModelInputs
+from howsmooth.models.layer_weights import weights_in_memory
 from howsmooth.models.measurement_mode import implementation
+from howsmooth.models.padded_sequences import Padding, padding_of, reproduces, without_padding
 from howsmooth.models.tracing.forward_trace import TracedLayer, run, trace_forward_pass
 from howsmooth.models.tracing.layer_trace import AttentionLayer, first_tokens
 from howsmooth.nn.monitoring.layer_cache import SCOPES, Reading, reading_of
@@ -26,7 +29,7 @@ from howsmooth.nn.monitoring.lipschitz_layers import OwnAttention, OwnLayers
 from howsmooth.nn.monitoring.preserve_state import unmarked
 from howsmooth.nn.monitoring.probe_inputs import Probes
 from howsmooth.nn.monitoring.record import MonitorRecord
-from howsmooth.nn.monitoring.statistics import Entropy, score_norm
+from howsmooth.nn.monitoring.statistics import ScoreStatistics, score_norm
 
 __all__ = ["Accuracy", "Readings", "measured"]
 
@@ -40,12 +43,9 @@ class Accuracy:
     max_iterations: int
     seed: int
 
-    def at(self, f: Callable[[Tensor], Tensor], x: Tensor, step: int, index: int) -> LipschitzEstimate:
-        """Measure the local Lipschitz constant of a function ``f`` at the tokens ``x``.
-
-        The random start depends only on ``seed``, ``step`` and ``index``.
-        """
-        words = np.random.SeedSequence([self.seed, step, index]).generate_state(1, np.uint64)
+    def at(self, f: Callable[[Tensor], Tensor], x: Tensor, *place: int) -> LipschitzEstimate:
+        """Measure the local Lipschitz constant of f at x; seed and place fix the random start."""
+        words = np.random.SeedSequence([self.seed, *place]).generate_state(1, np.uint64)
         return local_lipschitz(
             f,
             x,
@@ -58,10 +58,7 @@ class Accuracy:
 
 @dataclass(eq=False)
 class _Layer:
-    """An attention layer read at one of the monitor's inputs: its map and tokens, or an error.
-
-    The error says why the map could not be read.
-    """
+    """An attention layer as it was read at one of the probe inputs: its map and its tokens, or an error."""
 
     name: str
     #: The map that is measured, and its tokens. For captured layers, also the attention in the map, and its
@@ -79,18 +76,29 @@ class _Layer:
 
 
 @dataclass(eq=False)
-class _Row:
-    """An attention layer read at all of the monitor's inputs.
-
-    From this, one record is computed.
-    """
+class _Part:
+    """The measurement of an attention layer at one of the probe inputs, or an error."""
 
     name: str
-    parts: list[_Layer] = field(default_factory=list)
+    again: Reading | int | None = None
+    failure: Exception | None = None
+    seconds: float = 0.0
+    estimate: LipschitzEstimate | None = None
+    scores: ScoreStatistics = field(default_factory=ScoreStatistics)
+    #: Squared norms of all tokens.
+    squares: Tensor = field(default_factory=lambda: torch.empty(0))
+    #: The fields of the record that do not depend on the tokens.
+    fixed: dict[str, Any] = field(default_factory=dict)
 
 
-#: For each probe input, the layers' indices and how to read each layer next time.
-Readings = dict[int, list[tuple[int, Reading | int]]]
+@dataclass(eq=False)
+class Readings:
+    """What a measurement leaves to the next one: where layers are, and how sequences lose their padding."""
+
+    #: By probe input, and sequence of a padded one: the layers' indices and how to read each next time.
+    layers: dict[tuple[int, int], list[tuple[int, Reading | int]]] = field(default_factory=dict)
+    #: By probe input and sequence: which of the inputs without padding has the padded sequence's tokens.
+    choices: dict[tuple[int, int], int] = field(default_factory=dict)
 
 
 def measured(
@@ -104,47 +112,162 @@ def measured(
     accuracy: Accuracy,
     strict: bool,
 ) -> list[MonitorRecord]:
-    """Measure every attention layer at all of the monitor's inputs.
+    """Measure every attention layer at all probe inputs, restore the model's state, and return records.
 
-    The model's state is restored afterwards. ``readings`` comes from the last measurement and is updated. An
-    error in one layer becomes that layer's row. An error before any layer is found becomes a row of the whole
-    model. With ``strict`` errors are raised instead.
+    Layers are read and measured one by one, so that the copies of one layer's weights are in memory.
+    ``readings`` comes from the last measurement and is updated. An error in one layer becomes that layer's
+    row. An error before any layer is found becomes a row of the whole model. With ``strict`` errors are
+    raised instead.
     """
     began = time.process_time()
     blank = MonitorRecord(step, None, "", scope, probes.words, probes.sequences)
-    rows: dict[int, _Row] = {}
+    rows: dict[int, list[_Part]] = {}
+    one = _Measurement(model, step, readings, layers, scope, accuracy)
     try:
         with unmarked(model):
             for number, given in enumerate(probes.of_model(model)):
-                # The fast path reads layers where they were found last time; if it fails, all are captured
-                # again.
-                before = readings.pop(number, None)
-                layers_found = before and _read_again(model, given, before, scope)
-                if not layers_found:
-                    layers_found = _layers(model, given, layers, scope)
-                known = [(index, found.again) for index, found in layers_found if found.again is not None]
-                if len(known) == len(layers_found):
-                    readings[number] = known
-                for index, found in layers_found:
-                    rows.setdefault(index, _Row(found.name)).parts.append(found)
-            return [
-                _record(replace(blank, layer=index, name=row.name), row, accuracy, strict)
-                for index, row in sorted(rows.items())
-            ]
+                for index, part in one.of_probe(number, given):
+                    rows.setdefault(index, []).append(part)
+        return [
+            _record(replace(blank, layer=index, name=parts[0].name), parts, accuracy, strict)
+            for index, parts in sorted(rows.items())
+        ]
     except Exception as error:  # a failed measurement must not end the training
         if strict:
             raise
         return [replace(blank, failure=_reason(error), seconds=time.process_time() - began)]
 
 
-def _layers(
-    model: nn.Module, given: ModelInputs, layers: Sequence[int] | None, scope: str
-) -> list[tuple[int, _Layer]]:
-    """Run the model on one probe input, and read each of its attention layers as a map with its tokens."""
+class _Moved(Exception):  # noqa: N818 - not a failure: other inputs without padding may follow
+    """A layer has other tokens, or another output, without the padding; holds the layer in words."""
+
+
+@dataclass(eq=False)
+class _Measurement:
+    """The arguments of one measurement of a model."""
+
+    model: nn.Module
+    step: int
+    readings: Readings
+    layers: Sequence[int] | None
+    scope: str
+    accuracy: Accuracy
+
+    def of_probe(self, number: int, given: ModelInputs) -> Iterator[tuple[int, _Part]]:
+        """Measure all layers at one probe input; a padded one sequence by sequence, without its padding."""
+        padding = padding_of(self.model, given)
+        if padding is None:
+            yield from self._parts((number, 0), given, None)
+            return
+        traced: list[_Padded] = []
+
+        def padded(sequence: int) -> _Padded:
+            if not traced:
+                places, _ = _places(self.model, padding.whole)
+                traced.append(_Padded(padding, places))
+            return replace(traced[0], sequence=sequence)
+
+        for sequence in range(given.batch):
+            yield from self._without_padding((number, sequence), padding, padded)
+
+    def _without_padding(
+        self, key: tuple[int, int], padding: Padding, padded: Callable[[int], _Padded]
+    ) -> list[tuple[int, _Part]]:
+        moved = ""
+        for choice, alone in enumerate(without_padding(self.model, padding, key[1])):
+            if self.readings.choices.get(key, choice) != choice:
+                continue
+            try:
+                parts = self._parts(key, alone, lambda: padded(key[1]))
+            except _Moved as error:
+                moved = str(error)
+                continue
+            self.readings.choices[key] = choice
+            return parts
+        raise CaptureError(
+            f"The tokens of {moved} in sequence {key[1]} of the probes are not the same without the padding, "
+            "nor with the positions of the real tokens. Give probes of one length at a time."
+        )
+
+    def _parts(
+        self, key: tuple[int, int], given: ModelInputs, padded: Callable[[], _Padded] | None
+    ) -> list[tuple[int, _Part]]:
+        """Measure all layers at inputs without padding, and remember where they were read."""
+        before = self.readings.layers.pop(key, None)
+        parts: list[tuple[int, _Part]] = []
+        for index, layer in self._read(given, before, padded):
+            parts.append((index, self._measured(layer, index, key)))
+        known = [(index, part.again) for index, part in parts if part.again is not None]
+        if known and len(known) == len(parts):
+            self.readings.layers[key] = known
+        return parts
+
+    def _read(
+        self,
+        given: ModelInputs,
+        before: list[tuple[int, Reading | int]] | None,
+        padded: Callable[[], _Padded] | None,
+    ) -> Iterator[tuple[int, _Layer]]:
+        """Yield the layers' indices, each with the layer, which is to be measured before the next one."""
+        done: set[int] = set()
+        if before is not None:
+            # The fast path reads layers where they were found last time; where it fails, the others are
+            # captured again.
+            for index, layer in _read_again(self.model, given, before, self.scope):
+                done.add(index)
+                yield index, layer
+            if len(done) == len(before):
+                return
+        for index, layer in _captured(self.model, given, self.layers, self.scope, padded):
+            if index not in done:
+                yield index, layer
+
+    def _measured(self, layer: _Layer, index: int, key: tuple[int, int]) -> _Part:
+        began = time.process_time()
+        part = _Part(layer.name, layer.again, layer.failure, layer.seconds)
+        if part.failure is None:
+            try:
+                self._fill(part, layer, index, key)
+            except Exception as error:  # no failure of a measurement may end the training
+                part.failure = error
+        part.seconds += time.process_time() - began
+        return part
+
+    def _fill(self, part: _Part, layer: _Layer, index: int, key: tuple[int, int]) -> None:
+        f, x = layer.map, layer.x
+        assert f is not None
+        assert x is not None
+        part.estimate = self.accuracy.at(f, x, self.step, index, *key)
+        if layer.own is not None:
+            layer.own.add_scores(part.scores, x)
+        elif layer.attention is not None and layer.tokens is not None:
+            part.scores.add_map(layer.attention, layer.tokens)
+        part.squares = x.double().square().sum(-1).flatten().cpu()
+        part.fixed["tokens"] = x.shape[-2]
+        if key != (0, 0):
+            return
+        try:
+            norm = score_norm(layer.attention) if layer.own is None else layer.own.score_norm()
+            part.fixed["score_norm"] = norm
+        except ArgumentError as error:
+            part.fixed["score_norm_missing"] = error.got
+        described = f.describe() if isinstance(f, TokenMap) else ""
+        part.fixed["map"] = described if layer.own is None else layer.own.describe()
+        part.fixed["bound"] = None if layer.own is None else layer.own.bound()
+
+
+def _places(model: nn.Module, given: ModelInputs) -> tuple[list[OwnAttention | TracedLayer], OwnLayers]:
+    """Run the model on one probe input, and return its attention layers in order; also those of howsmooth.nn.
+
+    Raises
+    ------
+    CaptureError
+        If the model has no attention that is captured; the message says why.
+
+    """
     own = OwnLayers(model)
     # Names of all attention layers in the order of their calls, of howsmooth.nn and others together.
     names: list[str] = []
-    began = time.process_time()
 
     def seen(layer: AttentionLayer) -> None:
         if own.outside(layer.name):
@@ -159,26 +282,37 @@ def _layers(
     if not places:
         capture(model, given.named)  # raises an error with the reason
         raise CaptureError(f"{type(model).__name__} has no attention that is captured.")
+    return places, own
+
+
+def _captured(
+    model: nn.Module,
+    given: ModelInputs,
+    layers: Sequence[int] | None,
+    scope: str,
+    padded: Callable[[], _Padded] | None,
+) -> Iterator[tuple[int, _Layer]]:
+    """Run the model on one probe input, and yield each of its attention layers as a map with its tokens."""
+    began = time.process_time()
+    places, own = _places(model, given)
     shared = (time.process_time() - began) / len(places)
-    wanted = range(len(places)) if layers is None else _indices(layers, len(places))
-    found = [(i, _read(places[i], model, given, scope)) for i in wanted]
-    for _, layer in found:
-        if layer.own is not None:
-            layer.again = own.calls.index(layer.own)
-    if layers is None:
-        found = [(i, layer) for i, layer in found if not isinstance(layer.failure, CrossAttention)]
-    for _, layer in found:
-        layer.seconds += shared
-    return found
+    for i in range(len(places)) if layers is None else _indices(layers, len(places)):
+        place = places[i]
+        modules = [place.module] if isinstance(place, OwnAttention) else place.modules
+        with weights_in_memory(*modules):
+            layer = _read(place, i, model, given, scope, padded)
+            if layers is None and isinstance(layer.failure, CrossAttention):
+                continue
+            if layer.own is not None:
+                layer.again = own.calls.index(layer.own)
+            layer.seconds += shared
+            yield i, layer
 
 
 def _read_again(
     model: nn.Module, given: ModelInputs, known: list[tuple[int, Reading | int]], scope: str
-) -> list[tuple[int, _Layer]] | None:
-    """Run the model, and read its attention layers in the places where they were found before.
-
-    The result is None if a layer cannot be read in its old place.
-    """
+) -> Iterator[tuple[int, _Layer]]:
+    """Run the model, and yield its layers as they are where they were; end if one cannot be read there."""
     own = OwnLayers(model)
     began = time.process_time()
     captured = [reading for _, reading in known if isinstance(reading, Reading)]
@@ -187,26 +321,27 @@ def _read_again(
             stack.enter_context(one.hooked())
         stack.enter_context(own.hooked(lambda name: None))
         run(model, given.named)
-    found: list[tuple[int, _Layer]] = []
+    shared = (time.process_time() - began) / len(known)
     for index, reading in known:
+        began = time.process_time()
         if isinstance(reading, int):
             if reading >= len(own.calls):
-                return None
-            layer = _read(own.calls[reading], model, given, scope)
-        else:
-            try:
-                again = reading.read(scope)
-            except HowsmoothError:  # such as weights that are not finite: a full capture reports it better
-                return None
-            if again is None:
-                return None
-            attention, f, x = again
-            layer = _Layer(reading.name, map=f, x=x, attention=attention, tokens=x)
-        layer.again = reading
-        found.append((index, layer))
-    for _, layer in found:
-        layer.seconds = (time.process_time() - began) / len(found)
-    return found
+                return
+            with weights_in_memory(own.calls[reading].module):
+                layer = _read(own.calls[reading], index, model, given, scope, None)
+                layer.again = reading
+                layer.seconds += shared
+                yield index, layer
+            continue
+        try:
+            again = reading.read(scope)
+        except HowsmoothError:  # such as weights that are not finite: a full capture reports it better
+            return
+        if again is None:
+            return
+        attention, f, x = again
+        taken = shared + time.process_time() - began
+        yield index, _Layer(reading.name, f, x, attention, x, again=reading, seconds=taken)
 
 
 def _indices(layers: Sequence[int], count: int) -> list[int]:
@@ -216,25 +351,54 @@ def _indices(layers: Sequence[int], count: int) -> list[int]:
     return sorted({index % count for index in layers})
 
 
-def _read(place: OwnAttention | TracedLayer, model: nn.Module, given: ModelInputs, scope: str) -> _Layer:
-    """Read an attention layer's map and its tokens.
+@dataclass(frozen=True, eq=False)
+class _Padded:
+    """The attention layers of a padded forward pass, which stand beside one of its sequences."""
 
-    An exception is stored in the result instead of being raised.
-    """
+    padding: Padding
+    places: list[OwnAttention | TracedLayer]
+    sequence: int = 0
+
+    def check(self, layer: VerifiedLayer | OwnAttention, index: int) -> None:
+        """Raise _Moved unless the layer has the same tokens and output as in the padded pass."""
+        place = self.places[index] if index < len(self.places) else None
+        if isinstance(layer, OwnAttention):
+            same = isinstance(place, OwnAttention) and layer.reproduces(place, self.padding, self.sequence)
+        else:
+            same = isinstance(place, TracedLayer) and reproduces(layer, place, self.padding, self.sequence)
+        if not same:
+            raise _Moved(str(layer if isinstance(layer, OwnAttention) else layer.self_attention.layer))
+
+
+def _read(
+    place: OwnAttention | TracedLayer,
+    index: int,
+    model: nn.Module,
+    given: ModelInputs,
+    scope: str,
+    padded: Callable[[], _Padded] | None,
+) -> _Layer:
+    """Read a layer as a map with its tokens; an exception is stored in the result instead of being raised."""
     began = time.process_time()
     try:
         if isinstance(place, OwnAttention):
             layer = _Layer(place.name, own=place)
             layer.map, layer.x = place.read(scope)
+            if padded is not None:
+                padded().check(place, index)
         else:
             layer = _Layer(place.layer.name)
             _check_finite(place)
             read = read_layer(place, given.batch, implementation(model))
+            if padded is not None:
+                padded().check(read, index)
             layer.name = read.self_attention.layer.name
             layer.again = reading_of(read) if scope in SCOPES else None
             whole = read.sites(scope)[0]
             inner = whole if scope == "attention" else read.sites("attention")[0]
             layer.map, layer.x, layer.attention, layer.tokens = whole.map, whole.x, inner.map, inner.x
+    except _Moved:
+        raise
     except Exception as error:
         layer.failure = error
     layer.seconds = time.process_time() - began
@@ -242,10 +406,7 @@ def _read(place: OwnAttention | TracedLayer, model: nn.Module, given: ModelInput
 
 
 def _check_finite(place: TracedLayer) -> None:
-    """Raise NonFiniteError if a layer's weights or tokens are not finite.
-
-    Without this check, a later and vaguer error would be raised.
-    """
+    """Raise NonFiniteError if a layer's weights or tokens are not finite; later errors would be vaguer."""
     layer = place.layer
     for name, weight in layer.root.named_parameters():
         if not bool(weight.isfinite().all()):
@@ -259,51 +420,24 @@ def _check_finite(place: TracedLayer) -> None:
         )
 
 
-def _record(blank: MonitorRecord, row: _Row, accuracy: Accuracy, strict: bool) -> MonitorRecord:
-    """Measure a layer at all probe inputs, and return the record of these measurements."""
-    began = time.process_time() - sum(part.seconds for part in row.parts)
-    failure = next((part.failure for part in row.parts if part.failure is not None), None)
-    filled = blank
-    if failure is None:
-        try:
-            filled = _filled(blank, row, accuracy)
-        except Exception as error:  # no failure of a measurement may end the training
-            failure = error
+def _record(blank: MonitorRecord, parts: list[_Part], accuracy: Accuracy, strict: bool) -> MonitorRecord:
+    """Return the record of a layer's measurements at all probe inputs."""
+    seconds = sum(part.seconds for part in parts)
+    failure = next((part.failure for part in parts if part.failure is not None), None)
     if failure is not None:
         if strict:
             raise failure
-        filled = replace(blank, failure=_reason(failure))
-    return replace(filled, seconds=time.process_time() - began)
-
-
-def _filled(blank: MonitorRecord, row: _Row, accuracy: Accuracy) -> MonitorRecord:
-    entropy = Entropy()
-    estimates: list[LipschitzEstimate] = []
-    squares: list[Tensor] = []
-    assert blank.layer is not None
-    for number, part in enumerate(row.parts):
-        assert part.map is not None
-        assert part.x is not None
-        estimates.append(accuracy.at(part.map, part.x, blank.step, blank.layer + 1000 * number))
-        if part.own is not None:
-            part.own.add_entropy(entropy, part.x)
-        elif part.attention is not None and part.tokens is not None:
-            entropy.add_map(part.attention, part.tokens)
-        # Squared norms of all tokens, for the radius.
-        squares.append(part.x.double().square().sum(-1).flatten().cpu())
-    first = row.parts[0]
-    norm, missing = None, ""
-    try:
-        norm = score_norm(first.attention) if first.own is None else first.own.score_norm()
-    except ArgumentError as error:
-        missing = error.got
-    described = first.map.describe() if isinstance(first.map, TokenMap) else ""
+        return replace(blank, failure=_reason(failure), seconds=seconds)
+    scores = parts[0].scores
+    for part in parts[1:]:
+        scores.add(part.scores)
+    estimates = [part.estimate for part in parts if part.estimate is not None]
     whole = {name: torch.cat([getattr(e, name).flatten() for e in estimates]) for name in _OF_EACH}
-    of_all = torch.cat(squares)
+    of_all = torch.cat([part.squares for part in parts])
+    fixed = {**parts[0].fixed, "tokens": max(part.fixed["tokens"] for part in parts)}
     return replace(
         blank,
-        tokens=max(part.x.shape[-2] for part in row.parts if part.x is not None),
-        map=described if first.own is None else first.own.describe(),
+        **fixed,
         method=estimates[0].method,
         # The largest constant is at least the largest lower limit and at most the largest upper limit.
         lipschitz=float(whole["value"].max()),
@@ -314,15 +448,15 @@ def _filled(blank: MonitorRecord, row: _Row, accuracy: Accuracy) -> MonitorRecor
         rtol=accuracy.rtol,
         converged=bool(whole["converged"].all()),
         iterations=int(whole["iterations"].max()),
-        bound=None if first.own is None else first.own.bound(),
-        score_norm=norm,
-        score_norm_missing=missing,
-        entropy=entropy.mean,
-        entropy_normalised=entropy.normalised,
-        entropy_missing=entropy.missing,
+        logit_max=scores.largest,
+        logit_missing=scores.logits_missing,
+        entropy=scores.mean,
+        entropy_normalised=scores.normalised,
+        entropy_missing=scores.missing,
         radius_mean=float(of_all.mean().sqrt()),
         radius_max=float(of_all.max().sqrt()),
         each=tuple(whole["value"].tolist()),
+        seconds=seconds,
     )
 
 

@@ -14,9 +14,9 @@ from torch.utils.hooks import RemovableHandle
 from howsmooth.accuracy import check_accuracy
 from howsmooth.errors import ArgumentError
 from howsmooth.models.loading.load import LoadedModel
+from howsmooth.nn.monitoring.gathered_model import gathered, unwrapped
 from howsmooth.nn.monitoring.logging import RecordFile, ScalarWriter, write_scalars
 from howsmooth.nn.monitoring.measurement import Accuracy, Readings, measured
-from howsmooth.nn.monitoring.preserve_state import unwrapped
 from howsmooth.nn.monitoring.probe_inputs import ProbeInputs, Probes
 from howsmooth.nn.monitoring.record import MonitorRecord, table
 from howsmooth.scopes import SCOPES
@@ -37,22 +37,27 @@ class LipschitzMonitor:
     The monitor does not change the training: losses are the same to the last bit. It restores the random
     states of PyTorch, NumPy and Python, the training flags of all modules, gradients, buffers, hooks and the
     default dtype. The forward pass on the probe inputs runs in evaluation mode, without autocast, in the
-    dtype of the weights. It calls the model, including the user's forward hooks.
+    dtype of the weights, or in float32 if they are in half precision. It calls the model, including the
+    user's forward hooks.
 
     Parameters
     ----------
     model
         Any model that :func:`~howsmooth.models.capture` supports, or a model with attention layers of
-        :mod:`howsmooth.nn`, which are measured by their ``map``. Wrappers such as DistributedDataParallel and
-        ``torch.compile`` are removed.
+        :mod:`howsmooth.nn`, which are measured by their ``map``. The model inside DistributedDataParallel,
+        FSDP (``FullyShardedDataParallel``, ``fully_shard``) and ``torch.compile`` is measured. With
+        DistributedDataParallel and FSDP, each process has a monitor and calls it, the first process measures,
+        and the others get no records; for FSDP the parameters are gathered as a whole for this time, so
+        measure after a step of the optimizer. Weights in half precision are measured in float32.
     probes
-        The fixed inputs of the measurements, as for :func:`~howsmooth.models.capture`, without padding: a
-        batch of sequences, for example of validation data, or a list of batches of different lengths. They
-        are copied.
+        The fixed inputs of the measurements, as for :func:`~howsmooth.models.capture`: a batch of sequences,
+        for example of validation data, or a list of batches of different lengths. They are copied. Sequences
+        with padding are measured one by one, without the padding.
     every
         Number of training steps from one measurement to the next.
     callback
-        Function that is called with each record. Its exceptions are not caught.
+        Function that is called with each record, such as :func:`log_to_wandb`, :func:`log_to_mlflow` or
+        :func:`log_to_trackio`. Its exceptions are not caught.
     tensorboard
         A ``torch.utils.tensorboard.SummaryWriter``, or another object with its method ``add_scalar``.
     file
@@ -117,6 +122,8 @@ class LipschitzMonitor:
             least = 1 if name == "max_iterations" else 0
             if isinstance(number, bool) or not isinstance(number, int) or number < least:
                 raise ArgumentError(name, expected=f"an integer >= {least}", got=repr(number))
+        #: The model as it is trained, inside the wrappers of distributed training.
+        self.trained = model
         self.model = unwrapped(model)
         self.probes = Probes.of(self.model, probes)
         double = any(p.dtype == torch.float64 for p in self.model.parameters())
@@ -131,7 +138,7 @@ class LipschitzMonitor:
         self.records: list[MonitorRecord] = []
         self._accuracy = Accuracy(float(rtol), float(confidence), max_iterations, seed)
         self._steps = 0
-        self._readings: Readings = {}
+        self._readings = Readings()
 
     def step(self, step: int | None = None) -> list[MonitorRecord]:
         """Count an optimizer step, and measure if the number of steps is a multiple of ``every``.
@@ -153,16 +160,19 @@ class LipschitzMonitor:
     def measure(self, step: int | None = None) -> list[MonitorRecord]:
         """Measure now, without counting a step, for instance before the first step; return the records."""
         at = self._steps if step is None else _checked_step(step)
-        rows = measured(
-            self.model,
-            self.probes,
-            at,
-            readings=self._readings,
-            layers=self.layers,
-            scope=self.scope,
-            accuracy=self._accuracy,
-            strict=self.strict,
-        )
+        with gathered(self.trained, self.model) as runs_here:
+            if not runs_here:
+                return []
+            rows = measured(
+                self.model,
+                self.probes,
+                at,
+                readings=self._readings,
+                layers=self.layers,
+                scope=self.scope,
+                accuracy=self._accuracy,
+                strict=self.strict,
+            )
         for record in rows:
             self.records.append(record)
             self._send(record)
@@ -200,9 +210,10 @@ class LipschitzMonitor:
             self.callback(record)
 
     def __repr__(self) -> str:
+        layers = "all layers" if self.layers is None else f"layers {', '.join(map(str, self.layers))}"
         return (
-            f"LipschitzMonitor({type(self.model).__name__}, every {self.every} steps, {self.probes.words}, "
-            f"{len(self.records)} rows)"
+            f"LipschitzMonitor({type(self.model).__name__}, {layers}, scope {self.scope}, every {self.every} "
+            f"steps, {self.probes.sequences} sequences, {len(self.records)} rows)"
         )
 
 

@@ -12,25 +12,10 @@ from contextlib import contextmanager
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from howsmooth.models.measurement_mode import measurement_mode
 
-__all__ = ["unmarked", "unwrapped"]
-
-
-def unwrapped(model: nn.Module) -> nn.Module:
-    """Return the model inside DataParallel, DistributedDataParallel and ``torch.compile`` wrappers.
-
-    A forward pass through the wrappers would wait for other processes, or compile the model again.
-    """
-    while True:
-        if isinstance(model, DataParallel | DistributedDataParallel):
-            model = model.module
-        elif isinstance(getattr(model, "_orig_mod", None), nn.Module):
-            model = model._orig_mod  # type: ignore[assignment]
-        else:
-            return model
+__all__ = ["unmarked"]
 
 
 @contextmanager

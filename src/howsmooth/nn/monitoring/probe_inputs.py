@@ -36,7 +36,7 @@ class Probes:
         Raises
         ------
         ArgumentError
-            If the model does not accept the inputs, or they contain padding.
+            If the model does not accept the inputs.
 
         """
         several: list[Any] = list(given) if isinstance(given, list | tuple) else [given]
@@ -48,14 +48,7 @@ class Probes:
         sequences = 0
         for one in several:
             checked = model_inputs(model, one)
-            padding = padding_of(model, checked)
-            if padding is not None:
-                raise ArgumentError(
-                    "probes",
-                    expected="sequences without padding",
-                    got=f"padding in {padding.mask}",
-                    remedy="Give a list of inputs, one for each length.",
-                )
+            padding_of(model, checked)  # raises an error for a sequence of nothing but padding
             sequences += checked.batch
             for name, tensor in checked.named.items():
                 raw = tensor.detach().cpu().contiguous()

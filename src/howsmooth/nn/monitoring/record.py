@@ -55,6 +55,11 @@ class MonitorRecord:
     score_norm: float | None = None
     #: Why ``score_norm`` is missing.
     score_norm_missing: str = ""
+    #: The largest logit over the heads, rows, visible keys and sequences: the largest number that enters a
+    #: softmax, after the norms and rotary positions of queries and keys.
+    logit_max: float | None = None
+    #: Why ``logit_max`` is missing.
+    logit_missing: str = ""
     #: Entropy of the attention probabilities in nats, averaged over heads, rows and sequences.
     entropy: float | None = None
     #: The same average, with each row's entropy divided by the log of its number of visible keys; 1 is
@@ -82,8 +87,8 @@ class MonitorRecord:
         Missing numbers are left out.
         """
         names = (
-            "lipschitz", "lower", "upper", "lipschitz_mean", "bound", "score_norm", "entropy",
-            "entropy_normalised", "radius_mean", "radius_max",
+            "lipschitz", "lower", "upper", "lipschitz_mean", "bound", "score_norm", "logit_max",
+            "entropy", "entropy_normalised", "radius_mean", "radius_max",
         )  # fmt: skip
         values = {name: getattr(self, name) for name in names}
         return {name: float(value) for name, value in values.items() if value is not None}
@@ -96,7 +101,8 @@ def table(records: Iterable[MonitorRecord]) -> pd.DataFrame:
     """
     columns = [name for name in MonitorRecord.__dataclass_fields__ if name != "each"]
     frame = pd.DataFrame([record.as_dict() for record in records], columns=columns)
-    words = {"name", "scope", "probes", "failure", "map", "method", "score_norm_missing", "entropy_missing"}
+    missing = {"score_norm_missing", "logit_missing", "entropy_missing"}
+    words = {"name", "scope", "probes", "failure", "map", "method", *missing}
     for column in columns:
         if column in ("layer", "tokens", "iterations"):
             frame[column] = frame[column].astype("Int64")

@@ -1,4 +1,4 @@
-"""Statistics of attention: norms of the score matrices and entropies of the attention weights."""
+"""Statistics of attention: norms of score matrices, the largest logit, and entropies of the weights."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from howsmooth.attention import L2Attention, SelfAttention, TokenMap
-from howsmooth.attention.core import NO_FEATURES, ScoreFeatures, attention_probabilities, row_blocks
+from howsmooth.attention.core import NO_FEATURES, ScoreFeatures, attention_scores, row_blocks
 from howsmooth.attention.heads import HeadsAttention
 from howsmooth.attention.staged import Core, StagedAttention
 from howsmooth.attention.visibility import Visibility
 from howsmooth.bounds import Head
 from howsmooth.errors import ArgumentError
 
-__all__ = ["Entropy", "score_norm"]
+__all__ = ["ScoreStatistics", "score_norm"]
 
 
 def score_norm(f: TokenMap | None) -> float:
@@ -51,8 +51,12 @@ def score_norm(f: TokenMap | None) -> float:
 
 
 @dataclass
-class Entropy:
-    """The mean entropy −Σ_j P_ij log P_ij of rows of attention weights, over heads, rows and sequences.
+class ScoreStatistics:
+    """The largest logit of attention, and the mean entropy −Σ_j P_ij log P_ij of the rows of its weights.
+
+    A logit is the number that enters the softmax for a query and a key that it sees: the scaled product of
+    both after their norms and rotary positions, with soft-cap and bias. The maximum and the means are over
+    heads, rows and sequences.
 
     Rows are added one batch at a time. A row that sees m keys (a sink counts as one key) has entropy at most
     log m. For the normalised mean, its entropy is divided by log m. Rows that see a single key have entropy
@@ -65,6 +69,21 @@ class Entropy:
     normalised_rows: int = 0
     #: Why the entropy is missing; empty if it is known.
     missing: str = ""
+    #: The largest logit; None if no logit is known.
+    largest: float | None = None
+    #: Why the largest logit is missing; empty if it is known.
+    logits_missing: str = ""
+
+    def add(self, other: ScoreStatistics) -> None:
+        """Add the statistics of further rows."""
+        self.total += other.total
+        self.rows += other.rows
+        self.normalised_total += other.normalised_total
+        self.normalised_rows += other.normalised_rows
+        self.missing = self.missing or other.missing
+        self.logits_missing = self.logits_missing or other.logits_missing
+        known = [one for one in (self.largest, other.largest) if one is not None]
+        self.largest = max(known) if known and not self.logits_missing else None
 
     @property
     def mean(self) -> float | None:
@@ -81,7 +100,7 @@ class Entropy:
         return self.normalised_total / self.normalised_rows if there else None
 
     def add_map(self, f: TokenMap, x: Float[Tensor, "batch n d"]) -> None:
-        """Add the entropies of all rows of an attention map's weights at tokens x."""
+        """Add logits and entropies of all rows of an attention map at tokens x."""
         try:
             if isinstance(f, SelfAttention):
                 q, k, _ = f.projections(x)
@@ -91,14 +110,15 @@ class Entropy:
                 for member in x:
                     f.run(member, self._core_of(f))
             else:
-                self.missing = "its attention probabilities are not known"
+                self.missing = self.logits_missing = "its attention probabilities are not known"
         except ArgumentError as error:
-            self.missing = str(error)
+            self.missing = self.logits_missing = str(error)
 
     def add_probabilities(
         self, p: Float[Tensor, "batch heads m n"], visible: Bool[Tensor, "batch heads m n"] | None
     ) -> None:
-        """Add the entropies of all rows of given attention weights."""
+        """Add the entropies of all rows of given attention weights, whose logits are not known."""
+        self.logits_missing = "its attention weights are known, but not the scores before the softmax"
         count = torch.full((p.shape[-2],), p.shape[-1], device=p.device)
         self._add(p, count if visible is None else visible.sum(-1))
 
@@ -120,7 +140,7 @@ class Entropy:
         visible: Visibility,
         features: ScoreFeatures = NO_FEATURES,
     ) -> None:
-        """Add the entropies of a softmax's rows, in blocks so that no n × n matrix is formed."""
+        """Add logits and entropies of a softmax's rows, in blocks so that no n × n matrix is formed."""
         group, m, n, kv_heads = q.shape[-3], q.shape[-2], k.shape[-2], k.shape[-3]
         q, k = q.flatten(0, -4), k.flatten(0, -3)
         sinks = features.sinks
@@ -131,7 +151,10 @@ class Entropy:
                 keys = visible.keys(rows)
                 seen = visible.block(rows, keys, q.device)
                 part = features.block(outer, heads, rows, keys)
-                p = attention_probabilities(q[some, :, rows], k[some, keys], scale, seen, None, part)
+                scores = attention_scores(q[some, :, rows], k[some, keys], scale, seen, None, part)
+                largest = float(scores.max())
+                self.largest = largest if self.largest is None else max(self.largest, largest)
+                p = torch.softmax(part.with_sinks(scores), dim=-1)[..., : scores.shape[-1]]
                 count = torch.full(p.shape[:-1], keys.stop - keys.start, device=q.device)
                 if seen is not None or part.seen is not None:
                     allowed = torch.ones_like(p, dtype=torch.bool)

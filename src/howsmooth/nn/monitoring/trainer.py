@@ -7,8 +7,8 @@ from typing import Any
 from transformers import TrainerCallback
 
 from howsmooth.errors import ArgumentError
+from howsmooth.nn.monitoring.gathered_model import is_sharded, unwrapped
 from howsmooth.nn.monitoring.monitor import LipschitzMonitor
-from howsmooth.nn.monitoring.preserve_state import unwrapped
 
 __all__ = ["MonitorCallback"]
 
@@ -45,10 +45,16 @@ class MonitorCallback(TrainerCallback):  # type: ignore[misc]
                 got=f"a monitor of another {type(self.monitor.model).__name__}",
                 remedy="Build it with trainer.model, then call trainer.add_callback.",
             )
-        if state.is_world_process_zero and state.global_step == 0:
+        if model is not None and is_sharded(model):
+            self.monitor.trained = model
+        if state.global_step == 0 and self._takes_part(state):
             self.monitor.measure(0)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **rest: Any) -> None:
         """Measure if the step is a multiple of the monitor's ``every``."""
-        if state.is_world_process_zero:
+        if self._takes_part(state):
             self.monitor.step(state.global_step)
+
+    def _takes_part(self, state: Any) -> bool:
+        # Sharded parameters are gathered from all processes, so all of them must take part.
+        return bool(state.is_world_process_zero) or is_sharded(self.monitor.trained)

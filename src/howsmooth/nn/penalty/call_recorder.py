@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from howsmooth.errors import ArgumentError, DerivativeError
+from howsmooth.nn.penalty.output_projections import OutputProjections, first_output
 
 __all__ = ["Call", "Recorder", "attention_layers"]
 
@@ -149,12 +150,15 @@ class Recorder:
         The model whose forward passes are recorded. Each new pass replaces the calls of the last one.
     layers
         The modules to record, by name.
+    projected
+        Whether the calls of attention layers include their output projection, wherever the model applies it.
 
     """
 
-    def __init__(self, model: nn.Module, layers: dict[str, nn.Module]) -> None:
+    def __init__(self, model: nn.Module, layers: dict[str, nn.Module], *, projected: bool = False) -> None:
         self._model = model
         self._layers = layers
+        self._projections = OutputProjections(model, layers) if projected else None
         self._handles: list[Any] = []
         self._running = False
         self.calls: list[Call] = []
@@ -176,12 +180,21 @@ class Recorder:
         for name, layer in self._layers.items():
             hook = self._hook(name)
             self._handles.append(layer.register_forward_pre_hook(hook, with_kwargs=True))
+        if self._projections is not None:
+            self._projections.attach()
 
     def detach(self) -> None:
         """Remove the hooks and forget all recorded calls."""
         for handle in self._handles:
             handle.remove()
         self._handles, self._running, self.calls = [], False, []
+        if self._projections is not None:
+            self._projections.detach()
+
+    def scope(self, name: str) -> str:
+        """Return the scope of a layer's calls: ``attention``, or ``module`` for the module as it is."""
+        known = self._projections is not None and name not in self._projections.unknown
+        return "attention" if known else "module"
 
     def named(self) -> dict[str, Call]:
         """Return the calls of the last forward pass by name; later calls of the same layer get a number.
@@ -202,6 +215,8 @@ class Recorder:
         counts: dict[str, int] = {}
         named: dict[str, Call] = {}
         for call in self.calls:
+            if self._projections is not None:
+                call = replace(call, layer=self._projections.found.get(call.name, call.layer))
             index = counts[call.name] = counts.get(call.name, -1) + 1
             named[f"{call.name}[{index}]" if index else call.name] = call
         return named
@@ -214,6 +229,8 @@ class Recorder:
     def _end(self, module: nn.Module, args: object, output: object) -> None:
         if _counts():
             self._running = False
+            if self._projections is not None:
+                self._projections.settle()
 
     def _hook(self, name: str) -> Any:
         def see(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -304,13 +321,10 @@ def _as(leaf: Any, x: Tensor) -> Any:
 
 
 def _first_tensor(name: str, output: Any) -> Tensor:
-    leaves: Iterable[Any] = [output]
-    if not isinstance(output, Tensor):
-        leaves = output.values() if isinstance(output, dict) else output
-    for leaf in leaves:
-        if isinstance(leaf, Tensor) and leaf.is_floating_point():
-            return leaf
-    raise ArgumentError("layers", expected="layers that return tokens", got=f"{name}, which returns none")
+    found = first_output(output)
+    if found is None:
+        raise ArgumentError("layers", expected="layers that return tokens", got=f"{name}, which returns none")
+    return found
 
 
 def attention_layers(model: nn.Module, layers: Sequence[str] | None) -> dict[str, nn.Module]:

@@ -117,6 +117,7 @@ class JasminPenalty:
             raise ArgumentError("model", expected="a torch.nn.Module", got=type(model).__name__)
         _check_k(k, 0)
         self.layers = attention_layers(model, layers)
+        self._model = model
         self._recorder = Recorder(model, self.layers)
         self._k, self._on_input = k, bool(on_input)
 
@@ -136,6 +137,13 @@ class JasminPenalty:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.detach()
+
+    def __repr__(self) -> str:
+        attached = "attached" if self._recorder.attached else "not attached"
+        return (
+            f"JasminPenalty({type(self._model).__name__}, {len(self.layers)} layers, "
+            f"attention probabilities, k={self._k}, {attached})"
+        )
 
     def __call__(self) -> Tensor:
         """Return the mean of the layers' penalties, a scalar to add to the loss.

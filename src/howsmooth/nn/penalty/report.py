@@ -31,6 +31,9 @@ class LayerReport:
     upper
         Upper limits of ‖J‖ with probability 0.999, (members,), for directions that started at random in this
         step; infinite for the others.
+    scope
+        The part of the model whose Jacobian J is: ``attention``, all heads with the output projection, or
+        ``module``, the module of this name as it is.
     """
 
     name: str
@@ -38,6 +41,7 @@ class LayerReport:
     residual: Float[Tensor, " members"]
     converged: Bool[Tensor, " members"]
     upper: Float[Tensor, " members"]
+    scope: str
 
 
 @dataclass(frozen=True, eq=False)
@@ -65,12 +69,13 @@ class PenaltyReport:
     def table(self) -> pd.DataFrame:
         """Return a table with one row for each layer.
 
-        The columns are layer, members, mean, largest, residual (the largest one) and converged (the number of
-        converged pairs).
+        The columns are layer, scope, members, mean, largest, residual (the largest one) and converged (the
+        number of converged pairs).
         """
         rows = [
             {
                 "layer": layer.name,
+                "scope": layer.scope,
                 "members": len(layer.value),
                 "mean": float(layer.value.mean()),
                 "largest": float(layer.value.max()),
@@ -87,7 +92,8 @@ class PenaltyReport:
         status = "all pairs converged" if not missed else f"{missed} of {of} pairs NOT converged"
         largest = torch.stack([layer.value.max() for layer in self.layers]).max()
         return (
-            f"Lower estimates of the local Lipschitz constants of {len(self.layers)} layers, the largest "
+            f"Lower estimates of the local Lipschitz constants of {len(self.layers)} layers "
+            f"(scope {', '.join(sorted({layer.scope for layer in self.layers}))}), the largest "
             f"{float(largest):.4g}; {status} (relative residual <= {self.rtol:g})"
         )
 

@@ -67,8 +67,11 @@ class SpectralPenalty:
         Any module.
     layers
         Paths of modules in ``model.named_modules()``, or patterns such as "encoder.layers.*.self_attn". The
-        default is the innermost modules whose class name contains "attention". The penalty is that of the
-        named module, with or without output projection, residual or norm. The tokens are the module's first
+        penalty is then that of the named module as it is, with or without output projection, residual or norm
+        (scope ``module``). The default is the innermost modules whose class name contains "attention", with
+        their output projection wherever the model applies it: scope ``attention``, as of
+        :class:`~howsmooth.nn.LipschitzMonitor`. A module whose output projection is not found is taken as it
+        is, with a warning. The tokens are the module's first
         floating-point argument (..., n, d), and the output is its first floating-point result. If the same
         tensor is given as queries, keys and values, it is perturbed in all three. All other arguments are
         constant.
@@ -130,7 +133,10 @@ class SpectralPenalty:
             if given not in _REDUCTIONS:
                 raise ArgumentError(name, expected="'mean', 'max' or 'sum'", got=repr(given))
         self.layers = attention_layers(model, layers)
-        self._recorder = Recorder(model, self.layers)
+        self._model = model
+        self._recorder = Recorder(model, self.layers, projected=layers is None)
+        #: The scope that is asked for; the report has the scope of each layer.
+        self.scope = "module" if layers else "attention"
         self._on_input = bool(on_input)
         self._members = members
         self._checked: set[str] = set()
@@ -256,6 +262,14 @@ class SpectralPenalty:
             self._directions[name] = Directions(self._seed)
             self._directions[name].load_state_dict(kept)
 
+    def __repr__(self) -> str:
+        members = "" if self._members is None else f"the first {self._members} sequences, "
+        attached = "attached" if self._recorder.attached else "not attached"
+        return (
+            f"SpectralPenalty({type(self._model).__name__}, {len(self.layers)} layers, scope {self.scope}, "
+            f"{members}steps={self._steps}, {attached})"
+        )
+
     def _of_layer(
         self, name: str, call: Call, directions: Directions, tokens: Tensor | None
     ) -> tuple[Tensor, LayerReport]:
@@ -299,7 +313,8 @@ class SpectralPenalty:
         jv = jv.detach()
         residual = relative_residual(jv, u.detach())
         directions.keep(jv)
-        report = LayerReport(name, sigma.detach(), residual, residual <= self._rtol, upper)
+        scope = self._recorder.scope(call.name)
+        report = LayerReport(name, sigma.detach(), residual, residual <= self._rtol, upper, scope)
         inputs = list(weights)
         if on_input and (by_input := gradients.pop()) is not None:
             inputs.append(call.tokens)

@@ -1,0 +1,56 @@
+"""A monitor in distributed training: two processes on the CPU."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+WAYS = ["ddp in bfloat16", "fsdp", "fully_shard"]
+SLOW_WAYS = ["ddp", "fsdp, original parameters", "fully_shard in bfloat16"]
+
+
+def in_two_processes(way: str, folder: Path) -> list[Any]:
+    command = [sys.executable, "-m", "tests._distributed_training", str(folder), way]
+    started = [
+        subprocess.Popen(
+            command,
+            cwd=Path(__file__).parents[2],
+            env={**os.environ, "RANK": str(rank), "WORLD_SIZE": "2", "OMP_NUM_THREADS": "1"},
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    try:
+        ends = [process.communicate(timeout=200) for process in started]
+    finally:
+        for process in started:
+            process.kill()
+    for process, (_, errors) in zip(started, ends, strict=True):
+        assert process.returncode == 0, errors[-3000:]
+    return [torch.load(folder / f"found-{rank}.pt", weights_only=True) for rank in range(2)]
+
+
+@pytest.mark.parametrize("way", [*WAYS, *(pytest.param(way, marks=pytest.mark.slow) for way in SLOW_WAYS)])
+def test_distributed_training_is_the_same_and_the_first_process_measures(way: str, tmp_path: Path) -> None:
+    first, second = in_two_processes(way, tmp_path)
+    for plain, monitored in (first, second):
+        assert len(set(plain["losses"])) == 4
+        assert monitored["losses"] == plain["losses"]
+        assert monitored["weights"].keys() == plain["weights"].keys()
+        assert all(torch.equal(t, monitored["weights"][name]) for name, t in plain["weights"].items())
+    # The processes have different sequences, and the same weights.
+    assert first[1]["losses"] != second[1]["losses"]
+    assert all(torch.equal(t, second[1]["weights"][name]) for name, t in first[1]["weights"].items())
+    rows = first[1]["rows"]
+    names = [f"transformer.h.{i}.attn" for i in (0, 1)]
+    assert [row[:3] for row in rows] == [(step, i, names[i]) for step in (0, 2, 4) for i in (0, 1)]
+    assert second[1]["rows"] == []
+    alone = first[1]["alone"]
+    assert [row[3] for row in rows[-2:]] == pytest.approx([row[3] for row in alone], rel=1e-6)

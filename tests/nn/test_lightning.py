@@ -1,0 +1,112 @@
+"""The monitor in Lightning: the training of its own ``Trainer``, and a stub where it is not installed."""
+
+from __future__ import annotations
+
+import sys
+import types
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from howsmooth.errors import ArgumentError
+from howsmooth.nn import LipschitzMonitor, lightning_callback
+from howsmooth.nn.monitoring import logging
+from tests._monitored_training import PROBES, gpt2
+
+
+@pytest.fixture
+def stub(monkeypatch: pytest.MonkeyPatch) -> None:
+    package = types.ModuleType("lightning.pytorch")
+    package.Callback = type("Callback", (), {})
+    monkeypatch.setitem(sys.modules, "lightning", types.ModuleType("lightning"))
+    monkeypatch.setitem(sys.modules, "lightning.pytorch", package)
+
+
+def trainer_of(module: nn.Module, first: bool = True) -> Any:
+    return types.SimpleNamespace(
+        global_step=0, is_global_zero=first, strategy=types.SimpleNamespace(model=module)
+    )
+
+
+@pytest.mark.usefixtures("stub")
+@pytest.mark.parametrize("first", [True, False])
+def test_measures_at_steps_of_the_optimizer_in_the_first_process(first: bool) -> None:
+    module = nn.ModuleDict({"inner": gpt2()})
+    monitor = LipschitzMonitor(module["inner"], PROBES, every=2, layers=[0])
+    callback, trainer = lightning_callback(monitor), trainer_of(module, first)
+    callback.on_train_start(trainer, module)
+    for batch in range(8):  # two batches for each step of the optimizer
+        trainer.global_step = (batch + 1) // 2
+        callback.on_train_batch_end(trainer, module, None, None, batch)
+    assert [row.step for row in monitor.records] == ([0, 2, 4] if first else [])
+
+
+@pytest.mark.usefixtures("stub")
+def test_a_training_that_goes_on_is_measured_at_its_steps() -> None:
+    module = gpt2()
+    monitor = LipschitzMonitor(module, PROBES, every=2, layers=[0])
+    callback, trainer = lightning_callback(monitor), trainer_of(module)
+    trainer.global_step = 4
+    callback.on_train_start(trainer, module)
+    for step in (5, 6):
+        trainer.global_step = step
+        callback.on_train_batch_end(trainer, module)
+    assert [row.step for row in monitor.records] == [6]
+
+
+@pytest.mark.usefixtures("stub")
+def test_another_model_and_another_object_are_refused() -> None:
+    callback = lightning_callback(LipschitzMonitor(gpt2(), PROBES))
+    module = gpt2()
+    with pytest.raises(ArgumentError, match="a monitor of another GPT2LMHeadModel"):
+        callback.on_train_start(trainer_of(module), module)
+
+
+def test_without_lightning_the_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    def missing(name: str) -> Any:
+        raise ModuleNotFoundError(name, name=name.split(".")[0])
+
+    monkeypatch.setattr(logging, "import_module", missing)
+    with pytest.raises(ArgumentError, match="pip install lightning"):
+        lightning_callback(LipschitzMonitor(gpt2(), PROBES))
+
+
+def test_lightning_trains_as_without_it(tmp_path: Path) -> None:
+    pytorch = pytest.importorskip("lightning.pytorch")
+
+    class Module(pytorch.LightningModule):  # type: ignore[misc,name-defined]
+        def __init__(self) -> None:
+            super().__init__()
+            self.model = gpt2()
+            self.losses: list[float] = []
+
+        def training_step(self, batch: torch.Tensor) -> torch.Tensor:
+            loss = self.model(input_ids=batch, labels=batch).loss
+            self.losses.append(loss.item())
+            return loss
+
+        def configure_optimizers(self) -> torch.optim.Optimizer:
+            return torch.optim.AdamW(self.parameters(), lr=1e-2)
+
+    def trained(monitored: bool) -> tuple[Module, list[int]]:
+        module = Module()
+        monitor = LipschitzMonitor(module.model, PROBES, every=2, strict=True, layers=[0])
+        ids = torch.randint(0, 40, (24, 7), generator=torch.Generator().manual_seed(0))
+        trainer = pytorch.Trainer(
+            max_steps=4, accumulate_grad_batches=2, accelerator="cpu", logger=False,
+            default_root_dir=tmp_path, enable_checkpointing=False, enable_progress_bar=False,
+            enable_model_summary=False, callbacks=[lightning_callback(monitor)] if monitored else [],
+        )  # fmt: skip
+        torch.manual_seed(3)
+        trainer.fit(module, torch.utils.data.DataLoader(ids, batch_size=2))
+        return module, [row.step for row in monitor.records]
+
+    (plain, none), (monitored, steps) = trained(False), trained(True)
+    assert (none, steps) == ([], [0, 2, 4])
+    assert len(set(plain.losses)) == 8
+    assert monitored.losses == plain.losses
+    state = monitored.state_dict()
+    assert all(torch.equal(t, state[name]) for name, t in plain.state_dict().items())
