@@ -320,7 +320,7 @@ def _random_atoms(
 
 
 def _patterns(n: int, *, causal: bool) -> list[tuple[int, ...]]:
-    """Return the numbers of copies of each atom that a search tries; each choice adds up to n tokens.
+    """Return the tuples to search: how many copies each atom gets, n tokens in total.
 
     A choice is a tuple. Atoms with few copies come first in each tuple.
     """

@@ -1,4 +1,4 @@
-"""Sets of inputs to search: a ball for each token, the outputs of a norm layer, or a ball around tokens.
+"""Sets of inputs that a search for large constants stays in: balls, and outputs of norm layers.
 
 Each domain has coordinates in which it is a ball or a product of balls. Steps of the ascent are made in
 these coordinates. For Ball and Around they are the tokens themselves.

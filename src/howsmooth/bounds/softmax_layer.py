@@ -271,9 +271,9 @@ def _h_star(a: Tensor) -> Tensor:
 def _normalised(
     weight: Tensor, bias: Tensor | None, radius: float, eps: float
 ) -> tuple[Float[Tensor, "heads"], Float[Tensor, "heads"]]:
-    """Return the norms of the heads' query (or key) matrices, and of their normalised outputs.
+    """Bound each head's norm ‖Q‖ (or ‖K‖), and the lengths of its normalised queries (or keys).
 
-    The second result is the largest norm of a query (or key) of tokens in the ball, normalised with ``eps``.
+    The second result bounds the norm of a query (or key) of tokens in the ball, normalised with ``eps``.
     """
     norms = _norm(weight)
     reach = radius * norms

@@ -102,7 +102,7 @@ class SharedMap:
     heads_together: int
 
     def jacobian(self, f: TokenMap, x: Tensor, dtype: torch.dtype) -> LinearOperator:
-        """Return the Jacobian at this process's tokens (1, own, d), with products in ``dtype``.
+        """Return the Jacobian at the tokens that this process holds, as an operator.
 
         The map and the tokens are float64.
 

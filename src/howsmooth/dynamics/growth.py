@@ -22,7 +22,7 @@ from howsmooth.accuracy import check_accuracy
 from howsmooth.dynamics.arguments import check_plan, check_times
 from howsmooth.dynamics.fields import Field, Layers, MapField, Sphere, as_field
 from howsmooth.dynamics.integrate import FIXED, ORDERS
-from howsmooth.dynamics.linearised import LinearisedFlow
+from howsmooth.dynamics.linearised_flow import LinearisedFlow
 from howsmooth.dynamics.rescaled import Rescaled
 from howsmooth.dynamics.states import Tokens, system_of
 from howsmooth.errors import ArgumentError, NonFiniteError

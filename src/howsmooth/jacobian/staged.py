@@ -133,7 +133,7 @@ class _Member:
         return member
 
     def _core(self, i: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """Return the output of softmax number ``i``, which autograd differentiates in closed form.
+        """Return the stored output of one softmax, with a closed-form derivative for autograd.
 
         The output was stored when the layer was linearised.
         """

@@ -285,7 +285,7 @@ def _plain(message: str, layer: AttentionLayer) -> str:
 
 
 def _together(refused: list[Refusal]) -> tuple[Refusal, ...]:
-    """Merge the entries of layers that cannot be captured for the same reason."""
+    """Group the layers that are refused for one reason, so that each reason is said once."""
     said: dict[str, str] = {}
     scopes: dict[tuple[tuple[int, ...], tuple[str, ...], str], tuple[str, ...]] = {}
     for one in refused:

@@ -65,7 +65,7 @@ def certificate_parts(attention: object, X: Tensor | None = None, *, iterations:
 
 
 def certificate_heads(attention: object, X: Tensor | None = None, *, iterations: int = 30) -> Certificate:
-    """Bound ‖D_X f‖ of any number of heads at given tokens by howsmooth's Theorem N, including all rounding.
+    """Bound ‖D_X f‖ of multi-head attention at given tokens, with all rounding (Theorem N).
 
     The bound is t₁ + ν + max_i ‖Σ_h W_h V_h C_i^h A_h‖. ν and c_i are defined as in
     :func:`certificate_parts`, with sums over all heads inside λ_max, and t₁ = min{‖W‖ ‖stack_h(‖P^h‖ V_h)‖,

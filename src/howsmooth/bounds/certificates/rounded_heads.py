@@ -88,7 +88,7 @@ class HeadsAt:
         return _turn_norm(self.rotary)
 
     def key_blocks(self, g: Float[Tensor, "n key_dim key_dim"]) -> Float[Tensor, "n key_dim key_dim"]:
-        """Transform one matrix for each key by the rotation at the key's position (rotary embedding).
+        """Return R_jᵀ g_j R_j for each key j, where R_j is the rotary map at the key's position.
 
         For key j it is R_jᵀ g_j R_j, where R_j is the rotary map at position j.
         """

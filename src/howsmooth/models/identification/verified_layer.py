@@ -47,7 +47,7 @@ class VerifiedLayer:
         return self.self_attention.replay.tokens()
 
     def sites(self, scope: str, heads: Sequence[int] | slice | None = None) -> list[Site]:
-        """Return the map of the layer, or of each of its heads, with the tokens that the model gave to it.
+        """Return the layer's map in one scope (each head's map in scope ``head``), and its tokens.
 
         ``scope`` says which part of the layer the map covers, such as "head" or "attention".
 

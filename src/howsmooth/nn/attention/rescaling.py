@@ -1,4 +1,4 @@
-"""The number by which an attention layer's output is divided, with its gradient in the weights.
+"""Divide an attention layer's output by its Lipschitz bound, with a gradient for the weights.
 
 This divisor is the layer's Lipschitz bound divided by the constant that the layer shall have. The value comes
 from ``howsmooth.bounds`` and is rounded outwards. The gradient comes from an expression of the weights, which

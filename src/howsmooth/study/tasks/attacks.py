@@ -209,7 +209,7 @@ class AttackTask(Task):
         )
 
     def _save(self, best: _Tried) -> str:
-        """Save the worst tokens with the attention; return the file's path relative to the folder."""
+        """Write the worst tokens and the attacked attention to a file, and return its relative path."""
         one = self.target
         head = [] if one.head is None else [f"head-{one.head:02d}"]
         stem = file_stem(f"layer-{one.layer:02d}", *head, f"n-{self.n:05d}")

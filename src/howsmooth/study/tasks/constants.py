@@ -27,7 +27,7 @@ _MOST_TOKENS = 512
 
 
 class ConstantsTask(SequenceTask[Key]):
-    """The task of measuring constants at several sequences of one length, in one forward pass."""
+    """Measures the Lipschitz constants at some sequences of one length, with one forward pass."""
 
     kind = Measurement
 
