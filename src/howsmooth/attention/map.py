@@ -121,7 +121,7 @@ class AbstractMeasure(abc.ABC):
 
     @abc.abstractmethod
     def weighted_tokens(self) -> tuple[Tensor, Weighting]:
-        """Return the atoms (n, d) of the measure, with their weights and positions.
+        """Return the measure's atoms as tokens (n, d), with their weights and their places in causal order.
 
         Raises
         ------

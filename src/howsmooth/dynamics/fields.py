@@ -52,7 +52,7 @@ class Field(abc.ABC):
         """
 
     def layer(self, begin: float, end: float, weighting: Weighting | None = None) -> Velocity:
-        """Return the velocity v that a residual layer x ↦ x + h v(x) adds, between two times."""
+        """Return the velocity v from ``begin`` to ``end``, for residual layers x ↦ x + h v(t, x)."""
         return self.velocity(begin, end, weighting)
 
     def map_at(self, begin: float, end: float) -> TokenMap:

@@ -344,7 +344,7 @@ class _Tiles:
     def _of_pieces(
         self, block: Block, of_piece: Callable[[int, Piece], Float[Tensor, "b r width"]]
     ) -> Float[Tensor, "heads group rows width"]:
-        """Add up what each part of a block of query rows contributes to a result with one row for each query.
+        """Compute a block's rows of a result, as the sum of the contributions of the block's pieces.
 
         The parts are the block's pieces, whose contributions ``of_piece`` computes.
         """

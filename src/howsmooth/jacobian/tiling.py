@@ -317,7 +317,7 @@ class Tiling:
         return [range(i, min(i + self.columns, self.n)) for i in range(0, self.n, self.columns)]
 
     def blocks(self) -> Iterator[Block]:
-        """Yield blocks of rows, each with all key heads of one member."""
+        """Yield blocks of query rows for each batch member in turn, each block with all its key heads."""
         window = self.visibility.window
         # Keys that a block of rows sees, roughly: their tiles are kept between J and Jᵀ.
         reach = self.n if window is None else min(self.n, 2 * window + _COLUMNS["cpu"])

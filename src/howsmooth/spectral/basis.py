@@ -64,7 +64,7 @@ class Basis:
         self.count += 1
 
     def keep(self, members: Tensor) -> None:
-        """Drop the basis vectors of all maps of the batch except the given ones."""
+        """Keep only the given maps of the batch, and drop the basis vectors of the others."""
         self.blocks = [block[:, members] for block in self.blocks]
         if self.taken is not None:
             self.taken = self.taken[members.cpu()]

@@ -411,7 +411,7 @@ def _softmax(tracer: ScoreTracer, func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _rearrange(tracer: ScoreTracer, func: Any, args: Any, kwargs: Any) -> Any:
-    """Run a function that picks, shifts or sorts scores, and mark the result as unreadable.
+    """Run a function that picks, shifts or sorts scores; its result is no longer attention scores.
 
     The result derives from a product of queries and keys, but it cannot be read as attention scores.
     """
@@ -424,7 +424,7 @@ def _rearrange(tracer: ScoreTracer, func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _mix(tracer: ScoreTracer, func: Any, args: Any, kwargs: Any) -> Any:
-    """Run a function that computes other numbers from scores, and mark the result as unreadable.
+    """Run a function that combines or changes scores, so that its result is no longer attention scores.
 
     The result is Opaque; after a second such function it is unknown.
     """

@@ -62,7 +62,7 @@ def lightning_callback(monitor: LipschitzMonitor) -> Any:
                 monitor.measure(0)
 
         def on_train_batch_end(self, trainer: Any, pl_module: Any, *_: Any, **__: Any) -> None:
-            """Measure if the optimizer has made a step, and its number is a multiple of ``every``."""
+            """Call the monitor after each optimizer step; it measures at every multiple of ``every``."""
             if trainer.global_step != self._last and self._takes_part(trainer):
                 monitor.step(trainer.global_step)
             self._last = trainer.global_step
