@@ -231,7 +231,7 @@ def masked_ball_upper_bound(attention: object, length: object, radius: object) -
 
 
 def _log_rows_of_mask(seen: Visibility, a3: float) -> tuple[float, int]:
-    """Return the log of the sum over rows in Theorem A for a given mask, and a count of keys.
+    """Return the log of Theorem A's sum over rows for a mask, and the most keys that any row sees.
 
     The count is the largest number of keys that a row sees. The sum is max_j Σ_{i sees j} ρ_i, where ρ_i is
     Theorem A's bound on row i.

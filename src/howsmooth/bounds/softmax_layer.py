@@ -251,7 +251,7 @@ def _largest(m: Tensor, a: Tensor) -> Tensor:
 
 
 def _each(rows: VisibleRows, weights: Tensor) -> Tensor:
-    """Return, for each head, the largest sum of the given numbers over rows that see the same key."""
+    """Return for each head max_j Σ_i w_i, the sum taken over the rows i that see key j."""
     return torch.stack([rows.heaviest(of_head) for of_head in weights])
 
 

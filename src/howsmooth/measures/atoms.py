@@ -62,7 +62,7 @@ class Pair:
 
     @classmethod
     def of(cls, mu: DiscreteMeasure, nu: DiscreteMeasure, p: float) -> Pair:
-        """Return the pair of two measures in float64 on the CPU, scaled."""
+        """Return two measures in float64 on the CPU, scaled by a power of two to distances at most one."""
         x, y = (measure.points.detach().double().cpu().numpy() for measure in (mu, nu))
         log_a, log_b = (measure.log_weights.detach().cpu().numpy() for measure in (mu, nu))
         # Scaling by powers of two rounds nothing. The first scaling brings coordinates below one, so that

@@ -141,7 +141,7 @@ class Store:
                 )
 
     def begin(self, kind: str, identity: Mapping[str, Any]) -> None:
-        """Record the settings that all rows of one kind of work share, unless they are recorded.
+        """Record the settings that all rows of one kind of work share, if none are recorded yet.
 
         The kind of work is ``measure``, ``attack`` or ``flow``.
         """

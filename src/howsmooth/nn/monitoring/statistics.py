@@ -140,7 +140,7 @@ class ScoreStatistics:
         visible: Visibility,
         features: ScoreFeatures = NO_FEATURES,
     ) -> None:
-        """Add logits and entropies of a softmax's rows, in blocks so that no n × n matrix is formed."""
+        """Update the statistics with a softmax's largest logit and row entropies, block by block."""
         group, m, n, kv_heads = q.shape[-3], q.shape[-2], k.shape[-2], k.shape[-3]
         q, k = q.flatten(0, -4), k.flatten(0, -3)
         sinks = features.sinks

@@ -114,7 +114,7 @@ class _Projected(nn.Module):
         self.layer, self.projection = layer, projection
 
     def forward(self, **given: Any) -> Tensor:
-        """Return the projected output of the layer for its arguments by name."""
+        """Call the layer with keyword arguments, and return its output after the projection."""
         output: Tensor = self.projection(first_output(self.layer(**given)))
         return output
 

@@ -1,4 +1,4 @@
-"""The maps that the published code measures in place of the attention, and its formula for a bound.
+"""The altered attentions that the published code measures, and its invalid formula for Theorem C.3.
 
 The maps are unmasked, have dropout, or have weights that are sliced along the wrong axis.
 """
