@@ -71,7 +71,9 @@ def test_the_first_example_runs_as_printed(
 # ---- pipes
 
 
-@pytest.mark.parametrize("arguments", [["--help"], ["reproduce", "--list"]])
+@pytest.mark.parametrize(
+    "arguments", [["--help"], pytest.param(["reproduce", "--list"], marks=pytest.mark.slow)]
+)
 def test_a_reader_that_ends_early_ends_the_program_quietly(arguments: list[str]) -> None:
     reading, writing = os.pipe()
     os.close(reading)

@@ -168,6 +168,7 @@ def test_a_graph_gives_weights_no_part_of_a_gradient() -> None:
     assert all(weight.grad is None for weight in layer.parameters())
 
 
+@pytest.mark.slow
 def test_masks_in_a_graph() -> None:
     mask = torch.zeros(LENGTH, LENGTH, dtype=torch.bool)
     mask[0, 1:3] = mask[1:3, 0] = True
