@@ -40,13 +40,11 @@ from howsmooth.jacobian.closed_form import (
 )
 from howsmooth.jacobian.footprint import cached_bytes, kernel_bytes, streamed_bytes
 from howsmooth.jacobian.frozen import frozen_derivatives
-from howsmooth.jacobian.heads import HeadsJacobian, heads_jacobians
 from howsmooth.jacobian.packed import energy_products_together, shares_products
 from howsmooth.jacobian.padded import filled, joined
 
 __all__ = [
     "AutodiffJacobian",
-    "HeadsJacobian",
     "allowance_for_rounding",
     "cached_bytes",
     "closed_form_jacobian",
@@ -55,7 +53,6 @@ __all__ = [
     "filled",
     "frozen_derivatives",
     "has_closed_form",
-    "heads_jacobians",
     "in_double",
     "joined",
     "kernel_bytes",

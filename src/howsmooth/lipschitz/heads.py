@@ -12,7 +12,8 @@ from howsmooth.attention import SelfAttention, TokenMap
 from howsmooth.batching import footprint
 from howsmooth.errors import ArgumentError
 from howsmooth.estimate import LipschitzEstimate
-from howsmooth.jacobian import HeadsJacobian, heads_jacobians, in_double
+from howsmooth.jacobian import in_double
+from howsmooth.jacobian.heads import HeadsJacobian, heads_jacobians
 from howsmooth.lipschitz.arguments import check_arguments
 from howsmooth.lipschitz.local import local_lipschitz
 from howsmooth.lipschitz.mixed_precision import verdict
@@ -48,8 +49,8 @@ def head_lipschitz(
     Parameters
     ----------
     attention
-        A layer whose heads can be taken alone: a :class:`~howsmooth.SelfAttention` without a norm over all
-        heads, or a :class:`~howsmooth.attention.StagedAttention` of one softmax.
+        A layer whose heads can be taken alone: a :class:`~howsmooth.attention.SelfAttention` without a norm
+        layer over all heads, or a :class:`~howsmooth.attention.StagedAttention` of one softmax.
     x
         The tokens (n, d) of one sequence, float32 or float64.
     rtol, confidence, max_iterations, memory

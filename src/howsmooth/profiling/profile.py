@@ -53,16 +53,16 @@ def profile(
 ) -> Profile:
     """Measure the local Lipschitz constant of every attention layer and head of a model at one input.
 
-    Layer by layer, the attention is captured (:func:`howsmooth.capture`), measured as a whole
+    Layer by layer, the attention is captured (:func:`~howsmooth.models.capture`), measured as a whole
     (:func:`howsmooth.local_lipschitz`), and then all its heads in one batch. A layer that cannot be measured
     is named in ``Profile.refused``, with the reason.
 
     Parameters
     ----------
     model
-        A model of :func:`howsmooth.load_model`, any ``torch.nn.Module`` with softmax attention, or the name
-        or folder of a model, whose weights are then kept in the dtype of their file. Models in bfloat16 and
-        float16 are measured in float32, layer by layer.
+        A model of :func:`~howsmooth.models.load_model`, any ``torch.nn.Module`` with softmax attention, or
+        the name or folder of a model, whose weights are then kept in the dtype of their file. Models in
+        bfloat16 and float16 are measured in float32, layer by layer.
     inputs
         A text; token ids (n,) or (1, n); or a dict of the model's inputs for one sequence. A text needs a
         tokenizer, and is encoded without special tokens: give token ids to have them.
@@ -71,7 +71,7 @@ def profile(
         a pair, or a string such as "0:128". By default all, or the first 512 of a longer input; the result
         says which.
     layers
-        Indices of the layers, as for :func:`howsmooth.capture`; all by default.
+        Indices of the layers, as for :func:`~howsmooth.models.capture`; all by default.
     scopes
         "attention" for each layer with all its heads and output projection, "head" for each head alone; both
         by default.
