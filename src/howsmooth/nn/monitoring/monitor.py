@@ -56,9 +56,8 @@ class LipschitzMonitor:
     every
         Number of training steps from one measurement to the next.
     callback
-        Function that is called with each record, such as :func:`~howsmooth.nn.log_to_wandb`,
-        :func:`~howsmooth.nn.log_to_mlflow` or :func:`~howsmooth.nn.log_to_trackio`. Its exceptions are not
-        caught.
+        Function that is called with each record, such as
+        :func:`~howsmooth.nn.monitoring.logging.log_to_wandb`. Its exceptions are not caught.
     tensorboard
         A ``torch.utils.tensorboard.SummaryWriter``, or another object with its method ``add_scalar``.
     file
