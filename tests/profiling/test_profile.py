@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
+from accelerate import disk_offload
 
 import howsmooth as hs
 from howsmooth.errors import ArgumentError, CaptureError, ModelError
@@ -47,7 +50,7 @@ def test_the_tokens_are_those_of_the_leading_directions(encoder: hs.Profile) -> 
     assert rows["input_share"][0] == pytest.approx(float(shares.max()), abs=0.02)
     whole = encoder.tokens.groupby(["layer", "head", "scope"], dropna=False)[["input_share", "output_share"]]
     assert (whole.sum() - 1).abs().max().max() < 1e-6
-    assert "".join(encoder.words).split() == TEXT.lower().split() or list(encoder.words)
+    assert "".join(encoder.words) == TEXT
 
 
 def ids_of(text: str) -> torch.Tensor:
@@ -85,6 +88,23 @@ def test_half_precision_is_said_and_gives_the_constants_of_float32() -> None:
     assert found.precision in repr(found)
     assert found.precision in found.citation
     assert found.table.equals(hs.profile(tiny("llama").to(torch.bfloat16).float(), IDS).table)
+
+
+def test_layers_are_chosen_as_in_capture() -> None:
+    model = tiny("gpt2")
+    one = hs.profile(model, IDS, layers=[1], scopes="attention").table
+    for layers in (1, slice(1, 2), range(1, 2)):
+        assert hs.profile(model, IDS, layers=layers, scopes="attention").table.equals(one)
+    assert len(hs.profile(model, IDS, layers="all", scopes="attention").table) == 3
+
+
+def test_a_model_whose_weights_are_on_a_disk(tmp_path: Path) -> None:
+    model = tiny("llama").to(torch.bfloat16)
+    whole = hs.profile(model, IDS, layers=[0])
+    disk_offload(model, tmp_path, execution_device="cpu")
+    found = hs.profile(model, IDS, layers=[0])
+    assert found.table.equals(whole.table)
+    assert found.fingerprint == whole.fingerprint
 
 
 def test_a_long_input_is_cut_and_says_so() -> None:

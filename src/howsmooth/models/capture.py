@@ -146,7 +146,9 @@ def _captured_without_padding(
 
 
 def self_attention_layers(
-    model: nn.Module, inputs: Tensor | Mapping[str, Tensor], layers: Sequence[int] | None = None
+    model: nn.Module,
+    inputs: Tensor | Mapping[str, Tensor],
+    layers: int | str | slice | Sequence[int] | None = None,
 ) -> Iterator[tuple[int, VerifiedLayer | CaptureError]]:
     """Run a model on one sequence, and yield the index and the verified map of each self-attention layer.
 

@@ -9,8 +9,8 @@ model with a ``device_map``) are loaded for as long.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Collection, Iterable, Iterator
+from contextlib import ExitStack, contextmanager, nullcontext
 from itertools import chain
 from typing import Any
 
@@ -24,6 +24,7 @@ __all__ = [
     "device_of",
     "float32_layers",
     "has_weights",
+    "hash_weights",
     "stored_dtype",
     "weights_in_memory",
 ]
@@ -71,6 +72,22 @@ def has_weights(model: nn.Module) -> bool:
     modules = model.modules()
     missing = (m for m in modules if any(p.is_meta for p in m.parameters(recurse=False)))
     return all(_offloads(getattr(module, "_hf_hook", None)) for module in missing)
+
+
+def hash_weights(digest: Any, model: nn.Module, without: Collection[str] = ()) -> None:
+    """Add a model's stored weights to a digest of :mod:`hashlib`, except those with the names ``without``.
+
+    Weights that accelerate keeps elsewhere are loaded one module at a time.
+    """
+    modules = dict(model.named_modules())
+    for key, tensor in sorted(model.state_dict().items()):
+        if key in without:
+            continue
+        path, _, name = key.rpartition(".")
+        with _loaded(modules[path]) if tensor.is_meta else nullcontext():
+            stored = getattr(modules[path], name) if tensor.is_meta else tensor
+            digest.update(f"{key} {stored.dtype} {tuple(stored.shape)}".encode())
+            digest.update(stored.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
 
 
 @contextmanager

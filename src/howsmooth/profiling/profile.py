@@ -23,7 +23,7 @@ from howsmooth.models import LoadedModel, load_model
 from howsmooth.models.capture import module_of, self_attention_layers
 from howsmooth.models.identification.verified_layer import VerifiedLayer
 from howsmooth.models.inputs.model_inputs import max_length
-from howsmooth.models.layer_weights import computing_dtype, stored_dtype
+from howsmooth.models.layer_weights import computing_dtype, hash_weights, stored_dtype
 from howsmooth.profiling.result import Profile
 from howsmooth.study.plan import derive_seed
 
@@ -41,7 +41,7 @@ def profile(
     inputs: str | Tensor | Sequence[int] | Mapping[str, Tensor],
     *,
     span: slice | tuple[int, int] | str | None = None,
-    layers: Sequence[int] | None = None,
+    layers: int | str | slice | Sequence[int] | None = None,
     scopes: Sequence[str] = SCOPES,
     tokenizer: Any = None,
     rtol: float = 1e-3,
@@ -71,7 +71,7 @@ def profile(
         a pair, or a string such as "0:128". By default all, or the first 512 of a longer input; the result
         says which.
     layers
-        Indices of the layers, as for :func:`~howsmooth.models.capture`; all by default.
+        Which layers, as for :func:`~howsmooth.models.capture`; all by default.
     scopes
         "attention" for each layer with all its heads and output projection, "head" for each head alone; both
         by default.
@@ -107,7 +107,9 @@ def profile(
     check_accuracy(rtol, confidence, str(computing_dtype(module)).removeprefix("torch."))
     given = _given(model, module, inputs, span, tokenizer)
     measured = _Measured(rtol, confidence, max_iterations, seed, memory, wanted, given.words)
-    total = model.layers or 0 if isinstance(model, LoadedModel) and layers is None else len(layers or ())
+    total = len(layers) if isinstance(layers, Sequence) and not isinstance(layers, str) else 0
+    if isinstance(model, LoadedModel) and layers is None:
+        total = model.layers or 0
     with _shown(on_layer, total) as told:
         for index, layer in self_attention_layers(module, given.inputs, layers):
             told(measured.layers, total)
@@ -257,9 +259,7 @@ def _checked_scopes(scopes: object) -> tuple[str, ...]:
 def _fingerprint(module: nn.Module) -> str:
     """Return the SHA-256 of the module's weights."""
     digest = hashlib.sha256()
-    for name, tensor in sorted(module.state_dict().items()):
-        digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
-        digest.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
+    hash_weights(digest, module)
     return digest.hexdigest()
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -31,11 +31,11 @@ class Profile:
     #: One row for each layer (scope ``attention``, no head) and each head (scope ``head``), with the columns
     #: ``layer``, ``head``, ``scope``, ``value``, ``lower``, ``upper``, ``converged``, ``iterations``,
     #: ``method``, ``masking`` and ``name``, the path of the module.
-    table: pd.DataFrame = field(hash=False)
+    table: pd.DataFrame
     #: One row for each token of each row of ``table``, with the columns ``layer``, ``head``, ``scope``,
     #: ``position``, ``token`` where the input has words, ``input_share`` (where a change matters) and
     #: ``output_share`` (where it shows). The shares of a side sum to one.
-    tokens: pd.DataFrame = field(hash=False)
+    tokens: pd.DataFrame
     #: The name of the model, or of its class.
     model: str
     #: Where the weights come from; empty for a model that was not loaded by its name.

@@ -26,7 +26,7 @@ from howsmooth.models.inputs.model_inputs import (
     vocabulary_size,
 )
 from howsmooth.models.inputs.submodels import choose_part, modality_of, named_parts
-from howsmooth.models.layer_weights import HALF, computing_dtype, stored_dtype
+from howsmooth.models.layer_weights import HALF, computing_dtype, hash_weights, stored_dtype
 from howsmooth.models.loading.dummy_inputs import sample_inputs
 from howsmooth.models.loading.processors import (
     AudioPreparation,
@@ -411,10 +411,6 @@ def _fingerprint(model: nn.Module, unread: set[str], tokenizer: Tokenizer) -> st
     for local in ("_name_or_path", "transformers_version"):
         config.pop(local, None)
     digest.update(json.dumps(config, sort_keys=True, default=str).encode())
-    for key, tensor in sorted(model.state_dict().items()):
-        if key in unread:
-            continue
-        digest.update(f"{key} {tensor.dtype} {tuple(tensor.shape)}".encode())
-        digest.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
+    hash_weights(digest, model, unread)
     digest.update(tokenizer.serialized.encode())
     return digest.hexdigest()
