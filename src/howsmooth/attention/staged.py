@@ -415,7 +415,7 @@ class StagedAttention(TokenMap):
         )
 
     def without_output(self) -> StagedAttention:
-        """Return the layer without the code after its softmax: it outputs the concatenated heads.
+        """Return the layer up to its concatenated heads, without the output projection that follows them.
 
         This is the scope ``heads``.
 

@@ -214,9 +214,10 @@ class _Given:
         return tuple(PARTS.get(name, "queries") for name in names)
 
     def named(self, tensors: Tensors) -> tuple[dict[str, Tensor], Kept, dict[str, Tensor]]:
-        """Split the input tensors into inputs of attention, results kept by a kernel, and all others.
+        """Give names to the tensors that a derivative of attention reads, and sort them into three kinds.
 
-        The inputs of attention (x) and all others, which are tangents or cotangents, are returned by name.
+        They are: the arguments of attention (queries, keys, values, masks), by name; what a kernel computed
+        with the value and keeps for the derivatives, in order; and tangents or cotangents, by name.
         """
         count, kept = len(self.scores.names), len(self.kept)
         x = dict(zip(self.scores.names, tensors[:count], strict=True))

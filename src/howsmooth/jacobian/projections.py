@@ -1,4 +1,4 @@
-"""The projections of an attention layer as matrices in the dtype of the products.
+"""The projections of an attention layer as matrices in the dtype of the products with its Jacobian.
 
 A projection acts on each token by itself, so the tokens of many sequences can go through it in one product.
 """
@@ -22,7 +22,7 @@ _EXPECTED_STEPS = 32
 
 @dataclass(frozen=True, eq=False)
 class Projection:
-    """The projections of one attention layer, in the dtype of the products.
+    """The projections of one attention layer, in the dtype of the products with its Jacobian.
 
     Parameters
     ----------

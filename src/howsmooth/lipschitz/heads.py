@@ -161,7 +161,7 @@ def _vector_bytes(head: TokenMap, x: Tensor) -> int:
 
 
 class _OfTokens(LinearOperator):
-    """The heads' Jacobians as maps of tokens, although they are stored in fewer coordinates.
+    """The Jacobians of all heads as maps of whole tokens, computed from Jacobians in reduced coordinates.
 
     With J_h in the coordinates of the basis B_h, the Jacobian of head h is E ↦ J_h(E B_h).
     """

@@ -79,10 +79,10 @@ def _jacobians(
     lots: Sequence[Sequence[int]],
     dtypes: Sequence[torch.dtype],
 ) -> list[dict[torch.dtype, LinearOperator]]:
-    """For each group of sequences, return their joint Jacobian in each of ``dtypes``.
+    """For each group of sequences, return their Jacobians as one batched operator, in each of ``dtypes``.
 
     Each item of ``lots`` is a group, as indices of sequences sorted by length. Sequences of one length are
-    linearised together, and the Jacobians of a group are joined to one operator. Each result is a dictionary
+    linearised together, and the Jacobians of a group become one batched operator. Each result is a dictionary
     from dtype to Jacobian.
     """
     groups = [

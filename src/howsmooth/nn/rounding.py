@@ -53,7 +53,7 @@ def norm_above(argument: str, matrix: Tensor) -> float:
 
 
 def upper_bound(name: str, source: str, constant: float, radius: float) -> Bound:
-    """Return an upper bound on a Lipschitz constant as a Bound.
+    """Wrap a constant that was computed already as a Bound: an upper bound on a Lipschitz constant.
 
     The bound holds on the ball of this radius, or everywhere if the radius is infinite.
     """

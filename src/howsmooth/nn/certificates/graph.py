@@ -131,7 +131,7 @@ class _Follower(fx.Interpreter):
         return state
 
     def run_node(self, n: fx.Node) -> Any:
-        """Compute the value of a node at the example, and its bounds."""
+        """Compute a node's value for the example input, and the bounds from the input to this node."""
         value = super().run_node(n)
         if n.op == "placeholder":
             if n is not self._nodes[0]:
