@@ -186,6 +186,9 @@ CHECKS: tuple[tuple[str, ...], ...] = (
 # -E: every page anew, so that a warning of the last build is not forgotten.
 DOCS = ("sphinx-build", "-E", "-W", "--keep-going", "-n", "-b", "html", "docs", "docs/_build/html")
 
+# The documentation's blocks of code and the notebooks, which pytest runs where it is given their paths.
+SNIPPETS = ("docs", "README.md", "notebooks")
+
 # The gallery need not be run for its links.
 LINKS = ("sphinx-build", "-q", "-b", "linkcheck", "-D", "plot_gallery=0", "docs", "docs/_build/linkcheck")
 
@@ -203,14 +206,14 @@ def steps(commands: Sequence[tuple[str, ...]], *, threads: int | None = None) ->
 
 
 def test(arguments: Sequence[str]) -> int:
-    """Run all checks, the build of the docs and the tests; with arguments, pytest alone."""
+    """Run all checks, build the docs, run their code and then the tests; with arguments, pytest alone."""
     prepare(test=True)
     if arguments:
         return run(("pytest", *arguments))
     # One process a core with one thread each; a page's snippets share names, so files stay whole.
-    # pytest comes last, so that its closing line is the last but for the failed steps.
+    # The tests come last, so that their closing line is the last but for the failed steps.
     tests = ("pytest", "-q", "-n", str(min(os.cpu_count() or 1, 8)), "--dist", "loadfile")
-    return steps((*CHECKS, (*DOCS, "-q"), tests), threads=1)
+    return steps((*CHECKS, (*DOCS, "-q"), (*tests, *SNIPPETS), tests), threads=1)
 
 
 def say(words: str) -> None:

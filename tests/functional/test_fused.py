@@ -388,7 +388,11 @@ def test_what_there_are_no_kernels_for(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(
-    ("dtype", "kernels"), [("bf16", list(fused._FIRST)), ("fp32", ["value"])], ids=("bf16", "fp32")
+    ("dtype", "kernels"),
+    [
+        pytest.param("bf16", list(fused._FIRST), id="bf16", marks=pytest.mark.slow),
+        pytest.param("fp32", ["value"], id="fp32"),
+    ],
 )
 def test_the_compiler_accepts_them(dtype: str, kernels: list[str]) -> None:
     """The interpreter is no compiler: types in a loop may change there, for instance."""

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 import torch
 
-WAYS = ["ddp in bfloat16", "fully_shard"]
-SLOW_WAYS = ["ddp", "fsdp", "fsdp, original parameters", "fully_shard in bfloat16"]
+WAYS = ["fully_shard"]
+SLOW_WAYS = ["ddp", "ddp in bfloat16", "fsdp", "fsdp, original parameters", "fully_shard in bfloat16"]
 
 
 def in_two_processes(way: str, folder: Path) -> list[Any]:

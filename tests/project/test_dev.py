@@ -205,7 +205,7 @@ def test_all_steps_run_and_the_failed_ones_are_named(
 
     monkeypatch.setattr(dev, "run", run)
     assert dev.main(["test"]) == 1
-    assert seen == ["ruff", "ruff", "lint-imports", "mypy", "sphinx-build", "pytest"]
+    assert seen == ["ruff", "ruff", "lint-imports", "mypy", "sphinx-build", "pytest", "pytest"]
     assert capsys.readouterr().err.endswith("dev.py: FAILED: mypy\n")
 
 

@@ -47,6 +47,7 @@ def test_no_tensor_is_left_on_the_cpu() -> None:
     assert not {"failed", "error", "errors"} & set(passed)
 
 
+@pytest.mark.slow
 def test_some_of_them_on_a_pretended_device() -> None:
     files = [f"tests/gpu/{name}.py" for name in ("test_device", "test_cached", "test_long")]
     some = "test_device or post-norm or prescribed or lengths_as and sinks or test_autodiff and multi-head"

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from howsmooth.attention.core import Visible, attend
-from howsmooth.attention.heads import HeadsAttention
+from howsmooth.attention.multi_head import HeadsAttention
 from howsmooth.attention.visibility import Visibility
 from howsmooth.attention.weighting import Weighting
 from howsmooth.errors import ArgumentError

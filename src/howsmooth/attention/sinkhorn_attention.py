@@ -7,7 +7,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from howsmooth.attention.core import attend, attention_scores, differentiated, row_blocks
-from howsmooth.attention.heads import HeadsAttention
+from howsmooth.attention.multi_head import HeadsAttention
 from howsmooth.attention.visibility import Visibility
 from howsmooth.attention.weighting import Weighting
 from howsmooth.errors import ArgumentError, NonFiniteError

@@ -66,7 +66,7 @@ from howsmooth.bounds.multi_head_upper_bounds import (
     lemma_3_8,
     output_norm_upper_bound,
 )
-from howsmooth.bounds.norm_layers import absorb_norm, ellipsoid, norm_radius
+from howsmooth.bounds.norm_layer_outputs import absorb_norm, ellipsoid, norm_radius
 from howsmooth.bounds.parameters import Head, Parameters, parameters_of
 from howsmooth.bounds.pre_norm import pre_norm_upper_bound
 from howsmooth.bounds.radius_limit import theorem_3_7, theorem_4_5

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from howsmooth.attention import LayerNorm, RMSNorm
 from howsmooth.bounds.bound import Bound, Hypothesis, Quantity, check_length
-from howsmooth.bounds.norm_layers import absorb_norm
+from howsmooth.bounds.norm_layer_outputs import absorb_norm
 from howsmooth.bounds.selection import best
 from howsmooth.errors import ArgumentError
 

@@ -18,7 +18,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from howsmooth.accuracy import check_accuracy
+from howsmooth.accuracy_limits import check_accuracy
 from howsmooth.dynamics.arguments import check_plan, check_times
 from howsmooth.dynamics.fields import Field, Layers, MapField, Sphere, as_field
 from howsmooth.dynamics.integrate import FIXED, ORDERS

@@ -40,7 +40,7 @@ from howsmooth.jacobian.closed_form import (
 )
 from howsmooth.jacobian.footprint import cached_bytes, kernel_bytes, streamed_bytes
 from howsmooth.jacobian.frozen import frozen_derivatives
-from howsmooth.jacobian.packed import energy_products_together, shares_products
+from howsmooth.jacobian.packed_sequences import energy_products_together, shares_products
 from howsmooth.jacobian.padded import filled, joined
 
 __all__ = [

@@ -17,7 +17,7 @@ from torch.nn.functional import pad
 from howsmooth.jacobian.attention import AttentionJacobian
 from howsmooth.jacobian.closed_form import ComposedJacobian, ResidualJacobian
 from howsmooth.jacobian.norm_layers import NormJacobian, ScaleJacobian
-from howsmooth.jacobian.packed import instances
+from howsmooth.jacobian.packed_sequences import instances
 from howsmooth.jacobian.softmax import Sink, SoftmaxDerivative
 from howsmooth.spectral import LinearOperator, ProductError
 

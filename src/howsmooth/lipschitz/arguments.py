@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from howsmooth.accuracy import check_accuracy
+from howsmooth.accuracy_limits import check_accuracy
 from howsmooth.attention import TokenMap
 from howsmooth.attention.map import check_tokens
 from howsmooth.errors import ArgumentError, NonFiniteError

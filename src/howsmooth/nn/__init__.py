@@ -15,8 +15,8 @@ if TYPE_CHECKING:
     from howsmooth.nn.attention.sinkhorn import SinkhornAttention
     from howsmooth.nn.attention.softmax import SoftmaxAttention
     from howsmooth.nn.certificates.certificate import ModelCertificate
-    from howsmooth.nn.certificates.certification import certify
     from howsmooth.nn.certificates.evaluation import Evaluation, evaluate
+    from howsmooth.nn.certificates.model_bound import certify
     from howsmooth.nn.deployment import deploy
     from howsmooth.nn.module import LipschitzModule
     from howsmooth.nn.monitoring.lightning import lightning_callback
@@ -96,7 +96,7 @@ _MODULES = {
     "attention.softmax": ("SoftmaxAttention",),
     "parts.self_attention_block": ("SelfAttentionBlock",),
     "certificates.certificate": ("ModelCertificate",),
-    "certificates.certification": ("certify",),
+    "certificates.model_bound": ("certify",),
     "deployment": ("deploy",),
     "module": ("LipschitzModule",),
     "certificates.evaluation": ("Evaluation", "evaluate"),

@@ -24,7 +24,7 @@ from torch.nn.parameter import is_lazy
 from torch.nn.utils import parametrize
 
 from howsmooth.errors import ArgumentError, ModelError
-from howsmooth.nn.certificates.certification import foreign_hooks
+from howsmooth.nn.certificates.model_bound import foreign_hooks
 from howsmooth.nn.description import (
     DescriptionError,
     KnownClasses,

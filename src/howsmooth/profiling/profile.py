@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from tqdm.auto import tqdm
 
-from howsmooth.accuracy import check_accuracy
+from howsmooth.accuracy_limits import check_accuracy
 from howsmooth.errors import ArgumentError, CaptureError, HowsmoothError
 from howsmooth.estimate import LipschitzEstimate
 from howsmooth.lipschitz import head_lipschitz, local_lipschitz

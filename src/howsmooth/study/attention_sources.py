@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from howsmooth.attention import LayerNorm, Residual, RMSNorm, SelfAttention, TokenMap
-from howsmooth.bounds.norm_layers import norm_radius
+from howsmooth.bounds.norm_layer_outputs import norm_radius
 from howsmooth.errors import ArgumentError
 from howsmooth.models.parameter_files import ParameterFile, is_parameter_file, read_parameter_file
 from howsmooth.study.datasets import Inputs, open_data

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 from howsmooth.errors import ArgumentError, ModelError
 from howsmooth.nn.certificates.certificate import ModelCertificate
-from howsmooth.nn.certificates.certification import certify
 from howsmooth.nn.certificates.evaluation import Evaluation, evaluate, tokens_of
+from howsmooth.nn.certificates.model_bound import certify
 from howsmooth.nn.saving import SavedModel, load_saved
 from howsmooth.study.plan import CertificationPlan
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar
 
-from howsmooth.accuracy import check_accuracy
+from howsmooth.accuracy_limits import check_accuracy
 from howsmooth.errors import ArgumentError
 from howsmooth.scopes import ATTENTION_SCOPES, SCOPES
 from howsmooth.study.options import (

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from howsmooth.errors import ArgumentError, NonFiniteError
 from howsmooth.nn.certificates.certificate import ModelCertificate
-from howsmooth.nn.certificates.certification import certify
+from howsmooth.nn.certificates.model_bound import certify
 from howsmooth.nn.checks import check_size
 from howsmooth.nn.parts.token_modules import ClipTokens, Patches
 

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from howsmooth.accuracy import check_accuracy
+from howsmooth.accuracy_limits import check_accuracy
 from howsmooth.errors import ArgumentError
 from howsmooth.models.loading.load import LoadedModel
 from howsmooth.nn.monitoring.gathered_model import gathered, unwrapped

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import howsmooth as hs
-from howsmooth.bounds.norm_layers import absorb_norm, ellipsoid, norm_radius
+from howsmooth.bounds.norm_layer_outputs import absorb_norm, ellipsoid, norm_radius
 from howsmooth.errors import ArgumentError
 from tests._cases import D, random_attention, rotary, tokens
 
