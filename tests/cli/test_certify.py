@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import math
 import re
 import shlex
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -20,7 +22,8 @@ from torch import Tensor, nn
 import howsmooth as hs
 from howsmooth.cli import certify as certify_function
 from howsmooth.cli import main
-from howsmooth.errors import ArgumentError, NonFiniteError
+from howsmooth.errors import ArgumentError, CertificateError, NonFiniteError
+from howsmooth.nn.certificates.evaluation import tokens_of
 
 Result = tuple[int, str, str]
 Howsmooth = Callable[..., Result]
@@ -202,6 +205,142 @@ def test_dropout_and_training_do_not_matter() -> None:
     ]
     for other in tables[1:]:
         pd.testing.assert_frame_equal(tables[0], other)
+
+
+# ---- models with a forward of their own
+
+OWN = """
+import torch
+from torch import nn
+
+
+class ViT(nn.Module):
+    def __init__(self, wide=4):
+        super().__init__()
+        self.patches = nn.Conv2d(1, wide, 2, stride=2)
+        self.positions = nn.Parameter(0.1 * torch.randn(4, wide))
+        self.up, self.head = nn.Linear(wide, wide), nn.Linear(wide, 3)
+
+    def forward(self, images):
+        x = self.patches(images).flatten(2).transpose(1, 2) + self.positions
+        return self.head((x + torch.relu(self.up(x))).mean(dim=1))
+
+    def settings(self):
+        return {"wide": self.positions.shape[1]}
+"""
+
+
+def own_and_parts() -> tuple[nn.Module, nn.Sequential]:
+    """A ViT with a forward of its own, and the same function put together from parts."""
+    torch.manual_seed(3)
+    names: dict[str, Any] = {"__name__": "own"}
+    exec(OWN, names)
+    model = names["ViT"]().double()
+    cut, positions, head = nn.Linear(4, 4).double(), hs.nn.AddPositions(4, 4), nn.Linear(4, 3).double()
+    with torch.no_grad():
+        cut.weight.copy_(model.patches.weight.flatten(1))
+        cut.bias.copy_(model.patches.bias)
+        head.weight.copy_(model.head.weight / 2)  # MeanPool gives the root of n times the mean
+        head.bias.copy_(model.head.bias)
+    positions.positions = model.positions
+    branch = hs.nn.Residual(nn.Sequential(model.up, nn.ReLU()))
+    return model, nn.Sequential(hs.nn.Patches(2), cut, positions, branch, hs.nn.MeanPool(), head)
+
+
+@pytest.mark.parametrize("clip", [False, True])
+@pytest.mark.parametrize("inside", [False, True])
+def test_a_forward_is_evaluated_as_its_parts_are(clip: bool, inside: bool) -> None:
+    (model, parts), x = own_and_parts(), images(largest=1.5 if clip else 1.0)
+    if inside:
+        model, parts = (nn.Sequential(one, nn.Identity(), nn.Linear(3, 2)).double() for one in (model, parts))
+        parts[2] = model[2]  # type: ignore[index, operator]
+    y = torch.arange(40) % 2
+    found, wanted = (
+        hs.nn.evaluate(one, x, y, length=4, radius=2.0, clip=clip, batch=7) for one in (model, parts)
+    )
+    assert found.certificate.constant == pytest.approx(wanted.certificate.constant, rel=1e-9)
+    assert found.certificate.radius == wanted.certificate.radius
+    assert [row.path for row in found.certificate.rows].count("(clip)") == int(clip)
+    assert found.clipped == wanted.clipped == (int((found.table["longest"] > 2).sum()) if clip else 0)
+    assert not clip or 0 < found.clipped < 40
+    np.testing.assert_allclose(found.table, wanted.table, rtol=1e-9, atol=1e-12)
+    assert found.table["certified_radius"].max() > 1e-3
+
+
+def test_a_forward_on_tokens_and_on_vectors_is_clipped() -> None:
+    torch.manual_seed(0)
+
+    class Own(nn.Module):
+        def __init__(self, tokens: bool) -> None:
+            super().__init__()
+            self.linear, self.tokens = nn.Linear(3, 2).double(), tokens
+
+        def forward(self, x: Tensor) -> Tensor:
+            y = self.linear(x) + self.linear(x)
+            return y.mean(dim=1) if self.tokens else y
+
+    x = 2 * torch.randn(20, 4, 3, dtype=torch.float64)
+    short = x / x.norm(dim=-1, keepdim=True).clamp(min=1.0)
+    for model, given, inside in ((Own(True), x, short), (Own(False), x[:, 0], short[:, 0])):
+        found = hs.nn.evaluate(
+            model, given, length=len(given[0]) if given.ndim == 3 else 1, radius=1.0, clip=True
+        )
+        logits = model(inside).detach()
+        np.testing.assert_allclose(found.table["margin"], (logits[:, 0] - logits[:, 1]).abs(), rtol=1e-10)
+        assert math.isinf(found.certificate.radius)
+        norm = torch.linalg.matrix_norm(model.linear.weight.detach(), 2)
+        share = math.sqrt(1 / 4) if given.ndim == 3 else 1.0
+        assert found.certificate.constant == pytest.approx(2 * float(norm) * share, rel=1e-9)
+
+
+def test_the_command_takes_a_forward_with_its_classes_and_data(howsmooth: Howsmooth, tmp_path: Path) -> None:
+    (tmp_path / "own_models.py").write_text(OWN)
+    sys.path.insert(0, str(tmp_path))
+    try:
+        own = importlib.import_module("own_models").ViT
+    finally:
+        sys.path.remove(str(tmp_path))
+    torch.manual_seed(3)
+    model, x = own(wide=5), images()
+    hs.nn.save(model, "own.safetensors", radius=2.0, classes=[own])
+    np.save("X.npy", x.numpy())
+    options = ["own.safetensors", "--data", "X.npy", "--json", "-q"]
+    code, out, err = howsmooth(*options, "--classes", "own_models")
+    assert (code, err) == (0, "")
+    wanted = hs.nn.evaluate(model, x, length=4, radius=2.0)
+    found = said(out)
+    assert (found["length"], found["constant"]) == (4, wanted.certificate.constant)
+    assert found["modules"][0] | {"source": ""} == found["modules"][0] | {"path": "patches", "source": ""}
+    assert found["data"]["median_certified_radius"] == wanted.table["certified_radius"].median()
+    code, _, err = howsmooth("own.safetensors", "--classes", "own_models", "--length", "4")
+    assert code == 2
+    assert "data: expected inputs, of which the first is the example for a model with a forward" in err
+    code, _, err = howsmooth(*options)
+    assert code == 2
+    assert "own_models.ViT', which is not known: give your own as classes" in err
+    for name in ("no_such_models", "broken_models"):
+        (tmp_path / "broken_models.py").write_text("1 / 0")
+        code, _, err = howsmooth(*options, "--classes", name)
+        assert code == 2
+        assert f"classes: expected a Python module that can be imported, got '{name}' (" in err
+
+
+def test_images_that_do_not_fit_a_forward() -> None:
+    model, _ = own_and_parts()
+    for wrong, words in (
+        (torch.rand(2, 1, 4, 6), "images of 4 patches, got 6 patches"),
+        (torch.rand(2, 2, 4, 4), "an input that the model takes"),
+        (torch.rand(2, 1, 1, 1), "an input that the model takes"),
+    ):
+        with pytest.raises(ArgumentError, match=words):
+            hs.nn.evaluate(model, wrong, length=4, radius=2.0)
+    model.patches = nn.Conv2d(1, 4, 2, stride=1).double()
+    with pytest.raises(CertificateError, match="overlap"):
+        hs.nn.evaluate(model, images(), length=9, radius=2.0)
+    with pytest.raises(ArgumentError, match="kernel_size == stride"):
+        tokens_of(model, images())
+    with pytest.raises(ArgumentError, match="kernel_size == stride"):
+        tokens_of(own_and_parts()[0], torch.rand(2, 1, 1, 1).double())
 
 
 # ---- the command

@@ -65,7 +65,7 @@ def test_all_figures_are_made_in_their_order(
     assert main(["reproduce", "--out", str(tmp_path / "out")]) == 0
     assert [name for name, _ in pretence.asked] == ["one", "two"]
     said = capsys.readouterr()
-    assert "one was measured 1 times." in said.out
+    assert "  - one was measured 1 times.\n" in said.out
     assert f"Page: {tmp_path / 'out' / 'reproduce.html'}" in said.out
     page = (tmp_path / "out" / "reproduce.html").read_text()
     assert page.index("Title of one") < page.index("Title of two")
@@ -136,7 +136,9 @@ def test_after_an_interruption_the_page_has_the_finished_figures(
 
     pretence.before = interrupt
     assert main(["reproduce", "--out", str(tmp_path)]) == 130
-    assert "finished figures and measurements are saved" in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert "finished figures and measurements are saved" in said
+    assert "reproduce.html shows the finished figures." in said
     page = (tmp_path / "reproduce.html").read_text()
     assert "one was measured 1 times." in page
     assert "two was measured" not in page
@@ -209,6 +211,8 @@ def test_an_interruption_says_how_to_go_on(
     assert main(["reproduce", "one", "-q", "--out", str(tmp_path)]) == 130
     said = capsys.readouterr().err
     assert f"saved in {tmp_path}" in said
+    assert "There is no page yet, since a figure is drawn once all its measurements are made." in said
+    assert not (tmp_path / "reproduce.html").exists()
     assert f"howsmooth reproduce one -q --out {tmp_path}" in said
 
 

@@ -18,7 +18,7 @@ from howsmooth.paper.worst_inputs import WORST_INPUTS, side_by_side
 from howsmooth.study.ranges import Ranges
 from howsmooth.study.records import Measurement
 from howsmooth.study.store import Store
-from tests._figures import BERT, GPT2, asked, bert_head, dense_norm, measured, never, shown
+from tests._figures import BERT, GPT2, asked, bert_head, counting, dense_norm, measured, never, shown
 from tests._tiny_models import tiny
 
 ATTACKED = {"lengths": (4, 40), "layers": Ranges.parse("1", "layers"), "samples": 1, "texts": ("prose",)}
@@ -161,6 +161,22 @@ def test_the_published_items_are_shown_if_they_were_asked_for_last(
     published = ["wrong slices", "as published", "unsettled"]
     before = found[found["model"] == "bert"]
     pd.testing.assert_frame_equal(again.drop(columns=published), before.drop(columns=published))
+
+
+def test_lengths_size_the_search_and_an_interruption_keeps_finished_balls(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(worst_inputs, "RADII", (5.0,))
+    options = asked(BERT, **ATTACKED | {"lengths": (4,)})
+    whole = measured(worst_inputs.measure, tmp_path / "whole", options, counting(calls := []))
+    planned = len(calls)
+    assert len(list((tmp_path / "whole" / "units").iterdir())) == len(whole) == 2
+    with pytest.raises(KeyboardInterrupt):
+        measured(worst_inputs.measure, tmp_path / "part", options, counting([], stop=planned - 1))
+    assert len(list((tmp_path / "part" / "units").iterdir())) == 1
+    again = measured(worst_inputs.measure, tmp_path / "part", options, counting(calls := []))
+    assert len(calls) == 5  # four heads at the paper's tokens, and one at the worst tokens found
+    pd.testing.assert_frame_equal(whole, again)
 
 
 def test_what_did_not_converge_is_left_out_and_counted() -> None:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import base64
 import dataclasses
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 from matplotlib.figure import Figure
@@ -19,7 +21,10 @@ def found() -> Profile:
     return hs.profile("builtin-encoder", "A <script>alert(1)</script> & more", layers=[1])
 
 
-def test_every_file_is_written(found: Profile, tmp_path: Path) -> None:
+def test_every_file_is_written(found: Profile, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    saved: list[Any] = []
+    save = Figure.savefig
+    monkeypatch.setattr(Figure, "savefig", lambda self, *a, **k: saved.append(a[0]) or save(self, *a, **k))
     written = page.write(found, tmp_path / "new")
     assert [path.name for path in written] == [
         "profile.html",
@@ -30,6 +35,8 @@ def test_every_file_is_written(found: Profile, tmp_path: Path) -> None:
     ]
     assert all(path.stat().st_size > 500 for path in written)
     assert written[3].read_text() == found.to_csv()
+    assert len(saved) == 2  # the PNG, for the page and the file, and the PDF
+    assert base64.b64encode(written[1].read_bytes()).decode() in written[0].read_text()
 
 
 def test_the_page_shows_each_token_once_a_side_with_its_shade(found: Profile) -> None:

@@ -87,7 +87,11 @@ def test_half_precision_is_said_and_gives_the_constants_of_float32() -> None:
     assert found.precision == "weights in bfloat16, computed in float32"
     assert found.precision in repr(found)
     assert found.precision in found.citation
-    assert found.table.equals(hs.profile(tiny("llama").to(torch.bfloat16).float(), IDS).table)
+    single = hs.profile(tiny("llama").to(torch.bfloat16).float(), IDS).table
+    assert set(found.table["stored"]) == {"bfloat16"}
+    assert set(found.table["computed"]) == set(single["computed"]) == set(single["stored"]) == {"float32"}
+    assert found.table.drop(columns="stored").equals(single.drop(columns="stored"))
+    assert set(hs.profile(half, IDS, layers=[0], confidence=0.9).table["confidence"]) == {0.9}
 
 
 def test_layers_are_chosen_as_in_capture() -> None:

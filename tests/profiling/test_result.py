@@ -63,6 +63,8 @@ def test_tables_as_csv_latex_and_parquet(found: Profile, tmp_path: Path) -> None
     assert latex is not None
     assert latex.count(r"\\") == 19  # a row for each layer and head, and the heading
     assert r"\%" not in latex.split("caption")[0]
+    assert "upper & confidence & converged & stored & computed" in latex
+    assert latex.count("& 0.999 & True & float16 & float32") == 18
     assert found.digest in latex
     pytest.importorskip("pyarrow")
     found.to_parquet(tmp_path / "t.parquet")

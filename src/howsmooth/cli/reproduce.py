@@ -30,12 +30,17 @@ _EXAMPLES = (
     "[cyan]howsmooth reproduce[/]  all figures, without a network",
     "[cyan]howsmooth reproduce --list[/]  the names of the figures",
     "[cyan]howsmooth reproduce figure-1 --lengths 4:32:4 --samples 3[/]  a quick look",
+    "[cyan]howsmooth reproduce adversarial --model builtin-encoder --lengths 4,8 --samples 1[/]  "
+    "one layer, two lengths; less than a minute",
     "[cyan]howsmooth reproduce figure-1 --as-published[/]  also what the paper's code computes",
     "[cyan]howsmooth reproduce figure-1 --model bert-base-uncased --text ag_news[/]  "
     "a model and a text of the paper, with a network",
     "[cyan]howsmooth reproduce --model ./my-model --text book.txt[/]  all figures for another model",
-    "Run the same command again to continue after an interruption; finished work is not repeated.",
+    "Run the same command again to continue after an interruption; finished work is not repeated. A figure "
+    "is drawn, and shown on the page, once all its measurements are made.",
 )
+
+_NO_PAGE = "There is no page yet, since a figure is drawn once all its measurements are made."
 
 
 @command(*_EXAMPLES, without=("executor", "workers", "scheduler"), out="howsmooth-reproduced")
@@ -56,6 +61,7 @@ def reproduce(
     quiet: QuietOption = False,
 ) -> int:
     """Reproduce the figures of the paper: measure, draw, and write one page that describes the results."""
+    from howsmooth.paper.page import PAGE
     from howsmooth.paper.reproduction import FIGURES, choose_figures, produce
 
     if listed:
@@ -73,7 +79,8 @@ def reproduce(
             made = produce(chosen, options, out, display, typed)
     except KeyboardInterrupt:
         kept = f"interrupted: finished figures and measurements are saved in {encodable(str(out))}."
-        typer.echo(f"{kept} Continue with the same command:\n  {typed}", err=True)
+        shown = f"{PAGE} shows the finished figures." if (out / PAGE).exists() else _NO_PAGE
+        typer.echo(f"{kept} {shown} Continue with the same command:\n  {typed}", err=True)
         return INTERRUPTED
     if json:
         typer.echo(_as_json(made, chosen, options, out))
@@ -90,7 +97,7 @@ def _show(made: Reproduction, figures: Sequence[Figure]) -> None:
         heading(f"\n{one.paper}: {one.title}")
         refused = f"Not made: {made.refused.get(one.name)}"
         for words in made.findings[one.name].seen if one.name in made.findings else [refused]:
-            console().print(Padding(Text(f"- {readable(words, longest=2000)}"), (0, 0, 0, 2)))
+            console().print(Padding(Text(f"- {readable(words, longest=2000)}"), (0, 0, 0, 2), expand=False))
     say(f"\nPage: {made.page}")
     say(f"Also in {made.page.parent}: a folder for each figure, with PDF, tables and measurements")
 

@@ -238,7 +238,9 @@ def _build(
     name = node.get("class")
     cls = known.get(name)
     if cls is None:
-        raise DescriptionError(f"{where} is of the class {_short(name)}, which is not known")
+        raise DescriptionError(
+            f"{where} is of the class {_short(name)}, which is not known: give your own as classes"
+        )
     settings, modules = _object(node, "settings", where), _object(node, "modules", where)
     for key, value in settings.items():
         _json(value, f"{_short(key)} of {where}", 0)

@@ -41,8 +41,9 @@ def write(profile: Profile, folder: str | os.PathLike[str]) -> list[Path]:
     page, image, vector, table, tokens = paths = [folder / name for name in names]
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        replace_file(page, render(profile, png(figure)))
-        figure.savefig(image, metadata={"Software": "howsmooth"})
+        drawn = png(figure)
+        replace_file(page, render(profile, data_url(drawn)))
+        image.write_bytes(drawn)
         figure.savefig(vector, metadata={"Creator": "howsmooth", "CreationDate": None})
         replace_file(table, csv_of(profile.table))
         replace_file(tokens, csv_of(profile.tokens))
@@ -65,15 +66,20 @@ def render(profile: Profile, image: str) -> str:
 def fragment(profile: Profile) -> str:
     """Return the profile as HTML for notebooks: its figure, ranking and most sensitive tokens."""
     style = _template("profile.css").render()
-    body = _body(profile, png(profile.plot()), _IN_NOTEBOOK)
+    body = _body(profile, data_url(png(profile.plot())), _IN_NOTEBOOK)
     return f'<div class="howsmooth"><style>{style}</style>{body}</div>'
 
 
-def png(figure: Any) -> str:
-    """Return a figure as a PNG in a data URL."""
+def png(figure: Any) -> bytes:
+    """Draw a figure as a PNG file."""
     file = io.BytesIO()
     figure.savefig(file, format="png", metadata={"Software": "howsmooth"})
-    return f"data:image/png;base64,{base64.b64encode(file.getvalue()).decode()}"
+    return file.getvalue()
+
+
+def data_url(image: bytes) -> str:
+    """Return a PNG file as a URL that contains it."""
+    return f"data:image/png;base64,{base64.b64encode(image).decode()}"
 
 
 def _template(name: str) -> Any:

@@ -118,8 +118,12 @@ def profile(
     if not measured.rows:
         raise CaptureError(f"No layer of {type(module).__name__} can be measured. {measured.refused[0]}")
     loaded = model if isinstance(model, LoadedModel) else None
+    precision = {
+        "stored": str(stored_dtype(module) if loaded is None else loaded.stored).removeprefix("torch."),
+        "computed": str(computing_dtype(module)).removeprefix("torch."),
+    }
     return Profile(
-        table=measured.table(),
+        table=measured.table().assign(**precision),
         tokens=measured.tokens(),
         model=type(module).__name__ if loaded is None else loaded.name,
         source="" if loaded is None else loaded.source,
@@ -127,8 +131,7 @@ def profile(
         input=given.description,
         words=tuple(given.words or ()),
         n=measured.n,
-        stored=str(stored_dtype(module) if loaded is None else loaded.stored).removeprefix("torch."),
-        computed=str(computing_dtype(module)).removeprefix("torch."),
+        **precision,
         confidence=confidence,
         rtol=rtol,
         seed=seed,
@@ -331,6 +334,7 @@ class _Measured:
                 "value": float(found.value),
                 "lower": float(found.lower),
                 "upper": float(found.upper),
+                "confidence": found.confidence,
                 "converged": bool(found.converged),
                 "iterations": int(found.iterations),
                 "method": found.method,

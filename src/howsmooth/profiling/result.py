@@ -29,8 +29,9 @@ class Profile:
     """The local Lipschitz constants of attention layers and heads at one input, with their tokens."""
 
     #: One row for each layer (scope ``attention``, no head) and each head (scope ``head``), with the columns
-    #: ``layer``, ``head``, ``scope``, ``value``, ``lower``, ``upper``, ``converged``, ``iterations``,
-    #: ``method``, ``masking`` and ``name``, the path of the module.
+    #: ``layer``, ``head``, ``scope``, ``value``, ``lower``, ``upper``, ``confidence``, ``converged``,
+    #: ``iterations``, ``method``, ``masking``, ``name`` (the path of the module), ``stored`` and ``computed``
+    #: (the dtypes of the weights and of the computation, as below).
     table: pd.DataFrame
     #: One row for each token of each row of ``table``, with the columns ``layer``, ``head``, ``scope``,
     #: ``position``, ``token`` where the input has words, ``input_share`` (where a change matters) and
@@ -170,7 +171,7 @@ class Profile:
 
         The table uses booktabs, and its caption is the citation.
         """
-        table = self.ranking[["layer", "head", "scope", "value", "lower", "upper", "converged"]]
+        table = self.ranking.drop(columns=["iterations", "method", "masking", "name"])
         words: str = table.to_latex(
             index=False, float_format="%.6g", na_rep="all", escape=True, caption=_latex(self.citation)
         )

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import copy
+import importlib
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 from torch import Tensor, nn
 
-from howsmooth.errors import ArgumentError, ModelError
+from howsmooth.errors import ArgumentError, ModelError, reason
 from howsmooth.nn.certificates.certificate import ModelCertificate
-from howsmooth.nn.certificates.evaluation import Evaluation, evaluate, tokens_of
+from howsmooth.nn.certificates.evaluation import Evaluation, checked_inputs, evaluate, tokens_of
 from howsmooth.nn.certificates.model_bound import certify
+from howsmooth.nn.certificates.propagation import has_rules
 from howsmooth.nn.saving import SavedModel, load_saved
 from howsmooth.study.plan import CertificationPlan
 
@@ -53,22 +56,29 @@ def certify_file(asked: CertificationPlan, on_batch: Callable[[int, int], None] 
     ModelError
         If a file cannot be used.
     ArgumentError
-        If the length or the radius is given nowhere, or the data do not fit the model.
+        If the length or the radius is given nowhere, the data do not fit the model or are missing for one
+        with a ``forward`` of its own, or the module of classes cannot be imported.
     CertificateError
         If the model cannot be certified.
 
     """
-    saved = load_saved(asked.model)
+    saved = load_saved(asked.model, classes=() if asked.classes is None else _classes(asked.classes))
     if asked.data is None and (asked.labels is not None or asked.clip):
         raise ArgumentError(
             "labels" if asked.labels is not None else "clip",
             expected="this option together with --data",
             got="no --data",
         )
+    if asked.data is None and not has_rules(saved.model):
+        raise ArgumentError(
+            "data",
+            expected="inputs, of which the first is the example for a model with a forward of its own",
+            got="no --data",
+        )
     inputs, labels = (None, None) if asked.data is None else _data(asked.data, asked.labels)
     length = asked.length or saved.length
     if length is None and inputs is not None:
-        length = tokens_of(saved.model, inputs).shape[1]
+        length = tokens_of(saved.model, checked_inputs(inputs)).shape[1]
     radius = asked.radius or saved.radius
     for name, value in (("length", length), ("radius", radius)):
         if value is None:
@@ -96,6 +106,22 @@ def certify_file(asked: CertificationPlan, on_batch: Callable[[int, int], None] 
         on_batch=on_batch,
     )
     return Certified(asked, saved, found.certificate, radius, found, precision, _word(inputs))
+
+
+def _classes(module: str) -> list[type[nn.Module]]:
+    """Import a Python module, also from the current folder, and return its classes that a file can hold."""
+    here = str(Path.cwd())
+    sys.path.insert(0, here)
+    try:
+        found = vars(importlib.import_module(module)).values()
+    except Exception as error:  # the code of a module may raise any error
+        raise ArgumentError(
+            "classes", expected="a Python module that can be imported", got=f"{module!r} ({reason(error)})"
+        ) from error
+    finally:
+        sys.path.remove(here)
+    kinds = [one for one in found if isinstance(one, type) and issubclass(one, nn.Module)]
+    return [one for one in kinds if hasattr(one, "settings")]
 
 
 def _data(data: Path, labels: Path | None) -> tuple[Tensor, Tensor | None]:

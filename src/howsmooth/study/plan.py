@@ -627,6 +627,13 @@ class CertificationPlan(Options):
     labels: Path | None = option(
         None, path(), "Labels of the inputs: a .npy, .npz or .safetensors file.", metavar="FILE"
     )
+    classes: str | None = option(
+        None,
+        words(),
+        "A Python module with your own classes that the model was saved with, such as package.models. It is "
+        "imported, which runs its code.",
+        metavar="MODULE",
+    )
     radii: tuple[float, ...] = option(
         "0.1,0.25,0.5,1",
         Kind(str, _distances),

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import copy
 import math
-from collections import OrderedDict
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -14,14 +13,16 @@ from torch import Tensor, nn
 
 from howsmooth.errors import ArgumentError, NonFiniteError
 from howsmooth.nn.certificates.certificate import ModelCertificate
+from howsmooth.nn.certificates.graph import first_module
 from howsmooth.nn.certificates.model_bound import certify
+from howsmooth.nn.certificates.propagation import has_rules
 from howsmooth.nn.checks import check_size
 from howsmooth.nn.parts.token_modules import ClipTokens, Patches
 
 if TYPE_CHECKING:
     import pandas as pd
 
-__all__ = ["Evaluation", "evaluate", "tokens_of"]
+__all__ = ["Evaluation", "checked_inputs", "evaluate", "tokens_of"]
 
 # Relative allowance for the rounding of a norm in float64.
 _SLACK = 1e-12
@@ -98,10 +99,12 @@ def evaluate(
     Parameters
     ----------
     model
-        A model that :func:`~howsmooth.nn.certify` certifies, whose output is logits (batch, classes).
+        A model that :func:`~howsmooth.nn.certify` certifies, whose output is logits (batch, classes). It may
+        have a ``forward`` of its own, for which the first input is the example.
     inputs
         Tokens (batch, n, d); vectors (batch, d), each of which is one token; or images (batch, channels,
-        height, width) for a model that begins with :class:`~howsmooth.nn.Patches` (tokens are patches) or
+        height, width) for a model that begins with :class:`~howsmooth.nn.Patches` or a
+        :class:`torch.nn.Conv2d` whose patches do not overlap (tokens are patches), or with
         :class:`torch.nn.Flatten` (an image is one token).
     labels
         Classes (batch,). Without labels, radii refer to the predicted classes.
@@ -110,8 +113,9 @@ def evaluate(
         error, or is clipped. The radii hold for perturbed inputs that meet these conditions, too; with
         ``clip`` all inputs do.
     clip
-        Whether to put a :class:`~howsmooth.nn.ClipTokens` of this radius in front of the model. The
-        certificate then belongs to the model with this layer, and holds for all inputs.
+        Whether to project the tokens of all inputs onto the ball of this radius, as
+        :class:`~howsmooth.nn.ClipTokens` does. The certificate then belongs to the model with this
+        projection in front, and holds for all inputs.
     batch
         Number of inputs in one forward pass.
     on_batch
@@ -132,8 +136,9 @@ def evaluate(
 
     check_size("batch", batch)
     exact = copy.deepcopy(model).double().eval()
-    certificate = certify(exact, length, radius)
-    x = _checked(inputs)
+    x = checked_inputs(inputs)
+    # The first input is the example for a model with a forward of its own.
+    certificate = certify(exact, length, radius, inputs=None if has_rules(exact) else x[:1])
     tokens = tokens_of(exact, x)
     if tokens.shape[1] != length:
         raise ArgumentError(
@@ -153,9 +158,13 @@ def evaluate(
             "that of the model that clips.",
         )
     if clip:
-        # With the projection in front, the constant holds on the whole space.
-        exact = _clipping(exact, radius, whole=x.ndim == 4)
-        certificate = certify(exact, length, math.inf)
+        # The projection onto the ball has the constant 1, so with it in front the model's constant on the
+        # ball holds on the whole space.
+        clipping = ClipTokens(radius)
+        (row,) = certify(clipping, length, math.inf).rows
+        rows = (replace(row, path=_CLIP), *certificate.rows)
+        certificate = replace(certificate, radius=math.inf, rows=rows)
+        x = _inputs_of(exact, clipping(tokens), x.shape)
     if labels is not None and (labels.ndim != 1 or len(labels) != len(x) or not _whole(labels)):
         raise ArgumentError(
             "labels",
@@ -181,7 +190,17 @@ def evaluate(
     return Evaluation(certificate, table, float(radius), count, labels is not None)
 
 
-def _checked(inputs: Tensor) -> Tensor:
+def checked_inputs(inputs: Tensor) -> Tensor:
+    """Return inputs in float64 on the CPU.
+
+    Raises
+    ------
+    ArgumentError
+        If they are no floating-point numbers, or none.
+    NonFiniteError
+        If a number is NaN or infinite.
+
+    """
     if not inputs.is_floating_point():
         raise ArgumentError(
             "data",
@@ -207,53 +226,40 @@ def tokens_of(model: nn.Module, inputs: Tensor) -> Tensor:
     Raises
     ------
     ArgumentError
-        If the inputs are images and the model does not begin with Patches or Flatten, or have another number
-        of axes.
+        If the inputs are images and the model does not begin with Patches, Flatten, or a convolution of
+        patches that do not overlap; or if they have another number of axes.
+    CertificateError
+        If the inputs are images and the forward of the model cannot be recorded.
 
     """
     if inputs.ndim == 3:
         return inputs
     if inputs.ndim == 2:
         return inputs[:, None]
-    first = _first(model)
-    if inputs.ndim == 4 and isinstance(first, Patches):
+    first = first_module(model) if inputs.ndim == 4 else None
+    if isinstance(first, Patches):
         return first.forward(inputs)
-    if inputs.ndim == 4 and isinstance(first, nn.Flatten):
+    if isinstance(first, nn.Flatten):
         return inputs.flatten(1)[:, None]
+    if isinstance(first, nn.Conv2d) and first.kernel_size == first.stride:
+        size = first.kernel_size
+        if size[0] <= inputs.shape[2] and size[1] <= inputs.shape[3]:
+            return nn.functional.unfold(inputs, size, stride=size).mT
     raise ArgumentError(
         "data",
         expected="tokens (batch, n, d) or vectors (batch, d); images (batch, channels, height, width) for a "
-        "model that begins with hs.nn.Patches or torch.nn.Flatten",
+        "model that begins with hs.nn.Patches, torch.nn.Flatten or a Conv2d with kernel_size == stride",
         got=f"shape {tuple(inputs.shape)}",
     )
 
 
-def _first(model: nn.Module) -> nn.Module:
-    """Return the first module, apart from identities, that an input of the model passes through."""
-    while type(model) is nn.Sequential and len(model):
-        model = next((one for one in model if not isinstance(one, nn.Identity)), model[0])
-    return model
-
-
-def _clipping(model: nn.Module, radius: float, *, whole: bool) -> nn.Sequential:
-    """Return the model with its input tokens projected onto the ball of ``radius``.
-
-    If the model begins with a module that makes tokens from images, the projection follows that module.
-    """
-    named = dict(model._modules) if type(model) is nn.Sequential and len(model) else {"model": model}
-    at = next((name for name, one in named.items() if not isinstance(one, nn.Identity)), next(iter(named)))
-    found: OrderedDict[str, nn.Module] = OrderedDict()
-    for name, one in named.items():
-        assert one is not None
-        if name != at:
-            found[name] = one
-        elif type(one) is nn.Sequential and len(one):
-            found[name] = _clipping(one, radius, whole=whole)
-        elif isinstance(one, Patches) or (whole and isinstance(one, nn.Flatten)):
-            found |= {name: one, _CLIP: ClipTokens(radius)}
-        else:
-            found |= {_CLIP: ClipTokens(radius), name: one}
-    return nn.Sequential(found)
+def _inputs_of(model: nn.Module, tokens: Tensor, shape: torch.Size) -> Tensor:
+    """Return the inputs, of a given shape, that have some tokens: the inverse of :func:`tokens_of`."""
+    first = first_module(model) if len(shape) == 4 else None
+    if isinstance(first, Patches | nn.Conv2d):
+        size = first.patch_size if isinstance(first, Patches) else first.kernel_size
+        return nn.functional.fold(tokens.mT, shape[2:], size, stride=size)
+    return tokens.reshape(shape)
 
 
 def _logits(

@@ -28,7 +28,7 @@ from howsmooth.nn.parts.self_attention_block import SelfAttentionBlock
 from howsmooth.nn.parts.token_modules import Patches
 from howsmooth.nn.rounding import norm_above, rounded_up, times
 
-__all__ = ["walk_graph"]
+__all__ = ["first_module", "walk_graph"]
 
 _SOURCE = 'models with a forward of their own, howsmooth documentation, "Enforce"'
 
@@ -85,13 +85,7 @@ def walk_graph(model: nn.Module, inputs: Tensor, length: int, radius: float) -> 
 
     """
     random = torch.random.get_rng_state()
-    try:
-        graph = _Recorder().trace(model)
-    except HowsmoothError:
-        raise
-    except Exception as error:  # what a forward does may raise any error with tensors that have no values
-        raise refusal(model, "", f"has a forward that torch.fx cannot record: {error}") from error
-    follower = _Follower(fx.GraphModule(model, graph), inputs, length, radius)
+    follower = _Follower(fx.GraphModule(model, _recorded(model)), inputs, length, radius)
     last = follower.follow()
     if not torch.equal(random, torch.random.get_rng_state()):
         raise refusal(model, "", "draws random numbers, so it is not a fixed function")
@@ -99,6 +93,37 @@ def walk_graph(model: nn.Module, inputs: Tensor, length: int, radius: float) -> 
         "", kind_of(model).__name__, 0, last.constant, radius, last.radius, length, last.length, _SOURCE
     )
     return Walk((*follower.rows, row), last.constant, last.length, last.radius)
+
+
+def first_module(model: nn.Module) -> nn.Module | None:
+    """Return the first module, apart from identities, to which a model gives its input; None without one.
+
+    It is the model itself if its inside is not recorded.
+
+    Raises
+    ------
+    CertificateError
+        If the ``forward`` of the model cannot be recorded.
+
+    """
+    nodes = iter(_recorded(nn.Sequential(model)).nodes)
+    source = next(nodes)
+    for node in nodes:
+        if node.op == "call_module" and source in node.args:
+            module = model.get_submodule(str(node.target).partition(".")[2])
+            if not isinstance(module, nn.Identity):
+                return module
+            source = node
+    return None
+
+
+def _recorded(model: nn.Module) -> fx.Graph:
+    try:
+        return _Recorder().trace(model)
+    except HowsmoothError:
+        raise
+    except Exception as error:  # what a forward does may raise any error with tensors that have no values
+        raise refusal(model, "", f"has a forward that torch.fx cannot record: {error}") from error
 
 
 class _Follower(fx.Interpreter):

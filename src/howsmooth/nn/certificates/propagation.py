@@ -21,7 +21,7 @@ from howsmooth.nn.checks import check_ball, check_length
 from howsmooth.nn.module import LipschitzModule
 from howsmooth.nn.rounding import rounded_up, upper_bound
 
-__all__ = ["REWRITINGS", "Composite", "Row", "Walk", "walk"]
+__all__ = ["REWRITINGS", "Composite", "Row", "Walk", "has_rules", "walk"]
 
 
 @dataclass(frozen=True)
@@ -137,6 +137,18 @@ def walk(module: nn.Module, length: int, radius: float, path: str = "", level: i
     else:
         rows = (_of_torch(module, length, radius, path, level),)
     return Walk(rows, rows[-1].constant, rows[-1].length_out, rows[-1].radius_out)
+
+
+def has_rules(module: nn.Module) -> bool:
+    """Tell whether :func:`walk` has a rule for a module, or for each module of a Sequential.
+
+    It has none for other modules, such as models with a ``forward`` of their own.
+    """
+    kind = kind_of(module)
+    if isinstance(module, nn.Sequential) and kind.forward is nn.Sequential.forward:
+        return all(map(has_rules, module))
+    known = kind is nn.TransformerEncoder or kind in REWRITINGS or isinstance(module, LipschitzModule)
+    return known or rule_of(kind) is not None
 
 
 def kind_of(module: nn.Module) -> type[nn.Module]:

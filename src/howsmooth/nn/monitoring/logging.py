@@ -43,17 +43,33 @@ def write_scalars(writer: ScalarWriter, record: MonitorRecord) -> None:
         writer.add_scalar(tag, value, record.step)
 
 
-def log_to_wandb(run: Any = None) -> Callable[[MonitorRecord], None]:
-    """Return a monitor's ``callback`` that logs each record to a run of Weights & Biases.
+def log_to_mlflow(run_id: str | None = None) -> Callable[[MonitorRecord], None]:
+    """Return a monitor's ``callback`` that logs each record to a run of MLflow, by default the active one.
 
-    Numbers have the names ``howsmooth/<quantity>/<layer>``, and ``howsmooth/step`` as their step, so that the
-    step counter of the run does not matter. By default they go to the run of ``wandb.init``.
+    Numbers have the names ``<quantity>/<layer>`` and the record's training step.
 
     Raises
     ------
     ArgumentError
-        If wandb is not installed; at the first record, if there is no run.
+        If the package is not installed.
 
+    """
+    mlflow = imported("mlflow")
+    return lambda record: mlflow.log_metrics(_tagged(record), step=record.step, run_id=run_id)
+
+
+def log_to_trackio() -> Callable[[MonitorRecord], None]:
+    """Return a callback like that of :func:`log_to_mlflow`, for the run of ``trackio.init``."""
+    trackio = imported("trackio")
+    return lambda record: trackio.log(_tagged(record), step=record.step)
+
+
+def log_to_wandb(run: Any = None) -> Callable[[MonitorRecord], None]:
+    """Return a callback like that of :func:`log_to_mlflow`, for a run of Weights & Biases.
+
+    By default it is the run of ``wandb.init``. Names begin with ``howsmooth/``, and the step is logged as
+    ``howsmooth/step``, so that the step counter of the run does not matter. The callback raises ArgumentError
+    at the first record if there is no run.
     """
     wandb = imported("wandb")
     prepared: list[Any] = []
@@ -65,46 +81,8 @@ def log_to_wandb(run: Any = None) -> Callable[[MonitorRecord], None]:
         if own not in prepared:
             own.define_metric("howsmooth/*", step_metric="howsmooth/step")
             prepared.append(own)
-        named = {f"howsmooth/{tag}": value for tag, value in _tagged(record).items()}
-        own.log({**named, "howsmooth/step": record.step})
-
-    return log
-
-
-def log_to_mlflow(run_id: str | None = None) -> Callable[[MonitorRecord], None]:
-    """Return a monitor's ``callback`` that logs each record to a run of MLflow, by default the active one.
-
-    Numbers have the names ``<quantity>/<layer>``.
-
-    Raises
-    ------
-    ArgumentError
-        If mlflow is not installed.
-
-    """
-    mlflow = imported("mlflow")
-
-    def log(record: MonitorRecord) -> None:
-        mlflow.log_metrics(_tagged(record), step=record.step, run_id=run_id)
-
-    return log
-
-
-def log_to_trackio() -> Callable[[MonitorRecord], None]:
-    """Return a monitor's ``callback`` that logs each record to the run of ``trackio.init``.
-
-    Numbers have the names ``<quantity>/<layer>``.
-
-    Raises
-    ------
-    ArgumentError
-        If trackio is not installed.
-
-    """
-    trackio = imported("trackio")
-
-    def log(record: MonitorRecord) -> None:
-        trackio.log(_tagged(record), step=record.step)
+        named = _tagged(record) | {"step": record.step}
+        own.log({f"howsmooth/{name}": value for name, value in named.items()})
 
     return log
 
