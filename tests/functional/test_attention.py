@@ -40,6 +40,7 @@ def written_out(
     *,
     causal: bool = False,
     window: int | None = None,
+    offset: int = 0,
     scale: float | None = None,
     score_bias: Tensor | None = None,
     softcap: float | None = None,
@@ -55,7 +56,7 @@ def written_out(
         s = s + score_bias
     m, n = s.shape[-2:]
     seen = torch.ones(s.shape, dtype=torch.bool)
-    i, j = torch.arange(m)[:, None], torch.arange(n)
+    i, j = torch.arange(m)[:, None] + offset, torch.arange(n)
     if causal:
         seen = seen & (j <= i)
     if window is not None:
@@ -68,7 +69,7 @@ def written_out(
     e = torch.where(seen, torch.exp(s), 0.0)
     total = e.sum(-1, keepdim=True)
     if sinks is not None:
-        total = total + torch.exp(sinks)[:, None, None]
+        total = total + torch.exp(sinks[:, None, None] if sinks.ndim == 1 else sinks)
     return e / torch.where(total == 0, 1.0, total) @ v
 
 
@@ -98,12 +99,18 @@ CASES: dict[str, tuple[int, int, dict[str, Any], tuple[str, ...]]] = {
     "causal": (7, 7, {"causal": True}, ()),
     "window": (7, 7, {"window": 2}, ()),
     "causal window": (9, 9, {"causal": True, "window": 3}, ()),
+    "causal, more keys": (5, 9, {"causal": True}, ()),
+    "causal, more queries": (9, 5, {"causal": True}, ()),
+    "causal, last queries": (3, 9, {"causal": True, "offset": 6}, ()),
+    "window, last queries": (4, 9, {"causal": True, "window": 3, "offset": 5}, ()),
+    "window, queries that see no key": (9, 4, {"window": 2, "offset": 1}, ()),
     "boolean mask": (5, 7, {"mask": BOOLEAN}, ()),
     "added mask": (5, 7, {"mask": ADDED}, ()),
     "mask that is learned": (5, 7, {"mask": drawn(5, 1, seed=7) + drawn(1, 7, seed=8)}, ("mask",)),
     "bias of keys": (5, 7, {"score_bias": drawn(HEADS, 1, 7, seed=9)}, ("score_bias",)),
     "softcap": (5, 7, {"softcap": 0.8}, ()),
     "sinks": (5, 7, {"sinks": drawn(HEADS, seed=10)}, ("sinks",)),
+    "sinks of each query": (5, 7, {"sinks": drawn(2, HEADS, 5, 1, seed=10)}, ("sinks",)),
     "all": (
         7,
         7,
@@ -188,7 +195,19 @@ SECOND: dict[str, Function] = {
 
 
 @pytest.mark.parametrize("order", SECOND)
-@pytest.mark.parametrize("name", ["boolean mask", "added mask", "mask that is learned", "softcap", "all"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "causal, last queries",
+        "window, queries that see no key",
+        "boolean mask",
+        "added mask",
+        "mask that is learned",
+        "softcap",
+        "sinks of each query",
+        "all",
+    ],
+)
 def test_second_derivatives(name: str, order: str) -> None:
     ours, theirs, x = both(name)
     d, e = directions(x, 20), directions(x, 40)
@@ -394,19 +413,27 @@ def test_one_head_and_nothing_at_all() -> None:
 
 
 @pytest.mark.parametrize(
-    ("causal", "window", "share"), [(False, None, 1.0), (True, None, 0.6), (True, 20, 0.2), (False, 10, 0.2)]
+    ("causal", "window", "offset", "share"),
+    [
+        (False, None, 0, 1.0),
+        (True, None, 0, 0.6),
+        (True, 20, 0, 0.2),
+        (False, 10, 0, 0.2),
+        (True, 20, 300, 0.2),
+    ],
 )
 def test_blocks_hold_what_is_seen_once_and_little_else(
-    causal: bool, window: int | None, share: float, monkeypatch: pytest.MonkeyPatch
+    causal: bool, window: int | None, offset: int, share: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    n, visible = 400, Visibility(400, causal, window)
+    m, n = 400, 400 + offset
+    visible = Visibility(n, causal, window, offset=offset)
     monkeypatch.setattr(blocks, "_ENTRIES", {"cpu": 20_000})
     monkeypatch.setattr(blocks, "_FEWEST_ROWS", 16)
-    times = torch.zeros(3, 2, n, n)
-    for block in Grid(3, 2, 1, n, visible).blocks(1, torch.device("cpu")):
+    times = torch.zeros(3, 2, m, n)
+    for block in Grid(3, 2, 1, m, visible).blocks(1, torch.device("cpu")):
         times[block.lead, block.heads, block.rows, block.keys] += 1
     assert times.max() == 1
-    seen = visible.whole()
+    seen = visible.block(slice(0, m), slice(0, n))
     assert times.min() == 1 if seen is None else (times[:, :, seen] == 1).all()
     assert times.mean() <= share
 
@@ -430,10 +457,9 @@ REFUSED: dict[str, tuple[Callable[[], object], str]] = {
         lambda: call(score_bias=torch.ones(4, 6, dtype=torch.bool)),
         "score_bias: expected torch.float64",
     ),
-    "sinks": (lambda: call(sinks=torch.zeros(3, dtype=D)), r"sinks: expected shape \(2,\)"),
+    "sinks": (lambda: call(sinks=torch.zeros(3, dtype=D)), "sinks: expected a shape that broadcasts to"),
+    "offset": (lambda: call(offset=-1), "offset: expected a whole number >= 0"),
     "causal": (lambda: call(causal=1), "causal: expected True or False"),
-    "causal, not square": (lambda: call(causal=True), "causal: expected as many queries as keys"),
-    "window, not square": (lambda: call(window=2), "window: expected as many queries as keys"),
     "window": (lambda: call(window=0), "window: expected a whole number"),
     "scale": (lambda: call(scale=float("nan")), "scale: expected a finite number"),
     "softcap": (lambda: call(softcap=0), "softcap: expected a finite number > 0"),

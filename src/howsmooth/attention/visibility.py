@@ -22,12 +22,15 @@ class Visibility:
     n
         Number of keys.
     causal
-        If True, query i sees only keys j <= i.
+        If True, the query at position i sees only keys j <= i.
     window
-        Width w >= 1: query i sees only keys j with |i − j| < w. A causal window holds w keys, the query's own
-        among them.
+        Width w >= 1: the query at position i sees only keys j with |i − j| < w. A causal window holds w keys,
+        the query's own among them.
     mask
         Boolean matrix, True where the query (row) may see the key (column).
+    offset
+        Position of the first query among the keys. Causal order and window count from positions: the query
+        of row i has position i + offset.
 
     """
 
@@ -35,6 +38,7 @@ class Visibility:
     causal: bool = False
     window: int | None = None
     mask: Bool[Tensor, "m n_keys"] | None = None
+    offset: int = 0
 
     @property
     def triangle(self) -> bool | None:
@@ -49,17 +53,21 @@ class Visibility:
         queries = self.n if self.mask is None else self.mask.shape[0]
         return self.block(slice(0, queries), slice(0, self.n), device)
 
+    def all_see(self, rows: slice) -> bool:
+        """Tell whether causal order and window leave every query of ``rows`` at least one of the keys."""
+        return self.window is None or rows.stop + self.offset < self.n + self.window
+
     def keys(self, rows: slice) -> slice:
         """Return the range of keys that at least one of the given queries may attend to.
 
         The queries are ``rows``. Causal order and window count, a boolean mask does not.
         """
-        first, last = 0, self.n
+        first, last, at = 0, self.n, self._positions(rows)
         if self.causal:
-            last = min(last, rows.stop)
+            last = min(last, at.stop)
         if self.window is not None:
-            first = max(first, rows.start - self.window + 1)
-            last = min(last, rows.stop + self.window - 1)
+            first = max(first, at.start - self.window + 1)
+            last = min(last, at.stop + self.window - 1)
         return slice(min(first, last), last)
 
     def shared_keys(self, rows: slice) -> slice:
@@ -67,12 +75,12 @@ class Visibility:
 
         The queries are ``rows``. Causal order and window count, a boolean mask does not.
         """
-        first, last = 0, self.n
+        first, last, at = 0, self.n, self._positions(rows)
         if self.causal:
-            last = min(last, rows.start + 1)
+            last = min(last, at.start + 1)
         if self.window is not None:
-            first = max(first, rows.stop - self.window)
-            last = min(last, rows.start + self.window)
+            first = max(first, at.stop - self.window)
+            last = min(last, at.start + self.window)
         return slice(min(first, last), last)
 
     def block(
@@ -83,12 +91,13 @@ class Visibility:
         The mask is True where a query of ``rows`` sees a key of ``keys``.
         """
         # Order and window are compared only where they cut through the block.
-        after_all = not self.causal or keys.stop <= rows.start + 1
-        near = self.window is None or max(rows.stop - keys.start, keys.stop - rows.start) <= self.window
+        at = self._positions(rows)
+        after_all = not self.causal or keys.stop <= at.start + 1
+        near = self.window is None or max(at.stop - keys.start, keys.stop - at.start) <= self.window
         seen = None if self.mask is None else self.mask[rows, keys]
         if after_all and near:
             return seen
-        i = torch.arange(rows.start, rows.stop, device=device)[:, None]
+        i = torch.arange(at.start, at.stop, device=device)[:, None]
         j = torch.arange(keys.start, keys.stop, device=device)
         order = torch.ones((), dtype=torch.bool, device=device)
         if not after_all:
@@ -99,16 +108,21 @@ class Visibility:
 
     def clear(self, t: Float[Tensor, "*lead rows keys"], rows: slice, keys: slice) -> None:
         """Set the entries of ``t`` (..., rows, keys) to 0 in place where the query does not see the key."""
-        diagonal = rows.start - keys.start  # offset of the diagonal on which a query meets its own key
-        if self.causal and keys.stop > rows.start + 1:
+        at = self._positions(rows)
+        diagonal = at.start - keys.start  # offset of the diagonal on which a query meets its own key
+        if self.causal and keys.stop > at.start + 1:
             t.tril_(diagonal)
         if self.window is not None:
-            if rows.stop - keys.start > self.window:
+            if at.stop - keys.start > self.window:
                 t.triu_(diagonal - self.window + 1)
-            if keys.stop - rows.start > self.window and not self.causal:
+            if keys.stop - at.start > self.window and not self.causal:
                 t.tril_(diagonal + self.window - 1)
         if self.mask is not None:
             t.masked_fill_(~self.mask[rows, keys], 0.0)
+
+    def _positions(self, rows: slice) -> slice:
+        """Return the positions among the keys of the queries ``rows``."""
+        return slice(rows.start + self.offset, rows.stop + self.offset)
 
 
 def check_window(window: object) -> int | None:

@@ -6,5 +6,6 @@ once and must be differentiable in turn.
 """
 
 from howsmooth.functional.attention import attention
+from howsmooth.functional.hugging_face import register
 
-__all__ = ["attention"]
+__all__ = ["attention", "register"]

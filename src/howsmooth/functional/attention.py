@@ -28,6 +28,7 @@ def attention(
     *,
     causal: object = False,
     window: object = None,
+    offset: object = 0,
     scale: object = None,
     score_bias: object = None,
     softcap: object = None,
@@ -58,9 +59,13 @@ def attention(
         Booleans, True where the query sees the key; or numbers that are added to the scores, −∞ to hide a
         key. Broadcast to (..., heads, m, n).
     causal
-        If True, query i sees only the keys j <= i. Needs m = n.
+        If True, the query at position i sees only the keys j <= i.
     window
-        If given, query i sees only the keys j with |i − j| < window. Needs m = n.
+        If given, the query at position i sees only the keys j with |i − j| < window.
+    offset
+        Position of the first query among the keys, which ``causal`` and ``window`` count from. By default
+        0, as in ``scaled_dot_product_attention``; n − m for the last m of n tokens, whose earlier keys a
+        cache holds.
     scale
         Factor of q kᵀ in the scores; 1/√key_dim by default.
     score_bias
@@ -68,7 +73,8 @@ def attention(
     softcap
         c > 0: the scores s become c tanh(s / c), before mask and bias are added.
     sinks
-        (heads,): the score, in every row, of one further key whose value is zero.
+        The score of one further key whose value is zero: (heads,), or a shape that broadcasts to
+        (..., heads, m, 1), for a score of each query.
     kernels
         True to compute the value, the first and the second derivatives in Triton kernels, on a CUDA device.
         The kernels take float32, bfloat16 and float16, and heads of up to 256 entries. Derivatives in masks
@@ -102,14 +108,8 @@ def attention(
 
     if not isinstance(causal, bool):
         raise ArgumentError("causal", expected="True or False", got=repr(causal))
-    width = check_window(window)
-    if (causal or width is not None) and m != n:
-        raise ArgumentError(
-            "causal" if causal else "window",
-            expected="as many queries as keys, query i at the position of key i",
-            got=f"{m} queries and {n} keys",
-            remedy="Use a mask to say which keys each query sees.",
-        )
+    if isinstance(offset, bool) or not isinstance(offset, int) or offset < 0:
+        raise ArgumentError("offset", expected="a whole number >= 0", got=repr(offset))
     names = ["q", "k", "v"]
     # Query heads that share a key head are put on an axis of their own, the group.
     tensors = [
@@ -127,12 +127,11 @@ def attention(
         tensors.append(_as_scores("score_bias", _tensor("score_bias", score_bias, like=q), axes, group))
     if sinks is not None:
         column = _tensor("sinks", sinks, like=q)
-        if column.shape != (heads,):
-            raise ArgumentError("sinks", expected=f"shape ({heads},)", got=str(tuple(column.shape)))
+        column = column[:, None, None] if column.ndim == 1 else column
         names.append("sinks")
-        tensors.append(column.reshape(1, kv_heads, group, 1, 1))
+        tensors.append(_as_scores("sinks", column, (*lead, heads, m, 1), group))
 
-    grid = Grid(size, kv_heads, group, m, Visibility(n, causal, width))
+    grid = Grid(size, kv_heads, group, m, Visibility(n, causal, check_window(window), offset=offset))
     factor = 1 / math.sqrt(key_dim) if scale is None else _number("scale", scale)
     cap = None if softcap is None else _number("softcap", softcap, positive=True)
     shape: Shape = (grid.lead, kv_heads, group, m, value_dim)
@@ -141,7 +140,7 @@ def attention(
         raise ArgumentError("kernels", expected="True or False", got=repr(kernels))
     fused = None
     if kernels:
-        if (found := obstacle(dict(zip(names, tensors, strict=True)))) is not None:
+        if (found := obstacle(scores, dict(zip(names, tensors, strict=True)))) is not None:
             raise ArgumentError("kernels", expected="False, or a call that the kernels support", got=found)
         fused = Kernels(scores)
     (out,) = apply(attention_map(scores, shape, fused), *tensors)

@@ -66,9 +66,15 @@ _FIRST = {
 _BY_KEYS = ("adjoint_keys", "second_keys")
 
 
-def obstacle(x: Mapping[str, Tensor]) -> str | None:
+def obstacle(scores: Scores, x: Mapping[str, Tensor]) -> str | None:
     """Return in words why the Triton kernels do not support the tensors ``x``; None if they do."""
-    q, v = x["q"], x["v"]
+    q, v, visible = x["q"], x["v"], scores.grid.visible
+    if (visible.causal or visible.window is not None) and (visible.offset or scores.grid.m != visible.n):
+        return (
+            f"causal order or a window of {scores.grid.m} queries from {visible.offset} on, {visible.n} keys"
+        )
+    if "sinks" in x and x["sinks"].shape[-2] * x["sinks"].shape[0] != 1:
+        return "sinks for each query"
     if q.dtype not in _DTYPES:
         return f"{q.dtype}"
     if max(q.shape[-1], v.shape[-1]) > _WIDEST or 0 in (*q.shape, *x["k"].shape, *v.shape):

@@ -105,7 +105,7 @@ def weights(scores: Scores, block: Block, x: Mapping[str, Tensor]) -> Weights:
         s = scores.softcap * tanh
     added = [name for name in _ADDED if name in x]
     alive = None
-    if "seen" not in x and not added:
+    if "seen" not in x and not added and scores.grid.visible.all_see(block.rows):
         s = _ordered(s, scores.grid.visible, block)
     else:
         seen = scores.grid.visible.block(block.rows, block.keys, s.device)
@@ -140,7 +140,7 @@ def _ordered(s: Tensor, visible: Visibility, block: Block) -> Tensor:
     first = block.keys.start
     if visible.triangle:
         # In causal order all rows of the block see the keys before its first row.
-        first = max(first, block.rows.start)
+        first = max(first, block.rows.start + visible.offset)
     seen = visible.block(block.rows, slice(first, block.keys.stop), s.device)
     if seen is None:
         return s

@@ -1,0 +1,115 @@
+"""Attention of this package as an attention implementation of Hugging Face transformers.
+
+The library transformers is imported when :func:`register` is called, and not before.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from howsmooth.errors import ArgumentError
+from howsmooth.functional.attention import attention
+from howsmooth.functional.rule_mask import RuleMask, rule_mask
+
+__all__ = ["register"]
+
+# What other implementations take to choose keys, and what the models' eager attention knows by a mask alone.
+_CHOICES = ("indices", "block_indices")
+
+
+def register() -> None:
+    """Make ``attn_implementation="howsmooth"`` known to Hugging Face transformers.
+
+    From then on, ``from_pretrained(..., attn_implementation="howsmooth")`` and
+    ``model.set_attn_implementation("howsmooth")`` let any model whose attention goes through the
+    ``AttentionInterface`` of transformers compute it by :func:`attention`: the same numbers as with
+    ``"eager"``, all derivatives in every mode, and memory for the tokens, not for their pairs. Causal order,
+    windows and padding are not stored as matrices.
+
+    There is one difference from ``"eager"``: a query that sees no key, such as one of padding tokens on the
+    left, has output zero, as in ``"sdpa"``, where ``"eager"`` returns the mean of all values.
+
+    Raises
+    ------
+    ArgumentError
+        Not here, but in the model's forward pass: if it asks for dropout in training, for attention
+        probabilities (``output_attentions=True``), or for a choice of keys that is not given as a mask.
+
+    """
+    from transformers import AttentionInterface, AttentionMaskInterface
+
+    AttentionInterface.register("howsmooth", _attention_forward)
+    AttentionMaskInterface.register("howsmooth", rule_mask)
+
+
+def _attention_forward(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | Tensor | None = None,
+    position_bias: Tensor | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    sinks: Tensor | None = None,
+    **rest: Any,
+) -> tuple[Tensor, None]:
+    """Return the output (batch, m, heads, value_dim) of a layer of transformers, and no probabilities.
+
+    The arguments are those that layers give to the functions of ``AttentionInterface``: queries
+    (batch, heads, m, key_dim), keys and values (batch, kv_heads, n, ...). Without a mask every query sees
+    every key, as in eager attention, whatever ``is_causal`` says.
+    """
+    _check_supported(module, dropout, rest)
+    m, n = query.shape[-2], key.shape[-2]
+    if isinstance(scaling, Tensor):
+        query, scaling = query * scaling, 1.0
+    sinks = s_aux if sinks is None else sinks
+    rule: dict[str, object] = {}
+    if isinstance(attention_mask, RuleMask) and attention_mask.shape[-2:] == (m, n):
+        visible, padding = attention_mask.visible, attention_mask.padding
+        rule = {"causal": visible.causal, "window": visible.window, "offset": visible.offset}
+        attention_mask = None if padding is None else padding[:, None, None, :]
+    numbers = {"mask": attention_mask, "score_bias": position_bias, "sinks": sinks}
+    for name, t in numbers.items():
+        if t is not None:
+            rule[name] = t if t.dtype == torch.bool else t.to(query.dtype)
+    out = attention(query, key, value, scale=scaling, softcap=softcap, **rule)
+    return out.transpose(1, 2).contiguous(), None
+
+
+def _check_supported(module: nn.Module, dropout: float, rest: dict[str, Any]) -> None:
+    """Raise an error if a layer asks for what the implementation "howsmooth" does not do."""
+    asked: list[tuple[bool, str, str, str]] = [
+        (
+            bool(dropout) and module.training,
+            "dropout",
+            "0, because attention is computed without dropout",
+            "Call model.eval(), or set the dropout of attention to 0 in the model's configuration.",
+        ),
+        (
+            bool(rest.get("output_attentions")),
+            "output_attentions",
+            "False, because attention probabilities are not kept",
+            'Use attn_implementation="eager" for attention probabilities.',
+        ),
+        *(
+            (
+                rest.get(name) is not None,
+                name,
+                "None, because keys are chosen by masks alone",
+                'Use attn_implementation="eager" for this model.',
+            )
+            for name in (*_CHOICES, "cache")
+        ),
+    ]
+    for refused, name, expected, remedy in asked:
+        if refused:
+            got = dropout if name == "dropout" else rest[name]
+            shown = f"a {type(got).__name__}" if name in (*_CHOICES, "cache") else repr(got)
+            raise ArgumentError(name, expected=expected, got=shown, remedy=remedy)

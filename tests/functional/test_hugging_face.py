@@ -1,0 +1,202 @@
+"""The implementation "howsmooth" of transformers against the eager attention of each model type."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.func import functional_call, grad, jvp
+from torch.utils._pytree import tree_leaves
+from transformers import MistralConfig, MistralForCausalLM, PreTrainedModel
+from transformers.masking_utils import (
+    bidirectional_mask_function,
+    causal_mask_function,
+    chunked_causal_mask_function,
+    eager_mask,
+    sliding_window_bidirectional_mask_function,
+    sliding_window_causal_mask_function,
+)
+
+import howsmooth as hs
+from howsmooth.errors import ArgumentError
+from howsmooth.functional.rule_mask import RuleMask, rule_mask
+from tests._tiny_models import WithoutDowncast, tiny, token_ids
+from tests.architectures.build import build, inputs_of
+
+hs.functional.register()
+
+#: Masks, windows, biases by position, soft caps, sinks, grouped heads, cross-attention, images, sound.
+SAMPLE = (
+    "align", "bert", "clip", "deepseek_v3", "gemma2", "gpt_oss", "granite_swa", "inkling2", "llama",
+    "llama4_text", "mistral", "modernbert", "splinter", "swin", "t5", "vit", "whisper",
+)  # fmt: skip
+
+
+def _floats(outputs: Any) -> list[Tensor]:
+    """The tensors of a model's outputs that depend on its parameters."""
+    if isinstance(outputs, Tensor):
+        return [outputs] if outputs.requires_grad else []
+    parts = outputs.values() if hasattr(outputs, "values") else outputs
+    return [t for part in parts for t in _floats(part)] if isinstance(outputs, (dict, list, tuple)) else []
+
+
+def _with(implementation: str, model: PreTrainedModel, inputs: dict[str, Any]) -> list[Tensor]:
+    """Outputs, and gradients of a random sum of them, one gradient for all parameters."""
+    model.set_attn_implementation(implementation)
+    torch.manual_seed(0)
+    outputs = _floats(model(**inputs))
+    generator = torch.Generator().manual_seed(1)
+    loss = sum((t * torch.randn(t.shape, generator=generator)).sum() for t in outputs)
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    found = torch.autograd.grad(loss, parameters, materialize_grads=True)
+    return [*(t.detach() for t in outputs), torch.cat([g.flatten() for g in found])]
+
+
+def _error(ours: Tensor, eager: Tensor) -> float:
+    return float((ours - eager).abs().max() / eager.abs().max())
+
+
+def compared(model_type: str) -> float:
+    """The largest difference of outputs and gradients from eager attention, relative to their size."""
+    model = build(model_type)
+    inputs = inputs_of(model_type, model)
+    model = model.float()
+    inputs = {
+        name: v.float() if isinstance(v, Tensor) and v.is_floating_point() else v
+        for name, v in inputs.items()
+    }
+    ours, eager = (_with(name, model, inputs) for name in ("howsmooth", "eager"))
+    return max(_error(a, b) for a, b in zip(ours, eager, strict=True))
+
+
+@pytest.mark.parametrize("model_type", SAMPLE)
+def test_a_model_type_is_as_eager(model_type: str) -> None:
+    assert compared(model_type) <= 1e-5
+
+
+FUNCTIONS = {
+    "causal": (causal_mask_function, None),
+    "bidirectional": (bidirectional_mask_function, None),
+    "causal window": (sliding_window_causal_mask_function(3), 3),
+    "window": (sliding_window_bidirectional_mask_function(3), 3),
+}
+PADDING = torch.tensor([[0, 1, 1, 1, 1, 1, 1, 1, 1], [1, 1, 1, 1, 1, 1, 1, 1, 1]]).bool()
+
+
+@pytest.mark.parametrize("padded", [False, True])
+@pytest.mark.parametrize(("m", "offset"), [(9, 0), (4, 5), (1, 8), (9, 2)])
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_a_rule_is_the_eager_mask(name: str, m: int, offset: int, padded: bool) -> None:
+    """As a rule for attention, and as numbers for what else a model does with its mask."""
+    function, size = FUNCTIONS[name]
+    given: dict[str, Any] = {
+        "batch_size": 2, "q_length": m, "kv_length": 9, "q_offset": offset, "mask_function": function,
+        "local_size": size, "attention_mask": PADDING if padded else None,
+    }  # fmt: skip
+    mask, eager = rule_mask(**given), eager_mask(**given)
+    assert isinstance(mask, RuleMask)
+    assert mask.shape == eager.shape
+    assert mask.dtype == eager.dtype
+    assert torch.equal(mask[:, :, -2:] + 1, eager[:, :, -2:] + 1)
+    seen = mask.visible.block(slice(0, m), slice(0, 9))
+    every = torch.ones(2, 1, m, 9, dtype=torch.bool) if seen is None else seen.expand(2, 1, m, 9)
+    if mask.padding is not None:
+        every = every & mask.padding[:, None, None]
+    assert torch.equal(every, eager == 0)
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        chunked_causal_mask_function(3, torch.zeros(1, dtype=torch.int64)),
+        sliding_window_causal_mask_function(4),
+        sliding_window_bidirectional_mask_function(4),
+    ],
+)
+def test_other_rules_are_not_taken_for_these(function: Callable[..., Any]) -> None:
+    given = {"batch_size": 1, "q_length": 6, "kv_length": 6, "mask_function": function, "local_size": 3}
+    mask = rule_mask(**given)
+    assert not isinstance(mask, RuleMask)
+    assert torch.equal(mask, eager_mask(**given))
+
+
+def _mistral() -> MistralForCausalLM:
+    config = MistralConfig(
+        vocab_size=60, hidden_size=24, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
+        intermediate_size=40, sliding_window=5, attn_implementation="eager",
+    )  # fmt: skip
+    torch.manual_seed(0)
+    return MistralForCausalLM(config).eval()
+
+
+def test_padding_and_generation_with_a_cache() -> None:
+    """Padding on the left, one token after another, and several tokens at once to a cache."""
+    model, ids = _mistral(), token_ids(2, 9)
+    seen = torch.ones_like(ids)
+    seen[0, :3] = 0
+    real = seen.bool()
+    found = {}
+    for name in ("eager", "howsmooth"):
+        model.set_attn_implementation(name)
+        with torch.no_grad():
+            whole = model(ids, attention_mask=seen).logits
+            begun = model(ids[:, :4], attention_mask=seen[:, :4], use_cache=True)
+            rest = model(ids[:, 4:], attention_mask=seen, past_key_values=begun.past_key_values).logits
+            text = model.generate(ids, attention_mask=seen, max_new_tokens=8, do_sample=False, pad_token_id=0)
+        assert _error(rest, whole[:, 4:]) <= 1e-5
+        found[name] = (whole[real], rest, text)
+    assert _error(found["howsmooth"][0], found["eager"][0]) <= 1e-5
+    assert _error(found["howsmooth"][1], found["eager"][1]) <= 1e-5
+    assert torch.equal(found["howsmooth"][2], found["eager"][2])
+
+
+@pytest.mark.parametrize("name", ["llama", "mistral"])
+def test_a_hessian_vector_product_of_a_whole_model(name: str) -> None:
+    """Forward over reverse mode through a model, with its masks made inside, as of eager attention."""
+    model = tiny(name, torch.float64, "eager")
+    x, e = torch.randn(2, 2, 7, 24, dtype=torch.float64).unbind()
+    found = {}
+    for implementation in ("eager", "howsmooth"):
+        model.set_attn_implementation(implementation)
+
+        def loss(x: Tensor) -> Tensor:
+            outputs = functional_call(model, {}, kwargs={"inputs_embeds": x, "use_cache": False})
+            return (outputs.last_hidden_state**2).sum()
+
+        with WithoutDowncast():
+            found[implementation] = jvp(grad(loss), (x,), (e,))[1].detach()
+    assert _error(found["howsmooth"], found["eager"]) <= 1e-12
+
+
+def test_refusals() -> None:
+    model, ids = tiny("llama", attention="eager"), token_ids(1, 5)
+    model.set_attn_implementation("howsmooth")
+    with pytest.raises(ArgumentError, match=r"^dropout: expected 0.*Call model.eval\(\)"):
+        model.train()(ids)
+    attention = model.eval().layers[0].self_attn
+    tokens, positions = torch.randn(1, 5, 24), model.rotary_emb(torch.randn(1, 5, 24), torch.arange(5)[None])
+    for name, given in {"output_attentions": True, "indices": ids, "cache": object()}.items():
+        with pytest.raises(ArgumentError, match=f"^{name}: expected"):
+            attention(tokens, positions, None, **{name: given})
+
+
+def test_a_rule_needs_no_matrix(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The numbers of the mask of a causal or windowed model are never computed."""
+    asked: list[RuleMask] = []
+    dispatch = RuleMask.__torch_dispatch__.__func__
+
+    def noted(cls: type, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        asked.extend(t for t in tree_leaves((args, kwargs)) if isinstance(t, RuleMask))
+        return dispatch(cls, func, types, args, kwargs)
+
+    monkeypatch.setattr(RuleMask, "__torch_dispatch__", classmethod(noted))
+    for model in (tiny("llama", attention="howsmooth"), tiny("mistral", attention="howsmooth")):
+        seen = torch.ones(2, 9)
+        seen[0, :2] = 0
+        model(token_ids(2, 9), attention_mask=seen).last_hidden_state.sum().backward()
+    assert not asked
+    rule_mask(batch_size=1, q_length=2, kv_length=2).sum()
+    assert len(asked) == 1
