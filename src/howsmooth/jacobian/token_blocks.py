@@ -193,13 +193,12 @@ class _AttentionBlocks(TokenBlocks):
             self._projections[dtype] = Projection.of(self._f, dtype, len(i))
         moved = self._slope[:, i, j, None] * (self._v[:, j] - self._mean[:, i])
         own = self._own_query(i).to(dtype) if bool((i == j).all()) else None
-        parts = (self._p[:, i, j].mT, moved.transpose(0, 1), self._read(i, j))
-        rounding = self._core.rounding(1).expand(len(i)) * (
-            torch.finfo(dtype).eps / torch.finfo(torch.float64).eps
+        p, moved, read = (
+            t.to(dtype).contiguous() for t in (self._p[:, i, j].mT, moved.transpose(0, 1), self._read(i, j))
         )
-        return _AttentionTile(
-            self._projections[dtype], *(t.to(dtype).contiguous() for t in parts), own, rounding
-        )
+        digits = torch.finfo(dtype).eps / torch.finfo(torch.float64).eps
+        rounding = digits * self._core.rounding(1).expand(len(i))
+        return _AttentionTile(self._projections[dtype], p, moved, read, own, rounding)
 
     def _read(self, i: Tensor, j: Tensor) -> Float[Tensor, "pairs heads d"]:
         """Return b_ij of each head: the direction in which token j changes its score with query i."""
@@ -252,8 +251,8 @@ class _Placed:
     ) -> _Placed:
         """Return the derivatives at some of n tokens.
 
-        ``norm`` is the Jacobian of the norm at all tokens. Its rows are tokens, or pairs of token and head, of
-        which ``heads`` chooses some.
+        ``norm`` is the Jacobian of the norm at all tokens. Its rows are tokens, or pairs of token and head,
+        of which ``heads`` chooses some.
         """
         if norm is not None:
             unit, factor = (t.view(n, -1, t.shape[-1])[tokens] for t in (norm.unit, norm.factor))
@@ -279,8 +278,8 @@ class _Placed:
     def to(self, dtype: torch.dtype) -> _Placed:
         norm = self.norm
         if norm is not None:
-            parts = (t.to(dtype) for t in (norm.gain, norm.unit, norm.factor))
-            norm = NormJacobian(*parts, centred=norm.centred)
+            gain, unit, factor = (t.to(dtype) for t in (norm.gain, norm.unit, norm.factor))
+            norm = NormJacobian(gain, unit, factor, centred=norm.centred)
         return _Placed(norm, None if self.rotary is None else self.rotary.to(dtype=dtype))
 
     def select(self, members: Tensor) -> _Placed:
@@ -378,5 +377,5 @@ class _AttentionTile(LinearOperator):
         """Return the given blocks."""
         members = members.to(self.device)
         own = None if self.own is None else self.own.select(members)
-        parts = (t[members] for t in (self.p, self.moved, self.read))
-        return _AttentionTile(self.projection, *parts, own, self.rounding[members.cpu()])
+        p, moved, read = (t[members] for t in (self.p, self.moved, self.read))
+        return _AttentionTile(self.projection, p, moved, read, own, self.rounding[members.cpu()])

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import base64
-import io
 import os
 from pathlib import Path
 from typing import Any
@@ -13,7 +11,7 @@ from markupsafe import Markup
 
 from howsmooth.errors import StoreError
 from howsmooth.profiling.result import Profile
-from howsmooth.study.html_pages import digest, style_sheet, templates_of
+from howsmooth.study.html_pages import digest, image_url, style_sheet, templates_of
 from howsmooth.study.output_files import csv_of, replace_file
 from howsmooth.study.records import plain_rows
 from howsmooth.study.report.chart_data import visible_token
@@ -41,7 +39,7 @@ def write(profile: Profile, folder: str | os.PathLike[str]) -> list[Path]:
     page, image, vector, table, tokens = paths = [folder / name for name in names]
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        replace_file(page, render(profile, png(figure)))
+        replace_file(page, render(profile, image_url(figure)))
         figure.savefig(image, metadata={"Software": "howsmooth"})
         figure.savefig(vector, metadata={"Creator": "howsmooth", "CreationDate": None})
         replace_file(table, csv_of(profile.table))
@@ -65,15 +63,8 @@ def render(profile: Profile, image: str) -> str:
 def fragment(profile: Profile) -> str:
     """Return the profile as HTML for notebooks: its figure, ranking and most sensitive tokens."""
     style = _template("profile.css").render()
-    body = _body(profile, png(profile.plot()), _IN_NOTEBOOK)
+    body = _body(profile, image_url(profile.plot()), _IN_NOTEBOOK)
     return f'<div class="howsmooth"><style>{style}</style>{body}</div>'
-
-
-def png(figure: Any) -> str:
-    """Return a figure as a PNG in a data URL."""
-    file = io.BytesIO()
-    figure.savefig(file, format="png", metadata={"Software": "howsmooth"})
-    return f"data:image/png;base64,{base64.b64encode(file.getvalue()).decode()}"
 
 
 def _template(name: str) -> Any:
