@@ -16,7 +16,7 @@ import abc
 from dataclasses import dataclass
 
 import torch
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Float, Int
 from torch import Tensor
 
 from howsmooth.attention import (
@@ -43,8 +43,11 @@ class TokenBlocks(abc.ABC):
     """All blocks of a Jacobian at one sequence of n tokens, made in tiles of some pairs of tokens."""
 
     @abc.abstractmethod
-    def seen(self) -> Bool[Tensor, "n n"]:
-        """Return which blocks may differ from zero."""
+    def weights(self) -> Float[Tensor, "n n"]:
+        """Return the largest attention weight in each block, and one on the diagonal.
+
+        Where it is zero, the block is zero.
+        """
 
     @abc.abstractmethod
     def tile(self, i: Int[Tensor, " pairs"], j: Int[Tensor, " pairs"], dtype: torch.dtype) -> LinearOperator:
@@ -116,8 +119,8 @@ class _Diagonal(TokenBlocks):
         self._f, self._x = f, x
         self._made: dict[torch.dtype, LinearOperator] = {}
 
-    def seen(self) -> Tensor:
-        return torch.eye(len(self._x), dtype=torch.bool, device=self._x.device)
+    def weights(self) -> Tensor:
+        return torch.eye(len(self._x), dtype=torch.float64, device=self._x.device)
 
     def tile(self, i: Tensor, j: Tensor, dtype: torch.dtype) -> LinearOperator:
         return self.at(i, dtype)
@@ -136,9 +139,8 @@ class _ResidualBlocks(TokenBlocks):
     def __init__(self, inner: TokenBlocks) -> None:
         self._inner = inner
 
-    def seen(self) -> Tensor:
-        seen = self._inner.seen()
-        return seen | torch.eye(len(seen), dtype=torch.bool, device=seen.device)
+    def weights(self) -> Tensor:
+        return self._inner.weights()
 
     def tile(self, i: Tensor, j: Tensor, dtype: torch.dtype) -> LinearOperator:
         inner = self._inner.tile(i, j, dtype)
@@ -151,9 +153,9 @@ class _ComposedBlocks(TokenBlocks):
     def __init__(self, outer: TokenBlocks, inner: TokenBlocks) -> None:
         self._outer, self._inner = outer, inner
 
-    def seen(self) -> Tensor:
+    def weights(self) -> Tensor:
         mixing = self._inner if isinstance(self._outer, _Diagonal) else self._outer
-        return mixing.seen()
+        return mixing.weights()
 
     def tile(self, i: Tensor, j: Tensor, dtype: torch.dtype) -> LinearOperator:
         if isinstance(self._outer, _Diagonal):
@@ -184,9 +186,8 @@ class _AttentionBlocks(TokenBlocks):
         self._key_norm = norm_jacobian(f.key_norm, tokens, f.key, f.key_bias, torch.float64)
         self._projections: dict[torch.dtype, Projection] = {}
 
-    def seen(self) -> Tensor:
-        own = torch.eye(self._p.shape[1], dtype=torch.bool, device=self._p.device)
-        return (self._p > 0).any(dim=0) | own
+    def weights(self) -> Tensor:
+        return self._p.amax(dim=0).fill_diagonal_(1.0)
 
     def tile(self, i: Tensor, j: Tensor, dtype: torch.dtype) -> LinearOperator:
         if dtype not in self._projections:

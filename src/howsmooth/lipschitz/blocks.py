@@ -23,6 +23,8 @@ __all__ = ["BlockNorms", "block_norms", "sequence_jacobian"]
 _PAIRS = 256
 # Products with the adjoint that PyTorch makes together.
 _TOGETHER = 32
+# Blocks with smaller attention weights may leave the range of float32.
+_FAINT = 2.0**-40
 # Float32 products show how far the terms of a block cancel. The rounding error of float64 products is taken
 # to be this multiple of what it is in proportion.
 _MARGIN = 64.0
@@ -104,15 +106,15 @@ def _cut(pairs: Int[Tensor, " pairs"]) -> Iterator[Tensor]:
 
 
 def _of_tiles(blocks: TokenBlocks, outputs: Tensor, dtype: torch.dtype, solver: Solver) -> BlockNorms:
-    seen = blocks.seen()
-    norms = BlockNorms.zeros(len(outputs), seen.shape[1])
-    row, j = torch.nonzero(seen[outputs], as_tuple=True)
-    i = outputs[row]
-    # Blocks of the diagonal have tiles of their own.
-    for some in (torch.nonzero(i == j)[:, 0], torch.nonzero(i != j)[:, 0]):
-        for part in _cut(some):
-            members = (row[part] * seen.shape[1] + j[part]).tolist()
-            found, error = _of_tile(blocks, i[part], j[part], members, dtype, solver)
+    weights = blocks.weights()[outputs]
+    norms = BlockNorms.zeros(*weights.shape)
+    row, j = torch.nonzero(weights, as_tuple=True)
+    i, faint = outputs[row], weights[row, j] < _FAINT
+    # Blocks of the diagonal have tiles of their own, and faint blocks are iterated in float64.
+    for some, of_some in ((i == j, dtype), ((i != j) & ~faint, dtype), (faint, torch.float64)):
+        for part in _cut(torch.nonzero(some)[:, 0]):
+            members = (row[part] * weights.shape[1] + j[part]).tolist()
+            found, error = _of_tile(blocks, i[part], j[part], members, of_some, solver)
             norms.write(row[part], j[part], found, error, solver.rtol)
     return norms
 
