@@ -74,7 +74,7 @@ def test_products_with_tiles_are_those_with_dense_blocks(name: str) -> None:
         i, j = torch.nonzero(some, as_tuple=True)
         if not len(i):
             continue
-        tile, of_pairs = blocks.tile(i, j, torch.float64), dense[i, j]
+        (tile,), of_pairs = blocks.tile(i, j, [torch.float64]), dense[i, j]
         e, u = tokens(5, len(i), 1, 6), tokens(6, len(i), 1, of_pairs.shape[1])
         image = e @ of_pairs.mT
         torch.testing.assert_close(tile.product(e), image)

@@ -13,6 +13,7 @@ diagonal have a further term, because the query of a token moves too:
 from __future__ import annotations
 
 import abc
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -50,8 +51,10 @@ class TokenBlocks(abc.ABC):
         """
 
     @abc.abstractmethod
-    def tile(self, i: Int[Tensor, " pairs"], j: Int[Tensor, " pairs"], dtype: torch.dtype) -> LinearOperator:
-        """Return the blocks J_ij of some pairs as a batch of maps (1, d) -> (1, d_out) in ``dtype``.
+    def tile(
+        self, i: Int[Tensor, " pairs"], j: Int[Tensor, " pairs"], dtypes: Sequence[torch.dtype]
+    ) -> list[LinearOperator]:
+        """Return the blocks J_ij of some pairs as a batch of maps (1, d) -> (1, d_out), for each dtype.
 
         The pairs must lie on the diagonal, all of them or none.
         """
@@ -122,15 +125,12 @@ class _Diagonal(TokenBlocks):
     def weights(self) -> Tensor:
         return torch.eye(len(self._x), dtype=torch.float64, device=self._x.device)
 
-    def tile(self, i: Tensor, j: Tensor, dtype: torch.dtype) -> LinearOperator:
-        return self.at(i, dtype)
-
-    def at(self, i: Int[Tensor, " pairs"], dtype: torch.dtype) -> LinearOperator:
-        """Return the derivatives of the map at some tokens."""
-        if dtype not in self._made:
-            # Each token is a sequence of its own.
-            self._made[dtype] = closed_form_jacobian(self._f, self._x[:, None], dtype=dtype)
-        return self._made[dtype].select(i)
+    def tile(self, i: Tensor, j: Tensor, dtypes: Sequence[torch.dtype]) -> list[LinearOperator]:
+        for dtype in dtypes:
+            if dtype not in self._made:
+                # Each token is a sequence of its own.
+                self._made[dtype] = closed_form_jacobian(self._f, self._x[:, None], dtype=dtype)
+        return [self._made[dtype].select(i) for dtype in dtypes]
 
 
 class _ResidualBlocks(TokenBlocks):
@@ -142,9 +142,9 @@ class _ResidualBlocks(TokenBlocks):
     def weights(self) -> Tensor:
         return self._inner.weights()
 
-    def tile(self, i: Tensor, j: Tensor, dtype: torch.dtype) -> LinearOperator:
-        inner = self._inner.tile(i, j, dtype)
-        return ResidualJacobian(inner) if bool((i == j).all()) else inner
+    def tile(self, i: Tensor, j: Tensor, dtypes: Sequence[torch.dtype]) -> list[LinearOperator]:
+        inner = self._inner.tile(i, j, dtypes)
+        return [ResidualJacobian(part) for part in inner] if bool((i == j).all()) else inner
 
 
 class _ComposedBlocks(TokenBlocks):
@@ -157,11 +157,13 @@ class _ComposedBlocks(TokenBlocks):
         mixing = self._inner if isinstance(self._outer, _Diagonal) else self._outer
         return mixing.weights()
 
-    def tile(self, i: Tensor, j: Tensor, dtype: torch.dtype) -> LinearOperator:
-        if isinstance(self._outer, _Diagonal):
-            return ComposedJacobian(self._outer.at(i, dtype), self._inner.tile(i, j, dtype))
-        assert isinstance(self._inner, _Diagonal)
-        return ComposedJacobian(self._outer.tile(i, j, dtype), self._inner.at(j, dtype))
+    def tile(self, i: Tensor, j: Tensor, dtypes: Sequence[torch.dtype]) -> list[LinearOperator]:
+        # The map that treats each token by itself acts at the input token, or at the output token.
+        if isinstance(self._inner, _Diagonal):
+            outer, inner = self._outer.tile(i, j, dtypes), self._inner.tile(j, j, dtypes)
+        else:
+            outer, inner = self._outer.tile(i, i, dtypes), self._inner.tile(i, j, dtypes)
+        return [ComposedJacobian(*parts) for parts in zip(outer, inner, strict=True)]
 
 
 # ---- attention
@@ -189,17 +191,20 @@ class _AttentionBlocks(TokenBlocks):
     def weights(self) -> Tensor:
         return self._p.amax(dim=0).fill_diagonal_(1.0)
 
-    def tile(self, i: Tensor, j: Tensor, dtype: torch.dtype) -> LinearOperator:
-        if dtype not in self._projections:
-            self._projections[dtype] = Projection.of(self._f, dtype, len(i))
+    def tile(self, i: Tensor, j: Tensor, dtypes: Sequence[torch.dtype]) -> list[LinearOperator]:
         moved = self._slope[:, i, j, None] * (self._v[:, j] - self._mean[:, i])
-        own = self._own_query(i).to(dtype) if bool((i == j).all()) else None
-        p, moved, read = (
-            t.to(dtype).contiguous() for t in (self._p[:, i, j].mT, moved.transpose(0, 1), self._read(i, j))
-        )
-        digits = torch.finfo(dtype).eps / torch.finfo(torch.float64).eps
-        rounding = digits * self._core.rounding(1).expand(len(i))
-        return _AttentionTile(self._projections[dtype], p, moved, read, own, rounding)
+        parts = (self._p[:, i, j].mT, moved.transpose(0, 1), self._read(i, j))
+        own = self._own_query(i) if bool((i == j).all()) else None
+        found: list[LinearOperator] = []
+        for dtype in dtypes:
+            if dtype not in self._projections:
+                self._projections[dtype] = Projection.of(self._f, dtype, len(i))
+            p, moved, read = (t.to(dtype).contiguous() for t in parts)
+            digits = torch.finfo(dtype).eps / torch.finfo(torch.float64).eps
+            rounding = digits * self._core.rounding(1).expand(len(i))
+            query = None if own is None else own.to(dtype)
+            found.append(_AttentionTile(self._projections[dtype], p, moved, read, query, rounding))
+        return found
 
     def _read(self, i: Tensor, j: Tensor) -> Float[Tensor, "pairs heads d"]:
         """Return b_ij of each head: the direction in which token j changes its score with query i."""

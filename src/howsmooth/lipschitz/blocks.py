@@ -123,7 +123,7 @@ def _of_tile(
     blocks: TokenBlocks, i: Tensor, j: Tensor, members: Sequence[int], dtype: torch.dtype, solver: Solver
 ) -> tuple[LeadingTriplet, Float[Tensor, " pairs"]]:
     """Return the leading triplets of some blocks, and their absolute rounding errors."""
-    exact, single = (blocks.tile(i, j, dtype) for dtype in (torch.float64, torch.float32))
+    exact, single = blocks.tile(i, j, (torch.float64, torch.float32))
     found = _leading(exact if dtype == torch.float64 else single, members, solver)
     if dtype != torch.float64:
         found = verdict(single, exact, found, members, solver)
