@@ -47,12 +47,14 @@ if TYPE_CHECKING:
     from howsmooth.models import Site, capture, load_model
     from howsmooth.profiling import Profile, profile
     from howsmooth.study.reading import read
+    from howsmooth.token_influence import Influence, influence
 
 __version__ = metadata.version("howsmooth")
 
 __all__ = [
     "Compose",
     "HowsmoothError",
+    "Influence",
     "L2Attention",
     "LayerNorm",
     "LayerScale",
@@ -73,6 +75,7 @@ __all__ = [
     "dynamics",
     "errors",
     "functional",
+    "influence",
     "jacobian",
     "load_model",
     "local_lipschitz",
@@ -104,6 +107,7 @@ _ROOMS = {
     "models": ("Site", "capture", "load_model"),
     "profiling": ("Profile", "profile"),
     "study.reading": ("read",),
+    "token_influence": ("Influence", "influence"),
 }
 _WHOLE_ROOMS = (
     "adversarial",

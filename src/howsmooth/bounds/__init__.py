@@ -9,6 +9,8 @@
   ``token_upper_bounds``. For large tokens, upper and lower: ``theorem_3_7`` and ``theorem_4_5``.
 - Lower bounds on a ball: ``proposition_3_4`` and the other functions of ``ball_lower_bounds`` and
   ``mean_field_lower_bounds``.
+- Upper bounds on how far one token moves if every token moves by at most one: ``token_wise_ball_upper_bound``
+  and ``token_wise_upper_bound``. They are in other norms, so ``best`` and ``table`` leave them out.
 - Upper bounds for L2, scaled cosine, Sinkhorn and LipschitzNorm attention: ``variant_upper_bounds``.
 
 ``best`` returns the tightest bound, and ``table`` lists all bounds beside a measurement.
@@ -77,6 +79,7 @@ from howsmooth.bounds.token_upper_bounds import (
     theorem_c_3,
     yudin_theorem_3,
 )
+from howsmooth.bounds.token_wise_upper_bounds import token_wise_ball_upper_bound, token_wise_upper_bound
 from howsmooth.bounds.variant_upper_bounds import (
     l2_attention,
     l2_attention_upper_bound,
@@ -144,6 +147,8 @@ __all__ = [
     "theorem_4_5",
     "theorem_c_3",
     "theorem_e_3",
+    "token_wise_ball_upper_bound",
+    "token_wise_upper_bound",
     "two_cluster_lower_bound",
     "two_dirac",
     "two_heavy_tokens_lower_bound",

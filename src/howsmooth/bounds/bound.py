@@ -33,6 +33,11 @@ class Quantity(StrEnum):
     MASKED_MEAN_FIELD = "Lip_d2(F^m on P(B_R))"
     #: Local Lipschitz constant at given tokens: the spectral norm of the Jacobian.
     LOCAL = "‖D_X f‖"
+    #: Lipschitz constant on all sequences in the ball of radius R, between the norms max_j |x_j| and
+    #: max_i |y_i|.
+    TOKEN_WISE = "Lip_∞(f on B_R^n)"
+    #: The same at given tokens: max_i sup |Σ_j J_ij e_j| over tangents with |e_j| ≤ 1.
+    LOCAL_TOKEN_WISE = "‖D_X f‖_∞"
     #: Lipschitz constant on all tokens in R^d, for maps that have one.
     EVERYWHERE = "Lip(f)"
 

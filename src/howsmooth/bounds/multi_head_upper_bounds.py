@@ -189,7 +189,7 @@ def gram_upper_bound(
         "gram_upper_bound",
         _quantity(parameters),
         f"{OURS}, Several heads",
-        _log_quadratic_form(list(parameters.outputs), logs),
+        log_quadratic_form(list(parameters.outputs), logs),
         *hypotheses,
     )
 
@@ -236,12 +236,12 @@ def folded_gram_upper_bound(
         "folded_gram_upper_bound",
         _quantity(parameters),
         f"{OURS}, Several heads",
-        _log_quadratic_form(maps, logs),
+        log_quadratic_form(maps, logs),
         *hypotheses,
     )
 
 
-def _log_quadratic_form(maps: list[Tensor], logs: list[float]) -> float:
+def log_quadratic_form(maps: list[Tensor], logs: list[float]) -> float:
     """Combine the bounds on the heads into the bound of :func:`gram_upper_bound`, as logarithms.
 
     It is log (Σ_{h,g} ‖M_hᵀ M_g‖ e^{l_h + l_g})^{1/2} for maps M_h and the logarithms l_h of bounds on heads.

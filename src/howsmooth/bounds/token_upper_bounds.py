@@ -24,7 +24,13 @@ from howsmooth.bounds.parameters import (
 )
 from howsmooth.errors import ArgumentError, NonFiniteError
 
-__all__ = ["covariance_upper_bound", "diameter_upper_bound", "theorem_c_3", "yudin_theorem_3"]
+__all__ = [
+    "OneHead",
+    "covariance_upper_bound",
+    "diameter_upper_bound",
+    "theorem_c_3",
+    "yudin_theorem_3",
+]
 
 _PAPER = "Castin, Ablin, Peyré, ICML 2024, {}"
 _OURS = 'howsmooth documentation, "Certificates at given tokens", {}'
@@ -65,7 +71,7 @@ def theorem_c_3(attention: object, X: Tensor | None = None) -> Bound:
     Castin, Ablin, Peyré, *How Smooth Is Attention?*, ICML 2024, Theorem C.3.
 
     """
-    at = _at(attention, X, "theorem_c_3")
+    at = OneHead.at(attention, X, "theorem_c_3")
     n, r = len(at.X), _diameter(at.X)
     largest = max(_largest(at.y), _largest(at.transposed))
     return _upper(
@@ -100,7 +106,7 @@ def diameter_upper_bound(attention: object, X: Tensor | None = None) -> Bound:
         If an entry of X is NaN or infinite.
 
     """
-    at = _at(attention, X, "diameter_upper_bound")
+    at = OneHead.at(attention, X, "diameter_upper_bound")
     r, r_A = _diameter(at.X), _diameter(at.transposed)
     logs = []
     for size, count in zip(_norms(at.y), at.visible.sum(dim=1).tolist(), strict=True):
@@ -153,7 +159,7 @@ def covariance_upper_bound(attention: object, X: Tensor | None = None) -> Bound:
     Theorem 3.3.
 
     """
-    at = _at(attention, X, "covariance_upper_bound")
+    at = OneHead.at(attention, X, "covariance_upper_bound")
     n = len(at.X)
     P = at.weights
     means = P @ at.X
@@ -208,7 +214,7 @@ def yudin_theorem_3(attention: object, X: Tensor | None = None) -> Bound:
     Yudin et al., 2025, Theorem 3.
 
     """
-    at = _at(attention, X, "yudin_theorem_3")
+    at = OneHead.at(attention, X, "yudin_theorem_3")
     P = at.weights
     n = len(P)
     two = torch.cat([P, torch.zeros(n, 1, dtype=P.dtype)], dim=1).topk(2, dim=1).values
@@ -231,7 +237,7 @@ def yudin_theorem_3(attention: object, X: Tensor | None = None) -> Bound:
 
 
 @dataclass(frozen=True, eq=False)
-class _At:
+class OneHead:
     """One head at given tokens x_i: its mask, and the products of its matrix A with the tokens.
 
     ``y`` has the vectors A x_i + b, and ``transposed`` the vectors Aᵀ x_i.
@@ -243,6 +249,43 @@ class _At:
     transposed: Float[Tensor, "n d"]
     visible: Bool[Tensor, "n n"]
 
+    @classmethod
+    def at(cls, attention: object, X: object, name: str) -> OneHead:
+        """Return the head of ``attention`` at tokens X, or at the tokens of a site, after checking both.
+
+        The argument ``name`` is the statement that needs one head; errors mention it.
+        """
+        parameters = parameters_of(attention)
+        head = parameters.one_head(name)
+        if X is None and isinstance(attention, SiteLike):
+            X = attention.x
+            if len(X) != 1:
+                raise ArgumentError(
+                    "X",
+                    expected="one sequence",
+                    got=f"a site with {len(X)}",
+                    remedy="Pass one of the sequences, for instance X=site.x[0].",
+                )
+            X = X[0]
+        if not isinstance(X, Tensor) or X.ndim != 2 or X.shape[0] < 1 or X.shape[1] != head.d:
+            got = f"shape {tuple(X.shape)}" if isinstance(X, Tensor) else type(X).__name__
+            raise ArgumentError("X", expected=f"tokens of shape (n, {head.d})", got=got)
+        if not bool(torch.isfinite(X).all()):
+            raise NonFiniteError("X", expected="finite numbers", got="NaN or infinity")
+        x = X.detach().to(dtype=torch.float64, device="cpu")
+        n = len(x)
+        if parameters.mask is not None and len(parameters.mask) != n:
+            raise ArgumentError(
+                "X", expected=f"n = {len(parameters.mask)} tokens, the length of the mask", got=f"{n}"
+            )
+        seen = parameters.visibility(n).whole()
+        visible = torch.ones(n, n, dtype=torch.bool) if seen is None else seen
+        y = (x @ head.right.mT) @ head.left.mT + head.b
+        transposed = _apply_transposed(head, x)
+        if not bool(torch.isfinite(y).all() & torch.isfinite(transposed).all()):
+            raise NonFiniteError("X", expected="scores below the largest float64", got="larger ones")
+        return cls(head, x, y, transposed, visible)
+
     @property
     def weights(self) -> Float[Tensor, "n n"]:
         """The attention weights P, (n, n)."""
@@ -250,39 +293,6 @@ class _At:
         if not bool(torch.isfinite(scores).all()):
             raise NonFiniteError("X", expected="scores below the largest float64", got="larger ones")
         return torch.softmax(scores.masked_fill(~self.visible, -torch.inf), dim=1)
-
-
-def _at(attention: object, X: object, name: str) -> _At:
-    parameters = parameters_of(attention)
-    head = parameters.one_head(name)
-    if X is None and isinstance(attention, SiteLike):
-        X = attention.x
-        if len(X) != 1:
-            raise ArgumentError(
-                "X",
-                expected="one sequence",
-                got=f"a site with {len(X)}",
-                remedy="Pass one of the sequences, for instance X=site.x[0].",
-            )
-        X = X[0]
-    if not isinstance(X, Tensor) or X.ndim != 2 or X.shape[0] < 1 or X.shape[1] != head.d:
-        got = f"shape {tuple(X.shape)}" if isinstance(X, Tensor) else type(X).__name__
-        raise ArgumentError("X", expected=f"tokens of shape (n, {head.d})", got=got)
-    if not bool(torch.isfinite(X).all()):
-        raise NonFiniteError("X", expected="finite numbers", got="NaN or infinity")
-    x = X.detach().to(dtype=torch.float64, device="cpu")
-    n = len(x)
-    if parameters.mask is not None and len(parameters.mask) != n:
-        raise ArgumentError(
-            "X", expected=f"n = {len(parameters.mask)} tokens, the length of the mask", got=f"{n}"
-        )
-    seen = parameters.visibility(n).whole()
-    visible = torch.ones(n, n, dtype=torch.bool) if seen is None else seen
-    y = (x @ head.right.mT) @ head.left.mT + head.b
-    transposed = _apply_transposed(head, x)
-    if not bool(torch.isfinite(y).all() & torch.isfinite(transposed).all()):
-        raise NonFiniteError("X", expected="scores below the largest float64", got="larger ones")
-    return _At(head, x, y, transposed, visible)
 
 
 def _apply_transposed(head: Head, x: Float[Tensor, "n d"]) -> Float[Tensor, "n d"]:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import base64
-import io
 import os
 from pathlib import Path
 from typing import Any
@@ -13,7 +11,7 @@ from markupsafe import Markup
 
 from howsmooth.errors import StoreError
 from howsmooth.profiling.result import Profile
-from howsmooth.study.html_pages import digest, style_sheet, templates_of
+from howsmooth.study.html_pages import data_url, digest, png, style_sheet, templates_of
 from howsmooth.study.output_files import csv_of, replace_file
 from howsmooth.study.records import plain_rows
 from howsmooth.study.report.chart_data import visible_token
@@ -68,18 +66,6 @@ def fragment(profile: Profile) -> str:
     style = _template("profile.css").render()
     body = _body(profile, data_url(png(profile.plot())), _IN_NOTEBOOK)
     return f'<div class="howsmooth"><style>{style}</style>{body}</div>'
-
-
-def png(figure: Any) -> bytes:
-    """Draw a figure as a PNG file."""
-    file = io.BytesIO()
-    figure.savefig(file, format="png", metadata={"Software": "howsmooth"})
-    return file.getvalue()
-
-
-def data_url(image: bytes) -> str:
-    """Return a PNG file as a URL that contains it."""
-    return f"data:image/png;base64,{base64.b64encode(image).decode()}"
 
 
 def _template(name: str) -> Any:

@@ -6,13 +6,12 @@ import hashlib
 import os
 from dataclasses import dataclass
 from importlib.metadata import version
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pandas as pd
 
 from howsmooth.errors import ArgumentError
-from howsmooth.study.output_files import csv_of
+from howsmooth.study.output_files import csv_of, text_or_file, write_parquet
 from howsmooth.study.records import plain_rows
 from howsmooth.study.text_formatting import place_in_words, readable
 
@@ -164,7 +163,7 @@ class Profile:
 
     def to_csv(self, path: str | os.PathLike[str] | None = None) -> str | None:
         """Write the table as CSV to a file; without a path, return the CSV as text."""
-        return _text(csv_of(self.table), path)
+        return text_or_file(csv_of(self.table), path)
 
     def to_latex(self, path: str | os.PathLike[str] | None = None) -> str | None:
         """Write the ranking as a LaTeX table; without a path, return it as text.
@@ -175,7 +174,7 @@ class Profile:
         words: str = table.to_latex(
             index=False, float_format="%.6g", na_rep="all", escape=True, caption=_latex(self.citation)
         )
-        return _text(words, path)
+        return text_or_file(words, path)
 
     def to_parquet(self, path: str | os.PathLike[str]) -> None:
         """Write the table as parquet, with the citation in its metadata, where pandas reads it as ``attrs``.
@@ -186,17 +185,7 @@ class Profile:
             If pandas has no engine for parquet.
 
         """
-        table = self.table.copy()
-        table.attrs["howsmooth"] = self.citation
-        try:
-            table.to_parquet(path, index=False)
-        except ImportError:
-            raise ArgumentError(
-                "path",
-                expected="an engine for parquet",
-                got="none",
-                remedy="Install one with pip install pyarrow, or use to_csv.",
-            ) from None
+        write_parquet(self.table, path, self.citation)
 
     def described(self) -> dict[str, Any]:
         """Return the settings, the ranking and the most sensitive token of each row, as a dict for JSON."""
@@ -236,10 +225,3 @@ def _interval(row: Any) -> str:
 
 def _latex(words: str) -> str:
     return "".join(f"\\{letter}" if letter in "&%$#_{}" else letter for letter in words)
-
-
-def _text(words: str, path: str | os.PathLike[str] | None) -> str | None:
-    if path is None:
-        return words
-    Path(path).write_text(words, encoding="utf-8", newline="\n")
-    return None

@@ -24,6 +24,8 @@ Reduction = Callable[[Tensor], Tensor]
 # takes time on devices other than a CPU, so their blocks are larger.
 _BLOCK_BYTES = {"cpu": 1 << 26}
 _BLOCK_BYTES_ELSEWHERE = 1 << 29
+# Entries of all vectors that a CPU projects on the basis together.
+_TOGETHER = 1 << 14
 
 
 class Basis:
@@ -111,11 +113,11 @@ class Basis:
     def _together(self, z: Tensor) -> list[slice]:
         """Return slices of the batch whose projections on the basis are computed together.
 
-        On a CPU they are computed member by member, because the pieces of one vector then stay in the cache
-        while all rows of the basis are multiplied with them. Other devices compute all members together,
-        because starting an operation takes long there.
+        On a CPU the slices are short, because the vectors of a slice then stay in the cache while all rows of
+        the basis are multiplied with them; long vectors are computed one by one. Other devices compute all
+        members together, because starting an operation takes long there.
         """
-        size = 1 if z.device.type == "cpu" else len(z)
+        size = max(1, _TOGETHER // z.shape[1]) if z.device.type == "cpu" else len(z)
         return [slice(i, i + size) for i in range(0, len(z), size)]
 
     def _subtract_projection_(self, members: slice, z: Tensor, count: int, more: Tensor | None) -> None:

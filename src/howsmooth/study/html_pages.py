@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import base64
 import hashlib
+import io
 from pathlib import Path
+from typing import Any
 
 import jinja2
 
-__all__ = ["digest", "style_sheet", "templates_of"]
+__all__ = ["data_url", "digest", "png", "style_sheet", "templates_of"]
 
 _BASE = Path(__file__).parent / "templates" / "page.css"
 
@@ -32,3 +34,15 @@ def style_sheet(own: str) -> str:
 def digest(content: str) -> str:
     """Return the SHA-256 digest of a script or style as a content security policy writes it."""
     return "sha256-" + base64.b64encode(hashlib.sha256(content.encode()).digest()).decode()
+
+
+def png(figure: Any) -> bytes:
+    """Draw a figure of matplotlib as a PNG file."""
+    file = io.BytesIO()
+    figure.savefig(file, format="png", metadata={"Software": "howsmooth"})
+    return file.getvalue()
+
+
+def data_url(image: bytes) -> str:
+    """Return a PNG file as a URL that contains it."""
+    return f"data:image/png;base64,{base64.b64encode(image).decode()}"

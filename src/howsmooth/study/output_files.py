@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pandas as pd
 
-from howsmooth.errors import StoreError
+from howsmooth.errors import ArgumentError, StoreError
 
-__all__ = ["csv_of", "replace_file", "write_table", "written_beside"]
+__all__ = ["csv_of", "replace_file", "text_or_file", "write_parquet", "write_table", "written_beside"]
 
 
 @contextmanager
@@ -43,6 +43,36 @@ def written_beside(folder: str | os.PathLike[str], kept: str) -> Iterator[None]:
 def csv_of(table: pd.DataFrame) -> str:
     """Return a table as CSV text."""
     return table.to_csv(index=False, lineterminator="\n")
+
+
+def text_or_file(words: str, path: str | os.PathLike[str] | None) -> str | None:
+    """Write text to a file; without a path, return the text."""
+    if path is None:
+        return words
+    Path(path).write_text(words, encoding="utf-8", newline="\n")
+    return None
+
+
+def write_parquet(table: pd.DataFrame, path: str | os.PathLike[str], note: str) -> None:
+    """Write a table as parquet, with a note in its metadata, where pandas reads it as ``attrs``.
+
+    Raises
+    ------
+    ArgumentError
+        If pandas has no engine for parquet.
+
+    """
+    table = table.copy()
+    table.attrs["howsmooth"] = note
+    try:
+        table.to_parquet(path, index=False)
+    except ImportError:
+        raise ArgumentError(
+            "path",
+            expected="an engine for parquet",
+            got="none",
+            remedy="Install one with pip install pyarrow, or use to_csv.",
+        ) from None
 
 
 def write_table(table: pd.DataFrame, folder: str | os.PathLike[str], name: str) -> Path:

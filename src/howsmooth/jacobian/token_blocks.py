@@ -1,0 +1,387 @@
+"""The blocks J_ij = ∂y_i/∂x_j of the Jacobian of attention, as one batch of small operators.
+
+For a tangent e of token j ≠ i, one head moves its output at token i by ::
+
+    P_ij V e + P_ij D_ij ⟨b_ij, e⟩ (v_j − O_i),    b_ij = (∂k_j/∂x_j)ᵀ q_i
+
+so a block is a sum over heads of fixed matrices with weights P_ij, and of matrices of rank one. Blocks of the
+diagonal have a further term, because the query of a token moves too:
+Σ_l P_il D_il (v_l − O_i) k_lᵀ (∂q_i/∂x_i) e. No block is formed as a matrix. Derivation: documentation page
+"Influence: the blocks of the Jacobian".
+"""
+
+from __future__ import annotations
+
+import abc
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from howsmooth.attention import (
+    Compose,
+    LayerNorm,
+    LayerScale,
+    Residual,
+    RMSNorm,
+    Rotary,
+    SelfAttention,
+    TokenMap,
+)
+from howsmooth.jacobian.closed_form import ComposedJacobian, ResidualJacobian, closed_form_jacobian
+from howsmooth.jacobian.norm_layers import NormJacobian, norm_jacobian
+from howsmooth.jacobian.operands import Operands
+from howsmooth.jacobian.projections import Projection
+from howsmooth.jacobian.softmax import softmax_derivative
+from howsmooth.spectral import LinearOperator
+
+__all__ = ["DenseBlocks", "TokenBlocks", "token_blocks"]
+
+
+class TokenBlocks(abc.ABC):
+    """All blocks of a Jacobian at one sequence of n tokens, made in tiles of some pairs of tokens."""
+
+    @abc.abstractmethod
+    def weights(self) -> Float[Tensor, "n n"]:
+        """Return the largest attention weight in each block, and one on the diagonal.
+
+        Where it is zero, the block is zero.
+        """
+
+    @abc.abstractmethod
+    def tile(
+        self, i: Int[Tensor, " pairs"], j: Int[Tensor, " pairs"], dtypes: Sequence[torch.dtype]
+    ) -> list[LinearOperator]:
+        """Return the blocks J_ij of some pairs as a batch of maps (1, d) -> (1, d_out), for each dtype.
+
+        The pairs must lie on the diagonal, all of them or none.
+        """
+
+
+def token_blocks(f: TokenMap, x: Float[Tensor, "n d"]) -> TokenBlocks | None:
+    """Return the blocks of the Jacobian of a float64 map at float64 tokens.
+
+    The result is None unless the map is one layer of self-attention, with or without residuals, norm layers
+    and layer scales around it, or consists of these without attention.
+    """
+    if _acts_on_tokens(f):
+        return _Diagonal(f, x)
+    match f:
+        case SelfAttention():
+            return _AttentionBlocks(f, x)
+        case Residual():
+            inner = token_blocks(f.inner, x)
+            return None if inner is None else _ResidualBlocks(inner)
+        case Compose() if _acts_on_tokens(f.outer) or _acts_on_tokens(f.inner):
+            image = f.inner._forward(x)
+            outer, inner = token_blocks(f.outer, image), token_blocks(f.inner, x)
+            return None if outer is None or inner is None else _ComposedBlocks(outer, inner)
+        case _:
+            return None
+
+
+def _acts_on_tokens(f: TokenMap) -> bool:
+    """Return True if the map is known to treat each token by itself."""
+    match f:
+        case Residual():
+            return _acts_on_tokens(f.inner)
+        case Compose():
+            return _acts_on_tokens(f.outer) and _acts_on_tokens(f.inner)
+        case _:
+            return isinstance(f, LayerNorm | RMSNorm | LayerScale)
+
+
+class DenseBlocks(LinearOperator):
+    """A batch of blocks that are given as matrices (pairs, d_out, d)."""
+
+    def __init__(self, matrices: Float[Tensor, "pairs d_out d"]) -> None:
+        pairs, d_out, d = matrices.shape
+        super().__init__(pairs, (1, d), (1, d_out), matrices.dtype, matrices.device)
+        self.matrices = matrices
+
+    def _product(self, e: Tensor) -> Tensor:
+        return e @ self.matrices.mT
+
+    def _adjoint_product(self, u: Tensor) -> Tensor:
+        return u @ self.matrices
+
+    def select(self, members: Tensor) -> DenseBlocks:
+        """Return the given blocks."""
+        return DenseBlocks(self.matrices[members.to(self.device)])
+
+
+# ---- norms, layer scales, residuals and compositions
+
+
+class _Diagonal(TokenBlocks):
+    """The blocks of a map that treats each token by itself: all but those of the diagonal are zero."""
+
+    def __init__(self, f: TokenMap, x: Float[Tensor, "n d"]) -> None:
+        self._f, self._x = f, x
+        self._made: dict[torch.dtype, LinearOperator] = {}
+
+    def weights(self) -> Tensor:
+        return torch.eye(len(self._x), dtype=torch.float64, device=self._x.device)
+
+    def tile(self, i: Tensor, j: Tensor, dtypes: Sequence[torch.dtype]) -> list[LinearOperator]:
+        for dtype in dtypes:
+            if dtype not in self._made:
+                # Each token is a sequence of its own.
+                self._made[dtype] = closed_form_jacobian(self._f, self._x[:, None], dtype=dtype)
+        return [self._made[dtype].select(i) for dtype in dtypes]
+
+
+class _ResidualBlocks(TokenBlocks):
+    """The blocks of a residual connection: those of its branch, plus I on the diagonal."""
+
+    def __init__(self, inner: TokenBlocks) -> None:
+        self._inner = inner
+
+    def weights(self) -> Tensor:
+        return self._inner.weights()
+
+    def tile(self, i: Tensor, j: Tensor, dtypes: Sequence[torch.dtype]) -> list[LinearOperator]:
+        inner = self._inner.tile(i, j, dtypes)
+        return [ResidualJacobian(part) for part in inner] if bool((i == j).all()) else inner
+
+
+class _ComposedBlocks(TokenBlocks):
+    """The blocks of a composition of two maps, at least one of which treats each token by itself."""
+
+    def __init__(self, outer: TokenBlocks, inner: TokenBlocks) -> None:
+        self._outer, self._inner = outer, inner
+
+    def weights(self) -> Tensor:
+        mixing = self._inner if isinstance(self._outer, _Diagonal) else self._outer
+        return mixing.weights()
+
+    def tile(self, i: Tensor, j: Tensor, dtypes: Sequence[torch.dtype]) -> list[LinearOperator]:
+        # The map that treats each token by itself acts at the input token, or at the output token.
+        if isinstance(self._inner, _Diagonal):
+            outer, inner = self._outer.tile(i, j, dtypes), self._inner.tile(j, j, dtypes)
+        else:
+            outer, inner = self._outer.tile(i, i, dtypes), self._inner.tile(i, j, dtypes)
+        return [ComposedJacobian(*parts) for parts in zip(outer, inner, strict=True)]
+
+
+# ---- attention
+
+
+class _AttentionBlocks(TokenBlocks):
+    """The blocks of multi-head self-attention, in float64 until a tile is made."""
+
+    def __init__(self, f: SelfAttention, x: Float[Tensor, "n d"]) -> None:
+        self._f, n = f, len(x)
+        tokens = x[None]
+        self._core = core = softmax_derivative(
+            Operands.of_tokens(f, tokens), f.visible_keys(n), torch.float64
+        )
+        # The core has an axis of key heads, and one of the queries of all heads that share the key head.
+        self._p, self._slope = core.p.view(f.heads, n, n), core.slope.view(f.heads, n, n)
+        self._q, self._mean = core.q.view(f.heads, n, -1), core.mean.view(f.heads, n, -1)
+        # The key head that each query head uses
+        self._group = torch.arange(f.heads, device=f.device) // (f.heads // f.kv_heads)
+        self._k, self._v = core.k[self._group], core.v[self._group]
+        self._query_norm = norm_jacobian(f.query_norm, tokens, f.query, f.query_bias, torch.float64)
+        self._key_norm = norm_jacobian(f.key_norm, tokens, f.key, f.key_bias, torch.float64)
+        self._projections: dict[torch.dtype, Projection] = {}
+
+    def weights(self) -> Tensor:
+        return self._p.amax(dim=0).fill_diagonal_(1.0)
+
+    def tile(self, i: Tensor, j: Tensor, dtypes: Sequence[torch.dtype]) -> list[LinearOperator]:
+        moved = self._slope[:, i, j, None] * (self._v[:, j] - self._mean[:, i])
+        parts = (self._p[:, i, j].mT, moved.transpose(0, 1), self._read(i, j))
+        own = self._own_query(i) if bool((i == j).all()) else None
+        found: list[LinearOperator] = []
+        for dtype in dtypes:
+            if dtype not in self._projections:
+                self._projections[dtype] = Projection.of(self._f, dtype, len(i))
+            p, moved, read = (t.to(dtype).contiguous() for t in parts)
+            digits = torch.finfo(dtype).eps / torch.finfo(torch.float64).eps
+            rounding = digits * self._core.rounding(1).expand(len(i))
+            query = None if own is None else own.to(dtype)
+            found.append(_AttentionTile(self._projections[dtype], p, moved, read, query, rounding))
+        return found
+
+    def _read(self, i: Tensor, j: Tensor) -> Float[Tensor, "pairs heads d"]:
+        """Return b_ij of each head: the direction in which token j changes its score with query i."""
+        f, t = self._f, self._q[:, i].transpose(0, 1)
+        pairs, weight, n = len(i), f.key, self._p.shape[1]
+        if f.key_norm is None or f.key_norm.d == f.key_dim:
+            placed = _Placed.at(self._key_norm, f.rotary, n, j, self._group)
+            return torch.einsum("phk,hkd->phd", placed.adjoint(t), weight[self._group])
+        # The norm mixes all key heads, so the cotangent of one score has entries in all of them.
+        of_all = t.new_zeros(pairs, f.heads, f.kv_heads, f.key_dim)
+        of_all[:, torch.arange(f.heads), self._group] = t
+        placed = _Placed.at(self._key_norm, f.rotary, n, j.repeat_interleave(f.heads))
+        rows = placed.adjoint(of_all.flatten(0, 1)).reshape(pairs, f.heads, -1)
+        return rows @ weight.flatten(0, 1)
+
+    def _own_query(self, i: Tensor) -> _OwnQuery:
+        """Return the derivative of the outputs at the tokens ``i`` in their own queries."""
+        n, heads = self._p.shape[1], []
+        for rows, values, keys, mean in zip(
+            self._slope[:, i], self._v, self._k, self._mean[:, i], strict=True
+        ):
+            # Σ_l P_il D_il (v_l − O_i) k_lᵀ of one head
+            heads.append((rows[..., None] * values).mT @ keys - mean[..., None] * (rows @ keys)[:, None])
+        matrices = torch.stack(heads, dim=1)
+        if self._core.sink is not None:
+            p, away = (t.view(len(heads), n, -1)[:, i] for t in (self._core.sink.p, self._core.sink.away))
+            keys = self._core.sink.k[self._group]
+            matrices += ((p * away)[..., None] * keys[:, None, None]).transpose(0, 1)
+        return _OwnQuery(matrices, _Placed.at(self._query_norm, self._f.rotary, n, i))
+
+
+@dataclass(frozen=True, eq=False)
+class _Placed:
+    """The derivatives of what follows a projection, at one token for each pair: a norm and a rotation.
+
+    Vectors have shape (pairs, heads, key_dim).
+    """
+
+    norm: NormJacobian | None
+    rotary: Rotary | None
+
+    @classmethod
+    def at(
+        cls,
+        norm: NormJacobian | None,
+        rotary: Rotary | None,
+        n: int,
+        tokens: Int[Tensor, " pairs"],
+        heads: Int[Tensor, " heads"] | None = None,
+    ) -> _Placed:
+        """Return the derivatives at some of n tokens.
+
+        ``norm`` is the Jacobian of the norm at all tokens. Its rows are tokens, or pairs of token and head,
+        of which ``heads`` chooses some.
+        """
+        if norm is not None:
+            unit, factor = (t.view(n, -1, t.shape[-1])[tokens] for t in (norm.unit, norm.factor))
+            if heads is not None:
+                unit, factor = unit[:, heads], factor[:, heads]
+            norm = NormJacobian(norm.gain, unit, factor, centred=norm.centred)
+        if rotary is not None:
+            rotary = Rotary(rotary.cos[tokens], rotary.sin[tokens])
+        return cls(norm, rotary)
+
+    def product(self, t: Float[Tensor, "pairs heads key_dim"]) -> Float[Tensor, "pairs heads key_dim"]:
+        if self.norm is not None:
+            t = self.norm.product(t.reshape(len(t), *self.norm.in_shape)).reshape(t.shape)
+        return t if self.rotary is None else self.rotary.rotate(t.transpose(0, 1)).transpose(0, 1)
+
+    def adjoint(self, t: Float[Tensor, "pairs heads key_dim"]) -> Float[Tensor, "pairs heads key_dim"]:
+        if self.rotary is not None:
+            t = self.rotary.rotate_adjoint(t.transpose(0, 1)).transpose(0, 1)
+        if self.norm is None:
+            return t
+        return self.norm.adjoint_product(t.reshape(len(t), *self.norm.in_shape)).reshape(t.shape)
+
+    def to(self, dtype: torch.dtype) -> _Placed:
+        norm = self.norm
+        if norm is not None:
+            gain, unit, factor = (t.to(dtype) for t in (norm.gain, norm.unit, norm.factor))
+            norm = NormJacobian(gain, unit, factor, centred=norm.centred)
+        return _Placed(norm, None if self.rotary is None else self.rotary.to(dtype=dtype))
+
+    def select(self, members: Tensor) -> _Placed:
+        norm, rotary = self.norm, self.rotary
+        if rotary is not None:
+            rotary = Rotary(rotary.cos[members], rotary.sin[members])
+        return _Placed(None if norm is None else norm.select(members), rotary)
+
+
+@dataclass(frozen=True, eq=False)
+class _OwnQuery:
+    """How the heads' outputs at a token change with its own queries: a matrix for each head and pair."""
+
+    matrices: Float[Tensor, "pairs heads value_dim key_dim"]
+    placed: _Placed
+
+    def to(self, dtype: torch.dtype) -> _OwnQuery:
+        return _OwnQuery(self.matrices.to(dtype), self.placed.to(dtype))
+
+    def select(self, members: Tensor) -> _OwnQuery:
+        return _OwnQuery(self.matrices[members], self.placed.select(members))
+
+    def product(self, rows: Float[Tensor, "pairs rows"]) -> Float[Tensor, "pairs heads value_dim"]:
+        """Return the tangents of the heads, for projected tangents of the tokens."""
+        heads, key_dim = self.matrices.shape[1], self.matrices.shape[3]
+        return (self.matrices @ self.placed.product(rows.view(-1, heads, key_dim))[..., None])[..., 0]
+
+    def adjoint(self, z: Float[Tensor, "pairs heads value_dim"]) -> Float[Tensor, "pairs rows"]:
+        """Apply the adjoint of :meth:`product`."""
+        return self.placed.adjoint((self.matrices.mT @ z[..., None])[..., 0]).flatten(1)
+
+
+class _AttentionTile(LinearOperator):
+    """Some blocks of multi-head self-attention, as maps (1, d) -> (1, d_out).
+
+    Parameters
+    ----------
+    projection
+        The matrices of the layer.
+    p
+        The weights P_ij of each head.
+    moved
+        P_ij D_ij (v_j − O_i) of each head.
+    read
+        The vectors b_ij of each head.
+    own
+        The further term of blocks on the diagonal; None for other blocks.
+    rounding
+        Relative rounding error of a product.
+
+    """
+
+    def __init__(
+        self,
+        projection: Projection,
+        p: Float[Tensor, "pairs heads"],
+        moved: Float[Tensor, "pairs heads value_dim"],
+        read: Float[Tensor, "pairs heads d"],
+        own: _OwnQuery | None,
+        rounding: Float[Tensor, " pairs"],
+    ) -> None:
+        f = projection.attention
+        super().__init__(len(p), (1, f.d), (1, f.d_out), p.dtype, p.device, rounding)
+        self.projection = projection
+        self.p, self.moved, self.read, self.own = p, moved, read, own
+
+    def _product(self, e: Tensor) -> Tensor:
+        return self.projection.out(self._heads(e[:, 0]).flatten(1))[:, None]
+
+    def _adjoint_product(self, u: Tensor) -> Tensor:
+        return self._heads_adjoint(self.projection.out_adjoint(u[:, 0]).view_as(self.moved))[:, None]
+
+    def _energy_product(self, e: Tensor) -> tuple[Tensor, Tensor]:
+        energy, through = self.projection.through(self._heads(e[:, 0]).flatten(1))
+        return energy, self._heads_adjoint(through.view_as(self.moved))[:, None]
+
+    def _heads(self, e: Float[Tensor, "pairs d"]) -> Float[Tensor, "pairs heads value_dim"]:
+        """Return the tangents of the heads at token i, for tangents of token j."""
+        f, (query, _, value) = self.projection.attention, self.projection.parts
+        v = (e @ value.mT).view(len(e), f.kv_heads, 1, f.value_dim)
+        p = self.p.view(len(e), f.kv_heads, -1, 1)
+        scores = self.read @ e[..., None]
+        z = torch.addcmul((p * v).view_as(self.moved), scores, self.moved)
+        return z if self.own is None else z + self.own.product(e @ query.mT)
+
+    def _heads_adjoint(self, z: Float[Tensor, "pairs heads value_dim"]) -> Float[Tensor, "pairs d"]:
+        """Apply the adjoint of :meth:`_heads`."""
+        f, (query, _, value) = self.projection.attention, self.projection.parts
+        v = (self.p[..., None] * z).view(len(z), f.kv_heads, -1, f.value_dim).sum(dim=2)
+        scores = (z * self.moved).sum(dim=-1, keepdim=True)
+        e = torch.baddbmm((v.flatten(1) @ value)[..., None], self.read.mT, scores)[..., 0]
+        return e if self.own is None else e.addmm_(self.own.adjoint(z), query)
+
+    def select(self, members: Tensor) -> _AttentionTile:
+        """Return the given blocks."""
+        members = members.to(self.device)
+        own = None if self.own is None else self.own.select(members)
+        p, moved, read = (t[members] for t in (self.p, self.moved, self.read))
+        return _AttentionTile(self.projection, p, moved, read, own, self.rounding[members.cpu()])

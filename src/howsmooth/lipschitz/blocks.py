@@ -1,0 +1,181 @@
+"""The norms of the blocks ∂y_i/∂x_j of a Jacobian, each with an interval."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+from howsmooth.attention import TokenMap
+from howsmooth.errors import DerivativeError
+from howsmooth.jacobian import AutodiffJacobian, closed_form_jacobian, has_closed_form, in_double
+from howsmooth.jacobian.token_blocks import DenseBlocks, TokenBlocks
+from howsmooth.lipschitz.mixed_precision import verdict
+from howsmooth.lipschitz.solver import Solver, starts
+from howsmooth.spectral import LeadingTriplet, LinearOperator, lanczos
+
+__all__ = ["BlockNorms", "block_norms", "sequence_jacobian"]
+
+# Number of blocks that are iterated together: their vectors should stay in the caches of a processor.
+_PAIRS = 256
+# Products with the adjoint that PyTorch makes together.
+_TOGETHER = 32
+# Blocks with smaller attention weights may leave the range of float32.
+_FAINT = 2.0**-40
+# Float32 products show how far the terms of a block cancel. The rounding error of float64 products is taken
+# to be this multiple of what it is in proportion.
+_MARGIN = 64.0
+_DIGITS = torch.finfo(torch.float64).eps / torch.finfo(torch.float32).eps
+
+
+@dataclass(frozen=True)
+class BlockNorms:
+    """The spectral norms of the blocks of some outputs i and all inputs j, with their intervals."""
+
+    value: Float[Tensor, "outputs n"]
+    lower: Float[Tensor, "outputs n"]
+    upper: Float[Tensor, "outputs n"]
+    converged: Bool[Tensor, "outputs n"]
+    iterations: Int[Tensor, "outputs n"]
+
+    @classmethod
+    def zeros(cls, outputs: int, n: int) -> BlockNorms:
+        """Return the norms of blocks that are zero."""
+        value, lower, upper = torch.zeros(3, outputs, n, dtype=torch.float64)
+        steps = torch.zeros(outputs, n, dtype=torch.int64)
+        return cls(value, lower, upper, torch.ones(outputs, n, dtype=torch.bool), steps)
+
+    def write(self, rows: Tensor, columns: Tensor, found: LeadingTriplet, error: Tensor, rtol: float) -> None:
+        """Write the norms of some blocks, with intervals widened by an absolute ``error`` on each side."""
+        lower, upper = (found.lower - error).clamp_min(0.0), found.upper + error
+        place = rows.cpu(), columns.cpu()
+        self.value[place], self.lower[place], self.upper[place] = found.sigma, lower, upper
+        self.converged[place] = upper - lower <= rtol * found.sigma
+        self.iterations[place] = found.steps
+
+
+def block_norms(
+    jacobian: TokenBlocks | LinearOperator,
+    outputs: Int[Tensor, " outputs"],
+    dtype: torch.dtype,
+    solver: Solver,
+) -> BlockNorms:
+    """Measure the norms of the blocks of some output tokens.
+
+    Parameters
+    ----------
+    jacobian
+        The blocks in closed form, which are iterated in tiles of pairs of tokens; or the Jacobian of one
+        sequence as an operator, of which all rows of one output token at a time are formed.
+    outputs
+        The output tokens.
+    dtype
+        The dtype of the iterations with closed forms, whose verdict is in float64.
+    solver
+        The solver, with a seed for each input token times the number of outputs.
+
+    """
+    if isinstance(jacobian, TokenBlocks):
+        return _of_tiles(jacobian, outputs, dtype, solver)
+    return _of_rows(jacobian, outputs, solver)
+
+
+def sequence_jacobian(f: Callable[[Tensor], Tensor], x: Float[Tensor, "n d"]) -> LinearOperator:
+    """Return the Jacobian of any map at one sequence as an operator of one member.
+
+    Maps of this library are differentiated in float64, other maps in the dtype of ``x``. The output of a map
+    is (n_out, d_out), or one vector (d_out,).
+    """
+    if not isinstance(f, TokenMap):
+        return AutodiffJacobian(f, x)
+    double = in_double(f)
+    if has_closed_form(double):
+        return closed_form_jacobian(double, x.double()[None])
+    return AutodiffJacobian(double, x.double())
+
+
+def _cut(pairs: Int[Tensor, " pairs"]) -> Iterator[Tensor]:
+    """Yield the pairs in tiles; nothing if there are none."""
+    return iter(pairs.split(_PAIRS) if len(pairs) else ())
+
+
+# ---- blocks in closed form
+
+
+def _of_tiles(blocks: TokenBlocks, outputs: Tensor, dtype: torch.dtype, solver: Solver) -> BlockNorms:
+    weights = blocks.weights()[outputs]
+    norms = BlockNorms.zeros(*weights.shape)
+    row, j = torch.nonzero(weights, as_tuple=True)
+    i, faint = outputs[row], weights[row, j] < _FAINT
+    # Blocks of the diagonal have tiles of their own, and faint blocks are iterated in float64.
+    for some, of_some in ((i == j, dtype), ((i != j) & ~faint, dtype), (faint, torch.float64)):
+        for part in _cut(torch.nonzero(some)[:, 0]):
+            members = (row[part] * weights.shape[1] + j[part]).tolist()
+            found, error = _of_tile(blocks, i[part], j[part], members, of_some, solver)
+            norms.write(row[part], j[part], found, error, solver.rtol)
+    return norms
+
+
+def _of_tile(
+    blocks: TokenBlocks, i: Tensor, j: Tensor, members: Sequence[int], dtype: torch.dtype, solver: Solver
+) -> tuple[LeadingTriplet, Float[Tensor, " pairs"]]:
+    """Return the leading triplets of some blocks, and their absolute rounding errors."""
+    exact, single = blocks.tile(i, j, (torch.float64, torch.float32))
+    found = _leading(exact if dtype == torch.float64 else single, members, solver)
+    if dtype != torch.float64:
+        found = verdict(single, exact, found, members, solver)
+    right = found.right.double()
+    apart = single.product(right.float()).double() - exact.product(right)
+    return found, _MARGIN * _DIGITS * torch.linalg.vector_norm(apart[:, 0], dim=1).cpu()
+
+
+def _leading(operator: LinearOperator, members: Sequence[int], solver: Solver) -> LeadingTriplet:
+    return lanczos(
+        operator,
+        starts(operator, [solver.seeds[k] for k in members], [1] * len(members)),
+        rtol=solver.rtol,
+        confidence=solver.confidence,
+        max_iterations=solver.max_iterations,
+    )
+
+
+# ---- rows of any Jacobian
+
+
+def _of_rows(jacobian: LinearOperator, outputs: Tensor, solver: Solver) -> BlockNorms:
+    n = jacobian.in_shape[0]
+    norms = BlockNorms.zeros(len(outputs), n)
+    for row, i in enumerate(outputs.tolist()):
+        matrices = _rows(jacobian, i).transpose(0, 1).double()
+        moves = torch.nonzero(matrices.flatten(1).any(dim=1))[:, 0]
+        parts = []
+        for part in _cut(moves):
+            members = (row * n + part).tolist()
+            parts.append((part, _leading(DenseBlocks(matrices[part]), members, solver)))
+        # The error of a row's products is relative to its largest block.
+        largest = max((float(found.sigma.max()) for _, found in parts), default=0.0)
+        for part, found in parts:
+            error = float(jacobian.rounding.max()) * largest
+            norms.write(torch.full_like(part, row), part, found, torch.full((len(part),), error), solver.rtol)
+    return norms
+
+
+def _rows(jacobian: LinearOperator, i: int) -> Float[Tensor, "d_out n d"]:
+    """Return all rows of the Jacobian that belong to one output token."""
+    width = jacobian.out_shape[-1]
+
+    def row(c: Tensor) -> Tensor:
+        u = torch.zeros(jacobian.out_size, dtype=jacobian.dtype, device=jacobian.device)
+        u = u.index_put((i * width + c,), u.new_ones(()))
+        return jacobian.adjoint_product(u.view(1, *jacobian.out_shape))[0]
+
+    numbers = torch.arange(width, device=jacobian.device)
+    if isinstance(jacobian, AutodiffJacobian):
+        try:
+            return torch.func.vmap(row, chunk_size=_TOGETHER)(numbers)
+        except DerivativeError:  # an operation without a batching rule
+            pass
+    return torch.stack([row(c) for c in numbers])

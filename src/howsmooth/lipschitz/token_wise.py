@@ -1,0 +1,118 @@
+"""How far one output token moves if every input token moves by at most one: a lower limit, by ascent.
+
+For output token i it is the largest |Σ_j J_ij e_j| over tangents with |e_j| ≤ 1 for every token j. For a
+fixed direction u of the output the best tangents are e_j = J_ijᵀ u / |J_ijᵀ u|, and for fixed tangents the
+best u is the direction of Σ_j J_ij e_j. Taking the two in turn never lowers the value.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from howsmooth.seeds import torch_seed
+from howsmooth.spectral import LinearOperator
+
+__all__ = ["TokenWise", "attained", "token_wise_ascent", "unit_rows"]
+
+# Random directions of the output from which the ascent starts.
+_STARTS = 2
+_STEPS = 200
+
+
+@dataclass(frozen=True, eq=False)
+class TokenWise:
+    """How far some output token moves, to first order, if every input token moves by at most one.
+
+    The constant is max_i sup |Σ_j J_ij e_j| over tangents with |e_j| ≤ 1, the local Lipschitz constant of the
+    map between the norms max_j |e_j| of tokens.
+    """
+
+    #: Lower limit, which the directions attain.
+    lower: float
+    #: Upper limit max_i Σ_j ‖J_ij‖, from the upper limits of the blocks.
+    upper: float
+    #: The output token i at which the lower limit is attained.
+    output: int
+    #: The tangents e_j (n, d) that attain the lower limit; each has a norm of at most one.
+    input_direction: Float[Tensor, "n d"]
+    #: The unit vector (d_out,) along which the output token moves.
+    output_direction: Float[Tensor, " d_out"]
+
+    def __repr__(self) -> str:
+        return f"TokenWise(between {self.lower:.6g} and {self.upper:.6g}, at output {self.output})"
+
+
+def token_wise_ascent(
+    operator: LinearOperator, outputs: Sequence[int], *, rtol: float, seed: int
+) -> tuple[int, Float[Tensor, "n d"], float]:
+    """Return tangents under which some output token moves far, by ascent.
+
+    Parameters
+    ----------
+    operator
+        The Jacobian at one sequence, with tokens (n, d) as input, and (n_out, d_out) or (d_out,) as output.
+    outputs
+        The output tokens at which the ascent is tried.
+    rtol
+        The ascent ends when a step raises the value by less than this share.
+    seed
+        Seed of the directions at which the ascent starts.
+
+    Returns
+    -------
+    tuple
+        The output token i, the tangents e (n, d), and the value |Σ_j J_ij e_j|.
+
+    """
+    generator = torch.Generator().manual_seed(torch_seed(seed))
+    best = (outputs[0], torch.zeros(operator.in_shape, dtype=operator.dtype, device=operator.device), -1.0)
+    for i in outputs:
+        for _ in range(_STARTS):
+            u = torch.randn(operator.out_shape[-1], generator=generator, dtype=torch.float64)
+            e, value = _climbed(operator, i, u.to(dtype=operator.dtype, device=operator.device), rtol)
+            if value > best[2]:
+                best = (i, e, value)
+    return best
+
+
+def attained(
+    operator: LinearOperator, i: int, e: Float[Tensor, "n d"]
+) -> tuple[float, Float[Tensor, " d_out"], float]:
+    """Return |Σ_j J_ij e_j|, the direction of this sum, and the rounding error of its length.
+
+    The operator is the Jacobian at one sequence, in the dtype of the tangents ``e``.
+    """
+    image = operator.product(e[None]).view(-1, operator.out_shape[-1])
+    value = float(image[i].double().norm())
+    if operator.proved is not None:
+        error = float(operator.proved.total.max()) * float(e.double().norm())
+    else:
+        error = float(operator.rounding.max()) * float(image.double().norm())
+    return value, image[i] / value if value else image[i], error
+
+
+def _climbed(
+    operator: LinearOperator, i: int, u: Float[Tensor, " d_out"], rtol: float
+) -> tuple[Float[Tensor, "n d"], float]:
+    """Return the tangents that the ascent from a direction ``u`` of output token i reaches, and the value."""
+    value = 0.0
+    for _ in range(_STEPS):
+        cotangent = torch.zeros(operator.out_size // len(u), len(u), dtype=u.dtype, device=u.device)
+        cotangent[i] = u
+        e = unit_rows(operator.adjoint_product(cotangent.view(1, *operator.out_shape))[0])
+        before = value
+        value, u, _ = attained(operator, i, e)
+        if value <= before * (1 + rtol):
+            break
+    return e, value
+
+
+def unit_rows(e: Float[Tensor, "n d"]) -> Float[Tensor, "n d"]:
+    """Divide each row by its length; rows of zeros stay zero."""
+    length = torch.linalg.vector_norm(e, dim=-1, keepdim=True)
+    return torch.where(length > 0, e / length, 0.0)

@@ -1,0 +1,286 @@
+"""influence against the blocks of dense float64 Jacobians."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pandas as pd
+import pytest
+import torch
+from torch import Tensor
+
+import howsmooth as hs
+from howsmooth.errors import ArgumentError, NonFiniteError
+from howsmooth.jacobian.token_blocks import token_blocks
+from howsmooth.token_influence import Influence
+from tests._cases import CASES, random_attention, tokens
+from tests._tiny_models import tiny
+from tests.attention.test_staged import CASES as STAGED
+from tests.attention.test_staged import naive
+
+N = 5
+
+
+def dense_blocks(f: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+    """The blocks ∂y_i/∂x_j of f at x (n, d) in float64, (n_out, n, d_out, d): the oracle."""
+    return torch.func.jacrev(f)(x.double()).transpose(1, 2)
+
+
+def contains(found: Influence, blocks: Tensor) -> bool:
+    truth = torch.linalg.matrix_norm(blocks, 2)
+    return bool(((found.lower <= truth) & (truth <= found.upper)).all())
+
+
+def largest_token_move(blocks: Tensor, restarts: int = 40) -> float:
+    """max_i sup |Σ_j J_ij e_j| over |e_j| ≤ 1, by ascent from many starts on dense blocks."""
+    best = 0.0
+    generator = torch.Generator().manual_seed(9)
+    for row in blocks:
+        u = torch.randn(restarts, row.shape[1], generator=generator, dtype=torch.float64)
+        for _ in range(200):
+            e = torch.nn.functional.normalize(torch.einsum("jab,ra->rjb", row, u), dim=-1)
+            image = torch.einsum("jab,rjb->ra", row, e)
+            u = torch.nn.functional.normalize(image, dim=-1)
+        best = max(best, float(image.norm(dim=-1).max()))
+    return best
+
+
+# ---- the matrix
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_every_entry_contains_the_norm_of_its_dense_block(name: str) -> None:
+    f, x = CASES[name](N), tokens(3, N, 6)
+    for dtype, rtol in ((torch.float64, 1e-8), (torch.float32, 1e-3)):
+        g, y = f.to(dtype=dtype), x.to(dtype)
+        blocks = dense_blocks(g.to(dtype=torch.float64), y)
+        found = hs.influence(g, y, rtol=rtol)
+        assert contains(found, blocks)
+        assert found.converged.all()
+        assert torch.allclose(found.value, torch.linalg.matrix_norm(blocks, 2), rtol=rtol, atol=0)
+        assert found.method == "closed form"
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_products_with_tiles_are_those_with_dense_blocks(name: str) -> None:
+    """The operator itself, whose diagonal blocks and energies a norm would not show."""
+    f, x = CASES[name](N), tokens(4, N, 6)
+    blocks, dense = token_blocks(f, x), dense_blocks(f, x)
+    assert blocks is not None
+    seen = blocks.weights() > 0
+    assert not dense[~seen].any()
+    for some in (torch.eye(N, dtype=torch.bool), seen & ~torch.eye(N, dtype=torch.bool)):
+        i, j = torch.nonzero(some, as_tuple=True)
+        if not len(i):
+            continue
+        (tile,), of_pairs = blocks.tile(i, j, [torch.float64]), dense[i, j]
+        e, u = tokens(5, len(i), 1, 6), tokens(6, len(i), 1, of_pairs.shape[1])
+        image = e @ of_pairs.mT
+        torch.testing.assert_close(tile.product(e), image)
+        torch.testing.assert_close(tile.adjoint_product(u), u @ of_pairs)
+        energy, gram = tile.energy_product(e)
+        torch.testing.assert_close(energy, image.square().sum(dim=(1, 2)))
+        torch.testing.assert_close(gram, image @ of_pairs)
+        chosen = torch.tensor([len(i) - 1, 0])
+        torch.testing.assert_close(tile.select(chosen).product(e[chosen]), image[chosen])
+
+
+def test_what_a_mask_hides_is_exactly_zero() -> None:
+    found = hs.influence(CASES["causal window, grouped"](6), tokens(0, 6, 6))
+    hidden = torch.ones(6, 6).triu(1).bool() | torch.ones(6, 6).tril(-2).bool()
+    assert not found.upper[hidden].any()
+    assert (found.lower[~hidden] > 0).all()
+    assert found.converged.all()
+
+
+def test_blocks_that_cancel_or_nearly_vanish_keep_true_intervals() -> None:
+    """Two equal heads of opposite output; and scores so large that weights leave the range of float32."""
+    f = random_attention(0, heads=1, d=12, d_out=12, temperature=4.0)
+    assert f.output is not None
+    nearly = torch.cat((f.output, -f.output * (1 + 1e-5)), dim=1)
+    twice = {
+        name: getattr(f, name).repeat(2, *(1,) * (getattr(f, name).ndim - 1))
+        for name in ("query", "key", "value", "query_bias", "key_bias", "value_bias")
+    }
+    x = tokens(1, 7, 12)
+    for g in (
+        hs.SelfAttention(**twice, output=nearly),
+        random_attention(2, d=12, d_out=12, temperature=60.0),
+    ):
+        g32 = g.to(dtype=torch.float32)
+        blocks = dense_blocks(g32.to(dtype=torch.float64), x.float())
+        found = hs.influence(g32, x.float())
+        assert contains(found, blocks)
+        assert found.value.min() < 1e-5 * found.value.max()
+
+
+@pytest.mark.parametrize("name", ["qwen2", "llama", "bert"])
+def test_a_captured_layer_of_a_half_precision_model(name: str) -> None:
+    model = tiny(name).to(torch.bfloat16)
+    ids = torch.randint(1, 60, (1, 8), generator=torch.Generator().manual_seed(0))
+    for scope in ("attention", "block", "head"):
+        site = hs.capture(model, ids, layers=[1], scope=scope)[0]
+        found = hs.influence(site)
+        blocks = dense_blocks(site.map.to(dtype=torch.float64), site.x[0])
+        assert contains(found, blocks)
+        assert found.converged.all()
+        again = hs.influence(site.map, site.x[0])
+        assert torch.equal(found.value, again.value)
+
+
+def test_maps_without_blocks_in_closed_form() -> None:
+    x = tokens(2, 4, 6)
+    q, k, v = (tokens(seed, 2, 3, 6) for seed in (10, 11, 12))
+    two = hs.Compose(random_attention(1), random_attention(2, causal=True))
+    others: list[hs.attention.TokenMap] = [hs.L2Attention(q, k, v), hs.SinkhornAttention(q, k, v)]
+    for f in (two, *others):
+        found = hs.influence(f, x, rtol=1e-3)
+        assert contains(found, dense_blocks(f, x))
+        assert found.converged.all()
+        assert found.method == ("closed form" if f is two else "autodiff")
+
+
+@pytest.mark.parametrize("name", ["gate", "windows", "fewer queries", "differential"])
+def test_layers_in_stages(name: str) -> None:
+    f = STAGED[name]()
+    x = tokens(100, f.n, f.d)
+    found = hs.influence(f, x, rtol=1e-3)
+    blocks = dense_blocks(naive(f), x)
+    assert found.value.shape == blocks.shape[:2]
+    assert contains(found, blocks)
+    assert found.converged.all()
+
+
+def test_any_function_and_chosen_outputs() -> None:
+    layer = torch.nn.TransformerEncoderLayer(6, 2, 9, batch_first=True, dropout=0.0).double().eval()
+    x = tokens(7, 5, 6)
+    blocks = dense_blocks(layer, x).detach()
+    found = hs.influence(layer, x, outputs=[-1, 2], rtol=1e-6)
+    assert found.outputs == (4, 2)
+    assert contains(found, blocks[[4, 2]])
+    assert found.method == "autodiff"
+    assert found.scope == "TransformerEncoderLayer"
+
+    def last(x: Tensor) -> Tensor:
+        return torch.tanh(layer(x)[-1, :3])
+
+    vector = hs.influence(last, x.float().double(), rtol=1e-6)
+    assert vector.value.shape == (1, 5)
+    assert contains(vector, dense_blocks(lambda x: last(x)[None], x.float().double()).detach())
+
+
+def test_one_entry_does_not_depend_on_the_others_and_seeds_matter() -> None:
+    f, x = random_attention(5, d=30, d_out=30, heads=4), tokens(0, 6, 30)
+    found = hs.influence(f, x, seed=3)
+    assert torch.equal(found.upper, hs.influence(f, x, seed=3).upper)
+    assert not torch.equal(found.upper, hs.influence(f, x, seed=4).upper)
+    blocks = dense_blocks(f, x)
+    assert contains(found, blocks)
+    assert ((found.upper - found.lower) <= 1e-2 * found.value).all()
+
+
+# ---- the token-wise constant
+
+
+@pytest.mark.parametrize("name", ["multi-head", "causal grouped, hot", "pre-norm", "softcap, causal"])
+def test_the_token_wise_constant_lies_between_its_limits(name: str) -> None:
+    f, x = CASES[name](N), tokens(8, N, 6)
+    blocks = dense_blocks(f, x)
+    truth = largest_token_move(blocks)
+    found = hs.influence(f, x, rtol=1e-4).token_wise
+    assert found.lower <= truth * (1 + 1e-9)
+    assert found.lower >= 0.98 * truth
+    assert truth <= found.upper
+    sums = torch.linalg.matrix_norm(blocks, 2).sum(dim=1)
+    assert found.upper == pytest.approx(float(sums.max()), rel=2e-4)
+    # The directions attain the lower limit.
+    e = found.input_direction
+    assert (e.norm(dim=-1) <= 1 + 1e-12).all()
+    moved = torch.einsum("jab,jb->a", blocks[found.output], e)
+    assert float(moved.norm()) == pytest.approx(found.lower, rel=1e-9)
+    assert float(found.output_direction @ moved) == pytest.approx(found.lower, rel=1e-9)
+
+
+def test_with_one_output_entry_the_two_limits_meet() -> None:
+    """A map to one number: the tangents of all tokens add up, so that the sum of norms is attained."""
+    found = hs.influence(lambda x: torch.softmax(x[:, 0], 0)[None] @ x[:, 1:2], tokens(1, 6, 4), rtol=1e-6)
+    assert found.token_wise.lower == pytest.approx(found.token_wise.upper, rel=1e-5)
+
+
+# ---- the result
+
+
+@pytest.fixture(scope="module")
+def found() -> Influence:
+    return hs.influence(CASES["causal"](N), tokens(0, N, 6))
+
+
+def test_table_and_files(found: Influence, tmp_path: Path) -> None:
+    table = found.table
+    assert list(table) == ["output", "input", "value", "lower", "upper", "converged"]
+    row = table[(table["output"] == 3) & (table["input"] == 1)].iloc[0]
+    assert row["value"] == float(found.value[3, 1])
+    found.to_csv(tmp_path / "t.csv")
+    pd.testing.assert_frame_equal(pd.read_csv(tmp_path / "t.csv"), table)
+    assert (tmp_path / "t.csv").read_text() == found.to_csv()
+    pytest.importorskip("pyarrow")
+    found.to_parquet(tmp_path / "t.parquet")
+    again = pd.read_parquet(tmp_path / "t.parquet")
+    assert again.attrs["howsmooth"] == repr(found)
+    pd.testing.assert_frame_equal(again, table)
+
+
+def test_the_figure_has_a_cell_for_each_pair_and_the_words(found: Influence) -> None:
+    figure = found.plot(words=["a", "b$", "c", "d", "e"])
+    axis, bar = figure.axes
+    (image,) = axis.get_images()
+    shown = image.get_array()
+    assert shown.shape == (N, N)
+    assert shown[3, 1] == pytest.approx(float(found.value[3, 1]))
+    assert bool(torch.tensor(shown.mask)[1, 3])  # hidden by the mask
+    assert [label.get_text() for label in axis.get_xticklabels()] == ["a", r"b\$", "c", "d", "e"]
+    assert bar.get_title(loc="right") == "‖∂y/∂x‖₂"
+    assert found._repr_html_().count("<img") == 1
+    with pytest.raises(ArgumentError, match="words: expected 5 words"):
+        found.plot(words=["a"])
+
+
+def test_what_did_not_converge_is_said_and_crossed_out() -> None:
+    f, x = random_attention(5, d=30, d_out=30, heads=4), tokens(0, 3, 30)
+    found = hs.influence(f, x, max_iterations=2)
+    missed = int((~found.converged).sum())
+    assert missed > 0
+    assert f"{missed} of 9 NOT converged" in repr(found)
+    assert len(found.plot().axes[0].texts) == missed
+    assert contains(found, dense_blocks(f, x))
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"x": None}, "x: expected tokens"),
+        ({"x": torch.zeros(2, 4, 6, dtype=torch.float64)}, "one sequence"),
+        ({"x": torch.zeros(4, 5, dtype=torch.float64)}, "X: expected tokens of shape"),
+        ({"x": torch.zeros(4, 6)}, "dtype"),
+        ({"outputs": [0, 4]}, "outputs: expected indices of the 4 output tokens"),
+        ({"outputs": [0, -4]}, "each once"),
+        ({"outputs": "last"}, "outputs"),
+        ({"outputs": []}, "outputs"),
+        ({"rtol": 0.0}, "rtol"),
+        ({"confidence": 2.0}, "confidence"),
+        ({"max_iterations": 0}, "max_iterations"),
+        ({"seed": -1}, "seed"),
+        ({"f": 3}, "f: expected a map"),
+        ({"f": lambda x: x[None, None]}, "outputs of shape"),
+    ],
+)
+def test_refuses_and_names_the_argument(change: dict[str, object], said: str) -> None:
+    given = {"f": random_attention(0), "x": tokens(0, 4, 6)} | change
+    with pytest.raises(ArgumentError, match=said):
+        hs.influence(**given)  # type: ignore[arg-type]
+
+
+def test_refuses_tokens_that_are_not_finite() -> None:
+    with pytest.raises(NonFiniteError, match="x: expected finite"):
+        hs.influence(random_attention(0), torch.full((4, 6), float("nan"), dtype=torch.float64))
