@@ -299,3 +299,40 @@ def test_random_heads_at_64_dimensions(causal):
         bound = (causal_ball_upper_bound if causal else ball_upper_bound)(parameters_of(f), 100, 8.0)
         assert 0.7 * bound.value <= ascent.value <= bound.value
     assert min(ratios) > 5
+
+
+# ---- the token-wise constant
+
+
+@pytest.mark.parametrize("case", ["multi-head", "causal", "post-norm"])
+def test_the_gradient_of_the_token_wise_constant_is_that_of_differences(case: str) -> None:
+    f, x = CASES[case](5), tokens(12, 1, 5, D)
+
+    def constant(x: Tensor) -> Tensor:
+        """The constant with the directions held at their best, which the envelope theorem allows."""
+        return module._token_wise(f, x, 1e-12, [3]).value[0]
+
+    found = module._token_wise(f, x, 1e-12, [3])
+    gradient = module._gradient_of_pairing(f, x, found.output_direction, found.input_direction)
+    direction, h = tokens(13, 1, 5, D), 1e-5
+    slope = (constant(x + h * direction) - constant(x - h * direction)) / (2 * h)
+    assert float((gradient * direction).sum()) == pytest.approx(float(slope), rel=1e-4)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_the_token_wise_ascent_rises_above_random_inputs_and_keeps_below_the_bound(causal: bool) -> None:
+    f, radius = random_attention(1, heads=2, d=3, d_out=3, causal=causal, biases=False), 1.5
+    found = ascend(f, 6, radius, norm="token-wise", steps=15)
+    assert_what_was_climbed_on_is_what_is_returned(found)
+    assert found.x.norm(dim=-1).max() <= radius * (1 + 1e-12)
+    again = hs.influence(f, found.x).token_wise
+    assert found.value == found.estimate.value == pytest.approx(again.lower, rel=1e-4)
+    drawn = [radius * torch.nn.functional.normalize(tokens(seed, 6, 3), dim=-1) for seed in range(8)]
+    assert found.value > 1.1 * max(hs.influence(f, x).token_wise.lower for x in drawn)
+    assert found.value <= hs.bounds.token_wise_ball_upper_bound(f, radius).value
+    assert found.history["value"].iloc[-1] == found.value
+
+
+def test_another_norm_is_refused() -> None:
+    with pytest.raises(ArgumentError, match="norm: expected 'frobenius' or 'token-wise', got 'max'"):
+        ascend(head_of(0), 4, 1.0, norm="max")

@@ -9,10 +9,11 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import pandas as pd
 import torch
-from jaxtyping import Float
+from jaxtyping import Bool, Float
 from torch import Tensor
 
 from howsmooth.adversarial.clusters import Atoms, AtomSearch, can_search_atoms, search_atoms
@@ -23,7 +24,12 @@ from howsmooth.attention.plain_scores import require_formula, require_plain_scor
 from howsmooth.bounds.bound import check_length, check_radius
 from howsmooth.bounds.parameters import SiteLike
 from howsmooth.errors import ArgumentError
+from howsmooth.jacobian import in_double
+from howsmooth.jacobian.token_blocks import token_blocks
 from howsmooth.lipschitz import LipschitzEstimate, local_lipschitz
+from howsmooth.lipschitz.blocks import block_norms, sequence_jacobian
+from howsmooth.lipschitz.solver import Solver, member_seeds
+from howsmooth.lipschitz.token_wise import TokenWise, token_wise_ascent, token_wise_lipschitz
 from howsmooth.seeds import torch_seed
 
 __all__ = ["Ascent", "ascend"]
@@ -40,6 +46,10 @@ _GRADIENT_NUMBERS = 1 << 22
 
 _MOMENTUM = 0.7
 
+# A token-wise constant is sought at this many outputs, chosen by products with this many random tangents.
+_OUTPUTS = 2
+_PROBES = 4
+
 
 @dataclass(frozen=True, eq=False)
 class Ascent:
@@ -50,7 +60,8 @@ class Ascent:
     x
         Tokens (n, d), in the dtype and on the device of the map.
     estimate
-        The local Lipschitz constant at ``x``, with an interval of relative width 1e-4.
+        The local Lipschitz constant at ``x``, with an interval of relative width 1e-4; the token-wise
+        constant between its limits, if that was searched for.
     start
         Name of the start from which ``x`` was reached.
     history
@@ -64,7 +75,7 @@ class Ascent:
     """
 
     x: Float[Tensor, "n d"]
-    estimate: LipschitzEstimate
+    estimate: LipschitzEstimate | TokenWise
     start: str
     history: pd.DataFrame
     seed: int
@@ -72,7 +83,7 @@ class Ascent:
 
     @property
     def value(self) -> float:
-        """The local Lipschitz constant at ``x``, a float."""
+        """The constant at ``x``, a float; of a token-wise constant the lower limit."""
         return float(self.estimate.value)
 
     def __repr__(self) -> str:
@@ -89,6 +100,7 @@ def ascend(
     radius: object = None,
     *,
     domain: object = None,
+    norm: str = "frobenius",
     starts: Sequence[Tensor | Construction] | None = None,
     random_starts: int = 2,
     steps: int = 100,
@@ -116,6 +128,9 @@ def ascend(
         of that layer.
     domain
         A Ball, Ellipsoid or Around to search in, instead of ``radius``. Around needs no length.
+    norm
+        "frobenius" for ‖D_X f‖₂; "token-wise" for how far an output token moves if every token moves by at
+        most one, max_i sup |Σ_j J_ij e_j| over |e_j| ≤ 1. The search among few atoms is then left out.
     starts
         Inputs (n, d) to start from. The default is the constructions of every head (see
         :func:`~howsmooth.adversarial.constructions`) and the best inputs of the search among few atoms. If
@@ -168,6 +183,9 @@ def ascend(
     _check_counts(
         random_starts=random_starts, steps=steps, atom_restarts=atom_restarts, atom_steps=atom_steps
     )
+    if norm not in ("frobenius", "token-wise"):
+        raise ArgumentError("norm", expected="'frobenius' or 'token-wise'", got=repr(norm))
+    token_wise = norm == "token-wise"
     where, n = _domain_and_length(f, length, radius, domain)
     if isinstance(seed, bool) or not isinstance(seed, int):
         raise ArgumentError("seed", expected="an integer", got=repr(seed))
@@ -179,7 +197,7 @@ def ascend(
     if basis is not None:
         given = [(name, x @ basis) for name, x in given]
     rows: list[pd.DataFrame] = []
-    if starts is None and atom_restarts and can_search_atoms(g, where) and n >= 2:
+    if starts is None and atom_restarts and can_search_atoms(g, where) and n >= 2 and not token_wise:
         assert isinstance(g, SelfAttention)
         search = _search_atoms(g, n, where, given, atom_restarts, atom_steps, generator)
         rows.append(search.history.assign(accepted=False, converged=False))
@@ -192,17 +210,73 @@ def ascend(
         )
 
     # The ascent is in float64, for maps of any dtype; the result is rounded and measured again below.
-    climb = _Climb(g.to(dtype=torch.float64), where, given, rtol, seed, generator, on_evaluation)
+    measure = _token_wise if token_wise else _frobenius
+    climb = _Climb(g.to(dtype=torch.float64), where, given, rtol, seed, generator, on_evaluation, measure)
     best, name = climb.run(steps)
     x = best if basis is None else best @ basis.mT
     x = where.project(x).to(dtype=f.dtype, device=f.device)
-    estimate = local_lipschitz(f, x, rtol=1e-4, max_iterations=1000, seed=seed)
+    estimate: LipschitzEstimate | TokenWise
+    if token_wise:
+        estimate, converged = _whole_token_wise(f, x, seed), True
+    else:
+        estimate = local_lipschitz(f, x, rtol=1e-4, max_iterations=1000, seed=seed)
+        converged = bool(estimate.converged)
     rows.append(pd.DataFrame(climb.rows, columns=_COLUMNS))
-    final = pd.DataFrame(
-        [[name, steps + 1, float(estimate.value), 0.0, False, bool(estimate.converged)]], columns=_COLUMNS
-    )
+    final = pd.DataFrame([[name, steps + 1, float(estimate.value), 0.0, False, converged]], columns=_COLUMNS)
     history = pd.concat([part[_COLUMNS] for part in [*rows, final]], ignore_index=True)
     return Ascent(x, estimate, name, history, seed, where)
+
+
+class _Measured(NamedTuple):
+    """The constants of a batch of inputs, and the directions that attain them."""
+
+    value: Float[Tensor, " batch"]
+    converged: Bool[Tensor, " batch"]
+    input_direction: Float[Tensor, "batch n d"]
+    output_direction: Float[Tensor, "batch n d_out"]
+
+
+_Measure = Callable[[TokenMap, Tensor, float, Sequence[int]], _Measured]
+
+
+def _frobenius(f: TokenMap, x: Tensor, rtol: float, seeds: Sequence[int]) -> _Measured:
+    found = local_lipschitz(f, x, rtol=rtol, seed=seeds)
+    return _Measured(found.value, found.converged, found.input_direction, found.output_direction)
+
+
+def _token_wise(f: TokenMap, x: Tensor, rtol: float, seeds: Sequence[int]) -> _Measured:
+    """Return lower limits of the token-wise constants.
+
+    All count as converged, because the map attains them.
+    """
+    parts = []
+    for member, seed in zip(x, seeds, strict=True):
+        jacobian = sequence_jacobian(f, member)
+        # The outputs that random tangents move most are the candidates.
+        generator = torch.Generator().manual_seed(torch_seed(seed))
+        moved = torch.zeros(jacobian.out_shape[0], dtype=torch.float64, device=x.device)
+        for _ in range(_PROBES):
+            e = torch.randn(member.shape, generator=generator, dtype=torch.float64).to(x)
+            moved += jacobian.product(e[None])[0].square().sum(dim=-1)
+        outputs = moved.topk(min(_OUTPUTS, len(moved))).indices.tolist()
+        i, e, _ = token_wise_ascent(jacobian, outputs, rtol=rtol, seed=seed)
+        image = jacobian.product(e[None])[0]
+        value = image[i].norm()
+        u = torch.zeros_like(image)
+        u[i] = image[i] / value.clamp_min(1e-300)
+        parts.append((value, e, u))
+    value, e, u = (torch.stack(part) for part in zip(*parts, strict=True))
+    return _Measured(value.cpu(), torch.ones(len(x), dtype=torch.bool), e, u)
+
+
+def _whole_token_wise(f: TokenMap, x: Float[Tensor, "n d"], seed: int) -> TokenWise:
+    """Return the token-wise constant of all outputs at the tokens that were found."""
+    jacobian, n = sequence_jacobian(f, x), len(x)
+    solver = Solver(1e-2, 0.999, 200, member_seeds(seed, n * n), [1] * (n * n))
+    blocks = token_blocks(in_double(f), x.double())
+    outputs = torch.arange(n, device=x.device)
+    norms = block_norms(jacobian if blocks is None else blocks, outputs, x.dtype, solver)
+    return token_wise_lipschitz(f, x, jacobian, norms, range(n), rtol=1e-4, seed=seed)
 
 
 class _Climb:
@@ -217,7 +291,9 @@ class _Climb:
         seed: int,
         generator: torch.Generator,
         on_evaluation: Callable[[dict[str, object]], None] | None,
+        measure: _Measure,
     ) -> None:
+        self.measure = measure
         self.f, self.domain, self.rtol, self.seed = f, domain, rtol, seed
         self.generator, self.on_evaluation = generator, on_evaluation
         self.names = [name for name, _ in starts]
@@ -285,15 +361,15 @@ class _Climb:
         best = max(kept, key=lambda i: kept[i][1])
         return domain.tokens(kept[best][0]).cpu(), self.names[best]
 
-    def _evaluate(self, u: Tensor, members: list[int], step: int) -> LipschitzEstimate:
+    def _evaluate(self, u: Tensor, members: list[int], step: int) -> _Measured:
         # Every evaluation has a random start of its own that depends on seed, start and step only.
         seeds = [((self.seed * 1_000_003 + i) * 1_000_003 + step) % 2**62 for i in members]
-        return local_lipschitz(self.f, self.domain.tokens(u), rtol=self.rtol, seed=seeds)
+        return self.measure(self.f, self.domain.tokens(u), self.rtol, seeds)
 
-    def _gradient(self, u: Tensor, found: LipschitzEstimate, rows: list[int]) -> Tensor:
-        """Return the gradient of log ‖D_X f‖₂ with respect to the variables of the search.
+    def _gradient(self, u: Tensor, found: _Measured, rows: list[int]) -> Tensor:
+        """Return the gradient of the logarithm of the constant with respect to the variables of the search.
 
-        The variables are the coordinates ``u`` of the tokens X. The estimate of ‖D_X f‖₂ at ``u[i]`` is entry
+        The variables are the coordinates ``u`` of the tokens X. The constant at ``u[i]`` is entry
         ``rows[i]`` of ``found``.
         """
         f = self.f
@@ -331,7 +407,7 @@ class _Climb:
         self,
         members: Sequence[int],
         step: int,
-        found: LipschitzEstimate,
+        found: _Measured,
         sizes: list[float],
         accepted: list[bool],
     ) -> None:

@@ -7,18 +7,23 @@ best u is the direction of Σ_j J_ij e_j. Taking the two in turn never lowers th
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from howsmooth.attention import TokenMap
+from howsmooth.jacobian import closed_form_jacobian, has_closed_form, in_double
+from howsmooth.lipschitz.blocks import BlockNorms
 from howsmooth.seeds import torch_seed
 from howsmooth.spectral import LinearOperator
 
-__all__ = ["TokenWise", "attained", "token_wise_ascent", "unit_rows"]
+__all__ = ["TokenWise", "attained", "token_wise_ascent", "token_wise_lipschitz", "unit_rows"]
 
+# The constant is sought at this many outputs, those of the largest sums of norms.
+_CANDIDATES = 3
 # Random directions of the output from which the ascent starts.
 _STARTS = 2
 _STEPS = 200
@@ -43,8 +48,53 @@ class TokenWise:
     #: The unit vector (d_out,) along which the output token moves.
     output_direction: Float[Tensor, " d_out"]
 
+    @property
+    def value(self) -> float:
+        """The largest move that was found, which is the lower limit."""
+        return self.lower
+
     def __repr__(self) -> str:
         return f"TokenWise(between {self.lower:.6g} and {self.upper:.6g}, at output {self.output})"
+
+
+def token_wise_lipschitz(
+    f: Callable[[Tensor], Tensor],
+    x: Float[Tensor, "n d"],
+    jacobian: LinearOperator,
+    norms: BlockNorms,
+    outputs: Sequence[int],
+    *,
+    rtol: float,
+    seed: int,
+) -> TokenWise:
+    """Return the token-wise constant over the measured outputs, between two limits.
+
+    Parameters
+    ----------
+    f, x
+        The map and its tokens.
+    jacobian
+        The Jacobian of the map at the tokens (:func:`~howsmooth.lipschitz.blocks.sequence_jacobian`).
+    norms
+        The norms of its blocks.
+    outputs
+        The output token of each row of ``norms``.
+    rtol, seed
+        As for :func:`token_wise_ascent`.
+
+    """
+    sums = norms.value.sum(dim=1)
+    tried = [outputs[k] for k in sums.argsort(descending=True)[:_CANDIDATES].tolist()]
+    climbing = jacobian
+    if isinstance(f, TokenMap) and x.dtype != jacobian.dtype and has_closed_form(f):
+        climbing = closed_form_jacobian(in_double(f), x.double()[None], dtype=x.dtype)
+    i, e, _ = token_wise_ascent(climbing, tried, rtol=rtol, seed=seed)
+    # Rounded to the dtype of the tokens, the tangents may be longer than one by a few units of rounding.
+    e = unit_rows(e.double()).to(x.dtype)
+    longest = max(1.0, float(torch.linalg.vector_norm(e.double(), dim=-1).max()))
+    value, u, error = attained(jacobian, i, e.to(jacobian.dtype))
+    lower = max(value - error, 0.0) / longest
+    return TokenWise(lower, float(norms.upper.sum(dim=1).max()), i, e, u.to(x.dtype))
 
 
 def token_wise_ascent(

@@ -14,19 +14,15 @@ from howsmooth.attention import TokenMap
 from howsmooth.attention.map import check_tokens
 from howsmooth.bounds.parameters import SiteLike
 from howsmooth.errors import ArgumentError
-from howsmooth.jacobian import closed_form_jacobian, has_closed_form, in_double
+from howsmooth.jacobian import has_closed_form, in_double
 from howsmooth.jacobian.token_blocks import token_blocks
 from howsmooth.lipschitz.arguments import check_arguments
-from howsmooth.lipschitz.blocks import BlockNorms, block_norms, sequence_jacobian
+from howsmooth.lipschitz.blocks import block_norms, sequence_jacobian
 from howsmooth.lipschitz.solver import Solver, member_seeds
-from howsmooth.lipschitz.token_wise import TokenWise, attained, token_wise_ascent, unit_rows
-from howsmooth.spectral import LinearOperator
+from howsmooth.lipschitz.token_wise import token_wise_lipschitz
 from howsmooth.token_influence.result import Influence
 
 __all__ = ["influence"]
-
-# The token-wise constant is sought at this many outputs, those of the largest sums of norms.
-_CANDIDATES = 3
 
 
 def influence(
@@ -111,7 +107,7 @@ def influence(
         converged=norms.converged,
         iterations=norms.iterations,
         outputs=tuple(rows),
-        token_wise=_token_wise(f, x, jacobian, rows, norms, rtol, seed),
+        token_wise=token_wise_lipschitz(f, x, jacobian, norms, rows, rtol=min(rtol, 1e-3), seed=seed),
         confidence=confidence,
         method="closed form" if closed else "autodiff",
         scope=f.describe() if isinstance(f, TokenMap) else getattr(f, "__name__", type(f).__name__),
@@ -159,21 +155,3 @@ def _checked_outputs(outputs: object, count: int) -> list[int]:
     if not chosen or len(set(chosen)) < len(chosen):
         raise ArgumentError("outputs", expected=expected, got=repr(outputs))
     return chosen
-
-
-def _token_wise(
-    f: Any, x: Tensor, jacobian: LinearOperator, rows: list[int], norms: BlockNorms, rtol: float, seed: int
-) -> TokenWise:
-    """Return the token-wise constant over the measured outputs, between two limits."""
-    sums = norms.value.sum(dim=1)
-    tried = [rows[k] for k in sums.argsort(descending=True)[:_CANDIDATES].tolist()]
-    climbing = jacobian
-    if x.dtype != jacobian.dtype and has_closed_form(f):
-        climbing = closed_form_jacobian(in_double(f), x.double()[None], dtype=x.dtype)
-    i, e, _ = token_wise_ascent(climbing, tried, rtol=min(rtol, 1e-3), seed=seed)
-    # Rounded to the dtype of the tokens, the tangents may be longer than one by a few units of rounding.
-    e = unit_rows(e.double()).to(x.dtype)
-    longest = max(1.0, float(torch.linalg.vector_norm(e.double(), dim=-1).max()))
-    value, u, error = attained(jacobian, i, e.to(jacobian.dtype))
-    lower = max(value - error, 0.0) / longest
-    return TokenWise(lower, float(norms.upper.sum(dim=1).max()), i, e, u.to(x.dtype))
