@@ -16,9 +16,6 @@ from howsmooth.functional.rule_mask import RuleMask, rule_mask
 
 __all__ = ["register"]
 
-# What other implementations take to choose keys, and what the models' eager attention knows by a mask alone.
-_CHOICES = ("indices", "block_indices")
-
 
 def register() -> None:
     """Make ``attn_implementation="howsmooth"`` known to Hugging Face transformers.
@@ -57,6 +54,7 @@ def _attention_forward(
     softcap: float | None = None,
     s_aux: Tensor | None = None,
     sinks: Tensor | None = None,
+    indices: Tensor | None = None,
     **rest: Any,
 ) -> tuple[Tensor, None]:
     """Return the output (batch, m, heads, value_dim) of a layer of transformers, and no probabilities.
@@ -75,12 +73,24 @@ def _attention_forward(
         visible, padding = attention_mask.visible, attention_mask.padding
         rule = {"causal": visible.causal, "window": visible.window, "offset": visible.offset}
         attention_mask = None if padding is None else padding[:, None, None, :]
+    if indices is not None:
+        # A sparse layer names the keys (batch, m, count) that each query may see; masks hide some of them.
+        chosen = torch.zeros(*indices.shape[:-1], n, dtype=torch.bool, device=query.device)
+        chosen = chosen.scatter(-1, indices.long(), True)[:, None]
+        attention_mask = _both(attention_mask, chosen)
     numbers = {"mask": attention_mask, "score_bias": position_bias, "sinks": sinks}
     for name, t in numbers.items():
         if t is not None:
             rule[name] = t if t.dtype == torch.bool else t.to(query.dtype)
     out = attention(query, key, value, scale=scaling, softcap=softcap, **rule)
     return out.transpose(1, 2).contiguous(), None
+
+
+def _both(mask: Tensor | None, chosen: Tensor) -> Tensor:
+    """Return a mask that hides what ``mask`` hides, and all keys that ``chosen`` does not mark."""
+    if mask is None or mask.dtype == torch.bool:
+        return chosen if mask is None else mask & chosen
+    return mask.masked_fill(~chosen, float("-inf"))
 
 
 def _check_supported(module: nn.Module, dropout: float, rest: dict[str, Any]) -> None:
@@ -105,11 +115,11 @@ def _check_supported(module: nn.Module, dropout: float, rest: dict[str, Any]) ->
                 "None, because keys are chosen by masks alone",
                 'Use attn_implementation="eager" for this model.',
             )
-            for name in (*_CHOICES, "cache")
+            for name in ("block_indices", "cache")
         ),
     ]
     for refused, name, expected, remedy in asked:
         if refused:
             got = dropout if name == "dropout" else rest[name]
-            shown = f"a {type(got).__name__}" if name in (*_CHOICES, "cache") else repr(got)
+            shown = f"a {type(got).__name__}" if name in ("block_indices", "cache") else repr(got)
             raise ArgumentError(name, expected=expected, got=shown, remedy=remedy)
