@@ -119,8 +119,11 @@ def test_autodiff_agrees_with_closed_form(name: str) -> None:
     auto = hs.local_lipschitz(f, x, rtol=1e-9, method="autodiff")
     assert (closed.method, auto.method) == ("closed form", "autodiff")
     torch.testing.assert_close(auto.value, closed.value, rtol=1e-10, atol=0)
-    single = hs.local_lipschitz(f.to(dtype=torch.float32), x.float(), method="autodiff", rtol=1e-3)
-    assert ((single.lower <= closed.value) & (closed.value <= single.upper)).all()
+    rounded, y = f.to(dtype=torch.float32), x.float()
+    single = hs.local_lipschitz(rounded, y, method="autodiff", rtol=1e-3)
+    # The value is computed in float64, for the parameters that were rounded to float32.
+    exact = hs.local_lipschitz(rounded.to(dtype=torch.float64), y.double(), rtol=1e-9).value
+    assert ((single.lower <= exact) & (exact <= single.upper)).all()
 
 
 def test_n_copies_of_one_token_give_the_norm_of_value() -> None:

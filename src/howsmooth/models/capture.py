@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 
 from torch import Tensor, nn
@@ -22,7 +23,7 @@ from howsmooth.models.tracing.layer_trace import AttentionLayer
 from howsmooth.models.whole_model import OUTPUTS, ModelParts
 from howsmooth.scopes import MODEL_SCOPES, SCOPES
 
-__all__ = ["capture", "module_of", "self_attention_layers"]
+__all__ = ["capture", "model_parts", "module_of", "self_attention_layers"]
 
 _Indices = tuple[int, ...] | slice | None
 
@@ -133,13 +134,19 @@ def _part(
     if output not in OUTPUTS or (scope == "span" and output != "hidden"):
         expected = f"one of {', '.join(OUTPUTS)}" if scope == "model" else "'hidden' unless scope is 'model'"
         raise ArgumentError("output", expected=expected, got=repr(output))
-    given = model_inputs(model, inputs)
-    with measurement_mode(model):
-        parts = ModelParts(model, given)
+    with model_parts(model, inputs) as parts:
         if scope == "model":
             return parts.whole(str(output), last_token=last_token)
         first, last = _ends(layers, len(parts.layers))
         return parts.span(first, last, last_token=last_token)
+
+
+@contextmanager
+def model_parts(model: nn.Module, inputs: Tensor | Mapping[str, Tensor]) -> Iterator[ModelParts]:
+    """Yield the parts of a model, to be captured within the context; the arguments are those of capture."""
+    given = model_inputs(model, inputs)
+    with measurement_mode(model):
+        yield ModelParts(model, given)
 
 
 def _ends(layers: object, count: int) -> tuple[int, int]:

@@ -105,6 +105,28 @@ class ModelParts:
         start, end = replace(self.blocks[first], side="input"), self.blocks[last]
         return self._site("span", start, end, Output("tokens", last_token), first, last, words)
 
+    @property
+    def last_layers(self) -> list[int]:
+        """The last attention layer of each block, in the order of the blocks."""
+        return [
+            i for i, place in enumerate(self.blocks) if i + 1 == len(self.blocks) or self.blocks[i + 1] != place
+        ]
+
+    def entry(self) -> Site | None:
+        """Return the map from the embeddings to the input of the first block; None if they are one place."""
+        start, end = self._embeddings(), replace(self.blocks[0], side="input")
+        if start == end:
+            return None
+        words = "from its embeddings to the input of its first block"
+        return self._site("span", start, end, Output("tokens"), None, -1, words)
+
+    def from_first(self, output: str, *, last_token: bool = False) -> Site:
+        """Return the map from the input of the first block to an output of the model."""
+        words = f"from the input of its first block to its {_in_words(output, last_token)}"
+        kind = output if output != "hidden" or self._known else "tokens"
+        start = replace(self.blocks[0], side="input")
+        return self._site("span", start, self._end(output), Output(kind, last_token), 0, None, words)
+
     def until(self, last: int) -> Site:
         """Return the map from the embeddings to the output of the block around a layer."""
         words = f"from its embeddings to the output of block {last}"
