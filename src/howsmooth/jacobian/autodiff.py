@@ -1,5 +1,9 @@
 """The Jacobian of any differentiable PyTorch map, by forward and reverse mode.
 
+The graph of the map at its point is kept. Reverse mode over it gives Jᵀu, which is linear in u, so that reverse
+mode over that gives J e: no product evaluates the map again. PyTorch's forward mode does so, and takes five
+times as long in a Transformer; it checks the products, and replaces them where the graph does not fit.
+
 PyTorch's fused attention kernels have no forward mode on the CPU, so both modes run with its "math" attention
 backend. The same function is then differentiated in both directions. The map is checked before a number is
 given out: it returns the same output twice (no dropout), members of the batch do not depend on each other,
@@ -19,6 +23,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from howsmooth.attention import TokenMap, Weighting
 from howsmooth.errors import ArgumentError, DerivativeError, HowsmoothError, NonFiniteError
+from howsmooth.memory import memory_budget
 from howsmooth.spectral import LinearOperator
 
 __all__ = [
@@ -28,7 +33,6 @@ __all__ = [
     "as_derivative_errors",
     "check_adjoint",
     "check_against_differences",
-    "graph_bytes",
     "moved_by_rounding",
     "one_backend",
     "weighted_autodiff_jacobian",
@@ -45,12 +49,15 @@ MULTIPLES = (1.1, 1.3, 1.7, 1.9)
 # error, by 2 %. With a single change, multiplied by eight, one in 36 had, by up to 116 times.
 _ALLOWED = 16.0
 
+# How many graphs of the map must fit into memory for the derivative of the graph to be kept.
+_GRAPHS = 4
+
 # Modules whose output in training mode is random or depends on the other members of the batch.
 _STATEFUL = (nn.modules.dropout._DropoutNd, nn.modules.batchnorm._BatchNorm)
 
 
 class AutodiffJacobian(LinearOperator):
-    """Jacobian of ``f`` at ``x`` by ``torch.func.jvp`` and ``torch.func.vjp``.
+    """Jacobian of ``f`` at ``x`` by reverse mode, and by reverse mode over it, or forward mode.
 
     Parameters
     ----------
@@ -123,8 +130,11 @@ class AutodiffJacobian(LinearOperator):
         self._y_shape = y.shape
         shapes = tuple(x.shape[len(lead) :]), tuple(y.shape[len(lead) :])
         super().__init__(max(1, lead.numel()), *shapes, x.dtype, x.device, rounding)
-        with one_backend(), as_derivative_errors("reverse"):
-            self._vjp = torch.func.vjp(f, x)[1]
+        with as_derivative_errors("reverse"):
+            self.graph_bytes = _graph_bytes(f, x)
+            # Estimating the rounding needs a second graph, and each is followed by that of its derivative.
+            self._fits = _GRAPHS * self.graph_bytes <= memory_budget(None, x.device)
+            self._kept = _Linearisation(f, x, twice=self._fits)
         if rounding is None:
             self._check_derivatives()
 
@@ -156,14 +166,25 @@ class AutodiffJacobian(LinearOperator):
             return self._f(x)
 
     def _product(self, e: Tensor) -> Tensor:
-        with one_backend(), as_derivative_errors("forward"):
-            tangent = torch.func.jvp(self._f, (self._x,), (e.reshape(self._x.shape),))[1]
-        return cast(Tensor, tangent).detach().reshape(self.batch, *self.out_shape)
+        with one_backend(), as_derivative_errors("reverse" if self._kept.twice else "forward"):
+            tangent = self._kept.product(e.reshape(self._x.shape))
+        return tangent.reshape(self.batch, *self.out_shape)
 
     def _adjoint_product(self, u: Tensor) -> Tensor:
         with one_backend(), as_derivative_errors("reverse"):
-            (cotangent,) = self._vjp(u.reshape(self._y_shape))
-        return cast(Tensor, cotangent).detach().reshape(self.batch, *self.in_shape)
+            cotangent = self._kept.adjoint_product(u.reshape(self._y_shape))
+        return cotangent.reshape(self.batch, *self.in_shape)
+
+    def _forward_product(self, e: Tensor) -> Tensor:
+        """Return J e by forward mode; if some operation has none, return it by reverse mode over reverse mode."""
+        try:
+            with one_backend(), as_derivative_errors("forward"):
+                tangent = _by_forward_mode(self._f, self._x, e.reshape(self._x.shape))
+        except DerivativeError:
+            if not self._kept.twice:
+                raise
+            return self._product(e)
+        return tangent.reshape(self.batch, *self.out_shape)
 
     def _conditioning(self, e: Tensor, je: Tensor) -> Tensor:
         """Estimate the relative error of J e that rounding inside f causes.
@@ -176,8 +197,8 @@ class AutodiffJacobian(LinearOperator):
 
         def products() -> Iterator[Tensor]:
             for c, x in zip(MULTIPLES, moved_by_rounding(self._x), strict=True):
-                moved = torch.func.jvp(self._f, (x,), (c * e.reshape(x.shape),))[1]
-                yield cast(Tensor, moved).detach().reshape(je.shape) / c
+                moved = _Linearisation(self._f, x, twice=self._kept.twice).product(c * e.reshape(x.shape))
+                yield moved.reshape(je.shape) / c
 
         with one_backend(), as_derivative_errors("forward"):
             return allowance_for_rounding(products(), je)
@@ -191,8 +212,8 @@ class AutodiffJacobian(LinearOperator):
         e = torch.randn(self.batch, *self.in_shape, generator=generator, dtype=torch.float64)
         u = torch.randn(self.batch, *self.out_shape, generator=generator, dtype=torch.float64)
         e, u = e.to(self._x), u.to(self._x)
-        je, jtu = self._product(e), self._adjoint_product(u)
-        forward = self._conditioning(e, je)
+        je, jtu = self._forward_product(e), self._adjoint_product(u)
+        forward = self._conditioning(e, self._product(e))
         reverse = allowance_for_rounding((self._adjoint_product(c * u) / c for c in MULTIPLES), jtu)
         self.rounding = torch.stack((self.rounding, forward, reverse)).amax(dim=0)
         # The check sums over the whole batch. A map that mixes the batch passes it, and gets the error below.
@@ -226,7 +247,58 @@ class AutodiffJacobian(LinearOperator):
         return bool(self._product(e[None]).any()) and not _mixes(lambda e: self._product(e[None])[0], e)
 
 
-def graph_bytes(f: Callable[[Tensor], Tensor], x: Tensor) -> int:
+class _Linearisation:
+    """The products with the Jacobian J of a map at one point, from the graph of the map there.
+
+    If ``twice``, the graph of u ↦ Jᵀu is kept too, and gives J e; otherwise J e takes forward mode. The same
+    holds if the graph cannot be differentiated twice.
+    """
+
+    def __init__(self, f: Callable[[Tensor], Tensor], x: Tensor, *, twice: bool) -> None:
+        self._f = f
+        self._x = x.detach().requires_grad_()
+        with torch.enable_grad(), one_backend():
+            self._y = f(self._x)
+            if not self._y.requires_grad:  # a map that is constant, or detached
+                self._y = self._y + 0 * self._x.sum()
+            self._u = torch.zeros_like(self._y).requires_grad_()
+            self._jtu: Tensor | None = None
+            if twice:
+                try:
+                    self._jtu = self._grad(self._y, self._x, self._u, create_graph=True)
+                    self.product(torch.zeros_like(x))
+                    # Jᵀu knows nothing of u if the map is locally constant, or its backward hides u.
+                    if not self._jtu.requires_grad and self.adjoint_product(torch.ones_like(self._y)).any():
+                        self._jtu = None
+                except RuntimeError:
+                    self._jtu = None
+
+    @property
+    def twice(self) -> bool:
+        """Whether the graph of u ↦ Jᵀu is kept."""
+        return self._jtu is not None
+
+    def product(self, e: Tensor) -> Tensor:
+        """Return J e."""
+        if self._jtu is None:
+            return _by_forward_mode(self._f, self._x.detach(), e)
+        return self._grad(self._jtu, self._u, e) if self._jtu.requires_grad else torch.zeros_like(self._u)
+
+    def adjoint_product(self, u: Tensor) -> Tensor:
+        """Return Jᵀu."""
+        return self._grad(self._y, self._x, u)
+
+    def _grad(self, y: Tensor, x: Tensor, u: Tensor, *, create_graph: bool = False) -> Tensor:
+        options = {"retain_graph": True, "create_graph": create_graph, "materialize_grads": True}
+        (found,) = torch.autograd.grad(y, x, u, **options)
+        return found
+
+
+def _by_forward_mode(f: Callable[[Tensor], Tensor], x: Tensor, e: Tensor) -> Tensor:
+    return cast(Tensor, torch.func.jvp(f, (x,), (e,))[1]).detach()
+
+
+def _graph_bytes(f: Callable[[Tensor], Tensor], x: Tensor) -> int:
     """Return how many bytes PyTorch keeps to differentiate ``f`` at ``x`` in reverse mode, weights included."""
     kept: dict[int, int] = {}
 

@@ -18,7 +18,6 @@ from torch import Tensor
 from howsmooth.attention import TokenMap
 from howsmooth.batching import batches, beside_the_basis, fewest_vectors, is_streamed, room_for_basis
 from howsmooth.jacobian import AutodiffJacobian, closed_form_jacobian, closed_form_jacobians, joined
-from howsmooth.jacobian.autodiff import graph_bytes
 from howsmooth.lipschitz.solver import Solver
 from howsmooth.spectral import LeadingTriplet, LinearOperator
 from howsmooth.spectral.operator import length_rounding
@@ -74,7 +73,7 @@ def solve_autodiff(
     """
     double = torch.finfo(torch.float64).eps / torch.finfo(x.dtype).eps
     # The weights and the graph take twice as many bytes in float64.
-    if 2 * graph_bytes(f, x) > budget:
+    if 2 * operator.graph_bytes > budget:
         return solver.golub_kahan(operator, members), False
     estimated, operator.rounding = operator.rounding, torch.full_like(operator.rounding, _usual(x))
     found = solver.golub_kahan(operator, members)
