@@ -8,7 +8,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from transformers import BertConfig, BertForSequenceClassification, PreTrainedModel, T5Config, T5EncoderModel
+from transformers import (
+    BertConfig,
+    BertForSequenceClassification,
+    PreTrainedModel,
+    T5Config,
+    T5EncoderModel,
+)
 
 import howsmooth as hs
 from tests._tiny_models import WithoutDowncast, tiny, token_ids
@@ -16,7 +22,7 @@ from tests.architectures.build import build, inputs_of, spread
 
 QUICK = ("bert", "gemma2", "gpt2", "llama")
 TYPES = (
-    "albert", "deberta-v2", "distilbert", "electra", "falcon", "gemma3_text", "gpt_neox", "gpt_oss", "gptj",
+    "albert", "bloom", "deberta-v2", "distilbert", "electra", "falcon", "gemma3_text", "gpt_neox", "gpt_oss", "gptj",
     "mistral", "mixtral", "modernbert", "mpt", "opt", "phi", "qwen3", "roberta", "t5",
 )  # fmt: skip
 ITERATIONS = 400
@@ -26,7 +32,9 @@ def _model(model_type: str) -> tuple[PreTrainedModel, Tensor]:
     """A tiny model in float64, and ids (1, n) of one sequence."""
     if model_type == "t5":
         torch.manual_seed(0)
-        model = T5EncoderModel(T5Config(d_model=32, d_kv=8, num_heads=4, num_layers=2, d_ff=40, vocab_size=60))
+        model = T5EncoderModel(
+            T5Config(d_model=32, d_kv=8, num_heads=4, num_layers=2, d_ff=40, vocab_size=60)
+        )
         spread(model)
         return model.double().eval().requires_grad_(False), token_ids(1, 8)
     model = build(model_type).requires_grad_(False)
@@ -231,7 +239,7 @@ def test_arguments_that_do_not_fit(arguments: dict[str, Any], words: str) -> Non
 
 
 def test_what_is_refused() -> None:
-    with pytest.raises(hs.errors.CaptureError, match="no logits.*head=True"):
+    with pytest.raises(hs.errors.CaptureError, match=r"no logits.*head=True"):
         hs.capture(tiny("gpt2"), token_ids(1, 4), scope="model", output="logits")
     padded = {"input_ids": token_ids(2, 4), "attention_mask": torch.tensor([[1, 1, 1, 1], [1, 1, 1, 0]])}
     with pytest.raises(hs.errors.ArgumentError, match="without padding"):

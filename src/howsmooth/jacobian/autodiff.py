@@ -1,8 +1,8 @@
 """The Jacobian of any differentiable PyTorch map, by forward and reverse mode.
 
-The graph of the map at its point is kept. Reverse mode over it gives Jᵀu, which is linear in u, so that reverse
-mode over that gives J e: no product evaluates the map again. PyTorch's forward mode does so, and takes five
-times as long in a Transformer; it checks the products, and replaces them where the graph does not fit.
+The graph of the map at its point is kept. Reverse mode over it gives Jᵀu, which is linear in u, so that
+reverse mode over that gives J e: no product evaluates the map again. PyTorch's forward mode does so, and takes
+several times as long in a Transformer; it checks the products, and replaces them where the graph does not fit.
 
 PyTorch's fused attention kernels have no forward mode on the CPU, so both modes run with its "math" attention
 backend. The same function is then differentiated in both directions. The map is checked before a number is
@@ -176,7 +176,7 @@ class AutodiffJacobian(LinearOperator):
         return cotangent.reshape(self.batch, *self.in_shape)
 
     def _forward_product(self, e: Tensor) -> Tensor:
-        """Return J e by forward mode; if some operation has none, return it by reverse mode over reverse mode."""
+        """Return J e by forward mode; if some operation has none, by reverse mode over reverse mode."""
         try:
             with one_backend(), as_derivative_errors("forward"):
                 tangent = _by_forward_mode(self._f, self._x, e.reshape(self._x.shape))
@@ -257,41 +257,39 @@ class _Linearisation:
     def __init__(self, f: Callable[[Tensor], Tensor], x: Tensor, *, twice: bool) -> None:
         self._f = f
         self._x = x.detach().requires_grad_()
+        self._jtu: Tensor | None = None
         with torch.enable_grad(), one_backend():
             self._y = f(self._x)
-            if not self._y.requires_grad:  # a map that is constant, or detached
-                self._y = self._y + 0 * self._x.sum()
             self._u = torch.zeros_like(self._y).requires_grad_()
-            self._jtu: Tensor | None = None
             if twice:
-                try:
-                    self._jtu = self._grad(self._y, self._x, self._u, create_graph=True)
-                    self.product(torch.zeros_like(x))
-                    # Jᵀu knows nothing of u if the map is locally constant, or its backward hides u.
-                    if not self._jtu.requires_grad and self.adjoint_product(torch.ones_like(self._y)).any():
-                        self._jtu = None
-                except RuntimeError:
-                    self._jtu = None
-
-    @property
-    def twice(self) -> bool:
-        """Whether the graph of u ↦ Jᵀu is kept."""
-        return self._jtu is not None
+                self._jtu = _gradient(self._y, self._x, self._u, create_graph=True)
+        try:
+            linear = self._jtu is not None and _gradient(self._jtu, self._u, torch.zeros_like(x)) is not None
+        except RuntimeError:
+            linear = False
+        # Jᵀu knows nothing of u if the map is locally constant, or if a custom derivative is made only once.
+        self.twice = twice and (linear or not self.adjoint_product(torch.ones_like(self._y)).any())
 
     def product(self, e: Tensor) -> Tensor:
         """Return J e."""
-        if self._jtu is None:
+        if not self.twice:
             return _by_forward_mode(self._f, self._x.detach(), e)
-        return self._grad(self._jtu, self._u, e) if self._jtu.requires_grad else torch.zeros_like(self._u)
+        found = None if self._jtu is None else _gradient(self._jtu, self._u, e)
+        return torch.zeros_like(self._u) if found is None else found
 
     def adjoint_product(self, u: Tensor) -> Tensor:
         """Return Jᵀu."""
-        return self._grad(self._y, self._x, u)
+        found = _gradient(self._y, self._x, u)
+        return torch.zeros_like(self._x) if found is None else found
 
-    def _grad(self, y: Tensor, x: Tensor, u: Tensor, *, create_graph: bool = False) -> Tensor:
-        options = {"retain_graph": True, "create_graph": create_graph, "materialize_grads": True}
-        (found,) = torch.autograd.grad(y, x, u, **options)
-        return found
+
+def _gradient(y: Tensor, x: Tensor, u: Tensor, *, create_graph: bool = False) -> Tensor | None:
+    """Return (∂y/∂x)ᵀ u, and keep the graph; None if y does not depend on x."""
+    if not y.requires_grad:
+        return None
+    options = {"retain_graph": True, "create_graph": create_graph, "allow_unused": True}
+    found: Tensor | None = torch.autograd.grad(y, x, u, **options)[0]
+    return found
 
 
 def _by_forward_mode(f: Callable[[Tensor], Tensor], x: Tensor, e: Tensor) -> Tensor:
@@ -299,7 +297,7 @@ def _by_forward_mode(f: Callable[[Tensor], Tensor], x: Tensor, e: Tensor) -> Ten
 
 
 def _graph_bytes(f: Callable[[Tensor], Tensor], x: Tensor) -> int:
-    """Return how many bytes PyTorch keeps to differentiate ``f`` at ``x`` in reverse mode, weights included."""
+    """Return how many bytes PyTorch keeps for reverse mode of ``f`` at ``x``, weights included."""
     kept: dict[int, int] = {}
 
     def pack(t: Tensor) -> Tensor:

@@ -261,7 +261,9 @@ def _at_sequences(
     solver = settings.solver(lengths)
     if method == "autodiff":
         # PyTorch differentiates one shape at a time, so no products are shared.
-        each = [_by_autodiff(f, AutodiffJacobian(f, x), x, [i], solver, settings) for i, x in enumerate(members)]
+        each = [
+            _by_autodiff(f, AutodiffJacobian(f, x), x, [i], solver, settings) for i, x in enumerate(members)
+        ]
         parts: list[Part] = [([i], found) for i, (found, _) in enumerate(each)]
         checked = all(one for _, one in each)
     else:

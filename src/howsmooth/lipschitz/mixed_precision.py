@@ -61,6 +61,8 @@ def solve_autodiff(
         The map, its Jacobian, and the tokens (..., n, d), all in float32.
     members
         The numbers of the sequences in the solver.
+    solver
+        The solver, with the accuracy that is asked for.
     budget
         The number of bytes that the float64 Jacobian may use. If it needs more, nothing is checked in
         float64, and the interval allows for the rounding errors that are estimated in float32.

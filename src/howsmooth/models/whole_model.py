@@ -109,7 +109,9 @@ class ModelParts:
     def last_layers(self) -> list[int]:
         """The last attention layer of each block, in the order of the blocks."""
         return [
-            i for i, place in enumerate(self.blocks) if i + 1 == len(self.blocks) or self.blocks[i + 1] != place
+            i
+            for i, place in enumerate(self.blocks)
+            if i + 1 == len(self.blocks) or self.blocks[i + 1] != place
         ]
 
     def entry(self) -> Site | None:
@@ -166,7 +168,7 @@ class ModelParts:
         return Place(self._path(base), "output")
 
     def _path(self, wanted: object) -> str:
-        return next(name for name, module in self.model.named_modules() if module is wanted)
+        return next((name for name, module in self.model.named_modules() if module is wanted), "")
 
     def _site(
         self,
@@ -181,7 +183,7 @@ class ModelParts:
         """Return the part of the model between two places as a verified map, with its tokens.
 
         The part has the layers from ``first`` to ``last``. The blocks before them return what they returned
-        in the forward pass; if ``first`` is None, the part begins at the embeddings, and no block is answered.
+        in the forward pass. If ``first`` is None, the part begins at the embeddings, and all blocks run.
         """
         model, end_layer = self.model, len(self.layers) if last is None else last + 1
         own = None if first is None or start in self.blocks else self.blocks[first]

@@ -1,4 +1,4 @@
-"""``depth_profile``: where in its depth a model expands: the constants of its blocks and of what they compose."""
+"""``depth_profile``: where in its depth a model expands: its blocks, and what they compose to."""
 
 from __future__ import annotations
 
@@ -34,16 +34,17 @@ _MAPS = ("own", "until", "beyond")
 
 @dataclass(frozen=True, eq=False, repr=False)
 class DepthProfile:
-    """The constants of a model's stages at one input, of what lies before each, and of what lies behind it.
+    """The constants of a model's stages at one input, and of what lies before and behind each.
 
     A stage is what happens before the first block (``embeddings``), each block, and what happens after the last
     block (``output``: the last norm, and the head).
     """
 
-    #: One row for each stage, with the columns ``stage``, ``name`` (the path of the block), ``own`` (the constant
-    #: of the stage), ``until`` (of the map from the embeddings to the end of the stage), ``beyond`` (of the map
-    #: from there to the output), each with ``…_lower``, ``…_upper`` and ``…_converged``; ``product``, the product of
-    #: ``own`` down to here, which is never less than ``until``; and ``ratio`` = until / product.
+    #: One row for each stage, with the columns ``stage``, ``name`` (the path of the block), ``own`` (the
+    #: constant of the stage), ``until`` (of the map from the embeddings to the end of the stage), ``beyond``
+    #: (of the map from there to the output), each with ``…_lower``, ``…_upper`` and ``…_converged``;
+    #: ``product``, the product of ``own`` down to here, which is never less than ``until``; and ``ratio``, which
+    #: is until / product.
     table: pd.DataFrame
     #: The name of the model, or of its class.
     model: str
@@ -66,8 +67,8 @@ class DepthProfile:
         """One line with the constant of the whole model, its interval and the product of the stages."""
         last = plain_rows(self.table)[-1]
         return (
-            f"Local Lipschitz constant of {self.model} from its embeddings to its {self.output} at {self.input} "
-            f"(n = {self.n}): {_interval(last, 'until')} at {self.confidence:.4g} confidence; product of its "
+            f"Local Lipschitz constant of {self.model} from its embeddings to its {self.output} at "
+            f"{self.input} (n = {self.n}): {_interval(last, 'until')} at {self.confidence:.4g} confidence; product of its "
             f"stages {last['product']:.6g}; howsmooth {version('howsmooth')}."
         )
 
@@ -131,9 +132,9 @@ def depth_profile(
 ) -> DepthProfile:
     """Measure where in its depth a model expands a change of its embeddings, at one input.
 
-    The constant of each block, of the map from the embeddings to its end and of the map from there to the
-    output are measured (:func:`howsmooth.local_lipschitz`). The constants of the blocks multiply to a bound of
-    the whole, which is reached only if their worst directions line up; the ratio says how far they do.
+    Three maps are measured for each block (:func:`howsmooth.local_lipschitz`): the block, the map from the
+    embeddings to its end, and the map from there to the output. The constants of the blocks multiply to a bound
+    of the whole, which is reached only if their worst directions line up; the ratio says how far they do.
 
     Parameters
     ----------
@@ -170,7 +171,7 @@ def depth_profile(
     module = module_of(model)
     check_accuracy(rtol, confidence, str(computing_dtype(module)).removeprefix("torch."))
     given = given_inputs(model, module, inputs, span, tokenizer)
-    settings = {
+    settings: dict[str, Any] = {
         "rtol": rtol,
         "confidence": confidence,
         "max_iterations": max_iterations,

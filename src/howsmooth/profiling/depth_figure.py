@@ -31,7 +31,9 @@ def draw(profile: DepthProfile) -> Figure:
                 limits = table[[f"{column}_lower", f"{column}_upper"]]
                 below, above = (limits.iloc[:, i].sub(values).abs() for i in (0, 1))
                 bars = [below.to_numpy(), above.to_numpy()]
-            axis.errorbar(range(len(table)), values, bars, linestyle=line, marker="o", markersize=3, label=label)
+            axis.errorbar(
+                range(len(table)), values, bars, linestyle=line, marker="o", markersize=3, label=label
+            )
         axis.set_yscale("log")
         step = -(-len(table) // 16)
         names = [stage.removeprefix("block ") for stage in table["stage"]]

@@ -140,7 +140,9 @@ def profile(
 
 
 @contextmanager
-def shown_progress(on_layer: Callable[[int, int], None] | None, total: int) -> Iterator[Callable[[int, int], None]]:
+def shown_progress(
+    on_layer: Callable[[int, int], None] | None, total: int
+) -> Iterator[Callable[[int, int], None]]:
     """Yield the callback for finished layers: ``on_layer``, or one that moves a progress bar."""
     if on_layer is not None:
         yield on_layer
@@ -163,7 +165,9 @@ class GivenInputs:
     description: str
 
 
-def given_inputs(model: object, module: nn.Module, inputs: object, span: object, tokenizer: Any) -> GivenInputs:
+def given_inputs(
+    model: object, module: nn.Module, inputs: object, span: object, tokenizer: Any
+) -> GivenInputs:
     """Return the model's inputs, cut to the tokens of the span."""
     if tokenizer is None and isinstance(model, LoadedModel):
         tokenizer = model.tokenizer

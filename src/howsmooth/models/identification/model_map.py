@@ -35,8 +35,8 @@ __all__ = ["ModelMap", "Output", "Passage", "Place", "frozen_copy", "observed", 
 class Place:
     """A place of a forward pass: the tokens that a call of a module takes, or what it returns.
 
-    The call is the one with the number ``call`` among the calls of the module, counted from 0. The tokens that
-    it takes are the argument with the name ``argument``, or its first floating-point argument.
+    The call is the one with the number ``call`` among the calls of the module, counted from 0. The tokens
+    that it takes are the argument with the name ``argument``, or its first floating-point argument.
     """
 
     module: str  # path of the module; "" is the model itself
@@ -196,8 +196,8 @@ def frozen_copy(
 ) -> nn.Module:
     """Return a copy of a model in evaluation mode, with its weights converted, without gradients.
 
-    The weights of the ``idle`` modules are neither copied nor converted. ``attention`` is the copy's attention
-    implementation; None keeps that of the model.
+    The weights of the ``idle`` modules are neither copied nor converted. ``attention`` is the copy's
+    attention implementation; None keeps that of the model.
     """
     resting = {
         name for name, _ in model.named_modules() if any(f"{name}.".startswith(f"{path}.") for path in idle)
