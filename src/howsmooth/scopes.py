@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-__all__ = ["ATTENTION_SCOPES", "MODEL_SCOPES", "SCOPES", "SCOPE_MEANINGS"]
+from collections.abc import Sequence
+
+__all__ = ["ATTENTION_SCOPES", "MODEL_SCOPES", "OUTPUTS", "SCOPES", "SCOPE_MEANINGS", "layers_of_scope"]
 
 SCOPE_MEANINGS = {
     "head": "one attention head with its value projection only, the paper's single-head map",
@@ -23,3 +25,11 @@ MODEL_SCOPES = tuple(SCOPE_MEANINGS)[5:]
 
 ATTENTION_SCOPES = SCOPES[:3]
 """The scopes without residual and norm: the theorems are about these only."""
+
+OUTPUTS = ("hidden", "logits", "margin")
+"""The outputs of a whole model: its last hidden state, its logits, and the largest logit minus the second."""
+
+
+def layers_of_scope(scope: str, layers: Sequence[int]) -> Sequence[int]:
+    """Return the layers at which a scope is measured: those given, or 0, which stands for a whole model."""
+    return (0,) if scope == "model" else layers

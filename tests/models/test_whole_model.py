@@ -22,8 +22,8 @@ from tests.architectures.build import build, inputs_of, spread
 
 QUICK = ("bert", "gemma2", "gpt2", "llama")
 TYPES = (
-    "albert", "bloom", "deberta-v2", "distilbert", "electra", "falcon", "gemma3_text", "gpt_neox", "gpt_oss", "gptj",
-    "mistral", "mixtral", "modernbert", "mpt", "opt", "phi", "qwen3", "roberta", "t5",
+    "albert", "bloom", "deberta-v2", "distilbert", "electra", "falcon", "gemma3_text", "gpt_neox", "gpt_oss",
+    "gptj", "mistral", "mixtral", "modernbert", "mpt", "opt", "phi", "qwen3", "roberta", "t5",
 )  # fmt: skip
 ITERATIONS = 400
 

@@ -1,8 +1,9 @@
 """The Jacobian of any differentiable PyTorch map, by forward and reverse mode.
 
 The graph of the map at its point is kept. Reverse mode over it gives Jᵀu, which is linear in u, so that
-reverse mode over that gives J e: no product evaluates the map again. PyTorch's forward mode does so, and takes
-several times as long in a Transformer; it checks the products, and replaces them where the graph does not fit.
+reverse mode over that gives J e: no product evaluates the map again. PyTorch's forward mode does so, and
+takes several times as long in a Transformer; it checks the products, and replaces them where the graph does
+not fit.
 
 PyTorch's fused attention kernels have no forward mode on the CPU, so both modes run with its "math" attention
 backend. The same function is then differentiated in both directions. The map is checked before a number is
@@ -51,6 +52,8 @@ _ALLOWED = 16.0
 
 # How many graphs of the map must fit into memory for the derivative of the graph to be kept.
 _GRAPHS = 4
+# From so many tokens on, forward mode is taken: attention in memory O(n), for which that is faster.
+_LONG = 1024
 
 # Modules whose output in training mode is random or depends on the other members of the batch.
 _STATEFUL = (nn.modules.dropout._DropoutNd, nn.modules.batchnorm._BatchNorm)
@@ -133,8 +136,8 @@ class AutodiffJacobian(LinearOperator):
         with as_derivative_errors("reverse"):
             self.graph_bytes = _graph_bytes(f, x)
             # Estimating the rounding needs a second graph, and each is followed by that of its derivative.
-            self._fits = _GRAPHS * self.graph_bytes <= memory_budget(None, x.device)
-            self._kept = _Linearisation(f, x, twice=self._fits)
+            fits = _GRAPHS * self.graph_bytes <= memory_budget(None, x.device)
+            self._kept = _Linearisation(f, x, twice=fits and self.in_shape[0] < _LONG)
         if rounding is None:
             self._check_derivatives()
 
@@ -197,7 +200,11 @@ class AutodiffJacobian(LinearOperator):
 
         def products() -> Iterator[Tensor]:
             for c, x in zip(MULTIPLES, moved_by_rounding(self._x), strict=True):
-                moved = _Linearisation(self._f, x, twice=self._kept.twice).product(c * e.reshape(x.shape))
+                tangent = c * e.reshape(x.shape)
+                if self._kept.twice:
+                    moved = _Linearisation(self._f, x, twice=True).product(tangent)
+                else:
+                    moved = _by_forward_mode(self._f, x, tangent)
                 yield moved.reshape(je.shape) / c
 
         with one_backend(), as_derivative_errors("forward"):

@@ -20,8 +20,8 @@ from howsmooth.models.padded_sequences import Padding, padding_of, reproduces, w
 from howsmooth.models.site import Site
 from howsmooth.models.tracing.forward_trace import trace_forward_pass
 from howsmooth.models.tracing.layer_trace import AttentionLayer
-from howsmooth.models.whole_model import OUTPUTS, ModelParts
-from howsmooth.scopes import MODEL_SCOPES, SCOPES
+from howsmooth.models.whole_model import ModelParts
+from howsmooth.scopes import MODEL_SCOPES, OUTPUTS, SCOPES
 
 __all__ = ["capture", "model_parts", "module_of", "self_attention_layers"]
 

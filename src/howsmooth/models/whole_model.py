@@ -18,6 +18,7 @@ from torch.utils._pytree import tree_map_only
 from transformers import PreTrainedModel
 
 from howsmooth.errors import ArgumentError, CaptureError, HowsmoothError, reason
+from howsmooth.functional import register
 from howsmooth.jacobian.autodiff import moved_by_rounding
 from howsmooth.models.identification.model_map import (
     ModelMap,
@@ -41,11 +42,10 @@ from howsmooth.models.tracing.forward_trace import run, trace_forward_pass
 from howsmooth.models.tracing.layer_trace import AttentionLayer
 from howsmooth.models.tracing.module_replay import first_tensor
 
-__all__ = ["OUTPUTS", "ModelParts"]
+__all__ = ["ModelParts"]
 
-OUTPUTS = ("hidden", "logits", "margin")
-"""The outputs of a whole model."""
-
+# From so many tokens on, attention is computed without a matrix of all pairs of tokens.
+_LONG = 1024
 # How many shifts of the tokens by one machine epsilon show the growth of rounding errors.
 _SHIFTS = 2
 
@@ -92,7 +92,7 @@ class ModelParts:
             self.layers, _ = trace_forward_pass(model, given.named, (), seen)
 
     def whole(self, output: str, *, last_token: bool = False) -> Site:
-        """Return the map from the embeddings to an output, one of :data:`OUTPUTS`."""
+        """Return the map from the embeddings to an output, one of ``howsmooth.scopes.OUTPUTS``."""
         words = f"from its embeddings to its {_in_words(output, last_token)}"
         kind = output if output != "hidden" or self._known else "tokens"
         end = self._end(output)
@@ -219,7 +219,7 @@ class ModelParts:
         """Return the map of a part, with the first attention implementation for which it is the model's."""
         dtype, device = computing_dtype(self.model), device_of(self.model)
         refused: list[str] = []
-        for attention in _attentions(self.model):
+        for attention in _attentions(self.model, x.shape[1]):
             try:
                 frozen = frozen_copy(self.model, dtype, device, idle=passage.idle, attention=attention)
                 found = ModelMap(frozen, self.given[0].named, passage, x[0])
@@ -263,12 +263,18 @@ def _sequences_of(model: nn.Module, given: ModelInputs) -> list[ModelInputs]:
     return [next(iter(without_padding(model, whole, i))) for i in range(given.batch)]
 
 
-def _attentions(model: nn.Module) -> list[str | None]:
-    """Return the attention implementations to try in a copy of the model; None keeps its own."""
+def _attentions(model: nn.Module, n: int) -> list[str | None]:
+    """Return the attention implementations to try in a copy of the model, at n tokens; None keeps its own.
+
+    PyTorch differentiates its own attention in memory n². Ours takes memory n, and more time at small n.
+    """
     if not isinstance(model, PreTrainedModel):
         return [None]
-    own = implementation(model)
-    return [None, "eager"] if own == "sdpa" else ["sdpa", "eager"] if own != "eager" else ["eager"]
+    own: list[str | None] = [None] if implementation(model) in ("sdpa", "eager") else ["sdpa"]
+    if n < _LONG:
+        return [*own, "eager"]
+    register()
+    return ["howsmooth", *own, "eager"]
 
 
 class _Run:

@@ -11,15 +11,16 @@ from typing import TYPE_CHECKING, Any
 import pandas as pd
 from torch import Tensor, nn
 
-from howsmooth.accuracy import check_accuracy
+from howsmooth.accuracy_limits import check_accuracy
 from howsmooth.errors import ArgumentError
 from howsmooth.estimate import LipschitzEstimate
 from howsmooth.lipschitz import local_lipschitz
 from howsmooth.models import LoadedModel, Site, load_model
 from howsmooth.models.capture import model_parts, module_of
 from howsmooth.models.layer_weights import computing_dtype
-from howsmooth.models.whole_model import OUTPUTS, ModelParts
+from howsmooth.models.whole_model import ModelParts
 from howsmooth.profiling.profile import given_inputs, shown_progress
+from howsmooth.scopes import OUTPUTS
 from howsmooth.study.output_files import csv_of
 from howsmooth.study.plan import derive_seed
 from howsmooth.study.records import plain_rows
@@ -36,15 +37,15 @@ _MAPS = ("own", "until", "beyond")
 class DepthProfile:
     """The constants of a model's stages at one input, and of what lies before and behind each.
 
-    A stage is what happens before the first block (``embeddings``), each block, and what happens after the last
-    block (``output``: the last norm, and the head).
+    A stage is what happens before the first block (``embeddings``), each block, and what happens after the
+    last block (``output``: the last norm, and the head).
     """
 
     #: One row for each stage, with the columns ``stage``, ``name`` (the path of the block), ``own`` (the
     #: constant of the stage), ``until`` (of the map from the embeddings to the end of the stage), ``beyond``
     #: (of the map from there to the output), each with ``…_lower``, ``…_upper`` and ``…_converged``;
-    #: ``product``, the product of ``own`` down to here, which is never less than ``until``; and ``ratio``, which
-    #: is until / product.
+    #: ``product``, the product of ``own`` down to here, which is never less than ``until``; and ``ratio``,
+    #: which is until / product.
     table: pd.DataFrame
     #: The name of the model, or of its class.
     model: str
@@ -68,8 +69,8 @@ class DepthProfile:
         last = plain_rows(self.table)[-1]
         return (
             f"Local Lipschitz constant of {self.model} from its embeddings to its {self.output} at "
-            f"{self.input} (n = {self.n}): {_interval(last, 'until')} at {self.confidence:.4g} confidence; product of its "
-            f"stages {last['product']:.6g}; howsmooth {version('howsmooth')}."
+            f"{self.input} (n = {self.n}): {_interval(last, 'until')} at {self.confidence:.4g} confidence; "
+            f"product of its stages {last['product']:.6g}; howsmooth {version('howsmooth')}."
         )
 
     def __repr__(self) -> str:
@@ -133,14 +134,14 @@ def depth_profile(
     """Measure where in its depth a model expands a change of its embeddings, at one input.
 
     Three maps are measured for each block (:func:`howsmooth.local_lipschitz`): the block, the map from the
-    embeddings to its end, and the map from there to the output. The constants of the blocks multiply to a bound
-    of the whole, which is reached only if their worst directions line up; the ratio says how far they do.
+    embeddings to its end, and the map from there to the output. The constants of the blocks multiply to a
+    bound of the whole, which is reached only if their worst directions line up; the ratio says how far.
 
     Parameters
     ----------
     model, inputs, span, tokenizer
-        The model and one input, as for :func:`howsmooth.profile`. A model given by its name is loaded with its
-        head if ``output`` needs it.
+        The model and one input, as for :func:`howsmooth.profile`. A model given by its name is loaded with
+        its head if ``output`` needs it.
     output, last_token
         The output of the model, as for :func:`~howsmooth.models.capture` in scope ``"model"``.
     rtol, confidence, max_iterations, seed, memory

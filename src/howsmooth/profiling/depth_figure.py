@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import os
+from pathlib import Path
+
 from matplotlib import rc_context
 from matplotlib.figure import Figure
 
+from howsmooth.errors import StoreError
 from howsmooth.profiling.depth import DepthProfile
 from howsmooth.study.figures.style import STYLE, literal, new_figure
 
-__all__ = ["draw"]
+__all__ = ["draw", "write"]
 
 _CURVES = {
     "product": ("product of the stages", "--"),
@@ -42,3 +46,27 @@ def draw(profile: DepthProfile) -> Figure:
         axis.legend()
         axis.set_title(literal(f"{profile.model}, {profile.n} tokens, to the {profile.output}"), pad=8)
         return figure
+
+
+def write(profile: DepthProfile, folder: str | os.PathLike[str]) -> list[Path]:
+    """Write the figure and the table of a depth profile into a folder, and return their paths.
+
+    Raises
+    ------
+    StoreError
+        If the folder cannot be written.
+
+    """
+    folder = Path(folder)
+    image, vector, table = paths = [folder / name for name in ("depth.png", "depth.pdf", "depth.csv")]
+    figure = profile.plot()
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        figure.savefig(image, metadata={"Software": "howsmooth"})
+        figure.savefig(vector, metadata={"Creator": "howsmooth", "CreationDate": None})
+        profile.to_csv(table)
+    except OSError as error:
+        raise StoreError(
+            f"out: expected a writable folder, got {folder} ({error.strerror}). Choose another --out."
+        ) from error
+    return paths
