@@ -45,7 +45,7 @@ if TYPE_CHECKING:
     from howsmooth.errors import HowsmoothError
     from howsmooth.lipschitz import LipschitzEstimate, LipschitzEstimates, local_lipschitz
     from howsmooth.models import Site, capture, load_model
-    from howsmooth.profiling import Profile, profile
+    from howsmooth.profiling import DepthProfile, Profile, depth_profile, profile
     from howsmooth.study.reading import read
     from howsmooth.token_influence import Influence, influence
 
@@ -53,6 +53,7 @@ __version__ = metadata.version("howsmooth")
 
 __all__ = [
     "Compose",
+    "DepthProfile",
     "HowsmoothError",
     "Influence",
     "L2Attention",
@@ -71,6 +72,7 @@ __all__ = [
     "attention",
     "bounds",
     "capture",
+    "depth_profile",
     "distributed",
     "dynamics",
     "errors",
@@ -105,7 +107,7 @@ _ROOMS = {
     "errors": ("HowsmoothError",),
     "lipschitz": ("LipschitzEstimate", "LipschitzEstimates", "local_lipschitz"),
     "models": ("Site", "capture", "load_model"),
-    "profiling": ("Profile", "profile"),
+    "profiling": ("DepthProfile", "Profile", "depth_profile", "profile"),
     "study.reading": ("read",),
     "token_influence": ("Influence", "influence"),
 }

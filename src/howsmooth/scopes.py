@@ -1,8 +1,10 @@
-"""The scopes of a measurement: how much of a transformer block counts as attention, from narrow to wide."""
+"""The scopes of a measurement: how much of a model the measured map is, from narrow to wide."""
 
 from __future__ import annotations
 
-__all__ = ["ATTENTION_SCOPES", "SCOPES", "SCOPE_MEANINGS"]
+from collections.abc import Sequence
+
+__all__ = ["ATTENTION_SCOPES", "MODEL_SCOPES", "OUTPUTS", "SCOPES", "SCOPE_MEANINGS", "layers_of_scope"]
 
 SCOPE_MEANINGS = {
     "head": "one attention head with its value projection only, the paper's single-head map",
@@ -10,11 +12,24 @@ SCOPE_MEANINGS = {
     "attention": "all heads and the output projection, the paper's multi-head map",
     "residual": "the input plus the attention of the input",
     "block": "attention with its residual connection and normalisation, as the architecture has them",
+    "span": "several blocks in sequence, from the input of the first to the output of the last",
+    "model": "the whole model, from its embeddings to an output",
 }
 """What each scope means, in words for a report."""
 
-SCOPES = tuple(SCOPE_MEANINGS)
-"""The scopes that a measurement can have."""
+SCOPES = tuple(SCOPE_MEANINGS)[:5]
+"""The scopes of a measurement of one layer."""
+
+MODEL_SCOPES = tuple(SCOPE_MEANINGS)[5:]
+"""The scopes that reach over several layers."""
 
 ATTENTION_SCOPES = SCOPES[:3]
 """The scopes without residual and norm: the theorems are about these only."""
+
+OUTPUTS = ("hidden", "logits", "margin")
+"""The outputs of a whole model: its last hidden state, its logits, and the largest logit minus the second."""
+
+
+def layers_of_scope(scope: str, layers: Sequence[int]) -> Sequence[int]:
+    """Return the layers at which a scope is measured: those given, or 0, which stands for a whole model."""
+    return (0,) if scope == "model" else layers

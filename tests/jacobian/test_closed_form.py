@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import pytest
@@ -10,6 +11,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 
 import howsmooth as hs
 from howsmooth.attention import core
@@ -282,22 +284,47 @@ def test_a_map_of_a_ball_is_measured_on_its_sphere(cut: bool) -> None:
         torch.testing.assert_close(to_dense(AutodiffJacobian(f, x))[0], dense_jacobian(f, x))
 
 
-def test_missing_forward_mode_is_said_clearly() -> None:
-    class NoForward(torch.autograd.Function):
-        @staticmethod
-        def forward(x):
-            return x.clone()
+class _NoForward(torch.autograd.Function):
+    """x ↦ x², without forward mode, and without the functions that torch.func needs."""
 
-        @staticmethod
-        def setup_context(ctx, inputs, output) -> None:
-            pass
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        return x * x
 
-        @staticmethod
-        def backward(ctx, g):
-            return g
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> Tensor:
+        return 2 * ctx.saved_tensors[0] * g
 
+
+class _NoForwardOnce(_NoForward):
+    """The same, whose derivative cannot be differentiated again."""
+
+    backward = staticmethod(once_differentiable(_NoForward.backward))
+
+
+def test_forward_mode_may_be_missing() -> None:
+    x, e = tokens(0, 2, 4, D), tokens(1, 2, 4, D)
+    operator = AutodiffJacobian(_NoForward.apply, x)
+    assert torch.equal(operator.product(e), 2 * x * e)
+    assert torch.equal(operator.adjoint_product(e), 2 * x * e)
+
+
+def test_forward_mode_that_is_needed_and_missing_is_said_clearly() -> None:
     with pytest.raises(DerivativeError, match="forward-mode"):
-        AutodiffJacobian(NoForward.apply, tokens(0, 2, 4, D))
+        AutodiffJacobian(_NoForwardOnce.apply, tokens(0, 2, 4, D))
+
+
+def test_a_graph_that_does_not_fit_leaves_products_to_forward_mode(monkeypatch: pytest.MonkeyPatch) -> None:
+    f, x, e = random_attention(0), tokens(0, 2, 4, D), tokens(1, 2, 4, D)
+    kept = AutodiffJacobian(f, x)
+    monkeypatch.setattr("howsmooth.jacobian.autodiff.memory_budget", lambda *_: 1)
+    forward = AutodiffJacobian(f, x)
+    torch.testing.assert_close(forward.product(e), kept.product(e))
+    monkeypatch.setattr("torch.func.jvp", None)
+    kept.product(e)
+    with pytest.raises(TypeError):
+        forward.product(e)
 
 
 @pytest.mark.parametrize(

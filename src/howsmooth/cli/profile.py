@@ -14,8 +14,10 @@ from howsmooth.study.options import HOW, Options, choice, number, option, size, 
 from howsmooth.study.plan import (
     Execution,
     as_decoder_option,
+    check_output,
     device_option,
     layers_option,
+    output_option,
     part_option,
     random_init_option,
     seed_option,
@@ -34,6 +36,7 @@ _EXAMPLES = (
     "[cyan]howsmooth profile builtin-decoder --span 0:32 --layers 0,-1 --json[/]  JSON for a program",
     "[cyan]howsmooth profile ./model --text letter.txt --out letter[/]  your own model and text",
     "[cyan]howsmooth profile vit --random-init --images builtin[/]  an image",
+    "[cyan]howsmooth profile builtin-encoder --scope model --span 0:32[/]  the whole model, block by block",
 )
 
 
@@ -71,10 +74,12 @@ class ProfilePlan(Options):
     layers: Ranges = layers_option()
     scope: str = option(
         "all",
-        choice("all", "attention", "head"),
-        "attention: each layer with all its heads; head: each head alone; all: both.",
-        metavar="all|attention|head",
+        choice("all", "attention", "head", "model"),
+        "attention: each layer with all its heads; head: each head alone; all: both; model: the whole model, "
+        "and where in its depth it expands.",
+        metavar="all|attention|head|model",
     )
+    output: str = output_option()
     random_init: bool = random_init_option()
     as_decoder: bool = as_decoder_option()
     part: str | None = part_option()
@@ -100,6 +105,9 @@ class ProfilePlan(Options):
             raise ArgumentError(given[1], expected="one input", got=f"{' and '.join(given)}")
         if self.span is not None and given[:1] in (["images"], ["audio"]):
             raise ArgumentError("span", expected=f"none beside {given[0]}", got=self.span)
+        check_output(self.output, (self.scope,))
+        if self.scope == "model" and self.layers.items:
+            raise ArgumentError("layers", expected="none with the scope model", got=self.layers.text)
 
 
 @command(*_EXAMPLES, without=("executor", "workers", "scheduler"), out="howsmooth-profile")
@@ -109,10 +117,11 @@ def profile(
     """Rank a model's layers and heads by Lipschitz constant at one input, and show the sensitive tokens."""
     from howsmooth.cli.terminal_output import as_json, say
     from howsmooth.models import load_model
-    from howsmooth.profiling import page
+    from howsmooth.profiling import depth_figure, depth_profile, page
     from howsmooth.profiling import profile as measured
     from howsmooth.study.text_formatting import encodable
 
+    whole = plan.scope == "model"
     with shown_progress(quiet=quiet) as display:
         display.phase("Reading")
         loaded = load_model(
@@ -123,31 +132,34 @@ def profile(
             seed=plan.seed,
             device=plan.device,
             dtype=None,
+            head=plan.output != "hidden",
         )
         inputs = _inputs(plan, loaded)
         display.phase("Measuring")
-        found = measured(
-            loaded,
-            inputs,
-            span=plan.span,
-            layers=_layers(plan, loaded),
-            scopes=("attention", "head") if plan.scope == "all" else (plan.scope,),
-            rtol=plan.rtol,
-            confidence=plan.confidence,
-            max_iterations=plan.max_iterations,
-            seed=plan.seed,
-            memory=plan.memory,
-            on_layer=lambda done, total: display.advance(float(done), float(total), f"layer {done}"),
-        )
+        settings: dict[str, Any] = {
+            "span": plan.span,
+            "rtol": plan.rtol,
+            "confidence": plan.confidence,
+            "max_iterations": plan.max_iterations,
+            "seed": plan.seed,
+            "memory": plan.memory,
+            "on_layer": lambda done, total: display.advance(float(done), float(total), f"layer {done}"),
+        }
+        found: Any
+        if whole:
+            found = depth_profile(loaded, inputs, output=plan.output, **settings)
+        else:
+            scopes = ("attention", "head") if plan.scope == "all" else (plan.scope,)
+            found = measured(loaded, inputs, layers=_layers(plan, loaded), scopes=scopes, **settings)
         display.phase("Writing")
-        written = page.write(found, execution.out)
+        written = (depth_figure if whole else page).write(found, execution.out)
     if json:
         typer.echo(as_json(**found.described(), files=written))
     else:
         say(encodable(repr(found)))
         others = ", ".join(path.name for path in written[1:])
-        say(f"\nPage: {encodable(str(written[0]))}, with {others}.")
-    return 3 if found.refused else 0
+        say(f"\n{'Figure' if whole else 'Page'}: {encodable(str(written[0]))}, with {others}.")
+    return 0 if whole or not found.refused else 3
 
 
 def _layers(plan: ProfilePlan, loaded: Any) -> tuple[int, ...] | None:

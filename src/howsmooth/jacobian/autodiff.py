@@ -1,5 +1,10 @@
 """The Jacobian of any differentiable PyTorch map, by forward and reverse mode.
 
+The graph of the map at its point is kept. Reverse mode over it gives Jᵀu, which is linear in u, so that
+reverse mode over that gives J e: no product evaluates the map again. PyTorch's forward mode does so, and
+takes several times as long in a Transformer; it checks the products, and replaces them where the graph does
+not fit.
+
 PyTorch's fused attention kernels have no forward mode on the CPU, so both modes run with its "math" attention
 backend. The same function is then differentiated in both directions. The map is checked before a number is
 given out: it returns the same output twice (no dropout), members of the batch do not depend on each other,
@@ -14,10 +19,12 @@ from typing import cast
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from howsmooth.attention import TokenMap, Weighting
 from howsmooth.errors import ArgumentError, DerivativeError, HowsmoothError, NonFiniteError
+from howsmooth.memory import memory_budget
 from howsmooth.spectral import LinearOperator
 
 __all__ = [
@@ -43,12 +50,17 @@ MULTIPLES = (1.1, 1.3, 1.7, 1.9)
 # error, by 2 %. With a single change, multiplied by eight, one in 36 had, by up to 116 times.
 _ALLOWED = 16.0
 
+# How many graphs of the map must fit into memory for the derivative of the graph to be kept.
+_GRAPHS = 4
+# From so many tokens on, forward mode is taken: attention in memory O(n), for which that is faster.
+_LONG = 1024
+
 # Modules whose output in training mode is random or depends on the other members of the batch.
 _STATEFUL = (nn.modules.dropout._DropoutNd, nn.modules.batchnorm._BatchNorm)
 
 
 class AutodiffJacobian(LinearOperator):
-    """Jacobian of ``f`` at ``x`` by ``torch.func.jvp`` and ``torch.func.vjp``.
+    """Jacobian of ``f`` at ``x`` by reverse mode, and by reverse mode over it, or forward mode.
 
     Parameters
     ----------
@@ -59,6 +71,9 @@ class AutodiffJacobian(LinearOperator):
         Point of linearisation, float32 or float64.
     batch_dims
         Number of leading axes of ``x`` that are batch axes; by default all axes but the last two.
+    rounding
+        The relative rounding error of the products for each member, if it is known: then ``f`` was checked
+        before, in another dtype, and is not checked again.
 
     Raises
     ------
@@ -73,7 +88,14 @@ class AutodiffJacobian(LinearOperator):
 
     """
 
-    def __init__(self, f: Callable[[Tensor], Tensor], x: Tensor, batch_dims: int | None = None) -> None:
+    def __init__(
+        self,
+        f: Callable[[Tensor], Tensor],
+        x: Tensor,
+        batch_dims: int | None = None,
+        *,
+        rounding: Tensor | None = None,
+    ) -> None:
         _refuse_training_mode(f)
         x = x.detach()
         lead = x.shape[: x.ndim - 2 if batch_dims is None else batch_dims]
@@ -101,7 +123,7 @@ class AutodiffJacobian(LinearOperator):
             )
         if not bool(torch.isfinite(y).all()):
             raise NonFiniteError("f", expected="finite outputs at x", got="NaN or infinity")
-        if not torch.equal(y, cast(Tensor, self._evaluate(x))):
+        if rounding is None and not torch.equal(y, cast(Tensor, self._evaluate(x))):
             raise ArgumentError(
                 "f",
                 expected="the same output for the same input",
@@ -109,12 +131,15 @@ class AutodiffJacobian(LinearOperator):
                 remedy="Turn off dropout and other randomness, for instance with f.eval().",
             )
         self._y_shape = y.shape
-        super().__init__(
-            max(1, lead.numel()), tuple(x.shape[len(lead) :]), tuple(y.shape[len(lead) :]), x.dtype, x.device
-        )
-        with one_backend(), as_derivative_errors("reverse"):
-            self._vjp = torch.func.vjp(f, x)[1]
-        self._check_derivatives()
+        shapes = tuple(x.shape[len(lead) :]), tuple(y.shape[len(lead) :])
+        super().__init__(max(1, lead.numel()), *shapes, x.dtype, x.device, rounding)
+        with as_derivative_errors("reverse"):
+            self.graph_bytes = _graph_bytes(f, x)
+            # Estimating the rounding needs a second graph, and each is followed by that of its derivative.
+            fits = _GRAPHS * self.graph_bytes <= memory_budget(None, x.device)
+            self._kept = _Linearisation(f, x, twice=fits and self.in_shape[0] < _LONG)
+        if rounding is None:
+            self._check_derivatives()
 
     def _first_value(self) -> object:
         """Return f(x); an exception of f becomes an ArgumentError that quotes it."""
@@ -144,14 +169,25 @@ class AutodiffJacobian(LinearOperator):
             return self._f(x)
 
     def _product(self, e: Tensor) -> Tensor:
-        with one_backend(), as_derivative_errors("forward"):
-            tangent = torch.func.jvp(self._f, (self._x,), (e.reshape(self._x.shape),))[1]
-        return cast(Tensor, tangent).detach().reshape(self.batch, *self.out_shape)
+        with one_backend(), as_derivative_errors("reverse" if self._kept.twice else "forward"):
+            tangent = self._kept.product(e.reshape(self._x.shape))
+        return tangent.reshape(self.batch, *self.out_shape)
 
     def _adjoint_product(self, u: Tensor) -> Tensor:
         with one_backend(), as_derivative_errors("reverse"):
-            (cotangent,) = self._vjp(u.reshape(self._y_shape))
-        return cast(Tensor, cotangent).detach().reshape(self.batch, *self.in_shape)
+            cotangent = self._kept.adjoint_product(u.reshape(self._y_shape))
+        return cotangent.reshape(self.batch, *self.in_shape)
+
+    def _forward_product(self, e: Tensor) -> Tensor:
+        """Return J e by forward mode; if some operation has none, by reverse mode over reverse mode."""
+        try:
+            with one_backend(), as_derivative_errors("forward"):
+                tangent = _by_forward_mode(self._f, self._x, e.reshape(self._x.shape))
+        except DerivativeError:
+            if not self._kept.twice:
+                raise
+            return self._product(e)
+        return tangent.reshape(self.batch, *self.out_shape)
 
     def _conditioning(self, e: Tensor, je: Tensor) -> Tensor:
         """Estimate the relative error of J e that rounding inside f causes.
@@ -164,8 +200,12 @@ class AutodiffJacobian(LinearOperator):
 
         def products() -> Iterator[Tensor]:
             for c, x in zip(MULTIPLES, moved_by_rounding(self._x), strict=True):
-                moved = torch.func.jvp(self._f, (x,), (c * e.reshape(x.shape),))[1]
-                yield cast(Tensor, moved).detach().reshape(je.shape) / c
+                tangent = c * e.reshape(x.shape)
+                if self._kept.twice:
+                    moved = _Linearisation(self._f, x, twice=True).product(tangent)
+                else:
+                    moved = _by_forward_mode(self._f, x, tangent)
+                yield moved.reshape(je.shape) / c
 
         with one_backend(), as_derivative_errors("forward"):
             return allowance_for_rounding(products(), je)
@@ -179,8 +219,8 @@ class AutodiffJacobian(LinearOperator):
         e = torch.randn(self.batch, *self.in_shape, generator=generator, dtype=torch.float64)
         u = torch.randn(self.batch, *self.out_shape, generator=generator, dtype=torch.float64)
         e, u = e.to(self._x), u.to(self._x)
-        je, jtu = self._product(e), self._adjoint_product(u)
-        forward = self._conditioning(e, je)
+        je, jtu = self._forward_product(e), self._adjoint_product(u)
+        forward = self._conditioning(e, self._product(e))
         reverse = allowance_for_rounding((self._adjoint_product(c * u) / c for c in MULTIPLES), jtu)
         self.rounding = torch.stack((self.rounding, forward, reverse)).amax(dim=0)
         # The check sums over the whole batch. A map that mixes the batch passes it, and gets the error below.
@@ -212,6 +252,68 @@ class AutodiffJacobian(LinearOperator):
         generator = torch.Generator().manual_seed(0)
         e = torch.randn(self.in_shape, generator=generator, dtype=torch.float64).to(self._x)
         return bool(self._product(e[None]).any()) and not _mixes(lambda e: self._product(e[None])[0], e)
+
+
+class _Linearisation:
+    """The products with the Jacobian J of a map at one point, from the graph of the map there.
+
+    If ``twice``, the graph of u ↦ Jᵀu is kept too, and gives J e; otherwise J e takes forward mode. The same
+    holds if the graph cannot be differentiated twice.
+    """
+
+    def __init__(self, f: Callable[[Tensor], Tensor], x: Tensor, *, twice: bool) -> None:
+        self._f = f
+        self._x = x.detach().requires_grad_()
+        self._jtu: Tensor | None = None
+        with torch.enable_grad(), one_backend():
+            self._y = f(self._x)
+            self._u = torch.zeros_like(self._y).requires_grad_()
+            if twice:
+                self._jtu = _gradient(self._y, self._x, self._u, create_graph=True)
+        try:
+            linear = self._jtu is not None and _gradient(self._jtu, self._u, torch.zeros_like(x)) is not None
+        except RuntimeError:
+            linear = False
+        # Jᵀu knows nothing of u if the map is locally constant, or if a custom derivative is made only once.
+        self.twice = twice and (linear or not self.adjoint_product(torch.ones_like(self._y)).any())
+
+    def product(self, e: Tensor) -> Tensor:
+        """Return J e."""
+        if not self.twice:
+            return _by_forward_mode(self._f, self._x.detach(), e)
+        found = None if self._jtu is None else _gradient(self._jtu, self._u, e)
+        return torch.zeros_like(self._u) if found is None else found
+
+    def adjoint_product(self, u: Tensor) -> Tensor:
+        """Return Jᵀu."""
+        found = _gradient(self._y, self._x, u)
+        return torch.zeros_like(self._x) if found is None else found
+
+
+def _gradient(y: Tensor, x: Tensor, u: Tensor, *, create_graph: bool = False) -> Tensor | None:
+    """Return (∂y/∂x)ᵀ u, and keep the graph; None if y does not depend on x."""
+    if not y.requires_grad:
+        return None
+    options = {"retain_graph": True, "create_graph": create_graph, "allow_unused": True}
+    found: Tensor | None = torch.autograd.grad(y, x, u, **options)[0]
+    return found
+
+
+def _by_forward_mode(f: Callable[[Tensor], Tensor], x: Tensor, e: Tensor) -> Tensor:
+    return cast(Tensor, torch.func.jvp(f, (x,), (e,))[1]).detach()
+
+
+def _graph_bytes(f: Callable[[Tensor], Tensor], x: Tensor) -> int:
+    """Return how many bytes PyTorch keeps for reverse mode of ``f`` at ``x``, weights included."""
+    kept: dict[int, int] = {}
+
+    def pack(t: Tensor) -> Tensor:
+        kept[t.untyped_storage().data_ptr()] = t.untyped_storage().nbytes()
+        return t
+
+    with torch.enable_grad(), saved_tensors_hooks(pack, lambda t: t), one_backend():
+        f(x.detach().requires_grad_())
+    return sum(kept.values())
 
 
 def _mixes(product: Callable[[Tensor], Tensor], e: Tensor) -> bool:

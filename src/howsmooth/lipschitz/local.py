@@ -25,7 +25,7 @@ from howsmooth.jacobian import (
     weighted_autodiff_jacobian,
 )
 from howsmooth.lipschitz.arguments import check_arguments, check_batch_dims, checked_sequences
-from howsmooth.lipschitz.mixed_precision import Part, solve_closed_forms
+from howsmooth.lipschitz.mixed_precision import Part, solve_autodiff, solve_closed_forms
 from howsmooth.lipschitz.solver import Solver, member_seeds, starts
 from howsmooth.memory import memory_budget
 from howsmooth.spectral import LeadingTriplet, LinearOperator, Scaled, golub_kahan
@@ -114,7 +114,8 @@ def local_lipschitz(
     memory
         Number of bytes that the closed form may use; by default half of the free memory. If the n² attention
         probabilities of each head do not fit, every product computes them again in blocks, in memory O(n d).
-        The results are the same up to rounding. Autodiff ignores this limit.
+        The results are the same up to rounding. By autodiff, the float32 results of the maps of this library
+        are checked in float64 if that fits, and ``scope`` says if it did not; the rest ignores this limit.
     batch_dims
         Number of leading axes of ``x`` that count members; by default all but the last two, which are
         tokens (n, d). With 1, images (batch, channels, height, width) or vectors (batch, d) are measured one
@@ -220,15 +221,34 @@ def _at_batch(
                 remedy=f"Say batch_dims=1 for {len(x)} vectors, each with a constant of its own, or "
                 f"batch_dims=0 for one sequence of {len(x)} tokens.",
             )
-        parts = [solver.golub_kahan(operator, range(len(flat)))]
+        found, checked = _by_autodiff(f, operator, x, range(len(flat)), solver, settings)
+        parts = [found]
     else:
         assert isinstance(f, TokenMap)
         # Members of one length come back in the order in which they were given.
-        found = solve_closed_forms(in_double(f), flat, solver, memory_budget(settings.memory, x.device))
-        parts = [triplet for _, triplet in found]
+        budget = memory_budget(settings.memory, x.device)
+        parts = [triplet for _, triplet in solve_closed_forms(in_double(f), flat, solver, budget)]
+        checked = True
     joined = {name: torch.cat([getattr(part, name) for part in parts]) for name in _FIELDS}
     shaped = {name: tensor.reshape((*lead, *tensor.shape[1:])) for name, tensor in joined.items()}
-    return settings.estimate(LipschitzEstimate, shaped, method, _scope(f))
+    return settings.estimate(LipschitzEstimate, shaped, method, _scope(f, checked=checked))
+
+
+def _by_autodiff(
+    f: Callable[[Tensor], Tensor],
+    operator: AutodiffJacobian,
+    x: Tensor,
+    members: Sequence[int],
+    solver: Solver,
+    settings: _Settings,
+) -> tuple[LeadingTriplet, bool]:
+    """Measure by automatic differentiation.
+
+    Return also whether a float32 map of this library was checked in float64, or needs no check.
+    """
+    if not isinstance(f, TokenMap) or x.dtype == torch.float64:
+        return solver.golub_kahan(operator, members), True
+    return solve_autodiff(f, operator, x, members, solver, memory_budget(settings.memory, x.device))
 
 
 def _at_sequences(
@@ -241,13 +261,16 @@ def _at_sequences(
     solver = settings.solver(lengths)
     if method == "autodiff":
         # PyTorch differentiates one shape at a time, so no products are shared.
-        parts: list[Part] = [
-            ([i], solver.golub_kahan(AutodiffJacobian(f, x), [i])) for i, x in enumerate(members)
+        each = [
+            _by_autodiff(f, AutodiffJacobian(f, x), x, [i], solver, settings) for i, x in enumerate(members)
         ]
+        parts: list[Part] = [([i], found) for i, (found, _) in enumerate(each)]
+        checked = all(one for _, one in each)
     else:
         assert isinstance(f, TokenMap)
         budget = memory_budget(settings.memory, members[0].device)
         parts = solve_closed_forms(in_double(f), members, solver, budget)
+        checked = True
     # The batches hold the members by length; put them back in the given order.
     rows = {i: (found, row) for numbers, found in parts for row, i in enumerate(numbers)}
     ordered = [rows[i] for i in range(len(members))]
@@ -260,7 +283,7 @@ def _at_sequences(
         found[name] = (
             tuple(t[:n] for t, n in zip(values, lengths, strict=True)) if directions else torch.stack(values)
         )
-    return settings.estimate(LipschitzEstimates, found, method, _scope(f))
+    return settings.estimate(LipschitzEstimates, found, method, _scope(f, checked=checked))
 
 
 def _at_measure(
@@ -320,12 +343,14 @@ def _factor(image: Float[Tensor, "1 n d_out"]) -> float:
     return 2.0 ** -max(-1000, round(math.log2(size))) if 0 < size < math.inf else 1.0
 
 
-def _scope(f: Callable[[Tensor], Tensor]) -> str:
+def _scope(f: Callable[[Tensor], Tensor], *, checked: bool = True) -> str:
     """Return a description of the map for the result.
 
-    A map of this library describes itself; any other function is described by its name.
+    A map of this library describes itself; any other function is described by its name. A result that was not
+    checked in float64, for lack of memory, says so.
     """
-    return f.describe() if isinstance(f, TokenMap) else getattr(f, "__name__", type(f).__name__)
+    words = f.describe() if isinstance(f, TokenMap) else getattr(f, "__name__", type(f).__name__)
+    return words if checked else f"{words}; not checked in float64, for lack of memory"
 
 
 def _chosen_method(f: Callable[[Tensor], Tensor], method: str) -> Method:

@@ -1,4 +1,4 @@
-"""Mixed precision for closed-form Jacobians: the solver runs in float32, and float64 checks its result.
+"""Mixed precision for the maps of this library: the solver runs in float32, and float64 checks its result.
 
 A run in float32 gives each member a direction v, a value and an interval. One product of the float64 Jacobian
 with v gives the value |J v|, which is a lower limit without float32 rounding. The difference between the
@@ -17,12 +17,12 @@ from torch import Tensor
 
 from howsmooth.attention import TokenMap
 from howsmooth.batching import batches, beside_the_basis, fewest_vectors, is_streamed, room_for_basis
-from howsmooth.jacobian import closed_form_jacobian, closed_form_jacobians, joined
+from howsmooth.jacobian import AutodiffJacobian, closed_form_jacobian, closed_form_jacobians, joined
 from howsmooth.lipschitz.solver import Solver
 from howsmooth.spectral import LeadingTriplet, LinearOperator
 from howsmooth.spectral.operator import length_rounding
 
-__all__ = ["Part", "judge", "solve_closed_forms", "verdict"]
+__all__ = ["Part", "judge", "solve_autodiff", "solve_closed_forms", "verdict"]
 
 # The share of the requested relative width that rounding errors may take on each side of the interval, if
 # products with these errors are cheaper.
@@ -48,6 +48,46 @@ def solve_closed_forms(
         else:
             parts += zip(lots, _cached(double, members, lots, solver), strict=True)
     return parts
+
+
+def solve_autodiff(
+    f: TokenMap, operator: AutodiffJacobian, x: Tensor, members: Sequence[int], solver: Solver, budget: int
+) -> tuple[LeadingTriplet, bool]:
+    """Measure a map in float32 by automatic differentiation, and check the result in float64.
+
+    Parameters
+    ----------
+    f, operator, x
+        The map, its Jacobian, and the tokens (..., n, d), all in float32.
+    members
+        The numbers of the sequences in the solver.
+    solver
+        The solver, with the accuracy that is asked for.
+    budget
+        The number of bytes that the float64 Jacobian may use. If it needs more, nothing is checked in
+        float64, and the interval allows for the rounding errors that are estimated in float32.
+
+    Returns
+    -------
+    LeadingTriplet, bool
+        The result, and whether it was checked.
+
+    """
+    double = torch.finfo(torch.float64).eps / torch.finfo(x.dtype).eps
+    # The weights and the graph take twice as many bytes in float64.
+    if 2 * operator.graph_bytes > budget:
+        return solver.golub_kahan(operator, members), False
+    estimated, operator.rounding = operator.rounding, torch.full_like(operator.rounding, _usual(x))
+    found = solver.golub_kahan(operator, members)
+    exact = AutodiffJacobian(
+        f.to(dtype=torch.float64), x.double(), rounding=(estimated * double).clamp_min(_usual(x.double()))
+    )
+    return verdict(operator, exact, found, members, solver), True
+
+
+def _usual(x: Tensor) -> float:
+    """Return the relative error of a product without cancellation, in the dtype of ``x``."""
+    return 32.0 * torch.finfo(x.dtype).eps
 
 
 def _cached(
@@ -125,7 +165,8 @@ def verdict(
         judged = judge(found, sigma, defect, exact, solver.rtol)
     # Members that float32 took as finished but whose interval is too wide now. More steps in float32 would
     # not help them. Members that used up their steps are not measured again: float64 would stop there, too.
-    stuck = torch.nonzero(~judged.converged & (found.converged | found.broke_down)).flatten()
+    ended = found.converged | found.broke_down | (found.steps < solver.max_iterations)
+    stuck = torch.nonzero(~judged.converged & ended).flatten()
     if not len(stuck):
         return judged
     (again,) = solver.together([exact.select(stuck.to(exact.device))], [[members[i] for i in stuck.tolist()]])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 
 from torch import Tensor, nn
@@ -19,9 +20,10 @@ from howsmooth.models.padded_sequences import Padding, padding_of, reproduces, w
 from howsmooth.models.site import Site
 from howsmooth.models.tracing.forward_trace import trace_forward_pass
 from howsmooth.models.tracing.layer_trace import AttentionLayer
-from howsmooth.scopes import SCOPES
+from howsmooth.models.whole_model import ModelParts
+from howsmooth.scopes import MODEL_SCOPES, OUTPUTS, SCOPES
 
-__all__ = ["capture", "module_of", "self_attention_layers"]
+__all__ = ["capture", "model_parts", "module_of", "self_attention_layers"]
 
 _Indices = tuple[int, ...] | slice | None
 
@@ -32,8 +34,13 @@ def capture(
     layers: int | str | slice | Sequence[int] | None = None,
     scope: str = "attention",
     heads: int | str | slice | Sequence[int] | None = None,
+    *,
+    output: str = "hidden",
+    last_token: bool = False,
 ) -> list[Site]:
     """Run a model on inputs and return its attention layers as maps, each with the tokens it was applied to.
+
+    In the scopes ``"span"`` and ``"model"`` the map is a whole part of the model instead, one for all layers.
 
     The model runs once, in evaluation mode (no dropout), without gradients and without a cache; afterwards
     its settings are restored. Then each layer runs by itself. Its structure is found by comparing numbers,
@@ -55,17 +62,25 @@ def capture(
     layers
         Which layers: an index, a list or range of indices, or a slice. Layers are counted in the order of
         the model's softmaxes, and negative indices from the end. ``"all"`` or None, the default, means all
-        layers of self-attention; cross-attention is left out then, and refused if asked for by index.
+        layers of self-attention; cross-attention is left out then, and refused if asked for by index. In
+        scope ``"span"`` a pair: the first and the last layer, whose blocks are included.
     scope
         Which part of a layer the map is: ``"head"``, ``"heads"``, ``"attention"``, ``"residual"`` or
-        ``"block"`` (see :class:`Site`).
+        ``"block"``; or ``"span"``, from the input of one block to the output of another, or ``"model"``,
+        from the embeddings to ``output`` (see :class:`Site`).
     heads
         Which heads, given like ``layers``, in scope ``"head"`` only; all heads by default.
+    output
+        In scope ``"model"``: ``"hidden"`` for the last hidden state of all tokens, ``"logits"``, or
+        ``"margin"``, the largest logit minus the second largest (of the last token, if each has logits).
+    last_token
+        In the scopes ``"span"`` and ``"model"``: whether the map's output is that of the last token alone.
 
     Returns
     -------
     list of Site
-        One site for each layer, in the given order; in scope ``"head"`` one for each layer and head. If a
+        One site for each layer, in the given order; in scope ``"head"`` one for each layer and head; in the
+        scopes ``"span"`` and ``"model"`` one site, and no sequence may be padded. If a
         sequence is padded, the list has these sites for each sequence (``Site.sequence``), real tokens only.
 
     Raises
@@ -78,8 +93,15 @@ def capture(
 
     """
     model = module_of(model)
-    if scope not in SCOPES:
-        raise ArgumentError("scope", expected=f"one of {', '.join(SCOPES)}", got=repr(scope))
+    if scope not in (*SCOPES, *MODEL_SCOPES):
+        expected = f"one of {', '.join((*SCOPES, *MODEL_SCOPES))}"
+        raise ArgumentError("scope", expected=expected, got=repr(scope))
+    if scope in MODEL_SCOPES:
+        return [_part(model, inputs, layers, scope, heads, output, last_token)]
+    for name, value, usual in (("output", output, "hidden"), ("last_token", last_token, False)):
+        if value != usual:
+            got = f"{value!r} with scope {scope!r}"
+            raise ArgumentError(name, expected=f"{usual!r} unless scope is 'model'", got=got)
     if heads is not None and scope != "head":
         raise ArgumentError(
             "heads", expected="None unless scope is 'head'", got=f"{heads!r} with scope {scope!r}"
@@ -91,6 +113,57 @@ def capture(
         if padding is not None:
             return _captured_without_padding(model, padding, wanted, scope, chosen)
         return [site for layer in _verified(model, given, wanted) for site in layer.sites(scope, chosen)]
+
+
+def _part(
+    model: nn.Module,
+    inputs: Tensor | Mapping[str, Tensor],
+    layers: object,
+    scope: str,
+    heads: object,
+    output: object,
+    last_token: bool,
+) -> Site:
+    """Return a span of blocks or a whole model as a map; the arguments are those of :func:`capture`."""
+    if heads is not None:
+        got = f"{heads!r} with scope {scope!r}"
+        raise ArgumentError("heads", expected="None unless scope is 'head'", got=got)
+    if scope == "model" and layers not in (None, "all"):
+        got = f"{layers!r} with scope 'model'"
+        raise ArgumentError("layers", expected="None: a model is taken with all its layers", got=got)
+    if output not in OUTPUTS or (scope == "span" and output != "hidden"):
+        expected = f"one of {', '.join(OUTPUTS)}" if scope == "model" else "'hidden' unless scope is 'model'"
+        raise ArgumentError("output", expected=expected, got=repr(output))
+    with model_parts(model, inputs) as parts:
+        if scope == "model":
+            return parts.whole(str(output), last_token=last_token)
+        first, last = _ends(layers, len(parts.layers))
+        return parts.span(first, last, last_token=last_token)
+
+
+@contextmanager
+def model_parts(model: nn.Module, inputs: Tensor | Mapping[str, Tensor]) -> Iterator[ModelParts]:
+    """Yield the parts of a model, to be captured within the context; the arguments are those of capture."""
+    given = model_inputs(model, inputs)
+    with measurement_mode(model):
+        yield ModelParts(model, given)
+
+
+def _ends(layers: object, count: int) -> tuple[int, int]:
+    """Return the first and the last layer of a span, counted from 0."""
+    if layers in (None, "all"):
+        return 0, count - 1
+    pair = (layers, layers) if isinstance(layers, int) else layers
+    expected = f"a pair of layers from {-count} to {count - 1}, the first and the last of the span"
+    if (
+        not isinstance(pair, Sequence)
+        or len(pair) != 2
+        or not all(isinstance(one, int) and not isinstance(one, bool) for one in pair)
+        or not all(-count <= one < count for one in pair)
+        or pair[0] % count > pair[1] % count
+    ):
+        raise ArgumentError("layers", expected=expected, got=repr(layers))
+    return pair[0] % count, pair[1] % count
 
 
 def module_of(model: object) -> nn.Module:

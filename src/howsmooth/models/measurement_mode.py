@@ -21,7 +21,14 @@ from transformers.utils import logging as transformers_logging
 
 from howsmooth.models.layer_weights import device_of
 
-__all__ = ["implementation", "measurement_mode", "nested_configs", "own_attention", "quiet"]
+__all__ = [
+    "implementation",
+    "measurement_mode",
+    "nested_configs",
+    "own_attention",
+    "quiet",
+    "set_permanently",
+]
 
 _numbers = itertools.count()
 
@@ -60,6 +67,24 @@ def measurement_mode(model: nn.Module) -> Iterator[None]:
             yield
     finally:
         torch.backends.mha.set_fastpath_enabled(fast)
+
+
+def set_permanently(model: nn.Module, attention: str | None = None) -> None:
+    """Put a copy of a model in evaluation mode for good, without caches and gradients of its weights.
+
+    ``attention`` is the attention implementation that it is given; None keeps its own.
+    """
+    for module in model.modules():
+        module.training = False
+    for config in _configs(model):
+        if hasattr(config, "use_cache"):
+            config.use_cache = False
+        if hasattr(config, "_experts_implementation_internal"):
+            # transformers' grouped matrix product of experts has no forward mode.
+            config._experts_implementation_internal = "eager"
+        if attention is not None:
+            config._attn_implementation_internal = attention
+    model.requires_grad_(requires_grad=False)
 
 
 @contextlib.contextmanager

@@ -27,7 +27,7 @@ from howsmooth.models.layer_weights import computing_dtype, hash_weights, stored
 from howsmooth.profiling.result import Profile
 from howsmooth.study.plan import derive_seed
 
-__all__ = ["SCOPES", "profile"]
+__all__ = ["SCOPES", "given_inputs", "profile", "shown_progress"]
 
 SCOPES = ("attention", "head")
 """The scopes of a profile: each layer with all its heads and output projection, and each head alone."""
@@ -105,12 +105,12 @@ def profile(
         model = load_model(model, dtype=None)
     module = module_of(model)
     check_accuracy(rtol, confidence, str(computing_dtype(module)).removeprefix("torch."))
-    given = _given(model, module, inputs, span, tokenizer)
+    given = given_inputs(model, module, inputs, span, tokenizer)
     measured = _Measured(rtol, confidence, max_iterations, seed, memory, wanted, given.words)
     total = len(layers) if isinstance(layers, Sequence) and not isinstance(layers, str) else 0
     if isinstance(model, LoadedModel) and layers is None:
         total = model.layers or 0
-    with _shown(on_layer, total) as told:
+    with shown_progress(on_layer, total) as told:
         for index, layer in self_attention_layers(module, given.inputs, layers):
             told(measured.layers, total)
             measured.add(index, layer)
@@ -140,7 +140,9 @@ def profile(
 
 
 @contextmanager
-def _shown(on_layer: Callable[[int, int], None] | None, total: int) -> Iterator[Callable[[int, int], None]]:
+def shown_progress(
+    on_layer: Callable[[int, int], None] | None, total: int
+) -> Iterator[Callable[[int, int], None]]:
     """Yield the callback for finished layers: ``on_layer``, or one that moves a progress bar."""
     if on_layer is not None:
         yield on_layer
@@ -155,7 +157,7 @@ def _shown(on_layer: Callable[[int, int], None] | None, total: int) -> Iterator[
 
 
 @dataclass(frozen=True, eq=False)
-class _Given:
+class GivenInputs:
     """The inputs of the model, the text of their tokens if known, and a short description."""
 
     inputs: Any
@@ -163,7 +165,9 @@ class _Given:
     description: str
 
 
-def _given(model: object, module: nn.Module, inputs: object, span: object, tokenizer: Any) -> _Given:
+def given_inputs(
+    model: object, module: nn.Module, inputs: object, span: object, tokenizer: Any
+) -> GivenInputs:
     """Return the model's inputs, cut to the tokens of the span."""
     if tokenizer is None and isinstance(model, LoadedModel):
         tokenizer = model.tokenizer
@@ -178,18 +182,18 @@ def _given(model: object, module: nn.Module, inputs: object, span: object, token
             raise ArgumentError("span", expected="None beside a dict of inputs", got=repr(span))
         found = named.get("input_ids")
         words = None if found is None or found.shape[0] != 1 else decoded(found[0])
-        return _Given(named, words, f"inputs {', '.join(named)}")
+        return GivenInputs(named, words, f"inputs {', '.join(named)}")
     else:
         if isinstance(inputs, Tensor) and inputs.is_floating_point():  # as the model takes it
             if span is not None:
                 raise ArgumentError("span", expected="None beside inputs without token ids", got=repr(span))
-            return _Given(inputs, None, f"a tensor {tuple(inputs.shape)}")
+            return GivenInputs(inputs, None, f"a tensor {tuple(inputs.shape)}")
         ids, what = _ids(inputs), "token ids"
     most = min(_MOST_TOKENS, max_length(module) or _MOST_TOKENS)
     first, end = _bounds(span, len(ids), most)
     cut = "" if end - first == len(ids) else f"tokens {first} to {end - 1} of {len(ids)}, "
     digest = hashlib.sha256(ids[first:end].numpy().tobytes()).hexdigest()[:12]
-    return _Given(ids[None, first:end], decoded(ids[first:end]), f"{what}, {cut}SHA-256 {digest}")
+    return GivenInputs(ids[None, first:end], decoded(ids[first:end]), f"{what}, {cut}SHA-256 {digest}")
 
 
 def _encoded(tokenizer: Any, text: str) -> list[int]:

@@ -17,7 +17,7 @@ from typing import Any, ClassVar
 
 from howsmooth.accuracy_limits import check_accuracy
 from howsmooth.errors import ArgumentError
-from howsmooth.scopes import ATTENTION_SCOPES, SCOPES
+from howsmooth.scopes import ATTENTION_SCOPES, OUTPUTS, SCOPES
 from howsmooth.study.options import (
     HOW,
     OUTPUT,
@@ -56,10 +56,12 @@ __all__ = [
     "Plan",
     "SourcePlan",
     "as_decoder_option",
+    "check_output",
     "derive_seed",
     "device_option",
     "dtype_option",
     "layers_option",
+    "output_option",
     "part_option",
     "random_init_option",
     "seed_option",
@@ -153,6 +155,22 @@ def _scope_option(default: str) -> Any:
         "projection; attention: all heads with output projection."
     )
     return option(default, choice(*ATTENTION_SCOPES), told, metavar="SCOPE")
+
+
+def output_option() -> Any:
+    """Define the option ``--output`` of a plan: the output of a whole model."""
+    told = (
+        "With the scope model: the last hidden state of all tokens, the logits, or the margin, the largest "
+        "logit minus the second largest. The last two need a model with a head."
+    )
+    return option("hidden", choice(*OUTPUTS), told, metavar="|".join(OUTPUTS))
+
+
+def check_output(output: str, scopes: tuple[str, ...]) -> None:
+    """Refuse an output of the whole model without the scope model."""
+    if output != "hidden" and "model" not in scopes:
+        got = f"{output} with the scope {', '.join(scopes)}"
+        raise ArgumentError("output", expected="hidden unless the scope is model", got=got)
 
 
 def random_init_option(panel: str = "") -> Any:
@@ -326,13 +344,15 @@ class Plan(Options):
     )
     scopes: tuple[str, ...] = option(
         ("attention",),
-        several(choice(*SCOPES)),
+        several(choice(*SCOPES, "model")),
         "The map to measure. head: one head without output projection; heads: all heads without output "
         "projection; attention: all heads with output projection; residual: input plus attention; "
-        "block: residual with the norm layer. May be repeated.",
+        "block: residual with the norm layer; model: the whole model from its embeddings, one constant for "
+        "all layers. May be repeated.",
         metavar="SCOPE",
         flag="scope",
     )
+    output: str = output_option()
     layers: Ranges = layers_option()
     heads: Ranges = _heads_option()
     random_init: bool = random_init_option()
@@ -386,6 +406,7 @@ class Plan(Options):
         self._check_inputs()
         self._check_models()
         _check_heads(self.heads, self.scopes)
+        check_output(self.output, self.scopes)
         check_accuracy(self.rtol, self.confidence, self.dtype)
         if self.as_published and "attention" not in self.scopes:
             raise ArgumentError(
@@ -488,7 +509,8 @@ class Plan(Options):
         later.
         """
         names = ("seed", "dtype", "rtol", "confidence", "max_iterations")
-        return {name: getattr(self, name) for name in names} | {"method": "auto", "special_tokens": "none"}
+        given = {name: getattr(self, name) for name in names} | {"method": "auto", "special_tokens": "none"}
+        return given if self.output == "hidden" else given | {"output": self.output}
 
 
 # ---- Bounds and attacks, for the attention of one source

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from howsmooth.errors import ArgumentError, CaptureError, ModelError, StoreError, TextError
+from howsmooth.scopes import layers_of_scope
 from howsmooth.study.datasets import DataSource, Feed, Inputs, feed_of, open_data, sequence_starts
 from howsmooth.study.plan import ModelSpec, Plan, derive_seed
 from howsmooth.study.records import InputRecord, ModelRecord, TextRecord
@@ -135,6 +136,7 @@ class Models:
                 device=self._plan.device,
                 dtype=getattr(torch, self._plan.dtype),
                 tokenizer_text=key[1] or None,
+                head=self._plan.output != "hidden",
             )
             self._key = key
         return self._model
@@ -334,7 +336,8 @@ def _check_capture(plan: Plan, subject: Subject, feed: Feed, model: Any) -> None
     shortest = on_device(feed.inputs([0], n), plan.device)
     try:
         for scope in plan.scopes:
-            capture_sites(model, shortest, subject, scope, subject.layers, n)
+            layers = layers_of_scope(scope, subject.layers)
+            capture_sites(model, shortest, subject, scope, layers, n, plan.output)
     except CaptureError as error:
         others = _self_attention(error, model, shortest)
         if not others or plan.layers_of(subject.spec).items:
@@ -357,7 +360,13 @@ def _self_attention(error: CaptureError, model: Any, inputs: Inputs) -> list[int
 
 
 def capture_sites(
-    model: Any, inputs: Inputs, subject: Subject, scope: str, layers: Sequence[int], n: int
+    model: Any,
+    inputs: Inputs,
+    subject: Subject,
+    scope: str,
+    layers: Sequence[int],
+    n: int,
+    output: str = "hidden",
 ) -> list[Any]:
     """Capture chosen attention layers of a model in one forward pass; return them by layer and head.
 
@@ -368,11 +377,13 @@ def capture_sites(
     inputs
         Token ids (batch, n), or other inputs of the model.
     scope
-        One of ``howsmooth.scopes.SCOPES``.
+        One of ``howsmooth.scopes.SCOPES``, or ``model``.
     layers
-        The indices of the layers.
+        The indices of the layers; 0 in the scope ``model``.
     n
         The number of tokens that each layer must receive.
+    output
+        The output of a whole model.
 
     Returns
     -------
@@ -387,7 +398,10 @@ def capture_sites(
     from howsmooth.models import capture
 
     heads = list(subject.heads) if scope == "head" else None
-    sites = capture(model, inputs, layers=list(layers), scope=scope, heads=heads)
+    if scope == "model":
+        sites = capture(model, inputs, scope=scope, output=output)
+    else:
+        sites = capture(model, inputs, layers=list(layers), scope=scope, heads=heads)
     wanted = [(layer, head) for layer in layers for head in heads or (None,)]
     found = sorted(sites, key=lambda site: (site.layer, -1 if site.head is None else site.head))
     if [(site.layer, site.head) for site in found] != wanted:

@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from howsmooth.scopes import layers_of_scope
 from howsmooth.study.forecast import after_measuring
 from howsmooth.study.plan import ModelSpec, Plan
 from howsmooth.study.preparation import MEASURE
@@ -220,4 +221,4 @@ class _Comparison:
 def _asked(plan: Plan, spec: ModelSpec, scope: str, model: ModelRecord) -> frozenset[Key]:
     heads = plan.heads_of(spec).resolve(model.heads, spec.label, "heads") if scope == "head" else (None,)
     layers = plan.layers_of(spec).resolve(model.layers, spec.label, "layers")
-    return keys_of(scope, layers, heads, plan.lengths_of(spec), plan.samples)
+    return keys_of(scope, layers_of_scope(scope, layers), heads, plan.lengths_of(spec), plan.samples)

@@ -27,7 +27,7 @@ from howsmooth.models.tolerance import precision, relative_error, tolerance
 from howsmooth.models.tracing.layer_trace import AttentionLayer, bound_arguments, first_tokens
 from howsmooth.models.tracing.module_replay import ModuleReplay, first_tensor
 
-__all__ = ["ModelValues", "model_values", "verify", "verify_block"]
+__all__ = ["ModelValues", "model_values", "notice_downcasts", "verify", "verify_block"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -64,7 +64,7 @@ class _Downcasts(TorchDispatchMode):
 
 
 @contextmanager
-def _notice_downcasts(dtype: torch.dtype) -> Iterator[_Downcasts]:
+def notice_downcasts(dtype: torch.dtype) -> Iterator[_Downcasts]:
     """Within the context, record whether a float64 computation converts numbers to float32.
 
     For other dtypes nothing is recorded.
@@ -88,7 +88,7 @@ def model_values(self_attention: SelfAttentionModule, output: AttentionOutput, x
     with ExitStack() as stack:
         if projection is not None:
             stack.enter_context(projection.module.register_forward_hook(tap, with_kwargs=True))
-        downcasts = stack.enter_context(_notice_downcasts(x.dtype))
+        downcasts = stack.enter_context(notice_downcasts(x.dtype))
         result = first_tensor(call(x))
     returned = call.rows(result).clone()
     # If the projection did not run, it is outside the attention module, which then returns the heads.
@@ -228,7 +228,7 @@ def verify_block(
         values = _BlockValues()
         with (
             _tapped(self_attention, output, block, values),
-            _notice_downcasts(self_attention.replay.x.dtype) as downcasts,
+            notice_downcasts(self_attention.replay.x.dtype) as downcasts,
         ):
             layer(x)
         hidden = values.hidden

@@ -11,6 +11,7 @@ from functools import partial
 from typing import Any
 
 import torch
+import transformers
 from torch import nn
 from transformers import MODEL_MAPPING, AutoConfig, AutoModel, PreTrainedModel
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
@@ -105,6 +106,7 @@ def load_model(
     dtype: torch.dtype | None = torch.float32,
     tokenizer_text: str | None = None,
     most_weights: int | None = None,
+    head: bool = False,
 ) -> LoadedModel:
     """Load a model, or build one with untrained weights.
 
@@ -137,6 +139,9 @@ def load_model(
     most_weights
         With ``random_init``: a model with more weights than this is built with fewer layers, but at least one
         layer of every kind that its configuration names. ``source`` then says so.
+    head
+        Whether to load the model with its head, which computes logits: the class that its configuration names
+        under ``architectures``. By default the base model is loaded, up to its last hidden state.
 
     Raises
     ------
@@ -161,7 +166,8 @@ def load_model(
         config = _config(place)
         in_file = next((c.dtype for c in nested_configs(config) if getattr(c, "dtype", None)), None)
         short = _shortened(place, config, most_weights) if random_init else ""
-        build = partial(_built, place, config, random_init, seed, dtype, part)
+        kind = _class_with_head(place, config) if head else AutoModel
+        build = partial(_built, place, config, kind, random_init, seed, dtype, part)
         path, model, unread = build()
         modality = modality_of(model)
         preparation = _preparation(place, config, model, modality)
@@ -231,16 +237,35 @@ def _config(place: Place) -> Any:
     return config
 
 
+def _class_with_head(place: Place, config: Any) -> Any:
+    """Return the class of transformers that a configuration names as the model with its head."""
+    names = getattr(config, "architectures", None) or ()
+    found = next((getattr(transformers, name) for name in names if hasattr(transformers, name)), None)
+    if not (isinstance(found, type) and issubclass(found, PreTrainedModel)):
+        named = f"names {', '.join(names)}" if names else "names none"
+        raise ModelError(
+            f"{place.name!r} has no head that transformers knows: its configuration {named} under "
+            "'architectures'. Load it without its head."
+        )
+    return found
+
+
 def _built(
-    place: Place, config: Any, random_init: bool, seed: int, dtype: torch.dtype | None, part: str | None
+    place: Place,
+    config: Any,
+    kind: Any,
+    random_init: bool,
+    seed: int,
+    dtype: torch.dtype | None,
+    part: str | None,
 ) -> tuple[str, nn.Module, set[str]]:
-    """Build the model with random weights, or load it.
+    """Build the model with random weights, or load it; ``kind`` is its class, or AutoModel.
 
     Return the path of the chosen part ("" for the whole model), the part itself, and the names of its weights
     that the file lacks.
     """
     unread: set[str] = set()
-    options = {"trust_remote_code": False, **_without_pooler(config)}
+    options = {"trust_remote_code": False, **(_without_pooler(config) if kind is AutoModel else {})}
     # Weights are drawn on the CPU, for every target device and default device: a seed gives the same weights
     # everywhere, and only the CPU's random state, which fork_rng restores, is used.
     with place.reading(), torch.random.fork_rng(devices=[]), torch.device("cpu"):
@@ -249,10 +274,12 @@ def _built(
         torch.default_generator.manual_seed(torch_seed(seed))
         if random_init:
             # Weights are drawn in float32, so that both precisions have the same numbers.
-            model = AutoModel.from_config(config, dtype=torch.float32, **options).to(dtype or torch.float32)
+            options |= {"dtype": torch.float32}
+            built = kind.from_config if kind is AutoModel else kind._from_config
+            model = built(config, **options).to(dtype or torch.float32)
         else:
             check_files(place, config)
-            model, info = AutoModel.from_pretrained(
+            model, info = kind.from_pretrained(
                 place.location,
                 config=config,
                 dtype="auto" if dtype is None else dtype,
@@ -264,8 +291,8 @@ def _built(
             unread = set(info["missing_keys"])
     path, chosen = ("", model) if part is None else choose_part(model, part, place.name)
     unread = {key.removeprefix(f"{path}.") for key in unread if not path or key.startswith(f"{path}.")}
-    # Many checkpoints lack the weights of the pooler, and no attention depends on it.
-    lost = sorted(key for key in unread if "pooler" not in key)
+    # Many checkpoints lack the weights of the pooler, on which no attention and no hidden state depends.
+    lost = sorted(key for key in unread if kind is not AutoModel or "pooler" not in key)
     if lost:
         raise ModelError(
             f"The weights of {place.name!r} are incomplete for {type(model).__name__}: {lost[0]} and "

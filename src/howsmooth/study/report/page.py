@@ -15,7 +15,7 @@ import jinja2
 import pandas as pd
 from markupsafe import Markup
 
-from howsmooth.scopes import SCOPE_MEANINGS, SCOPES
+from howsmooth.scopes import SCOPE_MEANINGS
 from howsmooth.study.figures import Picture
 from howsmooth.study.html_pages import digest, style_sheet, templates_of
 from howsmooth.study.published_values import compare
@@ -79,7 +79,7 @@ def render(contents: Contents, exponents: pd.DataFrame, pictures: Sequence[Pictu
         convergence=tables.convergence(rows),
         total=len(rows),
         unconverged=int((~rows["converged"]).sum()),
-        scopes=[(scope, SCOPE_MEANINGS[scope]) for scope in SCOPES if scope in set(rows["scope"])],
+        scopes=[one for one in SCOPE_MEANINGS.items() if one[0] in set(rows["scope"])],
         models=plain_rows(contents.models),
         texts=plain_rows(contents.texts),
         kinds=kinds,

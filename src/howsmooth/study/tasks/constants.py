@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from howsmooth import lipschitz
+from howsmooth.scopes import layers_of_scope
 from howsmooth.study.plan import Plan, derive_seed
 from howsmooth.study.preparation import OpenStudy, Subject
 from howsmooth.study.records import KEY_COLUMNS, Key, Measurement, Row, Sensitivity, SequenceRecord, keys_of
@@ -79,7 +80,9 @@ class ConstantsTask(SequenceTask[Key]):
             self._row(site, estimate, sample, places[slot], slot, seeds[slot], seconds)
             for slot, sample in enumerate(samples)
         ]
-        if 0 in samples and self.n <= _MOST_TOKENS:
+        # The report shows the shares of the output beside the tokens, so that each needs an output of its own.
+        shown = self.n <= _MOST_TOKENS and estimate.output_direction.shape[-2] == self.n
+        if 0 in samples and shown:
             rows += [self._sequence(), self._sensitivity(site, estimate, list(samples).index(0))]
         return rows
 
@@ -168,7 +171,7 @@ def constants_left(study: OpenStudy) -> Work:
         known = study.store.keys(Measurement, KEY_COLUMNS, **where) if study.store else frozenset()
         for n, scope in ((n, scope) for n in sorted(subject.lengths) for scope in study.plan.scopes):
             heads = subject.heads if scope == "head" else (None,)
-            asked = keys_of(scope, subject.layers, heads, [n], study.plan.samples)
+            asked = keys_of(scope, layers_of_scope(scope, subject.layers), heads, [n], study.plan.samples)
             kept += len(asked & known)
             size = batch_size(subject.model.heads, n, study.plan.dtype)
             for first in range(0, study.plan.samples, size):

@@ -1,0 +1,326 @@
+"""A part of a model as a map of its tokens: from one place of the forward pass to another.
+
+The model is copied, with the inputs that it was given for one sequence, and runs its own forward pass: masks,
+positions and everything else between the two places are the model's. At the first place the tokens are
+replaced by those that the map is given. Calls before it return what they returned when the model was
+captured, and the pass ends at the second place.
+"""
+
+from __future__ import annotations
+
+import copy
+import itertools
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map
+
+from howsmooth.attention import TokenMap, Weighting
+from howsmooth.errors import ArgumentError, CaptureError
+from howsmooth.jacobian.autodiff import one_backend
+from howsmooth.models.identification.without_downcast import WithoutDowncast
+from howsmooth.models.measurement_mode import set_permanently
+from howsmooth.models.tracing.layer_trace import bound_arguments, first_tokens
+from howsmooth.models.tracing.module_replay import first_tensor
+
+__all__ = ["ModelMap", "Output", "Passage", "Place", "frozen_copy", "observed", "replaced", "rows"]
+
+
+@dataclass(frozen=True)
+class Place:
+    """A place of a forward pass: the tokens that a call of a module takes, or what it returns.
+
+    The call is the one with the number ``call`` among the calls of the module, counted from 0. The tokens
+    that it takes are the argument with the name ``argument``, or its first floating-point argument.
+    """
+
+    module: str  # path of the module; "" is the model itself
+    side: Literal["input", "output"]
+    call: int = 0
+    argument: str = ""
+
+    def taken(self, arguments: dict[str, Any]) -> Any:
+        """Return the tokens among the arguments of the call."""
+        return arguments.get(self.argument) if self.argument else first_tokens(arguments)
+
+    def __str__(self) -> str:
+        return self.module or "the model"
+
+
+@dataclass(frozen=True)
+class Output:
+    """What is read at the end of a map: a model's ``hidden`` states, ``logits`` or ``margin``.
+
+    The kind ``tokens`` means the first tensor that a module returns. With ``last`` only the last token is
+    kept. A margin is the largest logit minus the second largest, at the last token.
+    """
+
+    kind: str
+    last: bool = False
+
+    def of(self, returned: Any) -> Tensor:
+        """Return the chosen output (n_out, d_out) of what a module returned for one sequence.
+
+        Raises
+        ------
+        CaptureError
+            If there are no such outputs.
+
+        """
+        name = {"hidden": "last_hidden_state", "tokens": None}.get(self.kind, "logits")
+        found = None if name is None else getattr(returned, name, None)
+        if found is None and name == "logits":
+            raise CaptureError(
+                f"{type(returned).__name__} has no logits: the model has no head. Load it with its head "
+                "(hs.load_model(..., head=True)), or choose the output 'hidden'."
+            )
+        y = rows(first_tensor(returned) if found is None else found)
+        if self.last or self.kind == "margin":
+            y = y[-1:]
+        if self.kind != "margin":
+            return y
+        if y.shape[-1] < 2:
+            raise CaptureError("A margin is the difference of two logits, and the model has one logit.")
+        top = y.topk(2, dim=-1).values
+        return top[:, :1] - top[:, 1:]
+
+
+@dataclass(frozen=True, eq=False)
+class Passage:
+    """A part of a model's forward pass: from which place, to which place, and what is read there."""
+
+    start: Place
+    end: Place
+    output: Output
+    answers: Mapping[str, Sequence[Any]]  # what the first calls of some modules returned, by module path
+    idle: Collection[str]  # paths of modules that do not run, whose weights are not copied
+    words: str  # the passage in words
+
+
+def rows(tokens: Tensor) -> Tensor:
+    """Return tokens of one sequence in any shape (..., d) as (n, d)."""
+    return tokens.reshape(-1, tokens.shape[-1])
+
+
+class _Reached(BaseException):
+    """Raised to end a forward pass at the last place; no model catches it with ``except Exception``."""
+
+    def __init__(self, value: Any) -> None:
+        super().__init__()
+        self.value = value
+
+
+@contextmanager
+def observed(model: nn.Module, place: Place, see: Callable[[Any], None]) -> Iterator[None]:
+    """Within the context, call ``see`` with the argument or the output at a place of one forward pass."""
+    calls = itertools.count()
+
+    def before(module: nn.Module, args: Any, kwargs: Any) -> None:
+        if next(calls) == place.call:
+            see(place.taken(bound_arguments(module, args, kwargs)))
+
+    def after(module: nn.Module, args: Any, output: Any) -> None:
+        if next(calls) == place.call:
+            see(output)
+
+    module = model.get_submodule(place.module)
+    with (
+        module.register_forward_pre_hook(before, with_kwargs=True)
+        if place.side == "input"
+        else module.register_forward_hook(after)
+    ):
+        yield
+
+
+@contextmanager
+def replaced(model: nn.Module, place: Place, x: Tensor) -> Iterator[None]:
+    """Within the context, let the tokens at a place of one forward pass be ``x`` (n, d)."""
+    calls = itertools.count()
+
+    def swapped(old: Any, where: Any) -> Any:
+        if not isinstance(old, Tensor) or old.numel() != x.numel():
+            raise CaptureError(f"The tokens of {place} are not found in every forward pass.")
+        new = x.reshape(old.shape)
+        return tree_map(lambda leaf: new if leaf is old else leaf, where)
+
+    def before(module: nn.Module, args: Any, kwargs: Any) -> Any:
+        if next(calls) != place.call:
+            return None
+        return swapped(place.taken(bound_arguments(module, args, kwargs)), (args, kwargs))
+
+    def after(module: nn.Module, args: Any, output: Any) -> Any:
+        return swapped(first_tensor(output), output) if next(calls) == place.call else None
+
+    module = model.get_submodule(place.module)
+    with (
+        module.register_forward_pre_hook(before, with_kwargs=True)
+        if place.side == "input"
+        else module.register_forward_hook(after)
+    ):
+        yield
+
+
+@contextmanager
+def _answered(module: nn.Module, outputs: Sequence[Any]) -> Iterator[None]:
+    """Within the context, let the first calls of a module return given outputs, without computing them."""
+    calls = itertools.count()
+    own: Any = module.forward
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        number = next(calls)
+        return outputs[number] if number < len(outputs) else own(*args, **kwargs)
+
+    before = module.__dict__.get("forward")
+    module.forward = forward
+    try:
+        yield
+    finally:
+        if before is None:
+            del module.forward
+        else:
+            module.forward = before
+
+
+def frozen_copy(
+    model: nn.Module,
+    dtype: torch.dtype,
+    device: torch.device,
+    *,
+    idle: Collection[str] = (),
+    attention: str | None = None,
+) -> nn.Module:
+    """Return a copy of a model in evaluation mode, with its weights converted, without gradients.
+
+    The weights of the ``idle`` modules are neither copied nor converted. ``attention`` is the copy's
+    attention implementation; None keeps that of the model.
+    """
+    resting = {
+        name for name, _ in model.named_modules() if any(f"{name}.".startswith(f"{path}.") for path in idle)
+    }
+    used = {
+        id(t)
+        for name, module in model.named_modules()
+        if name not in resting
+        for t in (*module.parameters(recurse=False), *module.buffers(recurse=False))
+    }
+    memo: dict[int, Any] = {}
+    for t in itertools.chain(model.parameters(), model.buffers()):
+        new = t.detach()
+        if id(t) in used:
+            new = new.to(device, dtype if t.is_floating_point() else t.dtype, copy=True)
+        memo[id(t)] = nn.Parameter(new, requires_grad=False) if isinstance(t, nn.Parameter) else new
+    frozen = copy.deepcopy(model, memo)
+    set_permanently(frozen, attention)
+    return frozen
+
+
+class ModelMap(TokenMap):
+    """The map of a part of a model, X (..., n, d) -> (..., n_out, d_out), which PyTorch differentiates.
+
+    Parameters
+    ----------
+    model
+        A copy of the model, of :func:`frozen_copy`.
+    inputs
+        The model's inputs for one sequence, by name.
+    passage
+        Which part of the forward pass the map is.
+    x
+        Tokens (n, d) of the captured forward pass; its shape, dtype and device are those of all inputs.
+
+    """
+
+    def __init__(self, model: nn.Module, inputs: Mapping[str, Any], passage: Passage, x: Tensor) -> None:
+        self.model = model
+        self.inputs = inputs
+        self.passage = passage
+        self.x = x
+
+    @property
+    def n(self) -> int:
+        """The number of tokens; positions and masks have this length."""
+        return self.x.shape[0]
+
+    @property
+    def d(self) -> int:
+        """Dimension of an input token."""
+        return self.x.shape[1]
+
+    @cached_property
+    def d_out(self) -> int:
+        """Dimension of an output token."""
+        with torch.no_grad():
+            return self._run(self.x).shape[-1]
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Data type of the weights and tokens."""
+        return self.x.dtype
+
+    @property
+    def device(self) -> torch.device:
+        """Device of the weights and tokens."""
+        return self.x.device
+
+    def reading(self, output: Output) -> ModelMap:
+        """Return the same map with another output at its end."""
+        return ModelMap(self.model, self.inputs, replace(self.passage, output=output), self.x)
+
+    def describe(self) -> str:
+        """Return a phrase that says which part of which model the map is."""
+        return f"{type(self.model).__name__} {self.passage.words}"
+
+    def check_length(self, n: int) -> None:
+        """Raise ArgumentError unless ``n`` is the number of tokens in the captured forward pass."""
+        if n != self.n:
+            raise ArgumentError("X", expected=f"n = {self.n} tokens, as captured", got=f"n = {n}")
+
+    def to(self, *, dtype: torch.dtype | None = None, device: torch.device | str | None = None) -> ModelMap:
+        """Return the same map with weights of another dtype or on another device."""
+        dtype, device = dtype or self.dtype, torch.device(device or self.device)
+
+        def moved(value: Any) -> Any:
+            if not isinstance(value, Tensor):
+                return value
+            return value.to(device, dtype if value.is_floating_point() else value.dtype)
+
+        model = frozen_copy(self.model, dtype, device, idle=self.passage.idle)
+        passage = replace(self.passage, answers=tree_map(moved, dict(self.passage.answers)))
+        return ModelMap(model, tree_map(moved, dict(self.inputs)), passage, moved(self.x))
+
+    def _forward(self, x: Tensor, weighting: Weighting | None = None) -> Tensor:
+        if weighting is not None:
+            raise ArgumentError(
+                "measure",
+                expected="a map that is known to act on measures",
+                got="a part of a model",
+                remedy="Call the map on tokens.",
+            )
+        members = [self._run(member) for member in x.reshape(-1, *x.shape[-2:])]
+        return torch.stack(members).reshape(*x.shape[:-2], *members[0].shape)
+
+    def _run(self, x: Tensor) -> Tensor:
+        """Return the outputs (n_out, d_out) at tokens (n, d)."""
+        part = self.passage
+
+        def reached(value: Any) -> None:
+            raise _Reached(value)
+
+        with ExitStack() as stack:
+            stack.enter_context(one_backend())
+            if x.dtype == torch.float64:
+                stack.enter_context(WithoutDowncast())
+            for path, outputs in part.answers.items():
+                stack.enter_context(_answered(self.model.get_submodule(path), outputs))
+            stack.enter_context(replaced(self.model, part.start, x))
+            stack.enter_context(observed(self.model, part.end, reached))
+            try:
+                self.model(**self.inputs)
+            except _Reached as end:
+                return part.output.of(end.value)
+        raise CaptureError(f"The forward pass did not reach {part.end}.")

@@ -1,0 +1,254 @@
+"""``depth_profile``: where in its depth a model expands: its blocks, and what they compose to."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from importlib.metadata import version
+from typing import TYPE_CHECKING, Any
+
+import pandas as pd
+from torch import Tensor, nn
+
+from howsmooth.accuracy_limits import check_accuracy
+from howsmooth.errors import ArgumentError
+from howsmooth.estimate import LipschitzEstimate
+from howsmooth.lipschitz import local_lipschitz
+from howsmooth.models import LoadedModel, Site, load_model
+from howsmooth.models.capture import model_parts, module_of
+from howsmooth.models.layer_weights import computing_dtype
+from howsmooth.models.whole_model import ModelParts
+from howsmooth.profiling.profile import given_inputs, shown_progress
+from howsmooth.scopes import OUTPUTS
+from howsmooth.study.output_files import csv_of
+from howsmooth.study.plan import derive_seed
+from howsmooth.study.records import plain_rows
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+__all__ = ["DepthProfile", "depth_profile"]
+
+_MAPS = ("own", "until", "beyond")
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class DepthProfile:
+    """The constants of a model's stages at one input, and of what lies before and behind each.
+
+    A stage is what happens before the first block (``embeddings``), each block, and what happens after the
+    last block (``output``: the last norm, and the head).
+    """
+
+    #: One row for each stage, with the columns ``stage``, ``name`` (the path of the block), ``own`` (the
+    #: constant of the stage), ``until`` (of the map from the embeddings to the end of the stage), ``beyond``
+    #: (of the map from there to the output), each with ``…_lower``, ``…_upper`` and ``…_converged``;
+    #: ``product``, the product of ``own`` down to here, which is never less than ``until``; and ``ratio``,
+    #: which is until / product.
+    table: pd.DataFrame
+    #: The name of the model, or of its class.
+    model: str
+    #: The input in words.
+    input: str
+    #: Number of tokens.
+    n: int
+    #: The output of the model that was measured.
+    output: str
+    #: Probability with which each interval holds.
+    confidence: float
+
+    @property
+    def value(self) -> float:
+        """The constant of the whole model, from its embeddings to its output."""
+        return float(self.table["until"].iloc[-1])
+
+    @property
+    def citation(self) -> str:
+        """One line with the constant of the whole model, its interval and the product of the stages."""
+        last = plain_rows(self.table)[-1]
+        return (
+            f"Local Lipschitz constant of {self.model} from its embeddings to its {self.output} at "
+            f"{self.input} (n = {self.n}): {_interval(last, 'until')} at {self.confidence:.4g} confidence; "
+            f"product of its stages {last['product']:.6g}; howsmooth {version('howsmooth')}."
+        )
+
+    def __repr__(self) -> str:
+        lines = [
+            f"Depth profile of {self.model}, {self.n} tokens, from the embeddings to the {self.output}.",
+            f"{'stage':<12}{'own':>10}{'until':>11}{'beyond':>11}{'product':>11}  until / product",
+        ]
+        for row in plain_rows(self.table):
+            beyond = "" if row["beyond"] is None else f"{row['beyond']:.4g}"
+            lines.append(
+                f"{row['stage']:<12}{row['own']:>10.4g}{row['until']:>11.4g}{beyond:>11}"
+                f"{row['product']:>11.4g}  {row['ratio']:.2g}"
+            )
+        lines.append(f"Whole model: {_interval(plain_rows(self.table)[-1], 'until')}.")
+        missed = [f"{row['stage']} ({kind})" for row in plain_rows(self.table) for kind in _MAPS
+                  if row[f"{kind}_converged"] is False]  # fmt: skip
+        return "\n".join([*lines, *([f"Not converged: {', '.join(missed)}."] if missed else [])])
+
+    def _repr_html_(self) -> str:
+        """Return the table as HTML, for notebooks."""
+        columns = ["stage", *_MAPS, "product", "ratio"]
+        rows: str = self.table[columns].to_html(index=False, float_format="{:.5g}".format, na_rep="")
+        return rows
+
+    def plot(self) -> Figure:
+        """Draw the constants down the depth, beside the product of the stages."""
+        from howsmooth.profiling.depth_figure import draw
+
+        return draw(self)
+
+    def to_csv(self, path: str | os.PathLike[str] | None = None) -> str | None:
+        """Write the table as CSV to a file; without a path, return the CSV as text."""
+        words = csv_of(self.table)
+        if path is None:
+            return words
+        with open(path, "w", encoding="utf-8", newline="\n") as file:  # noqa: PTH123 - takes any path
+            file.write(words)
+        return None
+
+    def described(self) -> dict[str, Any]:
+        """Return the settings and the table, as a dict for JSON."""
+        names = ("model", "input", "n", "output", "confidence", "value", "citation")
+        return {name: getattr(self, name) for name in names} | {"stages": plain_rows(self.table)}
+
+
+def depth_profile(
+    model: nn.Module | LoadedModel | str | os.PathLike[str],
+    inputs: str | Tensor | Sequence[int] | Mapping[str, Tensor],
+    *,
+    output: str = "hidden",
+    last_token: bool = False,
+    span: slice | tuple[int, int] | str | None = None,
+    tokenizer: Any = None,
+    rtol: float = 1e-3,
+    confidence: float = 0.999,
+    max_iterations: int = 200,
+    seed: int = 0,
+    memory: int | None = None,
+    on_layer: Callable[[int, int], None] | None = None,
+) -> DepthProfile:
+    """Measure where in its depth a model expands a change of its embeddings, at one input.
+
+    Three maps are measured for each block (:func:`howsmooth.local_lipschitz`): the block, the map from the
+    embeddings to its end, and the map from there to the output. The constants of the blocks multiply to a
+    bound of the whole, which is reached only if their worst directions line up; the ratio says how far.
+
+    Parameters
+    ----------
+    model, inputs, span, tokenizer
+        The model and one input, as for :func:`howsmooth.profile`. A model given by its name is loaded with
+        its head if ``output`` needs it.
+    output, last_token
+        The output of the model, as for :func:`~howsmooth.models.capture` in scope ``"model"``.
+    rtol, confidence, max_iterations, seed, memory
+        As for :func:`howsmooth.local_lipschitz`.
+    on_layer
+        Called with the number of blocks that are done, and the number of all blocks. By default a progress
+        bar is shown on a terminal and in a notebook.
+
+    Returns
+    -------
+    DepthProfile
+        With ``table`` (a row for each stage), ``value`` and ``plot()``.
+
+    Raises
+    ------
+    ArgumentError
+        If an argument does not fit; the message names it.
+    CaptureError
+        If a part of the model cannot be captured; the message says why.
+    ModelError
+        If a model given by its name cannot be loaded, or has no tokenizer for a text.
+
+    """
+    if output not in OUTPUTS:
+        raise ArgumentError("output", expected=f"one of {', '.join(OUTPUTS)}", got=repr(output))
+    if isinstance(model, str | os.PathLike):
+        model = load_model(model, dtype=None, head=output != "hidden")
+    module = module_of(model)
+    check_accuracy(rtol, confidence, str(computing_dtype(module)).removeprefix("torch."))
+    given = given_inputs(model, module, inputs, span, tokenizer)
+    settings: dict[str, Any] = {
+        "rtol": rtol,
+        "confidence": confidence,
+        "max_iterations": max_iterations,
+        "memory": memory,
+    }
+
+    def measured(kind: str, stage: int, site: Site) -> dict[str, Any]:
+        start = derive_seed(purpose="depth", seed=seed, layer=stage, scope=kind)
+        return _fields(kind, local_lipschitz(site.map, site.x[:1], seed=start, **settings))
+
+    rows: list[dict[str, Any]] = []
+    with model_parts(module, given.inputs) as parts:
+        blocks = parts.last_layers
+        total = len(blocks) + 2
+        with shown_progress(on_layer, total) as told:
+            entry = parts.entry()
+            if entry is not None:
+                own = measured("own", -1, entry)
+                beyond = measured("beyond", -1, parts.from_first(output, last_token=last_token))
+                rows.append({"stage": "embeddings", "name": entry.name, **own, **_as("until", own), **beyond})
+            told(1, total)
+            for stage, layer in enumerate(blocks):
+                rows.append(_block(parts, stage, layer, output, last_token, measured))
+                told(stage + 2, total)
+            own = _as("own", rows[-1], "beyond")
+            whole = parts.whole(output, last_token=last_token)
+            n = whole.x.shape[1]
+            rows.append({"stage": "output", "name": "", **own, **measured("until", len(blocks), whole)})
+            told(total, total)
+    table = pd.DataFrame(rows)
+    table["product"] = table["own"].cumprod()
+    table["ratio"] = table["until"] / table["product"]
+    return DepthProfile(
+        table=table,
+        model=model.name if isinstance(model, LoadedModel) else type(module).__name__,
+        input=given.description,
+        n=n,
+        output=f"{output} of the last token" if last_token else output,
+        confidence=confidence,
+    )
+
+
+def _block(
+    parts: ModelParts,
+    stage: int,
+    layer: int,
+    output: str,
+    last_token: bool,
+    measured: Callable[[str, int, Site], dict[str, Any]],
+) -> dict[str, Any]:
+    """Return the row of one block, which is named by its last layer of attention."""
+    block = parts.span(layer, layer)
+    return {
+        "stage": f"block {stage}",
+        "name": parts.blocks[layer].module,
+        **measured("own", stage, block),
+        **measured("until", stage, parts.until(layer)),
+        **measured("beyond", stage, parts.beyond(layer, output, last_token=last_token)),
+    }
+
+
+def _fields(kind: str, found: LipschitzEstimate) -> dict[str, Any]:
+    """Return an estimate as columns that begin with ``kind``."""
+    return {
+        kind: float(found.value[0]),
+        f"{kind}_lower": float(found.lower[0]),
+        f"{kind}_upper": float(found.upper[0]),
+        f"{kind}_converged": bool(found.converged[0]),
+    }
+
+
+def _as(kind: str, row: Mapping[str, Any], source: str = "own") -> dict[str, Any]:
+    """Return the columns of one estimate in a row under another name."""
+    return {kind + name.removeprefix(source): row[name] for name in row if name.startswith(source)}
+
+
+def _interval(row: Mapping[str, Any], kind: str) -> str:
+    status = "" if row[f"{kind}_converged"] else " (not converged)"
+    return f"{row[kind]:.6g} in [{row[f'{kind}_lower']:.6g}, {row[f'{kind}_upper']:.6g}]{status}"
