@@ -170,6 +170,19 @@ def test_any_function_and_chosen_outputs() -> None:
     assert contains(vector, dense_blocks(lambda x: last(x)[None], x.float().double()).detach())
 
 
+def test_rounding_of_float32_derivatives_is_allowed_for() -> None:
+    """Iterations in so few dimensions end exactly, so that only rounding keeps the limits apart."""
+    attention = random_attention(4, temperature=3.0, dtype=torch.float32)
+
+    def f(x: Tensor) -> Tensor:
+        return attention.to(dtype=x.dtype)(x)
+
+    x = tokens(5, 4, 6).float()
+    found = hs.influence(f, x)
+    assert found.method == "autodiff"
+    assert contains(found, dense_blocks(f, x))
+
+
 def test_one_entry_does_not_depend_on_the_others_and_seeds_matter() -> None:
     f, x = random_attention(5, d=30, d_out=30, heads=4), tokens(0, 6, 30)
     found = hs.influence(f, x, seed=3)
