@@ -129,6 +129,17 @@ def test_a_captured_layer_of_a_half_precision_model(name: str) -> None:
         assert torch.equal(found.value, again.value)
 
 
+def test_chosen_outputs_of_a_whole_model() -> None:
+    ids = torch.randint(1, 60, (1, 7), generator=torch.Generator().manual_seed(0))
+    (site,) = hs.capture(tiny("llama"), ids, scope="model")
+    found = hs.influence(site, outputs=[-1, 2])
+    double = site.map.to(dtype=torch.float64)
+    blocks = dense_blocks(lambda x: double(x)[[-1, 2]], site.x[0])
+    assert contains(found, blocks)
+    assert found.converged.all()
+    assert not found.upper[1, 3:].any()
+
+
 def test_maps_without_blocks_in_closed_form() -> None:
     x = tokens(2, 4, 6)
     q, k, v = (tokens(seed, 2, 3, 6) for seed in (10, 11, 12))
