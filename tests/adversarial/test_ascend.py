@@ -322,7 +322,7 @@ def test_the_gradient_of_the_token_wise_constant_is_that_of_differences(case: st
 @pytest.mark.parametrize("causal", [False, True])
 def test_the_token_wise_ascent_rises_above_random_inputs_and_keeps_below_the_bound(causal: bool) -> None:
     f, radius = random_attention(1, heads=2, d=3, d_out=3, causal=causal, biases=False), 1.5
-    found = ascend(f, 6, radius, norm="token-wise", steps=15)
+    found = ascend(f, 6, radius, objective="token-wise", steps=15)
     assert_what_was_climbed_on_is_what_is_returned(found)
     assert found.x.norm(dim=-1).max() <= radius * (1 + 1e-12)
     again = hs.influence(f, found.x).token_wise

@@ -100,7 +100,7 @@ def ascend(
     radius: object = None,
     *,
     domain: object = None,
-    norm: str = "frobenius",
+    objective: str = "constant",
     starts: Sequence[Tensor | Construction] | None = None,
     random_starts: int = 2,
     steps: int = 100,
@@ -128,8 +128,8 @@ def ascend(
         of that layer.
     domain
         A Ball, Ellipsoid or Around to search in, instead of ``radius``. Around needs no length.
-    norm
-        "frobenius" for ‖D_X f‖₂; "token-wise" for how far an output token moves if every token moves by at
+    objective
+        "constant" for ‖D_X f‖₂; "token-wise" for how far an output token moves if every token moves by at
         most one, max_i sup |Σ_j J_ij e_j| over |e_j| ≤ 1. The search among few atoms is then left out.
     starts
         Inputs (n, d) to start from. The default is the constructions of every head (see
@@ -183,9 +183,9 @@ def ascend(
     _check_counts(
         random_starts=random_starts, steps=steps, atom_restarts=atom_restarts, atom_steps=atom_steps
     )
-    if norm not in ("frobenius", "token-wise"):
-        raise ArgumentError("norm", expected="'frobenius' or 'token-wise'", got=repr(norm))
-    token_wise = norm == "token-wise"
+    if objective not in ("constant", "token-wise"):
+        raise ArgumentError("objective", expected="'constant' or 'token-wise'", got=repr(objective))
+    token_wise = objective == "token-wise"
     where, n = _domain_and_length(f, length, radius, domain)
     if isinstance(seed, bool) or not isinstance(seed, int):
         raise ArgumentError("seed", expected="an integer", got=repr(seed))

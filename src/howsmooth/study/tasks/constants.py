@@ -80,7 +80,7 @@ class ConstantsTask(SequenceTask[Key]):
             self._row(site, estimate, sample, places[slot], slot, seeds[slot], seconds)
             for slot, sample in enumerate(samples)
         ]
-        # The report shows the shares of the output beside the tokens, so that each needs an output of its own.
+        # The report shows the output shares beside the tokens, so each token needs an output of its own.
         shown = self.n <= _MOST_TOKENS and estimate.output_direction.shape[-2] == self.n
         if 0 in samples and shown:
             rows += [self._sequence(), self._sensitivity(site, estimate, list(samples).index(0))]
