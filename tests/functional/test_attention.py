@@ -237,10 +237,73 @@ def test_finite_differences() -> None:
         out: Tensor = attention(q, k, v, causal=True, score_bias=bias, softcap=2.0, sinks=sinks)
         return out
 
-    assert torch.autograd.gradcheck(f, x, check_forward_ad=True)
+    batched = {"check_batched_grad": True, "check_batched_forward_grad": True}
+    assert torch.autograd.gradcheck(f, x, check_forward_ad=True, **batched)
     assert torch.autograd.gradgradcheck(
-        f, x, check_fwd_over_rev=True, check_rev_over_rev=True, fast_mode=True
+        f, x, check_fwd_over_rev=True, check_rev_over_rev=True, check_batched_grad=True, fast_mode=True
     )
+
+
+OPINFO = """
+from torch.autograd import gradcheck, gradgradcheck
+from torch.testing._internal.common_methods_invocations import op_db
+import torch
+from howsmooth.functional import attention
+op = next(op for op in op_db if op.name == "nn.functional.scaled_dot_product_attention")
+count = 0
+for sample in op.sample_inputs("cpu", torch.float64, requires_grad=True):
+    given = sample.kwargs
+    if given["dropout_p"]:
+        continue  # the same tensors come without dropout
+    x, count = (sample.input, *sample.args), count + 1
+    f = lambda q, k, v: attention(q, k, v, given.get("attn_mask"), causal=given["is_causal"])
+    assert (f(*x) - op(*x, **given)).abs().max() <= 1e-12
+    assert gradcheck(
+        f, x, check_forward_ad=True, check_batched_grad=True, check_batched_forward_grad=True, fast_mode=True
+    )
+    assert gradgradcheck(
+        f, x, check_fwd_over_rev=True, check_rev_over_rev=True, check_batched_grad=True, fast_mode=True
+    )
+print(count)
+"""
+
+
+@pytest.mark.slow
+def test_the_sample_inputs_of_pytorch() -> None:
+    """In a process of its own, because PyTorch's tests change settings when they are imported."""
+    pytest.importorskip("expecttest")
+    done = subprocess.run([sys.executable, "-c", OPINFO], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert int(done.stdout) >= 13
+
+
+@pytest.mark.parametrize("strategy", ["reverse-mode", "forward-mode"])
+def test_vectorized_jacobians(strategy: str) -> None:
+    """The older vmap of torch.autograd.functional, also where its result is differentiated again."""
+    ours, theirs, x = both("causal, last queries")
+
+    def of_queries(f: Function) -> Function:
+        return lambda q: f(q, *x[1:])
+
+    def cubes(q: Tensor) -> Tensor:
+        out: Tensor = (of_queries(ours)(q) ** 3).sum()
+        return out
+
+    found = torch.autograd.functional.jacobian(of_queries(ours), x[0], vectorize=True, strategy=strategy)
+    agree(found, jacrev(of_queries(theirs))(x[0]))
+    found = torch.autograd.functional.hessian(cubes, x[0], vectorize=True, outer_jacobian_strategy=strategy)
+    agree(found, hessian(lambda q: (of_queries(theirs)(q) ** 3).sum())(x[0]))
+
+
+def test_the_gradient_of_a_vectorized_jacobian() -> None:
+    ours, theirs, x = both("sinks")
+    q = x[0].clone().requires_grad_()
+    found = torch.autograd.functional.jacobian(
+        lambda q: ours(q, *x[1:]), q, create_graph=True, vectorize=True
+    )
+    u = drawn(*found.shape, seed=30)
+    truth = vjp(jacrev(lambda q: theirs(q, *x[1:])), x[0])[1](u)
+    agree(torch.autograd.grad(found, q, u), truth)
 
 
 @pytest.mark.parametrize("dims", [(0, None, None), (None, 1, None), (2, 0, 1), (None, None, 3)])
@@ -384,13 +447,24 @@ def test_precisions(dtype: torch.dtype, tolerance: float, monkeypatch: pytest.Mo
     agree(tuple(g.double() for g in pull(u)), vjp(written_out, *exact)[1](u.double()), tolerance)
 
 
-def test_autocast_changes_nothing() -> None:
-    x = (drawn(2, 40, 8, seed=1).float(), drawn(2, 40, 8, seed=2).float(), drawn(2, 40, 4, seed=3).float())
-    with torch.autocast("cpu", torch.bfloat16):
-        out, pull = vjp(attention, *x)
-        found = (out, *pull(out))
-    exact, pull = vjp(written_out, *(t.double() for t in x))
-    agree(tuple(t.double() for t in found), (exact, *pull(exact)), 2e-6)
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_autocast_as_in_scaled_dot_product_attention(dtype: torch.dtype, masked: bool) -> None:
+    """The dtypes of outputs and gradients, and inputs that are rounded once: sums are float32 throughout."""
+    x = tuple(drawn(2, 40, 8, seed=seed).to(dtype) for seed in (1, 2, 3))
+    mask = drawn(40, 40, seed=4).to(dtype) if masked else None
+    u = drawn(2, 40, 8, seed=5)
+    found = []
+    for f in (attention, scaled_dot_product_attention):
+        leaves = [t.clone().requires_grad_() for t in x]
+        with torch.autocast("cpu", torch.bfloat16), sdpa_kernel(SDPBackend.MATH):
+            out = f(*leaves, mask)
+        found.append([out, *torch.autograd.grad(out, leaves, u.to(out.dtype))])
+    assert [t.dtype for t in found[0]] == [t.dtype for t in found[1]]
+    rounded = dtype != torch.float64
+    exact = tuple((t.bfloat16() if rounded else t).double() for t in x)
+    bias = None if mask is None else (mask.bfloat16() if rounded else mask).double()
+    agree(found[0][0].double(), written_out(*exact, bias), 5e-3 if rounded else 1e-12)
 
 
 def test_large_scores() -> None:

@@ -83,7 +83,9 @@ def attention(
 
     Returns
     -------
-    The output O, (..., heads, m, value_dim), or (m, value_dim) for one head, in the dtype of ``q``.
+    The output O, (..., heads, m, value_dim), or (m, value_dim) for one head, in the dtype of ``q``. Within
+    ``torch.autocast`` all tensors of floating-point numbers but float64 are first cast to its dtype, as in
+    ``scaled_dot_product_attention``.
 
     Raises
     ------
@@ -91,6 +93,7 @@ def attention(
         If a shape, dtype, device or option does not fit the others.
 
     """
+    q, k, v, mask, score_bias, sinks = _autocast(q, k, v, mask, score_bias, sinks)
     q, k, v = _tensor("q", q), _tensor("k", k, like=q), _tensor("v", v, like=q)
     for name, t in (("q", q), ("k", k), ("v", v)):
         if t.ndim < 2 or (t.ndim == 2) != (q.ndim == 2):
@@ -145,6 +148,21 @@ def attention(
         fused = Kernels(scores)
     (out,) = apply(attention_map(scores, shape, fused), *tensors)
     return out.reshape(m, value_dim) if one_head else out.reshape(*lead, heads, m, value_dim)
+
+
+def _autocast(first: object, *others: object) -> tuple[object, ...]:
+    """Return the arguments in the dtype of ``torch.autocast``, where one is set for the device of the first.
+
+    As PyTorch does it, tensors in float64 and those without floating-point numbers are left as they are.
+    """
+    every = (first, *others)
+    if not isinstance(first, Tensor) or not torch.is_autocast_enabled(first.device.type):
+        return every
+    dtype = torch.get_autocast_dtype(first.device.type)
+    return tuple(
+        t.to(dtype) if isinstance(t, Tensor) and t.is_floating_point() and t.dtype != torch.float64 else t
+        for t in every
+    )
 
 
 def _tensor(name: str, t: object, *, like: Tensor | None = None, boolean: bool = False) -> Tensor:

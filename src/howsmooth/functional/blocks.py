@@ -299,6 +299,13 @@ def _merged(tensors: tuple[Tensor, ...], which: Flags, some: tuple[Tensor, ...])
     return tuple(next(others) if w else t for t, w in zip(tensors, which, strict=True))
 
 
+def _old_vmap_level() -> int:
+    """Return how many calls of the vmap of ``torch.autograd.functional`` are around this one."""
+    level: int = torch._C._vmapmode_increment_nesting()
+    torch._C._vmapmode_decrement_nesting()
+    return level - 1
+
+
 def kept_whole(t: Tensor) -> bool:
     """Return True if ``t`` must not be changed in place, because torch.func follows its operations.
 
@@ -371,7 +378,31 @@ class _OverBlocks(torch.autograd.Function):
 
 
 # PyTorch's ``apply`` has no annotation.
-_apply: Callable[..., tuple[Tensor, ...]] = _OverBlocks.apply
+_apply_function: Callable[..., tuple[Tensor, ...]] = _OverBlocks.apply
+
+
+def _apply(function: BlockMap, *tensors: Tensor) -> tuple[Tensor, ...]:
+    """Return the results of the autograd function; axes of PyTorch's older vmap become axes in front.
+
+    ``torch.autograd.functional`` and ``gradcheck`` use that vmap. It wraps tensors that may require
+    gradients, so its axes are taken off and put back outside of the autograd function, which would not
+    record them.
+    """
+    if not any(map(torch._C._functorch.is_legacy_batchedtensor, tensors)):
+        return _apply_function(function, *tensors)
+    return _apply_in_old_vmap(_old_vmap_level(), function, *tensors)
+
+
+def _apply_in_old_vmap(level: int, function: BlockMap, *tensors: Tensor) -> tuple[Tensor, ...]:
+    """Take the axes of the levels up to ``level`` off the tensors, and put them back on the results."""
+    if level == 0:
+        return _apply(function, *tensors)
+    # A tensor without an axis of this level gets one of length 1.
+    front = tuple(torch._remove_batch_dim(t, level, 1, 0) for t in tensors)
+    size = max(t.shape[0] for t in front)
+    function = replace(function, extra=(size, *function.extra))
+    found = _apply_in_old_vmap(level - 1, function, *front)
+    return tuple(torch._add_batch_dim(t, 0, level) for t in found)
 
 
 def apply(function: BlockMap, *tensors: Tensor) -> tuple[Tensor, ...]:

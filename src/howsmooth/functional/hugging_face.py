@@ -26,8 +26,10 @@ def register() -> None:
     ``"eager"``, all derivatives in every mode, and memory for the tokens, not for their pairs. Causal order,
     windows and padding are not stored as matrices.
 
-    There is one difference from ``"eager"``: a query that sees no key, such as one of padding tokens on the
-    left, has output zero, as in ``"sdpa"``, where ``"eager"`` returns the mean of all values.
+    There are two differences from ``"eager"``. A query that sees no key, such as one of padding tokens on
+    the left, has output zero, as in ``"sdpa"``, where ``"eager"`` returns the mean of all values. A mask of
+    booleans that a model made itself says which keys are seen, as in ``"sdpa"``, where ``"eager"`` adds it to
+    the scores.
 
     Raises
     ------
@@ -83,6 +85,11 @@ def _attention_forward(
         if t is not None:
             rule[name] = t if t.dtype == torch.bool else t.to(query.dtype)
     out = attention(query, key, value, scale=scaling, softcap=softcap, **rule)
+    if attention_mask is not None and attention_mask.is_floating_point():
+        # Eager attention is NaN where a mask of numbers is −∞ for all keys. A model that reads its own mask
+        # the wrong way round must not get numbers that look right.
+        lost = torch.isneginf(attention_mask).all(dim=-1, keepdim=True)
+        out = out.masked_fill(lost, float("nan"))
     return out.transpose(1, 2).contiguous(), None
 
 
@@ -90,7 +97,7 @@ def _both(mask: Tensor | None, chosen: Tensor) -> Tensor:
     """Return a mask that hides what ``mask`` hides, and all keys that ``chosen`` does not mark."""
     if mask is None or mask.dtype == torch.bool:
         return chosen if mask is None else mask & chosen
-    return mask.masked_fill(~chosen, float("-inf"))
+    return mask.masked_fill(~chosen, torch.finfo(mask.dtype).min)
 
 
 def _check_supported(module: nn.Module, dropout: float, rest: dict[str, Any]) -> None:
