@@ -1,0 +1,122 @@
+"""Depth profiles: every entry against a dense Jacobian of the model's own modules."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+import howsmooth as hs
+from howsmooth.cli import main
+from tests._tiny_models import WithoutDowncast, tiny, token_ids
+
+
+def _norm(f: Any, x: Tensor) -> float:
+    with sdpa_kernel(SDPBackend.MATH), WithoutDowncast():
+        jacobian = torch.func.jacrev(f)(x).detach().reshape(-1, x.numel())
+    return float(torch.linalg.matrix_norm(jacobian, 2))
+
+
+def test_every_constant_is_that_of_a_dense_jacobian() -> None:
+    model = tiny("gpt2", torch.float64).requires_grad_(False)
+    ids = token_ids(1, 5)
+    found = hs.depth_profile(model, ids, rtol=1e-6).table
+
+    def embedded(x: Tensor) -> Tensor:
+        return x + model.wpe(torch.arange(5))
+
+    stages = [embedded, *(lambda x, block=block: block(x[None])[0] for block in model.h), model.ln_f]
+    # GPT-2's blocks are causal by the mask that the model makes, which a block alone does not know.
+    mask = torch.full((5, 5), torch.finfo(torch.float64).min, dtype=torch.float64).triu(1)[None, None]
+    stages[1:-1] = [
+        lambda x, block=block: block(x[None], attention_mask=mask)[0]  # noqa: B023
+        for block in model.h
+    ]
+
+    def through(parts: list[Any]) -> Any:
+        def f(x: Tensor) -> Tensor:
+            for part in parts:
+                x = part(x)
+            return x
+
+        return f
+
+    points = [model.wte(ids)[0]]
+    for stage in stages:
+        points.append(stage(points[-1]))
+    whole = model(ids).last_hidden_state[0]
+    assert torch.allclose(points[-1], whole, atol=1e-10)
+    assert list(found["stage"]) == ["embeddings", "block 0", "block 1", "block 2", "output"]
+    for i, row in found.iterrows():
+        exact = {
+            "own": _norm(stages[i], points[i]),
+            "until": _norm(through(stages[: i + 1]), points[0]),
+            "beyond": _norm(through(stages[i + 1 :]), points[i + 1]) if i + 1 < len(stages) else None,
+        }
+        for kind, norm in exact.items():
+            if norm is None:
+                assert np.isnan(row[kind])
+                continue
+            assert row[f"{kind}_lower"] <= norm * (1 + 1e-9)
+            assert norm * (1 - 1e-9) <= row[f"{kind}_upper"] <= norm * (1 + 3e-6)
+    assert np.allclose(found["product"], found["own"].cumprod())
+    assert np.allclose(found["ratio"] * found["product"], found["until"])
+
+
+def test_no_map_exceeds_the_product_of_its_parts() -> None:
+    found = hs.depth_profile(tiny("bert"), token_ids(1, 6), rtol=1e-4).table
+    assert (found["ratio"] <= 1 + 1e-3).all()
+    for one, following in pairwise(found.to_dict("records")):
+        assert following["until"] <= one["until"] * following["own"] * (1 + 1e-3)
+        assert one["beyond"] <= following["own"] * (following["beyond"] if following["beyond"] > 0 else 1) * (
+            1 + 1e-3
+        )
+
+
+def test_what_a_profile_shows(tmp_path: Path) -> None:
+    found = hs.depth_profile(tiny("llama"), token_ids(1, 4))
+    assert found.value == found.table["until"].iloc[-1]
+    assert repr(found).count("\n") == len(found.table) + 2
+    assert f"{found.value:.6g}" in repr(found)
+    assert f"{found.value:.6g}" in found.citation
+    axis = found.plot().axes[0]
+    assert axis.get_yscale() == "log"
+    drawn = [np.asarray(line.get_ydata(), dtype=float) for line in axis.get_lines()]
+    assert any(np.array_equal(found.table["until"], line) for line in drawn)
+    path = tmp_path / "depth.csv"
+    found.to_csv(path)
+    assert path.read_text(encoding="utf-8") == found.to_csv()
+    assert "block 2" in found._repr_html_()
+
+
+def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    options = ["--scope", "model", "--span", "0:4", "--rtol", "1e-2", "--output", "margin", "--json", "-q"]
+    assert main(["profile", "builtin-decoder", *options, "--out", str(tmp_path)]) == 0
+    written = capsys.readouterr().out
+    assert '"output": "margin"' in written
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["depth.csv", "depth.pdf", "depth.png"]
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (["--output", "logits"], "output: expected hidden unless the scope is model"),
+        (["--scope", "model", "--layers", "0"], "layers: expected none with the scope model"),
+    ],
+)
+def test_options_that_do_not_fit(
+    options: list[str], words: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["profile", "builtin-encoder", *options, "--out", str(tmp_path)]) == 2
+    assert words in " ".join(capsys.readouterr().err.split())
+
+
+def test_an_output_that_is_not_known() -> None:
+    with pytest.raises(hs.errors.ArgumentError, match="output: expected one of hidden, logits, margin"):
+        hs.depth_profile(tiny("bert"), token_ids(1, 4), output="probabilities")
