@@ -333,6 +333,6 @@ def test_the_token_wise_ascent_rises_above_random_inputs_and_keeps_below_the_bou
     assert found.history["value"].iloc[-1] == found.value
 
 
-def test_another_norm_is_refused() -> None:
-    with pytest.raises(ArgumentError, match="norm: expected 'frobenius' or 'token-wise', got 'max'"):
-        ascend(head_of(0), 4, 1.0, norm="max")
+def test_another_objective_is_refused() -> None:
+    with pytest.raises(ArgumentError, match="objective: expected 'constant' or 'token-wise', got 'max'"):
+        ascend(head_of(0), 4, 1.0, objective="max")
