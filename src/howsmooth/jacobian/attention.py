@@ -176,12 +176,18 @@ class AttentionJacobian(_MultiHeadJacobian[SoftmaxDerivative | WeightedSoftmaxDe
         """
         visible = f.visible_keys(x.shape[1], weighting)
         operands = Operands.of_tokens(f, x)
+        # The derivative in float64 holds all other dtypes, so that scores are formed once.
+        double = any(made.dtype == torch.float64 for made in projections) and weighting is None
+        exact = softmax_derivative(operands, visible, torch.float64) if double else None
 
         def in_dtype(made: Projections) -> AttentionJacobian:
             if weighting is not None:
                 weighted = weighted_softmax_derivative(operands, visible, weighting, made.dtype)
                 return cls(made.of(f), weighted, _norms(f, x, made.dtype))
-            core, proved = softmax_derivative(operands, visible, made.dtype), None
+            core = (
+                softmax_derivative(operands, visible, made.dtype) if exact is None else exact.to(made.dtype)
+            )
+            proved = None
             if off is not None and core.moments is not None:
                 proved = attention_error(f, x, off, operands, core.moments, core.mean, norms)
             return cls(made.of(f), core, _norms(f, x, made.dtype), proved)

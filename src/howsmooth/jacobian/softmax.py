@@ -149,6 +149,16 @@ class SoftmaxDerivative:
             dq.addcmul_(moved, self.sink.k[:, None])
         return dq, torch.bmm(ds.mT, self.q), torch.bmm(self.p.mT, do)
 
+    def to(self, dtype: torch.dtype) -> SoftmaxDerivative:
+        """Return the derivative with products in ``dtype``; another dtype has no moments."""
+        if dtype == self.q.dtype:
+            return self
+        p = self.p.to(dtype)
+        slope = p if self.slope is self.p else self.slope.to(dtype)
+        sink = None if self.sink is None else self.sink.to(dtype)
+        q, k, v, mean = (t.to(dtype) for t in (self.q, self.k, self.v, self.mean))
+        return SoftmaxDerivative(q, k, v, p, mean, slope, sink)
+
     def select(self, rows: Tensor) -> SoftmaxDerivative:
         """Return the derivative of some heads.
 

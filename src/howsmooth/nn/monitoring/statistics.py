@@ -103,7 +103,7 @@ class ScoreStatistics:
         """Add logits and entropies of all rows of an attention map at tokens x."""
         try:
             if isinstance(f, SelfAttention):
-                q, k, _ = f.projections(x)
+                q, k = f.queries_and_keys(x)
                 visible = Visibility(x.shape[1], f.causal, f.window, f.mask)
                 self._add_softmax(f._grouped(q), k, f.scale, visible, f.features)
             elif isinstance(f, StagedAttention):

@@ -99,7 +99,7 @@ class Reading:
         parameters: dict[str, Any] = {name: block.read(x.dtype) for name, block in self.blocks.items()}
         f = SelfAttention(**parameters, **self.others)
         found = f(x)
-        q, k, _ = f.projections(x)
+        q, k = f.queries_and_keys(x)
         # The rounding of a score grows with the norms of queries and keys, and so does the tolerance.
         condition = abs(f.scale) * float(q.norm(dim=-1).max()) * float(k.norm(dim=-1).max())
         allowed = tolerance(precision(x.dtype), condition)
