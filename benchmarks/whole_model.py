@@ -146,11 +146,13 @@ def main() -> None:
                 continue
             options = ["--layers", str(given.layers), "--width", str(given.width), "--rtol", str(given.rtol)]
             command = [sys.executable, __file__, *options, "--one", json.dumps([method, n])]
-            done = subprocess.run(command, capture_output=True, text=True, check=True)  # noqa: S603
+            done = subprocess.run(command, capture_output=True, text=True, check=True)
             row = json.loads(done.stdout.splitlines()[-1])
             interval = f"[{row['lower']:.6g}, {row['upper']:.6g}]" if "lower" in row else ""
             numbers = (f"{row['seconds']:.1f}", f"{row['MiB']:.0f}")
-            table.add_row(str(n), method, f"{row['value']:.6g}", interval, str(row.get("products", "")), *numbers)
+            table.add_row(
+                str(n), method, f"{row['value']:.6g}", interval, str(row.get("products", "")), *numbers
+            )
     Console().print(table)
 
 

@@ -34,10 +34,7 @@ def test_every_constant_is_that_of_a_dense_jacobian() -> None:
     stages = [embedded, *(lambda x, block=block: block(x[None])[0] for block in model.h), model.ln_f]
     # GPT-2's blocks are causal by the mask that the model makes, which a block alone does not know.
     mask = torch.full((5, 5), torch.finfo(torch.float64).min, dtype=torch.float64).triu(1)[None, None]
-    stages[1:-1] = [
-        lambda x, block=block: block(x[None], attention_mask=mask)[0]  # noqa: B023
-        for block in model.h
-    ]
+    stages[1:-1] = [lambda x, block=block: block(x[None], attention_mask=mask)[0] for block in model.h]
 
     def through(parts: list[Any]) -> Any:
         def f(x: Tensor) -> Tensor:
