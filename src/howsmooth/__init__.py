@@ -43,7 +43,13 @@ if TYPE_CHECKING:
         SinkhornAttention,
     )
     from howsmooth.errors import HowsmoothError
-    from howsmooth.lipschitz import LipschitzEstimate, LipschitzEstimates, local_lipschitz
+    from howsmooth.lipschitz import (
+        LipschitzEstimate,
+        LipschitzEstimates,
+        QKVSensitivity,
+        local_lipschitz,
+        qkv_sensitivity,
+    )
     from howsmooth.models import Site, capture, load_model
     from howsmooth.profiling import DepthProfile, Profile, depth_profile, profile
     from howsmooth.study.reading import read
@@ -62,6 +68,7 @@ __all__ = [
     "LipschitzEstimate",
     "LipschitzEstimates",
     "Profile",
+    "QKVSensitivity",
     "RMSNorm",
     "Residual",
     "Rotary",
@@ -85,6 +92,7 @@ __all__ = [
     "models",
     "nn",
     "profile",
+    "qkv_sensitivity",
     "read",
     "spectral",
     "study",
@@ -105,7 +113,13 @@ _ROOMS = {
         "SinkhornAttention",
     ),
     "errors": ("HowsmoothError",),
-    "lipschitz": ("LipschitzEstimate", "LipschitzEstimates", "local_lipschitz"),
+    "lipschitz": (
+        "LipschitzEstimate",
+        "LipschitzEstimates",
+        "QKVSensitivity",
+        "local_lipschitz",
+        "qkv_sensitivity",
+    ),
     "models": ("Site", "capture", "load_model"),
     "profiling": ("DepthProfile", "Profile", "depth_profile", "profile"),
     "study.reading": ("read",),
