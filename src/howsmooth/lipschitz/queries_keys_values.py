@@ -328,7 +328,8 @@ class _Layer:
                 u = (values[:, None] - means[:, rows, None]) * self.slope[b, :, rows, :, None]
                 inner = torch.einsum("gijr,hijr->ghij", u, u)
                 sums[b] += torch.einsum("ghij,ghik->jk", inner, c[:, :, rows])
-        return sums
+        found: Tensor = sums
+        return found
 
     def value_grams(self) -> Float[Tensor, "b n value_dim value_dim"]:
         """Return the Gram matrix of the derivative in each value: Σ_gh (Σ_i P^g_ij P^h_ij) R_gᵀ R_h."""
