@@ -51,7 +51,7 @@ if TYPE_CHECKING:
         qkv_sensitivity,
     )
     from howsmooth.models import Site, capture, load_model
-    from howsmooth.profiling import DepthProfile, Profile, depth_profile, profile
+    from howsmooth.profiling import DepthProfile, Precision, Profile, depth_profile, precision, profile
     from howsmooth.study.reading import read
     from howsmooth.token_influence import Influence, influence
 
@@ -67,6 +67,7 @@ __all__ = [
     "LayerScale",
     "LipschitzEstimate",
     "LipschitzEstimates",
+    "Precision",
     "Profile",
     "QKVSensitivity",
     "RMSNorm",
@@ -91,6 +92,7 @@ __all__ = [
     "measures",
     "models",
     "nn",
+    "precision",
     "profile",
     "qkv_sensitivity",
     "read",
@@ -121,7 +123,7 @@ _ROOMS = {
         "qkv_sensitivity",
     ),
     "models": ("Site", "capture", "load_model"),
-    "profiling": ("DepthProfile", "Profile", "depth_profile", "profile"),
+    "profiling": ("DepthProfile", "Precision", "Profile", "depth_profile", "precision", "profile"),
     "study.reading": ("read",),
     "token_influence": ("Influence", "influence"),
 }
