@@ -16,7 +16,7 @@ from howsmooth.study.figures.style import COLOURS, GREY, STYLE, add_colourbar, l
 __all__ = ["draw"]
 
 _CELL = 0.3  # inches
-_SCATTER = 3.4  # inches
+_SCATTER = 4.2  # inches
 _MARKERS = {"K": "o", "V": "^"}
 
 

@@ -29,13 +29,14 @@ _PAIRS = (("predicted", "change"), ("predicted_kl", "kl"), ("predicted", "kl"))
 class Precision:
     """What quantised keys and values of each head do to a model's output at one input."""
 
-    #: One row for each layer, key/value head, operand, number of bits and quantiser. Columns: ``layer``,
-    #: ``head``, ``operand`` ("K" or "V"), ``bits``, ``quantiser``; of the attention's output in Frobenius
-    #: norm ``predicted`` (the root mean square of the change to first order, for errors that are independent
-    #: and uniform within half a step, or the bound if that is smaller), ``change`` (what the quantiser really makes), ``bound`` (proved, for
-    #: all errors of up to half a step) and ``output_norm`` (the norm of the output itself); of the model's
-    #: predictions ``predicted_kl`` and ``kl``, mean Kullback–Leibler divergences in nats, NaN for a model
-    #: without logits; and ``name``, the path of the module.
+    #: One row for each layer, key/value head, operand, quantiser and number of bits. Columns: ``layer``,
+    #: ``head``, ``operand`` ("K" or "V"), ``bits``, ``quantiser``; of the attention's output, in Frobenius
+    #: norm, ``predicted`` (the root mean square of the change to first order, for errors that are
+    #: independent and uniform within half a step, or the bound if that is smaller), ``change`` (what the
+    #: quantiser really makes), ``bound`` (proved, for all errors of up to half a step) and ``output_norm``
+    #: (the norm of the output itself); of the model's predictions ``predicted_kl`` and ``kl``, mean
+    #: Kullback–Leibler divergences in nats, NaN for a model without logits; and ``name``, the path of the
+    #: module.
     table: pd.DataFrame
     #: The name of the model, or of its class.
     model: str
