@@ -338,20 +338,19 @@ def _largest_ratio(
     p, c = weights.upper, weights.shrink
     up, down = torch.expm1(tau), -torch.expm1(-tau)
     ratio = torch.zeros(len(p), dtype=torch.float64)
-    residual = ratio
-    for step in range(_STEPS + 1):
-        at = (c * ratio)[:, None]
-        rise = up * distances - at * (1 + up)
-        fall = down * distances - at * (1 - down)
-        rises = rise >= fall
-        residual = (p * torch.where(rises, rise, fall)).sum(dim=1) - ratio * weights.sink
-        if step < _STEPS:
-            over = c * (p * torch.where(rises, 1 + up, 1 - down)).sum(dim=1) + weights.sink
-            numerator = (p * torch.where(rises, up, down) * distances).sum(dim=1)
-            ratio = torch.where(over > 0, numerator / over, 0.0)
-    # Cancellation in the residual is at most a few units of rounding of the two sums.
-    lost = _MARGIN * ratio
-    return ratio + lost + residual.clamp_min(0.0) / lowest
+    for _ in range(_STEPS):
+        rises = up * distances - (c * ratio)[:, None] * (1 + up) >= (
+            down * distances - (c * ratio)[:, None] * (1 - down)
+        )
+        numerator = (p * torch.where(rises, up, down) * distances).sum(dim=1)
+        denominator = c * (p * torch.where(rises, 1 + up, 1 - down)).sum(dim=1) + weights.sink
+        ratio = torch.where(denominator > 0, numerator / denominator, 0.0)
+    at = (c * ratio)[:, None]
+    terms = torch.maximum(up * distances - at * (1 + up), down * distances - at * (1 - down))
+    residual = (p * terms).sum(dim=1) - ratio * weights.sink
+    sizes = (p * (up * distances + at * (1 + up))).sum(dim=1) + ratio * weights.sink
+    cancelled = gamma(p.shape[1] + 20) * sizes
+    return ratio * (1 + _MARGIN) + (residual.clamp_min(0.0) + cancelled) / lowest
 
 
 def _spectral_upper(gram: Float64[Tensor, "rows r r"]) -> Float64[Tensor, " rows"]:
