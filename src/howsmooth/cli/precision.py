@@ -32,6 +32,7 @@ _EXAMPLES = (
     "into --out.",
     "Examples:",
     "[cyan]howsmooth precision builtin-decoder --span 0:32 --bits 8,4,3[/]  32 tokens of Alice in Wonderland",
+    "[cyan]howsmooth precision builtin-encoder --bits 4 --quantisers token,channel[/]  two quantisers",
     "[cyan]howsmooth precision ./model --text letter.txt --average 4[/]  with bits for each head",
     "[cyan]howsmooth precision builtin-encoder --layers 0 --no-logits --json[/]  one layer alone, as JSON",
 )
