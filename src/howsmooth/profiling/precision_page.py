@@ -9,9 +9,8 @@ from pathlib import Path
 from markupsafe import Markup
 
 from howsmooth.errors import StoreError
-from howsmooth.profiling.page import png
 from howsmooth.profiling.precision_result import Precision
-from howsmooth.study.html_pages import digest, style_sheet, templates_of
+from howsmooth.study.html_pages import data_url, digest, png, style_sheet, templates_of
 from howsmooth.study.output_files import csv_of, replace_file
 from howsmooth.study.records import plain_rows
 
@@ -36,8 +35,9 @@ def write(found: Precision, folder: str | os.PathLike[str]) -> list[Path]:
     page, image, vector, table = paths = [folder / name for name in names]
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        replace_file(page, _rendered(found, png(figure)))
-        figure.savefig(image, metadata={"Software": "howsmooth"})
+        drawn = png(figure)
+        replace_file(page, _rendered(found, data_url(drawn)))
+        image.write_bytes(drawn)
         figure.savefig(vector, metadata={"Creator": "howsmooth", "CreationDate": None})
         replace_file(table, csv_of(found.table))
     except OSError as error:
