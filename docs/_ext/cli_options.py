@@ -69,7 +69,18 @@ class CliOptions(SphinxDirective):
 
 def setup(app: Sphinx) -> dict[str, bool]:
     """Register the directive."""
-    documented = ["profile", "measure", "study", "bound", "attack", "flow", "certify", "inspect", "reproduce"]
+    documented = [
+        "profile",
+        "measure",
+        "study",
+        "bound",
+        "attack",
+        "precision",
+        "flow",
+        "certify",
+        "inspect",
+        "reproduce",
+    ]
     app.add_config_value("cli_documented", documented, "env", list)
     app.add_directive("cli-options", CliOptions)
     return {"parallel_read_safe": True}

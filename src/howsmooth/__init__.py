@@ -43,9 +43,15 @@ if TYPE_CHECKING:
         SinkhornAttention,
     )
     from howsmooth.errors import HowsmoothError
-    from howsmooth.lipschitz import LipschitzEstimate, LipschitzEstimates, local_lipschitz
+    from howsmooth.lipschitz import (
+        LipschitzEstimate,
+        LipschitzEstimates,
+        QKVSensitivity,
+        local_lipschitz,
+        qkv_sensitivity,
+    )
     from howsmooth.models import Site, capture, load_model
-    from howsmooth.profiling import DepthProfile, Profile, depth_profile, profile
+    from howsmooth.profiling import DepthProfile, Precision, Profile, depth_profile, precision, profile
     from howsmooth.study.reading import read
     from howsmooth.token_influence import Influence, influence
 
@@ -61,7 +67,9 @@ __all__ = [
     "LayerScale",
     "LipschitzEstimate",
     "LipschitzEstimates",
+    "Precision",
     "Profile",
+    "QKVSensitivity",
     "RMSNorm",
     "Residual",
     "Rotary",
@@ -84,7 +92,9 @@ __all__ = [
     "measures",
     "models",
     "nn",
+    "precision",
     "profile",
+    "qkv_sensitivity",
     "read",
     "spectral",
     "study",
@@ -105,9 +115,15 @@ _ROOMS = {
         "SinkhornAttention",
     ),
     "errors": ("HowsmoothError",),
-    "lipschitz": ("LipschitzEstimate", "LipschitzEstimates", "local_lipschitz"),
+    "lipschitz": (
+        "LipschitzEstimate",
+        "LipschitzEstimates",
+        "QKVSensitivity",
+        "local_lipschitz",
+        "qkv_sensitivity",
+    ),
     "models": ("Site", "capture", "load_model"),
-    "profiling": ("DepthProfile", "Profile", "depth_profile", "profile"),
+    "profiling": ("DepthProfile", "Precision", "Profile", "depth_profile", "precision", "profile"),
     "study.reading": ("read",),
     "token_influence": ("Influence", "influence"),
 }

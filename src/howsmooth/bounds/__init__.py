@@ -11,6 +11,7 @@
   ``mean_field_lower_bounds``.
 - Upper bounds on how far one token moves if every token moves by at most one: ``token_wise_ball_upper_bound``
   and ``token_wise_upper_bound``. They are in other norms, so ``best`` and ``table`` leave them out.
+- Upper bounds on the change of the output by errors of keys and values: ``kv_error_upper_bound``.
 - Upper bounds for L2, scaled cosine, Sinkhorn and LipschitzNorm attention: ``variant_upper_bounds``.
 
 ``best`` returns the tightest bound, and ``table`` lists all bounds beside a measurement.
@@ -48,6 +49,7 @@ from howsmooth.bounds.certificates import (
     certificate_rows,
 )
 from howsmooth.bounds.comparison import table
+from howsmooth.bounds.key_value_errors import OutputErrorBound, kv_error_upper_bound
 from howsmooth.bounds.masked_ball_upper_bounds import (
     causal_ball_upper_bound,
     causal_mean_field_upper_bound,
@@ -96,6 +98,7 @@ __all__ = [
     "Certificate",
     "Head",
     "Hypothesis",
+    "OutputErrorBound",
     "Parameters",
     "Quantity",
     "absorb_norm",
@@ -118,6 +121,7 @@ __all__ = [
     "head_upper_bound",
     "heavy_token_local_bound",
     "heavy_token_lower_bound",
+    "kv_error_upper_bound",
     "l2_attention",
     "l2_attention_upper_bound",
     "lemma_3_8",

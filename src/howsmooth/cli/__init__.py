@@ -15,6 +15,7 @@ from howsmooth.cli.certify import certify
 from howsmooth.cli.flow import flow
 from howsmooth.cli.inspect import inspect
 from howsmooth.cli.measure import TYPED, measure
+from howsmooth.cli.precision import precision
 from howsmooth.cli.profile import profile
 from howsmooth.cli.reproduce import reproduce
 from howsmooth.cli.study import study
@@ -55,7 +56,7 @@ def _root(
     """How smooth is attention? Measure the Lipschitz constant of self-attention in any Transformer."""
 
 
-for _command in (profile, measure, study, bound, attack, flow, certify, inspect, reproduce):
+for _command in (profile, measure, study, bound, attack, precision, flow, certify, inspect, reproduce):
     app.command(_command.__name__, epilog=_command.__dict__["examples"])(_command)
 
 

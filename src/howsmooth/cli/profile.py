@@ -25,7 +25,7 @@ from howsmooth.study.plan import (
 )
 from howsmooth.study.ranges import Ranges
 
-__all__ = ["ProfilePlan", "profile"]
+__all__ = ["ProfilePlan", "input_of", "layers_of", "profile"]
 
 _EXAMPLES = (
     "Every attention layer and every head is measured at one input, the heads of a layer in one batch. The "
@@ -134,7 +134,7 @@ def profile(
             dtype=None,
             head=plan.output != "hidden",
         )
-        inputs = _inputs(plan, loaded)
+        inputs = input_of(plan, loaded)
         display.phase("Measuring")
         settings: dict[str, Any] = {
             "span": plan.span,
@@ -150,7 +150,7 @@ def profile(
             found = depth_profile(loaded, inputs, output=plan.output, **settings)
         else:
             scopes = ("attention", "head") if plan.scope == "all" else (plan.scope,)
-            found = measured(loaded, inputs, layers=_layers(plan, loaded), scopes=scopes, **settings)
+            found = measured(loaded, inputs, layers=layers_of(plan, loaded), scopes=scopes, **settings)
         display.phase("Writing")
         written = (depth_figure if whole else page).write(found, execution.out)
     if json:
@@ -162,23 +162,24 @@ def profile(
     return 0 if whole or not found.refused else 3
 
 
-def _layers(plan: ProfilePlan, loaded: Any) -> tuple[int, ...] | None:
+def layers_of(plan: Any, loaded: Any) -> tuple[int, ...] | None:
     """Return the indices of the chosen layers, or None for all self-attention layers."""
     if loaded.layers is None or not plan.layers.items:
         return None
-    return plan.layers.resolve(loaded.layers, plan.model, "layers")
+    found: tuple[int, ...] = plan.layers.resolve(loaded.layers, plan.model, "layers")
+    return found
 
 
-def _inputs(plan: ProfilePlan, loaded: Any) -> Any:
+def input_of(plan: Any, loaded: Any) -> Any:
     """Return the input of the plan, as :func:`howsmooth.profile` takes it."""
     from howsmooth.models import audio_inputs, image_inputs, load_token_ids
     from howsmooth.texts import load_text
 
-    if plan.images is not None:
+    if getattr(plan, "images", None) is not None:
         made = image_inputs(loaded, plan.images)
         # The built-in images are thirty, of which the first is taken.
         return {name: one[:1] for name, one in made.items()} if plan.images == "builtin" else made
-    if plan.audio is not None:
+    if getattr(plan, "audio", None) is not None:
         return audio_inputs(loaded, plan.audio)
     if plan.tokens is not None:
         return load_token_ids(plan.tokens).tokens

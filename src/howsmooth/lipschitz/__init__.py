@@ -4,11 +4,21 @@
 builds the result. :mod:`~howsmooth.lipschitz.arguments` checks its arguments,
 :mod:`~howsmooth.lipschitz.solver` runs the solvers of ``howsmooth.spectral`` from seeded starts, and
 :mod:`~howsmooth.lipschitz.mixed_precision` runs them in float32 and checks the result in float64.
-:mod:`~howsmooth.lipschitz.heads` measures all heads of a layer as one batch.
+:mod:`~howsmooth.lipschitz.heads` measures all heads of a layer as one batch, and
+:mod:`~howsmooth.lipschitz.queries_keys_values` the derivatives in queries, keys and values apart.
 """
 
 from howsmooth.estimate import LipschitzEstimate, LipschitzEstimates
 from howsmooth.lipschitz.heads import head_lipschitz
 from howsmooth.lipschitz.local import local_lipschitz
+from howsmooth.lipschitz.queries_keys_values import OperandSensitivity, QKVSensitivity, qkv_sensitivity
 
-__all__ = ["LipschitzEstimate", "LipschitzEstimates", "head_lipschitz", "local_lipschitz"]
+__all__ = [
+    "LipschitzEstimate",
+    "LipschitzEstimates",
+    "OperandSensitivity",
+    "QKVSensitivity",
+    "head_lipschitz",
+    "local_lipschitz",
+    "qkv_sensitivity",
+]

@@ -1,12 +1,16 @@
-"""Profile one input: which layers, heads and tokens of a model are sensitive on a text of the user's choice.
+"""Look at one input: which layers, heads and tokens of a model are sensitive on a text of the user's choice.
 
 ``profile`` measures every layer and every head at one input, ``result`` holds what was found as tables and
 says it in words, ``heatmap`` draws it, and ``page`` writes it as one HTML page. ``depth`` measures how the
-blocks of one model compose, and ``depth_figure`` draws that.
+blocks of one model compose, and ``depth_figure`` draws that. ``precision`` predicts and simulates what
+quantised keys and values do: ``quantisers`` rounds them, and ``precision_result``, ``precision_figure`` and
+``precision_page`` show what was found.
 """
 
 from howsmooth.profiling.depth import DepthProfile, depth_profile
+from howsmooth.profiling.precision import precision
+from howsmooth.profiling.precision_result import Precision
 from howsmooth.profiling.profile import profile
 from howsmooth.profiling.result import Profile
 
-__all__ = ["DepthProfile", "Profile", "depth_profile", "profile"]
+__all__ = ["DepthProfile", "Precision", "Profile", "depth_profile", "precision", "profile"]

@@ -27,7 +27,7 @@ from howsmooth.models.layer_weights import computing_dtype, hash_weights, stored
 from howsmooth.profiling.result import Profile
 from howsmooth.study.plan import derive_seed
 
-__all__ = ["SCOPES", "given_inputs", "profile", "shown_progress"]
+__all__ = ["SCOPES", "fingerprint_of", "given_inputs", "profile", "shown_progress"]
 
 SCOPES = ("attention", "head")
 """The scopes of a profile: each layer with all its heads and output projection, and each head alone."""
@@ -127,7 +127,7 @@ def profile(
         tokens=measured.tokens(),
         model=type(module).__name__ if loaded is None else loaded.name,
         source="" if loaded is None else loaded.source,
-        fingerprint=_fingerprint(module) if loaded is None else loaded.fingerprint,
+        fingerprint=fingerprint_of(module) if loaded is None else loaded.fingerprint,
         input=given.description,
         words=tuple(given.words or ()),
         n=measured.n,
@@ -263,7 +263,7 @@ def _checked_scopes(scopes: object) -> tuple[str, ...]:
     return given
 
 
-def _fingerprint(module: nn.Module) -> str:
+def fingerprint_of(module: nn.Module) -> str:
     """Return the SHA-256 of the module's weights."""
     digest = hashlib.sha256()
     hash_weights(digest, module)

@@ -16,9 +16,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 
 from howsmooth.errors import ArgumentError, HowsmoothError, reason
 from howsmooth.models.layer_weights import float32_layers, stored_dtype
+from howsmooth.models.tracing.attention_hooks import intercept_softmaxes
 from howsmooth.models.tracing.layer_trace import (
     AttentionLayer,
     ModuleCall,
@@ -30,7 +32,7 @@ from howsmooth.models.tracing.layer_trace import (
 from howsmooth.models.tracing.mask_and_bias import hides_later_keys
 from howsmooth.models.tracing.softmax_tracer import SoftmaxCall, SoftmaxTracer
 
-__all__ = ["TracedCall", "TracedLayer", "attention_layers", "run", "trace_forward_pass"]
+__all__ = ["TracedCall", "TracedLayer", "attention_layers", "run", "run_with_attention", "trace_forward_pass"]
 
 
 @dataclass(eq=False)
@@ -109,8 +111,8 @@ class _Stop(BaseException):
     """
 
 
-def run(model: nn.Module, inputs: Mapping[str, Any]) -> None:
-    """Run the model once without keeping its output.
+def run(model: nn.Module, inputs: Mapping[str, Any]) -> Any:
+    """Run the model once and return its output, or None if a tracer ended the pass early.
 
     A model with weights in half precision runs in float32.
 
@@ -125,9 +127,9 @@ def run(model: nn.Module, inputs: Mapping[str, Any]) -> None:
     asked = [name for name in ("output_hidden_states", "output_attentions") if getattr(config, name, False)]
     try:
         with float32_layers(model):
-            model(**inputs, **dict.fromkeys(asked, False))
+            return model(**inputs, **dict.fromkeys(asked, False))
     except _Stop:
-        return
+        return None
     except HowsmoothError:
         raise
     except Exception as error:
@@ -173,6 +175,26 @@ def trace_forward_pass(
     with tracer.hooked(), SoftmaxTracer(tracer.on_softmax):
         run(model, inputs)
     return tracer.layers, tracer.kept
+
+
+def run_with_attention(
+    model: nn.Module, inputs: Mapping[str, Any], attend: Callable[[int, SoftmaxCall], Tensor | None]
+) -> Any:
+    """Run the model once with other outputs of its softmax attentions, and return its output.
+
+    ``attend`` is called with the index of each layer, counted as by :func:`trace_forward_pass`, and with each
+    of its softmax attentions. A tensor that it returns replaces the output of that attention.
+    """
+    tracer = _ForwardTracer(model, (), lambda layer: None)
+
+    def on_softmax(softmax: SoftmaxCall) -> Tensor | None:
+        tracer.on_softmax(softmax)
+        return attend(len(tracer.layers) - 1, softmax)
+
+    # The masks are those of the eager implementation: it has a mask wherever keys are hidden.
+    interface = "eager" if isinstance(model, PreTrainedModel) else None
+    with tracer.hooked(), intercept_softmaxes(model, on_softmax, implementation=interface):
+        return run(model, inputs)
 
 
 class _ForwardTracer:

@@ -1,0 +1,84 @@
+"""Draw the result of ``precision``: effects by layer and head, and predicted effects beside real ones."""
+
+from __future__ import annotations
+
+import numpy as np
+import pandas as pd
+from matplotlib import rc_context
+from matplotlib.axes import Axes
+from matplotlib.colors import LogNorm, Normalize
+from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
+
+from howsmooth.profiling.precision_result import Precision
+from howsmooth.study.figures.style import COLOURS, GREY, STYLE, add_colourbar, literal, new_figure, set_axis
+
+__all__ = ["draw"]
+
+_CELL = 0.3  # inches
+_SCATTER = 4.2  # inches
+_MARKERS = {"K": "o", "V": "^"}
+
+
+def draw(found: Precision) -> Figure:
+    """Draw three panels: predicted effects of keys, and of values, and predicted beside real effects.
+
+    The first two have a cell for each layer and head, at the fewest bits and with the first quantiser of the
+    table. Effects are divergences of the predictions for a model with logits, otherwise changes of the
+    attention's output.
+    """
+    with rc_context(STYLE):
+        return _drawn(found)
+
+
+def _drawn(found: Precision) -> Figure:
+    predicted, real = ("predicted_kl", "kl") if found.has_kl else ("predicted", "change")
+    table = found.table
+    bits, quantiser = int(table["bits"].min()), table["quantiser"].iloc[0]
+    shown = table[(table["bits"] == bits) & (table["quantiser"] == quantiser)]
+    cells = shown.pivot_table(index="layer", columns=["operand", "head"], values=predicted)
+    height = max(3.0, 1.6 + _CELL * len(cells))
+    width = max(1.6, _CELL * cells.shape[1] / 2)
+    figure = new_figure(_SCATTER + 2.4 + 2 * width, height)
+    keys, values, scatter = figure.subplots(1, 3, width_ratios=[width, width, _SCATTER])
+    positive = shown[predicted][shown[predicted] > 0]
+    low, high = (float(positive.min()), float(positive.max())) if len(positive) else (1.0, 1.0)
+    norm: Normalize = LogNorm(low, high) if high > 1.001 * low else Normalize(0.9 * low, 1.1 * high)
+    for axis, operand, title in ((keys, "K", "keys"), (values, "V", "values")):
+        _heatmap(axis, cells[operand], norm)
+        axis.set_title(title)
+    values.set_yticklabels([])
+    values.set_ylabel("")
+    what = "divergence (nats)" if found.has_kl else "change of the output"
+    add_colourbar(figure, values, norm, "")
+    _scatter(scatter, table, predicted, real)
+    scatter.set(xlabel=f"predicted {what}", ylabel=f"real {what}", title="each row of the table")
+    shades = f"colours: predicted {what}, {bits} bits, {quantiser}"
+    figure.suptitle(f"{literal(found.model)}, one input of {found.n} tokens; {shades}", fontsize=10)
+    return figure
+
+
+def _heatmap(axis: Axes, cells: pd.DataFrame, norm: Normalize) -> None:
+    axis.imshow(cells.to_numpy(), cmap=COLOURS, norm=norm, aspect="auto", interpolation="nearest")
+    axis.set_xticks(range(cells.shape[1]), [str(head) for head in cells.columns])
+    axis.set_yticks(range(len(cells)), [str(layer) for layer in cells.index])
+    axis.xaxis.set_major_locator(MaxNLocator(8, integer=True))
+    axis.set(xlabel="key/value head", ylabel="layer")
+    axis.tick_params(length=0)
+    for side in axis.spines.values():
+        side.set_visible(False)
+
+
+def _scatter(axis: Axes, table: pd.DataFrame, predicted: str, real: str) -> None:
+    rows = table[(table[predicted] > 0) & (table[real] > 0)]
+    for operand, marker in _MARKERS.items():
+        some = rows[rows["operand"] == operand]
+        axis.plot(some[predicted], some[real], marker, markersize=3, alpha=0.6, label=operand)
+    if rows.empty:
+        return
+    both = pd.concat([rows[predicted], rows[real]])
+    ends = np.array([both.min(), both.max()])
+    axis.plot(ends, ends, color=GREY, linewidth=0.8, zorder=1)
+    set_axis(axis, "x", both)
+    set_axis(axis, "y", both)
+    axis.legend()

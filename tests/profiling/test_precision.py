@@ -1,0 +1,270 @@
+"""hs.precision against quantised caches and modules of the models themselves, and against dense Jacobians."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import replace
+from pathlib import Path
+
+import pandas as pd
+import pytest
+import torch
+from torch import Tensor
+from transformers import BertConfig, BertForMaskedLM, DynamicCache, LlamaConfig, LlamaForCausalLM
+
+import howsmooth as hs
+from howsmooth.errors import ArgumentError, CaptureError
+from howsmooth.models.logits import LogitsOfModel
+from howsmooth.profiling import precision_page
+from tests._shared import shared_data
+from tests._tiny_models import tiny, token_ids
+from tests.lipschitz.test_queries_keys_values import jacobians
+
+TEXT = "Alice was beginning to get very tired of sitting by her sister on the bank, and of nothing to do."
+SHAPE = {"vocab_size": 60, "hidden_size": 24, "intermediate_size": 40, "num_attention_heads": 4,
+         "num_hidden_layers": 2, "max_position_embeddings": 32}  # fmt: skip
+IDS = token_ids(1, 10)
+
+
+def with_sharp_attention(model: torch.nn.Module) -> torch.nn.Module:
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for p in model.parameters():
+            if p.ndim == 2:
+                p.copy_(torch.randn(p.shape, generator=generator) * (1.5 / p.shape[-1] ** 0.5))
+    return model.eval()
+
+
+@pytest.fixture(scope="module")
+def llama() -> torch.nn.Module:
+    return with_sharp_attention(LlamaForCausalLM(LlamaConfig(**SHAPE, num_key_value_heads=2)))
+
+
+@pytest.fixture(scope="module")
+def of_llama(llama: torch.nn.Module) -> hs.Precision:
+    return hs.precision(llama, IDS, bits=(6, 3), quantisers=("token", "channel"))
+
+
+@pytest.fixture(scope="module")
+def encoder() -> hs.Precision:
+    return hs.precision("builtin-encoder", TEXT, span="0:16", quantisers=("token", "group-32", "group-64"))
+
+
+def quantised(t: Tensor, bits: int, dim: int) -> Tensor:
+    """Absmax quantisation with one step for each slice along ``dim``, written out."""
+    step = t.abs().max(dim=dim, keepdim=True).values / (2 ** (bits - 1) - 1)
+    return torch.round(t / step) * step
+
+
+class QuantisedCache(DynamicCache):
+    """A KV cache of transformers that stores the keys or values of one head of one layer in few bits."""
+
+    def __init__(self, case: pd.Series) -> None:
+        super().__init__()
+        self.case = case
+
+    def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *a: object, **k: object):
+        key_states, value_states = key_states.clone(), value_states.clone()
+        if layer_idx == self.case["layer"]:
+            t = key_states if self.case["operand"] == "K" else value_states
+            head = t[:, self.case["head"]]
+            head.copy_(quantised(head, self.case["bits"], -1 if self.case["quantiser"] == "token" else -2))
+        return super().update(key_states, value_states, layer_idx, *a, **k)
+
+
+def test_the_changes_are_those_of_a_quantised_cache(llama: torch.nn.Module, of_llama: hs.Precision) -> None:
+    assert len(of_llama.table) == 2 * 2 * 2 * 2 * 2
+    kept: dict[int, Tensor] = {}
+    for i, layer in enumerate(llama.model.layers):
+        layer.self_attn.register_forward_hook(lambda m, a, out, i=i: kept.__setitem__(i, out[0].detach()))
+    with torch.no_grad():
+        plain = llama(IDS).logits.double().log_softmax(-1)
+        own = dict(kept)
+        for _, case in of_llama.table.iterrows():
+            other = llama(IDS, past_key_values=QuantisedCache(case), use_cache=True).logits
+            kl = (plain.exp() * (plain - other.double().log_softmax(-1))).sum(-1).mean()
+            layer = case["layer"]
+            change = torch.linalg.vector_norm(kept[layer] - own[layer])
+            assert case["change"] == pytest.approx(float(change), rel=2e-3, abs=1e-5)
+            assert case["kl"] == pytest.approx(float(kl), rel=2e-2, abs=1e-7)
+            assert case["output_norm"] == pytest.approx(float(torch.linalg.vector_norm(own[layer])), rel=1e-4)
+
+
+def test_the_changes_of_an_encoder_are_those_of_its_own_modules() -> None:
+    model = with_sharp_attention(BertForMaskedLM(BertConfig(**SHAPE)))
+    table = hs.precision(model, IDS, bits=4, quantisers="token", layers=[1]).table
+    attention = model.bert.encoder.layer[1].attention
+    with torch.no_grad():
+        plain = model(IDS).logits.double().log_softmax(-1)
+        for _, case in table.iterrows():
+
+            def change(module: torch.nn.Module, given: object, out: Tensor, case: pd.Series = case) -> Tensor:
+                heads = out.clone().unflatten(-1, (4, 6))
+                heads[:, :, case["head"]] = quantised(heads[:, :, case["head"]], case["bits"], -1)
+                return heads.flatten(-2)
+
+            module = attention.self.key if case["operand"] == "K" else attention.self.value
+            hook = module.register_forward_hook(change)
+            other = model(IDS).logits.double().log_softmax(-1)
+            hook.remove()
+            kl = float((plain.exp() * (plain - other)).sum(-1).mean())
+            assert case["kl"] == pytest.approx(kl, rel=2e-2, abs=1e-7)
+
+
+def test_the_prediction_is_the_root_mean_square_of_the_jacobian(
+    llama: torch.nn.Module, of_llama: hs.Precision
+) -> None:
+    (site,) = hs.capture(llama, IDS, layers=[1])
+    f, x = site.map.to(dtype=torch.float64), site.x[0].double()
+    _, k, v = f.projections(x)
+    _, by_key, by_value = jacobians(f, x)
+    for operand, t, dense in (("K", k, by_key), ("V", v, by_value)):
+        for head in range(2):
+            # Independent errors, uniform within half a step, have the variance step² / 12.
+            step = t[head].abs().amax(dim=-1, keepdim=True) / 31
+            truth = (dense[:, head].square() * step.square() / 12).sum().sqrt()
+            table = of_llama.table.set_index(["layer", "operand", "head", "bits", "quantiser"])
+            found = table["predicted"][1, operand, head, 6, "token"]
+            assert found == pytest.approx(float(truth), rel=1e-6)
+
+
+def test_the_predicted_divergence_is_the_mean_of_small_errors(llama: torch.nn.Module) -> None:
+    whole, size = LogitsOfModel(llama, IDS), 2e-3
+    squares = whole.squared_gradients(300, seed=0)
+    generator = torch.Generator().manual_seed(1)
+    for layer, which in itertools.product(range(2), range(2)):
+
+        def change(index: int, *given: Tensor, layer: int = layer, which: int = which):
+            moved = list(given)
+            noise = torch.randn(given[which].shape, generator=generator)
+            moved[which] = given[which] + size * noise
+            return (moved[0], moved[1]) if index == layer else None
+
+        real = sum(whole.mean_kl(change) for _ in range(60)) / 60
+        predicted = 0.5 * size**2 * float(squares[layer][which].sum()) / IDS.shape[1]
+        assert predicted == pytest.approx(real, rel=0.2)
+
+
+def test_no_real_change_goes_beyond_its_bound(of_llama: hs.Precision, encoder: hs.Precision) -> None:
+    for table in (of_llama.table, encoder.table):
+        assert bool((table["change"] <= table["bound"]).all())
+        assert bool((table["predicted"] <= table["bound"]).all())
+        assert bool((table["bound"] < 500 * table["change"]).all())
+
+
+def test_predicted_and_real_effects_agree_in_rank(encoder: hs.Precision) -> None:
+    for found in (
+        encoder,
+        hs.precision("builtin-decoder", TEXT, span="0:16", layers=[0, -1], quantisers="token"),
+    ):
+        ranks = found.agreement.set_index(["bits", "predicted", "real"])["spearman"]
+        assert ranks[0, "predicted", "change"] >= 0.97
+        assert ranks[0, "predicted_kl", "kl"] >= 0.95
+        truth = found.table["predicted"].rank().corr(found.table["change"].rank())
+        assert ranks[0, "predicted", "change"] == pytest.approx(truth)
+
+
+def test_stories260k_agrees_in_rank() -> None:
+    found = hs.precision(shared_data("stories260k"), TEXT, span="0:24", quantisers=("token", "channel"))
+    ranks = found.agreement.set_index(["bits", "predicted", "real"])["spearman"]
+    assert ranks[0, "predicted", "change"] >= 0.97
+    assert ranks[0, "predicted_kl", "kl"] >= 0.95
+
+
+def test_equal_quantisers_have_rows_once(encoder: hs.Precision) -> None:
+    assert list(encoder.table["quantiser"].unique()) == ["token"]
+    only = hs.precision(tiny("gpt2"), IDS, bits=3, quantisers=("group-64", "token"), layers=[0]).table
+    assert list(only["quantiser"].unique()) == ["group-64"]
+
+
+def test_a_model_without_logits_says_so() -> None:
+    found = hs.precision(tiny("bert"), IDS, bits=4, quantisers="token", layers=[0])
+    assert not found.has_kl
+    assert bool(found.table[["kl", "predicted_kl"]].isna().all().all())
+    assert "BertModel has no logits" in found.refused[0]
+    assert found.refused[0] in repr(found)
+    assert set(found.agreement["real"]) == {"change"}
+    assert list(found.ranking["predicted"]) == sorted(found.table["predicted"], reverse=True)
+
+
+def test_logits_are_left_out_on_demand(llama: torch.nn.Module, of_llama: hs.Precision) -> None:
+    found = hs.precision(llama, IDS, bits=(6, 3), quantisers=("token", "channel"), logits=False)
+    assert not found.has_kl
+    assert not found.refused
+    kept = ["layer", "head", "operand", "bits", "predicted", "change", "bound"]
+    assert found.table[kept].equals(of_llama.table[kept])
+
+
+def test_a_model_in_half_precision_has_the_changes_of_float32(llama: torch.nn.Module) -> None:
+    half = LlamaForCausalLM(llama.config).to(torch.bfloat16).eval()
+    found = hs.precision(half, IDS, bits=3, quantisers="token")
+    assert (found.stored, found.computed) == ("bfloat16", "float32")
+    whole = hs.precision(half.float(), IDS, bits=3, quantisers="token").table
+    for column in ("change", "kl", "predicted_kl"):
+        assert torch.allclose(torch.tensor(found.table[column]), torch.tensor(whole[column]), rtol=1e-3)
+
+
+def test_any_module_with_attention_is_taken() -> None:
+    model = torch.nn.TransformerEncoder(
+        torch.nn.TransformerEncoderLayer(8, 2, 16, batch_first=True, dropout=0.0), 1
+    )
+    found = hs.precision(model, torch.randn(1, 5, 8), bits=4, quantisers="token")
+    assert len(found.table) == 2 * 2
+    with pytest.raises(CaptureError, match="No softmax attention"):
+        hs.precision(torch.nn.Linear(3, 3), torch.randn(1, 5, 3))
+
+
+def test_the_budget_is_the_best_of_all_choices(of_llama: hs.Precision) -> None:
+    few = of_llama.table[of_llama.table["layer"] == 0]
+    found = replace(of_llama, table=few)
+    budget = found.budget(4.5, "token")
+    rows = few[few["quantiser"] == "token"].set_index(["layer", "head", "operand", "bits"])["predicted_kl"]
+    places = [tuple(row) for row in budget[["layer", "head", "operand"]].itertuples(index=False)]
+    best = min(
+        sum(rows[(*place, bits)] for place, bits in zip(places, choice, strict=True))
+        for choice in itertools.product((3, 6), repeat=len(places))
+        if sum(choice) <= 4.5 * len(places)
+    )
+    assert budget["bits"].mean() <= 4.5
+    assert budget["effect"].sum() == pytest.approx(best)
+    assert set(found.budget(6, "token")["bits"]) == {6}
+    without = replace(found, table=few.assign(kl=float("nan")))
+    assert without.budget(3, "token")["effect"].sum() == pytest.approx(
+        (few["predicted"] / few["output_norm"])[(few["bits"] == 3) & (few["quantiser"] == "token")]
+        .pow(2)
+        .sum()
+    )
+    with pytest.raises(ArgumentError, match="average"):
+        found.budget(2)
+    with pytest.raises(ArgumentError, match="quantiser"):
+        found.budget(4, "group-32")
+
+
+def test_page_figure_and_table(of_llama: hs.Precision, tmp_path: Path) -> None:
+    paths = precision_page.write(of_llama, tmp_path)
+    assert [path.name for path in paths] == [f"precision.{end}" for end in ("html", "png", "pdf", "csv")]
+    page = paths[0].read_text(encoding="utf-8")
+    top = of_llama.ranking.iloc[0]
+    assert f"<td>{top['predicted_kl']:.4g}</td>" in page
+    assert "32 of 32" not in page
+    table = pd.read_csv(paths[3])
+    assert list(table["change"]) == list(of_llama.table["change"])
+    assert of_llama.to_csv() == paths[3].read_text(encoding="utf-8")
+    panels = of_llama.plot().axes
+    assert panels[0].images[0].get_array().shape == (2, 2)
+    assert len(panels[2].lines[0].get_xdata()) == len(of_llama.table) // 2
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"bits": (8, 1)}, "bits"),
+        ({"bits": ()}, "bits"),
+        ({"bits": 3.5}, "bits"),
+        ({"quantisers": "row"}, "quantisers"),
+        ({"span": "5:2"}, "span"),
+    ],
+)
+def test_wrong_arguments_are_named(given: dict[str, object], said: str) -> None:
+    with pytest.raises(ArgumentError, match=said):
+        hs.precision(tiny("gpt2"), IDS, **given)
