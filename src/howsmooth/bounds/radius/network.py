@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from howsmooth.bounds.radius.pairs import Pairs
 from howsmooth.bounds.radius.stages import Attention, FeedForward, Norm
 
 __all__ = ["Network", "Stage"]
@@ -66,6 +67,17 @@ class Stage:
         own = self.output_adjoint(x, adjoint)
         found[:, self.branch] = self.map.curvature(x[:, self.branch], own, tangents[:, self.branch])
         return found
+
+    def second(self, x: Tensor, tangents: Tensor, pairs: Pairs) -> Tensor:
+        """Return D²F[G, G] at x as quadratic forms of the map's output (n', d_out, p)."""
+        return self.map.second(x[:, self.branch], tangents[:, self.branch], pairs)
+
+    def push_forms(self, x: Tensor, tangents: Tensor, forms: Tensor, pairs: Pairs) -> tuple[Tensor, Tensor]:
+        """Return the next quadratic forms (n', width', p), and the part that this stage adds."""
+        own = self.second(x, tangents, pairs)
+        pushed = self.push(x, forms)
+        pushed[:, -own.shape[1] :] += own
+        return pushed, own
 
 
 @dataclass(frozen=True, eq=False)

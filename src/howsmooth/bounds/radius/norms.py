@@ -6,10 +6,13 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-__all__ = ["largest_eigenvalue", "spectral_norm", "weighted_norm"]
+from howsmooth.bounds.radius.pairs import Pairs
+
+__all__ = ["each_form_norm", "form_norm", "largest_eigenvalue", "spectral_norm", "weighted_norm"]
 
 _SQUARINGS = 4
 _BLOCKWISE_FROM = 600
+_CHUNK = 256
 
 
 def largest_eigenvalue(gram: Float[Tensor, "*batch r r"]) -> Float[Tensor, "*batch"]:
@@ -50,3 +53,28 @@ def weighted_norm(
         blocks[:, j] = spectral_norm(changes[:, j, None] @ changes.mT)
     root = weights.sqrt()
     return largest_eigenvalue(root[..., None] * blocks[:, None] * root[..., None, :]).clamp_min(0).sqrt()
+
+
+def form_norm(forms: Float[Tensor, "*batch m p"], pairs: Pairs) -> Float[Tensor, "*batch"]:
+    """Bound |(δᵀ Q_1 δ, ..., δᵀ Q_m δ)| for |δ| ≤ 1, the forms given as pairs.
+
+    The vector of δδᵀ has norm 1, and its trace part has norm 1/√k: both are used, and the smaller bound
+    taken.
+    """
+    trace = forms[..., pairs.i == pairs.j].sum(-1)
+    wide = forms.shape[-2] <= forms.shape[-1]
+    gram = forms @ forms.mT if wide else forms.mT @ forms
+    whole = largest_eigenvalue(gram).clamp_min(0).sqrt()
+    if not wide:
+        return whole
+    k = pairs.k
+    rest = gram - trace[..., None] * trace[..., None, :] / k
+    apart = largest_eigenvalue(rest).clamp_min(0).sqrt() * (1 - 1 / k) ** 0.5
+    return torch.minimum(whole, apart + torch.linalg.vector_norm(trace, dim=-1) / k)
+
+
+def each_form_norm(forms: Float[Tensor, "*batch p"], pairs: Pairs) -> Float[Tensor, "*batch"]:
+    """Bound |δᵀ Q δ| for |δ| ≤ 1 and each quadratic form by itself: the spectral norm of Q."""
+    flat = forms.reshape(-1, forms.shape[-1])
+    found = [spectral_norm(pairs.matrices(chunk)) for chunk in flat.split(_CHUNK)]
+    return torch.cat(found).reshape(forms.shape[:-1])

@@ -96,7 +96,7 @@ class FeedForwardRemainder:
         xi = self.error(remainders)
         linear = epsilon * self.rows
         change = linear + xi
-        third = self.layer.activation.third(self.z, change) / 6
+        third = self.layer.activation.largest_third(self.z, change) / 6
         cubic = third * change**2
         # |R − ½ W₂(φ'' ∘ (Kδ)²)| ≤ ‖W₂‖ |rest|, rest_k ≤ |φ''| (|Kδ| ξ + ξ²/2) + φ'''/6 |z|³
         crossed = self.bend.abs() * (linear * xi + xi**2 / 2) + cubic * xi

@@ -17,7 +17,7 @@ from howsmooth.bounds.radius.remainders import (
 )
 from howsmooth.bounds.radius.stages import Attention, FeedForward
 
-__all__ = ["Losses", "SecondOrder"]
+__all__ = ["FirstDerivatives", "Losses", "SecondOrder"]
 
 
 class Losses(NamedTuple):
@@ -28,54 +28,37 @@ class Losses(NamedTuple):
     stages: Tensor
 
 
-class SecondOrder:
-    """m(X + δ) ≥ m − max(−g·δ − ½ δᵀHδ) − Σ_s (ε Σ_j ‖N_{s,j}‖ ρ_{s,j} + margin_s).
+class FirstDerivatives:
+    """All that both expansions need: states, Jacobians, adjoints and their derivatives along δ, at x (n, d).
 
-    N_s is the derivative along δ of the adjoint of the output of stage s; ρ and the effect on the margin are
-    those of :mod:`howsmooth.bounds.radius.remainders`.
+    For changes injection (n, d, k) δ: ``tangents`` G_l, ``adjoints`` a_l, ``bent`` N_s, the derivative along δ
+    of the adjoint of the output of the map of stage s; the margin's gradient g, and its Hessian H.
     """
 
     def __init__(self, network: Network, x: Tensor, injection: Tensor, functional: Tensor, offset: float) -> None:
-        """Measure all partial Jacobians at x (n, d), for changes injection (n, d, k) δ."""
-        states = list(network.states(x))
-        stages = network.stages
-        tangents = [injection]
-        for stage, state in zip(stages, states, strict=False):
-            tangents.append(stage.push(state, tangents[-1]))
-        adjoints = [functional]
-        for stage, state in zip(reversed(stages), reversed(states[:-1]), strict=True):
-            adjoints.append(stage.pull(state, adjoints[-1][..., None])[..., 0])
-        adjoints.reverse()
-        bent = torch.zeros(*states[-1].shape, injection.shape[2], dtype=x.dtype)
-        self.bent: list[Tensor] = []
-        for stage, state, G, a in zip(
-            reversed(stages), reversed(states[:-1]), reversed(tangents[:-1]), reversed(adjoints[1:]), strict=True
-        ):
-            self.bent.append(spectral_norm(stage.output_adjoint(state, bent)))
-            bent = stage.pull(state, bent) + stage.curvature(state, a, G)
-        self.bent.reverse()
-        self.margin = float((functional * states[-1]).sum()) + offset
-        self.gradient = torch.einsum("nd,ndk->k", adjoints[0], injection)
+        self.stages = network.stages
+        self.states = list(network.states(x))
+        self.tangents = [injection]
+        for stage, state in zip(self.stages, self.states, strict=False):
+            self.tangents.append(stage.push(state, self.tangents[-1]))
+        steps = list(zip(self.stages, self.states, self.tangents, strict=False))[::-1]
+        adjoint, bent = functional, torch.zeros(*self.states[-1].shape, injection.shape[2], dtype=x.dtype)
+        self.adjoints, self.bent = [functional], []
+        for stage, state, tangents in steps:
+            self.bent.insert(0, stage.output_adjoint(state, bent))
+            bent = stage.pull(state, bent) + stage.curvature(state, adjoint, tangents)
+            adjoint = stage.pull(state, adjoint[..., None])[..., 0]
+            self.adjoints.insert(0, adjoint)
+        self.bent_norms = [spectral_norm(found) for found in self.bent]
+        self.margin = float((functional * self.states[-1]).sum()) + offset
+        self.gradient = torch.einsum("nd,ndk->k", adjoint, injection)
         H = torch.einsum("ndk,ndl->kl", injection, bent)
         self.values, vectors = torch.linalg.eigh((H + H.T) / 2)
         self.along = vectors.T @ self.gradient
-        sources: list[Source] = []
-        self.remainders = []
-        for stage, state, output, G, a in zip(
-            stages, states[:-1], states[1:], tangents[:-1], adjoints[1:], strict=True
-        ):
-            kind = (
-                AttentionRemainder
-                if isinstance(stage.map, Attention)
-                else FeedForwardRemainder
-                if isinstance(stage.map, FeedForward)
-                else NormRemainder
-            )
-            branch = [Source(source.jacobian[:, stage.branch]) for source in sources]
-            own = stage.output_adjoint(state, a)
-            self.remainders.append(kind(stage.map, state[:, stage.branch], G[:, stage.branch], branch, own))
-            sources = [s.pushed(stage, state, isinstance(stage.map, Attention)) for s in sources]
-            sources.append(Source.of(stage, state, output))
+
+    def own_adjoint(self, stage: int) -> Tensor:
+        """Return the adjoint of the output of the map of a stage."""
+        return self.stages[stage].output_adjoint(self.states[stage], self.adjoints[stage + 1])
 
     def quadratic_loss(self, epsilon: float) -> float:
         """Bound the maximum of −g·δ − ½ δᵀHδ on the ball, by ½ λ ε² + ½ gᵀ(H + λ)⁻¹g for the best λ."""
@@ -88,14 +71,42 @@ class SecondOrder:
         size = float(self.gradient.norm()) / epsilon + 1e-12
         return min(value(size * 2.0 ** (-j / 4)) for j in range(-8, 60))
 
+
+class SecondOrder:
+    """m(X + δ) ≥ m − max(−g·δ − ½ δᵀHδ) − Σ_s (ε Σ_j ‖N_{s,j}‖ ρ_{s,j} + margin_s).
+
+    ρ and the effect on the margin are those of :mod:`howsmooth.bounds.radius.remainders`.
+    """
+
+    def __init__(self, network: Network, x: Tensor, injection: Tensor, functional: Tensor, offset: float) -> None:
+        """Measure all partial Jacobians at x (n, d), for changes injection (n, d, k) δ."""
+        self.first = first = FirstDerivatives(network, x, injection, functional, offset)
+        sources: list[Source] = []
+        self.remainders = []
+        for l, stage in enumerate(network.stages):
+            kind = (
+                AttentionRemainder
+                if isinstance(stage.map, Attention)
+                else FeedForwardRemainder
+                if isinstance(stage.map, FeedForward)
+                else NormRemainder
+            )
+            state = first.states[l]
+            branch = [Source(source.jacobian[:, stage.branch]) for source in sources]
+            tangents = first.tangents[l][:, stage.branch]
+            remainder = kind(stage.map, state[:, stage.branch], tangents, branch, first.own_adjoint(l))
+            self.remainders.append(remainder)
+            sources = [s.pushed(stage, state, isinstance(stage.map, Attention)) for s in sources]
+            sources.append(Source.of(stage, state, first.states[l + 1]))
+
     def __call__(self, epsilon: float) -> Losses:
         """Return a lower bound of the margin for |δ| ≤ ε."""
         vectors: list[Tensor] = []
         losses = []
-        for remainder, bent in zip(self.remainders, self.bent, strict=True):
+        for remainder, bent in zip(self.remainders, self.first.bent_norms, strict=True):
             left = remainder(epsilon, vectors)
             vectors.append(left.vector)
             losses.append(epsilon * (bent * left.vector).sum() + left.margin)
         stages = torch.stack(losses)
-        quadratic = self.quadratic_loss(epsilon)
-        return Losses(self.margin - quadratic - float(stages.sum()), quadratic, stages)
+        quadratic = self.first.quadratic_loss(epsilon)
+        return Losses(self.first.margin - quadratic - float(stages.sum()), quadratic, stages)

@@ -9,10 +9,15 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+
+from howsmooth.bounds.radius.pairs import Pairs
+
+# An extremum that lies outside of an interval by less than this counts as inside.
+_NEAR = 1e-9
 
 __all__ = ["ACTIVATIONS", "Activation", "Attention", "FeedForward", "Norm", "Softmax"]
 
@@ -59,6 +64,18 @@ class Norm:
         along = torch.einsum("nd,ndk->nk", direction, b)
         return self.centre((b - direction[..., None] * along[:, None]) / r[..., None])
 
+    def second(self, u: Tensor, tangents: Tensor, pairs: Pairs) -> Tensor:
+        """Return D²F[G, G] as quadratic forms (n, d, p) of tangents G (n, d, k)."""
+        direction, r = self.direction_and_length(u)
+        w = self.centre(tangents)
+        along = torch.einsum("nd,ndk->nk", direction, w)
+        radial = 3 * pairs.square(along) - pairs.packed(w.mT @ w)
+        found = torch.empty(*u.shape, radial.shape[1], dtype=u.dtype)
+        for j in range(len(u)):
+            turned = direction[j, :, None] * radial[j] - 2 * pairs.product(w[j], along[j])
+            found[j] = turned * (math.sqrt(u.shape[1]) * self.gain / r[j] ** 2)[:, None]
+        return found
+
     def curvature(self, u: Tensor, adjoint: Tensor, tangents: Tensor) -> Tensor:
         """Return M G: the second derivative of ⟨adjoint, value⟩ applied to tangents (n, d, k)."""
         direction, r = self.direction_and_length(u)
@@ -71,15 +88,18 @@ class Norm:
 
 
 class Activation(NamedTuple):
-    """A function of one variable: its value, first and second derivative, and bounds on the third.
+    """A function of one variable with its derivatives.
 
-    ``third(z, width)`` bounds |φ'''| on the interval [z − width, z + width].
+    ``largest_third(z, width)`` and ``largest_fourth(z, width)`` bound |φ'''| and |φ''''| on the interval
+    [z − width, z + width].
     """
 
     value: Callable[[Tensor], Tensor]
     first: Callable[[Tensor], Tensor]
     second: Callable[[Tensor], Tensor]
-    third: Callable[[Tensor, Tensor], Tensor]
+    third: Callable[[Tensor], Tensor]
+    largest_third: Callable[[Tensor, Tensor], Tensor]
+    largest_fourth: Callable[[Tensor, Tensor], Tensor]
 
 
 def _density(z: Tensor) -> Tensor:
@@ -90,34 +110,45 @@ def _normal(z: Tensor) -> Tensor:
     return torch.erfc(-z / math.sqrt(2)) / 2
 
 
-def _gelu_third_supremum(z: Tensor, width: Tensor) -> Tensor:
-    """Bound |φ'''(z)| = density(z) |z³ − 4z| on an interval.
+def _largest(function: Callable[[Tensor], Tensor], extrema: tuple[float, ...]) -> Any:
+    """Return a function of (z, width) that bounds |function| on [z − width, z + width].
 
-    The extrema of density(z)(z³ − 4z) are the roots of z⁴ − 7z² + 4 = 0: z² = (7 ± √33)/2. So the supremum is
-    the largest of the values at both ends and at those extrema that lie inside.
+    The supremum is the largest of the values at both ends and at those extrema that lie inside.
     """
-    ends = (z - width, z + width)
-    largest = torch.maximum(*(_density(end) * (end**3 - 4 * end).abs() for end in ends))
-    for square in ((7 - math.sqrt(33)) / 2, (7 + math.sqrt(33)) / 2):
-        for root in (math.sqrt(square), -math.sqrt(square)):
-            at = torch.tensor(root, dtype=z.dtype)
-            peak = _density(at) * (at**3 - 4 * at).abs()
-            inside = (z - width - 1e-9 <= root) & (root <= z + width + 1e-9)
-            largest = torch.where(inside, torch.maximum(largest, peak), largest)
+
+    def largest(z: Tensor, width: Tensor) -> Tensor:
+        low, high = z - width, z + width
+        found = torch.maximum(function(low).abs(), function(high).abs())
+        for extremum in extrema:
+            peak = function(torch.tensor(extremum, dtype=z.dtype)).abs()
+            inside = (low - _NEAR <= extremum) & (extremum <= high + _NEAR)
+            found = torch.where(inside, torch.maximum(found, peak), found)
+        return found
+
     return largest
 
 
-def _tanh_third_supremum(z: Tensor, width: Tensor) -> Tensor:
-    """Bound |tanh'''| = 2 s |1 − 3 tanh²|, s = 1 − tanh², on an interval.
+def _both(*squares: float) -> tuple[float, ...]:
+    """Return the positive and negative square roots."""
+    return tuple(sign * math.sqrt(square) for square in squares for sign in (1, -1))
 
-    With y = tanh z it is |−2 + 8y² − 6y⁴|, whose extrema are y = 0 (value 2) and y² = 2/3 (value 2/3).
-    """
-    ends = (torch.tanh(z - width), torch.tanh(z + width))
-    largest = torch.maximum(*((2 * (1 - y * y) * (1 - 3 * y * y)).abs() for y in ends))
-    for root, peak in ((0.0, 2.0), (math.sqrt(2 / 3), 2 / 3), (-math.sqrt(2 / 3), 2 / 3)):
-        inside = (ends[0] - 1e-9 <= root) & (root <= ends[1] + 1e-9)
-        largest = torch.where(inside, largest.clamp_min(peak), largest)
-    return largest
+
+def _gelu_third(z: Tensor) -> Tensor:
+    return _density(z) * (z**3 - 4 * z)
+
+
+def _gelu_fourth(z: Tensor) -> Tensor:
+    return _density(z) * (-(z**4) + 7 * z**2 - 4)
+
+
+def _tanh_third(z: Tensor) -> Tensor:
+    y = torch.tanh(z)
+    return (1 - y * y) * (6 * y * y - 2)
+
+
+def _tanh_fourth(z: Tensor) -> Tensor:
+    y = torch.tanh(z)
+    return (1 - y * y) * (16 * y - 24 * y**3)
 
 
 def _tanh_second(z: Tensor) -> Tensor:
@@ -130,10 +161,19 @@ ACTIVATIONS: dict[str, Activation] = {
         lambda z: z * _normal(z),
         lambda z: _normal(z) + z * _density(z),
         lambda z: _density(z) * (2 - z * z),
-        _gelu_third_supremum,
+        _gelu_third,
+        # The roots of z⁴ − 7z² + 4 and of z (z⁴ − 11z² + 18).
+        _largest(_gelu_third, _both((7 - math.sqrt(33)) / 2, (7 + math.sqrt(33)) / 2)),
+        _largest(_gelu_fourth, (0.0, *_both(2, 9))),
     ),
     "tanh": Activation(
-        torch.tanh, lambda z: 1 - torch.tanh(z) ** 2, _tanh_second, _tanh_third_supremum
+        torch.tanh,
+        lambda z: 1 - torch.tanh(z) ** 2,
+        _tanh_second,
+        _tanh_third,
+        # With y = tanh z: the roots of y (2 − 3y²) and of 15y⁴ − 15y² + 2.
+        _largest(_tanh_third, (0.0, *map(math.atanh, _both(2 / 3)))),
+        _largest(_tanh_fourth, tuple(map(math.atanh, _both((15 - math.sqrt(105)) / 30, (15 + math.sqrt(105)) / 30)))),
     ),
 }
 """The activations that have a remainder, by name."""
@@ -166,6 +206,13 @@ class FeedForward:
         """Return the transposed derivative of adjoints (n, d_out, k)."""
         slope = self.activation.first(self.preactivations(u))
         return self.up.T @ (slope[..., None] * (self.down.T @ adjoints))
+
+    def second(self, u: Tensor, tangents: Tensor, pairs: Pairs) -> Tensor:
+        """Return D²F[G, G] as quadratic forms (n, d_out, p) of tangents G (n, d, k)."""
+        bend = self.activation.second(self.preactivations(u))
+        return torch.stack(
+            [(self.down * b) @ pairs.square(self.up @ G) for b, G in zip(bend, tangents, strict=True)]
+        )
 
     def curvature(self, u: Tensor, adjoint: Tensor, tangents: Tensor) -> Tensor:
         """Return M G: the second derivative of ⟨adjoint, value⟩ applied to tangents (n, d, k)."""
@@ -257,6 +304,23 @@ class Attention:
             torch.einsum("hijk,hie->hjek", c, at.q),
             torch.einsum("hij,hiek->hjek", at.weights, w),
         )
+
+    def second(self, u: Tensor, tangents: Tensor, pairs: Pairs) -> Tensor:
+        """Return D²F[G, G] as quadratic forms (rows, d_out, p) of tangents G (n, d, k)."""
+        at = self.softmax(u)
+        dq, dk, dv = self.tangents(tangents)
+        t = self.score_changes(at, dq, dk)
+        found = torch.zeros(len(self.rows), self.output.shape[1], len(pairs.i), dtype=u.dtype)
+        for h, output in enumerate(self.output):
+            for i in range(len(self.rows)):
+                P, score = at.weights[h, i], t[h, i]
+                v = at.v[h] - P @ at.v[h]
+                forms = torch.einsum("je,jfk->efk", P[:, None] * v, dk[h])  # Σ P v̄ dkᵀ
+                forms = torch.einsum("efk,fl->ekl", forms, dq[h, i])
+                forms = forms + torch.einsum("jek,jl->ekl", dv[h], P[:, None] * score)
+                thirds = (P[:, None] * v).T @ pairs.square(score)
+                found[i] += output @ (2 * pairs.packed(forms) + thirds)
+        return found
 
     def curvature(self, u: Tensor, adjoint: Tensor, tangents: Tensor) -> Tensor:
         """Return M G: the second derivative of ⟨adjoint, value⟩ applied to tangents (n, d, k)."""
