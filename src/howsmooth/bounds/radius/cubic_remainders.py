@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from howsmooth.bounds.radius.errors import Source, reached
+from howsmooth.bounds.radius.errors import Ellipsoid, Reach, Source, reached
 from howsmooth.bounds.radius.norms import (
     each_form_norm,
     form_norm,
@@ -26,7 +26,7 @@ from howsmooth.bounds.radius.norms import (
 )
 from howsmooth.bounds.radius.pairs import Pairs
 from howsmooth.bounds.radius.remainders import Left
-from howsmooth.bounds.radius.stages import Attention, FeedForward, Norm
+from howsmooth.bounds.radius.stages import Attention, FeedForward, Norm, Softmax
 
 __all__ = ["CubicAttention", "CubicFeedForward", "CubicNorm", "Expansion"]
 
@@ -85,8 +85,9 @@ class CubicNorm:
 class CubicFeedForward:
     """Remainder of a feed-forward layer, neuron by neuron.
 
-    The preactivations change by z = K δ + y, |y| ≤ ε² ½ ‖W₁ Q‖ + ξ. The cubic part of W₂ φ is bounded by the
-    Gram matrix of the cubic forms (K δ) · (½ φ'' ½ W₁ Q + φ'''/6 (K δ)²), the rest neuron by neuron.
+    The preactivations change by z = K δ + y, y = ½ W₁ Q[δ, δ] + W₁ x. The cubic part of W₂ φ, and its part
+    that is linear in δ and in the remainder of one source, are bounded by Gram matrices over the neurons.
+    For the rest, |w|, w = D y, is bounded entry by entry and by the norms of D W₁ Q and D W₁ J.
     """
 
     def __init__(self, layer: FeedForward, at: Expansion) -> None:
@@ -97,38 +98,77 @@ class CubicFeedForward:
         self.error = reached(at.sources, layer.up, by_row=True)
         self.bend, self.twist = activation.second(self.z), activation.third(self.z)
         weights = at.adjoint @ layer.down
-        self.adjoint = weights.abs()
+        self.adjoint = weights
         self.down = spectral_norm(layer.down)
         self.cubic = torch.zeros(pairs.k, len(pairs.i), dtype=at.u.dtype)
-        forms, thirds = [], []
+        forms, thirds, squared = [], [], []
         for K, Q, bend, twist, weight in zip(self.K, at.forms, self.bend, self.twist, weights, strict=True):
             squares, own = pairs.square(K), layer.up @ Q / 2
             forms.append(each_form_norm(own, pairs))
+            squared.append(own @ own.T)
             mixed = bend[:, None] * own + (twist / 6)[:, None] * squares
             gram = layer.down @ ((K @ K.T) * (mixed @ mixed.T)) @ layer.down.T
             thirds.append(largest_eigenvalue(gram).clamp_min(0).sqrt())
             self.cubic += (K * (weight * twist / 6)[:, None]).T @ squares
-        self.forms, self.third = torch.stack(forms), torch.stack(thirds)
-
+        self.forms, self.third, self.squared = torch.stack(forms), torch.stack(thirds), torch.stack(squared)
+        self.ellipsoid = Ellipsoid(at.sources, layer.up)
     def __call__(self, epsilon: float, remainders: list[Tensor]) -> Left:
         """Return the bounds for |δ| ≤ ε."""
-        xi = self.error(remainders)
-        linear = epsilon * self.rows
-        y = epsilon**2 * self.forms + xi
-        change = linear + y
-        fourth = self.layer.activation.largest_fourth(self.z, change) / 24 * change**4
-        longer = self.twist.abs() / 6 * (change**3 - linear**3)
-        rest = self.bend.abs() * (linear * xi + y**2 / 2) + longer + fourth
-        vector = epsilon**3 * self.third + self.down * torch.linalg.vector_norm(rest, dim=1)
-        left = self.adjoint * (self.bend.abs() * y**2 / 2 + longer + fourth)
-        return Left(vector, left.sum())
+        change = epsilon * self.rows + epsilon**2 * self.forms + self.error(remainders)
+        vector, margin = self._rest(epsilon, remainders, change)
+        return Left(epsilon**3 * self.third + vector, margin.sum())
+
+    def _rest(self, epsilon: float, remainders: list[Tensor], change: Tensor) -> tuple[Tensor, Tensor]:
+        """Bound the part of W₂ φ(z + Δz) of order four and more, or that contains the error x.
+
+        The second bound is for the adjoint's combination of it, without the part linear in both δ and x.
+
+        Each factor of a product of changes lies in an ellipsoid over the neurons; the product lies in the
+        ellipsoid of the entrywise product of their matrices.
+        """
+        activation = self.layer.activation
+        error = self.ellipsoid(remainders)
+        linear = epsilon**2 * (self.K @ self.K.mT)
+        y = epsilon**4 * self.squared
+        vector = torch.zeros(len(y), dtype=y.dtype)
+        if error is not None:
+            error = self.layer.up @ error @ self.layer.up.T
+            y = _sum_of_ellipsoids(y, error)
+            B = self.layer.down * self.bend[:, None]
+            vector += largest_eigenvalue(B @ (linear * error) @ B.mT).clamp_min(0).sqrt()
+        z = _sum_of_ellipsoids(linear, y)
+        margin = torch.zeros_like(vector)
+        for factor, matrix in (
+            (self.bend / 2, y * y),
+            (self.twist / 2, linear * linear * y),
+            (self.twist / 2, linear * y * y),
+            (self.twist / 6, y * y * y),
+            (activation.fourth(self.z) / 24, z * z * z * z),
+        ):
+            B = self.layer.down * factor[:, None]
+            vector += largest_eigenvalue(B @ matrix @ B.mT).clamp_min(0).sqrt()
+            c = self.adjoint * factor
+            margin += torch.einsum("nk,nkl,nl->n", c, matrix, c).clamp_min(0).sqrt()
+        change = torch.minimum(change, z.diagonal(dim1=1, dim2=2).sqrt())
+        fifth = activation.largest_fifth(self.z, change) / 120 * change**5
+        vector += self.down * torch.linalg.vector_norm(fifth, dim=1)
+        return vector, margin + (self.adjoint.abs() * fifth).sum(1)
+
+
+def _sum_of_ellipsoids(left: Tensor, right: Tensor) -> Tensor:
+    """Return the matrix of an ellipsoid that contains the sum of two, from theirs; the smallest trace."""
+    a, b = (m.diagonal(dim1=-2, dim2=-1).sum(-1).sqrt()[..., None, None] for m in (left, right))
+    a, b = a.clamp_min(1e-150), b.clamp_min(1e-150)
+    return (a + b) * (left / a + right / b)
 
 
 class CubicAttention:
     """Remainder of attention, row by row and head by head.
 
-    A score changes by t = ℓ + c with ℓ linear in δ and c = ½ ℓ(Q) + dq·dk + the errors; a value by
-    dv = v₁ + v₂, v₂ = ½ V Q + the errors. P_s ≤ e^{sτ} P as for the second order.
+    A score changes by t = ℓ + c with ℓ linear in δ and c = ½ ℓ(Q) + b + ℓ(x), b = dq·dk; a value by
+    dv = v₁ + v₂, v₂ = ½ V Q + V x. With h(s) = E_{P_s}[v + s dv], P_s ∝ P e^{st}, the cubic part and the part
+    linear in δ and in the remainder of one source are bounded as tensors; the rest by moments, with
+    P_s ≤ e^{sτ} P where τ bounds the centred scores.
     """
 
     def __init__(self, attention: Attention, at: Expansion) -> None:
@@ -145,24 +185,17 @@ class CubicAttention:
         self.key, self.key_form = weighted_norm(P, dk), _mean_square(P, form_norm(k2, pairs))
         self.each_key, self.each_key_form = spectral_norm(dk), form_norm(k2, pairs)
         curved = attention.score_changes(own, q2, k2)
-        bilinear = own.centred(
-            torch.stack(
-                [
-                    torch.stack([pairs.packed(dq[h, i].T @ dk[h]) for i in range(P.shape[1])])
-                    for h in range(len(P))
-                ]
-            )
-        )
+        products = [[pairs.packed(dq[h, i].T @ dk[h]) for i in range(P.shape[1])] for h in range(len(P))]
+        bilinear = own.centred(torch.stack([torch.stack(row) for row in products]))
         self.curved_deviation = form_norm(root[..., None] * curved, pairs)
         self.bilinear_deviation = form_norm(root[..., None] * bilinear, pairs)
         both = curved + bilinear
         self.form_deviation = form_norm(root[..., None] * both, pairs)
         self.form = each_form_norm(both, pairs)
-        self.each_bilinear = each_form_norm(bilinear, pairs)
         out = attention.output @ attention.value_weight
         self.value = weighted_norm(P, torch.einsum("hod,ndk->hnok", out, at.tangents))
-        value_forms = form_norm(torch.einsum("hod,ndp->hnop", out, at.forms) / 2, pairs)
-        self.value_form = _mean_square(P, value_forms)
+        value_forms = torch.einsum("hod,ndp->hnop", out, at.forms) / 2
+        self.value_form = _mean_square(P, form_norm(value_forms, pairs))
         spread = own.centred((attention.output @ own.v.mT).mT[:, None].expand(-1, P.shape[1], -1, -1))
         self.spread = spectral_norm(root[..., None] * spread)
         w = torch.einsum("hoe,io->hie", attention.output, at.adjoint)
@@ -173,9 +206,28 @@ class CubicAttention:
         self.pulled = spectral_norm(root[..., None] * dc)
         dc2 = own.centred(torch.einsum("hie,hjep->hijp", w, v2))
         self.pulled_form = form_norm(root[..., None] * dc2, pairs)
-        self.cubic = torch.zeros(pairs.k, len(pairs.i), dtype=P.dtype)
+        squares = pairs.square(scores)
+        mean = torch.einsum("hij,hijp->hip", P, squares)[:, :, None]
+        weighted = P[..., None]
+        first = bilinear + (squares - mean) / 2
+        second = bilinear + squares / 6 - mean / 2
+        self.cubic = torch.einsum("hijk,hijp->kp", weighted * dc, first)
+        self.cubic += torch.einsum("hijk,hijp->kp", weighted * c[..., None] * scores, second)
+        self._errors(attention, at, own, out, w)
+        tensors = _Tensors(attention, at, own, scores, spread, out)
+        # A row of the first layer whose own token stands still is bounded well enough by moments alone.
+        moved = self.query.sum(0) > 0 if not at.sources else torch.ones(P.shape[1], dtype=torch.bool)
+        self.exact = moved
+        self.third = torch.zeros(P.shape[1], dtype=P.dtype)
+        for i in moved.nonzero()[:, 0].tolist():
+            forms = curved[:, i] + bilinear[:, i]
+            self.third[i] = tensors.cubic(i, forms, squares[:, i], mean[:, i], q2, k2, value_forms)
+        self.crossed = Reach(tensors.crossed())
+
+    def _errors(self, attention: Attention, at: Expansion, own: Softmax, out: Tensor, w: Tensor) -> None:
+        """Measure how errors of the tokens reach queries, keys, values and scores."""
+        P, sources = own.weights, at.sources
         identity = torch.eye(at.u.shape[1], dtype=P.dtype)
-        sources = at.sources
         self.error = reached(sources, identity, by_row=False)
         self.query_norm = spectral_norm(attention.query)
         self.key_norm = spectral_norm(attention.key)
@@ -195,10 +247,6 @@ class CubicAttention:
         P = self.weights
         heads, rows, n = P.shape
         square = epsilon**2
-
-        def deviation(values: Tensor) -> Tensor:
-            return _mean_square(P, values)
-
         zero = torch.zeros(n, dtype=P.dtype)
         eta = self.error(remainders) + zero
         key = (self.key_errors(remainders) + zero[:, None].expand(-1, heads * rows)).T.reshape(P.shape)
@@ -206,49 +254,134 @@ class CubicAttention:
         query = (self.query_errors(remainders) + zero[:, None].expand(-1, heads * n))[self.rows]
         score_error = key + query.unflatten(1, (heads, n)).transpose(0, 1)
         value = (self.value_errors(remainders) + zero[:, None].expand(-1, heads * rows)).T.reshape(P.shape)
-        value_error = deviation(value)
         all_eta = torch.einsum("hij,j->hi", P, eta.square()).sqrt()
-        # queries and keys: first order, the rest
-        dq1 = epsilon * self.query
+        # Queries and keys: the first order and the rest. All that is named without "each" is a deviation.
+        dq1, dk1 = epsilon * self.query, epsilon * self.key
         dq2 = square * self.query_form + self.query_norm[:, None] * eta[self.rows]
-        dk1 = epsilon * self.key
         dk2 = square * self.key_form + self.key_norm[:, None] * all_eta
-        longer = dq1 * dk2 + dq2 * dk1 + dq2 * dk2  # deviation of dq·dk beyond the second order
+        longer = dq1 * dk2 + dq2 * dk1 + dq2 * dk2  # dq·dk beyond the second order
         each1 = epsilon * self.each_key
         each2 = square * self.each_key_form + self.key_norm[:, None] * eta
         each1 = each1[:, None] + torch.einsum("hij,hj->hi", P, each1)[..., None]
         each2 = each2[:, None] + torch.einsum("hij,hj->hi", P, each2)[..., None]
         each_longer = dq1[..., None] * each2 + dq2[..., None] * (each1 + each2)
-        # scores
-        linear = epsilon * self.score_deviation
-        of_error = deviation(score_error)
+        linear, of_error = epsilon * self.score_deviation, _mean_square(P, score_error)
         c = square * self.form_deviation + of_error + longer
-        t = linear + c
         each_c = square * self.form + score_error + each_longer
-        each = torch.where(self.seen, epsilon * self.score + each_c, 0.0)
-        tau = each.amax(2)
-        tau_linear = epsilon * torch.where(self.seen, self.score, 0.0).amax(2)
-        tau_c = torch.where(self.seen, each_c, 0.0).amax(2)
-        grown = torch.exp(tau)
-        farthest = tau + grown * t**2
-        small = tau.clamp_min(1e-3)
-        third = (torch.expm1(small) - small - small**2 / 2) / small**3
-        # values
+        each = epsilon * self.score + each_c
+        tau = torch.where(self.seen, each, 0.0).amax(2)
+        each_linear = epsilon * torch.where(self.seen, self.score, 0.0).amax(2)
+        of = _Moments(linear, c, tau)
         v1 = epsilon * self.value
         v2 = square * self.value_form + self.value_norm[:, None] * all_eta
-        power = farthest**2 * t + 3 * grown * t**3  # bounds κ(·, t, t, t) for a unit deviation
-        vector = self.spread * longer + v1 * c + v2 * t
-        vector = vector + self.spread * (torch.minimum(tau_linear * c, tau_c * linear) + tau_c * c / 2)
-        vector = vector + third * (3 * (v1 + v2) * farthest * t + (self.spread + v1 + v2) * power)
-        # margin
+        rest = self.spread * dq2 * dk2 + v1 * longer + v2 * c
+        each_c = torch.where(self.seen, each_c, 0.0).amax(2)
+        rest = rest + self.spread * (each_linear * longer + each_c * c / 2)
+        rest = rest + of.beyond_third_order(self.spread, v1, v2)
+        # where the cubic part is not known as a tensor
+        known = rest.sum(0) + epsilon**3 * self.third + epsilon * (self.crossed(remainders) + zero[: rows])
+        moments = of.third_order(self.spread, v1, v2)
+        moments = moments + self.spread * (longer + each_linear * c + each_c * c / 2) + v1 * c + v2 * of.t
+        vector = torch.where(self.exact, known, moments.sum(0))
         b = square * self.bilinear_deviation + longer
         e = square * self.curved_deviation + of_error
-        dc2 = square * self.pulled_form + value_error
-        dc = epsilon * self.pulled + dc2
-        margin = dc * b + self.largest * b * (linear + e + b / 2)
-        margin = margin + third * (3 * dc * farthest * t + (self.deviation + dc) * power)
+        dc1, dc2 = epsilon * self.pulled, square * self.pulled_form + _mean_square(P, value)
+        margin = dc1 * longer + dc2 * b + self.largest * (linear * longer + e * b + b**2 / 2)
+        margin = margin + of.beyond_third_order(self.deviation, dc1, dc2)
         margin = margin + dc2 * e + self.largest * e**2 / 2 + self.deviation * dq2 * dk2
-        return Left(vector.sum(0), margin.sum())
+        return Left(vector, margin.sum())
+
+
+class _Moments:
+    """Bounds on the derivatives of h(s) = E_{P_s}[v + s dv], from deviations under P.
+
+    The scores change by t = ℓ + c; ``linear`` and ``c`` bound their deviations and ``tau`` the centred t.
+    """
+
+    def __init__(self, linear: Tensor, c: Tensor, tau: Tensor) -> None:
+        self.linear, self.c, self.tau, self.t = linear, c, tau, linear + c
+        self.grown = torch.exp(tau)
+        self.farthest = tau + self.grown * self.t**2  # bounds |t_j − E_s t|
+        small = tau.clamp_min(0.05)
+        # ∫ (1 − s)² / 2 e^{sτ} ds and ∫ (1 − s)³ / 6 e^{sτ} ds
+        self.third = (torch.expm1(small) - small - small**2 / 2) / small**3
+        self.fourth = (torch.expm1(small) - small - small**2 / 2 - small**3 / 6) / small**4
+
+    def third_order(self, spread: Tensor, v1: Tensor, v2: Tensor) -> Tensor:
+        """Bound ∫ (1 − s)² / 2 h'''(s) ds, h''' = 3 κ(dv, t, t) + κ(v + s dv, t, t, t)."""
+        dv, t, far = v1 + v2, self.t, self.farthest
+        return self.third * (3 * dv * far * t + (spread + dv) * (far**2 * t + 3 * self.grown * t**3))
+
+    def beyond_third_order(self, spread: Tensor, v1: Tensor, v2: Tensor) -> Tensor:
+        """Bound the same without ½ κ(v₁, ℓ, ℓ) + κ(v, ℓ, ℓ, ℓ)/6 at s = 0."""
+        c, t, tau, far, dv = self.c, self.t, self.tau, self.farthest, v1 + v2
+        at_zero = (v2 * tau * t + 2 * v1 * c * tau) / 2 + spread * c * (tau**2 / 2 + 1.5 * t**2)
+        fourth = 4 * dv * (far**2 * t + 3 * self.grown * t**3)
+        fourth = fourth + (spread + dv) * far * t * (far**2 + 10 * self.grown * t**2)
+        return at_zero + self.fourth * fourth
+
+
+class _Tensors:
+    """The cubic part of attention as a tensor, and its part linear in δ and in an error."""
+
+    def __init__(
+        self, attention: Attention, at: Expansion, own: Softmax, scores: Tensor, spread: Tensor, out: Tensor
+    ) -> None:
+        self.attention, self.at, self.own, self.scores, self.spread = attention, at, own, scores, spread
+        self.dq, self.dk, _ = attention.tangents(at.tangents)
+        self.values = torch.einsum("hod,ndk->hnok", out, at.tangents)
+        self.out = out
+
+    def cubic(
+        self, i: int, forms: Tensor, squares: Tensor, mean: Tensor, q2: Tensor, k2: Tensor, v2: Tensor
+    ) -> Tensor:
+        """Bound the cubic part of row i for |δ| ≤ 1, by the Gram matrix of its outputs."""
+        P, v, score = self.own.weights[:, i], self.spread[:, i], self.scores[:, i]
+        weighted = P[..., None] * v  # (H, n, d_out)
+        first = (forms + (squares - mean) / 2).flatten(0, 1)
+        second = (forms + squares / 6 - mean / 2).flatten(0, 1)
+        query, scored = self.dq[:, i].flatten(0, 1).mT, (P[..., None] * score).flatten(0, 1).mT
+        outputs, pairs = v.shape[2], self.at.pairs
+        found = torch.empty(outputs, pairs.k, len(pairs.i), dtype=v.dtype)
+        for o in range(outputs):
+            value = (P[..., None] * self.values[:, :, o]).flatten(0, 1)
+            found[o] = value.mT @ first
+            found[o] += (weighted[..., o, None] * score).flatten(0, 1).mT @ second
+            if self.at.sources:
+                found[o] += scored @ v2[:, :, o].flatten(0, 1)
+                curved = torch.stack([w @ k.flatten(1) for w, k in zip(weighted[..., o], k2, strict=True)])
+                found[o] += query @ curved.unflatten(1, k2.shape[2:]).flatten(0, 1)
+                keys = torch.einsum("hj,hjek->hek", weighted[..., o], self.dk)
+                found[o] += keys.flatten(0, 1).mT @ q2[:, i].flatten(0, 1)
+        return spectral_norm(found.flatten(1))
+
+    def crossed(self) -> list[Tensor]:
+        """Bound |D²F[Gδ, J r]| for unit vectors δ and r, for each row and each token of each source."""
+        sources, attention, own = self.at.sources, self.attention, self.own
+        if not sources:
+            return []
+        found: list[list[Tensor]] = [[] for _ in sources]
+        for i in range(own.weights.shape[1]):
+            P, v, score = own.weights[:, i], self.spread[:, i], self.scores[:, i]
+            values = self.values - torch.einsum("hj,hjok->hok", P, self.values)[:, None]
+            moved = v[..., None] * score[:, :, None]
+            slope = P[..., None, None] * (values + moved - torch.einsum("hj,hjok->hok", P, moved)[:, None])
+            by_key = torch.einsum("he,hed->hd", own.q[:, i], attention.key)
+            turned = torch.einsum("hjok,hd->okjd", slope, by_key)
+            keys = torch.einsum("hek,hed->hkd", self.dq[:, i], attention.key)
+            turned += torch.einsum("hjo,hkd->okjd", P[..., None] * v, keys)
+            turned += torch.einsum("hjk,hod->okjd", P[..., None] * score, self.out)
+            query = torch.einsum("hjok,hje->hoke", slope, own.k)
+            query += torch.einsum("hjo,hjek->hoke", P[..., None] * v, self.dk)
+            turned[:, :, int(attention.rows[i])] += torch.einsum("hoke,hed->okd", query, attention.query)
+            for source, rows in zip(sources, found, strict=True):
+                J = source.jacobian
+                if source.alone:
+                    tensor = torch.einsum("okjd,jdl->jokl", turned, J)
+                else:
+                    tensor = torch.einsum("okjd,jdnl->nokl", turned, J)
+                rows.append(spectral_norm(tensor.flatten(2)))
+        return [torch.stack(rows) for rows in found]
 
 
 def _mean_square(weights: Tensor, values: Tensor) -> Tensor:

@@ -90,7 +90,7 @@ class Norm:
 class Activation(NamedTuple):
     """A function of one variable with its derivatives.
 
-    ``largest_third(z, width)`` and ``largest_fourth(z, width)`` bound |φ'''| and |φ''''| on the interval
+    ``largest_third(z, width)``, ``largest_fourth`` and ``largest_fifth`` bound |φ'''|, |φ''''| and |φ⁽⁵⁾| on the interval
     [z − width, z + width].
     """
 
@@ -98,8 +98,10 @@ class Activation(NamedTuple):
     first: Callable[[Tensor], Tensor]
     second: Callable[[Tensor], Tensor]
     third: Callable[[Tensor], Tensor]
+    fourth: Callable[[Tensor], Tensor]
     largest_third: Callable[[Tensor, Tensor], Tensor]
     largest_fourth: Callable[[Tensor, Tensor], Tensor]
+    largest_fifth: Callable[[Tensor, Tensor], Tensor]
 
 
 def _density(z: Tensor) -> Tensor:
@@ -133,6 +135,11 @@ def _both(*squares: float) -> tuple[float, ...]:
     return tuple(sign * math.sqrt(square) for square in squares for sign in (1, -1))
 
 
+def _halves(middle: float, root: float, divisor: float) -> tuple[float, float]:
+    """Return the two solutions of a quadratic equation."""
+    return (middle - root) / divisor, (middle + root) / divisor
+
+
 def _gelu_third(z: Tensor) -> Tensor:
     return _density(z) * (z**3 - 4 * z)
 
@@ -151,6 +158,15 @@ def _tanh_fourth(z: Tensor) -> Tensor:
     return (1 - y * y) * (16 * y - 24 * y**3)
 
 
+def _gelu_fifth(z: Tensor) -> Tensor:
+    return _density(z) * z * (z**4 - 11 * z**2 + 18)
+
+
+def _tanh_fifth(z: Tensor) -> Tensor:
+    square = torch.tanh(z) ** 2
+    return (1 - square) * (16 - 120 * square + 120 * square**2)
+
+
 def _tanh_second(z: Tensor) -> Tensor:
     y = torch.tanh(z)
     return -2 * y * (1 - y * y)
@@ -162,18 +178,22 @@ ACTIVATIONS: dict[str, Activation] = {
         lambda z: _normal(z) + z * _density(z),
         lambda z: _density(z) * (2 - z * z),
         _gelu_third,
-        # The roots of z⁴ − 7z² + 4 and of z (z⁴ − 11z² + 18).
+        _gelu_fourth,
+        # The roots of z⁴ − 7z² + 4, of z (z⁴ − 11z² + 18) and of z⁶ − 16z⁴ + 51z² − 18.
         _largest(_gelu_third, _both((7 - math.sqrt(33)) / 2, (7 + math.sqrt(33)) / 2)),
         _largest(_gelu_fourth, (0.0, *_both(2, 9))),
+        _largest(_gelu_fifth, _both(0.40248426380182073, 3.7864793479239887, 11.811036388274188)),
     ),
     "tanh": Activation(
         torch.tanh,
         lambda z: 1 - torch.tanh(z) ** 2,
         _tanh_second,
         _tanh_third,
-        # With y = tanh z: the roots of y (2 − 3y²) and of 15y⁴ − 15y² + 2.
+        _tanh_fourth,
+        # With y = tanh z: the roots of y (2 − 3y²), of 15y⁴ − 15y² + 2 and of y (45y⁴ − 60y² + 17).
         _largest(_tanh_third, (0.0, *map(math.atanh, _both(2 / 3)))),
-        _largest(_tanh_fourth, tuple(map(math.atanh, _both((15 - math.sqrt(105)) / 30, (15 + math.sqrt(105)) / 30)))),
+        _largest(_tanh_fourth, tuple(map(math.atanh, _both(*_halves(15, math.sqrt(105), 30))))),
+        _largest(_tanh_fifth, (0.0, *map(math.atanh, _both(*_halves(30, math.sqrt(135), 45))))),
     ),
 }
 """The activations that have a remainder, by name."""
