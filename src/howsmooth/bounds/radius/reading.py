@@ -6,6 +6,7 @@ stages must reproduce the model's logits at the given tokens and at changed ones
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -13,9 +14,9 @@ from torch import Tensor, nn
 
 from howsmooth.bounds.radius.network import Network, Stage
 from howsmooth.bounds.radius.stages import ACTIVATIONS, Activation, Attention, FeedForward, Norm
-from howsmooth.errors import CertificateError
+from howsmooth.errors import ArgumentError, CertificateError
 
-__all__ = ["model_logits", "read_classifier"]
+__all__ = ["embedded", "model_logits", "read_classifier"]
 
 _ALL = slice(None)
 _AGREEMENT = 1e-9
@@ -130,6 +131,30 @@ def _activation(module: Any, names: dict[nn.Module, str]) -> Activation:
     raise CertificateError(
         names.get(module, ""), kind=kind, reason=f"has no remainder; activations that have one: {known}"
     )
+
+
+def embedded(model: nn.Module, inputs: Mapping[str, Tensor]) -> Tensor:
+    """Return the output of the model's embedding layer (n, d) for a dict of inputs of one sequence.
+
+    Raises
+    ------
+    ArgumentError
+        If there are no ``input_ids`` (1, n), or the attention mask hides some of them.
+
+    """
+    ids = inputs.get("input_ids")
+    if ids is None or ids.ndim != 2 or len(ids) != 1:
+        got = "none" if ids is None else f"the shape {tuple(ids.shape)}"
+        raise ArgumentError("inputs", expected="input_ids of one sequence (1, n)", got=got)
+    mask = inputs.get("attention_mask")
+    if mask is not None and not bool(mask.bool().all()):
+        raise ArgumentError("inputs", expected="a sequence without padding", got="an attention_mask with zeros")
+    base = getattr(model, getattr(model, "base_model_prefix", ""), model)
+    if not isinstance(getattr(base, "embeddings", None), nn.Module):
+        raise CertificateError("", kind=type(model).__name__, reason="has no module named embeddings")
+    with torch.no_grad():
+        found: Tensor = base.embeddings(input_ids=ids, token_type_ids=inputs.get("token_type_ids"))
+    return found[0]
 
 
 def model_logits(model: nn.Module, x: Tensor) -> Tensor:

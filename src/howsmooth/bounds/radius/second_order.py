@@ -24,7 +24,7 @@ class Losses(NamedTuple):
     """A lower bound of the margin on a ball, and what each part of the expansion takes from it."""
 
     lower: float
-    quadratic: float
+    polynomial: float
     stages: Tensor
 
 
