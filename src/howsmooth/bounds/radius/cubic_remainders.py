@@ -25,7 +25,7 @@ from howsmooth.bounds.radius.norms import (
     weighted_norm,
 )
 from howsmooth.bounds.radius.pairs import Pairs
-from howsmooth.bounds.radius.remainders import Left
+from howsmooth.bounds.radius.remainders import Left, product_norm, pulled_product, sum_of_ellipsoids
 from howsmooth.bounds.radius.stages import Attention, FeedForward, Norm, Softmax
 
 __all__ = ["CubicAttention", "CubicFeedForward", "CubicNorm", "Expansion"]
@@ -133,10 +133,9 @@ class CubicFeedForward:
         vector = torch.zeros(len(y), dtype=y.dtype)
         if error is not None:
             error = self.layer.up @ error @ self.layer.up.T
-            y = _sum_of_ellipsoids(y, error)
-            B = self.layer.down * self.bend[:, None]
-            vector += largest_eigenvalue(B @ (linear * error) @ B.mT).clamp_min(0).sqrt()
-        z = _sum_of_ellipsoids(linear, y)
+            y = sum_of_ellipsoids(y, error)
+            vector += product_norm(self.layer, self.bend, linear * error)
+        z = sum_of_ellipsoids(linear, y)
         margin = torch.zeros_like(vector)
         for factor, matrix in (
             (self.bend / 2, y * y),
@@ -145,21 +144,12 @@ class CubicFeedForward:
             (self.twist / 6, y * y * y),
             (activation.fourth(self.z) / 24, z * z * z * z),
         ):
-            B = self.layer.down * factor[:, None]
-            vector += largest_eigenvalue(B @ matrix @ B.mT).clamp_min(0).sqrt()
-            c = self.adjoint * factor
-            margin += torch.einsum("nk,nkl,nl->n", c, matrix, c).clamp_min(0).sqrt()
+            vector += product_norm(self.layer, factor, matrix)
+            margin += pulled_product(self.adjoint * factor, matrix)
         change = torch.minimum(change, z.diagonal(dim1=1, dim2=2).sqrt())
         fifth = activation.largest_fifth(self.z, change) / 120 * change**5
         vector += self.down * torch.linalg.vector_norm(fifth, dim=1)
         return vector, margin + (self.adjoint.abs() * fifth).sum(1)
-
-
-def _sum_of_ellipsoids(left: Tensor, right: Tensor) -> Tensor:
-    """Return the matrix of an ellipsoid that contains the sum of two, from theirs; the smallest trace."""
-    a, b = (m.diagonal(dim1=-2, dim2=-1).sum(-1).sqrt()[..., None, None] for m in (left, right))
-    a, b = a.clamp_min(1e-150), b.clamp_min(1e-150)
-    return (a + b) * (left / a + right / b)
 
 
 class CubicAttention:

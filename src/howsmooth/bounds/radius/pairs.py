@@ -19,7 +19,8 @@ class Pairs:
     def __init__(self, k: int) -> None:
         self.k = k
         self.i, self.j = torch.triu_indices(k, k)
-        self.weight = torch.where(self.i == self.j, 1.0, math.sqrt(2)).double()
+        self.weight = torch.full(self.i.shape, math.sqrt(2), dtype=torch.float64)
+        self.weight[self.i == self.j] = 1.0
 
     def packed(self, forms: Tensor) -> Tensor:
         """Return the vectors (*batch, p) of matrices (*batch, k, k); only their symmetric parts count."""

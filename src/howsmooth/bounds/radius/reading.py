@@ -53,7 +53,8 @@ def read_classifier(model: nn.Module, x: Tensor) -> Network:
     weight, bias = _linear(pooler.dense)
     identity = torch.eye(len(weight), dtype=torch.float64)
     tanh = _activation(pooler.activation, names)
-    stages.append(Stage("pooler", FeedForward(weight, bias, tanh, identity, torch.zeros(len(bias))), _ALL))
+    pooled = FeedForward(weight, bias, tanh, identity, torch.zeros_like(bias))
+    stages.append(Stage("pooler", pooled, _ALL))
     readout, offset = _linear(classifier)
     network = Network(tuple(stages), readout[:, None], offset)
     _verify(model, network, x)
@@ -86,8 +87,8 @@ def _post_norm_layer(layer: Any, names: dict[nn.Module, str], rows: Tensor) -> l
 
 def _linear(module: nn.Linear) -> tuple[Tensor, Tensor]:
     weight = module.weight.detach().double().cpu()
-    bias = torch.zeros(len(weight)) if module.bias is None else module.bias.detach().cpu()
-    return weight, bias.double()
+    bias = weight.new_zeros(len(weight)) if module.bias is None else module.bias.detach().double().cpu()
+    return weight, bias
 
 
 def _attention(

@@ -16,11 +16,19 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from howsmooth.bounds.radius.errors import Source, reached
+from howsmooth.bounds.radius.errors import Ellipsoid, Source, reached
 from howsmooth.bounds.radius.norms import largest_eigenvalue, spectral_norm, weighted_norm
 from howsmooth.bounds.radius.stages import Attention, FeedForward, Norm
 
-__all__ = ["AttentionRemainder", "FeedForwardRemainder", "Left", "NormRemainder"]
+__all__ = [
+    "AttentionRemainder",
+    "FeedForwardRemainder",
+    "Left",
+    "NormRemainder",
+    "product_norm",
+    "pulled_product",
+    "sum_of_ellipsoids",
+]
 
 
 class Left(NamedTuple):
@@ -60,56 +68,70 @@ class NormRemainder:
 class FeedForwardRemainder:
     """Remainder of a feed-forward layer, neuron by neuron.
 
-    With K = W₁ G, the changes of the preactivations are K δ + W₁ e, the second entry bounded by ξ. The
-    quadratic term in δ is bounded by the Gram matrix of the squares (K δ)², the rest by the supremum of
-    |φ'''| on the interval of each neuron.
+    The preactivations change by z = K δ + x, K = W₁ G, x = W₁ e. Each lies in an ellipsoid over the neurons,
+    and a product of changes in the ellipsoid of the entrywise product of their matrices.
     """
 
     def __init__(
         self, layer: FeedForward, u: Tensor, tangents: Tensor, sources: list[Source], adjoint: Tensor
     ) -> None:
         self.layer, self.z = layer, layer.preactivations(u)
-        self.K = layer.up @ tangents
-        self.rows = torch.linalg.vector_norm(self.K, dim=2)
-        self.whole = spectral_norm(self.K)
+        K = layer.up @ tangents
+        self.linear = K @ K.mT
         self.error = reached(sources, layer.up, by_row=True)
-        self.bend = layer.activation.second(self.z)
-        self.adjoint = (adjoint @ layer.down).abs()
+        self.ellipsoid = Ellipsoid(sources, layer.up)
+        self.bend, self.twist = layer.activation.second(self.z), layer.activation.third(self.z)
+        self.adjoint = adjoint @ layer.down
         self.down = spectral_norm(layer.down)
-        self.square = self._square()
+        self.square = self._square(K.shape[2])
 
-    def _square(self) -> Tensor:
+    def _square(self, k: int) -> Tensor:
         """Bound |W₂ (φ'' ∘ (K δ)²)| for |δ| ≤ 1, with δδᵀ as a vector; and with its trace taken apart."""
-        k = self.K.shape[2]
-        found = []
-        for bend, K, rows in zip(self.bend, self.K, self.rows, strict=True):
-            B = self.layer.down * bend
-            gram = B @ (K @ K.T).square() @ B.T
-            trace = B @ rows.square()
-            whole = largest_eigenvalue(gram).sqrt()
-            traceless = largest_eigenvalue(gram - torch.outer(trace, trace) / k).clamp_min(0).sqrt()
-            found.append(torch.minimum(whole, traceless * math.sqrt(1 - 1 / k) + trace.norm() / k))
-        return torch.stack(found)
+        B = self.layer.down * self.bend[:, None]
+        gram = B @ self.linear.square() @ B.mT
+        trace = (B @ self.linear.diagonal(dim1=1, dim2=2)[..., None])[..., 0]
+        whole = largest_eigenvalue(gram).clamp_min(0).sqrt()
+        rest = gram - trace[:, :, None] * trace[:, None] / k
+        apart = largest_eigenvalue(rest).clamp_min(0).sqrt() * math.sqrt(1 - 1 / k)
+        return torch.minimum(whole, apart + torch.linalg.vector_norm(trace, dim=1) / k)
 
     def __call__(self, epsilon: float, remainders: list[Tensor]) -> Left:
         """Return the bounds for |δ| ≤ ε."""
-        xi = self.error(remainders)
-        linear = epsilon * self.rows
-        change = linear + xi
-        third = self.layer.activation.largest_third(self.z, change) / 6
-        cubic = third * change**2
-        # |R − ½ W₂(φ'' ∘ (Kδ)²)| ≤ ‖W₂‖ |rest|, rest_k ≤ |φ''| (|Kδ| ξ + ξ²/2) + φ'''/6 |z|³
-        crossed = self.bend.abs() * (linear * xi + xi**2 / 2) + cubic * xi
-        own = torch.minimum(
-            torch.linalg.vector_norm(cubic * linear, dim=1), cubic.amax(1) * self.whole * epsilon
-        )
-        vector = epsilon**2 / 2 * self.square + self.down * (torch.linalg.vector_norm(crossed, dim=1) + own)
-        # Σ_k α_k φ'''/6 |z_k|³ ≤ (ε ‖√ω K‖ + |√ω ξ|)², ω = α φ'''/6 |z|
-        weight = (self.adjoint * third * change).sqrt()
-        quadratic = epsilon * spectral_norm(weight[..., None] * self.K)
-        quadratic = quadratic + torch.linalg.vector_norm(weight * xi, dim=1)
-        margin = quadratic**2 + (self.adjoint * self.bend.abs() * xi**2).sum(1) / 2
+        linear = z = epsilon**2 * self.linear
+        change = epsilon * self.linear.diagonal(dim1=1, dim2=2).sqrt() + self.error(remainders)
+        error = self.ellipsoid(remainders)
+        vector, margin = epsilon**2 / 2 * self.square, torch.zeros_like(self.square)
+        if error is not None:
+            error = self.layer.up @ error @ self.layer.up.T
+            z = sum_of_ellipsoids(linear, error)
+            vector = vector + product_norm(self.layer, self.bend, linear * error)
+            vector = vector + product_norm(self.layer, self.bend / 2, error * error)
+            margin = margin + pulled_product(self.adjoint * self.bend / 2, error * error)
+        vector = vector + product_norm(self.layer, self.twist / 6, z * z * z)
+        margin = margin + pulled_product(self.adjoint * self.twist / 6, z * z * z)
+        change = torch.minimum(change, z.diagonal(dim1=1, dim2=2).sqrt())
+        fourth = self.layer.activation.largest_fourth(self.z, change) / 24 * change**4
+        vector = vector + self.down * torch.linalg.vector_norm(fourth, dim=1)
+        margin = margin + (self.adjoint.abs() * fourth).sum(1)
         return Left(vector, margin.sum())
+
+
+def product_norm(layer: FeedForward, factor: Tensor, matrix: Tensor) -> Tensor:
+    """Bound |W₂ (factor ∘ w)| for w in the ellipsoids with matrices (n, m, m), token by token."""
+    B = layer.down * factor[:, None]
+    return largest_eigenvalue(B @ matrix @ B.mT).clamp_min(0).sqrt()
+
+
+def pulled_product(combination: Tensor, matrix: Tensor) -> Tensor:
+    """Bound |⟨combination, w⟩| for w in the ellipsoids with matrices (n, m, m), token by token."""
+    return torch.einsum("nk,nkl,nl->n", combination, matrix, combination).clamp_min(0).sqrt()
+
+
+def sum_of_ellipsoids(left: Tensor, right: Tensor) -> Tensor:
+    """Return the matrix of an ellipsoid that contains the sum of two, from theirs; the smallest trace."""
+    a, b = (m.diagonal(dim1=-2, dim2=-1).sum(-1).sqrt()[..., None, None] for m in (left, right))
+    a, b = a.clamp_min(1e-150), b.clamp_min(1e-150)
+    return (a + b) * (left / a + right / b)
 
 
 class AttentionRemainder:
