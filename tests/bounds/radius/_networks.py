@@ -22,7 +22,10 @@ def attention(generator: torch.Generator, d: int, heads: int, rows: Tensor) -> A
     e = d // heads
     maps = []
     for scale in (1.0 / e**0.5, 1.0, 1.0):
-        maps += [normal(generator, heads, e, d, scale=scale * d**-0.5), normal(generator, heads, e, scale=0.1)]
+        maps += [
+            normal(generator, heads, e, d, scale=scale * d**-0.5),
+            normal(generator, heads, e, scale=0.1),
+        ]
     output = normal(generator, heads, d, e, scale=d**-0.5)
     return Attention(*maps, output, normal(generator, d, scale=0.1), rows)
 
@@ -99,8 +102,8 @@ def left_out(network: Network, first: FirstDerivatives, cubic: bool, delta: Tens
     """
     x = first.states[0] + torch.einsum("ndk,k->nd", first.tangents[0], delta)
     found = []
-    for l, stage in enumerate(network.stages):
-        base, linear = first.states[l], first.tangents[l] @ delta
+    for place, stage in enumerate(network.stages):
+        base, linear = first.states[place], first.tangents[place] @ delta
         change = x - base
 
         def second(tangent: Tensor, at: Tensor = base, stage: Stage = stage) -> Tensor:
@@ -110,7 +113,7 @@ def left_out(network: Network, first: FirstDerivatives, cubic: bool, delta: Tens
 
         after = stage.value(x)
         remainder = after - stage.value(base) - stage.push(base, change[..., None])[..., 0]
-        a = first.adjoints[l + 1]
+        a = first.adjoints[place + 1]
         # ½ eᵀMe + a·T; the cross term (M G δ)·e belongs to the derivatives of the adjoints.
         beyond = remainder - second(change) / 2
         margin = (a * beyond).sum() + (a * second(change - linear)).sum() / 2

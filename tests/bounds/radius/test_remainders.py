@@ -57,7 +57,7 @@ def bounds(found: SecondOrder | ThirdOrder, epsilon: float) -> list[tuple[Tensor
     return result
 
 
-def ascended(objective, delta: Tensor, epsilon: float, steps: int = 5) -> Tensor:  # noqa: ANN001
+def ascended(objective, delta: Tensor, epsilon: float, steps: int = 5) -> Tensor:
     """Climb on a sphere along normalised gradients."""
     delta = epsilon * delta / delta.norm()
     for step in range(steps):
@@ -150,7 +150,7 @@ def test_the_remainder_of_a_norm_is_nearly_attained(centred: bool) -> None:
     x = normal(g, 1, 4)
     found = expansion(2, network, x, [0])
     epsilon = 0.02
-    (vector, _), = bounds(found, epsilon)
+    ((vector, _),) = bounds(found, epsilon)
 
     def size(delta: Tensor) -> Tensor:
         return left_out(network, found.first, False, delta)[0].vector[0]
@@ -166,8 +166,11 @@ def test_the_remainder_of_one_neuron_is_nearly_attained(order: int) -> None:
     network = Network((Stage("neuron", layer, ALL),), normal(g, 2, 1, 1), torch.zeros(2, dtype=torch.float64))
     x = normal(g, 1, 1)
     found = expansion(order, network, x, [0])
-    (vector, margin), = bounds(found, 0.05)
-    both = [left_out(network, found.first, order == 3, torch.tensor([s * 0.05], dtype=x.dtype))[0] for s in (-1, 1)]
+    ((vector, margin),) = bounds(found, 0.05)
+    both = [
+        left_out(network, found.first, order == 3, torch.tensor([s * 0.05], dtype=x.dtype))[0]
+        for s in (-1, 1)
+    ]
     assert 0.9 * float(vector) <= max(float(left.vector) for left in both) <= float(vector)
     if order == 2:
         assert 0.9 * float(margin) <= max(abs(float(left.margin)) for left in both) <= float(margin)
@@ -177,15 +180,13 @@ def test_the_remainder_of_attention_is_attained_up_to_a_small_factor() -> None:
     """One row, two tokens of one dimension: scores move by δ, values stand still."""
     one = torch.ones(1, 1, 1, dtype=torch.float64)
     zero = torch.zeros(1, 1, dtype=torch.float64)
-    still = Attention(
-        0 * one, zero + 1, one, zero, one * 1e-3, zero, one * 1e3, zero[0], torch.tensor([0])
-    )
+    still = Attention(0 * one, zero + 1, one, zero, one * 1e-3, zero, one * 1e3, zero[0], torch.tensor([0]))
     x = torch.tensor([[0.4], [-0.3]], dtype=torch.float64)
     readout = torch.tensor([[[1.0]], [[0.0]]], dtype=torch.float64)
     network = Network((Stage("attention", still, ALL),), readout, torch.zeros(2, dtype=torch.float64))
     for order in (2, 3):
         found = expansion(order, network, x, [0, 1])
-        (vector, _), = bounds(found, 0.02)
+        ((vector, _),) = bounds(found, 0.02)
         g = torch.Generator().manual_seed(0)
 
         def size(delta: Tensor, order: int = order, found: SecondOrder | ThirdOrder = found) -> Tensor:

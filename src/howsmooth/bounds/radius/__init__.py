@@ -11,4 +11,13 @@ from howsmooth.bounds.radius.result import RobustRadius
 from howsmooth.bounds.radius.robust_radius import robust_radius
 from howsmooth.bounds.radius.stages import ACTIVATIONS, Attention, FeedForward, Norm
 
-__all__ = ["ACTIVATIONS", "Attention", "FeedForward", "Network", "Norm", "RobustRadius", "Stage", "robust_radius"]
+__all__ = [
+    "ACTIVATIONS",
+    "Attention",
+    "FeedForward",
+    "Network",
+    "Norm",
+    "RobustRadius",
+    "Stage",
+    "robust_radius",
+]

@@ -28,7 +28,7 @@ from howsmooth.bounds.radius.pairs import Pairs
 from howsmooth.bounds.radius.remainders import Left, product_norm, pulled_product, sum_of_ellipsoids
 from howsmooth.bounds.radius.stages import Attention, FeedForward, Norm, Softmax
 
-__all__ = ["CubicAttention", "CubicFeedForward", "CubicNorm", "Expansion"]
+__all__ = ["CubicAttention", "CubicFeedForward", "CubicNorm", "Expansion", "cubic_remainder_of"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -112,6 +112,7 @@ class CubicFeedForward:
             self.cubic += (K * (weight * twist / 6)[:, None]).T @ squares
         self.forms, self.third, self.squared = torch.stack(forms), torch.stack(thirds), torch.stack(squared)
         self.ellipsoid = Ellipsoid(at.sources, layer.up)
+
     def __call__(self, epsilon: float, remainders: list[Tensor]) -> Left:
         """Return the bounds for |δ| ≤ ε."""
         change = epsilon * self.rows + epsilon**2 * self.forms + self.error(remainders)
@@ -269,7 +270,7 @@ class CubicAttention:
         rest = rest + self.spread * (each_linear * longer + each_c * c / 2)
         rest = rest + of.beyond_third_order(self.spread, v1, v2)
         # where the cubic part is not known as a tensor
-        known = rest.sum(0) + epsilon**3 * self.third + epsilon * (self.crossed(remainders) + zero[: rows])
+        known = rest.sum(0) + epsilon**3 * self.third + epsilon * (self.crossed(remainders) + zero[:rows])
         moments = of.third_order(self.spread, v1, v2)
         moments = moments + self.spread * (longer + each_linear * c + each_c * c / 2) + v1 * c + v2 * of.t
         vector = torch.where(self.exact, known, moments.sum(0))
@@ -372,6 +373,17 @@ class _Tensors:
                     tensor = torch.einsum("okjd,jdnl->nokl", turned, J)
                 rows.append(spectral_norm(tensor.flatten(2)))
         return [torch.stack(rows) for rows in found]
+
+
+def cubic_remainder_of(
+    stage: Attention | FeedForward | Norm, at: Expansion
+) -> CubicAttention | CubicFeedForward | CubicNorm:
+    """Return the remainder of the map of a stage."""
+    if isinstance(stage, Attention):
+        return CubicAttention(stage, at)
+    if isinstance(stage, FeedForward):
+        return CubicFeedForward(stage, at)
+    return CubicNorm(stage, at)
 
 
 def _mean_square(weights: Tensor, values: Tensor) -> Tensor:

@@ -15,7 +15,9 @@ _BLOCKWISE_FROM = 600
 _CHUNK = 256
 
 
-def largest_eigenvalue(gram: Float[Tensor, "*batch r r"], squarings: int = _SQUARINGS) -> Float[Tensor, "*batch"]:
+def largest_eigenvalue(
+    gram: Float[Tensor, "*batch r r"], squarings: int = _SQUARINGS
+) -> Float[Tensor, "*batch"]:
     """Return upper bounds of the largest eigenvalues of positive semidefinite matrices.
 
     The bound is (Σ λ³²)^(1/32) = ‖G¹⁶‖_F^(1/16), at most r^(1/32) times too large.
@@ -25,7 +27,8 @@ def largest_eigenvalue(gram: Float[Tensor, "*batch r r"], squarings: int = _SQUA
     for _ in range(squarings):
         power = power @ power
     found = torch.linalg.vector_norm(power, dim=(-2, -1))
-    return found ** (0.5**squarings) * size[..., 0, 0]
+    bound: Tensor = found ** (0.5**squarings) * size[..., 0, 0]
+    return bound
 
 
 def spectral_norm(matrices: Float[Tensor, "*batch m r"]) -> Float[Tensor, "*batch"]:

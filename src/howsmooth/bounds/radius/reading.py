@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from howsmooth.bounds.radius.network import Network, Stage
 from howsmooth.bounds.radius.stages import ACTIVATIONS, Activation, Attention, FeedForward, Norm
-from howsmooth.errors import ArgumentError, CertificateError
+from howsmooth.errors import ArgumentError, CertificateError, reason
 
 __all__ = ["embedded", "model_logits", "read_classifier"]
 
@@ -34,7 +34,7 @@ def read_classifier(model: nn.Module, x: Tensor) -> Network:
         If a module has no stage, or the stages do not reproduce the model's logits; the module is named.
 
     """
-    base = getattr(model, getattr(model, "base_model_prefix", ""), model)
+    base = _base(model)
     layers = getattr(getattr(base, "encoder", None), "layer", None)
     pooler, classifier = getattr(base, "pooler", None), getattr(model, "classifier", None)
     if not isinstance(layers, nn.ModuleList) or pooler is None or not isinstance(classifier, nn.Linear):
@@ -59,6 +59,11 @@ def read_classifier(model: nn.Module, x: Tensor) -> Network:
     network = Network(tuple(stages), readout[:, None], offset)
     _verify(model, network, x)
     return network
+
+
+def _base(model: nn.Module) -> Any:
+    """Return the model without its classifier."""
+    return getattr(model, getattr(model, "base_model_prefix", ""), model)
 
 
 def _post_norm_layer(layer: Any, names: dict[nn.Module, str], rows: Tensor) -> list[Stage]:
@@ -92,7 +97,13 @@ def _linear(module: nn.Linear) -> tuple[Tensor, Tensor]:
 
 
 def _attention(
-    query: nn.Linear, key: nn.Linear, value: nn.Linear, output: nn.Linear, heads: int, scale: float, rows: Tensor
+    query: nn.Linear,
+    key: nn.Linear,
+    value: nn.Linear,
+    output: nn.Linear,
+    heads: int,
+    scale: float,
+    rows: Tensor,
 ) -> Attention:
     split = {}
     for name, module in (("query", query), ("key", key), ("value", value)):
@@ -149,12 +160,18 @@ def embedded(model: nn.Module, inputs: Mapping[str, Tensor]) -> Tensor:
         raise ArgumentError("inputs", expected="input_ids of one sequence (1, n)", got=got)
     mask = inputs.get("attention_mask")
     if mask is not None and not bool(mask.bool().all()):
-        raise ArgumentError("inputs", expected="a sequence without padding", got="an attention_mask with zeros")
-    base = getattr(model, getattr(model, "base_model_prefix", ""), model)
+        raise ArgumentError(
+            "inputs", expected="a sequence without padding", got="an attention_mask with zeros"
+        )
+    base = _base(model)
     if not isinstance(getattr(base, "embeddings", None), nn.Module):
         raise CertificateError("", kind=type(model).__name__, reason="has no module named embeddings")
-    with torch.no_grad():
-        found: Tensor = base.embeddings(input_ids=ids, token_type_ids=inputs.get("token_type_ids"))
+    try:
+        with torch.no_grad():
+            found: Tensor = base.embeddings(input_ids=ids, token_type_ids=inputs.get("token_type_ids"))
+    except (IndexError, RuntimeError) as error:
+        got = f"{ids.shape[1]} ids up to {int(ids.max())} ({reason(error)})"
+        raise ArgumentError("inputs", expected="input_ids that the model can embed", got=got) from None
     return found[0]
 
 
@@ -163,12 +180,13 @@ def model_logits(model: nn.Module, x: Tensor) -> Tensor:
 
     The tokens replace the output of the model's embedding layer for this call.
     """
-    base = getattr(model, getattr(model, "base_model_prefix", ""), model)
+    base = _base(model)
     embeddings = base.embeddings
     embeddings.forward = lambda *args, **kwargs: x[None]
     try:
         with torch.no_grad():
-            return model(inputs_embeds=x[None]).logits[0]
+            logits: Tensor = model(inputs_embeds=x[None]).logits[0]
+            return logits
     finally:
         del embeddings.forward
 

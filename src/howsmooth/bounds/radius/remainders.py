@@ -18,7 +18,7 @@ from torch import Tensor
 
 from howsmooth.bounds.radius.errors import Ellipsoid, Source, reached
 from howsmooth.bounds.radius.norms import largest_eigenvalue, spectral_norm, weighted_norm
-from howsmooth.bounds.radius.stages import Attention, FeedForward, Norm
+from howsmooth.bounds.radius.stages import Attention, FeedForward, Norm, Softmax
 
 __all__ = [
     "AttentionRemainder",
@@ -27,6 +27,7 @@ __all__ = [
     "NormRemainder",
     "product_norm",
     "pulled_product",
+    "remainder_of",
     "sum_of_ellipsoids",
 ]
 
@@ -45,7 +46,9 @@ class NormRemainder:
     |√d gain ∘ a| (3/2) (−ln(1 − t) − t − t²/2).
     """
 
-    def __init__(self, norm: Norm, u: Tensor, tangents: Tensor, sources: list[Source], adjoint: Tensor) -> None:
+    def __init__(
+        self, norm: Norm, u: Tensor, tangents: Tensor, sources: list[Source], adjoint: Tensor
+    ) -> None:
         self.r = norm.direction_and_length(u)[1][:, 0]
         self.size = spectral_norm(norm.centre(tangents))
         centre = torch.eye(u.shape[1], dtype=u.dtype)
@@ -157,7 +160,9 @@ class AttentionRemainder:
         self.each_key = spectral_norm(dk)
         out = attention.output @ attention.value_weight  # (H, d_out, d)
         self.value = weighted_norm(P, torch.einsum("hod,ndk->hnok", out, tangents))
-        spread = at.centred(torch.einsum("hoe,hje->hjo", attention.output, at.v)[:, None].expand(-1, P.shape[1], -1, -1))
+        spread = at.centred(
+            torch.einsum("hoe,hje->hjo", attention.output, at.v)[:, None].expand(-1, P.shape[1], -1, -1)
+        )
         self.spread = spectral_norm(root[..., None] * spread)
         w = torch.einsum("hoe,io->hie", attention.output, adjoint)
         c = at.centred(w @ at.v.mT)
@@ -167,7 +172,9 @@ class AttentionRemainder:
         self.pulled = spectral_norm(root[..., None] * dc)
         self._errors(attention, at, out, w, sources)
 
-    def _errors(self, attention: Attention, at: object, out: Tensor, w: Tensor, sources: list[Source]) -> None:
+    def _errors(
+        self, attention: Attention, at: Softmax, out: Tensor, w: Tensor, sources: list[Source]
+    ) -> None:
         """Measure how errors of the tokens reach queries, keys, values and scores."""
         heads, rows, n = self.weights.shape
         identity = torch.eye(attention.key.shape[2], dtype=w.dtype)
@@ -229,3 +236,14 @@ class AttentionRemainder:
         margin = margin + value_error * of_error + self.largest * of_error**2 / 2
         margin = margin + self.deviation * dq_error * key_error
         return Left(vector.sum(0), margin.sum())
+
+
+def remainder_of(
+    stage: Attention | FeedForward | Norm, u: Tensor, tangents: Tensor, sources: list[Source], adjoint: Tensor
+) -> AttentionRemainder | FeedForwardRemainder | NormRemainder:
+    """Return the remainder of the map of a stage at tokens u (n, d)."""
+    if isinstance(stage, Attention):
+        return AttentionRemainder(stage, u, tangents, sources, adjoint)
+    if isinstance(stage, FeedForward):
+        return FeedForwardRemainder(stage, u, tangents, sources, adjoint)
+    return NormRemainder(stage, u, tangents, sources, adjoint)

@@ -110,7 +110,7 @@ def robust_radius(
     logits = network.logits(x)
     label = int(logits.argmax())
     rivals = _rivals(target, label, len(logits))
-    expansion = {2: SecondOrder, 3: ThirdOrder}[order]
+    expansion: type[SecondOrder] | type[ThirdOrder] = SecondOrder if order == 2 else ThirdOrder
     weakest: tuple[float, int, SecondOrder | ThirdOrder] | None = None
     for rival in sorted(rivals, key=lambda c: -float(logits[c])):
         functional = network.readout[label] - network.readout[rival]
@@ -215,5 +215,7 @@ def _rivals(target: int | None, label: int, classes: int) -> list[int]:
     if target is None:
         return others
     if isinstance(target, bool) or target not in others:
-        raise ArgumentError("target", expected=f"one of the other classes {others}, or None", got=repr(target))
+        raise ArgumentError(
+            "target", expected=f"one of the other classes {others}, or None", got=repr(target)
+        )
     return [target]

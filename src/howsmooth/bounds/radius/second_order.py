@@ -10,12 +10,8 @@ from torch import Tensor
 from howsmooth.bounds.radius.errors import Source
 from howsmooth.bounds.radius.network import Network
 from howsmooth.bounds.radius.norms import spectral_norm
-from howsmooth.bounds.radius.remainders import (
-    AttentionRemainder,
-    FeedForwardRemainder,
-    NormRemainder,
-)
-from howsmooth.bounds.radius.stages import Attention, FeedForward
+from howsmooth.bounds.radius.remainders import remainder_of
+from howsmooth.bounds.radius.stages import Attention
 
 __all__ = ["FirstDerivatives", "Losses", "SecondOrder"]
 
@@ -35,7 +31,9 @@ class FirstDerivatives:
     of the adjoint of the output of the map of stage s; the margin's gradient g, and its Hessian H.
     """
 
-    def __init__(self, network: Network, x: Tensor, injection: Tensor, functional: Tensor, offset: float) -> None:
+    def __init__(
+        self, network: Network, x: Tensor, injection: Tensor, functional: Tensor, offset: float
+    ) -> None:
         self.stages = network.stages
         self.states = list(network.states(x))
         self.tangents = [injection]
@@ -43,7 +41,8 @@ class FirstDerivatives:
             self.tangents.append(stage.push(state, self.tangents[-1]))
         steps = list(zip(self.stages, self.states, self.tangents, strict=False))[::-1]
         adjoint, bent = functional, torch.zeros(*self.states[-1].shape, injection.shape[2], dtype=x.dtype)
-        self.adjoints, self.bent = [functional], []
+        self.adjoints = [functional]
+        self.bent: list[Tensor] = []
         for stage, state, tangents in steps:
             self.bent.insert(0, stage.output_adjoint(state, bent))
             bent = stage.pull(state, bent) + stage.curvature(state, adjoint, tangents)
@@ -78,26 +77,23 @@ class SecondOrder:
     ρ and the effect on the margin are those of :mod:`howsmooth.bounds.radius.remainders`.
     """
 
-    def __init__(self, network: Network, x: Tensor, injection: Tensor, functional: Tensor, offset: float) -> None:
+    def __init__(
+        self, network: Network, x: Tensor, injection: Tensor, functional: Tensor, offset: float
+    ) -> None:
         """Measure all partial Jacobians at x (n, d), for changes injection (n, d, k) δ."""
         self.first = first = FirstDerivatives(network, x, injection, functional, offset)
         sources: list[Source] = []
         self.remainders = []
-        for l, stage in enumerate(network.stages):
-            kind = (
-                AttentionRemainder
-                if isinstance(stage.map, Attention)
-                else FeedForwardRemainder
-                if isinstance(stage.map, FeedForward)
-                else NormRemainder
-            )
-            state = first.states[l]
+        for place, stage in enumerate(network.stages):
+            state = first.states[place]
             branch = [Source(source.jacobian[:, stage.branch]) for source in sources]
-            tangents = first.tangents[l][:, stage.branch]
-            remainder = kind(stage.map, state[:, stage.branch], tangents, branch, first.own_adjoint(l))
+            tangents = first.tangents[place][:, stage.branch]
+            remainder = remainder_of(
+                stage.map, state[:, stage.branch], tangents, branch, first.own_adjoint(place)
+            )
             self.remainders.append(remainder)
             sources = [s.pushed(stage, state, isinstance(stage.map, Attention)) for s in sources]
-            sources.append(Source.of(stage, state, first.states[l + 1]))
+            sources.append(Source.of(stage, state, first.states[place + 1]))
 
     def __call__(self, epsilon: float) -> Losses:
         """Return a lower bound of the margin for |δ| ≤ ε."""

@@ -309,7 +309,9 @@ class Attention:
 
     def _back(self, n: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Return the adjoint (n, d, k) of the tokens from those of queries, keys and values."""
-        tokens = torch.einsum("hed,hnek->ndk", self.key, k) + torch.einsum("hed,hnek->ndk", self.value_weight, v)
+        tokens = torch.einsum("hed,hnek->ndk", self.key, k) + torch.einsum(
+            "hed,hnek->ndk", self.value_weight, v
+        )
         tokens[self.rows] += torch.einsum("hed,hnek->ndk", self.query, q)
         return tokens
 

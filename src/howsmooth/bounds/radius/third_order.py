@@ -5,13 +5,13 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from howsmooth.bounds.radius.cubic_remainders import CubicAttention, CubicFeedForward, CubicNorm, Expansion
+from howsmooth.bounds.radius.cubic_remainders import Expansion, cubic_remainder_of
 from howsmooth.bounds.radius.errors import Source
 from howsmooth.bounds.radius.network import Network
 from howsmooth.bounds.radius.norms import spectral_norm
 from howsmooth.bounds.radius.pairs import Pairs
 from howsmooth.bounds.radius.second_order import FirstDerivatives, Losses
-from howsmooth.bounds.radius.stages import Attention, FeedForward
+from howsmooth.bounds.radius.stages import Attention
 
 __all__ = ["ThirdOrder"]
 
@@ -19,7 +19,9 @@ __all__ = ["ThirdOrder"]
 class ThirdOrder:
     """m(X + δ) = m + g·δ + ½ δᵀHδ + c[δ, δ, δ] up to Σ_s (ε Σ_j ‖N_{s,j}‖ σ_{s,j} + margin_s)."""
 
-    def __init__(self, network: Network, x: Tensor, injection: Tensor, functional: Tensor, offset: float) -> None:
+    def __init__(
+        self, network: Network, x: Tensor, injection: Tensor, functional: Tensor, offset: float
+    ) -> None:
         self.first = FirstDerivatives(network, x, injection, functional, offset)
         pairs = Pairs(injection.shape[2])
         first = self.first
@@ -27,27 +29,20 @@ class ThirdOrder:
         cubic = torch.zeros(pairs.k, len(pairs.i), dtype=x.dtype)
         sources: list[Source] = []
         self.remainders = []
-        for l, stage in enumerate(network.stages):
-            state, output = first.states[l], first.states[l + 1]
-            kind = (
-                CubicAttention
-                if isinstance(stage.map, Attention)
-                else CubicFeedForward
-                if isinstance(stage.map, FeedForward)
-                else CubicNorm
-            )
+        for place, stage in enumerate(network.stages):
+            state, output = first.states[place], first.states[place + 1]
             at = Expansion(
                 state[:, stage.branch],
-                first.tangents[l][:, stage.branch],
+                first.tangents[place][:, stage.branch],
                 forms[:, stage.branch],
                 pairs,
                 [Source(source.jacobian[:, stage.branch]) for source in sources],
-                first.own_adjoint(l),
+                first.own_adjoint(place),
             )
-            remainder = kind(stage.map, at)
+            remainder = cubic_remainder_of(stage.map, at)
             self.remainders.append(remainder)
-            forms, own = stage.push_forms(state, first.tangents[l], forms, pairs)
-            cubic += remainder.cubic + torch.einsum("ndk,ndp->kp", first.bent[l], own) / 2
+            forms, own = stage.push_forms(state, first.tangents[place], forms, pairs)
+            cubic += remainder.cubic + torch.einsum("ndk,ndp->kp", first.bent[place], own) / 2
             sources = [s.pushed(stage, state, isinstance(stage.map, Attention)) for s in sources]
             sources.append(Source.of(stage, state, output))
         self.cubic = _symmetric_norm(cubic, pairs)
