@@ -14,6 +14,8 @@
 - Upper bounds on the change of the output by errors of keys and values: ``kv_error_upper_bound``.
 - Upper bounds for L2, scaled cosine, Sinkhorn and LipschitzNorm attention: ``variant_upper_bounds``.
 
+- A radius within which a whole classifier's answer does not change: ``robust_radius``.
+
 ``best`` returns the tightest bound, and ``table`` lists all bounds beside a measurement.
 
 Every function takes the attention first, then the tokens ``X``, or the ``length`` and the ``radius`` of the
@@ -73,6 +75,7 @@ from howsmooth.bounds.multi_head_upper_bounds import (
 from howsmooth.bounds.norm_layer_outputs import absorb_norm, ellipsoid, norm_radius
 from howsmooth.bounds.parameters import Head, Parameters, parameters_of
 from howsmooth.bounds.pre_norm import pre_norm_upper_bound
+from howsmooth.bounds.radius import RobustRadius, robust_radius
 from howsmooth.bounds.radius_limit import theorem_3_7, theorem_4_5
 from howsmooth.bounds.selection import best
 from howsmooth.bounds.token_upper_bounds import (
@@ -101,6 +104,7 @@ __all__ = [
     "OutputErrorBound",
     "Parameters",
     "Quantity",
+    "RobustRadius",
     "absorb_norm",
     "ball_upper_bound",
     "best",
@@ -137,6 +141,7 @@ __all__ = [
     "proposition_3_6",
     "proposition_3_6_rate",
     "quadratic_growth",
+    "robust_radius",
     "row_norm_maximum",
     "scaled_cosine",
     "scaled_cosine_upper_bound",

@@ -1,0 +1,23 @@
+"""A radius around one input within which a whole Transformer's answer does not change.
+
+``robust_radius`` is the function for users. A model is read (``reading``) as a ``network`` of ``stages``, and
+its margin is expanded along its own partial Jacobians: ``second_order`` with ``remainders``, ``third_order``
+with ``cubic_remainders``; ``errors`` carries remainders to later stages. ``attack`` searches the nearest
+change of the class. Proofs: documentation page "A proved radius for a whole network".
+"""
+
+from howsmooth.bounds.radius.network import Network, Stage
+from howsmooth.bounds.radius.result import RobustRadius
+from howsmooth.bounds.radius.robust_radius import robust_radius
+from howsmooth.bounds.radius.stages import ACTIVATIONS, Attention, FeedForward, Norm
+
+__all__ = [
+    "ACTIVATIONS",
+    "Attention",
+    "FeedForward",
+    "Network",
+    "Norm",
+    "RobustRadius",
+    "Stage",
+    "robust_radius",
+]

@@ -1,0 +1,70 @@
+"""The nearest change of the class that projected gradients find: an upper bound on every proved radius."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from howsmooth.bounds.radius.network import Network
+
+__all__ = ["attack_radius"]
+
+
+def attack_radius(
+    network: Network,
+    x: Tensor,
+    injection: Tensor,
+    functional: Tensor,
+    first: float,
+    *,
+    starts: int = 4,
+    steps: int = 30,
+    seed: int = 0,
+) -> float:
+    """Return the smallest |δ| found at which ⟨functional, logits⟩ ≤ 0; infinite if none is found.
+
+    The margin is minimised on spheres of growing radius, from ``first``, along its normalised gradient, then
+    the radius is halved in on.
+    """
+    noise = torch.Generator().manual_seed(seed)
+    k = injection.shape[2]
+    best = math.inf
+
+    def margin(delta: Tensor) -> Tensor:
+        return functional @ network.logits(x + injection @ delta)
+
+    gradients = torch.func.vmap(torch.func.grad_and_value(margin))
+    found = torch.randn(starts, k, generator=noise, dtype=x.dtype)
+    found[0] = -torch.func.grad(margin)(torch.zeros(k, dtype=x.dtype))
+
+    def reached(radius: float, delta: Tensor) -> tuple[bool, Tensor]:
+        nonlocal best
+        delta = delta * (radius / delta.norm(dim=1, keepdim=True).clamp_min(1e-300))
+        for step in range(steps):
+            slope, value = gradients(delta)
+            if bool((value <= 0).any()):
+                best = min(best, float(delta[value <= 0].norm(dim=1).min()))
+                return True, delta
+            size = radius * 0.5 * (1 - step / steps)
+            delta = delta - size * slope / slope.norm(dim=1, keepdim=True).clamp_min(1e-300)
+            delta = delta * (radius / delta.norm(dim=1, keepdim=True).clamp_min(1e-300))
+        return False, delta
+
+    low, high = 0.0, first
+    for _ in range(8):
+        crossed, moved = reached(high, found)
+        if crossed:
+            break
+        low, high, found = high, 2 * high, moved
+    else:
+        return best
+    for _ in range(6):
+        middle = (low + min(high, best)) / 2
+        crossed, moved = reached(middle, found)
+        if crossed:
+            high = middle
+        else:
+            low, found = middle, moved
+    return best

@@ -1,0 +1,63 @@
+"""``RobustRadius``: what is shown about a ball around one input, and what is only found."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+
+__all__ = ["RobustRadius"]
+
+
+@dataclass(frozen=True)
+class RobustRadius:
+    """A radius within which the class does not change, by bounds computed in float64.
+
+    The inequalities are those of the documentation page "A proved radius for a whole network", in which every
+    remainder is bounded. Their evaluation in float64 is *not* enclosed: rounding errors of about 1e-12 are
+    not accounted for. ``float(result)`` is the radius.
+    """
+
+    #: Largest ε at which the margin's lower bound is positive, on the axis of ``norm``.
+    radius: float
+    #: Order of the Taylor expansion: 2 or 3.
+    order: int
+    #: The tokens that move, jointly.
+    tokens: tuple[int, ...]
+    #: 2 for the Euclidean norm of all changes together; infinity for the largest change of an entry.
+    norm: float
+    #: The class that does not change, and the class that bounds the radius.
+    label: int
+    rival: int
+    #: Difference of their logits at the input.
+    margin: float
+    #: Pairs (ε, lower bound of the margin on the ball of radius ε).
+    curve: tuple[tuple[float, float], ...]
+    #: Size of the smallest change of the class that projected gradients found; infinite if none, None if not
+    #: asked for.
+    attack: float | None
+    #: Margin divided by the norm of its gradient: the radius of a linear network, no bound.
+    first_order: float
+    #: What each stage takes from the margin at ``radius``, in the order of the network.
+    losses: dict[str, float] = field(repr=False)
+    #: What the polynomial part takes from the margin at ``radius``.
+    polynomial_loss: float = field(repr=False)
+    #: Wall time of all this.
+    seconds: float
+
+    def __float__(self) -> float:
+        """Return the radius."""
+        return self.radius
+
+    def __str__(self) -> str:
+        """Say the result in a few lines."""
+        moved = f"token {self.tokens[0]}" if len(self.tokens) == 1 else f"{len(self.tokens)} tokens jointly"
+        attack = "" if self.attack is None else f", smallest attack found {self.attack:.4g}"
+        norm = "l2" if self.norm == 2 else "l∞"
+        worst = max(self.losses, key=lambda name: self.losses[name])
+        first = "none" if math.isinf(self.first_order) else f"{self.first_order:.4g}"
+        return (
+            f"radius {self.radius:.4g} ({norm}, {moved}, order {self.order}, rounding not enclosed): class "
+            f"{self.label} does not become {self.rival}{attack}; first-order radius {first} (no bound). "
+            f"Largest loss: {worst}, {self.losses[worst]:.3g} of a margin of {self.margin:.3g}. "
+            f"{self.seconds:.1f} s."
+        )

@@ -1,0 +1,362 @@
+"""The stages of a Transformer, each with its value, its first and second derivatives in closed form.
+
+Tokens u have the shape (n, d). Tangents have the shape (n, d, k): k directions at once. Adjoints have the
+shape of a stage's outputs, with or without such an axis of directions. Everything is float64.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from howsmooth.bounds.radius.pairs import Pairs
+
+# An extremum that lies outside of an interval by less than this counts as inside.
+_NEAR = 1e-9
+
+__all__ = ["ACTIVATIONS", "Activation", "Attention", "FeedForward", "Norm", "Softmax"]
+
+
+@dataclass(frozen=True, eq=False)
+class Norm:
+    """LayerNorm (centred) or RMSNorm: u ↦ √d · h/r ∘ gain + bias, r² = |h|² + d·eps."""
+
+    gain: Tensor
+    bias: Tensor
+    eps: float
+    centred: bool
+
+    def centre(self, tangents: Tensor) -> Tensor:
+        """Remove the mean of each token, if the norm does so; tangents have the shape (n, d, ...)."""
+        return tangents - tangents.mean(1, keepdim=True) if self.centred else tangents
+
+    def direction_and_length(self, u: Tensor) -> tuple[Tensor, Tensor]:
+        """Return h/r, of shape (n, d), and r, of shape (n, 1)."""
+        h = self.centre(u)
+        r = (h.square().sum(1, keepdim=True) + u.shape[1] * self.eps).sqrt()
+        return h / r, r
+
+    def scaled(self, adjoint: Tensor) -> Tensor:
+        """Return √d · gain ∘ adjoint, the adjoint of h/r."""
+        factor = math.sqrt(len(self.gain)) * self.gain
+        return adjoint * (factor[:, None] if adjoint.ndim == 3 else factor)
+
+    def value(self, u: Tensor) -> Tensor:
+        """Return the outputs (n, d)."""
+        return self.scaled(self.direction_and_length(u)[0]) + self.bias
+
+    def push(self, u: Tensor, tangents: Tensor) -> Tensor:
+        """Return the derivative along tangents (n, d, k)."""
+        direction, r = self.direction_and_length(u)
+        w = self.centre(tangents)
+        along = torch.einsum("nd,ndk->nk", direction, w)
+        return self.scaled((w - direction[..., None] * along[:, None]) / r[..., None])
+
+    def pull(self, u: Tensor, adjoints: Tensor) -> Tensor:
+        """Return the transposed derivative of adjoints (n, d, k)."""
+        direction, r = self.direction_and_length(u)
+        b = self.scaled(adjoints)
+        along = torch.einsum("nd,ndk->nk", direction, b)
+        return self.centre((b - direction[..., None] * along[:, None]) / r[..., None])
+
+    def second(self, u: Tensor, tangents: Tensor, pairs: Pairs) -> Tensor:
+        """Return D²F[G, G] as quadratic forms (n, d, p) of tangents G (n, d, k)."""
+        direction, r = self.direction_and_length(u)
+        w = self.centre(tangents)
+        along = torch.einsum("nd,ndk->nk", direction, w)
+        radial = 3 * pairs.square(along) - pairs.packed(w.mT @ w)
+        found = torch.empty(*u.shape, radial.shape[1], dtype=u.dtype)
+        for j in range(len(u)):
+            turned = direction[j, :, None] * radial[j] - 2 * pairs.product(w[j], along[j])
+            found[j] = turned * (math.sqrt(u.shape[1]) * self.gain / r[j] ** 2)[:, None]
+        return found
+
+    def curvature(self, u: Tensor, adjoint: Tensor, tangents: Tensor) -> Tensor:
+        """Return M G: the second derivative of ⟨adjoint, value⟩ applied to tangents (n, d, k)."""
+        direction, r = self.direction_and_length(u)
+        w, b = self.centre(tangents), self.scaled(adjoint)
+        own = torch.einsum("nd,nd->n", direction, b)[:, None, None]
+        along = torch.einsum("nd,ndk->nk", direction, w)[:, None]
+        across = torch.einsum("nd,ndk->nk", b, w)[:, None]
+        turned = b[..., None] * along + w * own + direction[..., None] * (across - 3 * own * along)
+        return self.centre(-turned / r[..., None] ** 2)
+
+
+class Activation(NamedTuple):
+    """A function of one variable with its derivatives.
+
+    ``largest_third(z, width)``, ``largest_fourth`` and ``largest_fifth`` bound |φ'''|, |φ''''| and |φ⁽⁵⁾| on the interval
+    [z − width, z + width].
+    """
+
+    value: Callable[[Tensor], Tensor]
+    first: Callable[[Tensor], Tensor]
+    second: Callable[[Tensor], Tensor]
+    third: Callable[[Tensor], Tensor]
+    fourth: Callable[[Tensor], Tensor]
+    largest_third: Callable[[Tensor, Tensor], Tensor]
+    largest_fourth: Callable[[Tensor, Tensor], Tensor]
+    largest_fifth: Callable[[Tensor, Tensor], Tensor]
+
+
+def _density(z: Tensor) -> Tensor:
+    return torch.exp(-z * z / 2) / math.sqrt(2 * math.pi)
+
+
+def _normal(z: Tensor) -> Tensor:
+    return torch.erfc(-z / math.sqrt(2)) / 2
+
+
+def _largest(function: Callable[[Tensor], Tensor], extrema: tuple[float, ...]) -> Any:
+    """Return a function of (z, width) that bounds |function| on [z − width, z + width].
+
+    The supremum is the largest of the values at both ends and at those extrema that lie inside.
+    """
+
+    def largest(z: Tensor, width: Tensor) -> Tensor:
+        low, high = z - width, z + width
+        found = torch.maximum(function(low).abs(), function(high).abs())
+        for extremum in extrema:
+            peak = function(torch.tensor(extremum, dtype=z.dtype)).abs()
+            inside = (low - _NEAR <= extremum) & (extremum <= high + _NEAR)
+            found = torch.where(inside, torch.maximum(found, peak), found)
+        return found
+
+    return largest
+
+
+def _both(*squares: float) -> tuple[float, ...]:
+    """Return the positive and negative square roots."""
+    return tuple(sign * math.sqrt(square) for square in squares for sign in (1, -1))
+
+
+def _halves(middle: float, root: float, divisor: float) -> tuple[float, float]:
+    """Return the two solutions of a quadratic equation."""
+    return (middle - root) / divisor, (middle + root) / divisor
+
+
+def _gelu_third(z: Tensor) -> Tensor:
+    return _density(z) * (z**3 - 4 * z)
+
+
+def _gelu_fourth(z: Tensor) -> Tensor:
+    return _density(z) * (-(z**4) + 7 * z**2 - 4)
+
+
+def _tanh_third(z: Tensor) -> Tensor:
+    y = torch.tanh(z)
+    return (1 - y * y) * (6 * y * y - 2)
+
+
+def _tanh_fourth(z: Tensor) -> Tensor:
+    y = torch.tanh(z)
+    return (1 - y * y) * (16 * y - 24 * y**3)
+
+
+def _gelu_fifth(z: Tensor) -> Tensor:
+    return _density(z) * z * (z**4 - 11 * z**2 + 18)
+
+
+def _tanh_fifth(z: Tensor) -> Tensor:
+    square = torch.tanh(z) ** 2
+    return (1 - square) * (16 - 120 * square + 120 * square**2)
+
+
+def _tanh_second(z: Tensor) -> Tensor:
+    y = torch.tanh(z)
+    return -2 * y * (1 - y * y)
+
+
+ACTIVATIONS: dict[str, Activation] = {
+    "gelu": Activation(
+        lambda z: z * _normal(z),
+        lambda z: _normal(z) + z * _density(z),
+        lambda z: _density(z) * (2 - z * z),
+        _gelu_third,
+        _gelu_fourth,
+        # The roots of z⁴ − 7z² + 4, of z (z⁴ − 11z² + 18) and of z⁶ − 16z⁴ + 51z² − 18.
+        _largest(_gelu_third, _both((7 - math.sqrt(33)) / 2, (7 + math.sqrt(33)) / 2)),
+        _largest(_gelu_fourth, (0.0, *_both(2, 9))),
+        _largest(_gelu_fifth, _both(0.40248426380182073, 3.7864793479239887, 11.811036388274188)),
+    ),
+    "tanh": Activation(
+        torch.tanh,
+        lambda z: 1 - torch.tanh(z) ** 2,
+        _tanh_second,
+        _tanh_third,
+        _tanh_fourth,
+        # With y = tanh z: the roots of y (2 − 3y²), of 15y⁴ − 15y² + 2 and of y (45y⁴ − 60y² + 17).
+        _largest(_tanh_third, (0.0, *map(math.atanh, _both(2 / 3)))),
+        _largest(_tanh_fourth, tuple(map(math.atanh, _both(*_halves(15, math.sqrt(105), 30))))),
+        _largest(_tanh_fifth, (0.0, *map(math.atanh, _both(*_halves(30, math.sqrt(135), 45))))),
+    ),
+}
+"""The activations that have a remainder, by name."""
+
+
+@dataclass(frozen=True, eq=False)
+class FeedForward:
+    """Token by token, u ↦ W₂ φ(W₁ u + b₁) + b₂; ``down`` is None for W₂ = I."""
+
+    up: Tensor
+    up_bias: Tensor
+    activation: Activation
+    down: Tensor
+    down_bias: Tensor
+
+    def preactivations(self, u: Tensor) -> Tensor:
+        """Return W₁ u + b₁, of shape (n, m)."""
+        return u @ self.up.T + self.up_bias
+
+    def value(self, u: Tensor) -> Tensor:
+        """Return the outputs (n, d_out)."""
+        return self.activation.value(self.preactivations(u)) @ self.down.T + self.down_bias
+
+    def push(self, u: Tensor, tangents: Tensor) -> Tensor:
+        """Return the derivative along tangents (n, d, k)."""
+        slope = self.activation.first(self.preactivations(u))
+        return self.down @ (slope[..., None] * (self.up @ tangents))
+
+    def pull(self, u: Tensor, adjoints: Tensor) -> Tensor:
+        """Return the transposed derivative of adjoints (n, d_out, k)."""
+        slope = self.activation.first(self.preactivations(u))
+        return self.up.T @ (slope[..., None] * (self.down.T @ adjoints))
+
+    def second(self, u: Tensor, tangents: Tensor, pairs: Pairs) -> Tensor:
+        """Return D²F[G, G] as quadratic forms (n, d_out, p) of tangents G (n, d, k)."""
+        bend = self.activation.second(self.preactivations(u))
+        return torch.stack(
+            [(self.down * b) @ pairs.square(self.up @ G) for b, G in zip(bend, tangents, strict=True)]
+        )
+
+    def curvature(self, u: Tensor, adjoint: Tensor, tangents: Tensor) -> Tensor:
+        """Return M G: the second derivative of ⟨adjoint, value⟩ applied to tangents (n, d, k)."""
+        bend = self.activation.second(self.preactivations(u)) * (adjoint @ self.down)
+        return self.up.T @ (bend[..., None] * (self.up @ tangents))
+
+
+class Softmax(NamedTuple):
+    """What attention computes at tokens u: queries, keys, values of each head and attention weights."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    weights: Tensor
+
+    def centred(self, scores: Tensor) -> Tensor:
+        """Subtract from scores (H, r, n, ...) the mean of each row under the attention weights."""
+        mean = torch.einsum("hij,hij...->hi...", self.weights, scores)
+        return scores - mean[:, :, None]
+
+
+@dataclass(frozen=True, eq=False)
+class Attention:
+    """Multi-head softmax attention: query, key, value (H, e, d) with biases (H, e), output (H, d_out, e).
+
+    ``rows`` are the tokens whose outputs are computed; ``visible`` (n, n) says which tokens a row sees, or is
+    None for all. The scale of the scores is part of the query.
+    """
+
+    query: Tensor
+    query_bias: Tensor
+    key: Tensor
+    key_bias: Tensor
+    value_weight: Tensor
+    value_bias: Tensor
+    output: Tensor
+    output_bias: Tensor
+    rows: Tensor
+    visible: Tensor | None = None
+
+    def softmax(self, u: Tensor) -> Softmax:
+        """Return queries, keys, values and attention weights (H, rows, n)."""
+        q = torch.einsum("hed,nd->hne", self.query, u[self.rows]) + self.query_bias[:, None]
+        k = torch.einsum("hed,nd->hne", self.key, u) + self.key_bias[:, None]
+        v = torch.einsum("hed,nd->hne", self.value_weight, u) + self.value_bias[:, None]
+        scores = q @ k.mT
+        if self.visible is not None:
+            scores = scores.masked_fill(~self.visible[self.rows], -torch.inf)
+        return Softmax(q, k, v, scores.softmax(-1))
+
+    def value(self, u: Tensor) -> Tensor:
+        """Return the outputs (rows, d_out)."""
+        at = self.softmax(u)
+        return torch.einsum("hoe,hie->io", self.output, at.weights @ at.v) + self.output_bias
+
+    def tangents(self, tangents: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the changes (H, n, e, k) of queries (rows only), keys and values along (n, d, k)."""
+        dq = torch.einsum("hed,ndk->hnek", self.query, tangents[self.rows])
+        dk = torch.einsum("hed,ndk->hnek", self.key, tangents)
+        return dq, dk, torch.einsum("hed,ndk->hnek", self.value_weight, tangents)
+
+    def score_changes(self, at: Softmax, dq: Tensor, dk: Tensor) -> Tensor:
+        """Return the linear changes of the scores (H, rows, n, k), without their mean in each row."""
+        changes = torch.einsum("hiek,hje->hijk", dq, at.k) + torch.einsum("hie,hjek->hijk", at.q, dk)
+        return at.centred(changes)
+
+    def push(self, u: Tensor, tangents: Tensor) -> Tensor:
+        """Return the derivative along tangents (n, d, k)."""
+        at = self.softmax(u)
+        dq, dk, dv = self.tangents(tangents)
+        moved = at.weights[..., None] * self.score_changes(at, dq, dk)
+        heads = torch.einsum("hijk,hje->hiek", moved, at.v) + torch.einsum("hij,hjek->hiek", at.weights, dv)
+        return torch.einsum("hoe,hiek->iok", self.output, heads)
+
+    def _back(self, n: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """Return the adjoint (n, d, k) of the tokens from those of queries, keys and values."""
+        tokens = torch.einsum("hed,hnek->ndk", self.key, k) + torch.einsum(
+            "hed,hnek->ndk", self.value_weight, v
+        )
+        tokens[self.rows] += torch.einsum("hed,hnek->ndk", self.query, q)
+        return tokens
+
+    def pull(self, u: Tensor, adjoints: Tensor) -> Tensor:
+        """Return the transposed derivative of adjoints (rows, d_out, k)."""
+        at = self.softmax(u)
+        w = torch.einsum("hoe,iok->hiek", self.output, adjoints)
+        c = at.weights[..., None] * at.centred(torch.einsum("hiek,hje->hijk", w, at.v))
+        return self._back(
+            len(u),
+            torch.einsum("hijk,hje->hiek", c, at.k),
+            torch.einsum("hijk,hie->hjek", c, at.q),
+            torch.einsum("hij,hiek->hjek", at.weights, w),
+        )
+
+    def second(self, u: Tensor, tangents: Tensor, pairs: Pairs) -> Tensor:
+        """Return D²F[G, G] as quadratic forms (rows, d_out, p) of tangents G (n, d, k)."""
+        at = self.softmax(u)
+        dq, dk, dv = self.tangents(tangents)
+        t = self.score_changes(at, dq, dk)
+        found = torch.zeros(len(self.rows), self.output.shape[1], len(pairs.i), dtype=u.dtype)
+        for h, output in enumerate(self.output):
+            for i in range(len(self.rows)):
+                P, score = at.weights[h, i], t[h, i]
+                v = at.v[h] - P @ at.v[h]
+                forms = torch.einsum("je,jfk->efk", P[:, None] * v, dk[h])  # Σ P v̄ dkᵀ
+                forms = torch.einsum("efk,fl->ekl", forms, dq[h, i])
+                forms = forms + torch.einsum("jek,jl->ekl", dv[h], P[:, None] * score)
+                thirds = (P[:, None] * v).T @ pairs.square(score)
+                found[i] += output @ (2 * pairs.packed(forms) + thirds)
+        return found
+
+    def curvature(self, u: Tensor, adjoint: Tensor, tangents: Tensor) -> Tensor:
+        """Return M G: the second derivative of ⟨adjoint, value⟩ applied to tangents (n, d, k)."""
+        at = self.softmax(u)
+        dq, dk, dv = self.tangents(tangents)
+        t = self.score_changes(at, dq, dk)
+        w = torch.einsum("hoe,io->hie", self.output, adjoint)
+        c = at.centred(w @ at.v.mT)
+        dc = torch.einsum("hie,hjek->hijk", w, dv)
+        bend = at.weights[..., None] * at.centred(c[..., None] * t + dc)
+        slope = at.weights * c
+        return self._back(
+            len(u),
+            torch.einsum("hijk,hje->hiek", bend, at.k) + torch.einsum("hij,hjek->hiek", slope, dk),
+            torch.einsum("hijk,hie->hjek", bend, at.q) + torch.einsum("hij,hiek->hjek", slope, dq),
+            torch.einsum("hijk,hie->hjek", at.weights[..., None] * t, w),
+        )

@@ -1,0 +1,68 @@
+"""The margin on a ball by the third-order Taylor expansion, with every remainder bounded."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from howsmooth.bounds.radius.cubic_remainders import Expansion, cubic_remainder_of
+from howsmooth.bounds.radius.errors import Source
+from howsmooth.bounds.radius.network import Network
+from howsmooth.bounds.radius.norms import spectral_norm
+from howsmooth.bounds.radius.pairs import Pairs
+from howsmooth.bounds.radius.second_order import FirstDerivatives, Losses
+from howsmooth.bounds.radius.stages import Attention
+
+__all__ = ["ThirdOrder"]
+
+
+class ThirdOrder:
+    """m(X + δ) = m + g·δ + ½ δᵀHδ + c[δ, δ, δ] up to Σ_s (ε Σ_j ‖N_{s,j}‖ σ_{s,j} + margin_s)."""
+
+    def __init__(
+        self, network: Network, x: Tensor, injection: Tensor, functional: Tensor, offset: float
+    ) -> None:
+        self.first = FirstDerivatives(network, x, injection, functional, offset)
+        pairs = Pairs(injection.shape[2])
+        first = self.first
+        forms = torch.zeros(*x.shape, len(pairs.i), dtype=x.dtype)
+        cubic = torch.zeros(pairs.k, len(pairs.i), dtype=x.dtype)
+        sources: list[Source] = []
+        self.remainders = []
+        for place, stage in enumerate(network.stages):
+            state, output = first.states[place], first.states[place + 1]
+            at = Expansion(
+                state[:, stage.branch],
+                first.tangents[place][:, stage.branch],
+                forms[:, stage.branch],
+                pairs,
+                [Source(source.jacobian[:, stage.branch]) for source in sources],
+                first.own_adjoint(place),
+            )
+            remainder = cubic_remainder_of(stage.map, at)
+            self.remainders.append(remainder)
+            forms, own = stage.push_forms(state, first.tangents[place], forms, pairs)
+            cubic += remainder.cubic + torch.einsum("ndk,ndp->kp", first.bent[place], own) / 2
+            sources = [s.pushed(stage, state, isinstance(stage.map, Attention)) for s in sources]
+            sources.append(Source.of(stage, state, output))
+        self.cubic = _symmetric_norm(cubic, pairs)
+
+    def __call__(self, epsilon: float) -> Losses:
+        """Return a lower bound of the margin for |δ| ≤ ε."""
+        vectors: list[Tensor] = []
+        losses = []
+        for remainder, bent in zip(self.remainders, self.first.bent_norms, strict=True):
+            left = remainder(epsilon, vectors)
+            vectors.append(left.vector)
+            losses.append(epsilon * (bent * left.vector).sum() + left.margin)
+        stages = torch.stack(losses)
+        polynomial = self.first.quadratic_loss(epsilon) + float(self.cubic) * epsilon**3
+        return Losses(self.first.margin - polynomial - float(stages.sum()), polynomial, stages)
+
+
+def _symmetric_norm(cubic: Tensor, pairs: Pairs) -> Tensor:
+    """Bound |c[δ, δ, δ]| for |δ| ≤ 1 by the unfolding of the symmetric part of c (k, p)."""
+    full = pairs.matrices(cubic)
+    symmetric = (full + full.permute(1, 0, 2) + full.permute(2, 1, 0)) / 3
+    symmetric = (symmetric + symmetric.mT) / 2
+    return spectral_norm(symmetric.flatten(1))

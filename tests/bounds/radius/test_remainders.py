@@ -1,0 +1,251 @@
+"""Every remainder against what the stage really leaves out, at random and at ascended changes."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import Tensor
+
+from howsmooth.bounds.radius import Attention, Network, Norm, Stage
+from howsmooth.bounds.radius.errors import Ellipsoid, Source
+from howsmooth.bounds.radius.norms import (
+    each_form_norm,
+    form_norm,
+    largest_eigenvalue,
+    spectral_norm,
+    weighted_norm,
+)
+from howsmooth.bounds.radius.pairs import Pairs
+from howsmooth.bounds.radius.remainders import sum_of_ellipsoids
+from howsmooth.bounds.radius.second_order import SecondOrder
+from howsmooth.bounds.radius.third_order import ThirdOrder
+from tests.bounds.radius._networks import (
+    ALL,
+    feed_forward,
+    left_out,
+    moved,
+    norm,
+    normal,
+    post_norm,
+    pre_norm,
+)
+
+CASES = [
+    pytest.param(*post_norm(0), [1], 0.1, id="one token"),
+    pytest.param(*post_norm(1), [0], 0.05, id="the first token"),
+    pytest.param(*post_norm(2), [0, 1, 2, 3], 0.05, id="all tokens"),
+    pytest.param(*pre_norm(3), [2], 0.1, id="pre-norm"),
+    pytest.param(*pre_norm(4), [0, 2], 0.05, id="pre-norm, two tokens"),
+]
+
+
+def expansion(order: int, network: Network, x: Tensor, tokens: list[int]) -> SecondOrder | ThirdOrder:
+    kind = {2: SecondOrder, 3: ThirdOrder}[order]
+    functional, offset = network.readout[0] - network.readout[1], network.offset[0] - network.offset[1]
+    return kind(network, x, moved(x, tokens), functional, float(offset))
+
+
+def bounds(found: SecondOrder | ThirdOrder, epsilon: float) -> list[tuple[Tensor, Tensor]]:
+    vectors: list[Tensor] = []
+    result = []
+    for remainder in found.remainders:
+        left = remainder(epsilon, vectors)
+        vectors.append(left.vector)
+        result.append((left.vector, left.margin))
+    return result
+
+
+def ascended(objective, delta: Tensor, epsilon: float, steps: int = 5) -> Tensor:
+    """Climb on a sphere along normalised gradients."""
+    delta = epsilon * delta / delta.norm()
+    for step in range(steps):
+        slope = torch.func.grad(objective)(delta)
+        if float(slope.norm()) == 0:
+            return delta
+        delta = delta + epsilon * 0.5 * (1 - step / steps) * slope / slope.norm()
+        delta = epsilon * delta / delta.norm()
+    return delta
+
+
+@pytest.mark.parametrize("order", [2, 3])
+@pytest.mark.parametrize(("network", "x", "tokens", "epsilon"), CASES)
+def test_no_stage_leaves_out_more_than_its_bound(
+    order: int, network: Network, x: Tensor, tokens: list[int], epsilon: float
+) -> None:
+    found = expansion(order, network, x, tokens)
+    stated = bounds(found, epsilon)
+    g = torch.Generator().manual_seed(7)
+    k = found.first.gradient.shape[0]
+    pairs = Pairs(k)
+    closest = torch.zeros(len(network.stages))
+
+    def excess(delta: Tensor, stage: int, part: str) -> Tensor:
+        left = left_out(network, found.first, order == 3, delta)[stage]
+        if part == "vector":
+            return left.vector.square().sum()
+        own = left.margin
+        if order == 3:
+            own = own - torch.einsum("k,kp,p->", delta, found.remainders[stage].cubic, pairs.square(delta))
+        return own.abs()
+
+    changes = [normal(g, k) for _ in range(8)]
+    for stage in range(len(network.stages)):
+        for part in ("vector", "margin"):
+            changes.append(ascended(lambda d, s=stage, p=part: excess(d, s, p), normal(g, k), epsilon))
+    for change in changes:
+        for scale in (1.0, 0.5):
+            delta = scale * epsilon * change / change.norm()
+            for stage, left in enumerate(left_out(network, found.first, order == 3, delta)):
+                vector, margin = stated[stage]
+                assert bool((left.vector <= vector * (1 + 1e-9) + 1e-13).all()), network.stages[stage].name
+                own = excess(delta, stage, "margin")
+                assert float(own) <= float(margin) * (1 + 1e-9) + 1e-13, network.stages[stage].name
+                ratio = (left.vector / vector.clamp_min(1e-30)).max()
+                closest[stage] = torch.maximum(closest[stage], ratio)
+    assert float(closest.max()) > 0.05  # the bounds are not idle
+
+
+@pytest.mark.parametrize("order", [2, 3])
+@pytest.mark.parametrize(("network", "x", "tokens", "epsilon"), CASES)
+def test_the_margin_never_falls_below_its_bound(
+    order: int, network: Network, x: Tensor, tokens: list[int], epsilon: float
+) -> None:
+    found = expansion(order, network, x, tokens)
+    injection = moved(x, tokens)
+    k = injection.shape[2]
+    g = torch.Generator().manual_seed(1)
+
+    def margin(delta: Tensor) -> Tensor:
+        logits = network.logits(x + injection @ delta)
+        return logits[0] - logits[1]
+
+    assert found.first.margin == pytest.approx(float(margin(torch.zeros(k, dtype=x.dtype))), abs=1e-12)
+    for size in (epsilon, epsilon / 3):
+        lower = found(size).lower
+        lowest = math.inf
+        for _ in range(20):
+            delta = ascended(lambda d: -margin(d), normal(g, k), size, steps=20)
+            lowest = min(lowest, float(margin(delta)))
+            assert lowest >= lower - 1e-12
+        # The loss is at most some times the true one: nothing is bounded by infinity.
+        assert found.first.margin - lower <= 20 * (found.first.margin - lowest)
+
+
+def test_the_losses_fall_with_the_order_of_the_expansion() -> None:
+    network, x = post_norm(0)
+    for order in (2, 3):
+        found = expansion(order, network, x, [1])
+        losses = [float(found(epsilon).stages.sum()) for epsilon in (0.01, 0.005)]
+        assert losses[0] / losses[1] == pytest.approx(2 ** (order + 1), rel=0.15)
+
+
+@pytest.mark.parametrize("centred", [True, False])
+def test_the_remainder_of_a_norm_is_nearly_attained(centred: bool) -> None:
+    g = torch.Generator().manual_seed(0)
+    layer = norm(g, 4, centred)
+    layer = Norm(torch.ones(4, dtype=torch.float64), torch.zeros(4, dtype=torch.float64), 1e-12, centred)
+    network = Network((Stage("norm", layer, ALL),), normal(g, 2, 1, 4), torch.zeros(2, dtype=torch.float64))
+    x = normal(g, 1, 4)
+    found = expansion(2, network, x, [0])
+    epsilon = 0.02
+    ((vector, _),) = bounds(found, epsilon)
+
+    def size(delta: Tensor) -> Tensor:
+        return left_out(network, found.first, False, delta)[0].vector[0]
+
+    best = max(float(size(ascended(size, normal(g, 4), epsilon, 60))) for _ in range(4))
+    assert 0.9 * float(vector) <= best <= float(vector)
+
+
+@pytest.mark.parametrize("order", [2, 3])
+def test_the_remainder_of_one_neuron_is_nearly_attained(order: int) -> None:
+    g = torch.Generator().manual_seed(5)
+    layer = feed_forward(g, 1, 1, 1)
+    network = Network((Stage("neuron", layer, ALL),), normal(g, 2, 1, 1), torch.zeros(2, dtype=torch.float64))
+    x = normal(g, 1, 1)
+    found = expansion(order, network, x, [0])
+    ((vector, margin),) = bounds(found, 0.05)
+    both = [
+        left_out(network, found.first, order == 3, torch.tensor([s * 0.05], dtype=x.dtype))[0]
+        for s in (-1, 1)
+    ]
+    assert 0.9 * float(vector) <= max(float(left.vector) for left in both) <= float(vector)
+    if order == 2:
+        assert 0.9 * float(margin) <= max(abs(float(left.margin)) for left in both) <= float(margin)
+
+
+def test_the_remainder_of_attention_is_attained_up_to_a_small_factor() -> None:
+    """One row, two tokens of one dimension: scores move by δ, values stand still."""
+    one = torch.ones(1, 1, 1, dtype=torch.float64)
+    zero = torch.zeros(1, 1, dtype=torch.float64)
+    still = Attention(0 * one, zero + 1, one, zero, one * 1e-3, zero, one * 1e3, zero[0], torch.tensor([0]))
+    x = torch.tensor([[0.4], [-0.3]], dtype=torch.float64)
+    readout = torch.tensor([[[1.0]], [[0.0]]], dtype=torch.float64)
+    network = Network((Stage("attention", still, ALL),), readout, torch.zeros(2, dtype=torch.float64))
+    for order in (2, 3):
+        found = expansion(order, network, x, [0, 1])
+        ((vector, _),) = bounds(found, 0.02)
+        g = torch.Generator().manual_seed(0)
+
+        def size(delta: Tensor, order: int = order, found: SecondOrder | ThirdOrder = found) -> Tensor:
+            return left_out(network, found.first, order == 3, delta)[0].vector[0]
+
+        best = max(float(size(ascended(size, normal(g, 2), 0.02, 40))) for _ in range(4))
+        assert best <= float(vector)
+        assert best >= float(vector) / 3
+
+
+def test_norms_are_upper_bounds_and_close() -> None:
+    g = torch.Generator().manual_seed(0)
+    matrices = normal(g, 5, 7, 12)
+    true = torch.linalg.matrix_norm(matrices, 2)
+    found = spectral_norm(matrices)
+    assert bool((found >= true).all())
+    assert bool((found <= 1.05 * true).all())
+    gram = matrices @ matrices.mT
+    assert bool((largest_eigenvalue(gram) >= true**2 * (1 - 1e-12)).all())
+    assert float(spectral_norm(torch.zeros(2, 3, dtype=torch.float64))) == 0
+    pairs = Pairs(4)
+    forms = pairs.packed(normal(g, 6, 4, 4))
+    each = torch.linalg.matrix_norm(pairs.matrices(forms), 2)
+    assert bool((each_form_norm(forms, pairs) >= each * (1 - 1e-12)).all())
+    assert bool((each_form_norm(forms, pairs) <= 1.2 * each).all())
+    deltas = torch.nn.functional.normalize(normal(g, 2000, 4), dim=1)
+    seen = (forms @ pairs.square(deltas).T).norm(dim=0).max()
+    assert float(seen) <= float(form_norm(forms, pairs)) <= 3 * float(seen)
+
+
+@pytest.mark.parametrize("k", [5, 700])
+def test_weighted_norms_are_upper_bounds(k: int) -> None:
+    g = torch.Generator().manual_seed(0)
+    weights, changes = torch.rand(2, 3, 4, generator=g, dtype=torch.float64), normal(g, 2, 4, 3, k)
+    found = weighted_norm(weights, changes)
+    for h in range(2):
+        for i in range(3):
+            whole = (weights[h, i].sqrt()[:, None, None] * changes[h]).flatten(0, 1)
+            true = float(torch.linalg.matrix_norm(whole, 2))
+            assert true * (1 - 1e-12) <= float(found[h, i]) <= 2 * true
+
+
+def test_ellipsoids_contain_sums() -> None:
+    g = torch.Generator().manual_seed(0)
+    alone, mixed = Source(normal(g, 2, 4, 3)), Source(normal(g, 2, 4, 5, 3))
+    rho = [torch.rand(2, generator=g, dtype=torch.float64), torch.rand(5, generator=g, dtype=torch.float64)]
+    matrix = normal(g, 6, 4)
+    shape = Ellipsoid([alone, mixed], matrix)(rho)
+    assert shape is not None
+    inverse = torch.linalg.inv(shape)
+    largest = 0.0
+    for _ in range(500):
+        first = rho[0][:, None] * torch.nn.functional.normalize(normal(g, 2, 3), dim=1)
+        second = rho[1][:, None] * torch.nn.functional.normalize(normal(g, 5, 3), dim=1)
+        e = torch.einsum("nds,ns->nd", alone.jacobian, first)
+        e = e + torch.einsum("ndms,ms->nd", mixed.jacobian, second)
+        largest = max(largest, float(torch.einsum("nd,nde,ne->n", e, inverse, e).max()))
+    assert 0.2 < largest <= 1
+    a, b = (torch.diag(torch.tensor(v, dtype=torch.float64)) for v in ([4.0, 1.0], [1.0, 9.0]))
+    whole = sum_of_ellipsoids(a, b)
+    top = torch.tensor([2.0, 0.0], dtype=torch.float64) + torch.tensor([1.0, 0.0], dtype=torch.float64)
+    assert 0.3 < float(top @ torch.linalg.inv(whole) @ top) <= 1

@@ -1,0 +1,71 @@
+"""Values and derivatives of the stages, against torch.func."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+
+from howsmooth.bounds.radius import ACTIVATIONS, Stage
+from howsmooth.bounds.radius.pairs import Pairs
+from tests.bounds.radius._networks import normal, post_norm, pre_norm
+
+STAGES = [
+    pytest.param(stage, state, id=f"{name} {stage.name}")
+    for name, (network, x) in (("post", post_norm(0)), ("pre", pre_norm(1)))
+    for stage, state in zip(network.stages, network.states(x), strict=False)
+]
+
+
+@pytest.mark.parametrize(("stage", "state"), STAGES)
+def test_derivatives_are_those_of_autodiff(stage: Stage, state: Tensor) -> None:
+    g = torch.Generator().manual_seed(3)
+    pairs = Pairs(3)
+    tangents, adjoint = normal(g, *state.shape, 3), normal(g, *stage.value(state).shape)
+    jacobian = torch.func.jacrev(stage.value)(state)
+    close = {"rtol": 1e-10, "atol": 1e-11}
+    pushed = torch.einsum("iojd,jdk->iok", jacobian, tangents)
+    torch.testing.assert_close(stage.push(state, tangents), pushed, **close)
+    pulled = torch.einsum("iojd,io->jd", jacobian, adjoint)
+    torch.testing.assert_close(stage.pull(state, adjoint[..., None])[..., 0], pulled, **close)
+    hessian = torch.func.hessian(lambda u: (adjoint * stage.value(u)).sum())(state)
+    bent = torch.einsum("iojd,jdk->iok", hessian, tangents)
+    torch.testing.assert_close(stage.curvature(state, adjoint, tangents), bent, **close)
+    second = torch.func.jacfwd(torch.func.jacfwd(lambda d: stage.value(state + tangents @ d)))
+    own = stage.output_adjoint(state, second(torch.zeros(3, dtype=state.dtype)))
+    torch.testing.assert_close(pairs.matrices(stage.second(state, tangents, pairs)), own, **close)
+
+
+def test_pairs_keep_inner_products_and_values() -> None:
+    g = torch.Generator().manual_seed(0)
+    pairs, delta = Pairs(5), normal(g, 5)
+    left, right = normal(g, 5), normal(g, 5)
+    square = pairs.square(delta)
+    assert float(square @ square) == pytest.approx(float(delta @ delta) ** 2, rel=1e-13)
+    product = pairs.product(left, right)
+    assert float(product @ square) == pytest.approx(float((left @ delta) * (right @ delta)), rel=1e-12)
+    torch.testing.assert_close(pairs.packed(pairs.matrices(product)), product)
+    torch.testing.assert_close(pairs.square(left), pairs.product(left, left))
+
+
+@pytest.mark.parametrize("name", ACTIVATIONS)
+def test_activations_have_the_stated_derivatives_and_suprema(name: str) -> None:
+    activation = ACTIVATIONS[name]
+    z = torch.linspace(-6, 6, 97, dtype=torch.float64)
+    width = torch.rand(97, generator=torch.Generator().manual_seed(0), dtype=torch.float64) * 2
+    suprema = {3: activation.largest_third, 4: activation.largest_fourth, 5: activation.largest_fifth}
+    stated = (activation.value, activation.first, activation.second, activation.third, activation.fourth)
+    for order, function in enumerate(stated, start=1):
+
+        def slope(z: Tensor, function: Callable[[Tensor], Tensor] = function) -> Tensor:
+            return torch.func.jvp(function, (z,), (torch.ones_like(z),))[1]
+
+        if order < len(stated):
+            torch.testing.assert_close(stated[order](z), slope(z), rtol=1e-9, atol=1e-12)
+        if order in suprema:
+            seen = torch.stack([slope(z + s * width) for s in torch.linspace(-1, 1, 201)]).abs().amax(0)
+            bound = suprema[order](z, width)
+            assert bool((bound >= seen * (1 - 1e-12)).all())
+            assert bool((bound <= seen * 1.01 + 1e-3).all())
