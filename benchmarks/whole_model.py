@@ -1,14 +1,15 @@
-"""The constant of a whole model, from its embeddings to its last hidden state: time and memory of each method.
+"""The constant of a whole model, from embeddings to last hidden state: time and memory of each method.
 
     python benchmarks/whole_model.py                      # some minutes
     python benchmarks/whole_model.py --lengths 64,256,1024 --layers 4 --width 256
 
-The model is of Llama type with random weights, in float32, on one thread. Every method runs in a process of its
-own; memory is what it adds to the size of the process, at most, on Linux. ``jacrev`` forms the dense Jacobian
-and takes its spectral norm; it is left out where the matrix exceeds 2 GiB. ``power`` is power iteration on JᵀJ by
-forward and reverse mode, until its value changes by less than the tolerance, under eager attention and under
-PyTorch's math backend; it gives no interval. ``curvlinops`` is its Jacobian operator with SciPy's ``svds``, if it
-is installed. The products of ``howsmooth`` are counted, so that its time can be compared with theirs alone.
+The model is of Llama type with random weights, in float32, on one thread. Every method runs in a process of
+its own; memory is what it adds to the size of the process, at most, on Linux. ``jacrev`` forms the dense
+Jacobian and takes its spectral norm; it is left out where the matrix exceeds 2 GiB. ``power`` is power
+iteration on JᵀJ by forward and reverse mode, until its value changes by less than the tolerance, under eager
+attention and under PyTorch's math backend; it gives no interval. ``curvlinops`` is its Jacobian operator with
+SciPy's ``svds``, if it is installed. The products of ``howsmooth`` are counted, so that its time can be
+compared with theirs alone.
 """
 
 from __future__ import annotations

@@ -46,6 +46,7 @@ if TYPE_CHECKING:
     from howsmooth.lipschitz import (
         LipschitzEstimate,
         LipschitzEstimates,
+        OperandSensitivity,
         QKVSensitivity,
         local_lipschitz,
         qkv_sensitivity,
@@ -67,6 +68,7 @@ __all__ = [
     "LayerScale",
     "LipschitzEstimate",
     "LipschitzEstimates",
+    "OperandSensitivity",
     "Precision",
     "Profile",
     "QKVSensitivity",
@@ -118,6 +120,7 @@ _ROOMS = {
     "lipschitz": (
         "LipschitzEstimate",
         "LipschitzEstimates",
+        "OperandSensitivity",
         "QKVSensitivity",
         "local_lipschitz",
         "qkv_sensitivity",

@@ -467,6 +467,25 @@ def test_autocast_as_in_scaled_dot_product_attention(dtype: torch.dtype, masked:
     agree(found[0][0].double(), written_out(*exact, bias), 5e-3 if rounded else 1e-12)
 
 
+@pytest.mark.slow
+def test_compilation() -> None:
+    """With breaks of the graph as it stands, and as one graph once it is allowed there."""
+    torch.manual_seed(0)
+    x = [torch.randn(1, 2, 9, 4, requires_grad=True) for _ in range(3)]
+
+    def f(*x: Tensor) -> Tensor:
+        out: Tensor = attention(*x, causal=True)
+        return out**2
+
+    expected = (f(*x), *torch.autograd.grad(f(*x).sum(), x))
+    out = torch.compile(f, backend="aot_eager")(*x)
+    agree((out, *torch.autograd.grad(out.sum(), x)), expected, 1e-6)
+    torch.compiler.allow_in_graph(attention)
+    torch._dynamo.reset()
+    out = torch.compile(f, backend="aot_eager", fullgraph=True)(*x)
+    agree((out, *torch.autograd.grad(out.sum(), x)), expected, 1e-6)
+
+
 def test_large_scores() -> None:
     """Exponents far beyond the range of float64, where nothing overflows."""
     q, k, v = 1e3 * drawn(2, 4, 3, seed=1), 1e3 * drawn(2, 6, 3, seed=2), drawn(2, 6, 2, seed=3)

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from benchmarks import whole_model
 from torch import Tensor
 from torch.func import functional_call, grad, jvp
 from torch.utils._pytree import tree_leaves
@@ -235,6 +236,24 @@ def test_a_hessian_vector_product_of_a_whole_model(name: str) -> None:
         with WithoutDowncast():
             found[implementation] = jvp(grad(loss), (x,), (e,))[1].detach()
     assert _error(found["howsmooth"], found["eager"]) <= 1e-12
+
+
+def test_hessian_vector_products_of_the_benchmark() -> None:
+    """The whole model at once, one layer after the other, and the dense Hessian of eager attention."""
+    x, e = torch.randn(2, 1, 9, 16, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    found = {}
+    with WithoutDowncast():
+        for name in ("howsmooth", "eager"):
+            model = whole_model.made(9, name, hidden=16, layers=2).double()
+            found[name] = [way(model, x, e) for way in whole_model.WAYS.values()]
+    truth = found["eager"][0]
+    assert max(_error(product, truth) for product in found["howsmooth"] + found["eager"]) <= 1e-12
+
+
+@pytest.mark.slow
+def test_memory_of_a_hessian_vector_product_at_8192_tokens() -> None:
+    """Four layers of width 256, of which eager attention would hold 2 GiB of scores each."""
+    assert whole_model.measured(8192, "howsmooth", "layers")[2] <= 2048
 
 
 def test_refusals() -> None:

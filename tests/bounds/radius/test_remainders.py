@@ -92,8 +92,10 @@ def test_no_stage_leaves_out_more_than_its_bound(
 
     changes = [normal(g, k) for _ in range(8)]
     for stage in range(len(network.stages)):
-        for part in ("vector", "margin"):
-            changes.append(ascended(lambda d, s=stage, p=part: excess(d, s, p), normal(g, k), epsilon))
+        changes += [
+            ascended(lambda d, s=stage, p=part: excess(d, s, p), normal(g, k), epsilon)
+            for part in ("vector", "margin")
+        ]
     for change in changes:
         for scale in (1.0, 0.5):
             delta = scale * epsilon * change / change.norm()

@@ -116,8 +116,8 @@ def test_models_without_remainders_are_refused_by_name(classifier: BertForSequen
         hs.bounds.robust_radius(nn.Linear(3, 2), torch.zeros(2, 3))
     with pytest.raises(ArgumentError, match="ids up to 90"):
         hs.bounds.robust_radius(classifier, {"input_ids": 10 * IDS})
+    mask = torch.tensor([[1, 1, 1, 1, 0]])
     with pytest.raises(ArgumentError, match="padding"):
-        mask = torch.tensor([[1, 1, 1, 1, 0]])
         hs.bounds.robust_radius(classifier, {"input_ids": IDS, "attention_mask": mask})
     config = BertConfig(
         vocab_size=12,

@@ -46,7 +46,7 @@ def weighted_norm(
     For few columns the k × k matrix Σ_j w_ij C_jᵀC_j is formed. For many, the n × n matrix of the norms of
     the blocks √(w_ij w_il) C_j C_lᵀ takes its place: its largest eigenvalue is not smaller.
     """
-    heads, n, e, k = changes.shape
+    heads, n, _, k = changes.shape
     if k <= _BLOCKWISE_FROM:
         squares = changes.mT @ changes
         gram = torch.einsum("hij,hjkl->hikl", weights, squares)

@@ -176,7 +176,7 @@ class AttentionRemainder:
         self, attention: Attention, at: Softmax, out: Tensor, w: Tensor, sources: list[Source]
     ) -> None:
         """Measure how errors of the tokens reach queries, keys, values and scores."""
-        heads, rows, n = self.weights.shape
+        n = self.weights.shape[2]
         identity = torch.eye(attention.key.shape[2], dtype=w.dtype)
         self.error = reached(sources, identity, by_row=False)
         self.rows = attention.rows

@@ -27,8 +27,8 @@ class Losses(NamedTuple):
 class FirstDerivatives:
     """All that both expansions need: states, Jacobians, adjoints and their derivatives along δ, at x (n, d).
 
-    For changes injection (n, d, k) δ: ``tangents`` G_l, ``adjoints`` a_l, ``bent`` N_s, the derivative along δ
-    of the adjoint of the output of the map of stage s; the margin's gradient g, and its Hessian H.
+    For changes injection (n, d, k) δ: ``tangents`` G_l, ``adjoints`` a_l, ``bent`` N_s, the derivative along
+    δ of the adjoint of the output of the map of stage s; the margin's gradient g, and its Hessian H.
     """
 
     def __init__(

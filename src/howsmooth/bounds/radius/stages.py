@@ -90,8 +90,8 @@ class Norm:
 class Activation(NamedTuple):
     """A function of one variable with its derivatives.
 
-    ``largest_third(z, width)``, ``largest_fourth`` and ``largest_fifth`` bound |φ'''|, |φ''''| and |φ⁽⁵⁾| on the interval
-    [z − width, z + width].
+    ``largest_third(z, width)``, ``largest_fourth`` and ``largest_fifth`` bound |φ'''|, |φ''''| and |φ⁽⁵⁾| on
+    the interval [z − width, z + width].
     """
 
     value: Callable[[Tensor], Tensor]
