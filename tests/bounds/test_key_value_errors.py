@@ -138,25 +138,36 @@ def test_errors_of_all_sizes_stay_within_the_hull_of_the_values() -> None:
     found = hs.bounds.kv_error_upper_bound(f, x, keys=1e9)
     assert torch.allclose(found.tokens, torch.cdist(y, v).amax(dim=1), rtol=1e-7)
     assert hs.bounds.kv_error_upper_bound(f, x, keys=0.0, values=0.0).value == 0.0
+    # A sink is one more key with value zero. It may take a whole row.
+    f = random_attention(5, heads=1, d_out=None, sinks=torch.tensor([-9.0], dtype=torch.float64))
+    assert bool((f(x).norm(dim=1) > torch.cdist(f(x), f.projections(x)[2][0]).amax(dim=1)).any())
+    found = hs.bounds.kv_error_upper_bound(f, x, keys=1e9)
+    assert bool((found.tokens >= f(x).norm(dim=1)).all())
 
 
 def test_the_bound_holds_in_exact_arithmetic_where_rounding_decides() -> None:
-    # Scores near 2^40: weights computed in float64 are wrong in their first digits, or saturated.
-    one = torch.ones(1, 1, 1, dtype=torch.float64)
-    f = hs.SelfAttention(one, one, one, scale=1.0)
-    x = torch.tensor([[2.0**20], [2.0**20 - 2.0**-19], [-1.0]], dtype=torch.float64)
-    error = 2.0**-21
-    found = hs.bounds.kv_error_upper_bound(f, x, keys=torch.tensor([[error, 0.0, 0.0]]))
+    # Scores near 2^33 that differ by about one: float64 rounds the weights in their seventh digit.
+    one = torch.eye(8, dtype=torch.float64)[None]
+    f = hs.SelfAttention(one, one, one[:, :1], scale=1.0)
+    x = 2.0**15 + tokens(10, N, 8) * 2.0**-16
+    size = torch.zeros(1, N)
+    size[0, 0] = 1.0
+    found = hs.bounds.kv_error_upper_bound(f, x, values=size).tokens
     with mpmath.workdps(60):
-        t = [mpmath.mpf(float(a)) for a in x[:, 0]]
-        for i, bound in enumerate(found.tokens.tolist()):
-            outputs = []
-            for sign in (0, 1, -1):
-                keys = [t[0] + sign * error, *t[1:]]
-                e = [mpmath.exp(t[i] * (a - t[0])) for a in keys]
-                outputs.append(mpmath.fdot(e, t) / mpmath.fsum(e))
-            change = max(abs(outputs[1] - outputs[0]), abs(outputs[2] - outputs[0]))
-            assert change <= bound
+        rows = [[mpmath.mpf(float(entry)) for entry in row] for row in x]
+        for q, bound in zip(rows, found.tolist(), strict=True):
+            scores = [mpmath.fdot(q, k) for k in rows]
+            weight = 1 / mpmath.fsum(mpmath.exp(score - scores[0]) for score in scores)
+            assert weight <= bound <= weight * (1 + 1e-3)
+
+
+def test_the_bound_holds_however_few_steps_search_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    f, x = random_attention(3, heads=1, value_dim=1, d_out=None), tokens(8, N, 6)
+    found = hs.bounds.kv_error_upper_bound(f, x, keys=1.5).tokens
+    monkeypatch.setattr("howsmooth.bounds.key_value_errors._STEPS", 1)
+    few = hs.bounds.kv_error_upper_bound(f, x, keys=1.5).tokens
+    assert bool((few >= found * (1 - 1e-6)).all())
+    assert not torch.allclose(few, found)
 
 
 def test_a_site_and_its_parts() -> None:
