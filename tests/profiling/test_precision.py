@@ -10,7 +10,18 @@ import pandas as pd
 import pytest
 import torch
 from torch import Tensor
-from transformers import BertConfig, BertForMaskedLM, DynamicCache, LlamaConfig, LlamaForCausalLM
+from transformers import (
+    AutoModelForCausalLM,
+    BertConfig,
+    BertForMaskedLM,
+    BloomConfig,
+    DynamicCache,
+    Gemma2Config,
+    GPT2Config,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedConfig,
+)
 
 import howsmooth as hs
 from howsmooth.errors import ArgumentError, CaptureError
@@ -88,6 +99,27 @@ def test_the_changes_are_those_of_a_quantised_cache(llama: torch.nn.Module, of_l
             assert case["change"] == pytest.approx(float(change), rel=2e-3, abs=1e-5)
             assert case["kl"] == pytest.approx(float(kl), rel=2e-2, abs=1e-7)
             assert case["output_norm"] == pytest.approx(float(torch.linalg.vector_norm(own[layer])), rel=1e-4)
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        BloomConfig(vocab_size=60, hidden_size=24, n_layer=2, n_head=4),  # heads and batch are one axis
+        GPT2Config(vocab_size=60, n_embd=24, n_layer=2, n_head=4),
+        Gemma2Config(**SHAPE, num_key_value_heads=2, head_dim=6, sliding_window=32),  # a soft cap
+    ],
+    ids=lambda config: config.model_type,
+)
+def test_divergences_of_other_decoders_are_those_of_a_quantised_cache(config: PreTrainedConfig) -> None:
+    model = with_sharp_attention(AutoModelForCausalLM.from_config(config))
+    table = hs.precision(model, IDS, bits=3, quantisers="token", layers=[1]).table
+    assert bool((table["change"] <= table["bound"]).all())
+    with torch.no_grad():
+        plain = model(IDS).logits.double().log_softmax(-1)
+        for _, case in table.iterrows():
+            other = model(IDS, past_key_values=QuantisedCache(case), use_cache=True).logits
+            kl = (plain.exp() * (plain - other.double().log_softmax(-1))).sum(-1).mean()
+            assert case["kl"] == pytest.approx(float(kl), rel=2e-2, abs=1e-7)
 
 
 def test_the_changes_of_an_encoder_are_those_of_its_own_modules() -> None:

@@ -100,7 +100,8 @@ class LogitsOfModel:
         Returns
         -------
         dict
-            For each layer index the means of its keys and of its values, (kv_heads, n, dim).
+            For each layer index the means of its keys and of its values, each of the shape (*lead, kv_heads,
+            n, dim) that they have in the model.
 
         """
         leaves: dict[int, tuple[Tensor, Tensor]] = {}
@@ -123,7 +124,7 @@ class LogitsOfModel:
             for one, gradient in zip(sums, found, strict=True):
                 if gradient is not None:
                     one += gradient.double().cpu().square()
-        means = [(one / samples).flatten(0, -4)[0] for one in sums]
+        means = [one / samples for one in sums]
         return {layer: (means[2 * i], means[2 * i + 1]) for i, layer in enumerate(leaves)}
 
     def _run(self, change: Change) -> Tensor:

@@ -260,7 +260,11 @@ class _Layer:
         return norms
 
     def _predicted_kl(self, operand: str, head: int, variance: Float64[Tensor, "n dim"]) -> float:
-        """Return half the sum of the errors' variances times the diagonal of the Fisher information."""
+        """Return half the sum of the errors' variances times the diagonal of the Fisher information.
+
+        Where the model repeats a head's keys for each query head, the errors of the copies count as
+        independent of each other.
+        """
         if self.whole is None or self.fisher is None:
             return math.nan
         part = self._of_head(self.fisher["KV".index(operand)], head)
@@ -276,7 +280,7 @@ class _Layer:
         def change(layer: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor] | None:
             if layer != self.site.layer:
                 return None
-            t = (keys if operand == "K" else values).clone()
+            t = (keys if operand == "K" else values).clone(memory_format=torch.contiguous_format)
             part = self._of_head(t, head)
             part.copy_(rounded(part, absmax_steps(part, bits, quantiser)))
             return (t, values) if operand == "K" else (keys, t)
@@ -284,9 +288,16 @@ class _Layer:
         return self.whole.mean_kl(change)
 
     def _of_head(self, t: Tensor, head: int) -> Tensor:
-        """Return the part of the model's keys or values (*lead, heads, n, dim) that one head has.
+        """Return a view of the part of the model's keys or values (*lead, heads, n, dim) that one head has.
 
-        Some models repeat the keys of a head for each query head before their softmax.
+        Some models repeat the keys of a head for each query head before their softmax, and some have one axis
+        for the sequences of a batch and the heads.
         """
-        copies = max(1, t.shape[-3] // self.f.kv_heads)
-        return t[..., head * copies : (head + 1) * copies, :, :]
+        heads = t.view(-1, *t.shape[-2:])
+        copies, rest = divmod(len(heads), self.f.kv_heads)
+        if rest or not copies:
+            raise CaptureError(
+                f"The softmax of layer {self.site.layer} ({self.site.name}) has {len(heads)} heads of keys, "
+                f"where its map has {self.f.kv_heads}."
+            )
+        return heads[head * copies : (head + 1) * copies]
