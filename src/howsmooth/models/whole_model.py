@@ -90,6 +90,7 @@ class ModelParts:
             for module in model.modules():
                 stack.enter_context(module.register_forward_pre_hook(starts))
             self.layers, _ = trace_forward_pass(model, given.named, (), seen)
+        self._ran = tuple(calls)
 
     def whole(self, output: str, *, last_token: bool = False) -> Site:
         """Return the map from the embeddings to an output, one of ``howsmooth.scopes.OUTPUTS``."""
@@ -156,8 +157,10 @@ class ModelParts:
         if main in named and named[main].is_floating_point() and named[main].ndim <= 3:
             return Place("", "input", argument=main)
         table = embedding_of(self.model) if "input_ids" in named else None
-        if table is not None:
-            return Place(self._path(table), "output")
+        # The module that runs may be another one with the same weights.
+        for module in self._ran if table is not None else ():
+            if isinstance(module, nn.Embedding) and table is not None and module.weight is table.weight:
+                return Place(self._path(module), "output")
         if not self.blocks:
             raise CaptureError(f"The embedded tokens of {type(self.model).__name__} are not found.")
         return replace(self.blocks[0], side="input")
