@@ -26,8 +26,11 @@ def failed_unless_zero(code: int = 0) -> None:
             marks=pytest.mark.slow,
         ),
         ("device.py --device cpu --d 8 --heads 2 --samples 1 --count", "times fewer"),
+        pytest.param(
+            "whole_model.py --lengths 4 --layers 1 --width 32", "power, math", marks=pytest.mark.slow
+        ),
     ],
-    ids=["streamed", "long sequence", "device", "operations"],
+    ids=["streamed", "long sequence", "device", "operations", "whole model"],
 )
 def test_a_benchmark_runs(
     command: str, said: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

@@ -38,7 +38,7 @@ from howsmooth.models.measurement_mode import implementation
 from howsmooth.models.padded_sequences import Padding, padding_of, without_padding
 from howsmooth.models.site import Site
 from howsmooth.models.tolerance import precision, relative_error, tolerance
-from howsmooth.models.tracing.forward_trace import run, trace_forward_pass
+from howsmooth.models.tracing.forward_trace import StopForward, run, trace_forward_pass
 from howsmooth.models.tracing.layer_trace import AttentionLayer
 from howsmooth.models.tracing.module_replay import first_tensor
 
@@ -90,6 +90,7 @@ class ModelParts:
             for module in model.modules():
                 stack.enter_context(module.register_forward_pre_hook(starts))
             self.layers, _ = trace_forward_pass(model, given.named, (), seen)
+        self._ran = tuple(calls)
 
     def whole(self, output: str, *, last_token: bool = False) -> Site:
         """Return the map from the embeddings to an output, one of ``howsmooth.scopes.OUTPUTS``."""
@@ -156,8 +157,10 @@ class ModelParts:
         if main in named and named[main].is_floating_point() and named[main].ndim <= 3:
             return Place("", "input", argument=main)
         table = embedding_of(self.model) if "input_ids" in named else None
-        if table is not None:
-            return Place(self._path(table), "output")
+        # The module that runs may be another one with the same weights.
+        for module in self._ran if table is not None else ():
+            if isinstance(module, nn.Embedding) and table is not None and module.weight is table.weight:
+                return Place(self._path(module), "output")
         if not self.blocks:
             raise CaptureError(f"The embedded tokens of {type(self.model).__name__} are not found.")
         return replace(self.blocks[0], side="input")
@@ -305,7 +308,12 @@ class _Run:
 
     def _ended(self) -> Any:
         found: list[Any] = []
-        with observed(self.model, self.end, lambda value: found.append(_copied(value))):
+
+        def reached(value: Any) -> None:
+            found.append(_copied(value))
+            raise StopForward
+
+        with observed(self.model, self.end, reached):
             run(self.model, self.given.named)
         if not found:
             raise CaptureError(f"The forward pass did not reach {self.end}.")
@@ -333,8 +341,8 @@ def _verify(found: ModelMap, runs: list[_Run], x: Tensor, depth: int) -> None:
         wanted = [of(one.moved(tokens)) for one, tokens in zip(runs, moved, strict=True)]
     eps = precision(x.dtype, downcast=downcasts.seen)
     grown = max(
-        relative_error(of(runs[0].moved(tokens)), want)
-        for at, want in ((x[0], own[0]), (moved[0], wanted[0]))
+        relative_error(plain(tokens), plain(at))
+        for at in (x[0], moved[0])
         for tokens in itertools.islice(moved_by_rounding(at), _SHIFTS)
     )
     allowed = (1 + depth) * (tolerance(eps) + 16.0 * grown * eps / precision(x.dtype))

@@ -53,7 +53,7 @@ class DepthProfile:
     input: str
     #: Number of tokens.
     n: int
-    #: The output of the model that was measured.
+    #: The output of the model that was measured, in words.
     output: str
     #: Probability with which each interval holds.
     confidence: float
@@ -210,7 +210,7 @@ def depth_profile(
         model=model.name if isinstance(model, LoadedModel) else type(module).__name__,
         input=given.description,
         n=n,
-        output=f"{output} of the last token" if last_token else output,
+        output=_in_words(output, last_token),
         confidence=confidence,
     )
 
@@ -232,6 +232,11 @@ def _block(
         **measured("until", stage, parts.until(layer)),
         **measured("beyond", stage, parts.beyond(layer, output, last_token=last_token)),
     }
+
+
+def _in_words(output: str, last_token: bool) -> str:
+    name = "last hidden state" if output == "hidden" else output
+    return f"{name} of the last token" if last_token and output != "margin" else name
 
 
 def _fields(kind: str, found: LipschitzEstimate) -> dict[str, Any]:

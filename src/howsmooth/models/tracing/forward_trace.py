@@ -32,7 +32,15 @@ from howsmooth.models.tracing.layer_trace import (
 from howsmooth.models.tracing.mask_and_bias import hides_later_keys
 from howsmooth.models.tracing.softmax_tracer import SoftmaxCall, SoftmaxTracer
 
-__all__ = ["TracedCall", "TracedLayer", "attention_layers", "run", "run_with_attention", "trace_forward_pass"]
+__all__ = [
+    "StopForward",
+    "TracedCall",
+    "TracedLayer",
+    "attention_layers",
+    "run",
+    "run_with_attention",
+    "trace_forward_pass",
+]
 
 
 @dataclass(eq=False)
@@ -104,8 +112,8 @@ class TracedLayer:
         return [self.layer.root, *(call.module for call in self.calls), *norms]
 
 
-class _Stop(BaseException):
-    """Raised to end a forward pass after the last wanted layer.
+class StopForward(BaseException):
+    """Raised to end a forward pass of :func:`run` after what is wanted from it.
 
     It is a BaseException, so that no model catches it with ``except Exception``.
     """
@@ -128,7 +136,7 @@ def run(model: nn.Module, inputs: Mapping[str, Any]) -> Any:
     try:
         with float32_layers(model):
             return model(**inputs, **dict.fromkeys(asked, False))
-    except _Stop:
+    except StopForward:
         return None
     except HowsmoothError:
         raise
@@ -245,7 +253,7 @@ class _ForwardTracer:
             call.output = output
             ended = None if self.last is None else self.kept.get(self.last)
             if ended is not None and ended.calls[0] is call:
-                raise _Stop
+                raise StopForward
 
     def on_softmax(self, softmax: SoftmaxCall) -> None:
         """Add a softmax to the attention layer that is running, or start a new layer with it."""
