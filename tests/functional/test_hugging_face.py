@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from benchmarks import whole_model
+from benchmarks import hessian_vector
 from torch import Tensor
 from torch.func import functional_call, grad, jvp
 from torch.utils._pytree import tree_leaves
@@ -244,8 +244,8 @@ def test_hessian_vector_products_of_the_benchmark() -> None:
     found = {}
     with WithoutDowncast():
         for name in ("howsmooth", "eager"):
-            model = whole_model.made(9, name, hidden=16, layers=2).double()
-            found[name] = [way(model, x, e) for way in whole_model.WAYS.values()]
+            model = hessian_vector.made(9, name, hidden=16, layers=2).double()
+            found[name] = [way(model, x, e) for way in hessian_vector.WAYS.values()]
     truth = found["eager"][0]
     assert max(_error(product, truth) for product in found["howsmooth"] + found["eager"]) <= 1e-12
 
@@ -253,7 +253,7 @@ def test_hessian_vector_products_of_the_benchmark() -> None:
 @pytest.mark.slow
 def test_memory_of_a_hessian_vector_product_at_8192_tokens() -> None:
     """Four layers of width 256, of which eager attention would hold 2 GiB of scores each."""
-    assert whole_model.measured(8192, "howsmooth", "layers")[2] <= 2048
+    assert hessian_vector.measured(8192, "howsmooth", "layers")[2] <= 2048
 
 
 def test_refusals() -> None:
