@@ -18,7 +18,9 @@ def normal(generator: torch.Generator, *shape: int, scale: float = 1.0) -> Tenso
     return scale * torch.randn(*shape, generator=generator, dtype=torch.float64)
 
 
-def attention(generator: torch.Generator, d: int, heads: int, rows: Tensor) -> Attention:
+def attention(
+    generator: torch.Generator, d: int, heads: int, rows: Tensor, visible: Tensor | None = None
+) -> Attention:
     e = d // heads
     maps = []
     for scale in (1.0 / e**0.5, 1.0, 1.0):
@@ -27,7 +29,7 @@ def attention(generator: torch.Generator, d: int, heads: int, rows: Tensor) -> A
             normal(generator, heads, e, scale=0.1),
         ]
     output = normal(generator, heads, d, e, scale=d**-0.5)
-    return Attention(*maps, output, normal(generator, d, scale=0.1), rows)
+    return Attention(*maps, output, normal(generator, d, scale=0.1), rows, visible)
 
 
 def feed_forward(generator: torch.Generator, d: int, m: int, out: int, kind: str = "gelu") -> FeedForward:
@@ -62,14 +64,15 @@ def post_norm(seed: int, n: int = 4, d: int = 6, layers: int = 2) -> tuple[Netwo
 
 
 def pre_norm(seed: int, n: int = 3, d: int = 6) -> tuple[Network, Tensor]:
-    """Return two pre-norm blocks without and with centring, whose readout averages all tokens."""
+    """Return two causal pre-norm blocks without and with centring, whose readout averages all tokens."""
     g = torch.Generator().manual_seed(seed)
     first, second = slice(0, d), slice(d, 2 * d)
+    causal = torch.ones(n, n, dtype=torch.bool).tril()
     stages = []
     for layer in range(2):
         stages += [
             Stage(f"{layer} norm", norm(g, d, layer == 1), ALL, keep=True),
-            Stage(f"{layer} attention", attention(g, d, 2, torch.arange(n)), second, first),
+            Stage(f"{layer} attention", attention(g, d, 2, torch.arange(n), causal), second, first),
             Stage(f"{layer} second norm", norm(g, d, layer == 1), ALL, keep=True),
             Stage(f"{layer} feed-forward", feed_forward(g, d, 2 * d, d), second, first),
         ]
@@ -87,7 +90,7 @@ def moved(x: Tensor, tokens: list[int]) -> Tensor:
 
 
 class Left(NamedTuple):
-    """What one stage leaves out at one δ: a vector for each token, and its effect on the margin."""
+    """What one stage leaves out at one δ: vectors (n', d'), and its effect on the margin."""
 
     vector: Tensor
     margin: Tensor
@@ -118,6 +121,6 @@ def left_out(network: Network, first: FirstDerivatives, cubic: bool, delta: Tens
         beyond = remainder - second(change) / 2
         margin = (a * beyond).sum() + (a * second(change - linear)).sum() / 2
         vector = remainder - second(linear) / 2 if cubic else remainder
-        found.append(Left(stage.output_adjoint(base, vector).norm(dim=1), margin))
+        found.append(Left(stage.output_adjoint(base, vector), margin))
         x = after
     return found

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import math
+from functools import partial
 
 import pytest
 import torch
 from torch import Tensor
 
 from howsmooth.bounds.radius import Attention, Network, Norm, Stage
-from howsmooth.bounds.radius.errors import Ellipsoid, Source
+from howsmooth.bounds.radius.ellipsoids import balls, ellipsoid_sum, half_widths, radii
+from howsmooth.bounds.radius.errors import Errors, Source
 from howsmooth.bounds.radius.norms import (
     each_form_norm,
     form_norm,
@@ -18,11 +20,11 @@ from howsmooth.bounds.radius.norms import (
     weighted_norm,
 )
 from howsmooth.bounds.radius.pairs import Pairs
-from howsmooth.bounds.radius.remainders import sum_of_ellipsoids
 from howsmooth.bounds.radius.second_order import SecondOrder
 from howsmooth.bounds.radius.third_order import ThirdOrder
 from tests.bounds.radius._networks import (
     ALL,
+    Left,
     feed_forward,
     left_out,
     moved,
@@ -47,14 +49,18 @@ def expansion(order: int, network: Network, x: Tensor, tokens: list[int]) -> Sec
     return kind(network, x, moved(x, tokens), functional, float(offset))
 
 
-def bounds(found: SecondOrder | ThirdOrder, epsilon: float) -> list[tuple[Tensor, Tensor]]:
-    vectors: list[Tensor] = []
-    result = []
-    for remainder in found.remainders:
-        left = remainder(epsilon, vectors)
-        vectors.append(left.vector)
-        result.append((left.vector, left.margin))
-    return result
+def depth(vectors: Tensor, shapes: Tensor) -> Tensor:
+    """Return vᵀ U⁻¹ v token by token: at most 1 in the ellipsoid with matrix U."""
+    size = shapes.diagonal(dim1=1, dim2=2).sum(-1)[:, None, None]
+    solved = torch.linalg.solve(
+        shapes + (1e-9 * size + 1e-30) * torch.eye(shapes.shape[1]).double(), vectors[..., None]
+    )
+    return (vectors * solved[..., 0]).sum(1)
+
+
+def longest(shapes: Tensor) -> Tensor:
+    """Return the largest length of a point of the ellipsoids."""
+    return torch.linalg.eigvalsh(shapes)[..., -1].max().sqrt()
 
 
 def ascended(objective, delta: Tensor, epsilon: float, steps: int = 5) -> Tensor:
@@ -75,37 +81,39 @@ def test_no_stage_leaves_out_more_than_its_bound(
     order: int, network: Network, x: Tensor, tokens: list[int], epsilon: float
 ) -> None:
     found = expansion(order, network, x, tokens)
-    stated = bounds(found, epsilon)
+    stated = found.bounds(epsilon)
     g = torch.Generator().manual_seed(7)
     k = found.first.gradient.shape[0]
     pairs = Pairs(k)
     closest = torch.zeros(len(network.stages))
 
+    def in_margin(left: Left, delta: Tensor, stage: int) -> Tensor:
+        if order == 2:
+            return left.margin.abs()
+        cubic = torch.einsum("k,kp,p->", delta, found.remainders[stage].cubic, pairs.square(delta))
+        return (left.margin - cubic).abs()
+
     def excess(delta: Tensor, stage: int, part: str) -> Tensor:
         left = left_out(network, found.first, order == 3, delta)[stage]
-        if part == "vector":
-            return left.vector.square().sum()
-        own = left.margin
-        if order == 3:
-            own = own - torch.einsum("k,kp,p->", delta, found.remainders[stage].cubic, pairs.square(delta))
-        return own.abs()
+        if part == "margin":
+            return in_margin(left, delta, stage)
+        return depth(left.vector, stated[stage].shape).sum()
 
     changes = [normal(g, k) for _ in range(8)]
     for stage in range(len(network.stages)):
         changes += [
-            ascended(lambda d, s=stage, p=part: excess(d, s, p), normal(g, k), epsilon)
+            ascended(partial(excess, stage=stage, part=part), normal(g, k), epsilon)
             for part in ("vector", "margin")
         ]
     for change in changes:
         for scale in (1.0, 0.5):
             delta = scale * epsilon * change / change.norm()
             for stage, left in enumerate(left_out(network, found.first, order == 3, delta)):
-                vector, margin = stated[stage]
-                assert bool((left.vector <= vector * (1 + 1e-9) + 1e-13).all()), network.stages[stage].name
-                own = excess(delta, stage, "margin")
-                assert float(own) <= float(margin) * (1 + 1e-9) + 1e-13, network.stages[stage].name
-                ratio = (left.vector / vector.clamp_min(1e-30)).max()
-                closest[stage] = torch.maximum(closest[stage], ratio)
+                name, bound = network.stages[stage].name, stated[stage]
+                inside = depth(left.vector, bound.shape)
+                assert float(inside.max()) <= 1 + 1e-6, name
+                assert float(in_margin(left, delta, stage)) <= float(bound.margin) * (1 + 1e-9) + 1e-13, name
+                closest[stage] = torch.maximum(closest[stage], inside.max().sqrt())
     assert float(closest.max()) > 0.05  # the bounds are not idle
 
 
@@ -152,10 +160,11 @@ def test_the_remainder_of_a_norm_is_nearly_attained(centred: bool) -> None:
     x = normal(g, 1, 4)
     found = expansion(2, network, x, [0])
     epsilon = 0.02
-    ((vector, _),) = bounds(found, epsilon)
+    (left,) = found.bounds(epsilon)
+    vector = longest(left.shape)
 
     def size(delta: Tensor) -> Tensor:
-        return left_out(network, found.first, False, delta)[0].vector[0]
+        return left_out(network, found.first, False, delta)[0].vector[0].norm()
 
     best = max(float(size(ascended(size, normal(g, 4), epsilon, 60))) for _ in range(4))
     assert 0.9 * float(vector) <= best <= float(vector)
@@ -168,12 +177,13 @@ def test_the_remainder_of_one_neuron_is_nearly_attained(order: int) -> None:
     network = Network((Stage("neuron", layer, ALL),), normal(g, 2, 1, 1), torch.zeros(2, dtype=torch.float64))
     x = normal(g, 1, 1)
     found = expansion(order, network, x, [0])
-    ((vector, margin),) = bounds(found, 0.05)
+    ((shape, margin),) = found.bounds(0.05)
+    vector = longest(shape)
     both = [
         left_out(network, found.first, order == 3, torch.tensor([s * 0.05], dtype=x.dtype))[0]
         for s in (-1, 1)
     ]
-    assert 0.9 * float(vector) <= max(float(left.vector) for left in both) <= float(vector)
+    assert 0.9 * float(vector) <= max(float(left.vector.norm()) for left in both) <= float(vector)
     if order == 2:
         assert 0.9 * float(margin) <= max(abs(float(left.margin)) for left in both) <= float(margin)
 
@@ -188,11 +198,11 @@ def test_the_remainder_of_attention_is_attained_up_to_a_small_factor() -> None:
     network = Network((Stage("attention", still, ALL),), readout, torch.zeros(2, dtype=torch.float64))
     for order in (2, 3):
         found = expansion(order, network, x, [0, 1])
-        ((vector, _),) = bounds(found, 0.02)
+        vector = longest(found.bounds(0.02)[0].shape)
         g = torch.Generator().manual_seed(0)
 
         def size(delta: Tensor, order: int = order, found: SecondOrder | ThirdOrder = found) -> Tensor:
-            return left_out(network, found.first, order == 3, delta)[0].vector[0]
+            return left_out(network, found.first, order == 3, delta)[0].vector[0].norm()
 
         best = max(float(size(ascended(size, normal(g, 2), 0.02, 40))) for _ in range(4))
         assert best <= float(vector)
@@ -234,20 +244,22 @@ def test_weighted_norms_are_upper_bounds(k: int) -> None:
 def test_ellipsoids_contain_sums() -> None:
     g = torch.Generator().manual_seed(0)
     alone, mixed = Source(normal(g, 2, 4, 3)), Source(normal(g, 2, 4, 5, 3))
-    rho = [torch.rand(2, generator=g, dtype=torch.float64), torch.rand(5, generator=g, dtype=torch.float64)]
-    matrix = normal(g, 6, 4)
-    shape = Ellipsoid([alone, mixed], matrix)(rho)
-    assert shape is not None
-    inverse = torch.linalg.inv(shape)
-    largest = 0.0
+    roots = [normal(g, 2, 3, 3), normal(g, 5, 3, 3)]
+    shape = Errors([alone, mixed], normal(g, 2, 4))([root @ root.mT for root in roots])
+    functional = normal(g, 2, 1, 4)
+    largest = widest = 0.0
     for _ in range(500):
-        first = rho[0][:, None] * torch.nn.functional.normalize(normal(g, 2, 3), dim=1)
-        second = rho[1][:, None] * torch.nn.functional.normalize(normal(g, 5, 3), dim=1)
+        first = (roots[0] @ torch.nn.functional.normalize(normal(g, 2, 3), dim=1)[..., None])[..., 0]
+        second = (roots[1] @ torch.nn.functional.normalize(normal(g, 5, 3), dim=1)[..., None])[..., 0]
         e = torch.einsum("nds,ns->nd", alone.jacobian, first)
         e = e + torch.einsum("ndms,ms->nd", mixed.jacobian, second)
-        largest = max(largest, float(torch.einsum("nd,nde,ne->n", e, inverse, e).max()))
+        largest = max(largest, float(depth(e, shape).max()))
+        along = (functional[:, 0] * e).sum(1) / half_widths(shape, functional)[:, 0]
+        widest = max(widest, float(along.max()))
     assert 0.2 < largest <= 1
-    a, b = (torch.diag(torch.tensor(v, dtype=torch.float64)) for v in ([4.0, 1.0], [1.0, 9.0]))
-    whole = sum_of_ellipsoids(a, b)
-    top = torch.tensor([2.0, 0.0], dtype=torch.float64) + torch.tensor([1.0, 0.0], dtype=torch.float64)
-    assert 0.3 < float(top @ torch.linalg.inv(whole) @ top) <= 1
+    assert 0.5 < widest <= 1
+    assert bool((radii(shape) >= torch.linalg.eigvalsh(shape)[..., -1].sqrt()).all())
+    point = torch.zeros(2, 3, 3, dtype=torch.float64)
+    assert bool((ellipsoid_sum(point, point) == 0).all())
+    ball = balls(torch.tensor([2.0], dtype=torch.float64), 3)
+    assert float(radii(ellipsoid_sum(ball, ball))) == pytest.approx(4, rel=0.05)

@@ -63,7 +63,7 @@ def test_the_attack_lies_outside_of_the_radius(order: int, classifier: BertForSe
     lower = [value for _, value in found.curve]
     assert lower[0] == found.margin
     assert lower == sorted(lower, reverse=True)
-    assert lower[-1] < 0 < lower[-4]
+    assert lower[-1] < 0 < lower[-2]
     assert "rounding not enclosed" in str(found)
 
 
@@ -149,4 +149,4 @@ def test_a_real_sentence_keeps_its_radius() -> None:
     assert len(x) == json.loads((folder / "sequences.json").read_text())["sst2_val_1"]["tokens"]
     found = hs.bounds.robust_radius(model, x, tokens=4, order=2)
     assert found.margin == pytest.approx(1.8001, abs=1e-4)
-    assert 0.09 < found.radius < found.attack < 1.3
+    assert 0.19 < found.radius < found.attack < 1.3

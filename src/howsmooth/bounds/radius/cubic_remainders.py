@@ -1,9 +1,9 @@
 """What the Taylor expansion of one stage leaves out beyond the second order, bounded on a ball.
 
-The displacement of a token at the input of a stage is Δ = G δ + e, e = ½ Q[δ, δ] + x. A remainder turns ε and
-bounds of earlier remainders into ``vector``, bounds on |S_j| with S = F(X + Δ) − F(X) − DF Δ − ½ D²F[Gδ, Gδ],
-and ``margin``, a bound on |½ eᵀ M e + a · T − c[δ, δ, δ]|, with T = F(X + Δ) − F(X) − DF Δ − ½ D²F[Δ, Δ] and
-c the cubic form ``cubic`` of the stage.
+The displacement of a token at the input of a stage is Δ = G δ + e, e = ½ Q[δ, δ] + x, x in an ellipsoid. A
+remainder turns ε and the ellipsoids (n, d, d) of x into ``shape``, ellipsoids that contain S_j with
+S = F(X + Δ) − F(X) − DF Δ − ½ D²F[Gδ, Gδ], and ``margin``, a bound on |½ eᵀ M e + a · T − c[δ, δ, δ]|, with
+T = F(X + Δ) − F(X) − DF Δ − ½ D²F[Δ, Δ] and c the cubic form ``cubic`` of the stage.
 
 Proofs: documentation page "A proved radius for a whole network".
 """
@@ -11,21 +11,26 @@ Proofs: documentation page "A proved radius for a whole network".
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from howsmooth.bounds.radius.errors import Ellipsoid, Reach, Source, reached
-from howsmooth.bounds.radius.norms import (
-    each_form_norm,
-    form_norm,
-    largest_eigenvalue,
-    spectral_norm,
-    weighted_norm,
-)
+from howsmooth.bounds.radius.ellipsoids import ellipsoid_sum, half_widths, radii
+from howsmooth.bounds.radius.norms import each_form_norm, form_norm, spectral_norm, weighted_norm
 from howsmooth.bounds.radius.pairs import Pairs
-from howsmooth.bounds.radius.remainders import Left, product_norm, pulled_product, sum_of_ellipsoids
+from howsmooth.bounds.radius.remainders import (
+    AttentionErrors,
+    Left,
+    mean_square,
+    norm_shape,
+    product_shape,
+    pulled_product,
+    spread_shape,
+    value_covariance,
+    value_shapes,
+)
 from howsmooth.bounds.radius.stages import Attention, FeedForward, Norm, Softmax
 
 __all__ = ["CubicAttention", "CubicFeedForward", "CubicNorm", "Expansion", "cubic_remainder_of"]
@@ -35,14 +40,13 @@ __all__ = ["CubicAttention", "CubicFeedForward", "CubicNorm", "Expansion", "cubi
 class Expansion:
     """The tokens at the input of a stage, as a polynomial in δ, and the adjoint of its output.
 
-    ``u`` (n, d), ``tangents`` G (n, d, k), ``forms`` Q (n, d, p), ``sources`` of the errors x.
+    ``u`` (n, d), ``tangents`` G (n, d, k), ``forms`` Q (n, d, p).
     """
 
     u: Tensor
     tangents: Tensor
     forms: Tensor
     pairs: Pairs
-    sources: list[Source]
     adjoint: Tensor
 
 
@@ -58,9 +62,8 @@ class CubicNorm:
         w = norm.centre(at.tangents)
         self.linear = spectral_norm(w) / self.r
         self.form = form_norm(norm.centre(at.forms), at.pairs) / 2 / self.r
-        centre = norm.centre(torch.eye(at.u.shape[1], dtype=at.u.dtype)[None])[0]
-        self.error = reached(at.sources, centre, by_row=False)
-        self.gain = math.sqrt(at.u.shape[1]) * norm.gain.abs().max()
+        self.norm = norm
+        self.centre = norm.centre(torch.eye(at.u.shape[1], dtype=at.u.dtype)[None])[0]
         b = norm.scaled(at.adjoint)
         self.adjoint = torch.linalg.vector_norm(b, dim=1)
         along = torch.einsum("nd,ndk->nk", direction, w) / r
@@ -70,87 +73,70 @@ class CubicNorm:
         radial = torch.einsum("nd,nd->n", direction, b)[:, None] * along
         self.cubic = own.T @ (1.5 * y - 0.5 * square) + radial.T @ (1.5 * square - 2.5 * y)
 
-    def __call__(self, epsilon: float, remainders: list[Tensor]) -> Left:
+    def __call__(self, epsilon: float, errors: Tensor) -> Left:
         """Return the bounds for |δ| ≤ ε; infinite where a token could be displaced by its whole length."""
-        e = epsilon**2 * self.form + self.error(remainders) / self.r
+        e = epsilon**2 * self.form + radii(errors, self.centre) / self.r
         linear = epsilon * self.linear
         t = linear + e
         inside = t.clamp_max(1 - 1e-12)
         fourth = inside**4 / (1 - inside)
-        vector = self.gain * ((2 * linear * e + e**2) / math.sqrt(3) + inside**3 / 2 + fourth)
+        shape = norm_shape(self.norm, (2 * linear * e + e**2) / math.sqrt(3) + inside**3 / 2 + fourth)
         margin = self.adjoint * (e**2 / math.sqrt(3) + (t**3 - linear**3) / 2 + fourth)
-        return Left(torch.where(t < 1, vector, torch.inf), torch.where(t < 1, margin, torch.inf).sum())
+        return Left(shape, torch.where(t < 1, margin, torch.inf).sum())
 
 
 class CubicFeedForward:
     """Remainder of a feed-forward layer, neuron by neuron.
 
-    The preactivations change by z = K δ + y, y = ½ W₁ Q[δ, δ] + W₁ x. The cubic part of W₂ φ, and its part
-    that is linear in δ and in the remainder of one source, are bounded by Gram matrices over the neurons.
-    For the rest, |w|, w = D y, is bounded entry by entry and by the norms of D W₁ Q and D W₁ J.
+    The preactivations change by z = K δ + y, y = ½ W₁ Q[δ, δ] + W₁ x. The cubic part of W₂ φ is bounded by
+    the Gram matrix of the cubic forms (K δ) · (½ φ'' W₁ Q + φ'''/6 (K δ)²). Each factor of the other products
+    lies in an ellipsoid over the neurons; the product lies in that of the entrywise product of the matrices.
     """
 
     def __init__(self, layer: FeedForward, at: Expansion) -> None:
         self.layer, self.z = layer, layer.preactivations(at.u)
         activation, pairs = layer.activation, at.pairs
-        self.K = layer.up @ at.tangents
-        self.rows = torch.linalg.vector_norm(self.K, dim=2)
-        self.error = reached(at.sources, layer.up, by_row=True)
+        K = layer.up @ at.tangents
+        self.linear = K @ K.mT
         self.bend, self.twist = activation.second(self.z), activation.third(self.z)
-        weights = at.adjoint @ layer.down
-        self.adjoint = weights
-        self.down = spectral_norm(layer.down)
+        self.adjoint = adjoint = at.adjoint @ layer.down
         self.cubic = torch.zeros(pairs.k, len(pairs.i), dtype=at.u.dtype)
-        forms, thirds, squared = [], [], []
-        for K, Q, bend, twist, weight in zip(self.K, at.forms, self.bend, self.twist, weights, strict=True):
-            squares, own = pairs.square(K), layer.up @ Q / 2
+        forms, squared, mixed_squares = [], [], []
+        for j, Q in enumerate(at.forms):
+            squares, own = pairs.square(K[j]), layer.up @ Q / 2
             forms.append(each_form_norm(own, pairs))
             squared.append(own @ own.T)
-            mixed = bend[:, None] * own + (twist / 6)[:, None] * squares
-            gram = layer.down @ ((K @ K.T) * (mixed @ mixed.T)) @ layer.down.T
-            thirds.append(largest_eigenvalue(gram).clamp_min(0).sqrt())
-            self.cubic += (K * (weight * twist / 6)[:, None]).T @ squares
-        self.forms, self.third, self.squared = torch.stack(forms), torch.stack(thirds), torch.stack(squared)
-        self.ellipsoid = Ellipsoid(at.sources, layer.up)
+            mixed = self.bend[j, :, None] * own + (self.twist[j] / 6)[:, None] * squares
+            mixed_squares.append(mixed @ mixed.T)
+            self.cubic += (K[j] * (adjoint[j] * self.twist[j] / 6)[:, None]).T @ squares
+        self.forms, self.squared = torch.stack(forms), torch.stack(squared)
+        self.third = self.linear * torch.stack(mixed_squares)
 
-    def __call__(self, epsilon: float, remainders: list[Tensor]) -> Left:
+    def __call__(self, epsilon: float, errors: Tensor) -> Left:
         """Return the bounds for |δ| ≤ ε."""
-        change = epsilon * self.rows + epsilon**2 * self.forms + self.error(remainders)
-        vector, margin = self._rest(epsilon, remainders, change)
-        return Left(epsilon**3 * self.third + vector, margin.sum())
-
-    def _rest(self, epsilon: float, remainders: list[Tensor], change: Tensor) -> tuple[Tensor, Tensor]:
-        """Bound the part of W₂ φ(z + Δz) of order four and more, or that contains the error x.
-
-        The second bound is for the adjoint's combination of it, without the part linear in both δ and x.
-
-        Each factor of a product of changes lies in an ellipsoid over the neurons; the product lies in the
-        ellipsoid of the entrywise product of their matrices.
-        """
         activation = self.layer.activation
-        error = self.ellipsoid(remainders)
-        linear = epsilon**2 * (self.K @ self.K.mT)
-        y = epsilon**4 * self.squared
-        vector = torch.zeros(len(y), dtype=y.dtype)
-        if error is not None:
-            error = self.layer.up @ error @ self.layer.up.T
-            y = sum_of_ellipsoids(y, error)
-            vector += product_norm(self.layer, self.bend, linear * error)
-        z = sum_of_ellipsoids(linear, y)
-        margin = torch.zeros_like(vector)
-        for factor, matrix in (
+        linear = epsilon**2 * self.linear
+        error = self.layer.up @ errors @ self.layer.up.T
+        y = ellipsoid_sum(epsilon**4 * self.squared, error)
+        z = ellipsoid_sum(linear, y)
+        beyond = (
             (self.bend / 2, y * y),
             (self.twist / 2, linear * linear * y),
             (self.twist / 2, linear * y * y),
             (self.twist / 6, y * y * y),
             (activation.fourth(self.z) / 24, z * z * z * z),
-        ):
-            vector += product_norm(self.layer, factor, matrix)
-            margin += pulled_product(self.adjoint * factor, matrix)
+        )
+        one = torch.ones_like(self.bend)
+        cubic = (one, epsilon**6 * self.third)
+        change = half_widths(errors, self.layer.up) + epsilon**2 * self.forms
+        change = change + linear.diagonal(dim1=1, dim2=2).sqrt()
         change = torch.minimum(change, z.diagonal(dim1=1, dim2=2).sqrt())
         fifth = activation.largest_fifth(self.z, change) / 120 * change**5
-        vector += self.down * torch.linalg.vector_norm(fifth, dim=1)
-        return vector, margin + (self.adjoint.abs() * fifth).sum(1)
+        shape = product_shape(self.layer, (cubic, (self.bend, linear * error), *beyond), fifth)
+        margin = (self.adjoint.abs() * fifth).sum(1)
+        for factor, matrix in beyond:
+            margin = margin + pulled_product(self.adjoint * factor, matrix)
+        return Left(shape, margin.sum())
 
 
 class CubicAttention:
@@ -173,7 +159,7 @@ class CubicAttention:
         self.score = torch.linalg.vector_norm(scores, dim=3)
         self.score_deviation = spectral_norm(root[..., None] * scores)
         self.query, self.query_form = spectral_norm(dq), form_norm(q2, pairs)
-        self.key, self.key_form = weighted_norm(P, dk), _mean_square(P, form_norm(k2, pairs))
+        self.key, self.key_form = weighted_norm(P, dk), mean_square(P, form_norm(k2, pairs))
         self.each_key, self.each_key_form = spectral_norm(dk), form_norm(k2, pairs)
         curved = attention.score_changes(own, q2, k2)
         products = [[pairs.packed(dq[h, i].T @ dk[h]) for i in range(P.shape[1])] for h in range(len(P))]
@@ -183,12 +169,14 @@ class CubicAttention:
         both = curved + bilinear
         self.form_deviation = form_norm(root[..., None] * both, pairs)
         self.form = each_form_norm(both, pairs)
-        out = attention.output @ attention.value_weight
-        self.value = weighted_norm(P, torch.einsum("hod,ndk->hnok", out, at.tangents))
+        self.errors = AttentionErrors(attention, own, at.adjoint)
+        out = self.errors.out
+        self.value = value_shapes(P, torch.einsum("hod,ndk->hnok", out, at.tangents))
         value_forms = torch.einsum("hod,ndp->hnop", out, at.forms) / 2
-        self.value_form = _mean_square(P, form_norm(value_forms, pairs))
-        spread = own.centred((attention.output @ own.v.mT).mT[:, None].expand(-1, P.shape[1], -1, -1))
-        self.spread = spectral_norm(root[..., None] * spread)
+        self.value_form = torch.einsum("hij,hjop->hiop", P, value_forms @ value_forms.mT)
+        self.spread = value_covariance(attention, own)
+        images = (attention.output @ own.v.mT).mT[:, None].expand(-1, P.shape[1], -1, -1)
+        spread = own.centred(images)
         w = torch.einsum("hoe,io->hie", attention.output, at.adjoint)
         c = own.centred(w @ own.v.mT)
         self.largest = (c.abs() * self.seen).amax(2)
@@ -204,83 +192,60 @@ class CubicAttention:
         second = bilinear + squares / 6 - mean / 2
         self.cubic = torch.einsum("hijk,hijp->kp", weighted * dc, first)
         self.cubic += torch.einsum("hijk,hijp->kp", weighted * c[..., None] * scores, second)
-        self._errors(attention, at, own, out, w)
         tensors = _Tensors(attention, at, own, scores, spread, out)
         # A row of the first layer whose own token stands still is bounded well enough by moments alone.
-        moved = self.query.sum(0) > 0 if not at.sources else torch.ones(P.shape[1], dtype=torch.bool)
-        self.exact = moved
-        self.third = torch.zeros(P.shape[1], dtype=P.dtype)
-        for i in moved.nonzero()[:, 0].tolist():
+        still = bool((at.forms == 0).all())
+        self.exact = self.query.sum(0) > 0 if still else torch.ones(P.shape[1], dtype=torch.bool)
+        size = attention.output.shape[1]
+        self.third = torch.zeros(P.shape[1], size, size, dtype=P.dtype)
+        for i in self.exact.nonzero()[:, 0].tolist():
             forms = curved[:, i] + bilinear[:, i]
             self.third[i] = tensors.cubic(i, forms, squares[:, i], mean[:, i], q2, k2, value_forms)
-        self.crossed = Reach(tensors.crossed())
+        self.crossed = tensors.crossed()
 
-    def _errors(self, attention: Attention, at: Expansion, own: Softmax, out: Tensor, w: Tensor) -> None:
-        """Measure how errors of the tokens reach queries, keys, values and scores."""
-        P, sources = own.weights, at.sources
-        identity = torch.eye(at.u.shape[1], dtype=P.dtype)
-        self.error = reached(sources, identity, by_row=False)
-        self.query_norm = spectral_norm(attention.query)
-        self.key_norm = spectral_norm(attention.key)
-        self.value_norm = spectral_norm(out)
-        by_key = torch.einsum("hie,hed->hid", own.q, attention.key).flatten(0, 1)
-        self.key_errors = reached(sources, by_key, by_row=True)
-        by_value = torch.einsum("hie,hed->hid", w, attention.value_weight).flatten(0, 1)
-        self.value_errors = reached(sources, by_value, by_row=True)
-        keys = own.k[:, None] - torch.einsum("hij,hje->hie", P, own.k)[:, :, None]
-        by_query = torch.einsum("hije,hed->ihjd", keys, attention.query).flatten(1, 2)
-        full = torch.zeros(len(at.u), *by_query.shape[1:], dtype=P.dtype)
-        full[attention.rows] = by_query
-        self.query_errors = reached(sources, full, by_row=True)
-
-    def __call__(self, epsilon: float, remainders: list[Tensor]) -> Left:
+    def __call__(self, epsilon: float, errors: Tensor) -> Left:
         """Return the bounds for |δ| ≤ ε."""
-        P = self.weights
-        heads, rows, n = P.shape
-        square = epsilon**2
-        zero = torch.zeros(n, dtype=P.dtype)
-        eta = self.error(remainders) + zero
-        key = (self.key_errors(remainders) + zero[:, None].expand(-1, heads * rows)).T.reshape(P.shape)
-        key = key + torch.einsum("hij,hij->hi", P, key)[..., None]
-        query = (self.query_errors(remainders) + zero[:, None].expand(-1, heads * n))[self.rows]
-        score_error = key + query.unflatten(1, (heads, n)).transpose(0, 1)
-        value = (self.value_errors(remainders) + zero[:, None].expand(-1, heads * rows)).T.reshape(P.shape)
-        all_eta = torch.einsum("hij,j->hi", P, eta.square()).sqrt()
+        P, square, of = self.weights, epsilon**2, self.errors(errors)
         # Queries and keys: the first order and the rest. All that is named without "each" is a deviation.
         dq1, dk1 = epsilon * self.query, epsilon * self.key
-        dq2 = square * self.query_form + self.query_norm[:, None] * eta[self.rows]
-        dk2 = square * self.key_form + self.key_norm[:, None] * all_eta
+        dq2, dk2 = square * self.query_form + of.query, square * self.key_form + of.key
         longer = dq1 * dk2 + dq2 * dk1 + dq2 * dk2  # dq·dk beyond the second order
-        each1 = epsilon * self.each_key
-        each2 = square * self.each_key_form + self.key_norm[:, None] * eta
+        each1, each2 = epsilon * self.each_key, square * self.each_key_form + of.each_key
         each1 = each1[:, None] + torch.einsum("hij,hj->hi", P, each1)[..., None]
         each2 = each2[:, None] + torch.einsum("hij,hj->hi", P, each2)[..., None]
         each_longer = dq1[..., None] * each2 + dq2[..., None] * (each1 + each2)
-        linear, of_error = epsilon * self.score_deviation, _mean_square(P, score_error)
+        linear, of_error = epsilon * self.score_deviation, mean_square(P, of.score)
         c = square * self.form_deviation + of_error + longer
-        each_c = square * self.form + score_error + each_longer
-        each = epsilon * self.score + each_c
-        tau = torch.where(self.seen, each, 0.0).amax(2)
+        each_c = square * self.form + of.score + each_longer
+        tau = torch.where(self.seen, epsilon * self.score + each_c, 0.0).amax(2)
         each_linear = epsilon * torch.where(self.seen, self.score, 0.0).amax(2)
-        of = _Moments(linear, c, tau)
-        v1 = epsilon * self.value
-        v2 = square * self.value_form + self.value_norm[:, None] * all_eta
-        rest = self.spread * dq2 * dk2 + v1 * longer + v2 * c
-        each_c = torch.where(self.seen, each_c, 0.0).amax(2)
-        rest = rest + self.spread * (each_linear * longer + each_c * c / 2)
-        rest = rest + of.beyond_third_order(self.spread, v1, v2)
-        # where the cubic part is not known as a tensor
-        known = rest.sum(0) + epsilon**3 * self.third + epsilon * (self.crossed(remainders) + zero[:rows])
-        moments = of.third_order(self.spread, v1, v2)
-        moments = moments + self.spread * (longer + each_linear * c + each_c * c / 2) + v1 * c + v2 * of.t
-        vector = torch.where(self.exact, known, moments.sum(0))
+        largest_c = torch.where(self.seen, each_c, 0.0).amax(2)
+        moments = _Moments(linear, c, tau)
+        v1, v2 = square * self.value, ellipsoid_sum(square**2 * self.value_form, of.value)
+        # factors of the values, of their first and of their second change, without and with the cubic part
+        of_v, of_v1, of_v2 = moments.beyond_third_order()
+        known = ellipsoid_sum(
+            spread_shape(self.spread, dq2 * dk2 + each_linear * longer + largest_c * c / 2 + of_v),
+            spread_shape(v1, longer + of_v1),
+            spread_shape(v2, c + of_v2),
+        )
+        tensors = ellipsoid_sum(epsilon**6 * self.third, square * self.crossed(errors))
+        known = ellipsoid_sum(*known, tensors)
+        of_v, of_dv = moments.third_order()
+        rough = ellipsoid_sum(
+            spread_shape(self.spread, longer + each_linear * c + largest_c * c / 2 + of_v),
+            spread_shape(v1, c + of_dv),
+            spread_shape(v2, moments.t + of_dv),
+        )
+        shape = torch.where(self.exact[:, None, None], known, ellipsoid_sum(*rough))
         b = square * self.bilinear_deviation + longer
         e = square * self.curved_deviation + of_error
-        dc1, dc2 = epsilon * self.pulled, square * self.pulled_form + _mean_square(P, value)
+        dc1, dc2 = epsilon * self.pulled, square * self.pulled_form + of.pulled
         margin = dc1 * longer + dc2 * b + self.largest * (linear * longer + e * b + b**2 / 2)
-        margin = margin + of.beyond_third_order(self.deviation, dc1, dc2)
+        of_v, of_v1, of_v2 = moments.beyond_third_order()
+        margin = margin + of_v * self.deviation + of_v1 * dc1 + of_v2 * dc2
         margin = margin + dc2 * e + self.largest * e**2 / 2 + self.deviation * dq2 * dk2
-        return Left(vector, margin.sum())
+        return Left(shape, margin.sum())
 
 
 class _Moments:
@@ -298,18 +263,25 @@ class _Moments:
         self.third = (torch.expm1(small) - small - small**2 / 2) / small**3
         self.fourth = (torch.expm1(small) - small - small**2 / 2 - small**3 / 6) / small**4
 
-    def third_order(self, spread: Tensor, v1: Tensor, v2: Tensor) -> Tensor:
-        """Bound ∫ (1 − s)² / 2 h'''(s) ds, h''' = 3 κ(dv, t, t) + κ(v + s dv, t, t, t)."""
-        dv, t, far = v1 + v2, self.t, self.farthest
-        return self.third * (3 * dv * far * t + (spread + dv) * (far**2 * t + 3 * self.grown * t**3))
+    def third_order(self) -> tuple[Tensor, Tensor]:
+        """Bound ∫ (1 − s)² / 2 h'''(s) ds, h''' = 3 κ(dv, t, t) + κ(v + s dv, t, t, t).
 
-    def beyond_third_order(self, spread: Tensor, v1: Tensor, v2: Tensor) -> Tensor:
-        """Bound the same without ½ κ(v₁, ℓ, ℓ) + κ(v, ℓ, ℓ, ℓ)/6 at s = 0."""
-        c, t, tau, far, dv = self.c, self.t, self.tau, self.farthest, v1 + v2
-        at_zero = (v2 * tau * t + 2 * v1 * c * tau) / 2 + spread * c * (tau**2 / 2 + 1.5 * t**2)
-        fourth = 4 * dv * (far**2 * t + 3 * self.grown * t**3)
-        fourth = fourth + (spread + dv) * far * t * (far**2 + 10 * self.grown * t**2)
-        return at_zero + self.fourth * fourth
+        The bound is the first factor times the deviation of v plus the second times that of dv.
+        """
+        t, far = self.t, self.farthest
+        power = far**2 * t + 3 * self.grown * t**3
+        return self.third * power, self.third * (3 * far * t + power)
+
+    def beyond_third_order(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Bound the same without ½ κ(v₁, ℓ, ℓ) + κ(v, ℓ, ℓ, ℓ)/6 at s = 0.
+
+        The bound is the sum of three factors times the deviations of v, v₁ and v₂.
+        """
+        c, t, tau, far = self.c, self.t, self.tau, self.farthest
+        fifth = far * t * (far**2 + 10 * self.grown * t**2)
+        of_dv = self.fourth * (4 * (far**2 * t + 3 * self.grown * t**3) + fifth)
+        of_v = c * (tau**2 / 2 + 1.5 * t**2) + self.fourth * fifth
+        return of_v, c * tau + of_dv, tau * t / 2 + of_dv
 
 
 class _Tensors:
@@ -326,32 +298,35 @@ class _Tensors:
     def cubic(
         self, i: int, forms: Tensor, squares: Tensor, mean: Tensor, q2: Tensor, k2: Tensor, v2: Tensor
     ) -> Tensor:
-        """Bound the cubic part of row i for |δ| ≤ 1, by the Gram matrix of its outputs."""
+        """Return the ellipsoid (d_out, d_out) of the cubic part of row i for |δ| ≤ 1, a Gram matrix."""
         P, v, score = self.own.weights[:, i], self.spread[:, i], self.scores[:, i]
         weighted = P[..., None] * v  # (H, n, d_out)
         first = (forms + (squares - mean) / 2).flatten(0, 1)
         second = (forms + squares / 6 - mean / 2).flatten(0, 1)
         query, scored = self.dq[:, i].flatten(0, 1).mT, (P[..., None] * score).flatten(0, 1).mT
         outputs, pairs = v.shape[2], self.at.pairs
+        curved_tokens = bool((self.at.forms != 0).any())
         found = torch.empty(outputs, pairs.k, len(pairs.i), dtype=v.dtype)
         for o in range(outputs):
             value = (P[..., None] * self.values[:, :, o]).flatten(0, 1)
             found[o] = value.mT @ first
             found[o] += (weighted[..., o, None] * score).flatten(0, 1).mT @ second
-            if self.at.sources:
+            if curved_tokens:
                 found[o] += scored @ v2[:, :, o].flatten(0, 1)
                 curved = torch.stack([w @ k.flatten(1) for w, k in zip(weighted[..., o], k2, strict=True)])
                 found[o] += query @ curved.unflatten(1, k2.shape[2:]).flatten(0, 1)
                 keys = torch.einsum("hj,hjek->hek", weighted[..., o], self.dk)
                 found[o] += keys.flatten(0, 1).mT @ q2[:, i].flatten(0, 1)
-        return spectral_norm(found.flatten(1))
+        flat = found.flatten(1)
+        return flat @ flat.T
 
-    def crossed(self) -> list[Tensor]:
-        """Bound |D²F[Gδ, J r]| for unit vectors δ and r, for each row and each token of each source."""
-        sources, attention, own = self.at.sources, self.attention, self.own
-        if not sources:
-            return []
-        found: list[list[Tensor]] = [[] for _ in sources]
+    def crossed(self) -> Callable[[Tensor], Tensor]:
+        """Return a function from ellipsoids of errors x to ellipsoids of D²F[Gδ, x], |δ| ≤ 1, row by row.
+
+        A token's error counts by its length: the tensor of each token is reduced to a matrix (d_out, d_out).
+        """
+        attention, own = self.attention, self.own
+        squares = []
         for i in range(own.weights.shape[1]):
             P, v, score = own.weights[:, i], self.spread[:, i], self.scores[:, i]
             values = self.values - torch.einsum("hj,hjok->hok", P, self.values)[:, None]
@@ -365,14 +340,13 @@ class _Tensors:
             query = torch.einsum("hjok,hje->hoke", slope, own.k)
             query += torch.einsum("hjo,hjek->hoke", P[..., None] * v, self.dk)
             turned[:, :, int(attention.rows[i])] += torch.einsum("hoke,hed->okd", query, attention.query)
-            for source, rows in zip(sources, found, strict=True):
-                J = source.jacobian
-                if source.alone:
-                    tensor = torch.einsum("okjd,jdl->jokl", turned, J)
-                else:
-                    tensor = torch.einsum("okjd,jdnl->nokl", turned, J)
-                rows.append(spectral_norm(tensor.flatten(2)))
-        return [torch.stack(rows) for rows in found]
+            squares.append(torch.einsum("okjd,pkjd->jop", turned, turned))
+        tokens = torch.stack(squares, 1)  # (n, rows, d_out, d_out)
+
+        def shape(errors: Tensor) -> Tensor:
+            return ellipsoid_sum(*(radii(errors).square()[:, None, None, None] * tokens))
+
+        return shape
 
 
 def cubic_remainder_of(
@@ -384,10 +358,3 @@ def cubic_remainder_of(
     if isinstance(stage, FeedForward):
         return CubicFeedForward(stage, at)
     return CubicNorm(stage, at)
-
-
-def _mean_square(weights: Tensor, values: Tensor) -> Tensor:
-    """Return (Σ_j w_ij values²)^½ for values (heads, n) or (heads, rows, n)."""
-    if values.ndim == 2:
-        return torch.einsum("hij,hj->hi", weights, values.square()).sqrt()
-    return torch.einsum("hij,hij->hi", weights, values.square()).sqrt()

@@ -1,4 +1,4 @@
-"""How the remainders of earlier stages reach a later state: their partial Jacobians, and norms of these."""
+"""How the remainders of earlier stages reach a later state, through their partial Jacobians."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from howsmooth.bounds.radius.ellipsoids import ellipsoid_sum
 from howsmooth.bounds.radius.network import Stage
-from howsmooth.bounds.radius.norms import spectral_norm
 
-__all__ = ["Ellipsoid", "Reach", "Source", "reached"]
+__all__ = ["Errors", "Source"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -48,70 +48,21 @@ class Source:
         return Source(found.unflatten(2, own.shape[2:]))
 
 
-class Reach:
-    """Norms of A J for one matrix A and all sources: they turn bounds of remainders into bounds of A e.
+class Errors:
+    """Ellipsoids that contain e = Σ_s J_s R_s token by token, from ellipsoids for the remainders R_s."""
 
-    The coefficients of a source have the shape (n, n_s) or (n, m, n_s); or (n,) or (n, m) where every token
-    depends on itself alone.
-    """
+    def __init__(self, sources: list[Source], state: Tensor) -> None:
+        self.sources = sources
+        self.zero = state.new_zeros(len(state), state.shape[1], state.shape[1])
 
-    def __init__(self, coefficients: list[Tensor], by_row: bool = False) -> None:
-        self.coefficients = coefficients
-        self.axes = 2 if by_row else 1
-
-    def __call__(self, remainders: list[Tensor]) -> Tensor | float:
-        """Return Σ_s Σ_i ‖A_j J_{s,ji}‖ ρ_{s,i}, of shape (n,) or (n, m)."""
-        total: Tensor | float = 0.0
-        for found, remainder in zip(self.coefficients, remainders, strict=True):
-            if found.ndim > self.axes:
-                total = total + found @ remainder
+    def __call__(self, remainders: list[Tensor]) -> Tensor:
+        """Return matrices (n, width, width) from one tensor (n_s, d_s, d_s) for each source."""
+        shapes = [self.zero]
+        for source, remainder in zip(self.sources, remainders, strict=True):
+            J = source.jacobian
+            if source.alone:
+                shapes.append(J @ remainder @ J.mT)
             else:
-                total = total + found * (remainder[:, None] if self.axes == 2 else remainder)
-        return total
-
-
-def reached(sources: list[Source], matrix: Tensor, by_row: bool) -> Reach:
-    """Measure A e for e = Σ_s J_s R_s, with A of shape (m, width) or (n, m, width).
-
-    By row, each of the m entries is bounded by itself; otherwise the norm of the vector of each token.
-    """
-    found = []
-    for source in sources:
-        product = (matrix @ source.jacobian.flatten(2)).unflatten(2, source.jacobian.shape[2:])
-        if by_row:
-            found.append(torch.linalg.vector_norm(product, dim=-1))
-        else:
-            found.append(spectral_norm(product if source.alone else product.transpose(1, 2)))
-    return Reach(found, by_row)
-
-
-class Ellipsoid:
-    """An ellipsoid for each token that contains e = Σ_s J_s R_s, from bounds of the remainders R_s.
-
-    A sum of balls J_i {|r| ≤ ρ_i} lies in the ellipsoid with the matrix Σ_i ρ_i² J_i J_iᵀ / w_i for all
-    weights w_i > 0 of sum 1 (Cauchy and Schwarz). Those that make the trace of W₁ · W₁ᵀ smallest are taken.
-    """
-
-    def __init__(self, sources: list[Source], matrix: Tensor) -> None:
-        gram = matrix.mT @ matrix
-        self.squares, self.sizes = [], []
-        for source in sources:
-            J = source.jacobian[:, :, None] if source.alone else source.jacobian
-            J = J.transpose(1, 2)  # (n, n_s or 1, width, d_s)
-            square = J @ J.mT
-            self.squares.append(square)
-            self.sizes.append(torch.einsum("niab,ab->ni", square, gram).clamp_min(0).sqrt())
-        self.alone = [source.alone for source in sources]
-
-    def __call__(self, remainders: list[Tensor]) -> Tensor | None:
-        """Return the matrices (n, width, width), or None without sources."""
-        if not self.squares:
-            return None
-        rho = [r[:, None] if own else r for r, own in zip(remainders, self.alone, strict=True)]
-        sizes = [size * r for size, r in zip(self.sizes, rho, strict=True)]
-        total = sum(size.sum(1, keepdim=True) for size in sizes)
-        found = torch.zeros_like(self.squares[0][:, 0])
-        for square, r, size, plain in zip(self.squares, rho, sizes, self.sizes, strict=True):
-            scale = torch.where(size > 0, r * total / plain.clamp_min(1e-300), 0.0)
-            found += torch.einsum("ni,niab->nab", scale, square)
-        return found
+                blocks = J.permute(2, 0, 1, 3)
+                shapes += list(blocks @ remainder[:, None] @ blocks.mT)
+        return ellipsoid_sum(*shapes)

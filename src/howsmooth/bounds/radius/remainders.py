@@ -1,9 +1,9 @@
 """What the Taylor expansion of one stage leaves out, bounded on a ball: one class for each kind of stage.
 
-The displacement of a token at the input of a stage is Δ = G δ + e, |δ| ≤ ε. A remainder is made once for all
-ε. It then turns ε and the bounds of earlier remainders into two things: ``vector``, bounds on |R_j| for each
-token j of the output, R = F(X + Δ) − F(X) − DF Δ; and ``margin``, a bound on
-½ |eᵀ M e| + |a · (R − ½ D²F[Δ, Δ])|, where a is the adjoint of the output and M = a · D²F.
+The displacement of a token at the input of a stage is Δ = G δ + e, |δ| ≤ ε, e in an ellipsoid. A remainder is
+made once for all ε. It then turns ε and the ellipsoids (n, d, d) of e into two things: ``shape``, ellipsoids
+that contain R_j for each token j of the output, R = F(X + Δ) − F(X) − DF Δ; and ``margin``, a bound on
+|½ eᵀ M e + a · (R − ½ D²F[Δ, Δ])|, where a is the adjoint of the output and M = a · D²F.
 
 Proofs: documentation page "A proved radius for a whole network".
 """
@@ -16,113 +16,114 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from howsmooth.bounds.radius.errors import Ellipsoid, Source, reached
-from howsmooth.bounds.radius.norms import largest_eigenvalue, spectral_norm, weighted_norm
+from howsmooth.bounds.radius.ellipsoids import balls, ellipsoid_sum, half_widths, radii
+from howsmooth.bounds.radius.norms import spectral_norm, weighted_norm
 from howsmooth.bounds.radius.stages import Attention, FeedForward, Norm, Softmax
 
 __all__ = [
+    "AttentionErrors",
     "AttentionRemainder",
     "FeedForwardRemainder",
     "Left",
     "NormRemainder",
-    "product_norm",
+    "Reached",
+    "mean_square",
+    "norm_shape",
+    "product_shape",
     "pulled_product",
     "remainder_of",
-    "sum_of_ellipsoids",
+    "spread_shape",
+    "value_covariance",
+    "value_shapes",
 ]
 
 
 class Left(NamedTuple):
-    """Bounds on a remainder: its norm at each token of the output, and its effect on the margin."""
+    """What a stage leaves out: ellipsoids (n', d', d') of it, and a bound on its effect on the margin."""
 
-    vector: Tensor
+    shape: Tensor
     margin: Tensor
+
+
+def norm_shape(norm: Norm, bound: Tensor) -> Tensor:
+    """Return the ellipsoids of √d gain ∘ w for |w| ≤ bound, token by token."""
+    factor = norm.scaled(torch.eye(len(norm.gain), dtype=bound.dtype))
+    return bound.square()[:, None, None] * factor.square()
 
 
 class NormRemainder:
     """Remainder of a norm layer, with the relative displacement t = |Δh|/r < 1.
 
-    |R| ≤ √d max|gain| (2/√3) (−ln(1 − t) − t), and the part beyond the second order is at most
+    R = √d gain ∘ w, |w| ≤ (2/√3) (−ln(1 − t) − t), and the part beyond the second order is at most
     |√d gain ∘ a| (3/2) (−ln(1 − t) − t − t²/2).
     """
 
-    def __init__(
-        self, norm: Norm, u: Tensor, tangents: Tensor, sources: list[Source], adjoint: Tensor
-    ) -> None:
+    def __init__(self, norm: Norm, u: Tensor, tangents: Tensor, adjoint: Tensor) -> None:
+        self.norm = norm
         self.r = norm.direction_and_length(u)[1][:, 0]
         self.size = spectral_norm(norm.centre(tangents))
-        centre = torch.eye(u.shape[1], dtype=u.dtype)
-        self.error = reached(sources, norm.centre(centre[None])[0], by_row=False)
-        self.gain = math.sqrt(u.shape[1]) * norm.gain.abs().max()
+        self.centre = norm.centre(torch.eye(u.shape[1], dtype=u.dtype)[None])[0]
         self.adjoint = torch.linalg.vector_norm(norm.scaled(adjoint), dim=1)
 
-    def __call__(self, epsilon: float, remainders: list[Tensor]) -> Left:
+    def __call__(self, epsilon: float, errors: Tensor) -> Left:
         """Return the bounds for |δ| ≤ ε; infinite where a token could be displaced by its whole length."""
-        e = self.error(remainders) / self.r
+        e = radii(errors, self.centre) / self.r
         t = epsilon * self.size / self.r + e
         inside = t.clamp_max(1 - 1e-12)
         second = -torch.log1p(-inside) - inside
         third = second - inside**2 / 2
-        vector = self.gain * (2 / math.sqrt(3)) * second
         margin = self.adjoint * (1.5 * third + e**2 / math.sqrt(3))
-        return Left(torch.where(t < 1, vector, torch.inf), torch.where(t < 1, margin, torch.inf).sum())
+        shape = norm_shape(self.norm, 2 / math.sqrt(3) * second)
+        return Left(shape, torch.where(t < 1, margin, torch.inf).sum())
 
 
 class FeedForwardRemainder:
     """Remainder of a feed-forward layer, neuron by neuron.
 
-    The preactivations change by z = K δ + x, K = W₁ G, x = W₁ e. Each lies in an ellipsoid over the neurons,
+    The preactivations change by z = K δ + y, K = W₁ G, y = W₁ e. Each lies in an ellipsoid over the neurons,
     and a product of changes in the ellipsoid of the entrywise product of their matrices.
     """
 
-    def __init__(
-        self, layer: FeedForward, u: Tensor, tangents: Tensor, sources: list[Source], adjoint: Tensor
-    ) -> None:
+    def __init__(self, layer: FeedForward, u: Tensor, tangents: Tensor, adjoint: Tensor) -> None:
         self.layer, self.z = layer, layer.preactivations(u)
         K = layer.up @ tangents
-        self.linear = K @ K.mT
-        self.error = reached(sources, layer.up, by_row=True)
-        self.ellipsoid = Ellipsoid(sources, layer.up)
+        self.linear, self.k = K @ K.mT, K.shape[2]
         self.bend, self.twist = layer.activation.second(self.z), layer.activation.third(self.z)
         self.adjoint = adjoint @ layer.down
-        self.down = spectral_norm(layer.down)
-        self.square = self._square(K.shape[2])
 
-    def _square(self, k: int) -> Tensor:
-        """Bound |W₂ (φ'' ∘ (K δ)²)| for |δ| ≤ 1, with δδᵀ as a vector; and with its trace taken apart."""
-        B = self.layer.down * self.bend[:, None]
-        gram = B @ self.linear.square() @ B.mT
-        trace = (B @ self.linear.diagonal(dim1=1, dim2=2)[..., None])[..., 0]
-        whole = largest_eigenvalue(gram).clamp_min(0).sqrt()
-        rest = gram - trace[:, :, None] * trace[:, None] / k
-        apart = largest_eigenvalue(rest).clamp_min(0).sqrt() * math.sqrt(1 - 1 / k)
-        return torch.minimum(whole, apart + torch.linalg.vector_norm(trace, dim=1) / k)
-
-    def __call__(self, epsilon: float, remainders: list[Tensor]) -> Left:
+    def __call__(self, epsilon: float, errors: Tensor) -> Left:
         """Return the bounds for |δ| ≤ ε."""
-        linear = z = epsilon**2 * self.linear
-        change = epsilon * self.linear.diagonal(dim1=1, dim2=2).sqrt() + self.error(remainders)
-        error = self.ellipsoid(remainders)
-        vector, margin = epsilon**2 / 2 * self.square, torch.zeros_like(self.square)
-        if error is not None:
-            error = self.layer.up @ error @ self.layer.up.T
-            z = sum_of_ellipsoids(linear, error)
-            vector = vector + product_norm(self.layer, self.bend, linear * error)
-            vector = vector + product_norm(self.layer, self.bend / 2, error * error)
-            margin = margin + pulled_product(self.adjoint * self.bend / 2, error * error)
-        vector = vector + product_norm(self.layer, self.twist / 6, z * z * z)
-        margin = margin + pulled_product(self.adjoint * self.twist / 6, z * z * z)
-        change = torch.minimum(change, z.diagonal(dim1=1, dim2=2).sqrt())
+        linear = epsilon**2 * self.linear
+        y = self.layer.up @ errors @ self.layer.up.T
+        z = ellipsoid_sum(linear, y)
+        # δδᵀ is the sum of |δ|²/k times the identity and of a matrix of norm |δ|² √(1 − 1/k).
+        trace = linear.diagonal(dim1=1, dim2=2)
+        trace = trace[:, :, None] * trace[:, None] / self.k
+        beyond = ((self.bend / 2, y * y), (self.twist / 6, z * z * z))
+        products = (
+            (self.bend / 2, trace / self.k),
+            (self.bend / 2, (linear * linear - trace) * (1 - 1 / self.k)),
+            (self.bend, linear * y),
+            *beyond,
+        )
+        change = z.diagonal(dim1=1, dim2=2).sqrt()
         fourth = self.layer.activation.largest_fourth(self.z, change) / 24 * change**4
-        vector = vector + self.down * torch.linalg.vector_norm(fourth, dim=1)
-        margin = margin + (self.adjoint.abs() * fourth).sum(1)
-        return Left(vector, margin.sum())
+        shape = product_shape(self.layer, products, fourth)
+        margin = (self.adjoint.abs() * fourth).sum(1)
+        for factor, matrix in beyond:
+            margin = margin + pulled_product(self.adjoint * factor, matrix)
+        return Left(shape, margin.sum())
 
 
-def product_norm(layer: FeedForward, factor: Tensor, matrix: Tensor) -> Tensor:
-    """Bound |W₂ (factor ∘ w)| for w in the ellipsoids with matrices (n, m, m), token by token."""
-    B = layer.down * factor[:, None]
-    return largest_eigenvalue(B @ matrix @ B.mT).clamp_min(0).sqrt()
+def product_shape(layer: FeedForward, products: tuple[tuple[Tensor, Tensor], ...], rest: Tensor) -> Tensor:
+    """Return ellipsoids of W₂ (Σ factor ∘ w + r), w in ellipsoids (n, m, m), |r| ≤ rest entry by entry."""
+    shapes = []
+    for factor, matrix in products:
+        B = layer.down * factor[:, None]
+        shapes.append(B @ matrix @ B.mT)
+    size = torch.linalg.vector_norm(rest, dim=1)
+    shapes.append(size.square()[:, None, None] * (layer.down @ layer.down.T))
+    return ellipsoid_sum(*shapes)
 
 
 def pulled_product(combination: Tensor, matrix: Tensor) -> Tensor:
@@ -130,11 +131,63 @@ def pulled_product(combination: Tensor, matrix: Tensor) -> Tensor:
     return torch.einsum("nk,nkl,nl->n", combination, matrix, combination).clamp_min(0).sqrt()
 
 
-def sum_of_ellipsoids(left: Tensor, right: Tensor) -> Tensor:
-    """Return the matrix of an ellipsoid that contains the sum of two, from theirs; the smallest trace."""
-    a, b = (m.diagonal(dim1=-2, dim2=-1).sum(-1).sqrt()[..., None, None] for m in (left, right))
-    a, b = a.clamp_min(1e-150), b.clamp_min(1e-150)
-    return (a + b) * (left / a + right / b)
+def mean_square(weights: Tensor, values: Tensor) -> Tensor:
+    """Return (Σ_j w_ij values²)^½ for values (heads, n) or (heads, rows, n)."""
+    if values.ndim == 2:
+        return torch.einsum("hij,hj->hi", weights, values.square()).sqrt()
+    return torch.einsum("hij,hij->hi", weights, values.square()).sqrt()
+
+
+class Reached(NamedTuple):
+    """What errors of the tokens do to one attention layer, row by row.
+
+    ``query`` (H, rows) and ``each_key`` (H, n) bound the changes of queries and keys, ``key`` (H, rows) the
+    mean square of the latter, ``score`` (H, rows, n) the changes of centred scores, and ``pulled`` (H, rows)
+    the deviation of the values along the adjoint. ``value`` (H, rows, d_out, d_out) contains Cov(V e, x) for
+    scores x of deviation 1.
+    """
+
+    query: Tensor
+    each_key: Tensor
+    key: Tensor
+    score: Tensor
+    pulled: Tensor
+    value: Tensor
+
+
+class AttentionErrors:
+    """A function from ellipsoids of the tokens' errors (n, d, d) to what they do to one attention layer."""
+
+    def __init__(self, attention: Attention, own: Softmax, adjoint: Tensor) -> None:
+        self.attention, self.weights = attention, own.weights
+        self.out = attention.output @ attention.value_weight
+        w = torch.einsum("hoe,io->hie", attention.output, adjoint)
+        self.by_key = torch.einsum("hie,hed->hid", own.q, attention.key)
+        self.by_value = torch.einsum("hie,hed->hid", w, attention.value_weight)
+        keys = own.k[:, None] - torch.einsum("hij,hje->hie", own.weights, own.k)[:, :, None]
+        self.by_query = torch.einsum("hije,hed->hijd", keys, attention.query)
+
+    def __call__(self, errors: Tensor) -> Reached:
+        """Measure one set of ellipsoids."""
+        P, attention, rows = self.weights, self.attention, errors[self.attention.rows]
+        each_key = radii(errors, attention.key[:, None])
+        key = half_widths(errors, self.by_key[:, None]).mT
+        key = key + torch.einsum("hij,hij->hi", P, key)[..., None]
+        value = half_widths(errors, self.by_value[:, None]).mT
+        images = self.out[:, None] @ errors @ self.out.mT[:, None]
+        return Reached(
+            query=radii(rows, attention.query[:, None]),
+            each_key=each_key,
+            key=mean_square(P, each_key),
+            score=key + half_widths(rows, self.by_query),
+            pulled=mean_square(P, value),
+            value=torch.einsum("hij,hjop->hiop", P, images),
+        )
+
+
+def spread_shape(covariance: Tensor, factor: Tensor) -> Tensor:
+    """Return covariance · factor², ellipsoids for Cov(v, x) where the deviation of x is at most factor."""
+    return covariance * factor.square()[..., None, None]
 
 
 class AttentionRemainder:
@@ -145,9 +198,7 @@ class AttentionRemainder:
     P_s ≤ e^{sτ} P where τ bounds the centred scores, so that every moment is bounded by one at s = 0.
     """
 
-    def __init__(
-        self, attention: Attention, u: Tensor, tangents: Tensor, sources: list[Source], adjoint: Tensor
-    ) -> None:
+    def __init__(self, attention: Attention, u: Tensor, tangents: Tensor, adjoint: Tensor) -> None:
         at = attention.softmax(u)
         P, root = at.weights, at.weights.sqrt()
         self.weights, self.seen = P, P > 0
@@ -158,92 +209,75 @@ class AttentionRemainder:
         self.query = spectral_norm(dq)
         self.key = weighted_norm(P, dk)
         self.each_key = spectral_norm(dk)
-        out = attention.output @ attention.value_weight  # (H, d_out, d)
-        self.value = weighted_norm(P, torch.einsum("hod,ndk->hnok", out, tangents))
-        spread = at.centred(
-            torch.einsum("hoe,hje->hjo", attention.output, at.v)[:, None].expand(-1, P.shape[1], -1, -1)
-        )
-        self.spread = spectral_norm(root[..., None] * spread)
+        self.errors = AttentionErrors(attention, at, adjoint)
+        self.value = value_shapes(P, torch.einsum("hod,ndk->hnok", self.errors.out, tangents))
+        self.spread = value_covariance(attention, at)
         w = torch.einsum("hoe,io->hie", attention.output, adjoint)
         c = at.centred(w @ at.v.mT)
         self.largest = (c.abs() * self.seen).amax(2)
         self.deviation = (P * c.square()).sum(2).sqrt()
         dc = at.centred(torch.einsum("hie,hjek->hijk", w, dv))
         self.pulled = spectral_norm(root[..., None] * dc)
-        self._errors(attention, at, out, w, sources)
 
-    def _errors(
-        self, attention: Attention, at: Softmax, out: Tensor, w: Tensor, sources: list[Source]
-    ) -> None:
-        """Measure how errors of the tokens reach queries, keys, values and scores."""
-        n = self.weights.shape[2]
-        identity = torch.eye(attention.key.shape[2], dtype=w.dtype)
-        self.error = reached(sources, identity, by_row=False)
-        self.rows = attention.rows
-        self.query_norm = spectral_norm(attention.query)
-        self.key_norm = spectral_norm(attention.key)
-        self.value_norm = spectral_norm(out)
-        by_key = torch.einsum("hie,hed->hid", at.q, attention.key).flatten(0, 1)
-        self.key_errors = reached(sources, by_key, by_row=True)
-        by_value = torch.einsum("hie,hed->hid", w, attention.value_weight).flatten(0, 1)
-        self.value_errors = reached(sources, by_value, by_row=True)
-        keys = at.k[:, None] - torch.einsum("hij,hje->hie", at.weights, at.k)[:, :, None]
-        by_query = torch.einsum("hije,hed->ihjd", keys, attention.query).flatten(1, 2)
-        full = torch.zeros(n, *by_query.shape[1:], dtype=w.dtype)
-        full[attention.rows] = by_query
-        self.query_errors = reached(sources, full, by_row=True)
-
-    def __call__(self, epsilon: float, remainders: list[Tensor]) -> Left:
+    def __call__(self, epsilon: float, errors: Tensor) -> Left:
         """Return the bounds for |δ| ≤ ε."""
-        P = self.weights
-        heads, rows, n = P.shape
-
-        def deviation(values: Tensor) -> Tensor:
-            return torch.einsum("hij,hij->hi", P, values.square()).sqrt()
-
-        zero = torch.zeros(n, dtype=P.dtype)
-        eta = self.error(remainders) + zero
-        key = (self.key_errors(remainders) + zero[:, None].expand(-1, heads * rows)).T.reshape(P.shape)
-        key = key + torch.einsum("hij,hij->hi", P, key)[..., None]
-        query = (self.query_errors(remainders) + zero[:, None].expand(-1, heads * n))[self.rows]
-        score_error = key + query.unflatten(1, (heads, n)).transpose(0, 1)
-        value = (self.value_errors(remainders) + zero[:, None].expand(-1, heads * rows)).T.reshape(P.shape)
-        value_error = deviation(value)
-        all_eta = torch.einsum("hij,j->hi", P, eta.square()).sqrt()
-        dq_error = self.query_norm[:, None] * eta[self.rows]
-        dq = epsilon * self.query + dq_error
-        key_error = self.key_norm[:, None] * all_eta
-        dk = epsilon * self.key + key_error
-        each_key = epsilon * self.each_key + self.key_norm[:, None] * eta
+        P, of = self.weights, self.errors(errors)
+        dq = epsilon * self.query + of.query
+        dk = epsilon * self.key + of.key
+        each_key = epsilon * self.each_key + of.each_key
         mean_key = torch.einsum("hij,hj->hi", P, each_key)
         bilinear = dq * dk  # bounds the deviation of b
-        linear = epsilon * self.score_deviation + deviation(score_error)
+        of_error = mean_square(P, of.score)
+        linear = epsilon * self.score_deviation + of_error
         t = linear + bilinear
-        each = epsilon * self.score + score_error + dq[..., None] * (each_key[:, None] + mean_key[..., None])
+        each = epsilon * self.score + of.score + dq[..., None] * (each_key[:, None] + mean_key[..., None])
         tau = torch.where(self.seen, each, 0.0).amax(2)
         grown = torch.exp(tau)
         farthest = tau + grown * t**2  # bounds |t_j − E_s t|
         small = tau.clamp_min(1e-3)
         second = 2 * (torch.expm1(small) - small) / small**2
         third = 6 * (torch.expm1(small) - small - small**2 / 2) / small**3
-        dv = epsilon * self.value + self.value_norm[:, None] * all_eta
-        vector = self.spread * bilinear + second * dv * t + second / 2 * (self.spread + dv) * farthest * t
-        dc = epsilon * self.pulled + value_error
+        dv = ellipsoid_sum(epsilon**2 * self.value, of.value)
+        shape = ellipsoid_sum(
+            spread_shape(self.spread, bilinear + second / 2 * farthest * t),
+            spread_shape(dv, second * (t + farthest * t / 2)),
+        )
+        dc = epsilon * self.pulled + of.pulled
         margin = dc * bilinear + self.largest * bilinear * (linear + bilinear / 2)
         fourth = (self.deviation + dc) * (farthest**2 * t + 3 * grown * t**3)
         margin = margin + third / 6 * (3 * dc * farthest * t + fourth)
-        of_error = deviation(score_error)
-        margin = margin + value_error * of_error + self.largest * of_error**2 / 2
-        margin = margin + self.deviation * dq_error * key_error
-        return Left(vector.sum(0), margin.sum())
+        margin = margin + of.pulled * of_error + self.largest * of_error**2 / 2
+        margin = margin + self.deviation * of.query * of.key
+        return Left(ellipsoid_sum(*shape), margin.sum())
+
+
+def value_covariance(attention: Attention, own: Softmax) -> Tensor:
+    """Return Σ_j P_j v̄_j v̄_jᵀ (H, rows, d_out, d_out) of the values after the output map.
+
+    It contains Cov(v, x) for scores x of deviation 1.
+    """
+    images = (attention.output @ own.v.mT).mT[:, None].expand(-1, own.weights.shape[1], -1, -1)
+    centred = own.centred(images)
+    return torch.einsum("hij,hijo,hijp->hiop", own.weights, centred, centred)
+
+
+def value_shapes(weights: Tensor, changes: Tensor) -> Tensor:
+    """Return ellipsoids (H, rows, d_out, d_out) of Cov(V δ, x), |δ| ≤ 1, the deviation of x at most 1.
+
+    They are Σ_j P_j V_j V_jᵀ, or the ball of :func:`weighted_norm` where its trace is smaller.
+    """
+    apart = torch.einsum("hij,hjop->hiop", weights, changes @ changes.mT)
+    joint = balls(weighted_norm(weights, changes), changes.shape[2])
+    smaller = joint.diagonal(dim1=2, dim2=3).sum(-1) < apart.diagonal(dim1=2, dim2=3).sum(-1)
+    return torch.where(smaller[..., None, None], joint, apart)
 
 
 def remainder_of(
-    stage: Attention | FeedForward | Norm, u: Tensor, tangents: Tensor, sources: list[Source], adjoint: Tensor
+    stage: Attention | FeedForward | Norm, u: Tensor, tangents: Tensor, adjoint: Tensor
 ) -> AttentionRemainder | FeedForwardRemainder | NormRemainder:
     """Return the remainder of the map of a stage at tokens u (n, d)."""
     if isinstance(stage, Attention):
-        return AttentionRemainder(stage, u, tangents, sources, adjoint)
+        return AttentionRemainder(stage, u, tangents, adjoint)
     if isinstance(stage, FeedForward):
-        return FeedForwardRemainder(stage, u, tangents, sources, adjoint)
-    return NormRemainder(stage, u, tangents, sources, adjoint)
+        return FeedForwardRemainder(stage, u, tangents, adjoint)
+    return NormRemainder(stage, u, tangents, adjoint)

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from howsmooth.bounds.radius.errors import Source
+from howsmooth.bounds.radius.ellipsoids import radii
+from howsmooth.bounds.radius.errors import Errors, Source
 from howsmooth.bounds.radius.network import Network
-from howsmooth.bounds.radius.norms import spectral_norm
-from howsmooth.bounds.radius.remainders import remainder_of
+from howsmooth.bounds.radius.remainders import Left, remainder_of
 from howsmooth.bounds.radius.stages import Attention
 
-__all__ = ["FirstDerivatives", "Losses", "SecondOrder"]
+__all__ = ["FirstDerivatives", "Losses", "SecondOrder", "stage_bounds", "stage_losses"]
 
 
 class Losses(NamedTuple):
@@ -48,7 +49,7 @@ class FirstDerivatives:
             bent = stage.pull(state, bent) + stage.curvature(state, adjoint, tangents)
             adjoint = stage.pull(state, adjoint[..., None])[..., 0]
             self.adjoints.insert(0, adjoint)
-        self.bent_norms = [spectral_norm(found) for found in self.bent]
+        self.bent_roots = [_narrow(found) for found in self.bent]
         self.margin = float((functional * self.states[-1]).sum()) + offset
         self.gradient = torch.einsum("nd,ndk->k", adjoint, injection)
         H = torch.einsum("ndk,ndl->kl", injection, bent)
@@ -83,26 +84,52 @@ class SecondOrder:
         """Measure all partial Jacobians at x (n, d), for changes injection (n, d, k) δ."""
         self.first = first = FirstDerivatives(network, x, injection, functional, offset)
         sources: list[Source] = []
+        self.errors: list[Errors] = []
         self.remainders = []
         for place, stage in enumerate(network.stages):
             state = first.states[place]
             branch = [Source(source.jacobian[:, stage.branch]) for source in sources]
+            self.errors.append(Errors(branch, state[:, stage.branch]))
             tangents = first.tangents[place][:, stage.branch]
-            remainder = remainder_of(
-                stage.map, state[:, stage.branch], tangents, branch, first.own_adjoint(place)
-            )
-            self.remainders.append(remainder)
+            own = first.own_adjoint(place)
+            self.remainders.append(remainder_of(stage.map, state[:, stage.branch], tangents, own))
             sources = [s.pushed(stage, state, isinstance(stage.map, Attention)) for s in sources]
             sources.append(Source.of(stage, state, first.states[place + 1]))
 
     def __call__(self, epsilon: float) -> Losses:
         """Return a lower bound of the margin for |δ| ≤ ε."""
-        vectors: list[Tensor] = []
-        losses = []
-        for remainder, bent in zip(self.remainders, self.first.bent_norms, strict=True):
-            left = remainder(epsilon, vectors)
-            vectors.append(left.vector)
-            losses.append(epsilon * (bent * left.vector).sum() + left.margin)
-        stages = torch.stack(losses)
-        quadratic = self.first.quadratic_loss(epsilon)
-        return Losses(self.first.margin - quadratic - float(stages.sum()), quadratic, stages)
+        stages = stage_losses(self.first, self.bounds(epsilon), epsilon)
+        polynomial = self.first.quadratic_loss(epsilon)
+        return Losses(self.first.margin - polynomial - float(stages.sum()), polynomial, stages)
+
+    def bounds(self, epsilon: float) -> list[Left]:
+        """Return what each stage leaves out for |δ| ≤ ε."""
+        return stage_bounds(self.errors, self.remainders, epsilon)
+
+
+def stage_bounds(
+    errors: list[Errors], remainders: Sequence[Callable[[float, Tensor], Left]], epsilon: float
+) -> list[Left]:
+    """Evaluate the remainders of all stages, each at the errors that those before it cause."""
+    found: list[Left] = []
+    for error, remainder in zip(errors, remainders, strict=True):
+        found.append(remainder(epsilon, error([left.shape for left in found])))
+    return found
+
+
+def stage_losses(first: FirstDerivatives, found: list[Left], epsilon: float) -> Tensor:
+    """Bound what each stage takes from the margin: (N δ) · R token by token, and its own effect."""
+    losses = []
+    for left, bent in zip(found, first.bent_roots, strict=True):
+        crossed = radii(left.shape, bent.mT)
+        losses.append(epsilon * crossed.sum() + left.margin)
+    return torch.stack(losses)
+
+
+def _narrow(matrices: Tensor) -> Tensor:
+    """Return matrices (n, d, at most d) with the same products A Aᵀ as those given (n, d, k)."""
+    if matrices.shape[2] <= matrices.shape[1]:
+        return matrices
+    values, vectors = torch.linalg.eigh(matrices @ matrices.mT)
+    root: Tensor = vectors * values.clamp_min(0).sqrt()[:, None]
+    return root

@@ -6,11 +6,12 @@ import torch
 from torch import Tensor
 
 from howsmooth.bounds.radius.cubic_remainders import Expansion, cubic_remainder_of
-from howsmooth.bounds.radius.errors import Source
+from howsmooth.bounds.radius.errors import Errors, Source
 from howsmooth.bounds.radius.network import Network
 from howsmooth.bounds.radius.norms import spectral_norm
 from howsmooth.bounds.radius.pairs import Pairs
-from howsmooth.bounds.radius.second_order import FirstDerivatives, Losses
+from howsmooth.bounds.radius.remainders import Left
+from howsmooth.bounds.radius.second_order import FirstDerivatives, Losses, stage_bounds, stage_losses
 from howsmooth.bounds.radius.stages import Attention
 
 __all__ = ["ThirdOrder"]
@@ -28,6 +29,7 @@ class ThirdOrder:
         forms = torch.zeros(*x.shape, len(pairs.i), dtype=x.dtype)
         cubic = torch.zeros(pairs.k, len(pairs.i), dtype=x.dtype)
         sources: list[Source] = []
+        self.errors: list[Errors] = []
         self.remainders = []
         for place, stage in enumerate(network.stages):
             state, output = first.states[place], first.states[place + 1]
@@ -36,9 +38,10 @@ class ThirdOrder:
                 first.tangents[place][:, stage.branch],
                 forms[:, stage.branch],
                 pairs,
-                [Source(source.jacobian[:, stage.branch]) for source in sources],
                 first.own_adjoint(place),
             )
+            branch = [Source(source.jacobian[:, stage.branch]) for source in sources]
+            self.errors.append(Errors(branch, at.u))
             remainder = cubic_remainder_of(stage.map, at)
             self.remainders.append(remainder)
             forms, own = stage.push_forms(state, first.tangents[place], forms, pairs)
@@ -49,15 +52,13 @@ class ThirdOrder:
 
     def __call__(self, epsilon: float) -> Losses:
         """Return a lower bound of the margin for |δ| ≤ ε."""
-        vectors: list[Tensor] = []
-        losses = []
-        for remainder, bent in zip(self.remainders, self.first.bent_norms, strict=True):
-            left = remainder(epsilon, vectors)
-            vectors.append(left.vector)
-            losses.append(epsilon * (bent * left.vector).sum() + left.margin)
-        stages = torch.stack(losses)
+        stages = stage_losses(self.first, self.bounds(epsilon), epsilon)
         polynomial = self.first.quadratic_loss(epsilon) + float(self.cubic) * epsilon**3
         return Losses(self.first.margin - polynomial - float(stages.sum()), polynomial, stages)
+
+    def bounds(self, epsilon: float) -> list[Left]:
+        """Return what each stage leaves out for |δ| ≤ ε."""
+        return stage_bounds(self.errors, self.remainders, epsilon)
 
 
 def _symmetric_norm(cubic: Tensor, pairs: Pairs) -> Tensor:
