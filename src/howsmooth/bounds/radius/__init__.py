@@ -9,10 +9,11 @@ change of the class. Proofs: documentation page "A proved radius for a whole net
 from howsmooth.bounds.radius.network import Network, Stage
 from howsmooth.bounds.radius.result import RobustRadius
 from howsmooth.bounds.radius.robust_radius import robust_radius
-from howsmooth.bounds.radius.stages import ACTIVATIONS, Attention, FeedForward, Norm
+from howsmooth.bounds.radius.stages import ACTIVATIONS, Activation, Attention, FeedForward, Norm
 
 __all__ = [
     "ACTIVATIONS",
+    "Activation",
     "Attention",
     "FeedForward",
     "Network",
