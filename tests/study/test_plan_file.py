@@ -28,7 +28,8 @@ models = ["small", {name = "other", as_decoder = true, layers = "0:1", heads = [
 texts = ["prose", "notes.txt"]
 lengths = "2:6:2"
 samples = 3
-scopes = ["attention", "head"]
+scopes = ["attention", "head", "model"]
+output = "logits"
 layers = [0, "-1"]
 heads = 1
 random_init = false
@@ -79,7 +80,8 @@ def test_every_key_is_read(tmp_path: Path) -> None:
         texts=("prose", str(tmp_path / "notes.txt")),
         lengths=(2, 4, 6),
         samples=3,
-        scopes=("attention", "head"),
+        scopes=("attention", "head", "model"),
+        output="logits",
         layers=Ranges.parse("0,-1", "layers"),
         heads=Ranges.parse("1", "heads"),
         rtol=1e-3,

@@ -72,7 +72,9 @@ def test_the_radius_is_that_of_the_nearest_class() -> None:
     classes = [int(c) for c in network.logits(x).argsort(descending=True)]
     every = hs.bounds.robust_radius(network, x, tokens=1, order=2, attack=False)
     assert every.label == classes[0]
-    each = [hs.bounds.robust_radius(network, x, 1, target=c, order=2, attack=False) for c in classes[1:]]
+    each = [
+        hs.bounds.robust_radius(network, x, tokens=1, target=c, order=2, attack=False) for c in classes[1:]
+    ]
     assert every.radius == pytest.approx(min(one.radius for one in each), rel=1e-2)
     assert every.rival == min(each, key=float).rival
 

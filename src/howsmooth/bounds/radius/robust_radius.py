@@ -28,10 +28,10 @@ _CURVE = (0.0, 0.5, 0.75, 1.0, 1.25)
 def robust_radius(
     model: object,
     inputs: Tensor | Mapping[str, Tensor],
+    *,
     tokens: int | Sequence[int] | None = None,
     norm: float = 2,
     target: int | None = None,
-    *,
     order: int | None = None,
     attack: bool = True,
 ) -> RobustRadius:
