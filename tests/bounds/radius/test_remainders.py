@@ -209,6 +209,28 @@ def test_the_remainder_of_attention_is_attained_up_to_a_small_factor() -> None:
         assert best >= float(vector) / 3
 
 
+def test_the_third_cumulant_in_attention_is_nearly_attained() -> None:
+    """One row, two tokens of weights .98 and .02: the first entries move the scores, the values stand still."""
+
+    def reading(*entries: float) -> Tensor:
+        return torch.tensor([[entries]], dtype=torch.float64)
+
+    one, zero = torch.ones(1, 1, dtype=torch.float64), torch.zeros(1, 1, dtype=torch.float64)
+    output = torch.tensor([[[1.0], [0.0]]], dtype=torch.float64)
+    maps = (reading(0, 0), one, reading(1, 0), zero, reading(0, 1), zero)
+    layer = Attention(*maps, output, torch.zeros(2, dtype=torch.float64), torch.tensor([0]))
+    readout = torch.tensor([[[1.0, 0.0]], [[0.0, 0.0]]], dtype=torch.float64)
+    network = Network((Stage("attention", layer, ALL),), readout, torch.zeros(2, dtype=torch.float64))
+    x = torch.tensor([[3.0, 1.0], [-1.0, 0.0]], dtype=torch.float64)
+    keys_move = torch.zeros(2, 2, 2, dtype=torch.float64)
+    keys_move[0, 0, 0] = keys_move[1, 0, 1] = 1
+    found = SecondOrder(network, x, keys_move, readout[0] - readout[1], 0.0)
+    bound = longest(found.bounds(0.02)[0].shape)
+    toward = torch.tensor([1.0, -1.0], dtype=torch.float64) * 0.02 / math.sqrt(2)
+    sizes = [left_out(network, found.first, False, sign * toward)[0].vector[0].norm() for sign in (1, -1)]
+    assert 0.8 * float(bound) < float(max(sizes)) <= float(bound)
+
+
 def test_norms_are_upper_bounds_and_close() -> None:
     g = torch.Generator().manual_seed(0)
     matrices = normal(g, 5, 7, 12)
