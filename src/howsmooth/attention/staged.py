@@ -180,7 +180,7 @@ class SoftmaxCore:
     def to(
         self, *, dtype: torch.dtype | None = None, device: torch.device | str | None = None
     ) -> SoftmaxCore:
-        """Return the softmax with its tensors converted to another dtype or device."""
+        """Return a copy of the softmax whose tensors have another dtype or lie on another device."""
         mask = None if self.mask is None else self.mask.to(device=device)
         bias = None if self.score_bias is None else self.score_bias.to(dtype=dtype, device=device)
         sinks = None if self.sinks is None else self.sinks.to(dtype=dtype, device=device)
@@ -213,7 +213,7 @@ class Layer(Protocol):
         """
 
     def to(self, *, dtype: torch.dtype | None = None, device: torch.device | str | None = None) -> Layer:
-        """Return the layer with its parameters converted to another dtype or device."""
+        """Return a copy of the layer whose parameters have another dtype or lie on another device."""
 
 
 class StagedAttention(TokenMap):
@@ -315,7 +315,7 @@ class StagedAttention(TokenMap):
     def to(
         self, *, dtype: torch.dtype | None = None, device: torch.device | str | None = None
     ) -> StagedAttention:
-        """Return the map with its parameters converted to another dtype or device."""
+        """Return a copy of the map whose parameters have another dtype or lie on another device."""
         placed = (dtype or self.dtype, torch.device(device or self.device))
         for known in (self, self._origin):
             if known is not None and known._placed == placed:

@@ -260,7 +260,10 @@ class _Layer:
         return norms
 
     def _predicted_kl(self, operand: str, head: int, variance: Float64[Tensor, "n dim"]) -> float:
-        """Return half the sum of the errors' variances times the diagonal of the Fisher information.
+        """Predict the divergence that rounding one head's keys or values causes, to second order.
+
+        It is ½ Σ σ_a² F_aa over the entries a, with the variance σ_a² of each entry's rounding error and the
+        diagonal F_aa of the Fisher information of the model's predictions.
 
         Where the model repeats a head's keys for each query head, the errors of the copies count as
         independent of each other.

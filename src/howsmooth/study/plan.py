@@ -179,7 +179,7 @@ def random_init_option(panel: str = "") -> Any:
 
 
 def as_decoder_option(panel: str = "") -> Any:
-    """Define the option ``--as-decoder`` of a plan: whether an encoder runs with a causal mask."""
+    """Define the option ``--as-decoder`` of a plan, which runs an encoder with a causal mask."""
     return option(False, flag(), "Run an encoder as a decoder, with its causal mask.", panel=panel)
 
 
@@ -495,7 +495,7 @@ class Plan(Options):
 
     @property
     def of_attention(self) -> Plan:
-        """The same plan for whole attentions only (the scope ``attention``).
+        """Return this plan with the scope ``attention`` alone, so that only whole layers are measured.
 
         The values of the paper's published code exist only for this scope.
         """

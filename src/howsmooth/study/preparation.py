@@ -251,7 +251,7 @@ def _records(one: PlacedSubject) -> tuple[ModelRecord, TextRecord, InputRecord]:
 def _with_sequences(
     plan: Plan, checked: list[tuple[Subject, Feed]], store: Store | None, impossible: Impossible | None
 ) -> Iterator[PlacedSubject]:
-    """Choose where the sequences of each model begin in its inputs.
+    """For each model and text, choose at which positions of the text the measured sequences begin.
 
     If ``impossible`` is not None, inputs that are too short are added to it instead of raising an error.
     """

@@ -210,7 +210,7 @@ def test_the_remainder_of_attention_is_attained_up_to_a_small_factor() -> None:
 
 
 def test_the_third_cumulant_in_attention_is_nearly_attained() -> None:
-    """One row, two tokens of weights .98 and .02: the first entries move the scores, the values stand still."""
+    """One row, two tokens of weights .98 and .02: first entries move the scores, and values stand still."""
 
     def reading(*entries: float) -> Tensor:
         return torch.tensor([[entries]], dtype=torch.float64)

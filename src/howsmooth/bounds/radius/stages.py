@@ -88,7 +88,7 @@ class Norm:
 
 
 class Activation(NamedTuple):
-    """A function of one variable with its derivatives.
+    """An activation function φ, applied entry by entry, with its first four derivatives.
 
     ``largest_third(z, width)``, ``largest_fourth`` and ``largest_fifth`` bound |φ'''|, |φ''''| and |φ⁽⁵⁾| on
     the interval [z − width, z + width].

@@ -35,7 +35,7 @@ _SOURCE = 'models with a forward of their own, howsmooth documentation, "Enforce
 
 @dataclass(frozen=True)
 class _State:
-    """A tensor that depends on the model's input, (batch, ...), and the bounds on it.
+    """What is known about one tensor of the forward pass: its shape, and bounds that hold for all inputs.
 
     Attributes
     ----------

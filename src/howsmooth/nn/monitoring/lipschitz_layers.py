@@ -1,4 +1,4 @@
-"""Recording of a forward pass through the attention layers of howsmooth.nn in a model."""
+"""Record the arguments and outputs of a model's ``howsmooth.nn`` attention layers in a forward pass."""
 
 from __future__ import annotations
 
