@@ -25,10 +25,11 @@ _PAIRS = 256
 _TOGETHER = 32
 # Blocks with smaller attention weights may leave the range of float32.
 _FAINT = 2.0**-40
-# Float32 products show how far the terms of a block cancel. The rounding error of float64 products is taken
-# to be this multiple of what it is in proportion.
-_MARGIN = 64.0
-_DIGITS = torch.finfo(torch.float64).eps / torch.finfo(torch.float32).eps
+# The error of float32 products shows how far the terms of a block cancel: float64 products err by that, times
+# the operator's relative rounding error as a multiple of the unit of float32, times this margin. A weight
+# P = e^s is as uncertain as s, by up to 4 units of rounding times the largest score κ (as in
+# ``WeightedSoftmaxDerivative.rounding``), and the operator's error contains κ / 25.
+_MARGIN = 100.0
 
 
 @dataclass(frozen=True)
@@ -129,7 +130,8 @@ def _of_tile(
         found = verdict(single, exact, found, members, solver)
     right = found.right.double()
     apart = single.product(right.float()).double() - exact.product(right)
-    return found, _MARGIN * _DIGITS * torch.linalg.vector_norm(apart[:, 0], dim=1).cpu()
+    cancelling = torch.linalg.vector_norm(apart[:, 0], dim=1).cpu() / torch.finfo(torch.float32).eps
+    return found, _MARGIN * exact.rounding * cancelling
 
 
 def _leading(operator: LinearOperator, members: Sequence[int], solver: Solver) -> LeadingTriplet:

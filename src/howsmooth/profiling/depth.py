@@ -19,9 +19,9 @@ from howsmooth.models import LoadedModel, Site, load_model
 from howsmooth.models.capture import model_parts, module_of
 from howsmooth.models.layer_weights import computing_dtype
 from howsmooth.models.whole_model import ModelParts
-from howsmooth.profiling.profile import given_inputs, shown_progress
+from howsmooth.profiling.one_input import given_inputs, shown_progress
 from howsmooth.scopes import OUTPUTS
-from howsmooth.study.output_files import csv_of
+from howsmooth.study.output_files import csv_of, text_or_file
 from howsmooth.study.plan import derive_seed
 from howsmooth.study.records import plain_rows
 
@@ -84,7 +84,8 @@ class DepthProfile:
                 f"{row['stage']:<12}{row['own']:>10.4g}{row['until']:>11.4g}{beyond:>11}"
                 f"{row['product']:>11.4g}  {row['ratio']:.2g}"
             )
-        lines.append(f"Whole model: {_interval(plain_rows(self.table)[-1], 'until')}.")
+        whole = _interval(plain_rows(self.table)[-1], "until")
+        lines.append(f"Whole model: {whole} at {self.confidence:.4g} confidence; intervals are in the table.")
         missed = [f"{row['stage']} ({kind})" for row in plain_rows(self.table) for kind in _MAPS
                   if row[f"{kind}_converged"] is False]  # fmt: skip
         return "\n".join([*lines, *([f"Not converged: {', '.join(missed)}."] if missed else [])])
@@ -103,12 +104,7 @@ class DepthProfile:
 
     def to_csv(self, path: str | os.PathLike[str] | None = None) -> str | None:
         """Write the table as CSV to a file; without a path, return the CSV as text."""
-        words = csv_of(self.table)
-        if path is None:
-            return words
-        with open(path, "w", encoding="utf-8", newline="\n") as file:  # noqa: PTH123 - takes any path
-            file.write(words)
-        return None
+        return text_or_file(csv_of(self.table), path)
 
     def described(self) -> dict[str, Any]:
         """Return the settings and the table, as a dict for JSON."""

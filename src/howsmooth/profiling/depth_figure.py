@@ -8,8 +8,8 @@ from pathlib import Path
 from matplotlib import rc_context
 from matplotlib.figure import Figure
 
-from howsmooth.errors import StoreError
 from howsmooth.profiling.depth import DepthProfile
+from howsmooth.profiling.output_folder import write_result
 from howsmooth.study.figures.style import STYLE, literal, new_figure
 
 __all__ = ["draw", "write"]
@@ -57,16 +57,4 @@ def write(profile: DepthProfile, folder: str | os.PathLike[str]) -> list[Path]:
         If the folder cannot be written.
 
     """
-    folder = Path(folder)
-    image, vector, table = paths = [folder / name for name in ("depth.png", "depth.pdf", "depth.csv")]
-    figure = profile.plot()
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        figure.savefig(image, metadata={"Software": "howsmooth"})
-        figure.savefig(vector, metadata={"Creator": "howsmooth", "CreationDate": None})
-        profile.to_csv(table)
-    except OSError as error:
-        raise StoreError(
-            f"out: expected a writable folder, got {folder} ({error.strerror}). Choose another --out."
-        ) from error
-    return paths
+    return write_result(folder, profile.plot(), profile.model, {"depth": profile.table})

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import numpy as np
 from matplotlib import rc_context
-from matplotlib.colors import LogNorm, Normalize
 from matplotlib.figure import Figure
 from matplotlib.ticker import FixedLocator
 
 from howsmooth.profiling.result import Profile
-from howsmooth.study.figures.style import COLOURS, STYLE, add_colourbar, literal, new_figure
+from howsmooth.study.figures.style import STYLE, add_colourbar, draw_cells, literal, logarithmic, new_figure
 from howsmooth.study.records import plain_rows
 
 __all__ = ["draw"]
@@ -45,10 +44,8 @@ def _drawn(profile: Profile) -> Figure:
     width = max(4.2, 1.7 + _CELL * values.shape[1])
     figure = new_figure(width, max(2.4, 1.5 + _CELL * values.shape[0]))
     axis = figure.subplots()
-    positive = values[np.isfinite(values) & (values > 0)]
-    low, high = (float(positive.min()), float(positive.max())) if positive.size else (1.0, 1.0)
-    norm: Normalize = LogNorm(low, high) if high > 1.001 * low else Normalize(0.9 * low, 1.1 * high)
-    axis.imshow(values, cmap=COLOURS, norm=norm, aspect="auto", interpolation="nearest")
+    norm = logarithmic(values)
+    draw_cells(axis, values, norm)
     for i, j in missed:
         axis.text(j, i, "×", ha="center", va="center", color="white")
     step = -(-len(heads) // _MOST_TICKS)
@@ -59,9 +56,6 @@ def _drawn(profile: Profile) -> Figure:
     axis.yaxis.set_major_locator(FixedLocator(range(0, len(layers), rows)))
     axis.set_yticklabels([str(layer) for layer in layers[::rows]])
     axis.set(xlabel="head", ylabel="layer")
-    axis.tick_params(length=0)
-    for side in axis.spines.values():
-        side.set_visible(False)
     add_colourbar(figure, axis, norm, "local Lipschitz constant")
     axis.set_title(literal(f"{profile.model}, one input of {profile.n} tokens"), pad=8)
     return figure

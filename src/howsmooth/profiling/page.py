@@ -9,10 +9,9 @@ from typing import Any
 import pandas as pd
 from markupsafe import Markup
 
-from howsmooth.errors import StoreError
+from howsmooth.profiling.output_folder import write_result
 from howsmooth.profiling.result import Profile
 from howsmooth.study.html_pages import data_url, digest, png, style_sheet, templates_of
-from howsmooth.study.output_files import csv_of, replace_file
 from howsmooth.study.records import plain_rows
 from howsmooth.study.report.chart_data import visible_token
 from howsmooth.study.text_formatting import place_in_words
@@ -33,23 +32,8 @@ def write(profile: Profile, folder: str | os.PathLike[str]) -> list[Path]:
         If the folder cannot be written.
 
     """
-    folder = Path(folder)
-    figure = profile.plot()
-    names = ("profile.html", "profile.png", "profile.pdf", "profile.csv", "tokens.csv")
-    page, image, vector, table, tokens = paths = [folder / name for name in names]
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        drawn = png(figure)
-        replace_file(page, render(profile, data_url(drawn)))
-        image.write_bytes(drawn)
-        figure.savefig(vector, metadata={"Creator": "howsmooth", "CreationDate": None})
-        replace_file(table, csv_of(profile.table))
-        replace_file(tokens, csv_of(profile.tokens))
-    except OSError as error:
-        raise StoreError(
-            f"out: expected a writable folder, got {folder} ({error.strerror}). Choose another --out."
-        ) from error
-    return paths
+    tables = {"profile": profile.table, "tokens": profile.tokens}
+    return write_result(folder, profile.plot(), profile.model, tables, lambda image: render(profile, image))
 
 
 def render(profile: Profile, image: str) -> str:

@@ -23,8 +23,8 @@ from howsmooth.models.capture import module_of, self_attention_layers
 from howsmooth.models.identification.verified_layer import VerifiedLayer
 from howsmooth.models.layer_weights import computing_dtype, stored_dtype
 from howsmooth.models.logits import LogitsOfModel
+from howsmooth.profiling.one_input import fingerprint_of, given_inputs, shown_progress
 from howsmooth.profiling.precision_result import Precision
-from howsmooth.profiling.profile import fingerprint_of, given_inputs, shown_progress
 from howsmooth.profiling.quantisers import (
     QUANTISERS,
     absmax_steps,

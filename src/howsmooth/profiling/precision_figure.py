@@ -6,12 +6,21 @@ import numpy as np
 import pandas as pd
 from matplotlib import rc_context
 from matplotlib.axes import Axes
-from matplotlib.colors import LogNorm, Normalize
+from matplotlib.colors import Normalize
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
 from howsmooth.profiling.precision_result import Precision
-from howsmooth.study.figures.style import COLOURS, GREY, STYLE, add_colourbar, literal, new_figure, set_axis
+from howsmooth.study.figures.style import (
+    GREY,
+    STYLE,
+    add_colourbar,
+    draw_cells,
+    literal,
+    logarithmic,
+    new_figure,
+    set_axis,
+)
 
 __all__ = ["draw"]
 
@@ -41,9 +50,7 @@ def _drawn(found: Precision) -> Figure:
     width = max(1.6, _CELL * cells.shape[1] / 2)
     figure = new_figure(_SCATTER + 2.4 + 2 * width, height)
     keys, values, scatter = figure.subplots(1, 3, width_ratios=[width, width, _SCATTER])
-    positive = shown[predicted][shown[predicted] > 0]
-    low, high = (float(positive.min()), float(positive.max())) if len(positive) else (1.0, 1.0)
-    norm: Normalize = LogNorm(low, high) if high > 1.001 * low else Normalize(0.9 * low, 1.1 * high)
+    norm = logarithmic(shown[predicted].to_numpy())
     for axis, operand, title in ((keys, "K", "keys"), (values, "V", "values")):
         _heatmap(axis, cells[operand], norm)
         axis.set_title(title)
@@ -59,14 +66,11 @@ def _drawn(found: Precision) -> Figure:
 
 
 def _heatmap(axis: Axes, cells: pd.DataFrame, norm: Normalize) -> None:
-    axis.imshow(cells.to_numpy(), cmap=COLOURS, norm=norm, aspect="auto", interpolation="nearest")
+    draw_cells(axis, cells.to_numpy(), norm)
     axis.set_xticks(range(cells.shape[1]), [str(head) for head in cells.columns])
     axis.set_yticks(range(len(cells)), [str(layer) for layer in cells.index])
     axis.xaxis.set_major_locator(MaxNLocator(8, integer=True))
     axis.set(xlabel="key/value head", ylabel="layer")
-    axis.tick_params(length=0)
-    for side in axis.spines.values():
-        side.set_visible(False)
 
 
 def _scatter(axis: Axes, table: pd.DataFrame, predicted: str, real: str) -> None:

@@ -8,10 +8,9 @@ from pathlib import Path
 
 from markupsafe import Markup
 
-from howsmooth.errors import StoreError
+from howsmooth.profiling.output_folder import write_result
 from howsmooth.profiling.precision_result import Precision
-from howsmooth.study.html_pages import data_url, digest, png, style_sheet, templates_of
-from howsmooth.study.output_files import csv_of, replace_file
+from howsmooth.study.html_pages import digest, style_sheet, templates_of
 from howsmooth.study.records import plain_rows
 
 __all__ = ["write"]
@@ -29,22 +28,8 @@ def write(found: Precision, folder: str | os.PathLike[str]) -> list[Path]:
         If the folder cannot be written.
 
     """
-    folder = Path(folder)
-    figure = found.plot()
-    names = ("precision.html", "precision.png", "precision.pdf", "precision.csv")
-    page, image, vector, table = paths = [folder / name for name in names]
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        drawn = png(figure)
-        replace_file(page, _rendered(found, data_url(drawn)))
-        image.write_bytes(drawn)
-        figure.savefig(vector, metadata={"Creator": "howsmooth", "CreationDate": None})
-        replace_file(table, csv_of(found.table))
-    except OSError as error:
-        raise StoreError(
-            f"out: expected a writable folder, got {folder} ({error.strerror}). Choose another --out."
-        ) from error
-    return paths
+    tables = {"precision": found.table}
+    return write_result(folder, found.plot(), found.model, tables, lambda image: _rendered(found, image))
 
 
 def _rendered(found: Precision, image: str) -> str:

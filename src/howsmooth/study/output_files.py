@@ -11,7 +11,35 @@ import pandas as pd
 
 from howsmooth.errors import ArgumentError, StoreError
 
-__all__ = ["csv_of", "replace_file", "text_or_file", "write_parquet", "write_table", "written_beside"]
+__all__ = [
+    "csv_of",
+    "replace_file",
+    "text_or_file",
+    "writable_folder",
+    "write_parquet",
+    "write_table",
+    "written_beside",
+]
+
+
+@contextmanager
+def writable_folder(folder: str | os.PathLike[str]) -> Iterator[Path]:
+    """Create a folder if needed, and yield its path for a ``with`` block that writes into it.
+
+    Raises
+    ------
+    StoreError
+        In place of an OSError, in the block too.
+
+    """
+    folder = Path(folder)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        yield folder
+    except OSError as error:
+        raise StoreError(
+            f"out: expected a writable folder, got {folder} ({error.strerror}). Choose another --out."
+        ) from error
 
 
 @contextmanager
@@ -84,16 +112,9 @@ def write_table(table: pd.DataFrame, folder: str | os.PathLike[str], name: str) 
         If the file cannot be written.
 
     """
-    folder = Path(folder)
-    path = folder / name
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        replace_file(path, csv_of(table))
-    except OSError as error:
-        raise StoreError(
-            f"out: expected a writable folder, got {folder} ({error.strerror}). Choose another --out."
-        ) from error
-    return path
+    with writable_folder(folder) as folder:
+        replace_file(folder / name, csv_of(table))
+    return folder / name
 
 
 def replace_file(path: str | os.PathLike[str], content: str) -> None:

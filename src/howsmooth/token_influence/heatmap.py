@@ -6,10 +6,9 @@ from collections.abc import Sequence
 
 import numpy as np
 from matplotlib import rc_context
-from matplotlib.colors import LogNorm, Normalize
 from matplotlib.figure import Figure
 
-from howsmooth.study.figures.style import COLOURS, STYLE, add_colourbar, literal, new_figure
+from howsmooth.study.figures.style import STYLE, add_colourbar, draw_cells, literal, logarithmic, new_figure
 from howsmooth.study.text_formatting import readable
 from howsmooth.token_influence.result import Influence
 
@@ -35,13 +34,12 @@ def _drawn(found: Influence, words: Sequence[str] | None) -> Figure:
     values = found.value.numpy()
     rows, n = values.shape
     shown = np.where(values > 0, values, np.nan)
-    high = float(np.nanmax(shown)) if (values > 0).any() else 1.0
-    low = max(float(np.nanmin(shown)), _RANGE * high) if (values > 0).any() else 1.0
-    norm: Normalize = LogNorm(low, high) if high > 1.001 * low else Normalize(0.9 * low, 1.1 * high)
+    shown = np.maximum(shown, _RANGE * values.max())
+    norm = logarithmic(shown)
     cell = 0.2 if words is not None and n <= _MOST_WORDS else max(0.02, min(0.2, 5.0 / n))
     figure = new_figure(max(4.2, 1.9 + cell * n), max(2.6, 1.4 + cell * rows))
     axis = figure.subplots()
-    axis.imshow(np.maximum(shown, low), cmap=COLOURS, norm=norm, aspect="auto", interpolation="nearest")
+    draw_cells(axis, shown, norm)
     for i, j in np.argwhere(~found.converged.numpy()):
         axis.text(j, i, "×", ha="center", va="center", color="white")
     step = 1 if words is not None and n <= _MOST_WORDS else -(-n // _MOST_TICKS)
@@ -52,8 +50,5 @@ def _drawn(found: Influence, words: Sequence[str] | None) -> Figure:
     labels = [names[i] if i < n else str(i) for i in found.outputs]
     axis.set_yticks(range(0, rows, step), labels[::step])
     axis.set(xlabel="input token, which is moved", ylabel="output token")
-    axis.tick_params(length=0)
-    for side in axis.spines.values():
-        side.set_visible(False)
     add_colourbar(figure, axis, norm, "‖∂y/∂x‖₂")
     return figure

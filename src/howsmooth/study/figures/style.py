@@ -26,8 +26,8 @@ from howsmooth.study.progress_listener import Listener
 
 __all__ = [
     "COLOURS", "FIT_COLOUR", "GREY", "REFERENCE_SLOPES", "STYLE", "Files", "Slopes", "add_colourbar",
-    "draw_each", "draw_guides", "guide_handles", "literal", "new_figure", "new_panels", "save", "set_axis",
-    "set_bar_ticks",
+    "draw_cells", "draw_each", "draw_guides", "guide_handles", "literal", "logarithmic", "new_figure",
+    "new_panels", "save", "set_axis", "set_bar_ticks",
 ]  # fmt: skip
 
 STYLE: dict[Any, Any] = {
@@ -146,6 +146,21 @@ def set_axis(axis: Axes, which: str, values: pd.Series, *, whole: bool = False) 
     target.set_minor_locator(NullLocator())
     target.set_major_formatter(FuncFormatter(number))
     axis.grid(visible=True, which="major", linewidth=0.4, color="0.88", zorder=0)
+
+
+def logarithmic(values: np.ndarray) -> Normalize:
+    """Return logarithmic colours for the positive values; linear ones where these are nearly equal."""
+    positive = values[np.isfinite(values) & (values > 0)]
+    low, high = (float(positive.min()), float(positive.max())) if positive.size else (1.0, 1.0)
+    return LogNorm(low, high) if high > 1.001 * low else Normalize(0.9 * low, 1.1 * high)
+
+
+def draw_cells(axis: Axes, values: np.ndarray, norm: Normalize) -> None:
+    """Draw a matrix as cells of an axis without ticks' lines and frame; NaN stays white."""
+    axis.imshow(values, cmap=COLOURS, norm=norm, aspect="auto", interpolation="nearest")
+    axis.tick_params(length=0)
+    for side in axis.spines.values():
+        side.set_visible(False)
 
 
 def add_colourbar(figure: Figure, axis: Axes, norm: Normalize, label: str, *, whole: bool = False) -> None:
