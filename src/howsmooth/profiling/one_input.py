@@ -1,0 +1,145 @@
+"""Read the one model and the one input of a profile, and show the progress through the model's layers."""
+
+from __future__ import annotations
+
+import hashlib
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from tqdm.auto import tqdm
+
+from howsmooth.errors import ArgumentError
+from howsmooth.models import LoadedModel
+from howsmooth.models.inputs.model_inputs import max_length
+from howsmooth.models.layer_weights import hash_weights
+
+__all__ = ["GivenInputs", "fingerprint_of", "given_inputs", "shown_progress"]
+
+# A text is cut after so many tokens unless a span is given: the time grows with the square of the length.
+_MOST_TOKENS = 512
+
+
+@contextmanager
+def shown_progress(
+    on_layer: Callable[[int, int], None] | None, total: int
+) -> Iterator[Callable[[int, int], None]]:
+    """Yield the callback for finished layers: ``on_layer``, or one that moves a progress bar."""
+    if on_layer is not None:
+        yield on_layer
+        return
+    # Neither a terminal nor a notebook: a bar would fill a log with lines.
+    hidden = not sys.stderr.isatty() and "ipykernel" not in sys.modules
+    with tqdm(total=total or None, unit="layer", leave=False, disable=hidden) as bar:
+        yield lambda done, _: bar.update(done - bar.n)
+
+
+@dataclass(frozen=True, eq=False)
+class GivenInputs:
+    """The inputs of the model, the text of their tokens if known, and a short description."""
+
+    inputs: Any
+    words: list[str] | None
+    description: str
+
+
+def given_inputs(
+    model: object, module: nn.Module, inputs: object, span: object, tokenizer: Any
+) -> GivenInputs:
+    """Return the model's inputs, cut to the tokens of the span."""
+    if tokenizer is None and isinstance(model, LoadedModel):
+        tokenizer = model.tokenizer
+    decoded = _decoder(tokenizer)
+    if isinstance(inputs, str):
+        if not inputs.strip():
+            raise ArgumentError("inputs", expected="a text with at least one token", got=repr(inputs))
+        ids, what = torch.tensor(_encoded(tokenizer, inputs), dtype=torch.int64), "a text"
+    elif isinstance(inputs, Mapping):
+        named = {str(name): value for name, value in inputs.items()}
+        if span is not None:
+            raise ArgumentError("span", expected="None beside a dict of inputs", got=repr(span))
+        found = named.get("input_ids")
+        words = None if found is None or found.shape[0] != 1 else decoded(found[0])
+        return GivenInputs(named, words, f"inputs {', '.join(named)}")
+    else:
+        if isinstance(inputs, Tensor) and inputs.is_floating_point():  # as the model takes it
+            if span is not None:
+                raise ArgumentError("span", expected="None beside inputs without token ids", got=repr(span))
+            return GivenInputs(inputs, None, f"a tensor {tuple(inputs.shape)}")
+        ids, what = _ids(inputs), "token ids"
+    most = min(_MOST_TOKENS, max_length(module) or _MOST_TOKENS)
+    first, end = _bounds(span, len(ids), most)
+    cut = "" if end - first == len(ids) else f"tokens {first} to {end - 1} of {len(ids)}, "
+    digest = hashlib.sha256(ids[first:end].numpy().tobytes()).hexdigest()[:12]
+    return GivenInputs(ids[None, first:end], decoded(ids[first:end]), f"{what}, {cut}SHA-256 {digest}")
+
+
+def _encoded(tokenizer: Any, text: str) -> list[int]:
+    if tokenizer is None:
+        raise ArgumentError(
+            "inputs",
+            expected="token ids or a dict of tensors, for a model without a tokenizer",
+            got="a text",
+            remedy="Give tokenizer=AutoTokenizer.from_pretrained(...), or load the model with hs.load_model.",
+        )
+    if hasattr(tokenizer, "located"):  # howsmooth's own, which adds no special tokens
+        return list(tokenizer.encode(text))
+    return [int(i) for i in tokenizer(text, add_special_tokens=False)["input_ids"]]
+
+
+def _decoder(tokenizer: Any) -> Callable[[Tensor], list[str]]:
+    """Return a function that turns token ids (n,) into texts, or into numbers without a tokenizer."""
+    if tokenizer is None:
+        return lambda ids: [str(i) for i in ids.tolist()]
+    if hasattr(tokenizer, "decoded"):
+        return lambda ids: list(tokenizer.decoded(ids.tolist()))
+    return lambda ids: [str(tokenizer.decode([i])) for i in ids.tolist()]
+
+
+def _ids(inputs: object) -> Tensor:
+    """Check token ids, and return them as a tensor (n,)."""
+    expected = "a text, token ids (n,) or (1, n), or a dict of tensors"
+    try:
+        ids = torch.as_tensor(inputs)
+    except (TypeError, ValueError, RuntimeError):
+        raise ArgumentError("inputs", expected=expected, got=type(inputs).__name__) from None
+    if ids.ndim == 2 and ids.shape[0] == 1:
+        ids = ids[0]
+    if ids.ndim != 1 or not ids.numel() or ids.dtype.is_floating_point or ids.dtype == torch.bool:
+        got = f"{ids.dtype} of shape {tuple(ids.shape)}"
+        raise ArgumentError("inputs", expected=expected, got=got, remedy="Profile one sequence at a time.")
+    return ids.to("cpu", torch.int64)
+
+
+def _bounds(span: object, length: int, most: int) -> tuple[int, int]:
+    """Return the first token and the end of a span, after a check against the number of tokens."""
+    expected = f"start:end with 0 <= start < end <= {length}, the number of tokens"
+    if span is None:
+        return 0, min(length, most)
+    if isinstance(span, str):
+        parts = span.split(":")
+        try:
+            numbers = [int(part) if part.strip() else None for part in parts]
+        except ValueError:
+            numbers = []
+    elif isinstance(span, slice):
+        numbers = [span.start, span.stop] if span.step in (None, 1) else []
+    else:
+        numbers = list(span) if isinstance(span, tuple | list) else []
+    if len(numbers) != 2 or not all(one is None or isinstance(one, int) for one in numbers):
+        raise ArgumentError("span", expected=expected, got=repr(span))
+    first, end = (0 if numbers[0] is None else numbers[0]), (length if numbers[1] is None else numbers[1])
+    if not 0 <= first < end <= length:
+        raise ArgumentError("span", expected=expected, got=repr(span))
+    return first, end
+
+
+def fingerprint_of(module: nn.Module) -> str:
+    """Return the SHA-256 of the module's weights."""
+    digest = hashlib.sha256()
+    hash_weights(digest, module)
+    return digest.hexdigest()
