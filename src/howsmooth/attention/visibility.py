@@ -107,7 +107,7 @@ class Visibility:
         return order if seen is None else order & seen
 
     def clear(self, t: Float[Tensor, "*lead rows keys"], rows: slice, keys: slice) -> None:
-        """Set the entries of ``t`` (..., rows, keys) to 0 in place where the query does not see the key."""
+        """Overwrite the entries of ``t`` (..., rows, keys) whose query does not see their key with 0."""
         at = self._positions(rows)
         diagonal = at.start - keys.start  # offset of the diagonal on which a query meets its own key
         if self.causal and keys.stop > at.start + 1:

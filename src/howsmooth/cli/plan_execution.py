@@ -97,7 +97,7 @@ def _beside(plan: Plan) -> list[Callable[[OpenStudy], Work]]:
     if not plan.as_published:
         return []
     from howsmooth.paper.published import parse_items
-    from howsmooth.paper.published.task import published_left
+    from howsmooth.paper.published.constants_task import published_left
 
     return [published_left(parse_items(plan.as_published))]
 

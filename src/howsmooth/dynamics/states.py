@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from howsmooth.attention import AbstractMeasure, Weighting
-from howsmooth.dynamics.fields import Field, Velocity
+from howsmooth.dynamics.velocity_fields import Field, Velocity
 from howsmooth.errors import ArgumentError, NonFiniteError
 from howsmooth.measures import DiscreteMeasure, Gaussian, affine_action, affine_action_at
 

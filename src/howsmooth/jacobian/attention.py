@@ -20,7 +20,7 @@ from howsmooth.jacobian.fused import fused
 from howsmooth.jacobian.norm_layers import NormJacobian, norm_jacobian
 from howsmooth.jacobian.operands import Operands
 from howsmooth.jacobian.projections import Projection, Projections
-from howsmooth.jacobian.proved import attention_error
+from howsmooth.jacobian.rounding_bounds import attention_error
 from howsmooth.jacobian.softmax import (
     SoftmaxDerivative,
     WeightedSoftmaxDerivative,

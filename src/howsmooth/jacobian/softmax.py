@@ -116,7 +116,7 @@ class SoftmaxDerivative:
 
         Entries of dS are as large as κ = max|q| max|k| for a unit tangent, and the softmax keeps differences
         of order one. Measured errors stay below eps (2 + κ / 100), for saturated and unsaturated, causal and
-        unmasked heads with κ up to 2000. Proved bounds are in :mod:`howsmooth.jacobian.proved`.
+        unmasked heads with κ up to 2000. Proved bounds are in :mod:`howsmooth.jacobian.rounding_bounds`.
         """
         return rounding_of(largest_score(self.q, self.k, batch), self.q.dtype)
 

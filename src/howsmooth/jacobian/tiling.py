@@ -82,7 +82,7 @@ def shifted(rows: slice, by: int) -> slice:
 
 @dataclass(frozen=True)
 class Block:
-    """Some query rows, of some key heads of one batch member, whose scores are computed together.
+    """A tile of scores computed at once: a range of queries, for a range of key heads of one batch member.
 
     Matrix products are batched over the heads or, if there is one head, over ``batches`` equal parts of the
     rows. In the shapes below, b is the number of heads times ``batches``, and r = group · rows / batches.

@@ -82,7 +82,7 @@ class Solver:
 
 
 def member_seeds(seed: int | Sequence[int], members: int) -> list[int]:
-    """Return a 64-bit seed for the random start at each of several sequences."""
+    """Return a 64-bit seed of the random start for each of several sequences."""
     if isinstance(seed, int):
         # Multiples of the golden ratio of 2^64 keep the streams of neighbouring seeds apart.
         return [(seed + member * 0x9E3779B97F4A7C15) % 2**64 for member in range(members)]

@@ -188,7 +188,7 @@ def transport_of(
     options: Options,
     measures: tuple[DiscreteMeasure, DiscreteMeasure],
 ) -> Transport:
-    """Build the result for the user: undo the scaling, and add the interval and the plan.
+    """Return the result in the user's units: the distance, its lower and upper limit, and the plan.
 
     If ``options.gradient`` is set, the distance is differentiable.
     """

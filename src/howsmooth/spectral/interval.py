@@ -19,13 +19,11 @@ __all__ = ["a_posteriori_upper", "a_priori_upper", "ritz_values", "rounded_upper
 
 
 def start_quantile(dimension: int, confidence: float) -> float:
-    """Bound from below how closely a random start is aligned with any fixed direction.
+    """Return what the squared cosine between a random start and a fixed direction exceeds.
 
-    The bound on the squared cosine is x_δ, the δ-quantile of Beta(1/2, (N−1)/2), where δ = 1 − ``confidence``
-    and N = ``dimension``.
-
-    A Gaussian start in R^N has a squared cosine of at least x_δ with any fixed direction, with
-    probability ``confidence``. In dimension 1 it is 1.
+    With probability ``confidence``, a Gaussian start in R^N, N = ``dimension``, has a squared cosine of at
+    least x_δ with any fixed direction: the δ-quantile of Beta(1/2, (N−1)/2), δ = 1 − ``confidence``. In
+    dimension 1 it is 1.
     """
     if dimension == 1:
         return 1.0

@@ -23,7 +23,7 @@ from howsmooth.attention import TokenMap
 from howsmooth.bounds import Bound
 from howsmooth.bounds.bound import check_length, check_radius
 from howsmooth.errors import ArgumentError, HowsmoothError, NonFiniteError
-from howsmooth.nn.attention.masks import Masking
+from howsmooth.nn.attention.accepted_masks import Masking
 from howsmooth.nn.attention.output_divisor import Remembered, divided, log_value
 from howsmooth.nn.checks import check_placement, require
 from howsmooth.nn.module import LipschitzModule
