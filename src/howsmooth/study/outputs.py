@@ -71,7 +71,7 @@ def write_outputs(folder: str | os.PathLike[str], listener: Listener = SILENT) -
         contents = store.contents()
     table, compared = exponents(contents.measurements), compare(contents.published)
     with written_beside(folder, "measurements"):
-        replace_file(folder / "measurements.csv", csv_of(contents.measurements.loc[:, "model":"seed"]))
+        replace_file(folder / "measurements.csv", csv_of(_rows(contents)))
         replace_file(folder / "exponents.csv", csv_of(table))
         pictures = draw_all(contents.measurements, folder / "figures", listener, contents.kinds)
         page = folder / "report.html"
@@ -82,3 +82,10 @@ def write_outputs(folder: str | os.PathLike[str], listener: Listener = SILENT) -
             replace_file(folder / "published-exponents.csv", csv_of(compared))
             draw_published(values, compared, folder / "figures")
     return Outputs(contents, table, compared, pictures, page)
+
+
+def _rows(contents: Contents) -> pd.DataFrame:
+    """Return the rows of ``measurements.csv``, with the precision of the weights and of the computation."""
+    rows = contents.measurements
+    stored = contents.models.set_index("label")["stored"]
+    return rows.loc[:, "model":"seed"].assign(stored=rows["model"].map(stored), computed=rows["dtype"])
