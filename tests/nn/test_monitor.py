@@ -468,6 +468,13 @@ def test_the_trainer_trains_as_without_it(trainings: dict[str, Any]) -> None:
     assert trainings["trainer, accumulating"]["rows"] == monitored["rows"]
 
 
+def test_mixed_precision_does_not_reach_the_pass_over_the_probes(trainings: dict[str, Any]) -> None:
+    mixed = trainings["mixed precision"]
+    assert mixed["losses"] != trainings["trainer"]["losses"]
+    assert len(mixed["plain"]) == 2
+    assert mixed["prepared"] == mixed["plain"]
+
+
 def test_a_trainer_of_another_model_is_refused(trainings: dict[str, Any]) -> None:
     error = trainings["trainer of another model"]["error"]
     assert error.startswith("ArgumentError: monitor: expected a monitor of the model that is trained")
