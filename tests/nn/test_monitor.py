@@ -175,8 +175,8 @@ def test_layers_are_chosen() -> None:
     model = tiny("bert")
     rows = LipschitzMonitor(model, token_ids(1, 4), layers=[-1, 0], strict=True).measure()
     assert [row.layer for row in rows] == [0, 2]
-    (failed,) = LipschitzMonitor(model, token_ids(1, 4), layers=[3]).measure()
-    assert "layers: expected indices from -3 to 2, got 3." in failed.failure
+    with pytest.raises(ArgumentError, match=r"layers: expected indices from -3 to 2, got 3\."):
+        LipschitzMonitor(model, token_ids(1, 4), layers=[3])
 
 
 def padded(ids: Tensor, real: list[slice]) -> dict[str, Tensor]:
@@ -568,7 +568,12 @@ def test_a_diverged_layer_is_a_row_and_training_goes_on() -> None:
     kept = weight.detach().clone()
     with torch.no_grad():
         weight[0, 0] = math.nan
-    first, second = monitor.measure(1)
+    with pytest.warns(UserWarning, match=r"layer 1 \(transformer.h.1.attn\) at step 1: .*finite weights"):
+        first, second = monitor.measure(1)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # a layer's first failure is told, and no further one
+        monitor.measure(1)
+    monitor.records[2:] = []
     assert first.failure == ""
     assert second.failure.startswith("model: expected finite weights in layer 1")
     assert "attn.c_attn.weight" in second.failure
@@ -648,8 +653,10 @@ def test_a_model_that_fails_is_one_row() -> None:
     model = Failing()
     monitor = LipschitzMonitor(model, torch.randn(2, 4, 8))
     model.fails = True
-    (row,) = monitor.measure(7)
+    with pytest.warns(UserWarning, match="could not measure the model at step 7"):
+        (row,) = monitor.measure(7)
     assert (row.step, row.layer, row.name) == (7, None, "")
+    LipschitzMonitor(model, torch.randn(2, 4, 8), layers=[3])  # not known until the model runs
     assert "KeyError: 'no such thing'" in row.failure
     assert model.training
     assert all(not module._forward_hooks and not module._forward_pre_hooks for module in model.modules())
@@ -874,8 +881,10 @@ def test_steps_are_counted_as_told() -> None:
     assert [row.step for row in monitor.step()] == [20, 20]
     with pytest.raises(ArgumentError, match="step"):
         monitor.step(-1)
+    monitor.measure(39)  # as at the start of a resumed training
+    assert [row.step for row in monitor.step()] == [40, 40]
     said = "LipschitzMonitor(GPT2LMHeadModel, {}, scope {}, every 10 steps, 3 sequences, {} rows)"
-    assert repr(monitor) == said.format("all layers", "attention", 2)
+    assert repr(monitor) == said.format("all layers", "attention", 6)
     other = LipschitzMonitor(gpt2(), PROBES, every=10, layers=[0, -1], scope="block")
     assert repr(other) == said.format("layers 0, -1", "block", 0)
     assert isinstance(monitor.records[0], MonitorRecord)

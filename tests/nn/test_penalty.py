@@ -442,12 +442,17 @@ def test_padded_tokens_are_neither_moved_nor_looked_at() -> None:
     # Tokens that are seen and do not count: rows and columns of the Jacobian are left out.
     with SpectralPenalty(layer, [""], first_steps=60, rtol=1e-6) as penalty:
         layer(x, x, x)
-        penalty(tokens=real)
-    for row, counts, value in zip(x, real, penalty.report.layers[0].value, strict=True):
+        penalty(tokens=real.long())  # as tokenizers give masks
+        (measured,) = penalty.measure(real.long(), rtol=1e-6).values()
+        with pytest.raises(ArgumentError, match="a mask of shape"):
+            penalty.measure(real[:, :2])
+    values = penalty.report.layers[0].value
+    for row, counts, value, constant in zip(x, real, values, measured.value, strict=True):
         jacobian = dense(of_one(layer), row.clone().requires_grad_()).detach()
         chosen = counts.repeat_interleave(D)
         part = jacobian[chosen][:, chosen]
         assert torch.allclose(value, torch.linalg.matrix_norm(part, 2), rtol=1e-8)
+        assert float(constant) == pytest.approx(float(value), rel=1e-6)
 
 
 @pytest.mark.parametrize("reduction", ["mean", "max", "sum"])
