@@ -47,10 +47,9 @@ def measurement_mode(model: nn.Module) -> Iterator[None]:
     modules.
     """
     changes: list[tuple[Any, str, Any]] = [(module, "training", False) for module in model.modules()]
-    for module in model.modules():
-        # accelerate replaces the model's ``forward`` by one that switches autocast on, and keeps the first one.
-        if "_original_forward" in vars(module):
-            changes.append((module, "forward", module._original_forward))
+    # accelerate puts a ``forward`` that switches autocast on in place of the model's own, which it keeps.
+    prepared = [module for module in model.modules() if "_original_forward" in vars(module)]
+    changes += [(module, "forward", module._original_forward) for module in prepared]
     for config in _configs(model):
         if getattr(config, "use_cache", False):
             changes.append((config, "use_cache", False))

@@ -199,8 +199,8 @@ class _Measurement:
             return parts
         raise CaptureError(
             f"The tokens of {moved} in sequence {key[1]} of the probes are not the same without the padding, "
-            "nor with the positions of the real tokens. This also happens if the model's own code computes in "
-            "half precision, as under autocast. Give probes of one length at a time."
+            "nor with the positions of the real tokens. This also happens if the model's own code switches "
+            "autocast on. Give probes of one length at a time."
         )
 
     def _parts(

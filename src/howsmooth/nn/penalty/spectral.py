@@ -360,7 +360,7 @@ class _Known(torch.autograd.Function):
 
 
 def _at_real_tokens(f: Callable[[Tensor], Tensor], x: Tensor, real: Tensor, t: Tensor) -> Tensor:
-    """Return f with the tokens of ``t`` where ``real`` is 1 and of ``x`` elsewhere, and zero outputs there."""
+    """Return f at the tokens of ``t`` where ``real`` is 1 and of ``x`` elsewhere, where outputs are zero."""
     y = f(torch.where(real.view(*real.shape, *(1,) * (x.ndim - 2)) > 0, t, x))
     return y * real.view(*real.shape, *(1,) * (y.ndim - 2))
 
