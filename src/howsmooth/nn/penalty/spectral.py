@@ -359,8 +359,9 @@ class _Known(torch.autograd.Function):
         return None, None, *(None if g is None else (upstream * g).to(g) for g in ctx.gradients)
 
 
-def _at_real_tokens(f: Callable[[Tensor], Tensor], x: Tensor, real: Tensor, t: Tensor) -> Tensor:
+def _at_real_tokens(f: Callable[[Tensor], Tensor], x: Tensor, real: Tensor | None, t: Tensor) -> Tensor:
     """Return f at the tokens of ``t`` where ``real`` is 1 and of ``x`` elsewhere, where outputs are zero."""
+    assert real is not None
     y = f(torch.where(real.view(*real.shape, *(1,) * (x.ndim - 2)) > 0, t, x))
     return y * real.view(*real.shape, *(1,) * (y.ndim - 2))
 
