@@ -68,7 +68,7 @@ class ProfilePlan(Options):
         None,
         words(),
         "Which tokens of a text or of token ids, counted from 0, such as 0:128. Default: all, or the first "
-        "512 of a longer input.",
+        "512 of a longer input, or as many as the model takes.",
         metavar="START:END",
     )
     layers: Ranges = layers_option()

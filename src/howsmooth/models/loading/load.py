@@ -296,7 +296,8 @@ def _built(
     if lost:
         raise ModelError(
             f"The weights of {place.name!r} are incomplete for {type(model).__name__}: {lost[0]} and "
-            f"{len(lost) - 1} more are missing. Choose a complete checkpoint, or random_init."
+            f"{len(lost) - 1} more are missing. Choose a complete checkpoint, or random_init. "
+            "A model whose layers were replaced is profiled by hs.profile(model, text, tokenizer=...)."
         )
     if not path:
         _refuse_several(place, model)
