@@ -56,8 +56,8 @@ def show_attacks(published: AttackOutputs, outcome: Outcome, folder: Path) -> No
         names = ["n", "given", "paper", "found", "by", "÷ paper", "at most", "by", "reached"]
         show_table(names, map(_attack, rows), wrapped=["by"])
         growth = [
-            f"{row['series']} like n^{decimal(row['slope'], 2)} "
-            f"[{decimal(row['low'], 2)}, {decimal(row['high'], 2)}]"
+            f"{row['series']} like n^{decimal(row['slope'], 3)} "
+            f"[{decimal(row['low'], 3)}, {decimal(row['high'], 3)}]"
             for row in fits
             if place(row) == (layer, head)
         ]
