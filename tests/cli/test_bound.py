@@ -141,22 +141,14 @@ def test_heads_are_told_apart_and_written(howsmooth: Howsmooth, tmp_path: Path) 
 
 
 def test_rotary_positions_have_certificates_only(howsmooth: Howsmooth) -> None:
-    code, out, _ = howsmooth(
-        "bound",
-        "small",
-        "--text",
-        "prose",
-        "--lengths",
-        "5",
-        "--json",
-        "-q",
-        model=SmallModel(rotary=True),
-        real=True,
-    )
+    command = ("bound", "small", "--text", "prose", "--lengths", "5", "-q")
+    code, out, _ = howsmooth(*command, "--json", model=SmallModel(rotary=True), real=True)
     found = said(out)["attentions"]
     assert code == 0
     assert {b["quantity"] for one in found for b in one["bounds"]} == {"‖D_X f‖"}
     assert all(("certificate_heads", "upper") in values(one) for one in found)
+    _, out, _ = howsmooth(*command, model=SmallModel(rotary=True), real=True)
+    assert "No bound for all tokens of a ball: rotary positions" in " ".join(out.split())
 
 
 def test_numbers_beyond_all_range_are_written_with_their_power() -> None:

@@ -10,6 +10,7 @@ from typing import Any
 import pandas as pd
 from rich.text import Text
 
+from howsmooth.bounds.parameters import ROTARY
 from howsmooth.cli.terminal_output import amount, as_json, heading, paragraph, say, show_table
 from howsmooth.study.attention_sources import AttentionSource
 from howsmooth.study.bound_tables import LOCAL, Bounded
@@ -69,6 +70,8 @@ def show_bounds(source: AttentionSource, bounded: Sequence[Bounded], written: Pa
         if (rows.index != LOCAL).any():
             paragraph(f"\n  For all n tokens of norm at most R = {one.ball.radius:.4g}:")
             _show_bounds(rows[rows.index != LOCAL], logs[rows.index != LOCAL], value)
+        elif one.target.attention.rotary is not None:
+            paragraph(f"\n  No bound for all tokens of a ball: {ROTARY}.")
     if written is not None:
         say(f"\nWritten: {written}")
 

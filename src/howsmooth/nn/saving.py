@@ -340,8 +340,8 @@ def _compare(model: nn.Module, again: nn.Module) -> None:
         kinds = [parametrize.type_before_parametrizations(one) for one in (module, other)]
         if kinds[0] is not kinds[1]:
             raise DescriptionError(
-                f"{type(model).__name__}(**settings()) builds {kinds[1].__name__} at {path}, but the model has "
-                f"{kinds[0].__name__} there: build it in __init__"
+                f"{type(model).__name__}(**settings()) builds {kinds[1].__name__} at {path}, but the model "
+                f"has {kinds[0].__name__} there: build it in __init__"
             )
         if "forward" in vars(module) or foreign_hooks(module):
             raise DescriptionError(f"{where} has hooks or a replaced forward, which are code")
