@@ -203,7 +203,7 @@ def depth_profile(
     table["ratio"] = table["until"] / table["product"]
     return DepthProfile(
         table=table,
-        model=model.name if isinstance(model, LoadedModel) else type(module).__name__,
+        model=model.label if isinstance(model, LoadedModel) else type(module).__name__,
         input=given.description,
         n=n,
         output=_in_words(read, last_token),
