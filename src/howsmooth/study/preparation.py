@@ -282,8 +282,8 @@ def place_sequences(
         where = f"between the sequences that the store has of {subject.model.label}, " if held else ""
         raise TextError(
             f"{name} is too short{' for more' if held else ''}: {where}{error}. Use fewer or "
-            "shorter lengths, or fewer samples (--lengths, --samples; in a plan lengths, samples), or another "
-            "--out with a longer text."
+            "shorter lengths, or fewer samples (--lengths, --samples; in a plan lengths, samples), or "
+            "another --out with a longer text."
         ) from error
 
 
