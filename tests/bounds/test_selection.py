@@ -86,7 +86,7 @@ def test_table_is_sorted_and_says_what_fails() -> None:
     row = frame[frame.name == "theorem_3_3"].iloc[0]
     assert not row.holds
     assert math.isinf(row.value)
-    assert "needs: no query bias" in row.source
+    assert "needs: no query bias, which ball_upper_bound allows" in row.source
     measured = frame[frame.name == "measured"]
     truth = float(true_norm(ATTENTIONS["one head"], tokens(0, 1, N, D))[0])
     low, high = sorted(measured.value)

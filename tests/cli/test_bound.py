@@ -141,18 +141,8 @@ def test_heads_are_told_apart_and_written(howsmooth: Howsmooth, tmp_path: Path) 
 
 
 def test_rotary_positions_have_certificates_and_one_bound_on_a_ball(howsmooth: Howsmooth) -> None:
-    code, out, _ = howsmooth(
-        "bound",
-        "small",
-        "--text",
-        "prose",
-        "--lengths",
-        "5",
-        "--json",
-        "-q",
-        model=SmallModel(rotary=True),
-        real=True,
-    )
+    command = ("bound", "small", "--text", "prose", "--lengths", "5", "-q")
+    code, out, _ = howsmooth(*command, "--json", model=SmallModel(rotary=True), real=True)
     found = said(out)["attentions"]
     assert code == 0
     on_ball = {b["name"] for one in found for b in one["bounds"] if b["quantity"] != "‖D_X f‖"}

@@ -38,10 +38,10 @@ def test_the_ranking_is_printed_and_the_files_are_written(capsys: Capture) -> No
 
 
 def test_json_alone_is_on_standard_output(capsys: Capture) -> None:
-    assert main([*SHORT, "--bits", "4", "--average", "4", "--no-logits", "--json"]) == 0
+    assert main([*SHORT, "--bits", "4,3", "--average", "4", "--no-logits", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert found["n"] == 8
-    assert {row["bits"] for row in found["ranking"]} == {4}
+    assert {row["bits"] for row in found["ranking"]} == {3, 4}
     assert found["ranking"][0]["kl"] is None
     assert len(found["budget"]) == 16
     assert found["files"][0] == "howsmooth-precision/precision.html"
@@ -67,6 +67,7 @@ def test_token_ids_and_untrained_models(capsys: Capture) -> None:
         (["builtin-encoder", "--bits", "20"], "bits"),
         (["builtin-encoder", "--quantisers", "row"], "quantisers"),
         (["builtin-encoder", "--average", "0"], "average"),
+        (["builtin-encoder", "--bits", "4", "--average", "4"], "average: expected several --bits"),
     ],
 )
 def test_refusals_are_one_line_and_exit_code_2(arguments: list[str], said: str, capsys: Capture) -> None:

@@ -437,7 +437,10 @@ def test_any_torch_module() -> None:
 def test_an_estimate_prints_its_numbers_and_gives_tables() -> None:
     f = random_attention(6, causal=True)
     found = hs.local_lipschitz(f, tokens(6, 3, 4, D))
-    assert all(f"{value:.6g}" in repr(found) for value in found.value.tolist())
+    ends = zip(found.value.tolist(), found.lower.tolist(), found.upper.tolist(), strict=True)
+    assert all(f"{value:.6g} in [{low:.6g}, {high:.6g}]" in repr(found) for value, low, high in ends)
+    assert "at 99.9 % confidence, 3 of 3 converged" in repr(found)
+    assert "relative width at most" in repr(hs.local_lipschitz(f, tokens(6, 5, 2, D)))
     assert "..." in repr(hs.local_lipschitz(f, tokens(6, 13, 2, D)))
     table = found.to_pandas()
     assert list(table["lower"]) == found.lower.tolist()

@@ -446,3 +446,8 @@ def test_misuse_is_refused(
     assert (code, out) == (2, "")
     assert message in err
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_module_is_told_the_way_in_python() -> None:
+    with pytest.raises(ArgumentError, match=r"models: expected names .* measured with hs\.profile"):
+        Plan(models=torch.nn.Tanh())

@@ -19,6 +19,7 @@ from matplotlib.figure import Figure
 
 from howsmooth.errors import StoreError
 from howsmooth.study.axis_ticks import linear_ticks, log_ticks
+from howsmooth.study.figures.layer_panels import draw_overview, parts_of
 from howsmooth.study.figures.style import add_colourbar
 from howsmooth.study.outputs import Outputs, write_outputs
 from howsmooth.study.plan import ModelSpec
@@ -290,3 +291,15 @@ def test_the_name_of_a_colour_bar_is_above_the_bar() -> None:
     add_colourbar(figure, figure.subplots(), Normalize(1, 8), "radius R")
     _, bar = figure.axes
     assert (bar.get_ylabel(), bar.get_title(loc="right")) == ("", "radius R")
+
+
+def test_a_panel_says_which_interval_excludes_zero() -> None:
+    n = np.arange(4, 100)
+    rows = pd.DataFrame(
+        {"n": n, "lipschitz": 1 + 0.1 * np.cos(n), "layer": 0, "head": None, "converged": True}
+    )
+    (part,) = parts_of(rows, "lipschitz")
+    fit = dataclasses.replace(part.fit, slope=0.071, low=-0.003, high=0.145)
+    part = dataclasses.replace(part, fit=fit)
+    figure = draw_overview([part], lambda axis, part: None, "tokens", 4)
+    assert [text.get_text() for text in figure.axes[0].texts] == ["0.071 [\N{MINUS SIGN}0.003, 0.145]"]

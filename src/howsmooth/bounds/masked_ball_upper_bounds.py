@@ -89,7 +89,7 @@ def theorem_4_3(attention: object, length: object, radius: object) -> Bound:
         f"{PAPER}, Theorem 4.3",
         log_theorem_3_3(head, n, R),
         causal(attention, parameters),
-        no_query_bias(head),
+        no_query_bias(head, "causal_ball_upper_bound"),
     )
 
 
@@ -134,7 +134,7 @@ def theorem_4_4(attention: object, radius: object) -> Bound:
         f"{PAPER}, Theorem 4.4, with a hypothesis added",
         log_product(log(head.V_norm), math.log1p(3 * a) + 2 * a),
         causal(attention, parameters),
-        no_query_bias(head),
+        no_query_bias(head, "causal_mean_field_upper_bound"),
         Hypothesis(f"‖A‖R² ≥ {_THEOREM_4_4_FROM}", a >= _THEOREM_4_4_FROM),
     )
 

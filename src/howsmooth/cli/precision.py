@@ -10,6 +10,7 @@ import typer
 from howsmooth.cli.options import JsonOption, SilentOption, command
 from howsmooth.cli.profile import input_of, layers_of
 from howsmooth.cli.progress import shown_progress
+from howsmooth.errors import ArgumentError
 from howsmooth.study.options import HOW, Options, flag, number, option, some_of, token_counts, words
 from howsmooth.study.plan import (
     Execution,
@@ -97,6 +98,13 @@ def precision(
     from howsmooth.study.records import plain_rows
     from howsmooth.study.text_formatting import encodable
 
+    if plan.average is not None and len(plan.bits) < 2:
+        raise ArgumentError(
+            "average",
+            expected="several --bits, among which the budget chooses",
+            got=f"--bits {plan.bits[0]}",
+            remedy="Give for example --bits 2,3,4,5,6,8.",
+        )
     with shown_progress(quiet=quiet) as display:
         display.phase("Reading")
         loaded = _loaded(plan)

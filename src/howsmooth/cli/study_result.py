@@ -32,7 +32,7 @@ def show_status(found: Status, folder: Path) -> None:
     show_table([*names, "planned", "done", "failed", "left"], rows, wrapped=names)
     say(f"\n{_now(found)}")
     if any(part.planned is None for part in found.parts):
-        say("A question mark means that no run has loaded the model yet, so its layers are not known.")
+        say("A question mark means that the model is not loaded yet, or could not be.")
     if found.reasons:
         say("\nReasons of failures (the next run tries these measurements again):")
         for reason, count in found.reasons[:_MOST_REASONS]:

@@ -126,7 +126,7 @@ class Growth:
         status = "converged" if bool(self.converged.all()) else "NOT converged"
         return (
             f"Growth({float(self.value[-1]):.6g} in [{float(self.lower[-1]):.6g}, "
-            f"{float(self.upper[-1]):.6g}] at {self.confidence:.4%} confidence until "
+            f"{float(self.upper[-1]):.6g}] at {100 * self.confidence:.6g} % confidence until "
             f"t = {float(self.times[-1]):g}, {status}; product of the steps' constants "
             f"{float(self.product[-1]):.6g}; {self.steps} steps of {self.method}, "
             f"discretisation error {discretised})"

@@ -70,7 +70,7 @@ class WassersteinLipschitz:
         status = "converged" if self.converged else "NOT converged"
         return (
             f"WassersteinLipschitz({self.value:.6g} in [{self.lower:.6g}, {self.upper:.6g}] at "
-            f"{self.confidence:.4%} confidence, {status}, by {self.by}: atoms that move whole "
+            f"{100 * self.confidence:.6g} % confidence, {status}, by {self.by}: atoms that move whole "
             f"{float(self.weighted.value):.6g}, one that splits {self.splitting:.6g}; {self.scope})"
         )
 

@@ -195,7 +195,7 @@ def depth_profile(
                 told(stage + 2, total)
             own = _as("own", rows[-1], "beyond")
             whole = parts.whole(output, last_token=last_token)
-            n = whole.x.shape[1]
+            n, read = whole.x.shape[1], parts.output(output).kind
             rows.append({"stage": "output", "name": "", **own, **measured("until", len(blocks), whole)})
             told(total, total)
     table = pd.DataFrame(rows)
@@ -203,10 +203,10 @@ def depth_profile(
     table["ratio"] = table["until"] / table["product"]
     return DepthProfile(
         table=table,
-        model=model.name if isinstance(model, LoadedModel) else type(module).__name__,
+        model=model.label if isinstance(model, LoadedModel) else type(module).__name__,
         input=given.description,
         n=n,
-        output=_in_words(output, last_token),
+        output=_in_words(read, last_token),
         confidence=confidence,
     )
 
@@ -231,7 +231,7 @@ def _block(
 
 
 def _in_words(output: str, last_token: bool) -> str:
-    name = "last hidden state" if output == "hidden" else output
+    name = {"hidden": "last hidden state", "tokens": "output"}.get(output, output)
     return f"{name} of the last token" if last_token and output != "margin" else name
 
 

@@ -127,7 +127,7 @@ def precision(
     loaded = model if isinstance(model, LoadedModel) else None
     return Precision(
         table=pd.DataFrame(rows),
-        model=type(module).__name__ if loaded is None else loaded.name,
+        model=type(module).__name__ if loaded is None else loaded.label,
         source="" if loaded is None else loaded.source,
         fingerprint=fingerprint_of(module) if loaded is None else loaded.fingerprint,
         input=given.description,

@@ -116,7 +116,7 @@ def profile(
     return Profile(
         table=measured.table().assign(**precision),
         tokens=measured.tokens(),
-        model=type(module).__name__ if loaded is None else loaded.name,
+        model=type(module).__name__ if loaded is None else loaded.label,
         source="" if loaded is None else loaded.source,
         fingerprint=fingerprint_of(module) if loaded is None else loaded.fingerprint,
         input=given.description,

@@ -36,7 +36,7 @@ class Profile:
     #: ``position``, ``token`` where the input has words, ``input_share`` (where a change matters) and
     #: ``output_share`` (where it shows). The shares of a side sum to one.
     tokens: pd.DataFrame
-    #: The name of the model, or of its class.
+    #: The name of the model or of its folder, or the name of its class.
     model: str
     #: Where the weights come from; empty for a model that was not loaded by its name.
     source: str
@@ -71,7 +71,10 @@ class Profile:
 
     @property
     def digest(self) -> str:
-        """The first 12 hexadecimal digits of the SHA-256 of the table and the model's weights."""
+        """The first 12 hexadecimal digits of the SHA-256 of the table and the model's weights.
+
+        It changes with the seed, which moves the intervals, and with every weight, measured or not.
+        """
         return hashlib.sha256(f"{self.fingerprint}\n{csv_of(self.table)}".encode()).hexdigest()[:12]
 
     @property
@@ -84,7 +87,8 @@ class Profile:
         return (
             f"Local Lipschitz constants of {self.model} at {self.input} (n = {self.n}): {'; '.join(found)}; "
             f"each interval at {self.confidence:.4g} confidence; {self.precision}; howsmooth "
-            f"{version('howsmooth')}, torch {version('torch')}, digest {self.digest}."
+            f"{version('howsmooth')}, torch {version('torch')}, transformers {version('transformers')}; "
+            f"weights {self.fingerprint[:12]}, digest {self.digest}."
         )
 
     @property

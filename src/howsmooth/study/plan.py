@@ -268,7 +268,15 @@ def _model_entry(name: str, value: Any) -> Any:
     if isinstance(value, ModelSpec | Mapping):
         return value
     if not isinstance(value, str | os.PathLike):
-        raise ArgumentError(name, expected="names or tables with a name", got=shown(value))
+        raise ArgumentError(
+            name,
+            expected="names or tables with a name",
+            got=shown(value),
+            remedy="A torch.nn.Module is measured with hs.profile, or hs.capture and hs.local_lipschitz: "
+            'see "A module of your own" in the guide "Measure a model".'
+            if callable(value)
+            else "",
+        )
     return {"name": value}
 
 

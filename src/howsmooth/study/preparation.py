@@ -281,8 +281,9 @@ def place_sequences(
         name = f"{subject.text.kind} {subject.text.name!r}"
         where = f"between the sequences that the store has of {subject.model.label}, " if held else ""
         raise TextError(
-            f"{name} is too short{' for more' if held else ''}: {where}{error}. Use fewer --samples, or "
-            "fewer or shorter --lengths, or another --out with a longer text."
+            f"{name} is too short{' for more' if held else ''}: {where}{error}. Use fewer or "
+            "shorter lengths, or fewer samples (--lengths, --samples; in a plan lengths, samples), or "
+            "another --out with a longer text."
         ) from error
 
 

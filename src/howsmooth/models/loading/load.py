@@ -8,6 +8,7 @@ import json
 import os
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -80,6 +81,12 @@ class LoadedModel:
     obstacle: str = ""
     #: How images or audio become inputs of the model; None for other models.
     preparation: ImagePreparation | AudioPreparation | None = None
+
+    @property
+    def label(self) -> str:
+        """The name for titles: that of the folder, without its path, for a model of a folder."""
+        path = Path(self.name).expanduser()
+        return path.resolve().name if path.is_dir() else self.name
 
     def __repr__(self) -> str:
         found = f"{self.layers} layers of {self.heads} heads" if self.layers else "no attention found"

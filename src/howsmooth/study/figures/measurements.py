@@ -165,7 +165,7 @@ def _single(part: Part, family: _Family) -> Picture:
     if fit.note:
         left.set_title(f"no exponent: {fit.note}", fontsize=9)
     else:
-        label = f"fit $n^{{{fit.slope:z.3f}}}$, 95 % interval {fit.ends(3)}"
+        label = f"fit $n^{{{fit.slope:z.3f}}}$, 95 % interval {fit.ends()}"
         figure.legend(handles=guide_handles(label), loc="outside lower left", ncols=3, handlelength=2.6)
     title = (
         f"{readable(family.model)}, {part.name}, scope {family.scope}, {kind_in_words(family.kind)} "

@@ -109,7 +109,7 @@ def draw_guides(axis: Axes, fit: Exponent, slopes: Slopes = REFERENCE_SLOPES) ->
         )
     halo = [Stroke(linewidth=3.2, foreground="white"), Normal()]
     fitted = [fit.at(end) for end in ends]
-    axis.plot(ends, fitted, color=FIT_COLOUR, linewidth=1.7, zorder=4, path_effects=halo)
+    axis.plot(ends, fitted, color=FIT_COLOUR, linewidth=1.7, zorder=1.5, path_effects=halo)
 
 
 def guide_handles(
