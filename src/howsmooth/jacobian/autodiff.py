@@ -13,6 +13,7 @@ the two products are adjoint to each other, and finite differences of the map ag
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import cast
@@ -133,11 +134,11 @@ class AutodiffJacobian(LinearOperator):
         self._y_shape = y.shape
         shapes = tuple(x.shape[len(lead) :]), tuple(y.shape[len(lead) :])
         super().__init__(max(1, lead.numel()), *shapes, x.dtype, x.device, rounding)
+        # Estimating the rounding needs a second graph, and each is followed by that of its derivative.
+        most = memory_budget(None, x.device) // _GRAPHS if self.in_shape[0] < _LONG else 0
         with as_derivative_errors("reverse"):
-            self.graph_bytes = _graph_bytes(f, x)
-            # Estimating the rounding needs a second graph, and each is followed by that of its derivative.
-            fits = _GRAPHS * self.graph_bytes <= memory_budget(None, x.device)
-            self._kept = _Linearisation(f, x, twice=fits and self.in_shape[0] < _LONG)
+            self._kept = _Linearisation(f, x, most)
+        self.graph_bytes = self._kept.graph_bytes
         if rounding is None:
             self._check_derivatives()
 
@@ -202,7 +203,7 @@ class AutodiffJacobian(LinearOperator):
             for c, x in zip(MULTIPLES, moved_by_rounding(self._x), strict=True):
                 tangent = c * e.reshape(x.shape)
                 if self._kept.twice:
-                    moved = _Linearisation(self._f, x, twice=True).product(tangent)
+                    moved = _Linearisation(self._f, x, math.inf).product(tangent)
                 else:
                     moved = _by_forward_mode(self._f, x, tangent)
                 yield moved.reshape(je.shape) / c
@@ -257,16 +258,26 @@ class AutodiffJacobian(LinearOperator):
 class _Linearisation:
     """The products with the Jacobian J of a map at one point, from the graph of the map there.
 
-    If ``twice``, the graph of u ↦ Jᵀu is kept too, and gives J e; otherwise J e takes forward mode. The same
-    holds if the graph cannot be differentiated twice.
+    The graph of u ↦ Jᵀu is kept too, and gives J e, if the graph of the map takes at most ``most`` bytes and
+    can be differentiated twice; otherwise J e takes forward mode.
     """
 
-    def __init__(self, f: Callable[[Tensor], Tensor], x: Tensor, *, twice: bool) -> None:
+    def __init__(self, f: Callable[[Tensor], Tensor], x: Tensor, most: float) -> None:
         self._f = f
         self._x = x.detach().requires_grad_()
         self._jtu: Tensor | None = None
+        kept: dict[int, int] = {}
+
+        def counted(t: Tensor) -> Tensor:
+            kept[t.untyped_storage().data_ptr()] = t.untyped_storage().nbytes()
+            return t
+
         with torch.enable_grad(), one_backend():
-            self._y = f(self._x)
+            with saved_tensors_hooks(counted, lambda t: t):
+                self._y = f(self._x)
+            # How many bytes PyTorch keeps for reverse mode, weights included
+            self.graph_bytes = sum(kept.values())
+            twice = self.graph_bytes <= most
             self._u = torch.zeros_like(self._y).requires_grad_()
             if twice:
                 self._jtu = _gradient(self._y, self._x, self._u, create_graph=True)
@@ -301,19 +312,6 @@ def _gradient(y: Tensor, x: Tensor, u: Tensor, *, create_graph: bool = False) ->
 
 def _by_forward_mode(f: Callable[[Tensor], Tensor], x: Tensor, e: Tensor) -> Tensor:
     return cast(Tensor, torch.func.jvp(f, (x,), (e,))[1]).detach()
-
-
-def _graph_bytes(f: Callable[[Tensor], Tensor], x: Tensor) -> int:
-    """Return how many bytes PyTorch keeps for reverse mode of ``f`` at ``x``, weights included."""
-    kept: dict[int, int] = {}
-
-    def pack(t: Tensor) -> Tensor:
-        kept[t.untyped_storage().data_ptr()] = t.untyped_storage().nbytes()
-        return t
-
-    with torch.enable_grad(), saved_tensors_hooks(pack, lambda t: t), one_backend():
-        f(x.detach().requires_grad_())
-    return sum(kept.values())
 
 
 def _mixes(product: Callable[[Tensor], Tensor], e: Tensor) -> bool:
