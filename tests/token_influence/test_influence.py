@@ -204,6 +204,15 @@ def test_one_entry_does_not_depend_on_the_others_and_seeds_matter() -> None:
     assert ((found.upper - found.lower) <= 1e-2 * found.value).all()
 
 
+def test_equal_blocks_have_starts_of_their_own() -> None:
+    """Equal input tokens have equal blocks, to which a few steps from other starts give other values."""
+    x = tokens(0, 6, 30)
+    x[1] = x[0]
+    found = hs.influence(random_attention(5, d=30, d_out=30, heads=4), x, max_iterations=2)
+    first, second = found.value[2:, 0], found.value[2:, 1]
+    assert ((first - second).abs() > 1e-6 * first).all()
+
+
 # ---- the token-wise constant
 
 
