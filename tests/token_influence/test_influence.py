@@ -241,6 +241,14 @@ def test_with_one_output_entry_the_two_limits_meet() -> None:
     assert found.token_wise.lower == pytest.approx(found.token_wise.upper, rel=1e-5)
 
 
+def test_tangents_that_are_rounded_to_float32_attain_no_more_than_there_is() -> None:
+    """Rounded tangents may be too long; where the limit is attained, that alone would exceed the constant."""
+    for seed in range(8):
+        f, x = random_attention(seed, d_out=1, dtype=torch.float32), tokens(seed, 3, 6).float()
+        truth = largest_token_move(dense_blocks(f.to(dtype=torch.float64), x))
+        assert 0.98 * truth <= hs.influence(f, x).token_wise.lower <= truth * (1 + 1e-12)
+
+
 # ---- the result
 
 
