@@ -9,7 +9,6 @@ from typing import Any
 import pandas as pd
 from torch import Tensor, nn
 
-from howsmooth import token_influence
 from howsmooth.accuracy_limits import check_accuracy
 from howsmooth.errors import ArgumentError, CaptureError, HowsmoothError
 from howsmooth.estimate import LipschitzEstimate
@@ -22,6 +21,8 @@ from howsmooth.models.site import Site
 from howsmooth.profiling.one_input import fingerprint_of, given_inputs, shown_progress
 from howsmooth.profiling.result import Profile
 from howsmooth.study.plan import derive_seed
+from howsmooth.token_influence import Influence
+from howsmooth.token_influence import influence as influence_of
 
 __all__ = ["SCOPES", "profile"]
 
@@ -236,7 +237,7 @@ class _Measured:
         shares.insert(0, "layer", place.index)
         self.shares.append(shares.astype({"head": "Int64"}))
 
-    def influence(self) -> token_influence.Influence | None:
+    def influence(self) -> Influence | None:
         """Return which token moves which in the layer with the largest constant; None if that is refused."""
         if self.most_sensitive is None:
             return None
@@ -244,7 +245,7 @@ class _Measured:
         seed = derive_seed(purpose="profile", seed=self.seed, layer=site.layer, scope="influence")
         how = {name: self.how[name] for name in ("confidence", "max_iterations")}
         try:
-            return token_influence.influence(site, seed=seed, **how)
+            return influence_of(site, seed=seed, **how)
         except HowsmoothError as error:
             self.refused.append(f"Influence in layer {site.layer}: {error}")
             return None
