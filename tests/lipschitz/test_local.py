@@ -241,6 +241,15 @@ def test_float32_autodiff_allows_for_rounding_that_it_cannot_see() -> None:
     assert ((estimate.lower <= truth * (1 + 1e-13)) & (truth <= estimate.upper)).all()
 
 
+def test_float32_autodiff_is_checked_in_float64_only_if_that_fits() -> None:
+    f, x = random_attention(8).to(dtype=torch.float32), tokens(8, 9, D, dtype=torch.float32)
+    checked, unchecked = (
+        hs.local_lipschitz(f, x, method="autodiff", rtol=1e-2, memory=memory) for memory in (2**30, 1000)
+    )
+    assert "not checked in float64" not in checked.scope
+    assert unchecked.scope == f"{checked.scope}; not checked in float64, for lack of memory"
+
+
 def test_rounding_inside_a_map_is_allowed_for_in_all_but_one_of_a_hundred() -> None:
     """Saturated float32 maps, whose every product is off, beside a multiple of what rounding moves."""
     off: list[Tensor] = []

@@ -51,6 +51,20 @@ def test_the_page_shows_each_token_once_a_side_with_its_shade(found: Profile) ->
     assert html.count("<details") == len(found.table)
 
 
+def test_influence_is_shown_where_it_was_measured(found: Profile, tmp_path: Path) -> None:
+    assert "Which token moves which" not in page.render(found, "data:,")
+    full = hs.profile("builtin-encoder", "A <b>cat</b>", layers=[1], scopes="attention", influence=True)
+    assert full.influence is not None
+    html, *_, table = page.write(full, tmp_path)
+    assert table.name == "influence.csv"
+    assert table.read_text() == full.influence.to_csv()
+    text = html.read_text()
+    assert "Which token moves which, in layer 1" in text
+    assert text.count('<img src="data:image/png;base64,') == full._repr_html_().count("<img") == 2
+    assert f"at least {full.influence.token_wise.lower:.4g} and" in text
+    assert "<b>cat" not in text
+
+
 def test_hostile_text_and_names_stay_text(found: Profile) -> None:
     named = dataclasses.replace(found, model="<img src=x onerror=alert(1)>", refused=("<b>no</b>",))
     for html in (page.render(named, "data:,"), named._repr_html_()):

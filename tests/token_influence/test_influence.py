@@ -254,6 +254,15 @@ def test_one_entry_does_not_depend_on_the_others_and_seeds_matter() -> None:
     assert ((found.upper - found.lower) <= 1e-2 * found.value).all()
 
 
+def test_equal_blocks_have_starts_of_their_own() -> None:
+    """Equal input tokens have equal blocks, to which a few steps from other starts give other values."""
+    x = tokens(0, 6, 30)
+    x[1] = x[0]
+    found = hs.influence(random_attention(5, d=30, d_out=30, heads=4), x, max_iterations=2)
+    first, second = found.value[2:, 0], found.value[2:, 1]
+    assert ((first - second).abs() > 1e-6 * first).all()
+
+
 # ---- the token-wise constant
 
 
@@ -280,6 +289,14 @@ def test_with_one_output_entry_the_two_limits_meet() -> None:
     """A map to one number: the tangents of all tokens add up, so that the sum of norms is attained."""
     found = hs.influence(lambda x: torch.softmax(x[:, 0], 0)[None] @ x[:, 1:2], tokens(1, 6, 4), rtol=1e-6)
     assert found.token_wise.lower == pytest.approx(found.token_wise.upper, rel=1e-5)
+
+
+def test_tangents_that_are_rounded_to_float32_attain_no_more_than_there_is() -> None:
+    """Rounded tangents may be too long; where the limit is attained, that alone would exceed the constant."""
+    for seed in range(8):
+        f, x = random_attention(seed, d_out=1, dtype=torch.float32), tokens(seed, 3, 6).float()
+        truth = largest_token_move(dense_blocks(f.to(dtype=torch.float64), x))
+        assert 0.98 * truth <= hs.influence(f, x).token_wise.lower <= truth * (1 + 1e-12)
 
 
 # ---- the result

@@ -10,7 +10,7 @@ import typer
 from howsmooth.cli.options import JsonOption, SilentOption, command
 from howsmooth.cli.progress import shown_progress
 from howsmooth.errors import ArgumentError
-from howsmooth.study.options import HOW, Options, choice, number, option, size, whole, words
+from howsmooth.study.options import HOW, Options, choice, flag, number, option, size, whole, words
 from howsmooth.study.plan import (
     Execution,
     as_decoder_option,
@@ -83,6 +83,12 @@ class ProfilePlan(Options):
     random_init: bool = random_init_option()
     as_decoder: bool = as_decoder_option()
     part: str | None = part_option()
+    influence: bool = option(
+        False,
+        flag(),
+        "Also which token moves which, in the layer with the largest constant. Takes longer: time grows with "
+        "the square of the length.",
+    )
     rtol: float = option(1e-3, number(), "Relative width of the interval at convergence.", panel=HOW)
     confidence: float = option(
         0.999, number(), "Probability that an interval contains its constant.", panel=HOW
@@ -108,6 +114,8 @@ class ProfilePlan(Options):
         check_output(self.output, (self.scope,))
         if self.scope == "model" and self.layers.items:
             raise ArgumentError("layers", expected="none with the scope model", got=self.layers.text)
+        if self.influence and self.scope not in ("all", "attention"):
+            raise ArgumentError("influence", expected="the scope all or attention", got=self.scope)
 
 
 @command(*_EXAMPLES, without=("executor", "workers", "scheduler"), out="howsmooth-profile")
@@ -150,7 +158,8 @@ def profile(
             found = depth_profile(loaded, inputs, output=plan.output, **settings)
         else:
             scopes = ("attention", "head") if plan.scope == "all" else (plan.scope,)
-            found = measured(loaded, inputs, layers=layers_of(plan, loaded), scopes=scopes, **settings)
+            settings |= {"layers": layers_of(plan, loaded), "influence": plan.influence}
+            found = measured(loaded, inputs, scopes=scopes, **settings)
         display.phase("Writing")
         written = (depth_figure if whole else page).write(found, execution.out)
     if json:

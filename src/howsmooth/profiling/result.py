@@ -14,6 +14,7 @@ from howsmooth.errors import ArgumentError
 from howsmooth.study.output_files import csv_of, text_or_file, write_parquet
 from howsmooth.study.records import plain_rows
 from howsmooth.study.text_formatting import place_in_words, readable
+from howsmooth.token_influence import Influence
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -60,6 +61,8 @@ class Profile:
     seed: int
     #: What was not measured, with the reasons.
     refused: tuple[str, ...]
+    #: Which token moves which, in the layer with the largest constant; None where that was not measured.
+    influence: Influence | None = None
 
     @property
     def ranking(self) -> pd.DataFrame:
@@ -68,6 +71,12 @@ class Profile:
         Heads come before whole layers.
         """
         return self.table.sort_values(["scope", "value"], ascending=False, kind="stable", ignore_index=True)
+
+    @property
+    def _influence_layer(self) -> int:
+        """The layer with the largest constant, of which ``influence`` is."""
+        ranking = self.ranking
+        return int(ranking[ranking["scope"] == "attention"].iloc[0]["layer"])
 
     @property
     def digest(self) -> str:
@@ -138,6 +147,8 @@ class Profile:
             ]
         missed = int((~self.table["converged"]).sum())
         lines += [f"  {missed} of {len(self.table)} did not reach rtol = {self.rtol:g}"] if missed else []
+        if self.influence is not None:
+            lines.append(f"  {place_in_words(self._influence_layer, None)}: {self.influence}")
         lines += [f"  not measured: {reason}" for reason in self.refused]
         return "\n".join(lines)
 
