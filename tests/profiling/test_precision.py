@@ -273,6 +273,19 @@ def test_logits_are_left_out_on_demand(llama: torch.nn.Module, of_llama: hs.Prec
     assert found.table[kept].equals(of_llama.table[kept])
 
 
+def test_predictions_that_are_too_large_have_a_star(of_llama: hs.Precision) -> None:
+    large = of_llama.table["predicted_kl"].nlargest(3).to_list()
+    found = replace(
+        of_llama, table=of_llama.table.assign(predicted_kl=lambda t: t["predicted_kl"] * 0.099 / large[2])
+    )
+    said = repr(found)
+    assert said.count("*") == 3  # two rows, and the sentence
+    assert f"{0.099 * large[0] / large[2]:.4g}*" in said
+    assert "Above 0.1 nats" in said
+    few = replace(found, table=found.table[found.table["predicted_kl"] <= 0.1])
+    assert "*" not in repr(few)
+
+
 def test_a_model_in_half_precision_has_the_changes_of_float32(llama: torch.nn.Module) -> None:
     half = LlamaForCausalLM(llama.config).to(torch.bfloat16).eval()
     found = hs.precision(half, IDS, bits=3, quantisers="token")

@@ -26,7 +26,10 @@ if TYPE_CHECKING:
 __all__ = ["Precision"]
 
 _SHOWN = 10  # rows of the ranking in a printed result
+# In nats. Up to here, predictions were within a factor of 5 of real divergences; larger ones saturate.
+_HOLDS = 0.1
 _PLACE = ["layer", "head", "operand"]
+_CHANGES, _DIVERGENCES = ("predicted", "change", "bound"), ("predicted_kl", "kl")
 _PAIRS = (("predicted", "change"), ("predicted_kl", "kl"), ("predicted", "kl"))
 
 
@@ -230,27 +233,40 @@ class Precision:
         return "; ".join(f"{row['predicted']} and {row['real']} {row['spearman']:.3f}" for row in rows)
 
     def _together_in_words(self) -> list[str]:
-        """Return a line for each quantiser with the divergences of all keys and values quantised at once."""
+        """Return a phrase for each quantiser with the divergences of all keys and values at once."""
         return [
             f"all keys and values at once by {quantiser}: divergence "
             + ", ".join(f"{row['kl']:.3g} at {row['bits']} bits" for row in plain_rows(rows))
             for quantiser, rows in self.together.groupby("quantiser", sort=False)
         ]
 
+    @property
+    def remarks(self) -> list[str]:
+        """Sentences on all keys and values at once, on predictions that are too large, and on the ranks."""
+        found = [f"A{words[1:]}." for words in self._together_in_words()]
+        if bool((self.table["predicted_kl"] > _HOLDS).any()):
+            found.append(f"* Above {_HOLDS} nats predictions are too large, up to a hundredfold: see kl.")
+        return [*found, f"Spearman's rank correlation: {self._ranks_in_words()}."]
+
+    def first_rows(self, most: int) -> pd.DataFrame:
+        """Return the first rows of the ranking, the numbers as text, with a star where one is too large."""
+        columns = [*_PLACE, "bits", "quantiser", *_CHANGES, *(_DIVERGENCES if self.has_kl else ())]
+        rows = self.ranking.head(most)
+        texts = {name: rows[name].map("{:.4g}".format) for name in columns if name in _CHANGES + _DIVERGENCES}
+        if self.has_kl and bool((large := rows["predicted_kl"] > _HOLDS).any()):
+            texts["predicted_kl"] += np.where(large, "*", " ")
+        return rows[columns].assign(**texts).rename(columns={"head": "kv head"})
+
     def __repr__(self) -> str:
-        shown = self.ranking.head(_SHOWN)
-        columns = [*_PLACE, "bits", "quantiser", "predicted", "change", "bound"]
-        columns += ["predicted_kl", "kl"] if self.has_kl else []
-        rows = shown[columns].rename(columns={"head": "kv head"})
+        rows = self.first_rows(_SHOWN)
         lines = [
             f"Precision of {self.model}, {self.n} tokens: keys or values of one head quantised.",
-            f"The first {len(shown)} of {len(self.table)} rows by {self._key}. Norm of the change of the "
+            f"The first {len(rows)} of {len(self.table)} rows by {self._key}. Norm of the change of the "
             "attention's output: predicted, change (real), bound (proved)"
             + ("; divergence of the predictions in nats: predicted_kl, kl (real)." if self.has_kl else "."),
-            indent(rows.to_string(index=False, float_format="{:.4g}".format), "  "),
-            *(f"{line[0].upper()}{line[1:]}." for line in self._together_in_words()),
+            indent(rows.to_string(index=False), "  "),
+            *self.remarks,
         ]
-        lines.append(f"Spearman's rank correlation: {self._ranks_in_words()}.")
         lines += [f"  left out: {reason}" for reason in self.refused]
         return "\n".join(lines)
 
