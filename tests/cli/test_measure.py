@@ -293,7 +293,7 @@ def test_interrupted_before_anything_was_measured(howsmooth: Howsmooth, tmp_path
         "measure", "small", "--text", "prose", *SMALL, "--out", str(tmp_path), tools=tools
     )
     assert (code, out) == (130, "")
-    assert "interrupted: nothing had been measured yet." in err
+    assert "interrupted: nothing was measured yet. Continue with:\n  howsmooth measure small" in err
 
 
 def test_interrupted_it_says_what_was_kept_and_how_to_go_on(howsmooth: Howsmooth, tmp_path: Path) -> None:
@@ -305,7 +305,7 @@ def test_interrupted_it_says_what_was_kept_and_how_to_go_on(howsmooth: Howsmooth
     arguments = ["measure", "small", "--text", "prose", *SMALL, "--out", folder]
     code, out, err = howsmooth(*arguments, tools=make_tools(before_measure=interrupt)[0])
     assert (code, out) == (130, "")
-    assert f"interrupted: 20 measurements are saved in {folder}. Continue with the same command" in err
+    assert f"interrupted: 20 measurements are saved in {folder}. Continue with:\n" in err
     command = err.splitlines()[-1].strip()
     assert shlex.split(command) == ["howsmooth", *arguments]
     tools, work = make_tools()

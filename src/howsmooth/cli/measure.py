@@ -41,6 +41,5 @@ def measure(
     """Measure the local Lipschitz constant of a model's attention on real inputs, with an interval."""
     if dry_run:
         refuse_workers(execution.executor, "--dry-run")
-        tell_forecast(plan, execution, as_json=json, quiet=quiet)
-        return 0
+        return tell_forecast(plan, execution, as_json=json, quiet=quiet)
     return carry_out(plan, execution, again=as_typed(), keep_going=False, as_json=json, quiet=quiet)

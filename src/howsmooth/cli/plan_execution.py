@@ -123,9 +123,7 @@ def _interrupted(folder: Path, again: str) -> str:
         with Store.open(folder, write=False) as store:
             counts = {kind.table: len(store.keys(kind, key)) for kind, key in kinds.items()}
             kept = [f"{count} {table}" for table, count in counts.items() if count]
-    if not kept:
-        return "interrupted: nothing had been measured yet."
-    return (
-        f"interrupted: {' and '.join(kept)} are saved in {encodable(str(folder))}. "
-        f"Continue with the same command:\n  {again}"
-    )
+    said = "nothing was measured yet"
+    if kept:
+        said = f"{' and '.join(kept)} are saved in {encodable(str(folder))}"
+    return f"interrupted: {said}. Continue with:\n  {again}"

@@ -41,7 +41,9 @@ def study(
     paths: Annotated[
         list[Path],
         typer.Argument(
-            metavar="PLAN.toml", help="A plan file; with --merge, folders of studies.", show_default=False
+            metavar="PLAN.toml",
+            help="A plan file; with --merge, folders of studies; with --status, a plan file or a folder.",
+            show_default=False,
         ),
     ],
     execution: Annotated[dict[str, Any], Execution],
@@ -79,10 +81,11 @@ def study(
         )
     if dry_run and status:
         raise ArgumentError("dry-run", expected="--dry-run without --status", got="both")
+    if status and paths[0].is_dir():
+        return _status_of_folder(paths[0], as_json=json)
     asked = _read_plan_file(paths[0], execution)
     if dry_run:
-        tell_forecast(asked.plan, asked.execution, as_json=json, quiet=quiet, keep_going=True)
-        return 0
+        return tell_forecast(asked.plan, asked.execution, as_json=json, quiet=quiet, keep_going=True)
     if status:
         return _status(asked, as_json=json)
     return _carry_out(asked, resume=resume, as_json=json, quiet=quiet)
@@ -99,14 +102,18 @@ def _read_plan_file(path: Path, typed: dict[str, Any]) -> Study:
 
 
 def _carry_out(asked: Study, *, resume: bool, as_json: bool, quiet: bool) -> int:
+    from howsmooth.study.records import Measurement
     from howsmooth.study.store import Store
 
     out = asked.execution.out
     if not resume and Store.exists(out):
-        raise StoreError(
-            f"{out} already holds a study. Add --resume to continue it, --status to see its progress, "
-            "or choose another --out."
-        )
+        with Store.open(out, write=False) as store:
+            held = store.count(Measurement)
+        if held:
+            raise StoreError(
+                f"{out} already holds a study with {held} measurements. Add --resume to continue it, "
+                "--status to see its progress, or choose another --out."
+            )
     again = as_typed() if resume else as_typed("--resume")
     return carry_out(asked.plan, asked.execution, again=again, keep_going=True, as_json=as_json, quiet=quiet)
 
@@ -123,6 +130,18 @@ def _status(asked: Study, *, as_json: bool) -> int:
         typer.echo(status_as_json(found, folder))
     else:
         show_status(found, folder)
+    return 0
+
+
+def _status_of_folder(folder: Path, *, as_json: bool) -> int:
+    from howsmooth.cli.study_result import show_status, status_as_json
+    from howsmooth.study.status import status_of_folder
+
+    found = status_of_folder(folder)
+    if as_json:
+        typer.echo(status_as_json(found, folder))
+    else:
+        show_status(found, folder, of_plan=False)
     return 0
 
 
