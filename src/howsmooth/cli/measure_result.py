@@ -88,7 +88,8 @@ def show_measured(plan: Plan, outcome: Outcome, published: Outputs, folder: Path
     for sentence in _count_sentences(outcome):
         paragraph(sentence)
     say(f"Report: {published.report}")
-    say(f"Also in {folder}: measurements.csv, exponents.csv, {STORE_NAME}, figures/")
+    also = ["measurements.csv", "exponents.csv", STORE_NAME, *(["figures/"] if published.pictures else [])]
+    say(f"Also in {folder}: {', '.join(also)}")
 
 
 def _count_sentences(outcome: Outcome) -> Iterator[str]:

@@ -9,7 +9,15 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from howsmooth.cli.dry_run import DryRunOption, tell_forecast
-from howsmooth.cli.options import JsonOption, QuietOption, as_typed, command, refuse_workers, use_threads
+from howsmooth.cli.options import (
+    JsonOption,
+    NoFiguresOption,
+    QuietOption,
+    as_typed,
+    command,
+    refuse_workers,
+    use_threads,
+)
 from howsmooth.cli.plan_execution import carry_out
 from howsmooth.cli.progress import shown_progress
 from howsmooth.errors import ArgumentError, StoreError
@@ -60,6 +68,7 @@ def study(
         typer.Option("--merge", help="Only merge the measurements of several folders into --out."),
     ] = False,
     dry_run: DryRunOption = False,
+    no_figures: NoFiguresOption = False,
     json: JsonOption = False,
     quiet: QuietOption = False,
 ) -> int:
@@ -74,7 +83,7 @@ def study(
                 expected="--merge without --resume, --status and --dry-run",
                 got="--merge with one of them",
             )
-        return _merge(paths, execution.get("out"), as_json=json, quiet=quiet)
+        return _merge(paths, execution.get("out"), figures=not no_figures, as_json=json, quiet=quiet)
     if len(paths) != 1:
         raise ArgumentError(
             "plan", expected="one plan file", got=str(len(paths)), remedy="Add --merge to merge studies."
@@ -88,7 +97,7 @@ def study(
         return tell_forecast(asked.plan, asked.execution, as_json=json, quiet=quiet, keep_going=True)
     if status:
         return _status(asked, as_json=json)
-    return _carry_out(asked, resume=resume, as_json=json, quiet=quiet)
+    return _carry_out(asked, resume=resume, figures=not no_figures, as_json=json, quiet=quiet)
 
 
 def _read_plan_file(path: Path, typed: dict[str, Any]) -> Study:
@@ -101,7 +110,7 @@ def _read_plan_file(path: Path, typed: dict[str, Any]) -> Study:
     return replace(asked, execution=execution)
 
 
-def _carry_out(asked: Study, *, resume: bool, as_json: bool, quiet: bool) -> int:
+def _carry_out(asked: Study, *, resume: bool, figures: bool, as_json: bool, quiet: bool) -> int:
     from howsmooth.study.records import Measurement
     from howsmooth.study.store import Store
 
@@ -115,7 +124,8 @@ def _carry_out(asked: Study, *, resume: bool, as_json: bool, quiet: bool) -> int
                 "--status to see its progress, or choose another --out."
             )
     again = as_typed() if resume else as_typed("--resume")
-    return carry_out(asked.plan, asked.execution, again=again, keep_going=True, as_json=as_json, quiet=quiet)
+    shown = {"figures": figures, "as_json": as_json, "quiet": quiet}
+    return carry_out(asked.plan, asked.execution, again=again, keep_going=True, **shown)
 
 
 def _status(asked: Study, *, as_json: bool) -> int:
@@ -145,7 +155,7 @@ def _status_of_folder(folder: Path, *, as_json: bool) -> int:
     return 0
 
 
-def _merge(paths: list[Path], out: Path | None, *, as_json: bool, quiet: bool) -> int:
+def _merge(paths: list[Path], out: Path | None, *, figures: bool, as_json: bool, quiet: bool) -> int:
     from howsmooth.cli.study_result import merged_as_json, show_merged
     from howsmooth.study.merge import merge_stores
     from howsmooth.study.outputs import write_outputs
@@ -155,8 +165,8 @@ def _merge(paths: list[Path], out: Path | None, *, as_json: bool, quiet: bool) -
     with shown_progress(quiet=quiet) as display:
         display.phase(f"Merging {len(paths)} studies")
         merged = merge_stores(paths, out)
-        display.phase("Drawing figures")
-        written = write_outputs(out, display).report
+        display.phase("Drawing figures" if figures else "Writing tables")
+        written = write_outputs(out, display, figures=figures).report
     if as_json:
         typer.echo(merged_as_json(merged, out))
     elif not quiet:

@@ -80,8 +80,14 @@ class Precision:
         """The rows of ``table``, the largest predicted effect first.
 
         It is the predicted divergence for a model with logits, and the predicted change of the attention's
-        output otherwise.
+        output otherwise. The columns are those of ``table`` without ``output_norm`` and ``name``, and
+        without the divergences if there are none.
         """
+        columns = [*_PLACE, "bits", "quantiser", *_CHANGES, *(_DIVERGENCES if self.has_kl else ())]
+        return self._sorted[columns]
+
+    @property
+    def _sorted(self) -> pd.DataFrame:
         return self.table.sort_values(self._key, ascending=False, kind="stable", ignore_index=True)
 
     @property
@@ -250,12 +256,11 @@ class Precision:
 
     def first_rows(self, most: int) -> pd.DataFrame:
         """Return the first rows of the ranking, the numbers as text, with a star where one is too large."""
-        columns = [*_PLACE, "bits", "quantiser", *_CHANGES, *(_DIVERGENCES if self.has_kl else ())]
         rows = self.ranking.head(most)
-        texts = {name: rows[name].map("{:.4g}".format) for name in columns if name in _CHANGES + _DIVERGENCES}
+        texts = {name: rows[name].map("{:.4g}".format) for name in rows if name in _CHANGES + _DIVERGENCES}
         if self.has_kl and bool((large := rows["predicted_kl"] > _HOLDS).any()):
             texts["predicted_kl"] += np.where(large, "*", " ")
-        return rows[columns].assign(**texts).rename(columns={"head": "kv head"})
+        return rows.assign(**texts).rename(columns={"head": "kv head"})
 
     def __repr__(self) -> str:
         rows = self.first_rows(_SHOWN)
@@ -299,5 +304,5 @@ class Precision:
             "citation": self.citation,
             "together": plain_rows(self.together),
             "agreement": plain_rows(self.agreement),
-            "ranking": plain_rows(self.ranking),
+            "ranking": plain_rows(self._sorted),
         }
