@@ -79,7 +79,9 @@ def test_the_csv_has_the_columns_of_the_design_and_is_sorted(published: Outputs)
     assert tuple(table.columns) == (
         "model", "layer", "head", "scope", "causal", "text", "sample", "n", "radius_mean", "radius_max",
         "lipschitz", "lower", "upper", "confidence", "converged", "iterations", "seconds", "seed",
+        "stored", "computed",
     )  # fmt: skip
+    assert set(table["stored"]) == set(table["computed"]) == {"float32"}
     assert len(table) == 3 * 5 * (3 + 6)
     keys = ["model", "text", "scope", "layer", "head", "n", "sample"]
     pd.testing.assert_frame_equal(table, table.sort_values(keys).reset_index(drop=True))

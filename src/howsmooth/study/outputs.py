@@ -75,7 +75,7 @@ def write_outputs(
         contents = store.contents()
     table, compared = exponents(contents.measurements), compare(contents.published)
     with written_beside(folder, "measurements"):
-        replace_file(folder / "measurements.csv", csv_of(contents.measurements.loc[:, "model":"seed"]))
+        replace_file(folder / "measurements.csv", csv_of(_rows(contents)))
         replace_file(folder / "exponents.csv", csv_of(table))
         pictures = []
         if figures:
@@ -89,3 +89,10 @@ def write_outputs(
             if figures:
                 draw_published(values, compared, folder / "figures")
     return Outputs(contents, table, compared, pictures, page)
+
+
+def _rows(contents: Contents) -> pd.DataFrame:
+    """Return the rows of ``measurements.csv``, with the precision of the weights and of the computation."""
+    rows = contents.measurements
+    stored = contents.models.set_index("label")["stored"]
+    return rows.loc[:, "model":"seed"].assign(stored=rows["model"].map(stored), computed=rows["dtype"])
