@@ -218,7 +218,9 @@ class Precision:
             raise ArgumentError(
                 "bits", expected="layers, heads and operands of the table", got=str(next(iter(unknown)))
             )
-        kv_heads = {layer: int(head) + 1 for layer, head in places.groupby("layer")["head"].max().items()}
+        # Of equal keys the last one stays, which is that of the layer's last head.
+        last = places.sort_values("head")[["layer", "head"]].itertuples(index=False)
+        kv_heads = {layer: head + 1 for layer, head in last}
         return simulated_kl(self.logits, chosen, kv_heads, quantiser)
 
     # ---- in words, in notebooks, and as files

@@ -134,14 +134,20 @@ def status_of_folder(folder: str | os.PathLike[str]) -> Status:
 
 
 def _without_plan(store: Store, running: bool) -> Status:
-    where = ("model", "text", "scope")
-    done = Counter(key[:3] for key in store.keys(Measurement, (*where, *KEY_COLUMNS[1:])))
+    done = Counter(key[:3] for key in store.keys(Measurement, ("model", "text", *KEY_COLUMNS)))
     failures = [row for row, _ in store.rows(Failure)]
     # A failure of a whole model or text has None for what it does not restrict.
-    failed = Counter(tuple(getattr(row, name) or "all" for name in where) for row in failures)
+    failed = Counter(
+        (row.model, row.text or "all", row.scope or "all")
+        for row in failures
+        if row.what == Measurement.table
+    )
     runs = [run for run, _ in store.rows(Run)]
     return Status(
-        parts=tuple(Part(*one, None, done[one], failed[one]) for one in sorted(done | failed)),
+        parts=tuple(
+            Part(model, text, scope, None, done[model, text, scope], failed[model, text, scope])
+            for model, text, scope in sorted(done | failed)
+        ),
         running=running,
         started=runs[-1].started if runs else None,
         finished=runs[-1].finished if runs else None,
