@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pandas as pd
 import pytest
 import torch
 from torch import Tensor
@@ -89,6 +90,10 @@ def test_what_a_profile_shows(tmp_path: Path) -> None:
     path = tmp_path / "depth.csv"
     found.to_csv(path)
     assert path.read_text(encoding="utf-8") == found.to_csv()
+    found.to_parquet(path.with_suffix(".parquet"))
+    stored = pd.read_parquet(path.with_suffix(".parquet"))
+    assert stored.equals(found.table)
+    assert stored.attrs["howsmooth"] == found.citation
     assert "block 2" in found._repr_html_()
 
 

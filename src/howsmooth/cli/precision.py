@@ -34,7 +34,7 @@ _EXAMPLES = (
     "Examples:",
     "[cyan]howsmooth precision builtin-decoder --span 0:32 --bits 8,4,3[/]  32 tokens of Alice in Wonderland",
     "[cyan]howsmooth precision builtin-encoder --bits 4 --quantisers token,channel[/]  two quantisers",
-    "[cyan]howsmooth precision ./model --text letter.txt --average 4[/]  with bits for each head",
+    "[cyan]howsmooth precision ./model --text letter.txt --bits 2,3,4,6,8 --average 4[/]  bits for each head",
     "[cyan]howsmooth precision builtin-encoder --layers 0 --no-logits --json[/]  one layer alone, as JSON",
 )
 
@@ -74,7 +74,8 @@ class PrecisionPlan(Options):
     average: float | None = option(
         None,
         number(positive=True),
-        "Also print how many bits to give to each head's keys and values, for this average number of bits.",
+        "Also print how many bits to give to each head's keys and values, for this average number of bits. "
+        "The choice is among --bits, such as 2,3,4,5,6,8.",
     )
     no_logits: bool = option(
         False, flag(), "Do not run the whole model for the divergence of its predictions.", panel=HOW
@@ -84,6 +85,22 @@ class PrecisionPlan(Options):
     part: str | None = part_option()
     seed: int = seed_option()
     device: str = device_option()
+
+    def check(self) -> None:
+        """Refuse an average that leaves no choice, before anything is measured."""
+        if self.average is None:
+            return
+        if len(set(self.bits)) < 2:
+            raise ArgumentError(
+                "bits",
+                expected="several beside --average, which chooses among them",
+                got=str(self.bits[0]),
+                remedy="Give --bits 2,3,4,5,6,8 or others.",
+            )
+        if self.average < min(self.bits):
+            raise ArgumentError(
+                "average", expected=f"at least {min(self.bits)}, the fewest --bits", got=f"{self.average:g}"
+            )
 
 
 @command(*_EXAMPLES, without=("executor", "workers", "scheduler"), out="howsmooth-precision")
@@ -98,13 +115,6 @@ def precision(
     from howsmooth.study.records import plain_rows
     from howsmooth.study.text_formatting import encodable
 
-    if plan.average is not None and len(plan.bits) < 2:
-        raise ArgumentError(
-            "average",
-            expected="several --bits, among which the budget chooses",
-            got=f"--bits {plan.bits[0]}",
-            remedy="Give for example --bits 2,3,4,5,6,8.",
-        )
     with shown_progress(quiet=quiet) as display:
         display.phase("Reading")
         loaded = _loaded(plan)
@@ -123,18 +133,20 @@ def precision(
         )
         quantiser = found.table["quantiser"].iloc[0]
         budget = None if plan.average is None else found.budget(plan.average, quantiser)
+        budget_kl = found.simulate(budget, quantiser) if budget is not None and found.has_kl else None
         display.phase("Writing")
         written = precision_page.write(found, execution.out)
     if json:
-        more = {} if budget is None else {"budget": plain_rows(budget)}
+        more = {} if budget is None else {"budget": plain_rows(budget), "budget_kl": budget_kl}
         typer.echo(as_json(**found.described(), **more, files=written))
         return 0
     say(encodable(repr(found)))
     if budget is not None:
-        say(f"\nBits for an average of {plan.average:g} ({quantiser}):")
+        real = "" if budget_kl is None else f", at once: divergence {budget_kl:.3g}"
+        say(f"\nBits for an average of {plan.average:g} ({quantiser}){real}")
         for (layer, operand), rows in budget.groupby(["layer", "operand"]):
             given = " ".join(str(b) for b in rows.sort_values("head")["bits"])
-            say(f"  layer {layer}, {operand}, heads from 0: {given}")
+            say(f"  layer {layer}, {operand}, kv heads from 0: {given}")
     others = ", ".join(path.name for path in written[1:])
     say(f"\nPage: {encodable(str(written[0]))}, with {others}.")
     return 0

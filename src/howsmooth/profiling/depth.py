@@ -21,7 +21,7 @@ from howsmooth.models.layer_weights import computing_dtype
 from howsmooth.models.whole_model import ModelParts
 from howsmooth.profiling.one_input import given_inputs, shown_progress
 from howsmooth.scopes import OUTPUTS
-from howsmooth.study.output_files import csv_of, text_or_file
+from howsmooth.study.output_files import csv_of, text_or_file, write_parquet
 from howsmooth.study.plan import derive_seed
 from howsmooth.study.records import plain_rows
 
@@ -105,6 +105,17 @@ class DepthProfile:
     def to_csv(self, path: str | os.PathLike[str] | None = None) -> str | None:
         """Write the table as CSV to a file; without a path, return the CSV as text."""
         return text_or_file(csv_of(self.table), path)
+
+    def to_parquet(self, path: str | os.PathLike[str]) -> None:
+        """Write the table as parquet, with the citation in its metadata, where pandas reads it as ``attrs``.
+
+        Raises
+        ------
+        ArgumentError
+            If pandas has no engine for parquet.
+
+        """
+        write_parquet(self.table, path, self.citation)
 
     def described(self) -> dict[str, Any]:
         """Return the settings and the table, as a dict for JSON."""

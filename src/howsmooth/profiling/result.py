@@ -68,8 +68,13 @@ class Profile:
     def ranking(self) -> pd.DataFrame:
         """The rows of ``table``, the largest value first within each scope.
 
-        Heads come before whole layers.
+        Heads come before whole layers. Columns: ``layer``, ``head``, ``scope``, ``value``, ``lower``,
+        ``upper`` and ``converged``.
         """
+        return self._sorted[["layer", "head", "scope", "value", "lower", "upper", "converged"]]
+
+    @property
+    def _sorted(self) -> pd.DataFrame:
         return self.table.sort_values(["scope", "value"], ascending=False, kind="stable", ignore_index=True)
 
     @property
@@ -185,7 +190,7 @@ class Profile:
 
         The table uses booktabs, and its caption is the citation.
         """
-        table = self.ranking.drop(columns=["iterations", "method", "masking", "name"])
+        table = self._sorted.drop(columns=["iterations", "method", "masking", "name"])
         words: str = table.to_latex(
             index=False, float_format="%.6g", na_rep="all", escape=True, caption=_latex(self.citation)
         )
@@ -204,7 +209,7 @@ class Profile:
 
     def described(self) -> dict[str, Any]:
         """Return the settings, the ranking and the most sensitive token of each row, as a dict for JSON."""
-        rows = plain_rows(self.ranking)
+        rows = plain_rows(self._sorted)
         for row in rows:
             first = self.sensitive_tokens(row["layer"], row["head"]).iloc[0]
             row["most_sensitive"] = {"position": int(first["position"])} | (

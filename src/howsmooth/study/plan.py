@@ -725,6 +725,14 @@ class Execution(Options):
 
     def check(self) -> None:
         """Refuse workers or a scheduler without the matching executor."""
+        if self.executor == "dask" and self.workers is not None:
+            raise ArgumentError(
+                "workers",
+                expected="none with the executor dask, whose cluster has workers of its own",
+                got=str(self.workers),
+                remedy=f"Start them with dask worker ADDRESS --nworkers {self.workers} --nthreads 1, or use "
+                "the executor processes on this machine.",
+            )
         got = f"the executor {self.executor}" if self.executor else "no executor"
         for name, executor in (("workers", "processes"), ("scheduler", "dask")):
             if getattr(self, name) is not None and self.executor != executor:
@@ -734,7 +742,8 @@ class Execution(Options):
                 "scheduler",
                 expected="the address of a Dask scheduler",
                 got="none",
-                remedy="Start one with dask scheduler, and workers with dask worker ADDRESS.",
+                remedy="Start one with dask scheduler, and workers with dask worker ADDRESS; or use the "
+                "executor processes on this machine.",
             )
 
 

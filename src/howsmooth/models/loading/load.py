@@ -416,7 +416,7 @@ _GIVEN = {
     "audio": "audio (--audio)",
     "embeddings": "embedded tokens (--embeddings)",
 }
-_TOKEN_IDS = "Give token ids instead of text (howsmooth measure --tokens FILE)."
+_TOKEN_IDS = "Give token ids instead of text: --tokens FILE, or the key tokens of a plan file."
 
 
 def _tokenizer(
