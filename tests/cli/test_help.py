@@ -18,18 +18,7 @@ from howsmooth.cli.terminal_output import show_table
 from howsmooth.nn import SoftmaxAttention, save
 from howsmooth.study.text_formatting import duration
 
-COMMANDS = (
-    "profile",
-    "measure",
-    "study",
-    "bound",
-    "attack",
-    "precision",
-    "flow",
-    "certify",
-    "inspect",
-    "reproduce",
-)
+COMMANDS = tuple(typer.main.get_command(app).commands)
 
 
 def help_of(command: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> str:
