@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from transformers import AutoModelForSequenceClassification, BertConfig, BertForSequenceClassification
 
 import howsmooth as hs
+from howsmooth.bounds.radius import NetworkAtInput
 from howsmooth.bounds.radius.reading import embedded, model_logits, read_classifier
 from howsmooth.errors import ArgumentError, CertificateError, NonFiniteError
 from tests._shared import shared_data
@@ -77,6 +78,45 @@ def test_the_radius_is_that_of_the_nearest_class() -> None:
     ]
     assert every.radius == pytest.approx(min(one.radius for one in each), rel=1e-2)
     assert every.rival == min(each, key=float).rival
+
+
+def test_a_functional_stays_above_its_threshold() -> None:
+    network, x = post_norm(0)
+    given = {"tokens": 1, "order": 2}
+    label, rival, _ = (int(c) for c in network.logits(x).argsort(descending=True))
+    direction = torch.zeros(3)
+    direction[label], direction[rival] = 1, -1
+    by_class = hs.bounds.robust_radius(network, x, target=rival, **given)
+    functional = hs.bounds.robust_radius(network, x, target=direction, **given)
+    assert functional.radius == pytest.approx(by_class.radius, rel=1e-9)
+    assert functional.attack == pytest.approx(by_class.attack, rel=1e-9)
+    assert "functional" in str(functional)
+    assert (functional.label, functional.rival) == (None, None)
+    margin = by_class.margin
+    half = hs.bounds.robust_radius(network, x, target=direction, threshold=margin / 2, **given)
+    assert half.margin == pytest.approx(margin / 2)
+    assert 0 < half.radius < by_class.radius
+    assert half.radius < half.attack < by_class.attack
+    above = hs.bounds.robust_radius(network, x, target=direction, threshold=2 * margin, **given)
+    assert above.radius == 0
+
+
+@pytest.mark.parametrize("norm", [2, math.inf])
+def test_the_attack_has_the_norm_of_the_radius(norm: float) -> None:
+    network, x = post_norm(0)
+    found = hs.bounds.robust_radius(network, x, tokens=1, norm=norm, order=2)
+    assert found.radius < found.attack
+    # A linear network would change its answer at the first-order radius.
+    assert found.attack < 10 * found.first_order
+
+
+def test_the_search_ends_near_the_largest_radius() -> None:
+    network, x = post_norm(0)
+    at = NetworkAtInput(network, x)
+    radii = [at.radius(1, order=2, attack=False, guess=guess).radius for guess in (1e-4, 0.05, 40.0)]
+    found = hs.bounds.robust_radius(network, x, tokens=1, order=2, attack=False)
+    assert max(radii) <= 1.003 * min(radii)
+    assert all(lower > 0 for e, lower in found.curve if e <= found.radius)
 
 
 def test_more_freedom_gives_a_smaller_radius() -> None:

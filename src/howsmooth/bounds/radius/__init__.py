@@ -8,7 +8,7 @@ change of the class. Proofs: documentation page "A proved radius for a whole net
 
 from howsmooth.bounds.radius.network import Network, Stage
 from howsmooth.bounds.radius.result import RobustRadius
-from howsmooth.bounds.radius.robust_radius import robust_radius
+from howsmooth.bounds.radius.robust_radius import NetworkAtInput, robust_radius
 from howsmooth.bounds.radius.stages import ACTIVATIONS, Activation, Attention, FeedForward, Norm
 
 __all__ = [
@@ -17,6 +17,7 @@ __all__ = [
     "Attention",
     "FeedForward",
     "Network",
+    "NetworkAtInput",
     "Norm",
     "RobustRadius",
     "Stage",

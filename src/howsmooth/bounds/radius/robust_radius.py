@@ -6,11 +6,13 @@ import copy
 import math
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
 
 from howsmooth.bounds.radius.attack import attack_radius
+from howsmooth.bounds.radius.errors import partial_jacobians
 from howsmooth.bounds.radius.network import Network
 from howsmooth.bounds.radius.reading import embedded, read_classifier
 from howsmooth.bounds.radius.result import RobustRadius
@@ -18,10 +20,10 @@ from howsmooth.bounds.radius.second_order import SecondOrder
 from howsmooth.bounds.radius.third_order import ThirdOrder
 from howsmooth.errors import ArgumentError, NonFiniteError
 
-__all__ = ["robust_radius"]
+__all__ = ["NetworkAtInput", "robust_radius"]
 
 _MOST_VARIABLES = 256
-_BISECTIONS = 9
+_MOST_STEPS = 20
 _CURVE = (0.0, 0.5, 0.75, 1.0, 1.25)
 
 
@@ -31,9 +33,11 @@ def robust_radius(
     *,
     tokens: int | Sequence[int] | None = None,
     norm: float = 2,
-    target: int | None = None,
+    target: int | Tensor | None = None,
+    threshold: float = 0.0,
     order: int | None = None,
     attack: bool = True,
+    seed: int = 0,
 ) -> RobustRadius:
     """Return a radius within which a classifier's answer does not change, however the tokens move.
 
@@ -56,12 +60,17 @@ def robust_radius(
         2: the Euclidean norm of all changes together. ``math.inf``: the largest change of an entry; the ball
         is then enclosed by the Euclidean one, √(number of entries) times larger.
     target
-        The class that the answer must not become. None: any other class.
+        The class that the answer must not become; None for any other class. Or a linear functional
+        (classes,) of the logits, which must stay above ``threshold``.
+    threshold
+        The threshold of a functional ``target``.
     order
         2 is fast; 3 reaches further and needs memory O(n d k²) for k moving entries, at most 256. None: 3 if
         k is at most 256 and 2 otherwise.
     attack
-        Whether to also search the nearest change of the class by projected gradients.
+        Whether to also search the nearest change of the answer by projected gradients.
+    seed
+        Seed of the starts of this search.
 
     Returns
     -------
@@ -77,6 +86,10 @@ def robust_radius(
     CertificateError
         If a module of the model has no remainder, or the stages do not reproduce its logits.
 
+    See Also
+    --------
+    howsmooth.word_radii : one radius for each token of a text.
+
     References
     ----------
     Documentation page "A proved radius for a whole network".
@@ -89,86 +102,146 @@ def robust_radius(
 
     """
     began = time.perf_counter()
-    network, x = _network(model, inputs)
-    moved = _tokens(tokens, len(x))
-    k = len(moved) * x.shape[1]
-    if norm not in (2, math.inf):
-        raise ArgumentError("norm", expected="2 or math.inf", got=repr(norm))
-    if order is None:
-        order = 3 if k <= _MOST_VARIABLES else 2
-    if order not in (2, 3) or (order == 3 and k > _MOST_VARIABLES):
-        raise ArgumentError(
-            "order",
-            expected=f"2, or 3 with at most {_MOST_VARIABLES} moving entries",
-            got=f"{order!r} with {k} entries",
-            remedy="Move fewer tokens, or take order=2.",
-        )
-    injection = torch.zeros(*x.shape, k, dtype=x.dtype)
-    for place, token in enumerate(moved):
-        entries = slice(place * x.shape[1], (place + 1) * x.shape[1])
-        injection[token, :, entries] = torch.eye(x.shape[1], dtype=x.dtype)
-    logits = network.logits(x)
-    label = int(logits.argmax())
-    rivals = _rivals(target, label, len(logits))
-    expansion: type[SecondOrder] | type[ThirdOrder] = SecondOrder if order == 2 else ThirdOrder
-    weakest: tuple[float, int, SecondOrder | ThirdOrder] | None = None
-    for rival in sorted(rivals, key=lambda c: -float(logits[c])):
-        functional = network.readout[label] - network.readout[rival]
-        offset = float(network.offset[label] - network.offset[rival])
-        model_of_margin = expansion(network, x, injection, functional, offset)
-        most = math.inf if weakest is None else weakest[0]
-        found = _largest(model_of_margin, most)
-        if weakest is None or found < weakest[0]:
-            weakest = found, rival, model_of_margin
-    assert weakest is not None
-    radius, rival, model_of_margin = weakest
-    scale = 1.0 if norm == 2 else math.sqrt(k)
-    at_radius = model_of_margin(max(radius, 1e-12))
-    slope = float(model_of_margin.first.gradient.norm())
-    margin = model_of_margin.first.margin
-    first_order = margin / slope if slope > 0 else math.inf
-    nearest = None
-    if attack:
-        direction = torch.zeros(len(logits), dtype=x.dtype)
-        direction[label], direction[rival] = 1.0, -1.0
-        start = max(radius, min(first_order, 1.0) / 4)
-        nearest = attack_radius(network, x, injection, direction, start)
-    points = [f * radius for f in _CURVE] if radius > 0 else []
-    return RobustRadius(
-        radius=radius / scale,
-        order=order,
-        tokens=tuple(moved),
-        norm=norm,
-        label=label,
-        rival=rival,
-        margin=margin,
-        curve=tuple((e / scale, model_of_margin(e).lower if e else margin) for e in points),
-        attack=nearest if norm == 2 else None,
-        first_order=first_order if norm == 2 else margin / float(model_of_margin.first.gradient.abs().sum()),
-        losses={s.name: float(loss) for s, loss in zip(network.stages, at_radius.stages, strict=True)},
-        polynomial_loss=at_radius.polynomial,
-        seconds=time.perf_counter() - began,
+    found = NetworkAtInput(model, inputs).radius(
+        tokens, norm=norm, target=target, threshold=threshold, order=order, attack=attack, seed=seed
     )
+    return replace(found, seconds=time.perf_counter() - began)
 
 
-def _largest(margin: SecondOrder | ThirdOrder, most: float) -> float:
-    """Return the largest ε, up to ``most`` and to 0.2 %, at which the margin's lower bound is positive."""
-    if margin.first.margin <= 0:
+class NetworkAtInput:
+    """A network read at one input, with the partial Jacobians that all its radii share.
+
+    Parameters
+    ----------
+    model, inputs
+        As for :func:`robust_radius`.
+
+    """
+
+    def __init__(self, model: object, inputs: Tensor | Mapping[str, Tensor]) -> None:
+        self.network, self.x = _network(model, inputs)
+        self.logits = self.network.logits(self.x)
+        self.jacobians = partial_jacobians(self.network, list(self.network.states(self.x)))
+
+    def radius(
+        self,
+        tokens: int | Sequence[int] | None = None,
+        *,
+        norm: float = 2,
+        target: int | Tensor | None = None,
+        threshold: float = 0.0,
+        order: int | None = None,
+        attack: bool = True,
+        seed: int = 0,
+        guess: float = 0.05,
+    ) -> RobustRadius:
+        """Return the radius for some tokens; ``guess`` is where its search begins, in the Euclidean norm."""
+        began = time.perf_counter()
+        network, x = self.network, self.x
+        moved = _tokens(tokens, len(x))
+        k = len(moved) * x.shape[1]
+        if norm not in (2, math.inf):
+            raise ArgumentError("norm", expected="2 or math.inf", got=repr(norm))
+        if order is None:
+            order = 3 if k <= _MOST_VARIABLES else 2
+        if order not in (2, 3) or (order == 3 and k > _MOST_VARIABLES):
+            raise ArgumentError(
+                "order",
+                expected=f"2, or 3 with at most {_MOST_VARIABLES} moving entries",
+                got=f"{order!r} with {k} entries",
+                remedy="Move fewer tokens, or take order=2.",
+            )
+        injection = torch.zeros(*x.shape, k, dtype=x.dtype)
+        for place, token in enumerate(moved):
+            entries = slice(place * x.shape[1], (place + 1) * x.shape[1])
+            injection[token, :, entries] = torch.eye(x.shape[1], dtype=x.dtype)
+        kind: type[SecondOrder] | type[ThirdOrder] = SecondOrder if order == 2 else ThirdOrder
+        label, directions = _directions(self.logits, target, threshold)
+        weakest: tuple[float, int | None, Tensor, SecondOrder | ThirdOrder] | None = None
+        for rival, direction, offset in directions:
+            functional = torch.einsum("c,cnd->nd", direction, network.readout)
+            offset += float(direction @ network.offset)
+            expansion = kind(network, x, injection, functional, offset, self.jacobians)
+            most = math.inf if weakest is None else weakest[0]
+            found = _largest(expansion, most, guess)
+            if weakest is None or found < weakest[0]:
+                weakest = found, rival, direction, expansion
+        assert weakest is not None
+        radius, rival, direction, expansion = weakest
+        scale = 1.0 if norm == 2 else math.sqrt(k)
+        at_radius = expansion(max(radius, 1e-12))
+        margin, gradient = expansion.first.margin, expansion.first.gradient
+        slope = float(gradient.norm() if norm == 2 else gradient.abs().sum())
+        first_order = margin / slope if slope > 0 else math.inf
+        nearest = None
+        if attack:
+            start = max(radius / scale, min(first_order, 1.0) / 4)
+            offset = margin - float(direction @ self.logits)
+            nearest = attack_radius(network, x, injection, direction, offset, start, norm=norm, seed=seed)
+        points = [f * radius for f in _CURVE] if radius > 0 else []
+        return RobustRadius(
+            radius=radius / scale,
+            order=order,
+            tokens=tuple(moved),
+            norm=norm,
+            label=label,
+            rival=rival,
+            margin=margin,
+            curve=tuple((e / scale, expansion(e).lower if e else margin) for e in points),
+            attack=nearest,
+            first_order=first_order,
+            losses={s.name: float(loss) for s, loss in zip(network.stages, at_radius.stages, strict=True)},
+            polynomial_loss=at_radius.polynomial,
+            seconds=time.perf_counter() - began,
+        )
+
+
+def _directions(
+    logits: Tensor, target: int | Tensor | None, threshold: float
+) -> tuple[int | None, list[tuple[int | None, Tensor, float]]]:
+    """Return the class, and what must stay positive: rival, combination of the logits, constant."""
+    classes = len(logits)
+    if isinstance(target, Tensor):
+        if target.shape != logits.shape or not bool(torch.isfinite(target).all()):
+            got = f"the shape {tuple(target.shape)}"
+            raise ArgumentError("target", expected=f"a class, or finite numbers ({classes},)", got=got)
+        if not math.isfinite(threshold):
+            raise ArgumentError("threshold", expected="a finite number", got=repr(threshold))
+        return None, [(None, target.detach().to("cpu", torch.float64), -float(threshold))]
+    if threshold:
+        got = f"{threshold!r} with the target {target!r}"
+        raise ArgumentError("threshold", expected="0 unless the target is a functional", got=got)
+    label = int(logits.argmax())
+    unit = torch.eye(classes, dtype=logits.dtype)
+    rivals = sorted(_rivals(target, label, classes), key=lambda c: -float(logits[c]))
+    return label, [(rival, unit[label] - unit[rival], 0.0) for rival in rivals]
+
+
+def _largest(margin: SecondOrder | ThirdOrder, most: float, guess: float) -> float:
+    """Return nearly the largest ε, up to ``most``, at which the margin's lower bound is positive.
+
+    The bound is evaluated at the ε that is returned. Steps are secants, that end once they gain 0.1 %.
+    """
+    low, at_low = 0.0, margin.first.margin
+    if at_low <= 0:
         return 0.0
-    low, high = 0.0, 0.05
-    while high < most and margin(high).lower > 0:
-        low, high = high, 2 * high
-        if high > 1e6:
+    high, at_high = min(guess, most), math.inf
+    while (at_high := margin(high).lower) > 0:
+        low, at_low = high, at_high
+        if high >= most or high > 1e6:
             return low
-    if high >= most and margin(most).lower > 0:
-        return most
-    high = min(high, most)
-    for _ in range(_BISECTIONS):
-        middle = (low + high) / 2
-        if margin(middle).lower > 0:
-            low = middle
+        high = min(2 * high, most)
+    for _ in range(_MOST_STEPS):
+        share = at_low / (at_low - at_high) if math.isfinite(at_high) else 0.5
+        middle = low + min(max(share, 0.05), 0.95) * (high - low)
+        if middle - low <= 1e-3 * low:
+            break
+        value = margin(middle).lower
+        if value > 0:
+            # The other end counts less each time, or it would stay for ever (Illinois).
+            low, at_low, at_high = middle, value, at_high / 2
         else:
-            high = middle
+            high, at_high = middle, value
     return low
 
 
