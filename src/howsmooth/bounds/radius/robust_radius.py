@@ -23,7 +23,8 @@ from howsmooth.errors import ArgumentError, NonFiniteError
 __all__ = ["NetworkAtInput", "robust_radius"]
 
 _MOST_VARIABLES = 256
-_MOST_STEPS = 20
+_MOST_STEPS = 40
+_FARTHEST = 1e6
 _CURVE = (0.0, 0.5, 0.75, 1.0, 1.25)
 
 
@@ -218,30 +219,36 @@ def _directions(
 
 
 def _largest(margin: SecondOrder | ThirdOrder, most: float, guess: float) -> float:
-    """Return nearly the largest ε, up to ``most``, at which the margin's lower bound is positive.
+    """Return the largest ε, up to ``most`` and to 0.2 %, at which the margin's lower bound is positive.
 
-    The bound is evaluated at the ε that is returned. Steps are secants, that end once they gain 0.1 %.
+    The search begins at ``guess``. The bound is evaluated at the ε that is returned.
     """
-    low, at_low = 0.0, margin.first.margin
-    if at_low <= 0:
+    whole = margin.first.margin
+    if whole <= 0:
         return 0.0
-    high, at_high = min(guess, most), math.inf
-    while (at_high := margin(high).lower) > 0:
-        low, at_low = high, at_high
-        if high >= most or high > 1e6:
-            return low
-        high = min(2 * high, most)
+
+    def share(epsilon: float) -> float:
+        # Far beyond the radius the bound falls exponentially, is infinite or no number.
+        found = margin(epsilon).lower / whole
+        return found if found > -1 else -1.0
+
+    low, at_low = 0.0, 1.0
+    high = min(guess, most)
+    while (at_high := share(high)) > 0:
+        if high >= most or high > _FARTHEST:
+            return high
+        low, at_low, high = high, at_high, min(2 * high, most)
+    above = False  # whether the last step moved the lower end
     for _ in range(_MOST_STEPS):
-        share = at_low / (at_low - at_high) if math.isfinite(at_high) else 0.5
-        middle = low + min(max(share, 0.05), 0.95) * (high - low)
-        if middle - low <= 1e-3 * low:
+        if high - low <= 2e-3 * high:
             break
-        value = margin(middle).lower
-        if value > 0:
-            # The other end counts less each time, or it would stay for ever (Illinois).
-            low, at_low, at_high = middle, value, at_high / 2
+        middle = low + (high - low) * at_low / (at_low - at_high)
+        at_middle = share(middle)
+        # An end that stays counts half each time, or it would stay for ever (the Illinois method).
+        if at_middle > 0:
+            low, at_low, at_high, above = middle, at_middle, at_high / (2 if above else 1), True
         else:
-            high, at_high = middle, value
+            high, at_high, at_low, above = middle, at_middle, at_low / (1 if above else 2), False
     return low
 
 
