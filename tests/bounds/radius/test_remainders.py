@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -25,7 +26,10 @@ from howsmooth.bounds.radius.third_order import ThirdOrder
 from tests.bounds.radius._networks import (
     ALL,
     Left,
+    decoder,
     feed_forward,
+    feed_forwards,
+    gated_feed_forward,
     left_out,
     moved,
     norm,
@@ -40,6 +44,10 @@ CASES = [
     pytest.param(*post_norm(2), [0, 1, 2, 3], 0.05, id="all tokens"),
     pytest.param(*pre_norm(3), [2], 0.1, id="pre-norm"),
     pytest.param(*pre_norm(4), [0, 2], 0.05, id="pre-norm, two tokens"),
+    pytest.param(*decoder(5), [1], 0.1, id="rotary, gated"),
+    pytest.param(*decoder(6, "relu"), [2], 0.1, id="rotary, gated by ReLU"),
+    pytest.param(*feed_forwards(7, "relu", "relu", "silu"), [1], 0.2, id="ReLU"),
+    pytest.param(*feed_forwards(8, "silu", "gelu_tanh", "quick_gelu"), [0], 0.3, id="SiLU"),
 ]
 
 
@@ -186,6 +194,44 @@ def test_the_remainder_of_one_neuron_is_nearly_attained(order: int) -> None:
     assert 0.9 * float(vector) <= max(float(left.vector.norm()) for left in both) <= float(vector)
     if order == 2:
         assert 0.9 * float(margin) <= max(abs(float(left.margin)) for left in both) <= float(margin)
+
+
+@pytest.mark.parametrize("order", [2, 3])
+def test_the_remainder_of_a_kink_is_attained(order: int) -> None:
+    g = torch.Generator().manual_seed(5)
+    layer = feed_forward(g, 1, 1, 1, "relu")
+    layer = replace(layer, up_bias=-layer.up[:, 0] + 0.01)  # the preactivation is .01 at 1
+    network = Network((Stage("neuron", layer, ALL),), normal(g, 2, 1, 1), torch.zeros(2, dtype=torch.float64))
+    found = expansion(order, network, torch.ones(1, 1, dtype=torch.float64), [0])
+    epsilon = 0.05
+    ((shape, margin),) = found.bounds(epsilon)
+    deltas = [torch.tensor([s * epsilon], dtype=torch.float64) for s in (-1, 1)]
+    both = [left_out(network, found.first, order == 3, delta)[0] for delta in deltas]
+    largest = max(float(left.vector.norm()) for left in both)
+    assert largest > 0
+    assert largest == pytest.approx(float(longest(shape)), rel=1e-6)
+    assert max(abs(float(left.margin)) for left in both) == pytest.approx(float(margin), rel=1e-6)
+
+
+@pytest.mark.parametrize("order", [2, 3])
+@pytest.mark.parametrize(("slope", "value"), [(1.0, 0.0), (0.0, 1.0), (1.0, 1.0)])
+def test_the_remainder_of_one_gated_neuron_is_nearly_attained(order: int, slope: float, value: float) -> None:
+    """The up projection is linear, constant, or both: each part of the bound decides once."""
+    g = torch.Generator().manual_seed(5)
+    layer = gated_feed_forward(g, 1, 1, 1)
+    one = torch.ones(1, 1, dtype=torch.float64)
+    layer = replace(layer, gate=one, gate_bias=-one[0], up=slope * one, up_bias=value * one[0])
+    network = Network((Stage("neuron", layer, ALL),), normal(g, 2, 1, 1), torch.zeros(2, dtype=torch.float64))
+    found = expansion(order, network, torch.zeros(1, 1, dtype=torch.float64), [0])
+    epsilon = 0.02
+    ((shape, margin),) = found.bounds(epsilon)
+    deltas = [torch.tensor([s * epsilon], dtype=torch.float64) for s in (-1, 1)]
+    both = [left_out(network, found.first, order == 3, delta)[0] for delta in deltas]
+    largest = max(float(left.vector.norm()) for left in both)
+    assert 0.8 * float(longest(shape)) <= largest <= float(longest(shape)) * (1 + 1e-9)
+    if order == 2:
+        largest = max(abs(float(left.margin)) for left in both)
+        assert 0.8 * float(margin) <= largest <= float(margin) * (1 + 1e-9)
 
 
 def test_the_remainder_of_attention_is_attained_up_to_a_small_factor() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import math
 
@@ -9,7 +10,17 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
-from transformers import AutoModelForSequenceClassification, BertConfig, BertForSequenceClassification
+from transformers import (
+    AutoModelForSequenceClassification,
+    BertConfig,
+    BertForSequenceClassification,
+    GPT2Config,
+    GPT2ForSequenceClassification,
+    LlamaConfig,
+    LlamaForSequenceClassification,
+    ViTConfig,
+    ViTForImageClassification,
+)
 
 import howsmooth as hs
 from howsmooth.bounds.radius import NetworkAtInput
@@ -48,6 +59,58 @@ def test_the_stages_are_the_model(classifier: BertForSequenceClassification) -> 
     expected = model_logits(model, changed)
     torch.testing.assert_close(network.logits(changed), expected, rtol=1e-12, atol=1e-12)
     classifier.float()
+
+
+def others() -> dict[str, tuple[nn.Module, dict[str, Tensor]]]:
+    """Random pre-norm classifiers of transformers, with inputs."""
+    small = {"num_attention_heads": 2, "num_hidden_layers": 2, "num_labels": 3, "initializer_range": 0.3}
+    torch.manual_seed(0)
+    ids = {"input_ids": torch.tensor([[1, 7, 3, 9]])}
+    width = {"vocab_size": 20, "hidden_size": 8}
+    vit = ViTConfig(hidden_size=8, intermediate_size=16, image_size=8, patch_size=4, **small)
+    llama = {"num_key_value_heads": 1, "intermediate_size": 16, "pad_token_id": None}
+    gpt2 = GPT2Config(n_positions=16, bos_token_id=0, eos_token_id=0, **width, **small)
+    relu = copy.deepcopy(gpt2)
+    relu.activation_function = "relu"
+    found = {
+        "gpt2": (GPT2ForSequenceClassification(gpt2), ids),
+        "relu": (GPT2ForSequenceClassification(relu), ids),
+        "llama": (LlamaForSequenceClassification(LlamaConfig(**width, **llama, **small)), ids),
+        "vit": (ViTForImageClassification(vit), {"pixel_values": torch.randn(1, 3, 8, 8)}),
+    }
+    for model, _ in found.values():
+        for parameter in model.parameters():  # no norm with a weight of one, no bias of zero
+            parameter.data += 0.1 * torch.randn_like(parameter)
+    return found
+
+
+OTHERS = others()
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_other_models_are_read_and_no_attack_lies_within_their_radius(name: str) -> None:
+    model, inputs = OTHERS[name]
+    at = NetworkAtInput(model, inputs)
+    wide = copy.deepcopy(model).double().eval()
+    with torch.no_grad():
+        expected = wide(**{k: v.double() if v.is_floating_point() else v for k, v in inputs.items()}).logits
+    # Llama's norms round to float32.
+    torch.testing.assert_close(at.logits, expected[0], rtol=1e-5, atol=1e-5)
+    for order in (2, 3):
+        found = at.radius(1, order=order)
+        assert 0 < found.radius < found.attack
+
+
+def test_what_a_model_pools_elsewhere_or_normalises_otherwise_is_refused() -> None:
+    model, inputs = OTHERS["gpt2"]
+    padded = copy.deepcopy(model)
+    padded.config.pad_token_id = 9  # the last id: the model then reads the token before
+    with pytest.raises(CertificateError, match="not reproduced by its stages"):
+        NetworkAtInput(padded, inputs)
+    model = copy.deepcopy(OTHERS["llama"][0])
+    model.model.norm = nn.Identity()
+    with pytest.raises(CertificateError, match=r"model.norm \(Identity\) is neither a LayerNorm nor"):
+        NetworkAtInput(model, inputs)
 
 
 @pytest.mark.parametrize("order", [2, 3])
@@ -154,9 +217,9 @@ def test_bad_arguments_are_refused() -> None:
 
 
 def test_models_without_remainders_are_refused_by_name(classifier: BertForSequenceClassification) -> None:
-    with pytest.raises(CertificateError, match=r"Linear\) is not of the BERT kind"):
+    with pytest.raises(CertificateError, match=r"Linear\) is not a classifier of a known kind"):
         hs.bounds.robust_radius(nn.Linear(3, 2), torch.zeros(2, 3))
-    with pytest.raises(ArgumentError, match="ids up to 90"):
+    with pytest.raises(ArgumentError, match="up to 90"):
         hs.bounds.robust_radius(classifier, {"input_ids": 10 * IDS})
     mask = torch.tensor([[1, 1, 1, 1, 0]])
     with pytest.raises(ArgumentError, match="padding"):
@@ -167,7 +230,7 @@ def test_models_without_remainders_are_refused_by_name(classifier: BertForSequen
         num_hidden_layers=1,
         num_attention_heads=2,
         intermediate_size=8,
-        hidden_act="relu",
+        hidden_act="leaky_relu",
     )
     with pytest.raises(CertificateError, match=r"intermediate_act_fn.*has no remainder"):
         hs.bounds.robust_radius(BertForSequenceClassification(config), {"input_ids": IDS})

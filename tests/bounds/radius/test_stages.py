@@ -10,11 +10,11 @@ from torch import Tensor
 
 from howsmooth.bounds.radius import ACTIVATIONS, Stage
 from howsmooth.bounds.radius.pairs import Pairs
-from tests.bounds.radius._networks import normal, post_norm, pre_norm
+from tests.bounds.radius._networks import decoder, normal, post_norm, pre_norm
 
 STAGES = [
     pytest.param(stage, state, id=f"{name} {stage.name}")
-    for name, (network, x) in (("post", post_norm(0)), ("pre", pre_norm(1)))
+    for name, (network, x) in (("post", post_norm(0)), ("pre", pre_norm(1)), ("rotary", decoder(2)))
     for stage, state in zip(network.stages, network.states(x), strict=False)
 ]
 

@@ -262,9 +262,12 @@ def _network(model: object, inputs: Tensor | Mapping[str, Tensor]) -> tuple[Netw
             "model", expected="a transformers classifier or a Network", got=type(model).__name__
         )
     module = copy.deepcopy(module).to("cpu", torch.float64).eval().requires_grad_(False)
-    x = embedded(module, inputs) if isinstance(inputs, Mapping) else inputs
-    x = _embedded_tokens(x)
-    return read_classifier(module, x), x
+    if not isinstance(inputs, Mapping):
+        x = _embedded_tokens(inputs)
+        return read_classifier(module, x), x
+    given = {name: value.double() if value.is_floating_point() else value for name, value in inputs.items()}
+    x = _embedded_tokens(embedded(module, given))
+    return read_classifier(module, x, given), x
 
 
 def _embedded_tokens(inputs: object) -> Tensor:
