@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from howsmooth.bounds.radius import Attention, Network, Norm, Stage
+from howsmooth.bounds.radius.cubic_remainders import CubicAttention, Expansion
 from howsmooth.bounds.radius.ellipsoids import balls, ellipsoid_sum, half_widths, radii
 from howsmooth.bounds.radius.errors import Errors, Source
 from howsmooth.bounds.radius.norms import (
@@ -21,11 +22,13 @@ from howsmooth.bounds.radius.norms import (
     weighted_norm,
 )
 from howsmooth.bounds.radius.pairs import Pairs
+from howsmooth.bounds.radius.remainders import AttentionErrors
 from howsmooth.bounds.radius.second_order import SecondOrder
 from howsmooth.bounds.radius.third_order import ThirdOrder
 from tests.bounds.radius._networks import (
     ALL,
     Left,
+    attention,
     decoder,
     feed_forward,
     feed_forwards,
@@ -36,6 +39,7 @@ from tests.bounds.radius._networks import (
     normal,
     post_norm,
     pre_norm,
+    rotations,
 )
 
 CASES = [
@@ -232,6 +236,48 @@ def test_the_remainder_of_one_gated_neuron_is_nearly_attained(order: int, slope:
     if order == 2:
         largest = max(abs(float(left.margin)) for left in both)
         assert 0.8 * float(margin) <= largest <= float(margin) * (1 + 1e-9)
+
+
+@pytest.mark.parametrize("row", [0, 2])
+def test_one_error_changes_scores_as_the_derivative_says(row: int) -> None:
+    """The ellipsoid of one token is a segment, so that each functional has one value up to its sign."""
+    g = torch.Generator().manual_seed(3)
+    d, n = 8, 3
+    layer = replace(attention(g, d, 2, torch.tensor([row])), turns=rotations(g, n, d // 2))
+    u, v = normal(g, n, d), normal(g, d)
+    own = layer.softmax(u)
+    reached = AttentionErrors(layer, own, normal(g, 1, d))
+    for token in range(n):
+        errors = torch.zeros(n, d, d, dtype=u.dtype)
+        errors[token] = torch.outer(v, v)
+        tangent = torch.zeros(n, d, 1, dtype=u.dtype)
+        tangent[token, :, 0] = v
+        dq, dk, _ = layer.tangents(tangent)
+        by_query = torch.einsum("hie,hje->hij", dq[..., 0], own.k)
+        by_key = torch.einsum("hie,hje->hij", own.q, dk[..., 0]).abs()
+        spread = by_key + torch.einsum("hij,hij->hi", own.weights, by_key)[..., None]
+        found = reached(errors)
+        torch.testing.assert_close(found.score, own.centred(by_query).abs() + spread)
+        lengths = (torch.linalg.vector_norm(part[..., 0], dim=-1) for part in (dq, dk))
+        torch.testing.assert_close((found.query, found.each_key), tuple(lengths))
+
+
+def test_the_part_linear_in_an_error_is_the_second_derivative() -> None:
+    g = torch.Generator().manual_seed(4)
+    d, n, k = 6, 3, 2
+    visible = torch.ones(n, n, dtype=torch.bool).tril()
+    layer = attention(g, d, 1, torch.tensor([1, 2]), visible)
+    layer = replace(layer, turns=rotations(g, n, d))
+    u, tangents, pairs = normal(g, n, d), normal(g, n, d, k), Pairs(k)
+    at = Expansion(u, tangents, torch.zeros(n, d, len(pairs.i)).double(), pairs, normal(g, 2, d))
+    crossed = CubicAttention(layer, at).crossed
+    hessian = torch.func.jacfwd(torch.func.jacrev(layer.value))(u)
+    tensor = torch.einsum("iojdlf,lfk->iojdk", hessian, tangents)
+    for token in range(n):
+        errors = torch.zeros(n, d, d, dtype=u.dtype)
+        errors[token, 0, 0] = 1
+        exact = torch.einsum("iodk,ipdk->iop", tensor[:, :, token], tensor[:, :, token])
+        torch.testing.assert_close(crossed(errors), exact)
 
 
 def test_the_remainder_of_attention_is_attained_up_to_a_small_factor() -> None:

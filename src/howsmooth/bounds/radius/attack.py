@@ -42,7 +42,8 @@ def attack_radius(
     found[0] = -torch.func.grad(margin)(torch.zeros(k, dtype=x.dtype))
 
     def length(delta: Tensor) -> Tensor:
-        return torch.linalg.vector_norm(delta, norm, dim=1, keepdim=True)
+        found: Tensor = torch.linalg.vector_norm(delta, norm, dim=1, keepdim=True)
+        return found
 
     def on_sphere(radius: float, delta: Tensor) -> Tensor:
         return delta * (radius / length(delta).clamp_min(1e-300))

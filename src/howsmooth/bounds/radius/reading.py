@@ -35,25 +35,22 @@ _AGREEMENT = 1e-9
 
 @dataclass(frozen=True)
 class _Arrangement:
-    """The names of a classifier's modules: of its base model, of each layer, and of the whole.
+    """The names of a classifier's modules: ``readout`` of the whole, others of its base model or of a layer.
 
-    ``query``, ``key`` and ``value`` may name one module for all three. ``pre_norm`` says that the norms stand
-    before attention and feed-forward, ``causal`` that a token sees none after it, and ``token`` which one the
-    readout takes.
+    ``projections`` are query, key, value and output; the first three may be one module. ``pre_norm`` says
+    that the norms stand before attention and feed-forward, ``causal`` that a token sees none after it, and
+    ``token`` which one the readout takes.
     """
 
     kind: str
+    readout: str
     layers: str
     attention: str
-    query: str
-    key: str
-    value: str
-    output: str
+    projections: tuple[str, str, str, str]
     norms: tuple[str, str]
     up: str
     activation: str
     down: str
-    readout: str
     gate: str | None = None
     last_norm: str | None = None
     pooler: str | None = None
@@ -64,59 +61,62 @@ class _Arrangement:
 
 _ARRANGEMENTS = (
     _Arrangement(
-        "BERT",
-        "encoder.layer",
-        "attention.self",
-        *(f"attention.self.{name}" for name in ("query", "key", "value")),
-        "attention.output.dense",
-        ("attention.output.LayerNorm", "output.LayerNorm"),
-        "intermediate.dense",
-        "intermediate.intermediate_act_fn",
-        "output.dense",
-        "classifier",
+        kind="BERT",
+        readout="classifier",
+        layers="encoder.layer",
+        attention="attention.self",
+        projections=(
+            "attention.self.query",
+            "attention.self.key",
+            "attention.self.value",
+            "attention.output.dense",
+        ),
+        norms=("attention.output.LayerNorm", "output.LayerNorm"),
+        up="intermediate.dense",
+        activation="intermediate.intermediate_act_fn",
+        down="output.dense",
         pooler="pooler",
         pre_norm=False,
     ),
     _Arrangement(
-        "GPT-2",
-        "h",
-        "attn",
-        *["attn.c_attn"] * 3,
-        "attn.c_proj",
-        ("ln_1", "ln_2"),
-        "mlp.c_fc",
-        "mlp.act",
-        "mlp.c_proj",
-        "score",
+        kind="GPT-2",
+        readout="score",
+        layers="h",
+        attention="attn",
+        projections=("attn.c_attn", "attn.c_attn", "attn.c_attn", "attn.c_proj"),
+        norms=("ln_1", "ln_2"),
+        up="mlp.c_fc",
+        activation="mlp.act",
+        down="mlp.c_proj",
         last_norm="ln_f",
         causal=True,
         token=-1,
     ),
     _Arrangement(
-        "Llama",
-        "layers",
-        "self_attn",
-        *(f"self_attn.{name}_proj" for name in "qkvo"),
-        ("input_layernorm", "post_attention_layernorm"),
-        "mlp.up_proj",
-        "mlp.act_fn",
-        "mlp.down_proj",
-        "score",
+        kind="Llama",
+        readout="score",
+        layers="layers",
+        attention="self_attn",
+        projections=("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj"),
+        norms=("input_layernorm", "post_attention_layernorm"),
         gate="mlp.gate_proj",
+        up="mlp.up_proj",
+        activation="mlp.act_fn",
+        down="mlp.down_proj",
         last_norm="norm",
         causal=True,
         token=-1,
     ),
     _Arrangement(
-        "ViT",
-        "layers",
-        "attention",
-        *(f"attention.{name}_proj" for name in "qkvo"),
-        ("layernorm_before", "layernorm_after"),
-        "mlp.fc1",
-        "mlp.activation_fn",
-        "mlp.fc2",
-        "classifier",
+        kind="ViT",
+        readout="classifier",
+        layers="layers",
+        attention="attention",
+        projections=("attention.q_proj", "attention.k_proj", "attention.v_proj", "attention.o_proj"),
+        norms=("layernorm_before", "layernorm_after"),
+        up="mlp.fc1",
+        activation="mlp.activation_fn",
+        down="mlp.fc2",
         last_norm="layernorm",
     ),
 )
@@ -185,7 +185,7 @@ def _arrangement(model: nn.Module) -> _Arrangement:
         try:
             (first, *_), readout = attrgetter(found.layers)(base), attrgetter(found.readout)(model)
             ends = [attrgetter(name)(base) for name in (found.last_norm, found.pooler) if name]
-            attrgetter(found.query, *found.norms)(first)
+            attrgetter(*found.projections, *found.norms)(first)
         except (AttributeError, TypeError, ValueError):
             continue
         if isinstance(readout, nn.Linear) and all(isinstance(end, nn.Module) for end in ends):
@@ -249,8 +249,8 @@ def _attention(
     config: Any,
 ) -> Attention:
     heads = int(config.num_attention_heads)
-    parts = [_linear(attrgetter(name)(layer)) for name in (found.query, found.key, found.value)]
-    if found.query == found.key:
+    *parts, (mixed, mixed_bias) = (_linear(attrgetter(name)(layer)) for name in found.projections)
+    if found.projections[0] == found.projections[1]:
         weight, bias = parts[0]
         parts = list(zip(weight.chunk(3), bias.chunk(3), strict=True))
     size = len(parts[0][0]) // heads
@@ -261,11 +261,14 @@ def _attention(
         repeated = heads // len(own)
         split += [own.repeat_interleave(repeated, 0), own_bias.repeat_interleave(repeated, 0)]
     scale = float(getattr(attrgetter(found.attention)(layer), "scaling", 1 / math.sqrt(size)))
-    mixed, mixed_bias = _linear(attrgetter(found.output)(layer))
+    query, query_bias, key, key_bias, value, value_bias = split
     return Attention(
-        split[0] * scale,
-        split[1] * scale,
-        *split[2:],
+        query * scale,
+        query_bias * scale,
+        key,
+        key_bias,
+        value,
+        value_bias,
         mixed.unflatten(1, (heads, -1)).movedim(1, 0),
         mixed_bias,
         rows,
@@ -283,7 +286,8 @@ def _turns(rotary: nn.Module, x: Tensor) -> Tensor:
     one = torch.eye(half, dtype=x.dtype)
     paired = torch.zeros(2 * half, 2 * half, dtype=x.dtype)
     paired[:half, half:], paired[half:, :half] = -one, one
-    return torch.diag_embed(cos) + sin[..., None] * paired
+    found: Tensor = torch.diag_embed(cos) + sin[..., None] * paired
+    return found
 
 
 def _norm(module: Any, names: dict[nn.Module, str]) -> Norm:

@@ -212,11 +212,12 @@ def _gated_tanh(a: float, b: float, *extrema: tuple[float, ...]) -> Activation:
         return found
 
     functions = [derivative(order) for order in range(6)]
-    largest = [
-        _largest(functions[order], tuple(s * z for z in zeros for s in (1, -1)))
-        for order, zeros in enumerate(extrema, start=3)
-    ]
-    return Activation(*functions[:5], *largest)
+    third, fourth, fifth = (
+        _largest(function, tuple(s * z for z in zeros for s in (1, -1)))
+        for function, zeros in zip(functions[3:], extrema, strict=True)
+    )
+    value, first, second = functions[:3]
+    return Activation(value, first, second, functions[3], functions[4], third, fourth, fifth)
 
 
 def _swish(slope: float) -> Activation:
