@@ -101,6 +101,41 @@ def test_other_models_are_read_and_no_attack_lies_within_their_radius(name: str)
         assert 0 < found.radius < found.attack
 
 
+class Encoder(nn.Module):
+    """A classifier of PyTorch's own layers, which pools in its code."""
+
+    def __init__(self, pool: str, **options: object) -> None:
+        super().__init__()
+        layer = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.1, batch_first=True, **options)
+        norm = nn.LayerNorm(8) if options.get("norm_first") else None
+        self.encoder = nn.TransformerEncoder(layer, 2, norm, enable_nested_tensor=False)
+        self.head, self.pool = nn.Linear(8, 3), pool
+
+    def forward(self, x: Tensor) -> Tensor:
+        u = self.encoder(x)
+        return self.head({"mean": u.mean(1), "first": u[:, 0], "last": u[:, -1], "sum": u.sum(1)}[self.pool])
+
+
+@pytest.mark.parametrize(
+    ("pool", "options"),
+    [("mean", {"norm_first": True}), ("first", {"activation": "gelu"}), ("last", {"bias": False})],
+)
+def test_layers_of_pytorch_are_read_in_any_module(pool: str, options: dict[str, object]) -> None:
+    torch.manual_seed(1)
+    model = Encoder(pool, **options)
+    x = torch.randn(3, 8)
+    found = NetworkAtInput(model, x).radius(1, order=2)
+    assert 0 < found.radius < found.attack
+    model = model.double().eval()
+    network = read_classifier(model, x.double())
+    torch.testing.assert_close(network.logits(x.double()), model(x[None].double())[0])
+
+
+def test_a_module_that_pools_otherwise_is_refused() -> None:
+    with pytest.raises(CertificateError, match="not reproduced by its stages"):
+        NetworkAtInput(Encoder("sum"), torch.randn(3, 8))
+
+
 def test_what_a_model_pools_elsewhere_or_normalises_otherwise_is_refused() -> None:
     model, inputs = OTHERS["gpt2"]
     padded = copy.deepcopy(model)

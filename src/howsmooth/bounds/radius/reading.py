@@ -1,7 +1,8 @@
 """Read a pretrained classifier as a network of stages, and verify that both compute the same logits.
 
-A model is recognised by the names of its modules, and by nothing else. What decides is the comparison: the
-stages must reproduce the model's logits at the given tokens and at changed ones.
+A model of transformers is recognised by the names of its modules, any other by its layers, which are those of
+``torch.nn.TransformerEncoderLayer``. What decides is the comparison: the stages must reproduce the model's
+logits at the given tokens and at changed ones.
 """
 
 from __future__ import annotations
@@ -143,14 +144,17 @@ def read_classifier(model: nn.Module, x: Tensor, inputs: Mapping[str, Tensor] | 
         If a module has no stage, or the stages do not reproduce the model's logits; the module is named.
 
     """
+    names = {module: name for name, module in model.named_modules()}
+    layers = [module for module in names if isinstance(module, nn.TransformerEncoderLayer)]
+    if layers:
+        return _read_encoder(model, layers, names, x)
     base = _base(model)
     found = _arrangement(model)
-    names = {module: name for name, module in model.named_modules()}
     token = torch.tensor([found.token % len(x)])
     visible = torch.ones(len(x), len(x), dtype=torch.bool).tril() if found.causal else None
     turns = _turns(base.rotary_emb, x) if hasattr(base, "rotary_emb") else None
-    layers = attrgetter(found.layers)(base)
     stages: list[Stage] = []
+    layers = list(attrgetter(found.layers)(base))
     for index, layer in enumerate(layers):
         rows = token if index == len(layers) - 1 else torch.arange(len(x))
         try:
@@ -169,8 +173,62 @@ def read_classifier(model: nn.Module, x: Tensor, inputs: Mapping[str, Tensor] | 
         stages.append(Stage("pooler", pooled, _ALL))
     readout, offset = _linear(attrgetter(found.readout)(model))
     network = Network(tuple(stages), readout[:, None], offset)
-    _verify(model, network, x, inputs)
+    if (error := _difference(model, network, x, inputs)) > _AGREEMENT:
+        raise _other(model, error)
     return network
+
+
+def _read_encoder(
+    model: nn.Module, layers: list[nn.TransformerEncoderLayer], names: dict[nn.Module, str], x: Tensor
+) -> Network:
+    """Return the stages of encoder layers of PyTorch, a norm if there is one, and a linear readout.
+
+    The readout is of the mean token, the first or the last: that which reproduces the model's logits.
+    """
+    inside = {module for layer in layers for module in layer.modules()}
+    others = [module for module in names if module not in inside and not list(module.children())]
+    readouts = [module for module in others if isinstance(module, nn.Linear)]
+    norms = [module for module in others if isinstance(module, nn.LayerNorm | nn.RMSNorm)]
+    if len(readouts) != 1 or len(norms) > 1:
+        why = (
+            f"has {len(readouts)} linear layers and {len(norms)} norms beside its encoder layers, not 1 and 1"
+        )
+        raise CertificateError("", kind=type(model).__name__, reason=why)
+    weight, offset = _linear(readouts[0])
+    n, error = len(x), math.inf
+    for token in (None, 0, n - 1):
+        stages: list[Stage] = []
+        for index, layer in enumerate(layers):
+            one = token is not None and index == len(layers) - 1
+            own = layer.self_attn
+            parts = list(zip(own.in_proj_weight.chunk(3), _biases(own), strict=True))
+            attention = _heads(
+                [(part.detach().double().cpu(), bias) for part, bias in parts],
+                _linear(own.out_proj),
+                own.num_heads,
+                torch.tensor([token]) if one else torch.arange(n),
+            )
+            feed_forward = FeedForward(
+                *_linear(layer.linear1), _activation(layer.activation, names), *_linear(layer.linear2)
+            )
+            both = [_norm(norm, names) for norm in (layer.norm1, layer.norm2)]
+            stages += _residuals(names[layer], attention, feed_forward, both, layer.norm_first)
+        stages += [Stage("last norm", _norm(norm, names), _ALL) for norm in norms]
+        readout = weight[:, None]
+        if token is None:
+            readout = (readout / n).expand(-1, n, -1).contiguous()
+        network = Network(tuple(stages), readout, offset)
+        error = _difference(model, network, x, None)
+        if error <= _AGREEMENT:
+            return network
+    raise _other(model, error)
+
+
+def _biases(attention: nn.MultiheadAttention) -> tuple[Tensor, ...]:
+    size = len(attention.in_proj_weight)
+    bias = attention.in_proj_bias
+    found = torch.zeros(size, dtype=torch.float64) if bias is None else bias.detach().double().cpu()
+    return found.chunk(3)
 
 
 def _base(model: nn.Module) -> Any:
@@ -195,7 +253,8 @@ def _arrangement(model: nn.Module) -> _Arrangement:
         "",
         kind=type(model).__name__,
         reason=f"is not a classifier of a known kind ({known}, with a linear readout)",
-        remedy="Other arrangements of modules can be given as a howsmooth.bounds.radius.Network.",
+        remedy="Layers of torch.nn.TransformerEncoderLayer are read in any module; other arrangements can be "
+        "given as a howsmooth.bounds.radius.Network.",
     )
 
 
@@ -219,9 +278,20 @@ def _layer(
         feed_forward = FeedForward(*up, activation, *down)
     else:
         feed_forward = GatedFeedForward(*_linear(attrgetter(found.gate)(layer)), *up, activation, *down)
+    return _residuals(name, attention, feed_forward, norms, found.pre_norm)
+
+
+def _residuals(
+    name: str,
+    attention: Attention,
+    feed_forward: FeedForward | GatedFeedForward,
+    norms: list[Norm],
+    pre_norm: bool,
+) -> list[Stage]:
+    """Return the stages of attention and feed-forward, each with its norm before or behind."""
     stages = []
     for part, own, norm in (("attention", attention, norms[0]), ("feed-forward", feed_forward, norms[1])):
-        if found.pre_norm:
+        if pre_norm:
             d = len(norm.gain)
             # The state is [x, norm(x)] in between.
             stages.append(Stage(f"{name}.{part} norm", norm, _ALL, keep=True))
@@ -253,6 +323,20 @@ def _attention(
     if found.projections[0] == found.projections[1]:
         weight, bias = parts[0]
         parts = list(zip(weight.chunk(3), bias.chunk(3), strict=True))
+    scale = getattr(attrgetter(found.attention)(layer), "scaling", None)
+    return _heads(parts, (mixed, mixed_bias), heads, rows, visible, turns, scale)
+
+
+def _heads(
+    parts: list[tuple[Tensor, Tensor]],
+    output: tuple[Tensor, Tensor],
+    heads: int,
+    rows: Tensor,
+    visible: Tensor | None = None,
+    turns: Tensor | None = None,
+    scale: float | None = None,
+) -> Attention:
+    """Return attention from weights and biases of query, key and value, and of the output."""
     size = len(parts[0][0]) // heads
     split = []
     for weight, bias in parts:
@@ -260,8 +344,9 @@ def _attention(
         own, own_bias = weight.unflatten(0, (-1, size)), bias.unflatten(0, (-1, size))
         repeated = heads // len(own)
         split += [own.repeat_interleave(repeated, 0), own_bias.repeat_interleave(repeated, 0)]
-    scale = float(getattr(attrgetter(found.attention)(layer), "scaling", 1 / math.sqrt(size)))
+    scale = 1 / math.sqrt(size) if scale is None else float(scale)
     query, query_bias, key, key_bias, value, value_bias = split
+    mixed = output[0].unflatten(1, (heads, -1)).movedim(1, 0)
     return Attention(
         query * scale,
         query_bias * scale,
@@ -269,8 +354,8 @@ def _attention(
         key_bias,
         value,
         value_bias,
-        mixed.unflatten(1, (heads, -1)).movedim(1, 0),
-        mixed_bias,
+        mixed,
+        output[1],
         rows,
         visible,
         turns,
@@ -364,6 +449,10 @@ def _logits(model: nn.Module, inputs: Mapping[str, Tensor]) -> Tensor:
 
 def model_logits(model: nn.Module, x: Tensor) -> Tensor:
     """Return the model's own logits (classes,) for tokens x (n, d) at the input of its first layer."""
+    if any(isinstance(module, nn.TransformerEncoderLayer) for module in model.modules()):
+        with torch.no_grad():
+            logits: Tensor = model(x[None])[0]
+        return logits
 
     def replaced(module: nn.Module, args: tuple[Any, ...], named: dict[str, Any]) -> tuple[Any, Any]:
         if args:
@@ -383,19 +472,22 @@ def model_logits(model: nn.Module, x: Tensor) -> Tensor:
         hook.remove()
 
 
-def _verify(model: nn.Module, network: Network, x: Tensor, inputs: Mapping[str, Tensor] | None) -> None:
-    """Compare logits at x and at changed tokens; raise CertificateError where they differ."""
+def _difference(model: nn.Module, network: Network, x: Tensor, inputs: Mapping[str, Tensor] | None) -> float:
+    """Return the largest relative difference of the logits, at x, at changed tokens and at the inputs."""
     noise = torch.Generator().manual_seed(0)
     change = torch.randn(x.shape, generator=noise, dtype=x.dtype) * x.std()
     pairs = [(model_logits(model, tokens), tokens) for tokens in (x, x + 0.1 * change, x + change)]
     if inputs is not None:
         pairs.append((_logits(model, inputs), x))
+    errors = []
     for expected, tokens in pairs:
         found = network.logits(tokens)
-        error = float((expected - found).abs().max() / (1 + expected.abs().max()))
-        if not error < _AGREEMENT:
-            raise CertificateError(
-                "",
-                kind=type(model).__name__,
-                reason=f"is not reproduced by its stages (relative difference {error:.1e} of the logits)",
-            )
+        if found.shape != expected.shape:
+            return math.inf
+        errors.append(float((expected - found).abs().max() / (1 + expected.abs().max())))
+    return math.inf if any(map(math.isnan, errors)) else max(errors)
+
+
+def _other(model: nn.Module, error: float) -> CertificateError:
+    why = f"is not reproduced by its stages (relative difference {error:.1e} of the logits)"
+    return CertificateError("", kind=type(model).__name__, reason=why)

@@ -49,12 +49,13 @@ def robust_radius(
     Parameters
     ----------
     model
-        A transformers classifier of the BERT kind (post-norm layers with standard LayerNorm, GELU or tanh
-        activation, a tanh pooler on the first token, a linear classifier), or a
+        A transformers classifier of the kind of BERT, GPT-2, Llama or ViT; a module from tokens (batch, n, d)
+        to logits (batch, classes) whose layers are ``torch.nn.TransformerEncoderLayer``; or a
         :class:`~howsmooth.bounds.radius.Network`. It is copied to float64 and evaluated without dropout.
     inputs
-        The outputs of the embedding layer, (n, d) or (1, n, d); or a dict of the model's inputs with
-        ``input_ids`` (1, n) without padding, which is embedded first. What moves are these embedded tokens.
+        The tokens at the first layer's input, such as the outputs of the embedding layer, (n, d) or
+        (1, n, d); or a dict of the model's inputs for one sequence without padding (``input_ids``,
+        ``pixel_values``), which are embedded first. What moves are these embedded tokens.
     tokens
         Which tokens move: an index, several indices (moved jointly), or None for all tokens jointly.
     norm
