@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from howsmooth.bounds.radius import Attention, Network, Norm, Stage
-from howsmooth.bounds.radius.cubic_remainders import CubicAttention, Expansion
+from howsmooth.bounds.radius import ACTIVATIONS, Attention, GatedFeedForward, Network, Norm, Stage
+from howsmooth.bounds.radius.cubic_remainders import CubicAttention, CubicGatedFeedForward, Expansion
 from howsmooth.bounds.radius.ellipsoids import balls, ellipsoid_sum, half_widths, radii
 from howsmooth.bounds.radius.errors import Errors, Source
 from howsmooth.bounds.radius.norms import (
@@ -22,7 +22,7 @@ from howsmooth.bounds.radius.norms import (
     weighted_norm,
 )
 from howsmooth.bounds.radius.pairs import Pairs
-from howsmooth.bounds.radius.remainders import AttentionErrors
+from howsmooth.bounds.radius.remainders import AttentionErrors, GatedFeedForwardRemainder
 from howsmooth.bounds.radius.second_order import SecondOrder
 from howsmooth.bounds.radius.third_order import ThirdOrder
 from tests.bounds.radius._networks import (
@@ -236,6 +236,46 @@ def test_the_remainder_of_one_gated_neuron_is_nearly_attained(order: int, slope:
     if order == 2:
         largest = max(abs(float(left.margin)) for left in both)
         assert 0.8 * float(margin) <= largest <= float(margin) * (1 + 1e-9)
+
+
+@pytest.mark.parametrize("order", [2, 3])
+@pytest.mark.parametrize(("epsilon", "error"), [(0.0, 0.02), (0.02, 0.02), (0.3, 0.01)])
+@pytest.mark.parametrize(
+    ("kind", "slope", "value"), [("silu", 1, 1), ("silu", 1, 0), ("silu", 0, 1), ("relu", 1, 1)]
+)
+def test_one_gated_neuron_with_an_error_is_nearly_attained(
+    kind: str, slope: float, value: float, epsilon: float, error: float, order: int
+) -> None:
+    """F(u) = φ(u + z) (slope · u + value) at 0: the input changes by ±ε, and by ±error from stages before."""
+    one = torch.ones(1, 1, dtype=torch.float64)
+    z = -1.0 if kind == "silu" else 0.01
+    up, zero = (slope * one, value * one[0]), torch.zeros(1, dtype=torch.float64)
+    layer = GatedFeedForward(one, z * one[0], *up, ACTIVATIONS[kind], one, zero)
+    u, pairs, errors = 0 * one, Pairs(1), error**2 * one[None]
+    if order == 2:
+        found = GatedFeedForwardRemainder(layer, u, one[None], one)(epsilon, errors)
+    else:
+        at = Expansion(u, one[None], 0 * one[None], pairs, one)
+        found = CubicGatedFeedForward(layer, at)(epsilon, errors)
+
+    def function(change: Tensor) -> Tensor:
+        return layer.value(change.reshape(1, 1))[0, 0]
+
+    derivatives = [function]
+    for _ in range(3):
+        derivatives.append(torch.func.grad(derivatives[-1]))
+    at_zero, first, second, third = (float(derivative(zero[0])) for derivative in derivatives)
+    largest, in_margin = 0.0, 0.0
+    for delta, e in ((epsilon * a, error * b) for a in (-1, 1) for b in (-1, 1)):
+        change = delta + e
+        left = float(function(zero[0] + change)) - at_zero - first * change
+        margin = left - second * change**2 / 2 + second * e**2 / 2
+        if order == 3:
+            left, margin = left - second * delta**2 / 2, margin - third * delta**3 / 6
+        largest, in_margin = max(largest, abs(left)), max(in_margin, abs(margin))
+    share = 0.9 if epsilon < 0.1 else 0.5
+    assert share * float(longest(found.shape)) <= largest <= float(longest(found.shape)) * (1 + 1e-9)
+    assert share * float(found.margin) <= in_margin <= float(found.margin) * (1 + 1e-9)
 
 
 @pytest.mark.parametrize("row", [0, 2])

@@ -173,8 +173,8 @@ def read_classifier(model: nn.Module, x: Tensor, inputs: Mapping[str, Tensor] | 
         stages.append(Stage("pooler", pooled, _ALL))
     readout, offset = _linear(attrgetter(found.readout)(model))
     network = Network(tuple(stages), readout[:, None], offset)
-    if (error := _difference(model, network, x, inputs)) > _AGREEMENT:
-        raise _other(model, error)
+    if (difference := _difference(model, network, x, inputs)) > _AGREEMENT:
+        raise _other(model, difference)
     return network
 
 
