@@ -49,9 +49,11 @@ CASES = [
     pytest.param(*pre_norm(3), [2], 0.1, id="pre-norm"),
     pytest.param(*pre_norm(4), [0, 2], 0.05, id="pre-norm, two tokens"),
     pytest.param(*decoder(5), [1], 0.1, id="rotary, gated"),
-    pytest.param(*decoder(6, "relu"), [2], 0.1, id="rotary, gated by ReLU"),
+    pytest.param(*decoder(6, "relu"), [2], 0.1, id="rotary, gated by ReLU", marks=pytest.mark.slow),
     pytest.param(*feed_forwards(7, "relu", "relu", "silu"), [1], 0.2, id="ReLU"),
-    pytest.param(*feed_forwards(8, "silu", "gelu_tanh", "quick_gelu"), [0], 0.3, id="SiLU"),
+    pytest.param(
+        *feed_forwards(8, "silu", "gelu_tanh", "quick_gelu"), [0], 0.3, id="SiLU", marks=pytest.mark.slow
+    ),
 ]
 
 
