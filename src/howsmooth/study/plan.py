@@ -347,7 +347,7 @@ class Plan(Options):
     embeddings: tuple[str, ...] = option(
         (),
         several(words(place=True)),
-        "Measure on embedded tokens: a .safetensors file of tensors (n, d).",
+        "Measure on embedded tokens: a .npy or .safetensors file of tensors (n, d).",
         metavar="FILE",
     )
     scopes: tuple[str, ...] = option(
