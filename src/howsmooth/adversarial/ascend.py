@@ -16,18 +16,18 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from howsmooth.adversarial.clusters import Atoms, AtomSearch, can_search_atoms, search_atoms
+from howsmooth.adversarial.atom_search import Atoms, AtomSearch, can_search_atoms, search_atoms
 from howsmooth.adversarial.constructions import Construction, constructions
 from howsmooth.adversarial.domains import Around, Ball, Domain, Ellipsoid
 from howsmooth.attention import Residual, SelfAttention, TokenMap
-from howsmooth.attention.plain_scores import require_formula, require_plain_scores
+from howsmooth.attention.preconditions import require_formula, require_plain_scores
 from howsmooth.bounds.bound import check_length, check_radius
 from howsmooth.bounds.parameters import SiteLike
 from howsmooth.errors import ArgumentError
 from howsmooth.jacobian import in_double
 from howsmooth.jacobian.token_blocks import token_blocks
 from howsmooth.lipschitz import LipschitzEstimate, local_lipschitz
-from howsmooth.lipschitz.blocks import block_norms, sequence_jacobian
+from howsmooth.lipschitz.block_norms import block_norms, sequence_jacobian
 from howsmooth.lipschitz.solver import Solver, member_seeds
 from howsmooth.lipschitz.token_wise import TokenWise, token_wise_ascent, token_wise_lipschitz
 from howsmooth.seeds import torch_seed

@@ -9,7 +9,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from howsmooth.attention.weighting import Weighting
+from howsmooth.attention.atom_weights import Weighting
 from howsmooth.errors import ArgumentError, NonFiniteError
 
 __all__ = ["AbstractMeasure", "TokenMap", "as_parameter", "check_measure", "check_tokens"]

@@ -7,8 +7,8 @@ import math
 import torch
 from torch import Tensor
 
+from howsmooth.attention.atom_weights import Weighting
 from howsmooth.attention.map import TokenMap, as_parameter
-from howsmooth.attention.weighting import Weighting
 from howsmooth.errors import ArgumentError
 
 __all__ = ["LayerNorm", "RMSNorm"]

@@ -9,13 +9,13 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
+from howsmooth.attention.atom_weights import EarlierAtoms, Weighting
 from howsmooth.attention.core import ScoreFeatures, attend
 from howsmooth.attention.map import as_parameter
 from howsmooth.attention.multi_head import HeadsAttention, in_heads
 from howsmooth.attention.norm_layers import LayerNorm, RMSNorm
 from howsmooth.attention.rotary import Rotary
 from howsmooth.attention.visibility import Visibility, check_window
-from howsmooth.attention.weighting import EarlierAtoms, Weighting
 from howsmooth.errors import ArgumentError
 
 __all__ = ["SelfAttention"]

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from howsmooth.attention import LayerNorm, RMSNorm, SelfAttention
-from howsmooth.attention.plain_scores import require_plain_scores
+from howsmooth.attention.preconditions import require_plain_scores
 from howsmooth.bounds.bound import check_length, check_radius
 from howsmooth.bounds.norm_layer_outputs import norm_radius
 from howsmooth.bounds.parameters import Head, Parameters, SiteLike, parameters_of

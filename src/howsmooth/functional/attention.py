@@ -10,9 +10,9 @@ from torch import Tensor
 
 from howsmooth.attention.visibility import Visibility, check_window
 from howsmooth.errors import ArgumentError
-from howsmooth.functional.blocks import Grid, Shape, apply
+from howsmooth.functional.derivatives import attention_map
 from howsmooth.functional.fused import Kernels, obstacle
-from howsmooth.functional.maps import attention_map
+from howsmooth.functional.row_blocks import Grid, Shape, apply
 from howsmooth.functional.softmax import Scores
 
 __all__ = ["attention"]

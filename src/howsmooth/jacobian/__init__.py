@@ -39,7 +39,7 @@ from howsmooth.jacobian.closed_form import (
     runs_members_alone,
 )
 from howsmooth.jacobian.footprint import cached_bytes, kernel_bytes, streamed_bytes
-from howsmooth.jacobian.frozen import frozen_derivatives
+from howsmooth.jacobian.frozen_measure import frozen_derivatives
 from howsmooth.jacobian.packed_sequences import energy_products_together, shares_products
 from howsmooth.jacobian.padded import filled, joined
 

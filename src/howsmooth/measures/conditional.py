@@ -11,9 +11,9 @@ from numpy import ndarray
 from scipy.special import logsumexp
 
 from howsmooth.errors import ArgumentError
-from howsmooth.measures.atoms import Answer, Pair
 from howsmooth.measures.discrete import DiscreteMeasure
 from howsmooth.measures.options import Options, check_discrete, check_order, check_same_space
+from howsmooth.measures.presolve import Answer, Pair
 from howsmooth.measures.problem import EPSILON, Plan
 from howsmooth.measures.transport import Transport, solve, transport_of
 

@@ -7,9 +7,9 @@ between J and Jᵀ. The basis is used only for reorthogonalisation and for the R
 half precision, whose error enters in second order. Derivation and measurements: documentation page "The
 spectral norm, with an interval".
 
-:func:`_run` is the algorithm. Each step makes a row of T_k (:mod:`howsmooth.spectral.recurrence`), computes
-the interval of each member from T_k (:meth:`_Members.bound`), and ends the members whose interval is narrow
-enough (:meth:`_Members.finished`).
+:func:`_run` is the algorithm. Each step makes a row of T_k (:mod:`howsmooth.spectral.lanczos_recurrence`),
+computes the interval of each member from T_k (:meth:`_Members.bound`), and ends the members whose interval is
+narrow enough (:meth:`_Members.finished`).
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ from torch import Tensor
 
 from howsmooth.errors import ArgumentError
 from howsmooth.spectral.basis import Basis, Reduction, norms, reduced
-from howsmooth.spectral.checks import check_finite, checked_rounding
 from howsmooth.spectral.golub_kahan import LeadingTriplet
 from howsmooth.spectral.interval import a_posteriori_upper, ritz_values, rounded_upper, start_quantile
+from howsmooth.spectral.lanczos_recurrence import Recurrence, inverse
 from howsmooth.spectral.operator import LinearOperator, length_rounding
-from howsmooth.spectral.recurrence import Recurrence, inverse
+from howsmooth.spectral.product_checks import check_finite, checked_rounding
 
 __all__ = ["lanczos", "lanczos_together"]
 
