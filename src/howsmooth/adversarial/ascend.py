@@ -83,7 +83,7 @@ class Ascent:
 
     @property
     def value(self) -> float:
-        """The constant at ``x``, a float; of a token-wise constant the lower limit."""
+        """The constant at ``x``, as a float; for a token-wise constant, its lower limit."""
         return float(self.estimate.value)
 
     def __repr__(self) -> str:
@@ -532,7 +532,7 @@ def _search_atoms(
 
 
 def _basis(f: TokenMap, domain: Domain) -> Tensor | None:
-    """Return an orthonormal basis of the input directions that attention reads, or None.
+    """Return an orthonormal basis of the input directions that attention reads; None if it saves nothing.
 
     The basis B (d, r) spans the rows of the query, key and value matrices. f depends on X B only, and X B Bᵀ
     is no longer than X, so a search over X B in a ball about zero loses no inputs. None means that the

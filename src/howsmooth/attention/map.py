@@ -1,4 +1,4 @@
-"""The base class of all maps on tokens, the interface of measures they act on, and checks of arguments."""
+"""The base class of all maps on tokens, the interface of the measures on which maps act, and their checks."""
 
 from __future__ import annotations
 

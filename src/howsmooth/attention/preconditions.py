@@ -1,4 +1,4 @@
-"""Checks that an attention has plain scores ⟨q_i, k_j⟩ and known matrices, as bounds and attacks need."""
+"""Checks of what bounds and attacks need of an attention: plain scores ⟨q_i, k_j⟩ and known matrices."""
 
 from __future__ import annotations
 
@@ -54,9 +54,9 @@ def require_plain_scores(f: object, what: str, *, argument: str = "attention") -
 
 
 def require_formula(f: object, what: str, *, argument: str = "attention") -> None:
-    """Raise ArgumentError unless the weight matrices of every map in ``f`` are known.
+    """Raise ArgumentError if a map in ``f`` is given by code, and not by a known formula and its parameters.
 
-    A model's own module, for example, is given by its code.
+    A module of a model, for example, is given by code.
 
     The parameters are the same as in :func:`require_plain_scores`.
     """

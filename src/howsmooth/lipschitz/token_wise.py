@@ -67,7 +67,7 @@ def token_wise_lipschitz(
     rtol: float,
     seed: int,
 ) -> TokenWise:
-    """Return the token-wise constant over the measured outputs, between two limits.
+    """Return a lower and an upper limit of the token-wise constant over the given output tokens.
 
     Parameters
     ----------
@@ -76,7 +76,7 @@ def token_wise_lipschitz(
     jacobian
         The Jacobian of the map at the tokens (:func:`~howsmooth.lipschitz.block_norms.sequence_jacobian`).
     norms
-        The norms of its blocks.
+        The norms of the blocks of this Jacobian.
     outputs
         The output token of each row of ``norms``.
     rtol, seed

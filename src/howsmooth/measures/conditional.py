@@ -155,7 +155,7 @@ def _forced(
 
 
 def _roots(terms: Float[ndarray, "3 k"], p: float) -> list[float]:
-    """Return the lower limit, the value and the upper limit of the distance, from its costs.
+    """Return the lower limit, the value and the upper limit of the distance, from the transport costs.
 
     ``terms`` has the logarithms of the costs, with one row for each of the three results. The limits are
     rounded outwards.

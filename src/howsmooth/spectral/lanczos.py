@@ -85,10 +85,10 @@ def lanczos(
         Bytes for the basis. Members that need more steps than fit into them stop with the interval reached
         so far. They have made fewer than ``max_iterations`` steps, and neither converged nor broke down.
     reduce
-        Sum of a float64 tensor over processes that hold some coordinates of every vector each. The operator
-        and the start then have the coordinates of this process. All processes get the same values, intervals
-        and steps, and each gets its coordinates of the directions. All processes must give the same
-        ``basis_dtype`` and room for the same number of vectors.
+        Function that sums a float64 tensor over processes, each of which holds some coordinates of every
+        vector. The operator and the start then have the coordinates of this process. All processes get the
+        same values, intervals and steps, and each gets its coordinates of the directions. All processes must
+        give the same ``basis_dtype`` and room for the same number of vectors.
 
     Raises
     ------
@@ -304,9 +304,9 @@ class _Members:
         self.converged[some] = width <= self._rtol * self.sigma[some]
 
     def finished(self, some: Int[np.ndarray, " some"], k: int) -> Bool[np.ndarray, " some"]:
-        """Return which of the maps ``some`` end with step ``k``.
+        """Return for each of the maps ``some`` whether its run ends with step ``k``.
 
-        The number of their steps is stored.
+        The number of steps of a run that ends is stored.
         """
         done: np.ndarray = self.converged[some] | self.broke_down[some] | (k == self._steps_allowed)
         self.steps[some[done]] = k
