@@ -23,7 +23,6 @@ from typing import Any
 
 import pandas as pd
 import torch
-from howsmooth.paper.published.task import published_left
 from safetensors.torch import load_file
 from tokenizers import Tokenizer as Backend
 from tokenizers import models as tokenizer_models
@@ -32,6 +31,7 @@ from transformers import AutoModel, AutoModelForCausalLM, PreTrainedTokenizerFas
 
 import howsmooth as hs
 from howsmooth.paper.published import PublishedLayer, items_that_apply, measure_layer, wrong_slices
+from howsmooth.paper.published.task import published_left
 from howsmooth.study.exponents import exponents, fit_exponent
 from howsmooth.study.plan import ModelSpec, Plan
 from howsmooth.study.published_values import CORRECTED, PUBLISHED, compare, quantities, read_rows
