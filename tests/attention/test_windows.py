@@ -12,7 +12,7 @@ from torch import Tensor
 import howsmooth as hs
 from howsmooth import bounds
 from howsmooth.adversarial.ascend import _basis, _compressed
-from howsmooth.adversarial.clusters import can_search_atoms
+from howsmooth.adversarial.atom_search import can_search_atoms
 from howsmooth.adversarial.domains import Ball
 from howsmooth.attention import SoftmaxCore, core
 from howsmooth.attention.visibility import Visibility, check_window

@@ -18,7 +18,7 @@ from jaxtyping import Bool
 from torch import Tensor
 
 from howsmooth.attention import SelfAttention
-from howsmooth.attention.plain_scores import require_formula, require_plain_scores
+from howsmooth.attention.preconditions import require_formula, require_plain_scores
 from howsmooth.attention.visibility import Visibility
 from howsmooth.errors import ArgumentError, NonFiniteError
 

@@ -258,7 +258,7 @@ def _ode(watch: _Watch, end: float) -> Tensor:
 
 @torch.no_grad()
 def _largest_token(error: Tensor) -> Tensor:
-    """Return the largest root mean square error over the tokens.
+    """Return the root mean square error of the token whose error is largest.
 
     The mean over all tokens would hide the error of a single token.
     """

@@ -177,9 +177,9 @@ class Moments(System):
         return affine
 
     def layer(self, begin: float, end: float) -> Velocity:
-        """Return the velocity; residual layers add the same one.
+        """Return the result of :meth:`velocity`, because a residual layer adds h times that velocity.
 
-        The reason is that a residual layer maps N(α, Σ) by x ↦ x + h (M x + c).
+        A residual layer maps N(α, Σ) by x ↦ x + h (M x + c).
         """
         return self.velocity(begin, end)
 

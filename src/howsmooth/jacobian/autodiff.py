@@ -62,7 +62,9 @@ _STATEFUL = (nn.modules.dropout._DropoutNd, nn.modules.batchnorm._BatchNorm)
 
 
 class AutodiffJacobian(LinearOperator):
-    """Jacobian of ``f`` at ``x`` by reverse mode, and by reverse mode over it, or forward mode.
+    """Jacobian J of ``f`` at ``x`` by PyTorch's automatic differentiation.
+
+    Reverse mode gives Jᵀu. Reverse mode over Jᵀu gives J e or, where it cannot, forward mode does.
 
     Parameters
     ----------
@@ -209,9 +211,10 @@ class AutodiffJacobian(LinearOperator):
             return allowance_for_rounding(products(), jtu)
 
     def _check_derivatives(self) -> None:
-        """Check the derivatives of f.
+        """Check that forward and reverse mode agree with each other and with finite differences of f.
 
-        Forward and reverse mode must be adjoint, and inputs of a batch must not depend on each other.
+        They agree with each other if ⟨J e, u⟩ = ⟨e, Jᵀu⟩. Members of a batch must not depend on each other.
+        The rounding errors of the products are estimated and stored.
         """
         generator = torch.Generator().manual_seed(0)
         e = torch.randn(self.batch, *self.in_shape, generator=generator, dtype=torch.float64)
@@ -337,12 +340,12 @@ def moved_by_rounding(x: Tensor) -> Iterator[Tensor]:
 
 
 def allowance_for_rounding(moved: Iterable[Tensor], je: Tensor) -> Tensor:
-    """Estimate the relative rounding error of a Jacobian product from how far it changes when repeated.
+    """Estimate the relative rounding error of a Jacobian product from repeated computations of it.
 
-    The estimate is sixteen times the largest change.
+    The estimate is sixteen times the largest relative difference from ``je``.
 
-    ``je`` is (batch, ...), and ``moved`` are the same products computed anew. The result is (batch,), float64
-    on the CPU.
+    ``je`` (batch, ...) is the product, and ``moved`` are its repetitions, each with other rounding errors.
+    The result is (batch,), float64 on the CPU.
     """
     size = je.double().flatten(1).norm(dim=1)
     changes = [(product - je).double().flatten(1).norm(dim=1) for product in moved]
@@ -377,11 +380,11 @@ def check_against_differences(
     """Raise DerivativeError if finite differences of ``f`` contradict its derivative ``product`` at ``x``.
 
     A ``detach`` or ``no_grad`` inside f cuts off both modes of autodiff alike, so only the values of f show
-    it. Finite differences along e, of three step lengths, count as evidence only if they agree with each
-    other, and if those of both sides agree, which they do not at a kink. Differences that rounding explains
-    are allowed: the rounding of the values of f, and the relative error ``rounding`` of the products. If f
-    refuses inputs near x, for instance because x is on the boundary of the ball where f is defined, the steps
-    are taken towards the inside of the ball.
+    it. Finite differences are taken along e with three step lengths. They count as evidence only if they
+    agree with each other, and if forward and backward differences agree, which rules out a kink. Differences
+    that rounding explains are allowed: the rounding of the values of f, and the relative error ``rounding``
+    of the products. If f refuses inputs near x, for instance because x is on the boundary of the ball where f
+    is defined, the steps are taken towards the inside of the ball.
     """
     scale = float(x.double().square().mean().sqrt()) or 1.0
     step = scale * torch.finfo(x.dtype).eps ** (1 / 3)
@@ -467,7 +470,7 @@ def _refuse_training_mode(f: Callable[[Tensor], Tensor]) -> None:
 def one_backend() -> Iterator[None]:
     """Make PyTorch's attention differentiable in forward and in reverse mode.
 
-    Only its "math" backend is, so the context allows no other.
+    Only PyTorch's "math" backend has both modes, so the context allows no other backend.
     """
     with sdpa_kernel(SDPBackend.MATH):
         yield

@@ -41,13 +41,14 @@ __all__ = ["DenseBlocks", "TokenBlocks", "token_blocks"]
 
 
 class TokenBlocks(abc.ABC):
-    """All blocks of a Jacobian at one sequence of n tokens, made in tiles of some pairs of tokens."""
+    """All blocks J_ij of a Jacobian at one sequence of n tokens, computed in tiles of some pairs (i, j)."""
 
     @abc.abstractmethod
     def weights(self) -> Float[Tensor, "n n"]:
-        """Return the size of each block, up to the sizes of weights and tokens; zero where the block is zero.
+        """Return a factor that sets the size of each block; it is zero where the block is zero.
 
-        It is the largest attention weight P_ij off the diagonal.
+        Off the diagonal it is the largest attention weight P_ij of a head. The norms of matrices and tokens,
+        which the norm of a block also depends on, are left out.
         """
 
     @abc.abstractmethod
@@ -60,8 +61,8 @@ class TokenBlocks(abc.ABC):
     ) -> list[LinearOperator]:
         """Return the blocks J_ij of some pairs as a batch of maps (1, d) -> (1, d_out), for each dtype.
 
-        The pairs must lie on the diagonal, all of them or none. The blocks are multiplied by ``factor``; the
-        reciprocals of the weights keep them in the range of the dtypes.
+        Either all pairs lie on the diagonal i = j, or none does. The blocks are multiplied by ``factor``;
+        with the reciprocals of :meth:`weights` as factors, they stay in the range of the dtypes.
         """
 
 
@@ -269,7 +270,7 @@ class _AttentionBlocks(TokenBlocks):
 
 @dataclass(frozen=True, eq=False)
 class _Placed:
-    """The derivatives of what follows a projection, at one token for each pair: a norm and a rotation.
+    """The derivatives of the norm layer and the rotation after a projection, at one token for each pair.
 
     Vectors have shape (pairs, heads, key_dim).
     """
@@ -286,7 +287,7 @@ class _Placed:
         tokens: Int[Tensor, " pairs"],
         heads: Int[Tensor, " heads"] | None = None,
     ) -> _Placed:
-        """Return the derivatives at some of n tokens.
+        """Return the derivatives at the given tokens of a sequence of n tokens.
 
         ``norm`` is the Jacobian of the norm at all tokens. Its rows are tokens, or pairs of token and head,
         of which ``heads`` chooses some.
@@ -328,7 +329,7 @@ class _Placed:
 
 @dataclass(frozen=True, eq=False)
 class _OwnQuery:
-    """How the heads' outputs at a token change with its own queries: a matrix for each head and pair."""
+    """Derivatives of the heads' outputs at a token in its own queries: a matrix for each head and pair."""
 
     matrices: Float[Tensor, "pairs heads value_dim key_dim"]
     placed: _Placed

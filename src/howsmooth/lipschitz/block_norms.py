@@ -43,7 +43,7 @@ class BlockNorms:
 
     @classmethod
     def zeros(cls, outputs: int, n: int) -> BlockNorms:
-        """Return the norms of blocks that are zero."""
+        """Return zero for every norm; :meth:`write` then overwrites those of the nonzero blocks."""
         value, lower, upper = torch.zeros(3, outputs, n, dtype=torch.float64)
         steps = torch.zeros(outputs, n, dtype=torch.int64)
         return cls(value, lower, upper, torch.ones(outputs, n, dtype=torch.bool), steps)
@@ -57,7 +57,7 @@ class BlockNorms:
         rtol: float,
         factor: Float[Tensor, " pairs"] | float = 1.0,
     ) -> None:
-        """Write the norms of some blocks, which were found for the blocks times ``factor``.
+        """Write the norms of some blocks, given the norms of these blocks times ``factor``.
 
         Intervals are widened by ``error`` on each side.
         """
@@ -75,17 +75,17 @@ def block_norms(
     dtype: torch.dtype,
     solver: Solver,
 ) -> BlockNorms:
-    """Measure the norms of the blocks of some output tokens.
+    """Measure the norm of the block ∂y_i/∂x_j for each of some outputs i and every input j.
 
     Parameters
     ----------
     jacobian
-        The blocks in closed form, which are iterated in tiles of pairs of tokens; or the Jacobian of one
-        sequence as an operator, of which all rows of one output token at a time are formed.
+        The blocks in closed form, which are measured in tiles of pairs of tokens; or the Jacobian of one
+        sequence as an operator, whose rows are formed as matrices for one output token at a time.
     outputs
         The output tokens.
     dtype
-        The dtype of the iterations with closed forms, whose verdict is in float64.
+        The dtype of the solver with blocks in closed form; its results are checked in float64.
     solver
         The solver, with a seed for each input token times the number of outputs.
 
@@ -110,7 +110,7 @@ def sequence_jacobian(f: Callable[[Tensor], Tensor], x: Float[Tensor, "n d"]) ->
 
 
 def _cut(pairs: Int[Tensor, " pairs"]) -> Iterator[Tensor]:
-    """Yield the pairs in tiles; nothing if there are none."""
+    """Yield the pairs in tiles of limited size; yield nothing if there are no pairs."""
     return iter(pairs.split(_PAIRS) if len(pairs) else ())
 
 
@@ -143,7 +143,7 @@ def _of_tile(
     members: Sequence[int],
     solver: Solver,
 ) -> tuple[LeadingTriplet, Float[Tensor, " pairs"]]:
-    """Return the leading triplets of some blocks times ``factor``, and their absolute rounding errors."""
+    """Return the leading singular triplets of the blocks J_ij times ``factor``, and their rounding errors."""
     exact, single = blocks.tile(i, j, factor, (torch.float64, torch.float32))
     found = _leading(exact if dtype == torch.float64 else single, members, solver)
     if dtype != torch.float64:
