@@ -285,5 +285,5 @@ def test_files_keep_the_window(tmp_path: Path, suffix: str) -> None:
 
 def test_masks_are_summed_in_blocks_of_bounded_size() -> None:
     for seen in (Visibility(1 << 16), Visibility(1 << 16, True, 1 << 14)):
-        (_, block) = next(masked_bounds._blocks(seen))
+        (_, block) = next(masked_bounds.mask_blocks(seen))
         assert block.numel() <= 1 << 24

@@ -44,10 +44,10 @@ from tests.bounds.radius._networks import (
 
 CASES = [
     pytest.param(*post_norm(0), [1], 0.1, id="one token"),
-    pytest.param(*post_norm(1), [0], 0.05, id="the first token"),
+    pytest.param(*post_norm(1), [0], 0.05, id="the first token", marks=pytest.mark.slow),
     pytest.param(*post_norm(2), [0, 1, 2, 3], 0.05, id="all tokens"),
     pytest.param(*pre_norm(3), [2], 0.1, id="pre-norm"),
-    pytest.param(*pre_norm(4), [0, 2], 0.05, id="pre-norm, two tokens"),
+    pytest.param(*pre_norm(4), [0, 2], 0.05, id="pre-norm, two tokens", marks=pytest.mark.slow),
     pytest.param(*decoder(5), [1], 0.1, id="rotary, gated"),
     pytest.param(*decoder(6, "relu"), [2], 0.1, id="rotary, gated by ReLU", marks=pytest.mark.slow),
     pytest.param(*feed_forwards(7, "relu", "relu", "silu"), [1], 0.2, id="ReLU"),

@@ -282,6 +282,7 @@ def test_a_model_that_computes_something_else_is_refused(classifier: BertForSequ
         hs.bounds.robust_radius(Scaled(classifier.config), {"input_ids": IDS})
 
 
+@pytest.mark.slow
 def test_a_real_sentence_keeps_its_radius() -> None:
     folder = shared_data("bert_tiny_sst2_encoder")
     model = AutoModelForSequenceClassification.from_pretrained(folder)
