@@ -14,7 +14,6 @@ import pandas as pd
 from scipy import stats
 
 from howsmooth.errors import ArgumentError
-from howsmooth.models.logits import LogitsOfModel
 from howsmooth.profiling.quantisers import checked_bits, checked_quantisers
 from howsmooth.profiling.simulated_cache import simulated_kl
 from howsmooth.study.output_files import csv_of, text_or_file, write_parquet
@@ -67,8 +66,8 @@ class Precision:
     seed: int
     #: What was left out, with the reasons.
     refused: tuple[str, ...]
-    #: The model on its input, for ``simulate``; None without logits.
-    logits: LogitsOfModel | None
+    #: The model on its input, a ``LogitsOfModel``, for ``simulate``; None without logits.
+    logits: Any
 
     @property
     def has_kl(self) -> bool:

@@ -41,7 +41,7 @@ class WordRadii:
     """Radii around one input within which a classifier keeps its answer, one for each token or a joint one.
 
     The inequalities are proved, their evaluation in float64 is not enclosed; see
-    :class:`howsmooth.bounds.radius.RobustRadius`.
+    :class:`howsmooth.bounds.RobustRadius`.
     """
 
     #: One row for each token; a single one, without position, if the tokens move jointly. Columns:
