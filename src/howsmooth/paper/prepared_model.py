@@ -190,8 +190,7 @@ class PreparedModel:
             dtype=asked.dtype,
             bounds="none",
         )
-        self._feeds = dict(checked_subjects(self.plan, context.models))
-        self.subjects = list(self._feeds)
+        self.subjects = checked_subjects(self.plan, context.models)
         self.label = spec.label
         self.texts = [one.text.name for one in self.subjects]
         context.made.update(self._made())
@@ -203,10 +202,9 @@ class PreparedModel:
 
         ``held`` maps (length, sample) to the first tokens of sequences that a store already has.
         """
-        feed = self._feeds[subject]
-        places = place_sequences(self.plan, subject, feed, held or {})
+        places = place_sequences(self.plan, subject, held or {})
         for n in self.plan.lengths:
-            tokens = feed.inputs([places[n, sample] for sample in range(self.plan.samples)], n)
+            tokens = subject.feed.inputs([places[n, sample] for sample in range(self.plan.samples)], n)
             assert isinstance(tokens, Tensor)  # of a text
             yield n, tokens
 
@@ -260,12 +258,12 @@ class PreparedModel:
         label = readable(model.label)
         source = sentence(readable(model.source, longest=300))
         found = {f"Model {label}": f"{source} {model.layers} attention layers, {model.heads} heads."}
-        for one, feed in self._feeds.items():
+        for one in self.subjects:
             source = sentence(readable(one.text.source, longest=300))
             name = readable(one.text.name)
             found[f"Text {name}"] = f"{source} {one.text.characters} characters, SHA-256 {one.text.digest}."
             found[f"Tokens of {name} for {label}"] = (
-                f"{feed.count}. Tokenizer: {sentence(one.tokenizer_source)} Fingerprint of model "
+                f"{one.feed.count}. Tokenizer: {sentence(one.tokenizer_source)} Fingerprint of model "
                 f"and tokenizer: {one.fingerprint}."
             )
         lengths = ", ".join(str(n) for n in plan.lengths)

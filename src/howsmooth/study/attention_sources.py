@@ -232,13 +232,14 @@ class ModelSource:
         text = open_data(self._plan.sources[0])
         check_sources([text])
         self._model = Models(self._plan).load(spec, text.content)
-        self._subject, self._feed = subject_of(self._plan, spec, text, self._model)
+        self._subject = subject_of(self._plan, spec, text, self._model)
         self.label, self.text = self._subject.model.label, self._subject.text.name
         self.description = self._subject.model.source
         both = f"{self._subject.fingerprint} {self._subject.text.digest}"
         self.fingerprint = hashlib.sha256(both.encode()).hexdigest()
         most = self._subject.model.max_length
-        self.longest = self._feed.count if most is None else min(self._feed.count, most)
+        tokens = self._subject.feed.count
+        self.longest = tokens if most is None else min(tokens, most)
         self.usual_length = max(1, min(_USUAL, self.longest))
 
     def attentions(self, length: int) -> list[Target]:
@@ -282,9 +283,9 @@ class ModelSource:
         The length, the seed, the text and the model determine where in the text the sequence begins.
         """
         subject = replace(self._subject, lengths=(length,))
-        check_fits(self._plan, subject, self._feed)
-        start = place_sequences(self._plan, subject, self._feed, {})[length, 0]
-        return self._feed.inputs([start], length)
+        check_fits(self._plan, subject)
+        start = place_sequences(self._plan, subject, {})[length, 0]
+        return subject.feed.inputs([start], length)
 
 
 AttentionSource = FileSource | ModelSource

@@ -13,7 +13,7 @@ import os
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -137,7 +137,7 @@ def forecast(plan: Plan, folder: str | os.PathLike[str], *, keep_going: bool = F
         held, trials = _resident(), [_Trial(study, tasks) for tasks in groups.values()]
         parts = tuple(part for trial in trials for part in trial.parts(held))
         measuring = sum((part.seconds for part in parts), start=0.0)
-        figures = sum(len(one.subject.layers) for one in study.placed) * len(plan.scopes)
+        figures = sum(len(one.layers) for one in study.subjects) * len(plan.scopes)
         bounds, drawing = after_measuring(plan, measuring, figures)
         if plan.bounds == "all":
             bounds = sum((trial.bounds() for trial in trials), start=0.0)
@@ -201,7 +201,7 @@ class _Trial:
     @property
     def _free(self) -> bool:
         """Whether sequences can be cut to any length."""
-        return not getattr(self._tasks[0].feed, "lengths", ())
+        return not self._tasks[0].subject.feed.lengths
 
     def _first(self) -> int:
         return min(self._lengths[0], _SHORT[0]) if self._free else self._lengths[0]
@@ -292,7 +292,7 @@ class _Trial:
 def _layer_of(task: ConstantsTask) -> ConstantsTask:
     """Restrict a task to its first layer; all its sequences remain."""
     missing = frozenset(key for key in task.missing if key[1] == task.layers[0])
-    return ConstantsTask(task.plan, task.subject, task.feed, task.n, task.scope, task.starts, missing)
+    return replace(task, missing=missing)
 
 
 def _part_of(task: ConstantsTask, n: int) -> ConstantsTask:
@@ -300,8 +300,7 @@ def _part_of(task: ConstantsTask, n: int) -> ConstantsTask:
     layer, sample = task.layers[0], next(iter(task.starts))
     asked = {(scope, at, head, n, which) for scope, at, head, _, which in task.missing}
     missing = frozenset(key for key in asked if key[1] == layer and key[-1] == sample)
-    starts = {sample: task.starts[sample]}
-    return ConstantsTask(task.plan, task.subject, task.feed, n, task.scope, starts, missing)
+    return replace(task, n=n, starts={sample: task.starts[sample]}, missing=missing)
 
 
 def _bounds_of(task: ConstantsTask) -> BoundsTask:
@@ -311,7 +310,7 @@ def _bounds_of(task: ConstantsTask) -> BoundsTask:
     """
     missing = frozenset((scope, layer, head, n, 0) for scope, layer, head, n, _ in task.missing)
     starts = {0: next(iter(task.starts.values()))}
-    return BoundsTask(task.plan, task.subject, task.feed, task.n, task.scope, starts, missing)
+    return BoundsTask(task.plan, task.subject, task.n, task.scope, starts, missing)
 
 
 def _resident() -> float:

@@ -25,7 +25,7 @@ from howsmooth.study.store import PendingStore, Store
 from howsmooth.study.text_formatting import encodable
 
 __all__ = [
-    "MEASURE", "Impossible", "Models", "OpenStudy", "PlacedSubject", "Subject", "capture_sites", "check_fits",
+    "MEASURE", "Impossible", "Models", "OpenStudy", "Subject", "capture_sites", "check_fits",
     "check_sources", "checked_subjects", "layer_and_head_counts", "on_device", "opened_study",
     "place_sequences", "subject_of",
 ]  # fmt: skip
@@ -37,13 +37,13 @@ Impossible = list[tuple[ModelSpec, str | None, Exception]]
 """Models that cannot be used at all (None) or on a text (its name), each with the error."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Subject:
-    """A model and an input to measure it on, both checked, with the chosen layers, heads and lengths.
+    """A model with an input to measure it on, both checked, and the layers, heads and lengths to measure.
 
-    ``layers``, ``heads`` and ``lengths`` are the chosen ones; only the scope ``head`` uses ``heads``.
-    ``content`` is the text on which the tokenizer of an untrained model is trained; it is empty for other
-    models.
+    Only the scope ``head`` uses ``heads``. ``content`` is the text on which the tokenizer of an untrained
+    model is trained; it is empty for other models. ``starts`` is empty until the sequences are placed: then
+    it has the index of the first token, or of the image, by (length, sample).
     """
 
     spec: ModelSpec
@@ -55,18 +55,12 @@ class Subject:
     layers: tuple[int, ...]
     heads: tuple[int, ...]
     lengths: tuple[int, ...]
+    feed: Feed = field(repr=False)
+    starts: Mapping[tuple[int, int], int] = field(default_factory=dict, repr=False)
 
-
-@dataclass(frozen=True, eq=False)
-class PlacedSubject:
-    """A model with an input, and where each of its sequences begins in this input.
-
-    ``starts`` has the index of the first token, or of the image, by (length, sample).
-    """
-
-    subject: Subject
-    feed: Feed
-    starts: Mapping[tuple[int, int], int]
+    def __getstate__(self) -> dict[str, Any]:
+        """Leave the input out of a pickle: a task takes the sequences that it needs to its worker."""
+        return vars(self) | {"feed": None, "starts": {}}
 
 
 @dataclass(frozen=True, eq=False)
@@ -81,8 +75,8 @@ class OpenStudy:
         The store.
     models
         The loader of models.
-    placed
-        The subjects with their sequences.
+    subjects
+        The models with their inputs, and where the sequences begin.
     impossible
         The models and texts that were left out because they cannot be used.
     keep_going
@@ -93,7 +87,7 @@ class OpenStudy:
     plan: Plan
     pending: PendingStore
     models: Models
-    placed: list[PlacedSubject]
+    subjects: list[Subject]
     impossible: Impossible
     keep_going: bool
 
@@ -105,7 +99,7 @@ class OpenStudy:
     def begin(self) -> Store:
         """Create the study's store if needed, record all models and texts there, and return the store."""
         store = self.pending.begin(self.plan.settings())
-        store.add(record for one in self.placed for record in _records(one))
+        store.add(record for one in self.subjects for record in _records(one))
         return store
 
 
@@ -198,12 +192,12 @@ def opened_study(
         left_out = impossible if keep_going else None
         checked = checked_subjects(plan, models, left_out)
         if pending.store is not None:
-            for subject, _ in checked:
+            for subject in checked:
                 _check_unchanged(pending.store, subject)
-        placed = list(_with_sequences(plan, checked, pending.store, left_out))
-        if not placed:
+        subjects = list(_with_sequences(plan, checked, pending.store, left_out))
+        if not subjects:
             raise impossible[0][2]
-        yield OpenStudy(plan, pending, models, placed, impossible, keep_going)
+        yield OpenStudy(plan, pending, models, subjects, impossible, keep_going)
 
 
 def _check_unchanged(store: Store, subject: Subject) -> None:
@@ -236,29 +230,22 @@ def _check_unchanged(store: Store, subject: Subject) -> None:
             )
 
 
-def _records(one: PlacedSubject) -> tuple[ModelRecord, TextRecord, InputRecord]:
-    subject = one.subject
-    given = InputRecord(
-        subject.model.label,
-        subject.text.name,
-        subject.fingerprint,
-        subject.tokenizer_source,
-        one.feed.count,
-    )
-    return subject.model, subject.text, given
+def _records(one: Subject) -> tuple[ModelRecord, TextRecord, InputRecord]:
+    where = (one.model.label, one.text.name)
+    return one.model, one.text, InputRecord(*where, one.fingerprint, one.tokenizer_source, one.feed.count)
 
 
 def _with_sequences(
-    plan: Plan, checked: list[tuple[Subject, Feed]], store: Store | None, impossible: Impossible | None
-) -> Iterator[PlacedSubject]:
+    plan: Plan, checked: list[Subject], store: Store | None, impossible: Impossible | None
+) -> Iterator[Subject]:
     """For each model and text, choose at which positions of the text the measured sequences begin.
 
     If ``impossible`` is not None, inputs that are too short are added to it instead of raising an error.
     """
-    for subject, feed in checked:
+    for subject in checked:
         held = {} if store is None else store.sequences(subject.model.label, subject.text.name)
         try:
-            yield PlacedSubject(subject, feed, place_sequences(plan, subject, feed, held))
+            yield replace(subject, starts=place_sequences(plan, subject, held))
         except TextError as error:
             if impossible is None:
                 raise
@@ -266,7 +253,7 @@ def _with_sequences(
 
 
 def place_sequences(
-    plan: Plan, subject: Subject, feed: Feed, held: Mapping[tuple[int, int], int]
+    plan: Plan, subject: Subject, held: Mapping[tuple[int, int], int]
 ) -> dict[tuple[int, int], int]:
     """Choose where the plan's sequences begin in an input.
 
@@ -276,7 +263,7 @@ def place_sequences(
         purpose="sequences", seed=plan.seed, text=subject.text.digest, model=subject.fingerprint
     )
     try:
-        return sequence_starts(feed, subject.lengths, plan.samples, draw, held)
+        return sequence_starts(subject.feed, subject.lengths, plan.samples, draw, held)
     except ValueError as error:
         name = f"{subject.text.kind} {subject.text.name!r}"
         where = f"between the sequences that the store has of {subject.model.label}, " if held else ""
@@ -289,9 +276,7 @@ def place_sequences(
 # ---- Checks of subjects
 
 
-def checked_subjects(
-    plan: Plan, models: Models, impossible: Impossible | None = None
-) -> list[tuple[Subject, Feed]]:
+def checked_subjects(plan: Plan, models: Models, impossible: Impossible | None = None) -> list[Subject]:
     """Load every model, and check its layers, heads and lengths on every input of the plan.
 
     Parameters
@@ -306,15 +291,15 @@ def checked_subjects(
     """
     sources = [open_data(spec) for spec in plan.sources]
     check_sources(sources)
-    checked: list[tuple[Subject, Feed]] = []
+    checked: list[Subject] = []
     for spec in plan.models:
         for source in sources:
             reached: str | None = None
             try:
                 model = models.load(spec, source.content)
                 reached = encodable(source.name)
-                subject, feed = subject_of(plan, spec, source, model)
-                check_fits(plan, subject, feed)
+                subject = subject_of(plan, spec, source, model)
+                check_fits(plan, subject)
             except Exception as error:
                 if impossible is None:
                     raise
@@ -323,17 +308,17 @@ def checked_subjects(
                     break  # the model cannot be loaded, so do not try the other texts
             else:
                 if impossible is None and source is sources[0]:
-                    _check_capture(plan, subject, feed, model)
-                checked.append((subject, feed))
+                    _check_capture(plan, subject, model)
+                checked.append(subject)
     if not checked and impossible:
         raise impossible[0][2]
     return checked
 
 
-def _check_capture(plan: Plan, subject: Subject, feed: Feed, model: Any) -> None:
+def _check_capture(plan: Plan, subject: Subject, model: Any) -> None:
     """Refuse layers that cannot be measured, after one trial at the shortest length."""
     n = min(subject.lengths)
-    shortest = on_device(feed.inputs([0], n), plan.device)
+    shortest = on_device(subject.feed.inputs([0], n), plan.device)
     try:
         for scope in plan.scopes:
             layers = layers_of_scope(scope, subject.layers)
@@ -456,7 +441,7 @@ def check_sources(sources: list[DataSource]) -> None:
         names.add(source.name)
 
 
-def subject_of(plan: Plan, spec: ModelSpec, source: DataSource, model: Any) -> tuple[Subject, Feed]:
+def subject_of(plan: Plan, spec: ModelSpec, source: DataSource, model: Any) -> Subject:
     """Choose the layers, heads and lengths of a model that a plan measures, and prepare the input.
 
     Raises
@@ -494,11 +479,13 @@ def subject_of(plan: Plan, spec: ModelSpec, source: DataSource, model: Any) -> t
         layers=layers,
         heads=heads,
         lengths=plan.lengths_of(spec) or feed.usual,
-    ), feed
+        feed=feed,
+    )
 
 
-def _check_lengths(subject: Subject, feed: Feed) -> None:
+def _check_lengths(subject: Subject) -> None:
     lengths, label, most = subject.lengths, subject.model.label, subject.model.max_length
+    feed = subject.feed
     missing = next((n for n in lengths if feed.lengths and n not in feed.lengths), None)
     if missing is not None:
         near = sorted(sorted(feed.lengths, key=lambda n: abs(n - missing))[:4])
@@ -518,7 +505,7 @@ def _check_lengths(subject: Subject, feed: Feed) -> None:
         )
 
 
-def check_fits(plan: Plan, subject: Subject, feed: Feed) -> None:
+def check_fits(plan: Plan, subject: Subject) -> None:
     """Refuse lengths that a model or input does not allow, and more sequences than fit into the input.
 
     Raises
@@ -527,7 +514,8 @@ def check_fits(plan: Plan, subject: Subject, feed: Feed) -> None:
         If they do not fit; the message says what would fit.
 
     """
-    _check_lengths(subject, feed)
+    _check_lengths(subject)
+    feed = subject.feed
     name, label = f"{subject.text.kind} {subject.text.name!r}", subject.model.label
     if feed.parts is None:
         if plan.samples > feed.count:

@@ -17,7 +17,7 @@ from howsmooth.errors import ArgumentError, NonFiniteError
 from howsmooth.paper.published import PublishedLayer, capture_layers, items_that_apply, measure_layer
 from howsmooth.study.datasets import TextFeed
 from howsmooth.study.plan import derive_seed
-from howsmooth.study.preparation import OpenStudy, PlacedSubject
+from howsmooth.study.preparation import OpenStudy, Subject
 from howsmooth.study.published_values import quantities
 from howsmooth.study.records import PublishedKey, PublishedValue, Row
 from howsmooth.study.tasks.constants import batch_size, start_seed
@@ -126,10 +126,9 @@ def published_left(items: Sequence[str] | None) -> Callable[[OpenStudy], Work]:
 
     def left(study: OpenStudy) -> Work:
         tasks, kept, failed = [], 0, []
-        for placed in study.placed:
-            subject = placed.subject
+        for subject in study.subjects:
             try:
-                wanted = _wanted(study, placed, items)
+                wanted = _wanted(study, subject, items)
             except Exception as error:
                 if not study.keep_going:
                     raise
@@ -145,8 +144,8 @@ def published_left(items: Sequence[str] | None) -> Callable[[OpenStudy], Work]:
                     asked = {(layer, n, one, name, words) for one in samples for layer, name, words in wanted}
                     kept += len(asked & known)
                     if missing := frozenset(asked - known):
-                        starts = {one: placed.starts[n, one] for one in sorted({key[2] for key in missing})}
-                        at = (study.plan, subject, placed.feed, n, "attention")
+                        starts = {one: subject.starts[n, one] for one in sorted({key[2] for key in missing})}
+                        at = (study.plan, subject, n, "attention")
                         tasks.append(PublishedTask(*at, starts, missing, wanted=wanted))
         return Work(PublishedValue, "published values", tasks, kept, failed)
 
@@ -154,13 +153,13 @@ def published_left(items: Sequence[str] | None) -> Callable[[OpenStudy], Work]:
 
 
 def _wanted(
-    study: OpenStudy, placed: PlacedSubject, items: Sequence[str] | None
+    study: OpenStudy, subject: Subject, items: Sequence[str] | None
 ) -> Sequence[tuple[int, str, str]]:
     """List the values of the published code to measure on an input.
 
     Each is a triple (layer, quantity, items).
     """
-    subject, feed = placed.subject, placed.feed
+    feed = subject.feed
     if not isinstance(feed, TextFeed):
         raise ArgumentError(
             "as-published",

@@ -81,7 +81,7 @@ def bounds_left(study: OpenStudy) -> Work:
     """List the tasks that compute a study's missing bounds, from short sequences to long ones."""
     tasks: list[BoundsTask] = []
     kept = 0
-    for subject, feed, starts in ((one.subject, one.feed, one.starts) for one in study.placed):
+    for subject in study.subjects:
         assert study.store is not None
         where = {"model": subject.model.label, "text": subject.text.name, "sample": 0}
         measured = study.store.keys(Measurement, KEY_COLUMNS, **where)
@@ -93,8 +93,8 @@ def bounds_left(study: OpenStudy) -> Work:
                     asked = measured & {(scope, layer, head, n, 0) for head in heads}
                     kept += len(asked & known)
                     if missing := asked - known:
-                        places = {0: starts[n, 0]}
-                        tasks.append(BoundsTask(study.plan, subject, feed, n, scope, places, missing))
+                        places = {0: subject.starts[n, 0]}
+                        tasks.append(BoundsTask(study.plan, subject, n, scope, places, missing))
     return Work(Bounding, "attentions' bounds", sorted(tasks, key=lambda task: task.n), kept)
 
 

@@ -166,7 +166,7 @@ def constants_left(study: OpenStudy) -> Work:
     They are ordered by model and input, then from short to long sequences.
     """
     tasks, kept = [], 0
-    for subject, feed, starts in ((one.subject, one.feed, one.starts) for one in study.placed):
+    for subject in study.subjects:
         where = {"model": subject.model.label, "text": subject.text.name}
         known = study.store.keys(Measurement, KEY_COLUMNS, **where) if study.store else frozenset()
         for n, scope in ((n, scope) for n in sorted(subject.lengths) for scope in study.plan.scopes):
@@ -176,9 +176,11 @@ def constants_left(study: OpenStudy) -> Work:
             size = batch_size(subject.model.heads, n, study.plan.dtype)
             for first in range(0, study.plan.samples, size):
                 missing = frozenset(key for key in asked - known if first <= key[-1] < first + size)
-                samples = {sample: starts[n, sample] for sample in sorted({key[-1] for key in missing})}
+                samples = {
+                    sample: subject.starts[n, sample] for sample in sorted({key[-1] for key in missing})
+                }
                 if missing:
-                    tasks.append(ConstantsTask(study.plan, subject, feed, n, scope, samples, missing))
+                    tasks.append(ConstantsTask(study.plan, subject, n, scope, samples, missing))
     return Work(Measurement, "constants", tasks, kept)
 
 

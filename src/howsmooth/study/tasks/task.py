@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Generic, Self, TypeVar
 
-from howsmooth.study.datasets import Feed, SequenceData
+from howsmooth.study.datasets import SequenceData
 from howsmooth.study.plan import Plan
 from howsmooth.study.preparation import Models, Subject, capture_sites
 from howsmooth.study.records import Failure, Row
@@ -136,8 +136,6 @@ class SequenceTask(Task, Generic[K]):
     ----------
     plan, subject
         The plan, and the model with its text.
-    feed
-        The source that the sequences are cut from; ``None`` in a packed task.
     n, scope
         The number of tokens, and the scope of the map.
     starts
@@ -151,7 +149,6 @@ class SequenceTask(Task, Generic[K]):
 
     plan: Plan
     subject: Subject
-    feed: Feed | None
     n: int
     scope: str
     starts: Mapping[int, int]
@@ -184,10 +181,10 @@ class SequenceTask(Task, Generic[K]):
         return tuple(sorted({key[1] for key in self.missing}))
 
     def packed(self) -> Self:
-        """Return the task with the inputs of its sequences instead of the whole text."""
-        assert self.feed is not None
-        data = SequenceData.of(self.feed, list(self.starts.values()), self.n, worded=0 in self.starts)
-        return replace(self, feed=None, data=data)
+        """Return the task with the inputs of its sequences."""
+        starts = list(self.starts.values())
+        data = SequenceData.of(self.subject.feed, starts, self.n, worded=0 in self.starts)
+        return replace(self, data=data)
 
     def found(self, models: Models | None) -> Iterator[Found]:
         """Load the model, and yield the rows that the store lacks."""
