@@ -21,7 +21,7 @@ from howsmooth.paper.figure import Figure, FigureContext, Finding, models_for
 from howsmooth.paper.figure_options import FigureOptions
 from howsmooth.paper.plotting import PAPER
 from howsmooth.study.plan import ModelSpec
-from howsmooth.study.progress_listener import Silent
+from howsmooth.study.progress_listener import Listener
 
 from ._study import FakeText
 from ._tiny_models import VOCABULARY, tiny
@@ -90,7 +90,7 @@ def tiny_library(note: Note = lambda calls: None) -> Iterator[None]:
         yield
 
 
-class Told(Silent):
+class Told(Listener):
     """Listens to how far a figure is."""
 
     def __init__(self) -> None:

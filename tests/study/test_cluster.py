@@ -15,6 +15,7 @@ from distributed import Client, LocalCluster
 from howsmooth.errors import WorkerError
 from howsmooth.study import runner
 from howsmooth.study.executors import opened_executor, workers_of
+from howsmooth.study.plan import Execution
 from tests._spread import FOLDER, dies_once_after_five, noted, stand_ins_sent
 from tests._study import make_plan, make_tools, rows_of, run
 
@@ -46,7 +47,7 @@ def test_a_cluster_gives_the_same_store(
     monkeypatch.setattr(runner, "_kept", (None, None))
     with (
         LocalCluster(n_workers=1, threads_per_worker=2, processes=False, dashboard_address=None) as cluster,
-        opened_executor("dask", scheduler=cluster.scheduler_address) as executor,
+        opened_executor(Execution(executor="dask", scheduler=cluster.scheduler_address)) as executor,
     ):
         assert workers_of(executor) == 1
         outcome = run(PLAN, tmp_path / "out", make_tools()[0], executor=executor)
@@ -82,7 +83,7 @@ def test_a_worker_is_killed_in_the_middle_nothing_is_lost_and_nothing_twice(
         with Client(scheduler, set_as_default=False) as client:
             client.wait_for_workers(2, timeout=120)
         with (
-            opened_executor("dask", scheduler=scheduler) as executor,
+            opened_executor(Execution(executor="dask", scheduler=scheduler)) as executor,
             stand_ins_sent(dies_once_after_five),  # with what it had measured and not sent
         ):
             outcome = run(PLAN, tmp_path / "out", make_tools()[0], executor=executor, threads=1)
@@ -104,12 +105,12 @@ def test_no_scheduler_and_no_workers_are_refused(scheduler: str, monkeypatch: py
     monkeypatch.setattr("howsmooth.study.dask_cluster._PATIENCE", 0.5)
     with (
         pytest.raises(WorkerError, match="Start some with: dask worker"),
-        opened_executor("dask", scheduler=scheduler),
+        opened_executor(Execution(executor="dask", scheduler=scheduler)),
     ):
         pass
     for address in ("tcp://127.0.0.1:9", "nonsense://x"):
         with (
             pytest.raises(WorkerError, match="no Dask scheduler answers"),
-            opened_executor("dask", scheduler=address),
+            opened_executor(Execution(executor="dask", scheduler=address)),
         ):
             pass

@@ -21,7 +21,8 @@ import torch
 import howsmooth as hs
 from howsmooth.errors import ArgumentError, HowsmoothError, ModelError, NonFiniteError, WorkerError
 from howsmooth.study import runner
-from howsmooth.study.executors import opened_executor, threads_each
+from howsmooth.study.executors import threads_each
+from howsmooth.study.plan import Execution
 from howsmooth.study.run import _with_memory_shared
 from howsmooth.study.runner import Means, _sendable
 from tests._spread import FOLDER, dies_once_after_five, noted, spread_tools
@@ -364,6 +365,6 @@ def test_processes_share_out_the_memory_and_the_cores(monkeypatch: pytest.Monkey
     ],
 )
 def test_what_does_not_fit_together_is_refused(kind: Any, options: Any, words: str) -> None:
-    with pytest.raises(ArgumentError) as caught, opened_executor(kind, **options):
-        pass
+    with pytest.raises(ArgumentError) as caught:
+        Execution(executor=kind, **options)
     assert words in str(caught.value)

@@ -28,7 +28,7 @@ from howsmooth.study.flows.outputs import FlowOutputs, measure_frames, view_of, 
 from howsmooth.study.flows.plan import FlowPlan
 from howsmooth.study.flows.run import run_flow
 from howsmooth.study.plan import derive_seed
-from howsmooth.study.progress_listener import Outcome, Silent
+from howsmooth.study.progress_listener import Listener, Outcome
 from howsmooth.study.records import Ending, GrowthRow
 from howsmooth.study.store import Store
 from tests._cases import random_attention, tokens
@@ -626,7 +626,7 @@ def test_many_dimensions_are_shown_where_tokens_spread_most(tmp_path: Path) -> N
     system = dataclasses.replace(load_system(plan), x=x)
     run_flow(plan, system, tmp_path)
     with Store.open(tmp_path, write=False) as store:
-        seen = view_of(store, plan, system, measure_frames(store, 1.0, 1.0, Silent()), 1.0)
+        seen = view_of(store, plan, system, measure_frames(store, 1.0, 1.0, Listener()), 1.0)
     values, vectors = np.linalg.eigh(np.cov(x.numpy().T))
     for k in (0, 1):
         wanted = x.numpy() @ vectors[:, -1 - k]

@@ -22,7 +22,7 @@ from hypothesis import strategies as st
 from howsmooth.paper.published import ITEMS
 from howsmooth.study.exponents import exponents
 from howsmooth.study.figures import draw_all
-from howsmooth.study.progress_listener import Silent
+from howsmooth.study.progress_listener import Listener
 from howsmooth.study.published_values import compare
 from howsmooth.study.records import Bounding, Contents, PublishedValue, Sensitivity
 from howsmooth.study.report import chart_data, render
@@ -171,7 +171,7 @@ def write(contents: Contents, folder: Path) -> Path:
         (rows["model"] == rows["model"].iloc[0]) & (rows["layer"] == 0) & (rows["scope"] == "attention")
     ]
     file = folder / "report.html"
-    page = render(contents, exponents(rows), draw_all(one, folder / "figures", Silent()))
+    page = render(contents, exponents(rows), draw_all(one, folder / "figures", Listener()))
     file.write_text(page, encoding="utf-8")
     return file
 

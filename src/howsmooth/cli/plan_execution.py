@@ -96,9 +96,8 @@ def means_of(execution: Execution, display: Listener, *, keep_going: bool = Fals
     from howsmooth.study.executors import opened_executor, threads_each
     from howsmooth.study.runner import Means
 
-    how = execution
-    with opened_executor(how.executor, workers=how.workers, scheduler=how.scheduler) as pool:
-        yield Means(display, as_typed(), keep_going, pool, threads_each(pool, how.threads))
+    with opened_executor(execution) as pool:
+        yield Means(display, as_typed(), keep_going, pool, threads_each(pool, execution.threads))
 
 
 def _beside(plan: Plan) -> list[Callable[[OpenStudy], Work]]:

@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 
-from howsmooth.study.progress_listener import Listener, Silent
+from howsmooth.study.progress_listener import Listener
 from howsmooth.study.text_formatting import duration
 
 __all__ = ["shown_progress"]
@@ -25,7 +25,7 @@ _SECONDS_BETWEEN_LINES = 10.0
 def shown_progress(*, quiet: bool) -> Iterator[Listener]:
     """Yield a listener that shows progress as a bar on a terminal, as lines elsewhere, or not at all."""
     if quiet:
-        yield Silent()
+        yield Listener()
     elif not sys.stderr.isatty():
         yield _Lines()
     else:
@@ -41,7 +41,7 @@ def shown_progress(*, quiet: bool) -> Iterator[Listener]:
             yield _Bar(progress)
 
 
-class _Lines:
+class _Lines(Listener):
     """A listener that prints a line at the start of each phase, and then one line every ten seconds."""
 
     def __init__(self) -> None:
@@ -62,7 +62,7 @@ class _Lines:
         print(f"  {100 * done / total:3.0f} %, about {left} left: {words}", file=sys.stderr, flush=True)
 
 
-class _Bar:
+class _Bar(Listener):
     """A listener that draws a progress bar with the share done and the remaining time."""
 
     def __init__(self, progress: Progress) -> None:

@@ -19,7 +19,7 @@ from howsmooth.paper.plotting import PAPER, Picture
 from howsmooth.paper.row_cache import Key, Row, kept_rows
 from howsmooth.study.plan import Plan
 from howsmooth.study.preparation import Models
-from howsmooth.study.progress_listener import Listener, Silent
+from howsmooth.study.progress_listener import Listener
 
 __all__ = ["Figure", "FigureContext", "Finding", "models_for"]
 
@@ -53,7 +53,7 @@ class FigureContext:
     options: FigureOptions
     folder: Path
     models: Models
-    listener: Listener = field(default_factory=Silent)
+    listener: Listener = field(default_factory=Listener)
     command: str = ""
     begin: float = 0.0
     end: float = 1.0

@@ -25,7 +25,7 @@ from howsmooth.study.preparation import (
     layer_and_head_counts,
     place_sequences,
 )
-from howsmooth.study.progress_listener import Silent
+from howsmooth.study.progress_listener import Listener
 from howsmooth.study.ranges import Ranges
 from howsmooth.study.records import Measurement, PublishedValue
 from howsmooth.study.run import run
@@ -274,7 +274,7 @@ class PreparedModel:
         return found
 
 
-class _StudyProgress(Silent):
+class _StudyProgress(Listener):
     """A listener that turns the progress of a study into progress of the whole figure."""
 
     def __init__(self, context: FigureContext, *, published: bool) -> None:

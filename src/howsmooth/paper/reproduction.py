@@ -23,7 +23,7 @@ from howsmooth.paper.two_dirac import TWO_DIRAC
 from howsmooth.paper.worst_inputs import WORST_INPUTS
 from howsmooth.study.environment import environment
 from howsmooth.study.output_files import replace_file, write_table
-from howsmooth.study.progress_listener import Listener, Silent
+from howsmooth.study.progress_listener import Listener
 
 __all__ = ["FIGURES", "Reproduction", "choose_figures", "produce"]
 
@@ -115,7 +115,7 @@ def produce(
     """
     folder = Path(folder)
     made = Reproduction(folder / PAGE)
-    listener, models = listener or Silent(), models_for(options)
+    listener, models = listener or Listener(), models_for(options)
     errors: list[HowsmoothError] = []
     try:
         _make(chosen, FigureContext(options, folder, models, listener, command), made, errors)

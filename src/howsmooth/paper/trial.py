@@ -11,7 +11,7 @@ from pathlib import Path
 from howsmooth.errors import HowsmoothError
 from howsmooth.paper.figure import Figure, FigureContext, models_for
 from howsmooth.paper.figure_options import FigureOptions
-from howsmooth.study.progress_listener import Listener, Silent
+from howsmooth.study.progress_listener import Listener
 
 __all__ = ["FigureTime", "expected_times"]
 
@@ -59,7 +59,7 @@ def expected_times(
         The listener that is told which figure is tried.
 
     """
-    models, listener, found = models_for(options), listener or Silent(), []
+    models, listener, found = models_for(options), listener or Listener(), []
     for figure in chosen:
         listener.phase(f"Trying {figure.name}")
         clock = _Clock()
@@ -79,7 +79,7 @@ class _TrialEnded(KeyboardInterrupt):
     """Raised in the middle of a figure: running studies close their stores as for Ctrl-C."""
 
 
-class _Clock(Silent):
+class _Clock(Listener):
     """A listener that ends a trial when its time is over and a part of the work is done."""
 
     def __init__(self) -> None:

@@ -16,37 +16,19 @@ __all__ = ["available_cores", "opened_executor", "threads_each", "workers_of"]
 
 
 @contextmanager
-def opened_executor(
-    kind: str | None, *, workers: int | None = None, scheduler: str | None = None
-) -> Iterator[Executor | None]:
-    """Start the workers of a study, and stop them when the context ends.
+def opened_executor(how: Execution) -> Iterator[Executor | None]:
+    """Start the workers of a study, and stop them when the context ends; yield None without workers.
 
     After an error, workers that are still busy are stopped too.
-
-    Parameters
-    ----------
-    kind
-        ``processes`` or ``dask``; ``None`` for no workers.
-    workers
-        The number of processes; by default one for each CPU core.
-    scheduler
-        The address of a Dask scheduler, such as ``tcp://10.0.0.1:8786``.
-
-    Yields
-    ------
-    Executor or None
-        The executor, or ``None`` without workers.
 
     Raises
     ------
     ArgumentError
-        If the arguments contradict each other, or Dask is not installed.
+        If Dask is asked for and not installed.
     WorkerError
-        If the scheduler cannot be reached, or has no workers.
+        If the Dask scheduler cannot be reached, or has no workers.
 
     """
-    # Execution checks that the three arguments fit together.
-    how = Execution(executor=kind, workers=workers, scheduler=scheduler)
     if how.executor is None:
         yield None
     elif how.scheduler is not None:

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass, field
-from typing import Protocol, runtime_checkable
 
-__all__ = ["SILENT", "Listener", "Outcome", "Silent"]
+__all__ = ["SILENT", "Listener", "Outcome"]
 
 
-@runtime_checkable
-class Listener(Protocol):
-    """The interface of an object that is told the progress of long work."""
+class Listener:
+    """An object that is told the progress of long work. This class ignores it; others show it."""
 
     def phase(self, words: str) -> None:
         """Receive the name of the phase that starts."""
@@ -20,18 +18,7 @@ class Listener(Protocol):
         """Receive the progress of the current phase: ``done`` of ``total``, in units of time."""
 
 
-class Silent:
-    """A listener that ignores everything."""
-
-    def phase(self, words: str) -> None:
-        """Ignore the start of a phase."""
-
-    def advance(self, done: float, total: float, words: str) -> None:
-        """Ignore the progress."""
-
-
-SILENT = Silent()
-"""A listener that ignores everything."""
+SILENT = Listener()
 
 
 @dataclass

@@ -31,7 +31,7 @@ from howsmooth.study.environment import environment
 from howsmooth.study.executors import workers_of
 from howsmooth.study.plan import Plan
 from howsmooth.study.preparation import Models
-from howsmooth.study.progress_listener import Listener, Outcome, Silent
+from howsmooth.study.progress_listener import Listener, Outcome
 from howsmooth.study.store import Store
 from howsmooth.study.task_times import TaskTimes
 from howsmooth.study.tasks.task import Failed, Found, Task, Work
@@ -67,7 +67,7 @@ class Means:
 
     """
 
-    listener: Listener = field(default_factory=Silent)
+    listener: Listener = field(default_factory=Listener)
     command: str = ""
     keep_going: bool = False
     executor: Executor | None = None

@@ -308,22 +308,23 @@ class Store:
 
     def tables(self) -> dict[str, pd.DataFrame]:
         """Return every table that has rows, by its name, read in one transaction."""
+        with self._one_state():
+            return {kind.table: self.table(kind) for kind in KINDS if self.count(kind)}
+
+    @contextmanager
+    def _one_state(self) -> Iterator[None]:
+        """Read all tables in the ``with`` block in one state, whatever other processes write meanwhile."""
         with translated(self.path):
             self._connection.execute("BEGIN")
             try:
-                return {kind.table: self.table(kind) for kind in KINDS if self.count(kind)}
+                yield
             finally:
                 self._connection.execute("COMMIT")
 
     def contents(self) -> Contents:
         """Return all tables of measurements, read in one transaction while other processes may write."""
-        with translated(self.path):
-            # A transaction that only reads sees all tables in one state, whatever other processes write.
-            self._connection.execute("BEGIN")
-            try:
-                return self._contents()
-            finally:
-                self._connection.execute("COMMIT")
+        with self._one_state():
+            return self._contents()
 
     def _contents(self) -> Contents:
         created = self._query("SELECT created FROM studies WHERE kind = 'measure'").fetchone()

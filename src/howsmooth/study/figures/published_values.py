@@ -15,7 +15,7 @@ import pandas as pd
 from matplotlib.lines import Line2D
 
 from howsmooth.study.figures.style import Files, draw_each, literal, new_panels, save, set_axis
-from howsmooth.study.progress_listener import Silent
+from howsmooth.study.progress_listener import Listener
 from howsmooth.study.text_formatting import decimal, file_stem, readable
 
 __all__ = ["draw_published"]
@@ -49,7 +49,7 @@ def draw_published(
         partial(_draw, str(model), str(text), family, exponents, folder)
         for (model, text), family in rows.groupby(["model", "text"], sort=True)
     ]
-    return draw_each(figures, folder, Silent())
+    return draw_each(figures, folder, Listener())
 
 
 def _draw(model: str, text: str, family: pd.DataFrame, exponents: pd.DataFrame, folder: Path) -> Files:
