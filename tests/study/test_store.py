@@ -241,7 +241,7 @@ def test_a_run_says_who_worked_how_long_and_whether_it_ended(store: Store) -> No
     assert first.finished is None
     assert second.started <= str(second.finished)
     assert (second.command, second.device, second.environment) == ("second", "cpu", '{"torch": "2"}')
-    assert store.total(Run, "worked") == 2.5
+    assert sum(run.worked for run, _ in store.rows(Run)) == 2.5
     assert store.table(Measurement)["run"].tolist() == [2]
 
 

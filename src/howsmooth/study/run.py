@@ -75,8 +75,8 @@ def run(
         for work in listed:
             runner.carry_out(work)
         if plan.bounds != "none":
-            for one in spent_on_bounds(store):
-                runner.task_times.learn(one.alike, one.n, 1, one.seconds)
+            for alike, n, seconds in spent_on_bounds(store):
+                runner.task_times.learn(alike, n, 1, seconds)
             runner.carry_out(bounds_left(study), seconds=seconds_for_bounds(study))
         return replace(runner.finish(), seconds=time.monotonic() - began)
 

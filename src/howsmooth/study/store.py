@@ -256,10 +256,6 @@ class Store:
         """Return the number of rows of one table."""
         return int(self._query(f"SELECT count(*) FROM {kind.table}").fetchone()[0])
 
-    def total(self, kind: type[Row], column: str) -> float:
-        """Return the sum of a column over all rows of one table."""
-        return float(self._query(f"SELECT total({column}) FROM {kind.table}").fetchone()[0])
-
     def rows(
         self, kind: type[R], order: Sequence[str] = ("rowid",), **where: object
     ) -> list[tuple[R, int | None]]:

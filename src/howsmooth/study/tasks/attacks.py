@@ -115,15 +115,15 @@ class AttackTask(Task):
         uppers = self._uppers(f)
         most = self.ball.radius * (1 + _ROUNDING)
         # The given tokens may lie outside the ball that the user asked for; then they do not count.
-        best = max(
-            (one for one in tried if one.row.kind != "tokens" or longest(one.x) <= most),
-            key=lambda one: one.value,
+        best, x = max(
+            ((row, x) for row, x in tried if row.kind != "tokens" or longest(x) <= most),
+            key=lambda one: one[0].value or 0.0,
         )
-        file = self._save(best)
-        return [*(replace(one.row, file=file) if one is best else one.row for one in tried), *uppers]
+        file = self._save(best, x)
+        return [*(replace(row, file=file) if row is best else row for row, _ in tried), *uppers]
 
-    def _tried(self, f: SelfAttention) -> Iterator[_Tried]:
-        """Yield each attacking input with the constant measured there, and the seconds of its search."""
+    def _tried(self, f: SelfAttention) -> Iterator[tuple[Attack, Tensor]]:
+        """Yield for each attacking input the row with the constant measured there, and the input."""
         began = time.perf_counter()
         for kind, name, x, estimate, evaluations in self._inputs(f):
             value = float(estimate.value)
@@ -139,7 +139,7 @@ class AttackTask(Task):
                 seconds=time.perf_counter() - began,
                 evaluations=evaluations,
             )
-            yield _Tried(row, value, x)
+            yield row, x
             began = time.perf_counter()
 
     def _inputs(self, f: SelfAttention) -> Iterator[tuple[str, str, Tensor, Any, int]]:
@@ -208,7 +208,7 @@ class AttackTask(Task):
             **values,
         )
 
-    def _save(self, best: _Tried) -> str:
+    def _save(self, best: Attack, x: Tensor) -> str:
         """Write the worst tokens and the attacked attention to a file, and return its relative path."""
         one = self.target
         head = [] if one.head is None else [f"head-{one.head:02d}"]
@@ -219,20 +219,11 @@ class AttackTask(Task):
             "place": one.place,
             "scope": one.scope,
             "radius": repr(self.ball.radius),
-            "found_by": best.row.name,
+            "found_by": best.name,
             "lipschitz": repr(best.value),
         }
-        save_parameters(self.folder / path, one.attention, best.x.detach().cpu(), notes)
+        save_parameters(self.folder / path, one.attention, x.detach().cpu(), notes)
         return path.as_posix()
-
-
-@dataclass(frozen=True, eq=False)
-class _Tried:
-    """Tokens that an attack tried: the constant measured there, and the row of the store."""
-
-    row: Attack
-    value: float
-    x: Tensor
 
 
 def _named(constructions: Sequence[Any]) -> Iterator[tuple[str, Tensor]]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from typing import Any
 
 from howsmooth.scopes import ATTENTION_SCOPES
@@ -16,10 +16,7 @@ from howsmooth.study.tasks import site_bounds
 from howsmooth.study.tasks.task import Failed, Found, SequenceTask, Work
 from howsmooth.study.text_windows import bounded_lengths
 
-__all__ = [
-    "SHARE", "BoundsTask", "Spent", "bounds_left", "seconds_for_bounds",
-    "spent_on_bounds",
-]  # fmt: skip
+__all__ = ["SHARE", "BoundsTask", "bounds_left", "seconds_for_bounds", "spent_on_bounds"]
 
 SHARE = 0.2
 """The largest share of the measuring time that bounds may take by default."""
@@ -98,23 +95,11 @@ def bounds_left(study: OpenStudy) -> Work:
     return Work(Bounding, "attentions' bounds", sorted(tasks, key=lambda task: task.n), kept)
 
 
-@dataclass(frozen=True)
-class Spent:
-    """The seconds that the bounds on one attention took.
-
-    ``alike`` and ``n`` are the kind and the length of their task.
-    """
-
-    alike: tuple[Any, ...]
-    n: int
-    seconds: float
-
-
-def spent_on_bounds(store: Store) -> list[Spent]:
-    """List how many seconds the bounds in a store took, one entry for each attention."""
+def spent_on_bounds(store: Store) -> list[tuple[tuple[str, str, str], int, float]]:
+    """List for each attention with bounds in a store what its task is ``alike``, n, and the seconds."""
     columns = ("model", "text", *KEY_COLUMNS, "seconds")
     return [
-        Spent((Bounding.table, model, scope), n, seconds)
+        ((Bounding.table, model, scope), n, seconds)
         for model, _, scope, _, _, n, _, seconds in store.keys(Bounding, columns)
     ]
 
@@ -128,5 +113,6 @@ def seconds_for_bounds(study: OpenStudy) -> float:
     if study.plan.bounds == "all":
         return math.inf
     # The time of a run includes its bounds, so subtract them to get the other work.
-    spent = sum(one.seconds for one in spent_on_bounds(study.store))
-    return SHARE * (study.store.total(Run, "worked") - spent) - spent
+    spent = sum(seconds for *_, seconds in spent_on_bounds(study.store))
+    worked = sum(run.worked for run, _ in study.store.rows(Run))
+    return SHARE * (worked - spent) - spent
