@@ -1,9 +1,8 @@
-"""Define the frames of a flow, and read them from the store. A frame is the state at one time."""
+"""Write the states of a flow as rows of the store (frames), and read them as tensors."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -14,50 +13,35 @@ from howsmooth.errors import StoreError
 from howsmooth.study.records import Ending, FrameRow
 from howsmooth.study.store import Store
 
-__all__ = ["FLOW", "Frame", "count_frames", "ending", "frame_at", "frames"]
+__all__ = ["FLOW", "count_frames", "ending", "frame_at", "frame_row", "frames", "gaussian_of", "tokens_of"]
 
 FLOW = "flow"
 """The value of ``StudyRecord.kind`` for flows."""
 
 
-@dataclass(frozen=True, eq=False)
-class Frame:
-    """The state of a flow at one time.
+def frame_row(
+    place: int,
+    time: float,
+    x: Float64[Tensor, "n d"],
+    gaussian: tuple[Tensor, Tensor] | None = None,
+    evaluations: int = 0,
+    seconds: float = 0.0,
+) -> FrameRow:
+    """Return the row of a frame: its index, its time, the tokens, and the Gaussian's mean and covariance."""
+    mean, covariance = (None, None) if gaussian is None else map(_bytes, gaussian)
+    return FrameRow(place, time, *x.shape, _bytes(x), mean, covariance, evaluations, seconds)
 
-    ``place`` is the index of the frame, 0 for the start. ``mean`` and ``covariance`` belong to the Gaussian
-    measure that is followed beside the tokens ``x``, if any. ``evaluations`` counts the evaluations of the
-    vector field since the previous frame, which took ``seconds``.
-    """
 
-    place: int
-    time: float
-    x: Float64[Tensor, "n d"]
-    mean: Float64[Tensor, " d"] | None = None
-    covariance: Float64[Tensor, "d d"] | None = None
-    evaluations: int = 0
-    seconds: float = 0.0
+def tokens_of(frame: FrameRow) -> Float64[Tensor, "n d"]:
+    """Return the tokens of a frame."""
+    return _tensor(frame.x, frame.n, frame.d)
 
-    def row(self) -> FrameRow:
-        """Convert the frame to a row of the store."""
-        n, d = self.x.shape
-        mean = None if self.mean is None else _bytes(self.mean)
-        covariance = None if self.covariance is None else _bytes(self.covariance)
-        return FrameRow(
-            self.place, self.time, n, d, _bytes(self.x), mean, covariance, self.evaluations, self.seconds
-        )
 
-    @classmethod
-    def of(cls, row: FrameRow) -> Frame:
-        """Convert a row of the store to a frame."""
-        return cls(
-            row.place,
-            row.time,
-            _tensor(row.x, row.n, row.d),
-            None if row.mean is None else _tensor(row.mean, row.d),
-            None if row.covariance is None else _tensor(row.covariance, row.d, row.d),
-            row.evaluations,
-            row.seconds,
-        )
+def gaussian_of(frame: FrameRow) -> tuple[Float64[Tensor, " d"], Float64[Tensor, "d d"]] | None:
+    """Return the mean and the covariance of the Gaussian measure of a frame; None if none is followed."""
+    if frame.mean is None or frame.covariance is None:
+        return None
+    return _tensor(frame.mean, frame.d), _tensor(frame.covariance, frame.d, frame.d)
 
 
 def count_frames(store: Store) -> int:
@@ -65,7 +49,7 @@ def count_frames(store: Store) -> int:
     return store.count(FrameRow)
 
 
-def frame_at(store: Store, place: int) -> Frame:
+def frame_at(store: Store, place: int) -> FrameRow:
     """Read the frame with a given index.
 
     Raises
@@ -75,11 +59,11 @@ def frame_at(store: Store, place: int) -> Frame:
 
     """
     for row, _ in store.rows(FrameRow, place=place):
-        return Frame.of(row)
+        return row
     raise StoreError(f"{store.path} is damaged (frame {place} is missing). Choose another --out.")
 
 
-def frames(store: Store) -> Iterator[Frame]:
+def frames(store: Store) -> Iterator[FrameRow]:
     """Yield the frames of a store, with only one in memory at a time."""
     return (frame_at(store, place) for place in range(count_frames(store)))
 

@@ -13,9 +13,9 @@ from howsmooth.dynamics import Layers, Rescaled, Sphere, Trajectory, flow, growt
 from howsmooth.errors import NonFiniteError
 from howsmooth.measures import Gaussian
 from howsmooth.study.flows.flow_system import System
-from howsmooth.study.flows.frames import Frame
+from howsmooth.study.flows.frames import frame_row, gaussian_of, tokens_of
 from howsmooth.study.flows.plan import FIXED_STEP, FlowPlan
-from howsmooth.study.records import Ending, GrowthRow
+from howsmooth.study.records import Ending, FrameRow, GrowthRow
 
 __all__ = ["Integration"]
 
@@ -45,15 +45,15 @@ class Integration:
         self.grid = plan.grid(system.layers)
 
     @cached_property
-    def start(self) -> Frame:
+    def start(self) -> FrameRow:
         """The frame at time 0, with the initial tokens."""
         x, d = self.system.x, self.system.x.shape[1]
         if not self.plan.closure:
-            return Frame(0, 0.0, x)
+            return frame_row(0, 0.0, x)
         covariance = self.system.radius**2 * torch.eye(d, dtype=torch.float64)
-        return Frame(0, 0.0, x, torch.zeros(d, dtype=torch.float64), covariance)
+        return frame_row(0, 0.0, x, (torch.zeros(d, dtype=torch.float64), covariance))
 
-    def after(self, frame: Frame) -> Frame | Ending:
+    def after(self, frame: FrameRow) -> FrameRow | Ending:
         """Integrate from a frame to the next; return the next frame, or the reason why the flow ended.
 
         The step from the start is computed only once.
@@ -67,7 +67,7 @@ class Integration:
         return self._first if frame.place == 0 else self._moved(frame)
 
     @cached_property
-    def _first(self) -> Frame | Ending:
+    def _first(self) -> FrameRow | Ending:
         return self._moved(self.start)
 
     def growth(self, times: Sequence[float]) -> list[GrowthRow]:
@@ -96,24 +96,23 @@ class Integration:
             for k, time in enumerate(found.times.tolist())
         ]
 
-    def _moved(self, frame: Frame) -> Frame | Ending:
+    def _moved(self, frame: FrameRow) -> FrameRow | Ending:
         began = time.perf_counter()
-        tokens = self._to_next_frame(_TOKENS, self._field, frame.x, frame.place)
+        tokens = self._to_next_frame(_TOKENS, self._field, tokens_of(frame), frame.place)
         if isinstance(tokens, Ending):
             return tokens
-        mean = covariance = None
+        gaussian = gaussian_of(frame)
         evaluations = int(tokens.evaluations)
-        if frame.mean is not None:
-            measure = Gaussian(frame.mean, frame.covariance)
-            moved = self._to_next_frame(_MEASURE, self.system.maps[0], measure, frame.place)
+        if gaussian is not None:
+            moved = self._to_next_frame(_MEASURE, self.system.maps[0], Gaussian(*gaussian), frame.place)
             if isinstance(moved, Ending):
                 return moved
             last: Any = moved.final
-            mean, covariance = last.mean, last.covariance
+            gaussian = (last.mean, last.covariance)
             evaluations += int(moved.evaluations)
         place, x = frame.place + 1, torch.as_tensor(tokens.final)
         seconds = time.perf_counter() - began
-        return Frame(place, self.grid.times[place], x, mean, covariance, evaluations, seconds)
+        return frame_row(place, self.grid.times[place], x, gaussian, evaluations, seconds)
 
     @cached_property
     def _field(self) -> object:
@@ -135,8 +134,8 @@ class Integration:
                 return trajectory
             # Integrate again from the start: to locate the time of blow-up, `flow` compares with a finer
             # integration, which needs the whole path.
-            start = self.start
-            whole = start.x if what == _TOKENS else Gaussian(start.mean, start.covariance)
+            gaussian = gaussian_of(self.start)
+            whole = self.system.x if what == _TOKENS or gaussian is None else Gaussian(*gaussian)
             trajectory = self._flow(field, whole, self.grid.times[: place + 2])
         except NonFiniteError:
             if place == 0:

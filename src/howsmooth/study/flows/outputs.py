@@ -19,11 +19,11 @@ from howsmooth.study.figures.flow_animation import animate_flow
 from howsmooth.study.figures.flow_view import FlowView
 from howsmooth.study.figures.flows import draw_flow
 from howsmooth.study.flows.flow_system import System
-from howsmooth.study.flows.frames import Frame, count_frames, ending, frame_at, frames
+from howsmooth.study.flows.frames import count_frames, ending, frame_at, frames, gaussian_of, tokens_of
 from howsmooth.study.flows.plan import FlowPlan
 from howsmooth.study.output_files import write_table, written_beside
 from howsmooth.study.progress_listener import SILENT, Listener
-from howsmooth.study.records import GrowthRow
+from howsmooth.study.records import FrameRow, GrowthRow
 from howsmooth.study.store import Store
 from howsmooth.study.text_formatting import readable
 
@@ -87,7 +87,7 @@ def write_flow_outputs(
     with written_beside(folder, "frames"):
         with Store.open(folder, write=False) as store:
             listener.phase("Measuring clusters")
-            tolerance = plan.tolerance or _PART_OF_SPREAD * _spread(frame_at(store, 0).x)
+            tolerance = plan.tolerance or _PART_OF_SPREAD * _spread(tokens_of(frame_at(store, 0)))
             metrics = measure_frames(store, tolerance, plan.beta, listener)
             growth = store.table(GrowthRow, ["time"])[list(GrowthRow.columns())]
             trajectory = _write_trajectory(store, folder / "trajectory.npz")
@@ -130,17 +130,18 @@ def measure_frames(store: Store, tolerance: float, beta: float, listener: Listen
 
     """
     count = count_frames(store)
-    last = frame_at(store, count - 1).x
+    last = tokens_of(frame_at(store, count - 1))
     rows = []
     for frame in frames(store):
+        x = tokens_of(frame)
         rows.append(
             {
                 "time": frame.time,
-                "clusters": int(cluster_labels(frame.x, tolerance).max()) + 1,
-                "effective_rank": effective_rank(frame.x),
-                "log_energy": log_interaction_energy(frame.x, beta=beta),
-                "spread": _spread(frame.x),
-                "to_last": _distance(frame.x, last),
+                "clusters": int(cluster_labels(x, tolerance).max()) + 1,
+                "effective_rank": effective_rank(x),
+                "log_energy": log_interaction_energy(x, beta=beta),
+                "spread": _spread(x),
+                "to_last": _distance(x, last),
                 "evaluations": frame.evaluations,
                 "seconds": frame.seconds,
             }
@@ -182,10 +183,10 @@ def _write_trajectory(store: Store, path: Path) -> Path:
     return path
 
 
-def _numbers(frame: Frame) -> dict[str, Float64[np.ndarray, "..."]]:
-    found = {"times": np.array(frame.time), "states": frame.x.numpy()}
-    if frame.mean is not None and frame.covariance is not None:
-        found |= {"mean": frame.mean.numpy(), "covariance": frame.covariance.numpy()}
+def _numbers(frame: FrameRow) -> dict[str, Float64[np.ndarray, "..."]]:
+    found = {"times": np.array(frame.time), "states": tokens_of(frame).numpy()}
+    if (gaussian := gaussian_of(frame)) is not None:
+        found |= {"mean": gaussian[0].numpy(), "covariance": gaussian[1].numpy()}
     return found
 
 
@@ -208,12 +209,12 @@ def view_of(
         names = tuple(f"principal direction {i + 1} ({100 * part:.0f} %)" for i, part in enumerate(share))
     points, means, covariances = [], [], []
     for frame in frames(store):
-        points.append(frame.x.numpy() @ basis)
-        if frame.mean is not None and frame.covariance is not None:
-            means.append(frame.mean.numpy() @ basis)
-            covariances.append(basis.T @ frame.covariance.numpy() @ basis)
+        points.append(tokens_of(frame).numpy() @ basis)
+        if (gaussian := gaussian_of(frame)) is not None:
+            means.append(gaussian[0].numpy() @ basis)
+            covariances.append(basis.T @ gaussian[1].numpy() @ basis)
     growth = store.table(GrowthRow, ["time"])
-    last = frame_at(store, len(points) - 1).x
+    last = tokens_of(frame_at(store, len(points) - 1))
     return FlowView(
         title=f"{readable(system.label)}: {system.title}",
         below=_below(store, plan, system),
@@ -257,13 +258,13 @@ def _shown(plan: FlowPlan, metrics: pd.DataFrame, tolerance: float) -> pd.DataFr
 
 
 def _principal(
-    all_frames: Iterator[Frame], d: int
+    all_frames: Iterator[FrameRow], d: int
 ) -> tuple[Float64[np.ndarray, "d 2"], Float64[np.ndarray, " 2"]]:
     """Return the two principal directions of the tokens of all frames, and their shares of the variance."""
     tiny = np.finfo(np.float64).tiny
     total = np.zeros((d, d))
     for frame in all_frames:
-        x = frame.x.numpy()
+        x = tokens_of(frame).numpy()
         x = x / max(float(np.abs(x).max()), tiny)
         x = x - x.mean(axis=0)
         spread = x.T @ x

@@ -59,7 +59,7 @@ def run_flow(
             flow.after(flow.start)  # raises an error if the flow is impossible, before a store is created
         store = pending.begin(identity)
         if new:
-            store.add([flow.start.row()])
+            store.add([flow.start])
         runner = Runner(store, means or Means())
         frames = frames_left(flow, store)
         runner.carry_out(frames)

@@ -78,7 +78,7 @@ class FramesTask(_FlowTask):
                 self.store.delete_rows(FrameRow, "place > 0 AND time >= ?", following.lower)
                 yield [following]
                 return
-            yield [following.row()]
+            yield [following]
             frame = following
 
 
