@@ -18,7 +18,7 @@ import torch
 
 from howsmooth.study.forecast import forecast
 from howsmooth.study.outputs import write_outputs
-from howsmooth.study.plan import Plan
+from howsmooth.study.plans import Plan
 from howsmooth.study.records import Measurement
 from howsmooth.study.run import run
 from howsmooth.study.store import Store

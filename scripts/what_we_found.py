@@ -34,7 +34,7 @@ import howsmooth as hs
 from howsmooth.paper.published import PublishedLayer, items_that_apply, measure_layer, wrong_slices
 from howsmooth.paper.published.constants_task import published_left
 from howsmooth.study.exponents import exponents, fit_exponent
-from howsmooth.study.plan import ModelSpec, Plan
+from howsmooth.study.plans import ModelSpec, Plan
 from howsmooth.study.published_values import CORRECTED, PUBLISHED, compare, quantities, read_rows
 from howsmooth.study.records import InputRecord, Measurement
 from howsmooth.study.run import run

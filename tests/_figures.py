@@ -20,7 +20,7 @@ from howsmooth.models.loading.tokenizers import Tokenizer
 from howsmooth.paper.figure import Figure, FigureContext, Finding, models_for
 from howsmooth.paper.figure_options import FigureOptions
 from howsmooth.paper.plotting import PAPER
-from howsmooth.study.plan import ModelSpec
+from howsmooth.study.plans import ModelSpec
 from howsmooth.study.progress_listener import Listener
 
 from ._study import FakeText

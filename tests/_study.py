@@ -22,7 +22,7 @@ import torch
 
 from howsmooth.errors import ModelError, TextError
 from howsmooth.study.environment import environment
-from howsmooth.study.plan import ModelSpec, Plan
+from howsmooth.study.plans import ModelSpec, Plan
 from howsmooth.study.records import Contents, Measurement, PublishedValue, Row, SiteBound, SiteBounds
 from howsmooth.study.store import Store
 

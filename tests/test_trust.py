@@ -31,7 +31,7 @@ from howsmooth.errors import ArgumentError, ModelError
 from howsmooth.models import load_model
 from howsmooth.study.merge import merge_stores
 from howsmooth.study.outputs import write_outputs
-from howsmooth.study.plan import ModelSpec
+from howsmooth.study.plans import ModelSpec
 from howsmooth.study.text_formatting import file_stem
 from tests._sources import AttackWork, SmallModel, plain_table, small_tools
 from tests._study import make_plan, make_tools, run, words

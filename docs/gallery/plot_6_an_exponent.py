@@ -13,7 +13,7 @@ import matplotlib.pyplot as plt
 import numpy as np
 
 from howsmooth.study.outputs import write_outputs
-from howsmooth.study.plan import Plan
+from howsmooth.study.plans import Plan
 from howsmooth.study.run import run
 
 plan = Plan(

@@ -1,10 +1,13 @@
-"""Seeds for PyTorch's random generators that use all 64 bits."""
+"""Seeds of random generators: derived from named values, and with all 64 bits for PyTorch."""
 
 from __future__ import annotations
 
+import hashlib
+import json
+
 import numpy as np
 
-__all__ = ["torch_seed"]
+__all__ = ["derive_seed", "torch_seed"]
 
 
 def torch_seed(seed: int) -> int:
@@ -18,3 +21,23 @@ def torch_seed(seed: int) -> int:
     """
     seed %= 2**64
     return seed if seed < 2**32 else int(np.random.SeedSequence(seed).generate_state(1)[0])
+
+
+def derive_seed(**axes: str | int | None) -> int:
+    """Derive a seed from named values, such as a model, a layer and a sample.
+
+    The seed of one combination of values does not depend on which other combinations are used.
+
+    Parameters
+    ----------
+    **axes
+        The names and values for which the seed is used, such as model, layer and sample.
+
+    Returns
+    -------
+    int
+        A seed in [0, 2^63): the first eight bytes of the SHA-256 of the sorted axes, halved.
+
+    """
+    written = json.dumps(axes, sort_keys=True, ensure_ascii=True)
+    return int.from_bytes(hashlib.sha256(written.encode()).digest()[:8], "big") >> 1

@@ -21,7 +21,7 @@ from howsmooth.models.parameter_files import read_parameter_file, save_parameter
 from howsmooth.study import attack_tables
 from howsmooth.study.attention_sources import Ball, Target
 from howsmooth.study.figures import draw_attacks
-from howsmooth.study.plan import AttackPlan
+from howsmooth.study.plans import AttackPlan
 from howsmooth.study.records import ATTACK_PLACE, Attack, Failure
 from howsmooth.study.store import STORE_NAME, Store
 from howsmooth.study.tasks.attacks import AttackTask

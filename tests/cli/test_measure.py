@@ -24,7 +24,7 @@ from hypothesis import strategies as st
 from howsmooth.cli import main
 from howsmooth.errors import HowsmoothError
 from howsmooth.study import outputs
-from howsmooth.study.plan import ModelSpec, Plan
+from howsmooth.study.plans import ModelSpec, Plan
 from tests._study import FakeModel, installed, make_tools, words
 
 Result = tuple[int, str, str]

@@ -18,7 +18,7 @@ from howsmooth.paper import all_bounds
 from howsmooth.paper.all_bounds import ALL_BOUNDS, AS_CODED, KINDS, bound_table, bound_words, display_name
 from howsmooth.paper.figure_options import FigureOptions
 from howsmooth.paper.published import c_3_as_coded
-from howsmooth.study.plan import ModelSpec, Plan
+from howsmooth.study.plans import ModelSpec, Plan
 from howsmooth.study.ranges import Ranges
 from howsmooth.study.run import run
 from howsmooth.study.store import Store

@@ -25,7 +25,7 @@ from howsmooth.paper.gamma_radius import GAMMA_RADIUS, over_texts
 from howsmooth.paper.gpt2_growth import GPT2_GROWTH
 from howsmooth.paper.growth import Growth
 from howsmooth.paper.quadratic_growth import FAR, IDENTITY, QUADRATIC_GROWTH, balanced, exponents_in_radius
-from howsmooth.study.plan import ModelSpec, Plan
+from howsmooth.study.plans import ModelSpec, Plan
 from howsmooth.study.ranges import Ranges
 from howsmooth.study.records import Measurement, PublishedValue
 from howsmooth.study.run import run

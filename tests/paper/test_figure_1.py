@@ -18,7 +18,7 @@ from howsmooth.paper.figure_options import FigureOptions
 from howsmooth.paper.growth import Growth
 from howsmooth.paper.plotting import fit_factor
 from howsmooth.paper.prepared_model import columns
-from howsmooth.study.plan import ModelSpec
+from howsmooth.study.plans import ModelSpec
 from howsmooth.study.ranges import Ranges
 from howsmooth.study.records import Measurement, PublishedValue
 from howsmooth.study.store import Store

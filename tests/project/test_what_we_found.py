@@ -12,7 +12,7 @@ import torch
 from scipy import stats
 
 import howsmooth as hs
-from howsmooth.study.plan import ModelSpec
+from howsmooth.study.plans import ModelSpec
 from howsmooth.texts import load_text
 from tests._shared import script, shared_data
 

@@ -21,8 +21,8 @@ import torch
 import howsmooth as hs
 from howsmooth.errors import ArgumentError, HowsmoothError, ModelError, NonFiniteError, WorkerError
 from howsmooth.study import runner
+from howsmooth.study.execution import Execution
 from howsmooth.study.executors import threads_each
-from howsmooth.study.plan import Execution
 from howsmooth.study.run import _with_memory_shared
 from howsmooth.study.runner import Means, _sendable
 from tests._spread import FOLDER, dies_once_after_five, noted, spread_tools

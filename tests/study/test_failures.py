@@ -12,7 +12,7 @@ import torch
 
 from howsmooth.errors import CaptureError, ModelError, NonFiniteError, StoreError, TextError
 from howsmooth.study.outputs import write_outputs
-from howsmooth.study.plan import ModelSpec
+from howsmooth.study.plans import ModelSpec
 from howsmooth.study.store import Store
 from tests._study import (
     FakeModel,

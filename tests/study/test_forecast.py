@@ -21,7 +21,7 @@ from howsmooth.cli import main
 from howsmooth.errors import ArgumentError, ModelError
 from howsmooth.lipschitz import mixed_precision
 from howsmooth.study.forecast import Forecast, forecast
-from howsmooth.study.plan import ModelSpec, Plan
+from howsmooth.study.plans import ModelSpec, Plan
 from howsmooth.study.records import Run
 from howsmooth.study.status import status
 from howsmooth.study.store import Store
@@ -287,7 +287,7 @@ from pathlib import Path
 from types import SimpleNamespace
 import torch
 from howsmooth.study import forecast, run, runner
-from howsmooth.study.plan import Plan
+from howsmooth.study.plans import Plan
 
 # In processor time, for machines that are busy.
 forecast.time = runner.time = run.time = SimpleNamespace(monotonic=time.process_time)

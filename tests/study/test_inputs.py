@@ -24,7 +24,7 @@ from howsmooth.models.datasets import image_inputs
 from howsmooth.study.datasets import TextFeed, sequence_starts
 from howsmooth.study.merge import merge_stores
 from howsmooth.study.outputs import write_outputs
-from howsmooth.study.plan import InputSpec, ModelSpec, Plan
+from howsmooth.study.plans import InputSpec, ModelSpec, Plan
 from howsmooth.study.ranges import Ranges
 from howsmooth.study.run import run
 from howsmooth.study.text_windows import arrange, overlapping

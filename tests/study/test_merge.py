@@ -14,7 +14,7 @@ from howsmooth.cli import main
 from howsmooth.errors import ArgumentError, ModelError, StoreError
 from howsmooth.study import outputs
 from howsmooth.study.merge import merge_stores
-from howsmooth.study.plan import ModelSpec
+from howsmooth.study.plans import ModelSpec
 from howsmooth.study.ranges import Ranges
 from howsmooth.study.store import STORE_NAME, Store
 from tests._study import FakeModel, contents_of, digest, make_plan, make_tools, rows_of, run, words

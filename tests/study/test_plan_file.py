@@ -17,8 +17,9 @@ from hypothesis import strategies as st
 from howsmooth.cli import main
 from howsmooth.errors import ArgumentError, ModelError
 from howsmooth.study import outputs
-from howsmooth.study.plan import Execution, ModelSpec, Plan
+from howsmooth.study.execution import Execution
 from howsmooth.study.plan_file import KEYS, read_plan
+from howsmooth.study.plans import ModelSpec, Plan
 from howsmooth.study.ranges import Ranges
 from howsmooth.study.store import Store
 from tests._study import FakeModel, digest, installed, make_tools, rows_of

@@ -14,8 +14,8 @@ from howsmooth.errors import ArgumentError, CaptureError, HowsmoothError, ModelE
 from howsmooth.study.forecast import forecast
 from howsmooth.study.merge import merge_stores
 from howsmooth.study.outputs import write_outputs
-from howsmooth.study.plan import ModelSpec, Plan
 from howsmooth.study.plan_file import read_plan
+from howsmooth.study.plans import ModelSpec, Plan
 from howsmooth.study.ranges import Ranges
 from howsmooth.study.records import Measurement
 from howsmooth.study.run import run as real_run

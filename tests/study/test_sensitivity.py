@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 import howsmooth as hs
 from howsmooth.study.datasets import token_pieces
-from howsmooth.study.plan import ModelSpec
+from howsmooth.study.plans import ModelSpec
 from howsmooth.study.run import run as carry_out
 from tests._study import FakeModel, FakeTokenizer, contents_of, make_plan, make_tools, run, words
 

@@ -7,7 +7,8 @@ import typer
 from howsmooth.cli.options import JsonOption, QuietOption, as_typed, command
 from howsmooth.cli.plan_execution import means_of, resumable
 from howsmooth.cli.progress import shown_progress
-from howsmooth.study.plan import AttackPlan, LocalExecution
+from howsmooth.study.execution import LocalExecution
+from howsmooth.study.plans import AttackPlan
 
 __all__ = ["attack"]
 

@@ -9,7 +9,8 @@ import typer
 
 from howsmooth.cli.options import OUTPUT, JsonOption, SilentOption, command
 from howsmooth.cli.progress import shown_progress
-from howsmooth.study.plan import BoundPlan, Execution
+from howsmooth.study.execution import Execution
+from howsmooth.study.plans import BoundPlan
 
 __all__ = ["bound"]
 

@@ -17,8 +17,9 @@ from howsmooth.cli.terminal_output import as_json, say, show_table
 from howsmooth.study.text_formatting import duration, readable
 
 if TYPE_CHECKING:
+    from howsmooth.study.execution import Execution
     from howsmooth.study.forecast import Forecast
-    from howsmooth.study.plan import Execution, Plan
+    from howsmooth.study.plans import Plan
 
 __all__ = ["DryRunOption", "tell_forecast"]
 

@@ -7,8 +7,8 @@ import typer
 from howsmooth.cli.options import JsonOption, QuietOption, as_typed, command
 from howsmooth.cli.plan_execution import resumable
 from howsmooth.cli.progress import shown_progress
-from howsmooth.study.flows.plan import FlowPlan
-from howsmooth.study.plan import Execution
+from howsmooth.study.execution import Execution
+from howsmooth.study.flows.flow_plan import FlowPlan
 
 __all__ = ["ENDED_EARLY", "flow"]
 

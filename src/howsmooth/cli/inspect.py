@@ -8,14 +8,9 @@ import typer
 
 from howsmooth.cli.options import JsonOption, SilentOption, command
 from howsmooth.cli.progress import shown_progress
+from howsmooth.study.execution import Execution
 from howsmooth.study.options import HOW, Options, flag, option, whole, words
-from howsmooth.study.plan import (
-    Execution,
-    as_decoder_option,
-    part_option,
-    random_init_option,
-    seed_option,
-)
+from howsmooth.study.plans import shared
 
 __all__ = ["InspectionPlan", "inspect"]
 
@@ -49,9 +44,9 @@ class InspectionPlan(Options):
         metavar="MODEL",
         positional=True,
     )
-    random_init: bool = random_init_option()
-    as_decoder: bool = as_decoder_option()
-    part: str | None = part_option()
+    random_init: bool = shared("random_init")
+    as_decoder: bool = shared("as_decoder")
+    part: str | None = shared("part")
     tokens: int | None = option(
         None,
         whole(2),
@@ -67,7 +62,7 @@ class InspectionPlan(Options):
         "names; the result says so.",
         panel=HOW,
     )
-    seed: int = seed_option("Seed of the random weights.")
+    seed: int = shared("seed", help="Seed of the random weights.")
 
 
 @command(*_EXAMPLES, without=("out", "executor", "workers", "scheduler"))

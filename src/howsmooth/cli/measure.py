@@ -13,7 +13,8 @@ from howsmooth.cli.options import (
     refuse_workers,
 )
 from howsmooth.cli.plan_execution import carry_out
-from howsmooth.study.plan import Execution, Plan
+from howsmooth.study.execution import Execution
+from howsmooth.study.plans import Plan
 
 __all__ = ["TYPED", "measure"]
 

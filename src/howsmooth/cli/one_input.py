@@ -8,15 +8,7 @@ from typing import Any
 
 from howsmooth.errors import ArgumentError
 from howsmooth.study.options import Options, option, words
-from howsmooth.study.plan import (
-    as_decoder_option,
-    device_option,
-    layers_option,
-    part_option,
-    random_init_option,
-    seed_option,
-    text_option,
-)
+from howsmooth.study.plans import shared
 from howsmooth.study.ranges import Ranges
 
 __all__ = ["OneInputPlan"]
@@ -33,7 +25,7 @@ class OneInputPlan(Options):
         metavar="MODEL",
         positional=True,
     )
-    text: str = text_option()
+    text: str = shared("text")
     tokens: str | None = option(
         None, words(place=True), "Token ids instead of a text: a .npy, .json or text file.", metavar="FILE"
     )
@@ -44,12 +36,12 @@ class OneInputPlan(Options):
         "512 of a longer input, or as many as the model takes.",
         metavar="START:END",
     )
-    layers: Ranges = layers_option()
-    random_init: bool = random_init_option()
-    as_decoder: bool = as_decoder_option()
-    part: str | None = part_option()
-    seed: int = seed_option()
-    device: str = device_option()
+    layers: Ranges = shared("layers")
+    random_init: bool = shared("random_init")
+    as_decoder: bool = shared("as_decoder")
+    part: str | None = shared("part")
+    seed: int = shared("seed")
+    device: str = shared("device")
 
     def loaded(self, load: Callable[..., Any], **more: Any) -> Any:
         """Load the model by :func:`~howsmooth.models.load_model`, or a function with its arguments."""

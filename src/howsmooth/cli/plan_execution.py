@@ -14,7 +14,8 @@ from howsmooth.cli.progress import shown_progress
 from howsmooth.study.text_formatting import encodable, readable
 
 if TYPE_CHECKING:
-    from howsmooth.study.plan import Execution, Plan
+    from howsmooth.study.execution import Execution
+    from howsmooth.study.plans import Plan
     from howsmooth.study.preparation import OpenStudy
     from howsmooth.study.progress_listener import Listener
     from howsmooth.study.runner import Means

@@ -10,8 +10,8 @@ from howsmooth.cli.one_input import OneInputPlan
 from howsmooth.cli.options import JsonOption, SilentOption, command
 from howsmooth.cli.progress import shown_progress
 from howsmooth.errors import ArgumentError
+from howsmooth.study.execution import Execution
 from howsmooth.study.options import HOW, flag, number, option, some_of, token_counts
-from howsmooth.study.plan import Execution
 
 __all__ = ["PrecisionPlan", "precision"]
 

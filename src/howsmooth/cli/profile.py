@@ -11,8 +11,9 @@ from howsmooth.cli.one_input import OneInputPlan
 from howsmooth.cli.options import JsonOption, SilentOption, command
 from howsmooth.cli.progress import shown_progress
 from howsmooth.errors import ArgumentError
+from howsmooth.study.execution import Execution
 from howsmooth.study.options import HOW, choice, flag, number, option, size, whole, words
-from howsmooth.study.plan import Execution, check_output, output_option
+from howsmooth.study.plans import check_output, shared
 
 __all__ = ["ProfilePlan", "profile"]
 
@@ -49,7 +50,7 @@ class ProfilePlan(OneInputPlan):
         "and where in its depth it expands.",
         metavar="all|attention|head|model",
     )
-    output: str = output_option()
+    output: str = shared("output")
     influence: bool = option(
         False,
         flag(),

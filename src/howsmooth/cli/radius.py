@@ -13,8 +13,8 @@ from howsmooth.cli.options import JsonOption, SilentOption, as_typed, command
 from howsmooth.cli.plan_execution import INTERRUPTED
 from howsmooth.cli.progress import shown_progress
 from howsmooth.errors import ArgumentError
+from howsmooth.study.execution import Execution
 from howsmooth.study.options import HOW, choice, flag, number, option, whole, words
-from howsmooth.study.plan import Execution
 
 __all__ = ["RadiusPlan", "radius"]
 

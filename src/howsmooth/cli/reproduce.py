@@ -15,7 +15,7 @@ from howsmooth.cli.plan_execution import FAILED, INTERRUPTED
 from howsmooth.cli.progress import shown_progress
 from howsmooth.cli.terminal_output import as_json, console, heading, say, show_table
 from howsmooth.paper.figure_options import FigureOptions
-from howsmooth.study.plan import Execution
+from howsmooth.study.execution import Execution
 from howsmooth.study.text_formatting import duration, encodable, readable
 
 if TYPE_CHECKING:

@@ -21,7 +21,7 @@ from howsmooth.cli.options import (
 from howsmooth.cli.plan_execution import carry_out
 from howsmooth.cli.progress import shown_progress
 from howsmooth.errors import ArgumentError, StoreError
-from howsmooth.study.plan import Execution
+from howsmooth.study.execution import Execution
 from howsmooth.study.text_formatting import encodable
 
 if TYPE_CHECKING:

@@ -27,8 +27,8 @@ from howsmooth.paper.figure import Figure, FigureContext, Finding
 from howsmooth.paper.plotting import Curve, Panel
 from howsmooth.paper.row_cache import Key, Row
 from howsmooth.paper.two_dirac import RTOL, describe, identity_head, two_diracs
+from howsmooth.seeds import derive_seed
 from howsmooth.study.exponents import fit_exponent
-from howsmooth.study.plan import derive_seed
 from howsmooth.study.text_formatting import decimal
 
 __all__ = ["CROSSOVER", "growth_ends", "measure", "result_sentences", "show"]

@@ -17,7 +17,7 @@ from matplotlib import rc_context
 from howsmooth.paper.figure_options import FigureOptions
 from howsmooth.paper.plotting import PAPER, Picture
 from howsmooth.paper.row_cache import Key, Row, kept_rows
-from howsmooth.study.plan import Plan
+from howsmooth.study.plans import Plan
 from howsmooth.study.preparation import Models
 from howsmooth.study.progress_listener import Listener
 

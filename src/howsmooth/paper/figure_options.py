@@ -7,16 +7,7 @@ from typing import Any, ClassVar
 
 from howsmooth.errors import ArgumentError
 from howsmooth.study.options import Kind, Options, flag, option, several, token_counts, whole, words
-from howsmooth.study.plan import (
-    DEFAULT_TEXT,
-    ModelSpec,
-    as_decoder_option,
-    device_option,
-    dtype_option,
-    layers_option,
-    random_init_option,
-    seed_option,
-)
+from howsmooth.study.plans import DEFAULT_TEXT, ModelSpec, shared
 from howsmooth.study.ranges import Ranges
 
 __all__ = ["FigureOptions"]
@@ -52,8 +43,8 @@ class FigureOptions(Options):
         metavar="NAME",
         flag="model",
     )
-    as_decoder: bool = as_decoder_option()
-    random_init: bool = random_init_option()
+    as_decoder: bool = shared("as_decoder")
+    random_init: bool = shared("random_init")
     texts: tuple[str, ...] = option(
         (DEFAULT_TEXT,),
         several(words(place=True)),
@@ -62,7 +53,7 @@ class FigureOptions(Options):
         metavar="NAME|PATH",
         flag="text",
     )
-    layers: Ranges | None = layers_option(None)
+    layers: Ranges | None = shared("layers", default=None)
     lengths: tuple[int, ...] | None = option(
         None,
         token_counts(),
@@ -77,9 +68,9 @@ class FigureOptions(Options):
         flag(),
         "Also show what the paper's published code computes. This takes several times as long.",
     )
-    seed: int = seed_option()
-    device: str = device_option()
-    dtype: str = dtype_option()
+    seed: int = shared("seed")
+    device: str = shared("device")
+    dtype: str = shared("dtype")
 
     def check(self) -> None:
         """Apply ``as_decoder`` and ``random_init`` to each model, and refuse a repeated model.

@@ -19,7 +19,7 @@ from howsmooth.paper.plotting import Curve, Panel, fitted
 from howsmooth.paper.prepared_model import PreparedModel, loaded
 from howsmooth.paper.row_cache import Row
 from howsmooth.study.figures.style import literal
-from howsmooth.study.plan import ModelSpec
+from howsmooth.study.plans import ModelSpec
 from howsmooth.study.preparation import Subject, layer_and_head_counts
 from howsmooth.study.ranges import Ranges
 from howsmooth.study.text_formatting import decimal, encodable, file_stem, readable

@@ -17,7 +17,7 @@ from howsmooth.errors import ArgumentError
 from howsmooth.paper.figure import FigureContext
 from howsmooth.paper.published.constants_task import published_left
 from howsmooth.paper.row_cache import Key
-from howsmooth.study.plan import ModelSpec, Plan
+from howsmooth.study.plans import ModelSpec, Plan
 from howsmooth.study.preparation import (
     Subject,
     capture_sites,
@@ -157,7 +157,7 @@ class PreparedModel:
     spec
         The model.
     lengths, samples, layers, scopes
-        The fields of :class:`howsmooth.study.plan.Plan`.
+        The fields of :class:`howsmooth.study.plans.Plan`.
 
     Raises
     ------

@@ -34,9 +34,9 @@ from howsmooth.paper.plotting import Curve, Panel
 from howsmooth.paper.prepared_model import Column, PreparedModel, bilinear, columns, usual_length
 from howsmooth.paper.row_cache import Key, Row
 from howsmooth.paper.two_dirac import identity_head
+from howsmooth.seeds import derive_seed
 from howsmooth.study.exponents import fit_exponent
 from howsmooth.study.figures.style import literal
-from howsmooth.study.plan import derive_seed
 from howsmooth.study.text_formatting import decimal, readable
 
 __all__ = [

@@ -29,7 +29,7 @@ from howsmooth.paper import plotting
 from howsmooth.paper.figure import Figure, FigureContext, Finding
 from howsmooth.paper.plotting import Curve, Panel
 from howsmooth.paper.row_cache import Key, Row
-from howsmooth.study.plan import derive_seed
+from howsmooth.seeds import derive_seed
 
 __all__ = [
     "BETTER", "HALF", "OPPOSITE", "PAPER_WEIGHT", "RTOL", "TWO_DIRAC", "describe", "identity_head", "measure",

@@ -34,7 +34,7 @@ from howsmooth.profiling.quantisers import (
     rounded,
 )
 from howsmooth.profiling.simulated_cache import of_head, simulated_kl
-from howsmooth.study.plan import derive_seed
+from howsmooth.seeds import derive_seed
 
 __all__ = ["load_with_head", "precision"]
 

@@ -20,7 +20,7 @@ from howsmooth.models.layer_weights import computing_dtype, stored_dtype
 from howsmooth.models.site import Site
 from howsmooth.profiling.one_input import fingerprint_of, given_inputs, shown_progress
 from howsmooth.profiling.result import Profile
-from howsmooth.study.plan import derive_seed
+from howsmooth.seeds import derive_seed
 from howsmooth.token_influence import Influence
 from howsmooth.token_influence import influence as influence_of
 

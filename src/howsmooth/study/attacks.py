@@ -9,9 +9,10 @@ from dataclasses import asdict, replace
 from pathlib import Path
 
 from howsmooth.errors import ArgumentError
+from howsmooth.seeds import derive_seed
 from howsmooth.study.attention_sources import AttentionSource, Ball, Target, open_attention_source, shortened
 from howsmooth.study.head_eigenvalues import head_eigenvalues
-from howsmooth.study.plan import AttackPlan, derive_seed
+from howsmooth.study.plans import AttackPlan
 from howsmooth.study.progress_listener import Outcome
 from howsmooth.study.records import ATTACK, ATTACK_PLACE, Attack, HeadRecord
 from howsmooth.study.runner import Means, Runner

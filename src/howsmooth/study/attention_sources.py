@@ -17,7 +17,7 @@ from howsmooth.bounds.norm_layer_outputs import norm_radius
 from howsmooth.errors import ArgumentError
 from howsmooth.models.parameter_files import ParameterFile, is_parameter_file, read_parameter_file
 from howsmooth.study.datasets import Inputs, open_data
-from howsmooth.study.plan import ModelSpec, Plan, SourcePlan
+from howsmooth.study.plans import ModelSpec, Plan, SourcePlan
 from howsmooth.study.preparation import (
     Models,
     capture_sites,

@@ -10,7 +10,7 @@ import pandas as pd
 from howsmooth import bounds
 from howsmooth.errors import ArgumentError
 from howsmooth.study.attention_sources import AttentionSource, Ball, Target, longest
-from howsmooth.study.plan import BoundPlan
+from howsmooth.study.plans import BoundPlan
 from howsmooth.study.progress_listener import SILENT, Listener
 
 __all__ = ["LOCAL", "TABLE_COLUMNS", "Bounded", "bound_all", "bounds_frame"]

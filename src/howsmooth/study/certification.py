@@ -17,7 +17,7 @@ from howsmooth.nn.certificates.evaluation import Evaluation, checked_inputs, eva
 from howsmooth.nn.certificates.model_bound import certify
 from howsmooth.nn.certificates.propagation import has_rules
 from howsmooth.nn.saving import SavedModel, load_saved
-from howsmooth.study.plan import CertificationPlan
+from howsmooth.study.plans import CertificationPlan
 
 __all__ = ["Certified", "certify_file"]
 

@@ -13,7 +13,7 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 
 from howsmooth import texts
-from howsmooth.study.plan import InputSpec
+from howsmooth.study.plans import InputSpec
 from howsmooth.study.text_windows import Sequences, arrange, draw_distinct
 
 __all__ = [
@@ -40,7 +40,7 @@ class DataSource:
     Attributes
     ----------
     kind
-        One of :data:`howsmooth.study.plan.KINDS`.
+        One of :data:`howsmooth.study.plans.KINDS`.
     name, source, digest
         Its name, a description of where it comes from, and its SHA-256, as the store records them.
     size

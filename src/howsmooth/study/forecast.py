@@ -23,7 +23,7 @@ from howsmooth.attention import SelfAttention
 from howsmooth.batching import footprint
 from howsmooth.memory import memory_budget
 from howsmooth.scopes import ATTENTION_SCOPES
-from howsmooth.study.plan import Plan
+from howsmooth.study.plans import Plan
 from howsmooth.study.preparation import OpenStudy, opened_study
 from howsmooth.study.records import Row
 from howsmooth.study.task_times import TaskTimes

@@ -1,7 +1,8 @@
 """Read plan files: studies described in TOML.
 
-The keys are the fields of :class:`~howsmooth.study.plan.Plan` and :class:`~howsmooth.study.plan.Execution`.
-Paths are relative to the plan file, so that a plan and its texts can be moved together.
+The keys are the fields of :class:`~howsmooth.study.plans.Plan` and
+:class:`~howsmooth.study.execution.Execution`. Paths are relative to the plan
+file, so that a plan and its texts can be moved together.
 """
 
 from __future__ import annotations
@@ -13,8 +14,9 @@ from pathlib import Path
 from typing import Any
 
 from howsmooth.errors import ArgumentError
+from howsmooth.study.execution import Execution
 from howsmooth.study.options import check_keys, options_of, renamed
-from howsmooth.study.plan import Execution, Plan
+from howsmooth.study.plans import Plan
 
 __all__ = ["KEYS", "Study", "read_plan"]
 

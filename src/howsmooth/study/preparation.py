@@ -18,8 +18,9 @@ import torch
 
 from howsmooth.errors import ArgumentError, CaptureError, ModelError, StoreError, TextError
 from howsmooth.scopes import layers_of_scope
+from howsmooth.seeds import derive_seed
 from howsmooth.study.datasets import DataSource, Feed, Inputs, feed_of, open_data, sequence_starts
-from howsmooth.study.plan import ModelSpec, Plan, derive_seed
+from howsmooth.study.plans import ModelSpec, Plan
 from howsmooth.study.records import InputRecord, ModelRecord, TextRecord
 from howsmooth.study.store import PendingStore, Store
 from howsmooth.study.text_formatting import encodable

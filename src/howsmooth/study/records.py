@@ -150,7 +150,7 @@ class ModelRecord(Row, table="models", key=("label",), again="stay"):
 class TextRecord(Row, table="texts", key=("name",), again="stay"):
     """A text, or another input, on which models were measured.
 
-    ``kind`` is one of :data:`howsmooth.study.plan.KINDS`. ``characters`` is the number of characters of a
+    ``kind`` is one of :data:`howsmooth.study.plans.KINDS`. ``characters`` is the number of characters of a
     text, or of tokens, images or audio samples of other inputs.
     """
 

@@ -29,7 +29,7 @@ import torch
 from howsmooth.errors import HowsmoothError, WorkerError
 from howsmooth.study.environment import environment
 from howsmooth.study.executors import workers_of
-from howsmooth.study.plan import Plan
+from howsmooth.study.plans import Plan
 from howsmooth.study.preparation import Models
 from howsmooth.study.progress_listener import Listener, Outcome
 from howsmooth.study.store import Store

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from howsmooth.errors import StoreError
 from howsmooth.scopes import layers_of_scope
 from howsmooth.study.forecast import after_measuring
-from howsmooth.study.plan import ModelSpec, Plan
+from howsmooth.study.plans import ModelSpec, Plan
 from howsmooth.study.preparation import MEASURE
 from howsmooth.study.published_values import PUBLISHED
 from howsmooth.study.records import (

@@ -18,7 +18,7 @@ from howsmooth.errors import ArgumentError, CaptureError
 from howsmooth.paper.published import ITEMS
 from howsmooth.paper.published import constants_task as published_task
 from howsmooth.paper.published.constants_task import published_left
-from howsmooth.study.plan import ModelSpec
+from howsmooth.study.plans import ModelSpec
 from howsmooth.study.published_values import compare, quantities, read_rows
 from howsmooth.study.records import PublishedValue
 from tests._study import (

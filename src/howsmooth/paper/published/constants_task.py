@@ -15,8 +15,8 @@ from torch import Tensor
 
 from howsmooth.errors import ArgumentError, NonFiniteError
 from howsmooth.paper.published import PublishedLayer, capture_layers, items_that_apply, measure_layer
+from howsmooth.seeds import derive_seed
 from howsmooth.study.datasets import TextFeed
-from howsmooth.study.plan import derive_seed
 from howsmooth.study.preparation import OpenStudy, Subject
 from howsmooth.study.published_values import quantities
 from howsmooth.study.records import PublishedKey, PublishedValue, Row

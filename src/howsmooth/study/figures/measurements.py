@@ -102,7 +102,7 @@ def draw_all(
     listener
         The listener that is told how many figures are drawn.
     kinds
-        The kind of each input that is not a text, by its name; one of :data:`howsmooth.study.plan.KINDS`.
+        The kind of each input that is not a text, by its name; one of :data:`howsmooth.study.plans.KINDS`.
 
     Returns
     -------

@@ -14,10 +14,10 @@ from howsmooth.attention import Compose, TokenMap
 from howsmooth.errors import ArgumentError, CaptureError, ModelError, similar_name
 from howsmooth.models.parameter_files import is_parameter_file
 from howsmooth.study.attention_sources import AttentionSource, ModelSource, SourceLayer, open_attention_source
+from howsmooth.study.flows.flow_plan import FlowPlan
 from howsmooth.study.flows.initial_tokens import DRAWN, draw_tokens, kind_of_start, onto_sphere, read_tokens
 from howsmooth.study.flows.named_systems import SYSTEMS, build_system
-from howsmooth.study.flows.plan import FlowPlan
-from howsmooth.study.plan import SourcePlan
+from howsmooth.study.plans import SourcePlan
 
 __all__ = ["System", "load_system"]
 

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from howsmooth.errors import ArgumentError
 from howsmooth.models.inputs.array_files import read_arrays
-from howsmooth.study.flows.plan import FlowPlan
-from howsmooth.study.plan import derive_seed
+from howsmooth.seeds import derive_seed
+from howsmooth.study.flows.flow_plan import FlowPlan
 
 __all__ = ["DRAWN", "draw_tokens", "kind_of_start", "onto_sphere", "read_tokens"]
 

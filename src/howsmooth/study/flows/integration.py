@@ -12,9 +12,9 @@ import torch
 from howsmooth.dynamics import Layers, Rescaled, Sphere, Trajectory, flow, growth
 from howsmooth.errors import NonFiniteError
 from howsmooth.measures import Gaussian
+from howsmooth.study.flows.flow_plan import FIXED_STEP, FlowPlan
 from howsmooth.study.flows.flow_system import System
 from howsmooth.study.flows.frames import frame_row, gaussian_of, tokens_of
-from howsmooth.study.flows.plan import FIXED_STEP, FlowPlan
 from howsmooth.study.records import Ending, FrameRow, GrowthRow
 
 __all__ = ["Integration"]

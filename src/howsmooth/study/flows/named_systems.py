@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from howsmooth.attention import L2Attention, SelfAttention, SinkhornAttention, TokenMap
-from howsmooth.study.flows.plan import FlowPlan
-from howsmooth.study.plan import derive_seed
+from howsmooth.seeds import derive_seed
+from howsmooth.study.flows.flow_plan import FlowPlan
 
 __all__ = ["SYSTEMS", "NamedSystem", "build_system"]
 

@@ -7,10 +7,10 @@ import time
 from dataclasses import replace
 from pathlib import Path
 
+from howsmooth.study.flows.flow_plan import FlowPlan
 from howsmooth.study.flows.flow_system import System
 from howsmooth.study.flows.frames import FLOW, count_frames, ending
 from howsmooth.study.flows.integration import Integration
-from howsmooth.study.flows.plan import FlowPlan
 from howsmooth.study.progress_listener import Outcome
 from howsmooth.study.records import Ending, FrameRow
 from howsmooth.study.runner import Means, Runner

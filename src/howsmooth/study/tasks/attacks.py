@@ -20,7 +20,7 @@ from howsmooth import adversarial, bounds, lipschitz
 from howsmooth.attention import SelfAttention
 from howsmooth.models.parameter_files import save_parameters
 from howsmooth.study.attention_sources import Ball, Target, longest
-from howsmooth.study.plan import AttackPlan
+from howsmooth.study.plans import AttackPlan
 from howsmooth.study.preparation import Models
 from howsmooth.study.records import Attack, Row
 from howsmooth.study.tasks.task import Failed, Found, Task, failure_row

@@ -13,7 +13,8 @@ import torch
 
 from howsmooth import lipschitz
 from howsmooth.scopes import layers_of_scope
-from howsmooth.study.plan import Plan, derive_seed
+from howsmooth.seeds import derive_seed
+from howsmooth.study.plans import Plan
 from howsmooth.study.preparation import OpenStudy, Subject
 from howsmooth.study.records import KEY_COLUMNS, Key, Measurement, Row, Sensitivity, SequenceRecord, keys_of
 from howsmooth.study.tasks.task import Failed, Found, SequenceTask, Work

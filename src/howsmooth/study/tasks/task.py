@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Generic, Self, TypeVar
 
 from howsmooth.study.datasets import SequenceData
-from howsmooth.study.plan import Plan
+from howsmooth.study.plans import Plan
 from howsmooth.study.preparation import Models, Subject, capture_sites
 from howsmooth.study.records import Failure, Row
 from howsmooth.study.store import now

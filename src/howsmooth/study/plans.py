@@ -6,8 +6,6 @@ The fields of a plan are its arguments in Python, its keys in a plan file and it
 
 from __future__ import annotations
 
-import hashlib
-import json
 import math
 import os
 from collections.abc import Mapping
@@ -20,7 +18,6 @@ from howsmooth.errors import ArgumentError
 from howsmooth.scopes import ATTENTION_SCOPES, OUTPUTS, SCOPES
 from howsmooth.study.options import (
     HOW,
-    OUTPUT,
     Kind,
     Options,
     choice,
@@ -49,24 +46,12 @@ __all__ = [
     "AttackPlan",
     "BoundPlan",
     "CertificationPlan",
-    "Execution",
     "InputSpec",
-    "LocalExecution",
     "ModelSpec",
     "Plan",
     "SourcePlan",
-    "as_decoder_option",
     "check_output",
-    "derive_seed",
-    "device_option",
-    "dtype_option",
-    "layers_option",
-    "output_option",
-    "part_option",
-    "random_init_option",
-    "seed_option",
-    "source_option",
-    "text_option",
+    "shared",
 ]
 
 BOUNDS = ("auto", "all", "none")
@@ -96,74 +81,82 @@ _MOST_SEED = 2**63 - 1
 _MOST_ITERATIONS = 10**9
 _MOST_ATTACK_STEPS = 1_000_000
 
-# PyTorch accepts any int and would try to start that many threads.
-_MOST_THREADS = 4096
-_MOST_WORKERS = 1024
-
 _MOST_RADII = 100
 _MOST_INPUTS = 2**31
-
-
-def derive_seed(**axes: str | int | None) -> int:
-    """Derive a seed from named values, such as a model, a layer and a sample.
-
-    The seed of one combination of values does not depend on which other combinations are used.
-
-    Parameters
-    ----------
-    **axes
-        The names and values for which the seed is used, such as model, layer and sample.
-
-    Returns
-    -------
-    int
-        A seed in [0, 2^63): the first eight bytes of the SHA-256 of the sorted axes, halved.
-
-    """
-    written = json.dumps(axes, sort_keys=True, ensure_ascii=True)
-    return int.from_bytes(hashlib.sha256(written.encode()).digest()[:8], "big") >> 1
 
 
 # ---- Options that several plans share
 
 
-def source_option(help: str) -> Any:
-    """Define the argument SOURCE of a plan: the model or parameter file that has the attention."""
-    return option(..., words(place=True), help, metavar="SOURCE", positional=True)
+_SHARED: dict[str, dict[str, Any]] = {
+    "source": {"default": ..., "kind": words(place=True), "metavar": "SOURCE", "positional": True},
+    "text": {
+        "default": DEFAULT_TEXT,
+        "kind": words(place=True),
+        "help": "The text that a model reads: a .txt or .csv file, alice, ag_news, or - for standard input.",
+        "metavar": "NAME|PATH",
+    },
+    "layers": {
+        "default": "all",
+        "kind": selection(),
+        "help": "Layers: all, or a list such as 0,6 or 0:4 or -1 (the last layer).",
+        "metavar": "RANGES",
+    },
+    "heads": {
+        "default": "all",
+        "kind": selection(),
+        "help": "Heads, in the format of --layers; only with --scope head.",
+        "metavar": "RANGES",
+    },
+    "scope": {
+        "default": "attention",
+        "kind": choice(*ATTENTION_SCOPES),
+        "help": "The part of attention. head: one head without output projection; heads: all heads without "
+        "output projection; attention: all heads with output projection.",
+        "metavar": "SCOPE",
+    },
+    "output": {
+        "default": "hidden",
+        "kind": choice(*OUTPUTS),
+        "help": "With the scope model: the last hidden state of all tokens, the logits, or the margin, the "
+        "largest logit minus the second largest. The last two need a model with a head.",
+        "metavar": "|".join(OUTPUTS),
+    },
+    "random_init": {
+        "default": False, "kind": flag(), "help": "Build the architecture with untrained weights."
+    },
+    "as_decoder": {
+        "default": False, "kind": flag(), "help": "Run an encoder as a decoder, with its causal mask."
+    },
+    "part": {
+        "default": None,
+        "kind": words(),
+        "help": "One part of a model with several: text, vision, audio, or a module path such as encoder.",
+        "metavar": "PART",
+    },
+    "seed": {"default": 0, "kind": whole(0, _MOST_SEED), "help": "Seed of all random numbers.", "panel": HOW},
+    "device": {
+        "default": "cpu",
+        "kind": words(),
+        "help": "PyTorch device, such as cpu, cuda or cuda:1.",
+        "panel": HOW,
+    },
+    "dtype": {
+        "default": "float32",
+        "kind": choice("float32", "float64"),
+        "help": "Floating-point precision.",
+        "metavar": "float32|float64",
+        "panel": HOW,
+    },
+}  # fmt: skip
 
 
-def text_option(panel: str = "") -> Any:
-    """Define the option ``--text`` of a plan: the text that a model reads."""
-    told = "The text that a model reads: a .txt or .csv file, alice, ag_news, or - for standard input."
-    return option(DEFAULT_TEXT, words(place=True), told, metavar="NAME|PATH", panel=panel)
+def shared(name: str, **changed: Any) -> Any:
+    """Define a field of a plan that several plans have, such as ``text``, with some things changed.
 
-
-def layers_option(default: str | None = "all", panel: str = "") -> Any:
-    """Define the option ``--layers`` of a plan: which layers to take."""
-    told = "Layers: all, or a list such as 0,6 or 0:4 or -1 (the last layer)."
-    return option(default, selection(), told, metavar="RANGES", panel=panel)
-
-
-def _heads_option(default: str | None = "all", more: str = "") -> Any:
-    told = f"Heads, in the format of --layers; only with --scope head.{more}"
-    return option(default, selection(), told, metavar="RANGES")
-
-
-def _scope_option(default: str) -> Any:
-    told = (
-        "The part of attention. head: one head without output projection; heads: all heads without output "
-        "projection; attention: all heads with output projection."
-    )
-    return option(default, choice(*ATTENTION_SCOPES), told, metavar="SCOPE")
-
-
-def output_option() -> Any:
-    """Define the option ``--output`` of a plan: the output of a whole model."""
-    told = (
-        "With the scope model: the last hidden state of all tokens, the logits, or the margin, the largest "
-        "logit minus the second largest. The last two need a model with a head."
-    )
-    return option("hidden", choice(*OUTPUTS), told, metavar="|".join(OUTPUTS))
+    ``changed`` are arguments of :func:`howsmooth.study.options.option`.
+    """
+    return option(**(_SHARED[name] | changed))
 
 
 def check_output(output: str, scopes: tuple[str, ...]) -> None:
@@ -171,38 +164,6 @@ def check_output(output: str, scopes: tuple[str, ...]) -> None:
     if output != "hidden" and "model" not in scopes:
         got = f"{output} with the scope {', '.join(scopes)}"
         raise ArgumentError("output", expected="hidden unless the scope is model", got=got)
-
-
-def random_init_option(panel: str = "") -> Any:
-    """Define the option ``--random-init`` of a plan: whether a model has untrained weights."""
-    return option(False, flag(), "Build the architecture with untrained weights.", panel=panel)
-
-
-def as_decoder_option(panel: str = "") -> Any:
-    """Define the option ``--as-decoder`` of a plan, which runs an encoder with a causal mask."""
-    return option(False, flag(), "Run an encoder as a decoder, with its causal mask.", panel=panel)
-
-
-def part_option() -> Any:
-    """Define the option ``--part`` of a plan: which part of a model to take, such as its vision part."""
-    told = "One part of a model with several: text, vision, audio, or a module path such as encoder."
-    return option(None, words(), told, metavar="PART")
-
-
-def seed_option(help: str = "Seed of all random numbers.") -> Any:
-    """Define the option ``--seed`` of a plan: the seed of all random numbers."""
-    return option(0, whole(0, _MOST_SEED), help, panel=HOW)
-
-
-def device_option() -> Any:
-    """Define the option ``--device`` of a plan: the PyTorch device to compute on."""
-    return option("cpu", words(), "PyTorch device, such as cpu, cuda or cuda:1.", panel=HOW)
-
-
-def dtype_option() -> Any:
-    """Define the option ``--dtype`` of a plan: the floating-point precision."""
-    floats = choice("float32", "float64")
-    return option("float32", floats, "Floating-point precision.", metavar="float32|float64", panel=HOW)
 
 
 def _check_heads(heads: Ranges, scopes: tuple[str, ...]) -> None:
@@ -240,12 +201,12 @@ class ModelSpec(Options):
     """A model of a study, as the user names it."""
 
     name: str = option(..., words(place=True), "A built-in model, a local folder, or a Hub id.")
-    random_init: bool = random_init_option()
-    as_decoder: bool = as_decoder_option()
-    layers: Ranges | None = layers_option(None)
-    heads: Ranges | None = _heads_option(None)
+    random_init: bool = shared("random_init")
+    as_decoder: bool = shared("as_decoder")
+    layers: Ranges | None = shared("layers", default=None)
+    heads: Ranges | None = shared("heads", default=None)
     lengths: tuple[int, ...] | None = option(None, token_counts(), "Numbers of tokens.")
-    part: str | None = part_option()
+    part: str | None = shared("part")
 
     @property
     def label(self) -> str:
@@ -360,12 +321,12 @@ class Plan(Options):
         metavar="SCOPE",
         flag="scope",
     )
-    output: str = output_option()
-    layers: Ranges = layers_option()
-    heads: Ranges = _heads_option()
-    random_init: bool = random_init_option()
-    as_decoder: bool = as_decoder_option()
-    part: str | None = part_option()
+    output: str = shared("output")
+    layers: Ranges = shared("layers")
+    heads: Ranges = shared("heads")
+    random_init: bool = shared("random_init")
+    as_decoder: bool = shared("as_decoder")
+    part: str | None = shared("part")
     as_published: str = option(
         "",
         some_of(*PUBLISHED_ITEMS, elsewhere=_PUBLISHED_ELSEWHERE),
@@ -381,9 +342,9 @@ class Plan(Options):
     max_iterations: int = option(
         200, whole(1, _MOST_ITERATIONS), "Largest number of Golub-Kahan or Lanczos steps.", panel=HOW
     )
-    seed: int = seed_option()
-    device: str = device_option()
-    dtype: str = dtype_option()
+    seed: int = shared("seed")
+    device: str = shared("device")
+    dtype: str = shared("dtype")
     bounds: str = option(
         "auto",
         choice(*BOUNDS),
@@ -528,16 +489,17 @@ class Plan(Options):
 class SourcePlan(Options):
     """Which attentions of a model or of a parameter file to use, to bound or to attack them."""
 
-    source: str = source_option(
-        "A built-in model, a local folder, a Hub id, or a .safetensors or .npz file of parameters."
+    source: str = shared(
+        "source",
+        help="A built-in model, a local folder, a Hub id, or a .safetensors or .npz file of parameters.",
     )
-    text: str = text_option()
-    layers: Ranges = layers_option()
-    heads: Ranges = _heads_option()
-    scope: str = _scope_option("attention")
-    random_init: bool = random_init_option()
-    as_decoder: bool = as_decoder_option()
-    seed: int = seed_option()
+    text: str = shared("text")
+    layers: Ranges = shared("layers")
+    heads: Ranges = shared("heads")
+    scope: str = shared("scope")
+    random_init: bool = shared("random_init")
+    as_decoder: bool = shared("as_decoder")
+    seed: int = shared("seed")
 
     def check(self) -> None:
         """Refuse a choice of heads, unless heads are taken one by one (the scope ``head``)."""
@@ -573,8 +535,10 @@ class AttackPlan(SourcePlan):
 
     PANEL: ClassVar[str] = "What to attack"
 
-    heads: Ranges = _heads_option(None, " Default: 0.")
-    scope: str = _scope_option("head")
+    heads: Ranges = shared(
+        "heads", default=None, help="Heads, in the format of --layers; only with --scope head. Default: 0."
+    )
+    scope: str = shared("scope", default="head")
     lengths: tuple[int, ...] = option(
         "12:392:76",
         # Attention on a single token is the linear map V x, which no attack can change.
@@ -686,75 +650,3 @@ class CertificationPlan(Options):
         "certificate then covers the model with this projection, for all inputs.",
     )
     batch: int = option(256, whole(1, _MOST_INPUTS), "Number of inputs in a batch.", panel=HOW)
-
-
-# ---- How a plan is carried out
-
-
-@dataclass(frozen=True)
-class Execution(Options):
-    """How a plan is carried out: output folder, workers and threads. It changes no result."""
-
-    out: Path = option(
-        "howsmooth-out", path(), "Folder for the store, tables, figures and report.", panel=OUTPUT
-    )
-    executor: str | None = option(
-        None,
-        choice("processes", "dask"),
-        "Measure on workers: processes on this machine, or the workers of a Dask cluster.",
-        metavar="processes|dask",
-        panel=HOW,
-    )
-    workers: int | None = option(
-        None, whole(1, _MOST_WORKERS), "Number of processes. Default: one for each CPU core.", panel=HOW
-    )
-    scheduler: str | None = option(
-        None,
-        words(),
-        "Address of the scheduler of the Dask cluster, such as tcp://10.0.0.1:8786.",
-        metavar="ADDRESS",
-        panel=HOW,
-    )
-    threads: int | None = option(
-        None,
-        whole(1, _MOST_THREADS),
-        "CPU threads, for each worker if there are workers. Fewer can be faster on a busy machine. "
-        "Default: PyTorch's choice, or the CPU cores divided among the workers.",
-        panel=HOW,
-    )
-
-    def check(self) -> None:
-        """Refuse workers or a scheduler without the matching executor."""
-        if self.executor == "dask" and self.workers is not None:
-            raise ArgumentError(
-                "workers",
-                expected="none with the executor dask, whose cluster has workers of its own",
-                got=str(self.workers),
-                remedy=f"Start them with dask worker ADDRESS --nworkers {self.workers} --nthreads 1, or use "
-                "the executor processes on this machine.",
-            )
-        got = f"the executor {self.executor}" if self.executor else "no executor"
-        for name, executor in (("workers", "processes"), ("scheduler", "dask")):
-            if getattr(self, name) is not None and self.executor != executor:
-                raise ArgumentError(name, expected=f"it together with the executor {executor}", got=got)
-        if self.executor == "dask" and self.scheduler is None:
-            raise ArgumentError(
-                "scheduler",
-                expected="the address of a Dask scheduler",
-                got="none",
-                remedy="Start one with dask scheduler, and workers with dask worker ADDRESS; or use the "
-                "executor processes on this machine.",
-            )
-
-
-@dataclass(frozen=True)
-class LocalExecution(Execution):
-    """How to carry out work on this machine only, since its tasks write files into the output folder."""
-
-    executor: str | None = option(
-        None,
-        choice("processes"),
-        "Attack on several processes of this machine.",
-        metavar="processes",
-        panel=HOW,
-    )

@@ -7,14 +7,7 @@ from typing import Any, ClassVar
 
 from howsmooth.errors import ArgumentError
 from howsmooth.study.options import HOW, OUTPUT, Options, choice, flag, number, option, whole, words
-from howsmooth.study.plan import (
-    as_decoder_option,
-    layers_option,
-    random_init_option,
-    seed_option,
-    source_option,
-    text_option,
-)
+from howsmooth.study.plans import shared
 from howsmooth.study.ranges import Ranges
 
 __all__ = ["ATTENTIONS", "FIXED_STEP", "METHODS", "FlowPlan", "Grid"]
@@ -53,9 +46,10 @@ class FlowPlan(Options):
 
     PANEL: ClassVar[str] = "What flows"
 
-    source: str = source_option(
-        "A named system (identity, negative, one-direction, turning, random), a .safetensors or "
-        ".npz file of parameters, a built-in model, a local folder, or a Hub id."
+    source: str = shared(
+        "source",
+        help="A named system (identity, negative, one-direction, turning, random), a .safetensors or "
+        ".npz file of parameters, a built-in model, a local folder, or a Hub id.",
     )
     start: str = option(
         "auto",
@@ -87,10 +81,10 @@ class FlowPlan(Options):
         False, flag(), "Follow exp(-tV) x instead of the tokens x, which may grow without limit."
     )
     closure: bool = option(False, flag(), "Also follow the Gaussian measure from which the tokens are drawn.")
-    text: str = text_option(_OF_A_MODEL)
-    layers: Ranges = layers_option(panel=_OF_A_MODEL)
-    random_init: bool = random_init_option(_OF_A_MODEL)
-    as_decoder: bool = as_decoder_option(_OF_A_MODEL)
+    text: str = shared("text", panel=_OF_A_MODEL)
+    layers: Ranges = shared("layers", panel=_OF_A_MODEL)
+    random_init: bool = shared("random_init", panel=_OF_A_MODEL)
+    as_decoder: bool = shared("as_decoder", panel=_OF_A_MODEL)
     norms: bool = option(
         False,
         flag(),
@@ -126,7 +120,7 @@ class FlowPlan(Options):
     rtol: float = option(
         1e-7, number(positive=True), "Relative error of methods that choose their steps.", panel=HOW
     )
-    seed: int = seed_option()
+    seed: int = shared("seed")
     tolerance: float | None = option(
         None,
         number(positive=True),

@@ -1,0 +1,84 @@
+"""Say how a plan is carried out: the output folder, the workers and their threads. This changes no number."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from howsmooth.errors import ArgumentError
+from howsmooth.study.options import HOW, OUTPUT, Options, choice, option, path, whole, words
+
+__all__ = ["Execution", "LocalExecution"]
+
+# PyTorch accepts any int and would try to start that many threads.
+_MOST_THREADS = 4096
+_MOST_WORKERS = 1024
+
+
+@dataclass(frozen=True)
+class Execution(Options):
+    """How a plan is carried out: output folder, workers and threads. It changes no result."""
+
+    out: Path = option(
+        "howsmooth-out", path(), "Folder for the store, tables, figures and report.", panel=OUTPUT
+    )
+    executor: str | None = option(
+        None,
+        choice("processes", "dask"),
+        "Measure on workers: processes on this machine, or the workers of a Dask cluster.",
+        metavar="processes|dask",
+        panel=HOW,
+    )
+    workers: int | None = option(
+        None, whole(1, _MOST_WORKERS), "Number of processes. Default: one for each CPU core.", panel=HOW
+    )
+    scheduler: str | None = option(
+        None,
+        words(),
+        "Address of the scheduler of the Dask cluster, such as tcp://10.0.0.1:8786.",
+        metavar="ADDRESS",
+        panel=HOW,
+    )
+    threads: int | None = option(
+        None,
+        whole(1, _MOST_THREADS),
+        "CPU threads, for each worker if there are workers. Fewer can be faster on a busy machine. "
+        "Default: PyTorch's choice, or the CPU cores divided among the workers.",
+        panel=HOW,
+    )
+
+    def check(self) -> None:
+        """Refuse workers or a scheduler without the matching executor."""
+        if self.executor == "dask" and self.workers is not None:
+            raise ArgumentError(
+                "workers",
+                expected="none with the executor dask, whose cluster has workers of its own",
+                got=str(self.workers),
+                remedy=f"Start them with dask worker ADDRESS --nworkers {self.workers} --nthreads 1, or use "
+                "the executor processes on this machine.",
+            )
+        got = f"the executor {self.executor}" if self.executor else "no executor"
+        for name, executor in (("workers", "processes"), ("scheduler", "dask")):
+            if getattr(self, name) is not None and self.executor != executor:
+                raise ArgumentError(name, expected=f"it together with the executor {executor}", got=got)
+        if self.executor == "dask" and self.scheduler is None:
+            raise ArgumentError(
+                "scheduler",
+                expected="the address of a Dask scheduler",
+                got="none",
+                remedy="Start one with dask scheduler, and workers with dask worker ADDRESS; or use the "
+                "executor processes on this machine.",
+            )
+
+
+@dataclass(frozen=True)
+class LocalExecution(Execution):
+    """How to carry out work on this machine only, since its tasks write files into the output folder."""
+
+    executor: str | None = option(
+        None,
+        choice("processes"),
+        "Attack on several processes of this machine.",
+        metavar="processes",
+        panel=HOW,
+    )
