@@ -222,7 +222,7 @@ class _Trial:
     def _learn(self, task: ConstantsTask) -> None:
         self._task_times.learn(task.alike, task.n, task.size, self._timed(task))
 
-    def _timed(self, task: SequenceTask[Any]) -> float:
+    def _timed(self, task: SequenceTask) -> float:
         """Carry out a task and return its seconds; raise the error of a task that fails."""
         packed, began = task.packed(), time.monotonic()
         found: list[Sequence[Row]] = []

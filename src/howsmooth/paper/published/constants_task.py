@@ -29,7 +29,7 @@ _COLUMNS = ("layer", "n", "sample", "quantity", "items")
 
 
 @dataclass(frozen=True, eq=False)
-class PublishedTask(SequenceTask[PublishedKey]):
+class PublishedTask(SequenceTask):
     """The task of computing the published code's values for several sequences of one length together."""
 
     kind = PublishedValue

@@ -29,7 +29,8 @@ def frame_row(
 ) -> FrameRow:
     """Return the row of a frame: its index, its time, the tokens, and the Gaussian's mean and covariance."""
     mean, covariance = (None, None) if gaussian is None else map(_bytes, gaussian)
-    return FrameRow(place, time, *x.shape, _bytes(x), mean, covariance, evaluations, seconds)
+    n, d = x.shape
+    return FrameRow(place, time, n, d, _bytes(x), mean, covariance, evaluations, seconds)
 
 
 def tokens_of(frame: FrameRow) -> Float64[Tensor, "n d"]:

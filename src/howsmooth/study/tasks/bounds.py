@@ -10,7 +10,7 @@ from typing import Any
 
 from howsmooth.scopes import ATTENTION_SCOPES
 from howsmooth.study.preparation import OpenStudy
-from howsmooth.study.records import KEY_COLUMNS, Bounding, Key, Measurement, Row, Run
+from howsmooth.study.records import KEY_COLUMNS, Bounding, Measurement, Row, Run
 from howsmooth.study.store import Store
 from howsmooth.study.tasks import site_bounds
 from howsmooth.study.tasks.task import Failed, Found, SequenceTask, Work
@@ -22,7 +22,7 @@ SHARE = 0.2
 """The largest share of the measuring time that bounds may take by default."""
 
 
-class BoundsTask(SequenceTask[Key]):
+class BoundsTask(SequenceTask):
     """The task of computing all bounds on one layer at one sequence.
 
     The sequence is sample 0.

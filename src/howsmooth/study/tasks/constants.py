@@ -16,7 +16,7 @@ from howsmooth.scopes import layers_of_scope
 from howsmooth.seeds import derive_seed
 from howsmooth.study.plans import Plan
 from howsmooth.study.preparation import OpenStudy, Subject
-from howsmooth.study.records import KEY_COLUMNS, Key, Measurement, Row, Sensitivity, SequenceRecord, keys_of
+from howsmooth.study.records import KEY_COLUMNS, Measurement, Row, Sensitivity, SequenceRecord, keys_of
 from howsmooth.study.tasks.task import Failed, Found, SequenceTask, Work
 
 __all__ = ["ConstantsTask", "batch_size", "constants_left", "start_seed"]
@@ -28,7 +28,7 @@ _ARRAYS_A_HEAD = 6
 _MOST_TOKENS = 512
 
 
-class ConstantsTask(SequenceTask[Key]):
+class ConstantsTask(SequenceTask):
     """Measures the Lipschitz constants at some sequences of one length, with one forward pass."""
 
     kind = Measurement

@@ -6,7 +6,7 @@ import traceback
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar, Generic, Self, TypeVar
+from typing import Any, ClassVar, Self
 
 from howsmooth.study.datasets import SequenceData
 from howsmooth.study.plans import Plan
@@ -16,8 +16,6 @@ from howsmooth.study.store import now
 from howsmooth.study.text_formatting import encodable
 
 __all__ = ["Failed", "Found", "SequenceTask", "Task", "Work", "each_if_not_all", "failure_row"]
-
-K = TypeVar("K", bound=tuple[Any, ...])
 
 
 @dataclass(frozen=True, eq=False)
@@ -129,7 +127,7 @@ class Task(ABC):
 
 
 @dataclass(frozen=True, eq=False)
-class SequenceTask(Task, Generic[K]):
+class SequenceTask(Task):
     """A task that computes rows, such as constants, at sequences of one model, text, length and scope.
 
     Attributes
@@ -152,7 +150,7 @@ class SequenceTask(Task, Generic[K]):
     n: int
     scope: str
     starts: Mapping[int, int]
-    missing: frozenset[K]
+    missing: frozenset[tuple[Any, ...]]
     data: SequenceData | None = None
 
     @property
