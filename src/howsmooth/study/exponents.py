@@ -137,19 +137,19 @@ def fit_exponent(n: ArrayLike, lipschitz: ArrayLike, usable: ArrayLike = True) -
     if len(np.unique(lengths)) < FEWEST_LENGTHS:
         return Exponent(**fitted, note=f"fewer than {FEWEST_LENGTHS} lengths to fit")
     x = np.log(lengths)
-    line = _line(x, np.log(lipschitz[usable]))
+    slope, intercept, spread, stderr = _line(x, np.log(lipschitz[usable]))
     freedom = len(x) - 2
     # Points on a line up to rounding have no spread from which an error could be estimated.
-    exact = line.spread < _ROUNDING
-    half = _ROUNDING if exact else float(stats.t.ppf((1 + LEVEL) / 2, freedom)) * line.stderr
-    distance = abs(line.slope - QUARTER)
+    exact = spread < _ROUNDING
+    half = _ROUNDING if exact else float(stats.t.ppf((1 + LEVEL) / 2, freedom)) * stderr
+    distance = abs(slope - QUARTER)
     return Exponent(
-        slope=line.slope,
-        low=line.slope - half,
-        high=line.slope + half,
-        quarter=float(distance <= half) if exact else float(2 * stats.t.sf(distance / line.stderr, freedom)),
-        spread=line.spread,
-        intercept=line.intercept,
+        slope=slope,
+        low=slope - half,
+        high=slope + half,
+        quarter=float(distance <= half) if exact else float(2 * stats.t.sf(distance / stderr, freedom)),
+        spread=spread,
+        intercept=intercept,
         interval="exact" if exact else "HC3",
         **fitted,
     )
@@ -233,16 +233,11 @@ def _by_radius(
     return columns
 
 
-@dataclass(frozen=True)
-class _Line:
-    slope: float
-    intercept: float
-    spread: float
-    stderr: float
+def _line(x: np.ndarray, y: np.ndarray) -> tuple[float, float, float, float]:
+    """Fit a line by least squares; return slope, intercept, spread and the slope's standard error.
 
-
-def _line(x: np.ndarray, y: np.ndarray) -> _Line:
-    """Fit a line by least squares, with the HC3 standard error of its slope (MacKinnon and White, 1985)."""
+    The standard error is HC3 (MacKinnon and White, 1985).
+    """
     centred = x - x.mean()
     square = float(centred @ centred)
     slope = float(centred @ y) / square
@@ -252,9 +247,5 @@ def _line(x: np.ndarray, y: np.ndarray) -> _Line:
     # is fitted without this point.
     leverage = 1 / len(x) + centred**2 / square
     left_out = residuals / np.maximum(1 - leverage, np.finfo(np.float64).eps)
-    return _Line(
-        slope=slope,
-        intercept=intercept,
-        spread=math.sqrt(float(residuals @ residuals) / (len(x) - 2)),
-        stderr=float(np.linalg.norm(centred * left_out)) / square,
-    )
+    spread = math.sqrt(float(residuals @ residuals) / (len(x) - 2))
+    return slope, intercept, spread, float(np.linalg.norm(centred * left_out)) / square

@@ -138,7 +138,7 @@ def _named(plan: FlowPlan) -> System:
         x = draw_tokens(plan, start, plan.tokens or _TOKENS, plan.dimension or _DIMENSION)
     else:
         x = read_tokens(plan, Path(start))
-    title = f"{SYSTEMS[plan.source].title}; {plan.attention} attention"
+    title = f"{SYSTEMS[plan.source][0]}; {plan.attention} attention"
     title += f"{', causal' if plan.causal else ''}{'' if plan.beta == 1 else f', β = {plan.beta:g}'}"
     maps = (build_system(plan, x.shape[1]),)
     return System(plan.source, title, "", maps, start, *_placed(plan, start, x), plan.source)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -12,24 +11,11 @@ from howsmooth.attention import L2Attention, SelfAttention, SinkhornAttention, T
 from howsmooth.seeds import derive_seed
 from howsmooth.study.flows.flow_plan import FlowPlan
 
-__all__ = ["SYSTEMS", "NamedSystem", "build_system"]
+__all__ = ["SYSTEMS", "build_system"]
 
 
-@dataclass(frozen=True)
-class NamedSystem:
-    """A named system of tokens: its description, and a function that returns its matrices.
-
-    Attributes
-    ----------
-    title
-        A phrase that describes the system.
-    matrices
-        A function of the dimension d and a random generator that returns the three (d, d) matrices.
-
-    """
-
-    title: str
-    matrices: Callable[[int, torch.Generator], tuple[Tensor, Tensor, Tensor]]
+Matrices = Callable[[int, torch.Generator], tuple[Tensor, Tensor, Tensor]]
+"""A function of the dimension d and a generator that returns the matrices Q, K, V of shape (d, d)."""
 
 
 def _eye(d: int) -> Tensor:
@@ -54,18 +40,17 @@ def _random(d: int, generator: torch.Generator) -> tuple[Tensor, Tensor, Tensor]
     return query, key, value
 
 
-SYSTEMS: Mapping[str, NamedSystem] = {
-    "identity": NamedSystem("queries, keys and values are the tokens", lambda d, _: (_eye(d),) * 3),
-    "negative": NamedSystem(
-        "queries and keys are the tokens, values their negatives", lambda d, _: (_eye(d), _eye(d), -_eye(d))
+SYSTEMS: Mapping[str, tuple[str, Matrices]] = {
+    "identity": ("queries, keys and values are the tokens", lambda d, _: (_eye(d),) * 3),
+    "negative": (
+        "queries and keys are the tokens, values their negatives",
+        lambda d, _: (_eye(d), _eye(d), -_eye(d)),
     ),
-    "one-direction": NamedSystem(
-        "values grow along the first axis and shrink along the others", _one_direction
-    ),
-    "turning": NamedSystem("values are the tokens, turned and stretched in the first plane", _turning),
-    "random": NamedSystem("queries, keys and values by Gaussian matrices", _random),
+    "one-direction": ("values grow along the first axis and shrink along the others", _one_direction),
+    "turning": ("values are the tokens, turned and stretched in the first plane", _turning),
+    "random": ("queries, keys and values by Gaussian matrices", _random),
 }
-"""All named systems, by name."""
+"""A description and the matrices of each named system. Random matrices come from the generator."""
 
 
 def build_system(plan: FlowPlan, d: int) -> TokenMap:
@@ -75,7 +60,7 @@ def build_system(plan: FlowPlan, d: int) -> TokenMap:
     weights doubly stochastic.
     """
     seed = derive_seed(purpose="system", name=plan.source, seed=plan.seed)
-    matrices = SYSTEMS[plan.source].matrices(d, torch.Generator().manual_seed(seed))
+    matrices = SYSTEMS[plan.source][1](d, torch.Generator().manual_seed(seed))
     query, key, value = (matrix[None] for matrix in matrices)
     if plan.attention == "l2":
         return L2Attention(query, key, value, scale=plan.beta, causal=plan.causal)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,7 +18,7 @@ from howsmooth.seeds import derive_seed
 from howsmooth.study.plans import Plan
 from howsmooth.study.preparation import OpenStudy, Subject
 from howsmooth.study.records import KEY_COLUMNS, Measurement, Row, Sensitivity, SequenceRecord, keys_of
-from howsmooth.study.tasks.task import Failed, Found, SequenceTask, Work
+from howsmooth.study.tasks.task import Failed, Found, SequenceTask, Work, each_if_not_all
 
 __all__ = ["ConstantsTask", "batch_size", "constants_left", "start_seed"]
 
@@ -42,25 +43,16 @@ class ConstantsTask(SequenceTask):
             samples = [
                 s for s in self.starts if (self.scope, site.layer, site.head, self.n, s) in self.missing
             ]
-            try:
-                together = self._measured(site, samples) if samples else ()
-            except Exception as error:
-                if len(samples) == 1:
-                    yield self.failed(error, (site.layer, site.head), samples)
-                else:
-                    yield from self._one_by_one(site, samples)
-            else:
-                yield together
+            if samples:
+                yield from each_if_not_all(
+                    samples, partial(self._measured, site), partial(self._no_sample, (site.layer, site.head))
+                )
 
-    def _one_by_one(self, site: Any, samples: Sequence[int]) -> Iterator[Found]:
-        for sample in samples:
-            try:
-                yield self._measured(site, [sample])
-            except Exception as error:
-                yield self.failed(error, (site.layer, site.head), [sample])
+    def _no_sample(self, place: tuple[int, int | None], error: Exception, sample: int) -> Failed:
+        return self.failed(error, place, [sample])
 
-    def _measured(self, site: Any, samples: Sequence[int]) -> list[Row]:
-        """Measure the constants of one layer and head at some samples, in one batch."""
+    def _measured(self, site: Any, samples: Sequence[int]) -> list[Found]:
+        """Measure the constants of one layer and head at some samples, in one batch: one step of rows."""
         plan = self.plan
         place = (self.scope, site.layer, site.head, self.n)
         seeds = [start_seed(plan, self.subject, *place, sample) for sample in samples]
@@ -85,7 +77,7 @@ class ConstantsTask(SequenceTask):
         shown = self.n <= _MOST_TOKENS and estimate.output_direction.shape[-2] == self.n
         if 0 in samples and shown:
             rows += [self._sequence(), self._sensitivity(site, estimate, list(samples).index(0))]
-        return rows
+        return [rows]
 
     def _row(
         self, site: Any, estimate: Any, sample: int, place: int, slot: int, seed: int, seconds: float

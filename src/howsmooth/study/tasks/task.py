@@ -233,22 +233,19 @@ def each_if_not_all(items: Sequence[int], take: Any, refused: Any) -> Iterator[A
     """Try all items together; if that fails, try each item alone.
 
     Yield the results of ``take(items)``. If it fails or returns nothing, yield the results of
-    ``take([item])`` for each item, or ``refused(error, item)`` if an item fails alone.
+    ``take([item])`` for each item, or ``refused(error, item)`` for an item that fails alone.
     """
     try:
         found = take(items)
-    except Exception:
+    except Exception as error:
+        if len(items) == 1:
+            yield refused(error, items[0])
+            return
         found = []
-    if found:
-        yield from found
-        return
-    for item in items:
-        try:
-            found = take([item])
-        except Exception as error:
-            yield refused(error, item)
-        else:
-            yield from found
+    yield from found
+    if not found and len(items) > 1:
+        for item in items:
+            yield from each_if_not_all([item], take, refused)
 
 
 def failure_row(
