@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -461,15 +461,6 @@ class Plan(Options):
         An empty result stands for the default lengths of a model of images or audio.
         """
         return self.lengths if model.lengths is None else model.lengths
-
-    @property
-    def of_attention(self) -> Plan:
-        """Return this plan with the scope ``attention`` alone, so that only whole layers are measured.
-
-        The values of the paper's published code exist only for this scope.
-        """
-        models = tuple(replace(model, heads=None) for model in self.models)
-        return replace(self, models=models, scopes=("attention",), heads=Ranges.parse("all", "heads"))
 
     def settings(self) -> dict[str, Any]:
         """Return the settings that all measurements of one store must share.

@@ -109,12 +109,34 @@ def status(plan: Plan, texts: Iterable[str], folder: str | os.PathLike[str]) -> 
     running = Store.in_use(folder)
     with Store.open(folder, write=False) as store:
         store.check(MEASURE, plan.settings())
-        comparison = _Comparison(plan, store)
-        parts = tuple(comparison.part(*one) for one in where)
-        rate, remaining = comparison.rate_and_remaining(
-            [run for run, _ in store.rows(Run)], certain=all(part.planned is not None for part in parts)
+        models = {model.label: model for model, _ in store.rows(ModelRecord)}
+        failures = [row for row, _ in store.rows(Failure)]
+        found: list[Part] = []
+        left: list[tuple[str, Key]] = []
+        figures = 0
+        for spec, text, scope in where:
+            if spec.label not in models:
+                found.append(Part(spec.label, text, scope, None, 0, 0))
+                continue
+            kind = PublishedValue if scope == PUBLISHED else Measurement
+            asked = _asked(plan, spec, "attention" if scope == PUBLISHED else scope, models[spec.label])
+            done = _done(store, plan, spec.label, text, kind)
+            failed = sum(_has_failed(failures, kind, (spec.label, text, *key)) for key in asked - done)
+            found.append(Part(spec.label, text, scope, len(asked), len(asked & done), failed))
+            if kind is Measurement:
+                left += [(spec.label, key) for key in asked - done]
+                figures += len({layer for _, layer, *_ in asked})
+        rate, seconds = _rate_and_seconds(store, left)
+        remaining = seconds
+        if seconds is not None and left:
+            remaining = seconds + sum(after_measuring(plan, seconds, figures))
+        certain = all(part.planned is not None for part in found)
+        return replace(
+            _without_plan(store, running),
+            parts=tuple(found),
+            rate=rate,
+            remaining=remaining if certain else None,
         )
-        return replace(_without_plan(store, running), parts=parts, rate=rate, remaining=remaining)
 
 
 def status_of_folder(folder: str | os.PathLike[str]) -> Status:
@@ -157,98 +179,61 @@ def _without_plan(store: Store, running: bool) -> Status:
     )
 
 
-class _Comparison:
-    """The comparison of a plan with its store, which counts planned, done, failed and missing rows."""
+def _done(store: Store, plan: Plan, label: str, text: str, kind: type[Row]) -> frozenset[Key]:
+    """Return the keys of the rows of a kind that the store has of a model on one text.
 
-    def __init__(self, plan: Plan, store: Store) -> None:
-        self._plan = plan
-        self._store = store
-        self._models = {model.label: model for model, _ in store.rows(ModelRecord)}
-        self._failures = [row for row, _ in store.rows(Failure)]
-        self._missing: list[tuple[str, Key]] = []
-        self._figures = 0
+    A layer and a sequence count as done if the store has all their values of the published code.
+    """
+    if kind is Measurement:
+        return store.keys(Measurement, KEY_COLUMNS, model=label, text=text)
+    # The quantity with all items is written together with all others, so it stands for them.
+    columns = ("layer", "n", "sample", "items")
+    whole = store.keys(PublishedValue, columns, model=label, text=text, quantity=PUBLISHED)
+    wanted = {word.strip() for word in plan.as_published.split(",")}
+    return frozenset(
+        ("attention", layer, None, n, sample)
+        for layer, n, sample, items in whole
+        if wanted in ({"all"}, set(items.split(",")))
+    )
 
-    def part(self, spec: ModelSpec, text: str, scope: str) -> Part:
-        """Count the planned, done and failed measurements of a model on one text, for one scope."""
-        model = self._models.get(spec.label)
-        if model is None:
-            return Part(spec.label, text, scope, None, 0, 0)
-        if scope == PUBLISHED:
-            asked = _asked(self._plan.of_attention, spec, "attention", model)
-            return self._counted(
-                spec.label, text, scope, asked, self._published(spec.label, text), PublishedValue
-            )
-        asked = _asked(self._plan, spec, scope, model)
-        done = self._store.keys(Measurement, KEY_COLUMNS, model=spec.label, text=text)
-        self._missing += [(spec.label, key) for key in asked - done]
-        self._figures += len({layer for _, layer, *_ in asked})
-        return self._counted(spec.label, text, scope, asked, done, Measurement)
 
-    def _counted(
-        self,
-        label: str,
-        text: str,
-        scope: str,
-        asked: frozenset[Key],
-        done: frozenset[Key],
-        kind: type[Row],
-    ) -> Part:
-        failed = sum(self._has_failed(kind, (label, text, *key)) for key in asked - done)
-        return Part(label, text, scope, len(asked), len(asked & done), failed)
-
-    def _published(self, label: str, text: str) -> frozenset[Key]:
-        """Return for which layers and sequences the store has all values of the published code.
-
-        Each is given by the key of its measurement.
-        """
-        # The quantity with all items is written together with all others, so it stands for them.
-        columns = ("layer", "n", "sample", "items")
-        whole = self._store.keys(PublishedValue, columns, model=label, text=text, quantity=PUBLISHED)
-        wanted = {word.strip() for word in self._plan.as_published.split(",")}
-        return frozenset(
-            ("attention", layer, None, n, sample)
-            for layer, n, sample, items in whole
-            if wanted in ({"all"}, set(items.split(",")))
+def _has_failed(failures: Iterable[Failure], kind: type[Row], place: tuple[object, ...]) -> bool:
+    """Whether a missing row failed when last tried, alone or with its whole layer, text or model."""
+    return any(
+        row.what == kind.table
+        and all(
+            said in (None, here)
+            for said, here in zip((getattr(row, name) for name in PLACE), place, strict=True)
         )
+        for row in failures
+    )
 
-    def _has_failed(self, kind: type[Row], place: tuple[object, ...]) -> bool:
-        """Whether a missing row failed when last tried, alone or with its whole layer, text or model."""
-        return any(
-            row.what == kind.table
-            and all(
-                said in (None, here)
-                for said, here in zip((getattr(row, name) for name in PLACE), place, strict=True)
-            )
-            for row in self._failures
-        )
 
-    def rate_and_remaining(self, runs: list[Run], *, certain: bool) -> tuple[float | None, float | None]:
-        """Return how fast the last run measured, and how many seconds are left.
+def _rate_and_seconds(store: Store, left: list[tuple[str, Key]]) -> tuple[float | None, float | None]:
+    """Return how many measurements a second the last run made, and the seconds for those that are left.
 
-        The speed is in measurements per second, and runs without a measurement are skipped. The remaining
-        seconds are None unless ``certain``.
-        """
-        rows = self._store.rows(Measurement)
-        last = next((run for run in reversed(runs) if any(number == run.id for _, number in rows)), None)
-        if last is None or last.worked <= 0:
-            return None, None
-        mine = [row for row, number in rows if number == last.id]
-        times = TaskTimes()
-        for row in mine:
-            times.learn((row.model, row.scope), row.n, 1, row.seconds)
-        # Rows record only the time of their estimates. Scale by the time of the run without bounds, which
-        # includes loading and capturing.
-        bounds = {
-            (row.model, row.text, row.scope, row.layer, row.head, row.n): row.seconds
-            for row, number in self._store.rows(Bounding)
-            if number == last.id
-        }
-        more = max(last.worked - sum(bounds.values()), 0.0) / max(sum(row.seconds for row in mine), 1e-9)
-        usual = sum(row.seconds for row in mine) / len(mine)
-        each = (times.a_row((label, key[0]), key[3]) for label, key in self._missing)
-        left = more * sum(usual if seconds is None else seconds for seconds in each)
-        whole = left + sum(after_measuring(self._plan, left, self._figures)) if self._missing else 0.0
-        return len(mine) / last.worked, whole if certain else None
+    Runs without a measurement are skipped. Both are None if there is no other run.
+    """
+    rows = store.rows(Measurement)
+    runs = [run for run, _ in store.rows(Run)]
+    last = next((run for run in reversed(runs) if any(number == run.id for _, number in rows)), None)
+    if last is None or last.worked <= 0:
+        return None, None
+    mine = [row for row, number in rows if number == last.id]
+    times = TaskTimes()
+    for row in mine:
+        times.learn((row.model, row.scope), row.n, 1, row.seconds)
+    # Rows record only the time of their estimates. Scale by the time of the run without bounds, which
+    # includes loading and capturing.
+    bounds = {
+        (row.model, row.text, row.scope, row.layer, row.head, row.n): row.seconds
+        for row, number in store.rows(Bounding)
+        if number == last.id
+    }
+    more = max(last.worked - sum(bounds.values()), 0.0) / max(sum(row.seconds for row in mine), 1e-9)
+    usual = sum(row.seconds for row in mine) / len(mine)
+    each = (times.a_row((label, key[0]), key[3]) for label, key in left)
+    return len(mine) / last.worked, more * sum(usual if seconds is None else seconds for seconds in each)
 
 
 def _asked(plan: Plan, spec: ModelSpec, scope: str, model: ModelRecord) -> frozenset[Key]:
