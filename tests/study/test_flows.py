@@ -23,7 +23,7 @@ from howsmooth.seeds import derive_seed
 from howsmooth.study.figures.flow_view import FlowView, cluster_colours, limits_of, outline
 from howsmooth.study.flows.flow_plan import FlowPlan
 from howsmooth.study.flows.flow_system import load_system
-from howsmooth.study.flows.frames import frames
+from howsmooth.study.flows.frames import frames, tokens_of
 from howsmooth.study.flows.integration import Integration
 from howsmooth.study.flows.named_systems import SYSTEMS, build_system
 from howsmooth.study.flows.outputs import FlowOutputs, measure_frames, view_of, write_flow_outputs
@@ -47,7 +47,7 @@ def carry_out(plan: FlowPlan, folder: Path) -> tuple[Outcome, Ending | None]:
 def states(folder: Path) -> tuple[list[float], Tensor]:
     with Store.open(folder, write=False) as store:
         found = list(frames(store))
-    return [frame.time for frame in found], torch.stack([frame.x for frame in found])
+    return [frame.time for frame in found], torch.stack([tokens_of(frame) for frame in found])
 
 
 @pytest.fixture
