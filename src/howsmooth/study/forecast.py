@@ -25,7 +25,6 @@ from howsmooth.memory import memory_budget
 from howsmooth.scopes import ATTENTION_SCOPES
 from howsmooth.study.plans import Plan
 from howsmooth.study.preparation import OpenStudy, opened_study
-from howsmooth.study.records import Row
 from howsmooth.study.task_times import TaskTimes
 from howsmooth.study.tasks.bounds import SHARE, BoundsTask
 from howsmooth.study.tasks.constants import ConstantsTask, constants_left
@@ -189,22 +188,15 @@ class _Trial:
         self._task_times = TaskTimes()
         self._map: Any = None
         self._known = (0, 0)  # the shape (n, d) of the tokens at which self._map was captured
-        lengths = sorted({task.n for task in tasks})
-        self._lengths = sorted({lengths[0], lengths[len(lengths) // 2], lengths[-1]})
+        lengths = bounded_lengths([task.n for task in tasks])
+        # An input that can be cut to any length is timed at shorter ones first.
+        short = () if tasks[0].subject.feed.lengths else tuple(n for n in _SHORT if n < lengths[0])
         # Warm up without learning the time: the first task also does work that a process does only once.
-        self._timed(_part_of(tasks[0], self._first()))
+        self._timed(_part_of(tasks[0], (*short, *lengths)[0]))
         # From short to long, so that the times of short sequences tell when to stop.
-        for n in [*(short for short in _SHORT if self._free and short < lengths[0]), *self._lengths]:
+        for n in (*short, *lengths):
             if not self._try(n):
                 break
-
-    @property
-    def _free(self) -> bool:
-        """Whether sequences can be cut to any length."""
-        return not self._tasks[0].subject.feed.lengths
-
-    def _first(self) -> int:
-        return min(self._lengths[0], _SHORT[0]) if self._free else self._lengths[0]
 
     def _try(self, n: int) -> bool:
         """Time some tasks of length n; return False if even one sequence would take too long."""
@@ -213,8 +205,11 @@ class _Trial:
         if (self._task_times.expect(part) or 0.0) > _TRIAL_SECONDS:
             return False
         self._learn(part)
+        if whole is None:
+            return True
         # Sequences measured in one batch take less time each than one sequence alone, so time a batch too.
-        for more in () if whole is None else (_layer_of(whole), whole):
+        layer = replace(whole, missing=frozenset(key for key in whole.missing if key[1] == whole.layers[0]))
+        for more in (layer, whole):
             if (self._task_times.expect(more) or 0.0) <= _TRIAL_SECONDS:
                 self._learn(more)
         return True
@@ -225,11 +220,9 @@ class _Trial:
     def _timed(self, task: SequenceTask) -> float:
         """Carry out a task and return its seconds; raise the error of a task that fails."""
         packed, began = task.packed(), time.monotonic()
-        found: list[Sequence[Row]] = []
         for step in packed.found(self._study.models):
             if isinstance(step, Failed):
                 raise step.error
-            found.append(step)
         seconds = time.monotonic() - began
         # The first task also shows a map, from which the memory is predicted.
         if self._map is None:
@@ -280,19 +273,17 @@ class _Trial:
         first = self._tasks[0]
         if first.scope not in ATTENTION_SCOPES:
             return 0.0
-        lengths = bounded_lengths(tuple({task.n for task in self._tasks}))
-        tasks = [_bounds_of(_part_of(next(t for t in self._tasks if t.n == n), n)) for n in lengths]
-        times = TaskTimes()
-        for task in tasks:
+        tasks, times = [], TaskTimes()
+        for n in bounded_lengths([task.n for task in self._tasks]):
+            one = _part_of(next(task for task in self._tasks if task.n == n), n)
+            # The bounds are computed at the first sequence, which becomes sample 0.
+            missing = frozenset((*key[:-1], 0) for key in one.missing)
+            starts = {0: next(iter(one.starts.values()))}
+            task = BoundsTask(one.plan, one.subject, n, one.scope, starts, missing)
+            tasks.append(task)
             if (times.expect(task) or 0.0) <= _TRIAL_SECONDS:
                 times.learn(task.alike, task.n, task.size, self._timed(task))
         return len(first.subject.layers) * sum(times.expect(task) or 0.0 for task in tasks)
-
-
-def _layer_of(task: ConstantsTask) -> ConstantsTask:
-    """Restrict a task to its first layer; all its sequences remain."""
-    missing = frozenset(key for key in task.missing if key[1] == task.layers[0])
-    return replace(task, missing=missing)
 
 
 def _part_of(task: ConstantsTask, n: int) -> ConstantsTask:
@@ -301,16 +292,6 @@ def _part_of(task: ConstantsTask, n: int) -> ConstantsTask:
     asked = {(scope, at, head, n, which) for scope, at, head, _, which in task.missing}
     missing = frozenset(key for key in asked if key[1] == layer and key[-1] == sample)
     return replace(task, n=n, starts={sample: task.starts[sample]}, missing=missing)
-
-
-def _bounds_of(task: ConstantsTask) -> BoundsTask:
-    """Turn a task that measures constants into a task that computes bounds on the same layers.
-
-    The bounds are computed at the first sequence, which becomes sample 0.
-    """
-    missing = frozenset((scope, layer, head, n, 0) for scope, layer, head, n, _ in task.missing)
-    starts = {0: next(iter(task.starts.values()))}
-    return BoundsTask(task.plan, task.subject, task.n, task.scope, starts, missing)
 
 
 def _resident() -> float:

@@ -200,5 +200,5 @@ def _lay_out(
 
 def bounded_lengths(lengths: Sequence[int]) -> tuple[int, ...]:
     """Return the lengths at which bounds are computed: the shortest, the median and the longest."""
-    ordered = sorted(lengths)
+    ordered = sorted(set(lengths))
     return tuple(sorted({ordered[0], ordered[len(ordered) // 2], ordered[-1]}))
