@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from howsmooth.errors import ArgumentError, StoreError
 from howsmooth.study.preparation import MEASURE
@@ -103,21 +103,20 @@ def merge_stores(sources: Sequence[str | os.PathLike[str]], folder: str | os.Pat
         target = stack.enter_context(Store.open(folder)) if Store.exists(folder) else None
         if target is not None:
             union.take(folder, target, there=True)
-        had = {kind: len(union.rows[kind]) for kind in (Measurement, PublishedValue)}
-        seen = sum(_taken(union, source) for source in folders)
+        had, seen = {kind: len(union.rows[kind]) for kind in (Measurement, PublishedValue)}, 0
+        for source in folders:
+            with Store.open(source, write=False) as store:
+                union.take(source, store)
+                seen += store.count(Measurement)
         # Compare all stores before writing, so that a conflict creates no folder.
         union.check()
         # The target is created only now; its rows are in the union already if it existed.
         target = target or stack.enter_context(Store.open(folder))
         union.write(target)
         total = target.count(Measurement)
-        return Merged(
-            added=total - had[Measurement],
-            same=seen - (total - had[Measurement]),
-            total=total,
-            failures=target.count(Failure),
-            published=target.count(PublishedValue) - had[PublishedValue],
-        )
+        added = total - had[Measurement]
+        published = target.count(PublishedValue) - had[PublishedValue]
+        return Merged(added, seen - added, total, target.count(Failure), published)
 
 
 def _check_folders(folders: Sequence[Path], folder: Path) -> None:
@@ -132,22 +131,10 @@ def _check_folders(folders: Sequence[Path], folder: Path) -> None:
             raise ArgumentError("merge", expected="each store once", got=f"{source} twice")
 
 
-def _taken(union: _Union, folder: Path) -> int:
-    """Add all rows of the store in a folder to a merge.
+class _StoredRow(NamedTuple):
+    """A row to merge, the token of the run that computed it, and the folder of its store.
 
-    Return the number of measurements in this store.
-    """
-    with Store.open(folder, write=False) as store:
-        union.take(folder, store)
-        return store.count(Measurement)
-
-
-@dataclass(frozen=True, eq=False)
-class _StoredRow:
-    """A row to merge, and where it comes from.
-
-    ``token`` identifies the run that computed the row, ``path`` is the folder of its store, and ``there``
-    says whether the target store has the row.
+    ``there`` says whether the target store has the row.
     """
 
     row: Any
@@ -167,7 +154,6 @@ class _Union:
         self.rows: dict[type[Row], dict[tuple[Any, ...], _StoredRow]] = {kind: {} for kind in _KINDS}
         self._runs: dict[str, Run] = {}
         self._identified_by = Path()
-        self._bounded: set[tuple[Any, ...]] = set()
 
     def take(self, path: Path, store: Store, *, there: bool = False) -> None:
         """Add the rows of a store to the merge, and compare rows that have the same key.
@@ -180,11 +166,17 @@ class _Union:
             If a row conflicts with an earlier one.
 
         """
-        self._identify(path, store.identity(MEASURE))
+        identity = store.identity(MEASURE)
+        if not self.identity:
+            self.identity, self._identified_by = identity, path
+        for name, value in identity.items():
+            if self.identity[name] != value:
+                what = f"its {name.replace('_', '-')} is {value}"
+                raise _conflict(path, self._identified_by, what, self.identity[name])
         runs = {run.id: run for run, _ in store.rows(Run)}
         # Runs are told apart by their tokens, because every store counts its runs from 1.
         self._runs |= {run.token: run for run in runs.values() if run.token not in self._runs}
-        bounded = set(self._bounded)
+        bounded = {key[: len(PLACE)] for key in self.rows[Bounding]}
         for kind in _KINDS:
             for row, number in store.rows(kind):
                 # The bounds of an attention at a sequence belong together: keep the bounds of one store only.
@@ -192,15 +184,6 @@ class _Union:
                     continue
                 token = runs[number].token if number in runs else ""
                 self._add(_StoredRow(row, token, path, there))
-        self._bounded |= {key[: len(PLACE)] for key in self.rows[Bounding]}
-
-    def _identify(self, path: Path, identity: dict[str, Any]) -> None:
-        if not self.identity:
-            self.identity, self._identified_by = identity, path
-        for name, value in identity.items():
-            if self.identity[name] != value:
-                what = name.replace("_", "-")
-                raise _conflict(path, self._identified_by, f"its {what} is {value}", self.identity[name])
 
     def _add(self, new: _StoredRow) -> None:
         kind = type(new.row)
