@@ -360,7 +360,7 @@ def test_the_help_gives_examples_that_can_be_typed(
         seen.append(request)
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("howsmooth.study.attacks.open_attention_source", stop)
+    monkeypatch.setattr("howsmooth.study.attack_run.open_attention_source", stop)
     monkeypatch.setattr("howsmooth.study.attention_sources.open_attention_source", stop)
     for command in ("attack", "bound"):
         main([command, "--help"])

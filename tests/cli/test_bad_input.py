@@ -63,8 +63,8 @@ def workplace(command: str, *, real: bool) -> Iterator[Path]:
         patch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
         patch.setattr("howsmooth.study.outputs.draw_all", lambda *_: [])
         patch.setattr("howsmooth.study.attack_tables.draw_attacks", lambda *_: [])
-        patch.setattr("howsmooth.study.flows.outputs.draw_flow", undrawn)
-        patch.setattr("howsmooth.study.flows.outputs.animate_flow", lambda *_: None)
+        patch.setattr("howsmooth.study.flows.flow_outputs.draw_flow", undrawn)
+        patch.setattr("howsmooth.study.flows.flow_outputs.animate_flow", lambda *_: None)
         if not real:
             put_stand_ins(patch, command)
         yield root

@@ -37,7 +37,7 @@ def howsmooth(
 ) -> Howsmooth:
     monkeypatch.setenv("COLUMNS", "150")
     monkeypatch.chdir(tmp_path)
-    outputs = "howsmooth.study.flows.outputs"
+    outputs = "howsmooth.study.flows.flow_outputs"
     monkeypatch.setattr(
         f"{outputs}.draw_flow", lambda view, folder: (folder / "flow.png", folder / "flow.pdf")
     )

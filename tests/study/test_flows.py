@@ -21,13 +21,13 @@ from howsmooth.errors import ArgumentError, HowsmoothError, StoreError
 from howsmooth.models.parameter_files import save_parameters
 from howsmooth.seeds import derive_seed
 from howsmooth.study.figures.flow_view import FlowView, cluster_colours, limits_of, outline
+from howsmooth.study.flows.flow_outputs import FlowOutputs, measure_frames, view_of, write_flow_outputs
 from howsmooth.study.flows.flow_plan import FlowPlan
+from howsmooth.study.flows.flow_run import run_flow
 from howsmooth.study.flows.flow_system import load_system
 from howsmooth.study.flows.frames import frames, tokens_of
 from howsmooth.study.flows.integration import Integration
 from howsmooth.study.flows.named_systems import SYSTEMS, build_system
-from howsmooth.study.flows.outputs import FlowOutputs, measure_frames, view_of, write_flow_outputs
-from howsmooth.study.flows.run import run_flow
 from howsmooth.study.progress_listener import Listener, Outcome
 from howsmooth.study.records import Ending, GrowthRow
 from howsmooth.study.store import Store

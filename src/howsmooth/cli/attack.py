@@ -33,8 +33,8 @@ def attack(
 ) -> int:
     """Search for tokens with a large local Lipschitz constant, in a ball that contains the model's tokens."""
     from howsmooth.cli.attack_result import attacks_as_json, show_attacks
+    from howsmooth.study.attack_run import run_attack
     from howsmooth.study.attack_tables import write_attack_outputs
-    from howsmooth.study.attacks import run_attack
 
     with resumable(execution.out, as_typed()), shown_progress(quiet=quiet) as display:
         with means_of(execution, display) as means:

@@ -8,8 +8,8 @@ from pathlib import Path
 import pandas as pd
 
 from howsmooth.cli.terminal_output import as_json, heading, paragraph, say, show_table
+from howsmooth.study.flows.flow_outputs import FlowOutputs
 from howsmooth.study.flows.flow_system import System
-from howsmooth.study.flows.outputs import FlowOutputs
 from howsmooth.study.progress_listener import Outcome
 from howsmooth.study.records import Ending, FrameRow, plain_rows
 from howsmooth.study.store import STORE_NAME

@@ -15,8 +15,8 @@ from howsmooth.study.text_formatting import encodable, readable
 
 if TYPE_CHECKING:
     from howsmooth.study.execution import Execution
+    from howsmooth.study.open_study import OpenStudy
     from howsmooth.study.plans import Plan
-    from howsmooth.study.preparation import OpenStudy
     from howsmooth.study.progress_listener import Listener
     from howsmooth.study.runner import Means
     from howsmooth.study.tasks.task import Work

@@ -18,19 +18,19 @@ from howsmooth.paper.figure import FigureContext
 from howsmooth.paper.published.constants_task import published_left
 from howsmooth.paper.row_cache import Key
 from howsmooth.study.plans import ModelSpec, Plan
-from howsmooth.study.preparation import (
-    Subject,
-    capture_sites,
-    checked_subjects,
-    layer_and_head_counts,
-    place_sequences,
-)
 from howsmooth.study.progress_listener import Listener
 from howsmooth.study.ranges import Ranges
 from howsmooth.study.records import Measurement, PublishedValue
 from howsmooth.study.run import run
 from howsmooth.study.runner import Means
 from howsmooth.study.store import Store
+from howsmooth.study.subjects import (
+    Subject,
+    capture_sites,
+    checked_subjects,
+    layer_and_head_counts,
+    place_sequences,
+)
 from howsmooth.study.text_formatting import file_stem, readable, sentence
 from howsmooth.study.text_windows import Sequences
 

@@ -18,7 +18,7 @@ from howsmooth.errors import ArgumentError
 from howsmooth.models.parameter_files import ParameterFile, is_parameter_file, read_parameter_file
 from howsmooth.study.datasets import Inputs, open_data
 from howsmooth.study.plans import ModelSpec, Plan, SourcePlan
-from howsmooth.study.preparation import (
+from howsmooth.study.subjects import (
     Models,
     capture_sites,
     check_fits,

@@ -23,8 +23,8 @@ from howsmooth.attention import SelfAttention
 from howsmooth.batching import footprint
 from howsmooth.memory import memory_budget
 from howsmooth.scopes import ATTENTION_SCOPES
+from howsmooth.study.open_study import OpenStudy, opened_study
 from howsmooth.study.plans import Plan
-from howsmooth.study.preparation import OpenStudy, opened_study
 from howsmooth.study.task_times import TaskTimes
 from howsmooth.study.tasks.bounds import SHARE, BoundsTask
 from howsmooth.study.tasks.constants import ConstantsTask, constants_left

@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from howsmooth.errors import ArgumentError, StoreError
-from howsmooth.study.preparation import MEASURE
 from howsmooth.study.records import (
+    MEASURE,
     PLACE,
     Bounding,
     Failure,

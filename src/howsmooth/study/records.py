@@ -14,10 +14,11 @@ from typing import Any, ClassVar
 import pandas as pd
 
 __all__ = [
-    "ATTACK", "ATTACK_KINDS", "ATTACK_PLACE", "KEY_COLUMNS", "KINDS", "PLACE", "Attack", "Bounding",
-    "Contents", "Ending", "Failure", "FrameRow", "GrowthRow", "HeadRecord", "InputRecord", "Key",
-    "Measurement", "ModelRecord", "PublishedKey", "PublishedValue", "Row", "Run", "Sensitivity",
-    "SequenceRecord", "SiteBound", "SiteBounds", "StudyRecord", "TextRecord", "keys_of", "plain_rows",
+    "ATTACK", "ATTACK_KINDS", "ATTACK_PLACE", "FLOW", "KEY_COLUMNS", "KINDS", "MEASURE", "PLACE",
+    "Attack", "Bounding", "Contents", "Ending", "Failure", "FrameRow", "GrowthRow", "HeadRecord",
+    "InputRecord", "Key", "Measurement", "ModelRecord", "PublishedKey", "PublishedValue", "Row", "Run",
+    "Sensitivity", "SequenceRecord", "SiteBound", "SiteBounds", "StudyRecord", "TextRecord", "keys_of",
+    "plain_rows",
 ]  # fmt: skip
 
 Key = tuple[str, int, int | None, int, int]
@@ -43,8 +44,8 @@ def keys_of(
 PublishedKey = tuple[int, int, int, str, str]
 """The key (layer, n, sample, quantity, items) of a published value of one model on one text."""
 
-ATTACK = "attack"
-"""The value of :attr:`StudyRecord.kind` for attacks."""
+MEASURE, ATTACK, FLOW = "measure", "attack", "flow"
+"""The values of :attr:`StudyRecord.kind`. Constants have the values beside them in the same study."""
 
 ATTACK_PLACE = ("layer", "head", "n")
 """The columns that identify the attention and the length of an attack."""

@@ -16,8 +16,8 @@ import torch
 
 from howsmooth.memory import memory_budget
 from howsmooth.study.executors import workers_of
+from howsmooth.study.open_study import OpenStudy, opened_study
 from howsmooth.study.plans import Plan
-from howsmooth.study.preparation import OpenStudy, opened_study
 from howsmooth.study.progress_listener import Outcome
 from howsmooth.study.records import Measurement
 from howsmooth.study.runner import Means, Runner

@@ -11,10 +11,10 @@ from howsmooth.errors import StoreError
 from howsmooth.scopes import layers_of_scope
 from howsmooth.study.forecast import after_measuring
 from howsmooth.study.plans import ModelSpec, Plan
-from howsmooth.study.preparation import MEASURE
 from howsmooth.study.published_values import PUBLISHED
 from howsmooth.study.records import (
     KEY_COLUMNS,
+    MEASURE,
     PLACE,
     Bounding,
     Failure,

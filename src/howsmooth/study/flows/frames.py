@@ -13,10 +13,7 @@ from howsmooth.errors import StoreError
 from howsmooth.study.records import Ending, FrameRow
 from howsmooth.study.store import Store
 
-__all__ = ["FLOW", "count_frames", "ending", "frame_at", "frame_row", "frames", "gaussian_of", "tokens_of"]
-
-FLOW = "flow"
-"""The value of ``StudyRecord.kind`` for flows."""
+__all__ = ["count_frames", "ending", "frame_at", "frame_row", "frames", "gaussian_of", "tokens_of"]
 
 
 def frame_row(

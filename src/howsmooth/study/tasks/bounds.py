@@ -9,7 +9,7 @@ from dataclasses import asdict
 from typing import Any
 
 from howsmooth.scopes import ATTENTION_SCOPES
-from howsmooth.study.preparation import OpenStudy
+from howsmooth.study.open_study import OpenStudy
 from howsmooth.study.records import KEY_COLUMNS, Bounding, Measurement, Row, Run
 from howsmooth.study.store import Store
 from howsmooth.study.tasks import site_bounds

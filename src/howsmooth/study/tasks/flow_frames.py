@@ -11,9 +11,9 @@ from dataclasses import dataclass
 
 from howsmooth.study.flows.frames import count_frames, ending, frame_at
 from howsmooth.study.flows.integration import Integration
-from howsmooth.study.preparation import Models
 from howsmooth.study.records import Ending, FrameRow, GrowthRow
 from howsmooth.study.store import Store
+from howsmooth.study.subjects import Models
 from howsmooth.study.tasks.task import Found, Task, Work
 
 __all__ = ["FramesTask", "GrowthTask", "frames_left", "growth_left"]

@@ -10,9 +10,9 @@ from typing import Any, ClassVar, Self
 
 from howsmooth.study.datasets import SequenceData
 from howsmooth.study.plans import Plan
-from howsmooth.study.preparation import Models, Subject, capture_sites
 from howsmooth.study.records import Failure, Row
 from howsmooth.study.store import now
+from howsmooth.study.subjects import Models, Subject, capture_sites
 from howsmooth.study.text_formatting import encodable
 
 __all__ = ["Failed", "Found", "SequenceTask", "Task", "Work", "each_if_not_all", "failure_row"]

@@ -1,38 +1,30 @@
-"""Prepare a study: check each model on each input, and choose where its sequences begin.
+"""Models with an input to measure them on: load a model, check what is asked of it, and capture its layers.
 
-Everything that can be refused is refused here, before anything is measured. Inputs are read and models are
-loaded. Layers, heads, lengths and samples are compared with what exists, and every model is captured once at
-its shortest length.
+Everything that can be refused is refused here, before anything is measured. Layers, heads, lengths and
+samples are compared with what exists, and every model is captured once at its shortest length.
 """
 
 from __future__ import annotations
 
-import os
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from howsmooth.errors import ArgumentError, CaptureError, ModelError, StoreError, TextError
+from howsmooth.errors import ArgumentError, CaptureError, ModelError, TextError
 from howsmooth.scopes import layers_of_scope
 from howsmooth.seeds import derive_seed
 from howsmooth.study.datasets import DataSource, Feed, Inputs, feed_of, open_data, sequence_starts
 from howsmooth.study.plans import ModelSpec, Plan
-from howsmooth.study.records import InputRecord, ModelRecord, TextRecord
-from howsmooth.study.store import PendingStore, Store
+from howsmooth.study.records import ModelRecord, TextRecord
 from howsmooth.study.text_formatting import encodable
 
 __all__ = [
-    "MEASURE", "Impossible", "Models", "OpenStudy", "Subject", "capture_sites", "check_fits",
-    "check_sources", "checked_subjects", "layer_and_head_counts", "on_device", "opened_study",
-    "place_sequences", "subject_of",
+    "Impossible", "Models", "Subject", "capture_sites", "check_fits", "check_sources", "checked_subjects",
+    "layer_and_head_counts", "on_device", "place_sequences", "subject_of",
 ]  # fmt: skip
-
-MEASURE = "measure"
-"""The value of ``StudyRecord.kind`` for constants and for the values beside them."""
 
 Impossible = list[tuple[ModelSpec, str | None, Exception]]
 """Models that cannot be used at all (None) or on a text (its name), each with the error."""
@@ -62,46 +54,6 @@ class Subject:
     def __getstate__(self) -> dict[str, Any]:
         """Leave the input out of a pickle: a task takes the sequences that it needs to its worker."""
         return vars(self) | {"feed": None, "starts": {}}
-
-
-@dataclass(frozen=True, eq=False)
-class OpenStudy:
-    """A checked study that is ready to run: its plan, store, models and sequences.
-
-    Attributes
-    ----------
-    plan
-        What to measure.
-    pending
-        The store.
-    models
-        The loader of models.
-    subjects
-        The models with their inputs, and where the sequences begin.
-    impossible
-        The models and texts that were left out because they cannot be used.
-    keep_going
-        Whether to leave out models and texts that are impossible, and to go on after failures.
-
-    """
-
-    plan: Plan
-    pending: PendingStore
-    models: Models
-    subjects: list[Subject]
-    impossible: Impossible
-    keep_going: bool
-
-    @property
-    def store(self) -> Store | None:
-        """The open store of the study; ``None`` until it is created."""
-        return self.pending.store
-
-    def begin(self) -> Store:
-        """Create the study's store if needed, record all models and texts there, and return the store."""
-        store = self.pending.begin(self.plan.settings())
-        store.add(record for one in self.subjects for record in _records(one))
-        return store
 
 
 class Models:
@@ -152,105 +104,6 @@ class Models:
                 "Do not change its files while it is measured, and run the same command again."
             )
         return model
-
-
-@contextmanager
-def opened_study(
-    plan: Plan,
-    folder: str | os.PathLike[str],
-    *,
-    write: bool = True,
-    keep_going: bool = False,
-    models: Models | None = None,
-) -> Iterator[OpenStudy]:
-    """Check that a plan can be carried out, and yield the study, ready to run.
-
-    The models, the inputs and the store, if it exists, are checked.
-
-    Parameters
-    ----------
-    plan
-        What to measure.
-    folder
-        The folder of the study.
-    write
-        Whether rows will be added.
-    keep_going
-        Whether to leave out models and texts that are impossible, instead of raising the first error.
-    models
-        An existing loader of models with the same seed, device and precision, if any.
-
-    Raises
-    ------
-    howsmooth.errors.HowsmoothError
-        If the plan is impossible, or with ``keep_going`` all of it, or if the store cannot be used.
-
-    """
-    # Open an existing store before loading a model: an unusable store is then reported at once.
-    with PendingStore(folder, MEASURE, write=write) as pending:
-        pending.check(plan.settings())
-        models, impossible = models or Models(plan), Impossible()
-        left_out = impossible if keep_going else None
-        checked = checked_subjects(plan, models, left_out)
-        if pending.store is not None:
-            for subject in checked:
-                _check_unchanged(pending.store, subject)
-        subjects = list(_with_sequences(plan, checked, pending.store, left_out))
-        if not subjects:
-            raise impossible[0][2]
-        yield OpenStudy(plan, pending, models, subjects, impossible, keep_going)
-
-
-def _check_unchanged(store: Store, subject: Subject) -> None:
-    """Refuse a model or a text that has changed since the store was written, but kept its name.
-
-    Raises
-    ------
-    StoreError
-        If it has changed; the message says what differs, and the remedy.
-
-    """
-    label, text = subject.model.label, subject.text
-    for (digest,) in store.keys(TextRecord, ("digest",), name=text.name):
-        if digest != text.digest:
-            raise StoreError(
-                f"{store.path} belongs to another study: its text {text.name!r} has SHA-256 {digest[:12]}, "
-                f"not {text.digest[:12]}. Choose another --out, or give the text another file name."
-            )
-    # The tokenizer of an untrained model may be trained on the text, so its fingerprint depends on the text.
-    # Any other model has one fingerprint.
-    where = {"model": label, "text": text.name} if subject.spec.random_init else {"model": label}
-    for fingerprint, tokenizer in store.keys(InputRecord, ("fingerprint", "tokenizer_source"), **where):
-        if fingerprint != subject.fingerprint:
-            what = "the weights or the configuration"
-            if tokenizer != subject.tokenizer_source:
-                what = f"the tokenizer ({tokenizer!r} then, {subject.tokenizer_source!r} now)"
-            raise StoreError(
-                f"{store.path} belongs to another study: its model {label!r} has fingerprint "
-                f"{fingerprint[:12]}, not {subject.fingerprint[:12]}; {what} changed. Choose another --out."
-            )
-
-
-def _records(one: Subject) -> tuple[ModelRecord, TextRecord, InputRecord]:
-    where = (one.model.label, one.text.name)
-    return one.model, one.text, InputRecord(*where, one.fingerprint, one.tokenizer_source, one.feed.count)
-
-
-def _with_sequences(
-    plan: Plan, checked: list[Subject], store: Store | None, impossible: Impossible | None
-) -> Iterator[Subject]:
-    """For each model and text, choose at which positions of the text the measured sequences begin.
-
-    If ``impossible`` is not None, inputs that are too short are added to it instead of raising an error.
-    """
-    for subject in checked:
-        held = {} if store is None else store.sequences(subject.model.label, subject.text.name)
-        try:
-            yield replace(subject, starts=place_sequences(plan, subject, held))
-        except TextError as error:
-            if impossible is None:
-                raise
-            impossible.append((subject.spec, subject.text.name, error))
 
 
 def place_sequences(

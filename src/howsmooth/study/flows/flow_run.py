@@ -9,10 +9,10 @@ from pathlib import Path
 
 from howsmooth.study.flows.flow_plan import FlowPlan
 from howsmooth.study.flows.flow_system import System
-from howsmooth.study.flows.frames import FLOW, count_frames, ending
+from howsmooth.study.flows.frames import count_frames, ending
 from howsmooth.study.flows.integration import Integration
 from howsmooth.study.progress_listener import Outcome
-from howsmooth.study.records import Ending, FrameRow
+from howsmooth.study.records import FLOW, Ending, FrameRow
 from howsmooth.study.runner import Means, Runner
 from howsmooth.study.store import PendingStore
 from howsmooth.study.tasks.flow_frames import frames_left, growth_left

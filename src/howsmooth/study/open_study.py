@@ -1,0 +1,146 @@
+"""Open a study: check its plan and its store, and place its sequences, before anything is measured."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+
+from howsmooth.errors import StoreError, TextError
+from howsmooth.study.plans import Plan
+from howsmooth.study.records import MEASURE, InputRecord, ModelRecord, TextRecord
+from howsmooth.study.store import PendingStore, Store
+from howsmooth.study.subjects import Impossible, Models, Subject, checked_subjects, place_sequences
+
+__all__ = ["OpenStudy", "opened_study"]
+
+
+@dataclass(frozen=True, eq=False)
+class OpenStudy:
+    """A checked study that is ready to run: its plan, store, models and sequences.
+
+    Attributes
+    ----------
+    plan
+        What to measure.
+    pending
+        The store.
+    models
+        The loader of models.
+    subjects
+        The models with their inputs, and where the sequences begin.
+    impossible
+        The models and texts that were left out because they cannot be used.
+    keep_going
+        Whether to leave out models and texts that are impossible, and to go on after failures.
+
+    """
+
+    plan: Plan
+    pending: PendingStore
+    models: Models
+    subjects: list[Subject]
+    impossible: Impossible
+    keep_going: bool
+
+    @property
+    def store(self) -> Store | None:
+        """The open store of the study; ``None`` until it is created."""
+        return self.pending.store
+
+    def begin(self) -> Store:
+        """Create the study's store if needed, record all models and texts there, and return the store."""
+        store = self.pending.begin(self.plan.settings())
+        store.add(record for one in self.subjects for record in _records(one))
+        return store
+
+
+@contextmanager
+def opened_study(
+    plan: Plan,
+    folder: str | os.PathLike[str],
+    *,
+    write: bool = True,
+    keep_going: bool = False,
+    models: Models | None = None,
+) -> Iterator[OpenStudy]:
+    """Check that a plan can be carried out, and yield the study, ready to run.
+
+    The models, the inputs and the store, if it exists, are checked.
+
+    Parameters
+    ----------
+    plan
+        What to measure.
+    folder
+        The folder of the study.
+    write
+        Whether rows will be added.
+    keep_going
+        Whether to leave out models and texts that are impossible, instead of raising the first error.
+    models
+        An existing loader of models with the same seed, device and precision, if any.
+
+    Raises
+    ------
+    howsmooth.errors.HowsmoothError
+        If the plan is impossible, or with ``keep_going`` all of it, or if the store cannot be used.
+
+    """
+    # Open an existing store before loading a model: an unusable store is then reported at once.
+    with PendingStore(folder, MEASURE, write=write) as pending:
+        pending.check(plan.settings())
+        models, impossible = models or Models(plan), Impossible()
+        checked = checked_subjects(plan, models, impossible if keep_going else None)
+        if pending.store is not None:
+            for subject in checked:
+                _check_unchanged(pending.store, subject)
+        subjects = []
+        for subject in checked:
+            store, where = pending.store, (subject.model.label, subject.text.name)
+            held = {} if store is None else store.sequences(*where)
+            try:
+                subjects.append(replace(subject, starts=place_sequences(plan, subject, held)))
+            except TextError as error:
+                if not keep_going:
+                    raise
+                impossible.append((subject.spec, subject.text.name, error))
+        if not subjects:
+            raise impossible[0][2]
+        yield OpenStudy(plan, pending, models, subjects, impossible, keep_going)
+
+
+def _check_unchanged(store: Store, subject: Subject) -> None:
+    """Refuse a model or a text that has changed since the store was written, but kept its name.
+
+    Raises
+    ------
+    StoreError
+        If it has changed; the message says what differs, and the remedy.
+
+    """
+    label, text = subject.model.label, subject.text
+    for (digest,) in store.keys(TextRecord, ("digest",), name=text.name):
+        if digest != text.digest:
+            raise StoreError(
+                f"{store.path} belongs to another study: its text {text.name!r} has SHA-256 {digest[:12]}, "
+                f"not {text.digest[:12]}. Choose another --out, or give the text another file name."
+            )
+    # The tokenizer of an untrained model may be trained on the text, so its fingerprint depends on the text.
+    # Any other model has one fingerprint.
+    where = {"model": label, "text": text.name} if subject.spec.random_init else {"model": label}
+    for fingerprint, tokenizer in store.keys(InputRecord, ("fingerprint", "tokenizer_source"), **where):
+        if fingerprint != subject.fingerprint:
+            what = "the weights or the configuration"
+            if tokenizer != subject.tokenizer_source:
+                what = f"the tokenizer ({tokenizer!r} then, {subject.tokenizer_source!r} now)"
+            raise StoreError(
+                f"{store.path} belongs to another study: its model {label!r} has fingerprint "
+                f"{fingerprint[:12]}, not {subject.fingerprint[:12]}; {what} changed. Choose another --out."
+            )
+
+
+def _records(one: Subject) -> tuple[ModelRecord, TextRecord, InputRecord]:
+    where = (one.model.label, one.text.name)
+    return one.model, one.text, InputRecord(*where, one.fingerprint, one.tokenizer_source, one.feed.count)
