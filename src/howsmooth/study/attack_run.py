@@ -26,15 +26,8 @@ __all__ = ["run_attack"]
 def run_attack(plan: AttackPlan, folder: str | os.PathLike[str], means: Means | None = None) -> Outcome:
     """Run the attacks that a plan asks for and that the store in ``folder`` does not have.
 
-    Parameters
-    ----------
-    plan
-        The attentions and lengths to attack, and how hard.
-    folder
-        The folder of the store. Folder and store are created after all checks have passed.
-    means
-        The listener, the workers and the behaviour after failures. By default the attacks run in this
-        process, without progress, and the first failure ends the run.
+    Folder and store are created after all checks have passed. Without ``means``, the attacks run in this
+    process, and the first failure ends the run.
 
     Raises
     ------

@@ -39,19 +39,10 @@ _FIT_COLUMNS = ("layer", "head", "series", *(f.name for f in fields(Exponent) if
 class AttackOutputs:
     """The files written by :func:`write_attack_outputs`, and the tables in them.
 
-    Attributes
-    ----------
-    identity
-        What all attacks in the store have in common: the source, its fingerprint and the settings.
-    summary, exponents
-        The results of :func:`summary` and :func:`fits`.
-    heads
-        The rows of :class:`~howsmooth.study.records.HeadRecord`.
-    figures
-        The paths of each figure as PNG and PDF.
-    files
-        The path of each table, by its name.
-
+    ``identity`` is what all attacks in the store have in common: the source, its fingerprint and the
+    settings. ``summary`` and ``exponents`` come from :func:`summary` and :func:`fits`, ``heads`` has the rows
+    of :class:`~howsmooth.study.records.HeadRecord`. ``figures`` has each figure as PNG and PDF, ``files`` the
+    path of each table by its name.
     """
 
     identity: dict[str, Any]
@@ -140,13 +131,6 @@ def fits(table: pd.DataFrame) -> pd.DataFrame:
 
 def write_attack_outputs(folder: str | os.PathLike[str], listener: Listener = SILENT) -> AttackOutputs:
     """Write the tables and figures of attacks into the folder of their store.
-
-    Parameters
-    ----------
-    folder
-        The folder with the store.
-    listener
-        The listener that is told how many figures are drawn.
 
     Raises
     ------

@@ -27,19 +27,10 @@ TABLE_COLUMNS = (
 
 @dataclass(frozen=True, eq=False)
 class Bounded:
-    """The table of all bounds on one attention at one length.
+    """The table of all bounds on one attention (``target``) at one length.
 
-    Attributes
-    ----------
-    target
-        The attention.
-    n
-        The number of tokens.
-    ball
-        The ball of tokens over which the global bounds hold.
-    rows
-        The table that :func:`howsmooth.bounds.table` returns.
-
+    ``ball`` is the ball of tokens over which the global bounds hold; ``rows`` is the table that
+    :func:`howsmooth.bounds.table` returns.
     """
 
     target: Target
@@ -50,15 +41,6 @@ class Bounded:
 
 def bound_all(plan: BoundPlan, source: AttentionSource, listener: Listener = SILENT) -> Iterator[Bounded]:
     """Compute a table of bounds for each attention of a model or a parameter file at each length.
-
-    Parameters
-    ----------
-    plan
-        The lengths and the radius of the ball.
-    source
-        The source of attention, opened for this plan.
-    listener
-        The listener that is told how many tables are finished.
 
     Raises
     ------

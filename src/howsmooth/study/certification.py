@@ -44,12 +44,7 @@ class Certified:
 def certify_file(asked: CertificationPlan, on_batch: Callable[[int, int], None] | None = None) -> Certified:
     """Certify the model in a file, and evaluate it on data if the plan names any.
 
-    Parameters
-    ----------
-    asked
-        The files of the model and the data, and the length and radius.
-    on_batch
-        Called after each batch with the numbers of evaluated and of all inputs.
+    ``on_batch`` is called after each batch with the numbers of evaluated and of all inputs.
 
     Raises
     ------

@@ -27,18 +27,9 @@ _PATIENCE = 30.0
 def connected_cluster(scheduler: str) -> Iterator[Executor]:
     """Connect to a Dask scheduler, and disconnect when the context ends; the cluster keeps running.
 
-    If a worker is lost, Dask gives its tasks to other workers. A task fails after four workers in a row were
+    The attribute ``workers`` of the executor is the number of worker processes at the time of connection. If
+    a worker is lost, Dask gives its tasks to other workers. A task fails after four workers in a row were
     lost while they ran it.
-
-    Parameters
-    ----------
-    scheduler
-        The address of the scheduler, such as ``tcp://10.0.0.1:8786``.
-
-    Yields
-    ------
-    Executor
-        The executor. Its attribute ``workers`` is the number of worker processes at the time of connection.
 
     Raises
     ------

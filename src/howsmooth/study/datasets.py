@@ -198,14 +198,7 @@ def open_data(spec: InputSpec) -> DataSource:
 def feed_of(source: DataSource, model: Any, layers: tuple[int, ...]) -> Feed:
     """Prepare a data source for a model, for example by tokenising a text with its tokenizer.
 
-    Parameters
-    ----------
-    source
-        The data source.
-    model
-        The loaded model.
-    layers
-        The layers that will be captured.
+    ``layers`` are the layers that will be captured.
 
     Raises
     ------
@@ -233,15 +226,8 @@ def sequence_starts(
 ) -> dict[tuple[int, int], int]:
     """Choose at random where each sequence of a study begins in its text or other input.
 
-    Windows do not overlap; :func:`howsmooth.study.text_windows.arrange` places them. Images are drawn
-    in random order, and the same images serve for every length.
-
-    Parameters
-    ----------
-    feed
-        The data source, prepared for a model.
-    lengths, samples, seed, held
-        The arguments of :func:`~howsmooth.study.text_windows.arrange`.
+    Windows do not overlap; :func:`howsmooth.study.text_windows.arrange` places them. Images are drawn in
+    random order, and the same images serve for every length.
 
     Returns
     -------
@@ -266,24 +252,13 @@ def sequence_starts(
 
 
 def token_pieces(content: str, places: Sequence[int], first: int, n: int) -> list[str]:
-    """Cut the text of a sequence into one piece for each token.
+    """Cut the text of a sequence of n tokens into one piece for each token.
 
-    Parameters
-    ----------
-    content
-        The whole text.
-    places
-        The index of the first character of each token in the text.
-    first, n
-        The first token of the sequence, and its number of tokens.
-
-    Returns
-    -------
-    list of str
-        The pieces. Joined, they are the text from the first token up to the token after the last. Characters
-        that the tokenizer drops between two tokens, such as a space, belong to the first of the two. If
-        several tokens share one character, it belongs to the first, and the pieces of the others are empty.
-
+    ``places`` has the index of the first character of each token of the whole text ``content``; ``first`` is
+    the first token of the sequence. Joined, the pieces are the text from the first token up to the token
+    after the last. Characters that the tokenizer drops between two tokens, such as a space, belong to the
+    first of the two. If several tokens share one character, it belongs to the first, and the pieces of the
+    others are empty.
     """
     # Make the cuts monotone from the end: a tokenizer may report positions out of order.
     ends = [len(content)]

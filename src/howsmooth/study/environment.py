@@ -21,15 +21,8 @@ _SOURCE = Path(__file__).parent
 def environment(device: str, executor: Executor | None = None, threads: int | None = None) -> dict[str, str]:
     """Return the versions, hardware, threads and workers with which numbers are computed.
 
-    Parameters
-    ----------
-    device
-        The PyTorch device of the computation.
-    executor
-        The executor whose workers compute; ``None`` if this process does.
-    threads
-        The CPU threads of each worker; ``None`` if the workers choose.
-
+    ``device`` is the PyTorch device. Without an executor this process computes; ``threads`` are the CPU
+    threads of each worker, and None if the workers choose.
     """
     found = {"python": platform.python_version(), "platform": platform.platform(), "device": device}
     for package in _PACKAGES:

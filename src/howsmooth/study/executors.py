@@ -91,13 +91,7 @@ def workers_of(executor: Executor | None) -> int:
 def threads_each(executor: Executor | None, asked: int | None) -> int | None:
     """Return how many CPU threads each worker should use; ``None`` leaves the number unchanged.
 
-    Parameters
-    ----------
-    executor
-        The workers. Processes of this machine share its cores equally.
-    asked
-        The number that the user asked for, if any.
-
+    It is the number that the user asked for, if any; else processes of this machine share its cores equally.
     """
     if asked is None and isinstance(executor, ProcessPoolExecutor):
         return max(1, available_cores() // workers_of(executor))

@@ -114,10 +114,7 @@ class Forecast:
 def forecast(plan: Plan, folder: str | os.PathLike[str], *, keep_going: bool = False) -> Forecast:
     """Predict the time and memory of a run of a plan, by trying a few tasks and without writing anything.
 
-    Parameters
-    ----------
-    plan, folder, keep_going
-        The values for ``run``. Measurements that the store in ``folder`` has are not counted.
+    The arguments are those of ``run``. Measurements that the store in ``folder`` has are not counted.
 
     Raises
     ------
@@ -160,18 +157,9 @@ def forecast(plan: Plan, folder: str | os.PathLike[str], *, keep_going: bool = F
 def after_measuring(plan: Plan, measuring: float, figures: int) -> tuple[float, float]:
     """Return the expected seconds of the work after measuring: bounds, and writing of outputs.
 
-    ``--dry-run`` and ``--status`` both add them to the time for measurements. Bounds count if they take a
-    share of the time of the measurements (``bounds="auto"``); all bounds have to be timed.
-
-    Parameters
-    ----------
-    plan
-        The plan.
-    measuring
-        The expected seconds of the measurements that are left.
-    figures
-        The number of figures: one for each model, text, scope and layer.
-
+    ``--dry-run`` and ``--status`` both add them to the seconds of the measurements that are left. Bounds
+    count if they take a share of that time (``bounds="auto"``); all bounds have to be timed. There is a
+    figure for each model, text, scope and layer.
     """
     return SHARE * measuring if plan.bounds == "auto" else 0.0, _DRAWING + _FIGURE * figures
 

@@ -52,17 +52,9 @@ _CLOSE = 1e-2
 class Merged:
     """How many measurements a merge of stores added or found already there, and how many the store holds.
 
-    Attributes
-    ----------
-    added, same
-        The number of measurements added, and of measurements that the store or an earlier source had already.
-    total
-        The number of measurements in the store after the merge.
-    failures
-        The number of failures in the store whose measurements are still missing.
-    published
-        The number of values of the published code that were added.
-
+    ``same`` counts measurements that the store or an earlier source had already, ``total`` the measurements
+    after the merge, ``failures`` the failures whose measurements are still missing, and ``published`` the
+    added values of the published code.
     """
 
     added: int
@@ -75,22 +67,17 @@ class Merged:
 def merge_stores(sources: Sequence[str | os.PathLike[str]], folder: str | os.PathLike[str]) -> Merged:
     """Copy the rows of several stores of one study into one store.
 
-    If two stores have the same measurement, the first one is kept. Both must have the same seed and the same
-    sequence, and their intervals must overlap. Two published values without an interval must differ by less
-    than 1 %. Of bounds and sensitivities, the first is kept without a comparison.
-
-    Parameters
-    ----------
-    sources
-        Folders with a store, or the store files themselves. They are only read.
-    folder
-        The folder of the target store. It is created if needed; rows it already has are kept.
+    The sources are folders with a store, or the store files themselves, and are only read. The target is
+    created if needed; rows it already has are kept. If two stores have the same measurement, the first one is
+    kept. Both must have the same seed and the same sequence, and their intervals must overlap. Two published
+    values without an interval must differ by less than 1 %. Of bounds and sensitivities, the first is kept
+    without a comparison.
 
     Raises
     ------
     StoreError
-        If a store cannot be read, or two stores conflict: they have different settings, another model or text
-        under the same name, or another value for the same measurement. Then nothing is written.
+        If a store cannot be read, or two stores conflict: they have different settings, another model or
+        text under the same name, or another value for the same measurement. Then nothing is written.
     ArgumentError
         If there are no sources, or a source is the target folder.
 

@@ -20,21 +20,8 @@ __all__ = ["OpenStudy", "opened_study"]
 class OpenStudy:
     """A checked study that is ready to run: its plan, store, models and sequences.
 
-    Attributes
-    ----------
-    plan
-        What to measure.
-    pending
-        The store.
-    models
-        The loader of models.
-    subjects
-        The models with their inputs, and where the sequences begin.
-    impossible
-        The models and texts that were left out because they cannot be used.
-    keep_going
-        Whether to leave out models and texts that are impossible, and to go on after failures.
-
+    ``pending`` is the store, which may not exist yet. ``impossible`` are the models and texts that were left
+    out because they cannot be used. With ``keep_going`` these are left out, and work goes on after failures.
     """
 
     plan: Plan
@@ -67,20 +54,9 @@ def opened_study(
 ) -> Iterator[OpenStudy]:
     """Check that a plan can be carried out, and yield the study, ready to run.
 
-    The models, the inputs and the store, if it exists, are checked.
-
-    Parameters
-    ----------
-    plan
-        What to measure.
-    folder
-        The folder of the study.
-    write
-        Whether rows will be added.
-    keep_going
-        Whether to leave out models and texts that are impossible, instead of raising the first error.
-    models
-        An existing loader of models with the same seed, device and precision, if any.
+    The models, the inputs and the store, if it exists, are checked. With ``keep_going``, models and texts
+    that are impossible are left out. ``models`` is an existing loader with the same seed, device and
+    precision.
 
     Raises
     ------

@@ -186,16 +186,9 @@ _Plan = TypeVar("_Plan", bound=Options)
 
 
 def from_table(plan: type[_Plan], table: Mapping[str, Any], within: str = "") -> _Plan:
-    """Construct a dataclass of options from a table of a plan file.
+    """Construct a dataclass of options from a table of a plan file, which has raw values by field name.
 
-    Parameters
-    ----------
-    plan
-        The dataclass.
-    table
-        Raw values by field name.
-    within
-        The name of the table, which precedes the key in error messages.
+    ``within`` is the name of the table, which precedes the key in error messages.
 
     Raises
     ------

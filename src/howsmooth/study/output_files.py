@@ -46,18 +46,7 @@ def writable_folder(folder: str | os.PathLike[str]) -> Iterator[Path]:
 def written_beside(folder: str | os.PathLike[str], kept: str) -> Iterator[None]:
     """In the ``with`` block, turn an OSError into a StoreError that says the rows in the store are safe.
 
-    Parameters
-    ----------
-    folder
-        The folder of the store.
-    kept
-        The name of the rows in the store, such as "measurements".
-
-    Raises
-    ------
-    StoreError
-        In place of an OSError.
-
+    ``kept`` is the name of the rows in the store, such as "measurements".
     """
     try:
         yield

@@ -24,20 +24,9 @@ __all__ = ["Outputs", "write_outputs"]
 class Outputs:
     """The files written by :func:`write_outputs`, and the tables in them.
 
-    Attributes
-    ----------
-    contents
-        The contents of the store at the time of writing.
-    exponents
-        The result of :func:`howsmooth.study.exponents.exponents`.
-    compared
-        The exponents of published and corrected quantities, from
-        :func:`howsmooth.study.published_values.compare`; empty if the store has no published values.
-    pictures
-        The figures.
-    report
-        The path of the report.
-
+    ``contents`` are those of the store at the time of writing. ``exponents`` comes from
+    :func:`howsmooth.study.exponents.exponents`; ``compared`` from
+    :func:`howsmooth.study.published_values.compare`, and is empty if the store has no published values.
     """
 
     contents: Contents
@@ -53,16 +42,7 @@ def write_outputs(
     """Write ``measurements.csv``, ``exponents.csv``, ``figures/`` and ``report.html`` beside a store.
 
     If the store has published values, also write ``published.csv``, ``published-exponents.csv`` and their
-    figures.
-
-    Parameters
-    ----------
-    folder
-        The folder with the store.
-    listener
-        The listener that is told how many figures are drawn.
-    figures
-        Whether to draw figures; otherwise the report is without them.
+    figures. Without ``figures``, none are drawn, and the report has none.
 
     Raises
     ------

@@ -25,25 +25,11 @@ SILENT = Listener()
 class Outcome:
     """The outcome of a run: how many rows it computed, and how many computations failed.
 
-    ``made``, ``kept`` and ``unsettled`` count rows by the name of their table.
-
-    Attributes
-    ----------
-    made
-        Requested rows that this run added.
-    kept
-        Requested rows that the store already had.
-    unsettled
-        Added rows whose numbers did not converge to the requested precision.
-    left_out
-        Attentions whose bounds were left out to save time.
-    failed
-        Failures that were recorded in the store.
-    first_failure
-        The reason of the first failure.
-    seconds
-        Wall time, including the checks at the start.
-
+    Of each table, by its name, ``made`` counts requested rows that this run added, ``kept`` those that the
+    store already had, and ``unsettled`` added rows that did not converge to the requested precision.
+    ``left_out`` counts attentions whose bounds were left out to save time, ``failed`` the failures in the
+    store, of which ``first_failure`` is the first reason. ``seconds`` is wall time, with the checks at the
+    start.
     """
 
     made: Counter[str] = field(default_factory=Counter)

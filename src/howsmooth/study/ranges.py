@@ -63,19 +63,12 @@ class Ranges:
 
     @classmethod
     def parse(cls, text: str, argument: str) -> Ranges:
-        """Parse a selection of lengths, layers or heads, such as ``2:100:2``, ``0,6`` or ``all``.
-
-        Parameters
-        ----------
-        text
-            For example ``"2:100:2"``, ``"0,6"``, ``"-1"`` or ``"all"``.
-        argument
-            The name of the argument, for error messages.
+        """Parse a selection of lengths, layers or heads, such as ``2:100:2``, ``0,6``, ``-1`` or ``all``.
 
         Raises
         ------
         ArgumentError
-            If the text does not follow the grammar.
+            If the text does not follow the grammar; the error names ``argument``.
 
         """
         if text.strip() == "all":
@@ -116,13 +109,7 @@ class Ranges:
     def resolve(self, count: int, owner: str, things: str) -> tuple[int, ...]:
         """Return the selected indices among ``count`` layers or heads, sorted and none negative or repeated.
 
-        Parameters
-        ----------
-        count
-            The number of layers or heads.
-        owner, things
-            The name of the model and the plural noun, for messages, such as ``"builtin-encoder"`` and
-            ``"layers"``.
+        ``owner`` is the name of the model and ``things`` the plural noun, such as ``"layers"``, for messages.
 
         Raises
         ------

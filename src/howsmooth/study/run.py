@@ -37,28 +37,19 @@ def run(
 ) -> Outcome:
     """Measure what the plan asks for and the store in ``folder`` does not have.
 
-    A failure is recorded. Since it leaves no measurement, the next run tries it again.
-
-    Parameters
-    ----------
-    plan
-        What to measure.
-    folder
-        The folder of the store. Folder and store are created after all checks have passed.
-    means
-        The listener, the workers and the behaviour after failures. By default the tasks run in this process,
-        without progress, and the first failure ends the run.
-    beside
-        Functions that list more work at the same sequences, such as the values of the paper's published code.
+    Folder and store are created after all checks have passed. A failure is recorded; since it leaves no
+    measurement, the next run tries it again. Without ``means``, the tasks run in this process, and the first
+    failure ends the run. The functions ``beside`` list more work at the same sequences, such as the values of
+    the paper's published code.
 
     Raises
     ------
     WorkerError
         If the executor loses its workers.
     howsmooth.errors.HowsmoothError
-        If the plan is impossible, or with ``keep_going`` all of it, before anything is measured; if the store
-        cannot be written; or, without ``keep_going``, if a measurement fails. Finished measurements are in
-        the store then.
+        If the plan is impossible, or with ``keep_going`` all of it, before anything is measured; if the
+        store cannot be written; or, without ``keep_going``, if a measurement fails. Finished measurements
+        are in the store then.
 
     """
     began = time.monotonic()

@@ -49,22 +49,10 @@ _BETWEEN_TELLING = 0.2
 class Means:
     """How to carry out tasks: with which listener, workers and threads, and whether to go on after failures.
 
-    Attributes
-    ----------
-    listener
-        The listener that is told the progress.
-    command
-        The command that the user typed, to be recorded with the run.
-    keep_going
-        Whether to continue with the other tasks after a failure, instead of raising it.
-    executor
-        The executor of the tasks, which is not shut down. ``None`` runs them in this process, one after
-        another.
-    threads
-        CPU threads of PyTorch for each worker; ``None`` leaves the number unchanged.
-    models
-        An existing loader of models in this process, if any.
-
+    ``command`` is the command that the user typed, to be recorded with the run. With ``keep_going``, the run
+    continues after a failure instead of raising it. The executor is not shut down; ``None`` runs the tasks in
+    this process, one after another. ``threads`` are the CPU threads of PyTorch for each worker; ``None``
+    leaves the number unchanged. ``models`` is an existing loader of models in this process.
     """
 
     listener: Listener = field(default_factory=Listener)
@@ -78,17 +66,8 @@ class Means:
 class Runner:
     """Carries out the tasks of a study and writes their results, one transaction for each step of a task.
 
-    Parameters
-    ----------
-    store
-        The store, open for writing.
-    means
-        How to carry out the tasks.
-    models
-        The loader of models in this process; ``None`` if tasks need no model.
-    device
-        The device on which tasks compute.
-
+    ``models`` is the loader of models in this process; ``None`` if tasks need no model. ``device`` is the
+    device on which tasks compute.
     """
 
     def __init__(self, store: Store, means: Means, models: Models | None = None, device: str = "cpu") -> None:
@@ -105,21 +84,16 @@ class Runner:
     def carry_out(self, work: Work, *, seconds: float = math.inf) -> None:
         """Carry out the tasks of one kind of work, such as constants, in order; write their results.
 
-        Parameters
-        ----------
-        work
-            The tasks.
-        seconds
-            The time that the tasks may take together. No task is started that is expected to exceed it; the
-            tasks left out are counted.
+        ``seconds`` is the time that the tasks may take together. No task is started that is expected to
+        exceed it; the tasks left out are counted.
 
         Raises
         ------
         WorkerError
             If the executor loses its workers.
         howsmooth.errors.HowsmoothError
-            If a task fails and ``keep_going`` is false, after its other results were written; or if the store
-            cannot be written.
+            If a task fails and ``keep_going`` is false, after its other results were written; or if the
+            store cannot be written.
 
         """
         self.outcome.kept[work.kind.table] += work.kept

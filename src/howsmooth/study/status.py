@@ -86,14 +86,7 @@ class Status:
 def status(plan: Plan, texts: Iterable[str], folder: str | os.PathLike[str]) -> Status:
     """Report how much of a plan its store contains, and estimate the remaining time.
 
-    Parameters
-    ----------
-    plan
-        What to measure.
-    texts
-        The names of the plan's texts in the store.
-    folder
-        The folder of the store, which need not exist yet.
+    ``texts`` are the names of the plan's texts in the store. The folder need not exist yet.
 
     Raises
     ------

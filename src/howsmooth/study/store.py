@@ -64,15 +64,8 @@ _NO_OPTIONS = {
 class Store:
     """An open store; use it as a context manager, or call :meth:`close`.
 
-    Parameters
-    ----------
-    connection
-        A connection to a checked store file.
-    path
-        The path of the file, for messages.
-    lock
-        The lock that is held while the store is open for writing; ``None`` for a reader.
-
+    The connection is to a checked store file, whose ``path`` is for messages. The lock is held while the
+    store is open for writing; a reader has none.
     """
 
     def __init__(self, connection: sqlite3.Connection, path: Path, lock: FileLock | None) -> None:
@@ -164,19 +157,10 @@ class Store:
         self.add([replace(self._run(number), finished=now())])
 
     def add(self, rows: Iterable[Row], run: int | None = None, *, worked: float | None = None) -> None:
-        """Write rows in one transaction: all of them or, after an error, none.
+        """Write rows of any kinds in one transaction: all of them or, after an error, none.
 
-        Failures whose missing rows are now there are deleted.
-
-        Parameters
-        ----------
-        rows
-            Rows of any kinds.
-        run
-            The number of their run, from :meth:`start_run`.
-        worked
-            Seconds since the start of that run, by a monotonic clock.
-
+        Failures whose missing rows are now there are deleted. ``run`` is the number of the rows' run, from
+        :meth:`start_run`; ``worked`` are the seconds since it started, by a monotonic clock.
         """
         with self.transaction():
             written = list(rows)
@@ -225,7 +209,7 @@ class Store:
         return Run(*self._query("SELECT * FROM runs WHERE id = ?", number).fetchone()[: len(Run.columns())])
 
     def _make_good(self, rows: Sequence[Row]) -> None:
-        """Delete the records of failures that new rows make good.
+        """Delete the records of failures whose missing rows have now been written.
 
         These can be failures of a whole text or model.
         """
@@ -278,13 +262,8 @@ class Store:
     def table(self, kind: type[Row], order: Sequence[str] = ()) -> pd.DataFrame:
         """Return one table of the store as a data frame, with the number of each row's run.
 
-        Parameters
-        ----------
-        kind
-            One of :data:`howsmooth.study.records.KINDS`.
-        order
-            Columns or SQL expressions to sort by; by default the order of writing.
-
+        ``order`` are columns or SQL expressions to sort by; rows that are equal in them keep the order of
+        writing.
         """
         query = f"SELECT * FROM {kind.table} ORDER BY {', '.join([*order, 'rowid'])}"
         frame = self._frame(query).drop(columns="seal")
@@ -361,22 +340,9 @@ class Store:
 class PendingStore:
     """The store of a folder, which is created only when its first rows are written.
 
-    So a plan that is refused leaves no empty store behind. Use it as a context manager.
-
-    Parameters
-    ----------
-    folder
-        The folder of the store. An existing store is opened at once.
-    kind
-        The kind of work, such as ``measure``.
-    write
-        Whether rows will be added.
-
-    Attributes
-    ----------
-    store
-        The open store; ``None`` until it exists.
-
+    So a plan that is refused leaves no empty store behind. ``store`` is the open store, and None until it
+    exists; an existing store is opened at once. ``kind`` is the kind of work, such as ``measure``. Use it as
+    a context manager.
     """
 
     def __init__(self, folder: str | os.PathLike[str], kind: str, *, write: bool = True) -> None:

@@ -100,25 +100,13 @@ def connected(
 ) -> tuple[sqlite3.Connection, FileLock | None]:
     """Connect to the store file in a folder; with ``write``, also lock it, and create it if needed.
 
-    Parameters
-    ----------
-    folder
-        The folder of the study.
-    statements
-        The SQL statements that create the tables.
-    write
-        Whether rows will be added.
-
-    Returns
-    -------
-    connection, lock
-        The connection, and the lock, which is held if ``write`` is true and else ``None``.
+    The statements create the tables. The lock is held if ``write`` is true and else ``None``.
 
     Raises
     ------
     StoreError
-        If the file is damaged or is not a store, if another process is using it, or if the folder cannot be
-        written.
+        If the file is damaged or is not a store, if another process is using it, or if the folder cannot
+        be written.
 
     """
     folder = Path(folder)

@@ -133,15 +133,7 @@ def place_sequences(
 def checked_subjects(plan: Plan, models: Models, impossible: Impossible | None = None) -> list[Subject]:
     """Load every model, and check its layers, heads and lengths on every input of the plan.
 
-    Parameters
-    ----------
-    plan
-        What to measure.
-    models
-        The loader of models.
-    impossible
-        A list that receives what cannot be used, with the error; by default the first error is raised.
-
+    What cannot be used is added to ``impossible`` with its error; without this list, the error is raised.
     """
     sources = [open_data(spec) for spec in plan.sources]
     check_sources(sources)
@@ -209,20 +201,9 @@ def capture_sites(
 ) -> list[Any]:
     """Capture chosen attention layers of a model in one forward pass; return them by layer and head.
 
-    Parameters
-    ----------
-    model, subject
-        The loaded model, and the subject whose heads are chosen.
-    inputs
-        Token ids (batch, n), or other inputs of the model.
-    scope
-        One of ``howsmooth.scopes.SCOPES``, or ``model``.
-    layers
-        The indices of the layers; 0 in the scope ``model``.
-    n
-        The number of tokens that each layer must receive.
-    output
-        The output of a whole model.
+    ``inputs`` are token ids (batch, n), or other inputs of the model. ``scope`` is one of
+    ``howsmooth.scopes.SCOPES``, or ``model``, whose only layer is 0. The heads are those of the subject.
+    ``output`` is the output of a whole model.
 
     Returns
     -------
@@ -231,7 +212,8 @@ def capture_sites(
     Raises
     ------
     CaptureError
-        If other layers or heads are captured than were asked for, or with another number of tokens.
+        If other layers or heads are captured than were asked for, or a layer receives another number of
+        tokens than n.
 
     """
     from howsmooth.models import capture

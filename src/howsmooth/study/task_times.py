@@ -60,16 +60,10 @@ class TaskTimes:
         return float(times[0] * (n / near[0]) ** min(max(exponent, 0.0), steepest))
 
     def expect_all(self, tasks: Iterable[tuple[Task, float]]) -> float | None:
-        """Predict how many seconds unfinished tasks will still take.
+        """Predict how many seconds unfinished tasks will still take, from pairs of a task and its share left.
 
-        Return ``None`` if there is work left, but no task like any of them is finished.
-
-        Parameters
-        ----------
-        tasks
-            Pairs of a task and the share of it that is left. A task with no finished task like it is assumed
-            to take the average time per row of the others.
-
+        A task with no finished task like it is assumed to take the average time per row of the others. Return
+        ``None`` if there is work left, but no task like any of them is finished.
         """
         # Rows left of tasks with an expected time, their seconds, and rows left of tasks without.
         seconds = rows = unknown = 0.0

@@ -66,26 +66,9 @@ def draw_attacks(
     """Draw the constants that attacks found against n, and γR², the strength of each head.
 
     γ comes from the eigenvalues of the head's score matrix, and R is the radius of the ball of tokens. Each
-    attention has a figure, and a few attentions also share an overview.
-
-    Parameters
-    ----------
-    label
-        The name of the model or file.
-    summary
-        The table from :func:`howsmooth.study.attack_tables.summary`.
-    heads
-        The rows of :class:`howsmooth.study.records.HeadRecord`.
-    folder
-        The folder for the files, which is created if needed.
-    listener
-        The listener that is told how many figures are drawn.
-
-    Returns
-    -------
-    list of tuple of pathlib.Path
-        The paths of each figure as PNG and PDF.
-
+    attention has a figure, and a few attentions also share an overview. ``summary`` is the table from
+    :func:`howsmooth.study.attack_tables.summary`; ``heads`` has the rows of
+    :class:`howsmooth.study.records.HeadRecord`. The result has the paths of each figure as PNG and PDF.
     """
     folder = Path(folder)
     parts = parts_of(summary, "found")

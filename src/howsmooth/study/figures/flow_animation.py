@@ -52,17 +52,7 @@ def animate_flow(
 ) -> Path | None:
     """Write ``flow.gif`` or ``flow.mp4`` with at most 120 evenly spaced frames, and return its path.
 
-    Parameters
-    ----------
-    view
-        The points to draw.
-    folder
-        The folder for the file.
-    kind
-        ``gif``, ``mp4`` or ``none``; with ``none``, nothing is written and the result is ``None``.
-    listener
-        The listener that is told how many frames are drawn.
-
+    ``kind`` is ``gif``, ``mp4`` or ``none``; with ``none``, nothing is written and the result is ``None``.
     """
     folder = Path(folder)
     if kind == "none":

@@ -28,16 +28,7 @@ _LEAST_SPAN = 0.02
 
 
 def draw_flow(view: FlowView, folder: str | os.PathLike[str]) -> tuple[Path, Path]:
-    """Draw a flow into ``flow.png`` and ``flow.pdf``, and return their paths.
-
-    Parameters
-    ----------
-    view
-        The points to draw.
-    folder
-        The folder for the files, which is created if needed.
-
-    """
+    """Draw a flow into ``flow.png`` and ``flow.pdf`` in a folder, and return their paths."""
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     with rc_context(STYLE):

@@ -54,17 +54,8 @@ def draw_overview(
 ) -> Figure:
     """Draw a small panel for each layer or head, with its exponent.
 
-    Parameters
-    ----------
-    parts
-        The layers or heads.
-    draw
-        A function that draws one of them on given axes, and sets the limits.
-    unit
-        What the length counts, such as "tokens".
-    most_columns
-        The largest number of heads side by side; layers are drawn in at most four columns.
-
+    ``draw`` draws one of them on given axes, and sets the limits. ``unit`` is what the length counts, such as
+    "tokens". At most ``most_columns`` heads are side by side; layers are drawn in at most four columns.
     """
     heads = len({part.head for part in parts})
     columns = min(heads, most_columns) if heads > 1 else min(len(parts), _FEW_COLUMNS)

@@ -53,21 +53,8 @@ _NEARLY_CONSTANT = 1.02
 class Picture:
     """The files of a figure of measurements, and what the figure shows.
 
-    Attributes
-    ----------
-    png, pdf
-        The paths of its two files.
-    title, alt
-        Its title, and its alternative text for readers who cannot see it.
-    model, text, scope
-        The model, the input and the scope that it shows.
-    layer, head
-        The layer and the head; ``None`` for an overview, and the head for scopes without heads.
-    overview
-        Whether it shows all layers.
-    inches
-        Its width in inches.
-
+    ``alt`` is the text for readers who cannot see it. ``layer`` is None for an overview of all layers,
+    ``head`` also for scopes without heads. ``inches`` is its width.
     """
 
     png: Path
@@ -91,25 +78,10 @@ def draw_all(
 ) -> list[Picture]:
     """Draw the constants of every layer or head, and overviews of several layers or heads.
 
-    There is an overview for each model, text and scope with several layers or heads.
-
-    Parameters
-    ----------
-    measurements
-        The measurements of :class:`~howsmooth.study.records.Contents`.
-    folder
-        The folder for the files, which is created if needed.
-    listener
-        The listener that is told how many figures are drawn.
-    kinds
-        The kind of each input that is not a text, by its name; one of :data:`howsmooth.study.plans.KINDS`.
-
-    Returns
-    -------
-    list of Picture
-        The figures; an overview comes before the figures of its layers. Those whose files show the same
-        measurements already are not drawn again.
-
+    There is an overview for each model, text and scope with several layers or heads; it comes before the
+    figures of its layers. Figures whose files show the same measurements already are not drawn again.
+    ``kinds`` has the kind of each input that is not a text, by its name; one of
+    :data:`howsmooth.study.plans.KINDS`.
     """
     folder = Path(folder)
     figures: list[Callable[[], Picture]] = []

@@ -29,20 +29,8 @@ def draw_published(
 ) -> list[Files]:
     """Draw the published code's values against n: a figure for each model and text, a panel for each layer.
 
-    Parameters
-    ----------
-    rows
-        The rows of ``published.csv``.
-    exponents
-        The rows of ``published-exponents.csv``.
-    folder
-        The folder for the files, which is created if needed.
-
-    Returns
-    -------
-    list of tuple of pathlib.Path
-        The paths of each figure as PNG and PDF.
-
+    ``rows`` and ``exponents`` are the rows of ``published.csv`` and ``published-exponents.csv``. The result
+    has the paths of each figure as PNG and PDF.
     """
     folder = Path(folder)
     figures = [

@@ -37,21 +37,10 @@ _MOST_SHOWN = 3
 class FlowOutputs:
     """The files written by :func:`write_flow_outputs`, and the tables in them.
 
-    Attributes
-    ----------
-    metrics
-        One row for each frame, from :func:`measure_frames`.
-    growth
-        The growth of perturbations at some times; empty if it was not measured.
-    tolerance
-        The distance below which tokens are in one cluster.
-    figures
-        The paths of the figure as PNG and PDF.
-    animation
-        The path of the animation, if there is one.
-    trajectory, table
-        The paths of ``trajectory.npz`` and ``metrics.csv``.
-
+    ``metrics`` comes from :func:`measure_frames`. ``growth`` is the growth of perturbations at some times,
+    and empty if it was not measured. ``tolerance`` is the distance below which tokens are in one cluster.
+    ``figures`` are the paths of the figure as PNG and PDF, ``trajectory`` and ``table`` of ``trajectory.npz``
+    and ``metrics.csv``.
     """
 
     metrics: pd.DataFrame
@@ -67,15 +56,6 @@ def write_flow_outputs(
     folder: str | os.PathLike[str], plan: FlowPlan, system: System, listener: Listener = SILENT
 ) -> FlowOutputs:
     """Write ``trajectory.npz``, ``metrics.csv``, ``flow.png``, ``flow.pdf`` and an animation beside a store.
-
-    Parameters
-    ----------
-    folder
-        The folder with the store.
-    plan, system
-        The plan and the system of the flow.
-    listener
-        The listener that is told the progress.
 
     Raises
     ------
@@ -105,29 +85,14 @@ def write_flow_outputs(
 
 
 def measure_frames(store: Store, tolerance: float, beta: float, listener: Listener) -> pd.DataFrame:
-    """Measure how far the tokens of each frame have clustered.
+    """Measure how far the tokens of each frame have clustered: one row for each frame.
 
-    Parameters
-    ----------
-    store
-        The store of the flow.
-    tolerance
-        The distance below which tokens are in one cluster.
-    beta
-        The inverse temperature β of the interaction energy.
-    listener
-        The listener that is told how many frames are measured.
-
-    Returns
-    -------
-    DataFrame
-        One row for each frame. ``time`` is its time, and ``clusters`` the number of clusters.
-        ``effective_rank`` and ``log_energy`` are :func:`howsmooth.dynamics.effective_rank` and
-        :func:`howsmooth.dynamics.log_interaction_energy` with A = I. ``spread`` is the root mean square
-        distance of the tokens from their mean. ``to_last`` is the root mean square distance of each token
-        from its position in the last frame, an upper bound on the distance W₂ to that frame. ``evaluations``
-        and ``seconds`` are as in the frame.
-
+    ``time`` is its time, and ``clusters`` the number of clusters, with tokens nearer than ``tolerance`` in
+    one. ``effective_rank`` and ``log_energy`` are :func:`howsmooth.dynamics.effective_rank` and
+    :func:`howsmooth.dynamics.log_interaction_energy` with A = I and the inverse temperature β. ``spread`` is
+    the root mean square distance of the tokens from their mean. ``to_last`` is the root mean square distance
+    of each token from its position in the last frame, an upper bound on the distance W₂ to that frame.
+    ``evaluations`` and ``seconds`` are as in the frame.
     """
     count = count_frames(store)
     last = tokens_of(frame_at(store, count - 1))

@@ -25,15 +25,9 @@ _OF_A_MODEL = "What flows: models"
 
 @dataclass(frozen=True)
 class Grid:
-    """The times of a flow's frames, and the step of an integrator with fixed steps.
+    """The times of a flow's frames, with the start, and the step of the integrator.
 
-    Attributes
-    ----------
-    times
-        The times of the frames, including the start.
-    step
-        The step of the integrator; ``None`` if it chooses its steps.
-
+    ``step`` is ``None`` if the integrator chooses its steps.
     """
 
     times: tuple[float, ...]

@@ -25,22 +25,8 @@ def run_flow(
 ) -> tuple[Outcome, Ending | None]:
     """Compute the states of a flow (frames) that the store in a folder does not have.
 
-    Parameters
-    ----------
-    plan
-        The plan of the flow.
-    system
-        The result of :func:`~howsmooth.study.flows.flow_system.load_system` for this plan.
-    folder
-        The folder of the store. Folder and store are created after all checks have passed.
-    means
-        The listener, and the command to record; by default none.
-
-    Returns
-    -------
-    outcome, ending
-        The counts of the run, in which the start is not counted as a frame; and the reason why the flow ended
-        early, or None.
+    Folder and store are created after all checks have passed. The outcome does not count the start as a
+    frame. The second result is the reason why the flow ended early, or None.
 
     Raises
     ------

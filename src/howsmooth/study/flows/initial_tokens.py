@@ -24,14 +24,8 @@ def kind_of_start(plan: FlowPlan, own: str = "") -> str:
     """Return where the initial tokens come from.
 
     The result is ``gaussian``, ``sphere``, ``given`` (by the source of the attention), or the path of a file.
-
-    Parameters
-    ----------
-    plan
-        The plan, whose ``start`` may be ``auto``.
-    own
-        Where the tokens of the source come from, ``text`` or ``file``; empty if the source has no tokens.
-
+    ``own`` says where the tokens of the source come from, ``text`` or ``file``; it is empty if the source has
+    none.
     """
     if plan.start == "auto":
         return "given" if own else "sphere" if plan.sphere else "gaussian"

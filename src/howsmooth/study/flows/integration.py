@@ -25,13 +25,6 @@ _TOKENS, _MEASURE = "tokens", "Gaussian measure"
 class Integration:
     """The integration of a flow from one stored state (frame) to the next.
 
-    Parameters
-    ----------
-    plan
-        The times, the method and the options of the flow.
-    system
-        The result of :func:`~howsmooth.study.flows.flow_system.load_system` for this plan.
-
     Raises
     ------
     ArgumentError

@@ -60,19 +60,14 @@ def scatter_data(
 ) -> dict[str, Any] | None:
     """Return the points and fits of the report's scatter plot of constants against length or radius.
 
-    Parameters
-    ----------
-    measurements, published
-        The measurements and the published values of the store.
-    exponents, compared
-        The exponents fitted to them, one row for each group that is fitted together.
+    The exponents are fitted to the measurements, ``compared`` to the published values.
 
     Returns
     -------
     dict or None
-        ``names`` of models, texts, scopes and quantities. ``groups``, one entry for each fitted group, with
-        its layer and head (``where``), its ``fit``, and its ``exponent`` in words. ``points`` as columns.
-        ``total``, the number of points before thinning. None if there are no points.
+        ``names`` of models, texts, scopes and quantities. ``groups``, one entry for each fitted group,
+        with its layer and head (``where``), its ``fit``, and its ``exponent`` in words. ``points`` as
+        columns. ``total``, the number of points before thinning. None if there are no points.
 
     """
     ours = {"quantity": _MEASURED, "items": ""}
@@ -116,18 +111,14 @@ def _group(row: dict[str, Any]) -> dict[str, Any]:
 def bounds_data(bounds: pd.DataFrame, measurements: pd.DataFrame) -> dict[str, Any] | None:
     """Return the bounds at each sequence, with the constants measured there, for the report's script.
 
-    Parameters
-    ----------
-    bounds, measurements
-        The bounds and the measurements of a store.
-
     Returns
     -------
     dict or None
-        ``names`` of models, texts and scopes, ``labels`` of the bounds, and their ``sources``. ``places``,
-        each with ``measured`` (value, lower, upper; or None), ``radius``, and ``rows`` of (label, is upper
-        bound, value, log10 of the value, holds, source, is a bound at this sequence) in the order of the
-        table. A value is None if it overflows or does not exist. None if there are no bounds.
+        ``names`` of models, texts and scopes, ``labels`` of the bounds, and their ``sources``.
+        ``places``, each with ``measured`` (value, lower, upper; or None), ``radius``, and ``rows`` of
+        (label, is upper bound, value, log10 of the value, holds, source, is a bound at this sequence) in
+        the order of the table. A value is None if it overflows or does not exist. None if there are no
+        bounds.
 
     """
     if bounds.empty:
@@ -168,18 +159,13 @@ def sensitivity_data(rows: pd.DataFrame) -> dict[str, Any] | None:
 
     The energy of a token is its share of the squared norm of a leading singular vector of the Jacobian.
 
-    Parameters
-    ----------
-    rows
-        The sensitivities of a store.
-
     Returns
     -------
     dict or None
         ``names`` of models, texts and scopes. ``sequences``, each with its tokens as ``words``; ``apart``
-        says that they do not join to the text. ``rows``, one for each layer or head at a sequence, with the
-        energies ``input`` and ``output``, and how many tokens have ``half`` of each. ``start``, the row to
-        show first. ``total``, the number of rows before thinning. None if there are no rows.
+        says that they do not join to the text. ``rows``, one for each layer or head at a sequence, with
+        the energies ``input`` and ``output``, and how many tokens have ``half`` of each. ``start``, the
+        row to show first. ``total``, the number of rows before thinning. None if there are no rows.
 
     """
     if rows.empty:

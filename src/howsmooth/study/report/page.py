@@ -38,15 +38,7 @@ _DOTS_AN_INCH = 96  # of a CSS pixel
 def render(contents: Contents, exponents: pd.DataFrame, pictures: Sequence[Picture]) -> str:
     """Return the report as HTML without references to other files or sites.
 
-    Parameters
-    ----------
-    contents
-        The contents of the store.
-    exponents
-        The exponents fitted to its measurements.
-    pictures
-        The figures of its measurements, whose PNG files are embedded.
-
+    ``exponents`` are fitted to the measurements of the store; the PNG files of ``pictures`` are embedded.
     """
     rows = contents.measurements
     found = _sections(rows, exponents, pictures)

@@ -54,13 +54,8 @@ def headline(rows: pd.DataFrame, exponents: pd.DataFrame) -> str:
 def sharpest(found: dict[str, Any]) -> list[dict[str, Any]]:
     """Return the sharpest bounds on each attention, with their ratios to the measured constant.
 
-    Whole layers come before heads, of which there can be very many.
-
-    Parameters
-    ----------
-    found
-        The result of :func:`~howsmooth.study.report.chart_data.bounds_data`.
-
+    Whole layers come before heads, of which there can be very many. ``found`` is the result of
+    :func:`~howsmooth.study.report.chart_data.bounds_data`.
     """
     table = []
     for place_ in sorted(found["places"], key=lambda one: one["head"] is not None):

@@ -42,23 +42,10 @@ _ROUNDING = 1e-9
 class AttackTask(Task):
     """The task of searching a ball for n tokens at which one attention's constant is large.
 
-    Attributes
-    ----------
-    asked
-        The plan, which sets the effort of the search.
-    source, text
-        The names of the model or parameter file, and of the text, which may be empty.
-    target
-        The attention at this length.
-    n
-        The number of tokens.
-    ball
-        The ball in which to search for tokens.
-    seed
-        The seed of all random numbers.
-    folder
-        The folder of the store, in which the worst tokens are saved.
-
+    ``asked`` is the plan, which sets the effort of the search. ``source`` and ``text`` are the names of the
+    model or parameter file and of the text, which may be empty. ``target`` is the attention at this length,
+    ``seed`` the seed of all random numbers, and ``folder`` the folder of the store, in which the worst tokens
+    are saved.
     """
 
     kind = Attack

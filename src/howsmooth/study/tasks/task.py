@@ -20,16 +20,7 @@ __all__ = ["Failed", "Found", "SequenceTask", "Task", "Work", "each_if_not_all",
 
 @dataclass(frozen=True, eq=False)
 class Failed:
-    """A failed computation of a study: its error, and the rows that record the failure.
-
-    Attributes
-    ----------
-    rows
-        The failures to record in the store.
-    error
-        The exception that ended the computation.
-
-    """
+    """A failed computation of a study: its error, and the rows that record the failure in the store."""
 
     rows: Sequence[Failure]
     error: Exception
@@ -43,19 +34,9 @@ Found = Sequence[Row] | Failed
 class Work:
     """The tasks of one kind, such as constants or bounds, that are left to do in a study.
 
-    Attributes
-    ----------
-    kind
-        The class of the requested rows.
-    words
-        The plural noun for these rows, such as ``"constants"``.
-    tasks
-        The tasks, in the order in which they are carried out.
-    kept
-        The number of requested rows that the store already has.
-    failed
-        The computations that are impossible, with their errors.
-
+    ``kind`` is the class of the requested rows, ``words`` their plural noun, such as ``"constants"``. The
+    tasks are carried out in their order. ``kept`` counts requested rows that the store already has,
+    ``failed`` has the computations that are impossible.
     """
 
     kind: type[Row]
@@ -130,19 +111,9 @@ class Task(ABC):
 class SequenceTask(Task):
     """A task that computes rows, such as constants, at sequences of one model, text, length and scope.
 
-    Attributes
-    ----------
-    plan, subject
-        The plan, and the model with its text.
-    n, scope
-        The number of tokens, and the scope of the map.
-    starts
-        The first token of each sample, in the order of the batch.
-    missing
-        The keys of the rows that the store does not have.
-    data
-        The inputs of the sequences; ``None`` unless the task is packed.
-
+    ``starts`` has the first token of each sample, in the order of the batch; ``missing`` the keys of the rows
+    that the store does not have. ``data`` are the inputs of the sequences, and ``None`` until the task is
+    packed.
     """
 
     plan: Plan
