@@ -106,7 +106,7 @@ def _ball(plan: AttackPlan, one: Target) -> Ball:
 
 def _head_records(plan: AttackPlan, source: AttentionSource) -> Iterator[HeadRecord]:
     """Yield a row for every head, attacked or not: its score matrix's eigenvalues, and its norms."""
-    for one in source.everywhere():
+    for one in source.all_attentions():
         if one.attention.rotary is None:
             radius = _ball(plan, one).radius
             for h, strength in enumerate(head_eigenvalues(one.attention)):

@@ -106,10 +106,10 @@ class Target:
                 got=repr(radius),
                 remedy="Give --radius.",
             )
-        return Ball(longest(self.x), f"the longest of {self.x.shape[0]} tokens")
+        return Ball(largest_norm(self.x), f"the longest of {self.x.shape[0]} tokens")
 
 
-def longest(x: Tensor) -> float:
+def largest_norm(x: Tensor) -> float:
     """Return the largest Euclidean norm of a token in x, of shape (n, d)."""
     return float(torch.linalg.vector_norm(x.double(), dim=-1).max())
 
@@ -189,7 +189,7 @@ class FileSource:
             parts = [(h, f.head(h)) for h in self._heads]
         return [Target(0, h, self._scope, masking, shortened(part, length), None, x) for h, part in parts]
 
-    def everywhere(self) -> list[Target]:
+    def all_attentions(self) -> list[Target]:
         """Return the attention of the file with all its heads, whichever heads were chosen."""
         return [Target(0, None, "attention", "", self._file.attention, None, self._file.x)]
 
@@ -267,7 +267,7 @@ class ModelSource:
             for s in self._sites(length, "block")
         ]
 
-    def everywhere(self) -> list[Target]:
+    def all_attentions(self) -> list[Target]:
         """Return the attention of every layer at the default length, whichever layers were chosen."""
         from howsmooth.models import capture  # imports transformers, which takes seconds
 

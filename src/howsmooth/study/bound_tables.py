@@ -9,7 +9,7 @@ import pandas as pd
 
 from howsmooth import bounds
 from howsmooth.errors import ArgumentError
-from howsmooth.study.attention_sources import AttentionSource, Ball, Target, longest
+from howsmooth.study.attention_sources import AttentionSource, Ball, Target, largest_norm
 from howsmooth.study.plans import BoundPlan
 from howsmooth.study.progress_listener import SILENT, Listener
 
@@ -89,7 +89,7 @@ def bounds_frame(label: str, bounded: Sequence[Bounded]) -> pd.DataFrame:
 def _rows(one: Target, n: int, radius: float) -> pd.DataFrame:
     if one.x is None:
         return bounds.table(one.attention, length=n, radius=radius)
-    farthest = longest(one.x)
+    farthest = largest_norm(one.x)
     if radius >= farthest * (1 - 1e-6):
         # If all tokens are zero, `bounds.table` chooses the radius.
         return bounds.table(one.attention, one.x, radius=max(radius, farthest) or None)

@@ -14,12 +14,14 @@ import torch
 
 from howsmooth import texts
 from howsmooth.study.plans import InputSpec
+from howsmooth.study.records import TextRecord
+from howsmooth.study.text_formatting import encodable
 from howsmooth.study.text_windows import Sequences, arrange, draw_distinct
 
 __all__ = [
-    "DataSource",
     "Feed",
     "Inputs",
+    "OpenedInput",
     "SequenceData",
     "TextFeed",
     "feed_of",
@@ -34,31 +36,15 @@ Inputs = torch.Tensor | dict[str, torch.Tensor]
 
 
 @dataclass(frozen=True, eq=False)
-class DataSource:
-    """The input of a study, opened: a text, or a file or folder of images, audio or others.
+class OpenedInput:
+    """An input of a study, opened: its record in the store, and the content of a text or other data.
 
-    Attributes
-    ----------
-    kind
-        One of :data:`howsmooth.study.plans.KINDS`.
-    name, source, digest
-        Its name, a description of where it comes from, and its SHA-256, as the store records them.
-    size
-        The number of characters, tokens, images or audio samples.
-    content
-        The text; empty for other kinds.
-    opened
-        The opened input of :mod:`howsmooth.models.datasets`; ``None`` for a text.
-
+    ``data`` is the opened input of :mod:`howsmooth.models.datasets`, and ``None`` for a text.
     """
 
-    kind: str
-    name: str
-    source: str
-    digest: str
-    size: int
+    record: TextRecord
     content: str = field(default="", repr=False)
-    opened: Any = field(default=None, repr=False)
+    data: Any = field(default=None, repr=False)
 
 
 @runtime_checkable
@@ -184,18 +170,22 @@ class SequenceData:
         return tensors.get("", tensors)
 
 
-def open_data(spec: InputSpec) -> DataSource:
+def open_data(spec: InputSpec) -> OpenedInput:
     """Read a text, or another input, that the user asked for."""
     if spec.kind == "text":
         text = texts.load_text(spec.places[0])
-        return DataSource("text", text.name, text.source, text.digest, len(text.content), text.content)
+        return OpenedInput(_record(text, len(text.content), "text"), content=text.content)
     from howsmooth.models.datasets import open_input  # imports transformers, which takes seconds
 
     opened = open_input(spec.kind, spec.places)
-    return DataSource(spec.kind, opened.name, opened.source, opened.digest, opened.size, "", opened)
+    return OpenedInput(_record(opened, opened.size, spec.kind), data=opened)
 
 
-def feed_of(source: DataSource, model: Any, layers: tuple[int, ...]) -> Feed:
+def _record(found: Any, size: int, kind: str) -> TextRecord:
+    return TextRecord(encodable(found.name), found.digest, encodable(found.source), size, kind)
+
+
+def feed_of(source: OpenedInput, model: Any, layers: tuple[int, ...]) -> Feed:
     """Prepare a data source for a model, for example by tokenising a text with its tokenizer.
 
     ``layers`` are the layers that will be captured.
@@ -206,10 +196,10 @@ def feed_of(source: DataSource, model: Any, layers: tuple[int, ...]) -> Feed:
         If the model takes another kind of input.
 
     """
-    if source.kind != "text":
+    if source.data is not None:
         from howsmooth.models import datasets
 
-        feed: Feed = datasets.dataset_of(source.opened, model, layers)
+        feed: Feed = datasets.dataset_of(source.data, model, layers)
         return feed
     tokens, places = model.tokenizer.located(source.content)
     return TextFeed(

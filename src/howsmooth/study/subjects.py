@@ -16,7 +16,7 @@ import torch
 from howsmooth.errors import ArgumentError, CaptureError, ModelError, TextError
 from howsmooth.scopes import layers_of_scope
 from howsmooth.seeds import derive_seed
-from howsmooth.study.datasets import DataSource, Feed, Inputs, feed_of, open_data, sequence_starts
+from howsmooth.study.datasets import Feed, Inputs, OpenedInput, feed_of, open_data, sequence_starts
 from howsmooth.study.plans import ModelSpec, Plan
 from howsmooth.study.records import ModelRecord, TextRecord
 from howsmooth.study.text_formatting import encodable
@@ -143,7 +143,7 @@ def checked_subjects(plan: Plan, models: Models, impossible: Impossible | None =
             reached: str | None = None
             try:
                 model = models.load(spec, source.content)
-                reached = encodable(source.name)
+                reached = source.record.name
                 subject = subject_of(plan, spec, source, model)
                 check_fits(plan, subject)
             except Exception as error:
@@ -261,23 +261,24 @@ def layer_and_head_counts(model: Any, label: str) -> tuple[int, int]:
     return model.layers, model.heads
 
 
-def check_sources(sources: list[DataSource]) -> None:
+def check_sources(sources: list[OpenedInput]) -> None:
     """Refuse an empty text, and two inputs with the same name."""
     names: set[str] = set()
     for source in sources:
-        if source.kind == "text" and not source.content.strip():
-            raise TextError(f"text {source.name!r} is empty. Give a text with words in it.")
-        if source.name in names:
+        name, kind = source.record.name, source.record.kind
+        if kind == "text" and not source.content.strip():
+            raise TextError(f"text {name!r} is empty. Give a text with words in it.")
+        if name in names:
             raise ArgumentError(
-                source.kind,
-                expected=f"{'texts' if source.kind == 'text' else 'files'} of different names",
-                got=f"{source.name!r} twice",
+                kind,
+                expected=f"{'texts' if kind == 'text' else 'files'} of different names",
+                got=f"{name!r} twice",
                 remedy="Rename one of the files, since results stand under the name.",
             )
-        names.add(source.name)
+        names.add(name)
 
 
-def subject_of(plan: Plan, spec: ModelSpec, source: DataSource, model: Any) -> Subject:
+def subject_of(plan: Plan, spec: ModelSpec, source: OpenedInput, model: Any) -> Subject:
     """Choose the layers, heads and lengths of a model that a plan measures, and prepare the input.
 
     Raises
@@ -306,9 +307,7 @@ def subject_of(plan: Plan, spec: ModelSpec, source: DataSource, model: Any) -> S
             max_length=model.max_length,
             stored=str(model.stored).removeprefix("torch."),
         ),
-        text=TextRecord(
-            encodable(source.name), source.digest, encodable(source.source), source.size, source.kind
-        ),
+        text=source.record,
         content=source.content if spec.random_init else "",
         fingerprint=model.fingerprint,
         tokenizer_source=feed.preparation,

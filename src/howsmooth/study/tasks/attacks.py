@@ -19,7 +19,7 @@ from torch import Tensor
 from howsmooth import adversarial, bounds, lipschitz
 from howsmooth.attention import SelfAttention
 from howsmooth.models.parameter_files import save_parameters
-from howsmooth.study.attention_sources import Ball, Target, longest
+from howsmooth.study.attention_sources import Ball, Target, largest_norm
 from howsmooth.study.plans import AttackPlan
 from howsmooth.study.records import Attack, Row
 from howsmooth.study.subjects import Models
@@ -103,7 +103,7 @@ class AttackTask(Task):
         most = self.ball.radius * (1 + _ROUNDING)
         # The given tokens may lie outside the ball that the user asked for; then they do not count.
         best, x = max(
-            ((row, x) for row, x in tried if row.kind != "tokens" or longest(x) <= most),
+            ((row, x) for row, x in tried if row.kind != "tokens" or largest_norm(x) <= most),
             key=lambda one: one[0].value or 0.0,
         )
         file = self._save(best, x)
@@ -122,7 +122,7 @@ class AttackTask(Task):
                 lower=float(estimate.lower),
                 upper=float(estimate.upper),
                 converged=bool(estimate.converged),
-                radius_max=longest(x),
+                radius_max=largest_norm(x),
                 seconds=time.perf_counter() - began,
                 evaluations=evaluations,
             )
