@@ -35,8 +35,8 @@ from howsmooth.paper.published import PublishedLayer, items_that_apply, measure_
 from howsmooth.paper.published.constants_task import published_left
 from howsmooth.study.exponents import exponents, fit_exponent
 from howsmooth.study.plans import ModelSpec, Plan
-from howsmooth.study.published_values import CORRECTED, PUBLISHED, compare, quantities, read_rows
-from howsmooth.study.records import InputRecord, Measurement
+from howsmooth.study.published_values import CORRECTED, PUBLISHED, compare, quantities
+from howsmooth.study.records import InputRecord, Measurement, PublishedValue
 from howsmooth.study.run import run
 from howsmooth.study.runner import Means
 from howsmooth.study.store import Store
@@ -321,9 +321,8 @@ def scopes_table(measured: pd.DataFrame) -> pd.DataFrame:
 def collect(work: Path, to: Path) -> None:
     """Write the tables from what has been measured so far."""
     to.mkdir(parents=True, exist_ok=True)
-    folders = sorted(folder for folder in work.glob("published/*") if folder.is_dir())
-    if folders:
-        rows = pd.concat([read_rows(folder) for folder in folders])
+    rows = stored(work / "published", PublishedValue)
+    if len(rows):
         write(attention_table(rows), to / "attention.csv")
         write(medians(rows), to / "medians.csv")
     scopes = stored(work / "scopes", Measurement)

@@ -107,7 +107,7 @@ def _read_plan_file(path: Path, typed: dict[str, Any]) -> Study:
     asked = read_plan(path)
     execution = replace(asked.execution, **typed)
     use_threads(execution.threads)
-    return replace(asked, execution=execution)
+    return asked._replace(execution=execution)
 
 
 def _carry_out(asked: Study, *, resume: bool, figures: bool, as_json: bool, quiet: bool) -> int:

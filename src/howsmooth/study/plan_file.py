@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import os
 import tomllib
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from howsmooth.errors import ArgumentError
 from howsmooth.study.execution import Execution
@@ -26,18 +26,8 @@ KEYS = (*_OF_PLAN, *_OF_EXECUTION)
 """The allowed keys of a plan file."""
 
 
-@dataclass(frozen=True)
-class Study:
-    """The contents of a plan file: what to measure, and how to carry it out.
-
-    Attributes
-    ----------
-    plan
-        What to measure.
-    execution
-        How to measure it, and the output folder.
-
-    """
+class Study(NamedTuple):
+    """The contents of a plan file: what to measure, and how to carry it out."""
 
     plan: Plan
     execution: Execution

@@ -1,4 +1,4 @@
-"""Read the values of the paper's published code from a store, and fit their exponents.
+"""Name the values of the paper's published code that are measured, and fit their exponents.
 
 Each value stands beside the corrected constant of the same sequence: the local constant ‖D_X f‖, measured
 without any of the published code's differences (items). Nothing here measures.
@@ -6,17 +6,14 @@ without any of the published code's differences (items). Nothing here measures.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 
 import numpy as np
 import pandas as pd
 
 from howsmooth.study.exponents import fit_exponent
-from howsmooth.study.records import PublishedValue
-from howsmooth.study.store import Store
 
-__all__ = ["CORRECTED", "PUBLISHED", "compare", "quantities", "read_rows"]
+__all__ = ["CORRECTED", "PUBLISHED", "compare", "quantities"]
 
 CORRECTED, PUBLISHED = "corrected", "as published"
 
@@ -36,19 +33,6 @@ def quantities(items: Sequence[str]) -> dict[str, tuple[str, ...]]:
     """
     single = {f"only {item}": (item,) for item in items} if len(items) > 1 else {}
     return {CORRECTED: (), **single, PUBLISHED: tuple(items)}
-
-
-def read_rows(folder: str | os.PathLike[str]) -> pd.DataFrame:
-    """Read the published code's values from the store in a folder, with the columns of ``published.csv``.
-
-    Raises
-    ------
-    StoreError
-        If there is no store, or it cannot be read.
-
-    """
-    with Store.open(folder, write=False) as store:
-        return store.contents().published[list(PublishedValue.columns())]
 
 
 def compare(rows: pd.DataFrame) -> pd.DataFrame:

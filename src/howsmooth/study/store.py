@@ -240,9 +240,7 @@ class Store:
         """Return the number of rows of one table."""
         return int(self._query(f"SELECT count(*) FROM {kind.table}").fetchone()[0])
 
-    def rows(
-        self, kind: type[R], order: Sequence[str] = ("rowid",), **where: object
-    ) -> list[tuple[R, int | None]]:
+    def rows(self, kind: type[R], **where: object) -> list[tuple[R, int | None]]:
         """Return the rows of one table with given column values, each with the number of its run."""
         types = _TYPES[kind]
         # SQLite has neither tuples nor booleans: tuples are stored as JSON, booleans as integers.
@@ -250,9 +248,7 @@ class Store:
             json.loads if plain is tuple else bool if plain is bool else None for plain, _ in types.values()
         ]
         condition = " AND ".join(f"{name} IS ?" for name in where) or "TRUE"
-        query = (
-            f"SELECT {', '.join(types)}, run FROM {kind.table} WHERE {condition} ORDER BY {', '.join(order)}"
-        )
+        query = f"SELECT {', '.join(types)}, run FROM {kind.table} WHERE {condition} ORDER BY rowid"
         found = []
         for *values, run in self._query(query, *where.values()).fetchall():
             plain = [value if make is None else make(value) for make, value in zip(read, values, strict=True)]

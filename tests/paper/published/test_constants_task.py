@@ -19,7 +19,7 @@ from howsmooth.paper.published import ITEMS
 from howsmooth.paper.published import constants_task as published_task
 from howsmooth.paper.published.constants_task import published_left
 from howsmooth.study.plans import ModelSpec
-from howsmooth.study.published_values import compare, quantities, read_rows
+from howsmooth.study.published_values import compare, quantities
 from howsmooth.study.records import PublishedValue
 from tests._study import (
     FakeModel,
@@ -60,7 +60,7 @@ def made(tmp_path_factory: pytest.TempPathFactory, in_a_folder_with_prose: None)
 
 
 def test_every_quantity_of_every_sequence_is_there(made: Path) -> None:
-    rows = read_rows(made)
+    rows = contents_of(made).published
     names = ["corrected", "only output", "only block", "only unmasked", "only stopping", "as published"]
     assert list(rows["quantity"][:6]) == names
     assert len(rows) == 6 * 3 * 2
@@ -99,7 +99,7 @@ def test_exponents_are_fitted_and_shown_and_the_same_command_repeats_nothing(
     assert (made / "published.csv").read_bytes() == before
     table = pd.read_csv(made / "published-exponents.csv").set_index("quantity")
     assert len(table) == 6
-    rows = read_rows(made)
+    rows = contents_of(made).published
     mine = rows[rows["quantity"] == "as published"]
     slope = np.polyfit(np.log(mine["n"]), np.log(mine["lipschitz"]), 1)[0]
     line = table.loc["as published"]
@@ -117,7 +117,9 @@ def test_the_file_holds_the_rows_of_the_store(made: Path) -> None:
     empty = {"lower": [""], "upper": [""]}
     rows = pd.read_csv(made / "published.csv", keep_default_na=False, na_values=empty)
     assert list(rows.columns) == list(PublishedValue.columns())
-    pd.testing.assert_frame_equal(rows, read_rows(made), rtol=1e-15, check_dtype=False)
+    pd.testing.assert_frame_equal(
+        rows, contents_of(made).published.drop(columns="run"), rtol=1e-15, check_dtype=False
+    )
 
 
 @pytest.mark.parametrize(

@@ -50,9 +50,11 @@ def _draw(model: str, text: str, family: pd.DataFrame, exponents: pd.DataFrame, 
         for name, colour, marker, label in _SERIES:
             points = shown[(shown["layer"] == layer) & (shown["quantity"] == name)]
             axis.scatter(points["n"], points["lipschitz"], s=9, marker=marker, color=colour, alpha=0.45, lw=0)
-            fit = _fit(exponents, model, text, int(layer), name)
-            if fit is None:
+            fits = exponents.query("model == @model and text == @text and layer == @layer")
+            fits = fits[(fits["quantity"] == name) & (fits["note"] == "")]
+            if fits.empty:
                 continue
+            fit = fits.iloc[-1]
             ends = [float(fit["n_min"]), float(fit["n_max"])]
             axis.plot(
                 ends,
@@ -80,18 +82,3 @@ def _draw(model: str, text: str, family: pd.DataFrame, exponents: pd.DataFrame, 
         title="above each panel: exponent [95 % interval]",
     )
     return save(figure, folder, file_stem("published", model, text), title)
-
-
-def _fit(exponents: pd.DataFrame, model: str, text: str, layer: int, quantity: str) -> pd.Series | None:
-    """Find the exponent of one layer and quantity in the table of fitted exponents.
-
-    If several were fitted, return the last one; if none was, return None.
-    """
-    found = exponents[
-        (exponents["model"] == model)
-        & (exponents["text"] == text)
-        & (exponents["layer"] == layer)
-        & (exponents["quantity"] == quantity)
-        & (exponents["note"] == "")
-    ]
-    return None if found.empty else found.iloc[-1]

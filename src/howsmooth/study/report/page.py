@@ -6,7 +6,6 @@ no other style and runs no other script, even if the data contain HTML.
 
 from __future__ import annotations
 
-import base64
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -17,7 +16,7 @@ from markupsafe import Markup
 
 from howsmooth.scopes import SCOPE_MEANINGS
 from howsmooth.study.figures import Picture
-from howsmooth.study.html_pages import digest, style_sheet, templates_of
+from howsmooth.study.html_pages import data_url, digest, style_sheet, templates_of
 from howsmooth.study.published_values import compare
 from howsmooth.study.radius_statistics import STRATA
 from howsmooth.study.records import Contents, plain_rows
@@ -133,9 +132,8 @@ def _sections(
 
 
 def _image(picture: Picture) -> dict[str, Any]:
-    data = base64.b64encode(picture.png.read_bytes()).decode()
     return {
-        "source": f"data:image/png;base64,{data}",
+        "source": data_url(picture.png.read_bytes()),
         "alt": picture.alt,
         "place": "every layer" if picture.layer is None else place_in_words(picture.layer, picture.head),
         "file": f"figures/{picture.pdf.name}",
