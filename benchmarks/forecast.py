@@ -17,10 +17,10 @@ from pathlib import Path
 import torch
 
 from howsmooth.study.forecast import forecast
-from howsmooth.study.outputs import write_outputs
+from howsmooth.study.measurement_outputs import write_outputs
+from howsmooth.study.measurement_run import run
 from howsmooth.study.plans import Plan
 from howsmooth.study.records import Measurement
-from howsmooth.study.run import run
 from howsmooth.study.store import Store
 
 

@@ -140,7 +140,7 @@ class Heard:
 
 def run(plan: Plan, folder: Path, tools: Tools, *, beside: Sequence[Any] = (), **means: Any) -> Any:
     """Carry a plan out with stand-ins; what came of it has the counts of constants by short names."""
-    from howsmooth.study.run import run as carry_out
+    from howsmooth.study.measurement_run import run as carry_out
     from howsmooth.study.runner import Means
 
     with installed(tools):

@@ -29,8 +29,8 @@ import howsmooth
 from howsmooth.cli import main
 from howsmooth.errors import ArgumentError, ModelError
 from howsmooth.models import load_model
+from howsmooth.study.measurement_outputs import write_outputs
 from howsmooth.study.merge import merge_stores
-from howsmooth.study.outputs import write_outputs
 from howsmooth.study.plans import ModelSpec
 from howsmooth.study.text_formatting import file_stem
 from tests._sources import AttackWork, SmallModel, plain_table, small_tools

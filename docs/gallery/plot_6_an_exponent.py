@@ -12,9 +12,9 @@ from pathlib import Path
 import matplotlib.pyplot as plt
 import numpy as np
 
-from howsmooth.study.outputs import write_outputs
+from howsmooth.study.measurement_outputs import write_outputs
 from howsmooth.study.plans import Plan
-from howsmooth.study.run import run
+from howsmooth.study.measurement_run import run
 
 plan = Plan(
     models="builtin-encoder",

@@ -20,7 +20,7 @@ QUICK = ["builtin-decoder", "--layers", "0", "--lengths", "4,8", "--samples", "2
 
 @pytest.fixture(autouse=True)
 def no_figures(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("howsmooth.study.outputs.draw_all", lambda *_: [])
+    monkeypatch.setattr("howsmooth.study.measurement_outputs.draw_all", lambda *_: [])
 
 
 @pytest.mark.slow
@@ -83,12 +83,12 @@ def test_without_dask_the_extra_is_named(
 # A study of stand-ins that take their time, on two processes.
 STUDY = """
 import sys
-import howsmooth.study.outputs
+import howsmooth.study.measurement_outputs
 from howsmooth.cli import main
 from tests._spread import spread_tools, stand_ins_sent
 from tests._study import installed
 if __name__ == "__main__":
-    howsmooth.study.outputs.draw_all = lambda *_: []
+    howsmooth.study.measurement_outputs.draw_all = lambda *_: []
     with installed(spread_tools()), stand_ins_sent():
         options = ["--resume", "--executor", "processes", "--workers", "2", "--quiet"]
         sys.exit(main(["study", sys.argv[1], *options]))

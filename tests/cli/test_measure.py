@@ -23,7 +23,7 @@ from hypothesis import strategies as st
 
 from howsmooth.cli import main
 from howsmooth.errors import HowsmoothError
-from howsmooth.study import outputs
+from howsmooth.study import measurement_outputs as outputs
 from howsmooth.study.plans import ModelSpec, Plan
 from tests._study import FakeModel, installed, make_tools, words
 
@@ -286,7 +286,7 @@ def test_the_help_gives_examples_that_can_be_typed(
         seen.append(plan)
         raise HowsmoothError("enough")
 
-    monkeypatch.setattr("howsmooth.study.run.run", stop)
+    monkeypatch.setattr("howsmooth.study.measurement_run.run", stop)
     monkeypatch.setattr("howsmooth.study.forecast.forecast", stop)
     for example in examples:
         assert main(shlex.split(example.split(">")[0])[1:]) == 2
@@ -332,7 +332,7 @@ def test_interrupted_while_drawing_everything_is_kept(
     def interrupt(*arguments: object, **options: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("howsmooth.study.outputs.write_outputs", interrupt)
+    monkeypatch.setattr("howsmooth.study.measurement_outputs.write_outputs", interrupt)
     code, _, err = howsmooth("measure", "small", "--text", "prose", *SMALL, "--out", str(tmp_path))
     assert code == 130
     assert "interrupted: 45 measurements are saved" in err
@@ -388,7 +388,7 @@ def test_on_a_terminal_there_is_a_bar_with_the_time_left(tmp_path: Path) -> None
             sys.stdout = (tmp_path / "said").open("w")
             sys.stderr = os.fdopen(2, "w")
             tools = make_tools(before_measure=lambda calls: time.sleep(0.05))[0]
-            with installed(tools), patch("howsmooth.study.outputs.draw_all", lambda *_: []):
+            with installed(tools), patch("howsmooth.study.measurement_outputs.draw_all", lambda *_: []):
                 main(["measure", "small", "--text", "prose", *SMALL, "--layers", "0", "--out", str(tmp_path)])
             sys.stdout.flush()
         finally:

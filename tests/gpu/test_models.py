@@ -10,7 +10,7 @@ import torch
 
 import howsmooth as hs
 from howsmooth.cli import main
-from howsmooth.study import outputs
+from howsmooth.study import measurement_outputs as outputs
 from howsmooth.study.store import Store
 from tests._tiny_models import CONFIGS, tiny, token_ids
 

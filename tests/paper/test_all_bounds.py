@@ -18,9 +18,9 @@ from howsmooth.paper import all_bounds
 from howsmooth.paper.all_bounds import ALL_BOUNDS, AS_CODED, KINDS, bound_table, bound_words, display_name
 from howsmooth.paper.figure_options import FigureOptions
 from howsmooth.paper.published import c_3_as_coded
+from howsmooth.study.measurement_run import run
 from howsmooth.study.plans import ModelSpec, Plan
 from howsmooth.study.ranges import Ranges
-from howsmooth.study.run import run
 from howsmooth.study.store import Store
 from tests._cases import dense_jacobian
 from tests._figures import BERT, GPT2, Told, measured, shown, tiny_library

@@ -25,10 +25,10 @@ from howsmooth.paper.gamma_radius import GAMMA_RADIUS, over_texts
 from howsmooth.paper.gpt2_growth import GPT2_GROWTH
 from howsmooth.paper.growth import Growth
 from howsmooth.paper.quadratic_growth import FAR, IDENTITY, QUADRATIC_GROWTH, balanced, exponents_in_radius
+from howsmooth.study.measurement_run import run
 from howsmooth.study.plans import ModelSpec, Plan
 from howsmooth.study.ranges import Ranges
 from howsmooth.study.records import Measurement, PublishedValue
-from howsmooth.study.run import run
 from howsmooth.study.store import Store
 from howsmooth.study.text_formatting import decimal
 from tests._figures import (

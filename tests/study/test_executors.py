@@ -23,7 +23,7 @@ from howsmooth.errors import ArgumentError, HowsmoothError, ModelError, NonFinit
 from howsmooth.study import runner
 from howsmooth.study.execution import Execution
 from howsmooth.study.executors import threads_each
-from howsmooth.study.run import _with_memory_shared
+from howsmooth.study.measurement_run import _with_memory_shared
 from howsmooth.study.runner import Means, _sendable
 from tests._spread import FOLDER, dies_once_after_five, noted, spread_tools
 from tests._study import Heard, Tools, contents_of, make_plan, make_tools, rows_of, run
@@ -336,7 +336,7 @@ def test_errors_travel_between_processes(error: HowsmoothError) -> None:
 
 
 def test_processes_share_out_the_memory_and_the_cores(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("howsmooth.study.run.memory_budget", lambda *_: 1000)
+    monkeypatch.setattr("howsmooth.study.measurement_run.memory_budget", lambda *_: 1000)
     monkeypatch.setattr("howsmooth.study.executors.available_cores", lambda: 9)
     plan, several = make_plan(), Means(executor=ProcessPoolExecutor(4))
     assert _with_memory_shared(plan, several).memory == 250

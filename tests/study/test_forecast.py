@@ -286,7 +286,7 @@ import json, sys, time
 from pathlib import Path
 from types import SimpleNamespace
 import torch
-from howsmooth.study import forecast, run, runner
+from howsmooth.study import forecast, measurement_run as run, runner
 from howsmooth.study.plans import Plan
 
 # In processor time, for machines that are busy.

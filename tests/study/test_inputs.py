@@ -22,11 +22,11 @@ from howsmooth.errors import ArgumentError, StoreError, TextError
 from howsmooth.models import load_model
 from howsmooth.models.datasets import image_inputs
 from howsmooth.study.datasets import TextFeed, sequence_starts
+from howsmooth.study.measurement_outputs import write_outputs
+from howsmooth.study.measurement_run import run
 from howsmooth.study.merge import merge_stores
-from howsmooth.study.outputs import write_outputs
 from howsmooth.study.plans import InputSpec, ModelSpec, Plan
 from howsmooth.study.ranges import Ranges
-from howsmooth.study.run import run
 from howsmooth.study.text_windows import arrange, overlapping
 from tests._study import contents_of, make_plan, make_tools, rows_of
 
@@ -51,7 +51,7 @@ def image_plan(vit: str, **changes: Any) -> Plan:
 
 
 def test_a_study_on_images(vit: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("howsmooth.study.outputs.draw_all", lambda *_: [])
+    monkeypatch.setattr("howsmooth.study.measurement_outputs.draw_all", lambda *_: [])
     folder = tmp_path / "out"
     outcome = run(image_plan(vit), folder)
     assert (outcome.made["measurements"], outcome.failed) == (6, 0)
@@ -164,7 +164,7 @@ def test_token_ids_and_embedded_tokens(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("howsmooth.study.outputs.draw_all", lambda *_: [])
+    monkeypatch.setattr("howsmooth.study.measurement_outputs.draw_all", lambda *_: [])
     Path("ids.txt").write_text("5 6 7 8\n20 21 22 23 24\n")
     options = ["--lengths", "4", "--samples", "2", "--layers", "0", "--bounds", "none", "--json", "-q"]
     code, out, _ = measured("builtin-encoder", "--tokens", "ids.txt", *options, capsys=capsys)

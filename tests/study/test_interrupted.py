@@ -68,8 +68,8 @@ def type_study(folder: Path, *more: str, pause: float = 0.0) -> tuple[int, str, 
         contextlib.redirect_stderr(err),
         installed(tools),
         published_stand_ins(),
-        patch("howsmooth.study.outputs.draw_all", lambda *_: []),
-        patch("howsmooth.study.outputs.draw_published", lambda *_: []),
+        patch("howsmooth.study.measurement_outputs.draw_all", lambda *_: []),
+        patch("howsmooth.study.measurement_outputs.draw_published", lambda *_: []),
     ):
         code = main(["study", str(folder / "plan.toml"), "--resume", *more])
     return code, out.getvalue(), err.getvalue()

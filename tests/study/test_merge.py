@@ -12,7 +12,7 @@ import pytest
 
 from howsmooth.cli import main
 from howsmooth.errors import ArgumentError, ModelError, StoreError
-from howsmooth.study import outputs
+from howsmooth.study import measurement_outputs as outputs
 from howsmooth.study.merge import merge_stores
 from howsmooth.study.plans import ModelSpec
 from howsmooth.study.ranges import Ranges

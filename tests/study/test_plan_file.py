@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from howsmooth.cli import main
 from howsmooth.errors import ArgumentError, ModelError
-from howsmooth.study import outputs
+from howsmooth.study import measurement_outputs as outputs
 from howsmooth.study.execution import Execution
 from howsmooth.study.plan_file import KEYS, read_plan
 from howsmooth.study.plans import ModelSpec, Plan

@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 
 import howsmooth as hs
 from howsmooth.study.datasets import token_pieces
+from howsmooth.study.measurement_run import run as carry_out
 from howsmooth.study.plans import ModelSpec
-from howsmooth.study.run import run as carry_out
 from tests._study import FakeModel, FakeTokenizer, contents_of, make_plan, make_tools, run, words
 
 ODD = "Größe naïve 漢字かな 🙂🙃 e\u0301\u200d x\u00a0y\n\n  tab\tend  " * 3

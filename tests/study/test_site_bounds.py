@@ -150,7 +150,7 @@ class Clock:
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     made = Clock()
-    for module in ("runner", "run", "tasks.bounds", "tasks.constants"):
+    for module in ("runner", "measurement_run", "tasks.bounds", "tasks.constants"):
         times = SimpleNamespace(monotonic=made, perf_counter=made)
         monkeypatch.setattr(f"howsmooth.study.{module}.time", times)
     return made
@@ -213,7 +213,7 @@ def test_all_and_none_are_taken_literally(tmp_path: Path, clock: Clock) -> None:
 def test_the_command_says_what_was_left_out_and_how_to_have_it(
     tmp_path: Path, clock: Clock, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("howsmooth.study.outputs.draw_all", lambda *_: [])
+    monkeypatch.setattr("howsmooth.study.measurement_outputs.draw_all", lambda *_: [])
 
     def typed(*words: str) -> str:
         command = ["measure", "small", "--text", "prose", "--lengths", "2,4,8", "--samples", "5"]

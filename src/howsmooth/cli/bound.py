@@ -48,7 +48,7 @@ def bound(
     from howsmooth.cli.bound_result import bounds_as_json, show_bounds
     from howsmooth.study.attention_sources import open_attention_source
     from howsmooth.study.bound_tables import bound_all, bounds_frame
-    from howsmooth.study.output_files import write_table
+    from howsmooth.study.file_writing import write_table
 
     with shown_progress(quiet=quiet) as display:
         display.phase("Reading")

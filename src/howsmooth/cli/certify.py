@@ -47,7 +47,7 @@ def certify(
     """Certify a saved model: its Lipschitz constant, the constant of each module, and certified accuracy."""
     from howsmooth.cli.certify_result import certificate_as_json, show_certificate
     from howsmooth.study.certification import certify_file
-    from howsmooth.study.output_files import write_table
+    from howsmooth.study.file_writing import write_table
 
     with shown_progress(quiet=quiet) as display:
         display.phase("Certifying")

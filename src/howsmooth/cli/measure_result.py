@@ -12,7 +12,7 @@ import pandas as pd
 
 from howsmooth.cli.terminal_output import as_json, heading, paragraph, say, show_table
 from howsmooth.study.exponents import LEVEL
-from howsmooth.study.outputs import Outputs
+from howsmooth.study.measurement_outputs import Outputs
 from howsmooth.study.plans import Plan
 from howsmooth.study.progress_listener import Outcome
 from howsmooth.study.records import Bounding, Measurement, PublishedValue, Row, plain_rows

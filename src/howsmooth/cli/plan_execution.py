@@ -64,8 +64,8 @@ def carry_out(
     # Imported here because these modules take seconds to load, which --help should not.
     from howsmooth.cli import measure_result
     from howsmooth.cli.terminal_output import counted
-    from howsmooth.study.outputs import write_outputs
-    from howsmooth.study.run import run
+    from howsmooth.study.measurement_outputs import write_outputs
+    from howsmooth.study.measurement_run import run
 
     out = execution.out
     with resumable(out, again), shown_progress(quiet=quiet) as display:

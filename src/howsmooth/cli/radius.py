@@ -107,7 +107,7 @@ def radius(
     from howsmooth.cli.terminal_output import as_json, say
     from howsmooth.models import load_model
     from howsmooth.profiling import word_radii, word_radii_page
-    from howsmooth.study.output_files import writable_folder
+    from howsmooth.study.file_writing import writable_folder
     from howsmooth.study.text_formatting import encodable
 
     done = 0

@@ -157,8 +157,8 @@ def _status_of_folder(folder: Path, *, as_json: bool) -> int:
 
 def _merge(paths: list[Path], out: Path | None, *, figures: bool, as_json: bool, quiet: bool) -> int:
     from howsmooth.cli.study_result import merged_as_json, show_merged
+    from howsmooth.study.measurement_outputs import write_outputs
     from howsmooth.study.merge import merge_stores
-    from howsmooth.study.outputs import write_outputs
 
     if out is None:
         raise ArgumentError("out", expected="a folder for the merged study", got="none", remedy="Add --out.")

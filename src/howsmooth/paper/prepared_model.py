@@ -17,11 +17,11 @@ from howsmooth.errors import ArgumentError
 from howsmooth.paper.figure import FigureContext
 from howsmooth.paper.published.constants_task import published_left
 from howsmooth.paper.row_cache import Key
+from howsmooth.study.measurement_run import run
 from howsmooth.study.plans import ModelSpec, Plan
 from howsmooth.study.progress_listener import Listener
 from howsmooth.study.ranges import Ranges
 from howsmooth.study.records import Measurement, PublishedValue
-from howsmooth.study.run import run
 from howsmooth.study.runner import Means
 from howsmooth.study.store import Store
 from howsmooth.study.subjects import (

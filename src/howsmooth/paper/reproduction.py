@@ -22,7 +22,7 @@ from howsmooth.paper.row_cache import writing
 from howsmooth.paper.two_dirac import TWO_DIRAC
 from howsmooth.paper.worst_inputs import WORST_INPUTS
 from howsmooth.study.environment import environment
-from howsmooth.study.output_files import replace_file, write_table
+from howsmooth.study.file_writing import replace_file, write_table
 from howsmooth.study.progress_listener import Listener
 
 __all__ = ["FIGURES", "Reproduction", "choose_figures", "produce"]

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from howsmooth.errors import StoreError
-from howsmooth.study.output_files import replace_file
+from howsmooth.study.file_writing import replace_file
 
 __all__ = ["Key", "Row", "kept_rows", "writing"]
 

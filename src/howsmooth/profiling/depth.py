@@ -22,7 +22,7 @@ from howsmooth.models.whole_model import ModelParts
 from howsmooth.profiling.one_input import given_inputs, shown_progress
 from howsmooth.scopes import OUTPUTS
 from howsmooth.seeds import derive_seed
-from howsmooth.study.output_files import csv_of, text_or_file, write_parquet
+from howsmooth.study.file_writing import csv_of, text_or_file, write_parquet
 from howsmooth.study.records import plain_rows
 
 if TYPE_CHECKING:

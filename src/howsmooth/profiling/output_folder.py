@@ -10,8 +10,8 @@ import pandas as pd
 from matplotlib.figure import Figure
 
 from howsmooth.study.figures.style import save
+from howsmooth.study.file_writing import csv_of, replace_file, writable_folder
 from howsmooth.study.html_pages import data_url
-from howsmooth.study.output_files import csv_of, replace_file, writable_folder
 
 __all__ = ["write_result"]
 

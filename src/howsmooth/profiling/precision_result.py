@@ -16,7 +16,7 @@ from scipy import stats
 from howsmooth.errors import ArgumentError
 from howsmooth.profiling.quantisers import checked_bits, checked_quantisers
 from howsmooth.profiling.simulated_cache import simulated_kl
-from howsmooth.study.output_files import csv_of, text_or_file, write_parquet
+from howsmooth.study.file_writing import csv_of, text_or_file, write_parquet
 from howsmooth.study.records import plain_rows
 
 if TYPE_CHECKING:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import pandas as pd
 
 from howsmooth.errors import ArgumentError
-from howsmooth.study.output_files import csv_of, text_or_file, write_parquet
+from howsmooth.study.file_writing import csv_of, text_or_file, write_parquet
 from howsmooth.study.records import plain_rows
 from howsmooth.study.text_formatting import place_in_words, readable
 from howsmooth.token_influence import Influence

@@ -21,7 +21,7 @@ from howsmooth.errors import ArgumentError
 from howsmooth.models import LoadedModel, load_model
 from howsmooth.models.capture import module_of
 from howsmooth.profiling.one_input import fingerprint_of, given_inputs, shown_progress
-from howsmooth.study.output_files import csv_of, text_or_file
+from howsmooth.study.file_writing import csv_of, text_or_file
 from howsmooth.study.records import plain_rows
 from howsmooth.study.text_formatting import readable
 

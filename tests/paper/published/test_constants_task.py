@@ -54,7 +54,7 @@ def in_a_folder_with_prose(tmp_path_factory: pytest.TempPathFactory) -> Iterator
 @pytest.fixture(scope="module")
 def made(tmp_path_factory: pytest.TempPathFactory, in_a_folder_with_prose: None) -> Path:
     folder = tmp_path_factory.mktemp("published")
-    with patch("howsmooth.study.outputs.draw_all", lambda *_: []):
+    with patch("howsmooth.study.measurement_outputs.draw_all", lambda *_: []):
         assert main([*SMALL, "all", "-q", "--out", str(folder)]) == 0
     return folder
 
@@ -89,7 +89,7 @@ def test_the_corrected_quantity_is_that_of_the_study(made: Path) -> None:
 def test_exponents_are_fitted_and_shown_and_the_same_command_repeats_nothing(
     made: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("howsmooth.study.outputs.draw_all", lambda *_: [])
+    monkeypatch.setattr("howsmooth.study.measurement_outputs.draw_all", lambda *_: [])
     before = (made / "published.csv").read_bytes()
     capsys.readouterr()
     assert main([*SMALL, "all", "--out", str(made)]) == 0
@@ -298,8 +298,8 @@ def test_a_model_to_which_an_item_does_not_apply_stops_no_other(stand_ins: None,
 def test_a_plan_file_asks_for_published_values_too(
     stand_ins: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("howsmooth.study.outputs.draw_all", lambda *_: [])
-    monkeypatch.setattr("howsmooth.study.outputs.draw_published", lambda *_: [])
+    monkeypatch.setattr("howsmooth.study.measurement_outputs.draw_all", lambda *_: [])
+    monkeypatch.setattr("howsmooth.study.measurement_outputs.draw_published", lambda *_: [])
     plan = tmp_path / "plan.toml"
     plan.write_text(
         'models = "small"\ntexts = "prose"\nlengths = [2, 4]\nsamples = 1\nbounds = "none"\n'

@@ -38,7 +38,7 @@ from howsmooth.study.figures.style import (
     set_axis,
     set_bar_ticks,
 )
-from howsmooth.study.output_files import csv_of
+from howsmooth.study.file_writing import csv_of
 from howsmooth.study.progress_listener import Listener
 from howsmooth.study.text_formatting import decimal, file_stem, kind_in_words, readable, unit_in_words
 

@@ -18,10 +18,10 @@ from howsmooth.dynamics import cluster_labels, effective_rank, log_interaction_e
 from howsmooth.study.figures.flow_animation import animate_flow
 from howsmooth.study.figures.flow_view import FlowView
 from howsmooth.study.figures.flows import draw_flow
+from howsmooth.study.file_writing import write_table, written_beside
 from howsmooth.study.flows.flow_plan import FlowPlan
 from howsmooth.study.flows.flow_system import System
 from howsmooth.study.flows.frames import count_frames, ending, frame_at, frames, gaussian_of, tokens_of
-from howsmooth.study.output_files import write_table, written_beside
 from howsmooth.study.progress_listener import SILENT, Listener
 from howsmooth.study.records import FrameRow, GrowthRow
 from howsmooth.study.store import Store

@@ -12,13 +12,13 @@ from hypothesis import strategies as st
 
 from howsmooth.errors import ArgumentError, CaptureError, HowsmoothError, ModelError, StoreError, TextError
 from howsmooth.study.forecast import forecast
+from howsmooth.study.measurement_outputs import write_outputs
+from howsmooth.study.measurement_run import run as real_run
 from howsmooth.study.merge import merge_stores
-from howsmooth.study.outputs import write_outputs
 from howsmooth.study.plan_file import read_plan
 from howsmooth.study.plans import ModelSpec, Plan
 from howsmooth.study.ranges import Ranges
 from howsmooth.study.records import Measurement
-from howsmooth.study.run import run as real_run
 from howsmooth.study.status import status
 from howsmooth.study.store import STORE_NAME, Store
 from howsmooth.study.tasks.constants import batch_size

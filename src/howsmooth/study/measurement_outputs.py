@@ -10,7 +10,7 @@ import pandas as pd
 
 from howsmooth.study.exponents import exponents
 from howsmooth.study.figures import Picture, draw_all, draw_published
-from howsmooth.study.output_files import csv_of, replace_file, written_beside
+from howsmooth.study.file_writing import csv_of, replace_file, written_beside
 from howsmooth.study.progress_listener import SILENT, Listener
 from howsmooth.study.published_values import compare
 from howsmooth.study.records import Contents

@@ -24,7 +24,7 @@ from howsmooth.study.axis_ticks import linear_ticks, log_ticks
 from howsmooth.study.figures import measurements, style
 from howsmooth.study.figures.layer_panels import draw_overview, parts_of
 from howsmooth.study.figures.style import add_colourbar
-from howsmooth.study.outputs import Outputs, write_outputs
+from howsmooth.study.measurement_outputs import Outputs, write_outputs
 from howsmooth.study.plans import ModelSpec
 from howsmooth.study.ranges import Ranges
 from howsmooth.study.store import STORE_NAME
