@@ -21,7 +21,7 @@ import pytest
 from howsmooth.cli import main
 from howsmooth.dynamics import flow
 from howsmooth.errors import HowsmoothError
-from howsmooth.study.flows.frames import count_frames
+from howsmooth.study.records import FrameRow
 from howsmooth.study.store import Store
 
 Result = tuple[int, str, str]
@@ -231,7 +231,7 @@ def test_killed_at_any_moment_and_continued_gives_the_same_file(tmp_path: Path, 
     def count(folder: Path) -> int:
         try:
             with Store.open(folder, write=False) as store:
-                return count_frames(store)
+                return store.count(FrameRow)
         except HowsmoothError:
             return 0
 

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import random
 from collections import Counter
 
 import pytest
@@ -152,14 +153,14 @@ def test_windows_that_share_tokens_are_counted() -> None:
 @given(st.integers(1, 30), st.integers(0, 2**63 - 1), st.data())
 def test_more_samples_keep_the_earlier_ones(count: int, seed: int, data: st.DataObject) -> None:
     few = data.draw(st.integers(0, count))
-    drawn = draw_distinct(count, count, seed)
-    assert drawn[:few] == draw_distinct(few, count, seed)
+    drawn = draw_distinct(count, count, random.Random(seed))
+    assert drawn[:few] == draw_distinct(few, count, random.Random(seed))
     assert sorted(drawn) == list(range(count))
 
 
 def test_every_number_can_be_drawn_and_all_about_equally_often() -> None:
     draws = 4000
-    found = Counter(number for seed in range(draws) for number in draw_distinct(3, 10, seed))
+    found = Counter(number for seed in range(draws) for number in draw_distinct(3, 10, random.Random(seed)))
     assert set(found) == set(range(10))
     expected = draws * 3 / 10
     chi_square = sum((times - expected) ** 2 / expected for times in found.values())
@@ -168,4 +169,4 @@ def test_every_number_can_be_drawn_and_all_about_equally_often() -> None:
 
 def test_numbers_drawn_by_this_version_are_those_of_every_version() -> None:
     # A continued store relies on it.
-    assert draw_distinct(5, 142, 12345) == [59, 2, 117, 44, 54]
+    assert draw_distinct(5, 142, random.Random(12345)) == [59, 2, 117, 44, 54]

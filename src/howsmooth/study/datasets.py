@@ -6,6 +6,7 @@ audio, token ids and embedded tokens. For all of them, this module decides where
 
 from __future__ import annotations
 
+import random
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol, runtime_checkable
@@ -233,7 +234,7 @@ def sequence_starts(
     if feed.parts is None:
         if samples > feed.count:
             raise ValueError(f"it holds {feed.count} inputs, fewer than {samples} samples")
-        drawn = draw_distinct(samples, feed.count, seed)
+        drawn = draw_distinct(samples, feed.count, random.Random(seed))
         return {(n, sample): start for n in lengths for sample, start in enumerate(drawn)}
     beyond = feed.beyond
     room = {(n + beyond, sample): start for (n, sample), start in held.items()}

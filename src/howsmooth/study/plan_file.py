@@ -54,18 +54,20 @@ def read_plan(path: str | os.PathLike[str]) -> Study:
         check_keys(values, KEYS)
         if "models" not in values:
             raise ArgumentError("models", expected="at least one model", got="no such key")
-        plan = Plan(**{key: _placed(path, key, values[key]) for key in _OF_PLAN if key in values})
+        plan = Plan(
+            **{
+                key: _beside(path, values[key]) if option.kind.place else values[key]
+                for key, option in _OF_PLAN.items()
+                if key in values
+            }
+        )
         execution = Execution(**{key: values[key] for key in _OF_EXECUTION if key in values})
         out = execution.out if "out" in values else f"{path.stem}-out"
         return Study(plan, replace(execution, out=path.parent / out))
 
 
-def _placed(path: Path, key: str, value: Any) -> Any:
-    """Replace names in an option's value by paths, if such files exist in the folder of the plan file."""
-    return _beside(path, value) if _OF_PLAN[key].kind.place else value
-
-
 def _beside(path: Path, value: Any) -> Any:
+    """Replace the names in a value by paths, if such files exist in the folder of the plan file."""
     if isinstance(value, list):
         return [_beside(path, one) for one in value]
     if isinstance(value, dict):

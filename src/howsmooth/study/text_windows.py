@@ -94,16 +94,11 @@ def overlapping(windows: Iterable[tuple[int, int]]) -> int:
     return count
 
 
-def draw_distinct(samples: int, count: int, seed: int) -> list[int]:
+def draw_distinct(samples: int, count: int, generator: random.Random) -> list[int]:
     """Draw distinct numbers below ``count``, in random order.
 
-    A larger ``samples`` with the same seed begins with the same numbers.
+    A larger ``samples`` with a generator of the same seed begins with the same numbers.
     """
-    return _distinct(samples, count, random.Random(seed))
-
-
-def _distinct(samples: int, count: int, generator: random.Random) -> list[int]:
-    """Draw distinct numbers below ``count``, in random order, with a given random generator."""
     # The first steps of a Fisher-Yates shuffle that stores only the moved entries. Python guarantees only for
     # `Random.random` that a seed gives the same numbers in all versions, which continued studies need.
     moved: dict[int, int] = {}
@@ -146,7 +141,7 @@ def _fill(
         )
     placed: dict[tuple[int, int], int] = {}
     for (start, room), inside in zip(gaps, chosen, strict=True):
-        order = [inside[place] for place in _distinct(len(inside), len(inside), generator)]
+        order = [inside[place] for place in draw_distinct(len(inside), len(inside), generator)]
         placed |= _lay_out(start, room, order, longest_first[0][0], generator)
     return placed
 
@@ -185,7 +180,7 @@ def _lay_out(
     spare = room - sum(n for n, _ in windows)
     runs = min(len(windows), spare // (_ROOM * longest))
     # Split `spare` into runs + 1 parts, uniformly among all ways; the last part lies after the last run.
-    cuts = [cut - index for index, cut in enumerate(sorted(_distinct(runs, spare + runs, generator)))]
+    cuts = [cut - index for index, cut in enumerate(sorted(draw_distinct(runs, spare + runs, generator)))]
     # The index of the first window of each run, with the number of the run.
     heads = {len(windows) * run // runs: run for run in range(runs)}
     placed = {}

@@ -21,7 +21,7 @@ from howsmooth.study.figures.flows import draw_flow
 from howsmooth.study.file_writing import write_table, written_beside
 from howsmooth.study.flows.flow_plan import FlowPlan
 from howsmooth.study.flows.flow_system import System
-from howsmooth.study.flows.frames import count_frames, ending, frame_at, frames, gaussian_of, tokens_of
+from howsmooth.study.flows.frames import ending, frame_at, frames, gaussian_of, tokens_of
 from howsmooth.study.progress_listener import SILENT, Listener
 from howsmooth.study.records import FrameRow, GrowthRow
 from howsmooth.study.store import Store
@@ -94,7 +94,7 @@ def measure_frames(store: Store, tolerance: float, beta: float, listener: Listen
     of each token from its position in the last frame, an upper bound on the distance W₂ to that frame.
     ``evaluations`` and ``seconds`` are as in the frame.
     """
-    count = count_frames(store)
+    count = store.count(FrameRow)
     last = tokens_of(frame_at(store, count - 1))
     rows = []
     for frame in frames(store):
@@ -139,7 +139,7 @@ def _write_trajectory(store: Store, path: Path) -> Path:
         for name, first in _numbers(frame_at(store, 0)).items():
             # Without a date, the same flow gives the same file. Writing frame by frame saves memory.
             with archive.open(zipfile.ZipInfo(f"{name}.npy"), "w", force_zip64=True) as file:
-                shape = (count_frames(store), *first.shape)
+                shape = (store.count(FrameRow), *first.shape)
                 header = {"descr": "<f8", "fortran_order": False, "shape": shape}
                 np.lib.format.write_array_header_1_0(file, header)
                 for frame in frames(store):

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from howsmooth.study.flows.flow_plan import FlowPlan
 from howsmooth.study.flows.flow_system import System
-from howsmooth.study.flows.frames import count_frames, ending
+from howsmooth.study.flows.frames import ending
 from howsmooth.study.flows.integration import Integration
 from howsmooth.study.progress_listener import Outcome
 from howsmooth.study.records import FLOW, Ending, FrameRow
@@ -40,7 +40,7 @@ def run_flow(
     identity = plan.settings() | system.identity()
     with PendingStore(folder, FLOW) as pending:
         pending.check(identity)
-        new = pending.store is None or not count_frames(pending.store)
+        new = pending.store is None or not pending.store.count(FrameRow)
         if new:
             flow.after(flow.start)  # raises an error if the flow is impossible, before a store is created
         store = pending.begin(identity)
@@ -50,6 +50,6 @@ def run_flow(
         frames = frames_left(flow, store)
         runner.carry_out(frames)
         # If the flow ended early, frames beyond that time were deleted, so count again.
-        runner.outcome.made[FrameRow.table] = max(0, count_frames(store) - 1 - frames.kept)
+        runner.outcome.made[FrameRow.table] = max(0, store.count(FrameRow) - 1 - frames.kept)
         runner.carry_out(growth_left(flow, store))
         return replace(runner.finish(), seconds=time.monotonic() - began), ending(store)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -185,24 +185,14 @@ def _opened(plan: FlowPlan) -> AttentionSource:
     The error for an unknown name lists the named systems.
     """
     try:
-        return open_attention_source(_request(plan))
+        asked = {one.name: getattr(plan, one.name) for one in fields(SourcePlan) if hasattr(plan, one.name)}
+        return open_attention_source(SourcePlan(**asked))
     except ModelError as error:
         if Path(plan.source).exists():
             raise
         meant = similar_name(plan.source, SYSTEMS)
         listed = f"The named systems are {', '.join(SYSTEMS)}."
         raise ModelError(f"{error} {listed} {meant}".rstrip()) from error
-
-
-def _request(plan: FlowPlan) -> SourcePlan:
-    return SourcePlan(
-        source=plan.source,
-        text=plan.text,
-        layers=plan.layers,
-        random_init=plan.random_init,
-        as_decoder=plan.as_decoder,
-        seed=plan.seed,
-    )
 
 
 def _provided_start(plan: FlowPlan, source: AttentionSource, *, of_file: bool) -> str:

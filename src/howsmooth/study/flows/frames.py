@@ -13,7 +13,7 @@ from howsmooth.errors import StoreError
 from howsmooth.study.records import Ending, FrameRow
 from howsmooth.study.store import Store
 
-__all__ = ["count_frames", "ending", "frame_at", "frame_row", "frames", "gaussian_of", "tokens_of"]
+__all__ = ["ending", "frame_at", "frame_row", "frames", "gaussian_of", "tokens_of"]
 
 
 def frame_row(
@@ -42,11 +42,6 @@ def gaussian_of(frame: FrameRow) -> tuple[Float64[Tensor, " d"], Float64[Tensor,
     return _tensor(frame.mean, frame.d), _tensor(frame.covariance, frame.d, frame.d)
 
 
-def count_frames(store: Store) -> int:
-    """Return the number of frames in a store, including the start."""
-    return store.count(FrameRow)
-
-
 def frame_at(store: Store, place: int) -> FrameRow:
     """Read the frame with a given index.
 
@@ -63,7 +58,7 @@ def frame_at(store: Store, place: int) -> FrameRow:
 
 def frames(store: Store) -> Iterator[FrameRow]:
     """Yield the frames of a store, with only one in memory at a time."""
-    return (frame_at(store, place) for place in range(count_frames(store)))
+    return (frame_at(store, place) for place in range(store.count(FrameRow)))
 
 
 def ending(store: Store) -> Ending | None:

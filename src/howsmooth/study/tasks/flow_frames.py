@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from howsmooth.study.flows.frames import count_frames, ending, frame_at
+from howsmooth.study.flows.frames import ending, frame_at
 from howsmooth.study.flows.integration import Integration
 from howsmooth.study.records import Ending, FrameRow, GrowthRow
 from howsmooth.study.store import Store
@@ -69,7 +69,7 @@ class FramesTask(_FlowTask):
 
         The last result is the frame at the last time, or the reason why the flow ended before.
         """
-        frame = frame_at(self.store, count_frames(self.store) - 1)
+        frame = frame_at(self.store, self.store.count(FrameRow) - 1)
         while frame.place < len(self.flow.grid.times) - 1:
             following = self.flow.after(frame)
             if isinstance(following, Ending):
@@ -96,7 +96,7 @@ class GrowthTask(_FlowTask):
 
 def frames_left(flow: Integration, store: Store) -> Work:
     """Return the task of computing the frames that a store does not have; no task if the flow has ended."""
-    kept = count_frames(store) - 1
+    kept = store.count(FrameRow) - 1
     missing = len(flow.grid.times) - 1 - kept
     tasks = [FramesTask(flow, store, missing)] if missing and ending(store) is None else []
     return Work(FrameRow, "frames", tasks, kept)
@@ -104,7 +104,7 @@ def frames_left(flow: Integration, store: Store) -> Work:
 
 def growth_left(flow: Integration, store: Store) -> Work:
     """Return the task of measuring the growth of perturbations, if the store does not have it."""
-    last = count_frames(store) - 1
+    last = store.count(FrameRow) - 1
     asked = flow.plan.growth and last > 0 and not store.count(GrowthRow)
     tasks = [GrowthTask(flow, store, min(_GROWTHS, last) + 1)] if asked else []
     return Work(GrowthRow, "growths of perturbations", tasks, store.count(GrowthRow))
