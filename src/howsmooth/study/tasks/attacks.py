@@ -42,16 +42,17 @@ _ROUNDING = 1e-9
 class AttackTask(Task):
     """The task of searching a ball for n tokens at which one attention's constant is large.
 
-    ``asked`` is the plan, which sets the effort of the search. ``source`` and ``text`` are the names of the
+    ``asked`` is the plan, which sets the effort of the search. ``model`` and ``text`` are the names of the
     model or parameter file and of the text, which may be empty. ``target`` is the attention at this length,
     ``seed`` the seed of all random numbers, and ``folder`` the folder of the store, in which the worst tokens
     are saved.
     """
 
     kind = Attack
+    size = 1  # all attacks on one attention are one result
 
     asked: AttackPlan
-    source: str
+    model: str
     text: str
     target: Target
     n: int
@@ -63,11 +64,6 @@ class AttackTask(Task):
     def key(self) -> tuple[int, int | None, int]:
         """The layer, head and length, which identify the rows of the task in the store."""
         return self.target.layer, self.target.head, self.n
-
-    @property
-    def model(self) -> str:
-        """The name of the model or of the parameter file."""
-        return self.source
 
     @property
     def alike(self) -> tuple[Any, ...]:
@@ -93,7 +89,7 @@ class AttackTask(Task):
     def failed(self, error: Exception) -> Failed:
         """Return a failure with one row, which stands for all attacks on this attention at this length."""
         one = self.target
-        where = (self.source, self.text, one.scope, one.layer, one.head, self.n)
+        where = (self.model, self.text, one.scope, one.layer, one.head, self.n)
         return Failed([failure_row(error, Attack, *where)], error)
 
     def _rows(self) -> list[Attack]:
@@ -202,7 +198,7 @@ class AttackTask(Task):
         stem = file_stem(f"layer-{one.layer:02d}", *head, f"n-{self.n:05d}")
         path = Path(INPUTS, f"{stem}.safetensors")
         notes = {
-            "source": self.source,
+            "source": self.model,
             "place": one.place,
             "scope": one.scope,
             "radius": repr(self.ball.radius),

@@ -55,24 +55,20 @@ class Task(ABC):
         The class of the requested rows; the task may also produce rows of other classes.
     essential
         Whether a failure ends the run, unless the run is to keep going.
+    model
+        The name of the model that the task needs; if it cannot be loaded, all its tasks are skipped.
     n
         The number of tokens of each sequence.
+    size
+        The number of results that the task computes; a result is a row of the store, or several.
 
     """
 
-    kind: ClassVar[type[Row]]
+    kind: type[Row]
     essential: ClassVar[bool] = True
+    model: str
     n: int
-
-    @property
-    @abstractmethod
-    def model(self) -> str:
-        """The name of the model that the task needs; if it cannot be loaded, all its tasks are skipped."""
-
-    @property
-    def size(self) -> int:
-        """The number of results that the task computes; a result is a row of the store, or several."""
-        return 1
+    size: int
 
     @property
     def alike(self) -> tuple[Any, ...]:
@@ -125,12 +121,12 @@ class SequenceTask(Task):
     data: SequenceData | None = None
 
     @property
-    def size(self) -> int:
+    def size(self) -> int:  # type: ignore[override]
         """The number of rows that the task computes because the store lacks them."""
         return len(self.missing)
 
     @property
-    def model(self) -> str:
+    def model(self) -> str:  # type: ignore[override]
         """The name of the model in results."""
         return self.subject.model.label
 
