@@ -1,7 +1,7 @@
 """Write the HTML report of a study, from its store alone, as one file without external resources.
 
 ``page`` assembles the report. ``chart_data`` writes the numbers for its script, ``tables`` the tables and
-headlines, ``limitations`` the remarks on how to read the results, and ``number_formats`` formats numbers.
+headlines, and ``limitations`` the remarks on how to read the results.
 """
 
 from __future__ import annotations

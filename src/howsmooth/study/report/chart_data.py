@@ -13,7 +13,7 @@ from markupsafe import Markup
 
 from howsmooth.study.exponents import GROUP
 from howsmooth.study.records import PLACE, plain_rows
-from howsmooth.study.report.number_formats import CONFIDENCE, chance, plain, slope
+from howsmooth.study.report.tables import CONFIDENCE, chance, plain, slope
 from howsmooth.study.text_formatting import place_in_words, readable
 
 __all__ = [

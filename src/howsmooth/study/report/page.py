@@ -20,7 +20,7 @@ from howsmooth.study.html_pages import data_url, digest, style_sheet, templates_
 from howsmooth.study.published_values import compare
 from howsmooth.study.radius_statistics import STRATA
 from howsmooth.study.records import Contents, plain_rows
-from howsmooth.study.report import number_formats, tables
+from howsmooth.study.report import tables
 from howsmooth.study.report.chart_data import bounds_data, scatter_data, script_json, sensitivity_data
 from howsmooth.study.report.limitations import limitations
 from howsmooth.study.text_formatting import amount_in_words, duration, kind_in_words, place_in_words, sentence
@@ -62,7 +62,7 @@ def render(contents: Contents, exponents: pd.DataFrame, pictures: Sequence[Pictu
         most_bounds=_MOST_BOUNDS,
         tokens=data["tokens"],
         study=contents.study,
-        level=number_formats.CONFIDENCE,
+        level=tables.CONFIDENCE,
         families=found,
         exponents=plain_rows(exponents),
         strata=STRATA,
@@ -85,19 +85,19 @@ def render(contents: Contents, exponents: pd.DataFrame, pictures: Sequence[Pictu
 
 
 def _template(contents: Contents) -> jinja2.Template:
-    nouns = {number_formats.plain(name): kind_in_words(kind) for name, kind in contents.kinds.items()}
+    nouns = {tables.plain(name): kind_in_words(kind) for name, kind in contents.kinds.items()}
     environment = templates_of("howsmooth.study")
     environment.globals |= {"amount": amount_in_words, "place": place_in_words}
     environment.filters |= {
-        "number": number_formats.number,
-        "slope": number_formats.slope,
-        "chance": number_formats.chance,
-        "plain": number_formats.plain,
+        "number": tables.number,
+        "slope": tables.slope,
+        "chance": tables.chance,
+        "plain": tables.plain,
         "percent": lambda share: f"{100 * share:.2g} %",
         "head": lambda head: "all" if head is None else head,
         "duration": duration,
         "sentence": sentence,
-        "noun": lambda text: nouns.get(number_formats.plain(text), "text"),
+        "noun": lambda text: nouns.get(tables.plain(text), "text"),
     }
     return environment.get_template("report.html.jinja")
 

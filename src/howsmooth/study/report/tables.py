@@ -1,18 +1,24 @@
-"""Build the headlines and the rows of the tables in the report."""
+"""Build the headlines and the rows of the tables in the report, and format their numbers."""
 
 from __future__ import annotations
 
 import json
+import math
 from typing import Any
 
 import pandas as pd
 
 from howsmooth.study.exponents import LEVEL
 from howsmooth.study.records import plain_rows
-from howsmooth.study.report.number_formats import CONFIDENCE, number
-from howsmooth.study.text_formatting import decimal, place_in_words
+from howsmooth.study.text_formatting import decimal, place_in_words, readable
 
-__all__ = ["ITEM_MEANINGS", "convergence", "headline", "items_of", "maskings", "runs", "sharpest"]
+__all__ = [
+    "CONFIDENCE", "ITEM_MEANINGS", "chance", "convergence", "headline", "items_of", "maskings", "number",
+    "plain", "runs", "sharpest", "slope",
+]  # fmt: skip
+
+CONFIDENCE = f"{LEVEL * 100:.0f} %"
+"""The confidence of the intervals of exponents and correlations, as text."""
 
 ITEM_MEANINGS = {
     "output": "the result is the square root of ‖Jᵀ f(X)‖, with the output f(X) in place of a tangent",
@@ -22,6 +28,26 @@ ITEM_MEANINGS = {
     "stopping": "the iteration stops at an absolute tolerance, or after 100 steps",
 }
 """How each item makes the published code of the paper differ from ‖D_X f‖₂."""
+
+
+def number(value: float | None) -> str:
+    """Format a number with three significant digits; a missing one is empty."""
+    return "" if value is None or math.isnan(value) else "∞" if math.isinf(value) else f"{value:.3g}"
+
+
+def slope(value: float | None) -> str:
+    """Format an exponent or a correlation with three decimals; a missing one is empty."""
+    return "" if value is None or math.isnan(value) else decimal(value, 3)
+
+
+def chance(value: float | None) -> str:
+    """Format a p value; values below 0.001 are shown as "below 0.001"."""
+    return "below 0.001" if value is not None and value < 0.001 else slope(value)
+
+
+def plain(value: object) -> str:
+    """Return a name or path without control characters and with at most 300 characters."""
+    return readable(str(value), longest=300)
 
 
 def headline(rows: pd.DataFrame, exponents: pd.DataFrame) -> str:
