@@ -290,14 +290,14 @@ def test_what_is_left_out_is_said_with_the_rule(
         == set(reasons(several))
         == {"two_heavy_tokens_lower_bound", "heavy_token_lower_bound"}
     )
-    monkeypatch.setattr(site_bounds, "_MOST_TOKENS", 6)
+    most, cubic = site_bounds._MOST_TOKENS, "yudin_theorem_3"
+    monkeypatch.setattr(site_bounds, "_MOST_TOKENS", dict.fromkeys(most, 6) | {cubic: most[cubic]})
     slow = {"certificate_parts", "certificate_rows", "certificate_frobenius", "covariance_upper_bound"}
     assert set(reasons(one)) == slow | {"two_heavy_tokens_lower_bound", "heavy_token_lower_bound"}
     assert "more than 6 tokens; howsmooth bound" in reasons(several)["certificate_heads"]
-    monkeypatch.setattr(site_bounds, "_MOST_TOKENS_IF_CUBIC", 6)
+    monkeypatch.setattr(site_bounds, "_MOST_TOKENS", dict.fromkeys(most, 6))
     assert "more than 6 tokens; howsmooth bound" in reasons(one)["yudin_theorem_3"]
-    monkeypatch.setattr(site_bounds, "_MOST_TOKENS_IF_CUBIC", 7)
-    monkeypatch.setattr(site_bounds, "_MOST_TOKENS", 7)
+    monkeypatch.setattr(site_bounds, "_MOST_TOKENS", dict.fromkeys(most, 7))
     assert "certificate_heads" not in reasons(several)
     monkeypatch.setattr(site_bounds, "_MOST_TOKENS_IF_WIDE", 6)
     assert "certificate_heads" not in reasons(several)  # of 24 dimensions

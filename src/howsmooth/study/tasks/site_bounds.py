@@ -19,19 +19,16 @@ __all__ = ["bound_site"]
 _SEARCHES = frozenset(
     {"two_heavy_tokens_lower_bound", "causal_two_heavy_tokens_lower_bound", "heavy_token_lower_bound"}
 )
-_SLOW = frozenset(
-    {
-        "certificate_heads",
-        "certificate_parts",
-        "certificate_rows",
-        "certificate_frobenius",
-        "covariance_upper_bound",
-    }
-)
-_MOST_TOKENS = 256
-# This bound takes a singular value decomposition of the (n, n) probabilities.
-_CUBIC = frozenset({"yudin_theorem_3"})
-_MOST_TOKENS_IF_CUBIC = 1024
+# The largest numbers of tokens at which bounds are computed that take long. The last one takes a singular
+# value decomposition of the (n, n) probabilities.
+_MOST_TOKENS = {
+    "certificate_heads": 256,
+    "certificate_parts": 256,
+    "certificate_rows": 256,
+    "certificate_frobenius": 256,
+    "covariance_upper_bound": 256,
+    "yudin_theorem_3": 1024,
+}
 _WIDE, _MOST_TOKENS_IF_WIDE = 512, 64
 
 
@@ -66,11 +63,14 @@ def bound_site(site: Any) -> SiteBounds:
     ball = Quantity.MASKED if site.causal else Quantity.GLOBAL
     found = []
     for side, name, evaluate in statements:
+        quantity = ball if name in _SEARCHES else Quantity.LOCAL
+        if cost := _cost(name, question):
+            found.append(SiteBound(name, side, str(quantity), None, None, False, cost))
+            continue
         try:
-            _check_cost(name, question)
             bound = evaluate()
         except _NO_BOUND as error:
-            found.append(_nothing(name, side, ball if name in _SEARCHES else Quantity.LOCAL, error))
+            found.append(_nothing(name, side, quantity, error))
             continue
         failed = "; ".join(h.statement for h in bound.hypotheses if not h.holds)
         found.append(
@@ -92,33 +92,18 @@ def _nothing(name: str, side: str, quantity: Quantity, error: Exception) -> Site
     return SiteBound(name, side, str(quantity), None, None, False, words)
 
 
-class _LeftOutError(HowsmoothError):
-    """Raised for a bound that is left out because it would take too long."""
-
-
 # Errors that mean "no bound": a hypothesis fails, eigenvalues do not converge, or a formula overflows.
 _NO_BOUND = (HowsmoothError, torch.linalg.LinAlgError, ArithmeticError)  # type: ignore[attr-defined]
 
 
-def _check_cost(name: str, question: Problem) -> None:
-    """Refuse a bound that would take too long at this number or dimension of tokens.
-
-    Raises
-    ------
-    _LeftOutError
-        If it would take too long; the message says why.
-
-    """
-    n = question.length or 0
-    d = question.attention.d if isinstance(question.attention, SelfAttention) else 0
+def _cost(name: str, question: Problem) -> str:
+    """Return why a bound is left out at this number or dimension of tokens; empty if it is quick."""
     if name in _SEARCHES:
-        raise _LeftOutError("left out: it needs a search over inputs; howsmooth bound computes it")
+        return "left out: it needs a search over inputs; howsmooth bound computes it"
+    d = question.attention.d if isinstance(question.attention, SelfAttention) else 0
     wide = name == "certificate_heads" and d >= _WIDE
-    most = _MOST_TOKENS_IF_WIDE if wide else _MOST_TOKENS
-    if name in _CUBIC:
-        most = _MOST_TOKENS_IF_CUBIC
-    if name in _SLOW | _CUBIC and n > most:
-        where = f" in {_WIDE} or more dimensions" if wide else ""
-        raise _LeftOutError(
-            f"left out: it takes long at more than {most} tokens{where}; howsmooth bound computes it"
-        )
+    most = _MOST_TOKENS_IF_WIDE if wide else _MOST_TOKENS.get(name)
+    if most is None or (question.length or 0) <= most:
+        return ""
+    where = f" in {_WIDE} or more dimensions" if wide else ""
+    return f"left out: it takes long at more than {most} tokens{where}; howsmooth bound computes it"
