@@ -226,15 +226,13 @@ def in_use(folder: str | os.PathLike[str]) -> bool:
     path = folder / _LOCK_NAME
     if not path.exists():
         return False
-    lock = FileLock(path)
     try:
-        lock.acquire(timeout=0)
+        with FileLock(path, timeout=0):
+            return False
     except Timeout:
         return True
     except OSError:
         return False  # the folder is not writable, so no process writes
-    lock.release()
-    return False
 
 
 def locked(folder: str | os.PathLike[str]) -> FileLock:
