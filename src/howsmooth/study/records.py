@@ -45,7 +45,7 @@ PublishedKey = tuple[int, int, int, str, str]
 """The key (layer, n, sample, quantity, items) of a published value of one model on one text."""
 
 MEASURE, ATTACK, FLOW = "measure", "attack", "flow"
-"""The values of :attr:`StudyRecord.kind`. Constants have the values beside them in the same study."""
+"""The values of :attr:`StudyRecord.kind`. Bounds and published values belong to ``measure``."""
 
 ATTACK_PLACE = ("layer", "head", "n")
 """The columns that identify the attention and the length of an attack."""

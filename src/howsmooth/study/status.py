@@ -205,7 +205,7 @@ def _has_failed(failures: Iterable[Failure], kind: type[Row], place: tuple[objec
 def _rate_and_seconds(store: Store, left: list[tuple[str, Key]]) -> tuple[float | None, float | None]:
     """Return how many measurements a second the last run made, and the seconds for those that are left.
 
-    Runs without a measurement are skipped. Both are None if there is no other run.
+    Runs without a measurement are skipped. Both numbers are None if no run has measured anything.
     """
     rows = store.rows(Measurement)
     runs = [run for run, _ in store.rows(Run)]

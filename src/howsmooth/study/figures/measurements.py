@@ -95,10 +95,7 @@ def draw_all(
 
 @dataclass(frozen=True)
 class _Family:
-    """What a group of figures shows: a model, an input, and which part of each layer (the scope).
-
-    The figures are written into ``folder``.
-    """
+    """A model, an input and a scope: what a group of figures shows. They are written into ``folder``."""
 
     folder: Path
     model: str

@@ -13,7 +13,7 @@ __all__ = ["limitations"]
 
 
 def limitations(contents: Contents) -> list[str]:
-    """Return sentences on what the measurements of a store cannot show, such as untrained weights."""
+    """Return sentences that say what the measurements of a store do not show, such as a model's training."""
     rows, models = contents.measurements, contents.models
     words = [
         "The constant is local: it is measured at these sequences of this text. Other inputs can have a much "

@@ -56,7 +56,7 @@ class Task(ABC):
     essential
         Whether a failure ends the run, unless the run is to keep going.
     model
-        The name of the model that the task needs; if it cannot be loaded, all its tasks are skipped.
+        The name of the model that the task needs. If it cannot be loaded, all its tasks are skipped.
     n
         The number of tokens of each sequence.
     size
