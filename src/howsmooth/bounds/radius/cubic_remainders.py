@@ -17,12 +17,22 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from howsmooth.bounds.radius.ellipsoids import ellipsoid_sum, half_widths, radii
+from howsmooth.bounds.radius.ellipsoids import (
+    ellipsoid_sum,
+    enclosing,
+    half_widths,
+    image,
+    mixture,
+    product,
+    radii,
+)
 from howsmooth.bounds.radius.norms import each_form_norm, form_norm, spectral_norm, weighted_norm
 from howsmooth.bounds.radius.pairs import Pairs
 from howsmooth.bounds.radius.remainders import (
+    NEARLY_ONE,
     AttentionErrors,
     Left,
+    largest_weights,
     mean_square,
     norm_shape,
     product_shape,
@@ -31,6 +41,7 @@ from howsmooth.bounds.radius.remainders import (
     value_covariance,
     value_shapes,
 )
+from howsmooth.bounds.radius.rounding import INFLATION, lower, plain, upper
 from howsmooth.bounds.radius.stages import Attention, FeedForward, Norm, Softmax
 
 __all__ = ["CubicAttention", "CubicFeedForward", "CubicNorm", "Expansion", "cubic_remainder_of"]
@@ -58,7 +69,7 @@ class CubicNorm:
 
     def __init__(self, norm: Norm, at: Expansion) -> None:
         direction, r = norm.direction_and_length(at.u)
-        self.r = r[:, 0]
+        self.r = lower(r[:, 0])
         w = norm.centre(at.tangents)
         self.linear = spectral_norm(w) / self.r
         self.form = form_norm(norm.centre(at.forms), at.pairs) / 2 / self.r
@@ -77,12 +88,12 @@ class CubicNorm:
         """Return the bounds for |δ| ≤ ε; infinite where a token could be displaced by its whole length."""
         e = epsilon**2 * self.form + radii(errors, self.centre) / self.r
         linear = epsilon * self.linear
-        t = linear + e
-        inside = t.clamp_max(1 - 1e-12)
+        t = (linear + e) * INFLATION
+        inside = t.clamp_max(NEARLY_ONE)
         fourth = inside**4 / (1 - inside)
         shape = norm_shape(self.norm, (2 * linear * e + e**2) / math.sqrt(3) + inside**3 / 2 + fourth)
         margin = self.adjoint * (e**2 / math.sqrt(3) + (t**3 - linear**3) / 2 + fourth)
-        return Left(shape, torch.where(t < 1, margin, torch.inf).sum())
+        return Left(shape, torch.where(t < NEARLY_ONE, margin, torch.inf).sum())
 
 
 class CubicFeedForward:
@@ -97,10 +108,10 @@ class CubicFeedForward:
         self.layer, self.z = layer, layer.preactivations(at.u)
         activation, pairs = layer.activation, at.pairs
         K = layer.up @ at.tangents
-        self.linear = K @ K.mT
+        self.linear = enclosing(K @ K.mT)
         self.bend, self.twist = activation.second(self.z), activation.third(self.z)
         self.adjoint = adjoint = at.adjoint @ layer.down
-        self.cubic = torch.zeros(pairs.k, len(pairs.i), dtype=at.u.dtype)
+        self.cubic = at.u.new_zeros(pairs.k, len(pairs.i))
         forms, squared, mixed_squares = [], [], []
         for j, Q in enumerate(at.forms):
             squares, own = pairs.square(K[j]), layer.up @ Q / 2
@@ -109,34 +120,33 @@ class CubicFeedForward:
             mixed = self.bend[j, :, None] * own + (self.twist[j] / 6)[:, None] * squares
             mixed_squares.append(mixed @ mixed.T)
             self.cubic += (K[j] * (adjoint[j] * self.twist[j] / 6)[:, None]).T @ squares
-        self.forms, self.squared = torch.stack(forms), torch.stack(squared)
-        self.third = self.linear * torch.stack(mixed_squares)
+        self.forms, self.squared = torch.stack(forms), enclosing(torch.stack(squared))
+        self.third = product(self.linear, enclosing(torch.stack(mixed_squares)))
 
     def __call__(self, epsilon: float, errors: Tensor) -> Left:
         """Return the bounds for |δ| ≤ ε."""
         activation = self.layer.activation
         linear = epsilon**2 * self.linear
-        error = self.layer.up @ errors @ self.layer.up.T
+        error = image(self.layer.up, errors)
         y = ellipsoid_sum(epsilon**4 * self.squared, error)
         z = ellipsoid_sum(linear, y)
         beyond = (
-            (self.bend / 2, y * y),
-            (self.twist / 2, linear * linear * y),
-            (self.twist / 2, linear * y * y),
-            (self.twist / 6, y * y * y),
-            (activation.fourth(self.z) / 24, z * z * z * z),
+            (self.bend / 2, product(y, y)),
+            (self.twist / 2, product(linear, linear, y)),
+            (self.twist / 2, product(linear, y, y)),
+            (self.twist / 6, product(y, y, y)),
+            (activation.fourth(self.z) / 24, product(z, z, z, z)),
         )
-        one = torch.ones_like(self.bend)
-        cubic = (one, epsilon**6 * self.third)
+        cubic = (torch.ones_like(plain(self.bend)), epsilon**6 * self.third)
         change = half_widths(errors, self.layer.up) + epsilon**2 * self.forms
         change = change + linear.diagonal(dim1=1, dim2=2).sqrt()
         change = torch.minimum(change, z.diagonal(dim1=1, dim2=2).sqrt())
         fifth = activation.largest_fifth(self.z, change) / 120 * change**5
-        shape = product_shape(self.layer, (cubic, (self.bend, linear * error), *beyond), fifth)
+        shape = product_shape(self.layer, (cubic, (self.bend, product(linear, error)), *beyond), fifth)
         margin = (self.adjoint.abs() * fifth).sum(1)
         for factor, matrix in beyond:
             margin = margin + pulled_product(self.adjoint * factor, matrix)
-        return Left(shape, margin.sum())
+        return Left(shape, upper(margin.sum()))
 
 
 class CubicAttention:
@@ -150,7 +160,8 @@ class CubicAttention:
 
     def __init__(self, attention: Attention, at: Expansion) -> None:
         own = attention.softmax(at.u)
-        P, root = own.weights, own.weights.sqrt()
+        P = largest_weights(attention, own)
+        root = P.sqrt()
         pairs = at.pairs
         self.weights, self.seen, self.rows = P, P > 0, attention.rows
         dq, dk, dv = attention.tangents(at.tangents)
@@ -173,21 +184,21 @@ class CubicAttention:
         out = self.errors.out
         self.value = value_shapes(P, torch.einsum("hod,ndk->hnok", out, at.tangents))
         value_forms = torch.einsum("hod,ndp->hnop", out, at.forms) / 2
-        self.value_form = torch.einsum("hij,hjop->hiop", P, value_forms @ value_forms.mT)
+        self.value_form = mixture(P, enclosing(value_forms @ value_forms.mT))
         self.spread = value_covariance(attention, own)
         images = (attention.output @ own.v.mT).mT[:, None].expand(-1, P.shape[1], -1, -1)
         spread = own.centred(images)
         w = torch.einsum("hoe,io->hie", attention.output, at.adjoint)
         c = own.centred(w @ own.v.mT)
         self.largest = (c.abs() * self.seen).amax(2)
-        self.deviation = (P * c.square()).sum(2).sqrt()
+        self.deviation = torch.linalg.vector_norm(root * c, dim=2)
         dc = own.centred(torch.einsum("hie,hjek->hijk", w, dv))
         self.pulled = spectral_norm(root[..., None] * dc)
         dc2 = own.centred(torch.einsum("hie,hjep->hijp", w, v2))
         self.pulled_form = form_norm(root[..., None] * dc2, pairs)
         squares = pairs.square(scores)
-        mean = torch.einsum("hij,hijp->hip", P, squares)[:, :, None]
-        weighted = P[..., None]
+        mean = torch.einsum("hij,hijp->hip", own.weights, squares)[:, :, None]
+        weighted = own.weights[..., None]
         first = bilinear + (squares - mean) / 2
         second = bilinear + squares / 6 - mean / 2
         self.cubic = torch.einsum("hijk,hijp->kp", weighted * dc, first)
@@ -195,12 +206,14 @@ class CubicAttention:
         tensors = _Tensors(attention, at, own, scores, spread, out)
         # A row of the first layer whose own token stands still is bounded well enough by moments alone.
         still = bool((at.forms == 0).all())
-        self.exact = self.query.sum(0) > 0 if still else torch.ones(P.shape[1], dtype=torch.bool)
+        moves = (plain(dq) != 0).any(3).any(2).any(0)
+        self.exact = moves if still else torch.ones(P.shape[1], dtype=torch.bool)
         size = attention.output.shape[1]
-        self.third = torch.zeros(P.shape[1], size, size, dtype=P.dtype)
+        third = at.u.new_zeros(P.shape[1], size, size)
         for i in self.exact.nonzero()[:, 0].tolist():
             forms = curved[:, i] + bilinear[:, i]
-            self.third[i] = tensors.cubic(i, forms, squares[:, i], mean[:, i], q2, k2, value_forms)
+            third[i] = tensors.cubic(i, forms, squares[:, i], mean[:, i], q2, k2, value_forms)
+        self.third = enclosing(third)
         self.crossed = tensors.crossed()
 
     def __call__(self, epsilon: float, errors: Tensor) -> Left:
@@ -306,19 +319,21 @@ class _Tensors:
         query, scored = self.dq[:, i].flatten(0, 1).mT, (P[..., None] * score).flatten(0, 1).mT
         outputs, pairs = v.shape[2], self.at.pairs
         curved_tokens = bool((self.at.forms != 0).any())
-        found = torch.empty(outputs, pairs.k, len(pairs.i), dtype=v.dtype)
+        found = v.new_empty(outputs, pairs.k, len(pairs.i))
         for o in range(outputs):
             value = (P[..., None] * self.values[:, :, o]).flatten(0, 1)
-            found[o] = value.mT @ first
-            found[o] += (weighted[..., o, None] * score).flatten(0, 1).mT @ second
+            own = value.mT @ first
+            own += (weighted[..., o, None] * score).flatten(0, 1).mT @ second
             if curved_tokens:
-                found[o] += scored @ v2[:, :, o].flatten(0, 1)
+                own += scored @ v2[:, :, o].flatten(0, 1)
                 curved = torch.stack([w @ k.flatten(1) for w, k in zip(weighted[..., o], k2, strict=True)])
-                found[o] += query @ curved.unflatten(1, k2.shape[2:]).flatten(0, 1)
+                own += query @ curved.unflatten(1, k2.shape[2:]).flatten(0, 1)
                 keys = torch.einsum("hj,hjek->hek", weighted[..., o], self.dk)
-                found[o] += keys.flatten(0, 1).mT @ q2[:, i].flatten(0, 1)
-        flat = found.flatten(1)
-        return flat @ flat.T
+                own += keys.flatten(0, 1).mT @ q2[:, i].flatten(0, 1)
+            found[o] = own
+        # A sum of products for each variable has fewer terms, and a smaller rounding error, than one product.
+        parts = found.movedim(1, 0)
+        return (parts @ parts.mT).sum(0)
 
     def crossed(self) -> Callable[[Tensor], Tensor]:
         """Return a function from ellipsoids of errors x to ellipsoids of D²F[Gδ, x], |δ| ≤ 1, row by row.
@@ -341,7 +356,7 @@ class _Tensors:
             query += torch.einsum("hjo,hjek->hoke", P[..., None] * v, self.dk)
             turned[:, :, int(attention.rows[i])] += torch.einsum("hoke,hed->okd", query, attention.query)
             squares.append(torch.einsum("okjd,pkjd->jop", turned, turned))
-        tokens = torch.stack(squares, 1)  # (n, rows, d_out, d_out)
+        tokens = enclosing(torch.stack(squares, 1))  # (n, rows, d_out, d_out)
 
         def shape(errors: Tensor) -> Tensor:
             return ellipsoid_sum(*(radii(errors).square()[:, None, None, None] * tokens))

@@ -16,17 +16,34 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from howsmooth.bounds.radius.ellipsoids import balls, ellipsoid_sum, half_widths, radii
+from howsmooth.bounds.radius.ellipsoids import (
+    balls,
+    ellipsoid_sum,
+    enclosing,
+    half_widths,
+    image,
+    mixture,
+    product,
+    radii,
+)
 from howsmooth.bounds.radius.norms import spectral_norm, weighted_norm
+from howsmooth.bounds.radius.rounding import INFLATION, lower, upper
 from howsmooth.bounds.radius.stages import Attention, FeedForward, Norm, Softmax
 
+# A displacement beyond this share of a token's length counts as the whole length.
+NEARLY_ONE = 1 - 1e-6
+# Bounds the rounding error of log(1 − t) and of what is subtracted from it, divided by t.
+_CANCELLED = 2.0**-45
+
 __all__ = [
+    "NEARLY_ONE",
     "AttentionErrors",
     "AttentionRemainder",
     "FeedForwardRemainder",
     "Left",
     "NormRemainder",
     "Reached",
+    "largest_weights",
     "mean_square",
     "norm_shape",
     "product_shape",
@@ -48,7 +65,7 @@ class Left(NamedTuple):
 def norm_shape(norm: Norm, bound: Tensor) -> Tensor:
     """Return the ellipsoids of √d gain ∘ w for |w| ≤ bound, token by token."""
     factor = norm.scaled(torch.eye(len(norm.gain), dtype=bound.dtype))
-    return bound.square()[:, None, None] * factor.square()
+    return bound.square()[:, None, None] * enclosing(factor.square())
 
 
 class NormRemainder:
@@ -60,7 +77,7 @@ class NormRemainder:
 
     def __init__(self, norm: Norm, u: Tensor, tangents: Tensor, adjoint: Tensor) -> None:
         self.norm = norm
-        self.r = norm.direction_and_length(u)[1][:, 0]
+        self.r = lower(norm.direction_and_length(u)[1][:, 0])
         self.size = spectral_norm(norm.centre(tangents))
         self.centre = norm.centre(torch.eye(u.shape[1], dtype=u.dtype)[None])[0]
         self.adjoint = torch.linalg.vector_norm(norm.scaled(adjoint), dim=1)
@@ -68,13 +85,14 @@ class NormRemainder:
     def __call__(self, epsilon: float, errors: Tensor) -> Left:
         """Return the bounds for |δ| ≤ ε; infinite where a token could be displaced by its whole length."""
         e = radii(errors, self.centre) / self.r
-        t = epsilon * self.size / self.r + e
-        inside = t.clamp_max(1 - 1e-12)
-        second = -torch.log1p(-inside) - inside
+        t = (epsilon * self.size / self.r + e) * INFLATION
+        inside = t.clamp_max(NEARLY_ONE)
+        # Where t is small, both differences are small beside their terms and their rounding errors.
+        second = -torch.log1p(-inside) - inside + _CANCELLED * inside
         third = second - inside**2 / 2
         margin = self.adjoint * (1.5 * third + e**2 / math.sqrt(3))
         shape = norm_shape(self.norm, 2 / math.sqrt(3) * second)
-        return Left(shape, torch.where(t < 1, margin, torch.inf).sum())
+        return Left(shape, torch.where(t < NEARLY_ONE, margin, torch.inf).sum())
 
 
 class FeedForwardRemainder:
@@ -87,23 +105,25 @@ class FeedForwardRemainder:
     def __init__(self, layer: FeedForward, u: Tensor, tangents: Tensor, adjoint: Tensor) -> None:
         self.layer, self.z = layer, layer.preactivations(u)
         K = layer.up @ tangents
-        self.linear, self.k = K @ K.mT, K.shape[2]
+        gram, k = K @ K.mT, K.shape[2]
+        # δδᵀ is the sum of |δ|²/k times the identity and of a matrix of norm |δ|² √(1 − 1/k).
+        trace = gram.diagonal(dim1=1, dim2=2)
+        trace = trace[:, :, None] * trace[:, None] / k
+        self.trace, self.rest = enclosing(trace / k), enclosing((gram * gram - trace) * (1 - 1 / k))
+        self.linear = enclosing(gram)
         self.bend, self.twist = layer.activation.second(self.z), layer.activation.third(self.z)
         self.adjoint = adjoint @ layer.down
 
     def __call__(self, epsilon: float, errors: Tensor) -> Left:
         """Return the bounds for |δ| ≤ ε."""
         linear = epsilon**2 * self.linear
-        y = self.layer.up @ errors @ self.layer.up.T
+        y = image(self.layer.up, errors)
         z = ellipsoid_sum(linear, y)
-        # δδᵀ is the sum of |δ|²/k times the identity and of a matrix of norm |δ|² √(1 − 1/k).
-        trace = linear.diagonal(dim1=1, dim2=2)
-        trace = trace[:, :, None] * trace[:, None] / self.k
-        beyond = ((self.bend / 2, y * y), (self.twist / 6, z * z * z))
+        beyond = ((self.bend / 2, product(y, y)), (self.twist / 6, product(z, z, z)))
         products = (
-            (self.bend / 2, trace / self.k),
-            (self.bend / 2, (linear * linear - trace) * (1 - 1 / self.k)),
-            (self.bend, linear * y),
+            (self.bend / 2, epsilon**4 * self.trace),
+            (self.bend / 2, epsilon**4 * self.rest),
+            (self.bend, product(linear, y)),
             *beyond,
         )
         change = z.diagonal(dim1=1, dim2=2).sqrt()
@@ -112,23 +132,22 @@ class FeedForwardRemainder:
         margin = (self.adjoint.abs() * fourth).sum(1)
         for factor, matrix in beyond:
             margin = margin + pulled_product(self.adjoint * factor, matrix)
-        return Left(shape, margin.sum())
+        return Left(shape, upper(margin.sum()))
 
 
 def product_shape(layer: FeedForward, products: tuple[tuple[Tensor, Tensor], ...], rest: Tensor) -> Tensor:
     """Return ellipsoids of W₂ (Σ factor ∘ w + r), w in ellipsoids (n, m, m), |r| ≤ rest entry by entry."""
     shapes = []
     for factor, matrix in products:
-        B = layer.down * factor[:, None]
-        shapes.append(B @ matrix @ B.mT)
+        shapes.append(image(layer.down * factor[:, None], matrix))
     size = torch.linalg.vector_norm(rest, dim=1)
-    shapes.append(size.square()[:, None, None] * (layer.down @ layer.down.T))
+    shapes.append(size.square()[:, None, None] * enclosing(layer.down @ layer.down.T))
     return ellipsoid_sum(*shapes)
 
 
 def pulled_product(combination: Tensor, matrix: Tensor) -> Tensor:
     """Bound |⟨combination, w⟩| for w in the ellipsoids with matrices (n, m, m), token by token."""
-    return torch.einsum("nk,nkl,nl->n", combination, matrix, combination).clamp_min(0).sqrt()
+    return half_widths(matrix, combination[:, None])[:, 0]
 
 
 def mean_square(weights: Tensor, values: Tensor) -> Tensor:
@@ -159,7 +178,7 @@ class AttentionErrors:
     """A function from ellipsoids of the tokens' errors (n, d, d) to what they do to one attention layer."""
 
     def __init__(self, attention: Attention, own: Softmax, adjoint: Tensor) -> None:
-        self.attention, self.weights = attention, own.weights
+        self.attention, self.weights = attention, largest_weights(attention, own)
         self.out = attention.output @ attention.value_weight
         w = torch.einsum("hoe,io->hie", attention.output, adjoint)
         self.by_key = torch.einsum("hie,hed->hid", own.q, attention.key)
@@ -174,14 +193,13 @@ class AttentionErrors:
         key = half_widths(errors, self.by_key[:, None]).mT
         key = key + torch.einsum("hij,hij->hi", P, key)[..., None]
         value = half_widths(errors, self.by_value[:, None]).mT
-        images = self.out[:, None] @ errors @ self.out.mT[:, None]
         return Reached(
             query=radii(rows, attention.query[:, None]),
             each_key=each_key,
             key=mean_square(P, each_key),
             score=key + half_widths(rows, self.by_query),
             pulled=mean_square(P, value),
-            value=torch.einsum("hij,hjop->hiop", P, images),
+            value=mixture(P, image(self.out[:, None], errors)),
         )
 
 
@@ -200,7 +218,8 @@ class AttentionRemainder:
 
     def __init__(self, attention: Attention, u: Tensor, tangents: Tensor, adjoint: Tensor) -> None:
         at = attention.softmax(u)
-        P, root = at.weights, at.weights.sqrt()
+        P = largest_weights(attention, at)
+        root = P.sqrt()
         self.weights, self.seen = P, P > 0
         dq, dk, dv = attention.tangents(tangents)
         changes = attention.score_changes(at, dq, dk)
@@ -215,7 +234,7 @@ class AttentionRemainder:
         w = torch.einsum("hoe,io->hie", attention.output, adjoint)
         c = at.centred(w @ at.v.mT)
         self.largest = (c.abs() * self.seen).amax(2)
-        self.deviation = (P * c.square()).sum(2).sqrt()
+        self.deviation = torch.linalg.vector_norm(root * c, dim=2)
         dc = at.centred(torch.einsum("hie,hjek->hijk", w, dv))
         self.pulled = spectral_norm(root[..., None] * dc)
 
@@ -234,7 +253,7 @@ class AttentionRemainder:
         tau = torch.where(self.seen, each, 0.0).amax(2)
         grown = torch.exp(tau)
         farthest = tau + grown * t**2  # bounds |t_j − E_s t|
-        small = tau.clamp_min(1e-3)
+        small = tau.clamp_min(1e-2)
         second = 2 * (torch.expm1(small) - small) / small**2
         third = 6 * (torch.expm1(small) - small - small**2 / 2) / small**3
         dv = ellipsoid_sum(epsilon**2 * self.value, of.value)
@@ -251,6 +270,12 @@ class AttentionRemainder:
         return Left(ellipsoid_sum(*shape), margin.sum())
 
 
+def largest_weights(attention: Attention, own: Softmax) -> Tensor:
+    """Return upper bounds of the attention weights, zero where a row does not see a key."""
+    P = upper(own.weights)
+    return P if attention.visible is None else P * attention.visible[attention.rows]
+
+
 def value_covariance(attention: Attention, own: Softmax) -> Tensor:
     """Return Σ_j P_j v̄_j v̄_jᵀ (H, rows, d_out, d_out) of the values after the output map.
 
@@ -258,7 +283,8 @@ def value_covariance(attention: Attention, own: Softmax) -> Tensor:
     """
     images = (attention.output @ own.v.mT).mT[:, None].expand(-1, own.weights.shape[1], -1, -1)
     centred = own.centred(images)
-    return torch.einsum("hij,hijo,hijp->hiop", own.weights, centred, centred)
+    root = largest_weights(attention, own).sqrt()[..., None] * centred
+    return enclosing(root.mT @ root)
 
 
 def value_shapes(weights: Tensor, changes: Tensor) -> Tensor:
@@ -266,7 +292,7 @@ def value_shapes(weights: Tensor, changes: Tensor) -> Tensor:
 
     They are Σ_j P_j V_j V_jᵀ, or the ball of :func:`weighted_norm` where its trace is smaller.
     """
-    apart = torch.einsum("hij,hjop->hiop", weights, changes @ changes.mT)
+    apart = mixture(weights, enclosing(changes @ changes.mT))
     joint = balls(weighted_norm(weights, changes), changes.shape[2])
     smaller = joint.diagonal(dim1=2, dim2=3).sum(-1) < apart.diagonal(dim1=2, dim2=3).sum(-1)
     return torch.where(smaller[..., None, None], joint, apart)

@@ -9,12 +9,14 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
 
 from howsmooth.bounds.radius.pairs import Pairs
+from howsmooth.bounds.radius.rounding import INFLATION, Rounded, exact, lower, upper
+from howsmooth.roundoff import gamma
 
 # An extremum that lies outside of an interval by less than this counts as inside.
 _NEAR = 1e-9
@@ -30,6 +32,7 @@ class Norm:
     bias: Tensor
     eps: float
     centred: bool
+    rounding_enclosed: ClassVar[bool] = True
 
     def centre(self, tangents: Tensor) -> Tensor:
         """Remove the mean of each token, if the norm does so; tangents have the shape (n, d, ...)."""
@@ -70,7 +73,7 @@ class Norm:
         w = self.centre(tangents)
         along = torch.einsum("nd,ndk->nk", direction, w)
         radial = 3 * pairs.square(along) - pairs.packed(w.mT @ w)
-        found = torch.empty(*u.shape, radial.shape[1], dtype=u.dtype)
+        found = u.new_empty(*u.shape, radial.shape[1])
         for j in range(len(u)):
             turned = direction[j, :, None] * radial[j] - 2 * pairs.product(w[j], along[j])
             found[j] = turned * (math.sqrt(u.shape[1]) * self.gain / r[j] ** 2)[:, None]
@@ -91,7 +94,8 @@ class Activation(NamedTuple):
     """An activation function φ, applied entry by entry, with its first four derivatives.
 
     ``largest_third(z, width)``, ``largest_fourth`` and ``largest_fifth`` bound |φ'''|, |φ''''| and |φ⁽⁵⁾| on
-    the interval [z − width, z + width].
+    the interval [z − width, z + width]. ``rounding_enclosed`` says that all of them are written in operations
+    with a rule for their rounding error.
     """
 
     value: Callable[[Tensor], Tensor]
@@ -102,6 +106,7 @@ class Activation(NamedTuple):
     largest_third: Callable[[Tensor, Tensor], Tensor]
     largest_fourth: Callable[[Tensor, Tensor], Tensor]
     largest_fifth: Callable[[Tensor, Tensor], Tensor]
+    rounding_enclosed: bool = False
 
 
 def _density(z: Tensor) -> Tensor:
@@ -119,11 +124,15 @@ def _largest(function: Callable[[Tensor], Tensor], extrema: tuple[float, ...]) -
     """
 
     def largest(z: Tensor, width: Tensor) -> Tensor:
+        width = width * INFLATION
         low, high = z - width, z + width
-        found = torch.maximum(function(low).abs(), function(high).abs())
+        found = torch.maximum(upper(function(low).abs()), upper(function(high).abs()))
         for extremum in extrema:
-            peak = function(torch.tensor(extremum, dtype=z.dtype)).abs()
-            inside = (low - _NEAR <= extremum) & (extremum <= high + _NEAR)
+            point = torch.tensor(extremum, dtype=z.dtype)
+            if isinstance(z, Rounded):
+                point = exact(point, gamma(64) * abs(extremum))
+            peak = upper(function(point).abs())
+            inside = (lower(low) - _NEAR <= extremum) & (extremum <= upper(high) + _NEAR)
             found = torch.where(inside, torch.maximum(found, peak), found)
         return found
 
@@ -183,6 +192,7 @@ ACTIVATIONS: dict[str, Activation] = {
         _largest(_gelu_third, _both((7 - math.sqrt(33)) / 2, (7 + math.sqrt(33)) / 2)),
         _largest(_gelu_fourth, (0.0, *_both(2, 9))),
         _largest(_gelu_fifth, _both(0.40248426380182073, 3.7864793479239887, 11.811036388274188)),
+        rounding_enclosed=True,
     ),
     "tanh": Activation(
         torch.tanh,
@@ -194,6 +204,7 @@ ACTIVATIONS: dict[str, Activation] = {
         _largest(_tanh_third, (0.0, *map(math.atanh, _both(2 / 3)))),
         _largest(_tanh_fourth, tuple(map(math.atanh, _both(*_halves(15, math.sqrt(105), 30))))),
         _largest(_tanh_fifth, (0.0, *map(math.atanh, _both(*_halves(30, math.sqrt(135), 45))))),
+        rounding_enclosed=True,
     ),
 }
 """The activations that have a remainder, by name."""
@@ -208,6 +219,11 @@ class FeedForward:
     activation: Activation
     down: Tensor
     down_bias: Tensor
+
+    @property
+    def rounding_enclosed(self) -> bool:
+        """Whether all rounding errors are bounded: they are where those of the activation are."""
+        return self.activation.rounding_enclosed
 
     def preactivations(self, u: Tensor) -> Tensor:
         """Return W₁ u + b₁, of shape (n, m)."""
@@ -272,6 +288,7 @@ class Attention:
     output_bias: Tensor
     rows: Tensor
     visible: Tensor | None = None
+    rounding_enclosed: ClassVar[bool] = True
 
     def softmax(self, u: Tensor) -> Softmax:
         """Return queries, keys, values and attention weights (H, rows, n)."""
@@ -332,16 +349,18 @@ class Attention:
         at = self.softmax(u)
         dq, dk, dv = self.tangents(tangents)
         t = self.score_changes(at, dq, dk)
-        found = torch.zeros(len(self.rows), self.output.shape[1], len(pairs.i), dtype=u.dtype)
-        for h, output in enumerate(self.output):
-            for i in range(len(self.rows)):
+        found = u.new_empty(len(self.rows), self.output.shape[1], len(pairs.i))
+        for i in range(len(self.rows)):
+            heads = []
+            for h, output in enumerate(self.output):
                 P, score = at.weights[h, i], t[h, i]
                 v = at.v[h] - P @ at.v[h]
                 forms = torch.einsum("je,jfk->efk", P[:, None] * v, dk[h])  # Σ P v̄ dkᵀ
                 forms = torch.einsum("efk,fl->ekl", forms, dq[h, i])
                 forms = forms + torch.einsum("jek,jl->ekl", dv[h], P[:, None] * score)
                 thirds = (P[:, None] * v).T @ pairs.square(score)
-                found[i] += output @ (2 * pairs.packed(forms) + thirds)
+                heads.append(output @ (2 * pairs.packed(forms) + thirds))
+            found[i] = torch.stack(heads).sum(0)
         return found
 
     def curvature(self, u: Tensor, adjoint: Tensor, tangents: Tensor) -> Tensor:

@@ -6,12 +6,13 @@ import torch
 from torch import Tensor
 
 from howsmooth.bounds.radius.cubic_remainders import Expansion, cubic_remainder_of
-from howsmooth.bounds.radius.errors import Errors, Source
+from howsmooth.bounds.radius.errors import Errors, Source, advanced
 from howsmooth.bounds.radius.network import Network
 from howsmooth.bounds.radius.norms import spectral_norm
 from howsmooth.bounds.radius.pairs import Pairs
 from howsmooth.bounds.radius.remainders import Left
-from howsmooth.bounds.radius.second_order import FirstDerivatives, Losses, stage_bounds, stage_losses
+from howsmooth.bounds.radius.rounding import settled
+from howsmooth.bounds.radius.second_order import FirstDerivatives, Losses, stage_bounds
 from howsmooth.bounds.radius.stages import Attention
 
 __all__ = ["ThirdOrder"]
@@ -23,42 +24,49 @@ class ThirdOrder:
     def __init__(
         self, network: Network, x: Tensor, injection: Tensor, functional: Tensor, offset: float
     ) -> None:
-        self.first = FirstDerivatives(network, x, injection, functional, offset)
+        self.first = first = FirstDerivatives(network, x, injection, functional, offset)
         pairs = Pairs(injection.shape[2])
-        first = self.first
         forms = torch.zeros(*x.shape, len(pairs.i), dtype=x.dtype)
-        cubic = torch.zeros(pairs.k, len(pairs.i), dtype=x.dtype)
+        cubic = first.measured(torch.zeros(pairs.k, len(pairs.i), dtype=x.dtype))
         sources: list[Source] = []
         self.errors: list[Errors] = []
         self.remainders = []
-        for place, stage in enumerate(network.stages):
-            state, output = first.states[place], first.states[place + 1]
+        for place, stage in enumerate(first.stages):
+            state, output = first.measured(first.states[place]), first.states[place + 1]
+            tangents, curved = first.measured(first.tangents[place]), first.measured(forms)
             at = Expansion(
                 state[:, stage.branch],
-                first.tangents[place][:, stage.branch],
-                forms[:, stage.branch],
+                tangents[:, stage.branch],
+                curved[:, stage.branch],
                 pairs,
-                first.own_adjoint(place),
+                first.measured(first.own_adjoint(place)),
             )
             branch = [Source(source.jacobian[:, stage.branch]) for source in sources]
-            self.errors.append(Errors(branch, at.u))
+            self.errors.append(Errors(branch, first.states[place][:, stage.branch]))
             remainder = cubic_remainder_of(stage.map, at)
             self.remainders.append(remainder)
-            forms, own = stage.push_forms(state, first.tangents[place], forms, pairs)
-            cubic += remainder.cubic + torch.einsum("ndk,ndp->kp", first.bent[place], own) / 2
-            sources = [s.pushed(stage, state, isinstance(stage.map, Attention)) for s in sources]
-            sources.append(Source.of(stage, state, output))
+            size = float(forms.norm())
+            pushed, own = stage.push_forms(state, tangents, curved, pairs)
+            forms, of_forms = settled(pushed)
+            bent = first.measured(first.bent[place])
+            cubic += remainder.cubic + torch.einsum("ndk,ndp->kp", bent, own) / 2
+            sources, found = advanced(sources, stage, state, output, isinstance(stage.map, Attention))
+            first.residuals[place] = first.residuals[place]._replace(
+                forms=of_forms, size_of_forms=size, sources=found
+            )
+        first.residuals[-1] = first.residuals[-1]._replace(
+            size_of_forms=float(forms.norm()), sources=tuple((s.norm, 0.0) for s in sources)
+        )
         self.cubic = _symmetric_norm(cubic, pairs)
 
     def __call__(self, epsilon: float) -> Losses:
         """Return a lower bound of the margin for |δ| ≤ ε."""
-        stages = stage_losses(self.first, self.bounds(epsilon), epsilon)
         polynomial = self.first.quadratic_loss(epsilon) + float(self.cubic) * epsilon**3
-        return Losses(self.first.margin - polynomial - float(stages.sum()), polynomial, stages)
+        return self.first.losses(epsilon, polynomial, self.bounds(epsilon))
 
     def bounds(self, epsilon: float) -> list[Left]:
         """Return what each stage leaves out for |δ| ≤ ε."""
-        return stage_bounds(self.errors, self.remainders, epsilon)
+        return stage_bounds(self.errors, self.remainders, self.first.residuals, epsilon)
 
 
 def _symmetric_norm(cubic: Tensor, pairs: Pairs) -> Tensor:
