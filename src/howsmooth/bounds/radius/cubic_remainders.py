@@ -127,7 +127,7 @@ class CubicFeedForward:
         """Return the bounds for |δ| ≤ ε."""
         activation = self.layer.activation
         linear = epsilon**2 * self.linear
-        error = image(self.layer.up, errors)
+        error = enclosing(image(self.layer.up, errors))
         y = ellipsoid_sum(epsilon**4 * self.squared, error)
         z = ellipsoid_sum(linear, y)
         beyond = (

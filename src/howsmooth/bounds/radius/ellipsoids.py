@@ -1,6 +1,6 @@
-"""Ellipsoids {y : |c·y|² ≤ cᵀ U c for all c}, given by symmetric matrices U in batches.
+"""Ellipsoids {y : |c·y|² ≤ cᵀ U c for all c}, given by matrices U in batches.
 
-They may be flat, or a point. Every function rounds outwards: its result contains the exact one for the
+They may be flat, or a point. Images are symmetric up to rounding only. Every function rounds outwards: its result contains the exact one for the
 matrices given to it, and for matrices whose entries are a few roundings away. Proofs: documentation page "A
 proved radius for a whole network", section "Rounding".
 """
@@ -27,17 +27,16 @@ def _traces(shapes: Tensor) -> Tensor:
     return shapes.diagonal(dim1=-2, dim2=-1).sum(-1)
 
 
-def _with_balls(shapes: Tensor, squares: Tensor) -> Tensor:
-    """Return symmetric matrices U + s I of batches of matrices and numbers."""
-    found = (shapes + shapes.mT) / 2
-    found.diagonal(dim1=-2, dim2=-1).add_(squares[..., None])
-    return found
+def _enlarged(shapes: Tensor, squares: Tensor) -> Tensor:
+    """Add s I to batches of matrices in place, for a number s of each."""
+    shapes.diagonal(dim1=-2, dim2=-1).add_(squares[..., None])
+    return shapes
 
 
 def enclosing(shapes: Float[Tensor, "*batch d d"]) -> Float[Tensor, "*batch d d"]:
     """Return ellipsoids that contain those of measured matrices, whatever their rounding errors."""
     value, error = settled(shapes)
-    return _with_balls(value, error + gamma(_MORE) * _traces(value).abs())
+    return _enlarged((value + value.mT) / 2, error + gamma(_MORE) * _traces(value).abs())
 
 
 def balls(radii: Float[Tensor, "*batch"], size: int) -> Float[Tensor, "*batch size size"]:
@@ -50,32 +49,33 @@ def ellipsoid_sum(*shapes: Float[Tensor, "*batch d d"]) -> Float[Tensor, "*batch
 
     It is Σ_i U_i / w_i, w_i > 0 of sum 1 (Cauchy and Schwarz), with the weights that make its trace smallest.
     """
-    stack = torch.stack(shapes)
-    sizes = _traces(stack).clamp_min(0).sqrt()
-    total = sizes.sum(0)
-    scale = torch.where(sizes > 0, total / torch.where(sizes > 0, sizes, 1.0), 0.0)
-    found = (scale[..., None, None] * stack).sum(0) * INFLATION
-    return _with_balls(found, gamma(len(shapes) + _MORE) * _traces(found))
+    sizes = torch.stack([_traces(shape) for shape in shapes]).clamp_min(0).sqrt()
+    total = sizes.sum(0) * INFLATION
+    scale = torch.where(sizes > 0, total / torch.where(sizes > 0, sizes, 1.0), 0.0)[..., None, None]
+    found = scale[0] * shapes[0]
+    for factor, shape in zip(scale[1:], shapes[1:], strict=True):
+        found.addcmul_(factor, shape)
+    return _enlarged(found, gamma(len(shapes) + _MORE) * _traces(found))
 
 
 def image(matrix: Float[Tensor, "... m d"], shapes: Float[Tensor, "... d d"]) -> Float[Tensor, "... m m"]:
     """Return the images B U Bᵀ of ellipsoids; the rounding error of a measured matrix B is taken in."""
     value, error = settled(matrix)
-    found = value @ shapes @ value.mT
     trace = _traces(shapes)
-    squares = gamma(2 * shapes.shape[-1] + _MORE) * value.square().sum((-2, -1)) * trace
+    squares = gamma(2 * shapes.shape[-1] + _MORE) * torch.linalg.matrix_norm(value).square() * trace
+    larger = value
     if error:
-        found = found * (1 + _SHARE)
+        larger = value * (1 + _SHARE)
         squares = (squares + (1 + 1 / _SHARE) * error**2 * trace) * (1 + _SHARE)
-    return _with_balls(found, squares)
+    return _enlarged(larger @ shapes @ value.mT, squares)
 
 
 def product(*shapes: Float[Tensor, "*batch d d"]) -> Float[Tensor, "*batch d d"]:
-    """Return ellipsoids of the entrywise products of one point of each ellipsoid."""
-    found = shapes[0]
-    for factor in shapes[1:]:
-        found = found * factor
-    return _with_balls(found, gamma(_MORE) * _traces(found))
+    """Return ellipsoids of the entrywise products of one point of each ellipsoid with symmetric matrix."""
+    found = shapes[0] * shapes[1]
+    for factor in shapes[2:]:
+        found *= factor
+    return _enlarged(found, gamma(_MORE) * _traces(found))
 
 
 def mixture(
@@ -83,7 +83,7 @@ def mixture(
 ) -> Float[Tensor, "heads rows d d"]:
     """Return Σ_j w_ij U_j for nonnegative weights."""
     found = torch.einsum("hij,hjop->hiop", weights, shapes)
-    return _with_balls(found, gamma(weights.shape[2] + _MORE) * _traces(found))
+    return _enlarged(found, gamma(weights.shape[2] + _MORE) * _traces(found))
 
 
 def half_widths(

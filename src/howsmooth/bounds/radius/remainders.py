@@ -117,7 +117,7 @@ class FeedForwardRemainder:
     def __call__(self, epsilon: float, errors: Tensor) -> Left:
         """Return the bounds for |δ| ≤ ε."""
         linear = epsilon**2 * self.linear
-        y = image(self.layer.up, errors)
+        y = enclosing(image(self.layer.up, errors))
         z = ellipsoid_sum(linear, y)
         beyond = ((self.bend / 2, product(y, y)), (self.twist / 6, product(z, z, z)))
         products = (
