@@ -69,7 +69,7 @@ class CubicNorm:
 
     def __init__(self, norm: Norm, at: Expansion) -> None:
         direction, r = norm.direction_and_length(at.u)
-        self.r = lower(r[:, 0])
+        self.r = lower(r[:, 0]).clamp_min(0)
         w = norm.centre(at.tangents)
         self.linear = spectral_norm(w) / self.r
         self.form = form_norm(norm.centre(at.forms), at.pairs) / 2 / self.r

@@ -77,7 +77,7 @@ class NormRemainder:
 
     def __init__(self, norm: Norm, u: Tensor, tangents: Tensor, adjoint: Tensor) -> None:
         self.norm = norm
-        self.r = lower(norm.direction_and_length(u)[1][:, 0])
+        self.r = lower(norm.direction_and_length(u)[1][:, 0]).clamp_min(0)
         self.size = spectral_norm(norm.centre(tangents))
         self.centre = norm.centre(torch.eye(u.shape[1], dtype=u.dtype)[None])[0]
         self.adjoint = torch.linalg.vector_norm(norm.scaled(adjoint), dim=1)

@@ -10,11 +10,12 @@ __all__ = ["RobustRadius"]
 
 @dataclass(frozen=True)
 class RobustRadius:
-    """A radius within which the class does not change, by bounds computed in float64.
+    """A radius within which the class does not change.
 
-    The inequalities are those of the documentation page "A proved radius for a whole network", in which every
-    remainder is bounded. Their evaluation in float64 is *not* enclosed: rounding errors of about 1e-12 are
-    not accounted for. ``float(result)`` is the radius.
+    It is proved for the network in real arithmetic with the stored weights, around the embedded tokens as
+    they were given or computed in float64: every remainder is bounded, and so are all rounding errors of the
+    bounds, where ``rounding_enclosed`` is true. What rounding does to logits in float32 inference is not part
+    of it. Proofs: documentation page "A proved radius for a whole network". ``float(result)`` is the radius.
     """
 
     #: Largest ε at which the margin's lower bound is positive, on the axis of ``norm``.
@@ -37,10 +38,14 @@ class RobustRadius:
     attack: float | None
     #: Margin divided by the norm of its gradient: the radius of a linear network, no bound.
     first_order: float
-    #: What each stage takes from the margin at ``radius``, in the order of the network.
+    #: What each stage takes from the margin at ``radius``, in the order of the network; last, as "rounding",
+    #: what residuals of rounding take beside their part in the stages.
     losses: dict[str, float] = field(repr=False)
     #: What the polynomial part takes from the margin at ``radius``.
     polynomial_loss: float = field(repr=False)
+    #: Whether all rounding errors are bounded. False for stages and activations without bounds of them: then
+    #: the radius is a bound up to rounding errors of about 1e-12, and not certified.
+    rounding_enclosed: bool
     #: Wall time of all this.
     seconds: float
 
@@ -54,9 +59,10 @@ class RobustRadius:
         attack = "" if self.attack is None else f", smallest attack found {self.attack:.4g}"
         norm = "l2" if self.norm == 2 else "l∞"
         worst = max(self.losses, key=lambda name: self.losses[name])
+        proved = "certified" if self.rounding_enclosed else "rounding not enclosed"
         first = "none" if math.isinf(self.first_order) else f"{self.first_order:.4g}"
         return (
-            f"radius {self.radius:.4g} ({norm}, {moved}, order {self.order}, rounding not enclosed): class "
+            f"radius {self.radius:.4g} ({norm}, {moved}, order {self.order}, {proved}): class "
             f"{self.label} does not become {self.rival}{attack}; first-order radius {first} (no bound). "
             f"Largest loss: {worst}, {self.losses[worst]:.3g} of a margin of {self.margin:.3g}. "
             f"{self.seconds:.1f} s."

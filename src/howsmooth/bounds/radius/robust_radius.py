@@ -14,6 +14,7 @@ from howsmooth.bounds.radius.attack import attack_radius
 from howsmooth.bounds.radius.network import Network
 from howsmooth.bounds.radius.reading import embedded, read_classifier
 from howsmooth.bounds.radius.result import RobustRadius
+from howsmooth.bounds.radius.rounding import FUZZ, NoRule
 from howsmooth.bounds.radius.second_order import SecondOrder
 from howsmooth.bounds.radius.third_order import ThirdOrder
 from howsmooth.errors import ArgumentError, NonFiniteError
@@ -22,6 +23,7 @@ __all__ = ["robust_radius"]
 
 _MOST_VARIABLES = 256
 _BISECTIONS = 9
+_SMALLEST = 1e-12
 _CURVE = (0.0, 0.5, 0.75, 1.0, 1.25)
 
 
@@ -39,7 +41,9 @@ def robust_radius(
 
     The network is expanded around the input along its own partial Jacobians, to the second or the third
     order. The remainder of each stage is bounded token by token, head by head and neuron by neuron; no
-    constants of layers are multiplied. All is computed in float64; its rounding errors are not enclosed.
+    constants of layers are multiplied. All is computed in float64 and its rounding errors are enclosed, so
+    that the radius holds for the network in real arithmetic with the stored weights, which float64 has
+    exactly. What the rounding of float32 inference changes in the logits is outside of it.
 
     Parameters
     ----------
@@ -109,21 +113,16 @@ def robust_radius(
         injection[token, :, entries] = torch.eye(x.shape[1], dtype=x.dtype)
     logits = network.logits(x)
     label = int(logits.argmax())
-    rivals = _rivals(target, label, len(logits))
-    expansion: type[SecondOrder] | type[ThirdOrder] = SecondOrder if order == 2 else ThirdOrder
-    weakest: tuple[float, int, SecondOrder | ThirdOrder] | None = None
-    for rival in sorted(rivals, key=lambda c: -float(logits[c])):
-        functional = network.readout[label] - network.readout[rival]
-        offset = float(network.offset[label] - network.offset[rival])
-        model_of_margin = expansion(network, x, injection, functional, offset)
-        most = math.inf if weakest is None else weakest[0]
-        found = _largest(model_of_margin, most)
-        if weakest is None or found < weakest[0]:
-            weakest = found, rival, model_of_margin
-    assert weakest is not None
-    radius, rival, model_of_margin = weakest
-    scale = 1.0 if norm == 2 else math.sqrt(k)
-    at_radius = model_of_margin(max(radius, 1e-12))
+    rivals = sorted(_rivals(target, label, len(logits)), key=lambda c: -float(logits[c]))
+    enclosed = network.rounding_enclosed
+    try:
+        radius, rival, model_of_margin = _weakest(network, x, injection, label, rivals, order, enclosed)
+    except NoRule:
+        enclosed = False
+        radius, rival, model_of_margin = _weakest(network, x, injection, label, rivals, order, enclosed)
+    # The factor covers the roundings of root and quotient.
+    scale = 1.0 if norm == 2 else math.sqrt(k) * (1 + FUZZ)
+    at_radius = model_of_margin(max(radius, _SMALLEST))
     slope = float(model_of_margin.first.gradient.norm())
     margin = model_of_margin.first.margin
     first_order = margin / slope if slope > 0 else math.inf
@@ -142,13 +141,34 @@ def robust_radius(
         label=label,
         rival=rival,
         margin=margin,
-        curve=tuple((e / scale, model_of_margin(e).lower if e else margin) for e in points),
+        curve=tuple((e / scale, model_of_margin(max(e, _SMALLEST)).lower) for e in points),
         attack=nearest if norm == 2 else None,
         first_order=first_order if norm == 2 else margin / float(model_of_margin.first.gradient.abs().sum()),
-        losses={s.name: float(loss) for s, loss in zip(network.stages, at_radius.stages, strict=True)},
+        losses={
+            **{s.name: float(loss) for s, loss in zip(network.stages, at_radius.stages, strict=True)},
+            "rounding": at_radius.rounding,
+        },
+        rounding_enclosed=enclosed,
         polynomial_loss=at_radius.polynomial,
         seconds=time.perf_counter() - began,
     )
+
+
+def _weakest(
+    network: Network, x: Tensor, injection: Tensor, label: int, rivals: list[int], order: int, enclosed: bool
+) -> tuple[float, int, SecondOrder | ThirdOrder]:
+    """Return the smallest radius over all rivals, its rival, and the expansion of the margin against it."""
+    expansion: type[SecondOrder] | type[ThirdOrder] = SecondOrder if order == 2 else ThirdOrder
+    weakest: tuple[float, int, SecondOrder | ThirdOrder] | None = None
+    for rival in rivals:
+        functional = network.readout[label] - network.readout[rival]
+        offset = float(network.offset[label] - network.offset[rival])
+        margin = expansion(network, x, injection, functional, offset, enclosed)
+        found = _largest(margin, math.inf if weakest is None else weakest[0])
+        if weakest is None or found < weakest[0]:
+            weakest = found, rival, margin
+    assert weakest is not None
+    return weakest
 
 
 def _largest(margin: SecondOrder | ThirdOrder, most: float) -> float:

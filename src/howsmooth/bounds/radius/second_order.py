@@ -19,6 +19,10 @@ from howsmooth.bounds.radius.stages import Attention
 __all__ = ["FirstDerivatives", "Losses", "SecondOrder", "stage_bounds", "stage_losses"]
 
 
+# Covers all underflows in a network whose numbers stay below 2^100.
+_UNDERFLOWN = 2.0**-200
+
+
 class Losses(NamedTuple):
     """A lower bound of the margin on a ball, and what each part of the expansion takes from it."""
 
@@ -37,9 +41,15 @@ class FirstDerivatives:
     """
 
     def __init__(
-        self, network: Network, x: Tensor, injection: Tensor, functional: Tensor, offset: float
+        self,
+        network: Network,
+        x: Tensor,
+        injection: Tensor,
+        functional: Tensor,
+        offset: float,
+        enclosed: bool,
     ) -> None:
-        self.enclosed = network.rounding_enclosed
+        self.enclosed = enclosed
         self.stages = network.rounded().stages if self.enclosed else network.stages
         self.states, self.tangents, self.residuals = [x], [injection], []
         for stage in self.stages:
@@ -79,7 +89,8 @@ class FirstDerivatives:
             at.tangents * at.size_of_bent + at.size_of_tangents * at.bent for at in self.residuals
         )
         self.residuals.append(end)
-        self._diagonalise((H + H.T) / 2)
+        self.hessian = (H + H.T) / 2
+        self._diagonalise(self.hessian)
 
     def _diagonalise(self, H: Tensor) -> None:
         """Write −g·δ − ½ δᵀHδ as −c·z − ½ Σ λ_i z_i² with z = Vᵀδ, up to residuals, |z|² ≤ stretch |δ|²."""
@@ -116,6 +127,7 @@ class FirstDerivatives:
         stages = stage_losses(self, found, epsilon)
         rounding = rounding_loss(self.residuals, [left.shape for left in found], epsilon)
         rounding += self.margin_error + self.gradient_error * epsilon + self.hessian_error * epsilon**2 / 2
+        rounding += _UNDERFLOWN
         loss = (polynomial + float(stages.sum()) + rounding) * INFLATION
         lower = self.margin - loss - FUZZ * (abs(self.margin) + loss)
         return Losses(lower, polynomial, stages, rounding)
@@ -128,10 +140,19 @@ class SecondOrder:
     """
 
     def __init__(
-        self, network: Network, x: Tensor, injection: Tensor, functional: Tensor, offset: float
+        self,
+        network: Network,
+        x: Tensor,
+        injection: Tensor,
+        functional: Tensor,
+        offset: float,
+        enclosed: bool = True,
     ) -> None:
-        """Measure all partial Jacobians at x (n, d), for changes injection (n, d, k) δ."""
-        self.first = first = FirstDerivatives(network, x, injection, functional, offset)
+        """Measure all partial Jacobians at x (n, d), for changes injection (n, d, k) δ.
+
+        ``enclosed`` says whether rounding errors are to be bounded; then every stage must have rules for them.
+        """
+        self.first = first = FirstDerivatives(network, x, injection, functional, offset, enclosed)
         sources: list[Source] = []
         self.errors: list[Errors] = []
         self.remainders = []

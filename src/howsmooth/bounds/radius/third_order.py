@@ -22,9 +22,16 @@ class ThirdOrder:
     """m(X + δ) = m + g·δ + ½ δᵀHδ + c[δ, δ, δ] up to Σ_s (ε Σ_j ‖N_{s,j}‖ σ_{s,j} + margin_s)."""
 
     def __init__(
-        self, network: Network, x: Tensor, injection: Tensor, functional: Tensor, offset: float
+        self,
+        network: Network,
+        x: Tensor,
+        injection: Tensor,
+        functional: Tensor,
+        offset: float,
+        enclosed: bool = True,
     ) -> None:
-        self.first = first = FirstDerivatives(network, x, injection, functional, offset)
+        """Measure all partial Jacobians and quadratic forms; the arguments are those of ``SecondOrder``."""
+        self.first = first = FirstDerivatives(network, x, injection, functional, offset, enclosed)
         pairs = Pairs(injection.shape[2])
         forms = torch.zeros(*x.shape, len(pairs.i), dtype=x.dtype)
         cubic = first.measured(torch.zeros(pairs.k, len(pairs.i), dtype=x.dtype))
