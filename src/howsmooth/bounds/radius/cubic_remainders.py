@@ -20,6 +20,7 @@ from torch import Tensor
 from howsmooth.bounds.radius.ellipsoids import (
     ellipsoid_sum,
     enclosing,
+    gram,
     half_widths,
     image,
     mixture,
@@ -108,20 +109,20 @@ class CubicFeedForward:
         self.layer, self.z = layer, layer.preactivations(at.u)
         activation, pairs = layer.activation, at.pairs
         K = layer.up @ at.tangents
-        self.linear = enclosing(K @ K.mT)
-        self.bend, self.twist = activation.second(self.z), activation.third(self.z)
+        self.linear = gram(K)
+        self.bend, self.twist = layer.derivative(2, self.z), layer.derivative(3, self.z)
         self.adjoint = adjoint = at.adjoint @ layer.down
         self.cubic = at.u.new_zeros(pairs.k, len(pairs.i))
         forms, squared, mixed_squares = [], [], []
         for j, Q in enumerate(at.forms):
             squares, own = pairs.square(K[j]), layer.up @ Q / 2
             forms.append(each_form_norm(own, pairs))
-            squared.append(own @ own.T)
+            squared.append(gram(own))
             mixed = self.bend[j, :, None] * own + (self.twist[j] / 6)[:, None] * squares
-            mixed_squares.append(mixed @ mixed.T)
+            mixed_squares.append(gram(mixed))
             self.cubic += (K[j] * (adjoint[j] * self.twist[j] / 6)[:, None]).T @ squares
-        self.forms, self.squared = torch.stack(forms), enclosing(torch.stack(squared))
-        self.third = product(self.linear, enclosing(torch.stack(mixed_squares)))
+        self.forms, self.squared = torch.stack(forms), torch.stack(squared)
+        self.third = product(self.linear, torch.stack(mixed_squares))
 
     def __call__(self, epsilon: float, errors: Tensor) -> Left:
         """Return the bounds for |δ| ≤ ε."""
@@ -135,7 +136,7 @@ class CubicFeedForward:
             (self.twist / 2, product(linear, linear, y)),
             (self.twist / 2, product(linear, y, y)),
             (self.twist / 6, product(y, y, y)),
-            (activation.fourth(self.z) / 24, product(z, z, z, z)),
+            (self.layer.derivative(4, self.z) / 24, product(z, z, z, z)),
         )
         cubic = (torch.ones_like(plain(self.bend)), epsilon**6 * self.third)
         change = half_widths(errors, self.layer.up) + epsilon**2 * self.forms
@@ -184,7 +185,7 @@ class CubicAttention:
         out = self.errors.out
         self.value = value_shapes(P, torch.einsum("hod,ndk->hnok", out, at.tangents))
         value_forms = torch.einsum("hod,ndp->hnop", out, at.forms) / 2
-        self.value_form = mixture(P, enclosing(value_forms @ value_forms.mT))
+        self.value_form = mixture(P, gram(value_forms))
         self.spread = value_covariance(attention, own)
         images = (attention.output @ own.v.mT).mT[:, None].expand(-1, P.shape[1], -1, -1)
         spread = own.centred(images)
@@ -209,11 +210,10 @@ class CubicAttention:
         moves = (plain(dq) != 0).any(3).any(2).any(0)
         self.exact = moves if still else torch.ones(P.shape[1], dtype=torch.bool)
         size = attention.output.shape[1]
-        third = at.u.new_zeros(P.shape[1], size, size)
+        self.third = torch.zeros(P.shape[1], size, size, dtype=P.dtype)
         for i in self.exact.nonzero()[:, 0].tolist():
             forms = curved[:, i] + bilinear[:, i]
-            third[i] = tensors.cubic(i, forms, squares[:, i], mean[:, i], q2, k2, value_forms)
-        self.third = enclosing(third)
+            self.third[i] = tensors.cubic(i, forms, squares[:, i], mean[:, i], q2, k2, value_forms)
         self.crossed = tensors.crossed()
 
     def __call__(self, epsilon: float, errors: Tensor) -> Left:
@@ -332,8 +332,7 @@ class _Tensors:
                 own += keys.flatten(0, 1).mT @ q2[:, i].flatten(0, 1)
             found[o] = own
         # A sum of products for each variable has fewer terms, and a smaller rounding error, than one product.
-        parts = found.movedim(1, 0)
-        return (parts @ parts.mT).sum(0)
+        return gram(found.movedim(1, 0)).sum(0)
 
     def crossed(self) -> Callable[[Tensor], Tensor]:
         """Return a function from ellipsoids of errors x to ellipsoids of D²F[Gδ, x], |δ| ≤ 1, row by row.
@@ -355,8 +354,8 @@ class _Tensors:
             query = torch.einsum("hjok,hje->hoke", slope, own.k)
             query += torch.einsum("hjo,hjek->hoke", P[..., None] * v, self.dk)
             turned[:, :, int(attention.rows[i])] += torch.einsum("hoke,hed->okd", query, attention.query)
-            squares.append(torch.einsum("okjd,pkjd->jop", turned, turned))
-        tokens = enclosing(torch.stack(squares, 1))  # (n, rows, d_out, d_out)
+            squares.append(gram(turned.permute(2, 0, 1, 3).flatten(2)))
+        tokens = torch.stack(squares, 1)  # (n, rows, d_out, d_out)
 
         def shape(errors: Tensor) -> Tensor:
             return ellipsoid_sum(*(radii(errors).square()[:, None, None, None] * tokens))

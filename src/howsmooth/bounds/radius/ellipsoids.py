@@ -1,8 +1,8 @@
 """Ellipsoids {y : |c·y|² ≤ cᵀ U c for all c}, given by matrices U in batches.
 
-They may be flat, or a point. Images are symmetric up to rounding only. Every function rounds outwards: its result contains the exact one for the
-matrices given to it, and for matrices whose entries are a few roundings away. Proofs: documentation page "A
-proved radius for a whole network", section "Rounding".
+They may be flat, or a point. Images are symmetric up to rounding only. Every function rounds outwards: its
+result contains the exact one for the matrices given to it, and for matrices whose entries are a few roundings
+away. Proofs: documentation page "A proved radius for a whole network", section "Rounding".
 """
 
 from __future__ import annotations
@@ -15,7 +15,17 @@ from howsmooth.bounds.radius.norms import largest_eigenvalue
 from howsmooth.bounds.radius.rounding import INFLATION, plain, settled
 from howsmooth.roundoff import gamma
 
-__all__ = ["balls", "ellipsoid_sum", "enclosing", "half_widths", "image", "mixture", "product", "radii"]
+__all__ = [
+    "balls",
+    "ellipsoid_sum",
+    "enclosing",
+    "gram",
+    "half_widths",
+    "image",
+    "mixture",
+    "product",
+    "radii",
+]
 
 # Shapes that are given may be a scalar times a matrix; this counts those roundings and the last ones.
 _MORE = 64
@@ -37,6 +47,14 @@ def enclosing(shapes: Float[Tensor, "*batch d d"]) -> Float[Tensor, "*batch d d"
     """Return ellipsoids that contain those of measured matrices, whatever their rounding errors."""
     value, error = settled(shapes)
     return _enlarged((value + value.mT) / 2, error + gamma(_MORE) * _traces(value).abs())
+
+
+def gram(factors: Float[Tensor, "*batch d r"]) -> Float[Tensor, "*batch d d"]:
+    """Return ellipsoids that contain those of A Aᵀ for measured factors A, whatever their rounding errors."""
+    value, error = settled(factors)
+    found = value @ value.mT * (1 + _SHARE)
+    squares = gamma(factors.shape[-1] + _MORE) * _traces(found) + (1 + 1 / _SHARE) * error**2
+    return _enlarged((found + found.mT) / 2, squares)
 
 
 def balls(radii: Float[Tensor, "*batch"], size: int) -> Float[Tensor, "*batch size size"]:

@@ -7,7 +7,7 @@ import math
 import torch
 from torch import Tensor
 
-from howsmooth.bounds.radius.rounding import multilinear
+from howsmooth.bounds.radius.rounding import multilinear, rowwise
 
 __all__ = ["Pairs"]
 
@@ -33,7 +33,7 @@ class Pairs:
         def vectors(forms: Tensor) -> Tensor:
             return self.weight / 2 * (forms[..., self.i, self.j] + forms[..., self.j, self.i])
 
-        return multilinear(vectors, forms, roundings=_ROUNDINGS, measured=False)
+        return multilinear(vectors, forms, roundings=_ROUNDINGS)
 
     def square(self, linear: Tensor) -> Tensor:
         """Return the vectors (*batch, p) of the squares of linear forms (*batch, k)."""
@@ -41,7 +41,7 @@ class Pairs:
         def vectors(linear: Tensor, same: Tensor) -> Tensor:
             return self.weight * linear[..., self.i] * same[..., self.j]
 
-        return multilinear(vectors, linear, linear, roundings=_ROUNDINGS, measured=False)
+        return rowwise(vectors, linear, linear, roundings=_ROUNDINGS)
 
     def product(self, left: Tensor, right: Tensor) -> Tensor:
         """Return the vectors (*batch, p) of products of linear forms (*batch, k)."""
@@ -50,7 +50,7 @@ class Pairs:
             crossed = left[..., self.i] * right[..., self.j] + left[..., self.j] * right[..., self.i]
             return self.weight / 2 * crossed
 
-        return multilinear(vectors, left, right, roundings=_ROUNDINGS, measured=False)
+        return rowwise(vectors, left, right, roundings=_ROUNDINGS)
 
     def matrices(self, packed: Tensor) -> Tensor:
         """Return the symmetric matrices (*batch, k, k) of vectors (*batch, p)."""
@@ -62,4 +62,4 @@ class Pairs:
             full[..., self.j, self.i] = values
             return full
 
-        return multilinear(whole, packed, roundings=_ROUNDINGS, measured=False)
+        return multilinear(whole, packed, roundings=_ROUNDINGS)

@@ -20,6 +20,7 @@ from howsmooth.bounds.radius.ellipsoids import (
     balls,
     ellipsoid_sum,
     enclosing,
+    gram,
     half_widths,
     image,
     mixture,
@@ -105,13 +106,13 @@ class FeedForwardRemainder:
     def __init__(self, layer: FeedForward, u: Tensor, tangents: Tensor, adjoint: Tensor) -> None:
         self.layer, self.z = layer, layer.preactivations(u)
         K = layer.up @ tangents
-        gram, k = K @ K.mT, K.shape[2]
+        square, k = K @ K.mT, K.shape[2]
         # δδᵀ is the sum of |δ|²/k times the identity and of a matrix of norm |δ|² √(1 − 1/k).
-        trace = gram.diagonal(dim1=1, dim2=2)
+        trace = square.diagonal(dim1=1, dim2=2)
         trace = trace[:, :, None] * trace[:, None] / k
-        self.trace, self.rest = enclosing(trace / k), enclosing((gram * gram - trace) * (1 - 1 / k))
-        self.linear = enclosing(gram)
-        self.bend, self.twist = layer.activation.second(self.z), layer.activation.third(self.z)
+        self.trace, self.rest = enclosing(trace / k), enclosing((square * square - trace) * (1 - 1 / k))
+        self.linear = gram(K)
+        self.bend, self.twist = layer.derivative(2, self.z), layer.derivative(3, self.z)
         self.adjoint = adjoint @ layer.down
 
     def __call__(self, epsilon: float, errors: Tensor) -> Left:
@@ -141,7 +142,7 @@ def product_shape(layer: FeedForward, products: tuple[tuple[Tensor, Tensor], ...
     for factor, matrix in products:
         shapes.append(image(layer.down * factor[:, None], matrix))
     size = torch.linalg.vector_norm(rest, dim=1)
-    shapes.append(size.square()[:, None, None] * enclosing(layer.down @ layer.down.T))
+    shapes.append(size.square()[:, None, None] * gram(layer.down))
     return ellipsoid_sum(*shapes)
 
 
@@ -284,7 +285,7 @@ def value_covariance(attention: Attention, own: Softmax) -> Tensor:
     images = (attention.output @ own.v.mT).mT[:, None].expand(-1, own.weights.shape[1], -1, -1)
     centred = own.centred(images)
     root = largest_weights(attention, own).sqrt()[..., None] * centred
-    return enclosing(root.mT @ root)
+    return gram(root.mT)
 
 
 def value_shapes(weights: Tensor, changes: Tensor) -> Tensor:
@@ -292,7 +293,7 @@ def value_shapes(weights: Tensor, changes: Tensor) -> Tensor:
 
     They are Σ_j P_j V_j V_jᵀ, or the ball of :func:`weighted_norm` where its trace is smaller.
     """
-    apart = mixture(weights, enclosing(changes @ changes.mT))
+    apart = mixture(weights, gram(changes))
     joint = balls(weighted_norm(weights, changes), changes.shape[2])
     smaller = joint.diagonal(dim1=2, dim2=3).sum(-1) < apart.diagonal(dim1=2, dim2=3).sum(-1)
     return torch.where(smaller[..., None, None], joint, apart)

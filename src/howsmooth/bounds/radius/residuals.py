@@ -19,9 +19,9 @@ class Residuals(NamedTuple):
     """Bounds on the residuals of one stage, all in Frobenius norms, and norms of what they are multiplied by.
 
     ``state``, ``tangents``, ``forms``, ``adjoint`` and ``bent`` bound F(X) − X', DF G − G', the same of the
-    quadratic forms, DFᵀa' − a and DFᵀN' + M G − N. ``size_of_tangents``, ``size_of_forms``, ``size_of_adjoint``
-    and ``size_of_bent`` are the norms of G, Q, a' and N'. ``sources`` has the norm of the Jacobian J of each
-    earlier stage, and the residual of its next step DF J − J'.
+    quadratic forms, DFᵀa' − a and DFᵀN' + M G − N. ``size_of_tangents``, ``size_of_forms``,
+    ``size_of_adjoint`` and ``size_of_bent`` are the norms of G, Q, a' and N'. ``sources`` has the norm of the
+    Jacobian J of each earlier stage, and the residual of its next step DF J − J'.
     """
 
     state: float = 0.0

@@ -14,7 +14,7 @@ from howsmooth.bounds.radius.attack import attack_radius
 from howsmooth.bounds.radius.network import Network
 from howsmooth.bounds.radius.reading import embedded, read_classifier
 from howsmooth.bounds.radius.result import RobustRadius
-from howsmooth.bounds.radius.rounding import FUZZ, NoRule
+from howsmooth.bounds.radius.rounding import FUZZ, MissingRuleError
 from howsmooth.bounds.radius.second_order import SecondOrder
 from howsmooth.bounds.radius.third_order import ThirdOrder
 from howsmooth.errors import ArgumentError, NonFiniteError
@@ -117,7 +117,7 @@ def robust_radius(
     enclosed = network.rounding_enclosed
     try:
         radius, rival, model_of_margin = _weakest(network, x, injection, label, rivals, order, enclosed)
-    except NoRule:
+    except MissingRuleError:
         enclosed = False
         radius, rival, model_of_margin = _weakest(network, x, injection, label, rivals, order, enclosed)
     # The factor covers the roundings of root and quotient.

@@ -2,7 +2,7 @@
 
 A :class:`Rounded` tensor holds computed numbers and ``error``, an upper bound of the Frobenius norm of their
 distance to the numbers that exact arithmetic gives. Code that is written for tensors runs on it unchanged.
-An operation without a rule raises :class:`NoRule`, so that no rounding is forgotten. Plain tensors and
+An operation without a rule raises :class:`MissingRuleError`, so that no rounding is forgotten. Plain tensors and
 numbers that meet a rounded tensor are taken to be correct to ``FUZZ`` relative, entry by entry.
 
 Proofs of the rules: documentation page "A proved radius for a whole network", section "Rounding".
@@ -19,7 +19,20 @@ from torch import Tensor
 
 from howsmooth.roundoff import LOST, UNDERFLOW, U, gamma
 
-__all__ = ["FUZZ", "INFLATION", "NoRule", "Rounded", "exact", "lower", "multilinear", "plain", "settled", "upper"]
+__all__ = [
+    "FUZZ",
+    "INFLATION",
+    "MissingRuleError",
+    "Rounded",
+    "along",
+    "exact",
+    "lower",
+    "multilinear",
+    "plain",
+    "rowwise",
+    "settled",
+    "upper",
+]
 
 FUZZ = 4 * U
 """Relative error that constants and weights may have before anything is computed with them."""
@@ -35,14 +48,20 @@ _UP = 1 + 1e-9
 _SMALL = 1 << 16
 
 
-class NoRule(TypeError):
+class MissingRuleError(TypeError):
     """An operation was applied to a rounded tensor whose rounding error is not bounded."""
 
 
 class Rounded(Tensor):
-    """A tensor of float64 with a bound ``error`` on the Frobenius norm of its rounding error."""
+    """A tensor of float64 with a bound ``error`` on the Frobenius norm of its rounding error.
+
+    ``relative`` bounds the relative error of every entry, and ``worst`` the error of every entry; they are
+    infinite where nothing better than ``error`` is known.
+    """
 
     error: float
+    relative: float
+    worst: float
     _size: float | None
     _peak: float | None
 
@@ -69,7 +88,7 @@ class Rounded(Tensor):
         name = func.__self__.__name__ if func.__name__ == "__get__" else func.__name__
         rule = _RULES.get(name)
         if rule is None:
-            raise NoRule(f"no bound on the rounding error of {name}")
+            raise MissingRuleError(f"no bound on the rounding error of {name}")
         with torch._C.DisableTorchFunctionSubclass():
             return rule(func, *args, **(kwargs or {}))
 
@@ -78,6 +97,7 @@ def _made(value: Tensor, error: float, size: float | None = None, peak: float | 
     with torch._C.DisableTorchFunctionSubclass():
         found: Rounded = plain(value).as_subclass(Rounded)  # type: ignore[assignment]
     found.error, found._size, found._peak = error * _UP, size, peak
+    found.relative = found.worst = math.inf
     return found
 
 
@@ -92,6 +112,14 @@ def plain(value: Tensor) -> Tensor:
         return value
     with torch._C.DisableTorchFunctionSubclass():
         return value.as_subclass(Tensor)
+
+
+def along(function: Callable[[Tensor], Tensor], slope: float, x: Tensor) -> Tensor:
+    """Apply a function of each entry whose derivative is nowhere larger than ``slope``."""
+    if not isinstance(x, Rounded):
+        return function(x)
+    value, error = settled(function(exact(plain(x))))
+    return exact(value, error + slope * x.error)
 
 
 def settled(value: Tensor) -> tuple[Tensor, float]:
@@ -109,13 +137,10 @@ def lower(value: Tensor) -> Tensor:
     return plain(value) - value.error * _UP if isinstance(value, Rounded) else value
 
 
-def multilinear(
-    function: Callable[..., Tensor], *operands: Tensor, roundings: int, measured: bool = True
-) -> Tensor:
+def multilinear(function: Callable[..., Tensor], *operands: Tensor, roundings: int) -> Tensor:
     """Apply a multilinear function whose Frobenius norm is at most the product of those of its operands.
 
     Each computed number is correct up to ``roundings`` rounding errors of its terms in absolute value.
-    ``measured`` says whether the norm of the result is measured or bounded by the product.
     """
     value = function(*map(plain, operands))
     if not any(isinstance(operand, Rounded) for operand in operands):
@@ -126,7 +151,22 @@ def multilinear(
     for i, own in enumerate(errors):
         others = (s + e for j, (s, e) in enumerate(zip(sizes, errors, strict=True)) if j != i)
         error += own * math.prod(others) if own else 0.0
-    return _made(value, error * _UP, None if measured else whole * _UP)
+    return _made(value, error * _UP)
+
+
+def rowwise(function: Callable[..., Tensor], *operands: Tensor, roundings: int) -> Tensor:
+    """Apply a bilinear function of the rows (..., k) of two operands, of norm at most that of each row.
+
+    The error of one operand then counts with the longest row of the other.
+    """
+    value = function(*map(plain, operands))
+    if not any(isinstance(operand, Rounded) for operand in operands):
+        return value
+    errors = [_measures(operand)[1] for operand in operands]
+    rows = [float(torch.linalg.vector_norm(plain(x), dim=-1).amax()) * _UP + LOST for x in operands]
+    error = errors[0] * (rows[1] + errors[1]) + errors[1] * rows[0]
+    own = min(rows[0] * _measures(operands[1])[0], rows[1] * _measures(operands[0])[0])
+    return _made(value, error + gamma(roundings) * own)
 
 
 def _norm(value: Tensor) -> float:
@@ -163,11 +203,18 @@ def _view(func: Any, x: Any, *args: Any, **kwargs: Any) -> Any:
     """Rearrange or leave out entries."""
     found = func(x, *args, **kwargs)
     if isinstance(found, tuple | list):
-        return [_made(part, x.error, x._size, x._peak) for part in found]
+        return [_entries_of(x, _made(part, x.error)) for part in found]
     if not isinstance(found, Tensor):
         return found
-    copies = max(1.0, _copies(x, found.numel()))
-    return _made(found, x.error * copies, None if x._size is None else x._size * copies, x._peak)
+    copies = _copies(x, found.numel())
+    same = copies == 1.0
+    return _entries_of(x, _made(found, x.error * max(1.0, copies), x._size if same else None, x._peak))
+
+
+def _entries_of(x: Rounded, found: Rounded) -> Rounded:
+    """Keep what is known of every entry."""
+    found.relative, found.worst = x.relative, x.worst
+    return found
 
 
 def _getitem(func: Any, x: Any, index: Any) -> Any:
@@ -180,20 +227,22 @@ def _getitem(func: Any, x: Any, index: Any) -> Any:
         places = tensors[0]
         for more in tensors[1:]:
             places = places * (1 << 20) + more
-        # A negative index names an entry twice only together with its positive counterpart.
-        copies = int(places.unique(return_counts=True)[1].max()) * 2 ** len(tensors) if places.numel() else 1
-        copies = 1 if places.ndim == 1 and bool((places.diff() > 0).all()) and bool(places[0] >= 0) else copies
+        if places.numel():
+            copies = int(places.unique(return_counts=True)[1].max())
+        if any(bool((t < 0).any()) for t in tensors):
+            copies *= 2 ** len(tensors)  # an entry may have a negative index, too
     root = math.sqrt(copies)
-    return _made(found, x.error * root, None if x._size is None else x._size * root, x._peak)
+    return _entries_of(x, _made(found, x.error * root))
 
 
 def _setitem(func: Any, x: Any, index: Any, value: Any) -> None:
     if not isinstance(x, Rounded):
-        raise NoRule("a rounded tensor is written into a plain one; make that one with new_zeros")
+        raise MissingRuleError("a rounded tensor is written into a plain one; make that one with new_zeros")
     func(plain(x), index, plain(value) if isinstance(value, Tensor) else value)
     own = value.error * _copies(value, plain(x)[index].numel()) if isinstance(value, Rounded) else 0.0
     x.error = math.hypot(x.error, own) * _UP
     x._size = x._peak = None
+    x.relative = x.worst = math.inf
 
 
 def _new(func: Any, x: Any, *args: Any, **kwargs: Any) -> Any:
@@ -208,7 +257,7 @@ def _add(func: Any, x: Any, y: Any) -> Any:
         own, of = _measures(operand)
         copies = _copies(operand, value.numel())
         size, error = size + own * copies, error + of * copies
-    return _made(value, error + 2 * U * size, size * _UP)
+    return _made(value, error + 2 * U * size)
 
 
 def _inplace_add(func: Any, x: Any, y: Any) -> Any:
@@ -227,8 +276,15 @@ def _mul(func: Any, x: Any, y: Any) -> Any:
     peak_a, peak_b = _peak(x), _peak(y)
     copies_a, copies_b = _copies(x, entries), _copies(y, entries)
     size = min(a * b, copies_a * a * peak_b, copies_b * b * peak_a)
-    error = of_a * min(b + of_b, copies_a * (peak_b + of_b)) + of_b * min(a, copies_b * peak_a)
-    return _made(value, error + 2 * U * size, size * _UP, peak_a * peak_b * _UP)
+    error_a = of_a * min(b + of_b, copies_a * (peak_b + of_b))
+    error_b = of_b * min(a, copies_b * peak_a)
+    found = _made(value, 0.0)
+    if isinstance(x, Rounded) and x.relative < 1:
+        error_a = min(error_a, x.relative * (found.frobenius + error_b))
+    elif isinstance(y, Rounded) and y.relative < 1:
+        error_b = min(error_b, y.relative * (found.frobenius + error_a))
+    found.error = (error_a + error_b + 2 * U * size) * _UP
+    return found
 
 
 def _div(func: Any, x: Any, y: Any) -> Any:
@@ -245,12 +301,12 @@ def _div(func: Any, x: Any, y: Any) -> Any:
         return _made(value, math.inf)
     size = copies * a / smallest
     # An entry of y may stand beside many of x: the quotient's error is bounded entry by entry.
-    return _made(value, copies * of_a / room + size * of_b / room + 2 * U * size, size * _UP)
+    return _made(value, copies * of_a / room + size * of_b / room + 2 * U * size)
 
 
 def _pow(func: Any, x: Any, exponent: Any) -> Any:
     if exponent not in (2, 3, 4, 5):
-        raise NoRule(f"no bound on the rounding error of the power {exponent}")
+        raise MissingRuleError(f"no bound on the rounding error of the power {exponent}")
     found = x
     for _ in range(exponent - 1):
         found = _mul(torch.mul, found, x)
@@ -261,7 +317,7 @@ def _reduced(x: Rounded, value: Tensor, mean: bool) -> Rounded:
     count = x.numel() / max(value.numel(), 1)
     root, scale = math.sqrt(count), 1 / count if mean else 1.0
     size = x.frobenius * root * scale
-    return _made(value, x.error * root * scale + gamma(int(count) + 2) * size, size * _UP)
+    return _made(value, x.error * root * scale + gamma(int(count) + 2) * size)
 
 
 def _sum(func: Any, x: Any, *args: Any, **kwargs: Any) -> Any:
@@ -271,7 +327,17 @@ def _sum(func: Any, x: Any, *args: Any, **kwargs: Any) -> Any:
 def _matmul(func: Any, x: Any, y: Any) -> Any:
     if func.__name__ == "__rmatmul__":
         x, y = y, x
-    return multilinear(torch.matmul, x, y, roundings=x.shape[-1])
+    if isinstance(x, Rounded) and x.relative < 1 and x.ndim == 3 and y.ndim == 3:
+        return _einsum(torch.einsum, "hij,hje->hie", x, y)
+    found = multilinear(torch.matmul, x, y, roundings=x.shape[-1])
+    if isinstance(found, Rounded) and max(x.numel(), y.numel(), found.numel()) <= _SMALL and y.ndim > 1:
+        # The error of one entry counts the longest row and the longest column.
+        row = float(torch.linalg.vector_norm(plain(x), dim=-1).amax()) * _UP + LOST
+        column = float(torch.linalg.vector_norm(plain(y), dim=-2).amax()) * _UP + LOST
+        of_x, of_y = _measures(x)[1], _measures(y)[1]
+        own = gamma(x.shape[-1] + 2) * row * column
+        found.worst = (own + of_x * (column + of_y) + of_y * row) * _UP
+    return found
 
 
 def _einsum(func: Any, equation: str, *operands: Any) -> Any:
@@ -286,17 +352,42 @@ def _einsum(func: Any, equation: str, *operands: Any) -> Any:
             lengths.setdefault(letter, []).append(length)
     summed = [found for letter, found in lengths.items() if letter not in output]
     if any(len(found) < 2 for found in summed):
-        raise NoRule(f"no bound on the rounding error of einsum {equation}: sum one operand first")
-    terms = math.prod(found[0] for found in summed)
-    return multilinear(
-        lambda *values: torch.einsum(equation, *values), *operands, roundings=terms + len(operands)
-    )
+        raise MissingRuleError(f"no bound on the rounding error of einsum {equation}: sum one operand first")
+    terms = math.prod(found[0] for found in summed) + len(operands)
+    first = operands[0]
+    if len(operands) == 2 and isinstance(first, Rounded) and first.relative < 1:
+        return _weighted(equation, inputs, output, first, operands[1], terms)
+    return multilinear(lambda *values: torch.einsum(equation, *values), *operands, roundings=terms)
+
+
+def _weighted(equation: str, inputs: str, output: str, weights: Rounded, x: Tensor, terms: int) -> Rounded:
+    """Sum with nonnegative weights of small relative errors.
+
+    The error of the weights counts with the same sum of lengths of x, over the indices that are the weights';
+    the error of x counts with the norm of the weights as a matrix, at most √(row sum · column sum).
+    """
+    own, other = (part.replace("...", "") for part in inputs.split(","))
+    value = torch.einsum(equation, plain(weights), plain(x))
+    kept = "".join(letter for letter in other if letter in own)
+    if not other.startswith(kept):
+        raise MissingRuleError(
+            f"no bound on the rounding error of einsum {equation}: common indices come first"
+        )
+    P = plain(weights)
+    sizes = plain(x).flatten(len(kept)) if x.ndim > len(kept) else plain(x)[..., None]
+    sizes = torch.linalg.vector_norm(sizes, dim=-1)
+    common = "".join(letter for letter in output if letter in own)
+    whole = _norm(torch.einsum(f"{own},{kept}->{common}", P, sizes))
+    matrix = math.sqrt(float(P.sum(-1).amax()) * float(P.sum(-2).amax())) if P.ndim > 1 else math.inf
+    of_x = _measures(x)[1]
+    error = of_x * min(weights.frobenius, matrix) * (1 + weights.relative)
+    return _made(value, error + (gamma(terms + 2) + weights.relative) * whole)
 
 
 def _joined(func: Any, tensors: Sequence[Tensor], *args: Any, **kwargs: Any) -> Any:
     value = func([plain(t) for t in tensors], *args, **kwargs)
-    sizes, errors = zip(*map(_measures, tensors), strict=True)
-    return _made(value, math.hypot(*errors), math.hypot(*sizes) * _UP)
+    errors = [_measures(t)[1] for t in tensors]
+    return _made(value, math.hypot(*errors))
 
 
 def _elementary(slope: Callable[[Tensor, float], float]) -> Any:
@@ -320,13 +411,16 @@ def _softmax(func: Any, x: Any, dim: int) -> Any:
     value = func(plain(x), dim)
     keys, size = value.shape[dim], _norm(value)
     # A weight is a ratio of exponentials of which none is below e^-745 without becoming zero.
-    change = math.expm1(2 * x.error) + gamma(keys + 2000) if x.error < 0.1 else math.inf
-    error = min(2 * change * size + UNDERFLOW * math.sqrt(value.numel()), 2 * math.sqrt(value.numel()))
-    return _made(value, error, size, 1.0 + error)
+    worst = min(x.error, x.worst)
+    change = math.expm1(2 * worst + gamma(keys + 2000)) * _UP if worst < 0.1 else math.inf
+    error = min(change * size + UNDERFLOW * math.sqrt(value.numel()), 2 * math.sqrt(value.numel()))
+    found = _made(value, error, size)
+    found.relative = change
+    return found
 
 
 def _masked(func: Any, x: Any, mask: Any, value: Any) -> Any:
-    return _made(func(plain(x), mask, value), x.error, math.inf, math.inf)
+    return _entries_of(x, _made(func(plain(x), mask, value), x.error, math.inf, math.inf))
 
 
 def _lengths(func: Any, x: Any, *args: Any, **kwargs: Any) -> Tensor:
@@ -345,12 +439,16 @@ def _asked(func: Any, *args: Any, **kwargs: Any) -> Any:
     return func(*map(_bare, args), **kwargs)
 
 
-_VIEWS = "mT T permute flatten unflatten movedim diagonal reshape expand unbind unsqueeze split squeeze transpose"
-_QUESTIONS = "shape dtype ndim device layout numel __len__ dim size is_floating_point is_sparse eq __eq__ ne __ne__ \
-requires_grad data_ptr stride is_complex is_cuda names gt __gt__ lt __lt__"
+_VIEWS = (
+    "mT T permute flatten unflatten movedim diagonal reshape expand unbind unsqueeze split squeeze transpose "
+    "neg __neg__ abs __abs__ clone contiguous detach"
+)
+_QUESTIONS = (
+    "shape dtype ndim device layout numel __len__ dim size is_floating_point is_sparse eq __eq__ ne __ne__ "
+    "requires_grad data_ptr stride is_complex is_cuda names gt __gt__ lt __lt__"
+)
 _RULES: dict[str, Any] = {
     **dict.fromkeys(_VIEWS.split(), _view),
-    **dict.fromkeys(("neg", "__neg__", "abs", "__abs__", "clone", "contiguous", "detach"), _view),
     **dict.fromkeys(_QUESTIONS.split(), _asked),
     **dict.fromkeys(("add", "__add__", "__radd__", "sub", "__sub__", "rsub", "__rsub__"), _add),
     **dict.fromkeys(("__iadd__", "add_"), _inplace_add),

@@ -57,7 +57,9 @@ class FirstDerivatives:
             value, of_state = settled(stage.value(state))
             pushed, of_tangents = settled(stage.push(state, tangents))
             self.residuals.append(
-                Residuals(state=of_state, tangents=of_tangents, size_of_tangents=float(self.tangents[-1].norm()))
+                Residuals(
+                    state=of_state, tangents=of_tangents, size_of_tangents=float(self.tangents[-1].norm())
+                )
             )
             self.states.append(value)
             self.tangents.append(pushed)
@@ -150,7 +152,7 @@ class SecondOrder:
     ) -> None:
         """Measure all partial Jacobians at x (n, d), for changes injection (n, d, k) δ.
 
-        ``enclosed`` says whether rounding errors are to be bounded; then every stage must have rules for them.
+        ``enclosed`` says whether rounding errors are to be bounded; every stage must then have rules for it.
         """
         self.first = first = FirstDerivatives(network, x, injection, functional, offset, enclosed)
         sources: list[Source] = []

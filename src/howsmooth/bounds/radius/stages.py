@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from howsmooth.bounds.radius.pairs import Pairs
-from howsmooth.bounds.radius.rounding import INFLATION, Rounded, exact, lower, upper
+from howsmooth.bounds.radius.rounding import INFLATION, Rounded, along, exact, lower, upper
 from howsmooth.roundoff import gamma
 
 # An extremum that lies outside of an interval by less than this counts as inside.
@@ -94,8 +94,8 @@ class Activation(NamedTuple):
     """An activation function φ, applied entry by entry, with its first four derivatives.
 
     ``largest_third(z, width)``, ``largest_fourth`` and ``largest_fifth`` bound |φ'''|, |φ''''| and |φ⁽⁵⁾| on
-    the interval [z − width, z + width]. ``rounding_enclosed`` says that all of them are written in operations
-    with a rule for their rounding error.
+    the interval [z − width, z + width]. ``slopes`` bound |φ'| to |φ⁽⁵⁾| everywhere; None stands
+    for functions that are not written in operations with rules for rounding errors.
     """
 
     value: Callable[[Tensor], Tensor]
@@ -106,7 +106,7 @@ class Activation(NamedTuple):
     largest_third: Callable[[Tensor, Tensor], Tensor]
     largest_fourth: Callable[[Tensor, Tensor], Tensor]
     largest_fifth: Callable[[Tensor, Tensor], Tensor]
-    rounding_enclosed: bool = False
+    slopes: tuple[float, float, float, float, float] | None = None
 
 
 def _density(z: Tensor) -> Tensor:
@@ -192,7 +192,7 @@ ACTIVATIONS: dict[str, Activation] = {
         _largest(_gelu_third, _both((7 - math.sqrt(33)) / 2, (7 + math.sqrt(33)) / 2)),
         _largest(_gelu_fourth, (0.0, *_both(2, 9))),
         _largest(_gelu_fifth, _both(0.40248426380182073, 3.7864793479239887, 11.811036388274188)),
-        rounding_enclosed=True,
+        slopes=(1.13, 0.8, 0.78, 1.6, 2.85),
     ),
     "tanh": Activation(
         torch.tanh,
@@ -204,7 +204,7 @@ ACTIVATIONS: dict[str, Activation] = {
         _largest(_tanh_third, (0.0, *map(math.atanh, _both(2 / 3)))),
         _largest(_tanh_fourth, tuple(map(math.atanh, _both(*_halves(15, math.sqrt(105), 30))))),
         _largest(_tanh_fifth, (0.0, *map(math.atanh, _both(*_halves(30, math.sqrt(135), 45))))),
-        rounding_enclosed=True,
+        slopes=(1.0, 0.77, 2.0, 4.1, 16.0),
     ),
 }
 """The activations that have a remainder, by name."""
@@ -223,7 +223,13 @@ class FeedForward:
     @property
     def rounding_enclosed(self) -> bool:
         """Whether all rounding errors are bounded: they are where those of the activation are."""
-        return self.activation.rounding_enclosed
+        return self.activation.slopes is not None
+
+    def derivative(self, order: int, preactivations: Tensor) -> Tensor:
+        """Return a derivative of the activation, of order 0 to 4, at preactivations (n, m)."""
+        function = self.activation[order]
+        slopes = self.activation.slopes
+        return function(preactivations) if slopes is None else along(function, slopes[order], preactivations)
 
     def preactivations(self, u: Tensor) -> Tensor:
         """Return W₁ u + b₁, of shape (n, m)."""
@@ -231,28 +237,28 @@ class FeedForward:
 
     def value(self, u: Tensor) -> Tensor:
         """Return the outputs (n, d_out)."""
-        return self.activation.value(self.preactivations(u)) @ self.down.T + self.down_bias
+        return self.derivative(0, self.preactivations(u)) @ self.down.T + self.down_bias
 
     def push(self, u: Tensor, tangents: Tensor) -> Tensor:
         """Return the derivative along tangents (n, d, k)."""
-        slope = self.activation.first(self.preactivations(u))
+        slope = self.derivative(1, self.preactivations(u))
         return self.down @ (slope[..., None] * (self.up @ tangents))
 
     def pull(self, u: Tensor, adjoints: Tensor) -> Tensor:
         """Return the transposed derivative of adjoints (n, d_out, k)."""
-        slope = self.activation.first(self.preactivations(u))
+        slope = self.derivative(1, self.preactivations(u))
         return self.up.T @ (slope[..., None] * (self.down.T @ adjoints))
 
     def second(self, u: Tensor, tangents: Tensor, pairs: Pairs) -> Tensor:
         """Return D²F[G, G] as quadratic forms (n, d_out, p) of tangents G (n, d, k)."""
-        bend = self.activation.second(self.preactivations(u))
+        bend = self.derivative(2, self.preactivations(u))
         return torch.stack(
             [(self.down * b) @ pairs.square(self.up @ G) for b, G in zip(bend, tangents, strict=True)]
         )
 
     def curvature(self, u: Tensor, adjoint: Tensor, tangents: Tensor) -> Tensor:
         """Return M G: the second derivative of ⟨adjoint, value⟩ applied to tangents (n, d, k)."""
-        bend = self.activation.second(self.preactivations(u)) * (adjoint @ self.down)
+        bend = self.derivative(2, self.preactivations(u)) * (adjoint @ self.down)
         return self.up.T @ (bend[..., None] * (self.up @ tangents))
 
 
