@@ -107,7 +107,7 @@ class CubicFeedForward:
 
     def __init__(self, layer: FeedForward, at: Expansion) -> None:
         self.layer, self.z = layer, layer.preactivations(at.u)
-        activation, pairs = layer.activation, at.pairs
+        pairs = at.pairs
         K = layer.up @ at.tangents
         self.linear = gram(K)
         self.bend, self.twist = layer.derivative(2, self.z), layer.derivative(3, self.z)

@@ -2,8 +2,8 @@
 
 A :class:`Rounded` tensor holds computed numbers and ``error``, an upper bound of the Frobenius norm of their
 distance to the numbers that exact arithmetic gives. Code that is written for tensors runs on it unchanged.
-An operation without a rule raises :class:`MissingRuleError`, so that no rounding is forgotten. Plain tensors and
-numbers that meet a rounded tensor are taken to be correct to ``FUZZ`` relative, entry by entry.
+An operation without a rule raises :class:`MissingRuleError`, so that no rounding is forgotten. Plain tensors
+and numbers that meet a rounded tensor are taken to be correct to ``FUZZ`` relative, entry by entry.
 
 Proofs of the rules: documentation page "A proved radius for a whole network", section "Rounding".
 """
@@ -95,7 +95,7 @@ class Rounded(Tensor):
 
 def _made(value: Tensor, error: float, size: float | None = None, peak: float | None = None) -> Rounded:
     with torch._C.DisableTorchFunctionSubclass():
-        found: Rounded = plain(value).as_subclass(Rounded)  # type: ignore[assignment]
+        found: Rounded = plain(value).as_subclass(Rounded)
     found.error, found._size, found._peak = error * _UP, size, peak
     found.relative = found.worst = math.inf
     return found
@@ -190,7 +190,7 @@ def _peak(operand: Any) -> float:
         return operand.peak if small else operand.frobenius
     if isinstance(operand, Tensor):
         return float(operand.double().abs().amax()) if operand.numel() else 0.0
-    return abs(operand)
+    return float(abs(operand))
 
 
 def _copies(operand: Any, entries: int) -> float:
@@ -378,7 +378,9 @@ def _weighted(equation: str, inputs: str, output: str, weights: Rounded, x: Tens
     sizes = torch.linalg.vector_norm(sizes, dim=-1)
     common = "".join(letter for letter in output if letter in own)
     whole = _norm(torch.einsum(f"{own},{kept}->{common}", P, sizes))
-    matrix = math.sqrt(float(P.sum(-1).amax()) * float(P.sum(-2).amax())) if P.ndim > 1 else math.inf
+    matrix, summed = math.inf, [letter for letter in own if letter not in output]
+    if P.ndim > 1 and len(summed) == 1 and summed[0] in own[-2:]:
+        matrix = math.sqrt(float(P.sum(-1).amax()) * float(P.sum(-2).amax())) * _UP
     of_x = _measures(x)[1]
     error = of_x * min(weights.frobenius, matrix) * (1 + weights.relative)
     return _made(value, error + (gamma(terms + 2) + weights.relative) * whole)
@@ -425,8 +427,8 @@ def _masked(func: Any, x: Any, mask: Any, value: Any) -> Any:
 
 def _lengths(func: Any, x: Any, *args: Any, **kwargs: Any) -> Tensor:
     """Return upper bounds of norms, as a plain tensor."""
-    found: Tensor = func(plain(x), *args, **kwargs)
-    return found * _UP + (x.error * _UP + LOST * math.sqrt(x.numel()))
+    found: Tensor = func(plain(x), *args, **kwargs) * _UP
+    return found + (x.error * _UP + LOST * math.sqrt(x.numel()))
 
 
 def _amax(func: Any, x: Any, *args: Any, **kwargs: Any) -> Tensor:

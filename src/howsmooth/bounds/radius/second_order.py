@@ -56,11 +56,8 @@ class FirstDerivatives:
             state, tangents = self.measured(self.states[-1]), self.measured(self.tangents[-1])
             value, of_state = settled(stage.value(state))
             pushed, of_tangents = settled(stage.push(state, tangents))
-            self.residuals.append(
-                Residuals(
-                    state=of_state, tangents=of_tangents, size_of_tangents=float(self.tangents[-1].norm())
-                )
-            )
+            size = float(self.tangents[-1].norm())
+            self.residuals.append(Residuals(state=of_state, tangents=of_tangents, size_of_tangents=size))
             self.states.append(value)
             self.tangents.append(pushed)
         # The functional is a difference of rows of the readout, which may be rounded.
@@ -74,13 +71,15 @@ class FirstDerivatives:
             stage, state = self.stages[place], self.measured(self.states[place])
             own = self.measured(adjoint)
             self.bent.insert(0, stage.output_adjoint(self.states[place], bent))
-            sizes = {"size_of_adjoint": float(adjoint.norm()), "size_of_bent": float(bent.norm())}
+            sizes = float(adjoint.norm()), float(bent.norm())
             pulled, of_adjoint = settled(stage.pull(state, own[..., None]))
             curved = stage.curvature(state, own, self.measured(self.tangents[place]))
             bent, of_bent = settled(stage.pull(state, self.measured(bent)) + curved)
             adjoint = pulled[..., 0]
             self.adjoints.insert(0, adjoint)
-            self.residuals[place] = self.residuals[place]._replace(adjoint=of_adjoint, bent=of_bent, **sizes)
+            self.residuals[place] = self.residuals[place]._replace(
+                adjoint=of_adjoint, bent=of_bent, size_of_adjoint=sizes[0], size_of_bent=sizes[1]
+            )
         self.bent_roots = [_narrow(found) for found in self.bent]
         margin, self.margin_error = settled((self.measured(functional) * self.states[-1]).sum() + offset)
         self.margin = float(margin)

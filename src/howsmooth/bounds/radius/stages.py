@@ -227,8 +227,8 @@ class FeedForward:
 
     def derivative(self, order: int, preactivations: Tensor) -> Tensor:
         """Return a derivative of the activation, of order 0 to 4, at preactivations (n, m)."""
-        function = self.activation[order]
-        slopes = self.activation.slopes
+        own, slopes = self.activation, self.activation.slopes
+        function = (own.value, own.first, own.second, own.third, own.fourth)[order]
         return function(preactivations) if slopes is None else along(function, slopes[order], preactivations)
 
     def preactivations(self, u: Tensor) -> Tensor:
