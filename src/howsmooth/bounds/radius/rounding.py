@@ -222,7 +222,8 @@ def _getitem(func: Any, x: Any, index: Any) -> Any:
     if not isinstance(x, Rounded):
         return found
     copies = 1
-    tensors = [t for t in (index if isinstance(index, tuple) else (index,)) if isinstance(t, Tensor)]
+    parts = index if isinstance(index, tuple) else (index,)
+    tensors = [torch.as_tensor(t) for t in parts if isinstance(t, Tensor | list)]
     if tensors and tensors[0].dtype != torch.bool:
         places = tensors[0]
         for more in tensors[1:]:
