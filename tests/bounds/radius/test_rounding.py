@@ -30,6 +30,7 @@ from howsmooth.bounds.radius import (
 from howsmooth.bounds.radius.ellipsoids import (
     ellipsoid_sum,
     enclosing,
+    gram,
     half_widths,
     image,
     mixture,
@@ -224,6 +225,8 @@ def test_ellipsoids_are_rounded_outwards() -> None:
         turned = B + 1e-3 * turned / turned.norm()
         Td = many_digits(turned)
         assert smallest_eigenvalue(many_digits(image(exact(B, 1.001e-3), flat)) - Td @ Ud @ Td.T) >= 0
+        assert smallest_eigenvalue(many_digits(gram(B)) - Bd @ Bd.T) >= 0
+        assert smallest_eigenvalue(many_digits(gram(exact(B, 1.001e-3))) - Td @ Td.T) >= 0
         assert smallest_eigenvalue(many_digits(product(flat, flat, flat)) - Ud * Ud * Ud) >= 0
         weights = torch.rand(1, 1, 2, generator=g, dtype=torch.float64)
         mixed = mixture(weights, torch.stack([flat, 2 * flat])[None])[0, 0]
@@ -302,15 +305,15 @@ def test_functions_of_one_variable_bound_given_errors(function: Any, many: Any) 
         assert 0 < frobenius(many_digits(value) - true) <= error
 
 
-@pytest.mark.parametrize("noise", [0.0, 1e-4])
-def test_weights_bound_the_errors_of_sums_with_them(noise: float) -> None:
+@pytest.mark.parametrize(("of_scores", "noise"), [(0.0, 0.0), (1e-4, 1e-4), (0.0, 1e-4)])
+def test_weights_bound_the_errors_of_sums_with_them(of_scores: float, noise: float) -> None:
     """Softmax of wrong scores, and sums of wrong values with such weights; one row has one heavy weight."""
     g = torch.Generator().manual_seed(0)
     for _ in range(5):
         scores, x = normal(g, 1, 3, 4), normal(g, 1, 4, 2)
         scores[0, 0, 0] += 20
         each = normal(g, 1, 3, 4, 2)
-        errors_of = [noise * normal(g, *t.shape) for t in (scores, x, each)]
+        errors_of = [s * normal(g, *t.shape) for s, t in ((of_scores, scores), (noise, x), (noise, each))]
         told = [
             exact(t + e, float(e.norm()) * (1 + 1e-9))
             for t, e in zip((scores, x, each), errors_of, strict=True)
@@ -331,9 +334,13 @@ def test_weights_bound_the_errors_of_sums_with_them(noise: float) -> None:
         for name, (found, true) in cases.items():
             value, error = settled(found)
             assert 0 < frobenius(many_digits(value) - true) <= error, name
-            assert error <= 100 * noise + 1e-11, name
+            assert error <= 100 * (noise + of_scores) + 1e-11, name
         entry = frobenius(many_digits(plain(P)[0]) / many - 1)
         assert entry <= math.sqrt(12) * P.relative
+    # Errors of values may all count where a sum goes over rows and columns.
+    P = exact(40 * torch.eye(3, dtype=torch.float64)[None]).softmax(-1)
+    wrong = exact(torch.zeros(1, 3, 3, 1, dtype=torch.float64), 1.0)
+    assert torch.einsum("hij,hije->he", P, wrong).error >= math.sqrt(3)
 
 
 def test_what_has_no_rule_is_not_rounded_silently() -> None:
