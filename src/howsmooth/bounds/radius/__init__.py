@@ -2,8 +2,9 @@
 
 ``robust_radius`` is the function for users. A model is read (``reading``) as a ``network`` of ``stages``, and
 its margin is expanded along its own partial Jacobians: ``second_order`` with ``remainders``, ``third_order``
-with ``cubic_remainders``; ``errors`` carries remainders to later stages. ``attack`` searches the nearest
-change of the class. Proofs: documentation page "A proved radius for a whole network".
+with ``cubic_remainders``; ``errors`` carries remainders to later stages. ``rounding`` bounds the rounding
+errors of all that is computed, ``residuals`` what they cost. ``attack`` searches the nearest change of the
+class. Proofs: documentation page "A proved radius for a whole network".
 """
 
 from howsmooth.bounds.radius.network import Network, Stage
