@@ -40,7 +40,7 @@ def largest_eigenvalue(
         error = error * (2 * found + error) + gamma(symmetric.shape[-1] + 8) * found.square()
         found = torch.linalg.vector_norm(power, dim=(-2, -1))
     bound: Tensor = (found + error + LOST) ** (0.5**squarings) * size * _UP
-    return bound + slack * _UP + LOST
+    return bound + slack * _UP
 
 
 def spectral_norm(matrices: Float[Tensor, "*batch m r"]) -> Float[Tensor, "*batch"]:

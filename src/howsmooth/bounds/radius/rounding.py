@@ -428,13 +428,15 @@ def _masked(func: Any, x: Any, mask: Any, value: Any) -> Any:
 
 def _lengths(func: Any, x: Any, *args: Any, **kwargs: Any) -> Tensor:
     """Return upper bounds of norms, as a plain tensor."""
-    found: Tensor = func(plain(x), *args, **kwargs) * _UP
-    return found + (x.error * _UP + LOST * math.sqrt(x.numel()))
+    more = x.error * _UP + LOST * math.sqrt(x.numel())
+    found: Tensor = func(plain(x), *args, **kwargs) * _UP + more
+    return found
 
 
 def _amax(func: Any, x: Any, *args: Any, **kwargs: Any) -> Tensor:
-    found: Tensor = func(plain(x), *args, **kwargs)
-    return found + x.error * _UP
+    """Return upper bounds of the largest entries, as a plain tensor."""
+    found: Tensor = func(plain(x), *args, **kwargs) + x.error * _UP
+    return found
 
 
 def _asked(func: Any, *args: Any, **kwargs: Any) -> Any:
