@@ -20,8 +20,8 @@ __all__ = ["RadiusPlan", "radius"]
 
 _EXAMPLES = (
     "Each token moves alone, or all jointly, and a radius is proved within which the model's answer stays "
-    "the same, up to rounding of float64. The radii are printed; a page with the text coloured by them, a "
-    "figure and a table are written into --out. MODEL is a classifier.",
+    "the same; the rounding of its computation is enclosed. The radii are printed; a page with the text "
+    "coloured by them, a figure and a table are written into --out. MODEL is a classifier.",
     "Examples:",
     "[cyan]howsmooth radius ./model --text letter.txt[/]  every token of a text",
     "[cyan]howsmooth radius ./model --text letter.txt --seconds 600[/]  then ten minutes in third order",

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import pandas as pd
 from torch import Tensor, nn
 
-from howsmooth.bounds.radius import NetworkAtInput, RobustRadius
+from howsmooth.bounds.radius import NetworkAtInput, RobustRadius, rounded_down
 from howsmooth.errors import ArgumentError
 from howsmooth.models import LoadedModel, load_model
 from howsmooth.models.capture import module_of
@@ -40,8 +40,7 @@ _SHOWN = 10
 class WordRadii:
     """Radii around one input within which a classifier keeps its answer, one for each token or a joint one.
 
-    The inequalities are proved, their evaluation in float64 is not enclosed; see
-    :class:`howsmooth.bounds.RobustRadius`.
+    They are proved, rounding included; :class:`howsmooth.bounds.RobustRadius` says for what.
     """
 
     #: One row for each token; a single one, without position, if the tokens move jointly. Columns:
@@ -77,13 +76,14 @@ class WordRadii:
         first = self.table.iloc[0]
         return (
             f"{self.model} keeps its answer (class {first['label']}, margin {first['margin']:.4g}) while "
-            f"{moved} by less than the radius, in the {norm} of the embedded tokens; bounds up to rounding."
+            f"{moved} by less than the radius, in the {norm} of the embedded tokens. The radii are proved, "
+            "rounding included."
         )
 
     def __repr__(self) -> str:
         lines = [f"Radii of {self.model}, {self.input}, {self.n} tokens.", self.statement]
         rows = plain_rows(self.ranking.head(_SHOWN))
-        lines += [f"  {_place(row):<20} {row['radius']:.4g}{_beside(row)}" for row in rows]
+        lines += [f"  {_place(row):<20} {rounded_down(row['radius'])}{_beside(row)}" for row in rows]
         more = len(self.table) - _SHOWN
         return "\n".join([*lines, *([f"  and {more} larger radii"] if more > 0 else [])])
 
