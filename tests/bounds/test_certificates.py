@@ -23,7 +23,7 @@ from howsmooth.bounds.certificates import (
 from howsmooth.bounds.certificates.eigenvalues import largest_eigenvalue, nonnegative_norm, norm, shrink
 from howsmooth.bounds.certificates.quadratic_forms import diagonal_norms, sandwich
 from howsmooth.bounds.certificates.rounded_heads import _weight_errors, heads_at
-from howsmooth.bounds.certificates.token_weights import Weights
+from howsmooth.bounds.certificates.weight_search import Weights
 from howsmooth.bounds.parameters import parameters_of
 from howsmooth.errors import ArgumentError, NonFiniteError
 from tests._cases import D, dense_jacobian, random_attention, rotary, tokens, true_norm

@@ -20,6 +20,7 @@ from transformers import PreTrainedModel
 from howsmooth.errors import ArgumentError, CaptureError, HowsmoothError, reason
 from howsmooth.functional import register
 from howsmooth.jacobian.autodiff import moved_by_rounding
+from howsmooth.models.float32_weights import computing_dtype, device_of, stored_dtype
 from howsmooth.models.identification.model_map import (
     ModelMap,
     Output,
@@ -33,7 +34,6 @@ from howsmooth.models.identification.model_map import (
 from howsmooth.models.identification.self_attention_module import moved_tokens
 from howsmooth.models.identification.verification import notice_downcasts
 from howsmooth.models.inputs.model_inputs import ModelInputs, embedding_of, takes_decoder_ids
-from howsmooth.models.layer_weights import computing_dtype, device_of, stored_dtype
 from howsmooth.models.measurement_mode import implementation
 from howsmooth.models.padded_sequences import Padding, padding_of, without_padding
 from howsmooth.models.site import Site

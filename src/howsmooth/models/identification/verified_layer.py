@@ -13,7 +13,7 @@ from howsmooth.attention import LayerNorm, Residual, RMSNorm, TokenMap
 from howsmooth.errors import ArgumentError, CaptureError, HowsmoothError
 from howsmooth.models.identification.block_arrangement import Block, read_block, token_norm
 from howsmooth.models.identification.isolated_layer_trace import trace_layer, whole_layer
-from howsmooth.models.identification.map_identification import Hypothesis, hypotheses
+from howsmooth.models.identification.map_hypotheses import Hypothesis, hypotheses
 from howsmooth.models.identification.output_projection import AttentionOutput, find_output
 from howsmooth.models.identification.self_attention_module import (
     SelfAttentionModule,

@@ -20,6 +20,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from howsmooth.errors import ArgumentError, CaptureError, ModelError
 from howsmooth.memory import free_memory
 from howsmooth.models.builtin import BUILTIN_MODELS
+from howsmooth.models.float32_weights import HALF, computing_dtype, hash_weights, stored_dtype
 from howsmooth.models.inputs.model_inputs import (
     check_model,
     max_length,
@@ -28,16 +29,15 @@ from howsmooth.models.inputs.model_inputs import (
     vocabulary_size,
 )
 from howsmooth.models.inputs.submodels import choose_part, modality_of, named_parts
-from howsmooth.models.layer_weights import HALF, computing_dtype, hash_weights, stored_dtype
 from howsmooth.models.loading.dummy_inputs import sample_inputs
+from howsmooth.models.loading.model_location import Place, find
 from howsmooth.models.loading.processors import (
     AudioPreparation,
     ImagePreparation,
     audio_preparation,
     image_preparation,
 )
-from howsmooth.models.loading.resolve_model import Place, find
-from howsmooth.models.loading.safe_config import check_files, forget_implementations
+from howsmooth.models.loading.safety_checks import check_files, forget_implementations
 from howsmooth.models.loading.tokenizers import Tokenizer, own_tokenizer, trained_tokenizer
 from howsmooth.models.loading.truncated_config import count_weights, shorten
 from howsmooth.models.measurement_mode import measurement_mode, nested_configs, quiet

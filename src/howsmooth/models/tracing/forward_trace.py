@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from howsmooth.errors import ArgumentError, HowsmoothError, reason
-from howsmooth.models.layer_weights import float32_layers, stored_dtype
+from howsmooth.models.float32_weights import float32_layers, stored_dtype
 from howsmooth.models.tracing.attention_hooks import intercept_softmaxes
 from howsmooth.models.tracing.layer_trace import (
     AttentionLayer,

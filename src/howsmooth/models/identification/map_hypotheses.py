@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from howsmooth.attention import SelfAttention, SoftmaxCore, StagedAttention
 from howsmooth.errors import ArgumentError, CaptureError
-from howsmooth.models.identification.module_map import CopiedModule, ReplayedAttention, Tail
+from howsmooth.models.identification.attention_module_map import CopiedModule, ReplayedAttention, Tail
 from howsmooth.models.identification.output_projection import AttentionOutput, heads_of, is_given
 from howsmooth.models.identification.qkv_projections import (
     multihead_parameters,
