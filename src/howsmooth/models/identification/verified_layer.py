@@ -47,7 +47,7 @@ class VerifiedLayer:
         return self.self_attention.replay.tokens()
 
     def sites(self, scope: str, heads: Sequence[int] | slice | None = None) -> list[Site]:
-        """Return the layer's map in one scope (each head's map in scope ``head``), and its tokens.
+        """Return the sites of the layer in one scope: one site, or one for each head in scope ``head``.
 
         ``scope`` says which part of the layer the map covers, such as "head" or "attention".
 

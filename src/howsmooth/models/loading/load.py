@@ -84,7 +84,7 @@ class LoadedModel:
 
     @property
     def label(self) -> str:
-        """The name for titles: that of the folder, without its path, for a model of a folder."""
+        """The name of the model for titles; for a model in a folder, the folder's name without its path."""
         path = Path(self.name).expanduser()
         return path.resolve().name if path.is_dir() else self.name
 
@@ -359,9 +359,9 @@ def _without_pooler(config: Any) -> dict[str, Any]:
 def _layers(
     model: nn.Module, preparation: ImagePreparation | AudioPreparation | None
 ) -> tuple[list[AttentionLayer], str]:
-    """Run a model on a short input, and return its attention layers.
+    """Run a model on a short input; return its attention layers, and a phrase that says why there are none.
 
-    Also return why there are none, or an empty text.
+    The phrase is empty if there are attention layers.
     """
     try:
         named = model_inputs(model, sample_inputs(model, preparation)).named
@@ -396,7 +396,7 @@ def _shortened(place: Place, config: Any, most: int | None) -> str:
 
 
 def _check_memory(place: Place, config: Any, dtype: torch.dtype | None) -> None:
-    """Raise ModelError if the weights do not fit into memory: some default configurations have billions."""
+    """Raise ModelError if random weights for this configuration do not fit into memory."""
     free = free_memory(torch.device("cpu"))
     weights = count_weights(config)
     # Random weights are drawn in float32, and then converted.
