@@ -74,7 +74,7 @@ class LogitsOfModel:
             return self._run(change)
 
     def mean_kl(self, change: Change) -> float:
-        """Return the mean Kullback–Leibler divergence between the predictions of the model and the changed model.
+        """Return the mean Kullback–Leibler divergence from the model's predictions to the changed ones.
 
         It is Σ p log(p / p') over the classes, with the probabilities p of the model and p' of the changed
         model, in nats, averaged over the rows of the logits.
