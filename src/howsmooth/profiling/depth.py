@@ -17,7 +17,7 @@ from howsmooth.estimate import LipschitzEstimate
 from howsmooth.lipschitz import local_lipschitz
 from howsmooth.models import LoadedModel, Site, load_model
 from howsmooth.models.capture import model_parts, module_of
-from howsmooth.models.layer_weights import computing_dtype
+from howsmooth.models.float32_weights import computing_dtype
 from howsmooth.models.whole_model import ModelParts
 from howsmooth.profiling.one_input import given_inputs, shown_progress
 from howsmooth.scopes import OUTPUTS

@@ -15,8 +15,8 @@ from tqdm.auto import tqdm
 
 from howsmooth.errors import ArgumentError
 from howsmooth.models import LoadedModel
+from howsmooth.models.float32_weights import hash_weights
 from howsmooth.models.inputs.model_inputs import max_length
-from howsmooth.models.layer_weights import hash_weights
 
 __all__ = ["GivenInputs", "fingerprint_of", "given_inputs", "shown_progress"]
 

@@ -20,9 +20,9 @@ from howsmooth.errors import CaptureError, HowsmoothError, ModelError
 from howsmooth.lipschitz.queries_keys_values import entry_sensitivities
 from howsmooth.models import LoadedModel, Site, load_model
 from howsmooth.models.capture import module_of, self_attention_layers
+from howsmooth.models.float32_weights import computing_dtype, stored_dtype
 from howsmooth.models.identification.verified_layer import VerifiedLayer
-from howsmooth.models.layer_weights import computing_dtype, stored_dtype
-from howsmooth.models.logits import LogitsOfModel
+from howsmooth.models.perturbed_logits import LogitsOfModel
 from howsmooth.profiling.one_input import fingerprint_of, given_inputs, shown_progress
 from howsmooth.profiling.precision_result import Precision
 from howsmooth.profiling.quantisers import (

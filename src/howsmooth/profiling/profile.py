@@ -15,8 +15,8 @@ from howsmooth.estimate import LipschitzEstimate
 from howsmooth.lipschitz import head_lipschitz, local_lipschitz
 from howsmooth.models import LoadedModel, load_model
 from howsmooth.models.capture import module_of, self_attention_layers
+from howsmooth.models.float32_weights import computing_dtype, stored_dtype
 from howsmooth.models.identification.verified_layer import VerifiedLayer
-from howsmooth.models.layer_weights import computing_dtype, stored_dtype
 from howsmooth.models.site import Site
 from howsmooth.profiling.one_input import fingerprint_of, given_inputs, shown_progress
 from howsmooth.profiling.result import Profile

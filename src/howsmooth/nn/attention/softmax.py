@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from howsmooth.attention import TokenMap
 from howsmooth.bounds import Bound, Quantity
-from howsmooth.bounds.softmax_layer import softmax_layer, softmax_output_radius
+from howsmooth.bounds.differentiable_upper_bounds import softmax_layer, softmax_output_radius
 from howsmooth.errors import ArgumentError
 from howsmooth.nn.attention.base import LipschitzAttention, Weights
 from howsmooth.nn.attention.layout import Parts, rows_of

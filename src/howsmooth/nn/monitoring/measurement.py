@@ -16,10 +16,10 @@ from howsmooth.attention import TokenMap
 from howsmooth.errors import ArgumentError, CaptureError, HowsmoothError, NonFiniteError
 from howsmooth.lipschitz import LipschitzEstimate, local_lipschitz
 from howsmooth.models.capture import capture
+from howsmooth.models.float32_weights import weights_in_memory
 from howsmooth.models.identification.self_attention_module import CrossAttention
 from howsmooth.models.identification.verified_layer import VerifiedLayer, read_layer
 from howsmooth.models.inputs.model_inputs import ModelInputs
-from howsmooth.models.layer_weights import weights_in_memory
 from howsmooth.models.measurement_mode import implementation
 from howsmooth.models.padded_sequences import Padding, padding_of, reproduces, without_padding
 from howsmooth.models.tracing.forward_trace import TracedLayer, run, trace_forward_pass
