@@ -9,9 +9,9 @@ from typing import Any
 import typer
 
 from howsmooth.cli.one_input import OneInputPlan
-from howsmooth.cli.options import JsonOption, SilentOption, as_typed, command
 from howsmooth.cli.plan_execution import INTERRUPTED
 from howsmooth.cli.progress import shown_progress
+from howsmooth.cli.typer_command import JsonOption, SilentOption, as_typed, command
 from howsmooth.errors import ArgumentError
 from howsmooth.study.options import HOW, choice, flag, number, option, whole, words
 from howsmooth.study.plan import Execution
