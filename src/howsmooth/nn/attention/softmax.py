@@ -13,7 +13,7 @@ from howsmooth.bounds import Bound, Quantity
 from howsmooth.bounds.softmax_layer import softmax_layer, softmax_output_radius
 from howsmooth.errors import ArgumentError
 from howsmooth.nn.attention.base import LipschitzAttention, Weights
-from howsmooth.nn.attention.layout import Parts, rows_of
+from howsmooth.nn.attention.head_weights import Parts, rows_of
 
 __all__ = ["SoftmaxAttention"]
 

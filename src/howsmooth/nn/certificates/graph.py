@@ -26,7 +26,7 @@ from howsmooth.nn.checks import check_ball
 from howsmooth.nn.module import LipschitzModule
 from howsmooth.nn.parts.self_attention_block import SelfAttentionBlock
 from howsmooth.nn.parts.token_modules import Patches
-from howsmooth.nn.rounding import norm_above, rounded_up, times
+from howsmooth.nn.upward_rounding import norm_above, rounded_up, times
 
 __all__ = ["first_module", "walk_graph"]
 

@@ -19,7 +19,7 @@ from howsmooth.nn.attention.base import LipschitzAttention
 from howsmooth.nn.certificates.rules import Reach, rule_of
 from howsmooth.nn.checks import check_ball, check_length
 from howsmooth.nn.module import LipschitzModule
-from howsmooth.nn.rounding import rounded_up, upper_bound
+from howsmooth.nn.upward_rounding import rounded_up, upper_bound
 
 __all__ = ["REWRITINGS", "Composite", "Row", "Walk", "has_rules", "walk"]
 

@@ -24,11 +24,11 @@ from howsmooth.models.measurement_mode import implementation
 from howsmooth.models.padded_sequences import Padding, padding_of, reproduces, without_padding
 from howsmooth.models.tracing.forward_trace import TracedLayer, run, trace_forward_pass
 from howsmooth.models.tracing.layer_trace import AttentionLayer, first_tokens
-from howsmooth.nn.monitoring.lipschitz_layers import OwnAttention, OwnLayers
+from howsmooth.nn.monitoring.attention_calls import OwnAttention, OwnLayers
+from howsmooth.nn.monitoring.attention_statistics import ScoreStatistics, score_norm
 from howsmooth.nn.monitoring.preserve_state import unmarked
 from howsmooth.nn.monitoring.probe_inputs import Probes
 from howsmooth.nn.monitoring.record import MonitorRecord
-from howsmooth.nn.monitoring.statistics import ScoreStatistics, score_norm
 from howsmooth.nn.monitoring.weight_locations import SCOPES, Reading, reading_of
 
 __all__ = ["Accuracy", "Readings", "check_layers", "measured"]

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from howsmooth.errors import ArgumentError, NonFiniteError
 from howsmooth.nn.certificates.propagation import Composite, Row, refusal, walk
 from howsmooth.nn.checks import check_placement, check_tokens
-from howsmooth.nn.rounding import rounded_up, times
+from howsmooth.nn.upward_rounding import rounded_up, times
 
 __all__ = ["AverageResidual", "Residual"]
 

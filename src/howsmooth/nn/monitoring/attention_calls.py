@@ -17,7 +17,7 @@ from howsmooth.models.padded_sequences import Padding
 from howsmooth.models.tolerance import precision, relative_error
 from howsmooth.models.tracing.layer_trace import bound_arguments
 from howsmooth.nn.attention.base import LipschitzAttention
-from howsmooth.nn.monitoring.statistics import ScoreStatistics, score_norm
+from howsmooth.nn.monitoring.attention_statistics import ScoreStatistics, score_norm
 
 __all__ = ["OwnAttention", "OwnLayers"]
 
