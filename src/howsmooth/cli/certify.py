@@ -1,4 +1,4 @@
-"""The command ``howsmooth certify``: certify the Lipschitz constant of a saved model, and its accuracy."""
+"""The command ``howsmooth certify``: certify a saved model's Lipschitz constant and accuracy."""
 
 from __future__ import annotations
 

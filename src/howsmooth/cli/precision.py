@@ -52,7 +52,7 @@ class PrecisionPlan(OneInputPlan):
     )
 
     def check(self) -> None:
-        """Refuse an average that leaves no choice, before anything is measured."""
+        """Refuse an average that no choice among ``bits`` can meet, before anything is measured."""
         if self.average is None:
             return
         if len(set(self.bits)) < 2:

@@ -74,7 +74,7 @@ class RadiusPlan(OneInputPlan):
     no_attack: bool = option(False, flag(), "Do not search attacks beside the radii.", panel=HOW)
 
     def check(self) -> None:
-        """Refuse two inputs, and a time for the third order where it does not apply."""
+        """Refuse a second input, and ``seconds`` for the third order with ``--order 3`` or ``--jointly``."""
         if self.embeddings is not None and (self.tokens is not None or self.span is not None):
             other = "tokens" if self.tokens is not None else "span"
             raise ArgumentError(other, expected="none beside embeddings", got=str(getattr(self, other)))
