@@ -205,7 +205,7 @@ def _published_rows(layer: _Layer, radius: float, n: int, seed: int) -> Iterator
 def _real(f: SelfAttention) -> list[int]:
     """Return the indices of the heads for which the paper's two-cluster tokens exist.
 
-    They exist if the head's score matrix A has a real eigenvalue.
+    The tokens exist if the head's score matrix A has a real eigenvalue.
     """
     return [h for h, strength in enumerate(head_eigenvalues(f)) if strength.gamma is not None]
 

@@ -44,8 +44,8 @@ class DepthProfile:
     #: One row for each stage, with the columns ``stage``, ``name`` (the path of the block), ``own`` (the
     #: constant of the stage), ``until`` (of the map from the embeddings to the end of the stage), ``beyond``
     #: (of the map from the end of the stage to the output), each with ``…_lower``, ``…_upper`` and
-    #: ``…_converged``; ``product``, the product of ``own`` over the stages up to this one, which is never less
-    #: than ``until``; and ``ratio``, which is until / product.
+    #: ``…_converged``; ``product``, the product of ``own`` over the stages up to this one, never less than
+    #: ``until``; and ``ratio``, which is until / product.
     table: pd.DataFrame
     #: The name of the model, or of its class.
     model: str

@@ -114,7 +114,7 @@ class Profile:
     def sensitive_tokens(self, layer: int, head: int | None = None) -> pd.DataFrame:
         """Return the tokens of one layer or head, the most sensitive ones first.
 
-        They are sorted by ``input_share``.
+        The tokens are sorted by ``input_share``.
 
         Raises
         ------

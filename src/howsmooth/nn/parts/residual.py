@@ -29,9 +29,9 @@ class _Residual(Composite):
         self.inner = inner
 
     def rows(self, length: int, radius: float, path: str, level: int) -> tuple[Row, ...]:
-        """Return the certificate's table rows for all modules of the branch, and last for the residual.
+        """Return the certificate's table rows: a row for each module of the branch, then this module's row.
 
-        The level of the branch's rows is higher by one.
+        The level of the branch's rows is higher by one than the level of this module's row.
         """
         branch = walk(self.inner, length, radius, f"{path}.inner" if path else "inner", level + 1)
         if branch.length != length:
