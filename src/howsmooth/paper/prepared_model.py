@@ -296,7 +296,7 @@ class _StudyProgress(Silent):
 
 
 def bilinear(site: Any, label: str) -> SelfAttention:
-    """Return a layer's attention in float64, if its scores are ⟨A x_i + b, x_j⟩, without mask or causal.
+    """Return a layer's attention in float64; its scores must be ⟨A x_i + b, x_j⟩, with a causal mask or none.
 
     Raises
     ------
