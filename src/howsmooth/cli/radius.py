@@ -9,9 +9,9 @@ from typing import Any
 import typer
 
 from howsmooth.cli.one_input import OneInputPlan
-from howsmooth.cli.options import JsonOption, SilentOption, as_typed, command
 from howsmooth.cli.plan_execution import INTERRUPTED
 from howsmooth.cli.progress import shown_progress
+from howsmooth.cli.typer_command import JsonOption, SilentOption, as_typed, command
 from howsmooth.errors import ArgumentError
 from howsmooth.study.options import HOW, choice, flag, number, option, whole, words
 from howsmooth.study.plan import Execution
@@ -74,7 +74,7 @@ class RadiusPlan(OneInputPlan):
     no_attack: bool = option(False, flag(), "Do not search attacks beside the radii.", panel=HOW)
 
     def check(self) -> None:
-        """Refuse two inputs, and a time for the third order where it does not apply."""
+        """Refuse a second input, and ``seconds`` for the third order with ``--order 3`` or ``--jointly``."""
         if self.embeddings is not None and (self.tokens is not None or self.span is not None):
             other = "tokens" if self.tokens is not None else "span"
             raise ArgumentError(other, expected="none beside embeddings", got=str(getattr(self, other)))

@@ -182,7 +182,7 @@ class _Measured:
         self.most_sensitive: tuple[float, Site] | None = None
 
     def add(self, index: int, layer: VerifiedLayer | CaptureError) -> None:
-        """Measure one layer in all scopes; record the error where this is not possible."""
+        """Measure one layer in each scope, and record the error of a scope that cannot be measured."""
         self.layers += 1
         if isinstance(layer, CaptureError):
             self.refused.append(str(layer))
@@ -238,7 +238,7 @@ class _Measured:
         self.shares.append(shares.astype({"head": "Int64"}))
 
     def influence(self) -> Influence | None:
-        """Return which token moves which in the layer with the largest constant; None if that is refused."""
+        """Measure which token moves which in the layer with the largest constant; None if this fails."""
         if self.most_sensitive is None:
             return None
         site = self.most_sensitive[1]

@@ -38,7 +38,7 @@ _SHOWN = 10
 
 @dataclass(frozen=True, eq=False, repr=False)
 class WordRadii:
-    """Radii around one input within which a classifier keeps its answer, one for each token or a joint one.
+    """Radii within which a classifier keeps its answer: one for each token of an input, or one for all.
 
     They are proved, rounding included; :class:`howsmooth.bounds.RobustRadius` says for what.
     """
@@ -139,10 +139,10 @@ def word_radii(
     file: str | os.PathLike[str] | None = None,
     on_token: Callable[[int, int], None] | None = None,
 ) -> WordRadii:
-    """Return a radius for each token of a text within which a classifier's answer does not change.
+    """Return, for each token of a text, a radius within which a classifier's answer does not change.
 
-    Each token moves alone, and all share the network's partial Jacobians; the radii are those of
-    :func:`howsmooth.bounds.robust_radius`.
+    One token moves while the others stand still, unless ``jointly`` is True. The radii are those of
+    :func:`howsmooth.bounds.robust_radius`; the network's partial Jacobians are computed once for all tokens.
 
     Parameters
     ----------
@@ -168,7 +168,7 @@ def word_radii(
         A tokenizer of transformers, for a model that was not loaded by its name.
     file
         A file of JSON lines in which each finished radius is kept. A later call with the same model, input
-        and options takes them from there.
+        and options reads the finished radii from it.
     on_token
         Called with the number of radii that are done, and the number of all. By default a progress bar is
         shown on a terminal and in a notebook.
@@ -263,7 +263,7 @@ def _row(found: RobustRadius, position: int | None) -> dict[str, Any]:
 
 
 class _Kept:
-    """Finished rows by position and order, in a file of JSON lines if there is one."""
+    """The finished rows, by the token's position and the bound's order; also in ``file`` if there is one."""
 
     def __init__(self, file: Path | None, key: str) -> None:
         self.file, self.key = file, key
@@ -278,7 +278,7 @@ class _Kept:
                 self.rows[row["position"], row["order"]] = row
 
     def add(self, row: dict[str, Any]) -> None:
-        """Keep a row, on the disk too."""
+        """Keep a row, and append it to the file if there is one."""
         self.rows[row["position"], row["order"]] = row
         if self.file is not None:
             self.file.parent.mkdir(parents=True, exist_ok=True)

@@ -13,7 +13,7 @@ from howsmooth.bounds.differentiable_variant_upper_bounds import scaled_cosine_l
 from howsmooth.bounds.mask_rows import VisibleRows
 from howsmooth.errors import ArgumentError
 from howsmooth.nn.attention.variant_base import AttentionVariant, in_double
-from howsmooth.nn.rounding import rounded_up
+from howsmooth.nn.upward_rounding import rounded_up
 
 __all__ = ["CosineAttention"]
 
