@@ -216,7 +216,8 @@ def test_the_remainder_of_a_kink_is_attained(order: int) -> None:
     both = [left_out(network, found.first, order == 3, delta)[0] for delta in deltas]
     largest = max(float(left.vector.norm()) for left in both)
     assert largest > 0
-    assert largest == pytest.approx(float(longest(shape)), rel=1e-6)
+    # Rounding outwards enlarges an ellipsoid by 1e-6.
+    assert largest <= float(longest(shape)) <= largest * (1 + 3e-6)
     assert max(abs(float(left.margin)) for left in both) == pytest.approx(float(margin), rel=1e-6)
 
 
@@ -320,7 +321,8 @@ def test_the_part_linear_in_an_error_is_the_second_derivative() -> None:
         errors = torch.zeros(n, d, d, dtype=u.dtype)
         errors[token, 0, 0] = 1
         exact = torch.einsum("iodk,ipdk->iop", tensor[:, :, token], tensor[:, :, token])
-        torch.testing.assert_close(crossed(errors), exact)
+        # Rounding outwards enlarges an ellipsoid by 1e-6.
+        torch.testing.assert_close(crossed(errors), exact, rtol=3e-6, atol=3e-6)
 
 
 def test_the_remainder_of_attention_is_attained_up_to_a_small_factor() -> None:
