@@ -24,9 +24,11 @@ from howsmooth.study import runner
 from howsmooth.study.execution import Execution
 from howsmooth.study.executors import threads_each
 from howsmooth.study.measurement_run import _with_memory_shared
+from howsmooth.study.open_study import opened_study
 from howsmooth.study.runner import Means, _sendable
+from howsmooth.study.tasks.constants import constants_left
 from tests._spread import FOLDER, dies_once_after_five, noted, spread_tools
-from tests._study import Heard, Tools, contents_of, make_plan, make_tools, rows_of, run
+from tests._study import Heard, Tools, contents_of, installed, make_plan, make_tools, rows_of, run
 
 LENGTHS = tuple(range(1, 9))
 
@@ -319,6 +321,16 @@ def test_an_error_that_cannot_travel_comes_as_words() -> None:
     assert str(found) == "Odd: 1 and 2"
     kept = NonFiniteError("x", expected="a", got="b", remedy="c")
     assert _sendable(kept) is kept
+
+
+def test_a_task_travels_with_its_sequences_and_without_the_text(tmp_path: Path) -> None:
+    with installed(make_tools()[0]), opened_study(make_plan(lengths=(4,)), tmp_path) as study:
+        task = constants_left(study).tasks[0].packed()
+        again = pickle.loads(pickle.dumps(task))
+    assert task.subject.starts
+    assert (again.subject.feed, again.subject.starts) == (None, {})
+    assert again.data.arrays[""].tolist() == task.data.arrays[""].tolist()
+    assert again.data.words == task.data.words
 
 
 @pytest.mark.parametrize(
