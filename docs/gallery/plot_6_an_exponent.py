@@ -13,8 +13,8 @@ import matplotlib.pyplot as plt
 import numpy as np
 
 from howsmooth.study.measurement_outputs import write_outputs
-from howsmooth.study.plans import Plan
 from howsmooth.study.measurement_run import run
+from howsmooth.study.plans import Plan
 
 plan = Plan(
     models="builtin-encoder",
