@@ -41,7 +41,7 @@ class Study:
     execution: Execution
 
 
-def read_plan(path: str | os.PathLike[str]) -> Study:
+def read_plan(path: str | os.PathLike[str], **execution: Any) -> Study:
     """Read a TOML plan file; return what to measure, and how to carry it out.
 
     Parameters
@@ -49,6 +49,8 @@ def read_plan(path: str | os.PathLike[str]) -> Study:
     path
         A TOML file with keys in :data:`KEYS`, of which only ``models`` is required. The default of ``out`` is
         a folder beside the file, named like the file with ``-out`` in place of the suffix.
+    **execution
+        Fields of :class:`~howsmooth.study.plan.Execution` that replace those of the file.
 
     Raises
     ------
@@ -63,9 +65,11 @@ def read_plan(path: str | os.PathLike[str]) -> Study:
         if "models" not in values:
             raise ArgumentError("models", expected="at least one model", got="no such key")
         plan = Plan(**{key: _placed(path, key, values[key]) for key in _OF_PLAN if key in values})
-        execution = Execution(**{key: values[key] for key in _OF_EXECUTION if key in values})
-        out = execution.out if "out" in values else f"{path.stem}-out"
-        return Study(plan, replace(execution, out=path.parent / out))
+        given = {key: values[key] for key in _OF_EXECUTION if key in values}
+        how = Execution(**(given | execution))
+        if "out" not in execution:
+            how = replace(how, out=path.parent / (how.out if "out" in values else f"{path.stem}-out"))
+        return Study(plan, how)
 
 
 def _placed(path: Path, key: str, value: Any) -> Any:
