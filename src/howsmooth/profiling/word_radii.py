@@ -83,7 +83,7 @@ class WordRadii:
     def __repr__(self) -> str:
         lines = [f"Radii of {self.model}, {self.input}, {self.n} tokens.", self.statement]
         rows = plain_rows(self.ranking.head(_SHOWN))
-        lines += [f"  {_place(row):<20} {row['radius']:.4g}{_beside(row)}" for row in rows]
+        lines += [f"  {_place(row):<20} {row['radius']:<8.4g}{_beside(row)}" for row in rows]
         more = len(self.table) - _SHOWN
         return "\n".join([*lines, *([f"  and {more} larger radii"] if more > 0 else [])])
 
@@ -241,7 +241,7 @@ def word_radii(
         table.insert(1, "token", words)
     return WordRadii(
         table=table,
-        model=model.name if isinstance(model, LoadedModel) else type(module).__name__,
+        model=model.label if isinstance(model, LoadedModel) else type(module).__name__,
         fingerprint=fingerprint,
         input=given.description,
         words=tuple(words),
