@@ -120,7 +120,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except HowsmoothError as error:
         return _refuse(str(error))
     except (KeyboardInterrupt, typer.Abort):
-        typer.echo("interrupted: nothing had been measured yet.", err=True)
+        typer.echo("interrupted: nothing was written.", err=True)
         return INTERRUPTED
     except Exception as error:
         # Recognise click's usage errors by their attributes: typer has changed the name of their class

@@ -69,6 +69,8 @@ def show_bounds(source: AttentionSource, bounded: Sequence[Bounded], written: Pa
         if (rows.index != LOCAL).any():
             paragraph(f"\n  For all n tokens of norm at most R = {one.ball.radius:.4g}:")
             _show_bounds(rows[rows.index != LOCAL], logs[rows.index != LOCAL], value)
+    if bounded:
+        paragraph("\nTitles in quotation marks are pages of the documentation of howsmooth.")
     if written is not None:
         say(f"\nWritten: {written}")
 
@@ -83,7 +85,7 @@ def _show_bounds(rows: pd.DataFrame, logs: pd.Series, measured: float | None) ->
     table = []
     # List bounds whose hypotheses fail at the end, with the hypotheses that fail.
     for row, log in sorted(pairs, key=lambda pair: not pair[0]["holds"]):
-        holds, origin = row["holds"], row["source"]
+        holds, origin = row["holds"], row["source"].removeprefix("howsmooth documentation, ")
         ratio = amount(log - math.log(measured), 3) if measured and holds else ""
         cells = [
             row["name"],
