@@ -11,6 +11,7 @@ import pandas as pd
 from rich.text import Text
 
 from howsmooth.cli.terminal_output import amount, as_json, heading, paragraph, say, show_table
+from howsmooth.roundoff import limit_in_digits
 from howsmooth.study.attention_sources import AttentionSource
 from howsmooth.study.bound_tables import LOCAL, Bounded
 from howsmooth.study.records import plain_rows
@@ -80,6 +81,13 @@ def _ends(low: float, high: float) -> str:
     return ends[0] if ends[0] == ends[1] else f"{ends[0]} to {ends[1]}"
 
 
+def _limit(row: dict[str, Any], log: float) -> str:
+    value = row["value"]
+    if value is None or not math.isfinite(value) or value == 0:
+        return amount(log)
+    return limit_in_digits(value, 5, upper=row["side"] == "upper")
+
+
 def _show_bounds(rows: pd.DataFrame, logs: pd.Series, measured: float | None) -> None:
     pairs = zip(plain_rows(rows), logs, strict=True)
     table = []
@@ -90,7 +98,7 @@ def _show_bounds(rows: pd.DataFrame, logs: pd.Series, measured: float | None) ->
         cells = [
             row["name"],
             "≤" if row["side"] == "upper" else "≥",
-            amount(log) if holds else "not valid",
+            _limit(row, log) if holds else "not valid",
             *([ratio] if measured else []),
             origin if holds else origin.partition(" (needs: ")[2].removesuffix(")").join(("needs: ", "")),
         ]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import typer
@@ -104,6 +105,7 @@ def influence(
     from howsmooth.models import load_model
     from howsmooth.profiling.one_input import given_inputs
     from howsmooth.profiling.output_folder import write_result
+    from howsmooth.roundoff import limit_in_digits
     from howsmooth.study.records import plain_rows
     from howsmooth.study.text_formatting import encodable, place_in_words, readable
     from howsmooth.token_influence import influence as measured
@@ -151,6 +153,8 @@ def influence(
         f"{len(most)} of {counted(len(table), 'norm')}:"
     )
 
+    low, high = partial(limit_in_digits, upper=False), partial(limit_in_digits, upper=True)
+
     def token(row: dict[str, Any], side: str) -> str:
         if side == "output" and not found.token_outputs:
             return plan.output if len(found.outputs) == 1 else str(row[side])
@@ -164,16 +168,17 @@ def influence(
                 token(row, "input"),
                 token(row, "output"),
                 f"{row['value']:.4g}",
-                f"[{row['lower']:.4g}, {row['upper']:.4g}]" + ("" if row["converged"] else " not converged"),
+                f"[{low(row['lower'], 4)}, {high(row['upper'], 4)}]"
+                + ("" if row["converged"] else " not converged"),
             ]
             for row in most
         ],
         left=["moved token", "output", "interval"],
     )
-    wise = found.token_wise
+    wise = low(found.token_wise.lower, 4), high(found.token_wise.upper, 4)
     paragraph(
         f"Each interval holds with probability {found.confidence:.4g}. If all tokens move at once, each by "
-        f"at most 1, the largest move of an output lies between {wise.lower:.4g} and {wise.upper:.4g}."
+        f"at most 1, the largest move of an output lies between {wise[0]} and {wise[1]}."
     )
     others = ", ".join(path.name for path in written[1:])
     say(f"\nFigure: {encodable(str(written[0]))}, with {others}.")

@@ -21,6 +21,7 @@ from howsmooth.errors import ArgumentError
 from howsmooth.models import LoadedModel, load_model
 from howsmooth.models.capture import module_of
 from howsmooth.profiling.one_input import fingerprint_of, given_inputs, shown_progress
+from howsmooth.roundoff import limit_in_digits
 from howsmooth.study.output_files import csv_of, text_or_file
 from howsmooth.study.records import plain_rows
 from howsmooth.study.text_formatting import readable
@@ -83,7 +84,10 @@ class WordRadii:
     def __repr__(self) -> str:
         lines = [f"Radii of {self.model}, {self.input}, {self.n} tokens.", self.statement]
         rows = plain_rows(self.ranking.head(_SHOWN))
-        lines += [f"  {_place(row):<20} {row['radius']:<8.4g}{_beside(row)}" for row in rows]
+        lines += [
+            f"  {_place(row):<20} {limit_in_digits(row['radius'], 4, upper=False):<8}{_beside(row)}"
+            for row in rows
+        ]
         more = len(self.table) - _SHOWN
         return "\n".join([*lines, *([f"  and {more} larger radii"] if more > 0 else [])])
 
