@@ -7,13 +7,14 @@ summation. Elementary functions such as exp are correct to a few units in the la
 
 from __future__ import annotations
 
+import decimal
 from collections.abc import Callable
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
-__all__ = ["LOST", "UNDERFLOW", "MatrixNorms", "U", "gamma", "up"]
+__all__ = ["LOST", "UNDERFLOW", "MatrixNorms", "U", "gamma", "limit_in_digits", "up"]
 
 U = 2.0**-53
 """Unit roundoff of float64."""
@@ -35,6 +36,13 @@ def gamma(m: int) -> float:
     It is γ_m = m u / (1 − m u), with the unit roundoff u; the order of the roundings is arbitrary.
     """
     return m * U / (1 - m * U)
+
+
+def limit_in_digits(value: float, digits: int, *, upper: bool) -> str:
+    """Write a limit with so many significant digits, rounded up or down, so that it holds as printed."""
+    rounding = decimal.ROUND_CEILING if upper else decimal.ROUND_FLOOR
+    rounded = decimal.Context(prec=digits, rounding=rounding).create_decimal(value)
+    return f"{float(rounded):.{digits}g}"
 
 
 def up(error: Tensor) -> Tensor:

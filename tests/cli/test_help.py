@@ -96,6 +96,20 @@ def test_in_a_pipe_no_cell_is_cut_or_folded(monkeypatch: pytest.MonkeyPatch) -> 
     assert all(cell in out.getvalue().splitlines()[1] for cell in row)
 
 
+def test_no_number_is_cut_off_on_a_narrow_terminal(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("COLUMNS", "60")
+    row = ["encoder.layers.0.block.attention.norm", "0.999525", "16 to 1", "1234567.25", "8593.111"]
+    show_table(["module", "constant", "tokens", "radius in", "radius out"], [row], left=["module"])
+    show_table(["n", "measurements", "time", "memory", "tried"], [[row[3]] * 5])
+    out = capsys.readouterr().out
+    assert all(cell in out for cell in row[1:])
+    assert "radius out" in out
+    assert out.count(row[3]) == 6
+    assert row[0] in "".join(line.split()[0] for line in out.splitlines()[1:4])
+
+
 def test_no_time_is_negative() -> None:
     assert duration(-0.3) == duration(0.0) == "0 s"
 

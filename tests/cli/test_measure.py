@@ -25,7 +25,7 @@ from howsmooth.cli import main
 from howsmooth.errors import HowsmoothError
 from howsmooth.study import measurement_outputs as outputs
 from howsmooth.study.plans import ModelSpec, Plan
-from tests._study import FakeModel, installed, make_tools, words
+from tests._study import FakeModel, digest, installed, make_tools, words
 
 Result = tuple[int, str, str]
 Howsmooth = Callable[..., Result]
@@ -65,6 +65,27 @@ def test_measure_writes_everything_and_says_where(howsmooth: Howsmooth, tmp_path
     assert "45 measurements made" in out
     assert "Computing 45 constants" in err
     assert len(pd.read_csv(tmp_path / "measurements.csv")) == 45
+
+
+def test_the_largest_exponent_can_be_cited(howsmooth: Howsmooth, tmp_path: Path) -> None:
+    arguments = ["measure", "small", "--text", "prose", *SMALL, "--out", str(tmp_path)]
+    _, out, _ = howsmooth(*arguments)
+    rows = pd.read_csv(tmp_path / "exponents.csv")
+    top = rows.loc[rows["slope"].idxmax()]
+    said = " ".join(out.split())
+    text = f"prose (SHA-256 {digest(words(400))[:12]})"
+    assert f"To cite: Local Lipschitz constant of small, scope attention, on {text}: n to the power" in said
+    numbers = f"{top['slope']:.3f}, 95 % interval {top['low']:.3f} to {top['high']:.3f}"
+    assert f"{numbers} (the largest of 3 fits, layer {top['layer']}), 15 points from n = 2 to 8" in said
+    _, out, _ = howsmooth(*arguments, "--json")
+    (line,) = json.loads(out)["citations"]
+    assert line in said
+
+
+def test_bibtex_is_that_of_the_readme(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--cite"]) == 0
+    readme = (Path(__file__).parents[2] / "README.md").read_text(encoding="utf-8")
+    assert f"```bibtex\n{capsys.readouterr().out}```" in readme
 
 
 def test_figures_can_be_left_out(howsmooth: Howsmooth, tmp_path: Path) -> None:
@@ -180,9 +201,9 @@ REFUSED: dict[str, tuple[list[str], str]] = {
     "no such last layer": ([*BASE, *SMALL, "--layers", "-4"], "layers of small"),
     "no such head": ([*BASE, *SMALL, "--scope", "head", "--heads", "5"], "heads of small"),
     "heads without their scope": ([*BASE, "--heads", "1"], "Add the scope head"),
-    "no such model": (["measure", "nothing", "--text", "prose"], "model: 'nothing' is not known"),
+    "no such model": (["measure", "nothing", "--text", "prose", *SMALL], "model: 'nothing' is not known"),
     "hostile name": (["measure", "small", "--text", "two\nlines\x1b[31m"], "is not there"),
-    "endless name": (["measure", "x" * 5000, "--text", "prose"], "is not known"),
+    "endless name": (["measure", "x" * 5000, "--text", "prose", *SMALL], "is not known"),
     "no such text": (["measure", "small", "--text", "nothing"], "text: 'nothing' is not there"),
     "no such scope": ([*BASE, "--scope", "everything"], "scope: expected one of head, heads, att"),
     "no such option": ([*BASE, "--foo"], "No such option: --foo"),

@@ -77,3 +77,13 @@ def test_refusals_are_one_line_and_exit_code_2(arguments: list[str], said: str, 
     (*_, line) = capsys.readouterr().err.strip().splitlines()
     assert line.startswith("error: ")
     assert said in line
+
+
+def test_an_interruption_is_said(capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupt(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("howsmooth.models.load_model", interrupt)
+    assert main(["profile", "builtin-encoder"]) == 130
+    assert capsys.readouterr().err.endswith("interrupted: nothing was written.\n")
+    assert not Path("howsmooth-profile").exists()

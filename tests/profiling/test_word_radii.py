@@ -11,8 +11,9 @@ import torch
 from transformers import BertForSequenceClassification
 
 import howsmooth as hs
-from howsmooth.bounds.radius import NetworkAtInput, rounded_down
+from howsmooth.bounds.radius import NetworkAtInput
 from howsmooth.errors import ArgumentError
+from howsmooth.roundoff import limit_in_digits
 from tests._classifier import save_classifier
 
 TEXT = "the cat sat"
@@ -103,7 +104,8 @@ def test_what_is_kept_is_not_computed_again(
 def test_notebooks_show_the_text_coloured_by_radius(found: hs.WordRadii) -> None:
     html = found._repr_html_()
     weakest = found.ranking["token"][0]
-    assert f'class="e9" title="{rounded_down(found.ranking["radius"][0], 3)}">{weakest} <' in html
+    smallest = limit_in_digits(found.ranking["radius"][0], 3, upper=False)
+    assert f'class="e9" title="{smallest}">{weakest} <' in html
 
 
 def test_bad_arguments_are_refused(model: BertForSequenceClassification) -> None:

@@ -155,6 +155,16 @@ def test_nothing_possible_is_a_refusal_that_makes_nothing(tmp_path: Path) -> Non
     assert not (tmp_path / "out").exists()
 
 
+def test_a_text_that_is_far_too_short_is_refused_before_a_model_is_loaded(tmp_path: Path) -> None:
+    tools, work = make_tools(texts={"prose": words(400), "note": "Two words."})
+    with pytest.raises(TextError, match=r"'note' is too short: .* it has 10 characters"):
+        run(make_plan(texts=("note",)), tmp_path, tools)
+    assert work.loads == []
+    outcome = run(make_plan(texts=("note", "prose")), tmp_path, tools, keep_going=True)
+    assert (outcome.measured, outcome.failed) == (45, 1)
+    assert list(failures_of(tmp_path)["text"]) == ["note"]
+
+
 def test_without_keep_going_a_failure_is_raised_and_recorded(tmp_path: Path) -> None:
     tools = with_bad_measure(lambda layer, n, first: (layer, n) == (1, 4), ModelError("No."))
     with pytest.raises(ModelError, match="No"):

@@ -337,6 +337,13 @@ def test_the_figure_has_a_cell_for_each_pair_and_the_words(found: Influence) -> 
         found.plot(words=["a"])
 
 
+def test_outputs_that_are_no_tokens_get_no_words() -> None:
+    found = hs.influence(lambda x: x.sum(dim=0, keepdim=True), tokens(0, 3, 4))
+    axis = found.plot(words=["a", "b", "c"]).axes[0]
+    assert [label.get_text() for label in axis.get_yticklabels()] == ["0"]
+    assert [label.get_text() for label in axis.get_xticklabels()] == ["a", "b", "c"]
+
+
 def test_what_did_not_converge_is_said_and_crossed_out() -> None:
     f, x = random_attention(5, d=30, d_out=30, heads=4), tokens(0, 3, 30)
     found = hs.influence(f, x, max_iterations=2)

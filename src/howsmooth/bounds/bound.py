@@ -9,6 +9,7 @@ from enum import StrEnum
 from typing import Literal
 
 from howsmooth.errors import ArgumentError
+from howsmooth.roundoff import limit_in_digits
 
 __all__ = ["Bound", "Hypothesis", "Quantity", "check_length", "check_radius"]
 
@@ -146,7 +147,7 @@ class Bound:
     def __repr__(self) -> str:
         sign = "≤" if self.side == "upper" else "≥"
         failed = "; ".join(h.statement for h in self.hypotheses if not h.holds)
-        number = f"{self.value:.6g}"
+        number = limit_in_digits(self.value, 6, upper=self.side == "upper")
         if self.holds and math.isinf(self.value):
             number = f"exp({self.log_value:.6g})"
         reason = f", as it needs: {failed}" if failed else ""

@@ -13,6 +13,7 @@ from howsmooth.cli.attack import attack
 from howsmooth.cli.bound import bound
 from howsmooth.cli.certify import certify
 from howsmooth.cli.flow import flow
+from howsmooth.cli.influence import influence
 from howsmooth.cli.inspect import inspect
 from howsmooth.cli.measure import TYPED, measure
 from howsmooth.cli.precision import precision
@@ -47,11 +48,23 @@ def _show_version(wanted: bool) -> bool:
     return wanted
 
 
+def _show_citation(wanted: bool) -> None:
+    if wanted:
+        from howsmooth.cli.citation import bibtex
+
+        typer.echo(bibtex())
+        raise typer.Exit
+
+
 @app.callback()
 def _root(
     version: Annotated[
         bool,
         typer.Option("--version", callback=_show_version, is_eager=True, help="Show the version and exit."),
+    ] = False,
+    cite: Annotated[
+        bool,
+        typer.Option("--cite", callback=_show_citation, is_eager=True, help="Show BibTeX entries and exit."),
     ] = False,
 ) -> None:
     """How smooth is attention? Measure the Lipschitz constant of self-attention in any Transformer."""
@@ -59,6 +72,7 @@ def _root(
 
 for _command in (
     profile,
+    influence,
     measure,
     study,
     bound,
@@ -106,7 +120,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except HowsmoothError as error:
         return _refuse(str(error))
     except (KeyboardInterrupt, typer.Abort):
-        typer.echo("interrupted: nothing had been measured yet.", err=True)
+        typer.echo("interrupted: nothing was written.", err=True)
         return INTERRUPTED
     except Exception as error:
         # Recognise click's usage errors by their attributes: typer has changed the name of their class

@@ -11,6 +11,7 @@ import pandas as pd
 from rich.text import Text
 
 from howsmooth.cli.terminal_output import amount, as_json, heading, paragraph, say, show_table
+from howsmooth.roundoff import limit_in_digits
 from howsmooth.study.attention_sources import AttentionSource
 from howsmooth.study.bound_tables import LOCAL, Bounded
 from howsmooth.study.records import plain_rows
@@ -69,6 +70,8 @@ def show_bounds(source: AttentionSource, bounded: Sequence[Bounded], written: Pa
         if (rows.index != LOCAL).any():
             paragraph(f"\n  For all n tokens of norm at most R = {one.ball.radius:.4g}:")
             _show_bounds(rows[rows.index != LOCAL], logs[rows.index != LOCAL], value)
+    if bounded:
+        paragraph("\nTitles in quotation marks are pages of the documentation of howsmooth.")
     if written is not None:
         say(f"\nWritten: {written}")
 
@@ -78,17 +81,24 @@ def _ends(low: float, high: float) -> str:
     return ends[0] if ends[0] == ends[1] else f"{ends[0]} to {ends[1]}"
 
 
+def _limit(row: dict[str, Any], log: float) -> str:
+    value = row["value"]
+    if value is None or not math.isfinite(value) or value == 0:
+        return amount(log)
+    return limit_in_digits(value, 5, upper=row["side"] == "upper")
+
+
 def _show_bounds(rows: pd.DataFrame, logs: pd.Series, measured: float | None) -> None:
     pairs = zip(plain_rows(rows), logs, strict=True)
     table = []
     # List bounds whose hypotheses fail at the end, with the hypotheses that fail.
     for row, log in sorted(pairs, key=lambda pair: not pair[0]["holds"]):
-        holds, origin = row["holds"], row["source"]
+        holds, origin = row["holds"], row["source"].removeprefix("howsmooth documentation, ")
         ratio = amount(log - math.log(measured), 3) if measured and holds else ""
         cells = [
             row["name"],
             "≤" if row["side"] == "upper" else "≥",
-            amount(log) if holds else "not valid",
+            _limit(row, log) if holds else "not valid",
             *([ratio] if measured else []),
             origin if holds else origin.partition(" (needs: ")[2].removesuffix(")").join(("needs: ", "")),
         ]

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from howsmooth.cli.terminal_output import as_json, counted, heading, say, show_table
 from howsmooth.nn.certificates.evaluation import Evaluation
+from howsmooth.roundoff import limit_in_digits
 from howsmooth.study.certification import Certified
 from howsmooth.study.records import plain_rows
 from howsmooth.study.text_formatting import readable
@@ -60,8 +61,9 @@ def show_certificate(found: Certified, radii: Sequence[float], written: Sequence
     certificate, evaluation = found.certificate, found.evaluation
     where = "" if math.isinf(certificate.radius) else f" of norm at most {certificate.radius:.6g}"
     where += f", clipped to norm {found.radius:.6g}" if found.asked.clip else ""
+    constant = limit_in_digits(certificate.constant, 6, upper=True)
     heading(
-        f"{readable(found.asked.model.name)}: Lipschitz constant at most {certificate.constant:.6g} on "
+        f"{readable(found.asked.model.name)}: Lipschitz constant at most {constant} on "
         f"{counted(certificate.length, 'token')}{where}"
     )
     if certificate.rows:

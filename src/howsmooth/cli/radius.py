@@ -91,7 +91,12 @@ class RadiusPlan(OneInputPlan):
         given = load_embeddings(self.embeddings)
         if len(given.lengths) > 1:
             got = f"{len(given.lengths)}"
-            raise ArgumentError("embeddings", expected="a file with one sequence (n, d)", got=got)
+            raise ArgumentError(
+                "embeddings",
+                expected="a file with one sequence (n, d)",
+                got=got,
+                remedy="Write one of them into a file of its own, by numpy.save.",
+            )
         return given.tokens
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -104,10 +103,9 @@ def _read_plan_file(path: Path, typed: dict[str, Any]) -> Study:
     """Read a plan file; output and worker options typed on the command line override the file's."""
     from howsmooth.study.plan_file import read_plan
 
-    asked = read_plan(path)
-    execution = replace(asked.execution, **typed)
-    use_threads(execution.threads)
-    return asked._replace(execution=execution)
+    asked = read_plan(path, **typed)
+    use_threads(asked.execution.threads)
+    return asked
 
 
 def _carry_out(asked: Study, *, resume: bool, figures: bool, as_json: bool, quiet: bool) -> int:

@@ -21,6 +21,7 @@ from howsmooth.study.text_formatting import encodable
 __all__ = ["amount", "as_json", "console", "counted", "heading", "paragraph", "say", "show_table"]
 
 _UNLIMITED = 10_000
+_NARROWEST = 16  # letters of a wrapped column
 
 
 def as_json(**described: Any) -> str:
@@ -85,19 +86,32 @@ def show_table(
     left
         Names of columns aligned to the left; all other columns are aligned to the right.
     wrapped
-        Names of columns aligned to the left whose cells are wrapped to several lines.
+        Names of columns aligned to the left whose cells are wrapped to several lines where the terminal is
+        narrow; by default those in ``left``. The other columns keep their width, even if lines get longer
+        than the terminal: a number that is cut off is another number.
 
     """
+    cells = [[Text(encodable(cell)) if isinstance(cell, str) else cell for cell in row] for row in rows]
+    wraps = wrapped or left
+    widths = [max(cell.cell_len for cell in one) for one in zip(map(Text, columns), *cells, strict=True)]
     header = any(name.strip() for name in columns)
     table = Table(box=None, pad_edge=False, header_style="dim", show_header=header)
-    for name in columns:
+    for name, width in zip(columns, widths, strict=True):
         begins = name in left or name in wrapped
+        least = min(width, _NARROWEST) if name in wraps else width
         table.add_column(
-            name, justify="left" if begins else "right", no_wrap=name not in wrapped, overflow="fold"
+            name,
+            justify="left" if begins else "right",
+            no_wrap=name not in wraps,
+            overflow="fold",
+            min_width=least,
         )
-    for row in rows:
-        table.add_row(*(Text(encodable(cell)) if isinstance(cell, str) else cell for cell in row))
-    console().print(Padding(table, (0, 0, 0, 2), expand=False))
+    for row in cells:
+        table.add_row(*row)
+    terminal = console()
+    needed = 2 * len(widths) + sum(column.min_width or 0 for column in table.columns)
+    terminal.width = max(terminal.width, needed)
+    terminal.print(Padding(table, (0, 0, 0, 2), expand=False))
 
 
 def counted(number: int, what: str) -> str:

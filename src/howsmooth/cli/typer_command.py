@@ -96,7 +96,10 @@ def command(
                     values[name] = plan(**given) if isinstance(hints[name], type) else given
                 if isinstance(how := values.get("execution"), Execution):
                     use_threads(how.threads)
-                return function(**values)
+                try:
+                    return function(**values)
+                except KeyboardInterrupt:  # which typer would turn into a silent exit
+                    raise typer.Abort from None
 
         # typer reads the parameters of a command from its signature and annotations.
         typed.__signature__ = inspect.Signature(list(parameters.values()))  # type: ignore[attr-defined]

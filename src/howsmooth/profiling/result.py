@@ -31,7 +31,8 @@ class Profile:
     #: One row for each layer (scope ``attention``, no head) and each head (scope ``head``), with the columns
     #: ``layer``, ``head``, ``scope``, ``value``, ``lower``, ``upper``, ``confidence``, ``converged``,
     #: ``iterations``, ``method``, ``masking``, ``name`` (the path of the module), ``stored`` and ``computed``
-    #: (the dtypes of the weights and of the computation, as below).
+    #: (the dtypes of the weights and of the computation, as below). ``print(p.ranking)`` fits a terminal of
+    #: 80 columns; ``table`` is wider.
     table: pd.DataFrame
     #: One row for each token of each row of ``table``, with the columns ``layer``, ``head``, ``scope``,
     #: ``position``, ``token`` where the input has words, ``input_share`` (where a change matters) and

@@ -16,11 +16,12 @@ from typing import TYPE_CHECKING, Any
 import pandas as pd
 from torch import Tensor, nn
 
-from howsmooth.bounds.radius import NetworkAtInput, RobustRadius, rounded_down
+from howsmooth.bounds.radius import NetworkAtInput, RobustRadius
 from howsmooth.errors import ArgumentError
 from howsmooth.models import LoadedModel, load_model
 from howsmooth.models.capture import module_of
 from howsmooth.profiling.one_input import fingerprint_of, given_inputs, shown_progress
+from howsmooth.roundoff import limit_in_digits
 from howsmooth.study.file_writing import csv_of, text_or_file
 from howsmooth.study.records import plain_rows
 from howsmooth.study.text_formatting import readable
@@ -83,7 +84,10 @@ class WordRadii:
     def __repr__(self) -> str:
         lines = [f"Radii of {self.model}, {self.input}, {self.n} tokens.", self.statement]
         rows = plain_rows(self.ranking.head(_SHOWN))
-        lines += [f"  {_place(row):<20} {rounded_down(row['radius'])}{_beside(row)}" for row in rows]
+        lines += [
+            f"  {_place(row):<20} {limit_in_digits(row['radius'], 4, upper=False):<8}{_beside(row)}"
+            for row in rows
+        ]
         more = len(self.table) - _SHOWN
         return "\n".join([*lines, *([f"  and {more} larger radii"] if more > 0 else [])])
 
@@ -241,7 +245,7 @@ def word_radii(
         table.insert(1, "token", words)
     return WordRadii(
         table=table,
-        model=model.name if isinstance(model, LoadedModel) else type(module).__name__,
+        model=model.label if isinstance(model, LoadedModel) else type(module).__name__,
         fingerprint=fingerprint,
         input=given.description,
         words=tuple(words),

@@ -11,9 +11,9 @@ from markupsafe import Markup
 from matplotlib import rc_context
 from matplotlib.figure import Figure
 
-from howsmooth.bounds.radius import rounded_down
 from howsmooth.profiling.output_folder import write_result
 from howsmooth.profiling.word_radii import WordRadii
+from howsmooth.roundoff import limit_in_digits
 from howsmooth.study.figures.style import STYLE, literal, new_figure
 from howsmooth.study.html_pages import data_url, digest, png, style_sheet, templates_of
 from howsmooth.study.records import plain_rows
@@ -84,11 +84,11 @@ def _body(found: WordRadii, image: str) -> Markup:
     spans = []
     for row, word in zip(rows, _names(found), strict=True):
         shade = _LEVELS if row["radius"] == 0 else round(_LEVELS * smallest / row["radius"])
-        spans.append((shade, f"{word} ", rounded_down(row["radius"], 3)))
+        spans.append((shade, f"{word} ", limit_in_digits(row["radius"], 3, upper=False)))
     cells = [
         {
             "word": word,
-            "radius": rounded_down(row["radius"]),
+            "radius": limit_in_digits(row["radius"], 4, upper=False),
             "attack": _number(row["attack"]),
             "first_order": _number(row["first_order"]),
             "order": row["order"],

@@ -33,7 +33,7 @@ class Study(NamedTuple):
     execution: Execution
 
 
-def read_plan(path: str | os.PathLike[str]) -> Study:
+def read_plan(path: str | os.PathLike[str], **execution: Any) -> Study:
     """Read a TOML plan file; return what to measure, and how to carry it out.
 
     Parameters
@@ -41,6 +41,8 @@ def read_plan(path: str | os.PathLike[str]) -> Study:
     path
         A TOML file with keys in :data:`KEYS`, of which only ``models`` is required. The default of ``out`` is
         a folder beside the file, named like the file with ``-out`` in place of the suffix.
+    **execution
+        Fields of :class:`~howsmooth.study.execution.Execution` that replace those of the file.
 
     Raises
     ------
@@ -61,9 +63,11 @@ def read_plan(path: str | os.PathLike[str]) -> Study:
                 if key in values
             }
         )
-        execution = Execution(**{key: values[key] for key in _OF_EXECUTION if key in values})
-        out = execution.out if "out" in values else f"{path.stem}-out"
-        return Study(plan, replace(execution, out=path.parent / out))
+        given = {key: values[key] for key in _OF_EXECUTION if key in values}
+        how = Execution(**(given | execution))
+        if "out" not in execution:
+            how = replace(how, out=path.parent / (how.out if "out" in values else f"{path.stem}-out"))
+        return Study(plan, how)
 
 
 def _beside(path: Path, value: Any) -> Any:

@@ -140,8 +140,10 @@ def checked_subjects(plan: Plan, models: Models, impossible: Impossible | None =
     checked: list[Subject] = []
     for spec in plan.models:
         for source in sources:
-            reached: str | None = None
+            reached: str | None = encodable(source.name)
             try:
+                _check_size(plan, spec, source)
+                reached = None
                 model = models.load(spec, source.content)
                 reached = source.record.name
                 subject = subject_of(plan, spec, source, model)
@@ -337,6 +339,19 @@ def _check_lengths(subject: Subject) -> None:
             expected=f"at most {most} tokens, the positions of {label}",
             got=str(max(lengths)),
             remedy="Shorten the lengths.",
+        )
+
+
+def _check_size(plan: Plan, spec: ModelSpec, source: DataSource) -> None:
+    """Refuse a text that is far too short, before a model is loaded whose tokenizer counts its tokens."""
+    lengths = plan.lengths_of(spec)
+    needed = plan.samples * sum(lengths)
+    # A token has at least one byte of the text, but for the few characters that a tokenizer spells out.
+    if source.kind == "text" and needed > 4 * len(source.content.encode("utf-8", "replace")):
+        raise TextError(
+            f"text {source.name!r} is too short: {plan.samples} sequences of each of {len(lengths)} lengths "
+            f"without overlap need {needed} tokens, and it has {source.size} characters. Use fewer samples, "
+            "or fewer or shorter lengths, or a longer text."
         )
 
 

@@ -46,9 +46,9 @@ def _drawn(found: Influence, words: Sequence[str] | None) -> Figure:
     names = [str(j) for j in range(n)] if words is None else [literal(readable(word)) for word in words]
     axis.set_xticks(range(0, n, step), names[::step], rotation=0 if words is None else 90)
     step = 1 if words is not None and rows <= _MOST_WORDS else -(-rows // _MOST_TICKS)
-    # Outputs beyond the input tokens have no words.
-    labels = [names[i] if i < n else str(i) for i in found.outputs]
+    # Outputs that are no tokens, such as a margin, have no words.
+    labels = [names[i] if found.token_outputs else str(i) for i in found.outputs]
     axis.set_yticks(range(0, rows, step), labels[::step])
-    axis.set(xlabel="input token, which is moved", ylabel="output token")
+    axis.set(xlabel="input token, which is moved", ylabel="output token" if found.token_outputs else "output")
     add_colourbar(figure, axis, norm, "‖∂y/∂x‖₂")
     return figure

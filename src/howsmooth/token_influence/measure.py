@@ -113,6 +113,7 @@ def influence(
         scope=f.describe() if isinstance(f, TokenMap) else getattr(f, "__name__", type(f).__name__),
         rtol=rtol,
         seed=seed,
+        token_outputs=len(shape) == 2 and shape[0] == len(x),
     )
 
 

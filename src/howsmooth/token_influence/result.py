@@ -51,6 +51,8 @@ class Influence:
     rtol: float
     #: Seed of the random starts.
     seed: int
+    #: Whether there is one output for each input token; false for the margin or the logits of a whole text.
+    token_outputs: bool = True
 
     @property
     def table(self) -> pd.DataFrame:

@@ -23,7 +23,7 @@ from transformers import (
 )
 
 import howsmooth as hs
-from howsmooth.bounds.radius import NetworkAtInput, rounded_down
+from howsmooth.bounds.radius import NetworkAtInput
 from howsmooth.bounds.radius.model_reading import embedded, model_logits, read_classifier
 from howsmooth.errors import ArgumentError, CertificateError, NonFiniteError
 from tests._shared import shared_data
@@ -291,8 +291,3 @@ def test_a_real_sentence_keeps_its_radius() -> None:
     found = hs.bounds.robust_radius(model, x, tokens=4, order=2)
     assert found.margin == pytest.approx(1.8001, abs=1e-4)
     assert 0.19 < found.radius < found.attack < 1.3
-
-
-def test_a_radius_is_shown_rounded_down() -> None:
-    shown = [rounded_down(radius) for radius in (0.19629, 0.0, math.inf, 1.23456e-7)]
-    assert shown == ["0.1962", "0", "inf", "1.234e-07"]

@@ -338,6 +338,12 @@ def test_names_that_no_file_system_takes(name: str) -> None:
     assert len(str(error.value)) < 400
 
 
+@pytest.mark.parametrize("name", ["mine:Small", "package.models:Small", "mine.Small"])
+def test_names_of_python_classes_are_told_the_way_in_python(name: str) -> None:
+    with pytest.raises(ModelError, match=r"give the module to hs\.profile"):
+        load_model(name)
+
+
 def test_hub_out_of_reach() -> None:
     with pytest.raises(ModelError) as error:
         load_model("nobody/has-this")

@@ -9,7 +9,7 @@ for a whole network".
 """
 
 from howsmooth.bounds.radius.network import Network, Stage
-from howsmooth.bounds.radius.result import RobustRadius, rounded_down
+from howsmooth.bounds.radius.result import RobustRadius
 from howsmooth.bounds.radius.robust_radius import NetworkAtInput, robust_radius
 from howsmooth.bounds.radius.stages import (
     ACTIVATIONS,
@@ -32,5 +32,4 @@ __all__ = [
     "RobustRadius",
     "Stage",
     "robust_radius",
-    "rounded_down",
 ]

@@ -4,15 +4,10 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
-from decimal import ROUND_FLOOR, Context
 
-__all__ = ["RobustRadius", "rounded_down"]
+from howsmooth.roundoff import limit_in_digits
 
-
-def rounded_down(radius: float, digits: int = 4) -> str:
-    """Return a radius as text, rounded down, so that the number which is read is proved, too."""
-    shown = Context(prec=digits, rounding=ROUND_FLOOR).create_decimal_from_float(radius)
-    return f"{float(shown):.{digits}g}"
+__all__ = ["RobustRadius"]
 
 
 @dataclass(frozen=True)
@@ -66,8 +61,9 @@ class RobustRadius:
         kept = f"class {self.label} does not become {self.rival}"
         if self.label is None:
             kept = "the functional stays above its threshold"
+        radius = limit_in_digits(self.radius, 4, upper=False)
         return (
-            f"radius {rounded_down(self.radius)} ({norm}, {moved}, order {self.order}, proved): "
+            f"radius {radius} ({norm}, {moved}, order {self.order}, proved): "
             f"{kept}{attack}; first-order radius {first} (no bound). "
             f"Largest loss: {worst}, {self.losses[worst]:.3g} of a margin of {self.margin:.3g}. "
             f"{self.seconds:.1f} s."

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -18,6 +19,9 @@ from howsmooth.errors import HowsmoothError, ModelError, reason, similar_name
 from howsmooth.models.builtin import BUILTIN_MODELS, builtin_folder
 
 __all__ = ["Place", "find", "hub_reachable"]
+
+# "package.module:Class", "model.py" or "module.Class"; a colon is in no name of the Hub.
+_OF_PYTHON = re.compile(r":|\.py$|^[a-z_][\w.]*\.[A-Z]\w*$")
 
 
 @dataclass(frozen=True)
@@ -101,6 +105,12 @@ def _remedy(name: str) -> str:
         f"Give the folder of a model, a built-in one ({', '.join(BUILTIN_MODELS)}), or build one with "
         "untrained weights from a model type such as 'gpt2' with random_init (--random-init)."
     )
+    if _OF_PYTHON.search(name):
+        told = (
+            "It looks like a Python class or file, which commands do not load: give the module to "
+            'hs.profile, or to hs.capture and hs.local_lipschitz, as the page "Measure a model" shows under '
+            f'"A module of your own". {told}'
+        )
     return f"{told} {similar_name(name, (*BUILTIN_MODELS, *CONFIG_MAPPING))}".rstrip()
 
 
@@ -135,7 +145,7 @@ def find(name: str, *, random_init: bool) -> Place:
         inside = sorted(one.parent.name for one in path.glob("*/config.json"))
         hint = f" Models are in the folders {', '.join(inside)} inside." if inside else ""
         raise ModelError(f"{name!r} {what}.{hint} {_remedy(name)}")
-    if looks_like_path:
+    if looks_like_path or ":" in name:
         raise ModelError(f"There is no folder {name!r}. {_remedy(name)}")
     offline = not hub_reachable()
     if is_type and not _hub_has_config(name, offline):

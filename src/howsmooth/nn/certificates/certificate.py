@@ -13,6 +13,7 @@ from torch import Tensor
 
 from howsmooth.errors import ArgumentError, NonFiniteError
 from howsmooth.nn.certificates.propagation import Row
+from howsmooth.roundoff import limit_in_digits
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -130,8 +131,9 @@ class ModelCertificate:
         shown = self.table[["path", "kind", "constant", "radius_in", "radius_out"]].copy()
         shown["path"] = ["  " * row.level + (row.path or "the model") for row in self.rows]
         table = shown.to_string(index=False, justify="left", float_format=lambda v: f"{v:.6g}")
+        constant = limit_in_digits(self.constant, 6, upper=True)
         lines = [
-            f"Lipschitz constant at most {self.constant:.6g} on {self.length} tokens{everywhere}",
+            f"Lipschitz constant at most {constant} on {self.length} tokens{everywhere}",
             table if self.rows else "",
             *self.notes,
         ]

@@ -18,6 +18,7 @@ from howsmooth.nn.certificates.model_bound import certify
 from howsmooth.nn.certificates.propagation import has_rules
 from howsmooth.nn.checks import check_size
 from howsmooth.nn.parts.token_modules import ClipTokens, Patches
+from howsmooth.roundoff import limit_in_digits
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -79,12 +80,12 @@ class Evaluation:
         total, radii = len(self.table), self.table["certified_radius"]
         where = "clipped to norm" if math.isinf(self.certificate.radius) else "of norm at most"
         lines = [
-            f"Lipschitz constant at most {self.certificate.constant:.6g} on {self.certificate.length} tokens "
-            f"{where} {self.radius:.6g}",
+            f"Lipschitz constant at most {limit_in_digits(self.certificate.constant, 6, upper=True)} on "
+            f"{self.certificate.length} tokens {where} {self.radius:.6g}",
             f"{total} inputs, the longest token of norm {self.table['longest'].max():.4g}"
             + (f"; {self.correct} of the class of their label" if self.labelled else ""),
             f"{self.certified(0.0)} with a certified radius: median of all {radii.median():.4g}, largest "
-            f"{radii.max():.4g}",
+            f"{limit_in_digits(radii.max(), 4, upper=False)}",
         ]
         if self.reach > self.certificate.radius:
             lines.append(

@@ -1,0 +1,186 @@
+"""The command ``howsmooth influence``: which token moves which, in one layer or in the whole model."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import typer
+
+from howsmooth.cli.one_input import OneInputPlan
+from howsmooth.cli.progress import shown_progress
+from howsmooth.cli.typer_command import JsonOption, SilentOption, command
+from howsmooth.errors import ArgumentError
+from howsmooth.scopes import SCOPES
+from howsmooth.study.execution import Execution
+from howsmooth.study.options import HOW, choice, number, option, selection, whole, words
+from howsmooth.study.plans import check_output, shared
+from howsmooth.study.ranges import Ranges
+
+__all__ = ["InfluencePlan", "influence"]
+
+_EXAMPLES = (
+    "Token j, moved by a small amount, moves the output of token i by at most so many times as much: the "
+    "norm ‖∂y_i/∂x_j‖₂, with an interval. The largest are printed; a figure and a table of all are written "
+    "into --out.",
+    "Examples:",
+    "[cyan]howsmooth influence builtin-decoder --span 0:16[/]  the last layer, 16 tokens of a text",
+    "[cyan]howsmooth influence ./model --text letter.txt --layers 0[/]  your own model and text",
+    "[cyan]howsmooth influence builtin-decoder --span 0:12 --scope model[/]  "
+    "the whole model, at its last token",
+    "[cyan]howsmooth influence gpt2 --random-init --span 0:8 --outputs 7 --json[/]  JSON for a program",
+)
+
+_LONGEST = 64
+_PRINTED = 10
+
+
+@dataclass(frozen=True)
+class InfluencePlan(OneInputPlan):
+    """The model, the input, and the map whose tokens are moved."""
+
+    span: str | None = option(
+        None,
+        words(),
+        f"Which tokens of a text or of token ids, counted from 0, such as 0:32. Default: all, or the first "
+        f"{_LONGEST} of a longer input. Time grows with the square of the length.",
+        metavar="START:END",
+    )
+    layers: Ranges = option(
+        "-1", selection(), "One layer, such as 0 or -1 (the last layer).", metavar="INDEX"
+    )
+    scope: str = option(
+        "attention",
+        choice(*SCOPES[2:], "model"),
+        "attention: all heads with output projection; residual: input plus attention; block: residual with "
+        "the norm layer; model: the whole model from its embeddings, without --layers.",
+        metavar="SCOPE",
+    )
+    output: str = shared("output")
+    outputs: Ranges | None = option(
+        None,
+        selection(),
+        "The output tokens: all, or a list such as 0,6 or 0:4 or -1 (the last). Default: all; with the scope "
+        "model, where each takes as long as many layers, the last.",
+        metavar="RANGES",
+    )
+    rtol: float = option(1e-2, number(), "Relative width of the intervals at convergence.", panel=HOW)
+    confidence: float = option(
+        0.999, number(), "Probability that an interval contains its norm, for each interval.", panel=HOW
+    )
+    max_iterations: int = option(200, whole(1), "Largest number of Lanczos steps.", panel=HOW)
+
+    def check(self) -> None:
+        """Refuse an output of the whole model without the scope model, and layers beside it."""
+        check_output(self.output, (self.scope,))
+        if self.scope == "model" and self.layers.text != "-1":
+            raise ArgumentError("layers", expected="none with the scope model", got=self.layers.text)
+
+    def site_of(self, loaded: Any, inputs: Any) -> Any:
+        """Return the map, with its tokens, of the chosen layer or of the whole model."""
+        from howsmooth.models import capture
+
+        if self.scope == "model":
+            return capture(loaded, inputs, scope="model", output=self.output)[0]
+        layers = self.layers_of(loaded)
+        if (layers is not None and len(layers) > 1) or not self.layers.items:
+            raise ArgumentError("layers", expected="one layer, such as -1", got=self.layers.text)
+        return capture(loaded, inputs, layers=layers, scope=self.scope)[0]
+
+    def outputs_of(self, site: Any) -> tuple[int, ...]:
+        """Return the indices of the chosen outputs; a map to a single vector has one output."""
+        shape = site.map(site.x)[0].shape
+        count = shape[0] if len(shape) == 2 else 1
+        if self.outputs is not None:
+            return self.outputs.resolve(count, self.model, "outputs")
+        return (count - 1,) if self.scope == "model" else tuple(range(count))
+
+
+@command(*_EXAMPLES, without=("executor", "workers", "scheduler"), out="howsmooth-influence")
+def influence(
+    plan: InfluencePlan, execution: Execution, json: JsonOption = False, quiet: SilentOption = False
+) -> int:
+    """Show which token moves which, and how far, in one layer or in the whole model."""
+    from howsmooth.cli.terminal_output import as_json, counted, paragraph, say, show_table
+    from howsmooth.models import load_model
+    from howsmooth.profiling.one_input import given_inputs
+    from howsmooth.profiling.output_folder import write_result
+    from howsmooth.roundoff import limit_in_digits
+    from howsmooth.study.records import plain_rows
+    from howsmooth.study.text_formatting import encodable, place_in_words, readable
+    from howsmooth.token_influence import influence as measured
+
+    with shown_progress(quiet=quiet) as display:
+        display.phase("Reading")
+        loaded = plan.loaded(load_model, head=plan.output != "hidden")
+        given = given_inputs(
+            loaded, loaded.model, plan.input_of(loaded), plan.span, loaded.tokenizer, longest=_LONGEST
+        )
+        site = plan.site_of(loaded, given.inputs)
+        outputs, n = plan.outputs_of(site), site.x.shape[1]
+        display.phase(f"Measuring {counted(len(outputs), 'output')} of {counted(n, 'token')}")
+        settings = {name: getattr(plan, name) for name in ("rtol", "confidence", "max_iterations", "seed")}
+        found = measured(site, outputs=outputs, **settings)
+        display.phase("Writing")
+        names = given.words if given.words is not None and len(given.words) == n else None
+        table = found.table
+        if names is not None:
+            for side in ("output", "input") if found.token_outputs else ("input",):
+                table[f"{side}_token"] = [names[i] for i in table[side]]
+        title = f"Influence in {loaded.label}"
+        written = write_result(execution.out, found.plot(names), title, {"influence": table})
+    most = plain_rows(table.nlargest(_PRINTED, "value"))
+    if json:
+        described = {
+            "model": loaded.name,
+            "source": loaded.source,
+            "fingerprint": loaded.fingerprint,
+            "input": given.description,
+            "n": n,
+            "scope": plan.scope,
+            "layer": None if plan.scope == "model" else site.layer,
+            **settings,
+            "unconverged": int((~found.converged).sum()),
+            "token_wise": {"lower": found.token_wise.lower, "upper": found.token_wise.upper},
+            "largest": most,
+        }
+        typer.echo(as_json(**described, files=written))
+        return 0
+    where = "the whole model" if plan.scope == "model" else place_in_words(site.layer, None)
+    paragraph(
+        f"Influence in {encodable(loaded.label)}, {where}, scope {plan.scope}, {counted(n, 'token')}: how "
+        "far an output moves, to first order, if one token moves by 1. The largest "
+        f"{len(most)} of {counted(len(table), 'norm')}:"
+    )
+
+    low, high = partial(limit_in_digits, upper=False), partial(limit_in_digits, upper=True)
+
+    def token(row: dict[str, Any], side: str) -> str:
+        if side == "output" and not found.token_outputs:
+            return plan.output if len(found.outputs) == 1 else str(row[side])
+        word = row.get(f"{side}_token", "")
+        return f"{row[side]} {readable(word)!r}" if word else str(row[side])
+
+    show_table(
+        ["moved token", "output", "moves by", "interval"],
+        [
+            [
+                token(row, "input"),
+                token(row, "output"),
+                f"{row['value']:.4g}",
+                f"[{low(row['lower'], 4)}, {high(row['upper'], 4)}]"
+                + ("" if row["converged"] else " not converged"),
+            ]
+            for row in most
+        ],
+        left=["moved token", "output", "interval"],
+    )
+    wise = low(found.token_wise.lower, 4), high(found.token_wise.upper, 4)
+    paragraph(
+        f"Each interval holds with probability {found.confidence:.4g}. If all tokens move at once, each by "
+        f"at most 1, the largest move of an output lies between {wise[0]} and {wise[1]}."
+    )
+    others = ", ".join(path.name for path in written[1:])
+    say(f"\nFigure: {encodable(str(written[0]))}, with {others}.")
+    return 0

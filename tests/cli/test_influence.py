@@ -1,0 +1,76 @@
+"""``howsmooth influence``: what it prints and writes, and what it refuses."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pandas as pd
+import pytest
+import torch
+
+import howsmooth as hs
+from howsmooth.cli import main
+
+Capture = pytest.CaptureFixture[str]
+
+
+@pytest.fixture(autouse=True)
+def place(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
+def test_the_norms_are_those_of_the_dense_jacobian(capsys: Capture) -> None:
+    Path("letter.txt").write_text("Dear Alice, it was a cat.")
+    given = ["influence", "builtin-decoder", "--text", "letter.txt", "--layers", "1", "--out", "found"]
+    assert main(given) == 0
+    out = capsys.readouterr().out
+    table = pd.read_csv("found/influence.csv", keep_default_na=False)
+
+    model = hs.load_model("builtin-decoder")
+    ids = model.tokenizer.encode("Dear Alice, it was a cat.")
+    (site,) = hs.capture(model, torch.tensor([ids]), layers=[1])
+    f = site.map.to(dtype=torch.float64)
+    dense = torch.func.jacrev(f)(site.x[0].double())  # (n, d_out, n, d)
+    norms = torch.linalg.matrix_norm(dense.movedim(2, 1), 2)
+    assert len(table) == len(ids) ** 2
+    words = model.tokenizer.decoded(ids)
+    for row in table.to_dict("records"):
+        assert row["lower"] <= norms[row["output"], row["input"]] <= row["upper"]
+        assert (row["output_token"], row["input_token"]) == (words[row["output"]], words[row["input"]])
+    top = table.loc[table["value"].idxmax()]
+    assert f"{top['input']} {top['input_token']!r}" in out.splitlines()[-8 - 5]
+    assert "Figure: found/influence.png, with influence.pdf, influence.csv." in out
+
+
+def test_the_margin_of_a_whole_model_is_no_token(capsys: Capture) -> None:
+    given = ["influence", "builtin-decoder", "--span", "0:5", "--scope", "model", "--output", "margin"]
+    assert main(given) == 0
+    out = capsys.readouterr().out
+    assert out.count(" margin ") == 5, out
+    assert "output_token" not in pd.read_csv("howsmooth-influence/influence.csv").columns
+
+
+def test_json_alone_is_on_standard_output(capsys: Capture) -> None:
+    assert main(["influence", "builtin-decoder", "--span", "0:6", "--scope", "model", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert (found["n"], found["layer"], found["scope"]) == (6, None, "model")
+    assert {row["output"] for row in found["largest"]} == {5}  # the last token
+    values = [row["value"] for row in found["largest"]]
+    assert values == sorted(values, reverse=True)
+    assert found["token_wise"]["lower"] <= found["token_wise"]["upper"]
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (["--layers", "0,1"], "layers: expected one layer, such as -1, got 0,1"),
+        (["--layers", "all"], "layers: expected one layer, such as -1, got all"),
+        (["--scope", "model", "--layers", "0"], "layers: expected none with the scope model"),
+        (["--output", "logits"], "output: expected hidden unless the scope is model"),
+        (["--outputs", "4"], "outputs: expected outputs of builtin-decoder, which has 4"),
+    ],
+)
+def test_refuses_and_names_the_option(options: list[str], said: str, capsys: Capture) -> None:
+    assert main(["influence", "builtin-decoder", "--span", "0:4", *options]) == 2
+    assert said in capsys.readouterr().err
