@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -18,6 +17,7 @@ from howsmooth.jacobian.operands import Operands
 from howsmooth.jacobian.streamed import streamed_derivative
 from howsmooth.spectral import LinearOperator, to_dense
 from tests._cases import CASES, D, dense_jacobian, random_attention, rotary, tokens
+from tests._forked import memory_added
 from tests._selection import others_slow
 
 LAYERS = [name for name, make in CASES.items() if has_closed_form(make(4))]
@@ -279,36 +279,17 @@ def test_blocks_of_a_narrow_window_are_as_large_in_a_long_sequence_as_in_a_short
     assert lengths[0] == lengths[1] > tiling._FEWEST_ROWS
 
 
-PROGRAM = """
-import resource, sys
-import torch
-from howsmooth.jacobian import closed_form_jacobian
-from howsmooth import SelfAttention
-torch.set_num_threads(1)
-n = int(sys.argv[1])
-draw = torch.Generator().manual_seed(0)
-weights = [torch.randn(2, 8, 16, generator=draw) for _ in range(3)]
-f = SelfAttention(*weights, torch.randn(16, 16, generator=draw), causal=True)
-x = torch.randn(1, n, 16, generator=draw)
-op = closed_form_jacobian(f, x, streamed=True)
-e = torch.randn(1, n, 16, generator=draw)
-image, gram = op.gram_product(e)
-assert abs(float((gram * e).sum() / image.square().sum()) - 1) < 1e-4
-print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)
-"""
-
-
-def peak(n: int) -> int:
-    """Return the largest resident size, in bytes, of a process that makes one product at n tokens."""
-    command = [sys.executable, "-c", PROGRAM, str(n)]
-    return 1024 * int(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
-
-
-def test_memory_grows_with_the_length_and_not_with_its_square() -> None:
+def test_memory_grows_with_the_length_and_not_with_its_square(tmp_path: Path) -> None:
     n = 8_000
-    added = peak(n) - peak(16)
+    f = random_attention(3, heads=2, key_dim=8, value_dim=8, d=16, d_out=16, causal=True, dtype=torch.float32)
+    x = tokens(3, 1, n, 16, dtype=torch.float32)
+
+    def multiplied() -> None:
+        image, gram = closed_form_jacobian(f, x, streamed=True).gram_product(x)
+        assert abs(float((gram * x).sum() / image.square().sum()) - 1) < 1e-4
+
     # One matrix of probabilities in float32 of the two heads.
-    assert added < 2 * n * n * 4 / 8
+    assert memory_added(multiplied, tmp_path) < 2 * n * n * 4 / 8
 
 
 def test_rotary_positions_and_residuals_go_through_one_pass() -> None:
