@@ -97,4 +97,3 @@ def main(folder: Path, way: str, rank: int, world: int) -> None:
     dist.init_process_group("gloo", init_method=f"file://{folder}/meeting", rank=rank, world_size=world)
     torch.save([trained(way, monitored=False), trained(way, monitored=True)], folder / f"found-{rank}.pt")
     dist.destroy_process_group()
-

@@ -1,4 +1,4 @@
-"""A process of a group: measures its rows of sequences. """
+"""A process of a group: measures its rows of sequences."""
 
 from __future__ import annotations
 
@@ -36,4 +36,3 @@ def main(folder: Path, rank: int, world: int) -> None:
         found[name] = (rows, vars(estimate), peak() - before)
     torch.save(found, folder / f"found-{rank}.pt")
     dist.destroy_process_group()
-

@@ -13,6 +13,7 @@ from howsmooth.attention import core
 from howsmooth.measures import DiscreteMeasure
 from tests._cases import ACTING, CASES, D, dense_jacobian, random_attention, tokens
 from tests._forked import memory_added
+from tests._selection import others_slow
 
 WEIGHTS = torch.tensor([0.3, 0.2, 0.1, 0.1, 0.1, 0.15, 0.05], dtype=torch.float64)
 
@@ -25,7 +26,7 @@ def _l2(seed: int, *, causal: bool) -> hs.L2Attention:
 MAPS = CASES | {"L2": lambda n: _l2(1, causal=False), "L2, causal": lambda n: _l2(2, causal=True)}
 
 
-@pytest.mark.parametrize("entries", [1, 150])
+@pytest.mark.parametrize("entries", [1, pytest.param(150, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", MAPS)
 def test_blocks_do_not_change_the_map(name: str, entries: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """One entry: a row of one head at a time; 150: several heads, or some rows of a group."""
@@ -44,8 +45,13 @@ def test_blocks_do_not_change_the_map(name: str, entries: int, monkeypatch: pyte
             torch.testing.assert_close(image, moved, rtol=1e-13, atol=1e-13)
 
 
-@pytest.mark.parametrize(("key_dim", "value_dim"), [(3, 5), (5, 3), (4, 4)])
-@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize(
+    ("key_dim", "value_dim", "causal"),
+    others_slow(
+        [(key, value, causal) for key, value in ((3, 5), (5, 3), (4, 4)) for causal in (False, True)],
+        [(3, 5, False), (5, 3, True), (4, 4, True)],
+    ),
+)
 def test_the_fused_kernel_is_used_and_takes_every_size(
     key_dim: int, value_dim: int, causal: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:

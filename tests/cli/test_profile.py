@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pandas as pd
 import pytest
+from transformers import GPT2Config
 
 import howsmooth as hs
 from howsmooth.cli import main
@@ -54,7 +55,8 @@ def test_influence_is_written_if_asked_for(capsys: Capture) -> None:
 
 def test_token_ids_and_images_are_inputs_too(capsys: Capture) -> None:
     Path("ids.json").write_text("[5, 6, 7, 8]")
-    assert main(["profile", "gpt2", "--random-init", "--tokens", "ids.json", "--layers", "0"]) == 0
+    GPT2Config(vocab_size=60, n_embd=24, n_layer=2, n_head=2).save_pretrained("tiny")
+    assert main(["profile", "./tiny", "--random-init", "--tokens", "ids.json", "--layers", "0"]) == 0
     assert "4 tokens" in capsys.readouterr().out
     assert main(["profile", "builtin-encoder", "--tokens", "ids.json", "--images", "builtin"]) == 2
     assert "expected one input" in capsys.readouterr().err

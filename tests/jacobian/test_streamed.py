@@ -21,6 +21,15 @@ from tests._forked import memory_added
 from tests._selection import others_slow
 
 LAYERS = [name for name, make in CASES.items() if has_closed_form(make(4))]
+VARIED = [
+    "multi-head",
+    "causal window, grouped",
+    "score bias for all heads, masked",
+    "sinks, softcap, score bias",
+    "norms of queries and keys, rotary, causal",
+    "post-norm",
+    "scaled residual",
+]
 
 
 @pytest.fixture
@@ -47,18 +56,7 @@ def check_products(op: LinearOperator, dense: torch.Tensor, size: float) -> None
 @pytest.mark.usefixtures("small_tiles")
 @pytest.mark.parametrize(
     "name",
-    others_slow(
-        LAYERS,
-        [
-            "multi-head",
-            "causal window, grouped",
-            "score bias for all heads, masked",
-            "sinks, softcap, score bias",
-            "norms of queries and keys, rotary, causal",
-            "post-norm",
-            "scaled residual",
-        ],
-    ),
+    others_slow(LAYERS, VARIED),
 )
 def test_products_are_those_of_the_dense_jacobian(name: str) -> None:
     n = 5
@@ -88,7 +86,7 @@ def check_fine_cuts(f: TokenMap, x: torch.Tensor) -> None:
     check_products(closed_form_jacobian(f, x, streamed=True), dense, max(1.0, float(dense.abs().max())))
 
 
-@pytest.mark.parametrize("name", LAYERS)
+@pytest.mark.parametrize("name", others_slow(LAYERS, VARIED))
 def test_products_are_those_of_the_dense_jacobian_where_blocks_have_strips(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -108,7 +106,7 @@ ONE_HEAD = {
 }
 
 
-@pytest.mark.parametrize("threads", [1, 2, 3, 4])
+@pytest.mark.parametrize("threads", others_slow([1, 2, 3, 4], [1, 3]))
 @pytest.mark.parametrize("keywords", ONE_HEAD.values(), ids=ONE_HEAD)
 def test_one_head_is_cut_into_rows_of_each_thread(
     keywords: dict[str, object], threads: int, monkeypatch: pytest.MonkeyPatch
