@@ -103,7 +103,17 @@ print(*dir(howsmooth))
 """
     seconds, loaded, names = _python(code, tmp_path).splitlines()
     assert float(seconds) < 0.5
-    heavy = {"torch", "transformers", "tokenizers", "matplotlib", "pandas", "sqlite3", "typer", "rich"}
+    heavy = {
+        "torch",
+        "transformers",
+        "tokenizers",
+        "matplotlib",
+        "pandas",
+        "sqlite3",
+        "typer",
+        "rich",
+        "jinja2",
+    }
     assert heavy.isdisjoint(loaded.split())
     assert names.split() == sorted([*howsmooth.__all__, "__version__"])
 
