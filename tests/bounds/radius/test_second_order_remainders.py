@@ -11,20 +11,21 @@ import torch
 from torch import Tensor
 
 from howsmooth.bounds.radius import ACTIVATIONS, Attention, GatedFeedForward, Network, Norm, Stage
-from howsmooth.bounds.radius.cubic_remainders import CubicAttention, CubicGatedFeedForward, Expansion
 from howsmooth.bounds.radius.ellipsoids import balls, ellipsoid_sum, half_widths, radii
-from howsmooth.bounds.radius.errors import Errors, Source
-from howsmooth.bounds.radius.norms import (
+from howsmooth.bounds.radius.norm_bounds import (
     each_form_norm,
     form_norm,
     largest_eigenvalue,
     spectral_norm,
     weighted_norm,
 )
-from howsmooth.bounds.radius.pairs import Pairs
-from howsmooth.bounds.radius.remainders import AttentionErrors, GatedFeedForwardRemainder
-from howsmooth.bounds.radius.second_order import SecondOrder
-from howsmooth.bounds.radius.third_order import ThirdOrder
+from howsmooth.bounds.radius.partial_jacobians import Errors, Source
+from howsmooth.bounds.radius.quadratic_forms import Pairs
+from howsmooth.bounds.radius.rounded_tensor import plain
+from howsmooth.bounds.radius.second_order_margin import SecondOrder
+from howsmooth.bounds.radius.second_order_remainders import AttentionErrors, GatedFeedForwardRemainder
+from howsmooth.bounds.radius.third_order_margin import ThirdOrder
+from howsmooth.bounds.radius.third_order_remainders import CubicAttention, CubicGatedFeedForward, Expansion
 from tests.bounds.radius._networks import (
     ALL,
     Left,
@@ -77,14 +78,12 @@ def longest(shapes: Tensor) -> Tensor:
     return torch.linalg.eigvalsh(shapes)[..., -1].max().sqrt()
 
 
-def ascended(objective, delta: Tensor, epsilon: float, steps: int = 5) -> Tensor:
+def ascended(objective, delta: Tensor, epsilon: float, steps: int = 4) -> Tensor:
     """Climb on a sphere along normalised gradients."""
     delta = epsilon * delta / delta.norm()
     for step in range(steps):
         slope = torch.func.grad(objective)(delta)
-        if float(slope.norm()) == 0:
-            return delta
-        delta = delta + epsilon * 0.5 * (1 - step / steps) * slope / slope.norm()
+        delta = delta + epsilon * 0.5 * (1 - step / steps) * slope / slope.norm().clamp_min(1e-300)
         delta = epsilon * delta / delta.norm()
     return delta
 
@@ -104,7 +103,7 @@ def test_no_stage_leaves_out_more_than_its_bound(
     def in_margin(left: Left, delta: Tensor, stage: int) -> Tensor:
         if order == 2:
             return left.margin.abs()
-        cubic = torch.einsum("k,kp,p->", delta, found.remainders[stage].cubic, pairs.square(delta))
+        cubic = torch.einsum("k,kp,p->", delta, plain(found.remainders[stage].cubic), pairs.square(delta))
         return (left.margin - cubic).abs()
 
     def excess(delta: Tensor, stage: int, part: str) -> Tensor:
@@ -115,10 +114,8 @@ def test_no_stage_leaves_out_more_than_its_bound(
 
     changes = [normal(g, k) for _ in range(8)]
     for stage in range(len(network.stages)):
-        changes += [
-            ascended(partial(excess, stage=stage, part=part), normal(g, k), epsilon)
-            for part in ("vector", "margin")
-        ]
+        part = ("vector", "margin")[(stage + order) % 2]
+        changes.append(ascended(partial(excess, stage=stage, part=part), normal(g, k), epsilon))
     for change in changes:
         for scale in (1.0, 0.5):
             delta = scale * epsilon * change / change.norm()
@@ -148,11 +145,13 @@ def test_the_margin_never_falls_below_its_bound(
     assert found.first.margin == pytest.approx(float(margin(torch.zeros(k, dtype=x.dtype))), abs=1e-12)
     for size in (epsilon, epsilon / 3):
         lower = found(size).lower
-        lowest = math.inf
-        for _ in range(20):
-            delta = ascended(lambda d: -margin(d), normal(g, k), size, steps=20)
-            lowest = min(lowest, float(margin(delta)))
-            assert lowest >= lower - 1e-12
+
+        def descended(delta: Tensor, size: float = size) -> Tensor:
+            return ascended(lambda d: -margin(d), delta, size, steps=20)
+
+        deltas = torch.func.vmap(descended)(normal(g, 20, k))
+        lowest = min(float(margin(delta)) for delta in deltas)
+        assert lowest >= lower - 1e-12
         # The loss is at most some times the true one: nothing is bounded by infinity.
         assert found.first.margin - lower <= 20 * (found.first.margin - lowest)
 
@@ -215,7 +214,8 @@ def test_the_remainder_of_a_kink_is_attained(order: int) -> None:
     both = [left_out(network, found.first, order == 3, delta)[0] for delta in deltas]
     largest = max(float(left.vector.norm()) for left in both)
     assert largest > 0
-    assert largest == pytest.approx(float(longest(shape)), rel=1e-6)
+    # Rounding outwards enlarges an ellipsoid by 1e-6.
+    assert largest <= float(longest(shape)) <= largest * (1 + 3e-6)
     assert max(abs(float(left.margin)) for left in both) == pytest.approx(float(margin), rel=1e-6)
 
 
@@ -319,7 +319,8 @@ def test_the_part_linear_in_an_error_is_the_second_derivative() -> None:
         errors = torch.zeros(n, d, d, dtype=u.dtype)
         errors[token, 0, 0] = 1
         exact = torch.einsum("iodk,ipdk->iop", tensor[:, :, token], tensor[:, :, token])
-        torch.testing.assert_close(crossed(errors), exact)
+        # Rounding outwards enlarges an ellipsoid by 1e-6.
+        torch.testing.assert_close(crossed(errors), exact, rtol=3e-6, atol=3e-6)
 
 
 def test_the_remainder_of_attention_is_attained_up_to_a_small_factor() -> None:

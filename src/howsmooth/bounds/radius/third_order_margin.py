@@ -1,0 +1,76 @@
+"""The margin on a ball by the third-order Taylor expansion, with every remainder bounded."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from howsmooth.bounds.radius.network import Network
+from howsmooth.bounds.radius.norm_bounds import spectral_norm
+from howsmooth.bounds.radius.partial_jacobians import Errors, PartialJacobians, partial_jacobians
+from howsmooth.bounds.radius.quadratic_forms import Pairs
+from howsmooth.bounds.radius.rounded_tensor import exact, settled
+from howsmooth.bounds.radius.second_order_margin import FirstDerivatives, Losses, stage_bounds
+from howsmooth.bounds.radius.second_order_remainders import Left
+from howsmooth.bounds.radius.third_order_remainders import Expansion, cubic_remainder_of
+
+__all__ = ["ThirdOrder"]
+
+
+class ThirdOrder:
+    """m(X + δ) = m + g·δ + ½ δᵀHδ + c[δ, δ, δ] up to Σ_s (ε Σ_j ‖N_{s,j}‖ σ_{s,j} + margin_s)."""
+
+    def __init__(
+        self,
+        network: Network,
+        x: Tensor,
+        injection: Tensor,
+        functional: Tensor,
+        offset: Tensor | float,
+        jacobians: PartialJacobians | None = None,
+    ) -> None:
+        """Expand at x as ``SecondOrder`` does, with the quadratic forms of all stages."""
+        jacobians = jacobians or partial_jacobians(network, x)
+        self.first = first = FirstDerivatives(jacobians, injection, functional, offset)
+        pairs = Pairs(injection.shape[2])
+        forms = torch.zeros(*x.shape, len(pairs.i), dtype=x.dtype)
+        cubic: Tensor = exact(torch.zeros(pairs.k, len(pairs.i), dtype=x.dtype))
+        self.errors: list[Errors] = []
+        self.remainders = []
+        for place, stage in enumerate(first.stages):
+            state = exact(first.states[place])
+            tangents, curved = exact(first.tangents[place]), exact(forms)
+            at = Expansion(
+                state[:, stage.branch],
+                tangents[:, stage.branch],
+                curved[:, stage.branch],
+                pairs,
+                exact(first.own_adjoint(place)),
+            )
+            self.errors.append(Errors(jacobians.sources[place], first.states[place][:, stage.branch]))
+            remainder = cubic_remainder_of(stage.map, at)
+            self.remainders.append(remainder)
+            size = float(forms.norm())
+            pushed, own = stage.push_forms(state, tangents, curved, pairs)
+            forms, of_forms = settled(pushed)
+            cubic += remainder.cubic + torch.einsum("ndk,ndp->kp", exact(first.bent[place]), own) / 2
+            first.residuals[place] = first.residuals[place]._replace(forms=of_forms, size_of_forms=size)
+        first.residuals[-1] = first.residuals[-1]._replace(size_of_forms=float(forms.norm()))
+        self.cubic = _symmetric_norm(cubic, pairs)
+
+    def __call__(self, epsilon: float) -> Losses:
+        """Return a lower bound of the margin for |δ| ≤ ε."""
+        polynomial = self.first.quadratic_loss(epsilon) + float(self.cubic) * epsilon**3
+        return self.first.losses(epsilon, polynomial, self.bounds(epsilon))
+
+    def bounds(self, epsilon: float) -> list[Left]:
+        """Return what each stage leaves out for |δ| ≤ ε."""
+        return stage_bounds(self.errors, self.remainders, self.first.residuals, epsilon)
+
+
+def _symmetric_norm(cubic: Tensor, pairs: Pairs) -> Tensor:
+    """Bound |c[δ, δ, δ]| for |δ| ≤ 1 by the unfolding of the symmetric part of c (k, p)."""
+    full = pairs.matrices(cubic)
+    symmetric = (full + full.permute(1, 0, 2) + full.permute(2, 1, 0)) / 3
+    symmetric = (symmetric + symmetric.mT) / 2
+    return spectral_norm(symmetric.flatten(1))
