@@ -40,6 +40,12 @@ if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
 
+# Workers of pytest-xdist share the cores: threads of one would wait for cores that another one uses.
+if "PYTEST_XDIST_WORKER" in os.environ:
+    os.environ.setdefault("OMP_NUM_THREADS", "1")  # of the processes that tests begin
+    torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
+
+
 # What is imported and collected lives as long as the run. The garbage collector need not look for garbage
 # in it, neither while it grows nor later.
 gc.disable()
