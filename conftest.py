@@ -11,6 +11,7 @@ is not to be run is written as ``sh`` or ``text``.
 from __future__ import annotations
 
 import doctest
+import gc
 import os
 import re
 import shutil
@@ -37,6 +38,23 @@ SECONDS = 120
 # Triton is imported by others too, and what it imports then decides what its interpreter can run.
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
+
+
+# Workers of pytest-xdist share the cores: threads of one would wait for cores that another one uses.
+if "PYTEST_XDIST_WORKER" in os.environ:
+    os.environ.setdefault("OMP_NUM_THREADS", "1")  # of the processes that tests begin
+    torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
+
+
+# What is imported and collected lives as long as the run. The garbage collector need not look for garbage
+# in it, neither while it grows nor later.
+gc.disable()
+
+
+def pytest_collection_finish() -> None:
+    """Take the collected tests out of the garbage collector's sight, and begin with garbage of tests."""
+    gc.freeze()
+    gc.enable()
 
 
 # Few examples by default; `--hypothesis-profile=thorough` for many. Times vary with the machine.

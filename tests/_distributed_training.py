@@ -1,12 +1,7 @@
-"""A process that trains with others, with a monitor and without: ``python -m tests._distributed_training``.
-
-Arguments: a folder where the processes meet, and how they train. Each process saves losses, weights and rows.
-"""
+"""A process that trains with others, with a monitor and without, and saves losses, weights and rows."""
 
 from __future__ import annotations
 
-import os
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -97,13 +92,8 @@ def whole(t: Any) -> torch.Tensor:
     return t.full_tensor() if hasattr(t, "full_tensor") else t
 
 
-def main(folder: Path, way: str) -> None:
-    torch.set_num_threads(1)
-    rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+def main(folder: Path, way: str, rank: int, world: int) -> None:
+    """Train in one of ``world`` processes, which meet in a folder."""
     dist.init_process_group("gloo", init_method=f"file://{folder}/meeting", rank=rank, world_size=world)
     torch.save([trained(way, monitored=False), trained(way, monitored=True)], folder / f"found-{rank}.pt")
     dist.destroy_process_group()
-
-
-if __name__ == "__main__":
-    main(Path(sys.argv[1]), sys.argv[2])

@@ -1,9 +1,7 @@
-"""A process of a group: measures its rows of sequences. Started by tests/distributed/test_measure.py."""
+"""A process of a group: measures its rows of sequences."""
 
 from __future__ import annotations
 
-import os
-import sys
 from pathlib import Path
 
 import torch
@@ -26,9 +24,7 @@ def peak() -> int:
     return next((1024 * int(line.split()[1]) for line in lines if line.startswith("VmHWM:")), 0)
 
 
-def main(folder: Path) -> None:
-    torch.set_num_threads(1)
-    rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+def main(folder: Path, rank: int, world: int) -> None:
     dist.init_process_group("gloo", init_method=f"file://{folder}/meeting", rank=rank, world_size=world)
     found = {}
     # Written by the test itself, a moment ago.
@@ -40,7 +36,3 @@ def main(folder: Path) -> None:
         found[name] = (rows, vars(estimate), peak() - before)
     torch.save(found, folder / f"found-{rank}.pt")
     dist.destroy_process_group()
-
-
-if __name__ == "__main__":
-    main(Path(sys.argv[1]))

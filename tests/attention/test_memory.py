@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -13,6 +12,8 @@ import howsmooth as hs
 from howsmooth.attention import core
 from howsmooth.measures import DiscreteMeasure
 from tests._cases import ACTING, CASES, D, dense_jacobian, random_attention, tokens
+from tests._forked import memory_added
+from tests._selection import others_slow
 
 WEIGHTS = torch.tensor([0.3, 0.2, 0.1, 0.1, 0.1, 0.15, 0.05], dtype=torch.float64)
 
@@ -25,7 +26,7 @@ def _l2(seed: int, *, causal: bool) -> hs.L2Attention:
 MAPS = CASES | {"L2": lambda n: _l2(1, causal=False), "L2, causal": lambda n: _l2(2, causal=True)}
 
 
-@pytest.mark.parametrize("entries", [1, 150])
+@pytest.mark.parametrize("entries", [1, pytest.param(150, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", MAPS)
 def test_blocks_do_not_change_the_map(name: str, entries: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """One entry: a row of one head at a time; 150: several heads, or some rows of a group."""
@@ -44,8 +45,13 @@ def test_blocks_do_not_change_the_map(name: str, entries: int, monkeypatch: pyte
             torch.testing.assert_close(image, moved, rtol=1e-13, atol=1e-13)
 
 
-@pytest.mark.parametrize(("key_dim", "value_dim"), [(3, 5), (5, 3), (4, 4)])
-@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize(
+    ("key_dim", "value_dim", "causal"),
+    others_slow(
+        [(key, value, causal) for key, value in ((3, 5), (5, 3), (4, 4)) for causal in (False, True)],
+        [(3, 5, False), (5, 3, True), (4, 4, True)],
+    ),
+)
 def test_the_fused_kernel_is_used_and_takes_every_size(
     key_dim: int, value_dim: int, causal: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -82,29 +88,18 @@ def test_blocks_are_differentiated_in_both_modes(monkeypatch: pytest.MonkeyPatch
     torch.testing.assert_close(torch.func.vmap(f)(members), f(members), rtol=1e-13, atol=1e-13)
 
 
-MEMORY = """
-import resource, torch, howsmooth as hs
-from howsmooth.measures import DiscreteMeasure
-torch.set_num_threads(1)
-generator = torch.Generator().manual_seed(0)
-def draw(*shape):
-    return torch.randn(*shape, generator=generator, dtype=torch.float64)
-softmax = hs.SelfAttention(draw(2, 2, 2), draw(1, 2, 2), draw(1, 2, 2), draw(2, 4))
-l2 = hs.L2Attention(draw(2, 2, 2), draw(1, 2, 2), draw(1, 2, 2), draw(2, 4), causal=True)
-for n in (10, 3600):
-    x = draw(n, 2)
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    softmax(x)
-    softmax(DiscreteMeasure(x))
-    l2(DiscreteMeasure.sequence(x))
-print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
-"""
-
-
-def test_memory_of_a_call_does_not_grow_with_the_square_of_n() -> None:
+def test_memory_of_a_call_does_not_grow_with_the_square_of_n(tmp_path: Path) -> None:
     """One n × n matrix of one head would take 104 MB."""
-    done = subprocess.run([sys.executable, "-c", MEMORY], capture_output=True, text=True, check=True)
-    assert int(done.stdout) * 1024 < 80e6
+    parameters = [tokens(i, *shape) for i, shape in enumerate([(2, 2, 2), (1, 2, 2), (1, 2, 2), (2, 4)])]
+    softmax, l2 = hs.SelfAttention(*parameters), hs.L2Attention(*parameters, causal=True)
+    x = tokens(5, 3600, 2)
+
+    def called() -> None:
+        softmax(x)
+        softmax(DiscreteMeasure(x))
+        l2(DiscreteMeasure.sequence(x))
+
+    assert memory_added(called, tmp_path) < 80e6
 
 
 def test_a_constant_is_measured_alike(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -41,7 +41,7 @@ def largest_constant(f: hs.SelfAttention, n: int, radius: float, starts: int, st
     return largest
 
 
-@pytest.mark.parametrize("radius", [0.3, 3.0])
+@pytest.mark.parametrize("radius", [pytest.param(0.3, marks=pytest.mark.slow), 3.0])
 @pytest.mark.parametrize("name", ATTENTIONS)
 def test_no_constant_on_the_ball_is_above_the_bound(name: str, radius: float) -> None:
     f = CASES[name](N)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 
 import pytest
@@ -28,6 +29,7 @@ from howsmooth.bounds.parameters import Head, parameters_of
 from howsmooth.bounds.worst_tokens import searched_pairs, searched_tokens, two_cluster_points
 from howsmooth.errors import ArgumentError, NonFiniteError
 from tests._cases import D, dense_jacobian, random_attention, tokens, true_norm
+from tests._selection import others_slow
 
 ROTATION = torch.tensor([[0.0, -1.0], [1.0, 0.0]], dtype=torch.float64)
 
@@ -93,7 +95,7 @@ def test_heavy_token_with_another_mask_is_no_bound():
 @pytest.mark.parametrize("n", [2, 6])
 def test_each_bound_is_below_the_norm_at_its_witness(biases, n):
     radius = 2.0
-    for seed in range(2):
+    for seed in range(1):
         f = random_attention(50 + seed, heads=1, biases=biases, temperature=2.0)
         f = hs.SelfAttention(f.query, f.key, f.value, query_bias=f.query_bias)
         causal = hs.SelfAttention(f.query, f.key, f.value, query_bias=f.query_bias, causal=True)
@@ -389,8 +391,13 @@ def test_hypotheses_that_fail_make_a_bound_trivial():
         assert bound.value == 0.0
 
 
-@pytest.mark.parametrize("radius", [1e-150, 1e-9, 1e9, 1e70])
-@pytest.mark.parametrize("n", [3, 10**400], ids=["3", "huge"])
+@pytest.mark.parametrize(
+    ("n", "radius"),
+    others_slow(
+        itertools.product([3, 10**400], [1e-150, 1e-9, 1e9, 1e70]), [(3, 1e70), (10**400, 1e-150), (3, 1e9)]
+    ),
+    ids=lambda value: "huge" if value == 10**400 else None,
+)
 def test_extremes_give_numbers(radius, n):
     head = Head(torch.tensor([[0.3, -1.0], [1.0, -0.5]], dtype=torch.float64), eye(2))
     for statement in (

@@ -11,6 +11,7 @@ import howsmooth as hs
 from howsmooth.attention.core import attend
 from howsmooth.errors import ArgumentError, NonFiniteError
 from tests._cases import CASES, random_attention, tokens
+from tests._selection import others_slow
 from tests._tiny_models import tiny, token_ids
 
 N = 7
@@ -91,7 +92,7 @@ def sizes_of(f: hs.SelfAttention, x: Tensor, part: str, size: float, entries: bo
     return drawn[0] if part != "values" else None, drawn[1] if part != "keys" else None
 
 
-@pytest.mark.parametrize("part", PARTS)
+@pytest.mark.parametrize("part", others_slow(PARTS, ["both"]))
 @pytest.mark.parametrize("name", LAYERS)
 def test_no_error_of_the_size_goes_beyond_the_bound(name: str, part: str) -> None:
     f, x = CASES[name](N), tokens(5, N, 6)

@@ -334,7 +334,7 @@ def try_line(line: list[str], *, real: bool) -> None:
 
 
 quickly = settings(
-    max_examples=25, deadline=None, derandomize=True, database=None, suppress_health_check=list(HealthCheck)
+    max_examples=10, deadline=None, derandomize=True, database=None, suppress_health_check=list(HealthCheck)
 )
 slowly = settings(max_examples=60, deadline=None, database=None, suppress_health_check=list(HealthCheck))
 

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import typer
+from transformers import CLIPConfig
 
 from howsmooth.cli import app, main
 from howsmooth.cli.terminal_output import show_table
@@ -138,9 +139,15 @@ def test_a_misspelt_name_is_answered_with_the_nearest(
     assert words in capsys.readouterr().err
 
 
-def test_texts_and_images_together_are_answered_with_the_parts(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["measure", "clip", "--random-init", "--text", "alice", "--images", "builtin"]) == 2
+def test_texts_and_images_together_are_answered_with_the_parts(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    parts = {"text_config": {**sizes, "vocab_size": 60}, "vision_config": {**sizes, "image_size": 16}}
+    CLIPConfig(**parts, projection_dim=8).save_pretrained(tmp_path)
+    given = [str(tmp_path), "--random-init"]
+    assert main(["measure", *given, "--text", "alice", "--images", "builtin"]) == 2
     assert "such as CLIP, choose a part: text or vision" in capsys.readouterr().err
-    assert main(["inspect", "clip", "--random-init"]) == 2
+    assert main(["inspect", *given]) == 2
     said = capsys.readouterr().err
     assert "text_model with a text (--text), vision_model with images (--images)" in said

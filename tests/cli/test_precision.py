@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pandas as pd
 import pytest
+from transformers import GPT2Config
 
 import howsmooth as hs
 from howsmooth.cli import main
@@ -50,10 +51,12 @@ def test_json_alone_is_on_standard_output(capsys: Capture) -> None:
     assert found["files"][0] == "howsmooth-precision/precision.html"
 
 
-def test_token_ids_and_untrained_models(capsys: Capture) -> None:
+def test_token_ids_and_untrained_models(capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("howsmooth.profiling.precision_page.write", lambda *_: [Path("not-drawn.html")])
     Path("ids.json").write_text("[5, 6, 7, 8]")
+    GPT2Config(vocab_size=60, n_embd=24, n_layer=2, n_head=2).save_pretrained("tiny")
     given = ["--random-init", "--tokens", "ids.json", "--layers", "0", "--bits", "4", "--quantisers", "token"]
-    assert main(["precision", "gpt2", *given]) == 0
+    assert main(["precision", "./tiny", *given]) == 0
     out = capsys.readouterr().out
     assert "4 tokens" in out
     assert "left out" in out

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pandas as pd
 import pytest
+from transformers import GPT2Config
 
 import howsmooth as hs
 from howsmooth.cli import main
@@ -52,9 +53,11 @@ def test_influence_is_written_if_asked_for(capsys: Capture) -> None:
     assert len(pd.read_csv("howsmooth-profile/influence.csv")) == 25
 
 
-def test_token_ids_and_images_are_inputs_too(capsys: Capture) -> None:
+def test_token_ids_and_images_are_inputs_too(capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("howsmooth.profiling.page.write", lambda *_: [Path("not-drawn.html")])
     Path("ids.json").write_text("[5, 6, 7, 8]")
-    assert main(["profile", "gpt2", "--random-init", "--tokens", "ids.json", "--layers", "0"]) == 0
+    GPT2Config(vocab_size=60, n_embd=24, n_layer=2, n_head=2).save_pretrained("tiny")
+    assert main(["profile", "./tiny", "--random-init", "--tokens", "ids.json", "--layers", "0"]) == 0
     assert "4 tokens" in capsys.readouterr().out
     assert main(["profile", "builtin-encoder", "--tokens", "ids.json", "--images", "builtin"]) == 2
     assert "expected one input" in capsys.readouterr().err

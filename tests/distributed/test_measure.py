@@ -5,9 +5,7 @@ Threads play the processes, so that every number of them is tried; two real ones
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -28,7 +26,9 @@ from howsmooth.errors import ArgumentError, HowsmoothError, NonFiniteError
 from howsmooth.lipschitz import LipschitzEstimate
 from howsmooth.seeds import torch_seed
 from tests._cases import CASES, D, dense_jacobian, random_attention, rotary, tokens, true_norm
+from tests._forked import all_done
 from tests._group import ThreadCollectives, in_threads
+from tests._two_processes import main
 
 N = 11
 # Some cases differ in what a process does by itself only.
@@ -332,7 +332,6 @@ def test_products_that_are_not_finite_stop_all() -> None:
 
 # ---- real processes
 
-PROGRAM = Path(__file__).parents[1] / "_two_processes.py"
 Problems = dict[str, tuple[TokenMap, Tensor, dict[str, object]]]
 
 
@@ -341,23 +340,7 @@ def in_processes(
 ) -> list[dict[str, tuple[Tensor, dict[str, Tensor], int]]]:
     """What each of ``world`` processes joined by gloo found: rows, fields of the estimate, memory taken."""
     torch.save(problems, folder / "problems.pt")
-    variables = {**os.environ, "OMP_NUM_THREADS": "1", "WORLD_SIZE": str(world)}
-    running = [
-        subprocess.Popen(
-            [sys.executable, str(PROGRAM), str(folder)],
-            env={**variables, "RANK": str(rank)},
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(world)
-    ]
-    try:
-        for process in running:
-            _, errors = process.communicate(timeout=300)
-            assert process.returncode == 0, errors
-    finally:
-        for process in running:
-            process.kill()
+    assert all_done([partial(main, folder, rank, world) for rank in range(world)])
     return [torch.load(folder / f"found-{rank}.pt", weights_only=False) for rank in range(world)]
 
 

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,6 +21,7 @@ from howsmooth.attention.visibility import Visibility
 from howsmooth.errors import ArgumentError
 from howsmooth.functional import attention, row_blocks
 from howsmooth.functional.row_blocks import Grid
+from tests._forked import memory_added
 
 D = torch.float64
 HEADS, KV_HEADS = 4, 2
@@ -584,49 +587,40 @@ def test_refusals(name: str) -> None:
         made()
 
 
-MEMORY = """
-import resource, sys
-import torch
-from torch.func import grad, jvp
-from howsmooth.functional import attention
-torch.set_num_threads(1)
-def peak():
-    return 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-def work(n, what):
-    x = tuple(torch.randn(3, 1, n, 8))
-    f = lambda *x: (attention(*x, causal=True) ** 2).sum()
-    g = grad(f, (0, 1, 2))
-    runs = {
-        "forward": lambda: jvp(f, x, x),
-        "reverse": lambda: g(*x),
-        "forward over reverse": lambda: jvp(g, x, x),
-        "reverse over reverse": lambda: grad(lambda *y: (g(*y)[0] ** 2).sum(), (0, 1, 2))(*x),
-        "forward over forward": lambda: jvp(lambda *y: jvp(f, y, x)[1], x, x),
-        "vmap": lambda: torch.func.vmap(g)(*(t.expand(2, *t.shape) for t in x)),
-    }
-    runs[what]()
-for what in sys.argv[2:]:
-    work(64, what)
-    before = peak()
-    work(int(sys.argv[1]), what)
-    print(peak() - before)
-"""
+def added_memory(n: int, what: str, folder: Path) -> int:
+    """Return the bytes that a derivative at n tokens adds to the largest size of a process."""
+
+    def f(*x: Tensor) -> Tensor:
+        return (attention(*x, causal=True) ** 2).sum()
+
+    def run(n: int) -> None:
+        x, g = tuple(torch.randn(3, 1, n, 8)), grad(f, (0, 1, 2))
+        runs = {
+            "forward": lambda: jvp(f, x, x),
+            "reverse": lambda: g(*x),
+            "forward over reverse": lambda: jvp(g, x, x),
+            "reverse over reverse": lambda: grad(lambda *y: (g(*y)[0] ** 2).sum(), (0, 1, 2))(*x),
+            "forward over forward": lambda: jvp(lambda *y: jvp(f, y, x)[1], x, x),
+            "vmap": lambda: vmap(g)(*(t.expand(2, *t.shape) for t in x)),
+        }
+        runs[what]()
+
+    return memory_added(partial(run, n), folder)
 
 
-def added_memory(n: int, *what: str) -> Iterator[int]:
-    """Yield the bytes that each derivative at n tokens adds to the largest size of a process."""
-    command = [sys.executable, "-c", MEMORY, str(n), *what]
-    done = subprocess.run(command, capture_output=True, text=True, check=True)
-    yield from (int(line) for line in done.stdout.split())
-
-
-def test_memory() -> None:
+@pytest.mark.parametrize("what", ["forward", "reverse"])
+def test_memory(what: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.undo()  # blocks of the true size
     n = 8192
-    assert max(added_memory(n, "forward", "reverse")) < n * n * 4 / 4
+    assert added_memory(n, what, tmp_path) < n * n * 4 / 4
 
 
 @pytest.mark.slow
-def test_memory_of_all_derivatives() -> None:
+@pytest.mark.parametrize(
+    "what",
+    ["forward", "reverse", "forward over reverse", "reverse over reverse", "forward over forward", "vmap"],
+)
+def test_memory_of_all_derivatives(what: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.undo()  # blocks of the true size
     n = 16_384
-    runs = ("forward", "reverse", "forward over reverse", "reverse over reverse", "vmap")
-    assert max(added_memory(n, *runs, "forward over forward")) < n * n * 4 / 10
+    assert added_memory(n, what, tmp_path) < n * n * 4 / 10

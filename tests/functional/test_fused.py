@@ -105,6 +105,12 @@ def both(name: str) -> tuple[Function, Function, tuple[Tensor, ...]]:
     return ours, theirs, (*x, *(given[key] for key in moved))
 
 
+def few_tokens() -> tuple[Function, Function, tuple[Tensor, ...]]:
+    """Return the same with sinks, at nine tokens, where tiles do not matter."""
+    ours, theirs, x = both("sinks")
+    return ours, theirs, (*(t[..., :9, :] for t in x[:3]), x[3])
+
+
 def there(tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
     return tuple(t.to(DEVICE) for t in tensors)
 
@@ -129,7 +135,7 @@ def agree(ours: Any, theirs: Any, tolerance: float = DIGITS) -> None:
     "name",
     others_slow(
         CASES,
-        ["window", "added mask", "mask that is learned", "bias of queries and an axis of one", "all"],
+        ["mask that is learned", "bias of queries and an axis of one", "all"],
     ),
 )
 def test_value_tangent_and_cotangents(name: str) -> None:
@@ -172,9 +178,9 @@ def test_second_derivatives(name: str, order: str) -> None:
 @pytest.mark.parametrize("moving", others_slow(["queries", "keys", "values", "sinks"], ["values"]))
 def test_one_tensor_at_a_time(moving: str) -> None:
     """What does not move is as if it moved by zero, in both orders."""
-    ours, theirs, x = both("all")
+    ours, theirs, x = few_tokens()
     i = ["queries", "keys", "values", "sinks"].index(moving)
-    one, u = directions(exact(x), 20)[i].float(), drawn(2, HEADS, N, 20, seed=30).float()
+    one, u = directions(exact(x), 20)[i].float(), drawn(2, HEADS, 9, 20, seed=30).float()
 
     def alone(f: Function, place: Function) -> Any:
         y, (e, cotangent) = place(x), place((one, u))
@@ -192,7 +198,7 @@ def _at(f: Function, x: tuple[Tensor, ...], i: int, t: Tensor) -> Tensor:
 
 def test_third_derivatives() -> None:
     """There are no kernels of third order: blocks take over."""
-    ours, theirs, x = both("all")
+    ours, theirs, x = few_tokens()
     d, e = (tuple(t.float() for t in directions(exact(x), seed)) for seed in (20, 40))
 
     def found(f: Function, place: Function) -> Any:
@@ -219,8 +225,8 @@ def test_a_result_may_be_changed_in_place() -> None:
 
 def test_under_vmap() -> None:
     """Members that vmap brings are as if alone, in all derivatives, and some tensors do without."""
-    x = (small(2, HEADS, 5, 2, seed=1), small(KV_HEADS, 5, 2, seed=2), small(KV_HEADS, 5, 2, seed=3))
-    seen = drawn(2, 5, 5, seed=4) > -0.8
+    x = (small(2, HEADS, 3, 2, seed=1), small(KV_HEADS, 3, 2, seed=2), small(KV_HEADS, 3, 2, seed=3))
+    seen = drawn(2, 3, 3, seed=4) > -0.8
 
     def ours(q: Tensor, k: Tensor, v: Tensor, s: Tensor) -> Tensor:
         out: Tensor = attention(q, k, v, s, softcap=2.0, kernels=True)
@@ -277,7 +283,7 @@ def test_a_query_that_sees_no_key(form: str) -> None:
         itertools.product(
             (torch.float32, torch.float16, torch.bfloat16), ("every key", "causal", "common keys")
         ),
-        [(torch.float16, "common keys"), (torch.bfloat16, "causal")],
+        [(torch.float16, "common keys")],
     ),
 )
 def test_errors_are_at_most_twice_those_of_the_math_backend(
@@ -387,10 +393,11 @@ def test_what_there_are_no_kernels_for(monkeypatch: pytest.MonkeyPatch) -> None:
         attention(*x, kernels=True)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("dtype", "kernels"),
     [
-        pytest.param("bf16", list(fused._FIRST), id="bf16", marks=pytest.mark.slow),
+        pytest.param("bf16", list(fused._FIRST), id="bf16"),
         pytest.param("fp32", ["value"], id="fp32"),
     ],
 )

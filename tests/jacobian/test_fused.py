@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import replace
 
 import pytest
@@ -15,6 +16,7 @@ from howsmooth.jacobian.operands import Operands
 from howsmooth.jacobian.streamed import StreamedDerivative, streamed_derivative
 from tests._cases import random_attention
 from tests._interpreter import bfloat16_in_the_interpreter
+from tests._selection import others_slow
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 pytest.importorskip(
@@ -74,8 +76,13 @@ def relative(found: torch.Tensor, wanted: torch.Tensor) -> float:
     return float((found.double() - wanted).norm() / wanted.norm())
 
 
-@pytest.mark.parametrize("parts", [2, 3])
-@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize(
+    ("rule", "parts"),
+    others_slow(
+        itertools.product(RULES, [2, 3]),
+        [("every key", 3), ("causal", 2), ("causal window", 3), ("window", 2)],
+    ),
+)
 def test_products_are_those_of_float64(rule: str, parts: int) -> None:
     single, double = derivative(1, 130, group=2, kv_heads=1, **RULES[rule])
     at, (dq, dk, dv) = by_kernels(single, parts), tangents(2, single)

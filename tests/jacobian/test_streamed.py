@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -18,9 +17,19 @@ from howsmooth.jacobian.operands import Operands
 from howsmooth.jacobian.streamed import streamed_derivative
 from howsmooth.spectral import LinearOperator, to_dense
 from tests._cases import CASES, D, dense_jacobian, random_attention, rotary, tokens
+from tests._forked import memory_added
 from tests._selection import others_slow
 
 LAYERS = [name for name, make in CASES.items() if has_closed_form(make(4))]
+VARIED = [
+    "multi-head",
+    "causal window, grouped",
+    "score bias for all heads, masked",
+    "sinks, softcap, score bias",
+    "norms of queries and keys, rotary, causal",
+    "post-norm",
+    "scaled residual",
+]
 
 
 @pytest.fixture
@@ -47,18 +56,7 @@ def check_products(op: LinearOperator, dense: torch.Tensor, size: float) -> None
 @pytest.mark.usefixtures("small_tiles")
 @pytest.mark.parametrize(
     "name",
-    others_slow(
-        LAYERS,
-        [
-            "multi-head",
-            "causal window, grouped",
-            "score bias for all heads, masked",
-            "sinks, softcap, score bias",
-            "norms of queries and keys, rotary, causal",
-            "post-norm",
-            "scaled residual",
-        ],
-    ),
+    others_slow(LAYERS, VARIED),
 )
 def test_products_are_those_of_the_dense_jacobian(name: str) -> None:
     n = 5
@@ -88,7 +86,7 @@ def check_fine_cuts(f: TokenMap, x: torch.Tensor) -> None:
     check_products(closed_form_jacobian(f, x, streamed=True), dense, max(1.0, float(dense.abs().max())))
 
 
-@pytest.mark.parametrize("name", LAYERS)
+@pytest.mark.parametrize("name", others_slow(LAYERS, VARIED))
 def test_products_are_those_of_the_dense_jacobian_where_blocks_have_strips(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -108,7 +106,7 @@ ONE_HEAD = {
 }
 
 
-@pytest.mark.parametrize("threads", [1, 2, 3, 4])
+@pytest.mark.parametrize("threads", others_slow([1, 2, 3, 4], [1, 3]))
 @pytest.mark.parametrize("keywords", ONE_HEAD.values(), ids=ONE_HEAD)
 def test_one_head_is_cut_into_rows_of_each_thread(
     keywords: dict[str, object], threads: int, monkeypatch: pytest.MonkeyPatch
@@ -279,36 +277,17 @@ def test_blocks_of_a_narrow_window_are_as_large_in_a_long_sequence_as_in_a_short
     assert lengths[0] == lengths[1] > tiling._FEWEST_ROWS
 
 
-PROGRAM = """
-import resource, sys
-import torch
-from howsmooth.jacobian import closed_form_jacobian
-from howsmooth import SelfAttention
-torch.set_num_threads(1)
-n = int(sys.argv[1])
-draw = torch.Generator().manual_seed(0)
-weights = [torch.randn(2, 8, 16, generator=draw) for _ in range(3)]
-f = SelfAttention(*weights, torch.randn(16, 16, generator=draw), causal=True)
-x = torch.randn(1, n, 16, generator=draw)
-op = closed_form_jacobian(f, x, streamed=True)
-e = torch.randn(1, n, 16, generator=draw)
-image, gram = op.gram_product(e)
-assert abs(float((gram * e).sum() / image.square().sum()) - 1) < 1e-4
-print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)
-"""
-
-
-def peak(n: int) -> int:
-    """Return the largest resident size, in bytes, of a process that makes one product at n tokens."""
-    command = [sys.executable, "-c", PROGRAM, str(n)]
-    return 1024 * int(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
-
-
-def test_memory_grows_with_the_length_and_not_with_its_square() -> None:
+def test_memory_grows_with_the_length_and_not_with_its_square(tmp_path: Path) -> None:
     n = 8_000
-    added = peak(n) - peak(16)
+    f = random_attention(3, heads=2, key_dim=8, value_dim=8, d=16, d_out=16, causal=True, dtype=torch.float32)
+    x = tokens(3, 1, n, 16, dtype=torch.float32)
+
+    def multiplied() -> None:
+        image, gram = closed_form_jacobian(f, x, streamed=True).gram_product(x)
+        assert abs(float((gram * x).sum() / image.square().sum()) - 1) < 1e-4
+
     # One matrix of probabilities in float32 of the two heads.
-    assert added < 2 * n * n * 4 / 8
+    assert memory_added(multiplied, tmp_path) < 2 * n * n * 4 / 8
 
 
 def test_rotary_positions_and_residuals_go_through_one_pass() -> None:

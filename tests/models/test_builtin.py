@@ -223,6 +223,7 @@ def test_held_out_blocks_are_apart(script: ModuleType) -> None:
     assert apart == paragraphs[380:400] + paragraphs[780:800]
 
 
+@pytest.mark.slow
 def test_held_out_piece_is_what_the_card_names(name: str, script: ModuleType) -> None:
     facts = facts_of(name)
     text = script.python_docs()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from transformers import ViTConfig, ViTModel
 import howsmooth as hs
 from howsmooth.errors import ArgumentError
 from howsmooth.models.float32_weights import float32_layers
+from tests._selection import others_slow
 from tests._tiny_models import CONFIGS, tiny
 
 HALF = [torch.bfloat16, torch.float16]
@@ -27,8 +29,13 @@ def vision() -> nn.Module:
     return ViTModel(ViTConfig(**sizes, image_size=16, patch_size=8), add_pooling_layer=False).eval()
 
 
-@pytest.mark.parametrize("dtype", HALF)
-@pytest.mark.parametrize("scope", ["attention", "block"])
+@pytest.mark.parametrize(
+    ("scope", "dtype"),
+    others_slow(
+        itertools.product(["attention", "block"], HALF),
+        [("attention", torch.float16), ("block", torch.bfloat16)],
+    ),
+)
 @pytest.mark.parametrize("name", [*CONFIGS, "vit"])
 def test_the_sites_are_those_of_the_model_in_float32(name: str, scope: str, dtype: torch.dtype) -> None:
     half = (vision() if name == "vit" else tiny(name)).to(dtype)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
@@ -17,6 +18,7 @@ from transformers import (
 )
 
 import howsmooth as hs
+from tests._monitored_training import gpt2
 from tests._tiny_models import WithoutDowncast, tiny, token_ids
 from tests.architectures.build import build, inputs_of, spread
 
@@ -107,8 +109,10 @@ def test_an_image_begins_at_the_input_of_the_first_block() -> None:
 
 
 def test_logits_and_margin() -> None:
-    model = hs.load_model("builtin-decoder", head=True, dtype=torch.float64).model
-    ids = torch.tensor([[40, 77, 301, 12]])
+    single = gpt2().eval()
+    spread(single)
+    model = copy.deepcopy(single).double()
+    ids = token_ids(1, 4) % 40
     logits = _own(model, "logits")
     (site,) = hs.capture(model, ids, scope="model", output="logits", last_token=True)
     assert site.map(site.x).shape == (1, 1, model.config.vocab_size)
@@ -118,7 +122,6 @@ def test_logits_and_margin() -> None:
         first, second = logits(x)[-1].sort(descending=True).values[:2]
         return (first - second)[None]
 
-    single = hs.load_model("builtin-decoder", head=True).model
     for whose, rtol in ((model, 1e-6), (single, 1e-3)):
         (found,) = hs.capture(whose, ids, scope="model", output="margin")
         _holds(found, _norm(margin, site.x[0]), rtol)

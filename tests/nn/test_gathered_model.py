@@ -2,38 +2,22 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from tests._distributed_training import main
+from tests._forked import all_done
+
 WAYS = ["fully_shard"]
 SLOW_WAYS = ["ddp", "ddp in bfloat16", "fsdp", "fsdp, original parameters", "fully_shard in bfloat16"]
 
 
 def in_two_processes(way: str, folder: Path) -> list[Any]:
-    command = [sys.executable, "-m", "tests._distributed_training", str(folder), way]
-    started = [
-        subprocess.Popen(
-            command,
-            cwd=Path(__file__).parents[2],
-            env={**os.environ, "RANK": str(rank), "WORLD_SIZE": "2", "OMP_NUM_THREADS": "1"},
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(2)
-    ]
-    try:
-        ends = [process.communicate(timeout=200) for process in started]
-    finally:
-        for process in started:
-            process.kill()
-    for process, (_, errors) in zip(started, ends, strict=True):
-        assert process.returncode == 0, errors[-3000:]
+    assert all_done([partial(main, folder, way, rank, 2) for rank in range(2)])
     return [torch.load(folder / f"found-{rank}.pt", weights_only=True) for rank in range(2)]
 
 

@@ -35,6 +35,7 @@ from howsmooth.nn.penalty import (
     softmax_jacobian_bound,
 )
 from tests._monitored_training import gpt2
+from tests._selection import others_slow
 from tests._tiny_models import tiny, token_ids
 
 D, N, B = 6, 4, 3
@@ -532,7 +533,7 @@ TINY: dict[str, Callable[[], nn.Module]] = {
 }
 
 
-@pytest.mark.parametrize("name", ["bert", "gpt2", "llama", *TINY])
+@pytest.mark.parametrize("name", others_slow(["bert", "gpt2", "llama", *TINY], ["gpt2", "llama", *TINY]))
 def test_penalty_and_monitor_look_at_the_same_by_default(name: str) -> None:
     torch.manual_seed(0)
     model = TINY[name]().double().eval() if name in TINY else tiny(name, torch.float64)
@@ -836,7 +837,7 @@ def test_compiled_models() -> None:
             assert torch.allclose(penalty(), expected)
 
 
-@pytest.mark.parametrize("accepts", [True, False])
+@pytest.mark.parametrize("accepts", others_slow([True, False], [True]))
 def test_the_guides_penalty_in_the_trainer_counts_once(accepts: bool, tmp_path: Path) -> None:
     page = (Path(__file__).parents[2] / "docs" / "guide" / "monitor.md").read_text(encoding="utf-8")
     code = "class Smooth" + page.split("class Smooth")[1].split("\n\n\n")[0]

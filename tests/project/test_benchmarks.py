@@ -18,14 +18,22 @@ def failed_unless_zero(code: int = 0) -> None:
 @pytest.mark.parametrize(
     ("command", "said"),
     [
-        ("streamed.py --lengths 32 --heads 1 --rounds 1 --cached-up-to 32", "share of blocks"),
+        pytest.param(
+            "streamed.py --lengths 32 --heads 1 --rounds 1 --cached-up-to 32",
+            "share of blocks",
+            marks=pytest.mark.slow,
+        ),
         ("long_sequence.py --n 64 --d 16 --heads 2 --causal --products 1", "product 1:"),
         pytest.param(
             "device.py --device cpu --d 8 --heads 2 --cached 8 --streamed 16 --samples 1 --layer 16",
             "goal for 490",
             marks=pytest.mark.slow,
         ),
-        ("device.py --device cpu --d 8 --heads 2 --samples 1 --count", "times fewer"),
+        pytest.param(
+            "device.py --device cpu --d 8 --heads 2 --samples 1 --count",
+            "times fewer",
+            marks=pytest.mark.slow,
+        ),
         pytest.param(
             "whole_model.py --lengths 4 --layers 1 --width 32", "power, math", marks=pytest.mark.slow
         ),

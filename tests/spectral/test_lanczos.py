@@ -436,7 +436,10 @@ def test_coordinates_may_be_spread_over_processes() -> None:
             )
 
 
-@pytest.mark.parametrize("solver", ["golub_kahan", "own precision", "half precision"])
+@pytest.mark.parametrize(
+    "solver",
+    ["golub_kahan", pytest.param("own precision", marks=pytest.mark.slow), "half precision"],
+)
 def test_float32_in_large_dimensions(solver: str) -> None:
     """Lengths and projections summed in float32 were wrong by 1e-4, and the lower limit above the norm."""
     n = 4_000_000

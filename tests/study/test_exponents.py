@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable
 from typing import Any
@@ -13,6 +14,7 @@ from hypothesis import strategies as st
 
 from howsmooth.errors import ArgumentError
 from howsmooth.study.exponents import EXPONENT_COLUMNS, LEVEL, QUARTER, exponents, fit_exponent
+from tests._selection import others_slow
 
 PROTOCOL = np.repeat(np.arange(2, 101, 2), 10)
 
@@ -41,18 +43,32 @@ NOISES: dict[str, Callable[[np.ndarray, np.random.Generator], np.ndarray]] = {
 }
 
 
-@pytest.mark.parametrize("noise", NOISES)
+DESIGNS = {
+    "protocol": PROTOCOL,
+    "20 lengths": np.repeat(np.arange(5, 101, 5), 3),
+    "few": np.repeat([2, 4, 8, 16, 32], 4),
+    "four points": np.array([2, 4, 8, 16]),
+}
+
+
 @pytest.mark.parametrize(
-    "n",
-    [PROTOCOL, np.repeat(np.arange(5, 101, 5), 3), np.repeat([2, 4, 8, 16, 32], 4), np.array([2, 4, 8, 16])],
-    ids=["protocol", "20 lengths", "few", "four points"],
+    ("noise", "design"),
+    others_slow(
+        itertools.product(NOISES, DESIGNS),
+        [
+            *((noise, "protocol") for noise in NOISES),
+            ("larger for short", "20 lengths"),
+            ("heavy tails", "few"),
+            ("skewed", "four points"),
+        ],
+    ),
 )
-def test_the_interval_covers_the_truth_as_often_as_it_says(noise: str, n: np.ndarray) -> None:
+def test_the_interval_covers_the_truth_as_often_as_it_says(noise: str, design: str) -> None:
     """95 % is claimed. Chance takes at most 2 % in 1000 trials, and few skewed points some more.
 
     The textbook interval covers in two cases of three where short sequences spread more.
     """
-    draw = np.random.default_rng(5)
+    draw, n = np.random.default_rng(5), DESIGNS[design]
     x, all_of_them = np.log(n), np.ones(len(n), dtype=bool)
     trials, covered = 1000, 0
     for _ in range(trials):

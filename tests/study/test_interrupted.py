@@ -24,13 +24,13 @@ from typing import Any, NoReturn
 from unittest.mock import patch
 
 import pytest
-import torch
 
 from howsmooth.cli import main
 from howsmooth.errors import StoreError
 from howsmooth.study.records import Measurement, Run
 from howsmooth.study.store import STORE_NAME, Store
 from howsmooth.study.store_file import locked
+from tests._forked import begun, ended
 from tests._study import (
     contents_of,
     installed,
@@ -73,23 +73,6 @@ def type_study(folder: Path, *more: str, pause: float = 0.0) -> tuple[int, str, 
     ):
         code = main(["study", str(folder / "plan.toml"), "--resume", *more])
     return code, out.getvalue(), err.getvalue()
-
-
-def begun(work: Callable[[], object]) -> int:
-    """Begin some work in a process of its own, and return its number; what it raises is printed there."""
-    process = os.fork()
-    if process:
-        return process
-    try:
-        torch.set_num_threads(1)  # those of the parent are not here
-        work()
-    finally:
-        os._exit(0)
-
-
-def ended(process: int) -> int:
-    """Wait for a process, and return how it ended: minus the number of a signal."""
-    return os.waitstatus_to_exitcode(os.waitpid(process, 0)[1])
 
 
 def told(work: Callable[[], tuple[int, str, str]], folder: Path) -> tuple[int, str, str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 from dataclasses import replace
@@ -21,6 +22,7 @@ from howsmooth.study.store import Store
 from howsmooth.study.tasks import site_bounds
 from howsmooth.study.tasks.bounds import bounded_lengths
 from howsmooth.study.tasks.site_bounds import bound_site
+from tests._selection import others_slow
 from tests._study import Heard, Tools, contents_of, installed, make_plan, make_tools, run
 from tests._tiny_models import tiny
 
@@ -243,8 +245,13 @@ def sites() -> dict[tuple[str, str], Any]:
     }
 
 
-@pytest.mark.parametrize("name", ["bert", "gpt2", "llama"])
-@pytest.mark.parametrize("scope", ["attention", "head"])
+@pytest.mark.parametrize(
+    ("name", "scope"),
+    others_slow(
+        itertools.product(["bert", "gpt2", "llama"], ["attention", "head"]),
+        [("bert", "head"), ("gpt2", "attention"), ("llama", "attention")],
+    ),
+)
 def test_the_bounds_are_those_of_the_table_and_hold(
     sites: dict[tuple[str, str], Any], name: str, scope: str
 ) -> None:

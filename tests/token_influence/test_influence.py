@@ -16,6 +16,7 @@ from howsmooth.errors import ArgumentError, NonFiniteError
 from howsmooth.jacobian.token_blocks import token_blocks
 from howsmooth.token_influence import Influence
 from tests._cases import CASES, random_attention, tokens
+from tests._selection import others_slow
 from tests._tiny_models import tiny
 from tests.attention.test_staged import CASES as STAGED
 from tests.attention.test_staged import naive
@@ -50,7 +51,21 @@ def largest_token_move(blocks: Tensor, restarts: int = 40) -> float:
 # ---- the matrix
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(
+    "name",
+    others_slow(
+        CASES,
+        [
+            "multi-head",
+            "causal window, grouped",
+            "score bias for all heads, masked",
+            "sinks, softcap, score bias",
+            "norms of queries and keys, rotary, causal",
+            "post-norm",
+            "scaled residual",
+        ],
+    ),
+)
 def test_every_entry_contains_the_norm_of_its_dense_block(name: str) -> None:
     f, x = CASES[name](N), tokens(3, N, 6)
     for dtype, rtol in ((torch.float64, 1e-8), (torch.float32, 1e-3)):
@@ -165,7 +180,7 @@ def test_heads_that_look_at_one_key(seed: int, dtype: torch.dtype) -> None:
     assert found.converged.all()
 
 
-@pytest.mark.parametrize("name", ["qwen2", "llama", "bert"])
+@pytest.mark.parametrize("name", others_slow(["qwen2", "llama", "bert"], ["qwen2", "bert"]))
 def test_a_captured_layer_of_a_half_precision_model(name: str) -> None:
     model = tiny(name).to(torch.bfloat16)
     ids = torch.randint(1, 60, (1, 8), generator=torch.Generator().manual_seed(0))

@@ -118,13 +118,13 @@ def test_dropout_is_random_but_reproducible() -> None:
     model = tiny("gpt2")
     model.config.attn_pdrop = model.config.resid_pdrop = 0.1
     values = [
-        published.measure_as_published(model, TWO, 0, ["dropout", "stopping"], seed=seed)
+        published.measure_as_published(model, TWO[:1], 0, ["dropout", "stopping"], seed=seed)
         for seed in (0, 0, 9)
     ]
     assert torch.equal(values[0].value, values[1].value)
     assert not torch.equal(values[0].value, values[2].value)
     assert not bool(values[0].settled.any())
-    assert values[0].steps.tolist() == [100, 100]
+    assert values[0].steps.tolist() == [100]
     assert "dropout 0.1 of weights and 0.1 of outputs" in values[0].map
 
 
