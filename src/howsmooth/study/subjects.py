@@ -140,7 +140,7 @@ def checked_subjects(plan: Plan, models: Models, impossible: Impossible | None =
     checked: list[Subject] = []
     for spec in plan.models:
         for source in sources:
-            reached: str | None = encodable(source.name)
+            reached: str | None = source.record.name
             try:
                 _check_size(plan, spec, source)
                 reached = None
@@ -342,16 +342,16 @@ def _check_lengths(subject: Subject) -> None:
         )
 
 
-def _check_size(plan: Plan, spec: ModelSpec, source: DataSource) -> None:
+def _check_size(plan: Plan, spec: ModelSpec, source: OpenedInput) -> None:
     """Refuse a text that is far too short, before a model is loaded whose tokenizer counts its tokens."""
-    lengths = plan.lengths_of(spec)
+    lengths, text = plan.lengths_of(spec), source.record
     needed = plan.samples * sum(lengths)
     # A token has at least one byte of the text, but for the few characters that a tokenizer spells out.
-    if source.kind == "text" and needed > 4 * len(source.content.encode("utf-8", "replace")):
+    if text.kind == "text" and needed > 4 * len(source.content.encode("utf-8", "replace")):
         raise TextError(
-            f"text {source.name!r} is too short: {plan.samples} sequences of each of {len(lengths)} lengths "
-            f"without overlap need {needed} tokens, and it has {source.size} characters. Use fewer samples, "
-            "or fewer or shorter lengths, or a longer text."
+            f"text {text.name!r} is too short: {plan.samples} sequences of each of {len(lengths)} lengths "
+            f"without overlap need {needed} tokens, and it has {text.characters} characters. Use fewer "
+            "samples, or fewer or shorter lengths, or a longer text."
         )
 
 
