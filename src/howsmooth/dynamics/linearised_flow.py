@@ -146,10 +146,10 @@ class LinearisedFlow:
         return made
 
     def rates(self, i: int) -> list[LinearOperator]:
-        """Return the Jacobians of the velocity that give the rate of growth in step ``i``.
+        """Return the Jacobian of the velocity at each stage of step ``i``.
 
-        There is one Jacobian for each stage of the step. On a sphere they are projected onto the tangent
-        spaces.
+        Its symmetric part gives the rate at which perturbations grow. On a sphere the Jacobians are projected
+        onto the tangent spaces.
         """
         stages = self.stages(i)
         if not isinstance(self.system.field, Sphere):

@@ -1,4 +1,4 @@
-"""Products of one map's Jacobians at sequences of unequal lengths, packed into one matrix product.
+"""Multiply vectors by one map's Jacobians at sequences of unequal lengths, packed into one matrix product.
 
 A projection maps each token by itself, so the tokens of all sequences go through it in one matrix product.
 The softmax of each sequence is computed by itself, at its own length. Nothing is padded.
@@ -39,10 +39,9 @@ def shares_products(f: Callable[[Tensor], Tensor]) -> bool:
 def energy_products_together(
     operators: Sequence[LinearOperator], vectors: Sequence[Tensor]
 ) -> list[tuple[Tensor, Tensor]]:
-    """Multiply vectors by several Jacobians of one map, and by their adjoints, sharing matrix products.
+    """Return |J E|² and JᵀJ E for several Jacobians J of one map, each with vectors E of its own.
 
-    The result has |J E|² (batch,) and JᵀJ E (batch, n, d) for each operator J and its vectors E (batch, n,
-    d).
+    Their matrix products are shared. E has the shape (batch, n, d), |J E|² (batch,), and JᵀJ E (batch, n, d).
 
     The lengths n of the operators may differ. The operators are Jacobians of one map from one call of
     ``closed_form_jacobians``, or selected members of them.

@@ -85,10 +85,10 @@ class QKVSensitivity:
         return pd.concat(parts, ignore_index=True)
 
     def tokens(self) -> pd.DataFrame:
-        """Return a table with one row for each operand, head and token.
+        """Return the norm of the derivative in the query, key or value of each token alone, as a table.
 
-        Its columns are ``operand``, ``head``, ``position`` (from 0) and ``value``, the norm of the derivative
-        in that token alone.
+        It has one row for each operand, head and token. Its columns are ``operand``, ``head``, ``position``
+        (from 0) and ``value``, the norm.
         """
         import pandas as pd  # takes half a second, which measuring alone does not need
 

@@ -22,7 +22,7 @@ _WORTH_A_THREAD = 1 << 14
 
 @dataclass(frozen=True)
 class Solver:
-    """The solvers, called with the requested accuracy, and with the length and the seed of each sequence.
+    """Find the largest singular value of the Jacobian at each sequence, to the requested accuracy.
 
     A seed determines the random start vector of its sequence. Sequences are named by their indices: a batch
     may hold any of them, in any order.

@@ -1,4 +1,4 @@
-"""Draw a depth profile: the constants down the depth of a model, beside the product of its stages."""
+"""Draw a depth profile: the constants down a model's depth, beside the product of its stages' constants."""
 
 from __future__ import annotations
 

@@ -62,7 +62,7 @@ _NO_OPTIONS = {
 
 
 class Store:
-    """An open store; use it as a context manager, or call :meth:`close`.
+    """The opened database of a study's results; use it as a context manager, or call :meth:`close`.
 
     The connection is to a checked store file, whose ``path`` is for messages. The lock is held while the
     store is open for writing; a reader has none.

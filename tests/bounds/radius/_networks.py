@@ -17,7 +17,7 @@ from howsmooth.bounds.radius import (
     Norm,
     Stage,
 )
-from howsmooth.bounds.radius.quadratic_forms import Pairs
+from howsmooth.bounds.radius.packed_quadratic_forms import Pairs
 from howsmooth.bounds.radius.second_order_margin import FirstDerivatives
 
 ALL = slice(None)

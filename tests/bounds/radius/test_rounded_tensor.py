@@ -37,7 +37,7 @@ from howsmooth.bounds.radius.ellipsoids import (
     product,
 )
 from howsmooth.bounds.radius.norm_bounds import each_form_norm, form_norm, largest_eigenvalue, spectral_norm
-from howsmooth.bounds.radius.quadratic_forms import Pairs
+from howsmooth.bounds.radius.packed_quadratic_forms import Pairs
 from howsmooth.bounds.radius.rounded_tensor import MissingRuleError, Rounded, exact, plain, settled
 from howsmooth.bounds.radius.rounding_residuals import rounding_loss
 from howsmooth.bounds.radius.second_order_margin import SecondOrder

@@ -19,8 +19,8 @@ from howsmooth.bounds.radius.norm_bounds import (
     spectral_norm,
     weighted_norm,
 )
+from howsmooth.bounds.radius.packed_quadratic_forms import Pairs
 from howsmooth.bounds.radius.partial_jacobians import Errors, Source
-from howsmooth.bounds.radius.quadratic_forms import Pairs
 from howsmooth.bounds.radius.rounded_tensor import plain
 from howsmooth.bounds.radius.second_order_margin import SecondOrder
 from howsmooth.bounds.radius.second_order_remainders import AttentionErrors, GatedFeedForwardRemainder

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from howsmooth.bounds.radius.quadratic_forms import Pairs
+from howsmooth.bounds.radius.packed_quadratic_forms import Pairs
 from howsmooth.bounds.radius.rounded_tensor import FUZZ, exact
 from howsmooth.bounds.radius.stages import Attention, Map
 

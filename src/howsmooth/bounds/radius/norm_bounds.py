@@ -9,7 +9,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from howsmooth.bounds.radius.quadratic_forms import Pairs
+from howsmooth.bounds.radius.packed_quadratic_forms import Pairs
 from howsmooth.bounds.radius.rounded_tensor import settled
 from howsmooth.roundoff import LOST, gamma
 

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from howsmooth.bounds.radius.quadratic_forms import Pairs
+from howsmooth.bounds.radius.packed_quadratic_forms import Pairs
 from howsmooth.bounds.radius.rounded_tensor import INFLATION, Rounded, along, exact, lower, plain, upper
 from howsmooth.roundoff import gamma
 

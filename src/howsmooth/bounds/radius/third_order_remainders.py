@@ -28,7 +28,7 @@ from howsmooth.bounds.radius.ellipsoids import (
     radii,
 )
 from howsmooth.bounds.radius.norm_bounds import each_form_norm, form_norm, spectral_norm, weighted_norm
-from howsmooth.bounds.radius.quadratic_forms import Pairs
+from howsmooth.bounds.radius.packed_quadratic_forms import Pairs
 from howsmooth.bounds.radius.rounded_tensor import INFLATION, lower, plain, upper
 from howsmooth.bounds.radius.second_order_remainders import (
     NEARLY_ONE,

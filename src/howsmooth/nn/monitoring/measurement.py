@@ -209,7 +209,7 @@ class _Measurement:
     def _parts(
         self, key: tuple[int, int], given: ModelInputs, padded: Callable[[], _Padded] | None
     ) -> list[tuple[int, _Part]]:
-        """Measure all layers at inputs without padding, and remember where they were read."""
+        """Measure all layers at inputs without padding, and remember where each layer's weights lie."""
         before = self.readings.layers.pop(key, None)
         parts: list[tuple[int, _Part]] = []
         for index, layer in self._read(given, before, padded):

@@ -14,7 +14,7 @@ __all__ = ["MonitorCallback"]
 
 
 class MonitorCallback(TrainerCallback):  # type: ignore[misc]
-    """A ``Trainer`` callback that measures before the first step and then at regular steps.
+    """A ``Trainer`` callback that measures layers' constants before the first step, then at regular steps.
 
     If several processes train the model, only the first one measures.
 

@@ -36,7 +36,7 @@ def tokens_of(frame: FrameRow) -> Float64[Tensor, "n d"]:
 
 
 def gaussian_of(frame: FrameRow) -> tuple[Float64[Tensor, " d"], Float64[Tensor, "d d"]] | None:
-    """Return the mean and the covariance of the Gaussian measure of a frame; None if none is followed."""
+    """Return the mean and the covariance of the Gaussian in a frame; None if the flow has no Gaussian."""
     if frame.mean is None or frame.covariance is None:
         return None
     return _tensor(frame.mean, frame.d), _tensor(frame.covariance, frame.d, frame.d)

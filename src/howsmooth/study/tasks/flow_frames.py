@@ -49,7 +49,7 @@ def frames_left(flow: Integration, store: Store) -> Work:
 
 
 def growth_left(flow: Integration, store: Store) -> Work:
-    """Return the task of measuring the growth of perturbations, if the store does not have it."""
+    """Return the task of measuring the growth of perturbations, if the store lacks its result."""
     last, kept = store.count(FrameRow) - 1, store.count(GrowthRow)
     asked = flow.plan.growth and last > 0 and not kept
     tasks = [_task(flow, store, GrowthRow, min(_GROWTHS, last) + 1, _growths)] if asked else []

@@ -1,4 +1,4 @@
-"""Checks of tensors that all measures share."""
+"""Check that the numbers of a measure are float32 or float64 and finite."""
 
 from __future__ import annotations
 

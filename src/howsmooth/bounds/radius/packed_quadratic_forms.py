@@ -1,4 +1,4 @@
-"""Quadratic forms in k variables as rows of numbers, one for each pair of variables."""
+"""Quadratic forms in k variables, stored as vectors with one entry for each pair of variables."""
 
 from __future__ import annotations
 
