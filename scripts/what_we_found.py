@@ -5,8 +5,9 @@ r"""Measure for the docs page "What we found": corrected and published, over all
 
 The options name folders (``--gpt2`` a folder or a Hub id, for its configuration and tokenizer); the built-in
 models and Alice are always measured, what is not named is left out. One process, one thread; the
-same command goes on where it stopped. At the end the tables are written to ``--to``, by default those of the
-docs; ``--tables`` writes them from what is there. ``scripts/what_we_found_page.py`` turns them into the page.
+same command goes on where it stopped. ``--whole`` measures whole models only. At the end the tables are
+written to ``--to``, by default those of the docs; ``--tables`` writes them from what is there.
+``scripts/what_we_found_page.py`` turns them into the page.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import itertools
 import json
 import shutil
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -31,7 +32,7 @@ from transformers import AutoModel, AutoModelForCausalLM, PreTrainedTokenizerFas
 
 import howsmooth as hs
 from howsmooth.paper.published import PublishedLayer, items_that_apply, measure_layer, wrong_slices
-from howsmooth.paper.published.task import published_left
+from howsmooth.paper.published.constants_task import published_left
 from howsmooth.study.exponents import exponents, fit_exponent
 from howsmooth.study.plan import ModelSpec, Plan
 from howsmooth.study.published_values import CORRECTED, PUBLISHED, compare, quantities, read_rows
@@ -39,9 +40,12 @@ from howsmooth.study.records import InputRecord, Measurement
 from howsmooth.study.run import run
 from howsmooth.study.runner import Means
 from howsmooth.study.store import Store
+from howsmooth.texts import load_text
 
 LENGTHS = (4, 8, 12, 16, 24, 32, 48, 64, 96)
 FEWER = (4, 8, 16, 32, 64)
+WHOLE_LENGTHS = (*FEWER, 96)
+WHOLE = ("model",)
 SHORT = 16  # up to here, and from the next length on, exponents are fitted apart as well
 ALICE = "alice"
 PARTS = "parts"
@@ -69,7 +73,8 @@ class Job:
     def folder(self) -> str:
         """Where its results lie: one folder a model, so that jobs of one text can come before another's."""
         name = "-".join("".join(c if c.isalnum() else " " for c in self.spec.label).split())
-        return f"{'scopes' if self.scopes else 'published'}/{name}"
+        room = "whole" if self.scopes == WHOLE else "scopes" if self.scopes else "published"
+        return f"{room}/{name}"
 
     @property
     def plan(self) -> Plan:
@@ -81,6 +86,7 @@ class Job:
             samples=self.samples,
             scopes=self.scopes or ("attention",),
             layers=self.layers,
+            rtol=1e-3 if self.scopes == WHOLE else 1e-4,
             # They would take longer than all else, and are not what the page is about.
             bounds="none",
         )
@@ -116,6 +122,32 @@ def jobs_of(options: argparse.Namespace) -> Iterator[Job]:
             if text == ALICE:
                 yield from (Job(spec, text, FEWER, samples, "6", scopes) for spec in gpt2)
                 yield from (Job(spec, parts, FEWER[:4], samples, scopes=scopes) for spec in capp)
+
+
+def whole_jobs_of(options: argparse.Namespace) -> Iterator[Job]:
+    """List the whole models, from their embeddings to their last hidden state."""
+    alice = [ModelSpec("builtin-encoder"), ModelSpec("builtin-encoder", as_decoder=True)]
+    alice += [ModelSpec("builtin-decoder")]
+    alice += [ModelSpec(str(path)) for path in (options.stories, options.minilm) if path]
+    yield from (Job(spec, ALICE, WHOLE_LENGTHS, 5, scopes=WHOLE) for spec in alice)
+    if options.capp:
+        parts = str(options.work / f"{PARTS}.txt")
+        yield Job(ModelSpec(str(options.capp)), parts, FEWER[:4], 5, scopes=WHOLE)
+    if options.gpt2:
+        yield Job(ModelSpec(options.gpt2, random_init=True), ALICE, FEWER[:3], 3, scopes=WHOLE)
+
+
+def depths(jobs: Iterable[Job]) -> Iterator[pd.DataFrame]:
+    """Measure the stages of trained models at the first tokens of their texts."""
+    for job in jobs:
+        spec = job.spec
+        if spec.random_init:
+            continue
+        n = min(64, max(job.lengths))
+        loaded = hs.load_model(spec.name, as_decoder=spec.as_decoder)
+        found = hs.depth_profile(loaded, load_text(job.text).content, span=(0, n))
+        say(f"depth of {spec.label}: {found.value:.4g}")
+        yield found.table.assign(model=spec.label, n=n)
 
 
 class Told:
@@ -289,21 +321,31 @@ def scopes_table(measured: pd.DataFrame) -> pd.DataFrame:
 def collect(work: Path, to: Path) -> None:
     """Write the tables from what has been measured so far."""
     to.mkdir(parents=True, exist_ok=True)
-    folders = sorted(folder for folder in (work / "published").iterdir() if folder.is_dir())
-    rows = pd.concat([read_rows(folder) for folder in folders])
-    write(attention_table(rows), to / "attention.csv")
-    write(medians(rows), to / "medians.csv")
-    measured, inputs = [], []
-    for folder in sorted(folder for folder in work.glob("scopes/*") if folder.is_dir()):
-        with Store.open(folder, write=False) as store:
-            measured.append(store.table(Measurement))
-            inputs.append(store.table(InputRecord))
-    if measured:
-        write(scopes_table(pd.concat(measured)), to / "scopes.csv")
-        write(pd.concat(inputs), to / "inputs.csv")
-    for name in ("slices", "embedded"):
+    folders = sorted(folder for folder in work.glob("published/*") if folder.is_dir())
+    if folders:
+        rows = pd.concat([read_rows(folder) for folder in folders])
+        write(attention_table(rows), to / "attention.csv")
+        write(medians(rows), to / "medians.csv")
+    scopes = stored(work / "scopes", Measurement)
+    if len(scopes):
+        write(scopes_table(scopes), to / "scopes.csv")
+        write(stored(work / "scopes", InputRecord), to / "inputs.csv")
+    whole = stored(work / "whole", Measurement)
+    if len(whole):
+        columns = ["model", "text", "n", "sample", "lipschitz", "lower", "upper", "converged"]
+        write(whole[columns], to / "whole.csv")
+    for name in ("slices", "embedded", "depth"):
         if (work / f"{name}.csv").exists():
             write(pd.read_csv(work / f"{name}.csv"), to / f"{name}.csv")
+
+
+def stored(folder: Path, kind: type[Any]) -> pd.DataFrame:
+    """Join the records of one kind in all stores of a folder; an empty table if there are none."""
+    found = [pd.DataFrame()]
+    for one in sorted(one for one in folder.glob("*") if one.is_dir()):
+        with Store.open(one, write=False) as store:
+            found.append(store.table(kind))
+    return pd.concat(found)
 
 
 def write(table: pd.DataFrame, path: Path) -> None:
@@ -322,6 +364,7 @@ def main() -> None:
     parser.add_argument("--work", type=Path, required=True)
     parser.add_argument("--to", type=Path, default=TABLES)
     parser.add_argument("--tables", action="store_true")
+    parser.add_argument("--whole", action="store_true")
     options = parser.parse_args()
     torch.set_num_threads(1)
     options.work.mkdir(parents=True, exist_ok=True)
@@ -329,19 +372,29 @@ def main() -> None:
         if options.capp:
             options.capp = with_own_words(options.capp, options.work)
             write_parts(options.capp, options.work / f"{PARTS}.txt")
-        if options.sst2 and not (options.work / "embedded.csv").exists():
-            embedded(options.sst2).to_csv(options.work / "embedded.csv", index=False)
-        for job in jobs_of(options):
+        if not options.whole:
+            measure_layers(options)
+        for job in whole_jobs_of(options):
             carry_out(job, options.work)
-        adversarial = options.work / "slices.csv"
-        if not adversarial.exists():
-            found: list[dict[str, Any]] = []
-            if options.gpt2:
-                found += slices(options.gpt2, [6], random_init=True)
-            if options.capp:
-                found += slices(str(options.capp), [0, 1, 2, 3], random_init=False)
-            pd.DataFrame(found).to_csv(adversarial, index=False)
+        if not (options.work / "depth.csv").exists():
+            pd.concat(depths(whole_jobs_of(options))).to_csv(options.work / "depth.csv", index=False)
     collect(options.work, options.to)
+
+
+def measure_layers(options: argparse.Namespace) -> None:
+    """Measure all that is about single layers."""
+    if options.sst2 and not (options.work / "embedded.csv").exists():
+        embedded(options.sst2).to_csv(options.work / "embedded.csv", index=False)
+    for job in jobs_of(options):
+        carry_out(job, options.work)
+    adversarial = options.work / "slices.csv"
+    if not adversarial.exists():
+        found: list[dict[str, Any]] = []
+        if options.gpt2:
+            found += slices(options.gpt2, [6], random_init=True)
+        if options.capp:
+            found += slices(str(options.capp), [0, 1, 2, 3], random_init=False)
+        pd.DataFrame(found).to_csv(adversarial, index=False)
 
 
 if __name__ == "__main__":

@@ -19,6 +19,8 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 
+from howsmooth.study.exponents import fit_exponent
+
 DOCS = Path(__file__).resolve().parents[1] / "docs"
 TABLES = DOCS / "_static" / "what-we-found"
 PAGE = DOCS / "what-we-found.md"
@@ -170,12 +172,60 @@ def items() -> str:
     return _table(["model", *(name.removeprefix("only ") for name in names)], rows)
 
 
+def whole() -> str:
+    """Write one row a model: medians of the constant of the whole model, and the exponent in n."""
+    found = read("whole")
+    lengths = sorted(found["n"].unique())
+    rows = []
+    for model in in_order(found, "model", MODELS):
+        of = found[found["model"] == model]
+        middle = of.groupby("n")["lipschitz"].median()
+        fit = fit_exponent(of["n"].to_numpy(), of["lipschitz"].to_numpy(), of["converged"].to_numpy())
+        medians = [f"{middle[n]:.4g}" if n in middle else "" for n in lengths]
+        rows.append([f"`{model}`", *medians, f"{fit.slope:.2f} [{fit.low:.2f}, {fit.high:.2f}]"])
+    return _table(["model", *map(str, lengths), "exponent in $n$"], rows)
+
+
+def _round(value: float, digits: int) -> str:
+    """Write a large number with so many digits that are not zero."""
+    return f"{float(f'{value:.{digits}g}'):,.0f}"
+
+
+def depth() -> str:
+    """Write one row a model: what the constant is after its first, middle and last block, and the product."""
+    found = read("depth")
+    rows = []
+    for model in in_order(found, "model", MODELS):
+        of = found[found["model"] == model]
+        blocks = of[of["stage"].str.startswith("block")]["until"].to_list()
+        last = of.iloc[-1]
+        before = of[of["stage"] == "embeddings"]["until"].to_list() or [1.0]
+        inner = [blocks[0], blocks[(len(blocks) - 1) // 2], blocks[-1]]
+        rows.append(
+            [
+                f"`{model}`",
+                str(last["n"]),
+                str(len(blocks)),
+                *(f"{value:.4g}" for value in (*before, *inner)),
+                f"{last['until']:.6g} [{last['until_lower']:.6g}, {last['until_upper']:.6g}]",
+                _round(last["product"], 3),
+                _round(1 / last["ratio"], 2),
+            ]
+        )
+    ends = ["until the first block", "the middle one", "the last one"]
+    return _table(
+        ["model", "$n$", "blocks", "embeddings", *ends, "whole model", "product", "product / whole"], rows
+    )
+
+
 TABLES_OF_THE_PAGE: dict[str, Callable[[], str]] = {
     "answer": answer,
     "radius": radius,
     "texts": texts,
     "models": models,
     "items": items,
+    "whole": whole,
+    "depth": depth,
 }
 
 

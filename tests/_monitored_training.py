@@ -159,6 +159,22 @@ def main(folder: Path) -> dict[str, Any]:
     found["trainer, accumulating"]["rows"] = [(row.step, row.layer) for row in kept[-1].records]
     found["trainer of another model"] = by_trainer(folder, lambda model: monitored(gpt2()))
     found["refused"] = refused()
+
+    def at_padded_probes(model: nn.Module) -> list[Any]:
+        mask = torch.ones_like(PROBES)
+        mask[1, 4:] = 0
+        probes = {"input_ids": PROBES, "attention_mask": mask}
+        kept.append(LipschitzMonitor(model, probes, every=5, strict=True))
+        return [MonitorCallback(kept[-1])]
+
+    found["mixed precision"] = by_trainer(folder, at_padded_probes, bf16=True)
+    prepared = kept[-1].model
+    plain = gpt2()
+    plain.load_state_dict(prepared.state_dict())
+    fresh = at_padded_probes(plain)[0].monitor.measure(5)
+    rows = {"prepared": kept[-2].records[-2:], "plain": fresh}
+    for name, records in rows.items():
+        found["mixed precision"][name] = [(row.step, *row.each, row.logit_max) for row in records]
     return found
 
 

@@ -294,7 +294,7 @@ def published_stand_ins() -> Iterator[None]:
         )
 
     stand_ins = {one.__name__: one for one in (capture_layers, items_that_apply, measure_layer)}
-    with patch.multiple("howsmooth.paper.published.task", **stand_ins):
+    with patch.multiple("howsmooth.paper.published.constants_task", **stand_ins):
         yield
 
 

@@ -22,9 +22,9 @@ import jaxtyping
 import pytest
 import torch
 
-from howsmooth.adversarial.clusters import Atoms
+from howsmooth.adversarial.atom_search import Atoms
 from howsmooth.attention import RMSNorm
-from howsmooth.jacobian.proved import norm_error
+from howsmooth.jacobian.rounding_bounds import norm_error
 from howsmooth.measures.problem import Plan
 from howsmooth.roundoff import MatrixNorms
 

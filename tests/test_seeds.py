@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 import howsmooth as hs
-from howsmooth.distributed.start import own_start
+from howsmooth.distributed.random_start import own_start
 from howsmooth.lipschitz.solver import member_seeds
 from howsmooth.measures import Gaussian
 from howsmooth.nn.penalty.directions import Directions

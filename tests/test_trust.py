@@ -36,6 +36,7 @@ from howsmooth.study.text_formatting import file_stem
 from tests._sources import AttackWork, SmallModel, plain_table, small_tools
 from tests._study import make_plan, make_tools, run, words
 from tests._tiny_models import tiny
+from tests.paper.test_page import PNG
 
 BOMB = "went-off"
 """The file that is there if something of a stranger's was run."""
@@ -374,7 +375,7 @@ def check_names(root: Path, inside: str) -> None:
 def root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A folder to work in, with room above it, that only one folder in it may be written to."""
     # Where figures go is asked, not what is drawn, which takes long.
-    monkeypatch.setattr(Figure, "savefig", lambda self, target, **options: Path(target).write_bytes(b"%"))
+    monkeypatch.setattr(Figure, "savefig", lambda self, target, **options: Path(target).write_bytes(PNG))
     place = tmp_path / "a" / "b" / "root"
     place.mkdir(parents=True)
     monkeypatch.chdir(place)

@@ -52,7 +52,16 @@ if TYPE_CHECKING:
         qkv_sensitivity,
     )
     from howsmooth.models import Site, capture, load_model
-    from howsmooth.profiling import DepthProfile, Precision, Profile, depth_profile, precision, profile
+    from howsmooth.profiling import (
+        DepthProfile,
+        Precision,
+        Profile,
+        WordRadii,
+        depth_profile,
+        precision,
+        profile,
+        word_radii,
+    )
     from howsmooth.study.reading import read
     from howsmooth.token_influence import Influence, influence
 
@@ -78,6 +87,7 @@ __all__ = [
     "SelfAttention",
     "SinkhornAttention",
     "Site",
+    "WordRadii",
     "adversarial",
     "attention",
     "bounds",
@@ -101,6 +111,7 @@ __all__ = [
     "spectral",
     "study",
     "texts",
+    "word_radii",
 ]
 
 # PyTorch takes two seconds to import and transformers as many again; `howsmooth --help` needs neither.
@@ -126,7 +137,16 @@ _ROOMS = {
         "qkv_sensitivity",
     ),
     "models": ("Site", "capture", "load_model"),
-    "profiling": ("DepthProfile", "Precision", "Profile", "depth_profile", "precision", "profile"),
+    "profiling": (
+        "DepthProfile",
+        "Precision",
+        "Profile",
+        "WordRadii",
+        "depth_profile",
+        "precision",
+        "profile",
+        "word_radii",
+    ),
     "study.reading": ("read",),
     "token_influence": ("Influence", "influence"),
 }

@@ -19,6 +19,7 @@ __all__ = ["LipschitzEstimate", "LipschitzEstimates", "Method"]
 Method = Literal["closed form", "autodiff"]
 
 _MOST_SHOWN = 12  # members in a printed estimate
+_MOST_INTERVALS = 4  # members that are printed with their intervals
 
 
 @dataclass(frozen=True)
@@ -51,23 +52,23 @@ class _Constants:
 
     def __repr__(self) -> str:
         name = type(self).__name__
+        sure = f"at {100 * self.confidence:.6g} % confidence"
+        ends = (self.value.flatten().tolist(), self.lower.flatten().tolist(), self.upper.flatten().tolist())
+        shown = [f"{value:.6g} in [{low:.6g}, {high:.6g}]" for value, low, high in zip(*ends, strict=True)]
         if self.value.ndim == 0:
             status = "converged" if bool(self.converged) else "NOT converged"
-            return (
-                f"{name}({float(self.value):.6g} in [{float(self.lower):.6g}, "
-                f"{float(self.upper):.6g}] at {self.confidence:.4%} confidence, {status} in "
-                f"{int(self.iterations)} iterations; {self.scope}; {self.method})"
-            )
-        flat = self.value.flatten().tolist()
-        shown = [f"{value:.6g}" for value in flat]
-        if len(flat) > _MOST_SHOWN:
+            steps = f"{int(self.iterations)} iterations"
+            return f"{name}({shown[0]} {sure}, {status} in {steps}; {self.scope}; {self.method})"
+        if len(shown) > _MOST_INTERVALS:
+            shown = [f"{value:.6g}" for value in ends[0]]
+            width = float(((self.upper - self.lower) / self.value.clamp_min(1e-300)).max())
+            sure = f"each in its interval of relative width at most {width:.2g} {sure}"
+        if len(shown) > _MOST_SHOWN:
             half = _MOST_SHOWN // 2
             shown = [*shown[:half], "...", *shown[-half:]]
-        width = float(((self.upper - self.lower) / self.value.clamp_min(1e-300)).max())
         return (
-            f"{name}([{', '.join(shown)}], shape {tuple(self.value.shape)}, each in its interval of relative "
-            f"width at most {width:.2g} at {self.confidence:.4%} confidence, {int(self.converged.sum())} of "
-            f"{self.converged.numel()} converged; {self.scope}; {self.method})"
+            f"{name}([{', '.join(shown)}], shape {tuple(self.value.shape)}, {sure}, "
+            f"{int(self.converged.sum())} of {self.converged.numel()} converged; {self.scope}; {self.method})"
         )
 
     def __float__(self) -> float:

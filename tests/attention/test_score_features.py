@@ -170,8 +170,6 @@ def _square(**keywords: object) -> hs.SelfAttention:
 
 REFUSING = {
     "parameters": lambda f, folder: bounds.parameters_of(f),
-    "best": lambda f, folder: bounds.best(f, tokens(0, N, D)),
-    "table": lambda f, folder: bounds.table(f, tokens(0, N, D)),
     "certificate": lambda f, folder: certificate_heads(f, tokens(0, N, D)),
     "absorbed": lambda f, folder: bounds.pre_norm_upper_bound(
         f, hs.RMSNorm(torch.ones(D, dtype=torch.float64), 1e-6), length=N

@@ -12,7 +12,7 @@ from torch import Tensor
 import howsmooth as hs
 from howsmooth import bounds
 from howsmooth.adversarial.ascend import _basis, _compressed
-from howsmooth.adversarial.clusters import can_search_atoms
+from howsmooth.adversarial.atom_search import can_search_atoms
 from howsmooth.adversarial.domains import Ball
 from howsmooth.attention import SoftmaxCore, core
 from howsmooth.attention.visibility import Visibility, check_window
@@ -285,5 +285,5 @@ def test_files_keep_the_window(tmp_path: Path, suffix: str) -> None:
 
 def test_masks_are_summed_in_blocks_of_bounded_size() -> None:
     for seen in (Visibility(1 << 16), Visibility(1 << 16, True, 1 << 14)):
-        (_, block) = next(masked_bounds._blocks(seen))
+        (_, block) = next(masked_bounds.mask_blocks(seen))
         assert block.numel() <= 1 << 24

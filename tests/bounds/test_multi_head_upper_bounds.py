@@ -200,7 +200,10 @@ def test_a_bound_of_your_own(statement: Callable[..., Bound]) -> None:
     causal = statement(random_attention(1, biases=False, causal=True), 4, 1.0, head_bound=theorem_3_3)
     assert not causal.holds
     assert causal.value == math.inf
-    assert {h.statement: h.holds for h in causal.hypotheses} == {"no mask": False, "no query bias": True}
+    assert {h.statement: h.holds for h in causal.hypotheses} == {
+        "no mask": False,
+        "no query bias, which ball_upper_bound allows": True,
+    }
 
     def wrong(head: object, length: int, radius: float) -> Bound:
         return Bound.lower("wrong", Quantity.GLOBAL, "nowhere", formula=1.0)

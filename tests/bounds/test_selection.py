@@ -86,7 +86,7 @@ def test_table_is_sorted_and_says_what_fails() -> None:
     row = frame[frame.name == "theorem_3_3"].iloc[0]
     assert not row.holds
     assert math.isinf(row.value)
-    assert "needs: no query bias" in row.source
+    assert "needs: no query bias, which ball_upper_bound allows" in row.source
     measured = frame[frame.name == "measured"]
     truth = float(true_norm(ATTENTIONS["one head"], tokens(0, 1, N, D))[0])
     low, high = sorted(measured.value)
@@ -126,14 +126,15 @@ def test_radius_comes_from_the_norm_layer_of_a_site() -> None:
     assert best(site, radius=100.0, length=7).value > best(site, length=7).value
 
 
-def test_rotary_positions_have_certificates_only() -> None:
+def test_rotary_positions_have_certificates_and_one_bound_on_a_ball() -> None:
     f = random_attention(8, heads=1, rotary=rotary(N, 4))
     x = tokens(3, N, D)
     names = set(table(f, x).name)
-    assert names == {"measured", "certificate_parts", "certificate_rows", "certificate_frobenius"}
+    certificates = {"certificate_parts", "certificate_rows", "certificate_frobenius"}
+    assert names == {"measured", "any_scores_ball_upper_bound"} | certificates
     assert best(f, x).value >= float(true_norm(f, x[None])[0])
     with pytest.raises(ArgumentError, match="rotary positions, with which A depends"):
-        best(f, length=4, radius=1.0)
+        best(f, length=4, radius=1.0, side="lower")
 
 
 def test_head_and_parameters_are_taken_as_well() -> None:

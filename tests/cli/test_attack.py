@@ -259,9 +259,10 @@ def test_other_attacks_are_not_mixed_into_a_folder(howsmooth: Howsmooth) -> None
 
 
 def test_rotary_positions_are_attacked_without_constructions_or_bounds(howsmooth: Howsmooth) -> None:
-    code, _, _ = howsmooth(*SMALL, "--lengths", "4,8", model=SmallModel(rotary=True), draw=True)
+    code, out, _ = howsmooth(*SMALL, "--lengths", "4,8", model=SmallModel(rotary=True), draw=True)
     table = summary()
     assert code == 0
+    assert "no construction of the paper and no upper bound: rotary positions" in " ".join(out.split())
     assert table["paper"].isna().all()
     assert table["upper"].isna().all()
     assert (table["found"] > 0).all()

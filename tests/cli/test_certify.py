@@ -107,6 +107,30 @@ def test_radii_of_a_linear_classifier_are_distances_to_its_boundary() -> None:
     assert found.table["predicted"].tolist() == (x @ w < -0.2).long().tolist()
 
 
+def test_an_evaluation_says_how_far_tokens_reach_within_the_certified_radius(
+    howsmooth: Callable[..., Result],
+) -> None:
+    model, x = (
+        nn.Linear(2, 2, bias=False).double(),
+        torch.tensor([[0.9, 0.0], [0.0, 1.0]], dtype=torch.float64),
+    )
+    with torch.no_grad():
+        model.weight.copy_(torch.tensor([[1.0, 0.0], [-1.0, 0.0]]))
+    found = hs.nn.evaluate(model, x, torch.tensor([0, 1]), length=1, radius=1.0)
+    # The first input may move by 0.9, to the norm 1.8; the second lies on the boundary of the classes.
+    assert found.reach == pytest.approx(1.8, rel=1e-9)
+    assert "2 inputs, the longest token of norm 1; 1 of the class of their label" in str(found)
+    assert "reach the norm 1.8, and beyond 1 nothing is proved: radius=1.802 covers all" in str(found)
+    for covered in ({"radius": found.reach}, {"radius": 1.0, "clip": True}):
+        assert "nothing is proved" not in str(hs.nn.evaluate(model, x, length=1, **covered))
+    hs.nn.save(model, "line.safetensors", length=1, radius=1.0)
+    np.save("x.npy", x.numpy())
+    line = ("line.safetensors", "--data", "x.npy")
+    assert "norm up to 1.8, and beyond 1 nothing is proved: --radius 1.802 covers" in howsmooth(*line)[1]
+    for options in (("--radius", "1.802"), ("--clip",)):
+        assert "nothing is proved" not in howsmooth(*line, *options)[1]
+
+
 def test_no_attack_moves_an_input_to_another_class_within_its_radius() -> None:
     model, x = vit().double(), images(largest=1.5).double()
     found = hs.nn.evaluate(model, x, length=4, radius=2.0, clip=True)
@@ -314,10 +338,10 @@ def test_the_command_takes_a_forward_with_its_classes_and_data(howsmooth: Howsmo
     assert found["data"]["median_certified_radius"] == wanted.table["certified_radius"].median()
     code, _, err = howsmooth("own.safetensors", "--classes", "own_models", "--length", "4")
     assert code == 2
-    assert "data: expected inputs, of which the first is the example for a model with a forward" in err
+    assert "data: expected --data, because the model has a forward of its own" in err
     code, _, err = howsmooth(*options)
     assert code == 2
-    assert "own_models.ViT', which is not known: give your own as classes" in err
+    assert "own_models.ViT', which is not known: give your own as classes=[...], or" in err
     for name in ("no_such_models", "broken_models"):
         (tmp_path / "broken_models.py").write_text("1 / 0")
         code, _, err = howsmooth(*options, "--classes", name)

@@ -17,19 +17,9 @@ from howsmooth.cli import app, main
 from howsmooth.cli.terminal_output import show_table
 from howsmooth.nn import SoftmaxAttention, save
 from howsmooth.study.text_formatting import duration
+from tests._classifier import save_classifier
 
-COMMANDS = (
-    "profile",
-    "measure",
-    "study",
-    "bound",
-    "attack",
-    "precision",
-    "flow",
-    "certify",
-    "inspect",
-    "reproduce",
-)
+COMMANDS = tuple(typer.main.get_command(app).commands)
 
 
 def help_of(command: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> str:
@@ -76,6 +66,9 @@ def test_the_first_example_runs_as_printed(
     Path("sweep.toml").write_text('models = ["builtin-encoder"]\nlengths = "4,8,12"\nsamples = 2\n')
     if command == "certify":
         save(SoftmaxAttention(8, 2, length=4, radius=1.0), "model.safetensors", length=4, radius=1.0)
+    if command == "radius":
+        save_classifier(Path("model"))
+        Path("letter.txt").write_text("the cat sat")
     assert main(examples_of(help_of(command, capsys, monkeypatch))[0]) == 0
 
 

@@ -67,6 +67,16 @@ def test_measure_writes_everything_and_says_where(howsmooth: Howsmooth, tmp_path
     assert len(pd.read_csv(tmp_path / "measurements.csv")) == 45
 
 
+def test_figures_can_be_left_out(howsmooth: Howsmooth, tmp_path: Path) -> None:
+    arguments = ["measure", "small", "--text", "prose", *SMALL, "--out", str(tmp_path), "--no-figures"]
+    code, out, err = howsmooth(*arguments, draw=True)
+    assert code == 0
+    assert "Drawing" not in err
+    assert "figures/" not in out
+    assert not (tmp_path / "figures").exists()
+    assert (tmp_path / "report.html").exists()
+
+
 def test_the_defaults_are_the_two_models_that_ship_and_alice(
     howsmooth: Howsmooth, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -293,7 +303,7 @@ def test_interrupted_before_anything_was_measured(howsmooth: Howsmooth, tmp_path
         "measure", "small", "--text", "prose", *SMALL, "--out", str(tmp_path), tools=tools
     )
     assert (code, out) == (130, "")
-    assert "interrupted: nothing had been measured yet." in err
+    assert "interrupted: nothing was measured yet. Continue with:\n  howsmooth measure small" in err
 
 
 def test_interrupted_it_says_what_was_kept_and_how_to_go_on(howsmooth: Howsmooth, tmp_path: Path) -> None:
@@ -305,7 +315,7 @@ def test_interrupted_it_says_what_was_kept_and_how_to_go_on(howsmooth: Howsmooth
     arguments = ["measure", "small", "--text", "prose", *SMALL, "--out", folder]
     code, out, err = howsmooth(*arguments, tools=make_tools(before_measure=interrupt)[0])
     assert (code, out) == (130, "")
-    assert f"interrupted: 20 measurements are saved in {folder}. Continue with the same command" in err
+    assert f"interrupted: 20 measurements are saved in {folder}. Continue with:\n" in err
     command = err.splitlines()[-1].strip()
     assert shlex.split(command) == ["howsmooth", *arguments]
     tools, work = make_tools()
@@ -319,7 +329,7 @@ def test_interrupted_it_says_what_was_kept_and_how_to_go_on(howsmooth: Howsmooth
 def test_interrupted_while_drawing_everything_is_kept(
     howsmooth: Howsmooth, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def interrupt(*arguments: object) -> None:
+    def interrupt(*arguments: object, **options: object) -> None:
         raise KeyboardInterrupt
 
     monkeypatch.setattr("howsmooth.study.outputs.write_outputs", interrupt)

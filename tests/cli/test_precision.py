@@ -31,19 +31,22 @@ def test_the_ranking_is_printed_and_the_files_are_written(capsys: Capture) -> No
     for operand in "KV":
         rows = found.budget(4)
         given = " ".join(str(b) for b in rows[rows["operand"] == operand]["bits"])
-        assert f"layer 0, {operand}, heads from 0: {given}" in out
+        assert f"layer 0, {operand}, kv heads from 0: {given}" in out
+    assert f"at once: divergence {found.simulate(found.budget(4)):.3g}\n" in out
+    assert f"{found.simulate(3):.3g} at 3 bits" in out
     assert "Page: found/precision.html" in out
     table = pd.read_csv("found/precision.csv")
     assert sorted(table["change"]) == pytest.approx(sorted(found.table["change"]))
 
 
 def test_json_alone_is_on_standard_output(capsys: Capture) -> None:
-    assert main([*SHORT, "--bits", "4", "--average", "4", "--no-logits", "--json"]) == 0
+    assert main([*SHORT, "--bits", "4,3", "--average", "4", "--no-logits", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert found["n"] == 8
-    assert {row["bits"] for row in found["ranking"]} == {4}
+    assert {row["bits"] for row in found["ranking"]} == {3, 4}
     assert found["ranking"][0]["kl"] is None
     assert len(found["budget"]) == 16
+    assert found["budget_kl"] is None
     assert found["files"][0] == "howsmooth-precision/precision.html"
 
 
@@ -67,6 +70,8 @@ def test_token_ids_and_untrained_models(capsys: Capture) -> None:
         (["builtin-encoder", "--bits", "20"], "bits"),
         (["builtin-encoder", "--quantisers", "row"], "quantisers"),
         (["builtin-encoder", "--average", "0"], "average"),
+        (["builtin-encoder", "--average", "4", "--bits", "4"], "--bits 2,3,4,5,6,8"),
+        (["builtin-encoder", "--average", "2"], "average: expected at least 3"),
     ],
 )
 def test_refusals_are_one_line_and_exit_code_2(arguments: list[str], said: str, capsys: Capture) -> None:

@@ -45,6 +45,13 @@ def test_json_alone_is_on_standard_output(capsys: Capture) -> None:
     assert found["files"][0] == "howsmooth-profile/profile.html"
 
 
+def test_influence_is_written_if_asked_for(capsys: Capture) -> None:
+    arguments = ["profile", "builtin-decoder", "--span", "0:5", "--layers", "1", "--scope", "attention"]
+    assert main([*arguments, "--influence"]) == 0
+    assert "Influence(5 outputs x 5 inputs" in capsys.readouterr().out
+    assert len(pd.read_csv("howsmooth-profile/influence.csv")) == 25
+
+
 def test_token_ids_and_images_are_inputs_too(capsys: Capture) -> None:
     Path("ids.json").write_text("[5, 6, 7, 8]")
     assert main(["profile", "gpt2", "--random-init", "--tokens", "ids.json", "--layers", "0"]) == 0
@@ -62,6 +69,7 @@ def test_token_ids_and_images_are_inputs_too(capsys: Capture) -> None:
         (["builtin-encoder", "--images", "builtin"], "image"),
         (["builtin-encoder", "--layers", "9"], "layers"),
         (["builtin-encoder", "--scope", "block"], "scope"),
+        (["builtin-encoder", "--scope", "head", "--influence"], "influence"),
     ],
 )
 def test_refusals_are_one_line_and_exit_code_2(arguments: list[str], said: str, capsys: Capture) -> None:

@@ -22,8 +22,8 @@ from howsmooth.distributed import measure as measuring
 from howsmooth.distributed.exchange import Exchange
 from howsmooth.distributed.linearise import SharedMap, check_shareable
 from howsmooth.distributed.measure import measure
+from howsmooth.distributed.random_start import own_start
 from howsmooth.distributed.shares import RowShares
-from howsmooth.distributed.start import own_start
 from howsmooth.errors import ArgumentError, HowsmoothError, NonFiniteError
 from howsmooth.lipschitz import LipschitzEstimate
 from howsmooth.seeds import torch_seed

@@ -14,10 +14,10 @@ from torchdiffeq import odeint
 import howsmooth as hs
 from howsmooth.attention import TokenMap, Weighting
 from howsmooth.dynamics import Layers, Rescaled, Sphere, flow, growth
-from howsmooth.dynamics.fields import as_field
 from howsmooth.dynamics.integrate import Plan
 from howsmooth.dynamics.linearised_flow import LinearisedFlow
 from howsmooth.dynamics.states import Tokens
+from howsmooth.dynamics.velocity_fields import as_field
 from howsmooth.errors import ArgumentError, NonFiniteError
 from howsmooth.measures import DiscreteMeasure, Gaussian
 from howsmooth.spectral import LinearOperator, to_dense

@@ -42,7 +42,7 @@ SAMPLE = (
 #: Eager attention adds the booleans of a mask to the scores. Float32 moves the top queries of these models.
 AS_SDPA = ("grounding-dino", "mm-grounding-dino")
 #: Rounding to float32 alone moves the gradients of these models by more, or makes their outputs NaN.
-IN_FLOAT64 = (*AS_SDPA, "mask2former", "pe_audio")
+IN_FLOAT64 = (*AS_SDPA, "mask2former", "pe_audio", "pe_audio_encoder")
 #: These models read their eager mask the wrong way round: queries see no key, and eager attention is NaN.
 NAN = ("nemotron3_5_asr", "nemotron_asr_streaming", "nemotron_asr_streaming_encoder")
 
@@ -119,11 +119,13 @@ def test_a_model_type_is_as_eager(model_type: str) -> None:
 def test_every_model_type_is_as_eager(part: int) -> None:
     wrong, count = {}, 0
     for model_type in shard(model_types(), f"{part}/{SHARDS}"):
+        if model_type in NAN:
+            continue
         try:
             with WithoutDowncast() if model_type in IN_FLOAT64 else nullcontext():
                 _with("eager", *_prepared(model_type))
         except Exception:
-            continue  # with eager attention it does not run either, or no output is finite
+            continue  # with eager attention it does not run either
         try:
             error = compared(model_type)
         except Exception as raised:

@@ -241,6 +241,15 @@ def test_float32_autodiff_allows_for_rounding_that_it_cannot_see() -> None:
     assert ((estimate.lower <= truth * (1 + 1e-13)) & (truth <= estimate.upper)).all()
 
 
+def test_float32_autodiff_is_checked_in_float64_only_if_that_fits() -> None:
+    f, x = random_attention(8).to(dtype=torch.float32), tokens(8, 9, D, dtype=torch.float32)
+    checked, unchecked = (
+        hs.local_lipschitz(f, x, method="autodiff", rtol=1e-2, memory=memory) for memory in (2**30, 1000)
+    )
+    assert "not checked in float64" not in checked.scope
+    assert unchecked.scope == f"{checked.scope}; not checked in float64, for lack of memory"
+
+
 def test_rounding_inside_a_map_is_allowed_for_in_all_but_one_of_a_hundred() -> None:
     """Saturated float32 maps, whose every product is off, beside a multiple of what rounding moves."""
     off: list[Tensor] = []
@@ -437,7 +446,10 @@ def test_any_torch_module() -> None:
 def test_an_estimate_prints_its_numbers_and_gives_tables() -> None:
     f = random_attention(6, causal=True)
     found = hs.local_lipschitz(f, tokens(6, 3, 4, D))
-    assert all(f"{value:.6g}" in repr(found) for value in found.value.tolist())
+    ends = zip(found.value.tolist(), found.lower.tolist(), found.upper.tolist(), strict=True)
+    assert all(f"{value:.6g} in [{low:.6g}, {high:.6g}]" in repr(found) for value, low, high in ends)
+    assert "at 99.9 % confidence, 3 of 3 converged" in repr(found)
+    assert "relative width at most" in repr(hs.local_lipschitz(f, tokens(6, 5, 2, D)))
     assert "..." in repr(hs.local_lipschitz(f, tokens(6, 13, 2, D)))
     table = found.to_pandas()
     assert list(table["lower"]) == found.lower.tolist()

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from howsmooth.errors import ArgumentError
 from howsmooth.measures import DiscreteMeasure, Transport, wasserstein
-from howsmooth.measures.atoms import Pair
+from howsmooth.measures.presolve import Pair
 from howsmooth.measures.problem import Plan, Problem
 
 

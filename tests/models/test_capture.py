@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import types
 from typing import Any
 
 import pytest
@@ -308,6 +309,18 @@ def test_works_under_the_callers_modes() -> None:
     for other in (site, cast):
         assert torch.equal(plain.x, other.x)
     torch.func.jvp(site.map, (site.x,), (site.x,))
+
+
+def test_mixed_precision_of_accelerate_is_undone_for_the_pass() -> None:
+    model, ids = tiny("bert"), token_ids(1, 5)
+    (plain,) = capture(model, ids, scope="model")
+    model._original_forward = model.forward  # as Accelerator.prepare_model does
+    cast = torch.autocast("cpu", dtype=torch.bfloat16)(type(model).forward)
+    model.forward = prepared = types.MethodType(cast, model)
+    (site,) = capture(model, ids, scope="model")
+    assert torch.equal(site.x, plain.x)
+    assert torch.equal(site.map(site.x), plain.map(plain.x))
+    assert vars(model)["forward"] is prepared
 
 
 def test_sites_do_not_share_memory_with_the_model() -> None:

@@ -618,3 +618,8 @@ def test_printed_certificates_name_modules_and_constants() -> None:
     assert "of norm at most 1" in shown.splitlines()[0]
     assert all(row.path in shown for row in certificate.rows)
     assert isinstance(certificate.table, pd.DataFrame)
+
+
+def test_token_ids_are_refused_with_what_to_certify_instead() -> None:
+    with pytest.raises(ArgumentError, match="behind its embedding"):
+        hs.nn.certify(nn.Linear(4, 4), 3, 1.0, inputs=torch.ones(1, 3, dtype=torch.long))

@@ -113,6 +113,17 @@ def test_masks_stay() -> None:
         torch.testing.assert_close(*outputs, rtol=1e-6, atol=1e-6)
 
 
+@pytest.mark.parametrize("mask", ["none", "causal"])
+def test_one_graph_for_all_lengths(mask: str) -> None:
+    layer = LAYERS["SoftmaxAttention"].build(mask=mask, shorter=True).eval()
+    lengths = ({1: torch.export.Dim("n", min=2, max=LENGTH)},)
+    for one in (hs.nn.SelfAttentionBlock(layer), hs.nn.deploy(hs.nn.SelfAttentionBlock(layer))):
+        x = inputs(LAYERS["SoftmaxAttention"])
+        graph = torch.export.export(one, (x[:, : LENGTH - 1].contiguous(),), dynamic_shapes=lengths).module()
+        for n in range(2, LENGTH + 1):
+            assert torch.equal(graph(x[:, :n].contiguous()), one(x[:, :n]))
+
+
 def test_a_module_at_two_places_stays_one() -> None:
     linear, norm = hs.nn.OrthogonalLinear(D, D), hs.nn.LipschitzRMSNorm(D)
     model: nn.Module = nn.Sequential(linear, norm, linear, nn.Sequential(norm, linear)).eval()

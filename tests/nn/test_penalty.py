@@ -6,6 +6,8 @@ import copy
 import itertools
 import warnings
 from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -17,6 +19,8 @@ from transformers import (
     DistilBertModel,
     T5Config,
     T5EncoderModel,
+    Trainer,
+    TrainingArguments,
 )
 
 from howsmooth import nn as hs_nn
@@ -30,6 +34,7 @@ from howsmooth.nn.penalty import (
     leading_singular_value,
     softmax_jacobian_bound,
 )
+from tests._monitored_training import gpt2
 from tests._tiny_models import tiny, token_ids
 
 D, N, B = 6, 4, 3
@@ -442,12 +447,17 @@ def test_padded_tokens_are_neither_moved_nor_looked_at() -> None:
     # Tokens that are seen and do not count: rows and columns of the Jacobian are left out.
     with SpectralPenalty(layer, [""], first_steps=60, rtol=1e-6) as penalty:
         layer(x, x, x)
-        penalty(tokens=real)
-    for row, counts, value in zip(x, real, penalty.report.layers[0].value, strict=True):
+        penalty(tokens=real.long())  # as tokenizers give masks
+        (measured,) = penalty.measure(real.long(), rtol=1e-6).values()
+        with pytest.raises(ArgumentError, match="a mask of shape"):
+            penalty.measure(real[:, :2])
+    values = penalty.report.layers[0].value
+    for row, counts, value, constant in zip(x, real, values, measured.value, strict=True):
         jacobian = dense(of_one(layer), row.clone().requires_grad_()).detach()
         chosen = counts.repeat_interleave(D)
         part = jacobian[chosen][:, chosen]
         assert torch.allclose(value, torch.linalg.matrix_norm(part, 2), rtol=1e-8)
+        assert float(constant) == pytest.approx(float(value), rel=1e-6)
 
 
 @pytest.mark.parametrize("reduction", ["mean", "max", "sum"])
@@ -824,3 +834,27 @@ def test_compiled_models() -> None:
         with SpectralPenalty(given) as penalty:
             compiled(x)
             assert torch.allclose(penalty(), expected)
+
+
+@pytest.mark.parametrize("accepts", [True, False])
+def test_the_guides_penalty_in_the_trainer_counts_once(accepts: bool, tmp_path: Path) -> None:
+    page = (Path(__file__).parents[2] / "docs" / "guide" / "monitor.md").read_text(encoding="utf-8")
+    code = "class Smooth" + page.split("class Smooth")[1].split("\n\n\n")[0]
+    sequences = torch.arange(56).view(8, 7) % 39
+    data = [{"input_ids": ids, "attention_mask": ids > 0, "labels": ids} for ids in sequences]
+    logged = []
+    for weight in (0.0, 100.0):
+        for batches in (1, 4):
+            names: dict[str, Any] = {"Trainer": Trainer, "penalty": lambda mask: weight * mask.any()}  # noqa: B023
+            exec(code if accepts else code.replace(" / batches", ""), names)
+            arguments = TrainingArguments(
+                str(tmp_path), max_steps=1, per_device_train_batch_size=2, learning_rate=0.0, logging_steps=1,
+                gradient_accumulation_steps=batches, report_to=[], use_cpu=True, save_strategy="no",
+                disable_tqdm=True, seed=3,
+            )  # fmt: skip
+            trainer = names["Smooth"](gpt2(dropout=0.0), arguments, train_dataset=data)
+            trainer.model_accepts_loss_kwargs = accepts
+            trainer.train()
+            logged.append(trainer.state.log_history[0]["loss"])
+    assert logged[2] - logged[0] == pytest.approx(1.0, abs=2e-4)
+    assert logged[3] - logged[1] == pytest.approx(1.0, abs=2e-4)

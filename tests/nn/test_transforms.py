@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 from collections.abc import Callable
 from typing import Any
@@ -60,6 +61,16 @@ def test_gradients_of_each_sample(name: str, training: bool) -> None:
         tokens_of(layer(one)).square().sum().backward()
         for key, weight in layer.named_parameters():
             torch.testing.assert_close(found[key][i], weight.grad)
+
+
+@pytest.mark.parametrize("transform", [jacrev, jacfwd, lambda f: vmap(jacrev(f))])
+@pytest.mark.parametrize("name", LAYERS)
+def test_nothing_of_a_transform_is_kept(name: str, transform: Callable[..., Any]) -> None:
+    layer = LAYERS[name].build().eval().double()
+    x = several(name, 2)
+    transform(lambda one: called(layer)(one).sum())(x if "lambda" in transform.__name__ else x[0])
+    kept = copy.deepcopy(layer)  # refuses what lives in a transform only
+    torch.testing.assert_close(called(kept)(x[0]), called(layer)(x[0]))
 
 
 @pytest.mark.parametrize("argument", ["attn_mask", "key_padding_mask"])

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pandas as pd
 import pytest
 import torch
 from torch import Tensor
@@ -89,6 +90,10 @@ def test_what_a_profile_shows(tmp_path: Path) -> None:
     path = tmp_path / "depth.csv"
     found.to_csv(path)
     assert path.read_text(encoding="utf-8") == found.to_csv()
+    found.to_parquet(path.with_suffix(".parquet"))
+    stored = pd.read_parquet(path.with_suffix(".parquet"))
+    assert stored.equals(found.table)
+    assert stored.attrs["howsmooth"] == found.citation
     assert "block 2" in found._repr_html_()
 
 
@@ -117,3 +122,22 @@ def test_options_that_do_not_fit(
 def test_an_output_that_is_not_known() -> None:
     with pytest.raises(hs.errors.ArgumentError, match="output: expected one of hidden, logits, margin"):
         hs.depth_profile(tiny("bert"), token_ids(1, 4), output="probabilities")
+
+
+class _Tagger(torch.nn.Module):
+    """A module of one's own, which returns logits (batch, n, 5) and no hidden states."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = torch.nn.Embedding(50, 8)
+        self.blocks = torch.nn.ModuleList([torch.nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)])
+        self.head = torch.nn.Linear(8, 5)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return self.head(self.blocks[0](self.embed(ids)))
+
+
+def test_the_output_of_a_module_that_is_not_of_transformers() -> None:
+    found = hs.depth_profile(_Tagger().eval(), token_ids(1, 4) % 50)
+    assert found.output == "output"
+    assert "from its embeddings to its output at" in found.citation

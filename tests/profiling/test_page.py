@@ -51,6 +51,20 @@ def test_the_page_shows_each_token_once_a_side_with_its_shade(found: Profile) ->
     assert html.count("<details") == len(found.table)
 
 
+def test_influence_is_shown_where_it_was_measured(found: Profile, tmp_path: Path) -> None:
+    assert "Which token moves which" not in page.render(found, "data:,")
+    full = hs.profile("builtin-encoder", "A <b>cat</b>", layers=[1], scopes="attention", influence=True)
+    assert full.influence is not None
+    html, *_, table = page.write(full, tmp_path)
+    assert table.name == "influence.csv"
+    assert table.read_text() == full.influence.to_csv()
+    text = html.read_text()
+    assert "Which token moves which, in layer 1" in text
+    assert text.count('<img src="data:image/png;base64,') == full._repr_html_().count("<img") == 2
+    assert f"at least {full.influence.token_wise.lower:.4g} and" in text
+    assert "<b>cat" not in text
+
+
 def test_hostile_text_and_names_stay_text(found: Profile) -> None:
     named = dataclasses.replace(found, model="<img src=x onerror=alert(1)>", refused=("<b>no</b>",))
     for html in (page.render(named, "data:,"), named._repr_html_()):
@@ -62,17 +76,29 @@ def test_hostile_text_and_names_stay_text(found: Profile) -> None:
     assert "default-src 'none'" in policy[1].replace("&#39;", "'")
 
 
-def test_the_figure_has_a_cell_for_each_head(found: Profile) -> None:
+def test_the_figure_has_a_cell_for_each_head_and_a_scale_for_each_panel(found: Profile) -> None:
     figure = found.plot()
     assert isinstance(figure, Figure)
-    (image, *_) = figure.axes[0].images
-    values = image.get_array()
-    heads = found.table["head"].dropna()
-    assert values.shape == (1, len(heads) + 2)  # an empty column, and the whole layer
-    assert float(values[0, -1]) == float(found.table["value"][found.table["head"].isna()].iloc[0])
-    assert float(values[0, 2]) == float(found.table["value"][found.table["head"] == 2].iloc[0])
+    (of_heads,), (whole,) = (axis.images for axis in figure.axes[::2])  # a colour bar behind each
+    heads, layers = (found.table[found.table["head"].isna() == none]["value"] for none in (False, True))
+    assert of_heads.get_array().tolist() == [heads.tolist()]
+    assert whole.get_array().tolist() == [layers.tolist()]
+    assert (of_heads.norm.vmin, of_heads.norm.vmax) == (heads.min(), heads.max())
+    assert whole.norm.vmin < layers.min() < whole.norm.vmax
     doubtful = dataclasses.replace(found, table=found.table.assign(converged=False))
-    assert sum(text.get_text() == "×" for text in doubtful.plot().axes[0].texts) == len(found.table)
+    crosses = [text.get_text() for axis in doubtful.plot().axes for text in axis.texts]
+    assert crosses.count("×") == len(found.table)
+
+
+@pytest.mark.parametrize("scope", ["head", "attention", None])
+def test_the_title_of_a_narrow_figure_covers_nothing(found: Profile, scope: str | None) -> None:
+    table = found.table if scope is None else found.table[found.table["scope"] == scope]
+    figure = dataclasses.replace(found, model="A name of some length", table=table).plot()
+    figure.draw_without_rendering()
+    title = figure._suptitle.get_window_extent()
+    assert figure.bbox.x0 <= title.x0 < title.x1 <= figure.bbox.x1
+    for axis in figure.axes:
+        assert not title.overlaps(axis.get_tightbbox())
 
 
 def test_a_folder_that_cannot_be_written(found: Profile, tmp_path: Path) -> None:

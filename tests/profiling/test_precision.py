@@ -68,18 +68,19 @@ def quantised(t: Tensor, bits: int, dim: int) -> Tensor:
 
 
 class QuantisedCache(DynamicCache):
-    """A KV cache of transformers that stores the keys or values of one head of one layer in few bits."""
+    """A KV cache of transformers that stores the keys or values of some heads and layers in few bits."""
 
-    def __init__(self, case: pd.Series) -> None:
+    def __init__(self, *cases: pd.Series) -> None:
         super().__init__()
-        self.case = case
+        self.cases = cases
 
     def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *a: object, **k: object):
         key_states, value_states = key_states.clone(), value_states.clone()
-        if layer_idx == self.case["layer"]:
-            t = key_states if self.case["operand"] == "K" else value_states
-            head = t[:, self.case["head"]]
-            head.copy_(quantised(head, self.case["bits"], -1 if self.case["quantiser"] == "token" else -2))
+        for case in self.cases:
+            if layer_idx == case["layer"]:
+                t = key_states if case["operand"] == "K" else value_states
+                head = t[:, case["head"]]
+                head.copy_(quantised(head, case["bits"], -1 if case["quantiser"] == "token" else -2))
         return super().update(key_states, value_states, layer_idx, *a, **k)
 
 
@@ -99,6 +100,47 @@ def test_the_changes_are_those_of_a_quantised_cache(llama: torch.nn.Module, of_l
             assert case["change"] == pytest.approx(float(change), rel=2e-3, abs=1e-5)
             assert case["kl"] == pytest.approx(float(kl), rel=2e-2, abs=1e-7)
             assert case["output_norm"] == pytest.approx(float(torch.linalg.vector_norm(own[layer])), rel=1e-4)
+
+
+def kl_of_a_quantised_cache(llama: torch.nn.Module, cases: pd.DataFrame) -> float:
+    with torch.no_grad():
+        plain = llama(IDS).logits.double().log_softmax(-1)
+        cache = QuantisedCache(*(case for _, case in cases.iterrows()))
+        other = llama(IDS, past_key_values=cache, use_cache=True).logits.double().log_softmax(-1)
+    return float((plain.exp() * (plain - other)).sum(-1).mean())
+
+
+def test_all_at_once_is_a_cache_that_is_quantised_as_a_whole(
+    llama: torch.nn.Module, of_llama: hs.Precision
+) -> None:
+    rows = of_llama.together.set_index(["quantiser", "bits"])["kl"]
+    assert len(rows) == 4
+    for (quantiser, bits), kl in rows.items():
+        cases = of_llama.table.query("quantiser == @quantiser and bits == @bits")
+        assert len(cases) == 8
+        assert kl == pytest.approx(kl_of_a_quantised_cache(llama, cases), rel=2e-2)
+        assert of_llama.simulate(bits, quantiser) == kl
+        assert f"{kl:.3g} at {bits} bits" in repr(of_llama)
+        assert f"{kl:.3g} at {bits} bits" in of_llama.citation
+    assert of_llama.described()["together"][0]["kl"] == rows.iloc[0]
+
+
+def test_a_simulated_budget_is_a_cache_with_these_bits(
+    llama: torch.nn.Module, of_llama: hs.Precision
+) -> None:
+    budget = of_llama.budget(4.5)
+    assert set(budget["bits"]) == {3, 6}
+    truth = kl_of_a_quantised_cache(llama, budget.assign(quantiser="token"))
+    assert of_llama.simulate(budget) == pytest.approx(truth, rel=2e-2)
+    few = budget[budget["layer"] == 1]
+    truth = kl_of_a_quantised_cache(llama, few.assign(quantiser="channel"))
+    assert of_llama.simulate(few, "channel") == pytest.approx(truth, rel=2e-2)
+    with pytest.raises(ArgumentError, match="bits"):
+        of_llama.simulate(1)
+    with pytest.raises(ArgumentError, match="quantisers"):
+        of_llama.simulate(4, "row")
+    with pytest.raises(ArgumentError, match=r"layers, heads and operands.*\(7, "):
+        of_llama.simulate(few.assign(layer=7))
 
 
 @pytest.mark.parametrize(
@@ -223,8 +265,25 @@ def test_logits_are_left_out_on_demand(llama: torch.nn.Module, of_llama: hs.Prec
     found = hs.precision(llama, IDS, bits=(6, 3), quantisers=("token", "channel"), logits=False)
     assert not found.has_kl
     assert not found.refused
+    assert found.together.empty
+    assert "at once" not in repr(found)
+    with pytest.raises(ArgumentError, match="logits"):
+        found.simulate(4)
     kept = ["layer", "head", "operand", "bits", "predicted", "change", "bound"]
     assert found.table[kept].equals(of_llama.table[kept])
+
+
+def test_predictions_that_are_too_large_have_a_star(of_llama: hs.Precision) -> None:
+    large = of_llama.table["predicted_kl"].nlargest(3).to_list()
+    found = replace(
+        of_llama, table=of_llama.table.assign(predicted_kl=lambda t: t["predicted_kl"] * 0.099 / large[2])
+    )
+    said = repr(found)
+    assert said.count("*") == 3  # two rows, and the sentence
+    assert f"{0.099 * large[0] / large[2]:.4g}*" in said
+    assert "Above 0.1 nats" in said
+    few = replace(found, table=found.table[found.table["predicted_kl"] <= 0.1])
+    assert "*" not in repr(few)
 
 
 def test_a_model_in_half_precision_has_the_changes_of_float32(llama: torch.nn.Module) -> None:
@@ -270,6 +329,8 @@ def test_the_budget_is_the_best_of_all_choices(of_llama: hs.Precision) -> None:
         found.budget(2)
     with pytest.raises(ArgumentError, match="quantiser"):
         found.budget(4, "group-32")
+    with pytest.raises(ArgumentError, match="several numbers of bits"):
+        replace(found, table=few[few["bits"] == 3]).budget(4)
 
 
 def test_page_figure_and_table(of_llama: hs.Precision, tmp_path: Path) -> None:
@@ -282,6 +343,10 @@ def test_page_figure_and_table(of_llama: hs.Precision, tmp_path: Path) -> None:
     table = pd.read_csv(paths[3])
     assert list(table["change"]) == list(of_llama.table["change"])
     assert of_llama.to_csv() == paths[3].read_text(encoding="utf-8")
+    of_llama.to_parquet(tmp_path / "p.parquet")
+    stored = pd.read_parquet(tmp_path / "p.parquet")
+    assert stored.equals(of_llama.table)
+    assert stored.attrs["howsmooth"] == of_llama.citation
     panels = of_llama.plot().axes
     assert panels[0].images[0].get_array().shape == (2, 2)
     assert len(panels[2].lines[0].get_xdata()) == len(of_llama.table) // 2

@@ -57,6 +57,23 @@ def ids_of(text: str) -> torch.Tensor:
     return torch.tensor([load_model("builtin-encoder").tokenizer.encode(text)])
 
 
+@pytest.mark.parametrize(("name", "top"), [("llama", 0), ("gpt2", 2)])
+def test_influence_is_that_of_the_layer_with_the_largest_constant(name: str, top: int) -> None:
+    model = tiny(name)
+    found = hs.profile(model, IDS, influence=True)
+    assert found.influence is not None
+    constants = found.table[found.table["scope"] == "attention"].set_index("layer")["value"]
+    assert constants.idxmax() == top
+    site = hs.capture(model, IDS[None], layers=[top])[0]
+    jacobian = torch.autograd.functional.jacobian(site.map.to(dtype=torch.float64), site.x[0].double())
+    norms = torch.linalg.matrix_norm(jacobian.transpose(1, 2), 2)
+    assert (found.influence.lower <= norms * (1 + 1e-9)).all()
+    assert (norms <= found.influence.upper * (1 + 1e-9)).all()
+    assert found.influence.converged.all()
+    assert f"layer {top}: Influence(12 outputs x 12 inputs" in repr(found)
+    assert hs.profile(model, IDS, layers=[top]).influence is None
+
+
 def test_inputs_of_every_kind_agree() -> None:
     model = tiny("llama")
     by_ids = hs.profile(model, IDS)
@@ -168,6 +185,7 @@ class _Attention(torch.nn.Module):
         ({"span": slice(0, 8, 2)}, "span"),
         ({"scopes": ["block"]}, "scopes"),
         ({"scopes": []}, "scopes"),
+        ({"scopes": "head", "influence": True}, "influence"),
         ({"rtol": 2.0}, "rtol"),
         ({"layers": [9]}, "layer"),
         ({"inputs": {"input_ids": IDS[None]}, "span": "0:2"}, "span"),

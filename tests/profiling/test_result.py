@@ -24,6 +24,8 @@ def test_the_ranking_goes_down_within_each_scope(found: Profile) -> None:
     assert list(ranking["scope"]) == ["head"] * 16 + ["attention"] * 2
     for _, rows in ranking.groupby("scope"):
         assert rows["value"].is_monotonic_decreasing
+    # pandas hides the middle columns of what is wider than a terminal.
+    assert max(map(len, str(ranking).splitlines())) < 80
     top = ranking.iloc[0]
     assert f"layer {top['layer']}, head {top['head']}" in repr(found).splitlines()[3]
     assert f"{top['value']:.6g} in [{top['lower']:.6g}, {top['upper']:.6g}]" in found.citation

@@ -29,14 +29,16 @@ def failed_unless_zero(code: int = 0) -> None:
         pytest.param(
             "whole_model.py --lengths 4 --layers 1 --width 32", "power, math", marks=pytest.mark.slow
         ),
+        ("whole_model.py --cost --lengths 4 --layers 1 --width 32 --rounds 1", "along the kept graph"),
     ],
-    ids=["streamed", "long sequence", "device", "operations", "whole model"],
+    ids=["streamed", "long sequence", "device", "operations", "whole model", "cost of a whole model"],
 )
 def test_a_benchmark_runs(
     command: str, said: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     script, *arguments = command.split()
     monkeypatch.setattr(sys, "argv", [script, *arguments])
+    monkeypatch.syspath_prepend(FOLDER)
     monkeypatch.setattr(sys, "exit", failed_unless_zero)
     runpy.run_path(str(FOLDER / script), run_name="__main__")
     assert said in capsys.readouterr().out

@@ -9,6 +9,7 @@ import numpy as np
 import pandas as pd
 import pytest
 import torch
+from scipy import stats
 
 import howsmooth as hs
 from howsmooth.study.plan import ModelSpec
@@ -112,6 +113,53 @@ def test_what_the_page_says_of_residuals() -> None:
     middle = scopes.groupby(["model", "scope"])["slope"].median().unstack()
     for model in ("capp_gpt", "gpt2 (random init)"):
         assert middle.loc[model, "residual"] < 0.3 * middle.loc[model, "attention"]
+
+
+def test_what_the_page_says_of_whole_models() -> None:
+    found = pd.read_csv(TABLES / "whole.csv")
+    assert found["converged"].all()
+    assert (found["lower"] <= found["lipschitz"]).all()
+    unit = 10.0 ** (np.floor(np.log10(found["upper"])) - 4)  # of the last digit in the table
+    assert (found["upper"] - found["lower"] <= 1e-3 * found["lipschitz"] + unit).all()
+    assert not found.duplicated(["model", "n", "sample"]).any()
+    assert set(found["model"]) == set(page.MODELS)
+    of_text = {}
+    for model, of in found.groupby("model"):
+        assert set(of.groupby("n").size()) == {3 if "gpt2" in model else 5}
+        assert set(of["text"]) == {"parts" if model == "capp_gpt" else "alice"}
+        if model not in ("capp_gpt", "gpt2 (random init)"):
+            of_text[model] = stats.linregress(np.log(of["n"]), np.log(of["lipschitz"]))
+    assert len(of_text) == 5
+    for fit in of_text.values():
+        assert 2 * fit.stderr < fit.slope < 0.5 - 2 * fit.stderr
+    slopes = [fit.slope for fit in of_text.values()]
+    assert max(slopes) - min(slopes) > 2 * max(fit.stderr for fit in of_text.values())
+    parts = found[found["model"] == "capp_gpt"]
+    assert stats.linregress(np.log(parts["n"]), np.log(parts["lipschitz"])).slope > 0.5
+
+
+def test_what_the_page_says_of_depth() -> None:
+    found = pd.read_csv(TABLES / "depth.csv")
+    assert found.filter(regex="_converged").fillna(value=True).all(axis=None)
+    ratios = {}
+    for model, of in found.groupby("model"):
+        until, last = of.set_index("stage")["until"], of.iloc[-1]
+        assert np.allclose(of["own"].cumprod(), of["product"], rtol=1e-3)
+        assert np.allclose(of["until"] / of["product"], of["ratio"], rtol=1e-3)
+        ratios[model] = 1 / last["ratio"]
+        half = until[f"block {(until.index.str.startswith('block').sum() - 1) // 2}"]
+        if model == "capp_gpt":
+            assert until.iloc[-1] > 10 * until.iloc[-2]
+        else:
+            assert half > 0.4 * last["until"]
+    assert 60 < min(ratios.values()) < 70
+    assert 310_000 < max(ratios.values()) < 330_000
+    assert max(ratios, key=lambda model: ratios[model]) == "all-MiniLM-L6-v2"
+    # The measurement of depth is one of those of the lengths, or lies among them.
+    whole = pd.read_csv(TABLES / "whole.csv").groupby(["model", "n"])["lipschitz"].agg(["min", "max"])
+    for model, of in found.groupby("model"):
+        least, most = whole.loc[(model, of["n"].iloc[0])]
+        assert 0.5 * least < of["until"].iloc[-1] < 2 * most
 
 
 def test_fits_are_consistent_in_themselves() -> None:

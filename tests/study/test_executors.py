@@ -354,7 +354,8 @@ def test_processes_share_out_the_memory_and_the_cores(monkeypatch: pytest.Monkey
         (
             "dask",
             {"workers": 2, "scheduler": "tcp://x:1"},
-            "workers: expected it together with the executor processes, got the executor dask",
+            "workers: expected none with the executor dask, whose cluster has workers of its own, got 2. "
+            "Start them with dask worker ADDRESS --nworkers 2",
         ),
         ("processes", {"workers": 0}, "workers: expected a number from 1 to 1024, got 0"),
         ("processes", {"workers": 5000}, "workers: expected a number from 1 to 1024, got 5000"),

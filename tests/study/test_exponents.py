@@ -2,13 +2,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import pandas as pd
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from howsmooth.errors import ArgumentError
 from howsmooth.study.exponents import EXPONENT_COLUMNS, LEVEL, QUARTER, exponents, fit_exponent
 
 PROTOCOL = np.repeat(np.arange(2, 101, 2), 10)
@@ -209,3 +212,31 @@ def test_the_same_points_give_the_same_interval() -> None:
     values = np.exp(0.25 * np.log(PROTOCOL) + 0.1 * generator.standard_normal(len(PROTOCOL)))
     usable = np.ones(len(PROTOCOL), dtype=bool)
     assert fit_exponent(PROTOCOL, values, usable) == fit_exponent(PROTOCOL, values, usable)
+
+
+def test_lists_and_tensors_are_fitted_as_arrays_are() -> None:
+    n, values = [4, 8, 8, 16, 32], [1.0, 1.3, 1.2, 1.5, 1.9]
+    fit = fit_exponent(np.array(n), np.array(values), np.ones(5, dtype=bool))
+    assert fit.n_points == 5
+    assert (
+        fit_exponent(n, values)
+        == fit_exponent(torch.tensor(n), torch.tensor(values, dtype=torch.float64))
+        == fit
+    )
+    assert fit_exponent(n, values, [True] * 4 + [False]).n_max == 16
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (([1, 2, 3], [1.0, 2.0]), r"n, lipschitz: expected lists .* got shapes \(3,\) and \(2,\)"),
+        (([1, 2, 3], [1.0, 2.0, "x"]), "lists of numbers"),
+        (([1, 2, 3], [1.0, 2.0, 3.0], [True, False]), "usable: expected lists"),
+        (([0, 2, 3], [1.0, 2.0, 3.0]), "n: expected finite positive numbers, got 0"),
+        (([1, 2, 3], [1.0, math.inf, 3.0]), "lipschitz: expected .* got inf"),
+        (([1, 2, 3], [1.0, -1.0, 3.0]), "lipschitz: expected .* got -1"),
+    ],
+)
+def test_what_is_no_list_of_points_is_refused(arguments: tuple[Any, ...], words: str) -> None:
+    with pytest.raises(ArgumentError, match=words):
+        fit_exponent(*arguments)

@@ -265,7 +265,7 @@ def test_a_plan_file_is_told_with_what_cannot_be_measured(typed: Typed, tmp_path
         'models = ["small", "gone"]\ntexts = ["prose"]\nlengths = [2, 4]\nsamples = 5\nout = "o"', "utf-8"
     )
     code, out, _ = typed("study", str(plan), "--dry-run", "--quiet")
-    assert code == 0
+    assert code == 3  # as the run
     assert "Cannot be measured: gone: model: 'gone' is not known." in out
     assert not (tmp_path / "o").exists()
     for also, expected in (

@@ -264,7 +264,7 @@ def test_a_study_is_carried_out_and_not_begun_twice(howsmooth: Howsmooth, tmp_pa
     before = rows_of(tmp_path / "plan-out")
     code, _, err = howsmooth(plan)
     assert code == 2
-    assert "already holds a study. Add --resume" in err
+    assert "already holds a study with 45 measurements. Add --resume" in err
     tools, work = make_tools()
     code, out, _ = howsmooth(plan, "--resume", tools=tools)
     assert code == 0
@@ -301,10 +301,11 @@ def test_a_failure_stops_nothing_else_and_the_exit_code_says_so(howsmooth: Howsm
     assert "45 measurements made" in out
     assert "1 computation failed. Reason of the first failure: model: 'missing' is not known." in err
     assert shlex.split(err.splitlines()[-1]) == ["howsmooth", "study", plan, "--resume"]
+    assert "Reason of the first failure" not in out
     code, out, _ = howsmooth(plan, "--status")
     assert code == 0
     assert "missing" in out
-    assert "?" in out
+    assert "A question mark: the model was not loaded yet or could not be" in out
     assert "once: model: 'missing' is not known." in out
     models = {"small": FakeModel(), "missing": FakeModel(fingerprint=digest("found"))}
     code, _, err = howsmooth(plan, "--resume", "--quiet", tools=make_tools(models=models)[0])
@@ -312,6 +313,22 @@ def test_a_failure_stops_nothing_else_and_the_exit_code_says_so(howsmooth: Howsm
     code, out, _ = howsmooth(plan, "--status")
     assert "All measurements are done." in out
     assert "times" not in out
+
+
+def test_interrupted_early_it_says_how_to_go_on_and_may_begin_again(
+    howsmooth: Howsmooth, tmp_path: Path
+) -> None:
+    def interrupt(calls: int) -> None:
+        raise KeyboardInterrupt
+
+    plan = str(written(tmp_path, SMALL))
+    code, _, err = howsmooth(plan, tools=make_tools(before_measure=interrupt)[0])
+    assert code == 130
+    assert "interrupted: nothing was measured yet. Continue with:" in err
+    assert Store.exists(tmp_path / "plan-out")
+    assert shlex.split(err.splitlines()[-1]) == ["howsmooth", "study", plan, "--resume"]
+    assert howsmooth(plan, "-q")[0] == 0
+    assert len(rows_of(tmp_path / "plan-out")) == 45
 
 
 def test_interrupted_it_says_how_to_go_on(howsmooth: Howsmooth, tmp_path: Path) -> None:
@@ -417,6 +434,26 @@ lengths = "3:5:2"
     assert "expected at most 5 tokens, the positions of other, got 6" in err
 
 
+def test_status_of_a_folder_counts_what_is_there(howsmooth: Howsmooth, tmp_path: Path) -> None:
+    plan = str(written(tmp_path, SMALL.replace('"small"', '"missing", "small"')))
+    folder = str(tmp_path / "plan-out")
+    (tmp_path / "plan-out").mkdir()
+    code, _, err = howsmooth(folder, "--status")
+    assert code == 2
+    assert "holds no study" in err
+    howsmooth(plan)
+    code, out, _ = howsmooth(folder, "--status", "--json")
+    assert code == 0
+    assert json.loads(out)["parts"] == [
+        {"model": "missing", "text": "all", "scope": "all", "planned": None, "done": 0, "failed": 1},
+        {"model": "small", "text": "prose", "scope": "attention", "planned": None, "done": 45, "failed": 0},
+    ]
+    code, out, _ = howsmooth(folder, "--status")
+    assert "once: model: 'missing' is not known." in out
+    assert "howsmooth study PLAN.toml --status" in out
+    assert "All measurements are done" not in out
+
+
 def test_status_of_another_study_is_refused(howsmooth: Howsmooth, tmp_path: Path) -> None:
     howsmooth(str(written(tmp_path, SMALL)))
     code, _, err = howsmooth(str(written(tmp_path, f"{SMALL}seed = 3")), "--status")
@@ -446,3 +483,8 @@ def test_misuse_is_refused(
     assert (code, out) == (2, "")
     assert message in err
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_module_is_told_the_way_in_python() -> None:
+    with pytest.raises(ArgumentError, match=r"models: expected names .* measured with hs\.profile"):
+        Plan(models=torch.nn.Tanh())

@@ -6,8 +6,10 @@ import base64
 import dataclasses
 import math
 import re
+import sqlite3
 from html.parser import HTMLParser
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -19,10 +21,13 @@ from matplotlib.figure import Figure
 
 from howsmooth.errors import StoreError
 from howsmooth.study.axis_ticks import linear_ticks, log_ticks
+from howsmooth.study.figures import measurements, style
+from howsmooth.study.figures.layer_panels import draw_overview, parts_of
 from howsmooth.study.figures.style import add_colourbar
 from howsmooth.study.outputs import Outputs, write_outputs
 from howsmooth.study.plan import ModelSpec
 from howsmooth.study.ranges import Ranges
+from howsmooth.study.store import STORE_NAME
 from howsmooth.study.text_formatting import decimal, file_stem, readable
 from tests._study import FakeModel, make_plan, make_tools, run, words
 
@@ -75,7 +80,9 @@ def test_the_csv_has_the_columns_of_the_design_and_is_sorted(published: Outputs)
     assert tuple(table.columns) == (
         "model", "layer", "head", "scope", "causal", "text", "sample", "n", "radius_mean", "radius_max",
         "lipschitz", "lower", "upper", "confidence", "converged", "iterations", "seconds", "seed",
+        "stored", "computed",
     )  # fmt: skip
+    assert set(table["stored"]) == set(table["computed"]) == {"float32"}
     assert len(table) == 3 * 5 * (3 + 6)
     keys = ["model", "text", "scope", "layer", "head", "n", "sample"]
     pd.testing.assert_frame_equal(table, table.sort_values(keys).reset_index(drop=True))
@@ -114,8 +121,48 @@ def test_the_same_store_gives_the_same_files(tmp_path: Path) -> None:
         first.pdf,
     ]
     before = [path.read_bytes() for path in files]
+    for path in files:
+        path.unlink()
     write_outputs(tmp_path)
     assert [path.read_bytes() for path in files] == before
+
+
+def test_only_figures_that_change_are_drawn_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    drawn: list[str] = []
+
+    def saved(figure: Any, folder: Path, stem: str, *more: str) -> Any:
+        drawn.append(stem.removeprefix("small--prose--attention--"))
+        return style.save(figure, folder, stem, *more)
+
+    monkeypatch.setattr(measurements, "save", saved)
+    run(make_plan(), tmp_path, make_tools()[0])
+    first = write_outputs(tmp_path)
+    assert drawn == ["overview", "layer-00", "layer-01", "layer-02"]
+    drawn.clear()
+    again = write_outputs(tmp_path)
+    assert drawn == []
+    assert again.pictures == first.pictures
+    first.pictures[1].pdf.unlink()
+    first.pictures[2].png.write_bytes(b"no image")
+    write_outputs(tmp_path)
+    assert drawn == ["layer-00", "layer-01"]
+    drawn.clear()
+    with sqlite3.connect(tmp_path / STORE_NAME) as store:
+        store.execute("DELETE FROM measurements WHERE layer = 2 AND sample = 0 AND n = 2")
+    assert write_outputs(tmp_path).contents.measurements.shape[0] == len(first.contents.measurements) - 1
+    assert drawn == ["overview", "layer-02"]
+    drawn.clear()
+    monkeypatch.setattr(measurements, "drawing_code", lambda: "another version")
+    write_outputs(tmp_path)
+    assert len(drawn) == 4
+
+
+def test_without_figures_there_is_a_report_without_them(tmp_path: Path) -> None:
+    run(make_plan(), tmp_path, make_tools()[0])
+    written = write_outputs(tmp_path, figures=False)
+    assert written.pictures == []
+    assert not (tmp_path / "figures").exists()
+    assert "data:image" not in written.report.read_text(encoding="utf-8")
 
 
 def test_the_page_holds_everything_and_asks_nobody(published: Outputs, page: Page) -> None:
@@ -288,3 +335,15 @@ def test_the_name_of_a_colour_bar_is_above_the_bar() -> None:
     add_colourbar(figure, figure.subplots(), Normalize(1, 8), "radius R")
     _, bar = figure.axes
     assert (bar.get_ylabel(), bar.get_title(loc="right")) == ("", "radius R")
+
+
+def test_a_panel_says_which_interval_excludes_zero() -> None:
+    n = np.arange(4, 100)
+    rows = pd.DataFrame(
+        {"n": n, "lipschitz": 1 + 0.1 * np.cos(n), "layer": 0, "head": None, "converged": True}
+    )
+    (part,) = parts_of(rows, "lipschitz")
+    fit = dataclasses.replace(part.fit, slope=0.071, low=-0.003, high=0.145)
+    part = dataclasses.replace(part, fit=fit)
+    figure = draw_overview([part], lambda axis, part: None, "tokens", 4)
+    assert [text.get_text() for text in figure.axes[0].texts] == ["0.071 [\N{MINUS SIGN}0.003, 0.145]"]

@@ -175,7 +175,7 @@ def test_a_text_that_is_full_is_refused_before_anything_more_is_measured(tmp_pat
     tools, work = make_tools(tokens=75)
     with pytest.raises(
         TextError,
-        match=r"'prose' is too short for more: .* 5 windows of 15 tokens do not fit .* another --out",
+        match=r"'prose' is too short for more: .* 5 windows of 15 tokens do not fit .* another output folder",
     ):
         run(make_plan(lengths=(3,)), tmp_path, tools)
     assert work.measured == []
@@ -239,7 +239,7 @@ REFUSALS: dict[str, tuple[dict[str, Any], dict[str, Any], type[HowsmoothError], 
         {"tokens": 100},
         TextError,
         "5 sequences of each of 2 lengths without overlap need 160 tokens, and it has 100 .* "
-        "Use --samples 3 or fewer, or fewer or shorter --lengths, or a longer text",
+        "Use 3 samples or fewer, or fewer or shorter lengths, or a longer text",
     ),
     "tiny text": ({}, {"tokens": 3}, TextError, "it has 3 with the tokenizer of small. Use fewer or shorter"),
     "too long": ({"lengths": (2, 65)}, {}, ArgumentError, "at most 64 tokens, the positions of small"),

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
 import pandas as pd
 import pytest
 import torch
@@ -74,7 +75,9 @@ def test_products_with_tiles_are_those_with_dense_blocks(name: str) -> None:
         i, j = torch.nonzero(some, as_tuple=True)
         if not len(i):
             continue
-        (tile,), of_pairs = blocks.tile(i, j, [torch.float64]), dense[i, j]
+        # Maps of single tokens are not scaled.
+        factor = torch.full((len(i),), 2.0 if isinstance(f, hs.SelfAttention) else 1.0, dtype=torch.float64)
+        (tile,), of_pairs = blocks.tile(i, j, factor, [torch.float64]), factor[0] * dense[i, j]
         e, u = tokens(5, len(i), 1, 6), tokens(6, len(i), 1, of_pairs.shape[1])
         image = e @ of_pairs.mT
         torch.testing.assert_close(tile.product(e), image)
@@ -113,6 +116,53 @@ def test_blocks_that_cancel_or_nearly_vanish_keep_true_intervals() -> None:
         found = hs.influence(g32, x.float())
         assert contains(found, blocks)
         assert found.value.min() < 1e-5 * found.value.max()
+
+
+def extended_blocks(f: hs.SelfAttention, x: Tensor) -> Tensor:
+    """Return the norms of the blocks from sums in extended precision, which do not cancel.
+
+    Float64 derivatives of a head that looks at one key keep only absolute digits.
+    """
+
+    def extended(t: Tensor) -> np.ndarray:
+        return t.double().numpy().astype(np.longdouble)
+
+    assert f.output is not None
+    assert f.query_bias is not None
+    assert f.key_bias is not None
+    assert f.value_bias is not None
+    tokens_, n, blocks = extended(x), len(x), 0.0
+    for head in range(f.heads):
+        (wq, wk, wv), w = (extended(t[head]) for t in (f.query, f.key, f.value)), extended(f.output)
+        q = (tokens_ @ wq.T + extended(f.query_bias[head])) * np.longdouble(f.scale)
+        k = tokens_ @ wk.T + extended(f.key_bias[head])
+        v = tokens_ @ wv.T + extended(f.value_bias[head])
+        p = np.exp(q @ k.T - (q @ k.T).max(axis=1, keepdims=True))
+        p /= p.sum(axis=1, keepdims=True)
+        of_head = np.zeros((n, n, f.value_dim, f.d), dtype=np.longdouble)
+        for i in range(n):
+            m = p[i].argmax()
+            away = v - v[m] - sum(p[i, j] * (v[j] - v[m]) for j in range(n) if j != m)
+            own = sum(p[i, j] * np.outer(away[j], (k[j] - k[m]) @ wq) for j in range(n)) * f.scale
+            for j in range(n):
+                of_head[i, j] = p[i, j] * (wv + np.outer(away[j], q[i] @ wk)) + (own if i == j else 0)
+        blocks = blocks + w[:, head * f.value_dim : (head + 1) * f.value_dim] @ of_head
+    size = np.abs(blocks).max(axis=(2, 3))
+    norms = np.linalg.norm((blocks / size[..., None, None]).astype(float), ord=2, axis=(2, 3))
+    return torch.from_numpy((norms * size).astype(float))
+
+
+@pytest.mark.skipif(np.finfo(np.longdouble).eps > 1e-18, reason="this machine has no extended precision")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("seed", [119, 126, 143])
+def test_heads_that_look_at_one_key(seed: int, dtype: torch.dtype) -> None:
+    """Blocks from 1e-126 to 1e2, some of whose squares leave the range of float64."""
+    f = random_attention(seed, d=12, d_out=12, temperature=120.0).to(dtype=torch.float32)
+    x = tokens(seed, 7, 12).float()
+    truth = extended_blocks(f.to(dtype=torch.float64), x)
+    found = hs.influence(f.to(dtype=dtype), x.to(dtype))
+    assert ((found.lower <= truth) & (truth <= found.upper)).all()
+    assert found.converged.all()
 
 
 @pytest.mark.parametrize("name", ["qwen2", "llama", "bert"])
@@ -204,6 +254,15 @@ def test_one_entry_does_not_depend_on_the_others_and_seeds_matter() -> None:
     assert ((found.upper - found.lower) <= 1e-2 * found.value).all()
 
 
+def test_equal_blocks_have_starts_of_their_own() -> None:
+    """Equal input tokens have equal blocks, to which a few steps from other starts give other values."""
+    x = tokens(0, 6, 30)
+    x[1] = x[0]
+    found = hs.influence(random_attention(5, d=30, d_out=30, heads=4), x, max_iterations=2)
+    first, second = found.value[2:, 0], found.value[2:, 1]
+    assert ((first - second).abs() > 1e-6 * first).all()
+
+
 # ---- the token-wise constant
 
 
@@ -230,6 +289,14 @@ def test_with_one_output_entry_the_two_limits_meet() -> None:
     """A map to one number: the tangents of all tokens add up, so that the sum of norms is attained."""
     found = hs.influence(lambda x: torch.softmax(x[:, 0], 0)[None] @ x[:, 1:2], tokens(1, 6, 4), rtol=1e-6)
     assert found.token_wise.lower == pytest.approx(found.token_wise.upper, rel=1e-5)
+
+
+def test_tangents_that_are_rounded_to_float32_attain_no_more_than_there_is() -> None:
+    """Rounded tangents may be too long; where the limit is attained, that alone would exceed the constant."""
+    for seed in range(8):
+        f, x = random_attention(seed, d_out=1, dtype=torch.float32), tokens(seed, 3, 6).float()
+        truth = largest_token_move(dense_blocks(f.to(dtype=torch.float64), x))
+        assert 0.98 * truth <= hs.influence(f, x).token_wise.lower <= truth * (1 + 1e-12)
 
 
 # ---- the result

@@ -16,18 +16,18 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from howsmooth.adversarial.clusters import Atoms, AtomSearch, can_search_atoms, search_atoms
+from howsmooth.adversarial.atom_search import Atoms, AtomSearch, can_search_atoms, search_atoms
 from howsmooth.adversarial.constructions import Construction, constructions
 from howsmooth.adversarial.domains import Around, Ball, Domain, Ellipsoid
 from howsmooth.attention import Residual, SelfAttention, TokenMap
-from howsmooth.attention.plain_scores import require_formula, require_plain_scores
+from howsmooth.attention.preconditions import require_formula, require_plain_scores
 from howsmooth.bounds.bound import check_length, check_radius
 from howsmooth.bounds.parameters import SiteLike
 from howsmooth.errors import ArgumentError
 from howsmooth.jacobian import in_double
 from howsmooth.jacobian.token_blocks import token_blocks
 from howsmooth.lipschitz import LipschitzEstimate, local_lipschitz
-from howsmooth.lipschitz.blocks import block_norms, sequence_jacobian
+from howsmooth.lipschitz.block_norms import block_norms, sequence_jacobian
 from howsmooth.lipschitz.solver import Solver, member_seeds
 from howsmooth.lipschitz.token_wise import TokenWise, token_wise_ascent, token_wise_lipschitz
 from howsmooth.seeds import torch_seed
@@ -83,7 +83,7 @@ class Ascent:
 
     @property
     def value(self) -> float:
-        """The constant at ``x``, a float; of a token-wise constant the lower limit."""
+        """The constant at ``x``, as a float; for a token-wise constant, its lower limit."""
         return float(self.estimate.value)
 
     def __repr__(self) -> str:
@@ -532,7 +532,7 @@ def _search_atoms(
 
 
 def _basis(f: TokenMap, domain: Domain) -> Tensor | None:
-    """Return an orthonormal basis of the input directions that attention reads, or None.
+    """Return an orthonormal basis of the input directions that attention reads; None if it saves nothing.
 
     The basis B (d, r) spans the rows of the query, key and value matrices. f depends on X B only, and X B Bᵀ
     is no longer than X, so a search over X B in a ball about zero loses no inputs. None means that the

@@ -148,8 +148,8 @@ def two_heavy_tokens(attention: object, length: int, radius: float, *, head: int
     """Return two tokens that get much attention (heavy), and n − 2 copies of another one (light).
 
     The light token attends to both heavy tokens equally. The heavy tokens are R(cosθ ŷ ± sinθ v), where w is
-    the light token, y = Aw + b, ŷ = y/|y| and v ⊥ ŷ. The w, θ and v with the largest certified lower bound,
-    of all that were tried, are taken; the bound is under the attention's masking.
+    the light token, y = Aw + b, ŷ = y/|y| and v ⊥ ŷ. Of all w, θ and v that are tried, those with the largest
+    certified lower bound under the attention's mask are taken.
 
     Parameters
     ----------
@@ -233,7 +233,7 @@ def _has_tie(head: Head) -> bool:
 
 
 class _Give:
-    """Makes a Construction of tokens that a search has found.
+    """A function that makes a :class:`Construction` from heavy and light tokens.
 
     The tokens get the attention's dtype and device.
     """

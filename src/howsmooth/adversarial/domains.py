@@ -147,7 +147,7 @@ class Ellipsoid(Domain):
 
     @property
     def radius(self) -> float:
-        """The radius 1 of the unit ball: a norm layer outputs images of the ball's points."""
+        """The radius 1 of the unit ball, in which the coordinates u of a token lie."""
         return 1.0
 
     def describe(self) -> str:
@@ -181,7 +181,7 @@ class Ellipsoid(Domain):
         """Return the coordinates in the domain that are nearest to the coordinates u.
 
         For LayerNorm, each token's mean is subtracted first. If ε > 0, tokens outside the unit ball are
-        scaled to norm 1. If ε = 0, all tokens are, except zero.
+        scaled to norm 1. If ε = 0, all tokens but zero are scaled to norm 1.
         """
         u = self._centred(u)
         if self.norm.eps > 0:

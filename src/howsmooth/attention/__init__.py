@@ -5,17 +5,17 @@ and ``staged`` adds arbitrary PyTorch code before and after the softmax. ``norms
 residual connections and pre-norm and post-norm blocks.
 """
 
+from howsmooth.attention.atom_weights import EarlierAtoms, Weighting
 from howsmooth.attention.compositions import Compose, Residual
 from howsmooth.attention.l2_attention import L2Attention
+from howsmooth.attention.layer_scale import LayerScale
 from howsmooth.attention.map import AbstractMeasure, TokenMap
 from howsmooth.attention.norm_layers import LayerNorm, RMSNorm
 from howsmooth.attention.rotary import Rotary
-from howsmooth.attention.scaling import LayerScale
 from howsmooth.attention.self_attention import SelfAttention
 from howsmooth.attention.sinkhorn_attention import SinkhornAttention
 from howsmooth.attention.staged import CoreShape, Layer, SoftmaxCore, StagedAttention
 from howsmooth.attention.visibility import Visibility
-from howsmooth.attention.weighting import EarlierAtoms, Weighting
 
 __all__ = [
     "AbstractMeasure",

@@ -9,8 +9,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from howsmooth.attention.atom_weights import Weighting
 from howsmooth.attention.map import TokenMap
-from howsmooth.attention.weighting import Weighting
 from howsmooth.errors import ArgumentError
 
 __all__ = ["Compose", "Residual"]

@@ -71,8 +71,8 @@ class ScoreFeatures:
     softcap
         The soft cap c > 0: a scaled score s becomes c tanh(s / c). It is applied first.
     bias
-        Numbers added to the capped scores, (kv_heads or 1, group or 1, m, n). If they differ between the
-        leading axes of the queries, one axis for these, flattened, stands in front.
+        Numbers added to the capped scores, (kv_heads or 1, group or 1, m, n). If they differ along the
+        leading axes of the queries, these axes are flattened into one axis in front.
     sinks
         Attention sinks, (kv_heads, group): the score of one further key, without a value, in every row.
     seen
@@ -267,7 +267,7 @@ def _fused(
 
 
 def differentiated(t: Tensor) -> bool:
-    """Return whether PyTorch may differentiate with respect to ``t``, in any of its modes."""
+    """Return whether PyTorch may differentiate with respect to ``t``, in a mode of autograd or torch.func."""
     # The order matters: within torch.func.vmap unpack_dual fails, so wrapped tensors are recognised first.
     return (
         t.requires_grad

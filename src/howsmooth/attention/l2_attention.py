@@ -5,10 +5,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from howsmooth.attention.atom_weights import Weighting
 from howsmooth.attention.core import Visible, attend
 from howsmooth.attention.multi_head import HeadsAttention
 from howsmooth.attention.visibility import Visibility
-from howsmooth.attention.weighting import Weighting
 from howsmooth.errors import ArgumentError
 
 __all__ = ["L2Attention"]

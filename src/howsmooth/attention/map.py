@@ -1,4 +1,4 @@
-"""The base class of all maps on tokens, the interface of measures they act on, and checks of arguments."""
+"""The base class of all maps on tokens, the interface of the measures on which maps act, and their checks."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from howsmooth.attention.weighting import Weighting
+from howsmooth.attention.atom_weights import Weighting
 from howsmooth.errors import ArgumentError, NonFiniteError
 
 __all__ = ["AbstractMeasure", "TokenMap", "as_parameter", "check_measure", "check_tokens"]

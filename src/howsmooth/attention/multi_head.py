@@ -18,7 +18,7 @@ _TENSORS = ("query", "key", "value", "output", "query_bias", "key_bias", "value_
 
 
 class HeadsAttention(TokenMap):
-    """Multi-head attention with query, key, value and output matrices; subclasses define the weights P."""
+    """Multi-head attention with its four projections; subclasses define the attention matrix P."""
 
     def __init__(
         self,

@@ -7,8 +7,8 @@ import math
 import torch
 from torch import Tensor
 
+from howsmooth.attention.atom_weights import Weighting
 from howsmooth.attention.map import TokenMap, as_parameter
-from howsmooth.attention.weighting import Weighting
 from howsmooth.errors import ArgumentError
 
 __all__ = ["LayerNorm", "RMSNorm"]
@@ -54,10 +54,10 @@ class _Norm(TokenMap):
         return f"{type(self).__name__}(d={self.d}, eps={self.eps:g})"
 
     def direction_and_length(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the two parts of a norm layer: its numerator, and the lengths that divide it.
+        """Return the vectors that a norm layer divides, and the lengths by which it divides them.
 
-        The numerator is the tokens, centred for LayerNorm. The tokens h have shape (..., n, d), their lengths
-        s = √(|h|² + dε) shape (..., n, 1).
+        The vectors h (..., n, d) are the tokens, centred for LayerNorm. The lengths s = √(|h|² + dε) have
+        shape (..., n, 1).
         """
         h = x - x.mean(dim=-1, keepdim=True) if self.centred else x
         return h, torch.sqrt((h * h).sum(dim=-1, keepdim=True) + self.d * self.eps)

@@ -9,13 +9,13 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
+from howsmooth.attention.atom_weights import EarlierAtoms, Weighting
 from howsmooth.attention.core import ScoreFeatures, attend
 from howsmooth.attention.map import as_parameter
 from howsmooth.attention.multi_head import HeadsAttention, in_heads
 from howsmooth.attention.norm_layers import LayerNorm, RMSNorm
 from howsmooth.attention.rotary import Rotary
 from howsmooth.attention.visibility import Visibility, check_window
-from howsmooth.attention.weighting import EarlierAtoms, Weighting
 from howsmooth.errors import ArgumentError
 
 __all__ = ["SelfAttention"]
@@ -217,7 +217,7 @@ class SelfAttention(HeadsAttention):
     # ---- the map
 
     def visibility(self, n: int, weighting: Weighting | None = None) -> Visibility | EarlierAtoms:
-        """Return the mask, to be computed block by block.
+        """Return the mask as an object that computes any block of it.
 
         It is a mask of n tokens or, with a weighting, of the n atoms of a measure.
 
@@ -234,7 +234,7 @@ class SelfAttention(HeadsAttention):
         return weighting.visibility(causal=self.causal)
 
     def visible_keys(self, n: int, weighting: Weighting | None = None) -> Bool[Tensor, "n n"] | None:
-        """Return the mask (n, n), True where the query (row) sees the key (column); None if all see all.
+        """Return the mask (n, n), True where the query (row) sees the key (column); None if all are seen.
 
         Raises the same errors as :meth:`visibility`.
         """
@@ -323,7 +323,7 @@ class SelfAttention(HeadsAttention):
         return self._rebuilt(output=None, output_bias=None)
 
     def head(self, h: int) -> SelfAttention:
-        """Return one head as attention of its own, without the output projection.
+        """Return one head as an attention layer of its own, without the output projection.
 
         It has the value projection of head ``h``; scope ``head`` of a capture means this map. This is the
         single-head attention of Castin et al. (2024).

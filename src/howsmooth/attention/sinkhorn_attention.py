@@ -6,10 +6,10 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from howsmooth.attention.atom_weights import Weighting
 from howsmooth.attention.core import attend, attention_scores, differentiated, row_blocks
 from howsmooth.attention.multi_head import HeadsAttention
 from howsmooth.attention.visibility import Visibility
-from howsmooth.attention.weighting import Weighting
 from howsmooth.errors import ArgumentError, NonFiniteError
 
 __all__ = ["SinkhornAttention"]

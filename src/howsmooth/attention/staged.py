@@ -16,10 +16,10 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from howsmooth.attention.atom_weights import Weighting
 from howsmooth.attention.core import ScoreFeatures, attend
 from howsmooth.attention.map import TokenMap
 from howsmooth.attention.visibility import Visibility, check_window
-from howsmooth.attention.weighting import Weighting
 from howsmooth.errors import ArgumentError, NonFiniteError
 
 __all__ = ["Core", "CoreShape", "Layer", "SoftmaxCore", "StagedAttention"]

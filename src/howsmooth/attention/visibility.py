@@ -29,8 +29,8 @@ class Visibility:
     mask
         Boolean matrix, True where the query (row) may see the key (column).
     offset
-        Position of the first query among the keys. Causal order and window count from positions: the query
-        of row i has position i + offset.
+        Position of the first query among the keys. The query of row i has position i + offset, by which
+        causal order and window are decided.
 
     """
 
@@ -42,25 +42,25 @@ class Visibility:
 
     @property
     def triangle(self) -> bool | None:
-        """Whether queries see no later keys; None if a window or a boolean mask is set.
+        """Whether the mask is causal order alone; None if there is a window or a boolean matrix.
 
-        True for the causal mask alone, False if every query sees every key, None for any other mask.
+        It is False if every query sees every key.
         """
         return self.causal if self.window is None and self.mask is None else None
 
     def whole(self, device: torch.device | None = None) -> Bool[Tensor, "m n"] | None:
-        """Return the whole mask, True where the query sees the key; None if all see all."""
+        """Return the whole mask, True where the query sees the key; None if all are seen."""
         queries = self.n if self.mask is None else self.mask.shape[0]
         return self.block(slice(0, queries), slice(0, self.n), device)
 
     def all_see(self, rows: slice) -> bool:
-        """Tell whether causal order and window leave every query of ``rows`` at least one of the keys."""
+        """Tell whether every query of ``rows`` sees at least one key under causal order and window."""
         return self.window is None or rows.stop + self.offset < self.n + self.window
 
     def keys(self, rows: slice) -> slice:
         """Return the range of keys that at least one of the given queries may attend to.
 
-        The queries are ``rows``. Causal order and window count, a boolean mask does not.
+        The queries are ``rows``. Causal order and window are obeyed; a boolean mask is ignored.
         """
         first, last, at = 0, self.n, self._positions(rows)
         if self.causal:
@@ -73,7 +73,7 @@ class Visibility:
     def shared_keys(self, rows: slice) -> slice:
         """Return the range of keys that every one of the given queries may attend to.
 
-        The queries are ``rows``. Causal order and window count, a boolean mask does not.
+        The queries are ``rows``. Causal order and window are obeyed; a boolean mask is ignored.
         """
         first, last, at = 0, self.n, self._positions(rows)
         if self.causal:
@@ -107,7 +107,7 @@ class Visibility:
         return order if seen is None else order & seen
 
     def clear(self, t: Float[Tensor, "*lead rows keys"], rows: slice, keys: slice) -> None:
-        """Set the entries of ``t`` (..., rows, keys) to 0 in place where the query does not see the key."""
+        """Set to zero the entries of ``t`` (..., rows, keys) at which the query does not see the key."""
         at = self._positions(rows)
         diagonal = at.start - keys.start  # offset of the diagonal on which a query meets its own key
         if self.causal and keys.stop > at.start + 1:
@@ -121,7 +121,7 @@ class Visibility:
             t.masked_fill_(~self.mask[rows, keys], 0.0)
 
     def _positions(self, rows: slice) -> slice:
-        """Return the positions among the keys of the queries ``rows``."""
+        """Return the range of positions that the queries ``rows`` have among the keys."""
         return slice(rows.start + self.offset, rows.stop + self.offset)
 
 

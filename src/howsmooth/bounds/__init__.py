@@ -5,6 +5,8 @@
   ``causal_ball_upper_bound`` and ``causal_mean_field_upper_bound``; with any mask
   ``masked_ball_upper_bound``.
 - Upper bounds on a ball, several heads: ``lemma_3_8`` and the other functions of ``multi_head_upper_bounds``.
+- An upper bound on a ball for any scores (rotary positions, norms of queries and keys, soft caps, biases,
+  sinks) and any mask: ``any_scores_ball_upper_bound``.
 - Upper bounds at given tokens: ``certificates``, and ``theorem_c_3`` and the other functions of
   ``token_upper_bounds``. For large tokens, upper and lower: ``theorem_3_7`` and ``theorem_4_5``.
 - Lower bounds on a ball: ``proposition_3_4`` and the other functions of ``ball_lower_bounds`` and
@@ -23,6 +25,7 @@ ball, by position or by name; ``best`` and ``table`` take ``X`` before ``length`
 are given by name.
 """
 
+from howsmooth.bounds.any_scores_upper_bounds import any_scores_ball_upper_bound
 from howsmooth.bounds.ball_lower_bounds import (
     causal_two_cluster_lower_bound,
     causal_two_heavy_tokens_lower_bound,
@@ -106,6 +109,7 @@ __all__ = [
     "Quantity",
     "RobustRadius",
     "absorb_norm",
+    "any_scores_ball_upper_bound",
     "ball_upper_bound",
     "best",
     "causal_ball_upper_bound",

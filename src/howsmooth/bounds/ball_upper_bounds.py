@@ -67,7 +67,7 @@ def theorem_3_3(attention: object, length: object, radius: object) -> Bound:
         f"{PAPER}, Theorem 3.3",
         log_theorem_3_3(head, n, R),
         unmasked(attention, parameters),
-        no_query_bias(head),
+        no_query_bias(head, "ball_upper_bound"),
     )
 
 
@@ -108,7 +108,7 @@ def theorem_3_5(attention: object, radius: object) -> Bound:
         f"{PAPER}, Theorem 3.5 (after Geshkovski et al. 2023)",
         log_product(log(head.V_norm), math.log1p(3 * a) + 2 * a),
         unmasked(attention, parameters),
-        no_query_bias(head),
+        no_query_bias(head, "mean_field_upper_bound"),
     )
 
 
@@ -323,12 +323,12 @@ def unmasked(attention: object, parameters: Parameters) -> Hypothesis:
     return Hypothesis("no mask", isinstance(attention, Head) or parameters.masking == "none")
 
 
-def no_query_bias(head: Head) -> Hypothesis:
-    """Return the hypothesis that the head has no query bias.
+def no_query_bias(head: Head, other: str = "") -> Hypothesis:
+    """Return the hypothesis that the head has no query bias, with the name of a bound that allows one.
 
     A query bias that changes no scores is allowed.
     """
-    return Hypothesis("no query bias", head.b_norm == 0)
+    return Hypothesis("no query bias" + (f", which {other} allows" if other else ""), head.b_norm == 0)
 
 
 def upper(name: str, quantity: Quantity, source: str, log_formula: float, *hypotheses: Hypothesis) -> Bound:

@@ -43,6 +43,7 @@ def table(
         hypothesis. With tokens X, two rows named ``measured`` are the ends of the interval of
         :func:`~howsmooth.local_lipschitz`. ``attrs`` holds ``length``, ``radius``, ``radius_from``, and as
         ``log_values`` the natural logarithms of the values, row by row, finite where a value overflows.
+        ``print(table.drop(columns="source"))`` fits a terminal of 80 columns.
 
     """
     problem = Problem.of(attention, X, length, radius)

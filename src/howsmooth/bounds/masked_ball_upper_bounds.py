@@ -89,7 +89,7 @@ def theorem_4_3(attention: object, length: object, radius: object) -> Bound:
         f"{PAPER}, Theorem 4.3",
         log_theorem_3_3(head, n, R),
         causal(attention, parameters),
-        no_query_bias(head),
+        no_query_bias(head, "causal_ball_upper_bound"),
     )
 
 
@@ -134,7 +134,7 @@ def theorem_4_4(attention: object, radius: object) -> Bound:
         f"{PAPER}, Theorem 4.4, with a hypothesis added",
         log_product(log(head.V_norm), math.log1p(3 * a) + 2 * a),
         causal(attention, parameters),
-        no_query_bias(head),
+        no_query_bias(head, "causal_mean_field_upper_bound"),
         Hypothesis(f"‖A‖R² ≥ {_THEOREM_4_4_FROM}", a >= _THEOREM_4_4_FROM),
     )
 
@@ -236,7 +236,7 @@ def _log_rows_of_mask(seen: Visibility, a3: float) -> tuple[float, int]:
     The count is the largest number of keys that a row sees. The sum is max_j Σ_{i sees j} ρ_i, where ρ_i is
     Theorem A's bound on row i.
     """
-    sizes = torch.cat([block.sum(dim=1) for _, block in _blocks(seen)])
+    sizes = torch.cat([block.sum(dim=1) for _, block in mask_blocks(seen)])
     distinct, size_of_row = torch.unique(sizes, return_inverse=True)
     largest = int(distinct[-1])
     log_rho = torch.tensor([log_row(int(size), a3) for size in distinct], dtype=torch.float64)
@@ -244,12 +244,12 @@ def _log_rows_of_mask(seen: Visibility, a3: float) -> tuple[float, int]:
     if not math.isfinite(top):
         return top, largest
     rho, columns = torch.exp(log_rho - top)[size_of_row], torch.zeros(seen.n, dtype=torch.float64)
-    for (rows, keys), block in _blocks(seen):
+    for (rows, keys), block in mask_blocks(seen):
         columns[keys] += rho[rows] @ block.double()
     return top + math.log(float(columns.max())), largest
 
 
-def _blocks(seen: Visibility) -> Iterator[tuple[tuple[slice, slice], Tensor]]:
+def mask_blocks(seen: Visibility) -> Iterator[tuple[tuple[slice, slice], Tensor]]:
     """Yield the mask block by block: the rows and the keys of a block, and its boolean entries."""
     longest = seen.n if seen.window is None else max(seen.window, 64)
     step = max(1, min(longest, _ENTRIES // min(seen.n, 3 * longest)))

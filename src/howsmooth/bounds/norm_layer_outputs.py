@@ -15,7 +15,7 @@ from scipy.optimize import minimize_scalar
 from torch import Tensor
 
 from howsmooth.attention import LayerNorm, RMSNorm, SelfAttention
-from howsmooth.attention.plain_scores import require_formula
+from howsmooth.attention.preconditions import require_formula
 from howsmooth.bounds.parameters import SiteLike
 from howsmooth.errors import ArgumentError
 

@@ -18,11 +18,12 @@ from jaxtyping import Bool
 from torch import Tensor
 
 from howsmooth.attention import SelfAttention
-from howsmooth.attention.plain_scores import require_formula, require_plain_scores
+from howsmooth.attention.preconditions import require_formula, require_plain_scores
 from howsmooth.attention.visibility import Visibility
 from howsmooth.errors import ArgumentError, NonFiniteError
 
 __all__ = [
+    "ROTARY",
     "Attention",
     "Head",
     "Parameters",
@@ -33,6 +34,9 @@ __all__ = [
     "row_blocks",
     "spectral_norm",
 ]
+
+ROTARY = "rotary positions, with which A depends on the distance of the tokens"
+"""Why attention with rotary positions has no bound on a ball, in words."""
 
 # Spectral norms are rounded up by this relative error, which float64 norms of matrices with up to some
 # thousands of rows stay below. LAPACK guarantees less, by a factor of the dimension, but errors are smaller.
@@ -296,7 +300,7 @@ def parameters_of(attention: object) -> Parameters:
         raise ArgumentError(
             "attention",
             expected="scores ⟨A x_i + b, x_j⟩ with one matrix A",
-            got="rotary positions, with which A depends on the distance of the tokens",
+            got=ROTARY,
             remedy="The certificates at given tokens, such as certificate_parts, accept rotary positions.",
         )
     f = attention.to(dtype=torch.float64, device="cpu")

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from howsmooth.attention import LayerNorm, RMSNorm
+from howsmooth.attention.preconditions import require_plain_scores
 from howsmooth.bounds.bound import Bound, Hypothesis, Quantity, check_length
 from howsmooth.bounds.norm_layer_outputs import absorb_norm
 from howsmooth.bounds.selection import best
@@ -53,6 +54,7 @@ def pre_norm_upper_bound(attention: object, norm: object, length: int, X: Tensor
     length = check_length(length)
     absorbed = absorb_norm(attention, norm)
     assert isinstance(norm, LayerNorm | RMSNorm)  # absorb_norm raises an error for other norms
+    require_plain_scores(absorbed, "this bound")
     inner = best(absorbed, length=length, radius=1.0)
     if X is None:
         quantity, shortest = Quantity.EVERYWHERE, math.sqrt(norm.d * norm.eps)

@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 
 from howsmooth.attention import LayerNorm, RMSNorm, SelfAttention
-from howsmooth.attention.plain_scores import require_plain_scores
 from howsmooth.bounds.bound import check_length, check_radius
 from howsmooth.bounds.norm_layer_outputs import norm_radius
 from howsmooth.bounds.parameters import Head, Parameters, SiteLike, parameters_of
@@ -66,7 +65,6 @@ class Problem:
                 X = _single(source.x)
         if not isinstance(attention, Head | Parameters | SelfAttention):
             attention = parameters_of(source)  # raises an error for other types
-        require_plain_scores(attention, "these bounds")
         X = None if X is None else _tokens(X, attention)
         n = None if length is None else check_length(length)
         farthest = 0.0

@@ -8,6 +8,7 @@ from functools import partial
 from torch import Tensor
 
 from howsmooth.attention import SelfAttention
+from howsmooth.bounds.any_scores_upper_bounds import any_scores_ball_upper_bound
 from howsmooth.bounds.ball_lower_bounds import (
     causal_two_cluster_lower_bound,
     causal_two_heavy_tokens_lower_bound,
@@ -82,12 +83,17 @@ def all_bounds(problem: Problem, *, side: str | None = None) -> list[Bound]:
 def applicable_bounds(problem: Problem, *, side: str | None = None) -> list[tuple[str, Statement]]:
     """Return the name of each bound that applies, with a function that computes the bound."""
     found: list[tuple[str, Statement]] = []
-    rotary = isinstance(problem.attention, SelfAttention) and problem.attention.rotary is not None
+    f = problem.attention
+    rotary = isinstance(f, SelfAttention) and f.rotary is not None
+    if isinstance(f, SelfAttention) and (rotary or f.feature_names()):
+        if side != "lower":
+            found += [] if f.feature_names() else _at_tokens(problem, rotary=True)
+            if problem.length is not None:
+                found += _each((any_scores_ball_upper_bound,), f, problem.length, problem.radius)
+        return found
     if side != "lower":
-        found += _at_tokens(problem, rotary=rotary)
-        if not rotary:
-            found += _on_the_ball(problem)
-    if side != "upper" and not rotary:
+        found += _at_tokens(problem, rotary=False) + _on_the_ball(problem)
+    if side != "upper":
         found += _from_below(problem)
     return found
 
@@ -207,8 +213,8 @@ def best(
     Raises
     ------
     ArgumentError
-        If an argument does not fit, or no bound applies: with rotary positions and no X, several heads and no
-        length, or ``side="lower"`` with X.
+        If an argument does not fit, or no bound applies: several heads, rotary positions or other scores and
+        no length, ``side="lower"`` with these scores, or ``side="lower"`` with X.
     NonFiniteError
         If an entry of X is NaN or infinite.
 
@@ -226,8 +232,8 @@ def best(
         )
     candidates = [bound for bound in all_bounds(problem, side=side) if bound.holds]
     if not candidates:
-        if isinstance(problem.attention, SelfAttention) and problem.attention.rotary is not None:
-            parameters_of(problem.attention)  # raises an error about rotary positions
+        if side == "lower" and isinstance(problem.attention, SelfAttention):
+            parameters_of(problem.attention)  # raises an error about rotary positions and other scores
         raise ArgumentError(
             "length",
             expected=f"a number of tokens, as no {side} bound for this attention holds for every length",

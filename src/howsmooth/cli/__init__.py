@@ -17,6 +17,7 @@ from howsmooth.cli.inspect import inspect
 from howsmooth.cli.measure import TYPED, measure
 from howsmooth.cli.precision import precision
 from howsmooth.cli.profile import profile
+from howsmooth.cli.radius import radius
 from howsmooth.cli.reproduce import reproduce
 from howsmooth.cli.study import study
 from howsmooth.errors import HowsmoothError
@@ -56,7 +57,19 @@ def _root(
     """How smooth is attention? Measure the Lipschitz constant of self-attention in any Transformer."""
 
 
-for _command in (profile, measure, study, bound, attack, precision, flow, certify, inspect, reproduce):
+for _command in (
+    profile,
+    measure,
+    study,
+    bound,
+    attack,
+    radius,
+    precision,
+    flow,
+    certify,
+    inspect,
+    reproduce,
+):
     app.command(_command.__name__, epilog=_command.__dict__["examples"])(_command)
 
 

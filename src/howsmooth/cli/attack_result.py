@@ -7,6 +7,7 @@ from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
+from howsmooth.bounds.parameters import ROTARY
 from howsmooth.cli.terminal_output import amount, as_json, heading, paragraph, say, show_table
 from howsmooth.study.attack_tables import AttackOutputs
 from howsmooth.study.exponents import LEVEL
@@ -56,11 +57,13 @@ def show_attacks(published: AttackOutputs, outcome: Outcome, folder: Path) -> No
         names = ["n", "given", "paper", "found", "by", "÷ paper", "at most", "by", "reached"]
         show_table(names, map(_attack, rows), wrapped=["by"])
         growth = [
-            f"{row['series']} like n^{decimal(row['slope'], 2)} "
-            f"[{decimal(row['low'], 2)}, {decimal(row['high'], 2)}]"
+            f"{row['series']} like n^{decimal(row['slope'], 3)} "
+            f"[{decimal(row['low'], 3)}, {decimal(row['high'], 3)}]"
             for row in fits
             if place(row) == (layer, head)
         ]
+        if all(row["log_upper"] is None for row in rows):
+            paragraph(f"  no construction of the paper and no upper bound: {ROTARY}")
         if growth:
             paragraph(f"  growth: {'; '.join(growth)}")
     words = f"\n{outcome.made[Attack.table]} attacks made in {outcome.seconds:.1f} s"

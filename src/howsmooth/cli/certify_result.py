@@ -121,4 +121,10 @@ def _remarks(found: Certified) -> list[str]:
         remarks.append(
             "The tokens of perturbed inputs must stay within the radius; with --clip they may have any norm."
         )
+        if evaluation.reach > found.radius:
+            remarks.append(
+                "Inputs within their certified radius have tokens of norm up to "
+                f"{evaluation.reach:.4g}, and beyond {found.radius:.6g} nothing is proved: --radius "
+                f"{1.001 * evaluation.reach:.4g} covers all."
+            )
     return remarks

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from howsmooth.cli.options import OUTPUT
+from howsmooth.cli.plan_execution import FAILED
 from howsmooth.cli.progress import shown_progress
 from howsmooth.cli.terminal_output import as_json, say, show_table
 from howsmooth.study.text_formatting import duration, readable
@@ -34,8 +35,10 @@ DryRunOption = Annotated[
 
 def tell_forecast(
     plan: Plan, execution: Execution, *, as_json: bool, quiet: bool, keep_going: bool = False
-) -> None:
-    """Predict the time and memory that a plan takes, and print them.
+) -> int:
+    """Predict the time and memory that a plan takes, print them, and return the exit code.
+
+    The exit code is 0, or :data:`FAILED`, as that of the run, if a model cannot be measured on an input.
 
     Parameters
     ----------
@@ -55,6 +58,7 @@ def tell_forecast(
         typer.echo(forecast_as_json(found, execution.out, published=bool(plan.as_published)))
     else:
         show_forecast(found, execution.out, published=bool(plan.as_published))
+    return FAILED if found.impossible else 0
 
 
 def forecast_as_json(found: Forecast, folder: Path, *, published: bool) -> str:

@@ -3,7 +3,15 @@
 from __future__ import annotations
 
 from howsmooth.cli.dry_run import DryRunOption, tell_forecast
-from howsmooth.cli.options import TYPED, JsonOption, QuietOption, as_typed, command, refuse_workers
+from howsmooth.cli.options import (
+    TYPED,
+    JsonOption,
+    NoFiguresOption,
+    QuietOption,
+    as_typed,
+    command,
+    refuse_workers,
+)
 from howsmooth.cli.plan_execution import carry_out
 from howsmooth.study.plan import Execution, Plan
 
@@ -35,12 +43,13 @@ def measure(
     plan: Plan,
     execution: Execution,
     dry_run: DryRunOption = False,
+    no_figures: NoFiguresOption = False,
     json: JsonOption = False,
     quiet: QuietOption = False,
 ) -> int:
     """Measure the local Lipschitz constant of a model's attention on real inputs, with an interval."""
     if dry_run:
         refuse_workers(execution.executor, "--dry-run")
-        tell_forecast(plan, execution, as_json=json, quiet=quiet)
-        return 0
-    return carry_out(plan, execution, again=as_typed(), keep_going=False, as_json=json, quiet=quiet)
+        return tell_forecast(plan, execution, as_json=json, quiet=quiet)
+    shown = {"figures": not no_figures, "as_json": json, "quiet": quiet}
+    return carry_out(plan, execution, again=as_typed(), keep_going=False, **shown)

@@ -10,7 +10,7 @@ from typing import Any
 
 import pandas as pd
 
-from howsmooth.cli.terminal_output import as_json, counted, heading, paragraph, say, show_table
+from howsmooth.cli.terminal_output import as_json, heading, paragraph, say, show_table
 from howsmooth.study.exponents import LEVEL
 from howsmooth.study.outputs import Outputs
 from howsmooth.study.plan import Plan
@@ -88,7 +88,8 @@ def show_measured(plan: Plan, outcome: Outcome, published: Outputs, folder: Path
     for sentence in _count_sentences(outcome):
         paragraph(sentence)
     say(f"Report: {published.report}")
-    say(f"Also in {folder}: measurements.csv, exponents.csv, {STORE_NAME}, figures/")
+    also = ["measurements.csv", "exponents.csv", STORE_NAME, *(["figures/"] if published.pictures else [])]
+    say(f"Also in {folder}: {', '.join(also)}")
 
 
 def _count_sentences(outcome: Outcome) -> Iterator[str]:
@@ -104,11 +105,6 @@ def _count_sentences(outcome: Outcome) -> Iterator[str]:
         yield (
             f"Bounds of {outcome.left_out} attentions were left out, because bounds may take at most a fifth "
             "of the measuring time. --bounds all computes all bounds, --bounds none computes none."
-        )
-    if outcome.failed:
-        yield (
-            f"{counted(outcome.failed, 'computation')} failed. Reason of the first failure: "
-            f"{readable(outcome.first_failure, longest=300)} The next run tries them again."
         )
     if unsettled:
         yield "To narrow their intervals, measure with a larger --max-iterations into another --out."

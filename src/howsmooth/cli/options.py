@@ -21,6 +21,7 @@ __all__ = [
     "OUTPUT",
     "TYPED",
     "JsonOption",
+    "NoFiguresOption",
     "QuietOption",
     "SilentOption",
     "as_typed",
@@ -41,6 +42,15 @@ QuietOption = Annotated[
 ]
 SilentOption = Annotated[
     bool, typer.Option("--quiet", "-q", help="Show no progress.", rich_help_panel=OUTPUT)
+]
+
+NoFiguresOption = Annotated[
+    bool,
+    typer.Option(
+        "--no-figures",
+        help="Draw no figures, and leave them out of the report. A later run without this option draws them.",
+        rich_help_panel=OUTPUT,
+    ),
 ]
 
 

@@ -30,7 +30,14 @@ FAILED = 3
 
 
 def carry_out(
-    plan: Plan, execution: Execution, *, again: str, keep_going: bool, as_json: bool, quiet: bool
+    plan: Plan,
+    execution: Execution,
+    *,
+    again: str,
+    keep_going: bool,
+    figures: bool,
+    as_json: bool,
+    quiet: bool,
 ) -> int:
     """Measure a plan, write its tables, figures and report, and print the result.
 
@@ -42,6 +49,8 @@ def carry_out(
         The command that continues the study, to be shown after a failure or an interruption.
     keep_going
         Whether to go on with the other measurements after a failure.
+    figures
+        Whether to draw figures.
     as_json, quiet
         Whether to print JSON, or nothing.
 
@@ -61,8 +70,8 @@ def carry_out(
     with resumable(out, again), shown_progress(quiet=quiet) as display:
         with means_of(execution, display, keep_going=keep_going) as means:
             outcome = run(plan, out, means, beside=_beside(plan))
-        display.phase("Drawing figures")
-        published = write_outputs(out, display)
+        display.phase("Drawing figures" if figures else "Writing tables")
+        published = write_outputs(out, display, figures=figures)
     if as_json:
         typer.echo(measure_result.measured_as_json(plan, outcome, published, out))
     elif not quiet:
@@ -97,7 +106,7 @@ def _beside(plan: Plan) -> list[Callable[[OpenStudy], Work]]:
     if not plan.as_published:
         return []
     from howsmooth.paper.published import parse_items
-    from howsmooth.paper.published.task import published_left
+    from howsmooth.paper.published.constants_task import published_left
 
     return [published_left(parse_items(plan.as_published))]
 
@@ -123,9 +132,7 @@ def _interrupted(folder: Path, again: str) -> str:
         with Store.open(folder, write=False) as store:
             counts = {kind.table: len(store.keys(kind, key)) for kind, key in kinds.items()}
             kept = [f"{count} {table}" for table, count in counts.items() if count]
-    if not kept:
-        return "interrupted: nothing had been measured yet."
-    return (
-        f"interrupted: {' and '.join(kept)} are saved in {encodable(str(folder))}. "
-        f"Continue with the same command:\n  {again}"
-    )
+    said = "nothing was measured yet"
+    if kept:
+        said = f"{' and '.join(kept)} are saved in {encodable(str(folder))}"
+    return f"interrupted: {said}. Continue with:\n  {again}"

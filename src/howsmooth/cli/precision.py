@@ -3,25 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import typer
 
+from howsmooth.cli.one_input import OneInputPlan
 from howsmooth.cli.options import JsonOption, SilentOption, command
-from howsmooth.cli.profile import input_of, layers_of
 from howsmooth.cli.progress import shown_progress
-from howsmooth.study.options import HOW, Options, flag, number, option, some_of, token_counts, words
-from howsmooth.study.plan import (
-    Execution,
-    as_decoder_option,
-    device_option,
-    layers_option,
-    part_option,
-    random_init_option,
-    seed_option,
-    text_option,
-)
-from howsmooth.study.ranges import Ranges
+from howsmooth.errors import ArgumentError
+from howsmooth.study.options import HOW, flag, number, option, some_of, token_counts
+from howsmooth.study.plan import Execution
 
 __all__ = ["PrecisionPlan", "precision"]
 
@@ -33,34 +23,15 @@ _EXAMPLES = (
     "Examples:",
     "[cyan]howsmooth precision builtin-decoder --span 0:32 --bits 8,4,3[/]  32 tokens of Alice in Wonderland",
     "[cyan]howsmooth precision builtin-encoder --bits 4 --quantisers token,channel[/]  two quantisers",
-    "[cyan]howsmooth precision ./model --text letter.txt --average 4[/]  with bits for each head",
+    "[cyan]howsmooth precision ./model --text letter.txt --bits 2,3,4,6,8 --average 4[/]  bits for each head",
     "[cyan]howsmooth precision builtin-encoder --layers 0 --no-logits --json[/]  one layer alone, as JSON",
 )
 
 
 @dataclass(frozen=True)
-class PrecisionPlan(Options):
+class PrecisionPlan(OneInputPlan):
     """The model, the input, and how to quantise."""
 
-    model: str = option(
-        ...,
-        words(place=True),
-        "A built-in model, a local folder or a Hub id; with --random-init also a model type.",
-        metavar="MODEL",
-        positional=True,
-    )
-    text: str = text_option()
-    tokens: str | None = option(
-        None, words(place=True), "Token ids instead of a text: a .npy, .json or text file.", metavar="FILE"
-    )
-    span: str | None = option(
-        None,
-        words(),
-        "Which tokens of the input, counted from 0, such as 0:128. Default: all, or the first 512 of a "
-        "longer input.",
-        metavar="START:END",
-    )
-    layers: Ranges = layers_option()
     bits: tuple[int, ...] = option(
         "8,4,3", token_counts(2), "Numbers of bits, from 2 to 16, separated by commas.", metavar="LIST"
     )
@@ -73,16 +44,28 @@ class PrecisionPlan(Options):
     average: float | None = option(
         None,
         number(positive=True),
-        "Also print how many bits to give to each head's keys and values, for this average number of bits.",
+        "Also print how many bits to give to each head's keys and values, for this average number of bits. "
+        "The choice is among --bits, such as 2,3,4,5,6,8.",
     )
     no_logits: bool = option(
         False, flag(), "Do not run the whole model for the divergence of its predictions.", panel=HOW
     )
-    random_init: bool = random_init_option()
-    as_decoder: bool = as_decoder_option()
-    part: str | None = part_option()
-    seed: int = seed_option()
-    device: str = device_option()
+
+    def check(self) -> None:
+        """Refuse an average that leaves no choice, before anything is measured."""
+        if self.average is None:
+            return
+        if len(set(self.bits)) < 2:
+            raise ArgumentError(
+                "bits",
+                expected="several beside --average, which chooses among them",
+                got=str(self.bits[0]),
+                remedy="Give --bits 2,3,4,5,6,8 or others.",
+            )
+        if self.average < min(self.bits):
+            raise ArgumentError(
+                "average", expected=f"at least {min(self.bits)}, the fewest --bits", got=f"{self.average:g}"
+            )
 
 
 @command(*_EXAMPLES, without=("executor", "workers", "scheduler"), out="howsmooth-precision")
@@ -91,16 +74,20 @@ def precision(
 ) -> int:
     """Rank a model's layers and heads by what quantised keys and values do, predicted and simulated."""
     from howsmooth.cli.terminal_output import as_json, say
+    from howsmooth.models import load_model
     from howsmooth.profiling import precision as measured
     from howsmooth.profiling import precision_page
+    from howsmooth.profiling.precision import load_with_head
     from howsmooth.profiling.quantisers import QUANTISERS
     from howsmooth.study.records import plain_rows
     from howsmooth.study.text_formatting import encodable
 
     with shown_progress(quiet=quiet) as display:
         display.phase("Reading")
-        loaded = _loaded(plan)
-        inputs = input_of(plan, loaded)
+        # The model is loaded with its head if it has one and its logits are wanted.
+        plain = plan.no_logits or plan.part is not None
+        loaded = plan.loaded(load_model if plain else load_with_head)
+        inputs = plan.input_of(loaded)
         display.phase("Quantising")
         found = measured(
             loaded,
@@ -108,42 +95,27 @@ def precision(
             bits=plan.bits,
             quantisers=QUANTISERS if plan.quantisers == "all" else plan.quantisers.split(","),
             span=plan.span,
-            layers=layers_of(plan, loaded),
+            layers=plan.layers_of(loaded),
             logits=not plan.no_logits,
             seed=plan.seed,
             on_layer=lambda done, total: display.advance(float(done), float(total), f"layer {done}"),
         )
         quantiser = found.table["quantiser"].iloc[0]
         budget = None if plan.average is None else found.budget(plan.average, quantiser)
+        budget_kl = found.simulate(budget, quantiser) if budget is not None and found.has_kl else None
         display.phase("Writing")
         written = precision_page.write(found, execution.out)
     if json:
-        more = {} if budget is None else {"budget": plain_rows(budget)}
+        more = {} if budget is None else {"budget": plain_rows(budget), "budget_kl": budget_kl}
         typer.echo(as_json(**found.described(), **more, files=written))
         return 0
     say(encodable(repr(found)))
     if budget is not None:
-        say(f"\nBits for an average of {plan.average:g} ({quantiser}):")
+        real = "" if budget_kl is None else f", at once: divergence {budget_kl:.3g}"
+        say(f"\nBits for an average of {plan.average:g} ({quantiser}){real}")
         for (layer, operand), rows in budget.groupby(["layer", "operand"]):
             given = " ".join(str(b) for b in rows.sort_values("head")["bits"])
-            say(f"  layer {layer}, {operand}, heads from 0: {given}")
+            say(f"  layer {layer}, {operand}, kv heads from 0: {given}")
     others = ", ".join(path.name for path in written[1:])
     say(f"\nPage: {encodable(str(written[0]))}, with {others}.")
     return 0
-
-
-def _loaded(plan: PrecisionPlan) -> Any:
-    """Load the model, with its head if it has one and its logits are wanted."""
-    from howsmooth.models import load_model
-    from howsmooth.profiling.precision import load_with_head
-
-    plain = plan.no_logits or plan.part is not None
-    return (load_model if plain else load_with_head)(
-        plan.model,
-        random_init=plan.random_init,
-        as_decoder=plan.as_decoder,
-        part=plan.part,
-        seed=plan.seed,
-        device=plan.device,
-        dtype=None,
-    )

@@ -7,25 +7,14 @@ from typing import Any
 
 import typer
 
+from howsmooth.cli.one_input import OneInputPlan
 from howsmooth.cli.options import JsonOption, SilentOption, command
 from howsmooth.cli.progress import shown_progress
 from howsmooth.errors import ArgumentError
-from howsmooth.study.options import HOW, Options, choice, number, option, size, whole, words
-from howsmooth.study.plan import (
-    Execution,
-    as_decoder_option,
-    check_output,
-    device_option,
-    layers_option,
-    output_option,
-    part_option,
-    random_init_option,
-    seed_option,
-    text_option,
-)
-from howsmooth.study.ranges import Ranges
+from howsmooth.study.options import HOW, choice, flag, number, option, size, whole, words
+from howsmooth.study.plan import Execution, check_output, output_option
 
-__all__ = ["ProfilePlan", "input_of", "layers_of", "profile"]
+__all__ = ["ProfilePlan", "profile"]
 
 _EXAMPLES = (
     "Every attention layer and every head is measured at one input, the heads of a layer in one batch. The "
@@ -41,20 +30,9 @@ _EXAMPLES = (
 
 
 @dataclass(frozen=True)
-class ProfilePlan(Options):
+class ProfilePlan(OneInputPlan):
     """The model, the input, and how to measure."""
 
-    model: str = option(
-        ...,
-        words(place=True),
-        "A built-in model, a local folder or a Hub id; with --random-init also a model type.",
-        metavar="MODEL",
-        positional=True,
-    )
-    text: str = text_option()
-    tokens: str | None = option(
-        None, words(place=True), "Token ids instead of a text: a .npy, .json or text file.", metavar="FILE"
-    )
     images: str | None = option(
         None, words(place=True), "An image instead of a text, or builtin.", metavar="builtin|FILE"
     )
@@ -64,14 +42,6 @@ class ProfilePlan(Options):
         "Audio instead of a text: a .wav or .npy file, or builtin.",
         metavar="builtin|FILE",
     )
-    span: str | None = option(
-        None,
-        words(),
-        "Which tokens of a text or of token ids, counted from 0, such as 0:128. Default: all, or the first "
-        "512 of a longer input.",
-        metavar="START:END",
-    )
-    layers: Ranges = layers_option()
     scope: str = option(
         "all",
         choice("all", "attention", "head", "model"),
@@ -80,16 +50,17 @@ class ProfilePlan(Options):
         metavar="all|attention|head|model",
     )
     output: str = output_option()
-    random_init: bool = random_init_option()
-    as_decoder: bool = as_decoder_option()
-    part: str | None = part_option()
+    influence: bool = option(
+        False,
+        flag(),
+        "Also which token moves which, in the layer with the largest constant. Takes longer: time grows with "
+        "the square of the length.",
+    )
     rtol: float = option(1e-3, number(), "Relative width of the interval at convergence.", panel=HOW)
     confidence: float = option(
         0.999, number(), "Probability that an interval contains its constant.", panel=HOW
     )
     max_iterations: int = option(200, whole(1), "Largest number of Lanczos steps.", panel=HOW)
-    seed: int = seed_option()
-    device: str = device_option()
     memory: int | None = option(
         None,
         size(),
@@ -108,6 +79,20 @@ class ProfilePlan(Options):
         check_output(self.output, (self.scope,))
         if self.scope == "model" and self.layers.items:
             raise ArgumentError("layers", expected="none with the scope model", got=self.layers.text)
+        if self.influence and self.scope not in ("all", "attention"):
+            raise ArgumentError("influence", expected="the scope all or attention", got=self.scope)
+
+    def input_of(self, loaded: Any) -> Any:
+        """Return the input of a loaded model, as :func:`howsmooth.profile` takes it."""
+        from howsmooth.models import audio_inputs, image_inputs
+
+        if self.images is not None:
+            made = image_inputs(loaded, self.images)
+            # The built-in images are thirty, of which the first is taken.
+            return {name: one[:1] for name, one in made.items()} if self.images == "builtin" else made
+        if self.audio is not None:
+            return audio_inputs(loaded, self.audio)
+        return super().input_of(loaded)
 
 
 @command(*_EXAMPLES, without=("executor", "workers", "scheduler"), out="howsmooth-profile")
@@ -124,17 +109,8 @@ def profile(
     whole = plan.scope == "model"
     with shown_progress(quiet=quiet) as display:
         display.phase("Reading")
-        loaded = load_model(
-            plan.model,
-            random_init=plan.random_init,
-            as_decoder=plan.as_decoder,
-            part=plan.part,
-            seed=plan.seed,
-            device=plan.device,
-            dtype=None,
-            head=plan.output != "hidden",
-        )
-        inputs = input_of(plan, loaded)
+        loaded = plan.loaded(load_model, head=plan.output != "hidden")
+        inputs = plan.input_of(loaded)
         display.phase("Measuring")
         settings: dict[str, Any] = {
             "span": plan.span,
@@ -150,7 +126,8 @@ def profile(
             found = depth_profile(loaded, inputs, output=plan.output, **settings)
         else:
             scopes = ("attention", "head") if plan.scope == "all" else (plan.scope,)
-            found = measured(loaded, inputs, layers=layers_of(plan, loaded), scopes=scopes, **settings)
+            settings |= {"layers": plan.layers_of(loaded), "influence": plan.influence}
+            found = measured(loaded, inputs, scopes=scopes, **settings)
         display.phase("Writing")
         written = (depth_figure if whole else page).write(found, execution.out)
     if json:
@@ -160,34 +137,3 @@ def profile(
         others = ", ".join(path.name for path in written[1:])
         say(f"\n{'Figure' if whole else 'Page'}: {encodable(str(written[0]))}, with {others}.")
     return 0 if whole or not found.refused else 3
-
-
-def layers_of(plan: Any, loaded: Any) -> tuple[int, ...] | None:
-    """Return the indices of the chosen layers, or None for all self-attention layers."""
-    if loaded.layers is None or not plan.layers.items:
-        return None
-    found: tuple[int, ...] = plan.layers.resolve(loaded.layers, plan.model, "layers")
-    return found
-
-
-def input_of(plan: Any, loaded: Any) -> Any:
-    """Return the input of the plan, as :func:`howsmooth.profile` takes it."""
-    from howsmooth.models import audio_inputs, image_inputs, load_token_ids
-    from howsmooth.texts import load_text
-
-    if getattr(plan, "images", None) is not None:
-        made = image_inputs(loaded, plan.images)
-        # The built-in images are thirty, of which the first is taken.
-        return {name: one[:1] for name, one in made.items()} if plan.images == "builtin" else made
-    if getattr(plan, "audio", None) is not None:
-        return audio_inputs(loaded, plan.audio)
-    if plan.tokens is not None:
-        return load_token_ids(plan.tokens).tokens
-    if loaded.modality != "text":
-        raise ArgumentError(
-            "text",
-            expected=f"an input that the model takes: {loaded.modality}",
-            got="a text",
-            remedy="Give --images or --audio.",
-        )
-    return load_text(plan.text).content

@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import json as json_format
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from howsmooth.cli.options import JsonOption, QuietOption, as_typed, command
+from howsmooth.cli.options import OUTPUT, JsonOption, QuietOption, as_typed, command
 from howsmooth.cli.plan_execution import FAILED, INTERRUPTED
 from howsmooth.cli.progress import shown_progress
-from howsmooth.cli.terminal_output import as_json, console, heading, say
+from howsmooth.cli.terminal_output import as_json, console, heading, say, show_table
 from howsmooth.paper.figure_options import FigureOptions
 from howsmooth.study.plan import Execution
-from howsmooth.study.text_formatting import encodable, readable
+from howsmooth.study.text_formatting import duration, encodable, readable
 
 if TYPE_CHECKING:
     from howsmooth.paper.figure import Figure
@@ -30,6 +31,7 @@ _EXAMPLES = (
     "[cyan]howsmooth reproduce[/]  all figures, without a network",
     "[cyan]howsmooth reproduce --list[/]  the names of the figures",
     "[cyan]howsmooth reproduce figure-1 --lengths 4:32:4 --samples 3[/]  a quick look",
+    "[cyan]howsmooth reproduce --dry-run[/]  only predict how long each figure takes",
     "[cyan]howsmooth reproduce adversarial --model builtin-encoder --lengths 4,8 --samples 1[/]  "
     "one layer, two lengths; less than a minute",
     "[cyan]howsmooth reproduce figure-1 --as-published[/]  also what the paper's code computes",
@@ -57,6 +59,15 @@ def reproduce(
         ),
     ] = None,
     listed: Annotated[bool, typer.Option("--list", help="Print the names of all figures and exit.")] = False,
+    dry_run: Annotated[
+        bool,
+        typer.Option(
+            "--dry-run",
+            help="Make each figure for about ten seconds in a temporary folder, and print how long it takes "
+            "in all. Nothing is written.",
+            rich_help_panel=OUTPUT,
+        ),
+    ] = False,
     json: JsonOption = False,
     quiet: QuietOption = False,
 ) -> int:
@@ -73,6 +84,8 @@ def reproduce(
                 typer.echo(f"{one.name:<18} {one.paper}: {one.title}")
         return 0
     chosen = choose_figures(figures or [])
+    if dry_run:
+        return _tell_times(chosen, options, in_json=json, quiet=quiet)
     out, typed = execution.out, as_typed()
     try:
         with shown_progress(quiet=quiet) as display:
@@ -87,6 +100,27 @@ def reproduce(
     elif not quiet:
         _show(made, chosen)
     return FAILED if made.refused else 0
+
+
+def _tell_times(chosen: Sequence[Figure], options: FigureOptions, *, in_json: bool, quiet: bool) -> int:
+    """Print how long each figure is expected to take, and return the exit code of the run."""
+    from howsmooth.paper.trial import expected_times
+
+    with shown_progress(quiet=quiet or in_json) as display:
+        found = expected_times(chosen, options, display)
+    seconds = sum(one.seconds or 0.0 for one in found)
+    if in_json:
+        typer.echo(as_json(seconds=seconds, figures=[asdict(one) for one in found]))
+    else:
+        shown = [one for one in found if one.seconds is not None]
+        rows = [[one.name, duration(one.seconds or 0.0), f"{100 * one.tried:.2g} %"] for one in shown]
+        show_table(["figure", "time", "tried"], rows)
+        for one in found:
+            if one.refused:
+                say(f"Cannot be made: {one.name}: {readable(one.refused, longest=300)}")
+        say(f"In all about {duration(seconds)} from an empty folder, within a factor of three.")
+        say("Nothing was written.")
+    return FAILED if any(one.refused for one in found) else 0
 
 
 def _show(made: Reproduction, figures: Sequence[Figure]) -> None:

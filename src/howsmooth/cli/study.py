@@ -9,7 +9,15 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from howsmooth.cli.dry_run import DryRunOption, tell_forecast
-from howsmooth.cli.options import JsonOption, QuietOption, as_typed, command, refuse_workers, use_threads
+from howsmooth.cli.options import (
+    JsonOption,
+    NoFiguresOption,
+    QuietOption,
+    as_typed,
+    command,
+    refuse_workers,
+    use_threads,
+)
 from howsmooth.cli.plan_execution import carry_out
 from howsmooth.cli.progress import shown_progress
 from howsmooth.errors import ArgumentError, StoreError
@@ -41,7 +49,9 @@ def study(
     paths: Annotated[
         list[Path],
         typer.Argument(
-            metavar="PLAN.toml", help="A plan file; with --merge, folders of studies.", show_default=False
+            metavar="PLAN.toml",
+            help="A plan file; with --merge, folders of studies; with --status, a plan file or a folder.",
+            show_default=False,
         ),
     ],
     execution: Annotated[dict[str, Any], Execution],
@@ -58,6 +68,7 @@ def study(
         typer.Option("--merge", help="Only merge the measurements of several folders into --out."),
     ] = False,
     dry_run: DryRunOption = False,
+    no_figures: NoFiguresOption = False,
     json: JsonOption = False,
     quiet: QuietOption = False,
 ) -> int:
@@ -72,20 +83,21 @@ def study(
                 expected="--merge without --resume, --status and --dry-run",
                 got="--merge with one of them",
             )
-        return _merge(paths, execution.get("out"), as_json=json, quiet=quiet)
+        return _merge(paths, execution.get("out"), figures=not no_figures, as_json=json, quiet=quiet)
     if len(paths) != 1:
         raise ArgumentError(
             "plan", expected="one plan file", got=str(len(paths)), remedy="Add --merge to merge studies."
         )
     if dry_run and status:
         raise ArgumentError("dry-run", expected="--dry-run without --status", got="both")
+    if status and paths[0].is_dir():
+        return _status_of_folder(paths[0], as_json=json)
     asked = _read_plan_file(paths[0], execution)
     if dry_run:
-        tell_forecast(asked.plan, asked.execution, as_json=json, quiet=quiet, keep_going=True)
-        return 0
+        return tell_forecast(asked.plan, asked.execution, as_json=json, quiet=quiet, keep_going=True)
     if status:
         return _status(asked, as_json=json)
-    return _carry_out(asked, resume=resume, as_json=json, quiet=quiet)
+    return _carry_out(asked, resume=resume, figures=not no_figures, as_json=json, quiet=quiet)
 
 
 def _read_plan_file(path: Path, typed: dict[str, Any]) -> Study:
@@ -98,17 +110,22 @@ def _read_plan_file(path: Path, typed: dict[str, Any]) -> Study:
     return replace(asked, execution=execution)
 
 
-def _carry_out(asked: Study, *, resume: bool, as_json: bool, quiet: bool) -> int:
+def _carry_out(asked: Study, *, resume: bool, figures: bool, as_json: bool, quiet: bool) -> int:
+    from howsmooth.study.records import Measurement
     from howsmooth.study.store import Store
 
     out = asked.execution.out
     if not resume and Store.exists(out):
-        raise StoreError(
-            f"{out} already holds a study. Add --resume to continue it, --status to see its progress, "
-            "or choose another --out."
-        )
+        with Store.open(out, write=False) as store:
+            held = store.count(Measurement)
+        if held:
+            raise StoreError(
+                f"{out} already holds a study with {held} measurements. Add --resume to continue it, "
+                "--status to see its progress, or choose another --out."
+            )
     again = as_typed() if resume else as_typed("--resume")
-    return carry_out(asked.plan, asked.execution, again=again, keep_going=True, as_json=as_json, quiet=quiet)
+    shown = {"figures": figures, "as_json": as_json, "quiet": quiet}
+    return carry_out(asked.plan, asked.execution, again=again, keep_going=True, **shown)
 
 
 def _status(asked: Study, *, as_json: bool) -> int:
@@ -126,7 +143,19 @@ def _status(asked: Study, *, as_json: bool) -> int:
     return 0
 
 
-def _merge(paths: list[Path], out: Path | None, *, as_json: bool, quiet: bool) -> int:
+def _status_of_folder(folder: Path, *, as_json: bool) -> int:
+    from howsmooth.cli.study_result import show_status, status_as_json
+    from howsmooth.study.status import status_of_folder
+
+    found = status_of_folder(folder)
+    if as_json:
+        typer.echo(status_as_json(found, folder))
+    else:
+        show_status(found, folder, of_plan=False)
+    return 0
+
+
+def _merge(paths: list[Path], out: Path | None, *, figures: bool, as_json: bool, quiet: bool) -> int:
     from howsmooth.cli.study_result import merged_as_json, show_merged
     from howsmooth.study.merge import merge_stores
     from howsmooth.study.outputs import write_outputs
@@ -136,8 +165,8 @@ def _merge(paths: list[Path], out: Path | None, *, as_json: bool, quiet: bool) -
     with shown_progress(quiet=quiet) as display:
         display.phase(f"Merging {len(paths)} studies")
         merged = merge_stores(paths, out)
-        display.phase("Drawing figures")
-        written = write_outputs(out, display).report
+        display.phase("Drawing figures" if figures else "Writing tables")
+        written = write_outputs(out, display, figures=figures).report
     if as_json:
         typer.echo(merged_as_json(merged, out))
     elif not quiet:

@@ -21,8 +21,11 @@ def status_as_json(found: Status, folder: Path) -> str:
     return as_json(out=folder, **asdict(found))
 
 
-def show_status(found: Status, folder: Path) -> None:
-    """Print how many measurements of a study are done and left, whether it runs, and reasons of failures."""
+def show_status(found: Status, folder: Path, *, of_plan: bool = True) -> None:
+    """Print how many measurements of a study are done and left, whether it runs, and reasons of failures.
+
+    ``of_plan`` says whether the status is that of a plan.
+    """
     rows = []
     for part in found.parts:
         planned, left = (part.planned, part.planned - part.done) if part.planned is not None else ("?", "?")
@@ -31,8 +34,10 @@ def show_status(found: Status, folder: Path) -> None:
     names = ["model", "text", "scope"]
     show_table([*names, "planned", "done", "failed", "left"], rows, wrapped=names)
     say(f"\n{_now(found)}")
-    if any(part.planned is None for part in found.parts):
-        say("A question mark means that no run has loaded the model yet, so its layers are not known.")
+    if not of_plan:
+        say("How many are planned is in the plan file: howsmooth study PLAN.toml --status")
+    elif any(part.planned is None for part in found.parts):
+        say("A question mark: the model was not loaded yet or could not be, so its layers are unknown.")
     if found.reasons:
         say("\nReasons of failures (the next run tries these measurements again):")
         for reason, count in found.reasons[:_MOST_REASONS]:

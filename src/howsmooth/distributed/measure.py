@@ -15,8 +15,8 @@ from howsmooth.attention.map import check_tokens
 from howsmooth.distributed.exchange import Collectives, Exchange, ProcessGroupCollectives
 from howsmooth.distributed.footprint import Room, check_budget, room
 from howsmooth.distributed.linearise import SharedMap, check_shareable, together
+from howsmooth.distributed.random_start import own_start
 from howsmooth.distributed.shares import RowShares
-from howsmooth.distributed.start import own_start
 from howsmooth.errors import ArgumentError
 from howsmooth.jacobian import in_double
 from howsmooth.lipschitz import LipschitzEstimate

@@ -13,11 +13,11 @@ from howsmooth.dynamics.clusters import (
     number_of_clusters,
     numerical_rank,
 )
-from howsmooth.dynamics.fields import Field, Layers, Sphere
 from howsmooth.dynamics.flow import flow
 from howsmooth.dynamics.growth import Growth, growth
 from howsmooth.dynamics.rescaled import Rescaled, rescaled, value_matrix
 from howsmooth.dynamics.trajectory import Trajectory
+from howsmooth.dynamics.velocity_fields import Field, Layers, Sphere
 
 __all__ = [
     "Field",

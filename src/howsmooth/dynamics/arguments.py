@@ -9,8 +9,8 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from howsmooth.dynamics.fields import Field, Layers, Sphere, positive
 from howsmooth.dynamics.integrate import ADAPTIVE, FIXED, Plan
+from howsmooth.dynamics.velocity_fields import Field, Layers, Sphere, positive
 from howsmooth.errors import ArgumentError
 
 __all__ = ["check_plan", "check_times"]

@@ -13,10 +13,10 @@ import torch
 from torch import Tensor
 
 from howsmooth.dynamics.arguments import check_plan, check_times
-from howsmooth.dynamics.fields import Velocity, as_field
 from howsmooth.dynamics.integrate import ORDERS, Plan, Run, Status, integrate
 from howsmooth.dynamics.states import System, system_of
 from howsmooth.dynamics.trajectory import State, Trajectory
+from howsmooth.dynamics.velocity_fields import Velocity, as_field
 from howsmooth.errors import NonFiniteError
 
 __all__ = ["flow"]

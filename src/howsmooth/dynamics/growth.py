@@ -20,11 +20,11 @@ from torch import Tensor
 
 from howsmooth.accuracy_limits import check_accuracy
 from howsmooth.dynamics.arguments import check_plan, check_times
-from howsmooth.dynamics.fields import Field, Layers, MapField, Sphere, as_field
 from howsmooth.dynamics.integrate import FIXED, ORDERS
 from howsmooth.dynamics.linearised_flow import LinearisedFlow
 from howsmooth.dynamics.rescaled import Rescaled
 from howsmooth.dynamics.states import Tokens, system_of
+from howsmooth.dynamics.velocity_fields import Field, Layers, MapField, Sphere, as_field
 from howsmooth.errors import ArgumentError, NonFiniteError
 from howsmooth.jacobian import allowance_for_rounding, moved_by_rounding
 from howsmooth.spectral import LeadingTriplet, LinearOperator, golub_kahan
@@ -126,7 +126,7 @@ class Growth:
         status = "converged" if bool(self.converged.all()) else "NOT converged"
         return (
             f"Growth({float(self.value[-1]):.6g} in [{float(self.lower[-1]):.6g}, "
-            f"{float(self.upper[-1]):.6g}] at {self.confidence:.4%} confidence until "
+            f"{float(self.upper[-1]):.6g}] at {100 * self.confidence:.6g} % confidence until "
             f"t = {float(self.times[-1]):g}, {status}; product of the steps' constants "
             f"{float(self.product[-1]):.6g}; {self.steps} steps of {self.method}, "
             f"discretisation error {discretised})"
@@ -312,7 +312,7 @@ def _rounding(trajectory: LinearisedFlow, times: list[float]) -> list[Tensor]:
 
 
 def _products(trajectory: LinearisedFlow, e: Tensor) -> list[tuple[Tensor, Tensor]]:
-    """Return, for each time, the flow map's Jacobian times a direction ``e``, and its rounding error.
+    """Return the product of the flow map's Jacobian with ``e`` at each time, and its rounding error.
 
     The rounding error is the sum of the steps' rounding errors.
     """

@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 from torchdiffeq import odeint
 
-from howsmooth.dynamics.fields import Velocity
 from howsmooth.dynamics.states import System
+from howsmooth.dynamics.velocity_fields import Velocity
 
 __all__ = ["ADAPTIVE", "FIXED", "ORDERS", "Plan", "Run", "Status", "integrate"]
 
@@ -258,7 +258,7 @@ def _ode(watch: _Watch, end: float) -> Tensor:
 
 @torch.no_grad()
 def _largest_token(error: Tensor) -> Tensor:
-    """Return the largest root mean square error over the tokens.
+    """Return the root mean square error of the token whose error is largest.
 
     The mean over all tokens would hide the error of a single token.
     """

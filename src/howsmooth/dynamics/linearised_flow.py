@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 
 from howsmooth.attention import Compose, Residual, SelfAttention, StagedAttention, TokenMap, Weighting
-from howsmooth.dynamics.fields import Field, Layers, MapField, Sphere, Velocity
 from howsmooth.dynamics.flow_jacobian import (
     ChainJacobian,
     ProjectionJacobian,
@@ -22,6 +21,7 @@ from howsmooth.dynamics.flow_jacobian import (
 from howsmooth.dynamics.integrate import Plan
 from howsmooth.dynamics.runge_kutta import TABLEAUX
 from howsmooth.dynamics.states import Tokens
+from howsmooth.dynamics.velocity_fields import Field, Layers, MapField, Sphere, Velocity
 from howsmooth.errors import NonFiniteError
 from howsmooth.jacobian import (
     AutodiffJacobian,

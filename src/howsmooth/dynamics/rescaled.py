@@ -16,9 +16,9 @@ from torch import Tensor
 
 from howsmooth.attention import SelfAttention, Weighting
 from howsmooth.attention.map import as_parameter, check_tokens
-from howsmooth.attention.plain_scores import require_plain_scores
-from howsmooth.dynamics.fields import Field, Velocity
+from howsmooth.attention.preconditions import require_plain_scores
 from howsmooth.dynamics.trajectory import Trajectory
+from howsmooth.dynamics.velocity_fields import Field, Velocity
 from howsmooth.errors import ArgumentError
 from howsmooth.measures import DiscreteMeasure
 

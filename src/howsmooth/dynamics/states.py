@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from howsmooth.attention import AbstractMeasure, Weighting
-from howsmooth.dynamics.fields import Field, Velocity
+from howsmooth.dynamics.velocity_fields import Field, Velocity
 from howsmooth.errors import ArgumentError, NonFiniteError
 from howsmooth.measures import DiscreteMeasure, Gaussian, affine_action, affine_action_at
 
@@ -177,9 +177,9 @@ class Moments(System):
         return affine
 
     def layer(self, begin: float, end: float) -> Velocity:
-        """Return the velocity; residual layers add the same one.
+        """Return the result of :meth:`velocity`, because a residual layer adds h times that velocity.
 
-        The reason is that a residual layer maps N(α, Σ) by x ↦ x + h (M x + c).
+        A residual layer maps N(α, Σ) by x ↦ x + h (M x + c).
         """
         return self.velocity(begin, end)
 

@@ -10,9 +10,9 @@ from torch import Tensor
 
 from howsmooth.attention.visibility import Visibility, check_window
 from howsmooth.errors import ArgumentError
-from howsmooth.functional.blocks import Grid, Shape, apply
+from howsmooth.functional.derivatives import attention_map
 from howsmooth.functional.fused import Kernels, obstacle
-from howsmooth.functional.maps import attention_map
+from howsmooth.functional.row_blocks import Grid, Shape, apply
 from howsmooth.functional.softmax import Scores
 
 __all__ = ["attention"]
@@ -35,7 +35,7 @@ def attention(
     sinks: object = None,
     kernels: object = False,
 ) -> Float[Tensor, "*lead m value_dim"]:
-    """Return exact softmax attention, which PyTorch can differentiate in every mode, in memory O(m + n).
+    """Compute exact softmax attention in memory O(m + n), with derivatives in every mode of PyTorch.
 
     O = P v, where P is the row softmax of S = c tanh(s / c) + mask + score_bias over the visible keys, and
     s = scale · q kᵀ (without a cap S = s + mask + score_bias). Forward and reverse mode, any nesting of them,
@@ -151,9 +151,9 @@ def attention(
 
 
 def _autocast(first: object, *others: object) -> tuple[object, ...]:
-    """Return the arguments in the dtype of ``torch.autocast``, where one is set for the device of the first.
+    """Return the arguments in the dtype of ``torch.autocast``, if it is enabled on the device of ``first``.
 
-    As PyTorch does it, tensors in float64 and those without floating-point numbers are left as they are.
+    As in PyTorch, float64 tensors and tensors of booleans or integers are left as they are.
     """
     every = (first, *others)
     if not isinstance(first, Tensor) or not torch.is_autocast_enabled(first.device.type):

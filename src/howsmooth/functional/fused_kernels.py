@@ -395,7 +395,7 @@ def adjoint_keys(
 
 @_jit
 def _moved(s, raw, a, da, row_lse, row_mu, row_common, row_moved, slope, tanh, cap, CAPPED: tl.constexpr):
-    """Return the probabilities of one tile and the derivatives that its backward pass needs.
+    """Return the probabilities of one tile, the cotangent of its products, and the tangents of both.
 
     The results are P, its tangent dP, the cotangent D∘G of the products scale · q kᵀ, and the tangent of D∘G.
     The arguments ``s`` are scores, ``raw`` their tangents before the cap, ``a`` is U vᵀ and ``da`` its

@@ -57,7 +57,7 @@ class RuleMask(torch.Tensor):
     # Computes the entries before torch.func sees the operation, so that they belong to its current level.
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Apply an operation to the entries; shape, dtype and device are known without them."""
+        """Apply an operation to the entries, unless it only reads the shape, dtype or device."""
         if func in _KNOWN:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **(kwargs or {}))
@@ -93,10 +93,11 @@ def rule_mask(
     device: torch.device | str = "cpu",
     **rest: Any,
 ) -> Tensor | None:
-    """Return the mask of a model as a :class:`RuleMask`, or as numbers if its rule is another.
+    """Return a model's mask as a :class:`RuleMask`, or as numbers if it is not of this form.
 
-    The arguments are those of the functions of transformers' ``AttentionMaskInterface``; the result has the
-    entries of ``eager_mask`` there. It is None if every query sees every key and the model allows None.
+    A :class:`RuleMask` is made of causal order, a window and padding. The arguments are those of the
+    functions of transformers' ``AttentionMaskInterface``; the result has the entries of ``eager_mask`` there.
+    It is None if every query sees every key and the model allows None.
     """
     from transformers import masking_utils
 
@@ -146,7 +147,7 @@ def rule_mask(
 
 
 def _same(f: Any, g: Any) -> bool:
-    """Tell whether two functions have the same code, and were made with the same values."""
+    """Tell whether two functions have the same code and the same values in their closures."""
     if isinstance(f, tuple) and isinstance(g, tuple):
         return len(f) == len(g) and all(map(_same, f, g))
     if not (hasattr(f, "__code__") and hasattr(g, "__code__")):

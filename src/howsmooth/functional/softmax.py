@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from howsmooth.attention.visibility import Visibility
-from howsmooth.functional.blocks import Block, Grid, Part, kept_whole
+from howsmooth.functional.row_blocks import Block, Grid, Part, kept_whole
 
 __all__ = ["PARTS", "Scores", "Weights", "adjoint", "over_keys", "second", "tangent", "weights"]
 

@@ -12,8 +12,8 @@ dq, dk, dv ::
 Its variants compute the same numbers up to rounding:
 
 - ``softmax``: P is kept in memory; with weights (the atoms of a measure) a second, weighted P beside it.
-- ``packed`` and ``padded``: several sequences of unequal lengths with P kept, sharing the projections, or
-  padded with zeros to one length.
+- ``packed_sequences`` and ``padded``: several sequences of unequal lengths with P kept, which share the
+  projections, or are padded with zeros to one length.
 - ``streamed``, cut by ``tiling``: P is formed tile by tile in each product, in memory O(n d).
 - ``fused``: the same in Triton kernels on a CUDA device, where tiles stay on the chip.
 - :mod:`howsmooth.distributed`: the query rows are shared among processes, each with a streamed derivative.
@@ -39,7 +39,7 @@ from howsmooth.jacobian.closed_form import (
     runs_members_alone,
 )
 from howsmooth.jacobian.footprint import cached_bytes, kernel_bytes, streamed_bytes
-from howsmooth.jacobian.frozen import frozen_derivatives
+from howsmooth.jacobian.frozen_measure import frozen_derivatives
 from howsmooth.jacobian.packed_sequences import energy_products_together, shares_products
 from howsmooth.jacobian.padded import filled, joined
 

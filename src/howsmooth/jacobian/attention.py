@@ -20,7 +20,7 @@ from howsmooth.jacobian.fused import fused
 from howsmooth.jacobian.norm_layers import NormJacobian, norm_jacobian
 from howsmooth.jacobian.operands import Operands
 from howsmooth.jacobian.projections import Projection, Projections
-from howsmooth.jacobian.proved import attention_error
+from howsmooth.jacobian.rounding_bounds import attention_error
 from howsmooth.jacobian.softmax import (
     SoftmaxDerivative,
     WeightedSoftmaxDerivative,
@@ -39,7 +39,7 @@ Norms = tuple[NormJacobian | None, NormJacobian | None]
 
 @runtime_checkable
 class Core(Protocol):
-    """The derivative of the softmax of all heads.
+    """The interface of the derivative of softmax attention, for all heads of a layer together.
 
     Arguments and results are those of :class:`~howsmooth.jacobian.softmax.SoftmaxDerivative`.
     """
@@ -70,7 +70,7 @@ _Core = TypeVar("_Core", bound=Core)
 
 
 class _MultiHeadJacobian(LinearOperator, Generic[_Core]):
-    """Base class of the Jacobians of attention: all but the softmax, such as projections and norm layers."""
+    """Base class of the Jacobians of attention: its projections and norm layers, without the softmax."""
 
     def __init__(
         self, projection: Projection, core: _Core, norms: Norms, proved: ProductError | None = None

@@ -28,7 +28,7 @@ from howsmooth.errors import ArgumentError
 from howsmooth.jacobian.attention import AttentionJacobian, StreamedAttentionJacobian
 from howsmooth.jacobian.norm_layers import NormJacobian, ScaleJacobian
 from howsmooth.jacobian.projections import Projections
-from howsmooth.jacobian.proved import composed_error, image_off, provable, residual_error
+from howsmooth.jacobian.rounding_bounds import composed_error, image_off, provable, residual_error
 from howsmooth.jacobian.staged import StagedJacobian
 from howsmooth.roundoff import MatrixNorms
 from howsmooth.spectral import LinearOperator
@@ -125,7 +125,7 @@ def closed_form_jacobians(
     """Return the Jacobians of ``f`` at several batches of tokens, each in several dtypes.
 
     The result has, for each batch, a dictionary from dtype to Jacobian. Each batch (batch, n, d) has its own
-    length n. The Jacobians are as from :func:`closed_form_jacobian`. Those of one dtype share their
+    length n. Each Jacobian is what :func:`closed_form_jacobian` returns. Jacobians of one dtype share their
     projections, and each batch is linearised once for all dtypes.
     """
     return _linearised(f, xs, None, dtypes, _Form())
@@ -222,7 +222,7 @@ def _linearise(
 
 
 class ResidualJacobian(LinearOperator):
-    """The Jacobian I + J of a residual connection, J the Jacobian of its branch."""
+    """The Jacobian I + J of a residual connection, where J is the Jacobian of its branch."""
 
     def __init__(self, inner: LinearOperator) -> None:
         super().__init__(

@@ -21,7 +21,7 @@ _IN_GRAPHS = 64
 
 
 def cached_bytes(f: Callable[[Tensor], Tensor], n: int, dtype: torch.dtype) -> int:
-    """Return the bytes of all n × n tensors that measuring one sequence needs at a time.
+    """Return the bytes of all n × n tensors that are in memory together while one sequence is measured.
 
     They are the attention probabilities and temporary tensors of a product.
 
@@ -70,7 +70,7 @@ def streamed_bytes(f: Callable[[Tensor], Tensor], n: int, dtype: torch.dtype, de
 def kernel_bytes(f: Callable[[Tensor], Tensor], n: int, dtype: torch.dtype, device: torch.device) -> int:
     """Return the bytes that Triton kernels take in addition to :func:`streamed_bytes`; 0 without kernels.
 
-    They hold all operands of their matrix products, split into bfloat16 parts.
+    The kernels hold all operands of their matrix products, split into bfloat16 parts.
     """
     match f:
         case Residual():

@@ -206,18 +206,17 @@ class FusedDerivative(StreamedDerivative):
 
 
 def fused(at: StreamedDerivative, allowance: float | None = None) -> StreamedDerivative:
-    """Return the same derivative of attention with products by Triton kernels, if these can be used.
+    """Return the derivative ``at`` with its products by Triton kernels, or unchanged if these cannot be used.
 
-    If not, ``at`` is returned unchanged. The kernels split float32 numbers into two or three bfloat16 parts.
-    They get as few parts as keep the relative rounding error within ``allowance``; if three parts do not,
-    ``at`` is returned. Without an allowance they get three parts, provided that the products of ``at`` form
-    their scores in float32 too.
+    The kernels split float32 numbers into two or three bfloat16 parts. They get as few parts as keep the
+    relative rounding error within ``allowance``; if three parts do not, ``at`` is returned. Without an
+    allowance they get three parts, provided that the products of ``at`` form their scores in float32 too.
     """
     return within(at, allowance) if _fits(at) else at
 
 
 def within(at: StreamedDerivative, allowance: float | None) -> StreamedDerivative:
-    """Return a derivative of attention that uses Triton kernels if their rounding error is small enough.
+    """Return the derivative ``at`` with its products by Triton kernels, if their rounding error allows it.
 
     If the relative error exceeds ``allowance`` even with three bfloat16 parts, ``at`` is returned.
     """

@@ -96,7 +96,7 @@ class Moments:
 
 
 def moment_columns(operands: Operands) -> Float[Tensor, "b n columns"]:
-    """Return numbers for each key whose averages under the attention probabilities give the moments.
+    """Return one row of numbers for each key; averages of these rows under P give the moments.
 
     The columns are k, |k|² and |v|². If there is a sink, |k|² and |v|² of the unshifted keys and values
     follow.

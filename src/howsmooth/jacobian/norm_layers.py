@@ -9,7 +9,7 @@ from torch import Tensor
 
 from howsmooth.attention import LayerNorm, RMSNorm
 from howsmooth.errors import ArgumentError
-from howsmooth.jacobian.proved import norm_error, scale_error
+from howsmooth.jacobian.rounding_bounds import norm_error, scale_error
 from howsmooth.spectral import LinearOperator, ProductError
 
 __all__ = ["NormJacobian", "ScaleJacobian", "norm_jacobian"]

@@ -57,7 +57,7 @@ class Operands:
     ) -> Operands:
         """Return the operands of one softmax from its queries, keys and values.
 
-        The queries are then scaled, keys and values centred.
+        The queries are scaled, and the keys and values are centred.
         """
         key_shift, value_shift = k.mean(dim=2, keepdim=True), v.mean(dim=2, keepdim=True)
         if features.softcap is not None:
@@ -101,9 +101,9 @@ class Operands:
 
     @property
     def score_keys(self) -> Float[Tensor, "batch kv_heads n key_dim"]:
-        """The keys from which scores are formed: centred keys, except with attention sinks.
+        """The keys from which scores are formed: the centred keys, or with sinks the keys before centring.
 
-        With a sink they are not centred, because the sink's score does not move with the keys.
+        With a sink, a shift of the keys would change P, because the sink's score does not move with the keys.
         """
         return self.k if self.features.sinks is None else self.whole_keys
 
@@ -114,7 +114,7 @@ class Operands:
     ) -> Float[Tensor, "b *rows value_dim"]:
         """Return the attention outputs from averages of the centred values.
 
-        The outputs O_i = Σ_j P_ij v_j are of uncentred values.
+        The outputs O_i = Σ_j P_ij v_j are averages of the values before centring.
 
         ``total`` is Σ_j P_ij, which is below one if there is a sink.
         """

@@ -139,7 +139,7 @@ class Projections:
         self._made: dict[int, Projection] = {}
 
     def of(self, f: SelfAttention) -> Projection:
-        """Return the projections of the layer ``f``, which are made at the first call.
+        """Return the projections of the layer ``f``, which are kept from the first call on.
 
         The layer must outlive this object.
         """

@@ -57,7 +57,7 @@ class Sink:
     def at(cls, operands: Operands, p: Tensor, output: Tensor) -> Sink:
         """Return the sinks of all heads, from their probabilities and the attention outputs.
 
-        The outputs are of uncentred values.
+        The outputs are averages of the values before centring.
         """
         heads = operands.heads
         return cls(p, -operands.key_shift.reshape(heads, -1), -output)
@@ -86,8 +86,8 @@ class SoftmaxDerivative:
     q
         Scaled queries (b, m, key_dim).
     k, v
-        Keys (b, n, key_dim) and values (b, n, value_dim), each less a constant vector of its head (keys only
-        if the scores have no cap). The derivative does not change by these shifts, because
+        Keys (b, n, key_dim) and values (b, n, value_dim), each less a constant vector of its head (for keys
+        only if the scores have no cap). The derivative does not change by these shifts, because
         Σ_j P_ij (v_j − O_i) = 0, and smaller numbers lose fewer digits.
     p
         Attention probabilities P (b, m, n).
@@ -116,7 +116,7 @@ class SoftmaxDerivative:
 
         Entries of dS are as large as κ = max|q| max|k| for a unit tangent, and the softmax keeps differences
         of order one. Measured errors stay below eps (2 + κ / 100), for saturated and unsaturated, causal and
-        unmasked heads with κ up to 2000. Proved bounds are in :mod:`howsmooth.jacobian.proved`.
+        unmasked heads with κ up to 2000. Proved bounds are in :mod:`howsmooth.jacobian.rounding_bounds`.
         """
         return rounding_of(largest_score(self.q, self.k, batch), self.q.dtype)
 
@@ -150,7 +150,7 @@ class SoftmaxDerivative:
         return dq, torch.bmm(ds.mT, self.q), torch.bmm(self.p.mT, do)
 
     def to(self, dtype: torch.dtype) -> SoftmaxDerivative:
-        """Return the derivative with products in ``dtype``; another dtype has no moments."""
+        """Return the derivative with products in ``dtype``; the moments are dropped if the dtype changes."""
         if dtype == self.q.dtype:
             return self
         p = self.p.to(dtype)
@@ -345,7 +345,7 @@ def weighted_softmax_derivative(
 
 
 def largest_score(q: Tensor, k: Tensor, batch: int) -> Float[Tensor, " batch"]:
-    """Return an upper bound κ of the scores of each input of a batch.
+    """Return an upper bound κ on the absolute attention scores of each member of a batch.
 
     It is κ = max|q| max|k|, the largest over the heads, in float64 on the CPU.
     """
@@ -358,8 +358,8 @@ def largest_score(q: Tensor, k: Tensor, batch: int) -> Float[Tensor, " batch"]:
 
 
 def rounding_of(kappa: Float[Tensor, " batch"], dtype: torch.dtype) -> Float[Tensor, " batch"]:
-    """Return the relative error of ‖J‖ that rounding may cause in products of a dtype.
+    """Estimate the relative error of ‖J‖ that the rounding of products in a dtype may cause.
 
-    The scores are at most ``kappa``.
+    The absolute scores are at most ``kappa``.
     """
     return torch.finfo(dtype).eps * (32.0 + kappa / 25.0)

@@ -222,7 +222,7 @@ class _Member:
     def _image_gives(self, e: Tensor, je: Tensor) -> bool:
         """Return True if two ways to compute J e agree.
 
-        One differentiates Jᵀ u in u, the other, which gave ``je``, is forward mode.
+        One way differentiates Jᵀ u in u. The other way, which gave ``je``, is forward mode.
         """
         try:
             off = (self.product(e) - je).norm()

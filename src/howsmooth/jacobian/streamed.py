@@ -507,7 +507,7 @@ class _Tiles:
         averages: Float[Tensor, "b group m columns"],
         sink_p: Float[Tensor, "b group m"],
     ) -> None:
-        """Compute the softmax denominators of a block of query rows, and averages of the rows of ``table``.
+        """Compute the softmax denominators of a block of query rows, and averages of ``table`` under P.
 
         The results are log Σ_j e^{S_ij}, the averages Σ_j P_ij t_j of the rows t_j of ``table``, and the
         probabilities of the sinks. They are written to the block's part of ``lse``, ``averages`` and

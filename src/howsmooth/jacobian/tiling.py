@@ -82,7 +82,7 @@ def shifted(rows: slice, by: int) -> slice:
 
 @dataclass(frozen=True)
 class Block:
-    """Some query rows, of some key heads of one batch member, whose scores are computed together.
+    """A block of scores: all scores of a range of query rows, for a range of key heads of one batch member.
 
     Matrix products are batched over the heads or, if there is one head, over ``batches`` equal parts of the
     rows. In the shapes below, b is the number of heads times ``batches``, and r = group · rows / batches.
@@ -165,7 +165,7 @@ class Block:
 
 @dataclass(frozen=True)
 class Stairs(Block):
-    """The same rows of several square parts of the scores, which lie along the causal diagonal.
+    """A block that consists of the same rows of several squares of scores along the causal diagonal.
 
     There is one square for each thread. ``rows`` and keys are numbered from the first row and key of their
     square.
@@ -345,8 +345,8 @@ class Tiling:
     def pieces(self, block: Block) -> list[Piece]:
         """Divide the scores of a block into pieces.
 
-        One has the keys that all rows of the block see, and each strip of rows is a piece with its further
-        keys.
+        One piece has the keys that all rows of the block see. Each strip of rows is another piece, with the
+        further keys that its rows see.
         """
         strips = self.strips(block)
         # Squares at the diagonal, one for each thread, preceded by the keys before the block's first row.
@@ -383,8 +383,9 @@ class Tiling:
 
         The returned pieces cover the block's scores from the key of its first row to the causal diagonal.
 
-        The rows of each batch see all keys before their own first row, which is one piece, and the square at
-        the diagonal. The squares are cut into strips, and the same strip of all squares is one piece.
+        The rows of each batch form one piece with the keys before their own first row, and a square at the
+        diagonal with the other keys that they see. The squares are cut into strips, and the same strip of all
+        squares is one piece.
         """
         first, side = block.rows.start, block.length // block.batches
         below = [

@@ -41,22 +41,28 @@ __all__ = ["DenseBlocks", "TokenBlocks", "token_blocks"]
 
 
 class TokenBlocks(abc.ABC):
-    """All blocks of a Jacobian at one sequence of n tokens, made in tiles of some pairs of tokens."""
+    """All blocks J_ij of a Jacobian at one sequence of n tokens, computed in tiles of some pairs (i, j)."""
 
     @abc.abstractmethod
     def weights(self) -> Float[Tensor, "n n"]:
-        """Return the largest attention weight in each block, and one on the diagonal.
+        """Return a factor that sets the size of each block; it is zero where the block is zero.
 
-        Where it is zero, the block is zero.
+        Off the diagonal it is the largest attention weight P_ij of a head. The norms of matrices and tokens,
+        which the norm of a block also depends on, are left out.
         """
 
     @abc.abstractmethod
     def tile(
-        self, i: Int[Tensor, " pairs"], j: Int[Tensor, " pairs"], dtypes: Sequence[torch.dtype]
+        self,
+        i: Int[Tensor, " pairs"],
+        j: Int[Tensor, " pairs"],
+        factor: Float[Tensor, " pairs"],
+        dtypes: Sequence[torch.dtype],
     ) -> list[LinearOperator]:
         """Return the blocks J_ij of some pairs as a batch of maps (1, d) -> (1, d_out), for each dtype.
 
-        The pairs must lie on the diagonal, all of them or none.
+        Either all pairs lie on the diagonal i = j, or none does. The blocks are multiplied by ``factor``;
+        with the reciprocals of :meth:`weights` as factors, they stay in the range of the dtypes.
         """
 
 
@@ -125,7 +131,9 @@ class _Diagonal(TokenBlocks):
     def weights(self) -> Tensor:
         return torch.eye(len(self._x), dtype=torch.float64, device=self._x.device)
 
-    def tile(self, i: Tensor, j: Tensor, dtypes: Sequence[torch.dtype]) -> list[LinearOperator]:
+    def tile(
+        self, i: Tensor, j: Tensor, factor: Tensor, dtypes: Sequence[torch.dtype]
+    ) -> list[LinearOperator]:
         for dtype in dtypes:
             if dtype not in self._made:
                 # Each token is a sequence of its own.
@@ -140,10 +148,13 @@ class _ResidualBlocks(TokenBlocks):
         self._inner = inner
 
     def weights(self) -> Tensor:
-        return self._inner.weights()
+        return self._inner.weights().fill_diagonal_(1.0)
 
-    def tile(self, i: Tensor, j: Tensor, dtypes: Sequence[torch.dtype]) -> list[LinearOperator]:
-        inner = self._inner.tile(i, j, dtypes)
+    def tile(
+        self, i: Tensor, j: Tensor, factor: Tensor, dtypes: Sequence[torch.dtype]
+    ) -> list[LinearOperator]:
+        inner = self._inner.tile(i, j, factor, dtypes)
+        # The weights of the diagonal are one, and so are the factors.
         return [ResidualJacobian(part) for part in inner] if bool((i == j).all()) else inner
 
 
@@ -157,12 +168,16 @@ class _ComposedBlocks(TokenBlocks):
         mixing = self._inner if isinstance(self._outer, _Diagonal) else self._outer
         return mixing.weights()
 
-    def tile(self, i: Tensor, j: Tensor, dtypes: Sequence[torch.dtype]) -> list[LinearOperator]:
+    def tile(
+        self, i: Tensor, j: Tensor, factor: Tensor, dtypes: Sequence[torch.dtype]
+    ) -> list[LinearOperator]:
         # The map that treats each token by itself acts at the input token, or at the output token.
         if isinstance(self._inner, _Diagonal):
-            outer, inner = self._outer.tile(i, j, dtypes), self._inner.tile(j, j, dtypes)
+            inner = self._inner.tile(j, j, torch.ones_like(factor), dtypes)
+            outer = self._outer.tile(i, j, factor, dtypes)
         else:
-            outer, inner = self._outer.tile(i, i, dtypes), self._inner.tile(i, j, dtypes)
+            outer = self._outer.tile(i, i, torch.ones_like(factor), dtypes)
+            inner = self._inner.tile(i, j, factor, dtypes)
         return [ComposedJacobian(*parts) for parts in zip(outer, inner, strict=True)]
 
 
@@ -189,12 +204,20 @@ class _AttentionBlocks(TokenBlocks):
         self._projections: dict[torch.dtype, Projection] = {}
 
     def weights(self) -> Tensor:
-        return self._p.amax(dim=0).fill_diagonal_(1.0)
+        weights = self._p.amax(dim=0)
+        # A token's own query moves its output unless one key has all the weight: by about the second weight.
+        n = len(weights)
+        spread = self._slope.topk(min(n, 2), dim=-1).values[..., -1].amax(dim=0)
+        if self._core.sink is not None:
+            spread = torch.ones_like(spread)
+        return weights.diagonal_scatter(torch.maximum(weights.diagonal(), spread))
 
-    def tile(self, i: Tensor, j: Tensor, dtypes: Sequence[torch.dtype]) -> list[LinearOperator]:
-        moved = self._slope[:, i, j, None] * (self._v[:, j] - self._mean[:, i])
-        parts = (self._p[:, i, j].mT, moved.transpose(0, 1), self._read(i, j))
-        own = self._own_query(i) if bool((i == j).all()) else None
+    def tile(
+        self, i: Tensor, j: Tensor, factor: Tensor, dtypes: Sequence[torch.dtype]
+    ) -> list[LinearOperator]:
+        own = self._own_query(i, factor) if bool((i == j).all()) else None
+        moved = (factor * self._slope[:, i, j])[..., None] * (self._v[:, j] - self._mean[:, i])
+        parts = ((factor * self._p[:, i, j]).mT, moved.transpose(0, 1), self._read(i, j))
         found: list[LinearOperator] = []
         for dtype in dtypes:
             if dtype not in self._projections:
@@ -220,25 +243,34 @@ class _AttentionBlocks(TokenBlocks):
         rows = placed.adjoint(of_all.flatten(0, 1)).reshape(pairs, f.heads, -1)
         return rows @ weight.flatten(0, 1)
 
-    def _own_query(self, i: Tensor) -> _OwnQuery:
-        """Return the derivative of the outputs at the tokens ``i`` in their own queries."""
-        n, heads = self._p.shape[1], []
-        for rows, values, keys, mean in zip(
-            self._slope[:, i], self._v, self._k, self._mean[:, i], strict=True
-        ):
-            # Σ_l P_il D_il (v_l − O_i) k_lᵀ of one head
-            heads.append((rows[..., None] * values).mT @ keys - mean[..., None] * (rows @ keys)[:, None])
+    def _own_query(self, i: Tensor, factor: Tensor) -> _OwnQuery:
+        """Return the derivative of the outputs at the tokens ``i`` in their own queries, times ``factor``."""
+        n, heads, sink = self._p.shape[1], [], self._core.sink
+        pairs = torch.arange(len(i), device=i.device)
+        for head, (values, keys) in enumerate(zip(self._v, self._k, strict=True)):
+            # Σ_l P_il D_il (v_l − O_i) k_lᵀ. Where one key m has nearly all the weight, terms of order one
+            # would cancel; so values are taken relative to v_m, and the sums leave m out.
+            p, slope = self._p[head, i], self._slope[head, i]
+            m = p.argmax(dim=-1)
+            top, others, rows = values[m], p.clone(), slope.clone()
+            others[pairs, m], rows[pairs, m] = 0.0, 0.0
+            mean = others @ values - others.sum(dim=-1, keepdim=True) * top  # O_i − v_m
+            if sink is not None:
+                of_sink, away = (t.view(self._f.heads, n, -1)[head, i] for t in (sink.p, sink.away))
+                mean += of_sink * (self._mean[head, i] + away - top)
+            matrix = (rows[..., None] * values).mT @ keys - top[..., None] * (rows @ keys)[:, None]
+            matrix -= mean[..., None] * (slope @ keys)[:, None]
+            if sink is not None:
+                matrix += (of_sink * away)[..., None] * sink.k[self._group[head]]
+            heads.append(matrix)
         matrices = torch.stack(heads, dim=1)
-        if self._core.sink is not None:
-            p, away = (t.view(len(heads), n, -1)[:, i] for t in (self._core.sink.p, self._core.sink.away))
-            keys = self._core.sink.k[self._group]
-            matrices += ((p * away)[..., None] * keys[:, None, None]).transpose(0, 1)
+        matrices *= factor[:, None, None, None]
         return _OwnQuery(matrices, _Placed.at(self._query_norm, self._f.rotary, n, i))
 
 
 @dataclass(frozen=True, eq=False)
 class _Placed:
-    """The derivatives of what follows a projection, at one token for each pair: a norm and a rotation.
+    """The derivatives of the norm layer and the rotation after a projection, at one token for each pair.
 
     Vectors have shape (pairs, heads, key_dim).
     """
@@ -255,7 +287,7 @@ class _Placed:
         tokens: Int[Tensor, " pairs"],
         heads: Int[Tensor, " heads"] | None = None,
     ) -> _Placed:
-        """Return the derivatives at some of n tokens.
+        """Return the derivatives at the given tokens of a sequence of n tokens.
 
         ``norm`` is the Jacobian of the norm at all tokens. Its rows are tokens, or pairs of token and head,
         of which ``heads`` chooses some.
@@ -297,7 +329,7 @@ class _Placed:
 
 @dataclass(frozen=True, eq=False)
 class _OwnQuery:
-    """How the heads' outputs at a token change with its own queries: a matrix for each head and pair."""
+    """Derivatives of the heads' outputs at a token in its own queries: a matrix for each head and pair."""
 
     matrices: Float[Tensor, "pairs heads value_dim key_dim"]
     placed: _Placed

@@ -41,10 +41,10 @@ def head_lipschitz(
 ) -> LipschitzEstimate:
     """Measure the local Lipschitz constant ‖D_X f_h‖₂ of each head f_h of an attention layer.
 
-    The result is what :func:`howsmooth.local_lipschitz` gives for ``attention.head(h)`` one head after the
-    other, with intervals of the same kind, in about the time that the layer takes once. A head depends on
-    its tokens through its queries, keys and values only, and float32 products run in as many coordinates;
-    the float64 verdict is over the tokens themselves.
+    It replaces one call of :func:`howsmooth.local_lipschitz` for each ``attention.head(h)``, with intervals
+    of the same kind, and takes about as long as one call for the whole layer. A head depends on its tokens
+    only through its queries, keys and values, so float32 products have that many coordinates. The check in
+    float64 is over the tokens themselves.
 
     Parameters
     ----------

@@ -159,7 +159,7 @@ def local_lipschitz(
 
 @dataclass(frozen=True)
 class _Settings:
-    """The arguments of :func:`local_lipschitz` that say how to measure; its docstring explains them."""
+    """The arguments of :func:`local_lipschitz` that say how to measure; that function documents them."""
 
     rtol: float
     confidence: float

@@ -86,7 +86,7 @@ def solve_autodiff(
 
 
 def _usual(x: Tensor) -> float:
-    """Return the relative error of a product without cancellation, in the dtype of ``x``."""
+    """Return the rounding error, in the dtype of ``x``, of a Jacobian product whose terms do not cancel."""
     return 32.0 * torch.finfo(x.dtype).eps
 
 
@@ -216,9 +216,10 @@ def judge(
     """Widen the interval that a float32 run found, by the error that its rounding may cause.
 
     The value becomes σ = |J v|, computed in float64. The lower limit is proved where the float64 products
-    are. The upper one is an estimate to first order: rounding of the float32 run moves σ by at most the
-    defect, twice which is allowed for, beside the width of the float32 interval, what the float64 value
-    moved, and what rounding does to the defect itself.
+    are. The upper limit is an estimate to first order. It exceeds σ by four terms: the distance from the
+    float32 value to its upper limit; the difference between the float32 and the float64 value; twice the
+    defect, which is the most by which rounding of the float32 run moves σ; and a multiple of the rounding
+    error of the float64 products.
     """
     # How far the float64 value itself may be off.
     error = exact.rounding * sigma if exact.proved is None else exact.proved.total

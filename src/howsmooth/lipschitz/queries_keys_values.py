@@ -1,4 +1,4 @@
-"""How much the output of attention moves with its queries, its keys and its values, each by themselves.
+"""How much the output of attention moves with the queries, with the keys, and with the values, each alone.
 
 The formulas and their proofs stand on the documentation page "Errors in queries, keys and values".
 """
@@ -31,7 +31,7 @@ __all__ = ["OperandSensitivity", "QKVSensitivity", "entry_sensitivities", "opera
 
 @dataclass(frozen=True, eq=False)
 class OperandSensitivity:
-    """The derivative of attention in one operand, the queries, the keys or the values: norms of its parts.
+    """Norms of the derivative of attention in one operand: in the queries, the keys or the values.
 
     Every tensor is float64 and has one member for each head: query heads for the queries, key/value heads
     for the keys and the values. A key/value head moves the outputs of all query heads that share it.
@@ -316,8 +316,8 @@ class _Layer:
     def _key_sums(self, pairs: Callable[[Tensor], Tensor], width: int) -> Float[Tensor, "b n _width"]:
         """Return Σ_i Σ_gh ⟨u^g_ij, u^h_ij⟩ c^gh_i for each key j.
 
-        The vectors c^gh_i (G, G, n, width) of the queries of two heads are ``pairs`` of the queries (G, n,
-        key_dim).
+        The vectors u are those of :meth:`key_grams`. The function ``pairs`` turns the queries (G, n, key_dim)
+        of a group into the vectors c^gh_i (G, G, n, width), one for each pair of heads.
         """
         sums = self.q.new_zeros(self.f.kv_heads, self.n, width)
         for b in range(self.f.kv_heads):

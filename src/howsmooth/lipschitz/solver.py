@@ -22,10 +22,10 @@ _WORTH_A_THREAD = 1 << 14
 
 @dataclass(frozen=True)
 class Solver:
-    """The solvers, with the accuracy asked for and the seed and length of each sequence.
+    """The solvers, called with the requested accuracy, and with the length and the seed of each sequence.
 
-    They are the accuracy that is asked for, and for each sequence its length and the seed of its start
-    vector. Sequences are named by their indices: a batch may hold any of them, in any order.
+    A seed determines the random start vector of its sequence. Sequences are named by their indices: a batch
+    may hold any of them, in any order.
     """
 
     rtol: float
@@ -82,7 +82,7 @@ class Solver:
 
 
 def member_seeds(seed: int | Sequence[int], members: int) -> list[int]:
-    """Return a 64-bit seed for the random start at each of several sequences."""
+    """Return a 64-bit seed of the random start for each of several sequences."""
     if isinstance(seed, int):
         # Multiples of the golden ratio of 2^64 keep the streams of neighbouring seeds apart.
         return [(seed + member * 0x9E3779B97F4A7C15) % 2**64 for member in range(members)]
@@ -96,7 +96,7 @@ def starts(operator: LinearOperator, seeds: Sequence[int], lengths: Sequence[int
 
     A start has the length of its sequence, and is filled up with zero tokens to the operator's length.
 
-    They are drawn on the CPU in float64, so that every device and dtype has the same.
+    They are drawn on the CPU in float64, so that every device and dtype has the same starts.
     """
     longest, *rest = operator.in_shape
 

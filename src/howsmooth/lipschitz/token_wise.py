@@ -16,7 +16,7 @@ from torch import Tensor
 
 from howsmooth.attention import TokenMap
 from howsmooth.jacobian import closed_form_jacobian, has_closed_form, in_double
-from howsmooth.lipschitz.blocks import BlockNorms
+from howsmooth.lipschitz.block_norms import BlockNorms
 from howsmooth.seeds import torch_seed
 from howsmooth.spectral import LinearOperator
 
@@ -67,16 +67,16 @@ def token_wise_lipschitz(
     rtol: float,
     seed: int,
 ) -> TokenWise:
-    """Return the token-wise constant over the measured outputs, between two limits.
+    """Return a lower and an upper limit of the token-wise constant over the given output tokens.
 
     Parameters
     ----------
     f, x
         The map and its tokens.
     jacobian
-        The Jacobian of the map at the tokens (:func:`~howsmooth.lipschitz.blocks.sequence_jacobian`).
+        The Jacobian of the map at the tokens (:func:`~howsmooth.lipschitz.block_norms.sequence_jacobian`).
     norms
-        The norms of its blocks.
+        The norms of the blocks of this Jacobian.
     outputs
         The output token of each row of ``norms``.
     rtol, seed

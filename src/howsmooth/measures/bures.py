@@ -15,8 +15,8 @@ import numpy as np
 from jaxtyping import Float
 from numpy import ndarray
 
-from howsmooth.measures.atoms import NEGLIGIBLE, in_units
 from howsmooth.measures.gaussian import Gaussian
+from howsmooth.measures.presolve import NEGLIGIBLE, in_units
 from howsmooth.measures.problem import EPSILON
 
 __all__ = ["GaussianAnswer", "between_gaussians"]

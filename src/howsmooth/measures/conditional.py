@@ -11,9 +11,9 @@ from numpy import ndarray
 from scipy.special import logsumexp
 
 from howsmooth.errors import ArgumentError
-from howsmooth.measures.atoms import Answer, Pair
 from howsmooth.measures.discrete import DiscreteMeasure
 from howsmooth.measures.options import Options, check_discrete, check_order, check_same_space
+from howsmooth.measures.presolve import Answer, Pair
 from howsmooth.measures.problem import EPSILON, Plan
 from howsmooth.measures.transport import Transport, solve, transport_of
 
@@ -155,7 +155,7 @@ def _forced(
 
 
 def _roots(terms: Float[ndarray, "3 k"], p: float) -> list[float]:
-    """Return the lower limit, the value and the upper limit of the distance, from its costs.
+    """Return the lower limit, the value and the upper limit of the distance, from the transport costs.
 
     ``terms`` has the logarithms of the costs, with one row for each of the three results. The limits are
     rounded outwards.

@@ -157,7 +157,7 @@ class DiscreteMeasure(AbstractMeasure):
         return self.points, self._weighting()
 
     def push_forward(self, f: TokenMap) -> DiscreteMeasure:
-        """Return the image of the measure under ``f``, which equals ``f(measure)``.
+        """Return the push-forward of the measure under ``f``, whose attention is taken over this measure.
 
         Raises
         ------

@@ -1,4 +1,4 @@
-"""The local Lipschitz constant of mean-field attention in W₂, where atoms may split."""
+"""The local Lipschitz constant of mean-field attention in W₂, for perturbations that may split atoms."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _TOGETHER = 8
 class WassersteinLipschitz:
     """The local Lipschitz constant of mean-field attention in the Wasserstein distance W₂.
 
-    It is the larger of two parts, for perturbations that move whole atoms and that split an atom.
+    It is the larger of two parts: one for perturbations that move whole atoms, one for those that split one.
 
     Attributes
     ----------
@@ -70,7 +70,7 @@ class WassersteinLipschitz:
         status = "converged" if self.converged else "NOT converged"
         return (
             f"WassersteinLipschitz({self.value:.6g} in [{self.lower:.6g}, {self.upper:.6g}] at "
-            f"{self.confidence:.4%} confidence, {status}, by {self.by}: atoms that move whole "
+            f"{100 * self.confidence:.6g} % confidence, {status}, by {self.by}: atoms that move whole "
             f"{float(self.weighted.value):.6g}, one that splits {self.splitting:.6g}; {self.scope})"
         )
 

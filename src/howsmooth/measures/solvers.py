@@ -56,10 +56,10 @@ def exact(problem: Problem) -> Solution:
 
 
 def entropic(problem: Problem, regularisation: float | None, rtol: float, max_iterations: int) -> Solution:
-    """Solve a problem with POT's log-domain Sinkhorn, with a regularisation that starts at the mean cost.
+    """Solve a transport problem with POT's log-domain Sinkhorn and a decreasing regularisation.
 
-    The regularisation falls to ``regularisation`` or, if that is None, until the upper limit of the cost is
-    at most (1 + rtol)^p times the lower limit.
+    The regularisation starts at the mean cost. It falls to ``regularisation`` or, if that is None, until the
+    upper limit of the cost is at most (1 + rtol)^p times the lower limit.
     """
     costs, a, b = (torch.from_numpy(array) for array in (problem.costs, problem.a, problem.b))
     strength = float(a @ costs @ b) or 1.0

@@ -13,11 +13,11 @@ from numpy import ndarray
 from torch import Tensor
 
 from howsmooth.errors import ArgumentError
-from howsmooth.measures.atoms import Answer, Pair
 from howsmooth.measures.bures import between_gaussians
 from howsmooth.measures.discrete import DiscreteMeasure
 from howsmooth.measures.gaussian import Gaussian
 from howsmooth.measures.options import Options, check_discrete, check_order, check_same_space
+from howsmooth.measures.presolve import Answer, Pair
 from howsmooth.measures.solvers import entropic, exact, on_the_line
 
 __all__ = ["Transport", "solve", "transport_of", "wasserstein"]
@@ -188,7 +188,7 @@ def transport_of(
     options: Options,
     measures: tuple[DiscreteMeasure, DiscreteMeasure],
 ) -> Transport:
-    """Build the result for the user: undo the scaling, and add the interval and the plan.
+    """Return the result in the user's units: the distance, its lower and upper limit, and the plan.
 
     If ``options.gradient`` is set, the distance is differentiable.
     """

@@ -11,8 +11,8 @@ padding, and ``datasets`` cuts token ids, images and audio into sequences of a g
 
 from howsmooth.models.capture import capture
 from howsmooth.models.datasets import audio_inputs, image_inputs
-from howsmooth.models.inputs.audio import load_audio
-from howsmooth.models.inputs.images import load_images
+from howsmooth.models.inputs.audio_sources import load_audio
+from howsmooth.models.inputs.image_sources import load_images
 from howsmooth.models.inputs.token_files import load_embeddings, load_token_ids
 from howsmooth.models.inspect import InspectedSite, Inspection, Refusal, inspect_model
 from howsmooth.models.loading.load import LoadedModel, builtin_names, load_model

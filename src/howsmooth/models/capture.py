@@ -71,8 +71,9 @@ def capture(
     heads
         Which heads, given like ``layers``, in scope ``"head"`` only; all heads by default.
     output
-        In scope ``"model"``: ``"hidden"`` for the last hidden state of all tokens, ``"logits"``, or
-        ``"margin"``, the largest logit minus the second largest (of the last token, if each has logits).
+        In scope ``"model"``: ``"hidden"`` for the last hidden state of all tokens (of a module that
+        transformers does not know, what it returns), ``"logits"``, or ``"margin"``, the largest logit minus
+        the second largest (of the last token, if each has logits).
     last_token
         In the scopes ``"span"`` and ``"model"``: whether the map's output is that of the last token alone.
 

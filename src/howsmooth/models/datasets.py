@@ -18,8 +18,8 @@ from transformers import PreTrainedModel
 
 from howsmooth.errors import ArgumentError, CaptureError, ModelError
 from howsmooth.models.capture import capture
-from howsmooth.models.inputs.audio import Audio, load_audio
-from howsmooth.models.inputs.images import Images, load_images
+from howsmooth.models.inputs.audio_sources import Audio, load_audio
+from howsmooth.models.inputs.image_sources import Images, load_images
 from howsmooth.models.inputs.model_inputs import in_dtype
 from howsmooth.models.inputs.submodels import token_width
 from howsmooth.models.inputs.token_files import TokenStream, load_embeddings, load_token_ids
@@ -116,7 +116,7 @@ def image_inputs(
     model
         A vision model, or the vision part of one, from :func:`~howsmooth.models.load_model`.
     images
-        As for :func:`~howsmooth.models.inputs.images.load_images`; the batch has all of these images.
+        As for :func:`~howsmooth.models.inputs.image_sources.load_images`; the batch has all of these images.
     size
         Height and width in pixels, or one number for both; by default the size of the model. Not every model
         accepts other sizes.
@@ -151,7 +151,7 @@ def audio_inputs(
     model
         An audio model, or the audio part or encoder of one, from :func:`~howsmooth.models.load_model`.
     audio, rate
-        As for :func:`~howsmooth.models.inputs.audio.load_audio`; resampled to the rate of the model.
+        As for :func:`~howsmooth.models.inputs.audio_sources.load_audio`; resampled to the rate of the model.
     seconds
         Length of the part that is used, from the beginning; by default the length for which the model was
         made, or the whole audio if that is shorter.

@@ -38,7 +38,8 @@ def measurement_mode(model: nn.Module) -> Iterator[None]:
     """Set evaluation mode, and disable gradients, caches and autocast; restore the random state at the end.
 
     PyTorch's fast path for its own encoder layers is disabled too, because it computes their attention in one
-    fused operation.
+    fused operation. Mixed precision of accelerate (``bf16=True`` in the ``Trainer``) is undone, because it
+    puts autocast inside ``model.forward``.
 
     Gradients are disabled by ``no_grad`` and not by ``inference_mode``, whose tensors cannot be
     differentiated afterwards. The training flags are set one by one and not by ``model.eval()``, because
@@ -46,6 +47,9 @@ def measurement_mode(model: nn.Module) -> Iterator[None]:
     modules.
     """
     changes: list[tuple[Any, str, Any]] = [(module, "training", False) for module in model.modules()]
+    # accelerate puts a ``forward`` that switches autocast on in place of the model's own, which it keeps.
+    prepared = [module for module in model.modules() if "_original_forward" in vars(module)]
+    changes += [(module, "forward", module._original_forward) for module in prepared]
     for config in _configs(model):
         if getattr(config, "use_cache", False):
             changes.append((config, "use_cache", False))

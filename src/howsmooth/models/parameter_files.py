@@ -30,7 +30,7 @@ from torch import Tensor
 
 from howsmooth.attention import Rotary, SelfAttention
 from howsmooth.attention.map import as_parameter
-from howsmooth.attention.plain_scores import require_plain_scores
+from howsmooth.attention.preconditions import require_plain_scores
 from howsmooth.errors import ArgumentError, ModelError, reason
 from howsmooth.models.inputs.array_files import read_arrays
 

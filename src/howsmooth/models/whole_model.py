@@ -95,9 +95,15 @@ class ModelParts:
     def whole(self, output: str, *, last_token: bool = False) -> Site:
         """Return the map from the embeddings to an output, one of ``howsmooth.scopes.OUTPUTS``."""
         words = f"from its embeddings to its {_in_words(output, last_token)}"
-        kind = output if output != "hidden" or self._known else "tokens"
-        end = self._end(output)
-        return self._site("model", self._embeddings(), end, Output(kind, last_token), None, None, words)
+        start, end, read = self._embeddings(), self._end(output), self.output(output, last_token=last_token)
+        return self._site("model", start, end, read, None, None, words)
+
+    def output(self, output: str, *, last_token: bool = False) -> Output:
+        """Return what is read at the end of a map to an output.
+
+        The last hidden state of a module that transformers does not know is the first tensor it returns.
+        """
+        return Output(output if output != "hidden" or self._known else "tokens", last_token)
 
     def span(self, first: int, last: int, *, last_token: bool = False) -> Site:
         """Return the map from the input of one block to the output of another; both are named by a layer."""
@@ -126,9 +132,8 @@ class ModelParts:
     def from_first(self, output: str, *, last_token: bool = False) -> Site:
         """Return the map from the input of the first block to an output of the model."""
         words = f"from the input of its first block to its {_in_words(output, last_token)}"
-        kind = output if output != "hidden" or self._known else "tokens"
-        start = replace(self.blocks[0], side="input")
-        return self._site("span", start, self._end(output), Output(kind, last_token), 0, None, words)
+        start, read = replace(self.blocks[0], side="input"), self.output(output, last_token=last_token)
+        return self._site("span", start, self._end(output), read, 0, None, words)
 
     def until(self, last: int) -> Site:
         """Return the map from the embeddings to the output of the block around a layer."""
@@ -138,9 +143,9 @@ class ModelParts:
     def beyond(self, layer: int, output: str, *, last_token: bool = False) -> Site:
         """Return the map from the output of the block around a layer to an output of the model."""
         words = f"from the output of block {layer} to its {_in_words(output, last_token)}"
-        kind = output if output != "hidden" or self._known else "tokens"
         start, end = self.blocks[layer], self._end(output)
-        return self._site("span", start, end, Output(kind, last_token), layer + 1, None, words)
+        read = self.output(output, last_token=last_token)
+        return self._site("span", start, end, read, layer + 1, None, words)
 
     @property
     def _known(self) -> bool:

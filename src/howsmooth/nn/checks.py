@@ -12,7 +12,7 @@ from torch import Tensor
 from howsmooth.bounds.bound import check_length as check_whole_length
 from howsmooth.errors import ArgumentError, HowsmoothError
 
-__all__ = ["check_ball", "check_length", "check_placement", "check_size", "check_tokens", "require"]
+__all__ = ["check_ball", "check_length", "check_placement", "check_size", "check_tokens", "look", "require"]
 
 # A radius of zero is replaced by this one, because formulas divide by the radius or take its logarithm.
 # Bounds on the larger ball hold on the smaller one, too.
@@ -113,15 +113,24 @@ def require(
         if not bool(good(seen).all()):
             raise error(seen)
 
-    _Look.apply(t.detach(), check)  # type: ignore[no-untyped-call]
+    look(t, check)
+
+
+def look(t: Tensor, at: Callable[[Tensor], object]) -> None:
+    """Call ``at`` with the values of a tensor, outside of all of PyTorch's function transforms.
+
+    Tensors that ``at`` makes outlive the transform. Inside torch.func.vmap, ``at`` gets the values of all
+    members, stacked along a first axis.
+    """
+    _Look.apply(t.detach(), at)  # type: ignore[no-untyped-call]
 
 
 class _Look(torch.autograd.Function):
-    """An autograd function that only runs a check, and that also works inside torch.func.vmap."""
+    """An autograd function that only looks at values, and that also works inside torch.func.vmap."""
 
     @staticmethod
-    def forward(t: Tensor, check: Callable[[Tensor], object]) -> Tensor:
-        check(t)
+    def forward(t: Tensor, at: Callable[[Tensor], object]) -> Tensor:
+        at(t)
         return t.new_empty(0)
 
     @staticmethod
@@ -130,7 +139,7 @@ class _Look(torch.autograd.Function):
 
     @staticmethod
     def vmap(
-        info: Any, in_dims: tuple[Any, ...], t: Tensor, check: Callable[[Tensor], object]
+        info: Any, in_dims: tuple[Any, ...], t: Tensor, at: Callable[[Tensor], object]
     ) -> tuple[Tensor, None]:
-        _Look.apply(t.movedim(in_dims[0], 0), check)  # type: ignore[no-untyped-call]
+        _Look.apply(t.movedim(in_dims[0], 0), at)  # type: ignore[no-untyped-call]
         return t.new_empty(0), None

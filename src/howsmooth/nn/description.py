@@ -239,7 +239,8 @@ def _build(
     cls = known.get(name)
     if cls is None:
         raise DescriptionError(
-            f"{where} is of the class {_short(name)}, which is not known: give your own as classes"
+            f"{where} is of the class {_short(name)}, which is not known: give your own as classes=[...], or "
+            "on the command line their module as --classes MODULE"
         )
     settings, modules = _object(node, "settings", where), _object(node, "modules", where)
     for key, value in settings.items():

@@ -149,7 +149,9 @@ def save(
             "notes": words,
             "orders": {name: order for name, t in tensors.items() if (order := _order(t)) != sorted(order)},
         }
-        _compare(model, _built(described["tree"], known, tensors))
+        again = _built(described["tree"], known, tensors)
+        _compare(model, again)
+        _check_tensors(again, tensors)
     except DescriptionError as error:
         raise ArgumentError(
             "model",
@@ -211,6 +213,7 @@ def load_saved(path: str | os.PathLike[str], *, classes: Sequence[type[nn.Module
         described, tensors = _read(path)
         length, radius = _length(described.get("length")), _radius(described.get("radius"))
         model = _built(described.get("tree"), known, tensors)
+        _check_tensors(model, tensors)
         _fill(model, _laid_out(tensors, described.get("orders", {})))
     except (DescriptionError, ArgumentError) as error:
         raise ModelError(
@@ -252,13 +255,17 @@ def _read(path: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
 
 
 def _built(tree: Any, known: KnownClasses, tensors: Mapping[str, Tensor]) -> nn.Module:
-    """Build a model with random weights from its description, and check names and shapes of its tensors."""
+    """Build a model with random weights from its description; ``tensors`` limit the memory that it takes."""
     numbers = sum(t.numel() for t in tensors.values())
     try:
         with torch.random.fork_rng(devices=[]), LimitedMemory(_SPARE_COPIES * numbers + _SPARE_NUMBERS):
-            model = build(tree, known)
+            return build(tree, known)
     except (MemoryError, RecursionError) as error:
         raise DescriptionError(f"building it fails: {first_line(error)}") from error
+
+
+def _check_tensors(model: nn.Module, tensors: Mapping[str, Tensor]) -> None:
+    """Raise DescriptionError unless the tensors have the names, shapes and kinds of those of a model."""
     made = _tensors(model)
     for name in sorted({*made, *tensors}):
         if name not in made or name not in tensors:
@@ -271,7 +278,6 @@ def _built(tree: Any, known: KnownClasses, tensors: Mapping[str, Tensor]) -> nn.
             )
         if made[name].is_floating_point() != tensors[name].is_floating_point():
             raise DescriptionError(f"the tensor {name[:80]} has the dtype {tensors[name].dtype}")
-    return model
 
 
 def _fill(model: nn.Module, tensors: Mapping[str, Tensor]) -> None:
@@ -329,10 +335,14 @@ def _compare(model: nn.Module, again: nn.Module) -> None:
     first, second = dict(model.named_modules()), dict(again.named_modules())
     for path, module in first.items():
         where, other = place(path), second.get(path)
-        if other is None or parametrize.type_before_parametrizations(
-            module
-        ) is not parametrize.type_before_parametrizations(other):
+        if other is None:
             raise DescriptionError(f"its settings do not mention {where}")
+        kinds = [parametrize.type_before_parametrizations(one) for one in (module, other)]
+        if kinds[0] is not kinds[1]:
+            raise DescriptionError(
+                f"{type(model).__name__}(**settings()) builds {kinds[1].__name__} at {path}, but the model "
+                f"has {kinds[0].__name__} there: build it in __init__"
+            )
         if "forward" in vars(module) or foreign_hooks(module):
             raise DescriptionError(f"{where} has hooks or a replaced forward, which are code")
         if type(module).get_extra_state is not nn.Module.get_extra_state:

@@ -12,10 +12,10 @@ from torch import Tensor
 
 from howsmooth import texts
 from howsmooth.attention import SelfAttention
-from howsmooth.attention.plain_scores import require_plain_scores
+from howsmooth.attention.preconditions import require_plain_scores
 from howsmooth.errors import ArgumentError
 from howsmooth.paper.figure import FigureContext
-from howsmooth.paper.published.task import published_left
+from howsmooth.paper.published.constants_task import published_left
 from howsmooth.paper.row_cache import Key
 from howsmooth.study.plan import ModelSpec, Plan
 from howsmooth.study.preparation import (
@@ -277,7 +277,7 @@ class PreparedModel:
 
 
 class _StudyProgress(Silent):
-    """A listener that passes the progress of a study on, as a share of the figure's whole work."""
+    """A listener that turns the progress of a study into progress of the whole figure."""
 
     def __init__(self, context: FigureContext, *, published: bool) -> None:
         self._parts = context.parts((1.0, _PUBLISHED_COST) if published else (1.0,))

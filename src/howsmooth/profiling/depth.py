@@ -21,7 +21,7 @@ from howsmooth.models.layer_weights import computing_dtype
 from howsmooth.models.whole_model import ModelParts
 from howsmooth.profiling.one_input import given_inputs, shown_progress
 from howsmooth.scopes import OUTPUTS
-from howsmooth.study.output_files import csv_of, text_or_file
+from howsmooth.study.output_files import csv_of, text_or_file, write_parquet
 from howsmooth.study.plan import derive_seed
 from howsmooth.study.records import plain_rows
 
@@ -105,6 +105,17 @@ class DepthProfile:
     def to_csv(self, path: str | os.PathLike[str] | None = None) -> str | None:
         """Write the table as CSV to a file; without a path, return the CSV as text."""
         return text_or_file(csv_of(self.table), path)
+
+    def to_parquet(self, path: str | os.PathLike[str]) -> None:
+        """Write the table as parquet, with the citation in its metadata, where pandas reads it as ``attrs``.
+
+        Raises
+        ------
+        ArgumentError
+            If pandas has no engine for parquet.
+
+        """
+        write_parquet(self.table, path, self.citation)
 
     def described(self) -> dict[str, Any]:
         """Return the settings and the table, as a dict for JSON."""
@@ -195,7 +206,7 @@ def depth_profile(
                 told(stage + 2, total)
             own = _as("own", rows[-1], "beyond")
             whole = parts.whole(output, last_token=last_token)
-            n = whole.x.shape[1]
+            n, read = whole.x.shape[1], parts.output(output).kind
             rows.append({"stage": "output", "name": "", **own, **measured("until", len(blocks), whole)})
             told(total, total)
     table = pd.DataFrame(rows)
@@ -203,10 +214,10 @@ def depth_profile(
     table["ratio"] = table["until"] / table["product"]
     return DepthProfile(
         table=table,
-        model=model.name if isinstance(model, LoadedModel) else type(module).__name__,
+        model=model.label if isinstance(model, LoadedModel) else type(module).__name__,
         input=given.description,
         n=n,
-        output=_in_words(output, last_token),
+        output=_in_words(read, last_token),
         confidence=confidence,
     )
 
@@ -231,7 +242,7 @@ def _block(
 
 
 def _in_words(output: str, last_token: bool) -> str:
-    name = "last hidden state" if output == "hidden" else output
+    name = {"hidden": "last hidden state", "tokens": "output"}.get(output, output)
     return f"{name} of the last token" if last_token and output != "margin" else name
 
 

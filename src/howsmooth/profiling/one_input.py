@@ -26,15 +26,15 @@ _MOST_TOKENS = 512
 
 @contextmanager
 def shown_progress(
-    on_layer: Callable[[int, int], None] | None, total: int
+    on_step: Callable[[int, int], None] | None, total: int, unit: str = "layer"
 ) -> Iterator[Callable[[int, int], None]]:
-    """Yield the callback for finished layers: ``on_layer``, or one that moves a progress bar."""
-    if on_layer is not None:
-        yield on_layer
+    """Yield the callback for finished layers or other units: ``on_step``, or one for a progress bar."""
+    if on_step is not None:
+        yield on_step
         return
     # Neither a terminal nor a notebook: a bar would fill a log with lines.
     hidden = not sys.stderr.isatty() and "ipykernel" not in sys.modules
-    with tqdm(total=total or None, unit="layer", leave=False, disable=hidden) as bar:
+    with tqdm(total=total or None, unit=unit, leave=False, disable=hidden) as bar:
         yield lambda done, _: bar.update(done - bar.n)
 
 
@@ -48,16 +48,26 @@ class GivenInputs:
 
 
 def given_inputs(
-    model: object, module: nn.Module, inputs: object, span: object, tokenizer: Any
+    model: object,
+    module: nn.Module,
+    inputs: object,
+    span: object,
+    tokenizer: Any,
+    *,
+    special: bool = False,
+    longest: int = _MOST_TOKENS,
 ) -> GivenInputs:
-    """Return the model's inputs, cut to the tokens of the span."""
+    """Return the model's inputs, cut to the tokens of the span, or to at most ``longest``.
+
+    ``special`` says that a text gets the tokenizer's special tokens.
+    """
     if tokenizer is None and isinstance(model, LoadedModel):
         tokenizer = model.tokenizer
     decoded = _decoder(tokenizer)
     if isinstance(inputs, str):
         if not inputs.strip():
             raise ArgumentError("inputs", expected="a text with at least one token", got=repr(inputs))
-        ids, what = torch.tensor(_encoded(tokenizer, inputs), dtype=torch.int64), "a text"
+        ids, what = torch.tensor(_encoded(tokenizer, inputs, special), dtype=torch.int64), "a text"
     elif isinstance(inputs, Mapping):
         named = {str(name): value for name, value in inputs.items()}
         if span is not None:
@@ -71,14 +81,14 @@ def given_inputs(
                 raise ArgumentError("span", expected="None beside inputs without token ids", got=repr(span))
             return GivenInputs(inputs, None, f"a tensor {tuple(inputs.shape)}")
         ids, what = _ids(inputs), "token ids"
-    most = min(_MOST_TOKENS, max_length(module) or _MOST_TOKENS)
+    most = min(longest, max_length(module) or longest)
     first, end = _bounds(span, len(ids), most)
     cut = "" if end - first == len(ids) else f"tokens {first} to {end - 1} of {len(ids)}, "
     digest = hashlib.sha256(ids[first:end].numpy().tobytes()).hexdigest()[:12]
     return GivenInputs(ids[None, first:end], decoded(ids[first:end]), f"{what}, {cut}SHA-256 {digest}")
 
 
-def _encoded(tokenizer: Any, text: str) -> list[int]:
+def _encoded(tokenizer: Any, text: str, special: bool) -> list[int]:
     if tokenizer is None:
         raise ArgumentError(
             "inputs",
@@ -86,9 +96,9 @@ def _encoded(tokenizer: Any, text: str) -> list[int]:
             got="a text",
             remedy="Give tokenizer=AutoTokenizer.from_pretrained(...), or load the model with hs.load_model.",
         )
-    if hasattr(tokenizer, "located"):  # howsmooth's own, which adds no special tokens
-        return list(tokenizer.encode(text))
-    return [int(i) for i in tokenizer(text, add_special_tokens=False)["input_ids"]]
+    if hasattr(tokenizer, "located"):  # howsmooth's own
+        return list(tokenizer.encode(text, special=special))
+    return [int(i) for i in tokenizer(text, add_special_tokens=special)["input_ids"]]
 
 
 def _decoder(tokenizer: Any) -> Callable[[Tensor], list[str]]:

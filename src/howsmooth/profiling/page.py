@@ -33,6 +33,8 @@ def write(profile: Profile, folder: str | os.PathLike[str]) -> list[Path]:
 
     """
     tables = {"profile": profile.table, "tokens": profile.tokens}
+    if profile.influence is not None:
+        tables["influence"] = profile.influence.table
     return write_result(folder, profile.plot(), profile.model, tables, lambda image: render(profile, image))
 
 
@@ -71,9 +73,19 @@ def _body(profile: Profile, image: str, most: int) -> Markup:
         }
         for row in plain_rows(ranking)
     ]
+    influence = profile.influence
+    pictured = None
+    if influence is not None:
+        words = profile.words if len(profile.words) == influence.value.shape[1] else None
+        pictured = data_url(png(influence.plot(words)))
     return Markup(
         _template("body.html.jinja").render(
-            profile=profile, image=image, rows=found, total=len(profile.table), shown=len(found)
+            profile=profile,
+            image=image,
+            rows=found,
+            total=len(profile.table),
+            shown=len(found),
+            influence=pictured,
         )
     )
 

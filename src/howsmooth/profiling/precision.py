@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pandas as pd
@@ -33,6 +33,7 @@ from howsmooth.profiling.quantisers import (
     group_of,
     rounded,
 )
+from howsmooth.profiling.simulated_cache import of_head, simulated_kl
 from howsmooth.study.plan import derive_seed
 
 __all__ = ["load_with_head", "precision"]
@@ -64,7 +65,8 @@ def precision(
     2^bits − 1 levels). A layer that cannot be treated is named in ``Precision.refused``, with the reason.
 
     If the model has logits, the Kullback–Leibler divergence of its predictions is predicted and simulated
-    too: the whole model runs once for each row with only these keys or values quantised.
+    too: the whole model runs once for each row with only these keys or values quantised, and once for each
+    quantiser and number of bits with all of them quantised at the same time.
 
     Parameters
     ----------
@@ -85,7 +87,8 @@ def precision(
     Returns
     -------
     Precision
-        With ``table`` (a row for each case), ``agreement``, ``budget(...)``, ``plot()`` and more.
+        With ``table`` (a row for each case), ``together`` (all keys and values at once), ``agreement``,
+        ``budget(...)``, ``simulate(...)``, ``plot()`` and more.
 
     Raises
     ------
@@ -125,9 +128,10 @@ def precision(
     if not rows:
         raise CaptureError(f"No layer of {type(module).__name__} can be treated. {refused[-1]}")
     loaded = model if isinstance(model, LoadedModel) else None
-    return Precision(
+    found = Precision(
         table=pd.DataFrame(rows),
-        model=type(module).__name__ if loaded is None else loaded.name,
+        together=pd.DataFrame(columns=["quantiser", "bits", "kl"]),
+        model=type(module).__name__ if loaded is None else loaded.label,
         source="" if loaded is None else loaded.source,
         fingerprint=fingerprint_of(module) if loaded is None else loaded.fingerprint,
         input=given.description,
@@ -136,7 +140,13 @@ def precision(
         computed=str(computing_dtype(module)).removeprefix("torch."),
         seed=seed,
         refused=tuple(refused),
+        logits=whole,
     )
+    if whole is None:
+        return found
+    cases = [(quantiser, count) for quantiser in found.table["quantiser"].unique() for count in wanted[0]]
+    together = [{"quantiser": q, "bits": count, "kl": found.simulate(count, q)} for q, count in cases]
+    return replace(found, together=pd.DataFrame(together))
 
 
 def load_with_head(name: str | os.PathLike[str], **options: Any) -> LoadedModel:
@@ -270,7 +280,7 @@ class _Layer:
         """
         if self.whole is None or self.fisher is None:
             return math.nan
-        part = self._of_head(self.fisher["KV".index(operand)], head)
+        part = of_head(self.fisher["KV".index(operand)], self.site.layer, head, self.f.kv_heads)
         if part.shape[-2:] != variance.shape:
             return math.nan
         return 0.5 * float((part * variance).sum()) / len(self.whole.logits)
@@ -279,28 +289,5 @@ class _Layer:
         """Return the divergence of the model's predictions with the keys or values of one head quantised."""
         if self.whole is None:
             return math.nan
-
-        def change(layer: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor] | None:
-            if layer != self.site.layer:
-                return None
-            t = (keys if operand == "K" else values).clone(memory_format=torch.contiguous_format)
-            part = self._of_head(t, head)
-            part.copy_(rounded(part, absmax_steps(part, bits, quantiser)))
-            return (t, values) if operand == "K" else (keys, t)
-
-        return self.whole.mean_kl(change)
-
-    def _of_head(self, t: Tensor, head: int) -> Tensor:
-        """Return a view of the part of the model's keys or values (*lead, heads, n, dim) that one head has.
-
-        Some models repeat the keys of a head for each query head before their softmax, and some have one axis
-        for the sequences of a batch and the heads.
-        """
-        heads = t.view(-1, *t.shape[-2:])
-        copies, rest = divmod(len(heads), self.f.kv_heads)
-        if rest or not copies:
-            raise CaptureError(
-                f"The softmax of layer {self.site.layer} ({self.site.name}) has {len(heads)} heads of keys, "
-                f"where its map has {self.f.kv_heads}."
-            )
-        return heads[head * copies : (head + 1) * copies]
+        place = (self.site.layer, head, operand)
+        return simulated_kl(self.whole, {place: bits}, {self.site.layer: self.f.kv_heads}, quantiser)

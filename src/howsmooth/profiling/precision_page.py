@@ -16,7 +16,6 @@ from howsmooth.study.records import plain_rows
 __all__ = ["write"]
 
 _ON_PAGE = 60  # rows of the ranking; precision.csv has all
-_NUMBERS = ("predicted", "change", "bound", "predicted_kl", "kl")
 
 
 def write(found: Precision, folder: str | os.PathLike[str]) -> list[Path]:
@@ -33,13 +32,7 @@ def write(found: Precision, folder: str | os.PathLike[str]) -> list[Path]:
 
 
 def _rendered(found: Precision, image: str) -> str:
-    ranking = found.ranking.head(_ON_PAGE)
-    if not found.has_kl:
-        ranking = ranking.drop(columns=["predicted_kl", "kl"])
-    rows = [
-        row | {name: f"{row[name]:.4g}" for name in _NUMBERS if name in row}
-        for row in plain_rows(ranking.drop(columns=["output_norm", "name"]))
-    ]
+    rows = plain_rows(found.first_rows(_ON_PAGE))
     agreement = [row | {"spearman": f"{row['spearman']:.3f}"} for row in plain_rows(found.agreement)]
     style = style_sheet("")
     page: str = (

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 from dataclasses import dataclass
+from importlib.metadata import version
+from textwrap import indent
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -11,9 +14,10 @@ import pandas as pd
 from scipy import stats
 
 from howsmooth.errors import ArgumentError
-from howsmooth.study.output_files import csv_of, text_or_file
+from howsmooth.profiling.quantisers import checked_bits, checked_quantisers
+from howsmooth.profiling.simulated_cache import simulated_kl
+from howsmooth.study.output_files import csv_of, text_or_file, write_parquet
 from howsmooth.study.records import plain_rows
-from howsmooth.study.text_formatting import place_in_words
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -21,7 +25,10 @@ if TYPE_CHECKING:
 __all__ = ["Precision"]
 
 _SHOWN = 10  # rows of the ranking in a printed result
+# In nats. Up to here, predictions were within a factor of 5 of real divergences; larger ones saturate.
+_HOLDS = 0.1
 _PLACE = ["layer", "head", "operand"]
+_CHANGES, _DIVERGENCES = ("predicted", "change", "bound"), ("predicted_kl", "kl")
 _PAIRS = (("predicted", "change"), ("predicted_kl", "kl"), ("predicted", "kl"))
 
 
@@ -38,6 +45,9 @@ class Precision:
     #: Kullback–Leibler divergences in nats, NaN for a model without logits; and ``name``, the path of the
     #: module.
     table: pd.DataFrame
+    #: The divergence ``kl`` of the model's predictions with all these keys and values quantised at the same
+    #: time, for each ``quantiser`` and number of ``bits``; empty without logits.
+    together: pd.DataFrame
     #: The name of the model, or of its class.
     model: str
     #: Where the weights come from; empty for a model that was not loaded by its name.
@@ -56,6 +66,8 @@ class Precision:
     seed: int
     #: What was left out, with the reasons.
     refused: tuple[str, ...]
+    #: The model on its input, a ``LogitsOfModel``, for ``simulate``; None without logits.
+    logits: Any
 
     @property
     def has_kl(self) -> bool:
@@ -67,10 +79,19 @@ class Precision:
         """The rows of ``table``, the largest predicted effect first.
 
         It is the predicted divergence for a model with logits, and the predicted change of the attention's
-        output otherwise.
+        output otherwise. The columns are those of ``table`` without ``output_norm`` and ``name``, and
+        without the divergences if there are none.
         """
-        column = "predicted_kl" if self.has_kl else "predicted"
-        return self.table.sort_values(column, ascending=False, kind="stable", ignore_index=True)
+        columns = [*_PLACE, "bits", "quantiser", *_CHANGES, *(_DIVERGENCES if self.has_kl else ())]
+        return self._sorted[columns]
+
+    @property
+    def _sorted(self) -> pd.DataFrame:
+        return self.table.sort_values(self._key, ascending=False, kind="stable", ignore_index=True)
+
+    @property
+    def _key(self) -> str:
+        return "predicted_kl" if self.has_kl else "predicted"
 
     @property
     def agreement(self) -> pd.DataFrame:
@@ -93,6 +114,7 @@ class Precision:
     def budget(self, average: float, quantiser: str = "token") -> pd.DataFrame:
         """Return the number of bits of each head's keys and values, for a given average number of bits.
 
+        The numbers of bits of the table are the choice: measure several, such as 2, 3, 4, 5, 6 and 8.
         Starting from the fewest bits of the table, bits are given where they lower the predicted effect most
         for each bit, until the average is reached. The effect is the predicted divergence for a model with
         logits; otherwise it is the squared predicted change of the attention's output, divided by the squared
@@ -113,7 +135,8 @@ class Precision:
         Raises
         ------
         ArgumentError
-            If the table has no such quantiser, or even its fewest bits are more than ``average``.
+            If the table has no such quantiser or only one number of bits, or even its fewest bits are more
+            than ``average``.
 
         """
         rows = self.table[self.table["quantiser"] == quantiser]
@@ -125,6 +148,12 @@ class Precision:
             effects = (rows["predicted"] / rows["output_norm"]).pow(2)
         wide = rows.assign(effect=effects).pivot_table(index=_PLACE, columns="bits", values="effect")
         columns = [int(b) for b in wide.columns]
+        if len(columns) < 2:
+            raise ArgumentError(
+                "bits",
+                expected="several numbers of bits for a budget to choose from, such as 2,3,4,5,6,8",
+                got=str(columns[0]),
+            )
         if not average >= columns[0]:
             raise ArgumentError("average", expected=f"at least {columns[0]} bits", got=repr(average))
         values = wide.to_numpy()
@@ -147,23 +176,103 @@ class Precision:
         found.columns.name = None
         return found
 
+    def simulate(self, bits: int | pd.DataFrame, quantiser: str = "token") -> float:
+        """Return the divergence of the model's predictions with many keys and values quantised at once.
+
+        The model runs once, and each layer gets the keys and values that come from the quantised layers
+        before it.
+
+        Parameters
+        ----------
+        bits
+            One number of bits for all keys and values of the table, or a table with the columns ``layer``,
+            ``head``, ``operand`` and ``bits``, as :meth:`budget` returns it; what it does not name stays
+            exact. It may come from another input of the same model.
+        quantiser
+            The quantiser.
+
+        Returns
+        -------
+        float
+            The mean Kullback–Leibler divergence in nats.
+
+        Raises
+        ------
+        ArgumentError
+            If the model has no logits, or an argument does not fit.
+
+        """
+        if self.logits is None:
+            raise ArgumentError(
+                "logits", expected="the logits of the model, which simulate compares", got="none"
+            )
+        checked_quantisers(quantiser)
+        places = self.table[_PLACE].drop_duplicates()
+        if not isinstance(bits, pd.DataFrame):
+            bits = places.assign(bits=bits)
+        chosen = {tuple(place): count for *place, count in bits[[*_PLACE, "bits"]].itertuples(index=False)}
+        checked_bits(list(chosen.values()))
+        unknown = set(chosen) - set(places.itertuples(index=False, name=None))
+        if unknown:
+            raise ArgumentError(
+                "bits", expected="layers, heads and operands of the table", got=str(next(iter(unknown)))
+            )
+        # Of equal keys the last one stays, which is that of the layer's last head.
+        last = places.sort_values("head")[["layer", "head"]].itertuples(index=False)
+        kv_heads = {layer: head + 1 for layer, head in last}
+        return simulated_kl(self.logits, chosen, kv_heads, quantiser)
+
     # ---- in words, in notebooks, and as files
 
+    @property
+    def citation(self) -> str:
+        """One line with the divergences of all keys and values in few bits, the versions and the digest."""
+        at_once = "".join(f" {line};" for line in self._together_in_words())
+        digest = hashlib.sha256(f"{self.fingerprint}\n{csv_of(self.table)}".encode()).hexdigest()[:12]
+        return (
+            f"Quantised keys and values of {self.model} at {self.input} (n = {self.n}):{at_once} Spearman's "
+            f"rank correlation: {self._ranks_in_words()}; weights in {self.stored}, computed in "
+            f"{self.computed}; howsmooth {version('howsmooth')}, torch {version('torch')}, digest {digest}."
+        )
+
+    def _ranks_in_words(self) -> str:
+        rows = [row for row in plain_rows(self.agreement) if row["bits"] == 0]
+        return "; ".join(f"{row['predicted']} and {row['real']} {row['spearman']:.3f}" for row in rows)
+
+    def _together_in_words(self) -> list[str]:
+        """Return a phrase for each quantiser with the divergences of all keys and values at once."""
+        return [
+            f"all keys and values at once by {quantiser}: divergence "
+            + ", ".join(f"{row['kl']:.3g} at {row['bits']} bits" for row in plain_rows(rows))
+            for quantiser, rows in self.together.groupby("quantiser", sort=False)
+        ]
+
+    @property
+    def remarks(self) -> list[str]:
+        """Sentences on all keys and values at once, on predictions that are too large, and on the ranks."""
+        found = [f"A{words[1:]}." for words in self._together_in_words()]
+        if bool((self.table["predicted_kl"] > _HOLDS).any()):
+            found.append(f"* Above {_HOLDS} nats predictions are too large, up to a hundredfold: see kl.")
+        return [*found, f"Spearman's rank correlation: {self._ranks_in_words()}."]
+
+    def first_rows(self, most: int) -> pd.DataFrame:
+        """Return the first rows of the ranking, the numbers as text, with a star where one is too large."""
+        rows = self.ranking.head(most)
+        texts = {name: rows[name].map("{:.4g}".format) for name in rows if name in _CHANGES + _DIVERGENCES}
+        if self.has_kl and bool((large := rows["predicted_kl"] > _HOLDS).any()):
+            texts["predicted_kl"] += np.where(large, "*", " ")
+        return rows.assign(**texts).rename(columns={"head": "kv head"})
+
     def __repr__(self) -> str:
-        kinds = ", ".join(self.table["quantiser"].unique())
+        rows = self.first_rows(_SHOWN)
         lines = [
-            f"Precision of {self.model}, {self.n} tokens: keys and values of one head quantised by {kinds}.",
-            f"The largest {min(len(self.table), _SHOWN)} of {len(self.table)} predicted effects"
-            " (change of the attention's output: predicted, real, proved bound"
-            + ("; divergence of the predictions: predicted, real):" if self.has_kl else "):"),
+            f"Precision of {self.model}, {self.n} tokens: keys or values of one head quantised.",
+            f"The first {len(rows)} of {len(self.table)} rows by {self._key}. Norm of the change of the "
+            "attention's output: predicted, change (real), bound (proved)"
+            + ("; divergence of the predictions in nats: predicted_kl, kl (real)." if self.has_kl else "."),
+            indent(rows.to_string(index=False), "  "),
+            *self.remarks,
         ]
-        lines += [f"  {_described(row, self.has_kl)}" for row in plain_rows(self.ranking.head(_SHOWN))]
-        ranks = [
-            f"{row['predicted']} and {row['real']} {row['spearman']:.3f}"
-            for row in plain_rows(self.agreement)
-            if row["bits"] == 0
-        ]
-        lines.append(f"Spearman's rank correlation: {'; '.join(ranks)}.")
         lines += [f"  left out: {reason}" for reason in self.refused]
         return "\n".join(lines)
 
@@ -177,18 +286,24 @@ class Precision:
         """Write the table as CSV to a file; without a path, return the CSV as text."""
         return text_or_file(csv_of(self.table), path)
 
+    def to_parquet(self, path: str | os.PathLike[str]) -> None:
+        """Write the table as parquet, with the citation in its metadata, where pandas reads it as ``attrs``.
+
+        Raises
+        ------
+        ArgumentError
+            If pandas has no engine for parquet.
+
+        """
+        write_parquet(self.table, path, self.citation)
+
     def described(self) -> dict[str, Any]:
         """Return the settings, the rank correlations and the ranking, as a dict for JSON."""
         names = ("model", "source", "fingerprint", "input", "n", "stored", "computed", "seed")
         return {name: getattr(self, name) for name in names} | {
             "refused": list(self.refused),
+            "citation": self.citation,
+            "together": plain_rows(self.together),
             "agreement": plain_rows(self.agreement),
-            "ranking": plain_rows(self.ranking),
+            "ranking": plain_rows(self._sorted),
         }
-
-
-def _described(row: dict[str, Any], has_kl: bool) -> str:
-    place = f"{place_in_words(row['layer'], row['head'])}, {row['operand']}, {row['bits']} bits"
-    words = f"{place}, {row['quantiser']}"
-    numbers = f"{row['predicted']:.4g}, {row['change']:.4g}, ≤ {row['bound']:.4g}"
-    return f"{words:<42} {numbers}" + (f"; {row['predicted_kl']:.3g}, {row['kl']:.3g}" if has_kl else "")

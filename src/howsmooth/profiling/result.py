@@ -14,6 +14,7 @@ from howsmooth.errors import ArgumentError
 from howsmooth.study.output_files import csv_of, text_or_file, write_parquet
 from howsmooth.study.records import plain_rows
 from howsmooth.study.text_formatting import place_in_words, readable
+from howsmooth.token_influence import Influence
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -36,7 +37,7 @@ class Profile:
     #: ``position``, ``token`` where the input has words, ``input_share`` (where a change matters) and
     #: ``output_share`` (where it shows). The shares of a side sum to one.
     tokens: pd.DataFrame
-    #: The name of the model, or of its class.
+    #: The name of the model or of its folder, or the name of its class.
     model: str
     #: Where the weights come from; empty for a model that was not loaded by its name.
     source: str
@@ -60,18 +61,34 @@ class Profile:
     seed: int
     #: What was not measured, with the reasons.
     refused: tuple[str, ...]
+    #: Which token moves which, in the layer with the largest constant; None where that was not measured.
+    influence: Influence | None = None
 
     @property
     def ranking(self) -> pd.DataFrame:
         """The rows of ``table``, the largest value first within each scope.
 
-        Heads come before whole layers.
+        Heads come before whole layers. Columns: ``layer``, ``head``, ``scope``, ``value``, ``lower``,
+        ``upper`` and ``converged``.
         """
+        return self._sorted[["layer", "head", "scope", "value", "lower", "upper", "converged"]]
+
+    @property
+    def _sorted(self) -> pd.DataFrame:
         return self.table.sort_values(["scope", "value"], ascending=False, kind="stable", ignore_index=True)
 
     @property
+    def _influence_layer(self) -> int:
+        """The layer with the largest constant, of which ``influence`` is."""
+        ranking = self.ranking
+        return int(ranking[ranking["scope"] == "attention"].iloc[0]["layer"])
+
+    @property
     def digest(self) -> str:
-        """The first 12 hexadecimal digits of the SHA-256 of the table and the model's weights."""
+        """The first 12 hexadecimal digits of the SHA-256 of the table and the model's weights.
+
+        It changes with the seed, which moves the intervals, and with every weight, measured or not.
+        """
         return hashlib.sha256(f"{self.fingerprint}\n{csv_of(self.table)}".encode()).hexdigest()[:12]
 
     @property
@@ -84,7 +101,8 @@ class Profile:
         return (
             f"Local Lipschitz constants of {self.model} at {self.input} (n = {self.n}): {'; '.join(found)}; "
             f"each interval at {self.confidence:.4g} confidence; {self.precision}; howsmooth "
-            f"{version('howsmooth')}, torch {version('torch')}, digest {self.digest}."
+            f"{version('howsmooth')}, torch {version('torch')}, transformers {version('transformers')}; "
+            f"weights {self.fingerprint[:12]}, digest {self.digest}."
         )
 
     @property
@@ -134,6 +152,8 @@ class Profile:
             ]
         missed = int((~self.table["converged"]).sum())
         lines += [f"  {missed} of {len(self.table)} did not reach rtol = {self.rtol:g}"] if missed else []
+        if self.influence is not None:
+            lines.append(f"  {place_in_words(self._influence_layer, None)}: {self.influence}")
         lines += [f"  not measured: {reason}" for reason in self.refused]
         return "\n".join(lines)
 
@@ -170,7 +190,7 @@ class Profile:
 
         The table uses booktabs, and its caption is the citation.
         """
-        table = self.ranking.drop(columns=["iterations", "method", "masking", "name"])
+        table = self._sorted.drop(columns=["iterations", "method", "masking", "name"])
         words: str = table.to_latex(
             index=False, float_format="%.6g", na_rep="all", escape=True, caption=_latex(self.citation)
         )
@@ -189,7 +209,7 @@ class Profile:
 
     def described(self) -> dict[str, Any]:
         """Return the settings, the ranking and the most sensitive token of each row, as a dict for JSON."""
-        rows = plain_rows(self.ranking)
+        rows = plain_rows(self._sorted)
         for row in rows:
             first = self.sensitive_tokens(row["layer"], row["head"]).iloc[0]
             row["most_sensitive"] = {"position": int(first["position"])} | (

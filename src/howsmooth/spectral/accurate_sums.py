@@ -41,7 +41,7 @@ def row_lengths(x: Float[Tensor, "rows size"]) -> Float[Tensor, " rows"]:
 
 
 def inner(x: Float[Tensor, "rows size"], y: Float[Tensor, "rows size"]) -> Float[Tensor, " rows"]:
-    """Return the inner product of each row of x with that of y, in float64."""
+    """Return the inner product of each row of x with the same row of y, in float64."""
     parts = [torch.linalg.vecdot(a.double(), b.double()) for a, b in zip(split(x), split(y), strict=True)]
     return torch.stack(parts).sum(dim=0)
 

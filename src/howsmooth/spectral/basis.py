@@ -182,7 +182,7 @@ def _subtract_(z: Tensor, rows: Tensor, weights: Tensor) -> None:
 
 
 def norms(x: Tensor, reduce: Reduction | None) -> Tensor:
-    """Return the lengths of rows (member, size) in float64, (member,)."""
+    """Return the lengths (member,) of the rows of x (member, size), in float64."""
     return row_lengths(x) if reduce is None else reduce(squared_lengths(x)).sqrt()
 
 

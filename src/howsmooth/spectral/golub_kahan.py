@@ -23,9 +23,9 @@ from scipy import linalg
 from torch import Tensor
 
 from howsmooth.spectral.accurate_sums import PIECE, inner_products, squared_lengths
-from howsmooth.spectral.checks import check_finite, checked_rounding
 from howsmooth.spectral.interval import a_posteriori_upper, ritz_values, start_quantile
 from howsmooth.spectral.operator import LinearOperator
+from howsmooth.spectral.product_checks import check_finite, checked_rounding
 
 __all__ = ["LeadingTriplet", "golub_kahan"]
 

@@ -19,13 +19,11 @@ __all__ = ["a_posteriori_upper", "a_priori_upper", "ritz_values", "rounded_upper
 
 
 def start_quantile(dimension: int, confidence: float) -> float:
-    """Bound from below how closely a random start is aligned with any fixed direction.
+    """Return a lower limit of the squared cosine between a random start and any fixed direction.
 
-    The bound on the squared cosine is x_δ, the δ-quantile of Beta(1/2, (N−1)/2), where δ = 1 − ``confidence``
-    and N = ``dimension``.
-
-    A Gaussian start in R^N has a squared cosine of at least x_δ with any fixed direction, with
-    probability ``confidence``. In dimension 1 it is 1.
+    A Gaussian start in R^N, N = ``dimension``, has a squared cosine of at least x_δ with any fixed direction,
+    with probability ``confidence`` = 1 − δ. The result x_δ is the δ-quantile of Beta(1/2, (N−1)/2), or 1 in
+    dimension 1.
     """
     if dimension == 1:
         return 1.0
@@ -33,10 +31,10 @@ def start_quantile(dimension: int, confidence: float) -> float:
 
 
 def a_priori_upper(sigma: float, steps: int, quantile: float) -> float:
-    """Return an upper limit of ‖J‖ that depends on the leading Ritz value and the number of steps only.
+    """Return an upper limit of ‖J‖, with confidence 1 − δ, from σ̂ and the number of steps.
 
-    After k steps with leading Ritz value σ̂ it is σ̂ cosh(arccosh(1/√x_δ) / (2k − 1)), which ‖J‖ exceeds with
-    probability at most δ. It sharpens Kuczyński and Woźniakowski (1992).
+    After k steps with leading Ritz value σ̂, the limit is σ̂ cosh(arccosh(1/√x_δ) / (2k − 1)), which ‖J‖
+    exceeds with probability at most δ. It sharpens Kuczyński and Woźniakowski (1992).
     """
     return sigma * float(np.cosh(np.arccosh(1.0 / np.sqrt(quantile)) / (2 * steps - 1)))
 
@@ -113,10 +111,9 @@ def rounded_upper(
     taken: float,
     rtol: float,
 ) -> tuple[float, float, bool]:
-    """Return an upper limit of λ_max(JᵀJ) that is proved despite the rounding of products.
+    """Return the leading Ritz value and an upper limit of λ_max(JᵀJ) whose proof includes rounding errors.
 
-    The first value is the leading Ritz value, the second the limit. The last value is True if rounding
-    decides the limit, so that further steps would not improve it.
+    The third value is True if rounding decides the limit, so that further steps would not improve it.
 
     Let A = JᵀJ be exact and F the matrix of rounding errors with AV = VT + γ_k v_{k+1} e_kᵀ + F. On the event
     of :func:`start_quantile` the limit holds for any vectors v_j of length one: λ_1 is at most the
@@ -147,7 +144,7 @@ def rounded_upper(
     first = max(float(a_posteriori_upper(theta, logs, ((1 - _SHARE) * least) ** 2)), top)
 
     def rounding(t: float) -> float:
-        """Bound the norm of F, the rounding errors of the recurrence, for a largest eigenvalue of ``t``."""
+        """Bound ‖F‖, the size of the rounding errors of the recurrence, if λ_max(JᵀJ) is at most ``t``."""
         return taken + math.sqrt(k) * (error * (2 * math.sqrt(t) + error) + 16 * 2.0**-53 * t)
 
     allowed = _SHARE * least

@@ -7,9 +7,9 @@ between J and Jᵀ. The basis is used only for reorthogonalisation and for the R
 half precision, whose error enters in second order. Derivation and measurements: documentation page "The
 spectral norm, with an interval".
 
-:func:`_run` is the algorithm. Each step makes a row of T_k (:mod:`howsmooth.spectral.recurrence`), computes
-the interval of each member from T_k (:meth:`_Members.bound`), and ends the members whose interval is narrow
-enough (:meth:`_Members.finished`).
+:func:`_run` is the algorithm. Each step makes a row of T_k (:mod:`howsmooth.spectral.lanczos_recurrence`),
+computes the interval of each member from T_k (:meth:`_Members.bound`), and ends the members whose interval is
+narrow enough (:meth:`_Members.finished`).
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ from torch import Tensor
 
 from howsmooth.errors import ArgumentError
 from howsmooth.spectral.basis import Basis, Reduction, norms, reduced
-from howsmooth.spectral.checks import check_finite, checked_rounding
 from howsmooth.spectral.golub_kahan import LeadingTriplet
 from howsmooth.spectral.interval import a_posteriori_upper, ritz_values, rounded_upper, start_quantile
+from howsmooth.spectral.lanczos_recurrence import Recurrence, inverse
 from howsmooth.spectral.operator import LinearOperator, length_rounding
-from howsmooth.spectral.recurrence import Recurrence, inverse
+from howsmooth.spectral.product_checks import check_finite, checked_rounding
 
 __all__ = ["lanczos", "lanczos_together"]
 
@@ -85,10 +85,10 @@ def lanczos(
         Bytes for the basis. Members that need more steps than fit into them stop with the interval reached
         so far. They have made fewer than ``max_iterations`` steps, and neither converged nor broke down.
     reduce
-        Sum of a float64 tensor over processes that hold some coordinates of every vector each. The operator
-        and the start then have the coordinates of this process. All processes get the same values, intervals
-        and steps, and each gets its coordinates of the directions. All processes must give the same
-        ``basis_dtype`` and room for the same number of vectors.
+        Function that sums a float64 tensor over processes, each of which holds some coordinates of every
+        vector. The operator and the start then have the coordinates of this process. All processes get the
+        same values, intervals and steps, and each gets its coordinates of the directions. All processes must
+        give the same ``basis_dtype`` and room for the same number of vectors.
 
     Raises
     ------
@@ -304,9 +304,9 @@ class _Members:
         self.converged[some] = width <= self._rtol * self.sigma[some]
 
     def finished(self, some: Int[np.ndarray, " some"], k: int) -> Bool[np.ndarray, " some"]:
-        """Return which of the maps ``some`` end with step ``k``.
+        """Return for each of the maps ``some`` whether its run ends with step ``k``.
 
-        The number of their steps is stored.
+        The number of steps of a run that ends is stored.
         """
         done: np.ndarray = self.converged[some] | self.broke_down[some] | (k == self._steps_allowed)
         self.steps[some[done]] = k

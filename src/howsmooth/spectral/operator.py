@@ -20,9 +20,10 @@ __all__ = ["LinearOperator", "ProductError", "Scaled", "Subset", "length_roundin
 
 @dataclass(frozen=True, eq=False)
 class ProductError:
-    """Proved bounds on the error of an operator's products, for each map, in float64 on the CPU.
+    """Proved bounds on the errors of an operator's products, with one entry for each map of the batch.
 
-    J is the exact map, and J̃ the map that the stored numbers of the operator define in exact arithmetic.
+    J is the exact map, and J̃ the map that the stored numbers of the operator define in exact arithmetic. The
+    bounds are float64 tensors on the CPU.
 
     Parameters
     ----------
@@ -186,7 +187,7 @@ def length_rounding(operator: LinearOperator) -> float:
 
 
 class Subset(LinearOperator):
-    """Some maps of an operator whose products are always computed for its whole batch."""
+    """Some maps of a larger operator, which computes each product for all of its maps."""
 
     def __init__(self, whole: LinearOperator, members: Int[Tensor, " chosen"]) -> None:
         super().__init__(

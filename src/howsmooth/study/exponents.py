@@ -14,8 +14,10 @@ from typing import Any
 
 import numpy as np
 import pandas as pd
+from numpy.typing import ArrayLike
 from scipy import stats
 
+from howsmooth.errors import ArgumentError
 from howsmooth.study.radius_statistics import STRATA, radius_correlation, terciles
 from howsmooth.study.text_formatting import decimal
 
@@ -79,9 +81,9 @@ class Exponent:
         """Return the fitted constant at a length."""
         return math.exp(self.intercept + self.slope * math.log(n))
 
-    def ends(self, digits: int) -> str:
+    def ends(self) -> str:
         """Format the interval of the exponent as "[low, high]"."""
-        return f"[{decimal(self.low, digits)}, {decimal(self.high, digits)}]"
+        return f"[{decimal(self.low, 3)}, {decimal(self.high, 3)}]"
 
 
 EXPONENT_COLUMNS = (
@@ -101,23 +103,29 @@ that third.
 """
 
 
-def fit_exponent(n: np.ndarray, lipschitz: np.ndarray, usable: np.ndarray) -> Exponent:
+def fit_exponent(n: ArrayLike, lipschitz: ArrayLike, usable: ArrayLike = True) -> Exponent:
     """Fit L = c · n^slope to the constants L at lengths n, with a 95 % interval for the slope.
 
     Parameters
     ----------
     n, lipschitz
-        Lengths and constants, each of shape (points,).
+        Lengths and constants, each of shape (points,): lists, arrays, or tensors on the CPU.
     usable
-        Which points converged and may be fitted, boolean of shape (points,). Zeros are left out as well,
-        because they have no logarithm.
+        Which points converged and may be fitted, boolean of shape (points,); by default all. Zeros are left
+        out as well, because they have no logarithm.
 
     Returns
     -------
     Exponent
         The fit. If fewer than three different lengths remain, it has a note instead of a slope.
 
+    Raises
+    ------
+    ArgumentError
+        If the shapes differ, or what may be fitted is no number > 0 (a constant may be 0).
+
     """
+    n, lipschitz, usable = _checked(n, lipschitz, usable)
     usable = usable & (lipschitz > 0)
     lengths = n[usable]
     fitted: dict[str, Any] = {
@@ -128,8 +136,8 @@ def fit_exponent(n: np.ndarray, lipschitz: np.ndarray, usable: np.ndarray) -> Ex
     }
     if len(np.unique(lengths)) < FEWEST_LENGTHS:
         return Exponent(**fitted, note=f"fewer than {FEWEST_LENGTHS} lengths to fit")
-    x = np.log(lengths.astype(np.float64))
-    line = _line(x, np.log(lipschitz[usable].astype(np.float64)))
+    x = np.log(lengths)
+    line = _line(x, np.log(lipschitz[usable]))
     freedom = len(x) - 2
     # Points on a line up to rounding have no spread from which an error could be estimated.
     exact = line.spread < _ROUNDING
@@ -145,6 +153,27 @@ def fit_exponent(n: np.ndarray, lipschitz: np.ndarray, usable: np.ndarray) -> Ex
         interval="exact" if exact else "HC3",
         **fitted,
     )
+
+
+def _checked(
+    n: ArrayLike, lipschitz: ArrayLike, usable: ArrayLike
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Return the arguments of :func:`fit_exponent` as arrays of one shape (points,)."""
+    try:
+        lengths, values = np.asarray(n, dtype=np.float64), np.asarray(lipschitz, dtype=np.float64)
+        chosen = np.broadcast_to(np.asarray(usable, dtype=bool), lengths.shape)
+    except (TypeError, ValueError) as error:
+        raise ArgumentError(
+            "n, lipschitz, usable", expected="lists of numbers of one length", got=str(error)[:100]
+        ) from error
+    if lengths.ndim != 1 or lengths.shape != values.shape:
+        got = f"shapes {lengths.shape} and {values.shape}"
+        raise ArgumentError("n, lipschitz", expected="lists of numbers of one length", got=got)
+    for name, given, least in (("n", lengths, lengths > 0), ("lipschitz", values, values >= 0)):
+        wrong = given[chosen & ~(least & np.isfinite(given))]
+        if wrong.size:
+            raise ArgumentError(name, expected="finite positive numbers", got=f"{wrong[0]:g}")
+    return lengths, values, chosen
 
 
 def exponents(measurements: pd.DataFrame) -> pd.DataFrame:

@@ -47,7 +47,9 @@ class Outputs:
     report: Path
 
 
-def write_outputs(folder: str | os.PathLike[str], listener: Listener = SILENT) -> Outputs:
+def write_outputs(
+    folder: str | os.PathLike[str], listener: Listener = SILENT, *, figures: bool = True
+) -> Outputs:
     """Write ``measurements.csv``, ``exponents.csv``, ``figures/`` and ``report.html`` beside a store.
 
     If the store has published values, also write ``published.csv``, ``published-exponents.csv`` and their
@@ -59,6 +61,8 @@ def write_outputs(folder: str | os.PathLike[str], listener: Listener = SILENT) -
         The folder with the store.
     listener
         The listener that is told how many figures are drawn.
+    figures
+        Whether to draw figures; otherwise the report is without them.
 
     Raises
     ------
@@ -71,14 +75,24 @@ def write_outputs(folder: str | os.PathLike[str], listener: Listener = SILENT) -
         contents = store.contents()
     table, compared = exponents(contents.measurements), compare(contents.published)
     with written_beside(folder, "measurements"):
-        replace_file(folder / "measurements.csv", csv_of(contents.measurements.loc[:, "model":"seed"]))
+        replace_file(folder / "measurements.csv", csv_of(_rows(contents)))
         replace_file(folder / "exponents.csv", csv_of(table))
-        pictures = draw_all(contents.measurements, folder / "figures", listener, contents.kinds)
+        pictures = []
+        if figures:
+            pictures = draw_all(contents.measurements, folder / "figures", listener, contents.kinds)
         page = folder / "report.html"
         replace_file(page, render(contents, table, pictures))
         if len(contents.published):
             values = contents.published.drop(columns="run")
             replace_file(folder / "published.csv", csv_of(values))
             replace_file(folder / "published-exponents.csv", csv_of(compared))
-            draw_published(values, compared, folder / "figures")
+            if figures:
+                draw_published(values, compared, folder / "figures")
     return Outputs(contents, table, compared, pictures, page)
+
+
+def _rows(contents: Contents) -> pd.DataFrame:
+    """Return the rows of ``measurements.csv``, with the precision of the weights and of the computation."""
+    rows = contents.measurements
+    stored = contents.models.set_index("label")["stored"]
+    return rows.loc[:, "model":"seed"].assign(stored=rows["model"].map(stored), computed=rows["dtype"])

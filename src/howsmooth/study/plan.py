@@ -268,7 +268,15 @@ def _model_entry(name: str, value: Any) -> Any:
     if isinstance(value, ModelSpec | Mapping):
         return value
     if not isinstance(value, str | os.PathLike):
-        raise ArgumentError(name, expected="names or tables with a name", got=shown(value))
+        raise ArgumentError(
+            name,
+            expected="names or tables with a name",
+            got=shown(value),
+            remedy="A torch.nn.Module is measured with hs.profile, or hs.capture and hs.local_lipschitz: "
+            'see "A module of your own" in the guide "Measure a model".'
+            if callable(value)
+            else "",
+        )
     return {"name": value}
 
 
@@ -339,7 +347,7 @@ class Plan(Options):
     embeddings: tuple[str, ...] = option(
         (),
         several(words(place=True)),
-        "Measure on embedded tokens: a .safetensors file of tensors (n, d).",
+        "Measure on embedded tokens: a .npy or .safetensors file of tensors (n, d).",
         metavar="FILE",
     )
     scopes: tuple[str, ...] = option(
@@ -717,6 +725,14 @@ class Execution(Options):
 
     def check(self) -> None:
         """Refuse workers or a scheduler without the matching executor."""
+        if self.executor == "dask" and self.workers is not None:
+            raise ArgumentError(
+                "workers",
+                expected="none with the executor dask, whose cluster has workers of its own",
+                got=str(self.workers),
+                remedy=f"Start them with dask worker ADDRESS --nworkers {self.workers} --nthreads 1, or use "
+                "the executor processes on this machine.",
+            )
         got = f"the executor {self.executor}" if self.executor else "no executor"
         for name, executor in (("workers", "processes"), ("scheduler", "dask")):
             if getattr(self, name) is not None and self.executor != executor:
@@ -726,7 +742,8 @@ class Execution(Options):
                 "scheduler",
                 expected="the address of a Dask scheduler",
                 got="none",
-                remedy="Start one with dask scheduler, and workers with dask worker ADDRESS.",
+                remedy="Start one with dask scheduler, and workers with dask worker ADDRESS; or use the "
+                "executor processes on this machine.",
             )
 
 

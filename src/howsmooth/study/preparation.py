@@ -281,8 +281,8 @@ def place_sequences(
         name = f"{subject.text.kind} {subject.text.name!r}"
         where = f"between the sequences that the store has of {subject.model.label}, " if held else ""
         raise TextError(
-            f"{name} is too short{' for more' if held else ''}: {where}{error}. Use fewer --samples, or "
-            "fewer or shorter --lengths, or another --out with a longer text."
+            f"{name} is too short{' for more' if held else ''}: {where}{error}. Use fewer samples, or "
+            "fewer or shorter lengths, or another output folder with a longer text."
         ) from error
 
 
@@ -343,7 +343,7 @@ def _check_capture(plan: Plan, subject: Subject, feed: Feed, model: Any) -> None
         if not others or plan.layers_of(subject.spec).items:
             raise
         listed = ",".join(map(str, others))
-        raise CaptureError(f"{error} Choose the others with --layers {listed}.") from error
+        raise CaptureError(f"{error} Choose the others: layers {listed}.") from error
 
 
 def _self_attention(error: CaptureError, model: Any, inputs: Inputs) -> list[int]:
@@ -507,14 +507,14 @@ def _check_lengths(subject: Subject, feed: Feed) -> None:
             expected=f"numbers of tokens that {label} makes of {subject.text.name}"
             + (f", such as {', '.join(map(str, near))}" if len(feed.lengths) > 1 else f": {near[0]}"),
             got=str(missing),
-            remedy="Leave --lengths out for the usual ones.",
+            remedy="Leave lengths out for the usual ones.",
         )
     if most is not None and max(lengths) > most:
         raise ArgumentError(
             "lengths",
             expected=f"at most {most} tokens, the positions of {label}",
             got=str(max(lengths)),
-            remedy="Shorten --lengths.",
+            remedy="Shorten the lengths.",
         )
 
 
@@ -533,7 +533,7 @@ def check_fits(plan: Plan, subject: Subject, feed: Feed) -> None:
         if plan.samples > feed.count:
             raise TextError(
                 f"{name} has {feed.count} inputs for {label}, fewer than {plan.samples} samples. Use "
-                f"--samples {feed.count} or fewer, or give more inputs."
+                f"{feed.count} samples or fewer, or give more inputs."
             )
         return
     lengths = [n + feed.beyond for n in subject.lengths]
@@ -541,7 +541,7 @@ def check_fits(plan: Plan, subject: Subject, feed: Feed) -> None:
     if len(feed.parts) > 1 and max(lengths) > longest:
         raise TextError(
             f"{name} is too short: its longest sequence has {longest - feed.beyond} tokens, and "
-            f"{max(subject.lengths)} are needed. Use shorter --lengths."
+            f"{max(subject.lengths)} are needed. Use shorter lengths."
         )
     sample, tokens = sum(lengths), feed.count
     needed = plan.samples * sample
@@ -552,9 +552,9 @@ def check_fits(plan: Plan, subject: Subject, feed: Feed) -> None:
         if plan.samples == 1:
             asked = f"a sequence of {of_lengths} needs"
         fitting = tokens // sample
-        choices = [f"--samples {fitting} or fewer"] if fitting else []
+        choices = [f"{fitting} samples or fewer"] if fitting else []
         is_text = subject.text.kind == "text"
-        choices += ["fewer or shorter --lengths", "a longer text" if is_text else "more of it"]
+        choices += ["fewer or shorter lengths", "a longer text" if is_text else "more of it"]
         raise TextError(
             f"{name} is too short: {asked} {needed} tokens, and it has {tokens} "
             f"{'with the tokenizer of' if is_text else 'for'} {label}. "

@@ -360,6 +360,6 @@ def _lost(error: Exception, task: Task | None = None) -> WorkerError:
     where = f" during the task {task.words}" if task is not None else ""
     return WorkerError(
         f"the workers were lost{where} ({' '.join(str(error).split()) or type(error).__name__}). One may "
-        "have run out of memory: try fewer workers or shorter --lengths. Finished measurements are saved; "
+        "have run out of memory: try fewer workers or shorter lengths. Finished measurements are saved; "
         "run the same command again to continue."
     )

@@ -5,8 +5,9 @@ from __future__ import annotations
 import os
 from collections import Counter
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+from howsmooth.errors import StoreError
 from howsmooth.scopes import layers_of_scope
 from howsmooth.study.forecast import after_measuring
 from howsmooth.study.plan import ModelSpec, Plan
@@ -28,7 +29,7 @@ from howsmooth.study.records import (
 from howsmooth.study.store import Store
 from howsmooth.study.task_times import TaskTimes
 
-__all__ = ["Part", "Status", "status"]
+__all__ = ["Part", "Status", "status", "status_of_folder"]
 
 
 @dataclass(frozen=True)
@@ -37,8 +38,9 @@ class Part:
 
     The scope is the part of each layer that is measured. The scope ``as published`` stands for the values of
     the paper's published code. ``planned`` is ``None`` until a run has loaded the model, because its number
-    of layers is not known before. ``failed`` counts measurements that are missing and failed when last tried.
-    Published values are counted by layer and sequence, since all values of one are written together.
+    of layers is not known before, and without a plan. ``failed`` counts measurements that are missing and
+    failed when last tried. Published values are counted by layer and sequence, since all values of one are
+    written together.
     """
 
     model: str
@@ -109,19 +111,50 @@ def status(plan: Plan, texts: Iterable[str], folder: str | os.PathLike[str]) -> 
         store.check(MEASURE, plan.settings())
         comparison = _Comparison(plan, store)
         parts = tuple(comparison.part(*one) for one in where)
-        runs = [run for run, _ in store.rows(Run)]
         rate, remaining = comparison.rate_and_remaining(
-            runs, certain=all(part.planned is not None for part in parts)
+            [run for run, _ in store.rows(Run)], certain=all(part.planned is not None for part in parts)
         )
-        return Status(
-            parts=parts,
-            running=running,
-            started=runs[-1].started if runs else None,
-            finished=runs[-1].finished if runs else None,
-            rate=rate,
-            remaining=remaining,
-            reasons=tuple(Counter(row.error for row, _ in store.rows(Failure)).most_common()),
-        )
+        return replace(_without_plan(store, running), parts=parts, rate=rate, remaining=remaining)
+
+
+def status_of_folder(folder: str | os.PathLike[str]) -> Status:
+    """Report what a store contains, without a plan: ``planned`` and the remaining time are unknown.
+
+    Raises
+    ------
+    StoreError
+        If there is no store in the folder, or it cannot be read.
+
+    """
+    if not Store.exists(folder):
+        raise StoreError(f"{os.fspath(folder)} holds no study. Give the folder of one, or its plan file.")
+    running = Store.in_use(folder)
+    with Store.open(folder, write=False) as store:
+        return _without_plan(store, running)
+
+
+def _without_plan(store: Store, running: bool) -> Status:
+    done = Counter(key[:3] for key in store.keys(Measurement, ("model", "text", *KEY_COLUMNS)))
+    failures = [row for row, _ in store.rows(Failure)]
+    # A failure of a whole model or text has None for what it does not restrict.
+    failed = Counter(
+        (row.model, row.text or "all", row.scope or "all")
+        for row in failures
+        if row.what == Measurement.table
+    )
+    runs = [run for run, _ in store.rows(Run)]
+    return Status(
+        parts=tuple(
+            Part(model, text, scope, None, done[model, text, scope], failed[model, text, scope])
+            for model, text, scope in sorted(done | failed)
+        ),
+        running=running,
+        started=runs[-1].started if runs else None,
+        finished=runs[-1].finished if runs else None,
+        rate=None,
+        remaining=None,
+        reasons=tuple(Counter(row.error for row in failures).most_common()),
+    )
 
 
 class _Comparison:

@@ -17,7 +17,7 @@ from howsmooth.errors import ArgumentError
 from howsmooth.jacobian import has_closed_form, in_double
 from howsmooth.jacobian.token_blocks import token_blocks
 from howsmooth.lipschitz.arguments import check_arguments
-from howsmooth.lipschitz.blocks import block_norms, sequence_jacobian
+from howsmooth.lipschitz.block_norms import block_norms, sequence_jacobian
 from howsmooth.lipschitz.solver import Solver, member_seeds
 from howsmooth.lipschitz.token_wise import token_wise_lipschitz
 from howsmooth.token_influence.result import Influence

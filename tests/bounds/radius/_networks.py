@@ -2,12 +2,21 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from howsmooth.bounds.radius import ACTIVATIONS, Attention, FeedForward, Network, Norm, Stage
+from howsmooth.bounds.radius import (
+    ACTIVATIONS,
+    Attention,
+    FeedForward,
+    GatedFeedForward,
+    Network,
+    Norm,
+    Stage,
+)
 from howsmooth.bounds.radius.pairs import Pairs
 from howsmooth.bounds.radius.second_order import FirstDerivatives
 
@@ -40,6 +49,19 @@ def feed_forward(generator: torch.Generator, d: int, m: int, out: int, kind: str
         normal(generator, out, m, scale=m**-0.5),
         normal(generator, out, scale=0.1),
     )
+
+
+def gated_feed_forward(g: torch.Generator, d: int, m: int, out: int, kind: str = "silu") -> GatedFeedForward:
+    plain = feed_forward(g, d, m, out, kind)
+    up, up_bias = normal(g, m, d, scale=d**-0.5), normal(g, m, scale=0.3)
+    return GatedFeedForward(
+        plain.up, plain.up_bias, up, up_bias, plain.activation, plain.down, plain.down_bias
+    )
+
+
+def rotations(generator: torch.Generator, n: int, e: int) -> Tensor:
+    """Return random orthogonal matrices (n, e, e)."""
+    return torch.linalg.qr(normal(generator, n, e, e))[0]
 
 
 def norm(generator: torch.Generator, d: int, centred: bool = True) -> Norm:
@@ -78,6 +100,33 @@ def pre_norm(seed: int, n: int = 3, d: int = 6) -> tuple[Network, Tensor]:
         ]
     readout = normal(g, 2, 1, d).expand(-1, n, -1) / n
     return Network(tuple(stages), readout.contiguous(), normal(g, 2)), normal(g, n, d)
+
+
+def decoder(seed: int, kind: str = "silu", n: int = 3, d: int = 8) -> tuple[Network, Tensor]:
+    """Return a causal pre-norm block with rotations, keys and values shared by heads, and a gate."""
+    g = torch.Generator().manual_seed(seed)
+    first, second = slice(0, d), slice(d, 2 * d)
+    causal = torch.ones(n, n, dtype=torch.bool).tril()
+    own = attention(g, d, 2, torch.tensor([n - 1]), causal)
+    shared = {
+        name: getattr(own, name)[:1].expand(2, *[-1] * (getattr(own, name).ndim - 1))
+        for name in ("key", "key_bias", "value_weight", "value_bias")
+    }
+    stages = (
+        Stage("norm", norm(g, d, False), ALL, keep=True),
+        Stage("attention", replace(own, turns=rotations(g, n, d // 2), **shared), second, first),
+        Stage("second norm", norm(g, d, False), ALL, keep=True),
+        Stage("gated", gated_feed_forward(g, d, 2 * d, d, kind), second, first),
+        Stage("last norm", norm(g, d, False), ALL),
+    )
+    return Network(stages, normal(g, 2, 1, d), normal(g, 2)), normal(g, n, d)
+
+
+def feed_forwards(seed: int, *kinds: str, d: int = 5) -> tuple[Network, Tensor]:
+    """Return feed-forward layers with residuals, one for each activation."""
+    g = torch.Generator().manual_seed(seed)
+    stages = tuple(Stage(kind, feed_forward(g, d, 3 * d, d, kind), ALL, ALL) for kind in kinds)
+    return Network(stages, normal(g, 2, 2, d), normal(g, 2)), normal(g, 2, d)
 
 
 def moved(x: Tensor, tokens: list[int]) -> Tensor:

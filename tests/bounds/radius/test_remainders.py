@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from functools import partial
 
 import pytest
 import torch
 from torch import Tensor
 
-from howsmooth.bounds.radius import Attention, Network, Norm, Stage
+from howsmooth.bounds.radius import ACTIVATIONS, Attention, GatedFeedForward, Network, Norm, Stage
+from howsmooth.bounds.radius.cubic_remainders import CubicAttention, CubicGatedFeedForward, Expansion
 from howsmooth.bounds.radius.ellipsoids import balls, ellipsoid_sum, half_widths, radii
 from howsmooth.bounds.radius.errors import Errors, Source
 from howsmooth.bounds.radius.norms import (
@@ -20,26 +22,38 @@ from howsmooth.bounds.radius.norms import (
     weighted_norm,
 )
 from howsmooth.bounds.radius.pairs import Pairs
+from howsmooth.bounds.radius.remainders import AttentionErrors, GatedFeedForwardRemainder
 from howsmooth.bounds.radius.second_order import SecondOrder
 from howsmooth.bounds.radius.third_order import ThirdOrder
 from tests.bounds.radius._networks import (
     ALL,
     Left,
+    attention,
+    decoder,
     feed_forward,
+    feed_forwards,
+    gated_feed_forward,
     left_out,
     moved,
     norm,
     normal,
     post_norm,
     pre_norm,
+    rotations,
 )
 
 CASES = [
     pytest.param(*post_norm(0), [1], 0.1, id="one token"),
-    pytest.param(*post_norm(1), [0], 0.05, id="the first token"),
+    pytest.param(*post_norm(1), [0], 0.05, id="the first token", marks=pytest.mark.slow),
     pytest.param(*post_norm(2), [0, 1, 2, 3], 0.05, id="all tokens"),
     pytest.param(*pre_norm(3), [2], 0.1, id="pre-norm"),
-    pytest.param(*pre_norm(4), [0, 2], 0.05, id="pre-norm, two tokens"),
+    pytest.param(*pre_norm(4), [0, 2], 0.05, id="pre-norm, two tokens", marks=pytest.mark.slow),
+    pytest.param(*decoder(5), [1], 0.1, id="rotary, gated"),
+    pytest.param(*decoder(6, "relu"), [2], 0.1, id="rotary, gated by ReLU", marks=pytest.mark.slow),
+    pytest.param(*feed_forwards(7, "relu", "relu", "silu"), [1], 0.2, id="ReLU"),
+    pytest.param(
+        *feed_forwards(8, "silu", "gelu_tanh", "quick_gelu"), [0], 0.3, id="SiLU", marks=pytest.mark.slow
+    ),
 ]
 
 
@@ -186,6 +200,126 @@ def test_the_remainder_of_one_neuron_is_nearly_attained(order: int) -> None:
     assert 0.9 * float(vector) <= max(float(left.vector.norm()) for left in both) <= float(vector)
     if order == 2:
         assert 0.9 * float(margin) <= max(abs(float(left.margin)) for left in both) <= float(margin)
+
+
+@pytest.mark.parametrize("order", [2, 3])
+def test_the_remainder_of_a_kink_is_attained(order: int) -> None:
+    g = torch.Generator().manual_seed(5)
+    layer = feed_forward(g, 1, 1, 1, "relu")
+    layer = replace(layer, up_bias=-layer.up[:, 0] + 0.01)  # the preactivation is .01 at 1
+    network = Network((Stage("neuron", layer, ALL),), normal(g, 2, 1, 1), torch.zeros(2, dtype=torch.float64))
+    found = expansion(order, network, torch.ones(1, 1, dtype=torch.float64), [0])
+    epsilon = 0.05
+    ((shape, margin),) = found.bounds(epsilon)
+    deltas = [torch.tensor([s * epsilon], dtype=torch.float64) for s in (-1, 1)]
+    both = [left_out(network, found.first, order == 3, delta)[0] for delta in deltas]
+    largest = max(float(left.vector.norm()) for left in both)
+    assert largest > 0
+    assert largest == pytest.approx(float(longest(shape)), rel=1e-6)
+    assert max(abs(float(left.margin)) for left in both) == pytest.approx(float(margin), rel=1e-6)
+
+
+@pytest.mark.parametrize("order", [2, 3])
+@pytest.mark.parametrize(("slope", "value"), [(1.0, 0.0), (0.0, 1.0), (1.0, 1.0)])
+def test_the_remainder_of_one_gated_neuron_is_nearly_attained(order: int, slope: float, value: float) -> None:
+    """The up projection is linear, constant, or both: each part of the bound decides once."""
+    g = torch.Generator().manual_seed(5)
+    layer = gated_feed_forward(g, 1, 1, 1)
+    one = torch.ones(1, 1, dtype=torch.float64)
+    layer = replace(layer, gate=one, gate_bias=-one[0], up=slope * one, up_bias=value * one[0])
+    network = Network((Stage("neuron", layer, ALL),), normal(g, 2, 1, 1), torch.zeros(2, dtype=torch.float64))
+    found = expansion(order, network, torch.zeros(1, 1, dtype=torch.float64), [0])
+    epsilon = 0.02
+    ((shape, margin),) = found.bounds(epsilon)
+    deltas = [torch.tensor([s * epsilon], dtype=torch.float64) for s in (-1, 1)]
+    both = [left_out(network, found.first, order == 3, delta)[0] for delta in deltas]
+    largest = max(float(left.vector.norm()) for left in both)
+    assert 0.8 * float(longest(shape)) <= largest <= float(longest(shape)) * (1 + 1e-9)
+    if order == 2:
+        largest = max(abs(float(left.margin)) for left in both)
+        assert 0.8 * float(margin) <= largest <= float(margin) * (1 + 1e-9)
+
+
+@pytest.mark.parametrize("order", [2, 3])
+@pytest.mark.parametrize(("epsilon", "error"), [(0.0, 0.02), (0.02, 0.02), (0.3, 0.01)])
+@pytest.mark.parametrize(
+    ("kind", "slope", "value"), [("silu", 1, 1), ("silu", 1, 0), ("silu", 0, 1), ("relu", 1, 1)]
+)
+def test_one_gated_neuron_with_an_error_is_nearly_attained(
+    kind: str, slope: float, value: float, epsilon: float, error: float, order: int
+) -> None:
+    """F(u) = φ(u + z) (slope · u + value) at 0: the input changes by ±ε, and by ±error from stages before."""
+    one = torch.ones(1, 1, dtype=torch.float64)
+    z = -1.0 if kind == "silu" else 0.01
+    up, zero = (slope * one, value * one[0]), torch.zeros(1, dtype=torch.float64)
+    layer = GatedFeedForward(one, z * one[0], *up, ACTIVATIONS[kind], one, zero)
+    u, pairs, errors = 0 * one, Pairs(1), error**2 * one[None]
+    if order == 2:
+        found = GatedFeedForwardRemainder(layer, u, one[None], one)(epsilon, errors)
+    else:
+        at = Expansion(u, one[None], 0 * one[None], pairs, one)
+        found = CubicGatedFeedForward(layer, at)(epsilon, errors)
+
+    def function(change: Tensor) -> Tensor:
+        return layer.value(change.reshape(1, 1))[0, 0]
+
+    derivatives = [function]
+    for _ in range(3):
+        derivatives.append(torch.func.grad(derivatives[-1]))
+    at_zero, first, second, third = (float(derivative(zero[0])) for derivative in derivatives)
+    largest, in_margin = 0.0, 0.0
+    for delta, e in ((epsilon * a, error * b) for a in (-1, 1) for b in (-1, 1)):
+        change = delta + e
+        left = float(function(zero[0] + change)) - at_zero - first * change
+        margin = left - second * change**2 / 2 + second * e**2 / 2
+        if order == 3:
+            left, margin = left - second * delta**2 / 2, margin - third * delta**3 / 6
+        largest, in_margin = max(largest, abs(left)), max(in_margin, abs(margin))
+    share = 0.9 if epsilon < 0.1 else 0.5
+    assert share * float(longest(found.shape)) <= largest <= float(longest(found.shape)) * (1 + 1e-9)
+    assert share * float(found.margin) <= in_margin <= float(found.margin) * (1 + 1e-9)
+
+
+@pytest.mark.parametrize("row", [0, 2])
+def test_one_error_changes_scores_as_the_derivative_says(row: int) -> None:
+    """The ellipsoid of one token is a segment, so that each functional has one value up to its sign."""
+    g = torch.Generator().manual_seed(3)
+    d, n = 8, 3
+    layer = replace(attention(g, d, 2, torch.tensor([row])), turns=rotations(g, n, d // 2))
+    u, v = normal(g, n, d), normal(g, d)
+    own = layer.softmax(u)
+    reached = AttentionErrors(layer, own, normal(g, 1, d))
+    for token in range(n):
+        errors = torch.zeros(n, d, d, dtype=u.dtype)
+        errors[token] = torch.outer(v, v)
+        tangent = torch.zeros(n, d, 1, dtype=u.dtype)
+        tangent[token, :, 0] = v
+        dq, dk, _ = layer.tangents(tangent)
+        by_query = torch.einsum("hie,hje->hij", dq[..., 0], own.k)
+        by_key = torch.einsum("hie,hje->hij", own.q, dk[..., 0]).abs()
+        spread = by_key + torch.einsum("hij,hij->hi", own.weights, by_key)[..., None]
+        found = reached(errors)
+        torch.testing.assert_close(found.score, own.centred(by_query).abs() + spread)
+        lengths = (torch.linalg.vector_norm(part[..., 0], dim=-1) for part in (dq, dk))
+        torch.testing.assert_close((found.query, found.each_key), tuple(lengths))
+
+
+def test_the_part_linear_in_an_error_is_the_second_derivative() -> None:
+    g = torch.Generator().manual_seed(4)
+    d, n, k = 6, 3, 2
+    visible = torch.ones(n, n, dtype=torch.bool).tril()
+    layer = attention(g, d, 1, torch.tensor([1, 2]), visible)
+    layer = replace(layer, turns=rotations(g, n, d))
+    u, tangents, pairs = normal(g, n, d), normal(g, n, d, k), Pairs(k)
+    at = Expansion(u, tangents, torch.zeros(n, d, len(pairs.i)).double(), pairs, normal(g, 2, d))
+    crossed = CubicAttention(layer, at).crossed
+    hessian = torch.func.jacfwd(torch.func.jacrev(layer.value))(u)
+    tensor = torch.einsum("iojdlf,lfk->iojdk", hessian, tangents)
+    for token in range(n):
+        errors = torch.zeros(n, d, d, dtype=u.dtype)
+        errors[token, 0, 0] = 1
+        exact = torch.einsum("iodk,ipdk->iop", tensor[:, :, token], tensor[:, :, token])
+        torch.testing.assert_close(crossed(errors), exact)
 
 
 def test_the_remainder_of_attention_is_attained_up_to_a_small_factor() -> None:

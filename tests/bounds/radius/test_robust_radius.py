@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import math
 
@@ -9,9 +10,20 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
-from transformers import AutoModelForSequenceClassification, BertConfig, BertForSequenceClassification
+from transformers import (
+    AutoModelForSequenceClassification,
+    BertConfig,
+    BertForSequenceClassification,
+    GPT2Config,
+    GPT2ForSequenceClassification,
+    LlamaConfig,
+    LlamaForSequenceClassification,
+    ViTConfig,
+    ViTForImageClassification,
+)
 
 import howsmooth as hs
+from howsmooth.bounds.radius import NetworkAtInput
 from howsmooth.bounds.radius.reading import embedded, model_logits, read_classifier
 from howsmooth.errors import ArgumentError, CertificateError, NonFiniteError
 from tests._shared import shared_data
@@ -49,6 +61,93 @@ def test_the_stages_are_the_model(classifier: BertForSequenceClassification) -> 
     classifier.float()
 
 
+def others() -> dict[str, tuple[nn.Module, dict[str, Tensor]]]:
+    """Random pre-norm classifiers of transformers, with inputs."""
+    small = {"num_attention_heads": 2, "num_hidden_layers": 2, "num_labels": 3, "initializer_range": 0.3}
+    torch.manual_seed(0)
+    ids = {"input_ids": torch.tensor([[1, 7, 3, 9]])}
+    width = {"vocab_size": 20, "hidden_size": 8}
+    vit = ViTConfig(hidden_size=8, intermediate_size=16, image_size=8, patch_size=4, **small)
+    llama = {"num_key_value_heads": 1, "intermediate_size": 16, "pad_token_id": None}
+    gpt2 = GPT2Config(n_positions=16, bos_token_id=0, eos_token_id=0, **width, **small)
+    relu = copy.deepcopy(gpt2)
+    relu.activation_function = "relu"
+    found = {
+        "gpt2": (GPT2ForSequenceClassification(gpt2), ids),
+        "relu": (GPT2ForSequenceClassification(relu), ids),
+        "llama": (LlamaForSequenceClassification(LlamaConfig(**width, **llama, **small)), ids),
+        "vit": (ViTForImageClassification(vit), {"pixel_values": torch.randn(1, 3, 8, 8)}),
+    }
+    for model, _ in found.values():
+        for parameter in model.parameters():  # no norm with a weight of one, no bias of zero
+            parameter.data += 0.1 * torch.randn_like(parameter)
+    return found
+
+
+OTHERS = others()
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_other_models_are_read_and_no_attack_lies_within_their_radius(name: str) -> None:
+    model, inputs = OTHERS[name]
+    at = NetworkAtInput(model, inputs)
+    wide = copy.deepcopy(model).double().eval()
+    with torch.no_grad():
+        expected = wide(**{k: v.double() if v.is_floating_point() else v for k, v in inputs.items()}).logits
+    # Llama's norms round to float32.
+    torch.testing.assert_close(at.logits, expected[0], rtol=1e-5, atol=1e-5)
+    for order in (2, 3):
+        found = at.radius(1, order=order)
+        assert 0 < found.radius < found.attack
+
+
+class Encoder(nn.Module):
+    """A classifier of PyTorch's own layers, which pools in its code."""
+
+    def __init__(self, pool: str, **options: object) -> None:
+        super().__init__()
+        layer = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.1, batch_first=True, **options)
+        norm = nn.LayerNorm(8) if options.get("norm_first") else None
+        self.encoder = nn.TransformerEncoder(layer, 2, norm, enable_nested_tensor=False)
+        self.head, self.pool = nn.Linear(8, 3), pool
+
+    def forward(self, x: Tensor) -> Tensor:
+        u = self.encoder(x)
+        return self.head({"mean": u.mean(1), "first": u[:, 0], "last": u[:, -1], "sum": u.sum(1)}[self.pool])
+
+
+@pytest.mark.parametrize(
+    ("pool", "options"),
+    [("mean", {"norm_first": True}), ("first", {"activation": "gelu"}), ("last", {"bias": False})],
+)
+def test_layers_of_pytorch_are_read_in_any_module(pool: str, options: dict[str, object]) -> None:
+    torch.manual_seed(1)
+    model = Encoder(pool, **options)
+    x = torch.randn(3, 8)
+    found = NetworkAtInput(model, x).radius(1, order=2)
+    assert 0 < found.radius < found.attack
+    model = model.double().eval()
+    network = read_classifier(model, x.double())
+    torch.testing.assert_close(network.logits(x.double()), model(x[None].double())[0])
+
+
+def test_a_module_that_pools_otherwise_is_refused() -> None:
+    with pytest.raises(CertificateError, match="not reproduced by its stages"):
+        NetworkAtInput(Encoder("sum"), torch.randn(3, 8))
+
+
+def test_what_a_model_pools_elsewhere_or_normalises_otherwise_is_refused() -> None:
+    model, inputs = OTHERS["gpt2"]
+    padded = copy.deepcopy(model)
+    padded.config.pad_token_id = 9  # the last id: the model then reads the token before
+    with pytest.raises(CertificateError, match="not reproduced by its stages"):
+        NetworkAtInput(padded, inputs)
+    model = copy.deepcopy(OTHERS["llama"][0])
+    model.model.norm = nn.Identity()
+    with pytest.raises(CertificateError, match=r"model.norm \(Identity\) is neither a LayerNorm nor"):
+        NetworkAtInput(model, inputs)
+
+
 @pytest.mark.parametrize("order", [2, 3])
 def test_the_attack_lies_outside_of_the_radius(order: int, classifier: BertForSequenceClassification) -> None:
     classifier.train()  # dropout is of no effect, and the model is left as it is
@@ -77,6 +176,45 @@ def test_the_radius_is_that_of_the_nearest_class() -> None:
     ]
     assert every.radius == pytest.approx(min(one.radius for one in each), rel=1e-2)
     assert every.rival == min(each, key=float).rival
+
+
+def test_a_functional_stays_above_its_threshold() -> None:
+    network, x = post_norm(0)
+    given = {"tokens": 1, "order": 2}
+    label, rival, _ = (int(c) for c in network.logits(x).argsort(descending=True))
+    direction = torch.zeros(3)
+    direction[label], direction[rival] = 1, -1
+    by_class = hs.bounds.robust_radius(network, x, target=rival, **given)
+    functional = hs.bounds.robust_radius(network, x, target=direction, **given)
+    assert functional.radius == pytest.approx(by_class.radius, rel=1e-9)
+    assert functional.attack == pytest.approx(by_class.attack, rel=1e-9)
+    assert "functional" in str(functional)
+    assert (functional.label, functional.rival) == (None, None)
+    margin = by_class.margin
+    half = hs.bounds.robust_radius(network, x, target=direction, threshold=margin / 2, **given)
+    assert half.margin == pytest.approx(margin / 2)
+    assert 0 < half.radius < by_class.radius
+    assert half.radius < half.attack < by_class.attack
+    above = hs.bounds.robust_radius(network, x, target=direction, threshold=2 * margin, **given)
+    assert above.radius == 0
+
+
+@pytest.mark.parametrize("norm", [2, math.inf])
+def test_the_attack_has_the_norm_of_the_radius(norm: float) -> None:
+    network, x = post_norm(0)
+    found = hs.bounds.robust_radius(network, x, tokens=1, norm=norm, order=2)
+    assert found.radius < found.attack
+    # A linear network would change its answer at the first-order radius.
+    assert found.attack < 10 * found.first_order
+
+
+def test_the_search_ends_near_the_largest_radius() -> None:
+    network, x = post_norm(0)
+    at = NetworkAtInput(network, x)
+    radii = [at.radius(1, order=2, attack=False, guess=guess).radius for guess in (1e-4, 0.05, 40.0)]
+    found = hs.bounds.robust_radius(network, x, tokens=1, order=2, attack=False)
+    assert max(radii) <= 1.003 * min(radii)
+    assert all(lower > 0 for e, lower in found.curve if e <= found.radius)
 
 
 def test_more_freedom_gives_a_smaller_radius() -> None:
@@ -114,9 +252,9 @@ def test_bad_arguments_are_refused() -> None:
 
 
 def test_models_without_remainders_are_refused_by_name(classifier: BertForSequenceClassification) -> None:
-    with pytest.raises(CertificateError, match=r"Linear\) is not of the BERT kind"):
+    with pytest.raises(CertificateError, match=r"Linear\) is not a classifier of a known kind"):
         hs.bounds.robust_radius(nn.Linear(3, 2), torch.zeros(2, 3))
-    with pytest.raises(ArgumentError, match="ids up to 90"):
+    with pytest.raises(ArgumentError, match="up to 90"):
         hs.bounds.robust_radius(classifier, {"input_ids": 10 * IDS})
     mask = torch.tensor([[1, 1, 1, 1, 0]])
     with pytest.raises(ArgumentError, match="padding"):
@@ -127,7 +265,7 @@ def test_models_without_remainders_are_refused_by_name(classifier: BertForSequen
         num_hidden_layers=1,
         num_attention_heads=2,
         intermediate_size=8,
-        hidden_act="relu",
+        hidden_act="leaky_relu",
     )
     with pytest.raises(CertificateError, match=r"intermediate_act_fn.*has no remainder"):
         hs.bounds.robust_radius(BertForSequenceClassification(config), {"input_ids": IDS})
@@ -144,6 +282,7 @@ def test_a_model_that_computes_something_else_is_refused(classifier: BertForSequ
         hs.bounds.robust_radius(Scaled(classifier.config), {"input_ids": IDS})
 
 
+@pytest.mark.slow
 def test_a_real_sentence_keeps_its_radius() -> None:
     folder = shared_data("bert_tiny_sst2_encoder")
     model = AutoModelForSequenceClassification.from_pretrained(folder)

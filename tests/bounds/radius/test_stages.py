@@ -6,15 +6,16 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from mpmath import iv
 from torch import Tensor
 
 from howsmooth.bounds.radius import ACTIVATIONS, Stage
 from howsmooth.bounds.radius.pairs import Pairs
-from tests.bounds.radius._networks import normal, post_norm, pre_norm
+from tests.bounds.radius._networks import decoder, normal, post_norm, pre_norm
 
 STAGES = [
     pytest.param(stage, state, id=f"{name} {stage.name}")
-    for name, (network, x) in (("post", post_norm(0)), ("pre", pre_norm(1)))
+    for name, (network, x) in (("post", post_norm(0)), ("pre", pre_norm(1)), ("rotary", decoder(2)))
     for stage, state in zip(network.stages, network.states(x), strict=False)
 ]
 
@@ -69,3 +70,57 @@ def test_activations_have_the_stated_derivatives_and_suprema(name: str) -> None:
             bound = suprema[order](z, width)
             assert bool((bound >= seen * (1 - 1e-12)).all())
             assert bool((bound <= seen * 1.01 + 1e-3).all())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["silu", "gelu_tanh"])
+@pytest.mark.parametrize("order", [4, 5, 6])
+def test_the_derivatives_have_no_other_zeros(name: str, order: int) -> None:
+    """Interval arithmetic: each interval without a stated zero has none, each with one has no second."""
+    iv.dps = 30
+    slope = iv.mpf(1) / 2 if name == "silu" else iv.sqrt(2 / iv.pi)
+    cubic = iv.mpf(0) if name == "silu" else slope * iv.mpf("0.044715")
+    largest = (ACTIVATIONS[name].largest_third, ACTIVATIONS[name].largest_fourth)
+    largest = (*largest, ACTIVATIONS[name].largest_fifth)[order - 4]
+    zeros = [z for z in largest.__closure__[0].cell_contents if z >= 0]  # type: ignore[attr-defined]
+
+    def scaled(z, order: int, y=None):
+        """Return the derivative, divided by the factorial, by 1 − y² and by ½."""
+        g = slope * z + cubic * z**3
+        slopes = [slope + 3 * cubic * z**2, 3 * cubic * z, cubic]
+        y = 1 - 2 / (iv.exp(2 * g) + 1) if y is None else y
+        rest, Y = [iv.mpf(1)], [iv.mpf(0)]
+        for m in range(order):
+            Y.append(sum(rest[m - j] * (j + 1) * slopes[j] for j in range(min(3, m + 1))) / (m + 1))
+            inner = sum((Y[i] * Y[m + 1 - i] for i in range(1, m + 1)), iv.mpf(0))
+            rest.append(-2 * y * Y[m + 1] - (1 - y**2) * inner)
+        return Y[order], Y[order - 1]
+
+    def value(z, order: int):
+        own, before = scaled(z, order)
+        return z * own + before
+
+    left, found = [(0.0, 12.0)], 0
+    while left:
+        low, high = left.pop()
+        z = iv.mpf([low, high])
+        if 0 not in value(z, order):
+            continue
+        inside = [one for one in zeros if low <= one <= high]
+        # φ⁽ᵏ⁺¹⁾ without a zero: φ⁽ᵏ⁾ is monotone here.
+        if high - low < 0.1 and 0 not in value(z, order + 1) and inside:
+            found += 1
+            continue
+        assert high - low > 1e-6, (low, high)
+        middle = (low + high) / 2 if not inside else _beside(low, high, inside)
+        left += [(low, middle), (middle, high)]
+    assert found >= len(zeros) - (0.0 in zeros)
+    if name == "silu":
+        own, before = scaled(iv.mpf(0), order, y=iv.mpf([1 - 2e-5, 1]))
+        assert 0 not in own + before * iv.mpf([0, 1 / 12])
+
+
+def _beside(low: float, high: float, zeros: list[float]) -> float:
+    """Return a point that halves an interval nearly, but not at a zero."""
+    middle = (low + high) / 2
+    return middle if all(abs(middle - z) > 1e-3 * (high - low) for z in zeros) else middle + (high - low) / 64

@@ -15,8 +15,8 @@ from howsmooth.attention import SoftmaxCore, StagedAttention
 from howsmooth.attention.staged import Core
 from howsmooth.errors import ArgumentError
 from howsmooth.jacobian import closed_form_jacobian
-from howsmooth.models.identification.without_downcast import WithoutDowncast
 from howsmooth.spectral import to_dense
+from howsmooth.without_downcast import WithoutDowncast
 from tests._cases import dense_jacobian, tokens
 
 transformers = pytest.importorskip("transformers")

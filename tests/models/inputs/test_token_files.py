@@ -140,7 +140,7 @@ def test_tensors_that_are_no_embedded_tokens(tmp_path: Path, tensors: Any, word:
 def test_files_that_are_no_safetensors(tmp_path: Path, content: bytes | None) -> None:
     if content is not None:
         (tmp_path / "a.safetensors").write_bytes(content)
-    with pytest.raises(ArgumentError, match=r"a \.safetensors file"):
+    with pytest.raises(ArgumentError, match=r"a \.npy or \.safetensors file"):
         load_embeddings(tmp_path / "a.safetensors")
 
 

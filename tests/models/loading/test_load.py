@@ -71,6 +71,7 @@ def test_local_folder(bert: Path) -> None:
     torch.manual_seed(11)
     random = torch.get_rng_state()
     loaded = load_model(str(bert))
+    assert (loaded.name, loaded.label) == (str(bert), "bert")
     assert torch.equal(torch.get_rng_state(), random)
     assert (loaded.layers, loaded.heads, loaded.vocab_size, loaded.max_length) == (3, 4, VOCABULARY, 32)
     assert str(bert) in loaded.source

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from howsmooth.attention import SelfAttention
 from howsmooth.attention.map import check_tokens
-from howsmooth.attention.plain_scores import require_formula, require_plain_scores
+from howsmooth.attention.preconditions import require_formula, require_plain_scores
 from howsmooth.bounds.bound import Bound, Quantity
 from howsmooth.bounds.certificates.eigenvalues import norm
 from howsmooth.bounds.certificates.rounded_heads import HeadsAt, heads_at

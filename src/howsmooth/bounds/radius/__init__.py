@@ -8,15 +8,24 @@ change of the class. Proofs: documentation page "A proved radius for a whole net
 
 from howsmooth.bounds.radius.network import Network, Stage
 from howsmooth.bounds.radius.result import RobustRadius
-from howsmooth.bounds.radius.robust_radius import robust_radius
-from howsmooth.bounds.radius.stages import ACTIVATIONS, Activation, Attention, FeedForward, Norm
+from howsmooth.bounds.radius.robust_radius import NetworkAtInput, robust_radius
+from howsmooth.bounds.radius.stages import (
+    ACTIVATIONS,
+    Activation,
+    Attention,
+    FeedForward,
+    GatedFeedForward,
+    Norm,
+)
 
 __all__ = [
     "ACTIVATIONS",
     "Activation",
     "Attention",
     "FeedForward",
+    "GatedFeedForward",
     "Network",
+    "NetworkAtInput",
     "Norm",
     "RobustRadius",
     "Stage",

@@ -17,39 +17,50 @@ def attack_radius(
     x: Tensor,
     injection: Tensor,
     functional: Tensor,
+    offset: float,
     first: float,
     *,
+    norm: float = 2,
     starts: int = 4,
     steps: int = 30,
     seed: int = 0,
 ) -> float:
-    """Return the smallest |δ| found at which ⟨functional, logits⟩ ≤ 0; infinite if none is found.
+    """Return the smallest |δ| found at which ⟨functional, logits⟩ + offset ≤ 0; infinite if none is found.
 
     The margin is minimised on spheres of growing radius, from ``first``, along its normalised gradient, then
-    the radius is halved in on.
+    the radius is halved in on. ``norm`` is 2 or infinity.
     """
     noise = torch.Generator().manual_seed(seed)
     k = injection.shape[2]
     best = math.inf
 
     def margin(delta: Tensor) -> Tensor:
-        return functional @ network.logits(x + injection @ delta)
+        return functional @ network.logits(x + injection @ delta) + offset
 
     gradients = torch.func.vmap(torch.func.grad_and_value(margin))
     found = torch.randn(starts, k, generator=noise, dtype=x.dtype)
     found[0] = -torch.func.grad(margin)(torch.zeros(k, dtype=x.dtype))
 
+    def length(delta: Tensor) -> Tensor:
+        found: Tensor = torch.linalg.vector_norm(delta, norm, dim=1, keepdim=True)
+        return found
+
+    def on_sphere(radius: float, delta: Tensor) -> Tensor:
+        return delta * (radius / length(delta).clamp_min(1e-300))
+
     def reached(radius: float, delta: Tensor) -> tuple[bool, Tensor]:
         nonlocal best
-        delta = delta * (radius / delta.norm(dim=1, keepdim=True).clamp_min(1e-300))
+        delta = on_sphere(radius, delta)
         for step in range(steps):
             slope, value = gradients(delta)
             if bool((value <= 0).any()):
-                best = min(best, float(delta[value <= 0].norm(dim=1).min()))
+                best = min(best, float(length(delta[value <= 0]).min()))
                 return True, delta
             size = radius * 0.5 * (1 - step / steps)
-            delta = delta - size * slope / slope.norm(dim=1, keepdim=True).clamp_min(1e-300)
-            delta = delta * (radius / delta.norm(dim=1, keepdim=True).clamp_min(1e-300))
+            if norm == 2:
+                delta = on_sphere(radius, delta - size * on_sphere(1.0, slope))
+            else:
+                delta = (delta - size * slope.sign()).clamp(-radius, radius)
         return False, delta
 
     low, high = 0.0, first

@@ -23,6 +23,7 @@ from howsmooth.bounds.radius.pairs import Pairs
 from howsmooth.bounds.radius.remainders import (
     AttentionErrors,
     Left,
+    gated_rest,
     mean_square,
     norm_shape,
     product_shape,
@@ -31,9 +32,16 @@ from howsmooth.bounds.radius.remainders import (
     value_covariance,
     value_shapes,
 )
-from howsmooth.bounds.radius.stages import Attention, FeedForward, Norm, Softmax
+from howsmooth.bounds.radius.stages import Attention, FeedForward, GatedFeedForward, Map, Norm, Softmax
 
-__all__ = ["CubicAttention", "CubicFeedForward", "CubicNorm", "Expansion", "cubic_remainder_of"]
+__all__ = [
+    "CubicAttention",
+    "CubicFeedForward",
+    "CubicGatedFeedForward",
+    "CubicNorm",
+    "Expansion",
+    "cubic_remainder_of",
+]
 
 
 @dataclass(frozen=True, eq=False)
@@ -131,10 +139,62 @@ class CubicFeedForward:
         change = half_widths(errors, self.layer.up) + epsilon**2 * self.forms
         change = change + linear.diagonal(dim1=1, dim2=2).sqrt()
         change = torch.minimum(change, z.diagonal(dim1=1, dim2=2).sqrt())
-        fifth = activation.largest_fifth(self.z, change) / 120 * change**5
+        fifth = activation.beyond(4, self.z, change)
         shape = product_shape(self.layer, (cubic, (self.bend, linear * error), *beyond), fifth)
         margin = (self.adjoint.abs() * fifth).sum(1)
         for factor, matrix in beyond:
+            margin = margin + pulled_product(self.adjoint * factor, matrix)
+        return Left(shape, margin.sum())
+
+
+class CubicGatedFeedForward:
+    """Remainder of a gated feed-forward layer, neuron by neuron.
+
+    z changes by p + y and v by q + w, p and q linear in δ. All products are bounded by entrywise products of
+    ellipsoids; the cubic form is (v φ⁽³⁾/6) p³ + (φ''/2) p² q, combined with the adjoint.
+    """
+
+    def __init__(self, layer: GatedFeedForward, at: Expansion) -> None:
+        self.layer = layer
+        self.z, self.v = layer.preactivations(at.u)
+        pairs = at.pairs
+        dz, dv = layer.gate @ at.tangents, layer.up @ at.tangents
+        self.linear, self.linear_v = dz @ dz.mT, dv @ dv.mT
+        self.bend, self.mixed = layer.bends(at.u)
+        self.twist = layer.activation.third(self.z) * self.v
+        self.twist_v = layer.activation.second(self.z)
+        self.adjoint = at.adjoint @ layer.down
+        forms, forms_v = (matrix @ at.forms / 2 for matrix in (layer.gate, layer.up))
+        self.squared, self.squared_v = forms @ forms.mT, forms_v @ forms_v.mT
+        self.cubic = torch.zeros(pairs.k, len(pairs.i), dtype=at.u.dtype)
+        for j in range(len(at.u)):
+            by_z = dz[j] * (self.adjoint[j] * self.twist[j] / 6)[:, None]
+            by_v = dv[j] * (self.adjoint[j] * self.twist_v[j] / 2)[:, None]
+            self.cubic += (by_z + by_v).T @ pairs.square(dz[j])
+
+    def __call__(self, epsilon: float, errors: Tensor) -> Left:
+        """Return the bounds for |δ| ≤ ε."""
+        layer = self.layer
+        p, q = epsilon**2 * self.linear, epsilon**2 * self.linear_v
+        y = ellipsoid_sum(epsilon**4 * self.squared, layer.gate @ errors @ layer.gate.T)
+        w = ellipsoid_sum(epsilon**4 * self.squared_v, layer.up @ errors @ layer.up.T)
+        z, v = ellipsoid_sum(p, y), ellipsoid_sum(q, w)
+        rest = gated_rest(layer, self.z, self.v, z, v)
+        second = ((self.bend / 2, y * y), (self.mixed, y * w))
+        crossed = ((self.bend, p * y), (self.mixed, p * w), (self.mixed, y * q))
+        cubes = ((self.twist / 6, z * z * z), (self.twist_v / 2, z * z * v))
+        # Δz³ − p³ and Δz² Δv − p² q
+        beyond = (
+            (self.twist / 2, p * p * y),
+            (self.twist / 2, p * y * y),
+            (self.twist / 6, y * y * y),
+            (self.twist_v / 2, p * p * w),
+            (self.twist_v, p * y * v),
+            (self.twist_v / 2, y * y * v),
+        )
+        shape = product_shape(layer, (*second, *crossed, *cubes), rest)
+        margin = (self.adjoint.abs() * rest).sum(1)
+        for factor, matrix in (*second, *beyond):
             margin = margin + pulled_product(self.adjoint * factor, matrix)
         return Left(shape, margin.sum())
 
@@ -326,20 +386,21 @@ class _Tensors:
         A token's error counts by its length: the tensor of each token is reduced to a matrix (d_out, d_out).
         """
         attention, own = self.attention, self.own
+        query_maps, key_maps = attention.query_maps(), attention.key_maps(own.k.shape[1])
         squares = []
         for i in range(own.weights.shape[1]):
             P, v, score = own.weights[:, i], self.spread[:, i], self.scores[:, i]
             values = self.values - torch.einsum("hj,hjok->hok", P, self.values)[:, None]
             moved = v[..., None] * score[:, :, None]
             slope = P[..., None, None] * (values + moved - torch.einsum("hj,hjok->hok", P, moved)[:, None])
-            by_key = torch.einsum("he,hed->hd", own.q[:, i], attention.key)
-            turned = torch.einsum("hjok,hd->okjd", slope, by_key)
-            keys = torch.einsum("hek,hed->hkd", self.dq[:, i], attention.key)
-            turned += torch.einsum("hjo,hkd->okjd", P[..., None] * v, keys)
+            by_key = torch.einsum("he,hjed->hjd", own.q[:, i], key_maps)
+            turned = torch.einsum("hjok,hjd->okjd", slope, by_key)
+            keys = torch.einsum("hek,hjed->hjkd", self.dq[:, i], key_maps)
+            turned += torch.einsum("hjo,hjkd->okjd", P[..., None] * v, keys)
             turned += torch.einsum("hjk,hod->okjd", P[..., None] * score, self.out)
             query = torch.einsum("hjok,hje->hoke", slope, own.k)
             query += torch.einsum("hjo,hjek->hoke", P[..., None] * v, self.dk)
-            turned[:, :, int(attention.rows[i])] += torch.einsum("hoke,hed->okd", query, attention.query)
+            turned[:, :, int(attention.rows[i])] += torch.einsum("hoke,hed->okd", query, query_maps[:, i])
             squares.append(torch.einsum("okjd,pkjd->jop", turned, turned))
         tokens = torch.stack(squares, 1)  # (n, rows, d_out, d_out)
 
@@ -350,11 +411,13 @@ class _Tensors:
 
 
 def cubic_remainder_of(
-    stage: Attention | FeedForward | Norm, at: Expansion
-) -> CubicAttention | CubicFeedForward | CubicNorm:
+    stage: Map, at: Expansion
+) -> CubicAttention | CubicFeedForward | CubicGatedFeedForward | CubicNorm:
     """Return the remainder of the map of a stage."""
     if isinstance(stage, Attention):
         return CubicAttention(stage, at)
     if isinstance(stage, FeedForward):
         return CubicFeedForward(stage, at)
+    if isinstance(stage, GatedFeedForward):
+        return CubicGatedFeedForward(stage, at)
     return CubicNorm(stage, at)

@@ -8,9 +8,10 @@ import torch
 from torch import Tensor
 
 from howsmooth.bounds.radius.ellipsoids import ellipsoid_sum
-from howsmooth.bounds.radius.network import Stage
+from howsmooth.bounds.radius.network import Network, Stage
+from howsmooth.bounds.radius.stages import Attention
 
-__all__ = ["Errors", "Source"]
+__all__ = ["Errors", "Source", "partial_jacobians"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -66,3 +67,17 @@ class Errors:
                 blocks = J.permute(2, 0, 1, 3)
                 shapes += list(blocks @ remainder[:, None] @ blocks.mT)
         return ellipsoid_sum(*shapes)
+
+
+def partial_jacobians(network: Network, states: list[Tensor]) -> list[list[Source]]:
+    """Return, for each stage, the Jacobians of what its map reads by the outputs of all earlier stages.
+
+    ``states`` are those of :meth:`Network.states`. The Jacobians do not depend on which tokens move.
+    """
+    found, sources = [], list[Source]()
+    for place, stage in enumerate(network.stages):
+        found.append([Source(source.jacobian[:, stage.branch]) for source in sources])
+        state, mixes = states[place], isinstance(stage.map, Attention)
+        sources = [source.pushed(stage, state, mixes) for source in sources]
+        sources.append(Source.of(stage, state, states[place + 1]))
+    return found

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from howsmooth.bounds.radius.pairs import Pairs
-from howsmooth.bounds.radius.stages import Attention, FeedForward, Norm
+from howsmooth.bounds.radius.stages import Attention, Map
 
 __all__ = ["Network", "Stage"]
 
@@ -23,7 +23,7 @@ class Stage:
     """
 
     name: str
-    map: Attention | FeedForward | Norm
+    map: Map
     branch: slice
     residual: slice | None = None
     keep: bool = False

@@ -59,10 +59,10 @@ def weighted_norm(
 
 
 def form_norm(forms: Float[Tensor, "*batch m p"], pairs: Pairs) -> Float[Tensor, "*batch"]:
-    """Bound |(δᵀ Q_1 δ, ..., δᵀ Q_m δ)| for |δ| ≤ 1, the forms given as pairs.
+    """Bound the length of (δᵀ Q_1 δ, ..., δᵀ Q_m δ) for |δ| ≤ 1.
 
-    The vector of δδᵀ has norm 1, and its trace part has norm 1/√k: both are used, and the smaller bound
-    taken.
+    Each quadratic form Q_i is given as a vector over pairs of indices (:class:`Pairs`). The vector of δδᵀ has
+    norm 1, and its trace part has norm 1/√k: both are used, and the smaller bound is taken.
     """
     trace = forms[..., pairs.i == pairs.j].sum(-1)
     wide = forms.shape[-2] <= forms.shape[-1]

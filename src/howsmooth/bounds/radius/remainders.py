@@ -18,15 +18,17 @@ from torch import Tensor
 
 from howsmooth.bounds.radius.ellipsoids import balls, ellipsoid_sum, half_widths, radii
 from howsmooth.bounds.radius.norms import spectral_norm, weighted_norm
-from howsmooth.bounds.radius.stages import Attention, FeedForward, Norm, Softmax
+from howsmooth.bounds.radius.stages import Attention, FeedForward, GatedFeedForward, Map, Norm, Softmax
 
 __all__ = [
     "AttentionErrors",
     "AttentionRemainder",
     "FeedForwardRemainder",
+    "GatedFeedForwardRemainder",
     "Left",
     "NormRemainder",
     "Reached",
+    "gated_rest",
     "mean_square",
     "norm_shape",
     "product_shape",
@@ -107,7 +109,7 @@ class FeedForwardRemainder:
             *beyond,
         )
         change = z.diagonal(dim1=1, dim2=2).sqrt()
-        fourth = self.layer.activation.largest_fourth(self.z, change) / 24 * change**4
+        fourth = self.layer.activation.beyond(3, self.z, change)
         shape = product_shape(self.layer, products, fourth)
         margin = (self.adjoint.abs() * fourth).sum(1)
         for factor, matrix in beyond:
@@ -115,7 +117,49 @@ class FeedForwardRemainder:
         return Left(shape, margin.sum())
 
 
-def product_shape(layer: FeedForward, products: tuple[tuple[Tensor, Tensor], ...], rest: Tensor) -> Tensor:
+class GatedFeedForwardRemainder:
+    """Remainder of a gated feed-forward layer, neuron by neuron.
+
+    With z and v changed by Δz = K δ + y and Δv, φ(z) v leaves out v (φ(z + Δz) − φ − φ' Δz) +
+    Δv (φ(z + Δz) − φ). Each of the changes lies in an ellipsoid over the neurons.
+    """
+
+    def __init__(self, layer: GatedFeedForward, u: Tensor, tangents: Tensor, adjoint: Tensor) -> None:
+        self.layer = layer
+        self.z, self.v = layer.preactivations(u)
+        dz, dv = layer.gate @ tangents, layer.up @ tangents
+        self.linear, self.linear_v = dz @ dz.mT, dv @ dv.mT
+        self.bend, self.mixed = layer.bends(u)
+        self.twist = layer.activation.third(self.z) * self.v
+        self.twist_v = layer.activation.second(self.z)
+        self.adjoint = adjoint @ layer.down
+
+    def __call__(self, epsilon: float, errors: Tensor) -> Left:
+        """Return the bounds for |δ| ≤ ε."""
+        layer = self.layer
+        y, w = layer.gate @ errors @ layer.gate.T, layer.up @ errors @ layer.up.T
+        z, v = ellipsoid_sum(epsilon**2 * self.linear, y), ellipsoid_sum(epsilon**2 * self.linear_v, w)
+        third = ((self.twist / 6, z * z * z), (self.twist_v / 2, z * z * v))
+        rest = gated_rest(layer, self.z, self.v, z, v)
+        shape = product_shape(layer, ((self.bend / 2, z * z), (self.mixed, z * v), *third), rest)
+        margin = (self.adjoint.abs() * rest).sum(1)
+        for factor, matrix in ((self.bend / 2, y * y), (self.mixed, y * w), *third):
+            margin = margin + pulled_product(self.adjoint * factor, matrix)
+        return Left(shape, margin.sum())
+
+
+def gated_rest(layer: GatedFeedForward, z: Tensor, v: Tensor, dz: Tensor, dv: Tensor) -> Tensor:
+    """Bound what the third-order Taylor polynomial of φ(z) v leaves out, neuron by neuron (n, m).
+
+    The changes of z and v lie in the ellipsoids ``dz`` and ``dv`` (n, m, m).
+    """
+    of_z, of_v = (shape.diagonal(dim1=1, dim2=2).clamp_min(0).sqrt() for shape in (dz, dv))
+    return v.abs() * layer.activation.beyond(3, z, of_z) + of_v * layer.activation.beyond(2, z, of_z)
+
+
+def product_shape(
+    layer: FeedForward | GatedFeedForward, products: tuple[tuple[Tensor, Tensor], ...], rest: Tensor
+) -> Tensor:
     """Return ellipsoids of W₂ (Σ factor ∘ w + r), w in ellipsoids (n, m, m), |r| ≤ rest entry by entry."""
     shapes = []
     for factor, matrix in products:
@@ -162,21 +206,21 @@ class AttentionErrors:
         self.attention, self.weights = attention, own.weights
         self.out = attention.output @ attention.value_weight
         w = torch.einsum("hoe,io->hie", attention.output, adjoint)
-        self.by_key = torch.einsum("hie,hed->hid", own.q, attention.key)
+        self.by_key = torch.einsum("hie,hjed->hjid", own.q, attention.key_maps(own.k.shape[1]))
         self.by_value = torch.einsum("hie,hed->hid", w, attention.value_weight)
         keys = own.k[:, None] - torch.einsum("hij,hje->hie", own.weights, own.k)[:, :, None]
-        self.by_query = torch.einsum("hije,hed->hijd", keys, attention.query)
+        self.by_query = torch.einsum("hije,hied->hijd", keys, attention.query_maps())
 
     def __call__(self, errors: Tensor) -> Reached:
         """Measure one set of ellipsoids."""
         P, attention, rows = self.weights, self.attention, errors[self.attention.rows]
-        each_key = radii(errors, attention.key[:, None])
-        key = half_widths(errors, self.by_key[:, None]).mT
+        each_key = radii(errors, attention.key_maps(len(errors)))
+        key = half_widths(errors, self.by_key).mT
         key = key + torch.einsum("hij,hij->hi", P, key)[..., None]
         value = half_widths(errors, self.by_value[:, None]).mT
         images = self.out[:, None] @ errors @ self.out.mT[:, None]
         return Reached(
-            query=radii(rows, attention.query[:, None]),
+            query=radii(rows, attention.query_maps()),
             each_key=each_key,
             key=mean_square(P, each_key),
             score=key + half_widths(rows, self.by_query),
@@ -273,11 +317,13 @@ def value_shapes(weights: Tensor, changes: Tensor) -> Tensor:
 
 
 def remainder_of(
-    stage: Attention | FeedForward | Norm, u: Tensor, tangents: Tensor, adjoint: Tensor
-) -> AttentionRemainder | FeedForwardRemainder | NormRemainder:
+    stage: Map, u: Tensor, tangents: Tensor, adjoint: Tensor
+) -> AttentionRemainder | FeedForwardRemainder | GatedFeedForwardRemainder | NormRemainder:
     """Return the remainder of the map of a stage at tokens u (n, d)."""
     if isinstance(stage, Attention):
         return AttentionRemainder(stage, u, tangents, adjoint)
     if isinstance(stage, FeedForward):
         return FeedForwardRemainder(stage, u, tangents, adjoint)
+    if isinstance(stage, GatedFeedForward):
+        return GatedFeedForwardRemainder(stage, u, tangents, adjoint)
     return NormRemainder(stage, u, tangents, adjoint)

@@ -25,14 +25,14 @@ class RobustRadius:
     tokens: tuple[int, ...]
     #: 2 for the Euclidean norm of all changes together; infinity for the largest change of an entry.
     norm: float
-    #: The class that does not change, and the class that bounds the radius.
-    label: int
-    rival: int
-    #: Difference of their logits at the input.
+    #: The class that does not change, and the class that bounds the radius; None for a functional.
+    label: int | None
+    rival: int | None
+    #: Difference of their logits at the input, or the functional minus its threshold.
     margin: float
     #: Pairs (ε, lower bound of the margin on the ball of radius ε).
     curve: tuple[tuple[float, float], ...]
-    #: Size of the smallest change of the class that projected gradients found; infinite if none, None if not
+    #: Size of the smallest change of the answer that projected gradients found; infinite if none, None if not
     #: asked for.
     attack: float | None
     #: Margin divided by the norm of its gradient: the radius of a linear network, no bound.
@@ -55,9 +55,12 @@ class RobustRadius:
         norm = "l2" if self.norm == 2 else "l∞"
         worst = max(self.losses, key=lambda name: self.losses[name])
         first = "none" if math.isinf(self.first_order) else f"{self.first_order:.4g}"
+        kept = f"class {self.label} does not become {self.rival}"
+        if self.label is None:
+            kept = "the functional stays above its threshold"
         return (
-            f"radius {self.radius:.4g} ({norm}, {moved}, order {self.order}, rounding not enclosed): class "
-            f"{self.label} does not become {self.rival}{attack}; first-order radius {first} (no bound). "
+            f"radius {self.radius:.4g} ({norm}, {moved}, order {self.order}, rounding not enclosed): "
+            f"{kept}{attack}; first-order radius {first} (no bound). "
             f"Largest loss: {worst}, {self.losses[worst]:.3g} of a margin of {self.margin:.3g}. "
             f"{self.seconds:.1f} s."
         )

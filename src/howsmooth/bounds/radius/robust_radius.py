@@ -6,11 +6,13 @@ import copy
 import math
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
 
 from howsmooth.bounds.radius.attack import attack_radius
+from howsmooth.bounds.radius.errors import partial_jacobians
 from howsmooth.bounds.radius.network import Network
 from howsmooth.bounds.radius.reading import embedded, read_classifier
 from howsmooth.bounds.radius.result import RobustRadius
@@ -18,10 +20,11 @@ from howsmooth.bounds.radius.second_order import SecondOrder
 from howsmooth.bounds.radius.third_order import ThirdOrder
 from howsmooth.errors import ArgumentError, NonFiniteError
 
-__all__ = ["robust_radius"]
+__all__ = ["NetworkAtInput", "robust_radius"]
 
 _MOST_VARIABLES = 256
-_BISECTIONS = 9
+_MOST_STEPS = 40
+_FARTHEST = 1e6
 _CURVE = (0.0, 0.5, 0.75, 1.0, 1.25)
 
 
@@ -31,9 +34,11 @@ def robust_radius(
     *,
     tokens: int | Sequence[int] | None = None,
     norm: float = 2,
-    target: int | None = None,
+    target: int | Tensor | None = None,
+    threshold: float = 0.0,
     order: int | None = None,
     attack: bool = True,
+    seed: int = 0,
 ) -> RobustRadius:
     """Return a radius within which a classifier's answer does not change, however the tokens move.
 
@@ -44,24 +49,30 @@ def robust_radius(
     Parameters
     ----------
     model
-        A transformers classifier of the BERT kind (post-norm layers with standard LayerNorm, GELU or tanh
-        activation, a tanh pooler on the first token, a linear classifier), or a
+        A transformers classifier of the kind of BERT, GPT-2, Llama or ViT; a module from tokens (batch, n, d)
+        to logits (batch, classes) whose layers are ``torch.nn.TransformerEncoderLayer``; or a
         :class:`~howsmooth.bounds.radius.Network`. It is copied to float64 and evaluated without dropout.
     inputs
-        The outputs of the embedding layer, (n, d) or (1, n, d); or a dict of the model's inputs with
-        ``input_ids`` (1, n) without padding, which is embedded first. What moves are these embedded tokens.
+        The tokens at the first layer's input, such as the outputs of the embedding layer, (n, d) or
+        (1, n, d); or a dict of the model's inputs for one sequence without padding (``input_ids``,
+        ``pixel_values``), which are embedded first. What moves are these embedded tokens.
     tokens
         Which tokens move: an index, several indices (moved jointly), or None for all tokens jointly.
     norm
         2: the Euclidean norm of all changes together. ``math.inf``: the largest change of an entry; the ball
         is then enclosed by the Euclidean one, √(number of entries) times larger.
     target
-        The class that the answer must not become. None: any other class.
+        The class that the answer must not become; None for any other class. Or a linear functional
+        (classes,) of the logits, which must stay above ``threshold``.
+    threshold
+        The threshold of a functional ``target``.
     order
         2 is fast; 3 reaches further and needs memory O(n d k²) for k moving entries, at most 256. None: 3 if
         k is at most 256 and 2 otherwise.
     attack
-        Whether to also search the nearest change of the class by projected gradients.
+        Whether to also search the nearest change of the answer by projected gradients.
+    seed
+        Seed of the starts of this search.
 
     Returns
     -------
@@ -77,6 +88,10 @@ def robust_radius(
     CertificateError
         If a module of the model has no remainder, or the stages do not reproduce its logits.
 
+    See Also
+    --------
+    howsmooth.word_radii : one radius for each token of a text.
+
     References
     ----------
     Documentation page "A proved radius for a whole network".
@@ -89,86 +104,152 @@ def robust_radius(
 
     """
     began = time.perf_counter()
-    network, x = _network(model, inputs)
-    moved = _tokens(tokens, len(x))
-    k = len(moved) * x.shape[1]
-    if norm not in (2, math.inf):
-        raise ArgumentError("norm", expected="2 or math.inf", got=repr(norm))
-    if order is None:
-        order = 3 if k <= _MOST_VARIABLES else 2
-    if order not in (2, 3) or (order == 3 and k > _MOST_VARIABLES):
-        raise ArgumentError(
-            "order",
-            expected=f"2, or 3 with at most {_MOST_VARIABLES} moving entries",
-            got=f"{order!r} with {k} entries",
-            remedy="Move fewer tokens, or take order=2.",
-        )
-    injection = torch.zeros(*x.shape, k, dtype=x.dtype)
-    for place, token in enumerate(moved):
-        entries = slice(place * x.shape[1], (place + 1) * x.shape[1])
-        injection[token, :, entries] = torch.eye(x.shape[1], dtype=x.dtype)
-    logits = network.logits(x)
-    label = int(logits.argmax())
-    rivals = _rivals(target, label, len(logits))
-    expansion: type[SecondOrder] | type[ThirdOrder] = SecondOrder if order == 2 else ThirdOrder
-    weakest: tuple[float, int, SecondOrder | ThirdOrder] | None = None
-    for rival in sorted(rivals, key=lambda c: -float(logits[c])):
-        functional = network.readout[label] - network.readout[rival]
-        offset = float(network.offset[label] - network.offset[rival])
-        model_of_margin = expansion(network, x, injection, functional, offset)
-        most = math.inf if weakest is None else weakest[0]
-        found = _largest(model_of_margin, most)
-        if weakest is None or found < weakest[0]:
-            weakest = found, rival, model_of_margin
-    assert weakest is not None
-    radius, rival, model_of_margin = weakest
-    scale = 1.0 if norm == 2 else math.sqrt(k)
-    at_radius = model_of_margin(max(radius, 1e-12))
-    slope = float(model_of_margin.first.gradient.norm())
-    margin = model_of_margin.first.margin
-    first_order = margin / slope if slope > 0 else math.inf
-    nearest = None
-    if attack:
-        direction = torch.zeros(len(logits), dtype=x.dtype)
-        direction[label], direction[rival] = 1.0, -1.0
-        start = max(radius, min(first_order, 1.0) / 4)
-        nearest = attack_radius(network, x, injection, direction, start)
-    points = [f * radius for f in _CURVE] if radius > 0 else []
-    return RobustRadius(
-        radius=radius / scale,
-        order=order,
-        tokens=tuple(moved),
-        norm=norm,
-        label=label,
-        rival=rival,
-        margin=margin,
-        curve=tuple((e / scale, model_of_margin(e).lower if e else margin) for e in points),
-        attack=nearest if norm == 2 else None,
-        first_order=first_order if norm == 2 else margin / float(model_of_margin.first.gradient.abs().sum()),
-        losses={s.name: float(loss) for s, loss in zip(network.stages, at_radius.stages, strict=True)},
-        polynomial_loss=at_radius.polynomial,
-        seconds=time.perf_counter() - began,
+    found = NetworkAtInput(model, inputs).radius(
+        tokens, norm=norm, target=target, threshold=threshold, order=order, attack=attack, seed=seed
     )
+    return replace(found, seconds=time.perf_counter() - began)
 
 
-def _largest(margin: SecondOrder | ThirdOrder, most: float) -> float:
-    """Return the largest ε, up to ``most`` and to 0.2 %, at which the margin's lower bound is positive."""
-    if margin.first.margin <= 0:
+class NetworkAtInput:
+    """A network read at one input, with the partial Jacobians that all its radii share.
+
+    Parameters
+    ----------
+    model, inputs
+        As for :func:`robust_radius`.
+
+    """
+
+    def __init__(self, model: object, inputs: Tensor | Mapping[str, Tensor]) -> None:
+        self.network, self.x = _network(model, inputs)
+        self.logits = self.network.logits(self.x)
+        self.jacobians = partial_jacobians(self.network, list(self.network.states(self.x)))
+
+    def radius(
+        self,
+        tokens: int | Sequence[int] | None = None,
+        *,
+        norm: float = 2,
+        target: int | Tensor | None = None,
+        threshold: float = 0.0,
+        order: int | None = None,
+        attack: bool = True,
+        seed: int = 0,
+        guess: float = 0.05,
+    ) -> RobustRadius:
+        """Return the radius for some tokens; ``guess`` is where its search begins, in the Euclidean norm."""
+        began = time.perf_counter()
+        network, x = self.network, self.x
+        moved = _tokens(tokens, len(x))
+        k = len(moved) * x.shape[1]
+        if norm not in (2, math.inf):
+            raise ArgumentError("norm", expected="2 or math.inf", got=repr(norm))
+        if order is None:
+            order = 3 if k <= _MOST_VARIABLES else 2
+        if order not in (2, 3) or (order == 3 and k > _MOST_VARIABLES):
+            raise ArgumentError(
+                "order",
+                expected=f"2, or 3 with at most {_MOST_VARIABLES} moving entries",
+                got=f"{order!r} with {k} entries",
+                remedy="Move fewer tokens, or take order=2.",
+            )
+        injection = torch.zeros(*x.shape, k, dtype=x.dtype)
+        for place, token in enumerate(moved):
+            entries = slice(place * x.shape[1], (place + 1) * x.shape[1])
+            injection[token, :, entries] = torch.eye(x.shape[1], dtype=x.dtype)
+        kind: type[SecondOrder] | type[ThirdOrder] = SecondOrder if order == 2 else ThirdOrder
+        label, directions = _directions(self.logits, target, threshold)
+        weakest: tuple[float, int | None, Tensor, SecondOrder | ThirdOrder] | None = None
+        for rival, direction, offset in directions:
+            functional = torch.einsum("c,cnd->nd", direction, network.readout)
+            offset += float(direction @ network.offset)
+            expansion = kind(network, x, injection, functional, offset, self.jacobians)
+            most = math.inf if weakest is None else weakest[0]
+            found = _largest(expansion, most, guess)
+            if weakest is None or found < weakest[0]:
+                weakest = found, rival, direction, expansion
+        assert weakest is not None
+        radius, rival, direction, expansion = weakest
+        scale = 1.0 if norm == 2 else math.sqrt(k)
+        at_radius = expansion(max(radius, 1e-12))
+        margin, gradient = expansion.first.margin, expansion.first.gradient
+        slope = float(gradient.norm() if norm == 2 else gradient.abs().sum())
+        first_order = margin / slope if slope > 0 else math.inf
+        nearest = None
+        if attack:
+            start = max(radius / scale, min(first_order, 1.0) / 4)
+            offset = margin - float(direction @ self.logits)
+            nearest = attack_radius(network, x, injection, direction, offset, start, norm=norm, seed=seed)
+        points = [f * radius for f in _CURVE] if radius > 0 else []
+        return RobustRadius(
+            radius=radius / scale,
+            order=order,
+            tokens=tuple(moved),
+            norm=norm,
+            label=label,
+            rival=rival,
+            margin=margin,
+            curve=tuple((e / scale, expansion(e).lower if e else margin) for e in points),
+            attack=nearest,
+            first_order=first_order,
+            losses={s.name: float(loss) for s, loss in zip(network.stages, at_radius.stages, strict=True)},
+            polynomial_loss=at_radius.polynomial,
+            seconds=time.perf_counter() - began,
+        )
+
+
+def _directions(
+    logits: Tensor, target: int | Tensor | None, threshold: float
+) -> tuple[int | None, list[tuple[int | None, Tensor, float]]]:
+    """Return the class, and what must stay positive: rival, combination of the logits, constant."""
+    classes = len(logits)
+    if isinstance(target, Tensor):
+        if target.shape != logits.shape or not bool(torch.isfinite(target).all()):
+            got = f"the shape {tuple(target.shape)}"
+            raise ArgumentError("target", expected=f"a class, or finite numbers ({classes},)", got=got)
+        if not math.isfinite(threshold):
+            raise ArgumentError("threshold", expected="a finite number", got=repr(threshold))
+        return None, [(None, target.detach().to("cpu", torch.float64), -float(threshold))]
+    if threshold:
+        got = f"{threshold!r} with the target {target!r}"
+        raise ArgumentError("threshold", expected="0 unless the target is a functional", got=got)
+    label = int(logits.argmax())
+    unit = torch.eye(classes, dtype=logits.dtype)
+    rivals = sorted(_rivals(target, label, classes), key=lambda c: -float(logits[c]))
+    return label, [(rival, unit[label] - unit[rival], 0.0) for rival in rivals]
+
+
+def _largest(margin: SecondOrder | ThirdOrder, most: float, guess: float) -> float:
+    """Return the largest ε, up to ``most`` and to 0.2 %, at which the margin's lower bound is positive.
+
+    The search begins at ``guess``. The bound is evaluated at the ε that is returned.
+    """
+    whole = margin.first.margin
+    if whole <= 0:
         return 0.0
-    low, high = 0.0, 0.05
-    while high < most and margin(high).lower > 0:
-        low, high = high, 2 * high
-        if high > 1e6:
-            return low
-    if high >= most and margin(most).lower > 0:
-        return most
-    high = min(high, most)
-    for _ in range(_BISECTIONS):
-        middle = (low + high) / 2
-        if margin(middle).lower > 0:
-            low = middle
+
+    def share(epsilon: float) -> float:
+        # Far beyond the radius the bound falls exponentially, is infinite or no number.
+        found = margin(epsilon).lower / whole
+        return found if found > -1 else -1.0
+
+    low, at_low = 0.0, 1.0
+    high = min(guess, most)
+    while (at_high := share(high)) > 0:
+        if high >= most or high > _FARTHEST:
+            return high
+        low, at_low, high = high, at_high, min(2 * high, most)
+    above = False  # whether the last step moved the lower end
+    for _ in range(_MOST_STEPS):
+        if high - low <= 2e-3 * high:
+            break
+        middle = low + (high - low) * at_low / (at_low - at_high)
+        at_middle = share(middle)
+        # An end that stays counts half each time, or it would stay for ever (the Illinois method).
+        if at_middle > 0:
+            low, at_low, at_high, above = middle, at_middle, at_high / (2 if above else 1), True
         else:
-            high = middle
+            high, at_high, at_low, above = middle, at_middle, at_low / (1 if above else 2), False
     return low
 
 
@@ -182,9 +263,12 @@ def _network(model: object, inputs: Tensor | Mapping[str, Tensor]) -> tuple[Netw
             "model", expected="a transformers classifier or a Network", got=type(model).__name__
         )
     module = copy.deepcopy(module).to("cpu", torch.float64).eval().requires_grad_(False)
-    x = embedded(module, inputs) if isinstance(inputs, Mapping) else inputs
-    x = _embedded_tokens(x)
-    return read_classifier(module, x), x
+    if not isinstance(inputs, Mapping):
+        x = _embedded_tokens(inputs)
+        return read_classifier(module, x), x
+    given = {name: value.double() if value.is_floating_point() else value for name, value in inputs.items()}
+    x = _embedded_tokens(embedded(module, given))
+    return read_classifier(module, x, given), x
 
 
 def _embedded_tokens(inputs: object) -> Tensor:

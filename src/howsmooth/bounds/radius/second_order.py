@@ -9,10 +9,9 @@ import torch
 from torch import Tensor
 
 from howsmooth.bounds.radius.ellipsoids import radii
-from howsmooth.bounds.radius.errors import Errors, Source
+from howsmooth.bounds.radius.errors import Errors, Source, partial_jacobians
 from howsmooth.bounds.radius.network import Network
 from howsmooth.bounds.radius.remainders import Left, remainder_of
-from howsmooth.bounds.radius.stages import Attention
 
 __all__ = ["FirstDerivatives", "Losses", "SecondOrder", "stage_bounds", "stage_losses"]
 
@@ -79,22 +78,25 @@ class SecondOrder:
     """
 
     def __init__(
-        self, network: Network, x: Tensor, injection: Tensor, functional: Tensor, offset: float
+        self,
+        network: Network,
+        x: Tensor,
+        injection: Tensor,
+        functional: Tensor,
+        offset: float,
+        jacobians: list[list[Source]] | None = None,
     ) -> None:
-        """Measure all partial Jacobians at x (n, d), for changes injection (n, d, k) δ."""
+        """Expand at x (n, d), for changes injection (n, d, k) δ, along the partial Jacobians at x."""
         self.first = first = FirstDerivatives(network, x, injection, functional, offset)
-        sources: list[Source] = []
+        jacobians = jacobians or partial_jacobians(network, first.states)
         self.errors: list[Errors] = []
         self.remainders = []
         for place, stage in enumerate(network.stages):
             state = first.states[place]
-            branch = [Source(source.jacobian[:, stage.branch]) for source in sources]
-            self.errors.append(Errors(branch, state[:, stage.branch]))
+            self.errors.append(Errors(jacobians[place], state[:, stage.branch]))
             tangents = first.tangents[place][:, stage.branch]
             own = first.own_adjoint(place)
             self.remainders.append(remainder_of(stage.map, state[:, stage.branch], tangents, own))
-            sources = [s.pushed(stage, state, isinstance(stage.map, Attention)) for s in sources]
-            sources.append(Source.of(stage, state, first.states[place + 1]))
 
     def __call__(self, epsilon: float) -> Losses:
         """Return a lower bound of the margin for |δ| ≤ ε."""

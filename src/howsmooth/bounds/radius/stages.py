@@ -19,7 +19,16 @@ from howsmooth.bounds.radius.pairs import Pairs
 # An extremum that lies outside of an interval by less than this counts as inside.
 _NEAR = 1e-9
 
-__all__ = ["ACTIVATIONS", "Activation", "Attention", "FeedForward", "Norm", "Softmax"]
+__all__ = [
+    "ACTIVATIONS",
+    "Activation",
+    "Attention",
+    "FeedForward",
+    "GatedFeedForward",
+    "Map",
+    "Norm",
+    "Softmax",
+]
 
 
 @dataclass(frozen=True, eq=False)
@@ -91,7 +100,7 @@ class Activation(NamedTuple):
     """An activation function φ, applied entry by entry, with its first four derivatives.
 
     ``largest_third(z, width)``, ``largest_fourth`` and ``largest_fifth`` bound |φ'''|, |φ''''| and |φ⁽⁵⁾| on
-    the interval [z − width, z + width].
+    the interval [z − width, z + width]. With ``kink``, φ is ReLU, and these derivatives are those beside 0.
     """
 
     value: Callable[[Tensor], Tensor]
@@ -102,6 +111,14 @@ class Activation(NamedTuple):
     largest_third: Callable[[Tensor, Tensor], Tensor]
     largest_fourth: Callable[[Tensor, Tensor], Tensor]
     largest_fifth: Callable[[Tensor, Tensor], Tensor]
+    kink: bool = False
+
+    def beyond(self, order: int, z: Tensor, width: Tensor) -> Tensor:
+        """Bound what the Taylor polynomial of degree ``order`` (2 to 4) at z leaves out up to a distance."""
+        if self.kink:
+            return (width - z.abs()).clamp_min(0)
+        largest = (self.largest_third, self.largest_fourth, self.largest_fifth)[order - 2]
+        return largest(z, width) / math.factorial(order + 1) * width ** (order + 1)
 
 
 def _density(z: Tensor) -> Tensor:
@@ -172,6 +189,51 @@ def _tanh_second(z: Tensor) -> Tensor:
     return -2 * y * (1 - y * y)
 
 
+def _gated_tanh(a: float, b: float, *extrema: tuple[float, ...]) -> Activation:
+    """Return z (1 + tanh(az + bz³))/2: SiLU or the approximation of GELU.
+
+    ``extrema`` are the zeros of the derivatives of order four, five and six that are not negative.
+    """
+
+    def derivative(order: int) -> Callable[[Tensor], Tensor]:
+        def found(z: Tensor) -> Tensor:
+            # Taylor coefficients of y = tanh g at z, from y' = (1 − y²) g'.
+            slopes = (a + 3 * b * z * z, 3 * b * z, torch.full_like(z, b))
+            g = a * z + b * z**3
+            y, rest = [torch.tanh(g)], [torch.cosh(g) ** -2]  # rest are the coefficients of 1 − y²
+            for m in range(order):
+                terms = [rest[m - j] * (j + 1) * slopes[j] for j in range(min(3, m + 1))]
+                y.append(torch.stack(terms).sum(0) / (m + 1))
+                rest.append(-torch.stack([y[i] * y[m + 1 - i] for i in range(m + 2)]).sum(0))
+            if order == 0:
+                return z / 2 * (1 + y[0])
+            return math.factorial(order) / 2 * (z * y[order] + y[order - 1] + (order == 1))
+
+        return found
+
+    functions = [derivative(order) for order in range(6)]
+    third, fourth, fifth = (
+        _largest(function, tuple(s * z for z in zeros for s in (1, -1)))
+        for function, zeros in zip(functions[3:], extrema, strict=True)
+    )
+    value, first, second = functions[:3]
+    return Activation(value, first, second, functions[3], functions[4], third, fourth, fifth)
+
+
+def _swish(slope: float) -> Activation:
+    """Return z σ(slope · z)."""
+    zeros = (
+        (1.0319582417807491234, 4.4292351005572279796),
+        (0.0, 1.8197756117250127265, 5.4008187394952158684),
+        (0.71774192314656655792, 2.5062894864027523932, 6.3619922836816901434),
+    )
+    return _gated_tanh(slope / 2, 0.0, *(tuple(z / slope for z in order) for order in zeros))
+
+
+def _zero(z: Tensor, width: Tensor | None = None) -> Tensor:
+    return torch.zeros_like(z)
+
+
 ACTIVATIONS: dict[str, Activation] = {
     "gelu": Activation(
         lambda z: z * _normal(z),
@@ -194,6 +256,18 @@ ACTIVATIONS: dict[str, Activation] = {
         _largest(_tanh_third, (0.0, *map(math.atanh, _both(2 / 3)))),
         _largest(_tanh_fourth, tuple(map(math.atanh, _both(*_halves(15, math.sqrt(105), 30))))),
         _largest(_tanh_fifth, (0.0, *map(math.atanh, _both(*_halves(30, math.sqrt(135), 45))))),
+    ),
+    "silu": _swish(1.0),
+    "quick_gelu": _swish(1.702),
+    "gelu_tanh": _gated_tanh(
+        math.sqrt(2 / math.pi),
+        0.044715 * math.sqrt(2 / math.pi),
+        (0.78757618641889401013, 2.5534179143294429017),
+        (0.0, 1.405964009736336315, 3.0478575051906081121),
+        (0.62441425371550965649, 1.9450780136177141645, 3.4998964931162857001),
+    ),
+    "relu": Activation(
+        torch.relu, lambda z: (z > 0).to(z.dtype), _zero, _zero, _zero, _zero, _zero, _zero, kink=True
     ),
 }
 """The activations that have a remainder, by name."""
@@ -240,6 +314,66 @@ class FeedForward:
         return self.up.T @ (bend[..., None] * (self.up @ tangents))
 
 
+@dataclass(frozen=True, eq=False)
+class GatedFeedForward:
+    """Token by token, u ↦ W₂ (φ(W₁ u + b₁) ∘ (W₃ u + b₃)) + b₂: ``gate`` is W₁, ``up`` W₃, ``down`` W₂."""
+
+    gate: Tensor
+    gate_bias: Tensor
+    up: Tensor
+    up_bias: Tensor
+    activation: Activation
+    down: Tensor
+    down_bias: Tensor
+
+    def preactivations(self, u: Tensor) -> tuple[Tensor, Tensor]:
+        """Return z = W₁ u + b₁ and v = W₃ u + b₃, of shape (n, m)."""
+        return u @ self.gate.T + self.gate_bias, u @ self.up.T + self.up_bias
+
+    def value(self, u: Tensor) -> Tensor:
+        """Return the outputs (n, d_out)."""
+        z, v = self.preactivations(u)
+        return (self.activation.value(z) * v) @ self.down.T + self.down_bias
+
+    def slopes(self, u: Tensor) -> tuple[Tensor, Tensor]:
+        """Return φ'(z) v and φ(z), the derivatives of φ(z) v by z and by v."""
+        z, v = self.preactivations(u)
+        return self.activation.first(z) * v, self.activation.value(z)
+
+    def bends(self, u: Tensor) -> tuple[Tensor, Tensor]:
+        """Return φ''(z) v and φ'(z), the second derivatives of φ(z) v."""
+        z, v = self.preactivations(u)
+        return self.activation.second(z) * v, self.activation.first(z)
+
+    def push(self, u: Tensor, tangents: Tensor) -> Tensor:
+        """Return the derivative along tangents (n, d, k)."""
+        by_z, by_v = self.slopes(u)
+        moved = by_z[..., None] * (self.gate @ tangents) + by_v[..., None] * (self.up @ tangents)
+        return self.down @ moved
+
+    def pull(self, u: Tensor, adjoints: Tensor) -> Tensor:
+        """Return the transposed derivative of adjoints (n, d_out, k)."""
+        by_z, by_v = self.slopes(u)
+        back = self.down.T @ adjoints
+        return self.gate.T @ (by_z[..., None] * back) + self.up.T @ (by_v[..., None] * back)
+
+    def second(self, u: Tensor, tangents: Tensor, pairs: Pairs) -> Tensor:
+        """Return D²F[G, G] as quadratic forms (n, d_out, p) of tangents G (n, d, k)."""
+        bend, mixed = self.bends(u)
+        found = []
+        for b, c, G in zip(bend, mixed, tangents, strict=True):
+            dz, dv = self.gate @ G, self.up @ G
+            found.append((self.down * b) @ pairs.square(dz) + (self.down * (2 * c)) @ pairs.product(dz, dv))
+        return torch.stack(found)
+
+    def curvature(self, u: Tensor, adjoint: Tensor, tangents: Tensor) -> Tensor:
+        """Return M G: the second derivative of ⟨adjoint, value⟩ applied to tangents (n, d, k)."""
+        bend, mixed = (part * (adjoint @ self.down) for part in self.bends(u))
+        dz, dv = self.gate @ tangents, self.up @ tangents
+        by_z = bend[..., None] * dz + mixed[..., None] * dv
+        return self.gate.T @ by_z + self.up.T @ (mixed[..., None] * dz)
+
+
 class Softmax(NamedTuple):
     """What attention computes at tokens u: queries, keys, values of each head and attention weights."""
 
@@ -259,7 +393,8 @@ class Attention:
     """Multi-head softmax attention: query, key, value (H, e, d) with biases (H, e), output (H, d_out, e).
 
     ``rows`` are the tokens whose outputs are computed; ``visible`` (n, n) says which tokens a row sees, or is
-    None for all. The scale of the scores is part of the query.
+    None for all. ``turns`` (n, e, e) are rotations of each token's queries and keys, or None. The scale of
+    the scores is part of the query.
     """
 
     query: Tensor
@@ -272,11 +407,25 @@ class Attention:
     output_bias: Tensor
     rows: Tensor
     visible: Tensor | None = None
+    turns: Tensor | None = None
+
+    def _turned(self, heads: Tensor, tokens: Tensor | slice) -> Tensor:
+        """Rotate queries or keys (H, tokens, e, ...) of some tokens."""
+        return heads if self.turns is None else torch.einsum("nef,hnf...->hne...", self.turns[tokens], heads)
+
+    def query_maps(self) -> Tensor:
+        """Return the query's matrix for each head and row, with its rotation (H, rows, e, d)."""
+        return self._turned(self.query[:, None].expand(-1, len(self.rows), -1, -1), self.rows)
+
+    def key_maps(self, n: int) -> Tensor:
+        """Return the key's matrix for each head and token, with its rotation (H, n, e, d)."""
+        return self._turned(self.key[:, None].expand(-1, n, -1, -1), slice(None))
 
     def softmax(self, u: Tensor) -> Softmax:
         """Return queries, keys, values and attention weights (H, rows, n)."""
         q = torch.einsum("hed,nd->hne", self.query, u[self.rows]) + self.query_bias[:, None]
         k = torch.einsum("hed,nd->hne", self.key, u) + self.key_bias[:, None]
+        q, k = self._turned(q, self.rows), self._turned(k, slice(None))
         v = torch.einsum("hed,nd->hne", self.value_weight, u) + self.value_bias[:, None]
         scores = q @ k.mT
         if self.visible is not None:
@@ -292,6 +441,7 @@ class Attention:
         """Return the changes (H, n, e, k) of queries (rows only), keys and values along (n, d, k)."""
         dq = torch.einsum("hed,ndk->hnek", self.query, tangents[self.rows])
         dk = torch.einsum("hed,ndk->hnek", self.key, tangents)
+        dq, dk = self._turned(dq, self.rows), self._turned(dk, slice(None))
         return dq, dk, torch.einsum("hed,ndk->hnek", self.value_weight, tangents)
 
     def score_changes(self, at: Softmax, dq: Tensor, dk: Tensor) -> Tensor:
@@ -309,6 +459,9 @@ class Attention:
 
     def _back(self, n: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Return the adjoint (n, d, k) of the tokens from those of queries, keys and values."""
+        if self.turns is not None:
+            q = torch.einsum("nef,hnek->hnfk", self.turns[self.rows], q)
+            k = torch.einsum("nef,hnek->hnfk", self.turns, k)
         tokens = torch.einsum("hed,hnek->ndk", self.key, k) + torch.einsum(
             "hed,hnek->ndk", self.value_weight, v
         )
@@ -360,3 +513,7 @@ class Attention:
             torch.einsum("hijk,hie->hjek", bend, at.q) + torch.einsum("hij,hiek->hjek", slope, dq),
             torch.einsum("hijk,hie->hjek", at.weights[..., None] * t, w),
         )
+
+
+Map = Attention | FeedForward | GatedFeedForward | Norm
+"""What a stage can compute."""

@@ -6,13 +6,12 @@ import torch
 from torch import Tensor
 
 from howsmooth.bounds.radius.cubic_remainders import Expansion, cubic_remainder_of
-from howsmooth.bounds.radius.errors import Errors, Source
+from howsmooth.bounds.radius.errors import Errors, Source, partial_jacobians
 from howsmooth.bounds.radius.network import Network
 from howsmooth.bounds.radius.norms import spectral_norm
 from howsmooth.bounds.radius.pairs import Pairs
 from howsmooth.bounds.radius.remainders import Left
 from howsmooth.bounds.radius.second_order import FirstDerivatives, Losses, stage_bounds, stage_losses
-from howsmooth.bounds.radius.stages import Attention
 
 __all__ = ["ThirdOrder"]
 
@@ -21,18 +20,24 @@ class ThirdOrder:
     """m(X + δ) = m + g·δ + ½ δᵀHδ + c[δ, δ, δ] up to Σ_s (ε Σ_j ‖N_{s,j}‖ σ_{s,j} + margin_s)."""
 
     def __init__(
-        self, network: Network, x: Tensor, injection: Tensor, functional: Tensor, offset: float
+        self,
+        network: Network,
+        x: Tensor,
+        injection: Tensor,
+        functional: Tensor,
+        offset: float,
+        jacobians: list[list[Source]] | None = None,
     ) -> None:
         self.first = FirstDerivatives(network, x, injection, functional, offset)
+        jacobians = jacobians or partial_jacobians(network, self.first.states)
         pairs = Pairs(injection.shape[2])
         first = self.first
         forms = torch.zeros(*x.shape, len(pairs.i), dtype=x.dtype)
         cubic = torch.zeros(pairs.k, len(pairs.i), dtype=x.dtype)
-        sources: list[Source] = []
         self.errors: list[Errors] = []
         self.remainders = []
         for place, stage in enumerate(network.stages):
-            state, output = first.states[place], first.states[place + 1]
+            state = first.states[place]
             at = Expansion(
                 state[:, stage.branch],
                 first.tangents[place][:, stage.branch],
@@ -40,14 +45,11 @@ class ThirdOrder:
                 pairs,
                 first.own_adjoint(place),
             )
-            branch = [Source(source.jacobian[:, stage.branch]) for source in sources]
-            self.errors.append(Errors(branch, at.u))
+            self.errors.append(Errors(jacobians[place], at.u))
             remainder = cubic_remainder_of(stage.map, at)
             self.remainders.append(remainder)
             forms, own = stage.push_forms(state, first.tangents[place], forms, pairs)
             cubic += remainder.cubic + torch.einsum("ndk,ndp->kp", first.bent[place], own) / 2
-            sources = [s.pushed(stage, state, isinstance(stage.map, Attention)) for s in sources]
-            sources.append(Source.of(stage, state, output))
         self.cubic = _symmetric_norm(cubic, pairs)
 
     def __call__(self, epsilon: float) -> Losses:

@@ -17,10 +17,10 @@ from torch import Tensor, nn
 from howsmooth.attention import TokenMap, Weighting
 from howsmooth.attention.staged import Core
 from howsmooth.errors import ArgumentError, CaptureError
-from howsmooth.models.identification.without_downcast import WithoutDowncast
 from howsmooth.models.tracing.attention_hooks import intercept_softmaxes
 from howsmooth.models.tracing.module_replay import ModuleReplay, first_tensor
 from howsmooth.models.tracing.softmax_tracer import SoftmaxCall
+from howsmooth.without_downcast import WithoutDowncast
 
 __all__ = ["CopiedModule", "ReplayedAttention", "Tail"]
 

@@ -83,8 +83,8 @@ def load_embeddings(source: object) -> TokenStream:
     ----------
     source
         A ``.safetensors`` file whose tensors are sequences (n, d) or batches (batch, n, d) of tokens, in the
-        order of their names; or one such tensor. All must have the same d, and the same dtype: float32 or
-        float64.
+        order of their names; or a ``.npy`` file with one such tensor; or the tensor. All must have the same
+        d, and the same dtype: float32 or float64.
 
     Raises
     ------
@@ -100,12 +100,13 @@ def load_embeddings(source: object) -> TokenStream:
         path = Path(source).expanduser()
         name, where = path.stem, str(path)
         try:
-            tensors = load_file(path)
-        except (OSError, SafetensorError, ValueError) as error:
-            raise ArgumentError(where, expected="a .safetensors file", got=reason(error)) from error
+            npy = path.suffix.lower() == ".npy"
+            tensors = {"": torch.as_tensor(read_array(path))} if npy else load_file(path)
+        except (OSError, SafetensorError, TypeError, ValueError) as error:
+            raise ArgumentError(where, expected="a .npy or .safetensors file", got=reason(error)) from error
     else:
         raise ArgumentError(
-            "embeddings", expected="a .safetensors file or a tensor", got=type(source).__name__
+            "embeddings", expected="a .npy or .safetensors file, or a tensor", got=type(source).__name__
         )
     sequences = [one for key in sorted(tensors) for one in _sequences(tensors[key], f"{where}: {key}")]
     if not sequences:

@@ -8,6 +8,7 @@ import json
 import os
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -80,6 +81,12 @@ class LoadedModel:
     obstacle: str = ""
     #: How images or audio become inputs of the model; None for other models.
     preparation: ImagePreparation | AudioPreparation | None = None
+
+    @property
+    def label(self) -> str:
+        """The name for titles: that of the folder, without its path, for a model of a folder."""
+        path = Path(self.name).expanduser()
+        return path.resolve().name if path.is_dir() else self.name
 
     def __repr__(self) -> str:
         found = f"{self.layers} layers of {self.heads} heads" if self.layers else "no attention found"
@@ -296,7 +303,8 @@ def _built(
     if lost:
         raise ModelError(
             f"The weights of {place.name!r} are incomplete for {type(model).__name__}: {lost[0]} and "
-            f"{len(lost) - 1} more are missing. Choose a complete checkpoint, or random_init."
+            f"{len(lost) - 1} more are missing. Choose a complete checkpoint, or random_init. "
+            "A model whose layers were replaced is profiled by hs.profile(model, text, tokenizer=...)."
         )
     if not path:
         _refuse_several(place, model)
@@ -408,7 +416,7 @@ _GIVEN = {
     "audio": "audio (--audio)",
     "embeddings": "embedded tokens (--embeddings)",
 }
-_TOKEN_IDS = "Give token ids instead of text (howsmooth measure --tokens FILE)."
+_TOKEN_IDS = "Give token ids instead of text: --tokens FILE, or the key tokens of a plan file."
 
 
 def _tokenizer(

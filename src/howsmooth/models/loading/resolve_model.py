@@ -132,7 +132,9 @@ def find(name: str, *, random_init: bool) -> Place:
     is_type = random_init and name in CONFIG_MAPPING
     if path.exists() and not is_type:
         what = "holds no model (no config.json)" if path.is_dir() else "is a file, not the folder of a model"
-        raise ModelError(f"{name!r} {what}. {_remedy(name)}")
+        inside = sorted(one.parent.name for one in path.glob("*/config.json"))
+        hint = f" Models are in the folders {', '.join(inside)} inside." if inside else ""
+        raise ModelError(f"{name!r} {what}.{hint} {_remedy(name)}")
     if looks_like_path:
         raise ModelError(f"There is no folder {name!r}. {_remedy(name)}")
     offline = not hub_reachable()

@@ -22,7 +22,7 @@ _PROBE = "The cat sat on a mat, and it was all that it had to do."
 
 
 class Tokenizer:
-    """A tokenizer of transformers that adds no special tokens.
+    """A tokenizer of transformers that adds no special tokens unless asked.
 
     Parameters
     ----------
@@ -37,13 +37,13 @@ class Tokenizer:
         self._backend = backend
         self._obstacle = obstacle
 
-    def encode(self, text: str) -> list[int]:
-        """Return the token ids of a text, without special tokens."""
+    def encode(self, text: str, *, special: bool = False) -> list[int]:
+        """Return the token ids of a text, by default without special tokens."""
         if self._backend is None:
             raise ModelError(self._obstacle)
         # verbose=False: no warning about texts longer than the model, since they are cut into sequences
         # later.
-        ids = self._backend(text, add_special_tokens=False, verbose=False)["input_ids"]
+        ids = self._backend(text, add_special_tokens=special, verbose=False)["input_ids"]
         return [int(i) for i in ids]
 
     def located(self, text: str) -> tuple[list[int], list[int]]:

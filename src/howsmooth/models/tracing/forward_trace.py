@@ -256,7 +256,7 @@ class _ForwardTracer:
                 raise StopForward
 
     def on_softmax(self, softmax: SoftmaxCall) -> None:
-        """Add a softmax to the attention layer that is running, or start a new layer with it."""
+        """Record a softmax of the attention module that runs; its first softmax begins a new layer."""
         if not self.stack:
             return
         innermost = self.stack[-1]

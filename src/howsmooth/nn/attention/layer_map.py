@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from howsmooth.attention import TokenMap
-from howsmooth.attention.weighting import Weighting
+from howsmooth.attention.atom_weights import Weighting
 from howsmooth.errors import ArgumentError
 
 __all__ = ["LayerMap"]

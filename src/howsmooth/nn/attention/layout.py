@@ -15,7 +15,7 @@ from torch import Tensor
 from howsmooth.attention import SelfAttention
 from howsmooth.bounds.mask_rows import VisibleRows, visible_rows
 from howsmooth.bounds.softmax_layer import any_boolean_mask
-from howsmooth.nn.attention.masks import Masking
+from howsmooth.nn.attention.accepted_masks import Masking
 
 __all__ = ["Parts", "rows_of"]
 

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from howsmooth.errors import HowsmoothError
+from howsmooth.nn.checks import look
 
 __all__ = ["Remembered", "divided", "log_value"]
 
@@ -42,10 +43,16 @@ class Remembered:
         same = key == self._key and len(tensors) == len(self._weights)
         if not same or not all(map(_same, tensors, self._weights)):
             self._value = compute()
-            # Graphs take the number as a tensor, so that they follow it when it is computed again.
-            self._number = torch.tensor(self._value, dtype=torch.float64)
-            self._key, self._weights = key, tuple(tensor.clone() for tensor in tensors)
+            self._key, self._weights = key, ()
+            for tensor in tensors:
+                # A tensor made within a function transform, such as torch.func.jacrev, dies with it.
+                look(tensor, self._keep)
         return self._value
+
+    def _keep(self, weight: Tensor) -> None:
+        """Keep a copy of one weight, and the number as a tensor, which graphs follow."""
+        self._weights += (weight.clone(),)
+        self._number = torch.tensor(self._value, dtype=torch.float64)
 
     def recorded(self, weights: Mapping[str, Tensor], key: object) -> Tensor:
         """Return the last number for a graph that is being recorded; the graph asserts that it still holds.

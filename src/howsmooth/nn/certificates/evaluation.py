@@ -30,7 +30,7 @@ _SLACK = 1e-12
 _CLIP = "(clip)"
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class Evaluation:
     """The certified radii and predictions of a classifier at some inputs.
 
@@ -65,6 +65,33 @@ class Evaluation:
         if not self.labelled:
             return None
         return int((self.table["predicted"] == self.table["label"]).sum())
+
+    @property
+    def reach(self) -> float:
+        """The largest norm that a token has in some input within the certified radius of one of these inputs.
+
+        Beyond ``radius`` nothing is proved without ``clip``. An evaluation with this radius covers all.
+        """
+        return float((self.table["longest"] + self.table["certified_radius"].clip(lower=0)).max())
+
+    def __repr__(self) -> str:
+        total, radii = len(self.table), self.table["certified_radius"]
+        where = "clipped to norm" if math.isinf(self.certificate.radius) else "of norm at most"
+        lines = [
+            f"Lipschitz constant at most {self.certificate.constant:.6g} on {self.certificate.length} tokens "
+            f"{where} {self.radius:.6g}",
+            f"{total} inputs, the longest token of norm {self.table['longest'].max():.4g}"
+            + (f"; {self.correct} of the class of their label" if self.labelled else ""),
+            f"{self.certified(0.0)} with a certified radius: median of all {radii.median():.4g}, largest "
+            f"{radii.max():.4g}",
+        ]
+        if self.reach > self.certificate.radius:
+            lines.append(
+                f"Within their certified radius tokens reach the norm {self.reach:.4g}, and beyond "
+                f"{self.radius:.6g} nothing is proved: radius={1.001 * self.reach:.4g} covers all, as does "
+                "clip=True."
+            )
+        return "\n".join(lines)
 
     def certified(self, radius: float) -> int:
         """Return how many inputs provably keep the class of their label within a radius.

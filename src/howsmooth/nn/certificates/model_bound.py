@@ -72,6 +72,13 @@ def certify(
     reach = check_ball(radius)
     for path, module in model.named_modules():
         _check(module, path)
+    if isinstance(inputs, Tensor) and not inputs.is_floating_point():
+        raise ArgumentError(
+            "inputs",
+            expected="floating-point numbers",
+            got=f"{inputs.dtype}, shape {tuple(inputs.shape)}",
+            remedy="Certify the part of the model behind its embedding, on embedded tokens.",
+        )
     if inputs is None:
         found = walk(model, length, reach)
     else:

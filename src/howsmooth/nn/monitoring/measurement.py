@@ -31,7 +31,7 @@ from howsmooth.nn.monitoring.record import MonitorRecord
 from howsmooth.nn.monitoring.statistics import ScoreStatistics, score_norm
 from howsmooth.nn.monitoring.weight_locations import SCOPES, Reading, reading_of
 
-__all__ = ["Accuracy", "Readings", "measured"]
+__all__ = ["Accuracy", "Readings", "check_layers", "measured"]
 
 
 @dataclass(frozen=True)
@@ -138,6 +138,19 @@ def measured(
         return [replace(blank, failure=_reason(error), seconds=time.process_time() - began)]
 
 
+def check_layers(model: nn.Module, probes: Probes, layers: Sequence[int]) -> None:
+    """Raise ArgumentError if the model has no such layers at the first probe input.
+
+    A model that cannot be run now is not checked; its measurement says why.
+    """
+    with unmarked(model):
+        try:
+            places, _ = _places(model, probes.of_model(model)[0])
+        except Exception:
+            return
+    _indices(layers, len(places))
+
+
 class _Moved(Exception):  # noqa: N818 - not a failure: other inputs without padding may follow
     """A layer has other tokens, or another output, without the padding; holds the layer in words."""
 
@@ -186,7 +199,8 @@ class _Measurement:
             return parts
         raise CaptureError(
             f"The tokens of {moved} in sequence {key[1]} of the probes are not the same without the padding, "
-            "nor with the positions of the real tokens. Give probes of one length at a time."
+            "nor with the positions of the real tokens. This also happens if the model's own code switches "
+            "autocast on. Give probes of one length at a time."
         )
 
     def _parts(

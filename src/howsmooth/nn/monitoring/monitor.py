@@ -16,7 +16,7 @@ from howsmooth.errors import ArgumentError
 from howsmooth.models.loading.load import LoadedModel
 from howsmooth.nn.monitoring.gathered_model import gathered, unwrapped
 from howsmooth.nn.monitoring.logging import RecordFile, ScalarWriter, write_scalars
-from howsmooth.nn.monitoring.measurement import Accuracy, Readings, measured
+from howsmooth.nn.monitoring.measurement import Accuracy, Readings, check_layers, measured
 from howsmooth.nn.monitoring.probe_inputs import ProbeInputs, Probes
 from howsmooth.nn.monitoring.record import MonitorRecord, table
 from howsmooth.scopes import SCOPES
@@ -64,7 +64,8 @@ class LipschitzMonitor:
         Path of a file that ends in ``.jsonl`` or ``.csv``, to which rows are appended.
     layers
         Indices of the layers to measure, in the order of the forward pass; negative ones count from the end.
-        The default is all self-attention layers.
+        The default is all self-attention layers. If layers are given, the model is run on the first probe
+        input, to refuse a layer that it does not have.
     scope
         The part of a layer that is measured, as for :func:`~howsmooth.models.capture`, except ``"head"``.
     rtol, confidence, max_iterations
@@ -73,7 +74,7 @@ class LipschitzMonitor:
         Seed of the random starts, which differ between steps and between layers.
     strict
         Whether to raise errors of a measurement. By default a layer that fails gets a row with the reason in
-        ``failure``, and training goes on.
+        ``failure``, with a warning at its first failure, and training goes on.
 
     Attributes
     ----------
@@ -139,6 +140,11 @@ class LipschitzMonitor:
         self._accuracy = Accuracy(float(rtol), float(confidence), max_iterations, seed)
         self._steps = 0
         self._readings = Readings()
+        self._failed: set[int | None] = set()
+        if self.layers is not None:
+            with gathered(self.trained, self.model) as runs_here:
+                if runs_here:
+                    check_layers(self.model, self.probes, self.layers)
 
     def step(self, step: int | None = None) -> list[MonitorRecord]:
         """Count an optimizer step, and measure if the number of steps is a multiple of ``every``.
@@ -158,8 +164,15 @@ class LipschitzMonitor:
         return self.measure(self._steps) if self._steps % self.every == 0 else []
 
     def measure(self, step: int | None = None) -> list[MonitorRecord]:
-        """Measure now, without counting a step, for instance before the first step; return the records."""
-        at = self._steps if step is None else _checked_step(step)
+        """Measure now, for instance before the first step, and return the records.
+
+        Parameters
+        ----------
+        step
+            Number of steps so far, from which :meth:`step` goes on; by default the steps that were counted.
+
+        """
+        self._steps = at = self._steps if step is None else _checked_step(step)
         with gathered(self.trained, self.model) as runs_here:
             if not runs_here:
                 return []
@@ -176,6 +189,12 @@ class LipschitzMonitor:
         for record in rows:
             self.records.append(record)
             self._send(record)
+            if record.failure and record.layer not in self._failed:
+                self._failed.add(record.layer)
+                where = "the model" if record.layer is None else f"layer {record.layer} ({record.name})"
+                warnings.warn(
+                    f"The monitor could not measure {where} at step {at}: {record.failure}", stacklevel=3
+                )
         return rows
 
     def attach(self, optimizer: torch.optim.Optimizer) -> RemovableHandle:

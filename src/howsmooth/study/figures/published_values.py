@@ -72,8 +72,8 @@ def _draw(model: str, text: str, family: pd.DataFrame, exponents: pd.DataFrame, 
                 color=colour,
                 linewidth=1.7,
             )
-            interval = f"{decimal(fit['low'], 2)}, {decimal(fit['high'], 2)}"
-            words.append(f"{label}: $n^{{{decimal(fit['slope'], 2)}}}$ [{interval}]")
+            interval = f"{decimal(fit['low'], 3)}, {decimal(fit['high'], 3)}"
+            words.append(f"{label}: $n^{{{decimal(fit['slope'], 3)}}}$ [{interval}]")
         axis.set_title("\n".join(words), fontsize=9)
         axis.set_xlabel("sequence length n (tokens)")
         set_axis(axis, "x", shown["n"], whole=True)

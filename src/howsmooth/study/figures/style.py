@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import functools
+import hashlib
 import math
 from collections.abc import Callable, Sequence
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -19,6 +22,7 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.patheffects import Normal, Stroke
 from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
+from PIL import Image
 
 from howsmooth.study.axis_ticks import linear_ticks, log_ticks, number
 from howsmooth.study.exponents import Exponent
@@ -26,8 +30,8 @@ from howsmooth.study.progress_listener import Listener
 
 __all__ = [
     "COLOURS", "FIT_COLOUR", "GREY", "REFERENCE_SLOPES", "STYLE", "Files", "Slopes", "add_colourbar",
-    "draw_cells", "draw_each", "draw_guides", "guide_handles", "literal", "logarithmic", "new_figure",
-    "new_panels", "save", "set_axis", "set_bar_ticks",
+    "draw_cells", "draw_each", "draw_guides", "drawing_code", "guide_handles", "is_current", "literal",
+    "logarithmic", "new_figure", "new_panels", "save", "set_axis", "set_bar_ticks",
 ]  # fmt: skip
 
 STYLE: dict[Any, Any] = {
@@ -109,7 +113,7 @@ def draw_guides(axis: Axes, fit: Exponent, slopes: Slopes = REFERENCE_SLOPES) ->
         )
     halo = [Stroke(linewidth=3.2, foreground="white"), Normal()]
     fitted = [fit.at(end) for end in ends]
-    axis.plot(ends, fitted, color=FIT_COLOUR, linewidth=1.7, zorder=4, path_effects=halo)
+    axis.plot(ends, fitted, color=FIT_COLOUR, linewidth=1.7, zorder=1.5, path_effects=halo)
 
 
 def guide_handles(
@@ -187,14 +191,39 @@ def literal(words: str) -> str:
     return words.replace("\\", "\\\\").replace("$", r"\$")
 
 
-def save(figure: Figure, folder: Path, stem: str, title: str) -> Files:
-    """Write a figure as PNG and PDF, and return their paths. The same numbers give the same files."""
+def save(figure: Figure, folder: Path, stem: str, title: str, source: str = "") -> Files:
+    """Write a figure as PNG and PDF, and return their paths. The same numbers give the same files.
+
+    ``source`` identifies what the figure was drawn from, for :func:`is_current`.
+    """
     png, pdf = folder / f"{stem}.png", folder / f"{stem}.pdf"
-    figure.savefig(png, metadata={"Title": _latin(title), "Software": "howsmooth"})
+    # The PNG gets its name last, so that one with this source is whole and has its PDF beside it.
+    partial = folder / f".{stem}.partial"
+    described = {"Title": _latin(title), "Software": "howsmooth"} | ({"Source": source} if source else {})
+    figure.savefig(partial, format="png", metadata=described)
     figure.set_layout_engine("none")  # keep the layout: computing it again takes as long as drawing
     # Without a date, the same store gives the same file.
     figure.savefig(pdf, metadata={"Title": _latin(title), "Creator": "howsmooth", "CreationDate": None})
+    partial.replace(png)
     return png, pdf
+
+
+def is_current(folder: Path, stem: str, source: str) -> bool:
+    """Return whether :func:`save` wrote this figure from this source."""
+    try:
+        with Image.open(folder / f"{stem}.png") as image:
+            return image.info.get("Source") == source and (folder / f"{stem}.pdf").exists()
+    except OSError:  # no such file, or no image
+        return False
+
+
+@functools.cache
+def drawing_code() -> str:
+    """Return a digest of the code that draws, which changes with each version of it."""
+    digest = hashlib.sha256(version("matplotlib").encode())
+    for path in sorted(Path(__file__).parent.glob("*.py")):
+        digest.update(path.read_bytes())
+    return digest.hexdigest()
 
 
 def _latin(words: str) -> str:

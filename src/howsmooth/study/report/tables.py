@@ -36,9 +36,9 @@ def headline(rows: pd.DataFrame, exponents: pd.DataFrame) -> str:
     if not good:
         return f"{values} over {span}. There are too few lengths to fit an exponent."
     first, last = good[0], good[-1]
-    least, most = decimal(first["slope"], 2), decimal(last["slope"], 2)
+    least, most = decimal(first["slope"], 3), decimal(last["slope"], 3)
     if len(good) == 1:
-        interval = f"{CONFIDENCE} interval {decimal(first['low'], 2)} to {decimal(first['high'], 2)}"
+        interval = f"{CONFIDENCE} interval {decimal(first['low'], 3)} to {decimal(first['high'], 3)}"
         return f"The constant grows like n to the power {least} ({interval}) over {span}. {values}."
     powers = f"of about {least} in all layers and heads"
     if least != most:

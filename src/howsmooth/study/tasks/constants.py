@@ -116,7 +116,7 @@ class ConstantsTask(SequenceTask[Key]):
         )
 
     def _sequence(self) -> SequenceRecord:
-        """Return the tokens of sample 0 as a row of the store; the report shows them with sensitivities."""
+        """Return the tokens of sample 0 as a row of the store, for the report on sensitive tokens."""
         assert self.data is not None
         where = (self.model, self.subject.text.name, self.n, 0, self.starts[0])
         return SequenceRecord(*where, self.data.place, self.data.words)

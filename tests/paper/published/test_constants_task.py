@@ -16,8 +16,8 @@ import pytest
 from howsmooth.cli import main
 from howsmooth.errors import ArgumentError, CaptureError
 from howsmooth.paper.published import ITEMS
-from howsmooth.paper.published import task as published_task
-from howsmooth.paper.published.task import published_left
+from howsmooth.paper.published import constants_task as published_task
+from howsmooth.paper.published.constants_task import published_left
 from howsmooth.study.plan import ModelSpec
 from howsmooth.study.published_values import compare, quantities, read_rows
 from howsmooth.study.records import PublishedValue

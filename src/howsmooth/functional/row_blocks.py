@@ -177,7 +177,7 @@ class BlockMap:
     kept: int = 0
 
     def targets(self, block: Block, extra: Shape = ()) -> tuple[Shape, ...]:
-        """Return the shapes of the parts of the results that one block computes.
+        """Return the shape of the part of each result that one block computes.
 
         The axes ``extra`` are put in front of each shape.
         """
@@ -294,13 +294,13 @@ class BlockMap:
 
 
 def _merged(tensors: tuple[Tensor, ...], which: Flags, some: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-    """Return ``tensors`` with the tensors that ``which`` marks replaced by ``some``, in order."""
+    """Return ``tensors``, where the entries of ``some`` replace those that ``which`` marks, in order."""
     others = iter(some)
     return tuple(next(others) if w else t for t, w in zip(tensors, which, strict=True))
 
 
 def _old_vmap_level() -> int:
-    """Return how many calls of the vmap of ``torch.autograd.functional`` are around this one."""
+    """Return the number of nested calls of the vmap of ``torch.autograd.functional`` that are active."""
     level: int = torch._C._vmapmode_increment_nesting()
     torch._C._vmapmode_decrement_nesting()
     return level - 1
@@ -382,11 +382,11 @@ _apply_function: Callable[..., tuple[Tensor, ...]] = _OverBlocks.apply
 
 
 def _apply(function: BlockMap, *tensors: Tensor) -> tuple[Tensor, ...]:
-    """Return the results of the autograd function; axes of PyTorch's older vmap become axes in front.
+    """Return the results of the autograd function, also within PyTorch's older vmap.
 
-    ``torch.autograd.functional`` and ``gradcheck`` use that vmap. It wraps tensors that may require
-    gradients, so its axes are taken off and put back outside of the autograd function, which would not
-    record them.
+    ``torch.autograd.functional`` and ``gradcheck`` use that vmap, which wraps tensors that may require
+    gradients. An autograd function does not record the wrapping, so the axes of this vmap become axes in
+    front before the function is applied, and are put back on its results.
     """
     if not any(map(torch._C._functorch.is_legacy_batchedtensor, tensors)):
         return _apply_function(function, *tensors)
@@ -394,7 +394,7 @@ def _apply(function: BlockMap, *tensors: Tensor) -> tuple[Tensor, ...]:
 
 
 def _apply_in_old_vmap(level: int, function: BlockMap, *tensors: Tensor) -> tuple[Tensor, ...]:
-    """Take the axes of the levels up to ``level`` off the tensors, and put them back on the results."""
+    """Apply ``function`` within ``level`` calls of the older vmap, whose axes become axes in front."""
     if level == 0:
         return _apply(function, *tensors)
     # A tensor without an axis of this level gets one of length 1.

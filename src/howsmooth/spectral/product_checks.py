@@ -13,9 +13,9 @@ __all__ = ["check_finite", "checked_rounding"]
 
 
 def checked_rounding(operator: LinearOperator) -> np.ndarray:
-    """Return the relative rounding error of each map's norm.
+    """Return the relative rounding error of each map's norm, after checking that each is below 0.1.
 
-    Raise NonFiniteError if it leaves no digit.
+    Raise NonFiniteError otherwise, because no digit of such a norm is known.
     """
     slack: np.ndarray = operator.rounding.numpy()
     if operator.proved is not None:

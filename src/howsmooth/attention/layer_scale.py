@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from howsmooth.attention.atom_weights import Weighting
 from howsmooth.attention.map import TokenMap, as_parameter
-from howsmooth.attention.weighting import Weighting
 
 __all__ = ["LayerScale"]
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from howsmooth.models.identification.without_downcast import WithoutDowncast
+from howsmooth.without_downcast import WithoutDowncast
 
 NARROW = torch.ones(3)
 

@@ -1,12 +1,12 @@
-"""Checks that an attention has plain scores ⟨q_i, k_j⟩ and known matrices, as bounds and attacks need."""
+"""Checks of what bounds and attacks need of an attention: plain scores ⟨q_i, k_j⟩ and known matrices."""
 
 from __future__ import annotations
 
 from howsmooth.attention.compositions import Compose, Residual
 from howsmooth.attention.l2_attention import L2Attention
+from howsmooth.attention.layer_scale import LayerScale
 from howsmooth.attention.map import TokenMap
 from howsmooth.attention.norm_layers import LayerNorm, RMSNorm
-from howsmooth.attention.scaling import LayerScale
 from howsmooth.attention.self_attention import SelfAttention
 from howsmooth.attention.sinkhorn_attention import SinkhornAttention
 from howsmooth.attention.staged import StagedAttention
@@ -54,9 +54,9 @@ def require_plain_scores(f: object, what: str, *, argument: str = "attention") -
 
 
 def require_formula(f: object, what: str, *, argument: str = "attention") -> None:
-    """Raise ArgumentError unless the weight matrices of every map in ``f`` are known.
+    """Raise ArgumentError if a map in ``f`` is given by code, and not by a known formula and its parameters.
 
-    A model's own module, for example, is given by its code.
+    A module of a model, for example, is given by code.
 
     The parameters are the same as in :func:`require_plain_scores`.
     """

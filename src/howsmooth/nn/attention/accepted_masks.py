@@ -51,7 +51,7 @@ class Masking:
 
     @classmethod
     def read(cls, mask: object, length: int) -> Masking:
-        """Read the argument ``mask`` with which a layer was built.
+        """Return the accepted masks for the argument ``mask`` of a layer's constructor.
 
         It is the name of a kind of masks, or a boolean matrix (length, length), True where a query (row) must
         not see a key (column).

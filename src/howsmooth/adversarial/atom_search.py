@@ -154,7 +154,7 @@ def _search(
 
 @dataclass(frozen=True, eq=False)
 class _Problem:
-    """The numbers of copies of each atom, and the factors that they put on the Jacobian.
+    """The numbers of copies of each atom, as weights in the softmax and as factors of the Jacobian.
 
     They stay fixed while a search moves the atoms. ``row_atom`` says which atom each row belongs to.
     ``log_counts`` has the logarithm of how often each row sees each atom. ``row_weight`` and

@@ -23,13 +23,12 @@ __all__ = ["BlockNorms", "block_norms", "sequence_jacobian"]
 _PAIRS = 256
 # Products with the adjoint that PyTorch makes together.
 _TOGETHER = 32
-# Blocks with smaller attention weights may leave the range of float32.
-_FAINT = 2.0**-40
 # The error of float32 products shows how far the terms of a block cancel: float64 products err by that, times
 # the operator's relative rounding error as a multiple of the unit of float32, times this margin. A weight
 # P = e^s is as uncertain as s, by up to 4 units of rounding times the largest score κ (as in
 # ``WeightedSoftmaxDerivative.rounding``), and the operator's error contains κ / 25.
 _MARGIN = 100.0
+_SMALLEST = torch.finfo(torch.float64).tiny
 
 
 @dataclass(frozen=True)
@@ -44,16 +43,28 @@ class BlockNorms:
 
     @classmethod
     def zeros(cls, outputs: int, n: int) -> BlockNorms:
-        """Return the norms of blocks that are zero."""
+        """Return zero for every norm; :meth:`write` then overwrites those of the nonzero blocks."""
         value, lower, upper = torch.zeros(3, outputs, n, dtype=torch.float64)
         steps = torch.zeros(outputs, n, dtype=torch.int64)
         return cls(value, lower, upper, torch.ones(outputs, n, dtype=torch.bool), steps)
 
-    def write(self, rows: Tensor, columns: Tensor, found: LeadingTriplet, error: Tensor, rtol: float) -> None:
-        """Write the norms of some blocks, with intervals widened by an absolute ``error`` on each side."""
+    def write(
+        self,
+        rows: Int[Tensor, " pairs"],
+        columns: Int[Tensor, " pairs"],
+        found: LeadingTriplet,
+        error: Float[Tensor, " pairs"],
+        rtol: float,
+        factor: Float[Tensor, " pairs"] | float = 1.0,
+    ) -> None:
+        """Write the norms of some blocks, given the norms of these blocks times ``factor``.
+
+        Intervals are widened by ``error`` on each side.
+        """
         lower, upper = (found.lower - error).clamp_min(0.0), found.upper + error
         place = rows.cpu(), columns.cpu()
-        self.value[place], self.lower[place], self.upper[place] = found.sigma, lower, upper
+        for field, of_scaled in ((self.value, found.sigma), (self.lower, lower), (self.upper, upper)):
+            field[place] = of_scaled / factor
         self.converged[place] = upper - lower <= rtol * found.sigma
         self.iterations[place] = found.steps
 
@@ -64,17 +75,17 @@ def block_norms(
     dtype: torch.dtype,
     solver: Solver,
 ) -> BlockNorms:
-    """Measure the norms of the blocks of some output tokens.
+    """Measure the norm of the block ∂y_i/∂x_j for each of some outputs i and every input j.
 
     Parameters
     ----------
     jacobian
-        The blocks in closed form, which are iterated in tiles of pairs of tokens; or the Jacobian of one
-        sequence as an operator, of which all rows of one output token at a time are formed.
+        The blocks in closed form, which are measured in tiles of pairs of tokens; or the Jacobian of one
+        sequence as an operator, whose rows are formed as matrices for one output token at a time.
     outputs
         The output tokens.
     dtype
-        The dtype of the iterations with closed forms, whose verdict is in float64.
+        The dtype of the solver with blocks in closed form; its results are checked in float64.
     solver
         The solver, with a seed for each input token times the number of outputs.
 
@@ -99,7 +110,7 @@ def sequence_jacobian(f: Callable[[Tensor], Tensor], x: Float[Tensor, "n d"]) ->
 
 
 def _cut(pairs: Int[Tensor, " pairs"]) -> Iterator[Tensor]:
-    """Yield the pairs in tiles; nothing if there are none."""
+    """Yield the pairs in tiles of limited size; yield nothing if there are no pairs."""
     return iter(pairs.split(_PAIRS) if len(pairs) else ())
 
 
@@ -110,21 +121,30 @@ def _of_tiles(blocks: TokenBlocks, outputs: Tensor, dtype: torch.dtype, solver: 
     weights = blocks.weights()[outputs]
     norms = BlockNorms.zeros(*weights.shape)
     row, j = torch.nonzero(weights, as_tuple=True)
-    i, faint = outputs[row], weights[row, j] < _FAINT
-    # Blocks of the diagonal have tiles of their own, and faint blocks are iterated in float64.
-    for some, of_some in ((i == j, dtype), ((i != j) & ~faint, dtype), (faint, torch.float64)):
+    i, weights = outputs[row], weights[row, j]
+    # Powers of two, which scale without rounding, keep the squares of faint blocks in range.
+    factor = torch.exp2(-torch.log2(weights).round().clamp_min(-1000.0))
+    for some in (i == j, i != j):  # the blocks of the diagonal have tiles of their own
         for part in _cut(torch.nonzero(some)[:, 0]):
-            members = (row[part] * weights.shape[1] + j[part]).tolist()
-            found, error = _of_tile(blocks, i[part], j[part], members, of_some, solver)
-            norms.write(row[part], j[part], found, error, solver.rtol)
+            members = (row[part] * norms.value.shape[1] + j[part]).tolist()
+            found, error = _of_tile(blocks, i[part], j[part], factor[part], dtype, members, solver)
+            # Below the smallest normal number, a weight has no digits.
+            error = torch.where(weights[part].cpu() < _SMALLEST, found.upper, error)
+            norms.write(row[part], j[part], found, error, solver.rtol, factor[part].cpu())
     return norms
 
 
 def _of_tile(
-    blocks: TokenBlocks, i: Tensor, j: Tensor, members: Sequence[int], dtype: torch.dtype, solver: Solver
+    blocks: TokenBlocks,
+    i: Tensor,
+    j: Tensor,
+    factor: Tensor,
+    dtype: torch.dtype,
+    members: Sequence[int],
+    solver: Solver,
 ) -> tuple[LeadingTriplet, Float[Tensor, " pairs"]]:
-    """Return the leading triplets of some blocks, and their absolute rounding errors."""
-    exact, single = blocks.tile(i, j, (torch.float64, torch.float32))
+    """Return the leading singular triplets of the blocks J_ij times ``factor``, and their rounding errors."""
+    exact, single = blocks.tile(i, j, factor, (torch.float64, torch.float32))
     found = _leading(exact if dtype == torch.float64 else single, members, solver)
     if dtype != torch.float64:
         found = verdict(single, exact, found, members, solver)

@@ -97,12 +97,11 @@ class Pair:
         return math.fsum(math.exp(float(logsumexp(logs)) / self.p) for logs in light)
 
     def matched(self) -> Answer | None:
-        """Return the answer if it is easily seen that each atom should move to its counterpart.
+        """Return the answer if moving each atom x_i to y_i is plainly optimal; otherwise return None.
 
-        Atom x_i has the counterpart y_i. Otherwise the result is None. The weights must be equal in the given
-        order, and each y_i must be the nearest atom of ``y`` to x_i. Then W_p^p = Σ a_i |x_i − y_i|^p. The
-        potentials are min_j |x_i − y_j|^p and zero. Sums are formed from logarithms, so weights of any size
-        count.
+        This is so if both measures have the same weights in the same order, and each y_i is the atom of ``y``
+        that is nearest to x_i. Then W_p^p = Σ a_i |x_i − y_i|^p. The potentials are min_j |x_i − y_j|^p and
+        zero. Sums are formed from logarithms, so weights of any size count.
         """
         if not np.array_equal(self.log_a, self.log_b):
             return None
@@ -125,7 +124,7 @@ class Pair:
         )
 
     def _own_is_nearest(self, own: Float[ndarray, " n"]) -> bool:
-        """Tell whether each atom x_i has its counterpart y_i as a nearest atom of ``y``, up to rounding."""
+        """Tell whether y_i is, for each i, an atom of ``y`` nearest to x_i, up to rounding."""
         if self.x.shape[1] == 1:
             # In one dimension a tree avoids the matrix of all distances.
             nearest, _ = cKDTree(self.y).query(self.x)
@@ -155,7 +154,7 @@ class Pair:
 
     @property
     def noise(self) -> float:
-        """How far from zero the distance W_p may be only because the weights were rounded.
+        """The distance W_p that rounding of the weights alone can cause.
 
         It is at most ((n + m) ε)^{1/p}. For large p this number is not small. It is therefore limited to 1e-6
         (``NEGLIGIBLE``).

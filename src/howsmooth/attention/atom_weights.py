@@ -16,7 +16,7 @@ __all__ = ["EarlierAtoms", "Weighting"]
 
 @dataclass(frozen=True, eq=False)
 class Weighting:
-    """The weights and positions of the n atoms of a discrete measure, by which attention acts on the measure.
+    """The weights and positions of the n atoms of a discrete measure on which attention acts.
 
     Parameters
     ----------

@@ -14,8 +14,8 @@ from typing import TypeVar
 
 from torch import Tensor
 
-from howsmooth.functional.blocks import Block, BlockMap, Flags, Part, Shape, reduced
 from howsmooth.functional.fused import KEPT, Kept, Kernels
+from howsmooth.functional.row_blocks import Block, BlockMap, Flags, Part, Shape, reduced
 from howsmooth.functional.softmax import PARTS, Scores, adjoint, over_keys, second, tangent, weights
 
 __all__ = ["attention_map"]

@@ -32,7 +32,7 @@ from howsmooth.errors import ArgumentError, CaptureError, ModelError
 from howsmooth.models import load_model
 from howsmooth.models.datasets import ImageDataset, dataset_of, image_inputs
 from howsmooth.models.inputs.builtin_images import BUILTIN_SIDE
-from howsmooth.models.inputs.images import load_images
+from howsmooth.models.inputs.image_sources import load_images
 from howsmooth.models.loading.processors import image_preparation
 from howsmooth.models.loading.resolve_model import Place
 
@@ -110,7 +110,7 @@ def test_a_folder_gives_its_images_in_order_and_passes_over_the_rest(tmp_path: P
 
 
 def test_a_whole_disk_is_no_folder_of_images(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("howsmooth.models.inputs.images._MOST_ENTRIES", 3)
+    monkeypatch.setattr("howsmooth.models.inputs.image_sources._MOST_ENTRIES", 3)
     for name in "abcd":
         (tmp_path / name).touch()
     with pytest.raises(ArgumentError, match="the images themselves"):

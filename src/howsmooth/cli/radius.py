@@ -1,0 +1,157 @@
+"""The command ``howsmooth radius``: how far each word may move before a classifier may change its answer."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import typer
+
+from howsmooth.cli.one_input import OneInputPlan
+from howsmooth.cli.options import JsonOption, SilentOption, as_typed, command
+from howsmooth.cli.plan_execution import INTERRUPTED
+from howsmooth.cli.progress import shown_progress
+from howsmooth.errors import ArgumentError
+from howsmooth.study.options import HOW, choice, flag, number, option, whole, words
+from howsmooth.study.plan import Execution
+
+__all__ = ["RadiusPlan", "radius"]
+
+_EXAMPLES = (
+    "Each token moves alone, or all jointly, and a radius is proved within which the model's answer stays "
+    "the same, up to rounding of float64. The radii are printed; a page with the text coloured by them, a "
+    "figure and a table are written into --out. MODEL is a classifier.",
+    "Examples:",
+    "[cyan]howsmooth radius ./model --text letter.txt[/]  every token of a text",
+    "[cyan]howsmooth radius ./model --text letter.txt --seconds 600[/]  then ten minutes in third order",
+    "[cyan]howsmooth radius ./model --tokens ids.json --jointly --norm inf[/]  all tokens at once",
+    "[cyan]howsmooth radius ./model --embeddings x.npy --order 3 --json[/]  embedded tokens",
+    "Run the same command again to continue after an interruption.",
+)
+
+
+@dataclass(frozen=True)
+class RadiusPlan(OneInputPlan):
+    """The model, the input, and what moves."""
+
+    embeddings: str | None = option(
+        None,
+        words(place=True),
+        "Embedded tokens instead of a text: a .npy or .safetensors file with one sequence (n, d).",
+        metavar="FILE",
+    )
+    span: str | None = option(
+        None,
+        words(),
+        "Which tokens of a text or of token ids, counted from 0, such as 0:16. Default: all, or the first "
+        "32 of a longer input.",
+        metavar="START:END",
+    )
+    jointly: bool = option(False, flag(), "Let all tokens move at once: one radius.")
+    norm: str = option(
+        "2",
+        choice("2", "inf"),
+        "Norm of a change: 2, Euclidean; inf, its largest entry.",
+        metavar="2|inf",
+    )
+    target: int | None = option(
+        None, whole(0), "The class that the answer must not become. Default: any other."
+    )
+    order: str = option(
+        "2",
+        choice("2", "3"),
+        "Order of the expansion: 2 is fast, 3 reaches further.",
+        metavar="2|3",
+        panel=HOW,
+    )
+    seconds: float | None = option(
+        None,
+        number(positive=True),
+        "After all tokens in second order, spend so many seconds on the third, the smallest radius first.",
+        panel=HOW,
+    )
+    no_attack: bool = option(False, flag(), "Do not search attacks beside the radii.", panel=HOW)
+
+    def check(self) -> None:
+        """Refuse two inputs, and a time for the third order where it does not apply."""
+        if self.embeddings is not None and (self.tokens is not None or self.span is not None):
+            other = "tokens" if self.tokens is not None else "span"
+            raise ArgumentError(other, expected="none beside embeddings", got=str(getattr(self, other)))
+        if self.seconds is not None and (self.order == "3" or self.jointly):
+            got = "order 3" if self.order == "3" else "jointly"
+            raise ArgumentError("seconds", expected="it with order 2 and single tokens", got=got)
+
+    def input_of(self, loaded: Any) -> Any:
+        """Return the input of a loaded model, as :func:`howsmooth.word_radii` takes it."""
+        from howsmooth.models.inputs.token_files import load_embeddings
+
+        if self.embeddings is None:
+            return super().input_of(loaded)
+        given = load_embeddings(self.embeddings)
+        if len(given.lengths) > 1:
+            got = f"{len(given.lengths)}"
+            raise ArgumentError("embeddings", expected="a file with one sequence (n, d)", got=got)
+        return given.tokens
+
+
+@command(
+    *_EXAMPLES,
+    without=("layers", "as_decoder", "part", "device", "executor", "workers", "scheduler"),
+    out="howsmooth-radius",
+)
+def radius(
+    plan: RadiusPlan, execution: Execution, json: JsonOption = False, quiet: SilentOption = False
+) -> int:
+    """Prove how far each word of a text may move before a classifier can change its answer."""
+    from howsmooth.cli.terminal_output import as_json, say
+    from howsmooth.models import load_model
+    from howsmooth.profiling import word_radii, word_radii_page
+    from howsmooth.study.output_files import writable_folder
+    from howsmooth.study.text_formatting import encodable
+
+    done = 0
+
+    def advance(finished: int, total: int) -> None:
+        nonlocal done
+        done = finished
+        display.advance(float(finished), float(total), f"token {finished}")
+
+    try:
+        with shown_progress(quiet=quiet) as display, writable_folder(execution.out) as folder:
+            display.phase("Reading")
+            loaded = plan.loaded(load_model, head=True)
+            inputs = plan.input_of(loaded)
+            display.phase("Bounding")
+            found = word_radii(
+                loaded,
+                inputs,
+                jointly=plan.jointly,
+                norm=math.inf if plan.norm == "inf" else 2,
+                target=plan.target,
+                order=int(plan.order),
+                seconds=plan.seconds,
+                attack=not plan.no_attack,
+                span=plan.span,
+                seed=plan.seed,
+                file=folder / "radius.jsonl",
+                on_token=advance,
+            )
+            display.phase("Writing")
+            written = word_radii_page.write(found, folder)
+    except KeyboardInterrupt:
+        if not done:
+            raise
+        typer.echo(
+            f"interrupted: radii of {done} tokens are saved in {encodable(str(execution.out))}. "
+            f"Continue with the same command:\n  {as_typed()}",
+            err=True,
+        )
+        return INTERRUPTED
+    if json:
+        typer.echo(as_json(**found.described(), files=written))
+    else:
+        say(encodable(repr(found)))
+        others = ", ".join(path.name for path in written[1:])
+        say(f"\nPage: {encodable(str(written[0]))}, with {others}.")
+    return 0

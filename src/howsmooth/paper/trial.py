@@ -1,0 +1,103 @@
+"""Predict how long figures take, by making each of them for a few seconds."""
+
+from __future__ import annotations
+
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from howsmooth.errors import HowsmoothError
+from howsmooth.paper.figure import Figure, FigureContext, models_for
+from howsmooth.paper.figure_options import FigureOptions
+from howsmooth.study.progress_listener import Listener, Silent
+
+__all__ = ["FigureTime", "expected_times"]
+
+_TRIAL_SECONDS = 10.0
+
+
+@dataclass(frozen=True)
+class FigureTime:
+    """How long a figure is expected to take from an empty folder.
+
+    Attributes
+    ----------
+    name
+        The name of the figure.
+    seconds
+        The expected wall time; None if the figure cannot be made.
+    tried
+        The share of the figure's work that the trial finished, on which the expectation rests.
+    refused
+        The reason why the figure cannot be made; empty if it can.
+
+    """
+
+    name: str
+    seconds: float | None
+    tried: float
+    refused: str = ""
+
+
+def expected_times(
+    chosen: Sequence[Figure], options: FigureOptions, listener: Listener | None = None
+) -> list[FigureTime]:
+    """Make each figure in a temporary folder for about ten seconds, and extrapolate the time it needs.
+
+    The figures' own progress tells what share of the work is done. Its costs are estimates, and steps are
+    finished before the trial ends; so the times are right within a factor of two or three.
+
+    Parameters
+    ----------
+    chosen
+        The figures.
+    options
+        The options for all of them.
+    listener
+        The listener that is told which figure is tried.
+
+    """
+    models, listener, found = models_for(options), listener or Silent(), []
+    for figure in chosen:
+        listener.phase(f"Trying {figure.name}")
+        clock = _Clock()
+        with tempfile.TemporaryDirectory() as folder:
+            try:
+                figure.make(FigureContext(options, Path(folder), models, clock))
+            except _TrialEnded:
+                found.append(FigureTime(figure.name, clock.expected(), clock.share))
+            except HowsmoothError as error:
+                found.append(FigureTime(figure.name, None, clock.share, " ".join(str(error).split())))
+            else:
+                found.append(FigureTime(figure.name, time.perf_counter() - clock.began, 1.0))
+    return found
+
+
+class _TrialEnded(KeyboardInterrupt):
+    """Raised in the middle of a figure: running studies close their stores as for Ctrl-C."""
+
+
+class _Clock(Silent):
+    """A listener that ends a trial when its time is over and a part of the work is done."""
+
+    def __init__(self) -> None:
+        self.began = time.perf_counter()
+        # The time at which the first measurement started: models and texts are read before.
+        self._measuring = self.began
+        self.share = 0.0
+
+    def advance(self, done: float, total: float, words: str) -> None:
+        """Keep the share of the work that is done, and end the trial after its time."""
+        now = time.perf_counter()
+        if self.share == 0.0 and not done:
+            self._measuring = now
+        self.share = max(self.share, done / total)
+        if self.share > 0.0 and now - self.began > _TRIAL_SECONDS:
+            raise _TrialEnded
+
+    def expected(self) -> float:
+        """Return the expected time of the whole figure in seconds."""
+        now = time.perf_counter()
+        return self._measuring - self.began + (now - self._measuring) / self.share

@@ -1,0 +1,286 @@
+"""``word_radii``: how far each token of a text may move before a classifier may change its answer."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import os
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from importlib.metadata import version
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pandas as pd
+from torch import Tensor, nn
+
+from howsmooth.bounds.radius import NetworkAtInput, RobustRadius
+from howsmooth.errors import ArgumentError
+from howsmooth.models import LoadedModel, load_model
+from howsmooth.models.capture import module_of
+from howsmooth.profiling.one_input import fingerprint_of, given_inputs, shown_progress
+from howsmooth.study.output_files import csv_of, text_or_file
+from howsmooth.study.records import plain_rows
+from howsmooth.study.text_formatting import readable
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+__all__ = ["LONGEST", "WordRadii", "word_radii"]
+
+LONGEST = 32
+"""A text is cut after so many tokens unless a span is given: memory grows with the square of the length."""
+
+_SHOWN = 10
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class WordRadii:
+    """Radii around one input within which a classifier keeps its answer, one for each token or a joint one.
+
+    The inequalities are proved, their evaluation in float64 is not enclosed; see
+    :class:`howsmooth.bounds.RobustRadius`.
+    """
+
+    #: One row for each token; a single one, without position, if the tokens move jointly. Columns:
+    #: ``position``, ``token`` where the input has words, ``radius``, ``attack`` (size of the smallest change
+    #: of the answer that was found), ``first_order`` (no bound), ``order``, ``label``, ``rival``, ``margin``,
+    #: ``lost_at`` (the stage that takes most of the margin) and ``seconds``.
+    table: pd.DataFrame
+    #: The name of the model, or of its class.
+    model: str
+    #: SHA-256 of the model.
+    fingerprint: str
+    #: The input in words.
+    input: str
+    #: The text of each token; empty for inputs without token ids.
+    words: tuple[str, ...]
+    #: Number of tokens.
+    n: int
+    #: 2 for the Euclidean norm of the change; infinity for its largest entry.
+    norm: float
+    #: Whether all tokens move jointly.
+    jointly: bool
+
+    @property
+    def ranking(self) -> pd.DataFrame:
+        """The rows of ``table``, the smallest radius first."""
+        return self.table.sort_values("radius", kind="stable", ignore_index=True)
+
+    @property
+    def statement(self) -> str:
+        """One sentence that says what the radii are."""
+        moved = "all tokens move jointly" if self.jointly else "one token moves and the others stand still"
+        norm = "Euclidean norm" if self.norm == 2 else "largest entry"
+        first = self.table.iloc[0]
+        return (
+            f"{self.model} keeps its answer (class {first['label']}, margin {first['margin']:.4g}) while "
+            f"{moved} by less than the radius, in the {norm} of the embedded tokens; bounds up to rounding."
+        )
+
+    def __repr__(self) -> str:
+        lines = [f"Radii of {self.model}, {self.input}, {self.n} tokens.", self.statement]
+        rows = plain_rows(self.ranking.head(_SHOWN))
+        lines += [f"  {_place(row):<20} {row['radius']:.4g}{_beside(row)}" for row in rows]
+        more = len(self.table) - _SHOWN
+        return "\n".join([*lines, *([f"  and {more} larger radii"] if more > 0 else [])])
+
+    def _repr_html_(self) -> str:
+        """Return the text with each token coloured by its radius, as HTML for notebooks."""
+        from howsmooth.profiling.word_radii_page import fragment
+
+        return fragment(self)
+
+    def plot(self) -> Figure:
+        """Draw the radius of each token, with the smallest attack that was found."""
+        from howsmooth.profiling.word_radii_page import draw
+
+        return draw(self)
+
+    def to_csv(self, path: str | os.PathLike[str] | None = None) -> str | None:
+        """Write the table as CSV to a file; without a path, return the CSV as text."""
+        return text_or_file(csv_of(self.table), path)
+
+    def described(self) -> dict[str, Any]:
+        """Return the settings and the ranking, as a dict for JSON."""
+        names = ("model", "fingerprint", "input", "n", "norm", "jointly", "statement")
+        told = {name: getattr(self, name) for name in names}
+        return told | {"norm": f"{self.norm:g}", "ranking": plain_rows(self.ranking)}
+
+
+def _place(row: Mapping[str, Any]) -> str:
+    if row["position"] is None:
+        return "all tokens"
+    return f"{row['position']} {readable(row['token'])!r}" if "token" in row else f"token {row['position']}"
+
+
+def _beside(row: Mapping[str, Any]) -> str:
+    attack = row["attack"]
+    found = "" if attack is None else f", smallest attack found {attack:.4g}"
+    return f"  (order {row['order']}{found}; most is lost at {row['lost_at']})"
+
+
+def word_radii(
+    model: nn.Module | LoadedModel | str | os.PathLike[str],
+    inputs: str | Tensor | Sequence[int] | Mapping[str, Tensor],
+    *,
+    jointly: bool = False,
+    norm: float = 2,
+    target: int | Tensor | None = None,
+    threshold: float = 0.0,
+    order: int = 2,
+    seconds: float | None = None,
+    attack: bool = True,
+    span: slice | tuple[int, int] | str | None = None,
+    tokenizer: Any = None,
+    seed: int = 0,
+    file: str | os.PathLike[str] | None = None,
+    on_token: Callable[[int, int], None] | None = None,
+) -> WordRadii:
+    """Return a radius for each token of a text within which a classifier's answer does not change.
+
+    Each token moves alone, and all share the network's partial Jacobians; the radii are those of
+    :func:`howsmooth.bounds.robust_radius`.
+
+    Parameters
+    ----------
+    model
+        A classifier as for :func:`howsmooth.bounds.robust_radius`, a model of
+        :func:`~howsmooth.models.load_model`, or the name or folder of one.
+    inputs
+        A text, which gets the tokenizer's special tokens; token ids (n,) or (1, n); embedded tokens (n, d);
+        or a dict of the model's inputs for one sequence.
+    jointly
+        Whether all tokens move jointly, which gives one radius.
+    norm, target, threshold, attack, seed
+        As for :func:`howsmooth.bounds.robust_radius`.
+    order
+        2 is fast; 3 reaches further.
+    seconds
+        With ``order=2``: after all tokens, so many seconds are spent on the third order, the smallest radius
+        first. The larger radius of a token counts. What has begun is finished.
+    span
+        Which tokens of a text or of token ids, as for :func:`howsmooth.profile`. By default all, or the first
+        32 of a longer input.
+    tokenizer
+        A tokenizer of transformers, for a model that was not loaded by its name.
+    file
+        A file of JSON lines in which each finished radius is kept. A later call with the same model, input
+        and options takes them from there.
+    on_token
+        Called with the number of radii that are done, and the number of all. By default a progress bar is
+        shown on a terminal and in a notebook.
+
+    Raises
+    ------
+    ArgumentError
+        If an argument does not fit; the message names it.
+    CertificateError
+        If a module of the model has no remainder; the message names it.
+    ModelError
+        If a model given by its name cannot be loaded, or has no tokenizer for a text.
+
+    """
+    if order not in (2, 3):
+        raise ArgumentError("order", expected="2 or 3", got=repr(order))
+    if seconds is not None and (order == 3 or jointly or not seconds > 0):
+        raise ArgumentError(
+            "seconds", expected="a number > 0, with order=2 and single tokens", got=repr(seconds)
+        )
+    if isinstance(model, str | os.PathLike):
+        model = load_model(model, dtype=None, head=True)
+    module = module_of(model)
+    given = given_inputs(model, module, inputs, span, tokenizer, special=True, longest=LONGEST)
+    found = given.inputs
+    ids = isinstance(found, Tensor) and not found.is_floating_point()
+    at = NetworkAtInput(module, {"input_ids": found} if ids else found)
+    fingerprint = model.fingerprint if isinstance(model, LoadedModel) else fingerprint_of(module)
+    options = {
+        "norm": norm,
+        "target": target.tolist() if isinstance(target, Tensor) else target,
+        "threshold": threshold,
+        "attack": attack,
+        "seed": seed,
+    }
+    content = [version("howsmooth"), fingerprint, hashlib.sha256(at.x.numpy().tobytes()).hexdigest(), options]
+    key = hashlib.sha256(json.dumps(content).encode()).hexdigest()
+    kept = _Kept(None if file is None else Path(file), key)
+    how: dict[str, Any] = {**options, "target": target}
+
+    def radius(position: int | None, of_order: int, guess: float) -> float:
+        row = kept.rows.get((position, of_order))
+        if row is None:
+            row = _row(at.radius(position, order=of_order, guess=guess, **how), position)
+            kept.add(row)
+        return float(row["radius"])
+
+    every = [None] if jointly else range(len(at.x))
+    scale = math.sqrt(at.x.numel() if jointly else at.x.shape[1]) if norm == math.inf else 1.0
+    guess = 0.05
+    with shown_progress(on_token, len(every), "token") as told:
+        for done, position in enumerate(every):
+            told(done, len(every))
+            guess = scale * radius(position, order, guess) or 0.05
+        told(len(every), len(every))
+        if seconds is not None:
+            end = time.monotonic() + seconds
+            weakest = sorted(every, key=lambda position: kept.rows[position, 2]["radius"])
+            for position in weakest:
+                if time.monotonic() < end:
+                    radius(position, 3, scale * 1.5 * float(kept.rows[position, 2]["radius"]))
+    orders = {order} if seconds is None else {2, 3}
+    rows = [
+        max((row for (p, o), row in kept.rows.items() if p == position and o in orders), key=_size)
+        for position in every
+    ]
+    table = pd.DataFrame(rows).astype({"position": "Int64", "label": "Int64", "rival": "Int64"})
+    words = given.words if given.words is not None and len(given.words) == len(at.x) else []
+    if words and not jointly:
+        table.insert(1, "token", words)
+    return WordRadii(
+        table=table,
+        model=model.name if isinstance(model, LoadedModel) else type(module).__name__,
+        fingerprint=fingerprint,
+        input=given.description,
+        words=tuple(words),
+        n=len(at.x),
+        norm=norm,
+        jointly=jointly,
+    )
+
+
+def _size(row: Mapping[str, Any]) -> float:
+    return float(row["radius"])
+
+
+def _row(found: RobustRadius, position: int | None) -> dict[str, Any]:
+    names = ("radius", "attack", "first_order", "order", "label", "rival", "margin")
+    lost_at = max(found.losses, key=lambda name: found.losses[name])
+    row = {name: getattr(found, name) for name in names}
+    return {"position": position} | row | {"lost_at": lost_at, "seconds": found.seconds}
+
+
+class _Kept:
+    """Finished rows by position and order, in a file of JSON lines if there is one."""
+
+    def __init__(self, file: Path | None, key: str) -> None:
+        self.file, self.key = file, key
+        self.rows: dict[tuple[int | None, int], dict[str, Any]] = {}
+        lines = file.read_text(encoding="utf-8").splitlines() if file is not None and file.exists() else []
+        for line in lines:
+            try:
+                row = json.loads(line)
+            except ValueError:  # a line that was cut when the program was killed
+                continue
+            if row.pop("key") == key:
+                self.rows[row["position"], row["order"]] = row
+
+    def add(self, row: dict[str, Any]) -> None:
+        """Keep a row, on the disk too."""
+        self.rows[row["position"], row["order"]] = row
+        if self.file is not None:
+            self.file.parent.mkdir(parents=True, exist_ok=True)
+            with self.file.open("a", encoding="utf-8") as file:
+                file.write(f"\n{json.dumps({'key': self.key, **row})}\n")

@@ -1,0 +1,98 @@
+"""``howsmooth radius``: what it prints and writes, resumption, and what it refuses."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+import pytest
+import torch
+
+import howsmooth as hs
+from howsmooth.bounds.radius import NetworkAtInput
+from howsmooth.bounds.radius.reading import embedded
+from howsmooth.cli import main
+from tests._classifier import save_classifier
+
+Capture = pytest.CaptureFixture[str]
+SHORT = ["radius", "model", "--no-attack", "--quiet"]
+
+
+@pytest.fixture(autouse=True)
+def place(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.chdir(tmp_path)
+    save_classifier(Path("model"))
+    Path("letter.txt").write_text("the cat sat")
+
+
+def test_the_radii_are_printed_and_the_files_are_written(capsys: Capture) -> None:
+    assert main([*SHORT, "--text", "letter.txt", "--out", "found"]) == 0
+    out = capsys.readouterr().out
+    found = hs.word_radii("model", "the cat sat", attack=False)
+    assert repr(found) in out
+    assert "Page: found/radius.html" in out
+    assert list(pd.read_csv("found/radius.csv")["radius"]) == list(found.table["radius"])
+    assert "the <" in Path("found/radius.html").read_text()
+
+
+def test_embedded_tokens_give_the_radii_of_their_ids(capsys: Capture) -> None:
+    model = hs.load_model("model", head=True).model
+    ids = torch.tensor([[2, 5, 6, 3]])
+    Path("ids.json").write_text(json.dumps(ids[0].tolist()))
+    np.save("x.npy", embedded(model, {"input_ids": ids}).numpy())
+    target = str((int(model(ids).logits[0].argmax()) + 1) % 3)
+    rankings = []
+    for given in (["--tokens", "ids.json"], ["--embeddings", "x.npy"]):
+        assert main([*SHORT, *given, "--jointly", "--norm", "inf", "--target", target, "--json"]) == 0
+        found = json.loads(capsys.readouterr().out)
+        assert found["ranking"][0]["rival"] == int(target)
+        assert found["n"] == 4
+        assert found["norm"] == "inf"
+        rankings.append(found["ranking"][0]["radius"])
+    assert rankings[0] == pytest.approx(rankings[1], rel=1e-4)
+
+
+def test_after_an_interruption_the_same_command_continues(
+    capsys: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    line = [*SHORT, "--text", "letter.txt", "--out", "found"]
+    whole = NetworkAtInput.radius
+    made: list[int] = []
+
+    def until_the_third(self, tokens, **how):
+        if len(made) == 2:
+            raise KeyboardInterrupt
+        made.append(tokens)
+        return whole(self, tokens, **how)
+
+    monkeypatch.setattr(NetworkAtInput, "radius", until_the_third)
+    assert main(line) == 130
+    said = capsys.readouterr().err
+    assert "radii of 2 tokens are saved in found" in said
+    assert "howsmooth radius model" in said
+    monkeypatch.setattr(NetworkAtInput, "radius", lambda *a, **how: made.append(a[1]) or whole(*a, **how))
+    assert main(line) == 0
+    assert made == [0, 1, 2, 3, 4]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["model", "--span", "5:2"], "span"),
+        (["model", "--text", "nofile.txt"], "nofile.txt"),
+        (["model", "--norm", "1"], "norm"),
+        (["model", "--target", "7", "--text", "letter.txt"], "target"),
+        (["model", "--seconds", "5", "--jointly"], "seconds"),
+        (["model", "--embeddings", "x.npy"], "x.npy"),
+        (["model", "--embeddings", "x.npy", "--tokens", "ids.json"], "tokens"),
+        (["builtin-encoder"], "BertForMaskedLM"),
+        (["gpt2", "--random-init"], "gpt2"),
+    ],
+)
+def test_refusals_are_one_line_and_exit_code_2(arguments: list[str], said: str, capsys: Capture) -> None:
+    assert main(["radius", *arguments]) == 2
+    (*_, line) = capsys.readouterr().err.strip().splitlines()
+    assert line.startswith("error: ")
+    assert said in line

@@ -1,0 +1,109 @@
+"""``hs.word_radii``: one radius for each token, what is kept in its file, and what notebooks show."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import BertForSequenceClassification
+
+import howsmooth as hs
+from howsmooth.bounds.radius import NetworkAtInput
+from howsmooth.errors import ArgumentError
+from tests._classifier import save_classifier
+
+TEXT = "the cat sat"
+IDS = torch.tensor([[2, 5, 6, 7, 3]])
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    found = tmp_path_factory.mktemp("classifier") / "model"
+    save_classifier(found)
+    return found
+
+
+@pytest.fixture(scope="module")
+def model(folder: Path) -> BertForSequenceClassification:
+    return BertForSequenceClassification.from_pretrained(folder)
+
+
+def test_the_radii_are_those_of_single_tokens(folder: Path, model: BertForSequenceClassification) -> None:
+    found = hs.word_radii(folder, TEXT, attack=False)
+    assert found.words == ("[CLS]", "the", "cat", "sat", "[SEP]")
+    assert list(found.table["token"]) == list(found.words)
+    for position in (0, 3):
+        alone = hs.bounds.robust_radius(model, {"input_ids": IDS}, tokens=position, order=2, attack=False)
+        assert found.table["radius"][position] == pytest.approx(alone.radius, rel=5e-3)
+    assert list(found.ranking["radius"]) == sorted(found.table["radius"])
+    assert "up to rounding" in repr(found)
+
+
+def test_jointly_there_is_one_radius_in_the_norm_that_is_asked_for(
+    model: BertForSequenceClassification,
+) -> None:
+    one, largest = (hs.word_radii(model, IDS, jointly=True, norm=norm) for norm in (2, math.inf))
+    assert len(one.table) == 1
+    assert one.table["radius"][0] == pytest.approx(math.sqrt(5 * 8) * largest.table["radius"][0], rel=5e-3)
+    assert one.table["radius"][0] < one.table["attack"][0]
+    assert "all tokens move jointly" in one.statement
+
+
+def test_with_time_the_third_order_raises_the_smallest_radii(model: BertForSequenceClassification) -> None:
+    fast = hs.word_radii(model, IDS, attack=False)
+    far = hs.word_radii(model, IDS, attack=False, seconds=1e-9)
+    assert far.table.equals(fast.table.assign(seconds=far.table["seconds"]))
+    far = hs.word_radii(model, IDS, attack=False, seconds=600)
+    assert set(far.table["order"]) == {3}
+    assert (far.table["radius"] > fast.table["radius"]).all()
+
+
+def test_what_is_kept_is_not_computed_again(
+    model: BertForSequenceClassification, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = []
+    radius = NetworkAtInput.radius
+
+    def counted(self, tokens, **how):
+        if len(made) == 2 and not resumed:
+            raise KeyboardInterrupt
+        made.append(tokens)
+        return radius(self, tokens, **how)
+
+    monkeypatch.setattr(NetworkAtInput, "radius", counted)
+    file, resumed = tmp_path / "folder" / "radius.jsonl", False
+    with pytest.raises(KeyboardInterrupt):
+        hs.word_radii(model, IDS, attack=False, file=file)
+    with file.open("a") as cut:
+        cut.write('{"key": "12')
+    resumed = True
+    found = hs.word_radii(model, IDS, attack=False, file=file)
+    assert made == [0, 1, 2, 3, 4]
+    again = hs.word_radii(model, IDS, attack=False, file=file)
+    assert made == [0, 1, 2, 3, 4]
+    assert again.table.equals(found.table)
+    for changed in ({"norm": math.inf}, {"target": int(found.table["rival"][0])}, {"seed": 1}):
+        made.clear()
+        hs.word_radii(model, IDS, attack=False, file=file, **changed)
+        assert made == [0, 1, 2, 3, 4]
+    rows = [json.loads(line) for line in file.read_text().splitlines() if line.endswith("}")]
+    assert len({row["key"] for row in rows}) == 4
+
+
+def test_notebooks_show_the_text_coloured_by_radius(folder: Path) -> None:
+    found = hs.word_radii(folder, TEXT, attack=False)
+    html = found._repr_html_()
+    weakest = found.ranking["token"][0]
+    assert f'class="e9" title="{found.ranking["radius"][0]:.3g}">{weakest} <' in html
+
+
+def test_bad_arguments_are_refused(model: BertForSequenceClassification) -> None:
+    with pytest.raises(ArgumentError, match="order: expected 2 or 3"):
+        hs.word_radii(model, IDS, order=1)
+    with pytest.raises(ArgumentError, match="seconds: expected"):
+        hs.word_radii(model, IDS, seconds=3, jointly=True)
+    with pytest.raises(ArgumentError, match="inputs: expected token ids"):
+        hs.word_radii(model, TEXT)
