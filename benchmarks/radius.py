@@ -1,9 +1,9 @@
 """Proved radii at larger sizes: a model with a linear probe, layers with random weights, all tokens jointly.
 
-    python benchmarks/radius.py                                # the built-in encoder, and twelve random layers
-    python benchmarks/radius.py --only encoder --orders 3      # minutes: the third order with d = 256
-    python benchmarks/radius.py --only encoder --model all-MiniLM-L6-v2    # any folder of the BERT kind
-    python benchmarks/radius.py --only joint --sst2 bert_tiny_sst2_encoder # all tokens of a sentence
+    python benchmarks/radius.py                              # the built-in encoder, and twelve random layers
+    python benchmarks/radius.py --only random --orders 3     # further, in more time
+    python benchmarks/radius.py --only encoder --model all-MiniLM-L6-v2     # any folder of the BERT kind
+    python benchmarks/radius.py --only joint --sst2 bert_tiny_sst2_encoder  # all tokens of a sentence
 
 The margin of the first two is a random linear functional of the first token's output minus the threshold at
 which the first-order radius is one: a radius of 0.05 is a twentieth of what a linear network would allow. One
@@ -18,6 +18,7 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import torch
 from rich.console import Console
@@ -101,7 +102,7 @@ def random_layers(count: int, width: int = 128, n: int = 8) -> tuple[Probe, Tens
 
 
 def sensitive(probe: Probe, x: Tensor) -> tuple[int, float]:
-    """Return the token with the largest gradient of the probe, and the threshold of first-order radius one."""
+    """Return the token with the largest gradient, and the threshold at which the first-order radius is 1."""
     moved = x.clone().requires_grad_()
     value = probe(moved[None])[0, 0]
     (slope,) = torch.autograd.grad(value, moved)
@@ -129,7 +130,7 @@ def rows(asked: argparse.Namespace) -> Iterator[tuple[str, ...]]:
 
 
 def row(
-    title: str, order: int, model: nn.Module, x: Tensor, token: int | None, **goal: object
+    title: str, order: int, model: nn.Module, x: Tensor, token: int | None, **goal: Any
 ) -> tuple[str, ...]:
     """Compute a radius, and say it in the cells of a row."""
     begin = time.process_time()

@@ -3,10 +3,10 @@
     python examples/digits/radii.py                        # 30 test images of each form: some 15 minutes
     python examples/digits/radii.py --order 3 --images 1   # goes further, some minutes an image
 
-All 64 pixels move jointly, in the l2 norm. ``howsmooth.bounds.robust_radius`` does not know the modules of this
-model, so that its stages are given here; they reproduce its logits. An image that is misclassified has radius
-0. Rows go into OUT/radii.json as soon as they are known, and what is there is not done again. The 1-Lipschitz
-form is left out: the method has no stage for ClipTokens and Flatten.
+All 64 pixels move jointly, in the l2 norm. ``howsmooth.bounds.robust_radius`` does not know the modules of
+this model, so that its stages are given here; they reproduce its logits. An image that is misclassified has
+radius 0. Rows go into OUT/radii.json as soon as they are known, and what is there is not done again. The
+1-Lipschitz form is left out: the method has no stage for ClipTokens and Flatten.
 """
 
 from __future__ import annotations
