@@ -100,7 +100,8 @@ def radii(done: dict[str, dict[str, Any]]) -> str:
     """Return the table of shares of the images that keep their class: proved, attacked and certified."""
     second = {form: done[f"{form}-0, order 2"] for form in FORMS[:2]}
     images = sorted(set.intersection(*(set(rows) for rows in second.values())), key=int)
-    lines = [["form", "", *(f"r = {radius:g}" for radius in SMALL), "median radius"]]
+    head = f"form, {len(images)} images"
+    lines = [[head, "", *(f"r = {radius:g}" for radius in SMALL), "median radius"]]
     for form, rows in second.items():
         own = {name: [rows[i][name] for i in images] for name in ("radius", "attack")}
         lines.append([NAMES[form], "expansion", *shares_above(own["radius"])])

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 
 import pytest
-
 from examples.news import page
 from examples.news.data import HELD_OUT, LONGEST
 
