@@ -8,7 +8,8 @@
 The margin of the first two is a random linear functional of the first token's output minus the threshold at
 which the first-order radius is one: a radius of 0.05 is a twentieth of what a linear network would allow. One
 token moves in the l2 norm, that with the largest gradient. Random layers have the weights with which PyTorch
-begins. Seconds are those of the processor, on one thread.
+begins. Seconds are those of the processor, on one thread. Memory grows with the square of
+layers, tokens and width: some 10 GB for twelve random layers on eight tokens.
 """
 
 from __future__ import annotations
@@ -94,7 +95,7 @@ def pretrained(name: str, text: str) -> tuple[Probe, Tensor]:
     return probe, x
 
 
-def random_layers(count: int, width: int = 128, n: int = 8) -> tuple[Probe, Tensor]:
+def random_layers(count: int, n: int, width: int = 128) -> tuple[Probe, Tensor]:
     """Return layers with random weights, and tokens with normal entries (n, d)."""
     torch.manual_seed(0)
     probe = Probe([encoder_layer(width, 4, 2 * width) for _ in range(count)])
@@ -123,7 +124,7 @@ def rows(asked: argparse.Namespace) -> Iterator[tuple[str, ...]]:
         if only == "encoder":
             title, (probe, x) = f"{asked.model}, probe", pretrained(asked.model, asked.text)
         else:
-            title, (probe, x) = f"{asked.layers} random layers", random_layers(asked.layers)
+            title, (probe, x) = f"{asked.layers} random layers", random_layers(asked.layers, asked.tokens)
         token, threshold = sensitive(probe, x)
         for order in asked.orders:
             yield row(title, order, probe, x, token, target=one, threshold=threshold)
@@ -153,6 +154,7 @@ def main() -> int:
     parser.add_argument("--model", default="builtin-encoder", help="a name or folder, of the BERT kind")
     parser.add_argument("--text", default=TEXT)
     parser.add_argument("--layers", type=int, default=12, help="with random weights")
+    parser.add_argument("--tokens", type=int, default=8, help="beside random layers")
     parser.add_argument("--sst2", type=Path, help="folder of the classifier and its sentences, for joint")
     parser.add_argument("--sentences", type=int, default=1, help="for joint, the shortest first")
     asked = parser.parse_args()
