@@ -29,7 +29,7 @@ _REINTERPRETING = {Tensor.view}
 class WithoutDowncast(TorchFunctionMode):
     """A torch function mode that replaces each conversion to a narrower floating dtype by one to float64.
 
-    It is for modules whose parameters are float64. It changes ``float()``, ``half()``, ``bfloat16()``,
+    The mode is for modules whose parameters are float64. It changes ``float()``, ``half()``, ``bfloat16()``,
     ``type()``, ``type_as()``, all forms of ``to()``, and dtypes among the arguments of any torch function
     (``softmax(..., dtype=torch.float32)``, ``torch.arange(..., dtype=torch.float32)``). Autocast needs no
     rule, since it does not change float64 tensors.

@@ -18,12 +18,12 @@ from howsmooth.bounds.certificates import (
     certificate_parts,
     certificate_rows,
     jacobian_parts,
-    rows,
 )
 from howsmooth.bounds.certificates.eigenvalues import largest_eigenvalue, nonnegative_norm, norm, shrink
+from howsmooth.bounds.certificates.jacobian_rows import rows_value
 from howsmooth.bounds.certificates.quadratic_forms import diagonal_norms, sandwich
 from howsmooth.bounds.certificates.rounded_heads import _weight_errors, heads_at
-from howsmooth.bounds.certificates.token_weights import Weights
+from howsmooth.bounds.certificates.weight_search import Weights
 from howsmooth.bounds.parameters import parameters_of
 from howsmooth.errors import ArgumentError, NonFiniteError
 from tests._cases import D, dense_jacobian, random_attention, rotary, tokens, true_norm
@@ -282,7 +282,7 @@ def test_certificates_are_the_theorems(name: str) -> None:
         squares = torch.einsum("ij,j,ijod,ijpd->iop", P[0], weights, N, N)
         level = _top(squares + (weights / tau)[:, None, None] * D @ D.mT)
         value = ((P[0].T @ level + tau * level) / weights).amax().sqrt()
-        assert float(rows.rows_value(at, weights, tau).upper) * scale == pytest.approx(float(value), rel=1e-9)
+        assert float(rows_value(at, weights, tau).upper) * scale == pytest.approx(float(value), rel=1e-9)
 
 
 def _top(g: Tensor) -> Tensor:

@@ -258,13 +258,13 @@ def test_other_attacks_are_not_mixed_into_a_folder(howsmooth: Howsmooth) -> None
     assert Path("howsmooth-attack", STORE_NAME).read_bytes() == before
 
 
-def test_rotary_positions_are_attacked_without_constructions_or_bounds(howsmooth: Howsmooth) -> None:
+def test_rotary_positions_are_attacked_without_constructions(howsmooth: Howsmooth) -> None:
     code, out, _ = howsmooth(*SMALL, "--lengths", "4,8", model=SmallModel(rotary=True), draw=True)
     table = summary()
     assert code == 0
-    assert "no construction of the paper and no upper bound: rotary positions" in " ".join(out.split())
+    assert "no construction of the paper: it needs plain scores and no mask" in " ".join(out.split())
     assert table["paper"].isna().all()
-    assert table["upper"].isna().all()
+    assert table["upper_by"].notna().all()
     assert (table["found"] > 0).all()
     assert pd.read_csv("howsmooth-attack/heads.csv").empty
 

@@ -119,7 +119,7 @@ def test_no_time_is_negative() -> None:
 def test_a_misspelt_name_is_answered_with_the_nearest(
     arguments: list[str], words: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("howsmooth.models.loading.resolve_model.hub_reachable", lambda: False)
+    monkeypatch.setattr("howsmooth.models.loading.model_location.hub_reachable", lambda: False)
     assert main(arguments) == 2
     assert words in capsys.readouterr().err
 

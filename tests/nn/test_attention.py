@@ -20,8 +20,13 @@ from howsmooth.bounds import (
     masked_ball_upper_bound,
     two_cluster_lower_bound,
 )
+from howsmooth.bounds.differentiable_upper_bounds import (
+    _norm,
+    any_boolean_mask,
+    products_norms,
+    softmax_layer,
+)
 from howsmooth.bounds.mask_rows import visible_rows
-from howsmooth.bounds.softmax_layer import _norm, any_boolean_mask, products_norms, softmax_layer
 from howsmooth.errors import ArgumentError, NonFiniteError
 from howsmooth.nn import QueryKeyNormAttention, SoftmaxAttention
 from tests._steepest import dense_norm, steepest

@@ -14,7 +14,7 @@ from torch.func import functional_call
 import howsmooth as hs
 from howsmooth import bounds, nn
 from howsmooth.attention import SinkhornAttention as SinkhornMap
-from howsmooth.bounds import variant_layers as ball
+from howsmooth.bounds import differentiable_variant_upper_bounds as ball
 from howsmooth.bounds.mask_rows import visible_rows
 from howsmooth.errors import ArgumentError, NonFiniteError
 from howsmooth.nn.attention.sinkhorn_weights import doubly_stochastic

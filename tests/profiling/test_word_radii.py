@@ -39,7 +39,7 @@ def test_the_radii_are_those_of_single_tokens(folder: Path, model: BertForSequen
         alone = hs.bounds.robust_radius(model, {"input_ids": IDS}, tokens=position, order=2, attack=False)
         assert found.table["radius"][position] == pytest.approx(alone.radius, rel=5e-3)
     assert list(found.ranking["radius"]) == sorted(found.table["radius"])
-    assert "up to rounding" in repr(found)
+    assert "rounding included" in repr(found)
 
 
 def test_jointly_there_is_one_radius_in_the_norm_that_is_asked_for(

@@ -55,6 +55,7 @@ from howsmooth.bounds.certificates import (
 )
 from howsmooth.bounds.comparison import table
 from howsmooth.bounds.key_value_errors import OutputErrorBound, kv_error_upper_bound
+from howsmooth.bounds.large_radius_limit import theorem_3_7, theorem_4_5
 from howsmooth.bounds.masked_ball_upper_bounds import (
     causal_ball_upper_bound,
     causal_mean_field_upper_bound,
@@ -79,7 +80,6 @@ from howsmooth.bounds.norm_layer_outputs import absorb_norm, ellipsoid, norm_rad
 from howsmooth.bounds.parameters import Head, Parameters, parameters_of
 from howsmooth.bounds.pre_norm import pre_norm_upper_bound
 from howsmooth.bounds.radius import RobustRadius, robust_radius
-from howsmooth.bounds.radius_limit import theorem_3_7, theorem_4_5
 from howsmooth.bounds.selection import best
 from howsmooth.bounds.token_upper_bounds import (
     covariance_upper_bound,

@@ -1,7 +1,7 @@
-"""An upper bound on a ball for attention with any scores that models have now.
+"""An upper bound on a ball for attention with rotary positions, norms, biases, a soft cap or sinks.
 
-The scores may have rotary positions, norms of queries and keys, a soft cap, additive biases and sinks, and
-any mask. Proof: documentation page "Bounds for the scores of today's models".
+The norms are those of queries and keys, the biases are added to the scores, and every mask is allowed. Proof:
+documentation page "Bounds for the scores of today's models".
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _MARGIN = 1e-12
 
 
 def any_scores_ball_upper_bound(attention: object, length: object, radius: object) -> Bound:
-    """Bound Lip(f on B_R^n) of self-attention with any mask and any scores of today's models.
+    """Bound Lip(f on B_R^n) of self-attention with any mask, rotary positions, norms, biases, cap and sinks.
 
     For one head with values V x + b_v the bound is σ_q ρ + ‖V‖ (max_j Σ_{i sees j} r_i)^{1/2}. σ_q and σ_k
     bound the gradients of a score s_ij in the tokens x_i and x_j on the ball, ρ = ‖V‖R, or max(‖V‖R, |b_v|)
@@ -59,7 +59,7 @@ def any_scores_ball_upper_bound(attention: object, length: object, radius: objec
     Raises
     ------
     ArgumentError
-        If it is no self-attention, or length or radius do not fit.
+        If ``attention`` is no self-attention, or length or radius do not fit.
 
     References
     ----------
@@ -196,7 +196,7 @@ class _Projected:
 
 
 def _of_head(f: SelfAttention, h: int, n: int, sizes: _Sizes) -> float:
-    """Return the bound on one head, with its value matrix."""
+    """Return the bound on one head X ↦ softmax(scores) V X, without the head's output map."""
     if sizes.value == 0.0:
         return 0.0
     beta = sizes.other * sizes.reach / sizes.value

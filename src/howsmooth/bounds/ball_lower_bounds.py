@@ -212,7 +212,7 @@ def causal_two_cluster_lower_bound(attention: object, length: int, radius: float
 
 
 def heavy_token_lower_bound(attention: object, length: int, radius: float) -> Bound:
-    """Bound Lip(f on B_R^n) from below by ‖D_X f‖ where one token gets much attention.
+    """Bound Lip(f on B_R^n) from below by ‖D_X f‖ at tokens X of which one gets much attention.
 
     The token is called heavy, the others light. The bound is √(n−1) p ‖V(I + (1−p)(z−w)yᵀ)‖ at X = (z, w, …,
     w). z = Ry/|y|, y = Aw + b, and w is sought by local ascent in the ball of radius R; every w gives a valid
@@ -301,7 +301,7 @@ def heavy_token_local_bound(attention: object, length: int, heavy: Tensor, light
 
 
 def two_heavy_tokens_lower_bound(attention: object, length: int, radius: float) -> Bound:
-    """Bound Lip(f on B_R^n) from below by ‖D_X f‖ where two tokens get much attention.
+    """Bound Lip(f on B_R^n) from below by ‖D_X f‖ at tokens X of which two get much attention.
 
     The two tokens are called heavy, the others light. The bound is at least √(2(n−2)) p sinθ |y| R |Vv|. X
     consists of two heavy tokens R(cosθ ŷ ± sinθ v) and n − 2 copies of w, |w| ≤ R, where y = Aw + b, ŷ =

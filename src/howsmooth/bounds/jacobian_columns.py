@@ -100,7 +100,7 @@ def _forms(heads: Sequence[Head], light: Tensor) -> Tensor:
 
 
 def _same_gram(table: Tensor) -> Tensor:
-    """Return a matrix with fewer rows and nearly the same Gram matrix, never a larger one."""
+    """Return a matrix of few rows whose Gram matrix is nearly that of ``table``, and never larger."""
     if len(table) == 1:
         return table
     factor = torch.linalg.qr(table, mode="r").R

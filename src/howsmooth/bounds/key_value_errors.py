@@ -160,14 +160,14 @@ def _for_heads(f: SelfAttention, t: Float[Tensor, "kv_heads n k"]) -> Float[Tens
 
 @dataclass(frozen=True, eq=False)
 class _Errors:
-    """Limits of the errors of keys or values: of each vector's norm or, if not None, of each entry."""
+    """Limits on the errors of keys or values: on the norm of each vector and, unless None, on each entry."""
 
     norms: Float64[Tensor, "kv_heads n"]
     entries: Float64[Tensor, "kv_heads n dim"] | None
 
     @classmethod
     def of(cls, name: str, size: object, like: Float64[Tensor, "kv_heads n dim"]) -> _Errors | None:
-        """Check the size of errors that the user gave, and return it; None for no errors."""
+        """Check a size of errors that the user gave, and return it as _Errors; None stands for no errors."""
         if size is None:
             return None
         heads, n, dim = like.shape
@@ -287,10 +287,10 @@ class _Head:
         return found
 
     def _by_keys(self, weights: _Weights, tau: Float64[Tensor, "rows n"]) -> Float64[Tensor, " rows"]:
-        """Bound the change of the output that changes of the scores by at most ``tau`` cause.
+        """Bound how far the output moves if the scores change by at most ``tau``.
 
-        It is the smallest of three bounds: by the triangle inequality, by a covariance of the values, and by
-        the distance of the values from the output.
+        The result is the smallest of three bounds: by the triangle inequality, by a covariance of the values,
+        and by the distance of the values from the output.
         """
         values, p = self.v @ self.factor.mT, weights.upper
         means = p @ values
@@ -314,7 +314,7 @@ class _Head:
         return found
 
     def _by_values(self, p: Float64[Tensor, "rows n"], values: _Errors) -> Float64[Tensor, " rows"]:
-        """Bound the change of the output that errors of the values cause, for weights of at most ``p``."""
+        """Bound how far errors of the values move the output, if the attention weights are at most ``p``."""
         found = self.norm * (p @ values.norms[self.g])
         if values.entries is not None:
             mean = p @ values.entries[self.g]
@@ -354,7 +354,7 @@ def _largest_ratio(
 
 
 def _spectral_upper(gram: Float64[Tensor, "rows r r"]) -> Float64[Tensor, " rows"]:
-    """Return upper bounds on the largest eigenvalues of positive semidefinite matrices with rounding errors.
+    """Return upper bounds on the largest eigenvalues of positive semidefinite matrices computed in float64.
 
     The bound is the Schatten norm (Σ λ⁸)^(1/8), at most r^(1/8) times too large.
     """

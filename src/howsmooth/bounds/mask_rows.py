@@ -59,7 +59,7 @@ class VisibleRows:
     phi: Tensor | None = None
 
     def heaviest(self, rows: Tensor) -> Tensor:
-        """Return the largest sum of numbers r_i over queries i that see the same key.
+        """Return max_j Σ_i r_i over all keys j, where the sum is over the queries i that see key j.
 
         ``rows`` has one number r_i >= 0 for each kind of row.
         """

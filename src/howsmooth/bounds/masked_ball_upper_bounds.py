@@ -348,7 +348,7 @@ def log_causal_rows(n: int, a3: float) -> float:
 
 
 def log_of_half(twice: int) -> float:
-    """Return the logarithm of half an integer, which may be too large for a float."""
+    """Return log(twice / 2) for an integer ``twice``, which may be too large for a float."""
     return math.log(twice) - math.log(2)
 
 

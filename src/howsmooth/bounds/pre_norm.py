@@ -1,4 +1,4 @@
-"""An upper bound for attention after a norm layer, which is Lipschitz on all of R^d."""
+"""An upper bound for attention after a norm layer; the two together are Lipschitz on all of R^d."""
 
 from __future__ import annotations
 

@@ -34,6 +34,7 @@ from howsmooth.bounds.certificates import (
     certificate_parts,
     certificate_rows,
 )
+from howsmooth.bounds.large_radius_limit import theorem_3_7, theorem_4_5
 from howsmooth.bounds.masked_ball_upper_bounds import (
     causal_ball_upper_bound,
     causal_mean_field_upper_bound,
@@ -55,7 +56,6 @@ from howsmooth.bounds.multi_head_upper_bounds import (
 )
 from howsmooth.bounds.parameters import Head, Parameters, parameters_of
 from howsmooth.bounds.problem import Problem
-from howsmooth.bounds.radius_limit import theorem_3_7, theorem_4_5
 from howsmooth.bounds.token_upper_bounds import (
     covariance_upper_bound,
     diameter_upper_bound,

@@ -1,8 +1,8 @@
-"""Upper bounds on how far one output token moves if every input token moves by at most one.
+"""Upper bounds on the Lipschitz constant of attention in the norm max_i |x_i| of sequences.
 
-They are Lipschitz constants between the norms max_j |x_j| and max_i |y_i| of sequences, and do not depend on
-the number of tokens. Proofs: documentation page "Influence: the blocks of the Jacobian", section "Token-wise
-bounds".
+If every input token moves by at most ε, every output token moves by at most the constant times ε. The
+bound on a ball does not depend on the number of tokens. Proofs: documentation page "Influence: the blocks of
+the Jacobian", section "Token-wise bounds".
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _MARGIN = 1e-12
 
 
 def token_wise_ball_upper_bound(attention: object, radius: object) -> Bound:
-    """Bound how far an output token moves per unit if every token in a ball moves by at most one.
+    """Bound the Lipschitz constant of attention on the ball B_R^n in the norm max_i |x_i| of sequences.
 
     With a_h = ‖A_h‖R² and c_h = √(1 + (a_h + |b_h|R)²) + a_h, the bound is (Σ_{h,g} ‖O_hᵀO_g‖ c_h c_g)^{1/2},
     where O_h = W_h V_h; for one head it is ‖V‖ (√(1 + (‖A‖R² + |b|R)²) + ‖A‖R²). It holds for every number of
@@ -74,7 +74,7 @@ def _log_row(head: Head, R: float) -> float:
 
 
 def token_wise_upper_bound(attention: object, X: Tensor | None = None) -> Bound:
-    """Bound how far an output token of one head moves per unit if every given token moves by at most one.
+    """Bound the norm of D_X f of one head at given tokens, induced by the norm max_i |x_i| of sequences.
 
     The bound is max_i (‖V Vᵀ + |A x_i + b|² V C_i Vᵀ‖^{1/2} + ‖V C_i A‖), where C_i is the covariance of
     the tokens under row i of P. It is at most :func:`token_wise_ball_upper_bound` on a ball that holds the

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import typer
 
-from howsmooth.cli.options import JsonOption, QuietOption, as_typed, command
 from howsmooth.cli.plan_execution import means_of, resumable
 from howsmooth.cli.progress import shown_progress
+from howsmooth.cli.typer_command import JsonOption, QuietOption, as_typed, command
 from howsmooth.study.plan import AttackPlan, LocalExecution
 
 __all__ = ["attack"]

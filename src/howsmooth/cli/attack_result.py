@@ -7,7 +7,6 @@ from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
-from howsmooth.bounds.parameters import ROTARY
 from howsmooth.cli.terminal_output import amount, as_json, heading, paragraph, say, show_table
 from howsmooth.study.attack_tables import AttackOutputs
 from howsmooth.study.exponents import LEVEL
@@ -62,8 +61,8 @@ def show_attacks(published: AttackOutputs, outcome: Outcome, folder: Path) -> No
             for row in fits
             if place(row) == (layer, head)
         ]
-        if all(row["log_upper"] is None for row in rows):
-            paragraph(f"  no construction of the paper and no upper bound: {ROTARY}")
+        if all(row["paper"] is None for row in rows):
+            paragraph("  no construction of the paper: it needs plain scores and no mask")
         if growth:
             paragraph(f"  growth: {'; '.join(growth)}")
     words = f"\n{outcome.made[Attack.table]} attacks made in {outcome.seconds:.1f} s"

@@ -7,8 +7,8 @@ from typing import Annotated
 
 import typer
 
-from howsmooth.cli.options import OUTPUT, JsonOption, SilentOption, command
 from howsmooth.cli.progress import shown_progress
+from howsmooth.cli.typer_command import OUTPUT, JsonOption, SilentOption, command
 from howsmooth.study.plan import BoundPlan, Execution
 
 __all__ = ["bound"]

@@ -1,4 +1,4 @@
-"""The command ``howsmooth certify``: certify the Lipschitz constant of a saved model, and its accuracy."""
+"""The command ``howsmooth certify``: certify a saved model's Lipschitz constant and accuracy."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from typing import Annotated
 
 import typer
 
-from howsmooth.cli.options import OUTPUT, JsonOption, SilentOption, command
 from howsmooth.cli.progress import shown_progress
+from howsmooth.cli.typer_command import OUTPUT, JsonOption, SilentOption, command
 from howsmooth.study.plan import CertificationPlan, Execution
 
 __all__ = ["certify"]

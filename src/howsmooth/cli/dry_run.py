@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from howsmooth.cli.options import OUTPUT
 from howsmooth.cli.plan_execution import FAILED
 from howsmooth.cli.progress import shown_progress
 from howsmooth.cli.terminal_output import as_json, say, show_table
+from howsmooth.cli.typer_command import OUTPUT
 from howsmooth.study.text_formatting import duration, readable
 
 if TYPE_CHECKING:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import typer
 
-from howsmooth.cli.options import JsonOption, QuietOption, as_typed, command
 from howsmooth.cli.plan_execution import resumable
 from howsmooth.cli.progress import shown_progress
+from howsmooth.cli.typer_command import JsonOption, QuietOption, as_typed, command
 from howsmooth.study.flows.plan import FlowPlan
 from howsmooth.study.plan import Execution
 

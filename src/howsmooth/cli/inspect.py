@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 import typer
 
-from howsmooth.cli.options import JsonOption, SilentOption, command
 from howsmooth.cli.progress import shown_progress
+from howsmooth.cli.typer_command import JsonOption, SilentOption, command
 from howsmooth.study.options import HOW, Options, flag, option, whole, words
 from howsmooth.study.plan import (
     Execution,

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from howsmooth.cli.dry_run import DryRunOption, tell_forecast
-from howsmooth.cli.options import (
+from howsmooth.cli.plan_execution import carry_out
+from howsmooth.cli.typer_command import (
     TYPED,
     JsonOption,
     NoFiguresOption,
@@ -12,7 +13,6 @@ from howsmooth.cli.options import (
     command,
     refuse_workers,
 )
-from howsmooth.cli.plan_execution import carry_out
 from howsmooth.study.plan import Execution, Plan
 
 __all__ = ["TYPED", "measure"]

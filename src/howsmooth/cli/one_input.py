@@ -52,7 +52,7 @@ class OneInputPlan(Options):
     device: str = device_option()
 
     def loaded(self, load: Callable[..., Any], **more: Any) -> Any:
-        """Load the model by :func:`~howsmooth.models.load_model`, or a function with its arguments."""
+        """Load the model with :func:`~howsmooth.models.load_model` or another loader, given as ``load``."""
         return load(
             self.model,
             random_init=self.random_init,

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 
 import typer
 
-from howsmooth.cli.options import as_typed
 from howsmooth.cli.progress import shown_progress
+from howsmooth.cli.typer_command import as_typed
 from howsmooth.study.text_formatting import encodable, readable
 
 if TYPE_CHECKING:

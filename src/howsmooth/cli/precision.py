@@ -7,8 +7,8 @@ from dataclasses import dataclass
 import typer
 
 from howsmooth.cli.one_input import OneInputPlan
-from howsmooth.cli.options import JsonOption, SilentOption, command
 from howsmooth.cli.progress import shown_progress
+from howsmooth.cli.typer_command import JsonOption, SilentOption, command
 from howsmooth.errors import ArgumentError
 from howsmooth.study.options import HOW, flag, number, option, some_of, token_counts
 from howsmooth.study.plan import Execution
@@ -52,7 +52,7 @@ class PrecisionPlan(OneInputPlan):
     )
 
     def check(self) -> None:
-        """Refuse an average that leaves no choice, before anything is measured."""
+        """Refuse an average that no choice among ``bits`` can meet, before anything is measured."""
         if self.average is None:
             return
         if len(set(self.bits)) < 2:

@@ -8,8 +8,8 @@ from typing import Any
 import typer
 
 from howsmooth.cli.one_input import OneInputPlan
-from howsmooth.cli.options import JsonOption, SilentOption, command
 from howsmooth.cli.progress import shown_progress
+from howsmooth.cli.typer_command import JsonOption, SilentOption, command
 from howsmooth.errors import ArgumentError
 from howsmooth.study.options import HOW, choice, flag, number, option, size, whole, words
 from howsmooth.study.plan import Execution, check_output, output_option

@@ -9,9 +9,9 @@ from typing import Any
 import typer
 
 from howsmooth.cli.one_input import OneInputPlan
-from howsmooth.cli.options import JsonOption, SilentOption, as_typed, command
 from howsmooth.cli.plan_execution import INTERRUPTED
 from howsmooth.cli.progress import shown_progress
+from howsmooth.cli.typer_command import JsonOption, SilentOption, as_typed, command
 from howsmooth.errors import ArgumentError
 from howsmooth.study.options import HOW, choice, flag, number, option, whole, words
 from howsmooth.study.plan import Execution
@@ -20,8 +20,8 @@ __all__ = ["RadiusPlan", "radius"]
 
 _EXAMPLES = (
     "Each token moves alone, or all jointly, and a radius is proved within which the model's answer stays "
-    "the same, up to rounding of float64. The radii are printed; a page with the text coloured by them, a "
-    "figure and a table are written into --out. MODEL is a classifier.",
+    "the same; the rounding of its computation is enclosed. The radii are printed; a page with the text "
+    "coloured by them, a figure and a table are written into --out. MODEL is a classifier.",
     "Examples:",
     "[cyan]howsmooth radius ./model --text letter.txt[/]  every token of a text",
     "[cyan]howsmooth radius ./model --text letter.txt --seconds 600[/]  then ten minutes in third order",
@@ -74,7 +74,7 @@ class RadiusPlan(OneInputPlan):
     no_attack: bool = option(False, flag(), "Do not search attacks beside the radii.", panel=HOW)
 
     def check(self) -> None:
-        """Refuse two inputs, and a time for the third order where it does not apply."""
+        """Refuse a second input, and ``seconds`` for the third order with ``--order 3`` or ``--jointly``."""
         if self.embeddings is not None and (self.tokens is not None or self.span is not None):
             other = "tokens" if self.tokens is not None else "span"
             raise ArgumentError(other, expected="none beside embeddings", got=str(getattr(self, other)))

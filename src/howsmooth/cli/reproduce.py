@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from howsmooth.cli.options import OUTPUT, JsonOption, QuietOption, as_typed, command
 from howsmooth.cli.plan_execution import FAILED, INTERRUPTED
 from howsmooth.cli.progress import shown_progress
 from howsmooth.cli.terminal_output import as_json, console, heading, say, show_table
+from howsmooth.cli.typer_command import OUTPUT, JsonOption, QuietOption, as_typed, command
 from howsmooth.paper.figure_options import FigureOptions
 from howsmooth.study.plan import Execution
 from howsmooth.study.text_formatting import duration, encodable, readable
@@ -104,7 +104,7 @@ def reproduce(
 
 def _tell_times(chosen: Sequence[Figure], options: FigureOptions, *, in_json: bool, quiet: bool) -> int:
     """Print how long each figure is expected to take, and return the exit code of the run."""
-    from howsmooth.paper.trial import expected_times
+    from howsmooth.paper.forecast import expected_times
 
     with shown_progress(quiet=quiet or in_json) as display:
         found = expected_times(chosen, options, display)

@@ -9,7 +9,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from howsmooth.cli.dry_run import DryRunOption, tell_forecast
-from howsmooth.cli.options import (
+from howsmooth.cli.plan_execution import carry_out
+from howsmooth.cli.progress import shown_progress
+from howsmooth.cli.typer_command import (
     JsonOption,
     NoFiguresOption,
     QuietOption,
@@ -18,8 +20,6 @@ from howsmooth.cli.options import (
     refuse_workers,
     use_threads,
 )
-from howsmooth.cli.plan_execution import carry_out
-from howsmooth.cli.progress import shown_progress
 from howsmooth.errors import ArgumentError, StoreError
 from howsmooth.study.plan import Execution
 from howsmooth.study.text_formatting import encodable

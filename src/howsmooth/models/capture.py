@@ -9,11 +9,11 @@ from dataclasses import replace
 from torch import Tensor, nn
 
 from howsmooth.errors import ArgumentError, CaptureError
+from howsmooth.models.float32_weights import weights_in_memory
 from howsmooth.models.identification.non_softmax_layers import NO_SOFTMAX, NonSoftmaxTracer
 from howsmooth.models.identification.self_attention_module import CrossAttention
 from howsmooth.models.identification.verified_layer import VerifiedLayer, indices_of, read_layer
 from howsmooth.models.inputs.model_inputs import ModelInputs, model_inputs
-from howsmooth.models.layer_weights import weights_in_memory
 from howsmooth.models.loading.load import LoadedModel
 from howsmooth.models.measurement_mode import implementation, measurement_mode
 from howsmooth.models.padded_sequences import Padding, padding_of, reproduces, without_padding
@@ -144,7 +144,10 @@ def _part(
 
 @contextmanager
 def model_parts(model: nn.Module, inputs: Tensor | Mapping[str, Tensor]) -> Iterator[ModelParts]:
-    """Yield the parts of a model, to be captured within the context; the arguments are those of capture."""
+    """Yield the ModelParts of a model; its parts can be captured until the context ends.
+
+    The arguments are those of :func:`capture`.
+    """
     given = model_inputs(model, inputs)
     with measurement_mode(model):
         yield ModelParts(model, given)
@@ -168,12 +171,12 @@ def _ends(layers: object, count: int) -> tuple[int, int]:
 
 
 def module_of(model: object) -> nn.Module:
-    """Return the PyTorch module of a model: a :class:`LoadedModel`'s, or the module itself.
+    """Return the PyTorch module of a :class:`LoadedModel`; return any other PyTorch module as it is.
 
     Raises
     ------
     ArgumentError
-        If the model is neither.
+        If the model is neither of the two.
 
     """
     module = model.model if isinstance(model, LoadedModel) else model
@@ -252,7 +255,10 @@ def _verified(model: nn.Module, given: ModelInputs, wanted: _Indices) -> Iterato
 def _layers(
     model: nn.Module, given: ModelInputs, wanted: _Indices
 ) -> Iterator[tuple[int, VerifiedLayer | CaptureError]]:
-    """Yield each wanted layer's index, with the layer if its map was verified, or else with the error."""
+    """Yield the index of each wanted layer, with the verified layer or the error of its verification.
+
+    If ``wanted`` is None, layers of cross-attention are left out.
+    """
     seen, kept = trace_forward_pass(model, given.named, _traced(wanted))
     if not seen:
         raise CaptureError(_nothing_seen(model, given))

@@ -12,12 +12,12 @@ from howsmooth.attention import SelfAttention, StagedAttention
 from howsmooth.bounds import norm_radius
 from howsmooth.errors import ArgumentError, CaptureError, HowsmoothError
 from howsmooth.models.capture import module_of
+from howsmooth.models.float32_weights import weights_in_memory
 from howsmooth.models.identification.non_softmax_layers import NO_SOFTMAX, NonSoftmaxLayer, NonSoftmaxTracer
 from howsmooth.models.identification.self_attention_module import CrossAttention
 from howsmooth.models.identification.verified_layer import VerifiedLayer, read_layer
 from howsmooth.models.inputs.model_inputs import ModelInputs, model_inputs
 from howsmooth.models.inputs.submodels import named_parts
-from howsmooth.models.layer_weights import weights_in_memory
 from howsmooth.models.loading.dummy_inputs import sample_inputs
 from howsmooth.models.loading.load import LoadedModel
 from howsmooth.models.measurement_mode import implementation, measurement_mode

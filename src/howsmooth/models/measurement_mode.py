@@ -19,7 +19,7 @@ from transformers.masking_utils import AttentionMaskInterface, eager_mask
 from transformers.modeling_utils import AttentionInterface
 from transformers.utils import logging as transformers_logging
 
-from howsmooth.models.layer_weights import device_of
+from howsmooth.models.float32_weights import device_of
 
 __all__ = [
     "implementation",

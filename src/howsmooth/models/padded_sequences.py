@@ -111,12 +111,12 @@ def _cut(name: str, value: Tensor, padding: Padding, sequence: int) -> Tensor:
 
 
 def reproduces(layer: VerifiedLayer, traced_layer: TracedLayer, padding: Padding, sequence: int) -> bool:
-    """Whether one sequence has the same tokens and output in a layer with padding as without it.
+    """Whether one sequence has the same tokens and the same output in a layer with and without padding.
 
     Raises
     ------
     CaptureError
-        If the padded forward pass did not call the layer in the same way, or its real tokens are NaN.
+        If the padded forward pass did not call the layer in the same way, or gave NaN or ∞ at real tokens.
 
     """
     alone = layer.self_attention.replay

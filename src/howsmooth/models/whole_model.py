@@ -1,4 +1,4 @@
-"""Capture a whole model, or a span of its blocks, as a map from its embeddings to an output.
+"""Capture a whole model, from its embeddings to an output, or a span of its blocks, as a map of tokens.
 
 The map runs a copy of the model, and its output is compared with that of the model itself, at the tokens of
 the forward pass and at changed ones. A block is the smallest numbered layer of the model around an attention.
@@ -20,6 +20,7 @@ from transformers import PreTrainedModel
 from howsmooth.errors import ArgumentError, CaptureError, HowsmoothError, reason
 from howsmooth.functional import register
 from howsmooth.jacobian.autodiff import moved_by_rounding
+from howsmooth.models.float32_weights import computing_dtype, device_of, stored_dtype
 from howsmooth.models.identification.model_map import (
     ModelMap,
     Output,
@@ -33,7 +34,6 @@ from howsmooth.models.identification.model_map import (
 from howsmooth.models.identification.self_attention_module import moved_tokens
 from howsmooth.models.identification.verification import notice_downcasts
 from howsmooth.models.inputs.model_inputs import ModelInputs, embedding_of, takes_decoder_ids
-from howsmooth.models.layer_weights import computing_dtype, device_of, stored_dtype
 from howsmooth.models.measurement_mode import implementation
 from howsmooth.models.padded_sequences import Padding, padding_of, without_padding
 from howsmooth.models.site import Site
@@ -58,7 +58,7 @@ class ModelParts:
     model
         The model, in measurement mode.
     given
-        Its inputs.
+        The model's inputs.
 
     Raises
     ------
@@ -99,14 +99,17 @@ class ModelParts:
         return self._site("model", start, end, read, None, None, words)
 
     def output(self, output: str, *, last_token: bool = False) -> Output:
-        """Return what is read at the end of a map to an output.
+        """Return the Output that a map to the model's hidden states, logits or margin reads at its end.
 
-        The last hidden state of a module that transformers does not know is the first tensor it returns.
+        The hidden states of a model that transformers does not know are the first tensor that it returns.
         """
         return Output(output if output != "hidden" or self._known else "tokens", last_token)
 
     def span(self, first: int, last: int, *, last_token: bool = False) -> Site:
-        """Return the map from the input of one block to the output of another; both are named by a layer."""
+        """Return the map from the input of block ``first`` to the output of block ``last``.
+
+        A block is named by the index of an attention layer in it.
+        """
         blocks = f"blocks {first} to {last}" if last > first else f"block {first}"
         words = f"{blocks}, {_in_words('tokens', last_token)}"
         start, end = replace(self.blocks[first], side="input"), self.blocks[last]
@@ -122,7 +125,7 @@ class ModelParts:
         ]
 
     def entry(self) -> Site | None:
-        """Return the map from the embeddings to the input of the first block; None if they are one place."""
+        """Return the map from the embeddings to the first block's input; None if these two places are one."""
         start, end = self._embeddings(), replace(self.blocks[0], side="input")
         if start == end:
             return None
@@ -224,7 +227,7 @@ class ModelParts:
         )
 
     def _map(self, passage: Passage, runs: list[_Run], x: Tensor, depth: int) -> tuple[ModelMap, str | None]:
-        """Return the map of a part, with the first attention implementation for which it is the model's."""
+        """Return the map of a part, and the first attention implementation with which the map is verified."""
         dtype, device = computing_dtype(self.model), device_of(self.model)
         refused: list[str] = []
         for attention in _attentions(self.model, x.shape[1]):
@@ -274,7 +277,8 @@ def _sequences_of(model: nn.Module, given: ModelInputs) -> list[ModelInputs]:
 def _attentions(model: nn.Module, n: int) -> list[str | None]:
     """Return the attention implementations to try in a copy of the model, at n tokens; None keeps its own.
 
-    PyTorch differentiates its own attention in memory n². Ours takes memory n, and more time at small n.
+    PyTorch differentiates its own attention in memory n². That of howsmooth takes memory n, and more time at
+    small n.
     """
     if not isinstance(model, PreTrainedModel):
         return [None]

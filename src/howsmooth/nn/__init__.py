@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from howsmooth.nn.attention.cosine import CosineAttention
     from howsmooth.nn.attention.l2 import L2Attention
     from howsmooth.nn.attention.lipschitz_norm import LipschitzNormAttention
-    from howsmooth.nn.attention.normalised import QueryKeyNormAttention
+    from howsmooth.nn.attention.query_key_norm import QueryKeyNormAttention
     from howsmooth.nn.attention.sinkhorn import SinkhornAttention
     from howsmooth.nn.attention.softmax import SoftmaxAttention
     from howsmooth.nn.certificates.certificate import ModelCertificate
@@ -91,7 +91,7 @@ _MODULES = {
     "attention.cosine": ("CosineAttention",),
     "attention.l2": ("L2Attention",),
     "attention.lipschitz_norm": ("LipschitzNormAttention",),
-    "attention.normalised": ("QueryKeyNormAttention",),
+    "attention.query_key_norm": ("QueryKeyNormAttention",),
     "attention.sinkhorn": ("SinkhornAttention",),
     "attention.softmax": ("SoftmaxAttention",),
     "parts.self_attention_block": ("SelfAttentionBlock",),

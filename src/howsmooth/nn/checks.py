@@ -117,16 +117,16 @@ def require(
 
 
 def look(t: Tensor, at: Callable[[Tensor], object]) -> None:
-    """Call ``at`` with the values of a tensor, outside of all of PyTorch's function transforms.
+    """Call ``at(t)`` with the plain values of ``t``, even within PyTorch's function transforms.
 
-    Tensors that ``at`` makes outlive the transform. Inside torch.func.vmap, ``at`` gets the values of all
-    members, stacked along a first axis.
+    Tensors that ``at`` makes stay valid after the transform. Inside torch.func.vmap, ``at`` gets the values
+    of all members, stacked along a first axis.
     """
     _Look.apply(t.detach(), at)  # type: ignore[no-untyped-call]
 
 
 class _Look(torch.autograd.Function):
-    """An autograd function that only looks at values, and that also works inside torch.func.vmap."""
+    """An autograd function that calls ``at`` with the values of a tensor, also inside torch.func.vmap."""
 
     @staticmethod
     def forward(t: Tensor, at: Callable[[Tensor], object]) -> Tensor:

@@ -107,7 +107,7 @@ def _replaced(module: nn.Module, path: str, seen: dict[nn.Module, nn.Module], ra
 
 
 def _undivided(layer: LipschitzAttention) -> LipschitzAttention:
-    """Fold the divisor of an attention layer into its output projection, and forget constant and radius."""
+    """Fold an attention layer's divisor into its output projection; set constant and radius to None."""
     _unparametrized(layer)
     _unparametrized(layer.out_proj)
     if layer.constant is not None:
@@ -120,7 +120,10 @@ def _undivided(layer: LipschitzAttention) -> LipschitzAttention:
 
 
 def _norm(norm: LipschitzLayerNorm | LipschitzRMSNorm) -> nn.Module:
-    """Return a norm layer x ↦ γ ∘ r h/√(|h|² + r²) + β as PyTorch's, with ε = r²/d and gain γ r/√d."""
+    """Return PyTorch's norm layer, with ε = r²/d and gain γ r/√d, equal to x ↦ γ ∘ r h/√(|h|² + r²) + β.
+
+    Here h is x, or x minus its mean, and r is the layer's ``floor``.
+    """
     d, r = norm.dim, norm.floor
     like = norm.gain if norm.gain is not None else torch.ones(())
     gain = torch.ones_like(like).expand(d) if norm.gain is None else norm._gain(norm.gain)

@@ -1,7 +1,7 @@
 """Saving and loading of models: weights as safetensors, class names and settings in the metadata, no code.
 
 The metadata of a file has the entries ``format``, ``version`` and ``model``. ``model`` is the tree of
-:mod:`howsmooth.nn.description` as JSON, with length and radius of the certificate. The tensors are all
+:mod:`howsmooth.nn.serialisation` as JSON, with length and radius of the certificate. The tensors are all
 parameters and buffers under their names in the model. Unconstrained tensors of parametrizations (orthogonal,
 spectral norm) are stored unchanged, so that a loaded model computes the same numbers to the last bit.
 """
@@ -25,7 +25,7 @@ from torch.nn.utils import parametrize
 
 from howsmooth.errors import ArgumentError, ModelError
 from howsmooth.nn.certificates.model_bound import foreign_hooks
-from howsmooth.nn.description import (
+from howsmooth.nn.serialisation import (
     DescriptionError,
     KnownClasses,
     LimitedMemory,
@@ -255,7 +255,7 @@ def _read(path: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
 
 
 def _built(tree: Any, known: KnownClasses, tensors: Mapping[str, Tensor]) -> nn.Module:
-    """Build a model with random weights from its description; ``tensors`` limit the memory that it takes."""
+    """Build a model with random weights from its description; the size of ``tensors`` limits its memory."""
     numbers = sum(t.numel() for t in tensors.values())
     try:
         with torch.random.fork_rng(devices=[]), LimitedMemory(_SPARE_COPIES * numbers + _SPARE_NUMBERS):
@@ -265,7 +265,7 @@ def _built(tree: Any, known: KnownClasses, tensors: Mapping[str, Tensor]) -> nn.
 
 
 def _check_tensors(model: nn.Module, tensors: Mapping[str, Tensor]) -> None:
-    """Raise DescriptionError unless the tensors have the names, shapes and kinds of those of a model."""
+    """Raise DescriptionError unless ``tensors`` have the names, shapes and kinds of the model's tensors."""
     made = _tensors(model)
     for name in sorted({*made, *tensors}):
         if name not in made or name not in tensors:

@@ -64,18 +64,18 @@ class FigureContext:
         self.listener.advance(self.begin + share * (self.end - self.begin), 1.0, words)
 
     def parts(self, costs: Sequence[float]) -> list[FigureContext]:
-        """Split this context into one context for each part of the work.
+        """Return one context for each part of the work; the parts are measured one after another.
 
-        Each context reports its part's share of the progress, in proportion to ``costs``.
+        Each part gets a share of the progress in proportion to its entry of ``costs``.
         """
         scale = (self.end - self.begin) / sum(costs)
         ends = [self.begin + scale * cost for cost in accumulate(costs, initial=0.0)]
         return [replace(self, begin=begin, end=end) for begin, end in pairwise(ends)]
 
     def each(self, items: Sequence[_T], costs: Sequence[float] = ()) -> Iterator[tuple[_T, FigureContext]]:
-        """Go through items of work; yield each with a context in which its progress is reported.
+        """Yield each item of work with the context that reports the progress of this item.
 
-        The shares are in proportion to ``costs``, or equal without costs.
+        The items' shares of the progress are in proportion to ``costs``, or equal without costs.
         """
         return zip(items, self.parts(costs or [1.0] * len(items)), strict=True)
 
@@ -99,7 +99,7 @@ class FigureContext:
 
 
 def models_for(options: FigureOptions) -> Models:
-    """Return a loader of models with the seed, device and precision of the options."""
+    """Return the loader of models, which takes the seed, device and dtype from the options."""
     return Models(Plan(seed=options.seed, device=options.device, dtype=options.dtype))
 
 

@@ -85,9 +85,9 @@ def _rows(here: PreparedModel, subject: Subject, tokens: torch.Tensor) -> list[R
 
 
 def over_texts(rows: pd.DataFrame) -> pd.DataFrame:
-    """Compute γR² for each head: γ belongs to its score matrix, R is the RMS norm of its tokens.
+    """Compute γR² for each head, where R is the root mean square norm of its tokens over all texts.
 
-    R is taken over all texts and lengths. γ is the field ``gamma`` of
+    All lengths count for R. γ is the field ``gamma`` of
     :class:`~howsmooth.study.head_eigenvalues.HeadEigenvalues`.
 
     Parameters
@@ -121,10 +121,10 @@ def over_texts(rows: pd.DataFrame) -> pd.DataFrame:
 
 
 def show(rows: pd.DataFrame, folder: Path) -> Finding:
-    """Draw γR² of every head, which tells up to which n its constant can grow like √n.
+    """Draw γR² of every head; the head's constant can grow like √n up to about n = e^(2γR²).
 
-    γ comes from the eigenvalues of the head's score matrix, and R is the norm of its tokens. A picture shows
-    up to three models.
+    γ comes from the eigenvalues of the head's score matrix. R is the norm of the head's tokens. A picture
+    shows up to three models.
     """
     table = over_texts(rows)
     families = [part for _, part in table.groupby("model", sort=False)]

@@ -149,7 +149,7 @@ class Curve:
 
 
 def fit_factor(x: np.ndarray, y: np.ndarray, slope: float) -> tuple[float, float]:
-    """Fit c · x^slope by least squares of logarithms; return c and the residual standard deviation."""
+    """Fit c · x^slope to y by least squares of logarithms; return c and the residuals' standard deviation."""
     residual = np.log(y) - slope * np.log(x)
     return math.exp(float(residual.mean())), float(residual.std(ddof=1)) if len(x) > 1 else math.nan
 
@@ -168,9 +168,9 @@ def lines(
 
 
 def fitted(fit: Exponent, colour: str, label: str = "", dashes: Dashes = SOLID) -> Iterator[Curve]:
-    """Yield the line of a fitted power law, from the shortest to the longest fitted length.
+    """Yield the line of a fitted power law, over the lengths to which the power law was fitted.
 
-    Without a fit, yield nothing.
+    If no power law could be fitted, yield nothing.
     """
     if not fit.note:
         ends = [fit.n_min, fit.n_max]

@@ -53,7 +53,7 @@ _PUBLISHED_COST = 6.0
 
 @dataclass(frozen=True)
 class Column:
-    """One layer of a model, which a column of Figure 1 shows.
+    """A column of Figure 1: it shows one layer of one model.
 
     Attributes
     ----------
@@ -62,7 +62,7 @@ class Column:
     layer
         The index of the layer.
     width
-        The dimension of its tokens.
+        The dimension of the layer's tokens.
 
     """
 
@@ -77,7 +77,7 @@ class Column:
 
     @property
     def layers(self) -> Ranges:
-        """A selection that contains only this layer, as the plan's option ``layers`` takes it."""
+        """The value of a plan's option ``layers`` that selects only this layer."""
         return Ranges.parse(str(self.layer), "layers")
 
     @property
@@ -296,15 +296,13 @@ class _StudyProgress(Silent):
 
 
 def bilinear(site: Any, label: str) -> SelfAttention:
-    """Return a layer's attention in float64; refuse one whose scores are not ⟨A x_i + b, x_j⟩.
-
-    Attention with a mask that is not causal is refused.
+    """Return a layer's attention in float64; its scores must be ⟨A x_i + b, x_j⟩, with a causal mask or none.
 
     Raises
     ------
     ArgumentError
-        If it has rotary positions or another mask. Constructed tokens need one matrix A, and a mask that does
-        not depend on the length.
+        If the attention has other scores, such as those with rotary positions, or another mask. Constructed
+        tokens need one matrix A, and a mask that is given for every length.
 
     """
     f = site.map

@@ -93,11 +93,11 @@ class Balanced:
 
 
 def balanced(head: Head) -> Balanced:
-    """Choose the direction u of the tokens at which a head's constant should be large.
+    """Choose the direction u for which a head's constant at the tokens of Appendix C.7 should be large.
 
     The candidates are two left singular vectors of the head's score matrix A and two right singular vectors
-    of its value matrix V, without their part along the query bias. The one with the largest ‖Vu‖ ‖Aᵀu‖ is
-    taken.
+    of its value matrix V, without their part along the query bias. The candidate u with the largest
+    ‖Vu‖ ‖Aᵀu‖ is taken.
 
     Raises
     ------

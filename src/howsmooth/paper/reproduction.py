@@ -91,7 +91,7 @@ def produce(
     listener: Listener | None = None,
     command: str = "",
 ) -> Reproduction:
-    """Measure and draw the chosen figures, and write one HTML page with all figures in the folder.
+    """Measure and draw the chosen figures, and write one HTML page with all figures of the output folder.
 
     Parameters
     ----------
@@ -100,7 +100,7 @@ def produce(
     options
         The options for all of them.
     folder
-        The output folder. Each figure has a folder with its name in it, beside the page.
+        The output folder. It receives the page, and a folder for each figure, named after the figure.
     listener
         The listener that is told the progress.
     command
@@ -109,8 +109,8 @@ def produce(
     Raises
     ------
     howsmooth.errors.HowsmoothError
-        If none of the figures can be made; it is the error of the first. If some can be made, the reasons of
-        the others are in the result and on the page.
+        If none of the figures can be made; the error is that of the first figure. If some can be made, the
+        reasons why the others cannot are in the result and on the page.
 
     """
     folder = Path(folder)

@@ -159,8 +159,8 @@ def _in_ball(layer: _Layer, radius: float, n: int, context: FigureContext) -> li
 def _rows(layer: _Layer, radius: float, n: int, seed: int) -> Iterator[Row]:
     """Yield the constants and bounds of a layer's heads for n tokens in a ball.
 
-    Heads are measured at the paper's tokens. One head is also measured at the worst tokens found, and
-    bounded.
+    Every head is measured at the paper's two-cluster tokens. One head is also measured at the worst tokens
+    that a search finds, and has two upper bounds: the best one of this library, and the paper's.
     """
     f = layer.attention
     for h in _real(f):
@@ -185,12 +185,11 @@ def _rows(layer: _Layer, radius: float, n: int, seed: int) -> Iterator[Row]:
 
 
 def _published_rows(layer: _Layer, radius: float, n: int, seed: int) -> Iterator[Row]:
-    """Yield the constants at the tokens that the published code uses.
+    """Yield each head's constants at the two-cluster tokens that the published code constructs.
 
-    They are measured correctly, and as the published code measures them.
-
-    These tokens are the paper's, except for fused and transposed weights. From these, the published code
-    takes slices along the wrong axis.
+    The constants are measured as the published code measures them. The tokens are the paper's, unless the
+    layer has fused and transposed weights, which the published code slices along the wrong axis. At such
+    tokens the constants are also measured correctly.
     """
     f = layer.attention
     sliced = wrong_slices(f) if layer.fused else f
@@ -206,7 +205,7 @@ def _published_rows(layer: _Layer, radius: float, n: int, seed: int) -> Iterator
 def _real(f: SelfAttention) -> list[int]:
     """Return the indices of the heads for which the paper's two-cluster tokens exist.
 
-    They exist if the head's score matrix A has a real eigenvalue.
+    The tokens exist if the head's score matrix A has a real eigenvalue.
     """
     return [h for h, strength in enumerate(head_eigenvalues(f)) if strength.gamma is not None]
 

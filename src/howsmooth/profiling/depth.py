@@ -1,4 +1,4 @@
-"""``depth_profile``: where in its depth a model expands: its blocks, and what they compose to."""
+"""``depth_profile``: where in its depth a model expands, measured for each block and their composition."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from howsmooth.estimate import LipschitzEstimate
 from howsmooth.lipschitz import local_lipschitz
 from howsmooth.models import LoadedModel, Site, load_model
 from howsmooth.models.capture import model_parts, module_of
-from howsmooth.models.layer_weights import computing_dtype
+from howsmooth.models.float32_weights import computing_dtype
 from howsmooth.models.whole_model import ModelParts
 from howsmooth.profiling.one_input import given_inputs, shown_progress
 from howsmooth.scopes import OUTPUTS
@@ -35,7 +35,7 @@ _MAPS = ("own", "until", "beyond")
 
 @dataclass(frozen=True, eq=False, repr=False)
 class DepthProfile:
-    """The constants of a model's stages at one input, and of what lies before and behind each.
+    """The constants at one input of each stage of a model, and of the maps before and behind the stage.
 
     A stage is what happens before the first block (``embeddings``), each block, and what happens after the
     last block (``output``: the last norm, and the head).
@@ -43,9 +43,9 @@ class DepthProfile:
 
     #: One row for each stage, with the columns ``stage``, ``name`` (the path of the block), ``own`` (the
     #: constant of the stage), ``until`` (of the map from the embeddings to the end of the stage), ``beyond``
-    #: (of the map from there to the output), each with ``…_lower``, ``…_upper`` and ``…_converged``;
-    #: ``product``, the product of ``own`` down to here, which is never less than ``until``; and ``ratio``,
-    #: which is until / product.
+    #: (of the map from the end of the stage to the output), each with ``…_lower``, ``…_upper`` and
+    #: ``…_converged``; ``product``, the product of ``own`` over the stages up to this one, never less than
+    #: ``until``; and ``ratio``, which is until / product.
     table: pd.DataFrame
     #: The name of the model, or of its class.
     model: str
@@ -141,8 +141,9 @@ def depth_profile(
     """Measure where in its depth a model expands a change of its embeddings, at one input.
 
     Three maps are measured for each block (:func:`howsmooth.local_lipschitz`): the block, the map from the
-    embeddings to its end, and the map from there to the output. The constants of the blocks multiply to a
-    bound of the whole, which is reached only if their worst directions line up; the ratio says how far.
+    embeddings to the block's output, and the map from there to the model's output. The product of the
+    constants of all stages bounds the constant of the whole model, and equals it only if the stages' worst
+    directions line up. The ratio of constant to product says how far they do.
 
     Parameters
     ----------
@@ -230,7 +231,7 @@ def _block(
     last_token: bool,
     measured: Callable[[str, int, Site], dict[str, Any]],
 ) -> dict[str, Any]:
-    """Return the row of one block, which is named by its last layer of attention."""
+    """Return the row of the block whose last attention layer is ``layer``; the row has its module path."""
     block = parts.span(layer, layer)
     return {
         "stage": f"block {stage}",
@@ -247,7 +248,7 @@ def _in_words(output: str, last_token: bool) -> str:
 
 
 def _fields(kind: str, found: LipschitzEstimate) -> dict[str, Any]:
-    """Return an estimate as columns that begin with ``kind``."""
+    """Return the columns of one estimate: its value under the name ``kind``, its limits, its convergence."""
     return {
         kind: float(found.value[0]),
         f"{kind}_lower": float(found.lower[0]),
@@ -257,7 +258,7 @@ def _fields(kind: str, found: LipschitzEstimate) -> dict[str, Any]:
 
 
 def _as(kind: str, row: Mapping[str, Any], source: str = "own") -> dict[str, Any]:
-    """Return the columns of one estimate in a row under another name."""
+    """Copy the columns of the estimate ``source`` from a row, renamed to begin with ``kind``."""
     return {kind + name.removeprefix(source): row[name] for name in row if name.startswith(source)}
 
 

@@ -15,8 +15,8 @@ from tqdm.auto import tqdm
 
 from howsmooth.errors import ArgumentError
 from howsmooth.models import LoadedModel
+from howsmooth.models.float32_weights import hash_weights
 from howsmooth.models.inputs.model_inputs import max_length
-from howsmooth.models.layer_weights import hash_weights
 
 __all__ = ["GivenInputs", "fingerprint_of", "given_inputs", "shown_progress"]
 
@@ -28,7 +28,10 @@ _MOST_TOKENS = 512
 def shown_progress(
     on_step: Callable[[int, int], None] | None, total: int, unit: str = "layer"
 ) -> Iterator[Callable[[int, int], None]]:
-    """Yield the callback for finished layers or other units: ``on_step``, or one for a progress bar."""
+    """Yield ``on_step``, or without it a callback that moves a progress bar.
+
+    The callback takes the number of finished layers (or other units) and the number of all.
+    """
     if on_step is not None:
         yield on_step
         return
@@ -57,7 +60,7 @@ def given_inputs(
     special: bool = False,
     longest: int = _MOST_TOKENS,
 ) -> GivenInputs:
-    """Return the model's inputs, cut to the tokens of the span, or to at most ``longest``.
+    """Return the model's inputs, cut to the tokens of ``span`` or, without a span, to at most ``longest``.
 
     ``special`` says that a text gets the tokenizer's special tokens.
     """
@@ -102,7 +105,7 @@ def _encoded(tokenizer: Any, text: str, special: bool) -> list[int]:
 
 
 def _decoder(tokenizer: Any) -> Callable[[Tensor], list[str]]:
-    """Return a function that turns token ids (n,) into texts, or into numbers without a tokenizer."""
+    """Return a function from token ids (n,) to the texts of the tokens, or to numbers without a tokenizer."""
     if tokenizer is None:
         return lambda ids: [str(i) for i in ids.tolist()]
     if hasattr(tokenizer, "decoded"):

@@ -91,7 +91,10 @@ def _body(profile: Profile, image: str, most: int) -> Markup:
 
 
 def _sides(profile: Profile, layer: int, head: int | None) -> list[tuple[str, list[tuple[int, str, str]]]]:
-    """Return the tokens of the attention's input and output, each with its shade and its share in words."""
+    """Return two titles, for changes of the input and of the output, each with all tokens beside it.
+
+    A token is a triple: its shade, its text, and its share of the change in words.
+    """
     rows = profile._tokens_of(layer, head)
     words = [visible_token(word) for word in profile.words] or [f" {i} " for i in rows["position"]]
     sides = []

@@ -1,4 +1,4 @@
-"""``precision``: what quantised keys and values of each head do to a model's output, predicted and real."""
+"""``precision``: how quantised keys and values of each head change a model's output, predicted and real."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ from howsmooth.errors import CaptureError, HowsmoothError, ModelError
 from howsmooth.lipschitz.queries_keys_values import entry_sensitivities
 from howsmooth.models import LoadedModel, Site, load_model
 from howsmooth.models.capture import module_of, self_attention_layers
+from howsmooth.models.float32_weights import computing_dtype, stored_dtype
 from howsmooth.models.identification.verified_layer import VerifiedLayer
-from howsmooth.models.layer_weights import computing_dtype, stored_dtype
-from howsmooth.models.logits import LogitsOfModel
+from howsmooth.models.perturbed_logits import LogitsOfModel
 from howsmooth.profiling.one_input import fingerprint_of, given_inputs, shown_progress
 from howsmooth.profiling.precision_result import Precision
 from howsmooth.profiling.quantisers import (
@@ -150,7 +150,7 @@ def precision(
 
 
 def load_with_head(name: str | os.PathLike[str], **options: Any) -> LoadedModel:
-    """Load a model with the head that gives its logits or, if it has none, without.
+    """Load a model with the head that computes its logits, or without a head if the model has none.
 
     The options are those of :func:`~howsmooth.models.load_model`.
     """
@@ -161,7 +161,7 @@ def load_with_head(name: str | os.PathLike[str], **options: Any) -> LoadedModel:
 
 
 def _whole_model(module: nn.Module, inputs: Any, *, logits: bool) -> tuple[LogitsOfModel | None, list[str]]:
-    """Return the model's logits if they are wanted and it has any, and otherwise the reason why not."""
+    """Return the model's logits at the input if wanted; if it has none, return None and the reason."""
     if not logits:
         return None, []
     try:
@@ -171,7 +171,7 @@ def _whole_model(module: nn.Module, inputs: Any, *, logits: bool) -> tuple[Logit
 
 
 def _site(layer: VerifiedLayer | CaptureError) -> Site:
-    """Return the attention of a layer as a map of known projections; raise CaptureError if it is none."""
+    """Return a layer's attention; raise CaptureError if its keys and values are not known."""
     if isinstance(layer, CaptureError):
         raise layer
     (site,) = layer.sites("attention")
@@ -209,7 +209,10 @@ class _Layer:
         self.size = float(torch.linalg.vector_norm(self.f(self.x)))
 
     def rows(self, bits: Sequence[int], quantisers: Sequence[str]) -> Iterator[dict[str, Any]]:
-        """Yield a row of the table for each case and head; of equal quantisers only for the first."""
+        """Yield a row of the table for each operand, quantiser, number of bits and head.
+
+        Of several quantisers that are equal on this layer, only the first has rows.
+        """
         for operand, t in self.operands.items():
             different = {group_of(quantiser, t.shape[-1]): quantiser for quantiser in reversed(quantisers)}
             for quantiser in filter(set(different.values()).__contains__, quantisers):
@@ -254,14 +257,14 @@ class _Layer:
         )
 
     def _heads(self, other: Mapping[str, Tensor]) -> Float64[Tensor, "kv_heads group n value_dim"]:
-        """Return the outputs of all heads, with other keys or values of all heads."""
+        """Return the outputs of all heads, with keys or values replaced by those in ``other``."""
         f, operands = self.f, self.operands | dict(other)
         visible = f.visibility(len(self.x))
         k, v = operands["K"][None], operands["V"][None]
         return attend(f._grouped(self.q)[None], k, v, f.scale, visible, features=f.features)[0]
 
     def _change(self, operand: str, other: Tensor) -> Float64[Tensor, " kv_heads"]:
-        """Return the norm of the change of the layer's output, by the keys or values of each head alone."""
+        """Return, for each head, how far the output moves if ``other`` replaces its keys or values alone."""
         moved = self._heads({operand: other}) - self.heads
         if self.f.output is not None:
             output = self.f.output.unflatten(1, (*moved.shape[:2], moved.shape[-1]))
@@ -272,8 +275,8 @@ class _Layer:
     def _predicted_kl(self, operand: str, head: int, variance: Float64[Tensor, "n dim"]) -> float:
         """Predict the divergence that rounding one head's keys or values causes, to second order.
 
-        It is ½ Σ σ_a² F_aa over the entries a, with the variance σ_a² of each entry's rounding error and the
-        diagonal F_aa of the Fisher information of the model's predictions.
+        The divergence is ½ Σ σ_a² F_aa over the entries a, with the variance σ_a² of each entry's rounding
+        error and the diagonal F_aa of the Fisher information of the model's predictions.
 
         Where the model repeats a head's keys for each query head, the errors of the copies count as
         independent of each other.

@@ -30,10 +30,10 @@ _MARKERS = {"K": "o", "V": "^"}
 
 
 def draw(found: Precision) -> Figure:
-    """Draw three panels: predicted effects of keys, and of values, and predicted beside real effects.
+    """Draw predicted effects of keys, predicted effects of values, and real against predicted effects.
 
-    The first two have a cell for each layer and head, at the fewest bits and with the first quantiser of the
-    table. Effects are divergences of the predictions for a model with logits, otherwise changes of the
+    The first two panels have a cell for each layer and head, at the fewest bits and with the first quantiser
+    of the table. Effects are divergences of the predictions for a model with logits, otherwise changes of the
     attention's output.
     """
     with rc_context(STYLE):

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 __all__ = ["Precision"]
 
 _SHOWN = 10  # rows of the ranking in a printed result
-# In nats. Up to here, predictions were within a factor of 5 of real divergences; larger ones saturate.
+# In nats. Predictions up to this were within a factor of 5 of the real divergences, which then saturate.
 _HOLDS = 0.1
 _PLACE = ["layer", "head", "operand"]
 _CHANGES, _DIVERGENCES = ("predicted", "change", "bound"), ("predicted_kl", "kl")
@@ -78,9 +78,9 @@ class Precision:
     def ranking(self) -> pd.DataFrame:
         """The rows of ``table``, the largest predicted effect first.
 
-        It is the predicted divergence for a model with logits, and the predicted change of the attention's
-        output otherwise. The columns are those of ``table`` without ``output_norm`` and ``name``, and
-        without the divergences if there are none.
+        The effect is the predicted divergence for a model with logits, and the predicted change of the
+        attention's output otherwise. The columns are those of ``table`` without ``output_norm`` and ``name``,
+        and without the divergences if there are none.
         """
         columns = [*_PLACE, "bits", "quantiser", *_CHANGES, *(_DIVERGENCES if self.has_kl else ())]
         return self._sorted[columns]
@@ -95,7 +95,7 @@ class Precision:
 
     @property
     def agreement(self) -> pd.DataFrame:
-        """Spearman's rank correlation between predicted and real effects, over all rows and for each bits.
+        """Spearman's correlation of predicted and real effects, of all rows and for each number of bits.
 
         Columns: ``bits`` (0 for all), ``predicted``, ``real`` and ``spearman``; rows of divergences only for
         a model with logits.
@@ -112,20 +112,20 @@ class Precision:
         return pd.DataFrame(rows)
 
     def budget(self, average: float, quantiser: str = "token") -> pd.DataFrame:
-        """Return the number of bits of each head's keys and values, for a given average number of bits.
+        """Choose the number of bits of each head's keys and values, for a given average number of bits.
 
-        The numbers of bits of the table are the choice: measure several, such as 2, 3, 4, 5, 6 and 8.
-        Starting from the fewest bits of the table, bits are given where they lower the predicted effect most
-        for each bit, until the average is reached. The effect is the predicted divergence for a model with
-        logits; otherwise it is the squared predicted change of the attention's output, divided by the squared
-        norm of that output. Effects of several heads are added.
+        The choice is among the numbers of bits in the table: measure several, such as 2, 3, 4, 5, 6 and 8.
+        All heads start with the fewest bits of the table. More bits go where they lower the predicted effect
+        most for each bit, until the average is reached. The effect is the predicted divergence for a model
+        with logits; otherwise it is the squared predicted change of the attention's output, divided by the
+        squared norm of that output. Effects of several heads are added.
 
         Parameters
         ----------
         average
             The largest average number of bits of an entry, not below the fewest bits of the table.
         quantiser
-            The quantiser.
+            The quantiser, one of the table.
 
         Returns
         -------
@@ -177,7 +177,7 @@ class Precision:
         return found
 
     def simulate(self, bits: int | pd.DataFrame, quantiser: str = "token") -> float:
-        """Return the divergence of the model's predictions with many keys and values quantised at once.
+        """Return how far the model's predictions diverge if many keys and values are quantised at once.
 
         The model runs once, and each layer gets the keys and values that come from the quantised layers
         before it.
@@ -186,8 +186,8 @@ class Precision:
         ----------
         bits
             One number of bits for all keys and values of the table, or a table with the columns ``layer``,
-            ``head``, ``operand`` and ``bits``, as :meth:`budget` returns it; what it does not name stays
-            exact. It may come from another input of the same model.
+            ``head``, ``operand`` and ``bits``, as :meth:`budget` returns it; keys and values that the
+            table does not name stay exact. The table may come from another input of the same model.
         quantiser
             The quantiser.
 
@@ -217,7 +217,7 @@ class Precision:
             raise ArgumentError(
                 "bits", expected="layers, heads and operands of the table", got=str(next(iter(unknown)))
             )
-        # Of equal keys the last one stays, which is that of the layer's last head.
+        # A dict keeps the last of equal keys: the layer's largest head index.
         last = places.sort_values("head")[["layer", "head"]].itertuples(index=False)
         kv_heads = {layer: head + 1 for layer, head in last}
         return simulated_kl(self.logits, chosen, kv_heads, quantiser)
@@ -226,7 +226,7 @@ class Precision:
 
     @property
     def citation(self) -> str:
-        """One line with the divergences of all keys and values in few bits, the versions and the digest."""
+        """One line with the divergences if all keys and values are quantised, the versions and the digest."""
         at_once = "".join(f" {line};" for line in self._together_in_words())
         digest = hashlib.sha256(f"{self.fingerprint}\n{csv_of(self.table)}".encode()).hexdigest()[:12]
         return (
@@ -240,7 +240,7 @@ class Precision:
         return "; ".join(f"{row['predicted']} and {row['real']} {row['spearman']:.3f}" for row in rows)
 
     def _together_in_words(self) -> list[str]:
-        """Return a phrase for each quantiser with the divergences of all keys and values at once."""
+        """Return a phrase for each quantiser: the divergences if it rounds all keys and values at once."""
         return [
             f"all keys and values at once by {quantiser}: divergence "
             + ", ".join(f"{row['kl']:.3g} at {row['bits']} bits" for row in plain_rows(rows))
@@ -249,14 +249,14 @@ class Precision:
 
     @property
     def remarks(self) -> list[str]:
-        """Sentences on all keys and values at once, on predictions that are too large, and on the ranks."""
+        """Sentences on quantising all keys and values at once, on too large predictions, on the ranks."""
         found = [f"A{words[1:]}." for words in self._together_in_words()]
         if bool((self.table["predicted_kl"] > _HOLDS).any()):
             found.append(f"* Above {_HOLDS} nats predictions are too large, up to a hundredfold: see kl.")
         return [*found, f"Spearman's rank correlation: {self._ranks_in_words()}."]
 
     def first_rows(self, most: int) -> pd.DataFrame:
-        """Return the first rows of the ranking, the numbers as text, with a star where one is too large."""
+        """Return the first rows of the ranking, with numbers as text, and a star at too large predictions."""
         rows = self.ranking.head(most)
         texts = {name: rows[name].map("{:.4g}".format) for name in rows if name in _CHANGES + _DIVERGENCES}
         if self.has_kl and bool((large := rows["predicted_kl"] > _HOLDS).any()):
@@ -277,7 +277,7 @@ class Precision:
         return "\n".join(lines)
 
     def plot(self) -> Figure:
-        """Draw the predicted effects of the fewest bits by layer and head, and predicted beside real ones."""
+        """Draw the predicted effects by layer and head at the fewest bits, and all real ones against them."""
         from howsmooth.profiling.precision_figure import draw
 
         return draw(self)

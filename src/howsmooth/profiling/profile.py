@@ -15,8 +15,8 @@ from howsmooth.estimate import LipschitzEstimate
 from howsmooth.lipschitz import head_lipschitz, local_lipschitz
 from howsmooth.models import LoadedModel, load_model
 from howsmooth.models.capture import module_of, self_attention_layers
+from howsmooth.models.float32_weights import computing_dtype, stored_dtype
 from howsmooth.models.identification.verified_layer import VerifiedLayer
-from howsmooth.models.layer_weights import computing_dtype, stored_dtype
 from howsmooth.models.site import Site
 from howsmooth.profiling.one_input import fingerprint_of, given_inputs, shown_progress
 from howsmooth.profiling.result import Profile
@@ -182,7 +182,7 @@ class _Measured:
         self.most_sensitive: tuple[float, Site] | None = None
 
     def add(self, index: int, layer: VerifiedLayer | CaptureError) -> None:
-        """Measure one layer in all scopes; record the error where this is not possible."""
+        """Measure one layer in each scope, and record the error of a scope that cannot be measured."""
         self.layers += 1
         if isinstance(layer, CaptureError):
             self.refused.append(str(layer))
@@ -238,7 +238,7 @@ class _Measured:
         self.shares.append(shares.astype({"head": "Int64"}))
 
     def influence(self) -> Influence | None:
-        """Return which token moves which in the layer with the largest constant; None if that is refused."""
+        """Measure which token moves which in the layer with the largest constant; None if this fails."""
         if self.most_sensitive is None:
             return None
         site = self.most_sensitive[1]

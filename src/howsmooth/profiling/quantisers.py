@@ -29,7 +29,7 @@ def checked_bits(bits: object) -> tuple[int, ...]:
     Raises
     ------
     ArgumentError
-        If there is none, or one is no whole number from 2 to 16.
+        If no number is given, or one is no whole number from 2 to 16.
 
     """
     given = (bits,) if isinstance(bits, int) else tuple(bits) if isinstance(bits, Sequence) else ()
@@ -45,7 +45,7 @@ def checked_quantisers(names: object) -> tuple[str, ...]:
     Raises
     ------
     ArgumentError
-        If there is none, or one is unknown.
+        If no name is given, or one is unknown.
 
     """
     given = (names,) if isinstance(names, str) else tuple(names) if isinstance(names, Sequence) else ()
@@ -55,9 +55,9 @@ def checked_quantisers(names: object) -> tuple[str, ...]:
 
 
 def group_of(quantiser: str, dim: int) -> str:
-    """Return the name of an equal quantiser of heads with ``dim`` channels, the same for equal quantisers.
+    """Return one name for all quantisers that are equal on heads with ``dim`` channels.
 
-    A group that is at least as long as a token is the whole token.
+    A group of at least ``dim`` channels is the whole token, so it has the name "token".
     """
     size = _SIZES.get(quantiser)
     return "token" if size is not None and size >= dim else quantiser

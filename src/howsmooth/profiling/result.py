@@ -79,7 +79,7 @@ class Profile:
 
     @property
     def _influence_layer(self) -> int:
-        """The layer with the largest constant, of which ``influence`` is."""
+        """The layer with the largest constant, for which ``influence`` was measured."""
         ranking = self.ranking
         return int(ranking[ranking["scope"] == "attention"].iloc[0]["layer"])
 
@@ -87,7 +87,7 @@ class Profile:
     def digest(self) -> str:
         """The first 12 hexadecimal digits of the SHA-256 of the table and the model's weights.
 
-        It changes with the seed, which moves the intervals, and with every weight, measured or not.
+        The digest changes with the seed, which moves the intervals, and with every weight, measured or not.
         """
         return hashlib.sha256(f"{self.fingerprint}\n{csv_of(self.table)}".encode()).hexdigest()[:12]
 
@@ -114,7 +114,7 @@ class Profile:
     def sensitive_tokens(self, layer: int, head: int | None = None) -> pd.DataFrame:
         """Return the tokens of one layer or head, the most sensitive ones first.
 
-        They are sorted by ``input_share``.
+        The tokens are sorted by ``input_share``.
 
         Raises
         ------

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from howsmooth.errors import CaptureError
-from howsmooth.models.logits import LogitsOfModel
+from howsmooth.models.perturbed_logits import LogitsOfModel
 from howsmooth.profiling.quantisers import absmax_steps, rounded
 
 __all__ = ["of_head", "simulated_kl"]
@@ -20,7 +20,7 @@ Place = tuple[int, int, str]
 def simulated_kl(
     whole: LogitsOfModel, bits: Mapping[Place, int], kv_heads: Mapping[int, int], quantiser: str
 ) -> float:
-    """Return the divergence of the model's predictions if the keys and values of some places are quantised.
+    """Return how far the model's predictions diverge if the keys or values of some heads are quantised.
 
     Layers are quantised in the order in which the model computes them, so the keys and values of a layer
     come from the quantised layers before it, as with a quantised KV cache.
@@ -30,7 +30,7 @@ def simulated_kl(
     whole
         The model on its input.
     bits
-        The number of bits for each place; all other keys and values stay exact.
+        The number of bits for each place (layer, key/value head, "K" or "V"); all others stay exact.
     kv_heads
         The number of key/value heads of each layer that has a place.
     quantiser
@@ -39,7 +39,7 @@ def simulated_kl(
     Raises
     ------
     CaptureError
-        If the model has another number of heads of keys in its softmax.
+        If the number of heads of keys at a softmax is no multiple of the layer's number in ``kv_heads``.
 
     """
 
@@ -60,7 +60,7 @@ def simulated_kl(
 
 
 def of_head(t: Tensor, layer: int, head: int, kv_heads: int) -> Tensor:
-    """Return a view of the part of the model's keys or values (*lead, heads, n, dim) that one head has.
+    """Return a view of one head's part of the model's keys or values (*lead, heads, n, dim).
 
     Some models repeat the keys of a head for each query head before their softmax, and some have one axis
     for the sequences of a batch and the heads.

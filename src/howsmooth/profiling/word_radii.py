@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import pandas as pd
 from torch import Tensor, nn
 
-from howsmooth.bounds.radius import NetworkAtInput, RobustRadius
+from howsmooth.bounds.radius import NetworkAtInput, RobustRadius, rounded_down
 from howsmooth.errors import ArgumentError
 from howsmooth.models import LoadedModel, load_model
 from howsmooth.models.capture import module_of
@@ -38,10 +38,9 @@ _SHOWN = 10
 
 @dataclass(frozen=True, eq=False, repr=False)
 class WordRadii:
-    """Radii around one input within which a classifier keeps its answer, one for each token or a joint one.
+    """Radii within which a classifier keeps its answer: one for each token of an input, or one for all.
 
-    The inequalities are proved, their evaluation in float64 is not enclosed; see
-    :class:`howsmooth.bounds.RobustRadius`.
+    They are proved, rounding included; :class:`howsmooth.bounds.RobustRadius` says for what.
     """
 
     #: One row for each token; a single one, without position, if the tokens move jointly. Columns:
@@ -77,13 +76,14 @@ class WordRadii:
         first = self.table.iloc[0]
         return (
             f"{self.model} keeps its answer (class {first['label']}, margin {first['margin']:.4g}) while "
-            f"{moved} by less than the radius, in the {norm} of the embedded tokens; bounds up to rounding."
+            f"{moved} by less than the radius, in the {norm} of the embedded tokens. The radii are proved, "
+            "rounding included."
         )
 
     def __repr__(self) -> str:
         lines = [f"Radii of {self.model}, {self.input}, {self.n} tokens.", self.statement]
         rows = plain_rows(self.ranking.head(_SHOWN))
-        lines += [f"  {_place(row):<20} {row['radius']:.4g}{_beside(row)}" for row in rows]
+        lines += [f"  {_place(row):<20} {rounded_down(row['radius'])}{_beside(row)}" for row in rows]
         more = len(self.table) - _SHOWN
         return "\n".join([*lines, *([f"  and {more} larger radii"] if more > 0 else [])])
 
@@ -139,10 +139,10 @@ def word_radii(
     file: str | os.PathLike[str] | None = None,
     on_token: Callable[[int, int], None] | None = None,
 ) -> WordRadii:
-    """Return a radius for each token of a text within which a classifier's answer does not change.
+    """Return, for each token of a text, a radius within which a classifier's answer does not change.
 
-    Each token moves alone, and all share the network's partial Jacobians; the radii are those of
-    :func:`howsmooth.bounds.robust_radius`.
+    One token moves while the others stand still, unless ``jointly`` is True. The radii are those of
+    :func:`howsmooth.bounds.robust_radius`; the network's partial Jacobians are computed once for all tokens.
 
     Parameters
     ----------
@@ -168,7 +168,7 @@ def word_radii(
         A tokenizer of transformers, for a model that was not loaded by its name.
     file
         A file of JSON lines in which each finished radius is kept. A later call with the same model, input
-        and options takes them from there.
+        and options reads the finished radii from it.
     on_token
         Called with the number of radii that are done, and the number of all. By default a progress bar is
         shown on a terminal and in a notebook.
@@ -263,7 +263,7 @@ def _row(found: RobustRadius, position: int | None) -> dict[str, Any]:
 
 
 class _Kept:
-    """Finished rows by position and order, in a file of JSON lines if there is one."""
+    """The finished rows, by the token's position and the bound's order; also in ``file`` if there is one."""
 
     def __init__(self, file: Path | None, key: str) -> None:
         self.file, self.key = file, key
@@ -278,7 +278,7 @@ class _Kept:
                 self.rows[row["position"], row["order"]] = row
 
     def add(self, row: dict[str, Any]) -> None:
-        """Keep a row, on the disk too."""
+        """Keep a row, and append it to the file if there is one."""
         self.rows[row["position"], row["order"]] = row
         if self.file is not None:
             self.file.parent.mkdir(parents=True, exist_ok=True)

@@ -11,6 +11,7 @@ from markupsafe import Markup
 from matplotlib import rc_context
 from matplotlib.figure import Figure
 
+from howsmooth.bounds.radius import rounded_down
 from howsmooth.profiling.output_folder import write_result
 from howsmooth.profiling.word_radii import WordRadii
 from howsmooth.study.figures.style import STYLE, literal, new_figure
@@ -29,7 +30,7 @@ def draw(found: WordRadii) -> Figure:
     with rc_context(STYLE):
         figure = new_figure(max(3.6, 1.6 + 0.24 * len(table)), 3.0)
         axis = figure.subplots()
-        axis.plot(range(len(table)), table["radius"], "o", label="proved, up to rounding")
+        axis.plot(range(len(table)), table["radius"], "o", label="proved")
         attack = table["attack"].astype(float)
         if bool(attack.notna().any()):
             axis.plot(range(len(table)), attack, "v", mfc="none", label="smallest attack found")
@@ -83,11 +84,11 @@ def _body(found: WordRadii, image: str) -> Markup:
     spans = []
     for row, word in zip(rows, _names(found), strict=True):
         shade = _LEVELS if row["radius"] == 0 else round(_LEVELS * smallest / row["radius"])
-        spans.append((shade, f"{word} ", f"{row['radius']:.3g}"))
+        spans.append((shade, f"{word} ", rounded_down(row["radius"], 3)))
     cells = [
         {
             "word": word,
-            "radius": f"{row['radius']:.4g}",
+            "radius": rounded_down(row["radius"]),
             "attack": _number(row["attack"]),
             "first_order": _number(row["first_order"]),
             "order": row["order"],

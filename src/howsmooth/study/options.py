@@ -2,8 +2,8 @@
 
 A field states its type, its default, its allowed values and its help text. From these come the arguments in
 Python, the keys of a plan file (:mod:`howsmooth.study.plan_file`) and the options of the command line
-(``howsmooth.cli.options``). All three pass the raw values to the dataclass, which parses them in the same
-way.
+(``howsmooth.cli.typer_command``). All three pass the raw values to the dataclass, which parses them in the
+same way.
 """
 
 from __future__ import annotations

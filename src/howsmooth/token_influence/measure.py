@@ -117,7 +117,7 @@ def influence(
 
 
 def _map_and_tokens(f: Any, x: Tensor | None) -> tuple[Any, Any]:
-    """Return the map and its tokens, where a captured site gives both."""
+    """Return the map and the tokens; a captured site is split into its map and its tokens."""
     if not isinstance(f, TokenMap) and isinstance(f, SiteLike):
         return f.map, f.x if x is None else x
     if x is None:
@@ -139,7 +139,7 @@ def _one_sequence(x: Tensor) -> Float[Tensor, "n d"]:
 
 
 def _checked_outputs(outputs: object, count: int) -> list[int]:
-    """Return the numbers of the chosen output tokens, of which there are ``count``."""
+    """Return the indices >= 0 of the chosen ones among ``count`` output tokens."""
     expected = f"indices of the {count} output tokens, each once, from {-count} to {count - 1}"
     if outputs is None:
         return list(range(count))

@@ -33,7 +33,7 @@ class Influence:
     lower: Float[Tensor, "outputs n"]
     #: Upper limits of the norms; both are zero where no token can be moved, as under a mask.
     upper: Float[Tensor, "outputs n"]
-    #: Whether upper − lower <= rtol · value.
+    #: Whether an interval has converged: upper − lower <= rtol · value.
     converged: Bool[Tensor, "outputs n"]
     #: Number of Lanczos steps; zero for blocks that are zero.
     iterations: Int[Tensor, "outputs n"]
@@ -77,7 +77,7 @@ class Influence:
         )
 
     def _repr_html_(self) -> str:
-        """Return the figure and the line that is printed, as HTML for notebooks."""
+        """Return the figure, and the line of ``repr`` above it, as HTML for notebooks."""
         import html
 
         return (
@@ -115,7 +115,7 @@ class Influence:
         return text_or_file(csv_of(self.table), path)
 
     def to_parquet(self, path: str | os.PathLike[str]) -> None:
-        """Write the table as parquet, with the printed line in its metadata, which pandas reads as ``attrs``.
+        """Write the table as parquet; pandas reads the line of ``repr`` from its metadata, as ``attrs``.
 
         Raises
         ------

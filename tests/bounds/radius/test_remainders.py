@@ -23,6 +23,7 @@ from howsmooth.bounds.radius.norms import (
 )
 from howsmooth.bounds.radius.pairs import Pairs
 from howsmooth.bounds.radius.remainders import AttentionErrors, GatedFeedForwardRemainder
+from howsmooth.bounds.radius.rounding import plain
 from howsmooth.bounds.radius.second_order import SecondOrder
 from howsmooth.bounds.radius.third_order import ThirdOrder
 from tests.bounds.radius._networks import (
@@ -104,7 +105,7 @@ def test_no_stage_leaves_out_more_than_its_bound(
     def in_margin(left: Left, delta: Tensor, stage: int) -> Tensor:
         if order == 2:
             return left.margin.abs()
-        cubic = torch.einsum("k,kp,p->", delta, found.remainders[stage].cubic, pairs.square(delta))
+        cubic = torch.einsum("k,kp,p->", delta, plain(found.remainders[stage].cubic), pairs.square(delta))
         return (left.margin - cubic).abs()
 
     def excess(delta: Tensor, stage: int, part: str) -> Tensor:
@@ -215,7 +216,8 @@ def test_the_remainder_of_a_kink_is_attained(order: int) -> None:
     both = [left_out(network, found.first, order == 3, delta)[0] for delta in deltas]
     largest = max(float(left.vector.norm()) for left in both)
     assert largest > 0
-    assert largest == pytest.approx(float(longest(shape)), rel=1e-6)
+    # Rounding outwards enlarges an ellipsoid by 1e-6.
+    assert largest <= float(longest(shape)) <= largest * (1 + 3e-6)
     assert max(abs(float(left.margin)) for left in both) == pytest.approx(float(margin), rel=1e-6)
 
 
@@ -319,7 +321,8 @@ def test_the_part_linear_in_an_error_is_the_second_derivative() -> None:
         errors = torch.zeros(n, d, d, dtype=u.dtype)
         errors[token, 0, 0] = 1
         exact = torch.einsum("iodk,ipdk->iop", tensor[:, :, token], tensor[:, :, token])
-        torch.testing.assert_close(crossed(errors), exact)
+        # Rounding outwards enlarges an ellipsoid by 1e-6.
+        torch.testing.assert_close(crossed(errors), exact, rtol=3e-6, atol=3e-6)
 
 
 def test_the_remainder_of_attention_is_attained_up_to_a_small_factor() -> None:

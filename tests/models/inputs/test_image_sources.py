@@ -33,8 +33,8 @@ from howsmooth.models import load_model
 from howsmooth.models.datasets import ImageDataset, dataset_of, image_inputs
 from howsmooth.models.inputs.builtin_images import BUILTIN_SIDE
 from howsmooth.models.inputs.image_sources import load_images
+from howsmooth.models.loading.model_location import Place
 from howsmooth.models.loading.processors import image_preparation
-from howsmooth.models.loading.resolve_model import Place
 
 SIZES: dict[str, Any] = {
     "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 24,

@@ -30,7 +30,7 @@ from transformers.utils import logging as transformers_logging
 
 from howsmooth.errors import ArgumentError, CaptureError, ModelError
 from howsmooth.models import builtin_names, capture, load_model
-from howsmooth.models.loading import resolve_model
+from howsmooth.models.loading import model_location
 from howsmooth.models.loading.tokenizers import trained_tokenizer
 from tests._shared import shared_data
 from tests._tiny_models import VOCABULARY, tiny, token_ids
@@ -40,7 +40,7 @@ TEXT = "It was the best of times, it was the worst of times, it was the age of w
 
 @pytest.fixture(autouse=True)
 def _no_network(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(resolve_model, "hub_reachable", lambda: False)
+    monkeypatch.setattr(model_location, "hub_reachable", lambda: False)
 
 
 @pytest.fixture

@@ -6,7 +6,7 @@ from howsmooth.bounds.certificates.jacobian_parts import (
     certificate_heads,
     certificate_parts,
 )
-from howsmooth.bounds.certificates.rows import certificate_rows
+from howsmooth.bounds.certificates.jacobian_rows import certificate_rows
 
 __all__ = [
     "Certificate",

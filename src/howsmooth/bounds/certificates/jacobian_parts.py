@@ -18,7 +18,7 @@ from howsmooth.bounds.certificates.eigenvalues import Rule, nonnegative_norm, no
 from howsmooth.bounds.certificates.quadratic_forms import diagonal_norms, key_sums, sandwich, value_sums
 from howsmooth.bounds.certificates.rounded_heads import HeadsAt
 from howsmooth.bounds.certificates.rounding import Enclosed
-from howsmooth.bounds.certificates.token_weights import Weights, diagonal_guess, joint_weights
+from howsmooth.bounds.certificates.weight_search import Weights, diagonal_guess, joint_weights
 from howsmooth.roundoff import U, gamma, up
 
 __all__ = ["certificate_frobenius", "certificate_heads", "certificate_parts"]

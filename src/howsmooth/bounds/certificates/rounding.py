@@ -1,4 +1,4 @@
-"""Constants for the rounding errors of certificates, and a pair of a proved and a plain number."""
+"""Constants for the rounding errors of certificates, and a class for proved bounds beside plain values."""
 
 from __future__ import annotations
 

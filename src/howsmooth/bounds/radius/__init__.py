@@ -2,12 +2,13 @@
 
 ``robust_radius`` is the function for users. A model is read (``reading``) as a ``network`` of ``stages``, and
 its margin is expanded along its own partial Jacobians: ``second_order`` with ``remainders``, ``third_order``
-with ``cubic_remainders``; ``errors`` carries remainders to later stages. ``attack`` searches the nearest
-change of the class. Proofs: documentation page "A proved radius for a whole network".
+with ``cubic_remainders``; ``errors`` carries remainders to later stages. ``rounding`` bounds the rounding
+errors of all that is computed, ``residuals`` what they cost. ``attack`` searches the nearest change of the
+class. Proofs: documentation page "A proved radius for a whole network".
 """
 
 from howsmooth.bounds.radius.network import Network, Stage
-from howsmooth.bounds.radius.result import RobustRadius
+from howsmooth.bounds.radius.result import RobustRadius, rounded_down
 from howsmooth.bounds.radius.robust_radius import NetworkAtInput, robust_radius
 from howsmooth.bounds.radius.stages import (
     ACTIVATIONS,
@@ -30,4 +31,5 @@ __all__ = [
     "RobustRadius",
     "Stage",
     "robust_radius",
+    "rounded_down",
 ]

@@ -17,13 +17,24 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from howsmooth.bounds.radius.ellipsoids import ellipsoid_sum, half_widths, radii
+from howsmooth.bounds.radius.ellipsoids import (
+    ellipsoid_sum,
+    enclosing,
+    gram,
+    half_widths,
+    image,
+    mixture,
+    product,
+    radii,
+)
 from howsmooth.bounds.radius.norms import each_form_norm, form_norm, spectral_norm, weighted_norm
 from howsmooth.bounds.radius.pairs import Pairs
 from howsmooth.bounds.radius.remainders import (
+    NEARLY_ONE,
     AttentionErrors,
     Left,
     gated_rest,
+    largest_weights,
     mean_square,
     norm_shape,
     product_shape,
@@ -32,6 +43,7 @@ from howsmooth.bounds.radius.remainders import (
     value_covariance,
     value_shapes,
 )
+from howsmooth.bounds.radius.rounding import INFLATION, lower, plain, upper
 from howsmooth.bounds.radius.stages import Attention, FeedForward, GatedFeedForward, Map, Norm, Softmax
 
 __all__ = [
@@ -66,7 +78,7 @@ class CubicNorm:
 
     def __init__(self, norm: Norm, at: Expansion) -> None:
         direction, r = norm.direction_and_length(at.u)
-        self.r = r[:, 0]
+        self.r = lower(r[:, 0]).clamp_min(0)
         w = norm.centre(at.tangents)
         self.linear = spectral_norm(w) / self.r
         self.form = form_norm(norm.centre(at.forms), at.pairs) / 2 / self.r
@@ -85,12 +97,12 @@ class CubicNorm:
         """Return the bounds for |δ| ≤ ε; infinite where a token could be displaced by its whole length."""
         e = epsilon**2 * self.form + radii(errors, self.centre) / self.r
         linear = epsilon * self.linear
-        t = linear + e
-        inside = t.clamp_max(1 - 1e-12)
+        t = (linear + e) * INFLATION
+        inside = t.clamp_max(NEARLY_ONE)
         fourth = inside**4 / (1 - inside)
         shape = norm_shape(self.norm, (2 * linear * e + e**2) / math.sqrt(3) + inside**3 / 2 + fourth)
         margin = self.adjoint * (e**2 / math.sqrt(3) + (t**3 - linear**3) / 2 + fourth)
-        return Left(shape, torch.where(t < 1, margin, torch.inf).sum())
+        return Left(shape, torch.where(t < NEARLY_ONE, margin, torch.inf).sum())
 
 
 class CubicFeedForward:
@@ -103,48 +115,47 @@ class CubicFeedForward:
 
     def __init__(self, layer: FeedForward, at: Expansion) -> None:
         self.layer, self.z = layer, layer.preactivations(at.u)
-        activation, pairs = layer.activation, at.pairs
+        pairs = at.pairs
         K = layer.up @ at.tangents
-        self.linear = K @ K.mT
-        self.bend, self.twist = activation.second(self.z), activation.third(self.z)
+        self.linear = gram(K)
+        self.bend, self.twist = layer.activation.derivative(2, self.z), layer.activation.derivative(3, self.z)
         self.adjoint = adjoint = at.adjoint @ layer.down
-        self.cubic = torch.zeros(pairs.k, len(pairs.i), dtype=at.u.dtype)
+        self.cubic = at.u.new_zeros(pairs.k, len(pairs.i))
         forms, squared, mixed_squares = [], [], []
         for j, Q in enumerate(at.forms):
             squares, own = pairs.square(K[j]), layer.up @ Q / 2
             forms.append(each_form_norm(own, pairs))
-            squared.append(own @ own.T)
+            squared.append(gram(own))
             mixed = self.bend[j, :, None] * own + (self.twist[j] / 6)[:, None] * squares
-            mixed_squares.append(mixed @ mixed.T)
+            mixed_squares.append(gram(mixed))
             self.cubic += (K[j] * (adjoint[j] * self.twist[j] / 6)[:, None]).T @ squares
         self.forms, self.squared = torch.stack(forms), torch.stack(squared)
-        self.third = self.linear * torch.stack(mixed_squares)
+        self.third = product(self.linear, torch.stack(mixed_squares))
 
     def __call__(self, epsilon: float, errors: Tensor) -> Left:
         """Return the bounds for |δ| ≤ ε."""
         activation = self.layer.activation
         linear = epsilon**2 * self.linear
-        error = self.layer.up @ errors @ self.layer.up.T
+        error = enclosing(image(self.layer.up, errors))
         y = ellipsoid_sum(epsilon**4 * self.squared, error)
         z = ellipsoid_sum(linear, y)
         beyond = (
-            (self.bend / 2, y * y),
-            (self.twist / 2, linear * linear * y),
-            (self.twist / 2, linear * y * y),
-            (self.twist / 6, y * y * y),
-            (activation.fourth(self.z) / 24, z * z * z * z),
+            (self.bend / 2, product(y, y)),
+            (self.twist / 2, product(linear, linear, y)),
+            (self.twist / 2, product(linear, y, y)),
+            (self.twist / 6, product(y, y, y)),
+            (self.layer.activation.derivative(4, self.z) / 24, product(z, z, z, z)),
         )
-        one = torch.ones_like(self.bend)
-        cubic = (one, epsilon**6 * self.third)
+        cubic = (torch.ones_like(plain(self.bend)), epsilon**6 * self.third)
         change = half_widths(errors, self.layer.up) + epsilon**2 * self.forms
         change = change + linear.diagonal(dim1=1, dim2=2).sqrt()
         change = torch.minimum(change, z.diagonal(dim1=1, dim2=2).sqrt())
         fifth = activation.beyond(4, self.z, change)
-        shape = product_shape(self.layer, (cubic, (self.bend, linear * error), *beyond), fifth)
+        shape = product_shape(self.layer, (cubic, (self.bend, product(linear, error)), *beyond), fifth)
         margin = (self.adjoint.abs() * fifth).sum(1)
         for factor, matrix in beyond:
             margin = margin + pulled_product(self.adjoint * factor, matrix)
-        return Left(shape, margin.sum())
+        return Left(shape, upper(margin.sum()))
 
 
 class CubicGatedFeedForward:
@@ -159,14 +170,14 @@ class CubicGatedFeedForward:
         self.z, self.v = layer.preactivations(at.u)
         pairs = at.pairs
         dz, dv = layer.gate @ at.tangents, layer.up @ at.tangents
-        self.linear, self.linear_v = dz @ dz.mT, dv @ dv.mT
+        self.linear, self.linear_v = gram(dz), gram(dv)
         self.bend, self.mixed = layer.bends(at.u)
-        self.twist = layer.activation.third(self.z) * self.v
-        self.twist_v = layer.activation.second(self.z)
+        self.twist = layer.activation.derivative(3, self.z) * self.v
+        self.twist_v = layer.activation.derivative(2, self.z)
         self.adjoint = at.adjoint @ layer.down
         forms, forms_v = (matrix @ at.forms / 2 for matrix in (layer.gate, layer.up))
-        self.squared, self.squared_v = forms @ forms.mT, forms_v @ forms_v.mT
-        self.cubic = torch.zeros(pairs.k, len(pairs.i), dtype=at.u.dtype)
+        self.squared, self.squared_v = gram(forms), gram(forms_v)
+        self.cubic = at.u.new_zeros(pairs.k, len(pairs.i))
         for j in range(len(at.u)):
             by_z = dz[j] * (self.adjoint[j] * self.twist[j] / 6)[:, None]
             by_v = dv[j] * (self.adjoint[j] * self.twist_v[j] / 2)[:, None]
@@ -176,27 +187,27 @@ class CubicGatedFeedForward:
         """Return the bounds for |δ| ≤ ε."""
         layer = self.layer
         p, q = epsilon**2 * self.linear, epsilon**2 * self.linear_v
-        y = ellipsoid_sum(epsilon**4 * self.squared, layer.gate @ errors @ layer.gate.T)
-        w = ellipsoid_sum(epsilon**4 * self.squared_v, layer.up @ errors @ layer.up.T)
+        y = ellipsoid_sum(epsilon**4 * self.squared, enclosing(image(layer.gate, errors)))
+        w = ellipsoid_sum(epsilon**4 * self.squared_v, enclosing(image(layer.up, errors)))
         z, v = ellipsoid_sum(p, y), ellipsoid_sum(q, w)
         rest = gated_rest(layer, self.z, self.v, z, v)
-        second = ((self.bend / 2, y * y), (self.mixed, y * w))
-        crossed = ((self.bend, p * y), (self.mixed, p * w), (self.mixed, y * q))
-        cubes = ((self.twist / 6, z * z * z), (self.twist_v / 2, z * z * v))
+        second = ((self.bend / 2, product(y, y)), (self.mixed, product(y, w)))
+        crossed = ((self.bend, product(p, y)), (self.mixed, product(p, w)), (self.mixed, product(y, q)))
+        cubes = ((self.twist / 6, product(z, z, z)), (self.twist_v / 2, product(z, z, v)))
         # Δz³ − p³ and Δz² Δv − p² q
         beyond = (
-            (self.twist / 2, p * p * y),
-            (self.twist / 2, p * y * y),
-            (self.twist / 6, y * y * y),
-            (self.twist_v / 2, p * p * w),
-            (self.twist_v, p * y * v),
-            (self.twist_v / 2, y * y * v),
+            (self.twist / 2, product(p, p, y)),
+            (self.twist / 2, product(p, y, y)),
+            (self.twist / 6, product(y, y, y)),
+            (self.twist_v / 2, product(p, p, w)),
+            (self.twist_v, product(p, y, v)),
+            (self.twist_v / 2, product(y, y, v)),
         )
         shape = product_shape(layer, (*second, *crossed, *cubes), rest)
         margin = (self.adjoint.abs() * rest).sum(1)
         for factor, matrix in (*second, *beyond):
             margin = margin + pulled_product(self.adjoint * factor, matrix)
-        return Left(shape, margin.sum())
+        return Left(shape, upper(margin.sum()))
 
 
 class CubicAttention:
@@ -210,7 +221,8 @@ class CubicAttention:
 
     def __init__(self, attention: Attention, at: Expansion) -> None:
         own = attention.softmax(at.u)
-        P, root = own.weights, own.weights.sqrt()
+        P = largest_weights(attention, own)
+        root = P.sqrt()
         pairs = at.pairs
         self.weights, self.seen, self.rows = P, P > 0, attention.rows
         dq, dk, dv = attention.tangents(at.tangents)
@@ -233,21 +245,21 @@ class CubicAttention:
         out = self.errors.out
         self.value = value_shapes(P, torch.einsum("hod,ndk->hnok", out, at.tangents))
         value_forms = torch.einsum("hod,ndp->hnop", out, at.forms) / 2
-        self.value_form = torch.einsum("hij,hjop->hiop", P, value_forms @ value_forms.mT)
+        self.value_form = mixture(P, gram(value_forms))
         self.spread = value_covariance(attention, own)
         images = (attention.output @ own.v.mT).mT[:, None].expand(-1, P.shape[1], -1, -1)
         spread = own.centred(images)
         w = torch.einsum("hoe,io->hie", attention.output, at.adjoint)
         c = own.centred(w @ own.v.mT)
         self.largest = (c.abs() * self.seen).amax(2)
-        self.deviation = (P * c.square()).sum(2).sqrt()
+        self.deviation = torch.linalg.vector_norm(root * c, dim=2)
         dc = own.centred(torch.einsum("hie,hjek->hijk", w, dv))
         self.pulled = spectral_norm(root[..., None] * dc)
         dc2 = own.centred(torch.einsum("hie,hjep->hijp", w, v2))
         self.pulled_form = form_norm(root[..., None] * dc2, pairs)
         squares = pairs.square(scores)
-        mean = torch.einsum("hij,hijp->hip", P, squares)[:, :, None]
-        weighted = P[..., None]
+        mean = torch.einsum("hij,hijp->hip", own.weights, squares)[:, :, None]
+        weighted = own.weights[..., None]
         first = bilinear + (squares - mean) / 2
         second = bilinear + squares / 6 - mean / 2
         self.cubic = torch.einsum("hijk,hijp->kp", weighted * dc, first)
@@ -255,7 +267,8 @@ class CubicAttention:
         tensors = _Tensors(attention, at, own, scores, spread, out)
         # A row of the first layer whose own token stands still is bounded well enough by moments alone.
         still = bool((at.forms == 0).all())
-        self.exact = self.query.sum(0) > 0 if still else torch.ones(P.shape[1], dtype=torch.bool)
+        moves = (plain(dq) != 0).any(3).any(2).any(0)
+        self.exact = moves if still else torch.ones(P.shape[1], dtype=torch.bool)
         size = attention.output.shape[1]
         self.third = torch.zeros(P.shape[1], size, size, dtype=P.dtype)
         for i in self.exact.nonzero()[:, 0].tolist():
@@ -366,19 +379,20 @@ class _Tensors:
         query, scored = self.dq[:, i].flatten(0, 1).mT, (P[..., None] * score).flatten(0, 1).mT
         outputs, pairs = v.shape[2], self.at.pairs
         curved_tokens = bool((self.at.forms != 0).any())
-        found = torch.empty(outputs, pairs.k, len(pairs.i), dtype=v.dtype)
+        found = v.new_empty(outputs, pairs.k, len(pairs.i))
         for o in range(outputs):
             value = (P[..., None] * self.values[:, :, o]).flatten(0, 1)
-            found[o] = value.mT @ first
-            found[o] += (weighted[..., o, None] * score).flatten(0, 1).mT @ second
+            own = value.mT @ first
+            own += (weighted[..., o, None] * score).flatten(0, 1).mT @ second
             if curved_tokens:
-                found[o] += scored @ v2[:, :, o].flatten(0, 1)
+                own += scored @ v2[:, :, o].flatten(0, 1)
                 curved = torch.stack([w @ k.flatten(1) for w, k in zip(weighted[..., o], k2, strict=True)])
-                found[o] += query @ curved.unflatten(1, k2.shape[2:]).flatten(0, 1)
+                own += query @ curved.unflatten(1, k2.shape[2:]).flatten(0, 1)
                 keys = torch.einsum("hj,hjek->hek", weighted[..., o], self.dk)
-                found[o] += keys.flatten(0, 1).mT @ q2[:, i].flatten(0, 1)
-        flat = found.flatten(1)
-        return flat @ flat.T
+                own += keys.flatten(0, 1).mT @ q2[:, i].flatten(0, 1)
+            found[o] = own
+        # A sum of products for each variable has fewer terms, and a smaller rounding error, than one product.
+        return gram(found.movedim(1, 0)).sum(0)
 
     def crossed(self) -> Callable[[Tensor], Tensor]:
         """Return a function from ellipsoids of errors x to ellipsoids of D²F[Gδ, x], |δ| ≤ 1, row by row.
@@ -400,8 +414,9 @@ class _Tensors:
             turned += torch.einsum("hjk,hod->okjd", P[..., None] * score, self.out)
             query = torch.einsum("hjok,hje->hoke", slope, own.k)
             query += torch.einsum("hjo,hjek->hoke", P[..., None] * v, self.dk)
-            turned[:, :, int(attention.rows[i])] += torch.einsum("hoke,hed->okd", query, query_maps[:, i])
-            squares.append(torch.einsum("okjd,pkjd->jop", turned, turned))
+            moved = torch.einsum("hoke,hed->okd", query, query_maps[:, i])
+            turned[:, :, int(attention.rows[i])] += moved
+            squares.append(gram(turned.permute(2, 0, 1, 3).flatten(2)))
         tokens = torch.stack(squares, 1)  # (n, rows, d_out, d_out)
 
         def shape(errors: Tensor) -> Tensor:

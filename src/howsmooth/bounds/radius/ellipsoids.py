@@ -1,4 +1,9 @@
-"""Ellipsoids {A u : |u| ≤ 1}, given by their matrices A Aᵀ in batches; they may be flat, or a point."""
+"""Ellipsoids {y : |c·y|² ≤ cᵀ U c for all c}, given by matrices U in batches.
+
+They may be flat, or a point. Images are symmetric up to rounding only. Every function rounds outwards: its
+result contains the exact one for the matrices given to it, and for matrices whose entries are a few roundings
+away. Proofs: documentation page "A proved radius for a whole network", section "Rounding".
+"""
 
 from __future__ import annotations
 
@@ -7,8 +12,49 @@ from jaxtyping import Float
 from torch import Tensor
 
 from howsmooth.bounds.radius.norms import largest_eigenvalue
+from howsmooth.bounds.radius.rounding import INFLATION, plain, settled
+from howsmooth.roundoff import gamma
 
-__all__ = ["balls", "ellipsoid_sum", "half_widths", "radii"]
+__all__ = [
+    "balls",
+    "ellipsoid_sum",
+    "enclosing",
+    "gram",
+    "half_widths",
+    "image",
+    "mixture",
+    "product",
+    "radii",
+]
+
+# Shapes that are given may be a scalar times a matrix; this counts those roundings and the last ones.
+_MORE = 64
+# How much larger an ellipsoid is made to take in the rounding error of a matrix that it is mapped by.
+_SHARE = 1e-6
+
+
+def _traces(shapes: Tensor) -> Tensor:
+    return shapes.diagonal(dim1=-2, dim2=-1).sum(-1)
+
+
+def _enlarged(shapes: Tensor, squares: Tensor) -> Tensor:
+    """Add s I to batches of matrices in place, for a number s of each."""
+    shapes.diagonal(dim1=-2, dim2=-1).add_(squares[..., None])
+    return shapes
+
+
+def enclosing(shapes: Float[Tensor, "*batch d d"]) -> Float[Tensor, "*batch d d"]:
+    """Return ellipsoids that contain those of measured matrices, whatever their rounding errors."""
+    value, error = settled(shapes)
+    return _enlarged((value + value.mT) / 2, error + gamma(_MORE) * _traces(value).abs())
+
+
+def gram(factors: Float[Tensor, "*batch d r"]) -> Float[Tensor, "*batch d d"]:
+    """Return ellipsoids that contain those of A Aᵀ for measured factors A, whatever their rounding errors."""
+    value, error = settled(factors)
+    found = value @ value.mT * (1 + _SHARE)
+    squares = gamma(factors.shape[-1] + _MORE) * _traces(found) + (1 + 1 / _SHARE) * error**2
+    return _enlarged((found + found.mT) / 2, squares)
 
 
 def balls(radii: Float[Tensor, "*batch"], size: int) -> Float[Tensor, "*batch size size"]:
@@ -21,21 +67,54 @@ def ellipsoid_sum(*shapes: Float[Tensor, "*batch d d"]) -> Float[Tensor, "*batch
 
     It is Σ_i U_i / w_i, w_i > 0 of sum 1 (Cauchy and Schwarz), with the weights that make its trace smallest.
     """
-    stack = torch.stack(shapes)
-    sizes = stack.diagonal(dim1=-2, dim2=-1).sum(-1).clamp_min(0).sqrt()
-    total = sizes.sum(0)
-    scale = torch.where(sizes > 0, total / torch.where(sizes > 0, sizes, 1.0), 0.0)
-    return (scale[..., None, None] * stack).sum(0)
+    sizes = torch.stack([_traces(shape) for shape in shapes]).clamp_min(0).sqrt()
+    total = sizes.sum(0) * INFLATION
+    scale = torch.where(sizes > 0, total / torch.where(sizes > 0, sizes, 1.0), 0.0)[..., None, None]
+    found = scale[0] * shapes[0]
+    for factor, shape in zip(scale[1:], shapes[1:], strict=True):
+        found.addcmul_(factor, shape)
+    return _enlarged(found, gamma(len(shapes) + _MORE) * _traces(found))
+
+
+def image(matrix: Float[Tensor, "... m d"], shapes: Float[Tensor, "... d d"]) -> Float[Tensor, "... m m"]:
+    """Return the images B U Bᵀ of ellipsoids; the rounding error of a measured matrix B is taken in."""
+    value, error = settled(matrix)
+    trace = _traces(shapes)
+    squares = gamma(2 * shapes.shape[-1] + _MORE) * torch.linalg.matrix_norm(value).square() * trace
+    larger = value
+    if error:
+        larger = value * (1 + _SHARE)
+        squares = (squares + (1 + 1 / _SHARE) * error**2 * trace) * (1 + _SHARE)
+    return _enlarged(larger @ shapes @ value.mT, squares)
+
+
+def product(*shapes: Float[Tensor, "*batch d d"]) -> Float[Tensor, "*batch d d"]:
+    """Return ellipsoids of the entrywise products of one point of each ellipsoid with symmetric matrix."""
+    found = shapes[0] * shapes[1]
+    for factor in shapes[2:]:
+        found *= factor
+    return _enlarged(found, gamma(_MORE) * _traces(found))
+
+
+def mixture(
+    weights: Float[Tensor, "heads rows n"], shapes: Float[Tensor, "heads n d d"]
+) -> Float[Tensor, "heads rows d d"]:
+    """Return Σ_j w_ij U_j for nonnegative weights."""
+    found = torch.einsum("hij,hjop->hiop", weights, shapes)
+    return _enlarged(found, gamma(weights.shape[2] + _MORE) * _traces(found))
 
 
 def half_widths(
     shapes: Float[Tensor, "... d d"], functionals: Float[Tensor, "... m d"]
 ) -> Float[Tensor, "... m"]:
-    """Return the largest values √(wᵀ U w) of linear functionals w on ellipsoids."""
-    return ((functionals @ shapes) * functionals).sum(-1).clamp_min(0).sqrt()
+    """Return upper bounds of √(wᵀ U w), the largest values of linear functionals w on ellipsoids."""
+    value, error = settled(functionals)
+    trace = _traces(shapes)[..., None]
+    slack = gamma(2 * shapes.shape[-1] + _MORE) * value.square().sum(-1) * trace
+    found = (((value @ shapes) * value).sum(-1) + slack).clamp_min(0).sqrt()
+    return found + error * trace.sqrt() if error else found
 
 
 def radii(shapes: Float[Tensor, "... d d"], matrix: Float[Tensor, "... m d"] | None = None) -> Tensor:
     """Bound the lengths of the points, or of their images under a matrix (..., m, d)."""
-    image = shapes if matrix is None else matrix @ shapes @ matrix.mT
-    return largest_eigenvalue(image).clamp_min(0).sqrt()
+    return largest_eigenvalue(plain(shapes if matrix is None else image(matrix, shapes))).sqrt()

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from howsmooth.bounds.radius.ellipsoids import ellipsoid_sum
+from howsmooth.bounds.radius.ellipsoids import ellipsoid_sum, image
 from howsmooth.bounds.radius.network import Network, Stage
+from howsmooth.bounds.radius.rounding import exact, settled
 from howsmooth.bounds.radius.stages import Attention
 
-__all__ = ["Errors", "Source", "partial_jacobians"]
+__all__ = ["Errors", "PartialJacobians", "Source", "partial_jacobians"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -19,16 +22,23 @@ class Source:
     """The Jacobian of a state with respect to the outputs of one earlier stage.
 
     It has the shape (n, width, n_s, d_s); or (n, width, d_s) where every token depends on itself alone.
+    ``error`` bounds the rounding error of its last step, as a Frobenius norm.
     """
 
     jacobian: Tensor
+    error: float = 0.0
 
     @staticmethod
     def of(stage: Stage, x: Tensor, output: Tensor) -> Source:
         """Return the source of a stage at its own output: an identity, zero on columns that it keeps."""
         kept = x.shape[1] if stage.keep else 0
-        own = torch.eye(output.shape[1], dtype=x.dtype)[:, kept:]
+        own = torch.eye(output.shape[1], dtype=output.dtype)[:, kept:]
         return Source(own.expand(len(output), -1, -1))
+
+    @cached_property
+    def norm(self) -> float:
+        """An upper bound of the Frobenius norm."""
+        return exact(self.jacobian).frobenius
 
     @property
     def alone(self) -> bool:
@@ -37,16 +47,16 @@ class Source:
 
     def pushed(self, stage: Stage, x: Tensor, mixes: bool) -> Source:
         """Return the source at the output of a stage; ``mixes`` says that the stage mixes tokens."""
-        own = self.jacobian
+        own: Tensor = exact(self.jacobian, frobenius=self.norm)
         if self.alone and not mixes:
-            return Source(stage.push(x, own))
+            return Source(*settled(stage.push(x, own)))
         if self.alone:
-            spread = torch.zeros(*own.shape[:2], len(own), own.shape[2], dtype=own.dtype)
+            spread = own.new_zeros(*own.shape[:2], len(own), own.shape[2])
             each = torch.arange(len(own))
             spread[each, :, each] = own
             own = spread
-        found = stage.push(x, own.flatten(2))
-        return Source(found.unflatten(2, own.shape[2:]))
+        found, error = settled(stage.push(x, own.flatten(2)))
+        return Source(found.unflatten(2, own.shape[2:]), error)
 
 
 class Errors:
@@ -62,22 +72,40 @@ class Errors:
         for source, remainder in zip(self.sources, remainders, strict=True):
             J = source.jacobian
             if source.alone:
-                shapes.append(J @ remainder @ J.mT)
+                shapes.append(image(J, remainder))
             else:
-                blocks = J.permute(2, 0, 1, 3)
-                shapes += list(blocks @ remainder[:, None] @ blocks.mT)
+                shapes += list(image(J.permute(2, 0, 1, 3), remainder[:, None]))
         return ellipsoid_sum(*shapes)
 
 
-def partial_jacobians(network: Network, states: list[Tensor]) -> list[list[Source]]:
-    """Return, for each stage, the Jacobians of what its map reads by the outputs of all earlier stages.
+class PartialJacobians(NamedTuple):
+    """A network at one input: the Jacobians of what each stage reads by the outputs of all earlier stages.
 
-    ``states`` are those of :meth:`Network.states`. The Jacobians do not depend on which tokens move.
+    ``stages`` are the network's, with weights that carry rounding errors; ``states`` are the computed states,
+    ``state_errors`` the rounding errors of the step to each. ``sources`` are the Jacobians for each stage;
+    ``residuals`` has, for each stage and for the end, the Frobenius norm of every Jacobian before it and the
+    rounding error of its next step.
     """
-    found, sources = [], list[Source]()
-    for place, stage in enumerate(network.stages):
+
+    stages: tuple[Stage, ...]
+    states: list[Tensor]
+    state_errors: list[float]
+    sources: list[list[Source]]
+    residuals: list[tuple[tuple[float, float], ...]]
+
+
+def partial_jacobians(network: Network, x: Tensor) -> PartialJacobians:
+    """Return the partial Jacobians of a network at x (n, d). They do not depend on which tokens move."""
+    stages = network.rounded().stages
+    states, errors, found, residuals, sources = [x], [], [], [], list[Source]()
+    for stage in stages:
         found.append([Source(source.jacobian[:, stage.branch]) for source in sources])
-        state, mixes = states[place], isinstance(stage.map, Attention)
-        sources = [source.pushed(stage, state, mixes) for source in sources]
-        sources.append(Source.of(stage, state, states[place + 1]))
-    return found
+        state, mixes = exact(states[-1]), isinstance(stage.map, Attention)
+        output, error = settled(stage.value(state))
+        pushed = [source.pushed(stage, state, mixes) for source in sources]
+        residuals.append(tuple((s.norm, p.error) for s, p in zip(sources, pushed, strict=True)))
+        sources = [*pushed, Source.of(stage, states[-1], output)]
+        states.append(output)
+        errors.append(error)
+    residuals.append(tuple((source.norm, 0.0) for source in sources))
+    return PartialJacobians(stages, states, errors, found, residuals)

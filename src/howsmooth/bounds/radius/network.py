@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from howsmooth.bounds.radius.pairs import Pairs
+from howsmooth.bounds.radius.rounding import FUZZ, exact
 from howsmooth.bounds.radius.stages import Attention, Map
 
 __all__ = ["Network", "Stage"]
@@ -48,7 +50,7 @@ class Stage:
 
     def pull(self, x: Tensor, adjoints: Tensor) -> Tensor:
         """Return the transposed derivative at x of adjoints (n', width', k)."""
-        found = torch.zeros(*x.shape, adjoints.shape[-1], dtype=x.dtype)
+        found = x.new_zeros(*x.shape, adjoints.shape[-1])
         if self.keep:
             found[self.rows] += adjoints[:, : x.shape[1]]
             adjoints = adjoints[:, x.shape[1] :]
@@ -63,7 +65,7 @@ class Stage:
 
     def curvature(self, x: Tensor, adjoint: Tensor, tangents: Tensor) -> Tensor:
         """Return the second derivative of ⟨adjoint, value⟩ at x applied to tangents (n, width, k)."""
-        found = torch.zeros(*x.shape, tangents.shape[-1], dtype=x.dtype)
+        found = x.new_zeros(*x.shape, tangents.shape[-1])
         own = self.output_adjoint(x, adjoint)
         found[:, self.branch] = self.map.curvature(x[:, self.branch], own, tangents[:, self.branch])
         return found
@@ -80,6 +82,18 @@ class Stage:
         return pushed, own
 
 
+def _rounded(layer: Any) -> Any:
+    weights = {field.name: getattr(layer, field.name) for field in fields(layer)}
+    return replace(
+        layer,
+        **{
+            name: exact(weight, FUZZ * float(weight.norm()))
+            for name, weight in weights.items()
+            if isinstance(weight, Tensor) and weight.is_floating_point()
+        },
+    )
+
+
 @dataclass(frozen=True, eq=False)
 class Network:
     """Stages one after another, then a linear readout: logits = ⟨readout, last state⟩ + offset.
@@ -90,6 +104,13 @@ class Network:
     stages: tuple[Stage, ...]
     readout: Tensor
     offset: Tensor
+
+    def rounded(self) -> Network:
+        """Return the network with weights that carry bounds on rounding errors through every operation.
+
+        A weight may differ from the exact one by the rounding of a factor that was multiplied to it.
+        """
+        return replace(self, stages=tuple(replace(s, map=_rounded(s.map)) for s in self.stages))
 
     def states(self, x: Tensor) -> Iterator[Tensor]:
         """Yield the input and the state after each stage."""

@@ -1,4 +1,7 @@
-"""Upper bounds of spectral norms by powers of Gram matrices, in batches."""
+"""Upper bounds of spectral norms by powers of Gram matrices, in batches; they are rounded upwards.
+
+A measured matrix is bounded by its computed numbers and the bound on its rounding error.
+"""
 
 from __future__ import annotations
 
@@ -7,35 +10,50 @@ from jaxtyping import Float
 from torch import Tensor
 
 from howsmooth.bounds.radius.pairs import Pairs
+from howsmooth.bounds.radius.rounding import settled
+from howsmooth.roundoff import LOST, gamma
 
 __all__ = ["each_form_norm", "form_norm", "largest_eigenvalue", "spectral_norm", "weighted_norm"]
 
 _SQUARINGS = 4
 _BLOCKWISE_FROM = 600
 _CHUNK = 256
+_UP = 1 + 1e-9
 
 
 def largest_eigenvalue(
-    gram: Float[Tensor, "*batch r r"], squarings: int = _SQUARINGS
+    symmetric: Float[Tensor, "*batch r r"], squarings: int = _SQUARINGS, slack: Tensor | float = 0.0
 ) -> Float[Tensor, "*batch"]:
-    """Return upper bounds of the largest eigenvalues of positive semidefinite matrices.
+    """Return upper bounds of the largest eigenvalues of symmetric matrices, zero where all are negative.
 
-    The bound is (Σ λ³²)^(1/32) = ‖G¹⁶‖_F^(1/16), at most r^(1/32) times too large.
+    The bound is (Σ λ³²)^(1/32) = ‖G¹⁶‖_F^(1/16), at most r^(1/32) times too large. ``slack`` (*batch) bounds
+    how far the matrices may be from those that are meant.
     """
-    size = gram.diagonal(dim1=-2, dim2=-1).sum(-1)[..., None, None]
-    power = gram / torch.where(size > 0, size, 1.0)
+    symmetric = (symmetric + symmetric.mT) / 2
+    size = torch.linalg.vector_norm(symmetric, dim=(-2, -1))
+    power = symmetric / torch.where(size > 0, size, 1.0)[..., None, None]
+    own = gamma(8)
+    error = torch.full_like(size, own)
+    found = torch.linalg.vector_norm(power, dim=(-2, -1))
     for _ in range(squarings):
         power = power @ power
-    found = torch.linalg.vector_norm(power, dim=(-2, -1))
-    bound: Tensor = found ** (0.5**squarings) * size[..., 0, 0]
-    return bound
+        error = error * (2 * found + error) + gamma(symmetric.shape[-1] + 8) * found.square()
+        found = torch.linalg.vector_norm(power, dim=(-2, -1))
+    bound: Tensor = (found + error + LOST) ** (0.5**squarings) * size * _UP
+    return bound + slack * _UP
 
 
 def spectral_norm(matrices: Float[Tensor, "*batch m r"]) -> Float[Tensor, "*batch"]:
     """Return upper bounds of spectral norms, at most r^(1/64) times too large."""
+    value, error = settled(matrices)
     wide = matrices.shape[-2] <= matrices.shape[-1]
-    gram = matrices @ matrices.mT if wide else matrices.mT @ matrices
-    return largest_eigenvalue(gram).clamp_min(0).sqrt()
+    gram = value @ value.mT if wide else value.mT @ value
+    slack = gamma(max(matrices.shape[-2:]) + 8) * _trace(gram)
+    return largest_eigenvalue(gram, slack=slack).sqrt() * _UP + error
+
+
+def _trace(matrices: Tensor) -> Tensor:
+    return matrices.diagonal(dim1=-2, dim2=-1).sum(-1)
 
 
 def weighted_norm(
@@ -46,16 +64,19 @@ def weighted_norm(
     For few columns the k × k matrix Σ_j w_ij C_jᵀC_j is formed. For many, the n × n matrix of the norms of
     the blocks √(w_ij w_il) C_j C_lᵀ takes its place: its largest eigenvalue is not smaller.
     """
-    heads, n, _, k = changes.shape
+    heads, n, e, k = changes.shape
     if k <= _BLOCKWISE_FROM:
-        squares = changes.mT @ changes
-        gram = torch.einsum("hij,hjkl->hikl", weights, squares)
-        return largest_eigenvalue(gram).clamp_min(0).sqrt()
-    blocks = torch.empty(heads, n, n, dtype=changes.dtype)
+        value, error = settled(changes)
+        gram = torch.einsum("hij,hjkl->hikl", weights, value.mT @ value)
+        slack = gamma(n + e + 8) * _trace(gram)
+        apart = error * weights.amax(2).sqrt()
+        return largest_eigenvalue(gram, slack=slack).sqrt() * _UP + apart * _UP
+    blocks = weights.new_empty(heads, n, n)
     for j in range(n):
         blocks[:, j] = spectral_norm(changes[:, j, None] @ changes.mT)
     root = weights.sqrt()
-    return largest_eigenvalue(root[..., None] * blocks[:, None] * root[..., None, :]).clamp_min(0).sqrt()
+    whole = root[..., None] * blocks[:, None] * root[..., None, :] * _UP
+    return largest_eigenvalue(whole).sqrt() * _UP
 
 
 def form_norm(forms: Float[Tensor, "*batch m p"], pairs: Pairs) -> Float[Tensor, "*batch"]:
@@ -64,23 +85,29 @@ def form_norm(forms: Float[Tensor, "*batch m p"], pairs: Pairs) -> Float[Tensor,
     Each quadratic form Q_i is given as a vector over pairs of indices (:class:`Pairs`). The vector of δδᵀ has
     norm 1, and its trace part has norm 1/√k: both are used, and the smaller bound is taken.
     """
-    trace = forms[..., pairs.i == pairs.j].sum(-1)
+    value, error = settled(forms)
+    trace = value[..., pairs.i == pairs.j].sum(-1)
     wide = forms.shape[-2] <= forms.shape[-1]
-    gram = forms @ forms.mT if wide else forms.mT @ forms
-    whole = largest_eigenvalue(gram).clamp_min(0).sqrt()
-    if not wide:
-        return whole
+    gram = value @ value.mT if wide else value.mT @ value
     k = pairs.k
+    slack = gamma(max(forms.shape[-2:]) + 4 * k + 8) * _trace(gram)
+    whole = largest_eigenvalue(gram, slack=slack).sqrt()
+    if not wide:
+        return whole * _UP + error
     rest = gram - trace[..., None] * trace[..., None, :] / k
-    apart = largest_eigenvalue(rest).clamp_min(0).sqrt() * (1 - 1 / k) ** 0.5
-    return torch.minimum(whole, apart + torch.linalg.vector_norm(trace, dim=-1) / k)
+    apart = largest_eigenvalue(rest, slack=slack).sqrt() * (1 - 1 / k) ** 0.5
+    split = torch.linalg.vector_norm(trace, dim=-1) / k + gamma(k) * _trace(gram).sqrt()
+    return torch.minimum(whole, apart + split) * _UP + error
 
 
 def each_form_norm(forms: Float[Tensor, "*batch p"], pairs: Pairs) -> Float[Tensor, "*batch"]:
     """Bound |δᵀ Q δ| for |δ| ≤ 1 and each quadratic form by itself: the spectral norm of Q."""
-    flat = forms.reshape(-1, forms.shape[-1])
+    value, error = settled(forms)
+    flat = value.reshape(-1, forms.shape[-1])
     found = []
     for chunk in flat.split(_CHUNK):
         matrices = pairs.matrices(chunk)
-        found.append(largest_eigenvalue(matrices @ matrices, squarings=2).clamp_min(0).sqrt())
-    return torch.cat(found).reshape(forms.shape[:-1])
+        gram = matrices @ matrices
+        slack = gamma(pairs.k + 16) * _trace(gram)
+        found.append(largest_eigenvalue(gram, squarings=2, slack=slack).sqrt())
+    return torch.cat(found).reshape(forms.shape[:-1]) * _UP + error

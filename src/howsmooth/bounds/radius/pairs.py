@@ -7,7 +7,12 @@ import math
 import torch
 from torch import Tensor
 
+from howsmooth.bounds.radius.rounding import multilinear, rowwise
+
 __all__ = ["Pairs"]
+
+# Roundings of the functions below, with that of √2.
+_ROUNDINGS = 8
 
 
 class Pairs:
@@ -24,21 +29,37 @@ class Pairs:
 
     def packed(self, forms: Tensor) -> Tensor:
         """Return the vectors (*batch, p) of matrices (*batch, k, k); only their symmetric parts count."""
-        return self.weight / 2 * (forms[..., self.i, self.j] + forms[..., self.j, self.i])
+
+        def vectors(forms: Tensor) -> Tensor:
+            return self.weight / 2 * (forms[..., self.i, self.j] + forms[..., self.j, self.i])
+
+        return multilinear(vectors, forms, roundings=_ROUNDINGS)
 
     def square(self, linear: Tensor) -> Tensor:
         """Return the vectors (*batch, p) of the squares of linear forms (*batch, k)."""
-        return self.weight * linear[..., self.i] * linear[..., self.j]
+
+        def vectors(linear: Tensor, same: Tensor) -> Tensor:
+            return self.weight * linear[..., self.i] * same[..., self.j]
+
+        return rowwise(vectors, linear, linear, roundings=_ROUNDINGS)
 
     def product(self, left: Tensor, right: Tensor) -> Tensor:
         """Return the vectors (*batch, p) of products of linear forms (*batch, k)."""
-        crossed = left[..., self.i] * right[..., self.j] + left[..., self.j] * right[..., self.i]
-        return self.weight / 2 * crossed
+
+        def vectors(left: Tensor, right: Tensor) -> Tensor:
+            crossed = left[..., self.i] * right[..., self.j] + left[..., self.j] * right[..., self.i]
+            return self.weight / 2 * crossed
+
+        return rowwise(vectors, left, right, roundings=_ROUNDINGS)
 
     def matrices(self, packed: Tensor) -> Tensor:
         """Return the symmetric matrices (*batch, k, k) of vectors (*batch, p)."""
-        full = torch.zeros(*packed.shape[:-1], self.k, self.k, dtype=packed.dtype)
-        values = packed / self.weight
-        full[..., self.i, self.j] = values
-        full[..., self.j, self.i] = values
-        return full
+
+        def whole(packed: Tensor) -> Tensor:
+            full = torch.zeros(*packed.shape[:-1], self.k, self.k, dtype=packed.dtype)
+            values = packed / self.weight
+            full[..., self.i, self.j] = values
+            full[..., self.j, self.i] = values
+            return full
+
+        return multilinear(whole, packed, roundings=_ROUNDINGS)

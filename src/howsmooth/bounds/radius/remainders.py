@@ -16,11 +16,28 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from howsmooth.bounds.radius.ellipsoids import balls, ellipsoid_sum, half_widths, radii
+from howsmooth.bounds.radius.ellipsoids import (
+    balls,
+    ellipsoid_sum,
+    enclosing,
+    gram,
+    half_widths,
+    image,
+    mixture,
+    product,
+    radii,
+)
 from howsmooth.bounds.radius.norms import spectral_norm, weighted_norm
+from howsmooth.bounds.radius.rounding import INFLATION, lower, upper
 from howsmooth.bounds.radius.stages import Attention, FeedForward, GatedFeedForward, Map, Norm, Softmax
 
+# A displacement beyond this share of a token's length counts as the whole length.
+NEARLY_ONE = 1 - 1e-6
+# Bounds the rounding error of log(1 − t) and of what is subtracted from it, divided by t.
+_CANCELLED = 2.0**-45
+
 __all__ = [
+    "NEARLY_ONE",
     "AttentionErrors",
     "AttentionRemainder",
     "FeedForwardRemainder",
@@ -29,6 +46,7 @@ __all__ = [
     "NormRemainder",
     "Reached",
     "gated_rest",
+    "largest_weights",
     "mean_square",
     "norm_shape",
     "product_shape",
@@ -50,7 +68,7 @@ class Left(NamedTuple):
 def norm_shape(norm: Norm, bound: Tensor) -> Tensor:
     """Return the ellipsoids of √d gain ∘ w for |w| ≤ bound, token by token."""
     factor = norm.scaled(torch.eye(len(norm.gain), dtype=bound.dtype))
-    return bound.square()[:, None, None] * factor.square()
+    return bound.square()[:, None, None] * enclosing(factor.square())
 
 
 class NormRemainder:
@@ -62,7 +80,7 @@ class NormRemainder:
 
     def __init__(self, norm: Norm, u: Tensor, tangents: Tensor, adjoint: Tensor) -> None:
         self.norm = norm
-        self.r = norm.direction_and_length(u)[1][:, 0]
+        self.r = lower(norm.direction_and_length(u)[1][:, 0]).clamp_min(0)
         self.size = spectral_norm(norm.centre(tangents))
         self.centre = norm.centre(torch.eye(u.shape[1], dtype=u.dtype)[None])[0]
         self.adjoint = torch.linalg.vector_norm(norm.scaled(adjoint), dim=1)
@@ -70,13 +88,14 @@ class NormRemainder:
     def __call__(self, epsilon: float, errors: Tensor) -> Left:
         """Return the bounds for |δ| ≤ ε; infinite where a token could be displaced by its whole length."""
         e = radii(errors, self.centre) / self.r
-        t = epsilon * self.size / self.r + e
-        inside = t.clamp_max(1 - 1e-12)
-        second = -torch.log1p(-inside) - inside
+        t = (epsilon * self.size / self.r + e) * INFLATION
+        inside = t.clamp_max(NEARLY_ONE)
+        # Where t is small, both differences are small beside their terms and their rounding errors.
+        second = -torch.log1p(-inside) - inside + _CANCELLED * inside
         third = second - inside**2 / 2
         margin = self.adjoint * (1.5 * third + e**2 / math.sqrt(3))
         shape = norm_shape(self.norm, 2 / math.sqrt(3) * second)
-        return Left(shape, torch.where(t < 1, margin, torch.inf).sum())
+        return Left(shape, torch.where(t < NEARLY_ONE, margin, torch.inf).sum())
 
 
 class FeedForwardRemainder:
@@ -89,23 +108,25 @@ class FeedForwardRemainder:
     def __init__(self, layer: FeedForward, u: Tensor, tangents: Tensor, adjoint: Tensor) -> None:
         self.layer, self.z = layer, layer.preactivations(u)
         K = layer.up @ tangents
-        self.linear, self.k = K @ K.mT, K.shape[2]
-        self.bend, self.twist = layer.activation.second(self.z), layer.activation.third(self.z)
+        square, k = K @ K.mT, K.shape[2]
+        # δδᵀ is the sum of |δ|²/k times the identity and of a matrix of norm |δ|² √(1 − 1/k).
+        trace = square.diagonal(dim1=1, dim2=2)
+        trace = trace[:, :, None] * trace[:, None] / k
+        self.trace, self.rest = enclosing(trace / k), enclosing((square * square - trace) * (1 - 1 / k))
+        self.linear = gram(K)
+        self.bend, self.twist = layer.activation.derivative(2, self.z), layer.activation.derivative(3, self.z)
         self.adjoint = adjoint @ layer.down
 
     def __call__(self, epsilon: float, errors: Tensor) -> Left:
         """Return the bounds for |δ| ≤ ε."""
         linear = epsilon**2 * self.linear
-        y = self.layer.up @ errors @ self.layer.up.T
+        y = enclosing(image(self.layer.up, errors))
         z = ellipsoid_sum(linear, y)
-        # δδᵀ is the sum of |δ|²/k times the identity and of a matrix of norm |δ|² √(1 − 1/k).
-        trace = linear.diagonal(dim1=1, dim2=2)
-        trace = trace[:, :, None] * trace[:, None] / self.k
-        beyond = ((self.bend / 2, y * y), (self.twist / 6, z * z * z))
+        beyond = ((self.bend / 2, product(y, y)), (self.twist / 6, product(z, z, z)))
         products = (
-            (self.bend / 2, trace / self.k),
-            (self.bend / 2, (linear * linear - trace) * (1 - 1 / self.k)),
-            (self.bend, linear * y),
+            (self.bend / 2, epsilon**4 * self.trace),
+            (self.bend / 2, epsilon**4 * self.rest),
+            (self.bend, product(linear, y)),
             *beyond,
         )
         change = z.diagonal(dim1=1, dim2=2).sqrt()
@@ -114,7 +135,7 @@ class FeedForwardRemainder:
         margin = (self.adjoint.abs() * fourth).sum(1)
         for factor, matrix in beyond:
             margin = margin + pulled_product(self.adjoint * factor, matrix)
-        return Left(shape, margin.sum())
+        return Left(shape, upper(margin.sum()))
 
 
 class GatedFeedForwardRemainder:
@@ -128,24 +149,26 @@ class GatedFeedForwardRemainder:
         self.layer = layer
         self.z, self.v = layer.preactivations(u)
         dz, dv = layer.gate @ tangents, layer.up @ tangents
-        self.linear, self.linear_v = dz @ dz.mT, dv @ dv.mT
+        self.linear, self.linear_v = gram(dz), gram(dv)
         self.bend, self.mixed = layer.bends(u)
-        self.twist = layer.activation.third(self.z) * self.v
-        self.twist_v = layer.activation.second(self.z)
+        self.twist = layer.activation.derivative(3, self.z) * self.v
+        self.twist_v = layer.activation.derivative(2, self.z)
         self.adjoint = adjoint @ layer.down
 
     def __call__(self, epsilon: float, errors: Tensor) -> Left:
         """Return the bounds for |δ| ≤ ε."""
         layer = self.layer
-        y, w = layer.gate @ errors @ layer.gate.T, layer.up @ errors @ layer.up.T
+        y, w = enclosing(image(layer.gate, errors)), enclosing(image(layer.up, errors))
         z, v = ellipsoid_sum(epsilon**2 * self.linear, y), ellipsoid_sum(epsilon**2 * self.linear_v, w)
-        third = ((self.twist / 6, z * z * z), (self.twist_v / 2, z * z * v))
+        third = ((self.twist / 6, product(z, z, z)), (self.twist_v / 2, product(z, z, v)))
         rest = gated_rest(layer, self.z, self.v, z, v)
-        shape = product_shape(layer, ((self.bend / 2, z * z), (self.mixed, z * v), *third), rest)
+        shape = product_shape(
+            layer, ((self.bend / 2, product(z, z)), (self.mixed, product(z, v)), *third), rest
+        )
         margin = (self.adjoint.abs() * rest).sum(1)
-        for factor, matrix in ((self.bend / 2, y * y), (self.mixed, y * w), *third):
+        for factor, matrix in ((self.bend / 2, product(y, y)), (self.mixed, product(y, w)), *third):
             margin = margin + pulled_product(self.adjoint * factor, matrix)
-        return Left(shape, margin.sum())
+        return Left(shape, upper(margin.sum()))
 
 
 def gated_rest(layer: GatedFeedForward, z: Tensor, v: Tensor, dz: Tensor, dv: Tensor) -> Tensor:
@@ -154,7 +177,7 @@ def gated_rest(layer: GatedFeedForward, z: Tensor, v: Tensor, dz: Tensor, dv: Te
     The changes of z and v lie in the ellipsoids ``dz`` and ``dv`` (n, m, m).
     """
     of_z, of_v = (shape.diagonal(dim1=1, dim2=2).clamp_min(0).sqrt() for shape in (dz, dv))
-    return v.abs() * layer.activation.beyond(3, z, of_z) + of_v * layer.activation.beyond(2, z, of_z)
+    return upper(v.abs()) * layer.activation.beyond(3, z, of_z) + of_v * layer.activation.beyond(2, z, of_z)
 
 
 def product_shape(
@@ -163,16 +186,15 @@ def product_shape(
     """Return ellipsoids of W₂ (Σ factor ∘ w + r), w in ellipsoids (n, m, m), |r| ≤ rest entry by entry."""
     shapes = []
     for factor, matrix in products:
-        B = layer.down * factor[:, None]
-        shapes.append(B @ matrix @ B.mT)
+        shapes.append(image(layer.down * factor[:, None], matrix))
     size = torch.linalg.vector_norm(rest, dim=1)
-    shapes.append(size.square()[:, None, None] * (layer.down @ layer.down.T))
+    shapes.append(size.square()[:, None, None] * gram(layer.down))
     return ellipsoid_sum(*shapes)
 
 
 def pulled_product(combination: Tensor, matrix: Tensor) -> Tensor:
     """Bound |⟨combination, w⟩| for w in the ellipsoids with matrices (n, m, m), token by token."""
-    return torch.einsum("nk,nkl,nl->n", combination, matrix, combination).clamp_min(0).sqrt()
+    return half_widths(matrix, combination[:, None])[:, 0]
 
 
 def mean_square(weights: Tensor, values: Tensor) -> Tensor:
@@ -203,7 +225,7 @@ class AttentionErrors:
     """A function from ellipsoids of the tokens' errors (n, d, d) to what they do to one attention layer."""
 
     def __init__(self, attention: Attention, own: Softmax, adjoint: Tensor) -> None:
-        self.attention, self.weights = attention, own.weights
+        self.attention, self.weights = attention, largest_weights(attention, own)
         self.out = attention.output @ attention.value_weight
         w = torch.einsum("hoe,io->hie", attention.output, adjoint)
         self.by_key = torch.einsum("hie,hjed->hjid", own.q, attention.key_maps(own.k.shape[1]))
@@ -218,14 +240,13 @@ class AttentionErrors:
         key = half_widths(errors, self.by_key).mT
         key = key + torch.einsum("hij,hij->hi", P, key)[..., None]
         value = half_widths(errors, self.by_value[:, None]).mT
-        images = self.out[:, None] @ errors @ self.out.mT[:, None]
         return Reached(
             query=radii(rows, attention.query_maps()),
             each_key=each_key,
             key=mean_square(P, each_key),
             score=key + half_widths(rows, self.by_query),
             pulled=mean_square(P, value),
-            value=torch.einsum("hij,hjop->hiop", P, images),
+            value=mixture(P, image(self.out[:, None], errors)),
         )
 
 
@@ -244,7 +265,8 @@ class AttentionRemainder:
 
     def __init__(self, attention: Attention, u: Tensor, tangents: Tensor, adjoint: Tensor) -> None:
         at = attention.softmax(u)
-        P, root = at.weights, at.weights.sqrt()
+        P = largest_weights(attention, at)
+        root = P.sqrt()
         self.weights, self.seen = P, P > 0
         dq, dk, dv = attention.tangents(tangents)
         changes = attention.score_changes(at, dq, dk)
@@ -259,7 +281,7 @@ class AttentionRemainder:
         w = torch.einsum("hoe,io->hie", attention.output, adjoint)
         c = at.centred(w @ at.v.mT)
         self.largest = (c.abs() * self.seen).amax(2)
-        self.deviation = (P * c.square()).sum(2).sqrt()
+        self.deviation = torch.linalg.vector_norm(root * c, dim=2)
         dc = at.centred(torch.einsum("hie,hjek->hijk", w, dv))
         self.pulled = spectral_norm(root[..., None] * dc)
 
@@ -278,7 +300,7 @@ class AttentionRemainder:
         tau = torch.where(self.seen, each, 0.0).amax(2)
         grown = torch.exp(tau)
         farthest = tau + grown * t**2  # bounds |t_j − E_s t|
-        small = tau.clamp_min(1e-3)
+        small = tau.clamp_min(1e-2)
         second = 2 * (torch.expm1(small) - small) / small**2
         third = 6 * (torch.expm1(small) - small - small**2 / 2) / small**3
         dv = ellipsoid_sum(epsilon**2 * self.value, of.value)
@@ -295,6 +317,12 @@ class AttentionRemainder:
         return Left(ellipsoid_sum(*shape), margin.sum())
 
 
+def largest_weights(attention: Attention, own: Softmax) -> Tensor:
+    """Return upper bounds of the attention weights, zero where a row does not see a key."""
+    P = upper(own.weights)
+    return P if attention.visible is None else P * attention.visible[attention.rows]
+
+
 def value_covariance(attention: Attention, own: Softmax) -> Tensor:
     """Return Σ_j P_j v̄_j v̄_jᵀ (H, rows, d_out, d_out) of the values after the output map.
 
@@ -302,7 +330,8 @@ def value_covariance(attention: Attention, own: Softmax) -> Tensor:
     """
     images = (attention.output @ own.v.mT).mT[:, None].expand(-1, own.weights.shape[1], -1, -1)
     centred = own.centred(images)
-    return torch.einsum("hij,hijo,hijp->hiop", own.weights, centred, centred)
+    root = largest_weights(attention, own).sqrt()[..., None] * centred
+    return gram(root.mT)
 
 
 def value_shapes(weights: Tensor, changes: Tensor) -> Tensor:
@@ -310,7 +339,7 @@ def value_shapes(weights: Tensor, changes: Tensor) -> Tensor:
 
     They are Σ_j P_j V_j V_jᵀ, or the ball of :func:`weighted_norm` where its trace is smaller.
     """
-    apart = torch.einsum("hij,hjop->hiop", weights, changes @ changes.mT)
+    apart = mixture(weights, gram(changes))
     joint = balls(weighted_norm(weights, changes), changes.shape[2])
     smaller = joint.diagonal(dim1=2, dim2=3).sum(-1) < apart.diagonal(dim1=2, dim2=3).sum(-1)
     return torch.where(smaller[..., None, None], joint, apart)

@@ -4,17 +4,24 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
+from decimal import ROUND_FLOOR, Context
 
-__all__ = ["RobustRadius"]
+__all__ = ["RobustRadius", "rounded_down"]
+
+
+def rounded_down(radius: float, digits: int = 4) -> str:
+    """Return a radius as text, rounded down, so that the number which is read is proved, too."""
+    shown = Context(prec=digits, rounding=ROUND_FLOOR).create_decimal_from_float(radius)
+    return f"{float(shown):.{digits}g}"
 
 
 @dataclass(frozen=True)
 class RobustRadius:
-    """A radius within which the class does not change, by bounds computed in float64.
+    """A radius within which the class does not change.
 
-    The inequalities are those of the documentation page "A proved radius for a whole network", in which every
-    remainder is bounded. Their evaluation in float64 is *not* enclosed: rounding errors of about 1e-12 are
-    not accounted for. ``float(result)`` is the radius.
+    It is proved for the network in real arithmetic with the stored weights, around the embedded tokens as
+    they were given or computed in float64: every remainder is bounded, and so are all rounding errors of the
+    @@
     """
 
     #: Largest ε at which the margin's lower bound is positive, on the axis of ``norm``.
@@ -37,7 +44,8 @@ class RobustRadius:
     attack: float | None
     #: Margin divided by the norm of its gradient: the radius of a linear network, no bound.
     first_order: float
-    #: What each stage takes from the margin at ``radius``, in the order of the network.
+    #: What each stage takes from the margin at ``radius``, in the order of the network; last, as "rounding",
+    #: what residuals of rounding take beside their part in the stages.
     losses: dict[str, float] = field(repr=False)
     #: What the polynomial part takes from the margin at ``radius``.
     polynomial_loss: float = field(repr=False)
@@ -59,7 +67,7 @@ class RobustRadius:
         if self.label is None:
             kept = "the functional stays above its threshold"
         return (
-            f"radius {self.radius:.4g} ({norm}, {moved}, order {self.order}, rounding not enclosed): "
+            f"radius {rounded_down(self.radius)} ({norm}, {moved}, order {self.order}, proved): "
             f"{kept}{attack}; first-order radius {first} (no bound). "
             f"Largest loss: {worst}, {self.losses[worst]:.3g} of a margin of {self.margin:.3g}. "
             f"{self.seconds:.1f} s."

@@ -16,6 +16,7 @@ from howsmooth.bounds.radius.errors import partial_jacobians
 from howsmooth.bounds.radius.network import Network
 from howsmooth.bounds.radius.reading import embedded, read_classifier
 from howsmooth.bounds.radius.result import RobustRadius
+from howsmooth.bounds.radius.rounding import FUZZ, exact
 from howsmooth.bounds.radius.second_order import SecondOrder
 from howsmooth.bounds.radius.third_order import ThirdOrder
 from howsmooth.errors import ArgumentError, NonFiniteError
@@ -25,6 +26,7 @@ __all__ = ["NetworkAtInput", "robust_radius"]
 _MOST_VARIABLES = 256
 _MOST_STEPS = 40
 _FARTHEST = 1e6
+_SMALLEST = 1e-12
 _CURVE = (0.0, 0.5, 0.75, 1.0, 1.25)
 
 
@@ -44,7 +46,9 @@ def robust_radius(
 
     The network is expanded around the input along its own partial Jacobians, to the second or the third
     order. The remainder of each stage is bounded token by token, head by head and neuron by neuron; no
-    constants of layers are multiplied. All is computed in float64; its rounding errors are not enclosed.
+    constants of layers are multiplied. All is computed in float64 and its rounding errors are enclosed, so
+    that the radius holds for the network in real arithmetic with the stored weights, which float64 has
+    exactly. What the rounding of float32 inference changes in the logits is outside of it.
 
     Parameters
     ----------
@@ -123,7 +127,7 @@ class NetworkAtInput:
     def __init__(self, model: object, inputs: Tensor | Mapping[str, Tensor]) -> None:
         self.network, self.x = _network(model, inputs)
         self.logits = self.network.logits(self.x)
-        self.jacobians = partial_jacobians(self.network, list(self.network.states(self.x)))
+        self.jacobians = partial_jacobians(self.network, self.x)
 
     def radius(
         self,
@@ -161,17 +165,18 @@ class NetworkAtInput:
         label, directions = _directions(self.logits, target, threshold)
         weakest: tuple[float, int | None, Tensor, SecondOrder | ThirdOrder] | None = None
         for rival, direction, offset in directions:
-            functional = torch.einsum("c,cnd->nd", direction, network.readout)
-            offset += float(direction @ network.offset)
-            expansion = kind(network, x, injection, functional, offset, self.jacobians)
+            functional = torch.einsum("c,cnd->nd", exact(direction), exact(network.readout))
+            constant = (exact(direction) * exact(network.offset)).sum() + offset
+            expansion = kind(network, x, injection, functional, constant, self.jacobians)
             most = math.inf if weakest is None else weakest[0]
             found = _largest(expansion, most, guess)
             if weakest is None or found < weakest[0]:
                 weakest = found, rival, direction, expansion
         assert weakest is not None
         radius, rival, direction, expansion = weakest
-        scale = 1.0 if norm == 2 else math.sqrt(k)
-        at_radius = expansion(max(radius, 1e-12))
+        # The factor covers the roundings of root and quotient.
+        scale = 1.0 if norm == 2 else math.sqrt(k) * (1 + FUZZ)
+        at_radius = expansion(max(radius, _SMALLEST))
         margin, gradient = expansion.first.margin, expansion.first.gradient
         slope = float(gradient.norm() if norm == 2 else gradient.abs().sum())
         first_order = margin / slope if slope > 0 else math.inf
@@ -189,10 +194,13 @@ class NetworkAtInput:
             label=label,
             rival=rival,
             margin=margin,
-            curve=tuple((e / scale, expansion(e).lower if e else margin) for e in points),
+            curve=tuple((e / scale, expansion(max(e, _SMALLEST)).lower) for e in points),
             attack=nearest,
             first_order=first_order,
-            losses={s.name: float(loss) for s, loss in zip(network.stages, at_radius.stages, strict=True)},
+            losses={
+                **{s.name: float(loss) for s, loss in zip(network.stages, at_radius.stages, strict=True)},
+                "rounding": at_radius.rounding,
+            },
             polynomial_loss=at_radius.polynomial,
             seconds=time.perf_counter() - began,
         )
@@ -254,7 +262,7 @@ def _largest(margin: SecondOrder | ThirdOrder, most: float, guess: float) -> flo
 
 
 def _network(model: object, inputs: Tensor | Mapping[str, Tensor]) -> tuple[Network, Tensor]:
-    """Return the stages and the embedded tokens (n, d) in float64."""
+    """Return the network's stages and its embedded tokens (n, d), all in float64."""
     if isinstance(model, Network):
         return model, _embedded_tokens(inputs)
     module = getattr(model, "model", model) if not isinstance(model, nn.Module) else model

@@ -8,12 +8,18 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from howsmooth.bounds.radius.ellipsoids import radii
-from howsmooth.bounds.radius.errors import Errors, Source, partial_jacobians
+from howsmooth.bounds.radius.ellipsoids import balls, ellipsoid_sum, radii
+from howsmooth.bounds.radius.errors import Errors, PartialJacobians, partial_jacobians
 from howsmooth.bounds.radius.network import Network
 from howsmooth.bounds.radius.remainders import Left, remainder_of
+from howsmooth.bounds.radius.residuals import Residuals, lengths, rounding_loss
+from howsmooth.bounds.radius.rounding import FUZZ, INFLATION, exact, plain, settled
 
 __all__ = ["FirstDerivatives", "Losses", "SecondOrder", "stage_bounds", "stage_losses"]
+
+
+# Covers all underflows in a network whose numbers stay below 2^100.
+_UNDERFLOWN = 2.0**-200
 
 
 class Losses(NamedTuple):
@@ -22,38 +28,74 @@ class Losses(NamedTuple):
     lower: float
     polynomial: float
     stages: Tensor
+    rounding: float
 
 
 class FirstDerivatives:
     """All that both expansions need: states, Jacobians, adjoints and their derivatives along δ, at x (n, d).
 
     For changes injection (n, d, k) δ: ``tangents`` G_l, ``adjoints`` a_l, ``bent`` N_s, the derivative along
-    δ of the adjoint of the output of the map of stage s; the margin's gradient g, and its Hessian H.
+    δ of the adjoint of the output of the map of stage s; the margin's gradient g, and its Hessian H. They are
+    computed numbers; ``residuals`` says how far each is from what its stage makes of the one before.
     """
 
     def __init__(
-        self, network: Network, x: Tensor, injection: Tensor, functional: Tensor, offset: float
+        self, jacobians: PartialJacobians, injection: Tensor, functional: Tensor, offset: Tensor | float
     ) -> None:
-        self.stages = network.stages
-        self.states = list(network.states(x))
-        self.tangents = [injection]
-        for stage, state in zip(self.stages, self.states, strict=False):
-            self.tangents.append(stage.push(state, self.tangents[-1]))
-        steps = list(zip(self.stages, self.states, self.tangents, strict=False))[::-1]
-        adjoint, bent = functional, torch.zeros(*self.states[-1].shape, injection.shape[2], dtype=x.dtype)
-        self.adjoints = [functional]
+        self.stages, self.states = jacobians.stages, jacobians.states
+        self.tangents, self.residuals = [injection], list[Residuals]()
+        every = zip(self.stages, self.states, jacobians.state_errors, jacobians.residuals, strict=False)
+        for stage, state, of_state, sources in every:
+            pushed, of_tangents = settled(stage.push(exact(state), exact(self.tangents[-1])))
+            size = float(self.tangents[-1].norm())
+            self.residuals.append(
+                Residuals(state=of_state, tangents=of_tangents, size_of_tangents=size, sources=sources)
+            )
+            self.tangents.append(pushed)
+        adjoint, of_functional = settled(functional)
+        end = Residuals(
+            adjoint=of_functional,
+            size_of_tangents=float(self.tangents[-1].norm()),
+            sources=jacobians.residuals[-1],
+        )
+        bent = torch.zeros(*self.states[-1].shape, injection.shape[2], dtype=injection.dtype)
+        self.adjoints = [adjoint]
         self.bent: list[Tensor] = []
-        for stage, state, tangents in steps:
-            self.bent.insert(0, stage.output_adjoint(state, bent))
-            bent = stage.pull(state, bent) + stage.curvature(state, adjoint, tangents)
-            adjoint = stage.pull(state, adjoint[..., None])[..., 0]
+        for place in reversed(range(len(self.stages))):
+            stage, state = self.stages[place], exact(self.states[place])
+            own = exact(adjoint)
+            self.bent.insert(0, stage.output_adjoint(self.states[place], bent))
+            sizes = float(adjoint.norm()), float(bent.norm())
+            pulled, of_adjoint = settled(stage.pull(state, own[..., None]))
+            curved = stage.curvature(state, own, exact(self.tangents[place]))
+            bent, of_bent = settled(stage.pull(state, exact(bent)) + curved)
+            adjoint = pulled[..., 0]
             self.adjoints.insert(0, adjoint)
+            self.residuals[place] = self.residuals[place]._replace(
+                adjoint=of_adjoint, bent=of_bent, size_of_adjoint=sizes[0], size_of_bent=sizes[1]
+            )
         self.bent_roots = [_narrow(found) for found in self.bent]
-        self.margin = float((functional * self.states[-1]).sum()) + offset
-        self.gradient = torch.einsum("nd,ndk->k", adjoint, injection)
-        H = torch.einsum("ndk,ndl->kl", injection, bent)
-        self.values, vectors = torch.linalg.eigh((H + H.T) / 2)
+        margin, self.margin_error = settled((functional * exact(self.states[-1])).sum() + offset)
+        self.margin = float(margin)
+        injected = exact(injection)
+        self.gradient, self.gradient_error = settled(torch.einsum("nd,ndk->k", adjoint, injected))
+        H, self.hessian_error = settled(torch.einsum("ndk,ndl->kl", injected, bent))
+        self.hessian_error += sum(
+            at.tangents * at.size_of_bent + at.size_of_tangents * at.bent for at in self.residuals
+        )
+        self.residuals.append(end)
+        self.hessian = (H + H.T) / 2
+        self._diagonalise(self.hessian)
+
+    def _diagonalise(self, H: Tensor) -> None:
+        """Write −g·δ − ½ δᵀHδ as −c·z − ½ Σ λ_i z_i² with z = Vᵀδ, up to residuals, |z|² ≤ stretch |δ|²."""
+        self.values, vectors = torch.linalg.eigh(H)
         self.along = vectors.T @ self.gradient
+        V, exact_H = exact(vectors), exact(H, FUZZ * float(H.norm()))
+        self.hessian_error += float(torch.linalg.vector_norm(exact_H - (V * exact(self.values)) @ V.mT))
+        of_gradient = exact(self.gradient) - V @ exact(self.along)
+        self.gradient_error += float(torch.linalg.vector_norm(of_gradient))
+        self.stretch = 1 + float(torch.linalg.vector_norm(V.mT @ V - torch.eye(len(H), dtype=H.dtype)))
 
     def own_adjoint(self, stage: int) -> Tensor:
         """Return the adjoint of the output of the map of a stage."""
@@ -65,10 +107,21 @@ class FirstDerivatives:
 
         def value(shift: float) -> float:
             shifted = self.values + floor + shift
-            return 0.5 * (floor + shift) * epsilon**2 + 0.5 * float((self.along**2 / shifted).sum())
+            own = 0.5 * float((self.along**2 / shifted).sum())
+            return own + 0.5 * (floor + shift) * epsilon**2 * self.stretch
 
         size = float(self.gradient.norm()) / epsilon + 1e-12
         return min(value(size * 2.0 ** (-j / 4)) for j in range(-8, 60))
+
+    def losses(self, epsilon: float, polynomial: float, found: list[Left]) -> Losses:
+        """Subtract from the margin what the polynomial, the remainders and all rounding take from it."""
+        stages = stage_losses(self, found, epsilon)
+        rounding = rounding_loss(self.residuals, [left.shape for left in found], epsilon)
+        rounding += self.margin_error + self.gradient_error * epsilon + self.hessian_error * epsilon**2 / 2
+        rounding += _UNDERFLOWN
+        loss = (polynomial + float(stages.sum()) + rounding) * INFLATION
+        lower = self.margin - loss - FUZZ * (abs(self.margin) + loss)
+        return Losses(lower, polynomial, stages, rounding)
 
 
 class SecondOrder:
@@ -83,55 +136,67 @@ class SecondOrder:
         x: Tensor,
         injection: Tensor,
         functional: Tensor,
-        offset: float,
-        jacobians: list[list[Source]] | None = None,
+        offset: Tensor | float,
+        jacobians: PartialJacobians | None = None,
     ) -> None:
         """Expand at x (n, d), for changes injection (n, d, k) δ, along the partial Jacobians at x."""
-        self.first = first = FirstDerivatives(network, x, injection, functional, offset)
-        jacobians = jacobians or partial_jacobians(network, first.states)
+        jacobians = jacobians or partial_jacobians(network, x)
+        self.first = first = FirstDerivatives(jacobians, injection, functional, offset)
         self.errors: list[Errors] = []
         self.remainders = []
-        for place, stage in enumerate(network.stages):
-            state = first.states[place]
-            self.errors.append(Errors(jacobians[place], state[:, stage.branch]))
-            tangents = first.tangents[place][:, stage.branch]
-            own = first.own_adjoint(place)
-            self.remainders.append(remainder_of(stage.map, state[:, stage.branch], tangents, own))
+        for place, stage in enumerate(first.stages):
+            state = first.states[place][:, stage.branch]
+            self.errors.append(Errors(jacobians.sources[place], state))
+            tangents = exact(first.tangents[place][:, stage.branch])
+            own = exact(first.own_adjoint(place))
+            self.remainders.append(remainder_of(stage.map, exact(state), tangents, own))
 
     def __call__(self, epsilon: float) -> Losses:
         """Return a lower bound of the margin for |δ| ≤ ε."""
-        stages = stage_losses(self.first, self.bounds(epsilon), epsilon)
-        polynomial = self.first.quadratic_loss(epsilon)
-        return Losses(self.first.margin - polynomial - float(stages.sum()), polynomial, stages)
+        return self.first.losses(epsilon, self.first.quadratic_loss(epsilon), self.bounds(epsilon))
 
     def bounds(self, epsilon: float) -> list[Left]:
         """Return what each stage leaves out for |δ| ≤ ε."""
-        return stage_bounds(self.errors, self.remainders, epsilon)
+        return stage_bounds(self.errors, self.remainders, self.first.residuals, epsilon)
 
 
 def stage_bounds(
-    errors: list[Errors], remainders: Sequence[Callable[[float, Tensor], Left]], epsilon: float
+    errors: list[Errors],
+    remainders: Sequence[Callable[[float, Tensor], Left]],
+    residuals: list[Residuals],
+    epsilon: float,
 ) -> list[Left]:
-    """Evaluate the remainders of all stages, each at the errors that those before it cause."""
+    """Evaluate the remainders of all stages, each at the errors that those before it cause.
+
+    What a stage leaves out contains its residuals. The factor covers the rounding of all formulas.
+    """
     found: list[Left] = []
-    for error, remainder in zip(errors, remainders, strict=True):
-        found.append(remainder(epsilon, error([left.shape for left in found])))
+    for error, remainder, residual in zip(errors, remainders, residuals, strict=False):
+        shapes = [left.shape for left in found]
+        shape, margin = remainder(epsilon, error(shapes))
+        radius = torch.full(shape.shape[:1], residual.beyond(epsilon, lengths(shapes)), dtype=shape.dtype)
+        shape = ellipsoid_sum(shape * INFLATION, balls(radius * INFLATION, shape.shape[1]))
+        found.append(Left(shape, margin * INFLATION))
     return found
 
 
 def stage_losses(first: FirstDerivatives, found: list[Left], epsilon: float) -> Tensor:
     """Bound what each stage takes from the margin: (N δ) · R token by token, and its own effect."""
     losses = []
-    for left, bent in zip(found, first.bent_roots, strict=True):
-        crossed = radii(left.shape, bent.mT)
+    for left, (root, slack) in zip(found, first.bent_roots, strict=True):
+        crossed = radii(left.shape, root.mT)
+        crossed = crossed + (slack * left.shape.diagonal(dim1=1, dim2=2).sum(1)).sqrt()
         losses.append(epsilon * crossed.sum() + left.margin)
     return torch.stack(losses)
 
 
-def _narrow(matrices: Tensor) -> Tensor:
-    """Return matrices (n, d, at most d) with the same products A Aᵀ as those given (n, d, k)."""
+def _narrow(matrices: Tensor) -> tuple[Tensor, Tensor]:
+    """Return B (n, d, at most d) and numbers (n,) with A Aᵀ ≤ B Bᵀ + number for given A (n, d, k)."""
     if matrices.shape[2] <= matrices.shape[1]:
-        return matrices
-    values, vectors = torch.linalg.eigh(matrices @ matrices.mT)
-    root: Tensor = vectors * values.clamp_min(0).sqrt()[:, None]
-    return root
+        return matrices, matrices.new_zeros(len(matrices))
+    A = exact(matrices)
+    gram = A @ A.mT
+    values, vectors = torch.linalg.eigh(plain(gram))
+    root = vectors * values.clamp_min(0).sqrt()[:, None]
+    B = exact(root)
+    return root, torch.linalg.vector_norm(gram - B @ B.mT, dim=(1, 2))

@@ -15,6 +15,8 @@ import torch
 from torch import Tensor
 
 from howsmooth.bounds.radius.pairs import Pairs
+from howsmooth.bounds.radius.rounding import INFLATION, Rounded, along, exact, lower, plain, upper
+from howsmooth.roundoff import gamma
 
 # An extremum that lies outside of an interval by less than this counts as inside.
 _NEAR = 1e-9
@@ -79,7 +81,7 @@ class Norm:
         w = self.centre(tangents)
         along = torch.einsum("nd,ndk->nk", direction, w)
         radial = 3 * pairs.square(along) - pairs.packed(w.mT @ w)
-        found = torch.empty(*u.shape, radial.shape[1], dtype=u.dtype)
+        found = u.new_empty(*u.shape, radial.shape[1])
         for j in range(len(u)):
             turned = direction[j, :, None] * radial[j] - 2 * pairs.product(w[j], along[j])
             found[j] = turned * (math.sqrt(u.shape[1]) * self.gain / r[j] ** 2)[:, None]
@@ -100,7 +102,8 @@ class Activation(NamedTuple):
     """An activation function φ, applied entry by entry, with its first four derivatives.
 
     ``largest_third(z, width)``, ``largest_fourth`` and ``largest_fifth`` bound |φ'''|, |φ''''| and |φ⁽⁵⁾| on
-    the interval [z − width, z + width]. With ``kink``, φ is ReLU, and these derivatives are those beside 0.
+    the interval [z − width, z + width]. ``slopes`` bound |φ'| to |φ⁽⁵⁾| everywhere. With ``kink``, φ is ReLU,
+    and its derivatives are those beside 0.
     """
 
     value: Callable[[Tensor], Tensor]
@@ -111,12 +114,21 @@ class Activation(NamedTuple):
     largest_third: Callable[[Tensor, Tensor], Tensor]
     largest_fourth: Callable[[Tensor, Tensor], Tensor]
     largest_fifth: Callable[[Tensor, Tensor], Tensor]
+    slopes: tuple[float, float, float, float, float]
     kink: bool = False
+
+    def derivative(self, order: int, z: Tensor) -> Tensor:
+        """Return φ, or its derivative of an order up to 4, at z."""
+        function = (self.value, self.first, self.second, self.third, self.fourth)[order]
+        if self.kink and order == 1 and isinstance(z, Rounded):
+            near = plain(z).abs() <= z.error  # on which side of 0 these lie is not known
+            return exact(function(plain(z)), math.sqrt(int(near.sum())))
+        return along(function, self.slopes[order], z)
 
     def beyond(self, order: int, z: Tensor, width: Tensor) -> Tensor:
         """Bound what the Taylor polynomial of degree ``order`` (2 to 4) at z leaves out up to a distance."""
         if self.kink:
-            return (width - z.abs()).clamp_min(0)
+            return (upper(width) - lower(z.abs())).clamp_min(0)
         largest = (self.largest_third, self.largest_fourth, self.largest_fifth)[order - 2]
         return largest(z, width) / math.factorial(order + 1) * width ** (order + 1)
 
@@ -136,11 +148,15 @@ def _largest(function: Callable[[Tensor], Tensor], extrema: tuple[float, ...]) -
     """
 
     def largest(z: Tensor, width: Tensor) -> Tensor:
+        width = width * INFLATION
         low, high = z - width, z + width
-        found = torch.maximum(function(low).abs(), function(high).abs())
+        found = torch.maximum(upper(function(low).abs()), upper(function(high).abs()))
         for extremum in extrema:
-            peak = function(torch.tensor(extremum, dtype=z.dtype)).abs()
-            inside = (low - _NEAR <= extremum) & (extremum <= high + _NEAR)
+            point = torch.tensor(extremum, dtype=z.dtype)
+            if isinstance(z, Rounded):
+                point = exact(point, gamma(64) * abs(extremum))
+            peak = upper(function(point).abs())
+            inside = (lower(low) - _NEAR <= extremum) & (extremum <= upper(high) + _NEAR)
             found = torch.where(inside, torch.maximum(found, peak), found)
         return found
 
@@ -189,10 +205,13 @@ def _tanh_second(z: Tensor) -> Tensor:
     return -2 * y * (1 - y * y)
 
 
-def _gated_tanh(a: float, b: float, *extrema: tuple[float, ...]) -> Activation:
+def _gated_tanh(
+    a: float, b: float, slopes: tuple[float, float, float, float, float], *extrema: tuple[float, ...]
+) -> Activation:
     """Return z (1 + tanh(az + bz³))/2: SiLU or the approximation of GELU.
 
-    ``extrema`` are the zeros of the derivatives of order four, five and six that are not negative.
+    ``slopes`` bound the derivatives of order one to five; ``extrema`` are the zeros of the derivatives of
+    order four, five and six that are not negative.
     """
 
     def derivative(order: int) -> Callable[[Tensor], Tensor]:
@@ -200,7 +219,8 @@ def _gated_tanh(a: float, b: float, *extrema: tuple[float, ...]) -> Activation:
             # Taylor coefficients of y = tanh g at z, from y' = (1 − y²) g'.
             slopes = (a + 3 * b * z * z, 3 * b * z, torch.full_like(z, b))
             g = a * z + b * z**3
-            y, rest = [torch.tanh(g)], [torch.cosh(g) ** -2]  # rest are the coefficients of 1 − y²
+            shrunk = torch.exp(-2 * g.abs())
+            y, rest = [torch.tanh(g)], [4 * shrunk / (1 + shrunk) ** 2]  # rest are the coefficients of 1 − y²
             for m in range(order):
                 terms = [rest[m - j] * (j + 1) * slopes[j] for j in range(min(3, m + 1))]
                 y.append(torch.stack(terms).sum(0) / (m + 1))
@@ -217,7 +237,7 @@ def _gated_tanh(a: float, b: float, *extrema: tuple[float, ...]) -> Activation:
         for function, zeros in zip(functions[3:], extrema, strict=True)
     )
     value, first, second = functions[:3]
-    return Activation(value, first, second, functions[3], functions[4], third, fourth, fifth)
+    return Activation(value, first, second, functions[3], functions[4], third, fourth, fifth, slopes)
 
 
 def _swish(slope: float) -> Activation:
@@ -227,7 +247,9 @@ def _swish(slope: float) -> Activation:
         (0.0, 1.8197756117250127265, 5.4008187394952158684),
         (0.71774192314656655792, 2.5062894864027523932, 6.3619922836816901434),
     )
-    return _gated_tanh(slope / 2, 0.0, *(tuple(z / slope for z in order) for order in zeros))
+    one, two, three, four, five = 1.1, 0.51, 0.31, 0.51, 0.66
+    slopes = (one, two * slope, three * slope**2, four * slope**3, five * slope**4)
+    return _gated_tanh(slope / 2, 0.0, slopes, *(tuple(z / slope for z in order) for order in zeros))
 
 
 def _zero(z: Tensor, width: Tensor | None = None) -> Tensor:
@@ -245,6 +267,7 @@ ACTIVATIONS: dict[str, Activation] = {
         _largest(_gelu_third, _both((7 - math.sqrt(33)) / 2, (7 + math.sqrt(33)) / 2)),
         _largest(_gelu_fourth, (0.0, *_both(2, 9))),
         _largest(_gelu_fifth, _both(0.40248426380182073, 3.7864793479239887, 11.811036388274188)),
+        slopes=(1.13, 0.8, 0.78, 1.6, 2.85),
     ),
     "tanh": Activation(
         torch.tanh,
@@ -256,18 +279,24 @@ ACTIVATIONS: dict[str, Activation] = {
         _largest(_tanh_third, (0.0, *map(math.atanh, _both(2 / 3)))),
         _largest(_tanh_fourth, tuple(map(math.atanh, _both(*_halves(15, math.sqrt(105), 30))))),
         _largest(_tanh_fifth, (0.0, *map(math.atanh, _both(*_halves(30, math.sqrt(135), 45))))),
+        slopes=(1.0, 0.77, 2.0, 4.1, 16.0),
     ),
     "silu": _swish(1.0),
     "quick_gelu": _swish(1.702),
     "gelu_tanh": _gated_tanh(
         math.sqrt(2 / math.pi),
         0.044715 * math.sqrt(2 / math.pi),
+        (1.13, 0.8, 0.78, 1.61, 2.87),
         (0.78757618641889401013, 2.5534179143294429017),
         (0.0, 1.405964009736336315, 3.0478575051906081121),
         (0.62441425371550965649, 1.9450780136177141645, 3.4998964931162857001),
     ),
     "relu": Activation(
-        torch.relu, lambda z: (z > 0).to(z.dtype), _zero, _zero, _zero, _zero, _zero, _zero, kink=True
+        torch.relu,
+        lambda z: (z > 0).to(z.dtype),
+        *(_zero,) * 6,
+        slopes=(1.0, 0.0, 0.0, 0.0, 0.0),
+        kink=True,
     ),
 }
 """The activations that have a remainder, by name."""
@@ -289,28 +318,28 @@ class FeedForward:
 
     def value(self, u: Tensor) -> Tensor:
         """Return the outputs (n, d_out)."""
-        return self.activation.value(self.preactivations(u)) @ self.down.T + self.down_bias
+        return self.activation.derivative(0, self.preactivations(u)) @ self.down.T + self.down_bias
 
     def push(self, u: Tensor, tangents: Tensor) -> Tensor:
         """Return the derivative along tangents (n, d, k)."""
-        slope = self.activation.first(self.preactivations(u))
+        slope = self.activation.derivative(1, self.preactivations(u))
         return self.down @ (slope[..., None] * (self.up @ tangents))
 
     def pull(self, u: Tensor, adjoints: Tensor) -> Tensor:
         """Return the transposed derivative of adjoints (n, d_out, k)."""
-        slope = self.activation.first(self.preactivations(u))
+        slope = self.activation.derivative(1, self.preactivations(u))
         return self.up.T @ (slope[..., None] * (self.down.T @ adjoints))
 
     def second(self, u: Tensor, tangents: Tensor, pairs: Pairs) -> Tensor:
         """Return D²F[G, G] as quadratic forms (n, d_out, p) of tangents G (n, d, k)."""
-        bend = self.activation.second(self.preactivations(u))
+        bend = self.activation.derivative(2, self.preactivations(u))
         return torch.stack(
             [(self.down * b) @ pairs.square(self.up @ G) for b, G in zip(bend, tangents, strict=True)]
         )
 
     def curvature(self, u: Tensor, adjoint: Tensor, tangents: Tensor) -> Tensor:
         """Return M G: the second derivative of ⟨adjoint, value⟩ applied to tangents (n, d, k)."""
-        bend = self.activation.second(self.preactivations(u)) * (adjoint @ self.down)
+        bend = self.activation.derivative(2, self.preactivations(u)) * (adjoint @ self.down)
         return self.up.T @ (bend[..., None] * (self.up @ tangents))
 
 
@@ -333,17 +362,17 @@ class GatedFeedForward:
     def value(self, u: Tensor) -> Tensor:
         """Return the outputs (n, d_out)."""
         z, v = self.preactivations(u)
-        return (self.activation.value(z) * v) @ self.down.T + self.down_bias
+        return (self.activation.derivative(0, z) * v) @ self.down.T + self.down_bias
 
     def slopes(self, u: Tensor) -> tuple[Tensor, Tensor]:
         """Return φ'(z) v and φ(z), the derivatives of φ(z) v by z and by v."""
         z, v = self.preactivations(u)
-        return self.activation.first(z) * v, self.activation.value(z)
+        return self.activation.derivative(1, z) * v, self.activation.derivative(0, z)
 
     def bends(self, u: Tensor) -> tuple[Tensor, Tensor]:
         """Return φ''(z) v and φ'(z), the second derivatives of φ(z) v."""
         z, v = self.preactivations(u)
-        return self.activation.second(z) * v, self.activation.first(z)
+        return self.activation.derivative(2, z) * v, self.activation.derivative(1, z)
 
     def push(self, u: Tensor, tangents: Tensor) -> Tensor:
         """Return the derivative along tangents (n, d, k)."""
@@ -457,7 +486,7 @@ class Attention:
         heads = torch.einsum("hijk,hje->hiek", moved, at.v) + torch.einsum("hij,hjek->hiek", at.weights, dv)
         return torch.einsum("hoe,hiek->iok", self.output, heads)
 
-    def _back(self, n: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def _back(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Return the adjoint (n, d, k) of the tokens from those of queries, keys and values."""
         if self.turns is not None:
             q = torch.einsum("nef,hnek->hnfk", self.turns[self.rows], q)
@@ -474,7 +503,6 @@ class Attention:
         w = torch.einsum("hoe,iok->hiek", self.output, adjoints)
         c = at.weights[..., None] * at.centred(torch.einsum("hiek,hje->hijk", w, at.v))
         return self._back(
-            len(u),
             torch.einsum("hijk,hje->hiek", c, at.k),
             torch.einsum("hijk,hie->hjek", c, at.q),
             torch.einsum("hij,hiek->hjek", at.weights, w),
@@ -485,16 +513,18 @@ class Attention:
         at = self.softmax(u)
         dq, dk, dv = self.tangents(tangents)
         t = self.score_changes(at, dq, dk)
-        found = torch.zeros(len(self.rows), self.output.shape[1], len(pairs.i), dtype=u.dtype)
-        for h, output in enumerate(self.output):
-            for i in range(len(self.rows)):
+        found = u.new_empty(len(self.rows), self.output.shape[1], len(pairs.i))
+        for i in range(len(self.rows)):
+            heads = []
+            for h, output in enumerate(self.output):
                 P, score = at.weights[h, i], t[h, i]
                 v = at.v[h] - P @ at.v[h]
                 forms = torch.einsum("je,jfk->efk", P[:, None] * v, dk[h])  # Σ P v̄ dkᵀ
                 forms = torch.einsum("efk,fl->ekl", forms, dq[h, i])
                 forms = forms + torch.einsum("jek,jl->ekl", dv[h], P[:, None] * score)
                 thirds = (P[:, None] * v).T @ pairs.square(score)
-                found[i] += output @ (2 * pairs.packed(forms) + thirds)
+                heads.append(output @ (2 * pairs.packed(forms) + thirds))
+            found[i] = torch.stack(heads).sum(0)
         return found
 
     def curvature(self, u: Tensor, adjoint: Tensor, tangents: Tensor) -> Tensor:
@@ -508,7 +538,6 @@ class Attention:
         bend = at.weights[..., None] * at.centred(c[..., None] * t + dc)
         slope = at.weights * c
         return self._back(
-            len(u),
             torch.einsum("hijk,hje->hiek", bend, at.k) + torch.einsum("hij,hjek->hiek", slope, dk),
             torch.einsum("hijk,hie->hjek", bend, at.q) + torch.einsum("hij,hiek->hjek", slope, dq),
             torch.einsum("hijk,hie->hjek", at.weights[..., None] * t, w),

@@ -6,12 +6,13 @@ import torch
 from torch import Tensor
 
 from howsmooth.bounds.radius.cubic_remainders import Expansion, cubic_remainder_of
-from howsmooth.bounds.radius.errors import Errors, Source, partial_jacobians
+from howsmooth.bounds.radius.errors import Errors, PartialJacobians, partial_jacobians
 from howsmooth.bounds.radius.network import Network
 from howsmooth.bounds.radius.norms import spectral_norm
 from howsmooth.bounds.radius.pairs import Pairs
 from howsmooth.bounds.radius.remainders import Left
-from howsmooth.bounds.radius.second_order import FirstDerivatives, Losses, stage_bounds, stage_losses
+from howsmooth.bounds.radius.rounding import exact, settled
+from howsmooth.bounds.radius.second_order import FirstDerivatives, Losses, stage_bounds
 
 __all__ = ["ThirdOrder"]
 
@@ -25,42 +26,46 @@ class ThirdOrder:
         x: Tensor,
         injection: Tensor,
         functional: Tensor,
-        offset: float,
-        jacobians: list[list[Source]] | None = None,
+        offset: Tensor | float,
+        jacobians: PartialJacobians | None = None,
     ) -> None:
-        self.first = FirstDerivatives(network, x, injection, functional, offset)
-        jacobians = jacobians or partial_jacobians(network, self.first.states)
+        """Expand at x as ``SecondOrder`` does, with the quadratic forms of all stages."""
+        jacobians = jacobians or partial_jacobians(network, x)
+        self.first = first = FirstDerivatives(jacobians, injection, functional, offset)
         pairs = Pairs(injection.shape[2])
-        first = self.first
         forms = torch.zeros(*x.shape, len(pairs.i), dtype=x.dtype)
-        cubic = torch.zeros(pairs.k, len(pairs.i), dtype=x.dtype)
+        cubic: Tensor = exact(torch.zeros(pairs.k, len(pairs.i), dtype=x.dtype))
         self.errors: list[Errors] = []
         self.remainders = []
-        for place, stage in enumerate(network.stages):
-            state = first.states[place]
+        for place, stage in enumerate(first.stages):
+            state = exact(first.states[place])
+            tangents, curved = exact(first.tangents[place]), exact(forms)
             at = Expansion(
                 state[:, stage.branch],
-                first.tangents[place][:, stage.branch],
-                forms[:, stage.branch],
+                tangents[:, stage.branch],
+                curved[:, stage.branch],
                 pairs,
-                first.own_adjoint(place),
+                exact(first.own_adjoint(place)),
             )
-            self.errors.append(Errors(jacobians[place], at.u))
+            self.errors.append(Errors(jacobians.sources[place], first.states[place][:, stage.branch]))
             remainder = cubic_remainder_of(stage.map, at)
             self.remainders.append(remainder)
-            forms, own = stage.push_forms(state, first.tangents[place], forms, pairs)
-            cubic += remainder.cubic + torch.einsum("ndk,ndp->kp", first.bent[place], own) / 2
+            size = float(forms.norm())
+            pushed, own = stage.push_forms(state, tangents, curved, pairs)
+            forms, of_forms = settled(pushed)
+            cubic += remainder.cubic + torch.einsum("ndk,ndp->kp", exact(first.bent[place]), own) / 2
+            first.residuals[place] = first.residuals[place]._replace(forms=of_forms, size_of_forms=size)
+        first.residuals[-1] = first.residuals[-1]._replace(size_of_forms=float(forms.norm()))
         self.cubic = _symmetric_norm(cubic, pairs)
 
     def __call__(self, epsilon: float) -> Losses:
         """Return a lower bound of the margin for |δ| ≤ ε."""
-        stages = stage_losses(self.first, self.bounds(epsilon), epsilon)
         polynomial = self.first.quadratic_loss(epsilon) + float(self.cubic) * epsilon**3
-        return Losses(self.first.margin - polynomial - float(stages.sum()), polynomial, stages)
+        return self.first.losses(epsilon, polynomial, self.bounds(epsilon))
 
     def bounds(self, epsilon: float) -> list[Left]:
         """Return what each stage leaves out for |δ| ≤ ε."""
-        return stage_bounds(self.errors, self.remainders, epsilon)
+        return stage_bounds(self.errors, self.remainders, self.first.residuals, epsilon)
 
 
 def _symmetric_norm(cubic: Tensor, pairs: Pairs) -> Tensor:

@@ -1,6 +1,6 @@
 """Find which map a traced attention layer computes, by comparing its tensors, and verify the map.
 
 Names, shapes and model types decide nothing. ``self_attention_module`` finds the attention module and its
-tokens; ``map_identification`` reads projections, rotary positions and masks, ``block_arrangement`` residual
+tokens; ``map_hypotheses`` reads projections, rotary positions and masks, ``block_arrangement`` residual
 and norms; ``verification`` compares the map with the model's own numbers.
 """

@@ -95,7 +95,7 @@ class FoundSum:
 
 
 def sums_of(trace: LayerTrace, output: ModuleCall) -> Iterator[FoundSum]:
-    """Yield the ways in which a layer may add the output of a module to its residual, the simplest first.
+    """Yield the sums by which a layer may add a module's output to the layer's residual, the simplest first.
 
     Each sum equals one of the tensors recorded in the trace.
     """
@@ -111,7 +111,7 @@ def sums_of(trace: LayerTrace, output: ModuleCall) -> Iterator[FoundSum]:
 
 
 def _arranged(trace: LayerTrace, branch: TokenMap, found: FoundSum, later: list[ModuleCall]) -> Block:
-    """Return a layer's attention block as a map, from the sum in which the layer adds its residual."""
+    """Return a layer's attention block as a map, given the sum of residual and attention that was found."""
     target, pre, total = found.target, found.pre, found.total
     call, reading = target.call, target.reading
     following = call if call is not None and is_norm(call.module) else None

@@ -1,9 +1,9 @@
-"""A part of a model as a map of its tokens: from one place of the forward pass to another.
+"""A part of a model as a map: from the tokens at one place of the forward pass to those at another.
 
 The model is copied, with the inputs that it was given for one sequence, and runs its own forward pass: masks,
 positions and everything else between the two places are the model's. At the first place the tokens are
-replaced by those that the map is given. Calls before it return what they returned when the model was
-captured, and the pass ends at the second place.
+replaced by those that the map is given. Module calls before the first place return what they returned when
+the model was captured, and the pass ends at the second place.
 """
 
 from __future__ import annotations
@@ -64,12 +64,12 @@ class Output:
     last: bool = False
 
     def of(self, returned: Any) -> Tensor:
-        """Return the chosen output (n_out, d_out) of what a module returned for one sequence.
+        """Return the output (n_out, d_out) of this kind, from what a module returned for one sequence.
 
         Raises
         ------
         CaptureError
-            If there are no such outputs.
+            If the module returned no output of this kind.
 
         """
         name = {"hidden": "last_hidden_state", "tokens": None}.get(self.kind, "logits")
@@ -92,7 +92,7 @@ class Output:
 
 @dataclass(frozen=True, eq=False)
 class Passage:
-    """A part of a model's forward pass: from which place, to which place, and what is read there."""
+    """A part of a model's forward pass: the place where it starts, where it ends, and what is read there."""
 
     start: Place
     end: Place

@@ -130,7 +130,7 @@ def _rotary(
 
 
 def reordered(norm: Norm | None, order: Int64[Tensor, " dim"]) -> Norm | None:
-    """Reorder the weight and the bias of a norm layer."""
+    """Return a norm layer with its weight and bias in another order of entries; None if ``norm`` is None."""
     if norm is None:
         return None
 

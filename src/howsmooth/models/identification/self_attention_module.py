@@ -219,9 +219,9 @@ def _refuse_randomness(layer: AttentionLayer, first: list[SoftmaxCall], second: 
 
 
 def _alike(a: Tensor | None, b: Tensor | None) -> bool:
-    """Whether two outputs agree up to small differences, as a GPU's order of summation makes.
+    """Whether two outputs agree up to the rounding of a GPU that sums in another order at each run.
 
-    NaN counts as zero; it is refused later.
+    NaN counts as zero here; outputs with NaN are refused later.
     """
     if a is None or b is None or a.shape != b.shape:
         return False

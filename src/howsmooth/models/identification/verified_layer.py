@@ -13,7 +13,7 @@ from howsmooth.attention import LayerNorm, Residual, RMSNorm, TokenMap
 from howsmooth.errors import ArgumentError, CaptureError, HowsmoothError
 from howsmooth.models.identification.block_arrangement import Block, read_block, token_norm
 from howsmooth.models.identification.isolated_layer_trace import trace_layer, whole_layer
-from howsmooth.models.identification.map_identification import Hypothesis, hypotheses
+from howsmooth.models.identification.map_hypotheses import Hypothesis, hypotheses
 from howsmooth.models.identification.output_projection import AttentionOutput, find_output
 from howsmooth.models.identification.self_attention_module import (
     SelfAttentionModule,
@@ -47,7 +47,7 @@ class VerifiedLayer:
         return self.self_attention.replay.tokens()
 
     def sites(self, scope: str, heads: Sequence[int] | slice | None = None) -> list[Site]:
-        """Return the layer's map in one scope (each head's map in scope ``head``), and its tokens.
+        """Return the sites of the layer in one scope: one site, or one for each head in scope ``head``.
 
         ``scope`` says which part of the layer the map covers, such as "head" or "attention".
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from howsmooth.errors import ArgumentError
-from howsmooth.models.layer_weights import HALF, computing_dtype, device_of, has_weights, stored_dtype
+from howsmooth.models.float32_weights import HALF, computing_dtype, device_of, has_weights, stored_dtype
 
 __all__ = [
     "ModelInputs",

@@ -36,7 +36,7 @@ def token_width(model: nn.Module) -> int | None:
 
 
 def named_parts(model: nn.Module) -> dict[str, str]:
-    """Return the outermost models inside a model, as a dict from module path to kind of input."""
+    """Return the outermost transformers models inside a model: a dict from module path to kind of input."""
     found: dict[str, str] = {}
     for name, module in model.named_modules():
         inside = any(name.startswith(f"{outer}.") for outer in found)

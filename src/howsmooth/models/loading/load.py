@@ -20,6 +20,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from howsmooth.errors import ArgumentError, CaptureError, ModelError
 from howsmooth.memory import free_memory
 from howsmooth.models.builtin import BUILTIN_MODELS
+from howsmooth.models.float32_weights import HALF, computing_dtype, hash_weights, stored_dtype
 from howsmooth.models.inputs.model_inputs import (
     check_model,
     max_length,
@@ -28,16 +29,15 @@ from howsmooth.models.inputs.model_inputs import (
     vocabulary_size,
 )
 from howsmooth.models.inputs.submodels import choose_part, modality_of, named_parts
-from howsmooth.models.layer_weights import HALF, computing_dtype, hash_weights, stored_dtype
 from howsmooth.models.loading.dummy_inputs import sample_inputs
+from howsmooth.models.loading.model_location import Place, find
 from howsmooth.models.loading.processors import (
     AudioPreparation,
     ImagePreparation,
     audio_preparation,
     image_preparation,
 )
-from howsmooth.models.loading.resolve_model import Place, find
-from howsmooth.models.loading.safe_config import check_files, forget_implementations
+from howsmooth.models.loading.safety_checks import check_files, forget_implementations
 from howsmooth.models.loading.tokenizers import Tokenizer, own_tokenizer, trained_tokenizer
 from howsmooth.models.loading.truncated_config import count_weights, shorten
 from howsmooth.models.measurement_mode import measurement_mode, nested_configs, quiet
@@ -84,7 +84,7 @@ class LoadedModel:
 
     @property
     def label(self) -> str:
-        """The name for titles: that of the folder, without its path, for a model of a folder."""
+        """The name of the model for titles; for a model in a folder, the folder's name without its path."""
         path = Path(self.name).expanduser()
         return path.resolve().name if path.is_dir() else self.name
 
@@ -359,9 +359,9 @@ def _without_pooler(config: Any) -> dict[str, Any]:
 def _layers(
     model: nn.Module, preparation: ImagePreparation | AudioPreparation | None
 ) -> tuple[list[AttentionLayer], str]:
-    """Run a model on a short input, and return its attention layers.
+    """Run a model on a short input; return its attention layers, and a phrase that says why there are none.
 
-    Also return why there are none, or an empty text.
+    The phrase is empty if there are attention layers.
     """
     try:
         named = model_inputs(model, sample_inputs(model, preparation)).named
@@ -396,7 +396,7 @@ def _shortened(place: Place, config: Any, most: int | None) -> str:
 
 
 def _check_memory(place: Place, config: Any, dtype: torch.dtype | None) -> None:
-    """Raise ModelError if the weights do not fit into memory: some default configurations have billions."""
+    """Raise ModelError if random weights for this configuration do not fit into memory."""
     free = free_memory(torch.device("cpu"))
     weights = count_weights(config)
     # Random weights are drawn in float32, and then converted.

@@ -22,7 +22,7 @@ from transformers import (
 
 from howsmooth.errors import ArgumentError, ModelError, reason
 from howsmooth.models.inputs.audio_sources import Waveform
-from howsmooth.models.loading.resolve_model import Place
+from howsmooth.models.loading.model_location import Place
 
 __all__ = ["AudioPreparation", "ImagePreparation", "audio_preparation", "image_preparation"]
 

@@ -29,7 +29,7 @@ class Tokenizer:
     backend
         A tokenizer of transformers; with None, :meth:`encode` raises a ModelError.
     obstacle
-        The message of that error, which says why there is no tokenizer.
+        The message of this ModelError, which says why there is no tokenizer.
 
     """
 
@@ -57,14 +57,14 @@ class Tokenizer:
         return [int(i) for i in found["input_ids"]], [int(start) for start, _ in found["offset_mapping"]]
 
     def decoded(self, ids: list[int]) -> list[str]:
-        """Return the text of each token id; without a tokenizer, the id itself as text."""
+        """Return the text of each token id; if the backend is None, the id itself as text."""
         if self._backend is None:
             return [str(i) for i in ids]
         return [str(self._backend.decode([i])) for i in ids]
 
     @property
     def serialized(self) -> str:
-        """Return a text that identifies the tokenizer, for fingerprints; empty without a tokenizer."""
+        """Return a text that identifies the tokenizer, for fingerprints; empty if the backend is None."""
         if self._backend is None:
             return ""
         if isinstance(self._backend, PreTrainedTokenizerFast):
@@ -73,7 +73,7 @@ class Tokenizer:
 
 
 def own_tokenizer(name: str | os.PathLike[str], *, local_files_only: bool) -> Tokenizer | None:
-    """Return the tokenizer that comes with a model, or None if it has none that encodes plain text.
+    """Return the tokenizer that comes with a model; None if there is none, or if it encodes no plain text.
 
     transformers builds an *empty* tokenizer if it finds no vocabulary. So a tokenizer is accepted only if it
     encodes most of a plain sentence without the unknown token.

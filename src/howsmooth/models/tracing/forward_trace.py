@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from howsmooth.errors import ArgumentError, HowsmoothError, reason
-from howsmooth.models.layer_weights import float32_layers, stored_dtype
+from howsmooth.models.float32_weights import float32_layers, stored_dtype
 from howsmooth.models.tracing.attention_hooks import intercept_softmaxes
 from howsmooth.models.tracing.layer_trace import (
     AttentionLayer,
@@ -113,7 +113,7 @@ class TracedLayer:
 
 
 class StopForward(BaseException):
-    """Raised to end a forward pass of :func:`run` after what is wanted from it.
+    """Raised to end a forward pass of :func:`run` as soon as everything that is wanted has been seen.
 
     It is a BaseException, so that no model catches it with ``except Exception``.
     """
@@ -188,10 +188,10 @@ def trace_forward_pass(
 def run_with_attention(
     model: nn.Module, inputs: Mapping[str, Any], attend: Callable[[int, SoftmaxCall], Tensor | None]
 ) -> Any:
-    """Run the model once with other outputs of its softmax attentions, and return its output.
+    """Run the model once with replaced outputs of its softmax attentions, and return the model's output.
 
     ``attend`` is called with the index of each layer, counted as by :func:`trace_forward_pass`, and with each
-    of its softmax attentions. A tensor that it returns replaces the output of that attention.
+    softmax attention of the layer. A tensor that ``attend`` returns replaces the output of this attention.
     """
     tracer = _ForwardTracer(model, (), lambda layer: None)
 
@@ -256,7 +256,7 @@ class _ForwardTracer:
                 raise StopForward
 
     def on_softmax(self, softmax: SoftmaxCall) -> None:
-        """Record a softmax of the attention module that runs; its first softmax begins a new layer."""
+        """Record a softmax of the innermost running module; the first softmax of each call begins a layer."""
         if not self.stack:
             return
         innermost = self.stack[-1]

@@ -94,7 +94,7 @@ def bound_arguments(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, 
 
 
 def first_tokens(arguments: dict[str, Any]) -> Tensor | None:
-    """Return the first floating-point tensor among a module's arguments, which holds its tokens; or None."""
+    """Return the tokens of a module: the first floating-point tensor among its arguments, or None."""
     for value in arguments.values():
         if isinstance(value, Tensor) and value.is_floating_point():
             return value

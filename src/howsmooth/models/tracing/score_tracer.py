@@ -146,9 +146,9 @@ class _Applied(NamedTuple):
 
 
 def _of_one(change: Callable[[Scores | Probabilities, _Applied], Known | None]) -> Rule:
-    """Make the tracer's rule for a torch function of one tensor from the function ``change``.
+    """Make the rule of the tracer for a torch function that takes one tensor, such as ``neg``.
 
-    ``change`` returns the description of the result.
+    ``change`` takes the description of the tensor and the call, and returns the description of the result.
     """
 
     def rule(tracer: ScoreTracer, func: Any, args: Any, kwargs: Any) -> Any:
@@ -264,7 +264,7 @@ def _convert(known: Scores | Probabilities, applied: _Applied) -> Known | None:
 def _same(known: Scores | Probabilities, applied: _Applied) -> Known | None:
     """Describe the result of a function such as ``clamp``, which should leave the scores unchanged.
 
-    This is checked at the end.
+    Whether it did is checked when the attention is complete, by computing its output again.
     """
     return _each(known, Scores.unchanged) if applied.result.shape == applied.tensor.shape else None
 

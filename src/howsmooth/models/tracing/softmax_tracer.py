@@ -77,9 +77,9 @@ class SoftmaxTracer(ScoreTracer):
         self._check = check
 
     def _report(self, call: SoftmaxCall) -> Tensor | None:
-        """Call ``on_softmax`` with an attention; return the output that it gives in place of the original.
+        """Call ``on_softmax`` with an attention, and return the output that replaces the original one.
 
-        None if it gives no other output.
+        The result is None if ``on_softmax`` gives no other output.
         """
         replacement = self._on_core(call)
         if replacement is None or call.output is None:
@@ -95,7 +95,7 @@ class SoftmaxTracer(ScoreTracer):
     def weighted(
         self, contraction: Contraction, p: Tensor, known: Probabilities | Opaque, run: Callable[[], Tensor]
     ) -> Tensor:
-        """Return attention weights times values, or the output that ``on_softmax`` gives in place of it."""
+        """Return the product of attention weights and values, or what ``on_softmax`` puts in its place."""
         layout = _Layout(contraction, p, known)
         output = None if self._ahead else run()
         replacement = self._report(layout.call(output, check=self._check and not self._ahead))
@@ -104,9 +104,9 @@ class SoftmaxTracer(ScoreTracer):
         return run() if output is None else output
 
     def fused(self, given: dict[str, Any], run: Callable[[], Tensor]) -> Tensor:
-        """Return the attention of a fused call, or the output that ``on_softmax`` gives in place of it.
+        """Return the output of a fused attention, or what ``on_softmax`` puts in its place.
 
-        A fused call is one of ``scaled_dot_product_attention``.
+        A fused attention is a call of ``scaled_dot_product_attention``.
         """
         query, key, value = given["query"], given["key"], given["value"]
         if any(t.is_nested for t in (query, key, value)) or min(t.ndim for t in (query, key, value)) < 2:

@@ -53,8 +53,8 @@ class Masking:
     def read(cls, mask: object, length: int) -> Masking:
         """Return the accepted masks for the argument ``mask`` of a layer's constructor.
 
-        It is the name of a kind of masks, or a boolean matrix (length, length), True where a query (row) must
-        not see a key (column).
+        ``mask`` is the name of a kind of masks, or a boolean matrix (length, length), True where a query
+        (row) must not see a key (column).
         """
         if isinstance(mask, str) and mask in _KINDS:
             return cls(mask)
@@ -77,7 +77,7 @@ class Masking:
     def setting(self) -> str | list[Any]:
         """Return the argument ``mask`` with which a layer was built, as a JSON value.
 
-        It is the name of a kind of masks, or the list of the rows of a boolean matrix.
+        The value is the name of a kind of masks, or the list of the rows of a boolean matrix.
         """
         if self.hidden is None:
             return self.kind
@@ -149,7 +149,7 @@ class Masking:
         return total
 
     def _check_known(self, name: str, mask: Tensor, own: Tensor | None) -> None:
-        """Raise ArgumentError if a call brings another mask than the mask of the layer.
+        """Raise ArgumentError if a call brings a mask that differs from the layer's own mask.
 
         The layer's Lipschitz constant is proved for its own mask only.
         """

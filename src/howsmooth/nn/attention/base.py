@@ -27,7 +27,7 @@ from howsmooth.nn.attention.accepted_masks import Masking
 from howsmooth.nn.attention.output_divisor import Remembered, divided, log_value
 from howsmooth.nn.checks import check_placement, require
 from howsmooth.nn.module import LipschitzModule
-from howsmooth.nn.rounding import rounded_up
+from howsmooth.nn.upward_rounding import rounded_up
 
 __all__ = ["LipschitzAttention", "Weights", "positive"]
 
@@ -198,8 +198,8 @@ class LipschitzAttention(LipschitzModule):
     def _log_bound(self, length: int, radius: float, weights: Weights) -> Tensor:
         """Return the logarithm of the Lipschitz bound that the layer would have without rescaling its output.
 
-        The result is a float64 scalar with a graph to the weights. It covers the layer's kind of masks.
-        It may be too small by the rounding errors of its computation.
+        The result is a float64 scalar with a graph to the weights. The bound holds for the layer's kind of
+        masks. The result may be too small by the rounding errors of its computation.
         """
 
     @abstractmethod
@@ -270,9 +270,9 @@ class LipschitzAttention(LipschitzModule):
         return rounded_up(largest)
 
     def _claimed(self, length: object, radius: object) -> tuple[int, float]:
-        """Check a sequence length and a largest token norm for this layer, and return them as numbers.
+        """Check the length and the radius for which a bound is asked, and return them as numbers.
 
-        For a layer that clips its input tokens, the result is at most the radius of the layer.
+        For a layer that clips its input tokens, the returned radius is at most the radius of the layer.
         """
         n = check_length(length)
         # An infinite radius stands for all tokens. It is allowed if the layer clips, or if its bound needs no
@@ -299,9 +299,9 @@ class LipschitzAttention(LipschitzModule):
         return weights
 
     def _log_divisor(self, weights: Weights) -> float:
-        """Return the logarithm of the number by which the layer divides its output.
+        """Return log(bound / constant): the layer divides its output by bound / constant.
 
-        The number is bound / constant. It is computed again only if a weight of the layer has changed.
+        This logarithm is computed again only if a weight or a setting of the layer has changed.
         """
         return self._log_divisor_of(
             weights, self._divisor_key, lambda: self._log_quotient(log_value(self._log, weights))
@@ -309,20 +309,20 @@ class LipschitzAttention(LipschitzModule):
 
     @property
     def _divisor_key(self) -> tuple[int, float | None, float | None]:
-        """Settings on which the divisor depends besides the weights."""
+        """The layer's settings on which its divisor depends; it also depends on the weights."""
         return self.length, self.radius, self.constant
 
     def _log(self, weights: Weights) -> Tensor:
-        """Return the logarithm of the layer's Lipschitz bound, differentiable in the weights.
+        """Return the logarithm of the Lipschitz bound before division, differentiable in the weights.
 
         The bound is taken at the layer's length and radius.
         """
         return self._log_bound(self.length, self._bound_radius, weights)
 
     def _log_quotient(self, log_formula: float) -> float:
-        """Compute the logarithm of the number by which the layer divides its output.
+        """Round the bound up, and return log(bound / constant), or say why no division is possible.
 
-        The number is bound / constant; ``log_formula`` is the logarithm of the bound before it is rounded up.
+        ``log_formula`` is the logarithm of the bound before it is rounded up.
         """
         assert self.constant is not None
         log = self._named_bound(log_formula, self._bound_radius).log_value
@@ -343,7 +343,11 @@ class LipschitzAttention(LipschitzModule):
         return 1.0 if self.radius is None else self.radius
 
     def train(self, mode: bool = True) -> Self:
-        """Set training or evaluation mode; in evaluation mode, compute the divisor for recorded graphs."""
+        """Set training or evaluation mode.
+
+        In evaluation mode the divisor is computed and kept, because a graph that torch.compile or
+        torch.export records later cannot compute it.
+        """
         super().train(mode)
         _remember_divisor(self)
         return self
@@ -424,7 +428,7 @@ class LipschitzAttention(LipschitzModule):
     def _inverse(self, weights: dict[str, Tensor], like: Tensor) -> Tensor:
         """Return the number by which the layer multiplies its output to get the wanted Lipschitz constant.
 
-        It is constant / bound, differentiable in the weights, with the dtype and device of ``like``.
+        This number is constant / bound, differentiable in the weights, with the dtype and device of ``like``.
         """
         if torch.compiler.is_compiling():
             if self.training:
@@ -534,8 +538,8 @@ class LipschitzAttention(LipschitzModule):
     def map(self) -> TokenMap:
         """The layer as a function of tokens that :func:`~howsmooth.local_lipschitz` can measure.
 
-        It has the layer's current weights, and its output is divided by the same number as the layer's
-        output. For masks of kind "any" and "additive" it is the map without a mask. It does not clip.
+        The function has the layer's current weights, and divides its output by the same number as the layer.
+        For masks of kind "any" and "additive" the function has no mask. It clips no tokens.
         """
         weights = self._finite_weights()
         scale = 1.0 if self.constant is None else math.exp(-self._log_divisor(weights))
@@ -574,7 +578,7 @@ def _beyond(largest: float, radius: float) -> HowsmoothError:
 
 
 def _remember_divisor(layer: LipschitzAttention, keys: object = None) -> None:
-    """Compute the divisor of a layer in evaluation mode, which graphs need that are recorded later."""
+    """In evaluation mode, compute and keep the layer's divisor, for graphs that are recorded later."""
     weights = layer._weights()
     if layer.training or layer.constant is None or any(weight.is_meta for weight in weights.values()):
         return

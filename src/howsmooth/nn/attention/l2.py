@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 from howsmooth.attention import L2Attention as L2Map
 from howsmooth.attention import TokenMap
+from howsmooth.bounds.differentiable_variant_upper_bounds import l2_layer
 from howsmooth.bounds.mask_rows import VisibleRows
-from howsmooth.bounds.variant_layers import l2_layer
 from howsmooth.errors import ArgumentError
 from howsmooth.nn.attention.variant_base import AttentionVariant, hull_radius, in_double, scaled_weights
 
@@ -101,9 +101,9 @@ class L2Attention(AttentionVariant):
         return {name: weight for name, weight in found.items() if weight is not None}
 
     def _folded(self, weights: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
-        """Return for each head the query matrix, and the matrix that maps queries to values.
+        """Return, for all heads, the query matrices and the matrices that map queries to values.
 
-        For head h these are Q_h (k, d) and V_h Q_hᵀ/√k (k, k).
+        For head h these matrices are Q_h (k, d) and V_h Q_hᵀ/√k (k, k).
         """
         query, value = (self._cut(part) for part in weights["in_proj_weight"].chunk(2))
         return query, value @ query.mT / math.sqrt(self.head_dim)

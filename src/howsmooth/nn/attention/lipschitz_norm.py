@@ -8,8 +8,8 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
+from howsmooth.bounds.differentiable_variant_upper_bounds import lipschitz_norm_layer
 from howsmooth.bounds.mask_rows import VisibleRows
-from howsmooth.bounds.variant_layers import lipschitz_norm_layer
 from howsmooth.nn.attention.variant_base import AttentionVariant, hull_radius, in_double
 
 __all__ = ["LipschitzNormAttention"]

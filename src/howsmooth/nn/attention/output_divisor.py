@@ -35,9 +35,9 @@ class Remembered:
         self._number = torch.zeros((), dtype=torch.float64)
 
     def __call__(self, weights: Mapping[str, Tensor], key: object, compute: Callable[[], float]) -> float:
-        """Return the stored number, or compute it again if something on which it depends has changed.
+        """Return the stored number; compute it again if the weights or ``key`` have changed.
 
-        It depends on the weights and on the values in ``key``.
+        ``key`` holds everything besides the weights on which the number depends.
         """
         tensors = tuple(weight.detach() for weight in weights.values())
         same = key == self._key and len(tensors) == len(self._weights)
@@ -50,12 +50,14 @@ class Remembered:
         return self._value
 
     def _keep(self, weight: Tensor) -> None:
-        """Keep a copy of one weight, and the number as a tensor, which graphs follow."""
+        """Keep a copy of one weight, and the number as a tensor that recorded graphs can hold."""
         self._weights += (weight.clone(),)
         self._number = torch.tensor(self._value, dtype=torch.float64)
 
     def recorded(self, weights: Mapping[str, Tensor], key: object) -> Tensor:
-        """Return the last number for a graph that is being recorded; the graph asserts that it still holds.
+        """Return the last number, for a graph that is being recorded.
+
+        The graph asserts at each run that no weight has changed since the number was computed.
 
         Raises
         ------

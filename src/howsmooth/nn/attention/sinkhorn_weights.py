@@ -168,9 +168,9 @@ _scaled.register_autograd(_Scaling.backward, setup_context=_Scaling.setup_contex
 
 
 def _newton(g: Tensor, p: Tensor) -> list[Tensor]:
-    """Return the results of Newton steps of several lengths, from which the best is chosen.
+    """Return candidates for g = log β: the results of Newton steps of several lengths.
 
-    The results are candidates for g = log β. A full Newton step may overshoot.
+    Shorter steps are among them because a full Newton step may overshoot.
     """
     # The Hessian of the objective is diag(c) − PᵀP and its gradient is c − 1.
     step = torch.linalg.solve(_system(p), (p.sum(dim=-2) - 1)[..., None]).mT
@@ -181,8 +181,7 @@ def _newton(g: Tensor, p: Tensor) -> list[Tensor]:
 def _best(scores: Tensor, trials: list[Tensor], near: Tensor) -> Tensor:
     """Choose the best of several candidates for g, the logarithms of the column factors β.
 
-    It is the candidate with the lowest objective or, where ``near`` is True, the candidate whose column sums
-    are closest to one.
+    The best candidate has the lowest objective or, where ``near`` is True, the column sums closest to one.
     """
     if len(trials) == 1:
         return trials[0]

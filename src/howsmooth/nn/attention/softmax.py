@@ -10,23 +10,23 @@ from torch import Tensor, nn
 
 from howsmooth.attention import TokenMap
 from howsmooth.bounds import Bound, Quantity
-from howsmooth.bounds.softmax_layer import softmax_layer, softmax_output_radius
+from howsmooth.bounds.differentiable_upper_bounds import softmax_layer, softmax_output_radius
 from howsmooth.errors import ArgumentError
 from howsmooth.nn.attention.base import LipschitzAttention, Weights
-from howsmooth.nn.attention.layout import Parts, rows_of
+from howsmooth.nn.attention.head_weights import Parts, rows_of
 
 __all__ = ["SoftmaxAttention"]
 
 
 class SoftmaxAttention(LipschitzAttention):
-    """Softmax self-attention whose Lipschitz constant is at most a given number.
+    """Softmax self-attention whose Lipschitz constant on a ball of tokens is at most a given number.
 
-    It is torch.nn.MultiheadAttention, divided by its Lipschitz bound / ``constant``. With ``constant=1`` it
-    is the 1-Lipschitz attention that Castin, Ablin and Peyré suggest for Vision Transformers, whose length is
-    fixed and whose radius is set by a norm layer. The bound is Theorem A for several heads, for the masks
-    that the layer accepts. It is never above the bounds of :func:`~howsmooth.bounds.best`. Without
-    ``constant`` the layer computes the same function as torch.nn.MultiheadAttention, and ``lipschitz_bound``
-    returns its bound.
+    The layer is torch.nn.MultiheadAttention, divided by its Lipschitz bound / ``constant``. With
+    ``constant=1`` it is the 1-Lipschitz attention that Castin, Ablin and Peyré suggest for Vision
+    Transformers, whose length is fixed and whose radius is set by a norm layer. The bound is Theorem A for
+    several heads, for the masks that the layer accepts. It is never above the bounds of
+    :func:`~howsmooth.bounds.best`. Without ``constant`` the layer computes the same function as
+    torch.nn.MultiheadAttention, and ``lipschitz_bound`` returns the bound of this function.
 
     Parameters
     ----------

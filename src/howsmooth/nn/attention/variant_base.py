@@ -13,9 +13,9 @@ from howsmooth.attention import TokenMap
 from howsmooth.bounds import Bound, Quantity
 from howsmooth.bounds.mask_rows import VisibleRows
 from howsmooth.nn.attention.base import LipschitzAttention
+from howsmooth.nn.attention.head_weights import rows_of
 from howsmooth.nn.attention.layer_map import LayerMap
-from howsmooth.nn.attention.layout import rows_of
-from howsmooth.nn.rounding import rounded_up
+from howsmooth.nn.upward_rounding import rounded_up
 
 __all__ = ["AttentionVariant", "hull_radius", "in_double", "scaled_weights"]
 

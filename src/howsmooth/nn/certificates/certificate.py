@@ -54,9 +54,9 @@ class ModelCertificate:
     def table(self) -> pd.DataFrame:
         """Table of the modules' Lipschitz constants, from which the model's constant is computed.
 
-        It has one row for each module, with columns path, kind, level, constant, radius_in, radius_out,
-        length_in, length_out, source. Rows of level 0 are the factors. Rows of a deeper level belong to the
-        branch of a residual, whose own row follows them.
+        The table has one row for each module, with columns path, kind, level, constant, radius_in,
+        radius_out, length_in, length_out, source. Rows of level 0 are the factors. Rows of a deeper level
+        belong to the branch of a residual, whose own row follows them.
         """
         import pandas as pd
 

@@ -68,9 +68,10 @@ class Evaluation:
 
     @property
     def reach(self) -> float:
-        """The largest norm that a token has in some input within the certified radius of one of these inputs.
+        """The largest token norm of any input that lies within the certified radius of an evaluated input.
 
-        Beyond ``radius`` nothing is proved without ``clip``. An evaluation with this radius covers all.
+        Without ``clip``, nothing is proved for inputs with a token norm above ``radius``. An evaluation whose
+        ``radius`` is this number covers all inputs within the certified radii.
         """
         return float((self.table["longest"] + self.table["certified_radius"].clip(lower=0)).max())
 
@@ -281,7 +282,7 @@ def tokens_of(model: nn.Module, inputs: Tensor) -> Tensor:
 
 
 def _inputs_of(model: nn.Module, tokens: Tensor, shape: torch.Size) -> Tensor:
-    """Return the inputs, of a given shape, that have some tokens: the inverse of :func:`tokens_of`."""
+    """Return the inputs of shape ``shape`` whose tokens are ``tokens``: the inverse of :func:`tokens_of`."""
     first = first_module(model) if len(shape) == 4 else None
     if isinstance(first, Patches | nn.Conv2d):
         size = first.patch_size if isinstance(first, Patches) else first.kernel_size

@@ -26,7 +26,7 @@ from howsmooth.nn.checks import check_ball
 from howsmooth.nn.module import LipschitzModule
 from howsmooth.nn.parts.self_attention_block import SelfAttentionBlock
 from howsmooth.nn.parts.token_modules import Patches
-from howsmooth.nn.rounding import norm_above, rounded_up, times
+from howsmooth.nn.upward_rounding import norm_above, rounded_up, times
 
 __all__ = ["first_module", "walk_graph"]
 
@@ -40,16 +40,16 @@ class _State:
     Attributes
     ----------
     constant
-        Upper bound on its Lipschitz constant as a function of the model's input.
+        Upper bound on the tensor's Lipschitz constant as a function of the model's input.
     radius
-        Upper bound on the norms of its tokens.
+        Upper bound on the norms of the tensor's tokens.
     shape
-        Its shape at the example.
+        The tensor's shape at the example.
     tokens
-        The axes that number the tokens; the others except axis 0, the batch, number the entries of a token.
-        None for images, whose tokens are patches.
+        The axes that number the tokens. Axis 0 is the batch, and all other axes number the entries of a
+        token. None for images, whose tokens are patches.
     pair
-        Whether it is the output of an attention layer, a tuple of tokens and attention weights.
+        Whether this is the output of an attention layer, a tuple of tokens and attention weights.
 
     """
 
@@ -61,12 +61,15 @@ class _State:
 
     @property
     def length(self) -> int:
-        """The number of its tokens."""
+        """The number of the tensor's tokens."""
         return math.prod(self.shape[axis] for axis in self.tokens or ())
 
 
 class _Recorder(fx.Tracer):
-    """A tracer that keeps the modules whole for which there are rules, and records the inside of others."""
+    """A tracer that keeps PyTorch's modules and modules with a rule whole, and records the inside of others.
+
+    It also records the inside of Sequential.
+    """
 
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
         torchs = kind_of(m).__module__.startswith("torch.nn.") and not isinstance(m, nn.Sequential)
@@ -96,9 +99,9 @@ def walk_graph(model: nn.Module, inputs: Tensor, length: int, radius: float) -> 
 
 
 def first_module(model: nn.Module) -> nn.Module | None:
-    """Return the first module, apart from identities, to which a model gives its input; None without one.
+    """Return the first module, apart from identities, that receives the model's input; None if none does.
 
-    It is the model itself if its inside is not recorded.
+    This module is the model itself if the tracer keeps the model whole.
 
     Raises
     ------
@@ -127,7 +130,10 @@ def _recorded(model: nn.Module) -> fx.Graph:
 
 
 class _Follower(fx.Interpreter):
-    """An interpreter that computes the value of each node at the example, and a _State if it needs one."""
+    """An interpreter of the recorded graph: it computes each node's value at the example, and its bounds.
+
+    The bounds are a _State. A node that depends on the input through shapes alone has none.
+    """
 
     def __init__(self, module: fx.GraphModule, inputs: Tensor, length: int, radius: float) -> None:
         super().__init__(module)
@@ -156,7 +162,7 @@ class _Follower(fx.Interpreter):
         return state
 
     def run_node(self, n: fx.Node) -> Any:
-        """Compute a node's value for the example input, and the bounds from the input to this node."""
+        """Compute a node's value for the example input, and its bounds for all inputs."""
         value = super().run_node(n)
         if n.op == "placeholder":
             if n is not self._nodes[0]:
@@ -297,7 +303,7 @@ _REMEDY = (
 
 
 def _is_shape(node: fx.Node) -> bool:
-    """Tell whether a node computes from a tensor its shape alone."""
+    """Tell whether a node only reads the shape, dtype or device of a tensor."""
     if node.op == "call_method":
         return node.target in ("size", "dim")
     return (

@@ -19,7 +19,7 @@ from howsmooth.nn.attention.base import LipschitzAttention
 from howsmooth.nn.certificates.rules import Reach, rule_of
 from howsmooth.nn.checks import check_ball, check_length
 from howsmooth.nn.module import LipschitzModule
-from howsmooth.nn.rounding import rounded_up, upper_bound
+from howsmooth.nn.upward_rounding import rounded_up, upper_bound
 
 __all__ = ["REWRITINGS", "Composite", "Row", "Walk", "has_rules", "walk"]
 
@@ -88,7 +88,7 @@ class Composite(LipschitzModule):
 
     @abstractmethod
     def rows(self, length: int, radius: float, path: str, level: int) -> tuple[Row, ...]:
-        """Return the certificate's table rows for all modules inside this one, and last for this module."""
+        """Return table rows of the certificate: one for each module inside this module, then its own row."""
 
     def lipschitz_bound(self, length: int, radius: float) -> Bound:
         """Return the Lipschitz bound that follows from the bounds of the module's children."""
@@ -142,7 +142,7 @@ def walk(module: nn.Module, length: int, radius: float, path: str = "", level: i
 def has_rules(module: nn.Module) -> bool:
     """Tell whether :func:`walk` has a rule for a module, or for each module of a Sequential.
 
-    It has none for other modules, such as models with a ``forward`` of their own.
+    There is no rule for other modules, such as models with a ``forward`` of their own.
     """
     kind = kind_of(module)
     if isinstance(module, nn.Sequential) and kind.forward is nn.Sequential.forward:

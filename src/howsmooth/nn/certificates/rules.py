@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from howsmooth.attention import LayerNorm, RMSNorm
 from howsmooth.bounds import norm_radius, softmax_upper_bound
-from howsmooth.nn.rounding import norm_above, rounded_up, times
+from howsmooth.nn.upward_rounding import norm_above, rounded_up, times
 
 __all__ = ["Reach", "Rule", "rule_of"]
 

@@ -38,9 +38,9 @@ def is_sharded(model: nn.Module) -> bool:
 
 @contextmanager
 def gathered(trained: nn.Module, model: nn.Module) -> Iterator[bool]:
-    """Make a model runnable without other processes in the context; tell whether it is to run in this one.
+    """Make a model runnable by one process alone; yield whether this process is the one to run it.
 
-    A model in DistributedDataParallel or FSDP runs in the first process only. Every process must enter the
+    A model in DistributedDataParallel or FSDP is run by the first process only. Every process must enter the
     context of an FSDP model, because its parameters are gathered from all processes.
 
     Parameters
@@ -98,7 +98,10 @@ def _without_wrappers(model: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def _full_tensors(model: nn.Module, *, keep: bool) -> Iterator[None]:
-    """Gather the parameters that ``fully_shard`` shards; hold them in the model if ``keep`` is set."""
+    """Gather the parameters that ``fully_shard`` shards, and put the whole ones into the model if ``keep``.
+
+    Every process must take part, also those that do not keep the whole parameters.
+    """
     sharded: list[tuple[dict[str, Any], str, Any]] = [
         (module._parameters, name, p)
         for module in model.modules()

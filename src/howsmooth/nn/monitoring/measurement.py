@@ -16,19 +16,19 @@ from howsmooth.attention import TokenMap
 from howsmooth.errors import ArgumentError, CaptureError, HowsmoothError, NonFiniteError
 from howsmooth.lipschitz import LipschitzEstimate, local_lipschitz
 from howsmooth.models.capture import capture
+from howsmooth.models.float32_weights import weights_in_memory
 from howsmooth.models.identification.self_attention_module import CrossAttention
 from howsmooth.models.identification.verified_layer import VerifiedLayer, read_layer
 from howsmooth.models.inputs.model_inputs import ModelInputs
-from howsmooth.models.layer_weights import weights_in_memory
 from howsmooth.models.measurement_mode import implementation
 from howsmooth.models.padded_sequences import Padding, padding_of, reproduces, without_padding
 from howsmooth.models.tracing.forward_trace import TracedLayer, run, trace_forward_pass
 from howsmooth.models.tracing.layer_trace import AttentionLayer, first_tokens
-from howsmooth.nn.monitoring.lipschitz_layers import OwnAttention, OwnLayers
+from howsmooth.nn.monitoring.attention_calls import OwnAttention, OwnLayers
+from howsmooth.nn.monitoring.attention_statistics import ScoreStatistics, score_norm
 from howsmooth.nn.monitoring.preserve_state import unmarked
 from howsmooth.nn.monitoring.probe_inputs import Probes
 from howsmooth.nn.monitoring.record import MonitorRecord
-from howsmooth.nn.monitoring.statistics import ScoreStatistics, score_norm
 from howsmooth.nn.monitoring.weight_locations import SCOPES, Reading, reading_of
 
 __all__ = ["Accuracy", "Readings", "check_layers", "measured"]
@@ -44,7 +44,7 @@ class Accuracy:
     seed: int
 
     def at(self, f: Callable[[Tensor], Tensor], x: Tensor, *place: int) -> LipschitzEstimate:
-        """Measure the local Lipschitz constant of f at x; seed and place fix the random start."""
+        """Measure the local Lipschitz constant of f at x; ``seed`` and ``place`` fix the random start."""
         words = np.random.SeedSequence([self.seed, *place]).generate_state(1, np.uint64)
         return local_lipschitz(
             f,
@@ -93,7 +93,7 @@ class _Part:
 
 @dataclass(eq=False)
 class Readings:
-    """What a measurement leaves to the next one: where layers are, and how sequences lose their padding."""
+    """What the next measurement takes over: where layers were read, and how padding was removed."""
 
     #: By probe input, and sequence of a padded one: the layers' indices and how to read each next time.
     layers: dict[tuple[int, int], list[tuple[int, Reading | int]]] = field(default_factory=dict)
@@ -139,7 +139,7 @@ def measured(
 
 
 def check_layers(model: nn.Module, probes: Probes, layers: Sequence[int]) -> None:
-    """Raise ArgumentError if the model has no such layers at the first probe input.
+    """Raise ArgumentError if some of ``layers`` do not exist when the first probe input is run.
 
     A model that cannot be run now is not checked; its measurement says why.
     """
@@ -152,7 +152,7 @@ def check_layers(model: nn.Module, probes: Probes, layers: Sequence[int]) -> Non
 
 
 class _Moved(Exception):  # noqa: N818 - not a failure: other inputs without padding may follow
-    """A layer has other tokens, or another output, without the padding; holds the layer in words."""
+    """Raised if a layer's tokens or output change when the padding is removed; names the layer."""
 
 
 @dataclass(eq=False)
@@ -167,7 +167,10 @@ class _Measurement:
     accuracy: Accuracy
 
     def of_probe(self, number: int, given: ModelInputs) -> Iterator[tuple[int, _Part]]:
-        """Measure all layers at one probe input; a padded one sequence by sequence, without its padding."""
+        """Measure all layers at one probe input.
+
+        The sequences of a padded input are measured one by one, each without its padding.
+        """
         padding = padding_of(self.model, given)
         if padding is None:
             yield from self._parts((number, 0), given, None)
@@ -222,7 +225,7 @@ class _Measurement:
         before: list[tuple[int, Reading | int]] | None,
         padded: Callable[[], _Padded] | None,
     ) -> Iterator[tuple[int, _Layer]]:
-        """Yield the layers' indices, each with the layer, which is to be measured before the next one."""
+        """Yield each layer with its index; a layer must be measured before the next one is taken."""
         done: set[int] = set()
         if before is not None:
             # The fast path reads layers where they were found last time; where it fails, the others are
@@ -271,7 +274,9 @@ class _Measurement:
 
 
 def _places(model: nn.Module, given: ModelInputs) -> tuple[list[OwnAttention | TracedLayer], OwnLayers]:
-    """Run the model on one probe input, and return its attention layers in order; also those of howsmooth.nn.
+    """Run the model on one probe input, and return all its attention layers in the order of their calls.
+
+    Layers of howsmooth.nn are among them; the second result holds the calls of these layers.
 
     Raises
     ------
@@ -326,7 +331,10 @@ def _captured(
 def _read_again(
     model: nn.Module, given: ModelInputs, known: list[tuple[int, Reading | int]], scope: str
 ) -> Iterator[tuple[int, _Layer]]:
-    """Run the model, and yield its layers as they are where they were; end if one cannot be read there."""
+    """Run the model, and yield each layer, read where the last measurement found it.
+
+    Stop at the first layer that can no longer be read there.
+    """
     own = OwnLayers(model)
     began = time.process_time()
     captured = [reading for _, reading in known if isinstance(reading, Reading)]
@@ -367,7 +375,7 @@ def _indices(layers: Sequence[int], count: int) -> list[int]:
 
 @dataclass(frozen=True, eq=False)
 class _Padded:
-    """The attention layers of a padded forward pass, which stand beside one of its sequences."""
+    """The attention layers of a padded forward pass, to be compared with one sequence without padding."""
 
     padding: Padding
     places: list[OwnAttention | TracedLayer]
@@ -420,7 +428,7 @@ def _read(
 
 
 def _check_finite(place: TracedLayer) -> None:
-    """Raise NonFiniteError if a layer's weights or tokens are not finite; later errors would be vaguer."""
+    """Raise NonFiniteError if a layer's weights or tokens are not finite; later errors would say less."""
     layer = place.layer
     for name, weight in layer.root.named_parameters():
         if not bool(weight.isfinite().all()):

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from howsmooth.errors import ArgumentError, NonFiniteError
 from howsmooth.nn.certificates.propagation import Composite, Row, refusal, walk
 from howsmooth.nn.checks import check_placement, check_tokens
-from howsmooth.nn.rounding import rounded_up, times
+from howsmooth.nn.upward_rounding import rounded_up, times
 
 __all__ = ["AverageResidual", "Residual"]
 
@@ -29,9 +29,9 @@ class _Residual(Composite):
         self.inner = inner
 
     def rows(self, length: int, radius: float, path: str, level: int) -> tuple[Row, ...]:
-        """Return the certificate's table rows for all modules of the branch, and last for the residual.
+        """Return the certificate's table rows: a row for each module of the branch, then this module's row.
 
-        The level of the branch's rows is higher by one.
+        The level of the branch's rows is higher by one than the level of this module's row.
         """
         branch = walk(self.inner, length, radius, f"{path}.inner" if path else "inner", level + 1)
         if branch.length != length:

@@ -85,8 +85,8 @@ class Call:
     def first(self, members: int) -> Call:
         """Return this call with only the first ``members`` sequences of the batch.
 
-        It is not known which arguments have one entry for each sequence. Tensors whose first axis has the
-        size of the batch, or a multiple of it, are cut. :meth:`check_first` checks by the output whether this
+        Nothing says which arguments have one entry for each sequence. So all tensors are cut whose first axis
+        has the size of the batch, or a multiple of it. :meth:`check_first` checks by the output whether this
         was right.
         """
         axis = self.batch_axis
@@ -192,7 +192,7 @@ class Recorder:
             self._projections.detach()
 
     def scope(self, name: str) -> str:
-        """Return the scope of a layer's calls: ``attention``, or ``module`` for the module as it is."""
+        """Return ``attention`` if a layer's calls include its output projection, and otherwise ``module``."""
         known = self._projections is not None and name not in self._projections.unknown
         return "attention" if known else "module"
 
@@ -244,7 +244,7 @@ class Recorder:
 def _counts() -> bool:
     """Tell whether the current forward pass should be recorded.
 
-    It should not if gradients are disabled, or if a checkpoint repeats it during a backward pass.
+    A pass without gradients is not recorded, nor one that a checkpoint repeats during a backward pass.
     """
     # A task id other than −1 means that a backward pass is running, in which checkpoints call layers again.
     return torch.is_grad_enabled() and torch._C._current_graph_task_id() == -1

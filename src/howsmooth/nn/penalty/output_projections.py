@@ -14,11 +14,12 @@ __all__ = ["OutputProjections", "first_output"]
 
 
 class OutputProjections:
-    """Finds which attention layers of a model return the heads before their output projection.
+    """Finds the output projection of each attention layer, which the layer or its caller may apply.
 
-    A layer whose output is that of a linear map in it, dropout aside, applies its output projection itself.
-    If its output is that of no module in it, and a linear map elsewhere is given the same tensor object, that
-    map is the output projection, as in BERT. Otherwise the projection is not known.
+    A layer applies its output projection itself if its output is, dropout aside, the output of a linear map
+    inside the layer. If no module inside the layer returns the layer's output, and a linear map elsewhere is
+    given the same tensor object, that map is the output projection, as in BERT. Otherwise the projection is
+    not known.
     """
 
     def __init__(self, model: nn.Module, layers: dict[str, nn.Module]) -> None:

@@ -97,11 +97,11 @@ class Pair(LinearOperator):
         return t if self._real is None else t * self._real.view(*self._real.shape, *(1,) * (t.ndim - 2))
 
     def improved(self, u: Tensor, steps: int) -> Tensor:
-        """Return better approximations of leading left singular vectors of J than ``u``.
+        """Improve ``u``, an approximation of the leading left singular vector of each member's Jacobian.
 
-        They lie in Krylov spaces of u, and cost ``steps`` products with J Jᵀ. This is the Rayleigh–Ritz
-        method: orthonormal v_1, …, v_k span Jᵀu, (JᵀJ) Jᵀu, …, and the result is the leading left singular
-        vector of J on their span. All members are computed at once, without an interval.
+        The results lie in Krylov spaces of u, and cost ``steps`` products with J Jᵀ. The method is that of
+        Rayleigh and Ritz: orthonormal v_1, …, v_k span Jᵀu, (JᵀJ) Jᵀu, …, and the result is the leading left
+        singular vector of J on their span. All members are computed at once, without an interval.
         """
         rights: list[Tensor] = []
         images: list[Tensor] = []
@@ -247,8 +247,8 @@ def leading_singular_value(
 def begin(pair: Pair, state: Directions, steps: int, first_steps: int, rtol: float) -> tuple[Tensor, Tensor]:
     """Return the left singular vectors with which a training step starts.
 
-    They come from ``state``, or from a random start for batch indices that have no stored vector. The second
-    result contains upper limits of ‖J‖, which are infinite without a random start.
+    The vectors come from ``state``, or from a random start for batch indices that have no stored vector. The
+    second result contains upper limits of ‖J‖, which are infinite without a random start.
     """
     u, cold = state.recall(pair.batch, pair.out_shape, pair.y)
     upper = torch.full((pair.batch,), torch.inf, dtype=torch.float64)

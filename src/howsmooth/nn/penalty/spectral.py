@@ -346,7 +346,7 @@ def _gradients(g: Tensor, v: Tensor, shares: Tensor, by: list[Tensor]) -> list[T
 
 
 class _Known(torch.autograd.Function):
-    """An autograd function whose value and gradients have been computed before."""
+    """An autograd function that returns a value and gradients which were computed beforehand."""
 
     @staticmethod
     def forward(ctx: Any, value: Tensor, gradients: list[Tensor | None], *inputs: Tensor) -> Tensor:
@@ -360,7 +360,7 @@ class _Known(torch.autograd.Function):
 
 
 def _at_real_tokens(f: Callable[[Tensor], Tensor], x: Tensor, real: Tensor | None, t: Tensor) -> Tensor:
-    """Return f at the tokens of ``t`` where ``real`` is 1 and of ``x`` elsewhere, where outputs are zero."""
+    """Return f at tokens that are ``t`` where ``real`` is 1, and ``x`` at padding; outputs there are zero."""
     assert real is not None
     y = f(torch.where(real.view(*real.shape, *(1,) * (x.ndim - 2)) > 0, t, x))
     return y * real.view(*real.shape, *(1,) * (y.ndim - 2))

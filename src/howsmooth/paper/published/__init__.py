@@ -5,7 +5,7 @@ the published measurement and ‖D_X f‖, implemented from a description of the
 the library uses these items. The documentation page "As published" shows with numbers what each item changes.
 """
 
-from howsmooth.paper.published.items import (
+from howsmooth.paper.published.differences import (
     ITEMS,
     PublishedLayer,
     capture_layers,

@@ -1,6 +1,6 @@
-"""Define the task that computes the published code's values, and the correct constants to compare.
+"""Define the task that computes the published code's values, and the correct constants beside them.
 
-For every sequence and layer it measures the corrected constant (without any of the published code's
+For every sequence and layer the task measures the corrected constant (without any of the published code's
 differences, called items), the constant with each item alone, and the constant with all items.
 """
 
@@ -156,9 +156,9 @@ def published_left(items: Sequence[str] | None) -> Callable[[OpenStudy], Work]:
 def _wanted(
     study: OpenStudy, placed: PlacedSubject, items: Sequence[str] | None
 ) -> Sequence[tuple[int, str, str]]:
-    """List the values of the published code to measure on an input.
+    """List which values of the published code are to be measured on a text.
 
-    Each is a triple (layer, quantity, items).
+    Each value is named by a triple (layer, quantity, items).
     """
     subject, feed = placed.subject, placed.feed
     if not isinstance(feed, TextFeed):

@@ -25,7 +25,7 @@ __all__ = [
 
 
 class DropoutAttention(TokenMap):
-    """Self-attention in training mode, with dropout of attention weights and outputs, drawn at each call.
+    """Self-attention in training mode: each call draws a new dropout of attention weights and outputs.
 
     Parameters
     ----------

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from howsmooth.errors import ArgumentError
 from howsmooth.lipschitz import local_lipschitz
 from howsmooth.models import LoadedModel
-from howsmooth.paper.published.items import PublishedLayer, capture_layers, items_that_apply
+from howsmooth.paper.published.differences import PublishedLayer, capture_layers, items_that_apply
 from howsmooth.paper.published.maps import unmasked, with_dropout
 from howsmooth.paper.published.power_iteration import power_iteration
 

@@ -170,12 +170,7 @@ class AttackTask(Task):
         return lipschitz.local_lipschitz(f, x, rtol=_RTOL, seed=self.seed)
 
     def _uppers(self, f: SelfAttention) -> list[Attack]:
-        """Return one row, the smallest upper bound on the constants at all tokens of the ball.
-
-        The list is empty if positions are rotary.
-        """
-        if f.rotary is not None:
-            return []
+        """Return one row, the smallest upper bound on the constants at all tokens of the ball."""
         began = time.perf_counter()
         bound = bounds.best(f, length=self.n, radius=self.ball.radius)
         row = self._row(

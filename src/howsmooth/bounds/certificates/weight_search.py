@@ -1,6 +1,6 @@
-"""The search for positive weights q_j of the tokens for which the bound of Theorem N is small.
+"""The search for positive weights q_j, one for each token, that make the bound of Theorem N small.
 
-Every q > 0 gives a valid bound.
+All positive weights give a valid bound.
 """
 
 from __future__ import annotations
@@ -48,11 +48,11 @@ class Weights:
 
 
 def joint_weights(at: HeadsAt, iterations: int) -> Weights:
-    """Search for weights of the tokens at which the bound of Theorem N is small.
+    """Search for weights q_j of the tokens that make the bound of Theorem N small.
 
-    The weights are q_j. The term of the theorem to be made small is called ν. The iteration is q ← √(q Φ(q))
-    for ν² = max_j Φ_j(q)/q_j. Φ_j(q) = λ_max(Σ_h Σ_i P_ij c_i(q) y_ij y_ijᵀ). Eigenvalues are estimated by
-    power steps, which need products with P but no matrix for every row.
+    The iteration q ← √(q Φ(q)) makes the theorem's term ν small, where ν² = max_j Φ_j(q)/q_j and
+    Φ_j(q) = λ_max(Σ_h Σ_i P_ij c_i(q) y_ij y_ijᵀ). Eigenvalues are estimated by power steps, which need
+    products with P but no matrix for every row.
     """
     n = at.n
     q = torch.ones(n, dtype=torch.float64)

@@ -14,7 +14,7 @@ from transformers import ViTConfig, ViTModel
 
 import howsmooth as hs
 from howsmooth.errors import ArgumentError
-from howsmooth.models.layer_weights import float32_layers
+from howsmooth.models.float32_weights import float32_layers
 from tests._tiny_models import CONFIGS, tiny
 
 HALF = [torch.bfloat16, torch.float16]

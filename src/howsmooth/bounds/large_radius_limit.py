@@ -1,4 +1,4 @@
-"""Bounds on ‖D_{RX} f‖ for tokens R·X of large radius R: its limit as R → ∞, with an explicit rate.
+"""Bounds on ‖D_{RX} f‖ for tokens R·X of large radius R: the limit as R → ∞, and an explicit rate.
 
 Proofs: documentation page "Large radius".
 """
@@ -36,7 +36,7 @@ _NORM_MARGIN = 1e-12
 
 @dataclass(frozen=True)
 class LargeRadius:
-    """The norm of the Jacobian's limit at tokens R·X as R → ∞, and the distance from the limit.
+    """The norm of the limit of D_{RX} f as R → ∞, and a bound on the distance of D_{RX} f from the limit.
 
     The limit is Π⊗V. Π_ij is 1 where token j has the largest score of row i, and 0 elsewhere.
 
@@ -58,7 +58,7 @@ class LargeRadius:
 
 
 def theorem_3_7(attention: object, X: object, radius: object, *, side: object = "upper") -> Bound:
-    """Bound ‖D_{RX} f‖ for tokens R·X by its limit as R → ∞ (Theorem 3.7).
+    """Bound ‖D_{RX} f‖ from above or below by its limit as R → ∞ and a rate (Theorem 3.7).
 
     The bound is the limit plus or minus a distance. The limit is ‖V‖ √(max_j #{i : m_i = j}), where m_i is
     the argmax over j of ⟨A x_i, x_j⟩. The distance from the limit is at most ‖V‖ η (√(2n)(1 + R² r max|A
@@ -103,7 +103,7 @@ def theorem_3_7(attention: object, X: object, radius: object, *, side: object = 
 
 
 def theorem_4_5(attention: object, X: object, radius: object, *, side: object = "upper") -> Bound:
-    """Bound ‖D_{RX} f^m‖ of causal attention by its limit as R → ∞ (Theorem 4.5).
+    """Bound ‖D_{RX} f^m‖ of causal attention by its limit as R → ∞ and a rate (Theorem 4.5).
 
     The bound is the limit plus or minus a distance. The limit and the distance are as in :func:`theorem_3_7`,
     with m_i the argmax over j <= i.

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from howsmooth.errors import ModelError
-from howsmooth.models.loading.resolve_model import Place
+from howsmooth.models.loading.model_location import Place
 
 __all__ = ["check_files", "forget_implementations"]
 

@@ -17,7 +17,7 @@ from howsmooth.models.padded_sequences import Padding
 from howsmooth.models.tolerance import precision, relative_error
 from howsmooth.models.tracing.layer_trace import bound_arguments
 from howsmooth.nn.attention.base import LipschitzAttention
-from howsmooth.nn.monitoring.statistics import ScoreStatistics, score_norm
+from howsmooth.nn.monitoring.attention_statistics import ScoreStatistics, score_norm
 
 __all__ = ["OwnAttention", "OwnLayers"]
 
@@ -61,7 +61,7 @@ class OwnAttention:
         return (self.map if self.plain else self._as_called), x
 
     def reproduces(self, padded: OwnAttention, padding: Padding, sequence: int) -> bool:
-        """Tell whether a padded call has the tokens and the output of this call in one of its sequences."""
+        """Tell whether a sequence of a padded call has, at its real tokens, this call's tokens and output."""
         real = padding.real[sequence]
         for whole, alone in (
             (padded.arguments["query"], self.arguments["query"]),

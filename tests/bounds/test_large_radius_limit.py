@@ -10,8 +10,8 @@ from torch import Tensor
 
 import howsmooth as hs
 from howsmooth.bounds import parameters
+from howsmooth.bounds.large_radius_limit import large_radius, theorem_3_7, theorem_4_5
 from howsmooth.bounds.parameters import Head
-from howsmooth.bounds.radius_limit import large_radius, theorem_3_7, theorem_4_5
 from howsmooth.errors import ArgumentError, NonFiniteError
 from tests._cases import dense_jacobian, random_attention, tokens
 from tests._search import Point, largest_ratio

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from howsmooth.attention import SelfAttention, SoftmaxCore, StagedAttention
 from howsmooth.errors import ArgumentError, CaptureError
-from howsmooth.models.identification.module_map import CopiedModule, ReplayedAttention, Tail
+from howsmooth.models.identification.attention_module_map import CopiedModule, ReplayedAttention, Tail
 from howsmooth.models.identification.output_projection import AttentionOutput, heads_of, is_given
 from howsmooth.models.identification.qkv_projections import (
     multihead_parameters,
@@ -43,11 +43,11 @@ CapturedMap = SelfAttention | StagedAttention | ReplayedAttention
 
 @dataclass(frozen=True, eq=False)
 class Hypothesis:
-    """A map that an attention layer may compute, before it is verified, and how its Jacobian is computed."""
+    """A map that an attention layer may compute, not verified yet, and how the map's Jacobian is computed."""
 
     map: CapturedMap
-    path: Path  # how its Jacobian is computed
-    reason: str  # why it is computed so, in a phrase
+    path: Path  # how the Jacobian of the map is computed
+    reason: str  # a phrase that says why the Jacobian is computed so
     masking: str  # the mask in words
     condition: float  # a bound on the absolute scores, for tolerances
 
@@ -55,11 +55,10 @@ class Hypothesis:
 def hypotheses(
     trace: LayerTrace, self_attention: SelfAttentionModule, output: AttentionOutput
 ) -> Iterator[Hypothesis | CaptureError]:
-    """Yield the maps that an attention layer may compute, the most explicit one first.
+    """Yield the maps that an attention layer may compute, the one with the most known parameters first.
 
-    The first has every parameter known; the last runs the module as it is.
-
-    In place of a hypothesis that does not fit the trace, the error that says why is yielded.
+    Every parameter of the first map is known; the last map runs the module as it is. If a hypothesis does not
+    fit the trace, the error that says why is yielded in place of the hypothesis.
 
     Raises
     ------
@@ -144,16 +143,16 @@ def _explicit(trace: LayerTrace, output: AttentionOutput, *, causal: bool) -> Se
 def _staged(
     trace: LayerTrace, self_attention: SelfAttentionModule, output: AttentionOutput, *, causal: bool
 ) -> StagedAttention:
-    """Return a map that runs a copy of the attention module, but computes the softmaxes itself.
+    """Return a map that runs a copy of the attention module, with a SoftmaxCore in place of each softmax.
 
-    The Jacobian of a softmax then has a closed form.
+    The Jacobian of a SoftmaxCore has a closed form.
     """
     staged = []
     for softmax in trace.softmaxes:
         visible, bias = split_mask(trace.layer, softmax.mask)
         bias = None if bias is None else bias.to(trace.x.dtype)
         sinks = None if softmax.sinks is None else softmax.sinks.detach().to(trace.x.dtype).clone()
-        rules = None if visible is None else order_and_window(visible)  # they need no (n, n) matrix
+        rules = None if visible is None else order_and_window(visible)  # rules need no (n, n) matrix
         ordered, window = (False, None) if rules is None else (rules.causal, rules.window)
         mask = visible if rules is None else None
         staged.append(
@@ -205,7 +204,7 @@ def _replayed(
 
 
 def _matrix(trace: LayerTrace, projection: ModuleCall) -> nn.Module:
-    """Return the linear layer of the output projection: its module or one inside it."""
+    """Return the linear layer that takes the concatenated heads: the projection's module or one inside it."""
     heads, parts = heads_of(trace), set(projection.module.modules())
     for call in trace.after:
         if heads is not None and call.module in parts and is_linear(call.module) and is_given(call, heads):
@@ -320,7 +319,7 @@ def _masking_of_weights(softmax: SoftmaxCall) -> tuple[str, bool]:
 def _condition(softmax: SoftmaxCall) -> float:
     """Return an upper bound on the absolute attention scores, for the tolerance of a comparison.
 
-    If the queries or keys are unknown, it is a guess of 100.
+    If the queries or keys are unknown, the result is 100, which is a guess and no bound.
     """
     if softmax.query is None or softmax.key is None or softmax.obstacle:
         return 100.0  # the scores are unknown; a hundred is a common size

@@ -1,7 +1,7 @@
-"""The logits of a model on one input, if keys and values of its attention are changed.
+"""The logits that a model computes on one input if the keys and values of its attention are changed.
 
-Keys and values are those of the softmax: after norm layers and rotary positions, as in the KV cache of
-transformers.
+Keys and values are meant as the softmax takes them: after norm layers and rotary positions, as in the KV
+cache of transformers.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ _SAME = 1e-3  # relative difference of logits above which the intercepted model 
 
 
 class LogitsOfModel:
-    """The logits of a model on one input, and how they change with keys and values of its attention.
+    """The logits of a model on one input, and how they change if keys and values of its attention change.
 
     Parameters
     ----------
     model
         The model, as :func:`~howsmooth.models.capture` takes it.
     inputs
-        Its inputs for one sequence.
+        The model's inputs for one sequence.
 
     Raises
     ------
@@ -74,7 +74,7 @@ class LogitsOfModel:
             return self._run(change)
 
     def mean_kl(self, change: Change) -> float:
-        """Return the Kullback–Leibler divergence from the model's prediction to that of the changed model.
+        """Return the mean Kullback–Leibler divergence from the model's predictions to the changed ones.
 
         It is Σ p log(p / p') over the classes, with the probabilities p of the model and p' of the changed
         model, in nats, averaged over the rows of the logits.

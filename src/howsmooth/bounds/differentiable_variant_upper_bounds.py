@@ -54,9 +54,9 @@ def l2_layer(
 
 
 def _l2_core(size: Tensor, key_dim: int, rows: VisibleRows, radius: float) -> Tensor:
-    """Return the bound on one head of L2 attention, up to its output map.
+    """Return the bound on one head of L2 attention, without the factor of its output map.
 
-    It is the factor L_h of :func:`l2_layer`. ``size`` is the norm ‖Q_h‖ of the head's query matrix.
+    The bound is the number L_h of :func:`l2_layer`. ``size`` is the norm ‖Q_h‖ of the head's query matrix.
     """
     m, phi = rows.counts, rows.phi
     if phi is None:

@@ -4,7 +4,7 @@ Half precision carries no interval, so numbers are computed in float32 from the 
 holds exactly. A model that fits in memory only in half precision never stands there in float32 as a whole:
 the weights of each layer are widened when its call begins, and the stored tensors are put back when it ends.
 The results are those of ``model.float()``. Weights that accelerate keeps on a disk or on another device (a
-model with a ``device_map``) are loaded for as long.
+model with a ``device_map``) are loaded for the same time.
 """
 
 from __future__ import annotations
@@ -98,7 +98,7 @@ def weights_in_memory(*modules: nn.Module) -> Iterator[None]:
         for part in every:
             if _offloads(getattr(part, "_hf_hook", None)):
                 stack.enter_context(_loaded(part))
-        # Loading replaces the parameters, so that they are listed afterwards.
+        # Loading replaces the parameters, so they are listed only after it.
         stack.enter_context(_widened(_places(every)))
         yield
 
@@ -110,7 +110,7 @@ def _offloads(hook: Any) -> bool:
 
 @contextmanager
 def _loaded(module: Any) -> Iterator[None]:
-    """Within the context, keep a module's weights loaded, which accelerate would load for each call."""
+    """Within the context, keep in memory the weights that accelerate would load for each call of a module."""
     module._hf_hook.pre_forward(module)
     try:
         with _unhooked(module):
@@ -132,7 +132,7 @@ def _unhooked(module: Any) -> Iterator[None]:
 
 @contextmanager
 def _widened(places: Iterable[_Place]) -> Iterator[None]:
-    """Hold the half-precision tensors in some places in float32 within the context, then put them back.
+    """Within the context, replace half-precision parameters and buffers by float32 copies.
 
     Each module is given another tensor, and the stored tensor stays as it is: a change of its dtype, even for
     a moment, would make autograd forget the hooks by which data-parallel training reduces its gradient.
@@ -152,7 +152,7 @@ def _widened(places: Iterable[_Place]) -> Iterator[None]:
 
 
 def _places(modules: Iterable[nn.Module]) -> Iterator[_Place]:
-    """Yield the modules' own parameters and buffers, with the tables that hold them."""
+    """Yield the modules' own parameters and buffers, each with the dict that holds it and the name there."""
     for module in modules:
         tables: tuple[dict[str, Any], ...] = (module._parameters, module._buffers)
         for table in tables:
@@ -224,5 +224,5 @@ def _layers(module: nn.Module) -> Iterator[nn.Module]:
 
 
 def _in_torch_layout(module: nn.Module) -> bool:
-    """Return True for attention that applies its output projection without calling the module."""
+    """Return True for an attention that, like nn.MultiheadAttention, does not call its output projection."""
     return hasattr(module, "in_proj_weight")

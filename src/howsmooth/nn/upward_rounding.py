@@ -18,7 +18,7 @@ _MARGIN = 1e-12
 
 
 def rounded_up(value: float) -> float:
-    """Return the value rounded up, so that it is at least the exact result of the computation."""
+    """Enlarge a value >= 0, computed by a few float64 operations, to at least their exact result."""
     return value * (1 + _MARGIN)
 
 
@@ -53,9 +53,9 @@ def norm_above(argument: str, matrix: Tensor) -> float:
 
 
 def upper_bound(name: str, source: str, constant: float, radius: float) -> Bound:
-    """Wrap a constant that was computed already as a Bound: an upper bound on a Lipschitz constant.
+    """Return an upper bound on a Lipschitz constant, computed before, as a :class:`Bound`.
 
-    The bound holds on the ball of this radius, or everywhere if the radius is infinite.
+    The bound holds for tokens of norm at most ``radius``, or everywhere if the radius is infinite.
     """
     quantity = Quantity.EVERYWHERE if math.isinf(radius) else Quantity.GLOBAL
     return Bound.upper(name, quantity, source, formula=constant)

@@ -46,8 +46,8 @@ def expected_times(
 ) -> list[FigureTime]:
     """Make each figure in a temporary folder for about ten seconds, and extrapolate the time it needs.
 
-    The figures' own progress tells what share of the work is done. Its costs are estimates, and steps are
-    finished before the trial ends; so the times are right within a factor of two or three.
+    The figure's own progress tells what share of the work is done. The progress rests on estimated costs, and
+    a trial ends only after a finished step; so the times are right within a factor of two or three.
 
     Parameters
     ----------
@@ -76,20 +76,20 @@ def expected_times(
 
 
 class _TrialEnded(KeyboardInterrupt):
-    """Raised in the middle of a figure: running studies close their stores as for Ctrl-C."""
+    """Raised when the time of a trial is over; running studies close their stores as after Ctrl-C."""
 
 
 class _Clock(Silent):
-    """A listener that ends a trial when its time is over and a part of the work is done."""
+    """A listener that ends a figure's trial after ten seconds, once some share of the work is done."""
 
     def __init__(self) -> None:
         self.began = time.perf_counter()
-        # The time at which the first measurement started: models and texts are read before.
+        # The time at which the first measurement started; models and texts are read before that.
         self._measuring = self.began
         self.share = 0.0
 
     def advance(self, done: float, total: float, words: str) -> None:
-        """Keep the share of the work that is done, and end the trial after its time."""
+        """Keep the share of the work that is done, and end the trial if it has lasted ten seconds."""
         now = time.perf_counter()
         if self.share == 0.0 and not done:
             self._measuring = now

@@ -27,7 +27,7 @@ _LARGE = 96
 
 
 def any_boolean_mask(length: int) -> VisibleRows:
-    """Describe rows of a mask such that bounds computed from them hold for every boolean mask.
+    """Return the rows of a mask for which bounds are largest, so that the bounds hold for every boolean mask.
 
     The masks may differ between heads. The bounds on a row are largest for rows that see one or two keys, so
     only these two kinds are returned.

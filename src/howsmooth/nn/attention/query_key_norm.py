@@ -10,9 +10,9 @@ from torch import Tensor, nn
 
 from howsmooth.attention import RMSNorm, TokenMap
 from howsmooth.bounds import Bound, Quantity
-from howsmooth.bounds.softmax_layer import query_key_norm_layer, softmax_output_radius
+from howsmooth.bounds.differentiable_upper_bounds import query_key_norm_layer, softmax_output_radius
 from howsmooth.nn.attention.base import LipschitzAttention, Weights, positive
-from howsmooth.nn.attention.layout import Parts, rows_of
+from howsmooth.nn.attention.head_weights import Parts, rows_of
 
 __all__ = ["QueryKeyNormAttention"]
 

@@ -9,7 +9,7 @@ from typing import Annotated, Any
 import pytest
 import typer
 
-from howsmooth.cli.options import JsonOption, command
+from howsmooth.cli.typer_command import JsonOption, command
 from howsmooth.errors import ArgumentError
 from howsmooth.study.options import (
     HOW,

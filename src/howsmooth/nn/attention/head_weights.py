@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from howsmooth.attention import SelfAttention
+from howsmooth.bounds.differentiable_upper_bounds import any_boolean_mask
 from howsmooth.bounds.mask_rows import VisibleRows, visible_rows
-from howsmooth.bounds.softmax_layer import any_boolean_mask
 from howsmooth.nn.attention.accepted_masks import Masking
 
 __all__ = ["Parts", "rows_of"]

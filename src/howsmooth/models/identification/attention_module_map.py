@@ -1,4 +1,4 @@
-"""A model's own attention module as a map of its tokens; its softmaxes may be replaced by given functions.
+"""A model's own attention module as a map of tokens, in which given functions may replace the softmaxes.
 
 The module is copied with the arguments that the model gave it for one sequence, so that later training does
 not change the copy, and a conversion of the copy does not change the model.
