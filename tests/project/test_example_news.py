@@ -22,7 +22,7 @@ def test_every_proved_radius_lies_below_the_attack(form: str) -> None:
         assert len(row["constants"]) == 3
         if row["right"]:
             assert 0 < row["radius"] < row["attack"]
-            assert len(row["losses"]) == 13
+            assert len(row["losses"]) in (13, 14)  # the last is that of rounding
             assert 0 < sum(row["losses"].values()) < row["margin"]
         else:
             assert row["radius"] == row["attack"] == 0
