@@ -17,8 +17,8 @@ from howsmooth.bounds.radius import (
     Norm,
     Stage,
 )
-from howsmooth.bounds.radius.pairs import Pairs
-from howsmooth.bounds.radius.second_order import FirstDerivatives
+from howsmooth.bounds.radius.quadratic_forms import Pairs
+from howsmooth.bounds.radius.second_order_margin import FirstDerivatives
 
 ALL = slice(None)
 

@@ -24,7 +24,7 @@ from transformers import (
 
 import howsmooth as hs
 from howsmooth.bounds.radius import NetworkAtInput, rounded_down
-from howsmooth.bounds.radius.reading import embedded, model_logits, read_classifier
+from howsmooth.bounds.radius.model_reading import embedded, model_logits, read_classifier
 from howsmooth.errors import ArgumentError, CertificateError, NonFiniteError
 from tests._shared import shared_data
 from tests.bounds.radius._networks import normal, post_norm

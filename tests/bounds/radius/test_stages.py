@@ -10,7 +10,7 @@ from mpmath import iv
 from torch import Tensor
 
 from howsmooth.bounds.radius import ACTIVATIONS, Stage
-from howsmooth.bounds.radius.pairs import Pairs
+from howsmooth.bounds.radius.quadratic_forms import Pairs
 from tests.bounds.radius._networks import decoder, normal, post_norm, pre_norm
 
 STAGES = [

@@ -1,10 +1,11 @@
 """A radius around one input within which a whole Transformer's answer does not change.
 
-``robust_radius`` is the function for users. A model is read (``reading``) as a ``network`` of ``stages``, and
-its margin is expanded along its own partial Jacobians: ``second_order`` with ``remainders``, ``third_order``
-with ``cubic_remainders``; ``errors`` carries remainders to later stages. ``rounding`` bounds the rounding
-errors of all that is computed, ``residuals`` what they cost. ``attack`` searches the nearest change of the
-class. Proofs: documentation page "A proved radius for a whole network".
+``robust_radius`` is the function for users. ``model_reading`` turns a model into a ``network`` of ``stages``.
+The margin of its answer is expanded along the network's own ``partial_jacobians``: in ``second_order_margin``
+with ``second_order_remainders``, in ``third_order_margin`` with ``third_order_remainders``. Tensors of
+``rounded_tensor`` carry bounds on their own rounding errors; ``rounding_residuals`` says what these take from
+the margin. ``attack`` searches the nearest change of the answer. Proofs: documentation page "A proved radius
+for a whole network".
 """
 
 from howsmooth.bounds.radius.network import Network, Stage

@@ -11,8 +11,8 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from howsmooth.bounds.radius.norms import largest_eigenvalue
-from howsmooth.bounds.radius.rounding import INFLATION, plain, settled
+from howsmooth.bounds.radius.norm_bounds import largest_eigenvalue
+from howsmooth.bounds.radius.rounded_tensor import INFLATION, plain, settled
 from howsmooth.roundoff import gamma
 
 __all__ = [

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from howsmooth.bounds.radius.pairs import Pairs
-from howsmooth.bounds.radius.rounding import FUZZ, exact
+from howsmooth.bounds.radius.quadratic_forms import Pairs
+from howsmooth.bounds.radius.rounded_tensor import FUZZ, exact
 from howsmooth.bounds.radius.stages import Attention, Map
 
 __all__ = ["Network", "Stage"]

@@ -12,13 +12,13 @@ import torch
 from torch import Tensor, nn
 
 from howsmooth.bounds.radius.attack import attack_radius
-from howsmooth.bounds.radius.errors import partial_jacobians
+from howsmooth.bounds.radius.model_reading import embedded, read_classifier
 from howsmooth.bounds.radius.network import Network
-from howsmooth.bounds.radius.reading import embedded, read_classifier
+from howsmooth.bounds.radius.partial_jacobians import partial_jacobians
 from howsmooth.bounds.radius.result import RobustRadius
-from howsmooth.bounds.radius.rounding import FUZZ, exact
-from howsmooth.bounds.radius.second_order import SecondOrder
-from howsmooth.bounds.radius.third_order import ThirdOrder
+from howsmooth.bounds.radius.rounded_tensor import FUZZ, exact
+from howsmooth.bounds.radius.second_order_margin import SecondOrder
+from howsmooth.bounds.radius.third_order_margin import ThirdOrder
 from howsmooth.errors import ArgumentError, NonFiniteError
 
 __all__ = ["NetworkAtInput", "robust_radius"]

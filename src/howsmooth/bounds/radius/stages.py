@@ -14,8 +14,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from howsmooth.bounds.radius.pairs import Pairs
-from howsmooth.bounds.radius.rounding import INFLATION, Rounded, along, exact, lower, plain, upper
+from howsmooth.bounds.radius.quadratic_forms import Pairs
+from howsmooth.bounds.radius.rounded_tensor import INFLATION, Rounded, along, exact, lower, plain, upper
 from howsmooth.roundoff import gamma
 
 # An extremum that lies outside of an interval by less than this counts as inside.

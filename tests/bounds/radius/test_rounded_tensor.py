@@ -23,9 +23,9 @@ from howsmooth.bounds.radius import (
     Network,
     Norm,
     Stage,
-    errors,
-    second_order,
-    third_order,
+    partial_jacobians,
+    second_order_margin,
+    third_order_margin,
 )
 from howsmooth.bounds.radius.ellipsoids import (
     ellipsoid_sum,
@@ -36,12 +36,12 @@ from howsmooth.bounds.radius.ellipsoids import (
     mixture,
     product,
 )
-from howsmooth.bounds.radius.norms import each_form_norm, form_norm, largest_eigenvalue, spectral_norm
-from howsmooth.bounds.radius.pairs import Pairs
-from howsmooth.bounds.radius.residuals import rounding_loss
-from howsmooth.bounds.radius.rounding import MissingRuleError, Rounded, exact, plain, settled
-from howsmooth.bounds.radius.second_order import SecondOrder
-from howsmooth.bounds.radius.third_order import ThirdOrder
+from howsmooth.bounds.radius.norm_bounds import each_form_norm, form_norm, largest_eigenvalue, spectral_norm
+from howsmooth.bounds.radius.quadratic_forms import Pairs
+from howsmooth.bounds.radius.rounded_tensor import MissingRuleError, Rounded, exact, plain, settled
+from howsmooth.bounds.radius.rounding_residuals import rounding_loss
+from howsmooth.bounds.radius.second_order_margin import SecondOrder
+from howsmooth.bounds.radius.third_order_margin import ThirdOrder
 from howsmooth.roundoff import U
 from tests.bounds.radius._networks import ALL, decoder, feed_forwards, moved, normal, post_norm, pre_norm
 
@@ -420,7 +420,7 @@ class Noise:
 
 
 def noisy(monkeypatch: pytest.MonkeyPatch, noise: Noise) -> None:
-    for module in (errors, second_order, third_order):
+    for module in (partial_jacobians, second_order_margin, third_order_margin):
         monkeypatch.setattr(module, "settled", noise)
 
 
@@ -453,12 +453,12 @@ def test_the_margin_stays_above_its_bound_with_visible_errors(
 # of all earlier stages; tangents, the functional, then adjoints and their derivatives in turns.
 STATES = [place + place * (place - 1) // 2 for place in range(9)]
 CALLS: dict[str, tuple[Any, Any]] = {
-    "states": (errors, STATES),
-    "jacobians": (errors, [call for call in range(45) if call not in STATES]),
-    "tangents": (second_order, range(9)),
-    "functional": (second_order, [9]),
-    "adjoints": (second_order, range(10, 28, 2)),
-    "derivatives of adjoints": (second_order, range(11, 28, 2)),
+    "states": (partial_jacobians, STATES),
+    "jacobians": (partial_jacobians, [call for call in range(45) if call not in STATES]),
+    "tangents": (second_order_margin, range(9)),
+    "functional": (second_order_margin, [9]),
+    "adjoints": (second_order_margin, range(10, 28, 2)),
+    "derivatives of adjoints": (second_order_margin, range(11, 28, 2)),
 }
 
 

@@ -9,11 +9,11 @@ import torch
 from torch import Tensor
 
 from howsmooth.bounds.radius.ellipsoids import balls, ellipsoid_sum, radii
-from howsmooth.bounds.radius.errors import Errors, PartialJacobians, partial_jacobians
 from howsmooth.bounds.radius.network import Network
-from howsmooth.bounds.radius.remainders import Left, remainder_of
-from howsmooth.bounds.radius.residuals import Residuals, lengths, rounding_loss
-from howsmooth.bounds.radius.rounding import FUZZ, INFLATION, exact, plain, settled
+from howsmooth.bounds.radius.partial_jacobians import Errors, PartialJacobians, partial_jacobians
+from howsmooth.bounds.radius.rounded_tensor import FUZZ, INFLATION, exact, plain, settled
+from howsmooth.bounds.radius.rounding_residuals import Residuals, lengths, rounding_loss
+from howsmooth.bounds.radius.second_order_remainders import Left, remainder_of
 
 __all__ = ["FirstDerivatives", "Losses", "SecondOrder", "stage_bounds", "stage_losses"]
 
@@ -127,7 +127,7 @@ class FirstDerivatives:
 class SecondOrder:
     """m(X + δ) ≥ m − max(−g·δ − ½ δᵀHδ) − Σ_s (ε Σ_j ‖N_{s,j}‖ ρ_{s,j} + margin_s).
 
-    ρ and the effect on the margin are those of :mod:`howsmooth.bounds.radius.remainders`.
+    ρ and the effect on the margin are those of :mod:`howsmooth.bounds.radius.second_order_remainders`.
     """
 
     def __init__(

@@ -27,9 +27,10 @@ from howsmooth.bounds.radius.ellipsoids import (
     product,
     radii,
 )
-from howsmooth.bounds.radius.norms import each_form_norm, form_norm, spectral_norm, weighted_norm
-from howsmooth.bounds.radius.pairs import Pairs
-from howsmooth.bounds.radius.remainders import (
+from howsmooth.bounds.radius.norm_bounds import each_form_norm, form_norm, spectral_norm, weighted_norm
+from howsmooth.bounds.radius.quadratic_forms import Pairs
+from howsmooth.bounds.radius.rounded_tensor import INFLATION, lower, plain, upper
+from howsmooth.bounds.radius.second_order_remainders import (
     NEARLY_ONE,
     AttentionErrors,
     Left,
@@ -43,7 +44,6 @@ from howsmooth.bounds.radius.remainders import (
     value_covariance,
     value_shapes,
 )
-from howsmooth.bounds.radius.rounding import INFLATION, lower, plain, upper
 from howsmooth.bounds.radius.stages import Attention, FeedForward, GatedFeedForward, Map, Norm, Softmax
 
 __all__ = [

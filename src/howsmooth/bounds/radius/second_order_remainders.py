@@ -27,8 +27,8 @@ from howsmooth.bounds.radius.ellipsoids import (
     product,
     radii,
 )
-from howsmooth.bounds.radius.norms import spectral_norm, weighted_norm
-from howsmooth.bounds.radius.rounding import INFLATION, lower, upper
+from howsmooth.bounds.radius.norm_bounds import spectral_norm, weighted_norm
+from howsmooth.bounds.radius.rounded_tensor import INFLATION, lower, upper
 from howsmooth.bounds.radius.stages import Attention, FeedForward, GatedFeedForward, Map, Norm, Softmax
 
 # A displacement beyond this share of a token's length counts as the whole length.

@@ -7,7 +7,7 @@ import math
 import torch
 from torch import Tensor
 
-from howsmooth.bounds.radius.rounding import multilinear, rowwise
+from howsmooth.bounds.radius.rounded_tensor import multilinear, rowwise
 
 __all__ = ["Pairs"]
 

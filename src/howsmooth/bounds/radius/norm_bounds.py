@@ -9,8 +9,8 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from howsmooth.bounds.radius.pairs import Pairs
-from howsmooth.bounds.radius.rounding import settled
+from howsmooth.bounds.radius.quadratic_forms import Pairs
+from howsmooth.bounds.radius.rounded_tensor import settled
 from howsmooth.roundoff import LOST, gamma
 
 __all__ = ["each_form_norm", "form_norm", "largest_eigenvalue", "spectral_norm", "weighted_norm"]
