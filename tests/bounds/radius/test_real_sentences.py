@@ -9,7 +9,7 @@ from torch import Tensor
 from transformers import AutoModelForSequenceClassification
 
 from howsmooth.bounds.radius import NetworkAtInput
-from howsmooth.bounds.radius.second_order import SecondOrder
+from howsmooth.bounds.radius.second_order_margin import SecondOrder
 from tests._shared import shared_data
 from tests.bounds.radius._networks import left_out, moved
 
