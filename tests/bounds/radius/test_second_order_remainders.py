@@ -78,14 +78,12 @@ def longest(shapes: Tensor) -> Tensor:
     return torch.linalg.eigvalsh(shapes)[..., -1].max().sqrt()
 
 
-def ascended(objective, delta: Tensor, epsilon: float, steps: int = 5) -> Tensor:
+def ascended(objective, delta: Tensor, epsilon: float, steps: int = 4) -> Tensor:
     """Climb on a sphere along normalised gradients."""
     delta = epsilon * delta / delta.norm()
     for step in range(steps):
         slope = torch.func.grad(objective)(delta)
-        if float(slope.norm()) == 0:
-            return delta
-        delta = delta + epsilon * 0.5 * (1 - step / steps) * slope / slope.norm()
+        delta = delta + epsilon * 0.5 * (1 - step / steps) * slope / slope.norm().clamp_min(1e-300)
         delta = epsilon * delta / delta.norm()
     return delta
 
@@ -116,10 +114,8 @@ def test_no_stage_leaves_out_more_than_its_bound(
 
     changes = [normal(g, k) for _ in range(8)]
     for stage in range(len(network.stages)):
-        changes += [
-            ascended(partial(excess, stage=stage, part=part), normal(g, k), epsilon)
-            for part in ("vector", "margin")
-        ]
+        part = ("vector", "margin")[(stage + order) % 2]
+        changes.append(ascended(partial(excess, stage=stage, part=part), normal(g, k), epsilon))
     for change in changes:
         for scale in (1.0, 0.5):
             delta = scale * epsilon * change / change.norm()
@@ -149,11 +145,13 @@ def test_the_margin_never_falls_below_its_bound(
     assert found.first.margin == pytest.approx(float(margin(torch.zeros(k, dtype=x.dtype))), abs=1e-12)
     for size in (epsilon, epsilon / 3):
         lower = found(size).lower
-        lowest = math.inf
-        for _ in range(20):
-            delta = ascended(lambda d: -margin(d), normal(g, k), size, steps=20)
-            lowest = min(lowest, float(margin(delta)))
-            assert lowest >= lower - 1e-12
+
+        def descended(delta: Tensor, size: float = size) -> Tensor:
+            return ascended(lambda d: -margin(d), delta, size, steps=20)
+
+        deltas = torch.func.vmap(descended)(normal(g, 20, k))
+        lowest = min(float(margin(delta)) for delta in deltas)
+        assert lowest >= lower - 1e-12
         # The loss is at most some times the true one: nothing is bounded by infinity.
         assert found.first.margin - lower <= 20 * (found.first.margin - lowest)
 
