@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import json
 import re
+import statistics
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -19,6 +20,7 @@ DOCS = HERE.parents[1] / "docs"
 PAGE = DOCS / "guide" / "certified-digits.md"
 FIGURE = DOCS / "_static" / "certified-digits.png"
 FORMS = ("plain", "penalised", "lipschitz")
+SMALL = (0.01, 0.015, 0.02, 0.025, 0.1, 0.25)  # radii of the table of radii
 NAMES = {"plain": "plain", "penalised": "penalised", "lipschitz": "1-Lipschitz"}
 
 Row = dict[str, Any]
@@ -51,7 +53,13 @@ def with_tables(page: str) -> str:
     made = {
         "accuracies": accuracies(rows),
         "constants": constants(rows),
+        "radii": radii(json.loads((HERE / "radii.json").read_text(encoding="utf-8"))),
     }
+    return placed(page, made)
+
+
+def placed(page: str, made: dict[str, str]) -> str:
+    """Return a page with each table between its marks."""
     for name, table in made.items():
         mark = rf"(<!-- table: {name} -->\n).*?(<!-- end -->)"
         page, count = re.subn(mark, lambda m, t=table: f"{m[1]}{t}\n{m[2]}", page, flags=re.DOTALL)
@@ -88,6 +96,28 @@ def constants(rows: Sequence[Row]) -> str:
     return markdown(lines)
 
 
+def radii(done: dict[str, dict[str, Any]]) -> str:
+    """Return the table of shares of the images that keep their class: proved, attacked and certified."""
+    second = {form: done[f"{form}-0, order 2"] for form in FORMS[:2]}
+    images = sorted(set.intersection(*(set(rows) for rows in second.values())), key=int)
+    head = f"form, {len(images)} images"
+    lines = [[head, "", *(f"r = {radius:g}" for radius in SMALL), "median radius"]]
+    for form, rows in second.items():
+        own = {name: [rows[i][name] for i in images] for name in ("radius", "attack")}
+        lines.append([NAMES[form], "expansion", *shares_above(own["radius"])])
+        lines.append(["", "attacked", *shares_above(own["attack"])])
+    for form in FORMS:
+        certified = [done[f"{form}-0, certificate"][i] for i in images]
+        lines.append([NAMES[form], "Lipschitz certificate", *shares_above(certified)])
+    return markdown(lines)
+
+
+def shares_above(values: Sequence[float]) -> list[str]:
+    """Write the share of values that reach each small radius, in percent, and their median."""
+    reached = [mean([float(value >= radius) for value in values]) for radius in SMALL]
+    return [*reached, number(statistics.median(values))]
+
+
 def mean(shares: Sequence[float]) -> str:
     """Write the mean of some shares in percent."""
     return f"{100 * sum(shares) / len(shares):.1f}"
@@ -95,10 +125,10 @@ def mean(shares: Sequence[float]) -> str:
 
 def number(value: float) -> str:
     """Write a number to three or four digits, or a large one as a power of ten."""
-    if value < 1000:
-        return f"{value:.4f}" if 0.99 < value < 1.01 else f"{value:.3g}"
-    digits, exponent = f"{value:.0e}".split("e")
-    return f"{digits} · 10^{int(exponent)}"
+    if 0 < value < 1e-4 or value >= 1000:
+        digits, exponent = f"{value:.0e}".split("e")
+        return f"{digits} · 10^{int(exponent)}"
+    return f"{value:.4f}" if 0.99 < value < 1.01 else f"{value:.3g}"
 
 
 def markdown(lines: Sequence[Sequence[str]]) -> str:

@@ -37,9 +37,18 @@ def failed_unless_zero(code: int = 0) -> None:
         pytest.param(
             "whole_model.py --lengths 4 --layers 1 --width 32", "power, math", marks=pytest.mark.slow
         ),
+        pytest.param("radius.py --only random --layers 1 --tokens 2", "largest loss", marks=pytest.mark.slow),
         ("whole_model.py --cost --lengths 4 --layers 1 --width 32 --rounds 1", "along the kept graph"),
     ],
-    ids=["streamed", "long sequence", "device", "operations", "whole model", "cost of a whole model"],
+    ids=[
+        "streamed",
+        "long sequence",
+        "device",
+        "operations",
+        "whole model",
+        "radius",
+        "cost of a whole model",
+    ],
 )
 def test_a_benchmark_runs(
     command: str, said: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

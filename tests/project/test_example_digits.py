@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 pytest.importorskip("sklearn")
 
-from examples.digits import page
+from examples.digits import page, radii
 from examples.digits import train as training
 from examples.digits.attack import attack, margins
 from examples.digits.data import Digits, load
@@ -24,6 +24,7 @@ from tests._selection import others_slow
 
 HERE = Path(training.__file__).parent
 RESULTS = json.loads((HERE / "results.json").read_text(encoding="utf-8"))
+DONE = json.loads((HERE / "radii.json").read_text(encoding="utf-8"))
 LIPSCHITZ = [name for name, row in RESULTS.items() if row["form"] == "lipschitz"]
 # The first seed of each form; the others with -m slow.
 SEEDS = [pytest.param(n, marks=[] if n.endswith("-0") else pytest.mark.slow) for n in RESULTS]
@@ -199,6 +200,47 @@ def test_measured_constants_are_those_of_dense_jacobians(name: str, digits: tupl
             assert float(value) == pytest.approx(float(torch.linalg.matrix_norm(jacobian, 2)), rel=2e-3)
     finally:
         torch.backends.mha.set_fastpath_enabled(True)
+
+
+# ---- radii of the plain forms
+
+
+@pytest.mark.parametrize("name", [name for name in DONE if "order" in name])
+def test_every_proved_radius_lies_below_the_attack(name: str) -> None:
+    for row in DONE[name].values():
+        if row["right"]:
+            assert 0 < row["radius"] < row["attack"]
+            assert 0 < sum(row["losses"].values()) < row["margin"]
+        else:
+            assert row["radius"] == row["attack"] == 0
+
+
+@pytest.mark.parametrize("form", ["plain", "penalised"])
+def test_the_stages_given_by_hand_are_the_model(form: str, digits: tuple[Digits, Digits]) -> None:
+    model = committed(f"{form}-0").double().eval().requires_grad_(False)
+    images = digits[1].images[:4]
+    network = radii.network_of(model)
+    logits = torch.stack([network.logits(patches) for patches in model.patches(images)])
+    torch.testing.assert_close(logits, model(images), rtol=1e-12, atol=1e-12)
+    states = list(network.states(model.patches(images)[0]))
+    torch.testing.assert_close(states[1], model.embed(model.patches(images)[0]) + model.positions)
+
+
+def test_the_certificates_beside_the_radii_are_those_of_the_model(digits: tuple[Digits, Digits]) -> None:
+    own = DONE["lipschitz-0, certificate"]
+    assert list(own) == list(map(str, range(len(own))))
+    test = digits[1][: len(own)]
+    found = certified_radii(committed("lipschitz-0").double().eval(), test.images, test.labels)
+    assert found.tolist() == pytest.approx(list(own.values()), rel=1e-6)
+
+
+@pytest.mark.slow
+def test_a_committed_radius_is_found_again(digits: tuple[Digits, Digits]) -> None:
+    model = committed("plain-0").double().eval().requires_grad_(False)
+    own = DONE["plain-0, order 2"]["0"]
+    patches = model.patches(digits[1].images[:1])[0]
+    row = radii.row_of(radii.network_of(model), patches, int(digits[1].labels[0]), 2)
+    assert row["radius"] == pytest.approx(own["radius"], rel=5e-3)
 
 
 def test_the_page_shows_these_results() -> None:
