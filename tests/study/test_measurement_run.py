@@ -241,7 +241,7 @@ REFUSALS: dict[str, tuple[dict[str, Any], dict[str, Any], type[HowsmoothError], 
         "5 sequences of each of 2 lengths without overlap need 160 tokens, and it has 100 .* "
         "Use 3 samples or fewer, or fewer or shorter lengths, or a longer text",
     ),
-    "tiny text": ({}, {"tokens": 3}, TextError, "it has 3 with the tokenizer of small. Use fewer or shorter"),
+    "tiny text": ({}, {"tokens": 3}, TextError, "it has 8 characters. Use fewer samples, or"),
     "too long": ({"lengths": (2, 65)}, {}, ArgumentError, "at most 64 tokens, the positions of small"),
     "no such layer": (
         {"layers": Ranges.parse("0,3", "layers")}, {}, ArgumentError, "layers of small, which has 3",
