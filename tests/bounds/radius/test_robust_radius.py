@@ -87,8 +87,9 @@ def others() -> dict[str, tuple[nn.Module, dict[str, Tensor]]]:
 OTHERS = others()
 
 
+@pytest.mark.parametrize("order", [2, pytest.param(3, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", OTHERS)
-def test_other_models_are_read_and_no_attack_lies_within_their_radius(name: str) -> None:
+def test_other_models_are_read_and_no_attack_lies_within_their_radius(name: str, order: int) -> None:
     model, inputs = OTHERS[name]
     at = NetworkAtInput(model, inputs)
     wide = copy.deepcopy(model).double().eval()
@@ -96,9 +97,8 @@ def test_other_models_are_read_and_no_attack_lies_within_their_radius(name: str)
         expected = wide(**{k: v.double() if v.is_floating_point() else v for k, v in inputs.items()}).logits
     # Llama's norms round to float32.
     torch.testing.assert_close(at.logits, expected[0], rtol=1e-5, atol=1e-5)
-    second, third = at.radius(1, order=2, attack=False), at.radius(1, order=3)
-    assert 0 < second.radius < third.attack
-    assert 0 < third.radius < third.attack
+    found = at.radius(1, order=order)
+    assert 0 < found.radius < found.attack
 
 
 class Encoder(nn.Module):
@@ -211,8 +211,9 @@ def test_the_attack_has_the_norm_of_the_radius(norm: float) -> None:
 def test_the_search_ends_near_the_largest_radius() -> None:
     network, x = post_norm(0)
     at = NetworkAtInput(network, x)
-    radii = [at.radius(1, order=2, attack=False, guess=guess).radius for guess in (1e-4, 0.05, 40.0)]
+    radii = [at.radius(1, order=2, attack=False, guess=guess).radius for guess in (1e-4, 40.0)]
     found = hs.bounds.robust_radius(network, x, tokens=1, order=2, attack=False)
+    radii.append(found.radius)
     assert max(radii) <= 1.003 * min(radii)
     assert all(lower > 0 for e, lower in found.curve if e <= found.radius)
 
