@@ -1,7 +1,8 @@
 """Define the plans of studies, bounds, attacks and certificates, as dataclasses whose fields are options.
 
 The fields of a plan are its arguments in Python, its keys in a plan file and its options on the command line
-(:mod:`howsmooth.study.options`). A plan does not say how it is carried out; an :class:`Execution` does.
+(:mod:`howsmooth.study.options`). A plan does not say how it is carried out; an
+:class:`~howsmooth.study.execution.Execution` does.
 """
 
 from __future__ import annotations
