@@ -84,7 +84,7 @@ def put_stand_ins(patch: pytest.MonkeyPatch, command: str) -> None:
     for name, stand_in in {
         "howsmooth.models.load_model": load_model,
         "howsmooth.models.capture": tools.capture,
-        "howsmooth.models.datasets.dataset_of": no_feed,
+        "howsmooth.models.sequence_datasets.dataset_of": no_feed,
         "howsmooth.texts.load_text": tools.load_text,
         "howsmooth.lipschitz.local_lipschitz": tools.measure,
         "howsmooth.study.tasks.site_bounds.bound_site": tools.bound,

@@ -20,7 +20,7 @@ import howsmooth as hs
 from howsmooth.cli import main
 from howsmooth.errors import ArgumentError, StoreError, TextError
 from howsmooth.models import load_model
-from howsmooth.models.datasets import image_inputs
+from howsmooth.models.sequence_datasets import image_inputs
 from howsmooth.study.datasets import TextFeed, sequence_starts
 from howsmooth.study.measurement_outputs import write_outputs
 from howsmooth.study.measurement_run import run

@@ -47,7 +47,7 @@ class Atoms:
 
     @classmethod
     def of(cls, name: str, x: Tensor) -> Atoms | None:
-        """Return the atoms of a sequence, or None if it has more than eight runs of equal tokens."""
+        """Return a sequence as atoms, one for each run of equal tokens, or None if it has more than eight."""
         points: list[Tensor] = []
         counts: list[int] = []
         for token in x:

@@ -105,7 +105,7 @@ class AbstractMeasure(abc.ABC):
     @property
     @abc.abstractmethod
     def dtype(self) -> torch.dtype:
-        """Data type of the measure."""
+        """Data type of the measure's atoms and weights."""
 
     @property
     @abc.abstractmethod

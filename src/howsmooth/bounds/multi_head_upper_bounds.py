@@ -242,7 +242,7 @@ def folded_gram_upper_bound(
 
 
 def log_quadratic_form(maps: list[Tensor], logs: list[float]) -> float:
-    """Combine the bounds on the heads into the bound of :func:`gram_upper_bound`, as logarithms.
+    """Return the logarithm of the bound on all heads together, from the logarithms of bounds on each head.
 
     It is log (Σ_{h,g} ‖M_hᵀ M_g‖ e^{l_h + l_g})^{1/2} for maps M_h and the logarithms l_h of bounds on heads.
     """

@@ -260,7 +260,7 @@ class SiteLike(Protocol):
 
     @property
     def norm(self) -> object:
-        """The norm layer that outputs the tokens, or None."""
+        """The norm layer whose outputs are the attention's tokens, or None."""
 
 
 Attention = Head | Parameters | SelfAttention | SiteLike

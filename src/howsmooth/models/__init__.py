@@ -6,16 +6,16 @@ embeddings. ``capture`` runs the model once, in ``measurement_mode``, which rest
 ``identification`` then runs each layer by itself, finds the map that it computes, and verifies the map
 against the model's own numbers. The result is a ``site``: the map of one layer, and its tokens. ``inspect``
 captures every layer in every scope and says what is refused, ``padded_sequences`` captures batches with
-padding, and ``datasets`` cuts token ids, images and audio into sequences of a given length.
+padding, and ``sequence_datasets`` cuts token ids, images and audio into sequences of a given length.
 """
 
 from howsmooth.models.capture import capture
-from howsmooth.models.datasets import audio_inputs, image_inputs
 from howsmooth.models.inputs.audio_sources import load_audio
 from howsmooth.models.inputs.image_sources import load_images
 from howsmooth.models.inputs.token_files import load_embeddings, load_token_ids
 from howsmooth.models.inspect import InspectedSite, Inspection, Refusal, inspect_model
 from howsmooth.models.loading.load import LoadedModel, builtin_names, load_model
+from howsmooth.models.sequence_datasets import audio_inputs, image_inputs
 from howsmooth.models.site import Site
 from howsmooth.scopes import SCOPES
 

@@ -12,7 +12,7 @@ import jinja2
 import pandas as pd
 
 from howsmooth.paper.figure import Figure, Finding
-from howsmooth.study.html_pages import digest, style_sheet, templates_of
+from howsmooth.study.html_assets import digest, style_sheet, templates_of
 from howsmooth.study.text_formatting import readable
 
 __all__ = ["PAGE", "render", "section"]

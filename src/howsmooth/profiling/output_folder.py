@@ -11,7 +11,7 @@ from matplotlib.figure import Figure
 
 from howsmooth.study.figures.style import save
 from howsmooth.study.file_writing import csv_of, replace_file, writable_folder
-from howsmooth.study.html_pages import data_url
+from howsmooth.study.html_assets import data_url
 
 __all__ = ["write_result"]
 

@@ -11,7 +11,7 @@ from markupsafe import Markup
 
 from howsmooth.profiling.output_folder import write_result
 from howsmooth.profiling.result import Profile
-from howsmooth.study.html_pages import data_url, digest, png, style_sheet, templates_of
+from howsmooth.study.html_assets import data_url, digest, png, style_sheet, templates_of
 from howsmooth.study.records import plain_rows
 from howsmooth.study.report.chart_data import visible_token
 from howsmooth.study.text_formatting import place_in_words

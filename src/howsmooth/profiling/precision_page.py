@@ -10,7 +10,7 @@ from markupsafe import Markup
 
 from howsmooth.profiling.output_folder import write_result
 from howsmooth.profiling.precision_result import Precision
-from howsmooth.study.html_pages import digest, style_sheet, templates_of
+from howsmooth.study.html_assets import digest, style_sheet, templates_of
 from howsmooth.study.records import plain_rows
 
 __all__ = ["write"]

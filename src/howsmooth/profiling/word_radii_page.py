@@ -15,7 +15,7 @@ from howsmooth.profiling.output_folder import write_result
 from howsmooth.profiling.word_radii import WordRadii
 from howsmooth.roundoff import limit_in_digits
 from howsmooth.study.figures.style import STYLE, literal, new_figure
-from howsmooth.study.html_pages import data_url, digest, png, style_sheet, templates_of
+from howsmooth.study.html_assets import data_url, digest, png, style_sheet, templates_of
 from howsmooth.study.records import plain_rows
 from howsmooth.study.report.chart_data import visible_token
 

@@ -1,7 +1,7 @@
 """Read the inputs of a study (texts, images, audio and others), and cut them into sequences for a model.
 
-Texts are tokenised here with the tokenizer of the model. :mod:`howsmooth.models.datasets` reads images,
-audio, token ids and embedded tokens. For all of them, this module decides where the sequences lie.
+Texts are tokenised here with the tokenizer of the model. :mod:`howsmooth.models.sequence_datasets` reads
+images, audio, token ids and embedded tokens. For all of them, this module decides where the sequences lie.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ Inputs = torch.Tensor | dict[str, torch.Tensor]
 class OpenedInput:
     """An input of a study, opened: its record in the store, and the content of a text or other data.
 
-    ``data`` is the opened input of :mod:`howsmooth.models.datasets`, and ``None`` for a text.
+    ``data`` is the opened input of :mod:`howsmooth.models.sequence_datasets`, and ``None`` for a text.
     """
 
     record: TextRecord
@@ -66,7 +66,7 @@ class Feed(Protocol):
 
     @property
     def beyond(self) -> int:
-        """The number of tokens left unused after a sequence, since audio frames share samples with the next.
+        """The number of tokens to skip between two sequences, so that they share no audio samples.
 
         It is zero for inputs other than audio.
         """
@@ -176,7 +176,7 @@ def open_data(spec: InputSpec) -> OpenedInput:
     if spec.kind == "text":
         text = texts.load_text(spec.places[0])
         return OpenedInput(_record(text, len(text.content), "text"), content=text.content)
-    from howsmooth.models.datasets import open_input  # imports transformers, which takes seconds
+    from howsmooth.models.sequence_datasets import open_input  # imports transformers, which takes seconds
 
     opened = open_input(spec.kind, spec.places)
     return OpenedInput(_record(opened, opened.size, spec.kind), data=opened)
@@ -198,9 +198,9 @@ def feed_of(source: OpenedInput, model: Any, layers: tuple[int, ...]) -> Feed:
 
     """
     if source.data is not None:
-        from howsmooth.models import datasets
+        from howsmooth.models.sequence_datasets import dataset_of
 
-        feed: Feed = datasets.dataset_of(source.data, model, layers)
+        feed: Feed = dataset_of(source.data, model, layers)
         return feed
     tokens, places = model.tokenizer.located(source.content)
     return TextFeed(

@@ -15,7 +15,7 @@ from howsmooth.errors import ArgumentError
 from howsmooth.estimate import Method
 from howsmooth.lipschitz.token_wise import TokenWise
 from howsmooth.study.file_writing import csv_of, text_or_file, write_parquet
-from howsmooth.study.html_pages import data_url, png
+from howsmooth.study.html_assets import data_url, png
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

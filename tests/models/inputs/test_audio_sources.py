@@ -24,8 +24,8 @@ from transformers import (
 import howsmooth as hs
 from howsmooth.errors import ArgumentError, ModelError
 from howsmooth.models import load_model
-from howsmooth.models.datasets import AudioChunkDataset, AudioDataset, audio_inputs, dataset_of
 from howsmooth.models.inputs.audio_sources import load_audio
+from howsmooth.models.sequence_datasets import AudioChunkDataset, AudioDataset, audio_inputs, dataset_of
 
 SIZES: dict[str, Any] = {
     "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 24,

@@ -30,11 +30,11 @@ from transformers import (
 import howsmooth as hs
 from howsmooth.errors import ArgumentError, CaptureError, ModelError
 from howsmooth.models import load_model
-from howsmooth.models.datasets import ImageDataset, dataset_of, image_inputs
 from howsmooth.models.inputs.builtin_images import BUILTIN_SIDE
 from howsmooth.models.inputs.image_sources import load_images
 from howsmooth.models.loading.model_location import Place
 from howsmooth.models.loading.processors import image_preparation
+from howsmooth.models.sequence_datasets import ImageDataset, dataset_of, image_inputs
 
 SIZES: dict[str, Any] = {
     "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 24,

@@ -14,8 +14,8 @@ from safetensors.torch import save_file
 import howsmooth as hs
 from howsmooth.errors import ArgumentError, ModelError
 from howsmooth.models import load_model
-from howsmooth.models.datasets import dataset_of
 from howsmooth.models.inputs.token_files import load_embeddings, load_token_ids
+from howsmooth.models.sequence_datasets import dataset_of
 from tests._shared import shared_data
 
 

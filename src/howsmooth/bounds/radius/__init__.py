@@ -1,6 +1,6 @@
 """A radius around one input within which a whole Transformer's answer does not change.
 
-``robust_radius`` is the function for users. ``model_reading`` turns a model into a ``network`` of ``stages``.
+``robust_radius`` is the function for users. ``model_reading`` turns a model into a ``staged_network``.
 The margin of its answer is expanded along the network's own ``partial_jacobians``: in ``second_order_margin``
 with ``second_order_remainders``, in ``third_order_margin`` with ``third_order_remainders``. Tensors of
 ``rounded_tensor`` carry bounds on their own rounding errors; ``rounding_residuals`` says what these take from
@@ -8,9 +8,9 @@ the margin. ``attack`` searches the nearest change of the answer. Proofs: docume
 for a whole network".
 """
 
-from howsmooth.bounds.radius.network import Network, Stage
 from howsmooth.bounds.radius.result import RobustRadius
 from howsmooth.bounds.radius.robust_radius import NetworkAtInput, robust_radius
+from howsmooth.bounds.radius.staged_network import Network, Stage
 from howsmooth.bounds.radius.stages import (
     ACTIVATIONS,
     Activation,

@@ -7,7 +7,7 @@ import math
 import torch
 from torch import Tensor
 
-from howsmooth.bounds.radius.network import Network
+from howsmooth.bounds.radius.staged_network import Network
 
 __all__ = ["attack_radius"]
 

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from howsmooth.bounds.radius.network import Network, Stage
+from howsmooth.bounds.radius.staged_network import Network, Stage
 from howsmooth.bounds.radius.stages import (
     ACTIVATIONS,
     Activation,

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from howsmooth.bounds.radius.ellipsoids import ellipsoid_sum, image
-from howsmooth.bounds.radius.network import Network, Stage
 from howsmooth.bounds.radius.rounded_tensor import exact, settled
+from howsmooth.bounds.radius.staged_network import Network, Stage
 from howsmooth.bounds.radius.stages import Attention
 
 __all__ = ["Errors", "PartialJacobians", "Source", "partial_jacobians"]

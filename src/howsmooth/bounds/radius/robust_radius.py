@@ -13,11 +13,11 @@ from torch import Tensor, nn
 
 from howsmooth.bounds.radius.attack import attack_radius
 from howsmooth.bounds.radius.model_reading import embedded, read_classifier
-from howsmooth.bounds.radius.network import Network
 from howsmooth.bounds.radius.partial_jacobians import partial_jacobians
 from howsmooth.bounds.radius.result import RobustRadius
 from howsmooth.bounds.radius.rounded_tensor import FUZZ, exact
 from howsmooth.bounds.radius.second_order_margin import SecondOrder
+from howsmooth.bounds.radius.staged_network import Network
 from howsmooth.bounds.radius.third_order_margin import ThirdOrder
 from howsmooth.errors import ArgumentError, NonFiniteError
 

@@ -138,7 +138,7 @@ def lower(value: Tensor) -> Tensor:
 
 
 def multilinear(function: Callable[..., Tensor], *operands: Tensor, roundings: int) -> Tensor:
-    """Apply a multilinear function whose Frobenius norm is at most the product of those of its operands.
+    """Apply a multilinear function whose result has at most the product of its operands' Frobenius norms.
 
     Each computed number is correct up to ``roundings`` rounding errors of its terms in absolute value.
     """
@@ -155,7 +155,7 @@ def multilinear(function: Callable[..., Tensor], *operands: Tensor, roundings: i
 
 
 def rowwise(function: Callable[..., Tensor], *operands: Tensor, roundings: int) -> Tensor:
-    """Apply a bilinear function of the rows (..., k) of two operands, of norm at most that of each row.
+    """Apply a bilinear function to pairs of rows (..., k); a result has at most the product of their norms.
 
     The error of one operand then counts with the longest row of the other.
     """

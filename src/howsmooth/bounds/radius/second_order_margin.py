@@ -9,11 +9,11 @@ import torch
 from torch import Tensor
 
 from howsmooth.bounds.radius.ellipsoids import balls, ellipsoid_sum, radii
-from howsmooth.bounds.radius.network import Network
 from howsmooth.bounds.radius.partial_jacobians import Errors, PartialJacobians, partial_jacobians
 from howsmooth.bounds.radius.rounded_tensor import FUZZ, INFLATION, exact, plain, settled
 from howsmooth.bounds.radius.rounding_residuals import Residuals, lengths, rounding_loss
 from howsmooth.bounds.radius.second_order_remainders import Left, remainder_of
+from howsmooth.bounds.radius.staged_network import Network
 
 __all__ = ["FirstDerivatives", "Losses", "SecondOrder", "stage_bounds", "stage_losses"]
 

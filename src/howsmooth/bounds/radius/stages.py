@@ -69,7 +69,7 @@ class Norm:
         return self.scaled((w - direction[..., None] * along[:, None]) / r[..., None])
 
     def pull(self, u: Tensor, adjoints: Tensor) -> Tensor:
-        """Return the transposed derivative of adjoints (n, d, k)."""
+        """Apply the transposed derivative to adjoints (n, d, k)."""
         direction, r = self.direction_and_length(u)
         b = self.scaled(adjoints)
         along = torch.einsum("nd,ndk->nk", direction, b)
@@ -326,7 +326,7 @@ class FeedForward:
         return self.down @ (slope[..., None] * (self.up @ tangents))
 
     def pull(self, u: Tensor, adjoints: Tensor) -> Tensor:
-        """Return the transposed derivative of adjoints (n, d_out, k)."""
+        """Apply the transposed derivative to adjoints (n, d_out, k)."""
         slope = self.activation.derivative(1, self.preactivations(u))
         return self.up.T @ (slope[..., None] * (self.down.T @ adjoints))
 
@@ -381,7 +381,7 @@ class GatedFeedForward:
         return self.down @ moved
 
     def pull(self, u: Tensor, adjoints: Tensor) -> Tensor:
-        """Return the transposed derivative of adjoints (n, d_out, k)."""
+        """Apply the transposed derivative to adjoints (n, d_out, k)."""
         by_z, by_v = self.slopes(u)
         back = self.down.T @ adjoints
         return self.gate.T @ (by_z[..., None] * back) + self.up.T @ (by_v[..., None] * back)
@@ -498,7 +498,7 @@ class Attention:
         return tokens
 
     def pull(self, u: Tensor, adjoints: Tensor) -> Tensor:
-        """Return the transposed derivative of adjoints (rows, d_out, k)."""
+        """Apply the transposed derivative to adjoints (rows, d_out, k)."""
         at = self.softmax(u)
         w = torch.einsum("hoe,iok->hiek", self.output, adjoints)
         c = at.weights[..., None] * at.centred(torch.einsum("hiek,hje->hijk", w, at.v))

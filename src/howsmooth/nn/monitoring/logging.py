@@ -59,13 +59,13 @@ def log_to_mlflow(run_id: str | None = None) -> Callable[[MonitorRecord], None]:
 
 
 def log_to_trackio() -> Callable[[MonitorRecord], None]:
-    """Return a callback like that of :func:`log_to_mlflow`, for the run of ``trackio.init``."""
+    """Return a callback that logs a monitor's measurements to the run of ``trackio.init``."""
     trackio = imported("trackio")
     return lambda record: trackio.log(_tagged(record), step=record.step)
 
 
 def log_to_wandb(run: Any = None) -> Callable[[MonitorRecord], None]:
-    """Return a callback like that of :func:`log_to_mlflow`, for a run of Weights & Biases.
+    """Return a callback that logs a monitor's measurements to a run of Weights & Biases.
 
     By default it is the run of ``wandb.init``. Names begin with ``howsmooth/``, and the step is logged as
     ``howsmooth/step``, so that the step counter of the run does not matter. The callback raises ArgumentError

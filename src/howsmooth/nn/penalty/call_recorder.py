@@ -192,7 +192,7 @@ class Recorder:
             self._projections.detach()
 
     def scope(self, name: str) -> str:
-        """Return ``attention`` if a layer's calls include its output projection, and otherwise ``module``."""
+        """Return what a layer's calls are: ``attention`` with its output projection, or else ``module``."""
         known = self._projections is not None and name not in self._projections.unknown
         return "attention" if known else "module"
 

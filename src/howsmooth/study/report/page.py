@@ -16,7 +16,7 @@ from markupsafe import Markup
 
 from howsmooth.scopes import SCOPE_MEANINGS
 from howsmooth.study.figures import Picture
-from howsmooth.study.html_pages import data_url, digest, style_sheet, templates_of
+from howsmooth.study.html_assets import data_url, digest, style_sheet, templates_of
 from howsmooth.study.published_values import compare
 from howsmooth.study.radius_statistics import STRATA
 from howsmooth.study.records import Contents, plain_rows
