@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from itertools import product as all_pairs
 from typing import Any
 
@@ -45,8 +45,16 @@ from howsmooth.bounds.radius.third_order_margin import ThirdOrder
 from howsmooth.roundoff import U
 from tests.bounds.radius._networks import ALL, decoder, feed_forwards, moved, normal, post_norm, pre_norm
 
-mp.dps = 80
 _STEP = mpmath.mpf(10) ** -20
+# Differences of second order in arithmetic of 80 digits are wrong by about 1e-40.
+_OF_DIFFERENCES = 1e-35
+
+
+@pytest.fixture(autouse=True)
+def eighty_digits() -> Iterator[None]:
+    """Compute in 80 digits, whatever other modules set."""
+    with mp.workdps(80):
+        yield
 
 
 def many_digits(value: Tensor) -> np.ndarray:
@@ -179,8 +187,8 @@ def test_values_and_derivatives_are_as_close_as_stated(layer: Any, u: Tensor) ->
     for name, number in found.items():
         value_found, error = settled(number)
         distance = frobenius(many_digits(value_found) - expected[name])
-        assert distance <= error, name
-        assert distance > 0 or not expected[name].any(), name
+        assert distance <= error + _OF_DIFFERENCES, name
+        assert distance > _OF_DIFFERENCES or frobenius(expected[name]) < _OF_DIFFERENCES, name
         assert error <= 1e-8 * (1 + float(frobenius(expected[name]))), name
 
 
