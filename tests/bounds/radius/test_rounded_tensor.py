@@ -515,6 +515,22 @@ def test_the_expansion_is_exact_up_to_the_stated_residuals(
         assert bool((own.norm(dim=1) <= reach + 1e-15).all())
 
 
+def test_residuals_of_jacobians_cover_visible_errors(monkeypatch: pytest.MonkeyPatch) -> None:
+    network, x = post_norm(3, n=3, d=4)
+    with monkeypatch.context() as patch:
+        patch.setattr(partial_jacobians, "settled", Noise(1e-3))
+        at = partial_jacobians.partial_jacobians(network, x)
+    for place, stage in enumerate(at.stages[:-1]):
+        mixes = isinstance(stage.map, Attention)
+        for before, after, (size, error) in zip(
+            at.sources[place], at.sources[place + 1], at.residuals[place], strict=False
+        ):
+            right = before.pushed(stage, exact(at.states[place]), mixes).jacobian
+            distance = float((right - after.jacobian).norm())
+            assert 0.9 * error <= distance <= error
+            assert float(before.jacobian.norm()) <= size
+
+
 @pytest.mark.parametrize("make", [post_norm, decoder])
 @pytest.mark.parametrize("seed", range(2))
 def test_the_margin_of_many_digits_is_as_close_as_stated(make: Any, seed: int) -> None:
