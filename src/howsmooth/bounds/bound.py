@@ -130,9 +130,9 @@ class Bound:
 
     @property
     def value(self) -> float:
-        """The bound as a number; it is trivial if a hypothesis fails.
+        """The bound as a number; if a hypothesis fails, it is inf for an upper and 0 for a lower bound.
 
-        The trivial upper bound is inf, the trivial lower bound 0. The value is also inf where it overflows.
+        The value is also inf where it overflows.
         """
         return _exp(self.log_value)
 

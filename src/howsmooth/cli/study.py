@@ -100,7 +100,7 @@ def study(
 
 
 def _read_plan_file(path: Path, typed: dict[str, Any]) -> Study:
-    """Read a plan file; output and worker options typed on the command line override the file's."""
+    """Read a plan file; options of output and workers on the command line replace those in the file."""
     from howsmooth.study.plan_file import read_plan
 
     asked = read_plan(path, **typed)

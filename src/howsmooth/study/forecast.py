@@ -155,7 +155,7 @@ def forecast(plan: Plan, folder: str | os.PathLike[str], *, keep_going: bool = F
 
 
 def after_measuring(plan: Plan, measuring: float, figures: int) -> tuple[float, float]:
-    """Return the expected seconds of the work after measuring: bounds, and writing of outputs.
+    """Return the seconds expected after the measurements, for bounds and for writing outputs.
 
     ``--dry-run`` and ``--status`` both add them to the seconds of the measurements that are left. Bounds
     count if they take a share of that time (``bounds="auto"``); all bounds have to be timed. There is a

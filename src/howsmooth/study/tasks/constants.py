@@ -110,7 +110,7 @@ class ConstantsTask(SequenceTask):
         )
 
     def _sequence(self) -> SequenceRecord:
-        """Return the tokens of sample 0 as a row of the store, for the report on sensitive tokens."""
+        """Return a row with the tokens of sample 0, on which the report marks sensitive tokens."""
         assert self.data is not None
         where = (self.model, self.subject.text.name, self.n, 0, self.starts[0])
         return SequenceRecord(*where, self.data.place, self.data.words)
