@@ -146,6 +146,8 @@ def environment() -> dict[str, str]:
     found = {name: value for name, value in os.environ.items() if name not in ("PYTHONHOME", "PYTHONPATH")}
     found["PATH"] = f"{BIN}{os.pathsep}{found.get('PATH', '')}"
     found["VIRTUAL_ENV"] = str(VENV)
+    # Tests begin many processes: each would compile the package anew where no bytecode is kept.
+    found.pop("PYTHONDONTWRITEBYTECODE", None)
     return found
 
 

@@ -319,7 +319,7 @@ def test_the_gradient_of_the_token_wise_constant_is_that_of_differences(case: st
     assert float((gradient * direction).sum()) == pytest.approx(float(slope), rel=1e-4)
 
 
-@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("causal", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_the_token_wise_ascent_rises_above_random_inputs_and_keeps_below_the_bound(causal: bool) -> None:
     f, radius = random_attention(1, heads=2, d=3, d_out=3, causal=causal, biases=False), 1.5
     found = ascend(f, 5, radius, objective="token-wise", steps=8)

@@ -41,7 +41,7 @@ ATTENTIONS = {
 }
 
 
-@settings(max_examples=5, deadline=None)
+@settings(max_examples=3, deadline=None)
 @given(
     name=st.sampled_from(sorted(ATTENTIONS)),
     seed=st.integers(0, 10**6),

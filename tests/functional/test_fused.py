@@ -155,7 +155,7 @@ def test_value_tangent_and_cotangents(name: str) -> None:
         [
             ("added mask", "forward over forward"),
             ("mask that is learned", "reverse over reverse"),
-            ("all", "forward over reverse"),
+            ("mask that is learned", "forward over reverse"),
         ],
     ),
 )

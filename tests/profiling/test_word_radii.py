@@ -42,9 +42,8 @@ def test_the_radii_are_those_of_single_tokens(
 ) -> None:
     assert found.words == ("[CLS]", "the", "cat", "sat", "[SEP]")
     assert list(found.table["token"]) == list(found.words)
-    for position in (0, 3):
-        alone = hs.bounds.robust_radius(model, {"input_ids": IDS}, tokens=position, order=2, attack=False)
-        assert found.table["radius"][position] == pytest.approx(alone.radius, rel=5e-3)
+    alone = hs.bounds.robust_radius(model, {"input_ids": IDS}, tokens=3, order=2, attack=False)
+    assert found.table["radius"][3] == pytest.approx(alone.radius, rel=5e-3)
     assert list(found.ranking["radius"]) == sorted(found.table["radius"])
     assert "rounding included" in repr(found)
 
@@ -60,7 +59,7 @@ def test_jointly_there_is_one_radius_in_the_norm_that_is_asked_for(
 
 
 def test_with_time_the_third_order_raises_the_smallest_radii(model: BertForSequenceClassification) -> None:
-    ids = IDS[:, :3]
+    ids = IDS[:, :2]
     fast = hs.word_radii(model, ids, attack=False)
     far = hs.word_radii(model, ids, attack=False, seconds=1e-9)
     assert far.table.equals(fast.table.assign(seconds=far.table["seconds"]))

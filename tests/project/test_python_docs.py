@@ -151,6 +151,7 @@ def test_python_docs_without_sources_says_what_to_do(tmp_path: Path) -> None:
         python_docs(_library(tmp_path, {"a.py": f'"""{SENTENCE}"""'}))
 
 
+@pytest.mark.slow
 def test_python_docs_is_clean_long_english_and_imports_nothing() -> None:
     before = set(sys.modules)
     text: Text = python_docs()

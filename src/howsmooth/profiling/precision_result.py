@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pandas as pd
-from scipy import stats
 
 from howsmooth.errors import ArgumentError
 from howsmooth.profiling.quantisers import checked_bits, checked_quantisers
@@ -107,7 +106,7 @@ class Precision:
                 if real == "kl" and not self.has_kl:
                     continue
                 known = chosen[[predicted, real]].dropna()
-                found = stats.spearmanr(known[predicted], known[real]).statistic if len(known) > 2 else np.nan
+                found = known[predicted].rank().corr(known[real].rank()) if len(known) > 2 else np.nan
                 rows.append({"bits": bits, "predicted": predicted, "real": real, "spearman": float(found)})
         return pd.DataFrame(rows)
 

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 from numpy.typing import ArrayLike
-from scipy import stats
+from scipy import special
 
 from howsmooth.errors import ArgumentError
 from howsmooth.study.radius_statistics import STRATA, radius_correlation, terciles
@@ -141,13 +141,13 @@ def fit_exponent(n: ArrayLike, lipschitz: ArrayLike, usable: ArrayLike = True) -
     freedom = len(x) - 2
     # Points on a line up to rounding have no spread from which an error could be estimated.
     exact = spread < _ROUNDING
-    half = _ROUNDING if exact else float(stats.t.ppf((1 + LEVEL) / 2, freedom)) * stderr
+    half = _ROUNDING if exact else float(special.stdtrit(freedom, (1 + LEVEL) / 2)) * stderr
     distance = abs(slope - QUARTER)
     return Exponent(
         slope=slope,
         low=slope - half,
         high=slope + half,
-        quarter=float(distance <= half) if exact else float(2 * stats.t.sf(distance / stderr, freedom)),
+        quarter=float(distance <= half) if exact else float(2 * special.stdtr(freedom, -distance / stderr)),
         spread=spread,
         intercept=intercept,
         interval="exact" if exact else "HC3",

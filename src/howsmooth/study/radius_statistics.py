@@ -10,7 +10,7 @@ import math
 from dataclasses import dataclass
 
 import numpy as np
-from scipy import stats
+from scipy import special
 
 __all__ = ["STRATA", "Correlation", "radius_correlation", "terciles"]
 
@@ -77,7 +77,7 @@ def radius_correlation(n: np.ndarray, radius: np.ndarray, level: float) -> Corre
         return Correlation(value, -1.0, 1.0)
     without = np.arctanh(products / np.sqrt(squares))
     stderr = math.sqrt((count - 1) / count * float(((without - without.mean()) ** 2).sum()))
-    half = float(stats.t.ppf((1 + level) / 2, count - 2)) * stderr
+    half = float(special.stdtrit(count - 2, (1 + level) / 2)) * stderr
     centre = math.atanh(value)
     return Correlation(value, math.tanh(centre - half), math.tanh(centre + half))
 

@@ -12,7 +12,6 @@ from pathlib import Path
 
 import numpy as np
 from scipy.io import wavfile
-from scipy.signal import resample_poly
 from torch import Tensor
 
 from howsmooth.errors import ArgumentError, reason
@@ -59,6 +58,8 @@ class Audio(DataSource):
         """Return the samples at another sampling rate, resampled by a polyphase filter without aliasing."""
         if rate == self.rate:
             return self.samples
+        from scipy.signal import resample_poly  # half a second, which only audio at another rate need pay
+
         shared = math.gcd(rate, self.rate)
         made = resample_poly(self.samples.astype(np.float64), rate // shared, self.rate // shared)
         return np.asarray(made, dtype=np.float32)
