@@ -32,7 +32,8 @@ class RobustRadius:
     rival: int | None
     #: Difference of their logits at the input, or the functional minus its threshold.
     margin: float
-    #: Pairs (ε, lower bound of the margin on the ball of radius ε).
+    #: Pairs (ε, lower bound of the margin on the ball of radius ε): the radii that the search tried, and half
+    #: of the radius.
     curve: tuple[tuple[float, float], ...]
     #: Size of the smallest change of the answer that projected gradients found; infinite if none, None if not
     #: asked for.

@@ -16,7 +16,7 @@ from howsmooth.bounds.radius.model_reading import embedded, read_classifier
 from howsmooth.bounds.radius.partial_jacobians import partial_jacobians
 from howsmooth.bounds.radius.result import RobustRadius
 from howsmooth.bounds.radius.rounded_tensor import FUZZ, exact
-from howsmooth.bounds.radius.second_order_margin import SecondOrder
+from howsmooth.bounds.radius.second_order_margin import Losses, SecondOrder
 from howsmooth.bounds.radius.staged_network import Network
 from howsmooth.bounds.radius.third_order_margin import ThirdOrder
 from howsmooth.errors import ArgumentError, NonFiniteError
@@ -27,7 +27,6 @@ _MOST_VARIABLES = 256
 _MOST_STEPS = 40
 _FARTHEST = 1e6
 _SMALLEST = 1e-12
-_CURVE = (0.0, 0.5, 0.75, 1.0, 1.25)
 
 
 def robust_radius(
@@ -163,21 +162,21 @@ class NetworkAtInput:
             injection[token, :, entries] = torch.eye(x.shape[1], dtype=x.dtype)
         kind: type[SecondOrder] | type[ThirdOrder] = SecondOrder if order == 2 else ThirdOrder
         label, directions = _directions(self.logits, target, threshold)
-        weakest: tuple[float, int | None, Tensor, SecondOrder | ThirdOrder] | None = None
+        weakest: tuple[float, int | None, Tensor, _Margin] | None = None
         for rival, direction, offset in directions:
             functional = torch.einsum("c,cnd->nd", exact(direction), exact(network.readout))
             constant = (exact(direction) * exact(network.offset)).sum() + offset
-            expansion = kind(network, x, injection, functional, constant, self.jacobians)
+            margins = _Margin(kind(network, x, injection, functional, constant, self.jacobians))
             most = math.inf if weakest is None else weakest[0]
-            found = _largest(expansion, most, guess)
+            found = _largest(margins, most, guess)
             if weakest is None or found < weakest[0]:
-                weakest = found, rival, direction, expansion
+                weakest = found, rival, direction, margins
         assert weakest is not None
-        radius, rival, direction, expansion = weakest
+        radius, rival, direction, margins = weakest
         # The factor covers the roundings of root and quotient.
         scale = 1.0 if norm == 2 else math.sqrt(k) * (1 + FUZZ)
-        at_radius = expansion(max(radius, _SMALLEST))
-        margin, gradient = expansion.first.margin, expansion.first.gradient
+        at_radius = margins(max(radius, _SMALLEST))
+        margin, gradient = margins.first.margin, margins.first.gradient
         slope = float(gradient.norm() if norm == 2 else gradient.abs().sum())
         first_order = margin / slope if slope > 0 else math.inf
         nearest = None
@@ -185,7 +184,8 @@ class NetworkAtInput:
             start = max(radius / scale, min(first_order, 1.0) / 4)
             offset = margin - float(direction @ self.logits)
             nearest = attack_radius(network, x, injection, direction, offset, start, norm=norm, seed=seed)
-        points = [f * radius for f in _CURVE] if radius > 0 else []
+        if radius > 0:
+            margins(radius / 2)  # the search may have looked near the radius alone
         return RobustRadius(
             radius=radius / scale,
             order=order,
@@ -194,7 +194,7 @@ class NetworkAtInput:
             label=label,
             rival=rival,
             margin=margin,
-            curve=tuple((e / scale, expansion(max(e, _SMALLEST)).lower) for e in points),
+            curve=tuple((e / scale, lower) for e, lower in margins.curve()) if radius > 0 else (),
             attack=nearest,
             first_order=first_order,
             losses={
@@ -204,6 +204,24 @@ class NetworkAtInput:
             polynomial_loss=at_radius.polynomial,
             seconds=time.perf_counter() - began,
         )
+
+
+class _Margin:
+    """Lower bounds of the margin of one expansion, each evaluated once for a radius ε."""
+
+    def __init__(self, expansion: SecondOrder | ThirdOrder) -> None:
+        self.first, self._expansion = expansion.first, expansion
+        self._found: dict[float, Losses] = {}
+
+    def __call__(self, epsilon: float) -> Losses:
+        """Return the bound for |δ| ≤ ε, and what each part of the expansion takes from the margin."""
+        if epsilon not in self._found:
+            self._found[epsilon] = self._expansion(epsilon)
+        return self._found[epsilon]
+
+    def curve(self) -> list[tuple[float, float]]:
+        """Return all ε at which the bound was evaluated and is finite, in ascending order, with the bound."""
+        return sorted((e, found.lower) for e, found in self._found.items() if math.isfinite(found.lower))
 
 
 def _directions(
@@ -227,7 +245,7 @@ def _directions(
     return label, [(rival, unit[label] - unit[rival], 0.0) for rival in rivals]
 
 
-def _largest(margin: SecondOrder | ThirdOrder, most: float, guess: float) -> float:
+def _largest(margin: _Margin, most: float, guess: float) -> float:
     """Return the largest ε, up to ``most`` and to 0.2 %, at which the margin's lower bound is positive.
 
     The search begins at ``guess``. The bound is evaluated at the ε that is returned.
