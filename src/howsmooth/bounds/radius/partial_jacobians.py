@@ -45,6 +45,14 @@ class Source:
         """Whether every token depends on itself alone."""
         return self.jacobian.ndim == 3
 
+    def read(self, branch: slice) -> Source:
+        """Return the source of some columns of the state, in an order of memory that suits :class:`Errors`."""
+        own = self.jacobian[:, branch]
+        if self.alone:
+            return Source(own)
+        # Block by block of a token of the stage: products of blocks are twice as fast, with the same shape.
+        return Source(own.permute(2, 0, 1, 3).contiguous().permute(1, 2, 0, 3))
+
     def pushed(self, stage: Stage, x: Tensor, mixes: bool) -> Source:
         """Return the source at the output of a stage; ``mixes`` says that the stage mixes tokens."""
         own: Tensor = exact(self.jacobian, frobenius=self.norm)
@@ -99,7 +107,7 @@ def partial_jacobians(network: Network, x: Tensor) -> PartialJacobians:
     stages = network.rounded().stages
     states, errors, found, residuals, sources = [x], [], [], [], list[Source]()
     for stage in stages:
-        found.append([Source(source.jacobian[:, stage.branch]) for source in sources])
+        found.append([source.read(stage.branch) for source in sources])
         state, mixes = exact(states[-1]), isinstance(stage.map, Attention)
         output, error = settled(stage.value(state))
         pushed = [source.pushed(stage, state, mixes) for source in sources]
