@@ -77,7 +77,7 @@ def number_of_clusters(state: State, tolerance: float) -> int:
 
 
 def log_interaction_energy(state: State, matrix: Tensor | None = None, *, beta: float = 1.0) -> float:
-    """Return the logarithm of the interaction energy of tokens or of a measure.
+    """Return the logarithm of the interaction energy, the mean of exp⟨Ax, y⟩ over pairs of tokens x and y.
 
     The energy is E = 1/(2β) ∬ e^{β⟨Ax, y⟩} dμ(x) dμ(y), where A is ``matrix`` and μ the measure of the
     tokens. For A = I this is the interaction energy of Geshkovski, Letrouit, Polyanskiy and Rigollet (*A
@@ -100,7 +100,6 @@ def log_interaction_energy(state: State, matrix: Tensor | None = None, *, beta: 
     ------
     ArgumentError
         If an argument does not fit.
-
     """
     if isinstance(beta, bool) or not 0 < beta < math.inf:
         raise ArgumentError("beta", expected="a finite number > 0", got=f"{beta}")

@@ -268,7 +268,7 @@ Solve = Callable[[LinearOperator, int], LeadingTriplet]
 
 
 def _along(trajectory: LinearisedFlow, times: list[float], solve: Solve) -> list[LeadingTriplet]:
-    """Return the leading singular triplet of the flow map's Jacobian at each time after the first."""
+    """For each later time, return the leading singular triplet of the flow map's Jacobian."""
     rounding = _rounding(trajectory, times)
     for time, relative in zip(times, rounding, strict=True):
         if not float(relative) < _NO_DIGIT:
@@ -282,7 +282,7 @@ def _along(trajectory: LinearisedFlow, times: list[float], solve: Solve) -> list
 
 
 def _rate(trajectory: LinearisedFlow, i: int, solve: Solve, index: int) -> float:
-    """Integrate the local Lipschitz constant of the velocity over one step, by quadrature.
+    """Integrate the velocity's local Lipschitz constant over one time step by quadrature.
 
     The step has the number ``i``. The random starts of the stages have the numbers after ``index``.
     """
@@ -344,7 +344,7 @@ def _start_vector(operator: LinearOperator, seed: int, index: int) -> Tensor:
 
 
 def _in_double(field: Field, start: object) -> Tokens:
-    """Return the start of a flow, with its field, in float64, after checking that both fit each other."""
+    """Convert the start of a flow and its velocity field to float64, after checking that they fit each other."""
     system = system_of(field, start)
     if not isinstance(system, Tokens) or system.start.ndim != 2:
         got = f"shape {tuple(start.shape)}" if isinstance(start, Tensor) else type(start).__name__

@@ -48,7 +48,7 @@ class Plan:
 
     @property
     def adaptive(self) -> bool:
-        """Whether the method chooses its steps."""
+        """True if the integration method chooses its own step sizes."""
         return self.method in ADAPTIVE
 
     def refined(self) -> Plan:
@@ -77,7 +77,7 @@ class Run:
 
 
 class _EndedError(Exception):
-    """Raised when no further step is possible, to end the run."""
+    """Raised inside an integration when no further time step is possible."""
 
     def __init__(self, status: Status, reason: str, lower: float, upper: float) -> None:
         super().__init__(reason)
@@ -88,7 +88,7 @@ class _EndedError(Exception):
 
 
 class _SmallerStepError(Exception):
-    """Raised when a trial step gave numbers that are not finite, to repeat it with a smaller step."""
+    """Raised when a trial time step gave NaN or infinity, so that it is repeated with a smaller step."""
 
 
 @dataclass

@@ -146,7 +146,7 @@ class LinearisedFlow:
         return made
 
     def rates(self, i: int) -> list[LinearOperator]:
-        """Return the Jacobian of the velocity at each stage of step ``i``.
+        """Return the Jacobian of the velocity at each Runge–Kutta stage of time step ``i``.
 
         Its symmetric part gives the rate at which perturbations grow. On a sphere the Jacobians are projected
         onto the tangent spaces.

@@ -80,7 +80,7 @@ class Rescaled(Field):
         self._limit = 0.4 * math.log(torch.finfo(attention.dtype).max)
 
     def check(self, x: Tensor) -> None:
-        """Raise ArgumentError unless the attention accepts ``x``."""
+        """Raise ArgumentError unless the attention accepts tokens of the shape of ``x``."""
         check_tokens(x, self.attention)
 
     def attention_at(self, t: float) -> SelfAttention:

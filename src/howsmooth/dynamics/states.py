@@ -29,7 +29,7 @@ class System(abc.ABC):
 
     @property
     def switches(self) -> tuple[float, ...]:
-        """The times at which the velocity field jumps."""
+        """The times at which the velocity field jumps, for example from one layer to the next."""
         return self.field.switches
 
     @abc.abstractmethod
@@ -48,14 +48,14 @@ class System(abc.ABC):
         return self.field.project(y)
 
     def drift(self, y: Tensor) -> float | None:
-        """Return the tensor's relative distance from the set that the flow preserves.
+        """Return how far the tensor has left the set that the flow preserves, as a relative distance.
 
         Without such a set, the result is None.
         """
         return self.field.drift(y)
 
     def restart(self, y: Tensor) -> Tensor:
-        """Return the tensor from which a new flow can continue.
+        """Return the tensor of the present state, from which a second flow can go on.
 
         It stands for the same state.
         """
@@ -118,7 +118,7 @@ class Tokens(System):
         return float(mean.max().sqrt())
 
     def state(self, y: Tensor) -> Tensor | AbstractMeasure:
-        """Return the tokens."""
+        """Return the tensor itself, which is the tokens."""
         return y
 
     def states(self, ys: list[Tensor]) -> Tensor | tuple[AbstractMeasure, ...]:
@@ -212,11 +212,11 @@ class Moments(System):
         return float(torch.linalg.vector_norm(y - other))
 
     def state(self, y: Tensor) -> AbstractMeasure:
-        """Return the Gaussian."""
+        """Return the Gaussian that the tensor of mean and covariance root represents."""
         return Gaussian(*_unpack(y))
 
     def states(self, ys: list[Tensor]) -> tuple[AbstractMeasure, ...]:
-        """Return the Gaussians at all times."""
+        """Return the Gaussians that the tensors represent, one for each time."""
         return tuple(self.state(y) for y in ys)
 
 

@@ -74,18 +74,17 @@ class Trajectory:
 
     @property
     def final(self) -> State:
-        """The last state."""
+        """The state of the flow at the last time."""
         return self.states[-1]
 
     @property
     def points(self) -> Float[Tensor, "times *batch n d"]:
-        """The tokens or atoms at all times.
+        """The tokens, or the atoms of the measure, at all times.
 
         Raises
         ------
         ArgumentError
             If the states are Gaussians, which have no atoms.
-
         """
         if isinstance(self.states, Tensor):
             return self.states

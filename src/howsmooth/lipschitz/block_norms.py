@@ -43,7 +43,7 @@ class BlockNorms:
 
     @classmethod
     def zeros(cls, outputs: int, n: int) -> BlockNorms:
-        """Return zero for every norm; :meth:`write` then overwrites those of the nonzero blocks."""
+        """Return zeros for the norms of all blocks; :meth:`write` then sets those of the nonzero blocks."""
         value, lower, upper = torch.zeros(3, outputs, n, dtype=torch.float64)
         steps = torch.zeros(outputs, n, dtype=torch.int64)
         return cls(value, lower, upper, torch.ones(outputs, n, dtype=torch.bool), steps)
@@ -57,7 +57,7 @@ class BlockNorms:
         rtol: float,
         factor: Float[Tensor, " pairs"] | float = 1.0,
     ) -> None:
-        """Write the norms of some blocks, given the norms of these blocks times ``factor``.
+        """Store the norms of some blocks. They are given as norms of the blocks times ``factor``.
 
         Intervals are widened by ``error`` on each side.
         """
@@ -96,7 +96,7 @@ def block_norms(
 
 
 def sequence_jacobian(f: Callable[[Tensor], Tensor], x: Float[Tensor, "n d"]) -> LinearOperator:
-    """Return the Jacobian of any map at one sequence as an operator of one member.
+    """Return the Jacobian of a map at one sequence (n, d) as a linear operator.
 
     Maps of this library are differentiated in float64, other maps in the dtype of ``x``. The output of a map
     is (n_out, d_out), or one vector (d_out,).
@@ -110,7 +110,7 @@ def sequence_jacobian(f: Callable[[Tensor], Tensor], x: Float[Tensor, "n d"]) ->
 
 
 def _cut(pairs: Int[Tensor, " pairs"]) -> Iterator[Tensor]:
-    """Yield the pairs in tiles of limited size; yield nothing if there are no pairs."""
+    """Yield pairs (i, j) of tokens in groups of limited size; yield nothing if there are no pairs."""
     return iter(pairs.split(_PAIRS) if len(pairs) else ())
 
 
@@ -143,7 +143,7 @@ def _of_tile(
     members: Sequence[int],
     solver: Solver,
 ) -> tuple[LeadingTriplet, Float[Tensor, " pairs"]]:
-    """Return the leading singular triplets of the blocks J_ij times ``factor``, and their rounding errors."""
+    """Return the largest singular values and vectors of some scaled blocks J_ij, with rounding errors."""
     exact, single = blocks.tile(i, j, factor, (torch.float64, torch.float32))
     found = _leading(exact if dtype == torch.float64 else single, members, solver)
     if dtype != torch.float64:

@@ -106,7 +106,7 @@ def head_lipschitz(
 
 
 def _together(f: SelfAttention, x: Tensor, heads: Tensor, solver: Solver) -> dict[str, Tensor]:
-    """Measure several heads of a layer as one batch.
+    """Measure the constants of several heads of a layer as one batch.
 
     Return the fields of the estimate by name. The layer is float64.
     """
@@ -134,7 +134,7 @@ def _together(f: SelfAttention, x: Tensor, heads: Tensor, solver: Solver) -> dic
 
 
 def _alone(head: TokenMap, x: Tensor, h: int, solver: Solver, memory: int | None) -> dict[str, Tensor]:
-    """Measure one head by itself.
+    """Measure the constant of one head.
 
     Return the fields of the estimate by name.
     """
@@ -161,7 +161,7 @@ def _vector_bytes(head: TokenMap, x: Tensor) -> int:
 
 
 class _OfTokens(LinearOperator):
-    """The Jacobians of all heads as maps of whole tokens, computed from Jacobians in reduced coordinates.
+    """The Jacobians of all heads with respect to the tokens, computed from Jacobians in smaller coordinates.
 
     With J_h in the coordinates of the basis B_h, the Jacobian of head h is E ↦ J_h(E B_h).
     """

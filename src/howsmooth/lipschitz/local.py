@@ -202,7 +202,7 @@ def _at_batch(
     settings: _Settings,
     batch_dims: int | None,
 ) -> LipschitzEstimate:
-    """Measure at each input of a batch, along the leading axes of ``x``."""
+    """Measure the constant of ``f`` at each input of a batch, along the leading axes of ``x``."""
     method = _chosen_method(f, settings.method)
     if isinstance(f, TokenMap):
         check_tokens(x, f)
@@ -242,7 +242,7 @@ def _by_autodiff(
     solver: Solver,
     settings: _Settings,
 ) -> tuple[LeadingTriplet, bool]:
-    """Measure by automatic differentiation.
+    """Measure the constants of ``f`` with the Jacobian of automatic differentiation.
 
     Return also whether a float32 map of this library was checked in float64, or needs no check.
     """
@@ -254,7 +254,7 @@ def _by_autodiff(
 def _at_sequences(
     f: Callable[[Tensor], Tensor], xs: Sequence[object], settings: _Settings
 ) -> LipschitzEstimates:
-    """Measure at several sequences (n_i, d)."""
+    """Measure the constant of ``f`` at several sequences (n_i, d) of different lengths."""
     members = checked_sequences(f, xs, settings.rtol, settings.confidence, settings.max_iterations)
     method = _chosen_method(f, settings.method)
     lengths = [x.shape[0] for x in members]
@@ -289,7 +289,7 @@ def _at_sequences(
 def _at_measure(
     f: Callable[[Tensor], Tensor], measure: AbstractMeasure, settings: _Settings
 ) -> LipschitzEstimate:
-    """Measure the weighted norm at a discrete measure, in float64 whatever the dtype of its atoms."""
+    """Measure the constant of ``f`` at a discrete measure, in float64 whatever the dtype of its atoms."""
     if not isinstance(f, TokenMap):
         raise ArgumentError(
             "f",
@@ -344,7 +344,7 @@ def _factor(image: Float[Tensor, "1 n d_out"]) -> float:
 
 
 def _scope(f: Callable[[Tensor], Tensor], *, checked: bool = True) -> str:
-    """Return a description of the map for the result.
+    """Describe the measured map in words, for the field ``scope`` of the result.
 
     A map of this library describes itself; any other function is described by its name. A result that was not
     checked in float64, for lack of memory, says so.

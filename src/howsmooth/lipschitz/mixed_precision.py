@@ -35,7 +35,7 @@ Part = tuple[Sequence[int], LeadingTriplet]
 def solve_closed_forms(
     double: TokenMap, members: Sequence[Tensor] | Tensor, solver: Solver, budget: int
 ) -> list[Part]:
-    """Measure at several sequences (n_i, d) a map whose Jacobian has a closed form.
+    """Measure the constants, at several sequences (n_i, d), of a map whose Jacobian has a closed form.
 
     Sequences whose attention probabilities fit in memory are measured in batches, others one by one. The
     argument ``double`` is the map in float64, and ``budget`` the number of bytes that may be used.
@@ -86,14 +86,14 @@ def solve_autodiff(
 
 
 def _usual(x: Tensor) -> float:
-    """Return the rounding error, in the dtype of ``x``, of a Jacobian product whose terms do not cancel."""
+    """Return the relative rounding error of Jacobian products without cancellation, in the dtype of ``x``."""
     return 32.0 * torch.finfo(x.dtype).eps
 
 
 def _cached(
     double: TokenMap, members: Sequence[Tensor] | Tensor, lots: Sequence[Sequence[int]], solver: Solver
 ) -> list[LeadingTriplet]:
-    """Measure some sequences with their attention probabilities kept in memory.
+    """Measure the constants at some sequences, with the attention probabilities kept in memory.
 
     Float32 results are checked in float64.
 
@@ -142,7 +142,7 @@ def verdict(
     members: Sequence[int],
     solver: Solver,
 ) -> LeadingTriplet:
-    """Check the result of a float32 run by float64 products.
+    """Check the singular values that a float32 run found, by products with the float64 Jacobian.
 
     Return the result with value and interval from float64.
 
@@ -179,7 +179,7 @@ def verdict(
 def _streamed(
     double: TokenMap, x: Tensor, members: Sequence[int], solver: Solver, budget: int
 ) -> LeadingTriplet:
-    """Measure at one sequence without keeping its probabilities, so without any n × n matrix.
+    """Measure the constant at one sequence tile by tile, without any n × n matrix of probabilities.
 
     The steps are as in :func:`_cached`. The operators in float32 and in float64 are not in memory at the
     same time.

@@ -269,7 +269,7 @@ class _Layer:
         self.mean = derivative.mean.unflatten(1, (self.group, n))
 
     def out(self, heads: Float[Tensor, "b m value_dim"]) -> Float[Tensor, "b n r"]:
-        """Apply the output matrices to the outputs of the heads of each group, and sum over the group."""
+        """Apply each head's output matrix to its output, and sum over the heads that share a key head."""
         return torch.einsum("bgnv,brgv->bnr", heads.unflatten(1, (self.group, self.n)), self.factor)
 
     def out_adjoint(self, y: Float[Tensor, "b n r"]) -> Float[Tensor, "b m value_dim"]:
@@ -295,7 +295,7 @@ class _Layer:
         return torch.stack(tokens), torch.stack(entries)
 
     def key_grams(self) -> Float[Tensor, "b n key_dim key_dim"]:
-        """Return the Gram matrix of the derivative in each key.
+        """Return AᵀA for each key, where A is the derivative of the layer's output with respect to this key.
 
         In key j it is Σ_i Σ_gh ⟨u^g_ij, u^h_ij⟩ q^g_i (q^h_i)ᵀ with u^g_ij = P^g_ij D^g_ij R_g (v_j − O^g_i),
         where D is the derivative of the soft cap.
@@ -332,7 +332,7 @@ class _Layer:
         return found
 
     def value_grams(self) -> Float[Tensor, "b n value_dim value_dim"]:
-        """Return the Gram matrix of the derivative in each value: Σ_gh (Σ_i P^g_ij P^h_ij) R_gᵀ R_h."""
+        """Return AᵀA for each value, where A is the derivative of the layer's output in this value."""
         attended = torch.einsum("bgij,bhij->bghj", self.p, self.p)
         outputs = torch.einsum("brgv,brhw->bghvw", self.factor, self.factor)
         grams: Tensor = torch.einsum("bghj,bghvw->bjvw", attended, outputs)
@@ -343,7 +343,7 @@ class _Layer:
 
 
 def _norms(gram: Float[Tensor, "b n k k"]) -> tuple[Float[Tensor, "b n"], Float[Tensor, "b n k"]]:
-    """Return the spectral norms and the column norms of matrices with these Gram matrices."""
+    """Return the spectral norms and the column norms of matrices A, from their Gram matrices AᵀA."""
     return torch.linalg.eigvalsh(gram)[..., -1].clamp_min(0.0).sqrt(), _column_norms(gram)
 
 

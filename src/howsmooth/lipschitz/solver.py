@@ -58,7 +58,7 @@ class Solver:
     def together(
         self, operators: Sequence[LinearOperator], members: Sequence[Sequence[int]]
     ) -> list[LeadingTriplet]:
-        """Compute leading singular triplets of several Jacobians at once, which shares matrix products.
+        """Compute leading singular triplets of several Jacobians in one run that shares matrix products.
 
         The Jacobians are of one map, at sequences that may have different lengths.
 

@@ -50,7 +50,7 @@ class TokenWise:
 
     @property
     def value(self) -> float:
-        """The largest move that was found, which is the lower limit."""
+        """The largest move of an output token that was found: the lower limit of the constant."""
         return self.lower
 
     def __repr__(self) -> str:
@@ -133,7 +133,7 @@ def token_wise_ascent(
 def attained(
     operator: LinearOperator, i: int, e: Float[Tensor, "n d"]
 ) -> tuple[float, Float[Tensor, " d_out"], float]:
-    """Return |Σ_j J_ij e_j|, the direction of this sum, and the rounding error of its length.
+    """Return the length of the output change Σ_j J_ij e_j, its direction, and the length's rounding error.
 
     The operator is the Jacobian at one sequence, in the dtype of the tangents ``e``.
     """
@@ -149,7 +149,10 @@ def attained(
 def _climbed(
     operator: LinearOperator, i: int, u: Float[Tensor, " d_out"], rtol: float
 ) -> tuple[Float[Tensor, "n d"], float]:
-    """Return the tangents that the ascent from a direction ``u`` of output token i reaches, and the value."""
+    """Climb from a direction ``u`` of output token i.
+
+    Return the input tangents reached, and how far they move it.
+    """
     value = 0.0
     for _ in range(_STEPS):
         cotangent = torch.zeros(operator.out_size // len(u), len(u), dtype=u.dtype, device=u.device)

@@ -46,7 +46,7 @@ class GaussianAnswer:
     regular: bool
 
     def in_units(self, scaled: float) -> float:
-        """Undo the scaling: return a distance in the units of the given Gaussians.
+        """Convert a distance between scaled Gaussians back to the units of the given Gaussians.
 
         It is multiplied by 2^exponent.
         """
@@ -157,7 +157,7 @@ def _map(one: _Spectrum, other: _Spectrum) -> tuple[ndarray, ndarray]:
 
 
 def _below(one: ndarray, other: ndarray, values: ndarray, vectors: ndarray) -> float:
-    """Return a lower bound on W₂² of two Gaussians with mean zero.
+    """Return a lower bound on the squared distance W₂² between two Gaussians with mean zero.
 
     T is the matrix with the eigenvalues ``values`` and the eigenvectors ``vectors``. The bound is tr (I − T)
     one + tr (I − T⁻¹) other, less a bound on its rounding. It holds for any T > 0, because 2⟨x, y⟩ <= xᵀTx +

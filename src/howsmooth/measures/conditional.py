@@ -138,7 +138,7 @@ def _total(
 def _forced(
     members: list[list[ndarray]], log_a: ndarray, log_b: ndarray, log_theta: ndarray, forced: ndarray
 ) -> tuple[ndarray, ndarray, ndarray]:
-    """Return the only possible transport plan at positions where a measure has a single atom.
+    """Return the transport plan at positions where a measure has one atom, so that no other plan exists.
 
     The plan consists of the numbers of rows and columns, and the logarithms of the masses.
     """
@@ -168,7 +168,7 @@ def _roots(terms: Float[ndarray, "3 k"], p: float) -> list[float]:
 def _groups(
     mu: DiscreteMeasure, nu: DiscreteMeasure, tolerance: float
 ) -> tuple[Int[ndarray, " n"], Int[ndarray, " m"]]:
-    """Return, for each atom, the number of its position.
+    """Return, for each atom, the index of its position among all different positions.
 
     Positions are numbered in increasing order, with the same numbers for both measures.
     """
@@ -199,7 +199,7 @@ def _log_masses(logs: ndarray, group: ndarray) -> ndarray:
 
 
 def _members(group: ndarray, count: int) -> list[ndarray]:
-    """Return, for each position, the numbers of the atoms at it."""
+    """Return, for each position, the indices of the atoms at this position."""
     order = np.argsort(group, kind="stable")
     return np.split(order, np.searchsorted(group[order], np.arange(1, count)))
 

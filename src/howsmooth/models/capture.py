@@ -144,7 +144,7 @@ def _part(
 
 @contextmanager
 def model_parts(model: nn.Module, inputs: Tensor | Mapping[str, Tensor]) -> Iterator[ModelParts]:
-    """Yield the ModelParts of a model; its parts can be captured until the context ends.
+    """Within the context, yield the parts of a model (embeddings, blocks, head) so that they can be captured.
 
     The arguments are those of :func:`capture`.
     """
@@ -154,7 +154,7 @@ def model_parts(model: nn.Module, inputs: Tensor | Mapping[str, Tensor]) -> Iter
 
 
 def _ends(layers: object, count: int) -> tuple[int, int]:
-    """Return the first and the last layer of a span, counted from 0."""
+    """Return the first and the last layer of a span such as ``(2, 5)``, counted from 0."""
     if layers in (None, "all"):
         return 0, count - 1
     pair = (layers, layers) if isinstance(layers, int) else layers

@@ -81,7 +81,7 @@ class InspectedSite:
 
 @dataclass(frozen=True)
 class Refusal:
-    """The reason why some layers cannot be captured."""
+    """The reason why some layers of a model cannot be captured, with the indices of these layers."""
 
     #: Indices of the layers; empty for layers without a softmax, which have no index.
     layers: tuple[int, ...]
@@ -285,7 +285,7 @@ def _plain(message: str, layer: AttentionLayer) -> str:
 
 
 def _together(refused: list[Refusal]) -> tuple[Refusal, ...]:
-    """Group the layers that are refused for one reason, so that each reason is said once."""
+    """Group the refused layers by the reason of the refusal, so that the report says each reason once."""
     said: dict[str, str] = {}
     scopes: dict[tuple[tuple[int, ...], tuple[str, ...], str], tuple[str, ...]] = {}
     for one in refused:

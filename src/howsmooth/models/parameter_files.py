@@ -263,7 +263,7 @@ def _with_axis(t: Tensor, rank: int) -> Tensor:
 def _setting(
     tensors: dict[str, Tensor], name: str, expected: str, fits: Callable[[float], bool]
 ) -> float | None:
-    """Read a number from a tensor of one entry; None if the file has no such tensor."""
+    """Return the number in the one-entry tensor of a given name; None if the file has no such tensor."""
     t = tensors.get(name)
     if t is None:
         return None

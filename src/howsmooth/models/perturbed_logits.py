@@ -145,7 +145,7 @@ class LogitsOfModel:
 
 
 def _attention(softmax: SoftmaxCall, keys: Tensor, values: Tensor) -> Tensor:
-    """Return the output of a softmax attention with other keys and values."""
+    """Compute a softmax attention again with changed keys and values, and return its output."""
     assert softmax.query is not None
     return plain_attention(
         softmax.query,

@@ -36,7 +36,7 @@ def tolerance(eps: float, condition: float = 0.0) -> float:
 
 
 def one_operation(eps: float) -> float:
-    """Return the relative error up to which two computations of one sum should agree."""
+    """Return the relative error up to which two ways of adding up the same numbers should agree."""
     return 4.0 * eps
 
 

@@ -99,7 +99,7 @@ class ModelParts:
         return self._site("model", start, end, read, None, None, words)
 
     def output(self, output: str, *, last_token: bool = False) -> Output:
-        """Return the Output that a map to the model's hidden states, logits or margin reads at its end.
+        """Return what a map reads at the end of a forward pass: the hidden states, the logits or the margin.
 
         The hidden states of a model that transformers does not know are the first tensor that it returns.
         """
@@ -155,7 +155,7 @@ class ModelParts:
         return isinstance(self.model, PreTrainedModel)
 
     def _embeddings(self) -> Place:
-        """Return the place of the embedded tokens.
+        """Return the place in the forward pass at which the tokens have been embedded.
 
         They are the argument that is given as embedded tokens, or the output of the table for token ids, or
         else (images, audio) the input of the first block.
@@ -174,7 +174,7 @@ class ModelParts:
         return replace(self.blocks[0], side="input")
 
     def _end(self, output: str) -> Place:
-        """Return the place at which the model yields an output."""
+        """Return the place in the forward pass at which the model yields hidden states, logits or margin."""
         base = self.model.base_model if output == "hidden" and self._known else self.model
         return Place(self._path(base), "output")
 
@@ -275,7 +275,7 @@ def _sequences_of(model: nn.Module, given: ModelInputs) -> list[ModelInputs]:
 
 
 def _attentions(model: nn.Module, n: int) -> list[str | None]:
-    """Return the attention implementations to try in a copy of the model, at n tokens; None keeps its own.
+    """Return the attention implementations ("sdpa", ...) to try in a copy of the model; None keeps its own.
 
     PyTorch differentiates its own attention in memory n². That of howsmooth takes memory n, and more time at
     small n.
@@ -290,7 +290,7 @@ def _attentions(model: nn.Module, n: int) -> list[str | None]:
 
 
 class _Run:
-    """A forward pass of the user's own model on one sequence, and what it computed at some places."""
+    """A forward pass of the user's own model on one sequence, with the tensors at some chosen places."""
 
     def __init__(
         self, model: nn.Module, given: ModelInputs, start: Place, end: Place, before: Sequence[Place] = ()
@@ -311,7 +311,7 @@ class _Run:
         self.tokens = rows(first_tensor(found[0]))
 
     def moved(self, x: Tensor) -> Any:
-        """Return what the model returns at the end if the tokens at the start are ``x`` (n, d)."""
+        """Run the model from tokens ``x`` (n, d) at the start of a part, and return the tensor at its end."""
         with replaced(self.model, self.start, x):
             return self._ended()
 

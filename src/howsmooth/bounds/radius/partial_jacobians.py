@@ -46,7 +46,7 @@ class Source:
         return self.jacobian.ndim == 3
 
     def read(self, branch: slice) -> Source:
-        """Return the source of some columns of the state, in an order of memory that suits :class:`Errors`."""
+        """Return the source of some columns of the state, stored in the order that :class:`Errors` reads."""
         own = self.jacobian[:, branch]
         if self.alone:
             return Source(own)

@@ -27,7 +27,7 @@ __all__ = ["CopiedModule", "ReplayedAttention", "Tail"]
 
 @dataclass(frozen=True, eq=False)
 class Tail:
-    """The place at which a run of the attention module yields the attention's output.
+    """The place in an attention module's run (an argument or an output) that holds the attention's output.
 
     It is what the attention module returns, or the output (or input) of a module inside it, or the output of
     a projection outside it whose input is what the attention module returns.
@@ -44,7 +44,7 @@ class Tail:
         return replace(self, projection=None if projection is None else projection.to(device, dtype))
 
     def applied(self, returned: Tensor) -> Tensor:
-        """Return the attention's output for one sequence, from what the attention module returned."""
+        """Return the attention's output for one sequence, taken out of what the attention module returned."""
         heads = returned if self.width is None else returned.reshape(-1, self.width)
         if self.projection is None:
             return heads

@@ -95,7 +95,7 @@ class FoundSum:
 
 
 def sums_of(trace: LayerTrace, output: ModuleCall) -> Iterator[FoundSum]:
-    """Yield the sums by which a layer may add a module's output to the layer's residual, the simplest first.
+    """Yield the ways in which a layer may add a module's output to the residual stream, the simplest first.
 
     Each sum equals one of the tensors recorded in the trace.
     """
@@ -150,7 +150,7 @@ def _arranged(trace: LayerTrace, branch: TokenMap, found: FoundSum, later: list[
 def _residual_side(
     trace: LayerTrace, following: ModuleCall, later: list[ModuleCall]
 ) -> Literal["input", "output"] | None:
-    """Find whether a layer takes the residual of its MLP before or after a norm layer.
+    """Find whether the residual connection around a layer's MLP begins before or after the norm layer.
 
     The result says which tokens of the norm layer are the residual. It tells a post-norm layer ("output")
     from a pre-norm layer that lacks its first norm ("input"), such as the first layer of ModernBERT: in both,

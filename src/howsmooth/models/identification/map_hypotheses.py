@@ -94,7 +94,7 @@ def hypotheses(
 
 
 def _explicit(trace: LayerTrace, output: AttentionOutput, *, causal: bool) -> SelfAttention:
-    """Read all parameters of an attention layer, and return it as a SelfAttention.
+    """Read all weights and options of an attention layer, and return the layer as a SelfAttention.
 
     ``causal`` is used for a single token, whose mask does not show whether the layer is causal.
     """
@@ -252,7 +252,7 @@ def _of_one_sequence(softmax: SoftmaxCall) -> SoftmaxCall | None:
 
 
 def _common(layer: object, visible: Tensor | None, n: int) -> Tensor | None:
-    """Return the mask (n, n) that all heads share; raise CaptureError if the heads have different masks."""
+    """Return the attention mask (n, n) that all heads share; raise CaptureError if their masks differ."""
     if visible is None:
         return None
     each = _by_head(visible, n)
@@ -317,7 +317,7 @@ def _masking_of_weights(softmax: SoftmaxCall) -> tuple[str, bool]:
 
 
 def _condition(softmax: SoftmaxCall) -> float:
-    """Return an upper bound on the absolute attention scores, for the tolerance of a comparison.
+    """Return an upper bound of the absolute attention scores, which decides a comparison's tolerance.
 
     If the queries or keys are unknown, the result is 100, which is a guess and no bound.
     """

@@ -64,13 +64,12 @@ class Output:
     last: bool = False
 
     def of(self, returned: Any) -> Tensor:
-        """Return the output (n_out, d_out) of this kind, from what a module returned for one sequence.
+        """Return the chosen kind of output (n_out, d_out), from what a module returned for one sequence.
 
         Raises
         ------
         CaptureError
             If the module returned no output of this kind.
-
         """
         name = {"hidden": "last_hidden_state", "tokens": None}.get(self.kind, "logits")
         found = None if name is None else getattr(returned, name, None)
@@ -117,7 +116,7 @@ class _Reached(BaseException):
 
 @contextmanager
 def observed(model: nn.Module, place: Place, see: Callable[[Any], None]) -> Iterator[None]:
-    """Within the context, call ``see`` with the argument or the output at a place of one forward pass."""
+    """Within the context, call ``see`` with the tensor that a forward pass has at a given place."""
     calls = itertools.count()
 
     def before(module: nn.Module, args: Any, kwargs: Any) -> None:
@@ -268,7 +267,7 @@ class ModelMap(TokenMap):
         return self.x.device
 
     def reading(self, output: Output) -> ModelMap:
-        """Return the same map with another output at its end."""
+        """Return the same map with another kind of output, such as logits instead of hidden states."""
         return ModelMap(self.model, self.inputs, replace(self.passage, output=output), self.x)
 
     def describe(self) -> str:

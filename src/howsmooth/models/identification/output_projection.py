@@ -108,7 +108,7 @@ def _outside(
 
 
 def _by_token(call: ModuleCall) -> bool:
-    """Whether a module, run again on tokens of shape (1, n, d), gives the output that was recorded."""
+    """Return True if a module, run again on tokens of shape (1, n, d), gives the output that was recorded."""
     if call.inputs is None or call.output is None:
         return False
     again = first_tensor(call.module(call.inputs))
@@ -141,7 +141,7 @@ def heads_of(trace: LayerTrace) -> Tensor | None:
 
 
 def is_given(call: ModuleCall, tokens: Tensor | None) -> bool:
-    """Whether ``tokens`` is the only argument of a call of a module with a weight matrix."""
+    """Return True if a module has a weight matrix and was called with ``tokens`` as its only argument."""
     matrix = is_linear(call.module) or (call.alone and any(p.ndim > 1 for p in call.module.parameters()))
     if not matrix or call.inputs is None or tokens is None:
         return False

@@ -79,7 +79,7 @@ def _check_name(place: Place, name: object, where: str, endings: tuple[str, ...]
 
 
 def _parts(place: Place, index: str) -> set[object]:
-    """Return the weight files that an index file names; an empty set if there is no index file."""
+    """Return the names of the weight files that an index file lists; an empty set without an index file."""
     found = place.file(index)
     if found is None:
         return set()

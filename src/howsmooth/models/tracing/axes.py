@@ -16,7 +16,7 @@ __all__ = ["Axes", "Axis", "Factor", "arrange", "broadcast", "leaves", "regroup"
 
 
 class Factor:
-    """A factor of the length of an axis, such as heads in an axis of length heads · head_dim.
+    """A factor of the length of an axis; a length heads · head_dim has the factors heads and head_dim.
 
     A split changes the factor in place, so that every tensor whose axes contain it sees the two parts.
     """

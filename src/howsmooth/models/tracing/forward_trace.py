@@ -57,7 +57,7 @@ class TracedCall:
     output: Any = None
 
     def keep(self) -> None:
-        """Copy the floating-point arguments, because the model may change them in place later."""
+        """Store copies of the call's floating-point arguments: the model may change them in place later."""
         if self.kept:
             return
         self.kept = True
@@ -77,7 +77,7 @@ class TracedCall:
         self.versions = {id(v): v._version for v in self._tensors()}
 
     def unchanged(self) -> bool:
-        """Whether the call's arguments are still as they were when they were kept."""
+        """Return True if the call's arguments still equal the copies that were stored."""
         return all(self.versions.get(id(v), v._version) == v._version for v in self._tensors())
 
     def arguments(self) -> dict[str, Any]:
@@ -113,7 +113,7 @@ class TracedLayer:
 
 
 class StopForward(BaseException):
-    """Raised to end a forward pass of :func:`run` as soon as everything that is wanted has been seen.
+    """Raised to end a forward pass early, as soon as all wanted layers have run.
 
     It is a BaseException, so that no model catches it with ``except Exception``.
     """

@@ -37,7 +37,7 @@ class ModuleCall:
 
 @dataclass(frozen=True, eq=False)
 class AttentionLayer:
-    """The module that computes an attention, and the whole layer of the model around it (``root``)."""
+    """An attention module of a model, with the whole Transformer layer around it (``root``)."""
 
     index: int  # in the order of the forward pass
     name: str  # path of the attention module

@@ -110,7 +110,7 @@ class Scores:
         return replace(self, eps=max(self.eps, torch.finfo(dtype).eps))
 
     def unchanged(self) -> Scores:
-        """Return the description of the scores, marked as approximate because an operation was ignored."""
+        """Return the description of the scores, marked as approximate: the tracer ignored an operation."""
         return replace(self, approximate=True)
 
     def times(self, number: float) -> Scores | Opaque:

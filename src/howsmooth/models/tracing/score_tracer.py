@@ -56,7 +56,7 @@ class ScoreTracer(TorchFunctionMode):
     def weighted(
         self, contraction: Contraction, p: Tensor, known: Probabilities | Opaque, run: Callable[[], Tensor]
     ) -> Tensor:
-        """Return attention weights times values.
+        """Return attention weights times values; this is where a softmax attention is recognised.
 
         ``run`` computes the product with the model's code.
         """
@@ -98,12 +98,12 @@ class ScoreTracer(TorchFunctionMode):
         return result
 
     def known(self, tensor: Any) -> Known | None:
-        """Return the stored description of a tensor; None if it is neither scores nor probabilities."""
+        """Return the description of a tensor, or None if it is neither scores nor attention weights."""
         entry = self._known.get(id(tensor))
         return entry[1] if entry is not None and entry[0]() is tensor else None
 
     def note(self, tensor: Any, known: Known | None) -> None:
-        """Store the description of a tensor for as long as the tensor exists."""
+        """Store what is known of a tensor (its description as scores) for as long as the tensor exists."""
         if known is None or not isinstance(tensor, Tensor):
             return
         key, table = id(tensor), self._known
@@ -124,7 +124,7 @@ def _name(func: Any) -> str:
 
 
 def _mixed(known: Known | None, what: str) -> Opaque | None:
-    """Return Opaque for an operation that softmax attention lacks; ``what`` names the operation."""
+    """Mark the result of an operation that softmax attention does not have; ``what`` names the operation."""
     if known is None or isinstance(known, Opaque):
         return known
     after = isinstance(known, Probabilities)
@@ -164,7 +164,7 @@ def _of_one(change: Callable[[Scores | Probabilities, _Applied], Known | None]) 
 
 
 def _each(known: Scores | Probabilities, change: Callable[[Scores], Scores | Opaque]) -> Known:
-    """Apply ``change`` to described scores, or to the scores inside described attention weights."""
+    """Apply ``change`` to the description of scores, also of scores inside a softmax."""
     if isinstance(known, Scores):
         return change(known)
     scores = change(known.scores)
@@ -262,7 +262,7 @@ def _convert(known: Scores | Probabilities, applied: _Applied) -> Known | None:
 
 @_of_one
 def _same(known: Scores | Probabilities, applied: _Applied) -> Known | None:
-    """Describe the result of a function such as ``clamp``, which should leave the scores unchanged.
+    """Describe the result of a function such as ``clamp``, which is taken to leave the scores unchanged.
 
     Whether it did is checked when the attention is complete, by computing its output again.
     """
