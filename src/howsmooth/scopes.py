@@ -31,5 +31,5 @@ OUTPUTS = ("hidden", "logits", "margin")
 
 
 def layers_of_scope(scope: str, layers: Sequence[int]) -> Sequence[int]:
-    """Return the layers at which a scope is measured: those given, or 0, which stands for a whole model."""
+    """Return the layers to measure in a scope: ``layers``, or only 0, which stands for a whole model."""
     return (0,) if scope == "model" else layers

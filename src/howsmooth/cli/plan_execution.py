@@ -102,7 +102,7 @@ def means_of(execution: Execution, display: Listener, *, keep_going: bool = Fals
 
 
 def _beside(plan: Plan) -> list[Callable[[OpenStudy], Work]]:
-    """Return, in a list, the function that adds the published code's values to a run, if asked for."""
+    """Return a list of one function, which lists the published values left to compute; empty if unwanted."""
     if not plan.as_published:
         return []
     from howsmooth.paper.published import parse_items

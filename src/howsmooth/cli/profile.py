@@ -32,7 +32,7 @@ _EXAMPLES = (
 
 @dataclass(frozen=True)
 class ProfilePlan(OneInputPlan):
-    """The model, the input, and how to measure."""
+    """The options of ``howsmooth profile``: the model, the input, and how to measure."""
 
     images: str | None = option(
         None, words(place=True), "An image instead of a text, or builtin.", metavar="builtin|FILE"

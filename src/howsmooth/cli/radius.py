@@ -33,7 +33,7 @@ _EXAMPLES = (
 
 @dataclass(frozen=True)
 class RadiusPlan(OneInputPlan):
-    """The model, the input, and what moves."""
+    """The options of ``howsmooth radius``: the model, the input, and how the tokens may move."""
 
     embeddings: str | None = option(
         None,
@@ -74,7 +74,7 @@ class RadiusPlan(OneInputPlan):
     no_attack: bool = option(False, flag(), "Do not search attacks beside the radii.", panel=HOW)
 
     def check(self) -> None:
-        """Refuse a second input, and ``seconds`` for the third order with ``--order 3`` or ``--jointly``."""
+        """Refuse a second input, and refuse a time limit of the third order where it does not apply."""
         if self.embeddings is not None and (self.tokens is not None or self.span is not None):
             other = "tokens" if self.tokens is not None else "span"
             raise ArgumentError(other, expected="none beside embeddings", got=str(getattr(self, other)))

@@ -134,7 +134,9 @@ def usual_length(context: FigureContext, spec: ModelSpec) -> int:
 
 
 class StudyRows(NamedTuple):
-    """The rows of a study that belong to its plan; the store may hold rows of other plans too.
+    """The measurements of a study that belong to its plan, and the published code's values beside them.
+
+    The store may hold rows of other plans too.
 
     ``rows`` are the measurements, and ``published`` the values of the published code at the same sequences,
     empty if they were not asked for. ``held`` has the first tokens of the sequences of each text.

@@ -35,7 +35,7 @@ _MAPS = ("own", "until", "beyond")
 
 @dataclass(frozen=True, eq=False, repr=False)
 class DepthProfile:
-    """The constants at one input of each stage of a model, and of the maps before and behind the stage.
+    """Local Lipschitz constants of a model's stages at one input, and of the maps up to and beyond each.
 
     A stage is what happens before the first block (``embeddings``), each block, and what happens after the
     last block (``output``: the last norm, and the head).
@@ -231,7 +231,7 @@ def _block(
     last_token: bool,
     measured: Callable[[str, int, Site], dict[str, Any]],
 ) -> dict[str, Any]:
-    """Return the row of the block whose last attention layer is ``layer``; the row has its module path."""
+    """Measure a block alone, the model up to its end, and the model beyond it; return one table row."""
     block = parts.span(layer, layer)
     return {
         "stage": f"block {stage}",
@@ -248,7 +248,7 @@ def _in_words(output: str, last_token: bool) -> str:
 
 
 def _fields(kind: str, found: LipschitzEstimate) -> dict[str, Any]:
-    """Return the columns of one estimate: its value under the name ``kind``, its limits, its convergence."""
+    """Return a measured constant as columns named after ``kind``: value, limits and convergence."""
     return {
         kind: float(found.value[0]),
         f"{kind}_lower": float(found.lower[0]),
@@ -258,7 +258,7 @@ def _fields(kind: str, found: LipschitzEstimate) -> dict[str, Any]:
 
 
 def _as(kind: str, row: Mapping[str, Any], source: str = "own") -> dict[str, Any]:
-    """Copy the columns of the estimate ``source`` from a row, renamed to begin with ``kind``."""
+    """Copy from a row the columns whose names start with ``source``, renamed to start with ``kind``."""
     return {kind + name.removeprefix(source): row[name] for name in row if name.startswith(source)}
 
 

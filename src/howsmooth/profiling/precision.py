@@ -150,7 +150,7 @@ def precision(
 
 
 def load_with_head(name: str | os.PathLike[str], **options: Any) -> LoadedModel:
-    """Load a model with the head that computes its logits, or without a head if the model has none.
+    """Load a model with the output layer for its logits (its head), or without if it has none.
 
     The options are those of :func:`~howsmooth.models.load_model`.
     """
@@ -161,7 +161,7 @@ def load_with_head(name: str | os.PathLike[str], **options: Any) -> LoadedModel:
 
 
 def _whole_model(module: nn.Module, inputs: Any, *, logits: bool) -> tuple[LogitsOfModel | None, list[str]]:
-    """Return the model's logits at the input if wanted; if it has none, return None and the reason."""
+    """Return the whole model with its logits if they are wanted, or None and why there are none."""
     if not logits:
         return None, []
     try:
@@ -257,7 +257,7 @@ class _Layer:
         )
 
     def _heads(self, other: Mapping[str, Tensor]) -> Float64[Tensor, "kv_heads group n value_dim"]:
-        """Return the outputs of all heads, with keys or values replaced by those in ``other``."""
+        """Return the outputs of all heads, with the keys or values in ``other`` replacing the layer's own."""
         f, operands = self.f, self.operands | dict(other)
         visible = f.visibility(len(self.x))
         k, v = operands["K"][None], operands["V"][None]
@@ -273,7 +273,7 @@ class _Layer:
         return norms
 
     def _predicted_kl(self, operand: str, head: int, variance: Float64[Tensor, "n dim"]) -> float:
-        """Predict the divergence that rounding one head's keys or values causes, to second order.
+        """Predict to second order the KL divergence that rounding one head's keys or values causes.
 
         The divergence is ½ Σ σ_a² F_aa over the entries a, with the variance σ_a² of each entry's rounding
         error and the diagonal F_aa of the Fisher information of the model's predictions.
@@ -289,7 +289,7 @@ class _Layer:
         return 0.5 * float((part * variance).sum()) / len(self.whole.logits)
 
     def _kl(self, operand: str, head: int, quantiser: str, bits: int) -> float:
-        """Return the divergence of the model's predictions with the keys or values of one head quantised."""
+        """Return the KL divergence of the model's predictions with one head's keys or values quantised."""
         if self.whole is None:
             return math.nan
         place = (self.site.layer, head, operand)

@@ -70,7 +70,7 @@ class Precision:
 
     @property
     def has_kl(self) -> bool:
-        """Whether the divergence of the model's predictions was simulated."""
+        """Whether the table has simulated KL divergences of the model's predictions."""
         return bool(self.table["kl"].notna().any())
 
     @property
@@ -176,7 +176,7 @@ class Precision:
         return found
 
     def simulate(self, bits: int | pd.DataFrame, quantiser: str = "token") -> float:
-        """Return how far the model's predictions diverge if many keys and values are quantised at once.
+        """Return the KL divergence of the model's predictions with many keys and values quantised at once.
 
         The model runs once, and each layer gets the keys and values that come from the quantised layers
         before it.
@@ -225,7 +225,7 @@ class Precision:
 
     @property
     def citation(self) -> str:
-        """One line with the divergences if all keys and values are quantised, the versions and the digest."""
+        """One line to cite, with the KL divergences if all is quantised, rank correlations and the digest."""
         at_once = "".join(f" {line};" for line in self._together_in_words())
         digest = hashlib.sha256(f"{self.fingerprint}\n{csv_of(self.table)}".encode()).hexdigest()[:12]
         return (
@@ -239,7 +239,7 @@ class Precision:
         return "; ".join(f"{row['predicted']} and {row['real']} {row['spearman']:.3f}" for row in rows)
 
     def _together_in_words(self) -> list[str]:
-        """Return a phrase for each quantiser: the divergences if it rounds all keys and values at once."""
+        """Return a phrase for each quantiser: the KL divergences if it rounds all keys and values at once."""
         return [
             f"all keys and values at once by {quantiser}: divergence "
             + ", ".join(f"{row['kl']:.3g} at {row['bits']} bits" for row in plain_rows(rows))
@@ -248,14 +248,14 @@ class Precision:
 
     @property
     def remarks(self) -> list[str]:
-        """Sentences on quantising all keys and values at once, on too large predictions, on the ranks."""
+        """Sentences on quantising everything at once, on predictions that are too large, and on the ranks."""
         found = [f"A{words[1:]}." for words in self._together_in_words()]
         if bool((self.table["predicted_kl"] > _HOLDS).any()):
             found.append(f"* Above {_HOLDS} nats predictions are too large, up to a hundredfold: see kl.")
         return [*found, f"Spearman's rank correlation: {self._ranks_in_words()}."]
 
     def first_rows(self, most: int) -> pd.DataFrame:
-        """Return the first rows of the ranking, with numbers as text, and a star at too large predictions."""
+        """Return the first rows of the ranking as text; a star marks predictions that are too large."""
         rows = self.ranking.head(most)
         texts = {name: rows[name].map("{:.4g}".format) for name in rows if name in _CHANGES + _DIVERGENCES}
         if self.has_kl and bool((large := rows["predicted_kl"] > _HOLDS).any()):

@@ -1,4 +1,4 @@
-"""Absmax quantisation of keys and values: integers of few bits, times the step of a group of entries."""
+"""Quantise keys and values by absmax: integers of few bits, times a step that a group of entries shares."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def checked_quantisers(names: object) -> tuple[str, ...]:
 
 
 def group_of(quantiser: str, dim: int) -> str:
-    """Return one name for all quantisers that are equal on heads with ``dim`` channels.
+    """Return the name of the quantiser, or "token" if each of its groups holds a whole token.
 
     A group of at least ``dim`` channels is the whole token, so it has the name "token".
     """

@@ -267,7 +267,10 @@ def _row(found: RobustRadius, position: int | None) -> dict[str, Any]:
 
 
 class _Kept:
-    """The finished rows, by the token's position and the bound's order; also in ``file`` if there is one."""
+    """The finished rows of the table, also kept in a file if one is given, so that a run can continue.
+
+    A row is found by the token's position and the bound's order.
+    """
 
     def __init__(self, file: Path | None, key: str) -> None:
         self.file, self.key = file, key

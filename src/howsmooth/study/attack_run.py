@@ -77,7 +77,7 @@ def _tasks(plan: AttackPlan, source: AttentionSource, folder: Path) -> Iterator[
 
 
 def _attentions_at(source: AttentionSource, usual: list[Target], n: int) -> Iterator[Target]:
-    """Yield each attention of a source as it is for sequences of n tokens.
+    """Yield each attention of a source with the mask, window and tokens that it has at length n.
 
     Parameters that do not depend on n are shared between lengths.
     """

@@ -80,7 +80,7 @@ class Target:
 
     @property
     def place(self) -> str:
-        """The layer and the head of the attention in words."""
+        """A phrase that names the layer and the head of this attention, such as "layer 3, head 1"."""
         return place_in_words(self.layer, self.head)
 
     def ball(self, radius: float | str) -> Ball:
@@ -140,7 +140,7 @@ class SourceLayer:
 
     @property
     def place(self) -> str:
-        """The index of the layer in words."""
+        """A phrase that names this layer, such as "layer 3"."""
         return f"layer {self.layer}"
 
 
@@ -170,11 +170,11 @@ class FileSource:
 
     @cached_property
     def fingerprint(self) -> str:
-        """The SHA-256 of the file."""
+        """The SHA-256 digest of the parameter file."""
         return hashlib.sha256(self._file.path.read_bytes()).hexdigest()
 
     def attentions(self, length: int) -> list[Target]:
-        """Return the attention of the file, or its chosen heads, for sequences of a given length.
+        """Return the attention of the parameter file, or each chosen head alone, for ``length`` tokens.
 
         They have the tokens of the file if these have this length.
         """

@@ -226,7 +226,7 @@ def check_keys(table: Mapping[str, Any], known: Sequence[str]) -> None:
 
 @contextmanager
 def renamed(name: Callable[[str], str]) -> Iterator[None]:
-    """Let an ArgumentError from the ``with`` block name the argument as the user knows it.
+    """Raise an ArgumentError of the ``with`` block again, with the argument's name as the user knows it.
 
     ``name`` turns the name of a field into, for example, the option on the command line.
     """

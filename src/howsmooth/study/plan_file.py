@@ -71,7 +71,7 @@ def read_plan(path: str | os.PathLike[str], **execution: Any) -> Study:
 
 
 def _beside(path: Path, value: Any) -> Any:
-    """Replace the names in a value by paths, if such files exist in the folder of the plan file."""
+    """Replace the name of an input by its path if a file of this name is in the folder of the plan file."""
     if isinstance(value, list):
         return [_beside(path, one) for one in value]
     if isinstance(value, dict):

@@ -153,7 +153,7 @@ _SHARED: dict[str, dict[str, Any]] = {
 
 
 def shared(name: str, **changed: Any) -> Any:
-    """Define a field of a plan that several plans have, such as ``text``, with some things changed.
+    """Define a field that several plans have, such as ``text``, from its common definition and changes to it.
 
     ``changed`` are arguments of :func:`howsmooth.study.options.option`.
     """
@@ -161,7 +161,7 @@ def shared(name: str, **changed: Any) -> Any:
 
 
 def check_output(output: str, scopes: tuple[str, ...]) -> None:
-    """Refuse an output of the whole model without the scope model."""
+    """Refuse an ``output`` other than "hidden", unless the whole model is measured (the scope ``model``)."""
     if output != "hidden" and "model" not in scopes:
         got = f"{output} with the scope {', '.join(scopes)}"
         raise ArgumentError("output", expected="hidden unless the scope is model", got=got)

@@ -173,7 +173,7 @@ def _without_plan(store: Store, running: bool) -> Status:
 
 
 def _done(store: Store, plan: Plan, label: str, text: str, kind: type[Row]) -> frozenset[Key]:
-    """Return the keys of the rows of a kind that the store has of a model on one text.
+    """Return the keys of the rows, of one class, that the store already has for a model on one text.
 
     A layer and a sequence count as done if the store has all their values of the published code.
     """
@@ -191,7 +191,7 @@ def _done(store: Store, plan: Plan, label: str, text: str, kind: type[Row]) -> f
 
 
 def _has_failed(failures: Iterable[Failure], kind: type[Row], place: tuple[object, ...]) -> bool:
-    """Whether a missing row failed when last tried, alone or with its whole layer, text or model."""
+    """Return whether a missing row failed when last tried, alone or with its whole layer, text or model."""
     return any(
         row.what == kind.table
         and all(

@@ -60,7 +60,7 @@ class TaskTimes:
         return float(times[0] * (n / near[0]) ** min(max(exponent, 0.0), steepest))
 
     def expect_all(self, tasks: Iterable[tuple[Task, float]]) -> float | None:
-        """Predict how many seconds unfinished tasks will still take, from pairs of a task and its share left.
+        """Predict the remaining seconds of unfinished tasks, each given with the share of it that is left.
 
         A task with no finished task like it is assumed to take the average time per row of the others. Return
         ``None`` if there is work left, but no task like any of them is finished.

@@ -25,7 +25,7 @@ _OF_A_MODEL = "What flows: models"
 
 @dataclass(frozen=True)
 class Grid:
-    """The times of a flow's frames, with the start, and the step of the integrator.
+    """The times at which a flow stores its tokens, with the start, and the fixed step of the integrator.
 
     ``step`` is ``None`` if the integrator chooses its steps.
     """

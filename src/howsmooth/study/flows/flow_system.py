@@ -196,7 +196,7 @@ def _opened(plan: FlowPlan) -> AttentionSource:
 
 
 def _provided_start(plan: FlowPlan, source: AttentionSource, *, of_file: bool) -> str:
-    """Return ``text`` or ``file`` if the model's text or the file provides initial tokens, else empty.
+    """Return which provides initial tokens, ``text`` (of the model) or ``file``; empty if neither does.
 
     Refuse a start from the tokens of a file that has none.
     """

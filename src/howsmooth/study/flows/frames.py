@@ -31,7 +31,7 @@ def frame_row(
 
 
 def tokens_of(frame: FrameRow) -> Float64[Tensor, "n d"]:
-    """Return the tokens of a frame."""
+    """Return the tokens of a stored state of a flow (a frame), as a tensor of shape (n, d)."""
     return _tensor(frame.x, frame.n, frame.d)
 
 

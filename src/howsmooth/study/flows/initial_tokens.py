@@ -21,7 +21,7 @@ _ENDINGS = (".npy", ".npz")
 
 
 def kind_of_start(plan: FlowPlan, own: str = "") -> str:
-    """Return where the initial tokens come from.
+    """Return where the initial tokens of a flow come from: a random draw, the source, or a file.
 
     The result is ``gaussian``, ``sphere``, ``given`` (by the source of the attention), or the path of a file.
     ``own`` says where the tokens of the source come from, ``text`` or ``file``; it is empty if the source has

@@ -80,14 +80,14 @@ class AttackTask(Task):
         return 1
 
     def found(self, models: Models | None) -> Iterator[Found]:
-        """Measure the constant at the tokens of each attack; save the worst tokens with the attention."""
+        """Attack the attention, and yield the rows with the constants found; save the worst tokens."""
         try:
             yield self._rows()
         except Exception as error:
             yield self.failed(error)
 
     def failed(self, error: Exception) -> Failed:
-        """Return a failure with one row, which stands for all attacks on this attention at this length."""
+        """Return a failure as one row, which stands for all attacks on this attention at this length."""
         one = self.target
         where = (self.model, self.text, one.scope, one.layer, one.head, self.n)
         return Failed([failure_row(error, Attack, *where)], error)

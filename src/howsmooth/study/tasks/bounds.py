@@ -96,7 +96,7 @@ def bounds_left(study: OpenStudy) -> Work:
 
 
 def spent_on_bounds(store: Store) -> list[tuple[tuple[str, str, str], int, float]]:
-    """List the seconds that the bounds on each attention took, as (``alike`` of its task, n, seconds)."""
+    """List how long each attention's bounds took: the key of its kind of task, the length n, the seconds."""
     columns = ("model", "text", *KEY_COLUMNS, "seconds")
     return [
         ((Bounding.table, model, scope), n, seconds)

@@ -53,7 +53,7 @@ class ConstantsTask(SequenceTask):
         return self.failed(error, place, [sample])
 
     def _measured(self, site: Any, samples: Sequence[int]) -> list[Found]:
-        """Measure the constants of one layer and head at some samples, in one batch: one step of rows."""
+        """Measure one layer or head at some samples in one batch; return one list of rows, in a list."""
         plan = self.plan
         place = (self.scope, site.layer, site.head, self.n)
         seeds = [start_seed(plan, self.subject, *place, sample) for sample in samples]
@@ -110,7 +110,7 @@ class ConstantsTask(SequenceTask):
         )
 
     def _sequence(self) -> SequenceRecord:
-        """Return a row with the tokens of sample 0, on which the report marks sensitive tokens."""
+        """Return the row with the tokens of sample 0, in whose text the report shows token sensitivities."""
         assert self.data is not None
         where = (self.model, self.subject.text.name, self.n, 0, self.starts[0])
         return SequenceRecord(*where, self.data.place, self.data.words)

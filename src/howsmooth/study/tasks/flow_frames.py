@@ -24,7 +24,10 @@ _GROWTHS = 10
 
 @dataclass(frozen=True, eq=False)
 class FlowTask(Task):
-    """A task of a flow, which runs in the process that holds the store; ``steps`` yields its rows."""
+    """A task that computes rows of a flow, always in the process that opened the store.
+
+    The function ``steps`` yields the rows.
+    """
 
     kind: type[Row]
     model: str
@@ -33,7 +36,7 @@ class FlowTask(Task):
     steps: Callable[[], Iterator[Found]]
 
     def found(self, models: Models | None) -> Iterator[Found]:
-        """Compute the rows that the store lacks, and yield them step by step."""
+        """Compute the rows that the store lacks, and yield them in lists that are each written at once."""
         return self.steps()
 
 

@@ -84,7 +84,7 @@ class Task(ABC):
         return self.model
 
     def count(self, rows: Sequence[Row]) -> int:
-        """Return how many results of the task ``rows`` contains, in the unit of ``size``."""
+        """Return how many results of the task are among ``rows``; ``size`` counts all of its results."""
         return sum(isinstance(row, self.kind) for row in rows)
 
     def packed(self) -> Self:
@@ -93,13 +93,13 @@ class Task(ABC):
 
     @abstractmethod
     def found(self, models: Models | None) -> Iterator[Found]:
-        """Compute the rows that the store lacks, and yield them step by step.
+        """Compute the rows that the store lacks, and yield them in lists that are each written at once.
 
         ``models`` keeps the loaded models of this process.
         """
 
     def failed(self, error: Exception) -> Failed:
-        """Return a failure with one row, which stands for all missing rows of the task."""
+        """Return ``error`` as a failure whose one row stands for all missing rows of the task."""
         return Failed([failure_row(error, self.kind, self.model)], error)
 
 
