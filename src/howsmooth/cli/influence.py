@@ -8,12 +8,12 @@ from typing import Any
 
 import typer
 
-from howsmooth.cli.one_input import OneInputPlan
+from howsmooth.cli.one_input_options import OneInputPlan
 from howsmooth.cli.progress import shown_progress
 from howsmooth.cli.typer_command import JsonOption, SilentOption, command
 from howsmooth.errors import ArgumentError
 from howsmooth.scopes import SCOPES
-from howsmooth.study.execution import Execution
+from howsmooth.study.execution_options import Execution
 from howsmooth.study.options import HOW, choice, number, option, selection, whole, words
 from howsmooth.study.plans import check_output, shared
 from howsmooth.study.ranges import Ranges
@@ -104,7 +104,7 @@ def influence(
     """Show which token moves which, and how far, in one layer or in the whole model."""
     from howsmooth.cli.terminal_output import as_json, counted, paragraph, say, show_table
     from howsmooth.models import load_model
-    from howsmooth.profiling.one_input import given_inputs
+    from howsmooth.profiling.model_input import given_inputs
     from howsmooth.profiling.output_folder import write_result
     from howsmooth.roundoff import limit_in_digits
     from howsmooth.study.records import plain_rows

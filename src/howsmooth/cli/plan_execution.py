@@ -14,7 +14,7 @@ from howsmooth.cli.typer_command import as_typed
 from howsmooth.study.text_formatting import encodable, readable
 
 if TYPE_CHECKING:
-    from howsmooth.study.execution import Execution
+    from howsmooth.study.execution_options import Execution
     from howsmooth.study.open_study import OpenStudy
     from howsmooth.study.plans import Plan
     from howsmooth.study.progress_listener import Listener

@@ -6,11 +6,11 @@ from dataclasses import dataclass
 
 import typer
 
-from howsmooth.cli.one_input import OneInputPlan
+from howsmooth.cli.one_input_options import OneInputPlan
 from howsmooth.cli.progress import shown_progress
 from howsmooth.cli.typer_command import JsonOption, SilentOption, command
 from howsmooth.errors import ArgumentError
-from howsmooth.study.execution import Execution
+from howsmooth.study.execution_options import Execution
 from howsmooth.study.options import HOW, flag, number, option, some_of, token_counts
 
 __all__ = ["PrecisionPlan", "precision"]

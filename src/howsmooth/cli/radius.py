@@ -8,12 +8,12 @@ from typing import Any
 
 import typer
 
-from howsmooth.cli.one_input import OneInputPlan
+from howsmooth.cli.one_input_options import OneInputPlan
 from howsmooth.cli.plan_execution import INTERRUPTED
 from howsmooth.cli.progress import shown_progress
 from howsmooth.cli.typer_command import JsonOption, SilentOption, as_typed, command
 from howsmooth.errors import ArgumentError
-from howsmooth.study.execution import Execution
+from howsmooth.study.execution_options import Execution
 from howsmooth.study.options import HOW, choice, flag, number, option, whole, words
 
 __all__ = ["RadiusPlan", "radius"]

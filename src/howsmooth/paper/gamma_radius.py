@@ -25,8 +25,8 @@ from howsmooth.paper.prepared_model import MODELS, PreparedModel, bilinear, usua
 from howsmooth.paper.row_cache import Row
 from howsmooth.study.figures.style import literal
 from howsmooth.study.head_eigenvalues import head_eigenvalues
+from howsmooth.study.measured_models import Subject
 from howsmooth.study.ranges import Ranges
-from howsmooth.study.subjects import Subject
 from howsmooth.study.text_formatting import decimal, readable
 
 __all__ = ["GAMMA_RADIUS", "measure", "over_texts", "result_sentences", "show"]

@@ -17,6 +17,13 @@ from howsmooth.errors import ArgumentError
 from howsmooth.paper.figure import FigureContext
 from howsmooth.paper.published.constants_task import published_left
 from howsmooth.paper.row_cache import Key
+from howsmooth.study.measured_models import (
+    Subject,
+    capture_sites,
+    checked_subjects,
+    layer_and_head_counts,
+    place_sequences,
+)
 from howsmooth.study.measurement_run import run
 from howsmooth.study.plans import ModelSpec, Plan
 from howsmooth.study.progress_listener import Listener
@@ -24,13 +31,6 @@ from howsmooth.study.ranges import Ranges
 from howsmooth.study.records import Measurement, PublishedValue
 from howsmooth.study.runner import Means
 from howsmooth.study.store import Store
-from howsmooth.study.subjects import (
-    Subject,
-    capture_sites,
-    checked_subjects,
-    layer_and_head_counts,
-    place_sequences,
-)
 from howsmooth.study.text_formatting import file_stem, readable, sentence
 from howsmooth.study.text_windows import Sequences
 

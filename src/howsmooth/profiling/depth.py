@@ -13,13 +13,13 @@ from torch import Tensor, nn
 
 from howsmooth.accuracy_limits import check_accuracy
 from howsmooth.errors import ArgumentError
-from howsmooth.estimate import LipschitzEstimate
 from howsmooth.lipschitz import local_lipschitz
+from howsmooth.lipschitz_estimate import LipschitzEstimate
 from howsmooth.models import LoadedModel, Site, load_model
 from howsmooth.models.capture import model_parts, module_of
 from howsmooth.models.float32_weights import computing_dtype
 from howsmooth.models.whole_model import ModelParts
-from howsmooth.profiling.one_input import given_inputs, shown_progress
+from howsmooth.profiling.model_input import given_inputs, shown_progress
 from howsmooth.scopes import OUTPUTS
 from howsmooth.seeds import derive_seed
 from howsmooth.study.file_writing import csv_of, text_or_file, write_parquet

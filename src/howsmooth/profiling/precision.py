@@ -23,8 +23,9 @@ from howsmooth.models.capture import module_of, self_attention_layers
 from howsmooth.models.float32_weights import computing_dtype, stored_dtype
 from howsmooth.models.identification.verified_layer import VerifiedLayer
 from howsmooth.models.perturbed_logits import LogitsOfModel
-from howsmooth.profiling.one_input import fingerprint_of, given_inputs, shown_progress
+from howsmooth.profiling.model_input import fingerprint_of, given_inputs, shown_progress
 from howsmooth.profiling.precision_result import Precision
+from howsmooth.profiling.quantised_cache import of_head, simulated_kl
 from howsmooth.profiling.quantisers import (
     QUANTISERS,
     absmax_steps,
@@ -33,7 +34,6 @@ from howsmooth.profiling.quantisers import (
     group_of,
     rounded,
 )
-from howsmooth.profiling.simulated_cache import of_head, simulated_kl
 from howsmooth.seeds import derive_seed
 
 __all__ = ["load_with_head", "precision"]

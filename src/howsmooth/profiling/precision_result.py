@@ -13,8 +13,8 @@ import numpy as np
 import pandas as pd
 
 from howsmooth.errors import ArgumentError
+from howsmooth.profiling.quantised_cache import simulated_kl
 from howsmooth.profiling.quantisers import checked_bits, checked_quantisers
-from howsmooth.profiling.simulated_cache import simulated_kl
 from howsmooth.study.file_writing import csv_of, text_or_file, write_parquet
 from howsmooth.study.records import plain_rows
 

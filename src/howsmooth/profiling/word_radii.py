@@ -20,7 +20,7 @@ from howsmooth.bounds.radius import NetworkAtInput, RobustRadius
 from howsmooth.errors import ArgumentError
 from howsmooth.models import LoadedModel, load_model
 from howsmooth.models.capture import module_of
-from howsmooth.profiling.one_input import fingerprint_of, given_inputs, shown_progress
+from howsmooth.profiling.model_input import fingerprint_of, given_inputs, shown_progress
 from howsmooth.roundoff import limit_in_digits
 from howsmooth.study.file_writing import csv_of, text_or_file
 from howsmooth.study.records import plain_rows

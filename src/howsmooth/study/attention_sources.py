@@ -17,8 +17,7 @@ from howsmooth.bounds.norm_layer_outputs import norm_radius
 from howsmooth.errors import ArgumentError
 from howsmooth.models.parameter_files import ParameterFile, is_parameter_file, read_parameter_file
 from howsmooth.study.datasets import Inputs, open_data
-from howsmooth.study.plans import ModelSpec, Plan, SourcePlan
-from howsmooth.study.subjects import (
+from howsmooth.study.measured_models import (
     Models,
     capture_sites,
     check_fits,
@@ -26,6 +25,7 @@ from howsmooth.study.subjects import (
     place_sequences,
     subject_of,
 )
+from howsmooth.study.plans import ModelSpec, Plan, SourcePlan
 from howsmooth.study.text_formatting import encodable, place_in_words
 
 __all__ = [

@@ -2,7 +2,7 @@
 
 The fields of a plan are its arguments in Python, its keys in a plan file and its options on the command line
 (:mod:`howsmooth.study.options`). A plan does not say how it is carried out; an
-:class:`~howsmooth.study.execution.Execution` does.
+:class:`~howsmooth.study.execution_options.Execution` does.
 """
 
 from __future__ import annotations

@@ -29,10 +29,10 @@ import torch
 from howsmooth.errors import HowsmoothError, WorkerError
 from howsmooth.study.environment import environment
 from howsmooth.study.executors import workers_of
+from howsmooth.study.measured_models import Models
 from howsmooth.study.plans import Plan
 from howsmooth.study.progress_listener import Listener, Outcome
 from howsmooth.study.store import Store
-from howsmooth.study.subjects import Models
 from howsmooth.study.task_times import TaskTimes
 from howsmooth.study.tasks.task import Failed, Found, Task, Work
 

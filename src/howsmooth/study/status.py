@@ -9,7 +9,6 @@ from dataclasses import dataclass, replace
 
 from howsmooth.errors import StoreError
 from howsmooth.scopes import layers_of_scope
-from howsmooth.study.forecast import after_measuring
 from howsmooth.study.plans import ModelSpec, Plan
 from howsmooth.study.published_values import PUBLISHED
 from howsmooth.study.records import (
@@ -26,6 +25,7 @@ from howsmooth.study.records import (
     Run,
     keys_of,
 )
+from howsmooth.study.resource_forecast import after_measuring
 from howsmooth.study.store import Store
 from howsmooth.study.task_times import TaskTimes
 

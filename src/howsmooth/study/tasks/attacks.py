@@ -20,9 +20,9 @@ from howsmooth import adversarial, bounds, lipschitz
 from howsmooth.attention import SelfAttention
 from howsmooth.models.parameter_files import save_parameters
 from howsmooth.study.attention_sources import Ball, Target, largest_norm
+from howsmooth.study.measured_models import Models
 from howsmooth.study.plans import AttackPlan
 from howsmooth.study.records import Attack, Row
-from howsmooth.study.subjects import Models
 from howsmooth.study.tasks.task import Failed, Found, Task, failure_row
 from howsmooth.study.text_formatting import file_stem
 

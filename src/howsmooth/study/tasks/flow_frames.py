@@ -12,9 +12,9 @@ from functools import partial
 
 from howsmooth.study.flows.frames import ending, frame_at
 from howsmooth.study.flows.integration import Integration
+from howsmooth.study.measured_models import Models
 from howsmooth.study.records import Ending, FrameRow, GrowthRow, Row
 from howsmooth.study.store import Store
-from howsmooth.study.subjects import Models
 from howsmooth.study.tasks.task import Found, Task, Work
 
 __all__ = ["FlowTask", "frames_left", "growth_left"]

@@ -9,10 +9,10 @@ from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Self
 
 from howsmooth.study.datasets import SequenceData
+from howsmooth.study.measured_models import Models, Subject, capture_sites
 from howsmooth.study.plans import Plan
 from howsmooth.study.records import Failure, Row
 from howsmooth.study.store import now
-from howsmooth.study.subjects import Models, Subject, capture_sites
 from howsmooth.study.text_formatting import encodable
 
 __all__ = ["Failed", "Found", "SequenceTask", "Task", "Work", "each_if_not_all", "failure_row"]

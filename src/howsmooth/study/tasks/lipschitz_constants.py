@@ -15,10 +15,10 @@ import torch
 from howsmooth import lipschitz
 from howsmooth.scopes import layers_of_scope
 from howsmooth.seeds import derive_seed
+from howsmooth.study.measured_models import Subject
 from howsmooth.study.open_study import OpenStudy
 from howsmooth.study.plans import Plan
 from howsmooth.study.records import KEY_COLUMNS, Measurement, Row, Sensitivity, SequenceRecord, keys_of
-from howsmooth.study.subjects import Subject
 from howsmooth.study.tasks.task import Failed, Found, SequenceTask, Work, each_if_not_all
 
 __all__ = ["ConstantsTask", "batch_size", "constants_left", "start_seed"]
