@@ -72,7 +72,7 @@ class _Constants:
         )
 
     def __float__(self) -> float:
-        """Return the value of a single constant.
+        """Return the measured constant as a float, if there is just one.
 
         Raises
         ------

@@ -35,7 +35,7 @@ _EXAMPLES = (
 
 @dataclass(frozen=True)
 class InspectionPlan(Options):
-    """Which model to inspect, and how to build it."""
+    """The options of ``howsmooth inspect``: which model to inspect, and how to build it."""
 
     model: str = option(
         ...,

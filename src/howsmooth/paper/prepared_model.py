@@ -296,7 +296,9 @@ class _StudyProgress(Listener):
 
 
 def bilinear(site: Any, label: str) -> SelfAttention:
-    """Return a layer's attention in float64; its scores must be ⟨A x_i + b, x_j⟩, with a causal mask or none.
+    """Return a layer's attention in float64, and refuse scores that are not ⟨A x_i + b, x_j⟩ or other masks.
+
+    The mask must be causal, or there must be none.
 
     Raises
     ------

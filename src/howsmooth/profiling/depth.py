@@ -65,7 +65,7 @@ class DepthProfile:
 
     @property
     def citation(self) -> str:
-        """One line with the constant of the whole model, its interval and the product of the stages."""
+        """One line with the whole model's constant, its interval, and the product of stages' constants."""
         last = plain_rows(self.table)[-1]
         return (
             f"Local Lipschitz constant of {self.model} from its embeddings to its {self.output} at "
@@ -97,7 +97,7 @@ class DepthProfile:
         return rows
 
     def plot(self) -> Figure:
-        """Draw the constants down the depth, beside the product of the stages."""
+        """Draw each stage's constant down the depth of the model, beside the product of the constants."""
         from howsmooth.profiling.depth_figure import draw
 
         return draw(self)
@@ -231,7 +231,7 @@ def _block(
     last_token: bool,
     measured: Callable[[str, int, Site], dict[str, Any]],
 ) -> dict[str, Any]:
-    """Measure a block alone, the model up to its end, and the model beyond it; return one table row."""
+    """Measure a block, the model as far as this block, and the model after it; return a row of the table."""
     block = parts.span(layer, layer)
     return {
         "stage": f"block {stage}",

@@ -184,7 +184,7 @@ def _site(layer: VerifiedLayer | CaptureError) -> Site:
 
 @dataclass(frozen=True, eq=False)
 class _Case:
-    """What one quantiser does to the keys, or to the values, of every head of a layer."""
+    """Predicted and real effects of one quantiser on the keys, or on the values, of all heads of a layer."""
 
     predicted: Float64[Tensor, " kv_heads"]
     bound: Float64[Tensor, " kv_heads"]
@@ -264,7 +264,7 @@ class _Layer:
         return attend(f._grouped(self.q)[None], k, v, f.scale, visible, features=f.features)[0]
 
     def _change(self, operand: str, other: Tensor) -> Float64[Tensor, " kv_heads"]:
-        """Return, for each head, how far the output moves if ``other`` replaces its keys or values alone."""
+        """Return, for each head, how far the output moves if ``other`` replaces the head's keys or values."""
         moved = self._heads({operand: other}) - self.heads
         if self.f.output is not None:
             output = self.f.output.unflatten(1, (*moved.shape[:2], moved.shape[-1]))

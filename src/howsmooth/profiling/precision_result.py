@@ -1,4 +1,4 @@
-"""``Precision``: predicted and real changes by quantised keys and values, as tables, words and files."""
+"""``Precision``: how quantised keys and values change a model's output, as tables, sentences and files."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ class Precision:
 
     @property
     def ranking(self) -> pd.DataFrame:
-        """The rows of ``table``, the largest predicted effect first.
+        """The table of quantised keys and values, sorted by predicted effect, the largest first.
 
         The effect is the predicted divergence for a model with logits, and the predicted change of the
         attention's output otherwise. The columns are those of ``table`` without ``output_norm`` and ``name``,
@@ -276,7 +276,7 @@ class Precision:
         return "\n".join(lines)
 
     def plot(self) -> Figure:
-        """Draw the predicted effects by layer and head at the fewest bits, and all real ones against them."""
+        """Draw the predicted effect of quantising each head, and real effects against predicted ones."""
         from howsmooth.profiling.precision_figure import draw
 
         return draw(self)

@@ -66,12 +66,12 @@ class WordRadii:
 
     @property
     def ranking(self) -> pd.DataFrame:
-        """The rows of ``table``, the smallest radius first."""
+        """The table of tokens and their radii, sorted by radius, the smallest first."""
         return self.table.sort_values("radius", kind="stable", ignore_index=True)
 
     @property
     def statement(self) -> str:
-        """One sentence that says what the radii are."""
+        """One sentence that says what the radii prove about the classifier's answer."""
         moved = "all tokens move jointly" if self.jointly else "one token moves and the others stand still"
         norm = "Euclidean norm" if self.norm == 2 else "largest entry"
         first = self.table.iloc[0]
@@ -285,7 +285,7 @@ class _Kept:
                 self.rows[row["position"], row["order"]] = row
 
     def add(self, row: dict[str, Any]) -> None:
-        """Keep a row, and append it to the file if there is one."""
+        """Add a finished row of the table, and append it to the file if there is one."""
         self.rows[row["position"], row["order"]] = row
         if self.file is not None:
             self.file.parent.mkdir(parents=True, exist_ok=True)

@@ -1,4 +1,4 @@
-"""Load attentions to bound, attack or integrate, from a model at a text or from a parameter file."""
+"""Load attentions to bound, attack or integrate, from a model and a text or from a parameter file."""
 
 from __future__ import annotations
 

@@ -174,7 +174,7 @@ class Options:
         """Fill in values that depend on other fields, and refuse values that contradict each other."""
 
     def described(self) -> dict[str, Any]:
-        """Return all fields as numbers, strings, lists and dictionaries that JSON can hold."""
+        """Return all options, by name, as numbers, strings, lists and dictionaries that JSON can hold."""
         return {field.name: _plain(getattr(self, field.name)) for field in dataclasses.fields(self)}
 
     def _set(self, name: str, value: object) -> None:

@@ -479,7 +479,7 @@ class Plan(Options):
 
 @dataclass(frozen=True)
 class SourcePlan(Options):
-    """Which attentions of a model or of a parameter file to use, to bound or to attack them."""
+    """The plan of which attentions of a model or parameter file to use, to bound or to attack them."""
 
     source: str = shared(
         "source",
@@ -500,7 +500,7 @@ class SourcePlan(Options):
 
 @dataclass(frozen=True)
 class BoundPlan(SourcePlan):
-    """Which attentions to bound, at which lengths, and the radius of the ball that contains the tokens."""
+    """The plan of which attentions to bound, at which lengths, and in a ball of which radius."""
 
     lengths: tuple[int, ...] = option(
         (),
@@ -520,7 +520,7 @@ class BoundPlan(SourcePlan):
 
 @dataclass(frozen=True)
 class AttackPlan(SourcePlan):
-    """Which attentions to attack, at which lengths, and how to search for tokens.
+    """The plan of which attentions to attack, at which lengths, and how to search for tokens.
 
     The tokens are searched in a ball around zero.
     """
@@ -596,7 +596,7 @@ def _distances(name: str, value: Any) -> tuple[float, ...]:
 
 @dataclass(frozen=True)
 class CertificationPlan(Options):
-    """The saved model to certify, and the data to evaluate it on."""
+    """The plan of a certification: the saved model to certify, and the data to evaluate it on."""
 
     PANEL: ClassVar[str] = "What to certify"
 

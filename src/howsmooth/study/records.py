@@ -266,7 +266,7 @@ class SiteBound:
 
 @dataclass(frozen=True)
 class SiteBounds:
-    """All bounds on one attention at one sequence of tokens, with the radius of the ball for global bounds.
+    """All bounds on one attention at one sequence, and the radius of the ball on which global bounds hold.
 
     ``radius`` is the radius of the ball of tokens on which global bounds hold.
     """

@@ -173,7 +173,7 @@ def _without_plan(store: Store, running: bool) -> Status:
 
 
 def _done(store: Store, plan: Plan, label: str, text: str, kind: type[Row]) -> frozenset[Key]:
-    """Return the keys of the rows, of one class, that the store already has for a model on one text.
+    """Return the keys of a model's rows on one text that the store has, for one class of rows.
 
     A layer and a sequence count as done if the store has all their values of the published code.
     """
@@ -203,7 +203,7 @@ def _has_failed(failures: Iterable[Failure], kind: type[Row], place: tuple[objec
 
 
 def _rate_and_seconds(store: Store, left: list[tuple[str, Key]]) -> tuple[float | None, float | None]:
-    """Return how many measurements a second the last run made, and the seconds for those that are left.
+    """Return the speed of the last run in measurements per second, and the remaining time at this speed.
 
     Runs without a measurement are skipped. Both numbers are None if no run has measured anything.
     """

@@ -38,12 +38,12 @@ class TaskTimes:
         self._done[alike][n] = (before + seconds, others + rows)
 
     def expect(self, task: Task) -> float | None:
-        """Predict the seconds that a task takes; ``None`` if no task like it is finished."""
+        """Predict the seconds that a task takes; ``None`` if no similar task is finished."""
         row = self.a_row(task.alike, task.n)
         return None if row is None else task.size * row
 
     def a_row(self, alike: tuple[Any, ...], n: int) -> float | None:
-        """Predict the seconds of one row at length n; ``None`` if no task like it is finished."""
+        """Predict the seconds of one row at length n; ``None`` if no task of the kind ``alike`` is finished."""
         seen = self._done.get(alike)
         if not seen:
             return None

@@ -188,7 +188,7 @@ def _handles(rows: pd.DataFrame, fit: str) -> list[Line2D]:
 
 
 def _draw_gammas(heads: pd.DataFrame, summary: pd.DataFrame, label: str, folder: Path) -> Files:
-    """Draw each head's strength γR² (score matrix and ball radius) against the index of its layer.
+    """Draw γR² of each head (γ from the score matrix, R the ball's radius) against the index of its layer.
 
     γ comes from the eigenvalues of the head's score matrix, and R is the radius of the ball of tokens. If
     there is only one layer, the index of the head replaces the index of the layer.

@@ -180,7 +180,7 @@ def _of_source(plan: FlowPlan) -> System:
 
 
 def _opened(plan: FlowPlan) -> AttentionSource:
-    """Open a parameter file or a model.
+    """Open the parameter file or the model that the plan of a flow names.
 
     The error for an unknown name lists the named systems.
     """
@@ -254,7 +254,7 @@ def _layers(plan: FlowPlan, source: AttentionSource, length: int) -> list[Source
 
 
 def _tokens(plan: FlowPlan, start: str, read: Tensor | None, first: SourceLayer, length: int) -> Tensor:
-    """Return the tokens at the start: drawn at random, read from a file, or taken from the source."""
+    """Return the initial tokens of a flow: drawn at random, read from a file, or given by the source."""
     d = first.map.d
     if start in DRAWN:
         return draw_tokens(plan, start, length, d)

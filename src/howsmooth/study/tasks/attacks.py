@@ -67,7 +67,7 @@ class AttackTask(Task):
 
     @property
     def alike(self) -> tuple[Any, ...]:
-        """What tasks must share for one's time to predict another's: the table and the scope."""
+        """The key of tasks whose times predict each other: the table and the scope."""
         return Attack.table, self.target.scope
 
     @property

@@ -1,4 +1,4 @@
-"""Define the tasks of a flow: to compute its frames, and to measure the growth of perturbations.
+"""Define the tasks of a flow: to compute its states (frames), and to measure how perturbations grow.
 
 A frame is computed from the stored numbers of the previous frame. So an interrupted flow gives, bit for bit,
 the same frames as an uninterrupted one.
@@ -41,7 +41,7 @@ class FlowTask(Task):
 
 
 def frames_left(flow: Integration, store: Store) -> Work:
-    """Return the task of computing the frames that a store does not have; no task if the flow has ended.
+    """Return the task of computing the flow's states that a store lacks; no task if the flow has ended.
 
     The store has at least the start of the flow. Each frame is written as soon as it is computed.
     """

@@ -72,9 +72,9 @@ class Task(ABC):
 
     @property
     def alike(self) -> tuple[Any, ...]:
-        """What tasks must share so that the time of one predicts the time of another.
+        """The key of tasks whose times predict each other, such as their table, model and scope.
 
-        Their times then differ only because of the length n. Examples are the table, the model and the scope.
+        Their times differ only because of the length n.
         """
         return (self.kind.table,)
 
@@ -132,7 +132,7 @@ class SequenceTask(Task):
 
     @property
     def alike(self) -> tuple[Any, ...]:
-        """What tasks must share for one's time to predict another's: the table, the model and the scope."""
+        """The key of tasks whose times predict each other: the table, the model and the scope."""
         return self.kind.table, self.model, self.scope
 
     @property
