@@ -1,4 +1,4 @@
-"""The scopes of a measurement: how much of a model the measured map is, from narrow to wide."""
+"""The scopes of a measurement: which part of a model is the measured map, from narrow to wide."""
 
 from __future__ import annotations
 

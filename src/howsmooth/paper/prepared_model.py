@@ -290,7 +290,7 @@ class _StudyProgress(Listener):
             self._share = 0.0
 
     def advance(self, done: float, total: float, words: str) -> None:
-        """Report the share done. It never decreases, even if the expected time grows."""
+        """Report the share of a study that is done; it never decreases, even if the expected time grows."""
         self._share = max(self._share, done / total if total else 1.0)
         self._parts[0].say(words, self._share)
 

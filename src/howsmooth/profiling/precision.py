@@ -1,4 +1,4 @@
-"""``precision``: how quantised keys and values of each head change a model's output, predicted and real."""
+"""``precision``: how quantising each head's keys or values changes a model's output, predicted and real."""
 
 from __future__ import annotations
 

@@ -33,7 +33,7 @@ _PAIRS = (("predicted", "change"), ("predicted_kl", "kl"), ("predicted", "kl"))
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Precision:
-    """What quantised keys and values of each head do to a model's output at one input."""
+    """Predicted and real changes of a model's output at one input when keys or values are quantised."""
 
     #: One row for each layer, key/value head, operand, quantiser and number of bits. Columns: ``layer``,
     #: ``head``, ``operand`` ("K" or "V"), ``bits``, ``quantiser``; of the attention's output, in Frobenius

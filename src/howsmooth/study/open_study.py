@@ -1,4 +1,4 @@
-"""Open a study: check its plan and its store, and place its sequences, before anything is measured."""
+"""Open a study: check its plan and its store, and choose its sequences, before anything is measured."""
 
 from __future__ import annotations
 

@@ -405,7 +405,7 @@ class HeadRecord(Row, table="heads", key=("layer", "head"), again="stay"):
 
 @dataclass(frozen=True)
 class FrameRow(Row, table="frames", key=("place",)):
-    """The state of a flow at one time; arrays are stored as bytes of little-endian float64.
+    """A row of the store: the state of a flow at one time, with arrays as bytes of little-endian float64.
 
     ``x`` has the tokens (n, d). ``mean`` (d) and ``covariance`` (d, d) belong to the Gaussian measure that is
     followed beside the tokens, if any. ``evaluations`` counts the evaluations of the vector field since the
@@ -425,7 +425,7 @@ class FrameRow(Row, table="frames", key=("place",)):
 
 @dataclass(frozen=True)
 class Ending(Row, table="endings", key=("status",)):
-    """The reason why a flow ended before its last time.
+    """A row of the store: the reason why a flow ended before its last time.
 
     ``status`` is ``blew up`` if no finite state exists beyond a time between ``lower`` and ``upper``, and
     ``stopped`` if the integrator gave up between these times. ``what`` is the part that ended: the tokens or
@@ -441,7 +441,7 @@ class Ending(Row, table="endings", key=("status",)):
 
 @dataclass(frozen=True)
 class GrowthRow(Row, table="growths", key=("time",)):
-    """How far perturbations of the initial tokens of a flow have grown up to one time.
+    """A row of the store: how far perturbations of a flow's initial tokens have grown up to one time.
 
     The values come from :class:`howsmooth.dynamics.Growth`.
     """

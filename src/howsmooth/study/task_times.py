@@ -43,7 +43,7 @@ class TaskTimes:
         return None if row is None else task.size * row
 
     def a_row(self, alike: tuple[Any, ...], n: int) -> float | None:
-        """Predict the seconds of one row at length n; ``None`` if no task of the kind ``alike`` is finished."""
+        """Predict the seconds of one row at length n; ``None`` if no task of kind ``alike`` is finished."""
         seen = self._done.get(alike)
         if not seen:
             return None

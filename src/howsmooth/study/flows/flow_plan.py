@@ -152,7 +152,7 @@ class FlowPlan(Options):
                 )
 
     def grid(self, layers: int | None) -> Grid:
-        """Return the times of a flow's frames, and the step if it is fixed.
+        """Return the times at which a flow stores its tokens, and the integrator's step if it is fixed.
 
         With a fixed step, the times are whole numbers of steps. Otherwise they are evenly spaced.
 

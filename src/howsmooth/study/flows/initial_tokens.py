@@ -40,7 +40,7 @@ def draw_tokens(plan: FlowPlan, kind: str, n: int, d: int) -> Float64[Tensor, "n
 
 
 def onto_sphere(x: Float64[Tensor, "n d"], radius: float) -> Float64[Tensor, "n d"]:
-    """Project each token radially onto the sphere of a radius.
+    """Project each token radially onto the sphere around zero that has the given radius.
 
     Raises
     ------

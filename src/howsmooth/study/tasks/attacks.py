@@ -106,7 +106,7 @@ class AttackTask(Task):
         return [*(replace(row, file=file) if row is best else row for row, _ in tried), *uppers]
 
     def _tried(self, f: SelfAttention) -> Iterator[tuple[Attack, Tensor]]:
-        """Yield for each attacking input the row with the constant measured there, and the input."""
+        """Yield, for each input tried, the row with the constant measured there, and the input itself."""
         began = time.perf_counter()
         for kind, name, x, estimate, evaluations in self._inputs(f):
             value = float(estimate.value)

@@ -146,7 +146,7 @@ class SequenceTask(Task):
         return tuple(sorted({key[1] for key in self.missing}))
 
     def packed(self) -> Self:
-        """Return the task with the inputs of its sequences."""
+        """Return the task with the inputs of its sequences, ready to be sent to another process."""
         starts = list(self.starts.values())
         data = SequenceData.of(self.subject.feed, starts, self.n, worded=0 in self.starts)
         return replace(self, data=data)
