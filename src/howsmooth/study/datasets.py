@@ -77,7 +77,7 @@ class Feed(Protocol):
 
     @property
     def usual(self) -> tuple[int, ...]:
-        """The lengths to measure by default; empty if the model does not determine them."""
+        """The lengths to measure by default; empty if the model does not prescribe any."""
 
     @property
     def preparation(self) -> str:
