@@ -16,11 +16,11 @@ from pathlib import Path
 
 import torch
 
-from howsmooth.study.forecast import forecast
 from howsmooth.study.measurement_outputs import write_outputs
 from howsmooth.study.measurement_run import run
 from howsmooth.study.plans import Plan
 from howsmooth.study.records import Measurement
+from howsmooth.study.resource_forecast import forecast
 from howsmooth.study.store import Store
 
 

@@ -114,7 +114,7 @@ def installed(tools: Tools) -> Iterator[None]:
             ("howsmooth.models.capture", tools.capture),
             ("howsmooth.texts.load_text", tools.load_text),
             ("howsmooth.lipschitz.local_lipschitz", tools.measure),
-            ("howsmooth.study.tasks.site_bounds.bound_site", tools.bound),
+            ("howsmooth.study.tasks.attention_bounds.bound_site", tools.bound),
             # It asks git, which takes longer than a small run; what it says stays the same.
             ("howsmooth.study.runner.environment", _environment),
         ):

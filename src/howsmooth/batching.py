@@ -1,4 +1,4 @@
-"""Plan of a measurement: which inputs form a batch, and whose attention probabilities are kept in memory."""
+"""Divide the inputs of a measurement into batches, and decide whose attention probabilities are kept."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ _FEWEST_VECTORS = 16
 
 @dataclass(frozen=True)
 class Footprint:
-    """Predicted memory of :func:`howsmooth.local_lipschitz` at one sequence.
+    """The memory that :func:`howsmooth.local_lipschitz` is predicted to use at one sequence.
 
     Attributes
     ----------
@@ -123,7 +123,7 @@ class _Group:
 
     @property
     def filled(self) -> int:
-        """Bytes that padding adds to the probabilities and Krylov bases of these sequences."""
+        """The bytes that padding adds to the probabilities and Krylov bases of these sequences."""
         return self.all_probabilities + self.all_bases - self.own
 
 
@@ -185,7 +185,7 @@ def is_streamed(double: TokenMap, x: Tensor, budget: int) -> bool:
 
 
 def room_for_basis(double: TokenMap, x: Tensor, budget: int) -> int:
-    """Return how many bytes of the budget remain for the Krylov basis.
+    """Return how many bytes of the memory budget remain for the Krylov basis of one sequence.
 
     The attention probabilities are recomputed in each product, so they take no memory.
 

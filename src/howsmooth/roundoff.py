@@ -39,14 +39,14 @@ def gamma(m: int) -> float:
 
 
 def limit_in_digits(value: float, digits: int, *, upper: bool) -> str:
-    """Write a limit with so many significant digits, rounded up or down, so that it holds as printed."""
+    """Format an upper limit rounded up, or a lower limit rounded down, with some significant digits."""
     rounding = decimal.ROUND_CEILING if upper else decimal.ROUND_FLOOR
     rounded = decimal.Context(prec=digits, rounding=rounding).create_decimal(value)
     return f"{float(rounded):.{digits}g}"
 
 
 def up(error: Tensor) -> Tensor:
-    """Return an error bound enlarged by the rounding errors made in computing it."""
+    """Return ``error``, an error bound, enlarged to cover the rounding errors made in computing it."""
     return error * (1 + _ERROR_OF_ERRORS)
 
 

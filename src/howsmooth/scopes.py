@@ -1,4 +1,4 @@
-"""The scopes of a measurement: how much of a model the measured map is, from narrow to wide."""
+"""The scopes of a measurement: which part of a model is the measured map, from narrow to wide."""
 
 from __future__ import annotations
 
@@ -31,5 +31,5 @@ OUTPUTS = ("hidden", "logits", "margin")
 
 
 def layers_of_scope(scope: str, layers: Sequence[int]) -> Sequence[int]:
-    """Return the layers at which a scope is measured: those given, or 0, which stands for a whole model."""
+    """Return the layers to measure in a scope: ``layers``, or only 0, which stands for a whole model."""
     return (0,) if scope == "model" else layers

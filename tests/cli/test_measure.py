@@ -308,7 +308,7 @@ def test_the_help_gives_examples_that_can_be_typed(
         raise HowsmoothError("enough")
 
     monkeypatch.setattr("howsmooth.study.measurement_run.run", stop)
-    monkeypatch.setattr("howsmooth.study.forecast.forecast", stop)
+    monkeypatch.setattr("howsmooth.study.resource_forecast.forecast", stop)
     for example in examples:
         assert main(shlex.split(example.split(">")[0])[1:]) == 2
     assert len(seen) == len(examples)

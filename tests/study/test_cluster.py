@@ -14,7 +14,7 @@ import pytest
 from distributed import Client, LocalCluster
 from howsmooth.errors import WorkerError
 from howsmooth.study import runner
-from howsmooth.study.execution import Execution
+from howsmooth.study.execution_options import Execution
 from howsmooth.study.executors import opened_executor, workers_of
 from tests._spread import FOLDER, dies_once_after_five, noted, stand_ins_sent
 from tests._study import make_plan, make_tools, rows_of, run

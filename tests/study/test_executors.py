@@ -21,12 +21,12 @@ import torch
 import howsmooth as hs
 from howsmooth.errors import ArgumentError, HowsmoothError, ModelError, NonFiniteError, WorkerError
 from howsmooth.study import runner
-from howsmooth.study.execution import Execution
+from howsmooth.study.execution_options import Execution
 from howsmooth.study.executors import threads_each
 from howsmooth.study.measurement_run import _with_memory_shared
 from howsmooth.study.open_study import opened_study
 from howsmooth.study.runner import Means, _sendable
-from howsmooth.study.tasks.constants import constants_left
+from howsmooth.study.tasks.lipschitz_constants import constants_left
 from tests._spread import FOLDER, dies_once_after_five, noted, spread_tools
 from tests._study import Heard, Tools, contents_of, installed, make_plan, make_tools, rows_of, run
 

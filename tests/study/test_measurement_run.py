@@ -11,7 +11,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from howsmooth.errors import ArgumentError, CaptureError, HowsmoothError, ModelError, StoreError, TextError
-from howsmooth.study.forecast import forecast
 from howsmooth.study.measurement_outputs import write_outputs
 from howsmooth.study.measurement_run import run as real_run
 from howsmooth.study.merge import merge_stores
@@ -19,9 +18,10 @@ from howsmooth.study.plan_file import read_plan
 from howsmooth.study.plans import ModelSpec, Plan
 from howsmooth.study.ranges import Ranges
 from howsmooth.study.records import Measurement
+from howsmooth.study.resource_forecast import forecast
 from howsmooth.study.status import status
 from howsmooth.study.store import STORE_NAME, Store
-from howsmooth.study.tasks.constants import batch_size
+from howsmooth.study.tasks.lipschitz_constants import batch_size
 from howsmooth.study.text_windows import overlapping
 from tests._study import (
     FakeModel,

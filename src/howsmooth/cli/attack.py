@@ -7,7 +7,7 @@ import typer
 from howsmooth.cli.plan_execution import means_of, resumable
 from howsmooth.cli.progress import shown_progress
 from howsmooth.cli.typer_command import JsonOption, QuietOption, as_typed, command
-from howsmooth.study.execution import LocalExecution
+from howsmooth.study.execution_options import LocalExecution
 from howsmooth.study.plans import AttackPlan
 
 __all__ = ["attack"]

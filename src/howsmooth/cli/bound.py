@@ -9,7 +9,7 @@ import typer
 
 from howsmooth.cli.progress import shown_progress
 from howsmooth.cli.typer_command import OUTPUT, JsonOption, SilentOption, command
-from howsmooth.study.execution import Execution
+from howsmooth.study.execution_options import Execution
 from howsmooth.study.plans import BoundPlan
 
 __all__ = ["bound"]

@@ -1,4 +1,4 @@
-"""How to cite the paper and the software, as BibTeX."""
+"""Write how to cite the paper and the software, as BibTeX."""
 
 from __future__ import annotations
 
@@ -25,5 +25,5 @@ _BIBTEX = r"""@inproceedings{castin2024smooth,
 
 
 def bibtex() -> str:
-    """Return the entries of the paper and of the installed version of the software."""
+    """Return the BibTeX entries of the paper and of the installed version of the software."""
     return _BIBTEX.replace("VERSION", version("howsmooth"))

@@ -17,9 +17,9 @@ from howsmooth.cli.typer_command import OUTPUT
 from howsmooth.study.text_formatting import duration, readable
 
 if TYPE_CHECKING:
-    from howsmooth.study.execution import Execution
-    from howsmooth.study.forecast import Forecast
+    from howsmooth.study.execution_options import Execution
     from howsmooth.study.plans import Plan
+    from howsmooth.study.resource_forecast import Forecast
 
 __all__ = ["DryRunOption", "tell_forecast"]
 
@@ -50,7 +50,7 @@ def tell_forecast(
 
     """
     # Imported here because it takes seconds to load, which --help should not.
-    from howsmooth.study.forecast import forecast
+    from howsmooth.study.resource_forecast import forecast
 
     with shown_progress(quiet=quiet or as_json) as display:
         display.phase("Reading texts and models, and timing trial measurements")

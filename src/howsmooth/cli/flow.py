@@ -7,7 +7,7 @@ import typer
 from howsmooth.cli.plan_execution import resumable
 from howsmooth.cli.progress import shown_progress
 from howsmooth.cli.typer_command import JsonOption, QuietOption, as_typed, command
-from howsmooth.study.execution import Execution
+from howsmooth.study.execution_options import Execution
 from howsmooth.study.flows.flow_plan import FlowPlan
 
 __all__ = ["ENDED_EARLY", "flow"]

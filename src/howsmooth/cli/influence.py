@@ -8,12 +8,12 @@ from typing import Any
 
 import typer
 
-from howsmooth.cli.one_input import OneInputPlan
+from howsmooth.cli.one_input_options import OneInputPlan
 from howsmooth.cli.progress import shown_progress
 from howsmooth.cli.typer_command import JsonOption, SilentOption, command
 from howsmooth.errors import ArgumentError
 from howsmooth.scopes import SCOPES
-from howsmooth.study.execution import Execution
+from howsmooth.study.execution_options import Execution
 from howsmooth.study.options import HOW, choice, number, option, selection, whole, words
 from howsmooth.study.plans import check_output, shared
 from howsmooth.study.ranges import Ranges
@@ -38,7 +38,7 @@ _PRINTED = 10
 
 @dataclass(frozen=True)
 class InfluencePlan(OneInputPlan):
-    """The model, the input, and the map whose tokens are moved."""
+    """The options of ``howsmooth influence``: the model, the input, and the map whose tokens are moved."""
 
     span: str | None = option(
         None,
@@ -72,7 +72,7 @@ class InfluencePlan(OneInputPlan):
     max_iterations: int = option(200, whole(1), "Largest number of Lanczos steps.", panel=HOW)
 
     def check(self) -> None:
-        """Refuse an output of the whole model without the scope model, and layers beside it."""
+        """Refuse ``output`` unless the scope is ``model``, and refuse ``layers`` if it is."""
         check_output(self.output, (self.scope,))
         if self.scope == "model" and self.layers.text != "-1":
             raise ArgumentError("layers", expected="none with the scope model", got=self.layers.text)
@@ -89,7 +89,7 @@ class InfluencePlan(OneInputPlan):
         return capture(loaded, inputs, layers=layers, scope=self.scope)[0]
 
     def outputs_of(self, site: Any) -> tuple[int, ...]:
-        """Return the indices of the chosen outputs; a map to a single vector has one output."""
+        """Return the indices of the output tokens to show; a map to a single vector has one output."""
         shape = site.map(site.x)[0].shape
         count = shape[0] if len(shape) == 2 else 1
         if self.outputs is not None:
@@ -104,7 +104,7 @@ def influence(
     """Show which token moves which, and how far, in one layer or in the whole model."""
     from howsmooth.cli.terminal_output import as_json, counted, paragraph, say, show_table
     from howsmooth.models import load_model
-    from howsmooth.profiling.one_input import given_inputs
+    from howsmooth.profiling.model_input import given_inputs
     from howsmooth.profiling.output_folder import write_result
     from howsmooth.roundoff import limit_in_digits
     from howsmooth.study.records import plain_rows

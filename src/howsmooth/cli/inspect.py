@@ -8,7 +8,7 @@ import typer
 
 from howsmooth.cli.progress import shown_progress
 from howsmooth.cli.typer_command import JsonOption, SilentOption, command
-from howsmooth.study.execution import Execution
+from howsmooth.study.execution_options import Execution
 from howsmooth.study.options import HOW, Options, flag, option, whole, words
 from howsmooth.study.plans import shared
 
@@ -35,7 +35,7 @@ _EXAMPLES = (
 
 @dataclass(frozen=True)
 class InspectionPlan(Options):
-    """Which model to inspect, and how to build it."""
+    """The options of ``howsmooth inspect``: which model to inspect, and how to build it."""
 
     model: str = option(
         ...,

@@ -13,7 +13,7 @@ from howsmooth.cli.typer_command import (
     command,
     refuse_workers,
 )
-from howsmooth.study.execution import Execution
+from howsmooth.study.execution_options import Execution
 from howsmooth.study.plans import Plan
 
 __all__ = ["TYPED", "measure"]

@@ -14,7 +14,7 @@ from howsmooth.cli.typer_command import as_typed
 from howsmooth.study.text_formatting import encodable, readable
 
 if TYPE_CHECKING:
-    from howsmooth.study.execution import Execution
+    from howsmooth.study.execution_options import Execution
     from howsmooth.study.open_study import OpenStudy
     from howsmooth.study.plans import Plan
     from howsmooth.study.progress_listener import Listener
@@ -102,7 +102,7 @@ def means_of(execution: Execution, display: Listener, *, keep_going: bool = Fals
 
 
 def _beside(plan: Plan) -> list[Callable[[OpenStudy], Work]]:
-    """Return, in a list, the function that adds the published code's values to a run, if asked for."""
+    """Return a list of one function, which lists the published values left to compute; empty if unwanted."""
     if not plan.as_published:
         return []
     from howsmooth.paper.published import parse_items

@@ -6,11 +6,11 @@ from dataclasses import dataclass
 
 import typer
 
-from howsmooth.cli.one_input import OneInputPlan
+from howsmooth.cli.one_input_options import OneInputPlan
 from howsmooth.cli.progress import shown_progress
 from howsmooth.cli.typer_command import JsonOption, SilentOption, command
 from howsmooth.errors import ArgumentError
-from howsmooth.study.execution import Execution
+from howsmooth.study.execution_options import Execution
 from howsmooth.study.options import HOW, flag, number, option, some_of, token_counts
 
 __all__ = ["PrecisionPlan", "precision"]
@@ -30,7 +30,7 @@ _EXAMPLES = (
 
 @dataclass(frozen=True)
 class PrecisionPlan(OneInputPlan):
-    """The model, the input, and how to quantise."""
+    """The options of ``howsmooth precision``: the model, the input, and how to quantise keys and values."""
 
     bits: tuple[int, ...] = option(
         "8,4,3", token_counts(2), "Numbers of bits, from 2 to 16, separated by commas.", metavar="LIST"
@@ -52,7 +52,7 @@ class PrecisionPlan(OneInputPlan):
     )
 
     def check(self) -> None:
-        """Refuse an average that no choice among ``bits`` can meet, before anything is measured."""
+        """Refuse an ``average`` number of bits that no choice among ``bits`` can meet, before measuring."""
         if self.average is None:
             return
         if len(set(self.bits)) < 2:
@@ -72,7 +72,7 @@ class PrecisionPlan(OneInputPlan):
 def precision(
     plan: PrecisionPlan, execution: Execution, json: JsonOption = False, quiet: SilentOption = False
 ) -> int:
-    """Rank a model's layers and heads by what quantised keys and values do, predicted and simulated."""
+    """Rank a model's layers and heads by how far quantising their keys or values changes the output."""
     from howsmooth.cli.terminal_output import as_json, say
     from howsmooth.models import load_model
     from howsmooth.profiling import precision as measured

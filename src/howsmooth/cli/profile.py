@@ -7,11 +7,11 @@ from typing import Any
 
 import typer
 
-from howsmooth.cli.one_input import OneInputPlan
+from howsmooth.cli.one_input_options import OneInputPlan
 from howsmooth.cli.progress import shown_progress
 from howsmooth.cli.typer_command import JsonOption, SilentOption, command
 from howsmooth.errors import ArgumentError
-from howsmooth.study.execution import Execution
+from howsmooth.study.execution_options import Execution
 from howsmooth.study.options import HOW, choice, flag, number, option, size, whole, words
 from howsmooth.study.plans import check_output, shared
 
@@ -32,7 +32,7 @@ _EXAMPLES = (
 
 @dataclass(frozen=True)
 class ProfilePlan(OneInputPlan):
-    """The model, the input, and how to measure."""
+    """The options of ``howsmooth profile``: the model, the input, and how to measure."""
 
     images: str | None = option(
         None, words(place=True), "An image instead of a text, or builtin.", metavar="builtin|FILE"

@@ -8,12 +8,12 @@ from typing import Any
 
 import typer
 
-from howsmooth.cli.one_input import OneInputPlan
+from howsmooth.cli.one_input_options import OneInputPlan
 from howsmooth.cli.plan_execution import INTERRUPTED
 from howsmooth.cli.progress import shown_progress
 from howsmooth.cli.typer_command import JsonOption, SilentOption, as_typed, command
 from howsmooth.errors import ArgumentError
-from howsmooth.study.execution import Execution
+from howsmooth.study.execution_options import Execution
 from howsmooth.study.options import HOW, choice, flag, number, option, whole, words
 
 __all__ = ["RadiusPlan", "radius"]
@@ -33,7 +33,7 @@ _EXAMPLES = (
 
 @dataclass(frozen=True)
 class RadiusPlan(OneInputPlan):
-    """The model, the input, and what moves."""
+    """The options of ``howsmooth radius``: the model, the input, and how the tokens may move."""
 
     embeddings: str | None = option(
         None,
@@ -74,7 +74,7 @@ class RadiusPlan(OneInputPlan):
     no_attack: bool = option(False, flag(), "Do not search attacks beside the radii.", panel=HOW)
 
     def check(self) -> None:
-        """Refuse a second input, and ``seconds`` for the third order with ``--order 3`` or ``--jointly``."""
+        """Refuse a second input, and refuse a time limit of the third order where it does not apply."""
         if self.embeddings is not None and (self.tokens is not None or self.span is not None):
             other = "tokens" if self.tokens is not None else "span"
             raise ArgumentError(other, expected="none beside embeddings", got=str(getattr(self, other)))

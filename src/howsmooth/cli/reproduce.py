@@ -15,7 +15,7 @@ from howsmooth.cli.progress import shown_progress
 from howsmooth.cli.terminal_output import as_json, console, heading, say, show_table
 from howsmooth.cli.typer_command import OUTPUT, JsonOption, QuietOption, as_typed, command
 from howsmooth.paper.figure_options import FigureOptions
-from howsmooth.study.execution import Execution
+from howsmooth.study.execution_options import Execution
 from howsmooth.study.text_formatting import duration, encodable, readable
 
 if TYPE_CHECKING:
@@ -104,7 +104,7 @@ def reproduce(
 
 def _tell_times(chosen: Sequence[Figure], options: FigureOptions, *, in_json: bool, quiet: bool) -> int:
     """Print how long each figure is expected to take, and return the exit code of the run."""
-    from howsmooth.paper.forecast import expected_times
+    from howsmooth.paper.time_forecast import expected_times
 
     with shown_progress(quiet=quiet or in_json) as display:
         found = expected_times(chosen, options, display)

@@ -20,7 +20,7 @@ from howsmooth.cli.typer_command import (
     use_threads,
 )
 from howsmooth.errors import ArgumentError, StoreError
-from howsmooth.study.execution import Execution
+from howsmooth.study.execution_options import Execution
 from howsmooth.study.text_formatting import encodable
 
 if TYPE_CHECKING:

@@ -13,7 +13,7 @@ from typing import Annotated, Any, get_args, get_type_hints
 import typer
 
 from howsmooth.errors import ArgumentError
-from howsmooth.study.execution import Execution
+from howsmooth.study.execution_options import Execution
 from howsmooth.study.options import OUTPUT, Option, Options, options_of, renamed
 from howsmooth.study.text_formatting import encodable
 

@@ -10,10 +10,10 @@ builds the result. :mod:`~howsmooth.lipschitz.arguments` checks its arguments,
 :mod:`~howsmooth.lipschitz.token_wise` how far one output moves if every token moves by at most one.
 """
 
-from howsmooth.estimate import LipschitzEstimate, LipschitzEstimates
 from howsmooth.lipschitz.heads import head_lipschitz
 from howsmooth.lipschitz.local import local_lipschitz
 from howsmooth.lipschitz.queries_keys_values import OperandSensitivity, QKVSensitivity, qkv_sensitivity
+from howsmooth.lipschitz_estimate import LipschitzEstimate, LipschitzEstimates
 
 __all__ = [
     "LipschitzEstimate",

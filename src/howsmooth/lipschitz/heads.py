@@ -11,13 +11,13 @@ from torch import Tensor
 from howsmooth.attention import SelfAttention, TokenMap
 from howsmooth.batching import footprint
 from howsmooth.errors import ArgumentError
-from howsmooth.estimate import LipschitzEstimate
 from howsmooth.jacobian import in_double
 from howsmooth.jacobian.heads import HeadsJacobian, heads_jacobians
 from howsmooth.lipschitz.arguments import check_arguments
 from howsmooth.lipschitz.local import local_lipschitz
 from howsmooth.lipschitz.mixed_precision import verdict
 from howsmooth.lipschitz.solver import Solver, member_seeds
+from howsmooth.lipschitz_estimate import LipschitzEstimate
 from howsmooth.memory import memory_budget
 from howsmooth.spectral import LinearOperator
 

@@ -14,7 +14,6 @@ from torch import Tensor
 from howsmooth.attention import AbstractMeasure, TokenMap, Weighting
 from howsmooth.attention.map import check_measure, check_tokens
 from howsmooth.errors import ArgumentError, NonFiniteError
-from howsmooth.estimate import LipschitzEstimate, LipschitzEstimates, Method
 from howsmooth.jacobian import (
     AutodiffJacobian,
     allowance_for_rounding,
@@ -27,6 +26,7 @@ from howsmooth.jacobian import (
 from howsmooth.lipschitz.arguments import check_arguments, check_batch_dims, checked_sequences
 from howsmooth.lipschitz.mixed_precision import Part, solve_autodiff, solve_closed_forms
 from howsmooth.lipschitz.solver import Solver, member_seeds, starts
+from howsmooth.lipschitz_estimate import LipschitzEstimate, LipschitzEstimates, Method
 from howsmooth.memory import memory_budget
 from howsmooth.spectral import LeadingTriplet, LinearOperator, Scaled, golub_kahan
 

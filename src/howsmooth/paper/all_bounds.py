@@ -22,7 +22,7 @@ from howsmooth.paper.prepared_model import PreparedModel, columns
 from howsmooth.paper.published import c_3_as_coded
 from howsmooth.paper.row_cache import Row
 from howsmooth.study.figures.style import literal
-from howsmooth.study.subjects import Subject
+from howsmooth.study.measured_models import Subject
 from howsmooth.study.text_formatting import readable
 
 __all__ = [

@@ -17,9 +17,9 @@ from matplotlib import rc_context
 from howsmooth.paper.figure_options import FigureOptions
 from howsmooth.paper.plotting import PAPER, Picture
 from howsmooth.paper.row_cache import Key, Row, kept_rows
+from howsmooth.study.measured_models import Models
 from howsmooth.study.plans import Plan
 from howsmooth.study.progress_listener import Listener
-from howsmooth.study.subjects import Models
 
 __all__ = ["Figure", "FigureContext", "Finding", "models_for"]
 

@@ -80,7 +80,7 @@ def _picture(panels: Sequence[list[Growth]], folder: Path, stem: str) -> plottin
 
 
 def _panel(panel: Growth) -> Panel:
-    """Return the panel of a layer on a text, with its title and fitted lines, but without the dots.
+    """Return the panel of one layer on one text, with title and fitted lines; dots are drawn later.
 
     An invisible curve of the measurements sets the limits of the axes. The dots are drawn later, because
     each has the colour of its radius.

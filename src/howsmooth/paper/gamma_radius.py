@@ -25,8 +25,8 @@ from howsmooth.paper.prepared_model import MODELS, PreparedModel, bilinear, usua
 from howsmooth.paper.row_cache import Row
 from howsmooth.study.figures.style import literal
 from howsmooth.study.head_eigenvalues import head_eigenvalues
+from howsmooth.study.measured_models import Subject
 from howsmooth.study.ranges import Ranges
-from howsmooth.study.subjects import Subject
 from howsmooth.study.text_formatting import decimal, readable
 
 __all__ = ["GAMMA_RADIUS", "measure", "over_texts", "result_sentences", "show"]
@@ -85,9 +85,9 @@ def _rows(here: PreparedModel, subject: Subject, tokens: torch.Tensor) -> list[R
 
 
 def over_texts(rows: pd.DataFrame) -> pd.DataFrame:
-    """Compute γR² for each head, where R is the root mean square norm of its tokens over all texts.
+    """Compute γR² for each head: γ from its score matrix, R the root mean square norm of its tokens.
 
-    All lengths count for R. γ is the field ``gamma`` of
+    All texts and lengths count for R. γ is the field ``gamma`` of
     :class:`~howsmooth.study.head_eigenvalues.HeadEigenvalues`.
 
     Parameters
@@ -121,7 +121,9 @@ def over_texts(rows: pd.DataFrame) -> pd.DataFrame:
 
 
 def show(rows: pd.DataFrame, folder: Path) -> Finding:
-    """Draw γR² of every head; the head's constant can grow like √n up to about n = e^(2γR²).
+    """Draw γR² of each head (γ from the score matrix, R from the tokens), which limits growth like √n.
+
+    The constant of a head can grow like √n up to about n = e^(2γR²).
 
     γ comes from the eigenvalues of the head's score matrix. R is the norm of the head's tokens. A picture
     shows up to three models.
@@ -173,7 +175,7 @@ def _panel(rows: pd.DataFrame, scale: str) -> Panel:
 
 
 def result_sentences(rows: pd.DataFrame) -> str:
-    """Return a sentence on how large γR² is in the heads of one model.
+    """Return sentences on the size of γR² (γ from the score matrix, R from the tokens) in one model.
 
     ``rows`` are rows of the table that :func:`over_texts` returns.
     """

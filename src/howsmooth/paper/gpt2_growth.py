@@ -19,9 +19,9 @@ from howsmooth.paper.plotting import Curve, Panel, fitted
 from howsmooth.paper.prepared_model import PreparedModel, loaded
 from howsmooth.paper.row_cache import Row
 from howsmooth.study.figures.style import literal
+from howsmooth.study.measured_models import Subject, layer_and_head_counts
 from howsmooth.study.plans import ModelSpec
 from howsmooth.study.ranges import Ranges
-from howsmooth.study.subjects import Subject, layer_and_head_counts
 from howsmooth.study.text_formatting import decimal, encodable, file_stem, readable
 from howsmooth.study.text_windows import Sequences
 

@@ -25,7 +25,7 @@ _MOST_ROWS = 300
 
 
 def render(sections: Sequence[tuple[Figure, str]], command: str, environment: Mapping[str, str]) -> str:
-    """Return the page as HTML that needs no other file; its links lead to PDF and CSV files beside it.
+    """Return the page of all figures as one HTML file, with links to PDF and CSV files beside it.
 
     Parameters
     ----------

@@ -17,6 +17,13 @@ from howsmooth.errors import ArgumentError
 from howsmooth.paper.figure import FigureContext
 from howsmooth.paper.published.constants_task import published_left
 from howsmooth.paper.row_cache import Key
+from howsmooth.study.measured_models import (
+    Subject,
+    capture_sites,
+    checked_subjects,
+    layer_and_head_counts,
+    place_sequences,
+)
 from howsmooth.study.measurement_run import run
 from howsmooth.study.plans import ModelSpec, Plan
 from howsmooth.study.progress_listener import Listener
@@ -24,13 +31,6 @@ from howsmooth.study.ranges import Ranges
 from howsmooth.study.records import Measurement, PublishedValue
 from howsmooth.study.runner import Means
 from howsmooth.study.store import Store
-from howsmooth.study.subjects import (
-    Subject,
-    capture_sites,
-    checked_subjects,
-    layer_and_head_counts,
-    place_sequences,
-)
 from howsmooth.study.text_formatting import file_stem, readable, sentence
 from howsmooth.study.text_windows import Sequences
 
@@ -134,7 +134,9 @@ def usual_length(context: FigureContext, spec: ModelSpec) -> int:
 
 
 class StudyRows(NamedTuple):
-    """The rows of a study that belong to its plan; the store may hold rows of other plans too.
+    """The measurements of a study that belong to its plan, and the published code's values beside them.
+
+    The store may hold rows of other plans too.
 
     ``rows`` are the measurements, and ``published`` the values of the published code at the same sequences,
     empty if they were not asked for. ``held`` has the first tokens of the sequences of each text.
@@ -288,13 +290,15 @@ class _StudyProgress(Listener):
             self._share = 0.0
 
     def advance(self, done: float, total: float, words: str) -> None:
-        """Report the share done. It never decreases, even if the expected time grows."""
+        """Report the share of a study that is done; it never decreases, even if the expected time grows."""
         self._share = max(self._share, done / total if total else 1.0)
         self._parts[0].say(words, self._share)
 
 
 def bilinear(site: Any, label: str) -> SelfAttention:
-    """Return a layer's attention in float64; its scores must be ⟨A x_i + b, x_j⟩, with a causal mask or none.
+    """Return a layer's attention in float64, and refuse scores that are not ⟨A x_i + b, x_j⟩ or other masks.
+
+    The mask must be causal, or there must be none.
 
     Raises
     ------

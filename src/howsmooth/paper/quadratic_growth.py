@@ -1,4 +1,4 @@
-"""Appendix C.7: measure at tokens where the constant of attention grows like the square of their radius."""
+"""Appendix C.7: measure the constant of attention at tokens where it grows like the squared radius."""
 
 from __future__ import annotations
 

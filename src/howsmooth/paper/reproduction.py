@@ -60,7 +60,7 @@ class Reproduction:
 
 
 def choose_figures(names: Sequence[str]) -> list[Figure]:
-    """Return the figures with some names, in the order of the paper; all figures if no name is given.
+    """Return the figures with the given names, in the order of the paper; all figures if no name is given.
 
     A figure may also be named by its place in the paper, with hyphens, such as ``figure-2``.
 

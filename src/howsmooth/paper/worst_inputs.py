@@ -264,7 +264,7 @@ def _span(name: str, values: pd.Series) -> Row:
 
 
 def show(rows: pd.DataFrame, folder: Path) -> Finding:
-    """Draw each layer's largest constants found against n, one panel for each ball, and describe them."""
+    """Draw each layer's largest known constants against n, one panel for each ball, and describe them."""
     layers = [part for _, part in rows.groupby(["model", "layer"], sort=False)]
     shown = rows.assign(upper=exp(rows["upper"])).rename(columns=_NAMES)
     for theorem, theirs in rows.groupby("theorem", sort=False)["theirs"]:

@@ -1,8 +1,8 @@
 """Look at one input: which layers, heads and tokens of a model are sensitive on a text of the user's choice.
 
-``one_input`` turns what the user gives into a model and one input. ``profile`` measures every layer and head
-there, ``result`` holds what was found as tables and says it in words, ``heatmap`` draws it, ``page`` shows
-it as one HTML page, and ``output_folder`` writes page, figure and tables. ``depth`` measures how the
+``model_input`` turns what the user gives into a model and one input. ``profile`` measures every layer and
+head there, ``result`` holds what was found as tables and says it in words, ``heatmap`` draws it, ``page``
+shows it as one HTML page, and ``output_folder`` writes page, figure and tables. ``depth`` measures how the
 blocks of one model compose, and ``depth_figure`` draws that. ``precision`` predicts and simulates what
 quantised keys and values do: ``quantisers`` rounds them, and ``precision_result``, ``precision_figure`` and
 ``precision_page`` show what was found. ``word_radii`` finds how far each token may move before a classifier

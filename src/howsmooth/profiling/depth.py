@@ -13,13 +13,13 @@ from torch import Tensor, nn
 
 from howsmooth.accuracy_limits import check_accuracy
 from howsmooth.errors import ArgumentError
-from howsmooth.estimate import LipschitzEstimate
 from howsmooth.lipschitz import local_lipschitz
+from howsmooth.lipschitz_estimate import LipschitzEstimate
 from howsmooth.models import LoadedModel, Site, load_model
 from howsmooth.models.capture import model_parts, module_of
 from howsmooth.models.float32_weights import computing_dtype
 from howsmooth.models.whole_model import ModelParts
-from howsmooth.profiling.one_input import given_inputs, shown_progress
+from howsmooth.profiling.model_input import given_inputs, shown_progress
 from howsmooth.scopes import OUTPUTS
 from howsmooth.seeds import derive_seed
 from howsmooth.study.file_writing import csv_of, text_or_file, write_parquet
@@ -35,7 +35,7 @@ _MAPS = ("own", "until", "beyond")
 
 @dataclass(frozen=True, eq=False, repr=False)
 class DepthProfile:
-    """The constants at one input of each stage of a model, and of the maps before and behind the stage.
+    """Local Lipschitz constants of a model's stages at one input, and of the maps up to and beyond each.
 
     A stage is what happens before the first block (``embeddings``), each block, and what happens after the
     last block (``output``: the last norm, and the head).
@@ -65,7 +65,7 @@ class DepthProfile:
 
     @property
     def citation(self) -> str:
-        """One line with the constant of the whole model, its interval and the product of the stages."""
+        """One line with the whole model's constant, its interval, and the product of stages' constants."""
         last = plain_rows(self.table)[-1]
         return (
             f"Local Lipschitz constant of {self.model} from its embeddings to its {self.output} at "
@@ -97,7 +97,7 @@ class DepthProfile:
         return rows
 
     def plot(self) -> Figure:
-        """Draw the constants down the depth, beside the product of the stages."""
+        """Draw each stage's constant down the depth of the model, beside the product of the constants."""
         from howsmooth.profiling.depth_figure import draw
 
         return draw(self)
@@ -231,7 +231,7 @@ def _block(
     last_token: bool,
     measured: Callable[[str, int, Site], dict[str, Any]],
 ) -> dict[str, Any]:
-    """Return the row of the block whose last attention layer is ``layer``; the row has its module path."""
+    """Measure a block, the model as far as this block, and the model after it; return a row of the table."""
     block = parts.span(layer, layer)
     return {
         "stage": f"block {stage}",
@@ -248,7 +248,7 @@ def _in_words(output: str, last_token: bool) -> str:
 
 
 def _fields(kind: str, found: LipschitzEstimate) -> dict[str, Any]:
-    """Return the columns of one estimate: its value under the name ``kind``, its limits, its convergence."""
+    """Return a measured constant as columns named after ``kind``: value, limits and convergence."""
     return {
         kind: float(found.value[0]),
         f"{kind}_lower": float(found.lower[0]),
@@ -258,7 +258,7 @@ def _fields(kind: str, found: LipschitzEstimate) -> dict[str, Any]:
 
 
 def _as(kind: str, row: Mapping[str, Any], source: str = "own") -> dict[str, Any]:
-    """Copy the columns of the estimate ``source`` from a row, renamed to begin with ``kind``."""
+    """Copy from a row the columns whose names start with ``source``, renamed to start with ``kind``."""
     return {kind + name.removeprefix(source): row[name] for name in row if name.startswith(source)}
 
 

@@ -91,7 +91,7 @@ def _body(profile: Profile, image: str, most: int) -> Markup:
 
 
 def _sides(profile: Profile, layer: int, head: int | None) -> list[tuple[str, list[tuple[int, str, str]]]]:
-    """Return two titles, for changes of the input and of the output, each with all tokens beside it.
+    """Return two titled lists of all tokens, shaded by their shares of the change of input and of output.
 
     A token is a triple: its shade, its text, and its share of the change in words.
     """

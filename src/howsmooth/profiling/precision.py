@@ -1,4 +1,4 @@
-"""``precision``: how quantised keys and values of each head change a model's output, predicted and real."""
+"""``precision``: how quantising each head's keys or values changes a model's output, predicted and real."""
 
 from __future__ import annotations
 
@@ -23,8 +23,9 @@ from howsmooth.models.capture import module_of, self_attention_layers
 from howsmooth.models.float32_weights import computing_dtype, stored_dtype
 from howsmooth.models.identification.verified_layer import VerifiedLayer
 from howsmooth.models.perturbed_logits import LogitsOfModel
-from howsmooth.profiling.one_input import fingerprint_of, given_inputs, shown_progress
+from howsmooth.profiling.model_input import fingerprint_of, given_inputs, shown_progress
 from howsmooth.profiling.precision_result import Precision
+from howsmooth.profiling.quantised_cache import of_head, simulated_kl
 from howsmooth.profiling.quantisers import (
     QUANTISERS,
     absmax_steps,
@@ -33,7 +34,6 @@ from howsmooth.profiling.quantisers import (
     group_of,
     rounded,
 )
-from howsmooth.profiling.simulated_cache import of_head, simulated_kl
 from howsmooth.seeds import derive_seed
 
 __all__ = ["load_with_head", "precision"]
@@ -150,7 +150,7 @@ def precision(
 
 
 def load_with_head(name: str | os.PathLike[str], **options: Any) -> LoadedModel:
-    """Load a model with the head that computes its logits, or without a head if the model has none.
+    """Load a model with the output layer for its logits (its head), or without if it has none.
 
     The options are those of :func:`~howsmooth.models.load_model`.
     """
@@ -161,7 +161,7 @@ def load_with_head(name: str | os.PathLike[str], **options: Any) -> LoadedModel:
 
 
 def _whole_model(module: nn.Module, inputs: Any, *, logits: bool) -> tuple[LogitsOfModel | None, list[str]]:
-    """Return the model's logits at the input if wanted; if it has none, return None and the reason."""
+    """Return the whole model with its logits if they are wanted, or None and why there are none."""
     if not logits:
         return None, []
     try:
@@ -184,7 +184,7 @@ def _site(layer: VerifiedLayer | CaptureError) -> Site:
 
 @dataclass(frozen=True, eq=False)
 class _Case:
-    """What one quantiser does to the keys, or to the values, of every head of a layer."""
+    """Predicted and real effects of one quantiser on the keys, or on the values, of all heads of a layer."""
 
     predicted: Float64[Tensor, " kv_heads"]
     bound: Float64[Tensor, " kv_heads"]
@@ -257,14 +257,14 @@ class _Layer:
         )
 
     def _heads(self, other: Mapping[str, Tensor]) -> Float64[Tensor, "kv_heads group n value_dim"]:
-        """Return the outputs of all heads, with keys or values replaced by those in ``other``."""
+        """Return the outputs of all heads, with the keys or values in ``other`` replacing the layer's own."""
         f, operands = self.f, self.operands | dict(other)
         visible = f.visibility(len(self.x))
         k, v = operands["K"][None], operands["V"][None]
         return attend(f._grouped(self.q)[None], k, v, f.scale, visible, features=f.features)[0]
 
     def _change(self, operand: str, other: Tensor) -> Float64[Tensor, " kv_heads"]:
-        """Return, for each head, how far the output moves if ``other`` replaces its keys or values alone."""
+        """Return, for each head, how far the output moves if ``other`` replaces the head's keys or values."""
         moved = self._heads({operand: other}) - self.heads
         if self.f.output is not None:
             output = self.f.output.unflatten(1, (*moved.shape[:2], moved.shape[-1]))
@@ -273,7 +273,7 @@ class _Layer:
         return norms
 
     def _predicted_kl(self, operand: str, head: int, variance: Float64[Tensor, "n dim"]) -> float:
-        """Predict the divergence that rounding one head's keys or values causes, to second order.
+        """Predict to second order the KL divergence that rounding one head's keys or values causes.
 
         The divergence is ½ Σ σ_a² F_aa over the entries a, with the variance σ_a² of each entry's rounding
         error and the diagonal F_aa of the Fisher information of the model's predictions.
@@ -289,7 +289,7 @@ class _Layer:
         return 0.5 * float((part * variance).sum()) / len(self.whole.logits)
 
     def _kl(self, operand: str, head: int, quantiser: str, bits: int) -> float:
-        """Return the divergence of the model's predictions with the keys or values of one head quantised."""
+        """Return the KL divergence of the model's predictions with one head's keys or values quantised."""
         if self.whole is None:
             return math.nan
         place = (self.site.layer, head, operand)

@@ -1,4 +1,4 @@
-"""Draw the result of ``precision``: effects by layer and head, and predicted effects beside real ones."""
+"""Draw the result of ``precision``: what quantised keys and values change, predicted and simulated."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _MARKERS = {"K": "o", "V": "^"}
 
 
 def draw(found: Precision) -> Figure:
-    """Draw predicted effects of keys, predicted effects of values, and real against predicted effects.
+    """Draw the predicted effects of quantised keys, those of quantised values, and the real effects.
 
     The first two panels have a cell for each layer and head, at the fewest bits and with the first quantiser
     of the table. Effects are divergences of the predictions for a model with logits, otherwise changes of the

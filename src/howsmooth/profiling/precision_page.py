@@ -19,7 +19,7 @@ _ON_PAGE = 60  # rows of the ranking; precision.csv has all
 
 
 def write(found: Precision, folder: str | os.PathLike[str]) -> list[Path]:
-    """Write the page, the figure and the table into a folder, and return their paths.
+    """Write the page, figure and table of quantised keys and values into a folder; return their paths.
 
     Raises
     ------

@@ -1,4 +1,4 @@
-"""``Precision``: predicted and real changes by quantised keys and values, as tables, words and files."""
+"""``Precision``: how quantised keys and values change a model's output, as tables, sentences and files."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ import numpy as np
 import pandas as pd
 
 from howsmooth.errors import ArgumentError
+from howsmooth.profiling.quantised_cache import simulated_kl
 from howsmooth.profiling.quantisers import checked_bits, checked_quantisers
-from howsmooth.profiling.simulated_cache import simulated_kl
 from howsmooth.study.file_writing import csv_of, text_or_file, write_parquet
 from howsmooth.study.records import plain_rows
 
@@ -33,7 +33,7 @@ _PAIRS = (("predicted", "change"), ("predicted_kl", "kl"), ("predicted", "kl"))
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Precision:
-    """What quantised keys and values of each head do to a model's output at one input."""
+    """Predicted and real changes of a model's output at one input when keys or values are quantised."""
 
     #: One row for each layer, key/value head, operand, quantiser and number of bits. Columns: ``layer``,
     #: ``head``, ``operand`` ("K" or "V"), ``bits``, ``quantiser``; of the attention's output, in Frobenius
@@ -70,12 +70,12 @@ class Precision:
 
     @property
     def has_kl(self) -> bool:
-        """Whether the divergence of the model's predictions was simulated."""
+        """Whether the table has simulated KL divergences of the model's predictions."""
         return bool(self.table["kl"].notna().any())
 
     @property
     def ranking(self) -> pd.DataFrame:
-        """The rows of ``table``, the largest predicted effect first.
+        """The table of quantised keys and values, sorted by predicted effect, the largest first.
 
         The effect is the predicted divergence for a model with logits, and the predicted change of the
         attention's output otherwise. The columns are those of ``table`` without ``output_norm`` and ``name``,
@@ -176,7 +176,7 @@ class Precision:
         return found
 
     def simulate(self, bits: int | pd.DataFrame, quantiser: str = "token") -> float:
-        """Return how far the model's predictions diverge if many keys and values are quantised at once.
+        """Return the KL divergence of the model's predictions with many keys and values quantised at once.
 
         The model runs once, and each layer gets the keys and values that come from the quantised layers
         before it.
@@ -225,7 +225,7 @@ class Precision:
 
     @property
     def citation(self) -> str:
-        """One line with the divergences if all keys and values are quantised, the versions and the digest."""
+        """One line to cite, with the KL divergences if all is quantised, rank correlations and the digest."""
         at_once = "".join(f" {line};" for line in self._together_in_words())
         digest = hashlib.sha256(f"{self.fingerprint}\n{csv_of(self.table)}".encode()).hexdigest()[:12]
         return (
@@ -239,7 +239,7 @@ class Precision:
         return "; ".join(f"{row['predicted']} and {row['real']} {row['spearman']:.3f}" for row in rows)
 
     def _together_in_words(self) -> list[str]:
-        """Return a phrase for each quantiser: the divergences if it rounds all keys and values at once."""
+        """Return a phrase for each quantiser: the KL divergences if it rounds all keys and values at once."""
         return [
             f"all keys and values at once by {quantiser}: divergence "
             + ", ".join(f"{row['kl']:.3g} at {row['bits']} bits" for row in plain_rows(rows))
@@ -248,14 +248,14 @@ class Precision:
 
     @property
     def remarks(self) -> list[str]:
-        """Sentences on quantising all keys and values at once, on too large predictions, on the ranks."""
+        """Sentences on quantising everything at once, on predictions that are too large, and on the ranks."""
         found = [f"A{words[1:]}." for words in self._together_in_words()]
         if bool((self.table["predicted_kl"] > _HOLDS).any()):
             found.append(f"* Above {_HOLDS} nats predictions are too large, up to a hundredfold: see kl.")
         return [*found, f"Spearman's rank correlation: {self._ranks_in_words()}."]
 
     def first_rows(self, most: int) -> pd.DataFrame:
-        """Return the first rows of the ranking, with numbers as text, and a star at too large predictions."""
+        """Return the first rows of the ranking as text; a star marks predictions that are too large."""
         rows = self.ranking.head(most)
         texts = {name: rows[name].map("{:.4g}".format) for name in rows if name in _CHANGES + _DIVERGENCES}
         if self.has_kl and bool((large := rows["predicted_kl"] > _HOLDS).any()):
@@ -276,7 +276,7 @@ class Precision:
         return "\n".join(lines)
 
     def plot(self) -> Figure:
-        """Draw the predicted effects by layer and head at the fewest bits, and all real ones against them."""
+        """Draw the predicted effect of quantising each head, and real effects against predicted ones."""
         from howsmooth.profiling.precision_figure import draw
 
         return draw(self)

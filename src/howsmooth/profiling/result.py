@@ -67,7 +67,7 @@ class Profile:
 
     @property
     def ranking(self) -> pd.DataFrame:
-        """The rows of ``table``, the largest value first within each scope.
+        """The table of measured constants, sorted within each scope, the largest first.
 
         Heads come before whole layers. Columns: ``layer``, ``head``, ``scope``, ``value``, ``lower``,
         ``upper`` and ``converged``.
@@ -94,7 +94,7 @@ class Profile:
 
     @property
     def citation(self) -> str:
-        """One line with the largest constants, their intervals, the versions and the digest."""
+        """One line for citing the profile: largest constants with intervals, the versions and the digest."""
         found = []
         for scope, rows in self.ranking.groupby("scope", sort=False):
             top = rows.iloc[0]
@@ -159,7 +159,7 @@ class Profile:
         return "\n".join(lines)
 
     def _said_of_tokens(self, row: Any) -> str:
-        """Return the tokens with the largest shares of the input and of the output, in words."""
+        """Return a phrase with the most sensitive input token and the most affected output token of a row."""
         head = None if pd.isna(row["head"]) else int(row["head"])
         rows = plain_rows(self._tokens_of(int(row["layer"]), head))
         said = []

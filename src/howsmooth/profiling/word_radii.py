@@ -20,7 +20,7 @@ from howsmooth.bounds.radius import NetworkAtInput, RobustRadius
 from howsmooth.errors import ArgumentError
 from howsmooth.models import LoadedModel, load_model
 from howsmooth.models.capture import module_of
-from howsmooth.profiling.one_input import fingerprint_of, given_inputs, shown_progress
+from howsmooth.profiling.model_input import fingerprint_of, given_inputs, shown_progress
 from howsmooth.roundoff import limit_in_digits
 from howsmooth.study.file_writing import csv_of, text_or_file
 from howsmooth.study.records import plain_rows
@@ -66,12 +66,12 @@ class WordRadii:
 
     @property
     def ranking(self) -> pd.DataFrame:
-        """The rows of ``table``, the smallest radius first."""
+        """The table of tokens and their radii, sorted by radius, the smallest first."""
         return self.table.sort_values("radius", kind="stable", ignore_index=True)
 
     @property
     def statement(self) -> str:
-        """One sentence that says what the radii are."""
+        """One sentence that says what the radii prove about the classifier's answer."""
         moved = "all tokens move jointly" if self.jointly else "one token moves and the others stand still"
         norm = "Euclidean norm" if self.norm == 2 else "largest entry"
         first = self.table.iloc[0]
@@ -267,7 +267,10 @@ def _row(found: RobustRadius, position: int | None) -> dict[str, Any]:
 
 
 class _Kept:
-    """The finished rows, by the token's position and the bound's order; also in ``file`` if there is one."""
+    """The finished rows of the table, also kept in a file if one is given, so that a run can continue.
+
+    A row is found by the token's position and the bound's order.
+    """
 
     def __init__(self, file: Path | None, key: str) -> None:
         self.file, self.key = file, key
@@ -282,7 +285,7 @@ class _Kept:
                 self.rows[row["position"], row["order"]] = row
 
     def add(self, row: dict[str, Any]) -> None:
-        """Keep a row, and append it to the file if there is one."""
+        """Add a finished row of the table, and append it to the file if there is one."""
         self.rows[row["position"], row["order"]] = row
         if self.file is not None:
             self.file.parent.mkdir(parents=True, exist_ok=True)

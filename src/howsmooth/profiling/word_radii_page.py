@@ -43,7 +43,7 @@ def draw(found: WordRadii) -> Figure:
 
 
 def write(found: WordRadii, folder: str | os.PathLike[str]) -> list[Path]:
-    """Write the page, the figure and the table into a folder, and return their paths.
+    """Write the page, the figure and the table of a text's radii into a folder, and return their paths.
 
     Raises
     ------
@@ -63,7 +63,7 @@ def write(found: WordRadii, folder: str | os.PathLike[str]) -> list[Path]:
 
 
 def fragment(found: WordRadii) -> str:
-    """Return the coloured text and the figure as HTML for notebooks."""
+    """Return the text with its tokens coloured by radius, and the figure, as HTML for notebooks."""
     style = _template("profile.css").render()
     return f'<div class="howsmooth"><style>{style}</style>{_body(found, data_url(png(found.plot())))}</div>'
 

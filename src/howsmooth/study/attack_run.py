@@ -1,4 +1,4 @@
-"""Run the attacks of a plan: each attention at each length, with the results written to a store."""
+"""Run the attacks of a plan on each attention at each length, and write the results to a store."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def _tasks(plan: AttackPlan, source: AttentionSource, folder: Path) -> Iterator[
 
 
 def _attentions_at(source: AttentionSource, usual: list[Target], n: int) -> Iterator[Target]:
-    """Yield each attention of a source as it is for sequences of n tokens.
+    """Yield each attention of a source with the mask, window and tokens that it has at length n.
 
     Parameters that do not depend on n are shared between lengths.
     """
@@ -105,7 +105,7 @@ def _ball(plan: AttackPlan, one: Target) -> Ball:
 
 
 def _head_records(plan: AttackPlan, source: AttentionSource) -> Iterator[HeadRecord]:
-    """Yield a row for every head, attacked or not: its score matrix's eigenvalues, and its norms."""
+    """Yield a row for every head, with its score matrix's eigenvalues and its parameters' norms."""
     for one in source.all_attentions():
         if one.attention.rotary is None:
             radius = _ball(plan, one).radius

@@ -1,4 +1,4 @@
-"""Load attentions to bound, attack or integrate, from a model at a text or from a parameter file."""
+"""Load attentions to bound, attack or integrate, from a model and a text or from a parameter file."""
 
 from __future__ import annotations
 
@@ -17,8 +17,7 @@ from howsmooth.bounds.norm_layer_outputs import norm_radius
 from howsmooth.errors import ArgumentError
 from howsmooth.models.parameter_files import ParameterFile, is_parameter_file, read_parameter_file
 from howsmooth.study.datasets import Inputs, open_data
-from howsmooth.study.plans import ModelSpec, Plan, SourcePlan
-from howsmooth.study.subjects import (
+from howsmooth.study.measured_models import (
     Models,
     capture_sites,
     check_fits,
@@ -26,6 +25,7 @@ from howsmooth.study.subjects import (
     place_sequences,
     subject_of,
 )
+from howsmooth.study.plans import ModelSpec, Plan, SourcePlan
 from howsmooth.study.text_formatting import encodable, place_in_words
 
 __all__ = [
@@ -80,7 +80,7 @@ class Target:
 
     @property
     def place(self) -> str:
-        """The layer and the head of the attention in words."""
+        """A phrase that names the layer and the head of this attention, such as "layer 3, head 1"."""
         return place_in_words(self.layer, self.head)
 
     def ball(self, radius: float | str) -> Ball:
@@ -140,7 +140,7 @@ class SourceLayer:
 
     @property
     def place(self) -> str:
-        """The index of the layer in words."""
+        """A phrase that names this layer, such as "layer 3"."""
         return f"layer {self.layer}"
 
 
@@ -170,11 +170,11 @@ class FileSource:
 
     @cached_property
     def fingerprint(self) -> str:
-        """The SHA-256 of the file."""
+        """The SHA-256 digest of the parameter file."""
         return hashlib.sha256(self._file.path.read_bytes()).hexdigest()
 
     def attentions(self, length: int) -> list[Target]:
-        """Return the attention of the file, or its chosen heads, for sequences of a given length.
+        """Return the attention of the parameter file, or each chosen head alone, for ``length`` tokens.
 
         They have the tokens of the file if these have this length.
         """

@@ -104,7 +104,7 @@ def certify_file(asked: CertificationPlan, on_batch: Callable[[int, int], None] 
 
 
 def _classes(module: str) -> list[type[nn.Module]]:
-    """Import a Python module, also from the current folder, and return its classes that a file can hold."""
+    """Import a Python module, and return its nn.Module classes with ``settings``, which a file can hold."""
     here = str(Path.cwd())
     sys.path.insert(0, here)
     try:

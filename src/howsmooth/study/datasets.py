@@ -38,7 +38,7 @@ Inputs = torch.Tensor | dict[str, torch.Tensor]
 
 @dataclass(frozen=True, eq=False)
 class OpenedInput:
-    """An input of a study, opened: its record in the store, and the content of a text or other data.
+    """An input of a study that has been read: its name and digest, and its text or other data.
 
     ``data`` is the opened input of :mod:`howsmooth.models.sequence_datasets`, and ``None`` for a text.
     """
@@ -58,7 +58,7 @@ class Feed(Protocol):
 
     @property
     def parts(self) -> tuple[tuple[int, int], ...] | None:
-        """The stretches of the input from which sequences are cut; None if its inputs are taken whole.
+        """The stretches of the input from which sequences are cut; None if inputs (images) are not cut.
 
         Each stretch is (first token, number of tokens). Images are whole inputs: they are not cut into
         windows.
@@ -73,11 +73,11 @@ class Feed(Protocol):
 
     @property
     def lengths(self) -> tuple[int, ...]:
-        """The sequence lengths that the model can make of the source; empty if every length is possible."""
+        """The possible lengths of this model's sequences of the source; empty if every length is possible."""
 
     @property
     def usual(self) -> tuple[int, ...]:
-        """The lengths to measure by default; empty if the model does not determine them."""
+        """The lengths to measure by default; empty if the model does not prescribe any."""
 
     @property
     def preparation(self) -> str:

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from concurrent.futures import Executor, ProcessPoolExecutor
 from contextlib import contextmanager
 
-from howsmooth.study.execution import Execution
+from howsmooth.study.execution_options import Execution
 
 __all__ = ["available_cores", "opened_executor", "threads_each", "workers_of"]
 

@@ -37,7 +37,7 @@ def digest(content: str) -> str:
 
 
 def png(figure: Any) -> bytes:
-    """Draw a figure of matplotlib as a PNG file."""
+    """Return a matplotlib figure as the bytes of a PNG file."""
     file = io.BytesIO()
     figure.savefig(file, format="png", metadata={"Software": "howsmooth"})
     return file.getvalue()

@@ -22,7 +22,7 @@ from howsmooth.study.progress_listener import Outcome
 from howsmooth.study.records import Measurement
 from howsmooth.study.runner import Means, Runner
 from howsmooth.study.tasks.bounds import bounds_left, seconds_for_bounds, spent_on_bounds
-from howsmooth.study.tasks.constants import constants_left
+from howsmooth.study.tasks.lipschitz_constants import constants_left
 from howsmooth.study.tasks.task import Failed, Work, failure_row
 
 __all__ = ["run"]

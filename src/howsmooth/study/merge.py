@@ -119,7 +119,7 @@ def _check_folders(folders: Sequence[Path], folder: Path) -> None:
 
 
 class _StoredRow(NamedTuple):
-    """A row to merge, the token of the run that computed it, and the folder of its store.
+    """A row to merge, with the identifier of the run that computed it and the folder of its store.
 
     ``there`` says whether the target store has the row.
     """

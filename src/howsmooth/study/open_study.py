@@ -1,4 +1,4 @@
-"""Open a study: check its plan and its store, and place its sequences, before anything is measured."""
+"""Open a study: check its plan and its store, and choose its sequences, before anything is measured."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
 from howsmooth.errors import StoreError, TextError
+from howsmooth.study.measured_models import Impossible, Models, Subject, checked_subjects, place_sequences
 from howsmooth.study.plans import Plan
 from howsmooth.study.records import MEASURE, InputRecord, ModelRecord, TextRecord
 from howsmooth.study.store import PendingStore, Store
-from howsmooth.study.subjects import Impossible, Models, Subject, checked_subjects, place_sequences
 
 __all__ = ["OpenStudy", "opened_study"]
 

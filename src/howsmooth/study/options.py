@@ -174,7 +174,7 @@ class Options:
         """Fill in values that depend on other fields, and refuse values that contradict each other."""
 
     def described(self) -> dict[str, Any]:
-        """Return all fields as numbers, strings, lists and dictionaries that JSON can hold."""
+        """Return all options, by name, as numbers, strings, lists and dictionaries that JSON can hold."""
         return {field.name: _plain(getattr(self, field.name)) for field in dataclasses.fields(self)}
 
     def _set(self, name: str, value: object) -> None:
@@ -226,7 +226,7 @@ def check_keys(table: Mapping[str, Any], known: Sequence[str]) -> None:
 
 @contextmanager
 def renamed(name: Callable[[str], str]) -> Iterator[None]:
-    """Let an ArgumentError from the ``with`` block name the argument as the user knows it.
+    """Raise an ArgumentError of the ``with`` block again, with the argument's name as the user knows it.
 
     ``name`` turns the name of a field into, for example, the option on the command line.
     """

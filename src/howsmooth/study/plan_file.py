@@ -1,7 +1,7 @@
 """Read plan files: studies described in TOML.
 
 The keys are the fields of :class:`~howsmooth.study.plans.Plan` and
-:class:`~howsmooth.study.execution.Execution`. Paths are relative to the plan
+:class:`~howsmooth.study.execution_options.Execution`. Paths are relative to the plan
 file, so that a plan and its texts can be moved together.
 """
 
@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from howsmooth.errors import ArgumentError
-from howsmooth.study.execution import Execution
+from howsmooth.study.execution_options import Execution
 from howsmooth.study.options import check_keys, options_of, renamed
 from howsmooth.study.plans import Plan
 
@@ -42,7 +42,7 @@ def read_plan(path: str | os.PathLike[str], **execution: Any) -> Study:
         A TOML file with keys in :data:`KEYS`, of which only ``models`` is required. The default of ``out`` is
         a folder beside the file, named like the file with ``-out`` in place of the suffix.
     **execution
-        Fields of :class:`~howsmooth.study.execution.Execution` that replace those of the file.
+        Fields of :class:`~howsmooth.study.execution_options.Execution` that replace those of the file.
 
     Raises
     ------
@@ -71,7 +71,7 @@ def read_plan(path: str | os.PathLike[str], **execution: Any) -> Study:
 
 
 def _beside(path: Path, value: Any) -> Any:
-    """Replace the names in a value by paths, if such files exist in the folder of the plan file."""
+    """Replace the name of an input by its path if a file of this name is in the folder of the plan file."""
     if isinstance(value, list):
         return [_beside(path, one) for one in value]
     if isinstance(value, dict):

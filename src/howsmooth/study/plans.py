@@ -2,7 +2,7 @@
 
 The fields of a plan are its arguments in Python, its keys in a plan file and its options on the command line
 (:mod:`howsmooth.study.options`). A plan does not say how it is carried out; an
-:class:`~howsmooth.study.execution.Execution` does.
+:class:`~howsmooth.study.execution_options.Execution` does.
 """
 
 from __future__ import annotations
@@ -153,7 +153,7 @@ _SHARED: dict[str, dict[str, Any]] = {
 
 
 def shared(name: str, **changed: Any) -> Any:
-    """Define a field of a plan that several plans have, such as ``text``, with some things changed.
+    """Define a field that several plans have, such as ``text``, from its common definition and changes to it.
 
     ``changed`` are arguments of :func:`howsmooth.study.options.option`.
     """
@@ -161,7 +161,7 @@ def shared(name: str, **changed: Any) -> Any:
 
 
 def check_output(output: str, scopes: tuple[str, ...]) -> None:
-    """Refuse an output of the whole model without the scope model."""
+    """Refuse an ``output`` other than "hidden", unless the whole model is measured (the scope ``model``)."""
     if output != "hidden" and "model" not in scopes:
         got = f"{output} with the scope {', '.join(scopes)}"
         raise ArgumentError("output", expected="hidden unless the scope is model", got=got)
@@ -479,7 +479,7 @@ class Plan(Options):
 
 @dataclass(frozen=True)
 class SourcePlan(Options):
-    """Which attentions of a model or of a parameter file to use, to bound or to attack them."""
+    """The plan of which attentions of a model or parameter file to use, to bound or to attack them."""
 
     source: str = shared(
         "source",
@@ -500,7 +500,7 @@ class SourcePlan(Options):
 
 @dataclass(frozen=True)
 class BoundPlan(SourcePlan):
-    """Which attentions to bound, at which lengths, and the radius of the ball that contains the tokens."""
+    """The plan of which attentions to bound, at which lengths, and in a ball of which radius."""
 
     lengths: tuple[int, ...] = option(
         (),
@@ -520,7 +520,7 @@ class BoundPlan(SourcePlan):
 
 @dataclass(frozen=True)
 class AttackPlan(SourcePlan):
-    """Which attentions to attack, at which lengths, and how to search for tokens.
+    """The plan of which attentions to attack, at which lengths, and how to search for tokens.
 
     The tokens are searched in a ball around zero.
     """
@@ -596,7 +596,7 @@ def _distances(name: str, value: Any) -> tuple[float, ...]:
 
 @dataclass(frozen=True)
 class CertificationPlan(Options):
-    """The saved model to certify, and the data to evaluate it on."""
+    """The plan of a certification: the saved model to certify, and the data to evaluate it on."""
 
     PANEL: ClassVar[str] = "What to certify"
 

@@ -15,7 +15,7 @@ class Listener:
         """Receive the name of the phase that starts."""
 
     def advance(self, done: float, total: float, words: str) -> None:
-        """Receive the progress of the current phase: ``done`` of ``total``, in units of time."""
+        """Receive how much of the current phase is done: ``done`` of ``total``, both in the same unit."""
 
 
 SILENT = Listener()

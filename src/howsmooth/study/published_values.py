@@ -22,7 +22,7 @@ _COLUMNS = ("model", "text", "layer", "quantity", "items", *_FIT, "ratio")
 
 
 def quantities(items: Sequence[str]) -> dict[str, tuple[str, ...]]:
-    """List what to measure, for the chosen differences (items) of the published code.
+    """Name the quantities to measure for some of the published code's differences (items).
 
     Returns
     -------

@@ -88,7 +88,7 @@ class Row:
 
     @property
     def unsettled(self) -> bool:
-        """Whether a number in the row did not converge to the requested precision."""
+        """Whether a measured number in this row did not converge to the requested precision."""
         return not getattr(self, "converged", True)
 
     @classmethod
@@ -247,7 +247,7 @@ class Sensitivity(Row, table="sensitivities", key=PLACE):
 
 @dataclass(frozen=True)
 class SiteBound:
-    """A bound on one attention at one sequence, or the reason why there is none.
+    """One bound on one attention at one sequence of tokens, or the reason why it does not apply.
 
     ``quantity`` is the bounded quantity: ``‖D_X f‖`` is the constant at this sequence; other quantities are
     suprema over all inputs in a ball. An upper bound on the supremum also bounds the measurement; a lower
@@ -266,7 +266,7 @@ class SiteBound:
 
 @dataclass(frozen=True)
 class SiteBounds:
-    """The bounds on one attention at one sequence.
+    """All bounds on one attention at one sequence, and the radius of the ball on which global bounds hold.
 
     ``radius`` is the radius of the ball of tokens on which global bounds hold.
     """
@@ -277,7 +277,7 @@ class SiteBounds:
 
 @dataclass(frozen=True)
 class Bounding(Row, SiteBound, table="bounds", key=(*PLACE, "name", "side")):
-    """A bound on one attention at one sequence of a study.
+    """A row of the store that holds one bound on one attention at one sequence of a study.
 
     ``radius`` is the radius of the ball of tokens on which global bounds hold. ``seconds`` is the time of all
     bounds on this attention and sequence together.
@@ -326,7 +326,7 @@ class PublishedValue(
 
     @property
     def unsettled(self) -> bool:
-        """Whether a constant's interval is wider than requested; values without an interval give False."""
+        """Whether this value's interval is wider than requested; False for a value without an interval."""
         return not self.settled and self.lower is not None
 
 
@@ -405,7 +405,7 @@ class HeadRecord(Row, table="heads", key=("layer", "head"), again="stay"):
 
 @dataclass(frozen=True)
 class FrameRow(Row, table="frames", key=("place",)):
-    """The state of a flow at one time; arrays are stored as bytes of little-endian float64.
+    """A row of the store: the state of a flow at one time, with arrays as bytes of little-endian float64.
 
     ``x`` has the tokens (n, d). ``mean`` (d) and ``covariance`` (d, d) belong to the Gaussian measure that is
     followed beside the tokens, if any. ``evaluations`` counts the evaluations of the vector field since the
@@ -425,7 +425,7 @@ class FrameRow(Row, table="frames", key=("place",)):
 
 @dataclass(frozen=True)
 class Ending(Row, table="endings", key=("status",)):
-    """The reason why a flow ended before its last time.
+    """A row of the store: the reason why a flow ended before its last time.
 
     ``status`` is ``blew up`` if no finite state exists beyond a time between ``lower`` and ``upper``, and
     ``stopped`` if the integrator gave up between these times. ``what`` is the part that ended: the tokens or
@@ -441,7 +441,7 @@ class Ending(Row, table="endings", key=("status",)):
 
 @dataclass(frozen=True)
 class GrowthRow(Row, table="growths", key=("time",)):
-    """How far perturbations of the initial tokens of a flow have grown up to one time.
+    """A row of the store: how far perturbations of a flow's initial tokens have grown up to one time.
 
     The values come from :class:`howsmooth.dynamics.Growth`.
     """

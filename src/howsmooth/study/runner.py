@@ -29,10 +29,10 @@ import torch
 from howsmooth.errors import HowsmoothError, WorkerError
 from howsmooth.study.environment import environment
 from howsmooth.study.executors import workers_of
+from howsmooth.study.measured_models import Models
 from howsmooth.study.plans import Plan
 from howsmooth.study.progress_listener import Listener, Outcome
 from howsmooth.study.store import Store
-from howsmooth.study.subjects import Models
 from howsmooth.study.task_times import TaskTimes
 from howsmooth.study.tasks.task import Failed, Found, Task, Work
 
@@ -162,7 +162,7 @@ class Runner:
     # ---- Tasks in this process, or on workers
 
     def _next(self, left: deque[Task], until: float) -> Task | None:
-        """Remove and return the next task that can be carried out.
+        """Take the next task that can be carried out from the queue ``left``, and return it.
 
         Return None if there is none, or if the task would not end in time.
         """
@@ -237,7 +237,7 @@ class _WorkProgress:
         listener.phase(f"Computing {self._planned} {work.words}{more}")
 
     def advance(self, task: Task, rows: int, *, ended: bool) -> None:
-        """Report that a task made rows, or that it ended."""
+        """Report to the listener that a task has computed more rows, or that it has ended."""
         self._done += rows
         if ended:
             del self._made[id(task)]

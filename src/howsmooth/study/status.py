@@ -9,7 +9,6 @@ from dataclasses import dataclass, replace
 
 from howsmooth.errors import StoreError
 from howsmooth.scopes import layers_of_scope
-from howsmooth.study.forecast import after_measuring
 from howsmooth.study.plans import ModelSpec, Plan
 from howsmooth.study.published_values import PUBLISHED
 from howsmooth.study.records import (
@@ -26,6 +25,7 @@ from howsmooth.study.records import (
     Run,
     keys_of,
 )
+from howsmooth.study.resource_forecast import after_measuring
 from howsmooth.study.store import Store
 from howsmooth.study.task_times import TaskTimes
 
@@ -173,7 +173,7 @@ def _without_plan(store: Store, running: bool) -> Status:
 
 
 def _done(store: Store, plan: Plan, label: str, text: str, kind: type[Row]) -> frozenset[Key]:
-    """Return the keys of the rows of a kind that the store has of a model on one text.
+    """Return the keys of a model's rows on one text that the store has, for one class of rows.
 
     A layer and a sequence count as done if the store has all their values of the published code.
     """
@@ -191,7 +191,7 @@ def _done(store: Store, plan: Plan, label: str, text: str, kind: type[Row]) -> f
 
 
 def _has_failed(failures: Iterable[Failure], kind: type[Row], place: tuple[object, ...]) -> bool:
-    """Whether a missing row failed when last tried, alone or with its whole layer, text or model."""
+    """Return whether a missing row failed when last tried, alone or with its whole layer, text or model."""
     return any(
         row.what == kind.table
         and all(
@@ -203,7 +203,7 @@ def _has_failed(failures: Iterable[Failure], kind: type[Row], place: tuple[objec
 
 
 def _rate_and_seconds(store: Store, left: list[tuple[str, Key]]) -> tuple[float | None, float | None]:
-    """Return how many measurements a second the last run made, and the seconds for those that are left.
+    """Return the speed of the last run in measurements per second, and the remaining time at this speed.
 
     Runs without a measurement are skipped. Both numbers are None if no run has measured anything.
     """

@@ -109,7 +109,7 @@ class Store:
     # ---- The identity: settings that all rows of a kind of work share
 
     def identity(self, kind: str) -> dict[str, Any]:
-        """Return the settings that all rows of one kind of work share; empty if there are no rows.
+        """Return the settings shared by all rows of one kind of work in this store; empty without such rows.
 
         The kind of work is ``measure``, ``attack`` or ``flow``.
         """
@@ -284,7 +284,7 @@ class Store:
 
     @contextmanager
     def _one_state(self) -> Iterator[None]:
-        """Read all tables in the ``with`` block in one state, whatever other processes write meanwhile."""
+        """Read the store in the ``with`` block as it is at one moment, even if other processes write."""
         with translated(self.path):
             self._connection.execute("BEGIN")
             try:

@@ -75,7 +75,7 @@ def translated(path: str | os.PathLike[str]) -> Iterator[None]:
 
 
 def store_there(folder: str | os.PathLike[str]) -> bool:
-    """Whether a folder has anything with the name of the store, except an empty file.
+    """Return whether a folder contains anything named like a store, other than an empty file.
 
     Raises
     ------
@@ -236,7 +236,7 @@ def in_use(folder: str | os.PathLike[str]) -> bool:
 
 
 def locked(folder: str | os.PathLike[str]) -> FileLock:
-    """Create the folder, and take the lock that keeps other writers out of its store."""
+    """Create the folder of a store, and take the lock that keeps other writers out of the store."""
     folder = Path(folder)
     lock = FileLock(folder / _LOCK_NAME)
     try:

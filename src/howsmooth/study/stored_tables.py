@@ -1,4 +1,4 @@
-"""``read``: the rows of any store as pandas tables."""
+"""Read the rows of any store as pandas tables."""
 
 from __future__ import annotations
 

@@ -38,12 +38,12 @@ class TaskTimes:
         self._done[alike][n] = (before + seconds, others + rows)
 
     def expect(self, task: Task) -> float | None:
-        """Predict the seconds that a task takes; ``None`` if no task like it is finished."""
+        """Predict the seconds that a task takes; ``None`` if no similar task is finished."""
         row = self.a_row(task.alike, task.n)
         return None if row is None else task.size * row
 
     def a_row(self, alike: tuple[Any, ...], n: int) -> float | None:
-        """Predict the seconds of one row at length n; ``None`` if no task like it is finished."""
+        """Predict the seconds of one row at length n; ``None`` if no task of kind ``alike`` is finished."""
         seen = self._done.get(alike)
         if not seen:
             return None
@@ -60,7 +60,7 @@ class TaskTimes:
         return float(times[0] * (n / near[0]) ** min(max(exponent, 0.0), steepest))
 
     def expect_all(self, tasks: Iterable[tuple[Task, float]]) -> float | None:
-        """Predict how many seconds unfinished tasks will still take, from pairs of a task and its share left.
+        """Predict the remaining seconds of unfinished tasks, each given with the share of it that is left.
 
         A task with no finished task like it is assumed to take the average time per row of the others. Return
         ``None`` if there is work left, but no task like any of them is finished.

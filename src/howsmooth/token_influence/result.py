@@ -12,8 +12,8 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from howsmooth.errors import ArgumentError
-from howsmooth.estimate import Method
 from howsmooth.lipschitz.token_wise import TokenWise
+from howsmooth.lipschitz_estimate import Method
 from howsmooth.study.file_writing import csv_of, text_or_file, write_parquet
 from howsmooth.study.html_assets import data_url, png
 

@@ -17,11 +17,11 @@ from howsmooth.errors import ArgumentError, NonFiniteError
 from howsmooth.paper.published import PublishedLayer, capture_layers, items_that_apply, measure_layer
 from howsmooth.seeds import derive_seed
 from howsmooth.study.datasets import TextFeed
+from howsmooth.study.measured_models import Subject
 from howsmooth.study.open_study import OpenStudy
 from howsmooth.study.published_values import quantities
 from howsmooth.study.records import PublishedKey, PublishedValue, Row
-from howsmooth.study.subjects import Subject
-from howsmooth.study.tasks.constants import batch_size, start_seed
+from howsmooth.study.tasks.lipschitz_constants import batch_size, start_seed
 from howsmooth.study.tasks.task import Failed, Found, SequenceTask, Work, each_if_not_all, failure_row
 
 __all__ = ["PublishedTask", "published_left"]

@@ -1,4 +1,4 @@
-"""Measure the local constant with all or some of the published code's differences (items)."""
+"""Measure constants as the published code does, with all or some of its differences (items) from ‖D_X f‖."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The power iteration with which the published code estimates the norm of the Jacobian J.
+"""Run the power iteration with which the published code estimates the norm of the Jacobian J.
 
 One step computes Jᵀw, and normalises it to get the next u. Here w = J u, or w = f(X) if the code uses the
 output in place of the tangent. The value is √μ, where μ is the norm of the last Jᵀw. With w = J u the value

@@ -63,7 +63,7 @@ def draw_attacks(
     folder: str | os.PathLike[str],
     listener: Listener,
 ) -> list[Files]:
-    """Draw the constants that attacks found against n, and γR², the strength of each head.
+    """Draw the constants that attacks found against the length n, and the strength γR² of each head.
 
     γ comes from the eigenvalues of the head's score matrix, and R is the radius of the ball of tokens. Each
     attention has a figure, and a few attentions also share an overview. ``summary`` is the table from
@@ -188,7 +188,7 @@ def _handles(rows: pd.DataFrame, fit: str) -> list[Line2D]:
 
 
 def _draw_gammas(heads: pd.DataFrame, summary: pd.DataFrame, label: str, folder: Path) -> Files:
-    """Draw γR², the strength of each head, against the index of the head's layer.
+    """Draw γR² of each head (γ from the score matrix, R the ball's radius) against the index of its layer.
 
     γ comes from the eigenvalues of the head's score matrix, and R is the radius of the ball of tokens. If
     there is only one layer, the index of the head replaces the index of the layer.

@@ -27,7 +27,7 @@ _SIGMAS = 2.0
 
 @dataclass(frozen=True, eq=False)
 class FlowView:
-    """The points, colours and labels of a flow to draw.
+    """The points, colours and labels with which a flow is drawn.
 
     Attributes
     ----------

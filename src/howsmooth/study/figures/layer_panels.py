@@ -29,7 +29,7 @@ class Part:
 
     @property
     def name(self) -> str:
-        """The layer and head in words."""
+        """A phrase that names the layer and the head of these rows, such as "layer 3, head 1"."""
         return place_in_words(self.layer, self.head)
 
     @property

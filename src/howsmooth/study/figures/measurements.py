@@ -1,4 +1,4 @@
-"""Draw figures of measurements in the style of the paper, from the store alone.
+"""Draw figures of measurements in the style of the paper, from the rows in the store of a study.
 
 Each figure shows the constant against the length, coloured by the radius, with the fitted exponent and lines
 of slope 1/4 and 1/2; and the constant against the radius, coloured by the length. Axes are logarithmic. The
@@ -95,7 +95,7 @@ def draw_all(
 
 @dataclass(frozen=True)
 class _Family:
-    """A model, an input and a scope: what a group of figures shows. They are written into ``folder``."""
+    """A group of figures that show one model on one input in one scope, with the folder for their files."""
 
     folder: Path
     model: str

@@ -97,7 +97,7 @@ def new_panels(
 
 
 def draw_guides(axis: Axes, fit: Exponent, slopes: Slopes = REFERENCE_SLOPES) -> None:
-    """Draw a fitted power law, and lines with the reference slopes through its centre."""
+    """Draw a fitted power law, and lines of the reference slopes that cross it in the middle of its range."""
     if fit.note:
         return
     ends = np.array([fit.n_min, fit.n_max], dtype=float)
@@ -153,14 +153,14 @@ def set_axis(axis: Axes, which: str, values: pd.Series, *, whole: bool = False) 
 
 
 def logarithmic(values: np.ndarray) -> Normalize:
-    """Return logarithmic colours for the positive values; linear ones where these are nearly equal."""
+    """Return a colour scale for positive values: logarithmic, or linear if they are nearly equal."""
     positive = values[np.isfinite(values) & (values > 0)]
     low, high = (float(positive.min()), float(positive.max())) if positive.size else (1.0, 1.0)
     return LogNorm(low, high) if high > 1.001 * low else Normalize(0.9 * low, 1.1 * high)
 
 
 def draw_cells(axis: Axes, values: np.ndarray, norm: Normalize) -> None:
-    """Draw a matrix as cells of an axis without ticks' lines and frame; NaN stays white."""
+    """Draw a matrix as coloured cells, without tick marks or a frame; a NaN stays white."""
     axis.imshow(values, cmap=COLOURS, norm=norm, aspect="auto", interpolation="nearest")
     axis.tick_params(length=0)
     for side in axis.spines.values():
@@ -209,7 +209,7 @@ def save(figure: Figure, folder: Path, stem: str, title: str, source: str = "") 
 
 
 def is_current(folder: Path, stem: str, source: str) -> bool:
-    """Return whether :func:`save` wrote this figure from this source."""
+    """Return whether the files of a figure exist and were drawn from the data with the digest ``source``."""
     try:
         with Image.open(folder / f"{stem}.png") as image:
             return image.info.get("Source") == source and (folder / f"{stem}.pdf").exists()

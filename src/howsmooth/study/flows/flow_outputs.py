@@ -85,7 +85,7 @@ def write_flow_outputs(
 
 
 def measure_frames(store: Store, tolerance: float, beta: float, listener: Listener) -> pd.DataFrame:
-    """Measure how far the tokens of each frame have clustered: one row for each frame.
+    """Measure how far the tokens of a flow have clustered at each stored time; return one row for each.
 
     ``time`` is its time, and ``clusters`` the number of clusters, with tokens nearer than ``tolerance`` in
     one. ``effective_rank`` and ``log_energy`` are :func:`howsmooth.dynamics.effective_rank` and
@@ -225,7 +225,7 @@ def _shown(plan: FlowPlan, metrics: pd.DataFrame, tolerance: float) -> pd.DataFr
 def _principal(
     all_frames: Iterator[FrameRow], d: int
 ) -> tuple[Float64[np.ndarray, "d 2"], Float64[np.ndarray, " 2"]]:
-    """Return the two principal directions of the tokens of all frames, and their shares of the variance."""
+    """Return the two principal directions of a flow's tokens at all times, and their variance shares."""
     tiny = np.finfo(np.float64).tiny
     total = np.zeros((d, d))
     for frame in all_frames:

@@ -25,7 +25,7 @@ _OF_A_MODEL = "What flows: models"
 
 @dataclass(frozen=True)
 class Grid:
-    """The times of a flow's frames, with the start, and the step of the integrator.
+    """The times at which a flow stores its tokens, with the start, and the fixed step of the integrator.
 
     ``step`` is ``None`` if the integrator chooses its steps.
     """
@@ -152,7 +152,7 @@ class FlowPlan(Options):
                 )
 
     def grid(self, layers: int | None) -> Grid:
-        """Return the times of a flow's frames, and the step if it is fixed.
+        """Return the times at which a flow stores its tokens, and the integrator's step if it is fixed.
 
         With a fixed step, the times are whole numbers of steps. Otherwise they are evenly spaced.
 

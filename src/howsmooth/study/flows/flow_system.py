@@ -180,7 +180,7 @@ def _of_source(plan: FlowPlan) -> System:
 
 
 def _opened(plan: FlowPlan) -> AttentionSource:
-    """Open a parameter file or a model.
+    """Open the parameter file or the model that the plan of a flow names.
 
     The error for an unknown name lists the named systems.
     """
@@ -196,7 +196,7 @@ def _opened(plan: FlowPlan) -> AttentionSource:
 
 
 def _provided_start(plan: FlowPlan, source: AttentionSource, *, of_file: bool) -> str:
-    """Return ``text`` or ``file`` if the model's text or the file provides initial tokens, else empty.
+    """Return which provides initial tokens, ``text`` (of the model) or ``file``; empty if neither does.
 
     Refuse a start from the tokens of a file that has none.
     """
@@ -254,7 +254,7 @@ def _layers(plan: FlowPlan, source: AttentionSource, length: int) -> list[Source
 
 
 def _tokens(plan: FlowPlan, start: str, read: Tensor | None, first: SourceLayer, length: int) -> Tensor:
-    """Return the tokens at the start: drawn at random, read from a file, or taken from the source."""
+    """Return the initial tokens of a flow: drawn at random, read from a file, or given by the source."""
     d = first.map.d
     if start in DRAWN:
         return draw_tokens(plan, start, length, d)

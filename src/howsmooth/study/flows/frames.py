@@ -31,7 +31,7 @@ def frame_row(
 
 
 def tokens_of(frame: FrameRow) -> Float64[Tensor, "n d"]:
-    """Return the tokens of a frame."""
+    """Return the tokens of a stored state of a flow (a frame), as a tensor of shape (n, d)."""
     return _tensor(frame.x, frame.n, frame.d)
 
 
@@ -43,7 +43,7 @@ def gaussian_of(frame: FrameRow) -> tuple[Float64[Tensor, " d"], Float64[Tensor,
 
 
 def frame_at(store: Store, place: int) -> FrameRow:
-    """Read the frame with a given index.
+    """Read the stored state of a flow (frame) that has a given index in the store.
 
     Raises
     ------
@@ -57,7 +57,7 @@ def frame_at(store: Store, place: int) -> FrameRow:
 
 
 def frames(store: Store) -> Iterator[FrameRow]:
-    """Yield the frames of a store, with only one in memory at a time."""
+    """Yield the stored states of a flow (frames) from a store, with only one in memory at a time."""
     return (frame_at(store, place) for place in range(store.count(FrameRow)))
 
 

@@ -21,7 +21,7 @@ _ENDINGS = (".npy", ".npz")
 
 
 def kind_of_start(plan: FlowPlan, own: str = "") -> str:
-    """Return where the initial tokens come from.
+    """Return where the initial tokens of a flow come from: a random draw, the source, or a file.
 
     The result is ``gaussian``, ``sphere``, ``given`` (by the source of the attention), or the path of a file.
     ``own`` says where the tokens of the source come from, ``text`` or ``file``; it is empty if the source has
@@ -40,7 +40,7 @@ def draw_tokens(plan: FlowPlan, kind: str, n: int, d: int) -> Float64[Tensor, "n
 
 
 def onto_sphere(x: Float64[Tensor, "n d"], radius: float) -> Float64[Tensor, "n d"]:
-    """Project each token radially onto the sphere of a radius.
+    """Project each token radially onto the sphere around zero that has the given radius.
 
     Raises
     ------

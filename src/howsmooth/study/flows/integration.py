@@ -39,7 +39,7 @@ class Integration:
 
     @cached_property
     def start(self) -> FrameRow:
-        """The frame at time 0, with the initial tokens."""
+        """The stored state (frame) of the flow at time 0, with the initial tokens."""
         x, d = self.system.x, self.system.x.shape[1]
         if not self.plan.closure:
             return frame_row(0, 0.0, x)
@@ -47,7 +47,7 @@ class Integration:
         return frame_row(0, 0.0, x, (torch.zeros(d, dtype=torch.float64), covariance))
 
     def after(self, frame: FrameRow) -> FrameRow | Ending:
-        """Integrate from a frame to the next; return the next frame, or the reason why the flow ended.
+        """Integrate a flow from a stored state (frame) to the next; return that, or the reason why it ended.
 
         The step from the start is computed only once.
 
@@ -116,10 +116,7 @@ class Integration:
         return Sphere(field, self.system.radius) if self.plan.sphere else field
 
     def _to_next_frame(self, what: str, field: object, state: Any, place: int) -> Trajectory | Ending:
-        """Integrate from one frame's time to the next.
-
-        If the flow ends between them, return the reason.
-        """
+        """Integrate the flow from one stored time to the next; return the path, or why the flow ended."""
         times = self.grid.times[place : place + 2]
         try:
             trajectory = self._flow(field, state, times)

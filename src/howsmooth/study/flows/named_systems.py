@@ -1,4 +1,4 @@
-"""Build named systems of flows, after Geshkovski, Letrouit, Polyanskiy, Rigollet (2023, 2024)."""
+"""Build the attention of named systems, after Geshkovski, Letrouit, Polyanskiy, Rigollet (2023, 2024)."""
 
 from __future__ import annotations
 

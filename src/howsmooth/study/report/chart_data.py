@@ -155,7 +155,7 @@ def _bound(row: dict[str, Any]) -> tuple[Any, ...]:
 
 
 def sensitivity_data(rows: pd.DataFrame) -> dict[str, Any] | None:
-    """Return how strongly each token of a sequence counts in the sensitivity, for the report's script.
+    """Return each token's share of a Jacobian's leading singular vectors, for the report's script.
 
     The energy of a token is its share of the squared norm of a leading singular vector of the Jacobian.
 
@@ -196,7 +196,7 @@ def sensitivity_data(rows: pd.DataFrame) -> dict[str, Any] | None:
 
 
 def _tokens_of_half(energies: Sequence[float]) -> int:
-    """Return the smallest number of tokens that together have at least half of the energy.
+    """Return the smallest number of tokens that together hold at least half of all tokens' ``energies``.
 
     The energy of a token is its share of the squared norm of a singular vector of the Jacobian.
     """

@@ -1,4 +1,4 @@
-"""Write the sentences of the report that limit which conclusions can be drawn."""
+"""Write the report's sentences on what cannot be concluded from its measurements."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ __all__ = ["limitations"]
 
 
 def limitations(contents: Contents) -> list[str]:
-    """Return sentences that say what the measurements of a store do not show, such as a model's training."""
+    """Return sentences on what a store's measurements do not show, for example that a model is untrained."""
     rows, models = contents.measurements, contents.models
     words = [
         "The constant is local: it is measured at these sequences of this text. Other inputs can have a much "

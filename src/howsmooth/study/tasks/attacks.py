@@ -20,9 +20,9 @@ from howsmooth import adversarial, bounds, lipschitz
 from howsmooth.attention import SelfAttention
 from howsmooth.models.parameter_files import save_parameters
 from howsmooth.study.attention_sources import Ball, Target, largest_norm
+from howsmooth.study.measured_models import Models
 from howsmooth.study.plans import AttackPlan
 from howsmooth.study.records import Attack, Row
-from howsmooth.study.subjects import Models
 from howsmooth.study.tasks.task import Failed, Found, Task, failure_row
 from howsmooth.study.text_formatting import file_stem
 
@@ -67,7 +67,7 @@ class AttackTask(Task):
 
     @property
     def alike(self) -> tuple[Any, ...]:
-        """What tasks must share for one's time to predict another's: the table and the scope."""
+        """The key of tasks whose times predict each other: the table and the scope."""
         return Attack.table, self.target.scope
 
     @property
@@ -80,14 +80,14 @@ class AttackTask(Task):
         return 1
 
     def found(self, models: Models | None) -> Iterator[Found]:
-        """Measure the constant at the tokens of each attack; save the worst tokens with the attention."""
+        """Attack the attention, and yield the rows with the constants found; save the worst tokens."""
         try:
             yield self._rows()
         except Exception as error:
             yield self.failed(error)
 
     def failed(self, error: Exception) -> Failed:
-        """Return a failure with one row, which stands for all attacks on this attention at this length."""
+        """Return a failure as one row, which stands for all attacks on this attention at this length."""
         one = self.target
         where = (self.model, self.text, one.scope, one.layer, one.head, self.n)
         return Failed([failure_row(error, Attack, *where)], error)
@@ -106,7 +106,7 @@ class AttackTask(Task):
         return [*(replace(row, file=file) if row is best else row for row, _ in tried), *uppers]
 
     def _tried(self, f: SelfAttention) -> Iterator[tuple[Attack, Tensor]]:
-        """Yield for each attacking input the row with the constant measured there, and the input."""
+        """Yield, for each input tried, the row with the constant measured there, and the input itself."""
         began = time.perf_counter()
         for kind, name, x, estimate, evaluations in self._inputs(f):
             value = float(estimate.value)

@@ -12,7 +12,7 @@ from howsmooth.scopes import ATTENTION_SCOPES
 from howsmooth.study.open_study import OpenStudy
 from howsmooth.study.records import KEY_COLUMNS, Bounding, Measurement, Row, Run
 from howsmooth.study.store import Store
-from howsmooth.study.tasks import site_bounds
+from howsmooth.study.tasks import attention_bounds
 from howsmooth.study.tasks.task import Failed, Found, SequenceTask, Work
 from howsmooth.study.text_windows import bounded_lengths
 
@@ -54,7 +54,7 @@ class BoundsTask(SequenceTask):
 
     def _bounded(self, site: Any) -> list[Row]:
         began = time.perf_counter()
-        found = site_bounds.bound_site(site)
+        found = attention_bounds.bound_site(site)
         seconds = time.perf_counter() - began
         return [
             Bounding(
@@ -96,7 +96,7 @@ def bounds_left(study: OpenStudy) -> Work:
 
 
 def spent_on_bounds(store: Store) -> list[tuple[tuple[str, str, str], int, float]]:
-    """List the seconds that the bounds on each attention took, as (``alike`` of its task, n, seconds)."""
+    """List how long each attention's bounds took: the key of its kind of task, the length n, the seconds."""
     columns = ("model", "text", *KEY_COLUMNS, "seconds")
     return [
         ((Bounding.table, model, scope), n, seconds)

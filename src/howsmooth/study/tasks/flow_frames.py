@@ -1,4 +1,4 @@
-"""Define the tasks of a flow: to compute its frames, and to measure the growth of perturbations.
+"""Define the tasks of a flow: to compute its states (frames), and to measure how perturbations grow.
 
 A frame is computed from the stored numbers of the previous frame. So an interrupted flow gives, bit for bit,
 the same frames as an uninterrupted one.
@@ -12,9 +12,9 @@ from functools import partial
 
 from howsmooth.study.flows.frames import ending, frame_at
 from howsmooth.study.flows.integration import Integration
+from howsmooth.study.measured_models import Models
 from howsmooth.study.records import Ending, FrameRow, GrowthRow, Row
 from howsmooth.study.store import Store
-from howsmooth.study.subjects import Models
 from howsmooth.study.tasks.task import Found, Task, Work
 
 __all__ = ["FlowTask", "frames_left", "growth_left"]
@@ -24,7 +24,10 @@ _GROWTHS = 10
 
 @dataclass(frozen=True, eq=False)
 class FlowTask(Task):
-    """A task of a flow, which runs in the process that holds the store; ``steps`` yields its rows."""
+    """A task that computes rows of a flow, always in the process that opened the store.
+
+    The function ``steps`` yields the rows.
+    """
 
     kind: type[Row]
     model: str
@@ -33,12 +36,12 @@ class FlowTask(Task):
     steps: Callable[[], Iterator[Found]]
 
     def found(self, models: Models | None) -> Iterator[Found]:
-        """Compute the rows that the store lacks, and yield them step by step."""
+        """Compute the rows that the store lacks, and yield them in lists that are each written at once."""
         return self.steps()
 
 
 def frames_left(flow: Integration, store: Store) -> Work:
-    """Return the task of computing the frames that a store does not have; no task if the flow has ended.
+    """Return the task of computing the flow's states that a store lacks; no task if the flow has ended.
 
     The store has at least the start of the flow. Each frame is written as soon as it is computed.
     """

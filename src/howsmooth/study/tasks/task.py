@@ -9,10 +9,10 @@ from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Self
 
 from howsmooth.study.datasets import SequenceData
+from howsmooth.study.measured_models import Models, Subject, capture_sites
 from howsmooth.study.plans import Plan
 from howsmooth.study.records import Failure, Row
 from howsmooth.study.store import now
-from howsmooth.study.subjects import Models, Subject, capture_sites
 from howsmooth.study.text_formatting import encodable
 
 __all__ = ["Failed", "Found", "SequenceTask", "Task", "Work", "each_if_not_all", "failure_row"]
@@ -72,9 +72,9 @@ class Task(ABC):
 
     @property
     def alike(self) -> tuple[Any, ...]:
-        """What tasks must share so that the time of one predicts the time of another.
+        """The key of tasks whose times predict each other, such as their table, model and scope.
 
-        Their times then differ only because of the length n. Examples are the table, the model and the scope.
+        Their times differ only because of the length n.
         """
         return (self.kind.table,)
 
@@ -84,7 +84,7 @@ class Task(ABC):
         return self.model
 
     def count(self, rows: Sequence[Row]) -> int:
-        """Return how many results of the task ``rows`` contains, in the unit of ``size``."""
+        """Return how many results of the task are among ``rows``; ``size`` counts all of its results."""
         return sum(isinstance(row, self.kind) for row in rows)
 
     def packed(self) -> Self:
@@ -93,13 +93,13 @@ class Task(ABC):
 
     @abstractmethod
     def found(self, models: Models | None) -> Iterator[Found]:
-        """Compute the rows that the store lacks, and yield them step by step.
+        """Compute the rows that the store lacks, and yield them in lists that are each written at once.
 
         ``models`` keeps the loaded models of this process.
         """
 
     def failed(self, error: Exception) -> Failed:
-        """Return a failure with one row, which stands for all missing rows of the task."""
+        """Return ``error`` as a failure whose one row stands for all missing rows of the task."""
         return Failed([failure_row(error, self.kind, self.model)], error)
 
 
@@ -132,7 +132,7 @@ class SequenceTask(Task):
 
     @property
     def alike(self) -> tuple[Any, ...]:
-        """What tasks must share for one's time to predict another's: the table, the model and the scope."""
+        """The key of tasks whose times predict each other: the table, the model and the scope."""
         return self.kind.table, self.model, self.scope
 
     @property
@@ -146,7 +146,7 @@ class SequenceTask(Task):
         return tuple(sorted({key[1] for key in self.missing}))
 
     def packed(self) -> Self:
-        """Return the task with the inputs of its sequences."""
+        """Return the task with the inputs of its sequences, ready to be sent to another process."""
         starts = list(self.starts.values())
         data = SequenceData.of(self.subject.feed, starts, self.n, worded=0 in self.starts)
         return replace(self, data=data)

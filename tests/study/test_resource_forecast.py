@@ -20,9 +20,9 @@ from howsmooth.batching import footprint
 from howsmooth.cli import main
 from howsmooth.errors import ArgumentError, ModelError
 from howsmooth.lipschitz import mixed_precision
-from howsmooth.study.forecast import Forecast, forecast
 from howsmooth.study.plans import ModelSpec, Plan
 from howsmooth.study.records import Run
+from howsmooth.study.resource_forecast import Forecast, forecast
 from howsmooth.study.status import status
 from howsmooth.study.store import Store
 from tests._study import FakeModel, Tools, Work, installed, make_plan, make_tools, run
@@ -41,7 +41,7 @@ class Clock:
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     made = Clock()
-    monkeypatch.setattr("howsmooth.study.forecast.time", made)
+    monkeypatch.setattr("howsmooth.study.resource_forecast.time", made)
     return made
 
 
@@ -286,11 +286,11 @@ import json, sys, time
 from pathlib import Path
 from types import SimpleNamespace
 import torch
-from howsmooth.study import forecast, measurement_run as run, runner
+from howsmooth.study import measurement_run as run, resource_forecast, runner
 from howsmooth.study.plans import Plan
 
 # In processor time, for machines that are busy.
-forecast.time = runner.time = run.time = SimpleNamespace(monotonic=time.process_time)
+resource_forecast.time = runner.time = run.time = SimpleNamespace(monotonic=time.process_time)
 runner._BETWEEN_TELLING = 0.0
 torch.set_num_threads(1)
 
@@ -299,7 +299,7 @@ class Heard(list):
     def advance(self, done, total, words): self.append((done, words))
 
 plan, folder, heard = Plan(sys.argv[1], lengths="2,6,16,34,66,100", samples=10), Path(sys.argv[2]), Heard()
-said = forecast.forecast(plan, folder)
+said = resource_forecast.forecast(plan, folder)
 outcome = run.run(plan, folder, runner.Means(heard))
 ratios = {"all": (said.seconds - said.drawing) / outcome.seconds}
 constants = [(done, words) for done, words in heard if not words.endswith("bounds")]

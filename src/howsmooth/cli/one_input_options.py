@@ -16,7 +16,7 @@ __all__ = ["OneInputPlan"]
 
 @dataclass(frozen=True)
 class OneInputPlan(Options):
-    """The model and the input."""
+    """The options that name one model and one input of it, for commands that look at both."""
 
     model: str = option(
         ...,

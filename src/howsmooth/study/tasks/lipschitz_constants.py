@@ -15,10 +15,10 @@ import torch
 from howsmooth import lipschitz
 from howsmooth.scopes import layers_of_scope
 from howsmooth.seeds import derive_seed
+from howsmooth.study.measured_models import Subject
 from howsmooth.study.open_study import OpenStudy
 from howsmooth.study.plans import Plan
 from howsmooth.study.records import KEY_COLUMNS, Measurement, Row, Sensitivity, SequenceRecord, keys_of
-from howsmooth.study.subjects import Subject
 from howsmooth.study.tasks.task import Failed, Found, SequenceTask, Work, each_if_not_all
 
 __all__ = ["ConstantsTask", "batch_size", "constants_left", "start_seed"]
@@ -53,7 +53,7 @@ class ConstantsTask(SequenceTask):
         return self.failed(error, place, [sample])
 
     def _measured(self, site: Any, samples: Sequence[int]) -> list[Found]:
-        """Measure the constants of one layer and head at some samples, in one batch: one step of rows."""
+        """Measure one layer or head at some samples in one batch; return one list of rows, in a list."""
         plan = self.plan
         place = (self.scope, site.layer, site.head, self.n)
         seeds = [start_seed(plan, self.subject, *place, sample) for sample in samples]
@@ -110,7 +110,7 @@ class ConstantsTask(SequenceTask):
         )
 
     def _sequence(self) -> SequenceRecord:
-        """Return a row with the tokens of sample 0, on which the report marks sensitive tokens."""
+        """Return the row with the tokens of sample 0, in whose text the report shows token sensitivities."""
         assert self.data is not None
         where = (self.model, self.subject.text.name, self.n, 0, self.starts[0])
         return SequenceRecord(*where, self.data.place, self.data.words)

@@ -1,4 +1,4 @@
-"""Models with an input to measure them on: load a model, check what is asked of it, and capture its layers.
+"""Load the models of a study, check the layers and lengths to measure on an input, and capture layers.
 
 Everything that can be refused is refused here, before anything is measured. Layers, heads, lengths and
 samples are compared with what exists, and every model is captured once at its shortest length.
@@ -52,7 +52,7 @@ class Subject:
     starts: Mapping[tuple[int, int], int] = field(default_factory=dict, repr=False)
 
     def __getstate__(self) -> dict[str, Any]:
-        """Leave the input out of a pickle: a task takes the sequences that it needs to its worker."""
+        """Return the fields to pickle, without the input: a task carries the sequences that it needs."""
         return vars(self) | {"feed": None, "starts": {}}
 
 
@@ -180,7 +180,7 @@ def _check_capture(plan: Plan, subject: Subject, model: Any) -> None:
 
 
 def _self_attention(error: CaptureError, model: Any, inputs: Inputs) -> list[int]:
-    """Return a model's self-attention layers, after its cross-attention was refused.
+    """Return the indices of a model's self-attention layers if ``error`` refuses its cross-attention.
 
     After any other error, the list is empty.
     """
@@ -343,7 +343,7 @@ def _check_lengths(subject: Subject) -> None:
 
 
 def _check_size(plan: Plan, spec: ModelSpec, source: OpenedInput) -> None:
-    """Refuse a text that is far too short, before a model is loaded whose tokenizer counts its tokens."""
+    """Refuse a text with too few bytes for the plan's sequences; this check needs no model or tokenizer."""
     lengths, text = plan.lengths_of(spec), source.record
     needed = plan.samples * sum(lengths)
     # A token has at least one byte of the text, but for the few characters that a tokenizer spells out.

@@ -72,7 +72,7 @@ class _Constants:
         )
 
     def __float__(self) -> float:
-        """Return the value of a single constant.
+        """Return the measured constant as a float, if there is just one.
 
         Raises
         ------
@@ -215,7 +215,7 @@ class LipschitzEstimate(_Constants):
 
 
 def _shares(direction: Tensor) -> list[float]:
-    """Return the squared norms of the rows of a direction (n, d), divided by their sum."""
+    """Return each token's share of the squared norm of a singular vector of shape (n, d)."""
     squares = direction.double().square().sum(dim=-1)
     total = float(squares.sum())
     shares: list[float] = (squares / total if total > 0 else squares).tolist()

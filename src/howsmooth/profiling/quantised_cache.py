@@ -20,7 +20,7 @@ Place = tuple[int, int, str]
 def simulated_kl(
     whole: LogitsOfModel, bits: Mapping[Place, int], kv_heads: Mapping[int, int], quantiser: str
 ) -> float:
-    """Return how far the model's predictions diverge if the keys or values of some heads are quantised.
+    """Return the KL divergence of the model's predictions with the keys or values of some heads quantised.
 
     Layers are quantised in the order in which the model computes them, so the keys and values of a layer
     come from the quantised layers before it, as with a quantised KV cache.

@@ -1,4 +1,4 @@
-"""Say how a plan is carried out: the output folder, the workers and their threads. This changes no number."""
+"""Define the options of how a plan is carried out: output folder, workers and threads."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _MOST_WORKERS = 1024
 
 @dataclass(frozen=True)
 class Execution(Options):
-    """How a plan is carried out: output folder, workers and threads. It changes no result."""
+    """The options of how a plan is carried out: output folder, workers and threads. They change no result."""
 
     out: Path = option(
         "howsmooth-out", path(), "Folder for the store, tables, figures and report.", panel=OUTPUT
@@ -48,7 +48,7 @@ class Execution(Options):
     )
 
     def check(self) -> None:
-        """Refuse workers or a scheduler without the matching executor."""
+        """Refuse workers or a scheduler that the chosen executor cannot use, and Dask without a scheduler."""
         if self.executor == "dask" and self.workers is not None:
             raise ArgumentError(
                 "workers",
@@ -73,7 +73,10 @@ class Execution(Options):
 
 @dataclass(frozen=True)
 class LocalExecution(Execution):
-    """How to carry out work on this machine only, since its tasks write files into the output folder."""
+    """The options of how a plan is carried out on this machine only, without a cluster.
+
+    The tasks write files into the output folder, which is on this machine.
+    """
 
     executor: str | None = option(
         None,

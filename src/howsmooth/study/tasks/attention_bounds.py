@@ -97,7 +97,7 @@ _NO_BOUND = (HowsmoothError, torch.linalg.LinAlgError, ArithmeticError)  # type:
 
 
 def _cost(name: str, question: Problem) -> str:
-    """Return why a bound is left out at this number or dimension of tokens; empty if it is quick."""
+    """Return why a bound takes too long for this number or dimension of tokens; empty if it does not."""
     if name in _SEARCHES:
         return "left out: it needs a search over inputs; howsmooth bound computes it"
     d = question.attention.d if isinstance(question.attention, SelfAttention) else 0

@@ -19,9 +19,9 @@ from howsmooth.cli import main
 from howsmooth.study.records import Bounding, Run
 from howsmooth.study.status import status
 from howsmooth.study.store import Store
-from howsmooth.study.tasks import site_bounds
+from howsmooth.study.tasks import attention_bounds
+from howsmooth.study.tasks.attention_bounds import bound_site
 from howsmooth.study.tasks.bounds import bounded_lengths
-from howsmooth.study.tasks.site_bounds import bound_site
 from tests._selection import others_slow
 from tests._study import Heard, Tools, contents_of, installed, make_plan, make_tools, run
 from tests._tiny_models import tiny
@@ -152,7 +152,7 @@ class Clock:
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     made = Clock()
-    for module in ("runner", "measurement_run", "tasks.bounds", "tasks.constants"):
+    for module in ("runner", "measurement_run", "tasks.bounds", "tasks.lipschitz_constants"):
         times = SimpleNamespace(monotonic=made, perf_counter=made)
         monkeypatch.setattr(f"howsmooth.study.{module}.time", times)
     return made
@@ -297,18 +297,18 @@ def test_what_is_left_out_is_said_with_the_rule(
         == set(reasons(several))
         == {"two_heavy_tokens_lower_bound", "heavy_token_lower_bound"}
     )
-    most, cubic = site_bounds._MOST_TOKENS, "yudin_theorem_3"
-    monkeypatch.setattr(site_bounds, "_MOST_TOKENS", dict.fromkeys(most, 6) | {cubic: most[cubic]})
+    most, cubic = attention_bounds._MOST_TOKENS, "yudin_theorem_3"
+    monkeypatch.setattr(attention_bounds, "_MOST_TOKENS", dict.fromkeys(most, 6) | {cubic: most[cubic]})
     slow = {"certificate_parts", "certificate_rows", "certificate_frobenius", "covariance_upper_bound"}
     assert set(reasons(one)) == slow | {"two_heavy_tokens_lower_bound", "heavy_token_lower_bound"}
     assert "more than 6 tokens; howsmooth bound" in reasons(several)["certificate_heads"]
-    monkeypatch.setattr(site_bounds, "_MOST_TOKENS", dict.fromkeys(most, 6))
+    monkeypatch.setattr(attention_bounds, "_MOST_TOKENS", dict.fromkeys(most, 6))
     assert "more than 6 tokens; howsmooth bound" in reasons(one)["yudin_theorem_3"]
-    monkeypatch.setattr(site_bounds, "_MOST_TOKENS", dict.fromkeys(most, 7))
+    monkeypatch.setattr(attention_bounds, "_MOST_TOKENS", dict.fromkeys(most, 7))
     assert "certificate_heads" not in reasons(several)
-    monkeypatch.setattr(site_bounds, "_MOST_TOKENS_IF_WIDE", 6)
+    monkeypatch.setattr(attention_bounds, "_MOST_TOKENS_IF_WIDE", 6)
     assert "certificate_heads" not in reasons(several)  # of 24 dimensions
-    monkeypatch.setattr(site_bounds, "_WIDE", 24)
+    monkeypatch.setattr(attention_bounds, "_WIDE", 24)
     assert "more than 6 tokens in 24 or more dimensions" in reasons(several)["certificate_heads"]
     assert "certificate_rows" not in reasons(one)
 

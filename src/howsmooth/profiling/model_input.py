@@ -28,7 +28,7 @@ _MOST_TOKENS = 512
 def shown_progress(
     on_step: Callable[[int, int], None] | None, total: int, unit: str = "layer"
 ) -> Iterator[Callable[[int, int], None]]:
-    """Yield ``on_step``, or without it a callback that moves a progress bar.
+    """Yield the callback that reports progress: ``on_step`` if given, else one that moves a bar.
 
     The callback takes the number of finished layers (or other units) and the number of all.
     """

@@ -10,7 +10,7 @@ import pytest
 
 from howsmooth.cli import main
 from howsmooth.errors import ModelError
-from howsmooth.paper import forecast, reproduction
+from howsmooth.paper import reproduction, time_forecast
 from howsmooth.paper.figure import Figure, FigureContext, Finding
 
 
@@ -18,7 +18,7 @@ from howsmooth.paper.figure import Figure, FigureContext, Finding
 def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     """The time of the trials, in seconds."""
     now = [0.0]
-    monkeypatch.setattr(forecast, "time", SimpleNamespace(perf_counter=lambda: now[0]))
+    monkeypatch.setattr(time_forecast, "time", SimpleNamespace(perf_counter=lambda: now[0]))
     return now
 
 

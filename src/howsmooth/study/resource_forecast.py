@@ -27,7 +27,7 @@ from howsmooth.study.open_study import OpenStudy, opened_study
 from howsmooth.study.plans import Plan
 from howsmooth.study.task_times import TaskTimes
 from howsmooth.study.tasks.bounds import SHARE, BoundsTask
-from howsmooth.study.tasks.constants import ConstantsTask, constants_left
+from howsmooth.study.tasks.lipschitz_constants import ConstantsTask, constants_left
 from howsmooth.study.tasks.task import Failed, SequenceTask
 from howsmooth.study.text_windows import bounded_lengths
 
