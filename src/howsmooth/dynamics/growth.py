@@ -344,7 +344,7 @@ def _start_vector(operator: LinearOperator, seed: int, index: int) -> Tensor:
 
 
 def _in_double(field: Field, start: object) -> Tokens:
-    """Convert the start of a flow and its velocity field to float64, after checking that they fit each other."""
+    """Convert the start of a flow and its field to float64, after checking that they fit each other."""
     system = system_of(field, start)
     if not isinstance(system, Tokens) or system.start.ndim != 2:
         got = f"shape {tuple(start.shape)}" if isinstance(start, Tensor) else type(start).__name__
