@@ -75,7 +75,7 @@ class EarlierAtoms:
     positions: Float[Tensor, " n"]
 
     def keys(self, rows: slice) -> slice:
-        """Return the range of all atoms, since positions need not be sorted."""
+        """Return the range of atoms that can be seen: all of them, since positions need not be sorted."""
         return slice(0, self.positions.shape[0])
 
     def block(

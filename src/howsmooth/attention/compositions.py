@@ -17,7 +17,7 @@ __all__ = ["Compose", "Residual"]
 
 
 class _Around(TokenMap):
-    """Base class of Residual and Compose, with the dimension, dtype and device of their inner map."""
+    """Base class of maps that contain an inner map, whose dtype and device they have (Residual, Compose)."""
 
     inner: TokenMap
 

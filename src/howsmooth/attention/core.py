@@ -45,7 +45,7 @@ _ROWS = 64
 
 @runtime_checkable
 class Visible(Protocol):
-    """The interface of a mask that is evaluated block by block.
+    """The interface of an attention mask whose entries are computed block by block.
 
     :class:`~howsmooth.attention.visibility.Visibility` implements it for tokens.
     """

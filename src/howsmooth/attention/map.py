@@ -92,7 +92,7 @@ class TokenMap(abc.ABC):
 
 
 class AbstractMeasure(abc.ABC):
-    """The interface of a probability measure on which a :class:`~howsmooth.attention.TokenMap` acts.
+    """The interface of a probability measure (of tokens as points in R^d) on which a map of tokens acts.
 
     :mod:`howsmooth.measures` implements it.
     """

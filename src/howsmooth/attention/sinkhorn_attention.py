@@ -118,7 +118,7 @@ class SinkhornAttention(HeadsAttention):
         k: Float[Tensor, "*batch kv_heads n key_dim"],
         log_weights: Float[Tensor, " n"],
     ) -> Float[Tensor, "*batch kv_heads group 1 n"]:
-        """Find the potentials that make the attention matrix doubly stochastic.
+        """Find the vectors f, g for which the attention matrix exp(scores + f + g) is doubly stochastic.
 
         The potentials are the vector g in P_ij ∝ a_j exp(S_ij + g_j), with scores S, weights a of the atoms,
         and rows of P that sum to one. The equations Σ_i a_i P_ij = a_j hold within the tolerance. One

@@ -188,7 +188,7 @@ class SoftmaxCore:
 
 
 class CoreShape(NamedTuple):
-    """The sizes of the queries, keys and values of one softmax core."""
+    """The sizes of the queries, keys and values of one softmax attention."""
 
     lead: int  # product of the leading axes, for instance the number of windows
     heads: int
@@ -415,7 +415,7 @@ class StagedAttention(TokenMap):
         )
 
     def without_output(self) -> StagedAttention:
-        """Return the layer up to its concatenated heads, without the output projection that follows them.
+        """Return the layer without its output projection, so that its outputs are the concatenated heads.
 
         This is the scope ``heads``.
 
@@ -423,7 +423,6 @@ class StagedAttention(TokenMap):
         ------
         ArgumentError
             If there are several softmaxes, or one over windows.
-
         """
         value_dim = self._value_dim("heads")
         return self._rebuilt(
@@ -497,7 +496,7 @@ class StagedAttention(TokenMap):
 
 
 class _UpToCore:
-    """An attention layer that ends with the output of its only softmax.
+    """An attention layer cut off after its only softmax attention, whose output it returns.
 
     Its output holds all heads concatenated, or head ``h`` alone.
     """
@@ -551,7 +550,7 @@ def _grouped(name: str, given: Tensor, lead: torch.Size, heads: int, kv_heads: i
 
 
 def _check_seen(mask: Tensor, causal: bool, window: int | None) -> None:
-    """Raise ArgumentError if a query sees no key."""
+    """Raise ArgumentError if a mask hides all keys from some query."""
     seen = mask
     rules = Visibility(max(mask.shape[-2:]), causal, window).whole(mask.device)
     if rules is not None:

@@ -54,7 +54,7 @@ class Visibility:
         return self.block(slice(0, queries), slice(0, self.n), device)
 
     def all_see(self, rows: slice) -> bool:
-        """Tell whether every query of ``rows`` sees at least one key under causal order and window."""
+        """Return True if, under causal order and window, every query of ``rows`` sees at least one key."""
         return self.window is None or rows.stop + self.offset < self.n + self.window
 
     def keys(self, rows: slice) -> slice:

@@ -29,7 +29,7 @@ _FEWEST_VECTORS = 2
 
 @dataclass(frozen=True)
 class Room:
-    """How the memory of each process is divided between gathered keys and Krylov basis.
+    """How each process divides its memory between keys gathered from other processes and its Krylov basis.
 
     All processes use the same division.
 

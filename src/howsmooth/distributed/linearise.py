@@ -87,7 +87,7 @@ def together(collectives: Collectives, compute: Callable[[], T]) -> T:
 
 @dataclass(frozen=True)
 class SharedMap:
-    """A map at one sequence, of which each process holds some rows.
+    """A map at one sequence of tokens whose rows are shared among processes.
 
     Parameters
     ----------
@@ -95,7 +95,6 @@ class SharedMap:
         The communication between the processes. All processes must call the same methods in the same order.
     heads_together
         Number of key heads whose keys and values are gathered at a time.
-
     """
 
     exchange: Exchange

@@ -20,7 +20,7 @@ __all__ = ["SharedSoftmax", "shared_softmax"]
 
 @dataclass(frozen=True)
 class _Heads:
-    """The derivative of softmax attention for some of the key heads.
+    """The derivative of softmax attention for some of the key heads and the queries that use them.
 
     It has one part for each range of query rows that this process holds.
 
@@ -283,7 +283,7 @@ def _added(total: tuple[Tensor, Tensor] | None, parts: list[Tensor]) -> tuple[Te
 
 
 def _with_keys(piece: StreamedDerivative, k: Tensor, v: Tensor, exact: Tensor | None) -> StreamedDerivative:
-    """Return the derivative of attention ``piece`` with the keys ``k`` and values ``v`` in place of its own.
+    """Return a derivative of attention with other keys and values, gathered from all processes.
 
     If the derivative holds float64 keys, ``exact`` replaces them.
     """

@@ -188,7 +188,7 @@ def _adjoint_map(scores: Scores, which: Mapping[str, Shape], kernels: Kernels | 
 
 @dataclass(frozen=True)
 class _Given:
-    """The input tensors of a derivative of attention.
+    """The input tensors of a derivative of attention, sorted by how they are cut into blocks.
 
     They are the tensors x, then tensors that a kernel kept, then tangents or cotangents.
 
@@ -206,7 +206,7 @@ class _Given:
 
     @property
     def parts(self) -> tuple[Part, ...]:
-        """How each input tensor is cut into blocks: by its query rows, by its key rows, or as scores.
+        """Say for each input tensor how it is cut into blocks: by query rows, by key rows, or as scores.
 
         A tensor has one row for each query, one row for each key, or the axes of the scores.
         """
@@ -236,7 +236,7 @@ class _Given:
     def run_by(
         self, kernel: Callable[[Kernels, Tensors], Tensors], results: Names = ()
     ) -> Callable[[Tensors], Tensors] | None:
-        """Return ``kernel`` as a function of the input tensors alone; None if it cannot be used.
+        """Return a Triton kernel as a function of the input tensors alone; None if it cannot be used.
 
         It cannot be used without Triton kernels, nor for tangents or cotangents of a mask or bias.
         """

@@ -257,7 +257,7 @@ def _filled(x: Mapping[str, Tensor], d: Mapping[str, Tensor]) -> dict[str, Tenso
 
 
 def _common(u: Tensor, of_queries: Tensor) -> Tensor:
-    """Return the inner product of each row of one tensor with the same row of another.
+    """Return the inner product of each row of one tensor with the same row of another tensor.
 
     The tensors are shaped as queries; the result has shape (lead, kv_heads, group, m, 1).
     """
@@ -266,7 +266,7 @@ def _common(u: Tensor, of_queries: Tensor) -> Tensor:
 
 
 def _share(x: Mapping[str, Tensor], kept: Kept) -> Tensor:
-    """Return the probability of the sink in each row, (lead, kv_heads, group, m, 1)."""
+    """Return the attention probability of the sink in each row, of shape (lead, kv_heads, group, m, 1)."""
     return torch.exp2(x["sinks"].float() / math.log(2) - kept[1])
 
 

@@ -284,7 +284,7 @@ def tangent(
 
 @_jit
 def _rest(g, dtype: tl.constexpr, CAPPED: tl.constexpr, SINKS: tl.constexpr):
-    """Return how much the row sums of a tile change when its entries are rounded to ``dtype``.
+    """Return how much the row sums of a tile change when the tile's entries are rounded to ``dtype``.
 
     The tile ``g`` holds D∘G, the cotangents of the products scale · q kᵀ.
 
@@ -299,7 +299,7 @@ def _rest(g, dtype: tl.constexpr, CAPPED: tl.constexpr, SINKS: tl.constexpr):
 
 @_jit
 def _mean_of_first(k, low, n, KEYS: tl.constexpr, KEY: tl.constexpr, WIDTH: tl.constexpr):
-    """Return the mean of the first tile of keys, (1, WIDTH), an estimate of what all keys have in common."""
+    """Return the mean (1, WIDTH) of the first keys, an estimate of what all keys have in common."""
     ks = _load(k, low, n, KEYS, KEY, WIDTH).to(tl.float32)
     return (tl.sum(ks, 0) / tl.minimum(KEYS, n - low))[None, :]
 

@@ -94,7 +94,7 @@ def _attention_forward(
 
 
 def _both(mask: Tensor | None, chosen: Tensor) -> Tensor:
-    """Return a mask that hides what ``mask`` hides, and all keys that ``chosen`` does not mark."""
+    """Combine a mask with a selection of keys: a key is hidden if the mask hides it or it is not selected."""
     if mask is None or mask.dtype == torch.bool:
         return chosen if mask is None else mask & chosen
     return mask.masked_fill(~chosen, torch.finfo(mask.dtype).min)

@@ -88,7 +88,7 @@ class Block:
 
 @dataclass(frozen=True, eq=False)
 class Grid:
-    """The rule that cuts attention scores (lead, kv_heads, group, m, n) into blocks of query rows.
+    """The rule by which attention scores (lead, kv_heads, group, m, n) are cut into blocks of query rows.
 
     Parameters
     ----------
@@ -96,7 +96,6 @@ class Grid:
         Lengths of the axes of the scores.
     visible
         Rules of causal order and window, and the number n of keys.
-
     """
 
     lead: int
@@ -177,7 +176,7 @@ class BlockMap:
     kept: int = 0
 
     def targets(self, block: Block, extra: Shape = ()) -> tuple[Shape, ...]:
-        """Return the shape of the part of each result that one block computes.
+        """Return, for each result of the function, the shape of the part that one block computes.
 
         The axes ``extra`` are put in front of each shape.
         """
@@ -294,7 +293,7 @@ class BlockMap:
 
 
 def _merged(tensors: tuple[Tensor, ...], which: Flags, some: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-    """Return ``tensors``, where the entries of ``some`` replace those that ``which`` marks, in order."""
+    """Return a copy of ``tensors`` with ``some``, in order, in the places that ``which`` marks."""
     others = iter(some)
     return tuple(next(others) if w else t for t, w in zip(tensors, which, strict=True))
 

@@ -147,7 +147,7 @@ def rule_mask(
 
 
 def _same(f: Any, g: Any) -> bool:
-    """Tell whether two functions have the same code and the same values in their closures."""
+    """Return True if two functions have the same code and the same values in their closures."""
     if isinstance(f, tuple) and isinstance(g, tuple):
         return len(f) == len(g) and all(map(_same, f, g))
     if not (hasattr(f, "__code__") and hasattr(g, "__code__")):

@@ -252,7 +252,7 @@ def _products_moved(at: Weights, d: Mapping[str, Tensor]) -> Tensor | None:
 
 
 def _ds(at: Weights, d: Mapping[str, Tensor], raw: Tensor | None = None) -> Tensor | None:
-    """Return the tangent of a block's scores, or None if it is zero.
+    """Return the tangent of the attention scores of a block, or None if it is zero.
 
     If the tangent of s = scale · q kᵀ is known, it is given as ``raw``.
     """
@@ -267,7 +267,7 @@ def _ds(at: Weights, d: Mapping[str, Tensor], raw: Tensor | None = None) -> Tens
 
 
 def _dp(at: Weights, ds: Tensor | None, d: Mapping[str, Tensor]) -> Tensor | None:
-    """Return the tangent of the probabilities P; None if it is zero."""
+    """Return the tangent of the attention probabilities P of a block, or None if it is zero."""
     dp = None if ds is None else _of_softmax(ds, at.p)
     if at.sink is not None and "sinks" in d:
         dp = _sum(dp, -at.p * (at.sink * d["sinks"]))
@@ -275,7 +275,7 @@ def _dp(at: Weights, ds: Tensor | None, d: Mapping[str, Tensor]) -> Tensor | Non
 
 
 def _of_softmax(ds: Tensor, p: Tensor) -> Tensor:
-    """Apply the derivative of the softmax of each row to ``ds``.
+    """Apply the derivative of the row-wise softmax to a tangent ``ds`` of the scores.
 
     The result is P∘(dS − rowsum(P∘dS)). This linear map of dS is self-adjoint.
     """
@@ -287,14 +287,14 @@ def _of_softmax(ds: Tensor, p: Tensor) -> Tensor:
 
 
 def _products(a: Tensor, b: Tensor) -> Tensor:
-    """Return ⟨a_i, b_j⟩ for queries (..., group, rows, d) and keys (..., 1, keys, d), shaped as scores."""
+    """Return the inner products ⟨q_i, k_j⟩ of all queries and keys, in the shape of the scores."""
     # The rows of all query heads of a group form one matrix, so that heads with one key head share a product.
     s: Tensor = (a.flatten(-3, -2) @ b.squeeze(-3).mT).unflatten(-2, a.shape[-3:-1])
     return s
 
 
 def over_keys(p: Tensor, v: Tensor) -> Tensor:
-    """Return Σ_j P_ij v_j, shaped as queries, for ``p`` shaped as scores and ``v`` shaped as keys."""
+    """Return Σ_j P_ij v_j for each query i: the averages of the values ``v`` with the weights ``p``."""
     o: Tensor = (p.flatten(-3, -2) @ v.squeeze(-3)).unflatten(-2, p.shape[-3:-1])
     return o
 

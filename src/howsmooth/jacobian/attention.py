@@ -95,7 +95,7 @@ class _MultiHeadJacobian(LinearOperator, Generic[_Core]):
         return type(self)(self.projection, self.core.select(rows), (query_norm, key_norm), proved)
 
     def _to_heads(self, part: int, rows: Float[Tensor, "batch n rows"]) -> Float[Tensor, "b m width"]:
-        """Return the tangents of queries, keys or values, from the projected tangents of the tokens.
+        """Return the tangents of each head's queries, keys or values, from the tangents of the projections.
 
         The argument ``part`` is 0 for queries, 1 for keys and 2 for values.
 

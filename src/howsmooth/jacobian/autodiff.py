@@ -257,7 +257,7 @@ class AutodiffJacobian(LinearOperator):
 
 
 class _Linearisation:
-    """The products with the Jacobian J of a map at one point, from the graph of the map there.
+    """The Jacobian J of a map at one point, whose products are computed along the kept autograd graph.
 
     The graph of u ↦ Jᵀu is kept too, and gives J e, if the graph of the map takes at most ``most`` bytes and
     can be differentiated twice; otherwise J e takes forward mode.
@@ -303,7 +303,7 @@ class _Linearisation:
 
 
 def _gradient(y: Tensor, x: Tensor, u: Tensor, *, create_graph: bool = False) -> Tensor | None:
-    """Return (∂y/∂x)ᵀ u, and keep the graph; None if y does not depend on x."""
+    """Return (∂y/∂x)ᵀ u by autograd and keep the graph; return None if y does not depend on x."""
     if not y.requires_grad:
         return None
     options = {"retain_graph": True, "create_graph": create_graph, "allow_unused": True}

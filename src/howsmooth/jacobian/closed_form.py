@@ -44,7 +44,7 @@ __all__ = [
 
 @dataclass(frozen=True)
 class _Form:
-    """How the Jacobians of all attention layers of a map are to be computed.
+    """The settings with which the Jacobians of all attention layers of a map are computed.
 
     The fields ``streamed`` and ``allowance`` are arguments of :func:`closed_form_jacobian`; ``norms`` keeps
     the norms of matrices that proofs of rounding errors have computed.
@@ -65,7 +65,7 @@ def has_closed_form(f: Callable[[Tensor], Tensor]) -> bool:
 
 
 def runs_members_alone(f: Callable[[Tensor], Tensor]) -> bool:
-    """Return True if ``f`` is linearised one sequence at a time, so that batches save no time."""
+    """Return True if the Jacobian of ``f`` is computed sequence by sequence, so that batches save no time."""
     match f:
         case Residual():
             return runs_members_alone(f.inner)

@@ -68,7 +68,7 @@ def frozen_derivatives(
 
 
 def _width(f: TokenMap) -> int:
-    """Return how many numbers must be stored for each pair of atoms in a block.
+    """Return how many numbers the derivatives need in memory for each pair of atoms.
 
     A pair is an atom of the block and an atom that it sees.
     """

@@ -206,7 +206,7 @@ class FusedDerivative(StreamedDerivative):
 
 
 def fused(at: StreamedDerivative, allowance: float | None = None) -> StreamedDerivative:
-    """Return the derivative ``at`` with its products by Triton kernels, or unchanged if these cannot be used.
+    """Replace the products of a derivative of attention by Triton kernels, where these can be used.
 
     The kernels split float32 numbers into two or three bfloat16 parts. They get as few parts as keep the
     relative rounding error within ``allowance``; if three parts do not, ``at`` is returned. Without an
@@ -216,7 +216,7 @@ def fused(at: StreamedDerivative, allowance: float | None = None) -> StreamedDer
 
 
 def within(at: StreamedDerivative, allowance: float | None) -> StreamedDerivative:
-    """Return the derivative ``at`` with its products by Triton kernels, if their rounding error allows it.
+    """Replace the products of a derivative of attention by Triton kernels, if these round little enough.
 
     If the relative error exceeds ``allowance`` even with three bfloat16 parts, ``at`` is returned.
     """

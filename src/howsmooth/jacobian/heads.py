@@ -56,12 +56,12 @@ class HeadsJacobian(AttentionJacobian):
 
     @classmethod
     def _with(cls, whole: AttentionJacobian, weight: Float[Tensor, "heads rows d"]) -> HeadsJacobian:
-        """Return the Jacobians with other query, key and value matrices, one for each head."""
+        """Return the heads' Jacobians with other query, key and value matrices, one of each for a head."""
         projection = replace(whole.projection, weight=weight)
         return cls(projection, whole.core, whole.norms, whole.proved)
 
     def reduced(self) -> tuple[HeadsJacobian, Float[Tensor, "heads d r"]]:
-        """Return the Jacobians of the heads in fewer coordinates, so that their products cost less.
+        """Return the heads' Jacobians in coordinates of smaller dimension, so that products cost less.
 
         A head with matrix W_h depends on r = min(d, rows of W_h) coordinates of a token, so its Jacobian is
         E ↦ J_h(E B_h), where J_h and the basis B_h are returned.

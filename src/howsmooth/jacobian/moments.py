@@ -16,7 +16,7 @@ __all__ = ["Moments", "moment_columns", "moment_width"]
 
 @dataclass(frozen=True, eq=False)
 class Moments:
-    """Upper bounds of the spread of keys and values under the attention probabilities.
+    """Upper bounds of how far keys and values spread around their means under the attention probabilities.
 
     Further bounds are of the probabilities P: of their row sums, row norms and spectral norm.
 
@@ -37,7 +37,6 @@ class Moments:
         (Σ_j P_ij²)^½ over the keys without the sink.
     spread
         The spectral norm ‖P‖.
-
     """
 
     total: Float[Tensor, "b m"]
@@ -57,7 +56,7 @@ class Moments:
         sink: Float[Tensor, "b m"],
         p: Float[Tensor, "b m n"] | None = None,
     ) -> Moments:
-        """Compute the moments from the averages of :func:`moment_columns` under P.
+        """Compute the moments of keys and values from averages, under the probabilities, of certain columns.
 
         ``mean`` are the outputs, shifted as the values are. Without P itself, which streamed products do not
         keep, ``squares`` and ``spread`` are bounded by the row sums.

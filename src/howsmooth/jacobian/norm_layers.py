@@ -97,7 +97,7 @@ class NormJacobian(LinearOperator):
         return cls(f.weight.to(dtype), unit, factor, proved, centred=f.centred)
 
     def _symmetric(self, e: Tensor) -> Tensor:
-        """Apply the norm layer's Jacobian without its gain.
+        """Apply the norm layer's Jacobian without its gain, which is a symmetric matrix at each token.
 
         It is the symmetric matrix (√d/s)(H − h hᵀ/s²).
         """

@@ -93,7 +93,7 @@ def _heads_adjoint(attention: Sequence[AttentionJacobian], heads: Sequence[Tenso
 
 
 def _by_rows(linear: Callable[[Tensor], Tensor], batches: Sequence[Tensor]) -> list[Tensor]:
-    """Apply ``linear``, which maps each token by itself, to the tokens of all batches in one call."""
+    """Apply ``linear``, which maps each token by itself, to the tokens of all sequences in one call."""
     return _unpacked(linear(_packed(batches)), batches)
 
 

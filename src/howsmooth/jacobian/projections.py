@@ -71,7 +71,7 @@ class Projection:
         return query, key, value
 
     def into(self, e: Float[Tensor, "*batch d"]) -> Float[Tensor, "*batch rows"]:
-        """Return the tangents of scaled queries, keys and values for tangents ``e`` of tokens."""
+        """Return the tangents of scaled queries, keys and values, for tangents ``e`` of the tokens."""
         return e @ self.weight.mT
 
     def into_adjoint(self, rows: Float[Tensor, "*batch rows"]) -> Float[Tensor, "*batch d"]:

@@ -114,7 +114,7 @@ def composed_error(outer: ProductError, inner: ProductError) -> ProductError:
 def image_off(
     f: TokenMap, x: Float[Tensor, "batch n d"], off: Off, norms: MatrixNorms, image: Tensor | None = None
 ) -> Off:
-    """Return a bound on the error of each token of f(x) as it is computed.
+    """Return a bound on the rounding error of each token of f(x), as float64 computes it.
 
     The tokens ``x`` are themselves wrong by at most ``off``.
 
@@ -143,7 +143,7 @@ def image_off(
 
 
 def _refused(error: Tensor, relative: Tensor) -> Tensor:
-    """Return an error bound rounded up, or infinity if the first-order analysis does not hold.
+    """Return an error bound rounded up; infinity where rounding errors are too large for the analysis.
 
     The bound is enlarged to cover terms of higher order. It is infinite if ``relative`` exceeds 0.1.
     """
@@ -181,7 +181,7 @@ def attention_error(
 
 @dataclass(frozen=True)
 class _Rows:
-    """Error bounds for queries, keys or values as functions of the tokens, and for their derivatives.
+    """Bounds on the rounding errors of the queries, keys or values at each token, and of their derivatives.
 
     The derivative is a linear map from tangents of tokens to tangents of queries, keys or values.
 
@@ -195,7 +195,6 @@ class _Rows:
         Bound of the rounding error of a product of the map, divided by the length of the tangent.
     model
         Bound of the distance of the map from the exact one; zero unless it contains a norm layer.
-
     """
 
     off: Float[Tensor, "batch kv_heads *rows"]
@@ -320,7 +319,7 @@ class _Attention:
     # ---- probabilities
 
     def score_off(self) -> Float[Tensor, "batch kv_heads group n"]:
-        """Return a bound on the error of the attention scores of each query.
+        """Return a bound on the rounding error of the attention scores of each query.
 
         Scores of negligible probability are left out.
         """
@@ -376,7 +375,7 @@ class _Attention:
         return _refused(heads, relative.flatten(1, 2).amax(dim=1))
 
     def _unshifted(self) -> Tensor:
-        """Return a bound on the additional score errors of keys that are not centred.
+        """Return a bound on the further rounding errors of scores whose keys are not centred.
 
         They add to the errors of :meth:`score_off`. The map itself forms scores from uncentred keys, its
         Jacobian does not.
@@ -469,7 +468,7 @@ class _Attention:
         return ProductError(*(_refused(t, relative).cpu() for t in (model, rounding, whole)))
 
     def _shift_off(self, weight: Tensor, bias: Tensor | None) -> Float[Tensor, "b 1"]:
-        """Return a bound on the error of the projection of the mean token, W x̄ + b.
+        """Return a bound on the rounding error of the mean token's projection, W x̄ + b.
 
         The mean token itself counts as exact, because any vector may serve as the shift.
         """

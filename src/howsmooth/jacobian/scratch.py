@@ -16,7 +16,7 @@ _LEFT = 1 << 23
 
 
 class _Left(threading.local):
-    """Scratch memory of the current thread, which one pass over tiles leaves for the next."""
+    """The scratch memory that one pass over tiles leaves to the next pass of the same thread."""
 
     memory: dict[object, Tensor] | None = None
 

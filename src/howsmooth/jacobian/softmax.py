@@ -55,7 +55,7 @@ class Sink:
 
     @classmethod
     def at(cls, operands: Operands, p: Tensor, output: Tensor) -> Sink:
-        """Return the sinks of all heads, from their probabilities and the attention outputs.
+        """Return the sinks of all heads, given the sinks' probabilities and the attention outputs.
 
         The outputs are averages of the values before centring.
         """

@@ -220,7 +220,7 @@ class _Member:
         check_against_differences(self._value, x, e, lambda e: self._tangent(x, e), rounding)
 
     def _image_gives(self, e: Tensor, je: Tensor) -> bool:
-        """Return True if two ways to compute J e agree.
+        """Return True if the product J e from reverse mode agrees with the one from forward mode.
 
         One way differentiates Jᵀ u in u. The other way, which gave ``je``, is forward mode.
         """
@@ -237,7 +237,7 @@ class _Member:
 
 @dataclass(frozen=True, eq=False)
 class _CoreAt:
-    """One softmax at the point of linearisation: its output and its derivative in closed form.
+    """One softmax attention at the point of linearisation, with its output and its derivative in closed form.
 
     Products take tangents and cotangents in the shapes of the layer's own queries, keys and values, whose
     leading axes may be anything; queries are unscaled.
@@ -300,7 +300,7 @@ class _CoreAt:
 
 
 class _Linearised(torch.autograd.Function):
-    """A softmax as an autograd function: its stored output, with derivative and adjoint in closed form."""
+    """An autograd function for one softmax attention, with a stored output and a closed-form derivative."""
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, core: _CoreAt) -> Tensor:

@@ -216,7 +216,7 @@ _ONE_PLACE = (0, 0, 0)
 
 @dataclass(frozen=True)
 class _Scored:
-    """Queries and keys from which the scores of a block are formed.
+    """The queries and keys of one block of scores, from which its tiles are formed.
 
     ``less``, log₂ of the denominator of each row, is subtracted from the scores in units of log 2.
     """
@@ -507,7 +507,7 @@ class _Tiles:
         averages: Float[Tensor, "b group m columns"],
         sink_p: Float[Tensor, "b group m"],
     ) -> None:
-        """Compute the softmax denominators of a block of query rows, and averages of ``table`` under P.
+        """Compute the softmax denominators of a block of query rows, and the rows' averages of ``table``.
 
         The results are log Σ_j e^{S_ij}, the averages Σ_j P_ij t_j of the rows t_j of ``table``, and the
         probabilities of the sinks. They are written to the block's part of ``lse``, ``averages`` and
@@ -557,7 +557,7 @@ class _Tiles:
         averages[block.heads, :, block.rows] = out / total
 
     def _own(self, block: Block) -> slice:
-        """Return the key heads of a block, numbered from zero in each sequence of the batch."""
+        """Return the indices of a block's key heads within their sequence of the batch."""
         first = block.heads.start % self.at.kv_heads
         return slice(first, first + block.heads.stop - block.heads.start)
 

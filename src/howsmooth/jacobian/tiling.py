@@ -76,7 +76,7 @@ def batches_apart(kv_heads: int, device: torch.device) -> int:
 
 
 def shifted(rows: slice, by: int) -> slice:
-    """Return the range ``rows`` shifted by ``by``."""
+    """Return the range of indices ``rows``, moved by ``by``."""
     return slice(rows.start + by, rows.stop + by)
 
 
@@ -104,7 +104,7 @@ class Block:
 
     @property
     def length(self) -> int:
-        """Number of rows."""
+        """The number of query rows in the block."""
         return int(self.rows.stop - self.rows.start)
 
     @property
@@ -409,7 +409,7 @@ class Tiling:
 
     @property
     def _edged(self) -> bool:
-        """Whether rows of a block see different keys."""
+        """Return True if some rows of a block see other keys than the rest."""
         return self.visibility.causal or self.visibility.window is not None
 
     @property

@@ -45,7 +45,7 @@ class TokenBlocks(abc.ABC):
 
     @abc.abstractmethod
     def weights(self) -> Float[Tensor, "n n"]:
-        """Return a factor that sets the size of each block; it is zero where the block is zero.
+        """Return a number for the size of each block J_ij, by which it is scaled; zero for a block of zeros.
 
         Off the diagonal it is the largest attention weight P_ij of a head. The norms of matrices and tokens,
         which the norm of a block also depends on, are left out.
@@ -89,7 +89,7 @@ def token_blocks(f: TokenMap, x: Float[Tensor, "n d"]) -> TokenBlocks | None:
 
 
 def _acts_on_tokens(f: TokenMap) -> bool:
-    """Return True if the map is known to treat each token by itself."""
+    """Return True if a map is known to act on each token separately, as norm layers do."""
     match f:
         case Residual():
             return _acts_on_tokens(f.inner)
@@ -114,7 +114,7 @@ class DenseBlocks(LinearOperator):
         return u @ self.matrices
 
     def select(self, members: Tensor) -> DenseBlocks:
-        """Return the given blocks."""
+        """Return the blocks with the given indices as a batch of operators."""
         return DenseBlocks(self.matrices[members.to(self.device)])
 
 
@@ -122,7 +122,7 @@ class DenseBlocks(LinearOperator):
 
 
 class _Diagonal(TokenBlocks):
-    """The blocks of a map that treats each token by itself: all but those of the diagonal are zero."""
+    """The Jacobian blocks J_ij of a map that acts on each token separately: zero unless i = j."""
 
     def __init__(self, f: TokenMap, x: Float[Tensor, "n d"]) -> None:
         self._f, self._x = f, x
@@ -142,7 +142,7 @@ class _Diagonal(TokenBlocks):
 
 
 class _ResidualBlocks(TokenBlocks):
-    """The blocks of a residual connection: those of its branch, plus I on the diagonal."""
+    """The Jacobian blocks of a residual connection: the blocks of its branch, plus I where i = j."""
 
     def __init__(self, inner: TokenBlocks) -> None:
         self._inner = inner
@@ -230,7 +230,8 @@ class _AttentionBlocks(TokenBlocks):
         return found
 
     def _read(self, i: Tensor, j: Tensor) -> Float[Tensor, "pairs heads d"]:
-        """Return b_ij of each head: the direction in which token j changes its score with query i."""
+        """Return, for each head, the gradient b_ij of the score of query i and key j with respect to token j.
+        """
         f, t = self._f, self._q[:, i].transpose(0, 1)
         pairs, weight, n = len(i), f.key, self._p.shape[1]
         if f.key_norm is None or f.key_norm.d == f.key_dim:
@@ -270,7 +271,7 @@ class _AttentionBlocks(TokenBlocks):
 
 @dataclass(frozen=True, eq=False)
 class _Placed:
-    """The derivatives of the norm layer and the rotation after a projection, at one token for each pair.
+    """Derivatives, at one token of each pair, of the norm layer and rotation that follow a projection.
 
     Vectors have shape (pairs, heads, key_dim).
     """
@@ -395,7 +396,7 @@ class _AttentionTile(LinearOperator):
         return energy, self._heads_adjoint(through.view_as(self.moved))[:, None]
 
     def _heads(self, e: Float[Tensor, "pairs d"]) -> Float[Tensor, "pairs heads value_dim"]:
-        """Return the tangents of the heads at token i, for tangents of token j."""
+        """Return the tangents of the heads' outputs at token i, for tangents of token j."""
         f, (query, _, value) = self.projection.attention, self.projection.parts
         v = (e @ value.mT).view(len(e), f.kv_heads, 1, f.value_dim)
         p = self.p.view(len(e), f.kv_heads, -1, 1)

@@ -19,7 +19,7 @@ _PIECE_ELSEWHERE = 1 << 20
 
 
 def pieces(size: int, device: torch.device) -> list[slice]:
-    """Cut a vector of ``size`` entries into slices that are converted to float64 one by one."""
+    """Cut the range of a vector's entries into slices that are converted to float64 one by one."""
     length = PIECE if device.type == "cpu" else _PIECE_ELSEWHERE
     return [slice(low, low + length) for low in range(0, size, length)]
 
@@ -30,12 +30,12 @@ def split(x: Float[Tensor, "rows size"]) -> list[Float[Tensor, "rows piece"]]:
 
 
 def squared_lengths(x: Float[Tensor, "rows size"]) -> Float[Tensor, " rows"]:
-    """Return the squared length of each row, in float64."""
+    """Return the squared Euclidean length of each row of a matrix, summed in float64."""
     return row_lengths(x).square()
 
 
 def row_lengths(x: Float[Tensor, "rows size"]) -> Float[Tensor, " rows"]:
-    """Return the length of each row, in float64."""
+    """Return the Euclidean length of each row of a matrix, summed in float64."""
     first, *more = [torch.linalg.vector_norm(piece, dim=1, dtype=torch.float64) for piece in split(x)]
     return torch.stack((first, *more)).square().sum(dim=0).sqrt() if more else first
 

@@ -99,7 +99,7 @@ class Basis:
         return lengths
 
     def combine(self, member: int, weights: np.ndarray, out: Tensor) -> None:
-        """Write to ``out`` the unit vector along a combination of one map's basis vectors.
+        """Write the unit vector along a linear combination of one map's basis vectors into ``out``.
 
         The combination is Σ_k weights_k row_k.
         """
@@ -111,7 +111,7 @@ class Basis:
         out /= norms(out[None], self.reduce).to(out.dtype)
 
     def _together(self, z: Tensor) -> list[slice]:
-        """Return slices of the batch whose projections on the basis are computed together.
+        """Return slices of the batch; the projections of one slice are computed together.
 
         On a CPU the slices are short, because the vectors of a slice then stay in the cache while all rows of
         the basis are multiplied with them; long vectors are computed one by one. Other devices compute all
@@ -182,7 +182,7 @@ def _subtract_(z: Tensor, rows: Tensor, weights: Tensor) -> None:
 
 
 def norms(x: Tensor, reduce: Reduction | None) -> Tensor:
-    """Return the lengths (member,) of the rows of x (member, size), in float64."""
+    """Return the lengths (member,) of the rows of a matrix x (member, size), in float64."""
     return row_lengths(x) if reduce is None else reduce(squared_lengths(x)).sqrt()
 
 

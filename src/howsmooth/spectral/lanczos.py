@@ -138,7 +138,7 @@ def lanczos_together(
 
 
 def _in_lockstep(runs: Sequence[_Run], products: Products) -> list[LeadingTriplet]:
-    """Advance all runs together; in each step, one call of ``products`` serves them all."""
+    """Advance several Lanczos runs step by step; in each step one call of ``products`` serves all runs."""
     found: dict[int, LeadingTriplet] = {}
     answers: dict[int, tuple[Tensor, Tensor] | None] = dict.fromkeys(range(len(runs)))
     while answers:
@@ -279,7 +279,7 @@ class _Members:
         self.converged, self.broke_down = np.zeros(count, dtype=bool), np.zeros(count, dtype=bool)
 
     def bound(self, some: Int[np.ndarray, " some"], k: int, taken: Float[np.ndarray, " some"] | None) -> None:
-        """Update the singular values, their upper limits and the states of some maps after k steps.
+        """After k steps, update the singular values of some maps, with their upper limits and convergence.
 
         ``taken`` bounds the sum of squares of the components that reorthogonalisation has subtracted from the
         vectors of each member. The proof of the rounding errors needs it.
@@ -326,7 +326,7 @@ class _Members:
         left: Float[Tensor, "member out_size"],
         lengths: Float[Tensor, " member"],
     ) -> LeadingTriplet:
-        """Return the result of the run.
+        """Return the leading singular triplet of each map, the result of the run.
 
         The arguments are the unit vectors v = ``right``, unit vectors ``left`` along J v, and the ``lengths``
         |J v|.
@@ -354,7 +354,7 @@ class _Members:
 def _in_sizes(
     operator: LinearOperator, start: Tensor, sizes: Sequence[int] | None, reduce: Reduction | None
 ) -> Int[np.ndarray, " member"]:
-    """Return the dimension of each member's input space, summed over processes."""
+    """Return the input dimension of each map of the batch, summed over processes."""
     own = start.new_tensor(sizes or [operator.in_size] * operator.batch, dtype=torch.float64)
     dimensions: np.ndarray = reduced(own, reduce).cpu().numpy().astype(np.int64)
     return dimensions
@@ -372,7 +372,7 @@ def _quantiles(in_sizes: Int[np.ndarray, " member"], confidence: float) -> Float
 def _left(
     operator: LinearOperator, right: Float[Tensor, "member in_size"], reduce: Reduction | None
 ) -> tuple[Float[Tensor, "member out_size"], Float[Tensor, " member"]]:
-    """Return unit vectors along the images J v, and the lengths of these images.
+    """Return the left singular vectors, which are unit vectors along the images J v, and the lengths of J v.
 
     The vectors v are ``right``. The unit vector is zero where J v is zero.
     """

@@ -120,12 +120,12 @@ class Recurrence:
     def _gram(
         self, v: Float[Tensor, "member size"]
     ) -> tuple[Float[Tensor, "member out_size"], Float[Tensor, "member size"]]:
-        """Return J v and JᵀJ v, with J scaled."""
+        """Return J v and JᵀJ v, where J is scaled by a power of two."""
         w, z = self._operator.gram_product(self._scaled(v).view(len(v), *self._operator.in_shape))
         return w.reshape(len(v), -1), self._scaled(z.reshape(len(v), -1))
 
     def _product(self, v: Float[Tensor, "member size"]) -> Products:
-        """Return |J v|² and JᵀJ v, with J scaled.
+        """Return |J v|² and JᵀJ v, where J is scaled by a power of two.
 
         This is a generator, which asks its caller for the operator's energy product.
         """

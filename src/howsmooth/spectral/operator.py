@@ -42,7 +42,7 @@ class ProductError:
 
     @property
     def total(self) -> Float[Tensor, " batch"]:
-        """Upper bound of |computed J v − J v| / |v|."""
+        """Upper bound of the relative error |computed J v − J v| / |v| of a product."""
         return (self.model + self.rounding) * (1 + 2.0**-50)
 
     def select(self, members: Int[Tensor, " chosen"]) -> ProductError:
@@ -52,7 +52,7 @@ class ProductError:
 
     @classmethod
     def of_all(cls, parts: Sequence[ProductError | None]) -> ProductError | None:
-        """Join the error bounds of several operators.
+        """Join the error bounds of several operators to those of one batch.
 
         The result is None unless every operator has bounds.
         """

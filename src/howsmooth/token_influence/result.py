@@ -79,7 +79,7 @@ class Influence:
         )
 
     def _repr_html_(self) -> str:
-        """Return the figure, and the line of ``repr`` above it, as HTML for notebooks."""
+        """Return HTML for notebooks: a line of summary above the heatmap."""
         import html
 
         return (
