@@ -42,7 +42,7 @@ class Visibility:
 
     @property
     def triangle(self) -> bool | None:
-        """Whether the mask is causal order alone; None if there is a window or a boolean matrix.
+        """True if the mask is causal order alone; None if there is a window or a boolean matrix.
 
         It is False if every query sees every key.
         """

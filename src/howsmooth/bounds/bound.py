@@ -118,7 +118,7 @@ class Bound:
 
     @property
     def holds(self) -> bool:
-        """Whether all hypotheses hold for the attention."""
+        """True if all hypotheses hold for the attention."""
         return all(hypothesis.holds for hypothesis in self.hypotheses)
 
     @property

@@ -291,8 +291,7 @@ def _alike(a: float, b: float) -> bool:
 
 
 def _probe(double: TokenMap, n: int) -> list[float]:
-    """Return the norms of the map's outputs at a few fixed tokens, to tell whether processes share one map.
-    """
+    """Return the norms of the map's outputs at a few fixed tokens, by which different maps are told apart."""
     generator = torch.Generator().manual_seed(0)
     tokens = torch.randn(min(n, _PROBE_TOKENS), double.d, generator=generator, dtype=torch.float64)
     lengths: list[float] = double._forward(tokens.to(double.device)).norm(dim=-1).tolist()

@@ -45,7 +45,7 @@ class TokenBlocks(abc.ABC):
 
     @abc.abstractmethod
     def weights(self) -> Float[Tensor, "n n"]:
-        """Return a number for the size of each block J_ij, by which it is scaled; zero for a block of zeros.
+        """Return a number for the size of each block J_ij, by which it is scaled; zero for a zero block.
 
         Off the diagonal it is the largest attention weight P_ij of a head. The norms of matrices and tokens,
         which the norm of a block also depends on, are left out.

@@ -69,7 +69,7 @@ class ParameterFile:
 
 
 def is_parameter_file(name: object) -> bool:
-    """Whether a path ends like a parameter file (``.safetensors`` or ``.npz``) and is not a folder."""
+    """Return True if a path ends like a parameter file (``.safetensors`` or ``.npz``) and is not a folder."""
     path = Path(str(name))
     return path.suffix in SUFFIXES and not path.is_dir()
 

@@ -70,7 +70,7 @@ class Precision:
 
     @property
     def has_kl(self) -> bool:
-        """Whether the table has simulated KL divergences of the model's predictions."""
+        """True if the table has simulated KL divergences of the model's predictions."""
         return bool(self.table["kl"].notna().any())
 
     @property

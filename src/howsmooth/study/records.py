@@ -88,7 +88,7 @@ class Row:
 
     @property
     def unsettled(self) -> bool:
-        """Whether a measured number in this row did not converge to the requested precision."""
+        """True if a measured number in this row did not converge to the requested precision."""
         return not getattr(self, "converged", True)
 
     @classmethod
@@ -326,7 +326,7 @@ class PublishedValue(
 
     @property
     def unsettled(self) -> bool:
-        """Whether this value's interval is wider than requested; False for a value without an interval."""
+        """True if this value's interval is wider than requested; False for a value without an interval."""
         return not self.settled and self.lower is not None
 
 

@@ -221,7 +221,7 @@ def _roll_back(folder: Path) -> None:
 
 
 def in_use(folder: str | os.PathLike[str]) -> bool:
-    """Whether another process has the store in a folder open for writing."""
+    """Return True if another process has the store in a folder open for writing."""
     folder = Path(folder)
     path = folder / _LOCK_NAME
     if not path.exists():

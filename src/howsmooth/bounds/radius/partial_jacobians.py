@@ -42,7 +42,7 @@ class Source:
 
     @property
     def alone(self) -> bool:
-        """Whether every token depends on itself alone."""
+        """True if every token depends on itself alone."""
         return self.jacobian.ndim == 3
 
     def read(self, branch: slice) -> Source:

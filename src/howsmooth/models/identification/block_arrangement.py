@@ -182,7 +182,7 @@ def _residual_side(
 
 
 def _in_parallel(trace: LayerTrace, found: FoundSum, later: list[ModuleCall]) -> bool:
-    """Whether another module of the layer (a parallel MLP) has the same input as the attention."""
+    """Return True if another module of the layer (a parallel MLP) has the same input as the attention."""
     pre = found.pre
     given = [] if pre is None else [t for t in (pre.output, pre.inputs) if t is not None]
     others = [c for c in (*trace.before, *later) if c.inputs is not None and c is not pre]

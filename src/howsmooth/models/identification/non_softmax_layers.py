@@ -132,7 +132,7 @@ def _keeps_shape(call: TracedCall, output: Any) -> bool:
 
 
 def _mixes_tokens(call: ModuleReplay) -> bool:
-    """Whether a change of one input token of a layer changes the layer's output at another token."""
+    """Return True if a change of one input token of a layer changes the layer's output at another token."""
     x = call.x
     axis = next((a for a in range(x.ndim - 2, -1, -1) if x.shape[a] > 1), None)
     if axis is None:

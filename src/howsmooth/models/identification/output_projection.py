@@ -149,7 +149,7 @@ def is_given(call: ModuleCall, tokens: Tensor | None) -> bool:
 
 
 def _gives_out_heads(trace: LayerTrace, own: ModuleCall) -> bool:
-    """Whether the attention module returns the entries of its heads unchanged, in any order."""
+    """Return True if the attention module returns the entries of its heads unchanged, in any order."""
     heads, output = output_of(trace.softmaxes[-1]).flatten(), own.output
     if output is None or output.numel() != heads.numel() or len(trace.softmaxes) > 1:
         return False
@@ -189,7 +189,7 @@ def _holds(module: nn.Module, other: nn.Module) -> bool:
 
 
 def _alike(a: Tensor | None, b: Tensor | None) -> bool:
-    """Whether two tensors hold the same numbers in the same order, bit for bit."""
+    """Return True if two tensors hold the same numbers in the same order, bit for bit."""
     if a is None or b is None:
         return False
     return a.numel() == b.numel() and torch.equal(a.flatten(), b.flatten())
@@ -299,7 +299,7 @@ def _possible_sums_inside(
 
 
 def _is_the_branch(trace: LayerTrace, self_attention: SelfAttentionModule, own: ModuleCall) -> bool:
-    """Whether the attention module returns the attention without the residual."""
+    """Return True if the attention module returns the attention without the residual."""
     if own.output is None:
         return False
     # A residual has the dimension of X, unless the attention module is a whole layer.

@@ -146,7 +146,7 @@ def _targets(trace: LayerTrace, later: list[ModuleCall], branch: Tensor) -> Iter
 
 
 def is_sum(target: Target, base: Tensor, branch: Tensor, total: Factors) -> bool:
-    """Whether a tensor is residual + branch up to rounding, and is not the residual alone."""
+    """Return True if a tensor is residual + branch up to rounding, and is not the residual alone."""
     terms = [base if total.base is None else total.base * base]
     if target.less is not None:
         terms.append(target.less)
@@ -157,7 +157,7 @@ def is_sum(target: Target, base: Tensor, branch: Tensor, total: Factors) -> bool
 
 
 def adds_up(terms: list[Tensor], value: Tensor) -> bool:
-    """Whether some terms add up to ``value`` in every entry, up to rounding."""
+    """Return True if some terms add up to ``value`` in every entry, up to rounding."""
     allowed = one_operation(precision(value.dtype)) * torch.stack(terms).abs().sum(dim=0)
     return bool(((sum(terms[1:], terms[0]) - value).abs() <= allowed).all())
 
@@ -222,6 +222,6 @@ def like(tokens: Tensor, x: Tensor) -> Tensor | None:
 
 
 def same(a: Tensor | None, b: Tensor) -> bool:
-    """Whether two tensors hold the same tokens, bit for bit."""
+    """Return True if two tensors hold the same tokens, bit for bit."""
     tokens = None if a is None else like(a, b)
     return tokens is not None and torch.equal(tokens, b)

@@ -155,7 +155,7 @@ def _refuse_chosen_masks(
 
 
 def _has_weights_for(call: TracedCall, x: Tensor) -> bool:
-    """Whether a module has a weight matrix that fits the dimension of the tokens ``x``.
+    """Return True if a module has a weight matrix that fits the dimension of the tokens ``x``.
 
     A module without such a matrix is given queries, keys and values, not tokens.
     """
@@ -219,7 +219,7 @@ def _refuse_randomness(layer: AttentionLayer, first: list[SoftmaxCall], second: 
 
 
 def _alike(a: Tensor | None, b: Tensor | None) -> bool:
-    """Whether two outputs agree up to the rounding of a GPU that sums in another order at each run.
+    """Return True if two outputs agree up to the rounding of a GPU that sums in another order at each run.
 
     NaN counts as zero here; outputs with NaN are refused later.
     """

@@ -154,7 +154,7 @@ def _read(traced_layer: TracedLayer, batch: int, user: str) -> VerifiedLayer:
 
 
 def _may_be_outputs(norm: LayerNorm | RMSNorm | None, x: Tensor) -> bool:
-    """Whether all tokens ``x`` can be outputs of a norm layer.
+    """Return True if all tokens ``x`` can be outputs of a norm layer.
 
     The norm layer was identified on the first sequence only.
     """

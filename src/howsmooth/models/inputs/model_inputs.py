@@ -59,7 +59,7 @@ def in_dtype(model: nn.Module, named: Mapping[str, Tensor]) -> dict[str, Tensor]
 
 
 def takes_decoder_ids(model: nn.Module) -> bool:
-    """Whether the model is a whole encoder-decoder, not only its encoder or its decoder."""
+    """Return True if the model is a whole encoder-decoder, not only its encoder or its decoder."""
     whole = bool(getattr(getattr(model, "config", None), "is_encoder_decoder", False))
     return whole and "decoder_input_ids" in inspect.signature(model.forward).parameters
 

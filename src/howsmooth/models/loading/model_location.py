@@ -188,7 +188,7 @@ def _check_weights(name: str, folder: Path, random_init: bool) -> None:
 
 
 def hub_reachable() -> bool:
-    """Whether the Hugging Face Hub answers within five seconds.
+    """Return True if the Hugging Face Hub answers within five seconds.
 
     The Hub's client would retry for much longer.
     """

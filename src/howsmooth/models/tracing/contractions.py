@@ -140,5 +140,5 @@ def product_scores(c: Contraction) -> Scores | Opaque | None:
 
 
 def _is_parameter(tensor: Tensor) -> bool:
-    """Whether a tensor is a parameter or a view of one, so that a product with it is a linear layer."""
+    """Tell whether a tensor is a parameter or a view of one, so that a product with it is a linear layer."""
     return isinstance(tensor, nn.Parameter) or isinstance(tensor._base, nn.Parameter)

@@ -307,7 +307,7 @@ def enclosing_layer(name: str) -> str:
 
 
 def _causal(softmax: SoftmaxCall) -> bool:
-    """Whether a softmax is causal: no query sees a later key.
+    """Return True if a softmax is causal: no query sees a later key.
 
     It is judged by the mask and, without a mask, by the probabilities.
     """

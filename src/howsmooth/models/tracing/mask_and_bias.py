@@ -105,7 +105,7 @@ def order_and_window(visible: Bool[Tensor, "*lead m n"]) -> Visibility | None:
 
 
 def hides_later_keys(mask: Tensor) -> bool:
-    """Whether a mask hides all later keys from every query.
+    """Return True if a mask hides all later keys from every query.
 
     The mask is boolean or additive. For one token it is always True.
     """

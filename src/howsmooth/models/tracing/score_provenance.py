@@ -188,7 +188,7 @@ class SoftmaxOperands:
 
 
 def all_true(condition: Tensor) -> bool:
-    """Whether a boolean tensor is all True.
+    """Return True if a boolean tensor is all True.
 
     Inside ``torch.vmap``, which hides the values, the answer is always True.
     """

@@ -241,7 +241,7 @@ def _unreadable(value: Tensor, output: Tensor | None, p: Tensor | None, reason: 
 
 
 def _agrees(call: SoftmaxCall, eps: float, *, every: bool) -> bool:
-    """Whether the operands read from a softmax call reproduce its output.
+    """Return True if the operands read from a softmax call reproduce its output.
 
     Unless ``every`` is set, a sample of the rows is compared.
 

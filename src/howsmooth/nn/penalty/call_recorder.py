@@ -165,7 +165,7 @@ class Recorder:
 
     @property
     def attached(self) -> bool:
-        """Whether the hooks that record calls are registered."""
+        """True if the hooks that record calls are registered."""
         return bool(self._handles)
 
     def attach(self) -> None:

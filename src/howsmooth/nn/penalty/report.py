@@ -56,7 +56,7 @@ class PenaltyReport:
 
     @property
     def converged(self) -> bool:
-        """Whether all singular pairs of all layers have converged."""
+        """True if all singular pairs of all layers have converged."""
         return all(bool(layer.converged.all()) for layer in self.layers)
 
     def constants(self) -> dict[str, float]:

@@ -81,7 +81,7 @@ class FlowView:
 
     @property
     def by_place(self) -> bool:
-        """Whether colours show the position of a token in the sequence, rather than its cluster."""
+        """True if colours show the position of a token in the sequence, rather than its cluster."""
         return self.ordered or not cluster_colours(self.clusters)
 
     @property

@@ -71,7 +71,7 @@ class System:
 
     @property
     def in_order(self) -> bool:
-        """Whether attention is causal, so that the order of the tokens matters."""
+        """True if attention is causal, so that the order of the tokens matters."""
         attentions = (f.outer if isinstance(f, Compose) else f for f in self.maps)
         return any(getattr(f, "causal", False) for f in attentions)
 
