@@ -45,7 +45,7 @@ class TokenBlocks(abc.ABC):
 
     @abc.abstractmethod
     def weights(self) -> Float[Tensor, "n n"]:
-        """Return a number for the size of each block J_ij, by which it is scaled; zero for a zero block.
+        """Return a number for the size of each block J_ij, by which it is scaled; zero for zero blocks.
 
         Off the diagonal it is the largest attention weight P_ij of a head. The norms of matrices and tokens,
         which the norm of a block also depends on, are left out.
@@ -230,8 +230,7 @@ class _AttentionBlocks(TokenBlocks):
         return found
 
     def _read(self, i: Tensor, j: Tensor) -> Float[Tensor, "pairs heads d"]:
-        """Return, for each head, the gradient b_ij of the score of query i and key j with respect to token j.
-        """
+        """Return, for each head, the gradient b_ij of the score of query i and key j with respect to token j."""
         f, t = self._f, self._q[:, i].transpose(0, 1)
         pairs, weight, n = len(i), f.key, self._p.shape[1]
         if f.key_norm is None or f.key_norm.d == f.key_dim:
