@@ -117,7 +117,7 @@ def require(
 
 
 def look(t: Tensor, at: Callable[[Tensor], object]) -> None:
-    """Call ``at(t)`` with the plain values of ``t``, even within PyTorch's function transforms.
+    """Call the function ``at`` with the plain values of ``t``, even within PyTorch's function transforms.
 
     Tensors that ``at`` makes stay valid after the transform. Inside torch.func.vmap, ``at`` gets the values
     of all members, stacked along a first axis.

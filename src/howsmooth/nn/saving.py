@@ -287,7 +287,7 @@ def _fill(model: nn.Module, tensors: Mapping[str, Tensor]) -> None:
 
 
 def _order(t: Tensor) -> list[int]:
-    """Return the axes of a tensor in the order of its memory layout, outermost axis first.
+    """Return a tensor's axes in the order of its memory layout, the outermost axis first.
 
     The result is empty if the tensor is contiguous.
     """

@@ -121,7 +121,7 @@ class KnownClasses:
         return self._names.get(cls)
 
     def get(self, name: object) -> type[nn.Module] | None:
-        """Return the class with this name; None for a class that a saved model must not contain."""
+        """Return the class of a given saved name; None for a class that a saved model must not contain."""
         from howsmooth import nn as room
 
         if not isinstance(name, str):

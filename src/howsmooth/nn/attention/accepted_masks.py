@@ -51,7 +51,7 @@ class Masking:
 
     @classmethod
     def read(cls, mask: object, length: int) -> Masking:
-        """Return the accepted masks for the argument ``mask`` of a layer's constructor.
+        """Read a layer's constructor argument ``mask``: the attention masks for which its constant is proved.
 
         ``mask`` is the name of a kind of masks, or a boolean matrix (length, length), True where a query
         (row) must not see a key (column).
@@ -85,7 +85,7 @@ class Masking:
         return rows
 
     def always(self, n: int) -> Tensor | None:
-        """Return the mask (n, n) that every call applies, True where hidden; None if there is none."""
+        """Return the mask (n, n) of every call of the layer, True where hidden; None if there is none."""
         if self.kind == "causal":
             return torch.ones(n, n, dtype=torch.bool).triu(1)
         return self.hidden

@@ -270,7 +270,7 @@ class LipschitzAttention(LipschitzModule):
         return rounded_up(largest)
 
     def _claimed(self, length: object, radius: object) -> tuple[int, float]:
-        """Check the length and the radius for which a bound is asked, and return them as numbers.
+        """Check the number of tokens and the radius for which a caller wants a bound; return both as numbers.
 
         For a layer that clips its input tokens, the returned radius is at most the radius of the layer.
         """
@@ -313,7 +313,7 @@ class LipschitzAttention(LipschitzModule):
         return self.length, self.radius, self.constant
 
     def _log(self, weights: Weights) -> Tensor:
-        """Return the logarithm of the Lipschitz bound before division, differentiable in the weights.
+        """Return the logarithm of the Lipschitz bound without division, differentiable in the weights.
 
         The bound is taken at the layer's length and radius.
         """
@@ -343,7 +343,7 @@ class LipschitzAttention(LipschitzModule):
         return 1.0 if self.radius is None else self.radius
 
     def train(self, mode: bool = True) -> Self:
-        """Set training or evaluation mode.
+        """Set training or evaluation mode, as in :class:`torch.nn.Module`.
 
         In evaluation mode the divisor is computed and kept, because a graph that torch.compile or
         torch.export records later cannot compute it.
@@ -566,7 +566,7 @@ class LipschitzAttention(LipschitzModule):
 
 
 def _beyond(largest: float, radius: float) -> HowsmoothError:
-    """Return the error for tokens whose largest norm exceeds the radius or is not finite."""
+    """Return the error to raise for tokens with a norm above the radius, or not finite."""
     if not math.isfinite(largest):
         return NonFiniteError("query", expected="finite numbers", got="NaN or infinity")
     return ArgumentError(

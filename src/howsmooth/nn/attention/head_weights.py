@@ -88,7 +88,7 @@ class Parts:
 
 
 def rows_of(masking: Masking, length: int) -> VisibleRows:
-    """Return how many keys each query may see under the masks of a layer.
+    """Return how many keys each query may see under the attention masks of a layer.
 
     The layer's Lipschitz bound depends on these numbers.
     """

@@ -50,12 +50,12 @@ class Remembered:
         return self._value
 
     def _keep(self, weight: Tensor) -> None:
-        """Keep a copy of one weight, and the number as a tensor that recorded graphs can hold."""
+        """Store a copy of one weight, and the computed number as a tensor that recorded graphs can hold."""
         self._weights += (weight.clone(),)
         self._number = torch.tensor(self._value, dtype=torch.float64)
 
     def recorded(self, weights: Mapping[str, Tensor], key: object) -> Tensor:
-        """Return the last number, for a graph that is being recorded.
+        """Return the stored number as a tensor, for a graph that torch.export or torch.compile records.
 
         The graph asserts at each run that no weight has changed since the number was computed.
 
@@ -63,7 +63,6 @@ class Remembered:
         ------
         HowsmoothError
             If no number was computed for this key and for weights of this dtype and device.
-
         """
         tensors = tuple(weight.detach() for weight in weights.values())
         same = key == self._key and len(tensors) == len(self._weights)

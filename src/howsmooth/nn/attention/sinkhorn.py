@@ -135,7 +135,7 @@ class SinkhornAttention(AttentionVariant):
 
 
 def _closed(added: Tensor) -> Tensor:
-    """Change a mask so that padding tokens see only one another.
+    """Change an attention mask so that padding tokens see each other only, and no other token sees them.
 
     Padding tokens are the tokens that no query sees. The given mask is (..., n, n) or (..., 1, n). The result
     is (..., n, n).

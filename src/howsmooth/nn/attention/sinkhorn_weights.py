@@ -179,7 +179,7 @@ def _newton(g: Tensor, p: Tensor) -> list[Tensor]:
 
 
 def _best(scores: Tensor, trials: list[Tensor], near: Tensor) -> Tensor:
-    """Choose the best of several candidates for g, the logarithms of the column factors β.
+    """Choose the best of several candidates for g = log β, the logarithms of the column factors β.
 
     The best candidate has the lowest objective or, where ``near`` is True, the column sums closest to one.
     """

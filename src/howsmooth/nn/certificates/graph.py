@@ -35,7 +35,7 @@ _SOURCE = 'models with a forward of their own, howsmooth documentation, "Enforce
 
 @dataclass(frozen=True)
 class _State:
-    """What is known about one tensor of the forward pass: its shape, and bounds that hold for all inputs.
+    """The shape of one tensor of the forward pass, with a Lipschitz bound and norm bound for all inputs.
 
     Attributes
     ----------
@@ -50,7 +50,6 @@ class _State:
         token. None for images, whose tokens are patches.
     pair
         Whether this is the output of an attention layer, a tuple of tokens and attention weights.
-
     """
 
     constant: float
@@ -144,7 +143,7 @@ class _Follower(fx.Interpreter):
         self.rows: tuple[Row, ...] = ()
 
     def follow(self) -> _State:
-        """Run the graph, and return the state of its output."""
+        """Run the recorded graph, and return the bounds on its output."""
         try:
             with torch.no_grad():
                 self.run(self._inputs)
@@ -266,7 +265,7 @@ class _Follower(fx.Interpreter):
         return found
 
     def _of_images(self, module: nn.Module, path: str, state: _State, value: Any) -> _State | str:
-        """Return the bounds on the patches of images, which a convolution without overlap maps linearly."""
+        """Return the bounds on image patches that a convolution without overlap maps linearly."""
         if self.rows:
             return "cuts the images a second time, perhaps into other patches than those of the radius"
         if isinstance(module, Patches):

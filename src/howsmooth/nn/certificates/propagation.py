@@ -57,7 +57,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Walk:
-    """The Lipschitz constant of a module, and a table row for each module inside it.
+    """The Lipschitz constant of a module, together with a table row for each module inside it.
 
     Attributes
     ----------
@@ -67,7 +67,6 @@ class Walk:
         Upper bound on the Lipschitz constant: the product of the constants of all rows at the walk's level.
     length, radius
         Number of output tokens, and an upper bound on their norms.
-
     """
 
     rows: tuple[Row, ...]

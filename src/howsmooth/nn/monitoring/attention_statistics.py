@@ -75,7 +75,7 @@ class ScoreStatistics:
     logits_missing: str = ""
 
     def add(self, other: ScoreStatistics) -> None:
-        """Add the statistics of further rows."""
+        """Add the largest logit and the row entropies of further rows of attention weights."""
         self.total += other.total
         self.rows += other.rows
         self.normalised_total += other.normalised_total

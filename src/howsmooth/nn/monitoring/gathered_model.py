@@ -14,7 +14,7 @@ __all__ = ["gathered", "is_sharded", "unwrapped"]
 
 
 def unwrapped(model: nn.Module) -> nn.Module:
-    """Return the model inside DataParallel, DistributedDataParallel, FSDP and ``torch.compile`` wrappers.
+    """Return the user's model from inside wrappers such as DistributedDataParallel or ``torch.compile``.
 
     A forward pass through the wrappers would wait for other processes, or compile the model again.
     """

@@ -82,7 +82,7 @@ class MonitorRecord:
         return fields
 
     def scalars(self) -> dict[str, float]:
-        """Return the record's measured numbers by name.
+        """Return the record's measured numbers by name, for a logger.
 
         Missing numbers are left out.
         """

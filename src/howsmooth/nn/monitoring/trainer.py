@@ -36,7 +36,7 @@ class MonitorCallback(TrainerCallback):  # type: ignore[misc]
         self.monitor = monitor
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **rest: Any) -> None:
-        """Check that the monitor belongs to the trained model, and measure if training starts at step 0."""
+        """Check that the monitor belongs to the trained model; measure it if training starts at step 0."""
         model = rest.get("model")
         if model is not None and unwrapped(model) is not self.monitor.model:
             raise ArgumentError(
@@ -51,7 +51,7 @@ class MonitorCallback(TrainerCallback):  # type: ignore[misc]
             self.monitor.measure(0)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **rest: Any) -> None:
-        """Measure if the step is a multiple of the monitor's ``every``."""
+        """Measure the layers if the training step is a multiple of the monitor's ``every``."""
         if self._takes_part(state):
             self.monitor.step(state.global_step)
 

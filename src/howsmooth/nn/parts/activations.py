@@ -62,7 +62,7 @@ class GroupSort(LipschitzModule):
 
 
 class MaxMin(GroupSort):
-    """GroupSort on pairs: (a, b) ↦ (min(a, b), max(a, b)); Lipschitz constant 1."""
+    """The activation that replaces entries a, b of each pair by min(a, b), max(a, b); 1-Lipschitz."""
 
     def __init__(self) -> None:
         super().__init__(2)

@@ -202,7 +202,7 @@ class SpectralLinear(_ConstrainedLinear):
 
     @torch.no_grad()
     def settle(self) -> None:
-        """Make the weight's spectral norm 1 up to rounding.
+        """Make the weight's spectral norm 1 up to rounding, by an exact estimate of its singular vectors.
 
         For this, the estimates of the leading singular vectors are replaced by the result of an SVD.
         """
@@ -219,7 +219,7 @@ class SpectralLinear(_ConstrainedLinear):
 
 @contextmanager
 def _as_it_is(linear: nn.Linear) -> Iterator[None]:
-    """Disable PyTorch's power iterations while the context is active.
+    """Within the context, keep PyTorch from changing its estimates of spectral norms.
 
     In training mode, they would run whenever the weight is read, and change the weight.
     """

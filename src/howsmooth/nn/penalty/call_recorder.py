@@ -192,7 +192,7 @@ class Recorder:
             self._projections.detach()
 
     def scope(self, name: str) -> str:
-        """Return what a layer's calls are: ``attention`` with its output projection, or else ``module``."""
+        """Return which map a layer's calls compute: ``attention`` (with output projection) or ``module``."""
         known = self._projections is not None and name not in self._projections.unknown
         return "attention" if known else "module"
 
@@ -242,7 +242,7 @@ class Recorder:
 
 
 def _counts() -> bool:
-    """Tell whether the current forward pass should be recorded.
+    """Return True if the current forward pass should be recorded.
 
     A pass without gradients is not recorded, nor one that a checkpoint repeats during a backward pass.
     """
@@ -316,7 +316,7 @@ def _alone(leaf: Any) -> Any:
 
 
 def _as(leaf: Any, x: Tensor) -> Any:
-    """Return a half-precision tensor in the dtype of the tokens, and any other value unchanged."""
+    """Convert half-precision tensors to the dtype of the tokens; return other values unchanged."""
     return leaf.to(x.dtype) if isinstance(leaf, Tensor) and leaf.dtype in _HALF else leaf
 
 

@@ -60,7 +60,7 @@ class Directions:
     def recall(
         self, members: int, shape: tuple[int, ...], like: Tensor
     ) -> tuple[Tensor, Bool[Tensor, " members"]]:
-        """Return the stored vectors, and a mask of the batch indices that have none.
+        """Return the stored vectors, and a mask of the batch indices for which none is stored.
 
         The vectors have shape (members, *shape); a missing vector is zero.
         """
@@ -91,7 +91,7 @@ class Directions:
         return torch.where(length > 0, left / length, torch.zeros_like(left))
 
     def keep(self, left: Tensor) -> None:
-        """Normalise vectors (members, ...) and store them for the next training step.
+        """Store normalised copies of the vectors (members, ...) for the next training step.
 
         A vector that is zero or not finite does not replace the old vector.
         """

@@ -92,7 +92,7 @@ def replica(layer: nn.Module, name: str) -> nn.Module:
 
 @contextmanager
 def drawing_nothing(name: str, device: torch.device) -> Iterator[None]:
-    """Raise ArgumentError if random numbers were drawn while the context was active.
+    """Raise ArgumentError if code within the context draws random numbers.
 
     The random state is restored at the end.
     """

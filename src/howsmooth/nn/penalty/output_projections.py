@@ -60,7 +60,7 @@ class OutputProjections:
         self._forget()
 
     def settle(self) -> None:
-        """End a forward pass: warn of layers whose projection was not found, and remove the hooks."""
+        """End a forward pass: warn of layers whose output projection was not found; remove the hooks."""
         for name in self._waiting:
             self._unknown(name)
         if all(name in self.found for name in self._layers):

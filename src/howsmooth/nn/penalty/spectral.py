@@ -346,7 +346,7 @@ def _gradients(g: Tensor, v: Tensor, shares: Tensor, by: list[Tensor]) -> list[T
 
 
 class _Known(torch.autograd.Function):
-    """An autograd function that returns a value and gradients which were computed beforehand."""
+    """An autograd function that returns a number and its gradients, all computed beforehand."""
 
     @staticmethod
     def forward(ctx: Any, value: Tensor, gradients: list[Tensor | None], *inputs: Tensor) -> Tensor:
@@ -367,7 +367,7 @@ def _at_real_tokens(f: Callable[[Tensor], Tensor], x: Tensor, real: Tensor | Non
 
 
 def _real(tokens: Tensor | None, x: Tensor) -> Tensor | None:
-    """Return a mask with 1 for tokens that count and 0 for padding.
+    """Return a mask of the tokens: 1 for real tokens, 0 for padding.
 
     The shape of ``tokens`` is checked.
     """
