@@ -71,7 +71,7 @@ class VisibleRows:
 
 
 def visible_rows(length: object, mask: Mask) -> VisibleRows:
-    """Return how many keys each row of a mask sees, as a :class:`VisibleRows`.
+    """Count how many keys each row of a mask sees, as a :class:`VisibleRows`.
 
     Parameters
     ----------

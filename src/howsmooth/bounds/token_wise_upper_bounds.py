@@ -67,7 +67,7 @@ def token_wise_ball_upper_bound(attention: object, radius: object) -> Bound:
 
 
 def _log_row(head: Head, R: float) -> float:
-    """Return the logarithm of c = √(1 + (‖A‖R² + |b|R)²) + ‖A‖R² for one head."""
+    """Return, for one head, the log of the number √(1 + (‖A‖R² + |b|R)²) + ‖A‖R² in its bound."""
     a = log(head.A_norm) + 2 * math.log(R)
     largest = log_sum(a, log(head.b_norm) + math.log(R))
     return log_sum(0.5 * log_sum(0.0, 2 * largest), a)
