@@ -154,7 +154,7 @@ def _search(
 
 @dataclass(frozen=True, eq=False)
 class _Problem:
-    """How many copies each atom (distinct token) has, as softmax weights and as factors of the Jacobian.
+    """The numbers of copies of each atom (distinct token), in the form that formulas of the Jacobian need.
 
     They stay fixed while a search moves the atoms. ``row_atom`` says which atom each row belongs to.
     ``log_counts`` has the logarithm of how often each row sees each atom. ``row_weight`` and
@@ -169,7 +169,7 @@ class _Problem:
 
     @classmethod
     def of(cls, f: SelfAttention, counts: Sequence[tuple[int, ...]]) -> _Problem:
-        """Return the weights and factors that stand for the given numbers of copies of each atom.
+        """Compute the weights of the softmax and factors of the Jacobian from each atom's number of copies.
 
         ``counts`` has one tuple of such numbers for each search of a batch. If f is causal, all entries of
         ``counts`` must be equal, and all atoms but the last occur once.
@@ -321,9 +321,9 @@ def _random_atoms(
 
 
 def _patterns(n: int, *, causal: bool) -> list[tuple[int, ...]]:
-    """Return the tuples to search: how many copies each atom gets, n tokens in total.
+    """List the numbers of copies of each atom that are searched, as tuples with sum n.
 
-    A choice is a tuple. Atoms with few copies come first in each tuple.
+    Atoms with few copies come first in each tuple.
     """
     # One to four heavy atoms, once each, and copies of one light atom.
     single = [(1, n - 1), (1, 1, n - 2), (1, 1, 1, n - 3), (1, 1, 1, 1, n - 4)]

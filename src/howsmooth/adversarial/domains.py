@@ -40,7 +40,7 @@ class Domain(abc.ABC):
 
     @abc.abstractmethod
     def project_coordinates(self, u: Tensor) -> Tensor:
-        """Return the coordinates of the domain's point that is nearest to the point with coordinates u."""
+        """Project tokens with coordinates u onto the domain, and return the coordinates of the result."""
 
     @abc.abstractmethod
     def random(self, generator: torch.Generator, n: int, d: int) -> Float[Tensor, "n d"]:

@@ -275,7 +275,7 @@ def h_star_maximiser(a: float) -> float:
 
 
 def log_h_star(a: float) -> float:
-    """Return the logarithm of :func:`row_norm_maximum`, also where the maximum itself overflows."""
+    """Return the logarithm of h*(a), see :func:`row_norm_maximum`, also where h*(a) itself overflows."""
     return 2 * math.log(a) - math.log(2) if a > 1e100 else math.log(row_norm_maximum(a))
 
 

@@ -16,7 +16,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from howsmooth.bounds.ball_upper_bounds import h_star_maximiser
-from howsmooth.bounds.mask_rows import VisibleRows
+from howsmooth.bounds.visible_keys import VisibleRows
 
 __all__ = ["any_boolean_mask", "query_key_norm_layer", "softmax_layer", "softmax_output_radius"]
 
@@ -251,9 +251,9 @@ def _largest(m: Tensor, a: Tensor) -> Tensor:
 
 
 def _each(rows: VisibleRows, weights: Tensor) -> Tensor:
-    """Return, for each head, the largest sum Σ_i w_i of weights over the rows i that see a common key.
+    """Return, for each head, the largest total weight of the rows that see one key, over all keys.
 
-    That is max_j Σ_{i sees j} w_i, over all keys j.
+    For weights w_i of the rows it is max_j Σ_{i sees j} w_i.
     """
     return torch.stack([rows.heaviest(of_head) for of_head in weights])
 

@@ -14,9 +14,9 @@ from torch import Tensor
 
 from howsmooth.bounds.ball_upper_bounds import log, log_sum, upper
 from howsmooth.bounds.bound import Bound, Quantity, check_radius
+from howsmooth.bounds.local_upper_bounds import OneHead
 from howsmooth.bounds.multi_head_upper_bounds import log_quadratic_form
 from howsmooth.bounds.parameters import Head, parameters_of, spectral_norm
-from howsmooth.bounds.token_upper_bounds import OneHead
 
 __all__ = ["token_wise_ball_upper_bound", "token_wise_upper_bound"]
 

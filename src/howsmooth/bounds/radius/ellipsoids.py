@@ -12,8 +12,8 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from howsmooth.bounds.radius.norm_bounds import largest_eigenvalue
 from howsmooth.bounds.radius.rounded_tensor import INFLATION, plain, settled
+from howsmooth.bounds.radius.spectral_norm_bounds import largest_eigenvalue
 from howsmooth.roundoff import gamma
 
 __all__ = [
@@ -39,7 +39,7 @@ def _traces(shapes: Tensor) -> Tensor:
 
 
 def _enlarged(shapes: Tensor, squares: Tensor) -> Tensor:
-    """Add a number, one for each matrix of the batch, to the matrix's diagonal, in place."""
+    """Add to the diagonal of each matrix of a batch, in place, one number for each matrix."""
     shapes.diagonal(dim1=-2, dim2=-1).add_(squares[..., None])
     return shapes
 
@@ -64,7 +64,7 @@ def balls(radii: Float[Tensor, "*batch"], size: int) -> Float[Tensor, "*batch si
 
 
 def ellipsoid_sum(*shapes: Float[Tensor, "*batch d d"]) -> Float[Tensor, "*batch d d"]:
-    """Return an ellipsoid that contains every sum of points, one of each given ellipsoid.
+    """Return an ellipsoid that contains all sums of points, one point from each given ellipsoid.
 
     It is Σ_i U_i / w_i, w_i > 0 of sum 1 (Cauchy and Schwarz), with the weights that make its trace smallest.
     """
@@ -90,7 +90,7 @@ def image(matrix: Float[Tensor, "... m d"], shapes: Float[Tensor, "... d d"]) ->
 
 
 def product(*shapes: Float[Tensor, "*batch d d"]) -> Float[Tensor, "*batch d d"]:
-    """Return ellipsoids that contain every entrywise product of points, one of each given ellipsoid.
+    """Return ellipsoids that contain all entrywise products of points, one point from each given ellipsoid.
 
     Their matrices must be symmetric.
     """

@@ -36,7 +36,7 @@ _AGREEMENT = 1e-9
 
 @dataclass(frozen=True)
 class _Arrangement:
-    """The names of the modules in one kind of classifier, such as BERT: of its layers, projections and norms.
+    """The names under which one kind of classifier, such as BERT, keeps its layers, projections and norms.
 
     ``readout`` is a module of the whole model; the others belong to its base model or to a layer.
     ``projections`` are query, key, value and output; the first three may be one module. ``pre_norm`` says

@@ -45,7 +45,7 @@ class Source:
 
     @property
     def alone(self) -> bool:
-        """Whether, in this Jacobian, every token depends on the same token alone."""
+        """Whether this Jacobian is block-diagonal: every token depends on the same token alone."""
         return self.jacobian.ndim == 3
 
     def pushed(self, stage: Stage, x: Tensor, mixes: bool) -> Source:

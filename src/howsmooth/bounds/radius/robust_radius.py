@@ -115,7 +115,9 @@ def robust_radius(
 
 
 class NetworkAtInput:
-    """A classifier at one input, with the partial Jacobians that the radii for all choices of tokens share.
+    """A classifier at one input, from which robust radii for any choice of moving tokens are computed.
+
+    The partial Jacobians are computed once for all of these radii.
 
     Parameters
     ----------

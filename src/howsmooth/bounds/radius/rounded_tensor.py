@@ -199,7 +199,7 @@ def _peak(operand: Any) -> float:
 
 
 def _copies(operand: Any, entries: int) -> float:
-    """Return the square root of how often broadcasting an operand to so many entries repeats each entry."""
+    """Return √c, where c is how often broadcasting an operand to ``entries`` entries repeats each entry."""
     own = operand.numel() if isinstance(operand, Tensor) else 1
     return math.sqrt(entries / own) if own else 0.0
 

@@ -42,7 +42,7 @@ class Residuals(NamedTuple):
 
 
 def lengths(shapes: Sequence[Tensor]) -> list[float]:
-    """Bound, for each stage's ellipsoids (n, d, d), the Euclidean norm of points of all n tokens together."""
+    """Bound, for each stage, the Euclidean norm of n points together, one from each ellipsoid (n, d, d)."""
     return [float(shape.diagonal(dim1=1, dim2=2).sum().sqrt()) for shape in shapes]
 
 

@@ -123,7 +123,7 @@ class FirstDerivatives:
         return min(value(size * 2.0 ** (-j / 4)) for j in range(-8, 60))
 
     def losses(self, epsilon: float, polynomial: float, found: list[Left]) -> Losses:
-        """Return the lower bound on the margin after all losses: to polynomial, stages and rounding."""
+        """Return the lower bound on the margin, after losses to polynomial, remainders and rounding."""
         stages = stage_losses(self, found, epsilon)
         rounding = rounding_loss(self.residuals, [left.shape for left in found], epsilon)
         rounding += self.margin_error + self.gradient_error * epsilon + self.hessian_error * epsilon**2 / 2

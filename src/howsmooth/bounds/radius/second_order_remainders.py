@@ -28,8 +28,8 @@ from howsmooth.bounds.radius.ellipsoids import (
     product,
     radii,
 )
-from howsmooth.bounds.radius.norm_bounds import spectral_norm, weighted_norm
 from howsmooth.bounds.radius.rounded_tensor import INFLATION, lower, upper
+from howsmooth.bounds.radius.spectral_norm_bounds import spectral_norm, weighted_norm
 from howsmooth.bounds.radius.stages import Attention, FeedForward, GatedFeedForward, Map, Norm, Softmax
 
 # A displacement beyond this share of a token's length counts as the whole length.
@@ -60,14 +60,14 @@ __all__ = [
 
 
 class Left(NamedTuple):
-    """Bounds on one stage's Taylor remainder: ellipsoids of it, and its largest effect on the margin."""
+    """Bounds on one stage's Taylor remainder: ellipsoids that contain it, and its effect on the margin."""
 
     shape: Tensor
     margin: Tensor
 
 
 def norm_shape(norm: Norm, bound: Tensor) -> Tensor:
-    """Return, for each token, the ellipsoid of the vectors √d · gain ∘ w of a norm layer, |w| ≤ bound."""
+    """Return the ellipsoids of all vectors √d · gain ∘ w with |w| ≤ ``bound``, one for each token."""
     factor = norm.scaled(torch.eye(len(norm.gain), dtype=bound.dtype))
     return bound.square()[:, None, None] * enclosing(factor.square())
 
@@ -188,7 +188,7 @@ def gated_rest(layer: GatedFeedForward, z: Tensor, v: Tensor, dz: Tensor, dv: Te
 def product_shape(
     layer: FeedForward | GatedFeedForward, products: tuple[tuple[Tensor, Tensor], ...], rest: Tensor
 ) -> Tensor:
-    """Return ellipsoids of a feed-forward layer's outputs, given ellipsoids of its neurons.
+    """Return ellipsoids of the changes of a feed-forward layer's outputs, from ellipsoids of its neurons.
 
     They contain W₂ (Σ factor ∘ w + r) for w in ellipsoids (n, m, m) and |r| ≤ ``rest`` entry by entry.
     """
@@ -216,7 +216,7 @@ def mean_square(weights: Tensor, values: Tensor) -> Tensor:
 
 
 class Reached(NamedTuple):
-    """Bounds on what errors of the tokens change in an attention layer's queries, keys, scores and values.
+    """Bounds on how much errors of the tokens change the queries, keys, scores and values of attention.
 
     ``query`` (H, rows) and ``each_key`` (H, n) bound the changes of queries and keys, ``key`` (H, rows) the
     mean square of the latter, ``score`` (H, rows, n) the changes of centred scores, and ``pulled`` (H, rows)

@@ -76,7 +76,7 @@ class Stage:
         return self.map.second(x[:, self.branch], tangents[:, self.branch], pairs)
 
     def push_forms(self, x: Tensor, tangents: Tensor, forms: Tensor, pairs: Pairs) -> tuple[Tensor, Tensor]:
-        """Return the second derivatives of this stage's output as quadratic forms, and its layer's own part.
+        """Return the second derivatives of this stage's output as quadratic forms, and what its layer adds.
 
         The derivatives are with respect to changes of the network's input. The forms have the shape (n',
         width', p).

@@ -381,12 +381,12 @@ class GatedFeedForward:
         return (self.activation.derivative(0, z) * v) @ self.down.T + self.down_bias
 
     def slopes(self, u: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the first derivatives of φ(z) v in a gated layer: φ'(z) v with respect to z, φ(z) to v."""
+        """Return the derivatives of a gated layer's φ(z) v with respect to z and v: φ'(z) v and φ(z)."""
         z, v = self.preactivations(u)
         return self.activation.derivative(1, z) * v, self.activation.derivative(0, z)
 
     def bends(self, u: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the second derivatives φ''(z) v and φ'(z) of φ(z) v in a gated layer, by z z and by z v."""
+        """Return the second derivatives of a gated layer's φ(z) v: φ''(z) v by z twice, φ'(z) by z and v."""
         z, v = self.preactivations(u)
         return self.activation.derivative(2, z) * v, self.activation.derivative(1, z)
 

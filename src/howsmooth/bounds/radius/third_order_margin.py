@@ -8,12 +8,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from howsmooth.bounds.radius.norm_bounds import spectral_norm
 from howsmooth.bounds.radius.packed_quadratic_forms import Pairs
 from howsmooth.bounds.radius.partial_jacobians import Errors, PartialJacobians, partial_jacobians
 from howsmooth.bounds.radius.rounded_tensor import exact, settled
 from howsmooth.bounds.radius.second_order_margin import FirstDerivatives, Losses, stage_bounds
 from howsmooth.bounds.radius.second_order_remainders import Left
+from howsmooth.bounds.radius.spectral_norm_bounds import spectral_norm
 from howsmooth.bounds.radius.staged_network import Network
 from howsmooth.bounds.radius.third_order_remainders import Expansion, cubic_remainder_of
 

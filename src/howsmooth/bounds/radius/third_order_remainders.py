@@ -27,7 +27,6 @@ from howsmooth.bounds.radius.ellipsoids import (
     product,
     radii,
 )
-from howsmooth.bounds.radius.norm_bounds import each_form_norm, form_norm, spectral_norm, weighted_norm
 from howsmooth.bounds.radius.packed_quadratic_forms import Pairs
 from howsmooth.bounds.radius.rounded_tensor import INFLATION, lower, plain, upper
 from howsmooth.bounds.radius.second_order_remainders import (
@@ -44,6 +43,12 @@ from howsmooth.bounds.radius.second_order_remainders import (
     value_covariance,
     value_shapes,
 )
+from howsmooth.bounds.radius.spectral_norm_bounds import (
+    each_form_norm,
+    form_norm,
+    spectral_norm,
+    weighted_norm,
+)
 from howsmooth.bounds.radius.stages import Attention, FeedForward, GatedFeedForward, Map, Norm, Softmax
 
 __all__ = [
@@ -58,7 +63,7 @@ __all__ = [
 
 @dataclass(frozen=True, eq=False)
 class Expansion:
-    """The tokens that enter a layer as a quadratic polynomial in δ, and the margin's gradient at its output.
+    """A layer's input tokens, expanded to second order in δ, and the margin's gradient at its output.
 
     ``u`` (n, d), ``tangents`` G (n, d, k), ``forms`` Q (n, d, p).
     """
@@ -364,7 +369,7 @@ class _Moments:
 
 
 class _Tensors:
-    """The cubic part of attention's Taylor expansion as a tensor, and the part linear in δ and an error."""
+    """The cubic part of attention's Taylor expansion as a tensor, and the part bilinear in δ and an error."""
 
     def __init__(
         self, attention: Attention, at: Expansion, own: Softmax, scores: Tensor, spread: Tensor, out: Tensor
@@ -404,7 +409,9 @@ class _Tensors:
         return gram(found.movedim(1, 0)).sum(0)
 
     def crossed(self) -> Callable[[Tensor], Tensor]:
-        """Return a function from ellipsoids of errors x to ellipsoids of D²F[Gδ, x], |δ| ≤ 1, for each row.
+        """Return a function that bounds attention's second derivative along δ and along errors of the tokens.
+
+        It maps ellipsoids of the errors x to ellipsoids of D²F[Gδ, x] over all |δ| ≤ 1, for each row.
 
         A token's error counts by its length: the tensor of each token is reduced to a matrix (d_out, d_out).
         """
