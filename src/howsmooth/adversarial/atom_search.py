@@ -204,7 +204,7 @@ class _Problem:
 
 
 def _pairing(f: SelfAttention, problem: _Problem, x: Tensor, u: Tensor, v: Tensor) -> Tensor:
-    """Return ⟨u, J v⟩ for the Jacobian J of attention at the given atoms, with u and v given.
+    """Return the number ⟨u, J v⟩, where J is the Jacobian of attention at the given atoms.
 
     The search makes it large by moving the atoms. Each set of atoms in a batch has one value. J is the
     Jacobian of ``f`` at atoms x, with rows and columns scaled by the weights of ``problem``. Shapes are x and

@@ -432,7 +432,7 @@ def _masked(func: Any, x: Any, mask: Any, value: Any) -> Any:
 
 
 def _lengths(func: Any, x: Any, *args: Any, **kwargs: Any) -> Tensor:
-    """Return upper bounds on the vector norms of a rounded tensor, as a plain tensor."""
+    """Return upper bounds on norms of vectors of a rounded tensor, as a plain tensor."""
     more = x.error * _UP + LOST * math.sqrt(x.numel())
     found: Tensor = func(plain(x), *args, **kwargs) * _UP + more
     return found
