@@ -28,7 +28,7 @@ from howsmooth.bounds.certificates import (
     certificate_parts,
     certificate_rows,
 )
-from howsmooth.bounds.token_upper_bounds import (
+from howsmooth.bounds.local_upper_bounds import (
     covariance_upper_bound,
     diameter_upper_bound,
     theorem_c_3,

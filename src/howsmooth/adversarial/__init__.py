@@ -1,6 +1,5 @@
 """Worst inputs: tokens at which attention has a large local Lipschitz constant, built or found by ascent."""
 
-from howsmooth.adversarial.ascend import Ascent, ascend
 from howsmooth.adversarial.constructions import (
     Construction,
     constructions,
@@ -9,6 +8,7 @@ from howsmooth.adversarial.constructions import (
     two_heavy_tokens,
 )
 from howsmooth.adversarial.domains import Around, Ball, Domain, Ellipsoid
+from howsmooth.adversarial.gradient_ascent import Ascent, ascend
 
 __all__ = [
     "Around",

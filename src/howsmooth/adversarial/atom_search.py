@@ -42,12 +42,12 @@ class Atoms:
     counts: tuple[int, ...]
 
     def tokens(self) -> Float[Tensor, "n d"]:
-        """Return the whole sequence, with the copies of each atom next to each other."""
+        """Return the whole sequence (n, d) that the atoms stand for, copies of an atom next to each other."""
         return self.points.repeat_interleave(torch.tensor(self.counts), dim=0)
 
     @classmethod
     def of(cls, name: str, x: Tensor) -> Atoms | None:
-        """Return a sequence as atoms, one for each run of equal tokens, or None if it has more than eight."""
+        """Convert a sequence to atoms, one for each run of equal tokens; None for more than eight runs."""
         points: list[Tensor] = []
         counts: list[int] = []
         for token in x:
@@ -154,7 +154,7 @@ def _search(
 
 @dataclass(frozen=True, eq=False)
 class _Problem:
-    """The numbers of copies of each atom, as weights in the softmax and as factors of the Jacobian.
+    """The numbers of copies of each atom (distinct token), in the form that formulas of the Jacobian need.
 
     They stay fixed while a search moves the atoms. ``row_atom`` says which atom each row belongs to.
     ``log_counts`` has the logarithm of how often each row sees each atom. ``row_weight`` and
@@ -169,7 +169,7 @@ class _Problem:
 
     @classmethod
     def of(cls, f: SelfAttention, counts: Sequence[tuple[int, ...]]) -> _Problem:
-        """Return the fixed data of a search, given how many copies each atom has.
+        """Compute the weights of the softmax and factors of the Jacobian from each atom's number of copies.
 
         ``counts`` has one tuple of such numbers for each search of a batch. If f is causal, all entries of
         ``counts`` must be equal, and all atoms but the last occur once.
@@ -204,10 +204,11 @@ class _Problem:
 
 
 def _pairing(f: SelfAttention, problem: _Problem, x: Tensor, u: Tensor, v: Tensor) -> Tensor:
-    """Return ⟨u, J v⟩ for the Jacobian J of attention; ascent over the atoms x makes it large.
+    """Return the number ⟨u, J v⟩, where J is the Jacobian of attention at the given atoms.
 
-    Each set of atoms in a batch has one value. J is the Jacobian of ``f`` at atoms x, with rows and columns
-    scaled by the weights of ``problem``. Shapes are x and v (batch, c, d), u (batch, rows, d_out).
+    The search makes it large by moving the atoms. Each set of atoms in a batch has one value. J is the
+    Jacobian of ``f`` at atoms x, with rows and columns scaled by the weights of ``problem``. Shapes are x and
+    v (batch, c, d), u (batch, rows, d_out).
     """
     e = v * problem.column_weight[..., None]
     group = f.heads // f.kv_heads
@@ -245,7 +246,7 @@ def _raise(
     rate: float,
     generator: torch.Generator,
 ) -> _Raised:
-    """Move atoms by Adam so that the norm of the Jacobian grows.
+    """Move atoms (distinct tokens) by steps of Adam so that the norm of the Jacobian grows.
 
     Every step also takes one power step for the leading singular vectors u and v of the Jacobian.
     """
@@ -320,9 +321,9 @@ def _random_atoms(
 
 
 def _patterns(n: int, *, causal: bool) -> list[tuple[int, ...]]:
-    """Return the tuples to search: how many copies each atom gets, n tokens in total.
+    """List the numbers of copies of each atom that are searched, as tuples with sum n.
 
-    A choice is a tuple. Atoms with few copies come first in each tuple.
+    Atoms with few copies come first in each tuple.
     """
     # One to four heavy atoms, once each, and copies of one light atom.
     single = [(1, n - 1), (1, 1, n - 2), (1, 1, 1, n - 3), (1, 1, 1, 1, n - 4)]

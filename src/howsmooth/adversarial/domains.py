@@ -29,36 +29,36 @@ class Domain(abc.ABC):
     @property
     @abc.abstractmethod
     def radius(self) -> float:
-        """Radius of the ball to which the variables of the search are confined.
+        """The radius of the ball to which the search confines the coordinates of the tokens.
 
         It bounds the coordinates of each token, or of all tokens together.
         """
 
     @abc.abstractmethod
     def describe(self) -> str:
-        """Return one phrase that describes the domain."""
+        """Return one phrase that describes this set of inputs."""
 
     @abc.abstractmethod
     def project_coordinates(self, u: Tensor) -> Tensor:
-        """Return the coordinates in the domain that are nearest to the coordinates u."""
+        """Project tokens with coordinates u onto the domain, and return the coordinates of the result."""
 
     @abc.abstractmethod
     def random(self, generator: torch.Generator, n: int, d: int) -> Float[Tensor, "n d"]:
         """Return random tokens in the domain, float64 on the CPU."""
 
     def coordinates(self, x: Tensor) -> Tensor:
-        """Return the variables (coordinates) that stand for tokens x (..., n, d) in the search.
+        """Return the coordinates of tokens x (..., n, d), which the search varies instead of the tokens.
 
         In these coordinates the domain consists of balls, or their surfaces.
         """
         return x
 
     def tokens(self, u: Tensor) -> Tensor:
-        """Return the tokens with coordinates u (..., n, d)."""
+        """Convert the coordinates u (..., n, d) that the search varies back to tokens."""
         return u
 
     def pull_back(self, gradient: Tensor) -> Tensor:
-        """Convert a gradient with respect to tokens into one with respect to coordinates."""
+        """Convert a gradient with respect to tokens into one with respect to the search's coordinates."""
         return gradient
 
     def project(self, X: Tensor) -> Tensor:
@@ -105,7 +105,7 @@ class Ball(Domain):
         return self._radius
 
     def describe(self) -> str:
-        """Return one phrase that describes the domain."""
+        """Return one phrase that describes this ball."""
         return f"tokens of norm at most {self.radius:g}"
 
     def project_coordinates(self, u: Tensor) -> Tensor:
@@ -119,7 +119,7 @@ class Ball(Domain):
 
 
 class Ellipsoid(Domain):
-    """The set of a norm layer's outputs, which is an ellipsoid or its surface.
+    """The set of all outputs of a norm layer, which is an ellipsoid or, if ε = 0, its surface.
 
     The tokens are β + √d γ∘u with the gain γ, the shift β and |u| <= 1; for LayerNorm, u has mean zero. This
     set is the closure of the layer's image if ε > 0. If ε = 0, the image is the surface |u| = 1, and then the
@@ -151,7 +151,7 @@ class Ellipsoid(Domain):
         return 1.0
 
     def describe(self) -> str:
-        """Return one phrase that describes the domain."""
+        """Return one phrase that names the norm layer whose outputs this set contains."""
         return f"outputs of {self.norm.describe()}"
 
     def coordinates(self, x: Tensor) -> Tensor:
@@ -171,14 +171,14 @@ class Ellipsoid(Domain):
         return self._shift.to(u) + self._gain.to(u) * u
 
     def pull_back(self, gradient: Tensor) -> Tensor:
-        """Return the gradient in the coordinates u, given the gradient in the tokens.
+        """Convert a gradient with respect to tokens into one with respect to the points u of the unit ball.
 
         It is √d γ∘gradient; for LayerNorm, its mean over each token is subtracted.
         """
         return self._centred(self._gain.to(gradient) * gradient)
 
     def project_coordinates(self, u: Tensor) -> Tensor:
-        """Return the coordinates in the domain that are nearest to the coordinates u.
+        """Return the points nearest to u in the unit ball, or on its surface if the norm layer has ε = 0.
 
         For LayerNorm, each token's mean is subtracted first. If ε > 0, tokens outside the unit ball are
         scaled to norm 1. If ε = 0, all tokens but zero are scaled to norm 1.
@@ -247,7 +247,7 @@ class Around(Domain):
         return self._radius
 
     def describe(self) -> str:
-        """Return one phrase that describes the domain."""
+        """Return one phrase that describes this set of tokens around a centre."""
         n, d = self.X0.shape
         each = "each token" if self.per_token else "in the Frobenius norm"
         return f"within {self.radius:g} of given {n} tokens of dimension {d}, {each}"

@@ -43,7 +43,7 @@ class Weighting:
         return Weighting(self.log_weights.to(dtype=dtype, device=device), positions)
 
     def visibility(self, *, causal: bool) -> Visibility | EarlierAtoms:
-        """Return the mask between atoms.
+        """Return which atoms each atom of the measure sees, as a mask that is computed block by block.
 
         Without causal order every atom sees all atoms; with it, all atoms at no later position.
 
@@ -51,7 +51,6 @@ class Weighting:
         ------
         ArgumentError
             If the map is causal and there are no positions.
-
         """
         if not causal:
             return Visibility(self.n)

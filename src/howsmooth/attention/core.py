@@ -183,7 +183,7 @@ def weighted_values(
 def row_blocks(
     lead: int, group: int, m: int, n: int, device: torch.device, window: int | None = None
 ) -> list[tuple[slice, list[slice]]]:
-    """Cut the work on attention probabilities into blocks that fit in memory one by one.
+    """Cut the query rows into blocks whose attention probabilities fit in memory one block at a time.
 
     The probabilities have the shape (lead, group, m, n). Each entry of the list is a slice of ``lead`` and
     the slices of the m rows. A block holds a bounded number of probabilities. Under a ``window`` blocks have

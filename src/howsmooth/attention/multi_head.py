@@ -119,7 +119,7 @@ class HeadsAttention(TokenMap):
         return queries, keys, in_heads(X, self.value, self.value_bias)
 
     def _grouped(self, q: Tensor) -> Tensor:
-        """Group the query heads by the key head that they share.
+        """Reshape queries so that the heads that share a key head lie along one axis.
 
         The shape changes from (..., heads, n, key_dim) to (..., kv_heads, group, n, key_dim).
         """

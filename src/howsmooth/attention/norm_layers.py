@@ -54,7 +54,7 @@ class _Norm(TokenMap):
         return f"{type(self).__name__}(d={self.d}, eps={self.eps:g})"
 
     def direction_and_length(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the vectors that a norm layer divides, and the lengths by which it divides them.
+        """Return the centred tokens that a norm layer divides, and the lengths by which it divides them.
 
         The vectors h (..., n, d) are the tokens, centred for LayerNorm. The lengths s = √(|h|² + dε) have
         shape (..., n, 1).

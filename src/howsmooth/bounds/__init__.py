@@ -8,7 +8,7 @@
 - An upper bound on a ball for any scores (rotary positions, norms of queries and keys, soft caps, biases,
   sinks) and any mask: ``any_scores_ball_upper_bound``.
 - Upper bounds at given tokens: ``certificates``, and ``theorem_c_3`` and the other functions of
-  ``token_upper_bounds``. For large tokens, upper and lower: ``theorem_3_7`` and ``theorem_4_5``.
+  ``local_upper_bounds``. For large tokens, upper and lower: ``theorem_3_7`` and ``theorem_4_5``.
 - Lower bounds on a ball: ``proposition_3_4`` and the other functions of ``ball_lower_bounds`` and
   ``mean_field_lower_bounds``.
 - Upper bounds on how far one token moves if every token moves by at most one: ``token_wise_ball_upper_bound``
@@ -56,6 +56,12 @@ from howsmooth.bounds.certificates import (
 from howsmooth.bounds.comparison import table
 from howsmooth.bounds.key_value_errors import OutputErrorBound, kv_error_upper_bound
 from howsmooth.bounds.large_radius_limit import theorem_3_7, theorem_4_5
+from howsmooth.bounds.local_upper_bounds import (
+    covariance_upper_bound,
+    diameter_upper_bound,
+    theorem_c_3,
+    yudin_theorem_3,
+)
 from howsmooth.bounds.masked_ball_upper_bounds import (
     causal_ball_upper_bound,
     causal_mean_field_upper_bound,
@@ -78,15 +84,9 @@ from howsmooth.bounds.multi_head_upper_bounds import (
 )
 from howsmooth.bounds.norm_layer_outputs import absorb_norm, ellipsoid, norm_radius
 from howsmooth.bounds.parameters import Head, Parameters, parameters_of
-from howsmooth.bounds.pre_norm import pre_norm_upper_bound
+from howsmooth.bounds.pre_norm_upper_bounds import pre_norm_upper_bound
 from howsmooth.bounds.radius import RobustRadius, robust_radius
 from howsmooth.bounds.selection import best
-from howsmooth.bounds.token_upper_bounds import (
-    covariance_upper_bound,
-    diameter_upper_bound,
-    theorem_c_3,
-    yudin_theorem_3,
-)
 from howsmooth.bounds.token_wise_upper_bounds import token_wise_ball_upper_bound, token_wise_upper_bound
 from howsmooth.bounds.variant_upper_bounds import (
     l2_attention,

@@ -530,7 +530,7 @@ def _log_tie_formula(head: Head, n: int, points: Tie, *, masked: bool) -> float:
 
 
 def _two_clusters(head: Head, radius: float) -> list[OneHeavyToken]:
-    """Return the two-cluster inputs of the paper, one for each end of A's real spectrum.
+    """Return the paper's two-cluster inputs for the largest and the smallest real eigenvalue of A.
 
     A is the matrix of the scores. The list is empty if A has no real eigenvalue.
     """

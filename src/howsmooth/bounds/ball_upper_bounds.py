@@ -234,7 +234,7 @@ def mean_field_upper_bound(attention: object, radius: object) -> Bound:
 
 
 def row_norm_maximum(a: float) -> float:
-    """Return h*(a), which bounds a row of the Jacobian when scores vary by at most 2a.
+    """Return the number h*(a), which bounds the norm of a row of the Jacobian if scores vary by at most 2a.
 
     h*(a) is the maximum over p in [0, 1] of p²(1 + 2a(1−p))² + (1−p)²(1 − 2ap)². It is 1 for a <= 1/2, and at
     most 1 + a²/2. It bounds Σ_j P_j²(1 + t_j)² for all probability vectors P and all numbers t_j in an
@@ -258,7 +258,7 @@ def row_norm_maximum(a: float) -> float:
 
 
 def h_star_maximiser(a: float) -> float:
-    """Return the point at which the maximum h*(a) is attained.
+    """Return the point at which the maximum that defines h*(a), see :func:`row_norm_maximum`, is attained.
 
     It is w = 2p − 1 for the p that maximises the polynomial in :func:`row_norm_maximum`. The result is 0 for
     a > 1e8 or NaN.
@@ -275,7 +275,7 @@ def h_star_maximiser(a: float) -> float:
 
 
 def log_h_star(a: float) -> float:
-    """Return the logarithm of :func:`row_norm_maximum`, also where the maximum itself overflows."""
+    """Return the logarithm of h*(a), see :func:`row_norm_maximum`, also where h*(a) itself overflows."""
     return 2 * math.log(a) - math.log(2) if a > 1e100 else math.log(row_norm_maximum(a))
 
 
@@ -294,13 +294,13 @@ def log_row(n: int, a3: float) -> float:
 
 
 def one_head(attention: object, needed_by: str) -> tuple[Parameters, Head]:
-    """Return the parameters and the only head of an attention; raise ArgumentError for several heads."""
+    """Return an attention's parameters and its only head; raise ArgumentError if it has several heads."""
     parameters = parameters_of(attention)
     return parameters, parameters.one_head(needed_by)
 
 
 def score_sizes(head: Head, radius: float) -> tuple[float, float]:
-    """Return bounds on a head's scores on the ball of radius R, without and with the query bias.
+    """Return two bounds on a head's scores on the ball of radius R: without and with the query bias.
 
     a = ‖A‖R² bounds the scores without a query bias b, and a₃ = (‖A‖R + |b|)R the scores with it.
     """
@@ -316,7 +316,7 @@ def log_theorem_3_3(head: Head, n: int, radius: float) -> float:
 
 
 def unmasked(attention: object, parameters: Parameters) -> Hypothesis:
-    """Return the hypothesis that the attention has no mask.
+    """Return the hypothesis that the attention has no mask, and whether it holds.
 
     A bare :class:`Head` is taken as unmasked.
     """
@@ -324,9 +324,9 @@ def unmasked(attention: object, parameters: Parameters) -> Hypothesis:
 
 
 def no_query_bias(head: Head, other: str = "") -> Hypothesis:
-    """Return the hypothesis that the head has no query bias, with the name of a bound that allows one.
+    """Return the hypothesis that the head has no query bias, and whether it holds.
 
-    A query bias that changes no scores is allowed.
+    ``other`` is the name of a bound that allows a query bias. A query bias that changes no scores is allowed.
     """
     return Hypothesis("no query bias" + (f", which {other} allows" if other else ""), head.b_norm == 0)
 

@@ -16,7 +16,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from howsmooth.bounds.ball_upper_bounds import h_star_maximiser
-from howsmooth.bounds.mask_rows import VisibleRows
+from howsmooth.bounds.visible_keys import VisibleRows
 
 __all__ = ["any_boolean_mask", "query_key_norm_layer", "softmax_layer", "softmax_output_radius"]
 
@@ -27,7 +27,7 @@ _LARGE = 96
 
 
 def any_boolean_mask(length: int) -> VisibleRows:
-    """Return the rows of a mask for which bounds are largest, so that the bounds hold for every boolean mask.
+    """Return the worst rows that a mask can have: bounds computed for them hold for every boolean mask.
 
     The masks may differ between heads. The bounds on a row are largest for rows that see one or two keys, so
     only these two kinds are returned.
@@ -144,7 +144,7 @@ def softmax_output_radius(
 
 @dataclass(frozen=True, eq=False)
 class _Heads:
-    """Norms of the heads' output and value maps, to bound sums over heads.
+    """Norms of the heads' output and value maps, from which norms of sums over heads are bounded.
 
     W_h V_h is called O_h.
 
@@ -175,25 +175,25 @@ class _Heads:
         )
 
     def squares(self, c: Tensor) -> tuple[Tensor, Tensor]:
-        """Return two upper bounds on the squared norm of a sum over heads.
+        """Return two upper bounds on ‖Σ_h O_h F_h‖², given bounds ‖F_h‖ <= c_h for each head.
 
-        The sum is Σ_h O_h F_h with O_h = W_h V_h. The bounds hold for all matrices F_h with ‖F_h‖ <= c_h.
+        Here O_h = W_h V_h. The bounds hold for all matrices F_h with ‖F_h‖ <= c_h.
         """
         by_grams = torch.einsum("h...,hg,g...->...", c, self.grams, c)
         by_output = self.whole.square() * torch.einsum("h,h...->...", self.values.square(), c.square())
         return by_grams, by_output
 
     def together(self, c: Tensor) -> Tensor:
-        """Return an upper bound on the norm of a sum over heads.
+        """Return an upper bound on ‖Σ_h O_h F_h‖, given bounds ‖F_h‖ <= c_h for each head.
 
-        The sum is Σ_h O_h F_h with O_h = W_h V_h. The bound holds for all matrices F_h with ‖F_h‖ <= c_h, and
-        is M(c) of :func:`softmax_layer`.
+        Here O_h = W_h V_h. The bound holds for all matrices F_h with ‖F_h‖ <= c_h, and is M(c) of
+        :func:`softmax_layer`.
         """
         by_grams, by_output = self.squares(c)
         return _root(torch.minimum(by_grams, by_output))
 
     def around_mean(self, rows: VisibleRows, rho: Tensor, m: Tensor) -> Tensor:
-        """Bound a part of the Jacobian by separating the mean of each row from the rest.
+        """Bound a part of the Jacobian by splitting each of its rows into the mean and the rest.
 
         The result is the last term of the second bound of :func:`softmax_layer`,
         √(max_j Σ_{i sees j} (‖O‖²/m_i + M(√(ρ_i − 1/m_i))²)).
@@ -224,7 +224,7 @@ def _grams(maps: Tensor, value: Tensor) -> Tensor:
 
 
 def _same_keys(rows: VisibleRows) -> bool:
-    """Return whether the mask is known and the same for all heads.
+    """Tell whether the mask is known and equal for all heads.
 
     The second bound of :func:`softmax_layer` requires it.
     """
@@ -235,7 +235,7 @@ def _same_keys(rows: VisibleRows) -> bool:
 
 
 def _several(rows: VisibleRows, m: Tensor) -> Tensor:
-    """Tell for each row of the mask whether it may see more than one key.
+    """Tell for each row of a mask whether its query may see more than one key.
 
     Rows of one kind share one entry.
     """
@@ -251,12 +251,15 @@ def _largest(m: Tensor, a: Tensor) -> Tensor:
 
 
 def _each(rows: VisibleRows, weights: Tensor) -> Tensor:
-    """Return for each head max_j Σ_i w_i, the sum taken over the rows i that see key j."""
+    """Return, for each head, the largest total weight of the rows that see one key, over all keys.
+
+    For weights w_i of the rows it is max_j Σ_{i sees j} w_i.
+    """
     return torch.stack([rows.heaviest(of_head) for of_head in weights])
 
 
 def _h_star(a: Tensor) -> Tensor:
-    """Return h*(a) for each head, differentiable; it bounds a row of the Jacobian.
+    """Return the differentiable number h*(a) for each head, which bounds the norm of a row of the Jacobian.
 
     It is the number of :func:`row_norm_maximum`. The gradient holds the maximiser fixed.
     """
@@ -303,17 +306,16 @@ def products_norms(
 
 
 def _leading(q_left: Tensor, small: Tensor, q_right: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the leading singular vectors of a product from those of its small middle factor.
+    """Return the leading singular vectors of q_left @ small @ q_rightᵀ from those of the matrix ``small``.
 
-    The product is q_left @ small @ q_rightᵀ. ``q_left`` and ``q_right`` have orthonormal columns. The left
-    vector is zero if the matrix is zero.
+    ``q_left`` and ``q_right`` have orthonormal columns. The left vector is zero if the matrix is zero.
     """
     u, v = _singular_vectors(small)
     return (q_left @ u[..., None])[..., 0], (q_right @ v[..., None])[..., 0]
 
 
 def _norm(matrix: Float[Tensor, "*lead rows columns"]) -> Float[Tensor, "*lead"]:
-    """Return spectral norms, rounded up and differentiable.
+    """Return spectral norms of matrices, rounded up and differentiable.
 
     A norm is ⟨u, M v⟩, and the gradient holds the singular vectors u and v fixed.
     """
@@ -365,6 +367,6 @@ def _last_eigenvector(gram: Float[Tensor, "k k"]) -> Float[Tensor, "k"]:
 
 
 def _root(square: Tensor) -> Tensor:
-    """Return the square root, or 0 with derivative 0 where the argument is not positive."""
+    """Return the square root of each entry, or 0 with derivative 0 where the entry is not positive."""
     positive = square > 0
     return torch.where(positive, torch.where(positive, square, 1.0).sqrt(), 0.0)

@@ -14,7 +14,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from howsmooth.bounds.mask_rows import VisibleRows
+from howsmooth.bounds.visible_keys import VisibleRows
 
 __all__ = ["l2_layer", "lipschitz_norm_layer", "scaled_cosine_layer", "sinkhorn_layer", "value_radius"]
 

@@ -33,9 +33,9 @@ MOST_ROWS = 1 << 16
 
 
 def log_column_norm(p: Parameters, n: int, points: Witness) -> float:
-    """Return the log of a lower bound on ‖D_X f‖, from the columns of few tokens.
+    """Return the log of a lower bound on ‖D_X f‖: the norm of the columns that belong to few tokens.
 
-    It is the norm of the columns that belong to heavy tokens, which get much attention.
+    These tokens are the heavy ones, which get much attention.
     """
     c, d = points.heavies.shape
     if n <= c:
@@ -92,15 +92,15 @@ def log_weights(
 
 
 def _forms(heads: Sequence[Head], light: Tensor) -> Tensor:
-    """Return, for each head, the vector whose inner products with tokens are a query's scores.
+    """Return, for each head, the vector whose inner products with tokens are the light token's scores.
 
-    The query is that of the light token w, and the vectors A w + b are (H, d).
+    For the light token w it is A w + b. The vectors are the rows of a matrix (H, d).
     """
     return torch.stack([head.left @ (head.right @ light) + head.b for head in heads])
 
 
 def _same_gram(table: Tensor) -> Tensor:
-    """Return a matrix of few rows whose Gram matrix is nearly that of ``table``, and never larger."""
+    """Return a matrix of few rows whose Gram matrix nearly equals that of ``table`` and is never larger."""
     if len(table) == 1:
         return table
     factor = torch.linalg.qr(table, mode="r").R

@@ -167,7 +167,7 @@ class _Errors:
 
     @classmethod
     def of(cls, name: str, size: object, like: Float64[Tensor, "kv_heads n dim"]) -> _Errors | None:
-        """Check a size of errors that the user gave, and return it as _Errors; None stands for no errors."""
+        """Check the size of errors that the user gave, and convert it to _Errors; None means no errors."""
         if size is None:
             return None
         heads, n, dim = like.shape
@@ -190,7 +190,7 @@ class _Errors:
 
 @dataclass(frozen=True, eq=False)
 class _Weights:
-    """Attention weights of some query rows, rounded outward."""
+    """Bounds on the attention weights of some queries, rounded outward."""
 
     #: Upper bounds on the weights P_ij.
     upper: Float64[Tensor, "rows n"]
@@ -204,13 +204,16 @@ class _Weights:
     raw: Float64[Tensor, "rows n"]
 
     def lowest_sum(self, tau: Float64[Tensor, "rows n"]) -> Float64[Tensor, " rows"]:
-        """Return lower bounds on Σ_j P_ij e^{−τ_ij}, the sink included; zero where none is known."""
+        """Return lower bounds on each row's sum of weights P_ij e^{−τ_ij}, the attention sink included.
+
+        They are zero where none is known.
+        """
         sums = self.shrink * (self.upper * torch.exp(-tau)).sum(dim=1) * (1 - _MARGIN) + self.sink
         # For larger changes of the scores, underflow would not be negligible.
         return torch.where((tau.amax(dim=1) < _MOST_TAU) & (self.shrink > 0), sums, 0.0)
 
     def moved(self, tau: Float64[Tensor, "rows n"]) -> Float64[Tensor, "rows n"]:
-        """Return upper bounds on the weights after changes of the scores by at most ``tau``."""
+        """Return upper bounds on the attention weights if each score changes by at most ``tau``."""
         low = self.shrink[:, None] * self.upper * torch.exp(-tau)
         others = (self.lowest_sum(tau)[:, None] - low * (1 + _MARGIN)).clamp_min(0.0)
         high = self.upper * torch.exp(tau.clamp_max(_MOST_TAU)) * (1 + _MARGIN)
@@ -218,7 +221,7 @@ class _Weights:
 
 
 class _Head:
-    """One head: its queries, keys and values, its output matrix, and bounds on its part of the output."""
+    """One attention head at given tokens, with bounds on how much errors change its part of the output."""
 
     def __init__(
         self,
@@ -242,7 +245,7 @@ class _Head:
         self.norm = spectral_norm(self.output)
 
     def changes(self, rows: slice, keys: _Errors | None, values: _Errors | None) -> Float64[Tensor, " rows"]:
-        """Return bounds on the change of this head's part of some output tokens."""
+        """Bound how much errors of the keys and values change this head's part of some output tokens."""
         weights = self._weights(rows)
         p, found = weights.upper, torch.zeros(len(weights.upper), dtype=torch.float64)
         if keys is not None:
@@ -272,7 +275,7 @@ class _Head:
     def _score_changes(
         self, rows: slice, keys: _Errors, raw: Float64[Tensor, "rows n"]
     ) -> Float64[Tensor, "rows n"]:
-        """Return bounds τ_ij on the change of the scores, after the soft cap."""
+        """Bound by τ_ij how much errors of the keys change the scores, after the soft cap."""
         q, cap = self.q[rows], self.f.softcap
         tau = torch.linalg.vector_norm(q, dim=1)[:, None] * keys.norms[self.g]
         if keys.entries is not None:
@@ -287,7 +290,7 @@ class _Head:
         return found
 
     def _by_keys(self, weights: _Weights, tau: Float64[Tensor, "rows n"]) -> Float64[Tensor, " rows"]:
-        """Bound how far the output moves if the scores change by at most ``tau``.
+        """Bound how far this head's output moves if the scores change by at most ``tau``.
 
         The result is the smallest of three bounds: by the triangle inequality, by a covariance of the values,
         and by the distance of the values from the output.
@@ -314,7 +317,7 @@ class _Head:
         return found
 
     def _by_values(self, p: Float64[Tensor, "rows n"], values: _Errors) -> Float64[Tensor, " rows"]:
-        """Bound how far errors of the values move the output, if the attention weights are at most ``p``."""
+        """Bound how far errors of the values move this head's output, if the weights are at most ``p``."""
         found = self.norm * (p @ values.norms[self.g])
         if values.entries is not None:
             mean = p @ values.entries[self.g]
@@ -329,8 +332,9 @@ def _largest_ratio(
     tau: Float64[Tensor, "rows n"],
     lowest: Float64[Tensor, " rows"],
 ) -> Float64[Tensor, " rows"]:
-    """Bound max Σ_j P_j |e_j − 1| r_j / (Σ_j P_j e_j + sink) over e^{−τ_j} ≤ e_j ≤ e^{τ_j}, for each row.
+    """Bound how far an output moves if its scores change by at most τ, by the triangle inequality.
 
+    For each row the bound is max Σ_j P_j |e_j − 1| r_j / (Σ_j P_j e_j + sink) over e^{−τ_j} ≤ e_j ≤ e^{τ_j}.
     The maximum λ solves max_e Σ_j P_j (|e_j − 1| r_j − λ e_j) = λ sink, and the left side is largest at one
     of the two ends for each j. Dinkelbach's iteration approaches λ from below; its last residual, divided by
     the smallest denominator, is added.
@@ -354,7 +358,7 @@ def _largest_ratio(
 
 
 def _spectral_upper(gram: Float64[Tensor, "rows r r"]) -> Float64[Tensor, " rows"]:
-    """Return upper bounds on the largest eigenvalues of positive semidefinite matrices computed in float64.
+    """Return upper bounds on the largest eigenvalues of float64 matrices that are positive semidefinite.
 
     The bound is the Schatten norm (Σ λ⁸)^(1/8), at most r^(1/8) times too large.
     """

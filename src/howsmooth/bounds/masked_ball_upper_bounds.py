@@ -231,7 +231,7 @@ def masked_ball_upper_bound(attention: object, length: object, radius: object) -
 
 
 def _log_rows_of_mask(seen: Visibility, a3: float) -> tuple[float, int]:
-    """Return the log of Theorem A's sum over rows for a mask, and the most keys that any row sees.
+    """Return the log of the sum over rows in Theorem A for a mask, and the most keys that any row sees.
 
     The count is the largest number of keys that a row sees. The sum is max_j Σ_{i sees j} ρ_i, where ρ_i is
     Theorem A's bound on row i.
@@ -304,7 +304,7 @@ def causal_mean_field_upper_bound(attention: object, radius: object) -> Bound:
 
 
 def causal(attention: object, parameters: Parameters) -> Hypothesis:
-    """Return the hypothesis that there is a causal mask and no other mask.
+    """Return the hypothesis that the attention's only mask is causal, and whether it holds.
 
     A bare :class:`Head` is taken as causal.
     """

@@ -205,7 +205,7 @@ def proposition_3_6_rate(attention: object, radius: float) -> Bound:
 
 @dataclass(frozen=True)
 class _Case:
-    """The numbers from which a lower bound at two atoms is computed.
+    """The numbers from which a lower bound at a measure with two atoms is computed.
 
     They belong to an eigenvalue γ of A, the positions of the atoms, and the hypotheses of the bound.
     """
@@ -223,7 +223,7 @@ class _Case:
 
     @property
     def g(self) -> float:
-        """Half the difference between the scores of the two atoms.
+        """Half the difference between the attention scores of the two atoms.
 
         It is γ_max R²/8 or −γ_min R², half of ⟨A x_2, x_1 − x_2⟩.
         """

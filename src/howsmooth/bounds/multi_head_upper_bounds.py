@@ -158,7 +158,7 @@ def output_norm_upper_bound(
 def gram_upper_bound(
     attention: object, length: object, radius: object, *, head_bound: HeadBound = head_upper_bound
 ) -> Bound:
-    """Bound the Lipschitz constant of multi-head attention; orthogonal output maps lower the bound.
+    """Bound the Lipschitz constant of multi-head attention, more sharply if output maps are orthogonal.
 
     The bound is (Σ_{h,g} ‖W_hᵀ W_g‖ L_h L_g)^{1/2}, where W_h is the output map of head h and L_h an upper
     bound on the head. It is at most the bound of Lemma 3.8.

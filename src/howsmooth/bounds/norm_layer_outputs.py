@@ -146,7 +146,7 @@ def absorb_norm(attention: object, norm: object = None) -> SelfAttention:
 
 
 def _map_of(site: SiteLike) -> object:
-    """Return the attention of a captured site (one attention layer of a model, with its input).
+    """Return the attention of a captured site, that is, one attention layer of a model with its input.
 
     Raise ArgumentError if the site has another map.
     """

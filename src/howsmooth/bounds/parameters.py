@@ -124,12 +124,12 @@ class Head:
 
     @cached_property
     def A(self) -> Tensor:
-        """The matrix A of the scores, (d, d)."""
+        """The matrix A (d, d) in the attention scores ⟨A x_i + b, x_j⟩."""
         return self.left @ self.right
 
     @cached_property
     def A_norm(self) -> float:
-        """The spectral norm of A, rounded up."""
+        """The spectral norm of the score matrix A, rounded up."""
         rank = self.left.shape[1]
         if rank < self.d:
             # ‖A‖ is the norm of a small product: of the triangular QR factors of left and of rightᵀ.
@@ -140,12 +140,12 @@ class Head:
 
     @cached_property
     def V_norm(self) -> float:
-        """The spectral norm of V, rounded up."""
+        """The spectral norm of the value matrix V, rounded up."""
         return spectral_norm(self.V)
 
     @cached_property
     def b_norm(self) -> float:
-        """The Euclidean norm of b, rounded up."""
+        """The Euclidean norm of the query bias b, rounded up."""
         return float(torch.linalg.vector_norm(self.b)) * (1 + _NORM_MARGIN)
 
     def __repr__(self) -> str:
@@ -198,7 +198,7 @@ class Parameters:
     causal: bool = False
 
     def visibility(self, n: int) -> Visibility:
-        """Return the mask for n tokens.
+        """Return the attention's mask for n tokens.
 
         Raises
         ------
@@ -252,7 +252,7 @@ class SiteLike(Protocol):
 
     @property
     def map(self) -> object:
-        """The map that was captured."""
+        """The map of the model that was captured."""
 
     @property
     def x(self) -> Tensor:

@@ -48,7 +48,7 @@ class Problem:
     def of(
         cls, source: object, X: Tensor | None = None, length: object = None, radius: object = None
     ) -> Problem:
-        """Sort out the arguments of :func:`best`: which attention, and which tokens or ball.
+        """Interpret the arguments of :func:`best`: which attention is given, and which tokens or ball.
 
         Raises
         ------

@@ -35,6 +35,12 @@ from howsmooth.bounds.certificates import (
     certificate_rows,
 )
 from howsmooth.bounds.large_radius_limit import theorem_3_7, theorem_4_5
+from howsmooth.bounds.local_upper_bounds import (
+    covariance_upper_bound,
+    diameter_upper_bound,
+    theorem_c_3,
+    yudin_theorem_3,
+)
 from howsmooth.bounds.masked_ball_upper_bounds import (
     causal_ball_upper_bound,
     causal_mean_field_upper_bound,
@@ -56,12 +62,6 @@ from howsmooth.bounds.multi_head_upper_bounds import (
 )
 from howsmooth.bounds.parameters import Head, Parameters, parameters_of
 from howsmooth.bounds.problem import Problem
-from howsmooth.bounds.token_upper_bounds import (
-    covariance_upper_bound,
-    diameter_upper_bound,
-    theorem_c_3,
-    yudin_theorem_3,
-)
 from howsmooth.errors import ArgumentError
 
 __all__ = ["Statement", "all_bounds", "applicable_bounds", "best"]

@@ -14,9 +14,9 @@ from torch import Tensor
 
 from howsmooth.bounds.ball_upper_bounds import log, log_sum, upper
 from howsmooth.bounds.bound import Bound, Quantity, check_radius
+from howsmooth.bounds.local_upper_bounds import OneHead
 from howsmooth.bounds.multi_head_upper_bounds import log_quadratic_form
 from howsmooth.bounds.parameters import Head, parameters_of, spectral_norm
-from howsmooth.bounds.token_upper_bounds import OneHead
 
 __all__ = ["token_wise_ball_upper_bound", "token_wise_upper_bound"]
 
@@ -67,7 +67,7 @@ def token_wise_ball_upper_bound(attention: object, radius: object) -> Bound:
 
 
 def _log_row(head: Head, R: float) -> float:
-    """Return the logarithm of c = √(1 + (‖A‖R² + |b|R)²) + ‖A‖R² for one head."""
+    """Return, for one head, the log of the number √(1 + (‖A‖R² + |b|R)²) + ‖A‖R² in its bound."""
     a = log(head.A_norm) + 2 * math.log(R)
     largest = log_sum(a, log(head.b_norm) + math.log(R))
     return log_sum(0.5 * log_sum(0.0, 2 * largest), a)

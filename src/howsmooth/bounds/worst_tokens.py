@@ -60,12 +60,12 @@ class OneHeavyToken(Witness):
 
     @property
     def heavy(self) -> Float64[Tensor, " d"]:
-        """The heavy token."""
+        """The heavy token, which gets much attention."""
         return self.heavies[0]
 
 
 class Tie(Witness):
-    """A sequence of two heavy (much attended) tokens and copies of one light token.
+    """A sequence of two heavy (equally much attended) tokens and copies of one light token.
 
     The light token attends to both heavy tokens equally.
     """
@@ -77,12 +77,12 @@ class Tie(Witness):
 
     @property
     def heavy_1(self) -> Float64[Tensor, " d"]:
-        """The first heavy token."""
+        """The first of the two heavy (much attended) tokens."""
         return self.heavies[0]
 
     @property
     def heavy_2(self) -> Float64[Tensor, " d"]:
-        """The second heavy token."""
+        """The second of the two heavy (much attended) tokens."""
         return self.heavies[1]
 
 
@@ -219,7 +219,7 @@ def searched_pairs(head: Head, length: int, radius: float, *, masked: bool, step
 
 @dataclass(frozen=True)
 class _Copies:
-    """How many light tokens each row of the mask sees; rows with equal numbers share an entry.
+    """How many light tokens each query sees under a mask; queries that see equally many share an entry.
 
     ``log_copies`` has the numbers of light tokens, ``log_weights`` the numbers of rows that share them. Both
     are stored as logarithms.
@@ -244,9 +244,9 @@ def _copies(length: int, masked: bool) -> _Copies:
 
 
 def _forms(head: Head, x: Tensor) -> Tensor:
-    """Return, for each token, the vector whose inner products with tokens are its scores.
+    """Return, for each token x_i, the vector A x_i + b whose inner products with tokens are its scores.
 
-    For token x_i it is A x_i + b.
+    The result has the shape of x.
     """
     y: Tensor = (x @ head.right.mT) @ head.left.mT + head.b
     return y
@@ -259,7 +259,7 @@ def _gap(head: Head, w: Tensor, radius: float) -> Tensor:
 
 
 def _starts(head: Head, count: int = 3) -> Tensor:
-    """Return the directions from which a local search for a worst light token w starts.
+    """Return the directions from which a local search for the worst light token starts.
 
     They are unit vectors. Among them are directions where |Aw| is large or ⟨Aw, w⟩ is small, and eigenvectors
     of A.
@@ -292,5 +292,5 @@ def _into_ball(x: Tensor, radius: float) -> Tensor:
 
 
 def _within(x: Tensor, radius: float) -> Tensor:
-    """Return the vector scaled into the ball if rounding took its norm above ``radius``."""
+    """Scale a vector back into the ball if rounding took its norm above ``radius``."""
     return _into_ball(x[None], radius)[0]

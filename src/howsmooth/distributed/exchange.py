@@ -169,7 +169,7 @@ class Exchange:
         return received.to(values.device)
 
     def _places(self) -> list[tuple[int, slice, slice]]:
-        """Return where the rows of each process belong in the sequence.
+        """Return at which rows of the whole sequence the rows of each process stand.
 
         There is one triple (rank, rows of the share, rows of the sequence) for each range of rows of each
         process.

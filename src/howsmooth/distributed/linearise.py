@@ -128,7 +128,7 @@ class SharedMap:
         raise AssertionError(type(f))  # pragma: no cover - check_shareable comes first
 
     def image(self, f: TokenMap, x: Tensor) -> Tensor:
-        """Return this process's rows of f(X) at its float64 tokens (1, own, d)."""
+        """Return this process's rows of f(X), given its rows (1, own, d) of the tokens X in float64."""
         match f:
             case SelfAttention():
                 local = self._placed(f)

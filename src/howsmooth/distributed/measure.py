@@ -136,7 +136,7 @@ def measure(
     seed: int,
     memory: int | None,
 ) -> LipschitzEstimate:
-    """Do what :func:`local_lipschitz` does, with any implementation of the collective operations."""
+    """Measure ‖D_X f‖₂ as :func:`local_lipschitz` does, by any implementation of the collectives."""
     shares, double = _agreed(f, x, n, collectives, rtol, confidence, max_iterations, seed)
     budget = together(collectives, lambda: memory_budget(memory, x.device))
     if memory is None:
@@ -191,7 +191,7 @@ def _single(
     exchange: Exchange,
     rtol: float,
 ) -> LeadingTriplet:
-    """Solve for ‖J‖ in float32 and check by float64 products; solve in float64 if the check fails."""
+    """Find ‖J‖ in float32 and check it by float64 products; if the check fails, find it in float64."""
     single = operator(torch.float32)
     found = solve(single)
     right = found.right.double()

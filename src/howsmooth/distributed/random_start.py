@@ -1,4 +1,4 @@
-"""Draw a process's rows of the random start vector.
+"""The random start vector of a Lanczos run, of which each process draws its own rows.
 
 They are bit for bit the rows that a single process would draw.
 """

@@ -36,11 +36,16 @@ from howsmooth.bounds.radius.ellipsoids import (
     mixture,
     product,
 )
-from howsmooth.bounds.radius.norm_bounds import each_form_norm, form_norm, largest_eigenvalue, spectral_norm
 from howsmooth.bounds.radius.packed_quadratic_forms import Pairs
 from howsmooth.bounds.radius.rounded_tensor import MissingRuleError, Rounded, exact, plain, settled
 from howsmooth.bounds.radius.rounding_residuals import rounding_loss
 from howsmooth.bounds.radius.second_order_margin import SecondOrder
+from howsmooth.bounds.radius.spectral_norm_bounds import (
+    each_form_norm,
+    form_norm,
+    largest_eigenvalue,
+    spectral_norm,
+)
 from howsmooth.bounds.radius.third_order_margin import ThirdOrder
 from howsmooth.roundoff import U
 from tests.bounds.radius._networks import ALL, decoder, feed_forwards, moved, normal, post_norm, pre_norm

@@ -12,18 +12,18 @@ from torch import Tensor
 
 from howsmooth.bounds.radius import ACTIVATIONS, Attention, GatedFeedForward, Network, Norm, Stage
 from howsmooth.bounds.radius.ellipsoids import balls, ellipsoid_sum, half_widths, radii
-from howsmooth.bounds.radius.norm_bounds import (
+from howsmooth.bounds.radius.packed_quadratic_forms import Pairs
+from howsmooth.bounds.radius.partial_jacobians import Errors, Source
+from howsmooth.bounds.radius.rounded_tensor import plain
+from howsmooth.bounds.radius.second_order_margin import SecondOrder
+from howsmooth.bounds.radius.second_order_remainders import AttentionErrors, GatedFeedForwardRemainder
+from howsmooth.bounds.radius.spectral_norm_bounds import (
     each_form_norm,
     form_norm,
     largest_eigenvalue,
     spectral_norm,
     weighted_norm,
 )
-from howsmooth.bounds.radius.packed_quadratic_forms import Pairs
-from howsmooth.bounds.radius.partial_jacobians import Errors, Source
-from howsmooth.bounds.radius.rounded_tensor import plain
-from howsmooth.bounds.radius.second_order_margin import SecondOrder
-from howsmooth.bounds.radius.second_order_remainders import AttentionErrors, GatedFeedForwardRemainder
 from howsmooth.bounds.radius.third_order_margin import ThirdOrder
 from howsmooth.bounds.radius.third_order_remainders import CubicAttention, CubicGatedFeedForward, Expansion
 from tests.bounds.radius._networks import (

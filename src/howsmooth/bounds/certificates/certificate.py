@@ -74,7 +74,7 @@ class Certificate:
 
 
 def checked_input(attention: object, X: object) -> tuple[SelfAttention, Tensor]:
-    """Return the attention and the tokens in float64 on the CPU after checking both.
+    """Check an attention and its tokens, and return both in float64 on the CPU.
 
     For a captured site, X = None stands for the tokens of the site.
 
@@ -201,7 +201,7 @@ def certify(
 
 
 def distance(at: HeadsAt) -> Tensor:
-    """Return an upper bound on how far rounding in the heads moves the Jacobian.
+    """Return an upper bound on how far rounding of the heads' weights, values and queries moves the Jacobian.
 
     The change is J − J̃, where J is the exact Jacobian and J̃ the Jacobian of the rounded heads ``at``.
     """

@@ -101,11 +101,11 @@ def nonnegative_norm(p: Float[Tensor, "n n"], rule: Rule = "cholesky") -> Enclos
 
 
 def shrink(o: Float[Tensor, "rows m"]) -> Float[Tensor, "fewer m"]:
-    """Replace a tall matrix by one with few rows, such that norms of products do not decrease.
+    """Replace a tall matrix O by T with few rows, such that ‖O B‖ <= ‖T B‖ for every matrix B.
 
-    If O is the given matrix and T the result, ‖O B‖ <= ‖T B‖ for every matrix B. T has at most m rows, and
-    TᵀT ≥ OᵀO. It is the Cholesky factor of OᵀO plus a shift that exceeds all rounding errors. The columns are
-    first scaled by powers of two, so that the shift is small compared to each of them.
+    T has at most m rows, and TᵀT ≥ OᵀO. It is the Cholesky factor of OᵀO plus a shift that exceeds all
+    rounding errors. The columns are first scaled by powers of two, so that the shift is small compared to
+    each of them.
     """
     rows, m = o.shape
     if rows <= m:

@@ -134,7 +134,7 @@ def certificate_frobenius(attention: object, X: Tensor | None = None, *, iterati
 
 
 def parts_value(at: HeadsAt, *, iterations: int, rule: Rule = "cholesky") -> Enclosed:
-    """Return Theorem N's bound on the norm of the Jacobian.
+    """Return the bound of howsmooth's Theorem N on the norm of the Jacobian of attention.
 
     The Jacobian is taken with the attention weights, values and queries as rounded to float64.
     """

@@ -66,7 +66,7 @@ def certificate_rows(attention: object, X: Tensor | None = None, *, iterations: 
 
 
 def by_rows(at: HeadsAt, *, iterations: int) -> Enclosed:
-    """Return Theorem R's bound on the norm of the Jacobian of one head.
+    """Return Theorem R's bound on the Jacobian's norm for one head, at the best weights that are found.
 
     A search chooses the positive weights in the theorem.
     """
@@ -75,7 +75,7 @@ def by_rows(at: HeadsAt, *, iterations: int) -> Enclosed:
 
 
 def rows_value(at: HeadsAt, q: Float[Tensor, " n"], tau: Float[Tensor, " n"]) -> Enclosed:
-    """Return Theorem R's bound on the norm of the Jacobian of one head, for given weights.
+    """Evaluate Theorem R's bound on the Jacobian's norm for one head, at given positive weights q and τ.
 
     The head's attention weights, values and queries are taken as rounded to float64. The bound holds for all
     positive weights q and τ.
@@ -92,7 +92,7 @@ def rows_value(at: HeadsAt, q: Float[Tensor, " n"], tau: Float[Tensor, " n"]) ->
 
 
 def row_weights(at: HeadsAt, iterations: int) -> tuple[Float[Tensor, " n"], Float[Tensor, " n"]]:
-    """Search for the positive weights at which Theorem R gives a small bound.
+    """Search for the positive weights of Theorem R at which its bound is small.
 
     The two results are the weights q and τ.
     """
@@ -121,7 +121,7 @@ def row_weights(at: HeadsAt, iterations: int) -> tuple[Float[Tensor, " n"], Floa
 
 
 def _follow_top(matrices: Float[Tensor, "n r r"], u: Float[Tensor, "n r"]) -> Float[Tensor, "n r"]:
-    """Improve estimates ``u`` of the leading eigenvectors of matrices by power steps."""
+    """Improve estimates ``u`` of the matrices' leading eigenvectors by power steps."""
     for _ in range(_POWER_STEPS):
         u = (matrices @ u[..., None])[..., 0]
         u = u / u.norm(dim=1, keepdim=True).clamp_min(1e-300)
@@ -131,7 +131,7 @@ def _follow_top(matrices: Float[Tensor, "n r r"], u: Float[Tensor, "n r"]) -> Fl
 def row_squares(
     at: HeadsAt, q: Float[Tensor, " n"]
 ) -> tuple[Float[Tensor, "n value_dim value_dim"], Float[Tensor, " n"]]:
-    """Return a Gram matrix of each block row of the Jacobian, and bounds on the rounding errors.
+    """Return a Gram matrix of each block row of the Jacobian, and bounds on these matrices' rounding errors.
 
     For row i the matrix is Σ_j P_ij q_j N_ij N_ijᵀ with N_ij = V + w_ij y_ijᵀ, where P_ij N_ij is the block
     of the Jacobian without its block-diagonal part.
@@ -174,7 +174,7 @@ def row_squares(
 
 
 def diagonal_squares(at: HeadsAt) -> tuple[Float[Tensor, "n value_dim value_dim"], Float[Tensor, " n"]]:
-    """Return the Gram matrix of each block of the Jacobian's block-diagonal part, and error bounds.
+    """Return the Gram matrix of each block on the Jacobian's diagonal, and bounds on their rounding errors.
 
     For row i the Gram matrix is F_i Q Qᵀ F_iᵀ with the factor F_i of :class:`HeadAt`.
     """

@@ -58,7 +58,7 @@ def sandwich(
     rule: Rule = "cholesky",
     guess: Float[Tensor, " batch"] | None = None,
 ) -> Enclosed:
-    """Return upper bounds on the largest eigenvalues of a batch of symmetric matrices.
+    """Return upper bounds on the largest eigenvalues of symmetric matrices that are sums over heads.
 
     Each matrix is Σ_h O_h B^h O_hᵀ, a sum over heads h. ``outer`` has one matrix O_h for each head,
     ``blocks`` one batch of symmetric matrices B^h for each head. The result has one bound for each matrix of
@@ -84,7 +84,7 @@ def sandwich(
 
 
 def diagonal_norms(at: HeadsAt, rule: Rule = "cholesky", guess: Float[Tensor, ""] | None = None) -> Enclosed:
-    """Bound the part of the Jacobian in which each query moves: its block-diagonal part.
+    """Bound the block-diagonal part of the Jacobian, through which each token's query moves.
 
     The result bounds the norm max_i ‖Σ_h W_h F_i^h Q_h‖ with the factors F_i^h of :class:`HeadAt`.
 

@@ -88,7 +88,7 @@ class HeadsAt:
         return _turn_norm(self.rotary)
 
     def key_blocks(self, g: Float[Tensor, "n key_dim key_dim"]) -> Float[Tensor, "n key_dim key_dim"]:
-        """Return R_jᵀ g_j R_j for the given matrix g_j of each key j; R_j is the rotary map at position j."""
+        """Return R_jᵀ g_j R_j for a matrix g_j of each key j, where R_j is the rotary map of key j."""
         if self.rotary is None:
             return g
         turned = self.rotary.rotate_adjoint(g.movedim(0, -2)).movedim(

@@ -1,4 +1,4 @@
-"""Constants for the rounding errors of certificates, and a class for proved bounds beside plain values."""
+"""The class ``Enclosed``, a number with a proved bound that allows for rounding, and rounding constants."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ TINY = 2.0**-560
 
 
 class Enclosed(NamedTuple):
-    """A proved upper bound, and the value of the same formula without allowances for rounding."""
+    """A value computed by a formula, and a proved upper bound on it that allows for all rounding errors."""
 
     upper: Tensor
     plain: Tensor
 
     def root(self) -> Enclosed:
-        """Return the square roots of the proved bound and of the plain value.
+        """Return the square roots of the value and of its proved upper bound.
 
         The root of the proved bound is rounded up.
         """

@@ -27,7 +27,7 @@ _ABOVE = 1 + 1e-3
 
 
 def tidy(q: Float[Tensor, " n"]) -> Float[Tensor, " n"]:
-    """Return the weights scaled so that the largest one is 1, with tiny weights raised to a minimum.
+    """Scale positive weights so that the largest one is 1, and raise tiny weights to a minimum.
 
     If the largest weight is zero or not finite, all weights become 1.
     """
@@ -37,7 +37,7 @@ def tidy(q: Float[Tensor, " n"]) -> Float[Tensor, " n"]:
 
 @dataclass(frozen=True, eq=False)
 class Weights:
-    """The weights of the tokens in Theorem N, and the eigenvalues estimated for them.
+    """The tokens' weights in Theorem N, and estimates of the eigenvalues that these weights give.
 
     ``c`` has the estimates of c_i, and ``nu_square`` is the estimate of ν².
     """
@@ -70,7 +70,7 @@ def joint_weights(at: HeadsAt, iterations: int) -> Weights:
 
 
 def diagonal_guess(at: HeadsAt) -> Float[Tensor, ""]:
-    """Estimate the norm of the Jacobian's block-diagonal part by power steps."""
+    """Estimate, without proof, the norm of the Jacobian's block-diagonal part by power steps."""
     z = torch.randn(at.heads[0].Q.shape[1], generator=torch.Generator().manual_seed(1), dtype=torch.float64)
     value, _ = _follow(partial(_diagonal_image, at), z.expand(at.n, -1), _LAST_STEPS)
     return value.amax().sqrt() * _ABOVE
@@ -124,9 +124,9 @@ def _keys_image(at: HeadsAt, c: Tensor, z: Tensor) -> Tensor:
 
 
 def _diagonal_image(at: HeadsAt, z: Tensor) -> Tensor:
-    """Multiply vectors by D_iᵀ D_i, the squares of the diagonal blocks in Theorem N.
+    """Multiply vectors by D_iᵀ D_i for each diagonal block D_i of the Jacobian.
 
-    D_i is block i of the Jacobian's block-diagonal part, D_i = Σ_h W_h F_i^h Q_h with the factors F_i^h of
+    D_i is a block of the Jacobian's block-diagonal part, D_i = Σ_h W_h F_i^h Q_h with the factors F_i^h of
     :class:`HeadAt`.
     """
     out = torch.zeros(at.n, at.W[0].shape[0], dtype=z.dtype)

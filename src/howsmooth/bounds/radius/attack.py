@@ -1,4 +1,7 @@
-"""The nearest change of the class that projected gradients find: an upper bound on every proved radius."""
+"""A search by projected gradients for the nearest change of tokens that changes a classifier's answer.
+
+The size of what it finds is an upper bound on every proved radius.
+"""
 
 from __future__ import annotations
 
@@ -25,10 +28,11 @@ def attack_radius(
     steps: int = 30,
     seed: int = 0,
 ) -> float:
-    """Return the smallest |δ| found at which ⟨functional, logits⟩ + offset ≤ 0; infinite if none is found.
+    """Return the size of the smallest change δ found that changes the answer; infinite if none is found.
 
-    The margin is minimised on spheres of growing radius, from ``first``, along its normalised gradient, then
-    the radius is halved in on. ``norm`` is 2 or infinity.
+    The answer changes where ⟨functional, logits⟩ + offset ≤ 0. The margin is minimised on spheres of growing
+    radius, from ``first``, along its normalised gradient, then the radius is halved in on. ``norm`` is 2 or
+    infinity.
     """
     noise = torch.Generator().manual_seed(seed)
     k = injection.shape[2]

@@ -1,8 +1,9 @@
-"""Ellipsoids {y : |c·y|² ≤ cᵀ U c for all c}, given by matrices U in batches.
+"""Operations on ellipsoids around 0 that are given by matrices, such as sums, images and products.
 
-They may be flat, or a point. Images are symmetric up to rounding only. Every function rounds outwards: its
-result contains the exact one for the matrices given to it, and for matrices whose entries are a few roundings
-away. Proofs: documentation page "A proved radius for a whole network", section "Rounding".
+The ellipsoid of a matrix U is {y : |c·y|² ≤ cᵀ U c for all c}; matrices come in batches. They may be flat, or
+a point. Images are symmetric up to rounding only. Every function rounds outwards: its result contains the
+exact one for the matrices given to it, and for matrices whose entries are a few roundings away. Proofs:
+documentation page "A proved radius for a whole network", section "Rounding".
 """
 
 from __future__ import annotations
@@ -11,8 +12,8 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from howsmooth.bounds.radius.norm_bounds import largest_eigenvalue
 from howsmooth.bounds.radius.rounded_tensor import INFLATION, plain, settled
+from howsmooth.bounds.radius.spectral_norm_bounds import largest_eigenvalue
 from howsmooth.roundoff import gamma
 
 __all__ = [
@@ -38,19 +39,19 @@ def _traces(shapes: Tensor) -> Tensor:
 
 
 def _enlarged(shapes: Tensor, squares: Tensor) -> Tensor:
-    """Add s I to batches of matrices in place, for a number s of each."""
+    """Add to the diagonal of each matrix of a batch, in place, one number for each matrix."""
     shapes.diagonal(dim1=-2, dim2=-1).add_(squares[..., None])
     return shapes
 
 
 def enclosing(shapes: Float[Tensor, "*batch d d"]) -> Float[Tensor, "*batch d d"]:
-    """Return ellipsoids that contain those of measured matrices, whatever their rounding errors."""
+    """Return ellipsoids that contain those of exact matrices, given these matrices with rounding errors."""
     value, error = settled(shapes)
     return _enlarged((value + value.mT) / 2, error + gamma(_MORE) * _traces(value).abs())
 
 
 def gram(factors: Float[Tensor, "*batch d r"]) -> Float[Tensor, "*batch d d"]:
-    """Return ellipsoids that contain those of A Aᵀ for measured factors A, whatever their rounding errors."""
+    """Return ellipsoids that contain those of A Aᵀ for exact factors A, whatever their rounding errors."""
     value, error = settled(factors)
     found = value @ value.mT * (1 + _SHARE)
     squares = gamma(factors.shape[-1] + _MORE) * _traces(found) + (1 + 1 / _SHARE) * error**2
@@ -58,12 +59,12 @@ def gram(factors: Float[Tensor, "*batch d r"]) -> Float[Tensor, "*batch d d"]:
 
 
 def balls(radii: Float[Tensor, "*batch"], size: int) -> Float[Tensor, "*batch size size"]:
-    """Return the balls of the given radii in R^size."""
+    """Return the balls of the given radii in R^size, as ellipsoids."""
     return radii.square()[..., None, None] * torch.eye(size, dtype=radii.dtype)
 
 
 def ellipsoid_sum(*shapes: Float[Tensor, "*batch d d"]) -> Float[Tensor, "*batch d d"]:
-    """Return an ellipsoid that contains all sums of one point of each ellipsoid.
+    """Return an ellipsoid that contains all sums of points, one point from each given ellipsoid.
 
     It is Σ_i U_i / w_i, w_i > 0 of sum 1 (Cauchy and Schwarz), with the weights that make its trace smallest.
     """
@@ -77,7 +78,7 @@ def ellipsoid_sum(*shapes: Float[Tensor, "*batch d d"]) -> Float[Tensor, "*batch
 
 
 def image(matrix: Float[Tensor, "... m d"], shapes: Float[Tensor, "... d d"]) -> Float[Tensor, "... m m"]:
-    """Return the images B U Bᵀ of ellipsoids; the rounding error of a measured matrix B is taken in."""
+    """Return ellipsoids that contain the images of the given ones under matrices B with rounding errors."""
     value, error = settled(matrix)
     trace = _traces(shapes)
     squares = gamma(2 * shapes.shape[-1] + _MORE) * torch.linalg.matrix_norm(value).square() * trace
@@ -89,7 +90,10 @@ def image(matrix: Float[Tensor, "... m d"], shapes: Float[Tensor, "... d d"]) ->
 
 
 def product(*shapes: Float[Tensor, "*batch d d"]) -> Float[Tensor, "*batch d d"]:
-    """Return ellipsoids of the entrywise products of one point of each ellipsoid with symmetric matrix."""
+    """Return ellipsoids that contain all entrywise products of points, one point from each given ellipsoid.
+
+    Their matrices must be symmetric.
+    """
     found = shapes[0] * shapes[1]
     for factor in shapes[2:]:
         found *= factor
@@ -99,7 +103,7 @@ def product(*shapes: Float[Tensor, "*batch d d"]) -> Float[Tensor, "*batch d d"]
 def mixture(
     weights: Float[Tensor, "heads rows n"], shapes: Float[Tensor, "heads n d d"]
 ) -> Float[Tensor, "heads rows d d"]:
-    """Return Σ_j w_ij U_j for nonnegative weights."""
+    """Return the ellipsoids whose matrices are the sums Σ_j w_ij U_j, for nonnegative weights w_ij."""
     found = torch.einsum("hij,hjop->hiop", weights, shapes)
     return _enlarged(found, gamma(weights.shape[2] + _MORE) * _traces(found))
 
@@ -107,7 +111,7 @@ def mixture(
 def half_widths(
     shapes: Float[Tensor, "... d d"], functionals: Float[Tensor, "... m d"]
 ) -> Float[Tensor, "... m"]:
-    """Return upper bounds of √(wᵀ U w), the largest values of linear functionals w on ellipsoids."""
+    """Return upper bounds on the largest value √(wᵀ U w) of linear functionals w on ellipsoids."""
     value, error = settled(functionals)
     trace = _traces(shapes)[..., None]
     slack = gamma(2 * shapes.shape[-1] + _MORE) * value.square().sum(-1) * trace
@@ -116,5 +120,5 @@ def half_widths(
 
 
 def radii(shapes: Float[Tensor, "... d d"], matrix: Float[Tensor, "... m d"] | None = None) -> Tensor:
-    """Bound the lengths of the points, or of their images under a matrix (..., m, d)."""
+    """Bound the length of the points of each ellipsoid, or of their images under a matrix (..., m, d)."""
     return largest_eigenvalue(plain(shapes if matrix is None else image(matrix, shapes))).sqrt()

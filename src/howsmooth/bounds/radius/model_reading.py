@@ -36,8 +36,9 @@ _AGREEMENT = 1e-9
 
 @dataclass(frozen=True)
 class _Arrangement:
-    """The names of a classifier's modules: ``readout`` of the whole, others of its base model or of a layer.
+    """The names under which one kind of classifier, such as BERT, keeps its layers, projections and norms.
 
+    ``readout`` is a module of the whole model; the others belong to its base model or to a layer.
     ``projections`` are query, key, value and output; the first three may be one module. ``pre_norm`` says
     that the norms stand before attention and feed-forward, ``causal`` that a token sees none after it, and
     ``token`` which one the readout takes.
@@ -124,7 +125,7 @@ _ARRANGEMENTS = (
 
 
 def read_classifier(model: nn.Module, x: Tensor, inputs: Mapping[str, Tensor] | None = None) -> Network:
-    """Return the stages of a classifier of a known kind, for sequences as long as x (n, d).
+    """Read a classifier of a known kind as a network of stages, for sequences as long as x (n, d).
 
     The input of the stages is the input of the first layer. Only the token that the readout takes is computed
     after the last attention.
@@ -181,7 +182,7 @@ def read_classifier(model: nn.Module, x: Tensor, inputs: Mapping[str, Tensor] | 
 def _read_encoder(
     model: nn.Module, layers: list[nn.TransformerEncoderLayer], names: dict[nn.Module, str], x: Tensor
 ) -> Network:
-    """Return the stages of encoder layers of PyTorch, a norm if there is one, and a linear readout.
+    """Read a module of PyTorch encoder layers, with at most one more norm and a linear readout, as a network.
 
     The readout is of the mean token, the first or the last: that which reproduces the model's logits.
     """
@@ -232,12 +233,12 @@ def _biases(attention: nn.MultiheadAttention) -> tuple[Tensor, ...]:
 
 
 def _base(model: nn.Module) -> Any:
-    """Return the model without its classifier."""
+    """Return the base model of a transformers classifier, which lacks the classification head."""
     return getattr(model, getattr(model, "base_model_prefix", ""), model)
 
 
 def _arrangement(model: nn.Module) -> _Arrangement:
-    """Return the arrangement whose names the model has."""
+    """Find which known kind of classifier the model is, by the names of its modules."""
     base = _base(model)
     for found in _ARRANGEMENTS:
         try:
@@ -267,7 +268,7 @@ def _layer(
     turns: Tensor | None,
     config: Any,
 ) -> list[Stage]:
-    """Return the stages of attention and feed-forward, each with its norm and residual."""
+    """Return the stages of one Transformer layer: attention and feed-forward, each with norm and residual."""
     name = names[layer]
     attention = _attention(found, layer, rows, visible, turns, config)
     norms = [_norm(attrgetter(norm)(layer), names) for norm in found.norms]
@@ -288,7 +289,10 @@ def _residuals(
     norms: list[Norm],
     pre_norm: bool,
 ) -> list[Stage]:
-    """Return the stages of attention and feed-forward, each with its norm before or behind."""
+    """Return the stages of attention and feed-forward with residual connections, each with a norm.
+
+    The norms stand before attention and feed-forward if ``pre_norm`` is true, and otherwise after them.
+    """
     stages = []
     for part, own, norm in (("attention", attention, norms[0]), ("feed-forward", feed_forward, norms[1])):
         if pre_norm:
@@ -336,7 +340,7 @@ def _heads(
     turns: Tensor | None = None,
     scale: float | None = None,
 ) -> Attention:
-    """Return attention from weights and biases of query, key and value, and of the output."""
+    """Build an attention from the weights and biases of its query, key, value and output projections."""
     size = len(parts[0][0]) // heads
     split = []
     for weight, bias in parts:
@@ -363,7 +367,7 @@ def _heads(
 
 
 def _turns(rotary: nn.Module, x: Tensor) -> Tensor:
-    """Return the matrices (n, e, e) of rotary positions 0 to n − 1, which pair entry i with i + e/2."""
+    """Return the matrices (n, e, e) that apply rotary positions 0 to n − 1, pairing entry i with i + e/2."""
     positions = torch.arange(len(x))[None]
     with torch.no_grad(), WithoutDowncast():
         cos, sin = (part[0].double() for part in rotary(x[None], positions))
@@ -389,7 +393,7 @@ def _norm(module: Any, names: dict[nn.Module, str]) -> Norm:
 
 
 def _activation(module: Any, names: dict[nn.Module, str]) -> Activation:
-    """Return the activation that has the module's values on a grid."""
+    """Return the known activation function whose values on a grid are those of the given module."""
     grid = torch.linspace(-8, 8, 1601, dtype=torch.float64)
     with torch.no_grad():
         values = module(grid)
@@ -404,7 +408,7 @@ def _activation(module: Any, names: dict[nn.Module, str]) -> Activation:
 
 
 def embedded(model: nn.Module, inputs: Mapping[str, Tensor]) -> Tensor:
-    """Return the input of the model's first layer (n, d) for a dict of inputs of one sequence.
+    """Return the tokens (n, d) that enter a model's first layer, for a dict of the model's inputs.
 
     Raises
     ------
@@ -441,14 +445,14 @@ def embedded(model: nn.Module, inputs: Mapping[str, Tensor]) -> Tensor:
 
 
 def _logits(model: nn.Module, inputs: Mapping[str, Tensor]) -> Tensor:
-    """Return the model's logits (classes,), without rounding to float32 in the middle."""
+    """Compute the model's logits (classes,) in float64, even where its code would round to float32."""
     with torch.no_grad(), WithoutDowncast():
         logits: Tensor = model(**inputs).logits[0]
     return logits
 
 
 def model_logits(model: nn.Module, x: Tensor) -> Tensor:
-    """Return the model's own logits (classes,) for tokens x (n, d) at the input of its first layer."""
+    """Return the model's own logits (classes,) for tokens x (n, d) that enter its first layer."""
     if any(isinstance(module, nn.TransformerEncoderLayer) for module in model.modules()):
         with torch.no_grad():
             logits: Tensor = model(x[None])[0]
@@ -473,7 +477,10 @@ def model_logits(model: nn.Module, x: Tensor) -> Tensor:
 
 
 def _difference(model: nn.Module, network: Network, x: Tensor, inputs: Mapping[str, Tensor] | None) -> float:
-    """Return the largest relative difference of the logits, at x, at changed tokens and at the inputs."""
+    """Return the largest relative difference between the logits of the model and of the network read from it.
+
+    They are compared at x, at changed tokens and, if known, at the model's inputs.
+    """
     noise = torch.Generator().manual_seed(0)
     change = torch.randn(x.shape, generator=noise, dtype=x.dtype) * x.std()
     pairs = [(model_logits(model, tokens), tokens) for tokens in (x, x + 0.1 * change, x + change)]

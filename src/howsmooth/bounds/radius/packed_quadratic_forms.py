@@ -16,9 +16,10 @@ _ROUNDINGS = 8
 
 
 class Pairs:
-    """Symmetric k × k matrices S as vectors of length k(k + 1)/2 whose inner product is tr(S S').
+    """The packing of symmetric k × k matrices into vectors of length p = k(k + 1)/2, and its inverse.
 
-    The entries outside the diagonal are multiplied by √2, so that δδᵀ becomes a vector of norm |δ|².
+    The inner product of the vectors of S and S' is tr(S S'). The entries outside the diagonal are multiplied
+    by √2, so that δδᵀ becomes a vector of norm |δ|².
     """
 
     def __init__(self, k: int) -> None:
@@ -28,7 +29,7 @@ class Pairs:
         self.weight[self.i == self.j] = 1.0
 
     def packed(self, forms: Tensor) -> Tensor:
-        """Return the vectors (*batch, p) of matrices (*batch, k, k); only their symmetric parts count."""
+        """Pack matrices (*batch, k, k) into vectors (*batch, p); only their symmetric parts count."""
 
         def vectors(forms: Tensor) -> Tensor:
             return self.weight / 2 * (forms[..., self.i, self.j] + forms[..., self.j, self.i])
@@ -36,7 +37,7 @@ class Pairs:
         return multilinear(vectors, forms, roundings=_ROUNDINGS)
 
     def square(self, linear: Tensor) -> Tensor:
-        """Return the vectors (*batch, p) of the squares of linear forms (*batch, k)."""
+        """Return the squares of linear forms (*batch, k), as packed quadratic forms (*batch, p)."""
 
         def vectors(linear: Tensor, same: Tensor) -> Tensor:
             return self.weight * linear[..., self.i] * same[..., self.j]
@@ -44,7 +45,7 @@ class Pairs:
         return rowwise(vectors, linear, linear, roundings=_ROUNDINGS)
 
     def product(self, left: Tensor, right: Tensor) -> Tensor:
-        """Return the vectors (*batch, p) of products of linear forms (*batch, k)."""
+        """Return the products of two linear forms (*batch, k), as packed quadratic forms (*batch, p)."""
 
         def vectors(left: Tensor, right: Tensor) -> Tensor:
             crossed = left[..., self.i] * right[..., self.j] + left[..., self.j] * right[..., self.i]
@@ -53,7 +54,7 @@ class Pairs:
         return rowwise(vectors, left, right, roundings=_ROUNDINGS)
 
     def matrices(self, packed: Tensor) -> Tensor:
-        """Return the symmetric matrices (*batch, k, k) of vectors (*batch, p)."""
+        """Unpack vectors (*batch, p) into the symmetric matrices (*batch, k, k) that they represent."""
 
         def whole(packed: Tensor) -> Tensor:
             full = torch.zeros(*packed.shape[:-1], self.k, self.k, dtype=packed.dtype)

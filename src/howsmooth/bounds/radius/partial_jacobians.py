@@ -1,4 +1,4 @@
-"""How the remainders of earlier stages reach a later state, through their partial Jacobians."""
+"""Partial Jacobians of a network: how each stage's input depends on the outputs of all earlier stages."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ __all__ = ["Errors", "PartialJacobians", "Source", "partial_jacobians"]
 
 @dataclass(frozen=True, eq=False)
 class Source:
-    """The Jacobian of a state with respect to the outputs of one earlier stage.
+    """The Jacobian of the numbers at some later point of a network with respect to one stage's output.
 
     It has the shape (n, width, n_s, d_s); or (n, width, d_s) where every token depends on itself alone.
     ``error`` bounds the rounding error of its last step, as a Frobenius norm.
@@ -30,31 +30,37 @@ class Source:
 
     @staticmethod
     def of(stage: Stage, x: Tensor, output: Tensor) -> Source:
-        """Return the source of a stage at its own output: an identity, zero on columns that it keeps."""
+        """Return the Jacobian of a stage's output with respect to its layer's output: an identity matrix.
+
+        It is zero on the columns that the stage keeps from its input.
+        """
         kept = x.shape[1] if stage.keep else 0
         own = torch.eye(output.shape[1], dtype=output.dtype)[:, kept:]
         return Source(own.expand(len(output), -1, -1))
 
     @cached_property
     def norm(self) -> float:
-        """An upper bound of the Frobenius norm."""
+        """An upper bound on the Frobenius norm of this Jacobian."""
         return exact(self.jacobian).frobenius
 
     @property
     def alone(self) -> bool:
-        """True if every token depends on itself alone."""
+        """True if this Jacobian is block-diagonal: every token depends on the same token alone."""
         return self.jacobian.ndim == 3
 
     def read(self, branch: slice) -> Source:
-        """Return the source of some columns of the state, stored in the order that :class:`Errors` reads."""
+        """Return the Jacobian of some columns of the state, laid out as :class:`Errors` reads it."""
         own = self.jacobian[:, branch]
         if self.alone:
             return Source(own)
-        # Block by block of a token of the stage: products of blocks are twice as fast, with the same shape.
+        # The blocks of one token of the earlier stage lie together: products of blocks are twice as fast.
         return Source(own.permute(2, 0, 1, 3).contiguous().permute(1, 2, 0, 3))
 
     def pushed(self, stage: Stage, x: Tensor, mixes: bool) -> Source:
-        """Return the source at the output of a stage; ``mixes`` says that the stage mixes tokens."""
+        """Return the Jacobian after one more stage: the product of the stage's Jacobian and this one.
+
+        ``mixes`` says that the stage mixes tokens.
+        """
         own: Tensor = exact(self.jacobian, frobenius=self.norm)
         if self.alone and not mixes:
             return Source(*settled(stage.push(x, own)))
@@ -68,14 +74,18 @@ class Source:
 
 
 class Errors:
-    """Ellipsoids that contain e = Σ_s J_s R_s token by token, from ellipsoids for the remainders R_s."""
+    """A function that bounds the joint effect of the errors of earlier stages on a later stage's input.
+
+    The effect is e = Σ_s J_s R_s, where R_s is the remainder of stage s and J_s the partial Jacobian. Both
+    are enclosed in ellipsoids, token by token.
+    """
 
     def __init__(self, sources: list[Source], state: Tensor) -> None:
         self.sources = sources
         self.zero = state.new_zeros(len(state), state.shape[1], state.shape[1])
 
     def __call__(self, remainders: list[Tensor]) -> Tensor:
-        """Return matrices (n, width, width) from one tensor (n_s, d_s, d_s) for each source."""
+        """Return ellipsoids (n, width, width) of the joint effect, from ellipsoids of each stage's errors."""
         shapes = [self.zero]
         for source, remainder in zip(self.sources, remainders, strict=True):
             J = source.jacobian
@@ -87,7 +97,7 @@ class Errors:
 
 
 class PartialJacobians(NamedTuple):
-    """A network at one input: the Jacobians of what each stage reads by the outputs of all earlier stages.
+    """The Jacobians of every stage's input with respect to all earlier stages' outputs, at one network input.
 
     ``stages`` are the network's, with weights that carry rounding errors; ``states`` are the computed states,
     ``state_errors`` the rounding errors of the step to each. ``sources`` are the Jacobians for each stage;
@@ -103,7 +113,10 @@ class PartialJacobians(NamedTuple):
 
 
 def partial_jacobians(network: Network, x: Tensor) -> PartialJacobians:
-    """Return the partial Jacobians of a network at x (n, d). They do not depend on which tokens move."""
+    """Return the Jacobians of every stage's input with respect to all earlier stages' outputs, at x (n, d).
+
+    They do not depend on which tokens move.
+    """
     stages = network.rounded().stages
     states, errors, found, residuals, sources = [x], [], [], [], list[Source]()
     for stage in stages:

@@ -1,4 +1,4 @@
-"""``RobustRadius``: what is shown about a ball around one input, and what is only found."""
+"""The class ``RobustRadius``: a proved radius around one input, beside the size of the attack found."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ __all__ = ["RobustRadius"]
 
 @dataclass(frozen=True)
 class RobustRadius:
-    """A radius within which the class does not change.
+    """A radius around one input within which a classifier's answer provably does not change.
 
     It is proved for the network in real arithmetic with the stored weights, around the embedded tokens as
     they were given or computed in float64: every remainder is bounded, and so are all rounding errors of the
-    @@
+    computation.
     """
 
     #: Largest ε at which the margin's lower bound is positive, on the axis of ``norm``.
@@ -49,11 +49,11 @@ class RobustRadius:
     seconds: float
 
     def __float__(self) -> float:
-        """Return the radius."""
+        """Return the proved radius."""
         return self.radius
 
     def __str__(self) -> str:
-        """Say the result in a few lines."""
+        """Describe the proved radius, the attack and the largest loss of margin in a few sentences."""
         moved = f"token {self.tokens[0]}" if len(self.tokens) == 1 else f"{len(self.tokens)} tokens jointly"
         attack = "" if self.attack is None else f", smallest attack found {self.attack:.4g}"
         norm = "l2" if self.norm == 2 else "l∞"

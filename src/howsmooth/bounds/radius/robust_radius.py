@@ -114,7 +114,9 @@ def robust_radius(
 
 
 class NetworkAtInput:
-    """A network read at one input, with the partial Jacobians that all its radii share.
+    """A classifier at one input, from which robust radii for any choice of moving tokens are computed.
+
+    The partial Jacobians are computed once for all of these radii.
 
     Parameters
     ----------
@@ -140,7 +142,10 @@ class NetworkAtInput:
         seed: int = 0,
         guess: float = 0.05,
     ) -> RobustRadius:
-        """Return the radius for some tokens; ``guess`` is where its search begins, in the Euclidean norm."""
+        """Return the robust radius if the given tokens move and all others stay.
+
+        ``guess`` is where the search for the radius begins, in the Euclidean norm.
+        """
         began = time.perf_counter()
         network, x = self.network, self.x
         moved = _tokens(tokens, len(x))
@@ -227,7 +232,10 @@ class _Margin:
 def _directions(
     logits: Tensor, target: int | Tensor | None, threshold: float
 ) -> tuple[int | None, list[tuple[int | None, Tensor, float]]]:
-    """Return the class, and what must stay positive: rival, combination of the logits, constant."""
+    """Return the predicted class, and the combinations of logits that must stay positive to keep it.
+
+    Each combination comes as the rival class, the factors of the logits, and a constant.
+    """
     classes = len(logits)
     if isinstance(target, Tensor):
         if target.shape != logits.shape or not bool(torch.isfinite(target).all()):
@@ -246,9 +254,10 @@ def _directions(
 
 
 def _largest(margin: _Margin, most: float, guess: float) -> float:
-    """Return the largest ε, up to ``most`` and to 0.2 %, at which the margin's lower bound is positive.
+    """Search for the largest ε at which the proved lower bound on the margin is positive, to 0.2 %.
 
-    The search begins at ``guess``. The bound is evaluated at the ε that is returned.
+    No ε above ``most`` is tried. The search begins at ``guess``. The bound is evaluated at the ε that is
+    returned.
     """
     whole = margin.first.margin
     if whole <= 0:
@@ -280,7 +289,7 @@ def _largest(margin: _Margin, most: float, guess: float) -> float:
 
 
 def _network(model: object, inputs: Tensor | Mapping[str, Tensor]) -> tuple[Network, Tensor]:
-    """Return the network's stages and its embedded tokens (n, d), all in float64."""
+    """Return a model as a network of stages, and its embedded tokens (n, d), all in float64."""
     if isinstance(model, Network):
         return model, _embedded_tokens(inputs)
     module = getattr(model, "model", model) if not isinstance(model, nn.Module) else model

@@ -49,11 +49,11 @@ _SMALL = 1 << 16
 
 
 class MissingRuleError(TypeError):
-    """An operation was applied to a rounded tensor whose rounding error is not bounded."""
+    """An operation was applied to a rounded tensor, but no rule bounds the rounding error of its result."""
 
 
 class Rounded(Tensor):
-    """A tensor of float64 with a bound ``error`` on the Frobenius norm of its rounding error.
+    """A float64 tensor with a bound ``error`` on the Frobenius norm of its rounding error.
 
     ``relative`` bounds the relative error of every entry, and ``worst`` the error of every entry; they are
     infinite where nothing better than ``error`` is known.
@@ -67,14 +67,14 @@ class Rounded(Tensor):
 
     @property
     def frobenius(self) -> float:
-        """Return an upper bound of the Frobenius norm of the computed numbers."""
+        """Return an upper bound on the Frobenius norm of this tensor's computed numbers."""
         if self._size is None:
             self._size = _norm(plain(self))
         return self._size
 
     @property
     def peak(self) -> float:
-        """Return an upper bound of the largest absolute value of the computed numbers."""
+        """Return an upper bound on the largest absolute value of this tensor's computed numbers."""
         if self._peak is None:
             value = plain(self)
             self._peak = float(value.abs().amax()) if value.numel() else 0.0
@@ -84,7 +84,7 @@ class Rounded(Tensor):
     def __torch_function__(
         cls, func: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Apply the rule of an operation."""
+        """Compute the result of a PyTorch operation, with a bound on its rounding error."""
         name = func.__self__.__name__ if func.__name__ == "__get__" else func.__name__
         rule = _RULES.get(name)
         if rule is None:
@@ -102,12 +102,15 @@ def _made(value: Tensor, error: float, size: float | None = None, peak: float | 
 
 
 def exact(value: Tensor, error: float = 0.0, frobenius: float | None = None) -> Rounded:
-    """Return a tensor of float64 as a rounded tensor whose error, and perhaps whose norm, is known."""
+    """Turn a float64 tensor into a rounded tensor whose error is at most ``error``, by default zero.
+
+    ``frobenius`` is a bound on its Frobenius norm, if one is known.
+    """
     return _made(value, error, frobenius)
 
 
 def plain(value: Tensor) -> Tensor:
-    """Return the computed numbers."""
+    """Return the computed numbers of a rounded tensor, without the bound on their error."""
     if not isinstance(value, Rounded):
         return value
     with torch._C.DisableTorchFunctionSubclass():
@@ -115,7 +118,7 @@ def plain(value: Tensor) -> Tensor:
 
 
 def along(function: Callable[[Tensor], Tensor], slope: float, x: Tensor) -> Tensor:
-    """Apply a function of each entry whose derivative is nowhere larger than ``slope``."""
+    """Apply a function to each entry of a rounded tensor; ``slope`` bounds its derivative everywhere."""
     if not isinstance(x, Rounded):
         return function(x)
     value, error = settled(function(exact(plain(x))))
@@ -123,24 +126,25 @@ def along(function: Callable[[Tensor], Tensor], slope: float, x: Tensor) -> Tens
 
 
 def settled(value: Tensor) -> tuple[Tensor, float]:
-    """Return the computed numbers and the bound on their error, zero for plain tensors."""
+    """Return the computed numbers of a tensor and the bound on their error (zero for a plain tensor)."""
     return plain(value), value.error if isinstance(value, Rounded) else 0.0
 
 
 def upper(value: Tensor) -> Tensor:
-    """Return upper bounds of the exact entries; plain tensors are returned as they are."""
+    """Return upper bounds on the exact entries of a rounded tensor; a plain tensor is returned as it is."""
     return plain(value) + value.error * _UP if isinstance(value, Rounded) else value
 
 
 def lower(value: Tensor) -> Tensor:
-    """Return lower bounds of the exact entries; plain tensors are returned as they are."""
+    """Return lower bounds on the exact entries of a rounded tensor; a plain tensor is returned as it is."""
     return plain(value) - value.error * _UP if isinstance(value, Rounded) else value
 
 
 def multilinear(function: Callable[..., Tensor], *operands: Tensor, roundings: int) -> Tensor:
-    """Apply a multilinear function whose result has at most the product of its operands' Frobenius norms.
+    """Apply a multilinear function to rounded tensors, and bound the rounding error of the result.
 
-    Each computed number is correct up to ``roundings`` rounding errors of its terms in absolute value.
+    The Frobenius norm of the result must be at most the product of the operands' norms. Each computed number
+    is correct up to ``roundings`` rounding errors of its terms in absolute value.
     """
     value = function(*map(plain, operands))
     if not any(isinstance(operand, Rounded) for operand in operands):
@@ -155,9 +159,10 @@ def multilinear(function: Callable[..., Tensor], *operands: Tensor, roundings: i
 
 
 def rowwise(function: Callable[..., Tensor], *operands: Tensor, roundings: int) -> Tensor:
-    """Apply a bilinear function to pairs of rows (..., k); a result has at most the product of their norms.
+    """Apply a bilinear function to pairs of rows (..., k) of rounded tensors, and bound the rounding error.
 
-    The error of one operand then counts with the longest row of the other.
+    The norm of a result must be at most the product of the norms of the two rows. The error of one operand
+    then counts with the longest row of the other.
     """
     value = function(*map(plain, operands))
     if not any(isinstance(operand, Rounded) for operand in operands):
@@ -176,7 +181,7 @@ def _norm(value: Tensor) -> float:
 
 
 def _measures(operand: Any) -> tuple[float, float]:
-    """Return bounds of the Frobenius norm and of the error of an operand."""
+    """Return bounds on the Frobenius norm and on the error of an operand, which may be rounded or plain."""
     if isinstance(operand, Rounded):
         return operand.frobenius, operand.error
     size = _norm(operand.double()) if isinstance(operand, Tensor) else abs(operand)
@@ -184,7 +189,7 @@ def _measures(operand: Any) -> tuple[float, float]:
 
 
 def _peak(operand: Any) -> float:
-    """Return a bound of the largest entry in absolute value, infinite where it would cost too much."""
+    """Return a bound on the largest absolute entry of an operand; for large rounded tensors, a coarse one."""
     if isinstance(operand, Rounded):
         small = operand._peak is not None or operand.numel() <= _SMALL
         return operand.peak if small else operand.frobenius
@@ -194,13 +199,13 @@ def _peak(operand: Any) -> float:
 
 
 def _copies(operand: Any, entries: int) -> float:
-    """Return the root of how often each entry occurs when an operand is broadcast to so many entries."""
+    """Return √c, where c is how often broadcasting an operand to ``entries`` entries repeats each entry."""
     own = operand.numel() if isinstance(operand, Tensor) else 1
     return math.sqrt(entries / own) if own else 0.0
 
 
 def _view(func: Any, x: Any, *args: Any, **kwargs: Any) -> Any:
-    """Rearrange or leave out entries."""
+    """Apply an operation that rearranges, repeats or omits entries, and carry the error bound over."""
     found = func(x, *args, **kwargs)
     if isinstance(found, tuple | list):
         return [_entries_of(x, _made(part, x.error)) for part in found]
@@ -212,7 +217,7 @@ def _view(func: Any, x: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def _entries_of(x: Rounded, found: Rounded) -> Rounded:
-    """Keep what is known of every entry."""
+    """Copy the bounds on single entries' errors from x to a tensor that is made of entries of x."""
     found.relative, found.worst = x.relative, x.worst
     return found
 
@@ -262,7 +267,7 @@ def _add(func: Any, x: Any, y: Any) -> Any:
 
 
 def _inplace_add(func: Any, x: Any, y: Any) -> Any:
-    """Add in place where x is rounded; else Python gives the name of x to the sum."""
+    """Add y to x in place if x is a rounded tensor; otherwise return a new sum, to which Python rebinds x."""
     return _add(torch.Tensor.add_ if isinstance(x, Rounded) else torch.add, x, y)
 
 
@@ -362,7 +367,7 @@ def _einsum(func: Any, equation: str, *operands: Any) -> Any:
 
 
 def _weighted(equation: str, inputs: str, output: str, weights: Rounded, x: Tensor, terms: int) -> Rounded:
-    """Sum with nonnegative weights of small relative errors.
+    """Compute sums of x with nonnegative weights of small relative error, and bound the error of the sums.
 
     The error of the weights counts with the same sum of lengths of x, over the indices that are the weights';
     the error of x counts with the norm of the weights as a matrix, at most √(row sum · column sum).
@@ -394,7 +399,7 @@ def _joined(func: Any, tensors: Sequence[Tensor], *args: Any, **kwargs: Any) -> 
 
 
 def _elementary(slope: Callable[[Tensor, float], float]) -> Any:
-    """Return the rule of a function of each entry, whose slope is at most ``slope`` near the values."""
+    """Return the rule that applies a function to each entry; ``slope`` bounds its derivative there."""
 
     def rule(func: Any, x: Any) -> Any:
         value = func(plain(x))
@@ -427,20 +432,20 @@ def _masked(func: Any, x: Any, mask: Any, value: Any) -> Any:
 
 
 def _lengths(func: Any, x: Any, *args: Any, **kwargs: Any) -> Tensor:
-    """Return upper bounds of norms, as a plain tensor."""
+    """Return upper bounds on norms of vectors of a rounded tensor, as a plain tensor."""
     more = x.error * _UP + LOST * math.sqrt(x.numel())
     found: Tensor = func(plain(x), *args, **kwargs) * _UP + more
     return found
 
 
 def _amax(func: Any, x: Any, *args: Any, **kwargs: Any) -> Tensor:
-    """Return upper bounds of the largest entries, as a plain tensor."""
+    """Return upper bounds on the maxima of a rounded tensor, as a plain tensor."""
     found: Tensor = func(plain(x), *args, **kwargs) + x.error * _UP
     return found
 
 
 def _asked(func: Any, *args: Any, **kwargs: Any) -> Any:
-    """Answer a question about the computed numbers."""
+    """Answer a question about a rounded tensor, such as its shape, from its computed numbers."""
     return func(*map(_bare, args), **kwargs)
 
 

@@ -1,4 +1,4 @@
-"""How far the computed states, Jacobians and adjoints are from being those of each stage, and what it costs.
+"""Bounds on the rounding errors of a network's values and derivatives, and on what they take from the margin.
 
 The expansion of the margin holds around any states, with any Jacobians and any adjoints, if what each stage
 makes of the computed numbers before it differs from the computed numbers after it by bounded residuals.
@@ -16,7 +16,7 @@ __all__ = ["Residuals", "lengths", "rounding_loss"]
 
 
 class Residuals(NamedTuple):
-    """Bounds on the residuals of one stage, all in Frobenius norms, and norms of what they are multiplied by.
+    """Bounds on the rounding errors of one stage's output and derivatives, all in Frobenius norms.
 
     ``state``, ``tangents``, ``forms``, ``adjoint`` and ``bent`` bound F(X) − X', DF G − G', the same of the
     quadratic forms, DFᵀa' − a and DFᵀN' + M G − N. ``size_of_tangents``, ``size_of_forms``,
@@ -36,18 +36,18 @@ class Residuals(NamedTuple):
     sources: tuple[tuple[float, float], ...] = ()
 
     def beyond(self, epsilon: float, earlier: Sequence[float]) -> float:
-        """Bound what the residuals add to the remainder, where earlier remainders have these lengths."""
+        """Bound what rounding adds to the error of a stage's output, given the sizes of earlier errors."""
         found = self.state + self.tangents * epsilon + self.forms * epsilon**2 / 2
         return found + sum(of * length for (_, of), length in zip(self.sources, earlier, strict=False))
 
 
 def lengths(shapes: Sequence[Tensor]) -> list[float]:
-    """Bound the lengths of points of ellipsoids (n, d, d), all tokens together."""
+    """Bound, for each stage, the Euclidean norm of n points together, one from each ellipsoid (n, d, d)."""
     return [float(shape.diagonal(dim1=1, dim2=2).sum().sqrt()) for shape in shapes]
 
 
 def rounding_loss(residuals: Sequence[Residuals], shapes: Sequence[Tensor], epsilon: float) -> float:
-    """Bound what the residuals take from the margin beside their part in the remainders (n, d, d)."""
+    """Bound how much all rounding errors lower the margin, beside their part in the stages' remainders."""
     earlier, total = lengths(shapes), 0.0
     for at in residuals:
         e = at.size_of_forms * epsilon**2 / 2

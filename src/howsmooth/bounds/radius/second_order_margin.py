@@ -1,4 +1,7 @@
-"""The margin on a ball by the second-order Taylor expansion, with every remainder bounded."""
+"""A lower bound on a classifier's margin on a ball around its input, by a second-order Taylor expansion.
+
+The remainder of every stage is bounded.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +26,7 @@ _UNDERFLOWN = 2.0**-200
 
 
 class Losses(NamedTuple):
-    """A lower bound of the margin on a ball, and what each part of the expansion takes from it."""
+    """A lower bound on the margin on a ball, and how much each part of the Taylor expansion lowers it."""
 
     lower: float
     polynomial: float
@@ -32,7 +35,7 @@ class Losses(NamedTuple):
 
 
 class FirstDerivatives:
-    """All that both expansions need: states, Jacobians, adjoints and their derivatives along δ, at x (n, d).
+    """The values and derivatives of a network at tokens x that the second- and third-order expansions need.
 
     For changes injection (n, d, k) δ: ``tangents`` G_l, ``adjoints`` a_l, ``bent`` N_s, the derivative along
     δ of the adjoint of the output of the map of stage s; the margin's gradient g, and its Hessian H. They are
@@ -88,7 +91,10 @@ class FirstDerivatives:
         self._diagonalise(self.hessian)
 
     def _diagonalise(self, H: Tensor) -> None:
-        """Write −g·δ − ½ δᵀHδ as −c·z − ½ Σ λ_i z_i² with z = Vᵀδ, up to residuals, |z|² ≤ stretch |δ|²."""
+        """Diagonalise the quadratic polynomial −g·δ − ½ δᵀHδ of the margin, and bound what rounding changes.
+
+        With z = Vᵀδ it is −c·z − ½ Σ λ_i z_i², where |z|² ≤ ``stretch`` |δ|².
+        """
         self.values, vectors = torch.linalg.eigh(H)
         self.along = vectors.T @ self.gradient
         V, exact_H = exact(vectors), exact(H, FUZZ * float(H.norm()))
@@ -98,11 +104,14 @@ class FirstDerivatives:
         self.stretch = 1 + float(torch.linalg.vector_norm(V.mT @ V - torch.eye(len(H), dtype=H.dtype)))
 
     def own_adjoint(self, stage: int) -> Tensor:
-        """Return the adjoint of the output of the map of a stage."""
+        """Return the gradient of the margin with respect to the output of one stage's layer."""
         return self.stages[stage].output_adjoint(self.states[stage], self.adjoints[stage + 1])
 
     def quadratic_loss(self, epsilon: float) -> float:
-        """Bound the maximum of −g·δ − ½ δᵀHδ on the ball, by ½ λ ε² + ½ gᵀ(H + λ)⁻¹g for the best λ."""
+        """Bound how much gradient g and Hessian H can lower the margin on the ball |δ| ≤ ε.
+
+        The maximum of −g·δ − ½ δᵀHδ is at most ½ λ ε² + ½ gᵀ(H + λ)⁻¹g, taken at the best λ.
+        """
         floor = max(0.0, -float(self.values[0]))
 
         def value(shift: float) -> float:
@@ -114,7 +123,7 @@ class FirstDerivatives:
         return min(value(size * 2.0 ** (-j / 4)) for j in range(-8, 60))
 
     def losses(self, epsilon: float, polynomial: float, found: list[Left]) -> Losses:
-        """Subtract from the margin what the polynomial, the remainders and all rounding take from it."""
+        """Return the lower bound on the margin, after losses to polynomial, remainders and rounding."""
         stages = stage_losses(self, found, epsilon)
         rounding = rounding_loss(self.residuals, [left.shape for left in found], epsilon)
         rounding += self.margin_error + self.gradient_error * epsilon + self.hessian_error * epsilon**2 / 2
@@ -125,9 +134,10 @@ class FirstDerivatives:
 
 
 class SecondOrder:
-    """m(X + δ) ≥ m − max(−g·δ − ½ δᵀHδ) − Σ_s (ε Σ_j ‖N_{s,j}‖ ρ_{s,j} + margin_s).
+    """A lower bound on the margin of a network on every ball |δ| ≤ ε, by a second-order Taylor expansion.
 
-    ρ and the effect on the margin are those of :mod:`howsmooth.bounds.radius.second_order_remainders`.
+    It is m(X + δ) ≥ m − max(−g·δ − ½ δᵀHδ) − Σ_s (ε Σ_j ‖N_{s,j}‖ ρ_{s,j} + margin_s). ρ and the effect on
+    the margin are those of :mod:`howsmooth.bounds.radius.second_order_remainders`.
     """
 
     def __init__(
@@ -139,7 +149,11 @@ class SecondOrder:
         offset: Tensor | float,
         jacobians: PartialJacobians | None = None,
     ) -> None:
-        """Expand at x (n, d), for changes injection (n, d, k) δ, along the partial Jacobians at x."""
+        """Expand the margin at tokens x (n, d), which a change δ turns into x + ``injection`` @ δ.
+
+        ``injection`` has the shape (n, d, k); ``jacobians`` are the partial Jacobians at x, if they are
+        known.
+        """
         jacobians = jacobians or partial_jacobians(network, x)
         self.first = first = FirstDerivatives(jacobians, injection, functional, offset)
         self.errors: list[Errors] = []
@@ -152,11 +166,11 @@ class SecondOrder:
             self.remainders.append(remainder_of(stage.map, exact(state), tangents, own))
 
     def __call__(self, epsilon: float) -> Losses:
-        """Return a lower bound of the margin for |δ| ≤ ε."""
+        """Return a lower bound on the margin over all changes |δ| ≤ ε, with the losses that it comes from."""
         return self.first.losses(epsilon, self.first.quadratic_loss(epsilon), self.bounds(epsilon))
 
     def bounds(self, epsilon: float) -> list[Left]:
-        """Return what each stage leaves out for |δ| ≤ ε."""
+        """Return, for each stage, bounds on the remainder of its Taylor expansion for |δ| ≤ ε."""
         return stage_bounds(self.errors, self.remainders, self.first.residuals, epsilon)
 
 
@@ -166,7 +180,7 @@ def stage_bounds(
     residuals: list[Residuals],
     epsilon: float,
 ) -> list[Left]:
-    """Evaluate the remainders of all stages, each at the errors that those before it cause.
+    """Bound the Taylor remainder of every stage for |δ| ≤ ε, given the errors that earlier stages cause.
 
     What a stage leaves out contains its residuals. The factor covers the rounding of all formulas.
     """
@@ -181,7 +195,10 @@ def stage_bounds(
 
 
 def stage_losses(first: FirstDerivatives, found: list[Left], epsilon: float) -> Tensor:
-    """Bound what each stage takes from the margin: (N δ) · R token by token, and its own effect."""
+    """Bound how much the Taylor remainder of each stage can lower the margin.
+
+    That is (N δ) · R token by token, and the remainder's own effect on the margin.
+    """
     losses = []
     for left, (root, slack) in zip(found, first.bent_roots, strict=True):
         crossed = radii(left.shape, root.mT)
@@ -191,7 +208,10 @@ def stage_losses(first: FirstDerivatives, found: list[Left], epsilon: float) -> 
 
 
 def _narrow(matrices: Tensor) -> tuple[Tensor, Tensor]:
-    """Return B (n, d, at most d) and numbers (n,) with A Aᵀ ≤ B Bᵀ + number for given A (n, d, k)."""
+    """Replace wide matrices A (n, d, k) by matrices B of at most d columns with A Aᵀ ≤ B Bᵀ + s I.
+
+    The results are B and the numbers s (n,).
+    """
     if matrices.shape[2] <= matrices.shape[1]:
         return matrices, matrices.new_zeros(len(matrices))
     A = exact(matrices)

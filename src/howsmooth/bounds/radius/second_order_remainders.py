@@ -1,9 +1,10 @@
-"""What the Taylor expansion of one stage leaves out, bounded on a ball: one class for each kind of stage.
+"""Bounds on each stage's Taylor remainder on a ball, for the second-order expansion of the margin.
 
-The displacement of a token at the input of a stage is Δ = G δ + e, |δ| ≤ ε, e in an ellipsoid. A remainder is
-made once for all ε. It then turns ε and the ellipsoids (n, d, d) of e into two things: ``shape``, ellipsoids
-that contain R_j for each token j of the output, R = F(X + Δ) − F(X) − DF Δ; and ``margin``, a bound on
-|½ eᵀ M e + a · (R − ½ D²F[Δ, Δ])|, where a is the adjoint of the output and M = a · D²F.
+There is one class for each kind of stage. The displacement of a token at the input of a stage is Δ = G δ + e,
+|δ| ≤ ε, e in an ellipsoid. A remainder is made once for all ε. It then turns ε and the ellipsoids (n, d, d)
+of e into two things: ``shape``, ellipsoids that contain R_j for each token j of the output, R = F(X + Δ) −
+F(X) − DF Δ; and ``margin``, a bound on |½ eᵀ M e + a · (R − ½ D²F[Δ, Δ])|, where a is the adjoint of the
+output and M = a · D²F.
 
 Proofs: documentation page "A proved radius for a whole network".
 """
@@ -27,8 +28,8 @@ from howsmooth.bounds.radius.ellipsoids import (
     product,
     radii,
 )
-from howsmooth.bounds.radius.norm_bounds import spectral_norm, weighted_norm
 from howsmooth.bounds.radius.rounded_tensor import INFLATION, lower, upper
+from howsmooth.bounds.radius.spectral_norm_bounds import spectral_norm, weighted_norm
 from howsmooth.bounds.radius.stages import Attention, FeedForward, GatedFeedForward, Map, Norm, Softmax
 
 # A displacement beyond this share of a token's length counts as the whole length.
@@ -59,23 +60,24 @@ __all__ = [
 
 
 class Left(NamedTuple):
-    """What a stage leaves out: ellipsoids (n', d', d') of it, and a bound on its effect on the margin."""
+    """Bounds on one stage's Taylor remainder: ellipsoids that contain it, and its effect on the margin."""
 
     shape: Tensor
     margin: Tensor
 
 
 def norm_shape(norm: Norm, bound: Tensor) -> Tensor:
-    """Return the ellipsoids of √d gain ∘ w for |w| ≤ bound, token by token."""
+    """Return the ellipsoids of all vectors √d · gain ∘ w with |w| ≤ ``bound``, one for each token."""
     factor = norm.scaled(torch.eye(len(norm.gain), dtype=bound.dtype))
     return bound.square()[:, None, None] * enclosing(factor.square())
 
 
 class NormRemainder:
-    """Remainder of a norm layer, with the relative displacement t = |Δh|/r < 1.
+    """Bounds on the Taylor remainder of a norm layer, for the second-order expansion of the margin.
 
-    R = √d gain ∘ w, |w| ≤ (2/√3) (−ln(1 − t) − t), and the part beyond the second order is at most
-    |√d gain ∘ a| (3/2) (−ln(1 − t) − t − t²/2).
+    The relative displacement t = |Δh|/r of each token must be less than 1. R = √d gain ∘ w, |w| ≤ (2/√3)
+    (−ln(1 − t) − t), and the part beyond the second order is at most |√d gain ∘ a| (3/2) (−ln(1 − t) − t −
+    t²/2).
     """
 
     def __init__(self, norm: Norm, u: Tensor, tangents: Tensor, adjoint: Tensor) -> None:
@@ -86,7 +88,10 @@ class NormRemainder:
         self.adjoint = torch.linalg.vector_norm(norm.scaled(adjoint), dim=1)
 
     def __call__(self, epsilon: float, errors: Tensor) -> Left:
-        """Return the bounds for |δ| ≤ ε; infinite where a token could be displaced by its whole length."""
+        """Return bounds on the norm layer's remainder for |δ| ≤ ε, given ellipsoids of the input errors.
+
+        They are infinite where a token could be displaced by its whole length.
+        """
         e = radii(errors, self.centre) / self.r
         t = (epsilon * self.size / self.r + e) * INFLATION
         inside = t.clamp_max(NEARLY_ONE)
@@ -99,7 +104,7 @@ class NormRemainder:
 
 
 class FeedForwardRemainder:
-    """Remainder of a feed-forward layer, neuron by neuron.
+    """Bounds on the Taylor remainder of a feed-forward layer, computed neuron by neuron.
 
     The preactivations change by z = K δ + y, K = W₁ G, y = W₁ e. Each lies in an ellipsoid over the neurons,
     and a product of changes in the ellipsoid of the entrywise product of their matrices.
@@ -118,7 +123,7 @@ class FeedForwardRemainder:
         self.adjoint = adjoint @ layer.down
 
     def __call__(self, epsilon: float, errors: Tensor) -> Left:
-        """Return the bounds for |δ| ≤ ε."""
+        """Return bounds on the feed-forward remainder for |δ| ≤ ε, given ellipsoids of the input's errors."""
         linear = epsilon**2 * self.linear
         y = enclosing(image(self.layer.up, errors))
         z = ellipsoid_sum(linear, y)
@@ -139,7 +144,7 @@ class FeedForwardRemainder:
 
 
 class GatedFeedForwardRemainder:
-    """Remainder of a gated feed-forward layer, neuron by neuron.
+    """Bounds on the Taylor remainder of a gated feed-forward layer, computed neuron by neuron.
 
     With z and v changed by Δz = K δ + y and Δv, φ(z) v leaves out v (φ(z + Δz) − φ − φ' Δz) +
     Δv (φ(z + Δz) − φ). Each of the changes lies in an ellipsoid over the neurons.
@@ -156,7 +161,7 @@ class GatedFeedForwardRemainder:
         self.adjoint = adjoint @ layer.down
 
     def __call__(self, epsilon: float, errors: Tensor) -> Left:
-        """Return the bounds for |δ| ≤ ε."""
+        """Return bounds on the gated layer's remainder for |δ| ≤ ε, given ellipsoids of the input errors."""
         layer = self.layer
         y, w = enclosing(image(layer.gate, errors)), enclosing(image(layer.up, errors))
         z, v = ellipsoid_sum(epsilon**2 * self.linear, y), ellipsoid_sum(epsilon**2 * self.linear_v, w)
@@ -172,7 +177,7 @@ class GatedFeedForwardRemainder:
 
 
 def gated_rest(layer: GatedFeedForward, z: Tensor, v: Tensor, dz: Tensor, dv: Tensor) -> Tensor:
-    """Bound what the third-order Taylor polynomial of φ(z) v leaves out, neuron by neuron (n, m).
+    """Bound the error of the third-order Taylor polynomial of φ(z) v, for each neuron of a gated layer.
 
     The changes of z and v lie in the ellipsoids ``dz`` and ``dv`` (n, m, m).
     """
@@ -183,7 +188,10 @@ def gated_rest(layer: GatedFeedForward, z: Tensor, v: Tensor, dz: Tensor, dv: Te
 def product_shape(
     layer: FeedForward | GatedFeedForward, products: tuple[tuple[Tensor, Tensor], ...], rest: Tensor
 ) -> Tensor:
-    """Return ellipsoids of W₂ (Σ factor ∘ w + r), w in ellipsoids (n, m, m), |r| ≤ rest entry by entry."""
+    """Return ellipsoids of the changes of a feed-forward layer's outputs, from ellipsoids of its neurons.
+
+    They contain W₂ (Σ factor ∘ w + r) for w in ellipsoids (n, m, m) and |r| ≤ ``rest`` entry by entry.
+    """
     shapes = []
     for factor, matrix in products:
         shapes.append(image(layer.down * factor[:, None], matrix))
@@ -193,19 +201,22 @@ def product_shape(
 
 
 def pulled_product(combination: Tensor, matrix: Tensor) -> Tensor:
-    """Bound |⟨combination, w⟩| for w in the ellipsoids with matrices (n, m, m), token by token."""
+    """Bound |⟨combination, w⟩| over all w in an ellipsoid with matrix (m, m), for each of n tokens."""
     return half_widths(matrix, combination[:, None])[:, 0]
 
 
 def mean_square(weights: Tensor, values: Tensor) -> Tensor:
-    """Return (Σ_j w_ij values²)^½ for values (heads, n) or (heads, rows, n)."""
+    """Return the root mean square (Σ_j w_ij values²)^½ of each row, for attention weights w.
+
+    ``values`` has the shape (heads, n) or (heads, rows, n).
+    """
     if values.ndim == 2:
         return torch.einsum("hij,hj->hi", weights, values.square()).sqrt()
     return torch.einsum("hij,hij->hi", weights, values.square()).sqrt()
 
 
 class Reached(NamedTuple):
-    """What errors of the tokens do to one attention layer, row by row.
+    """Bounds on how much errors of the tokens change the queries, keys, scores and values of attention.
 
     ``query`` (H, rows) and ``each_key`` (H, n) bound the changes of queries and keys, ``key`` (H, rows) the
     mean square of the latter, ``score`` (H, rows, n) the changes of centred scores, and ``pulled`` (H, rows)
@@ -222,7 +233,7 @@ class Reached(NamedTuple):
 
 
 class AttentionErrors:
-    """A function from ellipsoids of the tokens' errors (n, d, d) to what they do to one attention layer."""
+    """A function from ellipsoids of the tokens' errors to bounds on their effect in an attention layer."""
 
     def __init__(self, attention: Attention, own: Softmax, adjoint: Tensor) -> None:
         self.attention, self.weights = attention, largest_weights(attention, own)
@@ -234,7 +245,7 @@ class AttentionErrors:
         self.by_query = torch.einsum("hije,hied->hijd", keys, attention.query_maps())
 
     def __call__(self, errors: Tensor) -> Reached:
-        """Measure one set of ellipsoids."""
+        """Return bounds on the changes of queries, keys, scores and values that the errors cause."""
         P, attention, rows = self.weights, self.attention, errors[self.attention.rows]
         each_key = radii(errors, attention.key_maps(len(errors)))
         key = half_widths(errors, self.by_key).mT
@@ -251,12 +262,15 @@ class AttentionErrors:
 
 
 def spread_shape(covariance: Tensor, factor: Tensor) -> Tensor:
-    """Return covariance · factor², ellipsoids for Cov(v, x) where the deviation of x is at most factor."""
+    """Return ellipsoids of the covariance of values with scores whose deviation is at most ``factor``.
+
+    They are covariance · factor².
+    """
     return covariance * factor.square()[..., None, None]
 
 
 class AttentionRemainder:
-    """Remainder of attention, row by row and head by head.
+    """Bounds on the Taylor remainder of attention, computed for each row and each head.
 
     A score changes by t = ℓ + b, linear and bilinear. With h(s) = E_{P_s}[v + s dv], P_s ∝ P e^{st}, the
     remainder is Cov(v, b) + ∫ (1 − s) (2 Cov_s(dv, t) + κ_s(v + s dv, t, t)) ds, κ the third cumulant.
@@ -286,7 +300,7 @@ class AttentionRemainder:
         self.pulled = spectral_norm(root[..., None] * dc)
 
     def __call__(self, epsilon: float, errors: Tensor) -> Left:
-        """Return the bounds for |δ| ≤ ε."""
+        """Return bounds on the attention's remainder for |δ| ≤ ε, given ellipsoids of the input errors."""
         P, of = self.weights, self.errors(errors)
         dq = epsilon * self.query + of.query
         dk = epsilon * self.key + of.key
@@ -318,15 +332,16 @@ class AttentionRemainder:
 
 
 def largest_weights(attention: Attention, own: Softmax) -> Tensor:
-    """Return upper bounds of the attention weights, zero where a row does not see a key."""
+    """Return upper bounds on the attention weights, zero for the keys that a query does not see."""
     P = upper(own.weights)
     return P if attention.visible is None else P * attention.visible[attention.rows]
 
 
 def value_covariance(attention: Attention, own: Softmax) -> Tensor:
-    """Return Σ_j P_j v̄_j v̄_jᵀ (H, rows, d_out, d_out) of the values after the output map.
+    """Return an upper bound on the covariance of the projected values under each row's attention weights.
 
-    It contains Cov(v, x) for scores x of deviation 1.
+    It is Σ_j P_j v̄_j v̄_jᵀ (H, rows, d_out, d_out) of the values after the output map. It contains Cov(v, x)
+    for scores x of deviation 1.
     """
     images = (attention.output @ own.v.mT).mT[:, None].expand(-1, own.weights.shape[1], -1, -1)
     centred = own.centred(images)
@@ -335,9 +350,10 @@ def value_covariance(attention: Attention, own: Softmax) -> Tensor:
 
 
 def value_shapes(weights: Tensor, changes: Tensor) -> Tensor:
-    """Return ellipsoids (H, rows, d_out, d_out) of Cov(V δ, x), |δ| ≤ 1, the deviation of x at most 1.
+    """Return ellipsoids of the covariance of the values' changes V δ with scores, over all |δ| ≤ 1.
 
-    They are Σ_j P_j V_j V_jᵀ, or the ball of :func:`weighted_norm` where its trace is smaller.
+    They contain Cov(V δ, x) for all scores x of deviation at most 1, and have the shape (H, rows, d_out,
+    d_out). They are Σ_j P_j V_j V_jᵀ, or the ball of :func:`weighted_norm` where its trace is smaller.
     """
     apart = mixture(weights, gram(changes))
     joint = balls(weighted_norm(weights, changes), changes.shape[2])
@@ -348,7 +364,7 @@ def value_shapes(weights: Tensor, changes: Tensor) -> Tensor:
 def remainder_of(
     stage: Map, u: Tensor, tangents: Tensor, adjoint: Tensor
 ) -> AttentionRemainder | FeedForwardRemainder | GatedFeedForwardRemainder | NormRemainder:
-    """Return the remainder of the map of a stage at tokens u (n, d)."""
+    """Return the object that bounds the Taylor remainder of a layer at tokens u (n, d)."""
     if isinstance(stage, Attention):
         return AttentionRemainder(stage, u, tangents, adjoint)
     if isinstance(stage, FeedForward):

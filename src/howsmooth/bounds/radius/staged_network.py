@@ -1,4 +1,4 @@
-"""A Transformer as a list of stages, with its partial Jacobians at given tokens."""
+"""The class ``Network``: a Transformer as a chain of stages (layers with their residual connections)."""
 
 from __future__ import annotations
 
@@ -18,10 +18,11 @@ __all__ = ["Network", "Stage"]
 
 @dataclass(frozen=True, eq=False)
 class Stage:
-    """One stage x ↦ [x] ⊕ ([residual] + map(branch)), where branch and residual are columns of the state x.
+    """One layer of a network (attention, feed-forward or norm), together with its residual connection.
 
-    The state has the shape (n, width). ``keep`` says that the whole state stands before the output, as in a
-    pre-norm block, where the norm's output feeds the branch and its input the residual.
+    It maps a state x, the numbers (n, width) between two stages, to [x] ⊕ ([residual] + map(branch)), where
+    ``branch`` and ``residual`` are columns of x. ``keep`` says that the whole state stands before the output,
+    as in a pre-norm block, where the norm's output feeds the branch and its input the residual.
     """
 
     name: str
@@ -32,7 +33,7 @@ class Stage:
 
     @property
     def rows(self) -> Tensor | slice:
-        """The tokens that are computed: all, unless the map is attention with fewer rows."""
+        """The tokens whose outputs this stage computes: all, or those that its attention layer asks for."""
         return self.map.rows if isinstance(self.map, Attention) else slice(None)
 
     def _wired(self, state: Tensor, output: Tensor) -> Tensor:
@@ -41,15 +42,15 @@ class Stage:
         return torch.cat([state[self.rows], output], 1) if self.keep else output
 
     def value(self, x: Tensor) -> Tensor:
-        """Return the next state."""
+        """Return this stage's output (n', width') for its input x (n, width)."""
         return self._wired(x, self.map.value(x[:, self.branch]))
 
     def push(self, x: Tensor, tangents: Tensor) -> Tensor:
-        """Return the derivative at x along tangents (n, width, k)."""
+        """Multiply this stage's Jacobian at its input x by tangents (n, width, k), k vectors at once."""
         return self._wired(tangents, self.map.push(x[:, self.branch], tangents[:, self.branch]))
 
     def pull(self, x: Tensor, adjoints: Tensor) -> Tensor:
-        """Return the transposed derivative at x of adjoints (n', width', k)."""
+        """Multiply this stage's transposed Jacobian at its input x by adjoints (n', width', k)."""
         found = x.new_zeros(*x.shape, adjoints.shape[-1])
         if self.keep:
             found[self.rows] += adjoints[:, : x.shape[1]]
@@ -60,22 +61,26 @@ class Stage:
         return found
 
     def output_adjoint(self, x: Tensor, adjoint: Tensor) -> Tensor:
-        """Return the part of an adjoint (n', width', ...) that belongs to the output of the map."""
+        """Return the columns of an adjoint (n', width', ...) that belong to the output of this layer."""
         return adjoint[:, x.shape[1] :] if self.keep else adjoint
 
     def curvature(self, x: Tensor, adjoint: Tensor, tangents: Tensor) -> Tensor:
-        """Return the second derivative of ⟨adjoint, value⟩ at x applied to tangents (n, width, k)."""
+        """Multiply the Hessian of ⟨adjoint, this stage's output⟩ at its input x by tangents (n, width, k)."""
         found = x.new_zeros(*x.shape, tangents.shape[-1])
         own = self.output_adjoint(x, adjoint)
         found[:, self.branch] = self.map.curvature(x[:, self.branch], own, tangents[:, self.branch])
         return found
 
     def second(self, x: Tensor, tangents: Tensor, pairs: Pairs) -> Tensor:
-        """Return D²F[G, G] at x as quadratic forms of the map's output (n', d_out, p)."""
+        """Return the second derivative of this stage's layer along tangents as quadratic forms."""
         return self.map.second(x[:, self.branch], tangents[:, self.branch], pairs)
 
     def push_forms(self, x: Tensor, tangents: Tensor, forms: Tensor, pairs: Pairs) -> tuple[Tensor, Tensor]:
-        """Return the next quadratic forms (n', width', p), and the part that this stage adds."""
+        """Return the second derivatives of this stage's output as quadratic forms, and what its layer adds.
+
+        The derivatives are with respect to changes of the network's input. The forms have the shape (n',
+        width', p).
+        """
         own = self.second(x, tangents, pairs)
         pushed = self.push(x, forms)
         pushed[:, -own.shape[1] :] += own
@@ -96,9 +101,10 @@ def _rounded(layer: Any) -> Any:
 
 @dataclass(frozen=True, eq=False)
 class Network:
-    """Stages one after another, then a linear readout: logits = ⟨readout, last state⟩ + offset.
+    """A Transformer classifier: stages one after another, then a linear readout of the logits.
 
-    ``readout`` has the shape (classes, n', width') of the last state, ``offset`` (classes,).
+    The logits are ⟨readout, last state⟩ + offset. ``readout`` has the shape (classes, n', width') of the last
+    state, ``offset`` (classes,).
     """
 
     stages: tuple[Stage, ...]
@@ -113,13 +119,13 @@ class Network:
         return replace(self, stages=tuple(replace(s, map=_rounded(s.map)) for s in self.stages))
 
     def states(self, x: Tensor) -> Iterator[Tensor]:
-        """Yield the input and the state after each stage."""
+        """Yield the network's input x, then the output of each stage in turn."""
         yield x
         for stage in self.stages:
             x = stage.value(x)
             yield x
 
     def logits(self, x: Tensor) -> Tensor:
-        """Return the logits (classes,) of tokens (n, d)."""
+        """Return the network's logits (classes,) for tokens x (n, d)."""
         *_, last = self.states(x)
         return torch.einsum("cnd,nd->c", self.readout, last) + self.offset

@@ -1,4 +1,4 @@
-"""The stages of a Transformer, each with its value, its first and second derivatives in closed form.
+"""The layers of a Transformer (attention, feed-forward, norm), with two derivatives each in closed form.
 
 Tokens u have the shape (n, d). Tangents have the shape (n, d, k): k directions at once. Adjoints have the
 shape of a stage's outputs, with or without such an axis of directions. Everything is float64.
@@ -35,7 +35,11 @@ __all__ = [
 
 @dataclass(frozen=True, eq=False)
 class Norm:
-    """LayerNorm (centred) or RMSNorm: u ↦ √d · h/r ∘ gain + bias, r² = |h|² + d·eps."""
+    """A norm layer: LayerNorm if ``centred`` is true, otherwise RMSNorm.
+
+    It maps a token u to √d · gain ∘ h/r + bias, where h is u, without its mean if centred, and r² = |h|² +
+    d·eps.
+    """
 
     gain: Tensor
     bias: Tensor
@@ -43,40 +47,40 @@ class Norm:
     centred: bool
 
     def centre(self, tangents: Tensor) -> Tensor:
-        """Remove the mean of each token, if the norm does so; tangents have the shape (n, d, ...)."""
+        """Subtract the mean from each token (n, d, ...) if the norm layer does so, as LayerNorm does."""
         return tangents - tangents.mean(1, keepdim=True) if self.centred else tangents
 
     def direction_and_length(self, u: Tensor) -> tuple[Tensor, Tensor]:
-        """Return h/r, of shape (n, d), and r, of shape (n, 1)."""
+        """Return the directions h/r (n, d) and lengths r (n, 1) of tokens, as a norm layer computes them."""
         h = self.centre(u)
         r = (h.square().sum(1, keepdim=True) + u.shape[1] * self.eps).sqrt()
         return h / r, r
 
     def scaled(self, adjoint: Tensor) -> Tensor:
-        """Return √d · gain ∘ adjoint, the adjoint of h/r."""
+        """Multiply vectors (n, d) or (n, d, k) entrywise by √d · gain, the last step of a norm layer."""
         factor = math.sqrt(len(self.gain)) * self.gain
         return adjoint * (factor[:, None] if adjoint.ndim == 3 else factor)
 
     def value(self, u: Tensor) -> Tensor:
-        """Return the outputs (n, d)."""
+        """Return the norm layer's outputs (n, d) for tokens u (n, d)."""
         return self.scaled(self.direction_and_length(u)[0]) + self.bias
 
     def push(self, u: Tensor, tangents: Tensor) -> Tensor:
-        """Return the derivative along tangents (n, d, k)."""
+        """Multiply the norm layer's Jacobian at tokens u by tangents (n, d, k), k vectors at once."""
         direction, r = self.direction_and_length(u)
         w = self.centre(tangents)
         along = torch.einsum("nd,ndk->nk", direction, w)
         return self.scaled((w - direction[..., None] * along[:, None]) / r[..., None])
 
     def pull(self, u: Tensor, adjoints: Tensor) -> Tensor:
-        """Apply the transposed derivative to adjoints (n, d, k)."""
+        """Multiply the norm layer's transposed Jacobian at tokens u by adjoints (n, d, k)."""
         direction, r = self.direction_and_length(u)
         b = self.scaled(adjoints)
         along = torch.einsum("nd,ndk->nk", direction, b)
         return self.centre((b - direction[..., None] * along[:, None]) / r[..., None])
 
     def second(self, u: Tensor, tangents: Tensor, pairs: Pairs) -> Tensor:
-        """Return D²F[G, G] as quadratic forms (n, d, p) of tangents G (n, d, k)."""
+        """Return the norm layer's second derivative along tangents (n, d, k) as quadratic forms (n, d, p)."""
         direction, r = self.direction_and_length(u)
         w = self.centre(tangents)
         along = torch.einsum("nd,ndk->nk", direction, w)
@@ -88,7 +92,7 @@ class Norm:
         return found
 
     def curvature(self, u: Tensor, adjoint: Tensor, tangents: Tensor) -> Tensor:
-        """Return M G: the second derivative of ⟨adjoint, value⟩ applied to tangents (n, d, k)."""
+        """Multiply the Hessian of ⟨adjoint, norm layer's outputs⟩ at tokens u by tangents (n, d, k)."""
         direction, r = self.direction_and_length(u)
         w, b = self.centre(tangents), self.scaled(adjoint)
         own = torch.einsum("nd,nd->n", direction, b)[:, None, None]
@@ -118,7 +122,7 @@ class Activation(NamedTuple):
     kink: bool = False
 
     def derivative(self, order: int, z: Tensor) -> Tensor:
-        """Return φ, or its derivative of an order up to 4, at z."""
+        """Return the activation φ(z), or its derivative of the given order up to 4 at z, entry by entry."""
         function = (self.value, self.first, self.second, self.third, self.fourth)[order]
         if self.kink and order == 1 and isinstance(z, Rounded):
             near = plain(z).abs() <= z.error  # on which side of 0 these lie is not known
@@ -126,7 +130,10 @@ class Activation(NamedTuple):
         return along(function, self.slopes[order], z)
 
     def beyond(self, order: int, z: Tensor, width: Tensor) -> Tensor:
-        """Bound what the Taylor polynomial of degree ``order`` (2 to 4) at z leaves out up to a distance."""
+        """Bound the distance of φ to its Taylor polynomial at z on the interval [z − width, z + width].
+
+        The polynomial has the degree ``order``, which is 2, 3 or 4.
+        """
         if self.kink:
             return (upper(width) - lower(z.abs())).clamp_min(0)
         largest = (self.largest_third, self.largest_fourth, self.largest_fifth)[order - 2]
@@ -142,7 +149,7 @@ def _normal(z: Tensor) -> Tensor:
 
 
 def _largest(function: Callable[[Tensor], Tensor], extrema: tuple[float, ...]) -> Any:
-    """Return a function of (z, width) that bounds |function| on [z − width, z + width].
+    """Return, for a function f, a function of (z, width) that bounds |f| on [z − width, z + width].
 
     The supremum is the largest of the values at both ends and at those extrema that lie inside.
     """
@@ -164,12 +171,12 @@ def _largest(function: Callable[[Tensor], Tensor], extrema: tuple[float, ...]) -
 
 
 def _both(*squares: float) -> tuple[float, ...]:
-    """Return the positive and negative square roots."""
+    """Return the positive and the negative square root of each given number."""
     return tuple(sign * math.sqrt(square) for square in squares for sign in (1, -1))
 
 
 def _halves(middle: float, root: float, divisor: float) -> tuple[float, float]:
-    """Return the two solutions of a quadratic equation."""
+    """Return the two solutions (middle ± root) / divisor of a quadratic equation."""
     return (middle - root) / divisor, (middle + root) / divisor
 
 
@@ -208,7 +215,7 @@ def _tanh_second(z: Tensor) -> Tensor:
 def _gated_tanh(
     a: float, b: float, slopes: tuple[float, float, float, float, float], *extrema: tuple[float, ...]
 ) -> Activation:
-    """Return z (1 + tanh(az + bz³))/2: SiLU or the approximation of GELU.
+    """Return the activation z (1 + tanh(az + bz³))/2, which is SiLU or the tanh approximation of GELU.
 
     ``slopes`` bound the derivatives of order one to five; ``extrema`` are the zeros of the derivatives of
     order four, five and six that are not negative.
@@ -241,7 +248,7 @@ def _gated_tanh(
 
 
 def _swish(slope: float) -> Activation:
-    """Return z σ(slope · z)."""
+    """Return the activation z σ(slope · z), where σ is the logistic function."""
     zeros = (
         (1.0319582417807491234, 4.4292351005572279796),
         (0.0, 1.8197756117250127265, 5.4008187394952158684),
@@ -304,7 +311,10 @@ ACTIVATIONS: dict[str, Activation] = {
 
 @dataclass(frozen=True, eq=False)
 class FeedForward:
-    """Token by token, u ↦ W₂ φ(W₁ u + b₁) + b₂; ``down`` is None for W₂ = I."""
+    """A feed-forward layer, which maps each token u to W₂ φ(W₁ u + b₁) + b₂.
+
+    ``up`` is W₁ and ``down`` is W₂.
+    """
 
     up: Tensor
     up_bias: Tensor
@@ -313,39 +323,45 @@ class FeedForward:
     down_bias: Tensor
 
     def preactivations(self, u: Tensor) -> Tensor:
-        """Return W₁ u + b₁, of shape (n, m)."""
+        """Return the numbers W₁ u + b₁ (n, m) to which the feed-forward layer applies its activation."""
         return u @ self.up.T + self.up_bias
 
     def value(self, u: Tensor) -> Tensor:
-        """Return the outputs (n, d_out)."""
+        """Return the feed-forward layer's outputs (n, d_out) for tokens u (n, d)."""
         return self.activation.derivative(0, self.preactivations(u)) @ self.down.T + self.down_bias
 
     def push(self, u: Tensor, tangents: Tensor) -> Tensor:
-        """Return the derivative along tangents (n, d, k)."""
+        """Multiply the feed-forward layer's Jacobian at tokens u by tangents (n, d, k), k vectors at once."""
         slope = self.activation.derivative(1, self.preactivations(u))
         return self.down @ (slope[..., None] * (self.up @ tangents))
 
     def pull(self, u: Tensor, adjoints: Tensor) -> Tensor:
-        """Apply the transposed derivative to adjoints (n, d_out, k)."""
+        """Multiply the feed-forward layer's transposed Jacobian at tokens u by adjoints (n, d_out, k)."""
         slope = self.activation.derivative(1, self.preactivations(u))
         return self.up.T @ (slope[..., None] * (self.down.T @ adjoints))
 
     def second(self, u: Tensor, tangents: Tensor, pairs: Pairs) -> Tensor:
-        """Return D²F[G, G] as quadratic forms (n, d_out, p) of tangents G (n, d, k)."""
+        """Return the feed-forward layer's second derivative along tangents as quadratic forms (n, d_out, p).
+
+        The tangents have the shape (n, d, k).
+        """
         bend = self.activation.derivative(2, self.preactivations(u))
         return torch.stack(
             [(self.down * b) @ pairs.square(self.up @ G) for b, G in zip(bend, tangents, strict=True)]
         )
 
     def curvature(self, u: Tensor, adjoint: Tensor, tangents: Tensor) -> Tensor:
-        """Return M G: the second derivative of ⟨adjoint, value⟩ applied to tangents (n, d, k)."""
+        """Multiply the Hessian of ⟨adjoint, feed-forward outputs⟩ at tokens u by tangents (n, d, k)."""
         bend = self.activation.derivative(2, self.preactivations(u)) * (adjoint @ self.down)
         return self.up.T @ (bend[..., None] * (self.up @ tangents))
 
 
 @dataclass(frozen=True, eq=False)
 class GatedFeedForward:
-    """Token by token, u ↦ W₂ (φ(W₁ u + b₁) ∘ (W₃ u + b₃)) + b₂: ``gate`` is W₁, ``up`` W₃, ``down`` W₂."""
+    """A gated feed-forward layer, which maps each token u to W₂ (φ(W₁ u + b₁) ∘ (W₃ u + b₃)) + b₂.
+
+    ``gate`` is W₁, ``up`` is W₃ and ``down`` is W₂.
+    """
 
     gate: Tensor
     gate_bias: Tensor
@@ -356,38 +372,41 @@ class GatedFeedForward:
     down_bias: Tensor
 
     def preactivations(self, u: Tensor) -> tuple[Tensor, Tensor]:
-        """Return z = W₁ u + b₁ and v = W₃ u + b₃, of shape (n, m)."""
+        """Return z = W₁ u + b₁ and v = W₃ u + b₃ (n, m), from which the gated layer computes φ(z) v."""
         return u @ self.gate.T + self.gate_bias, u @ self.up.T + self.up_bias
 
     def value(self, u: Tensor) -> Tensor:
-        """Return the outputs (n, d_out)."""
+        """Return the gated feed-forward layer's outputs (n, d_out) for tokens u (n, d)."""
         z, v = self.preactivations(u)
         return (self.activation.derivative(0, z) * v) @ self.down.T + self.down_bias
 
     def slopes(self, u: Tensor) -> tuple[Tensor, Tensor]:
-        """Return φ'(z) v and φ(z), the derivatives of φ(z) v by z and by v."""
+        """Return the derivatives of a gated layer's φ(z) v with respect to z and v: φ'(z) v and φ(z)."""
         z, v = self.preactivations(u)
         return self.activation.derivative(1, z) * v, self.activation.derivative(0, z)
 
     def bends(self, u: Tensor) -> tuple[Tensor, Tensor]:
-        """Return φ''(z) v and φ'(z), the second derivatives of φ(z) v."""
+        """Return the second derivatives of a gated layer's φ(z) v: φ''(z) v by z twice, φ'(z) by z and v."""
         z, v = self.preactivations(u)
         return self.activation.derivative(2, z) * v, self.activation.derivative(1, z)
 
     def push(self, u: Tensor, tangents: Tensor) -> Tensor:
-        """Return the derivative along tangents (n, d, k)."""
+        """Multiply the gated layer's Jacobian at tokens u by tangents (n, d, k), k vectors at once."""
         by_z, by_v = self.slopes(u)
         moved = by_z[..., None] * (self.gate @ tangents) + by_v[..., None] * (self.up @ tangents)
         return self.down @ moved
 
     def pull(self, u: Tensor, adjoints: Tensor) -> Tensor:
-        """Apply the transposed derivative to adjoints (n, d_out, k)."""
+        """Multiply the gated layer's transposed Jacobian at tokens u by adjoints (n, d_out, k)."""
         by_z, by_v = self.slopes(u)
         back = self.down.T @ adjoints
         return self.gate.T @ (by_z[..., None] * back) + self.up.T @ (by_v[..., None] * back)
 
     def second(self, u: Tensor, tangents: Tensor, pairs: Pairs) -> Tensor:
-        """Return D²F[G, G] as quadratic forms (n, d_out, p) of tangents G (n, d, k)."""
+        """Return the gated layer's second derivative along tangents as quadratic forms (n, d_out, p).
+
+        The tangents have the shape (n, d, k).
+        """
         bend, mixed = self.bends(u)
         found = []
         for b, c, G in zip(bend, mixed, tangents, strict=True):
@@ -396,7 +415,7 @@ class GatedFeedForward:
         return torch.stack(found)
 
     def curvature(self, u: Tensor, adjoint: Tensor, tangents: Tensor) -> Tensor:
-        """Return M G: the second derivative of ⟨adjoint, value⟩ applied to tangents (n, d, k)."""
+        """Multiply the Hessian of ⟨adjoint, gated layer's outputs⟩ at tokens u by tangents (n, d, k)."""
         bend, mixed = (part * (adjoint @ self.down) for part in self.bends(u))
         dz, dv = self.gate @ tangents, self.up @ tangents
         by_z = bend[..., None] * dz + mixed[..., None] * dv
@@ -404,7 +423,7 @@ class GatedFeedForward:
 
 
 class Softmax(NamedTuple):
-    """What attention computes at tokens u: queries, keys, values of each head and attention weights."""
+    """The queries, keys, values and attention weights that multi-head attention computes from tokens u."""
 
     q: Tensor
     k: Tensor
@@ -412,18 +431,19 @@ class Softmax(NamedTuple):
     weights: Tensor
 
     def centred(self, scores: Tensor) -> Tensor:
-        """Subtract from scores (H, r, n, ...) the mean of each row under the attention weights."""
+        """Subtract from scores (H, r, n, ...) their mean in each row, taken with the attention weights."""
         mean = torch.einsum("hij,hij...->hi...", self.weights, scores)
         return scores - mean[:, :, None]
 
 
 @dataclass(frozen=True, eq=False)
 class Attention:
-    """Multi-head softmax attention: query, key, value (H, e, d) with biases (H, e), output (H, d_out, e).
+    """Multi-head softmax attention, given by the weights and biases of its heads.
 
-    ``rows`` are the tokens whose outputs are computed; ``visible`` (n, n) says which tokens a row sees, or is
-    None for all. ``turns`` (n, e, e) are rotations of each token's queries and keys, or None. The scale of
-    the scores is part of the query.
+    ``query``, ``key`` and ``value_weight`` have the shape (H, e, d), their biases (H, e), and ``output`` (H,
+    d_out, e). ``rows`` are the tokens whose outputs are computed; ``visible`` (n, n) says which tokens a row
+    sees, or is None for all. ``turns`` (n, e, e) are rotations of each token's queries and keys, or None. The
+    scale of the scores is part of the query.
     """
 
     query: Tensor
@@ -439,19 +459,19 @@ class Attention:
     turns: Tensor | None = None
 
     def _turned(self, heads: Tensor, tokens: Tensor | slice) -> Tensor:
-        """Rotate queries or keys (H, tokens, e, ...) of some tokens."""
+        """Apply the rotary positions of the given tokens to their queries or keys (H, tokens, e, ...)."""
         return heads if self.turns is None else torch.einsum("nef,hnf...->hne...", self.turns[tokens], heads)
 
     def query_maps(self) -> Tensor:
-        """Return the query's matrix for each head and row, with its rotation (H, rows, e, d)."""
+        """Return the matrices (H, rows, e, d) from tokens to queries, including rotary positions."""
         return self._turned(self.query[:, None].expand(-1, len(self.rows), -1, -1), self.rows)
 
     def key_maps(self, n: int) -> Tensor:
-        """Return the key's matrix for each head and token, with its rotation (H, n, e, d)."""
+        """Return the matrices (H, n, e, d) from tokens to keys, including rotary positions."""
         return self._turned(self.key[:, None].expand(-1, n, -1, -1), slice(None))
 
     def softmax(self, u: Tensor) -> Softmax:
-        """Return queries, keys, values and attention weights (H, rows, n)."""
+        """Compute the queries, keys, values and attention weights of all heads at tokens u (n, d)."""
         q = torch.einsum("hed,nd->hne", self.query, u[self.rows]) + self.query_bias[:, None]
         k = torch.einsum("hed,nd->hne", self.key, u) + self.key_bias[:, None]
         q, k = self._turned(q, self.rows), self._turned(k, slice(None))
@@ -462,24 +482,27 @@ class Attention:
         return Softmax(q, k, v, scores.softmax(-1))
 
     def value(self, u: Tensor) -> Tensor:
-        """Return the outputs (rows, d_out)."""
+        """Return the attention's outputs (rows, d_out) for tokens u (n, d)."""
         at = self.softmax(u)
         return torch.einsum("hoe,hie->io", self.output, at.weights @ at.v) + self.output_bias
 
     def tangents(self, tangents: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the changes (H, n, e, k) of queries (rows only), keys and values along (n, d, k)."""
+        """Return the changes (H, n, e, k) of queries, keys and values when the tokens change along (n, d, k).
+
+        The changes of the queries are those of ``rows`` only.
+        """
         dq = torch.einsum("hed,ndk->hnek", self.query, tangents[self.rows])
         dk = torch.einsum("hed,ndk->hnek", self.key, tangents)
         dq, dk = self._turned(dq, self.rows), self._turned(dk, slice(None))
         return dq, dk, torch.einsum("hed,ndk->hnek", self.value_weight, tangents)
 
     def score_changes(self, at: Softmax, dq: Tensor, dk: Tensor) -> Tensor:
-        """Return the linear changes of the scores (H, rows, n, k), without their mean in each row."""
+        """Return the linear changes (H, rows, n, k) of the scores, minus their weighted mean in each row."""
         changes = torch.einsum("hiek,hje->hijk", dq, at.k) + torch.einsum("hie,hjek->hijk", at.q, dk)
         return at.centred(changes)
 
     def push(self, u: Tensor, tangents: Tensor) -> Tensor:
-        """Return the derivative along tangents (n, d, k)."""
+        """Multiply the attention's Jacobian at tokens u by tangents (n, d, k), k vectors at once."""
         at = self.softmax(u)
         dq, dk, dv = self.tangents(tangents)
         moved = at.weights[..., None] * self.score_changes(at, dq, dk)
@@ -487,7 +510,7 @@ class Attention:
         return torch.einsum("hoe,hiek->iok", self.output, heads)
 
     def _back(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """Return the adjoint (n, d, k) of the tokens from those of queries, keys and values."""
+        """Return the gradient (n, d, k) in the tokens, given the gradients in queries, keys and values."""
         if self.turns is not None:
             q = torch.einsum("nef,hnek->hnfk", self.turns[self.rows], q)
             k = torch.einsum("nef,hnek->hnfk", self.turns, k)
@@ -498,7 +521,7 @@ class Attention:
         return tokens
 
     def pull(self, u: Tensor, adjoints: Tensor) -> Tensor:
-        """Apply the transposed derivative to adjoints (rows, d_out, k)."""
+        """Multiply the attention's transposed Jacobian at tokens u by adjoints (rows, d_out, k)."""
         at = self.softmax(u)
         w = torch.einsum("hoe,iok->hiek", self.output, adjoints)
         c = at.weights[..., None] * at.centred(torch.einsum("hiek,hje->hijk", w, at.v))
@@ -509,7 +532,10 @@ class Attention:
         )
 
     def second(self, u: Tensor, tangents: Tensor, pairs: Pairs) -> Tensor:
-        """Return D²F[G, G] as quadratic forms (rows, d_out, p) of tangents G (n, d, k)."""
+        """Return the attention's second derivative along tangents as quadratic forms (rows, d_out, p).
+
+        The tangents have the shape (n, d, k).
+        """
         at = self.softmax(u)
         dq, dk, dv = self.tangents(tangents)
         t = self.score_changes(at, dq, dk)
@@ -528,7 +554,7 @@ class Attention:
         return found
 
     def curvature(self, u: Tensor, adjoint: Tensor, tangents: Tensor) -> Tensor:
-        """Return M G: the second derivative of ⟨adjoint, value⟩ applied to tangents (n, d, k)."""
+        """Multiply the Hessian of ⟨adjoint, attention's outputs⟩ at tokens u by tangents (n, d, k)."""
         at = self.softmax(u)
         dq, dk, dv = self.tangents(tangents)
         t = self.score_changes(at, dq, dk)

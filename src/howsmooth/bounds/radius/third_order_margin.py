@@ -1,16 +1,19 @@
-"""The margin on a ball by the third-order Taylor expansion, with every remainder bounded."""
+"""A lower bound on a classifier's margin on a ball around its input, by a third-order Taylor expansion.
+
+The remainder of every stage is bounded.
+"""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
-from howsmooth.bounds.radius.norm_bounds import spectral_norm
 from howsmooth.bounds.radius.packed_quadratic_forms import Pairs
 from howsmooth.bounds.radius.partial_jacobians import Errors, PartialJacobians, partial_jacobians
 from howsmooth.bounds.radius.rounded_tensor import exact, settled
 from howsmooth.bounds.radius.second_order_margin import FirstDerivatives, Losses, stage_bounds
 from howsmooth.bounds.radius.second_order_remainders import Left
+from howsmooth.bounds.radius.spectral_norm_bounds import spectral_norm
 from howsmooth.bounds.radius.staged_network import Network
 from howsmooth.bounds.radius.third_order_remainders import Expansion, cubic_remainder_of
 
@@ -18,7 +21,10 @@ __all__ = ["ThirdOrder"]
 
 
 class ThirdOrder:
-    """m(X + δ) = m + g·δ + ½ δᵀHδ + c[δ, δ, δ] up to Σ_s (ε Σ_j ‖N_{s,j}‖ σ_{s,j} + margin_s)."""
+    """A lower bound on the margin of a network on every ball |δ| ≤ ε, by a third-order Taylor expansion.
+
+    The margin m(X + δ) is m + g·δ + ½ δᵀHδ + c[δ, δ, δ] up to Σ_s (ε Σ_j ‖N_{s,j}‖ σ_{s,j} + margin_s).
+    """
 
     def __init__(
         self,
@@ -29,7 +35,10 @@ class ThirdOrder:
         offset: Tensor | float,
         jacobians: PartialJacobians | None = None,
     ) -> None:
-        """Expand at x as ``SecondOrder`` does, with the quadratic forms of all stages."""
+        """Expand the margin at tokens x (n, d), which a change δ turns into x + ``injection`` @ δ.
+
+        The arguments are those of ``SecondOrder``. The quadratic forms of all stages are computed, too.
+        """
         jacobians = jacobians or partial_jacobians(network, x)
         self.first = first = FirstDerivatives(jacobians, injection, functional, offset)
         pairs = Pairs(injection.shape[2])
@@ -59,17 +68,20 @@ class ThirdOrder:
         self.cubic = _symmetric_norm(cubic, pairs)
 
     def __call__(self, epsilon: float) -> Losses:
-        """Return a lower bound of the margin for |δ| ≤ ε."""
+        """Return a lower bound on the margin over all changes |δ| ≤ ε, with the losses that it comes from."""
         polynomial = self.first.quadratic_loss(epsilon) + float(self.cubic) * epsilon**3
         return self.first.losses(epsilon, polynomial, self.bounds(epsilon))
 
     def bounds(self, epsilon: float) -> list[Left]:
-        """Return what each stage leaves out for |δ| ≤ ε."""
+        """Return, for each stage, bounds on the remainder of its Taylor expansion for |δ| ≤ ε."""
         return stage_bounds(self.errors, self.remainders, self.first.residuals, epsilon)
 
 
 def _symmetric_norm(cubic: Tensor, pairs: Pairs) -> Tensor:
-    """Bound |c[δ, δ, δ]| for |δ| ≤ 1 by the unfolding of the symmetric part of c (k, p)."""
+    """Bound the cubic form |c[δ, δ, δ]| over all |δ| ≤ 1.
+
+    The bound is the spectral norm of the unfolded symmetric part of c, which has the shape (k, p).
+    """
     full = pairs.matrices(cubic)
     symmetric = (full + full.permute(1, 0, 2) + full.permute(2, 1, 0)) / 3
     symmetric = (symmetric + symmetric.mT) / 2

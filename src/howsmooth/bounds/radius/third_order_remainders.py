@@ -1,4 +1,4 @@
-"""What the Taylor expansion of one stage leaves out beyond the second order, bounded on a ball.
+"""Bounds on each stage's Taylor remainder on a ball, for the third-order expansion of the margin.
 
 The displacement of a token at the input of a stage is Δ = G δ + e, e = ½ Q[δ, δ] + x, x in an ellipsoid. A
 remainder turns ε and the ellipsoids (n, d, d) of x into ``shape``, ellipsoids that contain S_j with
@@ -27,7 +27,6 @@ from howsmooth.bounds.radius.ellipsoids import (
     product,
     radii,
 )
-from howsmooth.bounds.radius.norm_bounds import each_form_norm, form_norm, spectral_norm, weighted_norm
 from howsmooth.bounds.radius.packed_quadratic_forms import Pairs
 from howsmooth.bounds.radius.rounded_tensor import INFLATION, lower, plain, upper
 from howsmooth.bounds.radius.second_order_remainders import (
@@ -44,6 +43,12 @@ from howsmooth.bounds.radius.second_order_remainders import (
     value_covariance,
     value_shapes,
 )
+from howsmooth.bounds.radius.spectral_norm_bounds import (
+    each_form_norm,
+    form_norm,
+    spectral_norm,
+    weighted_norm,
+)
 from howsmooth.bounds.radius.stages import Attention, FeedForward, GatedFeedForward, Map, Norm, Softmax
 
 __all__ = [
@@ -58,7 +63,7 @@ __all__ = [
 
 @dataclass(frozen=True, eq=False)
 class Expansion:
-    """The tokens at the input of a stage, as a polynomial in δ, and the adjoint of its output.
+    """A layer's input tokens, expanded to second order in δ, and the margin's gradient at its output.
 
     ``u`` (n, d), ``tangents`` G (n, d, k), ``forms`` Q (n, d, p).
     """
@@ -71,7 +76,7 @@ class Expansion:
 
 
 class CubicNorm:
-    """Remainder of a norm layer.
+    """Bounds on the Taylor remainder of a norm layer, for the third-order expansion of the margin.
 
     Along a ray, h/|h| has Taylor coefficients of norm at most 1/√3, 1/2 and 1 in the orders 2, 3 and above.
     """
@@ -94,7 +99,10 @@ class CubicNorm:
         self.cubic = own.T @ (1.5 * y - 0.5 * square) + radial.T @ (1.5 * square - 2.5 * y)
 
     def __call__(self, epsilon: float, errors: Tensor) -> Left:
-        """Return the bounds for |δ| ≤ ε; infinite where a token could be displaced by its whole length."""
+        """Return bounds on the norm layer's remainder for |δ| ≤ ε, given ellipsoids of the input errors.
+
+        They are infinite where a token could be displaced by its whole length.
+        """
         e = epsilon**2 * self.form + radii(errors, self.centre) / self.r
         linear = epsilon * self.linear
         t = (linear + e) * INFLATION
@@ -106,7 +114,7 @@ class CubicNorm:
 
 
 class CubicFeedForward:
-    """Remainder of a feed-forward layer, neuron by neuron.
+    """Bounds on the third-order Taylor remainder of a feed-forward layer, computed neuron by neuron.
 
     The preactivations change by z = K δ + y, y = ½ W₁ Q[δ, δ] + W₁ x. The cubic part of W₂ φ is bounded by
     the Gram matrix of the cubic forms (K δ) · (½ φ'' W₁ Q + φ'''/6 (K δ)²). Each factor of the other products
@@ -133,7 +141,7 @@ class CubicFeedForward:
         self.third = product(self.linear, torch.stack(mixed_squares))
 
     def __call__(self, epsilon: float, errors: Tensor) -> Left:
-        """Return the bounds for |δ| ≤ ε."""
+        """Return bounds on the feed-forward remainder for |δ| ≤ ε, given ellipsoids of the input's errors."""
         activation = self.layer.activation
         linear = epsilon**2 * self.linear
         error = enclosing(image(self.layer.up, errors))
@@ -159,7 +167,7 @@ class CubicFeedForward:
 
 
 class CubicGatedFeedForward:
-    """Remainder of a gated feed-forward layer, neuron by neuron.
+    """Bounds on the third-order Taylor remainder of a gated feed-forward layer, computed neuron by neuron.
 
     z changes by p + y and v by q + w, p and q linear in δ. All products are bounded by entrywise products of
     ellipsoids; the cubic form is (v φ⁽³⁾/6) p³ + (φ''/2) p² q, combined with the adjoint.
@@ -184,7 +192,7 @@ class CubicGatedFeedForward:
             self.cubic += (by_z + by_v).T @ pairs.square(dz[j])
 
     def __call__(self, epsilon: float, errors: Tensor) -> Left:
-        """Return the bounds for |δ| ≤ ε."""
+        """Return bounds on the gated layer's remainder for |δ| ≤ ε, given ellipsoids of the input errors."""
         layer = self.layer
         p, q = epsilon**2 * self.linear, epsilon**2 * self.linear_v
         y = ellipsoid_sum(epsilon**4 * self.squared, enclosing(image(layer.gate, errors)))
@@ -211,7 +219,7 @@ class CubicGatedFeedForward:
 
 
 class CubicAttention:
-    """Remainder of attention, row by row and head by head.
+    """Bounds on the third-order Taylor remainder of attention, computed for each row and each head.
 
     A score changes by t = ℓ + c with ℓ linear in δ and c = ½ ℓ(Q) + b + ℓ(x), b = dq·dk; a value by
     dv = v₁ + v₂, v₂ = ½ V Q + V x. With h(s) = E_{P_s}[v + s dv], P_s ∝ P e^{st}, the cubic part and the part
@@ -277,7 +285,7 @@ class CubicAttention:
         self.crossed = tensors.crossed()
 
     def __call__(self, epsilon: float, errors: Tensor) -> Left:
-        """Return the bounds for |δ| ≤ ε."""
+        """Return bounds on the attention's remainder for |δ| ≤ ε, given ellipsoids of the input errors."""
         P, square, of = self.weights, epsilon**2, self.errors(errors)
         # Queries and keys: the first order and the rest. All that is named without "each" is a deviation.
         dq1, dk1 = epsilon * self.query, epsilon * self.key
@@ -322,9 +330,10 @@ class CubicAttention:
 
 
 class _Moments:
-    """Bounds on the derivatives of h(s) = E_{P_s}[v + s dv], from deviations under P.
+    """Bounds on derivatives of one attention output along a path on which its scores and values change.
 
-    The scores change by t = ℓ + c; ``linear`` and ``c`` bound their deviations and ``tau`` the centred t.
+    The path is h(s) = E_{P_s}[v + s dv], bounded from deviations under the attention weights P. The scores
+    change by t = ℓ + c; ``linear`` and ``c`` bound their deviations and ``tau`` the centred t.
     """
 
     def __init__(self, linear: Tensor, c: Tensor, tau: Tensor) -> None:
@@ -337,18 +346,20 @@ class _Moments:
         self.fourth = (torch.expm1(small) - small - small**2 / 2 - small**3 / 6) / small**4
 
     def third_order(self) -> tuple[Tensor, Tensor]:
-        """Bound ∫ (1 − s)² / 2 h'''(s) ds, h''' = 3 κ(dv, t, t) + κ(v + s dv, t, t, t).
+        """Bound the third-order Taylor remainder of an attention output h(s): ∫ (1 − s)² / 2 h'''(s) ds.
 
-        The bound is the first factor times the deviation of v plus the second times that of dv.
+        Here h''' = 3 κ(dv, t, t) + κ(v + s dv, t, t, t), with cumulants κ. The bound is the first factor
+        times the deviation of v plus the second times that of dv.
         """
         t, far = self.t, self.farthest
         power = far**2 * t + 3 * self.grown * t**3
         return self.third * power, self.third * (3 * far * t + power)
 
     def beyond_third_order(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Bound the same without ½ κ(v₁, ℓ, ℓ) + κ(v, ℓ, ℓ, ℓ)/6 at s = 0.
+        """Bound the third-order Taylor remainder of an attention output h(s) without its leading, cubic part.
 
-        The bound is the sum of three factors times the deviations of v, v₁ and v₂.
+        This part is ½ κ(v₁, ℓ, ℓ) + κ(v, ℓ, ℓ, ℓ)/6 at s = 0. The bound is the sum of three factors times the
+        deviations of v, v₁ and v₂.
         """
         c, t, tau, far = self.c, self.t, self.tau, self.farthest
         fifth = far * t * (far**2 + 10 * self.grown * t**2)
@@ -358,7 +369,7 @@ class _Moments:
 
 
 class _Tensors:
-    """The cubic part of attention as a tensor, and its part linear in δ and in an error."""
+    """The cubic part of attention's Taylor expansion as a tensor, and the part bilinear in δ and an error."""
 
     def __init__(
         self, attention: Attention, at: Expansion, own: Softmax, scores: Tensor, spread: Tensor, out: Tensor
@@ -371,7 +382,10 @@ class _Tensors:
     def cubic(
         self, i: int, forms: Tensor, squares: Tensor, mean: Tensor, q2: Tensor, k2: Tensor, v2: Tensor
     ) -> Tensor:
-        """Return the ellipsoid (d_out, d_out) of the cubic part of row i for |δ| ≤ 1, a Gram matrix."""
+        """Return an ellipsoid (d_out, d_out) of the cubic part of attention's output i over all |δ| ≤ 1.
+
+        It is a Gram matrix.
+        """
         P, v, score = self.own.weights[:, i], self.spread[:, i], self.scores[:, i]
         weighted = P[..., None] * v  # (H, n, d_out)
         first = (forms + (squares - mean) / 2).flatten(0, 1)
@@ -395,7 +409,9 @@ class _Tensors:
         return gram(found.movedim(1, 0)).sum(0)
 
     def crossed(self) -> Callable[[Tensor], Tensor]:
-        """Return a function from ellipsoids of errors x to ellipsoids of D²F[Gδ, x], |δ| ≤ 1, row by row.
+        """Return a function that bounds attention's second derivative along δ and along errors of the tokens.
+
+        It maps ellipsoids of the errors x to ellipsoids of D²F[Gδ, x] over all |δ| ≤ 1, for each row.
 
         A token's error counts by its length: the tensor of each token is reduced to a matrix (d_out, d_out).
         """
@@ -428,7 +444,7 @@ class _Tensors:
 def cubic_remainder_of(
     stage: Map, at: Expansion
 ) -> CubicAttention | CubicFeedForward | CubicGatedFeedForward | CubicNorm:
-    """Return the remainder of the map of a stage."""
+    """Return the object that bounds the third-order Taylor remainder of a layer."""
     if isinstance(stage, Attention):
         return CubicAttention(stage, at)
     if isinstance(stage, FeedForward):

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from howsmooth.attention import TokenMap
 from howsmooth.bounds import Bound, Quantity
-from howsmooth.bounds.mask_rows import VisibleRows
+from howsmooth.bounds.visible_keys import VisibleRows
 from howsmooth.nn.attention.base import LipschitzAttention
 from howsmooth.nn.attention.head_weights import rows_of
 from howsmooth.nn.attention.layer_map import LayerMap

@@ -1,4 +1,4 @@
-"""How many keys each query sees under a mask, and sums over the queries that see the same key.
+"""Counts of the keys that each query sees under a mask, and sums over the queries that see one key.
 
 If row i of a block matrix has a squared norm of at most r_i and is zero in the columns j that i does not see,
 the norm of the matrix is at most √(max_j Σ_{i sees j} r_i) (documentation page "Enforce: layers with a
@@ -59,7 +59,7 @@ class VisibleRows:
     phi: Tensor | None = None
 
     def heaviest(self, rows: Tensor) -> Tensor:
-        """Return max_j Σ_i r_i over all keys j, where the sum is over the queries i that see key j.
+        """Return the largest sum of given numbers r_i over the queries i that see one key: max_j Σ_i r_i.
 
         ``rows`` has one number r_i >= 0 for each kind of row.
         """
@@ -71,7 +71,7 @@ class VisibleRows:
 
 
 def visible_rows(length: object, mask: Mask) -> VisibleRows:
-    """Return how many keys each row of a mask sees, as a :class:`VisibleRows`.
+    """Count how many keys each row of a mask sees, as a :class:`VisibleRows`.
 
     Parameters
     ----------

@@ -238,7 +238,7 @@ def yudin_theorem_3(attention: object, X: Tensor | None = None) -> Bound:
 
 @dataclass(frozen=True, eq=False)
 class OneHead:
-    """One head at given tokens x_i: its mask, and the products of its matrix A with the tokens.
+    """One head at given tokens x_i, with its mask and the products of its score matrix A with the tokens.
 
     ``y`` has the vectors A x_i + b, and ``transposed`` the vectors Aᵀ x_i.
     """
@@ -329,7 +329,7 @@ def _log(value: float) -> float:
 
 
 def _log_sum(*logs: float) -> float:
-    """Return the logarithm of a sum from the logarithms of its terms."""
+    """Return the logarithm of a sum whose terms are given by their logarithms."""
     top = max(logs)
     if math.isinf(top):
         return top

@@ -1,4 +1,4 @@
-"""Upper bounds of spectral norms by powers of Gram matrices, in batches; they are rounded upwards.
+"""Upper bounds on the spectral norms of batches of matrices, by powers of Gram matrices; rounded upwards.
 
 A measured matrix is bounded by its computed numbers and the bound on its rounding error.
 """
@@ -24,7 +24,7 @@ _UP = 1 + 1e-9
 def largest_eigenvalue(
     symmetric: Float[Tensor, "*batch r r"], squarings: int = _SQUARINGS, slack: Tensor | float = 0.0
 ) -> Float[Tensor, "*batch"]:
-    """Return upper bounds of the largest eigenvalues of symmetric matrices, zero where all are negative.
+    """Return upper bounds on the largest eigenvalues of a batch of symmetric matrices.
 
     The bound is (Σ λ³²)^(1/32) = ‖G¹⁶‖_F^(1/16), at most r^(1/32) times too large. ``slack`` (*batch) bounds
     how far the matrices may be from those that are meant.
@@ -44,7 +44,7 @@ def largest_eigenvalue(
 
 
 def spectral_norm(matrices: Float[Tensor, "*batch m r"]) -> Float[Tensor, "*batch"]:
-    """Return upper bounds of spectral norms, at most r^(1/64) times too large."""
+    """Return upper bounds on the spectral norms of a batch of matrices, at most r^(1/64) times too large."""
     value, error = settled(matrices)
     wide = matrices.shape[-2] <= matrices.shape[-1]
     gram = value @ value.mT if wide else value.mT @ value
@@ -59,7 +59,7 @@ def _trace(matrices: Tensor) -> Tensor:
 def weighted_norm(
     weights: Float[Tensor, "heads rows n"], changes: Float[Tensor, "heads n e k"]
 ) -> Float[Tensor, "heads rows"]:
-    """Bound sup over |δ| ≤ 1 of (Σ_j w_ij |C_j δ|²)^½ for each row i of nonnegative weights.
+    """Bound √(Σ_j w_ij |C_j δ|²) over all |δ| ≤ 1, for matrices C_j and each row i of nonnegative weights.
 
     For few columns the k × k matrix Σ_j w_ij C_jᵀC_j is formed. For many, the n × n matrix of the norms of
     the blocks √(w_ij w_il) C_j C_lᵀ takes its place: its largest eigenvalue is not smaller.
@@ -80,7 +80,7 @@ def weighted_norm(
 
 
 def form_norm(forms: Float[Tensor, "*batch m p"], pairs: Pairs) -> Float[Tensor, "*batch"]:
-    """Bound the length of (δᵀ Q_1 δ, ..., δᵀ Q_m δ) for |δ| ≤ 1.
+    """Bound the length of the vector (δᵀ Q_1 δ, ..., δᵀ Q_m δ), for quadratic forms Q_i and all |δ| ≤ 1.
 
     Each quadratic form Q_i is given as a vector over pairs of indices (:class:`Pairs`). The vector of δδᵀ has
     norm 1, and its trace part has norm 1/√k: both are used, and the smaller bound is taken.
@@ -101,7 +101,7 @@ def form_norm(forms: Float[Tensor, "*batch m p"], pairs: Pairs) -> Float[Tensor,
 
 
 def each_form_norm(forms: Float[Tensor, "*batch p"], pairs: Pairs) -> Float[Tensor, "*batch"]:
-    """Bound |δᵀ Q δ| for |δ| ≤ 1 and each quadratic form by itself: the spectral norm of Q."""
+    """Bound the spectral norm of each quadratic form Q separately, that is, |δᵀ Q δ| for |δ| ≤ 1."""
     value, error = settled(forms)
     flat = value.reshape(-1, forms.shape[-1])
     found = []

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import sys
 from dataclasses import replace
 
 import pandas as pd
@@ -13,7 +12,7 @@ from torch import Tensor
 
 import howsmooth as hs
 from howsmooth import adversarial
-from howsmooth.adversarial import Around, Ball, Ellipsoid, ascend, atom_search
+from howsmooth.adversarial import Around, Ball, Ellipsoid, ascend, atom_search, gradient_ascent
 from howsmooth.adversarial.atom_search import Atoms, search_atoms
 from howsmooth.bounds.ball_upper_bounds import ball_upper_bound
 from howsmooth.bounds.bound import Bound
@@ -23,8 +22,6 @@ from howsmooth.errors import ArgumentError
 from tests._cases import CASES, D, dense_jacobian, random_attention, rotary, tokens, true_norm
 from tests._selection import others_slow
 
-# "howsmooth.adversarial.ascend" as an attribute is the function; this is the file it lives in.
-module = sys.modules["howsmooth.adversarial.ascend"]
 QUICK = {"steps": 6, "atom_restarts": 4, "atom_steps": 16}
 
 
@@ -52,7 +49,9 @@ def test_gradient_of_the_leading_singular_value(case):
     f = CASES[case](n)
     x, direction = tokens(30, n, D), tokens(31, n, D)
     found = hs.local_lipschitz(f, x[None], rtol=1e-9, seed=1)
-    gradient = module._gradient_of_pairing(f, x[None], found.output_direction, found.input_direction)[0]
+    gradient = gradient_ascent._gradient_of_pairing(
+        f, x[None], found.output_direction, found.input_direction
+    )[0]
     step = 1e-5
     difference = (norm_at(f, x + step * direction) - norm_at(f, x - step * direction)) / (2 * step)
     assert float((gradient * direction).sum()) == pytest.approx(difference, rel=1e-4)
@@ -180,12 +179,12 @@ def test_around_given_tokens(per_token):
 def test_the_smaller_dimension_that_a_head_sees_loses_nothing():
     d, k, n = 30, 3, 6
     f = hs.SelfAttention(*(tokens(47 + i, 1, k, d) / math.sqrt(d) for i in range(3)), scale=2.0)
-    basis = module._basis(f, Ball(1.0))
+    basis = gradient_ascent._basis(f, Ball(1.0))
     assert basis is not None
     assert basis.shape == (d, 3 * k)
-    assert module._basis(f, Around(tokens(50, n, d), 1.0)) is None
+    assert gradient_ascent._basis(f, Around(tokens(50, n, d), 1.0)) is None
     x = tokens(51, n, d)
-    small = module._compressed(f, basis)
+    small = gradient_ascent._compressed(f, basis)
     assert norm_at(small, x @ basis) == pytest.approx(norm_at(f, x), rel=1e-9)
     ascent = ascend(f, n, 3.0, **QUICK)
     assert ascent.x.shape == (n, d)
@@ -233,7 +232,7 @@ def test_accepted_values_only_rise():
 
 def test_a_value_that_did_not_converge_is_never_accepted(monkeypatch):
     calls = 0
-    measure = module.local_lipschitz
+    measure = gradient_ascent.local_lipschitz
 
     def doubtful(*arguments: object, **keywords: object) -> hs.LipschitzEstimate:
         nonlocal calls
@@ -244,7 +243,7 @@ def test_a_value_that_did_not_converge_is_never_accepted(monkeypatch):
         # large, but not certain
         return replace(found, value=found.value * 100, converged=torch.zeros_like(found.converged))
 
-    monkeypatch.setattr(module, "local_lipschitz", doubtful)
+    monkeypatch.setattr(gradient_ascent, "local_lipschitz", doubtful)
     f, start = head_of(55), Ball(1.5).random(torch.Generator().manual_seed(0), 6, D)
     ascent = ascend(f, 6, 1.5, starts=[start], random_starts=0, steps=5)
     history = ascent.history
@@ -310,10 +309,10 @@ def test_the_gradient_of_the_token_wise_constant_is_that_of_differences(case: st
 
     def constant(x: Tensor) -> Tensor:
         """The constant with the directions held at their best, which the envelope theorem allows."""
-        return module._token_wise(f, x, 1e-12, [3]).value[0]
+        return gradient_ascent._token_wise(f, x, 1e-12, [3]).value[0]
 
-    found = module._token_wise(f, x, 1e-12, [3])
-    gradient = module._gradient_of_pairing(f, x, found.output_direction, found.input_direction)
+    found = gradient_ascent._token_wise(f, x, 1e-12, [3])
+    gradient = gradient_ascent._gradient_of_pairing(f, x, found.output_direction, found.input_direction)
     direction, h = tokens(13, 1, 5, D), 1e-5
     slope = (constant(x + h * direction) - constant(x - h * direction)) / (2 * h)
     assert float((gradient * direction).sum()) == pytest.approx(float(slope), rel=1e-4)

@@ -12,13 +12,13 @@ from torch import Tensor
 import howsmooth as hs
 from howsmooth.bounds import parameters
 from howsmooth.bounds.bound import Bound, Quantity
-from howsmooth.bounds.parameters import Head
-from howsmooth.bounds.token_upper_bounds import (
+from howsmooth.bounds.local_upper_bounds import (
     covariance_upper_bound,
     diameter_upper_bound,
     theorem_c_3,
     yudin_theorem_3,
 )
+from howsmooth.bounds.parameters import Head
 from howsmooth.errors import ArgumentError, NonFiniteError
 from tests._cases import D, dense_jacobian, random_attention, rotary, tokens, true_norm
 from tests._search import largest_ratio

@@ -83,7 +83,7 @@ class Ascent:
 
     @property
     def value(self) -> float:
-        """The constant at ``x``, as a float; for a token-wise constant, its lower limit."""
+        """The local Lipschitz constant at ``x``, as a float; if it is token-wise, a lower bound on it."""
         return float(self.estimate.value)
 
     def __repr__(self) -> str:
@@ -228,7 +228,7 @@ def ascend(
 
 
 class _Measured(NamedTuple):
-    """The constants of a batch of inputs, and the directions that attain them."""
+    """The local Lipschitz constants at a batch of inputs, and the directions that attain them."""
 
     value: Float[Tensor, " batch"]
     converged: Bool[Tensor, " batch"]
@@ -245,7 +245,7 @@ def _frobenius(f: TokenMap, x: Tensor, rtol: float, seeds: Sequence[int]) -> _Me
 
 
 def _token_wise(f: TokenMap, x: Tensor, rtol: float, seeds: Sequence[int]) -> _Measured:
-    """Return lower limits of the token-wise constants.
+    """Return lower bounds, which are attained, on the token-wise Lipschitz constants at a batch of inputs.
 
     All count as converged, because the map attains them.
     """
@@ -270,7 +270,7 @@ def _token_wise(f: TokenMap, x: Tensor, rtol: float, seeds: Sequence[int]) -> _M
 
 
 def _whole_token_wise(f: TokenMap, x: Float[Tensor, "n d"], seed: int) -> TokenWise:
-    """Return the token-wise constant of all outputs at the tokens that were found."""
+    """Measure the token-wise Lipschitz constant over all outputs, at the tokens that the ascent found."""
     jacobian, n = sequence_jacobian(f, x), len(x)
     solver = Solver(1e-2, 0.999, 200, member_seeds(seed, n * n), [1] * (n * n))
     blocks = token_blocks(in_double(f), x.double())
@@ -302,7 +302,7 @@ class _Climb:
         self.rows: list[list[object]] = []
 
     def run(self, steps: int) -> tuple[Tensor, str]:
-        """Run the ascent; return the tokens with the largest constant and the name of their start input."""
+        """Run the ascent; return the tokens with the largest local constant and the name of their start."""
         domain = self.domain
         # Step 0 evaluates all starts; the best of them go on.
         first = self._evaluate(self.u, list(range(len(self.names))), 0)
@@ -367,9 +367,9 @@ class _Climb:
         return self.measure(self.f, self.domain.tokens(u), self.rtol, seeds)
 
     def _gradient(self, u: Tensor, found: _Measured, rows: list[int]) -> Tensor:
-        """Return the gradient of the logarithm of the constant with respect to the variables of the search.
+        """Return the gradient of the log of the local constant with respect to the tokens' coordinates.
 
-        The variables are the coordinates ``u`` of the tokens X. The constant at ``u[i]`` is entry
+        The tokens X have the coordinates ``u``. The constant at ``u[i]`` is entry
         ``rows[i]`` of ``found``.
         """
         f = self.f
@@ -387,7 +387,7 @@ class _Climb:
         return self.domain.pull_back(torch.cat(parts) / sigma)
 
     def _direction(self, u: Tensor, gradient: Tensor) -> Tensor:
-        """Return the direction of the next step: the gradient, without the part that leaves the domain.
+        """Return the direction of the next ascent step: the gradient without its part out of the domain.
 
         The gradients at tokens that carry much attention are hundreds of times longer than the others. Each
         row is divided by the square root of its length, so that all tokens move.
@@ -426,11 +426,11 @@ class _Climb:
 
 
 def _gradient_of_pairing(f: TokenMap, x: Tensor, left: Tensor, right: Tensor) -> Tensor:
-    """Return the gradient, with respect to the tokens x, of the number ⟨left, J right⟩.
+    """Return the gradient of ⟨left, J right⟩ with respect to the tokens x, where J is the Jacobian at x.
 
-    J is the Jacobian of ``f`` at x; the vectors ``left`` and ``right`` are held fixed. The inner product is
-    summed over the batch. One backward pass serves all sequences of the batch, because they do not depend on
-    each other. The result has the shape (batch, n, d).
+    The vectors ``left`` and ``right`` are held fixed. The inner product is summed over the batch. One
+    backward pass serves all sequences of the batch, because they do not depend on each other. The result has
+    the shape (batch, n, d).
     """
     with torch.enable_grad():
         point = x.detach().requires_grad_()
@@ -532,7 +532,7 @@ def _search_atoms(
 
 
 def _basis(f: TokenMap, domain: Domain) -> Tensor | None:
-    """Return an orthonormal basis of the input directions that attention reads; None if it saves nothing.
+    """Return an orthonormal basis of the input directions that attention reads; None if it is not needed.
 
     The basis B (d, r) spans the rows of the query, key and value matrices. f depends on X B only, and X B Bᵀ
     is no longer than X, so a search over X B in a ball about zero loses no inputs. None means that the
