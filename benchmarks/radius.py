@@ -9,7 +9,7 @@ The margin of the first two is a random linear functional of the first token's o
 which the first-order radius is one: a radius of 0.05 is a twentieth of what a linear network would allow. One
 token moves in the l2 norm, that with the largest gradient. Random layers have the weights with which PyTorch
 begins. Seconds are those of the processor, on one thread. Memory grows with the square of
-layers, tokens and width: some 10 GB for twelve random layers on eight tokens.
+layers, tokens and width: 8.6 GiB for twelve random layers on eight tokens.
 """
 
 from __future__ import annotations
