@@ -230,7 +230,7 @@ def _singular_values(state: State) -> Float[Tensor, " k"]:
 
 
 def _atoms(state: object) -> tuple[Float[Tensor, "n d"], Float[Tensor, " n"]]:
-    """Return the points and log-weights of a state in float64, after checking the state."""
+    """Return tokens, or the atoms of a measure, with their log-weights, both in float64 and checked."""
     if isinstance(state, AbstractMeasure):
         points, weighting = state.weighted_tokens()
         return points.detach().double(), weighting.log_weights.detach().double()

@@ -93,7 +93,7 @@ class _SmallerStepError(Exception):
 
 @dataclass
 class _Watch:
-    """The velocity in the form that torchdiffeq calls, which also checks every step."""
+    """The velocity as a callable for torchdiffeq, with a check of the state before every step."""
 
     velocity: Velocity
     finite: Callable[[Tensor], bool]

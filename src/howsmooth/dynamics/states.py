@@ -78,7 +78,7 @@ class System(abc.ABC):
 
     @abc.abstractmethod
     def states(self, ys: list[Tensor]) -> Tensor | tuple[AbstractMeasure, ...]:
-        """Return the states that the tensors represent, in the form that a trajectory keeps."""
+        """Return the tokens or measures that the tensors represent, in the form that a trajectory keeps."""
 
 
 class Tokens(System):
@@ -135,7 +135,7 @@ class Atoms(Tokens):
         return DiscreteMeasure(y, log_weights=self.weighting.log_weights, positions=self.weighting.positions)
 
     def states(self, ys: list[Tensor]) -> tuple[AbstractMeasure, ...]:
-        """Return the measures at all times."""
+        """Return the discrete measures that the tensors represent, one for each time."""
         return tuple(self.state(y) for y in ys)
 
 
@@ -184,7 +184,7 @@ class Moments(System):
         return self.velocity(begin, end)
 
     def restart(self, y: Tensor) -> Tensor:
-        """Return the tensor from which a new flow can continue.
+        """Return the tensor of the present Gaussian, from which a second flow can go on.
 
         The root of the covariance is replaced by the symmetric one.
         """

@@ -112,7 +112,7 @@ class _Spectrum:
 
     @property
     def error(self) -> float:
-        """Bound on the rounding error of an eigenvalue."""
+        """Bound on the rounding error of each eigenvalue of the covariance."""
         return 8 * len(self.values) * EPSILON * float(np.abs(self.values).max())
 
     @property

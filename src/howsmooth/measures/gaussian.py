@@ -171,9 +171,9 @@ def affine_action(
 def affine_action_at(
     f: TokenMap, mean: Float[Tensor, " d"], covariance: Float[Tensor, "d d"]
 ) -> tuple[Float[Tensor, "d_out d"], Float[Tensor, " d_out"]]:
-    """Return the affine map by which ``f`` acts on a Gaussian, without checks.
+    """Return M and c of the affine map x ↦ M x + c by which ``f`` acts on a Gaussian.
 
-    The results are M and c of x ↦ M x + c.
+    The arguments are not checked.
     """
     match f:
         case SelfAttention() | L2Attention():

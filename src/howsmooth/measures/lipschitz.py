@@ -151,7 +151,7 @@ def wasserstein_lipschitz(
 
 
 def _largest(f: TokenMap, x: Tensor, weighting: Weighting) -> tuple[float, int, Tensor]:
-    """Return the largest norm of the mean-field map's derivative at an atom, and where it is.
+    """Return the largest norm that the mean-field map's derivative has at an atom, and that atom.
 
     The results are max_i ‖D Γ_μ(x_i)‖, the atom i where it is attained, and the leading right singular vector
     of D Γ_μ(x_i).

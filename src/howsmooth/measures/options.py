@@ -50,7 +50,7 @@ class Options:
         return cls(str(method), regularisation, rtol, max_iterations, gradient)
 
     def narrow(self, lower: float, upper: float, noise: float) -> bool:
-        """Tell whether an interval is narrow enough, or lies below the rounding noise."""
+        """Return True if the interval meets the tolerance ``rtol`` or lies below the rounding noise."""
         return upper - lower <= self.rtol * upper or upper <= noise
 
 

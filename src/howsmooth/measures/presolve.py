@@ -29,7 +29,7 @@ _LIGHTEST = math.log(1e-300)
 
 @dataclass(frozen=True)
 class Answer:
-    """The distance W_p between scaled points, with its interval.
+    """The distance W_p between two scaled discrete measures, with a lower and an upper limit.
 
     It also holds the data for the derivative of the distance. ``plan`` moves mass between the atoms numbered
     by its rows and columns, and ``log_masses`` are the logarithms of its masses. ``left`` and ``right`` are
@@ -75,12 +75,12 @@ class Pair:
 
     @cached_property
     def kept(self) -> tuple[Bool[ndarray, " n"], Bool[ndarray, " m"]]:
-        """Which atoms of each measure the solvers see; atoms of negligible weight are left out."""
+        """Masks of the atoms of both measures, True unless the weight of the atom is negligible."""
         return self.log_a >= _LIGHTEST, self.log_b >= _LIGHTEST
 
     @cached_property
     def problem(self) -> Problem:
-        """The transport problem between the kept atoms."""
+        """The transport problem between the atoms of both measures whose weight is not negligible."""
         here, there = self.kept
         a, b = np.exp(self.log_a[here]), np.exp(self.log_b[there])
         return Problem(self.x[here], self.y[there], a / math.fsum(a), b / math.fsum(b), self.p)
@@ -97,7 +97,7 @@ class Pair:
         return math.fsum(math.exp(float(logsumexp(logs)) / self.p) for logs in light)
 
     def matched(self) -> Answer | None:
-        """Return the answer if moving each atom x_i to y_i is plainly optimal; otherwise return None.
+        """Return the distance W_p if a simple test shows that moving each x_i to y_i is optimal, else None.
 
         This is so if both measures have the same weights in the same order, and each y_i is the atom of ``y``
         that is nearest to x_i. Then W_p^p = Σ a_i |x_i − y_i|^p. The potentials are min_j |x_i − y_j|^p and

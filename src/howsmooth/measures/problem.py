@@ -164,7 +164,7 @@ class Problem:
 
 
 def _shares(wanted: ndarray, carried: ndarray) -> ndarray:
-    """Return factors that shrink rows of a plan which carry more mass than wanted."""
+    """Return factors <= 1 that shrink the rows (or columns) of a plan whose mass exceeds ``wanted``."""
     shares: ndarray = np.minimum(1.0, wanted / np.maximum(carried, TINY))
     return shares
 

@@ -34,7 +34,7 @@ _SHARE = 1e-10
 
 @dataclass(frozen=True)
 class Solution:
-    """A feasible plan, an interval for the optimal cost, and potentials if the solver has them."""
+    """A solver's transport plan, an interval for the optimal cost, and dual potentials if there are any."""
 
     plan: Plan
     below: float
@@ -116,7 +116,7 @@ def _width(solution: Solution) -> float:
 
 
 def _tighter(one: Solution | None, other: Solution) -> Solution:
-    """Return the cheaper plan and the better potentials of two solutions."""
+    """Combine two solutions: keep the plan of lower cost and the potentials of the higher lower bound."""
     if one is None:
         return other
     above = one if one.above <= other.above else other

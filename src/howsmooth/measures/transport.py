@@ -144,7 +144,7 @@ def wasserstein(
 
 
 def solve(pair: Pair, options: Options) -> tuple[Answer, Method]:
-    """Solve one problem by the requested method, and return the answer and the method that was used.
+    """Solve one transport problem; return the distance with its interval, and the method that was used.
 
     Before it calls the exact or the sorting solver, it checks whether matching equal indices is optimal.
     """

@@ -309,7 +309,7 @@ class LipschitzAttention(LipschitzModule):
 
     @property
     def _divisor_key(self) -> tuple[int, float | None, float | None]:
-        """The layer's settings on which its divisor depends; it also depends on the weights."""
+        """The length, radius and constant of the layer, on which the divisor of the output depends."""
         return self.length, self.radius, self.constant
 
     def _log(self, weights: Weights) -> Tensor:
@@ -320,7 +320,7 @@ class LipschitzAttention(LipschitzModule):
         return self._log_bound(self.length, self._bound_radius, weights)
 
     def _log_quotient(self, log_formula: float) -> float:
-        """Round the bound up, and return log(bound / constant), or say why no division is possible.
+        """Return log(bound / constant), with the Lipschitz bound rounded up; raise an error if impossible.
 
         ``log_formula`` is the logarithm of the bound before it is rounded up.
         """
@@ -460,7 +460,7 @@ class LipschitzAttention(LipschitzModule):
     def _checked(
         self, query: Tensor, key: Tensor | None, value: Tensor | None
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        """Check the arguments of a call, and return its tokens and the layer's weights.
+        """Check the arguments of a forward call, and return the tokens and the layer's weights.
 
         The tokens are (batch, n, d), in the dtype in which the layer computes.
         """
