@@ -93,7 +93,7 @@ class _Part:
 
 @dataclass(eq=False)
 class Readings:
-    """What the next measurement takes over: where layers were read, and how padding was removed."""
+    """Where layers were read and how padding was removed, stored for the next measurement."""
 
     #: By probe input, and sequence of a padded one: the layers' indices and how to read each next time.
     layers: dict[tuple[int, int], list[tuple[int, Reading | int]]] = field(default_factory=dict)
