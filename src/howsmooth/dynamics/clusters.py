@@ -230,7 +230,7 @@ def _singular_values(state: State) -> Float[Tensor, " k"]:
 
 
 def _atoms(state: object) -> tuple[Float[Tensor, "n d"], Float[Tensor, " n"]]:
-    """Return tokens, or the atoms of a measure, with their log-weights, both in float64 and checked."""
+    """Return the tokens, or the atoms of a measure, and the log-weights, all converted to float64."""
     if isinstance(state, AbstractMeasure):
         points, weighting = state.weighted_tokens()
         return points.detach().double(), weighting.log_weights.detach().double()

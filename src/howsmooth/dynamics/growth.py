@@ -268,7 +268,7 @@ Solve = Callable[[LinearOperator, int], LeadingTriplet]
 
 
 def _along(trajectory: LinearisedFlow, times: list[float], solve: Solve) -> list[LeadingTriplet]:
-    """For each later time, return the leading singular triplet of the flow map's Jacobian."""
+    """Return the leading singular triplet of the flow map's Jacobian for each time after the first."""
     rounding = _rounding(trajectory, times)
     for time, relative in zip(times, rounding, strict=True):
         if not float(relative) < _NO_DIGIT:

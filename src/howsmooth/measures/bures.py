@@ -122,7 +122,7 @@ class _Spectrum:
 
     @property
     def slack(self) -> float:
-        """Bound on the distance W₂ by which rounding may have moved the Gaussian.
+        """Bound on the error in W₂ that rounding of the eigenvalues of the covariance may cause.
 
         The square roots of two covariances differ by at most the root of the trace norm of their difference,
         and by at most the size of the difference over twice the least root. For singular covariances only the

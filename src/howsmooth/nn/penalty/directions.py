@@ -1,4 +1,4 @@
-"""Storage of singular vectors between training steps."""
+"""Storage of the singular vectors of layers' Jacobians between training steps."""
 
 from __future__ import annotations
 
