@@ -89,17 +89,17 @@ def test_blocks_are_differentiated_in_both_modes(monkeypatch: pytest.MonkeyPatch
 
 
 def test_memory_of_a_call_does_not_grow_with_the_square_of_n(tmp_path: Path) -> None:
-    """One n × n matrix of one head would take 104 MB."""
+    """One n × n matrix of one head would take 288 MB; the blocks of a call take 60 to 110."""
     parameters = [tokens(i, *shape) for i, shape in enumerate([(2, 2, 2), (1, 2, 2), (1, 2, 2), (2, 4)])]
     softmax, l2 = hs.SelfAttention(*parameters), hs.L2Attention(*parameters, causal=True)
-    x = tokens(5, 3600, 2)
+    x = tokens(5, 6000, 2)
 
     def called() -> None:
         softmax(x)
         softmax(DiscreteMeasure(x))
         l2(DiscreteMeasure.sequence(x))
 
-    assert memory_added(called, tmp_path) < 80e6
+    assert memory_added(called, tmp_path) < 200e6
 
 
 def test_a_constant_is_measured_alike(monkeypatch: pytest.MonkeyPatch) -> None:
