@@ -258,11 +258,26 @@ def test_memory_of_a_hessian_vector_product_at_8192_tokens() -> None:
     assert hessian_vector.measured(8192, "howsmooth", "layers")[2] <= 2048
 
 
+def test_dropout_in_training_only() -> None:
+    """A Llama in training drops what its configuration says, in evaluation nothing."""
+    model, ids = tiny("llama", attention="eager"), token_ids(1, 5)
+    model.set_attn_implementation("howsmooth")
+    plain = model.eval()(ids).last_hidden_state
+    assert model.config.attention_dropout > 0
+    torch.manual_seed(0)
+    first, second = (model.train()(ids).last_hidden_state for _ in range(2))
+    assert not torch.allclose(first, second)
+    torch.manual_seed(0)
+    assert torch.equal(model(ids).last_hidden_state, first)
+    assert torch.equal(model.eval()(ids).last_hidden_state, plain)
+    for layer in model.layers:
+        layer.self_attn.attention_dropout = 0.0
+    assert torch.equal(model.train()(ids).last_hidden_state, plain)
+
+
 def test_refusals() -> None:
     model, ids = tiny("llama", attention="eager"), token_ids(1, 5)
     model.set_attn_implementation("howsmooth")
-    with pytest.raises(ArgumentError, match=r"^dropout: expected 0.*Call model.eval\(\)"):
-        model.train()(ids)
     attention = model.eval().layers[0].self_attn
     tokens, positions = torch.randn(1, 5, 24), model.rotary_emb(torch.randn(1, 5, 24), torch.arange(5)[None])
     for name, given in {"output_attentions": True, "block_indices": ids, "cache": object()}.items():

@@ -33,6 +33,7 @@ def attention(
     score_bias: object = None,
     softcap: object = None,
     sinks: object = None,
+    dropout_p: object = 0.0,
     kernels: object = False,
 ) -> Float[Tensor, "*lead m value_dim"]:
     """Compute exact softmax attention in memory O(m + n), with derivatives in every mode of PyTorch.
@@ -75,9 +76,14 @@ def attention(
     sinks
         The score of one further key whose value is zero: (heads,), or a shape that broadcasts to
         (..., heads, m, 1), for a score of each query.
+    dropout_p
+        Probability that an entry of P is dropped; the others are divided by 1 − ``dropout_p``. Drawn from
+        PyTorch's default generator at each call (other entries than ``scaled_dot_product_attention`` drops
+        for the same seed); derivatives drop the same entries. For training; 0 by default.
     kernels
         True to compute the value, the first and the second derivatives in Triton kernels, on a CUDA device.
-        The kernels take float32, bfloat16 and float16, and heads of up to 256 entries. Derivatives in masks
+        The kernels take float32, bfloat16 and float16, and heads of up to 256 entries, without dropout.
+        Derivatives in masks
         and biases, and derivatives of higher order, are computed in blocks as without kernels. The default
         is False because the kernels have run in Triton's interpreter only, not yet on a device.
 
@@ -134,11 +140,18 @@ def attention(
         names.append("sinks")
         tensors.append(_as_scores("sinks", column, (*lead, heads, m, 1), group))
 
+    if not isinstance(dropout_p, int | float) or isinstance(dropout_p, bool) or not 0 <= dropout_p <= 1:
+        raise ArgumentError("dropout_p", expected="a number from 0 to 1", got=repr(dropout_p))
+    if dropout_p:
+        names.append("seed")
+        drawn = torch.randint(-(2**31), 2**31, (size, 1, 1, 1, 1), dtype=torch.int32, device=q.device)
+        tensors.append(drawn)
+
     grid = Grid(size, kv_heads, group, m, Visibility(n, causal, check_window(window), offset=offset))
     factor = 1 / math.sqrt(key_dim) if scale is None else _number("scale", scale)
     cap = None if softcap is None else _number("softcap", softcap, positive=True)
     shape: Shape = (grid.lead, kv_heads, group, m, value_dim)
-    scores = Scores(grid, factor, cap, tuple(names))
+    scores = Scores(grid, factor, cap, tuple(names), float(dropout_p))
     if not isinstance(kernels, bool):
         raise ArgumentError("kernels", expected="True or False", got=repr(kernels))
     fused = None

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from howsmooth.functional.fused import KEPT, Kept, Kernels
 from howsmooth.functional.row_blocks import Block, BlockMap, Flags, Part, Shape, reduced
-from howsmooth.functional.softmax import PARTS, Scores, adjoint, over_keys, second, tangent, weights
+from howsmooth.functional.softmax import PARTS, Scores, adjoint, output, second, tangent, weights
 
 __all__ = ["attention_map"]
 
@@ -29,7 +29,7 @@ _Item = TypeVar("_Item")
 def attention_map(scores: Scores, shape: Shape, kernels: Kernels | None = None) -> BlockMap:
     """Return attention as a :class:`BlockMap`.
 
-    It maps the tensors named in ``scores.names`` to the output O = P v, of shape ``shape``.
+    It maps the tensors named in ``scores.names`` to the output O = (P∘M) v, of shape ``shape``.
 
     With ``kernels``, they compute the map and its first and second derivatives, except derivatives in masks
     and biases. All else is computed block by block.
@@ -37,7 +37,7 @@ def attention_map(scores: Scores, shape: Shape, kernels: Kernels | None = None) 
 
     def compute(block: Block, tensors: Tensors, targets: Shapes) -> Tensors:
         x = dict(zip(scores.names, tensors, strict=True))
-        return (reduced(over_keys(weights(scores, block, x).p, x["v"]), targets[0]),)
+        return (reduced(output(weights(scores, block, x)), targets[0]),)
 
     def forward(moved: Flags, shapes: Shapes) -> BlockMap:
         return _tangent_map(scores, _chosen(scores.names, moved), shapes[0], kernels)

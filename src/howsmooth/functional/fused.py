@@ -79,6 +79,8 @@ def obstacle(scores: Scores, x: Mapping[str, Tensor]) -> str | None:
         return f"{q.dtype}"
     if max(q.shape[-1], v.shape[-1]) > _WIDEST or 0 in (*q.shape, *x["k"].shape, *v.shape):
         return f"queries {tuple(q.shape)} and values {tuple(v.shape)}"
+    if "seed" in x:
+        return "dropout"
     if "mask" in x and "bias" in x:
         return "both a mask of numbers and a score bias"
     if get_proxy_mode() is not None:

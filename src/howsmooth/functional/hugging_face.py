@@ -34,8 +34,8 @@ def register() -> None:
     Raises
     ------
     ArgumentError
-        Not here, but in the model's forward pass: if it asks for dropout in training, for attention
-        probabilities (``output_attentions=True``), or for a choice of keys that is not given as a mask.
+        Not here, but in the model's forward pass: if it asks for attention probabilities
+        (``output_attentions=True``), or for a choice of keys that is not given as a mask.
 
     """
     from transformers import AttentionInterface, AttentionMaskInterface
@@ -65,7 +65,7 @@ def _attention_forward(
     (batch, heads, m, key_dim), keys and values (batch, kv_heads, n, ...). Without a mask every query sees
     every key, as in eager attention, whatever ``is_causal`` says.
     """
-    _check_supported(module, dropout, rest)
+    _check_supported(rest)
     m, n = query.shape[-2], key.shape[-2]
     if isinstance(scaling, Tensor):
         query, scaling = query * scaling, 1.0
@@ -84,7 +84,8 @@ def _attention_forward(
     for name, t in numbers.items():
         if t is not None:
             rule[name] = t if t.dtype == torch.bool else t.to(query.dtype)
-    out = attention(query, key, value, scale=scaling, softcap=softcap, **rule)
+    dropped = dropout if module.training else 0.0
+    out = attention(query, key, value, scale=scaling, softcap=softcap, dropout_p=dropped, **rule)
     if attention_mask is not None and attention_mask.is_floating_point():
         # Eager attention is NaN where a mask of numbers is −∞ for all keys. A model that reads its own mask
         # the wrong way round must not get numbers that look right.
@@ -100,33 +101,20 @@ def _both(mask: Tensor | None, chosen: Tensor) -> Tensor:
     return mask.masked_fill(~chosen, torch.finfo(mask.dtype).min)
 
 
-def _check_supported(module: nn.Module, dropout: float, rest: dict[str, Any]) -> None:
+def _check_supported(rest: dict[str, Any]) -> None:
     """Raise an error if a layer asks for what the implementation "howsmooth" does not do."""
-    asked: list[tuple[bool, str, str, str]] = [
-        (
-            bool(dropout) and module.training,
-            "dropout",
-            "0, because attention is computed without dropout",
-            "Call model.eval(), or set the dropout of attention to 0 in the model's configuration.",
-        ),
-        (
-            bool(rest.get("output_attentions")),
+    if rest.get("output_attentions"):
+        raise ArgumentError(
             "output_attentions",
-            "False, because attention probabilities are not kept",
-            'Use attn_implementation="eager" for attention probabilities.',
-        ),
-        *(
-            (
-                rest.get(name) is not None,
+            expected="False, because attention probabilities are not kept",
+            got=repr(rest["output_attentions"]),
+            remedy='Use attn_implementation="eager" for attention probabilities.',
+        )
+    for name in ("block_indices", "cache"):
+        if rest.get(name) is not None:
+            raise ArgumentError(
                 name,
-                "None, because keys are chosen by masks alone",
-                'Use attn_implementation="eager" for this model.',
+                expected="None, because keys are chosen by masks alone",
+                got=f"a {type(rest[name]).__name__}",
+                remedy='Use attn_implementation="eager" for this model.',
             )
-            for name in ("block_indices", "cache")
-        ),
-    ]
-    for refused, name, expected, remedy in asked:
-        if refused:
-            got = dropout if name == "dropout" else rest[name]
-            shown = f"a {type(got).__name__}" if name in ("block_indices", "cache") else repr(got)
-            raise ArgumentError(name, expected=expected, got=shown, remedy=remedy)

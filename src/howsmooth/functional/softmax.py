@@ -6,6 +6,9 @@ With S = c tanh(s/c) + mask + bias, s = scale · q kᵀ, D the derivative of the
 - adjoint, with A = U vᵀ, r = rowsum(P∘A) and G = P∘(A − r): the cotangent of mask and bias is G, of q
   scale · (D∘G) k, of k scale · (D∘G)ᵀ q, and of v Pᵀ U.
 
+Dropout multiplies P where it meets the values by a constant matrix M with the entries 0 and 1/(1 − p):
+O = (P∘M) v, dO = (dP∘M) v + (P∘M) dv, A = (U vᵀ)∘M, and the cotangent of v is (P∘M)ᵀ U.
+
 The gradient of ⟨U, tangent⟩ = ⟨adjoint, dx⟩ in x is the derivative of the adjoint along dx. So these three
 give every second derivative except forward over forward (documentation page "The Jacobian of attention in
 closed form", section "Second derivatives").
@@ -15,6 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -22,7 +26,7 @@ from torch import Tensor
 from howsmooth.attention.visibility import Visibility
 from howsmooth.functional.row_blocks import Block, Grid, Part, kept_whole
 
-__all__ = ["PARTS", "Scores", "Weights", "adjoint", "over_keys", "second", "tangent", "weights"]
+__all__ = ["PARTS", "Scores", "Weights", "adjoint", "output", "second", "tangent", "weights"]
 
 PARTS: Mapping[str, Part] = {
     "q": "queries",
@@ -32,6 +36,7 @@ PARTS: Mapping[str, Part] = {
     "mask": "scores",
     "bias": "scores",
     "sinks": "scores",
+    "seed": "scores",
 }
 _ADDED = ("mask", "bias")
 
@@ -50,8 +55,10 @@ class Scores:
         c; None for S = s + mask + bias.
     names
         Names of the tensors: ``q``, ``k``, ``v``, and any of ``seen`` (True where a query sees a key),
-        ``mask`` and ``bias`` (numbers that are added), and ``sinks`` (the score of one more key whose value
-        is zero).
+        ``mask`` and ``bias`` (numbers that are added), ``sinks`` (the score of one more key whose value is
+        zero), and ``seed`` (of dropout, one int32 for each index of the leading axis).
+    dropout
+        Probability that an entry of P is dropped; used with ``seed`` only.
 
     """
 
@@ -59,6 +66,7 @@ class Scores:
     scale: float
     softcap: float | None
     names: tuple[str, ...]
+    dropout: float = 0.0
 
 
 @dataclass(frozen=True, eq=False)
@@ -77,6 +85,8 @@ class Weights:
         tanh(s/c); None without a cap.
     sink
         Probability of the sink in each row, (..., rows, 1); None without sinks.
+    dropout
+        The matrix M by which dropout multiplies P; None without dropout.
 
     """
 
@@ -86,6 +96,11 @@ class Weights:
     softcap: float | None
     tanh: Tensor | None
     sink: Tensor | None
+    dropout: Tensor | None
+
+    def dropped(self, t: Tensor) -> Tensor:
+        """Apply dropout to a matrix shaped as P: return M∘t, or ``t`` without dropout."""
+        return t if self.dropout is None else t * self.dropout
 
     @property
     def slope(self) -> Tensor | None:
@@ -129,7 +144,40 @@ def weights(scores: Scores, block: Block, x: Mapping[str, Tensor]) -> Weights:
         p, sink = p[..., :-1], p[..., -1:]
     else:
         p = torch.softmax(s, dim=-1)
-    return Weights(x, scores.scale, p if alive is None else p * alive, scores.softcap, tanh, sink)
+    p = p if alive is None else p * alive
+    dropout = _dropout(scores, block, x["seed"], p.dtype) if "seed" in x else None
+    return Weights(x, scores.scale, p, scores.softcap, tanh, sink, dropout)
+
+
+def _dropout(scores: Scores, block: Block, seed: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return the matrix M of a block: 0 where an entry of P is dropped, 1/(1 − p) elsewhere.
+
+    An entry depends on the seed, head, query and key alone. So the derivatives, whose blocks may be others,
+    form the same matrix again, and nothing is kept.
+    """
+    grid = scores.grid
+    numbers = partial(torch.arange, dtype=torch.int32, device=seed.device)
+    heads = numbers(*block.heads.indices(grid.kv_heads)[:2])[:, None, None, None]
+    heads = heads * grid.group + numbers(grid.group)[:, None, None]
+    rows = heads * grid.m + numbers(*block.rows.indices(grid.m)[:2])[:, None]
+    keys = numbers(*block.keys.indices(grid.visible.n)[:2])
+    # The exclusive or of hashes of the row and of the key, hashed again.
+    bits = _hashed(_hashed(_hashed(seed) + rows) ^ _hashed(~keys))
+    kept = bits >= min(round(scores.dropout * 2**32), 2**32 - 1) - 2**31
+    return kept.to(dtype) * (1 / (1 - scores.dropout) if scores.dropout < 1 else 0)
+
+
+def _hashed(x: Tensor) -> Tensor:
+    """Apply a bijection of the int32 numbers that scatters them (the function lowbias32 of C. Wellons)."""
+    # The products overflow, as intended. A shift of a negative number fills up with ones, which & removes.
+    x = (x ^ ((x >> 16) & 0xFFFF)) * 0x7FEB352D
+    x = (x ^ ((x >> 15) & 0x1FFFF)) * (0x846CA68B - 2**32)
+    return x ^ ((x >> 16) & 0xFFFF)
+
+
+def output(at: Weights) -> Tensor:
+    """Return the attention output O = (P∘M) v of a block."""
+    return _over_keys(at.dropped(at.p), at.x["v"])
 
 
 def _ordered(s: Tensor, visible: Visibility, block: Block) -> Tensor:
@@ -159,21 +207,21 @@ def tangent(at: Weights, d: Mapping[str, Tensor]) -> Tensor:
     do: Tensor | None = None
     dp = _dp(at, _ds(at, d), d)
     if dp is not None:
-        do = over_keys(dp, at.x["v"])
+        do = _over_keys(at.dropped(dp), at.x["v"])
     if "v" in d:
-        do = _sum(do, over_keys(at.p, d["v"]))
-    return torch.zeros_like(over_keys(at.p, at.x["v"])) if do is None else do
+        do = _sum(do, _over_keys(at.dropped(at.p), d["v"]))
+    return torch.zeros_like(output(at)) if do is None else do
 
 
 def adjoint(at: Weights, u: Tensor, which: Sequence[str]) -> dict[str, Tensor]:
     """Return the cotangents of the tensors named in ``which``, for a cotangent ``u`` of a block's output."""
     found: dict[str, Tensor] = {}
     if "v" in which:
-        found["v"] = _over_rows(at.p, u)
+        found["v"] = _over_rows(at.dropped(at.p), u)
     # The cotangent of the values needs P only.
     if set(which) <= {"v"}:
         return found
-    a = _products(u, at.x["v"])
+    a = at.dropped(_products(u, at.x["v"]))
     if at.sink is not None and "sinks" in which:
         found["sinks"] = -at.sink * (at.p * a).sum(dim=-1, keepdim=True)
     g = _of_softmax(a, at.p)
@@ -182,7 +230,7 @@ def adjoint(at: Weights, u: Tensor, which: Sequence[str]) -> dict[str, Tensor]:
     if slope is not None:
         g = g * slope
     if "q" in which:
-        found["q"] = at.scale * over_keys(g, at.x["k"])
+        found["q"] = at.scale * _over_keys(g, at.x["k"])
     if "k" in which:
         found["k"] = _over_rows(g, at.scale * at.x["q"])
     return found
@@ -200,13 +248,13 @@ def second(
     ds_raw = _products_moved(at, d)
     slope = at.slope
     dp = _dp(at, _ds(at, d, ds_raw), d)
-    a = _products(u, x["v"])
+    a = at.dropped(_products(u, x["v"]))
     r = (p * a).sum(dim=-1, keepdim=True)
     da: Tensor | None = None
     if du is not None:
-        da = _products(du, x["v"])
+        da = at.dropped(_products(du, x["v"]))
     if "v" in d:
-        da = _sum(da, _products(u, d["v"]))
+        da = _sum(da, at.dropped(_products(u, d["v"])))
     # dr = rowsum(dP∘A + P∘dA) and dG = dP∘(A − r) + P∘(dA − dr), without the terms that are zero.
     dr, dg = torch.zeros_like(r), torch.zeros_like(p)
     if dp is not None:
@@ -217,8 +265,8 @@ def second(
     if "v" in which:
         dv = torch.zeros_like(x["v"])
         if dp is not None:
-            dv = dv + _over_rows(dp, u)
-        found["v"] = dv if du is None else dv + _over_rows(p, du)
+            dv = dv + _over_rows(at.dropped(dp), u)
+        found["v"] = dv if du is None else dv + _over_rows(at.dropped(p), du)
     if at.sink is not None and "sinks" in which:
         found["sinks"] = -at.sink * dr
         if dp is not None:
@@ -233,9 +281,9 @@ def second(
         if ds_raw is not None:
             dg = dg - (2 / at.softcap) * at.tanh * ds_raw * g
     if "q" in which:
-        found["q"] = at.scale * over_keys(dg, x["k"])
+        found["q"] = at.scale * _over_keys(dg, x["k"])
         if "k" in d:
-            found["q"] = found["q"] + at.scale * over_keys(g, d["k"])
+            found["q"] = found["q"] + at.scale * _over_keys(g, d["k"])
     if "k" in which:
         found["k"] = at.scale * _over_rows(dg, x["q"])
         if "q" in d:
@@ -293,7 +341,7 @@ def _products(a: Tensor, b: Tensor) -> Tensor:
     return s
 
 
-def over_keys(p: Tensor, v: Tensor) -> Tensor:
+def _over_keys(p: Tensor, v: Tensor) -> Tensor:
     """Return Σ_j P_ij v_j for each query i: the averages of the values ``v`` with the weights ``p``."""
     o: Tensor = (p.flatten(-3, -2) @ v.squeeze(-3)).unflatten(-2, p.shape[-3:-1])
     return o
