@@ -151,6 +151,7 @@ def page(source: Path) -> str:
         differences_limit=f"{head['limits']['differences']:.0e}",
         autodiff_limit=f"{head['limits']['autodiff']:.0e}",
     )
+    text += _bounds(measured)
     plain = [row for row in closed if row.captured == row.sites and not (row.reasons or _why(row))]
     text += _names("Captured whole", _WHOLE, plain)
     text += _table(
@@ -211,6 +212,39 @@ Up to twelve sites and scopes of a type are checked, where a module of the model
 The errors of each type are in `tests/architectures/matrix.json`, from which
 `scripts/architecture_matrix.py` makes this page.
 """
+
+
+_BOUNDS = """
+## Bounds on a ball
+
+For each layer {{func}}`howsmooth.bounds.best` was asked for an upper bound on the ball that holds the layer's
+tokens, for the number of tokens in the run. It is finite in every layer of {finite} of {measured} measured
+types ({percent:.0f} %).
+
+| bound of every layer | types |
+|---|---|
+| of plain scores, any mask ({{doc}}`theory/bounds-on-a-ball`) | {plain} |
+| of rotary, normed, capped or biased scores or sinks, in some layer ({{doc}}`theory/any-scores`) | {scores} |
+| of the layer's heads alone, in some layer | {heads} |
+| none, in some layer: it is known by its code, not by its matrices, or has scores of another kind | {none} |
+"""
+
+
+def _bounds(measured: list[Row]) -> str:
+    """Return the section that counts model types by the bound on a ball that applies to their layers."""
+    count: Counter[str] = Counter()
+    for row in measured:
+        names = list(row.bounds)
+        if not names or any(name.startswith("none") for name in names):
+            count["none"] += 1
+        elif any(not name.startswith("attention") for name in names):
+            count["heads"] += 1
+        else:
+            count["scores" if any("any_scores" in name for name in names) else "plain"] += 1
+    finite = count["plain"] + count["scores"]
+    kinds = {kind: count[kind] for kind in ("plain", "scores", "heads", "none")}
+    percent = 100 * finite / len(measured)
+    return _BOUNDS.format(finite=finite, measured=len(measured), percent=percent, **kinds)
 
 
 def _measured_cells(row: Row) -> tuple[str, ...]:

@@ -63,6 +63,86 @@ def exact_jacobian(f: hs.SelfAttention, x: Tensor) -> mpmath.matrix:
         return J
 
 
+def exact_differences(f: hs.SelfAttention, x: Tensor) -> mpmath.matrix:
+    """D_X f, (n d_out, n d), for scores of all kinds: differences of size 1e-20 in 60-digit arithmetic."""
+    with mpmath.workdps(60):
+        step, tokens = mpmath.mpf(10) ** -20, _exact(x)
+        n, d = x.shape
+        columns = []
+        for j in range(n):
+            for c in range(d):
+                ends = []
+                for sign in (1, -1):
+                    moved = [list(token) for token in tokens]
+                    moved[j][c] += sign * step
+                    ends.append(_image(f, moved))
+                columns.append([(a - b) / (2 * step) for a, b in zip(*ends, strict=True)])
+        return mpmath.matrix(columns).T
+
+
+def _image(f: hs.SelfAttention, tokens: list[list[mpmath.mpf]]) -> list[mpmath.mpf]:
+    """f(X) without its output bias, as one list."""
+    n, group = len(tokens), f.heads // f.kv_heads
+    seen = f.visible_keys(n)
+    W = _exact(torch.eye(f.heads * f.value_dim) if f.output is None else f.output)
+    heads: list[list[list[mpmath.mpf]]] = []
+    for h in range(f.heads):
+        g = h // group
+        matrices = (f.query[h], f.query_bias, h, f.query_norm), (f.key[g], f.key_bias, g, f.key_norm)
+        q, k = (
+            [
+                _turned_vector(f, _normed(layer, _affine(W, bias, at, token)), i)
+                for i, token in enumerate(tokens)
+            ]
+            for W, bias, at, layer in ((_exact(m), *rest) for m, *rest in matrices)
+        )
+        v = [_affine(_exact(f.value[g]), f.value_bias, g, token) for token in tokens]
+        outputs = []
+        for i in range(n):
+            weights, total = {}, mpmath.mpf(0) if f.sinks is None else mpmath.exp(_number(f.sinks[h]))
+            for j in range(n):
+                if seen is not None and not bool(seen[i, j]):
+                    continue
+                score = mpmath.mpf(f.scale) * mpmath.fdot(q[i], k[j])
+                if f.softcap is not None:
+                    score = f.softcap * mpmath.tanh(score / f.softcap)
+                if f.score_bias is not None:
+                    score += _number(f.score_bias[h % len(f.score_bias), i, j])
+                weights[j] = mpmath.exp(score)
+                total += weights[j]
+            outputs.append(
+                [mpmath.fsum(p * v[j][a] for j, p in weights.items()) / total for a in range(len(v[0]))]
+            )
+        heads.append(outputs)
+    return [entry for i in range(n) for entry in _times(W, [a for outputs in heads for a in outputs[i]])]
+
+
+def _number(t: Tensor) -> mpmath.mpf:
+    return mpmath.mpf(float(t))
+
+
+def _affine(
+    matrix: list[list[mpmath.mpf]], bias: Tensor | None, at: int, token: list[mpmath.mpf]
+) -> list[mpmath.mpf]:
+    image = _times(matrix, token)
+    return image if bias is None else [a + _number(b) for a, b in zip(image, bias[at], strict=True)]
+
+
+def _turned_vector(f: hs.SelfAttention, vector: list[mpmath.mpf], position: int) -> list[mpmath.mpf]:
+    return [row[0] for row in _turned(f, [[entry] for entry in vector], position)]
+
+
+def _normed(layer: hs.LayerNorm | hs.RMSNorm | None, vector: list[mpmath.mpf]) -> list[mpmath.mpf]:
+    if layer is None:
+        return vector
+    if layer.centred:
+        mean = mpmath.fsum(vector) / len(vector)
+        vector = [entry - mean for entry in vector]
+    length = mpmath.sqrt(mpmath.fdot(vector, vector) / len(vector) + mpmath.mpf(layer.eps))
+    gained = [_number(w) * entry / length for w, entry in zip(layer.weight, vector, strict=True)]
+    return gained if layer.bias is None else [a + _number(b) for a, b in zip(gained, layer.bias, strict=True)]
+
+
 def _turned(f: hs.SelfAttention, matrix: list[list[mpmath.mpf]], position: int) -> list[list[mpmath.mpf]]:
     """R_i times a matrix, from the tables of the rotary positions."""
     if f.rotary is None:

@@ -43,6 +43,7 @@ class Row:
     differences: float | None = None
     autodiff_error: float | None = None
     lipschitz: float | None = None  # of the first site
+    bounds: dict[str, int] = field(default_factory=dict)  # scope and bound on a ball, with how many layers
     reasons: dict[str, int] = field(default_factory=dict)  # of refusals, with how often
     unseen: list[str] = field(default_factory=list)  # scopes whose values no module of the model holds
     wrong: list[str] = field(default_factory=list)
@@ -199,6 +200,9 @@ def _measure_sites(
         _check(row, probe, site)
     if not row.captured:
         row.scopes = []
+    for layer in layers:
+        proved = _bound_on_a_ball(model, inputs, layer)
+        row.bounds[proved] = row.bounds.get(proved, 0) + 1
     first = next(iter(layers.values()))
     try:
         estimate = hs.local_lipschitz(first.map, first.x, rtol=1e-2)
@@ -207,6 +211,26 @@ def _measure_sites(
             row.wrong.append(f"local_lipschitz at {first.name}: {error}")
     else:
         row.lipschitz = float(estimate.value.max())
+
+
+def _bound_on_a_ball(model: nn.Module, inputs: dict[str, Any], layer: int) -> str:
+    """Name the tightest finite bound on the ball of the longest token, in the widest scope that has one."""
+    reason = ""
+    for scope in ("attention", "heads", "head"):
+        try:
+            found = _capture(model, inputs, [layer], scope)
+            bounds = [
+                hs.bounds.best(site, length=x.shape[-2], radius=float(x.norm(dim=-1).max()))
+                for site in found
+                for x in [site.x]
+            ]
+        except HowsmoothError as error:
+            reason = reason or _short(str(error))
+        else:
+            if all(bound.holds and bound.value < float("inf") for bound in bounds):
+                return f"{scope}: {bounds[0].name}"
+            reason = reason or f"{bounds[0].name} is infinite"
+    return f"none: {reason}"
 
 
 def _check(row: Row, probe: Probe, site: hs.Site) -> None:

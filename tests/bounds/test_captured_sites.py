@@ -138,10 +138,13 @@ def test_attention_without_matrices_is_refused_by_name(ask: Any) -> None:
 
 def test_scores_and_scopes_that_bounds_do_not_know_are_named() -> None:
     gemma = hs.capture(_model("gemma2"), token_ids(1, 6), layers=[1])[0]
-    for ask in (hs.bounds.lemma_3_8, hs.bounds.certificate_heads, ascend):
+    for ask in (hs.bounds.lemma_3_8, ascend):
         with pytest.raises(ArgumentError, match="got soft-capped scores"):
             ask(gemma, 6, 1.0) if ask is hs.bounds.lemma_3_8 else ask(gemma)
-    assert hs.bounds.best(gemma).name == "any_scores_ball_upper_bound"
+    bound = hs.bounds.best(gemma)
+    assert bound.name == "certificate_heads"
+    assert float(hs.local_lipschitz(gemma.map, gemma.x).lower) <= bound.value
+    assert hs.bounds.best(gemma, length=6).name == "any_scores_ball_upper_bound"
     block = hs.capture(_model("gpt2"), token_ids(1, 6), layers=[1], scope="block")[0]
     with pytest.raises(ArgumentError, match="scope 'block'"):
         hs.bounds.absorb_norm(block)

@@ -22,12 +22,19 @@ from howsmooth.bounds.certificates import (
 from howsmooth.bounds.certificates.eigenvalues import largest_eigenvalue, nonnegative_norm, norm, shrink
 from howsmooth.bounds.certificates.jacobian_rows import rows_value
 from howsmooth.bounds.certificates.quadratic_forms import diagonal_norms, sandwich
-from howsmooth.bounds.certificates.rounded_heads import _weight_errors, heads_at
+from howsmooth.bounds.certificates.rounded_heads import (
+    HeadAt,
+    _normed,
+    _Projected,
+    _weight_errors,
+    _weights,
+    heads_at,
+)
 from howsmooth.bounds.certificates.weight_search import Weights
 from howsmooth.bounds.parameters import parameters_of
 from howsmooth.errors import ArgumentError, NonFiniteError
 from tests._cases import D, dense_jacobian, random_attention, rotary, tokens, true_norm
-from tests._exact import exact_jacobian, exact_norm
+from tests._exact import exact_differences, exact_jacobian, exact_norm
 from tests._search import largest_ratio
 
 F64 = torch.float64
@@ -105,6 +112,79 @@ SEVERAL: dict[str, Callable[[], Case]] = {
 }
 
 
+def drawn(seed: int, *shape: int) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=F64)
+
+
+# Scores of other kinds, of which each must hold against differences in 60 digits
+OTHER_SCORES: dict[str, Callable[[], Case]] = {
+    "RMSNorm": lambda: (
+        one(70, key_dim=4, query_norm=hs.RMSNorm(drawn(1, 4)), key_norm=hs.RMSNorm(drawn(2, 4))),
+        tokens(70, 3, 3),
+    ),
+    "LayerNorm, rotary": lambda: (
+        one(
+            71,
+            key_dim=4,
+            query_norm=hs.LayerNorm(drawn(1, 4), drawn(2, 4)),
+            key_norm=hs.LayerNorm(drawn(3, 4), drawn(4, 4)),
+            rotary=rotary(3, 4),
+        ),
+        tokens(71, 3, 3),
+    ),
+    "norm of keys alone, large tokens": lambda: (
+        one(72, key_norm=hs.RMSNorm(drawn(1, 2), 0.0), biases=False),
+        40 * tokens(72, 3, 3),
+    ),
+    "steep norm": lambda: (
+        one(73, key_dim=4, query_norm=hs.RMSNorm(drawn(1, 4), 1e-6), biases=False),
+        1e-4 * tokens(73, 3, 3),
+    ),
+    "cap": lambda: (one(74, softcap=1.5, temperature=4.0), tokens(74, 3, 3)),
+    "sinks, two heads": lambda: (one(75, heads=2, sinks=drawn(1, 2)), tokens(75, 3, 3)),
+    "bias, grouped": lambda: (
+        one(76, heads=2, kv_heads=1, score_bias=2 * drawn(1, 2, 3, 3)),
+        tokens(76, 3, 3),
+    ),
+    "all, float32": lambda: (
+        float32(
+            one(
+                77,
+                heads=2,
+                key_dim=4,
+                query_norm=hs.RMSNorm(drawn(1, 4)),
+                key_norm=hs.RMSNorm(drawn(2, 4)),
+                rotary=rotary(3, 2),
+                softcap=2.0,
+                sinks=drawn(3, 2),
+                score_bias=drawn(4, 1, 3, 3),
+                causal=True,
+            )
+        ),
+        tokens(77, 3, 3, dtype=torch.float32),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", OTHER_SCORES)
+def test_other_scores_in_exact_comparison(name: str) -> None:
+    f, x = OTHER_SCORES[name]()
+    exact = exact_norm(exact_differences(f, x))
+    found = certificate_heads(f, x)
+    assert mpmath.mpf(float(found.value)) >= exact
+    assert float(found.value) <= 5 * exact
+    assert float(found.rounding) < (1e-6 if name == "steep norm" else 1e-9)
+    assert hs.bounds.best(f, x).name == "certificate_heads"
+
+
+def test_what_the_certificates_do_not_cover_is_refused() -> None:
+    f = one(78, heads=2, key_dim=4, query_norm=hs.RMSNorm(drawn(1, 8)))
+    with pytest.raises(ArgumentError, match="norm of 8 entries, for heads of 4"):
+        certificate_heads(f, tokens(78, 3, 3))
+    with pytest.raises(ArgumentError, match="this certificate cannot use any others, got sinks"):
+        certificate_rows(one(79, sinks=drawn(1, 1)), tokens(79, 3, 3))
+
+
 def check_exactly(certificate: Certificate, f: hs.SelfAttention, x: Tensor) -> None:
     exact = exact_norm(exact_jacobian(f, x))
     assert mpmath.mpf(float(certificate.value)) >= exact
@@ -135,31 +215,40 @@ def test_oracle_agrees_with_autodiff() -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["plain", "hot", "hot, common part", "rotary", "causal", "float32", "two heads"]
+    "name", ["plain", "hot", "hot, common part", "rotary", "causal", "float32", "two heads", *OTHER_SCORES]
 )
 def test_floats_are_as_near_the_exact_jacobian_as_claimed(name: str) -> None:
-    f, x = (SMALL | SEVERAL)[name]()
+    f, x = (SMALL | SEVERAL | OTHER_SCORES)[name]()
     f64, x64 = f.to(dtype=F64), x.double()
     at = heads_at(f64, x64)
     n, d = x.shape
     for h, head in enumerate(at.heads):
         alone = f64.head(h)
-        with mpmath.workdps(40):
-            J = exact_jacobian(alone, x64) * mpmath.mpf(2) ** -_value_exponent(f64)
+        with mpmath.workdps(60):
+            exact = exact_differences if name in OTHER_SCORES else exact_jacobian
+            J = exact(alone, x64) * mpmath.mpf(2) ** -_value_exponent(f64)
             K, Q, V = (mpmath.matrix(t.tolist()) for t in (head.K, head.Q, head.V))
             width = head.V.shape[0]
             for i in range(n):
                 y = (mpmath.matrix(head.q[i : i + 1].tolist())).T
                 diagonal = mpmath.matrix(head.F[i].tolist()) * Q
                 for j in range(n):
-                    turn = mpmath.matrix(_turn(f64, j).tolist())
+                    turn = mpmath.matrix(_derivative(f64, head, j).tolist())
                     w = mpmath.matrix((head.v[j] - head.o[i])[:, None].tolist())
-                    block = head.P[i, j].item() * (V + w * (y.T * turn * K))
+                    block = head.P[i, j].item() * V + head.moving[i, j].item() * (w * (y.T * turn * K))
                     J[i * width : (i + 1) * width, j * d : (j + 1) * d] -= block
                 J[i * width : (i + 1) * width, i * d : (i + 1) * d] -= diagonal
             distance = exact_norm(J)
         assert 0 < distance <= head.error
-        assert head.error <= 1e-9 * float(head.F.norm() * head.Q.norm() + head.V.norm())
+        if name != "steep norm":
+            assert head.error <= 1e-9 * float(head.F.norm() * head.Q.norm() + head.V.norm())
+
+
+def _derivative(f: hs.SelfAttention, head: HeadAt, j: int) -> Tensor:
+    """T_j: the rounded derivative where keys are normed, else R_j from its tables."""
+    if f.key_norm is None or head.turns is None:
+        return _turn(f, j)
+    return head.turns[j]
 
 
 @pytest.mark.parametrize("size", [1e-6, 0.1, 0.4])
@@ -176,6 +265,45 @@ def test_errors_of_weights_cover_errors_of_scores(size: float) -> None:
         assert (moved <= claimed).all()
         nearest = max(nearest, float((moved / claimed).amax()))
     assert nearest > (0.99 if size < 1e-3 else 0.3)
+
+
+@pytest.mark.parametrize("layer", [hs.RMSNorm(drawn(1, 4), 1e-2), hs.LayerNorm(drawn(1, 4), drawn(2, 4))])
+def test_errors_of_norms_cover_errors_of_what_is_normed(layer: hs.LayerNorm | hs.RMSNorm) -> None:
+    a, size = 0.3 * drawn(3, 200, 4), 1e-3
+    error = torch.full_like(a, size)
+    t, d_t, turns, slope, d_turns = _normed(layer, a, error)
+    assert (torch.linalg.matrix_norm(turns, 2) <= slope).all()
+    moved = a + size * drawn(4, 200, 4).sign()
+    t_there, _, turns_there, _, _ = _normed(layer, moved, 0 * error)
+    torch.testing.assert_close(t_there, layer(moved), rtol=1e-12, atol=1e-12)
+    dense = torch.func.vmap(torch.func.jacrev(lambda one: layer(one[None])[0]))(moved)
+    torch.testing.assert_close(turns_there, dense, rtol=1e-10, atol=1e-10)
+    changes = (
+        (t_there - t).norm(dim=1) / d_t[:, 0],
+        torch.linalg.matrix_norm(turns_there - turns, 2) / d_turns,
+    )
+    for change, least in zip(changes, (0.2, 0.05), strict=True):
+        assert least < float(change.max()) <= 1
+
+
+def test_errors_of_capped_weights_cover_errors_of_queries_and_keys() -> None:
+    f = one(80, key_dim=4, softcap=1.5, sinks=drawn(1, 1), score_bias=drawn(2, 1, 6, 6))
+    size, visible = 1e-4, torch.ones(6, 6, dtype=torch.bool)
+
+    def rows(t: Tensor, error: float) -> _Projected:
+        zero = torch.zeros(6, dtype=F64)
+        return _Projected(t, torch.full_like(t, error), t.abs(), None, zero + 1, zero)
+
+    q, k = 2 * drawn(3, 6, 4), drawn(4, 6, 4)
+    P, d_P, M, d_M = _weights(f, 0, rows(q, size), rows(k, size), visible)
+    nearest = torch.zeros(2)
+    for seed in range(40):
+        moved = [rows(t + size * drawn(seed + 10 * i, 6, 4).sign(), 0.0) for i, t in enumerate((q, k))]
+        P_there, _, M_there, _ = _weights(f, 0, *moved, visible)
+        shares = torch.stack([((P_there - P).abs() / d_P).amax(), ((M_there - M).abs() / d_M).amax()])
+        assert (shares <= 1).all()
+        nearest = torch.maximum(nearest, shares)
+    assert (nearest > 0.1).all()
 
 
 def _value_exponent(f: hs.SelfAttention) -> int:
@@ -235,6 +363,7 @@ FORMULAS = {
     "rotary, partial": lambda: (one(62, key_dim=3, rotary=rotary(5, 2)), tokens(62, 5, 3)),
     "grouped, rotary": lambda: (one(63, heads=4, kv_heads=2, rotary=rotary(5, 2)), tokens(63, 5, 3)),
     "two heads": lambda: (one(64, heads=2, temperature=3.0), tokens(64, 5, 3)),
+    "two heads, capped": lambda: (one(65, heads=2, temperature=3.0, softcap=1.0), tokens(65, 5, 3)),
 }
 
 
@@ -251,16 +380,20 @@ def test_certificates_are_the_theorems(name: str) -> None:
     q, k, v = (t.repeat_interleave(f.heads // t.shape[0], 0) for t in f.projections(x))
     s = f.scale * q @ k.mT
     seen = f.visible_keys(n)
+    slope = torch.ones_like(s)
+    if f.softcap is not None:
+        slope, s = 1 - torch.tanh(s / f.softcap) ** 2, f.softcap * torch.tanh(s / f.softcap)
     P = torch.softmax(s if seen is None else s.masked_fill(~seen, -torch.inf), dim=-1)
+    M = P * slope
     group = f.heads // f.kv_heads
     W = torch.stack(f.output.split(f.value_dim, dim=1))
     V, K = (t.repeat_interleave(group, 0) for t in (f.value, f.key))
     turn = torch.stack([_turn(f, j) for j in range(n)])
     y = f.scale * torch.einsum("hik,jkl,hld->hijd", q, turn, K)
     w = torch.einsum("hov,hijv->hijo", W, v[:, None] - (P @ v)[:, :, None])
-    D = f.scale * torch.einsum("hij,hijo,hjk,ikl,hld->iod", P, w, k, turn, f.query)
-    c = _top(torch.einsum("hij,j,hijo,hijp->iop", P, weights, w, w))
-    nu = (_top(torch.einsum("hij,i,hijd,hije->jde", P, c, y, y)) / weights).amax().sqrt()
+    D = f.scale * torch.einsum("hij,hijo,hjk,ikl,hld->iod", M, w, k, turn, f.query)
+    c = _top(torch.einsum("hij,j,hijo,hijp->iop", M, weights, w, w))
+    nu = (_top(torch.einsum("hij,i,hijd,hije->jde", M, c, y, y)) / weights).amax().sqrt()
     norms = torch.linalg.matrix_norm(P, 2)
     first = torch.linalg.matrix_norm(f.output, 2) * torch.linalg.matrix_norm(
         torch.cat([p * value for p, value in zip(norms, V, strict=True)]), 2

@@ -87,7 +87,7 @@ def applicable_bounds(problem: Problem, *, side: str | None = None) -> list[tupl
     rotary = isinstance(f, SelfAttention) and f.rotary is not None
     if isinstance(f, SelfAttention) and (rotary or f.feature_names()):
         if side != "lower":
-            found += [] if f.feature_names() else _at_tokens(problem, rotary=True)
+            found += _at_tokens(problem, rotary=True)
             if problem.length is not None:
                 found += _each((any_scores_ball_upper_bound,), f, problem.length, problem.radius)
         return found
@@ -132,6 +132,10 @@ def _at_tokens(problem: Problem, *, rotary: bool) -> list[tuple[str, Statement]]
     def certified(certificate: Callable[..., Certificate]) -> tuple[str, Statement]:
         return certificate.__name__, lambda: certificate(attention, X).bound()
 
+    if isinstance(attention, SelfAttention) and attention.feature_names():
+        norms = (attention.query_norm, attention.key_norm)
+        known = all(norm is None or norm.d == attention.key_dim for norm in norms)
+        return [certified(certificate_heads)] if known else []
     several = len(attention.heads) > 1 if isinstance(attention, Parameters) else _heads(attention) > 1
     if several:
         return [certified(certificate_heads)]

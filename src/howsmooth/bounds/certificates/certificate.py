@@ -73,15 +73,16 @@ class Certificate:
         return f"Certificate(shape {tuple(self.value.shape)}; {self.name})"
 
 
-def checked_input(attention: object, X: object) -> tuple[SelfAttention, Tensor]:
+def checked_input(attention: object, X: object, *, any_scores: bool = True) -> tuple[SelfAttention, Tensor]:
     """Check an attention and its tokens, and return both in float64 on the CPU.
 
-    For a captured site, X = None stands for the tokens of the site.
+    For a captured site, X = None stands for the tokens of the site. With ``any_scores`` scores may have a
+    bias, a cap, sinks, and norms of the queries and keys of a head.
 
     Raises
     ------
     ArgumentError
-        If ``attention`` is no SelfAttention with plain scores, site of one, Head or Parameters, or X does not
+        If ``attention`` is no SelfAttention with such scores, site of one, Head or Parameters, or X does not
         fit.
     NonFiniteError
         If an entry of X is NaN or infinite.
@@ -107,7 +108,16 @@ def checked_input(attention: object, X: object) -> tuple[SelfAttention, Tensor]:
         raise ArgumentError(
             "attention", expected="a SelfAttention, a captured site or a Head", got=type(attention).__name__
         )
-    require_plain_scores(f, "these certificates")
+    if not any_scores:
+        require_plain_scores(f, "this certificate")
+    for layer in (f.query_norm, f.key_norm):
+        if layer is not None and layer.d != f.key_dim:
+            raise ArgumentError(
+                "attention",
+                expected="norms of the queries and keys of one head",
+                got=f"a norm of {layer.d} entries, for heads of {f.key_dim}",
+                remedy="local_lipschitz measures such attention at given tokens.",
+            )
     if not isinstance(X, Tensor) or not X.is_floating_point() or X.numel() == 0:
         got = (
             f"{X.dtype} of shape {tuple(X.shape)}"

@@ -31,13 +31,15 @@ def certificate_parts(attention: object, X: Tensor | None = None, *, iterations:
 
     The bound is ‖V‖‖P‖ + ν + max_i ‖V C_i A‖, where ν² = max_j q_j⁻¹ λ_max(Σ_i P_ij c_i y_i y_iᵀ) with
     c_i = λ_max(V Σ_j P_ij q_j z_ij z_ijᵀ Vᵀ), z_ij = x_j − m_i and weights q > 0. Every q gives a valid
-    bound; a search chooses q.
+    bound; a search chooses q. With rotary positions, norms of queries and keys, a soft cap, a score bias or
+    sinks, y_i and C_i are those of the documentation page.
 
     Parameters
     ----------
     attention
-        A :class:`~howsmooth.attention.SelfAttention` with one head (any mask, rotary positions and output
-        map), a captured site whose map is one, or a :class:`~howsmooth.bounds.Head`.
+        A :class:`~howsmooth.attention.SelfAttention` with one head (any mask, scores and output map; norms
+        of queries and keys act on each head alone), a captured site whose map is one, or a
+        :class:`~howsmooth.bounds.Head`.
     X
         Tokens (..., n, d), float32 or float64, taken as exact numbers; None for the tokens of the site.
     iterations
@@ -191,8 +193,11 @@ def moving_keys_norm(at: HeadsAt, weights: Weights, rule: Rule) -> Enclosed:
         [head.K.shape[0] for head in at.heads], dim=1
     )
     sums = [key_sums(head, c.upper) for head in at.heads]
-    turn = at.turn_norm**2
-    slack = [(relative + gamma(16)) * turn * b.diagonal(dim1=-2, dim2=-1).sum(-1) for b in sums]
-    phi = sandwich(K, [at.key_blocks(b) for b in sums], slack, rule, weights.nu_square * q)
+    slack = [
+        (relative + gamma(2 * b.shape[-1] + 16)) * head.turn_norm**2 * b.diagonal(dim1=-2, dim2=-1).sum(-1)
+        for head, b in zip(at.heads, sums, strict=True)
+    ]
+    blocks = [head.key_blocks(b) for head, b in zip(at.heads, sums, strict=True)]
+    phi = sandwich(K, blocks, slack, rule, weights.nu_square * q)
     ratio = Enclosed(phi.upper / q * (1 + 4 * U), phi.plain / q)
     return Enclosed(ratio.upper.amax(), ratio.plain.amax()).root()

@@ -58,7 +58,7 @@ def certificate_rows(attention: object, X: Tensor | None = None, *, iterations: 
         If an entry is not finite, or scores are too large for float64.
 
     """
-    f, x = checked_input(attention, X)
+    f, x = checked_input(attention, X, any_scores=False)
     one_head(f, "certificate_rows")
     steps = check_iterations(iterations)
     source = 'howsmooth documentation, "Certificates at given tokens", Theorem R'
@@ -140,22 +140,21 @@ def row_squares(
     n, width = head.v.shape
     k, d = head.K.shape
     VV, VK, KK = head.V @ head.V.mT, head.V @ head.K.mT, head.K @ head.K.mT
-    # With rotary maps R_j, products with K in N_ij N_ijᵀ depend on j: V Kᵀ R_jᵀ and R_j K Kᵀ R_jᵀ.
+    # With rotary maps T_j, products with K in N_ij N_ijᵀ depend on j: V Kᵀ T_jᵀ and T_j K Kᵀ T_jᵀ.
     turn_V, turn_K = VK, KK
-    if at.rotary is not None:
-        turn_V = at.rotary.rotate(VK[:, None].expand(-1, n, -1))  # (value_dim, n, k)
-        once = at.rotary.rotate(KK[:, None].expand(-1, n, -1)).movedim(1, 0)  # (n, k, k): KK R_jᵀ
-        turn_K = at.rotary.rotate(once.mT.movedim(0, -2)).movedim(-2, 0)
+    if head.turns is not None:
+        turn_V = torch.einsum("vk,jlk->vjl", VK, head.turns)
+        turn_K = head.turns @ KK @ head.turns.mT
     squares = torch.empty(n, width, width, dtype=q.dtype)
     slack = torch.empty(n, dtype=q.dtype)
     V_size = head.V.norm()
-    y_size = at.turn_norm * head.K.norm() * head.q.norm(dim=1)
+    y_size = head.turn_norm * head.K.norm() * head.q.norm(dim=1)
     for rows in row_blocks(n, n * max(width, k)):
         rho = head.P[rows] * q
         w = head.v[None] - head.o[rows, None]
         left = rho[..., None] * w
         here = head.q[rows]
-        if at.rotary is None:
+        if head.turns is None:
             cross = left.sum(1)[:, :, None] * (here @ turn_V.mT)[:, None, :]
             y_square = ((here @ turn_K) * here).sum(1).clamp_min(0)[:, None]
         else:
@@ -163,14 +162,14 @@ def row_squares(
             cross = left.mT @ moved
             outer = (here[:, :, None] * here[:, None, :]).flatten(1)
             y_square = (outer @ turn_K.flatten(1).mT).clamp_min(0)
-        if at.rotary is None:
+        if head.turns is None:
             last = y_square[..., None] * (left.mT @ w)
         else:
             last = (left * y_square[..., None]).mT @ w
         squares[rows] = rho.sum(1)[:, None, None] * VV + cross + cross.mT + last
         size = V_size + torch.linalg.vector_norm(w, dim=-1) * y_size[rows, None]
         slack[rows] = (rho * size.square()).sum(1)
-    return squares, up(gamma(d + 3 * k + n + 60) * slack)
+    return squares, up(gamma(d + 5 * k + n + 60) * slack)
 
 
 def diagonal_squares(at: HeadsAt) -> tuple[Float[Tensor, "n value_dim value_dim"], Float[Tensor, " n"]]:

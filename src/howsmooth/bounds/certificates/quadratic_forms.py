@@ -28,27 +28,27 @@ __all__ = ["diagonal_norms", "key_sums", "sandwich", "value_sums"]
 def value_sums(head: HeadAt, q: Float[Tensor, " n"]) -> Float[Tensor, "n value_dim value_dim"]:
     """Return, for each query, a weighted covariance of the values that it attends to.
 
-    Query i attends with the weights P_ij, and output i is the mean of the values. For row i it is Σ_j P_ij
-    q_j w_ij w_ijᵀ with weights q_j, where w_ij is value j minus output i. The rounding error is at most
+    For row i it is Σ_j M_ij q_j w_ij w_ijᵀ with weights q_j, where w_ij is value j minus output i, and M_ij
+    the attention weight, times the derivative of the soft cap if there is one. The rounding error is at most
     γ_{n+8} times the trace.
     """
     n, width = head.v.shape
     sums = torch.empty(n, width, width, dtype=q.dtype)
     for rows in row_blocks(n, n * width):
         w = head.v[None] - head.o[rows, None]
-        sums[rows] = ((head.P[rows] * q)[..., None] * w).mT @ w
+        sums[rows] = ((head.moving[rows] * q)[..., None] * w).mT @ w
     return sums
 
 
 def key_sums(head: HeadAt, c: Float[Tensor, " n"]) -> Float[Tensor, "n key_dim key_dim"]:
     """Return, for each key, a weighted sum of the matrices q_i q_iᵀ of the queries q_i.
 
-    For key j it is Σ_i P_ij c_i q_i q_iᵀ, where q_i is query i and c_i a given weight. The rounding error is
+    For key j it is Σ_i M_ij c_i q_i q_iᵀ, where q_i is query i and c_i a given weight. The rounding error is
     at most γ_{n+8} times the trace.
     """
     n, k = head.q.shape
     outer = (head.q[:, :, None] * head.q[:, None, :]).reshape(n, k * k)
-    return ((head.P * c[:, None]).mT @ outer).reshape(n, k, k)
+    return ((head.moving * c[:, None]).mT @ outer).reshape(n, k, k)
 
 
 def sandwich(

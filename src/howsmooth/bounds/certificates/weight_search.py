@@ -94,14 +94,14 @@ def _follow(image: Callable[[Tensor], Tensor], u: Tensor, steps: int) -> tuple[T
 def _values_image(at: HeadsAt, q: Tensor, u: Tensor) -> Tensor:
     """Multiply vectors by the weighted covariances of the values, without forming any matrix.
 
-    The largest eigenvalue of matrix i is the number c_i of Theorem N. The matrix is Σ_h W_h (Σ_j P_ij q_j
+    The largest eigenvalue of matrix i is the number c_i of Theorem N. The matrix is Σ_h W_h (Σ_j M_ij q_j
     w_ij w_ijᵀ) W_hᵀ, where w_ij is value j minus output i.
     """
     total = torch.zeros_like(u)
     for head, w in zip(at.heads, at.W, strict=True):
         x = u @ w
         along = x @ head.v.mT - (x * head.o).sum(1, keepdim=True)
-        weighted = head.P * q * along
+        weighted = head.moving * q * along
         total = total + (weighted @ head.v - weighted.sum(1, keepdim=True) * head.o) @ w.mT
     return total
 
@@ -109,16 +109,16 @@ def _values_image(at: HeadsAt, q: Tensor, u: Tensor) -> Tensor:
 def _keys_image(at: HeadsAt, c: Tensor, z: Tensor) -> Tensor:
     """Multiply vectors by the weighted second moments of the queries, without forming any matrix.
 
-    The largest eigenvalue of matrix j is the number Φ_j of :func:`joint_weights`. The matrix is Σ_h K_hᵀ R_jᵀ
-    (Σ_i P_ij c_i q_i q_iᵀ) R_j K_h, where R_j is the rotary map at position j.
+    The largest eigenvalue of matrix j is the number Φ_j of :func:`joint_weights`. The matrix is Σ_h K_hᵀ T_jᵀ
+    (Σ_i M_ij c_i q_i q_iᵀ) T_j K_h, where T_j is the derivative of norm and rotary positions at key j.
     """
     total = torch.zeros_like(z)
     for head in at.heads:
         x = z @ head.K.mT
-        x = x if at.rotary is None else at.rotary.rotate(x)
-        weighted = (head.P * c[:, None]).mT * (x @ head.q.mT)
+        x = x if head.turns is None else (head.turns @ x[..., None])[..., 0]
+        weighted = (head.moving * c[:, None]).mT * (x @ head.q.mT)
         back = weighted @ head.q
-        back = back if at.rotary is None else at.rotary.rotate_adjoint(back)
+        back = back if head.turns is None else (head.turns.mT @ back[..., None])[..., 0]
         total = total + back @ head.K
     return total
 
