@@ -339,7 +339,7 @@ def test_the_command_takes_a_forward_with_its_classes_and_data(howsmooth: Howsmo
     assert found["data"]["median_certified_radius"] == wanted.table["certified_radius"].median()
     code, _, err = howsmooth("own.safetensors", "--classes", "own_models", "--length", "4")
     assert code == 2
-    assert "data: expected --data, because the model has a forward of its own" in err
+    assert "data: expected --data FILE: the model has a forward of its own" in err
     code, _, err = howsmooth(*options)
     assert code == 2
     assert "own_models.ViT', which is not known: give your own as classes=[...], or" in err

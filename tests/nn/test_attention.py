@@ -49,6 +49,25 @@ KINDS: dict[str, object] = {
 LAYERS: tuple[type[Layer], ...] = (SoftmaxAttention, QueryKeyNormAttention)
 
 
+@pytest.mark.parametrize("stacked", [False, True])
+def test_takes_the_place_of_attention_in_an_encoder_layer(stacked: bool) -> None:
+    """Evaluation calls the layer as training does, and no fused kernel of PyTorch."""
+    torch.manual_seed(0)
+    encoder = nn.TransformerEncoderLayer(D, 2, 8, dropout=0.0, batch_first=True)
+    layer = SoftmaxAttention.from_torch(encoder.self_attn, length=N, radius=9.0, mask="any")
+    x, padding = torch.randn(2, N, D), torch.zeros(2, N, dtype=torch.bool)
+    padding[1, -1] = True
+    plain = encoder(x, src_key_padding_mask=padding)
+    encoder.self_attn = layer  # type: ignore[assignment]
+    model = nn.TransformerEncoder(encoder, 1) if stacked else encoder
+    for training in (True, False):
+        with torch.no_grad():
+            found = model.train(training)(x, src_key_padding_mask=padding)
+        torch.testing.assert_close(found[~padding], plain[~padding])
+    encoder.self_attn = hs.nn.L2Attention(D, 2, length=N)  # type: ignore[assignment]
+    torch.testing.assert_close(encoder.eval()(x), encoder.train()(x))
+
+
 def made(
     cls: type[Layer], heads: int = 2, *, seed: int = 0, size: float = 1.0, d: int = D, **keywords: Any
 ) -> Layer:

@@ -12,6 +12,7 @@ from examples.digits.models import PlainViT, certifiable
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations
 
+import howsmooth as hs
 from howsmooth.errors import ArgumentError, CertificateError
 from howsmooth.nn import certify
 from howsmooth.nn.certificates import graph
@@ -290,6 +291,38 @@ def test_a_stand_in_for_torchlip(monkeypatch: pytest.MonkeyPatch) -> None:
     GroupSort.__module__ = "elsewhere"
     with pytest.raises(CertificateError, match="GroupSort"):
         certify(GroupSort(), 1, 1.0)
+
+
+def test_arguments_that_are_none_are_none() -> None:
+    """A model that takes a padding mask has the certificate of the model without it, if none is given."""
+
+    class Masked(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.attention = hs.nn.SoftmaxAttention(D, 2, length=4, radius=2.0, mask="any")
+
+        def forward(self, x: Tensor, padding: Tensor | None = None) -> Tensor:
+            return self.attention(x, x, x, key_padding_mask=padding, attn_mask=None)[0]
+
+    class Unmasked(Masked):
+        def forward(self, x: Tensor, padding: Tensor | None = None) -> Tensor:
+            return self.attention(x, x, x)[0]
+
+    model, other, x = Masked(), Unmasked(), 0.1 * torch.randn(1, 4, D)
+    other.load_state_dict(model.state_dict())
+    found, expected = (certify(one, 4, 2.0, inputs=x) for one in (model, other))
+    assert found.constant == expected.constant
+
+    class Padded(Masked):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("mask", torch.zeros(1, 4, dtype=torch.bool))
+
+        def forward(self, x: Tensor, padding: Tensor | None = None) -> Tensor:
+            return super().forward(x, self.mask)
+
+    with pytest.raises(CertificateError, match="is called with key_padding_mask"):
+        certify(Padded(), 4, 2.0, inputs=x)
 
 
 @pytest.mark.parametrize("stretch", [1.0, 4.0])

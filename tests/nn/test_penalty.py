@@ -180,7 +180,7 @@ def test_value_is_a_lower_estimate_before_it_has_converged() -> None:
                 spectrum = torch.linalg.svdvals(dense(f, row.requires_grad_()).detach())
                 assert float((spectrum - value).abs().min()) <= float(residual * value) * (1 + 1e-9)
     assert not penalty.report.converged
-    assert "NOT converged" in str(penalty.report)
+    assert "have not converged" in str(penalty.report)
     assert all(value != value for value in penalty.report.constants().values())
 
 
@@ -388,6 +388,9 @@ def test_errors() -> None:
         layer(y, y, y)
         with pytest.raises(NonFiniteError):
             penalty()
+        layer(x, x, x)
+        with pytest.raises(ArgumentError, match=r"1 of \d+ sequences without one\. .*~key_padding_mask"):
+            penalty(torch.arange(len(x))[:, None].expand(x.shape[:2]) > 0)
     with pytest.raises(ArgumentError, match="steps"):
         SpectralPenalty(layer, [""], steps=0)
     with pytest.raises(ArgumentError, match="seed"):

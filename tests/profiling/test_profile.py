@@ -100,6 +100,16 @@ def test_a_module_with_a_tokenizer_of_transformers() -> None:
     assert found.words == ("a", "l", "i", "c", "e")
     assert list(found.sensitive_tokens(0)["token"].sort_values()) == sorted("alice")
 
+    class Plain:
+        def encode(self, text: str) -> list[int]:
+            return [ord(letter) - 90 for letter in text]
+
+        decode = Letters.decode
+
+    assert hs.profile(tiny("gpt2"), "alice", tokenizer=Plain(), layers=[0]).table.equals(found.table)
+    with pytest.raises(ArgumentError, match="tokenizer: expected a tokenizer of transformers, or an object"):
+        hs.profile(tiny("gpt2"), "alice", tokenizer=object(), layers=[0])
+
 
 def test_half_precision_is_said_and_gives_the_constants_of_float32() -> None:
     half = tiny("llama").to(torch.bfloat16)

@@ -236,7 +236,12 @@ def self_attention_layers(
     given = model_inputs(model, inputs)
     if given.batch != 1 or padding_of(model, given) is not None:
         got = f"{given.batch} sequences" if given.batch != 1 else "a padded sequence"
-        raise ArgumentError("inputs", expected="one sequence without padding", got=got)
+        raise ArgumentError(
+            "inputs",
+            expected="one sequence without padding",
+            got=got,
+            remedy="Of a padded batch, take one sequence: ids[i][mask[i].bool()][None].",
+        )
     with measurement_mode(model):
         yield from _layers(model, given, _checked("layers", layers))
 

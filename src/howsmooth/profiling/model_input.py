@@ -101,7 +101,15 @@ def _encoded(tokenizer: Any, text: str, special: bool) -> list[int]:
         )
     if hasattr(tokenizer, "located"):  # howsmooth's own
         return list(tokenizer.encode(text, special=special))
-    return [int(i) for i in tokenizer(text, add_special_tokens=special)["input_ids"]]
+    if callable(tokenizer):
+        return [int(i) for i in tokenizer(text, add_special_tokens=special)["input_ids"]]
+    if callable(getattr(tokenizer, "encode", None)):
+        return [int(i) for i in tokenizer.encode(text)]
+    raise ArgumentError(
+        "tokenizer",
+        expected="a tokenizer of transformers, or an object with encode(text) and decode(ids)",
+        got=type(tokenizer).__name__,
+    )
 
 
 def _decoder(tokenizer: Any) -> Callable[[Tensor], list[str]]:

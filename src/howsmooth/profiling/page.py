@@ -65,7 +65,7 @@ def _body(profile: Profile, image: str, most: int) -> Markup:
         {
             "place": place_in_words(row["layer"], row["head"]),
             "scope": row["scope"],
-            "value": f"{row['value']:.4g}",
+            "value": f"{row['value']:.6g}",
             "lower": f"{row['lower']:.6g}",
             "upper": f"{row['upper']:.6g}",
             "converged": row["converged"],

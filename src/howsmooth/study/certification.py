@@ -67,7 +67,7 @@ def certify_file(asked: CertificationPlan, on_batch: Callable[[int, int], None] 
     if asked.data is None and not has_rules(saved.model):
         raise ArgumentError(
             "data",
-            expected="--data, because the model has a forward of its own: its example is the first input",
+            expected="--data FILE: the model has a forward of its own, which is recorded at the first input",
             got="no --data",
         )
     inputs, labels = (None, None) if asked.data is None else _data(asked.data, asked.labels)

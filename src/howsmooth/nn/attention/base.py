@@ -99,6 +99,9 @@ class LipschitzAttention(LipschitzModule):
     masks: ClassVar[tuple[str, ...]] = ("none", "causal", "fixed", "any", "additive")
     #: The attribute of torch.nn.MultiheadAttention with this name.
     batch_first: ClassVar[bool] = True
+    # torch.nn.TransformerEncoderLayer reads this attribute of torch.nn.MultiheadAttention. With this value it
+    # calls the layer in eval mode too, instead of a fused kernel for softmax attention.
+    _qkv_same_embed_dim: ClassVar[bool] = False
 
     def __init__(
         self,

@@ -82,6 +82,8 @@ class L2Attention(AttentionVariant):
     def _make_weights(self, factory: dict[str, Any]) -> None:
         d = self.embed_dim
         self.in_proj_weight = nn.Parameter(torch.empty((2 * d, d), **factory))
+        # Read by torch.nn.TransformerEncoderLayer.
+        self.register_parameter("in_proj_bias", None)
         if self.bias:
             self.value_bias = nn.Parameter(torch.zeros(d, **factory))
         else:

@@ -220,6 +220,10 @@ class _Follower(fx.Interpreter):
         except TypeError:
             return "is called with arguments for which there is no rule"
 
+    def _given(self, argument: Any) -> Any:
+        """Return the value of an argument of a call, such as the default of an argument of the model."""
+        return self.env.get(argument, argument) if isinstance(argument, fx.Node) else argument
+
     def _of_module(self, node: fx.Node, value: Any) -> _State | str:
         path = str(node.target)
         module = self.fetch_attr(path)
@@ -228,7 +232,8 @@ class _Follower(fx.Interpreter):
         if state is None or any(one is not node.args[0] for one in node.args):
             return "is called with something else than the same tokens"
         attends = isinstance(module, LipschitzAttention | nn.MultiheadAttention)
-        unknown = set(node.kwargs) - ({"need_weights", "average_attn_weights"} if attends else set())
+        given = {name for name, one in node.kwargs.items() if self._given(one) is not None}
+        unknown = given - ({"need_weights", "average_attn_weights"} if attends else set())
         if unknown or (attends and isinstance(module, nn.MultiheadAttention) and len(node.args) != 3):
             return f"is called with {', '.join(sorted(unknown)) or 'arguments'} for which there is no rule"
         if "forward" in vars(module):

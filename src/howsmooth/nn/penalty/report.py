@@ -92,13 +92,17 @@ class PenaltyReport:
         status = (
             "all pairs converged"
             if not missed
-            else f"{missed} of {of} pairs NOT converged, as is usual at new batches"
+            else f"{missed} of {of} pairs have not converged, as is usual at new batches"
         )
         largest = torch.stack([layer.value.max() for layer in self.layers]).max()
+        layers = "".join(
+            f"\n  {layer.name}: mean {float(layer.value.mean()):.4g}, largest {float(layer.value.max()):.4g}"
+            for layer in self.layers
+        )
         return (
             f"Lower estimates of the local Lipschitz constants of {len(self.layers)} layers "
             f"(scope {', '.join(sorted({layer.scope for layer in self.layers}))}), the largest "
-            f"{float(largest):.4g}; {status} (relative residual <= {self.rtol:g})"
+            f"{float(largest):.4g}; {status} (relative residual <= {self.rtol:g}){layers}"
         )
 
     __repr__ = __str__

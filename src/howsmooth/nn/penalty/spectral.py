@@ -369,11 +369,19 @@ def _at_real_tokens(f: Callable[[Tensor], Tensor], x: Tensor, real: Tensor | Non
 def _real(tokens: Tensor | None, x: Tensor) -> Tensor | None:
     """Return a mask of the tokens: 1 for real tokens, 0 for padding.
 
-    The shape of ``tokens`` is checked.
+    The shape of ``tokens`` is checked, and that every sequence has a token that counts.
     """
     if tokens is None:
         return None
     if not isinstance(tokens, Tensor) or tokens.shape != x.shape[:2]:
         got = f"shape {tuple(tokens.shape)}" if isinstance(tokens, Tensor) else type(tokens).__name__
         raise ArgumentError("tokens", expected=f"a mask of shape {tuple(x.shape[:2])}", got=got)
+    empty = int((~tokens.bool().any(dim=1)).sum())
+    if empty:
+        raise ArgumentError(
+            "tokens",
+            expected="a mask that is true at the tokens that count, at least one in each sequence",
+            got=f"{empty} of {len(tokens)} sequences without one",
+            remedy="For a key_padding_mask, which is true at padding, give ~key_padding_mask.",
+        )
     return tokens.to(device=x.device).bool().to(x.dtype)
