@@ -121,15 +121,15 @@ def test_an_evaluation_says_how_far_tokens_reach_within_the_certified_radius(
     # The first input may move by 0.9, to the norm 1.8; the second lies on the boundary of the classes.
     assert found.reach == pytest.approx(1.8, rel=1e-9)
     assert "2 inputs, the longest token of norm 1; 1 of the class of their label" in str(found)
-    assert "reach the norm 1.8, and beyond 1 nothing is proved: radius=1.802 covers all" in str(found)
+    assert "of at most 1; within the certified radii they reach 1.8, which radius=1.802 or" in str(found)
     for covered in ({"radius": found.reach}, {"radius": 1.0, "clip": True}):
-        assert "nothing is proved" not in str(hs.nn.evaluate(model, x, length=1, **covered))
+        assert "they reach" not in str(hs.nn.evaluate(model, x, length=1, **covered))
     hs.nn.save(model, "line.safetensors", length=1, radius=1.0)
     np.save("x.npy", x.numpy())
     line = ("line.safetensors", "--data", "x.npy")
-    assert "norm up to 1.8, and beyond 1 nothing is proved: --radius 1.802 covers" in howsmooth(*line)[1]
+    assert "Within the certified radii they reach 1.8: --radius 1.802 covers" in howsmooth(*line)[1]
     for options in (("--radius", "1.802"), ("--clip",)):
-        assert "nothing is proved" not in howsmooth(*line, *options)[1]
+        assert "they reach" not in howsmooth(*line, *options)[1]
 
 
 def test_no_attack_moves_an_input_to_another_class_within_its_radius() -> None:
@@ -406,10 +406,7 @@ def test_accuracies_and_files(howsmooth: Howsmooth, files: Any) -> None:
         assert int(count) == int((radii > float(radius)).sum())
         assert float(share) == pytest.approx(int(count) / 40, abs=1e-4)
     assert 0 < int(shown[2][2]) < int(shown[1][2]) <= 37
-    assert (
-        "The tokens of perturbed inputs must stay within the radius; with --clip they may have any norm."
-        in out
-    )
+    assert "proved for perturbed inputs whose tokens have norms of at most 2; with --clip for all." in out
     assert f"Written: {Path('found/modules.csv')}" in out
     assert f"Written: {Path('found/inputs.csv')}" in out
     table = pd.read_csv("found/inputs.csv")

@@ -120,13 +120,14 @@ def _remarks(found: Certified) -> list[str]:
             "they may have tokens of any norm."
         )
     else:
-        remarks.append(
-            "The tokens of perturbed inputs must stay within the radius; with --clip they may have any norm."
+        proved = (
+            "The counts are proved for perturbed inputs whose tokens have norms of at most "
+            f"{found.radius:.6g}; with --clip for all."
         )
         if evaluation.reach > found.radius:
-            remarks.append(
-                "Inputs within their certified radius have tokens of norm up to "
-                f"{evaluation.reach:.4g}, and beyond {found.radius:.6g} nothing is proved: --radius "
-                f"{1.001 * evaluation.reach:.4g} covers all."
+            proved += (
+                f" Within the certified radii they reach {evaluation.reach:.4g}: --radius "
+                f"{1.001 * evaluation.reach:.4g} covers these too."
             )
+        remarks.append(proved)
     return remarks

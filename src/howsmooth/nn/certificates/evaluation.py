@@ -89,9 +89,9 @@ class Evaluation:
         ]
         if self.reach > self.certificate.radius:
             lines.append(
-                f"Within their certified radius tokens reach the norm {self.reach:.4g}, and beyond "
-                f"{self.radius:.6g} nothing is proved: radius={1.001 * self.reach:.4g} covers all, as does "
-                "clip=True."
+                f"This is proved for perturbed inputs whose tokens have norms of at most {self.radius:.6g}; "
+                f"within the certified radii they reach {self.reach:.4g}, which "
+                f"radius={1.001 * self.reach:.4g} or clip=True covers."
             )
         return "\n".join(lines)
 
