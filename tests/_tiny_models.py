@@ -79,10 +79,12 @@ def token_ids(batch: int, n: int, seed: int = 0) -> Tensor:
 
 
 class WithoutDowncast(TorchFunctionMode):
-    """Undo the conversions to float32 that transformers hides in norms and softmaxes of float64 models."""
+    """Undo the conversions to float32 that transformers hides in norms, softmaxes and constants."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})
+        if func is torch.tensor and kwargs.get("dtype") == torch.float32:
+            kwargs["dtype"] = torch.float64
         if args and isinstance(args[0], Tensor) and args[0].dtype == torch.float64:
             if func is Tensor.to and torch.float32 in (*args[1:], kwargs.get("dtype")):
                 return args[0]

@@ -13,7 +13,6 @@ from torch import Tensor
 import howsmooth as hs
 from howsmooth import adversarial, bounds
 from howsmooth.attention.core import cap_slope
-from howsmooth.bounds.certificates import certificate_heads
 from howsmooth.dynamics import Rescaled
 from howsmooth.dynamics.rescaled import value_matrix
 from howsmooth.errors import ArgumentError, NonFiniteError
@@ -170,7 +169,6 @@ def _square(**keywords: object) -> hs.SelfAttention:
 
 REFUSING = {
     "parameters": lambda f, folder: bounds.parameters_of(f),
-    "certificate": lambda f, folder: certificate_heads(f, tokens(0, N, D)),
     "absorbed": lambda f, folder: bounds.pre_norm_upper_bound(
         f, hs.RMSNorm(torch.ones(D, dtype=torch.float64), 1e-6), length=N
     ),
