@@ -394,6 +394,7 @@ def test_own_layers_are_measured_as_they_are_called(
         max(float(torch.linalg.matrix_norm(k[h].T @ q[h] / 2, 2)) for h in (0, 1))
     )
     assert row.bound == pytest.approx(float(model.own.lipschitz_bound(5, settings["radius"]).value))
+    assert (row.bound_length, row.bound_radius) == (5, settings["radius"])
     assert row.lipschitz is not None
     assert row.lipschitz <= row.bound
     assert rows[0].bound is None

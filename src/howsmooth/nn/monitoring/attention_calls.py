@@ -109,11 +109,16 @@ class OwnAttention:
             )
         return score_norm(self.map)
 
-    def bound(self) -> float | None:
-        """Return the layer's proved Lipschitz bound; None for a layer without a largest token norm."""
-        if self.module.radius is None:
-            return None
-        return float(self.module.lipschitz_bound(self.module.length, self.module.radius).value)
+    def bound(self) -> dict[str, float | int]:
+        """Return the fields of a record about the layer's proved Lipschitz bound.
+
+        The result is empty for a layer without a largest token norm, which has no bound.
+        """
+        length, radius = self.module.length, self.module.radius
+        if radius is None:
+            return {}
+        bound = float(self.module.lipschitz_bound(length, radius).value)
+        return {"bound": bound, "bound_length": length, "bound_radius": float(radius)}
 
     def add_scores(self, scores: ScoreStatistics, x: Tensor) -> None:
         """Add the logits and the entropies of the rows of the call's attention weights to ``scores``."""

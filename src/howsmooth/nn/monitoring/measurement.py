@@ -270,7 +270,8 @@ class _Measurement:
             part.fixed["score_norm_missing"] = error.got
         described = f.describe() if isinstance(f, TokenMap) else ""
         part.fixed["map"] = described if layer.own is None else layer.own.describe()
-        part.fixed["bound"] = None if layer.own is None else layer.own.bound()
+        if layer.own is not None:
+            part.fixed |= layer.own.bound()
 
 
 def _places(model: nn.Module, given: ModelInputs) -> tuple[list[OwnAttention | TracedLayer], OwnLayers]:

@@ -49,8 +49,11 @@ class MonitorRecord:
     converged: bool | None = None
     #: Largest number of solver steps over the sequences.
     iterations: int | None = None
-    #: For layers of :mod:`howsmooth.nn` with a radius: the proved bound at their length and radius.
+    #: For layers of :mod:`howsmooth.nn` with a radius: the proved bound for ``bound_length`` tokens of norm
+    #: at most ``bound_radius``.
     bound: float | None = None
+    bound_length: int | None = None
+    bound_radius: float | None = None
     #: Largest ‖A_h‖₂ over the heads, where A_h is the matrix of the scores ⟨A_h x_i + b_h, x_j⟩.
     score_norm: float | None = None
     #: Why ``score_norm`` is missing.
@@ -104,7 +107,7 @@ def table(records: Iterable[MonitorRecord]) -> pd.DataFrame:
     missing = {"score_norm_missing", "logit_missing", "entropy_missing"}
     words = {"name", "scope", "probes", "failure", "map", "method", *missing}
     for column in columns:
-        if column in ("layer", "tokens", "iterations"):
+        if column in ("layer", "tokens", "iterations", "bound_length"):
             frame[column] = frame[column].astype("Int64")
         elif column == "converged":
             frame[column] = frame[column].astype("boolean")
