@@ -112,15 +112,13 @@ def test_a_search_on_a_site_may_have_another_domain_and_length() -> None:
 @pytest.mark.parametrize(
     "ask",
     [
-        hs.bounds.best,
-        hs.bounds.table,
         hs.bounds.certificate_heads,
         hs.bounds.parameters_of,
         hs.bounds.absorb_norm,
         ascend,
         lambda site: constructions(site, 4, 1.0),
     ],
-    ids=["best", "table", "certificate", "parameters", "absorb", "ascend", "constructions"],
+    ids=["certificate", "parameters", "absorb", "ascend", "constructions"],
 )
 def test_attention_without_matrices_is_refused_by_name(ask: Any) -> None:
     for kind, path, words in (
@@ -134,6 +132,23 @@ def test_attention_without_matrices_is_refused_by_name(ask: Any) -> None:
         assert site.path == path
         with pytest.raises(ArgumentError, match=rf"given by its matrices.*cannot use any other, got {words}"):
             ask(site)
+
+
+@pytest.mark.parametrize("kind", [Gated, Tilted])
+def test_the_bound_of_a_site_without_matrices_is_that_of_its_recorded_operations(kind: Any) -> None:
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        module = kind().double().eval()
+    site = hs.capture(module, tokens(0, 1, 5, 8))[0]
+    measured = hs.local_lipschitz(site.map, site.x)
+    bound = hs.bounds.best(site)
+    assert bound.name == "recorded_map_ball_upper_bound"
+    assert float(measured.lower) <= bound.value < 100 * float(measured.upper)
+    listed = hs.bounds.table(site)
+    assert bound.value in list(listed["value"])
+    assert listed["value"].iloc[-1] > 0
+    with pytest.raises(ArgumentError, match="given by its matrices|got ReplayedAttention"):
+        hs.bounds.best(site, side="lower", length=5, radius=1.0)
 
 
 def test_scores_and_scopes_that_bounds_do_not_know_are_named() -> None:

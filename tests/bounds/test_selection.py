@@ -199,9 +199,6 @@ def test_what_is_no_attention_is_refused() -> None:
     site = hs.capture(tiny("bert"), token_ids(2, 5), layers=[0])[0]
     with pytest.raises(ArgumentError, match="one sequence, got a site with 2"):
         table(site)
-    block = hs.capture(tiny("bert"), token_ids(1, 5), layers=[0], scope="block")[0]
-    with pytest.raises(ArgumentError, match="scope 'block'"):
-        table(block)
 
 
 def test_a_square_matrix_is_asked_for() -> None:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from howsmooth.attention import LayerNorm, RMSNorm, SelfAttention
+from howsmooth.attention import LayerNorm, RMSNorm, TokenMap
 from howsmooth.bounds.bound import check_length, check_radius
 from howsmooth.bounds.norm_layer_outputs import norm_radius
 from howsmooth.bounds.parameters import Head, Parameters, SiteLike, parameters_of
@@ -26,7 +26,7 @@ class Problem:
     Attributes
     ----------
     attention
-        A Head, Parameters or SelfAttention.
+        A Head, Parameters or SelfAttention, or another map of tokens, which is known by its code.
     X
         Tokens (n, d), float64 on the CPU, or None for all tokens in the ball.
     length
@@ -38,7 +38,7 @@ class Problem:
 
     """
 
-    attention: Head | Parameters | SelfAttention
+    attention: Head | Parameters | TokenMap
     X: Tensor | None
     length: int | None
     radius: float
@@ -59,11 +59,11 @@ class Problem:
 
         """
         attention, norm = source, None
-        if isinstance(source, SiteLike) and not isinstance(source, SelfAttention):
+        if isinstance(source, SiteLike) and not isinstance(source, TokenMap):
             attention, norm = source.map, source.norm
             if X is None and length is None:
                 X = _single(source.x)
-        if not isinstance(attention, Head | Parameters | SelfAttention):
+        if not isinstance(attention, Head | Parameters | TokenMap):
             attention = parameters_of(source)  # raises an error for other types
         X = None if X is None else _tokens(X, attention)
         n = None if length is None else check_length(length)
@@ -110,7 +110,7 @@ def _single(x: Tensor) -> Tensor:
     )
 
 
-def _tokens(X: Tensor, attention: Head | Parameters | SelfAttention) -> Tensor:
+def _tokens(X: Tensor, attention: Head | Parameters | TokenMap) -> Tensor:
     d = attention.heads[0].d if isinstance(attention, Parameters) else attention.d
     if not isinstance(X, Tensor):
         raise ArgumentError(

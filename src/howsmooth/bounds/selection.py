@@ -7,7 +7,7 @@ from functools import partial
 
 from torch import Tensor
 
-from howsmooth.attention import SelfAttention
+from howsmooth.attention import SelfAttention, TokenMap
 from howsmooth.bounds.any_scores_upper_bounds import any_scores_ball_upper_bound
 from howsmooth.bounds.ball_lower_bounds import (
     causal_two_cluster_lower_bound,
@@ -62,6 +62,7 @@ from howsmooth.bounds.multi_head_upper_bounds import (
 )
 from howsmooth.bounds.parameters import Head, Parameters, parameters_of
 from howsmooth.bounds.problem import Problem
+from howsmooth.bounds.recorded_map_upper_bounds import recorded_map_ball_upper_bound
 from howsmooth.errors import ArgumentError
 
 __all__ = ["Statement", "all_bounds", "applicable_bounds", "best"]
@@ -84,6 +85,10 @@ def applicable_bounds(problem: Problem, *, side: str | None = None) -> list[tupl
     """Return the name of each bound that applies, with a function that computes the bound."""
     found: list[tuple[str, Statement]] = []
     f = problem.attention
+    if isinstance(f, TokenMap) and not isinstance(f, SelfAttention):
+        if side == "lower" or problem.length is None:
+            return found
+        return _each((recorded_map_ball_upper_bound,), f, problem.length, problem.radius)
     rotary = isinstance(f, SelfAttention) and f.rotary is not None
     if isinstance(f, SelfAttention) and (rotary or f.feature_names()):
         if side != "lower":
@@ -149,7 +154,7 @@ def _at_tokens(problem: Problem, *, rotary: bool) -> list[tuple[str, Statement]]
     )
 
 
-def _heads(attention: Head | SelfAttention) -> int:
+def _heads(attention: Head | TokenMap) -> int:
     return attention.heads if isinstance(attention, SelfAttention) else 1
 
 
@@ -196,8 +201,8 @@ def best(
     Parameters
     ----------
     attention
-        A :class:`~howsmooth.attention.SelfAttention`, a :class:`Head`, or a captured site. For a site, ``X``
-        defaults to its tokens if no length is given.
+        A :class:`~howsmooth.attention.SelfAttention`, a :class:`Head`, another map of tokens, or a captured
+        site. For a site, ``X`` defaults to its tokens if no length is given.
     X
         Tokens (n, d) for a bound on ‖D_X f‖; None for a bound on the Lipschitz constant on B_R^n.
     length
@@ -236,7 +241,7 @@ def best(
         )
     candidates = [bound for bound in all_bounds(problem, side=side) if bound.holds]
     if not candidates:
-        if side == "lower" and isinstance(problem.attention, SelfAttention):
+        if side == "lower" and isinstance(problem.attention, TokenMap):
             parameters_of(problem.attention)  # raises an error about rotary positions and other scores
         raise ArgumentError(
             "length",
