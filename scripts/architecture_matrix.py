@@ -112,7 +112,7 @@ def write(path: Path, of: list[Row]) -> None:
 
 def _rounded(row: Row) -> dict[str, Any]:
     values = row.as_dict()
-    for name in ("differences", "autodiff_error", "lipschitz"):
+    for name in ("differences", "autodiff_error", "looseness", "lipschitz"):
         if values[name] is not None:
             values[name] = float(f"{values[name]:.2g}" if name != "lipschitz" else f"{values[name]:.4g}")
     values["seconds"] = round(row.seconds, 1)

@@ -44,6 +44,7 @@ class Row:
     autodiff_error: float | None = None
     lipschitz: float | None = None  # of the first site
     bounds: dict[str, int] = field(default_factory=dict)  # scope and bound on a ball, with how many layers
+    looseness: float | None = None  # the bound of the first site, divided by its constant at its tokens
     reasons: dict[str, int] = field(default_factory=dict)  # of refusals, with how often
     unseen: list[str] = field(default_factory=list)  # scopes whose values no module of the model holds
     wrong: list[str] = field(default_factory=list)
@@ -211,6 +212,19 @@ def _measure_sites(
             row.wrong.append(f"local_lipschitz at {first.name}: {error}")
     else:
         row.lipschitz = float(estimate.value.max())
+        _compare_bound(row, first, estimate)
+
+
+def _compare_bound(row: Row, site: hs.Site, estimate: hs.LipschitzEstimate) -> None:
+    """Compare the bound on the ball with the constant that was measured inside it."""
+    try:
+        bound = hs.bounds.best(site, length=site.x.shape[-2], radius=float(site.x.norm(dim=-1).max()))
+    except HowsmoothError:
+        return
+    if bound.value < float(estimate.lower.max()):
+        row.wrong.append(f"{bound.name} at {site.name}: {bound.value} < {float(estimate.lower.max())}")
+    if row.lipschitz:
+        row.looseness = bound.value / row.lipschitz
 
 
 def _bound_on_a_ball(model: nn.Module, inputs: dict[str, Any], layer: int) -> str:
