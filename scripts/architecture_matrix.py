@@ -25,6 +25,7 @@ from collections import Counter
 from collections.abc import Iterable
 from dataclasses import fields
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
@@ -219,32 +220,66 @@ _BOUNDS = """
 
 For each layer {{func}}`howsmooth.bounds.best` was asked for an upper bound on the ball that holds the layer's
 tokens, for the number of tokens in the run. It is finite in every layer of {finite} of {measured} measured
-types ({percent:.0f} %).
+types ({percent:.0f} %). No bound was below the constant at these tokens, which lie inside the ball.
 
-| bound of every layer | types |
-|---|---|
-| of plain scores, any mask ({{doc}}`theory/bounds-on-a-ball`) | {plain} |
-| of rotary, normed, capped or biased scores or sinks, in some layer ({{doc}}`theory/any-scores`) | {scores} |
-| of the layer's heads alone, in some layer | {heads} |
-| none, in some layer: it is known by its code, not by its matrices, or has scores of another kind | {none} |
+| bound of every layer | types | bound / constant at the tokens, median |
+|---|---|---|
+| of plain scores, any mask ({{doc}}`theory/bounds-on-a-ball`) | {plain} | {plain_ratio} |
+| of rotary, normed, capped or biased scores or sinks, in some layer ({{doc}}`theory/any-scores`) | {scores} \
+| {scores_ratio} |
+| of recorded operations, in some layer ({{doc}}`theory/recorded-maps`) | {recorded} | {recorded_ratio} |
+| of the layer's heads alone, in some layer | {heads} | |
+| none, in some layer | {none} | |
+
+The last factors are large where a layer divides by a norm: the ball contains tokens near zero, at which that
+is steep, and a real token is not near zero. At given tokens the certificates are far sharper
+({{doc}}`theory/certificates`).
 """
 
 
+def _kind_of_bound(row: Row) -> str:
+    names = list(row.bounds)
+    if not names or any(name.startswith("none") for name in names):
+        return "none"
+    if any(not name.startswith("attention") for name in names):
+        return "heads"
+    if any("recorded" in name for name in names):
+        return "recorded"
+    return "scores" if any("any_scores" in name for name in names) else "plain"
+
+
 def _bounds(measured: list[Row]) -> str:
-    """Return the section that counts model types by the bound on a ball that applies to their layers."""
-    count: Counter[str] = Counter()
+    """Return the section about the bound on a ball that applies to the layers of each model type."""
+    kinds: dict[str, list[Row]] = {kind: [] for kind in ("plain", "scores", "recorded", "heads", "none")}
     for row in measured:
-        names = list(row.bounds)
-        if not names or any(name.startswith("none") for name in names):
-            count["none"] += 1
-        elif any(not name.startswith("attention") for name in names):
-            count["heads"] += 1
-        else:
-            count["scores" if any("any_scores" in name for name in names) else "plain"] += 1
-    finite = count["plain"] + count["scores"]
-    kinds = {kind: count[kind] for kind in ("plain", "scores", "heads", "none")}
-    percent = 100 * finite / len(measured)
-    return _BOUNDS.format(finite=finite, measured=len(measured), percent=percent, **kinds)
+        kinds[_kind_of_bound(row)].append(row)
+    finite = sum(len(kinds[kind]) for kind in ("plain", "scores", "recorded"))
+    ratios = {}
+    for kind in ("plain", "scores", "recorded"):
+        known = [row.looseness for row in kinds[kind] if row.looseness is not None]
+        ratios[f"{kind}_ratio"] = f"{median(known):.2g}" if known else ""
+    text = _BOUNDS.format(
+        finite=finite,
+        measured=len(measured),
+        percent=100 * finite / len(measured),
+        **{kind: len(of) for kind, of in kinds.items()},
+        **ratios,
+    )
+    for kind, words in _KINDS.items():
+        text += f"\n**{words}**: {', '.join(f'`{row.type}`' for row in kinds[kind])}.\n"
+    return "\n".join(line for part in text.split("\n") for line in _wrapped(part))
+
+
+_KINDS = {
+    "plain": "Plain scores",
+    "scores": "Other scores",
+    "recorded": "Recorded operations",
+    "none": "None, in some layer",
+}
+
+
+def _wrapped(line: str) -> list[str]:
+    return textwrap.wrap(line, 110, break_long_words=False) if line.startswith("**") else [line]
 
 
 def _measured_cells(row: Row) -> tuple[str, ...]:

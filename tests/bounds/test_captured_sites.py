@@ -147,7 +147,7 @@ def test_the_bound_of_a_site_without_matrices_is_that_of_its_recorded_operations
     listed = hs.bounds.table(site)
     assert bound.value in list(listed["value"])
     assert listed["value"].iloc[-1] > 0
-    with pytest.raises(ArgumentError, match="given by its matrices|got ReplayedAttention"):
+    with pytest.raises(ArgumentError, match=r"given by its matrices|got ReplayedAttention"):
         hs.bounds.best(site, side="lower", length=5, radius=1.0)
 
 

@@ -1,7 +1,7 @@
 """Rules that bound the values and the derivative of each PyTorch operation in a recorded map.
 
 A :class:`Range` bounds one tensor of the map on a ball of inputs. A rule computes the range of an operation's
-result from the ranges of its arguments. Proofs: documentation page "Bounds for the scores of today's models",
+result from the ranges of its arguments. Proofs: documentation page "Bounds for recorded maps",
 Theorem P.
 """
 

@@ -1,7 +1,7 @@
 """An upper bound on a ball for any map of tokens whose PyTorch operations have rules.
 
 It is for layers that are known by their code and not by matrices: gated attention, latent attention, scores
-whose biases depend on the tokens. Proof: documentation page "Bounds for the scores of today's models",
+whose biases depend on the tokens. Proof: documentation page "Bounds for recorded maps",
 Theorem P.
 """
 
@@ -28,7 +28,7 @@ from howsmooth.errors import ArgumentError
 
 __all__ = ["Recording", "recorded_map_ball_upper_bound"]
 
-_SOURCE = 'howsmooth documentation, "Bounds for the scores of today\'s models", Theorem P'
+_SOURCE = 'howsmooth documentation, "Bounds for recorded maps", Theorem P'
 
 
 def recorded_map_ball_upper_bound(attention: object, length: object, radius: object) -> Bound:
@@ -61,7 +61,7 @@ def recorded_map_ball_upper_bound(attention: object, length: object, radius: obj
 
     References
     ----------
-    Documentation page "Bounds for the scores of today's models", Theorem P.
+    Documentation page "Bounds for recorded maps", Theorem P.
 
     """
     f = (
