@@ -98,6 +98,7 @@ CASES: dict[str, tuple[Callable[[Tensor], Tensor], float]] = {
     "layer norm": (lambda x: F.layer_norm(x, (D,), B, C[0], 1e-2), 0.9),
     "batch norm": (lambda x: F.batch_norm(x, B, B.abs() + 0.1, C[0], C[1]), 0.99),
     "clamped": (lambda x: x.clamp(0.2, 0.9) + x.clamp_min(-0.3) - x.clamp_max(0.4), 0.3),
+    "clamped from below, everywhere": (lambda x: x.clamp_min(2.0), 0.0),
     "negative": (lambda x: -x, 0.99),
     "absolute value": (lambda x: x.abs(), 0.99),
     "relu": (lambda x: x.relu(), 0.99),
@@ -108,6 +109,7 @@ CASES: dict[str, tuple[Callable[[Tensor], Tensor], float]] = {
     "gelu, tanh": (lambda x: F.gelu(3 * x, approximate="tanh"), 0.97),
     "hardswish": (lambda x: F.hardswish(9 * x), 0.9),
     "softplus": (lambda x: F.softplus(3 * x, beta=2.0), 0.9),
+    "softplus of zero": (lambda x: F.softplus(0.0 * x, beta=0.5), 0.0),
     "sine": (lambda x: x.sin(), 0.99),
     "cosine": (lambda x: x.cos(), 0.9),
     "softmax": (lambda x: (3 * x).softmax(-1), 0.5),
@@ -170,7 +172,7 @@ def test_softmax_attention_holds_for_tangents_of_queries_keys_and_values(core: s
 
     def f(x: Tensor, attend: Callable[..., Tensor]) -> Tensor:
         q = (x @ W).view(N, 2, 3).transpose(0, 1)
-        k, v = (t.view(N, 2, 3).transpose(0, 1)[:key_heads] for t in (x @ W.T, x + B))
+        k, v = (t.view(N, 2, 3).transpose(0, 1)[:key_heads] for t in (x @ W.T, x * S + B))
         return attend(0, q, k, v)
 
     recording = Recording(_tokens()[0], R)

@@ -12,6 +12,7 @@ import numpy as np
 import pandas as pd
 import pytest
 import torch
+from transformers import ViTConfig, ViTModel
 
 import howsmooth as hs
 from howsmooth.bounds import ball_upper_bound, norm_radius, table
@@ -22,6 +23,7 @@ from tests._cases import dense_jacobian, random_attention
 from tests._cases import tokens as gaussian
 from tests._sources import SmallModel, norm, plain_table, small_sources, tokens
 from tests._study import contents_of, make_plan, make_tools, run, words
+from tests._tiny_models import tiny
 
 Result = tuple[int, str, str]
 Howsmooth = Callable[..., Result]
@@ -150,6 +152,47 @@ def test_rotary_positions_have_certificates_and_one_bound_on_a_ball(howsmooth: H
     assert all(("certificate_heads", "upper") in values(one) for one in found)
 
 
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a small Llama, a small ViT, token ids and embedded tokens."""
+    folder = tmp_path_factory.mktemp("models")
+    tiny("llama").save_pretrained(folder / "llama")
+    sizes = {"hidden_size": 24, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 32}
+    ViTModel(ViTConfig(**sizes, image_size=16, patch_size=4)).save_pretrained(folder / "vit")
+    (folder / "ids.txt").write_text(" ".join(str(3 + i * 7 % 20) for i in range(40)), encoding="utf-8")
+    np.save(folder / "x.npy", gaussian(5, 9, 24).numpy().astype("float32"))
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("model", "option", "lengths"),
+    [
+        ("llama", ["--tokens", "ids.txt"], "7"),
+        ("llama", ["--embeddings", "x.npy"], "5"),
+        ("vit", ["--images", "builtin"], None),
+    ],
+)
+def test_other_inputs_than_a_text(
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    models: Path,
+    model: str,
+    option: list[str],
+    lengths: str | None,
+) -> None:
+    monkeypatch.chdir(models)
+    limits = [] if lengths is None else ["--lengths", lengths]
+    assert main(["bound", model, *option, *limits, "--json", "-q"]) == 0
+    found = said(capsys.readouterr().out)["attentions"]
+    assert {one["layer"] for one in found} >= {0, 1}
+    if lengths is not None:
+        assert {one["n"] for one in found} == {int(lengths)}
+    for one in found:
+        measured = values(one)["measured", "upper"]
+        limit = min(b["value"] for b in one["bounds"] if b["side"] == "upper" and b["name"] != "measured")
+        assert 0 < measured <= limit
+
+
 def test_numbers_beyond_all_range_are_written_with_their_power() -> None:
     assert amount(1000.0) == "1.9701e+434"
     assert amount(-1000.0) == "5.0760e-435".replace("0e", "e")
@@ -192,6 +235,11 @@ REFUSED: dict[str, tuple[list[str], str]] = {
     "file without radius": (["bound", "bare.npz", "--lengths", "4"], "Give --radius."),
     "second layer of a file": ([*FILE, "--layers", "1"], "layers of head.safetensors, which has 1"),
     "file untrained": ([*FILE, "--random-init"], "expected a model with --random-init"),
+    "two inputs": (
+        [*SMALL, "--tokens", "ids.txt"],
+        "expected one text, file of tokens, images or audio, got ",
+    ),
+    "file with a text": ([*FILE, "--text", "alice"], "expected a model with --text, got the parameter file"),
     "seed": ([*SMALL, "--seed", "-1"], "seed: expected a number from 0"),
 }
 

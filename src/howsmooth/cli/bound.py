@@ -15,11 +15,12 @@ from howsmooth.study.plans import BoundPlan
 __all__ = ["bound"]
 
 _EXAMPLES = (
-    "Print one table for each attention. It lists bounds on the local constant at the tokens of the text, "
+    "Print one table for each attention. It lists bounds on the local constant at the tokens of the input, "
     "beside the measured constant, and bounds over all sequences of n tokens in the ball of radius R.",
     "Examples:",
     "[cyan]howsmooth bound builtin-encoder --layers 0[/]  the first layer, with all heads",
     "[cyan]howsmooth bound builtin-decoder --scope head --heads 0,1 --lengths 16,64[/]  two heads",
+    "[cyan]howsmooth bound ./my-llama --tokens ids.txt --layers -1[/]  token ids instead of a text",
     "[cyan]howsmooth bound ./head.safetensors --lengths 100 --radius 4[/]  your own parameters",
     "[cyan]howsmooth bound gpt2 --random-init --layers 6 --json[/]  JSON for another program",
     "A parameter file holds the arrays query, key, value and so on, with the shapes that "

@@ -63,10 +63,11 @@ def show_bounds(source: AttentionSource, bounded: Sequence[Bounded], written: Pa
         measured = rows[is_measured]
         value = float(measured["value"].min()) if len(measured) else None
         if value is not None:
-            tokens = "the text" if one.target.norm is not None else "X"
+            tokens = "the input" if one.target.norm is not None else "X"
             said = f"measured {_ends(value, float(measured['value'].max()))}"
             paragraph(f"\n  At the tokens of {tokens}: {said} ({measured['source'].iloc[0]})")
-            _show_bounds(rows[local], logs[local], value)
+            if local.any():
+                _show_bounds(rows[local], logs[local], value)
         if (rows.index != LOCAL).any():
             paragraph(f"\n  For all n tokens of norm at most R = {one.ball.radius:.4g}:")
             _show_bounds(rows[rows.index != LOCAL], logs[rows.index != LOCAL], value)

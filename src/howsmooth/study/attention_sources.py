@@ -25,7 +25,7 @@ from howsmooth.study.measured_models import (
     place_sequences,
     subject_of,
 )
-from howsmooth.study.plans import ModelSpec, Plan, SourcePlan
+from howsmooth.study.plans import KINDS, ModelSpec, Plan, SourcePlan
 from howsmooth.study.text_formatting import encodable, place_in_words
 
 __all__ = [
@@ -153,7 +153,13 @@ class FileSource:
     text = ""
 
     def __init__(self, plan: SourcePlan) -> None:
-        for option, on in (("--random-init", plan.random_init), ("--as-decoder", plan.as_decoder)):
+        given = {f"--{kind}": bool(getattr(plan, kind)) for kind in KINDS}
+        given |= {
+            "--random-init": plan.random_init,
+            "--as-decoder": plan.as_decoder,
+            "--part": plan.part is not None,
+        }
+        for option, on in given.items():
             if on:
                 raise ArgumentError(
                     "source", expected=f"a model with {option}", got=f"the parameter file {plan.source!r}"
@@ -219,15 +225,17 @@ class ModelSource:
     """
 
     def __init__(self, plan: SourcePlan) -> None:
-        spec = ModelSpec(plan.source, random_init=plan.random_init, as_decoder=plan.as_decoder)
+        spec = ModelSpec(
+            plan.source, random_init=plan.random_init, as_decoder=plan.as_decoder, part=plan.part
+        )
         self._plan = Plan(
             models=(spec,),
-            texts=(plan.text,),
             samples=1,
             scopes=(plan.scope,),
             layers=plan.layers,
             heads=plan.heads,
             seed=plan.seed,
+            **plan.inputs,
         )
         text = open_data(self._plan.sources[0])
         check_sources([text])
@@ -238,9 +246,16 @@ class ModelSource:
         both = f"{self._subject.fingerprint} {self._subject.text.digest}"
         self.fingerprint = hashlib.sha256(both.encode()).hexdigest()
         most = self._subject.model.max_length
-        tokens = self._subject.feed.count
+        feed = self._subject.feed
+        if feed.parts is None:  # whole images
+            self.longest = max(feed.lengths)
+            self.usual_length = max(feed.usual)
+            return
+        tokens = max(length for _, length in feed.parts)
         self.longest = tokens if most is None else min(tokens, most)
-        self.usual_length = max(1, min(_USUAL, self.longest))
+        possible = [n for n in feed.lengths if n <= self.longest]
+        usual = max(1, min(_USUAL, self.longest))
+        self.usual_length = min(possible, key=lambda n: abs(n - usual)) if possible else usual
 
     def attentions(self, length: int) -> list[Target]:
         """Run the model on ``length`` tokens of text; return its attentions with the tokens they receive."""

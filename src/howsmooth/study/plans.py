@@ -97,6 +97,32 @@ _SHARED: dict[str, dict[str, Any]] = {
         "help": "The text that a model reads: a .txt or .csv file, alice, ag_news, or - for standard input.",
         "metavar": "NAME|PATH",
     },
+    "images": {
+        "default": (),
+        "kind": several(words(place=True)),
+        "help": "Images instead of a text: a file, a folder, or builtin (generated). May be repeated. The "
+        "length of an image is the number of its patches.",
+        "metavar": "builtin|PATH",
+    },
+    "audio": {
+        "default": (),
+        "kind": several(words(place=True)),
+        "help": "Audio instead of a text: a .wav or .npy file, or builtin (generated).",
+        "metavar": "builtin|FILE",
+    },
+    "tokens": {
+        "default": (),
+        "kind": several(words(place=True)),
+        "help": "Token ids instead of a text: a .npy or .json file, or a text file with one sequence of "
+        "numbers a line.",
+        "metavar": "FILE",
+    },
+    "embeddings": {
+        "default": (),
+        "kind": several(words(place=True)),
+        "help": "Embedded tokens instead of a text: a .npy or .safetensors file of tensors (n, d).",
+        "metavar": "FILE",
+    },
     "layers": {
         "default": "all",
         "kind": selection(),
@@ -287,31 +313,10 @@ class Plan(Options):
         "Number of sequences for each length. They are windows of the text that do not overlap, without "
         "special tokens.",
     )
-    images: tuple[str, ...] = option(
-        (),
-        several(words(place=True)),
-        "Measure on images: a file, a folder, or builtin (generated). May be repeated. The "
-        "length of an image is the number of its patches.",
-        metavar="builtin|PATH",
-    )
-    audio: tuple[str, ...] = option(
-        (),
-        several(words(place=True)),
-        "Measure on audio: a .wav or .npy file, or builtin (generated).",
-        metavar="builtin|FILE",
-    )
-    tokens: tuple[str, ...] = option(
-        (),
-        several(words(place=True)),
-        "Measure on token ids: a .npy or .json file, or a text file with one sequence of numbers a line.",
-        metavar="FILE",
-    )
-    embeddings: tuple[str, ...] = option(
-        (),
-        several(words(place=True)),
-        "Measure on embedded tokens: a .npy or .safetensors file of tensors (n, d).",
-        metavar="FILE",
-    )
+    images: tuple[str, ...] = shared("images")
+    audio: tuple[str, ...] = shared("audio")
+    tokens: tuple[str, ...] = shared("tokens")
+    embeddings: tuple[str, ...] = shared("embeddings")
     scopes: tuple[str, ...] = option(
         ("attention",),
         several(choice(*SCOPES, "model")),
@@ -485,17 +490,35 @@ class SourcePlan(Options):
         "source",
         help="A built-in model, a local folder, a Hub id, or a .safetensors or .npz file of parameters.",
     )
-    text: str = shared("text")
+    text: str | None = shared(
+        "text", default=None, help=f"{_SHARED['text']['help'][:-1]}. Default: {DEFAULT_TEXT}."
+    )
+    images: tuple[str, ...] = shared("images")
+    audio: tuple[str, ...] = shared("audio")
+    tokens: tuple[str, ...] = shared("tokens")
+    embeddings: tuple[str, ...] = shared("embeddings")
     layers: Ranges = shared("layers")
     heads: Ranges = shared("heads")
     scope: str = shared("scope")
     random_init: bool = shared("random_init")
     as_decoder: bool = shared("as_decoder")
+    part: str | None = shared("part")
     seed: int = shared("seed")
 
     def check(self) -> None:
-        """Refuse a choice of heads, unless heads are taken one by one (the scope ``head``)."""
+        """Refuse two inputs, and a choice of heads unless heads are taken one by one (the scope ``head``)."""
         _check_heads(self.heads, (self.scope,))
+        given = [f"--{kind}" for kind in KINDS if getattr(self, kind)]
+        if len(given) > 1 or any(len(getattr(self, kind)) > 1 for kind in ("tokens", "embeddings", "audio")):
+            raise ArgumentError(
+                "inputs", expected="one text, file of tokens, images or audio", got=" and ".join(given)
+            )
+
+    @property
+    def inputs(self) -> dict[str, Any]:
+        """The inputs as fields of a :class:`Plan`; empty for the default text."""
+        given = {kind: getattr(self, kind) for kind in KINDS[1:] if getattr(self, kind)}
+        return given if self.text is None else given | {"texts": (self.text,)}
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -185,8 +185,11 @@ def _opened(plan: FlowPlan) -> AttentionSource:
     The error for an unknown name lists the named systems.
     """
     try:
-        asked = {one.name: getattr(plan, one.name) for one in fields(SourcePlan) if hasattr(plan, one.name)}
-        return open_attention_source(SourcePlan(**asked))
+        asked = {
+            name: getattr(plan, name) for name in ("source", "layers", "random_init", "as_decoder", "seed")
+        }
+        text = None if is_parameter_file(plan.source) else plan.text
+        return open_attention_source(SourcePlan(text=text, **asked))
     except ModelError as error:
         if Path(plan.source).exists():
             raise
