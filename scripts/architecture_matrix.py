@@ -279,7 +279,11 @@ _KINDS = {
 
 
 def _wrapped(line: str) -> list[str]:
-    return textwrap.wrap(line, 110, break_long_words=False) if line.startswith("**") else [line]
+    return (
+        textwrap.wrap(line, 110, break_long_words=False, break_on_hyphens=False)
+        if line.startswith("**")
+        else [line]
+    )
 
 
 def _measured_cells(row: Row) -> tuple[str, ...]:
