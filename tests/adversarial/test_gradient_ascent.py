@@ -154,6 +154,28 @@ def test_rotary_positions_and_wider_scopes():
         assert ascent.x.shape == (6, D)
 
 
+OTHER_SCORES = ["score bias", "softcap", "sinks", "norms of queries and keys, rotary, causal"]
+
+
+@pytest.mark.parametrize("name", OTHER_SCORES)
+def test_other_scores_are_climbed_between_their_starts_and_their_bound(name):
+    f = CASES[name](5)
+    found = ascend(f, 5, 2.0, random_starts=2, steps=15)
+    first = found.history[found.history["step"] == 0]
+    assert found.value > float(first["value"].max()) * 1.01
+    assert found.value == pytest.approx(float(true_norm(f, found.x[None])[0]), rel=2e-4)
+    assert found.value <= hs.bounds.best(f, length=5, radius=2.0).value
+    assert any("cluster" in start or "heavy" in start for start in first["start"])
+
+
+def test_a_token_near_zero_is_a_start_where_queries_have_a_norm():
+    f = CASES["norms of queries and keys, rotary, causal"](5)
+    sharp = f._rebuilt(query_norm=hs.RMSNorm(f.query_norm.weight, 1e-8), query_bias=None)
+    history = ascend(sharp, 5, 2.0, random_starts=2, steps=0).history
+    first = history[history["step"] == 0].set_index("start")["value"]
+    assert first["random 0, last token short"] > 20 * first["random 0"]
+
+
 def test_the_norm_layer_as_domain():
     norm = hs.LayerNorm(tokens(41, D).abs(), tokens(42, D), 1e-5)
     f = random_attention(43, heads=2, temperature=2.0)

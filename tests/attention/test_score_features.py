@@ -18,7 +18,6 @@ from howsmooth.dynamics.rescaled import value_matrix
 from howsmooth.errors import ArgumentError, NonFiniteError
 from howsmooth.jacobian import closed_form_jacobian, frozen_derivatives
 from howsmooth.measures import DiscreteMeasure
-from howsmooth.models.parameter_files import save_parameters
 from howsmooth.paper.published.maps import DropoutAttention, unmasked, wrong_slices
 from howsmooth.spectral import to_dense
 from howsmooth.study.attention_sources import shortened
@@ -172,13 +171,11 @@ REFUSING = {
     "absorbed": lambda f, folder: bounds.pre_norm_upper_bound(
         f, hs.RMSNorm(torch.ones(D, dtype=torch.float64), 1e-6), length=N
     ),
-    "ascend": lambda f, folder: adversarial.ascend(hs.Residual(f), N, 1.0),
     "two clusters": lambda f, folder: adversarial.two_cluster(f, N, 1.0),
     "slices": lambda f, folder: wrong_slices(f),
     "unmasked": lambda f, folder: unmasked(hs.Residual(f)),
     "dropout": lambda f, folder: DropoutAttention(f, weights=0.1, outputs=0.1, seed=0),
     "rescaled": lambda f, folder: Rescaled(f),
-    "file": lambda f, folder: save_parameters(folder / "a.npz", f),
 }
 
 

@@ -645,12 +645,8 @@ def test_lengths_and_measures_are_refused() -> None:
 
 REFUSING: dict[str, Callable[[Any], object]] = {
     "parameters": bounds.parameters_of,
-    "best": lambda f: bounds.best(f, tokens(0, N, D)),
-    "table": lambda f: bounds.table(f, tokens(0, N, D)),
     "certificate": lambda f: certificate_heads(f, tokens(0, N, D)),
-    "site": lambda f: bounds.best(_site(f)),
     "certificate of a site": lambda f: certificate_heads(_site(hs.Residual(f))),
-    "ascend": lambda f: adversarial.ascend(hs.Residual(f), N, 1.0),
     "two clusters": lambda f: adversarial.two_cluster(f, N, 1.0),
     "published": lambda f: unmasked(hs.Residual(f)),
 }

@@ -22,10 +22,7 @@ from howsmooth.models.parameter_files import (
 )
 from tests._cases import CASES, D, random_attention, tokens
 
-# Files hold no score biases and caps, and say so: tests/attention/test_score_features.py.
-ATTENTIONS = [
-    name for name, f in CASES.items() if isinstance(f(5), hs.SelfAttention) and not f(5).feature_names()
-]
+ATTENTIONS = [name for name, f in CASES.items() if isinstance(f(5), hs.SelfAttention)]
 
 
 def write(path: Path, **tensors: Tensor) -> Path:
@@ -172,6 +169,15 @@ REFUSED: dict[str, tuple[dict[str, Tensor], str]] = {
     "half rotary": (
         {"query": Q, "key": Q, "value": Q, "rotary_cos": EYE},
         "rotary_cos together with rotary_sin",
+    ),
+    "half norm": (
+        {"query": Q, "key": Q, "value": Q, "key_norm_eps": EYE[0, :1]},
+        "key_norm_weight together with",
+    ),
+    "shift of RMSNorm": (
+        {"query": Q, "key": Q, "value": Q, "query_norm_weight": EYE[0], "query_norm_bias": EYE[0]}
+        | {"query_norm_eps": EYE[0, :1]},
+        "query_norm_bias: expected a norm with query_norm_centred = 1",
     ),
     "tokens of another d": ({"A": EYE, "V": EYE, "X": torch.ones(4, 2)}, "X: expected tokens (n, 3)"),
     "tokens with NaN": ({"A": EYE, "V": EYE, "X": NAN}, "X: expected finite numbers"),

@@ -20,7 +20,8 @@ from howsmooth.adversarial.atom_search import Atoms, AtomSearch, can_search_atom
 from howsmooth.adversarial.constructions import Construction, constructions
 from howsmooth.adversarial.domains import Around, Ball, Domain, Ellipsoid
 from howsmooth.attention import Residual, SelfAttention, TokenMap
-from howsmooth.attention.preconditions import require_formula, require_plain_scores
+from howsmooth.attention.preconditions import require_formula
+from howsmooth.attention.staged import StagedAttention
 from howsmooth.bounds.bound import check_length, check_radius
 from howsmooth.bounds.parameters import SiteLike
 from howsmooth.errors import ArgumentError
@@ -117,11 +118,16 @@ def ascend(
     ascent with momentum and backtracking. The constant that is found is a lower limit of the Lipschitz
     constant over the domain.
 
+    Attention with rotary positions, norms of queries and keys, soft caps, biases or sinks, and layers around
+    known softmaxes, are searched in the second way. It starts from the constructions for the same matrices
+    with plain scores, if the matrices are known, and from random tokens, also with one token near zero, where
+    a norm of queries or keys is steep.
+
     Parameters
     ----------
     f
-        A map of this library: attention with any heads, mask, biases and rotary positions, possibly with
-        residuals and norms around it. Or a captured site.
+        A map of this library: attention with any scores, heads and mask, possibly with residuals and norms
+        around it, or a layer in stages. Or a captured site.
     length, radius
         Number of tokens n, and radius of the ball that contains each token. For a site, the default length
         is the length of its tokens. If the site has a norm layer, the default domain is the set of outputs
@@ -178,11 +184,11 @@ def ascend(
         raise ArgumentError(
             "f", expected="a map of this library, such as SelfAttention, or a site", got=type(f).__name__
         )
-    require_plain_scores(f, "these searches", argument="f")
-    require_formula(f, "these searches", argument="f")
     _check_counts(
         random_starts=random_starts, steps=steps, atom_restarts=atom_restarts, atom_steps=atom_steps
     )
+    if not isinstance(f, StagedAttention):
+        require_formula(f, "these searches", argument="f")
     if objective not in ("constant", "token-wise"):
         raise ArgumentError("objective", expected="'constant' or 'token-wise'", got=repr(objective))
     token_wise = objective == "token-wise"
@@ -203,7 +209,12 @@ def ascend(
         rows.append(search.history.assign(accepted=False, converged=False))
         given += [(atoms.name, atoms.tokens().cpu()) for atoms in search.found[:_FROM_ATOMS]]
     for i in range(random_starts):
-        given.append((f"random {i}", where.random(generator, n, g.d)))
+        x = where.random(generator, n, g.d)
+        given.append((f"random {i}", x))
+        given += [
+            (f"random {i}, {name} token short", where.project(short))
+            for name, short in _with_short_token(g, x)
+        ]
     if not given:
         raise ArgumentError(
             "starts", expected="at least one start", got="none", remedy="Raise random_starts."
@@ -502,8 +513,12 @@ def _default_starts(f: TokenMap, n: int, domain: Domain) -> list[tuple[str, Tens
     if isinstance(domain, Around):
         return [("centre", domain.X0)]
     inner = f.inner if isinstance(f, Residual) else f
-    if not isinstance(inner, SelfAttention) or inner.rotary is not None:
+    if not isinstance(inner, SelfAttention):
         return []
+    # Of attention with other scores these are the worst inputs of its matrices alone: good places to start.
+    inner = inner._rebuilt(
+        rotary=None, query_norm=None, key_norm=None, softcap=None, score_bias=None, sinks=None
+    )
     radius = domain.radius
     if isinstance(domain, Ellipsoid):  # the constructions need a ball around zero that contains it
         shift, gain = domain.tokens(torch.zeros(inner.d, dtype=torch.float64)), domain.norm.weight.double()
@@ -514,6 +529,27 @@ def _default_starts(f: TokenMap, n: int, domain: Domain) -> list[tuple[str, Tens
         name = f"{c.name}, head {c.head}"
         named[name if name not in named else f"{name} (other eigenvalue)"] = c.x
     return list(named.items())
+
+
+def _with_short_token(f: TokenMap, x: Float[Tensor, "n d"]) -> list[tuple[str, Tensor]]:
+    """Return the tokens with one of them so short that a norm of its query or key is as steep as it can be.
+
+    A norm of D entries y ↦ √D y / √(|y|² + Dε) is steepest where |y| is far below √(Dε).
+    """
+    if not isinstance(f, SelfAttention):
+        return []
+    found = []
+    for place, name, norm, weight in (
+        (-1, "last", f.query_norm, f.query),
+        (0, "first", f.key_norm, f.key),
+    ):
+        if norm is not None:
+            strength = float(torch.linalg.matrix_norm(weight.double().flatten(0, 1), 2))
+            length = 0.3 * math.sqrt(norm.d * norm.eps) / max(strength, 1e-300)
+            short = x.clone()
+            short[place] *= min(1.0, length / max(float(x[place].norm()), 1e-300))
+            found.append((name, short))
+    return found
 
 
 def _search_atoms(

@@ -2,8 +2,10 @@
 
 A file contains the arguments of :class:`~howsmooth.attention.SelfAttention` under their names: ``query``,
 ``key``, ``value``, and optionally ``output``, ``query_bias``, ``key_bias``, ``value_bias``, ``output_bias``,
-``scale``, ``causal``, ``window``, ``mask``, and ``rotary_cos`` with ``rotary_sin``. The tensors of a single
-head may lack the axis of heads.
+``scale``, ``causal``, ``window``, ``mask``, ``softcap``, ``score_bias``, ``sinks``, and ``rotary_cos`` with
+``rotary_sin``. A norm of queries is ``query_norm_weight`` with ``query_norm_eps``, and optionally
+``query_norm_bias`` and ``query_norm_centred`` (1 for LayerNorm; RMSNorm otherwise). The norm of keys has the
+names ``key_norm_weight`` and so on. The tensors of a single head may lack the axis of heads.
 
 Or it contains the paper's matrices: ``A`` (d, d), ``V`` (d_v, d), and optionally ``b`` (d,), ``W``
 (d_out, d_v) and ``causal``. For several heads, ``A``, ``V`` and ``b`` have a leading axis of heads, and
@@ -28,9 +30,8 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
-from howsmooth.attention import Rotary, SelfAttention
+from howsmooth.attention import LayerNorm, RMSNorm, Rotary, SelfAttention
 from howsmooth.attention.map import as_parameter
-from howsmooth.attention.preconditions import require_plain_scores
 from howsmooth.errors import ArgumentError, ModelError, reason
 from howsmooth.models.inputs.array_files import read_arrays
 
@@ -47,12 +48,19 @@ _OWN = (
     "mask",
     "rotary_cos",
     "rotary_sin",
+    "score_bias",
+    "sinks",
+    *(f"{which}_norm_{part}" for which in ("query", "key") for part in ("weight", "bias", "eps", "centred")),
     "scale",
+    "softcap",
     "causal",
     "window",
     "X",
 )
-_SETTINGS = ("scale", "causal", "window", "mask")
+_SETTINGS = (
+    "scale", "softcap", "causal", "window", "mask",
+    "query_norm_eps", "query_norm_centred", "key_norm_eps", "key_norm_centred",
+)  # fmt: skip
 _PAPER = ("A", "V", "b", "W", "causal", "X")
 
 
@@ -139,9 +147,9 @@ def save_parameters(
         raise ArgumentError(
             "path", expected=f"a name that ends in {' or '.join(SUFFIXES)}", got=repr(str(path))
         )
-    require_plain_scores(attention, "parameter files")
     named: dict[str, Tensor | None] = {
-        name: getattr(attention, name) for name in (*_MATRICES, "output", *_BIASES, "output_bias", "mask")
+        name: getattr(attention, name)
+        for name in (*_MATRICES, "output", *_BIASES, "output_bias", "mask", "score_bias", "sinks")
     }
     if attention.rotary is not None:
         named |= {"rotary_cos": attention.rotary.cos, "rotary_sin": attention.rotary.sin}
@@ -149,8 +157,20 @@ def save_parameters(
         "scale": torch.tensor(attention.scale, dtype=torch.float64),
         "causal": torch.tensor(attention.causal),
         "window": None if attention.window is None else torch.tensor(attention.window),
+        "softcap": None
+        if attention.softcap is None
+        else torch.tensor(attention.softcap, dtype=torch.float64),
         "X": _tokens(X, attention),
     }
+    for name in ("query_norm", "key_norm"):
+        norm = getattr(attention, name)
+        if norm is not None:
+            named |= {
+                f"{name}_weight": norm.weight,
+                f"{name}_bias": norm.bias,
+                f"{name}_eps": torch.tensor(norm.eps, dtype=torch.float64),
+                f"{name}_centred": torch.tensor(norm.centred),
+            }
     tensors = {name: t.detach().cpu().contiguous().clone() for name, t in named.items() if t is not None}
     partial = path.with_name(f".{path.name}.partial")
     try:
@@ -219,7 +239,29 @@ def _attention(numbers: dict[str, Tensor], tensors: dict[str, Tensor]) -> SelfAt
         window=None if window is None else int(window),
         mask=tensors.get("mask"),
         rotary=Rotary(*rotary) if rotary else None,
+        softcap=_setting(tensors, "softcap", "one number", lambda v: not isinstance(v, bool)),
+        score_bias=numbers.get("score_bias"),
+        sinks=numbers.get("sinks"),
+        query_norm=_norm(numbers, tensors, "query_norm"),
+        key_norm=_norm(numbers, tensors, "key_norm"),
     )
+
+
+def _norm(numbers: dict[str, Tensor], tensors: dict[str, Tensor], name: str) -> LayerNorm | RMSNorm | None:
+    """Return the norm of queries or keys that a file contains; None if it contains none."""
+    found = sorted(key for key in tensors if key.startswith(f"{name}_"))
+    if not found:
+        return None
+    weight, bias = numbers.get(f"{name}_weight"), numbers.get(f"{name}_bias")
+    eps = _setting(tensors, f"{name}_eps", "one number", lambda v: not isinstance(v, bool))
+    if weight is None or eps is None:
+        expected = f"{name}_weight together with {name}_eps"
+        raise ArgumentError(found[0], expected=expected, got=f"a file with {_listed(tensors)}")
+    if _setting(tensors, f"{name}_centred", "true or false, or 1 or 0", lambda v: v in (0, 1)):
+        return LayerNorm(weight, bias, float(eps))
+    if bias is not None:
+        raise ArgumentError(f"{name}_bias", expected=f"a norm with {name}_centred = 1", got="RMSNorm")
+    return RMSNorm(weight, float(eps))
 
 
 def _of_paper(numbers: dict[str, Tensor], causal: bool) -> SelfAttention:

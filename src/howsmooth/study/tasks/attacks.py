@@ -133,7 +133,7 @@ class AttackTask(Task):
         if self.target.x is not None:
             x = self.target.x.double()
             yield "tokens", "tokens", x, self._measured(f, x), 1
-        if f.rotary is None and f.mask is None and f.window is None:
+        if f.rotary is None and f.mask is None and f.window is None and not f.feature_names():
             built = adversarial.constructions(f, self.n, self.ball.radius)
             for name, x in _named(built):
                 yield "construction", name, x, self._measured(f, x), 1
