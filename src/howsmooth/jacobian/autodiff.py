@@ -13,6 +13,7 @@ the two products are adjoint to each other, and finite differences of the map ag
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import cast
@@ -51,6 +52,10 @@ MULTIPLES = (1.1, 1.3, 1.7, 1.9)
 # error; the largest was 0.8 of it. With a single change, multiplied by eight, one in 36 had, by up to 116
 # times.
 _ALLOWED = 16.0
+# If a float64 operator judges the result, one repeated product and this factor are enough: float64 rounds 2²⁹
+# times finer, so that a generous estimate costs nothing. Of the maps above none had a larger error than 928
+# times a single change.
+_ALLOWED_IF_JUDGED = 2048.0
 
 # How many graphs of the map must fit into memory for the derivative of the graph to be kept.
 _GRAPHS = 4
@@ -78,6 +83,17 @@ class AutodiffJacobian(LinearOperator):
     rounding
         The relative rounding error of the products for each member, if it is known: then ``f`` was checked
         before, in another dtype, and is not checked again.
+    float64_bytes
+        How many bytes a float64 operator of the same map may use, which judges what is found with this one; 0
+        if there is none.
+
+    Attributes
+    ----------
+    graph_bytes
+        How many bytes the kept graph takes, weights included.
+    judged
+        Whether a float64 operator fits into ``float64_bytes``. If so, rounding is estimated from a single
+        repeated product.
 
     Raises
     ------
@@ -99,13 +115,19 @@ class AutodiffJacobian(LinearOperator):
         batch_dims: int | None = None,
         *,
         rounding: Tensor | None = None,
+        float64_bytes: float = 0.0,
     ) -> None:
         _refuse_training_mode(f)
         x = x.detach()
         lead = x.shape[: x.ndim - 2 if batch_dims is None else batch_dims]
         self._f = f
         self._x = x
-        y = self._first_value()
+        self._lead = len(lead)
+        if rounding is None:
+            y = self._first_value()
+        else:
+            self._linearise()
+            y = self._kept.y.detach()
         if not isinstance(y, Tensor) or y.shape[: len(lead)] != lead or y.ndim == len(lead):
             tensor = isinstance(y, Tensor)
             got = f"shape {tuple(cast(Tensor, y).shape)}" if tensor else type(y).__name__
@@ -137,13 +159,20 @@ class AutodiffJacobian(LinearOperator):
         self._y_shape = y.shape
         shapes = tuple(x.shape[len(lead) :]), tuple(y.shape[len(lead) :])
         super().__init__(max(1, lead.numel()), *shapes, x.dtype, x.device, rounding)
-        # Estimating the rounding needs a second graph, and each is followed by that of its derivative.
-        most = memory_budget(None, x.device) // _GRAPHS if self.in_shape[0] < _LONG else 0
-        with as_derivative_errors("reverse"):
-            self._kept = _Linearisation(f, x, most)
-        self.graph_bytes = self._kept.graph_bytes
         if rounding is None:
-            self._check_derivatives()
+            self._linearise()
+        self.graph_bytes = self._kept.graph_bytes
+        # The weights and the graph take twice as many bytes in float64.
+        self.judged = x.dtype == torch.float32 and 2 * self.graph_bytes <= float64_bytes
+        if rounding is None:
+            self._check_derivatives(y)
+
+    def _linearise(self) -> None:
+        """Run f at x, and keep the graph along which the products are computed."""
+        # Estimating the rounding needs a second graph, and each is followed by that of its derivative.
+        most = memory_budget(None, self._x.device) // _GRAPHS if self._x.shape[self._lead] < _LONG else 0
+        with as_derivative_errors("reverse"):
+            self._kept = _Linearisation(self._f, self._x, most)
 
     def _first_value(self) -> object:
         """Return f(x); an exception of f becomes an ArgumentError that quotes it."""
@@ -200,6 +229,7 @@ class AutodiffJacobian(LinearOperator):
         more times, at tokens moved by one machine epsilon each, and sixteen times the largest relative change
         is the estimate. Each time u is multiplied by another number, which changes the rounding of terms that
         cancel. For Gaussian vectors such changes of J are as large in Jᵀu as in J e, which takes longer.
+        Where the result is judged in float64, one repetition is made, and a larger factor is taken.
         """
 
         def products() -> Iterator[Tensor]:
@@ -207,14 +237,15 @@ class AutodiffJacobian(LinearOperator):
                 moved = _Linearisation(self._f, x, -1).adjoint_product(c * u.reshape(self._y_shape))
                 yield moved.reshape(jtu.shape) / c
 
+        repeated, allowed = (1, _ALLOWED_IF_JUDGED) if self.judged else (len(MULTIPLES), _ALLOWED)
         with one_backend(), as_derivative_errors("reverse"):
-            return allowance_for_rounding(products(), jtu)
+            return allowance_for_rounding(itertools.islice(products(), repeated), jtu, allowed)
 
-    def _check_derivatives(self) -> None:
+    def _check_derivatives(self, y: Tensor) -> None:
         """Check that forward and reverse mode agree with each other and with finite differences of f.
 
         They agree with each other if ⟨J e, u⟩ = ⟨e, Jᵀu⟩. Members of a batch must not depend on each other.
-        The rounding errors of the products are estimated and stored.
+        The rounding errors of the products are estimated and stored. The argument ``y`` is f(x).
         """
         generator = torch.Generator().manual_seed(0)
         e = torch.randn(self.batch, *self.in_shape, generator=generator, dtype=torch.float64)
@@ -222,17 +253,23 @@ class AutodiffJacobian(LinearOperator):
         e, u = e.to(self._x), u.to(self._x)
         je, jtu = self._forward_product(e), self._adjoint_product(u)
         first = self._product(e) if self._kept.twice else je
-        forward = allowance_for_rounding((self._product(c * e) / c for c in MULTIPLES), first)
         reverse = self._conditioning(u, jtu)
+        forward = (
+            reverse
+            if self.judged
+            else allowance_for_rounding((self._product(c * e) / c for c in MULTIPLES), first)
+        )
         self.rounding = torch.stack((self.rounding, forward, reverse)).amax(dim=0)
         # The check sums over the whole batch. A map that mixes the batch passes it, and gets the error below.
         check_adjoint(e, je, u, jtu, forward, reverse)
         check_against_differences(
             lambda x: cast(Tensor, self._evaluate(x)),
             self._x,
+            y,
             e.reshape(self._x.shape),
             self._product,
             float(self.rounding.max()),
+            first,
         )
         if _mixes(self._product, e):
             raise ArgumentError(
@@ -275,19 +312,19 @@ class _Linearisation:
 
         with torch.enable_grad(), one_backend():
             with saved_tensors_hooks(counted, lambda t: t):
-                self._y = f(self._x)
+                self.y = f(self._x)
             # How many bytes PyTorch keeps for reverse mode, weights included
             self.graph_bytes = sum(kept.values())
             twice = self.graph_bytes <= most
-            self._u = torch.zeros_like(self._y).requires_grad_()
+            self._u = torch.zeros_like(self.y).requires_grad_()
             if twice:
-                self._jtu = _gradient(self._y, self._x, self._u, create_graph=True)
+                self._jtu = _gradient(self.y, self._x, self._u, create_graph=True)
         try:
             linear = self._jtu is not None and _gradient(self._jtu, self._u, torch.zeros_like(x)) is not None
         except RuntimeError:
             linear = False
         # Jᵀu knows nothing of u if the map is locally constant, or if a custom derivative is made only once.
-        self.twice = twice and (linear or not self.adjoint_product(torch.ones_like(self._y)).any())
+        self.twice = twice and (linear or not self.adjoint_product(torch.ones_like(self.y)).any())
 
     def product(self, e: Tensor) -> Tensor:
         """Return J e."""
@@ -298,7 +335,7 @@ class _Linearisation:
 
     def adjoint_product(self, u: Tensor) -> Tensor:
         """Return Jᵀu."""
-        found = _gradient(self._y, self._x, u)
+        found = _gradient(self.y, self._x, u)
         return torch.zeros_like(self._x) if found is None else found
 
 
@@ -339,10 +376,10 @@ def moved_by_rounding(x: Tensor) -> Iterator[Tensor]:
         yield x * (1 + torch.finfo(x.dtype).eps * signs)
 
 
-def allowance_for_rounding(moved: Iterable[Tensor], je: Tensor) -> Tensor:
+def allowance_for_rounding(moved: Iterable[Tensor], je: Tensor, allowed: float = _ALLOWED) -> Tensor:
     """Estimate the relative rounding error of a Jacobian product from repeated computations of it.
 
-    The estimate is sixteen times the largest relative difference from ``je``.
+    The estimate is ``allowed`` times the largest relative difference from ``je``.
 
     ``je`` (batch, ...) is the product, and ``moved`` are its repetitions, each with other rounding errors.
     The result is (batch,), float64 on the CPU.
@@ -350,7 +387,7 @@ def allowance_for_rounding(moved: Iterable[Tensor], je: Tensor) -> Tensor:
     size = je.double().flatten(1).norm(dim=1)
     changes = [(product - je).double().flatten(1).norm(dim=1) for product in moved]
     change = torch.stack(changes).amax(dim=0)
-    return _ALLOWED * torch.where(size > 0, change / size, 0.0).cpu()
+    return allowed * torch.where(size > 0, change / size, 0.0).cpu()
 
 
 def check_adjoint(e: Tensor, je: Tensor, u: Tensor, jtu: Tensor, forward: Tensor, reverse: Tensor) -> None:
@@ -373,9 +410,11 @@ def check_adjoint(e: Tensor, je: Tensor, u: Tensor, jtu: Tensor, forward: Tensor
 def check_against_differences(
     f: Callable[[Tensor], Tensor],
     x: Tensor,
+    y: Tensor,
     e: Tensor,
     product: Callable[[Tensor], Tensor],
     rounding: float,
+    je: Tensor | None = None,
 ) -> None:
     """Raise DerivativeError if finite differences of ``f`` contradict its derivative ``product`` at ``x``.
 
@@ -384,11 +423,12 @@ def check_against_differences(
     agree with each other, and if forward and backward differences agree, which rules out a kink. Differences
     that rounding explains are allowed: the rounding of the values of f, and the relative error ``rounding``
     of the products. If f refuses inputs near x, for instance because x is on the boundary of the ball where f
-    is defined, the steps are taken towards the inside of the ball.
+    is defined, the steps are taken towards the inside of the ball. The arguments ``y`` and ``je`` are f(x)
+    and, if it is known, the product with e.
     """
     scale = float(x.double().square().mean().sqrt()) or 1.0
     step = scale * torch.finfo(x.dtype).eps ** (1 / 3)
-    steps, at = (step, 0.6 * step, step / 4), f(x)
+    steps, at = (step, 0.6 * step, step / 4), y.detach()
     try:
         sides = [(f(x + h * e) - at, at - f(x - h * e)) for h in steps]
         # Central differences, and the jump between the one-sided differences of the smallest step.
@@ -397,14 +437,14 @@ def check_against_differences(
     except Exception:  # f accepts x, so it refuses an input near x
         longest = [torch.linalg.vector_norm(t, dim=-1).max() for t in (e, x)]
         # Directions into the ball, with one-sided differences of second order.
-        e = e - x * (longest[0] / longest[1])
+        e, je = e - x * (longest[0] / longest[1]), None
         try:
             found = [(4 * f(x + h * e) - 3 * at - f(x + 2 * h * e)) / (2 * h) for h in steps]
         except Exception:
             return
         kink = at.new_zeros(())
     fine = found[-1]
-    je = product(e).reshape(fine.shape)
+    je = (product(e) if je is None else je).reshape(fine.shape)
     off = (fine - je).norm()
     # Reliable if all steps agree to 5 %. A difference may also come from a kink, from the rounding of the
     # values of f, or from the rounding of the products.

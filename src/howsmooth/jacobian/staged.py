@@ -217,7 +217,8 @@ class _Member:
         self.rounding = core + torch.maximum(forward, reverse)[0]
         x = self.x.detach()
         rounding = float(self.rounding)
-        check_against_differences(self._value, x, e, lambda e: self._tangent(x, e), rounding)
+        at = self._value(x)
+        check_against_differences(self._value, x, at, e, lambda e: self._tangent(x, e), rounding, je)
 
     def _image_gives(self, e: Tensor, je: Tensor) -> bool:
         """Return True if the product J e from reverse mode agrees with the one from forward mode.

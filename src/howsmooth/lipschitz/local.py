@@ -212,7 +212,7 @@ def _at_batch(
     flat = x.reshape(-1, *x.shape[leading:])
     solver = settings.solver([flat.shape[1]] * len(flat))
     if method == "autodiff":
-        operator = AutodiffJacobian(f, x, leading)
+        operator = AutodiffJacobian(f, x, leading, float64_bytes=_float64_bytes(f, x, settings))
         if batch_dims is None and x.ndim == 2 and not isinstance(f, TokenMap) and operator.keeps_rows_apart():
             raise ArgumentError(
                 "batch_dims",
@@ -221,7 +221,7 @@ def _at_batch(
                 remedy=f"Say batch_dims=1 for {len(x)} vectors, each with a constant of its own, or "
                 f"batch_dims=0 for one sequence of {len(x)} tokens.",
             )
-        found, checked = _by_autodiff(f, operator, x, range(len(flat)), solver, settings)
+        found, checked = _by_autodiff(f, operator, x, range(len(flat)), solver)
         parts = [found]
     else:
         assert isinstance(f, TokenMap)
@@ -240,7 +240,6 @@ def _by_autodiff(
     x: Tensor,
     members: Sequence[int],
     solver: Solver,
-    settings: _Settings,
 ) -> tuple[LeadingTriplet, bool]:
     """Measure the constants of ``f`` with the Jacobian of automatic differentiation.
 
@@ -248,7 +247,15 @@ def _by_autodiff(
     """
     if not isinstance(f, TokenMap) or x.dtype == torch.float64:
         return solver.golub_kahan(operator, members), True
-    return solve_autodiff(f, operator, x, members, solver, memory_budget(settings.memory, x.device))
+    return solve_autodiff(f, operator, x, members, solver)
+
+
+def _float64_bytes(f: Callable[[Tensor], Tensor], x: Tensor, settings: _Settings) -> float:
+    """Return how many bytes a float64 Jacobian of ``f`` may use, by which a float32 run is judged.
+
+    It is 0 for functions that are no map of this library: they may compute in float32 only.
+    """
+    return float(memory_budget(settings.memory, x.device)) if isinstance(f, TokenMap) else 0.0
 
 
 def _at_sequences(
@@ -261,9 +268,10 @@ def _at_sequences(
     solver = settings.solver(lengths)
     if method == "autodiff":
         # PyTorch differentiates one shape at a time, so no products are shared.
-        each = [
-            _by_autodiff(f, AutodiffJacobian(f, x), x, [i], solver, settings) for i, x in enumerate(members)
-        ]
+        each = []
+        for i, x in enumerate(members):
+            operator = AutodiffJacobian(f, x, float64_bytes=_float64_bytes(f, x, settings))
+            each.append(_by_autodiff(f, operator, x, [i], solver))
         parts: list[Part] = [([i], found) for i, (found, _) in enumerate(each)]
         checked = all(one for _, one in each)
     else:

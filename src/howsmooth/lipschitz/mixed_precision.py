@@ -51,21 +51,20 @@ def solve_closed_forms(
 
 
 def solve_autodiff(
-    f: TokenMap, operator: AutodiffJacobian, x: Tensor, members: Sequence[int], solver: Solver, budget: int
+    f: TokenMap, operator: AutodiffJacobian, x: Tensor, members: Sequence[int], solver: Solver
 ) -> tuple[LeadingTriplet, bool]:
     """Measure a map in float32 by automatic differentiation, and check the result in float64.
 
     Parameters
     ----------
     f, operator, x
-        The map, its Jacobian, and the tokens (..., n, d), all in float32.
+        The map, its Jacobian, and the tokens (..., n, d), all in float32. If the Jacobian is not ``judged``,
+        because memory has no room for the same in float64, nothing is checked in float64, and the interval
+        allows for the rounding errors that are estimated in float32.
     members
         The numbers of the sequences in the solver.
     solver
         The solver, with the accuracy that is asked for.
-    budget
-        The number of bytes that the float64 Jacobian may use. If it needs more, nothing is checked in
-        float64, and the interval allows for the rounding errors that are estimated in float32.
 
     Returns
     -------
@@ -74,8 +73,7 @@ def solve_autodiff(
 
     """
     double = torch.finfo(torch.float64).eps / torch.finfo(x.dtype).eps
-    # The weights and the graph take twice as many bytes in float64.
-    if 2 * operator.graph_bytes > budget:
+    if not operator.judged:
         return solver.golub_kahan(operator, members), False
     estimated, operator.rounding = operator.rounding, torch.full_like(operator.rounding, _usual(x))
     found = solver.golub_kahan(operator, members)
