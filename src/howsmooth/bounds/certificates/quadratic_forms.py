@@ -8,16 +8,18 @@ tokens", section "Rounding").
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from howsmooth.bounds.certificates.domination import Domination
 from howsmooth.bounds.certificates.eigenvalues import Rule, largest_eigenvalue, shrink
 from howsmooth.bounds.certificates.rounded_heads import HeadAt, HeadsAt, row_blocks
 from howsmooth.bounds.certificates.rounding import Enclosed
-from howsmooth.roundoff import U, gamma, up
+from howsmooth.roundoff import gamma, up
 
 FULL_SPECTRUM = 128
 """Size of matrices above which eigenvalues are estimated by power iteration before they are proved."""
@@ -68,16 +70,26 @@ def sandwich(
     rows, count = outer[0].shape[0], len(blocks[0])
     width = sum(o.shape[1] for o in outer)
     squares = [o.square().sum() for o in outer]
-    factor = gamma(width + max(o.shape[1] for o in outer) + 6)
     error = torch.zeros(count, dtype=outer[0].dtype)
+    if guess is not None and rule == "cholesky" and rows > FULL_SPECTRUM and any(float(s) for s in squares):
+        for square, s in zip(squares, slack, strict=True):
+            error += square * s
+        ends = list(itertools.accumulate(b.shape[1] for b in blocks))
+
+        def subtract(a: Tensor, members: Tensor) -> None:
+            for b, end in zip(blocks, ends, strict=True):
+                own = slice(end - b.shape[1], end)
+                a[:, own, own] -= b[members]
+
+        return Domination.of(torch.cat(tuple(outer), dim=1)).largest_eigenvalues(subtract, guess, up(error))
+    factor = gamma(width + max(o.shape[1] for o in outer) + 6)
     for square, b, s in zip(squares, blocks, slack, strict=True):
         error += square * (s + factor * (torch.linalg.matrix_norm(b) + s))
     uppers, plains = [], []
     whole = torch.cat(tuple(outer), dim=1).mT
     for part in row_blocks(count, rows * max(width, rows)):
         middle = torch.cat([o @ b[part] for o, b in zip(outer, blocks, strict=True)], dim=-1)
-        tried = guess[part] if guess is not None and rows > FULL_SPECTRUM else None
-        found = largest_eigenvalue(middle @ whole, up(error[part]), rule, tried)
+        found = largest_eigenvalue(middle @ whole, up(error[part]), rule)
         uppers.append(found.upper)
         plains.append(found.plain)
     return Enclosed(torch.cat(uppers), torch.cat(plains))
@@ -86,38 +98,61 @@ def sandwich(
 def diagonal_norms(at: HeadsAt, rule: Rule = "cholesky", guess: Float[Tensor, ""] | None = None) -> Enclosed:
     """Bound the block-diagonal part of the Jacobian, through which each token's query moves.
 
-    The result bounds the norm max_i ‖Σ_h W_h F_i^h Q_h‖ with the factors F_i^h of :class:`HeadAt`.
-
-    This norm is max_i ‖Σ_h W_h F_i^h Q_h‖ with the factors F_i^h of :class:`HeadAt`.
+    The result bounds the norm max_i ‖Σ_h W_h F_i^h Q_h‖ with the factors F_i^h of :class:`HeadAt`. ``guess``
+    is an estimate of this norm.
     """
     W = shrink(torch.cat(at.W, dim=1))
     Q = shrink(torch.cat([head.Q for head in at.heads]).mT).mT
     Ws = W.split([o.shape[1] for o in at.W], dim=1)
     Qs = Q.split([head.Q.shape[0] for head in at.heads])
+    rows, columns = W.shape[0], Q.shape[1]
+    if guess is not None and rule == "cholesky" and min(rows, columns) > FULL_SPECTRUM and bool(W.any()):
+        return _diagonal_norms_by_domination(at, W, Qs, guess)
     width = Q.shape[0] + max(o.shape[1] for o in Ws) + 6
     error = sum(
         w.norm() * q.norm() * torch.linalg.matrix_norm(head.F)
         for w, q, head in zip(Ws, Qs, at.heads, strict=True)
     )
     assert isinstance(error, Tensor)
-    rows, columns = W.shape[0], Q.shape[1]
-    target = guess if min(rows, columns) > FULL_SPECTRUM else None
     uppers, plains = [], []
     for part in row_blocks(at.n, Q.shape[0] * max(rows, columns)):
         left = torch.cat([w @ head.F[part] for w, head in zip(Ws, at.heads, strict=True)], dim=-1)
         product = left @ Q
         product = product if rows <= columns else product.mT
-        plain = torch.linalg.matrix_norm(product)
-        size = plain.square() * (1 + 2 * gamma(rows * columns + 4))
-        upper = size.sqrt() * (1 + 4 * U)
-        # The Frobenius norm suffices for blocks where it is below the estimated largest spectral norm.
-        long = torch.ones_like(plain, dtype=torch.bool) if target is None else plain > target
-        if bool(long.any()):
-            matrices = product[long]
-            tried = None if target is None else target.square().expand(len(matrices))
-            slack = up(gamma(product.shape[-1] + 2) * size[long])
-            found = largest_eigenvalue(matrices @ matrices.mT, slack, rule, tried).root()
-            upper[long], plain[long] = found
-        uppers.append(upper + up(gamma(width) * error[part]))
-        plains.append(plain)
+        size = torch.linalg.matrix_norm(product).square() * (1 + 2 * gamma(rows * columns + 4))
+        slack = up(gamma(product.shape[-1] + 2) * size)
+        found = largest_eigenvalue(product @ product.mT, slack, rule).root()
+        uppers.append(found.upper + up(gamma(width) * error[part]))
+        plains.append(found.plain)
     return Enclosed(torch.cat(uppers).amax(), torch.cat(plains).amax())
+
+
+def _diagonal_norms_by_domination(
+    at: HeadsAt, W: Float[Tensor, "rows m"], Qs: Sequence[Float[Tensor, "_k columns"]], guess: Tensor
+) -> Enclosed:
+    """Bound max_i ‖W F_i Q‖ through the matrices M_i = F_i Q Qᵀ F_iᵀ, with W and Q of all heads together.
+
+    The squared norm is the largest eigenvalue of W M_i Wᵀ.
+    """
+    ends = list(itertools.accumulate(head.F.shape[1] for head in at.heads))
+    slices = [slice(end - head.F.shape[1], end) for end, head in zip(ends, at.heads, strict=True)]
+    grams = [[a @ b.mT for b in Qs[: h + 1]] for h, a in enumerate(Qs)]
+    size = sum(
+        torch.linalg.matrix_norm(head.F).square() * q.square().sum()
+        for q, head in zip(Qs, at.heads, strict=True)
+    )
+    assert isinstance(size, Tensor)
+    error = up(gamma(Qs[0].shape[1] + 2 * max(q.shape[0] for q in Qs) + 20) * size)
+    domination = Domination.of(W)
+    square = W.square().sum()
+
+    def subtract(a: Tensor, members: Tensor) -> None:
+        for h, head in enumerate(at.heads):
+            left = head.F[members]
+            for g, other in enumerate(at.heads[: h + 1]):
+                # The factorisation reads the lower triangle.
+                a[:, slices[h], slices[g]] -= left @ grams[h][g] @ other.F[members].mT
+
+    target = guess.square().expand(at.n)
+    found = domination.largest_eigenvalues(subtract, target, up(square * error)).root()
+    return Enclosed(found.upper.amax(), found.plain.amax())
