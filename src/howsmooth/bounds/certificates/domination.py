@@ -24,6 +24,9 @@ _BLOCK = 1 << 22  # number of entries of the matrices that are factorised in one
 # OᵀO may be singular, so this fraction of its Frobenius norm is added to its diagonal before it is inverted.
 _REGULARISED = 1e-7
 
+# Estimates of eigenvalues may be too small, so groups of matrices are filled up to this fraction.
+_FULL = 0.9
+
 # A column of zeros multiplies nothing, so the dominating matrix may be huge there.
 _HUGE = 2.0**100
 
@@ -84,3 +87,52 @@ class Domination:
             t[waiting] = t[waiting] * (1 + rise) + TINY
             rise *= 4
         return Enclosed((t * self.excess + up(slack) + TINY) * (1 + 4 * U), t)
+
+    def largest_of_all(
+        self,
+        subtract: Callable[[Tensor, Tensor], None],
+        guesses: Float[Tensor, " batch"],
+        slack: Float[Tensor, " batch"],
+    ) -> Enclosed:
+        """Return a proved upper bound on the largest of all eigenvalues of the matrices O B_i Oᵀ, B_i ≥ 0.
+
+        The arguments are those of :meth:`largest_eigenvalues`. Matrices whose eigenvalues are small are
+        proved together: a bound on the eigenvalues of O (B_i + B_j) Oᵀ is one for both.
+        """
+        t = guesses.amax() + TINY
+        added, rise = slack.amax(), 1e-3
+        step = max(1, _BLOCK // self.N.numel())
+        waiting = _groups(guesses.tolist(), float(t))
+        while waiting:
+            failed = []
+            for first in range(0, len(waiting), step):
+                part = sorted(waiting[first : first + step], key=len, reverse=True)
+                shifted = (t * self.N).repeat(len(part), 1, 1)
+                for place in range(len(part[0])):
+                    members = [group[place] for group in part if len(group) > place]
+                    subtract(shifted[: len(members)], torch.tensor(members))
+                info = torch.linalg.cholesky_ex(shifted).info
+                failed += [group for group, code in zip(part, info.tolist(), strict=True) if code]
+                added = max([added, *(slack[group].sum() for group in part)])
+            waiting = [[member] for group in failed for member in group]
+            if any(len(group) == 1 for group in failed):
+                # A matrix alone is not below t N, so t was too small.
+                t = t * (1 + rise) + TINY
+                rise *= 4
+        return Enclosed((t * self.excess + up(added) + TINY) * (1 + 4 * U), t)
+
+
+def _groups(sizes: list[float], capacity: float) -> list[list[int]]:
+    """Put the indices of numbers into groups whose sums are below ``capacity``, the largest numbers first."""
+    groups: list[list[int]] = []
+    room: list[float] = []
+    for index in sorted(range(len(sizes)), key=sizes.__getitem__, reverse=True):
+        for place, left in enumerate(room):
+            if sizes[index] <= left:
+                groups[place].append(index)
+                room[place] -= sizes[index]
+                break
+        else:
+            groups.append([index])
+            room.append(_FULL * capacity - sizes[index])
+    return groups

@@ -19,6 +19,7 @@ from howsmooth.bounds.certificates.domination import Domination
 from howsmooth.bounds.certificates.eigenvalues import Rule, largest_eigenvalue, shrink
 from howsmooth.bounds.certificates.rounded_heads import HeadAt, HeadsAt, row_blocks
 from howsmooth.bounds.certificates.rounding import Enclosed
+from howsmooth.bounds.certificates.weight_search import diagonal_guesses
 from howsmooth.roundoff import gamma, up
 
 FULL_SPECTRUM = 128
@@ -95,19 +96,18 @@ def sandwich(
     return Enclosed(torch.cat(uppers), torch.cat(plains))
 
 
-def diagonal_norms(at: HeadsAt, rule: Rule = "cholesky", guess: Float[Tensor, ""] | None = None) -> Enclosed:
+def diagonal_norms(at: HeadsAt, rule: Rule = "cholesky") -> Enclosed:
     """Bound the block-diagonal part of the Jacobian, through which each token's query moves.
 
-    The result bounds the norm max_i ‖Σ_h W_h F_i^h Q_h‖ with the factors F_i^h of :class:`HeadAt`. ``guess``
-    is an estimate of this norm.
+    The result bounds the norm max_i ‖Σ_h W_h F_i^h Q_h‖ with the factors F_i^h of :class:`HeadAt`.
     """
     W = shrink(torch.cat(at.W, dim=1))
     Q = shrink(torch.cat([head.Q for head in at.heads]).mT).mT
     Ws = W.split([o.shape[1] for o in at.W], dim=1)
     Qs = Q.split([head.Q.shape[0] for head in at.heads])
     rows, columns = W.shape[0], Q.shape[1]
-    if guess is not None and rule == "cholesky" and min(rows, columns) > FULL_SPECTRUM and bool(W.any()):
-        return _diagonal_norms_by_domination(at, W, Qs, guess)
+    if rule == "cholesky" and min(rows, columns) > FULL_SPECTRUM and bool(W.any()):
+        return _diagonal_norms_by_domination(at, W, Qs)
     width = Q.shape[0] + max(o.shape[1] for o in Ws) + 6
     error = sum(
         w.norm() * q.norm() * torch.linalg.matrix_norm(head.F)
@@ -128,31 +128,26 @@ def diagonal_norms(at: HeadsAt, rule: Rule = "cholesky", guess: Float[Tensor, ""
 
 
 def _diagonal_norms_by_domination(
-    at: HeadsAt, W: Float[Tensor, "rows m"], Qs: Sequence[Float[Tensor, "_k columns"]], guess: Tensor
+    at: HeadsAt, W: Float[Tensor, "rows m"], Qs: Sequence[Float[Tensor, "_k columns"]]
 ) -> Enclosed:
     """Bound max_i ‖W F_i Q‖ through the matrices M_i = F_i Q Qᵀ F_iᵀ, with W and Q of all heads together.
 
     The squared norm is the largest eigenvalue of W M_i Wᵀ.
     """
-    ends = list(itertools.accumulate(head.F.shape[1] for head in at.heads))
-    slices = [slice(end - head.F.shape[1], end) for end, head in zip(ends, at.heads, strict=True)]
-    grams = [[a @ b.mT for b in Qs[: h + 1]] for h, a in enumerate(Qs)]
-    size = sum(
-        torch.linalg.matrix_norm(head.F).square() * q.square().sum()
-        for q, head in zip(Qs, at.heads, strict=True)
-    )
-    assert isinstance(size, Tensor)
-    error = up(gamma(Qs[0].shape[1] + 2 * max(q.shape[0] for q in Qs) + 20) * size)
-    domination = Domination.of(W)
-    square = W.square().sum()
+    H, v = len(at.heads), at.heads[0].F.shape[1]
+    Q = torch.stack(tuple(Qs))
+    gram = torch.einsum("hkd,gld->hkgl", Q, Q)
+    F = torch.stack([head.F for head in at.heads], dim=1)
+    size = (torch.linalg.matrix_norm(F).square() * Q.square().sum((1, 2))).sum(1)
+    error = up(gamma(Q.shape[2] + 2 * Q.shape[1] + 20) * size)
 
     def subtract(a: Tensor, members: Tensor) -> None:
-        for h, head in enumerate(at.heads):
-            left = head.F[members]
-            for g, other in enumerate(at.heads[: h + 1]):
-                # The factorisation reads the lower triangle.
-                a[:, slices[h], slices[g]] -= left @ grams[h][g] @ other.F[members].mT
+        factors = F[members]
+        for h in range(H):
+            # The factorisation reads the lower triangle, so head h meets the heads up to h.
+            left = factors[:, h] @ gram[h, :, : h + 1].flatten(1)
+            left = left.unflatten(2, (h + 1, -1)).transpose(1, 2)
+            block = (left @ factors[:, : h + 1].mT).transpose(1, 2).flatten(2)
+            a[:, h * v : (h + 1) * v, : (h + 1) * v] -= block
 
-    target = guess.square().expand(at.n)
-    found = domination.largest_eigenvalues(subtract, target, up(square * error)).root()
-    return Enclosed(found.upper.amax(), found.plain.amax())
+    return Domination.of(W).largest_of_all(subtract, diagonal_guesses(at), up(W.square().sum() * error)).root()
