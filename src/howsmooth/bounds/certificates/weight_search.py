@@ -19,6 +19,7 @@ __all__ = ["Weights", "diagonal_guesses", "joint_weights", "tidy"]
 _FIRST_STEPS = 6
 _STEPS = 2
 _LAST_STEPS = 20
+_DIAGONAL_STEPS = 8
 _SMALLEST = 1e-12
 
 # Estimates are raised by this factor, because a failed proof costs one factorisation more.
@@ -115,7 +116,7 @@ def diagonal_guesses(at: HeadsAt) -> Float[Tensor, " n"]:
         return torch.cat([(h.F.mT @ z[i, :, :, None])[..., 0] for i, h in enumerate(at.heads)], dim=1)
 
     b = torch.randn(Q.shape[0], generator=torch.Generator().manual_seed(1), dtype=torch.float64)
-    return _lanczos(image, Q @ Q.mT, b.expand(at.n, -1)) * _ABOVE
+    return _lanczos(image, Q @ Q.mT, b.expand(at.n, -1), _DIAGONAL_STEPS) * _ABOVE
 
 
 def _follow(image: Callable[[Tensor], Tensor], gram: Tensor, b: Tensor, steps: int) -> tuple[Tensor, Tensor]:
@@ -135,7 +136,9 @@ def _follow(image: Callable[[Tensor], Tensor], gram: Tensor, b: Tensor, steps: i
     return value, b / b.norm(dim=1, keepdim=True).clamp_min(1e-300)
 
 
-def _lanczos(image: Callable[[Tensor], Tensor], gram: Tensor, b: Tensor) -> Tensor:
+def _lanczos(
+    image: Callable[[Tensor], Tensor], gram: Tensor, b: Tensor, steps: int = _LAST_STEPS
+) -> Tensor:
     """Estimate the largest eigenvalue of O B_i Oᵀ for each row i of ``b``, by steps of Lanczos.
 
     The arguments are those of :func:`_follow`. The estimates are below the eigenvalues, up to rounding.
@@ -145,15 +148,20 @@ def _lanczos(image: Callable[[Tensor], Tensor], gram: Tensor, b: Tensor) -> Tens
     length = (b * y).sum(1, keepdim=True).clamp_min(0).sqrt().clamp_min(1e-300)
     b, y, last = b / length, y / length, torch.zeros_like(b)
     beta = torch.zeros_like(length)
-    for _ in range(_LAST_STEPS):
+    size = torch.zeros_like(length)
+    for _ in range(steps):
         z = image(y)
         alpha = (y * z).sum(1, keepdim=True)
+        size = torch.maximum(size, alpha)
         z = z - alpha * b - beta * last
         y = z @ gram
         beta = (z * y).sum(1, keepdim=True).clamp_min(0).sqrt()
+        # A beta this small is rounding: the vectors span an invariant space, and the steps of this row end.
+        beta = torch.where(beta > 1e-6 * size, beta, 0.0)
+        inverse = torch.where(beta > 0, 1 / beta, 0.0)
         alphas.append(alpha)
         betas.append(beta)
-        last, b, y = b, z / beta.clamp_min(1e-300), y / beta.clamp_min(1e-300)
+        last, b, y = b, z * inverse, y * inverse
     side = torch.cat(betas[:-1], dim=1)
     tridiagonal = torch.diag_embed(torch.cat(alphas, dim=1)) + torch.diag_embed(side, offset=-1)
     largest: Tensor = torch.linalg.eigvalsh(tridiagonal)[:, -1].clamp_min(0)
