@@ -507,7 +507,9 @@ def test_eigenvalues_are_proved_not_believed() -> None:
     g = ((basis * spectrum) @ basis.mT)[None]
     none = torch.zeros(1, dtype=F64)
     lower = mpmath.matrix(g[0].tril().tolist()) + mpmath.matrix(g[0].tril(-1).mT.tolist())
-    assert float(largest_eigenvalue(g.clone(), none).upper) >= float(max(mpmath.eigsy(lower, eigvals_only=True)))
+    assert float(largest_eigenvalue(g.clone(), none).upper) >= float(
+        max(mpmath.eigsy(lower, eigvals_only=True))
+    )
     assert float(largest_eigenvalue(g.clone(), none).upper) <= 1 + 1e-10
     assert float(largest_eigenvalue(g.clone(), none + 0.25).upper) >= 1.25
     assert float(largest_eigenvalue(g.clone(), none, "frobenius").upper) >= float(spectrum.norm())
@@ -540,13 +542,17 @@ def test_eigenvalues_of_products_are_proved_by_domination(kind: str) -> None:
         assert bool((found.upper >= exact * (1 - 1e-12)).all())
         assert bool((found.upper <= exact * (1.01 if start > 1 else 8)).all())
         largest = domination.largest_of_all(subtract, start * exact, none)
-        assert float(exact.amax()) * (1 - 1e-12) <= float(largest.upper) <= float(exact.amax()) * (
-            1.01 if start > 1 else 8
+        assert (
+            float(exact.amax()) * (1 - 1e-12)
+            <= float(largest.upper)
+            <= float(exact.amax()) * (1.01 if start > 1 else 8)
         )
     # An underestimate of a matrix that shares its proof with others must not hide it.
     hidden = domination.largest_of_all(subtract, exact * torch.tensor([1e-3, 1.0, 1.0, 1.0]), none)
     assert float(hidden.upper) >= float(exact.amax()) * (1 - 1e-12)
-    assert float(domination.largest_eigenvalues(subtract, exact, none + 0.5).upper[0]) >= float(exact[0]) + 0.49
+    assert (
+        float(domination.largest_eigenvalues(subtract, exact, none + 0.5).upper[0]) >= float(exact[0]) + 0.49
+    )
 
 
 def test_errors_of_blocks_reach_the_eigenvalue() -> None:

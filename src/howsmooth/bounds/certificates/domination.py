@@ -53,7 +53,7 @@ class Domination:
         gram.diagonal().add_(_REGULARISED * torch.linalg.matrix_norm(gram))
         N = torch.cholesky_inverse(torch.linalg.cholesky(gram))
         N = (N + N.mT) / 2
-        cholesky = gamma(m + 1) / (1 - gamma(m + 1)) * m
+        cholesky = gamma(m + 4) / (1 - gamma(m + 4)) * m
         added = up(cholesky * N.diagonal() + 4 * U * torch.linalg.matrix_norm(N))
         enlarged = N.clone()
         enlarged.diagonal().add_(added)

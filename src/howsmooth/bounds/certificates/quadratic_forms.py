@@ -150,4 +150,6 @@ def _diagonal_norms_by_domination(
             block = (left @ factors[:, : h + 1].mT).transpose(1, 2).flatten(2)
             a[:, h * v : (h + 1) * v, : (h + 1) * v] -= block
 
-    return Domination.of(W).largest_of_all(subtract, diagonal_guesses(at), up(W.square().sum() * error)).root()
+    return (
+        Domination.of(W).largest_of_all(subtract, diagonal_guesses(at), up(W.square().sum() * error)).root()
+    )

@@ -136,9 +136,7 @@ def _follow(image: Callable[[Tensor], Tensor], gram: Tensor, b: Tensor, steps: i
     return value, b / b.norm(dim=1, keepdim=True).clamp_min(1e-300)
 
 
-def _lanczos(
-    image: Callable[[Tensor], Tensor], gram: Tensor, b: Tensor, steps: int = _LAST_STEPS
-) -> Tensor:
+def _lanczos(image: Callable[[Tensor], Tensor], gram: Tensor, b: Tensor, steps: int = _LAST_STEPS) -> Tensor:
     """Estimate the largest eigenvalue of O B_i Oᵀ for each row i of ``b``, by steps of Lanczos.
 
     The arguments are those of :func:`_follow`. The estimates are below the eigenvalues, up to rounding.
