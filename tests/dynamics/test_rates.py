@@ -38,9 +38,8 @@ def test_tokens_in_a_cap_cluster_at_least_as_fast(beta: float, weighted: bool) -
     weights = torch.tensor([1e-3, 0.5, 1e-2, 0.1, 0.2, 0.1, 0.089], dtype=F64)
     start = DiscreteMeasure(x, weights / weights.sum()) if weighted else x
     times = [0.0, 0.3, 1.0, 3.0]
-    for time, state in zip(
-        times, flow(Sphere(identity_head(beta, 4)), start, times, rtol=1e-10).states, strict=True
-    ):
+    states = flow(Sphere(identity_head(beta, 4)), start, times, rtol=1e-10).states
+    for time, state in zip(times, states, strict=True):
         reached = state.points if isinstance(state, DiscreteMeasure) else state
         apart = 1 - float((reached @ reached.mT).min())
         assert apart <= clustering_bound(beta, cosine, time) * (1 + 1e-8) + 1e-12
