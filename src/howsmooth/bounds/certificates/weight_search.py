@@ -172,8 +172,10 @@ def _turns(turns: Tensor | None) -> Tensor:
 
 
 def _by_head(y: Float[Tensor, "n m"], at: HeadsAt) -> Float[Tensor, "heads n k"]:
-    return y.unflatten(1, (len(at.heads), -1)).transpose(0, 1)
+    found: Tensor = y.unflatten(1, (len(at.heads), -1)).transpose(0, 1)
+    return found
 
 
 def _side_by_side(x: Float[Tensor, "heads n k"]) -> Float[Tensor, "n m"]:
-    return x.transpose(0, 1).flatten(1)
+    found: Tensor = x.transpose(0, 1).flatten(1)
+    return found
