@@ -19,6 +19,7 @@ from howsmooth.bounds.certificates import (
     certificate_rows,
     jacobian_parts,
 )
+from howsmooth.bounds.certificates.domination import Domination
 from howsmooth.bounds.certificates.eigenvalues import largest_eigenvalue, nonnegative_norm, norm, shrink
 from howsmooth.bounds.certificates.jacobian_rows import rows_value
 from howsmooth.bounds.certificates.quadratic_forms import diagonal_norms, sandwich
@@ -505,18 +506,53 @@ def test_eigenvalues_are_proved_not_believed() -> None:
     spectrum = torch.linspace(1e-3, 1.0, 12, dtype=F64)
     g = ((basis * spectrum) @ basis.mT)[None]
     none = torch.zeros(1, dtype=F64)
-    for guess in (None, torch.tensor([0.5], dtype=F64), torch.tensor([1e-9], dtype=F64)):
-        found = largest_eigenvalue(g.clone(), none, guess=guess)
-        exact = max(
-            mpmath.eigsy(
-                mpmath.matrix(g[0].tril().tolist()) + mpmath.matrix(g[0].tril(-1).mT.tolist()),
-                eigvals_only=True,
-            )
-        )
-        assert float(found.upper) >= float(exact)
+    lower = mpmath.matrix(g[0].tril().tolist()) + mpmath.matrix(g[0].tril(-1).mT.tolist())
+    assert float(largest_eigenvalue(g.clone(), none).upper) >= float(
+        max(mpmath.eigsy(lower, eigvals_only=True))
+    )
     assert float(largest_eigenvalue(g.clone(), none).upper) <= 1 + 1e-10
     assert float(largest_eigenvalue(g.clone(), none + 0.25).upper) >= 1.25
     assert float(largest_eigenvalue(g.clone(), none, "frobenius").upper) >= float(spectrum.norm())
+
+
+@pytest.mark.parametrize("kind", ["square", "wide", "singular", "scaled", "zero column"])
+def test_eigenvalues_of_products_are_proved_by_domination(kind: str) -> None:
+    outer = tokens(44, 6, 12 if kind == "wide" else 6)
+    if kind == "singular":
+        outer[:, 3] = outer[:, 2]
+    elif kind == "scaled":
+        outer[:, 2:] *= 1e-9
+    elif kind == "zero column":
+        outer[:, 2] = 0
+    m = outer.shape[1]
+    factors = torch.stack([tokens(seed, m, m) for seed in range(45, 49)])
+    if kind == "scaled":
+        factors[:, 2:] *= 1e9
+    factors *= torch.tensor([1.0, 0.3, 0.2, 0.1], dtype=F64)[:, None, None]
+    b = factors @ factors.mT
+    exact = torch.linalg.matrix_norm(outer @ factors, ord=2).square()
+    domination = Domination.of(outer)
+
+    def subtract(a: torch.Tensor, members: torch.Tensor) -> None:
+        a -= b[members]
+
+    none = torch.zeros(4, dtype=F64)
+    for start in (1 + 1e-6, 0.9, 1e-9):
+        found = domination.largest_eigenvalues(subtract, start * exact, none)
+        assert bool((found.upper >= exact * (1 - 1e-12)).all())
+        assert bool((found.upper <= exact * (1.01 if start > 1 else 8)).all())
+        largest = domination.largest_of_all(subtract, start * exact, none)
+        assert (
+            float(exact.amax()) * (1 - 1e-12)
+            <= float(largest.upper)
+            <= float(exact.amax()) * (1.01 if start > 1 else 8)
+        )
+    # An underestimate of a matrix that shares its proof with others must not hide it.
+    hidden = domination.largest_of_all(subtract, exact * torch.tensor([1e-3, 1.0, 1.0, 1.0]), none)
+    assert float(hidden.upper) >= float(exact.amax()) * (1 - 1e-12)
+    assert (
+        float(domination.largest_eigenvalues(subtract, exact, none + 0.5).upper[0]) >= float(exact[0]) + 0.49
+    )
 
 
 def test_errors_of_blocks_reach_the_eigenvalue() -> None:

@@ -15,6 +15,7 @@ from howsmooth.dynamics.clusters import (
 )
 from howsmooth.dynamics.flow import flow
 from howsmooth.dynamics.growth import Growth, growth
+from howsmooth.dynamics.rates import clustering_bound, finite_context_bound, log_stability_bound
 from howsmooth.dynamics.rescaled import Rescaled, rescaled, value_matrix
 from howsmooth.dynamics.trajectory import Trajectory
 from howsmooth.dynamics.velocity_fields import Field, Layers, Sphere
@@ -28,10 +29,13 @@ __all__ = [
     "Trajectory",
     "cluster_labels",
     "cluster_metrics",
+    "clustering_bound",
     "effective_rank",
+    "finite_context_bound",
     "flow",
     "growth",
     "log_interaction_energy",
+    "log_stability_bound",
     "number_of_clusters",
     "numerical_rank",
     "rescaled",

@@ -28,7 +28,6 @@ def largest_eigenvalue(
     g: Float[Tensor, "batch r r"],
     slack: Float[Tensor, " batch"],
     rule: Rule = "cholesky",
-    guess: Float[Tensor, " batch"] | None = None,
 ) -> Enclosed:
     """Return proved upper bounds on the largest eigenvalues of positive semidefinite matrices.
 
@@ -37,18 +36,14 @@ def largest_eigenvalue(
 
     With the rule "cholesky", t I − g is factorised. If the factorisation succeeds, then
     λ_max(g) ≤ t + γ_{r+1}/(1 − γ_{r+1}) · tr(t I − g) for any t (Rump, *Verification of positive
-    definiteness*, BIT 46, 2006). ``guess`` is tried first for t; without it, t is a computed eigenvalue. If a
-    factorisation fails, t is raised.
+    definiteness*, BIT 46, 2006). A computed eigenvalue is tried first for t. If a factorisation fails, t is
+    raised.
     """
     if rule == "frobenius":
         plain = torch.linalg.matrix_norm(g)
         return Enclosed(up(slack) + plain * (1 + gamma(g.shape[-1] ** 2 + 4)) + TINY, plain)
-    if guess is None:
-        t = torch.linalg.eigvalsh(g)[..., -1].clamp_min(0) * (1 + 1e-12) + TINY
-        rise = 1e-12
-    else:
-        t = guess.clone() + TINY
-        rise = 1e-3
+    t = torch.linalg.eigvalsh(g)[..., -1].clamp_min(0) * (1 + 1e-12) + TINY
+    rise = 1e-12
     own = g.diagonal(dim1=-2, dim2=-1).clone()
     shifted = g.neg_()
     m = g.shape[-1] + 2

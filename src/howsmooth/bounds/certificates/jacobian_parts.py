@@ -18,7 +18,7 @@ from howsmooth.bounds.certificates.eigenvalues import Rule, nonnegative_norm, no
 from howsmooth.bounds.certificates.quadratic_forms import diagonal_norms, key_sums, sandwich, value_sums
 from howsmooth.bounds.certificates.rounded_heads import HeadsAt
 from howsmooth.bounds.certificates.rounding import Enclosed
-from howsmooth.bounds.certificates.weight_search import Weights, diagonal_guess, joint_weights
+from howsmooth.bounds.certificates.weight_search import Weights, joint_weights
 from howsmooth.roundoff import U, gamma, up
 
 __all__ = ["certificate_frobenius", "certificate_heads", "certificate_parts"]
@@ -141,7 +141,7 @@ def parts_value(at: HeadsAt, *, iterations: int, rule: Rule = "cholesky") -> Enc
     The Jacobian is taken with the attention weights, values and queries as rounded to float64.
     """
     weights = joint_weights(at, iterations)
-    diagonal = diagonal_norms(at, rule, diagonal_guess(at))
+    diagonal = diagonal_norms(at, rule)
     parts = (averages(at, rule), moving_keys_norm(at, weights, rule), diagonal)
     upper = sum(part.upper for part in parts)
     plain = sum(part.plain for part in parts)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from functools import partial
 
 import torch
@@ -24,8 +25,12 @@ from howsmooth.roundoff import gamma, up
 
 __all__ = ["certificate_rows"]
 
+Terms = Sequence[tuple[slice, Tensor, Tensor]]
+"""What :func:`row_terms` yields, kept."""
+
 _SMALLEST_TAU = 1e-14
 _POWER_STEPS = 5
+_FIRST_POWER_STEPS = 20
 
 
 def certificate_rows(attention: object, X: Tensor | None = None, *, iterations: int = 30) -> Certificate:
@@ -82,7 +87,7 @@ def rows_value(at: HeadsAt, q: Float[Tensor, " n"], tau: Float[Tensor, " n"]) ->
     """
     P = at.heads[0].P
     diagonal, diagonal_slack = diagonal_squares(at)
-    M, slack = row_squares(at, q)
+    M, slack = row_squares(at, q), row_squares_slack(at, q)
     ratio = q / tau
     M = M + ratio[:, None, None] * diagonal
     levels = sandwich([shrink(at.W[0])], [M], [slack + up(ratio * diagonal_slack)])
@@ -101,13 +106,15 @@ def row_weights(at: HeadsAt, iterations: int) -> tuple[Float[Tensor, " n"], Floa
     P = at.heads[0].P
     q = torch.ones(at.n, dtype=torch.float64)
     tau = torch.full_like(q, 1e-3)
-    u = torch.empty(at.n, len(W), dtype=q.dtype)
+    u = torch.randn(at.n, len(W), generator=torch.Generator().manual_seed(0), dtype=q.dtype)
     best, best_value = (q, tau), float("inf")
+    blocks = row_blocks(at.n, at.n * max(len(at.heads[0].K), len(at.heads[0].V)))
+    terms = list(row_terms(at)) if len(blocks) == 1 else None  # more blocks would take memory n² value_dim
     for iteration in range(iterations + 1):
-        M, _ = row_squares(at, q)
+        M = row_squares(at, q, terms)
         for _ in range(1 if iteration else 3):
             whole = W @ (M + (q / tau)[:, None, None] * diagonal) @ W.mT
-            u = _follow_top(whole, u) if iteration else torch.linalg.eigh(whole).eigenvectors[:, :, -1]
+            u = _follow_top(whole, u, _POWER_STEPS if iteration else _FIRST_POWER_STEPS)
             x = u @ W
             along = (x * (M @ x[..., None])[..., 0]).sum(1).clamp_min(1e-300)
             across = (x * (diagonal @ x[..., None])[..., 0]).sum(1).clamp_min(0)
@@ -120,56 +127,73 @@ def row_weights(at: HeadsAt, iterations: int) -> tuple[Float[Tensor, " n"], Floa
     return best
 
 
-def _follow_top(matrices: Float[Tensor, "n r r"], u: Float[Tensor, "n r"]) -> Float[Tensor, "n r"]:
+def _follow_top(
+    matrices: Float[Tensor, "n r r"], u: Float[Tensor, "n r"], steps: int
+) -> Float[Tensor, "n r"]:
     """Improve estimates ``u`` of the matrices' leading eigenvectors by power steps."""
-    for _ in range(_POWER_STEPS):
+    for _ in range(steps):
         u = (matrices @ u[..., None])[..., 0]
         u = u / u.norm(dim=1, keepdim=True).clamp_min(1e-300)
     return u
 
 
 def row_squares(
-    at: HeadsAt, q: Float[Tensor, " n"]
-) -> tuple[Float[Tensor, "n value_dim value_dim"], Float[Tensor, " n"]]:
-    """Return a Gram matrix of each block row of the Jacobian, and bounds on these matrices' rounding errors.
+    at: HeadsAt, q: Float[Tensor, " n"], terms: Terms | None = None
+) -> Float[Tensor, "n value_dim value_dim"]:
+    """Return a Gram matrix of each block row of the Jacobian.
 
     For row i the matrix is Σ_j P_ij q_j N_ij N_ijᵀ with N_ij = V + w_ij y_ijᵀ, where P_ij N_ij is the block
-    of the Jacobian without its block-diagonal part.
+    of the Jacobian without its block-diagonal part. :func:`row_squares_slack` bounds the rounding errors.
+    ``terms`` are those of :func:`row_terms`, which do not depend on q.
+    """
+    head = at.heads[0]
+    VV = head.V @ head.V.mT
+    squares = torch.empty(at.n, len(VV), len(VV), dtype=q.dtype)
+    for rows, w, beside in terms or row_terms(at):
+        rho = head.P[rows] * q
+        half = (rho[..., None] * w).mT @ beside
+        squares[rows] = rho.sum(1)[:, None, None] * VV + half + half.mT
+    return squares
+
+
+def row_terms(at: HeadsAt) -> Iterator[tuple[slice, Tensor, Tensor]]:
+    """Yield the vectors w_ij and V y_ij + |y_ij|² w_ij / 2 for all j, for blocks of rows i.
+
+    With these, N_ij N_ijᵀ is V Vᵀ plus the product of the second and the first, plus its transpose.
     """
     head = at.heads[0]
     n, width = head.v.shape
-    k, d = head.K.shape
-    VV, VK, KK = head.V @ head.V.mT, head.V @ head.K.mT, head.K @ head.K.mT
-    # With rotary maps T_j, products with K in N_ij N_ijᵀ depend on j: V Kᵀ T_jᵀ and T_j K Kᵀ T_jᵀ.
-    turn_V, turn_K = VK, KK
+    k = head.K.shape[0]
+    VK, KK = head.V @ head.K.mT, head.K @ head.K.mT
     if head.turns is not None:
-        turn_V = torch.einsum("vk,jlk->vjl", VK, head.turns)
-        turn_K = head.turns @ KK @ head.turns.mT
-    squares = torch.empty(n, width, width, dtype=q.dtype)
+        # With rotary maps T_j, products with K in N_ij N_ijᵀ depend on j: T_j K Vᵀ and T_j K Kᵀ T_jᵀ.
+        turn_V = (head.turns @ VK.mT).transpose(0, 1).flatten(1)
+        turn_K = (head.turns @ KK @ head.turns.mT).flatten(1).mT
+    for rows in row_blocks(n, n * max(width, k)):
+        w = head.v[None] - head.o[rows, None]
+        here = head.q[rows]
+        if head.turns is None:
+            moved = (here @ VK.mT)[:, None, :]
+            y_square = ((here @ KK) * here).sum(1).clamp_min(0)[:, None]
+        else:
+            moved = (here @ turn_V).unflatten(1, (n, width))
+            outer = (here[:, :, None] * here[:, None, :]).flatten(1)
+            y_square = (outer @ turn_K).clamp_min(0)
+        yield rows, w, torch.addcmul(moved, y_square[..., None], w, value=0.5)
+
+
+def row_squares_slack(at: HeadsAt, q: Float[Tensor, " n"]) -> Float[Tensor, " n"]:
+    """Return bounds on the rounding errors of the matrices of :func:`row_squares`."""
+    head = at.heads[0]
+    n, width = head.v.shape
+    k, d = head.K.shape
     slack = torch.empty(n, dtype=q.dtype)
     V_size = head.V.norm()
     y_size = head.turn_norm * head.K.norm() * head.q.norm(dim=1)
     for rows in row_blocks(n, n * max(width, k)):
-        rho = head.P[rows] * q
-        w = head.v[None] - head.o[rows, None]
-        left = rho[..., None] * w
-        here = head.q[rows]
-        if head.turns is None:
-            cross = left.sum(1)[:, :, None] * (here @ turn_V.mT)[:, None, :]
-            y_square = ((here @ turn_K) * here).sum(1).clamp_min(0)[:, None]
-        else:
-            moved = torch.einsum("ik,vjk->ijv", here, turn_V)
-            cross = left.mT @ moved
-            outer = (here[:, :, None] * here[:, None, :]).flatten(1)
-            y_square = (outer @ turn_K.flatten(1).mT).clamp_min(0)
-        if head.turns is None:
-            last = y_square[..., None] * (left.mT @ w)
-        else:
-            last = (left * y_square[..., None]).mT @ w
-        squares[rows] = rho.sum(1)[:, None, None] * VV + cross + cross.mT + last
-        size = V_size + torch.linalg.vector_norm(w, dim=-1) * y_size[rows, None]
-        slack[rows] = (rho * size.square()).sum(1)
-    return squares, up(gamma(d + 5 * k + n + 60) * slack)
+        w_size = torch.linalg.vector_norm(head.v[None] - head.o[rows, None], dim=-1)
+        slack[rows] = (head.P[rows] * q * (V_size + w_size * y_size[rows, None]).square()).sum(1)
+    return up(gamma(d + 5 * k + n + 60) * slack)
 
 
 def diagonal_squares(at: HeadsAt) -> tuple[Float[Tensor, "n value_dim value_dim"], Float[Tensor, " n"]]:

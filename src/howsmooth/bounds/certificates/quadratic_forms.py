@@ -8,16 +8,19 @@ tokens", section "Rounding").
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from howsmooth.bounds.certificates.domination import Domination
 from howsmooth.bounds.certificates.eigenvalues import Rule, largest_eigenvalue, shrink
 from howsmooth.bounds.certificates.rounded_heads import HeadAt, HeadsAt, row_blocks
 from howsmooth.bounds.certificates.rounding import Enclosed
-from howsmooth.roundoff import U, gamma, up
+from howsmooth.bounds.certificates.weight_search import diagonal_guesses
+from howsmooth.roundoff import gamma, up
 
 FULL_SPECTRUM = 128
 """Size of matrices above which eigenvalues are estimated by power iteration before they are proved."""
@@ -68,56 +71,85 @@ def sandwich(
     rows, count = outer[0].shape[0], len(blocks[0])
     width = sum(o.shape[1] for o in outer)
     squares = [o.square().sum() for o in outer]
-    factor = gamma(width + max(o.shape[1] for o in outer) + 6)
     error = torch.zeros(count, dtype=outer[0].dtype)
+    if guess is not None and rule == "cholesky" and rows > FULL_SPECTRUM and any(float(s) for s in squares):
+        for square, s in zip(squares, slack, strict=True):
+            error += square * s
+        ends = list(itertools.accumulate(b.shape[1] for b in blocks))
+
+        def subtract(a: Tensor, members: Tensor) -> None:
+            for b, end in zip(blocks, ends, strict=True):
+                own = slice(end - b.shape[1], end)
+                a[:, own, own] -= b[members]
+
+        return Domination.of(torch.cat(tuple(outer), dim=1)).largest_eigenvalues(subtract, guess, up(error))
+    factor = gamma(width + max(o.shape[1] for o in outer) + 6)
     for square, b, s in zip(squares, blocks, slack, strict=True):
         error += square * (s + factor * (torch.linalg.matrix_norm(b) + s))
     uppers, plains = [], []
     whole = torch.cat(tuple(outer), dim=1).mT
     for part in row_blocks(count, rows * max(width, rows)):
         middle = torch.cat([o @ b[part] for o, b in zip(outer, blocks, strict=True)], dim=-1)
-        tried = guess[part] if guess is not None and rows > FULL_SPECTRUM else None
-        found = largest_eigenvalue(middle @ whole, up(error[part]), rule, tried)
+        found = largest_eigenvalue(middle @ whole, up(error[part]), rule)
         uppers.append(found.upper)
         plains.append(found.plain)
     return Enclosed(torch.cat(uppers), torch.cat(plains))
 
 
-def diagonal_norms(at: HeadsAt, rule: Rule = "cholesky", guess: Float[Tensor, ""] | None = None) -> Enclosed:
+def diagonal_norms(at: HeadsAt, rule: Rule = "cholesky") -> Enclosed:
     """Bound the block-diagonal part of the Jacobian, through which each token's query moves.
 
     The result bounds the norm max_i ‖Σ_h W_h F_i^h Q_h‖ with the factors F_i^h of :class:`HeadAt`.
-
-    This norm is max_i ‖Σ_h W_h F_i^h Q_h‖ with the factors F_i^h of :class:`HeadAt`.
     """
     W = shrink(torch.cat(at.W, dim=1))
     Q = shrink(torch.cat([head.Q for head in at.heads]).mT).mT
     Ws = W.split([o.shape[1] for o in at.W], dim=1)
     Qs = Q.split([head.Q.shape[0] for head in at.heads])
+    rows, columns = W.shape[0], Q.shape[1]
+    if rule == "cholesky" and min(rows, columns) > FULL_SPECTRUM and bool(W.any()):
+        return _diagonal_norms_by_domination(at, W, Qs)
     width = Q.shape[0] + max(o.shape[1] for o in Ws) + 6
     error = sum(
         w.norm() * q.norm() * torch.linalg.matrix_norm(head.F)
         for w, q, head in zip(Ws, Qs, at.heads, strict=True)
     )
     assert isinstance(error, Tensor)
-    rows, columns = W.shape[0], Q.shape[1]
-    target = guess if min(rows, columns) > FULL_SPECTRUM else None
     uppers, plains = [], []
     for part in row_blocks(at.n, Q.shape[0] * max(rows, columns)):
         left = torch.cat([w @ head.F[part] for w, head in zip(Ws, at.heads, strict=True)], dim=-1)
         product = left @ Q
         product = product if rows <= columns else product.mT
-        plain = torch.linalg.matrix_norm(product)
-        size = plain.square() * (1 + 2 * gamma(rows * columns + 4))
-        upper = size.sqrt() * (1 + 4 * U)
-        # The Frobenius norm suffices for blocks where it is below the estimated largest spectral norm.
-        long = torch.ones_like(plain, dtype=torch.bool) if target is None else plain > target
-        if bool(long.any()):
-            matrices = product[long]
-            tried = None if target is None else target.square().expand(len(matrices))
-            slack = up(gamma(product.shape[-1] + 2) * size[long])
-            found = largest_eigenvalue(matrices @ matrices.mT, slack, rule, tried).root()
-            upper[long], plain[long] = found
-        uppers.append(upper + up(gamma(width) * error[part]))
-        plains.append(plain)
+        size = torch.linalg.matrix_norm(product).square() * (1 + 2 * gamma(rows * columns + 4))
+        slack = up(gamma(product.shape[-1] + 2) * size)
+        found = largest_eigenvalue(product @ product.mT, slack, rule).root()
+        uppers.append(found.upper + up(gamma(width) * error[part]))
+        plains.append(found.plain)
     return Enclosed(torch.cat(uppers).amax(), torch.cat(plains).amax())
+
+
+def _diagonal_norms_by_domination(
+    at: HeadsAt, W: Float[Tensor, "rows m"], Qs: Sequence[Float[Tensor, "_k columns"]]
+) -> Enclosed:
+    """Bound max_i ‖W F_i Q‖ through the matrices M_i = F_i Q Qᵀ F_iᵀ, with W and Q of all heads together.
+
+    The squared norm is the largest eigenvalue of W M_i Wᵀ.
+    """
+    H, v = len(at.heads), at.heads[0].F.shape[1]
+    Q = torch.stack(tuple(Qs))
+    gram = torch.einsum("hkd,gld->hkgl", Q, Q)
+    F = torch.stack([head.F for head in at.heads], dim=1)
+    size = (torch.linalg.matrix_norm(F).square() * Q.square().sum((1, 2))).sum(1)
+    error = up(gamma(Q.shape[2] + 2 * Q.shape[1] + 20) * size)
+
+    def subtract(a: Tensor, members: Tensor) -> None:
+        factors = F[members]
+        for h in range(H):
+            # The factorisation reads the lower triangle, so head h meets the heads up to h.
+            left = factors[:, h] @ gram[h, :, : h + 1].flatten(1)
+            left = left.unflatten(2, (h + 1, -1)).transpose(1, 2)
+            block = (left @ factors[:, : h + 1].mT).transpose(1, 2).flatten(2)
+            a[:, h * v : (h + 1) * v, : (h + 1) * v] -= block
+
+    return (
+        Domination.of(W).largest_of_all(subtract, diagonal_guesses(at), up(W.square().sum() * error)).root()
+    )

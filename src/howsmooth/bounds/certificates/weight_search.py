@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 
 import torch
 from jaxtyping import Float
@@ -15,15 +14,16 @@ from torch import Tensor
 
 from howsmooth.bounds.certificates.rounded_heads import HeadsAt
 
-__all__ = ["Weights", "diagonal_guess", "joint_weights", "tidy"]
+__all__ = ["Weights", "diagonal_guesses", "joint_weights", "tidy"]
 
 _FIRST_STEPS = 6
 _STEPS = 2
 _LAST_STEPS = 20
+_DIAGONAL_STEPS = 8
 _SMALLEST = 1e-12
 
-# Estimates by power steps are raised by this factor, because a failed proof costs one factorisation more.
-_ABOVE = 1 + 1e-3
+# Estimates are raised by this factor, because a failed proof costs one factorisation more.
+_ABOVE = 1 + 5e-4
 
 
 def tidy(q: Float[Tensor, " n"]) -> Float[Tensor, " n"]:
@@ -55,84 +55,127 @@ def joint_weights(at: HeadsAt, iterations: int) -> Weights:
     products with P but no matrix for every row.
     """
     n = at.n
+    moving = torch.stack([head.moving for head in at.heads])
+    v, o, queries = (torch.stack([getattr(head, name) for head in at.heads]) for name in ("v", "o", "q"))
+    turns = None if at.heads[0].turns is None else torch.stack([_turns(head.turns) for head in at.heads])
+    W = torch.cat(at.W, dim=1)
+    K = torch.cat([head.K for head in at.heads])
+    W_gram, K_gram = W.mT @ W, K @ K.mT
+
+    def values_image(rho: Tensor, y: Tensor) -> Tensor:
+        """Multiply vectors by Σ_j rho_ij w_ij w_ijᵀ of each head, where w_ij is value j minus output i."""
+        x = _by_head(y, at)
+        weighted = rho * (x @ v.mT - (x * o).sum(-1, keepdim=True))
+        return _side_by_side(weighted @ v - weighted.sum(-1, keepdim=True) * o)
+
+    def keys_image(rho: Tensor, y: Tensor) -> Tensor:
+        """Multiply vectors by T_jᵀ (Σ_i rho_ji q_i q_iᵀ) T_j of each head, with the queries q_i."""
+        x = _by_head(y, at)
+        x = x if turns is None else (turns @ x[..., None])[..., 0]
+        back = (rho * (x @ queries.mT)) @ queries
+        back = back if turns is None else (turns.mT @ back[..., None])[..., 0]
+        return _side_by_side(back)
+
+    def follow_values(q: Tensor, b: Tensor, steps: int) -> tuple[Tensor, Tensor]:
+        rho = moving * q
+        return _follow(lambda y: values_image(rho, y), W_gram, b, steps)
+
+    def follow_keys(c: Tensor, b: Tensor, steps: int) -> tuple[Tensor, Tensor]:
+        rho = (moving * c[:, None]).mT.contiguous()
+        return _follow(lambda y: keys_image(rho, y), K_gram, b, steps)
+
     q = torch.ones(n, dtype=torch.float64)
     generator = torch.Generator().manual_seed(0)
-    u = torch.randn(n, at.W[0].shape[0], generator=generator, dtype=torch.float64)
-    z = torch.randn(n, at.heads[0].K.shape[1], generator=generator, dtype=torch.float64)
+    of_values = torch.randn(n, W.shape[1], generator=generator, dtype=torch.float64)
+    of_keys = torch.randn(n, K.shape[0], generator=generator, dtype=torch.float64)
     for iteration in range(iterations):
         steps = _STEPS if iteration else _FIRST_STEPS
-        c, u = _follow(partial(_values_image, at, q), u, steps)
-        phi, z = _follow(partial(_keys_image, at, c), z, steps)
+        c, of_values = follow_values(q, of_values, steps)
+        phi, of_keys = follow_keys(c, of_keys, steps)
         q = tidy((q * phi).sqrt())
-    c, _ = _follow(partial(_values_image, at, q), u, _LAST_STEPS)
-    phi, _ = _follow(partial(_keys_image, at, c), z, _LAST_STEPS)
+    rho = moving * q
+    c = _lanczos(lambda y: values_image(rho, y), W_gram, of_values)
+    rho = (moving * c[:, None]).mT.contiguous()
+    phi = _lanczos(lambda y: keys_image(rho, y), K_gram, of_keys)
     return Weights(q, c * _ABOVE, (phi / q).amax() * _ABOVE)
 
 
-def diagonal_guess(at: HeadsAt) -> Float[Tensor, ""]:
-    """Estimate, without proof, the norm of the Jacobian's block-diagonal part by power steps."""
-    z = torch.randn(at.heads[0].Q.shape[1], generator=torch.Generator().manual_seed(1), dtype=torch.float64)
-    value, _ = _follow(partial(_diagonal_image, at), z.expand(at.n, -1), _LAST_STEPS)
-    return value.amax().sqrt() * _ABOVE
+def diagonal_guesses(at: HeadsAt) -> Float[Tensor, " n"]:
+    """Estimate, without proof, the squared norm of each block on the Jacobian's diagonal by power steps.
 
-
-def _follow(image: Callable[[Tensor], Tensor], u: Tensor, steps: int) -> tuple[Tensor, Tensor]:
-    """Estimate the largest eigenvalues of matrices, and their eigenvectors, by power steps.
-
-    ``image`` multiplies every row of ``u`` by its matrix. The results are Rayleigh quotients and unit
-    vectors.
+    The blocks are D_i = Σ_h W_h F_i^h Q_h with the factors F_i^h of :class:`HeadAt`.
     """
-    value = torch.zeros(len(u), dtype=u.dtype)
+    W = torch.cat(at.W, dim=1)
+    Q = torch.cat([head.Q for head in at.heads])
+    W_gram = W.mT @ W
+
+    def image(y: Tensor) -> Tensor:
+        x = _by_head(y, at)
+        moved = torch.cat([(h.F @ x[i, :, :, None])[..., 0] for i, h in enumerate(at.heads)], dim=1)
+        z = _by_head(moved @ W_gram, at)
+        return torch.cat([(h.F.mT @ z[i, :, :, None])[..., 0] for i, h in enumerate(at.heads)], dim=1)
+
+    b = torch.randn(Q.shape[0], generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    return _lanczos(image, Q @ Q.mT, b.expand(at.n, -1), _DIAGONAL_STEPS) * _ABOVE
+
+
+def _follow(image: Callable[[Tensor], Tensor], gram: Tensor, b: Tensor, steps: int) -> tuple[Tensor, Tensor]:
+    """Estimate the largest eigenvalue of O B_i Oᵀ for each row i of ``b``, by power steps.
+
+    ``image`` multiplies row i by B_i, and ``gram`` is OᵀO. A row b stands for the vector O b, so that a step
+    needs one product with ``gram`` and none with O. The results are Rayleigh quotients and the last rows.
+    """
+    value = torch.zeros(len(b), dtype=b.dtype)
     for _ in range(steps):
-        u = u / u.norm(dim=1, keepdim=True).clamp_min(1e-300)
-        moved = image(u)
-        value = (u * moved).sum(1).clamp_min(0)
-        u = torch.where(moved.norm(dim=1, keepdim=True) > 0, moved, u)
-    return value, u / u.norm(dim=1, keepdim=True).clamp_min(1e-300)
+        y = b @ gram
+        length = (b * y).sum(1, keepdim=True).clamp_min(0).sqrt()
+        y = y / length.clamp_min(1e-300)
+        moved = image(y)
+        value = (y * moved).sum(1).clamp_min(0)
+        b = torch.where(moved.norm(dim=1, keepdim=True) > 0, moved, b)
+    return value, b / b.norm(dim=1, keepdim=True).clamp_min(1e-300)
 
 
-def _values_image(at: HeadsAt, q: Tensor, u: Tensor) -> Tensor:
-    """Multiply vectors by the weighted covariances of the values, without forming any matrix.
+def _lanczos(image: Callable[[Tensor], Tensor], gram: Tensor, b: Tensor, steps: int = _LAST_STEPS) -> Tensor:
+    """Estimate the largest eigenvalue of O B_i Oᵀ for each row i of ``b``, by steps of Lanczos.
 
-    The largest eigenvalue of matrix i is the number c_i of Theorem N. The matrix is Σ_h W_h (Σ_j M_ij q_j
-    w_ij w_ijᵀ) W_hᵀ, where w_ij is value j minus output i.
+    The arguments are those of :func:`_follow`. The estimates are below the eigenvalues, up to rounding.
     """
-    total = torch.zeros_like(u)
-    for head, w in zip(at.heads, at.W, strict=True):
-        x = u @ w
-        along = x @ head.v.mT - (x * head.o).sum(1, keepdim=True)
-        weighted = head.moving * q * along
-        total = total + (weighted @ head.v - weighted.sum(1, keepdim=True) * head.o) @ w.mT
-    return total
+    alphas, betas = [], []
+    y = b @ gram
+    length = (b * y).sum(1, keepdim=True).clamp_min(0).sqrt().clamp_min(1e-300)
+    b, y, last = b / length, y / length, torch.zeros_like(b)
+    beta = torch.zeros_like(length)
+    size = torch.zeros_like(length)
+    for _ in range(steps):
+        z = image(y)
+        alpha = (y * z).sum(1, keepdim=True)
+        size = torch.maximum(size, alpha)
+        z = z - alpha * b - beta * last
+        y = z @ gram
+        beta = (z * y).sum(1, keepdim=True).clamp_min(0).sqrt()
+        # A beta this small is rounding: the vectors span an invariant space, and the steps of this row end.
+        beta = torch.where(beta > 1e-6 * size, beta, 0.0)
+        inverse = torch.where(beta > 0, 1 / beta, 0.0)
+        alphas.append(alpha)
+        betas.append(beta)
+        last, b, y = b, z * inverse, y * inverse
+    side = torch.cat(betas[:-1], dim=1)
+    tridiagonal = torch.diag_embed(torch.cat(alphas, dim=1)) + torch.diag_embed(side, offset=-1)
+    largest: Tensor = torch.linalg.eigvalsh(tridiagonal)[:, -1].clamp_min(0)
+    return largest
 
 
-def _keys_image(at: HeadsAt, c: Tensor, z: Tensor) -> Tensor:
-    """Multiply vectors by the weighted second moments of the queries, without forming any matrix.
-
-    The largest eigenvalue of matrix j is the number Φ_j of :func:`joint_weights`. The matrix is Σ_h K_hᵀ T_jᵀ
-    (Σ_i M_ij c_i q_i q_iᵀ) T_j K_h, where T_j is the derivative of norm and rotary positions at key j.
-    """
-    total = torch.zeros_like(z)
-    for head in at.heads:
-        x = z @ head.K.mT
-        x = x if head.turns is None else (head.turns @ x[..., None])[..., 0]
-        weighted = (head.moving * c[:, None]).mT * (x @ head.q.mT)
-        back = weighted @ head.q
-        back = back if head.turns is None else (head.turns.mT @ back[..., None])[..., 0]
-        total = total + back @ head.K
-    return total
+def _turns(turns: Tensor | None) -> Tensor:
+    assert turns is not None
+    return turns
 
 
-def _diagonal_image(at: HeadsAt, z: Tensor) -> Tensor:
-    """Multiply vectors by D_iᵀ D_i for each diagonal block D_i of the Jacobian.
+def _by_head(y: Float[Tensor, "n m"], at: HeadsAt) -> Float[Tensor, "heads n k"]:
+    found: Tensor = y.unflatten(1, (len(at.heads), -1)).transpose(0, 1)
+    return found
 
-    D_i is a block of the Jacobian's block-diagonal part, D_i = Σ_h W_h F_i^h Q_h with the factors F_i^h of
-    :class:`HeadAt`.
-    """
-    out = torch.zeros(at.n, at.W[0].shape[0], dtype=z.dtype)
-    for head, w in zip(at.heads, at.W, strict=True):
-        out = out + (head.F @ (z @ head.Q.mT)[..., None])[..., 0] @ w.mT
-    total = torch.zeros_like(z)
-    for head, w in zip(at.heads, at.W, strict=True):
-        total = total + (head.F.mT @ (out @ w)[..., None])[..., 0] @ head.Q
-    return total
+
+def _side_by_side(x: Float[Tensor, "heads n k"]) -> Float[Tensor, "n m"]:
+    found: Tensor = x.transpose(0, 1).flatten(1)
+    return found
