@@ -34,6 +34,9 @@ _LONGEST_STEM = 120
 _DEVICE = re.compile(r"(?:con|prn|aux|nul|com[0-9]|lpt[0-9])(?:\..*)?")
 _LONGEST_NAME = 60
 
+# Tokens of a text often are line ends, which a reader should recognise.
+_VISIBLE = str.maketrans({"\n": "↵", "\t": "⇥"})
+
 
 def file_stem(*parts: str) -> str:
     """Make a file name without suffix from some parts.
@@ -108,8 +111,12 @@ def mask_in_words(masking: str) -> str:
 
 
 def readable(words: str, longest: int = _LONGEST_NAME) -> str:
-    """Replace control and direction characters, and shorten long text in the middle."""
-    plain = "".join(letter if letter.isprintable() else "\N{REPLACEMENT CHARACTER}" for letter in words)
+    """Show line ends and tabs as arrows, replace other control and direction characters, and shorten long text.
+
+    Long text is shortened in the middle.
+    """
+    shown = words.translate(_VISIBLE)
+    plain = "".join(letter if letter.isprintable() else "\N{REPLACEMENT CHARACTER}" for letter in shown)
     if len(plain) <= longest:
         return plain
     half = (longest - 3) // 2
