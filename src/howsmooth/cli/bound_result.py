@@ -73,8 +73,8 @@ def show_bounds(source: AttentionSource, bounded: Sequence[Bounded], written: Pa
             longest = one.longest_outside
             if longest is not None:
                 paragraph(
-                    f"  The measured constant is not compared: the longest token has norm {longest:.4g}, outside "
-                    "of this ball."
+                    f"  The measured constant is not compared: the longest token has norm {longest:.4g}, "
+                    "outside of this ball."
                 )
                 value = None
             _show_bounds(rows[rows.index != LOCAL], logs[rows.index != LOCAL], value)

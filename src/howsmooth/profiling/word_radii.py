@@ -79,9 +79,9 @@ class WordRadii:
         first = self.table.iloc[0]
         name = f" {readable(self.answer)!r}" if self.answer else ""
         return (
-            f"{self.model} keeps its answer (class {first['label']}{name}, margin {first['margin']:.4g}) while "
-            f"{moved} by less than the radius, in the {norm} of the embedded tokens. The radii are proved, "
-            "rounding included."
+            f"{self.model} keeps its answer (class {first['label']}{name}, margin {first['margin']:.4g}) "
+            f"while {moved} by less than the radius, in the {norm} of the embedded tokens. The radii are "
+            "proved, rounding included."
         )
 
     def __repr__(self) -> str:

@@ -35,7 +35,7 @@ _DEVICE = re.compile(r"(?:con|prn|aux|nul|com[0-9]|lpt[0-9])(?:\..*)?")
 _LONGEST_NAME = 60
 
 # Tokens of a text often are line ends, which a reader should recognise.
-_VISIBLE = str.maketrans({"\n": "↵", "\t": "⇥"})
+_VISIBLE = str.maketrans({"\n": "↵", "\r": "↵", "\t": "→"})
 
 
 def file_stem(*parts: str) -> str:
@@ -111,10 +111,7 @@ def mask_in_words(masking: str) -> str:
 
 
 def readable(words: str, longest: int = _LONGEST_NAME) -> str:
-    """Show line ends and tabs as arrows, replace other control and direction characters, and shorten long text.
-
-    Long text is shortened in the middle.
-    """
+    """Show line ends and tabs as arrows, replace other control characters, and shorten long text."""
     shown = words.translate(_VISIBLE)
     plain = "".join(letter if letter.isprintable() else "\N{REPLACEMENT CHARACTER}" for letter in shown)
     if len(plain) <= longest:
