@@ -194,3 +194,11 @@ def test_compositions_refuse_what_does_not_fit() -> None:
         random_attention(0).head(3)
     with pytest.raises(ArgumentError, match="eps"):
         hs.RMSNorm(torch.ones(D), eps=-1.0)
+
+
+def test_the_matrices_of_one_head_without_an_axis_of_heads_are_refused_with_the_remedy() -> None:
+    w = torch.eye(3)
+    with pytest.raises(ArgumentError, match=r"got shape \(3, 3\)\. For a single head give query\[None\]\."):
+        hs.SelfAttention(w, w, w)
+    one = hs.SelfAttention(w[None], w[None], w[None])
+    assert one.heads == 1

@@ -104,6 +104,17 @@ def test_a_ball_that_does_not_hold_the_tokens(howsmooth: Howsmooth, head: hs.Sel
     assert (found["radius"], found["radius_from"]) == (0.5, "given")
 
 
+def test_bounds_on_a_ball_are_compared_only_with_tokens_in_it(
+    howsmooth: Howsmooth, head: hs.SelfAttention
+) -> None:
+    _, small, _ = howsmooth("bound", "head.safetensors", "--radius", "0.5", "--scope", "head", "-q")
+    _, large, _ = howsmooth("bound", "head.safetensors", "--radius", "50", "--scope", "head", "-q")
+    assert small.count("÷ measured") == 1
+    assert "outside of this ball" in " ".join(small.split())
+    assert large.count("÷ measured") == 2
+    assert "outside" not in large
+
+
 def test_a_model_gives_one_table_a_layer_with_the_radius_of_its_norm(howsmooth: Howsmooth) -> None:
     code, out, err = howsmooth("bound", "small", "--text", "prose", "--lengths", "6")
     assert code == 0

@@ -58,6 +58,17 @@ def test_jointly_there_is_one_radius_in_the_norm_that_is_asked_for(
     assert "all tokens move jointly" in one.statement
 
 
+def test_the_class_has_the_name_that_the_model_gives_it(
+    found: hs.WordRadii, model: BertForSequenceClassification, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    label = found.table["label"][0]
+    assert f"(class {label}, margin" in found.statement  # LABEL_0 is no name
+    monkeypatch.setattr(model.config, "id2label", {0: "bad", 1: "good", 2: "odd"})
+    named = hs.word_radii(model, IDS, jointly=True, attack=False)
+    name = model.config.id2label[named.table["label"][0]]
+    assert f"(class {named.table['label'][0]} '{name}', margin" in named.statement
+
+
 def test_with_time_the_third_order_raises_the_smallest_radii(model: BertForSequenceClassification) -> None:
     ids = IDS[:, :2]
     fast = hs.word_radii(model, ids, attack=False)

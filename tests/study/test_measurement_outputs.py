@@ -302,6 +302,10 @@ def test_readable_names_stay_on_their_line(words: str) -> None:
     assert len(readable(words)) <= 60
 
 
+def test_line_ends_and_tabs_are_recognised() -> None:
+    assert readable("a\n\tb\r\x1b") == "a↵→b↵\N{REPLACEMENT CHARACTER}"
+
+
 @given(st.floats(1e-6, 1e6), st.floats(1.02, 1e6))
 def test_ticks_are_within_the_axis_and_neither_none_nor_many(low: float, factor: float) -> None:
     high = low * factor

@@ -201,7 +201,9 @@ def as_parameter(
         for size, want in zip(value.shape, shape, strict=True)
     )
     if not fits:
-        raise ArgumentError(name, expected=expected, got=f"shape {tuple(value.shape)}")
+        one_head = shape[0] in ("heads", "kv_heads") and value.ndim == len(shape) - 1
+        remedy = f"For a single head give {name}[None]." if one_head else ""
+        raise ArgumentError(name, expected=expected, got=f"shape {tuple(value.shape)}", remedy=remedy)
     if value.dtype not in (torch.float32, torch.float64):
         raise ArgumentError(
             name,

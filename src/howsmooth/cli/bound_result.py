@@ -70,6 +70,13 @@ def show_bounds(source: AttentionSource, bounded: Sequence[Bounded], written: Pa
                 _show_bounds(rows[local], logs[local], value)
         if (rows.index != LOCAL).any():
             paragraph(f"\n  For all n tokens of norm at most R = {one.ball.radius:.4g}:")
+            longest = one.longest_outside
+            if longest is not None:
+                paragraph(
+                    f"  The measured constant is not compared: the longest token has norm {longest:.4g}, "
+                    "outside of this ball."
+                )
+                value = None
             _show_bounds(rows[rows.index != LOCAL], logs[rows.index != LOCAL], value)
     if bounded:
         paragraph("\nTitles in quotation marks are pages of the documentation of howsmooth.")

@@ -63,6 +63,8 @@ class WordRadii:
     norm: float
     #: Whether all tokens move jointly.
     jointly: bool
+    #: The model's own name of the class that it answers; empty if it names none.
+    answer: str = ""
 
     @property
     def ranking(self) -> pd.DataFrame:
@@ -75,10 +77,11 @@ class WordRadii:
         moved = "all tokens move jointly" if self.jointly else "one token moves and the others stand still"
         norm = "Euclidean norm" if self.norm == 2 else "largest entry"
         first = self.table.iloc[0]
+        name = f" {readable(self.answer)!r}" if self.answer else ""
         return (
-            f"{self.model} keeps its answer (class {first['label']}, margin {first['margin']:.4g}) while "
-            f"{moved} by less than the radius, in the {norm} of the embedded tokens. The radii are proved, "
-            "rounding included."
+            f"{self.model} keeps its answer (class {first['label']}{name}, margin {first['margin']:.4g}) "
+            f"while {moved} by less than the radius, in the {norm} of the embedded tokens. The radii are "
+            "proved, rounding included."
         )
 
     def __repr__(self) -> str:
@@ -252,7 +255,14 @@ def word_radii(
         n=len(at.x),
         norm=norm,
         jointly=jointly,
+        answer=_class_name(module, rows[0]["label"]),
     )
+
+
+def _class_name(module: nn.Module, label: int | None) -> str:
+    names = getattr(getattr(module, "config", None), "id2label", None) or {}
+    name = "" if label is None else str(names.get(int(label), ""))
+    return "" if name == f"LABEL_{label}" else name  # the name that transformers gives where there is none
 
 
 def _size(row: Mapping[str, Any]) -> float:

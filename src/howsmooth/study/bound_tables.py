@@ -38,6 +38,14 @@ class Bounded:
     ball: Ball
     rows: pd.DataFrame
 
+    @property
+    def longest_outside(self) -> float | None:
+        """The largest norm of a token at hand, or None if the ball contains all tokens at hand."""
+        if self.target.x is None:
+            return None
+        farthest = largest_norm(self.target.x)
+        return None if _contains(self.ball.radius, farthest) else farthest
+
 
 def bound_all(plan: BoundPlan, source: AttentionSource, listener: Listener = SILENT) -> Iterator[Bounded]:
     """Compute a table of bounds for each attention of a model or a parameter file at each length.
@@ -86,11 +94,15 @@ def bounds_frame(label: str, bounded: Sequence[Bounded]) -> pd.DataFrame:
     return pd.concat(tables, ignore_index=True)
 
 
+def _contains(radius: float, farthest: float) -> bool:
+    return radius >= farthest * (1 - 1e-6)
+
+
 def _rows(one: Target, n: int, radius: float) -> pd.DataFrame:
     if one.x is None:
         return bounds.table(one.attention, length=n, radius=radius)
     farthest = largest_norm(one.x)
-    if radius >= farthest * (1 - 1e-6):
+    if _contains(radius, farthest):
         # If all tokens are zero, `bounds.table` chooses the radius.
         return bounds.table(one.attention, one.x, radius=max(radius, farthest) or None)
     # The ball does not contain the tokens, so compute global bounds for the ball and local ones for the

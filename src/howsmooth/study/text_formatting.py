@@ -10,6 +10,7 @@ import re
 import unicodedata
 
 __all__ = [
+    "VISIBLE_SIGNS",
     "amount_in_words",
     "decimal",
     "duration",
@@ -33,6 +34,9 @@ _LONGEST_STEM = 120
 # Names reserved by Windows, with any suffix.
 _DEVICE = re.compile(r"(?:con|prn|aux|nul|com[0-9]|lpt[0-9])(?:\..*)?")
 _LONGEST_NAME = 60
+
+# Tokens of a text often are line ends, which a reader should recognise.
+VISIBLE_SIGNS = str.maketrans({"\n": "↵", "\r": "↵", "\t": "→"})
 
 
 def file_stem(*parts: str) -> str:
@@ -108,8 +112,9 @@ def mask_in_words(masking: str) -> str:
 
 
 def readable(words: str, longest: int = _LONGEST_NAME) -> str:
-    """Replace control and direction characters, and shorten long text in the middle."""
-    plain = "".join(letter if letter.isprintable() else "\N{REPLACEMENT CHARACTER}" for letter in words)
+    """Show line ends and tabs as arrows, replace other control characters, and shorten long text."""
+    shown = words.translate(VISIBLE_SIGNS)
+    plain = "".join(letter if letter.isprintable() else "\N{REPLACEMENT CHARACTER}" for letter in shown)
     if len(plain) <= longest:
         return plain
     half = (longest - 3) // 2

@@ -14,7 +14,7 @@ from markupsafe import Markup
 from howsmooth.study.exponents import GROUP
 from howsmooth.study.records import PLACE, plain_rows
 from howsmooth.study.report.tables import CONFIDENCE, chance, plain, slope
-from howsmooth.study.text_formatting import place_in_words, readable
+from howsmooth.study.text_formatting import VISIBLE_SIGNS, place_in_words, readable
 
 __all__ = [
     "MOST_ENERGIES",
@@ -38,7 +38,6 @@ _PLACE = list(PLACE)
 _FIT = ["slope", "intercept", "n_min", "n_max"]
 _USUAL_LENGTH = 64  # of a text that is read at a glance
 _LONGEST_PIECE = 40
-_SIGNS = {"\n": "↵", "\r": "↵", "\t": "→"}
 # Characters that could end the script element, start another, or break a line of JavaScript.
 _ESCAPES = {ord(letter): f"\\u{ord(letter):04x}" for letter in "<>&\u2028\u2029"}
 
@@ -210,7 +209,7 @@ def visible_token(token: str) -> str:
         return "∅"
     if len(token) > 2 * _LONGEST_PIECE:  # only its ends will be shown
         token = token[:_LONGEST_PIECE] + token[-_LONGEST_PIECE:]
-    signs = "".join(_SIGNS.get(letter, letter) for letter in token)
+    signs = token.translate(VISIBLE_SIGNS)
     return readable("".join(" " if letter.isspace() else letter for letter in signs), longest=_LONGEST_PIECE)
 
 
