@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import abc
 import math
-from typing import Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from jaxtyping import Float
@@ -387,8 +387,10 @@ class CrossAttention(TwoSequenceMap):
     ) -> CrossAttention:
         """Return the attention with its parameters converted to another dtype or device."""
         names = ("query", "key", "value", "output", "query_bias", "key_bias", "value_bias", "output_bias")
-        tensors = {name: getattr(self, name) for name in (*names, "score_bias")}
-        moved = {name: None if t is None else t.to(dtype=dtype, device=device) for name, t in tensors.items()}
+        tensors: dict[str, Any] = {name: getattr(self, name) for name in (*names, "score_bias")}
+        moved: dict[str, Any] = {
+            name: None if t is None else t.to(dtype=dtype, device=device) for name, t in tensors.items()
+        }
         mask = None if self.mask is None else self.mask.to(device=device)
         return CrossAttention(**moved, scale=self.scale, mask=mask, softcap=self.softcap)
 

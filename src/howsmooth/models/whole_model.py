@@ -35,7 +35,7 @@ from howsmooth.models.identification.self_attention_module import moved_tokens
 from howsmooth.models.identification.verification import notice_downcasts
 from howsmooth.models.inputs.model_inputs import ModelInputs, embedding_of, takes_decoder_ids
 from howsmooth.models.measurement_mode import implementation
-from howsmooth.models.padded_sequences import Padding, padding_of, without_padding
+from howsmooth.models.padded_sequences import one_by_one, padding_of
 from howsmooth.models.site import Site
 from howsmooth.models.tolerance import precision, relative_error, tolerance
 from howsmooth.models.tracing.forward_trace import StopForward, run, trace_forward_pass
@@ -267,11 +267,7 @@ def _sequences_of(model: nn.Module, given: ModelInputs) -> list[ModelInputs]:
             got="padding",
             remedy="Give one sequence at a time, with its real tokens.",
         )
-    if given.batch == 1:
-        return [given]
-    first = next(iter(given.named.values()))
-    whole = Padding(torch.ones(given.batch, first.shape[1], dtype=torch.bool), given, "")
-    return [next(iter(without_padding(model, whole, i))) for i in range(given.batch)]
+    return one_by_one(model, given)
 
 
 def _attentions(model: nn.Module, n: int) -> list[str | None]:
