@@ -247,7 +247,8 @@ class _HeadAt:
     def covariance(self, i: int, of: Tensor) -> Tensor:
         """Return the covariance Σ_j P_ij (v_j − o_i) t_jᵀ of the values with the rows t_j of ``of``."""
         p = self.p[i, :, None]
-        return (p * (self.v - (p * self.v).sum(dim=0))).mT @ of
+        found: Tensor = (p * (self.v - (p * self.v).sum(dim=0))).mT @ of
+        return found
 
     def memory_norm(self) -> float:
         """Return the bound (max_j Σ_i P_ij β_i²)^{1/2} on the derivative of the head in the memory."""

@@ -130,7 +130,8 @@ def read_cross_projections(
             source = "input" if of is trace else "memory"
             raise CaptureError(f"The {role} of {trace.layer} are not a linear map of its {source}.")
         found.append(outputs.projection(columns, heads))
-    return Projections(*found, rotary=None)
+    query, key, value = found
+    return Projections(query, key, value, rotary=None)
 
 
 def multihead_parameters(
