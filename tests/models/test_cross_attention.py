@@ -169,3 +169,34 @@ def test_padding_of_both_sequences_and_models_without_memory() -> None:
         hs.capture(encoder_decoder("t5"), padded, scope="cross-attention")
     with pytest.raises(CaptureError, match="T5Stack has no cross-attention"):
         hs.capture(encoder_decoder("t5").encoder, token_ids(1, 4), scope="cross-attention")
+
+
+@pytest.mark.parametrize("name", others_slow(["t5", "bart", "marian", "pegasus"], ["bart"]))
+def test_an_encoder_decoder_from_either_embeddings(name: str) -> None:
+    model, inputs = encoder_decoder(name), inputs_of(name)
+    embeddings = (part.get_input_embeddings() for part in (model.encoder, model.decoder))
+    ids = (inputs["input_ids"], inputs["decoder_input_ids"])
+    encoder, decoder = (table(one)[0] for table, one in zip(embeddings, ids, strict=True))
+    sites = {side: hs.capture(model, inputs, scope="model", side=side)[0] for side in ("memory", "queries")}
+    model.set_attn_implementation("eager")
+
+    def run(e: Tensor, d: Tensor) -> Tensor:
+        out: Tensor = model(inputs_embeds=e[None], decoder_inputs_embeds=d[None]).last_hidden_state[0]
+        return out
+
+    parts = torch.func.jacrev(run, argnums=(0, 1))(encoder, decoder)
+    for side, tokens, part in zip(sites, (encoder, decoder), parts, strict=True):
+        torch.testing.assert_close(sites[side].x[0], tokens)
+        found = hs.local_lipschitz(sites[side].map, sites[side].x, rtol=1e-8)
+        jacobian = part.flatten(2).flatten(0, 1)
+        assert float(found.value) == pytest.approx(float(torch.linalg.matrix_norm(jacobian, 2)), rel=1e-5)
+
+
+def test_an_encoder_decoder_whole_needs_a_side() -> None:
+    model, inputs = encoder_decoder("t5"), inputs_of("t5")
+    with pytest.raises(CaptureError, match="side='queries'"):
+        hs.capture(model, inputs, scope="model")
+    with pytest.raises(ArgumentError, match="both at once are not captured"):
+        hs.capture(model, inputs, scope="model", side="joint")
+    with pytest.raises(CaptureError, match="embedded tokens of input_ids are not found"):
+        hs.capture(encoder_decoder("whisper"), inputs_of("whisper"), scope="model", side="memory")

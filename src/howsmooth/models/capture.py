@@ -14,7 +14,7 @@ from howsmooth.models.identification.cross_attention_layer import OneSequence, r
 from howsmooth.models.identification.non_softmax_layers import NO_SOFTMAX, NonSoftmaxTracer
 from howsmooth.models.identification.self_attention_module import CrossAttention
 from howsmooth.models.identification.verified_layer import VerifiedLayer, indices_of, read_layer
-from howsmooth.models.inputs.model_inputs import ModelInputs, model_inputs
+from howsmooth.models.inputs.model_inputs import ModelInputs, model_inputs, takes_decoder_ids
 from howsmooth.models.loading.load import LoadedModel
 from howsmooth.models.measurement_mode import implementation, measurement_mode
 from howsmooth.models.padded_sequences import Padding, one_by_one, padding_of, reproduces, without_padding
@@ -76,7 +76,9 @@ def capture(
         Which heads, given like ``layers``, in scope ``"head"`` only; all heads by default.
     side
         In scope ``"cross-attention"``, which sequence moves: ``"queries"``, the tokens of the queries at a
-        fixed memory; ``"memory"``, the memory at fixed queries; or ``"joint"``, both, the default.
+        fixed memory; ``"memory"``, the memory at fixed queries; or ``"joint"``, both, the default. In scope
+        ``"model"`` of an encoder-decoder, where it has no default: ``"queries"``, from the decoder's
+        embeddings at fixed tokens of the encoder, or ``"memory"``, from the encoder's embeddings.
     output
         In scope ``"model"``: ``"hidden"`` for the last hidden state of all tokens (of a module that
         transformers does not know, what it returns), ``"logits"``, or ``"margin"``, the largest logit minus
@@ -104,9 +106,9 @@ def capture(
     model = module_of(model)
     if scope not in SCOPE_MEANINGS:
         raise ArgumentError("scope", expected=f"one of {', '.join(SCOPE_MEANINGS)}", got=repr(scope))
-    _check_side(side, scope)
+    _check_side(model, side, scope)
     if scope in MODEL_SCOPES:
-        return [_part(model, inputs, layers, scope, heads, output, last_token)]
+        return [_part(model, inputs, layers, scope, heads, output, last_token, side)]
     for name, value, usual in (("output", output, "hidden"), ("last_token", last_token, False)):
         if value != usual:
             got = f"{value!r} with scope {scope!r}"
@@ -127,11 +129,16 @@ def capture(
         return [site for layer in _verified(model, given, wanted) for site in layer.sites(scope, chosen)]
 
 
-def _check_side(side: object, scope: str) -> None:
-    if side is not None and scope != CROSS_SCOPE:
+def _check_side(model: nn.Module, side: object, scope: str) -> None:
+    if scope == "model" and takes_decoder_ids(model):
+        if side not in (None, "queries", "memory"):
+            expected = "'queries' or 'memory' with scope 'model': both at once are not captured"
+            raise ArgumentError("side", expected=expected, got=repr(side))
+    elif side is not None and scope != CROSS_SCOPE:
         got = f"{side!r} with scope {scope!r}"
-        raise ArgumentError("side", expected=f"None unless scope is {CROSS_SCOPE!r}", got=got)
-    if side not in (None, *SIDES):
+        expected = f"None unless scope is {CROSS_SCOPE!r}, or 'model' of an encoder-decoder"
+        raise ArgumentError("side", expected=expected, got=got)
+    elif side not in (None, *SIDES):
         raise ArgumentError("side", expected=f"one of {', '.join(SIDES)}", got=repr(side))
 
 
@@ -174,6 +181,7 @@ def _part(
     heads: object,
     output: object,
     last_token: bool,
+    side: str | None,
 ) -> Site:
     """Return a span of blocks or a whole model as a map; the arguments are those of :func:`capture`."""
     if heads is not None:
@@ -185,7 +193,7 @@ def _part(
     if output not in OUTPUTS or (scope == "span" and output != "hidden"):
         expected = f"one of {', '.join(OUTPUTS)}" if scope == "model" else "'hidden' unless scope is 'model'"
         raise ArgumentError("output", expected=expected, got=repr(output))
-    with model_parts(model, inputs) as parts:
+    with model_parts(model, inputs, side) as parts:
         if scope == "model":
             return parts.whole(str(output), last_token=last_token)
         first, last = _ends(layers, len(parts.layers))
@@ -193,14 +201,16 @@ def _part(
 
 
 @contextmanager
-def model_parts(model: nn.Module, inputs: Tensor | Mapping[str, Tensor]) -> Iterator[ModelParts]:
+def model_parts(
+    model: nn.Module, inputs: Tensor | Mapping[str, Tensor], side: str | None = None
+) -> Iterator[ModelParts]:
     """Within the context, yield the parts of a model (embeddings, blocks, head) so that they can be captured.
 
     The arguments are those of :func:`capture`.
     """
     given = model_inputs(model, inputs)
     with measurement_mode(model):
-        yield ModelParts(model, given)
+        yield ModelParts(model, given, side)
 
 
 def _ends(layers: object, count: int) -> tuple[int, int]:
