@@ -210,7 +210,8 @@ class _HeadAt:
 
         def off(t: Tensor, weight: Tensor, b: Tensor | None) -> Tensor:
             size = float(torch.linalg.matrix_norm(weight)) * torch.linalg.vector_norm(t, dim=-1)
-            return (t.shape[-1] + 3) * U * (size + (0.0 if b is None else _length(b))) * (1 + 1e-6)
+            found: Tensor = (t.shape[-1] + 3) * U * (size + (0.0 if b is None else _length(b))) * (1 + 1e-6)
+            return found
 
         q_off = off(x, f.query[h], None if f.query_bias is None else f.query_bias[h])
         k_off = float(off(memory, f.key[g], None if f.key_bias is None else f.key_bias[g]).max())
