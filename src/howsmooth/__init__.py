@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     )
     from howsmooth.attention import (
         Compose,
+        CrossAttention,
         L2Attention,
         LayerNorm,
         LayerScale,
@@ -69,6 +70,7 @@ __version__ = metadata.version("howsmooth")
 
 __all__ = [
     "Compose",
+    "CrossAttention",
     "DepthProfile",
     "HowsmoothError",
     "Influence",
@@ -118,6 +120,7 @@ __all__ = [
 _ROOMS = {
     "attention": (
         "Compose",
+        "CrossAttention",
         "L2Attention",
         "LayerNorm",
         "LayerScale",

@@ -129,7 +129,7 @@ def test_cross_attention_is_left_out_and_refused_by_its_index() -> None:
     model, ids = make(config), token_ids(1, 4)
     assert [site.layer for site in capture(model, ids)] == [0, 1]
     for index in (2, -1):
-        with pytest.raises(CaptureError, match=r"layer 2 \(decoder.*cross-attention: no single argument"):
+        with pytest.raises(CaptureError, match=r"layer 2 \(decoder.*Capture it with scope .cross-attention"):
             capture(model, ids, layers=[0, index])
 
 

@@ -1,12 +1,19 @@
 """Attention maps: functions of the tokens whose Lipschitz constants this library measures and bounds.
 
 ``core`` computes softmax attention from queries, keys and values. ``self_attention`` adds the projections,
-and ``staged`` adds arbitrary PyTorch code before and after the softmax. ``norms`` and ``compositions`` build
-residual connections and pre-norm and post-norm blocks.
+and ``staged`` adds arbitrary PyTorch code before and after the softmax. ``cross_attention`` has two
+sequences, one for the queries and one for keys and values. ``norms`` and ``compositions`` build residual
+connections and pre-norm and post-norm blocks.
 """
 
 from howsmooth.attention.atom_weights import EarlierAtoms, Weighting
 from howsmooth.attention.compositions import Compose, Residual
+from howsmooth.attention.cross_attention import (
+    CrossAttention,
+    CrossLayer,
+    StagedCrossAttention,
+    TwoSequenceMap,
+)
 from howsmooth.attention.l2_attention import L2Attention
 from howsmooth.attention.layer_scale import LayerScale
 from howsmooth.attention.map import AbstractMeasure, TokenMap
@@ -21,6 +28,8 @@ __all__ = [
     "AbstractMeasure",
     "Compose",
     "CoreShape",
+    "CrossAttention",
+    "CrossLayer",
     "EarlierAtoms",
     "L2Attention",
     "Layer",
@@ -33,7 +42,9 @@ __all__ = [
     "SinkhornAttention",
     "SoftmaxCore",
     "StagedAttention",
+    "StagedCrossAttention",
     "TokenMap",
+    "TwoSequenceMap",
     "Visibility",
     "Weighting",
 ]

@@ -12,7 +12,7 @@ from torch import Tensor
 from howsmooth.attention.map import TokenMap, as_parameter
 from howsmooth.errors import ArgumentError
 
-__all__ = ["HeadsAttention", "in_heads"]
+__all__ = ["HeadsAttention", "in_heads", "optional_parameter", "projected_heads"]
 
 _TENSORS = ("query", "key", "value", "output", "query_bias", "key_bias", "value_bias", "output_bias")
 
@@ -48,15 +48,15 @@ class HeadsAttention(TokenMap):
             )
         width = self.heads * self.value_dim
 
-        self.output = _optional("output", output, ("d_out", width), q)
-        self.query_bias = _optional("query_bias", query_bias, (self.heads, self.key_dim), q)
-        self.key_bias = _optional("key_bias", key_bias, (self.kv_heads, self.key_dim), q)
-        self.value_bias = _optional("value_bias", value_bias, (self.kv_heads, self.value_dim), q)
+        self.output = optional_parameter("output", output, ("d_out", width), q)
+        self.query_bias = optional_parameter("query_bias", query_bias, (self.heads, self.key_dim), q)
+        self.key_bias = optional_parameter("key_bias", key_bias, (self.kv_heads, self.key_dim), q)
+        self.value_bias = optional_parameter("value_bias", value_bias, (self.kv_heads, self.value_dim), q)
         if output_bias is not None and self.output is None:
             raise ArgumentError(
                 "output_bias", expected="None without an output matrix", got="a tensor", remedy="Give output."
             )
-        self.output_bias = _optional("output_bias", output_bias, (self.d_out,), q)
+        self.output_bias = optional_parameter("output_bias", output_bias, (self.d_out,), q)
         self.scale = 1.0 / math.sqrt(self.key_dim) if scale is None else float(scale)
         if not math.isfinite(self.scale):
             raise ArgumentError("scale", expected="a finite number", got=str(scale))
@@ -129,11 +129,7 @@ class HeadsAttention(TokenMap):
         self, heads: Float[Tensor, "*batch kv_heads group n value_dim"]
     ) -> Float[Tensor, "*batch n d_out"]:
         """Return the concatenated heads, multiplied by the output projection if there is one."""
-        rows = heads.flatten(-4, -3).movedim(-3, -2).flatten(-2)
-        if self.output is None:
-            return rows
-        out = rows @ self.output.mT
-        return out if self.output_bias is None else out + self.output_bias
+        return projected_heads(heads.flatten(-4, -3), self.output, self.output_bias)
 
 
 def in_heads(X: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -144,5 +140,19 @@ def in_heads(X: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     return rows.reshape(*rows.shape[:-1], *weight.shape[:2]).movedim(-2, -3)
 
 
-def _optional(name: str, given: Tensor | None, shape: tuple[int | str, ...], like: Tensor) -> Tensor | None:
+def projected_heads(
+    heads: Float[Tensor, "*batch heads m value_dim"], output: Tensor | None, bias: Tensor | None
+) -> Float[Tensor, "*batch m d_out"]:
+    """Return the heads side by side, multiplied by the output matrix and shifted by its bias, if any."""
+    rows = heads.movedim(-3, -2).flatten(-2)
+    if output is None:
+        return rows
+    out = rows @ output.mT
+    return out if bias is None else out + bias
+
+
+def optional_parameter(
+    name: str, given: Tensor | None, shape: tuple[int | str, ...], like: Tensor
+) -> Tensor | None:
+    """Return None if nothing is given, and otherwise the result of :func:`as_parameter`."""
     return None if given is None else as_parameter(name, given, shape, like=like)

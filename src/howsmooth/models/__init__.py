@@ -16,11 +16,12 @@ from howsmooth.models.inputs.token_files import load_embeddings, load_token_ids
 from howsmooth.models.inspect import InspectedSite, Inspection, Refusal, inspect_model
 from howsmooth.models.loading.load import LoadedModel, builtin_names, load_model
 from howsmooth.models.sequence_datasets import audio_inputs, image_inputs
-from howsmooth.models.site import Site
+from howsmooth.models.site import CrossSite, Site
 from howsmooth.scopes import SCOPES
 
 __all__ = [
     "SCOPES",
+    "CrossSite",
     "InspectedSite",
     "Inspection",
     "LoadedModel",

@@ -10,18 +10,19 @@ from torch import Tensor, nn
 
 from howsmooth.errors import ArgumentError, CaptureError
 from howsmooth.models.float32_weights import weights_in_memory
+from howsmooth.models.identification.cross_attention_layer import OneSequence, read_cross_layer
 from howsmooth.models.identification.non_softmax_layers import NO_SOFTMAX, NonSoftmaxTracer
 from howsmooth.models.identification.self_attention_module import CrossAttention
 from howsmooth.models.identification.verified_layer import VerifiedLayer, indices_of, read_layer
-from howsmooth.models.inputs.model_inputs import ModelInputs, model_inputs
+from howsmooth.models.inputs.model_inputs import ModelInputs, model_inputs, takes_decoder_ids
 from howsmooth.models.loading.load import LoadedModel
 from howsmooth.models.measurement_mode import implementation, measurement_mode
-from howsmooth.models.padded_sequences import Padding, padding_of, reproduces, without_padding
-from howsmooth.models.site import Site
+from howsmooth.models.padded_sequences import Padding, one_by_one, padding_of, reproduces, without_padding
+from howsmooth.models.site import CrossSite, Site
 from howsmooth.models.tracing.forward_trace import trace_forward_pass
 from howsmooth.models.tracing.layer_trace import AttentionLayer
 from howsmooth.models.whole_model import ModelParts
-from howsmooth.scopes import MODEL_SCOPES, OUTPUTS, SCOPES
+from howsmooth.scopes import CROSS_SCOPE, MODEL_SCOPES, OUTPUTS, SCOPE_MEANINGS, SIDES
 
 __all__ = ["capture", "model_parts", "module_of", "self_attention_layers"]
 
@@ -35,6 +36,7 @@ def capture(
     scope: str = "attention",
     heads: int | str | slice | Sequence[int] | None = None,
     *,
+    side: str | None = None,
     output: str = "hidden",
     last_token: bool = False,
 ) -> list[Site]:
@@ -62,14 +64,21 @@ def capture(
     layers
         Which layers: an index, a list or range of indices, or a slice. Layers are counted in the order of
         the model's softmaxes, and negative indices from the end. ``"all"`` or None, the default, means all
-        layers of self-attention; cross-attention is left out then, and refused if asked for by index. In
-        scope ``"span"`` a pair: the first and the last layer, whose blocks are included.
+        layers of self-attention; cross-attention is left out then, and refused if asked for by index; in
+        scope ``"cross-attention"`` it is the other way round. In scope ``"span"`` a pair: the first and the
+        last layer, whose blocks are included.
     scope
         Which part of a layer the map is: ``"head"``, ``"heads"``, ``"attention"``, ``"residual"`` or
         ``"block"``; or ``"span"``, from the input of one block to the output of another, or ``"model"``,
-        from the embeddings to ``output`` (see :class:`Site`).
+        from the embeddings to ``output`` (see :class:`Site`); or ``"cross-attention"``, attention whose keys
+        and values come from another sequence than its queries, the memory (see :class:`CrossSite`).
     heads
         Which heads, given like ``layers``, in scope ``"head"`` only; all heads by default.
+    side
+        In scope ``"cross-attention"``, which sequence moves: ``"queries"``, the tokens of the queries at a
+        fixed memory; ``"memory"``, the memory at fixed queries; or ``"joint"``, both, the default. In scope
+        ``"model"`` of an encoder-decoder, where it has no default: ``"queries"``, from the decoder's
+        embeddings at fixed tokens of the encoder, or ``"memory"``, from the encoder's embeddings.
     output
         In scope ``"model"``: ``"hidden"`` for the last hidden state of all tokens (of a module that
         transformers does not know, what it returns), ``"logits"``, or ``"margin"``, the largest logit minus
@@ -80,7 +89,8 @@ def capture(
     Returns
     -------
     list of Site
-        One site for each layer, in the given order; in scope ``"head"`` one for each layer and head; in the
+        One site for each layer, in the given order; in scope ``"head"`` one for each layer and head; in scope
+        ``"cross-attention"`` one for each sequence and layer, with padding of the memory as a mask; in the
         scopes ``"span"`` and ``"model"`` one site, and no sequence may be padded. If a
         sequence is padded, the list has these sites for each sequence (``Site.sequence``), real tokens only.
 
@@ -94,11 +104,11 @@ def capture(
 
     """
     model = module_of(model)
-    if scope not in (*SCOPES, *MODEL_SCOPES):
-        expected = f"one of {', '.join((*SCOPES, *MODEL_SCOPES))}"
-        raise ArgumentError("scope", expected=expected, got=repr(scope))
+    if scope not in SCOPE_MEANINGS:
+        raise ArgumentError("scope", expected=f"one of {', '.join(SCOPE_MEANINGS)}", got=repr(scope))
+    _check_side(model, side, scope)
     if scope in MODEL_SCOPES:
-        return [_part(model, inputs, layers, scope, heads, output, last_token)]
+        return [_part(model, inputs, layers, scope, heads, output, last_token, side)]
     for name, value, usual in (("output", output, "hidden"), ("last_token", last_token, False)):
         if value != usual:
             got = f"{value!r} with scope {scope!r}"
@@ -109,11 +119,58 @@ def capture(
         )
     wanted, chosen = _checked("layers", layers), _checked("heads", heads)
     given = model_inputs(model, inputs)
+    if scope == CROSS_SCOPE:
+        with measurement_mode(model):
+            return list(_cross_sites(model, given, wanted, side or "joint"))
     padding = padding_of(model, given)
     with measurement_mode(model):
         if padding is not None:
             return _captured_without_padding(model, padding, wanted, scope, chosen)
         return [site for layer in _verified(model, given, wanted) for site in layer.sites(scope, chosen)]
+
+
+def _check_side(model: nn.Module, side: object, scope: str) -> None:
+    if scope == "model" and takes_decoder_ids(model):
+        if side not in (None, "queries", "memory"):
+            expected = "'queries' or 'memory' with scope 'model': both at once are not captured"
+            raise ArgumentError("side", expected=expected, got=repr(side))
+    elif side is not None and scope != CROSS_SCOPE:
+        got = f"{side!r} with scope {scope!r}"
+        expected = f"None unless scope is {CROSS_SCOPE!r}, or 'model' of an encoder-decoder"
+        raise ArgumentError("side", expected=expected, got=got)
+    elif side not in (None, *SIDES):
+        raise ArgumentError("side", expected=f"one of {', '.join(SIDES)}", got=repr(side))
+
+
+def _cross_sites(model: nn.Module, given: ModelInputs, wanted: _Indices, side: str) -> Iterator[CrossSite]:
+    """Yield the sites of the wanted layers of cross-attention, sequence by sequence."""
+    if padding_of(model, given) is not None and given.named.get("decoder_input_ids") is given.named.get(
+        "input_ids", given
+    ):
+        raise ArgumentError(
+            "inputs",
+            expected="decoder_input_ids without padding, if the encoder's tokens are padded",
+            got="the same padded tokens for both",
+            remedy="Give decoder_input_ids, or sequences of one length.",
+        )
+    for number, one in enumerate(one_by_one(model, given)):
+        seen, kept = trace_forward_pass(model, one.named, _traced(wanted))
+        if not seen:
+            raise CaptureError(_nothing_seen(model, one))
+        found = False
+        for index in indices_of(wanted, len(seen), "layer"):
+            traced_layer = kept.pop(index)
+            with weights_in_memory(*traced_layer.modules):
+                try:
+                    layer = read_cross_layer(traced_layer, implementation(model))
+                except OneSequence:
+                    if wanted is not None:
+                        raise
+                    continue
+                found = True
+                yield layer.site(side, number if given.batch > 1 else None)
+        if not found:
+            raise CaptureError(f"{type(model).__name__} has no cross-attention.")
 
 
 def _part(
@@ -124,6 +181,7 @@ def _part(
     heads: object,
     output: object,
     last_token: bool,
+    side: str | None,
 ) -> Site:
     """Return a span of blocks or a whole model as a map; the arguments are those of :func:`capture`."""
     if heads is not None:
@@ -135,7 +193,7 @@ def _part(
     if output not in OUTPUTS or (scope == "span" and output != "hidden"):
         expected = f"one of {', '.join(OUTPUTS)}" if scope == "model" else "'hidden' unless scope is 'model'"
         raise ArgumentError("output", expected=expected, got=repr(output))
-    with model_parts(model, inputs) as parts:
+    with model_parts(model, inputs, side) as parts:
         if scope == "model":
             return parts.whole(str(output), last_token=last_token)
         first, last = _ends(layers, len(parts.layers))
@@ -143,14 +201,16 @@ def _part(
 
 
 @contextmanager
-def model_parts(model: nn.Module, inputs: Tensor | Mapping[str, Tensor]) -> Iterator[ModelParts]:
+def model_parts(
+    model: nn.Module, inputs: Tensor | Mapping[str, Tensor], side: str | None = None
+) -> Iterator[ModelParts]:
     """Within the context, yield the parts of a model (embeddings, blocks, head) so that they can be captured.
 
     The arguments are those of :func:`capture`.
     """
     given = model_inputs(model, inputs)
     with measurement_mode(model):
-        yield ModelParts(model, given)
+        yield ModelParts(model, given, side)
 
 
 def _ends(layers: object, count: int) -> tuple[int, int]:

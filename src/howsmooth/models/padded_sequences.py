@@ -22,7 +22,7 @@ from howsmooth.models.tolerance import precision, relative_error, tolerance
 from howsmooth.models.tracing.forward_trace import TracedLayer
 from howsmooth.models.tracing.module_replay import ModuleReplay, first_tensor
 
-__all__ = ["Padding", "padding_of", "reproduces", "without_padding"]
+__all__ = ["Padding", "one_by_one", "padding_of", "reproduces", "without_padding"]
 
 #: Names of padding masks, and whether a nonzero entry marks padding: it does in torch, not in transformers.
 _PADDING = {"attention_mask": False, "key_padding_mask": True, "src_key_padding_mask": True}
@@ -94,6 +94,15 @@ def without_padding(model: nn.Module, padding: Padding, sequence: int) -> Iterat
     yield ModelInputs(named, 1)
     if "position_ids" in inspect.signature(model.forward).parameters and "position_ids" not in named:
         yield ModelInputs({**named, "position_ids": real.nonzero().reshape(1, -1)}, 1)
+
+
+def one_by_one(model: nn.Module, given: ModelInputs) -> list[ModelInputs]:
+    """Return the inputs of each sequence of a batch alone, with its padding if it has any."""
+    if given.batch == 1:
+        return [given]
+    first = next(iter(given.named.values()))
+    whole = Padding(torch.ones(given.batch, first.shape[1], dtype=torch.bool), given, "")
+    return [next(iter(without_padding(model, whole, i))) for i in range(given.batch)]
 
 
 def _cut(name: str, value: Tensor, padding: Padding, sequence: int) -> Tensor:

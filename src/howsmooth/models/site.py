@@ -8,9 +8,9 @@ import torch
 from jaxtyping import Float, Float64
 from torch import Tensor
 
-from howsmooth.attention import LayerNorm, RMSNorm, TokenMap
+from howsmooth.attention import LayerNorm, RMSNorm, TokenMap, TwoSequenceMap
 
-__all__ = ["Site"]
+__all__ = ["CrossSite", "Site"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -81,4 +81,30 @@ class Site:
         return (
             f"Site({self.name}, layer {self.layer}{head}, scope {self.scope}, masking {self.masking}, "
             f"{batch} x {n} tokens of dimension {d}{stored})"
+        )
+
+
+@dataclass(frozen=True, eq=False, kw_only=True, repr=False)
+class CrossSite(Site):
+    """The map of one layer of cross-attention, in scope ``cross-attention``, for one sequence.
+
+    ``map`` is ``attention`` as a function of one of its two sequences or of both, and ``x`` its argument:
+    ``local_lipschitz(site.map, site.x)`` measures the constant of that side.
+    """
+
+    #: Which sequence moves. ``queries``: the tokens of the queries, at the fixed memory. ``memory``: the
+    #: memory, at the fixed tokens. ``joint``: both, stacked, the tokens first.
+    side: str
+    #: The tokens (m, d) that give the queries.
+    queries: Float[Tensor, "m d_queries"]
+    #: The memory (n, d_memory) that gives keys and values.
+    memory: Float[Tensor, "n_memory d_memory"]
+    #: The map of the two sequences.
+    attention: TwoSequenceMap
+
+    def __repr__(self) -> str:
+        sequence = "" if self.sequence is None else f", sequence {self.sequence}"
+        return (
+            f"CrossSite({self.name}, layer {self.layer}{sequence}, side {self.side}, masking {self.masking}, "
+            f"{len(self.queries)} queries, {len(self.memory)} memory tokens)"
         )

@@ -35,7 +35,7 @@ from howsmooth.models.identification.self_attention_module import moved_tokens
 from howsmooth.models.identification.verification import notice_downcasts
 from howsmooth.models.inputs.model_inputs import ModelInputs, embedding_of, takes_decoder_ids
 from howsmooth.models.measurement_mode import implementation
-from howsmooth.models.padded_sequences import Padding, padding_of, without_padding
+from howsmooth.models.padded_sequences import one_by_one, padding_of
 from howsmooth.models.site import Site
 from howsmooth.models.tolerance import precision, relative_error, tolerance
 from howsmooth.models.tracing.forward_trace import StopForward, run, trace_forward_pass
@@ -59,29 +59,37 @@ class ModelParts:
         The model, in measurement mode.
     given
         The model's inputs.
+    side
+        In an encoder-decoder, which embeddings move: ``"memory"``, the encoder's, or ``"queries"``, the
+        decoder's. None for other models.
 
     Raises
     ------
     ArgumentError
         If a sequence is padded.
     CaptureError
-        If the model is an encoder-decoder.
+        If the model is an encoder-decoder and ``side`` is None.
 
     """
 
-    def __init__(self, model: nn.Module, given: ModelInputs) -> None:
-        if takes_decoder_ids(model):
+    def __init__(self, model: nn.Module, given: ModelInputs, side: str | None = None) -> None:
+        if takes_decoder_ids(model) and side is None:
             raise CaptureError(
                 f"{type(model).__name__} is an encoder-decoder, whose output depends on two sequences. Take "
-                "its encoder alone, with the part encoder."
+                "its encoder alone, with the part encoder; or capture it with scope 'model' and "
+                "side='queries', from the decoder's embeddings, or side='memory', from the encoder's."
             )
+        self.side = side
         self.model = model
         self.given = _sequences_of(model, given)
         self.blocks: list[Place] = []  # the outputs of the blocks around the layers; two may share one
         calls: dict[nn.Module, int] = {}
+        self._embedded: list[tuple[nn.Embedding, int]] = []  # calls of tables, with their numbers
 
         def starts(module: nn.Module, args: Any) -> None:
             calls[module] = calls.get(module, -1) + 1
+            if isinstance(module, nn.Embedding):
+                self._embedded.append((module, calls[module]))
 
         def seen(layer: AttentionLayer) -> None:
             self.blocks.append(Place(layer.root_name, "output", calls[layer.root]))
@@ -94,7 +102,8 @@ class ModelParts:
 
     def whole(self, output: str, *, last_token: bool = False) -> Site:
         """Return the map from the embeddings to an output, one of ``howsmooth.scopes.OUTPUTS``."""
-        words = f"from its embeddings to its {_in_words(output, last_token)}"
+        of = {None: "its", "queries": "its decoder's", "memory": "its encoder's"}[self.side]
+        words = f"from {of} embeddings to its {_in_words(output, last_token)}"
         start, end, read = self._embeddings(), self._end(output), self.output(output, last_token=last_token)
         return self._site("model", start, end, read, None, None, words)
 
@@ -158,8 +167,11 @@ class ModelParts:
         """Return the place in the forward pass at which the tokens have been embedded.
 
         They are the argument that is given as embedded tokens, or the output of the table for token ids, or
-        else (images, audio) the input of the first block.
+        else (images, audio) the input of the first block. In an encoder-decoder they are the output of the
+        table of one side.
         """
+        if self.side is not None:
+            return self._embeddings_of_side()
         named = self.given[0].named
         main = "inputs_embeds" if self._known else next(iter(named))
         if main in named and named[main].is_floating_point() and named[main].ndim <= 3:
@@ -172,6 +184,24 @@ class ModelParts:
         if not self.blocks:
             raise CaptureError(f"The embedded tokens of {type(self.model).__name__} are not found.")
         return replace(self.blocks[0], side="input")
+
+    def _embeddings_of_side(self) -> Place:
+        """Return the place at which the encoder's or the decoder's token ids have been embedded."""
+        given, model = self.given[0].named, self.model
+        parts = [
+            part for name in ("get_encoder", "get_decoder") if callable(part := getattr(model, name, None))
+        ]
+        tables = [embedding_of(part) for part in (model, *(part() for part in parts))]
+        weights = {id(table.weight) for table in tables if table is not None}
+        calls = [(module, call) for module, call in self._embedded if id(module.weight) in weights]
+        name = "input_ids" if self.side == "memory" else "decoder_input_ids"
+        if name not in given or len(calls) != 1 + ("input_ids" in given):
+            raise CaptureError(
+                f"The embedded tokens of {name} are not found in {type(model).__name__}, so that it cannot "
+                f"be taken as a function of them (side={self.side!r})."
+            )
+        module, call = calls[0 if self.side == "memory" else -1]
+        return Place(self._path(module), "output", call)
 
     def _end(self, output: str) -> Place:
         """Return the place in the forward pass at which the model yields hidden states, logits or margin."""
@@ -267,11 +297,7 @@ def _sequences_of(model: nn.Module, given: ModelInputs) -> list[ModelInputs]:
             got="padding",
             remedy="Give one sequence at a time, with its real tokens.",
         )
-    if given.batch == 1:
-        return [given]
-    first = next(iter(given.named.values()))
-    whole = Padding(torch.ones(given.batch, first.shape[1], dtype=torch.bool), given, "")
-    return [next(iter(without_padding(model, whole, i))) for i in range(given.batch)]
+    return one_by_one(model, given)
 
 
 def _attentions(model: nn.Module, n: int) -> list[str | None]:

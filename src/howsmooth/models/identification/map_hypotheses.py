@@ -35,7 +35,18 @@ from howsmooth.models.tracing.mask_and_bias import (
 )
 from howsmooth.models.tracing.softmax_tracer import SoftmaxCall
 
-__all__ = ["CapturedMap", "Hypothesis", "Path", "hypotheses"]
+__all__ = [
+    "CapturedMap",
+    "Hypothesis",
+    "Path",
+    "condition_of",
+    "heads_in",
+    "hypotheses",
+    "matrix_of",
+    "of_one_sequence",
+    "tail_of",
+    "width_of",
+]
 
 Path = Literal["closed form", "autodiff"]
 CapturedMap = SelfAttention | StagedAttention | ReplayedAttention
@@ -67,7 +78,7 @@ def hypotheses(
 
     """
     masking, causal = _masking(trace, self_attention)
-    condition = max(_condition(softmax) for softmax in trace.softmaxes)
+    condition = max(condition_of(softmax) for softmax in trace.softmaxes)
     reason = self_attention.obstacle
     if not reason:
         try:
@@ -103,7 +114,7 @@ def _explicit(trace: LayerTrace, output: AttentionOutput, *, causal: bool) -> Se
         raise CaptureError(f"{layer} has {len(trace.softmaxes)} softmaxes.")
     projection = output.projection
     module = layer.module if isinstance(layer.module, nn.MultiheadAttention) else None
-    softmax = _of_one_sequence(trace.softmaxes[0])
+    softmax = of_one_sequence(trace.softmaxes[0])
     if softmax is None or softmax.query is None or softmax.key is None:
         raise CaptureError(f"The softmax of {layer} acts on windows of the tokens.")
     queries, keys = softmax.query.shape[2], softmax.key.shape[2]
@@ -115,7 +126,7 @@ def _explicit(trace: LayerTrace, output: AttentionOutput, *, causal: bool) -> Se
         projections, weight, output_bias = multihead_parameters(module, softmax)
     elif projection is not None:
         projections = read_projections(trace, softmax)
-        weight, output_bias = weight_and_bias(_matrix(trace, projection))
+        weight, output_bias = weight_and_bias(matrix_of(trace, projection))
     else:
         raise CaptureError(output.unclear)
     return SelfAttention(
@@ -159,11 +170,11 @@ def _staged(
             SoftmaxCore(softmax.scale, softmax.causal or ordered, mask, bias, softmax.softcap, sinks, window)
         )
     return StagedAttention(
-        CopiedModule.of(self_attention.alone, _tail(self_attention, output), self_attention.implementation),
+        CopiedModule.of(self_attention.alone, tail_of(self_attention, output), self_attention.implementation),
         tuple(staged),
         d=trace.x.shape[-1],
-        d_out=_width(output.call.output, output.call),
-        heads=_heads(trace),
+        d_out=width_of(output.call.output, output.call),
+        heads=heads_in(trace),
         n=trace.x.shape[1],
         causal=causal,
         dtype=trace.x.dtype,
@@ -177,7 +188,7 @@ def _replayed(
 ) -> ReplayedAttention:
     """Return the map that runs an unchanged copy of the attention module, differentiated by PyTorch."""
     layer = CopiedModule.of(
-        self_attention.alone, _tail(self_attention, output), self_attention.implementation
+        self_attention.alone, tail_of(self_attention, output), self_attention.implementation
     )
 
     def replayed(part: CopiedModule, width: int, within: ReplayedAttention | None) -> ReplayedAttention:
@@ -185,7 +196,7 @@ def _replayed(
             part,
             d=trace.x.shape[-1],
             d_out=width,
-            heads=_heads(trace),
+            heads=heads_in(trace),
             n=trace.x.shape[1],
             causal=causal,
             inner=within,
@@ -193,17 +204,17 @@ def _replayed(
 
     heads, projection = None, output.projection
     if projection is not None:
-        width = _width(projection.inputs, projection)
+        width = width_of(projection.inputs, projection)
         inner = (
             Tail(width=width)
             if output.outside
             else Tail(module=_path(self_attention, projection), of_input=True)
         )
         heads = replayed(CopiedModule(layer.call, inner, layer.implementation), width, None)
-    return replayed(layer, _width(output.call.output, output.call), heads)
+    return replayed(layer, width_of(output.call.output, output.call), heads)
 
 
-def _matrix(trace: LayerTrace, projection: ModuleCall) -> nn.Module:
+def matrix_of(trace: LayerTrace, projection: ModuleCall) -> nn.Module:
     """Return the linear layer that takes the concatenated heads: the projection's module or one inside it."""
     heads, parts = heads_of(trace), set(projection.module.modules())
     for call in trace.after:
@@ -213,11 +224,11 @@ def _matrix(trace: LayerTrace, projection: ModuleCall) -> nn.Module:
     raise CaptureError(f"The output projection {projection.name} ({kind}) of {trace.layer} is not a matrix.")
 
 
-def _tail(self_attention: SelfAttentionModule, output: AttentionOutput) -> Tail:
+def tail_of(self_attention: SelfAttentionModule, output: AttentionOutput) -> Tail:
     """Return the place at which a run of the attention module yields the attention's output."""
     if output.outside:
         module = copy.deepcopy(output.call.module).requires_grad_(requires_grad=False)
-        return Tail(module, width=_width(output.call.inputs, output.call))
+        return Tail(module, width=width_of(output.call.inputs, output.call))
     return Tail(module=_path(self_attention, output.projection) if output.call is output.projection else None)
 
 
@@ -229,18 +240,20 @@ def _path(self_attention: SelfAttentionModule, call: ModuleCall | None) -> str |
 # ---------------------------------------------------------------- shapes and masks
 
 
-def _width(tokens: Tensor | None, call: ModuleCall) -> int:
+def width_of(tokens: Tensor | None, call: ModuleCall) -> int:
+    """Return the dimension of the tokens that a call takes or returns."""
     if tokens is None:
         raise CaptureError(f"{call.name} returns no tensor.")
     return tokens.shape[-1]
 
 
-def _heads(trace: LayerTrace) -> int:
+def heads_in(trace: LayerTrace) -> int:
+    """Return the number of heads of a layer's first softmax."""
     shape = output_of(trace.softmaxes[0]).shape
     return shape[-3] if len(shape) > 2 else 1
 
 
-def _of_one_sequence(softmax: SoftmaxCall) -> SoftmaxCall | None:
+def of_one_sequence(softmax: SoftmaxCall) -> SoftmaxCall | None:
     """Reshape the tensors of a softmax call for one sequence to (1, heads, n, dim).
 
     The result is None if the attention acts within windows of tokens.
@@ -316,7 +329,7 @@ def _masking_of_weights(softmax: SoftmaxCall) -> tuple[str, bool]:
     return masking.words, masking.causal
 
 
-def _condition(softmax: SoftmaxCall) -> float:
+def condition_of(softmax: SoftmaxCall) -> float:
     """Return an upper bound of the absolute attention scores, which decides a comparison's tolerance.
 
     If the queries or keys are unknown, the result is 100, which is a guess and no bound.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
@@ -22,7 +23,14 @@ from howsmooth.models.tolerance import precision, relative_error, tolerance
 from howsmooth.models.tracing.layer_trace import LayerTrace, ModuleCall, is_linear, is_norm
 from howsmooth.models.tracing.softmax_tracer import SoftmaxCall
 
-__all__ = ["Projections", "multihead_parameters", "read_projections", "rows", "weight_and_bias"]
+__all__ = [
+    "Projections",
+    "multihead_parameters",
+    "read_cross_projections",
+    "read_projections",
+    "rows",
+    "weight_and_bias",
+]
 
 
 class Projection(NamedTuple):
@@ -96,6 +104,34 @@ def read_projections(trace: LayerTrace, call: SoftmaxCall) -> Projections:
         value=outputs.projection(values, call.value),
         rotary=positions,
     )
+
+
+def read_cross_projections(
+    trace: LayerTrace, memory: Float[Tensor, "1 n d_memory"], call: SoftmaxCall
+) -> Projections:
+    """Find the linear maps that compute queries from the tokens X, and keys and values from a memory.
+
+    Raises
+    ------
+    CaptureError
+        If queries, keys or values are not such a map; the message names the modules in between.
+
+    """
+    found = []
+    from_memory = replace(trace, x=memory)
+    for role, heads, of in (
+        ("queries", call.query, trace),
+        ("keys", call.key, from_memory),
+        ("values", call.value, from_memory),
+    ):
+        outputs = _linear_outputs(of)
+        columns = None if heads is None else _columns(heads, outputs.values, None)
+        if heads is None or columns is None:
+            source = "input" if of is trace else "memory"
+            raise CaptureError(f"The {role} of {trace.layer} are not a linear map of its {source}.")
+        found.append(outputs.projection(columns, heads))
+    query, key, value = found
+    return Projections(query, key, value, rotary=None)
 
 
 def multihead_parameters(

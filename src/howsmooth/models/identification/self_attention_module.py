@@ -21,7 +21,20 @@ from howsmooth.models.tracing.mask_and_bias import split_mask
 from howsmooth.models.tracing.module_replay import ModuleReplay, token_arguments
 from howsmooth.models.tracing.softmax_tracer import SoftmaxCall
 
-__all__ = ["CrossAttention", "SelfAttentionModule", "find_self_attention", "first_line", "moved_tokens"]
+__all__ = [
+    "CrossAttention",
+    "RandomAttention",
+    "SelfAttentionModule",
+    "check_finite",
+    "find_self_attention",
+    "first_line",
+    "has_weights_for",
+    "moved_operands",
+    "moved_tokens",
+    "obstacle_of",
+    "refuse_randomness",
+    "softmaxes_of",
+]
 
 
 _ALL = {"queries", "keys", "values"}
@@ -33,7 +46,7 @@ class CrossAttention(CaptureError):  # noqa: N818 - says what was found
     """Raised for a layer whose queries and keys come from different tokens."""
 
 
-class _RandomAttention(CaptureError):  # noqa: N818 - says what was found
+class RandomAttention(CaptureError):  # noqa: N818 - says what was found
     """Raised for a layer whose output differs between two runs on the same tokens."""
 
 
@@ -80,20 +93,20 @@ def find_self_attention(traced_layer: TracedLayer, batch: int, implementation: s
             reasons.append(f"{call.name} ({type(call.module).__name__}) changes its arguments in place")
             continue
         for x in token_arguments(call):
-            if not _has_weights_for(call, x):
+            if not has_weights_for(call, x):
                 continue
             try:
                 replay = ModuleReplay(call, x, batch)
                 alone = replay.of_first_sequence()
-                before = _cores(alone, alone.x, implementation)
+                before = softmaxes_of(alone, alone.x, implementation)
                 way = implementation if any(softmax.kind == "interface" for softmax in before) else None
                 if way is None:
-                    before = _cores(alone, alone.x, None)
+                    before = softmaxes_of(alone, alone.x, None)
                 if len(before) != traced_layer.softmaxes:
                     continue  # this module contains several layers
-                _refuse_randomness(traced_layer.layer, before, _cores(alone, alone.x, way))
-                after = _cores(alone, moved_tokens(alone.x), way)
-            except _RandomAttention:
+                refuse_randomness(traced_layer.layer, before, softmaxes_of(alone, alone.x, way))
+                after = softmaxes_of(alone, moved_tokens(alone.x), way)
+            except RandomAttention:
                 raise
             except Exception as error:  # a module may raise any error when it runs by itself
                 reasons.append(first_line(error))
@@ -101,26 +114,28 @@ def find_self_attention(traced_layer: TracedLayer, batch: int, implementation: s
             if len(after) != len(before):
                 reasons.append("it computes another number of softmaxes for other tokens")
                 continue
-            _check_finite(traced_layer.layer, alone.x, before)
-            moved = [_moved(a, b) for a, b in zip(before, after, strict=True)]
+            check_finite(traced_layer.layer, alone.x, before)
+            moved = [moved_operands(a, b) for a, b in zip(before, after, strict=True)]
             if all(m == _ALL for m in moved):
                 layer = replace(traced_layer.layer, name=call.name, module=call.module)
                 _refuse_chosen_masks(layer, traced_layer, call, x, batch, way)
-                return SelfAttentionModule(layer, replay, alone, before, way, _obstacle(layer, before, after))
+                return SelfAttentionModule(
+                    layer, replay, alone, before, way, obstacle_of(layer, before, after)
+                )
             partly = partly or any(moved)
             mixed = mixed or _ALL in moved
     layer = traced_layer.layer
     if mixed:
         raise CrossAttention(
             f"{layer} mixes two streams of tokens (cross-attention between them): one of its softmaxes takes "
-            "queries, keys and values from the one, another from both. Only self-attention is captured."
+            "queries, keys and values from the one, another from both, which is not captured."
         )
     if not partly and not reasons:
         reasons = ["none of its arguments holds tokens (..., n, d) that a matrix of it acts on"]
     if partly:
         raise CrossAttention(
             f"{layer} is cross-attention: no single argument of it, or of the modules around it up to its "
-            "layer, gives queries, keys and values alike. Only self-attention is captured."
+            "layer, gives queries, keys and values alike. Capture it with scope 'cross-attention'."
         )
     raise CaptureError(f"{layer} cannot be run by itself: {'; '.join(dict.fromkeys(reasons))[:300]}.")
 
@@ -146,15 +161,15 @@ def _refuse_chosen_masks(
         return
     try:
         whole = ModuleReplay(root, tokens, batch).of_first_sequence()
-        before = _cores(whole, whole.x, implementation)
-        after = _cores(whole, moved_tokens(whole.x), implementation)
+        before = softmaxes_of(whole, whole.x, implementation)
+        after = softmaxes_of(whole, moved_tokens(whole.x), implementation)
     except Exception:  # the layer runs again when it is traced; the error is reported there
         return
     for a, b in zip(before, after, strict=False):
         _refuse_sparsity(layer, a, b)
 
 
-def _has_weights_for(call: TracedCall, x: Tensor) -> bool:
+def has_weights_for(call: TracedCall, x: Tensor) -> bool:
     """Return True if a module has a weight matrix that fits the dimension of the tokens ``x``.
 
     A module without such a matrix is given queries, keys and values, not tokens.
@@ -179,7 +194,8 @@ def moved_tokens(x: Tensor, first: int = 0) -> Tensor:
     return moved
 
 
-def _cores(call: ModuleReplay, x: Tensor, implementation: str | None) -> list[SoftmaxCall]:
+def softmaxes_of(call: ModuleReplay, x: Tensor, implementation: str | None) -> list[SoftmaxCall]:
+    """Run a call again on tokens ``x``, and return the softmax attentions that it computes."""
     seen: list[SoftmaxCall] = []
     with intercept_softmaxes(
         call.module, lambda softmax: seen.append(softmax), implementation=implementation
@@ -188,7 +204,7 @@ def _cores(call: ModuleReplay, x: Tensor, implementation: str | None) -> list[So
     return seen
 
 
-def _moved(a: SoftmaxCall, b: SoftmaxCall) -> set[str]:
+def moved_operands(a: SoftmaxCall, b: SoftmaxCall) -> set[str]:
     """Return which operands ("queries", "keys" or "values") differ between two softmax calls.
 
     If queries and keys could not be read, both count as different where the probabilities differ.
@@ -208,11 +224,11 @@ def _differ(a: Tensor | None, b: Tensor | None) -> bool:
     return a.shape != b.shape or not torch.equal(a, b)
 
 
-def _refuse_randomness(layer: AttentionLayer, first: list[SoftmaxCall], second: list[SoftmaxCall]) -> None:
-    """Raise _RandomAttention if two runs on the same tokens differ (ProbSparse attention samples keys)."""
+def refuse_randomness(layer: AttentionLayer, first: list[SoftmaxCall], second: list[SoftmaxCall]) -> None:
+    """Raise RandomAttention if two runs on the same tokens differ (ProbSparse attention samples keys)."""
     pairs = [(a.output, b.output) for a, b in zip(first, second, strict=False)]
     if len(first) != len(second) or not all(a is b or _alike(a, b) for a, b in pairs):
-        raise _RandomAttention(
+        raise RandomAttention(
             f"{layer} gives another output for the same tokens, in evaluation mode: it draws something at "
             "random, as data-dependent sparsity with sampled keys does, and is not captured."
         )
@@ -229,7 +245,15 @@ def _alike(a: Tensor | None, b: Tensor | None) -> bool:
     return bool(((a - b).abs() <= 1e-3 * a.abs().amax()).all())
 
 
-def _obstacle(layer: AttentionLayer, before: list[SoftmaxCall], after: list[SoftmaxCall]) -> str:
+def obstacle_of(layer: AttentionLayer, before: list[SoftmaxCall], after: list[SoftmaxCall]) -> str:
+    """Say in a phrase why softmaxes, seen at two inputs, are no fixed functions of their operands; else "".
+
+    Raises
+    ------
+    CaptureError
+        If which keys a query sees depends on the tokens.
+
+    """
     for a, b in zip(before, after, strict=True):
         reason = a.obstacle or b.obstacle
         if "sparsity" in reason:
@@ -267,7 +291,8 @@ def first_line(error: BaseException) -> str:
     return f"{type(error).__name__}: {lines[0][:200]}" if lines else type(error).__name__
 
 
-def _check_finite(layer: AttentionLayer, x: Tensor, softmaxes: list[SoftmaxCall]) -> None:
+def check_finite(layer: AttentionLayer, x: Tensor, softmaxes: list[SoftmaxCall]) -> None:
+    """Raise NonFiniteError if the tokens or the outputs of softmaxes are not finite."""
     values = [x, *(softmax.output for softmax in softmaxes if softmax.output is not None)]
     if not all(bool(torch.isfinite(t).all()) for t in values):
         for softmax in softmaxes:

@@ -27,7 +27,7 @@ from howsmooth.models.tolerance import precision, relative_error, tolerance
 from howsmooth.models.tracing.layer_trace import AttentionLayer, bound_arguments, first_tokens
 from howsmooth.models.tracing.module_replay import ModuleReplay, first_tensor
 
-__all__ = ["ModelValues", "model_values", "notice_downcasts", "verify", "verify_block"]
+__all__ = ["ModelValues", "compare", "model_values", "notice_downcasts", "verify", "verify_block"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -119,7 +119,7 @@ def verify(self_attention: SelfAttentionModule, output: AttentionOutput, found: 
     eps = precision(own.x.dtype, downcast=own.downcast)
     tol = tolerance(eps, found.condition)
     before = inner(own.x)
-    _compare(layer, "its heads" if output.projection is not None else "its output", before, own.inner, tol)
+    compare(layer, "its heads" if output.projection is not None else "its output", before, own.inner, tol)
     if output.projection is not None:
         _compare_attention(layer, found, own, tol)
     # On changed tokens the scores may be larger: queries and keys may each have grown by a factor of two.
@@ -129,7 +129,7 @@ def verify(self_attention: SelfAttentionModule, output: AttentionOutput, found: 
     for first in dict.fromkeys((0, half if found.map.causal else 0)):
         moved = model_values(self_attention, output, call.shaped(moved_tokens(own.x, first)))
         after = inner(moved.x)
-        _compare(layer, "its heads on other tokens", after, moved.inner, tol)
+        compare(layer, "its heads on other tokens", after, moved.inner, tol)
         if first == 0 and output.projection is not None:
             _compare_attention(layer, found, moved, tol)
         if first == 0 or before.shape[1] != own.x.shape[1]:
@@ -148,7 +148,7 @@ def _compare_attention(layer: AttentionLayer, found: Hypothesis, own: ModelValue
     """
     f, heads, attention = found.map, own.inner, own.attention
     if not isinstance(f, SelfAttention) or f.output is None:
-        _compare(layer, "its attention", f(own.x), attention, tol)
+        compare(layer, "its attention", f(own.x), attention, tol)
         return
     # An output matrix is applied to the model's own heads, so that only its own rounding is tolerated.
     heads = heads.reshape(len(heads), -1, f.output.shape[1])
@@ -162,7 +162,8 @@ def _compare_attention(layer: AttentionLayer, found: Hypothesis, own: ModelValue
         raise CaptureError(f"{layer} does more to its heads than multiply them by a matrix.")
 
 
-def _compare(layer: AttentionLayer, what: str, captured: Tensor, own: Tensor, tol: float) -> None:
+def compare(layer: AttentionLayer, what: str, captured: Tensor, own: Tensor, tol: float) -> None:
+    """Raise CaptureError if a captured map's outputs and the model's own differ by more than ``tol``."""
     if captured.numel() == own.numel():  # the model may have heads on a separate axis
         own = own.reshape(captured.shape)
     if captured.shape != own.shape:
@@ -241,7 +242,7 @@ def verify_block(
         if values.less is not None:
             value = value - values.less.reshape(value.shape)
         loose = tolerance(precision(hidden.dtype, downcast=downcasts.seen), 4.0 * condition)
-        _compare(
+        compare(
             self_attention.layer,
             "its block",
             block.map(hidden),

@@ -20,10 +20,10 @@ __all__ = ["ModuleReplay", "first_tensor", "token_arguments"]
 
 
 class _Tokens:
-    """Placeholder for the tokens X among the stored arguments of a module call."""
+    """Placeholder for a sequence of tokens among the stored arguments of a module call."""
 
 
-_X = _Tokens()
+_X, _MEMORY = _Tokens(), _Tokens()
 
 # Largest relative difference between two computations of the same output: rounding is far below it, and
 # outputs of a call with wrongly sliced arguments are far above.
@@ -42,25 +42,42 @@ class ModuleReplay:
         the new tokens take its place.
     batch
         Number of sequences in the call.
+    memory
+        In cross-attention the argument that holds the memory, which :meth:`with_memory` replaces, else None.
 
     """
 
-    def __init__(self, call: TracedCall, x: Tensor, batch: int) -> None:
+    def __init__(self, call: TracedCall, x: Tensor, batch: int, memory: Tensor | None = None) -> None:
         self.name = call.name
         self.module = call.module
         self.x = x
+        self.memory = memory
         self.batch = batch
         self.batch_axis = _batch_axis(x, batch)
         self._output = call.output
         leaves, self._tree = tree_flatten((call.args, call.kwargs))
         self._leaves: list[Any] = [
-            _X if leaf is x else None if isinstance(leaf, Cache) else leaf for leaf in leaves
+            _X
+            if leaf is x
+            else _MEMORY
+            if memory is not None and leaf is memory
+            else None
+            if isinstance(leaf, Cache)
+            else leaf
+            for leaf in leaves
         ]
 
     def arguments(self, x: Tensor) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Return the call's positional and keyword arguments, with ``x`` in place of the model's tokens X."""
-        args, kwargs = tree_unflatten([x if leaf is _X else leaf for leaf in self._leaves], self._tree)
+        leaves = [x if leaf is _X else self.memory if leaf is _MEMORY else leaf for leaf in self._leaves]
+        args, kwargs = tree_unflatten(leaves, self._tree)
         return args, kwargs
+
+    def with_memory(self, memory: Tensor) -> ModuleReplay:
+        """Return the same call with another memory (n, d_memory), for one sequence."""
+        other = copy.copy(self)
+        other.memory = memory if self.memory is None else memory.reshape(self.memory.shape)
+        return other
 
     @property
     def x_name(self) -> str:
@@ -159,8 +176,8 @@ class ModuleReplay:
     def _changed(self, change: Callable[[Any], Any]) -> ModuleReplay:
         """Return a copy of this call with ``change`` applied to each of its arguments."""
         other = copy.copy(self)
-        other.x, other._output = change(self.x), None
-        other._leaves = [leaf if leaf is _X else change(leaf) for leaf in self._leaves]
+        other.x, other.memory, other._output = change(self.x), change(self.memory), None
+        other._leaves = [leaf if isinstance(leaf, _Tokens) else change(leaf) for leaf in self._leaves]
         return other
 
 
