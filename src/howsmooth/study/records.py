@@ -17,7 +17,7 @@ __all__ = [
     "ATTACK", "ATTACK_KINDS", "ATTACK_PLACE", "FLOW", "KEY_COLUMNS", "KINDS", "MEASURE", "PLACE",
     "Attack", "Bounding", "Contents", "Ending", "Failure", "FrameRow", "GrowthRow", "HeadRecord",
     "InputRecord", "Key", "Measurement", "ModelRecord", "PublishedKey", "PublishedValue", "Row", "Run",
-    "Sensitivity", "SequenceRecord", "SiteBound", "SiteBounds", "StudyRecord", "TextRecord", "keys_of",
+    "Sensitivity", "SequenceRecord", "SiteBound", "StudyRecord", "TextRecord", "keys_of",
     "plain_rows",
 ]  # fmt: skip
 
@@ -262,17 +262,6 @@ class SiteBound:
     log_value: float | None
     holds: bool
     source: str
-
-
-@dataclass(frozen=True)
-class SiteBounds:
-    """All bounds on one attention at one sequence, and the radius of the ball on which global bounds hold.
-
-    ``radius`` is the radius of the ball of tokens on which global bounds hold.
-    """
-
-    radius: float
-    bounds: tuple[SiteBound, ...]
 
 
 @dataclass(frozen=True)

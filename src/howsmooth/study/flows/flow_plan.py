@@ -122,11 +122,7 @@ class FlowPlan(Options):
         panel=OUTPUT,
     )
     animation: str = option(
-        "gif",
-        choice("gif", "mp4", "none"),
-        "Format of the animation: gif, mp4 or none.",
-        metavar="KIND",
-        panel=OUTPUT,
+        "gif", choice("gif", "none"), "Format of the animation: gif or none.", metavar="KIND", panel=OUTPUT
     )
 
     def check(self) -> None:
