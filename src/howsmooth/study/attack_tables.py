@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from howsmooth.study.exponents import Exponent, fit_exponent
+from howsmooth.study.exponents import Exponent, fitted_groups
 from howsmooth.study.figures import draw_attacks
 from howsmooth.study.figures.style import Files
 from howsmooth.study.file_writing import write_table, written_beside
@@ -117,16 +117,15 @@ def fits(table: pd.DataFrame) -> pd.DataFrame:
 
     """
     rows = []
-    for (layer, head), group in table.groupby(["layer", "head"], dropna=False, sort=True):
-        for series in SERIES:
-            values = group[series].to_numpy(np.float64)
-            there = np.isfinite(values)
-            if not there.any():
-                continue
-            usable = group["converged"].to_numpy(bool) if series == "found" else np.ones(len(group), bool)
-            fit = fit_exponent(group["n"].to_numpy()[there], values[there], usable[there])
-            rows.append({"layer": layer, "head": head, "series": series, **asdict(fit)})
-    return pd.DataFrame(rows, columns=list(_FIT_COLUMNS)).astype({"head": "Int64"})
+    for series in SERIES:
+        finite = table[np.isfinite(table[series])]
+        usable = finite.assign(usable=finite["converged"] if series == "found" else True)
+        rows += [
+            {**names, "series": series, **asdict(fit)}
+            for names, _, fit in fitted_groups(usable, ("layer", "head"), series, "usable")
+        ]
+    found = pd.DataFrame(rows, columns=list(_FIT_COLUMNS)).astype({"head": "Int64"})
+    return found.sort_values(["layer", "head"], kind="stable", ignore_index=True)
 
 
 def write_attack_outputs(folder: str | os.PathLike[str], listener: Listener = SILENT) -> AttackOutputs:

@@ -6,7 +6,7 @@ Each class names the key by which its rows differ. The store creates its tables 
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields
 from itertools import product
 from typing import Any, ClassVar
@@ -14,11 +14,12 @@ from typing import Any, ClassVar
 import pandas as pd
 
 __all__ = [
-    "ATTACK", "ATTACK_KINDS", "ATTACK_PLACE", "FLOW", "KEY_COLUMNS", "KINDS", "MEASURE", "PLACE",
+    "ATTACK", "ATTACK_KINDS", "ATTACK_PLACE", "CORRECTED", "FLOW", "KEY_COLUMNS", "KINDS", "MEASURE", "PLACE",
+    "PUBLISHED",
     "Attack", "Bounding", "Contents", "Ending", "Failure", "FrameRow", "GrowthRow", "HeadRecord",
     "InputRecord", "Key", "Measurement", "ModelRecord", "PublishedKey", "PublishedValue", "Row", "Run",
     "Sensitivity", "SequenceRecord", "SiteBound", "StudyRecord", "TextRecord", "keys_of",
-    "plain_rows",
+    "plain_rows", "quantities",
 ]  # fmt: skip
 
 Key = tuple[str, int, int | None, int, int]
@@ -317,6 +318,23 @@ class PublishedValue(
     def unsettled(self) -> bool:
         """True if this value's interval is wider than requested; False for a value without an interval."""
         return not self.settled and self.lower is not None
+
+
+CORRECTED, PUBLISHED = "corrected", "as published"
+
+
+def quantities(items: Sequence[str]) -> dict[str, tuple[str, ...]]:
+    """Name the quantities to measure for some of the published code's differences (items).
+
+    Returns
+    -------
+    dict
+        Each quantity's name with its items: the corrected constant (no item), each item alone, and all items
+        together.
+
+    """
+    single = {f"only {item}": (item,) for item in items} if len(items) > 1 else {}
+    return {CORRECTED: (), **single, PUBLISHED: tuple(items)}
 
 
 @dataclass(frozen=True)

@@ -32,8 +32,8 @@ from howsmooth.study.executors import workers_of
 from howsmooth.study.measured_models import Models
 from howsmooth.study.plans import Plan
 from howsmooth.study.progress_listener import Listener, Outcome
+from howsmooth.study.resource_forecast import TaskTimes
 from howsmooth.study.store import Store
-from howsmooth.study.task_times import TaskTimes
 from howsmooth.study.tasks.task import Failed, Found, Task, Work
 
 __all__ = ["Means", "Runner"]
@@ -101,9 +101,7 @@ class Runner:
             self.fail(failed)
         left = deque(work.tasks)
         if left and seconds > 0:
-            told = _WorkProgress(
-                self._means.listener, work, self.task_times, workers_of(self._means.executor)
-            )
+            told = _WorkProgress(self._means.listener, work)
             until = time.monotonic() + seconds
             steps = (
                 self._run_here(left, until)
@@ -223,39 +221,42 @@ class Runner:
 
 
 class _WorkProgress:
-    """Reports to a listener how far the tasks of one kind are, and how long they will take in total."""
+    """Reports to a listener how far the tasks of one kind are, and how long they will take in total.
 
-    def __init__(self, listener: Listener, work: Work, task_times: TaskTimes, workers: int) -> None:
+    The pace is that since the first result, which may have waited for a model. A row counts like n tokens, but
+    at least like 64: below, its time hardly depends on n.
+    """
+
+    def __init__(self, listener: Listener, work: Work) -> None:
         self._listener = listener
-        self._task_times = task_times
-        self._workers = workers
-        self._began = self._last = time.monotonic()
-        # The unfinished tasks, each with the number of rows it has made so far.
-        self._made = {id(task): (task, 0) for task in work.tasks}
-        self._done, self._planned = 0, sum(task.size for task in work.tasks)
+        self._began = time.monotonic()
+        self._first: tuple[float, float] | None = None
+        self._last = self._began
+        self._rows = self._of_task = 0
+        self._planned = sum(task.size for task in work.tasks)
+        self._left = sum(task.size * _weight(task) for task in work.tasks)
         more = f" ({work.kept} more are in the store already)" if work.kept else ""
         listener.phase(f"Computing {self._planned} {work.words}{more}")
 
     def advance(self, task: Task, rows: int, *, ended: bool) -> None:
         """Report to the listener that a task has computed more rows, or that it has ended."""
-        self._done += rows
-        if ended:
-            del self._made[id(task)]
-        else:
-            self._made[id(task)] = (task, self._made[id(task)][1] + rows)
+        self._rows += rows
+        # Rows that a task failed to compute are not left to do either.
+        gone = task.size - self._of_task if ended else rows
+        self._of_task = 0 if ended else self._of_task + rows
+        self._left -= gone * _weight(task)
         now = time.monotonic()
-        # Limit how often this is computed: it sums over all tasks, which may be many.
-        if self._done and (now - self._last > _BETWEEN_TELLING or not self._made):
+        if self._first is None:
+            self._first, self._last = (now, self._left), now
+        since, left = self._first
+        if self._rows and (self._left <= 0 or (now - self._last > _BETWEEN_TELLING and self._left < left)):
             self._last, spent = now, now - self._began
-            # The time left is that of the unfinished tasks, in parallel. Before any of them has a finished
-            # task like it, assume that all rows take the same time.
-            left = self._task_times.expect_all(
-                (one, 1 - min(made / one.size, 1)) for one, made in self._made.values()
-            )
-            if left is None and self._workers > 1:
-                return  # Workers have only loaded their models, which foretells nothing.
-            total = spent * self._planned / self._done if left is None else spent + left / self._workers
-            self._listener.advance(spent, total, f"{self._done} of {self._planned}, {task.words}")
+            rest = self._left * (now - since) / (left - self._left) if self._left > 0 else 0.0
+            self._listener.advance(spent, spent + rest, f"{self._rows} of {self._planned}, {task.words}")
+
+
+def _weight(task: Task) -> int:
+    return max(task.n, 64)
 
 
 # ---- Code that runs on a worker

@@ -10,11 +10,11 @@ from dataclasses import dataclass, replace
 from howsmooth.errors import StoreError
 from howsmooth.scopes import layers_of_scope
 from howsmooth.study.plans import ModelSpec, Plan
-from howsmooth.study.published_values import PUBLISHED
 from howsmooth.study.records import (
     KEY_COLUMNS,
     MEASURE,
     PLACE,
+    PUBLISHED,
     Bounding,
     Failure,
     Key,
@@ -25,9 +25,8 @@ from howsmooth.study.records import (
     Run,
     keys_of,
 )
-from howsmooth.study.resource_forecast import after_measuring
+from howsmooth.study.resource_forecast import TaskTimes, after_measuring
 from howsmooth.study.store import Store
-from howsmooth.study.task_times import TaskTimes
 
 __all__ = ["Part", "Status", "status", "status_of_folder"]
 

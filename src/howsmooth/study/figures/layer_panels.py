@@ -9,7 +9,7 @@ import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from howsmooth.study.exponents import Exponent, fit_exponent
+from howsmooth.study.exponents import Exponent, fitted_groups
 from howsmooth.study.figures.style import FIT_COLOUR, GREY, new_panels
 from howsmooth.study.text_formatting import decimal, place_in_words
 
@@ -40,13 +40,10 @@ class Part:
 
 def parts_of(table: pd.DataFrame, value: str) -> list[Part]:
     """Split a table by layer and head, and fit the exponents of the constants in the column ``value``."""
-    parts = []
-    for _, rows in table.groupby(["layer", "head"], dropna=False, sort=True):
-        layer, head = rows["layer"].iloc[0], rows["head"].iloc[0]
-        n, values, converged = (rows[name].to_numpy() for name in ("n", value, "converged"))
-        fit = fit_exponent(n, values, converged)
-        parts.append(Part(int(layer), None if pd.isna(head) else int(head), rows, fit))
-    return parts
+    return [
+        Part(int(names["layer"]), None if pd.isna(names["head"]) else int(names["head"]), rows, fit)
+        for names, rows, fit in fitted_groups(table, ("layer", "head"), value)
+    ]
 
 
 def draw_overview(

@@ -15,10 +15,9 @@ import pandas as pd
 from markupsafe import Markup
 
 from howsmooth.scopes import SCOPE_MEANINGS
+from howsmooth.study.exponents import STRATA
 from howsmooth.study.figures import Picture
 from howsmooth.study.html_assets import data_url, digest, style_sheet, templates_of
-from howsmooth.study.published_values import compare
-from howsmooth.study.radius_statistics import STRATA
 from howsmooth.study.records import Contents, plain_rows
 from howsmooth.study.report import tables
 from howsmooth.study.report.chart_data import bounds_data, scatter_data, script_json, sensitivity_data
@@ -34,15 +33,17 @@ _MOST_INLINED = 40  # figures: a page with every head of a large model would be 
 _DOTS_AN_INCH = 96  # of a CSS pixel
 
 
-def render(contents: Contents, exponents: pd.DataFrame, pictures: Sequence[Picture]) -> str:
+def render(
+    contents: Contents, exponents: pd.DataFrame, compared: pd.DataFrame, pictures: Sequence[Picture]
+) -> str:
     """Return the report as HTML without references to other files or sites.
 
-    ``exponents`` are fitted to the measurements of the store; the PNG files of ``pictures`` are embedded.
+    ``exponents`` are fitted to the measurements of the store, ``compared`` to its published values; the PNG
+    files of ``pictures`` are embedded.
     """
     rows = contents.measurements
     found = _sections(rows, exponents, pictures)
     style, script = _style(found), _script()
-    compared = compare(contents.published)
     data = {
         "scatter": scatter_data(rows, exponents, contents.published, compared),
         "bounds": bounds_data(contents.bounds, rows),
