@@ -16,7 +16,7 @@ from howsmooth.study.figures import draw_attacks
 from howsmooth.study.figures.style import Files
 from howsmooth.study.file_writing import write_table, written_beside
 from howsmooth.study.progress_listener import SILENT, Listener
-from howsmooth.study.records import ATTACK, ATTACK_KINDS, ATTACK_PLACE, Attack, HeadRecord
+from howsmooth.study.records import ATTACK, ATTACK_KINDS, ATTACK_PLACE, Attack
 from howsmooth.study.store import Store
 
 __all__ = ["SERIES", "SUMMARY_COLUMNS", "AttackOutputs", "fits", "summary", "write_attack_outputs"]
@@ -40,15 +40,13 @@ class AttackOutputs:
     """The files written by :func:`write_attack_outputs`, and the tables in them.
 
     ``identity`` is what all attacks in the store have in common: the source, its fingerprint and the
-    settings. ``summary`` and ``exponents`` come from :func:`summary` and :func:`fits`, ``heads`` has the rows
-    of :class:`~howsmooth.study.records.HeadRecord`. ``figures`` has each figure as PNG and PDF, ``files`` the
-    path of each table by its name.
+    settings. ``summary`` and ``exponents`` come from :func:`summary` and :func:`fits`. ``figures`` has each
+    figure as PNG and PDF, ``files`` the path of each table by its name.
     """
 
     identity: dict[str, Any]
     summary: pd.DataFrame
     exponents: pd.DataFrame
-    heads: pd.DataFrame
     figures: list[Files]
     files: dict[str, Path]
 
@@ -142,14 +140,13 @@ def write_attack_outputs(folder: str | os.PathLike[str], listener: Listener = SI
     with Store.open(folder, write=False) as store:
         identity = store.identity(ATTACK)
         rows = store.table(Attack, (*ATTACK_PLACE, "kind", "name")).drop(columns="run")
-        heads = store.table(HeadRecord, ("layer", "head")).drop(columns="run")
     table = summary(rows)
     exponents = fits(table)
-    tables = {"attacks": rows, "summary": table, "exponents": exponents, "heads": heads}
+    tables = {"attacks": rows, "summary": table, "exponents": exponents}
     files = {name: write_table(content, folder, f"{name}.csv") for name, content in tables.items()}
     with written_beside(folder, "attacks"):
-        figures = draw_attacks(str(identity["source"]), table, heads, folder / "figures", listener)
-    return AttackOutputs(identity, table, exponents, heads, figures, files)
+        figures = draw_attacks(str(identity["source"]), table, folder / "figures", listener)
+    return AttackOutputs(identity, table, exponents, figures, files)
 
 
 def _exp(log: float) -> float:

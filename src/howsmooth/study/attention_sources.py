@@ -20,7 +20,6 @@ from howsmooth.study.datasets import Inputs, open_data
 from howsmooth.study.measured_models import (
     Models,
     capture_sites,
-    check_fits,
     check_sources,
     place_sequences,
     subject_of,
@@ -195,10 +194,6 @@ class FileSource:
             parts = [(h, f.head(h)) for h in self._heads]
         return [Target(0, h, self._scope, masking, shortened(part, length), None, x) for h, part in parts]
 
-    def all_attentions(self) -> list[Target]:
-        """Return the attention of the file with all its heads, whichever heads were chosen."""
-        return [Target(0, None, "attention", "", self._file.attention, None, self._file.x)]
-
 
 class ModelSource:
     """The attention layers of a model, each with the tokens of a text that it receives.
@@ -282,12 +277,6 @@ class ModelSource:
             for s in self._sites(length, "block")
         ]
 
-    def all_attentions(self) -> list[Target]:
-        """Return the attention of every layer at the default length, whichever layers were chosen."""
-        from howsmooth.models import capture  # imports transformers, which takes seconds
-
-        return [_target(site) for site in capture(self._model, self._inputs(self.usual_length))]
-
     def _sites(self, length: int, scope: str) -> Sequence[Any]:
         inputs = self._inputs(length)
         return capture_sites(self._model, inputs, self._subject, scope, self._subject.layers, length)
@@ -298,7 +287,6 @@ class ModelSource:
         The length, the seed, the text and the model determine where in the text the sequence begins.
         """
         subject = replace(self._subject, lengths=(length,))
-        check_fits(self._plan, subject)
         start = place_sequences(self._plan, subject, {})[length, 0]
         return subject.feed.inputs([start], length)
 

@@ -16,7 +16,7 @@ import pandas as pd
 __all__ = [
     "ATTACK", "ATTACK_KINDS", "ATTACK_PLACE", "CORRECTED", "FLOW", "KEY_COLUMNS", "KINDS", "MEASURE", "PLACE",
     "PUBLISHED",
-    "Attack", "Bounding", "Contents", "Ending", "Failure", "FrameRow", "GrowthRow", "HeadRecord",
+    "Attack", "Bounding", "Contents", "Ending", "Failure", "FrameRow", "GrowthRow",
     "InputRecord", "Key", "Measurement", "ModelRecord", "PublishedKey", "PublishedValue", "Row", "Run",
     "Sensitivity", "SequenceRecord", "SiteBound", "StudyRecord", "TextRecord", "keys_of",
     "plain_rows", "quantities",
@@ -393,24 +393,6 @@ class Attack(Row, table="attacks", key=(*ATTACK_PLACE, "kind", "name")):
 
 
 @dataclass(frozen=True)
-class HeadRecord(Row, table="heads", key=("layer", "head"), again="stay"):
-    """Eigenvalues and norms of one head's parameters, and the radius of the ball in which it is attacked.
-
-    The gammas are real eigenvalues of A, or ``None`` if A has none (see
-    ``howsmooth.study.head_eigenvalues.HeadEigenvalues``).
-    """
-
-    layer: int
-    head: int | None
-    radius: float
-    gamma_min: float | None
-    gamma_max: float | None
-    gamma: float | None
-    a_norm: float | None
-    v_norm: float | None
-
-
-@dataclass(frozen=True)
 class FrameRow(Row, table="frames", key=("place",)):
     """A row of the store: the state of a flow at one time, with arrays as bytes of little-endian float64.
 
@@ -468,7 +450,7 @@ class GrowthRow(Row, table="growths", key=("time",)):
 
 KINDS: tuple[type[Row], ...] = (
     StudyRecord, Run, ModelRecord, TextRecord, InputRecord, Measurement, SequenceRecord, Sensitivity,
-    Bounding, PublishedValue, Failure, Attack, HeadRecord, FrameRow, Ending, GrowthRow,
+    Bounding, PublishedValue, Failure, Attack, FrameRow, Ending, GrowthRow,
 )  # fmt: skip
 """All classes of rows; the store has one table for each."""
 

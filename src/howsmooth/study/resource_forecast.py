@@ -1,10 +1,10 @@
 """Predict the time and memory of a run before anything is written, by timing a few of its tasks.
 
 The rule: for each model, text and scope, some tasks are carried out at the shortest, the middle and the
-longest length: first one layer at one sequence; if that is expected to take at most two seconds, then one layer
-at all sequences, and the whole task. :class:`TaskTimes` predicts the times at all other lengths by powers of n.
-Times for bounds and drawing are added. The forecast aims to be right within a factor of two; ``low`` and
-``high`` are these limits.
+longest length: first one layer at one sequence; if that is expected to take at most two seconds, then one
+layer at all sequences, and the whole task. :class:`TaskTimes` predicts the times at all other lengths by
+powers of n. Times for bounds and drawing are added. The forecast aims to be right within a factor of two;
+``low`` and ``high`` are these limits.
 """
 
 from __future__ import annotations

@@ -223,8 +223,8 @@ class Runner:
 class _WorkProgress:
     """Reports to a listener how far the tasks of one kind are, and how long they will take in total.
 
-    The pace is that since the first result, which may have waited for a model. A row counts like n tokens, but
-    at least like 64: below, its time hardly depends on n.
+    The pace is that since the first result, which may have waited for a model. A row counts n times, but at
+    least 64 times: below, its time hardly depends on n.
     """
 
     def __init__(self, listener: Listener, work: Work) -> None:

@@ -376,7 +376,7 @@ def read(folder: str | os.PathLike[str]) -> dict[str, pd.DataFrame]:
     -------
     dict
         Every table that has rows: ``measurements`` (a row for each constant, with its interval and status),
-        ``models``, ``texts``, ``bounds``, ``sensitivities``, ``failures``, ``attacks``, ``heads``,
+        ``models``, ``texts``, ``bounds``, ``sensitivities``, ``failures``, ``attacks``,
         ``frames``, ``growths`` and others. The classes in :mod:`howsmooth.study.records` explain the columns;
         ``run`` is the number of the run that wrote a row.
 
