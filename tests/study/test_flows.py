@@ -20,7 +20,7 @@ from howsmooth.dynamics import Sphere, flow
 from howsmooth.errors import ArgumentError, HowsmoothError, StoreError
 from howsmooth.models.parameter_files import save_parameters
 from howsmooth.seeds import derive_seed
-from howsmooth.study.figures.flow_view import FlowView, cluster_colours, limits_of, outline
+from howsmooth.study.figures.flows import FlowView, cluster_colours, limits_of, outline
 from howsmooth.study.flows.flow_outputs import FlowOutputs, measure_frames, view_of, write_flow_outputs
 from howsmooth.study.flows.flow_plan import FlowPlan
 from howsmooth.study.flows.flow_run import Integration, frames, run_flow, tokens_of

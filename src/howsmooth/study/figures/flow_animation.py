@@ -13,8 +13,15 @@ from matplotlib.animation import PillowWriter
 from matplotlib.collections import LineCollection
 from mpl_toolkits.mplot3d.art3d import Line3DCollection
 
-from howsmooth.study.figures.flow_view import ELLIPSE, FlowView, limits_of, outline, shown_tokens
-from howsmooth.study.figures.flows import map_axis, set_limits
+from howsmooth.study.figures.flows import (
+    ELLIPSE,
+    FlowView,
+    limits_of,
+    map_axis,
+    outline,
+    set_limits,
+    shown_tokens,
+)
 from howsmooth.study.figures.style import STYLE, literal, new_figure
 from howsmooth.study.progress_listener import Listener
 

@@ -16,8 +16,7 @@ from torch import Tensor
 
 from howsmooth.dynamics import cluster_labels, effective_rank, log_interaction_energy
 from howsmooth.study.figures.flow_animation import animate_flow
-from howsmooth.study.figures.flow_view import FlowView
-from howsmooth.study.figures.flows import draw_flow
+from howsmooth.study.figures.flows import FlowView, draw_flow
 from howsmooth.study.file_writing import write_table, written_beside
 from howsmooth.study.flows.flow_plan import FlowPlan
 from howsmooth.study.flows.flow_run import ending, frames, gaussian_of, tokens_of
