@@ -100,8 +100,8 @@ _SHARED: dict[str, Any] = {
     "images": option(
         (),
         several(words(place=True)),
-        "Images instead of a text: a file, a folder, or builtin (generated). May be repeated. The length of an "
-        "image is the number of its patches.",
+        "Images instead of a text: a file, a folder, or builtin (generated). May be repeated. The length of "
+        "an image is the number of its patches.",
         metavar="builtin|PATH",
     ),
     "audio": option(

@@ -21,7 +21,6 @@ from howsmooth.study.html_assets import data_url, digest, style_sheet, templates
 from howsmooth.study.records import Contents, plain_rows
 from howsmooth.study.report import tables
 from howsmooth.study.report.chart_data import bounds_data, scatter_data, script_json, sensitivity_data
-from howsmooth.study.report.limitations import limitations
 from howsmooth.study.text_formatting import amount_in_words, duration, kind_in_words, place_in_words, sentence
 
 __all__ = ["render"]
@@ -80,7 +79,9 @@ def render(
         runs=tables.runs(contents.runs),
         maskings=tables.maskings(rows),
         seconds=float(rows["seconds"].sum()),
-        caveats=limitations(contents),
+        failures=plain_rows(contents.failures),
+        unbounded=tables.without_bounds(rows, contents.bounds),
+        zeros=int((rows["lipschitz"] <= 0).sum()),
     )
     return page
 
