@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -41,8 +41,7 @@ __all__ = [
 _USUAL = 64
 
 
-@dataclass(frozen=True)
-class Ball:
+class Ball(NamedTuple):
     """A ball around zero that contains the tokens: its radius, and where the radius comes from."""
 
     radius: float
@@ -113,34 +112,19 @@ def largest_norm(x: Tensor) -> float:
     return float(torch.linalg.vector_norm(x.double(), dim=-1).max())
 
 
-@dataclass(frozen=True, eq=False)
-class SourceLayer:
+class SourceLayer(NamedTuple):
     """One layer of a model or a file, as the map that moves the tokens of a flow.
 
-    Attributes
-    ----------
-    layer
-        The index of the layer.
-    layout
-        The order of residual and norm in the model, ``pre-norm`` or ``post-norm``; empty for attention alone.
-    map
-        The attention alone; for ``pre-norm`` the attention after its norm layer; for ``post-norm`` the whole
-        block.
-    x
-        Tokens (n, d): the inputs of the map when the model reads the text, or the tokens of the file; None if
-        there are no tokens.
-
+    ``layout`` is the order of residual and norm in the model, ``pre-norm`` or ``post-norm``, and empty for
+    attention alone. ``map`` is the attention alone; for ``pre-norm`` the attention after its norm layer; for
+    ``post-norm`` the whole block. ``x`` has the tokens (n, d) that the map receives when the model reads the
+    text, or the tokens of the file; it is None if there are none.
     """
 
     layer: int
     layout: str
     map: TokenMap
     x: Tensor | None
-
-    @property
-    def place(self) -> str:
-        """A phrase that names this layer, such as "layer 3"."""
-        return f"layer {self.layer}"
 
 
 class FileSource:

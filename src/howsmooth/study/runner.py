@@ -198,11 +198,11 @@ class Runner:
                 # of earlier tasks.
                 for future in [future for future in running if future in done]:
                     task = running.pop(future)
-                    result = _result(future, task)
-                    for found in result.found:
+                    results, seconds = _result(future, task)
+                    for found in results:
                         yield task, found
-                    if result.seconds is not None:
-                        self.task_times.learn(task.alike, task.n, task.size, result.seconds)
+                    if seconds is not None:
+                        self.task_times.learn(task.alike, task.n, task.size, seconds)
                     yield task, None
         finally:
             # Tasks that have started cannot be cancelled. They run to their end, and their results are
@@ -262,17 +262,12 @@ def _weight(task: Task) -> int:
 # ---- Code that runs on a worker
 
 
-@dataclass(frozen=True, eq=False)
-class _Done:
-    """What a worker process returns for a task: its results, and the seconds it took.
+_Done = tuple[list[Found], float | None]
+"""What a worker process returns for a task: its results, and the seconds it took.
 
-    ``seconds`` is ``None`` for the first task of a plan in a process. It also loads the model and starts
-    PyTorch, so that its time says nothing about other tasks.
-    """
-
-    found: list[Found]
-    seconds: float | None
-
+The seconds are None for the first task of a plan in a process. It also loads the model and starts PyTorch, so
+that its time says nothing about other tasks.
+"""
 
 # Dask may run several tasks of a process in threads. They share PyTorch's settings and the loaded model, so
 # only one of them runs at a time.
@@ -297,11 +292,13 @@ def _worker_results(task: Task, sent_by: str, keep_going: bool, threads: int | N
         warm = plan == _kept[0]
         for found in task.found(_models_for(plan)):
             # The error travels back by pickle. The task ends here if the failure will end the run anyway.
-            failed = isinstance(found, Failed)
-            steps.append(Failed(found.rows, _sendable(found.error)) if isinstance(found, Failed) else found)
-            if failed and task.essential and not keep_going:
-                break
-        return _Done(steps, time.monotonic() - began if warm else None)
+            if isinstance(found, Failed):
+                steps.append(Failed(found.rows, _sendable(found.error)))
+                if task.essential and not keep_going:
+                    break
+            else:
+                steps.append(found)
+        return steps, time.monotonic() - began if warm else None
 
 
 def _models_for(plan: Plan | None) -> Models | None:
@@ -328,7 +325,7 @@ def _result(future: Future[_Done], task: Task) -> _Done:
     except Exception as error:
         lost = WorkerError(f"{type(error).__name__}: {error}")
         lost.__cause__ = error
-        return _Done([task.failed(lost)], None)
+        return [task.failed(lost)], None
 
 
 def _lost(error: Exception, task: Task | None = None) -> WorkerError:

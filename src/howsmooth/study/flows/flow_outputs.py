@@ -7,6 +7,7 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -72,7 +73,8 @@ def write_flow_outputs(
             growth = store.table(GrowthRow, ["time"])[list(GrowthRow.columns())]
             view = view_of(store, plan, system, metrics, tolerance)
         trajectory, partial = folder / "trajectory.npz", folder / ".trajectory.partial.npz"
-        np.savez(partial, **_numbers(found))
+        numbers: dict[str, Any] = _numbers(found)
+        np.savez(partial, **numbers)
         partial.replace(trajectory)
         table = write_table(metrics, folder, "metrics.csv")
         if len(growth):

@@ -280,7 +280,8 @@ def _frame_row(
     seconds: float = 0.0,
 ) -> FrameRow:
     mean, covariance = (None, None) if gaussian is None else map(_bytes, gaussian)
-    return FrameRow(place, time, *x.shape, _bytes(x), mean, covariance, evaluations, seconds)
+    n, d = x.shape
+    return FrameRow(place, time, n, d, _bytes(x), mean, covariance, evaluations, seconds)
 
 
 def _bytes(x: Tensor) -> bytes:

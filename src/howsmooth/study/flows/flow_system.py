@@ -175,7 +175,7 @@ def _of_source(plan: FlowPlan) -> System:
     maps = tuple(one.map.to(dtype=torch.float64) for one in found)
     title = maps[0].describe()
     if not of_file:
-        where = found[0].place if len(maps) == 1 else f"{len(maps)} layers in sequence"
+        where = f"layer {found[0].layer}" if len(maps) == 1 else f"{len(maps)} layers in sequence"
         title = f"{where}, {'with' if plan.norms else 'without'} norm layers; {title}"
     text = source.text if start == "given" else ""
     norms = None if of_file else plan.norms
@@ -254,7 +254,7 @@ def _layers(plan: FlowPlan, source: AttentionSource, length: int) -> list[Source
             raise ArgumentError(
                 "norms",
                 expected="pre-norm layers, X + f(N(X)), which are steps of a flow",
-                got=f"the {one.layout} {one.place} of {plan.source!r}",
+                got=f"the {one.layout} layer {one.layer} of {plan.source!r}",
                 remedy="Leave --norms out; --sphere with --method residual normalises after each step.",
             )
     return found
