@@ -167,14 +167,7 @@ def _check_lengths(subject: Subject) -> None:
 
 
 def _check_unchanged(store: Store, subject: Subject) -> None:
-    """Refuse a model or a text that has changed since the store was written, but kept its name.
-
-    Raises
-    ------
-    StoreError
-        If it has changed; the message says what differs, and the remedy.
-
-    """
+    """Refuse a model or a text that has changed since the store was written, but kept its name."""
     label, text = subject.model.label, subject.text
     for (digest,) in store.keys(TextRecord, ("digest",), name=text.name):
         if digest != text.digest:
@@ -256,10 +249,7 @@ def _check_capture(plan: Plan, subject: Subject, model: Any) -> None:
 
 
 def _self_attention(error: CaptureError, model: Any, inputs: Inputs) -> list[int]:
-    """Return the indices of a model's self-attention layers if ``error`` refuses its cross-attention.
-
-    After any other error, the list is empty.
-    """
+    """Return the indices of a model's self-attention layers; none if ``error`` is about something else."""
     from howsmooth.models import capture
     from howsmooth.models.identification.self_attention_module import CrossAttention
 

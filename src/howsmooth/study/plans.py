@@ -21,12 +21,14 @@ from howsmooth.study.options import (
     HOW,
     Kind,
     Options,
+    check_keys,
     choice,
     flag,
-    from_table,
     number,
     option,
+    options_of,
     path,
+    renamed,
     selection,
     several,
     shown,
@@ -394,7 +396,12 @@ class Plan(Options):
         if isinstance(entry, ModelSpec):
             return entry
         usual = {name: getattr(self, name) for name in ("random_init", "as_decoder", "part")}
-        return from_table(ModelSpec, usual | dict(entry), "models")
+        table = usual | dict(entry)
+        with renamed(lambda name: f"models: {name}"):
+            check_keys(table, list(options_of(ModelSpec)))
+            if "name" not in table:
+                raise ArgumentError("name", expected="a name in every table", got="none")
+            return ModelSpec(**table)
 
     def _senses(self) -> set[str]:
         return {_SENSES[source.kind] for source in self.sources}

@@ -315,11 +315,7 @@ def _widen_limits(axis: Axes, values: Float64[np.ndarray, " times"]) -> None:
 
 
 def _draw_growth(axis: Axes, growth: pd.DataFrame) -> None:
-    """Draw how far a flow has magnified perturbations of its initial tokens.
-
-    The growth is the norm of the flow map's Jacobian, with its interval. The dashed line is the product of
-    the norms of all steps.
-    """
+    """Draw the growth of perturbations with its interval, and dashed the product of all steps' norms."""
     time, value = growth["time"].to_numpy(), growth["value"].to_numpy()
     axis.plot(
         time,

@@ -184,10 +184,7 @@ def _of_source(plan: FlowPlan) -> System:
 
 
 def _opened(plan: FlowPlan) -> AttentionSource:
-    """Open the parameter file or the model that the plan of a flow names.
-
-    The error for an unknown name lists the named systems.
-    """
+    """Open the parameter file or the model of a flow; an error for an unknown name lists named systems."""
     try:
         asked = {
             name: getattr(plan, name) for name in ("source", "layers", "random_init", "as_decoder", "seed")
@@ -203,10 +200,7 @@ def _opened(plan: FlowPlan) -> AttentionSource:
 
 
 def _provided_start(plan: FlowPlan, source: AttentionSource, *, of_file: bool) -> str:
-    """Return which provides initial tokens, ``text`` (of the model) or ``file``; empty if neither does.
-
-    Refuse a start from the tokens of a file that has none.
-    """
+    """Return which provides initial tokens, ``text`` (of the model) or ``file``; empty if neither does."""
     word = "file" if of_file else "text"
     if source.longest is not None:
         return word
@@ -221,10 +215,7 @@ def _provided_start(plan: FlowPlan, source: AttentionSource, *, of_file: bool) -
 
 
 def _length(plan: FlowPlan, source: AttentionSource, start: str) -> int:
-    """Return the number of initial tokens of a flow.
-
-    It applies only if the tokens are not read from a file of tokens.
-    """
+    """Return the number of initial tokens that are not read from a file of tokens."""
     if start != "given":
         return plan.tokens or _TOKENS
     length = plan.tokens or source.usual_length or _TOKENS
@@ -278,11 +269,9 @@ def _tokens(plan: FlowPlan, start: str, read: Tensor | None, first: SourceLayer,
 
 
 def _kind_of_start(plan: FlowPlan, own: str = "") -> str:
-    """Return where the initial tokens of a flow come from: a random draw, the source, or a file.
+    """Return the start: ``gaussian``, ``sphere``, ``given`` (by the source), or the path of a file.
 
-    The result is ``gaussian``, ``sphere``, ``given`` (by the source of the attention), or the path of a file.
-    ``own`` says where the tokens of the source come from, ``text`` or ``file``; it is empty if the source has
-    none.
+    ``own`` says where the tokens of the source come from, ``text`` or ``file``; empty if it has none.
     """
     if plan.start == "auto":
         return "given" if own else "sphere" if plan.sphere else "gaussian"

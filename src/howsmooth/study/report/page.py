@@ -107,10 +107,7 @@ def _template(contents: Contents) -> jinja2.Template:
 def _sections(
     rows: pd.DataFrame, exponents: pd.DataFrame, pictures: Sequence[Picture]
 ) -> list[dict[str, Any]]:
-    """Return the sections of the report, each with a headline and figures.
-
-    Each model, text and scope has a section.
-    """
+    """Return a section for each model, text and scope, with a headline and figures."""
     found: list[dict[str, Any]] = []
     room = _MOST_INLINED
     for (model, text, scope), group in rows.groupby(["model", "text", "scope"], sort=True):
