@@ -104,10 +104,7 @@ def _tasks(plan: AttackPlan, source: AttentionSource, folder: Path) -> Iterator[
 
 
 def _attentions_at(source: AttentionSource, usual: list[Target], n: int) -> Iterator[Target]:
-    """Yield each attention of a source with the mask, window and tokens that it has at length n.
-
-    Parameters that do not depend on n are shared between lengths.
-    """
+    """Yield each attention of a source with the mask, window and tokens that it has at length n."""
     # A length beyond the model's positions has no tokens of the text, but the same attention map.
     there = source.longest is not None and n <= source.longest
     for one, own in zip(usual, source.attentions(n) if there else usual, strict=True):

@@ -160,10 +160,7 @@ class Runner:
     # ---- Tasks in this process, or on workers
 
     def _next(self, left: deque[Task], until: float) -> Task | None:
-        """Take the next task that can be carried out from the queue ``left``, and return it.
-
-        Return None if there is none, or if the task would not end in time.
-        """
+        """Take the next task that can be carried out from a queue; None if none would end in time."""
         while left and left[0].model in self._unusable:
             left.popleft()
         if not left:

@@ -402,10 +402,7 @@ def now() -> str:
 
 
 def _difference(name: str, stored: object, wanted: object) -> tuple[str, str]:
-    """Say how a setting differs from the store's setting, and what the user can do.
-
-    Return the two phrases of an error message.
-    """
+    """Say in two phrases how a setting differs from the store's setting, and what the user can do."""
     if name == "fingerprint":
         return "with other parameters, or from other tokens (their fingerprint differs)", ""
     if name in _NO_OPTIONS:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -10,7 +11,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from howsmooth.study.exponents import Exponent, fitted_groups
-from howsmooth.study.figures.style import FIT_COLOUR, GREY, new_panels
+from howsmooth.study.figures.style import FIT_COLOUR, GREY, new_figure
 from howsmooth.study.text_formatting import decimal, place_in_words
 
 __all__ = ["Part", "draw_overview", "parts_of", "range_of_exponents"]
@@ -56,8 +57,17 @@ def draw_overview(
     """
     heads = len({part.head for part in parts})
     columns = min(heads, most_columns) if heads > 1 else min(len(parts), _FEW_COLUMNS)
+    rows = math.ceil(len(parts) / columns)
     width = 2.3 if columns <= _FEW_COLUMNS else 1.7
-    figure, axes = new_panels(len(parts), columns, (width, 2.0), (1.6, 1.3), shared=True)
+    figure = new_figure(1.6 + width * columns, 1.3 + 2.0 * rows)
+    axes = figure.subplots(rows, columns, sharex=True, sharey=True, squeeze=False).ravel()
+    for axis in axes[len(parts) :]:
+        axis.set_visible(False)
+    axes = axes[: len(parts)]
+    # If the last row is not full, the panels above its gaps are the lowest of their columns.
+    for axis in axes[-columns:]:
+        axis.tick_params(labelbottom=True)
+        axis.set_xlabel(f"length n ({unit})")
     for axis, part in zip(axes, parts, strict=True):
         draw(axis, part)
         axis.set_title(part.name, pad=4)
@@ -71,8 +81,6 @@ def draw_overview(
             color=GREY if part.fit.note else FIT_COLOUR,
             bbox={"facecolor": "white", "alpha": 0.75, "edgecolor": "none", "pad": 1.0},
         )
-    for axis in axes[-columns:]:
-        axis.set_xlabel(f"length n ({unit})")
     figure.supylabel("local Lipschitz constant", fontsize=10)
     return figure
 

@@ -30,7 +30,7 @@ from howsmooth.study.progress_listener import Listener
 __all__ = [
     "COLOURS", "FIT_COLOUR", "GREY", "REFERENCE_SLOPES", "STYLE", "Files", "Slopes", "add_colourbar",
     "draw_cells", "draw_each", "draw_guides", "drawing_code", "guide_handles", "is_current", "linear_ticks",
-    "literal", "log_ticks", "logarithmic", "new_figure", "new_panels", "save", "set_axis", "set_bar_ticks",
+    "literal", "log_ticks", "logarithmic", "new_figure", "save", "set_axis", "set_bar_ticks",
 ]  # fmt: skip
 
 STYLE: dict[Any, Any] = {
@@ -75,24 +75,6 @@ def new_figure(width: float, height: float) -> Figure:
     figure = Figure(figsize=(width, height), layout="constrained")
     FigureCanvasAgg(figure)
     return figure
-
-
-def new_panels(
-    count: int, columns: int, size: tuple[float, float], margins: tuple[float, float], *, shared: bool = False
-) -> tuple[Figure, list[Axes]]:
-    """Return a figure with ``count`` panels of a given size in inches, row by row, with margins.
-
-    If the axes are ``shared``, only the leftmost panels and the lowest panel of each column have tick labels.
-    """
-    rows = math.ceil(count / columns)
-    figure = new_figure(margins[0] + size[0] * columns, margins[1] + size[1] * rows)
-    axes = figure.subplots(rows, columns, sharex=shared, sharey=shared, squeeze=False).ravel()
-    for axis in axes[count:]:
-        axis.set_visible(False)
-    # If the last row is not full, the panels above its gaps are the lowest of their columns.
-    for axis in axes[count - columns : count]:
-        axis.tick_params(labelbottom=True)
-    return figure, list(axes[:count])
 
 
 def draw_guides(axis: Axes, fit: Exponent, slopes: Slopes = REFERENCE_SLOPES) -> None:

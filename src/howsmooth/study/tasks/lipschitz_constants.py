@@ -124,10 +124,7 @@ class ConstantsTask(SequenceTask):
 
 
 def _energy(direction: torch.Tensor) -> tuple[float, ...]:
-    """Return each token's share of the squared norm of ``direction``, which has shape (n, d).
-
-    The shares are rounded to seven digits.
-    """
+    """Return each token's share of the squared norm of ``direction`` (n, d), to seven digits."""
     shares = direction.double().square().sum(dim=-1).cpu()
     total = float(shares.sum())
     parts = shares / total if total > 0 else torch.zeros_like(shares)
