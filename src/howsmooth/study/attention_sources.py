@@ -136,14 +136,9 @@ class FileSource:
     text = ""
 
     def __init__(self, plan: SourcePlan) -> None:
-        given = {f"--{kind}": bool(getattr(plan, kind)) for kind in KINDS}
-        given |= {
-            "--random-init": plan.random_init,
-            "--as-decoder": plan.as_decoder,
-            "--part": plan.part is not None,
-        }
-        for option, on in given.items():
-            if on:
+        for name in (*KINDS, "random_init", "as_decoder", "part"):
+            if getattr(plan, name):
+                option = f"--{name.replace('_', '-')}"
                 raise ArgumentError(
                     "source", expected=f"a model with {option}", got=f"the parameter file {plan.source!r}"
                 )
