@@ -17,8 +17,7 @@ from typing import Any
 import numpy as np
 from scipy import stats
 
-from howsmooth.study.exponents import LEVEL, fit_exponent
-from howsmooth.study.radius_statistics import radius_correlation
+from howsmooth.study.exponents import LEVEL, fit_exponent, radius_correlation
 
 Noise = Callable[[np.ndarray, np.random.Generator], np.ndarray]
 

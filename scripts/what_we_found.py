@@ -33,11 +33,10 @@ from transformers import AutoModel, AutoModelForCausalLM, PreTrainedTokenizerFas
 import howsmooth as hs
 from howsmooth.paper.published import PublishedLayer, items_that_apply, measure_layer, wrong_slices
 from howsmooth.paper.published.constants_task import published_left
-from howsmooth.study.exponents import exponents, fit_exponent
+from howsmooth.study.exponents import compare, exponents, fit_exponent
 from howsmooth.study.measurement_run import run
 from howsmooth.study.plans import ModelSpec, Plan
-from howsmooth.study.published_values import CORRECTED, PUBLISHED, compare, quantities
-from howsmooth.study.records import InputRecord, Measurement, PublishedValue
+from howsmooth.study.records import CORRECTED, PUBLISHED, InputRecord, Measurement, PublishedValue, quantities
 from howsmooth.study.runner import Means
 from howsmooth.study.store import Store
 from howsmooth.texts import load_text

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 import howsmooth as hs
-from howsmooth.study.tasks.attention_bounds import bound_site
+from howsmooth.study.tasks.bounds import bound_site
 from tests._cases import D, dense_jacobian, random_attention, rotary
 from tests._study import FakeModel, Tools, make_tools, words
 

@@ -23,7 +23,7 @@ import torch
 from howsmooth.errors import ModelError, TextError
 from howsmooth.study.environment import environment
 from howsmooth.study.plans import ModelSpec, Plan
-from howsmooth.study.records import Contents, Measurement, PublishedValue, Row, SiteBound, SiteBounds
+from howsmooth.study.records import Contents, Measurement, PublishedValue, Row, SiteBound
 from howsmooth.study.store import Store
 
 
@@ -114,7 +114,7 @@ def installed(tools: Tools) -> Iterator[None]:
             ("howsmooth.models.capture", tools.capture),
             ("howsmooth.texts.load_text", tools.load_text),
             ("howsmooth.lipschitz.local_lipschitz", tools.measure),
-            ("howsmooth.study.tasks.attention_bounds.bound_site", tools.bound),
+            ("howsmooth.study.tasks.bounds.bound_site", tools.bound),
             # It asks git, which takes longer than a small run; what it says stays the same.
             ("howsmooth.study.runner.environment", _environment),
         ):
@@ -229,13 +229,13 @@ def make_tools(
             output_direction=_direction(firsts, n, -1.0),
         )
 
-    def bound(site: Any) -> SiteBounds:
+    def bound(site: Any) -> tuple[float, list[SiteBound]]:
         firsts = site.x[:, 0, 0].to(torch.int64)
         assert len(firsts) == 1
         work.bounded.append((site.scope, site.layer, site.head, site.x.shape[1], int(firsts[0])))
         value = 1000.0 * (1 + site.layer)
         upper = SiteBound("above", "upper", "‖D_X f‖", value, math.log(value), True, "A theorem")
-        return SiteBounds(7.5, (upper, SiteBound("dear", "upper", "‖D_X f‖", None, None, False, "left out")))
+        return 7.5, [upper, SiteBound("dear", "upper", "‖D_X f‖", None, None, False, "left out")]
 
     return Tools(load_model, load_text, capture, measure, bound), work
 

@@ -63,7 +63,7 @@ if TYPE_CHECKING:
         profile,
         word_radii,
     )
-    from howsmooth.study.stored_tables import read
+    from howsmooth.study.store import read
     from howsmooth.token_influence import Influence, influence
 
 __version__ = metadata.version("howsmooth")
@@ -150,7 +150,7 @@ _ROOMS = {
         "profile",
         "word_radii",
     ),
-    "study.stored_tables": ("read",),
+    "study.store": ("read",),
     "token_influence": ("Influence", "influence"),
 }
 _WHOLE_ROOMS = (

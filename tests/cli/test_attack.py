@@ -19,12 +19,12 @@ from howsmooth.cli import main
 from howsmooth.errors import ModelError
 from howsmooth.models.parameter_files import read_parameter_file, save_parameters
 from howsmooth.study import attack_tables
+from howsmooth.study.attack_run import AttackTask
 from howsmooth.study.attention_sources import Ball, Target
 from howsmooth.study.figures import draw_attacks
 from howsmooth.study.plans import AttackPlan
 from howsmooth.study.records import ATTACK_PLACE, Attack, Failure
 from howsmooth.study.store import STORE_NAME, Store
-from howsmooth.study.tasks.attacks import AttackTask
 from howsmooth.study.tasks.task import Failed
 from tests._cases import dense_jacobian, random_attention
 from tests._cases import tokens as gaussian
@@ -65,7 +65,7 @@ def summary(folder: Path | str = "howsmooth-attack") -> pd.DataFrame:
 def test_everything_is_written_and_said(howsmooth: Howsmooth) -> None:
     code, out, err = howsmooth(*SMALL, draw=True)
     assert code == 0
-    for name in (STORE_NAME, "attacks.csv", "summary.csv", "exponents.csv", "heads.csv"):
+    for name in (STORE_NAME, "attacks.csv", "summary.csv", "exponents.csv"):
         assert (Path("howsmooth-attack") / name).exists()
     table = summary()
     assert list(zip(table["layer"], table["head"], table["n"], strict=True)) == [
@@ -79,7 +79,6 @@ def test_everything_is_written_and_said(howsmooth: Howsmooth) -> None:
     figures = {path.name for path in (Path("howsmooth-attack") / "figures").glob("*.png")}
     assert figures == {
         "small--attack--overview.png",
-        "small--gamma.png",
         "small--attack--layer-00--head-00.png",
         "small--attack--layer-01--head-00.png",
     }
@@ -148,21 +147,6 @@ def test_the_radius_is_that_of_the_norm_or_of_the_tokens(howsmooth: Howsmooth) -
     work = AttackWork()
     howsmooth(*SMALL, "--lengths", "4", "--radius", "2.5", "--out", "given", work=work)
     assert [radius for _, radius, _ in work.ascents] == [2.5, 2.5]
-
-
-def test_gammas_of_all_heads_are_tabulated_whatever_is_attacked(howsmooth: Howsmooth) -> None:
-    howsmooth(*ONE)
-    heads = pd.read_csv("howsmooth-attack/heads.csv")
-    assert len(heads) == 2 * HEADS
-    for row in heads.to_dict("records"):
-        f = SmallModel().attention(int(row["layer"]), 64).to(dtype=torch.float64)
-        h = int(row["head"])
-        values = torch.linalg.eigvals(f.scale * f.key[h].mT @ f.query[h])
-        real = values.real[values.imag.abs() < 1e-12]
-        low, high = float(real.min()), float(real.max())
-        assert row["gamma_min"] == pytest.approx(low, abs=1e-9)
-        assert row["gamma_max"] == pytest.approx(high, abs=1e-9)
-        assert row["gamma"] == pytest.approx(max(-low, high / 8), abs=1e-9)
 
 
 def test_lengths_beyond_the_model_have_no_tokens_but_are_attacked(howsmooth: Howsmooth) -> None:
@@ -266,7 +250,6 @@ def test_rotary_positions_are_attacked_without_constructions(howsmooth: Howsmoot
     assert table["paper"].isna().all()
     assert table["upper_by"].notna().all()
     assert (table["found"] > 0).all()
-    assert pd.read_csv("howsmooth-attack/heads.csv").empty
 
 
 def test_a_mask_is_that_of_each_length(howsmooth: Howsmooth) -> None:
@@ -286,7 +269,6 @@ def test_json_is_all_there_is_on_standard_output(howsmooth: Howsmooth) -> None:
     assert (said["attacked"], said["kept"], said["source"], said["seed"]) == (3, 0, "small", 0)
     assert len(said["attacks"]) == 3
     assert {row["series"] for row in said["exponents"]} == {"found", "paper", "upper"}
-    assert len(said["heads"]) == 2 * HEADS
     assert all(Path(said["files"][name]).exists() for name in ("store", "summary"))
     assert howsmooth(*ONE, "-q") == (0, "", "")
 

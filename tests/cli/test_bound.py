@@ -274,7 +274,7 @@ def test_a_text_too_short_for_the_length(howsmooth: Howsmooth) -> None:
         "bound", "small", "--text", "prose", "--lengths", "101", model=SmallModel(max_length=None)
     )
     assert code == 2
-    assert "text 'prose' is too short: a sequence of 101 tokens needs 101 tokens, and it has 100 " in err
+    assert "text 'prose' is too short: for small, its sequences need 101 tokens, and it has 100." in err
 
 
 def test_an_out_that_cannot_be_written(howsmooth: Howsmooth, head: hs.SelfAttention, tmp_path: Path) -> None:

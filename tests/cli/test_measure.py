@@ -195,7 +195,10 @@ def test_the_command_is_recorded_as_it_was_typed(howsmooth: Howsmooth, tmp_path:
 BASE = ["measure", "small", "--text", "prose"]
 REFUSED: dict[str, tuple[list[str], str]] = {
     "empty text": (["measure", "small", "--text", "empty"], "text 'empty' is empty"),
-    "short text": ([*BASE, "--lengths", "60"], "text 'prose' is too short: 10 sequences of 60 tokens"),
+    "short text": (
+        [*BASE, "--lengths", "60"],
+        "text 'prose' is too short: for small, its sequences need 600 tokens",
+    ),
     "too long": ([*BASE, "--lengths", "2,65"], "at most 64 tokens, the positions of small, got 65"),
     "no such layer": ([*BASE, *SMALL, "--layers", "0,3"], "layers of small, which has 3: 0 to 2"),
     "no such last layer": ([*BASE, *SMALL, "--layers", "-4"], "layers of small"),

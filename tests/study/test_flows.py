@@ -20,13 +20,11 @@ from howsmooth.dynamics import Sphere, flow
 from howsmooth.errors import ArgumentError, HowsmoothError, StoreError
 from howsmooth.models.parameter_files import save_parameters
 from howsmooth.seeds import derive_seed
-from howsmooth.study.figures.flow_view import FlowView, cluster_colours, limits_of, outline
+from howsmooth.study.figures.flows import FlowView, cluster_colours, limits_of, outline
 from howsmooth.study.flows.flow_outputs import FlowOutputs, measure_frames, view_of, write_flow_outputs
 from howsmooth.study.flows.flow_plan import FlowPlan
-from howsmooth.study.flows.flow_run import run_flow
+from howsmooth.study.flows.flow_run import Integration, frames, run_flow, tokens_of
 from howsmooth.study.flows.flow_system import load_system
-from howsmooth.study.flows.frames import frames, tokens_of
-from howsmooth.study.flows.integration import Integration
 from howsmooth.study.flows.named_systems import SYSTEMS, build_system
 from howsmooth.study.progress_listener import Listener, Outcome
 from howsmooth.study.records import Ending, GrowthRow
@@ -46,7 +44,7 @@ def carry_out(plan: FlowPlan, folder: Path) -> tuple[Outcome, Ending | None]:
 
 def states(folder: Path) -> tuple[list[float], Tensor]:
     with Store.open(folder, write=False) as store:
-        found = list(frames(store))
+        found = frames(store)
     return [frame.time for frame in found], torch.stack([tokens_of(frame) for frame in found])
 
 
@@ -63,7 +61,7 @@ def counted(monkeypatch: pytest.MonkeyPatch) -> Callable[[int | None], list[int]
             calls.append(len(calls))
             return flow(*arguments, **options)
 
-        monkeypatch.setattr("howsmooth.study.flows.integration.flow", counting)
+        monkeypatch.setattr("howsmooth.study.flows.flow_run.flow", counting)
         return calls
 
     return count
@@ -442,7 +440,7 @@ def test_a_flow_that_ends_early_is_kept_until_then_and_not_tried_again(
     system = dataclasses.replace(load_system(plan), x=start)
     with monkeypatch.context() as patch:
         patch.setattr(
-            "howsmooth.study.flows.integration.flow",
+            "howsmooth.study.flows.flow_run.flow",
             lambda _, *rest, **options: flow(field, *rest, **options),
         )
         outcome, ending = run_flow(plan, system, tmp_path)
@@ -513,7 +511,7 @@ def test_growth_of_perturbations_is_measured_once_at_some_times(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # One token is moved by V alone: the flow map is e^{tV}, V = diag(1, −1/2).
-    monkeypatch.setattr("howsmooth.study.tasks.flow_frames._GROWTHS", 2)
+    monkeypatch.setattr("howsmooth.study.flows.flow_run._GROWTHS", 2)
     plan = FlowPlan("one-direction", tokens=1, until=0.375, frames=3, growth=True, animation="none")
     table = published(plan, tmp_path).growth
     assert table["time"].tolist() == [0.0, 0.25, 0.375]
@@ -626,7 +624,7 @@ def test_many_dimensions_are_shown_where_tokens_spread_most(tmp_path: Path) -> N
     system = dataclasses.replace(load_system(plan), x=x)
     run_flow(plan, system, tmp_path)
     with Store.open(tmp_path, write=False) as store:
-        seen = view_of(store, plan, system, measure_frames(store, 1.0, 1.0, Listener()), 1.0)
+        seen = view_of(store, plan, system, measure_frames(frames(store), 1.0, 1.0, Listener()), 1.0)
     values, vectors = np.linalg.eigh(np.cov(x.numpy().T))
     for k in (0, 1):
         wanted = x.numpy() @ vectors[:, -1 - k]

@@ -99,7 +99,7 @@ def test_a_study_on_images(vit: str, tmp_path: Path, monkeypatch: pytest.MonkeyP
     ("changes", "error", "word"),
     [
         ({"lengths": (7,)}, ArgumentError, "such as 2, 5, 10, 17"),
-        ({"samples": 31}, TextError, "30 samples or fewer"),
+        ({"samples": 31}, TextError, "30 inputs, fewer than 31 samples"),
         ({"images": (), "audio": ("builtin",)}, Exception, "takes images, not audio"),
         ({"texts": ("alice",)}, ArgumentError, "images and text"),
         ({"images": ("builtin", "builtin")}, ArgumentError, "twice"),

@@ -69,7 +69,6 @@ def type_study(folder: Path, *more: str, pause: float = 0.0) -> tuple[int, str, 
         installed(tools),
         published_stand_ins(),
         patch("howsmooth.study.measurement_outputs.draw_all", lambda *_: []),
-        patch("howsmooth.study.measurement_outputs.draw_published", lambda *_: []),
     ):
         code = main(["study", str(folder / "plan.toml"), "--resume", *more])
     return code, out.getvalue(), err.getvalue()

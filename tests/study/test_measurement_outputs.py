@@ -20,10 +20,9 @@ from matplotlib.colors import Normalize
 from matplotlib.figure import Figure
 
 from howsmooth.errors import StoreError
-from howsmooth.study.axis_ticks import linear_ticks, log_ticks
 from howsmooth.study.figures import measurements, style
 from howsmooth.study.figures.layer_panels import draw_overview, parts_of
-from howsmooth.study.figures.style import add_colourbar
+from howsmooth.study.figures.style import add_colourbar, linear_ticks, log_ticks
 from howsmooth.study.measurement_outputs import Outputs, write_outputs
 from howsmooth.study.plans import ModelSpec
 from howsmooth.study.ranges import Ranges

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
+from unittest.mock import create_autospec
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from howsmooth.errors import ArgumentError, CaptureError, HowsmoothError, ModelError, StoreError, TextError
+from howsmooth.study import runner
 from howsmooth.study.measurement_outputs import write_outputs
 from howsmooth.study.measurement_run import run as real_run
 from howsmooth.study.merge import merge_stores
@@ -22,6 +25,7 @@ from howsmooth.study.resource_forecast import forecast
 from howsmooth.study.status import status
 from howsmooth.study.store import STORE_NAME, Store
 from howsmooth.study.tasks.lipschitz_constants import batch_size
+from howsmooth.study.tasks.task import Task, Work
 from howsmooth.study.text_windows import overlapping
 from tests._study import (
     FakeModel,
@@ -175,7 +179,7 @@ def test_a_text_that_is_full_is_refused_before_anything_more_is_measured(tmp_pat
     tools, work = make_tools(tokens=75)
     with pytest.raises(
         TextError,
-        match=r"'prose' is too short for more: .* 5 windows of 15 tokens do not fit .* another output folder",
+        match=r"'prose' is too short for more: .* windows of .* tokens do not fit .* another output folder",
     ):
         run(make_plan(lengths=(3,)), tmp_path, tools)
     assert work.measured == []
@@ -209,13 +213,32 @@ def test_interrupted_anywhere_it_continues_and_repeats_nothing(
     assert len(rows_of(folder)) == total
 
 
+def test_the_time_left_is_that_of_the_tokens_left_at_the_pace_since_the_first_result(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    clock, heard = SimpleNamespace(now=0.0), Heard()
+    monkeypatch.setattr("howsmooth.study.runner.time", SimpleNamespace(monotonic=lambda: clock.now))
+    tasks = [create_autospec(Task, n=n, size=1, words="") for n in (64, 64, 128, 16)]
+    told = runner._WorkProgress(heard, Work(Measurement, "constants", tasks))
+    clock.now = 10.0  # the model was loaded
+    told.advance(tasks[0], 1, ended=True)
+    assert heard.told == []
+    clock.now = 12.0
+    told.advance(tasks[1], 1, ended=True)
+    assert heard.told[-1][:2] == (12.0, 12.0 + 2 * (128 + 64) / 64)  # 16 tokens take no less than 64
+    told.advance(tasks[2], 0, ended=True)  # it failed
+    clock.now = 13.0
+    told.advance(tasks[3], 1, ended=True)
+    assert heard.told[-1] == (13.0, 13.0, "3 of 4, ")
+
+
 def test_progress_is_told_from_nothing_to_everything(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("howsmooth.study.runner._BETWEEN_TELLING", 0.0)
     heard = Heard()
     run(make_plan(bounds="none"), tmp_path, make_tools()[0], listener=heard)
     assert heard.phases == ["Reading texts and models", "Computing 45 constants"]
     counts = [int(words.split(" of 45, ")[0]) for _, _, words in heard.told]
-    assert sorted(set(counts)) == list(range(5, 46, 5))
+    assert sorted(set(counts)) == list(range(10, 46, 5))  # the first result only sets the pace
     assert counts == sorted(counts)
     assert all(0 < done <= total for done, total, _ in heard.told)
     assert heard.told[-1][0] == pytest.approx(heard.told[-1][1])
@@ -238,10 +261,10 @@ REFUSALS: dict[str, tuple[dict[str, Any], dict[str, Any], type[HowsmoothError], 
         {"lengths": (2, 30)},
         {"tokens": 100},
         TextError,
-        "5 sequences of each of 2 lengths without overlap need 160 tokens, and it has 100 .* "
-        "Use 3 samples or fewer, or fewer or shorter lengths, or a longer text",
+        "its sequences need 160 tokens, and it has 100. Use fewer samples, or fewer or shorter lengths, or a "
+        "longer text",
     ),
-    "tiny text": ({}, {"tokens": 3}, TextError, "it has 8 characters. Use fewer samples, or"),
+    "tiny text": ({}, {"tokens": 3}, TextError, "it has 3. Use fewer samples, or"),
     "too long": ({"lengths": (2, 65)}, {}, ArgumentError, "at most 64 tokens, the positions of small"),
     "no such layer": (
         {"layers": Ranges.parse("0,3", "layers")}, {}, ArgumentError, "layers of small, which has 3",

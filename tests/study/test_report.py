@@ -20,10 +20,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from howsmooth.paper.published import ITEMS
-from howsmooth.study.exponents import exponents
+from howsmooth.study.exponents import compare, exponents
 from howsmooth.study.figures import draw_all
 from howsmooth.study.progress_listener import Listener
-from howsmooth.study.published_values import compare
 from howsmooth.study.records import Bounding, Contents, PublishedValue, Sensitivity
 from howsmooth.study.report import chart_data, render
 from howsmooth.study.report.chart_data import (
@@ -171,7 +170,9 @@ def write(contents: Contents, folder: Path) -> Path:
         (rows["model"] == rows["model"].iloc[0]) & (rows["layer"] == 0) & (rows["scope"] == "attention")
     ]
     file = folder / "report.html"
-    page = render(contents, exponents(rows), draw_all(one, folder / "figures", Listener()))
+    page = render(
+        contents, exponents(rows), compare(contents.published), draw_all(one, folder / "figures", Listener())
+    )
     file.write_text(page, encoding="utf-8")
     return file
 
@@ -212,7 +213,9 @@ def choose(page: Any, fields: str, key: str, words: str) -> None:
 def plain_page(contents: Contents, folder: Path) -> Path:
     """Render a page without figures."""
     file = folder / "report.html"
-    file.write_text(render(contents, exponents(contents.measurements), []), encoding="utf-8")
+    file.write_text(
+        render(contents, exponents(contents.measurements), compare(contents.published), []), encoding="utf-8"
+    )
     return file
 
 
@@ -314,7 +317,9 @@ def test_a_very_large_store_is_thinned_evenly_and_the_page_says_so(
     assert 250 < shown <= 500
     assert found["total"] == total == 1200
     assert set(found["points"]["group"]) == set(range(len(found["groups"])))
-    assert f"The plot shows {shown} of {total} measurements" in render(contents, fits, [])
+    assert f"The plot shows {shown} of {total} measurements" in render(
+        contents, fits, compare(contents.published), []
+    )
 
 
 def test_sensitive_tokens_are_thinned_by_length_keeping_the_longest(contents: Contents) -> None:
@@ -851,7 +856,7 @@ def test_hostile_data_are_shown_and_never_run(browser: Any, tmp_path: Path) -> N
     found.models["source"] = pd.Series(HOSTILE[6], found.models.index, dtype=object)
     found.runs["command"] = pd.Series(" ".join(HOSTILE[:7]), found.runs.index, dtype=object)
     file = tmp_path / "report.html"
-    page_text = render(found, exponents(found.measurements), [])
+    page_text = render(found, exponents(found.measurements), compare(found.published), [])
     assert len(page_text) < 3_000_000  # a token of a megabyte stands there a few hundred times
     file.write_text(page_text, encoding="utf-8")
     with opened(browser, file) as (page, heard):

@@ -11,6 +11,8 @@ from typing import Any, get_args, get_type_hints
 import pandas as pd
 import pytest
 
+import howsmooth as hs
+from howsmooth.cli import main
 from howsmooth.errors import StoreError
 from howsmooth.study.records import (
     KEY_COLUMNS,
@@ -468,3 +470,23 @@ def test_a_full_disk_is_said_and_loses_nothing(store: Store) -> None:
     assert store.count(Measurement) == 1
     store.add([row(sample=sample) for sample in range(1, 500)], 1)
     assert store.count(Measurement) == 500
+
+
+def test_every_table_of_a_study_is_read(tmp_path: Path) -> None:
+    folder = tmp_path / "out"
+    arguments = "measure builtin-encoder --lengths 4,8 --samples 2 --layers 0 --bounds none --quiet --out"
+    assert main([*arguments.split(), str(folder)]) == 0
+    tables = hs.read(str(folder))
+    assert list(tables["measurements"]["n"].value_counts()) == [2, 2]
+    assert (tables["measurements"]["lower"] <= tables["measurements"]["upper"]).all()
+    assert tables["models"]["stored"].to_list() == ["float16"]
+    assert tables["measurements"]["dtype"].unique() == ["float32"]
+    assert "attacks" not in tables
+    assert set(hs.read(os.fsdecode(folder))) == set(tables)
+    assert "Weights stored in float16, measured in float32" in (folder / "report.html").read_text()
+
+
+def test_a_folder_without_a_store_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(StoreError, match="--out"):
+        hs.read(tmp_path)
+    assert list(tmp_path.iterdir()) == []

@@ -32,7 +32,6 @@ def attacks_as_json(published: AttackOutputs, outcome: Outcome, folder: Path) ->
         attacks=plain_rows(published.summary),
         exponents=plain_rows(published.exponents),
         exponent_confidence=LEVEL,
-        heads=plain_rows(published.heads),
         files={
             "store": folder / STORE_NAME,
             **published.files,
@@ -68,7 +67,7 @@ def show_attacks(published: AttackOutputs, outcome: Outcome, folder: Path) -> No
     words = f"\n{outcome.made[Attack.table]} attacks made in {outcome.seconds:.1f} s"
     words += f", {outcome.kept[Attack.table]} were already there" if outcome.kept[Attack.table] else ""
     paragraph(f"{words}.")
-    say(f"Tables: {published.files['summary']}, attacks.csv, exponents.csv, heads.csv")
+    say(f"Tables: {published.files['summary']}, attacks.csv, exponents.csv")
     say(f"Also in {folder}: {STORE_NAME}, figures/, and the tokens found in inputs/")
 
 

@@ -38,13 +38,11 @@ _EXAMPLES = (
 def flow(plan: FlowPlan, execution: Execution, json: JsonOption = False, quiet: QuietOption = False) -> int:
     """Move tokens by the flow x' = f(X) of attention, and watch them form clusters."""
     from howsmooth.cli.flow_result import flow_as_json, show_flow
-    from howsmooth.study.figures.flow_animation import check_animation
     from howsmooth.study.flows.flow_outputs import write_flow_outputs
     from howsmooth.study.flows.flow_run import run_flow
     from howsmooth.study.flows.flow_system import load_system
     from howsmooth.study.runner import Means
 
-    check_animation(plan.animation)
     with resumable(execution.out, as_typed()), shown_progress(quiet=quiet) as display:
         display.phase("Reading")
         system = load_system(plan)

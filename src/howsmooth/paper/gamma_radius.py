@@ -20,11 +20,11 @@ from matplotlib.ticker import MaxNLocator
 from howsmooth.paper import plotting
 from howsmooth.paper.exponent_text import between
 from howsmooth.paper.figure import Figure, FigureContext, Finding
+from howsmooth.paper.head_eigenvalues import head_eigenvalues
 from howsmooth.paper.plotting import Curve, Panel
 from howsmooth.paper.prepared_model import MODELS, PreparedModel, bilinear, usual_length
 from howsmooth.paper.row_cache import Row
 from howsmooth.study.figures.style import literal
-from howsmooth.study.head_eigenvalues import head_eigenvalues
 from howsmooth.study.measured_models import Subject
 from howsmooth.study.ranges import Ranges
 from howsmooth.study.text_formatting import decimal, readable
@@ -88,7 +88,7 @@ def over_texts(rows: pd.DataFrame) -> pd.DataFrame:
     """Compute γR² for each head: γ from its score matrix, R the root mean square norm of its tokens.
 
     All texts and lengths count for R. γ is the field ``gamma`` of
-    :class:`~howsmooth.study.head_eigenvalues.HeadEigenvalues`.
+    :class:`~howsmooth.paper.head_eigenvalues.HeadEigenvalues`.
 
     Parameters
     ----------

@@ -16,9 +16,8 @@ import pandas as pd
 from howsmooth.paper.exponent_text import power
 from howsmooth.paper.plotting import fit_factor
 from howsmooth.paper.prepared_model import PreparedModel, StudyRows
-from howsmooth.study.exponents import LEVEL, QUARTER, Exponent, fit_exponent
-from howsmooth.study.published_values import CORRECTED, PUBLISHED
-from howsmooth.study.radius_statistics import Correlation, radius_correlation
+from howsmooth.study.exponents import LEVEL, QUARTER, Correlation, Exponent, fit_exponent, radius_correlation
+from howsmooth.study.records import CORRECTED, PUBLISHED
 from howsmooth.study.text_formatting import decimal, readable
 
 __all__ = ["Growth", "growths"]

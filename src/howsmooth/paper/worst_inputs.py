@@ -20,6 +20,7 @@ from howsmooth.errors import ArgumentError
 from howsmooth.paper import plotting
 from howsmooth.paper.exponent_text import between, exp, power, power_label
 from howsmooth.paper.figure import Figure, FigureContext, Finding
+from howsmooth.paper.head_eigenvalues import head_eigenvalues
 from howsmooth.paper.plotting import Curve, Panel
 from howsmooth.paper.prepared_model import Column, PreparedModel, bilinear, columns, loaded, usual_length
 from howsmooth.paper.published import has_fused_weight, power_iteration, wrong_slices
@@ -27,7 +28,6 @@ from howsmooth.paper.row_cache import Key, Row
 from howsmooth.seeds import derive_seed
 from howsmooth.study.exponents import Exponent, fit_exponent
 from howsmooth.study.figures.style import literal
-from howsmooth.study.head_eigenvalues import head_eigenvalues
 from howsmooth.study.text_formatting import file_stem, readable
 
 __all__ = ["RADII", "WORST_INPUTS", "measure", "show", "side_by_side"]

@@ -1,26 +1,54 @@
-"""Run the attacks of a plan on each attention at each length, and write the results to a store."""
+"""Attack each attention of a source at each length: search a ball for tokens with a large constant.
+
+An attack measures the constant at the given tokens, at constructed tokens and at the best tokens of gradient
+ascent, and computes the smallest upper bound.
+"""
 
 from __future__ import annotations
 
+import math
 import os
 import time
-from collections.abc import Iterator
-from dataclasses import asdict, replace
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
+import torch
+from torch import Tensor
+
+from howsmooth import adversarial, bounds, lipschitz
+from howsmooth.attention import SelfAttention
 from howsmooth.errors import ArgumentError
+from howsmooth.models.parameter_files import save_parameters
 from howsmooth.seeds import derive_seed
-from howsmooth.study.attention_sources import AttentionSource, Ball, Target, open_attention_source, shortened
-from howsmooth.study.head_eigenvalues import head_eigenvalues
+from howsmooth.study.attention_sources import (
+    AttentionSource,
+    Ball,
+    Target,
+    largest_norm,
+    open_attention_source,
+    shortened,
+)
+from howsmooth.study.measured_models import Models
 from howsmooth.study.plans import AttackPlan
 from howsmooth.study.progress_listener import Outcome
-from howsmooth.study.records import ATTACK, ATTACK_PLACE, Attack, HeadRecord
+from howsmooth.study.records import ATTACK, ATTACK_PLACE, Attack, Row
 from howsmooth.study.runner import Means, Runner
 from howsmooth.study.store import PendingStore
-from howsmooth.study.tasks.attacks import AttackTask
-from howsmooth.study.tasks.task import Work
+from howsmooth.study.tasks.task import Failed, Found, Task, Work, failure_row
+from howsmooth.study.text_formatting import file_stem
 
-__all__ = ["run_attack"]
+__all__ = ["INPUTS", "AttackTask", "run_attack"]
+
+INPUTS = "inputs"
+"""The name of the folder for the worst tokens, inside the folder of the store."""
+
+_RTOL = 1e-4
+_RANDOM_STARTS = 2
+_ATOM_STEPS = 3
+# Relative tolerance: rounding can make tokens on the sphere slightly longer than its radius.
+_ROUNDING = 1e-9
 
 
 def run_attack(plan: AttackPlan, folder: str | os.PathLike[str], means: Means | None = None) -> Outcome:
@@ -48,9 +76,8 @@ def run_attack(plan: AttackPlan, folder: str | os.PathLike[str], means: Means | 
         origin = {"source": source.label, "fingerprint": source.fingerprint, "text": source.text}
         identity = origin | plan.settings()
         pending.check(identity)
-        tasks, heads = list(_tasks(plan, source, folder)), list(_head_records(plan, source))
+        tasks = list(_tasks(plan, source, folder))
         store = pending.begin(identity)
-        store.add(heads)
         known = store.keys(Attack, ATTACK_PLACE)
         left = [task for task in tasks if task.key not in known]
         runner = Runner(store, means)
@@ -77,10 +104,7 @@ def _tasks(plan: AttackPlan, source: AttentionSource, folder: Path) -> Iterator[
 
 
 def _attentions_at(source: AttentionSource, usual: list[Target], n: int) -> Iterator[Target]:
-    """Yield each attention of a source with the mask, window and tokens that it has at length n.
-
-    Parameters that do not depend on n are shared between lengths.
-    """
+    """Yield each attention of a source with the mask, window and tokens that it has at length n."""
     # A length beyond the model's positions has no tokens of the text, but the same attention map.
     there = source.longest is not None and n <= source.longest
     for one, own in zip(usual, source.attentions(n) if there else usual, strict=True):
@@ -104,10 +128,182 @@ def _ball(plan: AttackPlan, one: Target) -> Ball:
     return ball
 
 
-def _head_records(plan: AttackPlan, source: AttentionSource) -> Iterator[HeadRecord]:
-    """Yield a row for every head, with its score matrix's eigenvalues and its parameters' norms."""
-    for one in source.all_attentions():
-        if one.attention.rotary is None:
-            radius = _ball(plan, one).radius
-            for h, strength in enumerate(head_eigenvalues(one.attention)):
-                yield HeadRecord(one.layer, h, radius, **asdict(strength))
+@dataclass(frozen=True, eq=False)
+class AttackTask(Task):
+    """The task of searching a ball for n tokens at which one attention's constant is large.
+
+    ``asked`` is the plan, which sets the effort of the search. ``model`` and ``text`` are the names of the
+    model or parameter file and of the text, which may be empty. ``target`` is the attention at this length,
+    ``seed`` the seed of all random numbers, and ``folder`` the folder of the store, in which the worst tokens
+    are saved.
+    """
+
+    kind = Attack
+    size = 1  # all attacks on one attention are one result
+
+    asked: AttackPlan
+    model: str
+    text: str
+    target: Target
+    n: int
+    ball: Ball
+    seed: int
+    folder: Path
+
+    @property
+    def key(self) -> tuple[int, int | None, int]:
+        """The layer, head and length, which identify the rows of the task in the store."""
+        return self.target.layer, self.target.head, self.n
+
+    @property
+    def alike(self) -> tuple[Any, ...]:
+        """The key of tasks whose times predict each other: the table and the scope."""
+        return Attack.table, self.target.scope
+
+    @property
+    def words(self) -> str:
+        """A short description for progress messages: the layer, the head and the length."""
+        return f"{self.target.place}, n = {self.n}"
+
+    def count(self, rows: Sequence[Row]) -> int:
+        """Return 1: a task counts as one attack, however many rows it writes."""
+        return 1
+
+    def found(self, models: Models | None) -> Iterator[Found]:
+        """Attack the attention, and yield the rows with the constants found; save the worst tokens."""
+        try:
+            yield self._rows()
+        except Exception as error:
+            yield self.failed(error)
+
+    def failed(self, error: Exception) -> Failed:
+        """Return a failure as one row, which stands for all attacks on this attention at this length."""
+        one = self.target
+        where = (self.model, self.text, one.scope, one.layer, one.head, self.n)
+        return Failed([failure_row(error, Attack, *where)], error)
+
+    def _rows(self) -> list[Attack]:
+        f = self.target.attention.to(dtype=torch.float64, device="cpu")
+        tried = list(self._tried(f))
+        uppers = self._uppers(f)
+        most = self.ball.radius * (1 + _ROUNDING)
+        # The given tokens may lie outside the ball that the user asked for; then they do not count.
+        best, x = max(
+            ((row, x) for row, x in tried if row.kind != "tokens" or largest_norm(x) <= most),
+            key=lambda one: one[0].value or 0.0,
+        )
+        file = self._save(best, x)
+        return [*(replace(row, file=file) if row is best else row for row, _ in tried), *uppers]
+
+    def _tried(self, f: SelfAttention) -> Iterator[tuple[Attack, Tensor]]:
+        """Yield, for each input tried, the row with the constant measured there, and the input itself."""
+        began = time.perf_counter()
+        for kind, name, x, estimate, evaluations in self._inputs(f):
+            value = float(estimate.value)
+            row = self._row(
+                kind,
+                name,
+                value=value,
+                log_value=math.log(value) if value > 0 else -math.inf,
+                lower=float(estimate.lower),
+                upper=float(estimate.upper),
+                converged=bool(estimate.converged),
+                radius_max=largest_norm(x),
+                seconds=time.perf_counter() - began,
+                evaluations=evaluations,
+            )
+            yield row, x
+            began = time.perf_counter()
+
+    def _inputs(self, f: SelfAttention) -> Iterator[tuple[str, str, Tensor, Any, int]]:
+        """Yield the inputs to try: given tokens, constructed tokens, and tokens found by search.
+
+        Each is (kind, name, tokens, estimate of the constant, number of evaluations in the search).
+        """
+        if self.target.x is not None:
+            x = self.target.x.double()
+            yield "tokens", "tokens", x, self._measured(f, x), 1
+        if f.rotary is None and f.mask is None and f.window is None and not f.feature_names():
+            built = adversarial.constructions(f, self.n, self.ball.radius)
+            for name, x in _named(built):
+                yield "construction", name, x, self._measured(f, x), 1
+        ascent = adversarial.ascend(
+            f,
+            length=self.n,
+            radius=self.ball.radius,
+            random_starts=_RANDOM_STARTS,
+            steps=self.asked.steps,
+            atom_restarts=self.asked.restarts,
+            atom_steps=_ATOM_STEPS * self.asked.steps,
+            seed=self.seed,
+        )
+        yield "ascent", "ascent", ascent.x, ascent.estimate, len(ascent.history)
+
+    def _measured(self, f: SelfAttention, x: Tensor) -> Any:
+        return lipschitz.local_lipschitz(f, x, rtol=_RTOL, seed=self.seed)
+
+    def _uppers(self, f: SelfAttention) -> list[Attack]:
+        """Return one row, the smallest upper bound on the constants at all tokens of the ball."""
+        began = time.perf_counter()
+        bound = bounds.best(f, length=self.n, radius=self.ball.radius)
+        row = self._row(
+            "upper",
+            bound.name,
+            value=bound.value if math.isfinite(bound.value) else None,
+            log_value=bound.log_value,
+            lower=None,
+            upper=None,
+            converged=True,
+            radius_max=None,
+            seconds=time.perf_counter() - began,
+            evaluations=0,
+        )
+        return [row]
+
+    def _row(self, kind: str, name: str, **values: Any) -> Attack:
+        return Attack(
+            layer=self.target.layer,
+            head=self.target.head,
+            scope=self.target.scope,
+            masking=self.target.masking,
+            n=self.n,
+            radius=self.ball.radius,
+            radius_from=self.ball.origin,
+            kind=kind,
+            name=name,
+            seed=self.seed,
+            file=None,
+            **values,
+        )
+
+    def _save(self, best: Attack, x: Tensor) -> str:
+        """Write the worst tokens and the attacked attention to a file, and return its relative path."""
+        one = self.target
+        head = [] if one.head is None else [f"head-{one.head:02d}"]
+        stem = file_stem(f"layer-{one.layer:02d}", *head, f"n-{self.n:05d}")
+        path = Path(INPUTS, f"{stem}.safetensors")
+        notes = {
+            "source": self.model,
+            "place": one.place,
+            "scope": one.scope,
+            "radius": repr(self.ball.radius),
+            "found_by": best.name,
+            "lipschitz": repr(best.value),
+        }
+        save_parameters(self.folder / path, one.attention, x.detach().cpu(), notes)
+        return path.as_posix()
+
+
+def _named(constructions: Sequence[Any]) -> Iterator[tuple[str, Tensor]]:
+    """Give each construction of attacking tokens a unique name; yield pairs of name and tokens.
+
+    The paper's construction is named ``two_cluster``. A head may have two two-cluster constructions; the
+    first uses the eigenvalue that the paper chooses.
+    """
+    several = len({one.head for one in constructions}) > 1
+    used = set()
+    for one in constructions:
+        where = f", head {one.head}" if several else ""
+        name = f"{one.name}{where}"
+        yield f"{one.name}, other eigenvalue{where}" if name in used else name, one.x.double()
+        used.add(name)

@@ -11,12 +11,12 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from howsmooth.study.exponents import Exponent, fit_exponent
+from howsmooth.study.exponents import Exponent, fitted_groups
 from howsmooth.study.figures import draw_attacks
 from howsmooth.study.figures.style import Files
 from howsmooth.study.file_writing import write_table, written_beside
 from howsmooth.study.progress_listener import SILENT, Listener
-from howsmooth.study.records import ATTACK, ATTACK_KINDS, ATTACK_PLACE, Attack, HeadRecord
+from howsmooth.study.records import ATTACK, ATTACK_KINDS, ATTACK_PLACE, Attack
 from howsmooth.study.store import Store
 
 __all__ = ["SERIES", "SUMMARY_COLUMNS", "AttackOutputs", "fits", "summary", "write_attack_outputs"]
@@ -40,15 +40,13 @@ class AttackOutputs:
     """The files written by :func:`write_attack_outputs`, and the tables in them.
 
     ``identity`` is what all attacks in the store have in common: the source, its fingerprint and the
-    settings. ``summary`` and ``exponents`` come from :func:`summary` and :func:`fits`, ``heads`` has the rows
-    of :class:`~howsmooth.study.records.HeadRecord`. ``figures`` has each figure as PNG and PDF, ``files`` the
-    path of each table by its name.
+    settings. ``summary`` and ``exponents`` come from :func:`summary` and :func:`fits`. ``figures`` has each
+    figure as PNG and PDF, ``files`` the path of each table by its name.
     """
 
     identity: dict[str, Any]
     summary: pd.DataFrame
     exponents: pd.DataFrame
-    heads: pd.DataFrame
     figures: list[Files]
     files: dict[str, Path]
 
@@ -117,16 +115,15 @@ def fits(table: pd.DataFrame) -> pd.DataFrame:
 
     """
     rows = []
-    for (layer, head), group in table.groupby(["layer", "head"], dropna=False, sort=True):
-        for series in SERIES:
-            values = group[series].to_numpy(np.float64)
-            there = np.isfinite(values)
-            if not there.any():
-                continue
-            usable = group["converged"].to_numpy(bool) if series == "found" else np.ones(len(group), bool)
-            fit = fit_exponent(group["n"].to_numpy()[there], values[there], usable[there])
-            rows.append({"layer": layer, "head": head, "series": series, **asdict(fit)})
-    return pd.DataFrame(rows, columns=list(_FIT_COLUMNS)).astype({"head": "Int64"})
+    for series in SERIES:
+        finite = table[np.isfinite(table[series])]
+        usable = finite.assign(usable=finite["converged"] if series == "found" else True)
+        rows += [
+            {**names, "series": series, **asdict(fit)}
+            for names, _, fit in fitted_groups(usable, ("layer", "head"), series, "usable")
+        ]
+    found = pd.DataFrame(rows, columns=list(_FIT_COLUMNS)).astype({"head": "Int64"})
+    return found.sort_values(["layer", "head"], kind="stable", ignore_index=True)
 
 
 def write_attack_outputs(folder: str | os.PathLike[str], listener: Listener = SILENT) -> AttackOutputs:
@@ -143,14 +140,13 @@ def write_attack_outputs(folder: str | os.PathLike[str], listener: Listener = SI
     with Store.open(folder, write=False) as store:
         identity = store.identity(ATTACK)
         rows = store.table(Attack, (*ATTACK_PLACE, "kind", "name")).drop(columns="run")
-        heads = store.table(HeadRecord, ("layer", "head")).drop(columns="run")
     table = summary(rows)
     exponents = fits(table)
-    tables = {"attacks": rows, "summary": table, "exponents": exponents, "heads": heads}
+    tables = {"attacks": rows, "summary": table, "exponents": exponents}
     files = {name: write_table(content, folder, f"{name}.csv") for name, content in tables.items()}
     with written_beside(folder, "attacks"):
-        figures = draw_attacks(str(identity["source"]), table, heads, folder / "figures", listener)
-    return AttackOutputs(identity, table, exponents, heads, figures, files)
+        figures = draw_attacks(str(identity["source"]), table, folder / "figures", listener)
+    return AttackOutputs(identity, table, exponents, figures, files)
 
 
 def _exp(log: float) -> float:

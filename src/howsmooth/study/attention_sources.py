@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -20,7 +20,6 @@ from howsmooth.study.datasets import Inputs, open_data
 from howsmooth.study.measured_models import (
     Models,
     capture_sites,
-    check_fits,
     check_sources,
     place_sequences,
     subject_of,
@@ -42,8 +41,7 @@ __all__ = [
 _USUAL = 64
 
 
-@dataclass(frozen=True)
-class Ball:
+class Ball(NamedTuple):
     """A ball around zero that contains the tokens: its radius, and where the radius comes from."""
 
     radius: float
@@ -114,34 +112,19 @@ def largest_norm(x: Tensor) -> float:
     return float(torch.linalg.vector_norm(x.double(), dim=-1).max())
 
 
-@dataclass(frozen=True, eq=False)
-class SourceLayer:
+class SourceLayer(NamedTuple):
     """One layer of a model or a file, as the map that moves the tokens of a flow.
 
-    Attributes
-    ----------
-    layer
-        The index of the layer.
-    layout
-        The order of residual and norm in the model, ``pre-norm`` or ``post-norm``; empty for attention alone.
-    map
-        The attention alone; for ``pre-norm`` the attention after its norm layer; for ``post-norm`` the whole
-        block.
-    x
-        Tokens (n, d): the inputs of the map when the model reads the text, or the tokens of the file; None if
-        there are no tokens.
-
+    ``layout`` is the order of residual and norm in the model, ``pre-norm`` or ``post-norm``, and empty for
+    attention alone. ``map`` is the attention alone; for ``pre-norm`` the attention after its norm layer; for
+    ``post-norm`` the whole block. ``x`` has the tokens (n, d) that the map receives when the model reads the
+    text, or the tokens of the file; it is None if there are none.
     """
 
     layer: int
     layout: str
     map: TokenMap
     x: Tensor | None
-
-    @property
-    def place(self) -> str:
-        """A phrase that names this layer, such as "layer 3"."""
-        return f"layer {self.layer}"
 
 
 class FileSource:
@@ -153,14 +136,9 @@ class FileSource:
     text = ""
 
     def __init__(self, plan: SourcePlan) -> None:
-        given = {f"--{kind}": bool(getattr(plan, kind)) for kind in KINDS}
-        given |= {
-            "--random-init": plan.random_init,
-            "--as-decoder": plan.as_decoder,
-            "--part": plan.part is not None,
-        }
-        for option, on in given.items():
-            if on:
+        for name in (*KINDS, "random_init", "as_decoder", "part"):
+            if getattr(plan, name):
+                option = f"--{name.replace('_', '-')}"
                 raise ArgumentError(
                     "source", expected=f"a model with {option}", got=f"the parameter file {plan.source!r}"
                 )
@@ -194,10 +172,6 @@ class FileSource:
         elif self._scope == "head":
             parts = [(h, f.head(h)) for h in self._heads]
         return [Target(0, h, self._scope, masking, shortened(part, length), None, x) for h, part in parts]
-
-    def all_attentions(self) -> list[Target]:
-        """Return the attention of the file with all its heads, whichever heads were chosen."""
-        return [Target(0, None, "attention", "", self._file.attention, None, self._file.x)]
 
 
 class ModelSource:
@@ -282,12 +256,6 @@ class ModelSource:
             for s in self._sites(length, "block")
         ]
 
-    def all_attentions(self) -> list[Target]:
-        """Return the attention of every layer at the default length, whichever layers were chosen."""
-        from howsmooth.models import capture  # imports transformers, which takes seconds
-
-        return [_target(site) for site in capture(self._model, self._inputs(self.usual_length))]
-
     def _sites(self, length: int, scope: str) -> Sequence[Any]:
         inputs = self._inputs(length)
         return capture_sites(self._model, inputs, self._subject, scope, self._subject.layers, length)
@@ -298,7 +266,6 @@ class ModelSource:
         The length, the seed, the text and the model determine where in the text the sequence begins.
         """
         subject = replace(self._subject, lengths=(length,))
-        check_fits(self._plan, subject)
         start = place_sequences(self._plan, subject, {})[length, 0]
         return subject.feed.inputs([start], length)
 

@@ -7,7 +7,7 @@ images, audio, token ids and embedded tokens. For all of them, this module decid
 from __future__ import annotations
 
 import random
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol, runtime_checkable
 
@@ -213,7 +213,7 @@ def feed_of(source: OpenedInput, model: Any, layers: tuple[int, ...]) -> Feed:
 
 
 def sequence_starts(
-    feed: Feed, lengths: Iterable[int], samples: int, seed: int, held: Sequences
+    feed: Feed, lengths: Sequence[int], samples: int, seed: int, held: Sequences
 ) -> dict[tuple[int, int], int]:
     """Choose at random where each sequence of a study begins in its text or other input.
 
@@ -233,10 +233,12 @@ def sequence_starts(
     """
     if feed.parts is None:
         if samples > feed.count:
-            raise ValueError(f"it holds {feed.count} inputs, fewer than {samples} samples")
+            raise ValueError(f"it has {feed.count} inputs, fewer than {samples} samples")
         drawn = draw_distinct(samples, feed.count, random.Random(seed))
         return {(n, sample): start for n in lengths for sample, start in enumerate(drawn)}
     beyond = feed.beyond
+    if (needed := samples * sum(n + beyond for n in lengths)) > feed.count:
+        raise ValueError(f"its sequences need {needed} tokens, and it has {feed.count}")
     room = {(n + beyond, sample): start for (n, sample), start in held.items()}
     placed = arrange(feed.count, [n + beyond for n in lengths], samples, seed, room, feed.parts)
     return {(n - beyond, sample): start for (n, sample), start in placed.items()}

@@ -2,13 +2,18 @@
 
 The fit is by least squares of log L on log n. The interval of the slope is HC3's, which allows the spread of
 log L to depend on n: on text, short sequences spread more and have the most leverage. The module also tests
-slope = 1/4, and repeats the fit for the thirds of the sequences with small, middle and large radius. The
-documentation page "Sequences, exponents, radius and length" explains the choice of the interval.
+slope = 1/4.
+
+If longer sequences have larger tokens, an exponent in the length partly measures the effect of the token
+norm, the radius (Appendix E.2 of the paper). So the module also correlates radius and length, and repeats the
+fit for the thirds of the sequences with small, middle and large radius. The documentation page "Sequences,
+exponents, radius and length" explains the choice of the intervals.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
@@ -18,10 +23,13 @@ from numpy.typing import ArrayLike
 from scipy import special
 
 from howsmooth.errors import ArgumentError
-from howsmooth.study.radius_statistics import STRATA, radius_correlation, terciles
+from howsmooth.study.records import CORRECTED
 from howsmooth.study.text_formatting import decimal
 
-__all__ = ["EXPONENT_COLUMNS", "GROUP", "LEVEL", "QUARTER", "Exponent", "exponents", "fit_exponent"]
+__all__ = [
+    "EXPONENT_COLUMNS", "GROUP", "LEVEL", "QUARTER", "STRATA", "Correlation", "Exponent", "compare",
+    "exponents", "fit_exponent", "fitted_groups", "radius_correlation", "terciles",
+]  # fmt: skip
 
 GROUP = ("model", "text", "scope", "layer", "head")
 """The columns whose values define a group of measurements with an exponent of its own."""
@@ -32,7 +40,15 @@ LEVEL = 0.95
 QUARTER = 0.25
 """The exponent that the paper reports on text, and against which each fit is tested."""
 
+STRATA = ("small", "middle", "large")
+"""The names of the thirds that :func:`terciles` returns."""
+
 FEWEST_LENGTHS = 3
+_FEWEST_POINTS = 4
+# Behind a norm layer all radii can be equal. Relative differences below this are rounding errors.
+_STEADY = 1e-6
+# A correlation this near to one means that all points lie on a line up to rounding.
+_ROUNDING_OF_CORRELATION = 1e-12
 # Smaller residuals are rounding errors, from which no interval can be computed.
 _ROUNDING = 1e-9
 
@@ -101,6 +117,11 @@ EXPONENT_COLUMNS = (
 from the fit to one third of the points, by radius; ``from`` and ``to`` are the smallest and largest radius in
 that third.
 """
+
+_COMPARED = (
+    "model", "text", "layer", "quantity", "items", "slope", "low", "high", "quarter", "intercept", "n_points",
+    "n_min", "n_max", "note", "ratio",
+)  # fmt: skip
 
 
 def fit_exponent(n: ArrayLike, lipschitz: ArrayLike, usable: ArrayLike = True) -> Exponent:
@@ -176,63 +197,6 @@ def _checked(
     return lengths, values, chosen
 
 
-def exponents(measurements: pd.DataFrame) -> pd.DataFrame:
-    """Fit how fast the constant grows with the length, separately for each layer or head measured.
-
-    There is one fit for each combination of model, text, scope, layer and head.
-
-    Returns
-    -------
-    pandas.DataFrame
-        A table with :data:`EXPONENT_COLUMNS`, sorted by model, text, scope, layer and head.
-
-    """
-    rows = []
-    for key, group in measurements.groupby(list(GROUP), dropna=False, sort=True):
-        n, lipschitz, converged, radius = (
-            group[name].to_numpy() for name in ("n", "lipschitz", "converged", "radius_mean")
-        )
-        fit = fit_exponent(n, lipschitz, converged)
-        rows.append(
-            {
-                **dict(zip(GROUP, key, strict=True)),
-                **asdict(fit),
-                **_by_radius(n, lipschitz, radius, converged & (lipschitz > 0)),
-            }
-        )
-    table = pd.DataFrame(rows, columns=list(EXPONENT_COLUMNS))
-    return table.astype({"head": "Int64"})
-
-
-def _by_radius(
-    n: np.ndarray, lipschitz: np.ndarray, radius: np.ndarray, fitted: np.ndarray
-) -> dict[str, float]:
-    """Check whether longer sequences have larger token norms, and fit the exponent at similar norms.
-
-    The radius of a sequence is the norm of its tokens. Return its correlation with the length, and the
-    exponents fitted to each third of the sequences, divided by radius.
-    """
-    n, lipschitz, radius = n[fitted], lipschitz[fitted], radius[fitted]
-    found = radius_correlation(n, radius, LEVEL)
-    columns: dict[str, float] = {
-        "radius_correlation": found.value,
-        "radius_correlation_low": found.low,
-        "radius_correlation_high": found.high,
-    }
-    for stratum, inside in zip(STRATA, terciles(radius), strict=True):
-        fit = fit_exponent(n[inside], lipschitz[inside], np.ones(int(inside.sum()), dtype=bool))
-        ends = (radius[inside].min(), radius[inside].max()) if inside.any() else (math.nan, math.nan)
-        columns |= {
-            f"{stratum}_radius_from": float(ends[0]),
-            f"{stratum}_radius_to": float(ends[1]),
-            f"{stratum}_radius_slope": fit.slope,
-            f"{stratum}_radius_low": fit.low,
-            f"{stratum}_radius_high": fit.high,
-            f"{stratum}_radius_points": fit.n_points,
-        }
-    return columns
-
-
 def _line(x: np.ndarray, y: np.ndarray) -> tuple[float, float, float, float]:
     """Fit a line by least squares; return slope, intercept, spread and the slope's standard error.
 
@@ -249,3 +213,173 @@ def _line(x: np.ndarray, y: np.ndarray) -> tuple[float, float, float, float]:
     left_out = residuals / np.maximum(1 - leverage, np.finfo(np.float64).eps)
     spread = math.sqrt(float(residuals @ residuals) / (len(x) - 2))
     return slope, intercept, spread, float(np.linalg.norm(centred * left_out)) / square
+
+
+def fitted_groups(
+    table: pd.DataFrame, by: Sequence[str], value: str = "lipschitz", usable: str = "converged"
+) -> Iterator[tuple[dict[str, Any], pd.DataFrame, Exponent]]:
+    """Group a table, and fit an exponent to each group; yield the group's names, its rows and the fit.
+
+    ``value`` is the column of the constants, ``usable`` the column that says which of them may be fitted.
+    """
+    for key, rows in table.groupby(list(by), dropna=False, sort=True):
+        fit = fit_exponent(rows["n"].to_numpy(), rows[value].to_numpy(), rows[usable].to_numpy(bool))
+        yield dict(zip(by, key, strict=True)), rows, fit
+
+
+def exponents(measurements: pd.DataFrame) -> pd.DataFrame:
+    """Fit how fast the constant grows with the length, separately for each layer or head measured.
+
+    There is one fit for each combination of model, text, scope, layer and head.
+
+    Returns
+    -------
+    pandas.DataFrame
+        A table with :data:`EXPONENT_COLUMNS`, sorted by model, text, scope, layer and head.
+
+    """
+    rows = [
+        {**names, **asdict(fit), **_by_radius(group[group["converged"] & (group["lipschitz"] > 0)])}
+        for names, group, fit in fitted_groups(measurements, GROUP)
+    ]
+    return pd.DataFrame(rows, columns=list(EXPONENT_COLUMNS)).astype({"head": "Int64"})
+
+
+def compare(rows: pd.DataFrame) -> pd.DataFrame:
+    """Fit powers of n to the published code's values, and compare them with the corrected constants.
+
+    The corrected constants are measured without the published code's differences.
+
+    Returns
+    -------
+    pandas.DataFrame
+        One row for each model, text, layer and quantity, the quantities in the order in which they were
+        measured. ``ratio`` is the median over the sequences of the quantity divided by the corrected
+        constant. Corrected constants that did not converge are left out of the fits. Values of the published
+        iteration are never left out, since the published code does not check whether it converged.
+
+    """
+    usable = (rows["settled"] | rows["lower"].isna()) & np.isfinite(rows["lipschitz"])
+    place = ["model", "text", "layer", "n", "sample"]
+    right = rows.loc[rows["quantity"] == CORRECTED, [*place, "lipschitz"]]
+    table = rows.assign(usable=usable).merge(right, "left", on=place, suffixes=("", "_right"))
+    table["order"] = table.groupby(["quantity", "items"], sort=False).ngroup()
+    by = ("model", "text", "layer", "order", "quantity", "items")
+    found = [
+        {**names, **asdict(fit), "ratio": float((group["lipschitz"] / group["lipschitz_right"]).median())}
+        for names, group, fit in fitted_groups(table, by, usable="usable")
+    ]
+    return pd.DataFrame(found, columns=list(_COMPARED))
+
+
+# ---- The radius
+
+
+@dataclass(frozen=True)
+class Correlation:
+    """A correlation coefficient with its interval; all NaN if it is undefined."""
+
+    value: float
+    low: float
+    high: float
+
+
+def _by_radius(rows: pd.DataFrame) -> dict[str, float]:
+    """Correlate the radius of sequences (the norm of their tokens) with their length, and fit each third.
+
+    The thirds are those of :func:`terciles`.
+    """
+    n, lipschitz, radius = (rows[name].to_numpy() for name in ("n", "lipschitz", "radius_mean"))
+    found = radius_correlation(n, radius, LEVEL)
+    columns: dict[str, float] = {
+        "radius_correlation": found.value,
+        "radius_correlation_low": found.low,
+        "radius_correlation_high": found.high,
+    }
+    for stratum, inside in zip(STRATA, terciles(radius), strict=True):
+        fit = fit_exponent(n[inside], lipschitz[inside])
+        ends = (radius[inside].min(), radius[inside].max()) if inside.any() else (math.nan, math.nan)
+        columns |= {
+            f"{stratum}_radius_from": float(ends[0]),
+            f"{stratum}_radius_to": float(ends[1]),
+            f"{stratum}_radius_slope": fit.slope,
+            f"{stratum}_radius_low": fit.low,
+            f"{stratum}_radius_high": fit.high,
+            f"{stratum}_radius_points": fit.n_points,
+        }
+    return columns
+
+
+def radius_correlation(n: np.ndarray, radius: np.ndarray, level: float) -> Correlation:
+    """Return the correlation of the token norms (radii) and the lengths of sequences.
+
+    The logarithms of both are correlated.
+
+    Parameters
+    ----------
+    n, radius
+        Lengths and radii, each of shape (points,). Radii of zero are left out, since they have no logarithm.
+    level
+        The confidence of the interval, in (0, 1).
+
+    Returns
+    -------
+    Correlation
+        Pearson's correlation. The interval uses the jackknife of Fisher's arctanh transform, because Fisher's
+        own interval assumes normal radii with the same spread at all lengths, and is far off where they are
+        not (documentation page "Sequences, exponents, radius and length"). NaN if there are fewer than three
+        lengths or four points, or if all radii are equal up to rounding.
+
+    """
+    n, radius = n[radius > 0], radius[radius > 0]
+    count = len(n)
+    if count < _FEWEST_POINTS or len(np.unique(n)) < FEWEST_LENGTHS or _is_steady(radius):
+        return Correlation(math.nan, math.nan, math.nan)
+    x = np.log(n.astype(np.float64))
+    y = np.log(radius.astype(np.float64))
+    x -= x.mean()
+    y -= y.mean()
+    value = float(x @ y) / math.sqrt(float(x @ x) * float(y @ y))
+    if 1 - abs(value) < _ROUNDING_OF_CORRELATION:
+        exact = math.copysign(1.0, value)
+        return Correlation(exact, exact, exact)
+    # Sums over all points but one, without recomputing the means: removing a point reduces a centred sum of
+    # products by count / (count - 1) times the point's own product.
+    share = count / (count - 1)
+    squares = (x @ x - share * x**2) * (y @ y - share * y**2)
+    products = x @ y - share * x * y
+    within = squares > products**2
+    # Without one of the points, the others lie on a line or have no spread: nothing is known.
+    if not within.all():
+        return Correlation(value, -1.0, 1.0)
+    without = np.arctanh(products / np.sqrt(squares))
+    stderr = math.sqrt((count - 1) / count * float(((without - without.mean()) ** 2).sum()))
+    half = float(special.stdtrit(count - 2, (1 + level) / 2)) * stderr
+    centre = math.atanh(value)
+    return Correlation(value, math.tanh(centre - half), math.tanh(centre + half))
+
+
+def terciles(radius: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Divide sequences into thirds by radius: small, middle and large.
+
+    Parameters
+    ----------
+    radius
+        Radii of shape (points,).
+
+    Returns
+    -------
+    tuple of numpy.ndarray
+        Three boolean masks of shape (points,). Equal radii are in the same third, so the thirds may differ in
+        size. The masks select no point if all radii are equal up to rounding.
+
+    """
+    if len(radius) == 0 or _is_steady(radius):
+        nothing = np.zeros(len(radius), dtype=bool)
+        return nothing, nothing, nothing
+    place = np.searchsorted(np.quantile(radius, [1 / 3, 2 / 3]), radius, side="left")
+    return place == 0, place == 1, place == 2
+
+
+def _is_steady(radius: np.ndarray) -> bool:
+    return float(radius.max() - radius.min()) <= _STEADY * float(radius.max())

@@ -13,17 +13,26 @@ from typing import Any
 
 import torch
 
-from howsmooth.errors import ArgumentError, CaptureError, ModelError, TextError
+from howsmooth.errors import ArgumentError, CaptureError, ModelError, StoreError, TextError
 from howsmooth.scopes import layers_of_scope
 from howsmooth.seeds import derive_seed
-from howsmooth.study.datasets import Feed, Inputs, OpenedInput, feed_of, open_data, sequence_starts
+from howsmooth.study.datasets import (
+    Feed,
+    Inputs,
+    OpenedInput,
+    SequenceData,
+    feed_of,
+    open_data,
+    sequence_starts,
+)
 from howsmooth.study.plans import ModelSpec, Plan
-from howsmooth.study.records import ModelRecord, TextRecord
+from howsmooth.study.records import InputRecord, ModelRecord, TextRecord
+from howsmooth.study.store import Store
 from howsmooth.study.text_formatting import encodable
 
 __all__ = [
-    "Impossible", "Models", "Subject", "capture_sites", "check_fits", "check_sources", "checked_subjects",
-    "layer_and_head_counts", "on_device", "place_sequences", "subject_of",
+    "Impossible", "Models", "Subject", "capture_sites", "check_sources", "checked_subjects",
+    "layer_and_head_counts", "place_sequences", "subject_of",
 ]  # fmt: skip
 
 Impossible = list[tuple[ModelSpec, str | None, Exception]]
@@ -109,10 +118,17 @@ class Models:
 def place_sequences(
     plan: Plan, subject: Subject, held: Mapping[tuple[int, int], int]
 ) -> dict[tuple[int, int], int]:
-    """Choose where the plan's sequences begin in an input.
+    """Check the lengths of a subject, and choose where the plan's sequences begin in its input.
 
     Sequences that the store has (``held``) keep their places.
+
+    Raises
+    ------
+    howsmooth.errors.HowsmoothError
+        If the model or the input does not allow a length, or the sequences do not fit into the input.
+
     """
+    _check_lengths(subject)
     draw = derive_seed(
         purpose="sequences", seed=plan.seed, text=subject.text.digest, model=subject.fingerprint
     )
@@ -120,34 +136,87 @@ def place_sequences(
         return sequence_starts(subject.feed, subject.lengths, plan.samples, draw, held)
     except ValueError as error:
         name = f"{subject.text.kind} {subject.text.name!r}"
-        where = f"between the sequences that the store has of {subject.model.label}, " if held else ""
+        more, other = (" for more", ", or another output folder") if held else ("", "")
+        longer = "a longer text" if subject.text.kind == "text" else "more of it"
         raise TextError(
-            f"{name} is too short{' for more' if held else ''}: {where}{error}. Use fewer samples, or "
-            "fewer or shorter lengths, or another output folder with a longer text."
+            f"{name} is too short{more}: for {subject.model.label}, {error}. Use fewer samples, or fewer or "
+            f"shorter lengths, or {longer}{other}."
         ) from error
+
+
+def _check_lengths(subject: Subject) -> None:
+    lengths, label, most = subject.lengths, subject.model.label, subject.model.max_length
+    feed = subject.feed
+    missing = next((n for n in lengths if feed.lengths and n not in feed.lengths), None)
+    if missing is not None:
+        near = sorted(sorted(feed.lengths, key=lambda n: abs(n - missing))[:4])
+        raise ArgumentError(
+            "lengths",
+            expected=f"numbers of tokens that {label} makes of {subject.text.name}"
+            + (f", such as {', '.join(map(str, near))}" if len(feed.lengths) > 1 else f": {near[0]}"),
+            got=str(missing),
+            remedy="Leave lengths out for the usual ones.",
+        )
+    if most is not None and max(lengths) > most:
+        raise ArgumentError(
+            "lengths",
+            expected=f"at most {most} tokens, the positions of {label}",
+            got=str(max(lengths)),
+            remedy="Shorten the lengths.",
+        )
+
+
+def _check_unchanged(store: Store, subject: Subject) -> None:
+    """Refuse a model or a text that has changed since the store was written, but kept its name."""
+    label, text = subject.model.label, subject.text
+    for (digest,) in store.keys(TextRecord, ("digest",), name=text.name):
+        if digest != text.digest:
+            raise StoreError(
+                f"{store.path} belongs to another study: its text {text.name!r} has SHA-256 {digest[:12]}, "
+                f"not {text.digest[:12]}. Choose another --out, or give the text another file name."
+            )
+    # The tokenizer of an untrained model may be trained on the text, so its fingerprint depends on the text.
+    # Any other model has one fingerprint.
+    where = {"model": label, "text": text.name} if subject.spec.random_init else {"model": label}
+    for fingerprint, tokenizer in store.keys(InputRecord, ("fingerprint", "tokenizer_source"), **where):
+        if fingerprint != subject.fingerprint:
+            what = "the weights or the configuration"
+            if tokenizer != subject.tokenizer_source:
+                what = f"the tokenizer ({tokenizer!r} then, {subject.tokenizer_source!r} now)"
+            raise StoreError(
+                f"{store.path} belongs to another study: its model {label!r} has fingerprint "
+                f"{fingerprint[:12]}, not {subject.fingerprint[:12]}; {what} changed. Choose another --out."
+            )
 
 
 # ---- Checks of subjects
 
 
-def checked_subjects(plan: Plan, models: Models, impossible: Impossible | None = None) -> list[Subject]:
-    """Load every model, and check its layers, heads and lengths on every input of the plan.
+def checked_subjects(
+    plan: Plan, models: Models, impossible: Impossible | None = None, store: Store | None = None
+) -> list[Subject]:
+    """Load every model, check its layers, heads and lengths on every input of the plan, place the sequences.
 
-    What cannot be used is added to ``impossible`` with its error; without this list, the error is raised.
+    What cannot be used is added to ``impossible`` with its error; without this list, the error is raised. In
+    ``store``, models and inputs must be the same, and its sequences keep their places.
     """
     sources = [open_data(spec) for spec in plan.sources]
     check_sources(sources)
     checked: list[Subject] = []
     for spec in plan.models:
         for source in sources:
-            reached: str | None = source.record.name
+            reached: str | None = None
             try:
-                _check_size(plan, spec, source)
-                reached = None
                 model = models.load(spec, source.content)
                 reached = source.record.name
                 subject = subject_of(plan, spec, source, model)
-                check_fits(plan, subject)
+                held = {}
+                if store is not None:
+                    _check_unchanged(store, subject)
+                    held = store.sequences(subject.model.label, subject.text.name)
+                subject = replace(subject, starts=place_sequences(plan, subject, held))
+            except StoreError:
+                raise
             except Exception as error:
                 if impossible is None:
                     raise
@@ -166,7 +235,7 @@ def checked_subjects(plan: Plan, models: Models, impossible: Impossible | None =
 def _check_capture(plan: Plan, subject: Subject, model: Any) -> None:
     """Refuse layers that cannot be measured, after one trial at the shortest length."""
     n = min(subject.lengths)
-    shortest = on_device(subject.feed.inputs([0], n), plan.device)
+    shortest = SequenceData.of(subject.feed, [0], n, worded=False).inputs(plan.device)
     try:
         for scope in plan.scopes:
             layers = layers_of_scope(scope, subject.layers)
@@ -180,10 +249,7 @@ def _check_capture(plan: Plan, subject: Subject, model: Any) -> None:
 
 
 def _self_attention(error: CaptureError, model: Any, inputs: Inputs) -> list[int]:
-    """Return the indices of a model's self-attention layers if ``error`` refuses its cross-attention.
-
-    After any other error, the list is empty.
-    """
+    """Return the indices of a model's self-attention layers; none if ``error`` is about something else."""
     from howsmooth.models import capture
     from howsmooth.models.identification.self_attention_module import CrossAttention
 
@@ -240,13 +306,6 @@ def capture_sites(
                 "were expected, so its constant would be recorded under a wrong length."
             )
     return found
-
-
-def on_device(inputs: Inputs, device: str) -> Inputs:
-    """Return a model's inputs, one tensor or several by name, on a device."""
-    if isinstance(inputs, torch.Tensor):
-        return inputs.to(device)
-    return {name: value.to(device) for name, value in inputs.items()}
 
 
 def layer_and_head_counts(model: Any, label: str) -> tuple[int, int]:
@@ -318,83 +377,3 @@ def subject_of(plan: Plan, spec: ModelSpec, source: OpenedInput, model: Any) -> 
         lengths=plan.lengths_of(spec) or feed.usual,
         feed=feed,
     )
-
-
-def _check_lengths(subject: Subject) -> None:
-    lengths, label, most = subject.lengths, subject.model.label, subject.model.max_length
-    feed = subject.feed
-    missing = next((n for n in lengths if feed.lengths and n not in feed.lengths), None)
-    if missing is not None:
-        near = sorted(sorted(feed.lengths, key=lambda n: abs(n - missing))[:4])
-        raise ArgumentError(
-            "lengths",
-            expected=f"numbers of tokens that {label} makes of {subject.text.name}"
-            + (f", such as {', '.join(map(str, near))}" if len(feed.lengths) > 1 else f": {near[0]}"),
-            got=str(missing),
-            remedy="Leave lengths out for the usual ones.",
-        )
-    if most is not None and max(lengths) > most:
-        raise ArgumentError(
-            "lengths",
-            expected=f"at most {most} tokens, the positions of {label}",
-            got=str(max(lengths)),
-            remedy="Shorten the lengths.",
-        )
-
-
-def _check_size(plan: Plan, spec: ModelSpec, source: OpenedInput) -> None:
-    """Refuse a text with too few bytes for the plan's sequences; this check needs no model or tokenizer."""
-    lengths, text = plan.lengths_of(spec), source.record
-    needed = plan.samples * sum(lengths)
-    # A token has at least one byte of the text, but for the few characters that a tokenizer spells out.
-    if text.kind == "text" and needed > 4 * len(source.content.encode("utf-8", "replace")):
-        raise TextError(
-            f"text {text.name!r} is too short: {plan.samples} sequences of each of {len(lengths)} lengths "
-            f"without overlap need {needed} tokens, and it has {text.characters} characters. Use fewer "
-            "samples, or fewer or shorter lengths, or a longer text."
-        )
-
-
-def check_fits(plan: Plan, subject: Subject) -> None:
-    """Refuse lengths that a model or input does not allow, and more sequences than fit into the input.
-
-    Raises
-    ------
-    howsmooth.errors.HowsmoothError
-        If they do not fit; the message says what would fit.
-
-    """
-    _check_lengths(subject)
-    feed = subject.feed
-    name, label = f"{subject.text.kind} {subject.text.name!r}", subject.model.label
-    if feed.parts is None:
-        if plan.samples > feed.count:
-            raise TextError(
-                f"{name} has {feed.count} inputs for {label}, fewer than {plan.samples} samples. Use "
-                f"{feed.count} samples or fewer, or give more inputs."
-            )
-        return
-    lengths = [n + feed.beyond for n in subject.lengths]
-    longest = max(size for _, size in feed.parts)
-    if len(feed.parts) > 1 and max(lengths) > longest:
-        raise TextError(
-            f"{name} is too short: its longest sequence has {longest - feed.beyond} tokens, and "
-            f"{max(subject.lengths)} are needed. Use shorter lengths."
-        )
-    sample, tokens = sum(lengths), feed.count
-    needed = plan.samples * sample
-    if needed > tokens:
-        one = len(lengths) == 1
-        of_lengths = f"{sample} tokens" if one else f"each of {len(lengths)} lengths"
-        asked = f"{plan.samples} sequences of {of_lengths} without overlap need"
-        if plan.samples == 1:
-            asked = f"a sequence of {of_lengths} needs"
-        fitting = tokens // sample
-        choices = [f"{fitting} samples or fewer"] if fitting else []
-        is_text = subject.text.kind == "text"
-        choices += ["fewer or shorter lengths", "a longer text" if is_text else "more of it"]
-        raise TextError(
-            f"{name} is too short: {asked} {needed} tokens, and it has {tokens} "
-            f"{'with the tokenizer of' if is_text else 'for'} {label}. "
-            f"Use {', or '.join(choices)}."
-        )

@@ -8,11 +8,10 @@ from pathlib import Path
 
 import pandas as pd
 
-from howsmooth.study.exponents import exponents
-from howsmooth.study.figures import Picture, draw_all, draw_published
+from howsmooth.study.exponents import compare, exponents
+from howsmooth.study.figures import Picture, draw_all
 from howsmooth.study.file_writing import csv_of, replace_file, written_beside
 from howsmooth.study.progress_listener import SILENT, Listener
-from howsmooth.study.published_values import compare
 from howsmooth.study.records import Contents
 from howsmooth.study.report import render
 from howsmooth.study.store import Store
@@ -26,7 +25,7 @@ class Outputs:
 
     ``contents`` are those of the store at the time of writing. ``exponents`` comes from
     :func:`howsmooth.study.exponents.exponents`; ``compared`` from
-    :func:`howsmooth.study.published_values.compare`, and is empty if the store has no published values.
+    :func:`howsmooth.study.exponents.compare`, and is empty if the store has no published values.
     """
 
     contents: Contents
@@ -41,8 +40,8 @@ def write_outputs(
 ) -> Outputs:
     """Write ``measurements.csv``, ``exponents.csv``, ``figures/`` and ``report.html`` beside a store.
 
-    If the store has published values, also write ``published.csv``, ``published-exponents.csv`` and their
-    figures. Without ``figures``, none are drawn, and the report has none.
+    If the store has published values, also write ``published.csv`` and ``published-exponents.csv``. Without
+    ``figures``, none are drawn, and the report has none.
 
     Raises
     ------
@@ -61,13 +60,11 @@ def write_outputs(
         if figures:
             pictures = draw_all(contents.measurements, folder / "figures", listener, contents.kinds)
         page = folder / "report.html"
-        replace_file(page, render(contents, table, pictures))
+        replace_file(page, render(contents, table, compared, pictures))
         if len(contents.published):
             values = contents.published.drop(columns="run")
             replace_file(folder / "published.csv", csv_of(values))
             replace_file(folder / "published-exponents.csv", csv_of(compared))
-            if figures:
-                draw_published(values, compared, folder / "figures")
     return Outputs(contents, table, compared, pictures, page)
 
 

@@ -5,10 +5,9 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
-from howsmooth.errors import StoreError, TextError
-from howsmooth.study.measured_models import Impossible, Models, Subject, checked_subjects, place_sequences
+from howsmooth.study.measured_models import Impossible, Models, Subject, checked_subjects
 from howsmooth.study.plans import Plan
 from howsmooth.study.records import MEASURE, InputRecord, ModelRecord, TextRecord
 from howsmooth.study.store import PendingStore, Store
@@ -68,53 +67,8 @@ def opened_study(
     with PendingStore(folder, MEASURE, write=write) as pending:
         pending.check(plan.settings())
         models, impossible = models or Models(plan), Impossible()
-        checked = checked_subjects(plan, models, impossible if keep_going else None)
-        if pending.store is not None:
-            for subject in checked:
-                _check_unchanged(pending.store, subject)
-        subjects = []
-        for subject in checked:
-            store, where = pending.store, (subject.model.label, subject.text.name)
-            held = {} if store is None else store.sequences(*where)
-            try:
-                subjects.append(replace(subject, starts=place_sequences(plan, subject, held)))
-            except TextError as error:
-                if not keep_going:
-                    raise
-                impossible.append((subject.spec, subject.text.name, error))
-        if not subjects:
-            raise impossible[0][2]
+        subjects = checked_subjects(plan, models, impossible if keep_going else None, pending.store)
         yield OpenStudy(plan, pending, models, subjects, impossible, keep_going)
-
-
-def _check_unchanged(store: Store, subject: Subject) -> None:
-    """Refuse a model or a text that has changed since the store was written, but kept its name.
-
-    Raises
-    ------
-    StoreError
-        If it has changed; the message says what differs, and the remedy.
-
-    """
-    label, text = subject.model.label, subject.text
-    for (digest,) in store.keys(TextRecord, ("digest",), name=text.name):
-        if digest != text.digest:
-            raise StoreError(
-                f"{store.path} belongs to another study: its text {text.name!r} has SHA-256 {digest[:12]}, "
-                f"not {text.digest[:12]}. Choose another --out, or give the text another file name."
-            )
-    # The tokenizer of an untrained model may be trained on the text, so its fingerprint depends on the text.
-    # Any other model has one fingerprint.
-    where = {"model": label, "text": text.name} if subject.spec.random_init else {"model": label}
-    for fingerprint, tokenizer in store.keys(InputRecord, ("fingerprint", "tokenizer_source"), **where):
-        if fingerprint != subject.fingerprint:
-            what = "the weights or the configuration"
-            if tokenizer != subject.tokenizer_source:
-                what = f"the tokenizer ({tokenizer!r} then, {subject.tokenizer_source!r} now)"
-            raise StoreError(
-                f"{store.path} belongs to another study: its model {label!r} has fingerprint "
-                f"{fingerprint[:12]}, not {subject.fingerprint[:12]}; {what} changed. Choose another --out."
-            )
 
 
 def _records(one: Subject) -> tuple[ModelRecord, TextRecord, InputRecord]:

@@ -17,7 +17,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from numbers import Integral, Real
 from pathlib import Path
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar
 
 from howsmooth.errors import ArgumentError, similar_name
 from howsmooth.study.ranges import Ranges
@@ -32,7 +32,6 @@ __all__ = [
     "check_keys",
     "choice",
     "flag",
-    "from_table",
     "number",
     "option",
     "options_of",
@@ -180,29 +179,6 @@ class Options:
     def _set(self, name: str, value: object) -> None:
         # The dataclasses are frozen; this method is called only while one is constructed.
         object.__setattr__(self, name, value)
-
-
-_Plan = TypeVar("_Plan", bound=Options)
-
-
-def from_table(plan: type[_Plan], table: Mapping[str, Any], within: str = "") -> _Plan:
-    """Construct a dataclass of options from a table of a plan file, which has raw values by field name.
-
-    ``within`` is the name of the table, which precedes the key in error messages.
-
-    Raises
-    ------
-    ArgumentError
-        If a key is unknown or missing, or a value is not allowed; the error names the key.
-
-    """
-    fields = dataclasses.fields(plan)
-    with renamed(lambda name: f"{within}: {name}" if within else name):
-        check_keys(table, [field.name for field in fields])
-        for field in fields:
-            if field.default is dataclasses.MISSING and field.name not in table:
-                raise ArgumentError(field.name, expected=f"a {field.name} in every table", got="none")
-        return plan(**table)
 
 
 def check_keys(table: Mapping[str, Any], known: Sequence[str]) -> None:

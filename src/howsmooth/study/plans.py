@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import MISSING, dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -21,12 +21,14 @@ from howsmooth.study.options import (
     HOW,
     Kind,
     Options,
+    check_keys,
     choice,
     flag,
-    from_table,
     number,
     option,
+    options_of,
     path,
+    renamed,
     selection,
     several,
     shown,
@@ -89,93 +91,81 @@ _MOST_INPUTS = 2**31
 # ---- Options that several plans share
 
 
-_SHARED: dict[str, dict[str, Any]] = {
-    "source": {"default": ..., "kind": words(place=True), "metavar": "SOURCE", "positional": True},
-    "text": {
-        "default": DEFAULT_TEXT,
-        "kind": words(place=True),
-        "help": "The text that a model reads: a .txt or .csv file, alice, ag_news, or - for standard input.",
-        "metavar": "NAME|PATH",
-    },
-    "images": {
-        "default": (),
-        "kind": several(words(place=True)),
-        "help": "Images instead of a text: a file, a folder, or builtin (generated). May be repeated. The "
-        "length of an image is the number of its patches.",
-        "metavar": "builtin|PATH",
-    },
-    "audio": {
-        "default": (),
-        "kind": several(words(place=True)),
-        "help": "Audio instead of a text: a .wav or .npy file, or builtin (generated).",
-        "metavar": "builtin|FILE",
-    },
-    "tokens": {
-        "default": (),
-        "kind": several(words(place=True)),
-        "help": "Token ids instead of a text: a .npy or .json file, or a text file with one sequence of "
-        "numbers a line.",
-        "metavar": "FILE",
-    },
-    "embeddings": {
-        "default": (),
-        "kind": several(words(place=True)),
-        "help": "Embedded tokens instead of a text: a .npy or .safetensors file of tensors (n, d).",
-        "metavar": "FILE",
-    },
-    "layers": {
-        "default": "all",
-        "kind": selection(),
-        "help": "Layers: all, or a list such as 0,6 or 0:4 or -1 (the last layer).",
-        "metavar": "RANGES",
-    },
-    "heads": {
-        "default": "all",
-        "kind": selection(),
-        "help": "Heads, in the format of --layers; only with --scope head.",
-        "metavar": "RANGES",
-    },
-    "scope": {
-        "default": "attention",
-        "kind": choice(*ATTENTION_SCOPES),
-        "help": "The part of attention. head: one head without output projection; heads: all heads without "
-        "output projection; attention: all heads with output projection.",
-        "metavar": "SCOPE",
-    },
-    "output": {
-        "default": "hidden",
-        "kind": choice(*OUTPUTS),
-        "help": "With the scope model: the last hidden state of all tokens, the logits, or the margin, the "
-        "largest logit minus the second largest. The last two need a model with a head.",
-        "metavar": "|".join(OUTPUTS),
-    },
-    "random_init": {
-        "default": False, "kind": flag(), "help": "Build the architecture with untrained weights."
-    },
-    "as_decoder": {
-        "default": False, "kind": flag(), "help": "Run an encoder as a decoder, with its causal mask."
-    },
-    "part": {
-        "default": None,
-        "kind": words(),
-        "help": "One part of a model with several: text, vision, audio, or a module path such as encoder.",
-        "metavar": "PART",
-    },
-    "seed": {"default": 0, "kind": whole(0, _MOST_SEED), "help": "Seed of all random numbers.", "panel": HOW},
-    "device": {
-        "default": "cpu",
-        "kind": words(),
-        "help": "PyTorch device, such as cpu, cuda or cuda:1.",
-        "panel": HOW,
-    },
-    "dtype": {
-        "default": "float32",
-        "kind": choice("float32", "float64"),
-        "help": "Floating-point precision.",
-        "metavar": "float32|float64",
-        "panel": HOW,
-    },
-}  # fmt: skip
+_SHARED: dict[str, Any] = {
+    "source": option(..., words(place=True), "", metavar="SOURCE", positional=True),
+    "text": option(
+        DEFAULT_TEXT,
+        words(place=True),
+        "The text that a model reads: a .txt or .csv file, alice, ag_news, or - for standard input.",
+        metavar="NAME|PATH",
+    ),
+    "images": option(
+        (),
+        several(words(place=True)),
+        "Images instead of a text: a file, a folder, or builtin (generated). May be repeated. The length of "
+        "an image is the number of its patches.",
+        metavar="builtin|PATH",
+    ),
+    "audio": option(
+        (),
+        several(words(place=True)),
+        "Audio instead of a text: a .wav or .npy file, or builtin (generated).",
+        metavar="builtin|FILE",
+    ),
+    "tokens": option(
+        (),
+        several(words(place=True)),
+        "Token ids instead of a text: a .npy or .json file, or a text file with one sequence of numbers a "
+        "line.",
+        metavar="FILE",
+    ),
+    "embeddings": option(
+        (),
+        several(words(place=True)),
+        "Embedded tokens instead of a text: a .npy or .safetensors file of tensors (n, d).",
+        metavar="FILE",
+    ),
+    "layers": option(
+        "all",
+        selection(),
+        "Layers: all, or a list such as 0,6 or 0:4 or -1 (the last layer).",
+        metavar="RANGES",
+    ),
+    "heads": option(
+        "all", selection(), "Heads, in the format of --layers; only with --scope head.", metavar="RANGES"
+    ),
+    "scope": option(
+        "attention",
+        choice(*ATTENTION_SCOPES),
+        "The part of attention. head: one head without output projection; heads: all heads without output "
+        "projection; attention: all heads with output projection.",
+        metavar="SCOPE",
+    ),
+    "output": option(
+        "hidden",
+        choice(*OUTPUTS),
+        "With the scope model: the last hidden state of all tokens, the logits, or the margin, the largest "
+        "logit minus the second largest. The last two need a model with a head.",
+        metavar="|".join(OUTPUTS),
+    ),
+    "random_init": option(False, flag(), "Build the architecture with untrained weights."),
+    "as_decoder": option(False, flag(), "Run an encoder as a decoder, with its causal mask."),
+    "part": option(
+        None,
+        words(),
+        "One part of a model with several: text, vision, audio, or a module path such as encoder.",
+        metavar="PART",
+    ),
+    "seed": option(0, whole(0, _MOST_SEED), "Seed of all random numbers.", panel=HOW),
+    "device": option("cpu", words(), "PyTorch device, such as cpu, cuda or cuda:1.", panel=HOW),
+    "dtype": option(
+        "float32",
+        choice("float32", "float64"),
+        "Floating-point precision.",
+        metavar="float32|float64",
+        panel=HOW,
+    ),
+}
 
 
 def shared(name: str, **changed: Any) -> Any:
@@ -183,7 +173,9 @@ def shared(name: str, **changed: Any) -> Any:
 
     ``changed`` are arguments of :func:`howsmooth.study.options.option`.
     """
-    return option(**(_SHARED[name] | changed))
+    usual = _SHARED[name]
+    default = ... if usual.default is MISSING else usual.default
+    return option(**({"default": default} | vars(usual.metadata["option"]) | changed))
 
 
 def check_output(output: str, scopes: tuple[str, ...]) -> None:
@@ -404,7 +396,12 @@ class Plan(Options):
         if isinstance(entry, ModelSpec):
             return entry
         usual = {name: getattr(self, name) for name in ("random_init", "as_decoder", "part")}
-        return from_table(ModelSpec, usual | dict(entry), "models")
+        table = usual | dict(entry)
+        with renamed(lambda name: f"models: {name}"):
+            check_keys(table, list(options_of(ModelSpec)))
+            if "name" not in table:
+                raise ArgumentError("name", expected="a name in every table", got="none")
+            return ModelSpec(**table)
 
     def _senses(self) -> set[str]:
         return {_SENSES[source.kind] for source in self.sources}
@@ -491,7 +488,7 @@ class SourcePlan(Options):
         help="A built-in model, a local folder, a Hub id, or a .safetensors or .npz file of parameters.",
     )
     text: str | None = shared(
-        "text", default=None, help=f"{_SHARED['text']['help'][:-1]}. Default: {DEFAULT_TEXT}."
+        "text", default=None, help=f"{_SHARED['text'].metadata['option'].help} Default: {DEFAULT_TEXT}."
     )
     images: tuple[str, ...] = shared("images")
     audio: tuple[str, ...] = shared("audio")

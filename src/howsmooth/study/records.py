@@ -6,7 +6,7 @@ Each class names the key by which its rows differ. The store creates its tables 
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields
 from itertools import product
 from typing import Any, ClassVar
@@ -14,11 +14,12 @@ from typing import Any, ClassVar
 import pandas as pd
 
 __all__ = [
-    "ATTACK", "ATTACK_KINDS", "ATTACK_PLACE", "FLOW", "KEY_COLUMNS", "KINDS", "MEASURE", "PLACE",
-    "Attack", "Bounding", "Contents", "Ending", "Failure", "FrameRow", "GrowthRow", "HeadRecord",
+    "ATTACK", "ATTACK_KINDS", "ATTACK_PLACE", "CORRECTED", "FLOW", "KEY_COLUMNS", "KINDS", "MEASURE", "PLACE",
+    "PUBLISHED",
+    "Attack", "Bounding", "Contents", "Ending", "Failure", "FrameRow", "GrowthRow",
     "InputRecord", "Key", "Measurement", "ModelRecord", "PublishedKey", "PublishedValue", "Row", "Run",
-    "Sensitivity", "SequenceRecord", "SiteBound", "SiteBounds", "StudyRecord", "TextRecord", "keys_of",
-    "plain_rows",
+    "Sensitivity", "SequenceRecord", "SiteBound", "StudyRecord", "TextRecord", "keys_of",
+    "plain_rows", "quantities",
 ]  # fmt: skip
 
 Key = tuple[str, int, int | None, int, int]
@@ -265,17 +266,6 @@ class SiteBound:
 
 
 @dataclass(frozen=True)
-class SiteBounds:
-    """All bounds on one attention at one sequence, and the radius of the ball on which global bounds hold.
-
-    ``radius`` is the radius of the ball of tokens on which global bounds hold.
-    """
-
-    radius: float
-    bounds: tuple[SiteBound, ...]
-
-
-@dataclass(frozen=True)
 class Bounding(Row, SiteBound, table="bounds", key=(*PLACE, "name", "side")):
     """A row of the store that holds one bound on one attention at one sequence of a study.
 
@@ -328,6 +318,23 @@ class PublishedValue(
     def unsettled(self) -> bool:
         """True if this value's interval is wider than requested; False for a value without an interval."""
         return not self.settled and self.lower is not None
+
+
+CORRECTED, PUBLISHED = "corrected", "as published"
+
+
+def quantities(items: Sequence[str]) -> dict[str, tuple[str, ...]]:
+    """Name the quantities to measure for some of the published code's differences (items).
+
+    Returns
+    -------
+    dict
+        Each quantity's name with its items: the corrected constant (no item), each item alone, and all items
+        together.
+
+    """
+    single = {f"only {item}": (item,) for item in items} if len(items) > 1 else {}
+    return {CORRECTED: (), **single, PUBLISHED: tuple(items)}
 
 
 @dataclass(frozen=True)
@@ -383,24 +390,6 @@ class Attack(Row, table="attacks", key=(*ATTACK_PLACE, "kind", "name")):
     evaluations: int
     seed: int
     file: str | None
-
-
-@dataclass(frozen=True)
-class HeadRecord(Row, table="heads", key=("layer", "head"), again="stay"):
-    """Eigenvalues and norms of one head's parameters, and the radius of the ball in which it is attacked.
-
-    The gammas are real eigenvalues of A, or ``None`` if A has none (see
-    ``howsmooth.study.head_eigenvalues.HeadEigenvalues``).
-    """
-
-    layer: int
-    head: int | None
-    radius: float
-    gamma_min: float | None
-    gamma_max: float | None
-    gamma: float | None
-    a_norm: float | None
-    v_norm: float | None
 
 
 @dataclass(frozen=True)
@@ -461,7 +450,7 @@ class GrowthRow(Row, table="growths", key=("time",)):
 
 KINDS: tuple[type[Row], ...] = (
     StudyRecord, Run, ModelRecord, TextRecord, InputRecord, Measurement, SequenceRecord, Sensitivity,
-    Bounding, PublishedValue, Failure, Attack, HeadRecord, FrameRow, Ending, GrowthRow,
+    Bounding, PublishedValue, Failure, Attack, FrameRow, Ending, GrowthRow,
 )  # fmt: skip
 """All classes of rows; the store has one table for each."""
 

@@ -1,16 +1,18 @@
 """Predict the time and memory of a run before anything is written, by timing a few of its tasks.
 
-For each model, text and scope, some tasks of the plan are carried out at the shortest, the middle and the
-longest length: first one layer at one sequence. If it is expected to take at most two seconds, then also one
-layer at all sequences, and the whole task. :class:`~howsmooth.study.task_times.TaskTimes` predicts the times
-at all other lengths. Times for bounds and drawing are added. The forecast aims to be right within a factor of
-two; ``low`` and ``high`` are these limits.
+The rule: for each model, text and scope, some tasks are carried out at the shortest, the middle and the
+longest length: first one layer at one sequence; if that is expected to take at most two seconds, then one
+layer at all sequences, and the whole task. :class:`TaskTimes` predicts the times at all other lengths by
+powers of n. Times for bounds and drawing are added. The forecast aims to be right within a factor of two;
+``low`` and ``high`` are these limits.
 """
 
 from __future__ import annotations
 
+import math
 import os
 import time
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -25,45 +27,73 @@ from howsmooth.memory import memory_budget
 from howsmooth.scopes import ATTENTION_SCOPES
 from howsmooth.study.open_study import OpenStudy, opened_study
 from howsmooth.study.plans import Plan
-from howsmooth.study.task_times import TaskTimes
 from howsmooth.study.tasks.bounds import SHARE, BoundsTask
 from howsmooth.study.tasks.lipschitz_constants import ConstantsTask, constants_left
-from howsmooth.study.tasks.task import Failed, SequenceTask
+from howsmooth.study.tasks.task import Failed, SequenceTask, Task
 from howsmooth.study.text_windows import bounded_lengths
 
-__all__ = ["WITHIN", "Forecast", "Part", "after_measuring", "forecast"]
+__all__ = ["WITHIN", "Forecast", "Part", "TaskTimes", "after_measuring", "forecast"]
 
 WITHIN = 2.0
 """The factor within which a forecast should be right."""
 
 _TRIAL_SECONDS = 2.0
 # Lengths that are timed first if all lengths of the plan are longer.
-_SHORT = (16, 128, 512)
+_FIRST = (16, 128, 512)
+# Below this number of tokens, the cost of the n² pairs of tokens does not dominate.
+_SHORT = 64
 # Seconds to write the tables and the report, and to draw each figure.
 _DRAWING, _FIGURE = 2.0, 0.5
 # Number of vectors of n·d entries that the solver keeps for one sequence: a typical basis and work space.
 _VECTORS = 40
 
 
+class TaskTimes:
+    """The times of finished tasks, and predictions for other tasks.
+
+    Tasks are alike if they have the same kind of rows, model and scope. For such tasks, the time of a row is
+    modelled as a power of the number of tokens n. The exponent is fitted to the nearest finished length and
+    the next one that is at least twice as long or as short: times vary, so that lengths near to each other
+    say little about the exponent. It is limited to the range from 0 to 2, and from 0 to 1 if both lengths
+    are below 64. If there is one such length only, the exponent is 1 above 64 tokens, and 0 below.
+    """
+
+    def __init__(self) -> None:
+        # Seconds and rows, by the tasks' `alike` and then by n.
+        self._done: dict[tuple[Any, ...], dict[int, tuple[float, int]]] = defaultdict(dict)
+
+    def learn(self, alike: tuple[Any, ...], n: int, rows: int, seconds: float) -> None:
+        """Record how long some finished rows of length n took, of tasks with the key ``alike``."""
+        before, others = self._done[alike].get(n, (0.0, 0))
+        self._done[alike][n] = (before + seconds, others + rows)
+
+    def expect(self, task: Task) -> float | None:
+        """Predict the seconds that a task takes; ``None`` if no similar task is finished."""
+        row = self.a_row(task.alike, task.n)
+        return None if row is None else task.size * row
+
+    def a_row(self, alike: tuple[Any, ...], n: int) -> float | None:
+        """Predict the seconds of one row at length n; ``None`` if no task of kind ``alike`` is finished."""
+        seen = self._done.get(alike)
+        if not seen:
+            return None
+        first, *others = sorted(seen, key=lambda one: abs(math.log(one / n)))
+        near = [first, *(other for other in others if max(first, other) >= 2 * min(first, other))][:2]
+        times = [seen[one][0] / seen[one][1] for one in near]
+        if len(near) == 1 or min(times) <= 0:
+            return times[0] * max(n, _SHORT) / max(near[0], _SHORT)
+        exponent = math.log(times[1] / times[0]) / math.log(near[1] / near[0])
+        steepest = 1.0 if max(near) < _SHORT else 2.0
+        return float(times[0] * (n / near[0]) ** min(max(exponent, 0.0), steepest))
+
+
 @dataclass(frozen=True)
 class Part:
-    """The expected time and memory of one group of measurements in a run.
+    """The expected wall time and peak memory of the measurements of one model, text, scope and length n.
 
-    The measurements of a group share the model, the text, the scope and the length.
-
-    Attributes
-    ----------
-    model, text, scope, n
-        The model, the text, the scope and the length.
-    measurements
-        The number of measurements left to make.
-    seconds
-        The expected wall time.
-    memory
-        The expected peak memory of the process in bytes; ``None`` if it cannot be predicted for this map.
-    fits
-        Whether one measurement fits into the memory that it may use. If not, it will be refused.
-
+    ``measurements`` is the number left to make. ``memory``, of the process, is in bytes, and None if it
+    cannot be predicted for this map. ``fits`` says whether one measurement fits into the memory that it may
+    use; if not, it will be refused.
     """
 
     model: str
@@ -178,7 +208,7 @@ class _Trial:
         self._known = (0, 0)  # the shape (n, d) of the tokens at which self._map was captured
         lengths = bounded_lengths([task.n for task in tasks])
         # An input that can be cut to any length is timed at shorter ones first.
-        short = () if tasks[0].subject.feed.lengths else tuple(n for n in _SHORT if n < lengths[0])
+        short = () if tasks[0].subject.feed.lengths else tuple(n for n in _FIRST if n < lengths[0])
         # Warm up without learning the time: the first task also does work that a process does only once.
         self._timed(_part_of(tasks[0], (*short, *lengths)[0]))
         # From short to long, so that the times of short sequences tell when to stop.

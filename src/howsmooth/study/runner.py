@@ -32,8 +32,8 @@ from howsmooth.study.executors import workers_of
 from howsmooth.study.measured_models import Models
 from howsmooth.study.plans import Plan
 from howsmooth.study.progress_listener import Listener, Outcome
+from howsmooth.study.resource_forecast import TaskTimes
 from howsmooth.study.store import Store
-from howsmooth.study.task_times import TaskTimes
 from howsmooth.study.tasks.task import Failed, Found, Task, Work
 
 __all__ = ["Means", "Runner"]
@@ -101,9 +101,7 @@ class Runner:
             self.fail(failed)
         left = deque(work.tasks)
         if left and seconds > 0:
-            told = _WorkProgress(
-                self._means.listener, work, self.task_times, workers_of(self._means.executor)
-            )
+            told = _WorkProgress(self._means.listener, work)
             until = time.monotonic() + seconds
             steps = (
                 self._run_here(left, until)
@@ -162,10 +160,7 @@ class Runner:
     # ---- Tasks in this process, or on workers
 
     def _next(self, left: deque[Task], until: float) -> Task | None:
-        """Take the next task that can be carried out from the queue ``left``, and return it.
-
-        Return None if there is none, or if the task would not end in time.
-        """
+        """Take the next task that can be carried out from a queue; None if none would end in time."""
         while left and left[0].model in self._unusable:
             left.popleft()
         if not left:
@@ -200,11 +195,11 @@ class Runner:
                 # of earlier tasks.
                 for future in [future for future in running if future in done]:
                     task = running.pop(future)
-                    result = _result(future, task)
-                    for found in result.found:
+                    results, seconds = _result(future, task)
+                    for found in results:
                         yield task, found
-                    if result.seconds is not None:
-                        self.task_times.learn(task.alike, task.n, task.size, result.seconds)
+                    if seconds is not None:
+                        self.task_times.learn(task.alike, task.n, task.size, seconds)
                     yield task, None
         finally:
             # Tasks that have started cannot be cancelled. They run to their end, and their results are
@@ -223,55 +218,53 @@ class Runner:
 
 
 class _WorkProgress:
-    """Reports to a listener how far the tasks of one kind are, and how long they will take in total."""
+    """Reports to a listener how far the tasks of one kind are, and how long they will take in total.
 
-    def __init__(self, listener: Listener, work: Work, task_times: TaskTimes, workers: int) -> None:
+    The pace is that since the first result, which may have waited for a model. A row counts n times, but at
+    least 64 times: below, its time hardly depends on n.
+    """
+
+    def __init__(self, listener: Listener, work: Work) -> None:
         self._listener = listener
-        self._task_times = task_times
-        self._workers = workers
-        self._began = self._last = time.monotonic()
-        # The unfinished tasks, each with the number of rows it has made so far.
-        self._made = {id(task): (task, 0) for task in work.tasks}
-        self._done, self._planned = 0, sum(task.size for task in work.tasks)
+        self._began = time.monotonic()
+        self._first: tuple[float, float] | None = None
+        self._last = self._began
+        self._rows = self._of_task = 0
+        self._planned = sum(task.size for task in work.tasks)
+        self._left = sum(task.size * _weight(task) for task in work.tasks)
         more = f" ({work.kept} more are in the store already)" if work.kept else ""
         listener.phase(f"Computing {self._planned} {work.words}{more}")
 
     def advance(self, task: Task, rows: int, *, ended: bool) -> None:
         """Report to the listener that a task has computed more rows, or that it has ended."""
-        self._done += rows
-        if ended:
-            del self._made[id(task)]
-        else:
-            self._made[id(task)] = (task, self._made[id(task)][1] + rows)
+        self._rows += rows
+        # Rows that a task failed to compute are not left to do either.
+        gone = task.size - self._of_task if ended else rows
+        self._of_task = 0 if ended else self._of_task + rows
+        self._left -= gone * _weight(task)
         now = time.monotonic()
-        # Limit how often this is computed: it sums over all tasks, which may be many.
-        if self._done and (now - self._last > _BETWEEN_TELLING or not self._made):
+        if self._first is None:
+            self._first, self._last = (now, self._left), now
+        since, left = self._first
+        if self._rows and (self._left <= 0 or (now - self._last > _BETWEEN_TELLING and self._left < left)):
             self._last, spent = now, now - self._began
-            # The time left is that of the unfinished tasks, in parallel. Before any of them has a finished
-            # task like it, assume that all rows take the same time.
-            left = self._task_times.expect_all(
-                (one, 1 - min(made / one.size, 1)) for one, made in self._made.values()
-            )
-            if left is None and self._workers > 1:
-                return  # Workers have only loaded their models, which foretells nothing.
-            total = spent * self._planned / self._done if left is None else spent + left / self._workers
-            self._listener.advance(spent, total, f"{self._done} of {self._planned}, {task.words}")
+            rest = self._left * (now - since) / (left - self._left) if self._left > 0 else 0.0
+            self._listener.advance(spent, spent + rest, f"{self._rows} of {self._planned}, {task.words}")
+
+
+def _weight(task: Task) -> int:
+    return max(task.n, 64)
 
 
 # ---- Code that runs on a worker
 
 
-@dataclass(frozen=True, eq=False)
-class _Done:
-    """What a worker process returns for a task: its results, and the seconds it took.
+_Done = tuple[list[Found], float | None]
+"""What a worker process returns for a task: its results, and the seconds it took.
 
-    ``seconds`` is ``None`` for the first task of a plan in a process. It also loads the model and starts
-    PyTorch, so that its time says nothing about other tasks.
-    """
-
-    found: list[Found]
-    seconds: float | None
-
+The seconds are None for the first task of a plan in a process. It also loads the model and starts PyTorch, so
+that its time says nothing about other tasks.
+"""
 
 # Dask may run several tasks of a process in threads. They share PyTorch's settings and the loaded model, so
 # only one of them runs at a time.
@@ -296,11 +289,13 @@ def _worker_results(task: Task, sent_by: str, keep_going: bool, threads: int | N
         warm = plan == _kept[0]
         for found in task.found(_models_for(plan)):
             # The error travels back by pickle. The task ends here if the failure will end the run anyway.
-            failed = isinstance(found, Failed)
-            steps.append(Failed(found.rows, _sendable(found.error)) if isinstance(found, Failed) else found)
-            if failed and task.essential and not keep_going:
-                break
-        return _Done(steps, time.monotonic() - began if warm else None)
+            if isinstance(found, Failed):
+                steps.append(Failed(found.rows, _sendable(found.error)))
+                if task.essential and not keep_going:
+                    break
+            else:
+                steps.append(found)
+        return steps, time.monotonic() - began if warm else None
 
 
 def _models_for(plan: Plan | None) -> Models | None:
@@ -327,7 +322,7 @@ def _result(future: Future[_Done], task: Task) -> _Done:
     except Exception as error:
         lost = WorkerError(f"{type(error).__name__}: {error}")
         lost.__cause__ = error
-        return _Done([task.failed(lost)], None)
+        return [task.failed(lost)], None
 
 
 def _lost(error: Exception, task: Task | None = None) -> WorkerError:

@@ -10,11 +10,11 @@ from dataclasses import dataclass, replace
 from howsmooth.errors import StoreError
 from howsmooth.scopes import layers_of_scope
 from howsmooth.study.plans import ModelSpec, Plan
-from howsmooth.study.published_values import PUBLISHED
 from howsmooth.study.records import (
     KEY_COLUMNS,
     MEASURE,
     PLACE,
+    PUBLISHED,
     Bounding,
     Failure,
     Key,
@@ -25,9 +25,8 @@ from howsmooth.study.records import (
     Run,
     keys_of,
 )
-from howsmooth.study.resource_forecast import after_measuring
+from howsmooth.study.resource_forecast import TaskTimes, after_measuring
 from howsmooth.study.store import Store
-from howsmooth.study.task_times import TaskTimes
 
 __all__ = ["Part", "Status", "status", "status_of_folder"]
 
@@ -207,26 +206,22 @@ def _rate_and_seconds(store: Store, left: list[tuple[str, Key]]) -> tuple[float 
 
     Runs without a measurement are skipped. Both numbers are None if no run has measured anything.
     """
-    rows = store.rows(Measurement)
-    runs = [run for run, _ in store.rows(Run)]
-    last = next((run for run in reversed(runs) if any(number == run.id for _, number in rows)), None)
+    rows, bounds = store.table(Measurement), store.table(Bounding)
+    mine = rows[rows["run"] == rows["run"].max()]
+    last = next((run for run, _ in store.rows(Run) if len(mine) and run.id == mine["run"].iloc[0]), None)
     if last is None or last.worked <= 0:
         return None, None
-    mine = [row for row, number in rows if number == last.id]
     times = TaskTimes()
-    for row in mine:
+    for row in mine.itertuples():
         times.learn((row.model, row.scope), row.n, 1, row.seconds)
     # Rows record only the time of their estimates. Scale by the time of the run without bounds, which
-    # includes loading and capturing.
-    bounds = {
-        (row.model, row.text, row.scope, row.layer, row.head, row.n): row.seconds
-        for row, number in store.rows(Bounding)
-        if number == last.id
-    }
-    more = max(last.worked - sum(bounds.values()), 0.0) / max(sum(row.seconds for row in mine), 1e-9)
-    usual = sum(row.seconds for row in mine) / len(mine)
+    # includes loading and capturing. The seconds of a bound are those of all bounds on its attention.
+    bounding = bounds[bounds["run"] == last.id].drop_duplicates(list(PLACE))["seconds"].sum()
+    more = max(last.worked - bounding, 0.0) / max(mine["seconds"].sum(), 1e-9)
     each = (times.a_row((label, key[0]), key[3]) for label, key in left)
-    return len(mine) / last.worked, more * sum(usual if seconds is None else seconds for seconds in each)
+    usual = float(mine["seconds"].mean())
+    left_seconds = sum(usual if seconds is None else seconds for seconds in each)
+    return len(mine) / last.worked, float(more * left_seconds)
 
 
 def _asked(plan: Plan, spec: ModelSpec, scope: str, model: ModelRecord) -> frozenset[Key]:

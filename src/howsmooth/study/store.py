@@ -42,7 +42,7 @@ from howsmooth.study.records import (
 )
 from howsmooth.study.store_file import STORE_NAME, begun, connected, in_use, store_there, translated
 
-__all__ = ["STORE_NAME", "PendingStore", "Store", "now"]
+__all__ = ["STORE_NAME", "PendingStore", "Store", "now", "read"]
 
 R = TypeVar("R", bound=Row)
 
@@ -364,16 +364,45 @@ class PendingStore:
         return self.store
 
 
+def read(folder: str | os.PathLike[str]) -> dict[str, pd.DataFrame]:
+    """Return the tables of a store by their names, while other processes may write to it.
+
+    Parameters
+    ----------
+    folder
+        The ``--out`` folder of ``howsmooth measure``, ``study``, ``attack`` or ``flow``.
+
+    Returns
+    -------
+    dict
+        Every table that has rows: ``measurements`` (a row for each constant, with its interval and status),
+        ``models``, ``texts``, ``bounds``, ``sensitivities``, ``failures``, ``attacks``,
+        ``frames``, ``growths`` and others. The classes in :mod:`howsmooth.study.records` explain the columns;
+        ``run`` is the number of the run that wrote a row.
+
+    Raises
+    ------
+    StoreError
+        If there is no store in the folder, or it is damaged.
+
+    """
+    place = Path(folder)
+    if not Store.exists(place):
+        raise StoreError(
+            f"folder: expected the output folder of a howsmooth command, with a store, got {place}. Give the "
+            "folder that --out named."
+        )
+    with Store.open(place, write=False) as store:
+        return store.tables()
+
+
 def now() -> str:
     """Return the current time in UTC, to the second, in ISO 8601."""
     return datetime.now(UTC).isoformat(timespec="seconds")
 
 
 def _difference(name: str, stored: object, wanted: object) -> tuple[str, str]:
-    """Say how a setting differs from the store's setting, and what the user can do.
-
-    Return the two phrases of an error message.
-    """
+    """Say in two phrases how a setting differs from the store's setting, and what the user can do."""
     if name == "fingerprint":
         return "with other parameters, or from other tokens (their fingerprint differs)", ""
     if name in _NO_OPTIONS:

@@ -177,10 +177,7 @@ def _check(connection: sqlite3.Connection, path: Path, statements: Sequence[str]
 
 
 def _check_seals(connection: sqlite3.Connection, path: Path) -> None:
-    """Check that no row was changed since it was written, by the digest in its column ``seal``.
-
-    SQLite's check covers only the structure of the file.
-    """
+    """Check by the digests of rows that none was changed; SQLite checks only the structure of the file."""
     for (table,) in connection.execute("SELECT name FROM sqlite_master WHERE type = 'table'").fetchall():
         names = [row[1] for row in connection.execute(f"PRAGMA table_info({table})") if row[1] != "seal"]
         try:

@@ -136,8 +136,10 @@ def _fill(
     # Random gaps can use up room that a later window needs. Then take the tightest gap for each window.
     chosen = _choose(gaps, longest_first, generator) or _choose(gaps, longest_first, None)
     if chosen is None:
+        needed, free = sum(n for n, _ in windows), [size for _, size in gaps]
         raise ValueError(
-            f"{len(windows)} windows of {sum(n for n, _ in windows)} tokens do not fit into the free tokens"
+            f"{len(windows)} windows of {needed} tokens do not fit into {sum(free)} free tokens, in pieces "
+            f"of at most {max(free, default=0)}"
         )
     placed: dict[tuple[int, int], int] = {}
     for (start, room), inside in zip(gaps, chosen, strict=True):

@@ -18,9 +18,9 @@ from howsmooth.errors import ArgumentError, CaptureError
 from howsmooth.paper.published import ITEMS
 from howsmooth.paper.published import constants_task as published_task
 from howsmooth.paper.published.constants_task import published_left
+from howsmooth.study.exponents import compare
 from howsmooth.study.plans import ModelSpec
-from howsmooth.study.published_values import compare, quantities
-from howsmooth.study.records import PublishedValue
+from howsmooth.study.records import PublishedValue, quantities
 from tests._study import (
     FakeModel,
     contents_of,
@@ -109,8 +109,6 @@ def test_exponents_are_fitted_and_shown_and_the_same_command_repeats_nothing(
     ratio = np.median(mine["lipschitz"].to_numpy() / corrected["lipschitz"].to_numpy())
     assert line["ratio"] == pytest.approx(ratio, rel=1e-9)
     assert table.loc["corrected", "ratio"] == 1
-    for kind in ("png", "pdf"):
-        assert len(list((made / "figures").glob(f"published-*.{kind}"))) == 1
 
 
 def test_the_file_holds_the_rows_of_the_store(made: Path) -> None:
@@ -299,7 +297,6 @@ def test_a_plan_file_asks_for_published_values_too(
     stand_ins: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr("howsmooth.study.measurement_outputs.draw_all", lambda *_: [])
-    monkeypatch.setattr("howsmooth.study.measurement_outputs.draw_published", lambda *_: [])
     plan = tmp_path / "plan.toml"
     plan.write_text(
         'models = "small"\ntexts = "prose"\nlengths = [2, 4]\nsamples = 1\nbounds = "none"\n'

@@ -19,8 +19,7 @@ from howsmooth.seeds import derive_seed
 from howsmooth.study.datasets import TextFeed
 from howsmooth.study.measured_models import Subject
 from howsmooth.study.open_study import OpenStudy
-from howsmooth.study.published_values import quantities
-from howsmooth.study.records import PublishedKey, PublishedValue, Row
+from howsmooth.study.records import PublishedKey, PublishedValue, Row, quantities
 from howsmooth.study.tasks.lipschitz_constants import batch_size, start_seed
 from howsmooth.study.tasks.task import Failed, Found, SequenceTask, Work, each_if_not_all, failure_row
 

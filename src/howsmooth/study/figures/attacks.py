@@ -1,11 +1,8 @@
-"""Draw figures of attacks: the largest constants against the length, and the strength of each head.
+"""Draw figures of attacks: the largest constants against the length.
 
-The first figure extends the paper's Figure 2. It shows the largest constants found, with their fitted
-exponent and a line of slope 1/2; the constants at the paper's construction and at the given tokens; and the
-upper bound, which no tokens in the ball can exceed. The second figure is the one of the paper's Appendix C.5.
-
-The strength of a head is γR²: γ comes from the eigenvalues of its score matrix A, and R is the radius of the
-ball of tokens.
+They extend the paper's Figure 2: the largest constants found, with their fitted exponent and a line of slope
+1/2; the constants at the paper's construction and at the given tokens; and the upper bound, which no tokens
+in the ball can exceed.
 """
 
 from __future__ import annotations
@@ -15,18 +12,15 @@ import os
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.lines import Line2D
-from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
+from matplotlib.ticker import FixedLocator
 
-from howsmooth.study.axis_ticks import number
 from howsmooth.study.figures.layer_panels import Part, draw_overview, parts_of
 from howsmooth.study.figures.style import (
-    FIT_COLOUR,
     GREY,
     Files,
     Slopes,
@@ -57,32 +51,19 @@ _MOST_PANELS = 96
 
 
 def draw_attacks(
-    label: str,
-    summary: pd.DataFrame,
-    heads: pd.DataFrame,
-    folder: str | os.PathLike[str],
-    listener: Listener,
+    label: str, summary: pd.DataFrame, folder: str | os.PathLike[str], listener: Listener
 ) -> list[Files]:
-    """Draw the constants that attacks found against the length n, and the strength γR² of each head.
+    """Draw the constants that attacks found against the length n.
 
-    γ comes from the eigenvalues of the head's score matrix, and R is the radius of the ball of tokens. Each
-    attention has a figure, and a few attentions also share an overview. ``summary`` is the table from
-    :func:`howsmooth.study.attack_tables.summary`; ``heads`` has the rows of
-    :class:`howsmooth.study.records.HeadRecord`. The result has the paths of each figure as PNG and PDF.
+    Each attention has a figure, and a few attentions also share an overview. ``summary`` is the table from
+    :func:`howsmooth.study.attack_tables.summary`. The result has the paths of each figure as PNG and PDF.
     """
     folder = Path(folder)
     parts = parts_of(summary, "found")
-    strong = heads[heads["gamma"].notna()]
-    figures: list[Callable[[], Files]] = []
+    figures: list[Callable[[], Files]] = [partial(_single, part, label, folder) for part in parts]
     if 1 < len(parts) <= _MOST_PANELS:
-        figures.append(partial(_overview, parts, label, folder))
-    if len(strong):
-        figures.append(partial(_draw_gammas, strong, summary, label, folder))
-    figures += [partial(_single, part, label, folder) for part in parts]
+        figures.insert(0, partial(_overview, parts, label, folder))
     return draw_each(figures, folder, listener)
-
-
-# ---- The constant against the length
 
 
 def _single(part: Part, label: str, folder: Path) -> Files:
@@ -182,70 +163,3 @@ def _handles(rows: pd.DataFrame, fit: str) -> list[Line2D]:
     if fit:
         handles += guide_handles(fit, _HALF)
     return handles
-
-
-# ---- γR² of the heads
-
-
-def _draw_gammas(heads: pd.DataFrame, summary: pd.DataFrame, label: str, folder: Path) -> Files:
-    """Draw γR² of each head (γ from the score matrix, R the ball's radius) against the index of its layer.
-
-    γ comes from the eigenvalues of the head's score matrix, and R is the radius of the ball of tokens. If
-    there is only one layer, the index of the head replaces the index of the layer.
-    """
-    by_layer = heads["layer"].nunique() > 1
-    across = heads["layer"] if by_layer else heads["head"]
-    strength = (heads["gamma"] * heads["radius"] ** 2).to_numpy(np.float64)
-    negative = (-heads["gamma_min"] > heads["gamma_max"] / 8).to_numpy(bool)
-    ticks = sorted({int(value) for value in across})
-    figure = new_figure(max(5.6, min(11.0, 2.4 + 0.42 * len(ticks))), 4.0)
-    axis = figure.subplots()
-    place = across.to_numpy(np.float64)
-    for chosen, colour, marker, words in (
-        (negative, _FOUND, "o", r"$\gamma = -\gamma_{\min}$"),
-        (~negative, _PAPER, "^", r"$\gamma = \gamma_{\max}/8$"),
-    ):
-        if chosen.any():
-            look: dict[str, Any] = {"color": colour, "marker": marker, "label": words}
-            axis.scatter(place[chosen], strength[chosen], s=22, alpha=0.8, linewidths=0, zorder=3, **look)
-    attacked = set(zip(summary["layer"], summary["head"].fillna(-1), strict=True))
-    ringed = [(row.layer, row.head) in attacked for row in heads.itertuples()]
-    if 0 < sum(ringed) < len(heads):
-        axis.scatter(
-            place[ringed],
-            strength[ringed],
-            s=70,
-            facecolors="none",
-            edgecolors=FIT_COLOUR,
-            linewidths=1,
-            zorder=4,
-            label="attacked here",
-        )
-    if by_layer:
-        middles = [float(np.median(strength[place == tick])) for tick in ticks]
-        ends = np.array(ticks, dtype=np.float64)
-        axis.hlines(
-            middles,
-            ends - 0.28,
-            ends + 0.28,
-            color=GREY,
-            linewidth=1.4,
-            zorder=2,
-            label="median of the layer",
-        )
-    if (strength > 0).all() and strength.max() > 20 * strength.min():
-        set_axis(axis, "y", pd.Series(strength))
-    else:
-        axis.set_ylim(min(0.0, 1.08 * float(strength.min())), 1.08 * float(strength.max()) or 1.0)
-        axis.yaxis.set_major_formatter(FuncFormatter(number))
-        axis.grid(visible=True, which="major", axis="y", linewidth=0.4, color="0.88", zorder=0)
-    axis.xaxis.set_major_locator(FixedLocator([float(tick) for tick in ticks[:: -(-len(ticks) // 26)]]))
-    axis.xaxis.set_minor_locator(NullLocator())
-    axis.set_xlim(min(ticks) - 0.7, max(ticks) + 0.7)
-    axis.set_xlabel("layer" if by_layer else "head")
-    axis.set_ylabel(r"$\gamma R^2$, $\gamma = \max(-\gamma_{\min}, \gamma_{\max}/8)$")
-    title = f"{readable(label)}: γR², the size of the scores, of each head"
-    figure.suptitle(literal(title))
-    entries = len(axis.get_legend_handles_labels()[0])
-    figure.legend(loc="outside lower center", ncols=entries)
-    return save(figure, folder, file_stem(label, "gamma"), title)

@@ -1,4 +1,4 @@
-"""Write an animation of a flow, as a GIF or, if ffmpeg is installed, as an MP4."""
+"""Write an animation of a flow as a GIF."""
 
 from __future__ import annotations
 
@@ -9,17 +9,23 @@ from typing import Any
 
 import numpy as np
 from matplotlib import rc_context
-from matplotlib.animation import AbstractMovieWriter, FFMpegWriter, PillowWriter
+from matplotlib.animation import PillowWriter
 from matplotlib.collections import LineCollection
 from mpl_toolkits.mplot3d.art3d import Line3DCollection
 
-from howsmooth.errors import ArgumentError
-from howsmooth.study.figures.flow_view import ELLIPSE, FlowView, limits_of, outline, shown_tokens
-from howsmooth.study.figures.flows import map_axis, set_limits
+from howsmooth.study.figures.flows import (
+    ELLIPSE,
+    FlowView,
+    limits_of,
+    map_axis,
+    outline,
+    set_limits,
+    shown_tokens,
+)
 from howsmooth.study.figures.style import STYLE, literal, new_figure
 from howsmooth.study.progress_listener import Listener
 
-__all__ = ["animate_flow", "check_animation"]
+__all__ = ["animate_flow"]
 
 _MOST_FRAMES = 120
 _TAIL = 12
@@ -29,43 +35,15 @@ _FAR = 3.0
 _WIDTH = 72
 
 
-def check_animation(kind: str) -> None:
-    """Refuse MP4 if ffmpeg is not installed.
-
-    Raises
-    ------
-    ArgumentError
-        If ``kind`` is ``mp4`` and ffmpeg is not found.
-
-    """
-    if kind == "mp4" and not FFMpegWriter.isAvailable():
-        raise ArgumentError(
-            "animation",
-            expected="gif or none, because the program ffmpeg is not installed",
-            got="mp4",
-            remedy="Install ffmpeg, or choose --animation gif.",
-        )
-
-
-def animate_flow(
-    view: FlowView, folder: str | os.PathLike[str], kind: str, listener: Listener
-) -> Path | None:
-    """Write ``flow.gif`` or ``flow.mp4`` with at most 120 evenly spaced frames, and return its path.
-
-    ``kind`` is ``gif``, ``mp4`` or ``none``; with ``none``, nothing is written and the result is ``None``.
-    """
+def animate_flow(view: FlowView, folder: str | os.PathLike[str], listener: Listener) -> Path:
+    """Write ``flow.gif`` with at most 120 evenly spaced frames into a folder, and return its path."""
     folder = Path(folder)
-    if kind == "none":
-        return None
-    check_animation(kind)
     frames = np.unique(np.linspace(0, len(view.times) - 1, min(len(view.times), _MOST_FRAMES)).round())
-    path, partial = folder / f"flow.{kind}", folder / f".flow.partial.{kind}"
+    path, partial = folder / "flow.gif", folder / ".flow.partial.gif"
     with rc_context(STYLE):
         figure = new_figure(5.4, 5.4)
         scene = _Scene(figure, view)
-        writer: AbstractMovieWriter = (
-            PillowWriter(_PER_SECOND) if kind == "gif" else FFMpegWriter(_PER_SECOND)
-        )
+        writer = PillowWriter(_PER_SECOND)
         with writer.saving(figure, partial, _DOTS_PER_INCH):
             # Fix the layout at the last frame, which has the longest tick labels, so that the axes stand
             # still.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -9,8 +10,8 @@ import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from howsmooth.study.exponents import Exponent, fit_exponent
-from howsmooth.study.figures.style import FIT_COLOUR, GREY, new_panels
+from howsmooth.study.exponents import Exponent, fitted_groups
+from howsmooth.study.figures.style import FIT_COLOUR, GREY, new_figure
 from howsmooth.study.text_formatting import decimal, place_in_words
 
 __all__ = ["Part", "draw_overview", "parts_of", "range_of_exponents"]
@@ -40,13 +41,10 @@ class Part:
 
 def parts_of(table: pd.DataFrame, value: str) -> list[Part]:
     """Split a table by layer and head, and fit the exponents of the constants in the column ``value``."""
-    parts = []
-    for _, rows in table.groupby(["layer", "head"], dropna=False, sort=True):
-        layer, head = rows["layer"].iloc[0], rows["head"].iloc[0]
-        n, values, converged = (rows[name].to_numpy() for name in ("n", value, "converged"))
-        fit = fit_exponent(n, values, converged)
-        parts.append(Part(int(layer), None if pd.isna(head) else int(head), rows, fit))
-    return parts
+    return [
+        Part(int(names["layer"]), None if pd.isna(names["head"]) else int(names["head"]), rows, fit)
+        for names, rows, fit in fitted_groups(table, ("layer", "head"), value)
+    ]
 
 
 def draw_overview(
@@ -59,8 +57,17 @@ def draw_overview(
     """
     heads = len({part.head for part in parts})
     columns = min(heads, most_columns) if heads > 1 else min(len(parts), _FEW_COLUMNS)
+    rows = math.ceil(len(parts) / columns)
     width = 2.3 if columns <= _FEW_COLUMNS else 1.7
-    figure, axes = new_panels(len(parts), columns, (width, 2.0), (1.6, 1.3), shared=True)
+    figure = new_figure(1.6 + width * columns, 1.3 + 2.0 * rows)
+    axes = figure.subplots(rows, columns, sharex=True, sharey=True, squeeze=False).ravel()
+    for axis in axes[len(parts) :]:
+        axis.set_visible(False)
+    axes = axes[: len(parts)]
+    # If the last row is not full, the panels above its gaps are the lowest of their columns.
+    for axis in axes[-columns:]:
+        axis.tick_params(labelbottom=True)
+        axis.set_xlabel(f"length n ({unit})")
     for axis, part in zip(axes, parts, strict=True):
         draw(axis, part)
         axis.set_title(part.name, pad=4)
@@ -74,8 +81,6 @@ def draw_overview(
             color=GREY if part.fit.note else FIT_COLOUR,
             bbox={"facecolor": "white", "alpha": 0.75, "edgecolor": "none", "pad": 1.0},
         )
-    for axis in axes[-columns:]:
-        axis.set_xlabel(f"length n ({unit})")
     figure.supylabel("local Lipschitz constant", fontsize=10)
     return figure
 

@@ -21,17 +21,16 @@ from matplotlib.colors import LogNorm, Normalize
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.patheffects import Normal, Stroke
-from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
+from matplotlib.ticker import FixedLocator, FuncFormatter, MaxNLocator, NullLocator
 from PIL import Image
 
-from howsmooth.study.axis_ticks import linear_ticks, log_ticks, number
 from howsmooth.study.exponents import Exponent
 from howsmooth.study.progress_listener import Listener
 
 __all__ = [
     "COLOURS", "FIT_COLOUR", "GREY", "REFERENCE_SLOPES", "STYLE", "Files", "Slopes", "add_colourbar",
-    "draw_cells", "draw_each", "draw_guides", "drawing_code", "guide_handles", "is_current", "literal",
-    "logarithmic", "new_figure", "new_panels", "save", "set_axis", "set_bar_ticks",
+    "draw_cells", "draw_each", "draw_guides", "drawing_code", "guide_handles", "is_current", "linear_ticks",
+    "literal", "log_ticks", "logarithmic", "new_figure", "save", "set_axis", "set_bar_ticks",
 ]  # fmt: skip
 
 STYLE: dict[Any, Any] = {
@@ -76,24 +75,6 @@ def new_figure(width: float, height: float) -> Figure:
     figure = Figure(figsize=(width, height), layout="constrained")
     FigureCanvasAgg(figure)
     return figure
-
-
-def new_panels(
-    count: int, columns: int, size: tuple[float, float], margins: tuple[float, float], *, shared: bool = False
-) -> tuple[Figure, list[Axes]]:
-    """Return a figure with ``count`` panels of a given size in inches, row by row, with margins.
-
-    If the axes are ``shared``, only the leftmost panels and the lowest panel of each column have tick labels.
-    """
-    rows = math.ceil(count / columns)
-    figure = new_figure(margins[0] + size[0] * columns, margins[1] + size[1] * rows)
-    axes = figure.subplots(rows, columns, sharex=shared, sharey=shared, squeeze=False).ravel()
-    for axis in axes[count:]:
-        axis.set_visible(False)
-    # If the last row is not full, the panels above its gaps are the lowest of their columns.
-    for axis in axes[count - columns : count]:
-        axis.tick_params(labelbottom=True)
-    return figure, list(axes[:count])
 
 
 def draw_guides(axis: Axes, fit: Exponent, slopes: Slopes = REFERENCE_SLOPES) -> None:
@@ -228,3 +209,31 @@ def drawing_code() -> str:
 
 def _latin(words: str) -> str:
     return words.encode("latin-1", "replace").decode("latin-1")
+
+
+# ---- Ticks
+
+
+def linear_ticks(low: float, high: float, *, whole: bool = False, most: int = 7) -> list[float]:
+    """Return at most ``most`` + 1 round numbers between ``low`` and ``high``."""
+    ticks = MaxNLocator(most, steps=[1, 2, 5, 10], integer=whole).tick_values(low, high)
+    return [round(float(tick), 12) for tick in ticks if low <= tick <= high]
+
+
+def log_ticks(low: float, high: float, *, whole: bool = False) -> list[float]:
+    """Return four to eight round numbers between two positive ones, spaced for a logarithmic axis."""
+    decades = math.log10(high / low)
+    if decades < 0.5:
+        return linear_ticks(low, high, whole=whole, most=8)
+    digits: tuple[int, ...] = (1, 2, 5) if decades < 2.5 else (1, 3) if decades < 4 else (1,)
+    if decades < 1:
+        digits = (1, 2, 3, 4, 6, 8)
+    stride = max(1, round(decades / 6)) if digits == (1,) else 1
+    powers = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
+    ticks = [digit * 10.0**power for power in powers if power % stride == 0 for digit in digits]
+    return [tick for tick in ticks if low <= tick <= high and (not whole or tick >= 1)]
+
+
+def number(value: float, position: int | None = None) -> str:
+    """Format the number of a tick; ``position`` is ignored, but matplotlib passes it."""
+    return f"{value:.0f}" if value == round(value) and abs(value) < 1e6 else f"{value:.6g}"

@@ -4,24 +4,24 @@ from __future__ import annotations
 
 import math
 import os
-import zipfile
-from collections.abc import Iterator
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pandas as pd
+import torch
 from jaxtyping import Float64
 from torch import Tensor
 
 from howsmooth.dynamics import cluster_labels, effective_rank, log_interaction_energy
 from howsmooth.study.figures.flow_animation import animate_flow
-from howsmooth.study.figures.flow_view import FlowView
-from howsmooth.study.figures.flows import draw_flow
+from howsmooth.study.figures.flows import FlowView, draw_flow
 from howsmooth.study.file_writing import write_table, written_beside
 from howsmooth.study.flows.flow_plan import FlowPlan
+from howsmooth.study.flows.flow_run import ending, frames, gaussian_of, tokens_of
 from howsmooth.study.flows.flow_system import System
-from howsmooth.study.flows.frames import ending, frame_at, frames, gaussian_of, tokens_of
 from howsmooth.study.progress_listener import SILENT, Listener
 from howsmooth.study.records import FrameRow, GrowthRow
 from howsmooth.study.store import Store
@@ -67,25 +67,45 @@ def write_flow_outputs(
     with written_beside(folder, "frames"):
         with Store.open(folder, write=False) as store:
             listener.phase("Measuring clusters")
-            tolerance = plan.tolerance or _PART_OF_SPREAD * _spread(tokens_of(frame_at(store, 0)))
-            metrics = measure_frames(store, tolerance, plan.beta, listener)
+            found = frames(store)
+            tolerance = plan.tolerance or _PART_OF_SPREAD * _spread(tokens_of(found[0]))
+            metrics = measure_frames(found, tolerance, plan.beta, listener)
             growth = store.table(GrowthRow, ["time"])[list(GrowthRow.columns())]
-            trajectory = _write_trajectory(store, folder / "trajectory.npz")
             view = view_of(store, plan, system, metrics, tolerance)
+        trajectory, partial = folder / "trajectory.npz", folder / ".trajectory.partial.npz"
+        numbers: dict[str, Any] = _numbers(found)
+        np.savez(partial, **numbers)
+        partial.replace(trajectory)
         table = write_table(metrics, folder, "metrics.csv")
         if len(growth):
             write_table(growth, folder, "growth.csv")
         listener.phase("Drawing")
         figures = draw_flow(view, folder)
-        moving = animate_flow(view, folder, plan.animation, listener)
+        moving = animate_flow(view, folder, listener) if plan.animation == "gif" else None
     return FlowOutputs(metrics, growth, tolerance, figures, moving, trajectory, table)
+
+
+def _numbers(found: Sequence[FrameRow]) -> dict[str, Float64[np.ndarray, "..."]]:
+    """Return the arrays of ``trajectory.npz``: times and states, and the Gaussian measure if there is one."""
+    numbers = {
+        "times": np.array([frame.time for frame in found]),
+        "states": np.stack([tokens_of(frame).numpy() for frame in found]),
+    }
+    gaussians = [gaussian for frame in found if (gaussian := gaussian_of(frame)) is not None]
+    if gaussians:
+        numbers["mean"], numbers["covariance"] = (
+            np.stack([part.numpy() for part in parts]) for parts in zip(*gaussians, strict=True)
+        )
+    return numbers
 
 
 # ---- Metrics
 
 
-def measure_frames(store: Store, tolerance: float, beta: float, listener: Listener) -> pd.DataFrame:
-    """Measure how far the tokens of a flow have clustered at each stored time; return one row for each.
+def measure_frames(
+    found: Sequence[FrameRow], tolerance: float, beta: float, listener: Listener
+) -> pd.DataFrame:
+    """Measure how far the tokens of a flow have clustered in each frame; return one row for each.
 
     ``time`` is its time, and ``clusters`` the number of clusters, with tokens nearer than ``tolerance`` in
     one. ``effective_rank`` and ``log_energy`` are :func:`howsmooth.dynamics.effective_rank` and
@@ -94,10 +114,9 @@ def measure_frames(store: Store, tolerance: float, beta: float, listener: Listen
     of each token from its position in the last frame, an upper bound on the distance W₂ to that frame.
     ``evaluations`` and ``seconds`` are as in the frame.
     """
-    count = store.count(FrameRow)
-    last = tokens_of(frame_at(store, count - 1))
+    last = tokens_of(found[-1])
     rows = []
-    for frame in frames(store):
+    for frame in found:
         x = tokens_of(frame)
         rows.append(
             {
@@ -111,7 +130,7 @@ def measure_frames(store: Store, tolerance: float, beta: float, listener: Listen
                 "seconds": frame.seconds,
             }
         )
-        listener.advance(float(len(rows)), float(count), f"{len(rows)} of {count}")
+        listener.advance(float(len(rows)), float(len(found)), f"{len(rows)} of {len(found)}")
     return pd.DataFrame(rows)
 
 
@@ -129,32 +148,6 @@ def _distance(x: Tensor, y: Tensor) -> float:
     return size * float(np.sqrt(np.square(difference / size).sum(axis=1).mean()))
 
 
-# ---- The trajectory
-
-
-def _write_trajectory(store: Store, path: Path) -> Path:
-    """Write ``times`` and ``states`` to an ``.npz`` file, and ``mean`` and ``covariance`` if they exist."""
-    partial = path.with_name(f".{path.name}.partial")
-    with zipfile.ZipFile(partial, "w") as archive:
-        for name, first in _numbers(frame_at(store, 0)).items():
-            # Without a date, the same flow gives the same file. Writing frame by frame saves memory.
-            with archive.open(zipfile.ZipInfo(f"{name}.npy"), "w", force_zip64=True) as file:
-                shape = (store.count(FrameRow), *first.shape)
-                header = {"descr": "<f8", "fortran_order": False, "shape": shape}
-                np.lib.format.write_array_header_1_0(file, header)
-                for frame in frames(store):
-                    file.write(_numbers(frame)[name].astype("<f8").tobytes())
-    partial.replace(path)
-    return path
-
-
-def _numbers(frame: FrameRow) -> dict[str, Float64[np.ndarray, "..."]]:
-    found = {"times": np.array(frame.time), "states": tokens_of(frame).numpy()}
-    if (gaussian := gaussian_of(frame)) is not None:
-        found |= {"mean": gaussian[0].numpy(), "covariance": gaussian[1].numpy()}
-    return found
-
-
 # ---- The view to draw
 
 
@@ -166,31 +159,26 @@ def view_of(
     In at most three dimensions, the points are the tokens. In more dimensions, the tokens are projected onto
     two principal directions.
     """
-    d = system.x.shape[1]
+    numbers = _numbers(frames(store))
+    states, d = numbers["states"], system.x.shape[1]
     if d <= _MOST_SHOWN:
         basis, names = np.eye(d), tuple(f"coordinate {i + 1}" for i in range(d))
     else:
-        basis, share = _principal(frames(store), d)
+        basis, share = _principal(states)
         names = tuple(f"principal direction {i + 1} ({100 * part:.0f} %)" for i, part in enumerate(share))
-    points, means, covariances = [], [], []
-    for frame in frames(store):
-        points.append(tokens_of(frame).numpy() @ basis)
-        if (gaussian := gaussian_of(frame)) is not None:
-            means.append(gaussian[0].numpy() @ basis)
-            covariances.append(basis.T @ gaussian[1].numpy() @ basis)
     growth = store.table(GrowthRow, ["time"])
-    last = tokens_of(frame_at(store, len(points) - 1))
+    mean, covariance = numbers.get("mean"), numbers.get("covariance")
     return FlowView(
         title=f"{readable(system.label)}: {system.title}",
         below=_below(store, plan, system),
-        times=metrics["time"].to_numpy(),
-        points=np.stack(points),
+        times=numbers["times"],
+        points=states @ basis,
         axes=names,
         metrics=_shown(plan, metrics, tolerance),
         ordered=system.in_order,
-        clusters=cluster_labels(last, tolerance).numpy(),
-        mean=np.stack(means) if means else None,
-        covariance=np.stack(covariances) if covariances else None,
+        clusters=cluster_labels(torch.from_numpy(states[-1]), tolerance).numpy(),
+        mean=None if mean is None else mean @ basis,
+        covariance=None if covariance is None else basis.T @ covariance @ basis,
         sphere=system.radius if plan.sphere and d in (2, 3) else None,
         growth=growth if len(growth) else None,
     )
@@ -223,13 +211,12 @@ def _shown(plan: FlowPlan, metrics: pd.DataFrame, tolerance: float) -> pd.DataFr
 
 
 def _principal(
-    all_frames: Iterator[FrameRow], d: int
+    states: Float64[np.ndarray, "frames n d"],
 ) -> tuple[Float64[np.ndarray, "d 2"], Float64[np.ndarray, " 2"]]:
     """Return the two principal directions of a flow's tokens at all times, and their variance shares."""
     tiny = np.finfo(np.float64).tiny
-    total = np.zeros((d, d))
-    for frame in all_frames:
-        x = tokens_of(frame).numpy()
+    total = np.zeros(states.shape[2:] * 2)
+    for x in states:
         x = x / max(float(np.abs(x).max()), tiny)
         x = x - x.mean(axis=0)
         spread = x.T @ x

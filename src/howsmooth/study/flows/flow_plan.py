@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 from howsmooth.errors import ArgumentError
 from howsmooth.study.options import HOW, OUTPUT, Options, choice, flag, number, option, whole, words
@@ -23,8 +23,7 @@ _MOST_NUMBERS = 100_000_000
 _OF_A_MODEL = "What flows: models"
 
 
-@dataclass(frozen=True)
-class Grid:
+class Grid(NamedTuple):
     """The times at which a flow stores its tokens, with the start, and the fixed step of the integrator.
 
     ``step`` is ``None`` if the integrator chooses its steps.
@@ -122,11 +121,7 @@ class FlowPlan(Options):
         panel=OUTPUT,
     )
     animation: str = option(
-        "gif",
-        choice("gif", "mp4", "none"),
-        "Format of the animation: gif, mp4 or none.",
-        metavar="KIND",
-        panel=OUTPUT,
+        "gif", choice("gif", "none"), "Format of the animation: gif or none.", metavar="KIND", panel=OUTPUT
     )
 
     def check(self) -> None:

@@ -8,20 +8,24 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from jaxtyping import Float64
 from torch import Tensor
 
 from howsmooth.attention import Compose, TokenMap
 from howsmooth.errors import ArgumentError, CaptureError, ModelError, similar_name
+from howsmooth.models.inputs.array_files import read_arrays
 from howsmooth.models.parameter_files import is_parameter_file
+from howsmooth.seeds import derive_seed
 from howsmooth.study.attention_sources import AttentionSource, ModelSource, SourceLayer, open_attention_source
 from howsmooth.study.flows.flow_plan import FlowPlan
-from howsmooth.study.flows.initial_tokens import DRAWN, draw_tokens, kind_of_start, onto_sphere, read_tokens
 from howsmooth.study.flows.named_systems import SYSTEMS, build_system
 from howsmooth.study.plans import SourcePlan
 
 __all__ = ["System", "load_system"]
 
 _TOKENS, _DIMENSION = 40, 2
+_DRAWN = ("gaussian", "sphere")
+_ENDINGS = (".npy", ".npz")
 
 
 @dataclass(frozen=True, eq=False)
@@ -114,8 +118,8 @@ def _placed(plan: FlowPlan, start: str, x: Tensor) -> tuple[Tensor, float]:
     """Project the initial tokens onto a sphere if the plan asks for one; return them with the radius."""
     if not plan.sphere:
         return x, plan.radius
-    radius = plan.radius if start in DRAWN else float(x.square().sum(dim=1).mean().sqrt())
-    return onto_sphere(x, radius), radius
+    radius = plan.radius if start in _DRAWN else float(x.square().sum(dim=1).mean().sqrt())
+    return _onto_sphere(x, radius), radius
 
 
 # ---- Named systems
@@ -133,11 +137,11 @@ def _named(plan: FlowPlan) -> System:
             expected="softmax or l2 attention, because causal weights cannot be doubly stochastic",
             got="sinkhorn",
         )
-    start = kind_of_start(plan)
-    if start in DRAWN:
-        x = draw_tokens(plan, start, plan.tokens or _TOKENS, plan.dimension or _DIMENSION)
+    start = _kind_of_start(plan)
+    if start in _DRAWN:
+        x = _draw_tokens(plan, start, plan.tokens or _TOKENS, plan.dimension or _DIMENSION)
     else:
-        x = read_tokens(plan, Path(start))
+        x = _read_tokens(plan, Path(start))
     title = f"{SYSTEMS[plan.source][0]}; {plan.attention} attention"
     title += f"{', causal' if plan.causal else ''}{'' if plan.beta == 1 else f', β = {plan.beta:g}'}"
     maps = (build_system(plan, x.shape[1]),)
@@ -163,15 +167,15 @@ def _of_source(plan: FlowPlan) -> System:
             "source", expected="a model with --norms", got=f"the parameter file {plan.source!r}"
         )
     source = _opened(plan)
-    start = kind_of_start(plan, _provided_start(plan, source, of_file=of_file))
-    read = None if start in (*DRAWN, "given") else read_tokens(plan, Path(start))
+    start = _kind_of_start(plan, _provided_start(plan, source, of_file=of_file))
+    read = None if start in (*_DRAWN, "given") else _read_tokens(plan, Path(start))
     length = _length(plan, source, start) if read is None else int(read.shape[0])
     found = _layers(plan, source, length)
     x = _tokens(plan, start, read, found[0], length)
     maps = tuple(one.map.to(dtype=torch.float64) for one in found)
     title = maps[0].describe()
     if not of_file:
-        where = found[0].place if len(maps) == 1 else f"{len(maps)} layers in sequence"
+        where = f"layer {found[0].layer}" if len(maps) == 1 else f"{len(maps)} layers in sequence"
         title = f"{where}, {'with' if plan.norms else 'without'} norm layers; {title}"
     text = source.text if start == "given" else ""
     norms = None if of_file else plan.norms
@@ -180,10 +184,7 @@ def _of_source(plan: FlowPlan) -> System:
 
 
 def _opened(plan: FlowPlan) -> AttentionSource:
-    """Open the parameter file or the model that the plan of a flow names.
-
-    The error for an unknown name lists the named systems.
-    """
+    """Open the parameter file or the model of a flow; an error for an unknown name lists named systems."""
     try:
         asked = {
             name: getattr(plan, name) for name in ("source", "layers", "random_init", "as_decoder", "seed")
@@ -199,10 +200,7 @@ def _opened(plan: FlowPlan) -> AttentionSource:
 
 
 def _provided_start(plan: FlowPlan, source: AttentionSource, *, of_file: bool) -> str:
-    """Return which provides initial tokens, ``text`` (of the model) or ``file``; empty if neither does.
-
-    Refuse a start from the tokens of a file that has none.
-    """
+    """Return which provides initial tokens, ``text`` (of the model) or ``file``; empty if neither does."""
     word = "file" if of_file else "text"
     if source.longest is not None:
         return word
@@ -217,10 +215,7 @@ def _provided_start(plan: FlowPlan, source: AttentionSource, *, of_file: bool) -
 
 
 def _length(plan: FlowPlan, source: AttentionSource, start: str) -> int:
-    """Return the number of initial tokens of a flow.
-
-    It applies only if the tokens are not read from a file of tokens.
-    """
+    """Return the number of initial tokens that are not read from a file of tokens."""
     if start != "given":
         return plan.tokens or _TOKENS
     length = plan.tokens or source.usual_length or _TOKENS
@@ -250,7 +245,7 @@ def _layers(plan: FlowPlan, source: AttentionSource, length: int) -> list[Source
             raise ArgumentError(
                 "norms",
                 expected="pre-norm layers, X + f(N(X)), which are steps of a flow",
-                got=f"the {one.layout} {one.place} of {plan.source!r}",
+                got=f"the {one.layout} layer {one.layer} of {plan.source!r}",
                 remedy="Leave --norms out; --sphere with --method residual normalises after each step.",
             )
     return found
@@ -259,8 +254,8 @@ def _layers(plan: FlowPlan, source: AttentionSource, length: int) -> list[Source
 def _tokens(plan: FlowPlan, start: str, read: Tensor | None, first: SourceLayer, length: int) -> Tensor:
     """Return the initial tokens of a flow: drawn at random, read from a file, or given by the source."""
     d = first.map.d
-    if start in DRAWN:
-        return draw_tokens(plan, start, length, d)
+    if start in _DRAWN:
+        return _draw_tokens(plan, start, length, d)
     if read is None:
         if first.x is None:
             raise ArgumentError("tokens", expected="the number of tokens of the file", got=str(length))
@@ -268,3 +263,67 @@ def _tokens(plan: FlowPlan, start: str, read: Tensor | None, first: SourceLayer,
     if read.shape[1] != d:
         raise ArgumentError("start", expected=f"tokens (n, {d})", got=f"shape {tuple(read.shape)}")
     return read
+
+
+# ---- Tokens at the start
+
+
+def _kind_of_start(plan: FlowPlan, own: str = "") -> str:
+    """Return the start: ``gaussian``, ``sphere``, ``given`` (by the source), or the path of a file.
+
+    ``own`` says where the tokens of the source come from, ``text`` or ``file``; empty if it has none.
+    """
+    if plan.start == "auto":
+        return "given" if own else "sphere" if plan.sphere else "gaussian"
+    return "given" if own and plan.start == own else plan.start
+
+
+def _draw_tokens(plan: FlowPlan, kind: str, n: int, d: int) -> Float64[Tensor, "n d"]:
+    """Draw n tokens: from N(0, radius² I) for ``gaussian``, uniformly with norm ``radius`` for ``sphere``."""
+    seed = derive_seed(purpose="start", kind=kind, n=n, d=d, seed=plan.seed)
+    x = torch.randn(n, d, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+    return _onto_sphere(x, plan.radius) if kind == "sphere" else plan.radius * x
+
+
+def _onto_sphere(x: Float64[Tensor, "n d"], radius: float) -> Float64[Tensor, "n d"]:
+    """Project each token radially onto the sphere around zero that has the given radius."""
+    norms = torch.linalg.vector_norm(x, dim=1, keepdim=True)
+    if not bool((norms > 0).all()):
+        raise ArgumentError(
+            "start", expected="tokens that are not zero on a sphere", got="a token that is zero"
+        )
+    placed: Tensor = x * (radius / norms)
+    return placed
+
+
+def _read_tokens(plan: FlowPlan, path: Path) -> Float64[Tensor, "n d"]:
+    """Read tokens (n, d) from a ``.npy`` file, or from ``X`` in a ``.npz`` file; refuse pickled data."""
+    if str(path) in ("text", "file"):
+        raise ArgumentError(
+            "start", expected=f"a source with tokens of its own for {path}", got=repr(plan.source)
+        )
+    x = _array_of(path)
+    for name, there in (("tokens", x.shape[0]), ("dimension", x.shape[1])):
+        asked = getattr(plan, name)
+        if asked is not None and asked != there:
+            raise ArgumentError(
+                name, expected=f"{there}, as in {path}", got=str(asked), remedy=f"Leave --{name} out."
+            )
+    return x
+
+
+def _array_of(path: Path) -> Float64[Tensor, "n d"]:
+    if path.suffix not in _ENDINGS:
+        raise ArgumentError(
+            "start",
+            expected=f"auto, {', '.join(_DRAWN)}, text, file, or a name that ends in {' or '.join(_ENDINGS)}",
+            got=repr(str(path)),
+        )
+    array = read_arrays(path, "file of tokens", _ENDINGS).get("X" if path.suffix == ".npz" else "")
+    if array is None or array.ndim != 2 or 0 in array.shape:
+        got = "none of that name" if array is None else f"shape {tuple(array.shape)}"
+        raise ArgumentError("start", expected=f"an array X (n, d) of numbers in {path}", got=got)
+    x = array.double()
+    if not bool(torch.isfinite(x).all()):
+        raise ArgumentError("start", expected=f"finite numbers in {path}", got="NaN or infinity")
+    return x

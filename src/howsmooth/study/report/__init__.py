@@ -1,7 +1,7 @@
 """Write the HTML report of a study, from its store alone, as one file without external resources.
 
 ``page`` assembles the report. ``chart_data`` writes the numbers for its script, ``tables`` the tables and
-headlines, and ``limitations`` the remarks on how to read the results.
+headlines.
 """
 
 from __future__ import annotations

@@ -195,10 +195,7 @@ def sensitivity_data(rows: pd.DataFrame) -> dict[str, Any] | None:
 
 
 def _tokens_of_half(energies: Sequence[float]) -> int:
-    """Return the smallest number of tokens that together hold at least half of all tokens' ``energies``.
-
-    The energy of a token is its share of the squared norm of a singular vector of the Jacobian.
-    """
+    """Return the smallest number of tokens that together hold at least half of all ``energies``."""
     reached = np.cumsum(sorted(energies, reverse=True))
     return int(np.searchsorted(reached, reached[-1] / 2)) + 1
 

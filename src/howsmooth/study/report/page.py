@@ -15,14 +15,12 @@ import pandas as pd
 from markupsafe import Markup
 
 from howsmooth.scopes import SCOPE_MEANINGS
+from howsmooth.study.exponents import STRATA
 from howsmooth.study.figures import Picture
 from howsmooth.study.html_assets import data_url, digest, style_sheet, templates_of
-from howsmooth.study.published_values import compare
-from howsmooth.study.radius_statistics import STRATA
 from howsmooth.study.records import Contents, plain_rows
 from howsmooth.study.report import tables
 from howsmooth.study.report.chart_data import bounds_data, scatter_data, script_json, sensitivity_data
-from howsmooth.study.report.limitations import limitations
 from howsmooth.study.text_formatting import amount_in_words, duration, kind_in_words, place_in_words, sentence
 
 __all__ = ["render"]
@@ -34,15 +32,17 @@ _MOST_INLINED = 40  # figures: a page with every head of a large model would be 
 _DOTS_AN_INCH = 96  # of a CSS pixel
 
 
-def render(contents: Contents, exponents: pd.DataFrame, pictures: Sequence[Picture]) -> str:
+def render(
+    contents: Contents, exponents: pd.DataFrame, compared: pd.DataFrame, pictures: Sequence[Picture]
+) -> str:
     """Return the report as HTML without references to other files or sites.
 
-    ``exponents`` are fitted to the measurements of the store; the PNG files of ``pictures`` are embedded.
+    ``exponents`` are fitted to the measurements of the store, ``compared`` to its published values; the PNG
+    files of ``pictures`` are embedded.
     """
     rows = contents.measurements
     found = _sections(rows, exponents, pictures)
     style, script = _style(found), _script()
-    compared = compare(contents.published)
     data = {
         "scatter": scatter_data(rows, exponents, contents.published, compared),
         "bounds": bounds_data(contents.bounds, rows),
@@ -79,7 +79,9 @@ def render(contents: Contents, exponents: pd.DataFrame, pictures: Sequence[Pictu
         runs=tables.runs(contents.runs),
         maskings=tables.maskings(rows),
         seconds=float(rows["seconds"].sum()),
-        caveats=limitations(contents),
+        failures=plain_rows(contents.failures),
+        unbounded=tables.without_bounds(rows, contents.bounds),
+        zeros=int((rows["lipschitz"] <= 0).sum()),
     )
     return page
 
@@ -105,10 +107,7 @@ def _template(contents: Contents) -> jinja2.Template:
 def _sections(
     rows: pd.DataFrame, exponents: pd.DataFrame, pictures: Sequence[Picture]
 ) -> list[dict[str, Any]]:
-    """Return the sections of the report, each with a headline and figures.
-
-    Each model, text and scope has a section.
-    """
+    """Return a section for each model, text and scope, with a headline and figures."""
     found: list[dict[str, Any]] = []
     room = _MOST_INLINED
     for (model, text, scope), group in rows.groupby(["model", "text", "scope"], sort=True):

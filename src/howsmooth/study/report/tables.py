@@ -8,13 +8,15 @@ from typing import Any
 
 import pandas as pd
 
+from howsmooth.scopes import ATTENTION_SCOPES
 from howsmooth.study.exponents import LEVEL
 from howsmooth.study.records import plain_rows
 from howsmooth.study.text_formatting import decimal, place_in_words, readable
+from howsmooth.study.text_windows import bounded_lengths
 
 __all__ = [
     "CONFIDENCE", "ITEM_MEANINGS", "chance", "convergence", "headline", "items_of", "maskings", "number",
-    "plain", "runs", "sharpest", "slope",
+    "plain", "runs", "sharpest", "slope", "without_bounds",
 ]  # fmt: skip
 
 CONFIDENCE = f"{LEVEL * 100:.0f} %"
@@ -141,3 +143,17 @@ def items_of(compared: pd.DataFrame) -> list[tuple[str, str]]:
     """Return the published code's differences (items) that occur in a table, with their meanings."""
     there = {item for items in compared["items"] for item in str(items).split(",")}
     return [(item, meaning) for item, meaning in ITEM_MEANINGS.items() if item in there]
+
+
+def without_bounds(rows: pd.DataFrame, bounds: pd.DataFrame) -> int:
+    """Return the number of measured attentions whose bounds are missing although they can be computed."""
+    place = ["model", "text", "scope", "layer", "head", "n"]
+    rows = rows[(rows["sample"] == 0) & rows["scope"].isin(ATTENTION_SCOPES)]
+    could = [
+        group[group["n"].isin(bounded_lengths(group["n"].unique().tolist()))]
+        for _, group in rows.groupby(["model", "text"])
+    ]
+    found = pd.concat([*could, rows[:0]])[place].merge(
+        bounds[place].drop_duplicates(), "left", indicator=True
+    )
+    return int((found["_merge"] == "left_only").sum())

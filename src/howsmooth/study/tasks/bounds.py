@@ -1,4 +1,4 @@
-"""Define the task of computing all bounds on one layer at one sequence."""
+"""Compute all bounds on single layers at single sequences, or say why a bound is left out."""
 
 from __future__ import annotations
 
@@ -8,25 +8,46 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from typing import Any
 
+import torch
+
+from howsmooth.attention import SelfAttention
+from howsmooth.bounds.bound import Quantity
+from howsmooth.bounds.problem import Problem
+from howsmooth.bounds.selection import applicable_bounds
+from howsmooth.errors import HowsmoothError
 from howsmooth.scopes import ATTENTION_SCOPES
 from howsmooth.study.open_study import OpenStudy
-from howsmooth.study.records import KEY_COLUMNS, Bounding, Measurement, Row, Run
+from howsmooth.study.records import KEY_COLUMNS, Bounding, Measurement, Row, Run, SiteBound
 from howsmooth.study.store import Store
-from howsmooth.study.tasks import attention_bounds
 from howsmooth.study.tasks.task import Failed, Found, SequenceTask, Work
 from howsmooth.study.text_windows import bounded_lengths
 
-__all__ = ["SHARE", "BoundsTask", "bounds_left", "seconds_for_bounds", "spent_on_bounds"]
+__all__ = ["SHARE", "BoundsTask", "bound_site", "bounds_left", "seconds_for_bounds", "spent_on_bounds"]
 
 SHARE = 0.2
 """The largest share of the measuring time that bounds may take by default."""
 
+# Bounds that are left out because they would take longer than the measurement.
+_SEARCHES = frozenset(
+    {"two_heavy_tokens_lower_bound", "causal_two_heavy_tokens_lower_bound", "heavy_token_lower_bound"}
+)
+# The largest numbers of tokens at which bounds are computed that take long. The last one takes a singular
+# value decomposition of the (n, n) probabilities.
+_MOST_TOKENS = {
+    "certificate_heads": 256,
+    "certificate_parts": 256,
+    "certificate_rows": 256,
+    "certificate_frobenius": 256,
+    "covariance_upper_bound": 256,
+    "yudin_theorem_3": 1024,
+}
+_WIDE, _MOST_TOKENS_IF_WIDE = 512, 64
+# Errors that mean "no bound": a hypothesis fails, eigenvalues do not converge, or a formula overflows.
+_NO_BOUND = (HowsmoothError, torch.linalg.LinAlgError, ArithmeticError)  # type: ignore[attr-defined]
+
 
 class BoundsTask(SequenceTask):
-    """The task of computing all bounds on one layer at one sequence.
-
-    The sequence is sample 0.
-    """
+    """The task of computing all bounds on one layer at one sequence, which is sample 0."""
 
     kind = Bounding
     # A failure does not end the run: a report without bounds is better than none.
@@ -54,7 +75,7 @@ class BoundsTask(SequenceTask):
 
     def _bounded(self, site: Any) -> list[Row]:
         began = time.perf_counter()
-        found = attention_bounds.bound_site(site)
+        radius, bounds = bound_site(site)
         seconds = time.perf_counter() - began
         return [
             Bounding(
@@ -66,12 +87,81 @@ class BoundsTask(SequenceTask):
                 n=self.n,
                 sample=0,
                 start=self.starts[0],
-                radius=found.radius,
+                radius=radius,
                 seconds=seconds,
                 **asdict(bound),
             )
-            for bound in found.bounds
+            for bound in bounds
         ]
+
+
+def bound_site(site: Any) -> tuple[float, list[SiteBound]]:
+    """Compute all bounds on one attention of a model, at the sequence of tokens that it receives.
+
+    Some bounds are left out to save time: searches over inputs (``howsmooth attack`` makes them); the
+    certificates and ``covariance_upper_bound`` at more than 256 tokens; in 512 or more dimensions, the joint
+    certificate of several heads at more than 64 tokens; and ``yudin_theorem_3`` at more than 1,024 tokens.
+    The other bounds form no (n, n) matrix.
+
+    Parameters
+    ----------
+    site
+        A site that :func:`howsmooth.models.capture` returned, with one of the scopes of attention alone.
+
+    Returns
+    -------
+    tuple
+        The radius of the ball on which global bounds hold, and an entry for each bound; if there is none, its
+        source gives the reason.
+
+    """
+    try:
+        question = Problem.of(site)
+        statements = [
+            (side, name, evaluate)
+            for side in ("upper", "lower")
+            for name, evaluate in applicable_bounds(question, side=side)
+        ]
+    except HowsmoothError as error:
+        return float(site.radius_max[0]), [_nothing("any", "upper", Quantity.LOCAL, error)]
+    ball = Quantity.MASKED if site.causal else Quantity.GLOBAL
+    found = []
+    for side, name, evaluate in statements:
+        quantity = ball if name in _SEARCHES else Quantity.LOCAL
+        if cost := _cost(name, question):
+            found.append(_nothing(name, side, quantity, cost))
+            continue
+        try:
+            bound = evaluate()
+        except _NO_BOUND as error:
+            found.append(_nothing(name, side, quantity, error))
+            continue
+        failed = "; ".join(h.statement for h in bound.hypotheses if not h.holds)
+        if failed:
+            reason = f"{bound.source} (needs: {failed})"
+            found.append(_nothing(bound.name, bound.side, bound.quantity, reason))
+        else:
+            values = (bound.value, bound.log_value)
+            found.append(SiteBound(bound.name, bound.side, str(bound.quantity), *values, True, bound.source))
+    return question.radius, found
+
+
+def _nothing(name: str, side: str, quantity: Quantity, why: Exception | str) -> SiteBound:
+    words = " ".join(str(why).split()) or type(why).__name__
+    return SiteBound(name, side, str(quantity), None, None, False, words)
+
+
+def _cost(name: str, question: Problem) -> str:
+    """Return why a bound takes too long for this number or dimension of tokens; empty if it does not."""
+    if name in _SEARCHES:
+        return "left out: it needs a search over inputs; howsmooth bound computes it"
+    d = question.attention.d if isinstance(question.attention, SelfAttention) else 0
+    wide = name == "certificate_heads" and d >= _WIDE
+    most = _MOST_TOKENS_IF_WIDE if wide else _MOST_TOKENS.get(name)
+    if most is None or (question.length or 0) <= most:
+        return ""
+    where = f" in {_WIDE} or more dimensions" if wide else ""
+    return f"left out: it takes long at more than {most} tokens{where}; howsmooth bound computes it"
 
 
 def bounds_left(study: OpenStudy) -> Work:

@@ -71,7 +71,31 @@ class ConstantsTask(SequenceTask):
         )
         seconds = (time.perf_counter() - began) / len(samples)
         rows: list[Row] = [
-            self._row(site, estimate, sample, places[slot], slot, seeds[slot], seconds)
+            Measurement(
+                model=self.model,
+                layer=site.layer,
+                head=site.head,
+                scope=self.scope,
+                causal=site.causal,
+                text=self.subject.text.name,
+                sample=sample,
+                n=self.n,
+                radius_mean=float(site.radius_mean[places[slot]]),
+                radius_max=float(site.radius_max[places[slot]]),
+                lipschitz=float(estimate.value[slot]),
+                lower=float(estimate.lower[slot]),
+                upper=float(estimate.upper[slot]),
+                confidence=float(estimate.confidence),
+                converged=bool(estimate.converged[slot]),
+                iterations=int(estimate.iterations[slot]),
+                seconds=seconds,
+                seed=seeds[slot],
+                dtype=plan.dtype,
+                method=estimate.method,
+                masking=site.masking,
+                site=site.name,
+                start=self.starts[sample],
+            )
             for slot, sample in enumerate(samples)
         ]
         # The report shows the output shares beside the tokens, so each token needs an output of its own.
@@ -79,35 +103,6 @@ class ConstantsTask(SequenceTask):
         if 0 in samples and shown:
             rows += [self._sequence(), self._sensitivity(site, estimate, list(samples).index(0))]
         return [rows]
-
-    def _row(
-        self, site: Any, estimate: Any, sample: int, place: int, slot: int, seed: int, seconds: float
-    ) -> Measurement:
-        return Measurement(
-            model=self.model,
-            layer=site.layer,
-            head=site.head,
-            scope=self.scope,
-            causal=site.causal,
-            text=self.subject.text.name,
-            sample=sample,
-            n=self.n,
-            radius_mean=float(site.radius_mean[place]),
-            radius_max=float(site.radius_max[place]),
-            lipschitz=float(estimate.value[slot]),
-            lower=float(estimate.lower[slot]),
-            upper=float(estimate.upper[slot]),
-            confidence=float(estimate.confidence),
-            converged=bool(estimate.converged[slot]),
-            iterations=int(estimate.iterations[slot]),
-            seconds=seconds,
-            seed=seed,
-            dtype=self.plan.dtype,
-            method=estimate.method,
-            masking=site.masking,
-            site=site.name,
-            start=self.starts[sample],
-        )
 
     def _sequence(self) -> SequenceRecord:
         """Return the row with the tokens of sample 0, in whose text the report shows token sensitivities."""
@@ -124,10 +119,7 @@ class ConstantsTask(SequenceTask):
 
 
 def _energy(direction: torch.Tensor) -> tuple[float, ...]:
-    """Return each token's share of the squared norm of ``direction``, which has shape (n, d).
-
-    The shares are rounded to seven digits.
-    """
+    """Return each token's share of the squared norm of ``direction`` (n, d), to seven digits."""
     shares = direction.double().square().sum(dim=-1).cpu()
     total = float(shares.sum())
     parts = shares / total if total > 0 else torch.zeros_like(shares)

@@ -11,7 +11,7 @@ from typing import Any, ClassVar, Self
 from howsmooth.study.datasets import SequenceData
 from howsmooth.study.measured_models import Models, Subject, capture_sites
 from howsmooth.study.plans import Plan
-from howsmooth.study.records import Failure, Row
+from howsmooth.study.records import PLACE, Failure, Row
 from howsmooth.study.store import now
 from howsmooth.study.text_formatting import encodable
 
@@ -215,30 +215,15 @@ def each_if_not_all(items: Sequence[int], take: Any, refused: Any) -> Iterator[A
             yield from each_if_not_all([item], take, refused)
 
 
-def failure_row(
-    error: Exception,
-    kind: type[Row],
-    model: str,
-    text: str | None = None,
-    scope: str | None = None,
-    layer: int | None = None,
-    head: int | None = None,
-    n: int | None = None,
-    sample: int | None = None,
-) -> Failure:
+def failure_row(error: Exception, kind: type[Row], *place: Any) -> Failure:
     """Return the row that records a failed computation and its error.
 
-    An argument that is None means that the computation failed for all values: with ``layer`` None, for all
-    layers.
+    ``place`` has the first values of :data:`~howsmooth.study.records.PLACE`. A value that is missing or None
+    means that the computation failed for all values: without a layer, for all layers.
     """
+    where: dict[str, Any] = dict.fromkeys(PLACE) | dict(zip(PLACE, place, strict=False))
     return Failure(
-        model=model,
-        text=text,
-        scope=scope,
-        layer=layer,
-        head=head,
-        n=n,
-        sample=sample,
+        **where,
         kind=type(error).__name__,
         error=encodable(" ".join(str(error).split())) or "no reason given",
         detail=encodable("".join(traceback.format_tb(error.__traceback__))),

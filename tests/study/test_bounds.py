@@ -19,9 +19,8 @@ from howsmooth.cli import main
 from howsmooth.study.records import Bounding, Run
 from howsmooth.study.status import status
 from howsmooth.study.store import Store
-from howsmooth.study.tasks import attention_bounds
-from howsmooth.study.tasks.attention_bounds import bound_site
-from howsmooth.study.tasks.bounds import bounded_lengths
+from howsmooth.study.tasks import bounds
+from howsmooth.study.tasks.bounds import bound_site, bounded_lengths
 from tests._selection import others_slow
 from tests._study import Heard, Tools, contents_of, installed, make_plan, make_tools, run
 from tests._tiny_models import tiny
@@ -256,19 +255,19 @@ def test_the_bounds_are_those_of_the_table_and_hold(
     sites: dict[tuple[str, str], Any], name: str, scope: str
 ) -> None:
     site = sites[name, scope]
-    found = bound_site(site)
+    radius, found = bound_site(site)
     table = hs.bounds.table(site)
     table = table[table["name"] != "measured"]
-    names = {(one.name, one.side) for one in found.bounds}
-    assert len(names) == len(found.bounds)
+    names = {(one.name, one.side) for one in found}
+    assert len(names) == len(found)
     assert names == {(row["name"], row["side"]) for _, row in table.iterrows()}
-    assert found.radius == table.attrs["radius"]
+    assert radius == table.attrs["radius"]
     values = table.set_index(["name", "side"])
     x = site.x[0].double()
     f = site.map.to(dtype=torch.float64)
     norm = float(torch.linalg.matrix_norm(torch.func.jacrev(f)(x).reshape(-1, x.numel()), 2))
     computed = 0
-    for one in found.bounds:
+    for one in found:
         if not one.holds:
             assert one.value is one.log_value is None
             assert one.source.startswith("left out") or "needs: " in one.source
@@ -289,7 +288,7 @@ def test_what_is_left_out_is_said_with_the_rule(
     sites: dict[tuple[str, str], Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def reasons(site: Any) -> dict[str, str]:
-        return {one.name: one.source for one in bound_site(site).bounds if one.source.startswith("left out")}
+        return {one.name: one.source for one in bound_site(site)[1] if one.source.startswith("left out")}
 
     one, several = sites["bert", "head"], sites["bert", "attention"]
     assert (
@@ -297,18 +296,18 @@ def test_what_is_left_out_is_said_with_the_rule(
         == set(reasons(several))
         == {"two_heavy_tokens_lower_bound", "heavy_token_lower_bound"}
     )
-    most, cubic = attention_bounds._MOST_TOKENS, "yudin_theorem_3"
-    monkeypatch.setattr(attention_bounds, "_MOST_TOKENS", dict.fromkeys(most, 6) | {cubic: most[cubic]})
+    most, cubic = bounds._MOST_TOKENS, "yudin_theorem_3"
+    monkeypatch.setattr(bounds, "_MOST_TOKENS", dict.fromkeys(most, 6) | {cubic: most[cubic]})
     slow = {"certificate_parts", "certificate_rows", "certificate_frobenius", "covariance_upper_bound"}
     assert set(reasons(one)) == slow | {"two_heavy_tokens_lower_bound", "heavy_token_lower_bound"}
     assert "more than 6 tokens; howsmooth bound" in reasons(several)["certificate_heads"]
-    monkeypatch.setattr(attention_bounds, "_MOST_TOKENS", dict.fromkeys(most, 6))
+    monkeypatch.setattr(bounds, "_MOST_TOKENS", dict.fromkeys(most, 6))
     assert "more than 6 tokens; howsmooth bound" in reasons(one)["yudin_theorem_3"]
-    monkeypatch.setattr(attention_bounds, "_MOST_TOKENS", dict.fromkeys(most, 7))
+    monkeypatch.setattr(bounds, "_MOST_TOKENS", dict.fromkeys(most, 7))
     assert "certificate_heads" not in reasons(several)
-    monkeypatch.setattr(attention_bounds, "_MOST_TOKENS_IF_WIDE", 6)
+    monkeypatch.setattr(bounds, "_MOST_TOKENS_IF_WIDE", 6)
     assert "certificate_heads" not in reasons(several)  # of 24 dimensions
-    monkeypatch.setattr(attention_bounds, "_WIDE", 24)
+    monkeypatch.setattr(bounds, "_WIDE", 24)
     assert "more than 6 tokens in 24 or more dimensions" in reasons(several)["certificate_heads"]
     assert "certificate_rows" not in reasons(one)
 
@@ -325,10 +324,10 @@ def test_what_cannot_be_bounded_says_so(
     monkeypatch.setattr("howsmooth.bounds.selection.theorem_4_3", overflow)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(overflow, "__name__", "theorem_4_3")
-        found = {one.name: one for one in bound_site(broken).bounds}
+        found = {one.name: one for one in bound_site(broken)[1]}
     assert found["theorem_4_3"].value is None
     assert found["theorem_4_3"].source == "OverflowError"
     assert found["certificate_rows"].holds
-    nothing = bound_site(replace(site, x=torch.full_like(site.x, torch.nan))).bounds
+    nothing = bound_site(replace(site, x=torch.full_like(site.x, torch.nan)))[1]
     assert [(one.name, one.holds) for one in nothing] == [("any", False)]
     assert nothing[0].source.startswith("X: expected finite numbers")
