@@ -1,9 +1,12 @@
-"""Differentiable bounds on a ball for layers of L2, scaled cosine, Sinkhorn and LipschitzNorm attention.
+"""Differentiable bounds on a ball for layers of other attentions than softmax attention.
+
+These are L2, scaled cosine, Sinkhorn, LipschitzNorm, sigmoid, linear and energy attention.
 
 A layer is X ↦ W_O · concat_h(head h) + b_O with several heads and a mask. For one head without a mask and for
 R → ∞ the bounds are those of ``variant_upper_bounds``. They are differentiable functions of the parameters,
 because ``howsmooth.nn`` divides layers by their bounds during training. Proofs: documentation page "Enforce:
-layers with a constant that is proved", section "Other attentions as layers".
+layers with a constant that is proved", section "Other attentions as layers"; for sigmoid, linear and energy
+attention, page "Other attentions".
 """
 
 from __future__ import annotations
@@ -16,7 +19,16 @@ from torch import Tensor
 
 from howsmooth.bounds.visible_keys import VisibleRows
 
-__all__ = ["l2_layer", "lipschitz_norm_layer", "scaled_cosine_layer", "sinkhorn_layer", "value_radius"]
+__all__ = [
+    "energy_layer",
+    "l2_layer",
+    "linear_layer",
+    "lipschitz_norm_layer",
+    "scaled_cosine_layer",
+    "sigmoid_layer",
+    "sinkhorn_layer",
+    "value_radius",
+]
 
 # Norms are rounded up by this relative error, as in ``parameters``.
 _NORM_MARGIN = 1e-12
@@ -180,6 +192,125 @@ def lipschitz_norm_layer(
     squares = torch.maximum((kappa + 1).square() + 4.5, kappa.square() + 4 + by_key**2)
     apart = 2 * _norm(q) + by_key * _norm(k) + (kappa + 1) * _norm(v)
     return _norm(w) * torch.minimum(squares.sqrt() * _norm(torch.cat((q, k, v))), apart)
+
+
+def sigmoid_layer(
+    query: Float[Tensor, "heads key_dim d"],
+    key: Float[Tensor, "heads key_dim d"],
+    value: Float[Tensor, "heads value_dim d"],
+    output: Float[Tensor, "d_out width"],
+    rows: VisibleRows,
+    radius: float,
+    *,
+    biases: tuple[Tensor | None, Tensor | None, Tensor | None],
+    scale: float,
+    shift: float,
+) -> Float[Tensor, ""]:
+    """Bound the Lipschitz constant of multi-head sigmoid attention on the ball of radius R.
+
+    Head h has weights σ(s⟨q_i, k_j⟩ + b), with s = ``scale`` and b = ``shift``. Its scores lie in an interval
+    I_h. Let σ_h and σ'_h be the largest values of σ and of its derivative on I_h, A_h = s K_hᵀQ_h, and a_h =
+    R‖A_h‖ + s|Q_hᵀb_k|, c_h = R‖A_hᵀ‖ + s|K_hᵀb_q|. If a query sees at most m keys, and the mask as a matrix
+    of zeros and ones has norm μ, the bound for one head is μσ_h‖O_h‖ + σ'_h(R‖O_h‖ + |W_h b_v|)(m a_h + μ
+    c_h) with O_h = W_h V_h. For several heads it is the smaller of the sum of these, and of ‖W_O‖ times the
+    same expression with matrices stacked over the heads. If numbers may be added to the scores, σ_h = 1 and
+    σ'_h = 1/4.
+    """
+    q, k, v, w = (t.double() for t in (query, key, value, output))
+    zero = q.new_zeros(q.shape[:2])
+    b_q, b_k = (zero if b is None else b.double() for b in biases[:2])
+    by_query = scale * torch.einsum("hkd,hk->hd", q, b_k)
+    by_key = scale * torch.einsum("hkd,hk->hd", k, b_q)
+    a = scale * (k.mT @ q)
+    sizes = _norm(a)
+    by_query_sizes, by_key_sizes = (torch.linalg.vector_norm(t, dim=-1) for t in (by_query, by_key))
+    if rows.free:
+        largest, slope = torch.ones_like(sizes), torch.full_like(sizes, 0.25)
+    else:
+        half = radius * (radius * sizes + by_query_sizes + by_key_sizes)
+        middle = shift + scale * (b_q * b_k).sum(dim=-1)
+        largest = torch.sigmoid(middle + half)
+        # The derivative of the sigmoid decreases with the distance from zero.
+        nearest = torch.clamp(torch.zeros_like(middle), middle - half, middle + half)
+        slope = torch.sigmoid(nearest) * torch.sigmoid(-nearest)
+    m, mu = rows.most_keys, rows.norm
+    blocks = w.unflatten(1, v.shape[:2]).transpose(0, 1)
+    folded = blocks @ v
+    apart = _norm((largest[:, None, None] * v).flatten(0, 1)) * mu
+    by_value = slope * value_radius(value, biases[2], radius)
+    for matrices, vectors, factor in ((a, by_query, m), (a.mT, by_key, mu)):
+        stacked = radius * _norm((by_value[:, None, None] * matrices).flatten(0, 1))
+        # Biases begin at zero, where a spectral norm has no derivative; that of this norm is zero there.
+        apart = apart + factor * (stacked + torch.linalg.vector_norm(by_value[:, None] * vectors))
+    reach = radius * _norm(folded)
+    if biases[2] is not None:
+        reach = reach + torch.linalg.vector_norm(
+            torch.einsum("hok,hk->ho", blocks, biases[2].double()), dim=-1
+        )
+    slopes = m * (radius * sizes + by_query_sizes) + mu * (radius * sizes + by_key_sizes)
+    summed = (mu * largest * _norm(folded) + slope * reach * slopes).sum()
+    return torch.minimum(_norm(w) * apart, summed)
+
+
+def linear_layer(
+    query: Float[Tensor, "heads key_dim d"],
+    key: Float[Tensor, "heads key_dim d"],
+    value: Float[Tensor, "heads value_dim d"],
+    output: Float[Tensor, "d_out width"],
+    rows: VisibleRows,
+    radius: float,
+) -> Float[Tensor, ""]:
+    """Bound the Lipschitz constant of multi-head linear attention with features elu + 1 on a ball.
+
+    The bound is ‖W_O‖ (‖[c_h V_h]‖ + R‖[ν_h Q_h]‖/√2 + R‖[c'_h ν_h K_h]‖), where [·] stacks matrices over the
+    heads and ν_h = ‖V_h‖. For a row that sees m_i keys, p_i = 1/(1 + (m_i−1)e^{−2R‖K_h‖}) bounds its weights;
+    c_h² = max_j Σ_{i sees j} p_i, and c'_h² = max_j Σ min(½, p_i) over the rows i that see j and other keys.
+    The bound does not depend on biases. If every row sees one key, the last two terms are absent.
+    """
+    q, k, v, w = (t.double() for t in (query, key, value, output))
+    m = rows.counts
+    several = m > 1
+    averages, spreads = [], []
+    for size in _norm(k):
+        largest = torch.ones_like(m) if rows.free else 1 / (1 + (m - 1) * torch.exp(-2 * radius * size))
+        averages.append(rows.heaviest(largest).sqrt())
+        spreads.append(rows.heaviest(torch.where(several, largest.clamp(max=0.5), 0.0)))
+    total = _norm((torch.stack(averages)[:, None, None] * v).flatten(0, 1))
+    if bool(several.any()):
+        sizes = radius * _norm(v)[:, None, None]
+        by_key = torch.stack(spreads).sqrt()[:, None, None] * sizes * k
+        total = total + math.sqrt(0.5) * _norm((sizes * q).flatten(0, 1)) + _norm(by_key.flatten(0, 1))
+    return _norm(w) * total
+
+
+def energy_layer(
+    query: Float[Tensor, "heads features d"], key: Float[Tensor, "heads features d"], rows: VisibleRows
+) -> Float[Tensor, ""]:
+    """Bound the Lipschitz constant of the gradient of energy attention, on the whole space.
+
+    The energy is Σ_h Σ_i log Σ_{j,a} exp(⟨b_ha, x_i⟩ + ⟨c_ha, x_j⟩ + const), where b_ha and c_ha are the rows
+    of B_h = ``query`` and C_h = ``key``, and j runs over the keys that i sees. The bound is (√Y + √(mZ))²,
+    where m is the largest number of rows that see one key,
+
+    - Y = min{Σ_h diam(b_h)²/4, ‖[B_h]‖²/2} and
+    - Z = min{Σ_h max(max_a |c_ha|²/2, diam(c_h)²/4), ‖[C_h]‖²/2}.
+
+    If every row sees one key, the term with |c_ha| is absent.
+    """
+    b, c = query.double(), key.double()
+    by_query = torch.minimum(_diameters(b).sum() / 4, _norm(b.flatten(0, 1)).square() / 2)
+    by_key = _diameters(c) / 4
+    if bool((rows.counts > 1).any()):
+        by_key = torch.maximum(by_key, c.square().sum(dim=-1).amax(dim=-1) / 2)
+    total = torch.minimum(by_key.sum(), _norm(c.flatten(0, 1)).square() / 2)
+    # The root of zero has no derivative.
+    roots = [t.clamp(min=1e-300).sqrt() for t in (by_query, rows.most_queries * total)]
+    return (roots[0] + roots[1]).square()
+
+
+def _diameters(points: Float[Tensor, "heads features d"]) -> Float[Tensor, "heads"]:
+    """Return the largest squared distance of two rows of each matrix."""
+    return (points[:, :, None] - points[:, None]).square().sum(dim=-1).flatten(1).amax(dim=1)
 
 
 def value_radius(

@@ -7,6 +7,7 @@ constant that is proved", section "Masks").
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Literal
 
@@ -22,6 +23,9 @@ from howsmooth.errors import ArgumentError
 __all__ = ["Mask", "VisibleRows", "visible_rows"]
 
 Mask = Literal["none", "causal", "any"] | Tensor
+
+# Computed spectral norms are rounded up by this relative error, as in ``parameters``.
+_NORM_MARGIN = 1e-12
 
 
 @dataclass(frozen=True, eq=False)
@@ -68,6 +72,29 @@ class VisibleRows:
         if self.seen is None:
             return self.length * rows.max()
         return (self.seen.to(rows.dtype).mT @ rows[..., None]).max()
+
+
+    @property
+    def most_keys(self) -> Tensor:
+        """The largest number of keys that a query may see."""
+        return torch.tensor(self.length, dtype=torch.float64) if self.kind == "any" else self.counts.max()
+
+    @property
+    def most_queries(self) -> Tensor:
+        """The largest number of queries that may see one key."""
+        return self.heaviest(torch.ones_like(self.counts))
+
+    @property
+    def norm(self) -> Tensor:
+        """An upper bound on the spectral norm of the mask as a matrix with entries 1 (visible) and 0.
+
+        For n tokens it is n without a mask, and 1/(2 sin(π/(4n + 2))) for the causal mask.
+        """
+        if self.kind == "causal":
+            return torch.tensor(0.5 / math.sin(math.pi / (4 * self.length + 2)), dtype=torch.float64)
+        if self.seen is None:
+            return torch.tensor(self.length, dtype=torch.float64)
+        return torch.linalg.matrix_norm(self.seen.double(), 2).max() * (1 + _NORM_MARGIN)
 
 
 def visible_rows(length: object, mask: Mask) -> VisibleRows:

@@ -9,9 +9,12 @@ if TYPE_CHECKING:
     from howsmooth.nn import attention, penalty
     from howsmooth.nn.attention.base import LipschitzAttention
     from howsmooth.nn.attention.cosine import CosineAttention
+    from howsmooth.nn.attention.energy import EnergyAttention
     from howsmooth.nn.attention.l2 import L2Attention
+    from howsmooth.nn.attention.linear import LinearAttention
     from howsmooth.nn.attention.lipschitz_norm import LipschitzNormAttention
     from howsmooth.nn.attention.query_key_norm import QueryKeyNormAttention
+    from howsmooth.nn.attention.sigmoid import SigmoidAttention
     from howsmooth.nn.attention.sinkhorn import SinkhornAttention
     from howsmooth.nn.attention.softmax import SoftmaxAttention
     from howsmooth.nn.certificates.certificate import ModelCertificate
@@ -27,7 +30,7 @@ if TYPE_CHECKING:
     from howsmooth.nn.parts.activations import GroupSort, MaxMin
     from howsmooth.nn.parts.linear import OrthogonalLinear, SpectralLinear
     from howsmooth.nn.parts.norms import CenterNorm, LipschitzLayerNorm, LipschitzRMSNorm
-    from howsmooth.nn.parts.residual import AverageResidual, Residual
+    from howsmooth.nn.parts.residual import AverageResidual, GradientStep, Residual
     from howsmooth.nn.parts.self_attention_block import SelfAttentionBlock
     from howsmooth.nn.parts.token_modules import (
         AddPositions,
@@ -45,9 +48,12 @@ __all__ = [
     "CenterNorm",
     "ClipTokens",
     "CosineAttention",
+    "EnergyAttention",
     "Evaluation",
+    "GradientStep",
     "GroupSort",
     "L2Attention",
+    "LinearAttention",
     "LipschitzAttention",
     "LipschitzLayerNorm",
     "LipschitzModule",
@@ -66,6 +72,7 @@ __all__ = [
     "Residual",
     "SavedModel",
     "SelfAttentionBlock",
+    "SigmoidAttention",
     "SinkhornAttention",
     "SoftmaxAttention",
     "SpectralLinear",
@@ -89,9 +96,12 @@ _MODULES = {
     "parts.activations": ("GroupSort", "MaxMin"),
     "attention.base": ("LipschitzAttention",),
     "attention.cosine": ("CosineAttention",),
+    "attention.energy": ("EnergyAttention",),
     "attention.l2": ("L2Attention",),
+    "attention.linear": ("LinearAttention",),
     "attention.lipschitz_norm": ("LipschitzNormAttention",),
     "attention.query_key_norm": ("QueryKeyNormAttention",),
+    "attention.sigmoid": ("SigmoidAttention",),
     "attention.sinkhorn": ("SinkhornAttention",),
     "attention.softmax": ("SoftmaxAttention",),
     "parts.self_attention_block": ("SelfAttentionBlock",),
@@ -106,7 +116,7 @@ _MODULES = {
     "monitoring.monitor": ("LipschitzMonitor",),
     "parts.norms": ("CenterNorm", "LipschitzLayerNorm", "LipschitzRMSNorm"),
     "monitoring.record": ("MonitorRecord",),
-    "parts.residual": ("AverageResidual", "Residual"),
+    "parts.residual": ("AverageResidual", "GradientStep", "Residual"),
     "saving": ("SavedModel", "load", "load_saved", "save"),
     "parts.token_modules": ("AddPositions", "ClipTokens", "MeanPool", "Patches", "PrependToken", "TakeToken"),
     "monitoring.trainer": ("MonitorCallback",),

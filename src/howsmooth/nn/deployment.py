@@ -26,7 +26,7 @@ Radii = dict[LipschitzAttention, float]
 def deploy(model: nn.Module) -> nn.Module:
     """Return a copy of a model for inference: the same function, with plain weights and without checks.
 
-    The divisor of each attention layer is folded into its output projection. ``OrthogonalLinear`` and
+    The divisor of each attention layer is folded into its output projection, or into its ``scale``. ``OrthogonalLinear`` and
     ``SpectralLinear`` become :class:`torch.nn.Linear`, ``LipschitzLayerNorm`` and ``LipschitzRMSNorm`` become
     :class:`torch.nn.LayerNorm` and :class:`torch.nn.RMSNorm`, and parametrizations of PyTorch are removed.
     What ``beyond="clip"`` clips is clipped by :class:`~howsmooth.nn.ClipTokens`. All else is copied.
@@ -107,14 +107,11 @@ def _replaced(module: nn.Module, path: str, seen: dict[nn.Module, nn.Module], ra
 
 
 def _undivided(layer: LipschitzAttention) -> LipschitzAttention:
-    """Fold an attention layer's divisor into its output projection; set constant and radius to None."""
-    _unparametrized(layer)
-    _unparametrized(layer.out_proj)
-    if layer.constant is not None:
-        inverse = math.exp(-layer._log_divisor(layer._weights()))
-        for weight in layer.out_proj.parameters():
-            weight.mul_(inverse)
-    layer.constant = layer.radius = None
+    """Fold an attention layer's divisor into its weights; set constant and radius to None."""
+    for module in layer.modules():
+        _unparametrized(module)
+    layer._fold_divisor()
+    layer.radius = None
     layer.beyond = "refuse"
     return layer
 

@@ -5,7 +5,8 @@ The layers are called in the same way as torch.nn.MultiheadAttention.
 A subclass defines its weights (``_weights``), its queries, keys and values (``_queries_keys_values``), its
 attention weights (``_probabilities``), its form as a map of this library (``_map``), and its bound: as a
 differentiable expression (``_log_bound``) and as a named Bound (``_named_bound``). All of these functions
-take the weights as a dictionary, except ``_weights``, which returns it.
+take the weights as a dictionary, except ``_weights``, which returns it. A subclass whose output is not a sum
+of values with an output projection defines ``_undivided`` and ``_fold_divisor`` as well.
 """
 
 from __future__ import annotations
@@ -415,10 +416,7 @@ class LipschitzAttention(LipschitzModule):
             added = self.masking.scores(attn_mask, key_padding_mask, is_causal, heads=self.num_heads, x=x)
             # Half-precision weights take part as the float32 numbers that they are.
             working = {name: weight.to(x.dtype) for name, weight in weights.items()}
-            q, k, v = self._queries_keys_values(x, working)
-            probabilities = self._probabilities(q, k, v, added, working)
-            attended = (probabilities @ v).transpose(1, 2).flatten(2)
-            output = nn.functional.linear(attended, working["out_proj.weight"], working.get("out_proj.bias"))
+            output, probabilities = self._undivided(x, added, working)
             if self.constant is not None:
                 output = output * self._inverse(weights, output)
         output = output.to(query.dtype)
@@ -427,6 +425,31 @@ class LipschitzAttention(LipschitzModule):
         if query.ndim == 2:
             output, shown = output[0], shown[0]
         return output, shown if need_weights else None
+
+    def _undivided(self, x: Tensor, added: Tensor | None, weights: Weights) -> tuple[Tensor, Tensor]:
+        """Return the output without division, and the attention weights, for tokens (batch, n, d).
+
+        ``added`` is a mask of numbers to add to the scores, or None.
+        """
+        q, k, v = self._queries_keys_values(x, weights)
+        probabilities = self._probabilities(q, k, v, added, weights)
+        attended = (probabilities @ v).transpose(1, 2).flatten(2)
+        output = nn.functional.linear(attended, weights["out_proj.weight"], weights.get("out_proj.bias"))
+        return output, probabilities
+
+    def _fold_divisor(self) -> None:
+        """Multiply the output projection by constant / bound, and set ``constant`` to None.
+
+        The layer then computes the same function until its weights change. It does nothing without
+        ``constant``. The layer must have no parametrizations.
+        """
+        if self.constant is None:
+            return
+        inverse = math.exp(-self._log_divisor(self._weights()))
+        with torch.no_grad():
+            for weight in self.out_proj.parameters():
+                weight.mul_(inverse)
+        self.constant = None
 
     def _inverse(self, weights: dict[str, Tensor], like: Tensor) -> Tensor:
         """Return the number by which the layer multiplies its output to get the wanted Lipschitz constant.
@@ -486,7 +509,7 @@ class LipschitzAttention(LipschitzModule):
             )
         self._check_count(query.shape[-2], "query")
         weights = self._weights()
-        weight = weights["out_proj.weight"]
+        weight = next(iter(weights.values()))
         if query.device != weight.device:
             raise ArgumentError(
                 "query", expected=f"a tensor on {weight.device}, like the weights", got=str(query.device)

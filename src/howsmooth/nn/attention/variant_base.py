@@ -1,4 +1,4 @@
-"""Base class of the variants of softmax attention: cosine, L2, Sinkhorn, and attention with LipschitzNorm."""
+"""Base class of attention layers whose bound is one differentiable expression: all but softmax attention."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from abc import abstractmethod
 from collections.abc import Mapping
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from howsmooth.attention import TokenMap
 from howsmooth.bounds import Bound, Quantity
@@ -17,7 +17,7 @@ from howsmooth.nn.attention.head_weights import rows_of
 from howsmooth.nn.attention.layer_map import LayerMap
 from howsmooth.nn.upward_rounding import rounded_up
 
-__all__ = ["AttentionVariant", "hull_radius", "in_double", "scaled_weights"]
+__all__ = ["AttentionVariant", "hull_radius", "in_double", "log_kernel", "scaled_weights"]
 
 _SOURCE = 'howsmooth documentation, "Enforce"'
 
@@ -73,16 +73,18 @@ class AttentionVariant(LipschitzAttention):
         if hidden is not None:
             zeros = torch.zeros(hidden.shape, dtype=x.dtype, device=x.device)
             added = zeros.masked_fill(hidden.to(x.device), -math.inf)[None, None]
-        q, k, v = self._queries_keys_values(x, weights)
-        attended = (self._probabilities(q, k, v, added, weights) @ v).transpose(1, 2).flatten(2)
-        return nn.functional.linear(attended, weights["out_proj.weight"], weights.get("out_proj.bias"))
+        return self._undivided(x, added, weights)[0]
 
     def _map(self, weights: Weights, scale: float) -> TokenMap:
+        return self._layer_map(scaled_weights(weights, scale))
+
+    def _layer_map(self, weights: Weights, factor: float = 1.0) -> LayerMap:
+        """Return the layer with these weights as a map of tokens whose output is multiplied by ``factor``."""
         masked = "" if self.masking.kind in ("none", "any", "additive") else f", {self.masking.kind} mask"
         heads = f"{self.num_heads} head{'s' if self.num_heads > 1 else ''}"
         return LayerMap(
-            self._attended,
-            scaled_weights(weights, scale),
+            lambda x, given: factor * self._attended(x, given),
+            weights,
             d=self.embed_dim,
             d_out=self.embed_dim,
             length=None if self.masking.hidden is None else self.length,
@@ -98,6 +100,14 @@ def scaled_weights(weights: Weights, scale: float) -> dict[str, Tensor]:
         if name in scaled:
             scaled[name] = scaled[name] * scale
     return scaled
+
+
+def log_kernel(q: Tensor, k: Tensor) -> Tensor:
+    """Return the sums of logarithms of features of all queries and keys.
+
+    ``q`` and ``k`` are logarithms (batch, heads, n, features). The result is (batch, heads, n, n, features).
+    """
+    return q[..., :, None, :] + k[..., None, :, :]
 
 
 def in_double(weights: Weights) -> dict[str, Tensor]:

@@ -1,4 +1,4 @@
-"""Residual connections: the sum x + f(x), and an average of Lipschitz constant 1 if f has constant 1."""
+"""Residual connections: the sum x + f(x), and an average or a gradient step of constant 1 if f has it."""
 
 from __future__ import annotations
 
@@ -10,11 +10,13 @@ import torch
 from torch import Tensor, nn
 
 from howsmooth.errors import ArgumentError, NonFiniteError
+from howsmooth.nn.attention.energy import EnergyAttention
 from howsmooth.nn.certificates.propagation import Composite, Row, refusal, walk
 from howsmooth.nn.checks import check_placement, check_tokens
+from howsmooth.nn.parts.self_attention_block import SelfAttentionBlock
 from howsmooth.nn.upward_rounding import rounded_up, times
 
-__all__ = ["AverageResidual", "Residual"]
+__all__ = ["AverageResidual", "GradientStep", "Residual"]
 
 _SOURCE = 'residuals, howsmooth documentation, "Enforce"'
 
@@ -37,9 +39,9 @@ class _Residual(Composite):
         if branch.length != length:
             raise refusal(self, path, f"adds {length} tokens to the {branch.length} that its branch returns")
         p, q = self._weights()
-        # The norm of p x + q y is at most p |x| + q |y|, and the constants add in the same way.
+        # The norm of p x + q y is at most p |x| + q |y|.
         reach = rounded_up(times(p, radius) + times(q, branch.radius))
-        constant = rounded_up(p + times(q, branch.constant))
+        constant = rounded_up(self._constant(p, times(q, branch.constant)))
         row = Row(path, type(self).__name__, level, constant, radius, reach, length, length, _SOURCE)
         return (*branch.rows, row)
 
@@ -56,6 +58,10 @@ class _Residual(Composite):
             )
         # Under autocast the branch may return half precision.
         return y.to(x.dtype)
+
+    def _constant(self, p: float, branch: float) -> float:
+        """Return the constant of the module, given p and the constant of q inner(x)."""
+        return p + branch
 
     @abstractmethod
     def _weights(self) -> tuple[float, float]: ...
@@ -124,6 +130,53 @@ class AverageResidual(_Residual):
         if math.isnan(w):
             raise NonFiniteError("logit", expected="finite numbers", got="NaN")
         return 1 - w, w
+
+
+class GradientStep(AverageResidual):
+    """A step x ↦ x − 2 w f(x) against a gradient f, 1-Lipschitz for 0 <= w <= 1 if f has constant 1.
+
+    The branch f is an :class:`~howsmooth.nn.EnergyAttention`, the gradient of a convex function. Its Jacobian
+    H is symmetric with 0 <= H <= L, so the step has the constant max(1, 2wL − 1). It is the average (1 − w) x
+    + w (x − 2 f(x)): unlike :class:`AverageResidual`, it keeps at weight 1 what the branch does not change.
+
+    Parameters
+    ----------
+    inner
+        A :class:`~howsmooth.nn.SelfAttentionBlock` of an EnergyAttention that does not clip, because clipped
+        tokens make the Jacobian asymmetric.
+    weight, learnable, device, dtype
+        As for :class:`AverageResidual`.
+
+    Raises
+    ------
+    ArgumentError
+        If the branch is another module, or an argument has a wrong type or value.
+
+    """
+
+    def __init__(self, inner: nn.Module, weight: float = 0.5, **keywords: Any) -> None:
+        attention = inner.attention if isinstance(inner, SelfAttentionBlock) else None
+        if not isinstance(attention, EnergyAttention) or attention.beyond == "clip":
+            clips = isinstance(attention, EnergyAttention)
+            raise ArgumentError(
+                "inner",
+                expected="a SelfAttentionBlock of an EnergyAttention without beyond='clip'",
+                got="one with beyond='clip'" if clips else type(inner).__name__,
+                remedy="The step of another branch is not 1-Lipschitz; use AverageResidual.",
+            )
+        super().__init__(inner, weight, **keywords)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return x − 2 w f(x) for tokens x (batch, n, d)."""
+        y = self._branch(x)
+        w = torch.sigmoid(self.logit).to(x.dtype) if self.learnable else self._number
+        return x - 2 * w * y
+
+    def _constant(self, p: float, branch: float) -> float:
+        return max(p, branch - p)
+
+    def _weights(self) -> tuple[float, float]:
+        return 1.0, 2 * super()._weights()[1]
 
 
 class Residual(_Residual):
