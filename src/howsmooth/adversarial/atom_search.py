@@ -47,7 +47,10 @@ class Atoms:
 
     @classmethod
     def of(cls, name: str, x: Tensor) -> Atoms | None:
-        """Convert a sequence to atoms, one for each run of equal tokens; None for more than eight runs."""
+        """Convert a sequence of tokens to atoms, one atom for each run of equal tokens.
+
+        The result is None for more than eight runs.
+        """
         points: list[Tensor] = []
         counts: list[int] = []
         for token in x:
@@ -154,7 +157,7 @@ def _search(
 
 @dataclass(frozen=True, eq=False)
 class _Problem:
-    """The numbers of copies of each atom (distinct token), in the form that formulas of the Jacobian need.
+    """How often each distinct token (atom) is repeated, with the factors of the Jacobian that follow.
 
     They stay fixed while a search moves the atoms. ``row_atom`` says which atom each row belongs to.
     ``log_counts`` has the logarithm of how often each row sees each atom. ``row_weight`` and
@@ -169,7 +172,9 @@ class _Problem:
 
     @classmethod
     def of(cls, f: SelfAttention, counts: Sequence[tuple[int, ...]]) -> _Problem:
-        """Compute the weights of the softmax and factors of the Jacobian from each atom's number of copies.
+        """Compute the factors of softmax and Jacobian that depend on the number of copies of each atom.
+
+        An atom is a distinct token of the sequence.
 
         ``counts`` has one tuple of such numbers for each search of a batch. If f is causal, all entries of
         ``counts`` must be equal, and all atoms but the last occur once.
@@ -305,7 +310,7 @@ def _unit(t: Tensor) -> Tensor:
 def _random_atoms(
     f: SelfAttention, length: int, domain: Domain, restarts: int, generator: torch.Generator
 ) -> list[Atoms]:
-    """Return sets of random tokens (atoms) in the domain, each atom with a number of copies.
+    """Return random starts of the search: few distinct tokens (atoms), each with a number of copies.
 
     The numbers of copies come from :func:`_patterns`. There are ``restarts`` sets, or none if ``length`` is
     too small for every pattern.

@@ -189,7 +189,7 @@ def two_heavy_tokens(attention: object, length: int, radius: float, *, head: int
 def constructions(
     attention: object, length: int, radius: float, *, heads: Sequence[int] | None = None
 ) -> list[Construction]:
-    """Return every input that the functions of this module can build for the given heads.
+    """Return all inputs with a large local Lipschitz constant that this library can construct for some heads.
 
     Parameters
     ----------
@@ -224,7 +224,7 @@ def constructions(
 
 
 def _has_tie(head: Head) -> bool:
-    """Tell whether this head allows an input with two equally attended tokens.
+    """Tell whether, for a given head, an input can be built in which two tokens get equal attention.
 
     Such inputs are built by :func:`two_heavy_tokens`. They need d >= 2, scores that are not all zero, and a
     value matrix that is not zero.
@@ -233,7 +233,7 @@ def _has_tie(head: Head) -> bool:
 
 
 class _Give:
-    """A function that makes a :class:`Construction` from heavy and light tokens.
+    """A function that builds a whole sequence from few distinct tokens, and returns a Construction.
 
     The tokens get the attention's dtype and device.
     """

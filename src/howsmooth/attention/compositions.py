@@ -17,7 +17,10 @@ __all__ = ["Compose", "Residual"]
 
 
 class _Around(TokenMap):
-    """Base class of maps that contain an inner map, whose dtype and device they have (Residual, Compose)."""
+    """Base class of maps of tokens that contain another map of tokens, such as a residual connection.
+
+    Dtype and device of the map are those of the inner map.
+    """
 
     inner: TokenMap
 

@@ -95,14 +95,14 @@ class HeadsAttention(TokenMap):
         return f"{kind}, {heads}, {masking}, {projected}"
 
     def _tensors(self) -> dict[str, Tensor]:
-        """Return the parameter tensors that are not None, by name."""
+        """Return the attention's parameters that are set (not None), in a dict by name."""
         given = {name: getattr(self, name) for name in _TENSORS}
         return {name: tensor for name, tensor in given.items() if tensor is not None}
 
     def _arguments(
         self, dtype: torch.dtype | None = None, device: torch.device | str | None = None
     ) -> dict[str, Any]:
-        """Return the arguments that construct a copy in another dtype or on another device."""
+        """Return constructor arguments for a copy of the attention in another dtype or on another device."""
         tensors = {name: t.to(dtype=dtype, device=device) for name, t in self._tensors().items()}
         return tensors | {"scale": self.scale}
 
@@ -128,7 +128,7 @@ class HeadsAttention(TokenMap):
     def _projected(
         self, heads: Float[Tensor, "*batch kv_heads group n value_dim"]
     ) -> Float[Tensor, "*batch n d_out"]:
-        """Return the concatenated heads, multiplied by the output projection if there is one."""
+        """Apply the output projection, if there is one, to the concatenated outputs of the heads."""
         rows = heads.flatten(-4, -3).movedim(-3, -2).flatten(-2)
         if self.output is None:
             return rows

@@ -42,19 +42,19 @@ class _Norm(TokenMap):
 
     @property
     def dtype(self) -> torch.dtype:
-        """Data type of the parameters."""
+        """Data type of the norm layer's parameters."""
         return self.weight.dtype
 
     @property
     def device(self) -> torch.device:
-        """Device of the parameters."""
+        """Device of the norm layer's parameters."""
         return self.weight.device
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}(d={self.d}, eps={self.eps:g})"
 
     def direction_and_length(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the centred tokens that a norm layer divides, and the lengths by which it divides them.
+        """Return the numerators and the denominators by which the norm layer normalises tokens.
 
         The vectors h (..., n, d) are the tokens, centred for LayerNorm. The lengths s = √(|h|² + dε) have
         shape (..., n, 1).

@@ -118,7 +118,7 @@ def proposition_3_4(attention: object, length: int, radius: float) -> Bound:
 
 
 def two_cluster_lower_bound(attention: object, length: int, radius: float) -> Bound:
-    """Bound Lip(f on B_R^n) from below by the Jacobian at two clusters of tokens.
+    """Bound Lip(f on B_R^n) from below by ‖D_X f‖ at tokens X that form two clusters.
 
     The bound is √(n−1) p ‖V(I + (1−p)(z−w)yᵀ)‖. u is a unit eigenvector of A for γ_max or γ_min, X consists
     of z = Ru and n − 1 copies of w = Ru/2 or −Ru, y = Aw + b, and p = 1/(1 + (n−1)e^{−⟨y, z−w⟩}). The larger
@@ -530,7 +530,7 @@ def _log_tie_formula(head: Head, n: int, points: Tie, *, masked: bool) -> float:
 
 
 def _two_clusters(head: Head, radius: float) -> list[OneHeavyToken]:
-    """Return the paper's two-cluster inputs for the largest and the smallest real eigenvalue of A.
+    """Return the paper's two-cluster inputs for the extreme real eigenvalues of the score matrix A.
 
     A is the matrix of the scores. The list is empty if A has no real eigenvalue.
     """

@@ -27,7 +27,7 @@ _LARGE = 96
 
 
 def any_boolean_mask(length: int) -> VisibleRows:
-    """Return the worst rows that a mask can have: bounds computed for them hold for every boolean mask.
+    """Return kinds of mask rows such that bounds for these rows hold under every boolean mask.
 
     The masks may differ between heads. The bounds on a row are largest for rows that see one or two keys, so
     only these two kinds are returned.
@@ -175,25 +175,25 @@ class _Heads:
         )
 
     def squares(self, c: Tensor) -> tuple[Tensor, Tensor]:
-        """Return two upper bounds on ‖Σ_h O_h F_h‖², given bounds ‖F_h‖ <= c_h for each head.
+        """Return two upper bounds on ‖Σ_h W_h V_h F_h‖² for all matrices F_h with ‖F_h‖ <= c_h.
 
-        Here O_h = W_h V_h. The bounds hold for all matrices F_h with ‖F_h‖ <= c_h.
+        The sum is over the heads h, with output maps W_h and value matrices V_h.
         """
         by_grams = torch.einsum("h...,hg,g...->...", c, self.grams, c)
         by_output = self.whole.square() * torch.einsum("h,h...->...", self.values.square(), c.square())
         return by_grams, by_output
 
     def together(self, c: Tensor) -> Tensor:
-        """Return an upper bound on ‖Σ_h O_h F_h‖, given bounds ‖F_h‖ <= c_h for each head.
+        """Return an upper bound on ‖Σ_h W_h V_h F_h‖ for all matrices F_h with ‖F_h‖ <= c_h.
 
-        Here O_h = W_h V_h. The bound holds for all matrices F_h with ‖F_h‖ <= c_h, and is M(c) of
+        The sum is over the heads h, with output maps W_h and value matrices V_h. The bound is M(c) of
         :func:`softmax_layer`.
         """
         by_grams, by_output = self.squares(c)
         return _root(torch.minimum(by_grams, by_output))
 
     def around_mean(self, rows: VisibleRows, rho: Tensor, m: Tensor) -> Tensor:
-        """Bound a part of the Jacobian by splitting each of its rows into the mean and the rest.
+        """Bound a part of the Jacobian by splitting each of its rows into its mean and the deviation from it.
 
         The result is the last term of the second bound of :func:`softmax_layer`,
         √(max_j Σ_{i sees j} (‖O‖²/m_i + M(√(ρ_i − 1/m_i))²)).
@@ -204,7 +204,7 @@ class _Heads:
 
 
 def _grams(maps: Tensor, value: Tensor) -> Tensor:
-    """Return the norms ‖O_hᵀ O_g‖ for all pairs of heads, (heads, heads).
+    """Return the norms ‖(W_h V_h)ᵀ W_g V_g‖ for all pairs h, g of heads, (heads, heads).
 
     Here O_h = W_h V_h. The singular vectors are computed from k × k matrices. The gradient is taken with the
     singular vectors held fixed.
@@ -251,7 +251,7 @@ def _largest(m: Tensor, a: Tensor) -> Tensor:
 
 
 def _each(rows: VisibleRows, weights: Tensor) -> Tensor:
-    """Return, for each head, the largest total weight of the rows that see one key, over all keys.
+    """Add up, for each head and each key, the weights of the queries that see the key; return the maxima.
 
     For weights w_i of the rows it is max_j Σ_{i sees j} w_i.
     """
@@ -306,7 +306,9 @@ def products_norms(
 
 
 def _leading(q_left: Tensor, small: Tensor, q_right: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the leading singular vectors of q_left @ small @ q_rightᵀ from those of the matrix ``small``.
+    """Return the leading singular vectors of a product of matrices, from those of the small middle factor.
+
+    The product is q_left @ small @ q_rightᵀ.
 
     ``q_left`` and ``q_right`` have orthonormal columns. The left vector is zero if the matrix is zero.
     """

@@ -238,7 +238,7 @@ def yudin_theorem_3(attention: object, X: Tensor | None = None) -> Bound:
 
 @dataclass(frozen=True, eq=False)
 class OneHead:
-    """One head at given tokens x_i, with its mask and the products of its score matrix A with the tokens.
+    """One attention head at given tokens x_i, with the mask and the vectors A x_i + b and Aᵀ x_i.
 
     ``y`` has the vectors A x_i + b, and ``transposed`` the vectors Aᵀ x_i.
     """
@@ -251,7 +251,9 @@ class OneHead:
 
     @classmethod
     def at(cls, attention: object, X: object, name: str) -> OneHead:
-        """Return the head of ``attention`` at tokens X, or at the tokens of a site, after checking both.
+        """Check an attention with one head and the tokens X, and return both together.
+
+        For a captured site, the tokens are those of the site unless X is given.
 
         The argument ``name`` is the statement that needs one head; errors mention it.
         """

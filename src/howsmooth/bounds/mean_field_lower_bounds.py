@@ -205,7 +205,7 @@ def proposition_3_6_rate(attention: object, radius: float) -> Bound:
 
 @dataclass(frozen=True)
 class _Case:
-    """The numbers from which a lower bound at a measure with two atoms is computed.
+    """An eigenvalue of the score matrix A, and all else that lower bounds at two atoms depend on.
 
     They belong to an eigenvalue γ of A, the positions of the atoms, and the hypotheses of the bound.
     """
@@ -271,13 +271,13 @@ class _Case:
 
 
 def _shares(log_odds: float) -> tuple[float, float]:
-    """Return the logarithms of 1/(1+e^t) and of 1/(1+e^{−t}) for log odds t."""
+    """Return the logarithms of the two attention weights 1/(1+e^t) and 1/(1+e^{−t}) for log odds t."""
     tail = math.log1p(math.exp(-abs(log_odds)))
     return -max(log_odds, 0.0) - tail, min(log_odds, 0.0) - tail
 
 
 def _log_two_dirac(case: _Case, log_p: float, log_rest: float) -> float:
-    """Return the log of the lower bound at two atoms, without its factor from the value matrix.
+    """Return the log of a lower bound at a measure with two atoms, without the factor of the value matrix.
 
     It is the bound of :func:`two_dirac` without the factor |Vu|.
     """

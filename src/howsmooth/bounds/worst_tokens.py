@@ -131,7 +131,7 @@ def two_cluster_points(head: Head, radius: float, choice: str = "paper") -> OneH
 
 
 def searched_tokens(head: Head, radius: float, *, steps: int = 200) -> list[OneHeavyToken]:
-    """Search the ball for two tokens, one of which attends much more to the other than to itself.
+    """Search the ball for pairs of tokens, of which one gives the other most of its attention.
 
     The one is the light token w, the other the heavy token z. The gap ⟨A w + b, z − w⟩ is maximised locally.
     For a given w the best z is radius · y/|y| with y = A w + b. w is found by projected gradient ascent from

@@ -125,7 +125,7 @@ def _part(
     output: object,
     last_token: bool,
 ) -> Site:
-    """Return a span of blocks or a whole model as a map; the arguments are those of :func:`capture`."""
+    """Capture a span of blocks or a whole model, with the arguments of :func:`capture`."""
     if heads is not None:
         got = f"{heads!r} with scope {scope!r}"
         raise ArgumentError("heads", expected="None unless scope is 'head'", got=got)
@@ -260,7 +260,7 @@ def _verified(model: nn.Module, given: ModelInputs, wanted: _Indices) -> Iterato
 def _layers(
     model: nn.Module, given: ModelInputs, wanted: _Indices
 ) -> Iterator[tuple[int, VerifiedLayer | CaptureError]]:
-    """Yield the index of each wanted layer, with the verified layer or the error of its verification.
+    """Verify the map of each wanted layer; yield the layer's index with the verified layer or an error.
 
     If ``wanted`` is None, layers of cross-attention are left out.
     """

@@ -93,13 +93,13 @@ class ModelParts:
         self._ran = tuple(calls)
 
     def whole(self, output: str, *, last_token: bool = False) -> Site:
-        """Return the map from the embeddings to an output, one of ``howsmooth.scopes.OUTPUTS``."""
+        """Return the map of the whole model, from its embeddings to its hidden states, logits or margin."""
         words = f"from its embeddings to its {_in_words(output, last_token)}"
         start, end, read = self._embeddings(), self._end(output), self.output(output, last_token=last_token)
         return self._site("model", start, end, read, None, None, words)
 
     def output(self, output: str, *, last_token: bool = False) -> Output:
-        """Return what a map reads at the end of a forward pass: the hidden states, the logits or the margin.
+        """Return the kind of output that a map shall have: hidden states, logits or margin.
 
         The hidden states of a model that transformers does not know are the first tensor that it returns.
         """

@@ -18,7 +18,7 @@ _MARGIN = 1e-12
 
 
 def rounded_up(value: float) -> float:
-    """Enlarge a value >= 0, computed by a few float64 operations, to at least their exact result."""
+    """Enlarge a number >= 0 so that rounding in the few float64 operations before cannot make it too small."""
     return value * (1 + _MARGIN)
 
 

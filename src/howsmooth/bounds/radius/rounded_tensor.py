@@ -217,7 +217,7 @@ def _view(func: Any, x: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def _entries_of(x: Rounded, found: Rounded) -> Rounded:
-    """Copy the bounds on single entries' errors from x to a tensor that is made of entries of x."""
+    """Copy bounds on the errors of single entries from x to a tensor made of entries of x."""
     found.relative, found.worst = x.relative, x.worst
     return found
 
@@ -399,7 +399,7 @@ def _joined(func: Any, tensors: Sequence[Tensor], *args: Any, **kwargs: Any) -> 
 
 
 def _elementary(slope: Callable[[Tensor, float], float]) -> Any:
-    """Return the rule that applies a function to each entry; ``slope`` bounds its derivative there."""
+    """Make the rule for rounded tensors of an entrywise function with slopes bounded by ``slope``."""
 
     def rule(func: Any, x: Any) -> Any:
         value = func(plain(x))

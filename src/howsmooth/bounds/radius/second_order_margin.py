@@ -108,7 +108,7 @@ class FirstDerivatives:
         return self.stages[stage].output_adjoint(self.states[stage], self.adjoints[stage + 1])
 
     def quadratic_loss(self, epsilon: float) -> float:
-        """Bound how much gradient g and Hessian H can lower the margin on the ball |δ| ≤ ε.
+        """Bound how much the quadratic polynomial g·δ + ½ δᵀHδ can lower the margin for |δ| ≤ ε.
 
         The maximum of −g·δ − ½ δᵀHδ is at most ½ λ ε² + ½ gᵀ(H + λ)⁻¹g, taken at the best λ.
         """
@@ -123,7 +123,7 @@ class FirstDerivatives:
         return min(value(size * 2.0 ** (-j / 4)) for j in range(-8, 60))
 
     def losses(self, epsilon: float, polynomial: float, found: list[Left]) -> Losses:
-        """Return the lower bound on the margin, after losses to polynomial, remainders and rounding."""
+        """Return a lower bound on the margin, and how much polynomial, remainders and rounding lower it."""
         stages = stage_losses(self, found, epsilon)
         rounding = rounding_loss(self.residuals, [left.shape for left in found], epsilon)
         rounding += self.margin_error + self.gradient_error * epsilon + self.hessian_error * epsilon**2 / 2

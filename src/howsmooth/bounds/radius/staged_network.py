@@ -76,10 +76,10 @@ class Stage:
         return self.map.second(x[:, self.branch], tangents[:, self.branch], pairs)
 
     def push_forms(self, x: Tensor, tangents: Tensor, forms: Tensor, pairs: Pairs) -> tuple[Tensor, Tensor]:
-        """Return the second derivatives of this stage's output as quadratic forms, and what its layer adds.
+        """Return the second derivatives of this stage's output with respect to the network's input.
 
-        The derivatives are with respect to changes of the network's input. The forms have the shape (n',
-        width', p).
+        They are quadratic forms (n', width', p) in the change of the network's input. The second result is
+        the part that the curvature of the stage's own layer adds.
         """
         own = self.second(x, tangents, pairs)
         pushed = self.push(x, forms)
@@ -112,7 +112,7 @@ class Network:
     offset: Tensor
 
     def rounded(self) -> Network:
-        """Return the network with weights that carry bounds on rounding errors through every operation.
+        """Return the same network with weights that record bounds on their own rounding errors.
 
         A weight may differ from the exact one by the rounding of a factor that was multiplied to it.
         """

@@ -204,7 +204,7 @@ def _replayed(
 
 
 def _matrix(trace: LayerTrace, projection: ModuleCall) -> nn.Module:
-    """Return the linear layer that takes the concatenated heads: the projection's module or one inside it."""
+    """Return the linear layer that an output projection applies to the concatenated heads."""
     heads, parts = heads_of(trace), set(projection.module.modules())
     for call in trace.after:
         if heads is not None and call.module in parts and is_linear(call.module) and is_given(call, heads):
@@ -214,7 +214,7 @@ def _matrix(trace: LayerTrace, projection: ModuleCall) -> nn.Module:
 
 
 def _tail(self_attention: SelfAttentionModule, output: AttentionOutput) -> Tail:
-    """Return the place at which a run of the attention module yields the attention's output."""
+    """Return where a run of the attention module yields the attention's output: which argument or output."""
     if output.outside:
         module = copy.deepcopy(output.call.module).requires_grad_(requires_grad=False)
         return Tail(module, width=_width(output.call.inputs, output.call))
@@ -241,7 +241,7 @@ def _heads(trace: LayerTrace) -> int:
 
 
 def _of_one_sequence(softmax: SoftmaxCall) -> SoftmaxCall | None:
-    """Reshape the tensors of a softmax call for one sequence to (1, heads, n, dim).
+    """Reshape the queries, keys or values of one sequence in a softmax call to (1, heads, n, dim).
 
     The result is None if the attention acts within windows of tokens.
     """
@@ -252,7 +252,7 @@ def _of_one_sequence(softmax: SoftmaxCall) -> SoftmaxCall | None:
 
 
 def _common(layer: object, visible: Tensor | None, n: int) -> Tensor | None:
-    """Return the attention mask (n, n) that all heads share; raise CaptureError if their masks differ."""
+    """Return the attention mask (n, n) of all heads; raise CaptureError if the heads' masks differ."""
     if visible is None:
         return None
     each = _by_head(visible, n)

@@ -45,7 +45,7 @@ class Place:
     argument: str = ""
 
     def taken(self, arguments: dict[str, Any]) -> Any:
-        """Return the tokens among the arguments of the call."""
+        """Return the tokens at this place, given the arguments of the module call."""
         return arguments.get(self.argument) if self.argument else first_tokens(arguments)
 
     def __str__(self) -> str:
@@ -91,7 +91,7 @@ class Output:
 
 @dataclass(frozen=True, eq=False)
 class Passage:
-    """A part of a model's forward pass: the place where it starts, where it ends, and what is read there."""
+    """A part of a model's forward pass: where it starts, where it ends, and what is read at its end."""
 
     start: Place
     end: Place
@@ -116,7 +116,7 @@ class _Reached(BaseException):
 
 @contextmanager
 def observed(model: nn.Module, place: Place, see: Callable[[Any], None]) -> Iterator[None]:
-    """Within the context, call ``see`` with the tensor that a forward pass has at a given place."""
+    """Within the context, call the function ``see`` with the tensor at a given place of the forward pass."""
     calls = itertools.count()
 
     def before(module: nn.Module, args: Any, kwargs: Any) -> None:
@@ -242,7 +242,7 @@ class ModelMap(TokenMap):
 
     @property
     def n(self) -> int:
-        """The number of tokens; positions and masks have this length."""
+        """The number of tokens of the captured forward pass, to which positions and masks belong."""
         return self.x.shape[0]
 
     @property
@@ -304,7 +304,7 @@ class ModelMap(TokenMap):
         return torch.stack(members).reshape(*x.shape[:-2], *members[0].shape)
 
     def _run(self, x: Tensor) -> Tensor:
-        """Return the outputs (n_out, d_out) at tokens (n, d)."""
+        """Run the part of the model on tokens (n, d), and return its output (n_out, d_out)."""
         part = self.passage
 
         def reached(value: Any) -> None:

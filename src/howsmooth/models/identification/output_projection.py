@@ -108,7 +108,7 @@ def _outside(
 
 
 def _by_token(call: ModuleCall) -> bool:
-    """Return True if a module, run again on tokens of shape (1, n, d), gives the output that was recorded."""
+    """Return True if a module gives the recorded output again when it runs on tokens of shape (1, n, d)."""
     if call.inputs is None or call.output is None:
         return False
     again = first_tensor(call.module(call.inputs))
@@ -141,7 +141,7 @@ def heads_of(trace: LayerTrace) -> Tensor | None:
 
 
 def is_given(call: ModuleCall, tokens: Tensor | None) -> bool:
-    """Return True if a module has a weight matrix and was called with ``tokens`` as its only argument."""
+    """Return True if a called module has a weight matrix and got ``tokens`` as its only input."""
     matrix = is_linear(call.module) or (call.alone and any(p.ndim > 1 for p in call.module.parameters()))
     if not matrix or call.inputs is None or tokens is None:
         return False
@@ -299,7 +299,7 @@ def _possible_sums_inside(
 
 
 def _is_the_branch(trace: LayerTrace, self_attention: SelfAttentionModule, own: ModuleCall) -> bool:
-    """Return True if the attention module returns the attention without the residual."""
+    """Return True if the attention module returns the attention alone, without adding the residual."""
     if own.output is None:
         return False
     # A residual has the dimension of X, unless the attention module is a whole layer.

@@ -47,7 +47,9 @@ class VerifiedLayer:
         return self.self_attention.replay.tokens()
 
     def sites(self, scope: str, heads: Sequence[int] | slice | None = None) -> list[Site]:
-        """Return the sites of the layer in one scope: one site, or one for each head in scope ``head``.
+        """Return the layer's map for a scope, such as "head", with its tokens, as a list of sites.
+
+        The list has one :class:`Site`, or one for each head in scope ``head``.
 
         ``scope`` says which part of the layer the map covers, such as "head" or "attention".
 
@@ -171,7 +173,7 @@ def _may_be_outputs(norm: LayerNorm | RMSNorm | None, x: Tensor) -> bool:
 
 
 def indices_of(given: Sequence[int] | slice | None, count: int, what: str) -> list[int]:
-    """Turn a selection of layers or heads into a list of non-negative indices, without repetition.
+    """Convert a selection of layers or heads to the list of their indices, without repetition.
 
     None selects all.
 

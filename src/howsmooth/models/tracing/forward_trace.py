@@ -104,7 +104,7 @@ class TracedLayer:
 
     @property
     def modules(self) -> list[nn.Module]:
-        """The modules whose weights are read to identify the layer.
+        """The modules whose weights are read to find out which map the attention layer computes.
 
         They are the modules of the calls, and the norm layers before them.
         """

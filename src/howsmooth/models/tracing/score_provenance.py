@@ -71,7 +71,7 @@ class _Sinks:
 
 @dataclass(frozen=True, slots=True)
 class Opaque:
-    """Marks a tensor that comes from a product, but in a way that softmax attention never uses."""
+    """Marks a tensor that was computed from scores by an operation unknown in softmax attention."""
 
     reason: str  # one phrase
     probabilities: bool = False  # whether it has been through a softmax
@@ -102,7 +102,10 @@ class Scores:
     approximate: bool = False  # an operation was ignored that should change nothing; every row is checked
 
     def moved(self, axes: Axes | None) -> Scores | Opaque:
-        """Return the description of the scores with other axes, or Opaque if the axes are unknown."""
+        """Return the description of the scores after a reshape or permutation to the given axes.
+
+        The result is Opaque if the axes are unknown.
+        """
         return Opaque(_CUT) if axes is None else replace(self, axes=axes)
 
     def rounded(self, dtype: torch.dtype) -> Scores:
@@ -110,7 +113,10 @@ class Scores:
         return replace(self, eps=max(self.eps, torch.finfo(dtype).eps))
 
     def unchanged(self) -> Scores:
-        """Return the description of the scores, marked as approximate: the tracer ignored an operation."""
+        """Return the description of the scores after an operation that is assumed to keep them.
+
+        The description is marked as approximate.
+        """
         return replace(self, approximate=True)
 
     def times(self, number: float) -> Scores | Opaque:

@@ -70,13 +70,13 @@ class ScoreTracer(TorchFunctionMode):
         raise NotImplementedError
 
     def __enter__(self) -> ScoreTracer:
-        """Activate the mode; several activations may be nested."""
+        """Start tracing attention scores; the tracer may be entered again while it is active."""
         self._depth += 1
         super().__enter__()  # type: ignore[no-untyped-call]
         return self
 
     def __exit__(self, *exception: Any) -> None:
-        """Deactivate the mode; the outermost exit also forgets the descriptions of all tensors."""
+        """Stop tracing; the outermost exit also forgets the descriptions of all tensors."""
         super().__exit__(*exception)  # type: ignore[no-untyped-call]
         self._depth -= 1
         if not self._depth:
@@ -124,7 +124,7 @@ def _name(func: Any) -> str:
 
 
 def _mixed(known: Known | None, what: str) -> Opaque | None:
-    """Mark the result of an operation that softmax attention does not have; ``what`` names the operation."""
+    """Describe the result of an operation that softmax attention does not have; ``what`` names it."""
     if known is None or isinstance(known, Opaque):
         return known
     after = isinstance(known, Probabilities)
@@ -141,12 +141,12 @@ class _Applied(NamedTuple):
     result: Tensor
 
     def argument(self, place: int, name: str, default: Any = None) -> Any:
-        """Return an argument of the call, passed by position or by name."""
+        """Return an argument of the torch function's call, passed by position or by name."""
         return self.args[place] if len(self.args) > place else self.kwargs.get(name, default)
 
 
 def _of_one(change: Callable[[Scores | Probabilities, _Applied], Known | None]) -> Rule:
-    """Make the rule of the tracer for a torch function that takes one tensor, such as ``neg``.
+    """Make the rule by which the tracer describes the result of a one-tensor function, such as ``neg``.
 
     ``change`` takes the description of the tensor and the call, and returns the description of the result.
     """
@@ -164,7 +164,7 @@ def _of_one(change: Callable[[Scores | Probabilities, _Applied], Known | None]) 
 
 
 def _each(known: Scores | Probabilities, change: Callable[[Scores], Scores | Opaque]) -> Known:
-    """Apply ``change`` to the description of scores, also of scores inside a softmax."""
+    """Change the description of scores by the function ``change``, also of scores inside a softmax."""
     if isinstance(known, Scores):
         return change(known)
     scores = change(known.scores)
@@ -424,7 +424,7 @@ def _rearrange(tracer: ScoreTracer, func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _mix(tracer: ScoreTracer, func: Any, args: Any, kwargs: Any) -> Any:
-    """Run a function that combines or changes scores, so that its result is no longer attention scores.
+    """Run a function whose result is no attention score any more, although it is computed from scores.
 
     The result is Opaque; after a second such function it is unknown.
     """

@@ -302,7 +302,7 @@ class LipschitzAttention(LipschitzModule):
         return weights
 
     def _log_divisor(self, weights: Weights) -> float:
-        """Return log(bound / constant): the layer divides its output by bound / constant.
+        """Return the log of the number by which the layer divides its output, bound / constant.
 
         This logarithm is computed again only if a weight or a setting of the layer has changed.
         """
@@ -312,18 +312,23 @@ class LipschitzAttention(LipschitzModule):
 
     @property
     def _divisor_key(self) -> tuple[int, float | None, float | None]:
-        """The length, radius and constant of the layer, on which the divisor of the output depends."""
+        """The length, radius and constant of the layer, which fix the number that divides the output.
+
+        The number depends on the weights as well.
+        """
         return self.length, self.radius, self.constant
 
     def _log(self, weights: Weights) -> Tensor:
-        """Return the logarithm of the Lipschitz bound without division, differentiable in the weights.
+        """Return the log of the Lipschitz bound before the layer divides its output, with gradients.
 
         The bound is taken at the layer's length and radius.
         """
         return self._log_bound(self.length, self._bound_radius, weights)
 
     def _log_quotient(self, log_formula: float) -> float:
-        """Return log(bound / constant), with the Lipschitz bound rounded up; raise an error if impossible.
+        """Return log(bound / constant), where the Lipschitz bound is rounded up.
+
+        Raise an error if the bound or the quotient cannot be represented.
 
         ``log_formula`` is the logarithm of the bound before it is rounded up.
         """
@@ -569,7 +574,7 @@ class LipschitzAttention(LipschitzModule):
 
 
 def _beyond(largest: float, radius: float) -> HowsmoothError:
-    """Return the error to raise for tokens with a norm above the radius, or not finite."""
+    """Return the error to raise for input tokens that are not finite, or longer than the layer's radius."""
     if not math.isfinite(largest):
         return NonFiniteError("query", expected="finite numbers", got="NaN or infinity")
     return ArgumentError(

@@ -87,7 +87,7 @@ LogExpression = Callable[[Mapping[str, Tensor]], Tensor]
 
 
 def log_value(expression: LogExpression, weights: Mapping[str, Tensor]) -> float:
-    """Return the logarithm of a layer's bound as a float; inf if products of the weights overflow."""
+    """Return the logarithm of a layer's Lipschitz bound as a float; inf if it overflows."""
     try:
         with torch.no_grad():
             value = float(expression(weights).detach())
@@ -99,7 +99,9 @@ def log_value(expression: LogExpression, weights: Mapping[str, Tensor]) -> float
 def divided(
     log_divisor: float, weights: Mapping[str, Tensor], expression: LogExpression, like: Tensor
 ) -> Tensor:
-    """Return the number 1/divisor by which a layer multiplies its output, differentiable in the weights.
+    """Return the factor of a layer's output that makes the layer's Lipschitz constant the wanted one.
+
+    The factor is 1/divisor, differentiable in the weights.
 
     Parameters
     ----------
@@ -170,7 +172,7 @@ class _Inverse(torch.autograd.Function):
 
     @staticmethod
     def vmap(info: Any, in_dims: tuple[Any, ...], *arguments: Any) -> tuple[Tensor, None]:
-        """Return one factor for a whole torch.func.vmap batch, because the batch shares the weights."""
+        """Return one factor of the output for a whole torch.func.vmap batch, which shares the weights."""
         if any(dim is not None for dim in in_dims):
             raise NotImplementedError("torch.func.vmap over the weights of an attention with a constant")
         result: Tensor = _Inverse.apply(*arguments)  # type: ignore[no-untyped-call]

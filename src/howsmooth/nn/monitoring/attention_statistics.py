@@ -92,7 +92,7 @@ class ScoreStatistics:
 
     @property
     def normalised(self) -> float | None:
-        """The mean entropy relative to uniform attention weights, from 0 to 1.
+        """The mean entropy of the attention weights' rows, divided by the entropy of uniform weights.
 
         It is None if no row sees several keys, or if the attention weights are unknown.
         """

@@ -376,14 +376,14 @@ def _indices(layers: Sequence[int], count: int) -> list[int]:
 
 @dataclass(frozen=True, eq=False)
 class _Padded:
-    """The attention layers of a padded forward pass, to be compared with one sequence without padding."""
+    """The attention layers of a padded forward pass, with which a pass without padding is compared."""
 
     padding: Padding
     places: list[OwnAttention | TracedLayer]
     sequence: int = 0
 
     def check(self, layer: VerifiedLayer | OwnAttention, index: int) -> None:
-        """Raise _Moved unless the layer has the same tokens and output as in the padded pass."""
+        """Raise _Moved if a layer without padding has other tokens or outputs than in the padded pass."""
         place = self.places[index] if index < len(self.places) else None
         if isinstance(layer, OwnAttention):
             same = isinstance(place, OwnAttention) and layer.reproduces(place, self.padding, self.sequence)
@@ -429,7 +429,7 @@ def _read(
 
 
 def _check_finite(place: TracedLayer) -> None:
-    """Raise NonFiniteError if a layer's weights or tokens are not finite; later errors would say less."""
+    """Raise NonFiniteError, which names the cause, if a layer's weights or tokens are not finite."""
     layer = place.layer
     for name, weight in layer.root.named_parameters():
         if not bool(weight.isfinite().all()):

@@ -245,7 +245,7 @@ def leading_singular_value(
 
 
 def begin(pair: Pair, state: Directions, steps: int, first_steps: int, rtol: float) -> tuple[Tensor, Tensor]:
-    """Return the left singular vectors with which a training step starts.
+    """Return the left singular vectors from which a training step starts: stored ones, or random ones.
 
     The vectors come from ``state``, or from a random start for batch indices that have no stored vector. The
     second result contains upper limits of ‖J‖, which are infinite without a random start.

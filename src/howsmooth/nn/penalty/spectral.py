@@ -360,7 +360,10 @@ class _Known(torch.autograd.Function):
 
 
 def _at_real_tokens(f: Callable[[Tensor], Tensor], x: Tensor, real: Tensor | None, t: Tensor) -> Tensor:
-    """Return f at tokens that are ``t`` where ``real`` is 1, and ``x`` at padding; outputs there are zero."""
+    """Apply f to tokens that vary at real tokens only; set the outputs at padding to zero.
+
+    The tokens are ``t`` where ``real`` is 1, and ``x`` at padding.
+    """
     assert real is not None
     y = f(torch.where(real.view(*real.shape, *(1,) * (x.ndim - 2)) > 0, t, x))
     return y * real.view(*real.shape, *(1,) * (y.ndim - 2))
