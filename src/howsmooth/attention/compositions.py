@@ -26,17 +26,17 @@ class _Around(TokenMap):
 
     @property
     def d(self) -> int:
-        """Dimension of an input token."""
+        """Dimension of the map's input tokens."""
         return self.inner.d
 
     @property
     def dtype(self) -> torch.dtype:
-        """Data type of the parameters."""
+        """Data type of the map's parameters."""
         return self.inner.dtype
 
     @property
     def device(self) -> torch.device:
-        """Device of the parameters."""
+        """Device of the map's parameters."""
         return self.inner.device
 
 
@@ -55,7 +55,7 @@ class Residual(_Around):
 
     @property
     def d_out(self) -> int:
-        """Dimension of an output token."""
+        """Dimension of the map's output tokens."""
         return self.inner.d
 
     def describe(self) -> str:
@@ -96,7 +96,7 @@ class Compose(_Around):
 
     @property
     def d_out(self) -> int:
-        """Dimension of an output token."""
+        """Dimension of the map's output tokens."""
         return self.outer.d_out
 
     def describe(self) -> str:

@@ -28,22 +28,22 @@ class TokenMap(abc.ABC):
     @property
     @abc.abstractmethod
     def d(self) -> int:
-        """Dimension of an input token."""
+        """Dimension of the map's input tokens."""
 
     @property
     @abc.abstractmethod
     def d_out(self) -> int:
-        """Dimension of an output token."""
+        """Dimension of the map's output tokens."""
 
     @property
     @abc.abstractmethod
     def dtype(self) -> torch.dtype:
-        """Data type of the parameters."""
+        """Data type of the map's parameters."""
 
     @property
     @abc.abstractmethod
     def device(self) -> torch.device:
-        """Device of the parameters."""
+        """Device of the map's parameters."""
 
     @abc.abstractmethod
     def to(self, *, dtype: torch.dtype | None = None, device: torch.device | str | None = None) -> TokenMap:

@@ -63,22 +63,22 @@ class HeadsAttention(TokenMap):
 
     @property
     def d(self) -> int:
-        """Dimension of an input token."""
+        """Dimension of the map's input tokens."""
         return self.query.shape[2]
 
     @property
     def d_out(self) -> int:
-        """Dimension of an output token."""
+        """Dimension of the map's output tokens."""
         return self.heads * self.value_dim if self.output is None else self.output.shape[0]
 
     @property
     def dtype(self) -> torch.dtype:
-        """Data type of the parameters."""
+        """Data type of the map's parameters."""
         return self.query.dtype
 
     @property
     def device(self) -> torch.device:
-        """Device of the parameters."""
+        """Device of the map's parameters."""
         return self.query.device
 
     def __repr__(self) -> str:

@@ -260,10 +260,8 @@ def row_norm_maximum(a: float) -> float:
 def h_star_maximiser(a: float) -> float:
     """Return the point at which the polynomial with the maximum h*(a) takes this maximum.
 
-    The number h*(a) bounds the norm of a row of attention's Jacobian, see :func:`row_norm_maximum`.
-
-    It is w = 2p − 1 for the p that maximises the polynomial in :func:`row_norm_maximum`. The result is 0 for
-    a > 1e8 or NaN.
+    The polynomial is the one in :func:`row_norm_maximum`, and the result is w = 2p − 1 for the p that
+    maximises it. The result is 0 for a > 1e8 or NaN.
     """
     if a <= 0.5:
         return 1.0

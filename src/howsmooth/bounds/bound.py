@@ -126,8 +126,6 @@ class Bound:
         """The natural logarithm of the bound; infinite if a hypothesis of its theorem fails.
 
         It is then inf for an upper bound and −inf for a lower bound.
-
-        It is inf for an upper bound and −inf for a lower bound whose hypotheses do not all hold.
         """
         if self.holds:
             return self.log_formula

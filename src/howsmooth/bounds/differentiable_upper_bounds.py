@@ -308,9 +308,8 @@ def products_norms(
 def _leading(q_left: Tensor, small: Tensor, q_right: Tensor) -> tuple[Tensor, Tensor]:
     """Return the leading singular vectors of a product of matrices, from those of the small middle factor.
 
-    The product is q_left @ small @ q_rightᵀ.
-
-    ``q_left`` and ``q_right`` have orthonormal columns. The left vector is zero if the matrix is zero.
+    The product is q_left @ small @ q_rightᵀ. ``q_left`` and ``q_right`` have orthonormal columns. The left
+    vector is zero if the matrix is zero.
     """
     u, v = _singular_vectors(small)
     return (q_left @ u[..., None])[..., 0], (q_right @ v[..., None])[..., 0]

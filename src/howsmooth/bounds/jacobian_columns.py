@@ -84,8 +84,6 @@ def log_weights(
 
     The sequence consists of few much attended (heavy) tokens and many copies of one light token.
 
-    The few others, which get much attention, are called heavy.
-
     The first result is the weight of each heavy token (rows, H, c), the second the total weight of all light
     tokens (rows, H). ``log_copies`` is the logarithm of the number of light tokens that each row sees.
     """
@@ -98,9 +96,7 @@ def log_weights(
 def _forms(heads: Sequence[Head], light: Tensor) -> Tensor:
     """Return the vector A w + b of each head for a token w; its products with tokens are the scores of w.
 
-    The token w is the light one, of which there are many copies.
-
-    For the light token w it is A w + b. The vectors are the rows of a matrix (H, d).
+    The token w is the light one, of which there are many copies. The vectors are the rows of a matrix (H, d).
     """
     return torch.stack([head.left @ (head.right @ light) + head.b for head in heads])
 

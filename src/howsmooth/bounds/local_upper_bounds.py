@@ -253,9 +253,8 @@ class OneHead:
     def at(cls, attention: object, X: object, name: str) -> OneHead:
         """Check an attention with one head and the tokens X, and return both together.
 
-        For a captured site, the tokens are those of the site unless X is given.
-
-        The argument ``name`` is the statement that needs one head; errors mention it.
+        For a captured site, the tokens are those of the site unless X is given. The argument ``name`` is the
+        statement that needs one head; errors mention it.
         """
         parameters = parameters_of(attention)
         head = parameters.one_head(name)

@@ -18,7 +18,7 @@ _MARGIN = 1e-12
 
 
 def rounded_up(value: float) -> float:
-    """Enlarge a number >= 0 so that rounding in the few float64 operations before cannot make it too small."""
+    """Enlarge a number >= 0 by more than the rounding errors of a few float64 operations."""
     return value * (1 + _MARGIN)
 
 

@@ -72,7 +72,7 @@ class HeadAt:
 
     @property
     def turn_norm(self) -> float:
-        """Upper bound on the norms of the derivatives T_j of norm and rotation, also with absolute entries."""
+        """Upper bound on the norms of the derivatives T_j of norm and rotation, with signs or without."""
         return 1.0 if self.turns is None else float(_absolute_norms(self.turns).amax())
 
     def key_blocks(self, g: Float[Tensor, "n key_dim key_dim"]) -> Float[Tensor, "n key_dim key_dim"]:
@@ -230,7 +230,7 @@ def _head_at(
 def _weights(
     f: SelfAttention, h: int, q: _Projected, keys: _Projected, visible: Bool[Tensor, "n n"]
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return the attention weights, the weights times the soft cap's derivative, and errors of both.
+    """Return the attention weights, and the weights times the derivative of the soft cap.
 
     Each of the two is followed by bounds on its rounding errors.
     """

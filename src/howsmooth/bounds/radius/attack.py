@@ -30,11 +30,9 @@ def attack_radius(
 ) -> float:
     """Search for the smallest change of the tokens that changes a classifier's answer; return its size.
 
-    The size is infinite if no such change δ is found.
-
-    The answer changes where ⟨functional, logits⟩ + offset ≤ 0. The margin is minimised on spheres of growing
-    radius, from ``first``, along its normalised gradient, then the radius is halved in on. ``norm`` is 2 or
-    infinity.
+    The size is infinite if no such change is found. The answer changes where ⟨functional, logits⟩ + offset ≤
+    0. The margin is minimised on spheres of growing radius, from ``first``, along its normalised gradient,
+    then the radius is halved in on. ``norm`` is 2 or infinity.
     """
     noise = torch.Generator().manual_seed(seed)
     k = injection.shape[2]

@@ -190,7 +190,8 @@ def product_shape(
 ) -> Tensor:
     """Return ellipsoids that contain the changes of a feed-forward layer's outputs.
 
-    The ellipsoids contain W₂ (Σ factor ∘ w + r) for w in ellipsoids (n, m, m) and |r| ≤ ``rest`` entry by entry.
+    The ellipsoids contain W₂ (Σ factor ∘ w + r) for w in ellipsoids (n, m, m) and |r| ≤ ``rest`` entry by
+    entry.
     """
     shapes = []
     for factor, matrix in products:

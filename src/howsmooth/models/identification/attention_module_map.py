@@ -183,22 +183,22 @@ class ReplayedAttention(TokenMap):
 
     @property
     def d(self) -> int:
-        """Dimension of an input token."""
+        """Dimension of the map's input tokens."""
         return self._sizes[0]
 
     @property
     def d_out(self) -> int:
-        """Dimension of an output token."""
+        """Dimension of the map's output tokens."""
         return self._sizes[1]
 
     @property
     def dtype(self) -> torch.dtype:
-        """Data type of the tokens."""
+        """Data type of the map's tokens."""
         return self.layer.call.x.dtype
 
     @property
     def device(self) -> torch.device:
-        """Device of the tokens."""
+        """Device of the map's tokens."""
         return self.layer.call.x.device
 
     def describe(self) -> str:

@@ -247,23 +247,23 @@ class ModelMap(TokenMap):
 
     @property
     def d(self) -> int:
-        """Dimension of an input token."""
+        """Dimension of the map's input tokens."""
         return self.x.shape[1]
 
     @cached_property
     def d_out(self) -> int:
-        """Dimension of an output token."""
+        """Dimension of the map's output tokens."""
         with torch.no_grad():
             return self._run(self.x).shape[-1]
 
     @property
     def dtype(self) -> torch.dtype:
-        """Data type of the weights and tokens."""
+        """Data type of the map's weights and tokens."""
         return self.x.dtype
 
     @property
     def device(self) -> torch.device:
-        """Device of the weights and tokens."""
+        """Device of the map's weights and tokens."""
         return self.x.device
 
     def reading(self, output: Output) -> ModelMap:

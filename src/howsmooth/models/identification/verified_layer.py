@@ -49,9 +49,8 @@ class VerifiedLayer:
     def sites(self, scope: str, heads: Sequence[int] | slice | None = None) -> list[Site]:
         """Return the layer's map for a scope, such as "head", with its tokens, as a list of sites.
 
-        The list has one :class:`Site`, or one for each head in scope ``head``.
-
-        ``scope`` says which part of the layer the map covers, such as "head" or "attention".
+        The list has one :class:`Site`, or one for each head in scope ``head``. ``scope`` says which part of
+        the layer the map covers, such as "head" or "attention".
 
         Raises
         ------

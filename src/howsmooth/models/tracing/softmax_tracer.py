@@ -110,8 +110,6 @@ class SoftmaxTracer(ScoreTracer):
         """Return the output of ``scaled_dot_product_attention``, or an output that replaces it.
 
         The callback ``on_softmax`` gives the replacement.
-
-        A fused attention is a call of ``scaled_dot_product_attention``.
         """
         query, key, value = given["query"], given["key"], given["value"]
         if any(t.is_nested for t in (query, key, value)) or min(t.ndim for t in (query, key, value)) < 2:

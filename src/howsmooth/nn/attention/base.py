@@ -312,10 +312,7 @@ class LipschitzAttention(LipschitzModule):
 
     @property
     def _divisor_key(self) -> tuple[int, float | None, float | None]:
-        """The length, radius and constant of the layer, which fix the number that divides the output.
-
-        The number depends on the weights as well.
-        """
+        """The layer's length, radius and constant: with the weights, they fix the output's divisor."""
         return self.length, self.radius, self.constant
 
     def _log(self, weights: Weights) -> Tensor:
@@ -327,8 +324,6 @@ class LipschitzAttention(LipschitzModule):
 
     def _log_quotient(self, log_formula: float) -> float:
         """Return log(bound / constant), where the Lipschitz bound is rounded up.
-
-        Raise an error if the bound or the quotient cannot be represented.
 
         ``log_formula`` is the logarithm of the bound before it is rounded up.
         """
@@ -554,7 +549,10 @@ class LipschitzAttention(LipschitzModule):
         return self._map(weights, scale)
 
     def settings(self) -> dict[str, Any]:
-        """Return the arguments of the constructor, without device and dtype, as JSON values."""
+        """Return the arguments with which the layer was constructed, as JSON values.
+
+        Device and dtype are not among them.
+        """
         return {
             "embed_dim": self.embed_dim,
             "num_heads": self.num_heads,
@@ -568,7 +566,7 @@ class LipschitzAttention(LipschitzModule):
         }
 
     def extra_repr(self) -> str:
-        """Return the constructor's arguments as text for ``repr``."""
+        """Return the module's constructor arguments as text for ``repr``."""
         shown = {k: v for k, v in self.settings().items() if not isinstance(v, list)}
         return ", ".join(f"{name}={value!r}" for name, value in shown.items())
 
@@ -586,7 +584,10 @@ def _beyond(largest: float, radius: float) -> HowsmoothError:
 
 
 def _remember_divisor(layer: LipschitzAttention, keys: object = None) -> None:
-    """In evaluation mode, compute and keep the layer's divisor, for graphs that are recorded later."""
+    """Compute and keep the number by which a layer in evaluation mode divides its output.
+
+    Graphs that torch.export records later cannot compute this number.
+    """
     weights = layer._weights()
     if layer.training or layer.constant is None or any(weight.is_meta for weight in weights.values()):
         return

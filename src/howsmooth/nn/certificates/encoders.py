@@ -20,10 +20,9 @@ _ACTIVATIONS = {nn.functional.relu: nn.ReLU, nn.functional.gelu: nn.GELU}
 def encoder_layer(layer: nn.Module, length: int) -> nn.Sequential | str:
     """Rewrite PyTorch's encoder layer as a Sequential of modules with known Lipschitz constants.
 
-    Masks and dropout are left out.
-
-    The modules are the layer's own, except that the attention is a copy. They keep the names that they have
-    in the layer. If the layer cannot be rewritten, the function returns a string with the reason.
+    Masks and dropout are left out. The modules are the layer's own, except that the attention is a copy. They
+    keep the names that they have in the layer. If the layer cannot be rewritten, the function returns a
+    string with the reason.
     """
     assert isinstance(layer, nn.TransformerEncoderLayer)
     if type(layer.self_attn) is not nn.MultiheadAttention or "forward" in vars(layer.self_attn):

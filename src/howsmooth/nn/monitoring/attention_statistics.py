@@ -92,7 +92,7 @@ class ScoreStatistics:
 
     @property
     def normalised(self) -> float | None:
-        """The mean entropy of the attention weights' rows, divided by the entropy of uniform weights.
+        """The mean over rows of their entropy divided by the entropy of uniform attention weights.
 
         It is None if no row sees several keys, or if the attention weights are unknown.
         """

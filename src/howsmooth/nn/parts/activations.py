@@ -53,11 +53,11 @@ class GroupSort(LipschitzModule):
         return check_ball(radius)
 
     def settings(self) -> dict[str, Any]:
-        """Return the arguments of the constructor."""
+        """Return the arguments with which this module was constructed, as JSON values."""
         return {"group_size": self.group_size}
 
     def extra_repr(self) -> str:
-        """Return the constructor's arguments as text for ``repr``."""
+        """Return the module's constructor arguments as text for ``repr``."""
         return f"group_size={self.group_size}"
 
 
@@ -68,5 +68,5 @@ class MaxMin(GroupSort):
         super().__init__(2)
 
     def settings(self) -> dict[str, Any]:
-        """Return the arguments of the constructor."""
+        """Return the arguments with which this module was constructed, as JSON values."""
         return {}
