@@ -16,9 +16,9 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from howsmooth.adversarial.atom_search import Atoms, AtomSearch, can_search_atoms, search_atoms
 from howsmooth.adversarial.constructions import Construction, constructions
 from howsmooth.adversarial.domains import Around, Ball, Domain, Ellipsoid
+from howsmooth.adversarial.repeated_token_search import Atoms, AtomSearch, can_search_atoms, search_atoms
 from howsmooth.attention import Residual, SelfAttention, TokenMap
 from howsmooth.attention.preconditions import require_formula
 from howsmooth.attention.staged import StagedAttention

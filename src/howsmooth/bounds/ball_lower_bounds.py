@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from howsmooth.bounds.bound import Bound, Hypothesis, Quantity, check_length, check_radius
-from howsmooth.bounds.jacobian_columns import (
+from howsmooth.bounds.jacobian_column_lower_bounds import (
     MOST_ROWS,
     log_column_norm,
     log_integer,

@@ -15,7 +15,6 @@ from howsmooth.errors import ArgumentError
 from howsmooth.jacobian.autodiff import one_backend
 from howsmooth.lipschitz import LipschitzEstimate, local_lipschitz
 from howsmooth.nn.penalty.call_recorder import Call, Recorder, attention_layers
-from howsmooth.nn.penalty.directions import Directions
 from howsmooth.nn.penalty.layer_replica import drawing_nothing, replica
 from howsmooth.nn.penalty.report import LayerReport, PenaltyReport
 from howsmooth.nn.penalty.singular_value import (
@@ -26,6 +25,7 @@ from howsmooth.nn.penalty.singular_value import (
     relative_residual,
     unit,
 )
+from howsmooth.nn.penalty.singular_vectors import Directions
 
 __all__ = ["SpectralPenalty"]
 
