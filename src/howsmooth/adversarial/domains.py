@@ -1,4 +1,4 @@
-"""Sets of inputs that a search for large constants stays in: balls, and outputs of norm layers.
+"""Sets of inputs to which a search for large constants is limited: balls, and outputs of norm layers.
 
 Each domain has coordinates in which it is a ball or a product of balls. Steps of the ascent are made in
 these coordinates. For Ball and Around they are the tokens themselves.
@@ -44,7 +44,7 @@ class Domain(abc.ABC):
 
     @abc.abstractmethod
     def random(self, generator: torch.Generator, n: int, d: int) -> Float[Tensor, "n d"]:
-        """Return random tokens in the domain, float64 on the CPU."""
+        """Return random tokens from this set of inputs, in float64 on the CPU."""
 
     def coordinates(self, x: Tensor) -> Tensor:
         """Return the coordinates of tokens x (..., n, d); an ascent varies these and not the tokens.
@@ -62,14 +62,14 @@ class Domain(abc.ABC):
         return gradient
 
     def project(self, X: Tensor) -> Tensor:
-        """Return the tokens X (..., n, d) moved into the domain.
+        """Move tokens X (..., n, d) into this set of inputs.
 
         Each goes to the nearest point of the domain, where distance is measured in coordinates.
         """
         return self.tokens(self.project_coordinates(self.coordinates(X)))
 
     def contains(self, X: Tensor, tol: float = 1e-9) -> bool:
-        """Tell whether the tokens X lie in the domain, up to a tolerance.
+        """Tell whether the tokens X lie in this set of inputs, up to a tolerance.
 
         The tolerance is ``tol`` times the largest entry of X, or times the domain's radius if that is larger.
         """

@@ -66,7 +66,7 @@ class Atoms:
 
 @dataclass(frozen=True, eq=False)
 class AtomSearch:
-    """The result of :func:`search_atoms`: the best atoms of each restart and the Jacobian's norm there.
+    """The result of :func:`search_atoms`: the best inputs of each restart, and lower bounds on ‖D_X f‖ there.
 
     Attributes
     ----------
@@ -209,7 +209,7 @@ class _Problem:
 
 
 def _pairing(f: SelfAttention, problem: _Problem, x: Tensor, u: Tensor, v: Tensor) -> Tensor:
-    """Return the number ⟨u, J v⟩, where J is the Jacobian of attention at the given atoms.
+    """Return ⟨u, J v⟩, where J is the Jacobian of attention at given distinct tokens (atoms).
 
     The search makes it large by moving the atoms. Each set of atoms in a batch has one value. J is the
     Jacobian of ``f`` at atoms x, with rows and columns scaled by the weights of ``problem``. Shapes are x and
@@ -326,7 +326,7 @@ def _random_atoms(
 
 
 def _patterns(n: int, *, causal: bool) -> list[tuple[int, ...]]:
-    """List the numbers of copies of each atom that are searched, as tuples with sum n.
+    """List how often each distinct token (atom) may occur in a sequence of n tokens, as tuples with sum n.
 
     Atoms with few copies come first in each tuple.
     """

@@ -99,7 +99,7 @@ class ScoreFeatures:
         return ScoreFeatures(self.softcap, _block(self.bias, *place), sinks, _block(self.seen, *place))
 
     def applied(self, scores: Float[Tensor, "*lead m n"]) -> Float[Tensor, "*lead m n"]:
-        """Return the scores after soft cap and bias, with −∞ where a key is not seen."""
+        """Return the scores after soft cap and bias, with −∞ where the key is hidden from the query."""
         if self.softcap is not None:
             scores = self.softcap * torch.tanh(scores / self.softcap)
         if self.bias is not None:

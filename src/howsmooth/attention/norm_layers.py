@@ -69,7 +69,7 @@ class _Norm(TokenMap):
 
 
 class LayerNorm(_Norm):
-    """LayerNorm of each token, over its d entries.
+    """The LayerNorm of each token, as a map of tokens.
 
     Parameters
     ----------
@@ -96,7 +96,7 @@ class LayerNorm(_Norm):
 
 
 class RMSNorm(_Norm):
-    """RMSNorm of each token, over its d entries.
+    """The RMSNorm of each token, as a map of tokens.
 
     Parameters
     ----------

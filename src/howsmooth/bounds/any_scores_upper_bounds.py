@@ -1,4 +1,4 @@
-"""An upper bound on a ball for attention with any scores: rotary positions, norms, biases, caps, sinks.
+"""An upper bound on a ball for softmax attention with rotary positions, norms, biases, caps or sinks.
 
 The norms are those of queries and keys, the biases are added to the scores, and every mask is allowed. Proof:
 documentation page "Bounds for the scores of today's models".

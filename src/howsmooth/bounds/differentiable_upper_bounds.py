@@ -144,7 +144,7 @@ def softmax_output_radius(
 
 @dataclass(frozen=True, eq=False)
 class _Heads:
-    """Norms of the heads' output and value maps, from which norms of sums over heads are bounded.
+    """Norms of the heads' output and value matrices, from which norms of sums over heads are bounded.
 
     W_h V_h is called O_h.
 
@@ -243,7 +243,7 @@ def _several(rows: VisibleRows, m: Tensor) -> Tensor:
 
 
 def _largest(m: Tensor, a: Tensor) -> Tensor:
-    """Return the largest attention weight that m scores in [−a, a] allow, (heads, rows).
+    """Return the largest attention weight that m scores in [−a, a] can give, (heads, rows).
 
     It is 1/(1 + (m−1)e^{−2a}).
     """
@@ -274,7 +274,7 @@ def _h_star(a: Tensor) -> Tensor:
 def _normalised(
     weight: Tensor, bias: Tensor | None, radius: float, eps: float
 ) -> tuple[Float[Tensor, "heads"], Float[Tensor, "heads"]]:
-    """Bound each head's norm ‖Q‖ (or ‖K‖), and the lengths of its normalised queries (or keys).
+    """Bound, for each head, the norm of a query or key matrix, and the lengths of normalised queries or keys.
 
     The second result bounds the norm of a query (or key) of tokens in the ball, normalised with ``eps``.
     """

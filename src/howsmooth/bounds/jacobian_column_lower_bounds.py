@@ -102,7 +102,7 @@ def _forms(heads: Sequence[Head], light: Tensor) -> Tensor:
 
 
 def _same_gram(table: Tensor) -> Tensor:
-    """Return a matrix of few rows whose Gram matrix nearly equals that of ``table`` and is never larger."""
+    """Compress a matrix to few rows such that its Gram matrix stays nearly the same and never grows."""
     if len(table) == 1:
         return table
     factor = torch.linalg.qr(table, mode="r").R

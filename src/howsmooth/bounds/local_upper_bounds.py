@@ -130,7 +130,7 @@ def diameter_upper_bound(attention: object, X: Tensor | None = None) -> Bound:
 
 
 def covariance_upper_bound(attention: object, X: Tensor | None = None) -> Bound:
-    """Bound ‖D_X f‖ of one head at given tokens by a step in the proof of Theorem 3.3.
+    """Bound ‖D_X f‖ of one head by covariances of the given tokens, as in the proof of Theorem 3.3.
 
     The bound is √3 ‖V‖ (max_i ‖C_i A‖² + n r² max_i |A x_i + b|² + n)^½, the step of the proof of Theorem 3.3
     before the radius R replaces the tokens. C_i and m_i are the covariance and the mean of the tokens under

@@ -259,7 +259,7 @@ def _gap(head: Head, w: Tensor, radius: float) -> Tensor:
 
 
 def _starts(head: Head, count: int = 3) -> Tensor:
-    """Return the directions from which a local search for the worst light token starts.
+    """Return the directions from which a local search for the worst little attended (light) token starts.
 
     They are unit vectors. Among them are directions where |Aw| is large or ⟨Aw, w⟩ is small, and eigenvectors
     of A.

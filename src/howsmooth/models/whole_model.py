@@ -227,7 +227,7 @@ class ModelParts:
         )
 
     def _map(self, passage: Passage, runs: list[_Run], x: Tensor, depth: int) -> tuple[ModelMap, str | None]:
-        """Return the map of a part, and the first attention implementation with which the map is verified."""
+        """Return the verified map of a part of the model, and the attention implementation it runs with."""
         dtype, device = computing_dtype(self.model), device_of(self.model)
         refused: list[str] = []
         for attention in _attentions(self.model, x.shape[1]):

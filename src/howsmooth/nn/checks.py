@@ -99,7 +99,7 @@ def check_tokens(
 def require(
     t: Tensor, good: Callable[[Tensor], Tensor], error: Callable[[Tensor], HowsmoothError], words: str
 ) -> None:
-    """Raise ``error(t)`` unless ``good(t)`` is True in all entries, also within torch.func.vmap.
+    """Raise an error if a condition fails in any entry of a tensor, also within torch.func.vmap.
 
     Inside vmap, the values of a single member cannot be read in Python. There ``good`` and ``error`` get the
     values of all members, stacked along a first axis. A graph that torch.compile or torch.export records has

@@ -84,9 +84,7 @@ def sandwich(
 
 
 def diagonal_norms(at: HeadsAt, rule: Rule = "cholesky", guess: Float[Tensor, ""] | None = None) -> Enclosed:
-    """Bound the block-diagonal part of the Jacobian, through which each token's query moves.
-
-    The result bounds the norm max_i ‖Σ_h W_h F_i^h Q_h‖ with the factors F_i^h of :class:`HeadAt`.
+    """Bound the block-diagonal part of the Jacobian, which comes from the derivative of the queries.
 
     This norm is max_i ‖Σ_h W_h F_i^h Q_h‖ with the factors F_i^h of :class:`HeadAt`.
     """

@@ -1,4 +1,4 @@
-"""The float64 weights, values and queries of each head, with proved bounds on their rounding errors.
+"""The attention weights, values and queries of heads in float64, with proved bounds on their rounding.
 
 The Jacobian of one head, before its output map, is
 
@@ -110,7 +110,7 @@ def row_blocks(n: int, width: int) -> list[slice]:
 
 
 def heads_at(f: SelfAttention, x: Float[Tensor, "n d"]) -> HeadsAt:
-    """Return the weights, values and queries of all heads of ``f`` at tokens ``x``.
+    """Return the attention weights, values and queries of all heads of ``f`` at tokens ``x``.
 
     ``f`` must be in float64 on the CPU, and ``x`` in float64.
 

@@ -19,7 +19,7 @@ __all__ = ["Errors", "PartialJacobians", "Source", "partial_jacobians"]
 
 @dataclass(frozen=True, eq=False)
 class Source:
-    """The Jacobian of the state at a later point of a network with respect to one stage's output.
+    """The Jacobian of the activations at a later point of a network with respect to one stage's output.
 
     It has the shape (n, width, n_s, d_s); or (n, width, d_s) where every token depends on itself alone.
     ``error`` bounds the rounding error of its last step, as a Frobenius norm.

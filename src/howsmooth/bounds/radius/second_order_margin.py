@@ -149,7 +149,7 @@ class SecondOrder:
         offset: Tensor | float,
         jacobians: PartialJacobians | None = None,
     ) -> None:
-        """Expand the margin at tokens x (n, d), which a change δ turns into x + ``injection`` @ δ.
+        """Expand the margin to second order around tokens x (n, d), which become x + ``injection`` @ δ.
 
         ``injection`` has the shape (n, d, k); ``jacobians`` are the partial Jacobians at x, if they are
         known.
@@ -208,7 +208,9 @@ def stage_losses(first: FirstDerivatives, found: list[Left], epsilon: float) -> 
 
 
 def _narrow(matrices: Tensor) -> tuple[Tensor, Tensor]:
-    """Replace wide matrices A (n, d, k) by matrices B of at most d columns with A Aᵀ ≤ B Bᵀ + s I.
+    """Compress matrices A with many columns to matrices B with few, such that A Aᵀ ≤ B Bᵀ + s I.
+
+    The matrices A have the shape (n, d, k), and B at most d columns.
 
     The results are B and the numbers s (n,).
     """

@@ -130,7 +130,7 @@ class Activation(NamedTuple):
         return along(function, self.slopes[order], z)
 
     def beyond(self, order: int, z: Tensor, width: Tensor) -> Tensor:
-        """Bound the distance of φ to its Taylor polynomial at z on the interval [z − width, z + width].
+        """Bound the error of the activation's Taylor polynomial at z on the interval [z − width, z + width].
 
         The polynomial has the degree ``order``, which is 2, 3 or 4.
         """

@@ -409,7 +409,7 @@ class _Tensors:
         return gram(found.movedim(1, 0)).sum(0)
 
     def crossed(self) -> Callable[[Tensor], Tensor]:
-        """Return a function that bounds attention's second derivative along δ and along errors of the tokens.
+        """Return a function that bounds attention's second derivative along δ and along the tokens' errors.
 
         It maps ellipsoids of the errors x to ellipsoids of D²F[Gδ, x] over all |δ| ≤ 1, for each row.
 

@@ -286,7 +286,7 @@ def matching_columns(
 
 
 def _rotary(trace: LayerTrace, query: Tensor) -> Rotary | None:
-    """Return the rotary positions from the layer's argument ``position_embeddings``.
+    """Read rotary positions (tables of cosines and sines) from a layer's ``position_embeddings``.
 
     None if the argument is not a pair of tables cos and sin whose two halves of columns are equal.
     """

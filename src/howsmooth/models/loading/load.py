@@ -245,7 +245,7 @@ def _config(place: Place) -> Any:
 
 
 def _class_with_head(place: Place, config: Any) -> Any:
-    """Return the class of transformers that a configuration names as the model with its head."""
+    """Return the model class with task head that a transformers configuration names."""
     names = getattr(config, "architectures", None) or ()
     found = next((getattr(transformers, name) for name in names if hasattr(transformers, name)), None)
     if not (isinstance(found, type) and issubclass(found, PreTrainedModel)):
@@ -375,7 +375,7 @@ def _layers(
 def _check_encoder(
     place: Place, model: nn.Module, modality: str, layers: list[AttentionLayer], obstacle: str
 ) -> None:
-    """Raise unless the model takes text, has attention layers, and none of them is causal."""
+    """Raise an error unless the model takes text, has attention layers, and none of them is causal."""
     kind = type(model).__name__
     if not layers:
         raise CaptureError(obstacle)

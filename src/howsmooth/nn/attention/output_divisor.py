@@ -50,7 +50,7 @@ class Remembered:
         return self._value
 
     def _keep(self, weight: Tensor) -> None:
-        """Store a copy of one weight, and the computed number as a tensor that recorded graphs can hold."""
+        """Store a copy of one weight, and the computed number as a tensor for recorded graphs."""
         self._weights += (weight.clone(),)
         self._number = torch.tensor(self._value, dtype=torch.float64)
 
@@ -127,7 +127,7 @@ def divided(
 
 
 class _Inverse(torch.autograd.Function):
-    """Autograd function for the factor 1/divisor of a layer's output.
+    """The autograd function of the factor by which a layer multiplies its output, 1/divisor.
 
     Its gradient is computed from log divisor: it is −1/divisor times the gradient of log divisor.
     """

@@ -93,7 +93,7 @@ class _Part:
 
 @dataclass(eq=False)
 class Readings:
-    """Where layers were read and how padding was removed, stored for the next measurement."""
+    """What one measurement keeps for the next: where layers are read, and how padding is removed."""
 
     #: By probe input, and sequence of a padded one: the layers' indices and how to read each next time.
     layers: dict[tuple[int, int], list[tuple[int, Reading | int]]] = field(default_factory=dict)
@@ -332,7 +332,7 @@ def _captured(
 def _read_again(
     model: nn.Module, given: ModelInputs, known: list[tuple[int, Reading | int]], scope: str
 ) -> Iterator[tuple[int, _Layer]]:
-    """Run the model, and yield each layer, read where the last measurement found it.
+    """Run the model, and yield its attention layers, read at the places that the last measurement found.
 
     Stop at the first layer that can no longer be read there.
     """
@@ -401,7 +401,7 @@ def _read(
     scope: str,
     padded: Callable[[], _Padded] | None,
 ) -> _Layer:
-    """Read a layer as a map with its tokens; an exception is stored in the result instead of being raised."""
+    """Read one attention layer as a map with its tokens, or store the exception in the result."""
     began = time.process_time()
     try:
         if isinstance(place, OwnAttention):

@@ -202,7 +202,7 @@ class SpectralLinear(_ConstrainedLinear):
 
     @torch.no_grad()
     def settle(self) -> None:
-        """Make the weight's spectral norm 1 up to rounding, by an exact estimate of its singular vectors.
+        """Make the weight's spectral norm 1 up to rounding, by computing its singular vectors exactly.
 
         For this, the estimates of the leading singular vectors are replaced by the result of an SVD.
         """
