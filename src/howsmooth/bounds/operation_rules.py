@@ -28,7 +28,7 @@ aten = torch.ops.aten
 
 
 class NoRuleError(Exception):
-    """Raised for an operation that has no rule; the message names the operation."""
+    """Raised for a PyTorch operation whose result no rule can bound; the message names the operation."""
 
 
 @dataclass(frozen=True, eq=False)

@@ -252,7 +252,7 @@ class SiteLike(Protocol):
 
     @property
     def map(self) -> object:
-        """The map of the model that was captured."""
+        """The captured map of the model."""
 
     @property
     def x(self) -> Tensor:

@@ -9,6 +9,7 @@ from dataclasses import replace
 from torch import Tensor, nn
 
 from howsmooth.errors import ArgumentError, CaptureError
+from howsmooth.models.captured_site import Site
 from howsmooth.models.float32_weights import weights_in_memory
 from howsmooth.models.identification.non_softmax_layers import NO_SOFTMAX, NonSoftmaxTracer
 from howsmooth.models.identification.self_attention_module import CrossAttention
@@ -17,7 +18,6 @@ from howsmooth.models.inputs.model_inputs import ModelInputs, model_inputs
 from howsmooth.models.loading.load import LoadedModel
 from howsmooth.models.measurement_mode import implementation, measurement_mode
 from howsmooth.models.padded_sequences import Padding, padding_of, reproduces, without_padding
-from howsmooth.models.site import Site
 from howsmooth.models.tracing.forward_trace import trace_forward_pass
 from howsmooth.models.tracing.layer_trace import AttentionLayer
 from howsmooth.models.whole_model import ModelParts

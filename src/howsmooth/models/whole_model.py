@@ -20,6 +20,7 @@ from transformers import PreTrainedModel
 from howsmooth.errors import ArgumentError, CaptureError, HowsmoothError, reason
 from howsmooth.functional import register
 from howsmooth.jacobian.autodiff import moved_by_rounding
+from howsmooth.models.captured_site import Site
 from howsmooth.models.float32_weights import computing_dtype, device_of, stored_dtype
 from howsmooth.models.identification.model_map import (
     ModelMap,
@@ -36,7 +37,6 @@ from howsmooth.models.identification.verification import notice_downcasts
 from howsmooth.models.inputs.model_inputs import ModelInputs, embedding_of, takes_decoder_ids
 from howsmooth.models.measurement_mode import implementation
 from howsmooth.models.padded_sequences import Padding, padding_of, without_padding
-from howsmooth.models.site import Site
 from howsmooth.models.tolerance import precision, relative_error, tolerance
 from howsmooth.models.tracing.forward_trace import StopForward, run, trace_forward_pass
 from howsmooth.models.tracing.layer_trace import AttentionLayer

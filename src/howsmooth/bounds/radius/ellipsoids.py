@@ -103,7 +103,7 @@ def product(*shapes: Float[Tensor, "*batch d d"]) -> Float[Tensor, "*batch d d"]
 def mixture(
     weights: Float[Tensor, "heads rows n"], shapes: Float[Tensor, "heads n d d"]
 ) -> Float[Tensor, "heads rows d d"]:
-    """Return the ellipsoids whose matrices are the sums Σ_j w_ij U_j, for nonnegative weights w_ij."""
+    """Return ellipsoids whose matrices are sums Σ_j w_ij U_j of given matrices, for weights w_ij ≥ 0."""
     found = torch.einsum("hij,hjop->hiop", weights, shapes)
     return _enlarged(found, gamma(weights.shape[2] + _MORE) * _traces(found))
 

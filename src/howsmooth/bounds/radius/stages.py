@@ -171,7 +171,7 @@ def _largest(function: Callable[[Tensor], Tensor], extrema: tuple[float, ...]) -
 
 
 def _both(*squares: float) -> tuple[float, ...]:
-    """Return the positive and the negative square root of each given number."""
+    """Return both square roots of each given number, the positive and the negative one."""
     return tuple(sign * math.sqrt(square) for square in squares for sign in (1, -1))
 
 

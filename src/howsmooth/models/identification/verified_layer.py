@@ -11,6 +11,7 @@ from torch import Tensor
 
 from howsmooth.attention import LayerNorm, Residual, RMSNorm, TokenMap
 from howsmooth.errors import ArgumentError, CaptureError, HowsmoothError
+from howsmooth.models.captured_site import Site
 from howsmooth.models.identification.block_arrangement import Block, read_block, token_norm
 from howsmooth.models.identification.isolated_layer_trace import trace_layer, whole_layer
 from howsmooth.models.identification.map_hypotheses import Hypothesis, hypotheses
@@ -21,7 +22,6 @@ from howsmooth.models.identification.self_attention_module import (
     first_line,
 )
 from howsmooth.models.identification.verification import verify, verify_block
-from howsmooth.models.site import Site
 from howsmooth.models.tolerance import precision
 from howsmooth.models.tracing.forward_trace import TracedLayer
 from howsmooth.models.tracing.module_replay import ModuleReplay

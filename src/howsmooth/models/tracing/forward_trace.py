@@ -256,7 +256,10 @@ class _ForwardTracer:
                 raise StopForward
 
     def on_softmax(self, softmax: SoftmaxCall) -> None:
-        """Record a softmax of the innermost running module; the first softmax of each call begins a layer."""
+        """Record a softmax attention, with the modules that are running around it.
+
+        The first softmax in a call of a module starts the record of an attention layer.
+        """
         if not self.stack:
             return
         innermost = self.stack[-1]

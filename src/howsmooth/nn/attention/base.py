@@ -312,7 +312,7 @@ class LipschitzAttention(LipschitzModule):
 
     @property
     def _divisor_key(self) -> tuple[int, float | None, float | None]:
-        """The layer's length, radius and constant: with the weights, they fix the output's divisor."""
+        """The layer's length, radius and constant, on which the scaling of its output depends."""
         return self.length, self.radius, self.constant
 
     def _log(self, weights: Weights) -> Tensor:
@@ -429,7 +429,7 @@ class LipschitzAttention(LipschitzModule):
         return output, shown if need_weights else None
 
     def _inverse(self, weights: dict[str, Tensor], like: Tensor) -> Tensor:
-        """Return the number by which the layer multiplies its output to get the wanted Lipschitz constant.
+        """Return the factor that scales the layer's output to the wanted Lipschitz constant.
 
         This number is constant / bound, differentiable in the weights, with the dtype and device of ``like``.
         """

@@ -1,4 +1,4 @@
-"""Follow constants and token norms through the operations of a model with a ``forward`` of its own.
+"""Follow Lipschitz constants and token norms through the operations of a model's own ``forward``.
 
 ``torch.fx`` records the operations, one run on an example gives all shapes, and each operation on tokens
 has a rule here or is refused by name. Operations on anything else, such as shapes, are carried out.
@@ -270,7 +270,7 @@ class _Follower(fx.Interpreter):
         return found
 
     def _of_images(self, module: nn.Module, path: str, state: _State, value: Any) -> _State | str:
-        """Return the bounds on image patches that a convolution without overlap maps linearly."""
+        """Bound the patches of images, or the outputs of a convolution that maps disjoint patches to tokens."""
         if self.rows:
             return "cuts the images a second time, perhaps into other patches than those of the radius"
         if isinstance(module, Patches):
