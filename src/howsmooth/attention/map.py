@@ -102,7 +102,7 @@ class AbstractMeasure(abc.ABC):
     @property
     @abc.abstractmethod
     def d(self) -> int:
-        """Dimension of a token."""
+        """Dimension of the tokens, which are the points of the measure."""
 
     @property
     @abc.abstractmethod

@@ -32,12 +32,12 @@ class _Norm(TokenMap):
 
     @property
     def d(self) -> int:
-        """Dimension of a token."""
+        """Dimension of the tokens that the norm layer takes."""
         return self.weight.shape[0]
 
     @property
     def d_out(self) -> int:
-        """Dimension of a token."""
+        """Dimension of the tokens that the norm layer returns."""
         return self.d
 
     @property

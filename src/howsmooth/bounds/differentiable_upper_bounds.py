@@ -193,7 +193,7 @@ class _Heads:
         return _root(torch.minimum(by_grams, by_output))
 
     def around_mean(self, rows: VisibleRows, rho: Tensor, m: Tensor) -> Tensor:
-        """Bound a part of the Jacobian by splitting each of its rows into its mean and the deviation from it.
+        """Bound the Jacobian without the derivatives of the queries: means of its rows, and deviations.
 
         The result is the last term of the second bound of :func:`softmax_layer`,
         √(max_j Σ_{i sees j} (‖O‖²/m_i + M(√(ρ_i − 1/m_i))²)).
@@ -206,7 +206,7 @@ class _Heads:
 def _grams(maps: Tensor, value: Tensor) -> Tensor:
     """Return the norms ‖(W_h V_h)ᵀ W_g V_g‖ for all pairs h, g of heads, (heads, heads).
 
-    Here O_h = W_h V_h. The singular vectors are computed from k × k matrices. The gradient is taken with the
+    The singular vectors are computed from k × k matrices. The gradient is taken with the
     singular vectors held fixed.
     """
     count = len(value)

@@ -61,7 +61,7 @@ class Stage:
         return found
 
     def output_adjoint(self, x: Tensor, adjoint: Tensor) -> Tensor:
-        """Return the columns of an adjoint (n', width', ...) that belong to the output of the stage's own layer."""
+        """Return the columns of an adjoint (n', width', ...) for the output of the stage's own layer."""
         return adjoint[:, x.shape[1] :] if self.keep else adjoint
 
     def curvature(self, x: Tensor, adjoint: Tensor, tangents: Tensor) -> Tensor:

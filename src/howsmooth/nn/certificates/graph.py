@@ -270,7 +270,7 @@ class _Follower(fx.Interpreter):
         return found
 
     def _of_images(self, module: nn.Module, path: str, state: _State, value: Any) -> _State | str:
-        """Bound the patches of images, or the outputs of a convolution that maps disjoint patches to tokens."""
+        """Bound the patches of images, or a convolution that maps disjoint patches of images to tokens."""
         if self.rows:
             return "cuts the images a second time, perhaps into other patches than those of the radius"
         if isinstance(module, Patches):

@@ -68,7 +68,7 @@ class Pair(LinearOperator):
         super().__init__(x.shape[0], tuple(x.shape[1:]), tuple(y.shape[1:]), x.dtype, x.device)
 
     def pull_back(self, u: Tensor) -> Tensor:
-        """Return Jᵀu for the Jacobian J of f, differentiable in u and in everything on which f depends."""
+        """Return Jᵀu for the Jacobian J of f, differentiable in u and in all that f depends on."""
         with torch.enable_grad(), _as_derivative_errors():
             (g,) = torch.autograd.grad(self.y, self.x, self._among(u), create_graph=True)
             return self._among(g)
@@ -80,7 +80,7 @@ class Pair(LinearOperator):
         return self.push_forward(self._transposed, self._zero, e)
 
     def push_forward(self, g: Tensor, u: Tensor, v: Tensor) -> Tensor:
-        """Return J v for the Jacobian J of f.
+        """Return the product J v for the Jacobian J of the function f.
 
         ``g`` is the product Jᵀu that :meth:`pull_back` returned for ``u``.
         """
@@ -122,7 +122,7 @@ class Pair(LinearOperator):
         return unit((best[:, None] @ stacked)[:, 0].view(-1, *self.out_shape))
 
     def refined(self, start: Tensor, steps: int, rtol: float) -> tuple[Tensor, Tensor]:
-        """Compute leading left singular vectors of J by some Golub–Kahan steps.
+        """Compute leading left singular vectors of the Jacobian J by some Golub–Kahan steps.
 
         The second result contains upper limits of ‖J‖. If ``start`` was drawn at random, the limits hold with
         probability 0.999.

@@ -360,7 +360,7 @@ class _Known(torch.autograd.Function):
 
 
 def _at_real_tokens(f: Callable[[Tensor], Tensor], x: Tensor, real: Tensor | None, t: Tensor) -> Tensor:
-    """Apply f to tokens that vary at real tokens only; set the outputs at padding to zero.
+    """Apply a function to tokens that vary only where they are real; set its outputs at padding to zero.
 
     The tokens are ``t`` where ``real`` is 1, and ``x`` at padding.
     """
