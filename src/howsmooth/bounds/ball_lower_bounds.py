@@ -518,12 +518,14 @@ def _log_tie_formula(head: Head, n: int, points: Tie, *, masked: bool) -> float:
     size, strength = float(y.norm()), float((head.V @ half).norm())
     if not (math.isfinite(gap) and 0 < size < math.inf and 0 < strength < math.inf):
         return -math.inf
+    # Numbers m of light tokens that a row sees: 1, 2, … under a causal mask, all n − 2 without one.
     if masked:
         log_m = torch.arange(1, min(n, MOST_ROWS) - 1, dtype=torch.float64).log()
     else:
         log_m = torch.tensor([log_integer(n - 2)], dtype=torch.float64)
     log_p = -torch.logaddexp(torch.tensor(math.log(2), dtype=torch.float64), log_m - gap)
     rows = float(torch.logsumexp(2 * log_p, dim=0)) + (0.0 if masked else float(log_m[0]))
+    # The derivative of log p in the gap is 1 − 2p, so rounding of the gap matters only where p is below 1/2.
     undecided = max(0.0, 1 - 2 * float(log_p.min().exp()))
     error = undecided * 4e-15 * size * float((mean - points.light).norm()) if undecided else 0.0
     return 0.5 * (math.log(2) + rows) + math.log(size) + math.log(strength) - error - 1e-12

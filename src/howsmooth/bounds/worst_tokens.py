@@ -264,6 +264,8 @@ def _starts(head: Head, count: int = 3) -> Tensor:
     They are unit vectors. Among them are directions where |Aw| is large or ⟨Aw, w⟩ is small, and eigenvectors
     of A.
     """
+    # A = left @ right has low rank. Its right singular vectors and the eigenvectors of A + Aᵀ come from small
+    # matrices, in orthonormal bases of the spans of the factors.
     q_right, r_right = torch.linalg.qr(head.right.mT)
     right = q_right @ torch.linalg.svd(head.left @ r_right.mT, full_matrices=False).Vh.mT
     both = torch.linalg.qr(torch.cat([head.left, head.right.mT], dim=1)).Q
