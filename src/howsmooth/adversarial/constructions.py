@@ -27,7 +27,7 @@ _CHOICES = ("paper", "max", "min")
 
 @dataclass(frozen=True, eq=False)
 class Construction:
-    """Tokens built so that an attention has a large local Lipschitz constant there.
+    """Tokens that were built to give an attention a large local Lipschitz constant.
 
     Attributes
     ----------

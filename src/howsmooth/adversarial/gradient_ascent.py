@@ -386,7 +386,7 @@ class _Climb:
         return self.measure(self.f, self.domain.tokens(u), self.rtol, seeds)
 
     def _gradient(self, u: Tensor, found: _Measured, rows: list[int]) -> Tensor:
-        """Return the gradient of the log of the local constant with respect to the tokens' coordinates.
+        """Return the gradient of the log local Lipschitz constant in the coordinates of the tokens.
 
         The tokens X have the coordinates ``u``. The constant at ``u[i]`` is entry
         ``rows[i]`` of ``found``.

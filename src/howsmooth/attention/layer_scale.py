@@ -33,7 +33,7 @@ class LayerScale(TokenMap):
 
     @property
     def d_out(self) -> int:
-        """Dimension of the output tokens, the same as that of the input tokens."""
+        """Dimension of the output tokens, which is the number of channels."""
         return self.d
 
     @property

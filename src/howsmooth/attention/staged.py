@@ -367,7 +367,7 @@ class StagedAttention(TokenMap):
         )
 
     def refuse_measures(self, weighting: Weighting | None) -> None:
-        """Raise ArgumentError if the map is applied to a measure, where it is not defined.
+        """Raise ArgumentError if the map is applied to a measure, on which it is not defined.
 
         The argument ``weighting`` is None for tokens.
         """

@@ -306,7 +306,7 @@ def products_norms(
 
 
 def _leading(q_left: Tensor, small: Tensor, q_right: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the leading singular vectors of a product of matrices, from those of the small middle factor.
+    """Return the leading singular vectors of a product of matrices, from its small middle factor.
 
     The product is q_left @ small @ q_rightᵀ. ``q_left`` and ``q_right`` have orthonormal columns. The left
     vector is zero if the matrix is zero.
@@ -352,7 +352,10 @@ def _singular_vectors(
 
 
 def _last_eigenvector(gram: Float[Tensor, "k k"]) -> Float[Tensor, "k"]:
-    """Return an eigenvector of the largest eigenvalue by inverse iteration, which is faster than ``eigh``."""
+    """Return an eigenvector of a Gram matrix's largest eigenvalue, faster than by ``eigh``.
+
+    The method is inverse iteration.
+    """
     largest = torch.linalg.eigvalsh(gram)[-1]
     shift = torch.where(largest > 0, largest * (1 + 4 * len(gram) * torch.finfo(gram.dtype).eps), 1.0)
     identity = torch.eye(len(gram), dtype=gram.dtype, device=gram.device)

@@ -167,7 +167,7 @@ class _Errors:
 
     @classmethod
     def of(cls, name: str, size: object, like: Float64[Tensor, "kv_heads n dim"]) -> _Errors | None:
-        """Check the user's limits on errors of keys or values, and convert them to _Errors."""
+        """Convert the user's limits on errors of keys or values to _Errors, after checking the limits."""
         if size is None:
             return None
         heads, n, dim = like.shape

@@ -36,7 +36,7 @@ _LARGEST_G = 1e12
 def two_dirac(
     attention: object, radius: float, *, weight: float | None = None, cluster: str = "paper"
 ) -> Bound:
-    """Bound the W_2-Lipschitz constant from below by the local constant at a measure with two atoms.
+    """Bound the W_2-Lipschitz constant of attention from below, by its local constant at two atoms.
 
     The local constant along the eigenvector u is max(‖M‖, |γ|v_1, |γ|v_2) · |Vu| with M_ij = √(a_i/a_j) [P_ij
     (1 + γ s_i (s_j − m_i)) + δ_ij γ v_i]. Here s_i u are the positions of the atoms, a_i their weights,

@@ -1,4 +1,4 @@
-"""``capture``: return the attention layers of a model as maps, with their tokens for a given input."""
+"""``capture``: return a model's attention layers as maps, each with its tokens for a given input."""
 
 from __future__ import annotations
 
@@ -247,7 +247,7 @@ def self_attention_layers(
 
 
 def _verified(model: nn.Module, given: ModelInputs, wanted: _Indices) -> Iterator[VerifiedLayer]:
-    """Yield each wanted layer whose map was verified; raise the error of the first layer that fails.
+    """Yield the wanted layers whose maps were verified; raise the error of the first layer that fails.
 
     All sequences of the batch have the same length.
     """

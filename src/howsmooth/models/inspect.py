@@ -81,7 +81,7 @@ class InspectedSite:
 
 @dataclass(frozen=True)
 class Refusal:
-    """The reason why some layers of a model cannot be captured, with the indices of these layers."""
+    """The reason why some layers of a model cannot be captured, with the indices of the layers."""
 
     #: Indices of the layers; empty for layers without a softmax, which have no index.
     layers: tuple[int, ...]

@@ -211,7 +211,7 @@ def certify(
 
 
 def distance(at: HeadsAt) -> Tensor:
-    """Bound the norm of the difference between the exact Jacobian and that of the heads in float64.
+    """Bound the norm of the difference between the exact Jacobian and the Jacobian of the heads in float64.
 
     The change is J − J̃, where J is the exact Jacobian and J̃ the Jacobian of the rounded heads ``at``.
     """

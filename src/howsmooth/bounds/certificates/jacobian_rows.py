@@ -131,7 +131,7 @@ def _follow_top(matrices: Float[Tensor, "n r r"], u: Float[Tensor, "n r"]) -> Fl
 def row_squares(
     at: HeadsAt, q: Float[Tensor, " n"]
 ) -> tuple[Float[Tensor, "n value_dim value_dim"], Float[Tensor, " n"]]:
-    """Return a Gram matrix of each block row of the Jacobian, and bounds on these matrices' rounding errors.
+    """Return a Gram matrix of each block row of the Jacobian, and bounds on their rounding errors.
 
     For row i the matrix is Σ_j P_ij q_j N_ij N_ijᵀ with N_ij = V + w_ij y_ijᵀ, where P_ij N_ij is the block
     of the Jacobian without its block-diagonal part.

@@ -45,13 +45,13 @@ def _enlarged(shapes: Tensor, squares: Tensor) -> Tensor:
 
 
 def enclosing(shapes: Float[Tensor, "*batch d d"]) -> Float[Tensor, "*batch d d"]:
-    """Enlarge ellipsoids, given by matrices with rounding errors, to contain those of the exact matrices."""
+    """Enlarge ellipsoids, given by matrices with rounding errors, to contain the exact ellipsoids."""
     value, error = settled(shapes)
     return _enlarged((value + value.mT) / 2, error + gamma(_MORE) * _traces(value).abs())
 
 
 def gram(factors: Float[Tensor, "*batch d r"]) -> Float[Tensor, "*batch d d"]:
-    """Return ellipsoids that contain those of the matrices A Aᵀ, for factors A with rounding errors."""
+    """Return ellipsoids that contain the ellipsoids of A Aᵀ, for factors A with rounding errors."""
     value, error = settled(factors)
     found = value @ value.mT * (1 + _SHARE)
     squares = gamma(factors.shape[-1] + _MORE) * _traces(found) + (1 + 1 / _SHARE) * error**2

@@ -85,10 +85,10 @@ class Errors:
         self.zero = state.new_zeros(len(state), state.shape[1], state.shape[1])
 
     def __call__(self, remainders: list[Tensor]) -> Tensor:
-        """Return ellipsoids that contain the change of the later stage's input, from those of the errors.
+        """Return ellipsoids that contain the change of a stage's input by the errors of earlier stages.
 
-        They have the shape (n, width, width), one for each token. There is one batch of ellipsoids of errors
-        for each earlier stage.
+        They have the shape (n, width, width), one for each token. ``remainders`` has ellipsoids of each
+        earlier stage's error.
         """
         shapes = [self.zero]
         for source, remainder in zip(self.sources, remainders, strict=True):

@@ -124,7 +124,7 @@ class FeedForwardRemainder:
 
     def __call__(self, epsilon: float, errors: Tensor) -> Left:
         """Return bounds on the feed-forward remainder for |δ| ≤ ε, given ellipsoids of the input's errors."""
-        # An ellipsoid's matrix is quadratic in lengths: factors ε² and ε⁴ belong to changes of order 1 and 2 in δ.
+        # Ellipsoid matrices are squares of lengths: ε² belongs to changes linear in δ, ε⁴ to quadratic ones.
         linear = epsilon**2 * self.linear
         y = enclosing(image(self.layer.up, errors))
         z = ellipsoid_sum(linear, y)

@@ -33,7 +33,7 @@ class Stage:
 
     @property
     def rows(self) -> Tensor | slice:
-        """The tokens whose outputs this stage computes: all, or those that its attention layer asks for."""
+        """The tokens whose outputs this stage computes: all, or those that its attention layer selects."""
         return self.map.rows if isinstance(self.map, Attention) else slice(None)
 
     def _wired(self, state: Tensor, output: Tensor) -> Tensor:

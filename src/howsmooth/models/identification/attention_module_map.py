@@ -39,7 +39,7 @@ class Tail:
     width: int | None = None  # heads * value_dim, if the module returns the heads on a separate axis
 
     def to(self, dtype: torch.dtype, device: torch.device) -> Tail:
-        """Return the same place, with its copy of the projection in another dtype or on another device."""
+        """Return this place in the module's run with its projection in another dtype or on another device."""
         projection = copy.deepcopy(self.projection)
         return replace(self, projection=None if projection is None else projection.to(device, dtype))
 

@@ -54,7 +54,7 @@ class Place:
 
 @dataclass(frozen=True)
 class Output:
-    """What is read at the end of a map: a model's ``hidden`` states, ``logits`` or ``margin``.
+    """The kind of output at the end of a map: a model's ``hidden`` states, ``logits`` or ``margin``.
 
     The kind ``tokens`` means the first tensor that a module returns. With ``last`` only the last token is
     kept. A margin is the largest logit minus the second largest, at the last token.
@@ -102,7 +102,7 @@ class Passage:
 
 
 def rows(tokens: Tensor) -> Tensor:
-    """Return tokens of one sequence in any shape (..., d) as (n, d)."""
+    """Reshape the tokens of one sequence from any shape (..., d) to (n, d)."""
     return tokens.reshape(-1, tokens.shape[-1])
 
 
@@ -166,7 +166,7 @@ def replaced(model: nn.Module, place: Place, x: Tensor) -> Iterator[None]:
 
 @contextmanager
 def _answered(module: nn.Module, outputs: Sequence[Any]) -> Iterator[None]:
-    """Within the context, let the first calls of a module return given outputs, without computing them."""
+    """Within the context, let the first calls of a module return given outputs instead of running."""
     calls = itertools.count()
     own: Any = module.forward
 

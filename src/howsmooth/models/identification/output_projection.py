@@ -47,7 +47,7 @@ class AttentionOutput:
 def find_output(
     trace: LayerTrace, self_attention: SelfAttentionModule, again: Callable[[], LayerTrace]
 ) -> AttentionOutput:
-    """Find which module call returns the attention's output, and which one is the output projection.
+    """Find the module call that returns a layer's attention output, and the call of its output projection.
 
     ``again`` runs the layer once more and returns its trace.
 
@@ -163,7 +163,7 @@ def _outermost(trace: LayerTrace, call: ModuleCall) -> ModuleCall:
 
 
 def _projection(trace: LayerTrace) -> tuple[ModuleCall | None, str]:
-    """Return the call of the output projection, or None and an error message."""
+    """Return the call of the layer's output projection, or None and an error message."""
     unclear = f"The output projection of {trace.layer} cannot be identified:"
     if len(trace.softmaxes) > 1:
         return None, f"{unclear} it has {len(trace.softmaxes)} softmaxes."
@@ -216,7 +216,7 @@ class _PossibleSum:
 def _reaches_residual(
     trace: LayerTrace, projection: ModuleCall, again: Callable[[], LayerTrace], sums: Iterable[_PossibleSum]
 ) -> bool:
-    """Test whether a layer adds the output of a projection to its residual, by changing that output.
+    """Test whether a layer adds a projection's output to its residual, by changing the output.
 
     True if one of the possible sums then changes by the same amount.
 

@@ -56,14 +56,14 @@ class Factors:
 
     @property
     def layout_suffix(self) -> str:
-        """Return words for these factors, such as ", layer scale", to name the block's arrangement."""
+        """Return words, such as ", layer scale", for how a layer scales its residual and branch."""
         if self.base is None and self.branch is None:
             return ""
         one = self.base is None and self.branch is not None and self.branch.numel() > 1
         return ", layer scale" if one else ", scaled residual"
 
     def around(self, branch: TokenMap) -> TokenMap:
-        """Return the map X ↦ α∘X + λ∘branch(X), for these factors α of the residual and λ of the branch."""
+        """Return the map X ↦ α∘X + λ∘branch(X) with the factors α of the residual and λ of the branch."""
         # α∘X + λ∘f(X) = α∘(X + (λ/α)∘f(X))
         ones = torch.ones(branch.d, dtype=branch.dtype, device=branch.device)
         factor = None

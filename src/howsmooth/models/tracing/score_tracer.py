@@ -98,12 +98,12 @@ class ScoreTracer(TorchFunctionMode):
         return result
 
     def known(self, tensor: Any) -> Known | None:
-        """Return the description of a tensor, or None if it is neither scores nor attention weights."""
+        """Return the description of a tensor, or None if it is neither attention scores nor weights."""
         entry = self._known.get(id(tensor))
         return entry[1] if entry is not None and entry[0]() is tensor else None
 
     def note(self, tensor: Any, known: Known | None) -> None:
-        """Store what is known of a tensor (its description as scores) for as long as the tensor exists."""
+        """Store the description of a tensor as attention scores or weights while the tensor exists."""
         if known is None or not isinstance(tensor, Tensor):
             return
         key, table = id(tensor), self._known
@@ -132,7 +132,7 @@ def _mixed(known: Known | None, what: str) -> Opaque | None:
 
 
 class _Applied(NamedTuple):
-    """A call of a torch function on scores or probabilities, and its result."""
+    """A call of a torch function on attention scores or attention weights, with its result."""
 
     func: Any
     args: Any
@@ -164,7 +164,7 @@ def _of_one(change: Callable[[Scores | Probabilities, _Applied], Known | None]) 
 
 
 def _each(known: Scores | Probabilities, change: Callable[[Scores], Scores | Opaque]) -> Known:
-    """Change the description of scores by the function ``change``, also of scores inside a softmax."""
+    """Change a description of attention scores by the function ``change``, also inside a softmax."""
     if isinstance(known, Scores):
         return change(known)
     scores = change(known.scores)
@@ -316,7 +316,7 @@ def _dropout(known: Scores | Probabilities, applied: _Applied) -> Known | None:
 
 
 def _without_sinks(known: Known, tensor: Tensor, result: Tensor) -> Probabilities | None:
-    """Return the description of attention weights after their column of sinks was cut off.
+    """Describe attention weights after their column of sinks was cut off.
 
     None if another part was cut off.
     """
@@ -380,7 +380,7 @@ def _where(tracer: ScoreTracer, func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _overwritten(known: Any, pairs: Tensor, value: Any) -> Known:
-    """Return the description of scores after some entries were overwritten.
+    """Describe attention scores after some entries were overwritten.
 
     ``value`` replaced them where ``pairs`` is True.
     """

@@ -29,7 +29,7 @@ _REMEDY = (
 
 @dataclass(frozen=True, eq=False)
 class Masking:
-    """The attention masks that a layer accepts, because its Lipschitz constant is proved for them.
+    """The attention masks that a layer accepts: those for which its Lipschitz constant is proved.
 
     Attributes
     ----------

@@ -323,9 +323,9 @@ class LipschitzAttention(LipschitzModule):
         return self._log_bound(self.length, self._bound_radius, weights)
 
     def _log_quotient(self, log_formula: float) -> float:
-        """Return log(bound / constant), where the Lipschitz bound is rounded up.
+        """Return the log of the layer's Lipschitz bound divided by the constant that it is to have.
 
-        ``log_formula`` is the logarithm of the bound before it is rounded up.
+        The bound is rounded up; ``log_formula`` is its logarithm before.
         """
         assert self.constant is not None
         log = self._named_bound(log_formula, self._bound_radius).log_value
@@ -519,7 +519,7 @@ class LipschitzAttention(LipschitzModule):
         )
 
     def _inside(self, x: Tensor, radius: float, dtype: torch.dtype) -> Tensor:
-        """Return the tokens after making sure that none has a norm above ``radius``.
+        """Return the tokens after making sure that no token is longer than ``radius``.
 
         Longer tokens are projected onto the ball if ``beyond`` is "clip"; otherwise they raise an error.
         """

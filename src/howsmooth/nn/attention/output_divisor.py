@@ -35,7 +35,7 @@ class Remembered:
         self._number = torch.zeros((), dtype=torch.float64)
 
     def __call__(self, weights: Mapping[str, Tensor], key: object, compute: Callable[[], float]) -> float:
-        """Return the stored number; compute it again if the weights or ``key`` have changed.
+        """Return the stored number; compute it again if the weights or the argument ``key`` have changed.
 
         ``key`` holds everything besides the weights on which the number depends.
         """
@@ -172,7 +172,7 @@ class _Inverse(torch.autograd.Function):
 
     @staticmethod
     def vmap(info: Any, in_dims: tuple[Any, ...], *arguments: Any) -> tuple[Tensor, None]:
-        """Return one factor of the output for a whole torch.func.vmap batch, which shares the weights."""
+        """Compute the factor of the output once for a torch.func.vmap batch, which shares the weights."""
         if any(dim is not None for dim in in_dims):
             raise NotImplementedError("torch.func.vmap over the weights of an attention with a constant")
         result: Tensor = _Inverse.apply(*arguments)  # type: ignore[no-untyped-call]

@@ -75,7 +75,7 @@ class ScoreStatistics:
     logits_missing: str = ""
 
     def add(self, other: ScoreStatistics) -> None:
-        """Include the statistics of further rows of attention weights in these statistics."""
+        """Include the statistics ``other`` of further attention weights in this object."""
         self.total += other.total
         self.rows += other.rows
         self.normalised_total += other.normalised_total
@@ -92,7 +92,7 @@ class ScoreStatistics:
 
     @property
     def normalised(self) -> float | None:
-        """The mean over rows of their entropy divided by the entropy of uniform attention weights.
+        """The mean entropy of the weights' rows, each divided by the entropy of uniform weights.
 
         It is None if no row sees several keys, or if the attention weights are unknown.
         """

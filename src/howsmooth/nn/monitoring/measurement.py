@@ -225,7 +225,7 @@ class _Measurement:
         before: list[tuple[int, Reading | int]] | None,
         padded: Callable[[], _Padded] | None,
     ) -> Iterator[tuple[int, _Layer]]:
-        """Yield each layer with its index; a layer must be measured before the next one is taken."""
+        """Yield each attention layer with its index; the caller measures a layer before the next is read."""
         done: set[int] = set()
         if before is not None:
             # The fast path reads layers where they were found last time; where it fails, the others are
@@ -444,7 +444,7 @@ def _check_finite(place: TracedLayer) -> None:
 
 
 def _record(blank: MonitorRecord, parts: list[_Part], accuracy: Accuracy, strict: bool) -> MonitorRecord:
-    """Return the record of a layer's measurements at all probe inputs."""
+    """Return the record of one layer from its measurements at all probe inputs."""
     seconds = sum(part.seconds for part in parts)
     failure = next((part.failure for part in parts if part.failure is not None), None)
     if failure is not None:

@@ -219,7 +219,7 @@ class SpectralLinear(_ConstrainedLinear):
 
 @contextmanager
 def _as_it_is(linear: nn.Linear) -> Iterator[None]:
-    """Within the context, keep PyTorch from changing its estimates of spectral norms.
+    """Within the context, keep PyTorch from updating its estimates of spectral norms.
 
     In training mode, they would run whenever the weight is read, and change the weight.
     """
