@@ -232,7 +232,7 @@ def _has_tie(head: Head) -> bool:
     return head.d >= 2 and head.A_norm + head.b_norm > 0 and head.V_norm > 0
 
 
-class _Give:
+class _Builder:
     """A function that builds a whole sequence from few distinct tokens, and returns a Construction.
 
     The tokens get the attention's dtype and device.
@@ -252,12 +252,12 @@ class _Give:
         return Construction(name, x, self.head, source, description)
 
 
-def _of_head(attention: object, head: int) -> tuple[Head, _Give]:
+def _of_head(attention: object, head: int) -> tuple[Head, _Builder]:
     parameters: Parameters = parameters_of(attention)
     count = len(parameters.heads)
     if isinstance(head, bool) or not isinstance(head, int) or not 0 <= head < count:
         raise ArgumentError("head", expected=f"a head from 0 to {count - 1}", got=repr(head))
-    return parameters.folded(head), _Give(attention, head)
+    return parameters.folded(head), _Builder(attention, head)
 
 
 def _map_of(attention: object) -> object:

@@ -311,7 +311,7 @@ def _norm_of_product(left: Float[Tensor, "m a"], right: Float[Tensor, "m b"]) ->
 
 
 def _diameter(rows: Float[Tensor, "n d"]) -> float:
-    """Return the largest distance between two rows, computed from differences and rounded up."""
+    """Return the largest distance between two rows of a matrix, computed from differences and rounded up."""
     size = float(rows.abs().amax()) or 1.0
     return size * largest_distance(rows / size) * (1 + _MARGIN)
 

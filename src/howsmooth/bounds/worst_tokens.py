@@ -87,7 +87,7 @@ class Tie(Witness):
 
 
 def real_eigenpairs(head: Head) -> list[tuple[float, Tensor]]:
-    """Return the real eigenvalues of A in ascending order, each with a unit eigenvector (d,).
+    """Return the real eigenvalues of the score matrix A in ascending order, each with a unit eigenvector.
 
     For A = left @ right of rank k < d, the nonzero eigenvalues come from the k × k matrix right @ left, since
     right left w = λ w implies A left w = λ left w. Zero is an eigenvalue too, because A is singular.

@@ -72,7 +72,7 @@ class Stage:
         return found
 
     def second(self, x: Tensor, tangents: Tensor, pairs: Pairs) -> Tensor:
-        """Return the second derivative of this stage's layer along tangents as quadratic forms."""
+        """Return the second derivative of this stage's layer on the span of tangents, as quadratic forms."""
         return self.map.second(x[:, self.branch], tangents[:, self.branch], pairs)
 
     def push_forms(self, x: Tensor, tangents: Tensor, forms: Tensor, pairs: Pairs) -> tuple[Tensor, Tensor]:

@@ -1,4 +1,4 @@
-"""Attention with LipschitzNorm (Dasoulas et al., 2021), which divides scores by norms."""
+"""Attention with LipschitzNorm (Dasoulas et al., 2021): scores divided by norms of queries, keys, values."""
 
 from __future__ import annotations
 

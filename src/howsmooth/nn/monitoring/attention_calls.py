@@ -113,7 +113,7 @@ class OwnAttention:
         return score_norm(self.map)
 
     def bound(self) -> dict[str, float | int]:
-        """Return the fields of a record about the layer's proved Lipschitz bound.
+        """Return the fields of a monitor's record that describe the layer's proved Lipschitz bound.
 
         The result is empty for a layer without a largest token norm, which has no bound.
         """

@@ -139,7 +139,7 @@ def measured(
 
 
 def check_layers(model: nn.Module, probes: Probes, layers: Sequence[int]) -> None:
-    """Raise ArgumentError if some of ``layers`` do not exist when the first probe input is run.
+    """Raise ArgumentError if the model has not all of the chosen ``layers`` at the first probe input.
 
     A model that cannot be run now is not checked; its measurement says why.
     """

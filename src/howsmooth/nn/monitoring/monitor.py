@@ -164,7 +164,7 @@ class LipschitzMonitor:
         return self.measure(self._steps) if self._steps % self.every == 0 else []
 
     def measure(self, step: int | None = None) -> list[MonitorRecord]:
-        """Measure now, for instance before the first step, and return the records.
+        """Measure the model's attention layers now, for instance before training, and return the records.
 
         Parameters
         ----------

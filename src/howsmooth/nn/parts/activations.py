@@ -43,7 +43,7 @@ class GroupSort(LipschitzModule):
         return groups.flatten(-2)
 
     def lipschitz_bound(self, length: int, radius: float) -> Bound:
-        """Return the bound 1 on the Lipschitz constant."""
+        """Return the bound 1 on the Lipschitz constant of this activation."""
         check_length(length)
         return upper_bound(type(self).__name__, _SOURCE, 1.0, check_ball(radius))
 

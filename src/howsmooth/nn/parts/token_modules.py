@@ -25,7 +25,7 @@ class _TokenModule(LipschitzModule):
     """A module from sequences of tokens to sequences of tokens, with Lipschitz constant 1."""
 
     def lipschitz_bound(self, length: int, radius: float) -> Bound:
-        """Return the bound 1 on the Lipschitz constant."""
+        """Return the bound 1 on the Lipschitz constant of this module."""
         self._check(length)
         return upper_bound(type(self).__name__, _SOURCE, 1.0, check_ball(radius))
 
