@@ -22,7 +22,7 @@ import jaxtyping
 import pytest
 import torch
 
-from howsmooth.adversarial.atom_search import Atoms
+from howsmooth.adversarial.repeated_token_search import Atoms
 from howsmooth.attention import RMSNorm
 from howsmooth.jacobian.rounding_bounds import norm_error
 from howsmooth.measures.problem import Plan

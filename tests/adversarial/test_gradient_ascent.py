@@ -12,8 +12,8 @@ from torch import Tensor
 
 import howsmooth as hs
 from howsmooth import adversarial
-from howsmooth.adversarial import Around, Ball, Ellipsoid, ascend, atom_search, gradient_ascent
-from howsmooth.adversarial.atom_search import Atoms, search_atoms
+from howsmooth.adversarial import Around, Ball, Ellipsoid, ascend, gradient_ascent, repeated_token_search
+from howsmooth.adversarial.repeated_token_search import Atoms, search_atoms
 from howsmooth.bounds.ball_upper_bounds import ball_upper_bound
 from howsmooth.bounds.bound import Bound
 from howsmooth.bounds.masked_ball_upper_bounds import causal_ball_upper_bound
@@ -66,10 +66,10 @@ def test_a_sequence_of_atoms_has_the_norm_of_the_weighted_jacobian_or_of_a_split
     counts = (1, 3, 2)
     points = tokens(33, 3, D)
     x = Atoms("", points, counts).tokens()
-    problem = atom_search._Problem.of(f, [counts])
+    problem = repeated_token_search._Problem.of(f, [counts])
 
     def pair(v: Tensor, u: Tensor) -> Tensor:
-        return atom_search._pairing(f, problem, points[None], u[None], v[None])
+        return repeated_token_search._pairing(f, problem, points[None], u[None], v[None])
 
     u0 = torch.zeros(3, f.d_out, dtype=torch.float64)
     rows = [
@@ -109,7 +109,7 @@ def test_values_of_atoms_are_lower_limits_and_near(causal, heads):
 def test_light_rows_of_long_causal_sequences_are_grouped_without_losing_any():
     f = head_of(35, causal=True)
     for light in (1, 2, 47, 48, 49, 1000, 12345):
-        weights = atom_search._Problem.of(f, [(1, 1, light)]).row_weight.square()
+        weights = repeated_token_search._Problem.of(f, [(1, 1, light)]).row_weight.square()
         assert float(weights.sum()) == pytest.approx(light + 2)
 
 

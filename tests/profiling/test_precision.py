@@ -25,7 +25,7 @@ from transformers import (
 
 import howsmooth as hs
 from howsmooth.errors import ArgumentError, CaptureError
-from howsmooth.models.perturbed_logits import LogitsOfModel
+from howsmooth.models.key_value_perturbations import LogitsOfModel
 from howsmooth.profiling import precision_page
 from tests._shared import shared_data
 from tests._tiny_models import tiny, token_ids

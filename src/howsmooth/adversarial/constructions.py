@@ -27,7 +27,7 @@ _CHOICES = ("paper", "max", "min")
 
 @dataclass(frozen=True, eq=False)
 class Construction:
-    """Tokens built so that an attention has a large local Lipschitz constant there.
+    """Tokens that were built to give an attention a large local Lipschitz constant.
 
     Attributes
     ----------
@@ -189,7 +189,7 @@ def two_heavy_tokens(attention: object, length: int, radius: float, *, head: int
 def constructions(
     attention: object, length: int, radius: float, *, heads: Sequence[int] | None = None
 ) -> list[Construction]:
-    """Return every input that the functions of this module can build for the given heads.
+    """Return all inputs with a large local Lipschitz constant that this library can construct for some heads.
 
     Parameters
     ----------
@@ -224,7 +224,7 @@ def constructions(
 
 
 def _has_tie(head: Head) -> bool:
-    """Tell whether this head allows an input with two equally attended tokens.
+    """Tell whether, for a given head, an input can be built in which two tokens get equal attention.
 
     Such inputs are built by :func:`two_heavy_tokens`. They need d >= 2, scores that are not all zero, and a
     value matrix that is not zero.
@@ -232,8 +232,8 @@ def _has_tie(head: Head) -> bool:
     return head.d >= 2 and head.A_norm + head.b_norm > 0 and head.V_norm > 0
 
 
-class _Give:
-    """A function that makes a :class:`Construction` from heavy and light tokens.
+class _Builder:
+    """A function that builds a whole sequence from few distinct tokens, and returns a Construction.
 
     The tokens get the attention's dtype and device.
     """
@@ -252,12 +252,12 @@ class _Give:
         return Construction(name, x, self.head, source, description)
 
 
-def _of_head(attention: object, head: int) -> tuple[Head, _Give]:
+def _of_head(attention: object, head: int) -> tuple[Head, _Builder]:
     parameters: Parameters = parameters_of(attention)
     count = len(parameters.heads)
     if isinstance(head, bool) or not isinstance(head, int) or not 0 <= head < count:
         raise ArgumentError("head", expected=f"a head from 0 to {count - 1}", got=repr(head))
-    return parameters.folded(head), _Give(attention, head)
+    return parameters.folded(head), _Builder(attention, head)
 
 
 def _map_of(attention: object) -> object:

@@ -1,4 +1,4 @@
-"""Sets of inputs that a search for large constants stays in: balls, and outputs of norm layers.
+"""Sets of inputs to which a search for large constants is limited: balls, and outputs of norm layers.
 
 Each domain has coordinates in which it is a ball or a product of balls. Steps of the ascent are made in
 these coordinates. For Ball and Around they are the tokens themselves.
@@ -29,7 +29,7 @@ class Domain(abc.ABC):
     @property
     @abc.abstractmethod
     def radius(self) -> float:
-        """The radius of the ball to which the search confines the coordinates of the tokens.
+        """The radius of the ball within which the coordinates of the tokens stay during the search.
 
         It bounds the coordinates of each token, or of all tokens together.
         """
@@ -40,36 +40,36 @@ class Domain(abc.ABC):
 
     @abc.abstractmethod
     def project_coordinates(self, u: Tensor) -> Tensor:
-        """Project tokens with coordinates u onto the domain, and return the coordinates of the result."""
+        """Move coordinates u of tokens to the nearest coordinates of tokens in this set of inputs."""
 
     @abc.abstractmethod
     def random(self, generator: torch.Generator, n: int, d: int) -> Float[Tensor, "n d"]:
-        """Return random tokens in the domain, float64 on the CPU."""
+        """Return random tokens from this set of inputs, in float64 on the CPU."""
 
     def coordinates(self, x: Tensor) -> Tensor:
-        """Return the coordinates of tokens x (..., n, d), which the search varies instead of the tokens.
+        """Return the coordinates of tokens x (..., n, d); an ascent varies these and not the tokens.
 
         In these coordinates the domain consists of balls, or their surfaces.
         """
         return x
 
     def tokens(self, u: Tensor) -> Tensor:
-        """Convert the coordinates u (..., n, d) that the search varies back to tokens."""
+        """Return the tokens that belong to coordinates u (..., n, d)."""
         return u
 
     def pull_back(self, gradient: Tensor) -> Tensor:
-        """Convert a gradient with respect to tokens into one with respect to the search's coordinates."""
+        """Convert a gradient with respect to tokens into one with respect to their coordinates."""
         return gradient
 
     def project(self, X: Tensor) -> Tensor:
-        """Return the tokens X (..., n, d) moved into the domain.
+        """Move tokens X (..., n, d) into this set of inputs.
 
         Each goes to the nearest point of the domain, where distance is measured in coordinates.
         """
         return self.tokens(self.project_coordinates(self.coordinates(X)))
 
     def contains(self, X: Tensor, tol: float = 1e-9) -> bool:
-        """Tell whether the tokens X lie in the domain, up to a tolerance.
+        """Tell whether the tokens X lie in this set of inputs, up to a tolerance.
 
         The tolerance is ``tol`` times the largest entry of X, or times the domain's radius if that is larger.
         """
@@ -164,14 +164,14 @@ class Ellipsoid(Domain):
         return torch.where(gain == 0, 0.0, (x - shift) / torch.where(gain == 0, 1.0, gain))
 
     def tokens(self, u: Tensor) -> Tensor:
-        """Return the points u of the unit ball with the norm layer's gain and shift applied.
+        """Apply the norm layer's gain and shift to points u of the unit ball, which gives tokens.
 
         The result is β + √d γ∘u with gain γ and shift β.
         """
         return self._shift.to(u) + self._gain.to(u) * u
 
     def pull_back(self, gradient: Tensor) -> Tensor:
-        """Convert a gradient with respect to tokens into one with respect to the points u of the unit ball.
+        """Convert a gradient with respect to tokens into one with respect to points of the unit ball.
 
         It is √d γ∘gradient; for LayerNorm, its mean over each token is subtracted.
         """

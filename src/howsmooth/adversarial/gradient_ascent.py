@@ -16,9 +16,9 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from howsmooth.adversarial.atom_search import Atoms, AtomSearch, can_search_atoms, search_atoms
 from howsmooth.adversarial.constructions import Construction, constructions
 from howsmooth.adversarial.domains import Around, Ball, Domain, Ellipsoid
+from howsmooth.adversarial.repeated_token_search import Atoms, AtomSearch, can_search_atoms, search_atoms
 from howsmooth.attention import Residual, SelfAttention, TokenMap
 from howsmooth.attention.preconditions import require_formula
 from howsmooth.attention.staged import StagedAttention
@@ -84,7 +84,10 @@ class Ascent:
 
     @property
     def value(self) -> float:
-        """The local Lipschitz constant at ``x``, as a float; if it is token-wise, a lower bound on it."""
+        """The local Lipschitz constant at the tokens ``x`` that the ascent found.
+
+        In the norm max_i |x_i| it is a lower bound on the constant.
+        """
         return float(self.estimate.value)
 
     def __repr__(self) -> str:
@@ -239,7 +242,7 @@ def ascend(
 
 
 class _Measured(NamedTuple):
-    """The local Lipschitz constants at a batch of inputs, and the directions that attain them."""
+    """The local Lipschitz constants at a batch of inputs, with the directions that attain them."""
 
     value: Float[Tensor, " batch"]
     converged: Bool[Tensor, " batch"]
@@ -256,7 +259,9 @@ def _frobenius(f: TokenMap, x: Tensor, rtol: float, seeds: Sequence[int]) -> _Me
 
 
 def _token_wise(f: TokenMap, x: Tensor, rtol: float, seeds: Sequence[int]) -> _Measured:
-    """Return lower bounds, which are attained, on the token-wise Lipschitz constants at a batch of inputs.
+    """Bound the Lipschitz constants in the norm max_i |x_i| from below, by directions that attain the bounds.
+
+    There is one bound for each input of a batch.
 
     All count as converged, because the map attains them.
     """
@@ -281,7 +286,10 @@ def _token_wise(f: TokenMap, x: Tensor, rtol: float, seeds: Sequence[int]) -> _M
 
 
 def _whole_token_wise(f: TokenMap, x: Float[Tensor, "n d"], seed: int) -> TokenWise:
-    """Measure the token-wise Lipschitz constant over all outputs, at the tokens that the ascent found."""
+    """Measure the local Lipschitz constant in the norm max_i |x_i|, at the tokens that the ascent found.
+
+    All output tokens are examined, where the ascent looked at a few.
+    """
     jacobian, n = sequence_jacobian(f, x), len(x)
     solver = Solver(1e-2, 0.999, 200, member_seeds(seed, n * n), [1] * (n * n))
     blocks = token_blocks(in_double(f), x.double())
@@ -313,7 +321,7 @@ class _Climb:
         self.rows: list[list[object]] = []
 
     def run(self, steps: int) -> tuple[Tensor, str]:
-        """Run the ascent; return the tokens with the largest local constant and the name of their start."""
+        """Run the ascent; return the best tokens that it found and the name of the start that led there."""
         domain = self.domain
         # Step 0 evaluates all starts; the best of them go on.
         first = self._evaluate(self.u, list(range(len(self.names))), 0)
@@ -378,7 +386,7 @@ class _Climb:
         return self.measure(self.f, self.domain.tokens(u), self.rtol, seeds)
 
     def _gradient(self, u: Tensor, found: _Measured, rows: list[int]) -> Tensor:
-        """Return the gradient of the log of the local constant with respect to the tokens' coordinates.
+        """Return the gradient of the log local Lipschitz constant in the coordinates of the tokens.
 
         The tokens X have the coordinates ``u``. The constant at ``u[i]`` is entry
         ``rows[i]`` of ``found``.
@@ -398,7 +406,7 @@ class _Climb:
         return self.domain.pull_back(torch.cat(parts) / sigma)
 
     def _direction(self, u: Tensor, gradient: Tensor) -> Tensor:
-        """Return the direction of the next ascent step: the gradient without its part out of the domain.
+        """Return the direction of the next ascent step, which does not leave the set of allowed inputs.
 
         The gradients at tokens that carry much attention are hundreds of times longer than the others. Each
         row is divided by the square root of its length, so that all tokens move.
@@ -532,7 +540,9 @@ def _default_starts(f: TokenMap, n: int, domain: Domain) -> list[tuple[str, Tens
 
 
 def _with_short_token(f: TokenMap, x: Float[Tensor, "n d"]) -> list[tuple[str, Tensor]]:
-    """Return the tokens with one of them so short that a norm of its query or key is as steep as it can be.
+    """Return starts for an ascent in which one token is very short, if queries or keys are normalised.
+
+    The token is so short that the norm of its query or key is about as steep as it can be.
 
     A norm of D entries y ↦ √D y / √(|y|² + Dε) is steepest where |y| is far below √(Dε).
     """
@@ -568,7 +578,7 @@ def _search_atoms(
 
 
 def _basis(f: TokenMap, domain: Domain) -> Tensor | None:
-    """Return an orthonormal basis of the input directions that attention reads; None if it is not needed.
+    """Return an orthonormal basis of the span of the rows of the query, key and value matrices.
 
     The basis B (d, r) spans the rows of the query, key and value matrices. f depends on X B only, and X B Bᵀ
     is no longer than X, so a search over X B in a ball about zero loses no inputs. None means that the
@@ -584,7 +594,7 @@ def _basis(f: TokenMap, domain: Domain) -> Tensor | None:
 
 
 def _compressed(f: TokenMap, basis: Tensor | None) -> TokenMap:
-    """Return attention as a map of fewer coordinates, so that the search has fewer variables.
+    """Rewrite an attention in coordinates of a given basis, so that the search has fewer variables.
 
     The map is X ↦ f(X Bᵀ), where B is the basis from :func:`_basis`. Its Jacobian has the same norm as the
     Jacobian of f at X Bᵀ. Without a basis, the result is f.

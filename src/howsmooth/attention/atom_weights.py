@@ -34,11 +34,11 @@ class Weighting:
 
     @property
     def n(self) -> int:
-        """Number of atoms."""
+        """Number of atoms of the measure."""
         return self.log_weights.shape[0]
 
     def to(self, *, dtype: torch.dtype | None = None, device: torch.device | str | None = None) -> Weighting:
-        """Return the weighting with its log-weights in another dtype, or on another device."""
+        """Return the same atoms with their log-weights in another dtype, or on another device."""
         positions = None if self.positions is None else self.positions.to(device=device)
         return Weighting(self.log_weights.to(dtype=dtype, device=device), positions)
 
@@ -74,15 +74,18 @@ class EarlierAtoms:
     positions: Float[Tensor, " n"]
 
     def keys(self, rows: slice) -> slice:
-        """Return the range of atoms that can be seen: all of them, since positions need not be sorted."""
+        """Return the range of all atoms, since an atom anywhere may be seen by the atoms ``rows``.
+
+        The positions of the atoms need not be sorted.
+        """
         return slice(0, self.positions.shape[0])
 
     def block(
         self, rows: slice, keys: slice, device: torch.device | None = None
     ) -> Bool[Tensor, "rows keys"]:
-        """Return the part of the mask for some rows and columns, as a boolean matrix."""
+        """Return the part of this causal mask for some rows and columns, as a boolean matrix."""
         return self.positions[None, keys] <= self.positions[rows, None]
 
     def whole(self, device: torch.device | None = None) -> Bool[Tensor, "n n"]:
-        """Return the whole mask (n, n), True where the atom of the row sees the atom of the column."""
+        """Return the whole causal mask (n, n), True where the row's atom sees the column's atom."""
         return self.block(slice(None), slice(None))

@@ -17,23 +17,26 @@ __all__ = ["Compose", "Residual"]
 
 
 class _Around(TokenMap):
-    """Base class of maps that contain an inner map, whose dtype and device they have (Residual, Compose)."""
+    """Base class of maps of tokens that contain another map of tokens, such as a residual connection.
+
+    Dtype and device of the map are those of the inner map.
+    """
 
     inner: TokenMap
 
     @property
     def d(self) -> int:
-        """Dimension of an input token."""
+        """Dimension of the map's input tokens."""
         return self.inner.d
 
     @property
     def dtype(self) -> torch.dtype:
-        """Data type of the parameters."""
+        """Data type of the map's parameters."""
         return self.inner.dtype
 
     @property
     def device(self) -> torch.device:
-        """Device of the parameters."""
+        """Device of the map's parameters."""
         return self.inner.device
 
 
@@ -52,7 +55,7 @@ class Residual(_Around):
 
     @property
     def d_out(self) -> int:
-        """Dimension of an output token."""
+        """Dimension of the map's output tokens."""
         return self.inner.d
 
     def describe(self) -> str:
@@ -93,7 +96,7 @@ class Compose(_Around):
 
     @property
     def d_out(self) -> int:
-        """Dimension of an output token."""
+        """Dimension of the map's output tokens."""
         return self.outer.d_out
 
     def describe(self) -> str:

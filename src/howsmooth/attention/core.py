@@ -90,7 +90,7 @@ class ScoreFeatures:
         return any(t is not None for t in (self.softcap, self.bias, self.sinks, self.seen))
 
     def block(self, lead: Tensor, heads: Tensor, rows: slice, keys: slice) -> ScoreFeatures:
-        """Return the part of the score modifications that concerns one block of the scores.
+        """Return the soft cap, bias, sinks and masks of one block of the attention scores.
 
         ``lead`` and ``heads`` are indices, ``rows`` and ``keys`` ranges.
         """
@@ -99,7 +99,7 @@ class ScoreFeatures:
         return ScoreFeatures(self.softcap, _block(self.bias, *place), sinks, _block(self.seen, *place))
 
     def applied(self, scores: Float[Tensor, "*lead m n"]) -> Float[Tensor, "*lead m n"]:
-        """Return the scores after soft cap and bias, with −∞ where a key is not seen."""
+        """Return the scores after soft cap and bias, with −∞ where the key is hidden from the query."""
         if self.softcap is not None:
             scores = self.softcap * torch.tanh(scores / self.softcap)
         if self.bias is not None:
@@ -183,7 +183,7 @@ def weighted_values(
 def row_blocks(
     lead: int, group: int, m: int, n: int, device: torch.device, window: int | None = None
 ) -> list[tuple[slice, list[slice]]]:
-    """Cut the query rows into blocks whose attention probabilities fit in memory one block at a time.
+    """Cut the queries into blocks, such that the attention probabilities of one block fit in memory.
 
     The probabilities have the shape (lead, group, m, n). Each entry of the list is a slice of ``lead`` and
     the slices of the m rows. A block holds a bounded number of probabilities. Under a ``window`` blocks have
@@ -254,7 +254,10 @@ def _fused(
     *,
     causal: bool,
 ) -> Float[Tensor, "lead group m value_dim"]:
-    """Return the outputs of :func:`attend`, computed by PyTorch's flash attention kernel for the CPU."""
+    """Compute softmax attention with PyTorch's flash attention kernel for the CPU.
+
+    The result is the same as that of :func:`attend`.
+    """
     # The kernel wants keys and values of one dimension: zeros change neither scores nor the kept outputs.
     width, value_dim = max(k.shape[-1], v.shape[-1]), v.shape[-1]
     q, k, v = (pad(t, (0, width - t.shape[-1])) for t in (q, k, v))
@@ -267,7 +270,10 @@ def _fused(
 
 
 def differentiated(t: Tensor) -> bool:
-    """Return whether PyTorch may differentiate with respect to ``t``, in a mode of autograd or torch.func."""
+    """Return whether PyTorch may be about to differentiate with respect to the tensor ``t``.
+
+    That is so if ``t`` requires gradients, carries a tangent or is inside a transform of torch.func.
+    """
     # The order matters: within torch.func.vmap unpack_dual fails, so wrapped tensors are recognised first.
     return (
         t.requires_grad

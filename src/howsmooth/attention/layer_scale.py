@@ -28,22 +28,22 @@ class LayerScale(TokenMap):
 
     @property
     def d(self) -> int:
-        """Dimension of a token."""
+        """Dimension of the tokens, which is the number of channels."""
         return self.weight.shape[0]
 
     @property
     def d_out(self) -> int:
-        """Dimension of a token."""
+        """Dimension of the output tokens, which is the number of channels."""
         return self.d
 
     @property
     def dtype(self) -> torch.dtype:
-        """Data type of the factors."""
+        """Data type of the factors of the channels."""
         return self.weight.dtype
 
     @property
     def device(self) -> torch.device:
-        """Device of the factors."""
+        """Device of the factors of the channels."""
         return self.weight.device
 
     def __repr__(self) -> str:

@@ -1,4 +1,4 @@
-"""The base class of all maps on tokens, the interface of the measures on which maps act, and their checks."""
+"""The base class of maps of tokens, the interface of measures of tokens, and checks of both."""
 
 from __future__ import annotations
 
@@ -28,22 +28,22 @@ class TokenMap(abc.ABC):
     @property
     @abc.abstractmethod
     def d(self) -> int:
-        """Dimension of an input token."""
+        """Dimension of the map's input tokens."""
 
     @property
     @abc.abstractmethod
     def d_out(self) -> int:
-        """Dimension of an output token."""
+        """Dimension of the map's output tokens."""
 
     @property
     @abc.abstractmethod
     def dtype(self) -> torch.dtype:
-        """Data type of the parameters."""
+        """Data type of the map's parameters."""
 
     @property
     @abc.abstractmethod
     def device(self) -> torch.device:
-        """Device of the parameters."""
+        """Device of the map's parameters."""
 
     @abc.abstractmethod
     def to(self, *, dtype: torch.dtype | None = None, device: torch.device | str | None = None) -> TokenMap:
@@ -70,7 +70,9 @@ class TokenMap(abc.ABC):
     def __call__(self, X: Measure) -> Measure: ...
 
     def __call__(self, X: object) -> Float[Tensor, "*batch n d_out"] | AbstractMeasure:
-        """Return the image (..., n, d_out) of tokens X (..., n, d), or the image measure of a measure.
+        """Apply the map to tokens X (..., n, d), or push a measure of tokens forward by the map.
+
+        The result has the shape (..., n, d_out), or is a measure on R^d_out.
 
         Raises
         ------
@@ -92,7 +94,7 @@ class TokenMap(abc.ABC):
 
 
 class AbstractMeasure(abc.ABC):
-    """The interface of a probability measure (of tokens as points in R^d) on which a map of tokens acts.
+    """The interface of a probability measure on R^d, whose points are tokens that a map can move.
 
     :mod:`howsmooth.measures` implements it.
     """
@@ -100,7 +102,7 @@ class AbstractMeasure(abc.ABC):
     @property
     @abc.abstractmethod
     def d(self) -> int:
-        """Dimension of a token."""
+        """Dimension of the tokens, which are the points of the measure."""
 
     @property
     @abc.abstractmethod

@@ -63,22 +63,22 @@ class HeadsAttention(TokenMap):
 
     @property
     def d(self) -> int:
-        """Dimension of an input token."""
+        """Dimension of the map's input tokens."""
         return self.query.shape[2]
 
     @property
     def d_out(self) -> int:
-        """Dimension of an output token."""
+        """Dimension of the map's output tokens."""
         return self.heads * self.value_dim if self.output is None else self.output.shape[0]
 
     @property
     def dtype(self) -> torch.dtype:
-        """Data type of the parameters."""
+        """Data type of the map's parameters."""
         return self.query.dtype
 
     @property
     def device(self) -> torch.device:
-        """Device of the parameters."""
+        """Device of the map's parameters."""
         return self.query.device
 
     def __repr__(self) -> str:
@@ -95,14 +95,14 @@ class HeadsAttention(TokenMap):
         return f"{kind}, {heads}, {masking}, {projected}"
 
     def _tensors(self) -> dict[str, Tensor]:
-        """Return the parameter tensors that are not None, by name."""
+        """Return the attention's parameters that are set (not None), in a dict by name."""
         given = {name: getattr(self, name) for name in _TENSORS}
         return {name: tensor for name, tensor in given.items() if tensor is not None}
 
     def _arguments(
         self, dtype: torch.dtype | None = None, device: torch.device | str | None = None
     ) -> dict[str, Any]:
-        """Return the arguments that construct a copy in another dtype or on another device."""
+        """Return constructor arguments for a copy of the attention in another dtype or on another device."""
         tensors = {name: t.to(dtype=dtype, device=device) for name, t in self._tensors().items()}
         return tensors | {"scale": self.scale}
 

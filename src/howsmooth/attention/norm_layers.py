@@ -32,29 +32,29 @@ class _Norm(TokenMap):
 
     @property
     def d(self) -> int:
-        """Dimension of a token."""
+        """Dimension of the tokens that the norm layer takes."""
         return self.weight.shape[0]
 
     @property
     def d_out(self) -> int:
-        """Dimension of a token."""
+        """Dimension of the tokens that the norm layer returns."""
         return self.d
 
     @property
     def dtype(self) -> torch.dtype:
-        """Data type of the parameters."""
+        """Data type of the norm layer's parameters."""
         return self.weight.dtype
 
     @property
     def device(self) -> torch.device:
-        """Device of the parameters."""
+        """Device of the norm layer's parameters."""
         return self.weight.device
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}(d={self.d}, eps={self.eps:g})"
 
     def direction_and_length(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the centred tokens that a norm layer divides, and the lengths by which it divides them.
+        """Return the numerators and the denominators by which the norm layer normalises tokens.
 
         The vectors h (..., n, d) are the tokens, centred for LayerNorm. The lengths s = √(|h|² + dε) have
         shape (..., n, 1).
@@ -69,7 +69,7 @@ class _Norm(TokenMap):
 
 
 class LayerNorm(_Norm):
-    """LayerNorm of each token, over its d entries.
+    """The LayerNorm of each token, as a map of tokens.
 
     Parameters
     ----------
@@ -96,7 +96,7 @@ class LayerNorm(_Norm):
 
 
 class RMSNorm(_Norm):
-    """RMSNorm of each token, over its d entries.
+    """The RMSNorm of each token, as a map of tokens.
 
     Parameters
     ----------

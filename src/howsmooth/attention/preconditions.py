@@ -1,4 +1,4 @@
-"""Checks of what bounds and attacks need of an attention: plain scores ⟨q_i, k_j⟩ and known matrices."""
+"""Checks that an attention has plain scores ⟨q_i, k_j⟩ and known matrices, as many theorems require."""
 
 from __future__ import annotations
 

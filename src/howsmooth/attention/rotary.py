@@ -54,7 +54,7 @@ class Rotary:
         return Rotary(self.cos.to(dtype=dtype, device=device), self.sin.to(dtype=dtype, device=device))
 
     def rotate(self, t: Float[Tensor, "*batch n dim"]) -> Float[Tensor, "*batch n dim"]:
-        """Rotate queries or keys (..., n, dim) by the angles of their positions.
+        """Rotate each query or key (..., n, dim) by the angles that belong to its position.
 
         The rotation is linear, so it also maps the tangents of queries and keys.
         """
@@ -64,7 +64,7 @@ class Rotary:
         return torch.cat((turned * self.cos[:n] + swapped * self.sin[:n], rest), dim=-1)
 
     def rotate_adjoint(self, t: Float[Tensor, "*batch n dim"]) -> Float[Tensor, "*batch n dim"]:
-        """Return the image of t (..., n, dim) under the adjoint of :meth:`rotate`."""
+        """Apply the transpose of the rotary rotation, a linear map, to vectors (..., n, dim)."""
         n, half = t.shape[-2], self.rot_dim // 2
         turned, rest = t[..., : self.rot_dim], t[..., self.rot_dim :]
         s = turned * self.sin[:n]

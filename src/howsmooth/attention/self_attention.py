@@ -275,7 +275,7 @@ class SelfAttention(HeadsAttention):
         return self._placed(in_heads(X, self.query, self.query_bias), in_heads(X, self.key, self.key_bias))
 
     def _placed(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
-        """Apply norm layers and rotary positions to projected queries and keys."""
+        """Apply the norms and the rotary rotation to projected queries and keys, where the layer has them."""
         q, k = _normed(q, self.query_norm), _normed(k, self.key_norm)
         return (q, k) if self.rotary is None else (self.rotary.rotate(q), self.rotary.rotate(k))
 

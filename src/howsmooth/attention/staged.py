@@ -204,7 +204,7 @@ class Layer(Protocol):
     """The interface of the PyTorch code before and after the softmax attentions of a layer."""
 
     def run(self, x: Tensor, core: Core) -> Tensor:
-        """Return the outputs (n_out, d_out) for one sequence ``x`` (n, d), calling ``core`` for each softmax.
+        """Run the layer on one sequence ``x`` (n, d), with the function ``core`` in place of each softmax.
 
         Instead of its i-th softmax attention (i counts from 0 in the order of the calls) the layer calls
         ``core(i, q, k, v)`` with q (*lead, heads, m, key_dim), k (*lead, kv_heads, n, key_dim) and v
@@ -280,22 +280,22 @@ class StagedAttention(TokenMap):
 
     @property
     def d(self) -> int:
-        """Dimension of an input token."""
+        """Dimension of the map's input tokens."""
         return self._sizes[0]
 
     @property
     def d_out(self) -> int:
-        """Dimension of an output token."""
+        """Dimension of the map's output tokens."""
         return self._sizes[1]
 
     @property
     def dtype(self) -> torch.dtype:
-        """Data type of the parameters."""
+        """Data type of the map's parameters."""
         return self._placed[0]
 
     @property
     def device(self) -> torch.device:
-        """Device of the parameters."""
+        """Device of the map's parameters."""
         return self._placed[1]
 
     def describe(self) -> str:
@@ -329,7 +329,7 @@ class StagedAttention(TokenMap):
         return converted
 
     def run(self, x: Float[Tensor, "n d"], core: Core) -> Float[Tensor, "n_out d_out"]:
-        """Run the layer on one sequence, with another function in place of its softmax attentions.
+        """Run the layer on one sequence, with the function ``core`` in place of its softmax attentions.
 
         The function is ``core``. The result is the layer's output (n_out, d_out).
 
@@ -367,7 +367,7 @@ class StagedAttention(TokenMap):
         )
 
     def refuse_measures(self, weighting: Weighting | None) -> None:
-        """Raise ArgumentError if the map is applied to a measure, where it is not defined.
+        """Raise ArgumentError if the map is applied to a measure, on which it is not defined.
 
         The argument ``weighting`` is None for tokens.
         """
@@ -433,7 +433,7 @@ class StagedAttention(TokenMap):
         )
 
     def head(self, h: int) -> StagedAttention:
-        """Return one head of the layer, without the code after its softmax.
+        """Return one head of the attention layer as a map of tokens, without the code after the softmax.
 
         This is the scope ``head``.
 
@@ -475,7 +475,7 @@ class StagedAttention(TokenMap):
         return tuple(found)
 
     def _value_dim(self, scope: str) -> int:
-        """Return the dimension of a value, for a layer with a single softmax.
+        """Return the dimension of the values in an attention layer that has a single softmax.
 
         Raise ArgumentError if there are several softmaxes, or one over windows.
         """
@@ -496,7 +496,7 @@ class StagedAttention(TokenMap):
 
 
 class _UpToCore:
-    """An attention layer cut off after its only softmax attention, whose output it returns.
+    """An attention layer that ends at its only softmax attention and returns the output of that softmax.
 
     Its output holds all heads concatenated, or head ``h`` alone.
     """

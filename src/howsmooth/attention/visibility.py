@@ -42,7 +42,7 @@ class Visibility:
 
     @property
     def triangle(self) -> bool | None:
-        """True if the mask is causal order alone; None if there is a window or a boolean matrix.
+        """Whether the mask is causal order and nothing else; None if it has a window or a boolean matrix.
 
         It is False if every query sees every key.
         """
@@ -54,7 +54,7 @@ class Visibility:
         return self.block(slice(0, queries), slice(0, self.n), device)
 
     def all_see(self, rows: slice) -> bool:
-        """Return True if, under causal order and window, every query of ``rows`` sees at least one key."""
+        """Return True if causal order and window leave every query of ``rows`` at least one visible key."""
         return self.window is None or rows.stop + self.offset < self.n + self.window
 
     def keys(self, rows: slice) -> slice:
@@ -121,7 +121,7 @@ class Visibility:
             t.masked_fill_(~self.mask[rows, keys], 0.0)
 
     def _positions(self, rows: slice) -> slice:
-        """Return the range of positions that the queries ``rows`` have among the keys."""
+        """Convert a range of queries to the range of positions that these queries have among the keys."""
         return slice(rows.start + self.offset, rows.stop + self.offset)
 
 

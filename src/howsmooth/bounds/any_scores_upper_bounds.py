@@ -1,4 +1,4 @@
-"""An upper bound on a ball for attention with any scores: rotary positions, norms, biases, caps, sinks.
+"""An upper bound on a ball for softmax attention with rotary positions, norms, biases, caps or sinks.
 
 The norms are those of queries and keys, the biases are added to the scores, and every mask is allowed. Proof:
 documentation page "Bounds for the scores of today's models".
@@ -30,7 +30,7 @@ _MARGIN = 1e-12
 
 
 def any_scores_ball_upper_bound(attention: object, length: object, radius: object) -> Bound:
-    """Bound Lip(f on B_R^n) of self-attention with any mask, rotary positions, norms, biases, cap and sinks.
+    """Bound Lip(f on B_R^n) of softmax attention whose scores may have any mask, bias, cap, norm or rotation.
 
     For one head with values V x + b_v the bound is σ_q ρ + ‖V‖ (max_j Σ_{i sees j} r_i)^{1/2}. σ_q and σ_k
     bound the gradients of a score s_ij in the tokens x_i and x_j on the ball, ρ = ‖V‖R, or max(‖V‖R, |b_v|)
@@ -196,7 +196,7 @@ class _Projected:
 
 
 def _of_head(f: SelfAttention, h: int, n: int, sizes: _Sizes) -> float:
-    """Return the bound on one head X ↦ softmax(scores) V X, without the head's output map."""
+    """Bound the Lipschitz constant of one head X ↦ softmax(scores) V X, without the head's output map."""
     if sizes.value == 0.0:
         return 0.0
     beta = sizes.other * sizes.reach / sizes.value

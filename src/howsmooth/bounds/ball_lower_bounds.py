@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from howsmooth.bounds.bound import Bound, Hypothesis, Quantity, check_length, check_radius
-from howsmooth.bounds.jacobian_columns import (
+from howsmooth.bounds.jacobian_column_lower_bounds import (
     MOST_ROWS,
     log_column_norm,
     log_integer,
@@ -118,7 +118,7 @@ def proposition_3_4(attention: object, length: int, radius: float) -> Bound:
 
 
 def two_cluster_lower_bound(attention: object, length: int, radius: float) -> Bound:
-    """Bound Lip(f on B_R^n) from below by the Jacobian at two clusters of tokens.
+    """Bound Lip(f on B_R^n) from below by ‖D_X f‖ at tokens X that form two clusters.
 
     The bound is √(n−1) p ‖V(I + (1−p)(z−w)yᵀ)‖. u is a unit eigenvector of A for γ_max or γ_min, X consists
     of z = Ru and n − 1 copies of w = Ru/2 or −Ru, y = Aw + b, and p = 1/(1 + (n−1)e^{−⟨y, z−w⟩}). The larger
@@ -518,19 +518,21 @@ def _log_tie_formula(head: Head, n: int, points: Tie, *, masked: bool) -> float:
     size, strength = float(y.norm()), float((head.V @ half).norm())
     if not (math.isfinite(gap) and 0 < size < math.inf and 0 < strength < math.inf):
         return -math.inf
+    # Numbers m of light tokens that a row sees: 1, 2, … under a causal mask, all n − 2 without one.
     if masked:
         log_m = torch.arange(1, min(n, MOST_ROWS) - 1, dtype=torch.float64).log()
     else:
         log_m = torch.tensor([log_integer(n - 2)], dtype=torch.float64)
     log_p = -torch.logaddexp(torch.tensor(math.log(2), dtype=torch.float64), log_m - gap)
     rows = float(torch.logsumexp(2 * log_p, dim=0)) + (0.0 if masked else float(log_m[0]))
+    # The derivative of log p in the gap is 1 − 2p, so rounding of the gap matters only where p is below 1/2.
     undecided = max(0.0, 1 - 2 * float(log_p.min().exp()))
     error = undecided * 4e-15 * size * float((mean - points.light).norm()) if undecided else 0.0
     return 0.5 * (math.log(2) + rows) + math.log(size) + math.log(strength) - error - 1e-12
 
 
 def _two_clusters(head: Head, radius: float) -> list[OneHeavyToken]:
-    """Return the paper's two-cluster inputs for the largest and the smallest real eigenvalue of A.
+    """Return the paper's two-cluster inputs for the extreme real eigenvalues of the score matrix A.
 
     A is the matrix of the scores. The list is empty if A has no real eigenvalue.
     """

@@ -234,7 +234,7 @@ def mean_field_upper_bound(attention: object, radius: object) -> Bound:
 
 
 def row_norm_maximum(a: float) -> float:
-    """Return the number h*(a), which bounds the norm of a row of the Jacobian if scores vary by at most 2a.
+    """Return h*(a), a bound on the norm of one row of attention's Jacobian if scores vary by at most 2a.
 
     h*(a) is the maximum over p in [0, 1] of p²(1 + 2a(1−p))² + (1−p)²(1 − 2ap)². It is 1 for a <= 1/2, and at
     most 1 + a²/2. It bounds Σ_j P_j²(1 + t_j)² for all probability vectors P and all numbers t_j in an
@@ -258,10 +258,10 @@ def row_norm_maximum(a: float) -> float:
 
 
 def h_star_maximiser(a: float) -> float:
-    """Return the point at which the maximum that defines h*(a), see :func:`row_norm_maximum`, is attained.
+    """Return the point at which the polynomial with the maximum h*(a) takes this maximum.
 
-    It is w = 2p − 1 for the p that maximises the polynomial in :func:`row_norm_maximum`. The result is 0 for
-    a > 1e8 or NaN.
+    The polynomial is the one in :func:`row_norm_maximum`, and the result is w = 2p − 1 for the p that
+    maximises it. The result is 0 for a > 1e8 or NaN.
     """
     if a <= 0.5:
         return 1.0
@@ -275,12 +275,15 @@ def h_star_maximiser(a: float) -> float:
 
 
 def log_h_star(a: float) -> float:
-    """Return the logarithm of h*(a), see :func:`row_norm_maximum`, also where h*(a) itself overflows."""
+    """Return the logarithm of h*(a), a bound on the norm of a row of attention's Jacobian.
+
+    It is finite also where h*(a) overflows. The number h*(a) is explained at :func:`row_norm_maximum`.
+    """
     return 2 * math.log(a) - math.log(2) if a > 1e100 else math.log(row_norm_maximum(a))
 
 
 def log_row(n: int, a3: float) -> float:
-    """Return the log of Theorem A's bound on one row of the Jacobian.
+    """Return the log of a bound (Theorem A) on the norm of one row of attention's Jacobian.
 
     The row is that of a query that sees n tokens. The bound is min{h*(a₃), (1 + a₃²) P̄(n, a₃)}, with h* of
     :func:`row_norm_maximum` and P̄ of :func:`log_largest_weight`.
@@ -332,7 +335,7 @@ def no_query_bias(head: Head, other: str = "") -> Hypothesis:
 
 
 def upper(name: str, quantity: Quantity, source: str, log_formula: float, *hypotheses: Hypothesis) -> Bound:
-    """Return an upper bound from the logarithm of its formula, rounded up by a few ulps."""
+    """Return an upper bound as a :class:`Bound`, given the logarithm of its formula, which is rounded up."""
     if math.isfinite(log_formula):
         log_formula += 8 * sys.float_info.epsilon * abs(log_formula)
     return Bound.upper(name, quantity, source, log_formula=log_formula, hypotheses=hypotheses)

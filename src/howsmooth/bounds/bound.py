@@ -120,12 +120,15 @@ class Bound:
 
     @property
     def holds(self) -> bool:
-        """True if all hypotheses hold for the attention."""
+        """True if all hypotheses of the bound's theorem hold for the given attention."""
         return all(hypothesis.holds for hypothesis in self.hypotheses)
 
     @property
     def log_value(self) -> float:
-        """The natural logarithm of ``value``."""
+        """The natural logarithm of the bound; infinite if a hypothesis of its theorem fails.
+
+        It is then inf for an upper bound and −inf for a lower bound.
+        """
         if self.holds:
             return self.log_formula
         return math.inf if self.side == "upper" else -math.inf

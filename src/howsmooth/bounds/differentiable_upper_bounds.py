@@ -27,7 +27,7 @@ _LARGE = 96
 
 
 def any_boolean_mask(length: int) -> VisibleRows:
-    """Return the worst rows that a mask can have: bounds computed for them hold for every boolean mask.
+    """Return kinds of mask rows such that bounds for these rows hold under every boolean mask.
 
     The masks may differ between heads. The bounds on a row are largest for rows that see one or two keys, so
     only these two kinds are returned.
@@ -144,7 +144,7 @@ def softmax_output_radius(
 
 @dataclass(frozen=True, eq=False)
 class _Heads:
-    """Norms of the heads' output and value maps, from which norms of sums over heads are bounded.
+    """Norms of the heads' output and value matrices, from which norms of sums over heads are bounded.
 
     W_h V_h is called O_h.
 
@@ -175,25 +175,25 @@ class _Heads:
         )
 
     def squares(self, c: Tensor) -> tuple[Tensor, Tensor]:
-        """Return two upper bounds on ‖Σ_h O_h F_h‖², given bounds ‖F_h‖ <= c_h for each head.
+        """Return two upper bounds on ‖Σ_h W_h V_h F_h‖² for all matrices F_h with ‖F_h‖ <= c_h.
 
-        Here O_h = W_h V_h. The bounds hold for all matrices F_h with ‖F_h‖ <= c_h.
+        The sum is over the heads h, with output maps W_h and value matrices V_h.
         """
         by_grams = torch.einsum("h...,hg,g...->...", c, self.grams, c)
         by_output = self.whole.square() * torch.einsum("h,h...->...", self.values.square(), c.square())
         return by_grams, by_output
 
     def together(self, c: Tensor) -> Tensor:
-        """Return an upper bound on ‖Σ_h O_h F_h‖, given bounds ‖F_h‖ <= c_h for each head.
+        """Return an upper bound on ‖Σ_h W_h V_h F_h‖ for all matrices F_h with ‖F_h‖ <= c_h.
 
-        Here O_h = W_h V_h. The bound holds for all matrices F_h with ‖F_h‖ <= c_h, and is M(c) of
+        The sum is over the heads h, with output maps W_h and value matrices V_h. The bound is M(c) of
         :func:`softmax_layer`.
         """
         by_grams, by_output = self.squares(c)
         return _root(torch.minimum(by_grams, by_output))
 
     def around_mean(self, rows: VisibleRows, rho: Tensor, m: Tensor) -> Tensor:
-        """Bound a part of the Jacobian by splitting each of its rows into the mean and the rest.
+        """Bound the Jacobian without the derivatives of the queries: means of its rows, and deviations.
 
         The result is the last term of the second bound of :func:`softmax_layer`,
         √(max_j Σ_{i sees j} (‖O‖²/m_i + M(√(ρ_i − 1/m_i))²)).
@@ -204,9 +204,9 @@ class _Heads:
 
 
 def _grams(maps: Tensor, value: Tensor) -> Tensor:
-    """Return the norms ‖O_hᵀ O_g‖ for all pairs of heads, (heads, heads).
+    """Return the norms ‖(W_h V_h)ᵀ W_g V_g‖ for all pairs h, g of heads, (heads, heads).
 
-    Here O_h = W_h V_h. The singular vectors are computed from k × k matrices. The gradient is taken with the
+    The singular vectors are computed from k × k matrices. The gradient is taken with the
     singular vectors held fixed.
     """
     count = len(value)
@@ -243,7 +243,7 @@ def _several(rows: VisibleRows, m: Tensor) -> Tensor:
 
 
 def _largest(m: Tensor, a: Tensor) -> Tensor:
-    """Return the largest attention weight that m scores in [−a, a] allow, (heads, rows).
+    """Return the largest attention weight that m scores in [−a, a] can give, (heads, rows).
 
     It is 1/(1 + (m−1)e^{−2a}).
     """
@@ -251,7 +251,7 @@ def _largest(m: Tensor, a: Tensor) -> Tensor:
 
 
 def _each(rows: VisibleRows, weights: Tensor) -> Tensor:
-    """Return, for each head, the largest total weight of the rows that see one key, over all keys.
+    """Add up, for each head and each key, the weights of the queries that see the key; return the maxima.
 
     For weights w_i of the rows it is max_j Σ_{i sees j} w_i.
     """
@@ -274,7 +274,7 @@ def _h_star(a: Tensor) -> Tensor:
 def _normalised(
     weight: Tensor, bias: Tensor | None, radius: float, eps: float
 ) -> tuple[Float[Tensor, "heads"], Float[Tensor, "heads"]]:
-    """Bound each head's norm ‖Q‖ (or ‖K‖), and the lengths of its normalised queries (or keys).
+    """Bound, for each head, the norm of a query or key matrix, and the lengths of normalised queries or keys.
 
     The second result bounds the norm of a query (or key) of tokens in the ball, normalised with ``eps``.
     """
@@ -306,9 +306,10 @@ def products_norms(
 
 
 def _leading(q_left: Tensor, small: Tensor, q_right: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the leading singular vectors of q_left @ small @ q_rightᵀ from those of the matrix ``small``.
+    """Return the leading singular vectors of a product of matrices, from its small middle factor.
 
-    ``q_left`` and ``q_right`` have orthonormal columns. The left vector is zero if the matrix is zero.
+    The product is q_left @ small @ q_rightᵀ. ``q_left`` and ``q_right`` have orthonormal columns. The left
+    vector is zero if the matrix is zero.
     """
     u, v = _singular_vectors(small)
     return (q_left @ u[..., None])[..., 0], (q_right @ v[..., None])[..., 0]
@@ -351,7 +352,10 @@ def _singular_vectors(
 
 
 def _last_eigenvector(gram: Float[Tensor, "k k"]) -> Float[Tensor, "k"]:
-    """Return an eigenvector of the largest eigenvalue by inverse iteration, which is faster than ``eigh``."""
+    """Return an eigenvector of a Gram matrix's largest eigenvalue, faster than by ``eigh``.
+
+    The method is inverse iteration.
+    """
     largest = torch.linalg.eigvalsh(gram)[-1]
     shift = torch.where(largest > 0, largest * (1 + 4 * len(gram) * torch.finfo(gram.dtype).eps), 1.0)
     identity = torch.eye(len(gram), dtype=gram.dtype, device=gram.device)

@@ -122,6 +122,7 @@ def scaled_cosine_layer(
     largest = torch.ones_like(m) if rows.free else 1 / (1 + (m - 1) * torch.exp(-2 * tau * rho_q * rho_k))
     several = m > 1
     total = rows.heaviest(largest).sqrt() * norms[2]
+    # Where every query sees one key only, the weights are 1 whatever the scores.
     if bool(several.any()):
         spread = rows.heaviest(torch.where(several, largest.clamp(max=0.5), 0.0)).sqrt()
         total = total + tau * rho_v * (rho_k * norms[0] + spread * rho_q * norms[1])

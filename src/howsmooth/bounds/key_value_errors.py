@@ -167,7 +167,7 @@ class _Errors:
 
     @classmethod
     def of(cls, name: str, size: object, like: Float64[Tensor, "kv_heads n dim"]) -> _Errors | None:
-        """Check the size of errors that the user gave, and convert it to _Errors; None means no errors."""
+        """Convert the user's limits on errors of keys or values to _Errors, after checking the limits."""
         if size is None:
             return None
         heads, n, dim = like.shape
@@ -275,7 +275,7 @@ class _Head:
     def _score_changes(
         self, rows: slice, keys: _Errors, raw: Float64[Tensor, "rows n"]
     ) -> Float64[Tensor, "rows n"]:
-        """Bound by τ_ij how much errors of the keys change the scores, after the soft cap."""
+        """Bound how much errors of the keys change each attention score, after the soft cap."""
         q, cap = self.q[rows], self.f.softcap
         tau = torch.linalg.vector_norm(q, dim=1)[:, None] * keys.norms[self.g]
         if keys.entries is not None:
@@ -332,7 +332,7 @@ def _largest_ratio(
     tau: Float64[Tensor, "rows n"],
     lowest: Float64[Tensor, " rows"],
 ) -> Float64[Tensor, " rows"]:
-    """Bound how far an output moves if its scores change by at most τ, by the triangle inequality.
+    """Bound how far attention outputs move if each score changes by at most τ_ij.
 
     For each row the bound is max Σ_j P_j |e_j − 1| r_j / (Σ_j P_j e_j + sink) over e^{−τ_j} ≤ e_j ≤ e^{τ_j}.
     The maximum λ solves max_e Σ_j P_j (|e_j − 1| r_j − λ e_j) = λ sink, and the left side is largest at one

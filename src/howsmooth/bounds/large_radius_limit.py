@@ -58,7 +58,7 @@ class LargeRadius:
 
 
 def theorem_3_7(attention: object, X: object, radius: object, *, side: object = "upper") -> Bound:
-    """Bound ‖D_{RX} f‖ from above or below by its limit as R → ∞ and a rate (Theorem 3.7).
+    """Bound ‖D_{RX} f‖ from above or below by its limit as R → ∞ and a rate of convergence (Theorem 3.7).
 
     The bound is the limit plus or minus a distance. The limit is ‖V‖ √(max_j #{i : m_i = j}), where m_i is
     the argmax over j of ⟨A x_i, x_j⟩. The distance from the limit is at most ‖V‖ η (√(2n)(1 + R² r max|A
@@ -103,7 +103,7 @@ def theorem_3_7(attention: object, X: object, radius: object, *, side: object = 
 
 
 def theorem_4_5(attention: object, X: object, radius: object, *, side: object = "upper") -> Bound:
-    """Bound ‖D_{RX} f^m‖ of causal attention by its limit as R → ∞ and a rate (Theorem 4.5).
+    """Bound ‖D_{RX} f^m‖ of causal attention by its limit as R → ∞ and a rate of convergence (Theorem 4.5).
 
     The bound is the limit plus or minus a distance. The limit and the distance are as in :func:`theorem_3_7`,
     with m_i the argmax over j <= i.
@@ -142,7 +142,7 @@ def theorem_4_5(attention: object, X: object, radius: object, *, side: object = 
 
 
 def large_radius(head: Head, X: object, radius: float, *, masked: bool) -> LargeRadius:
-    """Compare the Jacobian at tokens R·X with its limit as R → ∞.
+    """Compare the Jacobian of attention at tokens R·X with its limit as R → ∞.
 
     The results are the norm of the limit, and an upper bound on the distance from it at R = ``radius``.
 

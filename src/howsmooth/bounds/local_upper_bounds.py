@@ -130,7 +130,7 @@ def diameter_upper_bound(attention: object, X: Tensor | None = None) -> Bound:
 
 
 def covariance_upper_bound(attention: object, X: Tensor | None = None) -> Bound:
-    """Bound ‖D_X f‖ of one head at given tokens by a step in the proof of Theorem 3.3.
+    """Bound ‖D_X f‖ of one head by covariances of the given tokens, as in the proof of Theorem 3.3.
 
     The bound is √3 ‖V‖ (max_i ‖C_i A‖² + n r² max_i |A x_i + b|² + n)^½, the step of the proof of Theorem 3.3
     before the radius R replaces the tokens. C_i and m_i are the covariance and the mean of the tokens under
@@ -238,7 +238,7 @@ def yudin_theorem_3(attention: object, X: Tensor | None = None) -> Bound:
 
 @dataclass(frozen=True, eq=False)
 class OneHead:
-    """One head at given tokens x_i, with its mask and the products of its score matrix A with the tokens.
+    """One attention head at given tokens x_i, with the mask and the vectors A x_i + b and Aᵀ x_i.
 
     ``y`` has the vectors A x_i + b, and ``transposed`` the vectors Aᵀ x_i.
     """
@@ -251,9 +251,10 @@ class OneHead:
 
     @classmethod
     def at(cls, attention: object, X: object, name: str) -> OneHead:
-        """Return the head of ``attention`` at tokens X, or at the tokens of a site, after checking both.
+        """Check an attention with one head and the tokens X, and return both together.
 
-        The argument ``name`` is the statement that needs one head; errors mention it.
+        For a captured site, the tokens are those of the site unless X is given. The argument ``name`` is the
+        statement that needs one head; errors mention it.
         """
         parameters = parameters_of(attention)
         head = parameters.one_head(name)
@@ -310,7 +311,7 @@ def _norm_of_product(left: Float[Tensor, "m a"], right: Float[Tensor, "m b"]) ->
 
 
 def _diameter(rows: Float[Tensor, "n d"]) -> float:
-    """Return the largest distance between two rows, computed from differences and rounded up."""
+    """Return the largest distance between two rows of a matrix, computed from differences and rounded up."""
     size = float(rows.abs().amax()) or 1.0
     return size * largest_distance(rows / size) * (1 + _MARGIN)
 

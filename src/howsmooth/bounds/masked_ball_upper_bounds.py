@@ -231,7 +231,7 @@ def masked_ball_upper_bound(attention: object, length: object, radius: object) -
 
 
 def _log_rows_of_mask(seen: Visibility, a3: float) -> tuple[float, int]:
-    """Return the log of the sum over rows in Theorem A for a mask, and the most keys that any row sees.
+    """Return the log of Theorem A's largest sum of row bounds under a mask, and the most visible keys.
 
     The count is the largest number of keys that a row sees. The sum is max_j Σ_{i sees j} ρ_i, where ρ_i is
     Theorem A's bound on row i.
@@ -313,7 +313,7 @@ def causal(attention: object, parameters: Parameters) -> Hypothesis:
 
 
 def log_causal_rows(n: int, a3: float) -> float:
-    """Return the log of an upper bound on the sum over rows in Theorem A for a causal mask.
+    """Return the log of the sum of Theorem A's row bounds under a causal mask, rounded up.
 
     The sum is Σ_{i=1}^n ρ_i, where ρ_i is Theorem A's bound on row i. ρ_1 = 1 and ρ_i = min{h*(a₃), (1 + a₃²)
     P̄(i, a₃)}. The sum is exact up to row 20000. Beyond it, ρ_i is replaced by h* up to some row and by (1 +

@@ -36,7 +36,7 @@ _LARGEST_G = 1e12
 def two_dirac(
     attention: object, radius: float, *, weight: float | None = None, cluster: str = "paper"
 ) -> Bound:
-    """Bound the W_2-Lipschitz constant from below by the local constant at a measure with two atoms.
+    """Bound the W_2-Lipschitz constant of attention from below, by its local constant at two atoms.
 
     The local constant along the eigenvector u is max(‖M‖, |γ|v_1, |γ|v_2) · |Vu| with M_ij = √(a_i/a_j) [P_ij
     (1 + γ s_i (s_j − m_i)) + δ_ij γ v_i]. Here s_i u are the positions of the atoms, a_i their weights,
@@ -205,7 +205,7 @@ def proposition_3_6_rate(attention: object, radius: float) -> Bound:
 
 @dataclass(frozen=True)
 class _Case:
-    """The numbers from which a lower bound at a measure with two atoms is computed.
+    """An eigenvalue of the score matrix A, and all else that lower bounds at two atoms depend on.
 
     They belong to an eigenvalue γ of A, the positions of the atoms, and the hypotheses of the bound.
     """
@@ -271,13 +271,13 @@ class _Case:
 
 
 def _shares(log_odds: float) -> tuple[float, float]:
-    """Return the logarithms of 1/(1+e^t) and of 1/(1+e^{−t}) for log odds t."""
+    """Return the logarithms of the two attention weights 1/(1+e^t) and 1/(1+e^{−t}) for log odds t."""
     tail = math.log1p(math.exp(-abs(log_odds)))
     return -max(log_odds, 0.0) - tail, min(log_odds, 0.0) - tail
 
 
 def _log_two_dirac(case: _Case, log_p: float, log_rest: float) -> float:
-    """Return the log of the lower bound at two atoms, without its factor from the value matrix.
+    """Return the log of a lower bound at a measure with two atoms, without the factor of the value matrix.
 
     It is the bound of :func:`two_dirac` without the factor |Vu|.
     """

@@ -158,10 +158,11 @@ def output_norm_upper_bound(
 def gram_upper_bound(
     attention: object, length: object, radius: object, *, head_bound: HeadBound = head_upper_bound
 ) -> Bound:
-    """Bound the Lipschitz constant of multi-head attention, more sharply if output maps are orthogonal.
+    """Bound the Lipschitz constant of multi-head attention by the norms ‖W_hᵀ W_g‖ of output maps.
 
     The bound is (Σ_{h,g} ‖W_hᵀ W_g‖ L_h L_g)^{1/2}, where W_h is the output map of head h and L_h an upper
-    bound on the head. It is at most the bound of Lemma 3.8.
+    bound on the head. It is at most the bound of Lemma 3.8, and sharper the more orthogonal the output maps
+    of different heads are.
 
     Parameters
     ----------
@@ -197,12 +198,12 @@ def gram_upper_bound(
 def folded_gram_upper_bound(
     attention: object, length: object, radius: object, *, head_bound: HeadBound = head_upper_bound
 ) -> Bound:
-    """Sharpen :func:`gram_upper_bound` by including the value matrices in the output maps.
+    """Bound the Lipschitz constant of multi-head attention by the norms ‖(W_h V_h)ᵀ W_g V_g‖.
 
-    The bound is (Σ_{h,g} ‖O_hᵀ O_g‖ c_h c_g)^{1/2} with O_h = W_h V_h. V_h is factorised into a triangular
-    matrix, which moves to the output map, and a matrix of orthonormal rows. c_h is the upper bound on head h
-    with this matrix in place of V_h. For bounds proportional to ‖V‖, as all of this library are, the result
-    is at most :func:`gram_upper_bound`.
+    W_h is the output map of head h and V_h its value matrix. The bound is (Σ_{h,g} ‖O_hᵀ O_g‖ c_h c_g)^{1/2}
+    with O_h = W_h V_h. V_h is factorised into a triangular matrix, which moves to the output map, and a
+    matrix of orthonormal rows. c_h is the upper bound on head h with this matrix in place of V_h. For bounds
+    proportional to ‖V‖, as all of this library are, the result is at most :func:`gram_upper_bound`.
 
     Parameters
     ----------
@@ -242,7 +243,7 @@ def folded_gram_upper_bound(
 
 
 def log_quadratic_form(maps: list[Tensor], logs: list[float]) -> float:
-    """Return the logarithm of the bound on all heads together, from the logarithms of bounds on each head.
+    """Return the log of a bound on a sum of heads, from the logs of bounds on the single heads.
 
     It is log (Σ_{h,g} ‖M_hᵀ M_g‖ e^{l_h + l_g})^{1/2} for maps M_h and the logarithms l_h of bounds on heads.
     """

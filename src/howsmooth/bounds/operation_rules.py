@@ -28,12 +28,12 @@ aten = torch.ops.aten
 
 
 class NoRuleError(Exception):
-    """Raised for an operation that has no rule; the message names the operation."""
+    """Raised for a PyTorch operation whose result no rule can bound; the message names the operation."""
 
 
 @dataclass(frozen=True, eq=False)
 class Range:
-    """Bounds on a tensor T(X) for all inputs X of a ball.
+    """Bounds on the entries, the norms and the derivative of a tensor T(X), for all inputs X of a ball.
 
     Attributes
     ----------
@@ -55,7 +55,10 @@ class Range:
 
     @classmethod
     def of(cls, size: Tensor, slope: float, norm: Tensor | None = None) -> Range:
-        """Return a range with the given bounds, rounded up; ``norm`` is added to what ``size`` implies."""
+        """Return a Range with the given bounds on entries, derivative and norms, all rounded up.
+
+        ``size`` also implies bounds on the norms; the smaller ones are taken.
+        """
         size = size * (1 + _MARGIN) + _LEAST
         implied = size if size.ndim == 0 else torch.linalg.vector_norm(size, dim=-1)
         norm = implied if norm is None else torch.minimum(implied, norm)
@@ -63,17 +66,17 @@ class Range:
 
     @property
     def largest(self) -> float:
-        """The largest bound on an entry."""
+        """The largest of the bounds on the absolute values of the tensor's entries."""
         return float(self.size.max()) if self.size.numel() else 0.0
 
     @property
     def longest(self) -> float:
-        """The largest bound on a norm along the last axis."""
+        """The largest of the bounds on the norms of the tensor along its last axis."""
         return float(self.norm.max()) if self.norm.numel() else 0.0
 
     @property
     def matrix_norm(self) -> float:
-        """Upper bound on the spectral norms of the matrices in the last two axes."""
+        """Upper bound on the spectral norms of the tensor's matrices, which lie in its last two axes."""
         rows, columns = self.size.sum(-1).amax(-1), self.size.sum(-2).amax(-1)
         frobenius = torch.linalg.vector_norm(self.norm, dim=-1)
         return float(torch.minimum((rows * columns).sqrt(), frobenius).max()) * (1 + _MARGIN)
@@ -81,7 +84,7 @@ class Range:
 
 @dataclass(frozen=True, eq=False)
 class _RootPart:
-    """A tensor (c |t|² + ε)^p, where |t| is the norm of ``tensor`` along its last axis.
+    """The parts of a tensor (c |t|² + ε)^p, where |t| is the norm of ``tensor`` along its last axis.
 
     The power p is 1 for a sum of squares, 1/2 for its root and −1/2 for the inverse root. With ``least`` the
     tensor is max(|t|, least).
@@ -102,7 +105,7 @@ Operand = Range | Tensor | float | int | bool | None
 
 
 def _selected(select: Callable[[Tensor], Any], given: Range) -> Any:
-    """Return the ranges of a result, or of several, whose entries are entries of the argument."""
+    """Bound the results of an operation, such as a slice, that only picks entries of its argument."""
     entries = torch.arange(given.size.numel()).reshape(given.size.shape)
     chosen = select(entries)
     if isinstance(chosen, Tensor):
@@ -125,7 +128,7 @@ def _picked(given: Range, entries: Tensor) -> Range:
 
 
 def _joined(join: Callable[[list[Tensor]], Tensor], parts: Sequence[Range | Tensor]) -> Range:
-    """Return the range of tensors written side by side, in one tensor."""
+    """Bound a concatenation of tensors, given bounds on the tensors."""
     sizes = [part.size if isinstance(part, Range) else part.double().abs() for part in parts]
     slope = math.hypot(*(part.slope for part in parts if isinstance(part, Range)))
     return Range.of(join(sizes), slope)
@@ -135,7 +138,7 @@ def _joined(join: Callable[[list[Tensor]], Tensor], parts: Sequence[Range | Tens
 
 
 def _sum(one: Operand, other: Operand, alpha: float = 1.0) -> Range:
-    """Return the range of one + alpha · other."""
+    """Bound the sum one + alpha · other of two tensors, given bounds on the tensors."""
     a, b = (_size(value) for value in (one, other))
     slope = _slope(one) * _copies(a, b) + abs(alpha) * _slope(other) * _copies(b, a)
     size = a + abs(alpha) * b
@@ -166,13 +169,13 @@ def _slope(value: Operand) -> float:
 
 
 def _copies(a: Tensor, b: Tensor) -> float:
-    """Return the root of how often an entry of ``a`` is repeated in the shape common to ``a`` and ``b``."""
+    """Return √c, where c is how often broadcasting against ``b`` repeats each entry of ``a``."""
     shape = torch.broadcast_shapes(a.shape, b.shape)
     return math.sqrt(math.prod(shape) / max(1, a.numel()))
 
 
 def _product(one: Operand, other: Operand) -> Range:
-    """Return the range of the entrywise product."""
+    """Bound the entrywise product of two tensors, given bounds on the tensors."""
     if isinstance(one, Range) and isinstance(other, Range):
         normalised = _normalised(one, other) or _normalised(other, one)
         if normalised is not None:
@@ -198,7 +201,7 @@ def _product(one: Operand, other: Operand) -> Range:
 
 
 def _largest_factor(t: Tensor, factor: Operand) -> float:
-    """Return the norm of the map t ↦ factor · t, at most, where entries of t may be repeated."""
+    """Bound the norm of the linear map t ↦ factor · t, which may broadcast the tensor t."""
     f = _size(factor)
     shape = torch.broadcast_shapes(t.shape, f.shape)
     if isinstance(factor, Range) and t.ndim == f.ndim and t.shape[:-1] == f.shape[:-1] and t.shape[-1] == 1:
@@ -207,7 +210,10 @@ def _largest_factor(t: Tensor, factor: Operand) -> float:
 
 
 def _normalised(t: Range, inverse: Range) -> Range | None:
-    """Return the range of t / max((c |t|² + ε)^{1/2}, least), if ``inverse`` is the inverse of that root."""
+    """Bound a tensor t divided by its own norm, t / max((c |t|² + ε)^{1/2}, least).
+
+    The result is None if ``inverse`` is not the inverse of this norm of t.
+    """
     part = inverse.part
     if part is None or part.tensor is not t or part.power != -0.5:
         return None
@@ -223,7 +229,7 @@ def _normalised(t: Range, inverse: Range) -> Range | None:
 
 
 def _matrix_product(one: Operand, other: Operand) -> Range:
-    """Return the range of the product of matrices in the last two axes."""
+    """Bound the product of matrices, which lie in the last two axes of two tensors."""
     if isinstance(one, Range) and isinstance(other, Range):
         size = torch.minimum(
             one.size @ other.size,
@@ -248,7 +254,7 @@ def _sum_with_product(c: Operand, a: Operand, b: Operand, beta: float = 1.0, alp
 
 
 def _spectral_norm(W: Tensor) -> float:
-    """Return the largest spectral norm of the matrices in the last two axes, rounded up."""
+    """Return the largest spectral norm of a tensor's matrices (in its last two axes), rounded up."""
     if W.numel() == 0:
         return 0.0
     slack = 16 * (W.shape[-1] + W.shape[-2]) * torch.finfo(torch.float64).eps
@@ -261,7 +267,7 @@ def _spectral_norm(W: Tensor) -> float:
 def _pointwise(
     steep: float, size: Callable[[Tensor], Tensor], growth: float = math.inf
 ) -> Callable[..., Range]:
-    """Return the rule of a function of one number with slope at most ``steep`` and |f(t)| ≤ growth · |t|."""
+    """Make the rule of an entrywise function f with slopes at most ``steep`` and |f(t)| ≤ growth · |t|."""
 
     def rule(given: Range, *_: object, **__: object) -> Range:
         norm = given.norm * growth if math.isfinite(growth) else None
@@ -294,7 +300,7 @@ def _power(given: Range, exponent: object) -> Range:
 
 
 def _root(given: Range, power: float) -> Range:
-    """Return the range of the root of a sum of squares plus ε > 0, or of its inverse."""
+    """Bound the square root, or the inverse square root, of a sum of squares plus ε > 0."""
     part = given.part
     if part is None or part.power != 1.0 or part.squares or not part.epsilon > 0:
         raise NoRuleError("a root of what is not a sum of squares plus ε > 0")
@@ -400,7 +406,7 @@ def _batch_norm(
     momentum: float,
     epsilon: float,
 ) -> list[Range | None]:
-    """Return the range of a batch norm that uses stored statistics: an affine map for each channel."""
+    """Bound the result of a batch norm with stored statistics, which is an affine map of each channel."""
     if training:
         raise NoRuleError("a batch norm in training")
     shape = (-1, *[1] * (given.size.ndim - 2))
@@ -459,7 +465,7 @@ def _fused_attention(
 
 
 def softmax_attention(core: SoftmaxCore, q: Operand, k: Operand, v: Operand, bias: Operand = None) -> Range:
-    """Return the range of one softmax attention's outputs, from those of its queries, keys and values.
+    """Bound the outputs of one softmax attention, given bounds on its queries, keys and values.
 
     An argument that does not depend on the tokens is a tensor.
 
@@ -565,7 +571,7 @@ _RULES: dict[str, Callable[..., Any]] = {
 
 
 def range_of(name: str, arguments: Sequence[Any], settings: dict[str, Any]) -> Any:
-    """Return the range of an operation's result, or a list of ranges if it has several.
+    """Bound the result (or results) of a PyTorch operation, given bounds on its arguments.
 
     Parameters
     ----------
@@ -611,7 +617,7 @@ def range_of(name: str, arguments: Sequence[Any], settings: dict[str, Any]) -> A
 
 
 def written(buffer: Tensor | Range, place: Tensor, value: Operand) -> Range:
-    """Return the range of a tensor into which a part has been written.
+    """Bound a tensor after new values were written into a part of it.
 
     ``place`` holds the indices of the written entries in the flattened tensor.
     """

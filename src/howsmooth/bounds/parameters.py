@@ -218,7 +218,7 @@ class Parameters:
         return torch.cat(self.outputs, dim=1)
 
     def one_head(self, needed_by: str) -> Head:
-        """Return the head of a single-head attention, with the output map moved into its values.
+        """Return the only head of an attention, with its output map multiplied into the value matrix.
 
         The value matrix is W_1 V_1. ``needed_by`` is the theorem that needs one head; the error mentions it.
 
@@ -238,7 +238,7 @@ class Parameters:
         return self.folded(0)
 
     def folded(self, h: int) -> Head:
-        """Return head ``h`` with the output map moved into its values.
+        """Return head ``h`` of the attention, with its output map multiplied into the value matrix.
 
         The value matrix is W_h V_h.
         """
@@ -252,7 +252,7 @@ class SiteLike(Protocol):
 
     @property
     def map(self) -> object:
-        """The map of the model that was captured."""
+        """The captured map of the model."""
 
     @property
     def x(self) -> Tensor:
@@ -260,7 +260,7 @@ class SiteLike(Protocol):
 
     @property
     def norm(self) -> object:
-        """The norm layer whose outputs are the attention's tokens, or None."""
+        """The norm layer before the attention, whose outputs are the attention's tokens; None without one."""
 
 
 Attention = Head | Parameters | SelfAttention | SiteLike

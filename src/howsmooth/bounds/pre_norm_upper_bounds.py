@@ -1,4 +1,4 @@
-"""An upper bound for attention after a norm layer; the two together are Lipschitz on all of R^d."""
+"""An upper bound for attention after a norm layer, which together are Lipschitz on all of R^d."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ __all__ = ["pre_norm_upper_bound"]
 
 
 def pre_norm_upper_bound(attention: object, norm: object, length: int, X: Tensor | None = None) -> Bound:
-    """Bound the Lipschitz constant of pre-norm attention X ↦ attention(N(X)), everywhere or at tokens X.
+    """Bound the Lipschitz constant of attention after a norm layer, everywhere or at tokens X.
 
     With the normalised tokens u = h/s, attention(N(X)) is the absorbed attention (:func:`absorb_norm`) of u,
     and the derivative (H − u uᵀ)/s of u has norm at most 1/s. So the constant is at most the tightest bound

@@ -48,7 +48,9 @@ class Problem:
     def of(
         cls, source: object, X: Tensor | None = None, length: object = None, radius: object = None
     ) -> Problem:
-        """Interpret the arguments of :func:`best`: which attention is given, and which tokens or ball.
+        """Return the problem (which attention, which tokens or ball) that a user's arguments describe.
+
+        The arguments are those of :func:`best`.
 
         Raises
         ------

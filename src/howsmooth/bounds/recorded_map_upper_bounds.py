@@ -1,4 +1,4 @@
-"""An upper bound on a ball for any map of tokens whose PyTorch operations have rules.
+"""An upper bound on a ball for maps that are known only by their code, from their PyTorch operations.
 
 It is for layers that are known by their code and not by matrices: gated attention, latent attention, scores
 whose biases depend on the tokens. Proof: documentation page "Bounds for recorded maps",
@@ -32,7 +32,7 @@ _SOURCE = 'howsmooth documentation, "Bounds for recorded maps", Theorem P'
 
 
 def recorded_map_ball_upper_bound(attention: object, length: object, radius: object) -> Bound:
-    """Bound Lip(f on B_R^n) of a map that is known by its code, from its recorded PyTorch operations.
+    """Bound Lip(f on B_R^n) of a map that is known by its code only, from its PyTorch operations.
 
     The map is run, and each operation gives bounds on the values and on the derivative of its result for all
     tokens of the ball. Softmax attention, norm layers and linear maps have rules of their own, so that the
@@ -119,7 +119,7 @@ def _equal(one: Tensor, other: Tensor) -> bool:
 
 
 class Recording(TorchDispatchMode):
-    """Runs a map, and computes the range of every tensor that depends on the tokens.
+    """A PyTorch dispatch mode that runs a map and bounds every tensor that depends on the map's tokens.
 
     Parameters
     ----------
@@ -142,7 +142,7 @@ class Recording(TorchDispatchMode):
         self._ranges[x] = Range.of(size, 1.0, torch.full_like(x[:, 0], radius))
 
     def range_of(self, run: Callable[[Tensor], Tensor]) -> Range:
-        """Run a function of the tokens, and return the range of its result.
+        """Run a function of the tokens, and bound the values and the derivative of its result.
 
         Raises
         ------
@@ -161,7 +161,7 @@ class Recording(TorchDispatchMode):
         return found
 
     def core(self, cores: Sequence[SoftmaxCore]) -> Core:
-        """Return the function that computes the softmax attentions of a layer, and their ranges."""
+        """Return a function that computes the softmax attentions of a layer and bounds their outputs."""
 
         def attend(i: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             with _disable_current_modes():
@@ -201,7 +201,7 @@ class Recording(TorchDispatchMode):
         return result
 
     def _write(self, view: Tensor, value: Tensor | float) -> None:
-        """Note that a value was written into a part of a new tensor."""
+        """Update the recorded bounds on a tensor after a value was written into a part of it."""
         buffer = next((t for t in self._buffers if _memory(t) == _memory(view)), None)
         if buffer is None or not buffer.is_contiguous() or buffer.storage_offset():
             raise NoRuleError("a write into a part of a tensor that is not new")
@@ -217,13 +217,13 @@ class Recording(TorchDispatchMode):
         )
 
     def _check_alone(self, name: str, *known: Tensor) -> None:
-        """Refuse a write into memory that another tensor shares, which would change as well."""
+        """Raise NoRuleError if a write changes another recorded tensor too, as they share memory."""
         sharing = [t for t in self._ranges if _memory(t) == _memory(known[0])]
         if not all(any(t is one for one in known) for t in sharing):
             raise NoRuleError(f"the operation {name}, which writes into a part of a tensor")
 
     def _known(self, t: Tensor) -> Range | Tensor:
-        """Return the range of a tensor that depends on the tokens, and any other tensor as it is."""
+        """Return the recorded bounds on a tensor that depends on the tokens, any other tensor as it is."""
         if t not in self._ranges:
             return t
         found: Range | None = self._ranges[t]

@@ -73,7 +73,7 @@ Statement = Callable[[], Bound]
 
 
 def all_bounds(problem: Problem, *, side: str | None = None) -> list[Bound]:
-    """Return all bounds that apply to the attention of ``problem``, also those whose hypotheses fail.
+    """Compute all bounds that apply to an attention, also those whose hypotheses fail.
 
     They are the bounds at the tokens X, if the problem has X; the bounds on the ball for n tokens, if it has
     a length; and the bounds on the ball that hold for every length.
@@ -82,7 +82,7 @@ def all_bounds(problem: Problem, *, side: str | None = None) -> list[Bound]:
 
 
 def applicable_bounds(problem: Problem, *, side: str | None = None) -> list[tuple[str, Statement]]:
-    """Return the name of each bound that applies, with a function that computes the bound."""
+    """List the bounds that apply to an attention: their names, and functions that compute them."""
     found: list[tuple[str, Statement]] = []
     f = problem.attention
     if isinstance(f, TokenMap) and not isinstance(f, SelfAttention):

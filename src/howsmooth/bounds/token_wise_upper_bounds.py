@@ -67,14 +67,14 @@ def token_wise_ball_upper_bound(attention: object, radius: object) -> Bound:
 
 
 def _log_row(head: Head, R: float) -> float:
-    """Return, for one head, the log of the number √(1 + (‖A‖R² + |b|R)²) + ‖A‖R² in its bound."""
+    """Return the log of the factor √(1 + (‖A‖R² + |b|R)²) + ‖A‖R² in the bound on one head."""
     a = log(head.A_norm) + 2 * math.log(R)
     largest = log_sum(a, log(head.b_norm) + math.log(R))
     return log_sum(0.5 * log_sum(0.0, 2 * largest), a)
 
 
 def token_wise_upper_bound(attention: object, X: Tensor | None = None) -> Bound:
-    """Bound the norm of D_X f of one head at given tokens, induced by the norm max_i |x_i| of sequences.
+    """Bound the operator norm of D_X f of one head at given tokens, for the norm max_i |x_i|.
 
     The bound is max_i (‖V Vᵀ + |A x_i + b|² V C_i Vᵀ‖^{1/2} + ‖V C_i A‖), where C_i is the covariance of
     the tokens under row i of P. It is at most :func:`token_wise_ball_upper_bound` on a ball that holds the

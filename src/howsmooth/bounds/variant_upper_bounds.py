@@ -275,7 +275,7 @@ def scaled_cosine_upper_bound(
 def _cosine(
     query: object, key: object, value: object, temperature: object, gain: object, eps: object
 ) -> tuple[float, float, float, float, float]:
-    """Check the arguments of scaled cosine attention, and compute the norms in its bound.
+    """Check the arguments of scaled cosine attention, and compute the norms that its bounds need.
 
     They are log ‖W_Q‖, log ‖W_K‖, log ‖W_V‖, |τ| and log(|ν|/√ε), with the temperature τ and the gain ν.
     """

@@ -87,7 +87,7 @@ class Tie(Witness):
 
 
 def real_eigenpairs(head: Head) -> list[tuple[float, Tensor]]:
-    """Return the real eigenvalues of A in ascending order, each with a unit eigenvector (d,).
+    """Return the real eigenvalues of the score matrix A in ascending order, each with a unit eigenvector.
 
     For A = left @ right of rank k < d, the nonzero eigenvalues come from the k × k matrix right @ left, since
     right left w = λ w implies A left w = λ left w. Zero is an eigenvalue too, because A is singular.
@@ -131,7 +131,7 @@ def two_cluster_points(head: Head, radius: float, choice: str = "paper") -> OneH
 
 
 def searched_tokens(head: Head, radius: float, *, steps: int = 200) -> list[OneHeavyToken]:
-    """Search the ball for two tokens, one of which attends much more to the other than to itself.
+    """Search the ball for pairs of tokens, of which one gives the other most of its attention.
 
     The one is the light token w, the other the heavy token z. The gap ⟨A w + b, z − w⟩ is maximised locally.
     For a given w the best z is radius · y/|y| with y = A w + b. w is found by projected gradient ascent from
@@ -259,11 +259,13 @@ def _gap(head: Head, w: Tensor, radius: float) -> Tensor:
 
 
 def _starts(head: Head, count: int = 3) -> Tensor:
-    """Return the directions from which a local search for the worst light token starts.
+    """Return the directions from which a local search for the worst little attended (light) token starts.
 
     They are unit vectors. Among them are directions where |Aw| is large or ⟨Aw, w⟩ is small, and eigenvectors
     of A.
     """
+    # A = left @ right has low rank. Its right singular vectors and the eigenvectors of A + Aᵀ come from small
+    # matrices, in orthonormal bases of the spans of the factors.
     q_right, r_right = torch.linalg.qr(head.right.mT)
     right = q_right @ torch.linalg.svd(head.left @ r_right.mT, full_matrices=False).Vh.mT
     both = torch.linalg.qr(torch.cat([head.left, head.right.mT], dim=1)).Q

@@ -1,4 +1,4 @@
-"""``capture``: return the attention layers of a model as maps, with their tokens for a given input."""
+"""``capture``: return a model's attention layers as maps, each with its tokens for a given input."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from dataclasses import replace
 from torch import Tensor, nn
 
 from howsmooth.errors import ArgumentError, CaptureError
+from howsmooth.models.captured_site import Site
 from howsmooth.models.float32_weights import weights_in_memory
 from howsmooth.models.identification.cross_attention_layer import OneSequence, read_cross_layer
 from howsmooth.models.identification.non_softmax_layers import NO_SOFTMAX, NonSoftmaxTracer
@@ -183,7 +184,7 @@ def _part(
     last_token: bool,
     side: str | None,
 ) -> Site:
-    """Return a span of blocks or a whole model as a map; the arguments are those of :func:`capture`."""
+    """Capture a span of blocks or a whole model, with the arguments of :func:`capture`."""
     if heads is not None:
         got = f"{heads!r} with scope {scope!r}"
         raise ArgumentError("heads", expected="None unless scope is 'head'", got=got)
@@ -307,7 +308,7 @@ def self_attention_layers(
 
 
 def _verified(model: nn.Module, given: ModelInputs, wanted: _Indices) -> Iterator[VerifiedLayer]:
-    """Yield each wanted layer whose map was verified; raise the error of the first layer that fails.
+    """Yield the wanted layers whose maps were verified; raise the error of the first layer that fails.
 
     All sequences of the batch have the same length.
     """
@@ -320,7 +321,7 @@ def _verified(model: nn.Module, given: ModelInputs, wanted: _Indices) -> Iterato
 def _layers(
     model: nn.Module, given: ModelInputs, wanted: _Indices
 ) -> Iterator[tuple[int, VerifiedLayer | CaptureError]]:
-    """Yield the index of each wanted layer, with the verified layer or the error of its verification.
+    """Verify the map of each wanted layer; yield the layer's index with the verified layer or an error.
 
     If ``wanted`` is None, layers of cross-attention are left out.
     """

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from howsmooth.errors import CaptureError
+from howsmooth.models.captured_site import Site
 from howsmooth.models.measurement_mode import measurement_mode
-from howsmooth.models.site import Site
 from howsmooth.models.tracing.forward_trace import run
 from howsmooth.models.tracing.layer_trace import bound_arguments, first_tokens
 from howsmooth.seeds import torch_seed

@@ -68,7 +68,7 @@ def device_of(model: nn.Module) -> torch.device:
 
 
 def has_weights(model: nn.Module) -> bool:
-    """Return True if all weights are in memory or will be loaded by accelerate."""
+    """Return True if all weights of a model are in memory, or will be loaded when a module runs."""
     modules = model.modules()
     missing = (m for m in modules if any(p.is_meta for p in m.parameters(recurse=False)))
     return all(_offloads(getattr(module, "_hf_hook", None)) for module in missing)
@@ -152,7 +152,7 @@ def _widened(places: Iterable[_Place]) -> Iterator[None]:
 
 
 def _places(modules: Iterable[nn.Module]) -> Iterator[_Place]:
-    """Yield the modules' own parameters and buffers, each with the dict that holds it and the name there."""
+    """Yield the parameters and buffers of some modules, each with the dict and name that hold it."""
     for module in modules:
         tables: tuple[dict[str, Any], ...] = (module._parameters, module._buffers)
         for table in tables:

@@ -12,6 +12,7 @@ from howsmooth.attention import SelfAttention, StagedAttention
 from howsmooth.bounds import norm_radius
 from howsmooth.errors import ArgumentError, CaptureError, HowsmoothError
 from howsmooth.models.capture import module_of
+from howsmooth.models.captured_site import Site
 from howsmooth.models.float32_weights import weights_in_memory
 from howsmooth.models.identification.non_softmax_layers import NO_SOFTMAX, NonSoftmaxLayer, NonSoftmaxTracer
 from howsmooth.models.identification.self_attention_module import CrossAttention
@@ -21,7 +22,6 @@ from howsmooth.models.inputs.submodels import named_parts
 from howsmooth.models.loading.dummy_inputs import sample_inputs
 from howsmooth.models.loading.load import LoadedModel
 from howsmooth.models.measurement_mode import implementation, measurement_mode
-from howsmooth.models.site import Site
 from howsmooth.models.tracing.forward_trace import TracedLayer, trace_forward_pass
 from howsmooth.models.tracing.layer_trace import AttentionLayer
 from howsmooth.scopes import SCOPES
@@ -81,7 +81,7 @@ class InspectedSite:
 
 @dataclass(frozen=True)
 class Refusal:
-    """The reason why some layers of a model cannot be captured, with the indices of these layers."""
+    """The reason why some layers of a model cannot be captured, with the indices of the layers."""
 
     #: Indices of the layers; empty for layers without a softmax, which have no index.
     layers: tuple[int, ...]

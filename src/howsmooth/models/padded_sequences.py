@@ -120,7 +120,7 @@ def _cut(name: str, value: Tensor, padding: Padding, sequence: int) -> Tensor:
 
 
 def reproduces(layer: VerifiedLayer, traced_layer: TracedLayer, padding: Padding, sequence: int) -> bool:
-    """Tell whether one sequence has the same tokens and the same output in a layer with and without padding.
+    """Tell whether a layer has the same tokens and outputs for a sequence with and without its padding.
 
     Raises
     ------

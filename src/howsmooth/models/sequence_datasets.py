@@ -109,7 +109,7 @@ def dataset_of(opened: Opened, model: LoadedModel, layers: Sequence[int] | None 
 def image_inputs(
     model: LoadedModel, images: object = "builtin", *, size: int | tuple[int, int] | None = None
 ) -> dict[str, Tensor]:
-    """Make the inputs of a vision model from images.
+    """Make the inputs of a vision model from a sequence of images.
 
     Parameters
     ----------
@@ -144,7 +144,7 @@ def image_inputs(
 def audio_inputs(
     model: LoadedModel, audio: object = "builtin", *, seconds: float | None = None, rate: int | None = None
 ) -> dict[str, Tensor]:
-    """Make the inputs of an audio model from audio.
+    """Make the inputs of an audio model from a recording.
 
     Parameters
     ----------

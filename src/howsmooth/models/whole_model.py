@@ -20,6 +20,7 @@ from transformers import PreTrainedModel
 from howsmooth.errors import ArgumentError, CaptureError, HowsmoothError, reason
 from howsmooth.functional import register
 from howsmooth.jacobian.autodiff import moved_by_rounding
+from howsmooth.models.captured_site import Site
 from howsmooth.models.float32_weights import computing_dtype, device_of, stored_dtype
 from howsmooth.models.identification.model_map import (
     ModelMap,
@@ -108,7 +109,7 @@ class ModelParts:
         return self._site("model", start, end, read, None, None, words)
 
     def output(self, output: str, *, last_token: bool = False) -> Output:
-        """Return what a map reads at the end of a forward pass: the hidden states, the logits or the margin.
+        """Return the kind of output that a map shall have: hidden states, logits or margin.
 
         The hidden states of a model that transformers does not know are the first tensor that it returns.
         """
@@ -142,18 +143,18 @@ class ModelParts:
         return self._site("span", start, end, Output("tokens"), None, -1, words)
 
     def from_first(self, output: str, *, last_token: bool = False) -> Site:
-        """Return the map from the input of the first block to an output of the model."""
+        """Return the map from the input of the model's first block to an output of the model."""
         words = f"from the input of its first block to its {_in_words(output, last_token)}"
         start, read = replace(self.blocks[0], side="input"), self.output(output, last_token=last_token)
         return self._site("span", start, self._end(output), read, 0, None, words)
 
     def until(self, last: int) -> Site:
-        """Return the map from the embeddings to the output of the block around a layer."""
+        """Return the map from the model's embeddings to the output of a layer's Transformer block."""
         words = f"from its embeddings to the output of block {last}"
         return self._site("span", self._embeddings(), self.blocks[last], Output("tokens"), None, last, words)
 
     def beyond(self, layer: int, output: str, *, last_token: bool = False) -> Site:
-        """Return the map from the output of the block around a layer to an output of the model."""
+        """Return the map from the output of a layer's Transformer block to an output of the model."""
         words = f"from the output of block {layer} to its {_in_words(output, last_token)}"
         start, end = self.blocks[layer], self._end(output)
         read = self.output(output, last_token=last_token)
@@ -221,7 +222,7 @@ class ModelParts:
         last: int | None,
         words: str,
     ) -> Site:
-        """Return the part of the model between two places as a verified map, with its tokens.
+        """Return a part of the model, between two places, as a verified map with its tokens.
 
         The part has the layers from ``first`` to ``last``. The blocks before them return what they returned
         in the forward pass. If ``first`` is None, the part begins at the embeddings, and all blocks run.
@@ -257,7 +258,7 @@ class ModelParts:
         )
 
     def _map(self, passage: Passage, runs: list[_Run], x: Tensor, depth: int) -> tuple[ModelMap, str | None]:
-        """Return the map of a part, and the first attention implementation with which the map is verified."""
+        """Return the verified map of a part of the model, and the attention implementation it runs with."""
         dtype, device = computing_dtype(self.model), device_of(self.model)
         refused: list[str] = []
         for attention in _attentions(self.model, x.shape[1]):
@@ -282,7 +283,7 @@ def _in_words(output: str, last_token: bool) -> str:
 
 
 def _sequences_of(model: nn.Module, given: ModelInputs) -> list[ModelInputs]:
-    """Return the inputs of each sequence of a batch.
+    """Split a model's inputs for a batch into the inputs of each sequence.
 
     Raises
     ------
@@ -337,7 +338,7 @@ class _Run:
         self.tokens = rows(first_tensor(found[0]))
 
     def moved(self, x: Tensor) -> Any:
-        """Run the model from tokens ``x`` (n, d) at the start of a part, and return the tensor at its end."""
+        """Run a part of the model from tokens ``x`` (n, d) at its start, and return the tensor at its end."""
         with replaced(self.model, self.start, x):
             return self._ended()
 

@@ -32,7 +32,7 @@ def check_length(length: object) -> int:
 
 
 def check_ball(radius: object) -> float:
-    """Return a radius, after checking that it is a number >= 0 or infinity.
+    """Return the radius of a ball of tokens, after checking that it is a number >= 0 or infinity.
 
     A radius of zero is replaced by a tiny number.
     """
@@ -99,7 +99,7 @@ def check_tokens(
 def require(
     t: Tensor, good: Callable[[Tensor], Tensor], error: Callable[[Tensor], HowsmoothError], words: str
 ) -> None:
-    """Raise ``error(t)`` unless ``good(t)`` is True in all entries, also within torch.func.vmap.
+    """Raise an error if a condition fails in any entry of a tensor, also within torch.func.vmap.
 
     Inside vmap, the values of a single member cannot be read in Python. There ``good`` and ``error`` get the
     values of all members, stacked along a first axis. A graph that torch.compile or torch.export records has
@@ -117,7 +117,7 @@ def require(
 
 
 def look(t: Tensor, at: Callable[[Tensor], object]) -> None:
-    """Call the function ``at`` with the plain values of ``t``, even within PyTorch's function transforms.
+    """Call a function with the plain values of a tensor, also inside torch.func transforms.
 
     Tensors that ``at`` makes stay valid after the transform. Inside torch.func.vmap, ``at`` gets the values
     of all members, stacked along a first axis.
@@ -126,7 +126,7 @@ def look(t: Tensor, at: Callable[[Tensor], object]) -> None:
 
 
 class _Look(torch.autograd.Function):
-    """An autograd function that calls ``at`` with the values of a tensor, also inside torch.func.vmap."""
+    """The autograd function that hands a tensor's plain values to a function inside torch.func.vmap."""
 
     @staticmethod
     def forward(t: Tensor, at: Callable[[Tensor], object]) -> Tensor:

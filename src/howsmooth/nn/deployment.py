@@ -76,7 +76,7 @@ def deploy(model: nn.Module) -> nn.Module:
 
 
 def _plain(module: nn.Module, path: str, seen: dict[nn.Module, nn.Module], radii: Radii) -> nn.Module:
-    """Return the plain form of a module; a module that occurs twice in a model stays one module."""
+    """Return a module without divisors and parametrizations, the same copy for each of its occurrences."""
     if module not in seen:
         seen[module] = _replaced(module, path, seen, radii)
     return seen[module]
@@ -117,9 +117,10 @@ def _undivided(layer: LipschitzAttention) -> LipschitzAttention:
 
 
 def _norm(norm: LipschitzLayerNorm | LipschitzRMSNorm) -> nn.Module:
-    """Return PyTorch's norm layer, with ε = r²/d and gain γ r/√d, equal to x ↦ γ ∘ r h/√(|h|² + r²) + β.
+    """Return PyTorch's norm layer that computes the same as a given norm layer of this library.
 
-    Here h is x, or x minus its mean, and r is the layer's ``floor``.
+    It has ε = r²/d and gain γ r/√d, and computes x ↦ γ ∘ r h/√(|h|² + r²) + β. Here h is x, or x minus its
+    mean, and r is the layer's ``floor``.
     """
     d, r = norm.dim, norm.floor
     like = norm.gain if norm.gain is not None else torch.ones(())

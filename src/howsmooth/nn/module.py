@@ -51,7 +51,7 @@ class LipschitzModule(nn.Module, ABC):
 
     @abstractmethod
     def settings(self) -> dict[str, Any]:
-        """Return the constructor's keyword arguments as JSON values; weights are not among them."""
+        """Return the keyword arguments that construct the module, as JSON values, without weights."""
 
     # ---- what a subclass that drops or adds tokens defines
 

@@ -453,7 +453,7 @@ def _cut(words: str, longest: int = 80) -> str:
 
 
 class LimitedMemory(TorchFunctionMode):
-    """A mode that limits how many tensor entries PyTorch's factory functions may create in total.
+    """A PyTorch mode that limits how many tensor entries factory functions may create in total.
 
     A file of a few bytes could otherwise request a layer of any size.
     """

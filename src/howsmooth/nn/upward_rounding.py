@@ -18,12 +18,12 @@ _MARGIN = 1e-12
 
 
 def rounded_up(value: float) -> float:
-    """Enlarge a value >= 0, computed by a few float64 operations, to at least their exact result."""
+    """Enlarge a number >= 0 by more than the rounding errors of a few float64 operations."""
     return value * (1 + _MARGIN)
 
 
 def times(factor: float, value: float) -> float:
-    """Return the product of two numbers, where 0 · ∞ = 0.
+    """Return the product of two numbers, where zero times infinity is zero.
 
     A map with Lipschitz constant zero has a single value, so it maps an infinite ball to a point.
     """
@@ -53,7 +53,7 @@ def norm_above(argument: str, matrix: Tensor) -> float:
 
 
 def upper_bound(name: str, source: str, constant: float, radius: float) -> Bound:
-    """Return an upper bound on a Lipschitz constant, computed before, as a :class:`Bound`.
+    """Return a :class:`Bound` that holds a given upper bound on a Lipschitz constant.
 
     The bound holds for tokens of norm at most ``radius``, or everywhere if the radius is infinite.
     """

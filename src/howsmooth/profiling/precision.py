@@ -22,7 +22,7 @@ from howsmooth.models import LoadedModel, Site, load_model
 from howsmooth.models.capture import module_of, self_attention_layers
 from howsmooth.models.float32_weights import computing_dtype, stored_dtype
 from howsmooth.models.identification.verified_layer import VerifiedLayer
-from howsmooth.models.perturbed_logits import LogitsOfModel
+from howsmooth.models.key_value_perturbations import LogitsOfModel
 from howsmooth.profiling.model_input import fingerprint_of, given_inputs, shown_progress
 from howsmooth.profiling.precision_result import Precision
 from howsmooth.profiling.quantised_cache import of_head, simulated_kl

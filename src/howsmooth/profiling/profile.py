@@ -15,9 +15,9 @@ from howsmooth.lipschitz import head_lipschitz, local_lipschitz
 from howsmooth.lipschitz_estimate import LipschitzEstimate
 from howsmooth.models import LoadedModel, load_model
 from howsmooth.models.capture import module_of, self_attention_layers
+from howsmooth.models.captured_site import Site
 from howsmooth.models.float32_weights import computing_dtype, stored_dtype
 from howsmooth.models.identification.verified_layer import VerifiedLayer
-from howsmooth.models.site import Site
 from howsmooth.profiling.model_input import fingerprint_of, given_inputs, shown_progress
 from howsmooth.profiling.result import Profile
 from howsmooth.seeds import derive_seed

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from howsmooth.errors import CaptureError
-from howsmooth.models.perturbed_logits import LogitsOfModel
+from howsmooth.models.key_value_perturbations import LogitsOfModel
 from howsmooth.profiling.quantisers import absmax_steps, rounded
 
 __all__ = ["of_head", "simulated_kl"]

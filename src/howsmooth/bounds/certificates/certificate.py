@@ -180,7 +180,7 @@ def one_head(f: SelfAttention, name: str) -> None:
 
 
 def check_iterations(iterations: object) -> int:
-    """Return ``iterations`` after checking that it is a whole number >= 0."""
+    """Check the number of iterations of a search for weights: a whole number >= 0."""
     if isinstance(iterations, bool) or not isinstance(iterations, int) or iterations < 0:
         raise ArgumentError("iterations", expected="a whole number >= 0", got=repr(iterations))
     return iterations
@@ -211,7 +211,7 @@ def certify(
 
 
 def distance(at: HeadsAt) -> Tensor:
-    """Return an upper bound on how far rounding of the heads' weights, values and queries moves the Jacobian.
+    """Bound the norm of the difference between the exact Jacobian and the Jacobian of the heads in float64.
 
     The change is J − J̃, where J is the exact Jacobian and J̃ the Jacobian of the rounded heads ``at``.
     """

@@ -179,7 +179,7 @@ def averages(at: HeadsAt, rule: Rule) -> Enclosed:
 
 
 def moving_keys_norm(at: HeadsAt, weights: Weights, rule: Rule) -> Enclosed:
-    """Bound the part of the Jacobian in which the keys move.
+    """Bound the part of the Jacobian that comes from the derivative of the keys.
 
     The bound is ν of Theorem N, see :func:`certificate_parts`.
     """

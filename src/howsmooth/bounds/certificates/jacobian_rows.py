@@ -71,7 +71,7 @@ def certificate_rows(attention: object, X: Tensor | None = None, *, iterations: 
 
 
 def by_rows(at: HeadsAt, *, iterations: int) -> Enclosed:
-    """Return Theorem R's bound on the Jacobian's norm for one head, at the best weights that are found.
+    """Bound the Jacobian's norm for one head by Theorem R, after a search for positive weights of the tokens.
 
     A search chooses the positive weights in the theorem.
     """
@@ -80,7 +80,7 @@ def by_rows(at: HeadsAt, *, iterations: int) -> Enclosed:
 
 
 def rows_value(at: HeadsAt, q: Float[Tensor, " n"], tau: Float[Tensor, " n"]) -> Enclosed:
-    """Evaluate Theorem R's bound on the Jacobian's norm for one head, at given positive weights q and τ.
+    """Evaluate Theorem R's bound on the Jacobian's norm for one head, at given weights q, τ of the tokens.
 
     The head's attention weights, values and queries are taken as rounded to float64. The bound holds for all
     positive weights q and τ.
@@ -97,7 +97,7 @@ def rows_value(at: HeadsAt, q: Float[Tensor, " n"], tau: Float[Tensor, " n"]) ->
 
 
 def row_weights(at: HeadsAt, iterations: int) -> tuple[Float[Tensor, " n"], Float[Tensor, " n"]]:
-    """Search for the positive weights of Theorem R at which its bound is small.
+    """Search for positive weights of the tokens at which Theorem R's bound on the Jacobian is small.
 
     The two results are the weights q and τ.
     """

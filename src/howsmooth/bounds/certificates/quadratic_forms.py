@@ -61,7 +61,7 @@ def sandwich(
     rule: Rule = "cholesky",
     guess: Float[Tensor, " batch"] | None = None,
 ) -> Enclosed:
-    """Return upper bounds on the largest eigenvalues of symmetric matrices that are sums over heads.
+    """Bound the largest eigenvalue of each symmetric matrix Σ_h O_h B^h O_hᵀ, a sum over the heads h.
 
     Each matrix is Σ_h O_h B^h O_hᵀ, a sum over heads h. ``outer`` has one matrix O_h for each head,
     ``blocks`` one batch of symmetric matrices B^h for each head. The result has one bound for each matrix of

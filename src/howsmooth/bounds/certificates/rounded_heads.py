@@ -1,4 +1,4 @@
-"""The float64 weights, values and queries of each head, with proved bounds on their rounding errors.
+"""The attention weights, values and queries of heads in float64, with proved bounds on their rounding.
 
 The Jacobian of one head, before its output map, is
 
@@ -72,11 +72,14 @@ class HeadAt:
 
     @property
     def turn_norm(self) -> float:
-        """Upper bound on the spectral norms of T_j and of its entries' absolute values."""
+        """Upper bound on the norms of the derivatives T_j of norm and rotation, with signs or without."""
         return 1.0 if self.turns is None else float(_absolute_norms(self.turns).amax())
 
     def key_blocks(self, g: Float[Tensor, "n key_dim key_dim"]) -> Float[Tensor, "n key_dim key_dim"]:
-        """Return T_jᵀ g_j T_j for a matrix g_j of each key j."""
+        """Carry a matrix g_j of each key j back through norm and rotation: return T_jᵀ g_j T_j.
+
+        The matrix T_j is the derivative of norm and rotary position at key j.
+        """
         return g if self.turns is None else self.turns.mT @ g @ self.turns
 
 
@@ -107,7 +110,7 @@ def row_blocks(n: int, width: int) -> list[slice]:
 
 
 def heads_at(f: SelfAttention, x: Float[Tensor, "n d"]) -> HeadsAt:
-    """Return the weights, values and queries of all heads of ``f`` at tokens ``x``.
+    """Return the attention weights, values and queries of all heads of ``f`` at tokens ``x``.
 
     ``f`` must be in float64 on the CPU, and ``x`` in float64.
 
@@ -227,7 +230,10 @@ def _head_at(
 def _weights(
     f: SelfAttention, h: int, q: _Projected, keys: _Projected, visible: Bool[Tensor, "n n"]
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return the attention weights P and P times the derivative of the cap, each followed by its errors."""
+    """Return the attention weights, and the weights times the derivative of the soft cap.
+
+    Each of the two is followed by bounds on its rounding errors.
+    """
     scores = q.t @ keys.t.mT
     sizes = q.t.abs() @ keys.t.abs().mT
     d_scores = q.error @ keys.t.abs().mT + (q.t.abs() + q.error) @ keys.error.mT
@@ -320,7 +326,7 @@ class _Projected:
         return cls(t, error, size, turns, turn * slope, slope_error)
 
     def scaled(self, scale: float) -> _Projected:
-        """Return the vectors multiplied by a number; the derivatives stay as they are."""
+        """Return the queries, keys or values multiplied by a number; their derivatives stay as they are."""
         t, factor = scale * self.t, abs(scale)
         error = factor * self.error + 2 * U * t.abs()
         return replace(self, t=t, error=error, size=factor * self.size)

@@ -25,7 +25,7 @@ class Enclosed(NamedTuple):
     plain: Tensor
 
     def root(self) -> Enclosed:
-        """Return the square roots of the value and of its proved upper bound.
+        """Return the square roots of a computed value and of the proved upper bound on it.
 
         The root of the proved bound is rounded up.
         """

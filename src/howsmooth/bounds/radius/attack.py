@@ -1,4 +1,4 @@
-"""A search by projected gradients for the nearest change of tokens that changes a classifier's answer.
+"""A search by projected gradients for the smallest change of tokens that changes a classifier's answer.
 
 The size of what it finds is an upper bound on every proved radius.
 """
@@ -28,11 +28,11 @@ def attack_radius(
     steps: int = 30,
     seed: int = 0,
 ) -> float:
-    """Return the size of the smallest change δ found that changes the answer; infinite if none is found.
+    """Search for the smallest change of the tokens that changes a classifier's answer; return its size.
 
-    The answer changes where ⟨functional, logits⟩ + offset ≤ 0. The margin is minimised on spheres of growing
-    radius, from ``first``, along its normalised gradient, then the radius is halved in on. ``norm`` is 2 or
-    infinity.
+    The size is infinite if no such change is found. The answer changes where ⟨functional, logits⟩ + offset ≤
+    0. The margin is minimised on spheres of growing radius, from ``first``, along its normalised gradient,
+    then the radius is halved in on. ``norm`` is 2 or infinity.
     """
     noise = torch.Generator().manual_seed(seed)
     k = injection.shape[2]

@@ -39,19 +39,19 @@ def _traces(shapes: Tensor) -> Tensor:
 
 
 def _enlarged(shapes: Tensor, squares: Tensor) -> Tensor:
-    """Add to the diagonal of each matrix of a batch, in place, one number for each matrix."""
+    """Add one number to all diagonal entries of each matrix of a batch, in place."""
     shapes.diagonal(dim1=-2, dim2=-1).add_(squares[..., None])
     return shapes
 
 
 def enclosing(shapes: Float[Tensor, "*batch d d"]) -> Float[Tensor, "*batch d d"]:
-    """Return ellipsoids that contain those of exact matrices, given these matrices with rounding errors."""
+    """Enlarge ellipsoids, given by matrices with rounding errors, to contain the exact ellipsoids."""
     value, error = settled(shapes)
     return _enlarged((value + value.mT) / 2, error + gamma(_MORE) * _traces(value).abs())
 
 
 def gram(factors: Float[Tensor, "*batch d r"]) -> Float[Tensor, "*batch d d"]:
-    """Return ellipsoids that contain those of A Aᵀ for exact factors A, whatever their rounding errors."""
+    """Return ellipsoids that contain the ellipsoids of A Aᵀ, for factors A with rounding errors."""
     value, error = settled(factors)
     found = value @ value.mT * (1 + _SHARE)
     squares = gamma(factors.shape[-1] + _MORE) * _traces(found) + (1 + 1 / _SHARE) * error**2
@@ -78,7 +78,7 @@ def ellipsoid_sum(*shapes: Float[Tensor, "*batch d d"]) -> Float[Tensor, "*batch
 
 
 def image(matrix: Float[Tensor, "... m d"], shapes: Float[Tensor, "... d d"]) -> Float[Tensor, "... m m"]:
-    """Return ellipsoids that contain the images of the given ones under matrices B with rounding errors."""
+    """Return ellipsoids that contain the images of given ellipsoids under matrices with rounding errors."""
     value, error = settled(matrix)
     trace = _traces(shapes)
     squares = gamma(2 * shapes.shape[-1] + _MORE) * torch.linalg.matrix_norm(value).square() * trace
@@ -103,7 +103,7 @@ def product(*shapes: Float[Tensor, "*batch d d"]) -> Float[Tensor, "*batch d d"]
 def mixture(
     weights: Float[Tensor, "heads rows n"], shapes: Float[Tensor, "heads n d d"]
 ) -> Float[Tensor, "heads rows d d"]:
-    """Return the ellipsoids whose matrices are the sums Σ_j w_ij U_j, for nonnegative weights w_ij."""
+    """Return ellipsoids whose matrices are sums Σ_j w_ij U_j of given matrices, for weights w_ij ≥ 0."""
     found = torch.einsum("hij,hjop->hiop", weights, shapes)
     return _enlarged(found, gamma(weights.shape[2] + _MORE) * _traces(found))
 
@@ -111,7 +111,7 @@ def mixture(
 def half_widths(
     shapes: Float[Tensor, "... d d"], functionals: Float[Tensor, "... m d"]
 ) -> Float[Tensor, "... m"]:
-    """Return upper bounds on the largest value √(wᵀ U w) of linear functionals w on ellipsoids."""
+    """Bound the largest value of linear functionals w on ellipsoids with matrices U, which is √(wᵀ U w)."""
     value, error = settled(functionals)
     trace = _traces(shapes)[..., None]
     slack = gamma(2 * shapes.shape[-1] + _MORE) * value.square().sum(-1) * trace

@@ -37,7 +37,7 @@ class Pairs:
         return multilinear(vectors, forms, roundings=_ROUNDINGS)
 
     def square(self, linear: Tensor) -> Tensor:
-        """Return the squares of linear forms (*batch, k), as packed quadratic forms (*batch, p)."""
+        """Square linear forms (*batch, k), which gives packed quadratic forms (*batch, p)."""
 
         def vectors(linear: Tensor, same: Tensor) -> Tensor:
             return self.weight * linear[..., self.i] * same[..., self.j]
@@ -45,7 +45,7 @@ class Pairs:
         return rowwise(vectors, linear, linear, roundings=_ROUNDINGS)
 
     def product(self, left: Tensor, right: Tensor) -> Tensor:
-        """Return the products of two linear forms (*batch, k), as packed quadratic forms (*batch, p)."""
+        """Multiply pairs of linear forms (*batch, k), which gives packed quadratic forms (*batch, p)."""
 
         def vectors(left: Tensor, right: Tensor) -> Tensor:
             crossed = left[..., self.i] * right[..., self.j] + left[..., self.j] * right[..., self.i]

@@ -19,7 +19,7 @@ __all__ = ["Errors", "PartialJacobians", "Source", "partial_jacobians"]
 
 @dataclass(frozen=True, eq=False)
 class Source:
-    """The Jacobian of the numbers at some later point of a network with respect to one stage's output.
+    """The Jacobian of the activations at a later point of a network with respect to one stage's output.
 
     It has the shape (n, width, n_s, d_s); or (n, width, d_s) where every token depends on itself alone.
     ``error`` bounds the rounding error of its last step, as a Frobenius norm.
@@ -30,7 +30,7 @@ class Source:
 
     @staticmethod
     def of(stage: Stage, x: Tensor, output: Tensor) -> Source:
-        """Return the Jacobian of a stage's output with respect to its layer's output: an identity matrix.
+        """Return the Jacobian of a stage's output with respect to the output of the stage's own layer.
 
         It is zero on the columns that the stage keeps from its input.
         """
@@ -45,11 +45,11 @@ class Source:
 
     @property
     def alone(self) -> bool:
-        """True if this Jacobian is block-diagonal: every token depends on the same token alone."""
+        """True if each later token depends only on the same token of the earlier stage's output."""
         return self.jacobian.ndim == 3
 
     def read(self, branch: slice) -> Source:
-        """Return the Jacobian of some columns of the state, laid out as :class:`Errors` reads it."""
+        """Return the rows of this Jacobian for the columns of the state that a later stage reads."""
         own = self.jacobian[:, branch]
         if self.alone:
             return Source(own)
@@ -57,7 +57,7 @@ class Source:
         return Source(own.permute(2, 0, 1, 3).contiguous().permute(1, 2, 0, 3))
 
     def pushed(self, stage: Stage, x: Tensor, mixes: bool) -> Source:
-        """Return the Jacobian after one more stage: the product of the stage's Jacobian and this one.
+        """Carry this Jacobian through one more stage: multiply the stage's Jacobian by it.
 
         ``mixes`` says that the stage mixes tokens.
         """
@@ -74,7 +74,7 @@ class Source:
 
 
 class Errors:
-    """A function that bounds the joint effect of the errors of earlier stages on a later stage's input.
+    """A function that bounds how the errors of all earlier stages together change a later stage's input.
 
     The effect is e = Σ_s J_s R_s, where R_s is the remainder of stage s and J_s the partial Jacobian. Both
     are enclosed in ellipsoids, token by token.
@@ -85,7 +85,11 @@ class Errors:
         self.zero = state.new_zeros(len(state), state.shape[1], state.shape[1])
 
     def __call__(self, remainders: list[Tensor]) -> Tensor:
-        """Return ellipsoids (n, width, width) of the joint effect, from ellipsoids of each stage's errors."""
+        """Return ellipsoids that contain the change of a stage's input by the errors of earlier stages.
+
+        They have the shape (n, width, width), one for each token. ``remainders`` has ellipsoids of each
+        earlier stage's error.
+        """
         shapes = [self.zero]
         for source, remainder in zip(self.sources, remainders, strict=True):
             J = source.jacobian

@@ -212,20 +212,20 @@ class NetworkAtInput:
 
 
 class _Margin:
-    """Lower bounds of the margin of one expansion, each evaluated once for a radius ε."""
+    """A function that bounds a classifier's margin from below for |δ| ≤ ε, and remembers its results."""
 
     def __init__(self, expansion: SecondOrder | ThirdOrder) -> None:
         self.first, self._expansion = expansion.first, expansion
         self._found: dict[float, Losses] = {}
 
     def __call__(self, epsilon: float) -> Losses:
-        """Return the bound for |δ| ≤ ε, and what each part of the expansion takes from the margin."""
+        """Return a lower bound on the margin for |δ| ≤ ε, and how much each error term lowers it."""
         if epsilon not in self._found:
             self._found[epsilon] = self._expansion(epsilon)
         return self._found[epsilon]
 
     def curve(self) -> list[tuple[float, float]]:
-        """Return all ε at which the bound was evaluated and is finite, in ascending order, with the bound."""
+        """Return all pairs (ε, finite lower bound on the margin) computed so far, with ε ascending."""
         return sorted((e, found.lower) for e, found in self._found.items() if math.isfinite(found.lower))
 
 

@@ -199,13 +199,13 @@ def _peak(operand: Any) -> float:
 
 
 def _copies(operand: Any, entries: int) -> float:
-    """Return √c, where c is how often broadcasting an operand to ``entries`` entries repeats each entry."""
+    """Return √c, where c is how often broadcasting repeats each entry of an operand."""
     own = operand.numel() if isinstance(operand, Tensor) else 1
     return math.sqrt(entries / own) if own else 0.0
 
 
 def _view(func: Any, x: Any, *args: Any, **kwargs: Any) -> Any:
-    """Apply an operation that rearranges, repeats or omits entries, and carry the error bound over."""
+    """Apply an operation that only moves, repeats or drops a tensor's entries, and keep the error bound."""
     found = func(x, *args, **kwargs)
     if isinstance(found, tuple | list):
         return [_entries_of(x, _made(part, x.error)) for part in found]
@@ -217,7 +217,7 @@ def _view(func: Any, x: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def _entries_of(x: Rounded, found: Rounded) -> Rounded:
-    """Copy the bounds on single entries' errors from x to a tensor that is made of entries of x."""
+    """Copy bounds on the errors of single entries from x to a tensor made of entries of x."""
     found.relative, found.worst = x.relative, x.worst
     return found
 
@@ -367,7 +367,7 @@ def _einsum(func: Any, equation: str, *operands: Any) -> Any:
 
 
 def _weighted(equation: str, inputs: str, output: str, weights: Rounded, x: Tensor, terms: int) -> Rounded:
-    """Compute sums of x with nonnegative weights of small relative error, and bound the error of the sums.
+    """Compute weighted sums of a rounded tensor, with nonnegative weights, and bound the sums' error.
 
     The error of the weights counts with the same sum of lengths of x, over the indices that are the weights';
     the error of x counts with the norm of the weights as a matrix, at most √(row sum · column sum).
@@ -399,7 +399,7 @@ def _joined(func: Any, tensors: Sequence[Tensor], *args: Any, **kwargs: Any) -> 
 
 
 def _elementary(slope: Callable[[Tensor, float], float]) -> Any:
-    """Return the rule that applies a function to each entry; ``slope`` bounds its derivative there."""
+    """Make the rule that applies an entrywise function to rounded tensors and bounds the error."""
 
     def rule(func: Any, x: Any) -> Any:
         value = func(plain(x))
@@ -439,13 +439,13 @@ def _lengths(func: Any, x: Any, *args: Any, **kwargs: Any) -> Tensor:
 
 
 def _amax(func: Any, x: Any, *args: Any, **kwargs: Any) -> Tensor:
-    """Return upper bounds on the maxima of a rounded tensor, as a plain tensor."""
+    """Return upper bounds on the maxima of a rounded tensor along an axis, as a plain tensor."""
     found: Tensor = func(plain(x), *args, **kwargs) + x.error * _UP
     return found
 
 
 def _asked(func: Any, *args: Any, **kwargs: Any) -> Any:
-    """Answer a question about a rounded tensor, such as its shape, from its computed numbers."""
+    """Answer a question about a rounded tensor, such as its shape, by asking the plain tensor inside."""
     return func(*map(_bare, args), **kwargs)
 
 

@@ -1,4 +1,4 @@
-"""Bounds on the rounding errors of a network's values and derivatives, and on what they take from the margin.
+"""Bounds on the rounding errors of a network's values and derivatives, and on their effect on the margin.
 
 The expansion of the margin holds around any states, with any Jacobians and any adjoints, if what each stage
 makes of the computed numbers before it differs from the computed numbers after it by bounded residuals.
@@ -36,18 +36,24 @@ class Residuals(NamedTuple):
     sources: tuple[tuple[float, float], ...] = ()
 
     def beyond(self, epsilon: float, earlier: Sequence[float]) -> float:
-        """Bound what rounding adds to the error of a stage's output, given the sizes of earlier errors."""
+        """Bound how much rounding adds to the error of a stage's output, for changes |δ| ≤ ε of the input.
+
+        ``earlier`` bounds the errors of the stages before it.
+        """
         found = self.state + self.tangents * epsilon + self.forms * epsilon**2 / 2
         return found + sum(of * length for (_, of), length in zip(self.sources, earlier, strict=False))
 
 
 def lengths(shapes: Sequence[Tensor]) -> list[float]:
-    """Bound, for each stage, the Euclidean norm of n points together, one from each ellipsoid (n, d, d)."""
+    """Bound, for each stage, the norm of n vectors together, each in one of n ellipsoids (n, d, d)."""
     return [float(shape.diagonal(dim1=1, dim2=2).sum().sqrt()) for shape in shapes]
 
 
 def rounding_loss(residuals: Sequence[Residuals], shapes: Sequence[Tensor], epsilon: float) -> float:
-    """Bound how much all rounding errors lower the margin, beside their part in the stages' remainders."""
+    """Bound how much rounding errors of a network's values and derivatives lower the margin.
+
+    The part of rounding in the remainders of the stages is not included.
+    """
     earlier, total = lengths(shapes), 0.0
     for at in residuals:
         e = at.size_of_forms * epsilon**2 / 2

@@ -108,7 +108,7 @@ class FirstDerivatives:
         return self.stages[stage].output_adjoint(self.states[stage], self.adjoints[stage + 1])
 
     def quadratic_loss(self, epsilon: float) -> float:
-        """Bound how much gradient g and Hessian H can lower the margin on the ball |δ| ≤ ε.
+        """Bound how much the quadratic polynomial g·δ + ½ δᵀHδ can lower the margin for |δ| ≤ ε.
 
         The maximum of −g·δ − ½ δᵀHδ is at most ½ λ ε² + ½ gᵀ(H + λ)⁻¹g, taken at the best λ.
         """
@@ -123,7 +123,7 @@ class FirstDerivatives:
         return min(value(size * 2.0 ** (-j / 4)) for j in range(-8, 60))
 
     def losses(self, epsilon: float, polynomial: float, found: list[Left]) -> Losses:
-        """Return the lower bound on the margin, after losses to polynomial, remainders and rounding."""
+        """Return a lower bound on the margin, and how much polynomial, remainders and rounding lower it."""
         stages = stage_losses(self, found, epsilon)
         rounding = rounding_loss(self.residuals, [left.shape for left in found], epsilon)
         rounding += self.margin_error + self.gradient_error * epsilon + self.hessian_error * epsilon**2 / 2
@@ -149,7 +149,7 @@ class SecondOrder:
         offset: Tensor | float,
         jacobians: PartialJacobians | None = None,
     ) -> None:
-        """Expand the margin at tokens x (n, d), which a change δ turns into x + ``injection`` @ δ.
+        """Expand the margin to second order around tokens x (n, d), which become x + ``injection`` @ δ.
 
         ``injection`` has the shape (n, d, k); ``jacobians`` are the partial Jacobians at x, if they are
         known.
@@ -208,7 +208,9 @@ def stage_losses(first: FirstDerivatives, found: list[Left], epsilon: float) -> 
 
 
 def _narrow(matrices: Tensor) -> tuple[Tensor, Tensor]:
-    """Replace wide matrices A (n, d, k) by matrices B of at most d columns with A Aᵀ ≤ B Bᵀ + s I.
+    """Compress matrices A with many columns to matrices B with few, such that A Aᵀ ≤ B Bᵀ + s I.
+
+    The matrices A have the shape (n, d, k), and B at most d columns.
 
     The results are B and the numbers s (n,).
     """

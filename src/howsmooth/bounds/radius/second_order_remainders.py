@@ -124,6 +124,7 @@ class FeedForwardRemainder:
 
     def __call__(self, epsilon: float, errors: Tensor) -> Left:
         """Return bounds on the feed-forward remainder for |δ| ≤ ε, given ellipsoids of the input's errors."""
+        # Ellipsoid matrices are squares of lengths: ε² belongs to changes linear in δ, ε⁴ to quadratic ones.
         linear = epsilon**2 * self.linear
         y = enclosing(image(self.layer.up, errors))
         z = ellipsoid_sum(linear, y)
@@ -188,9 +189,10 @@ def gated_rest(layer: GatedFeedForward, z: Tensor, v: Tensor, dz: Tensor, dv: Te
 def product_shape(
     layer: FeedForward | GatedFeedForward, products: tuple[tuple[Tensor, Tensor], ...], rest: Tensor
 ) -> Tensor:
-    """Return ellipsoids of the changes of a feed-forward layer's outputs, from ellipsoids of its neurons.
+    """Return ellipsoids that contain the changes of a feed-forward layer's outputs.
 
-    They contain W₂ (Σ factor ∘ w + r) for w in ellipsoids (n, m, m) and |r| ≤ ``rest`` entry by entry.
+    The ellipsoids contain W₂ (Σ factor ∘ w + r) for w in ellipsoids (n, m, m) and |r| ≤ ``rest`` entry by
+    entry.
     """
     shapes = []
     for factor, matrix in products:
@@ -201,12 +203,12 @@ def product_shape(
 
 
 def pulled_product(combination: Tensor, matrix: Tensor) -> Tensor:
-    """Bound |⟨combination, w⟩| over all w in an ellipsoid with matrix (m, m), for each of n tokens."""
+    """Bound the inner product of a given vector with all points of an ellipsoid, for each of n tokens."""
     return half_widths(matrix, combination[:, None])[:, 0]
 
 
 def mean_square(weights: Tensor, values: Tensor) -> Tensor:
-    """Return the root mean square (Σ_j w_ij values²)^½ of each row, for attention weights w.
+    """Return the root of the weighted mean of squared values in each row, for given attention weights.
 
     ``values`` has the shape (heads, n) or (heads, rows, n).
     """
@@ -245,7 +247,10 @@ class AttentionErrors:
         self.by_query = torch.einsum("hije,hied->hijd", keys, attention.query_maps())
 
     def __call__(self, errors: Tensor) -> Reached:
-        """Return bounds on the changes of queries, keys, scores and values that the errors cause."""
+        """Bound how much errors of the tokens change an attention's queries, keys, scores and values.
+
+        ``errors`` has one ellipsoid for each token.
+        """
         P, attention, rows = self.weights, self.attention, errors[self.attention.rows]
         each_key = radii(errors, attention.key_maps(len(errors)))
         key = half_widths(errors, self.by_key).mT
@@ -262,7 +267,7 @@ class AttentionErrors:
 
 
 def spread_shape(covariance: Tensor, factor: Tensor) -> Tensor:
-    """Return ellipsoids of the covariance of values with scores whose deviation is at most ``factor``.
+    """Scale ellipsoids of the covariance of values with scores by a bound on the scores' deviation.
 
     They are covariance · factor².
     """
@@ -350,7 +355,7 @@ def value_covariance(attention: Attention, own: Softmax) -> Tensor:
 
 
 def value_shapes(weights: Tensor, changes: Tensor) -> Tensor:
-    """Return ellipsoids of the covariance of the values' changes V δ with scores, over all |δ| ≤ 1.
+    """Return ellipsoids that contain the covariances of the values' changes with scores, for |δ| ≤ 1.
 
     They contain Cov(V δ, x) for all scores x of deviation at most 1, and have the shape (H, rows, d_out,
     d_out). They are Σ_j P_j V_j V_jᵀ, or the ball of :func:`weighted_norm` where its trace is smaller.

@@ -44,7 +44,10 @@ def largest_eigenvalue(
 
 
 def spectral_norm(matrices: Float[Tensor, "*batch m r"]) -> Float[Tensor, "*batch"]:
-    """Return upper bounds on the spectral norms of a batch of matrices, at most r^(1/64) times too large."""
+    """Return upper bounds on the spectral norms of a batch of matrices of shape (m, r).
+
+    They are at most r^(1/64) times too large.
+    """
     value, error = settled(matrices)
     wide = matrices.shape[-2] <= matrices.shape[-1]
     gram = value @ value.mT if wide else value.mT @ value

@@ -33,7 +33,7 @@ class Stage:
 
     @property
     def rows(self) -> Tensor | slice:
-        """The tokens whose outputs this stage computes: all, or those that its attention layer asks for."""
+        """The tokens whose outputs this stage computes: all, or those that its attention layer selects."""
         return self.map.rows if isinstance(self.map, Attention) else slice(None)
 
     def _wired(self, state: Tensor, output: Tensor) -> Tensor:
@@ -61,7 +61,7 @@ class Stage:
         return found
 
     def output_adjoint(self, x: Tensor, adjoint: Tensor) -> Tensor:
-        """Return the columns of an adjoint (n', width', ...) that belong to the output of this layer."""
+        """Return the columns of an adjoint (n', width', ...) for the output of the stage's own layer."""
         return adjoint[:, x.shape[1] :] if self.keep else adjoint
 
     def curvature(self, x: Tensor, adjoint: Tensor, tangents: Tensor) -> Tensor:
@@ -72,14 +72,14 @@ class Stage:
         return found
 
     def second(self, x: Tensor, tangents: Tensor, pairs: Pairs) -> Tensor:
-        """Return the second derivative of this stage's layer along tangents as quadratic forms."""
+        """Return the second derivative of this stage's layer on the span of tangents, as quadratic forms."""
         return self.map.second(x[:, self.branch], tangents[:, self.branch], pairs)
 
     def push_forms(self, x: Tensor, tangents: Tensor, forms: Tensor, pairs: Pairs) -> tuple[Tensor, Tensor]:
-        """Return the second derivatives of this stage's output as quadratic forms, and what its layer adds.
+        """Return the second derivatives of this stage's output with respect to the network's input.
 
-        The derivatives are with respect to changes of the network's input. The forms have the shape (n',
-        width', p).
+        They are quadratic forms (n', width', p) in the change of the network's input. The second result is
+        the part that the curvature of the stage's own layer adds.
         """
         own = self.second(x, tangents, pairs)
         pushed = self.push(x, forms)
@@ -112,7 +112,7 @@ class Network:
     offset: Tensor
 
     def rounded(self) -> Network:
-        """Return the network with weights that carry bounds on rounding errors through every operation.
+        """Return the same network with weights that record bounds on their own rounding errors.
 
         A weight may differ from the exact one by the rounding of a factor that was multiplied to it.
         """

@@ -80,7 +80,10 @@ class Norm:
         return self.centre((b - direction[..., None] * along[:, None]) / r[..., None])
 
     def second(self, u: Tensor, tangents: Tensor, pairs: Pairs) -> Tensor:
-        """Return the norm layer's second derivative along tangents (n, d, k) as quadratic forms (n, d, p)."""
+        """Return the norm layer's second derivative on the span of k tangents, as quadratic forms.
+
+        The tangents have the shape (n, d, k), the quadratic forms (n, d, p).
+        """
         direction, r = self.direction_and_length(u)
         w = self.centre(tangents)
         along = torch.einsum("nd,ndk->nk", direction, w)
@@ -130,7 +133,7 @@ class Activation(NamedTuple):
         return along(function, self.slopes[order], z)
 
     def beyond(self, order: int, z: Tensor, width: Tensor) -> Tensor:
-        """Bound the distance of φ to its Taylor polynomial at z on the interval [z − width, z + width].
+        """Bound the error of the activation's Taylor polynomial at z on the interval [z − width, z + width].
 
         The polynomial has the degree ``order``, which is 2, 3 or 4.
         """
@@ -171,7 +174,7 @@ def _largest(function: Callable[[Tensor], Tensor], extrema: tuple[float, ...]) -
 
 
 def _both(*squares: float) -> tuple[float, ...]:
-    """Return the positive and the negative square root of each given number."""
+    """Return both square roots of each given number, the positive and the negative one."""
     return tuple(sign * math.sqrt(square) for square in squares for sign in (1, -1))
 
 
@@ -341,9 +344,9 @@ class FeedForward:
         return self.up.T @ (slope[..., None] * (self.down.T @ adjoints))
 
     def second(self, u: Tensor, tangents: Tensor, pairs: Pairs) -> Tensor:
-        """Return the feed-forward layer's second derivative along tangents as quadratic forms (n, d_out, p).
+        """Return the feed-forward layer's second derivative on the span of k tangents, as quadratic forms.
 
-        The tangents have the shape (n, d, k).
+        The tangents have the shape (n, d, k), the quadratic forms (n', d_out, p) for n' outputs.
         """
         bend = self.activation.derivative(2, self.preactivations(u))
         return torch.stack(
@@ -403,9 +406,9 @@ class GatedFeedForward:
         return self.gate.T @ (by_z[..., None] * back) + self.up.T @ (by_v[..., None] * back)
 
     def second(self, u: Tensor, tangents: Tensor, pairs: Pairs) -> Tensor:
-        """Return the gated layer's second derivative along tangents as quadratic forms (n, d_out, p).
+        """Return the gated layer's second derivative on the span of k tangents, as quadratic forms.
 
-        The tangents have the shape (n, d, k).
+        The tangents have the shape (n, d, k), the quadratic forms (n', d_out, p) for n' outputs.
         """
         bend, mixed = self.bends(u)
         found = []
@@ -532,9 +535,9 @@ class Attention:
         )
 
     def second(self, u: Tensor, tangents: Tensor, pairs: Pairs) -> Tensor:
-        """Return the attention's second derivative along tangents as quadratic forms (rows, d_out, p).
+        """Return the attention's second derivative on the span of k tangents, as quadratic forms.
 
-        The tangents have the shape (n, d, k).
+        The tangents have the shape (n, d, k), the quadratic forms (n', d_out, p) for n' outputs.
         """
         at = self.softmax(u)
         dq, dk, dv = self.tangents(tangents)

@@ -35,7 +35,7 @@ class ThirdOrder:
         offset: Tensor | float,
         jacobians: PartialJacobians | None = None,
     ) -> None:
-        """Expand the margin at tokens x (n, d), which a change δ turns into x + ``injection`` @ δ.
+        """Expand the margin to third order around tokens x (n, d), which become x + ``injection`` @ δ.
 
         The arguments are those of ``SecondOrder``. The quadratic forms of all stages are computed, too.
         """

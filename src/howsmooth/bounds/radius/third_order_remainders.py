@@ -330,7 +330,7 @@ class CubicAttention:
 
 
 class _Moments:
-    """Bounds on derivatives of one attention output along a path on which its scores and values change.
+    """Bounds on derivatives of one attention output while its scores and values change along a path.
 
     The path is h(s) = E_{P_s}[v + s dv], bounded from deviations under the attention weights P. The scores
     change by t = ℓ + c; ``linear`` and ``c`` bound their deviations and ``tau`` the centred t.
@@ -369,7 +369,7 @@ class _Moments:
 
 
 class _Tensors:
-    """The cubic part of attention's Taylor expansion as a tensor, and the part bilinear in δ and an error."""
+    """The third-order terms of attention's Taylor expansion, and its second-order terms in δ and an error."""
 
     def __init__(
         self, attention: Attention, at: Expansion, own: Softmax, scores: Tensor, spread: Tensor, out: Tensor
@@ -409,7 +409,7 @@ class _Tensors:
         return gram(found.movedim(1, 0)).sum(0)
 
     def crossed(self) -> Callable[[Tensor], Tensor]:
-        """Return a function that bounds attention's second derivative along δ and along errors of the tokens.
+        """Return a function that bounds attention's second derivative along δ and along the tokens' errors.
 
         It maps ellipsoids of the errors x to ellipsoids of D²F[Gδ, x] over all |δ| ≤ 1, for each row.
 

@@ -39,7 +39,7 @@ class Tail:
     width: int | None = None  # heads * value_dim, if the module returns the heads on a separate axis
 
     def to(self, dtype: torch.dtype, device: torch.device) -> Tail:
-        """Return a copy in another dtype or on another device."""
+        """Return this place in the module's run with its projection in another dtype or on another device."""
         projection = copy.deepcopy(self.projection)
         return replace(self, projection=None if projection is None else projection.to(device, dtype))
 
@@ -90,7 +90,7 @@ class CopiedModule:
     def to(
         self, *, dtype: torch.dtype | None = None, device: torch.device | str | None = None
     ) -> CopiedModule:
-        """Return another copy of the module, in another dtype or on another device."""
+        """Return another copy of the attention module, in another dtype or on another device."""
         dtype = dtype or self.call.x.dtype
         device = torch.device(device or self.call.x.device)
         module = copy.deepcopy(self.call.module).to(dtype=dtype, device=device)
@@ -183,22 +183,22 @@ class ReplayedAttention(TokenMap):
 
     @property
     def d(self) -> int:
-        """Dimension of an input token."""
+        """Dimension of the map's input tokens."""
         return self._sizes[0]
 
     @property
     def d_out(self) -> int:
-        """Dimension of an output token."""
+        """Dimension of the map's output tokens."""
         return self._sizes[1]
 
     @property
     def dtype(self) -> torch.dtype:
-        """Data type of the tokens."""
+        """Data type of the map's tokens."""
         return self.layer.call.x.dtype
 
     @property
     def device(self) -> torch.device:
-        """Device of the tokens."""
+        """Device of the map's tokens."""
         return self.layer.call.x.device
 
     def describe(self) -> str:
@@ -214,7 +214,7 @@ class ReplayedAttention(TokenMap):
     def to(
         self, *, dtype: torch.dtype | None = None, device: torch.device | str | None = None
     ) -> ReplayedAttention:
-        """Return the same map with parameters of another dtype or on another device."""
+        """Return the same map with its module in another dtype or on another device."""
         return ReplayedAttention(
             self.layer.to(dtype=dtype, device=device),
             d=self.d,

@@ -265,7 +265,7 @@ def of_one_sequence(softmax: SoftmaxCall) -> SoftmaxCall | None:
 
 
 def _common(layer: object, visible: Tensor | None, n: int) -> Tensor | None:
-    """Return the attention mask (n, n) that all heads share; raise CaptureError if their masks differ."""
+    """Return the attention mask (n, n) of all heads; raise CaptureError if the heads' masks differ."""
     if visible is None:
         return None
     each = _by_head(visible, n)

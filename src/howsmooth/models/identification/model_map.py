@@ -45,7 +45,7 @@ class Place:
     argument: str = ""
 
     def taken(self, arguments: dict[str, Any]) -> Any:
-        """Return the tokens among the arguments of the call."""
+        """Return the tokens at this place, given the arguments of the module call."""
         return arguments.get(self.argument) if self.argument else first_tokens(arguments)
 
     def __str__(self) -> str:
@@ -54,7 +54,7 @@ class Place:
 
 @dataclass(frozen=True)
 class Output:
-    """What is read at the end of a map: a model's ``hidden`` states, ``logits`` or ``margin``.
+    """The kind of output at the end of a map: a model's ``hidden`` states, ``logits`` or ``margin``.
 
     The kind ``tokens`` means the first tensor that a module returns. With ``last`` only the last token is
     kept. A margin is the largest logit minus the second largest, at the last token.
@@ -91,7 +91,7 @@ class Output:
 
 @dataclass(frozen=True, eq=False)
 class Passage:
-    """A part of a model's forward pass: the place where it starts, where it ends, and what is read there."""
+    """A part of a model's forward pass: where it starts, where it ends, and what is read at its end."""
 
     start: Place
     end: Place
@@ -102,7 +102,7 @@ class Passage:
 
 
 def rows(tokens: Tensor) -> Tensor:
-    """Return tokens of one sequence in any shape (..., d) as (n, d)."""
+    """Reshape the tokens of one sequence from any shape (..., d) to (n, d)."""
     return tokens.reshape(-1, tokens.shape[-1])
 
 
@@ -116,7 +116,7 @@ class _Reached(BaseException):
 
 @contextmanager
 def observed(model: nn.Module, place: Place, see: Callable[[Any], None]) -> Iterator[None]:
-    """Within the context, call ``see`` with the tensor that a forward pass has at a given place."""
+    """Within the context, call the function ``see`` with the tensor at a given place of the forward pass."""
     calls = itertools.count()
 
     def before(module: nn.Module, args: Any, kwargs: Any) -> None:
@@ -166,7 +166,7 @@ def replaced(model: nn.Module, place: Place, x: Tensor) -> Iterator[None]:
 
 @contextmanager
 def _answered(module: nn.Module, outputs: Sequence[Any]) -> Iterator[None]:
-    """Within the context, let the first calls of a module return given outputs, without computing them."""
+    """Within the context, let the first calls of a module return given outputs instead of running."""
     calls = itertools.count()
     own: Any = module.forward
 
@@ -242,28 +242,28 @@ class ModelMap(TokenMap):
 
     @property
     def n(self) -> int:
-        """The number of tokens; positions and masks have this length."""
+        """The number of tokens of the captured forward pass, to which positions and masks belong."""
         return self.x.shape[0]
 
     @property
     def d(self) -> int:
-        """Dimension of an input token."""
+        """Dimension of the map's input tokens."""
         return self.x.shape[1]
 
     @cached_property
     def d_out(self) -> int:
-        """Dimension of an output token."""
+        """Dimension of the map's output tokens."""
         with torch.no_grad():
             return self._run(self.x).shape[-1]
 
     @property
     def dtype(self) -> torch.dtype:
-        """Data type of the weights and tokens."""
+        """Data type of the map's weights and tokens."""
         return self.x.dtype
 
     @property
     def device(self) -> torch.device:
-        """Device of the weights and tokens."""
+        """Device of the map's weights and tokens."""
         return self.x.device
 
     def reading(self, output: Output) -> ModelMap:
@@ -304,7 +304,7 @@ class ModelMap(TokenMap):
         return torch.stack(members).reshape(*x.shape[:-2], *members[0].shape)
 
     def _run(self, x: Tensor) -> Tensor:
-        """Return the outputs (n_out, d_out) at tokens (n, d)."""
+        """Run the part of the model on tokens (n, d), and return its output (n_out, d_out)."""
         part = self.passage
 
         def reached(value: Any) -> None:

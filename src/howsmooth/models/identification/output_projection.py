@@ -47,7 +47,7 @@ class AttentionOutput:
 def find_output(
     trace: LayerTrace, self_attention: SelfAttentionModule, again: Callable[[], LayerTrace]
 ) -> AttentionOutput:
-    """Find which module call returns the attention's output, and which one is the output projection.
+    """Find the module call that returns a layer's attention output, and the call of its output projection.
 
     ``again`` runs the layer once more and returns its trace.
 
@@ -108,7 +108,7 @@ def _outside(
 
 
 def _by_token(call: ModuleCall) -> bool:
-    """Return True if a module, run again on tokens of shape (1, n, d), gives the output that was recorded."""
+    """Return True if a module gives the recorded output again when it runs on tokens of shape (1, n, d)."""
     if call.inputs is None or call.output is None:
         return False
     again = first_tensor(call.module(call.inputs))
@@ -141,7 +141,7 @@ def heads_of(trace: LayerTrace) -> Tensor | None:
 
 
 def is_given(call: ModuleCall, tokens: Tensor | None) -> bool:
-    """Return True if a module has a weight matrix and was called with ``tokens`` as its only argument."""
+    """Return True if a called module has a weight matrix and got ``tokens`` as its only input."""
     matrix = is_linear(call.module) or (call.alone and any(p.ndim > 1 for p in call.module.parameters()))
     if not matrix or call.inputs is None or tokens is None:
         return False
@@ -163,7 +163,7 @@ def _outermost(trace: LayerTrace, call: ModuleCall) -> ModuleCall:
 
 
 def _projection(trace: LayerTrace) -> tuple[ModuleCall | None, str]:
-    """Return the call of the output projection, or None and an error message."""
+    """Return the call of the layer's output projection, or None and an error message."""
     unclear = f"The output projection of {trace.layer} cannot be identified:"
     if len(trace.softmaxes) > 1:
         return None, f"{unclear} it has {len(trace.softmaxes)} softmaxes."
@@ -216,7 +216,7 @@ class _PossibleSum:
 def _reaches_residual(
     trace: LayerTrace, projection: ModuleCall, again: Callable[[], LayerTrace], sums: Iterable[_PossibleSum]
 ) -> bool:
-    """Test whether a layer adds the output of a projection to its residual, by changing that output.
+    """Test whether a layer adds a projection's output to its residual, by changing the output.
 
     True if one of the possible sums then changes by the same amount.
 
@@ -299,7 +299,7 @@ def _possible_sums_inside(
 
 
 def _is_the_branch(trace: LayerTrace, self_attention: SelfAttentionModule, own: ModuleCall) -> bool:
-    """Return True if the attention module returns the attention without the residual."""
+    """Return True if the attention module returns the attention alone, without adding the residual."""
     if own.output is None:
         return False
     # A residual has the dimension of X, unless the attention module is a whole layer.

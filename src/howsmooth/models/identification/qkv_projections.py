@@ -53,7 +53,7 @@ class Projections(NamedTuple):
 
 
 class _Outputs(NamedTuple):
-    """The outputs of a layer's linear modules side by side, with the weights and bias of each column.
+    """The outputs of a layer's linear modules, concatenated, with the weights and bias of each column.
 
     Only modules whose input is X are included.
     """
@@ -211,7 +211,7 @@ def _linear_outputs(trace: LayerTrace) -> _Outputs:
 def _changed(
     trace: LayerTrace, query: Tensor, key: Tensor, value: Projection, outputs: _Outputs
 ) -> Projections | None:
-    """Find projections that become the queries and keys after a norm layer, a rotation or a scale.
+    """Find linear projections that become the queries and keys by a norm, a rotation or a scale.
 
     None if there are none.
     """
@@ -252,7 +252,7 @@ def _changed(
 
 
 def _between(trace: LayerTrace) -> str:
-    """Return the end of an error message: which modules lie between the tokens X and the softmax."""
+    """Say, for an error message, which modules lie between the layer's tokens X and its softmax."""
     others = dict.fromkeys(
         f"{call.name.rsplit('.', 1)[-1]} ({type(call.module).__name__})"
         for call in trace.inside
@@ -268,7 +268,7 @@ def _between(trace: LayerTrace) -> str:
 def _columns(
     heads: Float[Tensor, "1 heads n dim"], outputs: Float[Tensor, "n columns"], rotary: Rotary | None
 ) -> Int64[Tensor, " wanted"] | None:
-    """Find the columns of the linear outputs that are the queries or keys, before rotary positions.
+    """Find which columns of the linear modules' outputs are the queries or keys before their rotation.
 
     None if not every column is found.
     """
@@ -322,7 +322,7 @@ def matching_columns(
 
 
 def _rotary(trace: LayerTrace, query: Tensor) -> Rotary | None:
-    """Return the rotary positions from the layer's argument ``position_embeddings``.
+    """Read rotary positions (tables of cosines and sines) from a layer's ``position_embeddings``.
 
     None if the argument is not a pair of tables cos and sin whose two halves of columns are equal.
     """

@@ -46,7 +46,7 @@ class ValueLocation:
 
 @dataclass(frozen=True, eq=False)
 class Factors:
-    """Factors by which a layer multiplies its residual (``base``) and its branch before adding them.
+    """The factors by which a layer multiplies its residual and its branch before it adds the two.
 
     Each has shape (d,) or (), and None stands for 1.
     """
@@ -56,14 +56,14 @@ class Factors:
 
     @property
     def layout_suffix(self) -> str:
-        """Return a suffix for the layout's name, such as ", layer scale", or "" without factors."""
+        """Return words, such as ", layer scale", for how a layer scales its residual and branch."""
         if self.base is None and self.branch is None:
             return ""
         one = self.base is None and self.branch is not None and self.branch.numel() > 1
         return ", layer scale" if one else ", scaled residual"
 
     def around(self, branch: TokenMap) -> TokenMap:
-        """Return the map X ↦ α∘X + λ∘branch(X), where α and λ are the factors."""
+        """Return the map X ↦ α∘X + λ∘branch(X) with the factors α of the residual and λ of the branch."""
         # α∘X + λ∘f(X) = α∘(X + (λ/α)∘f(X))
         ones = torch.ones(branch.d, dtype=branch.dtype, device=branch.device)
         factor = None
@@ -157,7 +157,7 @@ def is_sum(target: Target, base: Tensor, branch: Tensor, total: Factors) -> bool
 
 
 def adds_up(terms: list[Tensor], value: Tensor) -> bool:
-    """Return True if some terms add up to ``value`` in every entry, up to rounding."""
+    """Return True if the sum of some tensors equals a given tensor in every entry, up to rounding."""
     allowed = one_operation(precision(value.dtype)) * torch.stack(terms).abs().sum(dim=0)
     return bool(((sum(terms[1:], terms[0]) - value).abs() <= allowed).all())
 
@@ -211,7 +211,7 @@ def _two_numbers(root: nn.Module, target: Target, base: Tensor, branch: Tensor) 
 
 
 def like(tokens: Tensor, x: Tensor) -> Tensor | None:
-    """Return tokens in the shape of the layer's input X, or None if the sizes differ.
+    """Return tokens reshaped like the layer's input X, or None if the numbers of entries differ.
 
     A model may flatten tokens.
     """

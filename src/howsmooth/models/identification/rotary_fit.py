@@ -25,7 +25,7 @@ Norm = LayerNorm | RMSNorm
 
 @dataclass(frozen=True, eq=False)
 class ProjectionReading:
-    """Columns of linear outputs that may be the queries or keys before rotary positions are applied."""
+    """Columns of linear modules' outputs that may be the queries or keys before they are rotated."""
 
     columns: Int64[Tensor, " wanted"]
     norm: Norm | None  # the norm of each head after the projection
@@ -50,7 +50,7 @@ def projection_readings(
     slices: Sequence[Int64[Tensor, " wanted"]],
     norms: Sequence[Norm],
 ) -> Iterator[ProjectionReading]:
-    """Yield columns of the linear outputs that may be the queries (or keys) before a rotation.
+    """Yield columns of the linear modules' outputs that may be the queries (or keys) before a rotation.
 
     Rotations preserve lengths, so that only these can be the queries or keys before the rotation.
 

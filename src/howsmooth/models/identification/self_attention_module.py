@@ -1,4 +1,4 @@
-"""Find the self-attention module of a layer and the argument that holds its tokens, by changing the tokens.
+"""Find the self-attention module of a layer, and its argument that holds the tokens, by tests.
 
 It is the innermost module around the softmaxes with an argument X such that queries, keys and values of every
 softmax change if X changes. Names and shapes decide nothing: a layer of cross-attention may have as many keys
@@ -148,7 +148,7 @@ def _refuse_chosen_masks(
     batch: int,
     implementation: str | None,
 ) -> None:
-    """Raise an error if the layer computes its attention mask from the tokens."""
+    """Raise an error if a layer computes its attention mask from the values of the tokens."""
     root = traced_layer.calls[0]
     given = [t for t in tree_leaves((root.args, root.kwargs)) if isinstance(t, Tensor)]
     made = [
@@ -286,7 +286,7 @@ def _hidden(mask: Tensor) -> Tensor:
 
 
 def first_line(error: BaseException) -> str:
-    """Return the type of an error and the first line of its message."""
+    """Return the type of an exception and the first line of its message."""
     lines = str(error).strip().splitlines()
     return f"{type(error).__name__}: {lines[0][:200]}" if lines else type(error).__name__
 

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from howsmooth.attention import LayerNorm, Residual, RMSNorm, TokenMap
 from howsmooth.errors import ArgumentError, CaptureError, HowsmoothError
+from howsmooth.models.captured_site import Site
 from howsmooth.models.identification.block_arrangement import Block, read_block, token_norm
 from howsmooth.models.identification.isolated_layer_trace import trace_layer, whole_layer
 from howsmooth.models.identification.map_hypotheses import Hypothesis, hypotheses
@@ -21,7 +22,6 @@ from howsmooth.models.identification.self_attention_module import (
     first_line,
 )
 from howsmooth.models.identification.verification import verify, verify_block
-from howsmooth.models.site import Site
 from howsmooth.models.tolerance import precision
 from howsmooth.models.tracing.forward_trace import TracedLayer
 from howsmooth.models.tracing.module_replay import ModuleReplay
@@ -47,9 +47,10 @@ class VerifiedLayer:
         return self.self_attention.replay.tokens()
 
     def sites(self, scope: str, heads: Sequence[int] | slice | None = None) -> list[Site]:
-        """Return the sites of the layer in one scope: one site, or one for each head in scope ``head``.
+        """Return the layer's map for a scope, such as "head", with its tokens, as a list of sites.
 
-        ``scope`` says which part of the layer the map covers, such as "head" or "attention".
+        The list has one :class:`Site`, or one for each head in scope ``head``. ``scope`` says which part of
+        the layer the map covers, such as "head" or "attention".
 
         Raises
         ------
@@ -171,7 +172,7 @@ def _may_be_outputs(norm: LayerNorm | RMSNorm | None, x: Tensor) -> bool:
 
 
 def indices_of(given: Sequence[int] | slice | None, count: int, what: str) -> list[int]:
-    """Turn a selection of layers or heads into a list of non-negative indices, without repetition.
+    """Convert a selection of layers or heads to the list of their indices, without repetition.
 
     None selects all.
 

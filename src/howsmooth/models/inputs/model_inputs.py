@@ -144,7 +144,7 @@ def _parameters(model: nn.Module) -> list[inspect.Parameter]:
 
 
 def _named(model: nn.Module, inputs: object) -> dict[str, Tensor]:
-    """Return the inputs as a dict by argument name.
+    """Return a model's inputs as a dict by the names of the model's arguments.
 
     A tensor alone is passed as the model's main or first argument.
     """

@@ -46,7 +46,7 @@ class TokenStream(DataSource):
 
     @property
     def parts(self) -> tuple[tuple[int, int], ...]:
-        """The sequences, each as (index of its first token, number of its tokens)."""
+        """The place of each sequence: the index of its first token, and the number of its tokens."""
         return tuple(zip(accumulate((0, *self.lengths[:-1])), self.lengths, strict=True))
 
 

@@ -245,7 +245,7 @@ def _config(place: Place) -> Any:
 
 
 def _class_with_head(place: Place, config: Any) -> Any:
-    """Return the class of transformers that a configuration names as the model with its head."""
+    """Return the model class with task head that a transformers configuration names."""
     names = getattr(config, "architectures", None) or ()
     found = next((getattr(transformers, name) for name in names if hasattr(transformers, name)), None)
     if not (isinstance(found, type) and issubclass(found, PreTrainedModel)):
@@ -266,7 +266,7 @@ def _built(
     dtype: torch.dtype | None,
     part: str | None,
 ) -> tuple[str, nn.Module, set[str]]:
-    """Build the model with random weights, or load it; ``kind`` is its class, or AutoModel.
+    """Build a model with random weights, or load its weights; ``kind`` is its class, or AutoModel.
 
     Return the path of the chosen part ("" for the whole model), the part itself, and the names of its weights
     that the file lacks.
@@ -359,7 +359,7 @@ def _without_pooler(config: Any) -> dict[str, Any]:
 def _layers(
     model: nn.Module, preparation: ImagePreparation | AudioPreparation | None
 ) -> tuple[list[AttentionLayer], str]:
-    """Run a model on a short input; return its attention layers, and a phrase that says why there are none.
+    """Run a model on a short input and return its attention layers, or a phrase that says why it has none.
 
     The phrase is empty if there are attention layers.
     """
@@ -375,7 +375,7 @@ def _layers(
 def _check_encoder(
     place: Place, model: nn.Module, modality: str, layers: list[AttentionLayer], obstacle: str
 ) -> None:
-    """Raise unless the model takes text, has attention layers, and none of them is causal."""
+    """Raise an error unless the model takes text, has attention layers, and none of them is causal."""
     kind = type(model).__name__
     if not layers:
         raise CaptureError(obstacle)

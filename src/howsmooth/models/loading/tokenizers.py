@@ -57,14 +57,14 @@ class Tokenizer:
         return [int(i) for i in found["input_ids"]], [int(start) for start, _ in found["offset_mapping"]]
 
     def decoded(self, ids: list[int]) -> list[str]:
-        """Return the text of each token id; if the backend is None, the id itself as text."""
+        """Return the text of each token id; without a tokenizer, the id itself as text."""
         if self._backend is None:
             return [str(i) for i in ids]
         return [str(self._backend.decode([i])) for i in ids]
 
     @property
     def serialized(self) -> str:
-        """Return a text that identifies the tokenizer, for fingerprints; empty if the backend is None."""
+        """Return a text that identifies the tokenizer, for fingerprints; empty without a tokenizer."""
         if self._backend is None:
             return ""
         if isinstance(self._backend, PreTrainedTokenizerFast):

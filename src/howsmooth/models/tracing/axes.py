@@ -28,7 +28,10 @@ class Factor:
         self.parts: tuple[Factor, Factor] | None = None
 
     def split(self, first: int) -> tuple[Factor, Factor]:
-        """Split the factor into an outer factor of size ``first`` and an inner one, and return both."""
+        """Split this factor of an axis's length into an outer one of size ``first`` and an inner one.
+
+        Both are returned.
+        """
         self.parts = Factor(first), Factor(self.size // first)
         return self.parts
 

@@ -57,7 +57,7 @@ class TracedCall:
     output: Any = None
 
     def keep(self) -> None:
-        """Store copies of the call's floating-point arguments: the model may change them in place later."""
+        """Copy the floating-point arguments of a module call, which the model may change in place later."""
         if self.kept:
             return
         self.kept = True
@@ -77,11 +77,11 @@ class TracedCall:
         self.versions = {id(v): v._version for v in self._tensors()}
 
     def unchanged(self) -> bool:
-        """Return True if the call's arguments still equal the copies that were stored."""
+        """Return True if the arguments of the module call still equal their stored copies."""
         return all(self.versions.get(id(v), v._version) == v._version for v in self._tensors())
 
     def arguments(self) -> dict[str, Any]:
-        """Return the arguments of the call by parameter name."""
+        """Return the arguments of the module call by parameter name."""
         return bound_arguments(self.module, self.args, self.kwargs)
 
     def _tensors(self) -> list[Tensor]:
@@ -104,7 +104,7 @@ class TracedLayer:
 
     @property
     def modules(self) -> list[nn.Module]:
-        """The modules whose weights are read to identify the layer.
+        """The modules whose weights are read to find out which map the attention layer computes.
 
         They are the modules of the calls, and the norm layers before them.
         """
@@ -256,7 +256,10 @@ class _ForwardTracer:
                 raise StopForward
 
     def on_softmax(self, softmax: SoftmaxCall) -> None:
-        """Record a softmax of the innermost running module; the first softmax of each call begins a layer."""
+        """Record a softmax attention, with the modules that are running around it.
+
+        The first softmax in a call of a module starts the record of an attention layer.
+        """
         if not self.stack:
             return
         innermost = self.stack[-1]

@@ -67,7 +67,7 @@ class Masking(NamedTuple):
 
 
 def describe_mask(visible: Bool[Tensor, "n n"] | None, n: int) -> Masking:
-    """Describe a mask by rules (causal, sliding window) and in words; keep the mask if no rule gives it.
+    """Describe a mask in words and by rules, such as a causal order; keep it where no rule gives it.
 
     Every mask for n = 1 counts as causal, since nothing is hidden: pass None for layers that are not.
     """

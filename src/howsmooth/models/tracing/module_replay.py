@@ -114,7 +114,7 @@ class ModuleReplay:
         return as_tokens(output, self.batch, axis)
 
     def of_first_sequence(self) -> ModuleReplay:
-        """Return the same call with the first sequence of the batch only.
+        """Return this module call for the first sequence of the batch alone.
 
         No model says which arguments have a batch axis. First, arguments are cut whose length along the batch
         axis is the number of sequences; if the output is then wrong, all whose length is a multiple of it.
@@ -162,7 +162,7 @@ class ModuleReplay:
         return alone
 
     def on(self, module: nn.Module, dtype: torch.dtype, device: torch.device) -> ModuleReplay:
-        """Return the same call for a copy of the module, in another dtype and on another device."""
+        """Return this module call for a copy of the module, in another dtype and on another device."""
 
         def moved(value: Any) -> Any:
             if not isinstance(value, Tensor):

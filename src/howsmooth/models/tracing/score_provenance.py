@@ -71,7 +71,7 @@ class _Sinks:
 
 @dataclass(frozen=True, slots=True)
 class Opaque:
-    """Marks a tensor that comes from a product, but in a way that softmax attention never uses."""
+    """Marks a tensor that was computed from scores by an operation unknown in softmax attention."""
 
     reason: str  # one phrase
     probabilities: bool = False  # whether it has been through a softmax
@@ -102,19 +102,25 @@ class Scores:
     approximate: bool = False  # an operation was ignored that should change nothing; every row is checked
 
     def moved(self, axes: Axes | None) -> Scores | Opaque:
-        """Return the description of the scores with other axes, or Opaque if the axes are unknown."""
+        """Describe attention scores after a reshape or permutation to the given axes.
+
+        The result is Opaque if the axes are unknown.
+        """
         return Opaque(_CUT) if axes is None else replace(self, axes=axes)
 
     def rounded(self, dtype: torch.dtype) -> Scores:
-        """Return the description of the scores after a conversion to another dtype."""
+        """Describe attention scores after a conversion to another dtype."""
         return replace(self, eps=max(self.eps, torch.finfo(dtype).eps))
 
     def unchanged(self) -> Scores:
-        """Return the description of the scores, marked as approximate: the tracer ignored an operation."""
+        """Describe attention scores after an operation that is assumed to leave them unchanged.
+
+        The description is marked as approximate.
+        """
         return replace(self, approximate=True)
 
     def times(self, number: float) -> Scores | Opaque:
-        """Return the description of the scores multiplied by a number."""
+        """Describe attention scores after a multiplication by a number."""
         if self.sinks is not None:
             return Opaque("its scores are scaled together with their sinks")
         biases = tuple(replace(bias, coefficient=bias.coefficient * number) for bias in self.biases)
@@ -126,7 +132,7 @@ class Scores:
         return replace(self, cap=self.cap * number, biases=biases)
 
     def times_tensor(self, tensor: Tensor, *, inverse: bool) -> Scores | Opaque:
-        """Return the description of the scores multiplied by a tensor, or divided if ``inverse``."""
+        """Describe attention scores after a multiplication by a tensor, or a division if ``inverse``."""
         if self.cap is not None or self.sinks is not None:
             return Opaque("its scores are multiplied by a tensor after a cap or sinks")
         axes, own = broadcast(self.axes, tensor.shape)
@@ -142,7 +148,7 @@ class Scores:
         return replace(self, axes=axes, biases=tuple(biases), factors=factors)
 
     def plus(self, tensor: Tensor, coefficient: float = 1.0) -> Scores | Opaque:
-        """Return the description of the scores plus ``coefficient`` times a tensor."""
+        """Describe attention scores after the addition of ``coefficient`` times a tensor."""
         axes, own = broadcast(self.axes, tensor.shape)
         bias = _Bias(Operand(tensor, own), coefficient)
         if self.sinks is not None:
@@ -152,20 +158,20 @@ class Scores:
         return replace(self, axes=axes, biases=(*self.biases, bias))
 
     def capped(self) -> Scores | Opaque:
-        """Return the description of the hyperbolic tangent of the scores."""
+        """Describe attention scores after a hyperbolic tangent, which caps them softly."""
         if self.biases or self.hidden or self.cap is not None or self.sinks is not None:
             return Opaque("its scores are capped after a bias or mask")
         return replace(self, cap=1.0)
 
     def hiding(self, pairs: Tensor) -> Scores | Opaque:
-        """Return the description of the scores after masking; True in ``pairs`` marks a hidden entry."""
+        """Describe attention scores after masking; True in ``pairs`` marks the hidden entries."""
         if self.sinks is not None:
             return Opaque("its scores and sinks are masked together")
         axes, own = broadcast(self.axes, pairs.shape)
         return replace(self, axes=axes, hidden=(*self.hidden, Operand(pairs, own)))
 
     def joined(self, column: Tensor, dim: int, *, first: bool) -> Scores | Opaque:
-        """Return the description of the scores with an added column of attention sinks."""
+        """Describe attention scores after a column of attention sinks was added."""
         if column.ndim != len(self.axes) or column.shape[dim] != 1 or self.sinks is not None:
             return Opaque("its scores are joined to other scores")
         keys = self.axes[dim]
@@ -268,7 +274,7 @@ def _zero_or_one(tensor: Tensor) -> bool:
 
 
 def _mask(scores: Scores, lead: Sequence[Axis], rows: Axis, keys: Axis) -> Tensor | None:
-    """Return the mask of the attention: boolean, or additive if there are biases.
+    """Return the mask of a softmax attention: boolean, or additive if the scores have biases.
 
     Hidden entries are -inf in an additive mask.
     """

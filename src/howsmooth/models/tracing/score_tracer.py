@@ -70,13 +70,13 @@ class ScoreTracer(TorchFunctionMode):
         raise NotImplementedError
 
     def __enter__(self) -> ScoreTracer:
-        """Activate the mode; several activations may be nested."""
+        """Start tracing attention scores; the tracer may be entered again while it is active."""
         self._depth += 1
         super().__enter__()  # type: ignore[no-untyped-call]
         return self
 
     def __exit__(self, *exception: Any) -> None:
-        """Deactivate the mode; the outermost exit also forgets the descriptions of all tensors."""
+        """Stop tracing; the outermost exit also forgets the descriptions of all tensors."""
         super().__exit__(*exception)  # type: ignore[no-untyped-call]
         self._depth -= 1
         if not self._depth:
@@ -98,12 +98,12 @@ class ScoreTracer(TorchFunctionMode):
         return result
 
     def known(self, tensor: Any) -> Known | None:
-        """Return the description of a tensor, or None if it is neither scores nor attention weights."""
+        """Return the description of a tensor, or None if it is neither attention scores nor weights."""
         entry = self._known.get(id(tensor))
         return entry[1] if entry is not None and entry[0]() is tensor else None
 
     def note(self, tensor: Any, known: Known | None) -> None:
-        """Store what is known of a tensor (its description as scores) for as long as the tensor exists."""
+        """Store the description of a tensor as attention scores or weights while the tensor exists."""
         if known is None or not isinstance(tensor, Tensor):
             return
         key, table = id(tensor), self._known
@@ -124,7 +124,7 @@ def _name(func: Any) -> str:
 
 
 def _mixed(known: Known | None, what: str) -> Opaque | None:
-    """Mark the result of an operation that softmax attention does not have; ``what`` names the operation."""
+    """Describe the result of an operation that softmax attention does not have; ``what`` names it."""
     if known is None or isinstance(known, Opaque):
         return known
     after = isinstance(known, Probabilities)
@@ -132,7 +132,7 @@ def _mixed(known: Known | None, what: str) -> Opaque | None:
 
 
 class _Applied(NamedTuple):
-    """A call of a torch function on scores or probabilities, and its result."""
+    """A call of a torch function on attention scores or attention weights, with its result."""
 
     func: Any
     args: Any
@@ -141,12 +141,12 @@ class _Applied(NamedTuple):
     result: Tensor
 
     def argument(self, place: int, name: str, default: Any = None) -> Any:
-        """Return an argument of the call, passed by position or by name."""
+        """Return an argument of the torch function's call, passed by position or by name."""
         return self.args[place] if len(self.args) > place else self.kwargs.get(name, default)
 
 
 def _of_one(change: Callable[[Scores | Probabilities, _Applied], Known | None]) -> Rule:
-    """Make the rule of the tracer for a torch function that takes one tensor, such as ``neg``.
+    """Make the rule by which the tracer describes the result of a one-tensor function, such as ``neg``.
 
     ``change`` takes the description of the tensor and the call, and returns the description of the result.
     """
@@ -164,7 +164,7 @@ def _of_one(change: Callable[[Scores | Probabilities, _Applied], Known | None]) 
 
 
 def _each(known: Scores | Probabilities, change: Callable[[Scores], Scores | Opaque]) -> Known:
-    """Apply ``change`` to the description of scores, also of scores inside a softmax."""
+    """Change a description of attention scores by the function ``change``, also inside a softmax."""
     if isinstance(known, Scores):
         return change(known)
     scores = change(known.scores)
@@ -316,7 +316,7 @@ def _dropout(known: Scores | Probabilities, applied: _Applied) -> Known | None:
 
 
 def _without_sinks(known: Known, tensor: Tensor, result: Tensor) -> Probabilities | None:
-    """Return the description of attention weights after their column of sinks was cut off.
+    """Describe attention weights after their column of sinks was cut off.
 
     None if another part was cut off.
     """
@@ -380,7 +380,7 @@ def _where(tracer: ScoreTracer, func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _overwritten(known: Any, pairs: Tensor, value: Any) -> Known:
-    """Return the description of scores after some entries were overwritten.
+    """Describe attention scores after some entries were overwritten.
 
     ``value`` replaced them where ``pairs`` is True.
     """
@@ -424,7 +424,7 @@ def _rearrange(tracer: ScoreTracer, func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _mix(tracer: ScoreTracer, func: Any, args: Any, kwargs: Any) -> Any:
-    """Run a function that combines or changes scores, so that its result is no longer attention scores.
+    """Run a function whose result is no attention score any more, although it is computed from scores.
 
     The result is Opaque; after a second such function it is unknown.
     """

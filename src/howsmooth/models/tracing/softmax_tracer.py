@@ -77,7 +77,7 @@ class SoftmaxTracer(ScoreTracer):
         self._check = check
 
     def _report(self, call: SoftmaxCall) -> Tensor | None:
-        """Call ``on_softmax`` with an attention, and return the output that replaces the original one.
+        """Hand a softmax attention to the callback, and return the output that replaces its own, if any.
 
         The result is None if ``on_softmax`` gives no other output.
         """
@@ -95,7 +95,10 @@ class SoftmaxTracer(ScoreTracer):
     def weighted(
         self, contraction: Contraction, p: Tensor, known: Probabilities | Opaque, run: Callable[[], Tensor]
     ) -> Tensor:
-        """Return the product of attention weights and values, or what ``on_softmax`` puts in its place."""
+        """Return attention weights times values, or an output that replaces this product.
+
+        The callback ``on_softmax`` gives the replacement.
+        """
         layout = _Layout(contraction, p, known)
         output = None if self._ahead else run()
         replacement = self._report(layout.call(output, check=self._check and not self._ahead))
@@ -104,9 +107,9 @@ class SoftmaxTracer(ScoreTracer):
         return run() if output is None else output
 
     def fused(self, given: dict[str, Any], run: Callable[[], Tensor]) -> Tensor:
-        """Return the output of a fused attention, or what ``on_softmax`` puts in its place.
+        """Return the output of ``scaled_dot_product_attention``, or an output that replaces it.
 
-        A fused attention is a call of ``scaled_dot_product_attention``.
+        The callback ``on_softmax`` gives the replacement.
         """
         query, key, value = given["query"], given["key"], given["value"]
         if any(t.is_nested for t in (query, key, value)) or min(t.ndim for t in (query, key, value)) < 2:
@@ -194,7 +197,7 @@ class _Layout:
                         output, p, "softmax", "")  # fmt: skip
 
     def undo(self, output: Tensor) -> Tensor:
-        """Put the axes of an attention's output back into the order that the model's code uses.
+        """Bring an attention's output back to the order of axes that the model's code expects.
 
         The output has shape (*lead, m, columns).
         """

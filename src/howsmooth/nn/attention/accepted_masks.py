@@ -29,7 +29,7 @@ _REMEDY = (
 
 @dataclass(frozen=True, eq=False)
 class Masking:
-    """The attention masks that a layer accepts, because its Lipschitz constant is proved for them.
+    """The attention masks that a layer accepts: those for which its Lipschitz constant is proved.
 
     Attributes
     ----------
@@ -223,7 +223,7 @@ def _check_rows(hidden: Tensor, name: str) -> None:
 
 
 def _refuse_where(wrong: Tensor, name: str, **words: str) -> None:
-    """Raise ArgumentError if any entry of ``wrong`` is True.
+    """Raise an error about the argument ``name`` if any entry of the tensor ``wrong`` is True.
 
     This also works inside torch.func.vmap.
     """

@@ -303,7 +303,7 @@ class LipschitzAttention(LipschitzModule):
         return weights
 
     def _log_divisor(self, weights: Weights) -> float:
-        """Return log(bound / constant): the layer divides its output by bound / constant.
+        """Return the log of the number by which the layer divides its output, bound / constant.
 
         This logarithm is computed again only if a weight or a setting of the layer has changed.
         """
@@ -313,20 +313,20 @@ class LipschitzAttention(LipschitzModule):
 
     @property
     def _divisor_key(self) -> tuple[int, float | None, float | None]:
-        """The length, radius and constant of the layer, on which the divisor of the output depends."""
+        """The layer's length, radius and constant, on which the scaling of its output depends."""
         return self.length, self.radius, self.constant
 
     def _log(self, weights: Weights) -> Tensor:
-        """Return the logarithm of the Lipschitz bound without division, differentiable in the weights.
+        """Return the log of the Lipschitz bound before the layer divides its output, with gradients.
 
         The bound is taken at the layer's length and radius.
         """
         return self._log_bound(self.length, self._bound_radius, weights)
 
     def _log_quotient(self, log_formula: float) -> float:
-        """Return log(bound / constant), with the Lipschitz bound rounded up; raise an error if impossible.
+        """Return the log of the layer's Lipschitz bound divided by the constant that it is to have.
 
-        ``log_formula`` is the logarithm of the bound before it is rounded up.
+        The bound is rounded up; ``log_formula`` is its logarithm before.
         """
         assert self.constant is not None
         log = self._named_bound(log_formula, self._bound_radius).log_value
@@ -452,7 +452,7 @@ class LipschitzAttention(LipschitzModule):
         self.constant = None
 
     def _inverse(self, weights: dict[str, Tensor], like: Tensor) -> Tensor:
-        """Return the number by which the layer multiplies its output to get the wanted Lipschitz constant.
+        """Return the factor that scales the layer's output to the wanted Lipschitz constant.
 
         This number is constant / bound, differentiable in the weights, with the dtype and device of ``like``.
         """
@@ -542,7 +542,7 @@ class LipschitzAttention(LipschitzModule):
         )
 
     def _inside(self, x: Tensor, radius: float, dtype: torch.dtype) -> Tensor:
-        """Return the tokens after making sure that none has a norm above ``radius``.
+        """Return the tokens after making sure that no token is longer than ``radius``.
 
         Longer tokens are projected onto the ball if ``beyond`` is "clip"; otherwise they raise an error.
         """
@@ -572,7 +572,10 @@ class LipschitzAttention(LipschitzModule):
         return self._map(weights, scale)
 
     def settings(self) -> dict[str, Any]:
-        """Return the arguments of the constructor, without device and dtype, as JSON values."""
+        """Return the arguments with which the layer was constructed, as JSON values.
+
+        Device and dtype are not among them.
+        """
         return {
             "embed_dim": self.embed_dim,
             "num_heads": self.num_heads,
@@ -586,13 +589,13 @@ class LipschitzAttention(LipschitzModule):
         }
 
     def extra_repr(self) -> str:
-        """Return the constructor's arguments as text for ``repr``."""
+        """Return the module's constructor arguments as text for ``repr``."""
         shown = {k: v for k, v in self.settings().items() if not isinstance(v, list)}
         return ", ".join(f"{name}={value!r}" for name, value in shown.items())
 
 
 def _beyond(largest: float, radius: float) -> HowsmoothError:
-    """Return the error to raise for tokens with a norm above the radius, or not finite."""
+    """Return the error to raise for input tokens that are not finite, or longer than the layer's radius."""
     if not math.isfinite(largest):
         return NonFiniteError("query", expected="finite numbers", got="NaN or infinity")
     return ArgumentError(
@@ -604,7 +607,10 @@ def _beyond(largest: float, radius: float) -> HowsmoothError:
 
 
 def _remember_divisor(layer: LipschitzAttention, keys: object = None) -> None:
-    """In evaluation mode, compute and keep the layer's divisor, for graphs that are recorded later."""
+    """Compute and keep the number by which a layer in evaluation mode divides its output.
+
+    Graphs that torch.export records later cannot compute this number.
+    """
     weights = layer._weights()
     if layer.training or layer.constant is None or any(weight.is_meta for weight in weights.values()):
         return

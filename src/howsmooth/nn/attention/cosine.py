@@ -137,6 +137,9 @@ class CosineAttention(AttentionVariant):
         return rounded_up(total)
 
     def settings(self) -> dict[str, Any]:
-        """Return the arguments of the constructor, without device and dtype, as JSON values."""
+        """Return the arguments with which the layer was constructed, as JSON values.
+
+        Device and dtype are not among them.
+        """
         own = {"temperature": self.temperature, "gain": self.gain, "eps": self.eps}
         return super().settings() | own

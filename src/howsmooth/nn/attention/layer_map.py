@@ -55,22 +55,22 @@ class LayerMap(TokenMap):
 
     @property
     def d(self) -> int:
-        """Dimension of an input token."""
+        """Dimension of the map's input tokens."""
         return self._sizes[0]
 
     @property
     def d_out(self) -> int:
-        """Dimension of an output token."""
+        """Dimension of the map's output tokens."""
         return self._sizes[1]
 
     @property
     def dtype(self) -> torch.dtype:
-        """Data type of the weights."""
+        """Data type of the map's weights."""
         return next(iter(self._weights.values())).dtype
 
     @property
     def device(self) -> torch.device:
-        """Device of the weights."""
+        """Device of the map's weights."""
         return next(iter(self._weights.values())).device
 
     def to(self, *, dtype: torch.dtype | None = None, device: torch.device | str | None = None) -> LayerMap:

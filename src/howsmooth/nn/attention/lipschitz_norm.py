@@ -1,4 +1,4 @@
-"""Attention with LipschitzNorm (Dasoulas et al., 2021), which divides scores by norms."""
+"""Attention with LipschitzNorm (Dasoulas et al., 2021): scores divided by norms of queries, keys, values."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ class LipschitzNormAttention(AttentionVariant):
 
 
 def _root(square: Tensor) -> Tensor:
-    """Return the square root, with derivative 0 at 0."""
+    """Return the square root of each entry, with derivative 0 at 0."""
     # The inner where keeps sqrt away from 0, where its infinite derivative would give NaN gradients.
     positive = square > 0
     return torch.where(positive, torch.where(positive, square, 1.0).sqrt(), 0.0)

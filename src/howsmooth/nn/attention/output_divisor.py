@@ -35,7 +35,7 @@ class Remembered:
         self._number = torch.zeros((), dtype=torch.float64)
 
     def __call__(self, weights: Mapping[str, Tensor], key: object, compute: Callable[[], float]) -> float:
-        """Return the stored number; compute it again if the weights or ``key`` have changed.
+        """Return the stored number; compute it again if the weights or the argument ``key`` have changed.
 
         ``key`` holds everything besides the weights on which the number depends.
         """
@@ -50,7 +50,7 @@ class Remembered:
         return self._value
 
     def _keep(self, weight: Tensor) -> None:
-        """Store a copy of one weight, and the computed number as a tensor that recorded graphs can hold."""
+        """Store a copy of one weight, and the computed number as a tensor for recorded graphs."""
         self._weights += (weight.clone(),)
         self._number = torch.tensor(self._value, dtype=torch.float64)
 
@@ -87,7 +87,7 @@ LogExpression = Callable[[Mapping[str, Tensor]], Tensor]
 
 
 def log_value(expression: LogExpression, weights: Mapping[str, Tensor]) -> float:
-    """Return the logarithm of a layer's bound as a float; inf if products of the weights overflow."""
+    """Return the logarithm of a layer's Lipschitz bound as a float; inf if it overflows."""
     try:
         with torch.no_grad():
             value = float(expression(weights).detach())
@@ -99,7 +99,9 @@ def log_value(expression: LogExpression, weights: Mapping[str, Tensor]) -> float
 def divided(
     log_divisor: float, weights: Mapping[str, Tensor], expression: LogExpression, like: Tensor
 ) -> Tensor:
-    """Return the number 1/divisor by which a layer multiplies its output, differentiable in the weights.
+    """Return the factor of a layer's output that makes the layer's Lipschitz constant the wanted one.
+
+    The factor is 1/divisor, differentiable in the weights.
 
     Parameters
     ----------
@@ -125,7 +127,7 @@ def divided(
 
 
 class _Inverse(torch.autograd.Function):
-    """Autograd function for the factor 1/divisor of a layer's output.
+    """The autograd function of the factor by which a layer multiplies its output, 1/divisor.
 
     Its gradient is computed from log divisor: it is −1/divisor times the gradient of log divisor.
     """
@@ -170,7 +172,7 @@ class _Inverse(torch.autograd.Function):
 
     @staticmethod
     def vmap(info: Any, in_dims: tuple[Any, ...], *arguments: Any) -> tuple[Tensor, None]:
-        """Return one factor for a whole torch.func.vmap batch, because the batch shares the weights."""
+        """Compute the factor of the output once for a torch.func.vmap batch, which shares the weights."""
         if any(dim is not None for dim in in_dims):
             raise NotImplementedError("torch.func.vmap over the weights of an attention with a constant")
         result: Tensor = _Inverse.apply(*arguments)  # type: ignore[no-untyped-call]

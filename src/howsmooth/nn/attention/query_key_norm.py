@@ -106,7 +106,10 @@ class QueryKeyNormAttention(LipschitzAttention):
         return float(self.log_temperature.detach().double().exp())
 
     def settings(self) -> dict[str, Any]:
-        """Return the arguments of the constructor, without device and dtype, as JSON values."""
+        """Return the arguments with which the layer was constructed, as JSON values.
+
+        Device and dtype are not among them.
+        """
         return {
             **super().settings(),
             "temperature": self.initial_temperature,

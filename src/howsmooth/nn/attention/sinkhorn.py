@@ -130,7 +130,10 @@ class SinkhornAttention(AttentionVariant):
         )
 
     def settings(self) -> dict[str, Any]:
-        """Return the arguments of the constructor, without device and dtype, as JSON values."""
+        """Return the arguments with which the layer was constructed, as JSON values.
+
+        Device and dtype are not among them.
+        """
         return super().settings() | {"tolerance": self.tolerance, "max_iterations": self.max_iterations}
 
 

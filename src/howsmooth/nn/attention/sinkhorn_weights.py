@@ -115,7 +115,7 @@ def _projected(p: Tensor, m: Tensor) -> Tensor:
 
 
 def _system(p: Tensor) -> Tensor:
-    """Return the matrix diag(c) − PᵀP, made invertible, where c are the column sums of P.
+    """Return the matrix diag(c) − PᵀP of a linear system, made invertible; c are the column sums of P.
 
     Newton steps and the derivatives of P solve linear systems with this matrix.
 

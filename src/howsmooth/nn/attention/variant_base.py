@@ -25,7 +25,7 @@ Weights = Mapping[str, Tensor]
 
 
 class AttentionVariant(LipschitzAttention):
-    """Base class of attention layers that define their bound by one differentiable expression.
+    """Base class of attention layers whose Lipschitz bound is one differentiable function of the weights.
 
     A subclass defines ``_bound`` beside what :class:`LipschitzAttention` asks for.
     """

@@ -1,4 +1,4 @@
-"""PyTorch's Transformer encoder layers, rewritten as sequences of modules that certify knows."""
+"""PyTorch's Transformer encoder layers, rewritten as sequences of modules with known Lipschitz constants."""
 
 from __future__ import annotations
 
@@ -18,10 +18,11 @@ _ACTIVATIONS = {nn.functional.relu: nn.ReLU, nn.functional.gelu: nn.GELU}
 
 
 def encoder_layer(layer: nn.Module, length: int) -> nn.Sequential | str:
-    """Return an encoder layer, without masks and dropout, as a Sequential of modules that certify knows.
+    """Rewrite PyTorch's encoder layer as a Sequential of modules with known Lipschitz constants.
 
-    The modules are the layer's own, except that the attention is a copy. They keep the names that they have
-    in the layer. If the layer cannot be rewritten, the function returns a string with the reason.
+    Masks and dropout are left out. The modules are the layer's own, except that the attention is a copy. They
+    keep the names that they have in the layer. If the layer cannot be rewritten, the function returns a
+    string with the reason.
     """
     assert isinstance(layer, nn.TransformerEncoderLayer)
     if type(layer.self_attn) is not nn.MultiheadAttention or "forward" in vars(layer.self_attn):

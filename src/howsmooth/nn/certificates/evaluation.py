@@ -220,7 +220,7 @@ def evaluate(
 
 
 def checked_inputs(inputs: Tensor) -> Tensor:
-    """Return inputs in float64 on the CPU.
+    """Check the inputs of a classifier, and return them in float64 on the CPU.
 
     Raises
     ------

@@ -1,4 +1,4 @@
-"""Follow constants and token norms through the operations of a model with a ``forward`` of its own.
+"""Follow Lipschitz constants and token norms through the operations of a model's own ``forward``.
 
 ``torch.fx`` records the operations, one run on an example gives all shapes, and each operation on tokens
 has a rule here or is refused by name. Operations on anything else, such as shapes, are carried out.
@@ -65,7 +65,7 @@ class _State:
 
 
 class _Recorder(fx.Tracer):
-    """A tracer that keeps PyTorch's modules and modules with a rule whole, and records the inside of others.
+    """A torch.fx tracer that records PyTorch's modules, and modules of known constant, as one node each.
 
     It also records the inside of Sequential.
     """
@@ -161,7 +161,7 @@ class _Follower(fx.Interpreter):
         return state
 
     def run_node(self, n: fx.Node) -> Any:
-        """Compute a node's value for the example input, and its bounds for all inputs."""
+        """Compute the value of one node of the graph for the example input, and its bounds for all inputs."""
         value = super().run_node(n)
         if n.op == "placeholder":
             if n is not self._nodes[0]:
@@ -187,7 +187,7 @@ class _Follower(fx.Interpreter):
         return state
 
     def _state(self, node: fx.Node, value: Any) -> _State:
-        """Return the bounds on a node's value, or raise CertificateError if the operation has no rule."""
+        """Return the bounds on the value of a graph node, or raise CertificateError without a rule for it."""
         found: _State | str
         if node.op == "call_module":
             found = self._of_module(node, value)
@@ -270,7 +270,7 @@ class _Follower(fx.Interpreter):
         return found
 
     def _of_images(self, module: nn.Module, path: str, state: _State, value: Any) -> _State | str:
-        """Return the bounds on image patches that a convolution without overlap maps linearly."""
+        """Bound the patches of images, or a convolution that maps disjoint patches of images to tokens."""
         if self.rows:
             return "cuts the images a second time, perhaps into other patches than those of the radius"
         if isinstance(module, Patches):
@@ -307,7 +307,7 @@ _REMEDY = (
 
 
 def _is_shape(node: fx.Node) -> bool:
-    """Tell whether a node only reads the shape, dtype or device of a tensor."""
+    """Tell whether a node of the recorded graph only reads the shape, dtype or device of a tensor."""
     if node.op == "call_method":
         return node.target in ("size", "dim")
     return (

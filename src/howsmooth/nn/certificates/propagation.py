@@ -139,7 +139,7 @@ def walk(module: nn.Module, length: int, radius: float, path: str = "", level: i
 
 
 def has_rules(module: nn.Module) -> bool:
-    """Tell whether :func:`walk` has a rule for a module, or for each module of a Sequential.
+    """Tell whether the Lipschitz constant of a module, or of each module in a Sequential, is known.
 
     There is no rule for other modules, such as models with a ``forward`` of their own.
     """

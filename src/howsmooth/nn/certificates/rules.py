@@ -21,7 +21,7 @@ _SOURCE = 'modules of PyTorch, howsmooth documentation, "Enforce"'
 
 @dataclass(frozen=True)
 class Reach:
-    """The Lipschitz constant of a module, the number of its output tokens and the largest norm of these.
+    """The Lipschitz constant of a module, and the number and largest norm of its output tokens.
 
     ``constant`` bounds its Lipschitz constant and ``radius`` the norms of its output tokens; ``length`` is
     the number of output tokens.

@@ -61,7 +61,10 @@ class OwnAttention:
         return (self.map if self.plain else self._as_called), x
 
     def reproduces(self, padded: OwnAttention, padding: Padding, sequence: int) -> bool:
-        """Tell whether a sequence of a padded call has, at its real tokens, this call's tokens and output."""
+        """Tell whether this call has the tokens and output of one sequence of a padded call.
+
+        Only the real tokens of the sequence are compared, without its padding.
+        """
         real = padding.real[sequence]
         for whole, alone in (
             (padded.arguments["query"], self.arguments["query"]),
@@ -110,7 +113,7 @@ class OwnAttention:
         return score_norm(self.map)
 
     def bound(self) -> dict[str, float | int]:
-        """Return the fields of a record about the layer's proved Lipschitz bound.
+        """Return the fields of a monitor's record that describe the layer's proved Lipschitz bound.
 
         The result is empty for a layer without a largest token norm, which has no bound.
         """
@@ -121,7 +124,7 @@ class OwnAttention:
         return {"bound": bound, "bound_length": length, "bound_radius": float(radius)}
 
     def add_scores(self, scores: ScoreStatistics, x: Tensor) -> None:
-        """Add the logits and the entropies of the rows of the call's attention weights to ``scores``."""
+        """Add the logits and row entropies of this call's attention weights to the statistics ``scores``."""
         if self.plain and isinstance(self.map, SelfAttention):
             scores.add_map(self.map, x)
             return

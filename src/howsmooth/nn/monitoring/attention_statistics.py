@@ -75,7 +75,7 @@ class ScoreStatistics:
     logits_missing: str = ""
 
     def add(self, other: ScoreStatistics) -> None:
-        """Add the largest logit and the row entropies of further rows of attention weights."""
+        """Include the statistics ``other`` of further attention weights in this object."""
         self.total += other.total
         self.rows += other.rows
         self.normalised_total += other.normalised_total
@@ -92,7 +92,7 @@ class ScoreStatistics:
 
     @property
     def normalised(self) -> float | None:
-        """The mean entropy relative to uniform attention weights, from 0 to 1.
+        """The mean entropy of the weights' rows, each divided by the entropy of uniform weights.
 
         It is None if no row sees several keys, or if the attention weights are unknown.
         """
@@ -100,7 +100,7 @@ class ScoreStatistics:
         return self.normalised_total / self.normalised_rows if there else None
 
     def add_map(self, f: TokenMap, x: Float[Tensor, "batch n d"]) -> None:
-        """Add logits and entropies of all rows of an attention map at tokens x."""
+        """Include all attention weights of a map at tokens x in the statistics of logits and entropies."""
         try:
             if isinstance(f, SelfAttention):
                 q, k = f.queries_and_keys(x)
@@ -117,7 +117,7 @@ class ScoreStatistics:
     def add_probabilities(
         self, p: Float[Tensor, "batch heads m n"], visible: Bool[Tensor, "batch heads m n"] | None
     ) -> None:
-        """Add the entropies of all rows of given attention weights, whose logits are not known."""
+        """Include given attention weights, whose logits are not known, in the statistics."""
         self.logits_missing = "its attention weights are known, but not the scores before the softmax"
         count = torch.full((p.shape[-2],), p.shape[-1], device=p.device)
         self._add(p, count if visible is None else visible.sum(-1))
@@ -140,7 +140,7 @@ class ScoreStatistics:
         visible: Visibility,
         features: ScoreFeatures = NO_FEATURES,
     ) -> None:
-        """Update the statistics with a softmax's largest logit and row entropies, block by block."""
+        """Include a softmax's largest logit and row entropies in the statistics, block by block."""
         group, m, n, kv_heads = q.shape[-3], q.shape[-2], k.shape[-2], k.shape[-3]
         q, k = q.flatten(0, -4), k.flatten(0, -3)
         sinks = features.sinks

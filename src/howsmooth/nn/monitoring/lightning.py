@@ -1,4 +1,4 @@
-"""The monitor as a callback of Lightning's ``Trainer``."""
+"""The training monitor of Lipschitz constants as a callback of Lightning's ``Trainer``."""
 
 from __future__ import annotations
 

@@ -93,7 +93,7 @@ class _Part:
 
 @dataclass(eq=False)
 class Readings:
-    """Where layers were read and how padding was removed, stored for the next measurement."""
+    """What one measurement keeps for the next: where layers are read, and how padding is removed."""
 
     #: By probe input, and sequence of a padded one: the layers' indices and how to read each next time.
     layers: dict[tuple[int, int], list[tuple[int, Reading | int]]] = field(default_factory=dict)
@@ -139,7 +139,7 @@ def measured(
 
 
 def check_layers(model: nn.Module, probes: Probes, layers: Sequence[int]) -> None:
-    """Raise ArgumentError if some of ``layers`` do not exist when the first probe input is run.
+    """Raise ArgumentError if the model has not all of the chosen ``layers`` at the first probe input.
 
     A model that cannot be run now is not checked; its measurement says why.
     """
@@ -225,7 +225,7 @@ class _Measurement:
         before: list[tuple[int, Reading | int]] | None,
         padded: Callable[[], _Padded] | None,
     ) -> Iterator[tuple[int, _Layer]]:
-        """Yield each layer with its index; a layer must be measured before the next one is taken."""
+        """Yield each attention layer with its index; the caller measures a layer before the next is read."""
         done: set[int] = set()
         if before is not None:
             # The fast path reads layers where they were found last time; where it fails, the others are
@@ -332,7 +332,7 @@ def _captured(
 def _read_again(
     model: nn.Module, given: ModelInputs, known: list[tuple[int, Reading | int]], scope: str
 ) -> Iterator[tuple[int, _Layer]]:
-    """Run the model, and yield each layer, read where the last measurement found it.
+    """Run the model, and yield its attention layers, read at the places that the last measurement found.
 
     Stop at the first layer that can no longer be read there.
     """
@@ -376,14 +376,14 @@ def _indices(layers: Sequence[int], count: int) -> list[int]:
 
 @dataclass(frozen=True, eq=False)
 class _Padded:
-    """The attention layers of a padded forward pass, to be compared with one sequence without padding."""
+    """The attention layers of a padded forward pass, with which a pass without padding is compared."""
 
     padding: Padding
     places: list[OwnAttention | TracedLayer]
     sequence: int = 0
 
     def check(self, layer: VerifiedLayer | OwnAttention, index: int) -> None:
-        """Raise _Moved unless the layer has the same tokens and output as in the padded pass."""
+        """Raise _Moved if a layer without padding has other tokens or outputs than in the padded pass."""
         place = self.places[index] if index < len(self.places) else None
         if isinstance(layer, OwnAttention):
             same = isinstance(place, OwnAttention) and layer.reproduces(place, self.padding, self.sequence)
@@ -401,7 +401,7 @@ def _read(
     scope: str,
     padded: Callable[[], _Padded] | None,
 ) -> _Layer:
-    """Read a layer as a map with its tokens; an exception is stored in the result instead of being raised."""
+    """Read one attention layer as a map with its tokens, or store the exception in the result."""
     began = time.process_time()
     try:
         if isinstance(place, OwnAttention):
@@ -429,7 +429,7 @@ def _read(
 
 
 def _check_finite(place: TracedLayer) -> None:
-    """Raise NonFiniteError if a layer's weights or tokens are not finite; later errors would say less."""
+    """Raise NonFiniteError, which names the cause, if a layer's weights or tokens are not finite."""
     layer = place.layer
     for name, weight in layer.root.named_parameters():
         if not bool(weight.isfinite().all()):
@@ -444,7 +444,7 @@ def _check_finite(place: TracedLayer) -> None:
 
 
 def _record(blank: MonitorRecord, parts: list[_Part], accuracy: Accuracy, strict: bool) -> MonitorRecord:
-    """Return the record of a layer's measurements at all probe inputs."""
+    """Return the record of one layer from its measurements at all probe inputs."""
     seconds = sum(part.seconds for part in parts)
     failure = next((part.failure for part in parts if part.failure is not None), None)
     if failure is not None:

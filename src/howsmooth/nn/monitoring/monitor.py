@@ -164,7 +164,7 @@ class LipschitzMonitor:
         return self.measure(self._steps) if self._steps % self.every == 0 else []
 
     def measure(self, step: int | None = None) -> list[MonitorRecord]:
-        """Measure now, for instance before the first step, and return the records.
+        """Measure the model's attention layers now, for instance before training, and return the records.
 
         Parameters
         ----------
@@ -198,7 +198,7 @@ class LipschitzMonitor:
         return rows
 
     def attach(self, optimizer: torch.optim.Optimizer) -> RemovableHandle:
-        """Call :meth:`step` after every step of an optimizer.
+        """Make the monitor count the steps of an optimizer, and measure at its regular steps.
 
         A call of ``remove()`` on the returned handle ends this.
         """
@@ -209,7 +209,7 @@ class LipschitzMonitor:
         return optimizer.register_step_post_hook(stepped)
 
     def table(self) -> pd.DataFrame:
-        """Return all records so far as a table.
+        """Return all records of the monitor so far as a table.
 
         The table does not contain the constants of single sequences (``each``).
         """

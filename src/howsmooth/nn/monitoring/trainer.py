@@ -1,4 +1,4 @@
-"""The monitor as a callback of the Hugging Face ``Trainer``."""
+"""The training monitor of Lipschitz constants as a callback of Hugging Face's ``Trainer``."""
 
 from __future__ import annotations
 

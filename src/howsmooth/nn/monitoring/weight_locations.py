@@ -1,4 +1,4 @@
-"""Fast reading of an attention layer's weights, once it is known where in the model they are stored.
+"""Places in a model where attention layers keep their weights, by which the layers are read again quickly.
 
 The first time, a layer is captured: its map is found and verified by running the layer several times. If
 every parameter of the map is a block of a weight of the model, the positions of the blocks are remembered.

@@ -43,7 +43,7 @@ class GroupSort(LipschitzModule):
         return groups.flatten(-2)
 
     def lipschitz_bound(self, length: int, radius: float) -> Bound:
-        """Return the bound 1 on the Lipschitz constant."""
+        """Return the bound 1 on the Lipschitz constant of this activation."""
         check_length(length)
         return upper_bound(type(self).__name__, _SOURCE, 1.0, check_ball(radius))
 
@@ -53,11 +53,11 @@ class GroupSort(LipschitzModule):
         return check_ball(radius)
 
     def settings(self) -> dict[str, Any]:
-        """Return the arguments of the constructor."""
+        """Return the arguments with which this module was constructed, as JSON values."""
         return {"group_size": self.group_size}
 
     def extra_repr(self) -> str:
-        """Return the constructor's arguments as text for ``repr``."""
+        """Return the module's constructor arguments as text for ``repr``."""
         return f"group_size={self.group_size}"
 
 
@@ -68,5 +68,5 @@ class MaxMin(GroupSort):
         super().__init__(2)
 
     def settings(self) -> dict[str, Any]:
-        """Return the arguments of the constructor."""
+        """Return the arguments with which this module was constructed, as JSON values."""
         return {}

@@ -55,13 +55,13 @@ class _ConstrainedLinear(LipschitzModule):
 
     @property
     def weight(self) -> Tensor:
-        """The weight after parametrization, (out_features, in_features)."""
+        """The weight of the linear map after parametrization, (out_features, in_features)."""
         self._stored()
         return self.linear.weight
 
     @property
     def bias(self) -> Tensor | None:
-        """The bias, (out_features,), or None."""
+        """The bias of the linear map, (out_features,), or None."""
         return self.linear.bias
 
     def forward(self, x: Tensor) -> Tensor:
@@ -93,7 +93,7 @@ class _ConstrainedLinear(LipschitzModule):
         return rounded_up(times(self._norm(), check_ball(radius)) + shift)
 
     def settings(self) -> dict[str, Any]:
-        """Return the arguments of the constructor."""
+        """Return the arguments with which this module was constructed, as JSON values."""
         return {
             "in_features": self.in_features,
             "out_features": self.out_features,
@@ -101,7 +101,7 @@ class _ConstrainedLinear(LipschitzModule):
         }
 
     def extra_repr(self) -> str:
-        """Return the constructor's arguments as text for ``repr``."""
+        """Return the module's constructor arguments as text for ``repr``."""
         return f"in_features={self.in_features}, out_features={self.out_features}"
 
     def _stored(self) -> Tensor:
@@ -164,7 +164,7 @@ class OrthogonalLinear(_ConstrainedLinear):
         parametrizations.orthogonal(self.linear, orthogonal_map=orthogonal_map)
 
     def settings(self) -> dict[str, Any]:
-        """Return the arguments of the constructor."""
+        """Return the arguments with which this module was constructed, as JSON values."""
         return {**super().settings(), "orthogonal_map": self.orthogonal_map}
 
 
@@ -202,7 +202,7 @@ class SpectralLinear(_ConstrainedLinear):
 
     @torch.no_grad()
     def settle(self) -> None:
-        """Make the weight's spectral norm 1 up to rounding, by an exact estimate of its singular vectors.
+        """Make the weight's spectral norm 1 up to rounding, by computing its singular vectors exactly.
 
         For this, the estimates of the leading singular vectors are replaced by the result of an SVD.
         """
@@ -213,13 +213,13 @@ class SpectralLinear(_ConstrainedLinear):
         estimate._v.copy_(right[0])
 
     def settings(self) -> dict[str, Any]:
-        """Return the arguments of the constructor."""
+        """Return the arguments with which this module was constructed, as JSON values."""
         return {**super().settings(), "iterations": self.iterations}
 
 
 @contextmanager
 def _as_it_is(linear: nn.Linear) -> Iterator[None]:
-    """Within the context, keep PyTorch from changing its estimates of spectral norms.
+    """Within the context, keep PyTorch from updating its estimates of spectral norms.
 
     In training mode, they would run whenever the weight is read, and change the weight.
     """

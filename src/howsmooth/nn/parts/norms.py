@@ -62,7 +62,7 @@ class _LipschitzNorm(LipschitzModule):
         return u * self._gain(self.gain) if self.shift is None else u * self._gain(self.gain) + self.shift
 
     def lipschitz_bound(self, length: int, radius: float) -> Bound:
-        """Return the layer's Lipschitz constant.
+        """Return the Lipschitz constant of the norm layer.
 
         It is ‖ΓH‖ ≤ 1, where Γ is the gain, and H is the identity or subtracts the mean.
         """
@@ -83,11 +83,11 @@ class _LipschitzNorm(LipschitzModule):
         return norm_radius(LayerNorm(gain, shift))
 
     def settings(self) -> dict[str, Any]:
-        """Return the arguments of the constructor."""
+        """Return the arguments with which this norm layer was constructed, as JSON values."""
         return {"dim": self.dim, "affine": self.affine}
 
     def extra_repr(self) -> str:
-        """Return the constructor's arguments as text for ``repr``."""
+        """Return the module's constructor arguments as text for ``repr``."""
         return ", ".join(f"{name}={value}" for name, value in self.settings().items())
 
     def _shorten(self, h: Tensor) -> Tensor:
@@ -150,7 +150,7 @@ class CenterNorm(_LipschitzNorm):
         self._factor = dim / (dim - 1) if self.scaled else 1.0
 
     def lipschitz_bound(self, length: int, radius: float) -> Bound:
-        """Return the layer's Lipschitz constant.
+        """Return the Lipschitz constant of the norm layer.
 
         It is ‖ΓH‖, where Γ is the gain and H = I − 11ᵀ/d subtracts the mean. With ``scaled`` it is multiplied
         by d/(d−1).
@@ -161,7 +161,7 @@ class CenterNorm(_LipschitzNorm):
         )
 
     def settings(self) -> dict[str, Any]:
-        """Return the arguments of the constructor."""
+        """Return the arguments with which this module was constructed, as JSON values."""
         return {**super().settings(), "scaled": self.scaled}
 
     def _shorten(self, h: Tensor) -> Tensor:
@@ -196,7 +196,7 @@ class _SmoothedNorm(_LipschitzNorm):
             raise ArgumentError("floor", expected="a finite number > 0", got=repr(floor))
 
     def settings(self) -> dict[str, Any]:
-        """Return the arguments of the constructor."""
+        """Return the arguments with which this module was constructed, as JSON values."""
         return {"dim": self.dim, "floor": self.floor, "affine": self.affine}
 
     def _shorten(self, h: Tensor) -> Tensor:

@@ -109,7 +109,7 @@ class AverageResidual(_Residual):
 
     @property
     def weight(self) -> float:
-        """The weight w of the branch."""
+        """The weight w of the branch in the average (1 − w) x + w inner(x)."""
         return float(torch.sigmoid(self.logit.detach())) if self.learnable else self._number
 
     def forward(self, x: Tensor) -> Tensor:
@@ -118,11 +118,11 @@ class AverageResidual(_Residual):
         return torch.lerp(x, y, torch.sigmoid(self.logit).to(x.dtype) if self.learnable else self._number)
 
     def settings(self) -> dict[str, Any]:
-        """Return the arguments of the constructor besides ``inner``."""
+        """Return the constructor arguments of this residual connection besides ``inner``."""
         return {"weight": self._number, "learnable": self.learnable}
 
     def extra_repr(self) -> str:
-        """Return the weight w of the branch as text for ``repr``."""
+        """Return the weight w of the residual connection's branch as text for ``repr``."""
         return f"weight={self.weight:g}"
 
     def _weights(self) -> tuple[float, float]:
@@ -197,7 +197,7 @@ class Residual(_Residual):
         return x + self._branch(x)
 
     def settings(self) -> dict[str, Any]:
-        """Return an empty dictionary: the constructor has no other argument than ``inner``."""
+        """Return an empty dictionary: a residual connection has no constructor argument but ``inner``."""
         return {}
 
     def _weights(self) -> tuple[float, float]:

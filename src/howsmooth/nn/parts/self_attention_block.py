@@ -55,5 +55,5 @@ class SelfAttentionBlock(LipschitzModule):
         return self.attention.output_length(length)
 
     def settings(self) -> dict[str, Any]:
-        """Return an empty dictionary: the constructor has no other argument than ``attention``."""
+        """Return an empty dictionary: the block has no constructor argument but ``attention``."""
         return {}

@@ -25,7 +25,7 @@ class _TokenModule(LipschitzModule):
     """A module from sequences of tokens to sequences of tokens, with Lipschitz constant 1."""
 
     def lipschitz_bound(self, length: int, radius: float) -> Bound:
-        """Return the bound 1 on the Lipschitz constant."""
+        """Return the bound 1 on the Lipschitz constant of this module."""
         self._check(length)
         return upper_bound(type(self).__name__, _SOURCE, 1.0, check_ball(radius))
 
@@ -38,7 +38,7 @@ class _TokenModule(LipschitzModule):
         return self._count(self._check(length))
 
     def extra_repr(self) -> str:
-        """Return the constructor's arguments as text for ``repr``."""
+        """Return the module's constructor arguments as text for ``repr``."""
         return ", ".join(f"{name}={value}" for name, value in self.settings().items())
 
     def _check(self, length: object) -> int:
@@ -84,7 +84,7 @@ class Patches(_TokenModule):
         return patches
 
     def settings(self) -> dict[str, Any]:
-        """Return the arguments of the constructor."""
+        """Return the arguments with which this module was constructed, as JSON values."""
         return {"patch_size": self.patch_size}
 
     def _reach(self, length: int, radius: float) -> float:
@@ -132,7 +132,7 @@ class AddPositions(_TokenModule):
         return x + self.positions
 
     def settings(self) -> dict[str, Any]:
-        """Return the arguments of the constructor."""
+        """Return the arguments with which this module was constructed, as JSON values."""
         length, dim = self.positions.shape
         return {"length": length, "dim": dim, "std": self.std}
 
@@ -182,7 +182,7 @@ class PrependToken(_TokenModule):
         return torch.cat([self.token.to(x.dtype).expand(len(x), 1, -1), x], dim=1)
 
     def settings(self) -> dict[str, Any]:
-        """Return the arguments of the constructor."""
+        """Return the arguments with which this module was constructed, as JSON values."""
         return {"dim": len(self.token), "std": self.std}
 
     def _count(self, length: int) -> int:
@@ -215,7 +215,7 @@ class TakeToken(_TokenModule):
         return x[:, self.index]
 
     def settings(self) -> dict[str, Any]:
-        """Return the arguments of the constructor."""
+        """Return the arguments with which this module was constructed, as JSON values."""
         return {"index": self.index}
 
     def _check(self, length: object) -> int:
@@ -244,7 +244,7 @@ class MeanPool(_TokenModule):
         return x.sum(dim=1) / math.sqrt(x.shape[1])
 
     def settings(self) -> dict[str, Any]:
-        """Return the arguments of the constructor."""
+        """Return the arguments with which this module was constructed, as JSON values."""
         return {}
 
     def _count(self, length: int) -> int:
@@ -278,7 +278,7 @@ class ClipTokens(_TokenModule):
         return x / norm_with_one(x / self.radius, torch.maximum)
 
     def settings(self) -> dict[str, Any]:
-        """Return the arguments of the constructor."""
+        """Return the arguments with which this module was constructed, as JSON values."""
         return {"radius": self.radius}
 
     def _reach(self, length: int, radius: float) -> float:

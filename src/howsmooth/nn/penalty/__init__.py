@@ -1,9 +1,9 @@
 """Training penalties that lower the local Lipschitz constants of attention layers."""
 
-from howsmooth.nn.penalty.directions import Directions
 from howsmooth.nn.penalty.jasmin import JasminPenalty, jasmin, softmax_jacobian_bound
 from howsmooth.nn.penalty.report import LayerReport, PenaltyReport
 from howsmooth.nn.penalty.singular_value import SingularValue, leading_singular_value
+from howsmooth.nn.penalty.singular_vectors import Directions
 from howsmooth.nn.penalty.spectral import SpectralPenalty
 
 __all__ = [

@@ -111,7 +111,7 @@ class Call:
         return replace(self, tokens=self.tokens.narrow(axis, 0, members), leaves=leaves, versions=versions)
 
     def check_first(self, module: nn.Module, members: int) -> None:
-        """Raise ArgumentError if the first ``members`` sequences give another output on their own."""
+        """Raise ArgumentError if the output for the first ``members`` sequences depends on the others."""
         alone = self.first(members)
         if alone is self:
             return

@@ -22,7 +22,7 @@ __all__ = ["JasminPenalty", "jasmin", "softmax_jacobian_bound"]
 
 
 def softmax_jacobian_bound(probabilities: Float[Tensor, "*rows keys"], k: int = 1) -> Float[Tensor, "*rows"]:
-    """Compute JaSMin's number g_k of each row of probabilities; g_1 bounds the softmax's Jacobian.
+    """Compute JaSMin's number g_k for each row of attention probabilities; g_1 bounds the softmax's Jacobian.
 
     The number is g_k(p) = p₍ₖ₎ (1 − p₍ₖ₎ + p₍ₖ₊₁₎), where p₍ₖ₎ is the k-th largest entry of the row p. g_1
     bounds the norm ‖diag(p) − p pᵀ‖ of the softmax's Jacobian: see :func:`howsmooth.bounds.yudin_theorem_3`

@@ -56,7 +56,7 @@ class PenaltyReport:
 
     @property
     def converged(self) -> bool:
-        """True if all singular pairs of all layers have converged."""
+        """True if the singular values and vectors of all layers' Jacobians have converged."""
         return all(bool(layer.converged.all()) for layer in self.layers)
 
     def constants(self) -> dict[str, float]:

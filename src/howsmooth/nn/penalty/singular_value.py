@@ -19,7 +19,7 @@ from torch import Tensor
 
 from howsmooth.errors import ArgumentError, DerivativeError, HowsmoothError, NonFiniteError
 from howsmooth.jacobian.autodiff import one_backend
-from howsmooth.nn.penalty.directions import Directions
+from howsmooth.nn.penalty.singular_vectors import Directions
 from howsmooth.spectral import LinearOperator, golub_kahan
 
 __all__ = ["Pair", "SingularValue", "leading_singular_value", "relative_residual"]
@@ -68,7 +68,7 @@ class Pair(LinearOperator):
         super().__init__(x.shape[0], tuple(x.shape[1:]), tuple(y.shape[1:]), x.dtype, x.device)
 
     def pull_back(self, u: Tensor) -> Tensor:
-        """Return Jᵀu for the Jacobian J of f, differentiable in u and in everything on which f depends."""
+        """Return Jᵀu for the Jacobian J of f, differentiable in u and in all that f depends on."""
         with torch.enable_grad(), _as_derivative_errors():
             (g,) = torch.autograd.grad(self.y, self.x, self._among(u), create_graph=True)
             return self._among(g)
@@ -80,7 +80,7 @@ class Pair(LinearOperator):
         return self.push_forward(self._transposed, self._zero, e)
 
     def push_forward(self, g: Tensor, u: Tensor, v: Tensor) -> Tensor:
-        """Return J v for the Jacobian J of f.
+        """Return the product J v for the Jacobian J of the function f.
 
         ``g`` is the product Jᵀu that :meth:`pull_back` returned for ``u``.
         """
@@ -122,7 +122,7 @@ class Pair(LinearOperator):
         return unit((best[:, None] @ stacked)[:, 0].view(-1, *self.out_shape))
 
     def refined(self, start: Tensor, steps: int, rtol: float) -> tuple[Tensor, Tensor]:
-        """Compute leading left singular vectors of J by some Golub–Kahan steps.
+        """Compute leading left singular vectors of the Jacobian J by some Golub–Kahan steps.
 
         The second result contains upper limits of ‖J‖. If ``start`` was drawn at random, the limits hold with
         probability 0.999.
@@ -245,7 +245,7 @@ def leading_singular_value(
 
 
 def begin(pair: Pair, state: Directions, steps: int, first_steps: int, rtol: float) -> tuple[Tensor, Tensor]:
-    """Return the left singular vectors with which a training step starts.
+    """Return the left singular vectors from which a training step starts: stored ones, or random ones.
 
     The vectors come from ``state``, or from a random start for batch indices that have no stored vector. The
     second result contains upper limits of ‖J‖, which are infinite without a random start.

@@ -15,7 +15,6 @@ from howsmooth.errors import ArgumentError
 from howsmooth.jacobian.autodiff import one_backend
 from howsmooth.lipschitz import LipschitzEstimate, local_lipschitz
 from howsmooth.nn.penalty.call_recorder import Call, Recorder, attention_layers
-from howsmooth.nn.penalty.directions import Directions
 from howsmooth.nn.penalty.layer_replica import drawing_nothing, replica
 from howsmooth.nn.penalty.report import LayerReport, PenaltyReport
 from howsmooth.nn.penalty.singular_value import (
@@ -26,6 +25,7 @@ from howsmooth.nn.penalty.singular_value import (
     relative_residual,
     unit,
 )
+from howsmooth.nn.penalty.singular_vectors import Directions
 
 __all__ = ["SpectralPenalty"]
 
@@ -360,7 +360,10 @@ class _Known(torch.autograd.Function):
 
 
 def _at_real_tokens(f: Callable[[Tensor], Tensor], x: Tensor, real: Tensor | None, t: Tensor) -> Tensor:
-    """Return f at tokens that are ``t`` where ``real`` is 1, and ``x`` at padding; outputs there are zero."""
+    """Apply a function to tokens that vary only where they are real; set its outputs at padding to zero.
+
+    The tokens are ``t`` where ``real`` is 1, and ``x`` at padding.
+    """
     assert real is not None
     y = f(torch.where(real.view(*real.shape, *(1,) * (x.ndim - 2)) > 0, t, x))
     return y * real.view(*real.shape, *(1,) * (y.ndim - 2))

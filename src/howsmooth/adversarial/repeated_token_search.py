@@ -47,7 +47,10 @@ class Atoms:
 
     @classmethod
     def of(cls, name: str, x: Tensor) -> Atoms | None:
-        """Convert a sequence to atoms, one for each run of equal tokens; None for more than eight runs."""
+        """Convert a sequence of tokens to atoms, one atom for each run of equal tokens.
+
+        The result is None for more than eight runs.
+        """
         points: list[Tensor] = []
         counts: list[int] = []
         for token in x:
@@ -63,7 +66,7 @@ class Atoms:
 
 @dataclass(frozen=True, eq=False)
 class AtomSearch:
-    """The result of :func:`search_atoms`: the best atoms of each restart and the Jacobian's norm there.
+    """The result of :func:`search_atoms`: the best inputs of each restart, and lower bounds on ‖D_X f‖ there.
 
     Attributes
     ----------
@@ -154,7 +157,7 @@ def _search(
 
 @dataclass(frozen=True, eq=False)
 class _Problem:
-    """The numbers of copies of each atom (distinct token), in the form that formulas of the Jacobian need.
+    """How often each distinct token (atom) is repeated, with the factors of the Jacobian that follow.
 
     They stay fixed while a search moves the atoms. ``row_atom`` says which atom each row belongs to.
     ``log_counts`` has the logarithm of how often each row sees each atom. ``row_weight`` and
@@ -169,7 +172,9 @@ class _Problem:
 
     @classmethod
     def of(cls, f: SelfAttention, counts: Sequence[tuple[int, ...]]) -> _Problem:
-        """Compute the weights of the softmax and factors of the Jacobian from each atom's number of copies.
+        """Compute the factors of softmax and Jacobian that depend on the number of copies of each atom.
+
+        An atom is a distinct token of the sequence.
 
         ``counts`` has one tuple of such numbers for each search of a batch. If f is causal, all entries of
         ``counts`` must be equal, and all atoms but the last occur once.
@@ -204,7 +209,7 @@ class _Problem:
 
 
 def _pairing(f: SelfAttention, problem: _Problem, x: Tensor, u: Tensor, v: Tensor) -> Tensor:
-    """Return the number ⟨u, J v⟩, where J is the Jacobian of attention at the given atoms.
+    """Return ⟨u, J v⟩, where J is the Jacobian of attention at given distinct tokens (atoms).
 
     The search makes it large by moving the atoms. Each set of atoms in a batch has one value. J is the
     Jacobian of ``f`` at atoms x, with rows and columns scaled by the weights of ``problem``. Shapes are x and
@@ -305,7 +310,7 @@ def _unit(t: Tensor) -> Tensor:
 def _random_atoms(
     f: SelfAttention, length: int, domain: Domain, restarts: int, generator: torch.Generator
 ) -> list[Atoms]:
-    """Return sets of random tokens (atoms) in the domain, each atom with a number of copies.
+    """Return random starts of the search: few distinct tokens (atoms), each with a number of copies.
 
     The numbers of copies come from :func:`_patterns`. There are ``restarts`` sets, or none if ``length`` is
     too small for every pattern.
@@ -321,7 +326,7 @@ def _random_atoms(
 
 
 def _patterns(n: int, *, causal: bool) -> list[tuple[int, ...]]:
-    """List the numbers of copies of each atom that are searched, as tuples with sum n.
+    """List how often each distinct token (atom) may occur in a sequence of n tokens, as tuples with sum n.
 
     Atoms with few copies come first in each tuple.
     """

@@ -49,7 +49,7 @@ class Directions:
         return {"left": self._left, "generator": self._generator.get_state()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore the state that :meth:`state_dict` returned."""
+        """Restore the stored singular vectors from what :meth:`state_dict` returned."""
         self._left = state["left"]
         self._generator.set_state(state["generator"])
 
@@ -60,7 +60,7 @@ class Directions:
     def recall(
         self, members: int, shape: tuple[int, ...], like: Tensor
     ) -> tuple[Tensor, Bool[Tensor, " members"]]:
-        """Return the stored vectors, and a mask of the batch indices for which none is stored.
+        """Return the stored singular vectors, and a mask of the batch indices that have none.
 
         The vectors have shape (members, *shape); a missing vector is zero.
         """
@@ -91,7 +91,7 @@ class Directions:
         return torch.where(length > 0, left / length, torch.zeros_like(left))
 
     def keep(self, left: Tensor) -> None:
-        """Store normalised copies of the vectors (members, ...) for the next training step.
+        """Store normalised copies of singular vectors (members, ...) for the next training step.
 
         A vector that is zero or not finite does not replace the old vector.
         """

@@ -1,4 +1,4 @@
-"""Lower bounds on ‖D_X f‖ from the columns of the Jacobian that belong to few much attended ("heavy") tokens.
+"""Lower bounds on ‖D_X f‖ from the Jacobian's columns that belong to few much attended (heavy) tokens.
 
 X consists of heavy tokens z_1, …, z_c, once each and first, and of copies of one light token w. The blocks of
 the Jacobian in the columns of the heavy and the rows of the light tokens are known in closed form
@@ -33,7 +33,7 @@ MOST_ROWS = 1 << 16
 
 
 def log_column_norm(p: Parameters, n: int, points: Witness) -> float:
-    """Return the log of a lower bound on ‖D_X f‖: the norm of the columns that belong to few tokens.
+    """Return the log of a lower bound on ‖D_X f‖: the norm of the Jacobian's columns of few tokens.
 
     These tokens are the heavy ones, which get much attention.
     """
@@ -80,7 +80,9 @@ def log_column_norm(p: Parameters, n: int, points: Witness) -> float:
 def log_weights(
     heads: Sequence[Head], heavies: Tensor, light: Tensor, log_copies: Tensor | float
 ) -> tuple[Tensor, Tensor]:
-    """Return the logs of the weights with which light tokens attend to heavy and to light tokens.
+    """Return the logs of a light token's attention weights: on each heavy token, on all light tokens.
+
+    The sequence consists of few much attended (heavy) tokens and many copies of one light token.
 
     The first result is the weight of each heavy token (rows, H, c), the second the total weight of all light
     tokens (rows, H). ``log_copies`` is the logarithm of the number of light tokens that each row sees.
@@ -92,15 +94,15 @@ def log_weights(
 
 
 def _forms(heads: Sequence[Head], light: Tensor) -> Tensor:
-    """Return, for each head, the vector whose inner products with tokens are the light token's scores.
+    """Return the vector A w + b of each head for a token w; its products with tokens are the scores of w.
 
-    For the light token w it is A w + b. The vectors are the rows of a matrix (H, d).
+    The token w is the light one, of which there are many copies. The vectors are the rows of a matrix (H, d).
     """
     return torch.stack([head.left @ (head.right @ light) + head.b for head in heads])
 
 
 def _same_gram(table: Tensor) -> Tensor:
-    """Return a matrix of few rows whose Gram matrix nearly equals that of ``table`` and is never larger."""
+    """Compress a matrix to few rows such that its Gram matrix stays nearly the same and never grows."""
     if len(table) == 1:
         return table
     factor = torch.linalg.qr(table, mode="r").R
@@ -111,7 +113,7 @@ def _same_gram(table: Tensor) -> Tensor:
 
 
 def rounding_of_scores(heads: Sequence[Head], points: Witness) -> float:
-    """Bound how much rounding changes the score differences between heavy and light tokens."""
+    """Bound the rounding errors of differences between scores of much and of little attended tokens."""
     y = torch.linalg.vector_norm(_forms(heads, points.light), dim=1).max()
     shift = torch.linalg.vector_norm(points.heavies - points.light, dim=1).max()
     allowance = 4e-15 * float(y * shift)
@@ -134,7 +136,10 @@ def log_rank_one(V: Tensor, a: float, x: Tensor, y: Tensor) -> float:
 
 
 def log_norm(matrix: Tensor) -> float:
-    """Return the logarithm of the spectral norm, rounded down; −inf for a zero or not finite matrix."""
+    """Return the logarithm of a matrix's spectral norm, rounded down.
+
+    It is −inf for a matrix that is zero or not finite.
+    """
     scale = float(matrix.abs().max()) if matrix.numel() else 0.0
     if scale == 0 or not math.isfinite(scale):
         return -math.inf

@@ -1,4 +1,4 @@
-"""``Site``: one attention layer of a model at one input, as ``capture`` returns it."""
+"""The class ``Site``: one attention layer of a model at one input, as ``capture`` returns it."""
 
 from __future__ import annotations
 

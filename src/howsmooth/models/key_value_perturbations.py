@@ -62,7 +62,7 @@ class LogitsOfModel:
             )
 
     def changed(self, change: Change) -> Float[Tensor, "rows classes"]:
-        """Return the logits of the model with changed keys and values.
+        """Return the logits that the model computes with changed keys and values.
 
         Raises
         ------
@@ -74,7 +74,7 @@ class LogitsOfModel:
             return self._run(change)
 
     def mean_kl(self, change: Change) -> float:
-        """Return the mean Kullback–Leibler divergence from the model's predictions to the changed ones.
+        """Return the mean KL divergence of the model's predictions with changed keys and values.
 
         It is Σ p log(p / p') over the classes, with the probabilities p of the model and p' of the changed
         model, in nats, averaged over the rows of the logits.
@@ -145,7 +145,7 @@ class LogitsOfModel:
 
 
 def _attention(softmax: SoftmaxCall, keys: Tensor, values: Tensor) -> Tensor:
-    """Compute a softmax attention again with changed keys and values, and return its output."""
+    """Compute the output of a softmax attention with changed keys and values."""
     assert softmax.query is not None
     return plain_attention(
         softmax.query,
