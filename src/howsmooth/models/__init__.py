@@ -10,14 +10,13 @@ padding, and ``sequence_datasets`` cuts token ids, images and audio into sequenc
 """
 
 from howsmooth.models.capture import capture
-from howsmooth.models.captured_site import Site
+from howsmooth.models.captured_site import CrossSite, Site
 from howsmooth.models.inputs.audio_sources import load_audio
 from howsmooth.models.inputs.image_sources import load_images
 from howsmooth.models.inputs.token_files import load_embeddings, load_token_ids
 from howsmooth.models.inspect import InspectedSite, Inspection, Refusal, inspect_model
 from howsmooth.models.loading.load import LoadedModel, builtin_names, load_model
 from howsmooth.models.sequence_datasets import audio_inputs, image_inputs
-from howsmooth.models.site import CrossSite, Site
 from howsmooth.scopes import SCOPES
 
 __all__ = [

@@ -9,7 +9,7 @@ from dataclasses import replace
 from torch import Tensor, nn
 
 from howsmooth.errors import ArgumentError, CaptureError
-from howsmooth.models.captured_site import Site
+from howsmooth.models.captured_site import CrossSite, Site
 from howsmooth.models.float32_weights import weights_in_memory
 from howsmooth.models.identification.cross_attention_layer import OneSequence, read_cross_layer
 from howsmooth.models.identification.non_softmax_layers import NO_SOFTMAX, NonSoftmaxTracer
@@ -19,7 +19,6 @@ from howsmooth.models.inputs.model_inputs import ModelInputs, model_inputs, take
 from howsmooth.models.loading.load import LoadedModel
 from howsmooth.models.measurement_mode import implementation, measurement_mode
 from howsmooth.models.padded_sequences import Padding, one_by_one, padding_of, reproduces, without_padding
-from howsmooth.models.site import CrossSite, Site
 from howsmooth.models.tracing.forward_trace import trace_forward_pass
 from howsmooth.models.tracing.layer_trace import AttentionLayer
 from howsmooth.models.whole_model import ModelParts

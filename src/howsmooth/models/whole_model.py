@@ -37,7 +37,6 @@ from howsmooth.models.identification.verification import notice_downcasts
 from howsmooth.models.inputs.model_inputs import ModelInputs, embedding_of, takes_decoder_ids
 from howsmooth.models.measurement_mode import implementation
 from howsmooth.models.padded_sequences import one_by_one, padding_of
-from howsmooth.models.site import Site
 from howsmooth.models.tolerance import precision, relative_error, tolerance
 from howsmooth.models.tracing.forward_trace import StopForward, run, trace_forward_pass
 from howsmooth.models.tracing.layer_trace import AttentionLayer

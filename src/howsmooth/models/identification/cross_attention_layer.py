@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from howsmooth.attention import CrossAttention, SoftmaxCore, StagedCrossAttention
 from howsmooth.attention.staged import Core
 from howsmooth.errors import ArgumentError, CaptureError, HowsmoothError
+from howsmooth.models.captured_site import CrossSite
 from howsmooth.models.identification.attention_module_map import CopiedModule
 from howsmooth.models.identification.isolated_layer_trace import trace_layer, whole_layer
 from howsmooth.models.identification.map_hypotheses import (
@@ -44,7 +45,6 @@ from howsmooth.models.identification.self_attention_module import (
     softmaxes_of,
 )
 from howsmooth.models.identification.verification import compare, model_values
-from howsmooth.models.site import CrossSite
 from howsmooth.models.tolerance import precision, tolerance
 from howsmooth.models.tracing.forward_trace import TracedCall, TracedLayer
 from howsmooth.models.tracing.layer_trace import LayerTrace
