@@ -28,8 +28,8 @@ def deploy(model: nn.Module) -> nn.Module:
 
     The divisor of each attention layer is folded into its output projection, or into its ``scale``.
     ``OrthogonalLinear`` and ``SpectralLinear`` become :class:`torch.nn.Linear`, ``LipschitzLayerNorm`` and
-    ``LipschitzRMSNorm`` become :class:`torch.nn.LayerNorm` and :class:`torch.nn.RMSNorm`, and parametrizations
-    of PyTorch are removed.
+    ``LipschitzRMSNorm`` become :class:`torch.nn.LayerNorm` and :class:`torch.nn.RMSNorm`. Parametrizations of
+    PyTorch are removed.
     What ``beyond="clip"`` clips is clipped by :class:`~howsmooth.nn.ClipTokens`. All else is copied.
 
     :func:`~howsmooth.nn.certify` certifies the copy, with the constant of the model up to rounding.
