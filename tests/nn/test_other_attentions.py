@@ -358,9 +358,9 @@ FACTORS = {
     "cosine": 7.5,
     "sinkhorn": 7.0,
     "lipschitz_norm": 9.0,
-    "sigmoid": 9.0,
+    "sigmoid": 12.0,
     "linear": 9.0,
-    "energy": 9.0,
+    "energy": 7.0,
 }
 
 
@@ -448,7 +448,8 @@ def test_constant_covers_the_masks_of_a_call(kind: str, mask: str) -> None:
     direction = torch.linalg.svd(f.in_proj_weight.detach()[:D])[2][0]
     x = torch.stack([direction, -direction, *[0 * direction] * (N - 2)]) * radius * 0.999
     steep = steepest(f, N, radius, D, starts=1, steps=6, given=[x], attn_mask=STAR)
-    assert 1 / 12 < steep <= 1
+    # At scores this large the sum of the largest weights is far from what one point has.
+    assert 1 / (30 if kind == "sigmoid" else 12) < steep <= 1
     if kind == "l2":  # far above the bound for tokens that see themselves
         without = layer(kind, radius=radius).lipschitz_bound(N, radius).value
         assert steep * f._undivided_bound(N, radius, f._weights()).value > 1.5 * without
@@ -543,7 +544,7 @@ def test_outputs_stay_within_their_radius(kind: str) -> None:
         x = tokens(seed, 200, N, D, radius=radius * 0.999)
         x[:100] = x[:100, :1] + 0.0 * x[:100]
         largest = float(torch.linalg.vector_norm(f(x)[0].detach(), dim=-1).max())
-        assert largest <= f.output_radius(N, radius) < 6 * largest
+        assert largest <= f.output_radius(N, radius) < 8 * largest
 
 
 # ---- what is refused, and the rest of the interface
@@ -658,6 +659,17 @@ def test_formulas_with_masks(mask: str) -> None:
     assert float(ball.energy_layer(two, two, rows)) == pytest.approx((1 + math.sqrt(queries)) ** 2, rel=1e-10)
 
 
+def test_the_bound_of_sigmoid_attention_is_attained_for_small_scores() -> None:
+    """All tokens at the end of the ball, ‖A‖R² <= log n: the Jacobian there has the norm that is claimed."""
+    f = nn.SigmoidAttention(1, 1, length=N, bias=False, radius=1.2, dtype=torch.float64)
+    with torch.no_grad():
+        f.in_proj_weight.copy_(torch.tensor([[1.1], [1.0], [0.7]]))
+        f.out_proj.weight.fill_(1.0)
+    truth = dense_norm(f, torch.full((N, 1), 1.2, dtype=torch.float64))
+    assert 1.1 * 1.2**2 < math.log(N)
+    assert f.lipschitz_bound(N, 1.2).value == pytest.approx(truth, rel=1e-10)
+
+
 # ---- energies
 
 
@@ -665,7 +677,7 @@ def test_a_gradient_step_is_nonexpansive_and_reaches_its_constant() -> None:
     """The Jacobian of energy attention is symmetric with spectrum in [0, 1]; so steps up to 2 shrink."""
     f = layer("energy", constant=1.0, num_heads=2, mask=BAND)
     x = 3 * tokens(2, N, D)
-    jacobian = torch.func.jacrev(lambda x: f(x)[0])(x).reshape(N * D, N * D)
+    jacobian = torch.func.jacrev(lambda x: f(x)[0])(x).detach().reshape(N * D, N * D)
     torch.testing.assert_close(jacobian, jacobian.mT)
     spectrum = torch.linalg.eigvalsh(jacobian)
     assert -1e-12 < float(spectrum.min()) < float(spectrum.max()) <= 1
