@@ -73,7 +73,6 @@ class VisibleRows:
             return self.length * rows.max()
         return (self.seen.to(rows.dtype).mT @ rows[..., None]).max()
 
-
     @property
     def most_keys(self) -> Tensor:
         """The largest number of keys that a query may see."""
