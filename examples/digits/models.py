@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+
 import torch
 from torch import Tensor, nn
 
@@ -90,6 +92,9 @@ ATTENTIONS = {
     "sinkhorn": "SinkhornAttention",
     "cosine": "CosineAttention",
     "l2": "L2Attention",
+    "sigmoid": "SigmoidAttention",
+    "linear": "LinearAttention",
+    "energy": "EnergyAttention",
 }
 
 
@@ -133,8 +138,7 @@ def lipschitz_vit(
     parts += [nns.OrthogonalLinear(patch * patch, dim), nns.AddPositions(count, dim)]
     for _ in range(blocks):
         if attention is not None:
-            branch = _attention(attention, dim, count, radius)
-            parts.append(nns.AverageResidual(branch, weight, learnable=learnable))
+            parts.append(attended(attention, dim, count, radius, weight, learnable=learnable))
         parts += [_square(dim), nns.MaxMin(), _square(dim)]
     parts += [nn.Flatten(), nns.OrthogonalLinear(count * dim, head)]
     return nn.Sequential(
@@ -160,12 +164,14 @@ def _square(dim: int) -> nn.Module:
     return hs.nn.OrthogonalLinear(dim, dim, orthogonal_map="cayley")
 
 
-def _attention(kind: str, dim: int, length: int, radius: float) -> nn.Module:
+def attended(
+    kind: str, dim: int, length: int, radius: float, weight: float, *, learnable: bool = True, **mask: object
+) -> nn.Module:
+    """Return a kind of attention in a residual of constant 1: a gradient step for energy attention."""
     # One head: the bound of several grows with their number, and nothing learned here needs them.
-    layer = getattr(hs.nn, ATTENTIONS[kind])(
-        dim, 1, length=length, radius=radius, constant=1.0, beyond="clip"
-    )
-    if kind in ("softmax", "sinkhorn"):
+    ball = {} if kind == "energy" else {"radius": radius, "beyond": "clip"}
+    layer = getattr(hs.nn, ATTENTIONS[kind])(dim, 1, length=length, constant=1.0, **ball, **mask)
+    if kind in ("softmax", "sinkhorn", "sigmoid", "linear"):
         # Large scores make a large divisor, and then no training finds back: begin with small ones. Values
         # are orthogonal, since only what is as long as the longest of them comes through a division whole.
         with torch.no_grad():
@@ -174,4 +180,22 @@ def _attention(kind: str, dim: int, length: int, radius: float) -> nn.Module:
             keys.mul_(0.1)
             nn.init.orthogonal_(values)
             nn.init.orthogonal_(layer.out_proj.weight)
-    return hs.nn.SelfAttentionBlock(layer)
+    residual = hs.nn.GradientStep if kind == "energy" else hs.nn.AverageResidual
+    return residual(hs.nn.SelfAttentionBlock(layer), weight, learnable=learnable)
+
+
+class Zero(nn.Module):
+    """A branch of a residual that returns zeros."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return zeros like x."""
+        return torch.zeros_like(x)
+
+
+def without_attention(model: nn.Sequential) -> nn.Sequential:
+    """Return a copy in which each attention returns zero, and the rest is as it was."""
+    found = copy.deepcopy(model)
+    for part in found:
+        if isinstance(part, hs.nn.AverageResidual):
+            part.inner = Zero()
+    return found

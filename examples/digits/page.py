@@ -54,6 +54,8 @@ def with_tables(page: str) -> str:
         "accuracies": accuracies(rows),
         "constants": constants(rows),
         "radii": radii(json.loads((HERE / "radii.json").read_text(encoding="utf-8"))),
+        "attentions": attentions(HERE / "attentions.json", (0.1, 0.5)),
+        "retrieval": attentions(HERE.parent / "retrieval" / "results.json", (0.01, 0.03)),
     }
     return placed(page, made)
 
@@ -110,6 +112,33 @@ def radii(done: dict[str, dict[str, Any]]) -> str:
         certified = [done[f"{form}-0, certificate"][i] for i in images]
         lines.append([NAMES[form], "Lipschitz certificate", *shares_above(certified)])
     return markdown(lines)
+
+
+def attentions(path: Path, radii: Sequence[float]) -> str:
+    """Return the table of a file of results by kind of attention: means, and weights from least to most."""
+    rows = list(json.loads(path.read_text(encoding="utf-8")).values())
+    head = ["attention", "clean", *(f"certified, r = {radius:g}" for radius in radii)]
+    lines = [[*head, "without it", "weight, block 1", "block 2"]]
+    for kind in dict.fromkeys(row["attention"] for row in rows):
+        own = [row for row in rows if row["attention"] == kind]
+        shares = [[row["certified"][row["radii"].index(radius)] for row in own] for radius in radii]
+        clean, without = [row["clean"] for row in own], [row["without"] for row in own]
+        weights = ["", ""]
+        if own[0]["weights"]:
+            weights = [interval([row["weights"][block] for row in own]) for block in (0, 1)]
+        lines.append([kind.replace("l2", "L2"), spread(clean), *map(spread, shares), mean(without), *weights])
+    return markdown(lines)
+
+
+def spread(shares: Sequence[float]) -> str:
+    """Write the mean of some shares in percent, with the least and the most."""
+    return f"{mean(shares)} ({100 * min(shares):.1f} to {100 * max(shares):.1f})"
+
+
+def interval(values: Sequence[float]) -> str:
+    """Write the least and the largest number in percent, or one if they agree."""
+    texts = [f"{100 * value:.0f}" for value in (min(values), max(values))]
+    return texts[0] if texts[0] == texts[1] else " to ".join(texts)
 
 
 def shares_above(values: Sequence[float]) -> list[str]:

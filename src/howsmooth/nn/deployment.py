@@ -26,10 +26,10 @@ Radii = dict[LipschitzAttention, float]
 def deploy(model: nn.Module) -> nn.Module:
     """Return a copy of a model for inference: the same function, with plain weights and without checks.
 
-    The divisor of each attention layer is folded into its output projection, or into its ``scale``.
-    ``OrthogonalLinear`` and ``SpectralLinear`` become :class:`torch.nn.Linear`, ``LipschitzLayerNorm`` and
-    ``LipschitzRMSNorm`` become :class:`torch.nn.LayerNorm` and :class:`torch.nn.RMSNorm`. Parametrizations of
-    PyTorch are removed.
+    The divisor of each attention layer is folded into its output projection, or into the ``scale`` of
+    EnergyAttention. ``OrthogonalLinear`` and ``SpectralLinear`` become :class:`torch.nn.Linear`,
+    ``LipschitzLayerNorm`` and ``LipschitzRMSNorm`` become :class:`torch.nn.LayerNorm` and
+    :class:`torch.nn.RMSNorm`, and parametrizations of PyTorch are removed.
     What ``beyond="clip"`` clips is clipped by :class:`~howsmooth.nn.ClipTokens`. All else is copied.
 
     :func:`~howsmooth.nn.certify` certifies the copy, with the constant of the model up to rounding.
