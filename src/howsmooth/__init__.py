@@ -54,16 +54,17 @@ if TYPE_CHECKING:
     from howsmooth.models import Site, capture, load_model
     from howsmooth.profiling import (
         DepthProfile,
+        Influence,
         Precision,
         Profile,
         WordRadii,
         depth_profile,
+        influence,
         precision,
         profile,
         word_radii,
     )
     from howsmooth.study.stored_tables import read
-    from howsmooth.token_influence import Influence, influence
 
 __version__ = metadata.version("howsmooth")
 
@@ -139,16 +140,17 @@ _ROOMS = {
     "models": ("Site", "capture", "load_model"),
     "profiling": (
         "DepthProfile",
+        "Influence",
         "Precision",
         "Profile",
         "WordRadii",
         "depth_profile",
+        "influence",
         "precision",
         "profile",
         "word_radii",
     ),
     "study.stored_tables": ("read",),
-    "token_influence": ("Influence", "influence"),
 }
 _WHOLE_ROOMS = (
     "adversarial",
