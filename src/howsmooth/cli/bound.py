@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from howsmooth.cli.progress import shown_progress
-from howsmooth.cli.typer_command import OUTPUT, JsonOption, SilentOption, command
+from howsmooth.cli.typer_command import ONE_PROCESS, JsonOption, SilentOption, command, folder_option
 from howsmooth.study.execution_options import Execution
 from howsmooth.study.plans import BoundPlan
 
@@ -29,18 +29,13 @@ _EXAMPLES = (
 )
 
 
-@command(*_EXAMPLES, without=("out", "executor", "workers", "scheduler"))
+@command(*_EXAMPLES, without=("out", *ONE_PROCESS))
 def bound(
     plan: BoundPlan,
     execution: Execution,
     out: Annotated[
         Path | None,
-        typer.Option(
-            metavar="FOLDER",
-            help="Also write bounds.csv into this folder.",
-            show_default=False,
-            rich_help_panel=OUTPUT,
-        ),
+        folder_option("Also write bounds.csv into this folder."),
     ] = None,
     json: JsonOption = False,
     quiet: SilentOption = False,

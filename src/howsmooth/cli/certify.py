@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from howsmooth.cli.progress import shown_progress
-from howsmooth.cli.typer_command import OUTPUT, JsonOption, SilentOption, command
+from howsmooth.cli.typer_command import ONE_PROCESS, JsonOption, SilentOption, command, folder_option
 from howsmooth.study.execution_options import Execution
 from howsmooth.study.plans import CertificationPlan
 
@@ -27,18 +27,14 @@ _EXAMPLES = (
 )
 
 
-@command(*_EXAMPLES, without=("out", "executor", "workers", "scheduler"))
+@command(*_EXAMPLES, without=("out", *ONE_PROCESS))
 def certify(
     plan: CertificationPlan,
     execution: Execution,
     out: Annotated[
         Path | None,
-        typer.Option(
-            metavar="FOLDER",
-            help="Also write modules.csv into this folder, and inputs.csv with the certified radius of each "
-            "input.",
-            show_default=False,
-            rich_help_panel=OUTPUT,
+        folder_option(
+            "Also write modules.csv into this folder, and inputs.csv with the certified radius of each input."
         ),
     ] = None,
     json: JsonOption = False,

@@ -6,7 +6,7 @@ import typer
 
 from howsmooth.cli.plan_execution import resumable
 from howsmooth.cli.progress import shown_progress
-from howsmooth.cli.typer_command import JsonOption, QuietOption, as_typed, command
+from howsmooth.cli.typer_command import ONE_PROCESS, JsonOption, QuietOption, as_typed, command
 from howsmooth.study.execution_options import Execution
 from howsmooth.study.flows.flow_plan import FlowPlan
 
@@ -34,7 +34,7 @@ _EXAMPLES = (
 )
 
 
-@command(*_EXAMPLES, without=("executor", "workers", "scheduler"), out="howsmooth-flow")
+@command(*_EXAMPLES, without=ONE_PROCESS, out="howsmooth-flow")
 def flow(plan: FlowPlan, execution: Execution, json: JsonOption = False, quiet: QuietOption = False) -> int:
     """Move tokens by the flow x' = f(X) of attention, and watch them form clusters."""
     from howsmooth.cli.flow_result import flow_as_json, show_flow

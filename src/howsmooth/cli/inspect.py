@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import typer
 
 from howsmooth.cli.progress import shown_progress
-from howsmooth.cli.typer_command import JsonOption, SilentOption, command
+from howsmooth.cli.typer_command import ONE_PROCESS, JsonOption, SilentOption, command
 from howsmooth.study.execution_options import Execution
 from howsmooth.study.options import HOW, Options, flag, option, whole, words
 from howsmooth.study.plans import shared
@@ -65,7 +65,7 @@ class InspectionPlan(Options):
     seed: int = shared("seed", help="Seed of the random weights.")
 
 
-@command(*_EXAMPLES, without=("out", "executor", "workers", "scheduler"))
+@command(*_EXAMPLES, without=("out", *ONE_PROCESS))
 def inspect(
     plan: InspectionPlan, execution: Execution, json: JsonOption = False, quiet: SilentOption = False
 ) -> int:

@@ -149,8 +149,7 @@ def depth_profile(
     """
     if output not in OUTPUTS:
         raise ArgumentError("output", expected=f"one of {', '.join(OUTPUTS)}", got=repr(output))
-    model = loaded_if_named(model, head=output != "hidden")
-    given = given_inputs(model, inputs, span, tokenizer)
+    given = given_inputs(loaded_if_named(model, head=output != "hidden"), inputs, span, tokenizer)
     check_accuracy(rtol, confidence, given.computed)
     settings: dict[str, Any] = {
         "rtol": rtol,

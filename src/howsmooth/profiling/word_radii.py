@@ -206,8 +206,8 @@ def word_radii(
         raise ArgumentError(
             "seconds", expected="a number > 0, with order=2 and single tokens", got=repr(seconds)
         )
-    model = loaded_if_named(model, head=True)
-    given = given_inputs(model, inputs, span, tokenizer, special=True, longest=LONGEST)
+    loaded = loaded_if_named(model, head=True)
+    given = given_inputs(loaded, inputs, span, tokenizer, special=True, longest=LONGEST)
     found = given.inputs
     ids = isinstance(found, Tensor) and not found.is_floating_point()
     at = NetworkAtInput(given.module, {"input_ids": found} if ids else found)
