@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 import howsmooth as hs
-from howsmooth.token_influence import Influence
+from howsmooth.profiling import Influence
 
 
 def layer(d: int, heads: int, *, causal: bool) -> hs.SelfAttention:

@@ -55,16 +55,17 @@ if TYPE_CHECKING:
     from howsmooth.models import Site, capture, load_model
     from howsmooth.profiling import (
         DepthProfile,
+        Influence,
         Precision,
         Profile,
         WordRadii,
         depth_profile,
+        influence,
         precision,
         profile,
         word_radii,
     )
     from howsmooth.study.store import read
-    from howsmooth.token_influence import Influence, influence
 
 __version__ = metadata.version("howsmooth")
 
@@ -142,16 +143,17 @@ _ROOMS = {
     "models": ("Site", "capture", "load_model"),
     "profiling": (
         "DepthProfile",
+        "Influence",
         "Precision",
         "Profile",
         "WordRadii",
         "depth_profile",
+        "influence",
         "precision",
         "profile",
         "word_radii",
     ),
     "study.store": ("read",),
-    "token_influence": ("Influence", "influence"),
 }
 _WHOLE_ROOMS = (
     "adversarial",

@@ -54,7 +54,7 @@ def test_influence_is_written_if_asked_for(capsys: Capture) -> None:
 
 
 def test_token_ids_and_images_are_inputs_too(capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("howsmooth.profiling.page.write", lambda *_: [Path("not-drawn.html")])
+    monkeypatch.setattr("howsmooth.profiling.Profile.write", lambda *_: [Path("not-drawn.html")])
     Path("ids.json").write_text("[5, 6, 7, 8]")
     GPT2Config(vocab_size=60, n_embd=24, n_layer=2, n_head=2).save_pretrained("tiny")
     assert main(["profile", "./tiny", "--random-init", "--tokens", "ids.json", "--layers", "0"]) == 0

@@ -102,7 +102,12 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert main(["profile", "builtin-decoder", *options, "--out", str(tmp_path)]) == 0
     written = capsys.readouterr().out
     assert '"output": "margin"' in written
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["depth.csv", "depth.pdf", "depth.png"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        "depth.csv",
+        "depth.html",
+        "depth.pdf",
+        "depth.png",
+    ]
 
 
 @pytest.mark.parametrize(

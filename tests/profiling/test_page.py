@@ -13,7 +13,7 @@ from matplotlib.figure import Figure
 
 import howsmooth as hs
 from howsmooth.errors import StoreError
-from howsmooth.profiling import Profile, page
+from howsmooth.profiling import Profile
 
 
 @pytest.fixture(scope="module")
@@ -25,7 +25,7 @@ def test_every_file_is_written(found: Profile, tmp_path: Path, monkeypatch: pyte
     saved: list[Any] = []
     save = Figure.savefig
     monkeypatch.setattr(Figure, "savefig", lambda self, *a, **k: saved.append(a[0]) or save(self, *a, **k))
-    written = page.write(found, tmp_path / "new")
+    written = found.write(tmp_path / "new")
     assert [path.name for path in written] == [
         "profile.html",
         "profile.png",
@@ -40,7 +40,7 @@ def test_every_file_is_written(found: Profile, tmp_path: Path, monkeypatch: pyte
 
 
 def test_the_page_shows_each_token_once_a_side_with_its_shade(found: Profile) -> None:
-    html = page.render(found, "data:image/png;base64,")
+    html = found.page("data:image/png;base64,")
     shown = re.findall(r'<span class="e(\d)" title="token (\d+): ([^"]*) %">', html)
     assert len(shown) == 2 * found.n * len(found.table)
     top = found.ranking.iloc[0]
@@ -52,10 +52,10 @@ def test_the_page_shows_each_token_once_a_side_with_its_shade(found: Profile) ->
 
 
 def test_influence_is_shown_where_it_was_measured(found: Profile, tmp_path: Path) -> None:
-    assert "Which token moves which" not in page.render(found, "data:,")
+    assert "Which token moves which" not in found.page("data:,")
     full = hs.profile("builtin-encoder", "A <b>cat</b>", layers=[1], scopes="attention", influence=True)
     assert full.influence is not None
-    html, *_, table = page.write(full, tmp_path)
+    html, *_, table = full.write(tmp_path)
     assert table.name == "influence.csv"
     assert table.read_text() == full.influence.to_csv()
     text = html.read_text()
@@ -67,11 +67,11 @@ def test_influence_is_shown_where_it_was_measured(found: Profile, tmp_path: Path
 
 def test_hostile_text_and_names_stay_text(found: Profile) -> None:
     named = dataclasses.replace(found, model="<img src=x onerror=alert(1)>", refused=("<b>no</b>",))
-    for html in (page.render(named, "data:,"), named._repr_html_()):
+    for html in (named.page("data:,"), named._repr_html_()):
         assert "<script" not in html
         assert "<img src=x" not in html
         assert "<b>no" not in html
-    policy = re.search(r'Content-Security-Policy" content="([^"]*)"', page.render(named, "data:,"))
+    policy = re.search(r'Content-Security-Policy" content="([^"]*)"', named.page("data:,"))
     assert policy is not None
     assert "default-src 'none'" in policy[1].replace("&#39;", "'")
 
@@ -104,4 +104,4 @@ def test_the_title_of_a_narrow_figure_covers_nothing(found: Profile, scope: str 
 def test_a_folder_that_cannot_be_written(found: Profile, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("in the way")
     with pytest.raises(StoreError, match="--out"):
-        page.write(found, tmp_path / "file")
+        found.write(tmp_path / "file")

@@ -26,7 +26,6 @@ from transformers import (
 import howsmooth as hs
 from howsmooth.errors import ArgumentError, CaptureError
 from howsmooth.models.key_value_perturbations import LogitsOfModel
-from howsmooth.profiling import precision_page
 from tests._shared import shared_data
 from tests._tiny_models import tiny, token_ids
 from tests.lipschitz.test_queries_keys_values import jacobians
@@ -336,7 +335,7 @@ def test_the_budget_is_the_best_of_all_choices(of_llama: hs.Precision) -> None:
 
 
 def test_page_figure_and_table(of_llama: hs.Precision, tmp_path: Path) -> None:
-    paths = precision_page.write(of_llama, tmp_path)
+    paths = of_llama.write(tmp_path)
     assert [path.name for path in paths] == [f"precision.{end}" for end in ("html", "png", "pdf", "csv")]
     page = paths[0].read_text(encoding="utf-8")
     top = of_llama.ranking.iloc[0]

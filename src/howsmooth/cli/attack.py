@@ -2,13 +2,24 @@
 
 from __future__ import annotations
 
+from itertools import groupby
+from operator import itemgetter
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
 import typer
 
 from howsmooth.cli.plan_execution import means_of, resumable
 from howsmooth.cli.progress import shown_progress
+from howsmooth.cli.terminal_output import amount, as_json, heading, paragraph, say, show_table
 from howsmooth.cli.typer_command import JsonOption, QuietOption, as_typed, command
 from howsmooth.study.execution_options import LocalExecution
 from howsmooth.study.plans import AttackPlan
+from howsmooth.study.text_formatting import decimal, mask_in_words, place_in_words, readable
+
+if TYPE_CHECKING:
+    from howsmooth.study.attack_tables import AttackOutputs
+    from howsmooth.study.progress_listener import Outcome
 
 __all__ = ["attack"]
 
@@ -32,7 +43,6 @@ def attack(
     plan: AttackPlan, execution: LocalExecution, json: JsonOption = False, quiet: QuietOption = False
 ) -> int:
     """Search for tokens with a large local Lipschitz constant, in a ball that contains the model's tokens."""
-    from howsmooth.cli.attack_result import attacks_as_json, show_attacks
     from howsmooth.study.attack_run import run_attack
     from howsmooth.study.attack_tables import write_attack_outputs
 
@@ -41,7 +51,86 @@ def attack(
             outcome = run_attack(plan, execution.out, means)
         published = write_attack_outputs(execution.out, display)
     if json:
-        typer.echo(attacks_as_json(published, outcome, execution.out))
+        typer.echo(_as_json(published, outcome, execution.out))
     elif not quiet:
-        show_attacks(published, outcome, execution.out)
+        _show(published, outcome, execution.out)
     return 0
+
+
+def _as_json(published: AttackOutputs, outcome: Outcome, folder: Path) -> str:
+    """Return the results of attacks as one JSON object.
+
+    A value that overflows is null.
+    """
+    from howsmooth.study.exponents import LEVEL
+    from howsmooth.study.records import Attack, plain_rows
+    from howsmooth.study.store import STORE_NAME
+
+    return as_json(
+        out=folder,
+        seconds=round(outcome.seconds, 3),
+        attacked=outcome.made[Attack.table],
+        kept=outcome.kept[Attack.table],
+        **published.identity,
+        attacks=plain_rows(published.summary),
+        exponents=plain_rows(published.exponents),
+        exponent_confidence=LEVEL,
+        files={
+            "store": folder / STORE_NAME,
+            **published.files,
+            "figures": [path for figure in published.figures for path in figure],
+        },
+    )
+
+
+def _show(published: AttackOutputs, outcome: Outcome, folder: Path) -> None:
+    """Print the largest Lipschitz constants that the attacks on each attention found.
+
+    Then print how these constants grow with the number n of tokens, and the paths of the written files.
+    """
+    from howsmooth.study.records import Attack, plain_rows
+    from howsmooth.study.store import STORE_NAME
+
+    label = readable(str(published.identity.get("source", "")))
+    place = itemgetter("layer", "head")
+    fits = [row for row in plain_rows(published.exponents) if not row["note"]]
+    for (layer, head), family in groupby(plain_rows(published.summary), key=place):
+        rows = list(family)
+        where = f"{label}, {place_in_words(layer, head)}, scope {rows[0]['scope']}"
+        heading(f"\n{where}, {mask_in_words(rows[0]['masking'])}, R = {rows[0]['radius']:.4g}")
+        names = ["n", "given", "paper", "found", "by", "÷ paper", "at most", "by", "reached"]
+        show_table(names, map(_attack, rows), wrapped=["by"])
+        growth = [
+            f"{row['series']} like n^{decimal(row['slope'], 3)} "
+            f"[{decimal(row['low'], 3)}, {decimal(row['high'], 3)}]"
+            for row in fits
+            if place(row) == (layer, head)
+        ]
+        if all(row["paper"] is None for row in rows):
+            paragraph("  no construction of the paper: it needs plain scores and no mask")
+        if growth:
+            paragraph(f"  growth: {'; '.join(growth)}")
+    words = f"\n{outcome.made[Attack.table]} attacks made in {outcome.seconds:.1f} s"
+    words += f", {outcome.kept[Attack.table]} were already there" if outcome.kept[Attack.table] else ""
+    paragraph(f"{words}.")
+    say(f"Tables: {published.files['summary']}, attacks.csv, exponents.csv")
+    say(f"Also in {folder}: {STORE_NAME}, figures/, and the tokens found in inputs/")
+
+
+def _attack(row: dict[str, Any]) -> list[str]:
+    share = row["found_to_upper"]
+    return [
+        str(row["n"]),
+        _number(row["tokens"]),
+        _number(row["paper"]),
+        _number(row["found"]) + ("" if row["converged"] else " ?"),
+        row["found_by"],
+        _number(row["found_to_paper"], 3),
+        "" if row["log_upper"] is None else amount(row["log_upper"], 4),
+        row["upper_by"],
+        "" if share is None else f"{100 * share:.3g} %",
+    ]
+
+
+def _number(value: float | None, digits: int = 4) -> str:
+    return "" if value is None else f"{value:.{digits}g}"

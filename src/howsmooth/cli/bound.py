@@ -2,15 +2,26 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from rich.text import Text
 
 from howsmooth.cli.progress import shown_progress
-from howsmooth.cli.typer_command import OUTPUT, JsonOption, SilentOption, command
+from howsmooth.cli.terminal_output import amount, as_json, heading, paragraph, say, show_table
+from howsmooth.cli.typer_command import ONE_PROCESS, JsonOption, SilentOption, command, folder_option
 from howsmooth.study.execution_options import Execution
 from howsmooth.study.plans import BoundPlan
+from howsmooth.study.text_formatting import mask_in_words, readable
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+    from howsmooth.study.attention_sources import AttentionSource
+    from howsmooth.study.bound_tables import Bounded
 
 __all__ = ["bound"]
 
@@ -29,24 +40,18 @@ _EXAMPLES = (
 )
 
 
-@command(*_EXAMPLES, without=("out", "executor", "workers", "scheduler"))
+@command(*_EXAMPLES, without=("out", *ONE_PROCESS))
 def bound(
     plan: BoundPlan,
     execution: Execution,
     out: Annotated[
         Path | None,
-        typer.Option(
-            metavar="FOLDER",
-            help="Also write bounds.csv into this folder.",
-            show_default=False,
-            rich_help_panel=OUTPUT,
-        ),
+        folder_option("Also write bounds.csv into this folder."),
     ] = None,
     json: JsonOption = False,
     quiet: SilentOption = False,
 ) -> int:
     """Compare every available bound on the Lipschitz constant of attention with the measured constant."""
-    from howsmooth.cli.bound_result import bounds_as_json, show_bounds
     from howsmooth.study.attention_sources import open_attention_source
     from howsmooth.study.bound_tables import bound_all, bounds_frame
     from howsmooth.study.file_writing import write_table
@@ -58,7 +63,110 @@ def bound(
         bounded = list(bound_all(plan, source, display))
     written = None if out is None else write_table(bounds_frame(source.label, bounded), out, "bounds.csv")
     if json:
-        typer.echo(bounds_as_json(source, bounded, written))
+        typer.echo(_as_json(source, bounded, written))
     else:
-        show_bounds(source, bounded, written)
+        _show(source, bounded, written)
     return 0
+
+
+def _as_json(source: AttentionSource, bounded: Sequence[Bounded], written: Path | None) -> str:
+    """Return the bounds on each attention as one JSON object; a value that is infinite or overflows is null.
+
+    The logarithm of each bound is given too.
+    """
+    return as_json(
+        source=source.label,
+        description=source.description,
+        text=source.text or None,
+        fingerprint=source.fingerprint,
+        attentions=[_described(one) for one in bounded],
+        file=written,
+    )
+
+
+def _described(one: Bounded) -> dict[str, Any]:
+    from howsmooth.study.records import plain_rows
+
+    table = one.rows.reset_index().assign(log_value=one.rows.attrs["log_values"])
+    return {
+        "layer": one.target.layer,
+        "head": one.target.head,
+        "scope": one.target.scope,
+        "masking": one.target.masking,
+        "n": one.n,
+        "radius": one.ball.radius,
+        "radius_from": one.ball.origin,
+        "bounds": plain_rows(table),
+    }
+
+
+def _show(source: AttentionSource, bounded: Sequence[Bounded], written: Path | None) -> None:
+    """Print tables of the bounds for each attention, each beside the measured constant."""
+    import pandas as pd
+
+    from howsmooth.study.bound_tables import LOCAL
+
+    for one in bounded:
+        where = f"{readable(source.label)}, {one.target.place}, scope {one.target.scope}"
+        ball = f"R = {one.ball.radius:.4g} ({one.ball.origin})"
+        heading(f"\n{where}, {mask_in_words(one.target.masking)}, n = {one.n}, {ball}")
+        rows, logs = one.rows, pd.Series(one.rows.attrs["log_values"])
+        is_measured = (rows["name"] == "measured").to_numpy()
+        local = (rows.index == LOCAL) & ~is_measured
+        measured = rows[is_measured]
+        value = float(measured["value"].min()) if len(measured) else None
+        if value is not None:
+            tokens = "the input" if one.target.norm is not None else "X"
+            said = f"measured {_ends(value, float(measured['value'].max()))}"
+            paragraph(f"\n  At the tokens of {tokens}: {said} ({measured['source'].iloc[0]})")
+            if local.any():
+                _show_bounds(rows[local], logs[local], value)
+        if (rows.index != LOCAL).any():
+            paragraph(f"\n  For all n tokens of norm at most R = {one.ball.radius:.4g}:")
+            longest = one.longest_outside
+            if longest is not None:
+                paragraph(
+                    f"  The measured constant is not compared: the longest token has norm {longest:.4g}, "
+                    "outside of this ball."
+                )
+                value = None
+            _show_bounds(rows[rows.index != LOCAL], logs[rows.index != LOCAL], value)
+    if bounded:
+        paragraph("\nTitles in quotation marks are pages of the documentation of howsmooth.")
+    if written is not None:
+        say(f"\nWritten: {written}")
+
+
+def _ends(low: float, high: float) -> str:
+    ends = f"{low:.6g}", f"{high:.6g}"
+    return ends[0] if ends[0] == ends[1] else f"{ends[0]} to {ends[1]}"
+
+
+def _limit(row: dict[str, Any], log: float) -> str:
+    from howsmooth.roundoff import limit_in_digits
+
+    value = row["value"]
+    if value is None or not math.isfinite(value) or value == 0:
+        return amount(log)
+    return limit_in_digits(value, 5, upper=row["side"] == "upper")
+
+
+def _show_bounds(rows: pd.DataFrame, logs: pd.Series, measured: float | None) -> None:
+    from howsmooth.study.records import plain_rows
+
+    pairs = zip(plain_rows(rows), logs, strict=True)
+    table = []
+    # List bounds whose hypotheses fail at the end, with the hypotheses that fail.
+    for row, log in sorted(pairs, key=lambda pair: not pair[0]["holds"]):
+        holds, origin = row["holds"], row["source"].removeprefix("howsmooth documentation, ")
+        ratio = amount(log - math.log(measured), 3) if measured and holds else ""
+        cells = [
+            row["name"],
+            "≤" if row["side"] == "upper" else "≥",
+            _limit(row, log) if holds else "not valid",
+            *([ratio] if measured else []),
+            origin if holds else origin.partition(" (needs: ")[2].removesuffix(")").join(("needs: ", "")),
+        ]
+        table.append([Text(cell, "" if holds else "dim") for cell in cells])
+    names = ["bound", "", "value", *(["÷ measured"] if measured else []), "source"]
+    show_table(names, table, left=["bound", ""], wrapped=["source"])

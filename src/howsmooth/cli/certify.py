@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from howsmooth.cli.progress import shown_progress
-from howsmooth.cli.typer_command import OUTPUT, JsonOption, SilentOption, command
+from howsmooth.cli.terminal_output import as_json, counted, heading, say, show_table
+from howsmooth.cli.typer_command import ONE_PROCESS, JsonOption, SilentOption, command, folder_option
 from howsmooth.study.execution_options import Execution
 from howsmooth.study.plans import CertificationPlan
+from howsmooth.study.text_formatting import readable
+
+if TYPE_CHECKING:
+    from howsmooth.nn.certificates.evaluation import Evaluation
+    from howsmooth.study.certification import Certified
 
 __all__ = ["certify"]
 
@@ -27,25 +35,20 @@ _EXAMPLES = (
 )
 
 
-@command(*_EXAMPLES, without=("out", "executor", "workers", "scheduler"))
+@command(*_EXAMPLES, without=("out", *ONE_PROCESS))
 def certify(
     plan: CertificationPlan,
     execution: Execution,
     out: Annotated[
         Path | None,
-        typer.Option(
-            metavar="FOLDER",
-            help="Also write modules.csv into this folder, and inputs.csv with the certified radius of each "
-            "input.",
-            show_default=False,
-            rich_help_panel=OUTPUT,
+        folder_option(
+            "Also write modules.csv into this folder, and inputs.csv with the certified radius of each input."
         ),
     ] = None,
     json: JsonOption = False,
     quiet: SilentOption = False,
 ) -> int:
     """Certify a saved model: its Lipschitz constant, the constant of each module, and certified accuracy."""
-    from howsmooth.cli.certify_result import certificate_as_json, show_certificate
     from howsmooth.study.certification import certify_file
     from howsmooth.study.file_writing import write_table
 
@@ -59,7 +62,128 @@ def certify(
     if out is not None and found.evaluation is not None:
         written.append(write_table(found.evaluation.table, out, "inputs.csv"))
     if json:
-        typer.echo(certificate_as_json(found, plan.radii, written))
+        typer.echo(_as_json(found, plan.radii, written))
     else:
-        show_certificate(found, plan.radii, written)
+        _show(found, plan.radii, written)
     return 0
+
+
+def _as_json(found: Certified, radii: Sequence[float], written: Sequence[Path]) -> str:
+    """Return a model's certificate and its evaluation on data as one JSON object; infinity becomes null."""
+    from howsmooth.study.records import plain_rows
+
+    certificate, evaluation = found.certificate, found.evaluation
+    return as_json(
+        model=found.asked.model,
+        notes=found.saved.notes,
+        length=certificate.length,
+        radius=found.radius,
+        clipped=found.asked.clip,
+        constant=certificate.constant,
+        output_radius=certificate.output_radius,
+        stored_in=found.precision,
+        computed_in="float64",
+        modules=plain_rows(certificate.table),
+        remarks=[*certificate.notes, *_remarks(found)],
+        data=None if evaluation is None else _evaluated(found, evaluation, radii),
+        files=written,
+    )
+
+
+def _evaluated(found: Certified, evaluation: Evaluation, radii: Sequence[float]) -> dict[str, object]:
+    total = len(evaluation.table)
+    correct = evaluation.correct
+    return {
+        "file": found.asked.data,
+        "precision": found.data_precision,
+        "inputs": total,
+        "longest_token": float(evaluation.table["longest"].max()),
+        "beyond_radius": evaluation.clipped,
+        "labelled": evaluation.labelled,
+        "clean_accuracy": None if correct is None else correct / total,
+        "certified": [
+            {"radius": radius, "inputs": count, "share": count / total}
+            for radius in radii
+            for count in [evaluation.certified(radius)]
+        ],
+        "median_certified_radius": evaluation.table["certified_radius"].median(),
+    }
+
+
+def _show(found: Certified, radii: Sequence[float], written: Sequence[Path]) -> None:
+    """Print the certified Lipschitz constant of a model and of each module, and its certified accuracies."""
+    from howsmooth.roundoff import limit_in_digits
+
+    certificate, evaluation = found.certificate, found.evaluation
+    where = "" if math.isinf(certificate.radius) else f" of norm at most {certificate.radius:.6g}"
+    where += f", clipped to norm {found.radius:.6g}" if found.asked.clip else ""
+    constant = limit_in_digits(certificate.constant, 6, upper=True)
+    heading(
+        f"{readable(found.asked.model.name)}: Lipschitz constant at most {constant} on "
+        f"{counted(certificate.length, 'token')}{where}"
+    )
+    if certificate.rows:
+        rows = [
+            [
+                "  " * row.level + readable(row.path or "the model"),
+                row.kind,
+                f"{row.constant:.6g}",
+                f"{row.length_in}" + ("" if row.length_in == row.length_out else f" to {row.length_out}"),
+                f"{row.radius_in:.4g}",
+                f"{row.radius_out:.4g}",
+            ]
+            for row in certificate.rows
+        ]
+        names = ["module", "kind", "constant", "tokens", "radius in", "radius out"]
+        show_table(names, rows, left=["module", "kind"])
+    if evaluation is not None:
+        total, correct = len(evaluation.table), evaluation.correct
+        data = readable(found.asked.data.name if found.asked.data else "")
+        longest = evaluation.table["longest"].max()
+        heading(f"\n{data}: {counted(total, 'input')}, the longest token of norm {longest:.4g}")
+        counts = [] if correct is None else [("not at all (clean)", correct)]
+        counts += [(f"{radius:.6g}", evaluation.certified(radius)) for radius in radii]
+        share = "certified accuracy" if evaluation.labelled else "keep their class"
+        rows = [[moved, f"{count / total:.4f}", f"{count} of {total}"] for moved, count in counts]
+        show_table(["moved by at most", share, "inputs"], rows, left=["moved by at most"])
+    say("")
+    for remark in (*certificate.notes, *_remarks(found)):
+        say(remark)
+    for path in written:
+        say(f"Written: {path}")
+
+
+def _remarks(found: Certified) -> list[str]:
+    """List remarks on precision, and on which inputs the certificate covers."""
+    remarks = []
+    half = any(word in found.precision for word in ("float16", "bfloat16"))
+    remarks.append(
+        f"Weights are stored in {found.precision}; the constant and the outputs are computed in float64."
+        + (
+            " The certificate does not cover a run in half precision, whose rounding errors can be larger "
+            "than the margins."
+            if half
+            else ""
+        )
+    )
+    evaluation = found.evaluation
+    if evaluation is None:
+        return remarks
+    if found.asked.clip:
+        remarks.append(
+            f"{counted(evaluation.clipped, 'input')} had tokens beyond the radius and "
+            f"{'was' if evaluation.clipped == 1 else 'were'} clipped. Perturbed inputs are clipped too, so "
+            "they may have tokens of any norm."
+        )
+    else:
+        proved = (
+            "The counts are proved for perturbed inputs whose tokens have norms of at most "
+            f"{found.radius:.6g}; with --clip for all."
+        )
+        if evaluation.reach > found.radius:
+            proved += (
+                f" Within the certified radii they reach {evaluation.reach:.4g}: --radius "
+                f"{1.001 * evaluation.reach:.4g} covers these too."
+            )
+        remarks.append(proved)
+    return remarks

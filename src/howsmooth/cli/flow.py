@@ -2,13 +2,27 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING
+
 import typer
 
 from howsmooth.cli.plan_execution import resumable
 from howsmooth.cli.progress import shown_progress
-from howsmooth.cli.typer_command import JsonOption, QuietOption, as_typed, command
+from howsmooth.cli.terminal_output import as_json, heading, paragraph, say, show_table
+from howsmooth.cli.typer_command import ONE_PROCESS, JsonOption, QuietOption, as_typed, command
 from howsmooth.study.execution_options import Execution
 from howsmooth.study.flows.flow_plan import FlowPlan
+from howsmooth.study.text_formatting import readable, sentence
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+    from howsmooth.study.flows.flow_outputs import FlowOutputs
+    from howsmooth.study.flows.flow_system import System
+    from howsmooth.study.progress_listener import Outcome
+    from howsmooth.study.records import Ending
 
 __all__ = ["ENDED_EARLY", "flow"]
 
@@ -34,10 +48,9 @@ _EXAMPLES = (
 )
 
 
-@command(*_EXAMPLES, without=("executor", "workers", "scheduler"), out="howsmooth-flow")
+@command(*_EXAMPLES, without=ONE_PROCESS, out="howsmooth-flow")
 def flow(plan: FlowPlan, execution: Execution, json: JsonOption = False, quiet: QuietOption = False) -> int:
     """Move tokens by the flow x' = f(X) of attention, and watch them form clusters."""
-    from howsmooth.cli.flow_result import flow_as_json, show_flow
     from howsmooth.study.flows.flow_outputs import write_flow_outputs
     from howsmooth.study.flows.flow_run import run_flow
     from howsmooth.study.flows.flow_system import load_system
@@ -49,7 +62,100 @@ def flow(plan: FlowPlan, execution: Execution, json: JsonOption = False, quiet: 
         outcome, ending = run_flow(plan, system, execution.out, Means(display, as_typed()))
         published = write_flow_outputs(execution.out, plan, system, display)
     if json:
-        typer.echo(flow_as_json(system, outcome, ending, published, execution.out))
+        typer.echo(_as_json(system, outcome, ending, published, execution.out))
     elif not quiet:
-        show_flow(system, outcome, ending, published, execution.out)
+        _show(system, outcome, ending, published, execution.out)
     return 0 if ending is None else ENDED_EARLY
+
+
+_ROWS = 6
+_COLUMNS = {
+    "time": "time",
+    "clusters": "clusters",
+    "spread": "spread",
+    "effective_rank": "effective rank",
+    "log_energy": "log energy",
+}
+
+
+def _as_json(
+    system: System, outcome: Outcome, ending: Ending | None, published: FlowOutputs, folder: Path
+) -> str:
+    """Return the metrics, growth and files of a flow as one JSON object; NaN and infinity become null."""
+    from howsmooth.study.records import FrameRow, plain_rows
+    from howsmooth.study.store import STORE_NAME
+
+    frames = FrameRow.table
+    return as_json(
+        out=folder,
+        seconds=round(outcome.seconds, 3),
+        source=system.label,
+        description=system.title,
+        text=system.text or None,
+        norms=system.norms,
+        tokens=system.x.shape[0],
+        dimension=system.x.shape[1],
+        fingerprint=system.fingerprint,
+        frames={"made": outcome.made[frames], "kept": outcome.kept[frames]},
+        status="finished" if ending is None else ending.status,
+        ending=None if ending is None else asdict(ending),
+        last_time=_last(published),
+        tolerance=published.tolerance,
+        metrics=plain_rows(published.metrics),
+        growth=plain_rows(published.growth) if len(published.growth) else None,
+        files={
+            "store": folder / STORE_NAME,
+            "trajectory": published.trajectory,
+            "metrics": published.table,
+            "figures": published.figures,
+            "animation": published.animation,
+        },
+    )
+
+
+def _show(
+    system: System, outcome: Outcome, ending: Ending | None, published: FlowOutputs, folder: Path
+) -> None:
+    """Print how far the tokens of a flow cluster at several times, and how the flow ended.
+
+    The paths of the written files come last.
+    """
+    from howsmooth.study.records import FrameRow
+    from howsmooth.study.store import STORE_NAME
+
+    n, d = system.x.shape
+    heading(f"\n{readable(system.label)}: {readable(system.title, longest=200)}")
+    paragraph(f"{n} tokens in dimension {d}, until t = {_last(published):.6g}\n")
+    last = len(published.metrics) - 1
+    places = sorted({round(last * k / (_ROWS - 1)) for k in range(_ROWS)})
+    shown = published.metrics.iloc[places].to_dict("records")
+    show_table(list(_COLUMNS.values()), [[f"{row[name]:.4g}" for name in _COLUMNS] for row in shown])
+    if len(published.growth):
+        paragraph(f"\n{_growth(published.growth)}")
+    made, kept = (count[FrameRow.table] for count in (outcome.made, outcome.kept))
+    before = f", {kept} were already there" if kept else ""
+    paragraph(f"\n{made} frames made in {outcome.seconds:.1f} s{before}.")
+    if ending is not None:
+        ended = f"The {ending.what} {ending.status}: {ending.reason}"
+        paragraph(sentence(readable(ended, longest=400)))
+    say(f"Figure: {published.figures[0]}")
+    if published.animation is not None:
+        say(f"Animation: {published.animation}")
+    say(f"Also in {folder}: flow.pdf, trajectory.npz, metrics.csv, {STORE_NAME}")
+
+
+def _last(published: FlowOutputs) -> float:
+    return float(published.metrics["time"].iloc[-1])
+
+
+def _growth(table: pd.DataFrame) -> str:
+    """Return a sentence on how far perturbations of the initial tokens have grown at the last time."""
+    import pandas as pd
+
+    last = table.iloc[-1]
+    words = f"Perturbations have grown by a factor of {last['value']:.5g}"
+    words += f" [{last['lower']:.5g}, {last['upper']:.5g}]"
+    if not pd.isna(last["discretisation_error"]):
+        error = last["discretisation_error"]
+        words += f", with a discretisation error of about {error:.1e} by the step of {last['method']}"
+    return f"{words}; the product of the steps' constants is {last['product']:.5g}."

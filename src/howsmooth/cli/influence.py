@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import typer
 
-from howsmooth.cli.one_input_options import OneInputPlan
+from howsmooth.cli.one_input import OneInputPlan, say_files
 from howsmooth.cli.progress import shown_progress
-from howsmooth.cli.typer_command import JsonOption, SilentOption, command
+from howsmooth.cli.typer_command import ONE_PROCESS, JsonOption, SilentOption, command
 from howsmooth.errors import ArgumentError
 from howsmooth.scopes import SCOPES
 from howsmooth.study.execution_options import Execution
 from howsmooth.study.options import HOW, choice, number, option, selection, whole, words
 from howsmooth.study.plans import check_output, shared
 from howsmooth.study.ranges import Ranges
+
+if TYPE_CHECKING:
+    from howsmooth.profiling import Influence
 
 __all__ = ["InfluencePlan", "influence"]
 
@@ -96,27 +98,29 @@ class InfluencePlan(OneInputPlan):
             return self.outputs.resolve(count, self.model, "outputs")
         return (count - 1,) if self.scope == "model" else tuple(range(count))
 
+    @property
+    def with_head(self) -> bool:
+        """Whether the model is loaded with the output layer for its logits."""
+        return self.output != "hidden"
 
-@command(*_EXAMPLES, without=("executor", "workers", "scheduler"), out="howsmooth-influence")
+
+@command(*_EXAMPLES, without=ONE_PROCESS, out="howsmooth-influence")
 def influence(
     plan: InfluencePlan, execution: Execution, json: JsonOption = False, quiet: SilentOption = False
 ) -> int:
     """Show which token moves which, and how far, in one layer or in the whole model."""
-    from howsmooth.cli.terminal_output import as_json, counted, paragraph, say, show_table
-    from howsmooth.models import load_model
+    from howsmooth.cli.terminal_output import as_json, counted
+    from howsmooth.profiling import influence as measured
     from howsmooth.profiling.model_input import given_inputs
-    from howsmooth.profiling.output_folder import write_result
-    from howsmooth.roundoff import limit_in_digits
+    from howsmooth.study.figures.style import save
+    from howsmooth.study.file_writing import writable_folder, write_table
     from howsmooth.study.records import plain_rows
-    from howsmooth.study.text_formatting import encodable, place_in_words, readable
-    from howsmooth.token_influence import influence as measured
+    from howsmooth.study.text_formatting import place_in_words
 
     with shown_progress(quiet=quiet) as display:
         display.phase("Reading")
-        loaded = plan.loaded(load_model, head=plan.output != "hidden")
-        given = given_inputs(
-            loaded, loaded.model, plan.input_of(loaded), plan.span, loaded.tokenizer, longest=_LONGEST
-        )
+        loaded = plan.load()
+        given = given_inputs(loaded, plan.input_of(loaded), plan.span, loaded.tokenizer, longest=_LONGEST)
         site = plan.site_of(loaded, given.inputs)
         outputs, n = plan.outputs_of(site), site.x.shape[1]
         display.phase(f"Measuring {counted(len(outputs), 'output')} of {counted(n, 'token')}")
@@ -128,8 +132,9 @@ def influence(
         if names is not None:
             for side in ("output", "input") if found.token_outputs else ("input",):
                 table[f"{side}_token"] = [names[i] for i in table[side]]
-        title = f"Influence in {loaded.label}"
-        written = write_result(execution.out, found.plot(names), title, {"influence": table})
+        with writable_folder(execution.out) as folder:
+            written = [*save(found.plot(names), folder, "influence", f"Influence in {loaded.label}")]
+            written.append(write_table(table, folder, "influence.csv"))
     most = plain_rows(table.nlargest(_PRINTED, "value"))
     if json:
         described = {
@@ -146,41 +151,47 @@ def influence(
             "largest": most,
         }
         typer.echo(as_json(**described, files=written))
-        return 0
-    where = "the whole model" if plan.scope == "model" else place_in_words(site.layer, None)
-    paragraph(
-        f"Influence in {encodable(loaded.label)}, {where}, scope {plan.scope}, {counted(n, 'token')}: how "
-        "far an output moves, to first order, if one token moves by 1. The largest "
-        f"{len(most)} of {counted(len(table), 'norm')}:"
-    )
+    else:
+        where = "the whole model" if plan.scope == "model" else place_in_words(site.layer, None)
+        place = f"{loaded.label}, {where}, scope {plan.scope}, {counted(n, 'token')}"
+        _show(found, most, f"{len(most)} of {counted(len(table), 'norm')}", place, plan.output)
+        say_files("Figure", written)
+    return 0
 
-    low, high = partial(limit_in_digits, upper=False), partial(limit_in_digits, upper=True)
+
+def _show(found: Influence, most: list[dict[str, Any]], count: str, place: str, output: str) -> None:
+    """Print the largest norms, and how far outputs move if all tokens move at once."""
+    from howsmooth.cli.terminal_output import paragraph, show_table
+    from howsmooth.roundoff import limit_in_digits
+    from howsmooth.study.text_formatting import readable
+
+    def limits(lower: float, upper: float) -> list[str]:
+        return [limit_in_digits(lower, 4, upper=False), limit_in_digits(upper, 4, upper=True)]
 
     def token(row: dict[str, Any], side: str) -> str:
         if side == "output" and not found.token_outputs:
-            return plan.output if len(found.outputs) == 1 else str(row[side])
+            return output if len(found.outputs) == 1 else str(row[side])
         word = row.get(f"{side}_token", "")
         return f"{row[side]} {readable(word)!r}" if word else str(row[side])
 
-    show_table(
-        ["moved token", "output", "moves by", "interval"],
-        [
-            [
-                token(row, "input"),
-                token(row, "output"),
-                f"{row['value']:.4g}",
-                f"[{low(row['lower'], 4)}, {high(row['upper'], 4)}]"
-                + ("" if row["converged"] else " not converged"),
-            ]
-            for row in most
-        ],
-        left=["moved token", "output", "interval"],
+    paragraph(
+        f"Influence in {place}: how far an output moves, to first order, if one token moves by 1. The "
+        f"largest {count}:"
     )
-    wise = low(found.token_wise.lower, 4), high(found.token_wise.upper, 4)
+    rows = [
+        [
+            token(row, "input"),
+            token(row, "output"),
+            f"{row['value']:.4g}",
+            f"[{', '.join(limits(row['lower'], row['upper']))}]"
+            + ("" if row["converged"] else " not converged"),
+        ]
+        for row in most
+    ]
+    names = ["moved token", "output", "moves by", "interval"]
+    show_table(names, rows, left=["moved token", "output", "interval"])
+    low, high = limits(found.token_wise.lower, found.token_wise.upper)
     paragraph(
         f"Each interval holds with probability {found.confidence:.4g}. If all tokens move at once, each by "
-        f"at most 1, the largest move of an output lies between {wise[0]} and {wise[1]}."
+        f"at most 1, the largest move of an output lies between {low} and {high}."
     )
-    others = ", ".join(path.name for path in written[1:])
-    say(f"\nFigure: {encodable(str(written[0]))}, with {others}.")
-    return 0

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar
 
-import typer
-
-from howsmooth.cli.one_input_options import OneInputPlan
-from howsmooth.cli.progress import shown_progress
-from howsmooth.cli.typer_command import JsonOption, SilentOption, command
+from howsmooth.cli.one_input import OneInputPlan, Step, find_and_show
+from howsmooth.cli.typer_command import ONE_PROCESS, JsonOption, SilentOption, command
 from howsmooth.errors import ArgumentError
 from howsmooth.study.execution_options import Execution
 from howsmooth.study.options import HOW, flag, number, option, some_of, token_counts
@@ -31,6 +30,8 @@ _EXAMPLES = (
 @dataclass(frozen=True)
 class PrecisionPlan(OneInputPlan):
     """The options of ``howsmooth precision``: the model, the input, and how to quantise keys and values."""
+
+    PHASE: ClassVar[str] = "Quantising"
 
     bits: tuple[int, ...] = option(
         "8,4,3", token_counts(2), "Numbers of bits, from 2 to 16, separated by commas.", metavar="LIST"
@@ -67,55 +68,52 @@ class PrecisionPlan(OneInputPlan):
                 "average", expected=f"at least {min(self.bits)}, the fewest --bits", got=f"{self.average:g}"
             )
 
+    def load(self) -> Any:
+        """Load the model, with its head if it has one and its logits are wanted."""
+        if self.no_logits or self.part is not None:
+            return super().load()
+        from howsmooth.profiling.precision import load_with_head
 
-@command(*_EXAMPLES, without=("executor", "workers", "scheduler"), out="howsmooth-precision")
+        return self.loaded_by(load_with_head)
+
+    def find(self, loaded: Any, inputs: Any, on_step: Step, folder: Path) -> Any:
+        """Predict and simulate what quantised keys and values do."""
+        from howsmooth.profiling import precision as measured
+        from howsmooth.profiling.quantisers import QUANTISERS
+
+        return measured(
+            loaded,
+            inputs,
+            bits=self.bits,
+            quantisers=QUANTISERS if self.quantisers == "all" else self.quantisers.split(","),
+            span=self.span,
+            layers=self.layers_of(loaded),
+            logits=not self.no_logits,
+            seed=self.seed,
+            on_layer=on_step,
+        )
+
+    def beside(self, found: Any) -> tuple[dict[str, Any], list[str]]:
+        """Return how many bits each head's keys and values get, if an average number was given."""
+        from howsmooth.study.records import plain_rows
+
+        if self.average is None:
+            return {}, []
+        quantiser = found.table["quantiser"].iloc[0]
+        budget = found.budget(self.average, quantiser)
+        kl = found.simulate(budget, quantiser) if found.has_kl else None
+        real = "" if kl is None else f", at once: divergence {kl:.3g}"
+        lines = [f"\nBits for an average of {self.average:g} ({quantiser}){real}"]
+        for (layer, operand), rows in budget.groupby(["layer", "operand"]):
+            given = " ".join(str(b) for b in rows.sort_values("head")["bits"])
+            lines.append(f"  layer {layer}, {operand}, kv heads from 0: {given}")
+        return {"budget": plain_rows(budget), "budget_kl": kl}, lines
+
+
+@command(*_EXAMPLES, without=ONE_PROCESS, out="howsmooth-precision")
 def precision(
     plan: PrecisionPlan, execution: Execution, json: JsonOption = False, quiet: SilentOption = False
 ) -> int:
     """Rank a model's layers and heads by how far quantising their keys or values changes the output."""
-    from howsmooth.cli.terminal_output import as_json, say
-    from howsmooth.models import load_model
-    from howsmooth.profiling import precision as measured
-    from howsmooth.profiling import precision_page
-    from howsmooth.profiling.precision import load_with_head
-    from howsmooth.profiling.quantisers import QUANTISERS
-    from howsmooth.study.records import plain_rows
-    from howsmooth.study.text_formatting import encodable
-
-    with shown_progress(quiet=quiet) as display:
-        display.phase("Reading")
-        # The model is loaded with its head if it has one and its logits are wanted.
-        plain = plan.no_logits or plan.part is not None
-        loaded = plan.loaded(load_model if plain else load_with_head)
-        inputs = plan.input_of(loaded)
-        display.phase("Quantising")
-        found = measured(
-            loaded,
-            inputs,
-            bits=plan.bits,
-            quantisers=QUANTISERS if plan.quantisers == "all" else plan.quantisers.split(","),
-            span=plan.span,
-            layers=plan.layers_of(loaded),
-            logits=not plan.no_logits,
-            seed=plan.seed,
-            on_layer=lambda done, total: display.advance(float(done), float(total), f"layer {done}"),
-        )
-        quantiser = found.table["quantiser"].iloc[0]
-        budget = None if plan.average is None else found.budget(plan.average, quantiser)
-        budget_kl = found.simulate(budget, quantiser) if budget is not None and found.has_kl else None
-        display.phase("Writing")
-        written = precision_page.write(found, execution.out)
-    if json:
-        more = {} if budget is None else {"budget": plain_rows(budget), "budget_kl": budget_kl}
-        typer.echo(as_json(**found.described(), **more, files=written))
-        return 0
-    say(encodable(repr(found)))
-    if budget is not None:
-        real = "" if budget_kl is None else f", at once: divergence {budget_kl:.3g}"
-        say(f"\nBits for an average of {plan.average:g} ({quantiser}){real}")
-        for (layer, operand), rows in budget.groupby(["layer", "operand"]):
-            given = " ".join(str(b) for b in rows.sort_values("head")["bits"])
-            say(f"  layer {layer}, {operand}, kv heads from 0: {given}")
-    others = ", ".join(path.name for path in written[1:])
-    say(f"\nPage: {encodable(str(written[0]))}, with {others}.")
+    find_and_show(plan, execution.out, json=json, quiet=quiet)
     return 0

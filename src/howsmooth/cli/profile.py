@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
-import typer
-
-from howsmooth.cli.one_input_options import OneInputPlan
-from howsmooth.cli.progress import shown_progress
-from howsmooth.cli.typer_command import JsonOption, SilentOption, command
+from howsmooth.cli.one_input import OneInputPlan, Step, find_and_show
+from howsmooth.cli.typer_command import ONE_PROCESS, JsonOption, SilentOption, command
 from howsmooth.errors import ArgumentError
 from howsmooth.study.execution_options import Execution
 from howsmooth.study.options import HOW, choice, flag, number, option, size, whole, words
@@ -95,46 +93,29 @@ class ProfilePlan(OneInputPlan):
             return audio_inputs(loaded, self.audio)
         return super().input_of(loaded)
 
+    @property
+    def with_head(self) -> bool:
+        """Whether the model is loaded with the output layer for its logits."""
+        return self.output != "hidden"
 
-@command(*_EXAMPLES, without=("executor", "workers", "scheduler"), out="howsmooth-profile")
+    def find(self, loaded: Any, inputs: Any, on_step: Step, folder: Path) -> Any:
+        """Measure every layer and head or, with the scope ``model``, every block and their composition."""
+        from howsmooth.profiling import depth_profile
+        from howsmooth.profiling import profile as measured
+
+        names = ("span", "rtol", "confidence", "max_iterations", "seed", "memory")
+        settings: dict[str, Any] = {name: getattr(self, name) for name in names} | {"on_layer": on_step}
+        if self.scope == "model":
+            return depth_profile(loaded, inputs, output=self.output, **settings)
+        scopes = ("attention", "head") if self.scope == "all" else (self.scope,)
+        settings |= {"layers": self.layers_of(loaded), "influence": self.influence}
+        return measured(loaded, inputs, scopes=scopes, **settings)
+
+
+@command(*_EXAMPLES, without=ONE_PROCESS, out="howsmooth-profile")
 def profile(
     plan: ProfilePlan, execution: Execution, json: JsonOption = False, quiet: SilentOption = False
 ) -> int:
     """Rank a model's layers and heads by Lipschitz constant at one input, and show the sensitive tokens."""
-    from howsmooth.cli.terminal_output import as_json, say
-    from howsmooth.models import load_model
-    from howsmooth.profiling import depth_figure, depth_profile, page
-    from howsmooth.profiling import profile as measured
-    from howsmooth.study.text_formatting import encodable
-
-    whole = plan.scope == "model"
-    with shown_progress(quiet=quiet) as display:
-        display.phase("Reading")
-        loaded = plan.loaded(load_model, head=plan.output != "hidden")
-        inputs = plan.input_of(loaded)
-        display.phase("Measuring")
-        settings: dict[str, Any] = {
-            "span": plan.span,
-            "rtol": plan.rtol,
-            "confidence": plan.confidence,
-            "max_iterations": plan.max_iterations,
-            "seed": plan.seed,
-            "memory": plan.memory,
-            "on_layer": lambda done, total: display.advance(float(done), float(total), f"layer {done}"),
-        }
-        found: Any
-        if whole:
-            found = depth_profile(loaded, inputs, output=plan.output, **settings)
-        else:
-            scopes = ("attention", "head") if plan.scope == "all" else (plan.scope,)
-            settings |= {"layers": plan.layers_of(loaded), "influence": plan.influence}
-            found = measured(loaded, inputs, scopes=scopes, **settings)
-        display.phase("Writing")
-        written = (depth_figure if whole else page).write(found, execution.out)
-    if json:
-        typer.echo(as_json(**found.described(), files=written))
-    else:
-        say(encodable(repr(found)))
-        others = ", ".join(path.name for path in written[1:])
-        say(f"\n{'Figure' if whole else 'Page'}: {encodable(str(written[0]))}, with {others}.")
-    return 0 if whole or not found.refused else 3
+    found = find_and_show(plan, execution.out, json=json, quiet=quiet)
+    return 3 if getattr(found, "refused", ()) else 0

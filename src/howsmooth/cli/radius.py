@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any
+from pathlib import Path
+from typing import Any, ClassVar
 
 import typer
 
-from howsmooth.cli.one_input_options import OneInputPlan
-from howsmooth.cli.plan_execution import INTERRUPTED
-from howsmooth.cli.progress import shown_progress
-from howsmooth.cli.typer_command import JsonOption, SilentOption, as_typed, command
+from howsmooth.cli.one_input import OneInputPlan, Step, find_and_show
+from howsmooth.cli.typer_command import ONE_PROCESS, JsonOption, SilentOption, as_typed, command
 from howsmooth.errors import ArgumentError
 from howsmooth.study.execution_options import Execution
 from howsmooth.study.options import HOW, choice, flag, number, option, whole, words
@@ -34,6 +33,9 @@ _EXAMPLES = (
 @dataclass(frozen=True)
 class RadiusPlan(OneInputPlan):
     """The options of ``howsmooth radius``: the model, the input, and how the tokens may move."""
+
+    PHASE: ClassVar[str] = "Bounding"
+    STEP: ClassVar[str] = "token"
 
     embeddings: str | None = option(
         None,
@@ -99,64 +101,56 @@ class RadiusPlan(OneInputPlan):
             )
         return given.tokens
 
+    @property
+    def with_head(self) -> bool:
+        """Whether the model is loaded with the output layer for its logits, which a classifier is."""
+        return True
 
-@command(
-    *_EXAMPLES,
-    without=("layers", "as_decoder", "part", "device", "executor", "workers", "scheduler"),
-    out="howsmooth-radius",
-)
+    def find(self, loaded: Any, inputs: Any, on_step: Step, folder: Path) -> Any:
+        """Find the radii; if the user interrupts this, say how many are saved and how to continue."""
+        from howsmooth.cli.plan_execution import INTERRUPTED
+        from howsmooth.profiling import word_radii
+        from howsmooth.study.file_writing import writable_folder
+        from howsmooth.study.text_formatting import encodable
+
+        done = 0
+
+        def count(finished: int, total: int) -> None:
+            nonlocal done
+            done = finished
+            on_step(finished, total)
+
+        try:
+            with writable_folder(folder) as out:
+                return word_radii(
+                    loaded,
+                    inputs,
+                    jointly=self.jointly,
+                    norm=math.inf if self.norm == "inf" else 2,
+                    target=self.target,
+                    order=int(self.order),
+                    seconds=self.seconds,
+                    attack=not self.no_attack,
+                    span=self.span,
+                    seed=self.seed,
+                    file=out / "radius.jsonl",
+                    on_token=count,
+                )
+        except KeyboardInterrupt:
+            if not done:
+                raise
+            typer.echo(
+                f"interrupted: radii of {done} tokens are saved in {encodable(str(folder))}. "
+                f"Continue with the same command:\n  {as_typed()}",
+                err=True,
+            )
+            raise typer.Exit(INTERRUPTED) from None
+
+
+@command(*_EXAMPLES, without=("layers", "as_decoder", "part", "device", *ONE_PROCESS), out="howsmooth-radius")
 def radius(
     plan: RadiusPlan, execution: Execution, json: JsonOption = False, quiet: SilentOption = False
 ) -> int:
     """Prove how far each word of a text may move before a classifier can change its answer."""
-    from howsmooth.cli.terminal_output import as_json, say
-    from howsmooth.models import load_model
-    from howsmooth.profiling import word_radii, word_radii_page
-    from howsmooth.study.file_writing import writable_folder
-    from howsmooth.study.text_formatting import encodable
-
-    done = 0
-
-    def advance(finished: int, total: int) -> None:
-        nonlocal done
-        done = finished
-        display.advance(float(finished), float(total), f"token {finished}")
-
-    try:
-        with shown_progress(quiet=quiet) as display, writable_folder(execution.out) as folder:
-            display.phase("Reading")
-            loaded = plan.loaded(load_model, head=True)
-            inputs = plan.input_of(loaded)
-            display.phase("Bounding")
-            found = word_radii(
-                loaded,
-                inputs,
-                jointly=plan.jointly,
-                norm=math.inf if plan.norm == "inf" else 2,
-                target=plan.target,
-                order=int(plan.order),
-                seconds=plan.seconds,
-                attack=not plan.no_attack,
-                span=plan.span,
-                seed=plan.seed,
-                file=folder / "radius.jsonl",
-                on_token=advance,
-            )
-            display.phase("Writing")
-            written = word_radii_page.write(found, folder)
-    except KeyboardInterrupt:
-        if not done:
-            raise
-        typer.echo(
-            f"interrupted: radii of {done} tokens are saved in {encodable(str(execution.out))}. "
-            f"Continue with the same command:\n  {as_typed()}",
-            err=True,
-        )
-        return INTERRUPTED
-    if json:
-        typer.echo(as_json(**found.described(), files=written))
-    else:
-        say(encodable(repr(found)))
-        others = ", ".join(path.name for path in written[1:])
-        say(f"\nPage: {encodable(str(written[0]))}, with {others}.")
+    find_and_show(plan, execution.out, json=json, quiet=quiet)
     return 0

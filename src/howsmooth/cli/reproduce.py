@@ -13,7 +13,7 @@ import typer
 from howsmooth.cli.plan_execution import FAILED, INTERRUPTED
 from howsmooth.cli.progress import shown_progress
 from howsmooth.cli.terminal_output import as_json, console, heading, say, show_table
-from howsmooth.cli.typer_command import OUTPUT, JsonOption, QuietOption, as_typed, command
+from howsmooth.cli.typer_command import ONE_PROCESS, OUTPUT, JsonOption, QuietOption, as_typed, command
 from howsmooth.paper.figure_options import FigureOptions
 from howsmooth.study.execution_options import Execution
 from howsmooth.study.text_formatting import duration, encodable, readable
@@ -45,7 +45,7 @@ _EXAMPLES = (
 _NO_PAGE = "There is no page yet, since a figure is drawn once all its measurements are made."
 
 
-@command(*_EXAMPLES, without=("executor", "workers", "scheduler"), out="howsmooth-reproduced")
+@command(*_EXAMPLES, without=ONE_PROCESS, out="howsmooth-reproduced")
 def reproduce(
     options: FigureOptions,
     execution: Execution,

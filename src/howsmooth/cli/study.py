@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -10,6 +11,8 @@ import typer
 from howsmooth.cli.dry_run import DryRunOption, tell_forecast
 from howsmooth.cli.plan_execution import carry_out
 from howsmooth.cli.progress import shown_progress
+from howsmooth.cli.terminal_output import as_json as json_object
+from howsmooth.cli.terminal_output import say, show_table
 from howsmooth.cli.typer_command import (
     JsonOption,
     NoFiguresOption,
@@ -21,12 +24,16 @@ from howsmooth.cli.typer_command import (
 )
 from howsmooth.errors import ArgumentError, StoreError
 from howsmooth.study.execution_options import Execution
-from howsmooth.study.text_formatting import encodable
+from howsmooth.study.text_formatting import duration, encodable, readable
 
 if TYPE_CHECKING:
+    from howsmooth.study.merge import Merged
     from howsmooth.study.plan_file import Study
+    from howsmooth.study.status import Status
 
 __all__ = ["study"]
+
+_MOST_REASONS = 5
 
 _EXAMPLES = (
     "A plan file names models, texts, lengths, samples, scopes, layers and heads; the guide explains its "
@@ -90,12 +97,14 @@ def study(
     if dry_run and status:
         raise ArgumentError("dry-run", expected="--dry-run without --status", got="both")
     if status and paths[0].is_dir():
-        return _status_of_folder(paths[0], as_json=json)
+        from howsmooth.study.status import status_of_folder
+
+        return _tell_status(status_of_folder(paths[0]), paths[0], as_json=json, of_plan=False)
     asked = _read_plan_file(paths[0], execution)
     if dry_run:
         return tell_forecast(asked.plan, asked.execution, as_json=json, quiet=quiet, keep_going=True)
     if status:
-        return _status(asked, as_json=json)
+        return _tell_status(_status(asked), asked.execution.out, as_json=json, of_plan=True)
     return _carry_out(asked, resume=resume, figures=not no_figures, as_json=json, quiet=quiet)
 
 
@@ -126,35 +135,69 @@ def _carry_out(asked: Study, *, resume: bool, figures: bool, as_json: bool, quie
     return carry_out(asked.plan, asked.execution, again=again, keep_going=True, **shown)
 
 
-def _status(asked: Study, *, as_json: bool) -> int:
-    from howsmooth.cli.study_result import show_status, status_as_json
-    from howsmooth.study.status import status as compare
+def _status(asked: Study) -> Status:
+    from howsmooth.study.status import status
     from howsmooth.texts import load_text
 
-    folder = asked.execution.out
     texts = [encodable(load_text(name).name) for name in asked.plan.texts]
-    found = compare(asked.plan, texts, folder)
+    return status(asked.plan, texts, asked.execution.out)
+
+
+def _tell_status(found: Status, folder: Path, *, as_json: bool, of_plan: bool) -> int:
     if as_json:
-        typer.echo(status_as_json(found, folder))
+        typer.echo(json_object(out=folder, **asdict(found)))
     else:
-        show_status(found, folder)
+        _show_status(found, folder, of_plan=of_plan)
     return 0
 
 
-def _status_of_folder(folder: Path, *, as_json: bool) -> int:
-    from howsmooth.cli.study_result import show_status, status_as_json
-    from howsmooth.study.status import status_of_folder
+def _show_status(found: Status, folder: Path, *, of_plan: bool = True) -> None:
+    """Print how many measurements of a study are done and left, whether it runs, and reasons of failures.
 
-    found = status_of_folder(folder)
-    if as_json:
-        typer.echo(status_as_json(found, folder))
+    ``of_plan`` says whether the status is that of a plan.
+    """
+    from howsmooth.study.store import STORE_NAME
+
+    rows = []
+    for part in found.parts:
+        planned, left = (part.planned, part.planned - part.done) if part.planned is not None else ("?", "?")
+        names = [readable(part.model), readable(part.text), part.scope]
+        rows.append([*names, *map(str, (planned, part.done, part.failed, left))])
+    names = ["model", "text", "scope"]
+    show_table([*names, "planned", "done", "failed", "left"], rows, wrapped=names)
+    say(f"\n{_now(found)}")
+    if not of_plan:
+        say("How many are planned is in the plan file: howsmooth study PLAN.toml --status")
+    elif any(part.planned is None for part in found.parts):
+        say("A question mark: the model was not loaded yet or could not be, so its layers are unknown.")
+    if found.reasons:
+        say("\nReasons of failures (the next run tries these measurements again):")
+        for reason, count in found.reasons[:_MOST_REASONS]:
+            times = "once" if count == 1 else f"{count} times"
+            say(f"  {times}: {readable(reason, longest=300)}")
+        if len(found.reasons) > _MOST_REASONS:
+            say(f"  and {len(found.reasons) - _MOST_REASONS} other reasons")
+    say(f"\nStore: {folder / STORE_NAME}")
+
+
+def _now(found: Status) -> str:
+    if found.running:
+        words = f"Running since {found.started}" if found.started else "Running, nothing measured yet"
+    elif found.started is None:
+        words = "Not started"
+    elif found.finished is None:
+        words = f"Not running: the run that started at {found.started} was interrupted"
     else:
-        show_status(found, folder, of_plan=False)
-    return 0
+        words = f"Not running: the run that started at {found.started} ended at {found.finished}"
+    left = any(part.planned is None or part.done < part.planned for part in found.parts)
+    if found.rate is not None:
+        words += f"; {found.rate:.3g} measurements a second"
+    if found.remaining is not None and left:
+        words += f", about {duration(found.remaining)} left"
+    return f"{words}." if left else f"{words}. All measurements are done."
 
 
 def _merge(paths: list[Path], out: Path | None, *, figures: bool, as_json: bool, quiet: bool) -> int:
-    from howsmooth.cli.study_result import merged_as_json, show_merged
     from howsmooth.study.measurement_outputs import write_outputs
     from howsmooth.study.merge import merge_stores
 
@@ -166,7 +209,18 @@ def _merge(paths: list[Path], out: Path | None, *, figures: bool, as_json: bool,
         display.phase("Drawing figures" if figures else "Writing tables")
         written = write_outputs(out, display, figures=figures).report
     if as_json:
-        typer.echo(merged_as_json(merged, out))
+        typer.echo(json_object(out=out, **asdict(merged)))
     elif not quiet:
-        show_merged(merged, written)
+        _show_merged(merged, written)
     return 0
+
+
+def _show_merged(merged: Merged, written: Path) -> None:
+    """Print how many measurements a merge of stores added, and the path of the report."""
+    say(
+        f"{merged.added} measurements were added, {merged.same} were already there. The store now holds "
+        f"{merged.total} measurements and {merged.failures} unresolved failures."
+    )
+    if merged.published:
+        say(f"{merged.published} values of the paper's published code were added.")
+    say(f"Report: {written}")

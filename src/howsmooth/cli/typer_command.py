@@ -18,6 +18,7 @@ from howsmooth.study.options import OUTPUT, Option, Options, options_of, renamed
 from howsmooth.study.text_formatting import encodable
 
 __all__ = [
+    "ONE_PROCESS",
     "OUTPUT",
     "TYPED",
     "JsonOption",
@@ -26,12 +27,16 @@ __all__ = [
     "SilentOption",
     "as_typed",
     "command",
+    "folder_option",
     "refuse_workers",
     "use_threads",
 ]
 
 TYPED: ContextVar[tuple[str, ...]] = ContextVar("typed", default=("measure",))
 """The command-line arguments after ``howsmooth``, as the user typed them."""
+
+ONE_PROCESS = ("executor", "workers", "scheduler")
+"""The options of an execution that a command without workers leaves out."""
 
 JsonOption = Annotated[
     bool,
@@ -52,6 +57,11 @@ NoFiguresOption = Annotated[
         rich_help_panel=OUTPUT,
     ),
 ]
+
+
+def folder_option(help: str) -> Any:
+    """Return the option ``--out`` of a command that writes files only if it is given."""
+    return typer.Option(metavar="FOLDER", help=help, show_default=False, rich_help_panel=OUTPUT)
 
 
 def command(

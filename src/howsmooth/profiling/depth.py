@@ -2,44 +2,43 @@
 
 from __future__ import annotations
 
-import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from importlib.metadata import version
-from typing import TYPE_CHECKING, Any
+from typing import Any, ClassVar
 
 import pandas as pd
-from torch import Tensor, nn
+from markupsafe import Markup
+from matplotlib.figure import Figure
 
 from howsmooth.accuracy_limits import check_accuracy
 from howsmooth.errors import ArgumentError
 from howsmooth.lipschitz import local_lipschitz
 from howsmooth.lipschitz_estimate import LipschitzEstimate
-from howsmooth.models import LoadedModel, Site, load_model
-from howsmooth.models.capture import model_parts, module_of
-from howsmooth.models.float32_weights import computing_dtype
+from howsmooth.models import Site
+from howsmooth.models.capture import model_parts
 from howsmooth.models.whole_model import ModelParts
-from howsmooth.profiling.model_input import given_inputs, shown_progress
+from howsmooth.profiling.figures import draw_depth
+from howsmooth.profiling.model_input import Inputs, Model, given_inputs, loaded_if_named, shown_progress
+from howsmooth.profiling.result import Result, in_interval
 from howsmooth.scopes import OUTPUTS
 from howsmooth.seeds import derive_seed
-from howsmooth.study.file_writing import csv_of, text_or_file, write_parquet
 from howsmooth.study.records import plain_rows
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
 
 __all__ = ["DepthProfile", "depth_profile"]
 
 _MAPS = ("own", "until", "beyond")
 
 
-@dataclass(frozen=True, eq=False, repr=False)
-class DepthProfile:
+@dataclass(frozen=True, eq=False, repr=False, kw_only=True)
+class DepthProfile(Result):
     """Local Lipschitz constants of a model's stages at one input, and of the maps up to and beyond each.
 
     A stage is what happens before the first block (``embeddings``), each block, and what happens after the
     last block (``output``: the last norm, and the head).
     """
+
+    NAME: ClassVar[str] = "depth"
+    TITLE: ClassVar[str] = "Depth profile"
 
     #: One row for each stage, with the columns ``stage``, ``name`` (the path of the block), ``own`` (the
     #: constant of the stage), ``until`` (of the map from the embeddings to the end of the stage), ``beyond``
@@ -47,12 +46,6 @@ class DepthProfile:
     #: ``…_converged``; ``product``, the product of ``own`` over the stages up to this one, never less than
     #: ``until``; and ``ratio``, which is until / product.
     table: pd.DataFrame
-    #: The name of the model, or of its class.
-    model: str
-    #: The input in words.
-    input: str
-    #: Number of tokens.
-    n: int
     #: The output of the model that was measured, in words.
     output: str
     #: Probability with which each interval holds.
@@ -70,7 +63,7 @@ class DepthProfile:
         return (
             f"Local Lipschitz constant of {self.model} from its embeddings to its {self.output} at "
             f"{self.input} (n = {self.n}): {_interval(last, 'until')} at {self.confidence:.4g} confidence; "
-            f"product of its stages {last['product']:.6g}; howsmooth {version('howsmooth')}."
+            f"product of its stages {last['product']:.6g}; {self._made_by}"
         )
 
     def __repr__(self) -> str:
@@ -90,42 +83,23 @@ class DepthProfile:
                   if row[f"{kind}_converged"] is False]  # fmt: skip
         return "\n".join([*lines, *([f"Not converged: {', '.join(missed)}."] if missed else [])])
 
-    def _repr_html_(self) -> str:
-        """Return the table as HTML, for notebooks."""
-        columns = ["stage", *_MAPS, "product", "ratio"]
-        rows: str = self.table[columns].to_html(index=False, float_format="{:.5g}".format, na_rep="")
-        return rows
-
     def plot(self) -> Figure:
         """Draw each stage's constant down the depth of the model, beside the product of the constants."""
-        from howsmooth.profiling.depth_figure import draw
+        return draw_depth(self.table, f"{self.model}, {self.n} tokens, to the {self.output}")
 
-        return draw(self)
-
-    def to_csv(self, path: str | os.PathLike[str] | None = None) -> str | None:
-        """Write the table as CSV to a file; without a path, return the CSV as text."""
-        return text_or_file(csv_of(self.table), path)
-
-    def to_parquet(self, path: str | os.PathLike[str]) -> None:
-        """Write the table as parquet, with the citation in its metadata, where pandas reads it as ``attrs``.
-
-        Raises
-        ------
-        ArgumentError
-            If pandas has no engine for parquet.
-
-        """
-        write_parquet(self.table, path, self.citation)
+    def _shown(self, most: int) -> dict[str, Any]:
+        table = self.table[["stage", *_MAPS, "product", "ratio"]]
+        return {"table": Markup(table.to_html(index=False, float_format="{:.5g}".format, na_rep=""))}
 
     def described(self) -> dict[str, Any]:
         """Return the settings and the table, as a dict for JSON."""
-        names = ("model", "input", "n", "output", "confidence", "value", "citation")
-        return {name: getattr(self, name) for name in names} | {"stages": plain_rows(self.table)}
+        own = {name: getattr(self, name) for name in ("output", "confidence", "value")}
+        return super().described() | own | {"stages": plain_rows(self.table)}
 
 
 def depth_profile(
-    model: nn.Module | LoadedModel | str | os.PathLike[str],
-    inputs: str | Tensor | Sequence[int] | Mapping[str, Tensor],
+    model: Model,
+    inputs: Inputs,
     *,
     output: str = "hidden",
     last_token: bool = False,
@@ -175,11 +149,8 @@ def depth_profile(
     """
     if output not in OUTPUTS:
         raise ArgumentError("output", expected=f"one of {', '.join(OUTPUTS)}", got=repr(output))
-    if isinstance(model, str | os.PathLike):
-        model = load_model(model, dtype=None, head=output != "hidden")
-    module = module_of(model)
-    check_accuracy(rtol, confidence, str(computing_dtype(module)).removeprefix("torch."))
-    given = given_inputs(model, module, inputs, span, tokenizer)
+    given = given_inputs(loaded_if_named(model, head=output != "hidden"), inputs, span, tokenizer)
+    check_accuracy(rtol, confidence, given.computed)
     settings: dict[str, Any] = {
         "rtol": rtol,
         "confidence": confidence,
@@ -192,7 +163,7 @@ def depth_profile(
         return _fields(kind, local_lipschitz(site.map, site.x[:1], seed=start, **settings))
 
     rows: list[dict[str, Any]] = []
-    with model_parts(module, given.inputs) as parts:
+    with model_parts(given.module, given.inputs) as parts:
         blocks = parts.last_layers
         total = len(blocks) + 2
         with shown_progress(on_layer, total) as told:
@@ -214,9 +185,8 @@ def depth_profile(
     table["product"] = table["own"].cumprod()
     table["ratio"] = table["until"] / table["product"]
     return DepthProfile(
+        **given.origin(),
         table=table,
-        model=model.label if isinstance(model, LoadedModel) else type(module).__name__,
-        input=given.description,
         n=n,
         output=_in_words(read, last_token),
         confidence=confidence,
@@ -263,5 +233,5 @@ def _as(kind: str, row: Mapping[str, Any], source: str = "own") -> dict[str, Any
 
 
 def _interval(row: Mapping[str, Any], kind: str) -> str:
-    status = "" if row[f"{kind}_converged"] else " (not converged)"
-    return f"{row[kind]:.6g} in [{row[f'{kind}_lower']:.6g}, {row[f'{kind}_upper']:.6g}]{status}"
+    limits = row[kind], row[f"{kind}_lower"], row[f"{kind}_upper"]
+    return in_interval(*limits, converged=row[f"{kind}_converged"])

@@ -1,10 +1,11 @@
-"""Read the one model and the one input of a profile, and show the progress through the model's layers."""
+"""Read one model and one input of it, and go through the model's layers with a progress bar."""
 
 from __future__ import annotations
 
 import hashlib
+import os
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -13,12 +14,32 @@ import torch
 from torch import Tensor, nn
 from tqdm.auto import tqdm
 
-from howsmooth.errors import ArgumentError
-from howsmooth.models import LoadedModel
-from howsmooth.models.float32_weights import hash_weights
+from howsmooth.errors import ArgumentError, CaptureError
+from howsmooth.models import LoadedModel, load_model
+from howsmooth.models.capture import module_of, self_attention_layers
+from howsmooth.models.float32_weights import computing_dtype, hash_weights, stored_dtype
+from howsmooth.models.identification.verified_layer import VerifiedLayer
 from howsmooth.models.inputs.model_inputs import max_length
 
-__all__ = ["GivenInputs", "fingerprint_of", "given_inputs", "shown_progress"]
+__all__ = [
+    "GivenInputs",
+    "Inputs",
+    "Layers",
+    "Model",
+    "given_inputs",
+    "layers_of",
+    "loaded_if_named",
+    "shown_progress",
+]
+
+Model = nn.Module | LoadedModel | str | os.PathLike[str]
+"""A model that the user gives: a module, a loaded model, or the name or folder of one."""
+
+Inputs = str | Tensor | Sequence[int] | Mapping[str, Tensor]
+"""An input that the user gives: a text, token ids, a floating-point tensor, or a dict for the model."""
+
+Layers = int | str | slice | Sequence[int] | None
+"""The layers that the user chooses."""
 
 # A text is cut after so many tokens unless a span is given: the time grows with the square of the length.
 _MOST_TOKENS = 512
@@ -41,18 +62,71 @@ def shown_progress(
         yield lambda done, _: bar.update(done - bar.n)
 
 
+def loaded_if_named(model: Any, load: Callable[..., LoadedModel] = load_model, **options: Any) -> Any:
+    """Load a model that is given by its name or folder, with its weights in the dtype of their file."""
+    return load(model, dtype=None, **options) if isinstance(model, str | os.PathLike) else model
+
+
 @dataclass(frozen=True, eq=False)
 class GivenInputs:
-    """The inputs of the model, the text of their tokens if known, and a short description."""
+    """A model, its inputs, the text of their tokens if known, and a short description of the inputs."""
 
+    model: nn.Module | LoadedModel
     inputs: Any
     words: list[str] | None
     description: str
 
+    @property
+    def module(self) -> nn.Module:
+        """The model as a PyTorch module."""
+        return module_of(self.model)
+
+    @property
+    def computed(self) -> str:
+        """The dtype in which the model runs."""
+        return str(computing_dtype(self.module)).removeprefix("torch.")
+
+    def origin(self) -> dict[str, str]:
+        """Return the fields of a :class:`~howsmooth.profiling.result.Result` that name model and input."""
+        model, module = self.model, self.module
+        if isinstance(model, LoadedModel):
+            label, source, fingerprint, stored = model.label, model.source, model.fingerprint, model.stored
+        else:
+            digest = hashlib.sha256()
+            hash_weights(digest, module)
+            label, source, stored = type(module).__name__, "", stored_dtype(module)
+            fingerprint = digest.hexdigest()
+        return {
+            "model": label,
+            "source": source,
+            "fingerprint": fingerprint,
+            "input": self.description,
+            "stored": str(stored).removeprefix("torch."),
+            "computed": self.computed,
+        }
+
+
+def layers_of(
+    given: GivenInputs, layers: Layers, on_layer: Callable[[int, int], None] | None
+) -> Iterator[tuple[int, VerifiedLayer | CaptureError]]:
+    """Yield the self-attention layers of a model at its inputs, and report how many are done.
+
+    ``on_layer`` takes the number of finished layers and that of all, zero while unknown; None shows a bar.
+    """
+    total = len(layers) if isinstance(layers, Sequence) and not isinstance(layers, str) else 0
+    if isinstance(given.model, LoadedModel) and layers is None:
+        total = given.model.layers or 0
+    done = 0
+    with shown_progress(on_layer, total) as told:
+        for index, layer in self_attention_layers(given.module, given.inputs, layers):
+            told(done, total)
+            yield index, layer
+            done += 1
+        told(done, done)
+
 
 def given_inputs(
-    model: object,
-    module: nn.Module,
+    model: nn.Module | LoadedModel,
     inputs: object,
     span: object,
     tokenizer: Any,
@@ -64,6 +138,7 @@ def given_inputs(
 
     ``special`` says that a text gets the tokenizer's special tokens.
     """
+    module = module_of(model)
     if tokenizer is None and isinstance(model, LoadedModel):
         tokenizer = model.tokenizer
     decoded = _decoder(tokenizer)
@@ -77,18 +152,18 @@ def given_inputs(
             raise ArgumentError("span", expected="None beside a dict of inputs", got=repr(span))
         found = named.get("input_ids")
         words = None if found is None or found.shape[0] != 1 else decoded(found[0])
-        return GivenInputs(named, words, f"inputs {', '.join(named)}")
+        return GivenInputs(model, named, words, f"inputs {', '.join(named)}")
     else:
         if isinstance(inputs, Tensor) and inputs.is_floating_point():  # as the model takes it
             if span is not None:
                 raise ArgumentError("span", expected="None beside inputs without token ids", got=repr(span))
-            return GivenInputs(inputs, None, f"a tensor {tuple(inputs.shape)}")
+            return GivenInputs(model, inputs, None, f"a tensor {tuple(inputs.shape)}")
         ids, what = _ids(inputs), "token ids"
     most = min(longest, max_length(module) or longest)
     first, end = _bounds(span, len(ids), most)
     cut = "" if end - first == len(ids) else f"tokens {first} to {end - 1} of {len(ids)}, "
     digest = hashlib.sha256(ids[first:end].numpy().tobytes()).hexdigest()[:12]
-    return GivenInputs(ids[None, first:end], decoded(ids[first:end]), f"{what}, {cut}SHA-256 {digest}")
+    return GivenInputs(model, ids[None, first:end], decoded(ids[first:end]), f"{what}, {cut}SHA-256 {digest}")
 
 
 def _encoded(tokenizer: Any, text: str, special: bool) -> list[int]:
@@ -157,10 +232,3 @@ def _bounds(span: object, length: int, most: int) -> tuple[int, int]:
     if not 0 <= first < end <= length:
         raise ArgumentError("span", expected=expected, got=repr(span))
     return first, end
-
-
-def fingerprint_of(module: nn.Module) -> str:
-    """Return the SHA-256 of the module's weights."""
-    digest = hashlib.sha256()
-    hash_weights(digest, module)
-    return digest.hexdigest()

@@ -19,11 +19,9 @@ from howsmooth.bounds import kv_error_upper_bound
 from howsmooth.errors import CaptureError, HowsmoothError, ModelError
 from howsmooth.lipschitz.queries_keys_values import entry_sensitivities
 from howsmooth.models import LoadedModel, Site, load_model
-from howsmooth.models.capture import module_of, self_attention_layers
-from howsmooth.models.float32_weights import computing_dtype, stored_dtype
 from howsmooth.models.identification.verified_layer import VerifiedLayer
 from howsmooth.models.key_value_perturbations import LogitsOfModel
-from howsmooth.profiling.model_input import fingerprint_of, given_inputs, shown_progress
+from howsmooth.profiling.model_input import Inputs, Layers, Model, given_inputs, layers_of, loaded_if_named
 from howsmooth.profiling.precision_result import Precision
 from howsmooth.profiling.quantised_cache import of_head, simulated_kl
 from howsmooth.profiling.quantisers import (
@@ -45,13 +43,13 @@ _DRAWS = 16
 
 
 def precision(
-    model: nn.Module | LoadedModel | str | os.PathLike[str],
-    inputs: str | Tensor | Sequence[int] | Mapping[str, Tensor],
+    model: Model,
+    inputs: Inputs,
     *,
     bits: int | Sequence[int] = (8, 4, 3),
     quantisers: str | Sequence[str] = QUANTISERS,
     span: slice | tuple[int, int] | str | None = None,
-    layers: int | str | slice | Sequence[int] | None = None,
+    layers: Layers = None,
     logits: bool = True,
     tokenizer: Any = None,
     seed: int = 0,
@@ -101,43 +99,27 @@ def precision(
 
     """
     wanted = checked_bits(bits), checked_quantisers(quantisers)
-    if isinstance(model, str | os.PathLike):
-        model = load_with_head(model, dtype=None)
-    module = module_of(model)
-    given = given_inputs(model, module, inputs, span, tokenizer)
-    whole, refused = _whole_model(module, given.inputs, logits=logits)
-    total = len(layers) if isinstance(layers, Sequence) and not isinstance(layers, str) else 0
-    if isinstance(model, LoadedModel) and layers is None:
-        total = model.layers or 0
+    given = given_inputs(loaded_if_named(model, load_with_head), inputs, span, tokenizer)
+    whole, refused = _whole_model(given.module, given.inputs, logits=logits)
     rows: list[dict[str, Any]] = []
     fisher: dict[int, tuple[Tensor, Tensor]] = {}
     if whole is not None:
         fisher = whole.squared_gradients(_DRAWS, derive_seed(purpose="precision", seed=seed))
-    n = done = 0
-    with shown_progress(on_layer, total) as told:
-        for index, layer in self_attention_layers(module, given.inputs, layers):
-            told(done, total)
-            done += 1
-            try:
-                site = _site(layer)
-                n = max(n, site.x.shape[1])
-                rows += _Layer(site, whole, fisher.get(index)).rows(*wanted)
-            except HowsmoothError as error:
-                refused.append(str(error))
-        told(done, done)
+    n = 0
+    for index, layer in layers_of(given, layers, on_layer):
+        try:
+            site = _site(layer)
+            n = max(n, site.x.shape[1])
+            rows += _Layer(site, whole, fisher.get(index)).rows(*wanted)
+        except HowsmoothError as error:
+            refused.append(str(error))
     if not rows:
-        raise CaptureError(f"No layer of {type(module).__name__} can be treated. {refused[-1]}")
-    loaded = model if isinstance(model, LoadedModel) else None
+        raise CaptureError(f"No layer of {type(given.module).__name__} can be treated. {refused[-1]}")
     found = Precision(
+        **given.origin(),
         table=pd.DataFrame(rows),
         together=pd.DataFrame(columns=["quantiser", "bits", "kl"]),
-        model=type(module).__name__ if loaded is None else loaded.label,
-        source="" if loaded is None else loaded.source,
-        fingerprint=fingerprint_of(module) if loaded is None else loaded.fingerprint,
-        input=given.description,
         n=n,
-        stored=str(stored_dtype(module) if loaded is None else loaded.stored).removeprefix("torch."),
-        computed=str(computing_dtype(module)).removeprefix("torch."),
         seed=seed,
         refused=tuple(refused),
         logits=whole,

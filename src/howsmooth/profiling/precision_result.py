@@ -2,24 +2,20 @@
 
 from __future__ import annotations
 
-import hashlib
-import os
 from dataclasses import dataclass
-from importlib.metadata import version
 from textwrap import indent
-from typing import TYPE_CHECKING, Any
+from typing import Any, ClassVar
 
 import numpy as np
 import pandas as pd
+from matplotlib.figure import Figure
 
 from howsmooth.errors import ArgumentError
+from howsmooth.profiling.figures import draw_precision
 from howsmooth.profiling.quantised_cache import simulated_kl
 from howsmooth.profiling.quantisers import checked_bits, checked_quantisers
-from howsmooth.study.file_writing import csv_of, text_or_file, write_parquet
+from howsmooth.profiling.result import Result
 from howsmooth.study.records import plain_rows
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
 
 __all__ = ["Precision"]
 
@@ -31,9 +27,12 @@ _CHANGES, _DIVERGENCES = ("predicted", "change", "bound"), ("predicted_kl", "kl"
 _PAIRS = (("predicted", "change"), ("predicted_kl", "kl"), ("predicted", "kl"))
 
 
-@dataclass(frozen=True, eq=False, repr=False)
-class Precision:
+@dataclass(frozen=True, eq=False, repr=False, kw_only=True)
+class Precision(Result):
     """Predicted and real changes of a model's output at one input when keys or values are quantised."""
+
+    NAME: ClassVar[str] = "precision"
+    TITLE: ClassVar[str] = "Precision"
 
     #: One row for each layer, key/value head, operand, quantiser and number of bits. Columns: ``layer``,
     #: ``head``, ``operand`` ("K" or "V"), ``bits``, ``quantiser``; of the attention's output, in Frobenius
@@ -47,20 +46,6 @@ class Precision:
     #: The divergence ``kl`` of the model's predictions with all these keys and values quantised at the same
     #: time, for each ``quantiser`` and number of ``bits``; empty without logits.
     together: pd.DataFrame
-    #: The name of the model, or of its class.
-    model: str
-    #: Where the weights come from; empty for a model that was not loaded by its name.
-    source: str
-    #: SHA-256 of the model.
-    fingerprint: str
-    #: The input in words.
-    input: str
-    #: Number of tokens.
-    n: int
-    #: The dtype in which the weights are stored.
-    stored: str
-    #: The dtype in which the model runs; changes of a layer's output are computed in float64.
-    computed: str
     #: Seed of the draws from which the divergence is predicted.
     seed: int
     #: What was left out, with the reasons.
@@ -227,11 +212,9 @@ class Precision:
     def citation(self) -> str:
         """One line to cite, with the KL divergences if all is quantised, rank correlations and the digest."""
         at_once = "".join(f" {line};" for line in self._together_in_words())
-        digest = hashlib.sha256(f"{self.fingerprint}\n{csv_of(self.table)}".encode()).hexdigest()[:12]
         return (
             f"Quantised keys and values of {self.model} at {self.input} (n = {self.n}):{at_once} Spearman's "
-            f"rank correlation: {self._ranks_in_words()}; weights in {self.stored}, computed in "
-            f"{self.computed}; howsmooth {version('howsmooth')}, torch {version('torch')}, digest {digest}."
+            f"rank correlation: {self._ranks_in_words()}; {self._made_by}"
         )
 
     def _ranks_in_words(self) -> str:
@@ -277,31 +260,20 @@ class Precision:
 
     def plot(self) -> Figure:
         """Draw the predicted effect of quantising each head, and real effects against predicted ones."""
-        from howsmooth.profiling.precision_figure import draw
+        title = f"{self.model}, one input of {self.n} tokens"
+        return draw_precision(self.table, title, divergences=self.has_kl)
 
-        return draw(self)
-
-    def to_csv(self, path: str | os.PathLike[str] | None = None) -> str | None:
-        """Write the table as CSV to a file; without a path, return the CSV as text."""
-        return text_or_file(csv_of(self.table), path)
-
-    def to_parquet(self, path: str | os.PathLike[str]) -> None:
-        """Write the table as parquet, with the citation in its metadata, where pandas reads it as ``attrs``.
-
-        Raises
-        ------
-        ArgumentError
-            If pandas has no engine for parquet.
-
-        """
-        write_parquet(self.table, path, self.citation)
+    def _shown(self, most: int) -> dict[str, Any]:
+        rows = plain_rows(self.first_rows(most))
+        agreement = [row | {"spearman": f"{row['spearman']:.3f}"} for row in plain_rows(self.agreement)]
+        shown = {"rows": rows, "columns": list(rows[0]), "shown": len(rows), "total": len(self.table)}
+        return shown | {"agreement": agreement}
 
     def described(self) -> dict[str, Any]:
         """Return the settings, the rank correlations and the ranking, as a dict for JSON."""
-        names = ("model", "source", "fingerprint", "input", "n", "stored", "computed", "seed")
-        return {name: getattr(self, name) for name in names} | {
+        return super().described() | {
+            "seed": self.seed,
             "refused": list(self.refused),
-            "citation": self.citation,
             "together": plain_rows(self.together),
             "agreement": plain_rows(self.agreement),
             "ranking": plain_rows(self._sorted),

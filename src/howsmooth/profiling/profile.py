@@ -2,27 +2,22 @@
 
 from __future__ import annotations
 
-import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import pandas as pd
-from torch import Tensor, nn
 
 from howsmooth.accuracy_limits import check_accuracy
 from howsmooth.errors import ArgumentError, CaptureError, HowsmoothError
 from howsmooth.lipschitz import head_lipschitz, local_lipschitz
 from howsmooth.lipschitz_estimate import LipschitzEstimate
-from howsmooth.models import LoadedModel, load_model
-from howsmooth.models.capture import module_of, self_attention_layers
 from howsmooth.models.captured_site import Site
-from howsmooth.models.float32_weights import computing_dtype, stored_dtype
 from howsmooth.models.identification.verified_layer import VerifiedLayer
-from howsmooth.profiling.model_input import fingerprint_of, given_inputs, shown_progress
-from howsmooth.profiling.result import Profile
+from howsmooth.profiling.influence import Influence
+from howsmooth.profiling.influence import influence as influence_of
+from howsmooth.profiling.model_input import Inputs, Layers, Model, given_inputs, layers_of, loaded_if_named
+from howsmooth.profiling.profile_result import Profile
 from howsmooth.seeds import derive_seed
-from howsmooth.token_influence import Influence
-from howsmooth.token_influence import influence as influence_of
 
 __all__ = ["SCOPES", "profile"]
 
@@ -31,11 +26,11 @@ SCOPES = ("attention", "head")
 
 
 def profile(
-    model: nn.Module | LoadedModel | str | os.PathLike[str],
-    inputs: str | Tensor | Sequence[int] | Mapping[str, Tensor],
+    model: Model,
+    inputs: Inputs,
     *,
     span: slice | tuple[int, int] | str | None = None,
-    layers: int | str | slice | Sequence[int] | None = None,
+    layers: Layers = None,
     scopes: Sequence[str] = SCOPES,
     tokenizer: Any = None,
     rtol: float = 1e-3,
@@ -102,38 +97,24 @@ def profile(
     wanted = _checked_scopes(scopes)
     if influence and "attention" not in wanted:
         raise ArgumentError("influence", expected='False without the scope "attention"', got="True")
-    if isinstance(model, str | os.PathLike):
-        model = load_model(model, dtype=None)
-    module = module_of(model)
-    check_accuracy(rtol, confidence, str(computing_dtype(module)).removeprefix("torch."))
-    given = given_inputs(model, module, inputs, span, tokenizer)
-    measured = _Measured(rtol, confidence, max_iterations, seed, memory, wanted, given.words)
-    total = len(layers) if isinstance(layers, Sequence) and not isinstance(layers, str) else 0
-    if isinstance(model, LoadedModel) and layers is None:
-        total = model.layers or 0
-    with shown_progress(on_layer, total) as told:
-        for index, layer in self_attention_layers(module, given.inputs, layers):
-            told(measured.layers, total)
-            measured.add(index, layer)
-        told(measured.layers, measured.layers)
-        of_tokens = measured.influence() if influence else None
+    given = given_inputs(loaded_if_named(model), inputs, span, tokenizer)
+    check_accuracy(rtol, confidence, given.computed)
+    how = {"rtol": rtol, "confidence": confidence, "max_iterations": max_iterations, "memory": memory}
+    measured = _Measured(how, seed, wanted, given.words)
+    for index, layer in layers_of(given, layers, on_layer):
+        measured.add(index, layer)
+    of_tokens = measured.influence() if influence else None
     if not measured.rows:
-        raise CaptureError(f"No layer of {type(module).__name__} can be measured. {measured.refused[0]}")
-    loaded = model if isinstance(model, LoadedModel) else None
-    precision = {
-        "stored": str(stored_dtype(module) if loaded is None else loaded.stored).removeprefix("torch."),
-        "computed": str(computing_dtype(module)).removeprefix("torch."),
-    }
+        what = type(given.module).__name__
+        raise CaptureError(f"No layer of {what} can be measured. {measured.refused[0]}")
+    origin = given.origin()
+    precision = {name: origin[name] for name in ("stored", "computed")}
     return Profile(
-        table=measured.table().assign(**precision),
-        tokens=measured.tokens(),
-        model=type(module).__name__ if loaded is None else loaded.label,
-        source="" if loaded is None else loaded.source,
-        fingerprint=fingerprint_of(module) if loaded is None else loaded.fingerprint,
-        input=given.description,
+        **origin,
+        table=pd.DataFrame(measured.rows).astype({"head": "Int64"}).assign(**precision),
+        tokens=pd.concat(measured.shares, ignore_index=True),
         words=tuple(given.words or ()),
         n=measured.n,
-        **precision,
         confidence=confidence,
         rtol=rtol,
         seed=seed,
@@ -156,25 +137,9 @@ class _Measured:
     """Measurements of a model's layers, collected layer by layer as rows of the profile's tables."""
 
     def __init__(
-        self,
-        rtol: float,
-        confidence: float,
-        max_iterations: int,
-        seed: int,
-        memory: int | None,
-        scopes: tuple[str, ...],
-        words: list[str] | None,
+        self, how: dict[str, Any], seed: int, scopes: tuple[str, ...], words: list[str] | None
     ) -> None:
-        self.how: dict[str, Any] = {
-            "rtol": rtol,
-            "confidence": confidence,
-            "max_iterations": max_iterations,
-            "memory": memory,
-        }
-        self.seed = seed
-        self.scopes = scopes
-        self.words = words
-        self.layers = 0
+        self.how, self.seed, self.scopes, self.words = how, seed, scopes, words
         self.n = 0
         self.rows: list[dict[str, Any]] = []
         self.shares: list[pd.DataFrame] = []
@@ -183,7 +148,6 @@ class _Measured:
 
     def add(self, index: int, layer: VerifiedLayer | CaptureError) -> None:
         """Measure one layer in each scope, and record the error of a scope that cannot be measured."""
-        self.layers += 1
         if isinstance(layer, CaptureError):
             self.refused.append(str(layer))
             return
@@ -209,7 +173,8 @@ class _Measured:
         attention, x = layer.found.map, layer.tokens[0]
         if not hasattr(attention, "head"):
             raise CaptureError(f"its heads cannot be taken alone ({layer.found.reason}).")
-        yield from enumerate(_each(head_lipschitz(attention, x, seed=seed, **self.how)))
+        heads = head_lipschitz(attention, x, seed=seed, **self.how)
+        yield from ((head, heads[head]) for head in range(len(heads.value)))
 
     def _append(self, layer: VerifiedLayer, scope: str, head: int | None, found: LipschitzEstimate) -> None:
         place = layer.self_attention.layer
@@ -249,14 +214,3 @@ class _Measured:
         except HowsmoothError as error:
             self.refused.append(f"Influence in layer {site.layer}: {error}")
             return None
-
-    def table(self) -> pd.DataFrame:
-        return pd.DataFrame(self.rows).astype({"head": "Int64"})
-
-    def tokens(self) -> pd.DataFrame:
-        return pd.concat(self.shares, ignore_index=True)
-
-
-def _each(found: LipschitzEstimate) -> Iterator[LipschitzEstimate]:
-    """Yield the estimates of a batch one by one."""
-    return (found[i] for i in range(len(found.value)))

@@ -1,201 +1,52 @@
-"""``Profile``: the local Lipschitz constants of a model's layers and heads, as tables, words and files."""
+"""``Result``: what was found at one input of a model, with its files, its page and its notebook view."""
 
 from __future__ import annotations
 
 import hashlib
 import os
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from importlib.metadata import version
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar
 
+import jinja2
 import pandas as pd
+from markupsafe import Markup
+from matplotlib.figure import Figure
 
-from howsmooth.errors import ArgumentError
-from howsmooth.study.file_writing import csv_of, text_or_file, write_parquet
-from howsmooth.study.records import plain_rows
-from howsmooth.study.text_formatting import place_in_words, readable
-from howsmooth.token_influence import Influence
+from howsmooth.study.figures.style import save
+from howsmooth.study.file_writing import (
+    csv_of,
+    replace_file,
+    text_or_file,
+    writable_folder,
+    write_parquet,
+)
+from howsmooth.study.html_assets import data_url, digest, png, style_sheet, templates_of
 
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
+__all__ = ["Result", "WritableTable", "in_interval"]
 
-__all__ = ["Profile"]
-
-_SHOWN = 10  # rows of the ranking in a printed profile
+_ON_PAGE = 60  # rows whose details a page shows; the tables have all
+_IN_NOTEBOOK = 3
 
 
-@dataclass(frozen=True, eq=False, repr=False)
-class Profile:
-    """The local Lipschitz constants of attention layers and heads at one input, with their tokens."""
+class WritableTable:
+    """A result with a table and a line to cite, which can be written to files."""
 
-    #: One row for each layer (scope ``attention``, no head) and each head (scope ``head``), with the columns
-    #: ``layer``, ``head``, ``scope``, ``value``, ``lower``, ``upper``, ``confidence``, ``converged``,
-    #: ``iterations``, ``method``, ``masking``, ``name`` (the path of the module), ``stored`` and ``computed``
-    #: (the dtypes of the weights and of the computation, as below). ``print(p.ranking)`` fits a terminal of
-    #: 80 columns; ``table`` is wider.
-    table: pd.DataFrame
-    #: One row for each token of each row of ``table``, with the columns ``layer``, ``head``, ``scope``,
-    #: ``position``, ``token`` where the input has words, ``input_share`` (where a change matters) and
-    #: ``output_share`` (where it shows). The shares of a side sum to one.
-    tokens: pd.DataFrame
-    #: The name of the model or of its folder, or the name of its class.
-    model: str
-    #: Where the weights come from; empty for a model that was not loaded by its name.
-    source: str
-    #: SHA-256 of the model.
-    fingerprint: str
-    #: The input in words.
-    input: str
-    #: The text of each token; empty for inputs without token ids.
-    words: tuple[str, ...]
-    #: Number of tokens.
-    n: int
-    #: The dtype in which the weights are stored.
-    stored: str
-    #: The dtype of the map, its tokens and the products; values and intervals of closed forms are float64.
-    computed: str
-    #: Probability with which each interval holds.
-    confidence: float
-    #: Relative width of the intervals that was asked for.
-    rtol: float
-    #: Seed of the random starts.
-    seed: int
-    #: What was not measured, with the reasons.
-    refused: tuple[str, ...]
-    #: Which token moves which, in the layer with the largest constant; None where that was not measured.
-    influence: Influence | None = None
+    if TYPE_CHECKING:
 
-    @property
-    def ranking(self) -> pd.DataFrame:
-        """The table of measured constants, sorted within each scope, the largest first.
+        @property
+        def table(self) -> pd.DataFrame:
+            """The table."""
 
-        Heads come before whole layers. Columns: ``layer``, ``head``, ``scope``, ``value``, ``lower``,
-        ``upper`` and ``converged``.
-        """
-        return self._sorted[["layer", "head", "scope", "value", "lower", "upper", "converged"]]
-
-    @property
-    def _sorted(self) -> pd.DataFrame:
-        return self.table.sort_values(["scope", "value"], ascending=False, kind="stable", ignore_index=True)
-
-    @property
-    def _influence_layer(self) -> int:
-        """The layer with the largest constant, for which ``influence`` was measured."""
-        ranking = self.ranking
-        return int(ranking[ranking["scope"] == "attention"].iloc[0]["layer"])
-
-    @property
-    def digest(self) -> str:
-        """The first 12 hexadecimal digits of the SHA-256 of the table and the model's weights.
-
-        The digest changes with the seed, which moves the intervals, and with every weight, measured or not.
-        """
-        return hashlib.sha256(f"{self.fingerprint}\n{csv_of(self.table)}".encode()).hexdigest()[:12]
-
-    @property
-    def citation(self) -> str:
-        """One line for citing the profile: largest constants with intervals, the versions and the digest."""
-        found = []
-        for scope, rows in self.ranking.groupby("scope", sort=False):
-            top = rows.iloc[0]
-            found.append(f"largest in scope {scope}: {_place(top)}, {_interval(top)}")
-        return (
-            f"Local Lipschitz constants of {self.model} at {self.input} (n = {self.n}): {'; '.join(found)}; "
-            f"each interval at {self.confidence:.4g} confidence; {self.precision}; howsmooth "
-            f"{version('howsmooth')}, torch {version('torch')}, transformers {version('transformers')}; "
-            f"weights {self.fingerprint[:12]}, digest {self.digest}."
-        )
-
-    @property
-    def precision(self) -> str:
-        """The dtypes of the stored weights and of the computation, in words."""
-        same = self.stored == self.computed
-        return f"weights in {self.stored}" + ("" if same else f", computed in {self.computed}")
-
-    def sensitive_tokens(self, layer: int, head: int | None = None) -> pd.DataFrame:
-        """Return the tokens of one layer or head, the most sensitive ones first.
-
-        The tokens are sorted by ``input_share``.
-
-        Raises
-        ------
-        ArgumentError
-            If the profile has no such layer or head.
-
-        """
-        rows = self._tokens_of(layer, head).sort_values("input_share", ascending=False, kind="stable")
-        return rows.reset_index(drop=True)
-
-    def _tokens_of(self, layer: int, head: int | None) -> pd.DataFrame:
-        heads = self.tokens["head"]
-        found = self.tokens[
-            (self.tokens["layer"] == layer) & (heads.isna() if head is None else heads == head)
-        ]
-        if found.empty:
-            raise ArgumentError(
-                "layer", expected="a layer or head of the table", got=place_in_words(layer, head)
-            )
-        return found
-
-    # ---- in words, in notebooks, and as files
-
-    def __repr__(self) -> str:
-        lines = [
-            f"Profile of {self.model}, {self.n} tokens, {self.precision}.",
-            f"Intervals of {self.confidence:.4g} confidence; "
-            "the token where a change matters → where it shows.",
-        ]
-        for scope, rows in self.ranking.groupby("scope", sort=False):
-            lines.append(f"  scope {scope}, the largest {min(len(rows), _SHOWN)} of {len(rows)}:")
-            lines += [
-                f"    {_place(row):<18} {_interval(row)}{self._said_of_tokens(row)}"
-                for _, row in rows.head(_SHOWN).iterrows()
-            ]
-        missed = int((~self.table["converged"]).sum())
-        lines += [f"  {missed} of {len(self.table)} did not reach rtol = {self.rtol:g}"] if missed else []
-        if self.influence is not None:
-            lines.append(f"  {place_in_words(self._influence_layer, None)}: {self.influence}")
-        lines += [f"  not measured: {reason}" for reason in self.refused]
-        return "\n".join(lines)
-
-    def _said_of_tokens(self, row: Any) -> str:
-        """Return a phrase with the most sensitive input token and the most affected output token of a row."""
-        head = None if pd.isna(row["head"]) else int(row["head"])
-        rows = plain_rows(self._tokens_of(int(row["layer"]), head))
-        said = []
-        for column in ("input_share", "output_share"):
-            top = max(rows, key=lambda one: one[column] or 0.0)
-            if top[column] is not None:
-                token = f" {readable(top['token'])!r}" if "token" in top else ""
-                said.append(f"{top['position']}{token} {100 * top[column]:.0f} %")
-        return f"  {' → '.join(said)}" if said else ""
-
-    def _repr_html_(self) -> str:
-        """Return the figure, the ranking and the tokens of its first rows as HTML, for notebooks."""
-        from howsmooth.profiling.page import fragment
-
-        return fragment(self)
-
-    def plot(self) -> Figure:
-        """Draw the constants as a heatmap of layers and heads, with a column for the whole layers."""
-        from howsmooth.profiling.heatmap import draw
-
-        return draw(self)
+        @property
+        def citation(self) -> str:
+            """The line to cite."""
 
     def to_csv(self, path: str | os.PathLike[str] | None = None) -> str | None:
         """Write the table as CSV to a file; without a path, return the CSV as text."""
         return text_or_file(csv_of(self.table), path)
-
-    def to_latex(self, path: str | os.PathLike[str] | None = None) -> str | None:
-        """Write the ranking as a LaTeX table; without a path, return it as text.
-
-        The table uses booktabs, and its caption is the citation.
-        """
-        table = self._sorted.drop(columns=["iterations", "method", "masking", "name"])
-        words: str = table.to_latex(
-            index=False, float_format="%.6g", na_rep="all", escape=True, caption=_latex(self.citation)
-        )
-        return text_or_file(words, path)
 
     def to_parquet(self, path: str | os.PathLike[str]) -> None:
         """Write the table as parquet, with the citation in its metadata, where pandas reads it as ``attrs``.
@@ -208,41 +59,126 @@ class Profile:
         """
         write_parquet(self.table, path, self.citation)
 
+
+@dataclass(frozen=True, eq=False, repr=False, kw_only=True)
+class Result(WritableTable, ABC):
+    """What was found at one input of a model."""
+
+    #: What was found, row by row.
+    table: pd.DataFrame
+    #: The name of the model or of its folder, or the name of its class.
+    model: str
+    #: Where the weights come from; empty for a model that was not loaded by its name.
+    source: str
+    #: SHA-256 of the model.
+    fingerprint: str
+    #: The input in words.
+    input: str
+    #: Number of tokens.
+    n: int
+    #: The dtype in which the weights are stored.
+    stored: str
+    #: The dtype in which the model was computed.
+    computed: str
+
+    #: The name of the result's page, figure, table and template, such as ``profile``.
+    NAME: ClassVar[str]
+    #: The title of the page, which is followed by the name of the model.
+    TITLE: ClassVar[str]
+
+    @property
+    @abstractmethod
+    def citation(self) -> str:
+        """One line to cite, with the numbers that matter most and where they come from."""
+
+    @abstractmethod
+    def plot(self) -> Figure:
+        """Draw the result."""
+
+    @property
+    def precision(self) -> str:
+        """The dtypes of the stored weights and of the computation, in words."""
+        same = self.stored == self.computed
+        return f"weights in {self.stored}" + ("" if same else f", computed in {self.computed}")
+
+    @property
+    def digest(self) -> str:
+        """The first 12 hexadecimal digits of the SHA-256 of the table and the model's weights.
+
+        The digest changes with the seed, which moves the intervals, and with every weight, measured or not.
+        """
+        return hashlib.sha256(f"{self.fingerprint}\n{csv_of(self.table)}".encode()).hexdigest()[:12]
+
+    @property
+    def _made_by(self) -> str:
+        """The end of a citation: the dtypes, the versions of the libraries, the weights and the digest."""
+        versions = ", ".join(f"{name} {version(name)}" for name in ("howsmooth", "torch", "transformers"))
+        return f"{self.precision}; {versions}; weights {self.fingerprint[:12]}, digest {self.digest}."
+
     def described(self) -> dict[str, Any]:
-        """Return the settings, the ranking and the most sensitive token of each row, as a dict for JSON."""
-        rows = plain_rows(self._sorted)
-        for row in rows:
-            first = self.sensitive_tokens(row["layer"], row["head"]).iloc[0]
-            row["most_sensitive"] = {"position": int(first["position"])} | (
-                {"token": first["token"]} if "token" in first else {}
-            )
-        names = (
-            "model",
-            "source",
-            "fingerprint",
-            "input",
-            "n",
-            "stored",
-            "computed",
-            "confidence",
-            "rtol",
-            "seed",
+        """Return the settings, the citation and the rows of the result, as a dict for JSON."""
+        names = ("model", "source", "fingerprint", "input", "n", "stored", "computed", "citation")
+        return {name: getattr(self, name) for name in names}
+
+    # ---- files, pages and notebooks
+
+    def _tables(self) -> dict[str, pd.DataFrame]:
+        """Return the tables to write, by the names of their files without ``.csv``."""
+        return {self.NAME: self.table}
+
+    def _shown(self, most: int) -> dict[str, Any]:
+        """Return what the template of the page shows, with the details of at most ``most`` rows."""
+        return {}
+
+    def _body(self, image: str, most: int) -> Markup:
+        body = _template(f"{self.NAME}.html.jinja")
+        return Markup(body.render(found=self, image=image, **self._shown(most)))
+
+    def page(self, image: str) -> str:
+        """Return the result as an HTML page in a single file, without scripts.
+
+        Parameters
+        ----------
+        image
+            The figure as a data URL.
+
+        """
+        style = style_sheet(_template("page.css").render())
+        return _template("page.html.jinja").render(
+            found=self, style=Markup(style), style_digest=digest(style), body=self._body(image, _ON_PAGE)
         )
-        return {name: getattr(self, name) for name in names} | {
-            "refused": list(self.refused),
-            "citation": self.citation,
-            "ranking": rows,
-        }
+
+    def _repr_html_(self) -> str:
+        """Return the figure and the first rows as HTML, for notebooks."""
+        style = _template("page.css").render()
+        body = self._body(data_url(png(self.plot())), _IN_NOTEBOOK)
+        return f'<div class="howsmooth"><style>{style}</style>{body}</div>'
+
+    def write(self, folder: str | os.PathLike[str]) -> list[Path]:
+        """Write page, figure (PNG and PDF) and tables (CSV) into a folder, and return their paths.
+
+        Raises
+        ------
+        StoreError
+            If the folder cannot be written.
+
+        """
+        with writable_folder(folder) as folder:
+            page = folder / f"{self.NAME}.html"
+            image, vector = save(self.plot(), folder, self.NAME, self.model)
+            replace_file(page, self.page(data_url(image.read_bytes())))
+            paths = [page, image, vector]
+            for name, table in self._tables().items():
+                paths.append(folder / f"{name}.csv")
+                replace_file(paths[-1], csv_of(table))
+        return paths
 
 
-def _place(row: Any) -> str:
-    return place_in_words(int(row["layer"]), None if pd.isna(row["head"]) else int(row["head"]))
+def _template(name: str) -> jinja2.Template:
+    return templates_of("howsmooth.profiling").get_template(name)
 
 
-def _interval(row: Any) -> str:
-    status = "" if row["converged"] else " (not converged)"
-    return f"{row['value']:.6g} in [{row['lower']:.6g}, {row['upper']:.6g}]{status}"
-
-
-def _latex(words: str) -> str:
-    return "".join(f"\\{letter}" if letter in "&%$#_{}" else letter for letter in words)
+def in_interval(value: float, lower: float, upper: float, *, converged: bool) -> str:
+    """Return a constant with its interval in words."""
+    status = "" if converged else " (not converged)"
+    return f"{value:.6g} in [{lower:.6g}, {upper:.6g}]{status}"

@@ -7,27 +7,25 @@ import json
 import math
 import os
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any, ClassVar
 
 import pandas as pd
+from matplotlib.figure import Figure
 from torch import Tensor, nn
 
 from howsmooth.bounds.radius import NetworkAtInput, RobustRadius
 from howsmooth.errors import ArgumentError
-from howsmooth.models import LoadedModel, load_model
-from howsmooth.models.capture import module_of
-from howsmooth.profiling.model_input import fingerprint_of, given_inputs, shown_progress
+from howsmooth.profiling.figures import draw_radii
+from howsmooth.profiling.model_input import Inputs, Model, given_inputs, loaded_if_named, shown_progress
+from howsmooth.profiling.result import Result
 from howsmooth.roundoff import limit_in_digits
-from howsmooth.study.file_writing import csv_of, text_or_file
 from howsmooth.study.records import plain_rows
+from howsmooth.study.report.chart_data import visible_token
 from howsmooth.study.text_formatting import readable
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
 
 __all__ = ["LONGEST", "WordRadii", "word_radii"]
 
@@ -35,30 +33,26 @@ LONGEST = 32
 """A text is cut after so many tokens unless a span is given: memory grows with the square of the length."""
 
 _SHOWN = 10
+_LEVELS = 9  # shades of a highlighted token
 
 
-@dataclass(frozen=True, eq=False, repr=False)
-class WordRadii:
+@dataclass(frozen=True, eq=False, repr=False, kw_only=True)
+class WordRadii(Result):
     """Radii within which a classifier keeps its answer: one for each token of an input, or one for all.
 
     They are proved, rounding included; :class:`howsmooth.bounds.RobustRadius` says for what.
     """
+
+    NAME: ClassVar[str] = "radius"
+    TITLE: ClassVar[str] = "Radii"
 
     #: One row for each token; a single one, without position, if the tokens move jointly. Columns:
     #: ``position``, ``token`` where the input has words, ``radius``, ``attack`` (size of the smallest change
     #: of the answer that was found), ``first_order`` (no bound), ``order``, ``label``, ``rival``, ``margin``,
     #: ``lost_at`` (the stage that takes most of the margin) and ``seconds``.
     table: pd.DataFrame
-    #: The name of the model, or of its class.
-    model: str
-    #: SHA-256 of the model.
-    fingerprint: str
-    #: The input in words.
-    input: str
     #: The text of each token; empty for inputs without token ids.
     words: tuple[str, ...]
-    #: Number of tokens.
-    n: int
     #: 2 for the Euclidean norm of the change; infinity for its largest entry.
     norm: float
     #: Whether all tokens move jointly.
@@ -94,27 +88,46 @@ class WordRadii:
         more = len(self.table) - _SHOWN
         return "\n".join([*lines, *([f"  and {more} larger radii"] if more > 0 else [])])
 
-    def _repr_html_(self) -> str:
-        """Return the text with each token coloured by its radius, as HTML for notebooks."""
-        from howsmooth.profiling.word_radii_page import fragment
-
-        return fragment(self)
+    @property
+    def citation(self) -> str:
+        """One line to cite: what the radii prove, and the smallest of them."""
+        smallest = plain_rows(self.ranking.head(1))[0]
+        radius = limit_in_digits(smallest["radius"], 6, upper=False)
+        return (
+            f"At {self.input} (n = {self.n}): {self.statement} The smallest is {radius} "
+            f"({_place(smallest)}); {self._made_by}"
+        )
 
     def plot(self) -> Figure:
         """Draw the radius of each token, with the smallest attack that was found."""
-        from howsmooth.profiling.word_radii_page import draw
+        return draw_radii(self.table, self._names, self.model)
 
-        return draw(self)
+    @property
+    def _names(self) -> list[str]:
+        """The names of the rows of the table: the tokens, or their positions."""
+        if self.jointly:
+            return ["all tokens"]
+        return [visible_token(word) for word in self.words] or [str(i) for i in range(self.n)]
 
-    def to_csv(self, path: str | os.PathLike[str] | None = None) -> str | None:
-        """Write the table as CSV to a file; without a path, return the CSV as text."""
-        return text_or_file(csv_of(self.table), path)
+    def _shown(self, most: int) -> dict[str, Any]:
+        smallest = float(self.table["radius"].min())
+        spans, cells = [], []
+        for row, word in zip(plain_rows(self.table), self._names, strict=True):
+            shade = _LEVELS if row["radius"] == 0 else round(_LEVELS * smallest / row["radius"])
+            spans.append((shade, f"{word} ", limit_in_digits(row["radius"], 3, upper=False)))
+            shown = {name: _number(row[name]) for name in ("attack", "first_order")}
+            radius = limit_in_digits(row["radius"], 4, upper=False)
+            cells.append({**row, **shown, "radius": radius, "word": word})
+        return {"spans": spans, "rows": cells}
 
     def described(self) -> dict[str, Any]:
         """Return the settings and the ranking, as a dict for JSON."""
-        names = ("model", "fingerprint", "input", "n", "norm", "jointly", "statement")
-        told = {name: getattr(self, name) for name in names}
-        return told | {"norm": f"{self.norm:g}", "ranking": plain_rows(self.ranking)}
+        own = {"norm": f"{self.norm:g}", "jointly": self.jointly, "statement": self.statement}
+        return super().described() | own | {"ranking": plain_rows(self.ranking)}
+
+
+def _number(value: float | None) -> str:
+    return "none" if value is None or math.isinf(value) else f"{value:.4g}"
 
 
 def _place(row: Mapping[str, Any]) -> str:
@@ -130,8 +143,8 @@ def _beside(row: Mapping[str, Any]) -> str:
 
 
 def word_radii(
-    model: nn.Module | LoadedModel | str | os.PathLike[str],
-    inputs: str | Tensor | Sequence[int] | Mapping[str, Tensor],
+    model: Model,
+    inputs: Inputs,
     *,
     jointly: bool = False,
     norm: float = 2,
@@ -196,14 +209,12 @@ def word_radii(
         raise ArgumentError(
             "seconds", expected="a number > 0, with order=2 and single tokens", got=repr(seconds)
         )
-    if isinstance(model, str | os.PathLike):
-        model = load_model(model, dtype=None, head=True)
-    module = module_of(model)
-    given = given_inputs(model, module, inputs, span, tokenizer, special=True, longest=LONGEST)
+    loaded = loaded_if_named(model, head=True)
+    given = given_inputs(loaded, inputs, span, tokenizer, special=True, longest=LONGEST)
     found = given.inputs
     ids = isinstance(found, Tensor) and not found.is_floating_point()
-    at = NetworkAtInput(module, {"input_ids": found} if ids else found)
-    fingerprint = model.fingerprint if isinstance(model, LoadedModel) else fingerprint_of(module)
+    at = NetworkAtInput(given.module, {"input_ids": found} if ids else found)
+    origin = given.origin()
     options = {
         "norm": norm,
         "target": target.tolist() if isinstance(target, Tensor) else target,
@@ -211,7 +222,8 @@ def word_radii(
         "attack": attack,
         "seed": seed,
     }
-    content = [version("howsmooth"), fingerprint, hashlib.sha256(at.x.numpy().tobytes()).hexdigest(), options]
+    digest = hashlib.sha256(at.x.numpy().tobytes()).hexdigest()
+    content = [version("howsmooth"), origin["fingerprint"], digest, options]
     key = hashlib.sha256(json.dumps(content).encode()).hexdigest()
     kept = _Kept(None if file is None else Path(file), key)
     how: dict[str, Any] = {**options, "target": target}
@@ -247,19 +259,18 @@ def word_radii(
     if words and not jointly:
         table.insert(1, "token", words)
     return WordRadii(
+        **origin,
         table=table,
-        model=model.label if isinstance(model, LoadedModel) else type(module).__name__,
-        fingerprint=fingerprint,
-        input=given.description,
         words=tuple(words),
         n=len(at.x),
         norm=norm,
         jointly=jointly,
-        answer=_class_name(module, rows[0]["label"]),
+        answer=_class_name(given.module, rows[0]["label"]),
     )
 
 
 def _class_name(module: nn.Module, label: int | None) -> str:
+    """Return the name that the model's configuration gives a class; empty if it gives none."""
     names = getattr(getattr(module, "config", None), "id2label", None) or {}
     name = "" if label is None else str(names.get(int(label), ""))
     return "" if name == f"LABEL_{label}" else name  # the name that transformers gives where there is none

@@ -1,13 +1,17 @@
-"""The function ``influence``: it checks its arguments, chooses how blocks are computed, builds the result."""
+"""``influence``: which token moves which, as the norms ‖∂y_i/∂x_j‖₂ of the blocks of a Jacobian."""
 
 from __future__ import annotations
 
+import html
 import operator
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
+import pandas as pd
 import torch
-from jaxtyping import Float
+from jaxtyping import Bool, Float, Int
+from matplotlib.figure import Figure
 from torch import Tensor
 
 from howsmooth.attention import TokenMap
@@ -19,10 +23,110 @@ from howsmooth.jacobian.token_blocks import token_blocks
 from howsmooth.lipschitz.arguments import check_arguments
 from howsmooth.lipschitz.block_norms import block_norms, sequence_jacobian
 from howsmooth.lipschitz.solver import Solver, member_seeds
-from howsmooth.lipschitz.token_wise import token_wise_lipschitz
-from howsmooth.token_influence.result import Influence
+from howsmooth.lipschitz.token_wise import TokenWise, token_wise_lipschitz
+from howsmooth.lipschitz_estimate import Method
+from howsmooth.profiling.figures import draw_influence
+from howsmooth.profiling.result import WritableTable
+from howsmooth.study.html_assets import data_url, png
+from howsmooth.study.text_formatting import readable
 
-__all__ = ["influence"]
+__all__ = ["Influence", "influence"]
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Influence(WritableTable):
+    """The block norms ‖∂y_i/∂x_j‖₂ of a Jacobian: how far token j, moved by one, moves output i."""
+
+    #: The largest value found of each norm, (outputs, n), float64.
+    value: Float[Tensor, "outputs n"]
+    #: Lower limits of the norms.
+    lower: Float[Tensor, "outputs n"]
+    #: Upper limits of the norms; both are zero where no token can be moved, as under a mask.
+    upper: Float[Tensor, "outputs n"]
+    #: Whether an interval has converged: upper − lower <= rtol · value.
+    converged: Bool[Tensor, "outputs n"]
+    #: Number of Lanczos steps; zero for blocks that are zero.
+    iterations: Int[Tensor, "outputs n"]
+    #: The output tokens, one for each row.
+    outputs: tuple[int, ...]
+    #: How far any of these outputs moves if every input token moves by at most one.
+    token_wise: TokenWise
+    #: Probability with which the interval of each entry holds.
+    confidence: float
+    #: How the Jacobian was applied: "closed form" or "autodiff".
+    method: Method
+    #: A description of the measured map with its masks, residuals and norms.
+    scope: str
+    #: Relative width of the intervals that was asked for.
+    rtol: float
+    #: Seed of the random starts.
+    seed: int
+    #: Whether there is one output for each input token; false for the margin or the logits of a whole text.
+    token_outputs: bool = True
+
+    @property
+    def table(self) -> pd.DataFrame:
+        """One row for each entry: ``output``, ``input``, ``value``, ``lower``, ``upper``, ``converged``."""
+        rows, n = self.value.shape
+        table = pd.DataFrame({"output": self.outputs}).loc[lambda t: t.index.repeat(n)]
+        table["input"] = list(range(n)) * rows
+        for name in ("value", "lower", "upper", "converged"):
+            table[name] = getattr(self, name).flatten().numpy()
+        return table.reset_index(drop=True)
+
+    def __repr__(self) -> str:
+        rows, n = self.value.shape
+        k = int(self.value.argmax())
+        i, j = divmod(k, n)
+        missed = int((~self.converged).sum())
+        status = "all converged" if not missed else f"{missed} of {rows * n} NOT converged"
+        return (
+            f"Influence({rows} outputs x {n} inputs, {status} to rtol = {self.rtol:g}; largest "
+            f"{float(self.value[i, j]):.6g} in [{float(self.lower[i, j]):.6g}, "
+            f"{float(self.upper[i, j]):.6g}], of input {j} on output {self.outputs[i]}; token-wise constant "
+            f"between {self.token_wise.lower:.6g} and {self.token_wise.upper:.6g}; {self.scope}; "
+            f"{self.method})"
+        )
+
+    @property
+    def citation(self) -> str:
+        """The line of ``repr``."""
+        return repr(self)
+
+    def _repr_html_(self) -> str:
+        """Return HTML for notebooks: a line of summary above the heatmap."""
+        picture = f'<img src="{data_url(png(self.plot()))}" alt="Influence matrix">'
+        return f"<p>{html.escape(repr(self))}</p>{picture}"
+
+    def plot(self, words: Sequence[str] | None = None) -> Figure:
+        """Draw the values as a heatmap, with a row for each output and a column for each input token.
+
+        Parameters
+        ----------
+        words
+            The text of each of the n input tokens, as labels; None for their numbers.
+
+        Returns
+        -------
+        matplotlib.figure.Figure
+
+        Raises
+        ------
+        ArgumentError
+            If there are not n words.
+
+        """
+        if words is not None and len(words) != self.value.shape[1]:
+            raise ArgumentError(
+                "words", expected=f"{self.value.shape[1]} words, one a token", got=f"{len(words)}"
+            )
+        return draw_influence(
+            self.value.numpy(),
+            self.converged.numpy(),
+            self.outputs,
+            None if words is None else [readable(word) for word in words],
+            token_outputs=self.token_outputs,
+        )
 
 
 def influence(

@@ -1,0 +1,229 @@
+"""Draw what was found at one input: each function takes a table and titles, and returns a figure."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from textwrap import fill
+
+import numpy as np
+import pandas as pd
+from matplotlib import rc_context
+from matplotlib.axes import Axes
+from matplotlib.cm import ScalarMappable
+from matplotlib.colors import Normalize
+from matplotlib.figure import Figure
+from matplotlib.ticker import FixedLocator, MaxNLocator
+
+from howsmooth.study.figures.style import (
+    COLOURS,
+    GREY,
+    STYLE,
+    add_colourbar,
+    draw_cells,
+    literal,
+    logarithmic,
+    new_figure,
+    set_axis,
+    set_bar_ticks,
+)
+from howsmooth.study.records import plain_rows
+
+__all__ = ["draw_depth", "draw_heatmap", "draw_influence", "draw_precision", "draw_radii"]
+
+_CELL = 0.32  # inches
+_SMALL_CELL = 0.3  # inches
+_SCATTER = 4.2  # inches
+_MOST_TICKS = 24
+_MOST_WORDS = 64
+_LETTERS = 10  # letters of a title in an inch
+# Influences below this share of the largest have one colour.
+_RANGE = 1e-4
+_CURVES = {
+    "product": ("product of the stages", "--"),
+    "until": ("embeddings to here", "-"),
+    "beyond": ("here to the output", "-"),
+    "own": ("the stage alone", ":"),
+}
+
+
+@rc_context(STYLE)
+def draw_heatmap(table: pd.DataFrame, title: str) -> Figure:
+    """Draw a figure with one cell for each head, and beside it a panel with one cell for each whole layer.
+
+    Colours are logarithmic, and each panel has a scale of its own, because heads and layers are maps between
+    different spaces. A cell whose measurement did not converge is crossed out; an empty cell was not
+    measured. The columns of ``table`` are those of :attr:`howsmooth.profiling.Profile.table`.
+    """
+    layers = sorted(table["layer"].unique())
+    of_head = table["head"].notna()
+    panels = [rows for rows in (table[of_head], table[~of_head]) if len(rows)]
+    columns = [max(1, rows["head"].nunique()) for rows in panels]
+    width = max(4.6, _CELL * sum(columns) + 1.3 * len(panels))
+    figure = new_figure(width, max(2.6, 1.6 + _CELL * len(layers)))
+    # Each panel has its colour bar as a further axis, so that all cells have one size.
+    ratios = [ratio for count in columns for ratio in (count, min(0.5, 0.08 * sum(columns)))]
+    axes = figure.subplots(1, len(ratios), squeeze=False, width_ratios=ratios)[0]
+    for axis, bar, rows in zip(axes[::2], axes[1::2], panels, strict=True):
+        _draw_panel(axis, bar, rows, layers)
+    axes[0].set_ylabel("layer")
+    figure.suptitle(literal(fill(title, int(_LETTERS * width))))
+    return figure
+
+
+def _draw_panel(axis: Axes, bar: Axes, rows: pd.DataFrame, layers: list[int]) -> None:
+    """Draw the heads of all layers, or the layers as a whole, and their colour bar."""
+    heads = sorted(int(head) for head in rows["head"].dropna().unique())
+    values = np.full((len(layers), max(1, len(heads))), np.nan)
+    missed = np.zeros(values.shape, dtype=bool)
+    for row in plain_rows(rows):
+        place = layers.index(row["layer"]), heads.index(row["head"]) if heads else 0
+        values[place], missed[place] = row["value"], not row["converged"]
+    norm = logarithmic(values)
+    draw_cells(axis, values, norm)
+    _cross_out(axis, missed)
+    step = -(-len(heads) // _MOST_TICKS) or 1
+    axis.set_xticks(range(0, len(heads), step), [str(head) for head in heads[::step]])
+    axis.set_xlabel("head" if heads else "whole layer")
+    down = -(-len(layers) // _MOST_TICKS)
+    axis.yaxis.set_major_locator(FixedLocator(range(0, len(layers), down)))
+    axis.set_yticklabels([str(layer) for layer in layers[::down]])
+    set_bar_ticks(axis.figure.colorbar(ScalarMappable(norm, COLOURS), cax=bar), norm)
+
+
+def _cross_out(axis: Axes, cells: np.ndarray) -> None:
+    for i, j in np.argwhere(cells):
+        axis.text(j, i, "×", ha="center", va="center", color="white")
+
+
+@rc_context(STYLE)
+def draw_depth(table: pd.DataFrame, title: str) -> Figure:
+    """Draw the constants of a model's stages on a logarithmic axis, with their intervals as bars.
+
+    The columns of ``table`` are those of :attr:`howsmooth.profiling.DepthProfile.table`.
+    """
+    figure = new_figure(max(4.6, 2.4 + 0.3 * len(table)), 3.4)
+    axis = figure.subplots()
+    for column, (label, line) in _CURVES.items():
+        values = table[column]
+        bars = None
+        if column != "product":
+            bars = [(table[f"{column}_{end}"] - values).abs().to_numpy() for end in ("lower", "upper")]
+        axis.errorbar(range(len(table)), values, bars, linestyle=line, marker="o", markersize=3, label=label)
+    axis.set_yscale("log")
+    step = -(-len(table) // 16)
+    names = [stage.removeprefix("block ") for stage in table["stage"]]
+    axis.set_xticks(range(0, len(table), step), names[::step], rotation=45 if len(table) > 8 else 0)
+    axis.set(xlabel="block", ylabel="local Lipschitz constant")
+    axis.legend()
+    axis.set_title(literal(title), pad=8)
+    return figure
+
+
+@rc_context(STYLE)
+def draw_radii(table: pd.DataFrame, names: Sequence[str], title: str) -> Figure:
+    """Draw the radius of each token on a logarithmic axis, with the smallest attack that was found.
+
+    The columns of ``table`` are those of :attr:`howsmooth.profiling.WordRadii.table`; ``names`` label its
+    rows.
+    """
+    figure = new_figure(max(3.6, 1.6 + 0.24 * len(table)), 3.0)
+    axis = figure.subplots()
+    axis.plot(range(len(table)), table["radius"], "o", label="proved")
+    attack = table["attack"].astype(float)
+    if bool(attack.notna().any()):
+        axis.plot(range(len(table)), attack, "v", mfc="none", label="smallest attack found")
+    axis.set_yscale("log")
+    axis.set_xticks(range(len(table)), [literal(name) for name in names], rotation=90)
+    axis.set_ylabel("radius")
+    axis.legend()
+    axis.set_title(literal(title))
+    return figure
+
+
+@rc_context(STYLE)
+def draw_precision(table: pd.DataFrame, title: str, *, divergences: bool) -> Figure:
+    """Draw the predicted effects of quantised keys, those of quantised values, and the real effects.
+
+    The first two panels have a cell for each layer and head, at the fewest bits and with the first quantiser
+    of the table. Effects are ``divergences`` of the predictions, or else changes of the attention's output.
+    The columns of ``table`` are those of :attr:`howsmooth.profiling.Precision.table`.
+    """
+    predicted, real = ("predicted_kl", "kl") if divergences else ("predicted", "change")
+    bits, quantiser = int(table["bits"].min()), table["quantiser"].iloc[0]
+    shown = table[(table["bits"] == bits) & (table["quantiser"] == quantiser)]
+    cells = shown.pivot_table(index="layer", columns=["operand", "head"], values=predicted)
+    height = max(3.0, 1.6 + _SMALL_CELL * len(cells))
+    width = max(1.6, _SMALL_CELL * cells.shape[1] / 2)
+    figure = new_figure(_SCATTER + 2.4 + 2 * width, height)
+    keys, values, scatter = figure.subplots(1, 3, width_ratios=[width, width, _SCATTER])
+    norm = logarithmic(shown[predicted].to_numpy())
+    for axis, operand, name in ((keys, "K", "keys"), (values, "V", "values")):
+        _draw_kv_heads(axis, cells[operand], norm)
+        axis.set_title(name)
+    values.set_yticklabels([])
+    values.set_ylabel("")
+    what = "divergence (nats)" if divergences else "change of the output"
+    add_colourbar(figure, values, norm, "")
+    _draw_scatter(scatter, table, predicted, real)
+    scatter.set(xlabel=f"predicted {what}", ylabel=f"real {what}", title="each row of the table")
+    shades = f"colours: predicted {what}, {bits} bits, {quantiser}"
+    figure.suptitle(f"{literal(title)}; {shades}", fontsize=10)
+    return figure
+
+
+def _draw_kv_heads(axis: Axes, cells: pd.DataFrame, norm: Normalize) -> None:
+    draw_cells(axis, cells.to_numpy(), norm)
+    axis.set_xticks(range(cells.shape[1]), [str(head) for head in cells.columns])
+    axis.set_yticks(range(len(cells)), [str(layer) for layer in cells.index])
+    axis.xaxis.set_major_locator(MaxNLocator(8, integer=True))
+    axis.set(xlabel="key/value head", ylabel="layer")
+
+
+def _draw_scatter(axis: Axes, table: pd.DataFrame, predicted: str, real: str) -> None:
+    rows = table[(table[predicted] > 0) & (table[real] > 0)]
+    for operand, marker in (("K", "o"), ("V", "^")):
+        some = rows[rows["operand"] == operand]
+        axis.plot(some[predicted], some[real], marker, markersize=3, alpha=0.6, label=operand)
+    if rows.empty:
+        return
+    both = pd.concat([rows[predicted], rows[real]])
+    ends = np.array([both.min(), both.max()])
+    axis.plot(ends, ends, color=GREY, linewidth=0.8, zorder=1)
+    set_axis(axis, "x", both)
+    set_axis(axis, "y", both)
+    axis.legend()
+
+
+@rc_context(STYLE)
+def draw_influence(
+    values: np.ndarray,
+    converged: np.ndarray,
+    outputs: Sequence[int],
+    words: Sequence[str] | None,
+    *,
+    token_outputs: bool,
+) -> Figure:
+    """Draw a figure with one cell for each output (row) and input token (column).
+
+    Colours are logarithmic over four orders of magnitude. A cell is white where the norm is zero, and crossed
+    out where its interval did not converge. Outputs that are no tokens, such as a margin, have no words.
+    """
+    rows, n = values.shape
+    shown = np.where(values > 0, values, np.nan)
+    shown = np.maximum(shown, _RANGE * values.max())
+    norm = logarithmic(shown)
+    cell = 0.2 if words is not None and n <= _MOST_WORDS else max(0.02, min(0.2, 5.0 / n))
+    figure = new_figure(max(4.2, 1.9 + cell * n), max(2.6, 1.4 + cell * rows))
+    axis = figure.subplots()
+    draw_cells(axis, shown, norm)
+    _cross_out(axis, ~converged)
+    across, down = (
+        1 if words is not None and count <= _MOST_WORDS else -(-count // _MOST_TICKS) for count in (n, rows)
+    )
+    names = [str(j) for j in range(n)] if words is None else [literal(word) for word in words]
+    axis.set_xticks(range(0, n, across), names[::across], rotation=0 if words is None else 90)
+    labels = [names[i] if token_outputs else str(i) for i in outputs]
+    axis.set_yticks(range(0, rows, down), labels[::down])
+    axis.set(xlabel="input token, which is moved", ylabel="output token" if token_outputs else "output")
+    add_colourbar(figure, axis, norm, "‖∂y/∂x‖₂")
+    return figure
