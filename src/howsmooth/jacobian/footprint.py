@@ -1,4 +1,6 @@
-"""Memory of a closed-form Jacobian in bytes, with its probabilities in memory or formed tile by tile."""
+"""The memory in bytes that a closed-form Jacobian takes, when attention probabilities are kept and when they
+are formed tile by tile.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,8 @@ _IN_GRAPHS = 64
 
 
 def cached_bytes(f: Callable[[Tensor], Tensor], n: int, dtype: torch.dtype) -> int:
-    """Return the bytes of all n × n tensors that are in memory together while one sequence is measured.
+    """Return the bytes of all n × n tensors that are in memory together while the Jacobian at one sequence of
+    n tokens is measured.
 
     They are the attention probabilities and temporary tensors of a product.
 
@@ -49,7 +52,8 @@ def cached_bytes(f: Callable[[Tensor], Tensor], n: int, dtype: torch.dtype) -> i
 
 
 def streamed_bytes(f: Callable[[Tensor], Tensor], n: int, dtype: torch.dtype, device: torch.device) -> int:
-    """Return the bytes of the Jacobian at one sequence of n tokens if probabilities are not kept in memory.
+    """Return the bytes that a Jacobian at one sequence of n tokens takes if attention probabilities are not
+    kept in memory.
 
     It is the peak of linearising the map and of one product.
     """
@@ -68,7 +72,8 @@ def streamed_bytes(f: Callable[[Tensor], Tensor], n: int, dtype: torch.dtype, de
 
 
 def kernel_bytes(f: Callable[[Tensor], Tensor], n: int, dtype: torch.dtype, device: torch.device) -> int:
-    """Return the bytes that Triton kernels take in addition to :func:`streamed_bytes`; 0 without kernels.
+    """Return the bytes that Triton kernels need for a Jacobian at one sequence beside its other tensors; 0 if
+    no kernel is used.
 
     The kernels hold all operands of their matrix products, split into bfloat16 parts.
     """
