@@ -1,4 +1,8 @@
-"""Linear operators, and their leading singular triplets with intervals; nothing here knows of attention."""
+"""Linear operators that are known only by products with vectors, and solvers that find their largest singular
+value with an interval.
+
+Nothing in this package knows of attention.
+"""
 
 from howsmooth.spectral.convert import to_dense, to_scipy
 from howsmooth.spectral.golub_kahan import LeadingTriplet, golub_kahan
