@@ -1,4 +1,6 @@
-"""Probability measures on which attention acts, and distances between them."""
+"""Probability measures on which attention acts (discrete measures and Gaussians), and Wasserstein distances
+between them.
+"""
 
 from howsmooth.measures.conditional import conditional_wasserstein
 from howsmooth.measures.discrete import DiscreteMeasure
