@@ -1,4 +1,5 @@
-"""Attention through depth: the flow of tokens, measures and Gaussians.
+"""Tokens, measures and Gaussians that flow through attention layers, with depth as the time of an ordinary
+differential equation.
 
 ``flow`` integrates x' = Γ_μ(x). ``Layers``, ``Sphere`` and ``Rescaled`` are velocity fields to integrate.
 ``growth`` measures how much a flow amplifies small perturbations, and ``cluster_metrics`` how far its tokens
