@@ -236,8 +236,7 @@ def _singular_values(state: State) -> Float[Tensor, " k"]:
 
 
 def _atoms(state: object) -> tuple[Float[Tensor, "n d"], Float[Tensor, " n"]]:
-    """Return the tokens of a state, or the atoms of a measure, together with their log-weights, in float64.
-    """
+    """Return the tokens of a state, or the atoms of a measure, with their log-weights, in float64."""
     if isinstance(state, AbstractMeasure):
         points, weighting = state.weighted_tokens()
         return points.detach().double(), weighting.log_weights.detach().double()

@@ -71,8 +71,7 @@ class Plan:
 
 @dataclass
 class Run:
-    """The result of one integration of a flow: the states at the times that were reached, and why it ended.
-    """
+    """The result of integrating a flow: the states at the times that were reached, and why it ended."""
 
     states: list[Tensor]
     evaluations: int = 0
@@ -102,8 +101,7 @@ class _SmallerStepError(Exception):
 
 @dataclass
 class _Watch:
-    """The velocity of a flow as a function for torchdiffeq. It also checks the state before every time step.
-    """
+    """The velocity of a flow as a function for torchdiffeq, which also checks the state before each step."""
 
     velocity: Velocity
     finite: Callable[[Tensor], bool]

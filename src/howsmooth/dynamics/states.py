@@ -48,8 +48,7 @@ class System(abc.ABC):
         """Return the velocity v with which residual layers y ↦ y + h v(y) change the integrated tensor y."""
 
     def project(self, y: Tensor) -> Tensor:
-        """Project the integrated tensor onto the set that the flow never leaves, such as tokens on a sphere.
-        """
+        """Project the integrated tensor onto the set that the flow never leaves, such as a sphere."""
         return self.field.project(y)
 
     def drift(self, y: Tensor) -> float | None:

@@ -283,8 +283,7 @@ class Sphere(Field):
 
 
 class CallableField(Field):
-    """A velocity field that the user gives as a function (t, x), which returns a tensor with the shape of x.
-    """
+    """A velocity field that the user gives as a function (t, x), whose result has the shape of x."""
 
     def __init__(self, function: Callable[[Tensor, Tensor], object]) -> None:
         self.function = function

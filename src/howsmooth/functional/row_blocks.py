@@ -64,8 +64,7 @@ class Block:
         return (*shape[:-5], *(s.stop - s.start for s in self._place(shape, part)))
 
     def padded(self, t: Tensor, shape: Shape, part: Part) -> Tensor:
-        """Return a tensor of shape ``shape`` that equals ``t`` on this block of scores and is zero elsewhere.
-        """
+        """Return a tensor of shape ``shape`` that equals ``t`` on this block and is zero outside of it."""
         place = self._place(shape, part)
         around = [(s.start, size - s.stop) for s, size in zip(place, shape[-5:], strict=True)]
         return torch.nn.functional.pad(t, [size for pair in reversed(around) for size in pair])

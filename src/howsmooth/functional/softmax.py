@@ -300,8 +300,7 @@ def second(
 
 
 def _products_moved(at: Weights, d: Mapping[str, Tensor]) -> Tensor | None:
-    """Return the tangent of the products scale · q kᵀ of queries and keys in a block, or None if it is zero.
-    """
+    """Return the tangent of the products scale · q kᵀ of queries and keys, or None if it is zero."""
     ds: Tensor | None = None
     if "q" in d:
         ds = _products(at.scale * d["q"], at.x["k"])

@@ -62,21 +62,18 @@ class Projection:
 
     @property
     def sizes(self) -> tuple[int, int, int]:
-        """The numbers of rows of the stacked matrix ``weight`` that belong to queries, to keys and to values.
-        """
+        """The numbers of rows of the stacked matrix ``weight`` for queries, for keys and for values."""
         f = self.attention
         return f.heads * f.key_dim, f.kv_heads * f.key_dim, f.kv_heads * f.value_dim
 
     @property
     def parts(self) -> tuple[Tensor, Tensor, Tensor]:
-        """The query, key and value matrices of the attention layer, cut from the stacked matrix ``weight``.
-        """
+        """The query, key and value matrices of the attention layer, cut from the matrix ``weight``."""
         query, key, value = self.weight.split(self.sizes)
         return query, key, value
 
     def into(self, e: Float[Tensor, "*batch d"]) -> Float[Tensor, "*batch rows"]:
-        """Multiply tangents ``e`` of the tokens by the query, key and value matrices of an attention layer.
-        """
+        """Multiply tangents ``e`` of the tokens by the layer's query, key and value matrices."""
         return e @ self.weight.mT
 
     def into_adjoint(self, rows: Float[Tensor, "*batch rows"]) -> Float[Tensor, "*batch d"]:

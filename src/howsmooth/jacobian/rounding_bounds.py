@@ -95,8 +95,7 @@ def _centring(f: LayerNorm | RMSNorm, x: Tensor) -> Off:
 
 
 def scale_error(weight: Float[Tensor, " d"], batch: int) -> ProductError:
-    """Return bounds on the rounding errors of products with the Jacobian of a layer scale, a diagonal matrix.
-    """
+    """Return bounds on the rounding errors of products with the Jacobian of a layer scale."""
     size = weight.abs().amax().cpu().expand(batch)
     return ProductError(torch.zeros_like(size), U * size, size)
 
@@ -496,8 +495,7 @@ class _Attention:
 
 
 def _turn(f: SelfAttention) -> float:
-    """Return an upper bound, at least 1, on the norms of the rotations that rotary position embeddings apply.
-    """
+    """Return an upper bound, at least 1, on the norms of the rotations of rotary position embeddings."""
     if f.rotary is None:
         return 1.0
     half = f.rotary.rot_dim // 2
@@ -506,7 +504,6 @@ def _turn(f: SelfAttention) -> float:
 
 
 def _longest(rows: Tensor) -> Float[Tensor, " b"]:
-    """Return the length of the longest row vector of each key head in a tensor (batch, kv_heads, ..., dim).
-    """
+    """Return the length of the longest row vector of each key head in a tensor (batch, kv_heads, …, dim)."""
     lengths: Tensor = torch.linalg.vector_norm(rows, dim=-1).flatten(0, 1).flatten(1)
     return lengths.amax(dim=-1)

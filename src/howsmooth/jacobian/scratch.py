@@ -50,8 +50,7 @@ class Scratch:
         return held[:size].view(shape)
 
     def leave(self) -> None:
-        """Keep the memory of the temporary tensors for the next pass in this thread, unless it exceeds 8 MiB.
-        """
+        """Keep the memory of temporary tensors for the next pass in this thread, unless it exceeds 8 MiB."""
         if sum(t.nbytes for t in self.memory.values()) <= _LEFT:
             _left.memory = self.memory
         self.memory = {}

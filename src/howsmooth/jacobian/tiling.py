@@ -267,7 +267,9 @@ class Piece:
 
     @property
     def pairs(self) -> int:
-        """The number of pairs of a query and a key in this piece whose probability is computed, for one head.
+        """The number of pairs of a query and a key in this piece whose probability is computed.
+
+        The pairs of one head are counted.
         """
         squares = self.block.batches if isinstance(self.block, Stairs) else 1
         return int(squares * self.block.length * sum(keys.stop - keys.start for keys in self.keys))
@@ -349,8 +351,7 @@ class Tiling:
         return max(1, min(self.kv_heads, heads * most // (block.length * self.group)))
 
     def strips(self, block: Block) -> list[Block]:
-        """Divide a block of query rows into blocks of fewer rows, unless all of its rows see the same keys.
-        """
+        """Divide a block of query rows into smaller blocks, unless all of its rows see the same keys."""
         length = self._strip if self._edged else block.length
         if block.length <= length:
             return [block]
@@ -425,8 +426,7 @@ class Tiling:
 
     @property
     def _edged(self) -> bool:
-        """True if the query rows of a block see different keys, because attention is causal or has a window.
-        """
+        """True if the query rows of a block see different keys: attention is causal or has a window."""
         return self.visibility.causal or self.visibility.window is not None
 
     @property

@@ -241,8 +241,7 @@ class _AttentionBlocks(TokenBlocks):
         return found
 
     def _read(self, i: Tensor, j: Tensor) -> Float[Tensor, "pairs heads d"]:
-        """Return, for each head and pair (i, j), the gradient in token j of the score of query i and key j.
-        """
+        """Return, for each head and pair (i, j), the gradient in token j of the score of query i at key j."""
         f, t = self._f, self._q[:, i].transpose(0, 1)
         pairs, weight, n = len(i), f.key, self._p.shape[1]
         if f.key_norm is None or f.key_norm.d == f.key_dim:

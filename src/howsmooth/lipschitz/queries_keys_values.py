@@ -285,8 +285,7 @@ class _Layer:
         return torch.einsum("bgnv,brgv->bnr", heads.unflatten(1, (self.group, self.n)), self.factor)
 
     def out_adjoint(self, y: Float[Tensor, "b n r"]) -> Float[Tensor, "b m value_dim"]:
-        """Return the cotangents of the heads' outputs, for cotangents of the sums that :meth:`out` returns.
-        """
+        """Return the cotangents of the heads' outputs, for cotangents of what :meth:`out` returns."""
         return torch.einsum("bnr,brgv->bgnv", y, self.factor).flatten(1, 2)
 
     def queries(self) -> tuple[Float[Tensor, "heads n"], Float[Tensor, "heads n key_dim"]]:

@@ -27,8 +27,7 @@ def pieces(size: int, device: torch.device) -> list[slice]:
 
 
 def split(x: Float[Tensor, "rows size"]) -> list[Float[Tensor, "rows piece"]]:
-    """Divide a matrix into blocks of columns that are small enough to be converted to float64 one at a time.
-    """
+    """Divide a matrix into blocks of columns that are small enough to be converted to float64 one by one."""
     return [x[:, piece] for piece in pieces(x.shape[1], x.device)]
 
 

@@ -190,8 +190,7 @@ class LinearOperator(abc.ABC):
 
 
 def length_rounding(operator: LinearOperator) -> float:
-    """Bound the relative error of the ratio |J v| / |v| that comes from computing the two lengths in float64.
-    """
+    """Bound the relative error of a ratio |J v| / |v| that comes from computing the lengths in float64."""
     return 2.0 * gamma(operator.in_size + operator.out_size + 8)
 
 
