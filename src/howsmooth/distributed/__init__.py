@@ -3,6 +3,6 @@ among processes of torch.distributed.
 """
 
 from howsmooth.distributed.cost import Device, StepCost, step_cost
-from howsmooth.distributed.measure import local_lipschitz, own_rows
+from howsmooth.distributed.lipschitz import local_lipschitz, own_rows
 
 __all__ = ["Device", "StepCost", "local_lipschitz", "own_rows", "step_cost"]

@@ -12,7 +12,7 @@ import torch
 from howsmooth.attention import SelfAttention, TokenMap
 from howsmooth.distributed.footprint import bytes_per_head, fixed_bytes
 from howsmooth.distributed.linearise import check_shareable
-from howsmooth.distributed.shares import RowShares
+from howsmooth.distributed.row_shares import RowShares
 from howsmooth.errors import ArgumentError
 
 __all__ = ["Device", "StepCost", "step_cost"]

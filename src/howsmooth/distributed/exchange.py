@@ -10,7 +10,7 @@ import torch.distributed as dist
 from jaxtyping import Float
 from torch import Tensor
 
-from howsmooth.distributed.shares import RowShares
+from howsmooth.distributed.row_shares import RowShares
 from howsmooth.errors import ArgumentError
 
 __all__ = ["Collectives", "Exchange", "ProcessGroupCollectives"]

@@ -11,10 +11,10 @@ import torch
 
 from howsmooth.attention import Compose, Residual, SelfAttention, TokenMap
 from howsmooth.distributed.exchange import Collectives
-from howsmooth.distributed.shares import RowShares
+from howsmooth.distributed.row_shares import RowShares
 from howsmooth.errors import ArgumentError
 from howsmooth.jacobian import streamed_bytes
-from howsmooth.jacobian.tiling import batches_apart, working_bytes
+from howsmooth.jacobian.tiling import parts_for_threads, working_bytes
 
 __all__ = ["GATHERED", "Room", "bytes_per_head", "check_budget", "fixed_bytes", "room"]
 
@@ -66,7 +66,7 @@ def bytes_per_head(f: TokenMap, n: int, dtype: torch.dtype, device: torch.device
     ``f`` that needs most.
     """
     # With one head alone, each thread accumulates cotangents in a buffer of its own.
-    tensors = GATHERED + batches_apart(1, device) - 1
+    tensors = GATHERED + parts_for_threads(1, device) - 1
     return max((tensors * n * (a.key_dim + a.value_dim) * dtype.itemsize for a in _attentions(f)), default=0)
 
 

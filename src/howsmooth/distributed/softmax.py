@@ -14,7 +14,7 @@ from torch import Tensor
 from howsmooth.attention.core import ScoreFeatures
 from howsmooth.attention.visibility import Visibility
 from howsmooth.distributed.exchange import Exchange
-from howsmooth.jacobian.operands import Operands
+from howsmooth.jacobian.queries_keys_values import Operands
 from howsmooth.jacobian.streamed import StreamedDerivative, streamed_derivative
 
 __all__ = ["SharedSoftmax", "shared_softmax"]

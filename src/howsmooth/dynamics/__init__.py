@@ -15,8 +15,8 @@ from howsmooth.dynamics.clusters import (
     numerical_rank,
 )
 from howsmooth.dynamics.flow import flow
-from howsmooth.dynamics.growth import Growth, growth
-from howsmooth.dynamics.rescaled import Rescaled, rescaled, value_matrix
+from howsmooth.dynamics.perturbation_growth import Growth, growth
+from howsmooth.dynamics.rescaled_tokens import Rescaled, rescaled, value_matrix
 from howsmooth.dynamics.trajectory import Trajectory
 from howsmooth.dynamics.velocity_fields import Field, Layers, Sphere
 

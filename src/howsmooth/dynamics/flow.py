@@ -15,7 +15,7 @@ from torch import Tensor
 
 from howsmooth.dynamics.arguments import check_plan, check_times
 from howsmooth.dynamics.integrate import ORDERS, Plan, Run, Status, integrate
-from howsmooth.dynamics.states import System, system_of
+from howsmooth.dynamics.state_tensors import System, system_of
 from howsmooth.dynamics.trajectory import State, Trajectory
 from howsmooth.dynamics.velocity_fields import Velocity, as_field
 from howsmooth.errors import NonFiniteError

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torchdiffeq import odeint
 
-from howsmooth.dynamics.states import System
+from howsmooth.dynamics.state_tensors import System
 from howsmooth.dynamics.velocity_fields import Velocity
 
 __all__ = ["ADAPTIVE", "FIXED", "ORDERS", "Plan", "Run", "Status", "integrate"]

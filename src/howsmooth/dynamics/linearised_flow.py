@@ -20,7 +20,7 @@ from howsmooth.dynamics.flow_jacobian import (
 )
 from howsmooth.dynamics.integrate import Plan
 from howsmooth.dynamics.runge_kutta import TABLEAUX
-from howsmooth.dynamics.states import Tokens
+from howsmooth.dynamics.state_tensors import Tokens
 from howsmooth.dynamics.velocity_fields import Field, Layers, MapField, Sphere, Velocity
 from howsmooth.errors import NonFiniteError
 from howsmooth.jacobian import (

@@ -14,8 +14,8 @@ from howsmooth.attention.visibility import Visibility, check_window
 from howsmooth.errors import ArgumentError
 from howsmooth.functional.derivatives import attention_map
 from howsmooth.functional.fused import Kernels, obstacle
-from howsmooth.functional.row_blocks import Grid, Shape, apply
 from howsmooth.functional.softmax import Scores
+from howsmooth.functional.sums_over_row_blocks import Grid, Shape, apply
 
 __all__ = ["attention"]
 

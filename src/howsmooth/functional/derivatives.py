@@ -16,8 +16,8 @@ from typing import TypeVar
 from torch import Tensor
 
 from howsmooth.functional.fused import KEPT, Kept, Kernels
-from howsmooth.functional.row_blocks import Block, BlockMap, Flags, Part, Shape, reduced
 from howsmooth.functional.softmax import PARTS, Scores, adjoint, output, second, tangent, weights
+from howsmooth.functional.sums_over_row_blocks import Block, BlockMap, Flags, Part, Shape, reduced
 
 __all__ = ["attention_map"]
 
@@ -64,7 +64,7 @@ def _tangent_map(scores: Scores, moved: Names, shape: Shape, kernels: Kernels | 
 
     It maps the tensors x, and tangents dx of the tensors named in ``moved``, to the tangent dO of the output.
     """
-    given = _Given(scores, kernels, moved)
+    given = _Inputs(scores, kernels, moved)
 
     def compute(block: Block, tensors: Tensors, targets: Shapes) -> Tensors:
         x, _, d = given.named(tensors)
@@ -76,7 +76,7 @@ def _tangent_map(scores: Scores, moved: Names, shape: Shape, kernels: Kernels | 
         It maps x, dx and a cotangent U of the output to the gradients of ⟨U, dO⟩ in x and in dx.
         """
         of_x, of_d = given.chosen(wanted)
-        both = _Given(scores, kernels, (*moved, "u"))
+        both = _Inputs(scores, kernels, (*moved, "u"))
 
         def compute(block: Block, tensors: Tensors, targets: Shapes) -> Tensors:
             x, _, d = both.named(tensors)
@@ -115,7 +115,7 @@ def _adjoint_map(scores: Scores, which: Mapping[str, Shape], kernels: Kernels | 
 
     It maps the tensors x and a cotangent U of the output to the cotangents of the tensors named in ``which``.
     """
-    given = _Given(scores, kernels, ("u",))
+    given = _Inputs(scores, kernels, ("u",))
 
     def compute(block: Block, tensors: Tensors, targets: Shapes) -> Tensors:
         x, _, d = given.named(tensors)
@@ -133,7 +133,7 @@ def _adjoint_map(scores: Scores, which: Mapping[str, Shape], kernels: Kernels | 
         """
         of_x, of_u = given.chosen(moved)
         tangents = (*of_x, *(f"d{name}" for name in of_u))
-        both = _Given(scores, kernels, ("u", *tangents))
+        both = _Inputs(scores, kernels, ("u", *tangents))
 
         def compute(block: Block, tensors: Tensors, targets: Shapes) -> Tensors:
             x, _, d = both.named(tensors)
@@ -158,7 +158,7 @@ def _adjoint_map(scores: Scores, which: Mapping[str, Shape], kernels: Kernels | 
         ⟨W, cotangents⟩ is ⟨U, dO⟩ for the tangents dx = W, so the gradients are those of the tangent map.
         """
         of_x, of_u = given.chosen(wanted)
-        both = _Given(scores, kernels, ("u", *_chosen(tuple(which), there)))
+        both = _Inputs(scores, kernels, ("u", *_chosen(tuple(which), there)))
 
         def compute(block: Block, tensors: Tensors, targets: Shapes) -> Tensors:
             x, _, d = both.named(tensors)
@@ -191,7 +191,7 @@ def _adjoint_map(scores: Scores, which: Mapping[str, Shape], kernels: Kernels | 
 
 
 @dataclass(frozen=True)
-class _Given:
+class _Inputs:
     """The names of the tensors that a derivative of attention reads, and how each of them is cut into blocks
     of query rows.
 

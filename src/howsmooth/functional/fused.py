@@ -142,7 +142,7 @@ class Kernels:
         """Return the cotangents of those arguments of attention that ``which`` names, for a cotangent ``u``
         of the attention outputs.
         """
-        common = _common(u, kept[0])
+        common = _row_products(u, kept[0])
         operands, found = (x["q"], u, x["k"], x["v"], kept[1], common), dict[str, Tensor]()
         if "q" in which:
             found["q"] = _result(x["q"])
@@ -151,7 +151,7 @@ class Kernels:
             found["k"], found["v"] = _result(x["k"]), _result(x["v"])
             self._run("adjoint_keys", x, *operands, found["k"], found["v"])
         if "sinks" in which:
-            found["sinks"] = -_share(x, kept) * common
+            found["sinks"] = -_sink_probability(x, kept) * common
         return found
 
     def second(
@@ -171,11 +171,11 @@ class Kernels:
         d = _filled(x, d)
         do, mu = self._tangent(x, kept, d)
         # r = ⟨U, O⟩ of each row, and its tangent dr = ⟨dU, O⟩ + ⟨U, dO⟩.
-        common, moved = _common(u, kept[0]), _common(u, do)
+        common, moved = _row_products(u, kept[0]), _row_products(u, do)
         if du is None:
             du = torch.zeros_like(u)
         else:
-            moved = moved + _common(du, kept[0])
+            moved = moved + _row_products(du, kept[0])
         operands = (x["q"], d["q"], u, du, x["k"], d["k"], x["v"], d["v"], kept[1], mu, common, moved)
         found = dict[str, Tensor]()
         if "q" in which:
@@ -185,7 +185,7 @@ class Kernels:
             found["k"], found["v"] = _result(x["k"]), _result(x["v"])
             self._run("second_keys", x, *operands, found["k"], found["v"])
         if "sinks" in which:
-            share = _share(x, kept)
+            share = _sink_probability(x, kept)
             found["sinks"] = share * ((mu - d["sinks"].float()) * common - moved)
         return found
 
@@ -272,7 +272,7 @@ def _filled(x: Mapping[str, Tensor], d: Mapping[str, Tensor]) -> dict[str, Tenso
     return {name: d[name] if name in d else torch.zeros_like(x[name]) for name in names}
 
 
-def _common(u: Tensor, of_queries: Tensor) -> Tensor:
+def _row_products(u: Tensor, of_queries: Tensor) -> Tensor:
     """Return the inner products of the rows of one tensor with the rows of another, (lead, kv_heads, group,
     m, 1).
 
@@ -282,7 +282,7 @@ def _common(u: Tensor, of_queries: Tensor) -> Tensor:
     return common[..., None]
 
 
-def _share(x: Mapping[str, Tensor], kept: Kept) -> Tensor:
+def _sink_probability(x: Mapping[str, Tensor], kept: Kept) -> Tensor:
     """Return the attention probability that each query gives to the sink, of shape (lead, kv_heads, group, m,
     1).
     """

@@ -82,7 +82,7 @@ def _attention_forward(
         # A sparse layer names the keys (batch, m, count) that each query may see; masks hide some of them.
         chosen = torch.zeros(*indices.shape[:-1], n, dtype=torch.bool, device=query.device)
         chosen = chosen.scatter(-1, indices.long(), True)[:, None]
-        attention_mask = _both(attention_mask, chosen)
+        attention_mask = _hide_unselected(attention_mask, chosen)
     numbers = {"mask": attention_mask, "score_bias": position_bias, "sinks": sinks}
     for name, t in numbers.items():
         if t is not None:
@@ -97,7 +97,7 @@ def _attention_forward(
     return out.transpose(1, 2).contiguous(), None
 
 
-def _both(mask: Tensor | None, chosen: Tensor) -> Tensor:
+def _hide_unselected(mask: Tensor | None, chosen: Tensor) -> Tensor:
     """Combine a mask with a selection of keys, so that a key is hidden if the mask hides it or if it is not
     selected.
     """

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from howsmooth.attention.visibility import Visibility
-from howsmooth.functional.row_blocks import Block, Grid, Part, kept_whole
+from howsmooth.functional.sums_over_row_blocks import Block, Grid, Part, kept_whole
 
 __all__ = ["PARTS", "Scores", "Weights", "adjoint", "output", "second", "tangent", "weights"]
 

@@ -19,8 +19,8 @@ from howsmooth.attention import SelfAttention, Weighting
 from howsmooth.attention.visibility import Visibility
 from howsmooth.jacobian.fused import fused
 from howsmooth.jacobian.norm_layers import NormJacobian, norm_jacobian
-from howsmooth.jacobian.operands import Operands
 from howsmooth.jacobian.projections import Projection, Projections
+from howsmooth.jacobian.queries_keys_values import Operands
 from howsmooth.jacobian.rounding_bounds import attention_error
 from howsmooth.jacobian.softmax import (
     SoftmaxDerivative,

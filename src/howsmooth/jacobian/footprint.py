@@ -11,7 +11,7 @@ from torch import Tensor
 
 from howsmooth.attention import Compose, Residual, SelfAttention, StagedAttention
 from howsmooth.jacobian.fused import PARTS_BYTES
-from howsmooth.jacobian.tiling import batches_apart, working_bytes
+from howsmooth.jacobian.tiling import parts_for_threads, working_bytes
 from howsmooth.triton_launch import padded_width
 
 __all__ = ["cached_bytes", "kernel_bytes", "streamed_bytes"]
@@ -102,7 +102,7 @@ def _streamed_attention_bytes(f: SelfAttention, n: int, dtype: torch.dtype, devi
     # Tangents and cotangents, two rotated copies of queries, the image and the result.
     product = (2 * rows + 2 * queries + n * (f.d + f.d_out)) * size
     # If each thread has rows of its own, it has its own cotangents of all keys and values too.
-    product += (batches_apart(f.kv_heads, device) - 1) * (rows - queries) * size
+    product += (parts_for_threads(f.kv_heads, device) - 1) * (rows - queries) * size
     # The table of columns and their averages: values and, for the proof in float64, keys and squares.
     columns = f.value_dim + (f.key_dim + 4 if dtype == torch.float64 else 1)
     averages = n * (f.heads + f.kv_heads) * columns
@@ -124,7 +124,7 @@ def _streamed_stages_bytes(f: StagedAttention, n: int, dtype: torch.dtype, devic
         kept += (2 * rows + 2 * means) * size
         if dtype != torch.float64:  # float64 queries and keys, if scores are formed in float64
             kept += (queries + keys) * _DOUBLE
-        kept += (batches_apart(shape.kv_heads, device) - 1) * (rows - queries) * size
+        kept += (parts_for_threads(shape.kv_heads, device) - 1) * (rows - queries) * size
         linearising = max(linearising, (3 * rows + 3 * means + queries) * _DOUBLE)
         capped = core.softcap is not None
         tiles = max(tiles, working_bytes(shape.heads, shape.m, shape.n, size, device, capped=capped))

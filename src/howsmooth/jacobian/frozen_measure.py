@@ -21,7 +21,7 @@ from torch import Tensor
 
 from howsmooth.attention import Compose, LayerNorm, Residual, RMSNorm, SelfAttention, TokenMap, Weighting
 from howsmooth.attention.core import attention_probabilities, cap_slope
-from howsmooth.jacobian.operands import Operands
+from howsmooth.jacobian.queries_keys_values import Operands
 
 __all__ = ["frozen_derivatives"]
 

@@ -20,9 +20,9 @@ from torch import Tensor
 
 from howsmooth.attention.core import ScoreFeatures, cap_slope
 from howsmooth.attention.visibility import Visibility
-from howsmooth.jacobian.moments import Moments, moment_columns, moment_width
-from howsmooth.jacobian.operands import Operands
-from howsmooth.jacobian.scratch import Scratch
+from howsmooth.jacobian.key_value_moments import Moments, moment_columns, moment_width
+from howsmooth.jacobian.queries_keys_values import Operands
+from howsmooth.jacobian.scratch_memory import Scratch
 from howsmooth.jacobian.softmax import Sink, largest_score, rounding_of
 from howsmooth.jacobian.tiling import Block, Piece, Tiling
 

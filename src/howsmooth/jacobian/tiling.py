@@ -19,7 +19,7 @@ from torch import Tensor
 
 from howsmooth.attention.visibility import Visibility
 
-__all__ = ["Block", "Piece", "Stairs", "Tiling", "batches_apart", "shifted", "working_bytes"]
+__all__ = ["Block", "DiagonalSquares", "Piece", "Tiling", "parts_for_threads", "shifted", "working_bytes"]
 
 # Largest number of entries of a tile: enough for the full rate of matrix products, and on a CPU few enough
 # for its caches.
@@ -66,7 +66,7 @@ def working_bytes(heads: int, m: int, n: int, itemsize: int, device: torch.devic
     return heads * min(rows, m) * (kept + formed)
 
 
-def batches_apart(kv_heads: int, device: torch.device) -> int:
+def parts_for_threads(kv_heads: int, device: torch.device) -> int:
     """Return into how many equal parts the query rows of one head are cut, so that each processor thread has
     a part of its own.
 
@@ -170,7 +170,7 @@ class Block:
 
 
 @dataclass(frozen=True)
-class Stairs(Block):
+class DiagonalSquares(Block):
     """A block of attention scores made of the same rows of several equal squares that lie one after the other
     along the causal diagonal.
 
@@ -271,7 +271,7 @@ class Piece:
 
         The pairs of one head are counted.
         """
-        squares = self.block.batches if isinstance(self.block, Stairs) else 1
+        squares = self.block.batches if isinstance(self.block, DiagonalSquares) else 1
         return int(squares * self.block.length * sum(keys.stop - keys.start for keys in self.keys))
 
 
@@ -324,7 +324,7 @@ class Tiling:
 
         It is the number of threads if each thread has a part, else 1.
         """
-        return batches_apart(self.kv_heads, self.device)
+        return parts_for_threads(self.kv_heads, self.device)
 
     def spans(self) -> list[range]:
         """Return the ranges of keys, one for each tile, into which one row of attention scores is divided."""
@@ -367,10 +367,10 @@ class Tiling:
         """
         strips = self.strips(block)
         # Squares at the diagonal, one for each thread, preceded by the keys before the block's first row.
-        if len(strips) > 1 and self._has_stairs(block):
+        if len(strips) > 1 and self._has_diagonal_squares(block):
             first = block.rows.start + self.first_row
             before = [Piece(block, self.tiles(slice(0, first)))] if first else []
-            return before + self._stairs(block)
+            return before + self._diagonal_squares(block)
         seen = [self.visibility.keys(strip.numbers(self.first_row)) for strip in strips]
         shared = self.visibility.shared_keys(block.numbers(self.first_row))
         # Only whole tiles are shared; a tile that not all rows see belongs to the strips.
@@ -383,7 +383,7 @@ class Tiling:
             for strip, keys in zip(strips, seen, strict=True)
         ]
 
-    def _has_stairs(self, block: Block) -> bool:
+    def _has_diagonal_squares(self, block: Block) -> bool:
         """Return True if a block of query rows has equal squares of scores along the causal diagonal, one for
         each processor thread.
         """
@@ -394,7 +394,7 @@ class Tiling:
         aligned &= side % self.columns == 0 or self.columns % side == 0
         return bool(block.batches > 1 and plain and aligned)
 
-    def _stairs(self, block: Block) -> list[Piece]:
+    def _diagonal_squares(self, block: Block) -> list[Piece]:
         """Divide the scores of a block of query rows between its first key and the causal diagonal into
         squares at the diagonal and the rectangles left of them.
 
@@ -414,7 +414,8 @@ class Tiling:
         ]
         strips = [slice(i, min(i + self._strip, side)) for i in range(0, side, self._strip)]
         squares = [
-            Stairs(block.heads, rows, block.batches, first, first + self.first_row, side) for rows in strips
+            DiagonalSquares(block.heads, rows, block.batches, first, first + self.first_row, side)
+            for rows in strips
         ]
         return below + [Piece(stairs, self.tiles(slice(0, stairs.rows.stop))) for stairs in squares]
 

@@ -121,7 +121,7 @@ def _together(f: SelfAttention, x: Tensor, heads: Tensor, solver: Solver) -> dic
         reduced, bases = jacobians[x.dtype].reduced()
         (found,) = solver.together([reduced], [members])
         found = replace(found, right=found.right @ bases.mT)
-        found = verdict(_OfTokens(reduced, bases), exact, found, members, solver)
+        found = verdict(_JacobiansInTokens(reduced, bases), exact, found, members, solver)
     return {
         "value": found.sigma,
         "lower": found.lower,
@@ -161,7 +161,7 @@ def _vector_bytes(head: TokenMap, x: Tensor) -> int:
     return x.shape[0] * (head.d + head.d_out) * basis
 
 
-class _OfTokens(LinearOperator):
+class _JacobiansInTokens(LinearOperator):
     """The Jacobians of all heads with respect to the tokens, computed from their Jacobians in the fewer
     coordinates that each head reads.
 

@@ -18,7 +18,7 @@ from howsmooth.attention import SelfAttention, TokenMap
 from howsmooth.attention.core import row_blocks
 from howsmooth.errors import ArgumentError
 from howsmooth.jacobian import in_double
-from howsmooth.jacobian.operands import Operands
+from howsmooth.jacobian.queries_keys_values import Operands
 from howsmooth.jacobian.softmax import SoftmaxDerivative, softmax_derivative
 from howsmooth.lipschitz.arguments import check_arguments
 from howsmooth.lipschitz.solver import member_seeds, starts

@@ -17,7 +17,7 @@ from numpy import ndarray
 
 from howsmooth.measures.gaussian import Gaussian
 from howsmooth.measures.presolve import NEGLIGIBLE, in_units
-from howsmooth.measures.problem import EPSILON
+from howsmooth.measures.transport_problem import EPSILON
 
 __all__ = ["GaussianAnswer", "between_gaussians"]
 

@@ -16,8 +16,8 @@ from scipy.special import logsumexp
 
 from howsmooth.errors import ArgumentError
 from howsmooth.measures.discrete import DiscreteMeasure
-from howsmooth.measures.problem import EPSILON, TINY, Plan, Problem
-from howsmooth.measures.solvers import Solution
+from howsmooth.measures.transport_problem import EPSILON, TINY, Plan, Problem
+from howsmooth.measures.transport_solvers import Solution
 
 __all__ = ["Answer", "Pair", "in_units"]
 

@@ -17,10 +17,10 @@ from torch import Tensor
 from howsmooth.errors import ArgumentError
 from howsmooth.measures.bures import between_gaussians
 from howsmooth.measures.discrete import DiscreteMeasure
+from howsmooth.measures.distance_arguments import Options, check_discrete, check_order, check_same_space
 from howsmooth.measures.gaussian import Gaussian
-from howsmooth.measures.options import Options, check_discrete, check_order, check_same_space
 from howsmooth.measures.presolve import Answer, Pair
-from howsmooth.measures.solvers import entropic, exact, on_the_line
+from howsmooth.measures.transport_solvers import entropic, exact, on_the_line
 
 __all__ = ["Transport", "solve", "transport_of", "wasserstein"]
 

@@ -3,7 +3,7 @@ needs less memory than Golub–Kahan.
 
 Lanczos is Golub–Kahan bidiagonalisation without the left vectors: from a Gaussian start, k steps give V_k
 with V_kᵀ JᵀJ V_k = T_k tridiagonal, and T_k = B_kᵀB_k for the bidiagonal matrix B_k. So the same interval
-holds (:mod:`howsmooth.spectral.interval`), and each step needs one pass over an operator that shares work
+holds (:mod:`howsmooth.spectral.upper_limits`), and each step needs one pass over an operator that shares work
 between J and Jᵀ. The basis is used only for reorthogonalisation and for the Ritz vector, so it may be kept in
 half precision, whose error enters in second order. Derivation and measurements: documentation page "The
 spectral norm, with an interval".
@@ -27,12 +27,12 @@ from scipy import linalg
 from torch import Tensor
 
 from howsmooth.errors import ArgumentError
-from howsmooth.spectral.basis import Basis, Reduction, norms, reduced
 from howsmooth.spectral.golub_kahan import LeadingTriplet
-from howsmooth.spectral.interval import a_posteriori_upper, ritz_values, rounded_upper, start_quantile
+from howsmooth.spectral.krylov_basis import Basis, Reduction, norms, reduced
 from howsmooth.spectral.lanczos_recurrence import Recurrence, inverse
 from howsmooth.spectral.operator import LinearOperator, length_rounding
 from howsmooth.spectral.product_checks import check_finite, checked_rounding
+from howsmooth.spectral.upper_limits import a_posteriori_upper, ritz_values, rounded_upper, start_quantile
 
 __all__ = ["lanczos", "lanczos_together"]
 
@@ -425,7 +425,7 @@ def _limits(
     """Return, for each map J of a batch, the largest Ritz value and an upper limit of the largest eigenvalue
     of JᵀJ.
 
-    The limit is that of :func:`~howsmooth.spectral.interval.a_posteriori_upper`.
+    The limit is that of :func:`~howsmooth.spectral.upper_limits.a_posteriori_upper`.
     """
     # Scaled to entries near one, so that products and squares stay in range.
     largest = np.maximum(diagonal.max(axis=1), off[:, :-1].max(axis=1, initial=0.0))

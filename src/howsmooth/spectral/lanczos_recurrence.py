@@ -20,7 +20,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from howsmooth.spectral.basis import Basis, Reduction, norms, reduced
+from howsmooth.spectral.krylov_basis import Basis, Reduction, norms, reduced
 from howsmooth.spectral.operator import LinearOperator
 
 __all__ = ["Products", "Recurrence", "inverse"]

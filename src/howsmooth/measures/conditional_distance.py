@@ -14,10 +14,10 @@ from scipy.special import logsumexp
 
 from howsmooth.errors import ArgumentError
 from howsmooth.measures.discrete import DiscreteMeasure
-from howsmooth.measures.options import Options, check_discrete, check_order, check_same_space
+from howsmooth.measures.distance_arguments import Options, check_discrete, check_order, check_same_space
 from howsmooth.measures.presolve import Answer, Pair
-from howsmooth.measures.problem import EPSILON, Plan
 from howsmooth.measures.transport import Transport, solve, transport_of
+from howsmooth.measures.transport_problem import EPSILON, Plan
 
 __all__ = ["conditional_wasserstein"]
 

@@ -16,7 +16,7 @@ from howsmooth.distributed.exchange import Collectives, Exchange, ProcessGroupCo
 from howsmooth.distributed.footprint import Room, check_budget, room
 from howsmooth.distributed.linearise import SharedMap, check_shareable, together
 from howsmooth.distributed.random_start import own_start
-from howsmooth.distributed.shares import RowShares
+from howsmooth.distributed.row_shares import RowShares
 from howsmooth.errors import ArgumentError
 from howsmooth.jacobian import in_double
 from howsmooth.lipschitz import LipschitzEstimate

@@ -17,13 +17,13 @@ __all__ = ["Scratch"]
 _LEFT = 1 << 23
 
 
-class _Left(threading.local):
+class _KeptMemory(threading.local):
     """The temporary memory that a product with a Jacobian leaves to the next product in the same thread."""
 
     memory: dict[object, Tensor] | None = None
 
 
-_left = _Left()
+_left = _KeptMemory()
 
 
 class Scratch:

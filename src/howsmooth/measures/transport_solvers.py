@@ -14,7 +14,7 @@ import torch
 from jaxtyping import Float
 from numpy import ndarray
 
-from howsmooth.measures.problem import EPSILON, Plan, Problem
+from howsmooth.measures.transport_problem import EPSILON, Plan, Problem
 
 __all__ = ["Solution", "entropic", "exact", "on_the_line"]
 

@@ -23,8 +23,8 @@ from howsmooth.accuracy_limits import check_accuracy
 from howsmooth.dynamics.arguments import check_plan, check_times
 from howsmooth.dynamics.integrate import FIXED, ORDERS
 from howsmooth.dynamics.linearised_flow import LinearisedFlow
-from howsmooth.dynamics.rescaled import Rescaled
-from howsmooth.dynamics.states import Tokens, system_of
+from howsmooth.dynamics.rescaled_tokens import Rescaled
+from howsmooth.dynamics.state_tensors import Tokens, system_of
 from howsmooth.dynamics.velocity_fields import Field, Layers, MapField, Sphere, as_field
 from howsmooth.errors import ArgumentError, NonFiniteError
 from howsmooth.jacobian import allowance_for_rounding, moved_by_rounding
