@@ -26,7 +26,7 @@ from turns import show
 from howsmooth.spectral import LeadingTriplet, LinearOperator, golub_kahan
 from howsmooth.spectral import lanczos as solve
 from howsmooth.spectral.accurate_sums import squared_lengths
-from howsmooth.spectral.basis import Basis
+from howsmooth.spectral.krylov_basis import Basis
 
 
 class Shared(LinearOperator):

@@ -23,7 +23,7 @@ import howsmooth as hs
 from howsmooth.distributed import Device, step_cost
 from howsmooth.distributed.exchange import Exchange, ProcessGroupCollectives
 from howsmooth.distributed.linearise import SharedMap
-from howsmooth.distributed.shares import RowShares
+from howsmooth.distributed.row_shares import RowShares
 
 
 def layer(options: argparse.Namespace) -> hs.SelfAttention:

@@ -25,7 +25,7 @@ import torch
 from howsmooth.adversarial.repeated_token_search import Atoms
 from howsmooth.attention import RMSNorm
 from howsmooth.jacobian.rounding_bounds import norm_error
-from howsmooth.measures.problem import Plan
+from howsmooth.measures.transport_problem import Plan
 from howsmooth.roundoff import MatrixNorms
 from tests._selection import others_slow
 

@@ -1,4 +1,6 @@
-"""Divide the inputs of a measurement into batches, and decide whose attention probabilities are kept."""
+"""Divides the sequences of a measurement into batches, and decides whether their attention probabilities are
+kept in memory.
+"""
 
 from __future__ import annotations
 
@@ -51,7 +53,7 @@ _FEWEST_VECTORS = 16
 
 @dataclass(frozen=True)
 class Footprint:
-    """The memory that :func:`howsmooth.local_lipschitz` is predicted to use at one sequence.
+    """The memory that :func:`howsmooth.local_lipschitz` is predicted to use for one sequence.
 
     Attributes
     ----------
@@ -74,7 +76,8 @@ def footprint(
     device: torch.device,
     memory: int | None = None,
 ) -> Footprint:
-    """Predict how one sequence would be measured, and how much memory that takes.
+    """Predict how much memory the measurement of one sequence takes, and whether it keeps attention
+    probabilities.
 
     Parameters
     ----------
@@ -97,7 +100,7 @@ def footprint(
 
 @dataclass(frozen=True)
 class _Group:
-    """Sequences that are padded with zeros to the length of the longest one."""
+    """Several sequences of a batch that are padded with zeros to the length of the longest of them."""
 
     count: int = 0
     probabilities: int = 0  # bytes of the last member's probabilities
@@ -106,7 +109,7 @@ class _Group:
     members: list[int] = field(default_factory=list)  # the same list object as in the next larger group
 
     def with_member(self, probabilities: int, basis: int) -> _Group:
-        """Return this group with one more sequence.
+        """Return a group of sequences that has one sequence more than this group.
 
         The arguments are the bytes of the sequence's probabilities and of its Krylov basis. The caller
         appends its index to ``members``.
@@ -123,12 +126,14 @@ class _Group:
 
     @property
     def filled(self) -> int:
-        """The bytes that padding adds to the probabilities and Krylov bases of these sequences."""
+        """The bytes that padding adds to the attention probabilities and Krylov bases of the sequences in the
+        group.
+        """
         return self.all_probabilities + self.all_bases - self.own
 
 
 def batches(double: TokenMap, members: Sequence[Tensor] | Tensor, budget: int) -> Iterator[list[list[int]]]:
-    """Divide sequences into batches, from short to long sequences.
+    """Divide sequences into batches that are measured together, from short sequences to long ones.
 
     Each batch is a list of lists of indices into ``members``. The sequences of an inner list are padded to
     one length.
@@ -163,7 +168,8 @@ def batches(double: TokenMap, members: Sequence[Tensor] | Tensor, budget: int) -
 
 
 def _with_member(groups: list[_Group], one: tuple[int, int], most_filled: int) -> list[_Group]:
-    """Add a sequence to the last group if that needs little padding, and to a new group otherwise.
+    """Add a sequence to the last group of a batch if that needs little padding, and otherwise begin a new
+    group with it.
 
     The argument ``one`` describes the sequence: the bytes of its probabilities and of its Krylov basis.
     """
@@ -173,7 +179,8 @@ def _with_member(groups: list[_Group], one: tuple[int, int], most_filled: int) -
 
 
 def is_streamed(double: TokenMap, x: Tensor, budget: int) -> bool:
-    """Return True if attention probabilities are to be recomputed in each product instead of kept.
+    """Return True if attention probabilities at the sequence ``x`` are computed again in each product and not
+    kept in memory.
 
     They are recomputed if they do not fit in memory, or if that is faster.
     """
@@ -185,7 +192,7 @@ def is_streamed(double: TokenMap, x: Tensor, budget: int) -> bool:
 
 
 def room_for_basis(double: TokenMap, x: Tensor, budget: int) -> int:
-    """Return how many bytes of the memory budget remain for the Krylov basis of one sequence.
+    """Return how many bytes of the memory budget are left for the Krylov basis when one sequence is measured.
 
     The attention probabilities are recomputed in each product, so they take no memory.
 
@@ -209,7 +216,7 @@ def room_for_basis(double: TokenMap, x: Tensor, budget: int) -> int:
 
 
 def beside_the_basis(double: TokenMap, x: Tensor) -> int:
-    """Return the bytes that measuring one sequence takes in addition to the Krylov basis.
+    """Return the bytes that the measurement of one sequence takes in addition to the Krylov basis.
 
     They hold the sequence's Jacobian, five vectors of the solver and the tokens, in the dtype of x.
     """
@@ -220,12 +227,13 @@ def beside_the_basis(double: TokenMap, x: Tensor) -> int:
 
 
 def fewest_vectors(x: Tensor) -> int:
-    """Return the bytes of the smallest Krylov basis that is worth trying for one sequence."""
+    """Return the bytes of the smallest Krylov basis with which it is worth trying to measure one sequence."""
     return _FEWEST_VECTORS * x.shape[-2] * x.shape[-1] * torch.float16.itemsize
 
 
 def _least_streamed(double: TokenMap, x: Tensor) -> int:
-    """Return the least memory in bytes that suffices to measure one sequence.
+    """Return the least memory in bytes with which one sequence can be measured, when attention probabilities
+    are not kept.
 
     The attention probabilities are not kept.
 
@@ -235,7 +243,7 @@ def _least_streamed(double: TokenMap, x: Tensor) -> int:
 
 
 def _widened(x: Tensor) -> Tensor:
-    """Return a float64 tensor in the shape of ``x`` whose entries all share the memory of one number.
+    """Return a float64 tensor with the shape of ``x`` that takes the memory of one number only.
 
     It serves to predict the memory of a computation in float64.
     """

@@ -1,4 +1,4 @@
-"""The errors that howsmooth raises on purpose.
+"""The exception classes of howsmooth.
 
 All of them derive from :class:`HowsmoothError`, so a caller can catch the library's errors and nothing
 else. The command line prints each as one sentence and ends with exit code 2.
@@ -28,11 +28,12 @@ __all__ = [
 
 
 class HowsmoothError(Exception):
-    """Base of all errors raised on purpose by this library."""
+    """The base class of all exceptions that howsmooth raises on purpose."""
 
 
 class ArgumentError(HowsmoothError, ValueError):
-    """Raised when an argument is not what the function needs.
+    """Raised when an argument of a function has a wrong type, shape or value. The message says what was
+    expected.
 
     Parameters
     ----------
@@ -56,7 +57,7 @@ class ArgumentError(HowsmoothError, ValueError):
         super().__init__(f"{message} {remedy}" if remedy else message)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Pickle the error with all its fields, so that a worker process can send it.
+        """Let pickle store the exception with all its fields, so that a worker process can send it.
 
         Without this method, unpickling would call the class with the message alone.
         """
@@ -65,7 +66,7 @@ class ArgumentError(HowsmoothError, ValueError):
 
 
 class NonFiniteError(ArgumentError):
-    """Raised when an input, a parameter or a product contains NaN or infinity."""
+    """Raised when an input, a parameter or a computed product contains NaN or infinity."""
 
 
 class DerivativeError(HowsmoothError):
@@ -105,7 +106,7 @@ class CertificateError(HowsmoothError):
         super().__init__(f"{message} {remedy}" if remedy else message)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Pickle the error with all its fields, so that a worker process can send it."""
+        """Let pickle store the exception with all its fields, so that a worker process can send it."""
         words = {"kind": self.kind, "reason": self.reason, "remedy": self.remedy}
         return partial(type(self), self.path, **words), ()
 
@@ -115,21 +116,25 @@ class TextError(HowsmoothError):
 
 
 class StoreError(HowsmoothError):
-    """Raised when a store of measurements cannot be opened or written, or belongs to another study."""
+    """Raised when a file of stored measurements cannot be opened or written, or belongs to another study."""
 
 
 class WorkerError(HowsmoothError):
-    """Raised when a worker of a study is lost, cannot be reached, or runs another version of howsmooth."""
+    """Raised when a worker process of a study is lost, cannot be reached, or runs another version of
+    howsmooth.
+    """
 
 
 def similar_name(given: str, known: Iterable[str]) -> str:
-    """Return ``Is NAME meant?`` with the known name most similar to ``given``; empty if none is similar."""
+    """Return the question ``Is NAME meant?`` with the known name most similar to ``given``; empty if none is
+    similar.
+    """
     near = difflib.get_close_matches(given, list(known), 1, cutoff=0.7)
     return f"Is {near[0]} meant?" if near else ""
 
 
 def reason(error: BaseException) -> str:
-    """Say in a phrase why a file cannot be read or written."""
+    """Return a phrase that says why a file could not be read or written, given the exception."""
     if isinstance(error, OSError) and error.strerror:
         return error.strerror
     lines = str(error).strip().splitlines()

@@ -1,4 +1,4 @@
-"""The results of a measurement: local Lipschitz constants of one or several inputs, with their intervals."""
+"""The results of a measurement: local Lipschitz constants at one or several inputs, with intervals."""
 
 from __future__ import annotations
 
@@ -24,7 +24,9 @@ _MOST_INTERVALS = 4  # members that are printed with their intervals
 
 @dataclass(frozen=True)
 class _Constants:
-    """The fields that both result classes share: constants, intervals, and how they were measured."""
+    """Base class of the two result classes: measured Lipschitz constants, their intervals, and how they were
+    measured.
+    """
 
     value: Float[Tensor, "*batch"]
     lower: Float[Tensor, "*batch"]
@@ -39,7 +41,9 @@ class _Constants:
 
     @property
     def remedy(self) -> str:
-        """Advice for constants whose interval did not become narrow enough; empty if all converged."""
+        """Advice on what to do if the interval of some constant is too wide; an empty string if all are
+        narrow enough.
+        """
         missed = int((~self.converged).sum())
         if not missed:
             return ""
@@ -72,7 +76,7 @@ class _Constants:
         )
 
     def __float__(self) -> float:
-        """Return the measured constant as a float, if there is just one.
+        """Return the measured Lipschitz constant as a float, if there is only one.
 
         Raises
         ------
@@ -90,7 +94,8 @@ class _Constants:
         return float(self.value)
 
     def to_pandas(self) -> pd.DataFrame:
-        """Return a table with one row for each member, in the order of the flattened batch.
+        """Return a table of the measured Lipschitz constants with one row for each input, in the order of the
+        flattened batch.
 
         Its columns are ``member``, ``value``, ``lower``, ``upper``, ``confidence``, ``converged``,
         ``iterations``, ``method`` and ``scope``.
@@ -104,7 +109,7 @@ class _Constants:
         return table.assign(method=self.method, scope=self.scope)
 
     def _repr_html_(self) -> str:
-        """Return the table as HTML, for notebooks."""
+        """Return the table of measured Lipschitz constants as HTML, which notebooks show."""
         table = self.to_pandas()
         rows: str = table.to_html(index=False, max_rows=_MOST_SHOWN, float_format="{:.6g}".format)
         return rows
@@ -112,7 +117,7 @@ class _Constants:
 
 @dataclass(frozen=True, repr=False)
 class LipschitzEstimate(_Constants):
-    """The local Lipschitz constant of each member of a batch, with an interval for each.
+    """The measured local Lipschitz constant at each input of a batch, with an interval for each.
 
     Attributes
     ----------
@@ -157,7 +162,7 @@ class LipschitzEstimate(_Constants):
         return len(self.value)
 
     def __getitem__(self, index: int | slice | tuple[int | slice, ...]) -> LipschitzEstimate:
-        """Return the estimate of some members, by their index in the batch."""
+        """Return the measured constants at some of the inputs only, chosen by their index in the batch."""
         fields = ("value", "lower", "upper", "converged", "iterations", "input_direction", "output_direction")
         given = index if isinstance(index, tuple) else (index,)
         if len(given) > self.value.ndim:
@@ -165,7 +170,8 @@ class LipschitzEstimate(_Constants):
         return replace(self, **{name: getattr(self, name)[index] for name in fields})
 
     def tokens(self, tokenizer: Any = None, ids: Tensor | None = None) -> pd.DataFrame:
-        """Return how much each token contributes to the leading input and output directions, as a table.
+        """Return a table of how much each token contributes to the input and output directions of largest
+        change.
 
         A token with a large share of the input direction is one where a change matters; a token with a large
         share of the output direction is one where the change shows. The shares of a direction are the squared
@@ -224,7 +230,8 @@ def _shares(direction: Tensor) -> list[float]:
 
 @dataclass(frozen=True, repr=False)
 class LipschitzEstimates(_Constants):
-    """The local Lipschitz constants at several sequences of different lengths.
+    """The measured local Lipschitz constants at several sequences of different lengths, with an interval for
+    each.
 
     The attributes are those of :class:`LipschitzEstimate`, with shape (sequences,). The directions are
     tuples with one tensor for each sequence, of shapes (n_i, d) and (n_i, d_out).

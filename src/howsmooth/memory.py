@@ -1,4 +1,4 @@
-"""How many bytes a computation may use: the caller's limit, or a share of the free memory."""
+"""How many bytes of memory a computation may use: the user's limit, or a share of the free memory."""
 
 from __future__ import annotations
 

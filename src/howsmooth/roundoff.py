@@ -1,4 +1,4 @@
-"""Constants and bounds for the analysis of float64 rounding errors.
+"""Constants and functions for proved bounds on float64 rounding errors.
 
 Every rounding allowance that the documentation calls proved rests on these assumptions. Numbers are rounded
 to nearest. A computed sum of m products equals Σ a_l b_l (1 + θ_l) with |θ_l| ≤ γ_m, in any order of
@@ -31,7 +31,7 @@ _ERROR_OF_ERRORS = 1e-6
 
 
 def gamma(m: int) -> float:
-    """Return the bound γ_m on the relative error that m roundings of float64 cause together.
+    """Return the bound γ_m on the relative error that m roundings in float64 cause together.
 
     It is γ_m = m u / (1 − m u), with the unit roundoff u; the order of the roundings is arbitrary.
     """
@@ -46,12 +46,14 @@ def limit_in_digits(value: float, digits: int, *, upper: bool) -> str:
 
 
 def up(error: Tensor) -> Tensor:
-    """Return ``error``, an error bound, enlarged to cover the rounding errors made in computing it."""
+    """Enlarge an error bound a little, so that it covers the rounding errors made when the bound itself was
+    computed.
+    """
     return error * (1 + _ERROR_OF_ERRORS)
 
 
 class MatrixNorms:
-    """Upper bounds of norms of matrices (*batch, m, r), each computed once and then remembered.
+    """Upper bounds of the norms of matrices, each computed once and then remembered.
 
     A matrix is identified by its address in memory, shape and strides. The cache keeps a reference to the
     matrix, so that no other tensor can reuse its address. The matrices must not be changed in place.
@@ -61,14 +63,15 @@ class MatrixNorms:
         self._found: dict[object, tuple[Tensor, Tensor]] = {}
 
     def spectral(self, matrices: Float[Tensor, "*batch m r"]) -> Float[Tensor, "*batch"]:
-        """Return an upper bound of ‖W‖₂ that is at most r^(1/8) times too large, where r is the rank of W.
+        """Return an upper bound of the spectral norm ‖W‖₂ of each matrix W, which is nearly as small as the
+        norm itself.
 
         The bound is the Schatten norm (Σ σ⁸)^(1/8) = ‖(W Wᵀ)²‖_F^(1/4), which takes two matrix products.
         """
         return self._once("spectral", matrices, _schatten)
 
     def absolute(self, matrices: Float[Tensor, "*batch m r"]) -> Float[Tensor, "*batch"]:
-        """Return an upper bound of ‖|W|‖₂, the norm that bounds the rounding error of products with W.
+        """Return an upper bound of the spectral norm of the matrix |W| of absolute values, for each matrix W.
 
         The bound is √(‖W‖₁ ‖W‖_∞), computed from the largest column sum and the largest row sum of |W|.
         """

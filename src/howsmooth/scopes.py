@@ -1,4 +1,4 @@
-"""The scopes of a measurement: which part of a model is the measured map, from narrow to wide."""
+"""The scopes of a measurement, which say what part of a model is measured, from a head to the model."""
 
 from __future__ import annotations
 
@@ -47,5 +47,7 @@ OUTPUTS = ("hidden", "logits", "margin")
 
 
 def layers_of_scope(scope: str, layers: Sequence[int]) -> Sequence[int]:
-    """Return the layers to measure in a scope: ``layers``, or only 0, which stands for a whole model."""
+    """Return which layers are measured in a scope: those in ``layers``, or only 0, which stands for the whole
+    model.
+    """
     return (0,) if scope == "model" else layers

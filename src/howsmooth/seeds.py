@@ -1,4 +1,4 @@
-"""Seeds of random generators: derived from named values, and with all 64 bits for PyTorch."""
+"""Seeds of random number generators, derived from named values such as model, layer and sample."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ __all__ = ["derive_seed", "torch_seed"]
 
 
 def torch_seed(seed: int) -> int:
-    """Return a 32-bit seed that depends on all bits of ``seed``.
+    """Turn a seed of any size into a 32-bit seed for PyTorch that depends on all of its bits.
 
     PyTorch's CPU generator ignores all but the lowest 32 bits of its seed.
 
@@ -24,7 +24,7 @@ def torch_seed(seed: int) -> int:
 
 
 def derive_seed(**axes: str | int | None) -> int:
-    """Derive a seed from named values, such as a model, a layer and a sample.
+    """Derive the seed of a random number generator from named values, such as a model, a layer and a sample.
 
     The seed of one combination of values does not depend on which other combinations are used.
 

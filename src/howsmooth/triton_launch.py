@@ -1,4 +1,4 @@
-"""Launch of Triton kernels, in the largest tiles that fit on the chip."""
+"""Runs Triton kernels with the largest tile sizes that fit into the memory on the GPU's chip."""
 
 from __future__ import annotations
 
@@ -18,7 +18,9 @@ _fitted: dict[object, int] = {}
 
 @dataclass(frozen=True)
 class Tile:
-    """Numbers of rows and of keys in a kernel's tiles, and its numbers of warps and of pipeline stages."""
+    """The size of the tiles of a Triton kernel (query rows and keys), with its numbers of warps and of
+    pipeline stages.
+    """
 
     rows: int
     keys: int
@@ -27,7 +29,7 @@ class Tile:
 
 
 def padded_width(key_dim: int, value_dim: int) -> int:
-    """Return the number of columns to which a kernel pads its operands: a power of two, at least 16."""
+    """Return the number of columns, a power of two, to which a Triton kernel pads its matrices."""
     return max(_NARROWEST, 1 << (max(key_dim, value_dim) - 1).bit_length())
 
 
@@ -39,7 +41,7 @@ def launch(
     arguments: Sequence[object],
     options: Mapping[str, object],
 ) -> None:
-    """Run a kernel on a grid, in the first of ``tiles`` that fits on the chip.
+    """Run a Triton kernel with the first of several tile sizes that fits into the memory on the chip.
 
     Parameters
     ----------

@@ -1,4 +1,5 @@
-"""Keep the computation of a float64 module in float64 where its code converts to a narrower dtype.
+"""Makes the code of a float64 module compute in float64 throughout, also where it converts to a narrower
+dtype.
 
 Model code converts to float32 in norms, softmaxes and rotary positions. In a float64 model this rounds in the
 middle of the computation, so that finite differences and Jacobians disagree.
@@ -27,7 +28,8 @@ _REINTERPRETING = {Tensor.view}
 
 
 class WithoutDowncast(TorchFunctionMode):
-    """A torch function mode that replaces each conversion to a narrower floating dtype by one to float64.
+    """A torch function mode in which every conversion to a narrower floating dtype becomes a conversion to
+    float64.
 
     The mode is for modules whose parameters are float64. It changes ``float()``, ``half()``, ``bfloat16()``,
     ``type()``, ``type_as()``, all forms of ``to()``, and dtypes among the arguments of any torch function
@@ -60,7 +62,9 @@ def _widened(value: Any) -> Any:
 
 
 def _like_wide_tensors(args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-    """Turn the arguments of ``tensor.to(other)`` into a device and a dtype, without narrowing the dtype."""
+    """Replace the arguments of ``tensor.to(other)`` by a device and a dtype that is not narrower than
+    float64.
+    """
     given = args[1] if len(args) > 1 else kwargs.get("tensor", kwargs.get("other"))
     if not isinstance(given, Tensor):
         return args, kwargs

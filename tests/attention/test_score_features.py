@@ -14,7 +14,7 @@ import howsmooth as hs
 from howsmooth import adversarial, bounds
 from howsmooth.attention.core import cap_slope
 from howsmooth.dynamics import Rescaled
-from howsmooth.dynamics.rescaled import value_matrix
+from howsmooth.dynamics.rescaled_tokens import value_matrix
 from howsmooth.errors import ArgumentError, NonFiniteError
 from howsmooth.jacobian import closed_form_jacobian, frozen_derivatives
 from howsmooth.measures import DiscreteMeasure

@@ -25,7 +25,7 @@ from howsmooth.bounds.certificates import certificate_heads
 from howsmooth.dynamics import flow, growth
 from howsmooth.errors import ArgumentError, DerivativeError, NonFiniteError
 from howsmooth.jacobian import AutodiffJacobian, cached_bytes, closed_form_jacobian, has_closed_form
-from howsmooth.jacobian.staged import StagedJacobian
+from howsmooth.jacobian.code_around_softmax import StagedJacobian
 from howsmooth.measures import DiscreteMeasure
 from howsmooth.paper.published.maps import unmasked
 from howsmooth.spectral import to_dense

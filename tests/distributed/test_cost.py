@@ -15,7 +15,7 @@ from howsmooth.distributed import Device, step_cost
 from howsmooth.distributed.cost import _visible_pairs
 from howsmooth.distributed.exchange import Exchange
 from howsmooth.distributed.linearise import SharedMap
-from howsmooth.distributed.shares import RowShares
+from howsmooth.distributed.row_shares import RowShares
 from howsmooth.errors import ArgumentError
 from tests._cases import D, random_attention, tokens
 from tests._group import ThreadCollectives, in_threads

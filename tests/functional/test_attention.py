@@ -20,7 +20,7 @@ import howsmooth as hs
 from howsmooth.attention.visibility import Visibility
 from howsmooth.errors import ArgumentError
 from howsmooth.functional import attention, row_blocks
-from howsmooth.functional.row_blocks import Grid
+from howsmooth.functional.sums_over_row_blocks import Grid
 from tests._forked import memory_added
 
 D = torch.float64

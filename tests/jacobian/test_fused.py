@@ -12,7 +12,7 @@ from howsmooth.attention.core import ScoreFeatures
 from howsmooth.attention.visibility import Visibility
 from howsmooth.jacobian import closed_form_jacobian, kernel_bytes
 from howsmooth.jacobian.fused import FusedDerivative, fused, within
-from howsmooth.jacobian.operands import Operands
+from howsmooth.jacobian.queries_keys_values import Operands
 from howsmooth.jacobian.streamed import StreamedDerivative, streamed_derivative
 from tests._cases import random_attention
 from tests._interpreter import bfloat16_in_the_interpreter

@@ -13,7 +13,7 @@ from howsmooth.attention import TokenMap
 from howsmooth.attention.visibility import Visibility
 from howsmooth.distributed.footprint import bytes_per_head
 from howsmooth.jacobian import closed_form_jacobian, has_closed_form, streamed, streamed_bytes, tiling
-from howsmooth.jacobian.operands import Operands
+from howsmooth.jacobian.queries_keys_values import Operands
 from howsmooth.jacobian.streamed import streamed_derivative
 from howsmooth.spectral import LinearOperator, to_dense
 from tests._cases import CASES, D, dense_jacobian, random_attention, rotary, tokens
@@ -126,7 +126,7 @@ def test_a_shard_of_one_heads_rows_has_its_squares_at_the_diagonal(
     whole = streamed_derivative(operands, *rules)
     shard = streamed_derivative(replace(operands, q=operands.q[..., cut:, :]), *rules, first_row=cut)
     pieces = [piece for block in shard.tiling.blocks() for piece in shard.tiling.pieces(block)]
-    assert any(isinstance(piece.block, tiling.Stairs) for piece in pieces) == (cut == 4)
+    assert any(isinstance(piece.block, tiling.DiagonalSquares) for piece in pieces) == (cut == 4)
     do = tokens(4, 1, 12, f.value_dim)
     do[:, :cut] = 0
     for found, expected in zip(shard.adjoint(do[:, cut:]), whole.adjoint(do), strict=True):
@@ -148,14 +148,14 @@ def test_strips_form_what_is_seen_and_half_of_the_diagonals_squares(
     threads: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pieces = pieces_of_one_head(16, threads, monkeypatch)
-    assert any(isinstance(piece.block, tiling.Stairs) for piece in pieces) == (threads == 2)
+    assert any(isinstance(piece.block, tiling.DiagonalSquares) for piece in pieces) == (threads == 2)
     # Strips have two rows, of which one does not see one key.
     assert sum(piece.pairs for piece in pieces) == 16 * 17 // 2 + 8
 
 
 def test_with_many_threads_rows_are_not_apart(monkeypatch: pytest.MonkeyPatch) -> None:
     assert {piece.block.batches for piece in pieces_of_one_head(16, 8, monkeypatch)} == {1}
-    assert tiling.batches_apart(1, torch.device("cpu")) == 1
+    assert tiling.parts_for_threads(1, torch.device("cpu")) == 1
 
 
 def test_cotangents_of_each_thread_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,7 +18,7 @@ from howsmooth.jacobian.projections import Projections
 from howsmooth.jacobian.rounding_bounds import image_off
 from howsmooth.roundoff import MatrixNorms
 from howsmooth.spectral import LinearOperator, ProductError, lanczos, start_quantile, to_dense
-from howsmooth.spectral.basis import Basis
+from howsmooth.spectral.krylov_basis import Basis
 from tests._cases import CASES, D, dense_jacobian, tokens
 from tests._edges import KINDS, exact_constant, look
 from tests._selection import others_slow

@@ -18,7 +18,7 @@ from torch import Tensor
 from howsmooth.errors import ArgumentError
 from howsmooth.measures import DiscreteMeasure, Transport, wasserstein
 from howsmooth.measures.presolve import Pair
-from howsmooth.measures.problem import Plan, Problem
+from howsmooth.measures.transport_problem import Plan, Problem
 
 
 def points(seed: int, n: int, d: int, shift: float = 0.0) -> Tensor:
@@ -177,7 +177,7 @@ def test_mass_that_one_side_does_not_have_is_charged():
 
 
 def test_a_solver_that_stops_early_is_not_believed(monkeypatch):
-    monkeypatch.setattr("howsmooth.measures.solvers._PIVOTS", 3)
+    monkeypatch.setattr("howsmooth.measures.transport_solvers._PIVOTS", 3)
     mu, nu = measure(14, 40, 2), measure(15, 40, 2, 0.5)
     found = wasserstein(mu, nu, method="exact")
     truth = math.sqrt(ot.emd2(mu.weights.numpy(), nu.weights.numpy(), costs(mu, nu, 2)))

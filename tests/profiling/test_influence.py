@@ -13,7 +13,7 @@ from torch import Tensor
 
 import howsmooth as hs
 from howsmooth.errors import ArgumentError, NonFiniteError
-from howsmooth.jacobian.token_blocks import token_blocks
+from howsmooth.jacobian.token_pair_blocks import token_blocks
 from howsmooth.profiling import Influence
 from tests._cases import CASES, random_attention, tokens
 from tests._selection import others_slow

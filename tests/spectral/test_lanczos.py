@@ -24,9 +24,9 @@ from howsmooth.spectral import (
     lanczos,
     lanczos_together,
 )
-from howsmooth.spectral import basis as basis_module
+from howsmooth.spectral import krylov_basis as basis_module
 from howsmooth.spectral.accurate_sums import PIECE, inner_products, squared_lengths
-from howsmooth.spectral.basis import Basis
+from howsmooth.spectral.krylov_basis import Basis
 from tests.spectral.test_golub_kahan import Dense, gaussian, with_spectrum
 
 HALF, OWN = torch.float16, None

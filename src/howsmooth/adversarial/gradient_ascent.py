@@ -26,7 +26,7 @@ from howsmooth.bounds.bound import check_length, check_radius
 from howsmooth.bounds.parameters import SiteLike
 from howsmooth.errors import ArgumentError
 from howsmooth.jacobian import in_double
-from howsmooth.jacobian.token_blocks import token_blocks
+from howsmooth.jacobian.token_pair_blocks import token_blocks
 from howsmooth.lipschitz import LipschitzEstimate, local_lipschitz
 from howsmooth.lipschitz.block_norms import block_norms, sequence_jacobian
 from howsmooth.lipschitz.solver import Solver, member_seeds

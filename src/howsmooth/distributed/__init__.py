@@ -1,6 +1,8 @@
-"""Measurement of one sequence too long for one device, shared among processes of torch.distributed."""
+"""Measures the Lipschitz constant at one sequence that is too long for one device, by sharing its tokens
+among processes of torch.distributed.
+"""
 
 from howsmooth.distributed.cost import Device, StepCost, step_cost
-from howsmooth.distributed.measure import local_lipschitz, own_rows
+from howsmooth.distributed.lipschitz import local_lipschitz, own_rows
 
 __all__ = ["Device", "StepCost", "local_lipschitz", "own_rows", "step_cost"]

@@ -1,4 +1,6 @@
-"""Predicted cost of measuring one long sequence on several devices: operations, memory and communication."""
+"""Predicts what it costs to measure one long sequence on several devices: operations, memory and
+communication.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,7 @@ import torch
 from howsmooth.attention import SelfAttention, TokenMap
 from howsmooth.distributed.footprint import bytes_per_head, fixed_bytes
 from howsmooth.distributed.linearise import check_shareable
-from howsmooth.distributed.shares import RowShares
+from howsmooth.distributed.row_shares import RowShares
 from howsmooth.errors import ArgumentError
 
 __all__ = ["Device", "StepCost", "step_cost"]
@@ -18,7 +20,8 @@ __all__ = ["Device", "StepCost", "step_cost"]
 
 @dataclass(frozen=True)
 class Device:
-    """Assumed speed and memory of each device.
+    """The assumed speed, memory and network rate of each device, from which the cost of a measurement is
+    predicted.
 
     Parameters
     ----------
@@ -41,7 +44,8 @@ class Device:
 
 @dataclass(frozen=True)
 class StepCost:
-    """The cost of one Lanczos step for the process that has most to do.
+    """The predicted cost of one Lanczos step of a measurement on several devices, for the process that has
+    most to do.
 
     A Lanczos step is one product with JᵀJ.
 
@@ -83,7 +87,8 @@ def step_cost(
     dtype: torch.dtype = torch.float32,
     vectors: int = 32,
 ) -> StepCost:
-    """Return the cost of one Lanczos step at ``n`` tokens shared among ``processes``, with one device each.
+    """Predict the cost of one Lanczos step for a sequence of ``n`` tokens that is shared among ``processes``
+    with one device each.
 
     Parameters
     ----------
@@ -159,7 +164,7 @@ def step_cost(
 
 
 def _visible_pairs(f: SelfAttention, n: int, ranges: tuple[slice, ...]) -> int:
-    """Count the pairs of a query in ``ranges`` and a key that this query sees."""
+    """Count the pairs of a query and a key that the query sees, for the query rows in ``ranges``."""
 
     def sees(i: int) -> int:
         first = 0 if f.window is None else max(0, i - f.window + 1)

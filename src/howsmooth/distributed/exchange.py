@@ -1,4 +1,4 @@
-"""Communication between the processes that share a sequence; the only module that uses torch.distributed."""
+"""Communication between the processes that share one sequence. Only this module uses torch.distributed."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch.distributed as dist
 from jaxtyping import Float
 from torch import Tensor
 
-from howsmooth.distributed.shares import RowShares
+from howsmooth.distributed.row_shares import RowShares
 from howsmooth.errors import ArgumentError
 
 __all__ = ["Collectives", "Exchange", "ProcessGroupCollectives"]
@@ -18,31 +18,32 @@ __all__ = ["Collectives", "Exchange", "ProcessGroupCollectives"]
 
 @runtime_checkable
 class Collectives(Protocol):
-    """The interface of the three collective operations, which all processes of a group must call together."""
+    """The interface of the three collective operations that the processes of a group use to communicate."""
 
     @property
     def rank(self) -> int:
-        """Number of this process in the group."""
+        """The number of this process within its group."""
 
     @property
     def world(self) -> int:
-        """Number of processes."""
+        """The number of processes in the group."""
 
     def all_gather(self, out: Tensor, t: Tensor) -> None:
-        """Write the tensors ``t`` of all processes into ``out`` (world, ...), in the order of the ranks."""
+        """Collect the tensors ``t`` of all processes in ``out`` (world, ...), in the order of the ranks."""
 
     def reduce_scatter(self, out: Tensor, t: Tensor) -> None:
-        """Sum tensors over processes, and write to ``out`` the part for this process.
+        """Sum the tensors ``t`` of all processes, and write to ``out`` the part of the sum that belongs to
+        this process.
 
         The part for a process is ``t[rank]``, with its rank; each process gives the whole of ``t``.
         """
 
     def all_gather_objects(self, value: Any) -> list[Any]:
-        """Return the objects ``value`` of all processes, in the order of the ranks; they should be small."""
+        """Return the (small) Python objects that all processes give, in the order of the ranks."""
 
 
 class ProcessGroupCollectives:
-    """Collective operations of a torch.distributed group, of any backend (such as gloo or NCCL).
+    """The collective operations of a torch.distributed group, with any backend such as gloo or NCCL.
 
     Parameters
     ----------
@@ -80,11 +81,12 @@ class ProcessGroupCollectives:
             )
 
     def all_gather(self, out: Tensor, t: Tensor) -> None:
-        """Write the tensors ``t`` of all processes into ``out`` (world, ...), in the order of the ranks."""
+        """Collect the tensors ``t`` of all processes in ``out`` (world, ...), in the order of the ranks."""
         _newest("all_gather_single", "all_gather_into_tensor")(out.flatten(), t.flatten(), group=self.group)
 
     def reduce_scatter(self, out: Tensor, t: Tensor) -> None:
-        """Sum tensors over processes, and write to ``out`` the part for this process.
+        """Sum the tensors ``t`` of all processes, and write to ``out`` the part of the sum that belongs to
+        this process.
 
         The part for a process is ``t[rank]``, with its rank; each process gives the whole of ``t``.
         """
@@ -93,14 +95,14 @@ class ProcessGroupCollectives:
         )
 
     def all_gather_objects(self, value: Any) -> list[Any]:
-        """Return the objects ``value`` of all processes, in the order of the ranks; they should be small."""
+        """Return the (small) Python objects that all processes give, in the order of the ranks."""
         values: list[Any] = [None] * self.world
         dist.all_gather_object(values, value, group=self.group)
         return values
 
 
 def _newest(*names: str) -> Callable[..., Any]:
-    """Return the first function among ``names`` that torch.distributed has.
+    """Return the first of several functions that the installed torch.distributed has.
 
     PyTorch 2.13 renamed two functions.
     """
@@ -109,7 +111,7 @@ def _newest(*names: str) -> Callable[..., Any]:
 
 
 class Exchange:
-    """Communication of rows between the processes that share a sequence."""
+    """Communication between processes that each hold some rows (tokens) of one long sequence."""
 
     def __init__(self, collectives: Collectives, shares: RowShares, device: torch.device) -> None:
         self.collectives = collectives
@@ -121,7 +123,7 @@ class Exchange:
     def gather(
         self, first: Float[Tensor, "b own dim_1"], second: Float[Tensor, "b own dim_2"]
     ) -> tuple[Float[Tensor, "b n dim_1"], Float[Tensor, "b n dim_2"]]:
-        """Gather the rows of the whole sequence for two tensors, from the rows that each process holds."""
+        """Assemble the rows of two tensors for the whole sequence, from the rows that each process holds."""
         # Both tensors travel in one message. Collectives need equal shapes, so shorter shares are padded.
         b, own, width = first.shape[0], first.shape[1], first.shape[2]
         sent = first.new_zeros(b, self.shares.longest, width + second.shape[2])
@@ -137,7 +139,7 @@ class Exchange:
     def scatter_sum(
         self, first: Float[Tensor, "b n dim_1"], second: Float[Tensor, "b n dim_2"]
     ) -> tuple[Float[Tensor, "b own dim_1"], Float[Tensor, "b own dim_2"]]:
-        """Sum two tensors over all processes, and return the rows of this process.
+        """Sum two tensors over all processes, and return the rows of the sums that belong to this process.
 
         This is the adjoint of :meth:`gather`.
         """
@@ -151,7 +153,8 @@ class Exchange:
         return summed[:, : self.own, :width], summed[:, : self.own, width:]
 
     def total(self, values: Tensor) -> Tensor:
-        """Return the sum of a small tensor over processes, equal to the last bit in all of them.
+        """Return the sum of a small tensor over all processes, which is the same in each of them to the last
+        bit.
 
         The processes decide by these numbers when to stop. If the numbers differed by rounding, one process
         could stop while the others wait for it.
@@ -159,7 +162,7 @@ class Exchange:
         return self._all(values).sum(dim=0)
 
     def largest(self, values: Tensor) -> Tensor:
-        """Return the entrywise maximum of a small tensor over processes."""
+        """Return the entrywise maximum of a small tensor over all processes."""
         return self._all(values).amax(dim=0)
 
     def _all(self, values: Tensor) -> Tensor:
@@ -169,7 +172,7 @@ class Exchange:
         return received.to(values.device)
 
     def _places(self) -> list[tuple[int, slice, slice]]:
-        """Return at which rows of the whole sequence the rows of each process stand.
+        """Return which rows of the whole sequence each process holds, as a list of ranges.
 
         There is one triple (rank, rows of the share, rows of the sequence) for each range of rows of each
         process.

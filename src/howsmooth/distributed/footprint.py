@@ -1,4 +1,6 @@
-"""Memory of a process for its share of a sequence, and the number of heads whose keys it gathers at once."""
+"""The memory that each process needs for its share of a long sequence, and how it is divided between keys and
+Krylov basis.
+"""
 
 from __future__ import annotations
 
@@ -9,10 +11,10 @@ import torch
 
 from howsmooth.attention import Compose, Residual, SelfAttention, TokenMap
 from howsmooth.distributed.exchange import Collectives
-from howsmooth.distributed.shares import RowShares
+from howsmooth.distributed.row_shares import RowShares
 from howsmooth.errors import ArgumentError
 from howsmooth.jacobian import streamed_bytes
-from howsmooth.jacobian.tiling import batches_apart, working_bytes
+from howsmooth.jacobian.tiling import parts_for_threads, working_bytes
 
 __all__ = ["GATHERED", "Room", "bytes_per_head", "check_budget", "fixed_bytes", "room"]
 
@@ -29,9 +31,11 @@ _FEWEST_VECTORS = 2
 
 @dataclass(frozen=True)
 class Room:
-    """How each process divides its memory between keys gathered from other processes and its Krylov basis.
+    """How each process divides its memory between keys that it gathers from other processes and its Krylov
+    basis.
 
-    All processes use the same division.
+    All processes use the same division. It consists of the number of heads gathered at a time, the number of
+    vectors in the Krylov basis, and the dtype of that basis.
 
     It consists of the number of heads gathered at a time, the number of vectors in the Krylov basis, and the
     dtype of that basis.
@@ -58,14 +62,16 @@ def _attentions(f: TokenMap) -> Iterator[SelfAttention]:
 
 
 def bytes_per_head(f: TokenMap, n: int, dtype: torch.dtype, device: torch.device) -> int:
-    """Return the bytes for the gathered keys and values of one head, in the layer that needs most."""
+    """Return the bytes that a process needs for each head whose keys and values it gathers, in the layer of
+    ``f`` that needs most.
+    """
     # With one head alone, each thread accumulates cotangents in a buffer of its own.
-    tensors = GATHERED + batches_apart(1, device) - 1
+    tensors = GATHERED + parts_for_threads(1, device) - 1
     return max((tensors * n * (a.key_dim + a.value_dim) * dtype.itemsize for a in _attentions(f)), default=0)
 
 
 def fixed_bytes(f: TokenMap, own: int, n: int, dtype: torch.dtype, device: torch.device) -> int:
-    """Return the bytes that a process needs in any case, whatever the number of heads and basis vectors.
+    """Return the bytes that a process needs besides gathered keys and the Krylov basis.
 
     They hold the Jacobian at the process's rows, tiles of probabilities, and five vectors of the solver.
     """
@@ -84,7 +90,8 @@ def check_budget(
     budget: int,
     collectives: Collectives,
 ) -> None:
-    """Raise ArgumentError in every process if any process has too little memory.
+    """Raise ArgumentError in every process if any of the processes has too little memory to measure its share
+    of the sequence.
 
     The least memory holds the gathered keys and values of one head, and two vectors of the Krylov basis.
     """
@@ -119,7 +126,7 @@ def room(
     max_iterations: int,
     collectives: Collectives,
 ) -> Room:
-    """Divide the memory of the processes between gathered keys and Krylov basis.
+    """Decide how all processes divide their memory between gathered keys and the Krylov basis.
 
     Every process takes the smallest numbers that any process can afford, so that they run in step.
 

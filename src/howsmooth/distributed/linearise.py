@@ -1,4 +1,4 @@
-"""The Jacobian of a map at one sequence whose rows are shared among processes."""
+"""The Jacobian of a map at one long sequence whose tokens are shared among processes."""
 
 from __future__ import annotations
 
@@ -36,7 +36,9 @@ T = TypeVar("T")
 
 
 def check_shareable(f: object) -> None:
-    """Raise ArgumentError unless the rows of ``f`` can be shared among processes."""
+    """Raise ArgumentError unless the map ``f`` can be measured by processes that share the tokens of a
+    sequence.
+    """
     match f:
         case SelfAttention() if f.mask is not None or f.score_bias is not None:
             raise ArgumentError(
@@ -62,7 +64,8 @@ def check_shareable(f: object) -> None:
 
 
 def together(collectives: Collectives, compute: Callable[[], T]) -> T:
-    """Return ``compute()`` in every process, or raise in every process if the computation fails in one.
+    """Compute a result in every process, and raise an error in every process if the computation fails in one
+    of them.
 
     If one process alone raised, the others would wait for it forever.
     """
@@ -87,7 +90,7 @@ def together(collectives: Collectives, compute: Callable[[], T]) -> T:
 
 @dataclass(frozen=True)
 class SharedMap:
-    """A map at one sequence of tokens whose rows are shared among processes.
+    """Evaluates a map and its Jacobian at one long sequence whose tokens are shared among processes.
 
     Parameters
     ----------
@@ -101,7 +104,8 @@ class SharedMap:
     heads_together: int
 
     def jacobian(self, f: TokenMap, x: Tensor, dtype: torch.dtype) -> LinearOperator:
-        """Return the Jacobian at the tokens that this process holds, as an operator.
+        """Return the part of a map's Jacobian that belongs to the tokens of this process, as an operator
+        whose products are computed in ``dtype``.
 
         The map and the tokens are float64.
 
@@ -128,7 +132,9 @@ class SharedMap:
         raise AssertionError(type(f))  # pragma: no cover - check_shareable comes first
 
     def image(self, f: TokenMap, x: Tensor) -> Tensor:
-        """Return this process's rows of f(X), given its rows (1, own, d) of the tokens X in float64."""
+        """Return the rows of f(X) that belong to this process, given its rows (1, own, d) of the tokens X in
+        float64.
+        """
         match f:
             case SelfAttention():
                 local = self._placed(f)
@@ -158,7 +164,7 @@ class SharedMap:
         return StreamedAttentionJacobian.at(local, x, dtype, core)
 
     def _placed(self, f: SelfAttention) -> SelfAttention:
-        """Return the attention with its rotary tables cut to the positions of this process's rows."""
+        """Return the attention layer with rotary embeddings for this process's tokens only."""
         if f.rotary is None:
             return f
         shares = self.exchange.shares

@@ -1,4 +1,4 @@
-"""The random start vector of a Lanczos run, of which each process draws its own rows.
+"""The random start vector of Lanczos at a shared sequence, of which each process draws its own rows.
 
 They are bit for bit the rows that a single process would draw.
 """
@@ -25,7 +25,7 @@ _GROUP = 16
 def own_start(
     n: int, d: int, ranges: Sequence[slice], seed: int, *, chunk: int = _CHUNK
 ) -> Float[Tensor, "own d"]:
-    """Return this process's rows of the random start vector of a measurement.
+    """Draw the rows of the random start vector of Lanczos that belong to this process.
 
     The start is Gaussian, of shape (n, d), in float64 on the CPU; ``ranges`` are the rows to return.
 

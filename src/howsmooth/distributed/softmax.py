@@ -1,4 +1,6 @@
-"""The derivative of softmax attention with query rows shared among processes, and all keys gathered."""
+"""The derivative of softmax attention at a sequence whose query rows are shared among processes, which
+exchange keys and values.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,7 @@ from torch import Tensor
 from howsmooth.attention.core import ScoreFeatures
 from howsmooth.attention.visibility import Visibility
 from howsmooth.distributed.exchange import Exchange
-from howsmooth.jacobian.operands import Operands
+from howsmooth.jacobian.queries_keys_values import Operands
 from howsmooth.jacobian.streamed import StreamedDerivative, streamed_derivative
 
 __all__ = ["SharedSoftmax", "shared_softmax"]
@@ -20,9 +22,10 @@ __all__ = ["SharedSoftmax", "shared_softmax"]
 
 @dataclass(frozen=True)
 class _Heads:
-    """The derivative of softmax attention for some of the key heads and the queries that use them.
+    """The derivative of softmax attention for some of the key heads, at the query rows that this process
+    holds.
 
-    It has one part for each range of query rows that this process holds.
+    It has one part for each range of these query rows.
 
     If keys and values are not kept, the derivatives hold none. Then ``own`` has this process's rows of the
     keys and values, and ``own_exact`` its float64 keys if any process needs them. ``value_mean`` is the mean
@@ -38,7 +41,7 @@ class _Heads:
 
 @dataclass(frozen=True)
 class SharedSoftmax:
-    """The derivative of attention at one sequence whose query rows are shared among processes.
+    """The derivative of softmax attention at one long sequence whose query rows are shared among processes.
 
     It has the methods of :class:`~howsmooth.jacobian.streamed.StreamedDerivative`, for this process's rows.
     Tangents of keys and values are gathered from all processes, and their cotangents are summed over
@@ -66,7 +69,9 @@ class SharedSoftmax:
     kappa_rounding: Float[Tensor, " batch"]
 
     def rounding(self, batch: int) -> Float[Tensor, " batch"]:
-        """Return the largest relative rounding error of the derivative's norm on any process."""
+        """Return the largest relative rounding error, over all processes, of the norm that is computed with
+        this derivative.
+        """
         return self.kappa_rounding.expand(batch)
 
     def product(
@@ -75,9 +80,8 @@ class SharedSoftmax:
         dk: Float[Tensor, "b own key_dim"],
         dv: Float[Tensor, "b own value_dim"],
     ) -> Float[Tensor, "b rows value_dim"]:
-        """Return the tangent of this process's output rows for tangents of its queries, keys and values.
-
-        The queries are the scaled ones.
+        """Return the tangents of this process's rows of the attention output, for tangents of its scaled
+        queries, keys and values.
         """
         queries = self._by_row(dq)
         out = dv.new_empty(*queries.shape[:3], dv.shape[-1])
@@ -95,7 +99,9 @@ class SharedSoftmax:
     ) -> tuple[
         Float[Tensor, "b rows key_dim"], Float[Tensor, "b own key_dim"], Float[Tensor, "b own value_dim"]
     ]:
-        """Return the cotangents of this process's queries, keys and values, summed over all query rows."""
+        """Return the cotangents of this process's queries, keys and values, for cotangents of its rows of the
+        attention output.
+        """
         outputs = self._by_row(do)
         queries = do.new_empty(*outputs.shape[:3], self.k.shape[-1])
         keys, values = [], []
@@ -121,7 +127,8 @@ class SharedSoftmax:
     ) -> tuple[
         Float[Tensor, "b rows key_dim"], Float[Tensor, "b own key_dim"], Float[Tensor, "b own value_dim"]
     ]:
-        """Apply the derivative J of attention, then a map T of its outputs, then the adjoint of J.
+        """Apply in turn the derivative J of softmax attention, a linear map T of the attention outputs, and
+        the transpose of J.
 
         The result is Jᵀ(T(J(dq, dk, dv))) for this process's rows, where T is ``through``.
 
@@ -151,7 +158,7 @@ class SharedSoftmax:
         return queries.flatten(1, 2), *self._scattered(total)
 
     def image(self) -> Float[Tensor, "kv_heads group own value_dim"]:
-        """Return the attention outputs P v of this process's rows."""
+        """Return the rows of the attention output that belong to this process."""
         return torch.cat(
             [
                 torch.cat([piece.mean for piece in part.pieces], dim=2) + part.value_mean[:, None]
@@ -160,7 +167,9 @@ class SharedSoftmax:
         )
 
     def select(self, rows: Tensor) -> SharedSoftmax:
-        """Return this derivative: it has one sequence only, so there is nothing to select."""
+        """Return this derivative unchanged, because it has only one sequence from which nothing can be
+        selected.
+        """
         return self
 
     def _by_row(self, t: Tensor) -> Tensor:
@@ -171,7 +180,7 @@ class SharedSoftmax:
         return self.exchange.scatter_sum(*parts)
 
     def _pieces(self, part: _Heads) -> Iterator[tuple[StreamedDerivative, slice]]:
-        """Yield the derivative of attention for each range of query rows that this process holds.
+        """Yield the derivative of softmax attention for each range of query rows that this process holds.
 
         Each derivative is for the heads of ``part``, and comes with the place of its rows among the rows of
         this process. Keys and values that were not kept are gathered first.
@@ -203,7 +212,8 @@ def shared_softmax(
     exchange: Exchange,
     heads_together: int,
 ) -> SharedSoftmax:
-    """Return the derivative of attention, shared among processes, with products in ``dtype``.
+    """Compute the derivative of softmax attention at a shared sequence, as an object that multiplies in
+    ``dtype``.
 
     The arguments are this process's queries, keys and values, in float64.
 
@@ -283,7 +293,8 @@ def _added(total: tuple[Tensor, Tensor] | None, parts: list[Tensor]) -> tuple[Te
 
 
 def _with_keys(piece: StreamedDerivative, k: Tensor, v: Tensor, exact: Tensor | None) -> StreamedDerivative:
-    """Return a derivative of attention with other keys and values, gathered from all processes.
+    """Return a derivative of softmax attention with its keys and values replaced by those that were gathered
+    from all processes.
 
     If the derivative holds float64 keys, ``exact`` replaces them.
     """

@@ -1,4 +1,4 @@
-"""Checks of the times, method, step and tolerances that a user gives to a flow."""
+"""Checks of the times, the integration method, the step and the tolerances that users give to a flow."""
 
 from __future__ import annotations
 
@@ -21,7 +21,9 @@ _TOLERANCES = {torch.float64: (1e-7, 1e-9, 1e-13), torch.float32: (1e-4, 1e-6, 1
 
 
 def check_times(times: object, field: Field) -> list[float]:
-    """Return the times as floats, after checking that they increase and that the flow reaches them."""
+    """Check that the output times of a flow increase and lie where its velocity is defined, and return them
+    as floats.
+    """
     expected = "at least two finite, increasing times"
     if not isinstance(times, (Tensor, Sequence)) or isinstance(times, str):
         raise ArgumentError("times", expected=expected, got=type(times).__name__)
@@ -55,7 +57,7 @@ def check_plan(
     atol: object,
     max_steps: object,
 ) -> Plan:
-    """Check the method, step and tolerances of an integration, and return them as a plan."""
+    """Check the integration method of a flow with its step or tolerances, and return them as one object."""
     if not isinstance(method, str) or method not in ADAPTIVE + FIXED:
         raise ArgumentError("method", expected=f"one of {', '.join(ADAPTIVE + FIXED)}", got=repr(method))
     if isinstance(max_steps, bool) or not isinstance(max_steps, int) or max_steps < 1:
@@ -125,7 +127,7 @@ def check_plan(
 
 
 def _whole(length: float, unit: float, *, once: bool = False) -> bool:
-    """Tell whether ``length`` is a multiple of ``unit``, up to rounding.
+    """Return True if ``length`` is a whole multiple of ``unit``, up to rounding.
 
     With ``once``, only ``unit`` itself counts.
     """

@@ -1,4 +1,6 @@
-"""Measures of clustering: number of clusters, rank, interaction energy, distance to a limit state."""
+"""Measures of how far tokens have clustered: number of clusters, rank, interaction energy, distance to a
+limit.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +35,8 @@ _PAIRS = 1 << 20
 
 
 def cluster_labels(state: State, tolerance: float) -> Int[Tensor, " n"]:
-    """Return the cluster of each token, numbered in the order of the clusters' first tokens.
+    """Return for each token the number of its cluster, where tokens at a small distance belong to one
+    cluster.
 
     The clusters are the connected components of the graph that joins any two tokens whose distance is at most
     ``tolerance``.
@@ -72,12 +75,13 @@ def cluster_labels(state: State, tolerance: float) -> Int[Tensor, " n"]:
 
 
 def number_of_clusters(state: State, tolerance: float) -> int:
-    """Return the number of clusters that :func:`cluster_labels` finds."""
+    """Return the number of clusters of tokens, where tokens at a small distance belong to one cluster."""
     return int(cluster_labels(state, tolerance).max()) + 1
 
 
 def log_interaction_energy(state: State, matrix: Tensor | None = None, *, beta: float = 1.0) -> float:
-    """Return the logarithm of the interaction energy, the mean of exp⟨Ax, y⟩ over pairs of tokens x and y.
+    """Return the logarithm of the interaction energy of tokens: half the mean of exp(β⟨Ax, y⟩) over all pairs
+    of tokens x and y, divided by β.
 
     The energy is E = 1/(2β) ∬ e^{β⟨Ax, y⟩} dμ(x) dμ(y), where A is ``matrix`` and μ the measure of the
     tokens. For A = I this is the interaction energy of Geshkovski, Letrouit, Polyanskiy and Rigollet (*A
@@ -117,7 +121,8 @@ def log_interaction_energy(state: State, matrix: Tensor | None = None, *, beta: 
 
 
 def effective_rank(state: State) -> float:
-    """Return exp(−Σ p_i log p_i), where p_i = σ_i / Σσ for the singular values σ of the tokens (n, d).
+    """Return the effective rank of tokens (n, d): the exponential of the entropy of their normalised singular
+    values.
 
     The effective rank lies between 1 (all tokens on one line through the origin) and the rank. It is 0 if all
     tokens are zero. Tokens are not centred, and each atom of a measure is multiplied by the square root of
@@ -132,7 +137,8 @@ def effective_rank(state: State) -> float:
 
 
 def numerical_rank(state: State, tolerance: float = 1e-6) -> int:
-    """Return the number of singular values of the tokens (n, d) above ``tolerance`` times the largest one.
+    """Return how many singular values of the tokens (n, d) are larger than ``tolerance`` times the largest
+    one.
 
     Raises
     ------
@@ -156,7 +162,7 @@ def cluster_metrics(
     limit: State | None = None,
     transport: str | None = "auto",
 ) -> pd.DataFrame:
-    """Return a table of clustering measures along a trajectory, with one row for each time.
+    """Return a table that says how far tokens have clustered along a trajectory, with one row for each time.
 
     The columns are ``time``; ``clusters`` (:func:`number_of_clusters`); ``spread``, the root mean square
     distance of the tokens from their mean; ``effective_rank``; ``numerical_rank``; ``log_energy``
@@ -216,7 +222,7 @@ def _measure(state: State) -> DiscreteMeasure:
 
 
 def _spread(state: State) -> float:
-    """Return the root mean square distance of the tokens from their mean."""
+    """Return the root mean square distance of tokens from their mean."""
     points, logs = _atoms(state)
     weights = logs.exp()
     centred = points - weights @ points
@@ -230,7 +236,7 @@ def _singular_values(state: State) -> Float[Tensor, " k"]:
 
 
 def _atoms(state: object) -> tuple[Float[Tensor, "n d"], Float[Tensor, " n"]]:
-    """Return the tokens, or the atoms of a measure, and the log-weights, all converted to float64."""
+    """Return the tokens of a state, or the atoms of a measure, with their log-weights, in float64."""
     if isinstance(state, AbstractMeasure):
         points, weighting = state.weighted_tokens()
         return points.detach().double(), weighting.log_weights.detach().double()

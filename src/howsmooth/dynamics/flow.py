@@ -1,4 +1,5 @@
-"""The flow x' = Γ_μ(x) of tokens and measures through attention.
+"""The flow of tokens or of a measure through attention: the solution of x' = f(X) with attention f as
+velocity.
 
 The documentation page "Flows: tokens, measures and Gaussians through depth" has the derivations and the
 convergence rates of integrators, layers and particles.
@@ -14,7 +15,7 @@ from torch import Tensor
 
 from howsmooth.dynamics.arguments import check_plan, check_times
 from howsmooth.dynamics.integrate import ORDERS, Plan, Run, Status, integrate
-from howsmooth.dynamics.states import System, system_of
+from howsmooth.dynamics.state_tensors import System, system_of
 from howsmooth.dynamics.trajectory import State, Trajectory
 from howsmooth.dynamics.velocity_fields import Velocity, as_field
 from howsmooth.errors import NonFiniteError
@@ -39,41 +40,10 @@ def flow(
     max_steps: int = 100_000,
     on_progress: Callable[[float, State], None] | None = None,
 ) -> Trajectory:
-    """Integrate tokens or a measure along a velocity field, x_i' = f(X)_i; return the states at given times.
+    """Let tokens or a measure move with a velocity field, such as attention, and return where they are at the
+    given times.
 
-    Parameters
-    ----------
-    field
-        The velocity: a map of this library with d_out = d (any attention, with or without mask and norm
-        layer), a sequence of maps as :class:`Layers`, a :class:`Sphere` around one of these, or a callable
-        (t, x).
-    start
-        Tokens (n, d) or (batch, n, d) in the dtype of the map; a
-        :class:`~howsmooth.measures.DiscreteMeasure`, whose weights and positions do not change; or a
-        :class:`~howsmooth.measures.Gaussian`, which stays Gaussian under unmasked attention. The members of a
-        batch share the steps of adaptive methods.
-    times
-        At least two increasing times. The state at the first time is ``start``.
-    method
-        An integrator of torchdiffeq, or "residual". The adaptive methods are "dopri5", "dopri8", "bosh3",
-        "fehlberg2" and "adaptive_heun". The methods with a fixed ``step`` are "euler", "midpoint", "heun2",
-        "heun3" and "rk4" (the 3/8 rule). "residual" applies residual layers x ← x + h f(X) of step size h.
-        With :class:`Layers` it takes one step per layer and needs no ``step``. On a :class:`Sphere` it
-        projects the tokens onto the sphere after each layer.
-    step
-        Step of the fixed-step methods, at most the smallest difference of two times. If it does not divide a
-        difference (or the time of a layer), shorter steps of equal length are taken. Residual layers are
-        never shortened; such times raise an error instead.
-    rtol, atol
-        Tolerances of adaptive methods, which every token must meet. The defaults are 1e-7 and 1e-9 in
-        float64, and 1e-4 and 1e-6 in float32.
-    estimate_error
-        Whether to estimate the error of the last state by a second run with half the step or a tenth of the
-        tolerances.
-    max_steps
-        Largest number of steps between two times.
-    on_progress
-        Function that is called as ``on_progress(time, state)`` at each output time.
+    This integrates x_i' = f(X)_i.
 
     Returns
     -------
@@ -144,7 +114,8 @@ def flow(
 def _ending(
     plan: Plan, run: Run, second: Run | None, origin: float
 ) -> tuple[Status, str, tuple[float, float] | None]:
-    """Decide how a flow ended, by comparison with a second, more accurate run.
+    """Decide whether a flow reached its last time, stopped or blew up, by comparison with a second, more
+    accurate run.
 
     The result is the status, the reason, and the time interval of a blow-up.
     """
@@ -176,7 +147,7 @@ def _ending(
 
 
 def _error(system: System, plan: Plan, run: Run, second: Run, kept: int) -> float:
-    """Estimate the error of a run's last state by comparison with a second, more accurate run.
+    """Estimate the error of the last state of a flow by comparison with a second, more accurate run.
 
     The last of the first ``kept`` states is compared, with Richardson extrapolation.
     """
@@ -188,7 +159,7 @@ def _error(system: System, plan: Plan, run: Run, second: Run, kept: int) -> floa
 
 
 def _check_first_velocity(system: System, moments: list[float]) -> None:
-    """Raise NonFiniteError unless the velocity at the start is finite."""
+    """Raise NonFiniteError unless the velocity at the start of a flow is finite."""
     end = min([s for s in system.switches if s > moments[0]] + [moments[1]])
     first: Velocity = system.velocity(moments[0], end)
     with torch.no_grad():

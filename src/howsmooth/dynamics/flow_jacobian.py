@@ -1,4 +1,5 @@
-"""The Jacobian of a discretised flow's map, as a chain of the Jacobians of its steps.
+"""The Jacobian of a flow map, which sends the start of a flow to its end: the product of the Jacobians of all
+time steps.
 
 Each Runge–Kutta step is differentiated stage by stage, with the Jacobian of the velocity at the stage's
 point. The chain rule multiplies the steps, and the adjoint runs backward through them. Derivation:
@@ -19,7 +20,8 @@ __all__ = ["ChainJacobian", "ProjectionJacobian", "StepJacobian", "TangentJacobi
 
 
 class StepJacobian(LinearOperator):
-    """The Jacobian of one explicit Runge–Kutta step, from the Jacobians of the velocity.
+    """The Jacobian of one explicit Runge–Kutta step, computed from the Jacobians of the velocity at the
+    stages of the step.
 
     There is one Jacobian of the velocity for each stage. Forward: dk_i = J_i (dx + h Σ_j a_ij dk_j), dx⁺ = dx
     + h Σ_i b_i dk_i. Backward, from the last stage to the first: w_i = J_iᵀ (h b_i u + h Σ_{j>i} a_ji w_j),
@@ -55,7 +57,7 @@ class StepJacobian(LinearOperator):
 
 
 class TangentJacobian(LinearOperator):
-    """The Jacobian of a velocity that is projected onto the tangent space of a sphere.
+    """The Jacobian of a velocity field that is projected onto the tangent space of a sphere.
 
     The projected velocity is w(x) = v − ⟨v, x⟩ x / |x|², and ``inner`` is the Jacobian of v. For each token,
     with x̂ = x/|x|, s = ⟨v, x̂⟩, Π = 1 − x̂x̂ᵀ and a tangent e of x, the tangent of w is dw = Π dv − (⟨v, e⟩
@@ -107,7 +109,7 @@ class ProjectionJacobian(LinearOperator):
 
 
 class ChainJacobian(LinearOperator):
-    """The product of the Jacobians of a flow's successive steps.
+    """The Jacobian of several time steps of a flow: the product of the Jacobians of the single steps.
 
     Parameters
     ----------

@@ -1,4 +1,4 @@
-"""Integration between output times with torchdiffeq, with a check of every step.
+"""Integration of a flow's differential equation by torchdiffeq, with a check of the state before every step.
 
 Each interval between two output times or switches of the field is integrated separately, from its first state
 alone. Therefore a flow that is continued from one of its states gives the same numbers as an uninterrupted
@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torchdiffeq import odeint
 
-from howsmooth.dynamics.states import System
+from howsmooth.dynamics.state_tensors import System
 from howsmooth.dynamics.velocity_fields import Velocity
 
 __all__ = ["ADAPTIVE", "FIXED", "ORDERS", "Plan", "Run", "Status", "integrate"]
@@ -38,7 +38,9 @@ _LARGE_POWER = 0.4
 
 @dataclass(frozen=True)
 class Plan:
-    """How to integrate: the method, with its step if it is fixed or its tolerances if it is adaptive."""
+    """How a flow is integrated: the method, and its step size if that is fixed, or its tolerances if the step
+    size is adaptive.
+    """
 
     method: str
     step: float | None
@@ -52,20 +54,24 @@ class Plan:
         return self.method in ADAPTIVE
 
     def refined(self) -> Plan:
-        """Return a more accurate plan: with half the step, or with a tenth of the tolerances."""
+        """Return the settings of a more accurate integration: half the step size, or a tenth of the
+        tolerances.
+        """
         if self.step is not None:
             return replace(self, step=self.step / 2, max_steps=2 * self.max_steps)
         return replace(self, rtol=self.rtol / 10, atol=self.atol / 10, max_steps=4 * self.max_steps)
 
     def steps(self, length: float) -> int:
-        """Return the number of equal steps that a fixed-step method takes in a time of this length."""
+        """Return how many equal steps an integration method of fixed step size takes for a time interval of
+        length ``length``.
+        """
         assert self.step is not None
         return max(1, math.ceil(length / self.step - 1e-6))
 
 
 @dataclass
 class Run:
-    """The result of one integration: the states at the times that were reached, and why it ended."""
+    """The result of integrating a flow: the states at the times that were reached, and why it ended."""
 
     states: list[Tensor]
     evaluations: int = 0
@@ -77,7 +83,7 @@ class Run:
 
 
 class _EndedError(Exception):
-    """Raised inside an integration when no further time step is possible."""
+    """The error that ends the integration of a flow when no further time step is possible."""
 
     def __init__(self, status: Status, reason: str, lower: float, upper: float) -> None:
         super().__init__(reason)
@@ -88,12 +94,14 @@ class _EndedError(Exception):
 
 
 class _SmallerStepError(Exception):
-    """Raised when a trial time step gave NaN or infinity, so that it is repeated with a smaller step."""
+    """The error that makes an integration repeat a time step with a smaller step size, because the step gave
+    NaN or infinity.
+    """
 
 
 @dataclass
 class _Watch:
-    """The velocity as a callable for torchdiffeq, with a check of the state before every step."""
+    """The velocity of a flow as a function for torchdiffeq, which also checks the state before each step."""
 
     velocity: Velocity
     finite: Callable[[Tensor], bool]
@@ -112,7 +120,7 @@ class _Watch:
         return self.velocity(t, y)
 
     def callback_step(self, t0: Tensor, y0: Tensor, dt: Tensor) -> None:
-        """Check the state before a step, and raise an error if the step is not possible."""
+        """Check the state of a flow before a time step, and raise an error if the step is not possible."""
         time, step = float(t0), float(dt)
         if not self.finite(y0):
             # An adaptive method can accept a step that overflows, if its tolerance overflows, too.
@@ -135,11 +143,13 @@ class _Watch:
         self.tried = step
 
     def overflow(self, lower: float, upper: float) -> _EndedError:
-        """Return the error that ends a run whose numbers are no longer finite."""
+        """Return the error that ends an integration because its numbers are no longer finite."""
         return _EndedError("blew up", f"the numbers left the range of {_name(self.state)}", lower, upper)
 
     def exhausted(self) -> _EndedError:
-        """Return the error that ends an adaptive run whose steps have become too small for floating point."""
+        """Return the error that ends an integration because its adaptive steps have become too small for
+        floating point.
+        """
         lower = self.time
         upper = lower + max(self.tried or 0.0, 4 * math.ulp(lower))
         # A state that is huge, or that grows faster than the time resolution allows, blows up. A bounded
@@ -167,7 +177,9 @@ def integrate(
     plan: Plan,
     on_output: Callable[[float, Tensor], None] | None = None,
 ) -> Run:
-    """Integrate from the first time to the last, or until the flow ends; return the state at each time."""
+    """Integrate a flow from the first time to the last, or until it blows up, and return the state at each
+    time.
+    """
     run = Run([start], drift=system.drift(start))
     span, initial = times[-1] - times[0], _size(start)
     y = start
@@ -198,7 +210,7 @@ def integrate(
 
 
 def _layers(system: System, watch: _Watch, begin: float, end: float) -> Tensor:
-    """Apply the residual layers y ↦ y + h v(y) of one time interval.
+    """Apply residual layers y ↦ y + h v(y), one after the other, to cover one time interval.
 
     A projection follows each layer if the flow has one.
     """
@@ -214,7 +226,7 @@ def _layers(system: System, watch: _Watch, begin: float, end: float) -> Tensor:
 
 
 def _ode(watch: _Watch, end: float) -> Tensor:
-    """Integrate over one time interval with torchdiffeq.
+    """Integrate a flow over one time interval by torchdiffeq.
 
     If a trial step overflows, the integration resumes with a smaller step.
     """
@@ -258,7 +270,7 @@ def _ode(watch: _Watch, end: float) -> Tensor:
 
 @torch.no_grad()
 def _largest_token(error: Tensor) -> Tensor:
-    """Return the root mean square error of the token whose error is largest.
+    """Return the root mean square of the integration error of one token, for the token where it is largest.
 
     The mean over all tokens would hide the error of a single token.
     """

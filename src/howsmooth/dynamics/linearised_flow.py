@@ -1,4 +1,4 @@
-"""The trajectory of a fixed-step method together with the Jacobians of its steps.
+"""One trajectory of a flow, computed with fixed time steps, together with the Jacobian of each step.
 
 Derivation: documentation page "Growth along a flow, clusters, rescaled tokens", section "The operator".
 """
@@ -20,7 +20,7 @@ from howsmooth.dynamics.flow_jacobian import (
 )
 from howsmooth.dynamics.integrate import Plan
 from howsmooth.dynamics.runge_kutta import TABLEAUX
-from howsmooth.dynamics.states import Tokens
+from howsmooth.dynamics.state_tensors import Tokens
 from howsmooth.dynamics.velocity_fields import Field, Layers, MapField, Sphere, Velocity
 from howsmooth.errors import NonFiniteError
 from howsmooth.jacobian import (
@@ -41,7 +41,8 @@ _AUTODIFF_COPIES = 6
 
 @dataclass(frozen=True)
 class _Step:
-    """One step of a flow: its times, the points where the velocity was evaluated, and the resulting point.
+    """One time step of a flow: its times, the points at which the velocity was evaluated, and the point that
+    it reached.
 
     Points have the shape (n, d). ``interval`` is the interval between switches of the field in which the step
     lies. ``before_projection`` is the resulting point before the projection onto a sphere.
@@ -60,7 +61,7 @@ class _Step:
 
 
 class LinearisedFlow:
-    """The steps of one trajectory, each with its Jacobian.
+    """One trajectory of a flow, computed with fixed time steps, together with the Jacobian of each step.
 
     On a sphere, tokens are projected onto it after each step, and only tangent perturbations count.
 
@@ -131,7 +132,7 @@ class LinearisedFlow:
         return x
 
     def stages(self, i: int) -> list[LinearOperator]:
-        """Return the Jacobians of the velocity at the Runge–Kutta stages of step ``i``."""
+        """Return the Jacobians of the velocity at the points at which Runge–Kutta step ``i`` evaluates it."""
         if i in self._kept:
             return self._kept[i]
         step, field = self.steps[i], self.system.field
@@ -146,10 +147,11 @@ class LinearisedFlow:
         return made
 
     def rates(self, i: int) -> list[LinearOperator]:
-        """Return the Jacobian of the velocity at each Runge–Kutta stage of time step ``i``.
+        """Return the Jacobians of the velocity in step ``i`` from which the growth rate of perturbations is
+        computed.
 
-        Its symmetric part gives the rate at which perturbations grow. On a sphere the Jacobians are projected
-        onto the tangent spaces.
+        There is one for each Runge–Kutta stage. The symmetric part of each gives the rate at which
+        perturbations grow. On a sphere the Jacobians are projected onto the tangent spaces.
         """
         stages = self.stages(i)
         if not isinstance(self.system.field, Sphere):
@@ -169,7 +171,7 @@ class LinearisedFlow:
         ]
 
     def step(self, i: int) -> LinearOperator:
-        """Return the Jacobian of one step of the trajectory.
+        """Return the Jacobian of the map that time step ``i`` of the flow applies to the tokens.
 
         On a sphere it includes the projections before and after the step.
         """
@@ -182,7 +184,8 @@ class LinearisedFlow:
         return ComposedJacobian(after, ComposedJacobian(operator, ProjectionJacobian(one.points[0][None])))
 
     def until(self, frame: int, rounding: Tensor) -> LinearOperator:
-        """Return the Jacobian of the flow map from the first to a later output time.
+        """Return the Jacobian of the map that sends the start of the flow to its state at a later output
+        time.
 
         The later time has the index ``frame`` >= 1.
         """
@@ -199,7 +202,7 @@ def _combined(weights: tuple[float, ...], terms: list[Tensor], like: Tensor) -> 
 def _linearise(
     field: Field, interval: tuple[float, float], time: float, x: Tensor, weighting: Weighting | None
 ) -> LinearOperator:
-    """Return the Jacobian of the velocity at tokens (n, d).
+    """Return the Jacobian of a velocity field at tokens (n, d) and one time.
 
     For a measure, it is the Jacobian in norms that weight each atom.
     """
@@ -222,7 +225,7 @@ def _linearise(
 
 
 def _bytes(system: Tokens) -> int:
-    """Estimate the bytes of one Jacobian of the velocity from the number of its attention matrices."""
+    """Estimate the bytes of one Jacobian of the velocity field."""
     field = system.field.field if isinstance(system.field, Sphere) else system.field
     if isinstance(field, MapField):
         matrices = _matrices(field.map)

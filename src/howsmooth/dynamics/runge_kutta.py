@@ -1,4 +1,4 @@
-"""Tableaux of the fixed-step Runge–Kutta methods whose flow maps are differentiated."""
+"""The coefficients of Runge–Kutta methods with fixed steps, from which the Jacobian of a flow is computed."""
 
 from __future__ import annotations
 

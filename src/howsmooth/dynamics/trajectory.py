@@ -1,4 +1,4 @@
-"""The result of a flow: states at increasing times."""
+"""The class Trajectory, the result of a flow: its states at increasing times."""
 
 from __future__ import annotations
 
@@ -74,12 +74,12 @@ class Trajectory:
 
     @property
     def final(self) -> State:
-        """The state of the flow at the last time."""
+        """The state of the flow at the last time that it reached."""
         return self.states[-1]
 
     @property
     def points(self) -> Float[Tensor, "times *batch n d"]:
-        """The tokens, or the atoms of the measure, at all times.
+        """The tokens, or the atoms of the measures, at all times of the trajectory.
 
         Raises
         ------

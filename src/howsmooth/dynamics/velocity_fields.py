@@ -1,4 +1,5 @@
-"""Velocity fields that a flow integrates.
+"""Velocity fields with which tokens flow: attention, several layers one after the other, or any function,
+also on a sphere.
 
 A map of this library is a velocity that does not depend on time. ``Layers`` applies several maps one after
 another, ``Sphere`` keeps the tokens on a sphere, and any callable (t, x) can be a velocity too.
@@ -27,36 +28,39 @@ _ON_SPHERE = 1e-5
 
 
 class Field(abc.ABC):
-    """A velocity field of tokens, which may depend on time and jump at the times ``switches``."""
+    """A velocity field of tokens, which may depend on time and may jump at certain times."""
 
     @property
     def switches(self) -> tuple[float, ...]:
-        """The increasing times at which the velocity jumps; integrators begin a new step there."""
+        """The increasing times at which the velocity field jumps. Integrators begin a new step there."""
         return ()
 
     @property
     def until(self) -> float:
-        """The time, counted from 0, up to which the field is defined; infinite if there is no end."""
+        """The time up to which the velocity field is defined, counted from 0; infinite if it has no end."""
         return math.inf
 
     @abc.abstractmethod
     def check(self, x: Tensor) -> None:
-        """Raise ArgumentError unless the field accepts tokens ``x`` (..., n, d)."""
+        """Raise ArgumentError unless the velocity field is defined for tokens ``x`` (..., n, d)."""
 
     @abc.abstractmethod
     def velocity(self, begin: float, end: float, weighting: Weighting | None = None) -> Velocity:
-        """Return the velocity as a function of (t, x), for times from ``begin`` to ``end``.
+        """Return the velocity between the times ``begin`` and ``end``, as a function of the time t and the
+        tokens x.
 
         The velocity does not jump between the two times. If ``weighting`` is given, the tokens are atoms of a
         measure, whose weights and positions do not change.
         """
 
     def layer(self, begin: float, end: float, weighting: Weighting | None = None) -> Velocity:
-        """Return the velocity v from ``begin`` to ``end``, for residual layers x ↦ x + h v(t, x)."""
+        """Return the velocity v of the residual layers x ↦ x + h v(t, x) between the times ``begin`` and
+        ``end``.
+        """
         return self.velocity(begin, end, weighting)
 
     def map_at(self, begin: float, end: float) -> TokenMap:
-        """Return the map of this library that is the velocity between two times.
+        """Return the attention map that is the velocity field between the times ``begin`` and ``end``.
 
         A Gaussian flows by closed formulas of the map.
 
@@ -75,14 +79,15 @@ class Field(abc.ABC):
         )
 
     def project(self, x: Tensor) -> Tensor:
-        """Return tokens projected onto the set that the flow preserves, such as a sphere.
+        """Project tokens onto the set that the flow never leaves, such as a sphere.
 
         Without such a set, the tokens are returned unchanged.
         """
         return x
 
     def drift(self, x: Tensor) -> float | None:
-        """Return the relative distance of the tokens from the set that the flow preserves.
+        """Return the relative distance of the tokens from the set that the flow should never leave, such as a
+        sphere.
 
         Without such a set, the result is None.
         """
@@ -90,34 +95,37 @@ class Field(abc.ABC):
 
     @abc.abstractmethod
     def describe(self) -> str:
-        """Return one phrase that describes the velocity."""
+        """Return a phrase that describes the velocity field."""
 
 
 class MapField(Field):
-    """The velocity x' = f(x) of one map, at all times."""
+    """The velocity field x' = f(x) that one attention map f gives at all times."""
 
     def __init__(self, f: TokenMap) -> None:
         self.map = _square(f, "field")
 
     def check(self, x: Tensor) -> None:
-        """Raise ArgumentError unless the map accepts tokens ``x``."""
+        """Raise ArgumentError unless the attention map accepts tokens ``x``."""
         check_tokens(x, self.map)
 
     def velocity(self, begin: float, end: float, weighting: Weighting | None = None) -> Velocity:
-        """Return the map as a velocity, a function of (t, x) that does not depend on t."""
+        """Return the attention map as a velocity: a function of the time t and the tokens x that does not
+        depend on t.
+        """
         return lambda t, x: self.map._forward(x, weighting)
 
     def map_at(self, begin: float, end: float) -> TokenMap:
-        """Return the map whose values are the velocity."""
+        """Return the attention map, which is the velocity field at all times."""
         return self.map
 
     def describe(self) -> str:
-        """Return the description of the map."""
+        """Return a phrase that describes the attention map."""
         return self.map.describe()
 
 
 class Layers(Field):
-    """Maps in sequence, such as a model's layers; each is the velocity for an equal share of the time.
+    """The velocity field of several maps, such as the layers of a model. Each map is the velocity for an
+    equal share of the time.
 
     Parameters
     ----------
@@ -152,7 +160,7 @@ class Layers(Field):
 
     @property
     def duration(self) -> float:
-        """The time that each layer takes."""
+        """The time for which each layer is the velocity field."""
         return self.total_time / len(self.maps)
 
     @property
@@ -171,22 +179,27 @@ class Layers(Field):
             check_tokens(x, f)
 
     def map_at(self, begin: float, end: float) -> TokenMap:
-        """Return the layer that is active between ``begin`` and ``end``."""
+        """Return the layer that is the velocity field between the times ``begin`` and ``end``."""
         index = int((begin + end) / 2 / self.duration)
         return self.maps[min(index, len(self.maps) - 1)]
 
     def velocity(self, begin: float, end: float, weighting: Weighting | None = None) -> Velocity:
-        """Return the layer that is active between ``begin`` and ``end``, as a function of (t, x)."""
+        """Return the layer that is the velocity field between the times ``begin`` and ``end``, as a function
+        of the time t and the tokens x.
+        """
         f = self.map_at(begin, end)
         return lambda t, x: f._forward(x, weighting)
 
     def describe(self) -> str:
-        """Return a phrase with the number of layers, their total time and the first layer."""
+        """Return a phrase that gives the number of layers, their total time and a description of the first
+        layer.
+        """
         return f"{len(self.maps)} layers in time {self.total_time:g}, the first {self.maps[0].describe()}"
 
 
 class Sphere(Field):
-    """A velocity projected onto the tangent spaces of a sphere: x' = v − ⟨v, x⟩ x / |x|².
+    """A velocity field v projected onto the tangent spaces of a sphere, so that tokens stay on it: x' = v −
+    ⟨v, x⟩ x / |x|².
 
     Parameters
     ----------
@@ -212,16 +225,18 @@ class Sphere(Field):
 
     @property
     def switches(self) -> tuple[float, ...]:
-        """The times at which the unprojected velocity jumps."""
+        """The times at which the velocity field jumps, those of the field that is projected."""
         return self.field.switches
 
     @property
     def until(self) -> float:
-        """The time up to which the unprojected velocity is defined."""
+        """The time up to which the velocity field is defined, that of the field that is projected."""
         return self.field.until
 
     def check(self, x: Tensor) -> None:
-        """Raise ArgumentError unless the unprojected field accepts ``x`` and all tokens are on the sphere."""
+        """Raise ArgumentError unless the field that is projected accepts the tokens ``x`` and all of them lie
+        on the sphere.
+        """
         self.field.check(x)
         off = self.drift(x)
         if not off <= _ON_SPHERE:
@@ -234,11 +249,15 @@ class Sphere(Field):
             )
 
     def layer(self, begin: float, end: float, weighting: Weighting | None = None) -> Velocity:
-        """Return the velocity without projection, because :meth:`project` acts after each residual layer."""
+        """Return the velocity of residual layers without projection, because the tokens are projected after
+        each layer.
+        """
         return self.field.velocity(begin, end, weighting)
 
     def velocity(self, begin: float, end: float, weighting: Weighting | None = None) -> Velocity:
-        """Return the velocity projected onto the tangent spaces of the sphere."""
+        """Return the velocity, projected onto the tangent spaces of the sphere, between the times ``begin``
+        and ``end``.
+        """
         inner = self.field.velocity(begin, end, weighting)
 
         def tangent(t: Tensor, x: Tensor) -> Tensor:
@@ -249,7 +268,7 @@ class Sphere(Field):
         return tangent
 
     def project(self, x: Tensor) -> Tensor:
-        """Return the tokens scaled to the norm ``radius``."""
+        """Scale each token to the radius of the sphere."""
         scale: Tensor = self.radius / torch.linalg.vector_norm(x, dim=-1, keepdim=True)
         return x * scale
 
@@ -259,18 +278,18 @@ class Sphere(Field):
         return float((norms / self.radius - 1).abs().max())
 
     def describe(self) -> str:
-        """Return the description of the unprojected field and of the sphere."""
+        """Return a phrase that describes the field that is projected, and the sphere."""
         return f"{self.field.describe()}, on the sphere of radius {self.radius:g}"
 
 
 class CallableField(Field):
-    """A velocity given as a callable (t, x) that returns a tensor with the shape of x."""
+    """A velocity field that the user gives as a function (t, x), whose result has the shape of x."""
 
     def __init__(self, function: Callable[[Tensor, Tensor], object]) -> None:
         self.function = function
 
     def check(self, x: Tensor) -> None:
-        """Raise ArgumentError unless the shape of ``x`` is that of tokens, (..., n, d).
+        """Raise ArgumentError unless ``x`` has the shape of tokens, (..., n, d).
 
         The callable's results are checked at every evaluation.
         """
@@ -278,7 +297,7 @@ class CallableField(Field):
             raise ArgumentError("start", expected="tokens (..., n, d)", got=f"shape {tuple(x.shape)}")
 
     def velocity(self, begin: float, end: float, weighting: Weighting | None = None) -> Velocity:
-        """Return the callable as a velocity, with a check of its results."""
+        """Return the user's function as a velocity, with a check of its results at each call."""
         if weighting is not None:
             raise ArgumentError(
                 "start",
@@ -297,12 +316,12 @@ class CallableField(Field):
         return checked
 
     def describe(self) -> str:
-        """Return a phrase with the callable's name."""
+        """Return a phrase that names the user's function."""
         return f"the velocity {getattr(self.function, '__name__', type(self.function).__name__)}"
 
 
 def as_field(field: object) -> Field:
-    """Return a Field, given a map, a Field or a callable (t, x)."""
+    """Return the velocity field that a map, a function (t, x) or a Field stands for."""
     if isinstance(field, Field):
         return field
     if isinstance(field, TokenMap):
@@ -317,14 +336,14 @@ def as_field(field: object) -> Field:
 
 
 def positive(name: str, value: object) -> float:
-    """Return ``value`` as a float, after checking that it is a positive finite number."""
+    """Check that the argument ``value`` is a positive finite number, and return it as a float."""
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < math.inf:
         raise ArgumentError(name, expected="a finite number > 0", got=repr(value))
     return float(value)
 
 
 def _square(f: object, name: str) -> TokenMap:
-    """Return the map after checking that its outputs can be velocities, which needs d_out = d."""
+    """Check that a map's outputs can be velocities of its inputs, because d_out = d, and return the map."""
     if not isinstance(f, TokenMap):
         raise ArgumentError(name, expected="a map of this library", got=type(f).__name__)
     if f.d_out != f.d:

@@ -1,4 +1,6 @@
-"""Softmax attention as a function of queries, keys and values: its arguments and their checks."""
+"""The function ``attention``, which computes softmax attention from queries, keys and values after it has
+checked them.
+"""
 
 from __future__ import annotations
 
@@ -12,8 +14,8 @@ from howsmooth.attention.visibility import Visibility, check_window
 from howsmooth.errors import ArgumentError
 from howsmooth.functional.derivatives import attention_map
 from howsmooth.functional.fused import Kernels, obstacle
-from howsmooth.functional.row_blocks import Grid, Shape, apply
 from howsmooth.functional.softmax import Scores
+from howsmooth.functional.sums_over_row_blocks import Grid, Shape, apply
 
 __all__ = ["attention"]
 
@@ -36,7 +38,8 @@ def attention(
     dropout_p: object = 0.0,
     kernels: object = False,
 ) -> Float[Tensor, "*lead m value_dim"]:
-    """Compute exact softmax attention in memory O(m + n), with derivatives in every mode of PyTorch.
+    """Compute exact softmax attention of m queries and n keys in memory O(m + n). PyTorch can differentiate
+    it in every mode.
 
     O = P v, where P is the row softmax of S = c tanh(s / c) + mask + score_bias over the visible keys, and
     s = scale · q kᵀ (without a cap S = s + mask + score_bias). Forward and reverse mode, any nesting of them,
@@ -164,7 +167,8 @@ def attention(
 
 
 def _autocast(first: object, *others: object) -> tuple[object, ...]:
-    """Return the arguments in the dtype of ``torch.autocast``, if it is enabled on the device of ``first``.
+    """Convert the arguments to the dtype of ``torch.autocast``, if autocast is enabled on the device of the
+    argument ``first``.
 
     As in PyTorch, float64 tensors and tensors of booleans or integers are left as they are.
     """
@@ -179,7 +183,8 @@ def _autocast(first: object, *others: object) -> tuple[object, ...]:
 
 
 def _tensor(name: str, t: object, *, like: Tensor | None = None, boolean: bool = False) -> Tensor:
-    """Return ``t`` after checking that it is a tensor with the dtype and device of ``like``.
+    """Check that the argument ``t`` of attention is a tensor with the dtype and device of ``like``, and
+    return it.
 
     Without ``like`` any floating-point dtype passes; if ``boolean``, bool passes too.
     """
@@ -196,7 +201,9 @@ def _tensor(name: str, t: object, *, like: Tensor | None = None, boolean: bool =
 
 
 def _check_shapes(q: Tensor, k: Tensor, v: Tensor) -> Shape:
-    """Check that queries, keys and values fit each other; return the broadcast shape of the leading axes."""
+    """Check that the shapes of queries, keys and values fit each other, and return the broadcast shape of
+    their leading axes.
+    """
     if q.shape[-1] != k.shape[-1] or q.shape[-1] == 0:
         expected = (
             f"keys of the {q.shape[-1]} entries of the queries" if q.shape[-1] else "entries in queries"
@@ -222,9 +229,10 @@ def _check_shapes(q: Tensor, k: Tensor, v: Tensor) -> Shape:
 
 
 def _as_scores(name: str, t: Tensor, axes: Shape, group: int) -> Tensor:
-    """Reshape a tensor to the five axes (lead, kv_heads, group, m, n) of scores.
+    """Reshape a mask, bias or sink to the five axes (lead, kv_heads, group, m, n) of attention scores.
 
-    The tensor must broadcast to ``axes``.
+    The tensor must broadcast to ``axes``, which are (*lead, heads, m, n). In the result each axis has its
+    full length or 1.
 
     Each axis has its full length or 1; ``axes`` are (*lead, heads, m, n).
     """

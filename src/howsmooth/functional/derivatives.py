@@ -1,4 +1,5 @@
-"""Attention and its first and second derivatives, each as a :class:`BlockMap` with its inputs and results.
+"""Attention and its first and second derivatives, written as sums over blocks of query rows (objects of the
+class :class:`BlockMap`).
 
 Each function below builds a :class:`BlockMap`. Its inputs are the tensors x of :class:`Scores` by name, then
 the further results of the kernel for the value (``kept``), if there are kernels, and then tangents and
@@ -15,8 +16,8 @@ from typing import TypeVar
 from torch import Tensor
 
 from howsmooth.functional.fused import KEPT, Kept, Kernels
-from howsmooth.functional.row_blocks import Block, BlockMap, Flags, Part, Shape, reduced
 from howsmooth.functional.softmax import PARTS, Scores, adjoint, output, second, tangent, weights
+from howsmooth.functional.sums_over_row_blocks import Block, BlockMap, Flags, Part, Shape, reduced
 
 __all__ = ["attention_map"]
 
@@ -27,7 +28,8 @@ _Item = TypeVar("_Item")
 
 
 def attention_map(scores: Scores, shape: Shape, kernels: Kernels | None = None) -> BlockMap:
-    """Return attention as a :class:`BlockMap`.
+    """Return attention as a :class:`BlockMap`, a function that is computed as a sum over blocks of query
+    rows.
 
     It maps the tensors named in ``scores.names`` to the output O = (P∘M) v, of shape ``shape``.
 
@@ -57,23 +59,24 @@ def attention_map(scores: Scores, shape: Shape, kernels: Kernels | None = None) 
 
 
 def _tangent_map(scores: Scores, moved: Names, shape: Shape, kernels: Kernels | None) -> BlockMap:
-    """Return the derivative of attention as a :class:`BlockMap`.
+    """Return the forward-mode derivative of attention as a :class:`BlockMap`, a sum over blocks of query
+    rows.
 
     It maps the tensors x, and tangents dx of the tensors named in ``moved``, to the tangent dO of the output.
     """
-    given = _Given(scores, kernels, moved)
+    given = _Inputs(scores, kernels, moved)
 
     def compute(block: Block, tensors: Tensors, targets: Shapes) -> Tensors:
         x, _, d = given.named(tensors)
         return (reduced(tangent(weights(scores, block, x), d), targets[0]),)
 
     def reverse(wanted: Flags, _: Flags, shapes: Shapes) -> BlockMap:
-        """Return the reverse-mode derivative of the tangent map as a :class:`BlockMap`.
+        """Return the reverse-mode derivative of attention's forward-mode derivative, as a :class:`BlockMap`.
 
         It maps x, dx and a cotangent U of the output to the gradients of ⟨U, dO⟩ in x and in dx.
         """
         of_x, of_d = given.chosen(wanted)
-        both = _Given(scores, kernels, (*moved, "u"))
+        both = _Inputs(scores, kernels, (*moved, "u"))
 
         def compute(block: Block, tensors: Tensors, targets: Shapes) -> Tensors:
             x, _, d = both.named(tensors)
@@ -107,11 +110,12 @@ def _tangent_map(scores: Scores, moved: Names, shape: Shape, kernels: Kernels | 
 
 
 def _adjoint_map(scores: Scores, which: Mapping[str, Shape], kernels: Kernels | None) -> BlockMap:
-    """Return the adjoint of attention's derivative as a :class:`BlockMap`.
+    """Return the reverse-mode derivative of attention as a :class:`BlockMap`, a sum over blocks of query
+    rows.
 
     It maps the tensors x and a cotangent U of the output to the cotangents of the tensors named in ``which``.
     """
-    given = _Given(scores, kernels, ("u",))
+    given = _Inputs(scores, kernels, ("u",))
 
     def compute(block: Block, tensors: Tensors, targets: Shapes) -> Tensors:
         x, _, d = given.named(tensors)
@@ -123,13 +127,13 @@ def _adjoint_map(scores: Scores, which: Mapping[str, Shape], kernels: Kernels | 
         return _in_order(kernels.adjoint(x, kept, d["u"], tuple(which)), tuple(which))
 
     def forward(moved: Flags, shapes: Shapes) -> BlockMap:
-        """Return the derivative of the adjoint as a :class:`BlockMap`.
+        """Return the forward-mode derivative of attention's reverse-mode derivative, as a :class:`BlockMap`.
 
         It maps x, U and their tangents dx and dU to the tangents of the cotangents.
         """
         of_x, of_u = given.chosen(moved)
         tangents = (*of_x, *(f"d{name}" for name in of_u))
-        both = _Given(scores, kernels, ("u", *tangents))
+        both = _Inputs(scores, kernels, ("u", *tangents))
 
         def compute(block: Block, tensors: Tensors, targets: Shapes) -> Tensors:
             x, _, d = both.named(tensors)
@@ -146,7 +150,7 @@ def _adjoint_map(scores: Scores, which: Mapping[str, Shape], kernels: Kernels | 
         return BlockMap(scores.grid, compute, both.parts, outputs, kernel=both.run_by(kernel, tuple(which)))
 
     def reverse(wanted: Flags, there: Flags, shapes: Shapes) -> BlockMap:
-        """Return the backward pass of the adjoint, as a :class:`BlockMap` (a sum over blocks of query rows).
+        """Return the reverse-mode derivative of attention's reverse-mode derivative, as a :class:`BlockMap`.
 
         The BlockMap takes the tensors x of attention, the output's cotangent U, and a tensor W for each
         cotangent that the adjoint returns. Its results are the gradients of ⟨W, cotangents⟩ in x and in U.
@@ -154,7 +158,7 @@ def _adjoint_map(scores: Scores, which: Mapping[str, Shape], kernels: Kernels | 
         ⟨W, cotangents⟩ is ⟨U, dO⟩ for the tangents dx = W, so the gradients are those of the tangent map.
         """
         of_x, of_u = given.chosen(wanted)
-        both = _Given(scores, kernels, ("u", *_chosen(tuple(which), there)))
+        both = _Inputs(scores, kernels, ("u", *_chosen(tuple(which), there)))
 
         def compute(block: Block, tensors: Tensors, targets: Shapes) -> Tensors:
             x, _, d = both.named(tensors)
@@ -187,10 +191,11 @@ def _adjoint_map(scores: Scores, which: Mapping[str, Shape], kernels: Kernels | 
 
 
 @dataclass(frozen=True)
-class _Given:
-    """The input tensors of a derivative of attention, sorted by how they are cut into blocks.
+class _Inputs:
+    """The names of the tensors that a derivative of attention reads, and how each of them is cut into blocks
+    of query rows.
 
-    They are the tensors x, then tensors that a kernel kept, then tangents or cotangents.
+    They are the tensors x of attention, then tensors that a Triton kernel kept, then tangents or cotangents.
 
     ``more`` names the further tensors: a tangent has the name of its tensor, ``u`` is the cotangent of the
     output and ``du`` the tangent of ``u``.
@@ -206,7 +211,8 @@ class _Given:
 
     @property
     def parts(self) -> tuple[Part, ...]:
-        """Say for each input tensor how it is cut into blocks: by query rows, by key rows, or as scores.
+        """For each tensor that a derivative of attention reads, whether it has a row for each query, a row
+        for each key, or the axes of the scores.
 
         A tensor has one row for each query, one row for each key, or the axes of the scores.
         """
@@ -214,10 +220,10 @@ class _Given:
         return tuple(PARTS.get(name, "queries") for name in names)
 
     def named(self, tensors: Tensors) -> tuple[dict[str, Tensor], Kept, dict[str, Tensor]]:
-        """Give names to the tensors that a derivative of attention reads, and sort them into three kinds.
+        """Sort the tensors that a derivative of attention reads into arguments of attention, tensors that a
+        Triton kernel kept, and tangents or cotangents.
 
-        They are: the arguments of attention (queries, keys, values, masks), by name; what a kernel computed
-        with the value and keeps for the derivatives, in order; and tangents or cotangents, by name.
+        The first and the last are returned by name.
         """
         count, kept = len(self.scores.names), len(self.kept)
         x = dict(zip(self.scores.names, tensors[:count], strict=True))
@@ -225,9 +231,10 @@ class _Given:
         return x, tensors[count : count + kept], more
 
     def chosen(self, flags: Flags) -> tuple[Names, Names]:
-        """Return the names of the input tensors that ``flags`` marks.
+        """Return the names of those tensors, among the inputs of a derivative of attention, that ``flags``
+        marks.
 
-        The first names are of tensors in x, the second of tensors in ``more``.
+        The first names are of arguments x of attention, the second of tangents and cotangents (``more``).
         """
         count = len(self.scores.names)
         more = flags[count + len(self.kept) :]
@@ -236,7 +243,8 @@ class _Given:
     def run_by(
         self, kernel: Callable[[Kernels, Tensors], Tensors], results: Names = ()
     ) -> Callable[[Tensors], Tensors] | None:
-        """Return a Triton kernel as a function of the input tensors alone; None if it cannot be used.
+        """Bind a Triton kernel to its settings, so that it takes only tensors; return None if no kernel can
+        compute this derivative.
 
         It cannot be used without Triton kernels, nor for tangents or cotangents of a mask or bias.
         """

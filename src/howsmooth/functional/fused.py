@@ -1,4 +1,5 @@
-"""Attention and its first and second derivatives in Triton kernels, without n × n matrices.
+"""Attention and its first and second derivatives computed by Triton kernels, without n × n matrices in
+memory.
 
 A kernel computes for all blocks at once what :mod:`howsmooth.functional.softmax` computes for one. The kernel
 for the value keeps two tensors for the derivatives: O in float32, and the logarithms of the softmax
@@ -67,7 +68,9 @@ _BY_KEYS = ("adjoint_keys", "second_keys")
 
 
 def obstacle(scores: Scores, x: Mapping[str, Tensor]) -> str | None:
-    """Return in words why the Triton kernels do not support the tensors ``x``; None if they do."""
+    """Say in words why the Triton kernels cannot compute attention of the tensors ``x``; return None if they
+    can.
+    """
     q, v, visible = x["q"], x["v"], scores.grid.visible
     if (visible.causal or visible.window is not None) and (visible.offset or scores.grid.m != visible.n):
         return (
@@ -105,7 +108,7 @@ def _obstacle_of(device: torch.device) -> str | None:
 
 @dataclass(frozen=True, eq=False)
 class Kernels:
-    """Attention and its derivatives by Triton kernels.
+    """Attention and its first and second derivatives, each as a method that runs Triton kernels.
 
     The rule ``scores`` says how scores are formed from queries and keys.
 
@@ -117,7 +120,7 @@ class Kernels:
     scores: Scores
 
     def value(self, x: Mapping[str, Tensor]) -> Kept:
-        """Return the attention output O and the logarithms of the softmax denominators."""
+        """Return the attention outputs O and the logarithms of the softmax denominators."""
         q, v = x["q"], x["v"]
         mean = q.new_empty((*q.shape[:-1], v.shape[-1]), dtype=torch.float32)
         lse = q.new_empty((*q.shape[:-1], 1), dtype=torch.float32)
@@ -125,7 +128,9 @@ class Kernels:
         return mean, lse
 
     def tangent(self, x: Mapping[str, Tensor], kept: Kept, d: Mapping[str, Tensor]) -> Tensor:
-        """Return the tangent of the attention output.
+        """Return the tangent of the attention outputs, for tangents ``d`` of queries, keys, values and sinks.
+
+        Tangents are given by name; missing ones count as zero.
 
         The tangents ``d`` of queries, keys, values and sinks are given by name; missing ones count as zero.
         """
@@ -134,8 +139,10 @@ class Kernels:
     def adjoint(
         self, x: Mapping[str, Tensor], kept: Kept, u: Tensor, which: Sequence[str]
     ) -> dict[str, Tensor]:
-        """Return the cotangents of the tensors named in ``which``, for a cotangent ``u`` of the output."""
-        common = _common(u, kept[0])
+        """Return the cotangents of those arguments of attention that ``which`` names, for a cotangent ``u``
+        of the attention outputs.
+        """
+        common = _row_products(u, kept[0])
         operands, found = (x["q"], u, x["k"], x["v"], kept[1], common), dict[str, Tensor]()
         if "q" in which:
             found["q"] = _result(x["q"])
@@ -144,7 +151,7 @@ class Kernels:
             found["k"], found["v"] = _result(x["k"]), _result(x["v"])
             self._run("adjoint_keys", x, *operands, found["k"], found["v"])
         if "sinks" in which:
-            found["sinks"] = -_share(x, kept) * common
+            found["sinks"] = -_sink_probability(x, kept) * common
         return found
 
     def second(
@@ -156,18 +163,19 @@ class Kernels:
         du: Tensor | None,
         which: Sequence[str],
     ) -> dict[str, Tensor]:
-        """Return the derivative of the result of :meth:`adjoint` along given tangents of its arguments.
+        """Return the tangents of the cotangents that :meth:`adjoint` returns, for tangents of the arguments
+        of attention and of ``u``.
 
         The tensors ``x`` have the tangents ``d``, and ``u`` has the tangent ``du``; None stands for zero.
         """
         d = _filled(x, d)
         do, mu = self._tangent(x, kept, d)
         # r = ⟨U, O⟩ of each row, and its tangent dr = ⟨dU, O⟩ + ⟨U, dO⟩.
-        common, moved = _common(u, kept[0]), _common(u, do)
+        common, moved = _row_products(u, kept[0]), _row_products(u, do)
         if du is None:
             du = torch.zeros_like(u)
         else:
-            moved = moved + _common(du, kept[0])
+            moved = moved + _row_products(du, kept[0])
         operands = (x["q"], d["q"], u, du, x["k"], d["k"], x["v"], d["v"], kept[1], mu, common, moved)
         found = dict[str, Tensor]()
         if "q" in which:
@@ -177,12 +185,13 @@ class Kernels:
             found["k"], found["v"] = _result(x["k"]), _result(x["v"])
             self._run("second_keys", x, *operands, found["k"], found["v"])
         if "sinks" in which:
-            share = _share(x, kept)
+            share = _sink_probability(x, kept)
             found["sinks"] = share * ((mu - d["sinks"].float()) * common - moved)
         return found
 
     def _tangent(self, x: Mapping[str, Tensor], kept: Kept, d: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
-        """Return the tangent of the attention output, and the mean tangent of the scores in each row.
+        """Return the tangent of the attention outputs, and the mean tangent of the attention scores in each
+        row.
 
         The mean is μ = rowsum(P∘dS). The argument ``d`` must have a tangent of every tensor.
         """
@@ -195,7 +204,9 @@ class Kernels:
         return out, mu
 
     def _run(self, name: str, x: Mapping[str, Tensor], *tensors: Tensor) -> None:
-        """Run a kernel on all blocks of rows or keys, in the largest tiles that fit on the chip."""
+        """Run a Triton kernel on all blocks of query rows or of keys, in the largest tiles that fit on the
+        chip.
+        """
         # Imported here, so that the package works without Triton.
         from howsmooth.functional import fused_kernels
 
@@ -233,7 +244,7 @@ class Kernels:
 
 
 def tiles(name: str, dtype: torch.dtype, width: int) -> tuple[Tile, ...]:
-    """Return the tile sizes to try for a kernel, large ones first.
+    """Return the tile sizes with which a Triton kernel can be launched, from large to small.
 
     The kernel pads the rows of its operands to ``width`` numbers.
     """
@@ -243,9 +254,10 @@ def tiles(name: str, dtype: torch.dtype, width: int) -> tuple[Tile, ...]:
 
 
 def precision(dtype: torch.dtype) -> str:
-    """Return the setting by which Triton multiplies matrices of a dtype without loss of digits.
+    """Return the value of Triton's ``input_precision`` with which it multiplies matrices of a dtype without
+    loss of digits.
 
-    It is Triton's ``input_precision``. In float32 products of bfloat16 parts keep all digits.
+    In float32, products of bfloat16 parts keep all digits.
     """
     import triton
 
@@ -253,13 +265,16 @@ def precision(dtype: torch.dtype) -> str:
 
 
 def _filled(x: Mapping[str, Tensor], d: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return the tangents ``d`` of queries, keys, values and sinks, with zeros for missing ones."""
+    """Return the tangents ``d`` of queries, keys, values and sinks by name, with tensors of zeros where a
+    tangent is missing.
+    """
     names = (name for name in ("q", "k", "v", "sinks") if name in x)
     return {name: d[name] if name in d else torch.zeros_like(x[name]) for name in names}
 
 
-def _common(u: Tensor, of_queries: Tensor) -> Tensor:
-    """Return the inner product of each row of one tensor with the same row of another tensor.
+def _row_products(u: Tensor, of_queries: Tensor) -> Tensor:
+    """Return the inner products of the rows of one tensor with the rows of another, (lead, kv_heads, group,
+    m, 1).
 
     The tensors are shaped as queries; the result has shape (lead, kv_heads, group, m, 1).
     """
@@ -267,8 +282,10 @@ def _common(u: Tensor, of_queries: Tensor) -> Tensor:
     return common[..., None]
 
 
-def _share(x: Mapping[str, Tensor], kept: Kept) -> Tensor:
-    """Return the attention probability of the sink in each row, of shape (lead, kv_heads, group, m, 1)."""
+def _sink_probability(x: Mapping[str, Tensor], kept: Kept) -> Tensor:
+    """Return the attention probability that each query gives to the sink, of shape (lead, kv_heads, group, m,
+    1).
+    """
     return torch.exp2(x["sinks"].float() / math.log(2) - kept[1])
 
 
@@ -277,7 +294,7 @@ def _result(like: Tensor) -> Tensor:
 
 
 def _strided(t: Tensor | None, q: Tensor, n: int) -> tuple[object, ...]:
-    """Return a mask or bias as a kernel takes it: the tensor and its four strides.
+    """Return a mask or bias in the form in which a Triton kernel takes it: the tensor and its four strides.
 
     The tensor is shaped as scores, with strides of leading index, heads, rows and keys.
 

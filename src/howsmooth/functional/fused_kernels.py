@@ -1,4 +1,5 @@
-"""Triton kernels of :mod:`howsmooth.functional.fused`, in which tiles of scores never leave the chip.
+"""Triton kernels for attention and its first and second derivatives; they never write an attention score to
+global memory.
 
 With s = scale · q kᵀ, S = c tanh(s/c) + bias, D = 1 − tanh², P the row softmax, O = P v, and for each row
 μ = rowsum(P∘dS) and r = ⟨U, O⟩, as in :mod:`howsmooth.functional.softmax`, the kernels compute:
@@ -42,7 +43,7 @@ def _jit(function: Callable[..., object]) -> Any:
 
 @_jit
 def _load(p, start, end, LENGTH: tl.constexpr, ENTRIES: tl.constexpr, WIDTH: tl.constexpr):
-    """Load a tile of LENGTH rows from row ``start`` on, filled up with zeros.
+    """Load a tile of LENGTH rows of a matrix, beginning at row ``start``, and pad it with zeros.
 
     Rows from ``end`` on and columns from ENTRIES on are zero.
     """
@@ -56,7 +57,7 @@ def _load(p, start, end, LENGTH: tl.constexpr, ENTRIES: tl.constexpr, WIDTH: tl.
 
 @_jit
 def _store(p, tile, start, end, LENGTH: tl.constexpr, ENTRIES: tl.constexpr, WIDTH: tl.constexpr):
-    """Store a tile at the place from which :func:`_load` would load it."""
+    """Write a tile to LENGTH rows of a matrix, beginning at row ``start``."""
     i = (start + tl.arange(0, LENGTH))[:, None]
     j = tl.arange(0, WIDTH)[None, :]
     tl.store(p + i.to(tl.int64) * ENTRIES + j, tile, mask=(i < end) & (j < ENTRIES))
@@ -64,7 +65,7 @@ def _store(p, tile, start, end, LENGTH: tl.constexpr, ENTRIES: tl.constexpr, WID
 
 @_jit
 def _tanh(x):
-    """Return tanh(x) to the digits of float32: by a series if 1 − exp(−2|x|) would lose digits."""
+    """Return tanh(x) with all digits of float32, also for small x."""
     size = tl.abs(x)
     e = tl.exp2(size * (-2.0 * _LOG2E))
     t = (1.0 - e) / (1.0 + e)
@@ -79,7 +80,7 @@ def _scores(
     BY_KEYS: tl.constexpr, CAUSAL: tl.constexpr, WINDOWED: tl.constexpr, SEEN: tl.constexpr,
     BIAS: tl.constexpr, CAPPED: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
 ):  # fmt: skip
-    """Return the attention scores of a tile, and the derivative of their soft cap.
+    """Return the attention scores of one tile, and the derivative of the soft cap that is applied to them.
 
     The scores are in units of log 2, and −∞ where the query does not see the key. The other results are the
     derivative D = 1 − tanh²(s/c) of the cap and tanh(s/c).
@@ -121,7 +122,7 @@ def _scores(
 
 @_jit
 def _start(length, LENGTH: tl.constexpr, LAST_FIRST: tl.constexpr):
-    """Return this Triton program's head, and the first row (or key) of its block.
+    """Return the head that this Triton program works on, and the first row (or key) of its block.
 
     With LAST_FIRST, blocks are taken from the last on, because in causal order the last rows take longest.
     """
@@ -137,7 +138,7 @@ def _keys_of(
     start, m, n, window,
     CAUSAL: tl.constexpr, WINDOWED: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
 ):  # fmt: skip
-    """Return the range of keys that a block of query rows sees.
+    """Return the range of keys that at least one row of a block of query rows sees.
 
     The range begins at a multiple of KEYS.
     """
@@ -156,7 +157,7 @@ def _rows_of(
     start, m, window,
     CAUSAL: tl.constexpr, WINDOWED: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
 ):  # fmt: skip
-    """Return the range of query rows that see a block of keys.
+    """Return the range of query rows that see at least one key of a block of keys.
 
     The range begins at a multiple of ROWS.
     """
@@ -179,7 +180,9 @@ def value(
     CAPPED: tl.constexpr, SINKS: tl.constexpr, PRECISION: tl.constexpr,
     KEY: tl.constexpr, VALUE: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
 ):  # fmt: skip
-    """Write the attention output O and the logarithms of the softmax denominators of one block of rows."""
+    """Compute the attention outputs and the logarithms of the softmax denominators for one block of query
+    rows, and write them to memory.
+    """
     head, start = _start(m, ROWS, True)
     k += head // group * n * KEY
     v += head // group * n * VALUE
@@ -227,9 +230,9 @@ def tangent(
     CAPPED: tl.constexpr, SINKS: tl.constexpr, PRECISION: tl.constexpr,
     KEY: tl.constexpr, VALUE: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
 ):  # fmt: skip
-    """Write the tangent of the attention output for one block of query rows.
+    """Compute the tangent of the attention outputs for one block of query rows, and write it to memory.
 
-    A second result is the mean tangent of the scores in each row, μ = rowsum(P∘dS).
+    The mean tangent of the scores in each row, μ = rowsum(P∘dS), is written too.
     """
     head, start = _start(m, ROWS, True)
     k += head // group * n * KEY
@@ -284,7 +287,8 @@ def tangent(
 
 @_jit
 def _rest(g, dtype: tl.constexpr, CAPPED: tl.constexpr, SINKS: tl.constexpr):
-    """Return how much the row sums of a tile change when the tile's entries are rounded to ``dtype``.
+    """Return how much the sum of each row of a tile changes when the entries of the tile are rounded to
+    ``dtype``.
 
     The tile ``g`` holds D∘G, the cotangents of the products scale · q kᵀ.
 
@@ -299,7 +303,7 @@ def _rest(g, dtype: tl.constexpr, CAPPED: tl.constexpr, SINKS: tl.constexpr):
 
 @_jit
 def _mean_of_first(k, low, n, KEYS: tl.constexpr, KEY: tl.constexpr, WIDTH: tl.constexpr):
-    """Return the mean (1, WIDTH) of the first keys, an estimate of what all keys have in common."""
+    """Return the mean (1, WIDTH) of the keys in the first tile, an estimate of the mean of all keys."""
     ks = _load(k, low, n, KEYS, KEY, WIDTH).to(tl.float32)
     return (tl.sum(ks, 0) / tl.minimum(KEYS, n - low))[None, :]
 
@@ -313,7 +317,7 @@ def adjoint_queries(
     CAPPED: tl.constexpr, SINKS: tl.constexpr, PRECISION: tl.constexpr,
     KEY: tl.constexpr, VALUE: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
 ):  # fmt: skip
-    """Write the cotangents of the queries in one block of rows.
+    """Compute the cotangents of the queries for one block of query rows, and write them to memory.
 
     The argument ``common`` holds the inner product ⟨u, O⟩ of each row.
     """
@@ -360,7 +364,9 @@ def adjoint_keys(
     CAPPED: tl.constexpr, SINKS: tl.constexpr, PRECISION: tl.constexpr,
     KEY: tl.constexpr, VALUE: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
 ):  # fmt: skip
-    """Write the cotangents of one block of keys and of their values, summed over all rows and query heads."""
+    """Compute the cotangents of one block of keys and of their values, summed over all query rows and query
+    heads, and write them to memory.
+    """
     key_head, start = _start(n, KEYS, False)
     ks = _load(k + key_head * n * KEY, start, n, KEYS, KEY, WIDTH)
     vs = _load(v + key_head * n * VALUE, start, n, KEYS, VALUE, WIDTH)
@@ -395,7 +401,8 @@ def adjoint_keys(
 
 @_jit
 def _moved(s, raw, a, da, row_lse, row_mu, row_common, row_moved, slope, tanh, cap, CAPPED: tl.constexpr):
-    """Return the probabilities of one tile, the cotangent of its products, and the tangents of both.
+    """Return the probabilities P of one tile, the cotangents of its products of queries and keys, and the
+    tangents of both.
 
     The results are P, its tangent dP, the cotangent D∘G of the products scale · q kᵀ, and the tangent of D∘G.
     The arguments ``s`` are scores, ``raw`` their tangents before the cap, ``a`` is U vᵀ and ``da`` its
@@ -423,7 +430,7 @@ def second_queries(
     CAPPED: tl.constexpr, SINKS: tl.constexpr, PRECISION: tl.constexpr,
     KEY: tl.constexpr, VALUE: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
 ):  # fmt: skip
-    """Write the directional derivative of the queries' cotangents, for one block of query rows.
+    """Compute the tangents of the queries' cotangents for one block of query rows, and write them to memory.
 
     The cotangents are what :func:`adjoint_queries` writes. The argument ``moved`` holds the tangent of ⟨u, O⟩
     of each row.
@@ -483,7 +490,8 @@ def second_keys(
     CAPPED: tl.constexpr, SINKS: tl.constexpr, PRECISION: tl.constexpr,
     KEY: tl.constexpr, VALUE: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
 ):  # fmt: skip
-    """Write the directional derivative of the cotangents of keys and values, for one block of keys.
+    """Compute the tangents of the cotangents of one block of keys and of their values, and write them to
+    memory.
 
     The cotangents are what :func:`adjoint_keys` writes. The argument ``moved`` holds the tangent of ⟨u, O⟩ of
     each row.

@@ -1,4 +1,5 @@
-"""Attention of this package as an attention implementation of Hugging Face transformers.
+"""Makes howsmooth's attention function available in Hugging Face transformers, as
+``attn_implementation="howsmooth"``.
 
 The library transformers is imported when :func:`register` is called, and not before.
 """
@@ -18,7 +19,8 @@ __all__ = ["register"]
 
 
 def register() -> None:
-    """Make ``attn_implementation="howsmooth"`` known to Hugging Face transformers.
+    """Register howsmooth's attention function in Hugging Face transformers as
+    ``attn_implementation="howsmooth"``.
 
     From then on, ``from_pretrained(..., attn_implementation="howsmooth")`` and
     ``model.set_attn_implementation("howsmooth")`` let any model whose attention goes through the
@@ -59,7 +61,8 @@ def _attention_forward(
     indices: Tensor | None = None,
     **rest: Any,
 ) -> tuple[Tensor, None]:
-    """Return the output (batch, m, heads, value_dim) of a layer of transformers, and no probabilities.
+    """Compute the attention output (batch, m, heads, value_dim) of a layer of a transformers model, which
+    calls this function.
 
     The arguments are those that layers give to the functions of ``AttentionInterface``: queries
     (batch, heads, m, key_dim), keys and values (batch, kv_heads, n, ...). Without a mask every query sees
@@ -79,7 +82,7 @@ def _attention_forward(
         # A sparse layer names the keys (batch, m, count) that each query may see; masks hide some of them.
         chosen = torch.zeros(*indices.shape[:-1], n, dtype=torch.bool, device=query.device)
         chosen = chosen.scatter(-1, indices.long(), True)[:, None]
-        attention_mask = _both(attention_mask, chosen)
+        attention_mask = _hide_unselected(attention_mask, chosen)
     numbers = {"mask": attention_mask, "score_bias": position_bias, "sinks": sinks}
     for name, t in numbers.items():
         if t is not None:
@@ -94,15 +97,19 @@ def _attention_forward(
     return out.transpose(1, 2).contiguous(), None
 
 
-def _both(mask: Tensor | None, chosen: Tensor) -> Tensor:
-    """Combine a mask with a selection of keys: a key is hidden if the mask hides it or it is not selected."""
+def _hide_unselected(mask: Tensor | None, chosen: Tensor) -> Tensor:
+    """Combine a mask with a selection of keys, so that a key is hidden if the mask hides it or if it is not
+    selected.
+    """
     if mask is None or mask.dtype == torch.bool:
         return chosen if mask is None else mask & chosen
     return mask.masked_fill(~chosen, torch.finfo(mask.dtype).min)
 
 
 def _check_supported(rest: dict[str, Any]) -> None:
-    """Raise an error if a layer asks for what the implementation "howsmooth" does not do."""
+    """Raise an ArgumentError if a layer of transformers asks the implementation "howsmooth" for something
+    that it cannot do.
+    """
     if rest.get("output_attentions"):
         raise ArgumentError(
             "output_attentions",

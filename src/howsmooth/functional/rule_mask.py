@@ -1,4 +1,6 @@
-"""The mask of a model of Hugging Face transformers, stored as its rule and not as a matrix."""
+"""The attention mask of a Hugging Face model, stored as a rule (causal order, window, padding) and not as a
+matrix.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,8 @@ __all__ = ["RuleMask", "rule_mask"]
 
 
 class RuleMask(torch.Tensor):
-    """The mask (batch, 1, m, n) of eager attention, whose entries are computed when an operation needs them.
+    """The attention mask (batch, 1, m, n) of a Hugging Face model, stored as a rule. Its entries are computed
+    only when an operation needs them.
 
     Parameters
     ----------
@@ -46,7 +49,7 @@ class RuleMask(torch.Tensor):
         dtype: torch.dtype,
         device: torch.device,
     ) -> RuleMask:
-        """Return a tensor without storage."""
+        """Make a mask that has a shape, dtype and device but no stored entries."""
         mask: RuleMask = torch.Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device=device)
         mask.visible, mask.padding, mask.entries = visible, padding, entries
         return mask
@@ -57,7 +60,9 @@ class RuleMask(torch.Tensor):
     # Computes the entries before torch.func sees the operation, so that they belong to its current level.
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Apply an operation to the entries, unless it only reads the shape, dtype or device."""
+        """Apply a PyTorch function to the computed entries of the mask, unless it only reads the shape, dtype
+        or device.
+        """
         if func in _KNOWN:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **(kwargs or {}))
@@ -67,7 +72,7 @@ class RuleMask(torch.Tensor):
     def __torch_dispatch__(  # type: ignore[override]  # PyTorch annotates its placeholder alone.
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        """Apply an operation of PyTorch's dispatcher to the entries."""
+        """Apply an operation of PyTorch's dispatcher to the computed entries of the mask."""
         args, kwargs = tree_map_only(RuleMask, lambda mask: mask.entries(), (args, kwargs or {}))
         return func(*args, **kwargs)
 
@@ -93,7 +98,8 @@ def rule_mask(
     device: torch.device | str = "cpu",
     **rest: Any,
 ) -> Tensor | None:
-    """Return a model's mask as a :class:`RuleMask`, or as numbers if it is not of this form.
+    """Return the attention mask of a Hugging Face model as a :class:`RuleMask`, or as a tensor of numbers if
+    it follows no such rule.
 
     A :class:`RuleMask` is made of causal order, a window and padding. The arguments are those of the
     functions of transformers' ``AttentionMaskInterface``; the result has the entries of ``eager_mask`` there.

@@ -1,4 +1,5 @@
-"""Softmax attention of one block of query rows: value, derivative, adjoint, and derivative of the adjoint.
+"""Softmax attention of one block of query rows: its output, its forward- and reverse-mode derivatives, and
+its second derivative.
 
 With S = c tanh(s/c) + mask + bias, s = scale · q kᵀ, D the derivative of the cap, P the row softmax, O = P v:
 
@@ -24,7 +25,7 @@ import torch
 from torch import Tensor
 
 from howsmooth.attention.visibility import Visibility
-from howsmooth.functional.row_blocks import Block, Grid, Part, kept_whole
+from howsmooth.functional.sums_over_row_blocks import Block, Grid, Part, kept_whole
 
 __all__ = ["PARTS", "Scores", "Weights", "adjoint", "output", "second", "tangent", "weights"]
 
@@ -43,7 +44,7 @@ _ADDED = ("mask", "bias")
 
 @dataclass(frozen=True, eq=False)
 class Scores:
-    """The rule by which scores are formed: S = c tanh(s/c) + mask + bias with s = scale · q kᵀ.
+    """The rule by which attention scores are formed: S = c tanh(s/c) + mask + bias with s = scale · q kᵀ.
 
     Parameters
     ----------
@@ -71,7 +72,7 @@ class Scores:
 
 @dataclass(frozen=True, eq=False)
 class Weights:
-    """The probabilities P of one block, and the tensors from which they were formed.
+    """The attention probabilities P of one block of query rows, and the tensors from which they were formed.
 
     Parameters
     ----------
@@ -99,17 +100,19 @@ class Weights:
     dropout: Tensor | None
 
     def dropped(self, t: Tensor) -> Tensor:
-        """Apply dropout to a matrix shaped as P: return M∘t, or ``t`` without dropout."""
+        """Apply dropout to a matrix of the shape of P, if attention has dropout; otherwise return the matrix
+        unchanged.
+        """
         return t if self.dropout is None else t * self.dropout
 
     @property
     def slope(self) -> Tensor | None:
-        """The derivative D of the soft cap at each score; None without a cap, where it is 1."""
+        """The derivative of the soft cap at each attention score; None if the scores have no cap."""
         return None if self.tanh is None else (1 - self.tanh) * (1 + self.tanh)
 
 
 def weights(scores: Scores, block: Block, x: Mapping[str, Tensor]) -> Weights:
-    """Return the attention probabilities of a block.
+    """Compute the attention probabilities of one block of query rows.
 
     The argument ``x`` holds the block's part of each tensor, by name.
     """
@@ -150,7 +153,8 @@ def weights(scores: Scores, block: Block, x: Mapping[str, Tensor]) -> Weights:
 
 
 def _dropout(scores: Scores, block: Block, seed: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return the matrix M of a block: 0 where an entry of P is dropped, 1/(1 − p) elsewhere.
+    """Return the matrix by which dropout multiplies the probabilities P of a block: 0 where an entry is
+    dropped, 1/(1 − p) elsewhere.
 
     An entry depends on the seed, head, query and key alone. So the derivatives, whose blocks may be others,
     form the same matrix again, and nothing is kept.
@@ -168,7 +172,7 @@ def _dropout(scores: Scores, block: Block, seed: Tensor, dtype: torch.dtype) -> 
 
 
 def _hashed(x: Tensor) -> Tensor:
-    """Apply a bijection of the int32 numbers that scatters them (the function lowbias32 of C. Wellons)."""
+    """Scramble the bits of int32 numbers by the one-to-one hash function lowbias32 of C. Wellons."""
     # The products overflow, as intended. A shift of a negative number fills up with ones, which & removes.
     x = (x ^ ((x >> 16) & 0xFFFF)) * 0x7FEB352D
     x = (x ^ ((x >> 15) & 0x1FFFF)) * (0x846CA68B - 2**32)
@@ -176,12 +180,12 @@ def _hashed(x: Tensor) -> Tensor:
 
 
 def output(at: Weights) -> Tensor:
-    """Return the attention output O = (P∘M) v of a block."""
+    """Return the attention outputs of one block of query rows."""
     return _over_keys(at.dropped(at.p), at.x["v"])
 
 
 def _ordered(s: Tensor, visible: Visibility, block: Block) -> Tensor:
-    """Return scores with −∞ where causal order or a window hides a key.
+    """Set the attention scores of a block to −∞ where causal order or a window hides the key.
 
     The scores ``s`` may be changed in place.
     """
@@ -200,9 +204,10 @@ def _ordered(s: Tensor, visible: Visibility, block: Block) -> Tensor:
 
 
 def tangent(at: Weights, d: Mapping[str, Tensor]) -> Tensor:
-    """Return the tangent of the attention output of a block.
+    """Return the tangent of the attention outputs of one block of query rows, for tangents ``d`` of queries,
+    keys, values and other arguments.
 
-    The tangents ``d`` of the block's tensors are given by name; missing ones count as zero.
+    Tangents are given by name; missing ones count as zero.
     """
     do: Tensor | None = None
     dp = _dp(at, _ds(at, d), d)
@@ -214,7 +219,9 @@ def tangent(at: Weights, d: Mapping[str, Tensor]) -> Tensor:
 
 
 def adjoint(at: Weights, u: Tensor, which: Sequence[str]) -> dict[str, Tensor]:
-    """Return the cotangents of the tensors named in ``which``, for a cotangent ``u`` of a block's output."""
+    """Return the cotangents of those arguments of attention that ``which`` names, for a cotangent ``u`` of
+    the attention outputs of one block.
+    """
     found: dict[str, Tensor] = {}
     if "v" in which:
         found["v"] = _over_rows(at.dropped(at.p), u)
@@ -239,7 +246,8 @@ def adjoint(at: Weights, u: Tensor, which: Sequence[str]) -> dict[str, Tensor]:
 def second(
     at: Weights, u: Tensor, d: Mapping[str, Tensor], du: Tensor | None, which: Sequence[str]
 ) -> dict[str, Tensor]:
-    """Return the derivative of the result of :func:`adjoint` along given tangents of its arguments.
+    """Return the tangents of the cotangents that :func:`adjoint` returns, for tangents of the arguments of
+    attention and of ``u``.
 
     The tensors ``at.x`` have the tangents ``d``, and ``u`` has the tangent ``du``; None stands for zero.
     """
@@ -292,7 +300,7 @@ def second(
 
 
 def _products_moved(at: Weights, d: Mapping[str, Tensor]) -> Tensor | None:
-    """Return the tangent of the products s = scale · q kᵀ; None if it is zero."""
+    """Return the tangent of the products scale · q kᵀ of queries and keys, or None if it is zero."""
     ds: Tensor | None = None
     if "q" in d:
         ds = _products(at.scale * d["q"], at.x["k"])
@@ -323,7 +331,7 @@ def _dp(at: Weights, ds: Tensor | None, d: Mapping[str, Tensor]) -> Tensor | Non
 
 
 def _of_softmax(ds: Tensor, p: Tensor) -> Tensor:
-    """Apply the derivative of the row-wise softmax to a tangent ``ds`` of the scores.
+    """Multiply a tangent ``ds`` of the attention scores by the derivative of the row-wise softmax.
 
     The result is P∘(dS − rowsum(P∘dS)). This linear map of dS is self-adjoint.
     """
@@ -342,16 +350,13 @@ def _products(a: Tensor, b: Tensor) -> Tensor:
 
 
 def _over_keys(p: Tensor, v: Tensor) -> Tensor:
-    """Return Σ_j P_ij v_j for each query i: the averages of the values ``v`` with the weights ``p``."""
+    """Return the sums Σ_j P_ij v_j over all keys j, for each query i."""
     o: Tensor = (p.flatten(-3, -2) @ v.squeeze(-3)).unflatten(-2, p.shape[-3:-1])
     return o
 
 
 def _over_rows(p: Tensor, u: Tensor) -> Tensor:
-    """Multiply the transposed probabilities with rows ``u``, and sum over the query heads of a group.
-
-    The result Σ_i P_ij u_i is shaped as keys.
-    """
+    """Return the sums Σ_i P_ij u_i over all queries i of the heads that share a key head, for each key j."""
     return (p.flatten(-3, -2).mT @ u.flatten(-3, -2)).unsqueeze(-3)
 
 

@@ -19,7 +19,7 @@ Its variants compute the same numbers up to rounding:
 - :mod:`howsmooth.distributed`: the query rows are shared among processes, each with a streamed derivative.
 - :mod:`howsmooth.functional`: a function that PyTorch differentiates again, to every order.
 
-``attention`` puts the projections of a layer around one of them, ``staged`` arbitrary PyTorch code, and
+``attention`` puts the projections of a layer around one of them, ``code_around_softmax`` PyTorch code, and
 ``closed_form`` chooses the operator of a map. ``howsmooth.batching`` decides whether P is kept. The
 derivation, and a table of memory and cost, are on the documentation page "The derivative of softmax
 attention, and its variants".

@@ -1,4 +1,5 @@
-"""The Jacobian of multi-head self-attention, with its probabilities in memory or formed tile by tile.
+"""The Jacobian of multi-head self-attention, whose attention probabilities are either kept in memory or
+formed tile by tile in each product.
 
 Both operators project tangents of tokens to tangents of queries, keys and values, apply the derivative of the
 softmax to each head, and project the heads to the output. They differ in that derivative, and in how many
@@ -18,8 +19,8 @@ from howsmooth.attention import SelfAttention, Weighting
 from howsmooth.attention.visibility import Visibility
 from howsmooth.jacobian.fused import fused
 from howsmooth.jacobian.norm_layers import NormJacobian, norm_jacobian
-from howsmooth.jacobian.operands import Operands
 from howsmooth.jacobian.projections import Projection, Projections
+from howsmooth.jacobian.queries_keys_values import Operands
 from howsmooth.jacobian.rounding_bounds import attention_error
 from howsmooth.jacobian.softmax import (
     SoftmaxDerivative,
@@ -39,14 +40,17 @@ Norms = tuple[NormJacobian | None, NormJacobian | None]
 
 @runtime_checkable
 class Core(Protocol):
-    """The interface of the derivative of softmax attention, for all heads of a layer together.
+    """The interface of objects that multiply by the derivative of softmax attention in its queries, keys and
+    values, for all heads of a layer together.
 
     Arguments and results are those of :class:`~howsmooth.jacobian.softmax.SoftmaxDerivative`.
     """
 
     @property
     def k(self) -> Tensor:
-        """Keys (b, n, key_dim); the axis b runs over the key heads of all sequences in the batch."""
+        """The keys of the layer, of shape (b, n, key_dim); the axis b runs over the key heads of all
+        sequences in the batch.
+        """
 
     def rounding(self, batch: int) -> Tensor: ...
     def product(self, dq: Tensor, dk: Tensor, dv: Tensor) -> Tensor: ...
@@ -56,9 +60,10 @@ class Core(Protocol):
 
 @runtime_checkable
 class StreamedCore(Core, Protocol):
-    """The derivative of softmax attention, with a method that applies it and its adjoint in one pass.
+    """The interface of a derivative J of softmax attention that can multiply by Jᵀ T J in one pass, where T
+    is a linear map of each token's output.
 
-    For the derivative J and a linear map T of each token's outputs, the method ``gram`` multiplies by Jᵀ T J.
+    The method ``gram`` does this.
 
     The arguments are those of :class:`~howsmooth.jacobian.streamed.StreamedDerivative`.
     """
@@ -70,7 +75,9 @@ _Core = TypeVar("_Core", bound=Core)
 
 
 class _MultiHeadJacobian(LinearOperator, Generic[_Core]):
-    """Base class of the Jacobians of attention: its projections and norm layers, without the softmax."""
+    """Base class of the two Jacobians of multi-head attention. It holds the projections and norm layers of
+    the layer; the derivative of the softmax is passed to it.
+    """
 
     def __init__(
         self, projection: Projection, core: _Core, norms: Norms, proved: ProductError | None = None
@@ -86,7 +93,7 @@ class _MultiHeadJacobian(LinearOperator, Generic[_Core]):
         self.norms = norms
 
     def select(self, members: Tensor) -> Self:
-        """Return the Jacobian of the given members of the batch."""
+        """Return the operator with the Jacobians of attention at some sequences of the batch only."""
         kv_heads = self.projection.attention.kv_heads
         heads = torch.arange(kv_heads, device=self.device)
         rows = (members.to(self.device)[:, None] * kv_heads + heads).flatten()
@@ -95,7 +102,8 @@ class _MultiHeadJacobian(LinearOperator, Generic[_Core]):
         return type(self)(self.projection, self.core.select(rows), (query_norm, key_norm), proved)
 
     def _to_heads(self, part: int, rows: Float[Tensor, "batch n rows"]) -> Float[Tensor, "b m width"]:
-        """Return the tangents of each head's queries, keys or values, from the tangents of the projections.
+        """Turn the tangents of all heads' queries, keys or values, side by side in one row for each token,
+        into one matrix for each key head.
 
         The argument ``part`` is 0 for queries, 1 for keys and 2 for values.
 
@@ -114,7 +122,9 @@ class _MultiHeadJacobian(LinearOperator, Generic[_Core]):
         return rows.reshape(b * f.kv_heads, -1, rows.shape[-1])
 
     def _from_heads(self, part: int, heads: Float[Tensor, "b m width"]) -> Float[Tensor, "batch n rows"]:
-        """Apply the adjoint of :meth:`_to_heads`."""
+        """Apply the transpose of :meth:`_to_heads`: turn one matrix for each key head into one row for each
+        token.
+        """
         (n, _), norm = self.in_shape, (*self.norms, None)[part]
         heads = heads.reshape(self.batch, -1, n, heads.shape[-1])
         if part < 2 and self.projection.rotary is not None:
@@ -125,12 +135,12 @@ class _MultiHeadJacobian(LinearOperator, Generic[_Core]):
         return rows
 
     def _concatenated(self, do: Float[Tensor, "b m value_dim"]) -> Float[Tensor, "batch n d_heads"]:
-        """Return the outputs of all heads side by side, one row for each token."""
+        """Return the outputs of all heads of an attention layer side by side, one row for each token."""
         n = self.in_shape[0]
         return do.view(self.batch, -1, n, do.shape[-1]).transpose(1, 2).reshape(self.batch, n, -1)
 
     def _separated(self, heads: Float[Tensor, "batch n d_heads"]) -> Float[Tensor, "b m value_dim"]:
-        """Apply the adjoint of :meth:`_concatenated`."""
+        """Split rows that hold the outputs of all heads side by side into one matrix for each key head."""
         f, (b, n, _) = self.projection.attention, heads.shape
         do = heads.view(b, n, f.heads, f.value_dim).transpose(1, 2)
         return do.reshape(b * f.kv_heads, -1, f.value_dim)
@@ -144,7 +154,9 @@ def _norms(f: SelfAttention, x: Tensor, dtype: torch.dtype) -> Norms:
 
 
 class AttentionJacobian(_MultiHeadJacobian[SoftmaxDerivative | WeightedSoftmaxDerivative]):
-    """Jacobian of multi-head self-attention with its probabilities in memory: O(n²) numbers for each head."""
+    """The Jacobian of multi-head self-attention whose probabilities are kept in memory: n² numbers for each
+    head at n tokens.
+    """
 
     @classmethod
     def at(
@@ -156,9 +168,10 @@ class AttentionJacobian(_MultiHeadJacobian[SoftmaxDerivative | WeightedSoftmaxDe
         projections: Sequence[Projections],
         norms: MatrixNorms,
     ) -> list[LinearOperator]:
-        """Return the Jacobian of an attention layer in several dtypes, as a list of operators.
+        """Return the Jacobian of a float64 attention layer at float64 tokens, as one operator for each dtype
+        in which products are wanted.
 
-        There is one operator for each item of ``projections``. The layer and its tokens are float64.
+        There is one operator for each item of ``projections``.
 
         Parameters
         ----------
@@ -205,18 +218,23 @@ class AttentionJacobian(_MultiHeadJacobian[SoftmaxDerivative | WeightedSoftmaxDe
         return energy.sum(dim=1), self.projection.into_adjoint(self.heads_adjoint(through))
 
     def heads(self, rows: Float[Tensor, "batch n rows"]) -> Float[Tensor, "batch n d_heads"]:
-        """Return the tangents of the concatenated heads, for projected tangents of the tokens."""
+        """Return the tangents of the outputs of all heads, given the tangents of queries, keys and values of
+        all heads side by side.
+        """
         parts = rows.split(self.projection.sizes, dim=-1)
         return self._concatenated(self.core.product(*(self._to_heads(i, t) for i, t in enumerate(parts))))
 
     def heads_adjoint(self, heads: Float[Tensor, "batch n d_heads"]) -> Float[Tensor, "batch n rows"]:
-        """Apply the adjoint of :meth:`heads`."""
+        """Return the cotangents of queries, keys and values of all heads side by side, given the cotangents
+        of the outputs of all heads.
+        """
         parts = self.core.adjoint(self._separated(heads))
         return torch.cat([self._from_heads(i, t) for i, t in enumerate(parts)], dim=-1)
 
 
 class StreamedAttentionJacobian(_MultiHeadJacobian[StreamedCore]):
-    """Jacobian of multi-head self-attention in memory O(n d), with JᵀJ in one pass over blocks of query rows.
+    """The Jacobian J of multi-head self-attention that keeps no n × n matrix at n tokens. It multiplies by
+    JᵀJ in one pass over blocks of query rows.
 
     Queries, keys and values are projected one after the other, so that few tensors with n rows of all heads
     are in memory at a time.
@@ -234,7 +252,8 @@ class StreamedAttentionJacobian(_MultiHeadJacobian[StreamedCore]):
         norms: MatrixNorms | None = None,
         allowance: float | None = None,
     ) -> StreamedAttentionJacobian:
-        """Return the Jacobian of a float64 layer at float64 tokens.
+        """Return the Jacobian of a float64 attention layer at float64 tokens, as an operator that keeps no n
+        × n matrix.
 
         Parameters
         ----------
@@ -284,7 +303,9 @@ class StreamedAttentionJacobian(_MultiHeadJacobian[StreamedCore]):
         return image, self._cotangent(*self.core.gram(*self._tangents(e), through))
 
     def _tangents(self, e: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the tangents of scaled queries, keys and values of all heads."""
+        """Return the tangents of the scaled queries, keys and values of all heads, for the tangents ``e`` of
+        the tokens.
+        """
         query, key, value = self.projection.parts
         return self._to_heads(0, e @ query.mT), self._to_heads(1, e @ key.mT), self._to_heads(2, e @ value.mT)
 

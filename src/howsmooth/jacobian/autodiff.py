@@ -1,4 +1,4 @@
-"""The Jacobian of any differentiable PyTorch map, by forward and reverse mode.
+"""The Jacobian of any differentiable PyTorch map, by forward-mode and reverse-mode automatic differentiation.
 
 The graph of the map at its point is kept. Reverse mode over it gives Jᵀu, which is linear in u, so that
 reverse mode over that gives J e: no product evaluates the map again. PyTorch's forward mode does so, and
@@ -67,7 +67,7 @@ _STATEFUL = (nn.modules.dropout._DropoutNd, nn.modules.batchnorm._BatchNorm)
 
 
 class AutodiffJacobian(LinearOperator):
-    """Jacobian J of ``f`` at ``x`` by PyTorch's automatic differentiation.
+    """The Jacobian J of a map ``f`` at a point ``x``, computed by PyTorch's automatic differentiation.
 
     Reverse mode gives Jᵀu. Reverse mode over Jᵀu gives J e or, where it cannot, forward mode does.
 
@@ -175,7 +175,9 @@ class AutodiffJacobian(LinearOperator):
             self._kept = _Linearisation(self._f, self._x, most)
 
     def _first_value(self) -> object:
-        """Return f(x); an exception of f becomes an ArgumentError that quotes it."""
+        """Evaluate the map ``f`` at the point ``x``, and turn an exception of ``f`` into an ArgumentError
+        that quotes it.
+        """
         f, x = self._f, self._x
         try:
             return self._evaluate(x)
@@ -212,7 +214,9 @@ class AutodiffJacobian(LinearOperator):
         return cotangent.reshape(self.batch, *self.in_shape)
 
     def _forward_product(self, e: Tensor) -> Tensor:
-        """Return J e by forward mode; if some operation has none, by reverse mode over reverse mode."""
+        """Return the product J e by PyTorch's forward mode, or by two reverse modes if some operation of the
+        map has no forward mode.
+        """
         try:
             with one_backend(), as_derivative_errors("forward"):
                 tangent = _by_forward_mode(self._f, self._x, e.reshape(self._x.shape))
@@ -223,7 +227,7 @@ class AutodiffJacobian(LinearOperator):
         return tangent.reshape(self.batch, *self.out_shape)
 
     def _conditioning(self, u: Tensor, jtu: Tensor) -> Tensor:
-        """Estimate the relative error of Jᵀu that rounding inside f causes.
+        """Estimate the relative error of a product Jᵀu that rounding inside the map ``f`` causes.
 
         Rounding inside f acts like a rounding error of its input. So Jᵀu, which is ``jtu``, is computed four
         more times, at tokens moved by one machine epsilon each, and sixteen times the largest relative change
@@ -242,7 +246,8 @@ class AutodiffJacobian(LinearOperator):
             return allowance_for_rounding(itertools.islice(products(), repeated), jtu, allowed)
 
     def _check_derivatives(self, y: Tensor) -> None:
-        """Check that forward and reverse mode agree with each other and with finite differences of f.
+        """Check that the forward-mode and reverse-mode derivatives of the map ``f`` agree with each other and
+        with finite differences.
 
         They agree with each other if ⟨J e, u⟩ = ⟨e, Jᵀu⟩. Members of a batch must not depend on each other.
         The rounding errors of the products are estimated and stored. The argument ``y`` is f(x).
@@ -281,7 +286,8 @@ class AutodiffJacobian(LinearOperator):
             )
 
     def keeps_rows_apart(self) -> bool:
-        """Return True if the map treats each token by itself: row i of J E depends on row i of E only.
+        """Return True if the map treats each token by itself, so that row i of J E depends on row i of E
+        only.
 
         The result is False for J = 0 and for fewer than two tokens. The operator must have one member.
         """
@@ -294,7 +300,8 @@ class AutodiffJacobian(LinearOperator):
 
 
 class _Linearisation:
-    """The Jacobian J of a map at one point, whose products are computed along the kept autograd graph.
+    """The Jacobian J of a map at one point. Its products are computed along the autograd graph of the map,
+    which is kept.
 
     The graph of u ↦ Jᵀu is kept too, and gives J e, if the graph of the map takes at most ``most`` bytes and
     can be differentiated twice; otherwise J e takes forward mode.
@@ -327,14 +334,14 @@ class _Linearisation:
         self.twice = twice and (linear or not self.adjoint_product(torch.ones_like(self.y)).any())
 
     def product(self, e: Tensor) -> Tensor:
-        """Return J e."""
+        """Return J e, the product of a map's Jacobian J with a tangent ``e`` of the input."""
         if not self.twice:
             return _by_forward_mode(self._f, self._x.detach(), e)
         found = None if self._jtu is None else _gradient(self._jtu, self._u, e)
         return torch.zeros_like(self._u) if found is None else found
 
     def adjoint_product(self, u: Tensor) -> Tensor:
-        """Return Jᵀu."""
+        """Return Jᵀu, the product of a map's transposed Jacobian with a cotangent ``u`` of the output."""
         found = _gradient(self.y, self._x, u)
         return torch.zeros_like(self._x) if found is None else found
 
@@ -353,9 +360,8 @@ def _by_forward_mode(f: Callable[[Tensor], Tensor], x: Tensor, e: Tensor) -> Ten
 
 
 def _mixes(product: Callable[[Tensor], Tensor], e: Tensor) -> bool:
-    """Return True if a batched linear map mixes the elements of the batch.
-
-    It mixes them if product(e)[i] depends on e[j] for some i ≠ j.
+    """Return True if a linear map of a batch mixes its elements: if element i of its result depends on
+    another element j of its argument.
 
     Any two indices differ in some binary digit. So for each digit, e is set to zero at all indices without
     that digit, and the product must be zero there: as many products as indices have digits.
@@ -369,7 +375,9 @@ def _mixes(product: Callable[[Tensor], Tensor], e: Tensor) -> bool:
 
 
 def moved_by_rounding(x: Tensor) -> Iterator[Tensor]:
-    """Yield four copies of ``x`` with every entry changed by one machine epsilon, of random sign."""
+    """Yield four copies of the tensor ``x`` in which every entry is changed by one machine epsilon, up or
+    down at random.
+    """
     generator = torch.Generator().manual_seed(1)
     for _ in MULTIPLES:
         signs = torch.randint(0, 2, x.shape, generator=generator).to(x) * 2 - 1
@@ -391,7 +399,8 @@ def allowance_for_rounding(moved: Iterable[Tensor], je: Tensor, allowed: float =
 
 
 def check_adjoint(e: Tensor, je: Tensor, u: Tensor, jtu: Tensor, forward: Tensor, reverse: Tensor) -> None:
-    """Raise DerivativeError unless ⟨J e, u⟩ = ⟨e, Jᵀ u⟩ up to rounding, for Gaussian e and u.
+    """Raise DerivativeError unless the products J e and Jᵀu of a Jacobian J satisfy ⟨J e, u⟩ = ⟨e, Jᵀu⟩ up to
+    rounding, for Gaussian vectors e and u.
 
     ``forward`` and ``reverse`` are the estimated relative rounding errors of J e and Jᵀ u for each member.
     A relative error δ of J e, independent of u, changes ⟨J e, u⟩ by about δ ‖J e‖, and likewise for Jᵀ u.
@@ -459,7 +468,8 @@ def check_against_differences(
 
 
 def weighted_autodiff_jacobian(f: TokenMap, x: Tensor, weighting: Weighting) -> AutodiffJacobian:
-    """Return the Jacobian of a map at a measure, in weighted norms, by automatic differentiation.
+    """Return the Jacobian of a map at a discrete measure by automatic differentiation, with each token's
+    vector scaled by the square root of its weight.
 
     The operator has the blocks √(a_i/a_j) J_ij, with the weights a of the atoms.
 
@@ -508,7 +518,8 @@ def _refuse_training_mode(f: Callable[[Tensor], Tensor]) -> None:
 
 @contextmanager
 def one_backend() -> Iterator[None]:
-    """Make PyTorch's attention differentiable in forward and in reverse mode.
+    """Make PyTorch's attention function differentiable in forward and in reverse mode, within a ``with``
+    block.
 
     Only PyTorch's "math" backend has both modes, so the context allows no other backend.
     """
@@ -518,7 +529,9 @@ def one_backend() -> Iterator[None]:
 
 @contextmanager
 def as_derivative_errors(mode: str) -> Iterator[None]:
-    """Turn errors of PyTorch in forward or reverse ``mode`` into a DerivativeError that quotes them."""
+    """Turn errors that PyTorch raises in forward or reverse ``mode`` into a DerivativeError that quotes them,
+    within a ``with`` block.
+    """
     try:
         yield
     except HowsmoothError:

@@ -1,4 +1,5 @@
-"""Jacobians of the library's own maps in closed form, chosen by the type of the map.
+"""Jacobians in closed form of the library's own maps (attention, norm layers, residuals, compositions),
+chosen by the class of the map.
 
 The point of linearisation is computed in float64 for every dtype of the products, because in float32 the
 rounding of a large score would be an error in the exponent of a probability. Only the products run in the
@@ -26,10 +27,10 @@ from howsmooth.attention import (
 )
 from howsmooth.errors import ArgumentError
 from howsmooth.jacobian.attention import AttentionJacobian, StreamedAttentionJacobian
+from howsmooth.jacobian.code_around_softmax import StagedJacobian
 from howsmooth.jacobian.norm_layers import NormJacobian, ScaleJacobian
 from howsmooth.jacobian.projections import Projections
 from howsmooth.jacobian.rounding_bounds import composed_error, image_off, provable, residual_error
-from howsmooth.jacobian.staged import StagedJacobian
 from howsmooth.roundoff import MatrixNorms
 from howsmooth.spectral import LinearOperator
 
@@ -44,7 +45,7 @@ __all__ = [
 
 @dataclass(frozen=True)
 class _Form:
-    """The settings with which the Jacobians of all attention layers of a map are computed.
+    """Settings that say how the Jacobians of all attention layers of one map are computed.
 
     The fields ``streamed`` and ``allowance`` are arguments of :func:`closed_form_jacobian`; ``norms`` keeps
     the norms of matrices that proofs of rounding errors have computed.
@@ -65,7 +66,9 @@ def has_closed_form(f: Callable[[Tensor], Tensor]) -> bool:
 
 
 def runs_members_alone(f: Callable[[Tensor], Tensor]) -> bool:
-    """Return True if the Jacobian of ``f`` is computed sequence by sequence, so that batches save no time."""
+    """Return True if the Jacobian of ``f`` is computed for one sequence after the other, so that a batch of
+    sequences saves no time.
+    """
     match f:
         case Residual():
             return runs_members_alone(f.inner)
@@ -84,7 +87,7 @@ def closed_form_jacobian(
     streamed: bool = False,
     allowance: float | None = None,
 ) -> LinearOperator:
-    """Return the Jacobian of ``f`` at each member of ``x`` (batch, n, d).
+    """Return the Jacobian of the map ``f`` at each sequence of a batch ``x`` (batch, n, d), in closed form.
 
     With a weighting the operator has the blocks √(a_i/a_j) J_ij. It is the Jacobian at the measure of weights
     a_i on the tokens, between the norms |E|_a² = Σ_i a_i |e_i|² (Definition C.4), and acts on √a_i e_i.
@@ -122,7 +125,8 @@ def closed_form_jacobian(
 def closed_form_jacobians(
     f: TokenMap, xs: Sequence[Tensor], dtypes: Sequence[torch.dtype]
 ) -> list[dict[torch.dtype, LinearOperator]]:
-    """Return the Jacobians of ``f`` at several batches of tokens, each in several dtypes.
+    """Return the Jacobians of the map ``f`` at several batches of sequences, each in several dtypes, in
+    closed form.
 
     The result has, for each batch, a dictionary from dtype to Jacobian. Each batch (batch, n, d) has its own
     length n. Each Jacobian is what :func:`closed_form_jacobian` returns. Jacobians of one dtype share their
@@ -157,7 +161,7 @@ def _linearised(
 
 
 def in_double(f: TokenMap) -> TokenMap:
-    """Return the map converted to float64, in which every linearisation is computed.
+    """Return the map converted to float64, the dtype in which the Jacobian of every map is formed.
 
     Raises
     ------
@@ -183,7 +187,8 @@ def _linearise(
     made: Sequence[Projections],
     form: _Form,
 ) -> list[LinearOperator]:
-    """Return the Jacobian of a map in several dtypes, as a list of operators.
+    """Return the Jacobian of a map in closed form, as one operator for each dtype in which products are
+    wanted.
 
     The map and its tokens are float64. Each item of ``made`` holds the projections of the map in one dtype.
 
@@ -243,7 +248,9 @@ class ResidualJacobian(LinearOperator):
         return u + self.inner.adjoint_product(u)
 
     def select(self, members: Tensor) -> ResidualJacobian:
-        """Return the Jacobian of the given members of the batch."""
+        """Return the operator with the Jacobians of a residual connection at some sequences of the batch
+        only.
+        """
         return ResidualJacobian(self.inner.select(members))
 
 
@@ -276,5 +283,7 @@ class ComposedJacobian(LinearOperator):
         return image, self.inner.adjoint_product(gram)
 
     def select(self, members: Tensor) -> ComposedJacobian:
-        """Return the Jacobian of the given members of the batch."""
+        """Return the operator with the Jacobians of a composition of maps at some sequences of the batch
+        only.
+        """
         return ComposedJacobian(self.outer.select(members), self.inner.select(members))

@@ -1,4 +1,6 @@
-"""Memory of a closed-form Jacobian in bytes, with its probabilities in memory or formed tile by tile."""
+"""The memory in bytes that a closed-form Jacobian takes, when attention probabilities are kept and when they
+are formed tile by tile.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +11,7 @@ from torch import Tensor
 
 from howsmooth.attention import Compose, Residual, SelfAttention, StagedAttention
 from howsmooth.jacobian.fused import PARTS_BYTES
-from howsmooth.jacobian.tiling import batches_apart, working_bytes
+from howsmooth.jacobian.tiling import parts_for_threads, working_bytes
 from howsmooth.triton_launch import padded_width
 
 __all__ = ["cached_bytes", "kernel_bytes", "streamed_bytes"]
@@ -21,7 +23,8 @@ _IN_GRAPHS = 64
 
 
 def cached_bytes(f: Callable[[Tensor], Tensor], n: int, dtype: torch.dtype) -> int:
-    """Return the bytes of all n × n tensors that are in memory together while one sequence is measured.
+    """Return the bytes of all n × n tensors that are in memory together while the Jacobian at one sequence of
+    n tokens is measured.
 
     They are the attention probabilities and temporary tensors of a product.
 
@@ -49,7 +52,8 @@ def cached_bytes(f: Callable[[Tensor], Tensor], n: int, dtype: torch.dtype) -> i
 
 
 def streamed_bytes(f: Callable[[Tensor], Tensor], n: int, dtype: torch.dtype, device: torch.device) -> int:
-    """Return the bytes of the Jacobian at one sequence of n tokens if probabilities are not kept in memory.
+    """Return the bytes that a Jacobian at one sequence of n tokens takes if attention probabilities are not
+    kept in memory.
 
     It is the peak of linearising the map and of one product.
     """
@@ -68,7 +72,8 @@ def streamed_bytes(f: Callable[[Tensor], Tensor], n: int, dtype: torch.dtype, de
 
 
 def kernel_bytes(f: Callable[[Tensor], Tensor], n: int, dtype: torch.dtype, device: torch.device) -> int:
-    """Return the bytes that Triton kernels take in addition to :func:`streamed_bytes`; 0 without kernels.
+    """Return the bytes that Triton kernels need for a Jacobian at one sequence beside its other tensors; 0 if
+    no kernel is used.
 
     The kernels hold all operands of their matrix products, split into bfloat16 parts.
     """
@@ -97,7 +102,7 @@ def _streamed_attention_bytes(f: SelfAttention, n: int, dtype: torch.dtype, devi
     # Tangents and cotangents, two rotated copies of queries, the image and the result.
     product = (2 * rows + 2 * queries + n * (f.d + f.d_out)) * size
     # If each thread has rows of its own, it has its own cotangents of all keys and values too.
-    product += (batches_apart(f.kv_heads, device) - 1) * (rows - queries) * size
+    product += (parts_for_threads(f.kv_heads, device) - 1) * (rows - queries) * size
     # The table of columns and their averages: values and, for the proof in float64, keys and squares.
     columns = f.value_dim + (f.key_dim + 4 if dtype == torch.float64 else 1)
     averages = n * (f.heads + f.kv_heads) * columns
@@ -119,7 +124,7 @@ def _streamed_stages_bytes(f: StagedAttention, n: int, dtype: torch.dtype, devic
         kept += (2 * rows + 2 * means) * size
         if dtype != torch.float64:  # float64 queries and keys, if scores are formed in float64
             kept += (queries + keys) * _DOUBLE
-        kept += (batches_apart(shape.kv_heads, device) - 1) * (rows - queries) * size
+        kept += (parts_for_threads(shape.kv_heads, device) - 1) * (rows - queries) * size
         linearising = max(linearising, (3 * rows + 3 * means + queries) * _DOUBLE)
         capped = core.softcap is not None
         tiles = max(tiles, working_bytes(shape.heads, shape.m, shape.n, size, device, capped=capped))

@@ -1,4 +1,5 @@
-"""The derivative of a map at one atom of a measure, with the measure held fixed.
+"""The derivative in x of the map x ↦ Γ_μ(x) by which attention moves a point x under a measure μ, with the
+measure held fixed.
 
 A map f of measures moves each point x to a point Γ_μ(x), which depends on the measure μ. The derivative is
 that of x ↦ Γ_μ(x) at the atoms of μ.
@@ -20,7 +21,7 @@ from torch import Tensor
 
 from howsmooth.attention import Compose, LayerNorm, Residual, RMSNorm, SelfAttention, TokenMap, Weighting
 from howsmooth.attention.core import attention_probabilities, cap_slope
-from howsmooth.jacobian.operands import Operands
+from howsmooth.jacobian.queries_keys_values import Operands
 
 __all__ = ["frozen_derivatives"]
 
@@ -36,10 +37,10 @@ Rows = Callable[[slice], Tensor]
 def frozen_derivatives(
     f: TokenMap, x: Float[Tensor, "n d"], weighting: Weighting
 ) -> Iterator[Float[Tensor, "block d_out d"]]:
-    """Yield the derivative of a map at each atom of a measure, with the measure held fixed.
+    """Yield the derivative in x of the map x ↦ Γ_μ(x) at each atom of a measure μ, with the measure held
+    fixed.
 
-    The map moves the atom x_i of the measure μ to Γ_μ(x_i); the derivatives are D Γ_μ(x_i), for one block of
-    atoms at a time.
+    The derivatives are D Γ_μ(x_i), for one block of atoms at a time.
 
     Parameters
     ----------
@@ -68,7 +69,8 @@ def frozen_derivatives(
 
 
 def _width(f: TokenMap) -> int:
-    """Return how many numbers the derivatives need in memory for each pair of atoms.
+    """Return how many numbers the derivatives of a map at a block of atoms need in memory for each pair of
+    atoms.
 
     A pair is an atom of the block and an atom that it sees.
     """
@@ -101,7 +103,8 @@ def _rows(f: TokenMap, x: Tensor, weighting: Weighting) -> Rows:
 
 
 def _attention(f: SelfAttention, x: Tensor, weighting: Weighting) -> Rows:
-    """Return a function that computes the derivatives of softmax attention at some atoms, in closed form.
+    """Return a function that computes the derivatives of softmax attention at some atoms of a measure, in
+    closed form.
 
     The argument of the function is a range of rows i, its result Σ_h W_h Cov_i(v, k) · scale Q_h.
 
@@ -147,7 +150,8 @@ def _norm(f: LayerNorm | RMSNorm, x: Tensor) -> Rows:
 
 
 def _by_autodiff(f: TokenMap, x: Tensor, weighting: Weighting) -> Rows:
-    """Return a function that computes the derivatives of any map at some atoms, by automatic differentiation.
+    """Return a function that computes the derivatives of any map at some atoms of a measure, by automatic
+    differentiation.
 
     The argument of the function is a range of rows i, its result the derivatives D Γ_μ(x_i).
 

@@ -1,4 +1,4 @@
-"""The derivative of softmax attention without n × n matrices, in Triton kernels on a CUDA device.
+"""The derivative of softmax attention computed by Triton kernels on a CUDA device, without n × n matrices.
 
 :mod:`howsmooth.jacobian.streamed` writes each tile to memory between matrix products. Here a tile stays on
 the chip, and the products run on the matrix units, with float32 numbers split into bfloat16 parts. JᵀJ takes
@@ -45,7 +45,7 @@ _SMALLER = (Tile(64, 64, 4, 1), Tile(64, 32, 4, 1), Tile(32, 32, 4, 1), Tile(16,
 
 @dataclass(frozen=True)
 class FusedDerivative(StreamedDerivative):
-    """The derivative of softmax attention in float32, whose products are computed by Triton kernels.
+    """The derivative of softmax attention in float32; Triton kernels multiply vectors by it.
 
     Parameters
     ----------
@@ -57,7 +57,8 @@ class FusedDerivative(StreamedDerivative):
     parts: int = 3
 
     def rounding(self, batch: int) -> Float[Tensor, " batch"]:
-        """Estimate the relative rounding error of each norm ‖J‖ that is computed from these products.
+        """Estimate the relative rounding error of a norm ‖J‖ of an attention layer that is computed with
+        these Triton kernels, for each sequence of a batch.
 
         Errors measured on an H200 stay below eps (10 + κ / 3) with three parts, eps that of float32, and
         below 2⁻¹⁶ κ / 20 with two, for saturated and unsaturated, causal and unmasked heads of 96 to 4096
@@ -73,7 +74,9 @@ class FusedDerivative(StreamedDerivative):
         dk: Float[Tensor, "b n key_dim"],
         dv: Float[Tensor, "b n value_dim"],
     ) -> Float[Tensor, "b rows value_dim"]:
-        """Return the tangent dO of the output, for tangents of scaled queries, keys and values."""
+        """Return the tangent of the outputs of softmax attention, for tangents of its scaled queries, keys
+        and values.
+        """
         # Imported here, so that the package works without Triton.
         from howsmooth.jacobian import fused_kernels
 
@@ -97,7 +100,9 @@ class FusedDerivative(StreamedDerivative):
     def adjoint(
         self, do: Float[Tensor, "b rows value_dim"]
     ) -> tuple[Float[Tensor, "b rows key_dim"], Float[Tensor, "b n key_dim"], Float[Tensor, "b n value_dim"]]:
-        """Return the cotangents of scaled queries, keys and values, for a cotangent of the output."""
+        """Return the cotangents of the scaled queries, keys and values of softmax attention, for a cotangent
+        of its outputs.
+        """
         from howsmooth.jacobian import fused_kernels
 
         q, k, v = self._operands
@@ -123,7 +128,8 @@ class FusedDerivative(StreamedDerivative):
         dv: Float[Tensor, "b n value_dim"],
         through: Through,
     ) -> tuple[Float[Tensor, "b rows key_dim"], Float[Tensor, "b n key_dim"], Float[Tensor, "b n value_dim"]]:
-        """Apply the derivative J of attention, then a map T of its outputs, then the adjoint of J.
+        """Apply in turn the derivative J of softmax attention, a linear map T of the attention outputs, and
+        the transpose of J.
 
         The result is Jᵀ(T(J(dq, dk, dv))), where T is ``through``. It is called once for each input of the
         batch.
@@ -137,7 +143,9 @@ class FusedDerivative(StreamedDerivative):
 
     @cached_property
     def _operands(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Queries, keys and values, each split into its bfloat16 parts."""
+        """The queries, keys and values of an attention layer, each split into several bfloat16 tensors whose
+        sum approximates it.
+        """
         return self._split(self.q.flatten(0, 1)), self._split(self.k), self._split(self.v)
 
     @cached_property
@@ -146,7 +154,8 @@ class FusedDerivative(StreamedDerivative):
 
     @property
     def _width(self) -> int:
-        """Common number of columns to which queries, keys and values are padded for the kernels.
+        """The number of columns to which queries, keys and values are all padded before the Triton kernels
+        read them.
 
         Keys and values are padded to one width, because Triton 3.6 compiles wrong code for three parts if
         their widths differ.
@@ -154,7 +163,7 @@ class FusedDerivative(StreamedDerivative):
         return padded_width(self.k.shape[-1], self.v.shape[-1])
 
     def _split(self, t: Float[Tensor, "heads rows width"]) -> Tensor:
-        """Split a tensor into bfloat16 parts, whose sum approximates it.
+        """Split a float32 tensor into several bfloat16 tensors whose sum approximates it.
 
         The result has shape (part, head, row, column); columns are padded with zeros.
         """
@@ -168,7 +177,9 @@ class FusedDerivative(StreamedDerivative):
         return out
 
     def _sizes(self) -> tuple[int, ...]:
-        """Return the integer arguments that all kernels share, in their order."""
+        """Return the integers that every Triton kernel of this derivative takes, such as the numbers of rows
+        and keys.
+        """
         q, k, _ = self._operands
         group, m = self.q.shape[1:3]
         return (
@@ -182,7 +193,7 @@ class FusedDerivative(StreamedDerivative):
         )
 
     def _run(self, kernel: Any, tiles: dict[int, Tile], of: str, *arguments: object) -> None:
-        """Run a kernel on all heads.
+        """Run a Triton kernel on all heads of an attention layer.
 
         If ``of`` is "rows", it runs on all blocks of query rows, otherwise on all blocks of keys.
         """
@@ -206,7 +217,8 @@ class FusedDerivative(StreamedDerivative):
 
 
 def fused(at: StreamedDerivative, allowance: float | None = None) -> StreamedDerivative:
-    """Replace the products of a derivative of attention by Triton kernels, where these can be used.
+    """Return the derivative of attention ``at`` with its products computed by Triton kernels, or ``at``
+    itself where the kernels cannot be used.
 
     The kernels split float32 numbers into two or three bfloat16 parts. They get as few parts as keep the
     relative rounding error within ``allowance``; if three parts do not, ``at`` is returned. Without an
@@ -216,7 +228,8 @@ def fused(at: StreamedDerivative, allowance: float | None = None) -> StreamedDer
 
 
 def within(at: StreamedDerivative, allowance: float | None) -> StreamedDerivative:
-    """Replace the products of a derivative of attention by Triton kernels, if these round little enough.
+    """Return the derivative of attention ``at`` with its products computed by Triton kernels, or ``at``
+    itself if the kernels round too much.
 
     If the relative error exceeds ``allowance`` even with three bfloat16 parts, ``at`` is returned.
     """

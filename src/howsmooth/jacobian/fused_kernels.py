@@ -1,4 +1,5 @@
-"""Triton kernels of :mod:`howsmooth.jacobian.fused`, in which tiles of probabilities never leave the chip.
+"""Triton kernels that multiply vectors by the derivative of softmax attention; they never write a probability
+to global memory.
 
 The matrix units multiply bfloat16 numbers. A float32 operand is the sum of ``PARTS`` bfloat16 numbers, and a
 product is the sum of the products of the parts, without the products that are below the last digit: two parts
@@ -35,7 +36,7 @@ def _jit(function: Callable[..., object]) -> Any:
 
 @_jit
 def _split(x, PARTS: tl.constexpr):
-    """Split a float32 tile into three bfloat16 parts, whose sum approximates it.
+    """Split a tile of float32 numbers into three bfloat16 tiles whose sum approximates it.
 
     With two parts, the second is returned twice.
     """
@@ -51,7 +52,7 @@ def _split(x, PARTS: tl.constexpr):
 
 @_jit
 def _load(p, part, start, end, LENGTH: tl.constexpr, WIDTH: tl.constexpr, PARTS: tl.constexpr):
-    """Load the bfloat16 parts of LENGTH rows from row ``start`` on.
+    """Load a tile of LENGTH rows that is stored as several bfloat16 tensors, beginning at row ``start``.
 
     Rows from ``end`` on are zero.
     """
@@ -69,7 +70,9 @@ def _load(p, part, start, end, LENGTH: tl.constexpr, WIDTH: tl.constexpr, PARTS:
 
 @_jit
 def _dot(a0, a1, a2, b0, b1, b2, acc, PARTS: tl.constexpr):
-    """Return acc + a b from the parts of a and b, adding the smallest products first."""
+    """Return acc + a b for matrices a and b that are each given as a sum of bfloat16 matrices a0, a1, a2 and
+    b0, b1, b2.
+    """
     if PARTS == 3:
         acc = tl.dot(a2, b0, acc)
         acc = tl.dot(a0, b2, acc)
@@ -81,7 +84,7 @@ def _dot(a0, a1, a2, b0, b1, b2, acc, PARTS: tl.constexpr):
 
 @_jit
 def _seen(i, j, n, window, CAUSAL: tl.constexpr, WINDOWED: tl.constexpr):
-    """Return which queries see which keys of a tile, as a boolean matrix.
+    """Return a boolean matrix that says which queries of a tile of scores see which of its keys.
 
     The query at position i is compared with key j; i and j broadcast to the shape of the tile.
     """
@@ -95,7 +98,7 @@ def _seen(i, j, n, window, CAUSAL: tl.constexpr, WINDOWED: tl.constexpr):
 
 @_jit
 def _keys_of(first, last, n, window, CAUSAL: tl.constexpr, WINDOWED: tl.constexpr, KEYS: tl.constexpr):
-    """Return the range of keys that some queries see.
+    """Return the range of keys that at least one of several successive queries sees.
 
     The queries have the positions ``first`` to ``last`` − 1. The range begins at a multiple of KEYS.
     """
@@ -116,7 +119,7 @@ def image(
     CAUSAL: tl.constexpr, WINDOWED: tl.constexpr, PARTS: tl.constexpr,
     WIDTH: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
 ):  # fmt: skip
-    """Write the tangent dO of the attention output for one block of query rows."""
+    """Compute the tangent of the attention outputs for one block of query rows, and write it to ``out``."""
     # Blocks are taken from the last on: in causal order the last rows see most keys and take longest.
     start = (tl.num_programs(0) - 1 - tl.program_id(0)) * ROWS
     head = tl.program_id(1).to(tl.int64)
@@ -164,7 +167,7 @@ def adjoint_queries(
     CAUSAL: tl.constexpr, WINDOWED: tl.constexpr, PARTS: tl.constexpr,
     WIDTH: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
 ):  # fmt: skip
-    """Write the cotangents of the queries in one block of rows.
+    """Compute the cotangents of the queries for one block of query rows, and write them to ``out``.
 
     The argument ``common`` holds the inner product ⟨do, O⟩ of each row.
     """
@@ -202,7 +205,9 @@ def adjoint_keys(
     CAUSAL: tl.constexpr, WINDOWED: tl.constexpr, PARTS: tl.constexpr,
     WIDTH: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
 ):  # fmt: skip
-    """Write the cotangents of one block of keys and of their values, summed over all rows and query heads."""
+    """Compute the cotangents of one block of keys and of their values, summed over all query rows and query
+    heads, and write them to memory.
+    """
     start = tl.program_id(0) * KEYS
     key_head = tl.program_id(1).to(tl.int64)
     keys = start + tl.arange(0, KEYS)

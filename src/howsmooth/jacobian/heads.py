@@ -1,4 +1,5 @@
-"""The Jacobians of all heads of one attention layer at one sequence, as one batch.
+"""The Jacobians of the single heads of one attention layer at one sequence, together as one batch of
+operators.
 
 Head h depends on its tokens through W_h alone, the matrix of its queries, keys and values, which has fewer
 rows than the token has entries. With W_hᵀ = B_h R_h, where B_h (d, r) has orthonormal columns, the Jacobian
@@ -28,7 +29,7 @@ __all__ = ["HeadsJacobian", "heads_jacobians"]
 def heads_jacobians(
     f: SelfAttention, x: Float[Tensor, "n d"], heads: Sequence[int], dtypes: Sequence[torch.dtype]
 ) -> dict[torch.dtype, HeadsJacobian]:
-    """Return the Jacobians of some heads of a layer, for each of several dtypes.
+    """Return the Jacobians of some heads of an attention layer at one sequence, for each of several dtypes.
 
     The layer and its tokens are float64. The rounding errors of float64 products are proved for each head as
     for a layer of one head.
@@ -44,11 +45,13 @@ def heads_jacobians(
 
 
 class HeadsJacobian(AttentionJacobian):
-    """Jacobians of heads of one layer at one sequence, as one batch: each member is one head alone."""
+    """The Jacobians of single heads of one attention layer at one sequence. Each member of the batch is the
+    Jacobian of one head.
+    """
 
     @classmethod
     def of_heads(cls, heads: Sequence[LinearOperator]) -> HeadsJacobian:
-        """Return the Jacobians of single heads, all at the same sequence, as one batch."""
+        """Join the Jacobians of single heads of one layer at one sequence to one batch."""
         matrices = [head.projection.weight for head in heads if isinstance(head, AttentionJacobian)]
         whole = joined(heads)
         assert isinstance(whole, AttentionJacobian)
@@ -56,12 +59,15 @@ class HeadsJacobian(AttentionJacobian):
 
     @classmethod
     def _with(cls, whole: AttentionJacobian, weight: Float[Tensor, "heads rows d"]) -> HeadsJacobian:
-        """Return the heads' Jacobians with other query, key and value matrices, one of each for a head."""
+        """Return the Jacobians ``whole`` of several heads with their query, key and value matrices replaced
+        by ``weight``, which has one matrix for each head.
+        """
         projection = replace(whole.projection, weight=weight)
         return cls(projection, whole.core, whole.norms, whole.proved)
 
     def reduced(self) -> tuple[HeadsJacobian, Float[Tensor, "heads d r"]]:
-        """Return the heads' Jacobians in coordinates of smaller dimension, so that products cost less.
+        """Return the Jacobians of the heads, each on the few coordinates of a token that its head reads, so
+        that products cost less.
 
         A head with matrix W_h depends on r = min(d, rows of W_h) coordinates of a token, so its Jacobian is
         E ↦ J_h(E B_h), where J_h and the basis B_h are returned.
@@ -72,5 +78,5 @@ class HeadsJacobian(AttentionJacobian):
         return HeadsJacobian(projection, self.core, self.norms), bases.to(self.dtype)
 
     def select(self, members: Tensor) -> HeadsJacobian:
-        """Return the Jacobians of the given heads."""
+        """Return the operator with the Jacobians of some of the heads only."""
         return self._with(super().select(members), self.projection.weight[members.to(self.device)])

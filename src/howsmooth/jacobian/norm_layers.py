@@ -18,7 +18,8 @@ __all__ = ["NormJacobian", "ScaleJacobian", "norm_jacobian"]
 def norm_jacobian(
     norm: LayerNorm | RMSNorm | None, x: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype
 ) -> NormJacobian | None:
-    """Return the Jacobian of the norm layer of queries or keys at tokens ``x``; None without norm layer.
+    """Return the Jacobian of the norm layer that an attention layer applies to its queries or keys; return
+    None if it has none.
 
     The rows of the Jacobian are the tokens if the norm is over all heads side by side, and the pairs of token
     and head if it is over each head.
@@ -32,7 +33,7 @@ def norm_jacobian(
 
 
 class NormJacobian(LinearOperator):
-    """Jacobian of LayerNorm or RMSNorm, which is a d × d matrix at each token.
+    """The Jacobian of LayerNorm or RMSNorm at a batch of sequences: one d × d matrix for each token.
 
     The matrix is (√d/s) Γ (H − h hᵀ/s²). Here h = H x is the token, which H centres in LayerNorm and leaves
     alone in RMSNorm, s² = |h|² + d eps, and Γ is the diagonal matrix of the gains.
@@ -72,7 +73,8 @@ class NormJacobian(LinearOperator):
     def at(
         cls, f: LayerNorm | RMSNorm, x: Tensor, dtype: torch.dtype, off: Tensor | None = None
     ) -> NormJacobian:
-        """Return the Jacobian of a norm layer at tokens ``x``, with products in ``dtype``.
+        """Return the Jacobian of a norm layer at tokens ``x``, as an operator whose products are computed in
+        ``dtype``.
 
         The layer and the tokens are float64.
 
@@ -97,9 +99,10 @@ class NormJacobian(LinearOperator):
         return cls(f.weight.to(dtype), unit, factor, proved, centred=f.centred)
 
     def _symmetric(self, e: Tensor) -> Tensor:
-        """Apply the norm layer's Jacobian without its gain, which is a symmetric matrix at each token.
+        """Multiply by the symmetric part of a norm layer's Jacobian, which is the Jacobian without the
+        diagonal matrix of gains.
 
-        It is the symmetric matrix (√d/s)(H − h hᵀ/s²).
+        The part is (√d/s)(H − h hᵀ/s²) at each token.
         """
         if self.centred:
             e = e - e.mean(dim=-1, keepdim=True)
@@ -112,14 +115,16 @@ class NormJacobian(LinearOperator):
         return self._symmetric(self.gain * u)
 
     def select(self, members: Tensor) -> NormJacobian:
-        """Return the Jacobian of the given members of the batch."""
+        """Return the operator with the Jacobians of a norm layer at some sequences of the batch only."""
         members = members.to(self.device)
         proved = None if self.proved is None else self.proved.select(members)
         return NormJacobian(self.gain, self.unit[members], self.factor[members], proved, centred=self.centred)
 
 
 class ScaleJacobian(LinearOperator):
-    """Jacobian of a layer scale: the diagonal matrix of its factors ``weight`` at each token."""
+    """The Jacobian of a layer scale, which multiplies coordinate k of every token by the factor
+    ``weight[k]``.
+    """
 
     def __init__(self, weight: Tensor, batch: int, n: int) -> None:
         shape = (n, weight.shape[0])
@@ -134,5 +139,5 @@ class ScaleJacobian(LinearOperator):
         return self.weight * u
 
     def select(self, members: Tensor) -> ScaleJacobian:
-        """Return the Jacobian of the given members of the batch."""
+        """Return the operator with the Jacobians of a layer scale at some sequences of the batch only."""
         return ScaleJacobian(self.weight, len(members), self.in_shape[0])

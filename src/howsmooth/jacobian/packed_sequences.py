@@ -1,4 +1,5 @@
-"""Multiply vectors by one map's Jacobians at sequences of unequal lengths, packed into one matrix product.
+"""Products with the Jacobians of one map at several sequences of unequal lengths, whose tokens are
+concatenated for each projection.
 
 A projection maps each token by itself, so the tokens of all sequences go through it in one matrix product.
 The softmax of each sequence is computed by itself, at its own length. Nothing is padded.
@@ -24,7 +25,9 @@ __all__ = ["energy_products_together", "instances", "shares_products"]
 
 
 def shares_products(f: Callable[[Tensor], Tensor]) -> bool:
-    """Return True if ``f`` has an attention layer whose projections several sequences can share."""
+    """Return True if the map ``f`` has an attention layer, through whose projections the tokens of several
+    sequences can go together.
+    """
     match f:
         case SelfAttention():
             return True
@@ -39,9 +42,10 @@ def shares_products(f: Callable[[Tensor], Tensor]) -> bool:
 def energy_products_together(
     operators: Sequence[LinearOperator], vectors: Sequence[Tensor]
 ) -> list[tuple[Tensor, Tensor]]:
-    """Return |J E|² and JᵀJ E for several Jacobians J of one map, each with vectors E of its own.
+    """Return |J E|² and JᵀJ E for the Jacobians J of one map at several sequences; each has vectors E of its
+    own.
 
-    Their matrix products are shared. E has the shape (batch, n, d), |J E|² (batch,), and JᵀJ E (batch, n, d).
+    The matrix products are shared. E has the shape (batch, n, d), |J E|² (batch,), and JᵀJ E (batch, n, d).
 
     The lengths n of the operators may differ. The operators are Jacobians of one map from one call of
     ``closed_form_jacobians``, or selected members of them.
@@ -93,7 +97,9 @@ def _heads_adjoint(attention: Sequence[AttentionJacobian], heads: Sequence[Tenso
 
 
 def _by_rows(linear: Callable[[Tensor], Tensor], batches: Sequence[Tensor]) -> list[Tensor]:
-    """Apply ``linear``, which maps each token by itself, to the tokens of all sequences in one call."""
+    """Apply the linear map ``linear``, which acts on each token by itself, to the tokens of several sequences
+    in one call.
+    """
     return _unpacked(linear(_packed(batches)), batches)
 
 
@@ -107,7 +113,7 @@ def _unpacked(rows: Tensor, batches: Sequence[Tensor]) -> list[Tensor]:
 
 
 def instances(operators: Sequence[LinearOperator], kind: type[_Kind]) -> list[_Kind] | None:
-    """Return the operators if all of them have the class ``kind``, otherwise None.
+    """Return the given operators if the class of each is ``kind``; otherwise return None.
 
     Subclasses of ``kind`` do not count.
     """

@@ -1,4 +1,5 @@
-"""Jacobians of one map at sequences of unequal lengths, padded with zeros to one batched operator.
+"""The Jacobians of one map at several sequences of unequal lengths as one batched operator, padded with
+zeros.
 
 For short sequences, above all on a GPU, starting an operation takes longer than the operation. One padded
 batch then takes less time than an operator for each length. The Jacobians are padded, not the tokens: each is
@@ -25,7 +26,8 @@ __all__ = ["filled", "joined"]
 
 
 def joined(operators: Sequence[LinearOperator]) -> LinearOperator:
-    """Join Jacobians at sequences of different lengths into one batched operator, by padding.
+    """Join the Jacobians of one map at sequences of different lengths to one batched operator, padded with
+    zeros to the longest length.
 
     All sequences are padded with zeros to the longest. Products take vectors (batch, n, d) that are zero from
     each sequence's own length on, and return the products of the separate operators, padded with zeros.
@@ -59,7 +61,7 @@ def joined(operators: Sequence[LinearOperator]) -> LinearOperator:
 
 
 def filled(rows: Float[Tensor, "*lead n d"], n: int) -> Float[Tensor, "*lead longest d"]:
-    """Return ``rows`` padded with zero rows to ``n`` rows."""
+    """Append rows of zeros to a matrix ``rows`` until it has ``n`` rows."""
     return rows if rows.shape[-2] == n else pad(rows, (0, 0, 0, n - rows.shape[-2]))
 
 
@@ -90,7 +92,8 @@ def _norm(norms: Sequence[NormJacobian]) -> NormJacobian:
 
 
 def _softmax(cores: Sequence[tuple[SoftmaxDerivative, int]]) -> SoftmaxDerivative:
-    """Join the derivatives of several softmaxes into one, padded to the longest sequence.
+    """Join the derivatives of softmax attention at several sequences to one derivative, padded to the longest
+    sequence.
 
     The query heads of a group lie one after the other on one axis, and each is padded by itself. Padded rows
     and columns of P are zero, so that the padding neither gives nor takes anything.

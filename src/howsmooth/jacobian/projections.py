@@ -1,4 +1,5 @@
-"""The projections of an attention layer as matrices in the dtype of the products with its Jacobian.
+"""The matrices of an attention layer (query, key, value and output) in the dtype in which products with its
+Jacobian are computed.
 
 A projection acts on each token by itself, so the tokens of many sequences can go through it in one product.
 """
@@ -22,7 +23,8 @@ _EXPECTED_STEPS = 32
 
 @dataclass(frozen=True, eq=False)
 class Projection:
-    """The projections of one attention layer, in the dtype of the products with its Jacobian.
+    """The query, key, value and output matrices of one attention layer, in the dtype of the products with its
+    Jacobian.
 
     Parameters
     ----------
@@ -49,7 +51,7 @@ class Projection:
 
     @classmethod
     def of(cls, f: SelfAttention, dtype: torch.dtype, tokens: int) -> Projection:
-        """Return the projections of a float64 layer, converted to ``dtype``.
+        """Return the matrices of a float64 attention layer, converted to ``dtype``.
 
         The argument ``tokens`` is the number of tokens in a product.
         """
@@ -60,41 +62,43 @@ class Projection:
 
     @property
     def sizes(self) -> tuple[int, int, int]:
-        """Number of rows of ``weight`` that belong to queries, to keys and to values."""
+        """The numbers of rows of the stacked matrix ``weight`` for queries, for keys and for values."""
         f = self.attention
         return f.heads * f.key_dim, f.kv_heads * f.key_dim, f.kv_heads * f.value_dim
 
     @property
     def parts(self) -> tuple[Tensor, Tensor, Tensor]:
-        """The matrices of queries, keys and values: the three parts of ``weight``."""
+        """The query, key and value matrices of the attention layer, cut from the matrix ``weight``."""
         query, key, value = self.weight.split(self.sizes)
         return query, key, value
 
     def into(self, e: Float[Tensor, "*batch d"]) -> Float[Tensor, "*batch rows"]:
-        """Return the tangents of scaled queries, keys and values, for tangents ``e`` of the tokens."""
+        """Multiply tangents ``e`` of the tokens by the layer's query, key and value matrices."""
         return e @ self.weight.mT
 
     def into_adjoint(self, rows: Float[Tensor, "*batch rows"]) -> Float[Tensor, "*batch d"]:
-        """Return the cotangents of tokens, for cotangents of scaled queries, keys and values.
+        """Return the cotangents of the tokens, for cotangents of the queries, keys and values of an attention
+        layer.
 
-        This is the adjoint of :meth:`into`.
+        This multiplies by the transpose of the query, key and value matrices.
         """
         return rows @ self.weight
 
     def out(self, heads: Float[Tensor, "*batch d_heads"]) -> Float[Tensor, "*batch d_out"]:
-        """Apply the output projection to concatenated heads."""
+        """Multiply the concatenated outputs of all heads by the output matrix of the attention layer."""
         return heads if self.output is None else heads @ self.output.mT
 
     def out_adjoint(self, u: Float[Tensor, "*batch d_out"]) -> Float[Tensor, "*batch d_heads"]:
-        """Apply the adjoint of the output projection."""
+        """Multiply cotangents of an attention layer's output by the transpose of its output matrix."""
         return u if self.output is None else u @ self.output
 
     def through(
         self, heads: Float[Tensor, "*batch d_heads"]
     ) -> tuple[Float[Tensor, "*batch"], Float[Tensor, "*batch d_heads"]]:
-        """Return |W_O h|² and W_Oᵀ W_O h for the concatenated heads h of each token.
+        """Return |W h|² and WᵀW h for each token, where W is the output matrix of the layer and h the
+        concatenated outputs of its heads.
 
-        W_O is the output projection, and the squared norms are float64.
+        The squared norms are float64.
         """
         if self.output_gram is None:
             image = self.out(heads)
@@ -104,7 +108,8 @@ class Projection:
 
     @cached_property
     def output_gram(self) -> Float[Tensor, "d_heads d_heads"] | None:
-        """The matrix W_Oᵀ W_O of the output projection W_O, if it saves time; otherwise None.
+        """The matrix WᵀW of an attention layer's output matrix W, if a product with it is cheaper than two
+        products with W; otherwise None.
 
         It saves time if one product with it is cheaper than two with W_O.
 
@@ -122,7 +127,8 @@ class Projection:
 
 
 class Projections:
-    """The projections of every attention layer in a map, each formed once for all sequences.
+    """The projection matrices of every attention layer in a map, converted to the dtype of products once for
+    all sequences.
 
     Parameters
     ----------
@@ -139,7 +145,7 @@ class Projections:
         self._made: dict[int, Projection] = {}
 
     def of(self, f: SelfAttention) -> Projection:
-        """Return the projections of the layer ``f``, which are kept from the first call on.
+        """Return the projection matrices of the attention layer ``f``, converted at the first call and kept.
 
         The layer must outlive this object.
         """

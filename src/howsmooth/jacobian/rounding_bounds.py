@@ -1,4 +1,4 @@
-"""Proved bounds on the rounding errors of closed-form Jacobians and their products in float64.
+"""Proved bounds on the rounding errors of Jacobians in closed form and of their products in float64.
 
 The bounds follow a map from its tokens on, part by part. At each part, ``off`` bounds the distance of each
 computed token from its exact value. The part's Jacobian is formed at the computed tokens and compared with
@@ -19,8 +19,8 @@ from jaxtyping import Float
 from torch import Tensor
 
 from howsmooth.attention import Compose, LayerNorm, LayerScale, Residual, RMSNorm, SelfAttention, TokenMap
-from howsmooth.jacobian.moments import Moments
-from howsmooth.jacobian.operands import Operands
+from howsmooth.jacobian.key_value_moments import Moments
+from howsmooth.jacobian.queries_keys_values import Operands
 from howsmooth.roundoff import LOST, MatrixNorms, U, gamma, up
 from howsmooth.spectral import ProductError
 
@@ -46,9 +46,9 @@ Off = Float[Tensor, "batch n"]
 
 
 def provable(f: TokenMap) -> bool:
-    """Return True if this module has bounds for the map ``f``.
+    """Return True if the rounding errors of the Jacobian of the map ``f`` can be bounded by a proof.
 
-    It has them for all maps with a closed form, except StagedAttention.
+    They can for all maps with a closed form, except StagedAttention.
     """
     match f:
         case Residual():
@@ -63,7 +63,7 @@ def provable(f: TokenMap) -> bool:
 
 
 def norm_error(f: LayerNorm | RMSNorm, x: Float[Tensor, "batch n d"], off: Off) -> ProductError:
-    """Return bounds on the errors of products with a norm layer's Jacobian.
+    """Return bounds on the rounding errors of products with the Jacobian of LayerNorm or RMSNorm.
 
     The tokens ``x`` are known up to errors of at most ``off``.
     """
@@ -73,7 +73,8 @@ def norm_error(f: LayerNorm | RMSNorm, x: Float[Tensor, "batch n d"], off: Off) 
 
 
 def _norm_slopes(f: LayerNorm | RMSNorm, x: Tensor, off: Off) -> tuple[Off, Off]:
-    """Return the norm layer's largest slope at each token, and its Jacobian's relative error.
+    """Return two bounds for each token: on the norm of a norm layer's Jacobian, and on the Jacobian's
+    relative error.
 
     The slope is (√d/s) max|γ|, with the gain γ.
     """
@@ -86,25 +87,31 @@ def _norm_slopes(f: LayerNorm | RMSNorm, x: Tensor, off: Off) -> tuple[Off, Off]
 
 
 def _centring(f: LayerNorm | RMSNorm, x: Tensor) -> Off:
-    """Return a bound on the rounding error of subtracting each token's mean; zero for RMSNorm."""
+    """Return a bound on the rounding error when LayerNorm subtracts the mean of each token's entries; zero
+    for RMSNorm.
+    """
     size: Tensor = torch.linalg.vector_norm(x, dim=-1)
     return gamma(f.d + 4) * size if f.centred else torch.zeros_like(size)
 
 
 def scale_error(weight: Float[Tensor, " d"], batch: int) -> ProductError:
-    """Return bounds on the errors of products with the Jacobian of a layer scale, a diagonal matrix."""
+    """Return bounds on the rounding errors of products with the Jacobian of a layer scale."""
     size = weight.abs().amax().cpu().expand(batch)
     return ProductError(torch.zeros_like(size), U * size, size)
 
 
 def residual_error(inner: ProductError) -> ProductError:
-    """Return bounds on the errors of products with I + J, from the bounds ``inner`` for J."""
+    """Return bounds on the rounding errors of products with I + J, the Jacobian of a residual connection,
+    from the bounds ``inner`` for J.
+    """
     size = up(1 + inner.size)
     return ProductError(inner.model, up(inner.rounding + 2 * U * (size + inner.rounding)), size)
 
 
 def composed_error(outer: ProductError, inner: ProductError) -> ProductError:
-    """Return bounds on the errors of products with J_outer J_inner, from the bounds for both factors."""
+    """Return bounds on the rounding errors of products with the Jacobian of a composition of two maps, from
+    the bounds for each map.
+    """
     model = outer.model * inner.size + outer.size * inner.model
     # The bound holds for both orders of the factors, as the adjoint applies them in the other order.
     rounding = outer.rounding * inner.size + outer.size * inner.rounding + 2 * outer.rounding * inner.rounding
@@ -114,7 +121,8 @@ def composed_error(outer: ProductError, inner: ProductError) -> ProductError:
 def image_off(
     f: TokenMap, x: Float[Tensor, "batch n d"], off: Off, norms: MatrixNorms, image: Tensor | None = None
 ) -> Off:
-    """Return a bound on the rounding error of each token of f(x), as float64 computes it.
+    """Return, for each token of the output f(x), a bound on the rounding error with which float64 computes
+    it.
 
     The tokens ``x`` are themselves wrong by at most ``off``.
 
@@ -143,9 +151,10 @@ def image_off(
 
 
 def _refused(error: Tensor, relative: Tensor) -> Tensor:
-    """Return an error bound rounded up; infinity where rounding errors are too large for the analysis.
+    """Round up an error bound and cover terms of higher order; return infinity where the relative error
+    exceeds 0.1.
 
-    The bound is enlarged to cover terms of higher order. It is infinite if ``relative`` exceeds 0.1.
+    For a ``relative`` error above 0.1 the analysis does not hold.
     """
     return torch.where(relative < _LARGEST, up(error * (1 + 4 * relative)), math.inf)
 
@@ -162,7 +171,7 @@ def attention_error(
     mean: Float[Tensor, "b m value_dim"],
     norms: MatrixNorms,
 ) -> ProductError:
-    """Return bounds on the errors of products with the Jacobian of attention.
+    """Return bounds on the rounding errors of products with the Jacobian of an attention layer.
 
     Parameters
     ----------
@@ -225,7 +234,7 @@ class _Attention:
 
     @cached_property
     def queries(self) -> _Rows:
-        """Error bounds for the scaled queries."""
+        """Bounds on the rounding errors of the scaled queries of an attention layer."""
         f = self.f
         scale = abs(f.scale)
         grouped = f.query.reshape(f.kv_heads, -1, f.d)
@@ -242,7 +251,9 @@ class _Attention:
         return _Rows(off, turn * size, turn * (slip + gamma(8) * size), turn * model)
 
     def keys(self, *, shifted: bool) -> _Rows:
-        """Return error bounds for the keys; ``shifted`` says whether the mean key is subtracted."""
+        """Return bounds on the rounding errors of the keys of an attention layer. The argument ``shifted``
+        says whether their mean is subtracted.
+        """
         f = self.f
         size = self.norms.spectral(f.key).expand(self.batch, -1)
         slip = self.rounding * self.norms.absolute(f.key).expand(self.batch, -1)
@@ -259,7 +270,9 @@ class _Attention:
         return _Rows(off, turn * size, turn * (slip + gamma(8) * size), turn * model)
 
     def values(self, *, shifted: bool) -> _Rows:
-        """Return error bounds for the values; ``shifted`` says whether the mean value is subtracted."""
+        """Return bounds on the rounding errors of the values of an attention layer. The argument ``shifted``
+        says whether their mean is subtracted.
+        """
         f = self.f
         size = self.norms.spectral(f.value).expand(self.batch, -1)
         slip = self.rounding * self.norms.absolute(f.value).expand(self.batch, -1)
@@ -272,7 +285,8 @@ class _Attention:
     def _projected(
         self, weight: Tensor, bias: Tensor | None, off: Tensor, length: Tensor
     ) -> Float[Tensor, "batch heads n"]:
-        """Return a bound on the error of W x + b for each head and token, W = ``weight`` and b = ``bias``.
+        """Return a bound on the rounding error of W x + b for each head and token x, where W is ``weight``
+        and b is ``bias``.
 
         ``off`` bounds the error of each token x, and ``length`` its length.
         """
@@ -290,7 +304,8 @@ class _Attention:
         slip: Tensor,
         scale: float,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Return error bounds for queries or keys after a norm layer.
+        """Return bounds on the rounding errors of queries or keys after the norm layer that is applied to
+        them.
 
         They are ``off``, ``size``, ``slip`` and ``model`` of :class:`_Rows`.
 
@@ -356,7 +371,9 @@ class _Attention:
     # ---- the bounds
 
     def image_off(self) -> Off:
-        """Return a bound on the error of each computed token of f(x)."""
+        """Return, for each token of an attention layer's output, a bound on the rounding error with which
+        float64 computes it.
+        """
         f, at = self.f, self.at
         relative = torch.expm1(2 * (self.score_off() + self._unshifted())) + gamma(self.n + 30)
         rows = self.values(shifted=False)
@@ -375,7 +392,8 @@ class _Attention:
         return _refused(heads, relative.flatten(1, 2).amax(dim=1))
 
     def _unshifted(self) -> Tensor:
-        """Return a bound on the further rounding errors of scores whose keys are not centred.
+        """Return a bound on the rounding errors that scores have in addition if the mean of the keys is not
+        subtracted.
 
         They add to the errors of :meth:`score_off`. The map itself forms scores from uncentred keys, its
         Jacobian does not.
@@ -387,7 +405,7 @@ class _Attention:
         return found
 
     def product_error(self, moments: Moments, mean: Float[Tensor, "b m value_dim"]) -> ProductError:
-        """Return bounds on the errors of products with the Jacobian of the layer.
+        """Return bounds on the rounding errors of products with the Jacobian of an attention layer.
 
         The derivative is the sum of three maps: from the tangents of queries, of keys and of values. Each is
         bounded by moments of P for each key head, and then multiplied by the bounds of its projection.
@@ -477,7 +495,7 @@ class _Attention:
 
 
 def _turn(f: SelfAttention) -> float:
-    """Return a bound, at least 1, on the norms of the rotary maps."""
+    """Return an upper bound, at least 1, on the norms of the rotations of rotary position embeddings."""
     if f.rotary is None:
         return 1.0
     half = f.rotary.rot_dim // 2
@@ -486,6 +504,6 @@ def _turn(f: SelfAttention) -> float:
 
 
 def _longest(rows: Tensor) -> Float[Tensor, " b"]:
-    """Return the length of the longest row of each head (batch, kv_heads, ..., dim)."""
+    """Return the length of the longest row vector of each key head in a tensor (batch, kv_heads, …, dim)."""
     lengths: Tensor = torch.linalg.vector_norm(rows, dim=-1).flatten(0, 1).flatten(1)
     return lengths.amax(dim=-1)

@@ -1,4 +1,5 @@
-"""The derivative of softmax attention in its queries, keys and values, with the probabilities P in memory.
+"""The derivative of softmax attention with respect to its queries, keys and values, with the probabilities P
+kept in memory.
 
 The formulas, which all variants of this derivative share, stand in the docstring of
 :mod:`howsmooth.jacobian`. This module knows neither tokens nor projections.
@@ -15,8 +16,8 @@ from torch import Tensor
 from howsmooth.attention import Weighting
 from howsmooth.attention.core import attention_scores, cap_slope, row_blocks, weighted_values
 from howsmooth.errors import NonFiniteError
-from howsmooth.jacobian.moments import Moments, moment_columns
-from howsmooth.jacobian.operands import Operands
+from howsmooth.jacobian.key_value_moments import Moments, moment_columns
+from howsmooth.jacobian.queries_keys_values import Operands
 
 __all__ = [
     "Sink",
@@ -55,7 +56,8 @@ class Sink:
 
     @classmethod
     def at(cls, operands: Operands, p: Tensor, output: Tensor) -> Sink:
-        """Return the sinks of all heads, given the sinks' probabilities and the attention outputs.
+        """Return the attention sinks of all heads, from the probabilities of the sinks and the attention
+        outputs.
 
         The outputs are averages of the values before centring.
         """
@@ -63,11 +65,11 @@ class Sink:
         return cls(p, -operands.key_shift.reshape(heads, -1), -output)
 
     def to(self, dtype: torch.dtype) -> Sink:
-        """Return the sinks in another dtype."""
+        """Return the attention sinks converted to another dtype."""
         return Sink(*(t.to(dtype) for t in vars(self).values()))
 
     def select(self, rows: Tensor) -> Sink:
-        """Return the sinks of some heads.
+        """Return the attention sinks of some heads only.
 
         The heads are given by indices ``rows`` of the axis b (input of the batch times key head).
         """
@@ -76,7 +78,8 @@ class Sink:
 
 @dataclass(frozen=True)
 class SoftmaxDerivative:
-    """Derivative of softmax attention at one point, with the probabilities P in memory (n² for each head).
+    """The derivative of softmax attention with respect to queries, keys and values, with n² probabilities for
+    each head kept in memory.
 
     Axes: b = batch member times key/value head, m = number of query rows, n for each query head that shares
     the key head.
@@ -112,7 +115,8 @@ class SoftmaxDerivative:
     moments: Moments | None = None
 
     def rounding(self, batch: int) -> Float[Tensor, " batch"]:
-        """Estimate the relative rounding error of each norm ‖J‖ found with these products.
+        """Estimate the relative rounding error of a norm ‖J‖ of an attention layer that is computed with this
+        derivative, for each sequence of a batch.
 
         Entries of dS are as large as κ = max|q| max|k| for a unit tangent, and the softmax keeps differences
         of order one. Measured errors stay below eps (2 + κ / 100), for saturated and unsaturated, causal and
@@ -126,7 +130,9 @@ class SoftmaxDerivative:
         dk: Float[Tensor, "b n key_dim"],
         dv: Float[Tensor, "b n value_dim"],
     ) -> Float[Tensor, "b m value_dim"]:
-        """Return the tangent dO of the output, for tangents of scaled queries, keys and values."""
+        """Return the tangent of the outputs of softmax attention, for tangents of its scaled queries, keys
+        and values.
+        """
         ds = torch.baddbmm(torch.bmm(dq, self.k.mT), self.q, dk.mT).mul_(self.slope)
         out = torch.baddbmm(torch.bmm(ds, self.v), self.p, dv)
         # Σ_j dS_ij (v_j − O_i), with the sum of dS taken once instead of n differences.
@@ -139,7 +145,9 @@ class SoftmaxDerivative:
     def adjoint(
         self, do: Float[Tensor, "b m value_dim"]
     ) -> tuple[Float[Tensor, "b m key_dim"], Float[Tensor, "b n key_dim"], Float[Tensor, "b n value_dim"]]:
-        """Return the cotangents of scaled queries, keys and values, for a cotangent of the output."""
+        """Return the cotangents of the scaled queries, keys and values of softmax attention, for a cotangent
+        of its outputs.
+        """
         ds = torch.bmm(do, self.v.mT)
         # Σ_j P_ij ⟨do_i, v_j⟩ is ⟨do_i, O_i⟩, so no sum over n² numbers is needed.
         ds.sub_((do * self.mean).sum(dim=-1, keepdim=True)).mul_(self.slope)
@@ -150,7 +158,9 @@ class SoftmaxDerivative:
         return dq, torch.bmm(ds.mT, self.q), torch.bmm(self.p.mT, do)
 
     def to(self, dtype: torch.dtype) -> SoftmaxDerivative:
-        """Return the derivative with products in ``dtype``; the moments are dropped if the dtype changes."""
+        """Return the derivative of softmax attention converted to ``dtype``. The moments are dropped if the
+        dtype changes.
+        """
         if dtype == self.q.dtype:
             return self
         p = self.p.to(dtype)
@@ -160,7 +170,7 @@ class SoftmaxDerivative:
         return SoftmaxDerivative(q, k, v, p, mean, slope, sink)
 
     def select(self, rows: Tensor) -> SoftmaxDerivative:
-        """Return the derivative of some heads.
+        """Return the derivative of softmax attention for some heads only.
 
         The heads are given by indices ``rows`` of the axis b (input of the batch times key head).
         """
@@ -172,7 +182,8 @@ class SoftmaxDerivative:
 
 @dataclass(frozen=True)
 class WeightedSoftmaxDerivative:
-    """Derivative of softmax attention on a weighted discrete measure, in weighted norms.
+    """The derivative of softmax attention on a weighted discrete measure, where each atom's tangent is scaled
+    by the square root of the atom's weight.
 
     The atoms have weights a_i, and squared norms are weighted by a_i (Definition C.4).
 
@@ -202,7 +213,8 @@ class WeightedSoftmaxDerivative:
     log_range: float
 
     def rounding(self, batch: int) -> Float[Tensor, " batch"]:
-        """Estimate the relative rounding error of each weighted norm ‖J‖ found with these products.
+        """Estimate the relative rounding error of a weighted norm ‖J‖ of attention that is computed with this
+        derivative, for each measure of a batch.
 
         It is the error of :class:`SoftmaxDerivative` and an error of the exponents: a small P_ij counts here
         if a_j is small too, and its logarithm is a float64 number of size κ + ``log_range``. Compared with 60
@@ -219,9 +231,10 @@ class WeightedSoftmaxDerivative:
         dk: Float[Tensor, "b n key_dim"],
         dv: Float[Tensor, "b n value_dim"],
     ) -> Float[Tensor, "b m value_dim"]:
-        """Return the weighted tangent of the output, for weighted tangents of queries, keys and values.
+        """Return the tangent of the attention outputs at the atoms of a measure, for tangents of the scaled
+        queries, keys and values.
 
-        A weighted tangent is multiplied by the square root of its atom's weight, as in √a_i dO_i.
+        All tangents are multiplied by the square roots of the atoms' weights, as in √a_i dO_i.
         """
         t = torch.bmm(dq, self.k.mT).mul_(self.slope)
         t.addcmul_(torch.bmm(self.q, dk.mT), self.tilted_slope)
@@ -231,16 +244,17 @@ class WeightedSoftmaxDerivative:
     def adjoint(
         self, do: Float[Tensor, "b m value_dim"]
     ) -> tuple[Float[Tensor, "b m key_dim"], Float[Tensor, "b n key_dim"], Float[Tensor, "b n value_dim"]]:
-        """Return the weighted cotangents of scaled queries, keys and values.
+        """Return the cotangents of the scaled queries, keys and values at the atoms of a measure, for a
+        cotangent of the attention outputs.
 
-        The argument is a weighted cotangent of the output.
+        All cotangents are weighted as the tangents of :meth:`product` are.
         """
         w = torch.bmm(do, self.v.mT).sub_((do * self.mean).sum(dim=-1, keepdim=True))
         dk = torch.bmm((w * self.tilted_slope).mT, self.q)
         return torch.bmm(w.mul_(self.slope), self.k), dk, torch.bmm(self.tilted.mT, do)
 
     def select(self, rows: Tensor) -> WeightedSoftmaxDerivative:
-        """Return the derivative of some heads.
+        """Return the derivative of softmax attention on a measure for some heads only.
 
         The heads are given by indices ``rows`` of the axis b (input of the batch times key head).
         """
@@ -259,9 +273,10 @@ class WeightedSoftmaxDerivative:
 def softmax_derivative(
     operands: Operands, visible: Bool[Tensor, "m n"] | None, dtype: torch.dtype
 ) -> SoftmaxDerivative:
-    """Return the derivative of softmax attention, with products in ``dtype``.
+    """Compute the derivative of softmax attention at given queries, keys and values, as an object that
+    multiplies in ``dtype``.
 
-    The operands are the queries, keys and values in float64.
+    The queries, keys and values in ``operands`` are float64.
 
     Probabilities are formed in float64, one block of rows after the other, and stored in ``dtype``: all n²
     of them are in memory once.
@@ -308,9 +323,10 @@ def softmax_derivative(
 def weighted_softmax_derivative(
     operands: Operands, visible: Bool[Tensor, "m n"] | None, weighting: Weighting, dtype: torch.dtype
 ) -> WeightedSoftmaxDerivative:
-    """Return the derivative of attention on a measure, with products in ``dtype``.
+    """Compute the derivative of softmax attention on a discrete measure, as an object that multiplies in
+    ``dtype``.
 
-    The operands are the queries, keys and values in float64.
+    The queries, keys and values in ``operands`` are float64.
 
     Raises
     ------
@@ -345,7 +361,7 @@ def weighted_softmax_derivative(
 
 
 def largest_score(q: Tensor, k: Tensor, batch: int) -> Float[Tensor, " batch"]:
-    """Return an upper bound κ on the absolute attention scores of each member of a batch.
+    """Return an upper bound on the absolute attention scores of each sequence of a batch.
 
     It is κ = max|q| max|k|, the largest over the heads, in float64 on the CPU.
     """
@@ -358,7 +374,8 @@ def largest_score(q: Tensor, k: Tensor, batch: int) -> Float[Tensor, " batch"]:
 
 
 def rounding_of(kappa: Float[Tensor, " batch"], dtype: torch.dtype) -> Float[Tensor, " batch"]:
-    """Estimate the relative error of ‖J‖ that the rounding of products in a dtype may cause.
+    """Estimate the relative error of a norm ‖J‖ of attention that comes from computing products with J in
+    ``dtype``.
 
     The absolute scores are at most ``kappa``.
     """

@@ -1,4 +1,5 @@
-"""The derivative of softmax attention without n × n matrices: probabilities are formed tile by tile.
+"""The derivative of softmax attention without n × n matrices in memory: each product forms the probabilities
+tile by tile.
 
 The formulas are those of :mod:`howsmooth.jacobian`. The tensors that are kept have n rows: q, k, v,
 the outputs P v, and the logarithm of the denominator of each row's softmax. From these a tile of P takes one
@@ -19,9 +20,9 @@ from torch import Tensor
 
 from howsmooth.attention.core import ScoreFeatures, cap_slope
 from howsmooth.attention.visibility import Visibility
-from howsmooth.jacobian.moments import Moments, moment_columns, moment_width
-from howsmooth.jacobian.operands import Operands
-from howsmooth.jacobian.scratch import Scratch
+from howsmooth.jacobian.key_value_moments import Moments, moment_columns, moment_width
+from howsmooth.jacobian.queries_keys_values import Operands
+from howsmooth.jacobian.scratch_memory import Scratch
 from howsmooth.jacobian.softmax import Sink, largest_score, rounding_of
 from howsmooth.jacobian.tiling import Block, Piece, Tiling
 
@@ -46,7 +47,8 @@ rows (heads, group, rows, value_dim); it returns a tensor of that shape.
 
 @dataclass(frozen=True)
 class StreamedDerivative:
-    """Derivative of softmax attention at one point, in memory O(n d): P is formed tile by tile.
+    """The derivative of softmax attention with respect to queries, keys and values. It keeps no n × n matrix,
+    because each product forms the probabilities anew.
 
     Axes: b = batch member times key/value head, group = query heads that share the key head, m = query rows,
     n = keys. Tangents and cotangents of queries and outputs are (b, group · m, width).
@@ -97,7 +99,8 @@ class StreamedDerivative:
     moments: Moments | None = None
 
     def rounding(self, batch: int) -> Float[Tensor, " batch"]:
-        """Estimate the relative rounding error of each norm ‖J‖ that is computed from these products.
+        """Estimate the relative rounding error of a norm ‖J‖ of an attention layer that is computed with this
+        derivative, for each sequence of a batch.
 
         It is the error of :class:`~howsmooth.jacobian.softmax.SoftmaxDerivative`, and κ machine epsilons more
         if scores are formed in float32.
@@ -112,7 +115,9 @@ class StreamedDerivative:
         dk: Float[Tensor, "b n key_dim"],
         dv: Float[Tensor, "b n value_dim"],
     ) -> Float[Tensor, "b rows value_dim"]:
-        """Return the tangent dO of the output, for tangents of scaled queries, keys and values."""
+        """Return the tangent of the outputs of softmax attention, for tangents of its scaled queries, keys
+        and values.
+        """
         dq = dq.view(self.q.shape)
         out, tiles = torch.empty_like(self.mean), _Tiles(self, keep=False)
         for block in tiles.blocks():
@@ -123,7 +128,9 @@ class StreamedDerivative:
     def adjoint(
         self, do: Float[Tensor, "b rows value_dim"]
     ) -> tuple[Float[Tensor, "b rows key_dim"], Float[Tensor, "b n key_dim"], Float[Tensor, "b n value_dim"]]:
-        """Return the cotangents of scaled queries, keys and values, for a cotangent of the output."""
+        """Return the cotangents of the scaled queries, keys and values of softmax attention, for a cotangent
+        of its outputs.
+        """
         do = do.view(self.mean.shape)
         parts, tiles = _Cotangents(self), _Tiles(self, keep=False)
         for block in tiles.blocks():
@@ -138,7 +145,8 @@ class StreamedDerivative:
         dv: Float[Tensor, "b n value_dim"],
         through: Through,
     ) -> tuple[Float[Tensor, "b rows key_dim"], Float[Tensor, "b n key_dim"], Float[Tensor, "b n value_dim"]]:
-        """Apply the derivative J of attention, then a map T of its outputs, then the adjoint of J.
+        """Apply in turn the derivative J of softmax attention, a linear map T of the attention outputs, and
+        the transpose of J.
 
         The result Jᵀ(T(J(dq, dk, dv))), where T is ``through``, takes one pass over blocks of rows.
         ``through`` is called once for each input of the batch and block of rows, with all heads. It must map
@@ -158,9 +166,9 @@ class StreamedDerivative:
         return parts.taken()
 
     def select(self, rows: Tensor) -> StreamedDerivative:
-        """Return the derivative at some inputs of the batch.
+        """Return the derivative of softmax attention at some sequences of the batch only.
 
-        They are given by the indices ``rows`` of all of their heads along the axis b.
+        The sequences are given by the indices ``rows`` of all of their heads along the axis b.
         """
         members = rows[:: self.kv_heads] // self.kv_heads
         return replace(
@@ -183,7 +191,7 @@ class StreamedDerivative:
 
     @property
     def tiling(self) -> Tiling:
-        """The rules by which the n × n scores are cut into tiles, so that they fit into memory."""
+        """The rules by which the n × n attention scores are cut into tiles that fit into memory."""
         b, group, m, _ = self.q.shape
         members, n = b // self.kv_heads, self.k.shape[1]
         return Tiling(
@@ -200,7 +208,7 @@ class StreamedDerivative:
         )
 
     def _features(self, block: Block, keys: slice) -> ScoreFeatures:
-        """Return the score features (soft cap, bias, sinks, masks) of one tile."""
+        """Return the soft cap, bias, sinks and masks that apply to one tile of attention scores."""
         if not self.features:
             return self.features
         heads = torch.arange(block.heads.start, block.heads.stop, device=self.q.device) % self.kv_heads
@@ -216,7 +224,7 @@ _ONE_PLACE = (0, 0, 0)
 
 @dataclass(frozen=True)
 class _Scored:
-    """The queries and keys of one block of scores, from which its tiles are formed.
+    """The queries and keys from which the attention scores of one block of query rows are formed.
 
     ``less``, log₂ of the denominator of each row, is subtracted from the scores in units of log 2.
     """
@@ -227,7 +235,8 @@ class _Scored:
 
 
 class _Cotangents:
-    """The cotangents of queries, keys and values, to which each tile of scores adds.
+    """Sums of the cotangents of queries, keys and values, to which each tile of the attention matrix
+    contributes.
 
     The cotangents of keys and values are stored transposed, in one contiguous tensor for each tile of keys:
     ``baddbmm_`` adds to a contiguous tensor at the full rate, and to a part of a larger tensor one product
@@ -250,9 +259,9 @@ class _Cotangents:
         left: tuple[Tensor, Tensor],
         right: tuple[Tensor, Tensor],
     ) -> None:
-        """Add two products of matrices, to the cotangents of some keys and to the cotangents of their values.
+        """Add what one tile contributes to the cotangents of its keys and to the cotangents of its values.
 
-        The first is left[0] @ right[0], the second left[1] @ right[1].
+        The contributions are left[0] @ right[0] and left[1] @ right[1].
         """
         for parts, a, b in zip((self.keys, self.values), left, right, strict=True):
             product = None
@@ -270,7 +279,9 @@ class _Cotangents:
                 place[..., first : first + b.shape[2]].add_(own_product)
 
     def taken(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the cotangents of queries, keys and values, one row for each token, and free the sums."""
+        """Return the finished cotangents of queries, keys and values, one row for each token, and free the
+        memory of the sums.
+        """
         return self.queries.flatten(1, 2), self._rows(self.keys), self._rows(self.values)
 
     def _rows(self, parts: list[Tensor]) -> Tensor:
@@ -284,7 +295,8 @@ class _Cotangents:
 
 
 class _Tiles:
-    """One pass over the tiles of the attention matrix, in products with a streamed derivative.
+    """One pass over the tiles of the attention matrix, which computes a product with the derivative of
+    softmax attention.
 
     Parameters
     ----------
@@ -304,14 +316,18 @@ class _Tiles:
         self.views: dict[tuple[int, ...], Tensor] = {}
 
     def blocks(self) -> Iterator[Block]:
-        """Yield blocks that cover all rows and heads, each with as many heads as fit into a tile."""
+        """Yield blocks of the attention matrix that cover all query rows and heads. Each has as many heads as
+        fit into one tile.
+        """
         for block in self.tiling.blocks():
             yield from block.cut(self.tiling.heads_at_once(block))
 
     def product(
         self, block: Block, dq: Tensor, dk: Tensor, dv: Tensor
     ) -> Float[Tensor, "heads group rows value_dim"]:
-        """Return the tangent dO of the output for a block of rows."""
+        """Return the tangent of the attention outputs in one block of query rows, for tangents of scaled
+        queries, keys and values.
+        """
         sink = self.at.sink
         out = self._of_pieces(block, lambda number, piece: self._image(number, piece, dq, dk, dv))
         if sink is not None:
@@ -324,10 +340,11 @@ class _Tiles:
     def add_adjoint(
         self, block: Block, do: Float[Tensor, "heads group rows value_dim"], parts: _Cotangents
     ) -> None:
-        """Compute what a block of query rows contributes to the cotangents.
+        """Compute what the attention outputs of one block of query rows contribute to the cotangents of
+        queries, keys and values.
 
-        The cotangents of its queries are written to ``parts``, and its summands for keys and values are added
-        there.
+        The cotangents of the block's queries are written to ``parts``, and its summands for keys and values
+        are added there.
         """
         sink = self.at.sink
 
@@ -344,9 +361,8 @@ class _Tiles:
     def _of_pieces(
         self, block: Block, of_piece: Callable[[int, Piece], Float[Tensor, "b r width"]]
     ) -> Float[Tensor, "heads group rows width"]:
-        """Compute a block's rows of a result, as the sum of the contributions of the block's pieces.
-
-        The parts are the block's pieces, whose contributions ``of_piece`` computes.
+        """Compute a result for one block of query rows, as the sum of what ``of_piece`` gives for each piece
+        of the block.
         """
         group, out = self.at.q.shape[1], None
         for number, piece in enumerate(self.tiling.pieces(block)):
@@ -363,7 +379,8 @@ class _Tiles:
     def _image(
         self, number: int, piece: Piece, dq: Tensor, dk: Tensor, dv: Tensor
     ) -> Float[Tensor, "b r value_dim"]:
-        """Return the part of the output's tangent that comes from some keys, for some query rows.
+        """Return what one range of keys contributes to the tangent of the attention outputs, for one range of
+        query rows.
 
         The argument ``piece`` holds the query rows and the keys.
         """
@@ -388,7 +405,8 @@ class _Tiles:
     def _cotangent(
         self, number: int, piece: Piece, do: Float[Tensor, "heads group rows value_dim"], parts: _Cotangents
     ) -> Float[Tensor, "b r key_dim"]:
-        """Return the part of the queries' cotangents that comes from some keys, for some query rows.
+        """Return what one range of keys contributes to the cotangents of the queries, for one range of query
+        rows.
 
         The argument ``piece`` holds the query rows and the keys. The piece's summands for the cotangents of
         keys and values are added to ``parts``.
@@ -417,7 +435,8 @@ class _Tiles:
     def _keys(
         self, t: Float[Tensor, "heads n width"], block: Block, keys: slice
     ) -> Float[Tensor, "b keys width"]:
-        """Return the rows of ``t`` that belong to a range of keys, for the heads of a block.
+        """Return the rows of a tensor that belong to a range of keys, for the key heads of one block of the
+        attention matrix.
 
         The tensor ``t`` has one row for each key. The result is a view, which is made once and kept.
         """
@@ -428,7 +447,7 @@ class _Tiles:
         return view
 
     def _place(self, place: tuple[int, int], block: Block) -> _Place:
-        """Return the name of the memory that holds the probabilities of a tile.
+        """Return the name under which the temporary memory of one tile of probabilities is stored.
 
         Tiles that are not kept share one name, so that each overwrites the one before.
         """
@@ -437,7 +456,8 @@ class _Tiles:
     def _tile(
         self, place: tuple[int, int], block: Block, keys: slice, scored: _Scored
     ) -> tuple[Tensor, Tensor] | None:
-        """Return the attention probabilities of a tile, and their products with the slope of the soft cap.
+        """Return the attention probabilities P of one tile, and P times the derivative of the scores' soft
+        cap.
 
         These are P and P∘D, where D is the derivative of the soft cap. The result is None if all keys of the
         tile are hidden.
@@ -475,7 +495,8 @@ class _Tiles:
     def _scores(
         self, place: _Place, block: Block, keys: slice, scored: _Scored
     ) -> tuple[Float[Tensor, "b r keys"], Tensor | None] | None:
-        """Return the attention scores of a tile, and the derivative of their soft cap, or None without a cap.
+        """Return the attention scores of one tile and the derivative of their soft cap, which is None if the
+        layer has no cap.
 
         The scores are multiplied by log₂ e, and ``scored.less`` is subtracted. The rules of ``visibility``
         are not applied to them. The result is None if a mask hides all keys of the tile from all of its
@@ -507,7 +528,8 @@ class _Tiles:
         averages: Float[Tensor, "b group m columns"],
         sink_p: Float[Tensor, "b group m"],
     ) -> None:
-        """Compute the softmax denominators of a block of query rows, and the rows' averages of ``table``.
+        """Compute the softmax denominators of one block of query rows, and the averages of the rows of
+        ``table`` under the probabilities.
 
         The results are log Σ_j e^{S_ij}, the averages Σ_j P_ij t_j of the rows t_j of ``table``, and the
         probabilities of the sinks. They are written to the block's part of ``lse``, ``averages`` and
@@ -557,7 +579,7 @@ class _Tiles:
         averages[block.heads, :, block.rows] = out / total
 
     def _own(self, block: Block) -> slice:
-        """Return the indices of a block's key heads within their sequence of the batch."""
+        """Return the numbers of a block's key heads within their own sequence of the batch."""
         first = block.heads.start % self.at.kv_heads
         return slice(first, first + block.heads.stop - block.heads.start)
 
@@ -568,7 +590,8 @@ class _Tiles:
 def streamed_derivative(
     operands: Operands, visibility: Visibility, dtype: torch.dtype, first_row: int = 0
 ) -> StreamedDerivative:
-    """Return the derivative of softmax attention without n × n matrices, at float64 queries, keys and values.
+    """Compute the derivative of softmax attention at float64 queries, keys and values, as an object that
+    keeps no n × n matrix.
 
     Parameters
     ----------

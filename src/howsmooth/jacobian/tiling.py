@@ -1,4 +1,5 @@
-"""How n × n scores are cut into blocks of query rows, a block into pieces, and a piece into tiles.
+"""Rules that cut the n × n attention scores into blocks of query rows, and the blocks into tiles that fit
+into memory.
 
 Rows of queries do not depend on each other, so only one block of rows has to be in memory at a time. A block
 at the causal diagonal or at the ends of a window has two sorts of pieces: the keys that all of its rows see,
@@ -18,7 +19,7 @@ from torch import Tensor
 
 from howsmooth.attention.visibility import Visibility
 
-__all__ = ["Block", "Piece", "Stairs", "Tiling", "batches_apart", "shifted", "working_bytes"]
+__all__ = ["Block", "DiagonalSquares", "Piece", "Tiling", "parts_for_threads", "shifted", "working_bytes"]
 
 # Largest number of entries of a tile: enough for the full rate of matrix products, and on a CPU few enough
 # for its caches.
@@ -44,7 +45,7 @@ _MOST_THREADS_APART = 4
 
 
 def _tile_shape(heads: int, n: int, itemsize: int, device: torch.device) -> tuple[int, int, int]:
-    """Return the size of a tile as numbers of heads, query rows and key columns."""
+    """Return how many heads, query rows and key columns one tile of attention scores has."""
     columns = min(n, _COLUMNS.get(device.type, _COLUMNS_ELSEWHERE))
     entries = _TILE.get(device.type, _TILE_ELSEWHERE)
     rows = max(entries // (heads * columns), _ROWS)
@@ -54,7 +55,8 @@ def _tile_shape(heads: int, n: int, itemsize: int, device: torch.device) -> tupl
 
 
 def working_bytes(heads: int, m: int, n: int, itemsize: int, device: torch.device, *, capped: bool) -> int:
-    """Return an upper limit of the bytes of all tiles in memory during a pass.
+    """Return an upper limit of the bytes that all tiles in memory take during one pass over the attention
+    scores.
 
     ``itemsize`` is the size of a probability in bytes; ``capped`` says if the scores have a cap, which needs
     P∘D beside P. Scores are counted in float64.
@@ -64,8 +66,9 @@ def working_bytes(heads: int, m: int, n: int, itemsize: int, device: torch.devic
     return heads * min(rows, m) * (kept + formed)
 
 
-def batches_apart(kv_heads: int, device: torch.device) -> int:
-    """Return into how many equal parts the query rows of one head are cut, one for each thread.
+def parts_for_threads(kv_heads: int, device: torch.device) -> int:
+    """Return into how many equal parts the query rows of one head are cut, so that each processor thread has
+    a part of its own.
 
     It is 1 unless there is a single key head, on a CPU with two to four threads. The threads share one matrix
     product with few columns badly, because each writes memory that another reads next. Parts of the rows
@@ -76,13 +79,14 @@ def batches_apart(kv_heads: int, device: torch.device) -> int:
 
 
 def shifted(rows: slice, by: int) -> slice:
-    """Return the range of indices ``rows``, moved by ``by``."""
+    """Return the range of indices ``rows`` moved by ``by``."""
     return slice(rows.start + by, rows.stop + by)
 
 
 @dataclass(frozen=True)
 class Block:
-    """A block of scores: all scores of a range of query rows, for a range of key heads of one batch member.
+    """A block of attention scores: those of a range of query rows and all keys, for a range of key heads of
+    one sequence.
 
     Matrix products are batched over the heads or, if there is one head, over ``batches`` equal parts of the
     rows. In the shapes below, b is the number of heads times ``batches``, and r = group · rows / batches.
@@ -104,58 +108,60 @@ class Block:
 
     @property
     def length(self) -> int:
-        """The number of query rows in the block."""
+        """The number of query rows in this block of attention scores."""
         return int(self.rows.stop - self.rows.start)
 
     @property
     def keys_of(self) -> tuple[int, ...]:
-        """Identifier of the block's keys, the same for blocks that can share views of them."""
+        """A tuple that is equal for blocks with the same key heads, whose tensors of keys can be shared."""
         return self.heads.start, self.heads.stop, self.batches
 
     def cut(self, heads: int) -> list[Block]:
-        """Return blocks of the same rows with at most ``heads`` key heads each."""
+        """Divide this block of attention scores into blocks of the same query rows with at most ``heads`` key
+        heads each.
+        """
         first, last = self.heads.start, self.heads.stop
         return [replace(self, heads=slice(i, min(i + heads, last))) for i in range(first, last, heads)]
 
     def of_rows(self, t: Float[Tensor, "heads group m width"]) -> Float[Tensor, "b r width"]:
-        """Return the rows of ``t`` that belong to the queries of this block.
-
-        The tensor ``t`` has one row for each query.
+        """Return the rows of ``t``, a tensor with one row for each query, that belong to the queries of this
+        block.
         """
         t = t[self.heads, :, self.rows]
         return t.reshape(t.shape[0] * self.batches, -1, t.shape[-1])
 
     def of_keys(self, t: Float[Tensor, "heads n width"], keys: slice) -> Float[Tensor, "b keys width"]:
-        """Return the rows of ``t`` that belong to a range of keys, for the block's heads.
-
-        The tensor ``t`` has one row for each key.
+        """Return the rows of ``t``, a tensor with one row for each key, that belong to a range of keys and
+        the heads of this block.
         """
         t = t[self.heads, keys]
         return t if self.batches == 1 else t.expand(self.batches, -1, -1)
 
     def grid(self, t: Float[Tensor, "b r width"], group: int) -> Float[Tensor, "heads group rows width"]:
-        """Return ``t`` with separate axes for heads, group and rows.
+        """Reshape a tensor with one row for each query of this block, so that it has separate axes for key
+        heads, group and rows.
 
         The tensor ``t`` has the shape that :meth:`of_rows` returns.
         """
         return t.view(self.heads.stop - self.heads.start, group, self.length, t.shape[-1])
 
     def numbers(self, first_row: int) -> slice:
-        """Return the positions of the block's rows in the sequence.
+        """Return the positions in the sequence of the query rows of this block.
 
         The first query has the position ``first_row``.
         """
         return shifted(self.rows, first_row)
 
     def part_of(self, t: Tensor, block: Block) -> Tensor:
-        """Return the rows of ``t`` that belong to this block.
+        """Return the rows of a tensor that belong to this block, where the tensor has the query rows of a
+        larger block.
 
-        ``t`` (heads, group, rows, width) has the rows of ``block``, a larger block that contains this one.
+        The tensor ``t`` has shape (heads, group, rows, width); ``block`` contains this block.
         """
         return t[:, :, shifted(self.rows, -block.rows.start)]
 
     def places(self, keys: slice) -> list[tuple[slice | int, slice]]:
-        """Translate a range of the block's keys to key numbers of the whole sequence.
+        """Translate a range of keys of this block into key numbers of the whole sequence.
 
         The result is a list of pairs (batches, keys), where ``batches`` numbers the products of a batched
         matrix product. An integer stands for one product, a slice for several with the same keys.
@@ -164,8 +170,9 @@ class Block:
 
 
 @dataclass(frozen=True)
-class Stairs(Block):
-    """A block that consists of the same rows of several squares of scores along the causal diagonal.
+class DiagonalSquares(Block):
+    """A block of attention scores made of the same rows of several equal squares that lie one after the other
+    along the causal diagonal.
 
     There is one square for each thread. ``rows`` and keys are numbered from the first row and key of their
     square.
@@ -187,46 +194,49 @@ class Stairs(Block):
 
     @property
     def keys_of(self) -> tuple[int, ...]:
-        """Identifier of the block's keys, the same for blocks that can share views of them."""
+        """A tuple that is equal for blocks with the same keys, whose tensors of keys can be shared."""
         return *super().keys_of, self.key_origin, self.side
 
     def of_rows(self, t: Float[Tensor, "heads group m width"]) -> Float[Tensor, "b r width"]:
-        """Return the rows of ``t`` that belong to the queries of this block, square by square.
-
-        The tensor ``t`` has one row for each query.
+        """Return the rows of ``t``, a tensor with one row for each query, that belong to this block: a range
+        of rows of each square.
         """
         start, _, row, entry = t.stride()
         return self._strips(t, self.heads.start * start, self.origin, self.rows, row, entry)
 
     def of_keys(self, t: Float[Tensor, "heads n width"], keys: slice) -> Float[Tensor, "b keys width"]:
-        """Return the rows of ``t`` that belong to a range of keys, square by square.
+        """Return the rows of ``t``, a tensor with one row for each key, that belong to a range of keys of
+        each square of this block.
 
-        The tensor ``t`` has one row for each key; ``keys`` are numbered within the square.
+        The keys are numbered within the square.
         """
         start, row, entry = t.stride()
         return self._strips(t, self.heads.start * start, self.key_origin, keys, row, entry)
 
     def grid(self, t: Float[Tensor, "b r width"], group: int) -> Float[Tensor, "b 1 r width"]:
-        """Return ``t`` with a further axis of length 1 for the group.
+        """Insert an axis of length 1 for the group of query heads into a tensor with one row for each query
+        of this block.
 
         The tensor ``t`` has the shape that :meth:`of_rows` returns.
         """
         return t.unsqueeze(1)
 
     def numbers(self, first_row: int) -> slice:
-        """Return the block's rows, numbered from the first row of their square."""
+        """Return the query rows of this block, numbered from the first row of the square that they lie in."""
         return self.rows
 
     def part_of(self, t: Tensor, block: Block) -> Tensor:
-        """Return the rows of ``t`` that belong to the queries of this block, square by square.
+        """Return the rows of a tensor that belong to this block, where the tensor has the query rows of a
+        larger block.
 
-        The tensor ``t`` has shape (1, 1, rows, width), with the rows of the larger block ``block``.
+        The tensor ``t`` has shape (1, 1, rows, width); ``block`` contains this block.
         """
         _, _, row, entry = t.stride()
         return self._strips(t, 0, self.origin - block.rows.start, self.rows, row, entry).unsqueeze(1)
 
     def places(self, keys: slice) -> list[tuple[slice | int, slice]]:
-        """Translate a range of keys of each square to key numbers of the whole sequence.
+        """Translate a range of keys, numbered within each square of this block, into key numbers of the whole
+        sequence.
 
         The result is a list of pairs: the index of a square, and its keys.
         """
@@ -235,7 +245,7 @@ class Stairs(Block):
     def _strips(
         self, t: Tensor, start: int, origin: int, own: slice, row: int, entry: int
     ) -> Float[Tensor, "b own width"]:
-        """Return a range of rows of each square, as one view of ``t``.
+        """Return the same range of rows of each square of this block, as one view of the tensor ``t``.
 
         The range ``own`` is numbered within the square. ``start`` is the offset of the head in the memory of
         ``t``, ``origin`` the first row of the first square, ``row`` and ``entry`` are strides of ``t``.
@@ -247,7 +257,7 @@ class Stairs(Block):
 
 @dataclass(frozen=True)
 class Piece:
-    """A block of query rows with some of the keys that they see.
+    """A block of query rows together with some of the keys that these rows see.
 
     The keys are given as ranges, one for each tile of scores.
     """
@@ -257,8 +267,11 @@ class Piece:
 
     @property
     def pairs(self) -> int:
-        """Number of pairs of a query and a key whose probabilities are formed, for one head."""
-        squares = self.block.batches if isinstance(self.block, Stairs) else 1
+        """The number of pairs of a query and a key in this piece whose probability is computed.
+
+        The pairs of one head are counted.
+        """
+        squares = self.block.batches if isinstance(self.block, DiagonalSquares) else 1
         return int(squares * self.block.length * sum(keys.stop - keys.start for keys in self.keys))
 
 
@@ -298,7 +311,7 @@ class Tiling:
 
     @cached_property
     def columns(self) -> int:
-        """Largest number of keys of a tile.
+        """The largest number of keys that one tile of attention scores has.
 
         Tiles begin and end at multiples of it, or at the first and last key that is seen.
         """
@@ -306,18 +319,21 @@ class Tiling:
 
     @property
     def batches(self) -> int:
-        """Number of equal parts into which the query rows of one head are cut.
+        """The number of equal parts into which the query rows of one head are cut: one for each processor
+        thread, or 1.
 
         It is the number of threads if each thread has a part, else 1.
         """
-        return batches_apart(self.kv_heads, self.device)
+        return parts_for_threads(self.kv_heads, self.device)
 
     def spans(self) -> list[range]:
-        """Return the ranges of keys into which tiles divide a row of scores."""
+        """Return the ranges of keys, one for each tile, into which one row of attention scores is divided."""
         return [range(i, min(i + self.columns, self.n)) for i in range(0, self.n, self.columns)]
 
     def blocks(self) -> Iterator[Block]:
-        """Yield blocks of query rows for each batch member in turn, each block with all its key heads."""
+        """Yield blocks of query rows that cover the attention scores of all sequences of the batch. Each
+        block has all key heads of one sequence.
+        """
         window = self.visibility.window
         # Keys that a block of rows sees, roughly: their tiles are kept between J and Jᵀ.
         reach = self.n if window is None else min(self.n, 2 * window + _COLUMNS["cpu"])
@@ -329,13 +345,13 @@ class Tiling:
                 yield self._block(slice(head, head + self.kv_heads), row, min(row + length, self.m))
 
     def heads_at_once(self, block: Block) -> int:
-        """Return how many key heads to compute at once, so that their scores in the block fit in a tile."""
+        """Return for how many key heads the scores of a block of query rows fit into one tile."""
         heads, most, _ = _tile_shape(self.kv_heads * self.group, self.n, self.itemsize, self.device)
         # A block with fewer rows, at the end of the sequence or in a window, can have more heads.
         return max(1, min(self.kv_heads, heads * most // (block.length * self.group)))
 
     def strips(self, block: Block) -> list[Block]:
-        """Cut a block into strips of few rows, unless all of its rows see the same keys."""
+        """Divide a block of query rows into smaller blocks, unless all of its rows see the same keys."""
         length = self._strip if self._edged else block.length
         if block.length <= length:
             return [block]
@@ -343,17 +359,18 @@ class Tiling:
         return [self._block(block.heads, i, min(i + length, last)) for i in range(first, last, length)]
 
     def pieces(self, block: Block) -> list[Piece]:
-        """Divide the scores of a block into pieces.
+        """Divide the attention scores of a block of query rows into pieces, so that few scores are computed
+        that a mask hides.
 
         One piece has the keys that all rows of the block see. Each strip of rows is another piece, with the
         further keys that its rows see.
         """
         strips = self.strips(block)
         # Squares at the diagonal, one for each thread, preceded by the keys before the block's first row.
-        if len(strips) > 1 and self._has_stairs(block):
+        if len(strips) > 1 and self._has_diagonal_squares(block):
             first = block.rows.start + self.first_row
             before = [Piece(block, self.tiles(slice(0, first)))] if first else []
-            return before + self._stairs(block)
+            return before + self._diagonal_squares(block)
         seen = [self.visibility.keys(strip.numbers(self.first_row)) for strip in strips]
         shared = self.visibility.shared_keys(block.numbers(self.first_row))
         # Only whole tiles are shared; a tile that not all rows see belongs to the strips.
@@ -366,10 +383,9 @@ class Tiling:
             for strip, keys in zip(strips, seen, strict=True)
         ]
 
-    def _has_stairs(self, block: Block) -> bool:
-        """Return True if the part of a block at the causal diagonal can be cut into squares.
-
-        There would be one square for each thread.
+    def _has_diagonal_squares(self, block: Block) -> bool:
+        """Return True if a block of query rows has equal squares of scores along the causal diagonal, one for
+        each processor thread.
         """
         plain = self.visibility.triangle and self.group == 1 and not self.features
         side = block.length // block.batches
@@ -378,8 +394,9 @@ class Tiling:
         aligned &= side % self.columns == 0 or self.columns % side == 0
         return bool(block.batches > 1 and plain and aligned)
 
-    def _stairs(self, block: Block) -> list[Piece]:
-        """Divide a block into squares at the causal diagonal and the visible scores to the left of them.
+    def _diagonal_squares(self, block: Block) -> list[Piece]:
+        """Divide the scores of a block of query rows between its first key and the causal diagonal into
+        squares at the diagonal and the rectangles left of them.
 
         The returned pieces cover the block's scores from the key of its first row to the causal diagonal.
 
@@ -397,19 +414,20 @@ class Tiling:
         ]
         strips = [slice(i, min(i + self._strip, side)) for i in range(0, side, self._strip)]
         squares = [
-            Stairs(block.heads, rows, block.batches, first, first + self.first_row, side) for rows in strips
+            DiagonalSquares(block.heads, rows, block.batches, first, first + self.first_row, side)
+            for rows in strips
         ]
         return below + [Piece(stairs, self.tiles(slice(0, stairs.rows.stop))) for stairs in squares]
 
     def tiles(self, keys: slice) -> list[slice]:
-        """Cut a range of keys into ranges of at most ``columns`` keys, one for each tile."""
+        """Divide a range of keys into ranges of at most ``columns`` keys, one for each tile."""
         # The cuts are at multiples of ``columns``, so all blocks of rows add to the same tiles of cotangents.
         edges = range(keys.start // self.columns * self.columns, keys.stop, self.columns)
         return [slice(max(i, keys.start), min(i + self.columns, keys.stop)) for i in edges]
 
     @property
     def _edged(self) -> bool:
-        """Return True if some rows of a block see other keys than the rest."""
+        """True if the query rows of a block see different keys: attention is causal or has a window."""
         return self.visibility.causal or self.visibility.window is not None
 
     @property

@@ -1,4 +1,5 @@
-"""The local Lipschitz constant ‖D_X f‖₂ of a map at given tokens or at a measure, with an interval.
+"""Measurement of the local Lipschitz constant ‖D_X f‖₂ of a map f, at given tokens X or at a measure, with an
+interval.
 
 :mod:`~howsmooth.lipschitz.local` defines ``local_lipschitz``, which chooses how the Jacobian is computed and
 builds the result. :mod:`~howsmooth.lipschitz.arguments` checks its arguments,

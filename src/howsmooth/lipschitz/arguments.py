@@ -1,4 +1,4 @@
-"""The checks of the arguments of ``local_lipschitz``."""
+"""Checks of the arguments that users give to ``local_lipschitz``."""
 
 from __future__ import annotations
 
@@ -23,9 +23,10 @@ def check_arguments(
     max_iterations: int,
     batch_dims: int | None = None,
 ) -> None:
-    """Raise an error unless ``f`` can be measured at ``x`` with these settings.
+    """Raise an error that names the argument unless ``local_lipschitz`` can measure the map ``f`` at ``x``
+    with the given accuracy.
 
-    An ArgumentError or a NonFiniteError names the argument that is at fault.
+    The error is an ArgumentError or a NonFiniteError.
     """
     if not callable(f):
         raise ArgumentError(
@@ -64,7 +65,7 @@ def check_arguments(
 
 
 def check_batch_dims(batch_dims: object, f: object, x: object) -> None:
-    """Raise ArgumentError unless the first ``batch_dims`` axes of ``x`` can be its batch axes."""
+    """Raise ArgumentError unless the first ``batch_dims`` axes of the input ``x`` can be its batch axes."""
     if isinstance(batch_dims, bool) or not isinstance(batch_dims, int) or batch_dims < 0:
         raise ArgumentError("batch_dims", expected="a whole number >= 0, or None", got=repr(batch_dims))
     if not isinstance(x, Tensor):
@@ -82,7 +83,8 @@ def check_batch_dims(batch_dims: object, f: object, x: object) -> None:
 
 
 def _remedy_for_site(given: object) -> str:
-    """Return advice for a caller who gave a captured site instead of a map and tokens.
+    """Return advice for a caller of ``local_lipschitz`` who gave a captured attention layer instead of a map
+    and tokens.
 
     A captured site is one attention layer of a model with its input. For a list of sites it says what to do
     with each. For anything else it is empty.
@@ -97,9 +99,10 @@ def _remedy_for_site(given: object) -> str:
 def checked_sequences(
     f: Callable[[Tensor], Tensor], xs: Sequence[object], rtol: float, confidence: float, max_iterations: int
 ) -> list[Tensor]:
-    """Return the sequences (n_i, d), detached from their graphs, after checking them.
+    """Check that a list of sequences (n_i, d) can be measured by ``local_lipschitz``, and return them without
+    autograd history.
 
-    They must have one dtype and device.
+    The sequences must have one dtype and device.
     """
     if not xs:
         raise ArgumentError("x", expected="at least one sequence", got="none")

@@ -1,4 +1,6 @@
-"""The norms of the blocks ∂y_i/∂x_j of a Jacobian, each with an interval."""
+"""The spectral norms of the blocks ∂y_i/∂x_j of a map's Jacobian: how much output token i moves with input
+token j.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,7 @@ from torch import Tensor
 from howsmooth.attention import TokenMap
 from howsmooth.errors import DerivativeError
 from howsmooth.jacobian import AutodiffJacobian, closed_form_jacobian, has_closed_form, in_double
-from howsmooth.jacobian.token_blocks import DenseBlocks, TokenBlocks
+from howsmooth.jacobian.token_pair_blocks import DenseBlocks, TokenBlocks
 from howsmooth.lipschitz.mixed_precision import verdict
 from howsmooth.lipschitz.solver import Solver, starts
 from howsmooth.spectral import LeadingTriplet, LinearOperator, lanczos
@@ -33,7 +35,9 @@ _SMALLEST = torch.finfo(torch.float64).tiny
 
 @dataclass(frozen=True)
 class BlockNorms:
-    """The spectral norms of the blocks of some outputs i and all inputs j, with their intervals."""
+    """The spectral norms of the blocks ∂y_i/∂x_j of a Jacobian, for some output tokens i and all input tokens
+    j, with intervals.
+    """
 
     value: Float[Tensor, "outputs n"]
     lower: Float[Tensor, "outputs n"]
@@ -43,7 +47,9 @@ class BlockNorms:
 
     @classmethod
     def zeros(cls, outputs: int, n: int) -> BlockNorms:
-        """Return zeros for the norms of all blocks; :meth:`write` then sets those of the nonzero blocks."""
+        """Return a table in which the norm of every block is zero. The norms of nonzero blocks are then
+        stored by :meth:`write`.
+        """
         value, lower, upper = torch.zeros(3, outputs, n, dtype=torch.float64)
         steps = torch.zeros(outputs, n, dtype=torch.int64)
         return cls(value, lower, upper, torch.ones(outputs, n, dtype=torch.bool), steps)
@@ -57,7 +63,8 @@ class BlockNorms:
         rtol: float,
         factor: Float[Tensor, " pairs"] | float = 1.0,
     ) -> None:
-        """Store the norms of some blocks. They are given as norms of the blocks times ``factor``.
+        """Store the norms of some blocks ∂y_i/∂x_j in the table, given the singular values of the blocks
+        times ``factor``.
 
         Intervals are widened by ``error`` on each side.
         """
@@ -75,7 +82,8 @@ def block_norms(
     dtype: torch.dtype,
     solver: Solver,
 ) -> BlockNorms:
-    """Measure the norm of the block ∂y_i/∂x_j for each of some outputs i and every input j.
+    """Measure the spectral norm of the block ∂y_i/∂x_j of a Jacobian, for some output tokens i and every
+    input token j.
 
     Parameters
     ----------
@@ -110,7 +118,7 @@ def sequence_jacobian(f: Callable[[Tensor], Tensor], x: Float[Tensor, "n d"]) ->
 
 
 def _cut(pairs: Int[Tensor, " pairs"]) -> Iterator[Tensor]:
-    """Yield pairs (i, j) of tokens in groups of limited size; yield nothing if there are no pairs."""
+    """Yield pairs (i, j) of tokens in groups of limited size, and nothing if there are no pairs."""
     return iter(pairs.split(_PAIRS) if len(pairs) else ())
 
 
@@ -143,7 +151,9 @@ def _of_tile(
     members: Sequence[int],
     solver: Solver,
 ) -> tuple[LeadingTriplet, Float[Tensor, " pairs"]]:
-    """Return the largest singular values and vectors of some scaled blocks J_ij, with rounding errors."""
+    """Return the largest singular values and the singular vectors of the blocks J_ij of some pairs of tokens,
+    and the rounding errors of these values.
+    """
     exact, single = blocks.tile(i, j, factor, (torch.float64, torch.float32))
     found = _leading(exact if dtype == torch.float64 else single, members, solver)
     if dtype != torch.float64:
@@ -186,7 +196,7 @@ def _of_rows(jacobian: LinearOperator, outputs: Tensor, solver: Solver) -> Block
 
 
 def _rows(jacobian: LinearOperator, i: int) -> Float[Tensor, "d_out n d"]:
-    """Return all rows of the Jacobian that belong to one output token."""
+    """Return all rows of a Jacobian that belong to the output token ``i``, as one tensor (d_out, n, d)."""
     width = jacobian.out_shape[-1]
 
     def row(c: Tensor) -> Tensor:

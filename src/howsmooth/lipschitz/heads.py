@@ -1,4 +1,4 @@
-"""The constants of all heads of one attention layer at one sequence, measured as one batch."""
+"""The local Lipschitz constants of all heads of one attention layer at one sequence, measured together."""
 
 from __future__ import annotations
 
@@ -106,7 +106,7 @@ def head_lipschitz(
 
 
 def _together(f: SelfAttention, x: Tensor, heads: Tensor, solver: Solver) -> dict[str, Tensor]:
-    """Measure the constants of several heads of a layer as one batch.
+    """Measure the local Lipschitz constants of several heads of an attention layer as one batch.
 
     Return the fields of the estimate by name. The layer is float64.
     """
@@ -121,7 +121,7 @@ def _together(f: SelfAttention, x: Tensor, heads: Tensor, solver: Solver) -> dic
         reduced, bases = jacobians[x.dtype].reduced()
         (found,) = solver.together([reduced], [members])
         found = replace(found, right=found.right @ bases.mT)
-        found = verdict(_OfTokens(reduced, bases), exact, found, members, solver)
+        found = verdict(_JacobiansInTokens(reduced, bases), exact, found, members, solver)
     return {
         "value": found.sigma,
         "lower": found.lower,
@@ -134,7 +134,7 @@ def _together(f: SelfAttention, x: Tensor, heads: Tensor, solver: Solver) -> dic
 
 
 def _alone(head: TokenMap, x: Tensor, h: int, solver: Solver, memory: int | None) -> dict[str, Tensor]:
-    """Measure the constant of one head.
+    """Measure the local Lipschitz constant of one head of an attention layer.
 
     Return the fields of the estimate by name.
     """
@@ -152,16 +152,18 @@ def _alone(head: TokenMap, x: Tensor, h: int, solver: Solver, memory: int | None
 
 
 def _vector_bytes(head: TokenMap, x: Tensor) -> int:
-    """Return the memory in bytes that measuring one head needs for vectors.
+    """Return the bytes of the vectors that are in memory while the Lipschitz constant of one head is
+    measured.
 
-    They are its Krylov basis, and the vectors (n, d) of the final check in float64.
+    They are the Krylov basis of the head, and the vectors (n, d) of the final check in float64.
     """
     basis = _EXPECTED_STEPS * x.itemsize + _VERDICT_VECTORS * torch.float64.itemsize
     return x.shape[0] * (head.d + head.d_out) * basis
 
 
-class _OfTokens(LinearOperator):
-    """The Jacobians of all heads with respect to the tokens, computed from Jacobians in smaller coordinates.
+class _JacobiansInTokens(LinearOperator):
+    """The Jacobians of all heads with respect to the tokens, computed from their Jacobians in the fewer
+    coordinates that each head reads.
 
     With J_h in the coordinates of the basis B_h, the Jacobian of head h is E ↦ J_h(E B_h).
     """

@@ -1,4 +1,6 @@
-"""The function ``local_lipschitz``: it checks its arguments, chooses a method, and builds the result."""
+"""The function ``local_lipschitz``, which measures the local Lipschitz constant of any map at given tokens or
+at a measure.
+"""
 
 from __future__ import annotations
 
@@ -159,7 +161,9 @@ def local_lipschitz(
 
 @dataclass(frozen=True)
 class _Settings:
-    """The arguments of :func:`local_lipschitz` that say how to measure; that function documents them."""
+    """The arguments of :func:`local_lipschitz` that say how accurately, from which seed and by which method
+    to measure.
+    """
 
     rtol: float
     confidence: float
@@ -169,14 +173,15 @@ class _Settings:
     memory: int | None
 
     def solver(self, lengths: Sequence[int]) -> Solver:
-        """Return the solver for sequences of these lengths."""
+        """Return the singular value solver for a list of sequences of the given lengths."""
         seeds = member_seeds(self.seed, len(lengths))
         return Solver(self.rtol, self.confidence, self.max_iterations, seeds, lengths)
 
     def estimate(
         self, kind: type[_Estimate], found: Mapping[str, Any], method: Method, scope: str
     ) -> _Estimate:
-        """Build the result of :func:`local_lipschitz` from the singular triplets that were found.
+        """Build the result of :func:`local_lipschitz` from the singular values and vectors that a solver
+        found.
 
         ``found`` has the fields of a :class:`~howsmooth.spectral.LeadingTriplet`.
         """
@@ -202,7 +207,9 @@ def _at_batch(
     settings: _Settings,
     batch_dims: int | None,
 ) -> LipschitzEstimate:
-    """Measure the constant of ``f`` at each input of a batch, along the leading axes of ``x``."""
+    """Measure the local Lipschitz constant of the map ``f`` at each input of a batch, along the leading axes
+    of ``x``.
+    """
     method = _chosen_method(f, settings.method)
     if isinstance(f, TokenMap):
         check_tokens(x, f)
@@ -241,7 +248,8 @@ def _by_autodiff(
     members: Sequence[int],
     solver: Solver,
 ) -> tuple[LeadingTriplet, bool]:
-    """Measure the constants of ``f`` with the Jacobian of automatic differentiation.
+    """Measure the local Lipschitz constants of the map ``f`` with a Jacobian that automatic differentiation
+    computes.
 
     Return also whether a float32 map of this library was checked in float64, or needs no check.
     """
@@ -261,7 +269,9 @@ def _float64_bytes(f: Callable[[Tensor], Tensor], x: Tensor, settings: _Settings
 def _at_sequences(
     f: Callable[[Tensor], Tensor], xs: Sequence[object], settings: _Settings
 ) -> LipschitzEstimates:
-    """Measure the constant of ``f`` at several sequences (n_i, d) of different lengths."""
+    """Measure the local Lipschitz constant of the map ``f`` at several sequences (n_i, d) of different
+    lengths.
+    """
     members = checked_sequences(f, xs, settings.rtol, settings.confidence, settings.max_iterations)
     method = _chosen_method(f, settings.method)
     lengths = [x.shape[0] for x in members]
@@ -297,7 +307,10 @@ def _at_sequences(
 def _at_measure(
     f: Callable[[Tensor], Tensor], measure: AbstractMeasure, settings: _Settings
 ) -> LipschitzEstimate:
-    """Measure the constant of ``f`` at a discrete measure, in float64 whatever the dtype of its atoms."""
+    """Measure the local Lipschitz constant of the map ``f`` at a discrete measure.
+
+    The computation is in float64, whatever the dtype of the atoms.
+    """
     if not isinstance(f, TokenMap):
         raise ArgumentError(
             "f",
@@ -342,7 +355,7 @@ def _at_measure(
 
 
 def _factor(image: Float[Tensor, "1 n d_out"]) -> float:
-    """Return a power of two that scales an operator to a norm near one.
+    """Return a power of two by which a linear operator is multiplied so that its norm comes near to one.
 
     ``image`` is one product of the operator, from which its size is guessed. The constant at a measure may be
     e^350, whose square overflows in the recurrence. A power of two scales without rounding.
@@ -352,7 +365,7 @@ def _factor(image: Float[Tensor, "1 n d_out"]) -> float:
 
 
 def _scope(f: Callable[[Tensor], Tensor], *, checked: bool = True) -> str:
-    """Describe the measured map in words, for the field ``scope`` of the result.
+    """Describe in words the map whose constant was measured, for the field ``scope`` of the result.
 
     A map of this library describes itself; any other function is described by its name. A result that was not
     checked in float64, for lack of memory, says so.

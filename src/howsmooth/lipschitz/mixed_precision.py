@@ -1,4 +1,5 @@
-"""Mixed precision for the maps of this library: the solver runs in float32, and float64 checks its result.
+"""Measurement of Lipschitz constants in mixed precision: a solver runs in float32, and products in float64
+check its result.
 
 A run in float32 gives each member a direction v, a value and an interval. One product of the float64 Jacobian
 with v gives the value |J v|, which is a lower limit without float32 rounding. The difference between the
@@ -35,7 +36,8 @@ Part = tuple[Sequence[int], LeadingTriplet]
 def solve_closed_forms(
     double: TokenMap, members: Sequence[Tensor] | Tensor, solver: Solver, budget: int
 ) -> list[Part]:
-    """Measure the constants, at several sequences (n_i, d), of a map whose Jacobian has a closed form.
+    """Measure the Lipschitz constants of one map at several sequences (n_i, d), with its Jacobian in closed
+    form.
 
     Sequences whose attention probabilities fit in memory are measured in batches, others one by one. The
     argument ``double`` is the map in float64, and ``budget`` the number of bytes that may be used.
@@ -53,7 +55,8 @@ def solve_closed_forms(
 def solve_autodiff(
     f: TokenMap, operator: AutodiffJacobian, x: Tensor, members: Sequence[int], solver: Solver
 ) -> tuple[LeadingTriplet, bool]:
-    """Measure a map in float32 by automatic differentiation, and check the result in float64.
+    """Measure the Lipschitz constant of a map in float32 by automatic differentiation, and check the result
+    in float64.
 
     Parameters
     ----------
@@ -84,14 +87,17 @@ def solve_autodiff(
 
 
 def _usual(x: Tensor) -> float:
-    """Return the relative rounding error of Jacobian products without cancellation, in the dtype of ``x``."""
+    """Return the relative rounding error, in the dtype of ``x``, that Jacobian products have if none of their
+    terms cancel.
+    """
     return 32.0 * torch.finfo(x.dtype).eps
 
 
 def _cached(
     double: TokenMap, members: Sequence[Tensor] | Tensor, lots: Sequence[Sequence[int]], solver: Solver
 ) -> list[LeadingTriplet]:
-    """Measure the constants at some sequences, with the attention probabilities kept in memory.
+    """Measure the Lipschitz constants of a map at some sequences, with the attention probabilities kept in
+    memory.
 
     Float32 results are checked in float64.
 
@@ -117,7 +123,8 @@ def _jacobians(
     lots: Sequence[Sequence[int]],
     dtypes: Sequence[torch.dtype],
 ) -> list[dict[torch.dtype, LinearOperator]]:
-    """For each group of sequences, return their Jacobians as one batched operator, in each of ``dtypes``.
+    """Return the Jacobians of one map at the sequences of each group, as one batched operator for each group
+    and dtype.
 
     Each item of ``lots`` is a group, as indices of sequences sorted by length. Sequences of one length are
     linearised together, and the Jacobians of a group become one batched operator. Each result is a dictionary
@@ -140,9 +147,8 @@ def verdict(
     members: Sequence[int],
     solver: Solver,
 ) -> LeadingTriplet:
-    """Check the singular values that a float32 run found, by products with the float64 Jacobian.
-
-    Return the result with value and interval from float64.
+    """Check the singular values that a solver found in float32 by products with the float64 Jacobian, and
+    return them with values and intervals from float64.
 
     The operator ``exact`` is the same as ``operator`` in float64, and ``members`` are the indices of its
     sequences in the solver.
@@ -177,7 +183,8 @@ def verdict(
 def _streamed(
     double: TokenMap, x: Tensor, members: Sequence[int], solver: Solver, budget: int
 ) -> LeadingTriplet:
-    """Measure the constant at one sequence tile by tile, without any n × n matrix of probabilities.
+    """Measure the Lipschitz constant of a map at one sequence, without any n × n matrix of attention
+    probabilities in memory.
 
     The steps are as in :func:`_cached`. The operators in float32 and in float64 are not in memory at the
     same time.
@@ -211,7 +218,8 @@ def _streamed(
 def judge(
     found: LeadingTriplet, sigma: Tensor, defect: Tensor, exact: LinearOperator, rtol: float
 ) -> LeadingTriplet:
-    """Widen the interval that a float32 run found, by the error that its rounding may cause.
+    """Widen the intervals of singular values that a solver found in float32 by the error that rounding may
+    have caused.
 
     The value becomes σ = |J v|, computed in float64. The lower limit is proved where the float64 products
     are. The upper limit is an estimate to first order. It exceeds σ by four terms: the distance from the
@@ -227,7 +235,7 @@ def judge(
 
 
 def _defect(rounded: Tensor, exact: Tensor, sigma: Tensor) -> Tensor:
-    """Return how much float32 rounding may have moved the singular value σ.
+    """Return how much the rounding of float32 products may have changed a computed singular value.
 
     The vectors are JᵀJ v in float32 (``rounded``) and in float64 (``exact``). With their difference Δv the
     result is ‖Δv‖ / σ. A perturbation Δ of JᵀJ moves σ by vᵀΔv / 2σ to first order.

@@ -1,4 +1,5 @@
-"""How much the output of attention moves with the queries, with the keys, and with the values, each alone.
+"""How much the output of an attention layer changes if only its queries, only its keys or only its values
+change.
 
 The formulas and their proofs stand on the documentation page "Errors in queries, keys and values".
 """
@@ -17,7 +18,7 @@ from howsmooth.attention import SelfAttention, TokenMap
 from howsmooth.attention.core import row_blocks
 from howsmooth.errors import ArgumentError
 from howsmooth.jacobian import in_double
-from howsmooth.jacobian.operands import Operands
+from howsmooth.jacobian.queries_keys_values import Operands
 from howsmooth.jacobian.softmax import SoftmaxDerivative, softmax_derivative
 from howsmooth.lipschitz.arguments import check_arguments
 from howsmooth.lipschitz.solver import member_seeds, starts
@@ -31,7 +32,8 @@ __all__ = ["OperandSensitivity", "QKVSensitivity", "entry_sensitivities", "opera
 
 @dataclass(frozen=True, eq=False)
 class OperandSensitivity:
-    """Norms of the derivative of attention in one operand: in the queries, the keys or the values.
+    """Norms of the derivative of an attention layer's output with respect to its queries, its keys or its
+    values, for each head.
 
     Every tensor is float64 and has one member for each head: query heads for the queries, key/value heads
     for the keys and the values. A key/value head moves the outputs of all query heads that share it.
@@ -55,7 +57,9 @@ class OperandSensitivity:
 
 @dataclass(frozen=True, eq=False, repr=False)
 class QKVSensitivity:
-    """How much the output of one attention layer moves with its queries, keys and values, each alone."""
+    """How much the output of one attention layer changes if only its queries, only its keys or only its
+    values change.
+    """
 
     #: The derivative in the queries that the scores are formed from, before their scale.
     query: OperandSensitivity
@@ -69,7 +73,8 @@ class QKVSensitivity:
     scope: str
 
     def to_pandas(self) -> pd.DataFrame:
-        """Return a table with one row for each operand and head.
+        """Return a table of the derivative norms with one row for each head and each of queries, keys and
+        values.
 
         Its columns are ``operand`` ("query", "key" or "value"), ``head`` (of queries, or of keys and values),
         ``value``, ``lower``, ``upper`` and ``converged``.
@@ -85,7 +90,8 @@ class QKVSensitivity:
         return pd.concat(parts, ignore_index=True)
 
     def tokens(self) -> pd.DataFrame:
-        """Return the norm of the derivative in the query, key or value of each token alone, as a table.
+        """Return a table of the norms of the derivative with respect to the query, key or value of each
+        single token.
 
         It has one row for each operand, head and token. Its columns are ``operand``, ``head``, ``position``
         (from 0) and ``value``, the norm.
@@ -120,7 +126,8 @@ def qkv_sensitivity(
     max_iterations: int = 200,
     seed: int = 0,
 ) -> QKVSensitivity:
-    """Measure the derivatives of an attention layer in its queries, keys and values, head by head.
+    """Measure how much the output of an attention layer changes with its queries, with its keys and with its
+    values, head by head.
 
     The operands are those that the scores are formed from: after biases, norm layers and rotary positions.
     Such keys and values are what the KV cache of transformers stores. The output is that of the layer's
@@ -193,7 +200,8 @@ def qkv_sensitivity(
 def entry_sensitivities(
     f: SelfAttention, x: Float[Tensor, "n d"]
 ) -> tuple[Float64[Tensor, "kv_heads n key_dim"], Float64[Tensor, "kv_heads n value_dim"]]:
-    """Return the norm of the derivative of a layer in each entry of its keys, and of its values.
+    """Return the norm of the derivative of a layer's output with respect to each entry of its keys, and to
+    each entry of its values.
 
     These are the ``entries`` of :func:`qkv_sensitivity`, computed alone in a fraction of its time.
     """
@@ -202,7 +210,8 @@ def entry_sensitivities(
 
 
 def operands_of(attention: object, x: Tensor | None) -> tuple[SelfAttention, Tensor]:
-    """Return the attention layer and the tokens (n, d) of one sequence, from a map or a captured site.
+    """Return the attention layer and the tokens (n, d) of one sequence, given either both or a captured
+    layer.
 
     Raises
     ------
@@ -237,7 +246,8 @@ def operands_of(attention: object, x: Tensor | None) -> tuple[SelfAttention, Ten
 
 
 class _Layer:
-    """The derivative of one layer's softmax, split by query head, and its output projection.
+    """The derivative of an attention layer's softmax at given tokens, split by query head, together with the
+    layer's output matrix.
 
     Axes of tensors: b = key/value head, G = query heads that share it. The heads of a group have output
     matrices W_1, …, W_G, replaced by the parts R_1, …, R_G of a triangular factor with the same Gram matrix.
@@ -245,7 +255,7 @@ class _Layer:
 
     @classmethod
     def at(cls, f: SelfAttention, x: Float[Tensor, "n d"]) -> _Layer:
-        """Return the derivative of a layer at tokens ``x``, in float64."""
+        """Return the derivative of an attention layer at tokens ``x``, in float64."""
         double = in_double(f)
         assert isinstance(double, SelfAttention)
         operands = Operands.of_tokens(double, x.detach().double()[None])
@@ -269,15 +279,19 @@ class _Layer:
         self.mean = derivative.mean.unflatten(1, (self.group, n))
 
     def out(self, heads: Float[Tensor, "b m value_dim"]) -> Float[Tensor, "b n r"]:
-        """Apply each head's output matrix to its output, and sum over the heads that share a key head."""
+        """Multiply the output of each head by its part of the layer's output matrix, and sum over the heads
+        that share a key head.
+        """
         return torch.einsum("bgnv,brgv->bnr", heads.unflatten(1, (self.group, self.n)), self.factor)
 
     def out_adjoint(self, y: Float[Tensor, "b n r"]) -> Float[Tensor, "b m value_dim"]:
-        """Apply the adjoint of :meth:`out`."""
+        """Return the cotangents of the heads' outputs, for cotangents of what :meth:`out` returns."""
         return torch.einsum("bnr,brgv->bgnv", y, self.factor).flatten(1, 2)
 
     def queries(self) -> tuple[Float[Tensor, "heads n"], Float[Tensor, "heads n key_dim"]]:
-        """Return the norms of the derivative in each query, and in each entry of it."""
+        """Return the norm of the derivative of the layer's output with respect to each query, and to each
+        entry of each query.
+        """
         d, tokens, entries = self.derivative, [], []
         for b in range(self.f.kv_heads):
             for g in range(self.group):
@@ -295,7 +309,8 @@ class _Layer:
         return torch.stack(tokens), torch.stack(entries)
 
     def key_grams(self) -> Float[Tensor, "b n key_dim key_dim"]:
-        """Return AᵀA for each key, where A is the derivative of the layer's output with respect to this key.
+        """Return AᵀA for each key, where A is the derivative of the layer's output with respect to this one
+        key.
 
         In key j it is Σ_i Σ_gh ⟨u^g_ij, u^h_ij⟩ q^g_i (q^h_i)ᵀ with u^g_ij = P^g_ij D^g_ij R_g (v_j − O^g_i),
         where D is the derivative of the soft cap.
@@ -309,12 +324,16 @@ class _Layer:
         return grams
 
     def key_entries(self) -> Float[Tensor, "b n key_dim"]:
-        """Return the norm of the derivative in each entry of the keys, without the whole Gram matrices."""
+        """Return the norm of the derivative of the layer's output with respect to each entry of each key.
+
+        No whole Gram matrix is formed.
+        """
         squares = self._key_sums(lambda q: q[:, None] * q[None], self.f.key_dim)
         return squares.clamp_min(0.0).sqrt()
 
     def _key_sums(self, pairs: Callable[[Tensor], Tensor], width: int) -> Float[Tensor, "b n _width"]:
-        """Return Σ_i Σ_gh ⟨u^g_ij, u^h_ij⟩ c^gh_i for each key j.
+        """Return, for each key j, the sum over queries and pairs of heads on which :meth:`key_grams` and
+        :meth:`key_entries` are built.
 
         The vectors u are those of :meth:`key_grams`. The function ``pairs`` turns the queries (G, n, key_dim)
         of a group into the vectors c^gh_i (G, G, n, width), one for each pair of heads.
@@ -332,7 +351,9 @@ class _Layer:
         return found
 
     def value_grams(self) -> Float[Tensor, "b n value_dim value_dim"]:
-        """Return AᵀA for each value, where A is the derivative of the layer's output in this value."""
+        """Return AᵀA for each value vector, where A is the derivative of the layer's output with respect to
+        this one value.
+        """
         attended = torch.einsum("bgij,bhij->bghj", self.p, self.p)
         outputs = torch.einsum("brgv,brhw->bghvw", self.factor, self.factor)
         grams: Tensor = torch.einsum("bghj,bghvw->bjvw", attended, outputs)
@@ -343,7 +364,7 @@ class _Layer:
 
 
 def _norms(gram: Float[Tensor, "b n k k"]) -> tuple[Float[Tensor, "b n"], Float[Tensor, "b n k"]]:
-    """Return the spectral norms and the column norms of matrices A, from their Gram matrices AᵀA."""
+    """Return the spectral norm of each matrix A, and the norms of its columns, given the matrices AᵀA."""
     return torch.linalg.eigvalsh(gram)[..., -1].clamp_min(0.0).sqrt(), _column_norms(gram)
 
 
@@ -352,7 +373,9 @@ def _column_norms(gram: Float[Tensor, "b n k k"]) -> Float[Tensor, "b n k"]:
 
 
 class _InOneOperand(LinearOperator):
-    """The derivative of a layer in the keys, or in the values, of each key/value head: one map a head."""
+    """The derivative of a layer's output with respect to all its keys or all its values, with one linear map
+    for each key/value head.
+    """
 
     def __init__(self, at: _Layer, which: Literal["key", "value"]) -> None:
         f, heads = at.f, at.f.kv_heads

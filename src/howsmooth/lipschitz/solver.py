@@ -1,4 +1,6 @@
-"""The singular value solvers, called with the accuracy and the seeds that the user asked for."""
+"""Runs the singular value solvers on Jacobians, with the accuracy and the random seeds that the user asked
+for.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,8 @@ _WORTH_A_THREAD = 1 << 14
 
 @dataclass(frozen=True)
 class Solver:
-    """Find the largest singular value of the Jacobian at each sequence, to the requested accuracy.
+    """Finds the largest singular value of the Jacobian at each of several sequences, with the accuracy that
+    the user asked for.
 
     A seed determines the random start vector of its sequence. Sequences are named by their indices: a batch
     may hold any of them, in any order.
@@ -35,7 +38,7 @@ class Solver:
     lengths: Sequence[int]
 
     def golub_kahan(self, operator: LinearOperator, members: Sequence[int]) -> LeadingTriplet:
-        """Compute leading singular triplets by Golub–Kahan bidiagonalisation, with two Krylov bases."""
+        """Find the largest singular values of a batch of Jacobians by Golub–Kahan bidiagonalisation."""
         return golub_kahan(
             operator,
             self._starts(operator, members),
@@ -45,7 +48,9 @@ class Solver:
         )
 
     def lanczos(self, operator: LinearOperator, members: Sequence[int], basis_bytes: int) -> LeadingTriplet:
-        """Compute leading singular triplets by the Lanczos process, with a basis of limited size."""
+        """Find the largest singular values of a batch of Jacobians by Lanczos, with at most ``basis_bytes``
+        of memory for the Krylov basis.
+        """
         return lanczos(
             operator,
             self._starts(operator, members),
@@ -58,7 +63,8 @@ class Solver:
     def together(
         self, operators: Sequence[LinearOperator], members: Sequence[Sequence[int]]
     ) -> list[LeadingTriplet]:
-        """Compute leading singular triplets of several Jacobians in one run that shares matrix products.
+        """Find the largest singular values of several batches of Jacobians at the same time, so that they
+        share matrix products.
 
         The Jacobians are of one map, at sequences that may have different lengths.
 
@@ -82,7 +88,9 @@ class Solver:
 
 
 def member_seeds(seed: int | Sequence[int], members: int) -> list[int]:
-    """Return a 64-bit seed of the random start for each of several sequences."""
+    """Return one 64-bit seed for each sequence of a batch, from which the random start vector of the solver
+    is drawn.
+    """
     if isinstance(seed, int):
         # Multiples of the golden ratio of 2^64 keep the streams of neighbouring seeds apart.
         return [(seed + member * 0x9E3779B97F4A7C15) % 2**64 for member in range(members)]
@@ -92,7 +100,7 @@ def member_seeds(seed: int | Sequence[int], members: int) -> list[int]:
 
 
 def starts(operator: LinearOperator, seeds: Sequence[int], lengths: Sequence[int]) -> Tensor:
-    """Return a random Gaussian start vector for each sequence.
+    """Draw one Gaussian start vector for each sequence of a batch.
 
     A start has the length of its sequence, and is filled up with zero tokens to the operator's length.
 

@@ -1,4 +1,5 @@
-"""How far one output token moves if every input token moves by at most one: a lower limit, by ascent.
+"""How far one output token moves if every input token moves by at most one, measured with a lower and an
+upper limit.
 
 For output token i it is the largest |Σ_j J_ij e_j| over tangents with |e_j| ≤ 1 for every token j. For a
 fixed direction u of the output the best tangents are e_j = J_ijᵀ u / |J_ijᵀ u|, and for fixed tangents the
@@ -31,7 +32,7 @@ _STEPS = 200
 
 @dataclass(frozen=True, eq=False)
 class TokenWise:
-    """How far some output token moves, to first order, if every input token moves by at most one.
+    """How far some output token of a map moves, to first order, if every input token moves by at most one.
 
     The constant is max_i sup |Σ_j J_ij e_j| over tangents with |e_j| ≤ 1, the local Lipschitz constant of the
     map between the norms max_j |e_j| of tokens.
@@ -50,7 +51,9 @@ class TokenWise:
 
     @property
     def value(self) -> float:
-        """The largest move of an output token that was found: the lower limit of the constant."""
+        """The farthest move of an output token that was found, which is a lower limit of the largest possible
+        move.
+        """
         return self.lower
 
     def __repr__(self) -> str:
@@ -67,7 +70,8 @@ def token_wise_lipschitz(
     rtol: float,
     seed: int,
 ) -> TokenWise:
-    """Return a lower and an upper limit of the token-wise constant over the given output tokens.
+    """Return a lower and an upper limit of how far one of the given output tokens moves if every input token
+    moves by at most one.
 
     Parameters
     ----------
@@ -100,7 +104,8 @@ def token_wise_lipschitz(
 def token_wise_ascent(
     operator: LinearOperator, outputs: Sequence[int], *, rtol: float, seed: int
 ) -> tuple[int, Float[Tensor, "n d"], float]:
-    """Return tangents under which some output token moves far, by ascent.
+    """Search for moves of all input tokens, each of length at most one, that move one of the given output
+    tokens as far as possible.
 
     Parameters
     ----------
@@ -133,7 +138,8 @@ def token_wise_ascent(
 def attained(
     operator: LinearOperator, i: int, e: Float[Tensor, "n d"]
 ) -> tuple[float, Float[Tensor, " d_out"], float]:
-    """Return the length of the output change Σ_j J_ij e_j, its direction, and the length's rounding error.
+    """Return how far output token ``i`` moves for moves ``e`` of all input tokens: the length, the direction,
+    and the rounding error of the length.
 
     The operator is the Jacobian at one sequence, in the dtype of the tangents ``e``.
     """
@@ -149,9 +155,10 @@ def attained(
 def _climbed(
     operator: LinearOperator, i: int, u: Float[Tensor, " d_out"], rtol: float
 ) -> tuple[Float[Tensor, "n d"], float]:
-    """Climb from a direction ``u`` of output token i.
+    """Search for moves of all input tokens, each of length at most one, that move output token ``i`` far,
+    beginning with its direction ``u``.
 
-    Return the input tangents reached, and how far they move it.
+    Return these moves, and how far they move the output token.
     """
     value = 0.0
     for _ in range(_STEPS):
@@ -166,6 +173,6 @@ def _climbed(
 
 
 def unit_rows(e: Float[Tensor, "n d"]) -> Float[Tensor, "n d"]:
-    """Divide each row by its length; rows of zeros stay zero."""
+    """Divide each row of a matrix by its length, and leave rows of zeros as they are."""
     length = torch.linalg.vector_norm(e, dim=-1, keepdim=True)
     return torch.where(length > 0, e / length, 0.0)

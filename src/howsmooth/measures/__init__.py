@@ -1,6 +1,8 @@
-"""Probability measures on which attention acts, and distances between them."""
+"""Probability measures on which attention acts (discrete measures and Gaussians), and Wasserstein distances
+between them.
+"""
 
-from howsmooth.measures.conditional import conditional_wasserstein
+from howsmooth.measures.conditional_distance import conditional_wasserstein
 from howsmooth.measures.discrete import DiscreteMeasure
 from howsmooth.measures.gaussian import Gaussian, affine_action, affine_action_at
 from howsmooth.measures.lipschitz import WassersteinLipschitz, wasserstein_lipschitz

@@ -1,4 +1,4 @@
-"""The distance W₂ between two Gaussians, with a lower and an upper limit.
+"""The Wasserstein distance W₂ between two Gaussians, with a lower and an upper limit.
 
 The distance is given by the Bures formula, which is evaluated without cancellation. The upper limit is the
 cost of a coupling, and the lower limit comes from a pair of quadratic potentials. Both limits hold even if
@@ -17,7 +17,7 @@ from numpy import ndarray
 
 from howsmooth.measures.gaussian import Gaussian
 from howsmooth.measures.presolve import NEGLIGIBLE, in_units
-from howsmooth.measures.problem import EPSILON
+from howsmooth.measures.transport_problem import EPSILON
 
 __all__ = ["GaussianAnswer", "between_gaussians"]
 
@@ -30,7 +30,7 @@ _STEEPEST = 1e-8
 
 @dataclass(frozen=True)
 class GaussianAnswer:
-    """The distance W₂ between two scaled Gaussians, with its interval and derivatives.
+    """The computed distance W₂ between two Gaussians, with a lower and an upper limit and with derivatives.
 
     The distance is in units of ``2**exponent``. The derivatives by means and covariances are in the units of
     the means and covariances.
@@ -46,21 +46,21 @@ class GaussianAnswer:
     regular: bool
 
     def in_units(self, scaled: float) -> float:
-        """Convert a distance between scaled Gaussians back to the units of the given Gaussians.
-
-        It is multiplied by 2^exponent.
+        """Convert a distance between the scaled Gaussians back to the units of the given Gaussians, by a
+        factor 2^exponent.
         """
         return in_units(scaled, self.exponent)
 
     @property
     def noise(self) -> float:
-        """The distance W₂ that rounding of the covariances alone can cause."""
+        """The largest distance W₂ that rounding errors in the two covariances alone can cause."""
         d = len(self.by_means[0])
         return min(d * math.sqrt(8 * EPSILON), NEGLIGIBLE)
 
 
 def between_gaussians(mu: Gaussian, nu: Gaussian) -> GaussianAnswer:
-    """Return W₂ between N(α, Σ) and N(β, Τ), with an interval and derivatives.
+    """Compute the distance W₂ between two Gaussians N(α, Σ) and N(β, Τ), with a lower and an upper limit and
+    with derivatives.
 
     The formula is W₂² = |α − β|² + min over orthogonal U of |Σ^{1/2} − Τ^{1/2} U|².
     """
@@ -105,24 +105,26 @@ def between_gaussians(mu: Gaussian, nu: Gaussian) -> GaussianAnswer:
 
 @dataclass(frozen=True)
 class _Spectrum:
-    """The eigenvalues of a covariance in increasing order, and its eigenvectors."""
+    """The eigenvalues, in increasing order, and the eigenvectors of a Gaussian's covariance matrix."""
 
     values: Float[ndarray, " d"]
     vectors: Float[ndarray, "d d"]
 
     @property
     def error(self) -> float:
-        """Bound on the rounding error of each eigenvalue of the covariance."""
+        """Bound on the rounding error of each computed eigenvalue of the covariance matrix."""
         return 8 * len(self.values) * EPSILON * float(np.abs(self.values).max())
 
     @property
     def least(self) -> float:
-        """The least eigenvalue minus its rounding error, or zero if the covariance may be singular."""
+        """The smallest eigenvalue of the covariance matrix minus its rounding error, or zero if the matrix
+        may be singular.
+        """
         return max(float(self.values[0]) - self.error, 0.0)
 
     @property
     def slack(self) -> float:
-        """Bound on the error in W₂ that rounding of the eigenvalues of the covariance may cause.
+        """Bound on the error in a distance W₂ that rounding of the covariance's eigenvalues may cause.
 
         The square roots of two covariances differ by at most the root of the trace norm of their difference,
         and by at most the size of the difference over twice the least root. For singular covariances only the
@@ -135,13 +137,14 @@ class _Spectrum:
         )
 
     def root(self) -> Float[ndarray, "d d"]:
-        """Return the symmetric square root of the covariance."""
+        """Return the symmetric square root of the covariance matrix."""
         root: ndarray = (self.vectors * np.sqrt(np.maximum(self.values, 0.0))) @ self.vectors.T
         return root
 
 
 def _map(one: _Spectrum, other: _Spectrum) -> tuple[ndarray, ndarray]:
-    """Return the spectrum of the linear map that transports one Gaussian to another.
+    """Return the eigenvalues and eigenvectors of the linear map that transports one centred Gaussian to
+    another.
 
     The results are its eigenvalues and its eigenvectors. The map T > 0 transports covariance ``one`` to
     covariance ``other``. A small multiple of the identity is added to the covariances first. The eigenvalues

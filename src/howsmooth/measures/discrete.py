@@ -1,4 +1,4 @@
-"""Discrete probability measures: weighted atoms, with positions for masked attention."""
+"""Discrete probability measures: weighted atoms, which have positions if masked attention acts on them."""
 
 from __future__ import annotations
 
@@ -24,7 +24,8 @@ _MASS = 1e-6
 
 
 class DiscreteMeasure(AbstractMeasure):
-    """A discrete probability measure: weighted atoms in R^d, each with a position in [0, 1] if needed.
+    """A discrete probability measure: atoms in R^d with weights that sum to one and, if needed, with
+    positions in [0, 1].
 
     It is Σ_j a_j δ_{x_j} or, with positions s_j for masked attention, Σ_j a_j δ_{(s_j, x_j)}.
 
@@ -103,37 +104,37 @@ class DiscreteMeasure(AbstractMeasure):
 
     @property
     def n(self) -> int:
-        """The number of atoms."""
+        """The number of atoms of the measure."""
         return self.points.shape[0]
 
     @property
     def d(self) -> int:
-        """The dimension of an atom."""
+        """The number of coordinates of each atom of the measure."""
         return self.points.shape[1]
 
     @property
     def dtype(self) -> torch.dtype:
-        """Data type of the atoms."""
+        """The dtype of the measure's atoms."""
         return self.points.dtype
 
     @property
     def device(self) -> torch.device:
-        """Device of the atoms."""
+        """The device of the measure's atoms."""
         return self.points.device
 
     @property
     def weights(self) -> Float[Tensor, " n"]:
-        """The weights, float64; weights below about 1e-308 lose digits or become zero."""
+        """The weights of the atoms, in float64. Weights below about 1e-308 lose digits or become zero."""
         return self.log_weights.exp()
 
     @property
     def mean(self) -> Float[Tensor, " d"]:
-        """The mean Σ_j a_j x_j."""
+        """The mean Σ_j a_j x_j of the measure with weights a_j on atoms x_j."""
         return self.weights.to(self.dtype) @ self.points
 
     @property
     def covariance(self) -> Float[Tensor, "d d"]:
-        """The covariance Σ_j a_j (x_j − mean)(x_j − mean)ᵀ."""
+        """The covariance Σ_j a_j (x_j − mean)(x_j − mean)ᵀ of the measure with weights a_j on atoms x_j."""
         centred = self.points - self.mean
         return (self.weights.to(self.dtype)[:, None] * centred).mT @ centred
 
@@ -153,11 +154,12 @@ class DiscreteMeasure(AbstractMeasure):
     # ---- operations
 
     def weighted_tokens(self) -> tuple[Float[Tensor, "n d"], Weighting]:
-        """Return the atoms, with their log-weights and positions."""
+        """Return the atoms of the measure, and an object with their log-weights and positions."""
         return self.points, self._weighting()
 
     def push_forward(self, f: TokenMap) -> DiscreteMeasure:
-        """Return the push-forward of the measure under ``f``, whose attention is taken over this measure.
+        """Apply the map ``f`` to the measure: each atom moves as a token that attends to all atoms, and keeps
+        its weight.
 
         Raises
         ------
@@ -171,7 +173,8 @@ class DiscreteMeasure(AbstractMeasure):
         return self._rebuilt(f._forward(self.points, weighting), weighting)
 
     def merged(self, tolerance: float = 0.0) -> DiscreteMeasure:
-        """Return the measure with coinciding atoms merged into one atom, which has the sum of their weights.
+        """Return the measure with atoms that coincide replaced by one atom, which has the sum of their
+        weights.
 
         Atoms at equal positions are merged if they are linked by a chain of atoms whose successive distances
         are at most ``tolerance``. The merged atom is at their weighted mean. The merged atoms are in the
@@ -202,7 +205,8 @@ class DiscreteMeasure(AbstractMeasure):
         return self._rebuilt(points, Weighting(largest + totals.log(), positions))
 
     def _groups(self, tolerance: float) -> tuple[Int[Tensor, " n"], int]:
-        """Sort the atoms into groups to be merged; return each atom's group number and the count of groups.
+        """Return, for each atom, the number of the group in which it will be merged, and the number of
+        groups.
 
         Groups are numbered in the order of their first atoms.
         """
@@ -234,7 +238,7 @@ class DiscreteMeasure(AbstractMeasure):
 
 
 def _first_members(group: Int[Tensor, " n"], count: int) -> Int[Tensor, " groups"]:
-    """Return, for each group of atoms to be merged, the index of its first atom."""
+    """Return, for each group of atoms that will be merged, the index of its first atom."""
     order = torch.arange(len(group), device=group.device)
     return torch.full((count,), len(group), device=group.device).scatter_reduce(0, group, order, "amin")
 
@@ -262,7 +266,7 @@ def _check_points(points: object, name: str = "points") -> Tensor:
 
 
 def _check_vector(name: str, value: object, points: Tensor) -> Tensor:
-    """Return ``value`` after checking that it has one finite number for each atom."""
+    """Check that ``value`` is a tensor with one finite number for each atom of a measure, and return it."""
     n = points.shape[0]
     if not isinstance(value, Tensor):
         raise ArgumentError(
@@ -279,7 +283,7 @@ def _check_vector(name: str, value: object, points: Tensor) -> Tensor:
 
 
 def _check_weights(weights: Tensor) -> Tensor:
-    """Return the logarithms of the weights in float64, after checking that the weights are positive."""
+    """Check that the weights of a measure are positive, and return their logarithms in float64."""
     smallest = float(weights.min())
     if smallest < torch.finfo(weights.dtype).tiny:
         if smallest > 0:

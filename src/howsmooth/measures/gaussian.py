@@ -1,4 +1,5 @@
-"""Gaussian measures, on which unmasked attention acts by an affine map.
+"""Gaussian measures. Unmasked attention acts on a Gaussian as an affine map, so its image is a Gaussian
+again.
 
 Proof: documentation page "Maps on measures", section "Gaussian measures".
 """
@@ -33,7 +34,7 @@ _ROUNDINGS = 32
 
 
 class Gaussian(AbstractMeasure):
-    """The normal distribution N(mean, covariance) on R^d.
+    """The normal distribution on R^d with a given mean and covariance.
 
     Unmasked attention acts on it as an affine map x ↦ M x + c, so f(gaussian) is Gaussian, too. This holds
     for :class:`~howsmooth.attention.SelfAttention`, :class:`~howsmooth.attention.L2Attention`, and residuals
@@ -75,17 +76,17 @@ class Gaussian(AbstractMeasure):
 
     @property
     def d(self) -> int:
-        """The dimension of the space."""
+        """The dimension of the space on which the Gaussian is defined."""
         return self.mean.shape[0]
 
     @property
     def dtype(self) -> torch.dtype:
-        """Data type of mean and covariance."""
+        """The dtype of the Gaussian's mean and covariance."""
         return self.mean.dtype
 
     @property
     def device(self) -> torch.device:
-        """Device of mean and covariance."""
+        """The device of the Gaussian's mean and covariance."""
         return self.mean.device
 
     def __repr__(self) -> str:
@@ -93,13 +94,14 @@ class Gaussian(AbstractMeasure):
         return f"Gaussian(d={self.d}, covariance of rank {rank})"
 
     def to(self, *, dtype: torch.dtype | None = None, device: torch.device | str | None = None) -> Gaussian:
-        """Return the Gaussian in another dtype or on another device."""
+        """Return the Gaussian with its mean and covariance in another dtype or on another device."""
         return Gaussian(
             self.mean.to(dtype=dtype, device=device), self.covariance.to(dtype=dtype, device=device)
         )
 
     def sample(self, n: object, seed: object) -> DiscreteMeasure:
-        """Return ``n`` independent atoms of equal weight, drawn from the Gaussian with this seed.
+        """Draw ``n`` independent points from the Gaussian, and return the discrete measure that gives each
+        the same weight.
 
         Raises
         ------
@@ -119,7 +121,8 @@ class Gaussian(AbstractMeasure):
         return DiscreteMeasure(self.mean + (drawn.to(self.device) @ root).to(self.dtype))
 
     def push_forward(self, f: TokenMap) -> Gaussian:
-        """Return the image of the Gaussian under ``f``, which equals ``f(gaussian)``.
+        """Return the image of the Gaussian under the map ``f``, which is a Gaussian again; it equals
+        ``f(gaussian)``.
 
         The image is N(M α + c, M Σ Mᵀ), with M and c of :func:`affine_action`.
 
@@ -133,7 +136,7 @@ class Gaussian(AbstractMeasure):
         return Gaussian(matrix @ self.mean + shift, matrix @ self.covariance @ matrix.mT)
 
     def weighted_tokens(self) -> tuple[Tensor, Weighting]:
-        """Raise ArgumentError, because a Gaussian has no atoms."""
+        """Raise ArgumentError, because a Gaussian has no atoms, for which this method asks."""
         raise ArgumentError(
             "measure",
             expected="a measure with atoms",
@@ -145,7 +148,8 @@ class Gaussian(AbstractMeasure):
 def affine_action(
     f: TokenMap, gaussian: Gaussian
 ) -> tuple[Float[Tensor, "d_out d"], Float[Tensor, " d_out"]]:
-    """Return M and c such that the mean-field map of ``f`` at the Gaussian N(α, Σ) is x ↦ M x + c.
+    """Return the matrix M and the vector c such that the attention map ``f`` moves each point x of a Gaussian
+    to M x + c.
 
     Head h of self-attention, with A_h = scale · K_hᵀQ_h and b_h = scale · K_hᵀb_q,h, weights the keys at
     query x so that they are distributed as the Gaussian shifted by Σ(A_h x + b_h). Hence M = Σ_h O_h Σ A_h
@@ -171,7 +175,8 @@ def affine_action(
 def affine_action_at(
     f: TokenMap, mean: Float[Tensor, " d"], covariance: Float[Tensor, "d d"]
 ) -> tuple[Float[Tensor, "d_out d"], Float[Tensor, " d_out"]]:
-    """Return M and c of the affine map x ↦ M x + c by which ``f`` acts on a Gaussian.
+    """Return the matrix M and the vector c such that the attention map ``f`` moves each point x of N(mean,
+    covariance) to M x + c.
 
     The arguments are not checked.
     """
@@ -250,7 +255,9 @@ def _tensor(name: str, value: object, axes: int) -> Tensor:
 
 
 def _covariance(sigma: Tensor) -> Tensor:
-    """Return the covariance made exactly symmetric, after checking symmetry and eigenvalues."""
+    """Check that a matrix is symmetric without negative eigenvalues, up to rounding, and return it made
+    exactly symmetric.
+    """
     allowed = _ROUNDINGS * sigma.shape[0] * torch.finfo(sigma.dtype).eps
     skew = float((sigma - sigma.mT).detach().abs().max())
     if skew > allowed * float(sigma.detach().abs().max()):

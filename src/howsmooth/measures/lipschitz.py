@@ -1,4 +1,4 @@
-"""The local Lipschitz constant of mean-field attention in W₂, for perturbations that may split atoms."""
+"""The local Lipschitz constant, in the Wasserstein distance W₂, of attention as a map of measures."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _TOGETHER = 8
 
 @dataclass(frozen=True)
 class WassersteinLipschitz:
-    """The local Lipschitz constant of mean-field attention in the Wasserstein distance W₂.
+    """The local Lipschitz constant of attention as a map of measures, in the Wasserstein distance W₂.
 
     It is the larger of two parts: one for perturbations that move whole atoms, one for those that split one.
 
@@ -84,7 +84,8 @@ def wasserstein_lipschitz(
     max_iterations: int = 200,
     seed: int | Sequence[int] = 0,
 ) -> WassersteinLipschitz:
-    """Measure the local Lipschitz constant in W₂ of the mean-field map of ``f`` at a discrete measure.
+    """Measure the local Lipschitz constant, in the Wasserstein distance W₂, of the map ``f`` of measures at a
+    discrete measure.
 
     The constant is the limit, as δ → 0, of the largest W₂(F(ν), F(ν')) / W₂(ν, ν') over measures ν ≠ ν' whose
     W_∞ distance from the given measure is at most δ. It equals max(‖J‖_a, max_i ‖D Γ_μ(x_i)‖). The first part

@@ -1,4 +1,4 @@
-"""Check that the numbers of a measure are float32 or float64 and finite."""
+"""Checks that the numbers of a measure (atoms, weights, positions) are float32 or float64 and finite."""
 
 from __future__ import annotations
 
@@ -11,7 +11,9 @@ __all__ = ["check_numbers"]
 
 
 def check_numbers(name: str, value: Tensor) -> None:
-    """Raise ArgumentError unless ``value`` is float32 or float64, and NonFiniteError unless it is finite."""
+    """Raise ArgumentError unless the tensor ``value`` is float32 or float64, and NonFiniteError unless its
+    numbers are finite.
+    """
     if value.dtype not in (torch.float32, torch.float64):
         raise ArgumentError(
             name,

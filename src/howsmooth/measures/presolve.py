@@ -1,4 +1,6 @@
-"""Two discrete measures prepared for a transport solver: scaled, and without atoms of negligible weight."""
+"""Prepares two discrete measures for an optimal transport solver: scales their atoms, and leaves out atoms of
+negligible weight.
+"""
 
 from __future__ import annotations
 
@@ -14,8 +16,8 @@ from scipy.special import logsumexp
 
 from howsmooth.errors import ArgumentError
 from howsmooth.measures.discrete import DiscreteMeasure
-from howsmooth.measures.problem import EPSILON, TINY, Plan, Problem
-from howsmooth.measures.solvers import Solution
+from howsmooth.measures.transport_problem import EPSILON, TINY, Plan, Problem
+from howsmooth.measures.transport_solvers import Solution
 
 __all__ = ["Answer", "Pair", "in_units"]
 
@@ -29,7 +31,8 @@ _LIGHTEST = math.log(1e-300)
 
 @dataclass(frozen=True)
 class Answer:
-    """The distance W_p between two scaled discrete measures, with a lower and an upper limit.
+    """The computed distance W_p between two discrete measures with scaled atoms, with a lower and an upper
+    limit.
 
     It also holds the data for the derivative of the distance. ``plan`` moves mass between the atoms numbered
     by its rows and columns, and ``log_masses`` are the logarithms of its masses. ``left`` and ``right`` are
@@ -47,7 +50,7 @@ class Answer:
 
 @dataclass(frozen=True)
 class Pair:
-    """Two discrete measures, scaled so that no distance between their atoms exceeds one.
+    """Two discrete measures whose atoms are scaled so that no distance between two atoms exceeds one.
 
     The atoms ``x`` and ``y`` are multiplied by ``2**-exponent``. ``log_a`` and ``log_b`` are the logarithms
     of the weights.
@@ -62,7 +65,9 @@ class Pair:
 
     @classmethod
     def of(cls, mu: DiscreteMeasure, nu: DiscreteMeasure, p: float) -> Pair:
-        """Return two measures in float64 on the CPU, scaled by a power of two to distances at most one."""
+        """Scale the atoms of two measures by one power of two, so that no distance between two atoms exceeds
+        one.
+        """
         x, y = (measure.points.detach().double().cpu().numpy() for measure in (mu, nu))
         log_a, log_b = (measure.log_weights.detach().cpu().numpy() for measure in (mu, nu))
         # Scaling by powers of two rounds nothing. The first scaling brings coordinates below one, so that
@@ -75,19 +80,19 @@ class Pair:
 
     @cached_property
     def kept(self) -> tuple[Bool[ndarray, " n"], Bool[ndarray, " m"]]:
-        """Masks of the atoms of both measures, True unless the weight of the atom is negligible."""
+        """Boolean arrays that say which atoms of the two measures have a weight that is not negligible."""
         return self.log_a >= _LIGHTEST, self.log_b >= _LIGHTEST
 
     @cached_property
     def problem(self) -> Problem:
-        """The transport problem between the atoms of both measures whose weight is not negligible."""
+        """The optimal transport problem between the two measures without their atoms of negligible weight."""
         here, there = self.kept
         a, b = np.exp(self.log_a[here]), np.exp(self.log_b[there])
         return Problem(self.x[here], self.y[there], a / math.fsum(a), b / math.fsum(b), self.p)
 
     @property
     def reach_of_light_atoms(self) -> float:
-        """Upper bound on the change of W_p when atoms of negligible weight are left out.
+        """Upper bound on how much the distance W_p changes when atoms of negligible weight are left out.
 
         The bound is the sum of m^{1/p} over the masses m of these atoms.
         """
@@ -97,7 +102,8 @@ class Pair:
         return math.fsum(math.exp(float(logsumexp(logs)) / self.p) for logs in light)
 
     def matched(self) -> Answer | None:
-        """Return the distance W_p if a simple test shows that moving each x_i to y_i is optimal, else None.
+        """Return the distance W_p if a simple test shows that the best plan moves each atom x_i to y_i;
+        otherwise return None.
 
         This is so if both measures have the same weights in the same order, and each y_i is the atom of ``y``
         that is nearest to x_i. Then W_p^p = Σ a_i |x_i − y_i|^p. The potentials are min_j |x_i − y_j|^p and
@@ -124,7 +130,7 @@ class Pair:
         )
 
     def _own_is_nearest(self, own: Float[ndarray, " n"]) -> bool:
-        """Tell whether y_i is, for each i, an atom of ``y`` nearest to x_i, up to rounding."""
+        """Return True if, for each i, no atom of ``y`` is nearer to x_i than y_i, up to rounding."""
         if self.x.shape[1] == 1:
             # In one dimension a tree avoids the matrix of all distances.
             nearest, _ = cKDTree(self.y).query(self.x)
@@ -134,7 +140,9 @@ class Pair:
         return bool(np.all(own <= nearest * (1 + (self.x.shape[1] + 16) * EPSILON)))
 
     def answer(self, solution: Solution) -> Answer:
-        """Extend a solver's solution for the kept atoms to the measures with all atoms."""
+        """Turn a solver's solution, which leaves out atoms of negligible weight, into the distance between
+        the two whole measures.
+        """
         here, there = (np.flatnonzero(kept) for kept in self.kept)
         plan = Plan(here[solution.plan.rows], there[solution.plan.columns], solution.plan.masses)
         slack = self.reach_of_light_atoms
@@ -154,7 +162,7 @@ class Pair:
 
     @property
     def noise(self) -> float:
-        """The distance W_p that rounding of the weights alone can cause.
+        """The largest distance W_p that rounding errors in the weights alone can cause.
 
         It is at most ((n + m) ε)^{1/p}. For large p this number is not small. It is therefore limited to 1e-6
         (``NEGLIGIBLE``).
@@ -162,12 +170,12 @@ class Pair:
         return min(float(((len(self.x) + len(self.y)) * EPSILON) ** (1 / self.p)), NEGLIGIBLE)
 
     def in_units(self, scaled: float) -> float:
-        """Return a distance between scaled points in the units of the points before scaling."""
+        """Convert a distance between the scaled atoms to the units of the atoms as the user gave them."""
         return in_units(scaled, self.exponent)
 
 
 def in_units(scaled: float, exponent: int) -> float:
-    """Undo the scaling of a distance: return ``scaled · 2**exponent``.
+    """Convert a distance between scaled atoms to the user's units: return ``scaled · 2**exponent``.
 
     Raise ArgumentError if float64 cannot hold the number.
     """

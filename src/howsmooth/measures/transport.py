@@ -1,4 +1,6 @@
-"""Wasserstein distances with intervals that are proved by feasible plans and potentials."""
+"""Wasserstein distances between measures, with an interval that is proved by a transport plan and by dual
+potentials.
+"""
 
 from __future__ import annotations
 
@@ -15,10 +17,10 @@ from torch import Tensor
 from howsmooth.errors import ArgumentError
 from howsmooth.measures.bures import between_gaussians
 from howsmooth.measures.discrete import DiscreteMeasure
+from howsmooth.measures.distance_arguments import Options, check_discrete, check_order, check_same_space
 from howsmooth.measures.gaussian import Gaussian
-from howsmooth.measures.options import Options, check_discrete, check_order, check_same_space
 from howsmooth.measures.presolve import Answer, Pair
-from howsmooth.measures.solvers import entropic, exact, on_the_line
+from howsmooth.measures.transport_solvers import entropic, exact, on_the_line
 
 __all__ = ["Transport", "solve", "transport_of", "wasserstein"]
 
@@ -31,7 +33,7 @@ _LARGEST = 2 * 10**8
 
 @dataclass(frozen=True, eq=False)
 class Transport:
-    """A Wasserstein distance with its interval and transport plan.
+    """A computed Wasserstein distance between two measures, with its interval and its transport plan.
 
     Attributes
     ----------
@@ -67,7 +69,9 @@ class Transport:
 
     @property
     def remedy(self) -> str:
-        """What to do about an interval that is too wide; an empty string if it is narrow enough."""
+        """Advice on what to do if the interval of the distance is too wide; an empty string if it is narrow
+        enough.
+        """
         if self.converged:
             return ""
         advice = {
@@ -95,7 +99,7 @@ def wasserstein(
     max_iterations: int = 1000,
     gradient: bool = False,
 ) -> Transport:
-    """Measure the Wasserstein distance W_p(μ, ν), p >= 1, with an interval.
+    """Measure the Wasserstein distance W_p(μ, ν) of order p >= 1 between two measures, with an interval.
 
     Parameters
     ----------
@@ -144,7 +148,8 @@ def wasserstein(
 
 
 def solve(pair: Pair, options: Options) -> tuple[Answer, Method]:
-    """Solve one transport problem; return the distance with its interval, and the method that was used.
+    """Compute the distance W_p between two prepared discrete measures with its interval, and say which method
+    was used.
 
     Before it calls the exact or the sorting solver, it checks whether matching equal indices is optimal.
     """
@@ -188,7 +193,8 @@ def transport_of(
     options: Options,
     measures: tuple[DiscreteMeasure, DiscreteMeasure],
 ) -> Transport:
-    """Return the result in the user's units: the distance, its lower and upper limit, and the plan.
+    """Convert the computed distance between two scaled measures to the result for the user, in the user's
+    units.
 
     If ``options.gradient`` is set, the distance is differentiable.
     """
@@ -208,7 +214,7 @@ def transport_of(
 
 
 def _of_gaussians(mu: Gaussian, nu: Gaussian, p: float, options: Options) -> Transport:
-    """Return the distance W_2 of two Gaussians, by the formula of Bures."""
+    """Compute the Wasserstein distance W_2 between two Gaussians, by the formula of Bures."""
     if options.method not in ("auto", "bures"):
         raise ArgumentError("method", expected="'auto' or 'bures' for Gaussians", got=repr(options.method))
     if p != 2:
@@ -250,7 +256,8 @@ def _of_gaussians(mu: Gaussian, nu: Gaussian, p: float, options: Options) -> Tra
 def _with_gradient(
     value: Tensor, pair: Pair, answer: Answer, mu: DiscreteMeasure, nu: DiscreteMeasure
 ) -> Tensor:
-    """Return ``value`` with its derivatives by the points and weights of both measures.
+    """Make the distance ``value`` differentiable with respect to the points and the log-weights of both
+    measures.
 
     The plan gives the derivatives by points, and the potentials give the derivatives by weights.
     """
@@ -271,7 +278,7 @@ def _with_gradient(
 
 
 def _by_points(pair: Pair, answer: Answer) -> tuple[Float[ndarray, "n d"], Float[ndarray, "m d"]]:
-    """Return the derivatives of W_p with respect to the points of both measures.
+    """Return the derivatives of the distance W_p with respect to the points of both measures.
 
     Each entry e of the plan adds m_e (|z_e| / W_p)^{p−1} z_e/|z_e| at its row and subtracts it at its column,
     where m_e is its mass and z_e = x − y.
@@ -295,7 +302,7 @@ def _by_points(pair: Pair, answer: Answer) -> tuple[Float[ndarray, "n d"], Float
 def _by_log_weights(
     pair: Pair, answer: Answer, potential: Float[ndarray, " n"], logs: Float[ndarray, " n"]
 ) -> Float[ndarray, " n"]:
-    """Return the derivatives of W_p with respect to the log-weights of one measure.
+    """Return the derivatives of the distance W_p with respect to the log-weights of one measure.
 
     The derivative of W_p^p by a weight a_i is its potential φ_i, so that of W_p by log a_i is
     a_i φ_i / (p W_p^{p−1}). At distance zero it is set to zero.
@@ -311,7 +318,9 @@ def _by_log_weights(
 
 
 def _attach(value: Tensor, argument: Tensor, gradient: ndarray) -> Tensor:
-    """Give ``value`` the derivative ``gradient`` with respect to ``argument``."""
+    """Return the number ``value`` as a tensor whose derivative with respect to the tensor ``argument`` is
+    ``gradient``.
+    """
     if not argument.requires_grad:
         return value
     slope = torch.as_tensor(gradient, dtype=torch.float64, device=argument.device)

@@ -19,7 +19,7 @@ from howsmooth.attention.map import check_tokens
 from howsmooth.bounds.parameters import SiteLike
 from howsmooth.errors import ArgumentError
 from howsmooth.jacobian import has_closed_form, in_double
-from howsmooth.jacobian.token_blocks import token_blocks
+from howsmooth.jacobian.token_pair_blocks import token_blocks
 from howsmooth.lipschitz.arguments import check_arguments
 from howsmooth.lipschitz.block_norms import block_norms, sequence_jacobian
 from howsmooth.lipschitz.solver import Solver, member_seeds

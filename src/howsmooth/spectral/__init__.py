@@ -1,10 +1,14 @@
-"""Linear operators, and their leading singular triplets with intervals; nothing here knows of attention."""
+"""Linear operators that are known only by products with vectors, and solvers that find their largest singular
+value with an interval.
+
+Nothing in this package knows of attention.
+"""
 
 from howsmooth.spectral.convert import to_dense, to_scipy
 from howsmooth.spectral.golub_kahan import LeadingTriplet, golub_kahan
-from howsmooth.spectral.interval import a_posteriori_upper, a_priori_upper, start_quantile
 from howsmooth.spectral.lanczos import lanczos, lanczos_together
 from howsmooth.spectral.operator import LinearOperator, ProductError, Scaled, Subset
+from howsmooth.spectral.upper_limits import a_posteriori_upper, a_priori_upper, start_quantile
 
 __all__ = [
     "LeadingTriplet",

@@ -1,4 +1,4 @@
-"""Other forms of an operator: a dense matrix for small cases, SciPy's ``LinearOperator`` for its solvers."""
+"""Conversion of a linear operator to a dense matrix, for small cases, or to SciPy's ``LinearOperator``."""
 
 from __future__ import annotations
 
@@ -15,7 +15,9 @@ __all__ = ["to_dense", "to_scipy"]
 
 
 def to_dense(operator: LinearOperator) -> Float[Tensor, "batch out_size in_size"]:
-    """Return an operator's matrices (batch, out_size, in_size), by one product for each input coordinate."""
+    """Return the matrices (batch, out_size, in_size) of a linear operator, which are found by one product for
+    each coordinate of the input.
+    """
     matrix = torch.empty(
         operator.batch, operator.out_size, operator.in_size, dtype=operator.dtype, device=operator.device
     )
@@ -29,7 +31,8 @@ def to_dense(operator: LinearOperator) -> Float[Tensor, "batch out_size in_size"
 
 
 def to_scipy(operator: LinearOperator, member: int = 0) -> sparse_linalg.LinearOperator:
-    """Return one map of a batch as a ``scipy.sparse.linalg.LinearOperator`` of shape (out_size, in_size).
+    """Return one map of a batched linear operator as a ``scipy.sparse.linalg.LinearOperator`` of shape
+    (out_size, in_size).
 
     Raises
     ------

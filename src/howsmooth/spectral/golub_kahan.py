@@ -1,4 +1,5 @@
-"""Batched Golub–Kahan bidiagonalisation with reorthogonalisation, until the interval of ‖J‖ is narrow.
+"""The largest singular value of each linear map in a batch, with an interval, by Golub–Kahan
+bidiagonalisation.
 
 From a Gaussian start b in the input space, with v₁ = b / |b| and β₀ = 0, step k computes
 
@@ -7,8 +8,8 @@ From a Gaussian start b in the input space, with v₁ = b / |b| and β₀ = 0, s
 
 so that J V_k = U_k B_k with orthonormal columns of V_k and U_k, and B_k upper bidiagonal with α on the
 diagonal and β above it. The largest singular value σ̂ of B_k is a lower limit of ‖J‖, and
-:mod:`howsmooth.spectral.interval` gives an upper limit. Each member of the batch stops when its interval is
-narrow enough, and its result does not depend on the other members.
+:mod:`howsmooth.spectral.upper_limits` gives an upper limit. Each member of the batch stops when its interval
+is narrow enough, and its result does not depend on the other members.
 """
 
 from __future__ import annotations
@@ -23,9 +24,9 @@ from scipy import linalg
 from torch import Tensor
 
 from howsmooth.spectral.accurate_sums import PIECE, inner_products, squared_lengths
-from howsmooth.spectral.interval import a_posteriori_upper, ritz_values, start_quantile
 from howsmooth.spectral.operator import LinearOperator
 from howsmooth.spectral.product_checks import check_finite, checked_rounding
+from howsmooth.spectral.upper_limits import a_posteriori_upper, ritz_values, start_quantile
 
 __all__ = ["LeadingTriplet", "golub_kahan"]
 
@@ -37,7 +38,8 @@ _COMPACT_AT = 0.75
 
 @dataclass(frozen=True)
 class LeadingTriplet:
-    """The leading singular value of each map of a batch, an interval for it, and its singular vectors.
+    """The largest singular value of each linear map in a batch, an interval that contains it, and its
+    singular vectors.
 
     ``sigma``, ``lower`` and ``upper`` are float64, with lower <= sigma <= upper. ``converged`` says whether
     upper − lower <= rtol · sigma. ``broke_down`` says whether the Krylov space was exhausted, or rounding
@@ -56,7 +58,8 @@ class LeadingTriplet:
 
 
 class _Basis:
-    """The orthonormal vectors of all steps so far, (step, member, size), to which each step adds a row.
+    """The orthonormal vectors of all steps of a Golub–Kahan bidiagonalisation so far, for each map of a
+    batch.
 
     The axis of steps comes first, so that the newest row is contiguous over the batch. Products are made
     member by member, because a batched matrix-vector product takes several times as long.
@@ -67,7 +70,8 @@ class _Basis:
         self.count = 0
 
     def append(self, row: Tensor, length: Tensor) -> Tensor:
-        """Append a unit vector along ``row`` to the basis of each map, and return these vectors.
+        """Scale the rows (one for each map of the batch) to length one, add them to the basis, and return
+        them.
 
         The argument ``length`` holds the lengths of the rows (member, size). A row of zero length gives zero.
         """
@@ -87,7 +91,7 @@ class _Basis:
         self.rows = kept
 
     def orthogonalise_(self, w: Tensor) -> Tensor:
-        """Make the vectors w (member, size) orthogonal to the basis, in place.
+        """Make the vectors w (member, size) orthogonal to the basis vectors of the same map, in place.
 
         Their projection is subtracted a second time if needed.
         """
@@ -109,10 +113,7 @@ class _Basis:
         return w
 
     def combine(self, member: int, weights: np.ndarray) -> Tensor:
-        """Return a combination of one map's basis vectors.
-
-        It is Σ_k weights_k row_k, of shape (size,).
-        """
+        """Return the linear combination Σ_k weights_k v_k of the basis vectors v_k of one map."""
         rows = self.rows[: len(weights), member]
         return torch.as_tensor(weights, dtype=rows.dtype, device=rows.device) @ rows
 
@@ -125,7 +126,7 @@ def golub_kahan(
     confidence: float,
     max_iterations: int,
 ) -> LeadingTriplet:
-    """Return the leading singular value of each map in ``operator``, with its vectors and an interval.
+    """Return the largest singular value of each map in ``operator``, with an interval and singular vectors.
 
     Parameters
     ----------
@@ -243,7 +244,7 @@ def _limits(
     *,
     complete: bool,
 ) -> tuple[float, float]:
-    """Return the leading Ritz value σ̂ of one map, and an upper limit of ‖J‖.
+    """Return, for one map J, the largest singular value of its bidiagonal matrix and an upper limit of ‖J‖.
 
     The limit is a posteriori, and widened by rounding. The argument ``complete`` says whether the Krylov
     space is the whole input space; then σ̂ is ‖J‖ up to rounding.
@@ -268,7 +269,9 @@ def _limits(
 def _tridiagonal(
     alphas: Float[np.ndarray, " k"], betas: Float[np.ndarray, " k"]
 ) -> tuple[Float[np.ndarray, " k"], Float[np.ndarray, " k_1"]]:
-    """Return the diagonal and the off-diagonal of BᵀB, for the upper bidiagonal matrix B."""
+    """Return the diagonal and the off-diagonal of BᵀB for an upper bidiagonal matrix B, given its diagonal
+    and off-diagonal.
+    """
     diagonal = alphas**2
     diagonal[1:] += betas[:-1] ** 2
     return diagonal, alphas[:-1] * betas[:-1]
@@ -277,7 +280,9 @@ def _tridiagonal(
 def _leading_pair(
     alphas: Float[np.ndarray, " k"], betas: Float[np.ndarray, " k"]
 ) -> tuple[Float[np.ndarray, " k"], Float[np.ndarray, " k"]]:
-    """Return the leading left and right singular vectors of B; the left vector is zero if B is zero."""
+    """Return the left and right singular vectors of an upper bidiagonal matrix B for its largest singular
+    value.
+    """
     unit, last = max(alphas.max(), betas[:-1].max(initial=0.0)) or 1.0, len(alphas) - 1
     alphas, betas = alphas / unit, betas / unit
     _, vectors = linalg.eigh_tridiagonal(*_tridiagonal(alphas, betas), select="i", select_range=(last, last))
@@ -288,7 +293,7 @@ def _leading_pair(
 
 
 def _lengths(x: Tensor) -> Tensor:
-    """Return the lengths (member,) of the rows (member, size), in their dtype."""
+    """Return the Euclidean length of each row of a matrix (member, size), in the dtype of the matrix."""
     if x.shape[1] > PIECE:
         return squared_lengths(x).sqrt().to(x.dtype)
     lengths: Tensor = torch.linalg.vector_norm(x, dim=1)
@@ -302,6 +307,6 @@ def _length(x: Tensor) -> Tensor:
 def _zero_below(
     values: Float[Tensor, " member"], floor: Float[np.ndarray, " member"]
 ) -> Float[Tensor, " member"]:
-    """Replace each value that is at most ``floor`` by zero."""
+    """Replace each number of a tensor that is at most the number in ``floor`` by zero."""
     threshold = torch.as_tensor(floor, dtype=values.dtype, device=values.device)
     return torch.where(values <= threshold, torch.zeros_like(values), values)

@@ -1,8 +1,9 @@
-"""Lanczos on JᵀJ with one basis, for operators so large that stored vectors dominate the memory.
+"""The largest singular value of each linear map J in a batch, with an interval, by Lanczos on JᵀJ, which
+needs less memory than Golub–Kahan.
 
 Lanczos is Golub–Kahan bidiagonalisation without the left vectors: from a Gaussian start, k steps give V_k
 with V_kᵀ JᵀJ V_k = T_k tridiagonal, and T_k = B_kᵀB_k for the bidiagonal matrix B_k. So the same interval
-holds (:mod:`howsmooth.spectral.interval`), and each step needs one pass over an operator that shares work
+holds (:mod:`howsmooth.spectral.upper_limits`), and each step needs one pass over an operator that shares work
 between J and Jᵀ. The basis is used only for reorthogonalisation and for the Ritz vector, so it may be kept in
 half precision, whose error enters in second order. Derivation and measurements: documentation page "The
 spectral norm, with an interval".
@@ -26,12 +27,12 @@ from scipy import linalg
 from torch import Tensor
 
 from howsmooth.errors import ArgumentError
-from howsmooth.spectral.basis import Basis, Reduction, norms, reduced
 from howsmooth.spectral.golub_kahan import LeadingTriplet
-from howsmooth.spectral.interval import a_posteriori_upper, ritz_values, rounded_upper, start_quantile
+from howsmooth.spectral.krylov_basis import Basis, Reduction, norms, reduced
 from howsmooth.spectral.lanczos_recurrence import Recurrence, inverse
 from howsmooth.spectral.operator import LinearOperator, length_rounding
 from howsmooth.spectral.product_checks import check_finite, checked_rounding
+from howsmooth.spectral.upper_limits import a_posteriori_upper, ritz_values, rounded_upper, start_quantile
 
 __all__ = ["lanczos", "lanczos_together"]
 
@@ -60,7 +61,8 @@ def lanczos(
     basis_bytes: int | None = None,
     reduce: Reduction | None = None,
 ) -> LeadingTriplet:
-    """Return the leading singular triplet of each map in ``operator``, from products with JᵀJ.
+    """Return the largest singular value of each map J in ``operator``, with an interval and singular vectors,
+    from products with JᵀJ.
 
     The result is that of :func:`howsmooth.spectral.golub_kahan`, with less than half of the memory, or a
     quarter with a basis in half precision. Beside the basis, at most five vectors are in memory.
@@ -112,7 +114,8 @@ def lanczos_together(
     products: Products,
     sizes: Sequence[Sequence[int]] | None = None,
 ) -> list[LeadingTriplet]:
-    """Run :func:`lanczos` on several operators step by step together, so that they can share products.
+    """Find the largest singular values of several operators at the same time, step by step, so that their
+    products can be computed together.
 
     Parameters
     ----------
@@ -138,7 +141,9 @@ def lanczos_together(
 
 
 def _in_lockstep(runs: Sequence[_Run], products: Products) -> list[LeadingTriplet]:
-    """Advance several Lanczos runs step by step; in each step one call of ``products`` serves all runs."""
+    """Advance several Lanczos runs together. In each step one call of ``products`` computes the products that
+    all runs need.
+    """
     found: dict[int, LeadingTriplet] = {}
     answers: dict[int, tuple[Tensor, Tensor] | None] = dict.fromkeys(range(len(runs)))
     while answers:
@@ -166,7 +171,7 @@ def _by_themselves(
 
 @dataclass(frozen=True)
 class _Settings:
-    """The arguments of :func:`lanczos`, whose docstring says what they mean."""
+    """The arguments of :func:`lanczos` that say how accurately to compute and how much memory to use."""
 
     rtol: float
     confidence: float
@@ -179,7 +184,7 @@ class _Settings:
 def _run(
     operator: LinearOperator, start: Tensor, settings: _Settings, sizes: Sequence[int] | None = None
 ) -> _Run:
-    """Run the recurrence until the interval of each map is narrow enough.
+    """Run Lanczos on JᵀJ until the interval for the norm of each map J in the batch is narrow enough.
 
     This is a generator, which asks its caller for the products.
 
@@ -229,7 +234,8 @@ def _run(
 
 
 class _Members:
-    """The state of the Lanczos run of each map in a batch: its tridiagonal matrix T_k and interval for ‖J‖.
+    """What a Lanczos run knows of each map J in a batch: its tridiagonal matrix, the interval for ‖J‖, and
+    whether it has ended.
 
     Rounding is treated in one of two ways. If the operator has proved bounds on the errors of its products
     (``operator.proved``), the interval contains ‖J‖ with all rounding errors included. Otherwise an estimate
@@ -279,7 +285,8 @@ class _Members:
         self.converged, self.broke_down = np.zeros(count, dtype=bool), np.zeros(count, dtype=bool)
 
     def bound(self, some: Int[np.ndarray, " some"], k: int, taken: Float[np.ndarray, " some"] | None) -> None:
-        """After k steps, update the singular values of some maps, with their upper limits and convergence.
+        """After step k of Lanczos, compute the largest singular value of some maps, its upper limit, and
+        whether their interval is narrow enough.
 
         ``taken`` bounds the sum of squares of the components that reorthogonalisation has subtracted from the
         vectors of each member. The proof of the rounding errors needs it.
@@ -304,18 +311,16 @@ class _Members:
         self.converged[some] = width <= self._rtol * self.sigma[some]
 
     def finished(self, some: Int[np.ndarray, " some"], k: int) -> Bool[np.ndarray, " some"]:
-        """Return for each of the maps ``some`` whether its run ends with step ``k``.
-
-        The number of steps of a run that ends is stored.
+        """Return for each of the maps ``some`` whether its Lanczos run ends with step ``k``, and store the
+        number of steps of those that end.
         """
         done: np.ndarray = self.converged[some] | self.broke_down[some] | (k == self._steps_allowed)
         self.steps[some[done]] = k
         return done
 
     def ritz_vector(self, member: int, k: int) -> Float[np.ndarray, " k"]:
-        """Return the leading Ritz vector of one map, in coordinates of the Krylov basis.
-
-        It is the leading eigenvector of the map's T_k.
+        """Return the leading eigenvector of one map's tridiagonal matrix: the coordinates of its singular
+        vector in the Krylov basis.
         """
         return _leading_vector(self.diagonal[member, :k], self.off[member, :k])
 
@@ -326,7 +331,8 @@ class _Members:
         left: Float[Tensor, "member out_size"],
         lengths: Float[Tensor, " member"],
     ) -> LeadingTriplet:
-        """Return the leading singular triplet of each map, the result of the run.
+        """Return the largest singular value of each map with its interval and singular vectors, which is the
+        result of the Lanczos run.
 
         The arguments are the unit vectors v = ``right``, unit vectors ``left`` along J v, and the ``lengths``
         |J v|.
@@ -354,16 +360,19 @@ class _Members:
 def _in_sizes(
     operator: LinearOperator, start: Tensor, sizes: Sequence[int] | None, reduce: Reduction | None
 ) -> Int[np.ndarray, " member"]:
-    """Return the input dimension of each map of the batch, summed over processes."""
+    """Return the dimension of the input space of each map of the batch, summed over processes that share the
+    input.
+    """
     own = start.new_tensor(sizes or [operator.in_size] * operator.batch, dtype=torch.float64)
     dimensions: np.ndarray = reduced(own, reduce).cpu().numpy().astype(np.int64)
     return dimensions
 
 
 def _quantiles(in_sizes: Int[np.ndarray, " member"], confidence: float) -> Float[np.ndarray, " member"]:
-    """Return the result of :func:`start_quantile` for the dimension of each map.
+    """Return, for each map of a batch, the lower limit of the squared cosine that :func:`start_quantile`
+    gives in the map's dimension.
 
-    It is computed once for each dimension.
+    Maps of one dimension share the computation.
     """
     distinct, places = np.unique(in_sizes, return_inverse=True)
     return np.array([start_quantile(size, confidence) for size in distinct.tolist()])[places]
@@ -372,7 +381,8 @@ def _quantiles(in_sizes: Int[np.ndarray, " member"], confidence: float) -> Float
 def _left(
     operator: LinearOperator, right: Float[Tensor, "member in_size"], reduce: Reduction | None
 ) -> tuple[Float[Tensor, "member out_size"], Float[Tensor, " member"]]:
-    """Return the left singular vectors, which are unit vectors along the images J v, and the lengths of J v.
+    """Return unit vectors along J v for the right singular vectors v of the maps J of a batch, and the
+    lengths of J v.
 
     The vectors v are ``right``. The unit vector is zero where J v is zero.
     """
@@ -389,7 +399,8 @@ def _proved_limits(
     taken: Float[np.ndarray, " member"],
     rtol: float,
 ) -> tuple[Float[np.ndarray, " member"], Float[np.ndarray, " member"], Bool[np.ndarray, " member"]]:
-    """Return leading Ritz values and proved upper limits of λ_max(JᵀJ).
+    """Return, for each map J of a batch, the largest Ritz value and an upper limit of the largest eigenvalue
+    of JᵀJ that is proved with rounding errors included.
 
     The third value says for which maps rounding decides the limit.
     """
@@ -411,9 +422,10 @@ def _limits(
     level: Float[np.ndarray, " member"],
     complete: Bool[np.ndarray, " member"],
 ) -> tuple[Float[np.ndarray, " member"], Float[np.ndarray, " member"]]:
-    """Return the leading Ritz value of each map and an upper limit of its λ_max(JᵀJ).
+    """Return, for each map J of a batch, the largest Ritz value and an upper limit of the largest eigenvalue
+    of JᵀJ.
 
-    The limit is that of :func:`~howsmooth.spectral.interval.a_posteriori_upper`.
+    The limit is that of :func:`~howsmooth.spectral.upper_limits.a_posteriori_upper`.
     """
     # Scaled to entries near one, so that products and squares stay in range.
     largest = np.maximum(diagonal.max(axis=1), off[:, :-1].max(axis=1, initial=0.0))
@@ -430,7 +442,7 @@ def _limits(
 def _leading_vector(
     diagonal: Float[np.ndarray, " k"], off: Float[np.ndarray, " k"]
 ) -> Float[np.ndarray, " k"]:
-    """Return the leading eigenvector of a tridiagonal matrix.
+    """Return the eigenvector of a symmetric tridiagonal matrix for its largest eigenvalue.
 
     The last entry of ``off`` is not part of the matrix.
     """
@@ -443,7 +455,7 @@ def _leading_vector(
 
 
 def _basis_form(operator: LinearOperator, settings: _Settings) -> tuple[torch.dtype, int]:
-    """Return the dtype of the Krylov basis, and how many of its vectors memory has room for."""
+    """Return the dtype of the Krylov basis, and how many vectors of the basis fit into memory."""
     dtype, memory = settings.basis_dtype, settings.basis_bytes
     if dtype not in (None, operator.dtype, torch.float32, torch.float16):
         raise ArgumentError(

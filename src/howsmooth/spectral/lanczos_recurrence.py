@@ -1,4 +1,4 @@
-"""The Lanczos recurrence on JᵀJ, for a batch of maps, with full reorthogonalisation.
+"""The Lanczos recurrence on JᵀJ with full reorthogonalisation, for a batch of linear maps J.
 
 With a start g, v₁ = g / |g| and v₀ = 0, step k computes
 
@@ -20,7 +20,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from howsmooth.spectral.basis import Basis, Reduction, norms, reduced
+from howsmooth.spectral.krylov_basis import Basis, Reduction, norms, reduced
 from howsmooth.spectral.operator import LinearOperator
 
 __all__ = ["Products", "Recurrence", "inverse"]
@@ -30,7 +30,8 @@ Products = Generator[tuple[LinearOperator, Tensor], tuple[Tensor, Tensor], tuple
 
 
 class Recurrence:
-    """The state of the Lanczos recurrence between two steps.
+    """The vectors and coefficients that one step of Lanczos on JᵀJ leaves to the next step, for a batch of
+    linear maps J.
 
     Before step k it holds z and γ_{k−1} of the last step, v_{k−1}, and the basis.
 
@@ -58,9 +59,8 @@ class Recurrence:
 
     @property
     def units(self) -> np.ndarray:
-        """Factors (member,) that turn singular values of the recurrence into singular values of J.
-
-        They undo the scaling of J.
+        """Factors (member,) that turn singular values of the scaled maps, on which the recurrence runs, into
+        singular values of the given maps.
         """
         if self._factors is None:
             return np.ones(len(self._gamma))
@@ -68,7 +68,7 @@ class Recurrence:
         return units
 
     def step(self) -> Products:
-        """Carry out one step, and return the new entries α_k and γ_k of the tridiagonal matrix.
+        """Carry out one step of Lanczos, and return the new entries α_k and γ_k of the tridiagonal matrix.
 
         This is a generator, which asks its caller for the product.
         """
@@ -87,7 +87,7 @@ class Recurrence:
         return alpha, gamma
 
     def keep(self, rows: Int[Tensor, " kept"]) -> None:
-        """Drop all maps of the batch except the given ones."""
+        """Drop all maps of the batch, and their Lanczos vectors, except the given ones."""
         assert self._z is not None
         assert self._before is not None
         self._operator = self._operator.select(rows)
@@ -96,7 +96,7 @@ class Recurrence:
         self.basis.keep(rows)
 
     def _normalised(self) -> Float[Tensor, "member size"]:
-        """Return the next Lanczos vector v_k = z / γ_{k−1}.
+        """Return the next Lanczos vector v_k = z / γ_{k−1}, which has length one.
 
         It is written over z, because a further vector may not fit in memory.
         """
@@ -107,7 +107,8 @@ class Recurrence:
     def _first_product(
         self, v: Float[Tensor, "member size"]
     ) -> tuple[Float[Tensor, " member"], Float[Tensor, "member size"]]:
-        """Return |J v|² and JᵀJ v for the first step.
+        """Return |J v|² and JᵀJ v for the start vectors v, and choose the powers of two by which each map J
+        is scaled.
 
         This step also chooses the powers of two that scale J.
         """
@@ -120,12 +121,15 @@ class Recurrence:
     def _gram(
         self, v: Float[Tensor, "member size"]
     ) -> tuple[Float[Tensor, "member out_size"], Float[Tensor, "member size"]]:
-        """Return J v and JᵀJ v, where J is scaled by a power of two."""
+        """Return J v and JᵀJ v for each map J of the batch and its vector v, where J is scaled by a power of
+        two.
+        """
         w, z = self._operator.gram_product(self._scaled(v).view(len(v), *self._operator.in_shape))
         return w.reshape(len(v), -1), self._scaled(z.reshape(len(v), -1))
 
     def _product(self, v: Float[Tensor, "member size"]) -> Products:
-        """Return |J v|² and JᵀJ v, where J is scaled by a power of two.
+        """Return |J v|² and JᵀJ v for each map J of the batch and its vector v, where J is scaled by a power
+        of two.
 
         This is a generator, which asks its caller for the operator's energy product.
         """
@@ -139,7 +143,7 @@ class Recurrence:
 def _factors(
     w: Float[Tensor, "member out_size"], reduce: Reduction | None
 ) -> Float[Tensor, " member"] | None:
-    """Return powers of two by which J is scaled so that ‖J‖⁴ stays in the range of float32.
+    """Return powers of two that scale each map J of the batch, so that ‖J‖⁴ stays in the range of float32.
 
     They are chosen from images ``w`` = J v. The result is None if no map needs scaling, which is so for
     entries of ``w`` between 2⁻²⁰ and 2²⁰. A power of two scales without rounding.
@@ -151,5 +155,5 @@ def _factors(
 
 
 def inverse(lengths: Float[Tensor, " member"]) -> Float[Tensor, " member"]:
-    """Return 1 / length for each length, and zero for a length of zero."""
+    """Return 1 / length for each of the given lengths, and zero for a length of zero."""
     return torch.where(lengths > 0, 1.0 / lengths, 0.0)

@@ -1,4 +1,4 @@
-"""The base class of a batch of linear maps, which are known by products with vectors."""
+"""The base class of linear operators: a batch of linear maps that are known only by products with vectors."""
 
 from __future__ import annotations
 
@@ -20,7 +20,8 @@ __all__ = ["LinearOperator", "ProductError", "Scaled", "Subset", "length_roundin
 
 @dataclass(frozen=True, eq=False)
 class ProductError:
-    """Proved bounds on the errors of an operator's products, with one entry for each map of the batch.
+    """Proved bounds on the errors with which an operator computes products, one for each linear map of its
+    batch.
 
     J is the exact map, and J̃ the map that the stored numbers of the operator define in exact arithmetic. The
     bounds are float64 tensors on the CPU.
@@ -42,17 +43,17 @@ class ProductError:
 
     @property
     def total(self) -> Float[Tensor, " batch"]:
-        """Upper bound of the relative error |computed J v − J v| / |v| of a product."""
+        """Upper bound on the error of a computed product J v, divided by the length of v."""
         return (self.model + self.rounding) * (1 + 2.0**-50)
 
     def select(self, members: Int[Tensor, " chosen"]) -> ProductError:
-        """Return the bounds of the maps that ``members`` names."""
+        """Return the error bounds of some maps of the batch only."""
         members = members.cpu()
         return ProductError(*(t[members] for t in vars(self).values()))
 
     @classmethod
     def of_all(cls, parts: Sequence[ProductError | None]) -> ProductError | None:
-        """Join the error bounds of several operators to those of one batch.
+        """Join the error bounds of several operators to the error bounds of one batch.
 
         The result is None unless every operator has bounds.
         """
@@ -63,7 +64,8 @@ class ProductError:
 
 
 class LinearOperator(abc.ABC):
-    """``batch`` real linear maps J_1, …, J_batch of one shape, each known by its products only.
+    """A batch of real linear maps J_1, …, J_batch of one shape, which are known only by products with
+    vectors.
 
     A subclass defines ``_product`` and ``_adjoint_product``. The base class checks shapes, dtypes and
     devices.
@@ -106,28 +108,33 @@ class LinearOperator(abc.ABC):
 
     @property
     def in_size(self) -> int:
-        """Dimension N of the input space of one map."""
+        """The dimension of the input space of one map of the batch."""
         return math.prod(self.in_shape)
 
     @property
     def out_size(self) -> int:
-        """Dimension of the output space of one map."""
+        """The dimension of the output space of one map of the batch."""
         return math.prod(self.out_shape)
 
     def product(self, E: Float[Tensor, "batch *in_shape"]) -> Float[Tensor, "batch *out_shape"]:
-        """Return J_b E_b for each member; E (batch, *in_shape)."""
+        """Multiply each linear map J_b of the batch by its own vector: return J_b E_b, where E has shape
+        (batch, *in_shape).
+        """
         self._check("E", E, self.in_shape)
         return self._product(E)
 
     def adjoint_product(self, U: Float[Tensor, "batch *out_shape"]) -> Float[Tensor, "batch *in_shape"]:
-        """Return J_bᵀ U_b for each member; U (batch, *out_shape)."""
+        """Multiply the transpose of each linear map J_b of the batch by its own vector: return J_bᵀ U_b,
+        where U has shape (batch, *out_shape).
+        """
         self._check("U", U, self.out_shape)
         return self._adjoint_product(U)
 
     def gram_product(
         self, E: Float[Tensor, "batch *in_shape"]
     ) -> tuple[Float[Tensor, "batch *out_shape"], Float[Tensor, "batch *in_shape"]]:
-        """Return J_b E_b and J_bᵀ J_b E_b for each member; E (batch, *in_shape).
+        """Return J_b E_b and J_bᵀ J_b E_b for each linear map J_b of the batch, where E has shape (batch,
+        *in_shape).
 
         The default makes one product after the other; a subclass that can share work between them overrides
         ``_gram_product``.
@@ -138,9 +145,10 @@ class LinearOperator(abc.ABC):
     def energy_product(
         self, E: Float[Tensor, "batch *in_shape"]
     ) -> tuple[Float[Tensor, " batch"], Float[Tensor, "batch *in_shape"]]:
-        """Return the squared norm of each J_b E_b and the product J_bᵀ J_b E_b, for a step of Lanczos.
+        """Return |J_b E_b|² and J_bᵀ J_b E_b for each linear map J_b of the batch, which is what a step of
+        Lanczos needs.
 
-        The squared norm is float64; E has shape (batch, *in_shape).
+        The squared norms are float64; E has shape (batch, *in_shape).
 
         The default takes the length of J E; a subclass that knows it without forming J E overrides
         ``_energy_product``.
@@ -149,7 +157,7 @@ class LinearOperator(abc.ABC):
         return self._energy_product(E)
 
     def select(self, members: Int[Tensor, " chosen"]) -> LinearOperator:
-        """Return the operator of the members named by a 1-D integer tensor, in that order.
+        """Return an operator with only the maps that a 1-D integer tensor names, in the order of the tensor.
 
         By default the products of the whole batch are computed, and the results of these members are kept. A
         subclass that can do less work overrides this method.
@@ -182,12 +190,14 @@ class LinearOperator(abc.ABC):
 
 
 def length_rounding(operator: LinearOperator) -> float:
-    """Bound the relative error of |J v| / |v| that comes from computing the two lengths in float64."""
+    """Bound the relative error of a ratio |J v| / |v| that comes from computing the lengths in float64."""
     return 2.0 * gamma(operator.in_size + operator.out_size + 8)
 
 
 class Subset(LinearOperator):
-    """Some maps of a larger operator, which computes each product for all of its maps."""
+    """An operator with some of the maps of a larger operator. The larger operator computes each product for
+    all of its maps.
+    """
 
     def __init__(self, whole: LinearOperator, members: Int[Tensor, " chosen"]) -> None:
         super().__init__(
@@ -203,7 +213,7 @@ class Subset(LinearOperator):
         self.members = members.to(whole.device)
 
     def select(self, members: Int[Tensor, " chosen"]) -> LinearOperator:
-        """Return the operator of the given members, numbered within this subset."""
+        """Return an operator with some of the maps of this subset only."""
         return Subset(self.whole, self.members[members.to(self.members.device)])
 
     def _scattered(self, x: Tensor) -> Tensor:
@@ -221,7 +231,9 @@ class Subset(LinearOperator):
 
 
 class Scaled(LinearOperator):
-    """An operator times a positive number, such as a power of two that brings its norm near to one."""
+    """A linear operator multiplied by a positive number, such as a power of two that brings its norm near to
+    one.
+    """
 
     def __init__(self, whole: LinearOperator, factor: float) -> None:
         super().__init__(
@@ -231,7 +243,7 @@ class Scaled(LinearOperator):
         self.factor = factor
 
     def select(self, members: Int[Tensor, " chosen"]) -> Scaled:
-        """Return the scaled operator of the given members."""
+        """Return the scaled operator with some of its maps only."""
         return Scaled(self.whole.select(members), self.factor)
 
     def _gram_product(self, e: Tensor) -> tuple[Tensor, Tensor]:

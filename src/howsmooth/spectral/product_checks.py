@@ -1,4 +1,6 @@
-"""Checks that an operator's products are finite and that rounding leaves them at least one digit."""
+"""Checks that the products of a linear operator are finite, and that rounding leaves them at least one
+correct digit.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,8 @@ __all__ = ["check_finite", "checked_rounding"]
 
 
 def checked_rounding(operator: LinearOperator) -> np.ndarray:
-    """Return the relative rounding error of each map's norm, after checking that each is below 0.1.
+    """Return the estimated relative rounding error of the norm of each map in an operator, after checking
+    that it is below 0.1.
 
     Raise NonFiniteError otherwise, because no digit of such a norm is known.
     """
@@ -33,7 +36,7 @@ def checked_rounding(operator: LinearOperator) -> np.ndarray:
 
 
 def check_finite(norms: Tensor) -> None:
-    """Raise NonFiniteError unless all norms are finite."""
+    """Raise NonFiniteError unless all numbers in ``norms``, lengths of an operator's products, are finite."""
     if not bool(torch.isfinite(norms).all()):
         raise NonFiniteError(
             "f",

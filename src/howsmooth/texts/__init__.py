@@ -1,4 +1,4 @@
-"""Texts to measure on: the paper's texts, by name, or text files."""
+"""Texts to measure models on: the paper's texts, loaded by name, or text files."""
 
 from howsmooth.texts.loaders import TEXTS, Text, load_text
 

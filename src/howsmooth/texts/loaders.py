@@ -1,4 +1,4 @@
-"""Loading of texts by name or path, with their digest and origin."""
+"""Loads a text by its name or path, and records where it comes from."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ TEXTS = ("alice", "ag_news")
 
 @dataclass(frozen=True)
 class Text:
-    """A text to measure on, with its origin.
+    """A text on which models are measured, with its origin and a digest of its content.
 
     Parameters
     ----------

@@ -1,4 +1,5 @@
-"""The Jacobian of an attention layer that is given as PyTorch code around softmaxes.
+"""The Jacobian of an attention layer that is given as PyTorch code in which one or several softmaxes are
+known.
 
 The softmaxes have a closed form, and PyTorch differentiates the code around them.
 
@@ -28,7 +29,7 @@ from howsmooth.jacobian.autodiff import (
     moved_by_rounding,
     one_backend,
 )
-from howsmooth.jacobian.operands import Operands
+from howsmooth.jacobian.queries_keys_values import Operands
 from howsmooth.jacobian.softmax import SoftmaxDerivative, softmax_derivative
 from howsmooth.jacobian.streamed import StreamedDerivative, streamed_derivative
 from howsmooth.spectral import LinearOperator
@@ -37,7 +38,8 @@ __all__ = ["StagedJacobian"]
 
 
 class StagedJacobian(LinearOperator):
-    """Jacobian of a StagedAttention (PyTorch code around softmaxes) at a batch of sequences.
+    """The Jacobian, at a batch of sequences, of a StagedAttention: an attention layer given as PyTorch code
+    around known softmaxes.
 
     There is one autograd graph for each sequence.
     """
@@ -53,7 +55,8 @@ class StagedJacobian(LinearOperator):
     def at(
         cls, f: StagedAttention, x: Tensor, dtype: torch.dtype, *, streamed: bool = False
     ) -> StagedJacobian:
-        """Return the Jacobian at tokens (batch, n, d), with products in ``dtype``.
+        """Return the Jacobian of a StagedAttention at tokens (batch, n, d), as an operator whose products are
+        computed in ``dtype``.
 
         The map and the tokens are float64.
 
@@ -79,12 +82,13 @@ class StagedJacobian(LinearOperator):
         return torch.stack([member.adjoint(part) for member, part in zip(self.members, u, strict=True)])
 
     def select(self, members: Tensor) -> StagedJacobian:
-        """Return the Jacobian of the given members of the batch."""
+        """Return the operator with the Jacobians of the layer at some sequences of the batch only."""
         return StagedJacobian(tuple(self.members[i] for i in members.tolist()))
 
 
 class _Member:
-    """The Jacobian at one sequence of a StagedAttention, a layer given as PyTorch code around softmaxes.
+    """The Jacobian, at one sequence, of a StagedAttention: an attention layer given as PyTorch code around
+    known softmaxes.
 
     Parameters
     ----------
@@ -112,7 +116,7 @@ class _Member:
     def at(
         cls, f: StagedAttention, rounded: StagedAttention, x: Tensor, dtype: torch.dtype, *, streamed: bool
     ) -> _Member:
-        """Return the Jacobian at one sequence (n, d).
+        """Return the Jacobian of a StagedAttention at one sequence (n, d).
 
         The layer ``f`` and the tokens are float64; ``rounded`` is the same layer in ``dtype``, the dtype of
         the products.
@@ -133,15 +137,16 @@ class _Member:
         return member
 
     def _core(self, i: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """Return the stored output of one softmax, with a closed-form derivative for autograd.
-
-        The output was stored when the layer was linearised.
+        """Return the output of one softmax of the layer, which was stored before, as a tensor whose
+        derivative autograd takes from a closed form.
         """
         o: Tensor = _Linearised.apply(q, k, v, self.cores[i])  # type: ignore[no-untyped-call]
         return o
 
     def _tangent(self, x: Tensor, e: Tensor) -> Tensor:
-        """Return J e in forward mode, by running the layer at ``x`` with the tangent ``e``."""
+        """Return J e, the tangent of the layer's output, by running the layer at ``x`` in forward mode with
+        the tangent ``e``.
+        """
         with (
             torch.no_grad(),
             one_backend(),
@@ -153,7 +158,8 @@ class _Member:
         return torch.zeros_like(self.y) if tangent is None else tangent
 
     def _image_of_the_adjoint(self) -> Tensor | None:
-        """Return Jᵀ u with an autograd graph by which it can be differentiated in u.
+        """Return Jᵀ u for a variable cotangent u, with the autograd graph that differentiates the product in
+        u.
 
         The result is None if PyTorch cannot make that graph.
         """
@@ -186,7 +192,8 @@ class _Member:
         return cotangent
 
     def _check(self, y: Tensor) -> None:
-        """Check the layer's derivatives, and set the relative rounding error of its products.
+        """Check the derivatives of the layer against each other and against finite differences, and estimate
+        the rounding error of products.
 
         ``y`` is the output in float64.
         """
@@ -221,9 +228,10 @@ class _Member:
         check_against_differences(self._value, x, at, e, lambda e: self._tangent(x, e), rounding, je)
 
     def _image_gives(self, e: Tensor, je: Tensor) -> bool:
-        """Return True if the product J e from reverse mode agrees with the one from forward mode.
+        """Return True if the product J e that two reverse modes give agrees with ``je``, the product in
+        forward mode.
 
-        One way differentiates Jᵀ u in u. The other way, which gave ``je``, is forward mode.
+        The two reverse modes differentiate Jᵀ u in u.
         """
         try:
             off = (self.product(e) - je).norm()
@@ -238,7 +246,8 @@ class _Member:
 
 @dataclass(frozen=True, eq=False)
 class _CoreAt:
-    """One softmax attention at the point of linearisation, with its output and its derivative in closed form.
+    """One softmax attention of a layer at given queries, keys and values: its stored output and its
+    derivative in closed form.
 
     Products take tangents and cotangents in the shapes of the layer's own queries, keys and values, whose
     leading axes may be anything; queries are unscaled.

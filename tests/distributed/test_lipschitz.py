@@ -16,12 +16,12 @@ from torch import Tensor
 
 import howsmooth as hs
 from howsmooth.attention import TokenMap
-from howsmooth.distributed import measure as measuring
+from howsmooth.distributed import lipschitz as measuring
 from howsmooth.distributed.exchange import Exchange
 from howsmooth.distributed.linearise import SharedMap, check_shareable
-from howsmooth.distributed.measure import measure
+from howsmooth.distributed.lipschitz import measure
 from howsmooth.distributed.random_start import own_start
-from howsmooth.distributed.shares import RowShares
+from howsmooth.distributed.row_shares import RowShares
 from howsmooth.errors import ArgumentError, HowsmoothError, NonFiniteError
 from howsmooth.lipschitz import LipschitzEstimate
 from howsmooth.seeds import torch_seed

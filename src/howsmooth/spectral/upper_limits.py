@@ -1,4 +1,5 @@
-"""Upper limits of ‖J‖ that a Golub–Kahan run from a random start certifies, with their confidence.
+"""Upper limits of the norm of a linear map J that hold with a stated probability after Golub–Kahan or Lanczos
+steps from a random start.
 
 The start b is Gaussian and independent of J, so the squared cosine between b and the leading right
 singular vector is Beta(1/2, (N−1)/2) distributed, and exceeds its δ-quantile x_δ with probability
@@ -19,7 +20,8 @@ __all__ = ["a_posteriori_upper", "a_priori_upper", "ritz_values", "rounded_upper
 
 
 def start_quantile(dimension: int, confidence: float) -> float:
-    """Return a lower limit of the squared cosine between a random start and any fixed direction.
+    """Return a lower limit that the squared cosine between a Gaussian start vector and any fixed direction
+    exceeds with probability ``confidence``.
 
     A Gaussian start in R^N, N = ``dimension``, has a squared cosine of at least x_δ with any fixed direction,
     with probability ``confidence`` = 1 − δ. The result x_δ is the δ-quantile of Beta(1/2, (N−1)/2), or 1 in
@@ -31,10 +33,11 @@ def start_quantile(dimension: int, confidence: float) -> float:
 
 
 def a_priori_upper(sigma: float, steps: int, quantile: float) -> float:
-    """Return an upper limit of ‖J‖, with confidence 1 − δ, from σ̂ and the number of steps.
+    """Return an upper limit of the norm of a linear map from the lower limit ``sigma`` that Lanczos found and
+    the number of its steps.
 
-    After k steps with leading Ritz value σ̂, the limit is σ̂ cosh(arccosh(1/√x_δ) / (2k − 1)), which ‖J‖
-    exceeds with probability at most δ. It sharpens Kuczyński and Woźniakowski (1992).
+    After k steps with leading Ritz value σ̂, the limit of ‖J‖ is σ̂ cosh(arccosh(1/√x_δ) / (2k − 1)), which
+    ‖J‖ exceeds with probability at most δ. It sharpens Kuczyński and Woźniakowski (1992).
     """
     return sigma * float(np.cosh(np.arccosh(1.0 / np.sqrt(quantile)) / (2 * steps - 1)))
 
@@ -58,7 +61,8 @@ def a_posteriori_upper(
     log_off_diagonals: float | Float[np.ndarray, "*members"],
     quantile: float | Float[np.ndarray, "*members"],
 ) -> float | Float[np.ndarray, "*members"]:
-    """Return an upper limit of λ_max(JᵀJ) for each map, from the Ritz values of its Lanczos run.
+    """Return an upper limit of the largest eigenvalue of JᵀJ for each map J, computed from the Ritz values of
+    a Lanczos run.
 
     The k-th Lanczos vector is p_k(JᵀJ) v_1 with p_k(t) = Π (t − θ_i) / Π β_j, and has norm 1. So
     |p_k(λ_1)| √x_δ ≤ 1 with the stated confidence, and λ_1 is at most the root t > θ_1 of
@@ -111,7 +115,8 @@ def rounded_upper(
     taken: float,
     rtol: float,
 ) -> tuple[float, float, bool]:
-    """Return the leading Ritz value and an upper limit of λ_max(JᵀJ) whose proof includes rounding errors.
+    """Return the largest Ritz value of a Lanczos run on JᵀJ, and an upper limit of the largest eigenvalue
+    whose proof includes rounding errors.
 
     The third value is True if rounding decides the limit, so that further steps would not improve it.
 
@@ -144,7 +149,9 @@ def rounded_upper(
     first = max(float(a_posteriori_upper(theta, logs, ((1 - _SHARE) * least) ** 2)), top)
 
     def rounding(t: float) -> float:
-        """Bound ‖F‖, the size of the rounding errors of the recurrence, if λ_max(JᵀJ) is at most ``t``."""
+        """Bound the norm of the rounding errors of the Lanczos recurrence if the largest eigenvalue of JᵀJ is
+        at most ``t``.
+        """
         return taken + math.sqrt(k) * (error * (2 * math.sqrt(t) + error) + 16 * 2.0**-53 * t)
 
     allowed = _SHARE * least

@@ -1,4 +1,6 @@
-"""The rows of one long sequence that each process holds: an early and a late range, for equal work."""
+"""Which rows (tokens) of one long sequence each process holds, chosen so that all have equal work with causal
+attention.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,8 @@ __all__ = ["RowShares"]
 
 @dataclass(frozen=True)
 class RowShares:
-    """The division of a sequence's rows among processes, with equal work for causal attention.
+    """The division of the rows (tokens) of one long sequence among processes, with equal work for each with
+    causal attention.
 
     The n rows are cut into 2 · world ranges. Process r holds the ranges r and 2 · world − 1 − r.
 
@@ -51,7 +54,9 @@ class RowShares:
             )
 
     def ranges(self, rank: int) -> tuple[slice, ...]:
-        """Return the ranges of rows of one process, in the order of the sequence."""
+        """Return the ranges of rows of the sequence that the process ``rank`` holds, in the order of the
+        sequence.
+        """
         pieces = 2 * self.world
         first, last = (
             slice(self.n * piece // pieces, self.n * (piece + 1) // pieces)
@@ -60,14 +65,14 @@ class RowShares:
         return (slice(first.start, last.stop),) if first.stop == last.start else (first, last)
 
     def rows(self, rank: int) -> Int[Tensor, " own"]:
-        """Return the row numbers of one process."""
+        """Return the numbers of the rows of the sequence that the process ``rank`` holds."""
         return torch.cat([torch.arange(part.start, part.stop) for part in self.ranges(rank)])
 
     def count(self, rank: int) -> int:
-        """Return the number of rows of one process."""
+        """Return how many rows of the sequence the process ``rank`` holds."""
         return sum(part.stop - part.start for part in self.ranges(rank))
 
     @property
     def longest(self) -> int:
-        """The number of rows of the process with most rows."""
+        """The largest number of rows of the sequence that one process holds."""
         return max(self.count(rank) for rank in range(self.world))

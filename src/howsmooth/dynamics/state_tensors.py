@@ -1,4 +1,5 @@
-"""Conversion between a state (tokens, discrete measure, Gaussian) and the tensor that is integrated.
+"""The tensor that is integrated for each kind of flow: tokens, the atoms of a discrete measure, or the
+moments of a Gaussian.
 
 Derivation for Gaussians: documentation page "Flows: tokens, measures and Gaussians through depth".
 """
@@ -20,7 +21,9 @@ __all__ = ["Atoms", "Moments", "System", "Tokens", "system_of"]
 
 
 class System(abc.ABC):
-    """A flow's state (tokens, a measure or a Gaussian) as one tensor, with its velocity."""
+    """The differential equation of a flow for one tensor, which represents tokens, a discrete measure or a
+    Gaussian.
+    """
 
     start: Tensor
 
@@ -29,60 +32,65 @@ class System(abc.ABC):
 
     @property
     def switches(self) -> tuple[float, ...]:
-        """The times at which the velocity field jumps, for example from one layer to the next."""
+        """The times at which the velocity of the flow jumps, for example from one layer to the next."""
         return self.field.switches
 
     @abc.abstractmethod
     def velocity(self, begin: float, end: float) -> Velocity:
-        """Return the velocity of the tensor, for times from ``begin`` to ``end``.
+        """Return the velocity with which the integrated tensor moves between the times ``begin`` and ``end``,
+        as a function.
 
         The velocity does not jump between the two times.
         """
 
     @abc.abstractmethod
     def layer(self, begin: float, end: float) -> Velocity:
-        """Return the velocity v that a residual layer y ↦ y + h v(y) adds to the tensor."""
+        """Return the velocity v with which residual layers y ↦ y + h v(y) change the integrated tensor y."""
 
     def project(self, y: Tensor) -> Tensor:
-        """Return the tensor projected onto the set that the flow preserves, such as tokens on a sphere."""
+        """Project the integrated tensor onto the set that the flow never leaves, such as a sphere."""
         return self.field.project(y)
 
     def drift(self, y: Tensor) -> float | None:
-        """Return how far the tensor has left the set that the flow preserves, as a relative distance.
+        """Return the relative distance of the integrated tensor from the set that the flow should never
+        leave, such as a sphere.
 
         Without such a set, the result is None.
         """
         return self.field.drift(y)
 
     def restart(self, y: Tensor) -> Tensor:
-        """Return the tensor of the present state, from which a second flow can go on.
-
-        It stands for the same state.
+        """Return a tensor that represents the same state as ``y``, from which the integration goes on after
+        an output time.
         """
         return y
 
     def finite(self, y: Tensor) -> bool:
-        """Tell whether the state that the tensor represents is finite."""
+        """Return True if the tokens, measure or Gaussian that the tensor ``y`` represents are finite."""
         return bool(torch.isfinite(y).all())
 
     @abc.abstractmethod
     def distance(self, y: Tensor, other: Tensor) -> float:
-        """Return an upper bound on the distance W₂ of two states.
+        """Return an upper bound on the Wasserstein distance W₂ between the states that two tensors represent.
 
         The bound matches tokens in their given order.
         """
 
     @abc.abstractmethod
     def state(self, y: Tensor) -> Tensor | AbstractMeasure:
-        """Return the state that the tensor represents."""
+        """Return the tokens, measure or Gaussian that the integrated tensor ``y`` represents."""
 
     @abc.abstractmethod
     def states(self, ys: list[Tensor]) -> Tensor | tuple[AbstractMeasure, ...]:
-        """Return the tokens or measures that the tensors represent, in the form that a trajectory keeps."""
+        """Return the tokens, measures or Gaussians that a list of integrated tensors represents, in the form
+        in which a trajectory holds them.
+        """
 
 
 class Tokens(System):
-    """The state of a flow of tokens (..., n, d): the tensor is the tokens themselves."""
+    """The differential equation of a flow of tokens (..., n, d), for which the integrated tensor is the
+    tokens.
+    """
 
     def __init__(self, field: Field, start: Tensor, weighting: Weighting | None = None) -> None:
         super().__init__(field)
@@ -95,21 +103,24 @@ class Tokens(System):
         self.weighting = weighting
 
     def velocity(self, begin: float, end: float) -> Velocity:
-        """Return the velocity of the tokens.
+        """Return the velocity with which the tokens move between the times ``begin`` and ``end``, as a
+        function.
 
         If the tokens are atoms of a measure, their velocity depends on the weights.
         """
         return self.field.velocity(begin, end, self.weighting)
 
     def layer(self, begin: float, end: float) -> Velocity:
-        """Return the velocity with which a residual layer changes the tokens.
+        """Return the velocity v with which residual layers x ↦ x + h v(x) move the tokens x.
 
         If the tokens are atoms of a measure, their velocity depends on the weights.
         """
         return self.field.layer(begin, end, self.weighting)
 
     def distance(self, y: Tensor, other: Tensor) -> float:
-        """Return the root mean square distance of corresponding tokens; for a batch, the largest one."""
+        """Return the root mean square distance between corresponding tokens of two states; for a batch, the
+        largest one.
+        """
         squares = (y - other).square().sum(dim=-1)
         if self.weighting is None:
             mean = squares.mean(dim=-1)
@@ -118,29 +129,32 @@ class Tokens(System):
         return float(mean.max().sqrt())
 
     def state(self, y: Tensor) -> Tensor | AbstractMeasure:
-        """Return the tensor itself, which is the tokens."""
+        """Return the integrated tensor ``y`` unchanged, because it is the tokens."""
         return y
 
     def states(self, ys: list[Tensor]) -> Tensor | tuple[AbstractMeasure, ...]:
-        """Return the tokens at all times, stacked along a first axis."""
+        """Return the tokens at all times, stacked along a new first axis."""
         return torch.stack(ys)
 
 
 class Atoms(Tokens):
-    """The state of a flow of a discrete measure: the tensor is its atoms (n, d), whose weights are fixed."""
+    """The differential equation of a flow of a discrete measure: the integrated tensor is its atoms (n, d),
+    whose weights are fixed.
+    """
 
     def state(self, y: Tensor) -> AbstractMeasure:
-        """Return the measure whose atoms are the rows of ``y``."""
+        """Return the discrete measure whose atoms are the rows of the integrated tensor ``y``."""
         assert self.weighting is not None
         return DiscreteMeasure(y, log_weights=self.weighting.log_weights, positions=self.weighting.positions)
 
     def states(self, ys: list[Tensor]) -> tuple[AbstractMeasure, ...]:
-        """Return the discrete measures that the tensors represent, one for each time."""
+        """Return the discrete measures whose atoms are the integrated tensors, one for each time."""
         return tuple(self.state(y) for y in ys)
 
 
 class Moments(System):
-    """The state of a flow of a Gaussian: a tensor of its mean and a root of its covariance.
+    """The differential equation of a flow of a Gaussian: the integrated tensor is its mean beside a square
+    root of its covariance.
 
     For the Gaussian N(α, Σ), the tensor (d, 1 + d) is the mean α beside a root L of Σ. If a map acts on N(α,
     Σ) as x ↦ M x + c, the Gaussian moves by α' = M α + c and Σ' = M Σ + Σ Mᵀ. The second equation follows
@@ -162,7 +176,7 @@ class Moments(System):
         self.start = _pack(start.mean, start.covariance)
 
     def velocity(self, begin: float, end: float) -> Velocity:
-        """Return the velocity of the mean and of the root of the covariance.
+        """Return the velocity of the Gaussian's mean and of the square root of its covariance, as a function.
 
         It is (M α + c, M L) if the map acts on the Gaussian as x ↦ M x + c.
         """
@@ -177,51 +191,56 @@ class Moments(System):
         return affine
 
     def layer(self, begin: float, end: float) -> Velocity:
-        """Return the result of :meth:`velocity`, because a residual layer adds h times that velocity.
+        """Return the velocity with which a residual layer moves the mean and the root of the covariance, the
+        same as :meth:`velocity`.
 
         A residual layer maps N(α, Σ) by x ↦ x + h (M x + c).
         """
         return self.velocity(begin, end)
 
     def restart(self, y: Tensor) -> Tensor:
-        """Return the tensor of the present Gaussian, from which a second flow can go on.
-
-        The root of the covariance is replaced by the symmetric one.
+        """Return a tensor that represents the same Gaussian as ``y``, with the symmetric square root of its
+        covariance.
         """
         return _pack(*_unpack(y))
 
     def project(self, y: Tensor) -> Tensor:
-        """Return the tensor unchanged, because a flow of Gaussians preserves no set."""
+        """Return the integrated tensor unchanged, because a flow of Gaussians is not confined to a set such
+        as a sphere.
+        """
         return y
 
     def drift(self, y: Tensor) -> None:
-        """Return None, because a flow of Gaussians preserves no set."""
+        """Return None, because a flow of Gaussians is not confined to a set such as a sphere."""
 
     def finite(self, y: Tensor) -> bool:
-        """Tell whether the mean and the covariance are finite.
+        """Return True if the mean and the covariance of the Gaussian are finite.
 
         The covariance is checked as well as its root, because it overflows before the root.
         """
         return super().finite(y) and super().finite(_unpack(y)[1])
 
     def distance(self, y: Tensor, other: Tensor) -> float:
-        """Return √(|α − α'|² + ‖L − L'‖²), a distance of two Gaussians with means α, α' and roots L, L'.
+        """Return √(|α − α'|² + ‖L − L'‖²), an upper bound on the distance W₂ between Gaussians with means α,
+        α' and covariance roots L, L'.
 
         This is the root mean square distance of x = α + L z and x' = α' + L' z for a standard Gaussian z.
         """
         return float(torch.linalg.vector_norm(y - other))
 
     def state(self, y: Tensor) -> AbstractMeasure:
-        """Return the Gaussian that the tensor of mean and covariance root represents."""
+        """Return the Gaussian that the integrated tensor of mean and covariance root represents."""
         return Gaussian(*_unpack(y))
 
     def states(self, ys: list[Tensor]) -> tuple[AbstractMeasure, ...]:
-        """Return the Gaussians that the tensors represent, one for each time."""
+        """Return the Gaussians that the integrated tensors represent, one for each time."""
         return tuple(self.state(y) for y in ys)
 
 
 def system_of(field: Field, start: object) -> System:
-    """Return the system to integrate for a start of tokens, a discrete measure or a Gaussian."""
+    """Return the differential equation to integrate for a flow that starts with tokens, a discrete measure or
+    a Gaussian.
+    """
     match start:
         case Tensor():
             return Tokens(field, start)

@@ -1,4 +1,6 @@
-"""The conditional Wasserstein distance for masked attention: one transport problem for each position."""
+"""The conditional Wasserstein distance for masked attention, in which mass moves only between atoms at the
+same position.
+"""
 
 from __future__ import annotations
 
@@ -12,10 +14,10 @@ from scipy.special import logsumexp
 
 from howsmooth.errors import ArgumentError
 from howsmooth.measures.discrete import DiscreteMeasure
-from howsmooth.measures.options import Options, check_discrete, check_order, check_same_space
+from howsmooth.measures.distance_arguments import Options, check_discrete, check_order, check_same_space
 from howsmooth.measures.presolve import Answer, Pair
-from howsmooth.measures.problem import EPSILON, Plan
 from howsmooth.measures.transport import Transport, solve, transport_of
+from howsmooth.measures.transport_problem import EPSILON, Plan
 
 __all__ = ["conditional_wasserstein"]
 
@@ -33,7 +35,8 @@ def conditional_wasserstein(
     max_iterations: int = 1000,
     gradient: bool = False,
 ) -> Transport:
-    """Measure the conditional Wasserstein distance between two measures with positions.
+    """Measure the conditional Wasserstein distance between two measures whose atoms have positions, with an
+    interval.
 
     The distance is d_p(μ, ν) = (Σ_s θ(s) W_p(μ^s, ν^s)^p)^{1/p}, and the result has an interval for it. θ is
     the marginal distribution of positions, which both measures must share, and μ^s is μ conditioned on
@@ -96,7 +99,7 @@ def _total(
     masses: tuple[Float[ndarray, " s"], ...],
     options: Options,
 ) -> Answer:
-    """Add up the optimal transport costs at all positions to the conditional distance.
+    """Combine the optimal transport costs at the single positions into the conditional Wasserstein distance.
 
     The costs are weighted by the masses of the positions. They are added in logarithms, so that masses of any
     size count.
@@ -138,7 +141,8 @@ def _total(
 def _forced(
     members: list[list[ndarray]], log_a: ndarray, log_b: ndarray, log_theta: ndarray, forced: ndarray
 ) -> tuple[ndarray, ndarray, ndarray]:
-    """Return the transport plan at positions where a measure has one atom, so that no other plan exists.
+    """Return the transport plan at those positions where one of the measures has a single atom, so that only
+    one plan exists.
 
     The plan consists of the numbers of rows and columns, and the logarithms of the masses.
     """
@@ -155,7 +159,8 @@ def _forced(
 
 
 def _roots(terms: Float[ndarray, "3 k"], p: float) -> list[float]:
-    """Return the lower limit, the value and the upper limit of the distance, from the transport costs.
+    """Return the lower limit, the value and the upper limit of the conditional distance, given the logarithms
+    of the transport costs.
 
     ``terms`` has the logarithms of the costs, with one row for each of the three results. The limits are
     rounded outwards.
@@ -168,7 +173,7 @@ def _roots(terms: Float[ndarray, "3 k"], p: float) -> list[float]:
 def _groups(
     mu: DiscreteMeasure, nu: DiscreteMeasure, tolerance: float
 ) -> tuple[Int[ndarray, " n"], Int[ndarray, " m"]]:
-    """Return, for each atom, the index of its position among all different positions.
+    """Return, for each atom of two measures, the number of its position among all different positions.
 
     Positions are numbered in increasing order, with the same numbers for both measures.
     """
@@ -192,14 +197,14 @@ def _groups(
 
 
 def _log_masses(logs: ndarray, group: ndarray) -> ndarray:
-    """Return the logarithm of the mass at each position, −inf where there is no mass."""
+    """Return the logarithm of the total mass of a measure at each position, −inf where there is none."""
     masses = np.full(int(group.max()) + 1, -np.inf)
     np.logaddexp.at(masses, group, logs)
     return masses
 
 
 def _members(group: ndarray, count: int) -> list[ndarray]:
-    """Return, for each position, the indices of the atoms at this position."""
+    """Return, for each position, the indices of the measure's atoms at this position."""
     order = np.argsort(group, kind="stable")
     return np.split(order, np.searchsorted(group[order], np.arange(1, count)))
 

@@ -1,4 +1,4 @@
-"""The local Lipschitz constant at one long sequence whose rows are shared among processes."""
+"""Measures the local Lipschitz constant at one long sequence whose tokens are shared among processes."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from howsmooth.distributed.exchange import Collectives, Exchange, ProcessGroupCo
 from howsmooth.distributed.footprint import Room, check_budget, room
 from howsmooth.distributed.linearise import SharedMap, check_shareable, together
 from howsmooth.distributed.random_start import own_start
-from howsmooth.distributed.shares import RowShares
+from howsmooth.distributed.row_shares import RowShares
 from howsmooth.errors import ArgumentError
 from howsmooth.jacobian import in_double
 from howsmooth.lipschitz import LipschitzEstimate
@@ -35,7 +35,8 @@ _PROBE_RTOL = 1e-9
 
 
 def own_rows(n: int, group: object = None) -> Int[Tensor, " own"]:
-    """Return the row numbers of the tokens that this process holds, for a sequence of ``n`` tokens.
+    """Return the positions of the tokens that this process holds, for a sequence of ``n`` tokens that several
+    processes share.
 
     The rows form two ranges, one from each half of the sequence, so that all processes have the same amount
     of work for a causal map.
@@ -69,7 +70,8 @@ def local_lipschitz(
     seed: int = 0,
     memory: int | None = None,
 ) -> LipschitzEstimate:
-    """Measure ‖D_X f‖₂ at one sequence of ``n`` tokens whose rows are shared among processes.
+    """Measure the local Lipschitz constant ‖D_X f‖₂ at one sequence X of ``n`` tokens that are shared among
+    processes.
 
     This function shares the work and the memory of :func:`howsmooth.local_lipschitz`. It takes the same start
     and the same steps, and its numbers differ from those of one process by rounding only. Every process of
@@ -136,7 +138,9 @@ def measure(
     seed: int,
     memory: int | None,
 ) -> LipschitzEstimate:
-    """Measure ‖D_X f‖₂ as :func:`local_lipschitz` does, by any implementation of the collectives."""
+    """Measure the local Lipschitz constant ‖D_X f‖₂ at a shared sequence, with the given object for
+    communication between processes.
+    """
     shares, double = _agreed(f, x, n, collectives, rtol, confidence, max_iterations, seed)
     budget = together(collectives, lambda: memory_budget(memory, x.device))
     if memory is None:
@@ -191,7 +195,9 @@ def _single(
     exchange: Exchange,
     rtol: float,
 ) -> LeadingTriplet:
-    """Find ‖J‖ in float32 and check it by float64 products; if the check fails, find it in float64."""
+    """Find the norm of a shared Jacobian in float32, and check it in float64; if the check fails, find it in
+    float64.
+    """
     single = operator(torch.float32)
     found = solve(single)
     right = found.right.double()
@@ -216,7 +222,7 @@ def _single(
 
 
 def _length(t: Tensor, exchange: Exchange) -> Tensor:
-    """Return the Frobenius norm (1,) of a tensor (1, n, ·) whose rows are shared among processes."""
+    """Return the Frobenius norm of a tensor (1, n, ·) whose rows are shared among processes."""
     return exchange.total(squared_lengths(t.flatten(1))).sqrt()
 
 
@@ -230,7 +236,9 @@ def _agreed(
     max_iterations: int,
     seed: int,
 ) -> tuple[RowShares, TokenMap]:
-    """Check the arguments of this process, and that all processes were called with the same arguments."""
+    """Check the arguments that this process was called with, and that all processes were called with the same
+    arguments.
+    """
 
     def checked() -> tuple[RowShares, TokenMap, dict[str, object], list[float]]:
         if isinstance(n, bool) or not isinstance(n, int):
@@ -283,7 +291,7 @@ def _agreed(
 
 
 def _alike(a: float, b: float) -> bool:
-    """Return True if two numbers differ by rounding only.
+    """Return True if the outputs of two processes' maps, each given as a number, differ by rounding only.
 
     NaN counts as equal to NaN here, because the measurement itself reports numbers that are not finite.
     """
@@ -291,7 +299,9 @@ def _alike(a: float, b: float) -> bool:
 
 
 def _probe(double: TokenMap, n: int) -> list[float]:
-    """Return the norms of the map's outputs at a few fixed tokens, by which different maps are told apart."""
+    """Return the norms of the map's outputs at a few fixed tokens, which show whether all processes have the
+    same map.
+    """
     generator = torch.Generator().manual_seed(0)
     tokens = torch.randn(min(n, _PROBE_TOKENS), double.d, generator=generator, dtype=torch.float64)
     lengths: list[float] = double._forward(tokens.to(double.device)).norm(dim=-1).tolist()
@@ -299,6 +309,6 @@ def _probe(double: TokenMap, n: int) -> list[float]:
 
 
 def _neighbours(collectives: Collectives, device: torch.device) -> int:
-    """Return the number of processes of the group that use this process's device."""
+    """Return how many processes of the group run on the same device as this process."""
     here = (socket.gethostname(), str(device))
     return collectives.all_gather_objects(here).count(here)

@@ -1,4 +1,6 @@
-"""Scratch memory for tiles of the attention matrix, reused from tile to tile and from pass to pass."""
+"""Memory for temporary tiles of the attention matrix, which is reused from tile to tile and from product to
+product.
+"""
 
 from __future__ import annotations
 
@@ -15,17 +17,17 @@ __all__ = ["Scratch"]
 _LEFT = 1 << 23
 
 
-class _Left(threading.local):
-    """The scratch memory that one pass over tiles leaves to the next pass of the same thread."""
+class _KeptMemory(threading.local):
+    """The temporary memory that a product with a Jacobian leaves to the next product in the same thread."""
 
     memory: dict[object, Tensor] | None = None
 
 
-_left = _Left()
+_left = _KeptMemory()
 
 
 class Scratch:
-    """Scratch memory of one pass over tiles.
+    """Memory for the temporary tensors of one pass over the tiles of an attention matrix.
 
     A small amount of memory is kept for the next pass of the same thread. Otherwise the system would take it
     back and map it again page by page, a tenth of the time of a product at two thousand tokens.
@@ -36,9 +38,8 @@ class Scratch:
         self.memory, _left.memory = _left.memory or {}, None
 
     def empty(self, name: object, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Return an uninitialised tensor, in the memory of an earlier tensor of the same name if that fits.
-
-        It lies in the memory of an earlier tensor of the same name, if that is large enough.
+        """Return an uninitialised tensor. It lies in the memory of an earlier tensor with the same name, if
+        that is large enough.
         """
         size, key = math.prod(shape), (name, dtype, device)
         held = self.memory.get(key)
@@ -49,7 +50,7 @@ class Scratch:
         return held[:size].view(shape)
 
     def leave(self) -> None:
-        """Leave the scratch memory to the next pass of this thread, unless it is more than 8 MiB."""
+        """Keep the memory of temporary tensors for the next pass in this thread, unless it exceeds 8 MiB."""
         if sum(t.nbytes for t in self.memory.values()) <= _LEFT:
             _left.memory = self.memory
         self.memory = {}

@@ -7,8 +7,7 @@ import threading
 import pytest
 import torch
 
-from howsmooth.jacobian import scratch
-from howsmooth.jacobian.scratch import Scratch
+from howsmooth.jacobian.scratch_memory import Scratch
 
 CPU = torch.device("cpu")
 

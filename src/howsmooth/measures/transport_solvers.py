@@ -1,4 +1,6 @@
-"""Optimal transport with POT; every solution comes with a proved interval for the optimal cost."""
+"""Solvers of optimal transport problems from the library POT, each with a proved lower and upper limit of the
+optimal cost.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,7 @@ import torch
 from jaxtyping import Float
 from numpy import ndarray
 
-from howsmooth.measures.problem import EPSILON, Plan, Problem
+from howsmooth.measures.transport_problem import EPSILON, Plan, Problem
 
 __all__ = ["Solution", "entropic", "exact", "on_the_line"]
 
@@ -34,7 +36,9 @@ _SHARE = 1e-10
 
 @dataclass(frozen=True)
 class Solution:
-    """A solver's transport plan, an interval for the optimal cost, and dual potentials if there are any."""
+    """The transport plan that a solver found, a lower and an upper limit of the optimal cost, and dual
+    potentials if there are any.
+    """
 
     plan: Plan
     below: float
@@ -44,7 +48,9 @@ class Solution:
 
 
 def exact(problem: Problem) -> Solution:
-    """Return the network simplex solution (POT) of a transport problem, with an interval for its cost."""
+    """Solve a transport problem by the network simplex of the library POT, with a lower and an upper limit of
+    its optimal cost.
+    """
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # the width of the interval tells whether the solver finished
         matrix, log = ot.emd(problem.a, problem.b, problem.costs, numItermax=_PIVOTS, log=True)
@@ -56,7 +62,8 @@ def exact(problem: Problem) -> Solution:
 
 
 def entropic(problem: Problem, regularisation: float | None, rtol: float, max_iterations: int) -> Solution:
-    """Solve a transport problem with POT's log-domain Sinkhorn and a decreasing regularisation.
+    """Solve a transport problem by the Sinkhorn algorithm of the library POT, with entropic regularisation
+    that decreases in stages.
 
     The regularisation starts at the mean cost. It falls to ``regularisation`` or, if that is None, until the
     upper limit of the cost is at most (1 + rtol)^p times the lower limit.
@@ -116,7 +123,9 @@ def _width(solution: Solution) -> float:
 
 
 def _tighter(one: Solution | None, other: Solution) -> Solution:
-    """Combine two solutions: keep the plan of lower cost and the potentials of the higher lower bound."""
+    """Combine two solutions of one transport problem: take the plan of lower cost and the potentials of
+    higher value.
+    """
     if one is None:
         return other
     above = one if one.above <= other.above else other
@@ -125,7 +134,8 @@ def _tighter(one: Solution | None, other: Solution) -> Solution:
 
 
 def on_the_line(problem: Problem) -> Solution:
-    """Solve a one-dimensional problem with POT's sorted transport, which is optimal for all p >= 1.
+    """Solve a transport problem between points on a line by sorting them, which is optimal for all orders p
+    >= 1.
 
     A plan along which both coordinates increase is optimal for its own marginals. Changing its marginals to
     the wanted ones costs at most 1, the largest cost, per unit of mass. The lower limit is the better of this

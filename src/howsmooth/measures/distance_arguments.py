@@ -1,4 +1,6 @@
-"""Checked arguments of the distance functions: order, measures and solver options."""
+"""Checks of the arguments that users give to the distance functions: the order p, the two measures, and
+options of the solver.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,9 @@ __all__ = ["Options", "check_discrete", "check_order", "check_positive", "check_
 
 @dataclass(frozen=True)
 class Options:
-    """Checked options of a transport solver."""
+    """The options of a distance function that say how the transport problem is solved, after they have been
+    checked.
+    """
 
     method: str
     regularisation: float | None
@@ -26,7 +30,9 @@ class Options:
     def of(
         cls, method: object, regularisation: object, rtol: object, max_iterations: object, gradient: object
     ) -> Options:
-        """Return the options; raise ArgumentError if one has a wrong type or value."""
+        """Check the options of a distance function, and return them; raise ArgumentError if one has a wrong
+        type or value.
+        """
         if method not in ("auto", "exact", "entropic", "1d", "bures"):
             raise ArgumentError(
                 "method", expected="'auto', 'exact', 'entropic', '1d' or 'bures'", got=repr(method)
@@ -50,19 +56,23 @@ class Options:
         return cls(str(method), regularisation, rtol, max_iterations, gradient)
 
     def narrow(self, lower: float, upper: float, noise: float) -> bool:
-        """Return True if the interval meets the tolerance ``rtol`` or lies below the rounding noise."""
+        """Return True if the interval of a distance is as narrow as the user asked, or lies below the
+        rounding error.
+        """
         return upper - lower <= self.rtol * upper or upper <= noise
 
 
 def check_order(p: object) -> float:
-    """Return p as a float; raise ArgumentError unless it is a finite number >= 1."""
+    """Check that the order p of a Wasserstein distance is a finite number of at least 1, and return it as a
+    float.
+    """
     if not isinstance(p, int | float) or isinstance(p, bool) or not 1 <= p < math.inf:
         raise ArgumentError("p", expected="a finite order >= 1", got=repr(p))
     return float(p)
 
 
 def check_discrete(name: str, measure: object) -> DiscreteMeasure:
-    """Return the measure; raise ArgumentError unless it is a DiscreteMeasure."""
+    """Check that an argument is a DiscreteMeasure, and return it; otherwise raise ArgumentError."""
     if not isinstance(measure, DiscreteMeasure):
         remedy = "Write DiscreteMeasure(points, weights)."
         if isinstance(measure, AbstractMeasure):
@@ -72,7 +82,7 @@ def check_discrete(name: str, measure: object) -> DiscreteMeasure:
 
 
 def check_same_space(mu: AbstractMeasure, nu: AbstractMeasure) -> None:
-    """Raise ArgumentError unless both measures have the same dimension and device."""
+    """Raise ArgumentError unless two measures have the same dimension and are on the same device."""
     if mu.d != nu.d or mu.device != nu.device:
         raise ArgumentError(
             "nu",
@@ -82,7 +92,7 @@ def check_same_space(mu: AbstractMeasure, nu: AbstractMeasure) -> None:
 
 
 def check_positive(name: str, value: object, expected: str = "a finite number > 0") -> float:
-    """Return the value as a float; raise ArgumentError unless it is a finite number > 0."""
+    """Check that an argument is a finite number above zero, and return it as a float."""
     if not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value < math.inf:
         raise ArgumentError(name, expected=expected, got=repr(value))
     return float(value)

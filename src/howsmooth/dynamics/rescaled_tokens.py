@@ -1,4 +1,5 @@
-"""Rescaled tokens z(t) = e^{−tV} x(t), which can form clusters even if the tokens x(t) diverge.
+"""Rescaled tokens z(t) = e^{−tV} x(t), which can form clusters even if the tokens x(t) of a flow grow without
+bound.
 
 Source: Geshkovski, Letrouit, Polyanskiy, Rigollet, *The emergence of clusters in self-attention dynamics*,
 NeurIPS 2023. The documentation page "Growth along a flow, clusters, rescaled tokens" derives the equation of
@@ -29,7 +30,8 @@ _COMMUTE = 1e-6
 
 
 class Rescaled(Field):
-    """The velocity of z(t) = e^{−tV} x(t), where x' = f(x), integrated without computing x.
+    """The velocity field of the rescaled tokens z(t) = e^{−tV} x(t), where the tokens x(t) flow through
+    attention.
 
     The velocity is z_i' = Σ_h W_h (Σ_j P^h_ij z_j − z_i) + e^{−tV} c. Here W_h = O_h V_h is the product of
     the output and value matrices of head h, V = Σ_h W_h, c is the sum of the value and output biases'
@@ -80,11 +82,12 @@ class Rescaled(Field):
         self._limit = 0.4 * math.log(torch.finfo(attention.dtype).max)
 
     def check(self, x: Tensor) -> None:
-        """Raise ArgumentError unless the attention accepts tokens of the shape of ``x``."""
+        """Raise ArgumentError unless the attention layer accepts tokens of the shape of ``x``."""
         check_tokens(x, self.attention)
 
     def attention_at(self, t: float) -> SelfAttention:
-        """Return the attention between rescaled tokens at time t, without its value and output biases.
+        """Return the attention layer by which the rescaled tokens see each other at time t, without value and
+        output biases.
 
         Its queries and keys are those of e^{tV} z; the factor e^{2λt} is in its scale, bounded below
         overflow.
@@ -107,7 +110,7 @@ class Rescaled(Field):
         )
 
     def velocity(self, begin: float, end: float, weighting: Weighting | None = None) -> Velocity:
-        """Return the velocity of the rescaled tokens z."""
+        """Return the velocity of the rescaled tokens z as a function of time and z."""
         return lambda t, z: self._velocity(float(t), z, weighting)
 
     def _velocity(self, t: float, z: Tensor, weighting: Weighting | None) -> Tensor:
@@ -117,12 +120,12 @@ class Rescaled(Field):
         return moved + shift
 
     def describe(self) -> str:
-        """Return the description of the attention, with the remark that tokens are rescaled."""
+        """Return a phrase that describes the attention layer and says that tokens are rescaled."""
         return f"{self.attention.describe()}, in rescaled tokens"
 
 
 def rescaled(trajectory: Trajectory, value: Tensor | SelfAttention) -> Trajectory:
-    """Return the trajectory of the rescaled tokens z(t) = e^{−tV} x(t).
+    """Turn a trajectory of tokens x(t) into the trajectory of the rescaled tokens z(t) = e^{−tV} x(t).
 
     Parameters
     ----------
@@ -159,7 +162,8 @@ def rescaled(trajectory: Trajectory, value: Tensor | SelfAttention) -> Trajector
 
 
 def value_matrix(attention: SelfAttention) -> Float[Tensor, "d d"]:
-    """Return the matrix V that attention without biases applies to equal tokens.
+    """Return V = Σ_h O_h V_h for an attention layer, the sum over its heads of output matrix times value
+    matrix.
 
     It is V = Σ_h O_h V_h.
 
@@ -173,7 +177,9 @@ def value_matrix(attention: SelfAttention) -> Float[Tensor, "d d"]:
 
 
 def _head_matrices(attention: SelfAttention) -> Float[Tensor, "heads d d"]:
-    """Return W_h = O_h V_h for each head."""
+    """Return the product O_h V_h of the output matrix and the value matrix for each head of an attention
+    layer.
+    """
     f = attention
     if f.sinks is not None:
         raise ArgumentError(

@@ -1,4 +1,6 @@
-"""Moments of keys and values under the attention probabilities, from which rounding errors are bounded."""
+"""Second moments of keys and values under the attention probabilities, which enter the bounds on rounding
+errors.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +10,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from howsmooth.jacobian.operands import Operands
+from howsmooth.jacobian.queries_keys_values import Operands
 from howsmooth.roundoff import gamma
 
 __all__ = ["Moments", "moment_columns", "moment_width"]
@@ -16,7 +18,8 @@ __all__ = ["Moments", "moment_columns", "moment_width"]
 
 @dataclass(frozen=True, eq=False)
 class Moments:
-    """Upper bounds of how far keys and values spread around their means under the attention probabilities.
+    """Upper bounds on how far the keys and values of an attention layer spread around their means under the
+    probabilities P.
 
     Further bounds are of the probabilities P: of their row sums, row norms and spectral norm.
 
@@ -56,7 +59,8 @@ class Moments:
         sink: Float[Tensor, "b m"],
         p: Float[Tensor, "b m n"] | None = None,
     ) -> Moments:
-        """Compute the moments of keys and values from averages, under the probabilities, of certain columns.
+        """Compute the bounds on the spread of keys and values from the averages, under the probabilities P,
+        of the columns of :func:`moment_columns`.
 
         ``mean`` are the outputs, shifted as the values are. Without P itself, which streamed products do not
         keep, ``squares`` and ``spread`` are bounded by the row sums.
@@ -95,7 +99,8 @@ class Moments:
 
 
 def moment_columns(operands: Operands) -> Float[Tensor, "b n columns"]:
-    """Return one row of numbers for each key; averages of these rows under P give the moments.
+    """Return one row of numbers for each key and its value. From the averages of these rows under the
+    attention probabilities, :class:`Moments` is computed.
 
     The columns are k, |k|² and |v|². If there is a sink, |k|² and |v|² of the unshifted keys and values
     follow.
@@ -108,5 +113,5 @@ def moment_columns(operands: Operands) -> Float[Tensor, "b n columns"]:
 
 
 def moment_width(operands: Operands) -> int:
-    """Return the number of columns that :func:`moment_columns` returns."""
+    """Return the number of columns of the matrix that :func:`moment_columns` returns."""
     return operands.k.shape[-1] + (2 if operands.features.sinks is None else 4)

@@ -1,4 +1,5 @@
-"""The blocks J_ij = ∂y_i/∂x_j of the Jacobian of attention, as one batch of small operators.
+"""The blocks J_ij = ∂y_i/∂x_j of the Jacobian of attention for pairs of an output token i and an input token
+j, as one batch of small operators.
 
 For a tangent e of token j ≠ i, one head moves its output at token i by ::
 
@@ -32,8 +33,8 @@ from howsmooth.attention import (
 )
 from howsmooth.jacobian.closed_form import ComposedJacobian, ResidualJacobian, closed_form_jacobian
 from howsmooth.jacobian.norm_layers import NormJacobian, norm_jacobian
-from howsmooth.jacobian.operands import Operands
 from howsmooth.jacobian.projections import Projection
+from howsmooth.jacobian.queries_keys_values import Operands
 from howsmooth.jacobian.softmax import softmax_derivative
 from howsmooth.spectral import LinearOperator
 
@@ -41,11 +42,14 @@ __all__ = ["DenseBlocks", "TokenBlocks", "token_blocks"]
 
 
 class TokenBlocks(abc.ABC):
-    """All blocks J_ij of a Jacobian at one sequence of n tokens, computed in tiles of some pairs (i, j)."""
+    """The blocks J_ij = ∂y_i/∂x_j of a Jacobian at one sequence of tokens, which are computed for some pairs
+    (i, j) at a time.
+    """
 
     @abc.abstractmethod
     def weights(self) -> Float[Tensor, "n n"]:
-        """Return a number for the size of each block J_ij, by which it is scaled; zero for zero blocks.
+        """Return for each block J_ij a number that roughly measures its size, and is zero if the block is
+        zero.
 
         Off the diagonal it is the largest attention weight P_ij of a head. The norms of matrices and tokens,
         which the norm of a block also depends on, are left out.
@@ -59,7 +63,8 @@ class TokenBlocks(abc.ABC):
         factor: Float[Tensor, " pairs"],
         dtypes: Sequence[torch.dtype],
     ) -> list[LinearOperator]:
-        """Return the blocks J_ij of some pairs as a batch of maps (1, d) -> (1, d_out), for each dtype.
+        """Return the blocks J_ij of some pairs of tokens as a batch of operators (1, d) -> (1, d_out), one
+        batch for each dtype.
 
         Either all pairs lie on the diagonal i = j, or none does. The blocks are multiplied by ``factor``;
         with the reciprocals of :meth:`weights` as factors, they stay in the range of the dtypes.
@@ -67,7 +72,7 @@ class TokenBlocks(abc.ABC):
 
 
 def token_blocks(f: TokenMap, x: Float[Tensor, "n d"]) -> TokenBlocks | None:
-    """Return the blocks of the Jacobian of a float64 map at float64 tokens.
+    """Return the blocks J_ij = ∂y_i/∂x_j of the Jacobian of a float64 map at float64 tokens.
 
     The result is None unless the map is one layer of self-attention, with or without residuals, norm layers
     and layer scales around it, or consists of these without attention.
@@ -100,7 +105,7 @@ def _acts_on_tokens(f: TokenMap) -> bool:
 
 
 class DenseBlocks(LinearOperator):
-    """A batch of blocks that are given as matrices (pairs, d_out, d)."""
+    """Blocks of a Jacobian that are given as matrices (pairs, d_out, d), as a batch of operators."""
 
     def __init__(self, matrices: Float[Tensor, "pairs d_out d"]) -> None:
         pairs, d_out, d = matrices.shape
@@ -114,7 +119,7 @@ class DenseBlocks(LinearOperator):
         return u @ self.matrices
 
     def select(self, members: Tensor) -> DenseBlocks:
-        """Return the blocks with the given indices as a batch of operators."""
+        """Return the operator with the blocks of some pairs of tokens only."""
         return DenseBlocks(self.matrices[members.to(self.device)])
 
 
@@ -122,7 +127,9 @@ class DenseBlocks(LinearOperator):
 
 
 class _Diagonal(TokenBlocks):
-    """The Jacobian blocks J_ij of a map that acts on each token separately: zero unless i = j."""
+    """The blocks J_ij of the Jacobian of a map that acts on each token separately. They are zero unless i =
+    j.
+    """
 
     def __init__(self, f: TokenMap, x: Float[Tensor, "n d"]) -> None:
         self._f, self._x = f, x
@@ -142,7 +149,9 @@ class _Diagonal(TokenBlocks):
 
 
 class _ResidualBlocks(TokenBlocks):
-    """The Jacobian blocks of a residual connection: the blocks of its branch, plus I where i = j."""
+    """The blocks J_ij of the Jacobian of a residual connection: those of its branch, plus the identity where
+    i = j.
+    """
 
     def __init__(self, inner: TokenBlocks) -> None:
         self._inner = inner
@@ -159,7 +168,9 @@ class _ResidualBlocks(TokenBlocks):
 
 
 class _ComposedBlocks(TokenBlocks):
-    """The blocks of a composition of two maps, at least one of which treats each token by itself."""
+    """The blocks J_ij of the Jacobian of a composition of two maps, at least one of which acts on each token
+    separately.
+    """
 
     def __init__(self, outer: TokenBlocks, inner: TokenBlocks) -> None:
         self._outer, self._inner = outer, inner
@@ -185,7 +196,7 @@ class _ComposedBlocks(TokenBlocks):
 
 
 class _AttentionBlocks(TokenBlocks):
-    """The blocks of multi-head self-attention, in float64 until a tile is made."""
+    """The blocks J_ij of the Jacobian of multi-head self-attention."""
 
     def __init__(self, f: SelfAttention, x: Float[Tensor, "n d"]) -> None:
         self._f, n = f, len(x)
@@ -230,7 +241,7 @@ class _AttentionBlocks(TokenBlocks):
         return found
 
     def _read(self, i: Tensor, j: Tensor) -> Float[Tensor, "pairs heads d"]:
-        """Return, for each head, the gradient b_ij of the score of query i and key j in token j."""
+        """Return, for each head and pair (i, j), the gradient in token j of the score of query i at key j."""
         f, t = self._f, self._q[:, i].transpose(0, 1)
         pairs, weight, n = len(i), f.key, self._p.shape[1]
         if f.key_norm is None or f.key_norm.d == f.key_dim:
@@ -244,7 +255,9 @@ class _AttentionBlocks(TokenBlocks):
         return rows @ weight.flatten(0, 1)
 
     def _own_query(self, i: Tensor, factor: Tensor) -> _OwnQuery:
-        """Return the derivative of the outputs at the tokens ``i`` in their own queries, times ``factor``."""
+        """Return, for the output of each head at the tokens ``i``, the derivative with respect to the query
+        of the same token.
+        """
         n, heads, sink = self._p.shape[1], [], self._core.sink
         pairs = torch.arange(len(i), device=i.device)
         for head, (values, keys) in enumerate(zip(self._v, self._k, strict=True)):
@@ -270,7 +283,8 @@ class _AttentionBlocks(TokenBlocks):
 
 @dataclass(frozen=True, eq=False)
 class _Placed:
-    """Derivatives, at one token of each pair, of the norm layer and rotation that follow a projection.
+    """Derivatives of the norm layer and the rotation that follow the projection to queries or keys, at one
+    token of each pair of tokens.
 
     Vectors have shape (pairs, heads, key_dim).
     """
@@ -287,7 +301,7 @@ class _Placed:
         tokens: Int[Tensor, " pairs"],
         heads: Int[Tensor, " heads"] | None = None,
     ) -> _Placed:
-        """Return the derivatives at the given tokens of a sequence of n tokens.
+        """Return the derivatives of norm layer and rotation at the given tokens of a sequence of n tokens.
 
         ``norm`` is the Jacobian of the norm at all tokens. Its rows are tokens, or pairs of token and head,
         of which ``heads`` chooses some.
@@ -329,7 +343,9 @@ class _Placed:
 
 @dataclass(frozen=True, eq=False)
 class _OwnQuery:
-    """Derivatives of the heads' outputs at a token in its own queries: a matrix for each head and pair."""
+    """The derivative of each head's output at a token with respect to the query of the same token, one matrix
+    for each head and token.
+    """
 
     matrices: Float[Tensor, "pairs heads value_dim key_dim"]
     placed: _Placed
@@ -341,17 +357,22 @@ class _OwnQuery:
         return _OwnQuery(self.matrices[members], self.placed.select(members))
 
     def product(self, rows: Float[Tensor, "pairs rows"]) -> Float[Tensor, "pairs heads value_dim"]:
-        """Return the tangents of the heads, for projected tangents of the tokens."""
+        """Return the tangents of the heads' outputs at some tokens, for tangents of the queries of the same
+        tokens.
+        """
         heads, key_dim = self.matrices.shape[1], self.matrices.shape[3]
         return (self.matrices @ self.placed.product(rows.view(-1, heads, key_dim))[..., None])[..., 0]
 
     def adjoint(self, z: Float[Tensor, "pairs heads value_dim"]) -> Float[Tensor, "pairs rows"]:
-        """Apply the adjoint of :meth:`product`."""
+        """Return the cotangents of the queries of some tokens, for cotangents of the heads' outputs at the
+        same tokens.
+        """
         return self.placed.adjoint((self.matrices.mT @ z[..., None])[..., 0]).flatten(1)
 
 
 class _AttentionTile(LinearOperator):
-    """Some blocks of multi-head self-attention, as maps (1, d) -> (1, d_out).
+    """The blocks J_ij of the Jacobian of multi-head self-attention for some pairs (i, j), as a batch of
+    operators (1, d) -> (1, d_out).
 
     Parameters
     ----------
@@ -395,7 +416,9 @@ class _AttentionTile(LinearOperator):
         return energy, self._heads_adjoint(through.view_as(self.moved))[:, None]
 
     def _heads(self, e: Float[Tensor, "pairs d"]) -> Float[Tensor, "pairs heads value_dim"]:
-        """Return the tangents of the heads' outputs at token i, for tangents of token j."""
+        """Return the tangents of the heads' outputs at the tokens i, for tangents ``e`` of the tokens j, for
+        each pair (i, j).
+        """
         f, (query, _, value) = self.projection.attention, self.projection.parts
         v = (e @ value.mT).view(len(e), f.kv_heads, 1, f.value_dim)
         p = self.p.view(len(e), f.kv_heads, -1, 1)
@@ -404,7 +427,9 @@ class _AttentionTile(LinearOperator):
         return z if self.own is None else z + self.own.product(e @ query.mT)
 
     def _heads_adjoint(self, z: Float[Tensor, "pairs heads value_dim"]) -> Float[Tensor, "pairs d"]:
-        """Apply the adjoint of :meth:`_heads`."""
+        """Return the cotangents of the tokens j, for cotangents ``z`` of the heads' outputs at the tokens i,
+        for each pair (i, j).
+        """
         f, (query, _, value) = self.projection.attention, self.projection.parts
         v = (self.p[..., None] * z).view(len(z), f.kv_heads, -1, f.value_dim).sum(dim=2)
         scores = (z * self.moved).sum(dim=-1, keepdim=True)
@@ -412,7 +437,7 @@ class _AttentionTile(LinearOperator):
         return e if self.own is None else e.addmm_(self.own.adjoint(z), query)
 
     def select(self, members: Tensor) -> _AttentionTile:
-        """Return the given blocks."""
+        """Return the operator with the blocks of some pairs of tokens only."""
         members = members.to(self.device)
         own = None if self.own is None else self.own.select(members)
         p, moved, read = (t[members] for t in (self.p, self.moved, self.read))

@@ -1,4 +1,5 @@
-"""Queries, keys and values at the tokens where attention is linearised, with keys and values centred.
+"""The queries, keys and values of an attention layer at given tokens, with the means of keys and values
+subtracted.
 
 The derivative does not change if all values of a head, or all its keys, are shifted by one vector. Such a
 common part may be far larger than the differences that matter, so it is subtracted before anything is
@@ -23,7 +24,8 @@ __all__ = ["Operands"]
 
 @dataclass(frozen=True, eq=False)
 class Operands:
-    """The queries, keys and values of one softmax, with query heads grouped by their key head.
+    """The queries, keys and values of one softmax attention, with query heads grouped by the key head that
+    they share.
 
     Parameters
     ----------
@@ -55,9 +57,8 @@ class Operands:
         scale: float,
         features: ScoreFeatures,
     ) -> Operands:
-        """Return the operands of one softmax from its queries, keys and values.
-
-        The queries are scaled, and the keys and values are centred.
+        """Scale the given queries, subtract the means of the given keys and values, and return the three
+        together.
         """
         key_shift, value_shift = k.mean(dim=2, keepdim=True), v.mean(dim=2, keepdim=True)
         if features.softcap is not None:
@@ -67,7 +68,9 @@ class Operands:
 
     @classmethod
     def of_tokens(cls, f: SelfAttention, x: Float[Tensor, "batch n d"]) -> Operands:
-        """Return the operands of the attention layer ``f`` at tokens ``x``: its queries, keys and values."""
+        """Compute the queries, keys and values of the attention layer ``f`` at tokens ``x``, with means
+        subtracted.
+        """
         mean = x.mean(dim=-2, keepdim=True)
         centred = x - mean
         q, k = f.queries_and_keys(x)
@@ -86,22 +89,23 @@ class Operands:
 
     @property
     def heads(self) -> int:
-        """Number of key heads in all sequences of the batch together."""
+        """The number of key heads of all sequences of the batch together."""
         return self.k.shape[0] * self.k.shape[1]
 
     @property
     def whole_keys(self) -> Float[Tensor, "batch kv_heads n key_dim"]:
-        """The keys before centring: ``k`` plus ``key_shift``."""
+        """The keys of the attention layer before their mean was subtracted."""
         return self.k + self.key_shift
 
     @property
     def whole_values(self) -> Float[Tensor, "batch kv_heads n value_dim"]:
-        """The values before centring: ``v`` plus ``value_shift``."""
+        """The values of the attention layer before their mean was subtracted."""
         return self.v + self.value_shift
 
     @property
     def score_keys(self) -> Float[Tensor, "batch kv_heads n key_dim"]:
-        """The keys from which scores are formed: the centred keys, or with sinks the keys before centring.
+        """The keys from which attention scores are formed: without their mean, or with it if the layer has
+        attention sinks.
 
         With a sink, a shift of the keys would change P, because the sink's score does not move with the keys.
         """
@@ -112,9 +116,8 @@ class Operands:
         averages: Float[Tensor, "b *rows value_dim"],
         total: Float[Tensor, "b *rows"],
     ) -> Float[Tensor, "b *rows value_dim"]:
-        """Return the attention outputs from averages of the centred values.
-
-        The outputs O_i = Σ_j P_ij v_j are averages of the values before centring.
+        """Return the attention outputs, given the averages under the attention probabilities of the values
+        without their mean.
 
         ``total`` is Σ_j P_ij, which is below one if there is a sink.
         """

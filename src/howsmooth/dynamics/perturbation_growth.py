@@ -1,4 +1,5 @@
-"""Growth of perturbations along a flow: the largest singular value of its flow map, with an interval.
+"""How much a flow amplifies small perturbations of its start: the norm of the Jacobian of its flow map, with
+an interval.
 
 For X' = f(t, X) the flow map Φ_t maps X(0) to X(t). ‖D_X Φ_t‖₂ is the factor by which the flow amplifies the
 worst small perturbation of X(0) until time t, that is, the local Lipschitz constant of all layers up to t. It
@@ -22,8 +23,8 @@ from howsmooth.accuracy_limits import check_accuracy
 from howsmooth.dynamics.arguments import check_plan, check_times
 from howsmooth.dynamics.integrate import FIXED, ORDERS
 from howsmooth.dynamics.linearised_flow import LinearisedFlow
-from howsmooth.dynamics.rescaled import Rescaled
-from howsmooth.dynamics.states import Tokens, system_of
+from howsmooth.dynamics.rescaled_tokens import Rescaled
+from howsmooth.dynamics.state_tensors import Tokens, system_of
 from howsmooth.dynamics.velocity_fields import Field, Layers, MapField, Sphere, as_field
 from howsmooth.errors import ArgumentError, NonFiniteError
 from howsmooth.jacobian import allowance_for_rounding, moved_by_rounding
@@ -41,7 +42,7 @@ _RATE = 1e-2
 
 @dataclass(frozen=True)
 class Growth:
-    """How much a flow amplifies small perturbations from the first time to each time.
+    """How much a flow amplifies small perturbations of its start until each time.
 
     The growth is the norm ‖D_X Φ‖₂ of the Jacobian of the flow map Φ.
 
@@ -106,12 +107,14 @@ class Growth:
 
     @property
     def steps(self) -> int:
-        """The number of steps that the method took."""
+        """The number of time steps that the integration took."""
         return len(self.step_times)
 
     @property
     def remedy(self) -> str:
-        """What to do about times that did not converge; an empty string if all converged."""
+        """Advice on what to do if the interval at some time is too wide; an empty string if all are narrow
+        enough.
+        """
         missed = int((~self.converged).sum())
         if not missed:
             return ""
@@ -148,7 +151,7 @@ def growth(
     max_steps: int = 100_000,
     kept_bytes: int = _KEPT_BYTES,
 ) -> Growth:
-    """Measure by how much a flow amplifies the worst small perturbation of its start.
+    """Measure by which factor a flow amplifies the worst small perturbation of its start.
 
     The flow map of a fixed-step method is differentiated step by step. Its leading singular value is computed
     by Golub–Kahan bidiagonalisation with an interval, as in :func:`howsmooth.local_lipschitz`. All
@@ -268,7 +271,9 @@ Solve = Callable[[LinearOperator, int], LeadingTriplet]
 
 
 def _along(trajectory: LinearisedFlow, times: list[float], solve: Solve) -> list[LeadingTriplet]:
-    """Return the leading singular triplet of the flow map's Jacobian for each time after the first."""
+    """Return the largest singular value of the flow map's Jacobian, with singular vectors, for each time
+    after the first.
+    """
     rounding = _rounding(trajectory, times)
     for time, relative in zip(times, rounding, strict=True):
         if not float(relative) < _NO_DIGIT:
@@ -282,7 +287,7 @@ def _along(trajectory: LinearisedFlow, times: list[float], solve: Solve) -> list
 
 
 def _rate(trajectory: LinearisedFlow, i: int, solve: Solve, index: int) -> float:
-    """Integrate the velocity's local Lipschitz constant over one time step by quadrature.
+    """Integrate the local Lipschitz constant of the velocity over one time step of a flow.
 
     The step has the number ``i``. The random starts of the stages have the numbers after ``index``.
     """
@@ -292,7 +297,8 @@ def _rate(trajectory: LinearisedFlow, i: int, solve: Solve, index: int) -> float
 
 
 def _rounding(trajectory: LinearisedFlow, times: list[float]) -> list[Tensor]:
-    """Bound the relative error in the growth that rounding may cause, for each time.
+    """Bound the relative error that rounding may cause in the computed growth of perturbations, for each
+    time.
 
     It has two parts. First, the rounding errors of the products add up over the steps. Second, a computed
     trajectory is the exact trajectory of a slightly different start, and the flow may amplify that
@@ -312,7 +318,8 @@ def _rounding(trajectory: LinearisedFlow, times: list[float]) -> list[Tensor]:
 
 
 def _products(trajectory: LinearisedFlow, e: Tensor) -> list[tuple[Tensor, Tensor]]:
-    """Return the product of the flow map's Jacobian with ``e`` at each time, and its rounding error.
+    """Return the product of the flow map's Jacobian with the vector ``e`` for each time, and the rounding
+    error of this product.
 
     The rounding error is the sum of the steps' rounding errors.
     """
@@ -332,7 +339,9 @@ def _values(found: Sequence[LeadingTriplet], name: str, first: float | None = No
 
 
 def _start_vector(operator: LinearOperator, seed: int, index: int) -> Tensor:
-    """Return a Gaussian start vector from a random stream that depends only on ``seed`` and ``index``."""
+    """Draw the Gaussian start vector of a solver from a random stream that depends only on ``seed`` and
+    ``index``.
+    """
     state = int(np.random.SeedSequence((seed, index)).generate_state(1, np.uint64)[0])
     # manual_seed takes signed 64-bit numbers.
     generator = torch.Generator().manual_seed(state - 2**64 * (state >= 2**63))
@@ -344,7 +353,7 @@ def _start_vector(operator: LinearOperator, seed: int, index: int) -> Tensor:
 
 
 def _in_double(field: Field, start: object) -> Tokens:
-    """Convert the start of a flow and its field to float64, after checking that they fit each other."""
+    """Check that the start of a flow fits its velocity field, and convert both to float64."""
     system = system_of(field, start)
     if not isinstance(system, Tokens) or system.start.ndim != 2:
         got = f"shape {tuple(start.shape)}" if isinstance(start, Tensor) else type(start).__name__

@@ -1,4 +1,5 @@
-"""A transport problem between atoms in float64, with proved intervals for its optimal cost.
+"""An optimal transport problem between weighted points, with a proved lower and upper limit of its optimal
+cost.
 
 The upper limit is the cost of a feasible plan, and the lower limit is the value of feasible potentials. Both
 hold even if the solver failed. Derivations: documentation page "Why the interval of a distance holds".
@@ -29,7 +30,8 @@ _BLOCK_PAIRS = 1 << 22
 
 @dataclass(frozen=True)
 class Plan:
-    """A transport plan: how much mass moves from which atom to which atom of the other measure.
+    """A transport plan between two discrete measures: how much mass moves from each atom of one to each atom
+    of the other.
 
     The masses move from atoms ``rows`` to atoms ``columns``. ``unplaced`` is the mass that stays unmatched
     because the two sums of weights differ by rounding.
@@ -42,18 +44,19 @@ class Plan:
 
     @classmethod
     def of_matrix(cls, matrix: Float[ndarray, "n m"]) -> Plan:
-        """Return the plan with the nonzero entries of ``matrix``."""
+        """Return the transport plan whose masses are the nonzero entries of ``matrix``."""
         rows, columns = np.nonzero(matrix)
         return cls(rows, columns, matrix[rows, columns])
 
     def matrix(self, shape: tuple[int, int]) -> csr_array:
-        """Return the plan as a sparse matrix."""
+        """Return the transport plan as a sparse matrix of masses."""
         return coo_array((self.masses, (self.rows, self.columns)), shape=shape).tocsr()
 
 
 @dataclass(frozen=True)
 class Problem:
-    """The problem of moving masses ``a`` at points ``x`` to masses ``b`` at points ``y``.
+    """An optimal transport problem: move masses ``a`` at points ``x`` to masses ``b`` at points ``y`` at the
+    least cost.
 
     Moving a unit of mass from x_i to y_j costs |x_i − y_j|^p.
 
@@ -69,7 +72,10 @@ class Problem:
 
     @cached_property
     def costs(self) -> Float[ndarray, "n m"]:
-        """The costs of all pairs, computed from coordinate differences so that close atoms lose no digits."""
+        """The transport costs |x_i − y_j|^p of all pairs of points.
+
+        They are computed from differences of coordinates, so that close points lose no digits.
+        """
         return self._power(cdist(self.x, self.y, "sqeuclidean" if self.p == 2 else "euclidean"))
 
     @property
@@ -81,7 +87,10 @@ class Problem:
         return float((self.x.shape[1] + 8) * (self.p / 2 + 1) * EPSILON)
 
     def costs_of(self, plan: Plan) -> Float[ndarray, " e"]:
-        """Return the costs along a plan; the cost of a positive distance never underflows to zero."""
+        """Return the transport costs |x_i − y_j|^p of the pairs of points between which a plan moves mass.
+
+        The cost of a positive distance never underflows to zero.
+        """
         difference = self.x[plan.rows] - self.y[plan.columns]
         squares = np.einsum("ed,ed->e", difference, difference)
         costs = self._power(squares if self.p == 2 else np.sqrt(squares))
@@ -94,7 +103,8 @@ class Problem:
     # ---- the upper limit
 
     def repaired(self, plan: Plan) -> Plan:
-        """Return a plan close to the given one whose marginals are ``a`` and ``b`` up to rounding.
+        """Return a transport plan close to the given one that moves exactly the masses ``a`` to the masses
+        ``b``, up to rounding.
 
         Rows and columns with too much mass are scaled down. The missing mass is then added by the north-west
         corner rule (Altschuler, Weed and Rigollet 2017).
@@ -114,7 +124,7 @@ class Problem:
         )
 
     def cost_above(self, plan: Plan) -> float:
-        """Return the cost of a feasible plan, rounded up, as an upper bound on the optimal cost.
+        """Return the cost of a transport plan, rounded up, which is an upper limit of the optimal cost.
 
         Mass that the plan leaves unplaced is counted at the largest distance.
         """
@@ -128,7 +138,7 @@ class Problem:
     def cost_below(
         self, right: Float[ndarray, " m"]
     ) -> tuple[float, Float[ndarray, " n"], Float[ndarray, " m"]]:
-        """Return a lower bound on the optimal cost, and the dual potentials f and g that prove it.
+        """Return a lower limit of the optimal cost, and the pair of dual potentials f and g that proves it.
 
         The potentials are f_i = min_j (c_ij − right_j) and g_j = min_i (c_ij − f_i). Since f_i + g_j <= c_ij,
         the value Σ a_i f_i + Σ b_j g_j is at most the cost of any plan. It is rounded down.
@@ -143,7 +153,8 @@ class Problem:
         return self.dual_value(f, g), f, g
 
     def nearest_below(self) -> float:
-        """Return a lower bound on the optimal cost: the cost of moving every atom to its nearest point.
+        """Return the cost of moving every mass to the nearest point of the other measure, which is a lower
+        limit of the optimal cost.
 
         It is the value of the potentials f_i = min_j c_ij and g = 0, rounded down.
         """
@@ -151,7 +162,7 @@ class Problem:
         return math.fsum(self.a * distances**self.p) * (1 - self.rounding)
 
     def dual_value(self, f: Float[ndarray, " n"], g: Float[ndarray, " m"]) -> float:
-        """Return the dual value of the potentials f and g, rounded down.
+        """Return the value of the dual potentials f and g in the dual transport problem, rounded down.
 
         The value is Σ a_i f_i + Σ b_j g_j, less a bound on the rounding of the potentials and products.
         """
@@ -164,13 +175,17 @@ class Problem:
 
 
 def _shares(wanted: ndarray, carried: ndarray) -> ndarray:
-    """Return factors <= 1 that shrink the rows (or columns) of a plan whose mass exceeds ``wanted``."""
+    """Return factors <= 1 that scale down those rows (or columns) of a transport plan that move more mass
+    than ``wanted``.
+    """
     shares: ndarray = np.minimum(1.0, wanted / np.maximum(carried, TINY))
     return shares
 
 
 def _corner(left: ndarray, right: ndarray) -> Plan:
-    """Return a plan with the marginals ``left`` and ``right``, by the north-west corner rule."""
+    """Return a transport plan that moves the masses ``left`` to the masses ``right``, built by the north-west
+    corner rule.
+    """
     # Both marginals are laid out as intervals on one line. Each overlap of a left and a right interval
     # becomes one entry.
     rows, columns = np.flatnonzero(left), np.flatnonzero(right)

@@ -16,7 +16,7 @@ from howsmooth.attention import TokenMap, Weighting
 from howsmooth.dynamics import Layers, Rescaled, Sphere, flow, growth
 from howsmooth.dynamics.integrate import Plan
 from howsmooth.dynamics.linearised_flow import LinearisedFlow
-from howsmooth.dynamics.states import Tokens
+from howsmooth.dynamics.state_tensors import Tokens
 from howsmooth.dynamics.velocity_fields import as_field
 from howsmooth.errors import ArgumentError, NonFiniteError
 from howsmooth.measures import DiscreteMeasure, Gaussian

@@ -1,4 +1,5 @@
-"""Functions that are sums over blocks of query rows, and their derivatives in every mode and to every order.
+"""Functions that are computed as sums over blocks of query rows, such as attention, together with their
+derivatives of every order.
 
 Such a function reads and returns tensors with a row for each query, for each key, or with an entry for each
 score. A block contributes a summand to each result. The derivatives of the function, forward and reverse, are
@@ -42,7 +43,7 @@ _FEWEST_ROWS = 32
 
 @dataclass(frozen=True)
 class Block:
-    """A rectangular part of the attention scores that is computed at once.
+    """A rectangular part of the attention scores, which is computed in one step.
 
     Scores have the axes (lead, kv_heads, group, m, n). A block is a range of each axis except ``group``,
     which is taken whole.
@@ -54,22 +55,23 @@ class Block:
     keys: slice
 
     def cut(self, t: Tensor, part: Part) -> Tensor:
-        """Return the part of a tensor that belongs to this block, as a view."""
+        """Return the part of a tensor of queries, keys or scores that belongs to this block, as a view."""
         place: tuple[Any, ...] = (..., *self._place(t.shape, part))
         return t[place]
 
     def cut_shape(self, shape: Shape, part: Part) -> Shape:
-        """Return the shape of the result of :meth:`cut` for a tensor of shape ``shape``."""
+        """Return the shape of the part that belongs to this block, for a tensor of shape ``shape``."""
         return (*shape[:-5], *(s.stop - s.start for s in self._place(shape, part)))
 
     def padded(self, t: Tensor, shape: Shape, part: Part) -> Tensor:
-        """Return a tensor of shape ``shape`` that is ``t`` on this block and zero elsewhere."""
+        """Return a tensor of shape ``shape`` that equals ``t`` on this block and is zero outside of it."""
         place = self._place(shape, part)
         around = [(s.start, size - s.stop) for s, size in zip(place, shape[-5:], strict=True)]
         return torch.nn.functional.pad(t, [size for pair in reversed(around) for size in pair])
 
     def _place(self, shape: Shape, part: Part) -> tuple[slice, ...]:
-        """Return the index of this block in a tensor of shape ``shape``, as slices of the last five axes.
+        """Return where this block of scores lies in a tensor of shape ``shape``, as slices of the last five
+        axes.
 
         An axis of length 1 is taken whole.
         """
@@ -105,7 +107,8 @@ class Grid:
     visible: Visibility
 
     def blocks(self, times: int, device: torch.device) -> Iterator[Block]:
-        """Yield the blocks, each of 10⁵ to 10⁷ scores; blocks without a visible key are left out.
+        """Yield the blocks of attention scores that are computed one by one, without those in which every key
+        is hidden.
 
         ``times`` is the product of the axes that vmap has added, for which a block is computed at once.
         """
@@ -138,7 +141,8 @@ Compute = Callable[[Block, tuple[Tensor, ...], tuple[Shape, ...]], tuple[Tensor,
 
 @dataclass(frozen=True, eq=False)
 class BlockMap:
-    """A function of tensors, such as attention or its derivative, that is a sum over blocks of query rows.
+    """A function of tensors that is computed as a sum over blocks of query rows, such as attention or one of
+    its derivatives.
 
     Parameters
     ----------
@@ -176,14 +180,15 @@ class BlockMap:
     kept: int = 0
 
     def targets(self, block: Block, extra: Shape = ()) -> tuple[Shape, ...]:
-        """Return, for each result of the function, the shape of the part that one block computes.
+        """Return, for each result of the function, the shape of the part to which one block of query rows
+        contributes.
 
         The axes ``extra`` are put in front of each shape.
         """
         return tuple((*extra, *self.extra, *block.cut_shape(shape, part)) for part, shape in self.outputs)
 
     def run(self, tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        """Compute the results without an autograd graph.
+        """Compute the results of the function, without an autograd graph.
 
         If a kernel computes them, further tensors follow, which it kept for derivatives.
         """
@@ -218,7 +223,8 @@ class BlockMap:
         return tuple(result.to(dtype) for result in results)
 
     def forward(self, moved: Flags) -> BlockMap:
-        """Return the derivative as a BlockMap: (tensors, tangents) ↦ tangents of the results.
+        """Return the forward-mode derivative of this function, which maps its arguments and their tangents to
+        the tangents of its results.
 
         ``moved`` marks the tensors that have a tangent.
         """
@@ -253,7 +259,8 @@ class BlockMap:
         return BlockMap(self.grid, compute, inputs, outputs)
 
     def reverse(self, wanted: Flags, given: Flags, shapes: tuple[Shape, ...]) -> BlockMap:
-        """Return the adjoint as a BlockMap: (tensors, cotangents of the results) ↦ cotangents of tensors.
+        """Return the reverse-mode derivative of this function, which maps its arguments and the cotangents of
+        its results to the cotangents of the arguments.
 
         Parameters
         ----------
@@ -293,20 +300,23 @@ class BlockMap:
 
 
 def _merged(tensors: tuple[Tensor, ...], which: Flags, some: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-    """Return a copy of ``tensors`` with ``some``, in order, in the places that ``which`` marks."""
+    """Return a copy of the tuple ``tensors`` in which the tensors ``some`` replace those that ``which``
+    marks.
+    """
     others = iter(some)
     return tuple(next(others) if w else t for t, w in zip(tensors, which, strict=True))
 
 
 def _old_vmap_level() -> int:
-    """Return the number of nested calls of the vmap of ``torch.autograd.functional`` that are active."""
+    """Return how many calls of the vmap in ``torch.autograd.functional`` are active, one inside the other."""
     level: int = torch._C._vmapmode_increment_nesting()
     torch._C._vmapmode_decrement_nesting()
     return level - 1
 
 
 def kept_whole(t: Tensor) -> bool:
-    """Return True if ``t`` must not be changed in place, because torch.func follows its operations.
+    """Return True if the tensor ``t`` must not be changed in place, because torch.func records the operations
+    on it.
 
     This is so in a transform of torch.func, which differentiates the operations on the tensor, and under
     torch.func.linearize, whose record of operations loses in-place changes of views.
@@ -315,7 +325,8 @@ def kept_whole(t: Tensor) -> bool:
 
 
 def reduced(t: Tensor, shape: Shape) -> Tensor:
-    """Sum or repeat ``t`` along its axes so that it gets the shape ``shape``.
+    """Bring the tensor ``t`` to the shape ``shape`` by sums over some of its axes and by repetition along
+    others.
 
     It is summed over axes where ``shape`` has 1, and repeated along axes where ``t`` has 1.
     """
@@ -323,16 +334,18 @@ def reduced(t: Tensor, shape: Shape) -> Tensor:
 
 
 class _OverBlocks(torch.autograd.Function):
-    """The autograd function that computes a :class:`BlockMap`; its derivatives compute other BlockMaps."""
+    """The autograd function that evaluates a :class:`BlockMap`. Its backward and forward derivatives evaluate
+    other BlockMaps.
+    """
 
     @staticmethod
     def forward(function: BlockMap, *tensors: Tensor) -> tuple[Tensor, ...]:
-        """Return the results of the BlockMap ``function``."""
+        """Evaluate the BlockMap ``function`` at the given tensors."""
         return function.run(tensors)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-        """Save the tensors that the derivatives need.
+        """Save the tensors that the derivatives of this autograd function need.
 
         These are the inputs, and what a kernel kept beside its results.
         """
@@ -345,7 +358,7 @@ class _OverBlocks(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *cotangents: Tensor | None) -> tuple[Tensor | None, ...]:
-        """Return the cotangents of the tensors, by applying this function to the reverse BlockMap."""
+        """Return the cotangents of the tensors, by evaluating the reverse-mode derivative of the BlockMap."""
         saved, wanted = ctx.saved_tensors, tuple(ctx.needs_input_grad[1:])
         cotangents = cotangents[: len(ctx.function.outputs)]
         given = [c for c in cotangents if c is not None]
@@ -358,7 +371,7 @@ class _OverBlocks(torch.autograd.Function):
 
     @staticmethod
     def jvp(ctx: Any, _: None, *tangents: Tensor | None) -> tuple[Tensor | None, ...]:
-        """Return the tangents of the results, by applying this function to the forward BlockMap."""
+        """Return the tangents of the results, by evaluating the forward-mode derivative of the BlockMap."""
         function = ctx.function.forward(tuple(t is not None for t in tangents))
         moved = (t for t in tangents if t is not None)
         # This must be the only operation here. PyTorch switches forward mode off inside ``jvp``, for outer
@@ -369,7 +382,9 @@ class _OverBlocks(torch.autograd.Function):
     def vmap(
         info: Any, in_dims: tuple[int | None, ...], function: BlockMap, *tensors: Tensor
     ) -> tuple[tuple[Tensor, ...], tuple[int, ...]]:
-        """Compute the function for a batch of torch.func.vmap, as one more axis in front of all tensors."""
+        """Evaluate the BlockMap for a batch that torch.func.vmap has formed, as one more axis in front of all
+        tensors.
+        """
         dims = in_dims[1:]
         front = (t[None] if d is None else t.movedim(d, 0) for t, d in zip(tensors, dims, strict=True))
         function = replace(function, extra=(info.batch_size, *function.extra))
@@ -381,7 +396,8 @@ _apply_function: Callable[..., tuple[Tensor, ...]] = _OverBlocks.apply
 
 
 def _apply(function: BlockMap, *tensors: Tensor) -> tuple[Tensor, ...]:
-    """Return the results of the autograd function, also within PyTorch's older vmap.
+    """Evaluate a BlockMap by its autograd function, also inside the older vmap of
+    ``torch.autograd.functional``.
 
     ``torch.autograd.functional`` and ``gradcheck`` use that vmap, which wraps tensors that may require
     gradients. An autograd function does not record the wrapping, so the axes of this vmap become axes in
@@ -393,7 +409,9 @@ def _apply(function: BlockMap, *tensors: Tensor) -> tuple[Tensor, ...]:
 
 
 def _apply_in_old_vmap(level: int, function: BlockMap, *tensors: Tensor) -> tuple[Tensor, ...]:
-    """Apply ``function`` within ``level`` calls of the older vmap, whose axes become axes in front."""
+    """Evaluate a BlockMap inside ``level`` calls of PyTorch's older vmap, whose batch axes become leading
+    axes.
+    """
     if level == 0:
         return _apply(function, *tensors)
     # A tensor without an axis of this level gets one of length 1.
@@ -405,5 +423,7 @@ def _apply_in_old_vmap(level: int, function: BlockMap, *tensors: Tensor) -> tupl
 
 
 def apply(function: BlockMap, *tensors: Tensor) -> tuple[Tensor, ...]:
-    """Return the results of a BlockMap, which PyTorch can differentiate in every mode and to every order."""
+    """Evaluate a BlockMap so that PyTorch can differentiate the results in every mode and any number of
+    times.
+    """
     return _apply(function, *tensors)[: len(function.outputs)]

@@ -1,4 +1,5 @@
-"""A Krylov basis that is kept for reorthogonalisation, in half precision if memory is short.
+"""The basis of Krylov vectors that Lanczos keeps for reorthogonalisation, stored in half precision if memory
+is short.
 
 If processes share the vectors, each holds some coordinates of every vector, and a reduction sums over
 processes.
@@ -29,7 +30,7 @@ _TOGETHER = 1 << 14
 
 
 class Basis:
-    """The Lanczos vectors of all steps so far, for each map of a batch.
+    """The vectors of all Lanczos steps so far, for each linear map of a batch.
 
     They have shape (step, member, size), and the dtype of the products or a smaller one.
 
@@ -51,7 +52,9 @@ class Basis:
         self.scale = 2.0 ** min(15, round(math.log2(size) / 2)) if dtype == torch.float16 else 1.0
 
     def append(self, row: Tensor) -> None:
-        """Append one unit vector for each member to the basis; ``row`` has shape (member, size)."""
+        """Add the vector of one more Lanczos step to the basis: ``row`` (member, size) has one unit vector
+        for each map of the batch.
+        """
         if self.count == sum(len(block) for block in self.blocks):
             most = _BLOCK_BYTES.get(row.device.type, _BLOCK_BYTES_ELSEWHERE)
             rows = max(1, min(32, most // (row.numel() * self.dtype.itemsize)))
@@ -66,13 +69,14 @@ class Basis:
         self.count += 1
 
     def keep(self, members: Tensor) -> None:
-        """Keep only the given maps of the batch, and drop the basis vectors of the others."""
+        """Drop the basis vectors of all maps of the batch except the given ones."""
         self.blocks = [block[:, members] for block in self.blocks]
         if self.taken is not None:
             self.taken = self.taken[members.cpu()]
 
     def orthogonalise_(self, z: Tensor, latest: Sequence[Tensor]) -> Tensor:
-        """Make the vectors z (member, size) orthogonal to the basis, in place, and return their new lengths.
+        """Make the vectors z (member, size) orthogonal to the basis, in place, and return their lengths
+        afterwards.
 
         ``latest`` are the newest vectors, newest first, in the operator's precision. They are used in place
         of their rounded rows in the basis, because a rest of z along them would enter T in first order.
@@ -99,7 +103,8 @@ class Basis:
         return lengths
 
     def combine(self, member: int, weights: np.ndarray, out: Tensor) -> None:
-        """Write the unit vector along a linear combination of one map's basis vectors into ``out``.
+        """Form a linear combination of the basis vectors of one map, scale it to length one, and write it to
+        ``out``.
 
         The combination is Σ_k weights_k row_k.
         """
@@ -111,7 +116,7 @@ class Basis:
         out /= norms(out[None], self.reduce).to(out.dtype)
 
     def _together(self, z: Tensor) -> list[slice]:
-        """Return slices of the batch; the projections of one slice are computed together.
+        """Divide the maps of the batch into groups whose vectors are projected on the basis in one call.
 
         On a CPU the slices are short, because the vectors of a slice then stay in the cache while all rows of
         the basis are multiplied with them; long vectors are computed one by one. Other devices compute all
@@ -121,7 +126,8 @@ class Basis:
         return [slice(i, i + size) for i in range(0, len(z), size)]
 
     def _subtract_projection_(self, members: slice, z: Tensor, count: int, more: Tensor | None) -> None:
-        """Subtract from vectors their projection on the first ``count`` vectors of the basis.
+        """Subtract from the vectors ``z`` their projection on the first ``count`` vectors of the basis, in
+        place.
 
         Each row of ``z`` belongs to one map of the slice ``members`` of the batch. If ``more`` is given, only
         rows for which it is True are changed.
@@ -146,7 +152,7 @@ class Basis:
                 _subtract_(z[:, piece], part, weights[rows])
 
     def _parts(self, members: slice, piece: slice, count: int) -> Iterator[tuple[slice, Tensor]]:
-        """Yield blocks of the first ``count`` basis vectors, converted to the working dtype.
+        """Yield the first ``count`` basis vectors block by block, converted to the dtype of the computation.
 
         The blocks hold some maps of the batch and some columns.
         """
@@ -160,7 +166,7 @@ class Basis:
 
 
 def _by_member(rows: Tensor, z: Tensor) -> Tensor:
-    """Return the inner products of each vector with the rows that belong to the same map of the batch.
+    """Return the inner products of each map's vector with all basis vectors of the same map.
 
     Rows have shape (step, member, size), vectors (member, size), and the result (step, member).
     """
@@ -170,7 +176,7 @@ def _by_member(rows: Tensor, z: Tensor) -> Tensor:
 
 
 def _subtract_(z: Tensor, rows: Tensor, weights: Tensor) -> None:
-    """Subtract a combination of rows from each vector, in place.
+    """Subtract from each map's vector a linear combination of the basis vectors of the same map, in place.
 
     The combination Σ_k weights_k row_k has weights (step, member) and rows (step, member, size); the vectors
     z have shape (member, size).
@@ -182,10 +188,14 @@ def _subtract_(z: Tensor, rows: Tensor, weights: Tensor) -> None:
 
 
 def norms(x: Tensor, reduce: Reduction | None) -> Tensor:
-    """Return the lengths (member,) of the rows of a matrix x (member, size), in float64."""
+    """Return the Euclidean length of each row of a matrix x (member, size), in float64, also if processes
+    share the columns.
+    """
     return row_lengths(x) if reduce is None else reduce(squared_lengths(x)).sqrt()
 
 
 def reduced(values: Tensor, reduce: Reduction | None) -> Tensor:
-    """Return the sum of the values over all processes, or the values if there is one process only."""
+    """Return the sum of a tensor over all processes that share the vectors, or the tensor itself if there is
+    only one process.
+    """
     return values if reduce is None else reduce(values)
