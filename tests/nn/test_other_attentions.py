@@ -97,8 +97,10 @@ def plain(
                     log_p = torch.log_softmax(torch.log_softmax(log_p, dim=0), dim=1)
                 parts.append(log_p.exp() @ v)
             elif kind == "sigmoid":
-                scores = q @ k.T / math.sqrt(q.shape[1]) - math.log(more.get("length", N)) + added
-                parts.append(torch.exp(-torch.log1p(torch.exp(-scores))) @ v)
+                seen = added > -math.inf
+                scores = q @ k.T / math.sqrt(q.shape[1]) - math.log(more.get("length", N))
+                logistic = 1 / (1 + torch.exp(-scores - torch.where(seen, added, 0.0)))
+                parts.append(torch.where(seen, logistic, 0.0) @ v)
             elif kind == "linear":
                 products = (torch.nn.functional.elu(q) + 1) @ (torch.nn.functional.elu(k) + 1).T * added.exp()
                 parts.append(products @ v / products.sum(dim=1, keepdim=True))

@@ -93,8 +93,8 @@ class VisibleRows:
             return torch.tensor(0.5 / math.sin(math.pi / (4 * self.length + 2)), dtype=torch.float64)
         if self.seen is None:
             return torch.tensor(self.length, dtype=torch.float64)
-        norms: Tensor = torch.linalg.matrix_norm(self.seen.double(), 2)
-        return norms.max() * (1 + _NORM_MARGIN)
+        largest: Tensor = torch.linalg.matrix_norm(self.seen.double(), 2).max() * (1 + _NORM_MARGIN)
+        return largest
 
 
 def visible_rows(length: object, mask: Mask) -> VisibleRows:
