@@ -29,8 +29,8 @@ def joined(operators: Sequence[LinearOperator]) -> LinearOperator:
     """Join the Jacobians of one map at sequences of different lengths into one batched operator, padded with
     zeros to the longest length.
 
-    All sequences are padded with zeros to the longest. Products take vectors (batch, n, d) that are zero from
-    each sequence's own length on, and return the products of the separate operators, padded with zeros.
+    Products take vectors (batch, n, d) that are zero from each sequence's own length on, and return the
+    products of the separate operators, padded with zeros.
 
     Parameters
     ----------

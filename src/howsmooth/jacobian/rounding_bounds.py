@@ -193,8 +193,6 @@ class _Rows:
     """Bounds on the rounding errors of the queries, keys or values at each token, and of the linear map from
     tangents of tokens to their tangents.
 
-    The derivative is a linear map from tangents of tokens to tangents of queries, keys or values.
-
     Parameters
     ----------
     off
