@@ -343,6 +343,7 @@ class Tiling:
         reach = self.n if window is None else min(self.n, 2 * window + _COLUMNS["cpu"])
         _, length, _ = _tile_shape(self.kv_heads * self.group, reach, self.itemsize, self.device)
         if self._edged and self.device.type != "cpu":
+            # On other devices a block is a single strip, which :meth:`strips` does not divide further.
             length = min(length, self._strip)
         for head in range(0, self.members * self.kv_heads, self.kv_heads):
             for row in range(0, self.m, length):
