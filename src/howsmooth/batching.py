@@ -235,8 +235,6 @@ def _least_streamed(double: TokenMap, x: Tensor) -> int:
     """Return the least memory in bytes with which one sequence can be measured, when attention probabilities
     are not kept.
 
-    The attention probabilities are not kept.
-
     The run in the dtype of x needs a small basis. The final check in float64 needs none, but wider numbers.
     """
     return max(beside_the_basis(double, x) + fewest_vectors(x), beside_the_basis(double, _widened(x)))

@@ -82,7 +82,7 @@ class CaptureError(HowsmoothError):
 
 
 class CertificateError(HowsmoothError):
-    """Raised when a model cannot be certified because of one of its modules.
+    """Raised when no Lipschitz bound of a model can be certified because of one of its modules.
 
     Parameters
     ----------

@@ -1,4 +1,4 @@
-"""The scopes of a measurement, which say what part of a model is measured, from a head to the model."""
+"""The scopes of a measurement: which part of a model is measured, from one head to the whole model."""
 
 from __future__ import annotations
 

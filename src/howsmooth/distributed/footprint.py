@@ -71,7 +71,8 @@ def bytes_per_head(f: TokenMap, n: int, dtype: torch.dtype, device: torch.device
 
 
 def fixed_bytes(f: TokenMap, own: int, n: int, dtype: torch.dtype, device: torch.device) -> int:
-    """Return the bytes that a process needs besides gathered keys and the Krylov basis.
+    """Return the bytes that a process needs for its share of a sequence, besides gathered keys and the Krylov
+    basis.
 
     They hold the Jacobian at the process's rows, tiles of probabilities, and five vectors of the solver.
     """

@@ -69,8 +69,8 @@ class SharedSoftmax:
     kappa_rounding: Float[Tensor, " batch"]
 
     def rounding(self, batch: int) -> Float[Tensor, " batch"]:
-        """Return the largest relative rounding error, over all processes, of the norm that is computed with
-        this derivative.
+        """Return the largest relative rounding error, over all processes, of a Jacobian norm that is computed
+        with this derivative.
         """
         return self.kappa_rounding.expand(batch)
 
@@ -212,8 +212,8 @@ def shared_softmax(
     exchange: Exchange,
     heads_together: int,
 ) -> SharedSoftmax:
-    """Compute the derivative of softmax attention at a shared sequence, as an object that multiplies in
-    ``dtype``.
+    """Compute the derivative of softmax attention at a shared sequence, as an object whose products are
+    computed in ``dtype``.
 
     The arguments are this process's queries, keys and values, in float64.
 

@@ -35,8 +35,8 @@ _PAIRS = 1 << 20
 
 
 def cluster_labels(state: State, tolerance: float) -> Int[Tensor, " n"]:
-    """Return for each token the number of its cluster, where tokens at a small distance belong to one
-    cluster.
+    """Return for each token the number of its cluster. Tokens whose distance is at most ``tolerance`` belong
+    to one cluster.
 
     The clusters are the connected components of the graph that joins any two tokens whose distance is at most
     ``tolerance``.
@@ -75,7 +75,9 @@ def cluster_labels(state: State, tolerance: float) -> Int[Tensor, " n"]:
 
 
 def number_of_clusters(state: State, tolerance: float) -> int:
-    """Return the number of clusters of tokens, where tokens at a small distance belong to one cluster."""
+    """Return the number of clusters of tokens. Tokens whose distance is at most ``tolerance`` belong to one
+    cluster.
+    """
     return int(cluster_labels(state, tolerance).max()) + 1
 
 

@@ -66,6 +66,7 @@ class Plan:
         length ``length``.
         """
         assert self.step is not None
+        # A length that is a multiple of the step up to rounding must not take one step more.
         return max(1, math.ceil(length / self.step - 1e-6))
 
 

@@ -1,5 +1,5 @@
-"""Rescaled tokens z(t) = e^{−tV} x(t), which can form clusters even if the tokens x(t) of a flow grow without
-bound.
+"""Rescaled tokens z(t) = e^{−tV} x(t), with the value matrix V, which can form clusters even if the tokens
+x(t) of a flow grow without bound.
 
 Source: Geshkovski, Letrouit, Polyanskiy, Rigollet, *The emergence of clusters in self-attention dynamics*,
 NeurIPS 2023. The documentation page "Growth along a flow, clusters, rescaled tokens" derives the equation of
@@ -31,7 +31,7 @@ _COMMUTE = 1e-6
 
 class Rescaled(Field):
     """The velocity field of the rescaled tokens z(t) = e^{−tV} x(t), where the tokens x(t) flow through
-    attention.
+    attention with the value matrix V.
 
     The velocity is z_i' = Σ_h W_h (Σ_j P^h_ij z_j − z_i) + e^{−tV} c. Here W_h = O_h V_h is the product of
     the output and value matrices of head h, V = Σ_h W_h, c is the sum of the value and output biases'
@@ -125,7 +125,8 @@ class Rescaled(Field):
 
 
 def rescaled(trajectory: Trajectory, value: Tensor | SelfAttention) -> Trajectory:
-    """Turn a trajectory of tokens x(t) into the trajectory of the rescaled tokens z(t) = e^{−tV} x(t).
+    """Turn a trajectory of tokens x(t) into the trajectory of the rescaled tokens z(t) = e^{−tV} x(t) for a
+    matrix V.
 
     Parameters
     ----------

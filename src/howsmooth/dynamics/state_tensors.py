@@ -37,8 +37,8 @@ class System(abc.ABC):
 
     @abc.abstractmethod
     def velocity(self, begin: float, end: float) -> Velocity:
-        """Return the velocity with which the integrated tensor moves between the times ``begin`` and ``end``,
-        as a function.
+        """Return the velocity of the integrated tensor between the times ``begin`` and ``end``, as a function
+        of time and tensor.
 
         The velocity does not jump between the two times.
         """
@@ -103,8 +103,8 @@ class Tokens(System):
         self.weighting = weighting
 
     def velocity(self, begin: float, end: float) -> Velocity:
-        """Return the velocity with which the tokens move between the times ``begin`` and ``end``, as a
-        function.
+        """Return the velocity of the tokens between the times ``begin`` and ``end``, as a function of time
+        and tokens.
 
         If the tokens are atoms of a measure, their velocity depends on the weights.
         """

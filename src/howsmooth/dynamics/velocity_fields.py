@@ -180,6 +180,7 @@ class Layers(Field):
 
     def map_at(self, begin: float, end: float) -> TokenMap:
         """Return the layer that is the velocity field between the times ``begin`` and ``end``."""
+        # The middle of the interval lies inside of one layer, while its ends may be where two layers meet.
         index = int((begin + end) / 2 / self.duration)
         return self.maps[min(index, len(self.maps) - 1)]
 

@@ -211,10 +211,8 @@ class _Inputs:
 
     @property
     def parts(self) -> tuple[Part, ...]:
-        """For each tensor that a derivative of attention reads, whether it has a row for each query, a row
+        """Say for each tensor that a derivative of attention reads whether it has a row for each query, a row
         for each key, or the axes of the scores.
-
-        A tensor has one row for each query, one row for each key, or the axes of the scores.
         """
         names = (*self.scores.names, *self.kept, *self.more)
         return tuple(PARTS.get(name, "queries") for name in names)

@@ -120,7 +120,9 @@ class Kernels:
     scores: Scores
 
     def value(self, x: Mapping[str, Tensor]) -> Kept:
-        """Return the attention outputs O and the logarithms of the softmax denominators."""
+        """Compute attention of the arguments ``x``: its outputs and the logarithms of the softmax
+        denominators.
+        """
         q, v = x["q"], x["v"]
         mean = q.new_empty((*q.shape[:-1], v.shape[-1]), dtype=torch.float32)
         lse = q.new_empty((*q.shape[:-1], 1), dtype=torch.float32)
@@ -273,8 +275,7 @@ def _filled(x: Mapping[str, Tensor], d: Mapping[str, Tensor]) -> dict[str, Tenso
 
 
 def _row_products(u: Tensor, of_queries: Tensor) -> Tensor:
-    """Return the inner products of the rows of one tensor with the rows of another, (lead, kv_heads, group,
-    m, 1).
+    """Return the inner product of each row of one tensor with the same row of another tensor.
 
     The tensors are shaped as queries; the result has shape (lead, kv_heads, group, m, 1).
     """

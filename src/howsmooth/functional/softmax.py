@@ -167,6 +167,7 @@ def _dropout(scores: Scores, block: Block, seed: Tensor, dtype: torch.dtype) -> 
     keys = numbers(*block.keys.indices(grid.visible.n)[:2])
     # The exclusive or of hashes of the row and of the key, hashed again.
     bits = _hashed(_hashed(_hashed(seed) + rows) ^ _hashed(~keys))
+    # The bits are uniform on the int32 numbers, which begin at −2³¹.
     kept = bits >= min(round(scores.dropout * 2**32), 2**32 - 1) - 2**31
     return kept.to(dtype) * (1 / (1 - scores.dropout) if scores.dropout < 1 else 0)
 

@@ -75,8 +75,8 @@ _Core = TypeVar("_Core", bound=Core)
 
 
 class _MultiHeadJacobian(LinearOperator, Generic[_Core]):
-    """Base class of the two Jacobians of multi-head attention. It holds the projections and norm layers of
-    the layer; the derivative of the softmax is passed to it.
+    """Base class of the two Jacobians of multi-head attention. It holds the layer's projections and norm
+    layers, and is given the derivative of the softmax.
     """
 
     def __init__(
@@ -93,7 +93,7 @@ class _MultiHeadJacobian(LinearOperator, Generic[_Core]):
         self.norms = norms
 
     def select(self, members: Tensor) -> Self:
-        """Return the operator with the Jacobians of attention at some sequences of the batch only."""
+        """Return the operator with the Jacobians of attention at the chosen sequences of the batch."""
         kv_heads = self.projection.attention.kv_heads
         heads = torch.arange(kv_heads, device=self.device)
         rows = (members.to(self.device)[:, None] * kv_heads + heads).flatten()
@@ -310,7 +310,9 @@ class StreamedAttentionJacobian(_MultiHeadJacobian[StreamedCore]):
         return self._to_heads(0, e @ query.mT), self._to_heads(1, e @ key.mT), self._to_heads(2, e @ value.mT)
 
     def _cotangent(self, dq: Tensor, dk: Tensor, dv: Tensor) -> Tensor:
-        """Return the cotangent of the tokens, from the cotangents of scaled queries, keys and values."""
+        """Return the cotangent of the tokens, from the cotangents of the scaled queries, keys and values of
+        all heads.
+        """
         query, key, value = self.projection.parts
         out = self._from_heads(0, dq).flatten(0, 1) @ query
         out.addmm_(self._from_heads(1, dk).flatten(0, 1), key)

@@ -425,7 +425,8 @@ def check_against_differences(
     rounding: float,
     je: Tensor | None = None,
 ) -> None:
-    """Raise DerivativeError if finite differences of ``f`` contradict its derivative ``product`` at ``x``.
+    """Raise DerivativeError if finite differences of the map ``f`` at ``x`` contradict ``product``, its
+    computed derivative.
 
     A ``detach`` or ``no_grad`` inside f cuts off both modes of autodiff alike, so only the values of f show
     it. Finite differences are taken along e with three step lengths. They count as evidence only if they
@@ -468,8 +469,8 @@ def check_against_differences(
 
 
 def weighted_autodiff_jacobian(f: TokenMap, x: Tensor, weighting: Weighting) -> AutodiffJacobian:
-    """Return the Jacobian of a map at a discrete measure by automatic differentiation, with each token's
-    vector scaled by the square root of its weight.
+    """Return the Jacobian of a map at a discrete measure by automatic differentiation, with the tangent of
+    each atom scaled by the root of its weight.
 
     The operator has the blocks √(a_i/a_j) J_ij, with the weights a of the atoms.
 

@@ -57,7 +57,7 @@ class _Form:
 
 
 def has_closed_form(f: Callable[[Tensor], Tensor]) -> bool:
-    """Return True if :func:`closed_form_jacobian` has a closed form for the map ``f``."""
+    """Return True if the Jacobian of the map ``f`` is known in closed form."""
     if isinstance(f, Residual):
         return has_closed_form(f.inner)
     if isinstance(f, Compose):
@@ -248,8 +248,8 @@ class ResidualJacobian(LinearOperator):
         return u + self.inner.adjoint_product(u)
 
     def select(self, members: Tensor) -> ResidualJacobian:
-        """Return the operator with the Jacobians of a residual connection at some sequences of the batch
-        only.
+        """Return the operator with the Jacobians of a residual connection at the chosen sequences of the
+        batch.
         """
         return ResidualJacobian(self.inner.select(members))
 
@@ -283,7 +283,7 @@ class ComposedJacobian(LinearOperator):
         return image, self.inner.adjoint_product(gram)
 
     def select(self, members: Tensor) -> ComposedJacobian:
-        """Return the operator with the Jacobians of a composition of maps at some sequences of the batch
-        only.
+        """Return the operator with the Jacobians of a composition of maps at the chosen sequences of the
+        batch.
         """
         return ComposedJacobian(self.outer.select(members), self.inner.select(members))

@@ -82,7 +82,7 @@ class StagedJacobian(LinearOperator):
         return torch.stack([member.adjoint(part) for member, part in zip(self.members, u, strict=True)])
 
     def select(self, members: Tensor) -> StagedJacobian:
-        """Return the operator with the Jacobians of the layer at some sequences of the batch only."""
+        """Return the operator with the Jacobians of the layer at the chosen sequences of the batch."""
         return StagedJacobian(tuple(self.members[i] for i in members.tolist()))
 
 

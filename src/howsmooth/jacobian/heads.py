@@ -51,7 +51,7 @@ class HeadsJacobian(AttentionJacobian):
 
     @classmethod
     def of_heads(cls, heads: Sequence[LinearOperator]) -> HeadsJacobian:
-        """Join the Jacobians of single heads of one layer at one sequence to one batch."""
+        """Join the Jacobians of single heads of one layer at one sequence into one batch of operators."""
         matrices = [head.projection.weight for head in heads if isinstance(head, AttentionJacobian)]
         whole = joined(heads)
         assert isinstance(whole, AttentionJacobian)
@@ -78,5 +78,5 @@ class HeadsJacobian(AttentionJacobian):
         return HeadsJacobian(projection, self.core, self.norms), bases.to(self.dtype)
 
     def select(self, members: Tensor) -> HeadsJacobian:
-        """Return the operator with the Jacobians of some of the heads only."""
+        """Return the operator with the Jacobians of the chosen heads."""
         return self._with(super().select(members), self.projection.weight[members.to(self.device)])

@@ -113,5 +113,5 @@ def moment_columns(operands: Operands) -> Float[Tensor, "b n columns"]:
 
 
 def moment_width(operands: Operands) -> int:
-    """Return the number of columns of the matrix that :func:`moment_columns` returns."""
+    """Return how many numbers :func:`moment_columns` returns for each key."""
     return operands.k.shape[-1] + (2 if operands.features.sinks is None else 4)

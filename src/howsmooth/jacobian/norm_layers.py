@@ -115,7 +115,7 @@ class NormJacobian(LinearOperator):
         return self._symmetric(self.gain * u)
 
     def select(self, members: Tensor) -> NormJacobian:
-        """Return the operator with the Jacobians of a norm layer at some sequences of the batch only."""
+        """Return the operator with the Jacobians of a norm layer at the chosen sequences of the batch."""
         members = members.to(self.device)
         proved = None if self.proved is None else self.proved.select(members)
         return NormJacobian(self.gain, self.unit[members], self.factor[members], proved, centred=self.centred)
@@ -139,5 +139,5 @@ class ScaleJacobian(LinearOperator):
         return self.weight * u
 
     def select(self, members: Tensor) -> ScaleJacobian:
-        """Return the operator with the Jacobians of a layer scale at some sequences of the batch only."""
+        """Return the operator with the Jacobians of a layer scale at the chosen sequences of the batch."""
         return ScaleJacobian(self.weight, len(members), self.in_shape[0])

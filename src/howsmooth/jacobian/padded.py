@@ -26,11 +26,11 @@ __all__ = ["filled", "joined"]
 
 
 def joined(operators: Sequence[LinearOperator]) -> LinearOperator:
-    """Join the Jacobians of one map at sequences of different lengths to one batched operator, padded with
+    """Join the Jacobians of one map at sequences of different lengths into one batched operator, padded with
     zeros to the longest length.
 
-    All sequences are padded with zeros to the longest. Products take vectors (batch, n, d) that are zero from
-    each sequence's own length on, and return the products of the separate operators, padded with zeros.
+    Products take vectors (batch, n, d) that are zero from each sequence's own length on, and return the
+    products of the separate operators, padded with zeros.
 
     Parameters
     ----------
@@ -92,8 +92,8 @@ def _norm(norms: Sequence[NormJacobian]) -> NormJacobian:
 
 
 def _softmax(cores: Sequence[tuple[SoftmaxDerivative, int]]) -> SoftmaxDerivative:
-    """Join the derivatives of softmax attention at several sequences to one derivative, padded to the longest
-    sequence.
+    """Join the derivatives of softmax attention at several sequences into one derivative, padded to the
+    longest sequence.
 
     The query heads of a group lie one after the other on one axis, and each is padded by itself. Padded rows
     and columns of P are zero, so that the padding neither gives nor takes anything.

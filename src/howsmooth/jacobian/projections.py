@@ -111,10 +111,8 @@ class Projection:
         """The matrix WᵀW of an attention layer's output matrix W, if a product with it is cheaper than two
         products with W; otherwise None.
 
-        It saves time if one product with it is cheaper than two with W_O.
-
-        It is used in float32 only, where the final value is computed again in float64: if W_O nearly
-        cancels, W_Oᵀ W_O loses twice as many digits.
+        It is used in float32 only, where the final value is computed again in float64: if W nearly cancels,
+        WᵀW loses twice as many digits.
         """
         if self.output is None or self.output.dtype != torch.float32:
             return None

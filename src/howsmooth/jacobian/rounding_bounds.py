@@ -69,7 +69,7 @@ def norm_error(f: LayerNorm | RMSNorm, x: Float[Tensor, "batch n d"], off: Off) 
     """
     slope, turned = _norm_slopes(f, x, off)
     bounds = (slope * turned, slope * (3 * gamma(f.d + 8)), slope * (1 + turned))
-    return ProductError(*(_refused(t, turned).amax(dim=1).cpu() for t in bounds))
+    return ProductError(*(_covered(t, turned).amax(dim=1).cpu() for t in bounds))
 
 
 def _norm_slopes(f: LayerNorm | RMSNorm, x: Tensor, off: Off) -> tuple[Off, Off]:
@@ -135,7 +135,7 @@ def image_off(
             # Twice the slope and the rounding, so that the bound covers the rotation and the scale that
             # follow a norm of queries or keys.
             found = 2 * slope * (off + _centring(f, x)) + 2 * gamma(f.d + 12) * size
-            return _refused(found, turned)
+            return _covered(found, turned)
         case LayerScale():
             size = f.weight.abs().amax()
             return up(size * (off + U * torch.linalg.vector_norm(x, dim=-1)))
@@ -150,7 +150,7 @@ def image_off(
     raise AssertionError(type(f))  # pragma: no cover - closed forms only
 
 
-def _refused(error: Tensor, relative: Tensor) -> Tensor:
+def _covered(error: Tensor, relative: Tensor) -> Tensor:
     """Round up an error bound and cover terms of higher order; return infinity where the relative error
     exceeds 0.1.
 
@@ -190,9 +190,8 @@ def attention_error(
 
 @dataclass(frozen=True)
 class _Rows:
-    """Bounds on the rounding errors of the queries, keys or values at each token, and of their derivatives.
-
-    The derivative is a linear map from tangents of tokens to tangents of queries, keys or values.
+    """Bounds on the rounding errors of the queries, keys or values at each token, and of the linear map from
+    tangents of tokens to their tangents.
 
     Parameters
     ----------
@@ -389,7 +388,7 @@ class _Attention:
             summed = self.norms.absolute(f.output) * whole
             summed = summed + (0.0 if f.output_bias is None else f.output_bias.norm())
             heads = self.norms.spectral(f.output) * heads + self.rounding * summed
-        return _refused(heads, relative.flatten(1, 2).amax(dim=1))
+        return _covered(heads, relative.flatten(1, 2).amax(dim=1))
 
     def _unshifted(self) -> Tensor:
         """Return a bound on the rounding errors that scores have in addition if the mean of the keys is not
@@ -483,7 +482,7 @@ class _Attention:
             # The lengths above miss squares that underflow, unless the layer is zero altogether.
             model, whole = (t + LOST * self.n * large for t in (model, whole))
         relative = slope.reshape(self.batch, -1).amax(dim=-1)
-        return ProductError(*(_refused(t, relative).cpu() for t in (model, rounding, whole)))
+        return ProductError(*(_covered(t, relative).cpu() for t in (model, rounding, whole)))
 
     def _shift_off(self, weight: Tensor, bias: Tensor | None) -> Float[Tensor, "b 1"]:
         """Return a bound on the rounding error of the mean token's projection, W x̄ + b.

@@ -69,7 +69,7 @@ class Sink:
         return Sink(*(t.to(dtype) for t in vars(self).values()))
 
     def select(self, rows: Tensor) -> Sink:
-        """Return the attention sinks of some heads only.
+        """Return the attention sinks of the chosen heads.
 
         The heads are given by indices ``rows`` of the axis b (input of the batch times key head).
         """
@@ -115,8 +115,8 @@ class SoftmaxDerivative:
     moments: Moments | None = None
 
     def rounding(self, batch: int) -> Float[Tensor, " batch"]:
-        """Estimate the relative rounding error of a norm ‖J‖ of an attention layer that is computed with this
-        derivative, for each sequence of a batch.
+        """Estimate, for each sequence of a batch, the relative rounding error of the norm of attention's
+        Jacobian that products with this derivative cause.
 
         Entries of dS are as large as κ = max|q| max|k| for a unit tangent, and the softmax keeps differences
         of order one. Measured errors stay below eps (2 + κ / 100), for saturated and unsaturated, causal and
@@ -158,8 +158,8 @@ class SoftmaxDerivative:
         return dq, torch.bmm(ds.mT, self.q), torch.bmm(self.p.mT, do)
 
     def to(self, dtype: torch.dtype) -> SoftmaxDerivative:
-        """Return the derivative of softmax attention converted to ``dtype``. The moments are dropped if the
-        dtype changes.
+        """Return the derivative of softmax attention converted to ``dtype``, without the data for a proof of
+        rounding errors if the dtype changes.
         """
         if dtype == self.q.dtype:
             return self
@@ -170,7 +170,7 @@ class SoftmaxDerivative:
         return SoftmaxDerivative(q, k, v, p, mean, slope, sink)
 
     def select(self, rows: Tensor) -> SoftmaxDerivative:
-        """Return the derivative of softmax attention for some heads only.
+        """Return the derivative of softmax attention for the chosen heads.
 
         The heads are given by indices ``rows`` of the axis b (input of the batch times key head).
         """
@@ -213,8 +213,8 @@ class WeightedSoftmaxDerivative:
     log_range: float
 
     def rounding(self, batch: int) -> Float[Tensor, " batch"]:
-        """Estimate the relative rounding error of a weighted norm ‖J‖ of attention that is computed with this
-        derivative, for each measure of a batch.
+        """Estimate, for each measure of a batch, the relative rounding error of the weighted norm of
+        attention's Jacobian that products with this derivative cause.
 
         It is the error of :class:`SoftmaxDerivative` and an error of the exponents: a small P_ij counts here
         if a_j is small too, and its logarithm is a float64 number of size κ + ``log_range``. Compared with 60
@@ -254,7 +254,7 @@ class WeightedSoftmaxDerivative:
         return torch.bmm(w.mul_(self.slope), self.k), dk, torch.bmm(self.tilted.mT, do)
 
     def select(self, rows: Tensor) -> WeightedSoftmaxDerivative:
-        """Return the derivative of softmax attention on a measure for some heads only.
+        """Return the derivative of softmax attention on a measure for the chosen heads.
 
         The heads are given by indices ``rows`` of the axis b (input of the batch times key head).
         """
@@ -273,8 +273,8 @@ class WeightedSoftmaxDerivative:
 def softmax_derivative(
     operands: Operands, visible: Bool[Tensor, "m n"] | None, dtype: torch.dtype
 ) -> SoftmaxDerivative:
-    """Compute the derivative of softmax attention at given queries, keys and values, as an object that
-    multiplies in ``dtype``.
+    """Compute the derivative of softmax attention at given queries, keys and values, as an object whose
+    products are computed in ``dtype``.
 
     The queries, keys and values in ``operands`` are float64.
 
@@ -323,8 +323,8 @@ def softmax_derivative(
 def weighted_softmax_derivative(
     operands: Operands, visible: Bool[Tensor, "m n"] | None, weighting: Weighting, dtype: torch.dtype
 ) -> WeightedSoftmaxDerivative:
-    """Compute the derivative of softmax attention on a discrete measure, as an object that multiplies in
-    ``dtype``.
+    """Compute the derivative of softmax attention on a discrete measure, as an object whose products are
+    computed in ``dtype``.
 
     The queries, keys and values in ``operands`` are float64.
 

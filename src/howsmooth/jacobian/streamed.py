@@ -99,8 +99,8 @@ class StreamedDerivative:
     moments: Moments | None = None
 
     def rounding(self, batch: int) -> Float[Tensor, " batch"]:
-        """Estimate the relative rounding error of a norm ‖J‖ of an attention layer that is computed with this
-        derivative, for each sequence of a batch.
+        """Estimate, for each sequence of a batch, the relative rounding error of the norm of attention's
+        Jacobian that products with this derivative cause.
 
         It is the error of :class:`~howsmooth.jacobian.softmax.SoftmaxDerivative`, and κ machine epsilons more
         if scores are formed in float32.
@@ -166,7 +166,7 @@ class StreamedDerivative:
         return parts.taken()
 
     def select(self, rows: Tensor) -> StreamedDerivative:
-        """Return the derivative of softmax attention at some sequences of the batch only.
+        """Return the derivative of softmax attention at the chosen sequences of the batch.
 
         The sequences are given by the indices ``rows`` of all of their heads along the axis b.
         """
@@ -528,8 +528,8 @@ class _Tiles:
         averages: Float[Tensor, "b group m columns"],
         sink_p: Float[Tensor, "b group m"],
     ) -> None:
-        """Compute the softmax denominators of one block of query rows, and the averages of the rows of
-        ``table`` under the probabilities.
+        """Compute the softmax denominator of each query row of a block, and the average of the rows of
+        ``table`` under the row's probabilities.
 
         The results are log Σ_j e^{S_ij}, the averages Σ_j P_ij t_j of the rows t_j of ``table``, and the
         probabilities of the sinks. They are written to the block's part of ``lse``, ``averages`` and

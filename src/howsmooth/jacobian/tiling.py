@@ -113,7 +113,9 @@ class Block:
 
     @property
     def keys_of(self) -> tuple[int, ...]:
-        """A tuple that is equal for blocks with the same key heads, whose tensors of keys can be shared."""
+        """A tuple that says which keys this block has. Blocks with equal tuples can share the tensors of
+        their keys.
+        """
         return self.heads.start, self.heads.stop, self.batches
 
     def cut(self, heads: int) -> list[Block]:
@@ -138,8 +140,8 @@ class Block:
         return t if self.batches == 1 else t.expand(self.batches, -1, -1)
 
     def grid(self, t: Float[Tensor, "b r width"], group: int) -> Float[Tensor, "heads group rows width"]:
-        """Reshape a tensor with one row for each query of this block, so that it has separate axes for key
-        heads, group and rows.
+        """Reshape a tensor with one row for each query of this block to separate axes for key heads, for the
+        query heads of each, and for rows.
 
         The tensor ``t`` has the shape that :meth:`of_rows` returns.
         """
@@ -194,7 +196,9 @@ class DiagonalSquares(Block):
 
     @property
     def keys_of(self) -> tuple[int, ...]:
-        """A tuple that is equal for blocks with the same keys, whose tensors of keys can be shared."""
+        """A tuple that says which keys this block has. Blocks with equal tuples can share the tensors of
+        their keys.
+        """
         return *super().keys_of, self.key_origin, self.side
 
     def of_rows(self, t: Float[Tensor, "heads group m width"]) -> Float[Tensor, "b r width"]:
@@ -339,6 +343,7 @@ class Tiling:
         reach = self.n if window is None else min(self.n, 2 * window + _COLUMNS["cpu"])
         _, length, _ = _tile_shape(self.kv_heads * self.group, reach, self.itemsize, self.device)
         if self._edged and self.device.type != "cpu":
+            # On other devices a block is a single strip, which :meth:`strips` does not divide further.
             length = min(length, self._strip)
         for head in range(0, self.members * self.kv_heads, self.kv_heads):
             for row in range(0, self.m, length):
@@ -360,7 +365,7 @@ class Tiling:
 
     def pieces(self, block: Block) -> list[Piece]:
         """Divide the attention scores of a block of query rows into pieces, so that few scores are computed
-        that a mask hides.
+        that a mask then hides.
 
         One piece has the keys that all rows of the block see. Each strip of rows is another piece, with the
         further keys that its rows see.
@@ -395,8 +400,8 @@ class Tiling:
         return bool(block.batches > 1 and plain and aligned)
 
     def _diagonal_squares(self, block: Block) -> list[Piece]:
-        """Divide the scores of a block of query rows between its first key and the causal diagonal into
-        squares at the diagonal and the rectangles left of them.
+        """Divide the attention scores of a block of query rows near the causal diagonal into squares on the
+        diagonal and rectangles left of them.
 
         The returned pieces cover the block's scores from the key of its first row to the causal diagonal.
 
@@ -413,11 +418,9 @@ class Tiling:
             for i in range(first + side, block.rows.stop, side)
         ]
         strips = [slice(i, min(i + self._strip, side)) for i in range(0, side, self._strip)]
-        squares = [
-            DiagonalSquares(block.heads, rows, block.batches, first, first + self.first_row, side)
-            for rows in strips
-        ]
-        return below + [Piece(stairs, self.tiles(slice(0, stairs.rows.stop))) for stairs in squares]
+        origins = (first, first + self.first_row)
+        squares = [DiagonalSquares(block.heads, rows, block.batches, *origins, side) for rows in strips]
+        return below + [Piece(strip, self.tiles(slice(0, strip.rows.stop))) for strip in squares]
 
     def tiles(self, keys: slice) -> list[slice]:
         """Divide a range of keys into ranges of at most ``columns`` keys, one for each tile."""

@@ -119,7 +119,7 @@ class DenseBlocks(LinearOperator):
         return u @ self.matrices
 
     def select(self, members: Tensor) -> DenseBlocks:
-        """Return the operator with the blocks of some pairs of tokens only."""
+        """Return the operator with the blocks of the chosen pairs of tokens."""
         return DenseBlocks(self.matrices[members.to(self.device)])
 
 
@@ -437,7 +437,7 @@ class _AttentionTile(LinearOperator):
         return e if self.own is None else e.addmm_(self.own.adjoint(z), query)
 
     def select(self, members: Tensor) -> _AttentionTile:
-        """Return the operator with the blocks of some pairs of tokens only."""
+        """Return the operator with the blocks of the chosen pairs of tokens."""
         members = members.to(self.device)
         own = None if self.own is None else self.own.select(members)
         p, moved, read = (t[members] for t in (self.p, self.moved, self.read))

@@ -73,8 +73,8 @@ class QKVSensitivity:
     scope: str
 
     def to_pandas(self) -> pd.DataFrame:
-        """Return a table of the derivative norms with one row for each head and each of queries, keys and
-        values.
+        """Return a table of how much the layer's output changes, with one row for each head and each of
+        queries, keys and values.
 
         Its columns are ``operand`` ("query", "key" or "value"), ``head`` (of queries, or of keys and values),
         ``value``, ``lower``, ``upper`` and ``converged``.
@@ -90,7 +90,7 @@ class QKVSensitivity:
         return pd.concat(parts, ignore_index=True)
 
     def tokens(self) -> pd.DataFrame:
-        """Return a table of the norms of the derivative with respect to the query, key or value of each
+        """Return a table of how much the layer's output changes with the query, the key or the value of each
         single token.
 
         It has one row for each operand, head and token. Its columns are ``operand``, ``head``, ``position``
@@ -332,8 +332,8 @@ class _Layer:
         return squares.clamp_min(0.0).sqrt()
 
     def _key_sums(self, pairs: Callable[[Tensor], Tensor], width: int) -> Float[Tensor, "b n _width"]:
-        """Return, for each key j, the sum over queries and pairs of heads on which :meth:`key_grams` and
-        :meth:`key_entries` are built.
+        """Return, for each key j, a sum over all queries and pairs of heads, from which the derivative of the
+        layer's output in key j is measured.
 
         The vectors u are those of :meth:`key_grams`. The function ``pairs`` turns the queries (G, n, key_dim)
         of a group into the vectors c^gh_i (G, G, n, width), one for each pair of heads.

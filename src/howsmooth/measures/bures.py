@@ -146,9 +146,9 @@ def _map(one: _Spectrum, other: _Spectrum) -> tuple[ndarray, ndarray]:
     """Return the eigenvalues and eigenvectors of the linear map that transports one centred Gaussian to
     another.
 
-    The results are its eigenvalues and its eigenvectors. The map T > 0 transports covariance ``one`` to
-    covariance ``other``. A small multiple of the identity is added to the covariances first. The eigenvalues
-    are clipped, because directions in which a covariance is zero give no reliable eigenvalue of T.
+    The map T > 0 transports covariance ``one`` to covariance ``other``. A small multiple of the identity is
+    added to the covariances first. The eigenvalues are clipped, because directions in which a covariance is
+    zero give no reliable eigenvalue of T.
     """
     ridge = _RIDGE * max(one.values.sum(), other.values.sum()) or 1.0
     roots, others = (np.sqrt(np.maximum(side.values, 0.0) + ridge) for side in (one, other))

@@ -158,8 +158,8 @@ class DiscreteMeasure(AbstractMeasure):
         return self.points, self._weighting()
 
     def push_forward(self, f: TokenMap) -> DiscreteMeasure:
-        """Apply the map ``f`` to the measure: each atom moves as a token that attends to all atoms, and keeps
-        its weight.
+        """Apply the map ``f`` to the measure: each atom moves as a token that attends to the measure's atoms,
+        and keeps its weight.
 
         Raises
         ------

@@ -136,7 +136,7 @@ class Gaussian(AbstractMeasure):
         return Gaussian(matrix @ self.mean + shift, matrix @ self.covariance @ matrix.mT)
 
     def weighted_tokens(self) -> tuple[Tensor, Weighting]:
-        """Raise ArgumentError, because a Gaussian has no atoms, for which this method asks."""
+        """Raise ArgumentError, because this method asks for atoms, and a Gaussian has none."""
         raise ArgumentError(
             "measure",
             expected="a measure with atoms",

@@ -84,8 +84,8 @@ def wasserstein_lipschitz(
     max_iterations: int = 200,
     seed: int | Sequence[int] = 0,
 ) -> WassersteinLipschitz:
-    """Measure the local Lipschitz constant, in the Wasserstein distance W₂, of the map ``f`` of measures at a
-    discrete measure.
+    """Measure how much a map ``f`` of measures stretches small Wasserstein distances W₂ near a discrete
+    measure: its local Lipschitz constant.
 
     The constant is the limit, as δ → 0, of the largest W₂(F(ν), F(ν')) / W₂(ν, ν') over measures ν ≠ ν' whose
     W_∞ distance from the given measure is at most δ. It equals max(‖J‖_a, max_i ‖D Γ_μ(x_i)‖). The first part

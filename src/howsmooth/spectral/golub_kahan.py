@@ -269,9 +269,7 @@ def _limits(
 def _tridiagonal(
     alphas: Float[np.ndarray, " k"], betas: Float[np.ndarray, " k"]
 ) -> tuple[Float[np.ndarray, " k"], Float[np.ndarray, " k_1"]]:
-    """Return the diagonal and the off-diagonal of BᵀB for an upper bidiagonal matrix B, given its diagonal
-    and off-diagonal.
-    """
+    """Return the diagonal and the off-diagonal of BᵀB, from those of the upper bidiagonal matrix B."""
     diagonal = alphas**2
     diagonal[1:] += betas[:-1] ** 2
     return diagonal, alphas[:-1] * betas[:-1]
@@ -307,6 +305,8 @@ def _length(x: Tensor) -> Tensor:
 def _zero_below(
     values: Float[Tensor, " member"], floor: Float[np.ndarray, " member"]
 ) -> Float[Tensor, " member"]:
-    """Replace each number of a tensor that is at most the number in ``floor`` by zero."""
+    """Replace by zero each number of a tensor that is at most as large as the number of ``floor`` at the same
+    place.
+    """
     threshold = torch.as_tensor(floor, dtype=values.dtype, device=values.device)
     return torch.where(values <= threshold, torch.zeros_like(values), values)

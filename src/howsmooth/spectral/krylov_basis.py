@@ -170,7 +170,7 @@ def _by_member(rows: Tensor, z: Tensor) -> Tensor:
 
     Rows have shape (step, member, size), vectors (member, size), and the result (step, member).
     """
-    if len(z) == 1:
+    if len(z) == 1:  # a product of a matrix and a vector is faster than a batch of one
         return torch.mv(rows[:, 0], z[0])[:, None]
     return torch.einsum("kmp,mp->km", rows, z)
 

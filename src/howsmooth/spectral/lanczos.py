@@ -369,8 +369,8 @@ def _in_sizes(
 
 
 def _quantiles(in_sizes: Int[np.ndarray, " member"], confidence: float) -> Float[np.ndarray, " member"]:
-    """Return, for each map of a batch, the lower limit of the squared cosine that :func:`start_quantile`
-    gives in the map's dimension.
+    """Return, for each map of a batch, a lower limit of the squared cosine between its random start vector
+    and any fixed direction.
 
     Maps of one dimension share the computation.
     """

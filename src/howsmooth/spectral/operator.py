@@ -47,13 +47,13 @@ class ProductError:
         return (self.model + self.rounding) * (1 + 2.0**-50)
 
     def select(self, members: Int[Tensor, " chosen"]) -> ProductError:
-        """Return the error bounds of some maps of the batch only."""
+        """Return the error bounds of the chosen maps of the batch."""
         members = members.cpu()
         return ProductError(*(t[members] for t in vars(self).values()))
 
     @classmethod
     def of_all(cls, parts: Sequence[ProductError | None]) -> ProductError | None:
-        """Join the error bounds of several operators to the error bounds of one batch.
+        """Join the error bounds of several operators into the error bounds of one batch.
 
         The result is None unless every operator has bounds.
         """
@@ -213,7 +213,7 @@ class Subset(LinearOperator):
         self.members = members.to(whole.device)
 
     def select(self, members: Int[Tensor, " chosen"]) -> LinearOperator:
-        """Return an operator with some of the maps of this subset only."""
+        """Return an operator with the chosen maps of this subset."""
         return Subset(self.whole, self.members[members.to(self.members.device)])
 
     def _scattered(self, x: Tensor) -> Tensor:
@@ -243,7 +243,7 @@ class Scaled(LinearOperator):
         self.factor = factor
 
     def select(self, members: Int[Tensor, " chosen"]) -> Scaled:
-        """Return the scaled operator with some of its maps only."""
+        """Return the scaled operator with only the chosen maps of its batch."""
         return Scaled(self.whole.select(members), self.factor)
 
     def _gram_product(self, e: Tensor) -> tuple[Tensor, Tensor]:
