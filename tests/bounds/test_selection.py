@@ -183,7 +183,7 @@ def test_operands_may_be_positional_and_options_are_by_name(module: ModuleType) 
     for name in module.__all__:
         function = getattr(module, name)
         # The norm of robust_radius is the one in which tokens move, an option; elsewhere it is a norm layer.
-        operands = () if name == "robust_radius" else ("X", "length", "radius", "norm")
+        operands = () if name == "robust_radius" else ("X", "length", "radius", "norm", "x", "memory")
         if isinstance(function, FunctionType):
             for one in inspect.signature(function).parameters.values():
                 by_name = one.default is not one.empty and one.name not in operands

@@ -7,6 +7,7 @@ import threading
 import pytest
 import torch
 
+from howsmooth.jacobian import scratch_memory
 from howsmooth.jacobian.scratch_memory import Scratch
 
 CPU = torch.device("cpu")
@@ -14,7 +15,7 @@ CPU = torch.device("cpu")
 
 @pytest.fixture(autouse=True)
 def nothing_left(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(scratch, "_left", scratch._Left())
+    monkeypatch.setattr(scratch_memory, "_left", scratch_memory._Left())
 
 
 def place(own: Scratch, size: int, name: str = "p", dtype: torch.dtype = torch.float32) -> int:
@@ -42,11 +43,11 @@ def test_the_next_pass_has_what_the_last_one_left() -> None:
 
 
 def test_much_memory_is_given_back(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(scratch, "_LEFT", 31)
+    monkeypatch.setattr(scratch_memory, "_LEFT", 31)
     own = Scratch()
     place(own, 8)
     own.leave()
-    assert scratch._left.memory is None
+    assert scratch_memory._left.memory is None
     assert not own.memory
 
 
