@@ -15,7 +15,7 @@ CPU = torch.device("cpu")
 
 @pytest.fixture(autouse=True)
 def nothing_left(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(scratch_memory, "_left", scratch_memory._Left())
+    monkeypatch.setattr(scratch_memory, "_left", scratch_memory._KeptMemory())
 
 
 def place(own: Scratch, size: int, name: str = "p", dtype: torch.dtype = torch.float32) -> int:
