@@ -42,7 +42,7 @@ from howsmooth.study.records import (
 )
 from howsmooth.study.store_file import STORE_NAME, begun, connected, in_use, store_there, translated
 
-__all__ = ["STORE_NAME", "PendingStore", "Store", "now", "read"]
+__all__ = ["STORE_NAME", "PendingStore", "Store", "now"]
 
 R = TypeVar("R", bound=Row)
 
@@ -362,38 +362,6 @@ class PendingStore:
         self.store = self.store or Store.open(self._folder)
         self.store.begin(self._kind, identity)
         return self.store
-
-
-def read(folder: str | os.PathLike[str]) -> dict[str, pd.DataFrame]:
-    """Return the tables of a store by their names, while other processes may write to it.
-
-    Parameters
-    ----------
-    folder
-        The ``--out`` folder of ``howsmooth measure``, ``study``, ``attack`` or ``flow``.
-
-    Returns
-    -------
-    dict
-        Every table that has rows: ``measurements`` (a row for each constant, with its interval and status),
-        ``models``, ``texts``, ``bounds``, ``sensitivities``, ``failures``, ``attacks``,
-        ``frames``, ``growths`` and others. The classes in :mod:`howsmooth.study.records` explain the columns;
-        ``run`` is the number of the run that wrote a row.
-
-    Raises
-    ------
-    StoreError
-        If there is no store in the folder, or it is damaged.
-
-    """
-    place = Path(folder)
-    if not Store.exists(place):
-        raise StoreError(
-            f"folder: expected the output folder of a howsmooth command, with a store, got {place}. Give the "
-            "folder that --out named."
-        )
-    with Store.open(place, write=False) as store:
-        return store.tables()
 
 
 def now() -> str:
