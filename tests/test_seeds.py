@@ -10,7 +10,7 @@ from torch import Tensor
 
 import howsmooth as hs
 from howsmooth.distributed.random_start import own_start
-from howsmooth.lipschitz.solver import member_seeds
+from howsmooth.lipschitz.singular_value_solver import member_seeds
 from howsmooth.measures import Gaussian
 from howsmooth.nn.penalty.singular_vectors import Directions
 from howsmooth.seeds import torch_seed

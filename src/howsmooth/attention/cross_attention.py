@@ -181,7 +181,7 @@ class TwoSequenceMap(abc.ABC):
         return z[..., :m, : self.d], z[..., m:, : self.d_memory]
 
     def tokens(self, side: str, x: Tensor, memory: Tensor) -> Tensor:
-        """Return the argument of :meth:`view` at given tokens and memory: one of the two, or both joined."""
+        """Return the input of a view of ``side``: the tokens, the memory, or both joined."""
         return {"queries": x, "memory": memory}[side] if side != "joint" else self.joined(x, memory)
 
     def __repr__(self) -> str:

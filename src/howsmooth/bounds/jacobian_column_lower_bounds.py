@@ -33,9 +33,9 @@ MOST_ROWS = 1 << 16
 
 
 def log_column_norm(p: Parameters, n: int, points: Witness) -> float:
-    """Return the log of a lower bound on ‖D_X f‖: the norm of the Jacobian's columns of few tokens.
+    """Return the log of the norm of the part of D_X f that differentiates in the tokens of much attention.
 
-    These tokens are the heavy ones, which get much attention.
+    It is a lower bound on ‖D_X f‖. These tokens are called heavy.
     """
     c, d = points.heavies.shape
     if n <= c:

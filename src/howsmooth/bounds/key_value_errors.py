@@ -16,7 +16,7 @@ from howsmooth.attention import SelfAttention
 from howsmooth.attention.core import cap_slope
 from howsmooth.attention.map import check_tokens
 from howsmooth.bounds.certificates.eigenvalues import shrink
-from howsmooth.bounds.certificates.rounding import LARGEST
+from howsmooth.bounds.certificates.enclosed import LARGEST
 from howsmooth.bounds.parameters import SiteLike, spectral_norm
 from howsmooth.errors import ArgumentError, NonFiniteError
 from howsmooth.roundoff import UNDERFLOW, gamma

@@ -252,7 +252,7 @@ class SiteLike(Protocol):
 
     @property
     def map(self) -> object:
-        """The captured map of the model."""
+        """The map of the captured layer, as a function of its tokens."""
 
     @property
     def x(self) -> Tensor:

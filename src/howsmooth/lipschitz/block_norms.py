@@ -16,7 +16,7 @@ from howsmooth.errors import DerivativeError
 from howsmooth.jacobian import AutodiffJacobian, closed_form_jacobian, has_closed_form, in_double
 from howsmooth.jacobian.token_pair_blocks import DenseBlocks, TokenBlocks
 from howsmooth.lipschitz.mixed_precision import verdict
-from howsmooth.lipschitz.solver import Solver, starts
+from howsmooth.lipschitz.singular_value_solver import Solver, starts
 from howsmooth.spectral import LeadingTriplet, LinearOperator, lanczos
 
 __all__ = ["BlockNorms", "block_norms", "sequence_jacobian"]

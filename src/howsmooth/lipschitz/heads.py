@@ -16,7 +16,7 @@ from howsmooth.jacobian.heads import HeadsJacobian, heads_jacobians
 from howsmooth.lipschitz.arguments import check_arguments
 from howsmooth.lipschitz.local import local_lipschitz
 from howsmooth.lipschitz.mixed_precision import verdict
-from howsmooth.lipschitz.solver import Solver, member_seeds
+from howsmooth.lipschitz.singular_value_solver import Solver, member_seeds
 from howsmooth.lipschitz_estimate import LipschitzEstimate
 from howsmooth.memory import memory_budget
 from howsmooth.spectral import LinearOperator

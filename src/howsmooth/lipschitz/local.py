@@ -27,7 +27,7 @@ from howsmooth.jacobian import (
 )
 from howsmooth.lipschitz.arguments import check_arguments, check_batch_dims, checked_sequences
 from howsmooth.lipschitz.mixed_precision import Part, solve_autodiff, solve_closed_forms
-from howsmooth.lipschitz.solver import Solver, member_seeds, starts
+from howsmooth.lipschitz.singular_value_solver import Solver, member_seeds, starts
 from howsmooth.lipschitz_estimate import LipschitzEstimate, LipschitzEstimates, Method
 from howsmooth.memory import memory_budget
 from howsmooth.spectral import LeadingTriplet, LinearOperator, Scaled, golub_kahan

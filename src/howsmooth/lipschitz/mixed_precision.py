@@ -19,7 +19,7 @@ from torch import Tensor
 from howsmooth.attention import TokenMap
 from howsmooth.batching import batches, beside_the_basis, fewest_vectors, is_streamed, room_for_basis
 from howsmooth.jacobian import AutodiffJacobian, closed_form_jacobian, closed_form_jacobians, joined
-from howsmooth.lipschitz.solver import Solver
+from howsmooth.lipschitz.singular_value_solver import Solver
 from howsmooth.spectral import LeadingTriplet, LinearOperator
 from howsmooth.spectral.operator import length_rounding
 

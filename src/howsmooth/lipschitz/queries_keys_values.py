@@ -21,7 +21,7 @@ from howsmooth.jacobian import in_double
 from howsmooth.jacobian.queries_keys_values import Operands
 from howsmooth.jacobian.softmax import SoftmaxDerivative, softmax_derivative
 from howsmooth.lipschitz.arguments import check_arguments
-from howsmooth.lipschitz.solver import member_seeds, starts
+from howsmooth.lipschitz.singular_value_solver import member_seeds, starts
 from howsmooth.spectral import LinearOperator, lanczos
 
 if TYPE_CHECKING:

@@ -74,7 +74,7 @@ def measurement_mode(model: nn.Module) -> Iterator[None]:
 
 
 def set_permanently(model: nn.Module, attention: str | None = None) -> None:
-    """Put a copy of a model in evaluation mode for good, without caches and gradients of its weights.
+    """Set a copy of a model to evaluation mode in place, without a cache of keys and weight gradients.
 
     ``attention`` is the attention implementation that it is given; None keeps its own.
     """

@@ -243,7 +243,7 @@ class AttackTask(Task):
         return lipschitz.local_lipschitz(f, x, rtol=_RTOL, seed=self.seed)
 
     def _uppers(self, f: SelfAttention) -> list[Attack]:
-        """Return one row, the smallest upper bound on the constants at all tokens of the ball."""
+        """Return the row of the smallest upper bound that holds at every sequence of tokens in the ball."""
         began = time.perf_counter()
         bound = bounds.best(f, length=self.n, radius=self.ball.radius)
         row = self._row(

@@ -14,8 +14,8 @@ from howsmooth.attention.map import check_tokens
 from howsmooth.attention.preconditions import require_formula, require_plain_scores
 from howsmooth.bounds.bound import Bound, Quantity
 from howsmooth.bounds.certificates.eigenvalues import norm
+from howsmooth.bounds.certificates.enclosed import Enclosed
 from howsmooth.bounds.certificates.rounded_heads import HeadsAt, heads_at
-from howsmooth.bounds.certificates.rounding import Enclosed
 from howsmooth.bounds.parameters import Head, Parameters, SiteLike
 from howsmooth.errors import ArgumentError, NonFiniteError
 from howsmooth.roundoff import U

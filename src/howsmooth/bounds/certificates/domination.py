@@ -14,7 +14,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from howsmooth.bounds.certificates.eigenvalues import largest_eigenvalue
-from howsmooth.bounds.certificates.rounding import TINY, Enclosed
+from howsmooth.bounds.certificates.enclosed import TINY, Enclosed
 from howsmooth.roundoff import U, gamma, up
 
 __all__ = ["Domination"]
@@ -44,7 +44,7 @@ class Domination:
 
     @classmethod
     def of(cls, O: Float[Tensor, "rows m"]) -> Domination:  # noqa: E741
-        """Return the matrix N for the matrix ``O``, which must have an entry that is not zero."""
+        """Build a Domination for a matrix ``O`` that is not zero: N, nearly (OᵀO)⁻¹, and its factor."""
         m = O.shape[1]
         size = O.abs().amax(0)
         scale = torch.where(size > 0, torch.ldexp(torch.ones_like(size), -torch.frexp(size).exponent), _HUGE)

@@ -12,7 +12,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from howsmooth.bounds.certificates.rounding import TINY, Enclosed
+from howsmooth.bounds.certificates.enclosed import TINY, Enclosed
 from howsmooth.roundoff import U, gamma, up
 
 __all__ = ["Rule", "largest_eigenvalue", "nonnegative_norm", "norm", "shrink"]

@@ -15,9 +15,9 @@ from howsmooth.bounds.certificates.certificate import (
     one_head,
 )
 from howsmooth.bounds.certificates.eigenvalues import Rule, nonnegative_norm, norm, shrink
+from howsmooth.bounds.certificates.enclosed import Enclosed
 from howsmooth.bounds.certificates.quadratic_forms import diagonal_norms, key_sums, sandwich, value_sums
 from howsmooth.bounds.certificates.rounded_heads import HeadsAt
-from howsmooth.bounds.certificates.rounding import Enclosed
 from howsmooth.bounds.certificates.weight_search import Weights, joint_weights
 from howsmooth.roundoff import U, gamma, up
 
@@ -105,7 +105,7 @@ def certificate_heads(attention: object, X: Tensor | None = None, *, iterations:
 
 
 def certificate_frobenius(attention: object, X: Tensor | None = None, *, iterations: int = 3) -> Certificate:
-    """Bound ‖D_X f‖ of one head at given tokens by Theorem N with Frobenius norms instead of eigenvalues.
+    """Bound ‖D_X f‖ of a head at given tokens by howsmooth's Theorem N, with Frobenius norms of matrices.
 
     It uses λ_max(G) ≤ √tr G². It is cheaper than :func:`certificate_parts`, because no eigenvalue and no
     factorisation is computed.

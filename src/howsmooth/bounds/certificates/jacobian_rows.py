@@ -17,9 +17,9 @@ from howsmooth.bounds.certificates.certificate import (
     one_head,
 )
 from howsmooth.bounds.certificates.eigenvalues import shrink
+from howsmooth.bounds.certificates.enclosed import Enclosed
 from howsmooth.bounds.certificates.quadratic_forms import sandwich
 from howsmooth.bounds.certificates.rounded_heads import HeadsAt, row_blocks
-from howsmooth.bounds.certificates.rounding import Enclosed
 from howsmooth.bounds.certificates.weight_search import tidy
 from howsmooth.roundoff import gamma, up
 

@@ -17,8 +17,8 @@ from torch import Tensor
 
 from howsmooth.bounds.certificates.domination import Domination
 from howsmooth.bounds.certificates.eigenvalues import Rule, largest_eigenvalue, shrink
+from howsmooth.bounds.certificates.enclosed import Enclosed
 from howsmooth.bounds.certificates.rounded_heads import HeadAt, HeadsAt, row_blocks
-from howsmooth.bounds.certificates.rounding import Enclosed
 from howsmooth.bounds.certificates.weight_search import diagonal_guesses
 from howsmooth.roundoff import gamma, up
 

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from howsmooth.attention import LayerNorm, RMSNorm, Rotary, SelfAttention
 from howsmooth.bounds.certificates.eigenvalues import norm
-from howsmooth.bounds.certificates.rounding import LARGEST
+from howsmooth.bounds.certificates.enclosed import LARGEST
 from howsmooth.errors import NonFiniteError
 from howsmooth.roundoff import UNDERFLOW, U, gamma, up
 
@@ -72,7 +72,7 @@ class HeadAt:
 
     @property
     def turn_norm(self) -> float:
-        """Upper bound on the norms of the derivatives T_j of norm and rotation, with signs or without."""
+        """Upper bound on ‖T_j‖ and ‖|T_j|‖, with T_j the derivative of key j's normalisation and rotation."""
         return 1.0 if self.turns is None else float(_absolute_norms(self.turns).amax())
 
     def key_blocks(self, g: Float[Tensor, "n key_dim key_dim"]) -> Float[Tensor, "n key_dim key_dim"]:

@@ -103,9 +103,9 @@ class L2Attention(AttentionVariant):
         return {name: weight for name, weight in found.items() if weight is not None}
 
     def _folded(self, weights: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
-        """Return, for all heads, the query matrices and the matrices that map queries to values.
+        """Return, for all heads, the query matrices and the matrices that map a token's query to its value.
 
-        For head h these matrices are Q_h (k, d) and V_h Q_hᵀ/√k (k, k).
+        L2 attention ties values to queries. For head h these matrices are Q_h (k, d) and V_h Q_hᵀ/√k (k, k).
         """
         query, value = (self._cut(part) for part in weights["in_proj_weight"].chunk(2))
         return query, value @ query.mT / math.sqrt(self.head_dim)

@@ -1,4 +1,4 @@
-"""Define the differences, called items, between the published measurement and the norm ‖D_X f‖."""
+"""List the ways, called items, in which the published code measures something other than ‖D_X f‖."""
 
 from __future__ import annotations
 

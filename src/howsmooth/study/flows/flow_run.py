@@ -90,7 +90,7 @@ class FlowTask(Task):
     steps: Iterator[Found]
 
     def found(self, models: Models | None) -> Iterator[Found]:
-        """Compute the rows that the store lacks, and yield them in lists that are each written at once."""
+        """Compute the rows that the store lacks, and yield lists that the runner writes one by one."""
         return self.steps
 
 
