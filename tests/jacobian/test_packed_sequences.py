@@ -159,7 +159,7 @@ def test_the_verdict_takes_no_residual_for_rounding(monkeypatch: pytest.MonkeyPa
     from howsmooth.lipschitz import singular_value_solver
 
     solved: list[torch.dtype] = []
-    solve = solver.lanczos_together
+    solve = singular_value_solver.lanczos_together
 
     def noted(operators: list, starts: list, **options: object) -> object:
         solved.append(operators[0].dtype)
