@@ -13,7 +13,7 @@ from howsmooth import batching, memory
 from howsmooth.attention import Compose, Residual, TokenMap
 from howsmooth.errors import ArgumentError
 from howsmooth.jacobian import cached_bytes, tiling
-from howsmooth.lipschitz import mixed_precision, solver
+from howsmooth.lipschitz import mixed_precision, singular_value_solver
 from tests._cases import D, random_attention, tokens
 
 CPU = torch.device("cpu")
@@ -25,13 +25,13 @@ def no_room(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     ways: list[str] = []
     monkeypatch.setattr(batching, "cached_bytes", lambda *arguments: 1 << 60)
     for name in ("golub_kahan", "lanczos"):
-        solve = getattr(solver, name)
+        solve = getattr(singular_value_solver, name)
 
         def noted(*arguments: object, name: str = name, solve: object = solve, **keywords: object) -> object:
             ways.append(name)
             return solve(*arguments, **keywords)
 
-        monkeypatch.setattr(solver, name, noted)
+        monkeypatch.setattr(singular_value_solver, name, noted)
     return ways
 
 
