@@ -7,16 +7,14 @@ function of the tokens alone, of the memory alone, or of both together.
 from __future__ import annotations
 
 import abc
-import math
-from typing import Any, Protocol, runtime_checkable
+from typing import Protocol, runtime_checkable
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 from torch.nn.functional import pad
 
-from howsmooth.attention.map import as_parameter
-from howsmooth.attention.multi_head import in_heads, optional_parameter, projected_heads
+from howsmooth.attention.multi_head import HeadParameters, in_heads, optional_parameter, projected_heads
 from howsmooth.attention.staged import Core, SoftmaxCore, StagedAttention
 from howsmooth.errors import ArgumentError
 from howsmooth.scopes import SIDES
@@ -227,7 +225,7 @@ class _OneArgument:
         return self.f.run(*self.f.apart(z, len(self.x)), core)
 
 
-class CrossAttention(TwoSequenceMap):
+class CrossAttention(HeadParameters, TwoSequenceMap):
     """Multi-head softmax attention from tokens x (..., m, d) to a memory y (..., n, d_memory).
 
     f(x, y)_i = W_O · concat_h( Σ_j P^h_ij (V_h y_j + b_v,h) ) + b_O, where P^h is the row softmax of
@@ -283,31 +281,20 @@ class CrossAttention(TwoSequenceMap):
         score_bias: Tensor | None = None,
         softcap: float | None = None,
     ) -> None:
-        self.query = q = as_parameter("query", query, ("heads", "key_dim", "d"))
-        self.heads, self.key_dim, _ = q.shape
-        self.key = as_parameter("key", key, ("kv_heads", self.key_dim, "d_memory"), like=q)
-        self.kv_heads = self.key.shape[0]
-        if self.heads % self.kv_heads:
-            raise ArgumentError(
-                "key",
-                expected=f"a number of key heads that divides the {self.heads} query heads",
-                got=f"{self.kv_heads} key heads",
-            )
-        self.value = as_parameter("value", value, (self.kv_heads, "value_dim", self.key.shape[2]), like=q)
-        self.value_dim = self.value.shape[1]
-        width = self.heads * self.value_dim
-        self.output = optional_parameter("output", output, ("d_out", width), q)
-        self.query_bias = optional_parameter("query_bias", query_bias, (self.heads, self.key_dim), q)
-        self.key_bias = optional_parameter("key_bias", key_bias, (self.kv_heads, self.key_dim), q)
-        self.value_bias = optional_parameter("value_bias", value_bias, (self.kv_heads, self.value_dim), q)
-        if output_bias is not None and self.output is None:
-            raise ArgumentError(
-                "output_bias", expected="None without an output matrix", got="a tensor", remedy="Give output."
-            )
-        self.output_bias = optional_parameter("output_bias", output_bias, (self.d_out,), q)
-        self.scale = 1.0 / math.sqrt(self.key_dim) if scale is None else float(scale)
+        super().__init__(
+            query,
+            key,
+            value,
+            output,
+            query_bias=query_bias,
+            key_bias=key_bias,
+            value_bias=value_bias,
+            output_bias=output_bias,
+            scale=scale,
+            memory=True,
+        )
         self.mask = None if mask is None else _check_mask(mask, self.device)
-        self.score_bias = optional_parameter("score_bias", score_bias, ("heads", "m", "n"), q)
+        self.score_bias = optional_parameter("score_bias", score_bias, ("heads", "m", "n"), self.query)
         if self.score_bias is not None and self.score_bias.shape[0] not in (1, self.heads):
             raise ArgumentError(
                 "score_bias",
@@ -319,38 +306,14 @@ class CrossAttention(TwoSequenceMap):
         self.cores = (core,)
 
     @property
-    def d(self) -> int:
-        """Dimension of a token x_i."""
-        return self.query.shape[2]
-
-    @property
     def d_memory(self) -> int:
         """Dimension of a memory token y_j."""
         return self.key.shape[2]
 
-    @property
-    def d_out(self) -> int:
-        """Dimension of an output token."""
-        return self.heads * self.value_dim if self.output is None else self.output.shape[0]
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """Data type of the parameters."""
-        return self.query.dtype
-
-    @property
-    def device(self) -> torch.device:
-        """Device of the parameters."""
-        return self.query.device
-
     def describe(self) -> str:
         """Return a phrase that describes the map, for messages and reports."""
-        heads = f"{self.heads} head{'s' if self.heads > 1 else ''}"
-        if self.kv_heads != self.heads:
-            heads += f" over {self.kv_heads} key/value heads"
         masking = "unmasked" if self.mask is None else "masked"
-        projected = "with output projection" if self.output is not None else "heads concatenated"
-        return ", ".join(("cross-attention", heads, masking, projected, *self.cores[0].feature_names()))
+        return ", ".join((self._described("cross-attention", masking), *self.cores[0].feature_names()))
 
     def check_lengths(self, m: int, n: int) -> None:
         """Raise ArgumentError if the mask or the score bias does not fit m tokens and n memory tokens."""
@@ -386,13 +349,11 @@ class CrossAttention(TwoSequenceMap):
         self, *, dtype: torch.dtype | None = None, device: torch.device | str | None = None
     ) -> CrossAttention:
         """Return the attention with its parameters converted to another dtype or device."""
-        names = ("query", "key", "value", "output", "query_bias", "key_bias", "value_bias", "output_bias")
-        tensors: dict[str, Any] = {name: getattr(self, name) for name in (*names, "score_bias")}
-        moved: dict[str, Any] = {
-            name: None if t is None else t.to(dtype=dtype, device=device) for name, t in tensors.items()
-        }
+        bias = None if self.score_bias is None else self.score_bias.to(dtype=dtype, device=device)
         mask = None if self.mask is None else self.mask.to(device=device)
-        return CrossAttention(**moved, scale=self.scale, mask=mask, softcap=self.softcap)
+        return CrossAttention(
+            **self._arguments(dtype, device), score_bias=bias, mask=mask, softcap=self.softcap
+        )
 
 
 class StagedCrossAttention(TwoSequenceMap):

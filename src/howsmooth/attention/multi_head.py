@@ -1,4 +1,4 @@
-"""The base class of multi-head attentions: query, key, value and output projections with their biases."""
+"""The projections of multi-head attention: matrices and biases of queries, keys, values and output."""
 
 from __future__ import annotations
 
@@ -12,13 +12,16 @@ from torch import Tensor
 from howsmooth.attention.map import TokenMap, as_parameter
 from howsmooth.errors import ArgumentError
 
-__all__ = ["HeadsAttention", "in_heads", "optional_parameter", "projected_heads"]
+__all__ = ["HeadParameters", "HeadsAttention", "in_heads", "optional_parameter", "projected_heads"]
 
 _TENSORS = ("query", "key", "value", "output", "query_bias", "key_bias", "value_bias", "output_bias")
 
 
-class HeadsAttention(TokenMap):
-    """Multi-head attention with its four projections; subclasses define the attention matrix P."""
+class HeadParameters:
+    """The four projections of a multi-head attention, with their biases and the factor of the scores.
+
+    With ``memory=True`` keys and values are projections of another sequence, whose dimension may differ.
+    """
 
     def __init__(
         self,
@@ -32,13 +35,14 @@ class HeadsAttention(TokenMap):
         value_bias: Tensor | None,
         output_bias: Tensor | None,
         scale: float | None,
+        memory: bool = False,
     ) -> None:
         self.query = as_parameter("query", query, ("heads", "key_dim", "d"))
         self.heads, self.key_dim, d = self.query.shape
         q = self.query
-        self.key = as_parameter("key", key, ("kv_heads", self.key_dim, d), like=q)
+        self.key = as_parameter("key", key, ("kv_heads", self.key_dim, "d_memory" if memory else d), like=q)
         self.kv_heads = self.key.shape[0]
-        self.value = as_parameter("value", value, (self.kv_heads, "value_dim", d), like=q)
+        self.value = as_parameter("value", value, (self.kv_heads, "value_dim", self.key.shape[2]), like=q)
         self.value_dim = self.value.shape[1]
         if self.heads % self.kv_heads:
             raise ArgumentError(
@@ -81,12 +85,6 @@ class HeadsAttention(TokenMap):
         """Device of the map's parameters."""
         return self.query.device
 
-    def __repr__(self) -> str:
-        sizes = f"d={self.d}, key_dim={self.key_dim}, d_out={self.d_out}"
-        return f"{type(self).__name__}({self.describe()}, {sizes})"
-
-    # ---- for subclasses
-
     def _described(self, kind: str, masking: str) -> str:
         heads = f"{self.heads} head{'s' if self.heads > 1 else ''}"
         if self.kv_heads != self.heads:
@@ -105,6 +103,14 @@ class HeadsAttention(TokenMap):
         """Return constructor arguments for a copy of the attention in another dtype or on another device."""
         tensors = {name: t.to(dtype=dtype, device=device) for name, t in self._tensors().items()}
         return tensors | {"scale": self.scale}
+
+
+class HeadsAttention(HeadParameters, TokenMap):
+    """Multi-head self-attention with its four projections; subclasses define the attention matrix P."""
+
+    def __repr__(self) -> str:
+        sizes = f"d={self.d}, key_dim={self.key_dim}, d_out={self.d_out}"
+        return f"{type(self).__name__}({self.describe()}, {sizes})"
 
     def _project(
         self, X: Float[Tensor, "*batch n d"]
