@@ -76,7 +76,9 @@ class _Constants:
         )
 
     def __float__(self) -> float:
-        """Return the measured Lipschitz constant as a float, if there is only one.
+        """Return the measured local Lipschitz constant of an estimate for one input, as a float.
+
+        An estimate for several inputs has no single constant.
 
         Raises
         ------

@@ -36,9 +36,10 @@ _NORM_MARGIN = 1e-12
 
 @dataclass(frozen=True)
 class LargeRadius:
-    """The norm of the limit of D_{RX} f as R → ∞, and a bound on the distance of D_{RX} f from the limit.
+    """How near the Jacobian of attention at tokens scaled by R is to its limit for R → ∞.
 
-    The limit is Π⊗V. Π_ij is 1 where token j has the largest score of row i, and 0 elsewhere.
+    It has the norm of the limit, and a bound on the distance of D_{RX} f from it. The limit is Π⊗V. Π_ij is 1
+    where token j has the largest score of row i, and 0 elsewhere.
 
     Attributes
     ----------

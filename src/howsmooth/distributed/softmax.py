@@ -1,5 +1,6 @@
-"""The derivative of softmax attention at a sequence whose query rows are shared among processes, which
-exchange keys and values.
+"""The derivative of softmax attention at one sequence that several processes compute together.
+
+Each process has some of the queries, and the processes exchange keys and values.
 """
 
 from __future__ import annotations

@@ -154,8 +154,9 @@ def _norms(f: SelfAttention, x: Tensor, dtype: torch.dtype) -> Norms:
 
 
 class AttentionJacobian(_MultiHeadJacobian[SoftmaxDerivative | WeightedSoftmaxDerivative]):
-    """The Jacobian of multi-head self-attention whose probabilities are kept in memory: n² numbers for each
-    head at n tokens.
+    """The Jacobian of multi-head self-attention at n tokens, with all attention probabilities kept in memory.
+
+    They are n² numbers for each head.
     """
 
     @classmethod

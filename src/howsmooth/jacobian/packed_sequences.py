@@ -25,8 +25,10 @@ __all__ = ["energy_products_together", "instances", "shares_products"]
 
 
 def shares_products(f: Callable[[Tensor], Tensor]) -> bool:
-    """Return True if the map ``f`` has an attention layer, through whose projections the tokens of several
-    sequences can go together.
+    """Return True if sequences of different lengths can share matrix products in the Jacobian of ``f``.
+
+    They can where ``f`` has an attention layer: the tokens of all sequences go through its projections as one
+    matrix.
     """
     match f:
         case SelfAttention():

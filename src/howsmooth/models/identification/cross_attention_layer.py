@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor, nn
 
-from howsmooth.attention import CrossAttention, SoftmaxCore, StagedCrossAttention
+from howsmooth.attention import CrossAttention, StagedCrossAttention
 from howsmooth.attention.staged import Core
 from howsmooth.errors import ArgumentError, CaptureError, HowsmoothError
 from howsmooth.models.captured_site import CrossSite
@@ -23,6 +23,7 @@ from howsmooth.models.identification.map_hypotheses import (
     heads_in,
     matrix_of,
     of_one_sequence,
+    softmax_cores,
     tail_of,
     width_of,
 )
@@ -292,17 +293,11 @@ def _by_head(scores: Tensor, m: int, n: int) -> Tensor:
 
 def _staged(trace: LayerTrace, module: SelfAttentionModule, output: AttentionOutput) -> StagedCrossAttention:
     """Return a map that runs a copy of the module, with a SoftmaxCore in place of each softmax."""
-    cores = []
-    for softmax in trace.softmaxes:
-        visible, bias = split_mask(trace.layer, softmax.mask)
-        bias = None if bias is None else bias.to(trace.x.dtype)
-        sinks = None if softmax.sinks is None else softmax.sinks.detach().to(trace.x.dtype).clone()
-        cores.append(SoftmaxCore(softmax.scale, softmax.causal, visible, bias, softmax.softcap, sinks))
     copied = CopiedModule.of(module.alone, tail_of(module, output), module.implementation)
     memory = _memory_of(module.alone)
     return StagedCrossAttention(
         _CopiedCrossModule(copied),
-        tuple(cores),
+        tuple(softmax_cores(trace)),
         d=trace.x.shape[-1],
         d_memory=memory.shape[-1],
         d_out=width_of(output.call.output, output.call),
@@ -332,7 +327,7 @@ class _CopiedCrossModule:
 
 
 def _masking(trace: LayerTrace) -> str:
-    """Describe in words which memory tokens the queries see."""
+    """Say in words which tokens of the memory are hidden from the queries of a cross-attention layer."""
     found = []
     for softmax in trace.softmaxes:
         visible, _ = split_mask(trace.layer, softmax.mask)

@@ -158,20 +158,9 @@ def _staged(
 
     The Jacobian of a SoftmaxCore has a closed form.
     """
-    staged = []
-    for softmax in trace.softmaxes:
-        visible, bias = split_mask(trace.layer, softmax.mask)
-        bias = None if bias is None else bias.to(trace.x.dtype)
-        sinks = None if softmax.sinks is None else softmax.sinks.detach().to(trace.x.dtype).clone()
-        rules = None if visible is None else order_and_window(visible)  # rules need no (n, n) matrix
-        ordered, window = (False, None) if rules is None else (rules.causal, rules.window)
-        mask = visible if rules is None else None
-        staged.append(
-            SoftmaxCore(softmax.scale, softmax.causal or ordered, mask, bias, softmax.softcap, sinks, window)
-        )
     return StagedAttention(
         CopiedModule.of(self_attention.alone, tail_of(self_attention, output), self_attention.implementation),
-        tuple(staged),
+        tuple(softmax_cores(trace)),
         d=trace.x.shape[-1],
         d_out=width_of(output.call.output, output.call),
         heads=heads_in(trace),
@@ -181,6 +170,19 @@ def _staged(
         device=trace.x.device,
         description=type(self_attention.alone.module).__name__,
     )
+
+
+def softmax_cores(trace: LayerTrace) -> Iterator[SoftmaxCore]:
+    """Yield each softmax of a traced layer as a function of its queries, keys and values."""
+    for softmax in trace.softmaxes:
+        visible, bias = split_mask(trace.layer, softmax.mask)
+        bias = None if bias is None else bias.to(trace.x.dtype)
+        sinks = None if softmax.sinks is None else softmax.sinks.detach().to(trace.x.dtype).clone()
+        rules = None if visible is None else order_and_window(visible)  # rules need no (n, n) matrix
+        ordered, window = (False, None) if rules is None else (rules.causal, rules.window)
+        mask = visible if rules is None else None
+        causal = softmax.causal or ordered
+        yield SoftmaxCore(softmax.scale, causal, mask, bias, softmax.softcap, sinks, window)
 
 
 def _replayed(

@@ -113,9 +113,9 @@ class Scores:
         return replace(self, eps=max(self.eps, torch.finfo(dtype).eps))
 
     def unchanged(self) -> Scores:
-        """Describe attention scores after an operation that is assumed to leave them unchanged.
+        """Mark these attention scores as approximate, after an operation that should not change them.
 
-        The description is marked as approximate.
+        Such an operation is assumed, but not known, to leave the scores as they are.
         """
         return replace(self, approximate=True)
 

@@ -113,7 +113,7 @@ class AverageResidual(_Residual):
         return float(torch.sigmoid(self.logit.detach())) if self.learnable else self._number
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return (1 − w) x + w inner(x) for tokens x (batch, n, d)."""
+        """Return (1 − w) x + w inner(x), where x are tokens (batch, n, d) and w is the weight in [0, 1]."""
         y = self._branch(x)
         return torch.lerp(x, y, torch.sigmoid(self.logit).to(x.dtype) if self.learnable else self._number)
 
@@ -167,7 +167,7 @@ class GradientStep(AverageResidual):
         super().__init__(inner, weight, **keywords)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return x − 2 w f(x) for tokens x (batch, n, d)."""
+        """Return x − 2 w f(x), where x are tokens (batch, n, d), f is the branch and w its weight."""
         y = self._branch(x)
         w = torch.sigmoid(self.logit).to(x.dtype) if self.learnable else self._number
         return x - 2 * w * y
