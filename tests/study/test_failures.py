@@ -155,6 +155,16 @@ def test_nothing_possible_is_a_refusal_that_makes_nothing(tmp_path: Path) -> Non
     assert not (tmp_path / "out").exists()
 
 
+def test_a_text_that_is_far_too_short_is_refused_before_a_model_is_loaded(tmp_path: Path) -> None:
+    tools, work = make_tools(texts={"prose": words(400), "note": "Two words."})
+    with pytest.raises(TextError, match=r"'note' is too short: .* it has 10 characters"):
+        run(make_plan(texts=("note",)), tmp_path, tools)
+    assert work.loads == []
+    outcome = run(make_plan(texts=("note", "prose")), tmp_path, tools, keep_going=True)
+    assert (outcome.measured, outcome.failed) == (45, 1)
+    assert list(failures_of(tmp_path)["text"]) == ["note"]
+
+
 def test_a_text_that_is_too_short_is_left_out_if_the_study_keeps_going(tmp_path: Path) -> None:
     tools, _ = make_tools(texts={"prose": words(400), "note": "Two words."})
     outcome = run(make_plan(texts=("note", "prose")), tmp_path, tools, keep_going=True)

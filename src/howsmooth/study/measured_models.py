@@ -205,8 +205,10 @@ def checked_subjects(
     checked: list[Subject] = []
     for spec in plan.models:
         for source in sources:
-            reached: str | None = None
+            reached: str | None = source.record.name
             try:
+                _check_size(plan, spec, source)
+                reached = None
                 model = models.load(spec, source.content)
                 reached = source.record.name
                 subject = subject_of(plan, spec, source, model)
@@ -230,6 +232,19 @@ def checked_subjects(
     if not checked and impossible:
         raise impossible[0][2]
     return checked
+
+
+def _check_size(plan: Plan, spec: ModelSpec, source: OpenedInput) -> None:
+    """Refuse a text with too few bytes for the plan's sequences; this check needs no model or tokenizer."""
+    lengths, text = plan.lengths_of(spec), source.record
+    needed = plan.samples * sum(lengths)
+    # A token has at least one byte of the text, but for the few characters that a tokenizer spells out.
+    if text.kind == "text" and needed > 4 * len(source.content.encode("utf-8", "replace")):
+        raise TextError(
+            f"text {text.name!r} is too short: {plan.samples} sequences of each of {len(lengths)} lengths "
+            f"without overlap need {needed} tokens, and it has {text.characters} characters. Use fewer "
+            "samples, or fewer or shorter lengths, or a longer text."
+        )
 
 
 def _check_capture(plan: Plan, subject: Subject, model: Any) -> None:
