@@ -15,8 +15,8 @@ from jaxtyping import Float
 from torch import Tensor
 
 from howsmooth.attention import SelfAttention
+from howsmooth.bounds.attention_parameters import Head, Parameters, parameters_of
 from howsmooth.bounds.bound import check_length, check_radius
-from howsmooth.bounds.parameters import Head, Parameters, parameters_of
 from howsmooth.bounds.worst_tokens import Witness, searched_pairs, searched_tokens, two_cluster_points
 from howsmooth.errors import ArgumentError
 
@@ -189,7 +189,8 @@ def two_heavy_tokens(attention: object, length: int, radius: float, *, head: int
 def constructions(
     attention: object, length: int, radius: float, *, heads: Sequence[int] | None = None
 ) -> list[Construction]:
-    """Return all inputs with a large local Lipschitz constant that this library can construct for some heads.
+    """Return all inputs with a large local Lipschitz constant that this library can construct for the given
+    attention.
 
     Parameters
     ----------
@@ -224,7 +225,7 @@ def constructions(
 
 
 def _has_tie(head: Head) -> bool:
-    """Tell whether, for a given head, an input can be built in which two tokens get equal attention.
+    """Return whether an input can be constructed at which two tokens get equal attention from the given head.
 
     Such inputs are built by :func:`two_heavy_tokens`. They need d >= 2, scores that are not all zero, and a
     value matrix that is not zero.
@@ -233,7 +234,7 @@ def _has_tie(head: Head) -> bool:
 
 
 class _Builder:
-    """A function that builds a whole sequence from few distinct tokens, and returns a Construction.
+    """The type of functions that build a sequence from few distinct tokens and return it as a Construction.
 
     The tokens get the attention's dtype and device.
     """

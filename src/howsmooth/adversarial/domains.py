@@ -21,7 +21,8 @@ __all__ = ["Around", "Ball", "Domain", "Ellipsoid"]
 
 
 class Domain(abc.ABC):
-    """A set of token sequences in which worst inputs are searched.
+    """Base class of the sets of token sequences in which an input with a large Lipschitz constant is
+    searched.
 
     The tokens are described by coordinates, in which the set consists of balls.
     """
@@ -29,7 +30,7 @@ class Domain(abc.ABC):
     @property
     @abc.abstractmethod
     def radius(self) -> float:
-        """The radius of the ball within which the coordinates of the tokens stay during the search.
+        """The radius of the ball to which the search restricts the coordinates of each token.
 
         It bounds the coordinates of each token, or of all tokens together.
         """
@@ -40,21 +41,21 @@ class Domain(abc.ABC):
 
     @abc.abstractmethod
     def project_coordinates(self, u: Tensor) -> Tensor:
-        """Move coordinates u of tokens to the nearest coordinates of tokens in this set of inputs."""
+        """Return the coordinates nearest to u that belong to tokens in this set of inputs."""
 
     @abc.abstractmethod
     def random(self, generator: torch.Generator, n: int, d: int) -> Float[Tensor, "n d"]:
         """Return random tokens from this set of inputs, in float64 on the CPU."""
 
     def coordinates(self, x: Tensor) -> Tensor:
-        """Return the coordinates of tokens x (..., n, d); an ascent varies these and not the tokens.
+        """Return the variables u (..., n, d) of the gradient ascent that represent the tokens x (..., n, d).
 
         In these coordinates the domain consists of balls, or their surfaces.
         """
         return x
 
     def tokens(self, u: Tensor) -> Tensor:
-        """Return the tokens that belong to coordinates u (..., n, d)."""
+        """Return the tokens that the coordinates u (..., n, d) of this set of inputs represent."""
         return u
 
     def pull_back(self, gradient: Tensor) -> Tensor:
@@ -62,7 +63,7 @@ class Domain(abc.ABC):
         return gradient
 
     def project(self, X: Tensor) -> Tensor:
-        """Move tokens X (..., n, d) into this set of inputs.
+        """Project tokens X (..., n, d) onto this set of inputs.
 
         Each goes to the nearest point of the domain, where distance is measured in coordinates.
         """
@@ -109,11 +110,11 @@ class Ball(Domain):
         return f"tokens of norm at most {self.radius:g}"
 
     def project_coordinates(self, u: Tensor) -> Tensor:
-        """Return tokens u with every token of norm above R scaled down to norm R."""
+        """Return the tokens u after scaling every token of norm above R down to norm R."""
         return _shrink(u, self.radius)
 
     def random(self, generator: torch.Generator, n: int, d: int) -> Float[Tensor, "n d"]:
-        """Return tokens of random directions on the sphere of radius R."""
+        """Return random tokens on the sphere of radius R."""
         x = torch.randn(n, d, generator=generator, dtype=torch.float64)
         return self.project(self.radius * x / torch.linalg.vector_norm(x, dim=1, keepdim=True))
 
@@ -147,7 +148,7 @@ class Ellipsoid(Domain):
 
     @property
     def radius(self) -> float:
-        """The radius 1 of the unit ball, in which the coordinates u of a token lie."""
+        """The radius of the coordinates of a token, which is 1, since they lie in the unit ball."""
         return 1.0
 
     def describe(self) -> str:
@@ -155,7 +156,8 @@ class Ellipsoid(Domain):
         return f"outputs of {self.norm.describe()}"
 
     def coordinates(self, x: Tensor) -> Tensor:
-        """Return the points u of the unit ball that the norm layer's gain and shift map to tokens x.
+        """Return the points u of the unit ball from which the gain and shift of the norm layer make the
+        tokens x.
 
         The tokens are x = β + √d γ∘u with gain γ and shift β. Entries with γ = 0 get u = 0.
         """
@@ -164,7 +166,8 @@ class Ellipsoid(Domain):
         return torch.where(gain == 0, 0.0, (x - shift) / torch.where(gain == 0, 1.0, gain))
 
     def tokens(self, u: Tensor) -> Tensor:
-        """Apply the norm layer's gain and shift to points u of the unit ball, which gives tokens.
+        """Apply the gain and shift of the norm layer to points u of the unit ball, and return the resulting
+        tokens.
 
         The result is β + √d γ∘u with gain γ and shift β.
         """
@@ -208,7 +211,7 @@ class Ellipsoid(Domain):
 
 
 class Around(Domain):
-    """The set of tokens X at most a given distance away from given tokens X0.
+    """The set of all token sequences whose distance from given tokens X0 is at most a given number.
 
     X belongs to it if |X − X0| <= radius in the Frobenius norm or, with ``per_token``, if |x_i − x0_i| <=
     radius for each token i.
@@ -247,13 +250,13 @@ class Around(Domain):
         return self._radius
 
     def describe(self) -> str:
-        """Return one phrase that describes this set of tokens around a centre."""
+        """Return a phrase that describes this neighbourhood of the given tokens X0."""
         n, d = self.X0.shape
         each = "each token" if self.per_token else "in the Frobenius norm"
         return f"within {self.radius:g} of given {n} tokens of dimension {d}, {each}"
 
     def project_coordinates(self, u: Tensor) -> Tensor:
-        """Return the tokens u, moved towards the centre X0 if they are too far away from it."""
+        """Project the tokens u onto the ball around the given tokens X0."""
         centre = self.X0.to(u)
         difference = u - centre
         if self.per_token:
@@ -261,7 +264,7 @@ class Around(Domain):
         return centre + _shrink(difference.flatten(-2), self.radius).reshape(u.shape)
 
     def random(self, generator: torch.Generator, n: int, d: int) -> Float[Tensor, "n d"]:
-        """Return random tokens at the largest allowed distance from the centre X0."""
+        """Return random tokens whose distance from the given tokens X0 is the largest allowed one."""
         if (n, d) != tuple(self.X0.shape):
             raise ArgumentError("n", expected=f"tokens of shape {tuple(self.X0.shape)}", got=f"({n}, {d})")
         x = torch.randn(n, d, generator=generator, dtype=torch.float64)
@@ -270,7 +273,7 @@ class Around(Domain):
 
 
 def _shrink(x: Tensor, radius: float) -> Tensor:
-    """Return x with every vector (last axis) of norm above ``radius`` scaled down to that norm."""
+    """Return x after scaling every vector (last axis) of norm above ``radius`` down to norm ``radius``."""
     length = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
     inside: Tensor = x * torch.where(length > radius, radius / length.clamp_min(1e-300), 1.0)
     return inside

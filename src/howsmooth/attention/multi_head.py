@@ -1,4 +1,4 @@
-"""The projections of multi-head attention: matrices and biases of queries, keys, values and output."""
+"""The query, key, value and output projections of multi-head attention, with their biases."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _TENSORS = ("query", "key", "value", "output", "query_bias", "key_bias", "value_
 
 
 class HeadParameters:
-    """The four projections of a multi-head attention, with their biases and the factor of the scores.
+    """The query, key, value and output projections of a multi-head attention, with biases and a score scale.
 
     With ``memory=True`` keys and values are projections of another sequence, whose dimension may differ.
     """
@@ -93,20 +93,24 @@ class HeadParameters:
         return f"{kind}, {heads}, {masking}, {projected}"
 
     def _tensors(self) -> dict[str, Tensor]:
-        """Return the attention's parameters that are set (not None), in a dict by name."""
+        """Return a dict of the parameters of the attention that are set (not None), by name."""
         given = {name: getattr(self, name) for name in _TENSORS}
         return {name: tensor for name, tensor in given.items() if tensor is not None}
 
     def _arguments(
         self, dtype: torch.dtype | None = None, device: torch.device | str | None = None
     ) -> dict[str, Any]:
-        """Return constructor arguments for a copy of the attention in another dtype or on another device."""
+        """Return the constructor arguments for a copy of the attention in another dtype or on
+        another device.
+        """
         tensors = {name: t.to(dtype=dtype, device=device) for name, t in self._tensors().items()}
         return tensors | {"scale": self.scale}
 
 
 class HeadsAttention(HeadParameters, TokenMap):
-    """Multi-head self-attention with its four projections; subclasses define the attention matrix P."""
+    """Base class of multi-head self-attention with four projections; subclasses define the attention matrix
+    P.
+    """
 
     def __repr__(self) -> str:
         sizes = f"d={self.d}, key_dim={self.key_dim}, d_out={self.d_out}"
@@ -134,12 +138,12 @@ class HeadsAttention(HeadParameters, TokenMap):
     def _projected(
         self, heads: Float[Tensor, "*batch kv_heads group n value_dim"]
     ) -> Float[Tensor, "*batch n d_out"]:
-        """Return the concatenated heads, multiplied by the output projection if there is one."""
+        """Concatenate the head outputs, and multiply them by the output projection if there is one."""
         return projected_heads(heads.flatten(-4, -3), self.output, self.output_bias)
 
 
 def in_heads(X: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """Return the tokens X (..., n, d) projected by the matrices of each head, (..., heads, n, dim)."""
+    """Project the tokens X (..., n, d) by the matrix of each head, which gives (..., heads, n, dim)."""
     rows = X @ weight.flatten(0, 1).mT
     if bias is not None:
         rows = rows + bias.flatten()
@@ -149,7 +153,9 @@ def in_heads(X: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 def projected_heads(
     heads: Float[Tensor, "*batch heads m value_dim"], output: Tensor | None, bias: Tensor | None
 ) -> Float[Tensor, "*batch m d_out"]:
-    """Return the heads side by side, multiplied by the output matrix and shifted by its bias, if any."""
+    """Concatenate the head outputs, multiply them by the output matrix and add its bias, as far as these are
+    given.
+    """
     rows = heads.movedim(-3, -2).flatten(-2)
     if output is None:
         return rows
@@ -160,5 +166,5 @@ def projected_heads(
 def optional_parameter(
     name: str, given: Tensor | None, shape: tuple[int | str, ...], like: Tensor
 ) -> Tensor | None:
-    """Return None if nothing is given, and otherwise the result of :func:`as_parameter`."""
+    """Return None if the value is None, and otherwise the checked parameter from :func:`as_parameter`."""
     return None if given is None else as_parameter(name, given, shape, like=like)

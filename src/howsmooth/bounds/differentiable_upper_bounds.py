@@ -1,4 +1,4 @@
-"""Differentiable upper bounds on a ball for layers of multi-head softmax attention with a mask.
+"""Differentiable upper bounds on the Lipschitz constant of masked multi-head softmax attention on a ball.
 
 ``softmax_layer`` is Theorem A for several heads, and ``query_key_norm_layer`` is for attention with
 normalised queries and keys. They are differentiable functions of the parameters, because ``howsmooth.nn``
@@ -16,7 +16,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from howsmooth.bounds.ball_upper_bounds import h_star_maximiser
-from howsmooth.bounds.visible_keys import VisibleRows
+from howsmooth.bounds.visible_key_counts import VisibleRows
 
 __all__ = ["any_boolean_mask", "query_key_norm_layer", "softmax_layer", "softmax_output_radius"]
 
@@ -27,7 +27,7 @@ _LARGE = 96
 
 
 def any_boolean_mask(length: int) -> VisibleRows:
-    """Return kinds of mask rows such that bounds for these rows hold under every boolean mask.
+    """Return the kinds of mask rows whose bounds together hold under every boolean mask.
 
     The masks may differ between heads. The bounds on a row are largest for rows that see one or two keys, so
     only these two kinds are returned.
@@ -47,7 +47,7 @@ def softmax_layer(
     query_bias: Float[Tensor, "heads key_dim"] | None,
     scale: float,
 ) -> Float[Tensor, ""]:
-    """Bound the Lipschitz constant of multi-head softmax attention on a ball, as Theorem A does for one head.
+    """Bound the Lipschitz constant of multi-head softmax attention on a ball by a differentiable number.
 
     Let a_h = ‖A_h‖R², let ρ_h,i be Theorem A's bound on row i of head h, m_i the number of keys that row i
     sees, O_h = W_h V_h, O = Σ_h O_h, and M(c)² = min{Σ_{h,g} ‖O_hᵀO_g‖ c_h c_g, ‖W_O‖² Σ_h ‖V_h‖²c_h²}. The
@@ -91,7 +91,7 @@ def query_key_norm_layer(
     temperature: Tensor,
     eps: float,
 ) -> Float[Tensor, ""]:
-    """Bound the Lipschitz constant of multi-head attention with normalised queries and keys on a ball.
+    """Bound the Lipschitz constant on a ball of multi-head attention with normalised queries and keys.
 
     The scores are τ⟨q̂, k̂⟩ with û = u/√(|u|² + ε). Let ρ_q and ρ_k be the largest |q̂| and |k̂| of head h on
     the ball of radius R, p_i = 1/(1 + (m_i−1)e^{−2τρ_qρ_k}) for a row that sees m_i keys, and s_h = ε^{-1/2}
@@ -128,7 +128,7 @@ def softmax_output_radius(
     output_bias: Tensor | None,
     radius: float,
 ) -> float:
-    """Return an upper bound on the norm of an output token if the input tokens have norm at most R."""
+    """Return an upper bound on the norm of all output tokens if the input tokens have norm at most R."""
     heads = _Heads.of(value.double(), output.double())
     largest = radius * float(heads.together(torch.ones(len(value), dtype=torch.float64)))
     shift = torch.zeros(output.shape[0], dtype=torch.float64)
@@ -144,7 +144,7 @@ def softmax_output_radius(
 
 @dataclass(frozen=True, eq=False)
 class _Heads:
-    """Norms of the heads' output and value matrices, from which norms of sums over heads are bounded.
+    """Norms of the output and value matrices of all heads, from which norms of sums over heads are bounded.
 
     W_h V_h is called O_h.
 
@@ -193,7 +193,8 @@ class _Heads:
         return _root(torch.minimum(by_grams, by_output))
 
     def around_mean(self, rows: VisibleRows, rho: Tensor, m: Tensor) -> Tensor:
-        """Bound the Jacobian without the derivatives of the queries: means of its rows, and deviations.
+        """Bound the part of the Jacobian without the derivatives of the queries, split into row means and
+        deviations.
 
         The result is the last term of the second bound of :func:`softmax_layer`,
         √(max_j Σ_{i sees j} (‖O‖²/m_i + M(√(ρ_i − 1/m_i))²)).
@@ -224,7 +225,7 @@ def _grams(maps: Tensor, value: Tensor) -> Tensor:
 
 
 def _same_keys(rows: VisibleRows) -> bool:
-    """Tell whether the mask is known and equal for all heads.
+    """Return whether the mask is known and the same for all heads.
 
     The second bound of :func:`softmax_layer` requires it.
     """
@@ -235,7 +236,7 @@ def _same_keys(rows: VisibleRows) -> bool:
 
 
 def _several(rows: VisibleRows, m: Tensor) -> Tensor:
-    """Tell for each row of a mask whether its query may see more than one key.
+    """Return for each row of a mask whether its query may see more than one key.
 
     Rows of one kind share one entry.
     """
@@ -243,7 +244,7 @@ def _several(rows: VisibleRows, m: Tensor) -> Tensor:
 
 
 def _largest(m: Tensor, a: Tensor) -> Tensor:
-    """Return the largest attention weight that m scores in [−a, a] can give, (heads, rows).
+    """Return the largest attention weight possible if all m scores lie in [−a, a], (heads, rows).
 
     It is 1/(1 + (m−1)e^{−2a}).
     """
@@ -251,7 +252,7 @@ def _largest(m: Tensor, a: Tensor) -> Tensor:
 
 
 def _each(rows: VisibleRows, weights: Tensor) -> Tensor:
-    """Add up, for each head and each key, the weights of the queries that see the key; return the maxima.
+    """Return, for each head, the largest sum over one key of the weights of the queries that see it.
 
     For weights w_i of the rows it is max_j Σ_{i sees j} w_i.
     """
@@ -259,7 +260,8 @@ def _each(rows: VisibleRows, weights: Tensor) -> Tensor:
 
 
 def _h_star(a: Tensor) -> Tensor:
-    """Return the differentiable number h*(a) for each head, which bounds the norm of a row of the Jacobian.
+    """Return h*(a) for each head as a differentiable number, an upper bound on the norm of a block row of the
+    Jacobian.
 
     It is the number of :func:`row_norm_maximum`. The gradient holds the maximiser fixed.
     """
@@ -274,7 +276,8 @@ def _h_star(a: Tensor) -> Tensor:
 def _normalised(
     weight: Tensor, bias: Tensor | None, radius: float, eps: float
 ) -> tuple[Float[Tensor, "heads"], Float[Tensor, "heads"]]:
-    """Bound, for each head, the norm of a query or key matrix, and the lengths of normalised queries or keys.
+    """Bound, for each head, the norm of a query or key matrix and the norms of the normalised queries or
+    keys.
 
     The second result bounds the norm of a query (or key) of tokens in the ball, normalised with ``eps``.
     """
@@ -306,7 +309,7 @@ def products_norms(
 
 
 def _leading(q_left: Tensor, small: Tensor, q_right: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the leading singular vectors of a product of matrices, from its small middle factor.
+    """Return the leading singular vectors of a matrix product, computed from its small middle factor.
 
     The product is q_left @ small @ q_rightᵀ. ``q_left`` and ``q_right`` have orthonormal columns. The left
     vector is zero if the matrix is zero.
@@ -329,7 +332,7 @@ def _norm(matrix: Float[Tensor, "*lead rows columns"]) -> Float[Tensor, "*lead"]
 def _singular_vectors(
     matrix: Float[Tensor, "*lead rows columns"],
 ) -> tuple[Float[Tensor, "*lead rows"], Float[Tensor, "*lead columns"]]:
-    """Return leading singular vectors u, v of M; u = 0 if M = 0, and NaN if an entry is not finite.
+    """Return the leading singular vectors u, v of M, where u = 0 if M = 0, and NaN if an entry is not finite.
 
     v is an eigenvector of the Gram matrix, scaled so that it neither overflows nor underflows, and
     u = Mv/|Mv|. The norm |Mv| has a relative error of a few units of rounding.
@@ -352,7 +355,7 @@ def _singular_vectors(
 
 
 def _last_eigenvector(gram: Float[Tensor, "k k"]) -> Float[Tensor, "k"]:
-    """Return an eigenvector of a Gram matrix's largest eigenvalue, faster than by ``eigh``.
+    """Return an eigenvector for the largest eigenvalue of a Gram matrix, faster than ``eigh``.
 
     The method is inverse iteration.
     """

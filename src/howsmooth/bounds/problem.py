@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 from howsmooth.attention import LayerNorm, RMSNorm, TokenMap
+from howsmooth.bounds.attention_parameters import Head, Parameters, SiteLike, parameters_of
 from howsmooth.bounds.bound import check_length, check_radius
 from howsmooth.bounds.norm_layer_outputs import norm_radius
-from howsmooth.bounds.parameters import Head, Parameters, SiteLike, parameters_of
 from howsmooth.errors import ArgumentError, NonFiniteError
 
 __all__ = ["Problem"]
@@ -48,7 +48,7 @@ class Problem:
     def of(
         cls, source: object, X: Tensor | None = None, length: object = None, radius: object = None
     ) -> Problem:
-        """Return the problem (which attention, which tokens or ball) that a user's arguments describe.
+        """Convert the arguments of a user (an attention, and tokens or a ball) to a Problem.
 
         The arguments are those of :func:`best`.
 

@@ -1,4 +1,5 @@
-"""Tokens at which ‖D_X f‖ is provably large: one or two much attended (heavy) tokens, and many light ones.
+"""Tokens at which ‖D_X f‖ is provably large: one or two tokens that get most of the attention, and many
+copies of another token.
 
 The lower bounds in ``howsmooth.bounds.ball_lower_bounds`` evaluate a lemma at these tokens, and
 ``howsmooth.adversarial`` uses them as inputs. Derivations: documentation page "Worst inputs, and lower
@@ -14,7 +15,7 @@ import torch
 from jaxtyping import Float64
 from torch import Tensor
 
-from howsmooth.bounds.parameters import Head
+from howsmooth.bounds.attention_parameters import Head
 from howsmooth.errors import ArgumentError
 
 __all__ = [
@@ -30,7 +31,8 @@ __all__ = [
 
 @dataclass(frozen=True, eq=False)
 class Witness:
-    """A sequence of few heavy (much attended) tokens and many copies of one light token.
+    """A sequence of one or two heavy tokens, which get most of the attention, and many copies of one light
+    token.
 
     Each heavy token occurs once, before the light tokens.
     """
@@ -39,7 +41,9 @@ class Witness:
     light: Float64[Tensor, " d"]
 
     def tokens(self, length: int) -> Float64[Tensor, "n d"]:
-        """Return the whole sequence (length, d): the heavy tokens, then copies of the light token."""
+        """Return the whole sequence (length, d): first the heavy tokens, then the copies of the
+        light token.
+        """
         copies = length - len(self.heavies)
         if copies < 1:
             raise ArgumentError(
@@ -51,43 +55,44 @@ class Witness:
 
 
 class OneHeavyToken(Witness):
-    """A sequence of one heavy (much attended) token and copies of one light token."""
+    """A sequence of one heavy token, which gets most of the attention, and copies of one light token."""
 
     @classmethod
     def of(cls, heavy: Tensor, light: Tensor) -> OneHeavyToken:
-        """Return the sequence with the given heavy token and light token, both (d,)."""
+        """Return the sequence of a given heavy token and copies of a given light token, both (d,)."""
         return cls(heavy[None], light)
 
     @property
     def heavy(self) -> Float64[Tensor, " d"]:
-        """The heavy token, which gets much attention."""
+        """The heavy token, which gets most of the attention."""
         return self.heavies[0]
 
 
 class Tie(Witness):
-    """A sequence of two heavy (equally much attended) tokens and copies of one light token.
+    """A sequence of two heavy tokens, which get equal attention weights, and copies of one light token.
 
     The light token attends to both heavy tokens equally.
     """
 
     @classmethod
     def of(cls, heavy_1: Tensor, heavy_2: Tensor, light: Tensor) -> Tie:
-        """Return the sequence with the two given heavy tokens and the light token, all (d,)."""
+        """Return the sequence of two given heavy tokens and copies of a given light token, all (d,)."""
         return cls(torch.stack([heavy_1, heavy_2]), light)
 
     @property
     def heavy_1(self) -> Float64[Tensor, " d"]:
-        """The first of the two heavy (much attended) tokens."""
+        """The first of the two heavy tokens, which get most of the attention."""
         return self.heavies[0]
 
     @property
     def heavy_2(self) -> Float64[Tensor, " d"]:
-        """The second of the two heavy (much attended) tokens."""
+        """The second of the two heavy tokens, which get most of the attention."""
         return self.heavies[1]
 
 
 def real_eigenpairs(head: Head) -> list[tuple[float, Tensor]]:
-    """Return the real eigenvalues of the score matrix A in ascending order, each with a unit eigenvector.
+    """Return the real eigenvalues of the matrix A of the scores in ascending order, each with a unit
+    eigenvector.
 
     For A = left @ right of rank k < d, the nonzero eigenvalues come from the k × k matrix right @ left, since
     right left w = λ w implies A left w = λ left w. Zero is an eigenvalue too, because A is singular.
@@ -111,7 +116,8 @@ def real_eigenpairs(head: Head) -> list[tuple[float, Tensor]]:
 
 
 def two_cluster_points(head: Head, radius: float, choice: str = "paper") -> OneHeavyToken | None:
-    """Return the two tokens of Proposition 3.4, multiples of an eigenvector of the score matrix A.
+    """Return the two tokens of Proposition 3.4, which are multiples of an eigenvector of the matrix A of the
+    scores.
 
     The tokens are Ru and Ru/2 with the eigenvector u for γ_max, or Ru and −Ru with u for γ_min. The choice
     "paper" compares γ_max/8 with −γ_min and takes the larger; "max" and "min" prescribe the eigenvalue. With
@@ -131,7 +137,7 @@ def two_cluster_points(head: Head, radius: float, choice: str = "paper") -> OneH
 
 
 def searched_tokens(head: Head, radius: float, *, steps: int = 200) -> list[OneHeavyToken]:
-    """Search the ball for pairs of tokens, of which one gives the other most of its attention.
+    """Search the ball for pairs of tokens of which one gives most of its attention to the other.
 
     The one is the light token w, the other the heavy token z. The gap ⟨A w + b, z − w⟩ is maximised locally.
     For a given w the best z is radius · y/|y| with y = A w + b. w is found by projected gradient ascent from
@@ -157,7 +163,7 @@ def searched_tokens(head: Head, radius: float, *, steps: int = 200) -> list[OneH
 
 
 def searched_pairs(head: Head, length: int, radius: float, *, masked: bool, steps: int = 150) -> list[Tie]:
-    """Search for sequences in which two tokens get equal, large attention from all others.
+    """Search for sequences in which two tokens get equal and large attention weights from all other tokens.
 
     They give a large lower bound on ‖D_X f‖. The sequences are sorted, best first. The lower bound of
     ``howsmooth.bounds.two_heavy_tokens_lower_bound`` is √(2 Σ_rows p²) sinθ |y| R |Vv| with y = A w + b for
@@ -219,7 +225,8 @@ def searched_pairs(head: Head, length: int, radius: float, *, masked: bool, step
 
 @dataclass(frozen=True)
 class _Copies:
-    """How many light tokens each query sees under a mask; queries that see equally many share an entry.
+    """The number of light tokens that each query sees under a mask; queries with equal numbers share an
+    entry.
 
     ``log_copies`` has the numbers of light tokens, ``log_weights`` the numbers of rows that share them. Both
     are stored as logarithms.
@@ -244,7 +251,8 @@ def _copies(length: int, masked: bool) -> _Copies:
 
 
 def _forms(head: Head, x: Tensor) -> Tensor:
-    """Return, for each token x_i, the vector A x_i + b whose inner products with tokens are its scores.
+    """Return for each token x_i the vector A x_i + b, whose inner products with the tokens are the scores of
+    x_i.
 
     The result has the shape of x.
     """
@@ -259,7 +267,7 @@ def _gap(head: Head, w: Tensor, radius: float) -> Tensor:
 
 
 def _starts(head: Head, count: int = 3) -> Tensor:
-    """Return the directions from which a local search for the worst little attended (light) token starts.
+    """Return the directions from which the search for the worst light token starts.
 
     They are unit vectors. Among them are directions where |Aw| is large or ⟨Aw, w⟩ is small, and eigenvectors
     of A.
@@ -294,5 +302,5 @@ def _into_ball(x: Tensor, radius: float) -> Tensor:
 
 
 def _within(x: Tensor, radius: float) -> Tensor:
-    """Scale a vector back into the ball if rounding took its norm above ``radius``."""
+    """Scale a vector down to norm ``radius`` if rounding has made its norm larger than that."""
     return _into_ball(x[None], radius)[0]

@@ -10,9 +10,9 @@ from itertools import pairwise
 import torch
 
 from howsmooth.attention import SelfAttention, TokenMap
-from howsmooth.distributed.footprint import bytes_per_head, fixed_bytes
-from howsmooth.distributed.linearise import check_shareable
-from howsmooth.distributed.row_shares import RowShares
+from howsmooth.distributed.memory_per_process import bytes_per_head, fixed_bytes
+from howsmooth.distributed.shared_jacobian import check_shareable
+from howsmooth.distributed.token_partition import RowShares
 from howsmooth.errors import ArgumentError
 
 __all__ = ["Device", "StepCost", "step_cost"]
@@ -44,8 +44,8 @@ class Device:
 
 @dataclass(frozen=True)
 class StepCost:
-    """The predicted cost of one Lanczos step of a measurement on several devices, for the process that has
-    most to do.
+    """The predicted cost of one Lanczos step of a measurement on several devices, for the process with the
+    most work.
 
     A Lanczos step is one product with JᵀJ.
 
@@ -164,7 +164,7 @@ def step_cost(
 
 
 def _visible_pairs(f: SelfAttention, n: int, ranges: tuple[slice, ...]) -> int:
-    """Count the pairs of a query and a key that the query sees, for the query rows in ``ranges``."""
+    """Count the pairs (query, key) in which the query sees the key, for the query rows in ``ranges``."""
 
     def sees(i: int) -> int:
         first = 0 if f.window is None else max(0, i - f.window + 1)

@@ -12,11 +12,11 @@ from torch import Tensor
 
 from howsmooth.attention import TokenMap
 from howsmooth.attention.map import check_tokens
-from howsmooth.distributed.exchange import Collectives, Exchange, ProcessGroupCollectives
-from howsmooth.distributed.footprint import Room, check_budget, room
-from howsmooth.distributed.linearise import SharedMap, check_shareable, together
+from howsmooth.distributed.communication import Collectives, Exchange, ProcessGroupCollectives
+from howsmooth.distributed.memory_per_process import Room, check_budget, room
 from howsmooth.distributed.random_start import own_start
-from howsmooth.distributed.row_shares import RowShares
+from howsmooth.distributed.shared_jacobian import SharedMap, check_shareable, together
+from howsmooth.distributed.token_partition import RowShares
 from howsmooth.errors import ArgumentError
 from howsmooth.jacobian import in_double
 from howsmooth.lipschitz import LipschitzEstimate
@@ -138,7 +138,7 @@ def measure(
     seed: int,
     memory: int | None,
 ) -> LipschitzEstimate:
-    """Measure the local Lipschitz constant ‖D_X f‖₂ at a shared sequence, with the given object for
+    """Measure the local Lipschitz constant ‖D_X f‖₂ at a shared sequence, with a given object for
     communication between processes.
     """
     shares, double = _agreed(f, x, n, collectives, rtol, confidence, max_iterations, seed)
@@ -195,8 +195,8 @@ def _single(
     exchange: Exchange,
     rtol: float,
 ) -> LeadingTriplet:
-    """Find the norm of a shared Jacobian in float32, and check it in float64; if the check fails, find it in
-    float64.
+    """Measure the norm of a shared Jacobian in float32 and check it in float64; if the check fails, measure
+    it in float64.
     """
     single = operator(torch.float32)
     found = solve(single)
@@ -236,7 +236,7 @@ def _agreed(
     max_iterations: int,
     seed: int,
 ) -> tuple[RowShares, TokenMap]:
-    """Check the arguments that this process was called with, and that all processes were called with the same
+    """Check the arguments in this process, and check that all processes were called with the same
     arguments.
     """
 
@@ -291,7 +291,8 @@ def _agreed(
 
 
 def _alike(a: float, b: float) -> bool:
-    """Return True if the outputs of two processes' maps, each given as a number, differ by rounding only.
+    """Return True if the outputs of the maps in two processes, each summarised by a number, differ by
+    rounding only.
 
     NaN counts as equal to NaN here, because the measurement itself reports numbers that are not finite.
     """
@@ -299,7 +300,7 @@ def _alike(a: float, b: float) -> bool:
 
 
 def _probe(double: TokenMap, n: int) -> list[float]:
-    """Return the norms of the map's outputs at a few fixed tokens, which show whether all processes have the
+    """Return the norms of the map's outputs at a few fixed tokens, for a check that all processes have the
     same map.
     """
     generator = torch.Generator().manual_seed(0)

@@ -16,8 +16,8 @@ from jaxtyping import Float
 from torch import Tensor
 
 from howsmooth.attention import SelfAttention, Weighting
-from howsmooth.attention.visibility import Visibility
-from howsmooth.jacobian.fused import fused
+from howsmooth.attention.masks import Visibility
+from howsmooth.jacobian.fused_softmax import fused
 from howsmooth.jacobian.norm_layers import NormJacobian, norm_jacobian
 from howsmooth.jacobian.projections import Projection, Projections
 from howsmooth.jacobian.queries_keys_values import Operands
@@ -28,7 +28,7 @@ from howsmooth.jacobian.softmax import (
     softmax_derivative,
     weighted_softmax_derivative,
 )
-from howsmooth.jacobian.streamed import Through, streamed_derivative
+from howsmooth.jacobian.streamed_softmax import Through, streamed_derivative
 from howsmooth.roundoff import MatrixNorms
 from howsmooth.spectral import LinearOperator, ProductError
 
@@ -65,7 +65,7 @@ class StreamedCore(Core, Protocol):
 
     The method ``gram`` does this.
 
-    The arguments are those of :class:`~howsmooth.jacobian.streamed.StreamedDerivative`.
+    The arguments are those of :class:`~howsmooth.jacobian.streamed_softmax.StreamedDerivative`.
     """
 
     def gram(self, dq: Tensor, dk: Tensor, dv: Tensor, through: Through) -> tuple[Tensor, Tensor, Tensor]: ...

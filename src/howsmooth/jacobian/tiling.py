@@ -17,7 +17,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from howsmooth.attention.visibility import Visibility
+from howsmooth.attention.masks import Visibility
 
 __all__ = ["Block", "DiagonalSquares", "Piece", "Tiling", "parts_for_threads", "shifted", "working_bytes"]
 

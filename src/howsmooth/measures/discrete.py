@@ -15,7 +15,7 @@ from torch import Tensor
 from howsmooth.attention import AbstractMeasure, TokenMap, Weighting
 from howsmooth.attention.map import check_measure
 from howsmooth.errors import ArgumentError
-from howsmooth.measures.number_check import check_numbers
+from howsmooth.measures.tensor_checks import check_numbers
 
 __all__ = ["DiscreteMeasure"]
 

@@ -23,7 +23,7 @@ from howsmooth.attention import (
 from howsmooth.attention.map import check_measure
 from howsmooth.errors import ArgumentError
 from howsmooth.measures.discrete import DiscreteMeasure
-from howsmooth.measures.number_check import check_numbers
+from howsmooth.measures.tensor_checks import check_numbers
 from howsmooth.seeds import torch_seed
 
 __all__ = ["Gaussian", "affine_action", "affine_action_at"]

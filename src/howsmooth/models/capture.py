@@ -9,19 +9,19 @@ from dataclasses import replace
 from torch import Tensor, nn
 
 from howsmooth.errors import ArgumentError, CaptureError
-from howsmooth.models.captured_site import CrossSite, Site
+from howsmooth.models.captured_layer import CrossSite, Site
 from howsmooth.models.float32_weights import weights_in_memory
 from howsmooth.models.identification.cross_attention_layer import OneSequence, read_cross_layer
+from howsmooth.models.identification.layer_identification import VerifiedLayer, indices_of, read_layer
 from howsmooth.models.identification.non_softmax_layers import NO_SOFTMAX, NonSoftmaxTracer
 from howsmooth.models.identification.self_attention_module import CrossAttention
-from howsmooth.models.identification.verified_layer import VerifiedLayer, indices_of, read_layer
 from howsmooth.models.inputs.model_inputs import ModelInputs, model_inputs, takes_decoder_ids
 from howsmooth.models.loading.load import LoadedModel
 from howsmooth.models.measurement_mode import implementation, measurement_mode
 from howsmooth.models.padded_sequences import Padding, one_by_one, padding_of, reproduces, without_padding
-from howsmooth.models.tracing.forward_trace import trace_forward_pass
 from howsmooth.models.tracing.layer_trace import AttentionLayer
-from howsmooth.models.whole_model import ModelParts
+from howsmooth.models.tracing.module_call_tracer import trace_forward_pass
+from howsmooth.models.whole_model_capture import ModelParts
 from howsmooth.scopes import CROSS_SCOPE, MODEL_SCOPES, OUTPUTS, SCOPE_MEANINGS, SIDES
 
 __all__ = ["capture", "model_parts", "module_of", "self_attention_layers"]

@@ -12,10 +12,10 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from howsmooth.errors import CaptureError
-from howsmooth.models.captured_site import Site
+from howsmooth.models.captured_layer import Site
 from howsmooth.models.measurement_mode import measurement_mode
-from howsmooth.models.tracing.forward_trace import run
 from howsmooth.models.tracing.layer_trace import bound_arguments, first_tokens
+from howsmooth.models.tracing.module_call_tracer import run
 from howsmooth.seeds import torch_seed
 
 __all__ = ["DropoutRates", "dropout_rates", "training_tokens"]

@@ -12,18 +12,18 @@ from howsmooth.attention import SelfAttention, StagedAttention
 from howsmooth.bounds import norm_radius
 from howsmooth.errors import ArgumentError, CaptureError, HowsmoothError
 from howsmooth.models.capture import module_of
-from howsmooth.models.captured_site import Site
+from howsmooth.models.captured_layer import Site
 from howsmooth.models.float32_weights import weights_in_memory
+from howsmooth.models.identification.layer_identification import VerifiedLayer, read_layer
 from howsmooth.models.identification.non_softmax_layers import NO_SOFTMAX, NonSoftmaxLayer, NonSoftmaxTracer
 from howsmooth.models.identification.self_attention_module import CrossAttention
-from howsmooth.models.identification.verified_layer import VerifiedLayer, read_layer
 from howsmooth.models.inputs.model_inputs import ModelInputs, model_inputs
-from howsmooth.models.inputs.submodels import named_parts
+from howsmooth.models.inputs.submodels_by_modality import named_parts
 from howsmooth.models.loading.dummy_inputs import sample_inputs
 from howsmooth.models.loading.load import LoadedModel
 from howsmooth.models.measurement_mode import implementation, measurement_mode
-from howsmooth.models.tracing.forward_trace import TracedLayer, trace_forward_pass
 from howsmooth.models.tracing.layer_trace import AttentionLayer
+from howsmooth.models.tracing.module_call_tracer import TracedLayer, trace_forward_pass
 from howsmooth.scopes import SCOPES
 
 __all__ = ["InspectedSite", "Inspection", "Refusal", "inspect_model"]

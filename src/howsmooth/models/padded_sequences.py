@@ -16,10 +16,10 @@ from jaxtyping import Bool
 from torch import Tensor, nn
 
 from howsmooth.errors import ArgumentError, CaptureError
-from howsmooth.models.identification.verified_layer import VerifiedLayer
+from howsmooth.models.identification.layer_identification import VerifiedLayer
 from howsmooth.models.inputs.model_inputs import ModelInputs
 from howsmooth.models.tolerance import precision, relative_error, tolerance
-from howsmooth.models.tracing.forward_trace import TracedLayer
+from howsmooth.models.tracing.module_call_tracer import TracedLayer
 from howsmooth.models.tracing.module_replay import ModuleReplay, first_tensor
 
 __all__ = ["Padding", "one_by_one", "padding_of", "reproduces", "without_padding"]

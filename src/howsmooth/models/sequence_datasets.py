@@ -22,7 +22,7 @@ from howsmooth.models.float32_weights import computing_dtype, float32_layers
 from howsmooth.models.inputs.audio_sources import Audio, load_audio
 from howsmooth.models.inputs.image_sources import Images, load_images
 from howsmooth.models.inputs.model_inputs import in_dtype
-from howsmooth.models.inputs.submodels import token_width
+from howsmooth.models.inputs.submodels_by_modality import token_width
 from howsmooth.models.inputs.token_files import TokenStream, load_embeddings, load_token_ids
 from howsmooth.models.loading.load import LoadedModel
 from howsmooth.models.loading.processors import AudioPreparation, ImagePreparation

@@ -11,10 +11,10 @@ from torch.nn.utils import parametrize
 
 from howsmooth.errors import ArgumentError
 from howsmooth.nn.attention.base import LipschitzAttention
+from howsmooth.nn.parts.embedding_and_pooling import ClipTokens
 from howsmooth.nn.parts.linear import OrthogonalLinear, SpectralLinear
 from howsmooth.nn.parts.norms import LipschitzLayerNorm, LipschitzRMSNorm
 from howsmooth.nn.parts.self_attention_block import SelfAttentionBlock
-from howsmooth.nn.parts.token_modules import ClipTokens
 
 __all__ = ["deploy"]
 

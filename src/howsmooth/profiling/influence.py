@@ -16,7 +16,7 @@ from torch import Tensor
 
 from howsmooth.attention import TokenMap
 from howsmooth.attention.map import check_tokens
-from howsmooth.bounds.parameters import SiteLike
+from howsmooth.bounds.attention_parameters import SiteLike
 from howsmooth.errors import ArgumentError
 from howsmooth.jacobian import has_closed_form, in_double
 from howsmooth.jacobian.token_pair_blocks import token_blocks

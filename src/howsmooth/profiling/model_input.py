@@ -18,7 +18,7 @@ from howsmooth.errors import ArgumentError, CaptureError
 from howsmooth.models import LoadedModel, load_model
 from howsmooth.models.capture import module_of, self_attention_layers
 from howsmooth.models.float32_weights import computing_dtype, hash_weights, stored_dtype
-from howsmooth.models.identification.verified_layer import VerifiedLayer
+from howsmooth.models.identification.layer_identification import VerifiedLayer
 from howsmooth.models.inputs.model_inputs import max_length
 
 __all__ = [

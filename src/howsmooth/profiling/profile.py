@@ -11,8 +11,8 @@ from howsmooth.accuracy_limits import check_accuracy
 from howsmooth.errors import ArgumentError, CaptureError, HowsmoothError
 from howsmooth.lipschitz import head_lipschitz, local_lipschitz
 from howsmooth.lipschitz_estimate import LipschitzEstimate
-from howsmooth.models.captured_site import Site
-from howsmooth.models.identification.verified_layer import VerifiedLayer
+from howsmooth.models.captured_layer import Site
+from howsmooth.models.identification.layer_identification import VerifiedLayer
 from howsmooth.profiling.influence import Influence
 from howsmooth.profiling.influence import influence as influence_of
 from howsmooth.profiling.model_input import Inputs, Layers, Model, given_inputs, layers_of, loaded_if_named

@@ -8,8 +8,8 @@ From a Gaussian start b in the input space, with v₁ = b / |b| and β₀ = 0, s
 
 so that J V_k = U_k B_k with orthonormal columns of V_k and U_k, and B_k upper bidiagonal with α on the
 diagonal and β above it. The largest singular value σ̂ of B_k is a lower limit of ‖J‖, and
-:mod:`howsmooth.spectral.upper_limits` gives an upper limit. Each member of the batch stops when its interval
-is narrow enough, and its result does not depend on the other members.
+:mod:`howsmooth.spectral.probabilistic_upper_limits` gives an upper limit. Each member
+of the batch stops when its interval is narrow enough, and its result does not depend on the other members.
 """
 
 from __future__ import annotations
@@ -24,9 +24,8 @@ from scipy import linalg
 from torch import Tensor
 
 from howsmooth.spectral.accurate_sums import PIECE, inner_products, squared_lengths
-from howsmooth.spectral.operator import LinearOperator
-from howsmooth.spectral.product_checks import check_finite, checked_rounding
-from howsmooth.spectral.upper_limits import a_posteriori_upper, ritz_values, start_quantile
+from howsmooth.spectral.operator import LinearOperator, check_finite, checked_rounding
+from howsmooth.spectral.probabilistic_upper_limits import a_posteriori_upper, ritz_values, start_quantile
 
 __all__ = ["LeadingTriplet", "golub_kahan"]
 

@@ -3,10 +3,10 @@ needs less memory than Golub–Kahan.
 
 Lanczos is Golub–Kahan bidiagonalisation without the left vectors: from a Gaussian start, k steps give V_k
 with V_kᵀ JᵀJ V_k = T_k tridiagonal, and T_k = B_kᵀB_k for the bidiagonal matrix B_k. So the same interval
-holds (:mod:`howsmooth.spectral.upper_limits`), and each step needs one pass over an operator that shares work
-between J and Jᵀ. The basis is used only for reorthogonalisation and for the Ritz vector, so it may be kept in
-half precision, whose error enters in second order. Derivation and measurements: documentation page "The
-spectral norm, with an interval".
+holds (:mod:`howsmooth.spectral.probabilistic_upper_limits`), and each step needs one pass over an operator
+that shares work between J and Jᵀ. The basis is used only for reorthogonalisation and for the Ritz vector, so
+it may be kept in half precision, whose error enters in second order. Derivation and measurements:
+documentation page "The spectral norm, with an interval".
 
 :func:`_run` is the algorithm. Each step makes a row of T_k (:mod:`howsmooth.spectral.lanczos_recurrence`),
 computes the interval of each member from T_k (:meth:`_Members.bound`), and ends the members whose interval is
@@ -30,9 +30,13 @@ from howsmooth.errors import ArgumentError
 from howsmooth.spectral.golub_kahan import LeadingTriplet
 from howsmooth.spectral.krylov_basis import Basis, Reduction, norms, reduced
 from howsmooth.spectral.lanczos_recurrence import Recurrence, inverse
-from howsmooth.spectral.operator import LinearOperator, length_rounding
-from howsmooth.spectral.product_checks import check_finite, checked_rounding
-from howsmooth.spectral.upper_limits import a_posteriori_upper, ritz_values, rounded_upper, start_quantile
+from howsmooth.spectral.operator import LinearOperator, check_finite, checked_rounding, length_rounding
+from howsmooth.spectral.probabilistic_upper_limits import (
+    a_posteriori_upper,
+    ritz_values,
+    rounded_upper,
+    start_quantile,
+)
 
 __all__ = ["lanczos", "lanczos_together"]
 
@@ -425,7 +429,7 @@ def _limits(
     """Return, for each map J of a batch, the largest Ritz value and an upper limit of the largest eigenvalue
     of JᵀJ.
 
-    The limit is that of :func:`~howsmooth.spectral.upper_limits.a_posteriori_upper`.
+    The limit is that of :func:`~howsmooth.spectral.probabilistic_upper_limits.a_posteriori_upper`.
     """
     # Scaled to entries near one, so that products and squares stay in range.
     largest = np.maximum(diagonal.max(axis=1), off[:, :-1].max(axis=1, initial=0.0))

@@ -7,15 +7,25 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from howsmooth.errors import ArgumentError
+from howsmooth.errors import ArgumentError, NonFiniteError
 from howsmooth.roundoff import gamma
 from howsmooth.spectral.accurate_sums import squared_lengths
 
-__all__ = ["LinearOperator", "ProductError", "Scaled", "Subset", "length_rounding", "squared_lengths"]
+__all__ = [
+    "LinearOperator",
+    "ProductError",
+    "Scaled",
+    "Subset",
+    "check_finite",
+    "checked_rounding",
+    "length_rounding",
+    "squared_lengths",
+]
 
 
 @dataclass(frozen=True, eq=False)
@@ -255,3 +265,35 @@ class Scaled(LinearOperator):
 
     def _adjoint_product(self, u: Tensor) -> Tensor:
         return self.factor * self.whole.adjoint_product(u)
+
+
+def checked_rounding(operator: LinearOperator) -> np.ndarray:
+    """Return the estimated relative rounding error of the norm of each map in an operator, after checking
+    that it is below 0.1.
+
+    Raise NonFiniteError otherwise, because no digit of such a norm is known.
+    """
+    slack: np.ndarray = operator.rounding.numpy()
+    if operator.proved is not None:
+        # Infinite where nothing is proved, because the scores have lost their digits.
+        slack = np.where(np.isfinite(operator.proved.total.numpy()), slack, np.inf)
+    if not (slack < 0.1).all():
+        raise NonFiniteError(
+            "f",
+            expected=f"a Jacobian of which {operator.dtype} products keep a digit",
+            got=f"a relative rounding of {slack.max():.1e}",
+            remedy="Attention scores are too large for it, or terms cancel; measure in float64 or at smaller "
+            "tokens.",
+        )
+    return slack
+
+
+def check_finite(norms: Tensor) -> None:
+    """Raise NonFiniteError unless all numbers in ``norms``, lengths of an operator's products, are finite."""
+    if not bool(torch.isfinite(norms).all()):
+        raise NonFiniteError(
+            "f",
+            expected="finite Jacobian products",
+            got="NaN or infinity",
+            remedy="Look for overflow: tokens or parameters too large for their dtype.",
+        )

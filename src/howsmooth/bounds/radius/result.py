@@ -1,4 +1,6 @@
-"""The class ``RobustRadius``: a proved radius around one input, beside the size of the attack found."""
+"""The class ``RobustRadius``: a proved robust radius around one input, and the size of the smallest attack
+found.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,7 @@ __all__ = ["RobustRadius"]
 
 @dataclass(frozen=True)
 class RobustRadius:
-    """A radius around one input within which a classifier's answer provably does not change.
+    """A radius around one input within which the answer of a classifier provably does not change.
 
     It is proved for the network in real arithmetic with the stored weights, around the embedded tokens as
     they were given or computed in float64: every remainder is bounded, and so are all rounding errors of the
@@ -53,7 +55,9 @@ class RobustRadius:
         return self.radius
 
     def __str__(self) -> str:
-        """Describe the proved radius, the attack and the largest loss of margin in a few sentences."""
+        """Describe the proved radius, the attack and the largest reduction of the margin in a few
+        sentences.
+        """
         moved = f"token {self.tokens[0]}" if len(self.tokens) == 1 else f"{len(self.tokens)} tokens jointly"
         attack = "" if self.attack is None else f", smallest attack found {self.attack:.4g}"
         norm = "l2" if self.norm == 2 else "l∞"

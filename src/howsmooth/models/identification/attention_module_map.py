@@ -15,12 +15,12 @@ import torch
 from torch import Tensor, nn
 
 from howsmooth.attention import TokenMap, Weighting
-from howsmooth.attention.staged import Core
+from howsmooth.attention.custom_code_attention import Core
 from howsmooth.errors import ArgumentError, CaptureError
+from howsmooth.force_float64 import WithoutDowncast
 from howsmooth.models.tracing.attention_hooks import intercept_softmaxes
 from howsmooth.models.tracing.module_replay import ModuleReplay, first_tensor
 from howsmooth.models.tracing.softmax_tracer import SoftmaxCall
-from howsmooth.without_downcast import WithoutDowncast
 
 __all__ = ["CopiedModule", "ReplayedAttention", "Tail"]
 
@@ -100,8 +100,8 @@ class CopiedModule:
     def run(self, x: Tensor, core: Core | None) -> Tensor:
         """Run the copied module on tokens (n, d), and return the attention's output tokens (n_out, d_out).
 
-        ``core`` computes the softmax attentions, as in :class:`~howsmooth.attention.staged.Layer`; with None
-        the module computes them itself.
+        ``core`` computes the softmax attentions, as in
+        :class:`~howsmooth.attention.custom_code_attention.Layer`; with None the module computes them itself.
         """
         count = 0
 

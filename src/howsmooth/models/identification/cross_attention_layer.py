@@ -13,12 +13,11 @@ import torch
 from torch import Tensor, nn
 
 from howsmooth.attention import CrossAttention, StagedCrossAttention
-from howsmooth.attention.staged import Core
+from howsmooth.attention.custom_code_attention import Core
 from howsmooth.errors import ArgumentError, CaptureError, HowsmoothError
-from howsmooth.models.captured_site import CrossSite
+from howsmooth.models.captured_layer import CrossSite
 from howsmooth.models.identification.attention_module_map import CopiedModule
-from howsmooth.models.identification.isolated_layer_trace import trace_layer, whole_layer
-from howsmooth.models.identification.map_hypotheses import (
+from howsmooth.models.identification.candidate_maps import (
     condition_of,
     heads_in,
     matrix_of,
@@ -27,6 +26,7 @@ from howsmooth.models.identification.map_hypotheses import (
     tail_of,
     width_of,
 )
+from howsmooth.models.identification.isolated_layer_trace import trace_layer, whole_layer
 from howsmooth.models.identification.output_projection import AttentionOutput, find_output
 from howsmooth.models.identification.qkv_projections import (
     multihead_parameters,
@@ -47,9 +47,9 @@ from howsmooth.models.identification.self_attention_module import (
 )
 from howsmooth.models.identification.verification import compare, model_values
 from howsmooth.models.tolerance import precision, tolerance
-from howsmooth.models.tracing.forward_trace import TracedCall, TracedLayer
 from howsmooth.models.tracing.layer_trace import LayerTrace
 from howsmooth.models.tracing.mask_and_bias import split_mask
+from howsmooth.models.tracing.module_call_tracer import TracedCall, TracedLayer
 from howsmooth.models.tracing.module_replay import ModuleReplay, token_arguments
 from howsmooth.models.tracing.softmax_tracer import SoftmaxCall
 from howsmooth.scopes import CROSS_SCOPE

@@ -13,7 +13,6 @@ from howsmooth.errors import CaptureError
 from howsmooth.models.identification.self_attention_module import SelfAttentionModule
 from howsmooth.models.tolerance import relative_error
 from howsmooth.models.tracing.attention_hooks import intercept_softmaxes
-from howsmooth.models.tracing.forward_trace import TracedLayer
 from howsmooth.models.tracing.layer_trace import (
     LayerTrace,
     ModuleCall,
@@ -22,6 +21,7 @@ from howsmooth.models.tracing.layer_trace import (
     is_linear,
     is_norm,
 )
+from howsmooth.models.tracing.module_call_tracer import TracedLayer
 from howsmooth.models.tracing.module_replay import ModuleReplay
 from howsmooth.models.tracing.softmax_tracer import SoftmaxCall
 

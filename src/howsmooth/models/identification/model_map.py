@@ -22,11 +22,11 @@ from torch.utils._pytree import tree_map
 
 from howsmooth.attention import TokenMap, Weighting
 from howsmooth.errors import ArgumentError, CaptureError
+from howsmooth.force_float64 import WithoutDowncast
 from howsmooth.jacobian.autodiff import one_backend
 from howsmooth.models.measurement_mode import set_permanently
 from howsmooth.models.tracing.layer_trace import bound_arguments, first_tokens
 from howsmooth.models.tracing.module_replay import first_tensor
-from howsmooth.without_downcast import WithoutDowncast
 
 __all__ = ["ModelMap", "Output", "Passage", "Place", "frozen_copy", "observed", "replaced", "rows"]
 

@@ -20,8 +20,8 @@ from torch import Tensor, nn
 from howsmooth.errors import CaptureError
 from howsmooth.models.float32_weights import weights_in_memory
 from howsmooth.models.identification.self_attention_module import moved_tokens
-from howsmooth.models.tracing.forward_trace import TracedCall
 from howsmooth.models.tracing.layer_trace import AttentionLayer, first_tokens
+from howsmooth.models.tracing.module_call_tracer import TracedCall
 from howsmooth.models.tracing.module_replay import ModuleReplay, first_tensor
 
 __all__ = ["NO_SOFTMAX", "NonSoftmaxLayer", "NonSoftmaxTracer"]

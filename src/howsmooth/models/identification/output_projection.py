@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from howsmooth.errors import CaptureError
-from howsmooth.models.identification.block_arrangement import later_calls, sums_of
+from howsmooth.models.identification.norm_and_residual_placement import later_calls, sums_of
 from howsmooth.models.identification.qkv_projections import rows
 from howsmooth.models.identification.residual_sums import adds_up, find_sums, like
 from howsmooth.models.identification.self_attention_module import SelfAttentionModule, moved_tokens

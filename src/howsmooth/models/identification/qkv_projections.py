@@ -12,8 +12,8 @@ from torch import Tensor, nn
 
 from howsmooth.attention import LayerNorm, RMSNorm, Rotary
 from howsmooth.errors import CaptureError
-from howsmooth.models.identification.block_arrangement import norm_map
-from howsmooth.models.identification.rotary_fit import (
+from howsmooth.models.identification.norm_and_residual_placement import norm_map
+from howsmooth.models.identification.query_key_transforms import (
     ProjectionReading,
     fit_rotary,
     projection_readings,

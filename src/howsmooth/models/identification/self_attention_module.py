@@ -15,9 +15,9 @@ from torch.utils._pytree import tree_leaves
 
 from howsmooth.errors import CaptureError, NonFiniteError
 from howsmooth.models.tracing.attention_hooks import intercept_softmaxes
-from howsmooth.models.tracing.forward_trace import TracedCall, TracedLayer
 from howsmooth.models.tracing.layer_trace import AttentionLayer
 from howsmooth.models.tracing.mask_and_bias import split_mask
+from howsmooth.models.tracing.module_call_tracer import TracedCall, TracedLayer
 from howsmooth.models.tracing.module_replay import ModuleReplay, token_arguments
 from howsmooth.models.tracing.softmax_tracer import SoftmaxCall
 

@@ -19,8 +19,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from howsmooth.attention import SelfAttention
 from howsmooth.errors import CaptureError
-from howsmooth.models.identification.block_arrangement import Block
-from howsmooth.models.identification.map_hypotheses import Hypothesis
+from howsmooth.models.identification.candidate_maps import Hypothesis
+from howsmooth.models.identification.norm_and_residual_placement import Block
 from howsmooth.models.identification.output_projection import AttentionOutput
 from howsmooth.models.identification.self_attention_module import SelfAttentionModule, moved_tokens
 from howsmooth.models.tolerance import precision, relative_error, tolerance

@@ -11,7 +11,7 @@ from howsmooth.models.float32_weights import computing_dtype
 from howsmooth.models.inputs.audio_sources import load_audio
 from howsmooth.models.inputs.image_sources import load_images
 from howsmooth.models.inputs.model_inputs import in_dtype, max_length, vocabulary_size
-from howsmooth.models.inputs.submodels import modality_of, token_width
+from howsmooth.models.inputs.submodels_by_modality import modality_of, token_width
 from howsmooth.models.loading.processors import AudioPreparation, ImagePreparation
 
 __all__ = ["sample_inputs"]

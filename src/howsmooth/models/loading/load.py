@@ -28,7 +28,7 @@ from howsmooth.models.inputs.model_inputs import (
     takes_decoder_ids,
     vocabulary_size,
 )
-from howsmooth.models.inputs.submodels import choose_part, modality_of, named_parts
+from howsmooth.models.inputs.submodels_by_modality import choose_part, modality_of, named_parts
 from howsmooth.models.loading.dummy_inputs import sample_inputs
 from howsmooth.models.loading.model_location import Place, find
 from howsmooth.models.loading.processors import (
@@ -41,8 +41,8 @@ from howsmooth.models.loading.safety_checks import check_files, forget_implement
 from howsmooth.models.loading.tokenizers import Tokenizer, own_tokenizer, trained_tokenizer
 from howsmooth.models.loading.truncated_config import count_weights, shorten
 from howsmooth.models.measurement_mode import measurement_mode, nested_configs, quiet
-from howsmooth.models.tracing.forward_trace import attention_layers
 from howsmooth.models.tracing.layer_trace import AttentionLayer
+from howsmooth.models.tracing.module_call_tracer import attention_layers
 from howsmooth.seeds import torch_seed
 
 __all__ = ["LoadedModel", "builtin_names", "load_model"]

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from howsmooth.models.tracing.axes import Axis, Factor
+from howsmooth.models.tracing.axis_tracking import Axis, Factor
 from howsmooth.models.tracing.score_provenance import Opaque, Operand, Scores
 
 __all__ = ["PRODUCTS", "Contraction", "contraction_of", "product_scores", "two"]

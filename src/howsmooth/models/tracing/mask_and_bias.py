@@ -9,7 +9,7 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from howsmooth.attention.visibility import Visibility
+from howsmooth.attention.masks import Visibility
 from howsmooth.errors import CaptureError
 from howsmooth.models.tracing.layer_trace import AttentionLayer
 

@@ -13,8 +13,8 @@ from transformers.cache_utils import Cache
 
 from howsmooth.errors import CaptureError, reason
 from howsmooth.models.tolerance import relative_error
-from howsmooth.models.tracing.forward_trace import TracedCall
 from howsmooth.models.tracing.layer_trace import bound_arguments
+from howsmooth.models.tracing.module_call_tracer import TracedCall
 
 __all__ = ["ModuleReplay", "first_tensor", "token_arguments"]
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from howsmooth.models.tracing.axes import Axes, Axis, Factor, arrange, broadcast, leaves
+from howsmooth.models.tracing.axis_tracking import Axes, Axis, Factor, arrange, broadcast, leaves
 
 __all__ = [
     "SEVERAL_PRODUCTS",

@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
-from howsmooth.models.tracing.axes import Axis, broadcast, leaves, regroup
+from howsmooth.models.tracing.axis_tracking import Axis, broadcast, leaves, regroup
 from howsmooth.models.tracing.contractions import PRODUCTS, Contraction, contraction_of, product_scores, two
 from howsmooth.models.tracing.score_provenance import SEVERAL_PRODUCTS, Opaque, Scores, all_true
 

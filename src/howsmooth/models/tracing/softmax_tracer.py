@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from howsmooth.errors import ArgumentError
-from howsmooth.models.tracing.axes import Axis, leaves
+from howsmooth.models.tracing.axis_tracking import Axis, leaves
 from howsmooth.models.tracing.contractions import Contraction
 from howsmooth.models.tracing.score_provenance import Opaque, Unreadable, all_true, read_operands
 from howsmooth.models.tracing.score_tracer import HIDES, Probabilities, ScoreTracer

@@ -14,7 +14,7 @@ import torch
 from jaxtyping import Bool
 from torch import Tensor
 
-from howsmooth.bounds.visible_keys import VisibleRows, visible_rows
+from howsmooth.bounds.visible_key_counts import VisibleRows, visible_rows
 from howsmooth.errors import ArgumentError
 from howsmooth.nn.checks import require
 

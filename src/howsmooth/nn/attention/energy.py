@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from howsmooth.attention import TokenMap
 from howsmooth.bounds.differentiable_variant_upper_bounds import energy_layer
-from howsmooth.bounds.visible_keys import VisibleRows
+from howsmooth.bounds.visible_key_counts import VisibleRows
 from howsmooth.errors import ArgumentError
 from howsmooth.nn.attention.head_weights import rows_of
 from howsmooth.nn.attention.variant_base import AttentionVariant, in_double, log_kernel

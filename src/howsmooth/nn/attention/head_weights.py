@@ -14,7 +14,7 @@ from torch import Tensor
 
 from howsmooth.attention import SelfAttention
 from howsmooth.bounds.differentiable_upper_bounds import any_boolean_mask
-from howsmooth.bounds.visible_keys import VisibleRows, visible_rows
+from howsmooth.bounds.visible_key_counts import VisibleRows, visible_rows
 from howsmooth.nn.attention.accepted_masks import Masking
 
 __all__ = ["Parts", "rows_of"]

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from howsmooth.attention import L2Attention as L2Map
 from howsmooth.attention import TokenMap
 from howsmooth.bounds.differentiable_variant_upper_bounds import l2_layer
-from howsmooth.bounds.visible_keys import VisibleRows
+from howsmooth.bounds.visible_key_counts import VisibleRows
 from howsmooth.errors import ArgumentError
 from howsmooth.nn.attention.variant_base import AttentionVariant, hull_radius, in_double, scaled_weights
 

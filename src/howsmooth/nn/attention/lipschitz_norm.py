@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from howsmooth.bounds.differentiable_variant_upper_bounds import lipschitz_norm_layer
-from howsmooth.bounds.visible_keys import VisibleRows
+from howsmooth.bounds.visible_key_counts import VisibleRows
 from howsmooth.nn.attention.variant_base import AttentionVariant, hull_radius, in_double
 
 __all__ = ["LipschitzNormAttention"]

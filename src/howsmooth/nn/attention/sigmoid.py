@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from howsmooth.bounds.differentiable_variant_upper_bounds import sigmoid_layer, value_radius
-from howsmooth.bounds.visible_keys import VisibleRows
+from howsmooth.bounds.visible_key_counts import VisibleRows
 from howsmooth.errors import ArgumentError
 from howsmooth.nn.attention.head_weights import rows_of
 from howsmooth.nn.attention.variant_base import AttentionVariant, in_double

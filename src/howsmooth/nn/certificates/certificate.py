@@ -12,7 +12,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from howsmooth.errors import ArgumentError, NonFiniteError
-from howsmooth.nn.certificates.propagation import Row
+from howsmooth.nn.certificates.module_propagation import Row
 from howsmooth.roundoff import limit_in_digits
 
 if TYPE_CHECKING:

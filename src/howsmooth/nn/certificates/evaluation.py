@@ -13,11 +13,11 @@ from torch import Tensor, nn
 
 from howsmooth.errors import ArgumentError, NonFiniteError
 from howsmooth.nn.certificates.certificate import ModelCertificate
-from howsmooth.nn.certificates.graph import first_module
+from howsmooth.nn.certificates.graph_propagation import first_module
 from howsmooth.nn.certificates.model_bound import certify
-from howsmooth.nn.certificates.propagation import has_rules
+from howsmooth.nn.certificates.module_propagation import has_rules
 from howsmooth.nn.checks import check_size
-from howsmooth.nn.parts.token_modules import ClipTokens, Patches
+from howsmooth.nn.parts.embedding_and_pooling import ClipTokens, Patches
 from howsmooth.roundoff import limit_in_digits
 
 if TYPE_CHECKING:

@@ -10,10 +10,10 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from howsmooth.errors import ArgumentError, NonFiniteError
-from howsmooth.nn.certificates import encoders  # noqa: F401 - it adds the rewriting of encoder layers
+from howsmooth.nn.certificates import transformer_encoder_conversion  # noqa: F401 - it adds the rewriting of encoder layers
 from howsmooth.nn.certificates.certificate import ModelCertificate
-from howsmooth.nn.certificates.graph import walk_graph
-from howsmooth.nn.certificates.propagation import refusal, walk
+from howsmooth.nn.certificates.graph_propagation import walk_graph
+from howsmooth.nn.certificates.module_propagation import refusal, walk
 from howsmooth.nn.checks import check_ball, check_length, check_tokens
 
 __all__ = ["certify", "foreign_hooks"]

@@ -17,16 +17,16 @@ from howsmooth.errors import ArgumentError, CaptureError, HowsmoothError, NonFin
 from howsmooth.lipschitz import LipschitzEstimate, local_lipschitz
 from howsmooth.models.capture import capture
 from howsmooth.models.float32_weights import weights_in_memory
+from howsmooth.models.identification.layer_identification import VerifiedLayer, read_layer
 from howsmooth.models.identification.self_attention_module import CrossAttention
-from howsmooth.models.identification.verified_layer import VerifiedLayer, read_layer
 from howsmooth.models.inputs.model_inputs import ModelInputs
 from howsmooth.models.measurement_mode import implementation
 from howsmooth.models.padded_sequences import Padding, padding_of, reproduces, without_padding
-from howsmooth.models.tracing.forward_trace import TracedLayer, run, trace_forward_pass
 from howsmooth.models.tracing.layer_trace import AttentionLayer, first_tokens
+from howsmooth.models.tracing.module_call_tracer import TracedLayer, run, trace_forward_pass
 from howsmooth.nn.monitoring.attention_calls import OwnAttention, OwnLayers
 from howsmooth.nn.monitoring.attention_statistics import ScoreStatistics, score_norm
-from howsmooth.nn.monitoring.preserve_state import unmarked
+from howsmooth.nn.monitoring.preserve_training_state import unmarked
 from howsmooth.nn.monitoring.probe_inputs import Probes
 from howsmooth.nn.monitoring.record import MonitorRecord
 from howsmooth.nn.monitoring.weight_locations import SCOPES, Reading, reading_of

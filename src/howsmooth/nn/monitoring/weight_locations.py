@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from howsmooth.attention import Residual, SelfAttention, TokenMap
-from howsmooth.models.identification.verified_layer import VerifiedLayer
+from howsmooth.models.identification.layer_identification import VerifiedLayer
 from howsmooth.models.tolerance import precision, relative_error, tolerance
 from howsmooth.models.tracing.layer_trace import bound_arguments
 from howsmooth.models.tracing.module_replay import as_tokens, first_tensor

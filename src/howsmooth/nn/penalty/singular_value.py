@@ -19,7 +19,7 @@ from torch import Tensor
 
 from howsmooth.errors import ArgumentError, DerivativeError, HowsmoothError, NonFiniteError
 from howsmooth.jacobian.autodiff import one_backend
-from howsmooth.nn.penalty.singular_vectors import Directions
+from howsmooth.nn.penalty.singular_vector_storage import Directions
 from howsmooth.spectral import LinearOperator, golub_kahan
 
 __all__ = ["Pair", "SingularValue", "leading_singular_value", "relative_residual"]
