@@ -1,5 +1,5 @@
-"""The Jacobian of an attention layer that is given as PyTorch code in which one or several softmaxes are
-known.
+"""The Jacobian of an attention layer given as PyTorch code around softmax attentions, whose own derivatives
+are in closed form.
 
 The softmaxes have a closed form, and PyTorch differentiates the code around them.
 
@@ -38,8 +38,8 @@ __all__ = ["StagedJacobian"]
 
 
 class StagedJacobian(LinearOperator):
-    """The Jacobian, at a batch of sequences, of a StagedAttention: an attention layer given as PyTorch code
-    around known softmaxes.
+    """The Jacobian, at a batch of sequences, of an attention layer given as PyTorch code around softmax
+    attentions.
 
     There is one autograd graph for each sequence.
     """
@@ -55,8 +55,8 @@ class StagedJacobian(LinearOperator):
     def at(
         cls, f: StagedAttention, x: Tensor, dtype: torch.dtype, *, streamed: bool = False
     ) -> StagedJacobian:
-        """Return the Jacobian of a StagedAttention at tokens (batch, n, d), as an operator whose products are
-        computed in ``dtype``.
+        """Return the Jacobian of a StagedAttention at tokens (batch, n, d), as an operator with products in
+        ``dtype``.
 
         The map and the tokens are float64.
 
@@ -82,13 +82,12 @@ class StagedJacobian(LinearOperator):
         return torch.stack([member.adjoint(part) for member, part in zip(self.members, u, strict=True)])
 
     def select(self, members: Tensor) -> StagedJacobian:
-        """Return the operator with the Jacobians of the layer at the chosen sequences of the batch."""
+        """Return the Jacobians of the layer at the chosen sequences of the batch."""
         return StagedJacobian(tuple(self.members[i] for i in members.tolist()))
 
 
 class _Member:
-    """The Jacobian, at one sequence, of a StagedAttention: an attention layer given as PyTorch code around
-    known softmaxes.
+    """The Jacobian, at one sequence, of an attention layer given as PyTorch code around softmax attentions.
 
     Parameters
     ----------
@@ -137,15 +136,15 @@ class _Member:
         return member
 
     def _core(self, i: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """Return the output of one softmax of the layer, which was stored before, as a tensor whose
-        derivative autograd takes from a closed form.
+        """Return the stored output of one softmax attention of the layer, as a tensor that autograd
+        differentiates in closed form.
         """
         o: Tensor = _Linearised.apply(q, k, v, self.cores[i])  # type: ignore[no-untyped-call]
         return o
 
     def _tangent(self, x: Tensor, e: Tensor) -> Tensor:
-        """Return J e, the tangent of the layer's output, by running the layer at ``x`` in forward mode with
-        the tangent ``e``.
+        """Return J e, the tangent of the output of the layer, by running the layer at ``x`` in forward mode
+        with the tangent ``e``.
         """
         with (
             torch.no_grad(),
@@ -158,8 +157,8 @@ class _Member:
         return torch.zeros_like(self.y) if tangent is None else tangent
 
     def _image_of_the_adjoint(self) -> Tensor | None:
-        """Return Jᵀ u for a variable cotangent u, with the autograd graph that differentiates the product in
-        u.
+        """Return Jᵀ u for a variable cotangent u, with the autograd graph that gives its derivative with
+        respect to u.
 
         The result is None if PyTorch cannot make that graph.
         """
@@ -192,8 +191,8 @@ class _Member:
         return cotangent
 
     def _check(self, y: Tensor) -> None:
-        """Check the derivatives of the layer against each other and against finite differences, and estimate
-        the rounding error of products.
+        """Check the derivatives of the layer against each other and finite differences, and estimate the
+        rounding error of products.
 
         ``y`` is the output in float64.
         """
@@ -228,8 +227,8 @@ class _Member:
         check_against_differences(self._value, x, at, e, lambda e: self._tangent(x, e), rounding, je)
 
     def _image_gives(self, e: Tensor, je: Tensor) -> bool:
-        """Return True if the product J e that two reverse modes give agrees with ``je``, the product in
-        forward mode.
+        """Return True if the product J e by two reverse modes agrees with ``je``, the product by forward
+        mode.
 
         The two reverse modes differentiate Jᵀ u in u.
         """
@@ -246,7 +245,7 @@ class _Member:
 
 @dataclass(frozen=True, eq=False)
 class _CoreAt:
-    """One softmax attention of a layer at given queries, keys and values: its stored output and its
+    """One softmax attention of a layer at given queries, keys and values, with its stored output and its
     derivative in closed form.
 
     Products take tangents and cotangents in the shapes of the layer's own queries, keys and values, whose
@@ -310,7 +309,9 @@ class _CoreAt:
 
 
 class _Linearised(torch.autograd.Function):
-    """An autograd function for one softmax attention, with a stored output and a closed-form derivative."""
+    """The autograd function of one softmax attention, with a stored output and a derivative in
+    closed form.
+    """
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, core: _CoreAt) -> Tensor:
@@ -336,7 +337,9 @@ class _Linearised(torch.autograd.Function):
 
 
 class _Transposed(torch.autograd.Function):
-    """The adjoint of a softmax's derivative, as an autograd function that PyTorch can differentiate again."""
+    """The adjoint of the derivative of a softmax attention, as an autograd function that can be
+    differentiated again.
+    """
 
     @staticmethod
     def forward(ctx: Any, do: Tensor, core: _CoreAt, shapes: Any, dtypes: Any) -> tuple[Tensor, ...]:

@@ -1,5 +1,5 @@
-"""The derivative in x of the map x ↦ Γ_μ(x) by which attention moves a point x under a measure μ, with the
-measure held fixed.
+"""The derivative of the map x ↦ Γ_μ(x), by which attention moves a point x, with respect to x for a fixed
+measure μ.
 
 A map f of measures moves each point x to a point Γ_μ(x), which depends on the measure μ. The derivative is
 that of x ↦ Γ_μ(x) at the atoms of μ.
@@ -37,8 +37,7 @@ Rows = Callable[[slice], Tensor]
 def frozen_derivatives(
     f: TokenMap, x: Float[Tensor, "n d"], weighting: Weighting
 ) -> Iterator[Float[Tensor, "block d_out d"]]:
-    """Yield the derivative in x of the map x ↦ Γ_μ(x) at each atom of a measure μ, with the measure held
-    fixed.
+    """Yield the derivative of the map x ↦ Γ_μ(x) at each atom x of a measure μ, where μ itself is held fixed.
 
     The derivatives are D Γ_μ(x_i), for one block of atoms at a time.
 
@@ -69,7 +68,7 @@ def frozen_derivatives(
 
 
 def _width(f: TokenMap) -> int:
-    """Return how many numbers the derivatives of a map at a block of atoms need in memory for each pair of
+    """Return how many numbers in memory the derivatives of a map at a block of atoms need for each pair of
     atoms.
 
     A pair is an atom of the block and an atom that it sees.
@@ -103,7 +102,7 @@ def _rows(f: TokenMap, x: Tensor, weighting: Weighting) -> Rows:
 
 
 def _attention(f: SelfAttention, x: Tensor, weighting: Weighting) -> Rows:
-    """Return a function that computes the derivatives of softmax attention at some atoms of a measure, in
+    """Return a function that computes the derivatives of softmax attention at given atoms of a measure, in
     closed form.
 
     The argument of the function is a range of rows i, its result Σ_h W_h Cov_i(v, k) · scale Q_h.
@@ -150,7 +149,7 @@ def _norm(f: LayerNorm | RMSNorm, x: Tensor) -> Rows:
 
 
 def _by_autodiff(f: TokenMap, x: Tensor, weighting: Weighting) -> Rows:
-    """Return a function that computes the derivatives of any map at some atoms of a measure, by automatic
+    """Return a function that computes the derivatives of any map at given atoms of a measure, by automatic
     differentiation.
 
     The argument of the function is a range of rows i, its result the derivatives D Γ_μ(x_i).

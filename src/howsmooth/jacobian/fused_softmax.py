@@ -45,7 +45,7 @@ _SMALLER = (Tile(64, 64, 4, 1), Tile(64, 32, 4, 1), Tile(32, 32, 4, 1), Tile(16,
 
 @dataclass(frozen=True)
 class FusedDerivative(StreamedDerivative):
-    """The derivative of softmax attention in float32; Triton kernels multiply vectors by it.
+    """The derivative of softmax attention in float32, with products computed by Triton kernels.
 
     Parameters
     ----------
@@ -57,8 +57,8 @@ class FusedDerivative(StreamedDerivative):
     parts: int = 3
 
     def rounding(self, batch: int) -> Float[Tensor, " batch"]:
-        """Estimate, for each sequence of a batch, the relative rounding error of the norm of attention's
-        Jacobian that these Triton kernels cause.
+        """Estimate the relative rounding error that these Triton kernels cause in the norm of the Jacobian,
+        for each sequence of a batch.
 
         Errors measured on an H200 stay below eps (10 + κ / 3) with three parts, eps that of float32, and
         below 2⁻¹⁶ κ / 20 with two, for saturated and unsaturated, causal and unmasked heads of 96 to 4096
@@ -74,7 +74,7 @@ class FusedDerivative(StreamedDerivative):
         dk: Float[Tensor, "b n key_dim"],
         dv: Float[Tensor, "b n value_dim"],
     ) -> Float[Tensor, "b rows value_dim"]:
-        """Return the tangent of the outputs of softmax attention, for tangents of its scaled queries, keys
+        """Return the tangent of the outputs of softmax attention, for tangents of the scaled queries, keys
         and values.
         """
         # Imported here, so that the package works without Triton.
@@ -128,7 +128,7 @@ class FusedDerivative(StreamedDerivative):
         dv: Float[Tensor, "b n value_dim"],
         through: Through,
     ) -> tuple[Float[Tensor, "b rows key_dim"], Float[Tensor, "b n key_dim"], Float[Tensor, "b n value_dim"]]:
-        """Apply in turn the derivative J of softmax attention, a linear map T of the attention outputs, and
+        """Apply the derivative J of softmax attention, then a linear map T of the attention output, and then
         the transpose of J.
 
         The result is Jᵀ(T(J(dq, dk, dv))), where T is ``through``. It is called once for each input of the
@@ -143,8 +143,8 @@ class FusedDerivative(StreamedDerivative):
 
     @cached_property
     def _operands(self) -> tuple[Tensor, Tensor, Tensor]:
-        """The queries, keys and values of an attention layer, each split into several bfloat16 tensors whose
-        sum approximates it.
+        """The queries, keys and values of an attention layer, each split into bfloat16 tensors whose sum
+        approximates it.
         """
         return self._split(self.q.flatten(0, 1)), self._split(self.k), self._split(self.v)
 
@@ -154,8 +154,7 @@ class FusedDerivative(StreamedDerivative):
 
     @property
     def _width(self) -> int:
-        """The number of columns to which queries, keys and values are all padded before the Triton kernels
-        read them.
+        """The number of columns to which queries, keys and values are padded for the Triton kernels.
 
         Keys and values are padded to one width, because Triton 3.6 compiles wrong code for three parts if
         their widths differ.
@@ -163,7 +162,7 @@ class FusedDerivative(StreamedDerivative):
         return padded_width(self.k.shape[-1], self.v.shape[-1])
 
     def _split(self, t: Float[Tensor, "heads rows width"]) -> Tensor:
-        """Split a float32 tensor into several bfloat16 tensors whose sum approximates it.
+        """Split a float32 tensor into bfloat16 tensors whose sum approximates it.
 
         The result has shape (part, head, row, column); columns are padded with zeros.
         """
@@ -177,7 +176,7 @@ class FusedDerivative(StreamedDerivative):
         return out
 
     def _sizes(self) -> tuple[int, ...]:
-        """Return the integers that every Triton kernel of this derivative takes, such as the numbers of rows
+        """Return the integer arguments of all Triton kernels of this derivative, such as the numbers of rows
         and keys.
         """
         q, k, _ = self._operands
@@ -217,8 +216,8 @@ class FusedDerivative(StreamedDerivative):
 
 
 def fused(at: StreamedDerivative, allowance: float | None = None) -> StreamedDerivative:
-    """Return the derivative of attention ``at`` with its products computed by Triton kernels, or ``at``
-    itself where the kernels cannot be used.
+    """Return the derivative of attention ``at`` with products computed by Triton kernels, or ``at`` itself if
+    no kernel supports it.
 
     The kernels split float32 numbers into two or three bfloat16 parts. They get as few parts as keep the
     relative rounding error within ``allowance``; if three parts do not, ``at`` is returned. Without an
@@ -228,8 +227,8 @@ def fused(at: StreamedDerivative, allowance: float | None = None) -> StreamedDer
 
 
 def within(at: StreamedDerivative, allowance: float | None) -> StreamedDerivative:
-    """Return the derivative of attention ``at`` with its products computed by Triton kernels, or ``at``
-    itself if the kernels round too much.
+    """Return the derivative of attention ``at`` with products computed by Triton kernels, or ``at`` itself if
+    they are not accurate enough.
 
     If the relative error exceeds ``allowance`` even with three bfloat16 parts, ``at`` is returned.
     """

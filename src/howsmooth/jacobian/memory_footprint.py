@@ -1,5 +1,5 @@
-"""The memory in bytes that a closed-form Jacobian takes, when attention probabilities are kept and when they
-are formed tile by tile.
+"""The memory in bytes of a closed-form Jacobian, with attention probabilities kept in memory or recomputed
+tile by tile.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ _IN_GRAPHS = 64
 
 
 def cached_bytes(f: Callable[[Tensor], Tensor], n: int, dtype: torch.dtype) -> int:
-    """Return the bytes of all n × n tensors that are in memory together while the Jacobian at one sequence of
-    n tokens is measured.
+    """Return the bytes of all n × n tensors that are in memory at the same time when the Jacobian at n tokens
+    is measured.
 
     They are the attention probabilities and temporary tensors of a product.
 
@@ -52,8 +52,8 @@ def cached_bytes(f: Callable[[Tensor], Tensor], n: int, dtype: torch.dtype) -> i
 
 
 def streamed_bytes(f: Callable[[Tensor], Tensor], n: int, dtype: torch.dtype, device: torch.device) -> int:
-    """Return the bytes that a Jacobian at one sequence of n tokens takes if attention probabilities are not
-    kept in memory.
+    """Return the bytes of a Jacobian at one sequence of n tokens if attention probabilities are not kept in
+    memory.
 
     It is the peak of linearising the map and of one product.
     """
@@ -72,8 +72,8 @@ def streamed_bytes(f: Callable[[Tensor], Tensor], n: int, dtype: torch.dtype, de
 
 
 def kernel_bytes(f: Callable[[Tensor], Tensor], n: int, dtype: torch.dtype, device: torch.device) -> int:
-    """Return the bytes that Triton kernels need for a Jacobian at one sequence beside its other tensors; 0 if
-    no kernel is used.
+    """Return the bytes that Triton kernels need for a Jacobian at one sequence in addition to other tensors,
+    or 0 without kernels.
 
     The kernels hold all operands of their matrix products, split into bfloat16 parts.
     """

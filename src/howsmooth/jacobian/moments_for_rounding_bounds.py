@@ -1,5 +1,5 @@
-"""Second moments of keys and values under the attention probabilities, which enter the bounds on rounding
-errors.
+"""Second moments of keys and values under the attention probabilities, from which rounding errors are
+bounded.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ __all__ = ["Moments", "moment_columns", "moment_width"]
 
 @dataclass(frozen=True, eq=False)
 class Moments:
-    """Upper bounds on how far the keys and values of an attention layer spread around their means under the
+    """Upper bounds on the root mean square deviations of keys and values from their means under the attention
     probabilities P.
 
     Further bounds are of the probabilities P: of their row sums, row norms and spectral norm.
@@ -59,8 +59,8 @@ class Moments:
         sink: Float[Tensor, "b m"],
         p: Float[Tensor, "b m n"] | None = None,
     ) -> Moments:
-        """Compute the bounds on the spread of keys and values from the averages, under the probabilities P,
-        of the columns of :func:`moment_columns`.
+        """Compute these moments from the averages of the columns of :func:`moment_columns` under the
+        probabilities P.
 
         ``mean`` are the outputs, shifted as the values are. Without P itself, which streamed products do not
         keep, ``squares`` and ``spread`` are bounded by the row sums.
@@ -99,8 +99,8 @@ class Moments:
 
 
 def moment_columns(operands: Operands) -> Float[Tensor, "b n columns"]:
-    """Return one row of numbers for each key and its value. From the averages of these rows under the
-    attention probabilities, :class:`Moments` is computed.
+    """Return a row of numbers for each key, whose averages under the attention probabilities determine
+    :class:`Moments`.
 
     The columns are k, |k|² and |v|². If there is a sink, |k|² and |v|² of the unshifted keys and values
     follow.
@@ -113,5 +113,5 @@ def moment_columns(operands: Operands) -> Float[Tensor, "b n columns"]:
 
 
 def moment_width(operands: Operands) -> int:
-    """Return how many numbers :func:`moment_columns` returns for each key."""
+    """Return the number of columns of the matrix that :func:`moment_columns` returns."""
     return operands.k.shape[-1] + (2 if operands.features.sinks is None else 4)

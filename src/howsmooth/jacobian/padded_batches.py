@@ -1,5 +1,5 @@
-"""The Jacobians of one map at several sequences of unequal lengths as one batched operator, padded with
-zeros.
+"""The Jacobians of one map at several sequences of unequal lengths, padded with zeros to one batched
+operator.
 
 For short sequences, above all on a GPU, starting an operation takes longer than the operation. One padded
 batch then takes less time than an operator for each length. The Jacobians are padded, not the tokens: each is
@@ -26,7 +26,7 @@ __all__ = ["filled", "joined"]
 
 
 def joined(operators: Sequence[LinearOperator]) -> LinearOperator:
-    """Join the Jacobians of one map at sequences of different lengths into one batched operator, padded with
+    """Join the Jacobians of one map at sequences of different lengths to one batched operator, padded with
     zeros to the longest length.
 
     Products take vectors (batch, n, d) that are zero from each sequence's own length on, and return the
@@ -61,7 +61,7 @@ def joined(operators: Sequence[LinearOperator]) -> LinearOperator:
 
 
 def filled(rows: Float[Tensor, "*lead n d"], n: int) -> Float[Tensor, "*lead longest d"]:
-    """Append rows of zeros to a matrix ``rows`` until it has ``n`` rows."""
+    """Append rows of zeros to the matrix ``rows`` until it has ``n`` rows."""
     return rows if rows.shape[-2] == n else pad(rows, (0, 0, 0, n - rows.shape[-2]))
 
 
@@ -92,8 +92,8 @@ def _norm(norms: Sequence[NormJacobian]) -> NormJacobian:
 
 
 def _softmax(cores: Sequence[tuple[SoftmaxDerivative, int]]) -> SoftmaxDerivative:
-    """Join the derivatives of softmax attention at several sequences into one derivative, padded to the
-    longest sequence.
+    """Join the derivatives of softmax attention at several sequences to one derivative, padded to the longest
+    sequence.
 
     The query heads of a group lie one after the other on one axis, and each is padded by itself. Padded rows
     and columns of P are zero, so that the padding neither gives nor takes anything.

@@ -1,5 +1,5 @@
-"""The matrices of an attention layer (query, key, value and output) in the dtype in which products with its
-Jacobian are computed.
+"""The query, key, value and output matrices of an attention layer in the dtype of the products with its
+Jacobian.
 
 A projection acts on each token by itself, so the tokens of many sequences can go through it in one product.
 """
@@ -62,23 +62,25 @@ class Projection:
 
     @property
     def sizes(self) -> tuple[int, int, int]:
-        """The numbers of rows of the stacked matrix ``weight`` for queries, for keys and for values."""
+        """The numbers of rows of queries, keys and values in the stacked matrix ``weight``."""
         f = self.attention
         return f.heads * f.key_dim, f.kv_heads * f.key_dim, f.kv_heads * f.value_dim
 
     @property
     def parts(self) -> tuple[Tensor, Tensor, Tensor]:
-        """The query, key and value matrices of the attention layer, cut from the matrix ``weight``."""
+        """The query, key and value matrices of the attention layer, as parts of the stacked matrix
+        ``weight``.
+        """
         query, key, value = self.weight.split(self.sizes)
         return query, key, value
 
     def into(self, e: Float[Tensor, "*batch d"]) -> Float[Tensor, "*batch rows"]:
-        """Multiply tangents ``e`` of the tokens by the layer's query, key and value matrices."""
+        """Multiply tangents ``e`` of the tokens by the query, key and value matrices of the layer."""
         return e @ self.weight.mT
 
     def into_adjoint(self, rows: Float[Tensor, "*batch rows"]) -> Float[Tensor, "*batch d"]:
-        """Return the cotangents of the tokens, for cotangents of the queries, keys and values of an attention
-        layer.
+        """Return the cotangent of the tokens, given the cotangents of the queries, keys and values of an
+        attention layer.
 
         This multiplies by the transpose of the query, key and value matrices.
         """
@@ -89,14 +91,14 @@ class Projection:
         return heads if self.output is None else heads @ self.output.mT
 
     def out_adjoint(self, u: Float[Tensor, "*batch d_out"]) -> Float[Tensor, "*batch d_heads"]:
-        """Multiply cotangents of an attention layer's output by the transpose of its output matrix."""
+        """Multiply cotangents of the output of an attention layer by the transpose of its output matrix."""
         return u if self.output is None else u @ self.output
 
     def through(
         self, heads: Float[Tensor, "*batch d_heads"]
     ) -> tuple[Float[Tensor, "*batch"], Float[Tensor, "*batch d_heads"]]:
         """Return |W h|² and WᵀW h for each token, where W is the output matrix of the layer and h the
-        concatenated outputs of its heads.
+        concatenated head outputs.
 
         The squared norms are float64.
         """
@@ -108,8 +110,8 @@ class Projection:
 
     @cached_property
     def output_gram(self) -> Float[Tensor, "d_heads d_heads"] | None:
-        """The matrix WᵀW of an attention layer's output matrix W, if a product with it is cheaper than two
-        products with W; otherwise None.
+        """The matrix WᵀW, where W is the output matrix of the layer, if a product with it is cheaper than two
+        with W; otherwise None.
 
         It is used in float32 only, where the final value is computed again in float64: if W nearly cancels,
         WᵀW loses twice as many digits.
@@ -125,8 +127,8 @@ class Projection:
 
 
 class Projections:
-    """The projection matrices of every attention layer in a map, converted to the dtype of products once for
-    all sequences.
+    """The projection matrices of every attention layer in a map, converted only once to the dtype of the
+    products.
 
     Parameters
     ----------
@@ -143,7 +145,8 @@ class Projections:
         self._made: dict[int, Projection] = {}
 
     def of(self, f: SelfAttention) -> Projection:
-        """Return the projection matrices of the attention layer ``f``, converted at the first call and kept.
+        """Return the projection matrices of the attention layer ``f``, which are converted at the first call
+        and cached.
 
         The layer must outlive this object.
         """

@@ -1,5 +1,5 @@
-"""The derivative of softmax attention without n × n matrices in memory: each product forms the probabilities
-tile by tile.
+"""The derivative of softmax attention without n × n matrices in memory, where each product recomputes the
+probabilities tile by tile.
 
 The formulas are those of :mod:`howsmooth.jacobian`. The tensors that are kept have n rows: q, k, v,
 the outputs P v, and the logarithm of the denominator of each row's softmax. From these a tile of P takes one
@@ -47,8 +47,8 @@ rows (heads, group, rows, value_dim); it returns a tensor of that shape.
 
 @dataclass(frozen=True)
 class StreamedDerivative:
-    """The derivative of softmax attention with respect to queries, keys and values. It keeps no n × n matrix,
-    because each product forms the probabilities anew.
+    """The derivative of softmax attention with respect to queries, keys and values, which recomputes the
+    probabilities in each product.
 
     Axes: b = batch member times key/value head, group = query heads that share the key head, m = query rows,
     n = keys. Tangents and cotangents of queries and outputs are (b, group · m, width).
@@ -99,8 +99,8 @@ class StreamedDerivative:
     moments: Moments | None = None
 
     def rounding(self, batch: int) -> Float[Tensor, " batch"]:
-        """Estimate, for each sequence of a batch, the relative rounding error of the norm of attention's
-        Jacobian that products with this derivative cause.
+        """Estimate the relative rounding error of a norm of the Jacobian of attention that is computed with
+        this derivative, for each sequence.
 
         It is the error of :class:`~howsmooth.jacobian.softmax.SoftmaxDerivative`, and κ machine epsilons more
         if scores are formed in float32.
@@ -115,7 +115,7 @@ class StreamedDerivative:
         dk: Float[Tensor, "b n key_dim"],
         dv: Float[Tensor, "b n value_dim"],
     ) -> Float[Tensor, "b rows value_dim"]:
-        """Return the tangent of the outputs of softmax attention, for tangents of its scaled queries, keys
+        """Return the tangent of the outputs of softmax attention, for tangents of the scaled queries, keys
         and values.
         """
         dq = dq.view(self.q.shape)
@@ -145,7 +145,7 @@ class StreamedDerivative:
         dv: Float[Tensor, "b n value_dim"],
         through: Through,
     ) -> tuple[Float[Tensor, "b rows key_dim"], Float[Tensor, "b n key_dim"], Float[Tensor, "b n value_dim"]]:
-        """Apply in turn the derivative J of softmax attention, a linear map T of the attention outputs, and
+        """Apply the derivative J of softmax attention, then a linear map T of the attention output, and then
         the transpose of J.
 
         The result Jᵀ(T(J(dq, dk, dv))), where T is ``through``, takes one pass over blocks of rows.
@@ -208,7 +208,7 @@ class StreamedDerivative:
         )
 
     def _features(self, block: Block, keys: slice) -> ScoreFeatures:
-        """Return the soft cap, bias, sinks and masks that apply to one tile of attention scores."""
+        """Return the soft cap, bias, sinks and masks of one tile of attention scores."""
         if not self.features:
             return self.features
         heads = torch.arange(block.heads.start, block.heads.stop, device=self.q.device) % self.kv_heads
@@ -224,7 +224,7 @@ _ONE_PLACE = (0, 0, 0)
 
 @dataclass(frozen=True)
 class _Scored:
-    """The queries and keys from which the attention scores of one block of query rows are formed.
+    """The queries and keys of one block of query rows, from which attention scores are computed.
 
     ``less``, log₂ of the denominator of each row, is subtracted from the scores in units of log 2.
     """
@@ -235,8 +235,8 @@ class _Scored:
 
 
 class _Cotangents:
-    """Sums of the cotangents of queries, keys and values, to which each tile of the attention matrix
-    contributes.
+    """Accumulated cotangents of queries, keys and values, to which each tile of the attention matrix adds its
+    part.
 
     The cotangents of keys and values are stored transposed, in one contiguous tensor for each tile of keys:
     ``baddbmm_`` adds to a contiguous tensor at the full rate, and to a part of a larger tensor one product
@@ -259,7 +259,7 @@ class _Cotangents:
         left: tuple[Tensor, Tensor],
         right: tuple[Tensor, Tensor],
     ) -> None:
-        """Add what one tile contributes to the cotangents of its keys and to the cotangents of its values.
+        """Add the contributions of one tile to the cotangents of its keys and values.
 
         The contributions are left[0] @ right[0] and left[1] @ right[1].
         """
@@ -279,8 +279,8 @@ class _Cotangents:
                 place[..., first : first + b.shape[2]].add_(own_product)
 
     def taken(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the finished cotangents of queries, keys and values, one row for each token, and free the
-        memory of the sums.
+        """Return the accumulated cotangents of queries, keys and values, one row for each token, and free
+        their memory.
         """
         return self.queries.flatten(1, 2), self._rows(self.keys), self._rows(self.values)
 
@@ -295,8 +295,8 @@ class _Cotangents:
 
 
 class _Tiles:
-    """One pass over the tiles of the attention matrix, which computes a product with the derivative of
-    softmax attention.
+    """One pass over the tiles of the attention matrix that computes a product with the derivative of softmax
+    attention.
 
     Parameters
     ----------
@@ -316,8 +316,8 @@ class _Tiles:
         self.views: dict[tuple[int, ...], Tensor] = {}
 
     def blocks(self) -> Iterator[Block]:
-        """Yield blocks of the attention matrix that cover all query rows and heads. Each has as many heads as
-        fit into one tile.
+        """Yield blocks of the attention matrix that cover all query rows and heads, each with as many heads
+        as fit into one tile.
         """
         for block in self.tiling.blocks():
             yield from block.cut(self.tiling.heads_at_once(block))
@@ -325,7 +325,7 @@ class _Tiles:
     def product(
         self, block: Block, dq: Tensor, dk: Tensor, dv: Tensor
     ) -> Float[Tensor, "heads group rows value_dim"]:
-        """Return the tangent of the attention outputs in one block of query rows, for tangents of scaled
+        """Return the tangent of the attention outputs of one block of query rows, for tangents of the scaled
         queries, keys and values.
         """
         sink = self.at.sink
@@ -340,8 +340,7 @@ class _Tiles:
     def add_adjoint(
         self, block: Block, do: Float[Tensor, "heads group rows value_dim"], parts: _Cotangents
     ) -> None:
-        """Compute what the attention outputs of one block of query rows contribute to the cotangents of
-        queries, keys and values.
+        """Add the contributions of one block of query rows to the cotangents of queries, keys and values.
 
         The cotangents of the block's queries are written to ``parts``, and its summands for keys and values
         are added there.
@@ -361,8 +360,8 @@ class _Tiles:
     def _of_pieces(
         self, block: Block, of_piece: Callable[[int, Piece], Float[Tensor, "b r width"]]
     ) -> Float[Tensor, "heads group rows width"]:
-        """Compute a result for one block of query rows, as the sum of what ``of_piece`` gives for each piece
-        of the block.
+        """Compute a result for one block of query rows as the sum of the results of ``of_piece`` for all
+        pieces of the block.
         """
         group, out = self.at.q.shape[1], None
         for number, piece in enumerate(self.tiling.pieces(block)):
@@ -379,8 +378,8 @@ class _Tiles:
     def _image(
         self, number: int, piece: Piece, dq: Tensor, dk: Tensor, dv: Tensor
     ) -> Float[Tensor, "b r value_dim"]:
-        """Return what one range of keys contributes to the tangent of the attention outputs, for one range of
-        query rows.
+        """Return the contribution of one range of keys to the tangent of the attention outputs of one range
+        of query rows.
 
         The argument ``piece`` holds the query rows and the keys.
         """
@@ -405,8 +404,7 @@ class _Tiles:
     def _cotangent(
         self, number: int, piece: Piece, do: Float[Tensor, "heads group rows value_dim"], parts: _Cotangents
     ) -> Float[Tensor, "b r key_dim"]:
-        """Return what one range of keys contributes to the cotangents of the queries, for one range of query
-        rows.
+        """Return the contribution of one range of keys to the cotangents of one range of queries.
 
         The argument ``piece`` holds the query rows and the keys. The piece's summands for the cotangents of
         keys and values are added to ``parts``.
@@ -435,8 +433,8 @@ class _Tiles:
     def _keys(
         self, t: Float[Tensor, "heads n width"], block: Block, keys: slice
     ) -> Float[Tensor, "b keys width"]:
-        """Return the rows of a tensor that belong to a range of keys, for the key heads of one block of the
-        attention matrix.
+        """Return the rows of a tensor for a range of keys and the key heads of one block of the attention
+        matrix.
 
         The tensor ``t`` has one row for each key. The result is a view, which is made once and kept.
         """
@@ -456,7 +454,7 @@ class _Tiles:
     def _tile(
         self, place: tuple[int, int], block: Block, keys: slice, scored: _Scored
     ) -> tuple[Tensor, Tensor] | None:
-        """Return the attention probabilities P of one tile, and P times the derivative of the scores' soft
+        """Return the attention probabilities P of one tile, and P multiplied by the derivative of the soft
         cap.
 
         These are P and P∘D, where D is the derivative of the soft cap. The result is None if all keys of the
@@ -495,8 +493,7 @@ class _Tiles:
     def _scores(
         self, place: _Place, block: Block, keys: slice, scored: _Scored
     ) -> tuple[Float[Tensor, "b r keys"], Tensor | None] | None:
-        """Return the attention scores of one tile and the derivative of their soft cap, which is None if the
-        layer has no cap.
+        """Return the attention scores of one tile, and the derivative of the soft cap or None without a cap.
 
         The scores are multiplied by log₂ e, and ``scored.less`` is subtracted. The rules of ``visibility``
         are not applied to them. The result is None if a mask hides all keys of the tile from all of its
@@ -528,8 +525,8 @@ class _Tiles:
         averages: Float[Tensor, "b group m columns"],
         sink_p: Float[Tensor, "b group m"],
     ) -> None:
-        """Compute the softmax denominator of each query row of a block, and the average of the rows of
-        ``table`` under the row's probabilities.
+        """Compute the softmax denominator of each query in a block, and the average of the rows of ``table``
+        under its attention probabilities.
 
         The results are log Σ_j e^{S_ij}, the averages Σ_j P_ij t_j of the rows t_j of ``table``, and the
         probabilities of the sinks. They are written to the block's part of ``lse``, ``averages`` and
@@ -579,7 +576,7 @@ class _Tiles:
         averages[block.heads, :, block.rows] = out / total
 
     def _own(self, block: Block) -> slice:
-        """Return the numbers of a block's key heads within their own sequence of the batch."""
+        """Return the indices of the key heads of a block within their own sequence of the batch."""
         first = block.heads.start % self.at.kv_heads
         return slice(first, first + block.heads.stop - block.heads.start)
 
@@ -590,8 +587,8 @@ class _Tiles:
 def streamed_derivative(
     operands: Operands, visibility: Visibility, dtype: torch.dtype, first_row: int = 0
 ) -> StreamedDerivative:
-    """Compute the derivative of softmax attention at float64 queries, keys and values, as an object that
-    keeps no n × n matrix.
+    """Return the derivative of softmax attention at float64 queries, keys and values, as an object that keeps
+    no n × n matrix.
 
     Parameters
     ----------

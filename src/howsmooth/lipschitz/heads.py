@@ -152,8 +152,7 @@ def _alone(head: TokenMap, x: Tensor, h: int, solver: Solver, memory: int | None
 
 
 def _vector_bytes(head: TokenMap, x: Tensor) -> int:
-    """Return the bytes of the vectors that are in memory while the Lipschitz constant of one head is
-    measured.
+    """Return the bytes of all vectors in memory during the measurement of the Lipschitz constant of one head.
 
     They are the Krylov basis of the head, and the vectors (n, d) of the final check in float64.
     """
@@ -162,8 +161,8 @@ def _vector_bytes(head: TokenMap, x: Tensor) -> int:
 
 
 class _JacobiansInTokens(LinearOperator):
-    """The Jacobians of all heads with respect to the tokens, computed from their Jacobians in the fewer
-    coordinates that each head reads.
+    """The Jacobians of all heads with respect to the tokens, computed from Jacobians on the smaller subspace
+    that each head reads.
 
     With J_h in the coordinates of the basis B_h, the Jacobian of head h is E ↦ J_h(E B_h).
     """

@@ -1,5 +1,5 @@
-"""Measurement of Lipschitz constants in mixed precision: a solver runs in float32, and products in float64
-check its result.
+"""Lipschitz constants in mixed precision: a solver runs in float32, and its result is checked by products in
+float64.
 
 A run in float32 gives each member a direction v, a value and an interval. One product of the float64 Jacobian
 with v gives the value |J v|, which is a lower limit without float32 rounding. The difference between the
@@ -36,7 +36,7 @@ Part = tuple[Sequence[int], LeadingTriplet]
 def solve_closed_forms(
     double: TokenMap, members: Sequence[Tensor] | Tensor, solver: Solver, budget: int
 ) -> list[Part]:
-    """Measure the Lipschitz constants of one map at several sequences (n_i, d), with its Jacobian in closed
+    """Measure the Lipschitz constants of one map at several sequences (n_i, d), with a Jacobian in closed
     form.
 
     Sequences whose attention probabilities fit in memory are measured in batches, others one by one. The
@@ -87,8 +87,8 @@ def solve_autodiff(
 
 
 def _usual(x: Tensor) -> float:
-    """Return the relative rounding error, in the dtype of ``x``, that Jacobian products have if none of their
-    terms cancel.
+    """Return the typical relative rounding error of Jacobian products in the dtype of ``x``, without
+    cancellation.
     """
     return 32.0 * torch.finfo(x.dtype).eps
 
@@ -96,7 +96,7 @@ def _usual(x: Tensor) -> float:
 def _cached(
     double: TokenMap, members: Sequence[Tensor] | Tensor, lots: Sequence[Sequence[int]], solver: Solver
 ) -> list[LeadingTriplet]:
-    """Measure the Lipschitz constants of a map at some sequences, with the attention probabilities kept in
+    """Measure the Lipschitz constants of a map at some sequences with the attention probabilities kept in
     memory.
 
     Float32 results are checked in float64.
@@ -124,7 +124,7 @@ def _jacobians(
     dtypes: Sequence[torch.dtype],
 ) -> list[dict[torch.dtype, LinearOperator]]:
     """Return the Jacobians of one map at the sequences of each group, as one batched operator for each group
-    and dtype.
+    and each dtype.
 
     Each item of ``lots`` is a group, as indices of sequences sorted by length. Sequences of one length are
     linearised together, and the Jacobians of a group become one batched operator. Each result is a dictionary
@@ -147,8 +147,8 @@ def verdict(
     members: Sequence[int],
     solver: Solver,
 ) -> LeadingTriplet:
-    """Check the singular values that a solver found in float32 by products with the float64 Jacobian, and
-    return them with values and intervals from float64.
+    """Check the singular values from a float32 solver by products with the float64 Jacobian, and return
+    values and intervals from float64.
 
     The operator ``exact`` is the same as ``operator`` in float64, and ``members`` are the indices of its
     sequences in the solver.
@@ -183,7 +183,7 @@ def verdict(
 def _streamed(
     double: TokenMap, x: Tensor, members: Sequence[int], solver: Solver, budget: int
 ) -> LeadingTriplet:
-    """Measure the Lipschitz constant of a map at one sequence, without any n × n matrix of attention
+    """Measure the Lipschitz constant of a map at one sequence without n × n matrices of attention
     probabilities in memory.
 
     The steps are as in :func:`_cached`. The operators in float32 and in float64 are not in memory at the
@@ -218,8 +218,7 @@ def _streamed(
 def judge(
     found: LeadingTriplet, sigma: Tensor, defect: Tensor, exact: LinearOperator, rtol: float
 ) -> LeadingTriplet:
-    """Widen the intervals of singular values that a solver found in float32 by the error that rounding may
-    have caused.
+    """Widen the intervals of singular values from a float32 solver by the possible rounding error.
 
     The value becomes σ = |J v|, computed in float64. The lower limit is proved where the float64 products
     are. The upper limit is an estimate to first order. It exceeds σ by four terms: the distance from the
@@ -244,12 +243,12 @@ def _defect(rounded: Tensor, exact: Tensor, sigma: Tensor) -> Tensor:
 
 
 def _norms(t: Tensor) -> Tensor:
-    """Return the Frobenius norm of each entry of a batch, on the CPU."""
+    """Return the Frobenius norm of each member of a batch, as a tensor on the CPU."""
     norms: Tensor = torch.linalg.vector_norm(t.flatten(1), dim=1).cpu()
     return norms
 
 
 def _unit(t: Tensor) -> Tensor:
-    """Return each entry of a batch divided by its Frobenius norm; zero stays zero."""
+    """Divide each member of a batch by its Frobenius norm, and leave zeros unchanged."""
     length = t.flatten(1).norm(dim=1).view(-1, 1, 1)
     return torch.where(length > 0, t / length, t)

@@ -1,5 +1,5 @@
-"""The conditional Wasserstein distance for masked attention, in which mass moves only between atoms at the
-same position.
+"""The conditional Wasserstein distance for masked attention, in which mass is transported only between atoms
+at the same position.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def conditional_wasserstein(
     max_iterations: int = 1000,
     gradient: bool = False,
 ) -> Transport:
-    """Measure the conditional Wasserstein distance between two measures whose atoms have positions, with an
+    """Compute the conditional Wasserstein distance between two measures whose atoms have positions, with an
     interval.
 
     The distance is d_p(μ, ν) = (Σ_s θ(s) W_p(μ^s, ν^s)^p)^{1/p}, and the result has an interval for it. θ is
@@ -99,7 +99,7 @@ def _total(
     masses: tuple[Float[ndarray, " s"], ...],
     options: Options,
 ) -> Answer:
-    """Combine the optimal transport costs at the single positions into the conditional Wasserstein distance.
+    """Combine the optimal transport costs at all positions to the conditional Wasserstein distance.
 
     The costs are weighted by the masses of the positions. They are added in logarithms, so that masses of any
     size count.
@@ -141,8 +141,8 @@ def _total(
 def _forced(
     members: list[list[ndarray]], log_a: ndarray, log_b: ndarray, log_theta: ndarray, forced: ndarray
 ) -> tuple[ndarray, ndarray, ndarray]:
-    """Return the transport plan at those positions where one of the measures has a single atom, so that only
-    one plan exists.
+    """Return the transport plan at all positions where one of the measures has a single atom, so that the
+    plan is unique.
 
     The plan consists of the numbers of rows and columns, and the logarithms of the masses.
     """
@@ -173,7 +173,7 @@ def _roots(terms: Float[ndarray, "3 k"], p: float) -> list[float]:
 def _groups(
     mu: DiscreteMeasure, nu: DiscreteMeasure, tolerance: float
 ) -> tuple[Int[ndarray, " n"], Int[ndarray, " m"]]:
-    """Return, for each atom of two measures, the number of its position among all different positions.
+    """Return for each atom of two measures the index of its position in the list of distinct positions.
 
     Positions are numbered in increasing order, with the same numbers for both measures.
     """
@@ -197,14 +197,14 @@ def _groups(
 
 
 def _log_masses(logs: ndarray, group: ndarray) -> ndarray:
-    """Return the logarithm of the total mass of a measure at each position, −inf where there is none."""
+    """Return the logarithm of the total mass of a measure at each position, which is −inf for zero mass."""
     masses = np.full(int(group.max()) + 1, -np.inf)
     np.logaddexp.at(masses, group, logs)
     return masses
 
 
 def _members(group: ndarray, count: int) -> list[ndarray]:
-    """Return, for each position, the indices of the measure's atoms at this position."""
+    """Return for each position the indices of the atoms at this position."""
     order = np.argsort(group, kind="stable")
     return np.split(order, np.searchsorted(group[order], np.arange(1, count)))
 

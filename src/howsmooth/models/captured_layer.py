@@ -1,4 +1,4 @@
-"""The class ``Site``: one attention layer of a model at one input, as ``capture`` returns it."""
+"""The class ``Site``, which holds one attention layer of a model at one input, as ``capture`` returns it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ __all__ = ["CrossSite", "Site"]
 
 @dataclass(frozen=True, eq=False)
 class Site:
-    """The map of one attention layer of a model, with the tokens at which the model applied it.
+    """One attention layer of a model as a map, with the tokens to which the model applied it.
 
     The parameters of ``map`` and the tokens ``x`` are copies: later training of the model does not change the
     site, and changes of the site do not change the model.
@@ -86,7 +86,7 @@ class Site:
 
 @dataclass(frozen=True, eq=False, kw_only=True, repr=False)
 class CrossSite(Site):
-    """The map of one layer of cross-attention, in scope ``cross-attention``, for one sequence.
+    """One cross-attention layer of a model as a map, for one sequence.
 
     ``map`` is ``attention`` as a function of one of its two sequences or of both, and ``x`` its argument:
     ``local_lipschitz(site.map, site.x)`` measures the constant of that side.

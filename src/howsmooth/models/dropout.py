@@ -1,4 +1,4 @@
-"""Dropout rates of a model, and the tokens that its attention layers get in training mode."""
+"""Dropout rates of a model, and the tokens at its attention layers in training mode."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ _OUTPUTS = ("resid_pdrop", "hidden_dropout_prob", "resid_dropout")
 
 @dataclass(frozen=True)
 class DropoutRates:
-    """Dropout probabilities of the attention weights and of the attention's output."""
+    """The dropout probabilities of the attention weights and of the attention output."""
 
     weights: float
     outputs: float
 
 
 def dropout_rates(model: PreTrainedModel) -> DropoutRates | None:
-    """Return the dropout rates in a model's configuration, or None if no rate is above zero."""
+    """Return the dropout rates in the configuration of a model, or None if no rate is above zero."""
     weights, outputs = (
         next((float(rate) for name in names if (rate := getattr(model.config, name, None)) is not None), 0.0)
         for names in (_WEIGHTS, _OUTPUTS)

@@ -1,4 +1,5 @@
-"""Capture a whole model, from its embeddings to an output, or a span of its blocks, as a map of tokens.
+"""Capture of a whole model, from its embeddings to an output, or of a range of its blocks, as a map of
+tokens.
 
 The map runs a copy of the model, and its output is compared with that of the model itself, at the tokens of
 the forward pass and at changed ones. A block is the smallest numbered layer of the model around an attention.
@@ -51,7 +52,8 @@ _SHIFTS = 2
 
 
 class ModelParts:
-    """The parts of a model that begin and end at blocks, at its embeddings or at its outputs.
+    """The parts of a model between any two of its embeddings, the inputs and outputs of its blocks, and its
+    outputs.
 
     Parameters
     ----------
@@ -108,7 +110,7 @@ class ModelParts:
         return self._site("model", start, end, read, None, None, words)
 
     def output(self, output: str, *, last_token: bool = False) -> Output:
-        """Return the kind of output that a map shall have: hidden states, logits or margin.
+        """Return the kind of output of a map: hidden states, logits or margin.
 
         The hidden states of a model that transformers does not know are the first tensor that it returns.
         """
@@ -134,7 +136,9 @@ class ModelParts:
         ]
 
     def entry(self) -> Site | None:
-        """Return the map from the embeddings to the first block's input; None if these two places are one."""
+        """Return the map from the embeddings to the input of the first block, or None if nothing lies between
+        them.
+        """
         start, end = self._embeddings(), replace(self.blocks[0], side="input")
         if start == end:
             return None
@@ -142,18 +146,22 @@ class ModelParts:
         return self._site("span", start, end, Output("tokens"), None, -1, words)
 
     def from_first(self, output: str, *, last_token: bool = False) -> Site:
-        """Return the map from the input of the model's first block to an output of the model."""
+        """Return the map from the input of the first block of the model to an output of the model."""
         words = f"from the input of its first block to its {_in_words(output, last_token)}"
         start, read = replace(self.blocks[0], side="input"), self.output(output, last_token=last_token)
         return self._site("span", start, self._end(output), read, 0, None, words)
 
     def until(self, last: int) -> Site:
-        """Return the map from the model's embeddings to the output of a layer's Transformer block."""
+        """Return the map from the embeddings of the model to the output of the Transformer block of a given
+        layer.
+        """
         words = f"from its embeddings to the output of block {last}"
         return self._site("span", self._embeddings(), self.blocks[last], Output("tokens"), None, last, words)
 
     def beyond(self, layer: int, output: str, *, last_token: bool = False) -> Site:
-        """Return the map from the output of a layer's Transformer block to an output of the model."""
+        """Return the map from the output of the Transformer block of a given layer to an output of
+        the model.
+        """
         words = f"from the output of block {layer} to its {_in_words(output, last_token)}"
         start, end = self.blocks[layer], self._end(output)
         read = self.output(output, last_token=last_token)
@@ -164,7 +172,7 @@ class ModelParts:
         return isinstance(self.model, PreTrainedModel)
 
     def _embeddings(self) -> Place:
-        """Return the place in the forward pass at which the tokens have been embedded.
+        """Return the point in the forward pass at which the tokens have been embedded.
 
         They are the argument that is given as embedded tokens, or the output of the table for token ids, or
         else (images, audio) the input of the first block. In an encoder-decoder they are the output of the
@@ -186,7 +194,9 @@ class ModelParts:
         return replace(self.blocks[0], side="input")
 
     def _embeddings_of_side(self) -> Place:
-        """Return the place at which the encoder's or the decoder's token ids have been embedded."""
+        """Return the point in the forward pass at which the token ids of the encoder or of the decoder have
+        been embedded.
+        """
         given, model = self.given[0].named, self.model
         parts = [
             part for name in ("get_encoder", "get_decoder") if callable(part := getattr(model, name, None))
@@ -204,7 +214,7 @@ class ModelParts:
         return Place(self._path(module), "output", call)
 
     def _end(self, output: str) -> Place:
-        """Return the place in the forward pass at which the model yields hidden states, logits or margin."""
+        """Return the point in the forward pass at which the hidden states, logits or margin are computed."""
         base = self.model.base_model if output == "hidden" and self._known else self.model
         return Place(self._path(base), "output")
 
@@ -221,7 +231,8 @@ class ModelParts:
         last: int | None,
         words: str,
     ) -> Site:
-        """Return a part of the model, between two places, as a verified map with its tokens.
+        """Return the part of the model between two points of the forward pass as a verified map with its
+        tokens.
 
         The part has the layers from ``first`` to ``last``. The blocks before them return what they returned
         in the forward pass. If ``first`` is None, the part begins at the embeddings, and all blocks run.
@@ -257,7 +268,9 @@ class ModelParts:
         )
 
     def _map(self, passage: Passage, runs: list[_Run], x: Tensor, depth: int) -> tuple[ModelMap, str | None]:
-        """Return the verified map of a part of the model, and the attention implementation it runs with."""
+        """Return the verified map of a part of the model, and the attention implementation with which it
+        runs.
+        """
         dtype, device = computing_dtype(self.model), device_of(self.model)
         refused: list[str] = []
         for attention in _attentions(self.model, x.shape[1]):
@@ -282,7 +295,7 @@ def _in_words(output: str, last_token: bool) -> str:
 
 
 def _sequences_of(model: nn.Module, given: ModelInputs) -> list[ModelInputs]:
-    """Split a model's inputs for a batch into the inputs of each sequence.
+    """Split the inputs of a model for a batch into the inputs for each sequence.
 
     Raises
     ------
@@ -301,7 +314,8 @@ def _sequences_of(model: nn.Module, given: ModelInputs) -> list[ModelInputs]:
 
 
 def _attentions(model: nn.Module, n: int) -> list[str | None]:
-    """Return the attention implementations ("sdpa", ...) to try in a copy of the model; None keeps its own.
+    """Return the attention implementations ("sdpa", ...) to try in a copy of the model, where None stands for
+    the original one.
 
     PyTorch differentiates its own attention in memory n². That of howsmooth takes memory n, and more time at
     small n.
@@ -316,7 +330,7 @@ def _attentions(model: nn.Module, n: int) -> list[str | None]:
 
 
 class _Run:
-    """A forward pass of the user's own model on one sequence, with the tensors at some chosen places."""
+    """A forward pass of the original model on one sequence, with the tensors at some chosen points."""
 
     def __init__(
         self, model: nn.Module, given: ModelInputs, start: Place, end: Place, before: Sequence[Place] = ()
@@ -337,7 +351,9 @@ class _Run:
         self.tokens = rows(first_tensor(found[0]))
 
     def moved(self, x: Tensor) -> Any:
-        """Run a part of the model from tokens ``x`` (n, d) at its start, and return the tensor at its end."""
+        """Run a part of the model from tokens ``x`` (n, d) at its first point, and return the tensor at its
+        last point.
+        """
         with replaced(self.model, self.start, x):
             return self._ended()
 
@@ -356,12 +372,15 @@ class _Run:
 
 
 def _copied(value: Any) -> Any:
-    """Return a copy of all tensors in a module's output, which the model may change in place later."""
+    """Return a copy of all tensors in the output of a module, because the model may change them in place
+    later.
+    """
     return tree_map_only(Tensor, Tensor.clone, value)
 
 
 def _verify(found: ModelMap, runs: list[_Run], x: Tensor, depth: int) -> None:
-    """Raise CaptureError unless a map agrees with the model, at the tokens of each sequence and at others.
+    """Raise CaptureError unless a map agrees with the model, at the tokens of each sequence and at other
+    tokens.
 
     Rounding errors of each of the ``depth`` layers grow on their way to the output. How much is seen from
     what the output does if the tokens move by one machine epsilon.

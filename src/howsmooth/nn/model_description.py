@@ -1,4 +1,5 @@
-"""Describe a model as nested dicts of class names and settings, and build it again; no code is stored.
+"""Description of a model by nested dicts of class names and settings, from which it can be built again
+without stored code.
 
 A node of the tree describes one module. It has the module's ``class``; the ``settings`` with which its
 constructor is called; the ``modules`` among the constructor's arguments (for :class:`torch.nn.Sequential`,
@@ -114,14 +115,16 @@ class KnownClasses:
         self._names = {one: name for name, one in self._named.items()}
 
     def name(self, cls: type[nn.Module]) -> str | None:
-        """Return the name under which a class is saved; None for a class that must not be saved."""
+        """Return the name under which a class is saved, or None for a class that must not be saved."""
         if cls not in self._names and cls.__module__.startswith("howsmooth.nn."):
             name = f"{_OURS}{cls.__name__}"
             return name if self.get(name) is cls else None
         return self._names.get(cls)
 
     def get(self, name: object) -> type[nn.Module] | None:
-        """Return the class of a given saved name; None for a class that a saved model must not contain."""
+        """Return the class with a given saved name, or None for a class that a saved model must not
+        contain.
+        """
         from howsmooth import nn as room
 
         if not isinstance(name, str):
@@ -137,7 +140,8 @@ class KnownClasses:
 
 
 def describe(model: nn.Module, known: KnownClasses) -> dict[str, Any]:
-    """Return nested dicts of a model's modules: classes, constructor arguments and children, without weights.
+    """Return nested dicts that describe the modules of a model: classes, constructor arguments and children,
+    without weights.
 
     Raises
     ------
@@ -300,7 +304,9 @@ def _encoder_settings(layer: Any, where: str) -> dict[str, Any]:
 
 
 def _arguments(cls: type[nn.Module]) -> list[str]:
-    """Return the names of a constructor's arguments, including those that it passes on to parent classes."""
+    """Return the names of the arguments of a constructor, including arguments that it passes on to parent
+    classes.
+    """
     by_name = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
     found: dict[str, None] = {}
     for one in cls.__mro__:
@@ -394,7 +400,7 @@ def _parametrize(module: nn.Module, tensor: str, chain: Any, where: str) -> None
 
 
 def _json(value: Any, what: str, depth: int) -> Any:
-    """Return a setting as a JSON value, or raise DescriptionError if JSON cannot represent it."""
+    """Return a setting as a JSON value; raise DescriptionError if JSON cannot represent it."""
     if value is None or isinstance(value, str | bool):
         return value
     if isinstance(value, int) and abs(value) <= _LARGEST_NUMBER:
@@ -435,7 +441,7 @@ def join(path: str, name: str) -> str:
 
 
 def first_line(error: BaseException) -> str:
-    """Return the first line of an error's message."""
+    """Return the first line of the message of an exception."""
     lines = str(error).strip().splitlines()
     return _cut(lines[0].rstrip("."), 300) if lines else type(error).__name__
 
@@ -453,7 +459,7 @@ def _cut(words: str, longest: int = 80) -> str:
 
 
 class LimitedMemory(TorchFunctionMode):
-    """A PyTorch mode that limits how many tensor entries factory functions may create in total.
+    """A PyTorch mode that limits the total number of tensor entries that factory functions may create.
 
     A file of a few bytes could otherwise request a layer of any size.
     """
@@ -484,7 +490,7 @@ class LimitedMemory(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Subtract the size of a tensor from the limit before a factory function allocates it."""
+        """Subtract the size of a new tensor from the limit before a factory function allocates it."""
         kwargs = kwargs or {}
         if func in self._FACTORIES and kwargs.get("out") is None:
             sized = {name: value for name, value in kwargs.items() if name != "generator"}

@@ -1,4 +1,4 @@
-"""Look at one input: which layers, heads and tokens of a model are sensitive on a text of the user's choice.
+"""Profiles of one input: which layers, heads and tokens of a model are sensitive on a given text.
 
 ``model_input`` reads a model and one input of it. Each function finds a ``result`` there, with a table, a
 figure (``figures``), a page and files: ``profile`` the constant of every layer and head, ``depth_profile``

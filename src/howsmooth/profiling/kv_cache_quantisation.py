@@ -1,4 +1,6 @@
-"""``precision``: how quantising each head's keys or values changes a model's output, predicted and real."""
+"""The function ``precision``, which predicts and simulates the effect of quantising the keys or values of
+each head.
+"""
 
 from __future__ import annotations
 
@@ -55,7 +57,8 @@ def precision(
     seed: int = 0,
     on_layer: Callable[[int, int], None] | None = None,
 ) -> Precision:
-    """Predict and simulate what quantised keys or values of one head do to a model's output at one input.
+    """Predict and simulate the effect of quantising the keys or values of each head on the output of a model
+    at one input.
 
     For each layer, each key/value head, its keys or its values, and each quantiser and number of bits, the
     change of the attention's output is predicted, bounded and simulated. Keys and values are those of the KV
@@ -132,7 +135,7 @@ def precision(
 
 
 def load_with_head(name: str | os.PathLike[str], **options: Any) -> LoadedModel:
-    """Load a model with the output layer for its logits (its head), or without if it has none.
+    """Load a model with the output layer that computes its logits, or without one if the model has none.
 
     The options are those of :func:`~howsmooth.models.load_model`.
     """
@@ -143,7 +146,7 @@ def load_with_head(name: str | os.PathLike[str], **options: Any) -> LoadedModel:
 
 
 def _whole_model(module: nn.Module, inputs: Any, *, logits: bool) -> tuple[LogitsOfModel | None, list[str]]:
-    """Return the whole model with its logits if they are wanted, or None and why there are none."""
+    """Return the whole model with its logits, or None and the reason why there are no logits."""
     if not logits:
         return None, []
     try:
@@ -153,7 +156,7 @@ def _whole_model(module: nn.Module, inputs: Any, *, logits: bool) -> tuple[Logit
 
 
 def _site(layer: VerifiedLayer | CaptureError) -> Site:
-    """Return a layer's attention; raise CaptureError if its keys and values are not known."""
+    """Return the attention of a layer; raise CaptureError if its keys and values are not known."""
     if isinstance(layer, CaptureError):
         raise layer
     (site,) = layer.sites("attention")
@@ -166,7 +169,9 @@ def _site(layer: VerifiedLayer | CaptureError) -> Site:
 
 @dataclass(frozen=True, eq=False)
 class _Case:
-    """Predicted and real effects of one quantiser on the keys, or on the values, of all heads of a layer."""
+    """Predicted and real effects of one quantiser applied to the keys, or to the values, of all heads of a
+    layer.
+    """
 
     predicted: Float64[Tensor, " kv_heads"]
     bound: Float64[Tensor, " kv_heads"]
@@ -176,7 +181,9 @@ class _Case:
 
 
 class _Layer:
-    """One layer in float64: its queries, keys and values, and the sensitivity of each of their entries."""
+    """One layer in float64: its queries, keys and values, and the sensitivity of its output to each of their
+    entries.
+    """
 
     def __init__(self, site: Site, whole: LogitsOfModel | None, fisher: tuple[Tensor, Tensor] | None) -> None:
         self.site, self.whole, self.fisher = site, whole, fisher
@@ -191,7 +198,7 @@ class _Layer:
         self.size = float(torch.linalg.vector_norm(self.f(self.x)))
 
     def rows(self, bits: Sequence[int], quantisers: Sequence[str]) -> Iterator[dict[str, Any]]:
-        """Yield a row of the table for each operand, quantiser, number of bits and head.
+        """Yield a table row for keys and for values, for each quantiser, number of bits and head.
 
         Of several quantisers that are equal on this layer, only the first has rows.
         """
@@ -239,14 +246,18 @@ class _Layer:
         )
 
     def _heads(self, other: Mapping[str, Tensor]) -> Float64[Tensor, "kv_heads group n value_dim"]:
-        """Return the outputs of all heads, with the keys or values in ``other`` replacing the layer's own."""
+        """Return the outputs of all heads after the keys or values have been replaced by the tensors in
+        ``other``.
+        """
         f, operands = self.f, self.operands | dict(other)
         visible = f.visibility(len(self.x))
         k, v = operands["K"][None], operands["V"][None]
         return attend(f._grouped(self.q)[None], k, v, f.scale, visible, features=f.features)[0]
 
     def _change(self, operand: str, other: Tensor) -> Float64[Tensor, " kv_heads"]:
-        """Return, for each head, how far the output moves if ``other`` replaces the head's keys or values."""
+        """Return, for each head, the change of the output when ``other`` replaces the keys or values of the
+        head.
+        """
         moved = self._heads({operand: other}) - self.heads
         if self.f.output is not None:
             output = self.f.output.unflatten(1, (*moved.shape[:2], moved.shape[-1]))
@@ -255,7 +266,7 @@ class _Layer:
         return norms
 
     def _predicted_kl(self, operand: str, head: int, variance: Float64[Tensor, "n dim"]) -> float:
-        """Predict to second order the KL divergence that rounding one head's keys or values causes.
+        """Predict, to second order, the KL divergence caused by quantising the keys or values of one head.
 
         The divergence is ½ Σ σ_a² F_aa over the entries a, with the variance σ_a² of each entry's rounding
         error and the diagonal F_aa of the Fisher information of the model's predictions.
@@ -271,7 +282,9 @@ class _Layer:
         return 0.5 * float((part * variance).sum()) / len(self.whole.logits)
 
     def _kl(self, operand: str, head: int, quantiser: str, bits: int) -> float:
-        """Return the KL divergence of the model's predictions with one head's keys or values quantised."""
+        """Return the KL divergence of the predictions of the model with quantised keys or values of
+        one head.
+        """
         if self.whole is None:
             return math.nan
         place = (self.site.layer, head, operand)

@@ -1,4 +1,6 @@
-"""``Precision``: how quantised keys and values change a model's output, as tables, sentences and files."""
+"""The class ``Precision``, the effects of quantised keys and values on the output of a model as tables, text
+and files.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,7 @@ _PAIRS = (("predicted", "change"), ("predicted_kl", "kl"), ("predicted", "kl"))
 
 @dataclass(frozen=True, eq=False, repr=False, kw_only=True)
 class Precision(Result):
-    """Predicted and real changes of a model's output at one input when keys or values are quantised."""
+    """Predicted and real changes of the output of a model at one input when keys or values are quantised."""
 
     NAME: ClassVar[str] = "precision"
     TITLE: ClassVar[str] = "Precision"
@@ -55,12 +57,12 @@ class Precision(Result):
 
     @property
     def has_kl(self) -> bool:
-        """True if the table has simulated KL divergences of the model's predictions."""
+        """True if the table contains simulated KL divergences of the predictions of the model."""
         return bool(self.table["kl"].notna().any())
 
     @property
     def ranking(self) -> pd.DataFrame:
-        """The table of quantised keys and values, sorted by predicted effect, the largest first.
+        """The table of quantised keys and values, sorted by predicted effect in decreasing order.
 
         The effect is the predicted divergence for a model with logits, and the predicted change of the
         attention's output otherwise. The columns are those of ``table`` without ``output_norm`` and ``name``,
@@ -79,7 +81,8 @@ class Precision(Result):
 
     @property
     def agreement(self) -> pd.DataFrame:
-        """Spearman's correlation of predicted and real effects, of all rows and for each number of bits.
+        """Spearman's rank correlation between predicted and real effects, for all rows and for each number of
+        bits.
 
         Columns: ``bits`` (0 for all), ``predicted``, ``real`` and ``spearman``; rows of divergences only for
         a model with logits.
@@ -96,7 +99,7 @@ class Precision(Result):
         return pd.DataFrame(rows)
 
     def budget(self, average: float, quantiser: str = "token") -> pd.DataFrame:
-        """Choose the number of bits of each head's keys and values, for a given average number of bits.
+        """Choose the number of bits for the keys and values of each head, for a given average number of bits.
 
         The choice is among the numbers of bits in the table: measure several, such as 2, 3, 4, 5, 6 and 8.
         All heads start with the fewest bits of the table. More bits go where they lower the predicted effect
@@ -161,7 +164,8 @@ class Precision(Result):
         return found
 
     def simulate(self, bits: int | pd.DataFrame, quantiser: str = "token") -> float:
-        """Return the KL divergence of the model's predictions with many keys and values quantised at once.
+        """Return the KL divergence of the predictions of the model when many keys and values are quantised
+        together.
 
         The model runs once, and each layer gets the keys and values that come from the quantised layers
         before it.
@@ -210,7 +214,9 @@ class Precision(Result):
 
     @property
     def citation(self) -> str:
-        """One line to cite, with the KL divergences if all is quantised, rank correlations and the digest."""
+        """One line to cite, with the KL divergences for quantising everything, rank correlations and the
+        digest.
+        """
         at_once = "".join(f" {line};" for line in self._together_in_words())
         return (
             f"Quantised keys and values of {self.model} at {self.input} (n = {self.n}):{at_once} Spearman's "
@@ -222,7 +228,9 @@ class Precision(Result):
         return "; ".join(f"{row['predicted']} and {row['real']} {row['spearman']:.3f}" for row in rows)
 
     def _together_in_words(self) -> list[str]:
-        """Return a phrase for each quantiser: the KL divergences if it rounds all keys and values at once."""
+        """Return a phrase for each quantiser with the KL divergences for quantising all keys and values
+        together.
+        """
         return [
             f"all keys and values at once by {quantiser}: divergence "
             + ", ".join(f"{row['kl']:.3g} at {row['bits']} bits" for row in plain_rows(rows))
@@ -231,14 +239,18 @@ class Precision(Result):
 
     @property
     def remarks(self) -> list[str]:
-        """Sentences on quantising everything at once, on predictions that are too large, and on the ranks."""
+        """Sentences about quantising everything together, about predictions that are too large, and about the
+        ranks.
+        """
         found = [f"A{words[1:]}." for words in self._together_in_words()]
         if bool((self.table["predicted_kl"] > _HOLDS).any()):
             found.append(f"* Above {_HOLDS} nats predictions are too large, up to a hundredfold: see kl.")
         return [*found, f"Spearman's rank correlation: {self._ranks_in_words()}."]
 
     def first_rows(self, most: int) -> pd.DataFrame:
-        """Return the first rows of the ranking as text; a star marks predictions that are too large."""
+        """Return the first rows of the ranking as text, in which a star marks predictions that are
+        too large.
+        """
         rows = self.ranking.head(most)
         texts = {name: rows[name].map("{:.4g}".format) for name in rows if name in _CHANGES + _DIVERGENCES}
         if self.has_kl and bool((large := rows["predicted_kl"] > _HOLDS).any()):
@@ -259,7 +271,9 @@ class Precision(Result):
         return "\n".join(lines)
 
     def plot(self) -> Figure:
-        """Draw the predicted effect of quantising each head, and real effects against predicted ones."""
+        """Draw the predicted effect of quantising each head, and the real effects against the
+        predicted ones.
+        """
         title = f"{self.model}, one input of {self.n} tokens"
         return draw_precision(self.table, title, divergences=self.has_kl)
 

@@ -1,4 +1,6 @@
-"""Run a model with chosen keys and values quantised, as if they came from a quantised KV cache."""
+"""Forward passes of a model with some keys and values quantised, as if they came from a quantised
+KV cache.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,8 @@ Place = tuple[int, int, str]
 def simulated_kl(
     whole: LogitsOfModel, bits: Mapping[Place, int], kv_heads: Mapping[int, int], quantiser: str
 ) -> float:
-    """Return the KL divergence of the model's predictions with the keys or values of some heads quantised.
+    """Return the KL divergence of the predictions of a model when the keys or values of some heads are
+    quantised.
 
     Layers are quantised in the order in which the model computes them, so the keys and values of a layer
     come from the quantised layers before it, as with a quantised KV cache.
@@ -60,7 +63,7 @@ def simulated_kl(
 
 
 def of_head(t: Tensor, layer: int, head: int, kv_heads: int) -> Tensor:
-    """Return a view of one head's part of the model's keys or values (*lead, heads, n, dim).
+    """Return a view of the part of keys or values (*lead, heads, n, dim) that belongs to one head.
 
     Some models repeat the keys of a head for each query head before their softmax, and some have one axis
     for the sequences of a batch and the heads.

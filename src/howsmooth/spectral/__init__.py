@@ -1,5 +1,5 @@
-"""Linear operators that are known only by products with vectors, and solvers that find their largest singular
-value with an interval.
+"""Linear operators given by products with vectors, and solvers for their largest singular value with an
+interval.
 
 Nothing in this package knows of attention.
 """

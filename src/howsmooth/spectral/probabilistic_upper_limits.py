@@ -1,5 +1,5 @@
-"""Upper limits of the norm of a linear map J that hold with a stated probability after Golub–Kahan or Lanczos
-steps from a random start.
+"""Upper limits of the norm of a linear map J that hold with a given probability, from Lanczos or Golub–Kahan
+steps with a random start.
 
 The start b is Gaussian and independent of J, so the squared cosine between b and the leading right
 singular vector is Beta(1/2, (N−1)/2) distributed, and exceeds its δ-quantile x_δ with probability
@@ -20,8 +20,8 @@ __all__ = ["a_posteriori_upper", "a_priori_upper", "ritz_values", "rounded_upper
 
 
 def start_quantile(dimension: int, confidence: float) -> float:
-    """Return a lower limit that the squared cosine between a Gaussian start vector and any fixed direction
-    exceeds with probability ``confidence``.
+    """Return a number that the squared cosine between a Gaussian start vector and any fixed direction exceeds
+    with probability ``confidence``.
 
     A Gaussian start in R^N, N = ``dimension``, has a squared cosine of at least x_δ with any fixed direction,
     with probability ``confidence`` = 1 − δ. The result x_δ is the δ-quantile of Beta(1/2, (N−1)/2), or 1 in
@@ -33,8 +33,8 @@ def start_quantile(dimension: int, confidence: float) -> float:
 
 
 def a_priori_upper(sigma: float, steps: int, quantile: float) -> float:
-    """Return an upper limit of the norm of a linear map from the lower limit ``sigma`` that Lanczos found and
-    the number of its steps.
+    """Return an upper limit of the norm of a linear map, given the lower limit ``sigma`` from Lanczos and the
+    number of steps.
 
     After k steps with leading Ritz value σ̂, the limit of ‖J‖ is σ̂ cosh(arccosh(1/√x_δ) / (2k − 1)), which
     ‖J‖ exceeds with probability at most δ. It sharpens Kuczyński and Woźniakowski (1992).
@@ -116,7 +116,7 @@ def rounded_upper(
     rtol: float,
 ) -> tuple[float, float, bool]:
     """Return the largest Ritz value of a Lanczos run on JᵀJ, and an upper limit of the largest eigenvalue
-    whose proof includes rounding errors.
+    that covers rounding errors.
 
     The third value is True if rounding decides the limit, so that further steps would not improve it.
 

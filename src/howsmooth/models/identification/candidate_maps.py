@@ -1,4 +1,4 @@
-"""Propose maps that a traced attention layer may compute, from its tensors and never from names.
+"""Proposal of maps that a traced attention layer may compute, from its tensors and not from names of modules.
 
 There are three hypotheses, from the most to the least explicit: a map whose every parameter is known; the
 softmaxes in closed form inside the model's own code; the whole module, differentiated by PyTorch. Each fits
@@ -54,7 +54,9 @@ CapturedMap = SelfAttention | StagedAttention | ReplayedAttention
 
 @dataclass(frozen=True, eq=False)
 class Hypothesis:
-    """A map that an attention layer may compute, not verified yet, and how the map's Jacobian is computed."""
+    """A candidate for the map that an attention layer computes, not yet verified, and how its Jacobian is
+    computed.
+    """
 
     map: CapturedMap
     path: Path  # how the Jacobian of the map is computed
@@ -66,7 +68,8 @@ class Hypothesis:
 def hypotheses(
     trace: LayerTrace, self_attention: SelfAttentionModule, output: AttentionOutput
 ) -> Iterator[Hypothesis | CaptureError]:
-    """Yield the maps that an attention layer may compute, the one with the most known parameters first.
+    """Yield candidates for the map that an attention layer computes, starting with the one whose parameters
+    are known best.
 
     Every parameter of the first map is known; the last map runs the module as it is. If a hypothesis does not
     fit the trace, the error that says why is yielded in place of the hypothesis.
@@ -105,7 +108,7 @@ def hypotheses(
 
 
 def _explicit(trace: LayerTrace, output: AttentionOutput, *, causal: bool) -> SelfAttention:
-    """Read all weights and options of an attention layer, and return the layer as a SelfAttention.
+    """Read all weights and options of an attention layer, and return it as a SelfAttention.
 
     ``causal`` is used for a single token, whose mask does not show whether the layer is causal.
     """
@@ -154,7 +157,7 @@ def _explicit(trace: LayerTrace, output: AttentionOutput, *, causal: bool) -> Se
 def _staged(
     trace: LayerTrace, self_attention: SelfAttentionModule, output: AttentionOutput, *, causal: bool
 ) -> StagedAttention:
-    """Return a map that runs a copy of the attention module, with a SoftmaxCore in place of each softmax.
+    """Return a map that runs a copy of the attention module with a SoftmaxCore in place of each softmax.
 
     The Jacobian of a SoftmaxCore has a closed form.
     """
@@ -188,7 +191,7 @@ def softmax_cores(trace: LayerTrace) -> Iterator[SoftmaxCore]:
 def _replayed(
     trace: LayerTrace, self_attention: SelfAttentionModule, output: AttentionOutput, *, causal: bool
 ) -> ReplayedAttention:
-    """Return the map that runs an unchanged copy of the attention module, differentiated by PyTorch."""
+    """Return a map that runs an unchanged copy of the attention module and is differentiated by PyTorch."""
     layer = CopiedModule.of(
         self_attention.alone, tail_of(self_attention, output), self_attention.implementation
     )
@@ -217,7 +220,9 @@ def _replayed(
 
 
 def matrix_of(trace: LayerTrace, projection: ModuleCall) -> nn.Module:
-    """Return the linear layer that takes the concatenated heads: the projection's module or one inside it."""
+    """Return the linear layer that takes the concatenated heads, which is the projection module or a module
+    inside it.
+    """
     heads, parts = heads_of(trace), set(projection.module.modules())
     for call in trace.after:
         if heads is not None and call.module in parts and is_linear(call.module) and is_given(call, heads):
@@ -227,7 +232,7 @@ def matrix_of(trace: LayerTrace, projection: ModuleCall) -> nn.Module:
 
 
 def tail_of(self_attention: SelfAttentionModule, output: AttentionOutput) -> Tail:
-    """Return the place at which a run of the attention module yields the attention's output."""
+    """Return the place at which a run of the attention module yields the attention output."""
     if output.outside:
         module = copy.deepcopy(output.call.module).requires_grad_(requires_grad=False)
         return Tail(module, width=width_of(output.call.inputs, output.call))
@@ -243,14 +248,14 @@ def _path(self_attention: SelfAttentionModule, call: ModuleCall | None) -> str |
 
 
 def width_of(tokens: Tensor | None, call: ModuleCall) -> int:
-    """Return the dimension of the tokens that a call takes or returns."""
+    """Return the dimension of the tokens that a module call takes or returns."""
     if tokens is None:
         raise CaptureError(f"{call.name} returns no tensor.")
     return tokens.shape[-1]
 
 
 def heads_in(trace: LayerTrace) -> int:
-    """Return the number of heads of a layer's first softmax."""
+    """Return the number of heads of the first softmax of a layer."""
     shape = output_of(trace.softmaxes[0]).shape
     return shape[-3] if len(shape) > 2 else 1
 
@@ -267,7 +272,9 @@ def of_one_sequence(softmax: SoftmaxCall) -> SoftmaxCall | None:
 
 
 def _common(layer: object, visible: Tensor | None, n: int) -> Tensor | None:
-    """Return the attention mask (n, n) of all heads; raise CaptureError if the heads' masks differ."""
+    """Return the attention mask (n, n) that all heads share; raise CaptureError if the masks of the heads
+    differ.
+    """
     if visible is None:
         return None
     each = _by_head(visible, n)
@@ -291,7 +298,7 @@ def _by_head(scores: Tensor, n: int) -> Tensor:
 
 
 def _masking(trace: LayerTrace, self_attention: SelfAttentionModule) -> tuple[str, bool]:
-    """Describe the masks of a layer in words, and say whether the layer is causal."""
+    """Describe the masks of a layer in words, and return whether the layer is causal."""
     found: list[tuple[str, bool]] = []
     for softmax in trace.softmaxes:
         shape = output_of(softmax).shape
@@ -322,7 +329,7 @@ def _masking(trace: LayerTrace, self_attention: SelfAttentionModule) -> tuple[st
 
 
 def _masking_of_weights(softmax: SoftmaxCall) -> tuple[str, bool]:
-    """Describe a mask in words, and say whether it is causal, from the zeros of the attention weights."""
+    """Describe a mask in words, and return whether it is causal, given the zeros of the attention weights."""
     p = softmax.probabilities
     if p is None or p.shape[-1] != p.shape[-2]:
         return "not read", False
@@ -332,7 +339,7 @@ def _masking_of_weights(softmax: SoftmaxCall) -> tuple[str, bool]:
 
 
 def condition_of(softmax: SoftmaxCall) -> float:
-    """Return an upper bound of the absolute attention scores, which decides a comparison's tolerance.
+    """Return an upper bound on the absolute attention scores, which determines the tolerance of comparisons.
 
     If the queries or keys are unknown, the result is 100, which is a guess and no bound.
     """

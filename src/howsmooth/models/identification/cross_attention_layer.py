@@ -1,4 +1,5 @@
-"""Identify and verify a layer of cross-attention: queries from one sequence, keys and values from another.
+"""Identification and verification of a cross-attention layer: queries from one sequence, keys and values from
+another.
 
 Its module is the innermost one with an argument that changes the queries of every softmax and nothing else,
 and another argument, the memory, that changes keys and values and nothing else.
@@ -60,12 +61,12 @@ _QUERIES, _MEMORY = {"queries"}, {"keys", "values"}
 
 
 class OneSequence(CaptureError):  # noqa: N818 - says what was found
-    """Raised for a layer whose queries, keys and values come from the same tokens."""
+    """The exception for a layer whose queries, keys and values come from the same tokens."""
 
 
 @dataclass(frozen=True, eq=False)
 class VerifiedCrossLayer:
-    """A layer of cross-attention whose map was identified and verified, for one sequence of a batch."""
+    """A cross-attention layer whose map was identified and verified, for one sequence of a batch."""
 
     module: SelfAttentionModule  # its call as a function of the queries' tokens, at the fixed memory
     map: CrossAttention | StagedCrossAttention
@@ -74,7 +75,7 @@ class VerifiedCrossLayer:
     stored: torch.dtype
 
     def site(self, side: str, sequence: int | None) -> CrossSite:
-        """Return the site of the layer as a function of one of ``howsmooth.scopes.SIDES``."""
+        """Return the layer as a function of its tokens, of its memory or of both, with its inputs."""
         x, memory = self.module.alone.tokens()[0].clone(), _memory_of(self.module.alone).clone()
         layer = self.module.layer
         return CrossSite(
@@ -100,7 +101,7 @@ class VerifiedCrossLayer:
 
 
 def read_cross_layer(traced_layer: TracedLayer, user: str) -> VerifiedCrossLayer:
-    """Identify the map that a traced layer of cross-attention computes for one sequence, and verify it.
+    """Identify the map that a traced cross-attention layer computes for one sequence, and verify it.
 
     Parameters
     ----------
@@ -148,13 +149,13 @@ def _read(traced_layer: TracedLayer, user: str) -> VerifiedCrossLayer:
 
 
 def _memory_of(call: ModuleReplay) -> Tensor:
-    """Return the memory (n, d_memory) of a call for one sequence."""
+    """Return the memory (n, d_memory) of a module call for one sequence."""
     assert call.memory is not None
     return call.memory.reshape(-1, call.memory.shape[-1])
 
 
 def _find(traced_layer: TracedLayer, implementation: str) -> SelfAttentionModule:
-    """Find the module of a traced layer that is given the queries' tokens and the memory."""
+    """Find the module of a traced layer that takes the tokens of the queries and the memory as arguments."""
     layer, reasons = traced_layer.layer, []
     for call in reversed(traced_layer.calls):
         if not call.unchanged():
@@ -185,7 +186,7 @@ def _find(traced_layer: TracedLayer, implementation: str) -> SelfAttentionModule
 def _moved_by(
     traced_layer: TracedLayer, call: TracedCall, tokens: Tensor, implementation: str
 ) -> list[set[str]]:
-    """Return which operands of each softmax of a call change with one of its arguments."""
+    """Return which operands of each softmax in a module call change with one of its arguments."""
     replay = ModuleReplay(call, tokens, 1)
     way, before = _way(replay, implementation)
     if len(before) != traced_layer.softmaxes:
@@ -204,7 +205,9 @@ def _moved_by(
 
 
 def _way(call: ModuleReplay, implementation: str) -> tuple[str | None, list[SoftmaxCall]]:
-    """Return the attention implementation of a call, None without transformers' interface; and softmaxes."""
+    """Return the attention implementation of a module call (None outside the interface of transformers), and
+    its softmaxes.
+    """
     seen = softmaxes_of(call, call.x, implementation)
     if any(softmax.kind == "interface" for softmax in seen):
         return implementation, seen
@@ -214,7 +217,9 @@ def _way(call: ModuleReplay, implementation: str) -> tuple[str | None, list[Soft
 def _module_of(
     traced_layer: TracedLayer, call: TracedCall, roles: dict[str, Tensor], implementation: str
 ) -> SelfAttentionModule:
-    """Return the module of a layer with its call, after checking that its softmaxes are fixed functions."""
+    """Return the module of a layer with its call, after checking that its softmaxes do not change from run to
+    run.
+    """
     layer = replace(traced_layer.layer, name=call.name, module=call.module)
     replay = ModuleReplay(call, roles["queries"], 1, roles["memory"])
     way, before = _way(replay, implementation)
@@ -233,7 +238,9 @@ def _module_of(
 def _hypotheses(
     trace: LayerTrace, module: SelfAttentionModule, output: AttentionOutput
 ) -> Iterator[tuple[CrossAttention | StagedCrossAttention, str] | CaptureError]:
-    """Yield the maps that a layer may compute, with a reason for the kind of map; or why there is none."""
+    """Yield candidates for the map of a layer, each with a reason for its kind, or the reason why there is
+    none.
+    """
     try:
         yield _explicit(trace, module, output), "every parameter is known"
         reason = "as a map with these parameters it was not confirmed"
@@ -248,7 +255,7 @@ def _hypotheses(
 
 
 def _explicit(trace: LayerTrace, module: SelfAttentionModule, output: AttentionOutput) -> CrossAttention:
-    """Read all weights and options of a layer, and return the layer as a CrossAttention."""
+    """Read all weights and options of a layer, and return it as a CrossAttention."""
     layer = trace.layer
     if len(trace.softmaxes) > 1:
         raise CaptureError(f"{layer} has {len(trace.softmaxes)} softmaxes.")
@@ -292,7 +299,7 @@ def _by_head(scores: Tensor, m: int, n: int) -> Tensor:
 
 
 def _staged(trace: LayerTrace, module: SelfAttentionModule, output: AttentionOutput) -> StagedCrossAttention:
-    """Return a map that runs a copy of the module, with a SoftmaxCore in place of each softmax."""
+    """Return a map that runs a copy of the module with a SoftmaxCore in place of each softmax."""
     copied = CopiedModule.of(module.alone, tail_of(module, output), module.implementation)
     memory = _memory_of(module.alone)
     return StagedCrossAttention(
@@ -311,7 +318,7 @@ def _staged(trace: LayerTrace, module: SelfAttentionModule, output: AttentionOut
 
 
 class _CopiedCrossModule:
-    """A copy of an attention module as a function of the queries' tokens and the memory."""
+    """A copy of an attention module as a function of the tokens of the queries and the memory."""
 
     def __init__(self, copied: CopiedModule) -> None:
         self.copied = copied
@@ -327,7 +334,7 @@ class _CopiedCrossModule:
 
 
 def _masking(trace: LayerTrace) -> str:
-    """Say in words which tokens of the memory are hidden from the queries of a cross-attention layer."""
+    """Describe in words which memory tokens are hidden from the queries of a cross-attention layer."""
     found = []
     for softmax in trace.softmaxes:
         visible, _ = split_mask(trace.layer, softmax.mask)
@@ -350,7 +357,9 @@ def _verify(
     attention: CrossAttention | StagedCrossAttention,
     condition: float,
 ) -> None:
-    """Raise CaptureError unless a map agrees with the model, at the captured sequences and at others."""
+    """Raise CaptureError unless a map agrees with the model, at the captured sequences and at other
+    sequences.
+    """
     call, memory = module.alone, _memory_of(module.alone)
     for of_queries, of_memory in ((False, False), (True, False), (False, True), (True, True)):
         y = moved_tokens(memory) if of_memory else memory

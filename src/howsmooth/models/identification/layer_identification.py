@@ -1,4 +1,4 @@
-"""Identify and verify one attention layer of a forward pass."""
+"""Identification and verification of one self-attention layer from a trace of the forward pass."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ __all__ = ["VerifiedLayer", "indices_of", "read_layer"]
 
 @dataclass(frozen=True, eq=False)
 class VerifiedLayer:
-    """An attention layer whose map was identified and verified."""
+    """A self-attention layer whose map was identified and verified."""
 
     self_attention: SelfAttentionModule
     output: AttentionOutput
@@ -43,11 +43,12 @@ class VerifiedLayer:
 
     @property
     def tokens(self) -> Tensor:
-        """The tokens (batch, n, d) that the model applies the attention to."""
+        """The tokens (batch, n, d) to which the model applies the attention."""
         return self.self_attention.replay.tokens()
 
     def sites(self, scope: str, heads: Sequence[int] | slice | None = None) -> list[Site]:
-        """Return the layer's map for a scope, such as "head", with its tokens, as a list of sites.
+        """Return the map of the layer in a scope, such as "head", with its tokens, as a list of captured
+        layers.
 
         The list has one :class:`Site`, or one for each head in scope ``head``. ``scope`` says which part of
         the layer the map covers, such as "head" or "attention".
@@ -155,7 +156,7 @@ def _read(traced_layer: TracedLayer, batch: int, user: str) -> VerifiedLayer:
 
 
 def _may_be_outputs(norm: LayerNorm | RMSNorm | None, x: Tensor) -> bool:
-    """Return True if all tokens ``x`` can be outputs of a norm layer.
+    """Return True if all tokens in ``x`` may be outputs of a norm layer.
 
     The norm layer was identified on the first sequence only.
     """
@@ -172,7 +173,7 @@ def _may_be_outputs(norm: LayerNorm | RMSNorm | None, x: Tensor) -> bool:
 
 
 def indices_of(given: Sequence[int] | slice | None, count: int, what: str) -> list[int]:
-    """Convert a selection of layers or heads to the list of their indices, without repetition.
+    """Convert a selection of layers or heads to a list of indices without repetition.
 
     None selects all.
 

@@ -1,4 +1,4 @@
-"""Find how a traced layer arranges its residual connection and its norm layers around the attention.
+"""Determination of where a traced layer has its residual connection and its norm layers around the attention.
 
 Let X be the input of the attention, A its output and H the input of the norm whose output is X. The sum of
 residual and attention is α∘B + λ∘C with B = H or X, and C = A or N₂(A) for a norm N₂ with input A. It is
@@ -37,7 +37,7 @@ __all__ = [
 
 @dataclass(frozen=True, eq=False)
 class Block:
-    """The first half of a Transformer layer: the attention with its residual connection and norm layers.
+    """The attention half of a Transformer layer: the attention with its residual connection and norm layers.
 
     ``map`` is None if no sum of residual and attention was found; ``obstacle`` then says why. Otherwise
     ``map`` at the input H of ``pre_norm`` (at X if ``pre_norm`` is None) is the value found at ``value_at``.
@@ -85,7 +85,7 @@ def read_block(trace: LayerTrace, attention: TokenMap, output: ModuleCall) -> Bl
 
 @dataclass(frozen=True, eq=False)
 class FoundSum:
-    """A sum α·residual + λ·attention that equals one of the layer's tensors up to rounding."""
+    """A sum α·residual + λ·attention that equals one of the tensors of the layer up to rounding."""
 
     target: Target  # where the sum was found
     total: Factors  # the factors α and λ
@@ -95,7 +95,8 @@ class FoundSum:
 
 
 def sums_of(trace: LayerTrace, output: ModuleCall) -> Iterator[FoundSum]:
-    """Yield the ways in which a layer may add a module's output to the residual stream, the simplest first.
+    """Yield the ways in which a layer may add the output of a module to the residual stream, starting with
+    the simplest.
 
     Each sum equals one of the tensors recorded in the trace.
     """
@@ -111,7 +112,9 @@ def sums_of(trace: LayerTrace, output: ModuleCall) -> Iterator[FoundSum]:
 
 
 def _arranged(trace: LayerTrace, branch: TokenMap, found: FoundSum, later: list[ModuleCall]) -> Block:
-    """Return a layer's attention block as a map, given the sum of residual and attention that was found."""
+    """Return the attention half of a layer as a map, given the sum of residual and attention that
+    was found.
+    """
     target, pre, total = found.target, found.pre, found.total
     call, reading = target.call, target.reading
     following = call if call is not None and is_norm(call.module) else None
@@ -150,7 +153,8 @@ def _arranged(trace: LayerTrace, branch: TokenMap, found: FoundSum, later: list[
 def _residual_side(
     trace: LayerTrace, following: ModuleCall, later: list[ModuleCall]
 ) -> Literal["input", "output"] | None:
-    """Find whether the residual connection around a layer's MLP begins before or after the norm layer.
+    """Determine whether the residual connection around the MLP of a layer starts before or after the norm
+    layer.
 
     The result says which tokens of the norm layer are the residual. It tells a post-norm layer ("output")
     from a pre-norm layer that lacks its first norm ("input"), such as the first layer of ModernBERT: in both,
@@ -196,7 +200,9 @@ def _in_parallel(trace: LayerTrace, found: FoundSum, later: list[ModuleCall]) ->
 
 
 def _norms_of(branch: Tensor, later: list[ModuleCall]) -> Iterator[tuple[Tensor, ModuleCall]]:
-    """Yield the norm layers that are applied to the attention's output, each with the tokens it returns."""
+    """Yield the norm layers that are applied to the attention output, each with the tokens that it
+    returns.
+    """
     for call in later:
         if is_norm(call.module) and call.inputs is not None and call.output is not None:
             tokens, value = like(call.inputs, branch), like(call.output, branch)
@@ -222,7 +228,7 @@ def _obstacle(later: list[ModuleCall], branch: Tensor, hidden: Tensor | None, x:
 
 
 def _norm_before(trace: LayerTrace) -> tuple[ModuleCall | None, Tensor, Tensor | None]:
-    """Find the norm layer that computes the attention's input X.
+    """Find the norm layer that computes the input X of the attention.
 
     Return its call, output and input; without such a norm layer, return (None, X, None).
     """
@@ -258,13 +264,17 @@ def _no_norm(call: ModuleCall) -> str:
 
 
 def token_norm(trace: LayerTrace) -> LayerNorm | RMSNorm | None:
-    """Return the norm layer whose output is the attention's input X, as a map; None if it is unknown."""
+    """Return the norm layer whose output is the input X of the attention as a map, or None if it is
+    unknown.
+    """
     call = trace.last_norm
     return norm_map(call) if call is not None and same(call.output, trace.x) else None
 
 
 def norm_map(call: ModuleCall) -> LayerNorm | RMSNorm | None:
-    """Return the LayerNorm or RMSNorm map that reproduces the output of a call, or None if neither does."""
+    """Return the LayerNorm or RMSNorm map that reproduces the output of a module call, or None if neither
+    does.
+    """
     module, x, y = call.module, call.inputs, call.output
     if x is None or y is None or y.shape != x.shape:
         return None

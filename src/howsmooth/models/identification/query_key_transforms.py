@@ -1,4 +1,4 @@
-"""Find rotary positions, norm layers and scales between the linear projections and the softmax.
+"""Detection of rotary positions, norm layers and scales between the linear projections and the softmax.
 
 The query of token i in one head is s·R_i N(W x_i): W is a linear projection, N a norm or the identity, s a
 scale, and R_i rotates pairs of entries by angles that depend on the position i. All heads of queries and keys
@@ -25,7 +25,7 @@ Norm = LayerNorm | RMSNorm
 
 @dataclass(frozen=True, eq=False)
 class ProjectionReading:
-    """Columns of linear modules' outputs that may be the queries or keys before they are rotated."""
+    """Columns of the outputs of linear modules that may be the queries or keys before their rotation."""
 
     columns: Int64[Tensor, " wanted"]
     norm: Norm | None  # the norm of each head after the projection
@@ -36,7 +36,7 @@ class ProjectionReading:
 
 @dataclass(frozen=True, eq=False)
 class FittedRotary:
-    """The rotation that turns the projections of tokens into the queries and keys of the softmax."""
+    """The rotation that maps the projections of tokens to the queries and keys of the softmax."""
 
     rotary: Rotary | None  # None if nothing is rotated
     order: Int64[
@@ -50,7 +50,7 @@ def projection_readings(
     slices: Sequence[Int64[Tensor, " wanted"]],
     norms: Sequence[Norm],
 ) -> Iterator[ProjectionReading]:
-    """Yield columns of the linear modules' outputs that may be the queries (or keys) before a rotation.
+    """Yield columns of the outputs of linear modules that may be the queries (or keys) before their rotation.
 
     Rotations preserve lengths, so that only these can be the queries or keys before the rotation.
 
@@ -87,7 +87,9 @@ def projection_readings(
 
 
 def fit_rotary(query: ProjectionReading, key: ProjectionReading) -> FittedRotary | None:
-    """Find the rotation that turns projections into the queries and keys; None if there is none."""
+    """Find the rotation that maps the projections to the queries and keys, or return None if there
+    is none.
+    """
     wanted, base = torch.cat((query.given, key.given)), torch.cat((query.base, key.base))
     dim = base.shape[-1]
     plain = query.norm is None and key.norm is None
@@ -130,7 +132,9 @@ def _rotary(
 
 
 def reordered(norm: Norm | None, order: Int64[Tensor, " dim"]) -> Norm | None:
-    """Return a norm layer with its weight and bias in another order of entries; None if ``norm`` is None."""
+    """Return a norm layer with the entries of its weight and bias in another order, or None if ``norm`` is
+    None.
+    """
     if norm is None:
         return None
 

@@ -1,4 +1,6 @@
-"""Find what kind of input a model takes, and which models (text, vision, audio) are parts of it."""
+"""Detection of the kind of input that a model takes, and of the models (text, vision, audio) that it
+contains.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,7 @@ def modality_of(model: nn.Module) -> str:
 
 
 def token_width(model: nn.Module) -> int | None:
-    """Return the dimension d of a model's embedded tokens, or None if the model does not state it."""
+    """Return the dimension d of the embedded tokens of a model, or None if the model does not state it."""
     table = embedding_of(model)
     if table is not None:
         return table.embedding_dim
@@ -36,7 +38,9 @@ def token_width(model: nn.Module) -> int | None:
 
 
 def named_parts(model: nn.Module) -> dict[str, str]:
-    """Return the outermost transformers models inside a model: a dict from module path to kind of input."""
+    """Return a dict from the module paths of the outermost transformers models inside a model to their kinds
+    of input.
+    """
     found: dict[str, str] = {}
     for name, module in model.named_modules():
         inside = any(name.startswith(f"{outer}.") for outer in found)
@@ -46,7 +50,8 @@ def named_parts(model: nn.Module) -> dict[str, str]:
 
 
 def choose_part(model: nn.Module, part: str, name: str) -> tuple[str, nn.Module]:
-    """Find a part of a model by its kind, such as "text", or by its module path; return path and module.
+    """Find a part of a model by its kind, such as "text", or by its module path, and return its path and
+    module.
 
     Parameters
     ----------

@@ -1,4 +1,4 @@
-"""Make short dummy inputs for a model, enough to see what its layers compute."""
+"""Short dummy inputs for a model, which are sufficient to observe what its layers compute."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _TOKENS = 16  # the default length
 def sample_inputs(
     model: nn.Module, preparation: ImagePreparation | AudioPreparation | None, tokens: object = None
 ) -> Tensor | dict[str, Tensor]:
-    """Make dummy inputs for a model: a sequence of random tokens, a built-in image or built-in audio.
+    """Return dummy inputs for a model: a sequence of random tokens, a built-in image or built-in audio.
 
     Parameters
     ----------

@@ -1,4 +1,4 @@
-"""Follow the axes of a tensor through reshapes and permutations.
+"""Tracking of the axes of a tensor through reshapes and permutations.
 
 Attention code merges, splits and swaps the axes of its scores between ``q @ k.T`` and ``p @ v``. To bring
 queries and keys into the arrangement of ``p @ v``, the length of each axis is written as a product of
@@ -16,7 +16,8 @@ __all__ = ["Axes", "Axis", "Factor", "arrange", "broadcast", "leaves", "regroup"
 
 
 class Factor:
-    """A factor of the length of an axis; a length heads · head_dim has the factors heads and head_dim.
+    """A factor of the length of an axis; for example, the length heads · head_dim has the factors heads and
+    head_dim.
 
     A split changes the factor in place, so that every tensor whose axes contain it sees the two parts.
     """
@@ -28,7 +29,7 @@ class Factor:
         self.parts: tuple[Factor, Factor] | None = None
 
     def split(self, first: int) -> tuple[Factor, Factor]:
-        """Split this factor of an axis's length into an outer one of size ``first`` and an inner one.
+        """Split this factor of the length of an axis into an outer factor ``first`` and an inner factor.
 
         Both are returned.
         """
@@ -41,7 +42,9 @@ Axes = tuple[Axis, ...]
 
 
 def leaves(axis: Axis) -> Axis:
-    """Return the smallest factors of an axis: a factor that was split is replaced by its parts."""
+    """Return the smallest factors of an axis, in which every factor that was split is replaced by
+    its parts.
+    """
     found: list[Factor] = []
     for factor in axis:
         found += (factor,) if factor.parts is None else leaves(factor.parts)
@@ -49,7 +52,7 @@ def leaves(axis: Axis) -> Axis:
 
 
 def regroup(axes: Axes, shape: Sequence[int]) -> Axes | None:
-    """Return the axes of a tensor after a reshape; None if they cannot be followed.
+    """Return the axes of a tensor after a reshape, or None if the axes cannot be tracked through it.
 
     They cannot if the old and the new lengths do not divide one another.
     """
@@ -74,7 +77,7 @@ def regroup(axes: Axes, shape: Sequence[int]) -> Axes | None:
 
 
 def broadcast(axes: Axes, shape: Sequence[int]) -> tuple[Axes, Axes]:
-    """Return the axes after a tensor is broadcast against a tensor of another shape.
+    """Return the axes of a tensor after broadcasting it to a larger shape.
 
     The first result are the axes of the broadcast tensor, the second the axes of the tensor of ``shape``.
     """
@@ -91,7 +94,7 @@ def broadcast(axes: Axes, shape: Sequence[int]) -> tuple[Axes, Axes]:
 
 
 def arrange(tensor: Tensor, axes: Axes, target: Sequence[Axis]) -> Tensor | None:
-    """Permute and reshape a tensor such that it has the wanted axes.
+    """Permute and reshape a tensor such that it has the given axes.
 
     An axis has length one if the tensor has none of the target's factors; if it has only some of them, the
     tensor is repeated along the others. None if the tensor has a factor that is in no target axis.

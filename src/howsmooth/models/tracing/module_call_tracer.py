@@ -1,4 +1,4 @@
-"""Run a model once and keep the module calls around each of its softmax attentions.
+"""A tracer that runs a model once and records the module calls that enclose each of its softmax attentions.
 
 The forward pass runs the user's own attention implementation and replaces nothing. Arguments and outputs are
 kept only for the layers that were asked for.
@@ -45,7 +45,7 @@ __all__ = [
 
 @dataclass(eq=False)
 class TracedCall:
-    """A call of a module during a forward pass, with its arguments."""
+    """A module call during a forward pass, with its arguments."""
 
     name: str
     module: nn.Module
@@ -57,7 +57,9 @@ class TracedCall:
     output: Any = None
 
     def keep(self) -> None:
-        """Copy the floating-point arguments of a module call, which the model may change in place later."""
+        """Copy the floating-point arguments of the module call, because the model may change them in place
+        later.
+        """
         if self.kept:
             return
         self.kept = True
@@ -92,7 +94,7 @@ class TracedCall:
 
 @dataclass(eq=False)
 class TracedLayer:
-    """One attention layer of a forward pass, and the module calls around its softmaxes.
+    """One attention layer of a forward pass, with the module calls that enclose its softmaxes.
 
     ``calls`` begins with the call of the whole layer and ends with the innermost module around the softmaxes.
     """
@@ -104,7 +106,7 @@ class TracedLayer:
 
     @property
     def modules(self) -> list[nn.Module]:
-        """The modules whose weights are read to find out which map the attention layer computes.
+        """The modules whose weights are read to determine the map that the attention layer computes.
 
         They are the modules of the calls, and the norm layers before them.
         """
@@ -113,14 +115,14 @@ class TracedLayer:
 
 
 class StopForward(BaseException):
-    """Raised to end a forward pass early, as soon as all wanted layers have run.
+    """The exception that ends a forward pass early, when all layers of interest have run.
 
     It is a BaseException, so that no model catches it with ``except Exception``.
     """
 
 
 def run(model: nn.Module, inputs: Mapping[str, Any]) -> Any:
-    """Run the model once and return its output, or None if a tracer ended the pass early.
+    """Run the model once and return its output, or None if a tracer ended the forward pass early.
 
     A model with weights in half precision runs in float32.
 
@@ -161,7 +163,7 @@ def trace_forward_pass(
     wanted: Sequence[int] | None,
     on_layer: Callable[[AttentionLayer], None] = lambda layer: None,
 ) -> tuple[list[AttentionLayer], dict[int, TracedLayer]]:
-    """Run a model once, and record its attention layers with the module calls around their softmaxes.
+    """Run a model once, and record its attention layers with the module calls that enclose their softmaxes.
 
     Parameters
     ----------
@@ -188,7 +190,8 @@ def trace_forward_pass(
 def run_with_attention(
     model: nn.Module, inputs: Mapping[str, Any], attend: Callable[[int, SoftmaxCall], Tensor | None]
 ) -> Any:
-    """Run the model once with replaced outputs of its softmax attentions, and return the model's output.
+    """Run the model once with given outputs in place of its softmax attentions, and return the output of the
+    model.
 
     ``attend`` is called with the index of each layer, counted as by :func:`trace_forward_pass`, and with each
     softmax attention of the layer. A tensor that ``attend`` returns replaces the output of this attention.
@@ -206,7 +209,7 @@ def run_with_attention(
 
 
 class _ForwardTracer:
-    """The forward hooks of :func:`trace_forward_pass`, and the attention layers that they have found."""
+    """The forward hooks of :func:`trace_forward_pass`, with the attention layers that they have found."""
 
     def __init__(
         self, model: nn.Module, wanted: Sequence[int] | None, on_layer: Callable[[AttentionLayer], None]
@@ -227,7 +230,7 @@ class _ForwardTracer:
 
     @contextmanager
     def hooked(self) -> Iterator[None]:
-        """Register forward hooks on all modules of the model within the context."""
+        """Return a context manager that registers forward hooks on all modules of the model."""
         with ExitStack() as stack:
             for name, module in self.model.named_modules():
                 starts = partial(self._starts, name)
@@ -256,7 +259,7 @@ class _ForwardTracer:
                 raise StopForward
 
     def on_softmax(self, softmax: SoftmaxCall) -> None:
-        """Record a softmax attention, with the modules that are running around it.
+        """Record a softmax attention, with the modules in which it runs.
 
         The first softmax in a call of a module starts the record of an attention layer.
         """
@@ -299,7 +302,7 @@ class _ForwardTracer:
 
 
 def enclosing_layer(name: str) -> str:
-    """Return the path of the smallest layer around a module; "" if there is none.
+    """Return the path of the smallest Transformer layer that contains a module, or "" if there is none.
 
     A layer is a numbered entry of a module list.
 
@@ -310,7 +313,7 @@ def enclosing_layer(name: str) -> str:
 
 
 def _causal(softmax: SoftmaxCall) -> bool:
-    """Return True if a softmax is causal: no query sees a later key.
+    """Return True if a softmax attention is causal, so that no query sees a later key.
 
     It is judged by the mask and, without a mask, by the probabilities.
     """

@@ -19,7 +19,7 @@ __all__ = ["CosineAttention"]
 
 
 class CosineAttention(AttentionVariant):
-    """Scaled cosine self-attention, which is Lipschitz on the whole space, with every mask.
+    """Scaled cosine self-attention, which is Lipschitz on the whole space under every mask.
 
     In each head, every query, key and value u is normalised to u/√(|u|² + ε), and the output is ν softmax(τ q
     kᵀ) v. Without a radius, the bound is :func:`howsmooth.bounds.scaled_cosine_upper_bound` of the matrices

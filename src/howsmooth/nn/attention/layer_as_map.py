@@ -1,4 +1,4 @@
-"""A map of tokens that is given by an arbitrary function of tokens and weights.
+"""A layer as a map of tokens, given by a function of tokens and weights.
 
 It serves attention variants that have no class in howsmooth.attention.
 """
@@ -20,7 +20,7 @@ Weights = Mapping[str, Tensor]
 
 
 class LayerMap(TokenMap):
-    """A token map given by a function of tokens and weights, whose Jacobian is computed by autodiff.
+    """A token map given by a function of tokens and weights, with a Jacobian by automatic differentiation.
 
     Parameters
     ----------
@@ -86,7 +86,7 @@ class LayerMap(TokenMap):
         )
 
     def describe(self) -> str:
-        """Return one phrase that describes the map."""
+        """Return a phrase that describes the map, for messages and reports."""
         return self._description
 
     def check_length(self, n: int) -> None:

@@ -1,4 +1,4 @@
-"""Follow Lipschitz constants and token norms through the operations of a model's own ``forward``.
+"""Propagation of Lipschitz constants and token norms through the operations of a model's own ``forward``.
 
 ``torch.fx`` records the operations, one run on an example gives all shapes, and each operation on tokens
 has a rule here or is refused by name. Operations on anything else, such as shapes, are carried out.
@@ -35,7 +35,7 @@ _SOURCE = 'models with a forward of their own, howsmooth documentation, "Enforce
 
 @dataclass(frozen=True)
 class _State:
-    """The shape of one tensor of the forward pass, with a Lipschitz bound and norm bound for all inputs.
+    """The shape of one tensor of the forward pass, with a Lipschitz bound and a norm bound for all inputs.
 
     Attributes
     ----------
@@ -60,12 +60,12 @@ class _State:
 
     @property
     def length(self) -> int:
-        """The number of the tensor's tokens."""
+        """The number of tokens in the tensor."""
         return math.prod(self.shape[axis] for axis in self.tokens or ())
 
 
 class _Recorder(fx.Tracer):
-    """A torch.fx tracer that records PyTorch's modules, and modules of known constant, as one node each.
+    """A torch.fx tracer that records PyTorch modules, and modules with a known constant, as single nodes.
 
     It also records the inside of Sequential.
     """
@@ -76,7 +76,8 @@ class _Recorder(fx.Tracer):
 
 
 def walk_graph(model: nn.Module, inputs: Tensor, length: int, radius: float) -> Walk:
-    """Follow tokens through the operations of a model's ``forward``, which is run once on ``inputs``.
+    """Propagate Lipschitz constants through the operations of a model's ``forward``, which is run once on
+    ``inputs``.
 
     Raises
     ------
@@ -98,7 +99,8 @@ def walk_graph(model: nn.Module, inputs: Tensor, length: int, radius: float) -> 
 
 
 def first_module(model: nn.Module) -> nn.Module | None:
-    """Return the first module, apart from identities, that receives the model's input; None if none does.
+    """Return the first module, apart from identities, that receives the input of the model, or None if there
+    is none.
 
     This module is the model itself if the tracer keeps the model whole.
 
@@ -129,7 +131,8 @@ def _recorded(model: nn.Module) -> fx.Graph:
 
 
 class _Follower(fx.Interpreter):
-    """An interpreter of the recorded graph: it computes each node's value at the example, and its bounds.
+    """An interpreter of the recorded graph that computes the value of each node at an example input, and its
+    bounds.
 
     The bounds are a _State. A node that depends on the input through shapes alone has none.
     """
@@ -143,7 +146,7 @@ class _Follower(fx.Interpreter):
         self.rows: tuple[Row, ...] = ()
 
     def follow(self) -> _State:
-        """Run the recorded graph, and return the bounds on its output."""
+        """Run the recorded graph, and return the bounds on the output of the model."""
         try:
             with torch.no_grad():
                 self.run(self._inputs)
@@ -161,7 +164,7 @@ class _Follower(fx.Interpreter):
         return state
 
     def run_node(self, n: fx.Node) -> Any:
-        """Compute the value of one node of the graph for the example input, and its bounds for all inputs."""
+        """Compute the value of one node of the graph at the example input, and its bounds for all inputs."""
         value = super().run_node(n)
         if n.op == "placeholder":
             if n is not self._nodes[0]:
@@ -187,7 +190,9 @@ class _Follower(fx.Interpreter):
         return state
 
     def _state(self, node: fx.Node, value: Any) -> _State:
-        """Return the bounds on the value of a graph node, or raise CertificateError without a rule for it."""
+        """Return the bounds on the value of a graph node; raise CertificateError if there is no rule for the
+        node.
+        """
         found: _State | str
         if node.op == "call_module":
             found = self._of_module(node, value)
@@ -221,7 +226,9 @@ class _Follower(fx.Interpreter):
             return "is called with arguments for which there is no rule"
 
     def _given(self, argument: Any) -> Any:
-        """Return the value of an argument of a call, such as the default of an argument of the model."""
+        """Return the value of an argument of a call that does not depend on the input, such as a default
+        value.
+        """
         return self.env.get(argument, argument) if isinstance(argument, fx.Node) else argument
 
     def _of_module(self, node: fx.Node, value: Any) -> _State | str:
@@ -270,7 +277,9 @@ class _Follower(fx.Interpreter):
         return found
 
     def _of_images(self, module: nn.Module, path: str, state: _State, value: Any) -> _State | str:
-        """Bound the patches of images, or a convolution that maps disjoint patches of images to tokens."""
+        """Bound the output of a convolution or of a cut into patches that maps disjoint patches of images to
+        tokens.
+        """
         if self.rows:
             return "cuts the images a second time, perhaps into other patches than those of the radius"
         if isinstance(module, Patches):
@@ -307,7 +316,7 @@ _REMEDY = (
 
 
 def _is_shape(node: fx.Node) -> bool:
-    """Tell whether a node of the recorded graph only reads the shape, dtype or device of a tensor."""
+    """Return whether a node of the recorded graph only reads the shape, dtype or device of a tensor."""
     if node.op == "call_method":
         return node.target in ("size", "dim")
     return (

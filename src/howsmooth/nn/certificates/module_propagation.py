@@ -1,4 +1,4 @@
-"""Compute the Lipschitz constant of a model from the constants of its modules.
+"""Computation of the Lipschitz constant of a model from the constants of its modules.
 
 Tokens are followed from module to module, because a module's constant may depend on their number and norms.
 """
@@ -26,7 +26,7 @@ __all__ = ["REWRITINGS", "Composite", "Row", "Walk", "has_rules", "walk"]
 
 @dataclass(frozen=True)
 class Row:
-    """One row of a certificate's table: the Lipschitz constant of a module.
+    """One row of the table of a certificate: the Lipschitz constant of one module.
 
     Attributes
     ----------
@@ -83,19 +83,23 @@ REWRITINGS: dict[type[nn.Module], Rewriting] = {}
 
 
 class Composite(LipschitzModule):
-    """A module whose Lipschitz constant is computed from the Lipschitz constants of its children."""
+    """Base class of modules whose Lipschitz constant is computed from the Lipschitz constants of their
+    children.
+    """
 
     @abstractmethod
     def rows(self, length: int, radius: float, path: str, level: int) -> tuple[Row, ...]:
-        """Return table rows of the certificate: one for each module inside this module, then its own row."""
+        """Return the rows of the certificate for this module: one row for each module inside it, then its own
+        row.
+        """
 
     def lipschitz_bound(self, length: int, radius: float) -> Bound:
-        """Return the Lipschitz bound that follows from the bounds of the module's children."""
+        """Return the Lipschitz bound that follows from the bounds of the children of this module."""
         row = self._row(length, radius)
         return upper_bound(row.kind, row.source, row.constant, row.radius_in)
 
     def output_radius(self, length: int, radius: float) -> float:
-        """Return an upper bound on the norms of output tokens, for inputs of norm at most ``radius``."""
+        """Return an upper bound on the norms of output tokens for input tokens of norm at most ``radius``."""
         return self._row(length, radius).radius_out
 
     def _row(self, length: int, radius: float) -> Row:
@@ -139,7 +143,7 @@ def walk(module: nn.Module, length: int, radius: float, path: str = "", level: i
 
 
 def has_rules(module: nn.Module) -> bool:
-    """Tell whether the Lipschitz constant of a module, or of each module in a Sequential, is known.
+    """Return whether the Lipschitz constant of a module, or of each module in a Sequential, is known.
 
     There is no rule for other modules, such as models with a ``forward`` of their own.
     """
@@ -160,7 +164,7 @@ def kind_of(module: nn.Module) -> type[nn.Module]:
 
 
 def refusal(module: nn.Module, path: str, reason: str, remedy: str = "") -> CertificateError:
-    """Return the error that says why a module has no Lipschitz constant."""
+    """Return the exception that says why no Lipschitz constant of a module is known."""
     return CertificateError(path, kind=kind_of(module).__name__, reason=reason, remedy=remedy)
 
 

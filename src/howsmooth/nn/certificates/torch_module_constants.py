@@ -1,4 +1,4 @@
-"""Lipschitz constants of PyTorch's own modules, with one rule for each class."""
+"""Lipschitz constants of PyTorch modules, by one rule for each class of modules."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _SOURCE = 'modules of PyTorch, howsmooth documentation, "Enforce"'
 
 @dataclass(frozen=True)
 class Reach:
-    """The Lipschitz constant of a module, and the number and largest norm of its output tokens.
+    """The Lipschitz constant of a module, with the number and the largest norm of its output tokens.
 
     ``constant`` bounds its Lipschitz constant and ``radius`` the norms of its output tokens; ``length`` is
     the number of output tokens.
@@ -39,7 +39,7 @@ Rule = Callable[[Any, int, float], Reach | str]
 
 
 def rule_of(kind: type[nn.Module]) -> Rule | None:
-    """Return the rule that computes the Lipschitz constants of modules of a class.
+    """Return the rule that computes the Lipschitz constant of modules of a given class.
 
     The result is None if no rule covers the class, or if the class replaces a ``forward`` that a rule covers.
     """

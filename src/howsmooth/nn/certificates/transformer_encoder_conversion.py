@@ -1,4 +1,6 @@
-"""PyTorch's Transformer encoder layers, rewritten as sequences of modules with known Lipschitz constants."""
+"""Conversion of PyTorch's Transformer encoder layers to sequences of modules with known Lipschitz
+constants.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,7 @@ _ACTIVATIONS = {nn.functional.relu: nn.ReLU, nn.functional.gelu: nn.GELU}
 
 
 def encoder_layer(layer: nn.Module, length: int) -> nn.Sequential | str:
-    """Rewrite PyTorch's encoder layer as a Sequential of modules with known Lipschitz constants.
+    """Convert PyTorch's TransformerEncoderLayer to a Sequential of modules with known Lipschitz constants.
 
     Masks and dropout are left out. The modules are the layer's own, except that the attention is a copy. They
     keep the names that they have in the layer. If the layer cannot be rewritten, the function returns a

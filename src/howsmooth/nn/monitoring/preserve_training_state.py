@@ -1,4 +1,4 @@
-"""Running a model between two training steps without changing the training.
+"""A context in which a model can run between two training steps without any effect on the training.
 
 All state is restored to the last bit.
 """
@@ -20,7 +20,7 @@ __all__ = ["unmarked"]
 
 @contextmanager
 def unmarked(model: nn.Module) -> Iterator[None]:
-    """Restore the model's state and all random states at the end of the context.
+    """Return a context manager that restores the state of the model and all random states at its end.
 
     ``measurement_mode`` sets evaluation mode in each module, disables gradients, and restores PyTorch's
     random states on the CPU and on the model's device. This context manager also restores the random states
@@ -65,7 +65,7 @@ class _Buffers:
                     self._copies[id(buffer)] = (buffer, buffer.detach().clone(), buffer._version)
 
     def restore(self) -> None:
-        """Restore the model's buffers that were written to or replaced since they were copied."""
+        """Restore the buffers of the model that were written to or replaced since they were copied."""
         for buffer, copy, version in self._copies.values():
             # PyTorch counts in-place changes; ``.data`` keeps this copy itself from being counted.
             if buffer._version != version:

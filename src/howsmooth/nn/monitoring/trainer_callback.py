@@ -1,4 +1,4 @@
-"""The training monitor of Lipschitz constants as a callback of Hugging Face's ``Trainer``."""
+"""The training monitor of Lipschitz constants as a callback for Hugging Face's ``Trainer``."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ __all__ = ["MonitorCallback"]
 
 
 class MonitorCallback(TrainerCallback):  # type: ignore[misc]
-    """A ``Trainer`` callback that measures layers' constants before the first step, then at regular steps.
+    """A ``Trainer`` callback that measures the layers of a model before the first step and then at regular
+    steps.
 
     If several processes train the model, only the first one measures.
 
@@ -36,7 +37,7 @@ class MonitorCallback(TrainerCallback):  # type: ignore[misc]
         self.monitor = monitor
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **rest: Any) -> None:
-        """Check that the monitor belongs to the trained model; measure it if training starts at step 0."""
+        """Check that the monitor belongs to the trained model, and measure if training starts at step 0."""
         model = rest.get("model")
         if model is not None and unwrapped(model) is not self.monitor.model:
             raise ArgumentError(
@@ -51,7 +52,7 @@ class MonitorCallback(TrainerCallback):  # type: ignore[misc]
             self.monitor.measure(0)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **rest: Any) -> None:
-        """Measure the layers if the training step is a multiple of the monitor's ``every``."""
+        """Measure the layers if the training step is a multiple of the monitor's setting ``every``."""
         if self._takes_part(state):
             self.monitor.step(state.global_step)
 

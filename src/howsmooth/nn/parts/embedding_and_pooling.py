@@ -1,4 +1,6 @@
-"""1-Lipschitz modules on sequences of tokens, such as image patches, positions and pooling."""
+"""1-Lipschitz modules for the first and last steps of a model: image patches, positions, class tokens,
+pooling and clipping.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,7 @@ _SOURCE = 'maps of the sequence, howsmooth documentation, "Enforce"'
 
 
 class _TokenModule(LipschitzModule):
-    """A module from sequences of tokens to sequences of tokens, with Lipschitz constant 1."""
+    """Base class of 1-Lipschitz modules that map sequences of tokens to sequences of tokens."""
 
     def lipschitz_bound(self, length: int, radius: float) -> Bound:
         """Return the bound 1 on the Lipschitz constant of this module."""
@@ -30,7 +32,7 @@ class _TokenModule(LipschitzModule):
         return upper_bound(type(self).__name__, _SOURCE, 1.0, check_ball(radius))
 
     def output_radius(self, length: int, radius: float) -> float:
-        """Return an upper bound on the norms of output tokens, for inputs of norm at most ``radius``."""
+        """Return an upper bound on the norms of output tokens for input tokens of norm at most ``radius``."""
         return self._reach(self._check(length), check_ball(radius))
 
     def output_length(self, length: int) -> int:
@@ -38,7 +40,7 @@ class _TokenModule(LipschitzModule):
         return self._count(self._check(length))
 
     def extra_repr(self) -> str:
-        """Return the module's constructor arguments as text for ``repr``."""
+        """Return the constructor arguments of the module as text for ``repr``."""
         return ", ".join(f"{name}={value}" for name, value in self.settings().items())
 
     def _check(self, length: object) -> int:
@@ -52,7 +54,7 @@ class _TokenModule(LipschitzModule):
 
 
 class Patches(_TokenModule):
-    """Cut images (batch, channels, height, width) into square patches; an isometry.
+    """A module that cuts images (batch, channels, height, width) into square patches, which is an isometry.
 
     The tokens are (batch, n, channels · size²). Patches are ordered row by row, and the entries of a patch
     channel by channel. The distance of two images equals the distance of their tokens. ``length`` and
@@ -92,7 +94,7 @@ class Patches(_TokenModule):
 
 
 class AddPositions(_TokenModule):
-    """Add a learned vector to the token at each position; Lipschitz constant 1.
+    """A 1-Lipschitz module that adds a learned vector to the token at each position.
 
     Parameters
     ----------
@@ -149,7 +151,8 @@ class AddPositions(_TokenModule):
 
 
 class PrependToken(_TokenModule):
-    """Put a learned token in front of each sequence, like the class token of a ViT; Lipschitz constant 1.
+    """A 1-Lipschitz module that puts a learned token in front of each sequence, like the class token of a
+    ViT.
 
     Parameters
     ----------
@@ -177,7 +180,9 @@ class PrependToken(_TokenModule):
         self.token = nn.Parameter(torch.randn(dim, device=device, dtype=dtype) * self.std)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Put the learned token in front of tokens (batch, n, d), which gives (batch, n + 1, d)."""
+        """Put the learned token in front of the tokens (batch, n, d), with a result of shape (batch, n + 1,
+        d).
+        """
         check_tokens("x", x, dim=len(self.token), ndim=3, like=self.token)
         return torch.cat([self.token.to(x.dtype).expand(len(x), 1, -1), x], dim=1)
 
@@ -193,7 +198,7 @@ class PrependToken(_TokenModule):
 
 
 class TakeToken(_TokenModule):
-    """Take one token of each sequence, (batch, n, d) to (batch, d); Lipschitz constant 1.
+    """A 1-Lipschitz module that returns one token of each sequence, (batch, n, d) to (batch, d).
 
     Parameters
     ----------
@@ -232,7 +237,7 @@ class TakeToken(_TokenModule):
 
 
 class MeanPool(_TokenModule):
-    """Return √n times the mean of the tokens, (batch, n, d) to (batch, d); Lipschitz constant 1.
+    """A 1-Lipschitz module that returns √n times the mean of the tokens, (batch, n, d) to (batch, d).
 
     The mean itself has constant 1/√n, so the factor √n makes the constant 1.
     """
@@ -255,7 +260,7 @@ class MeanPool(_TokenModule):
 
 
 class ClipTokens(_TokenModule):
-    """Project each token onto the ball of a radius; Lipschitz constant 1.
+    """A 1-Lipschitz module that projects each token onto a ball around zero.
 
     If a model begins with this module, its certificate holds for all inputs instead of inputs in a ball only.
 
@@ -273,7 +278,7 @@ class ClipTokens(_TokenModule):
             raise ArgumentError("radius", expected="a finite number > 0", got=repr(radius))
 
     def forward(self, x: Tensor) -> Tensor:
-        """Shorten each token of x (..., d) that is longer than ``self.radius`` to this norm."""
+        """Scale each token of x (..., d) of norm above ``self.radius`` down to this norm."""
         check_tokens("x", x)
         return x / norm_with_one(x / self.radius, torch.maximum)
 

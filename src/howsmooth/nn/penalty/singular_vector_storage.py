@@ -1,4 +1,4 @@
-"""Storage of the singular vectors of layers' Jacobians between training steps."""
+"""Storage of the singular vectors of the Jacobians of layers between training steps."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ __all__ = ["Directions"]
 
 
 class Directions:
-    """Stored estimates of singular vectors, one for each index of the batch.
+    """Stored estimates of singular vectors, one for each index in the batch.
 
     The next training step starts from these vectors. A smaller batch uses the first vectors and keeps the
     others. In a larger batch, the additional places start at random. For sequences of another length, each
@@ -39,22 +39,24 @@ class Directions:
         return 0 if self._left is None else len(self._left)
 
     def copy(self) -> Directions:
-        """Return an independent copy of the stored vectors and of the random generator."""
+        """Return an independent copy of the stored singular vectors and of the random generator."""
         other = Directions()
         other.load_state_dict(self.state_dict())
         return other
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the vectors and the generator's state, to be loaded by :meth:`load_state_dict`."""
+        """Return the singular vectors and the state of the random generator, for :meth:`load_state_dict`."""
         return {"left": self._left, "generator": self._generator.get_state()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore the stored singular vectors from what :meth:`state_dict` returned."""
+        """Restore the singular vectors and the random generator from the result of :meth:`state_dict`."""
         self._left = state["left"]
         self._generator.set_state(state["generator"])
 
     def draw(self, shape: tuple[int, ...], like: Tensor) -> Tensor:
-        """Return Gaussian numbers of a shape, drawn on the CPU so that every device gets the same."""
+        """Return Gaussian numbers of a given shape, drawn on the CPU so that every device gets the same
+        numbers.
+        """
         return torch.randn(shape, generator=self._generator, dtype=torch.float64).to(like)
 
     def recall(

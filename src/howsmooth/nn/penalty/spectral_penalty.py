@@ -1,4 +1,4 @@
-"""The leading singular value of every attention layer, as a penalty in a training loss."""
+"""A penalty in the training loss on the leading singular value of the Jacobian of every attention layer."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ _REDUCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 class SpectralPenalty:
-    """A training penalty on the local Lipschitz constants of a model's layers at the current batch.
+    """A training penalty on the local Lipschitz constants of the layers of a model at the current batch.
 
     Hooks record the inputs of the layers during the model's forward pass. ``penalty()`` then returns the
     penalty at these inputs, with its gradient in the weights of each layer::
@@ -148,12 +148,12 @@ class SpectralPenalty:
         self._report: PenaltyReport | None = None
 
     def attach(self) -> SpectralPenalty:
-        """Start recording the inputs of the layers in the model's forward passes."""
+        """Start the recording of the inputs of the layers in the forward passes of the model."""
         self._recorder.attach()
         return self
 
     def detach(self) -> None:
-        """Remove all hooks from the model; the estimated singular vectors are kept for later steps."""
+        """Remove all hooks from the model, but keep the estimated singular vectors for later steps."""
         self._recorder.detach()
 
     def __enter__(self) -> SpectralPenalty:
@@ -203,7 +203,7 @@ class SpectralPenalty:
 
     @property
     def report(self) -> PenaltyReport:
-        """The singular values of the last call, and whether they have converged.
+        """The singular values in the last evaluation of the penalty, and whether they have converged.
 
         Raises
         ------
@@ -224,7 +224,7 @@ class SpectralPenalty:
         max_iterations: int = 200,
         seed: int = 0,
     ) -> dict[str, LipschitzEstimate]:
-        """Measure each layer's local Lipschitz constant, with an interval of given confidence.
+        """Measure the local Lipschitz constant of each layer, with an interval of given confidence.
 
         The constant is measured at the inputs of the last forward pass. The measurement is
         :func:`howsmooth.local_lipschitz` from random starts, on the same replicas as the penalty and in
@@ -267,7 +267,7 @@ class SpectralPenalty:
         return {name: directions.state_dict() for name, directions in self._directions.items()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore the estimated singular vectors that :meth:`state_dict` returned."""
+        """Restore the estimated singular vectors from the result of :meth:`state_dict`."""
         self._directions = {}
         for name, kept in state.items():
             self._directions[name] = Directions(self._seed)
@@ -346,7 +346,7 @@ def _gradients(g: Tensor, v: Tensor, shares: Tensor, by: list[Tensor]) -> list[T
 
 
 class _Known(torch.autograd.Function):
-    """An autograd function that returns a number and its gradients, all computed beforehand."""
+    """An autograd function that returns a number and gradients that were computed beforehand."""
 
     @staticmethod
     def forward(ctx: Any, value: Tensor, gradients: list[Tensor | None], *inputs: Tensor) -> Tensor:
@@ -360,7 +360,8 @@ class _Known(torch.autograd.Function):
 
 
 def _at_real_tokens(f: Callable[[Tensor], Tensor], x: Tensor, real: Tensor | None, t: Tensor) -> Tensor:
-    """Apply a function to tokens that vary only where they are real; set its outputs at padding to zero.
+    """Apply a function to tokens that vary only where they are not padding, and set its outputs at padding to
+    zero.
 
     The tokens are ``t`` where ``real`` is 1, and ``x`` at padding.
     """
@@ -370,7 +371,7 @@ def _at_real_tokens(f: Callable[[Tensor], Tensor], x: Tensor, real: Tensor | Non
 
 
 def _real(tokens: Tensor | None, x: Tensor) -> Tensor | None:
-    """Return a mask of the tokens: 1 for real tokens, 0 for padding.
+    """Return a mask that is 1 for real tokens and 0 for padding.
 
     The shape of ``tokens`` is checked, and that every sequence has a token that counts.
     """
