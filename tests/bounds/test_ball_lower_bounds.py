@@ -26,7 +26,7 @@ from howsmooth.bounds.ball_lower_bounds import (
 from howsmooth.bounds.ball_upper_bounds import ball_upper_bound
 from howsmooth.bounds.bound import Bound, Quantity
 from howsmooth.bounds.masked_ball_upper_bounds import causal_ball_upper_bound
-from howsmooth.bounds.worst_tokens import searched_pairs, searched_tokens, two_cluster_points
+from howsmooth.bounds.worst_case_tokens import searched_pairs, searched_tokens, two_cluster_points
 from howsmooth.errors import ArgumentError, NonFiniteError
 from tests._cases import D, dense_jacobian, random_attention, tokens, true_norm
 from tests._selection import others_slow

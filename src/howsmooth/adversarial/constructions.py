@@ -17,7 +17,7 @@ from torch import Tensor
 from howsmooth.attention import SelfAttention
 from howsmooth.bounds.attention_parameters import Head, Parameters, parameters_of
 from howsmooth.bounds.bound import check_length, check_radius
-from howsmooth.bounds.worst_tokens import Witness, searched_pairs, searched_tokens, two_cluster_points
+from howsmooth.bounds.worst_case_tokens import Witness, searched_pairs, searched_tokens, two_cluster_points
 from howsmooth.errors import ArgumentError
 
 __all__ = ["Construction", "constructions", "heavy_token", "two_cluster", "two_heavy_tokens"]

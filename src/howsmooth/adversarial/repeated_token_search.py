@@ -20,7 +20,7 @@ import torch
 from jaxtyping import Float, Float64, Int
 from torch import Tensor
 
-from howsmooth.adversarial.domains import Around, Domain
+from howsmooth.adversarial.search_domains import Around, Domain
 from howsmooth.attention import SelfAttention
 
 __all__ = ["AtomSearch", "Atoms", "can_search_atoms", "search_atoms"]

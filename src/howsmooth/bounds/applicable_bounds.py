@@ -27,6 +27,7 @@ from howsmooth.bounds.ball_upper_bounds import (
     theorem_e_3,
 )
 from howsmooth.bounds.bound import Bound
+from howsmooth.bounds.bound_problem import Problem
 from howsmooth.bounds.certificates import (
     Certificate,
     certificate_frobenius,
@@ -61,7 +62,6 @@ from howsmooth.bounds.multi_head_upper_bounds import (
     lemma_3_8,
     output_norm_upper_bound,
 )
-from howsmooth.bounds.problem import Problem
 from howsmooth.bounds.recorded_operations_upper_bounds import recorded_map_ball_upper_bound
 from howsmooth.errors import ArgumentError
 

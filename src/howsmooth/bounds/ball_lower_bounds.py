@@ -29,7 +29,7 @@ from howsmooth.bounds.jacobian_column_lower_bounds import (
     rounding_of_scores,
     total_value,
 )
-from howsmooth.bounds.worst_tokens import (
+from howsmooth.bounds.worst_case_tokens import (
     OneHeavyToken,
     Tie,
     searched_pairs,

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from howsmooth.attention import TokenMap
 from howsmooth.bounds.applicable_bounds import all_bounds
-from howsmooth.bounds.problem import Problem
+from howsmooth.bounds.bound_problem import Problem
 from howsmooth.lipschitz import local_lipschitz
 
 __all__ = ["table"]

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from howsmooth.bounds.attention_parameters import Head, Parameters
-from howsmooth.bounds.worst_tokens import Witness
+from howsmooth.bounds.worst_case_tokens import Witness
 
 __all__ = [
     "MOST_ROWS",

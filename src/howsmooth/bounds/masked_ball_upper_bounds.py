@@ -233,8 +233,8 @@ def masked_ball_upper_bound(attention: object, length: object, radius: object) -
 
 
 def _log_rows_of_mask(seen: Visibility, a3: float) -> tuple[float, int]:
-    """Return the log of the largest sum of block row bounds under a mask, and the largest number of visible
-    keys.
+    """Return the log of max_j Σ_i ρ_i, where ρ_i bounds a block row of the Jacobian and i runs over the
+    queries that see key j, and the largest number of visible keys.
 
     The count is the largest number of keys that a row sees. The sum is max_j Σ_{i sees j} ρ_i, where ρ_i is
     Theorem A's bound on row i.
@@ -317,7 +317,8 @@ def causal(attention: object, parameters: Parameters) -> Hypothesis:
 
 
 def log_causal_rows(n: int, a3: float) -> float:
-    """Return the log of the sum of block row bounds under a causal mask, rounded up.
+    """Return the log of Σ_i ρ_i under a causal mask, rounded up, where ρ_i bounds block row i of the
+    Jacobian.
 
     The sum is Σ_{i=1}^n ρ_i, where ρ_i is Theorem A's bound on row i. ρ_1 = 1 and ρ_i = min{h*(a₃), (1 + a₃²)
     P̄(i, a₃)}. The sum is exact up to row 20000. Beyond it, ρ_i is replaced by h* up to some row and by (1 +

@@ -15,7 +15,7 @@ import torch
 
 from howsmooth.bounds.attention_parameters import Head, parameters_of
 from howsmooth.bounds.bound import Bound, Hypothesis, Quantity, check_radius
-from howsmooth.bounds.worst_tokens import real_eigenpairs
+from howsmooth.bounds.worst_case_tokens import real_eigenpairs
 from howsmooth.errors import ArgumentError
 
 __all__ = [

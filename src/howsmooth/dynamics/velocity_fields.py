@@ -230,12 +230,12 @@ class Sphere(Field):
 
     @property
     def switches(self) -> tuple[float, ...]:
-        """The times at which the velocity field before projection onto the sphere jumps."""
+        """The times at which the velocity field that is projected onto the sphere jumps."""
         return self.field.switches
 
     @property
     def until(self) -> float:
-        """The time up to which the velocity field before projection onto the sphere is defined."""
+        """The time up to which the velocity field that is projected onto the sphere is defined."""
         return self.field.until
 
     def check(self, x: Tensor) -> None:

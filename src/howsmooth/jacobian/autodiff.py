@@ -527,8 +527,8 @@ def _refuse_training_mode(f: Callable[[Tensor], Tensor]) -> None:
 
 @contextmanager
 def one_backend() -> Iterator[None]:
-    """Within a ``with`` block, make PyTorch's attention function use the implementation that is
-    differentiable in both modes.
+    """Return a context manager in which PyTorch's attention is differentiable in both forward and reverse
+    mode.
 
     Only PyTorch's "math" backend has both modes, so the context allows no other backend.
     """
@@ -538,8 +538,8 @@ def one_backend() -> Iterator[None]:
 
 @contextmanager
 def as_derivative_errors(mode: str) -> Iterator[None]:
-    """Within a ``with`` block, convert errors of PyTorch's forward or reverse ``mode`` to a DerivativeError
-    that quotes them.
+    """Return a context manager that converts errors in forward or reverse ``mode`` to a DerivativeError that
+    quotes them.
     """
     try:
         yield

@@ -33,7 +33,7 @@ from howsmooth.attention import (
 )
 from howsmooth.jacobian.closed_form import ComposedJacobian, ResidualJacobian, closed_form_jacobian
 from howsmooth.jacobian.norm_layers import NormJacobian, norm_jacobian
-from howsmooth.jacobian.projections import Projection
+from howsmooth.jacobian.projection_matrices import Projection
 from howsmooth.jacobian.queries_keys_values import Operands
 from howsmooth.jacobian.softmax import softmax_derivative
 from howsmooth.spectral import LinearOperator

@@ -64,13 +64,17 @@ def joint_weights(at: HeadsAt, iterations: int) -> Weights:
     W_gram, K_gram = W.mT @ W, K @ K.mT
 
     def values_image(rho: Tensor, y: Tensor) -> Tensor:
-        """Multiply vectors of each head by Σ_j rho_ij w_ij w_ijᵀ, where w_ij is value j minus output i."""
+        """Multiply vectors of each head by Σ_j rho_ij w_ij w_ijᵀ for given weights rho_ij, where w_ij is
+        value j minus output i.
+        """
         x = _by_head(y, at)
         weighted = rho * (x @ v.mT - (x * o).sum(-1, keepdim=True))
         return _side_by_side(weighted @ v - weighted.sum(-1, keepdim=True) * o)
 
     def keys_image(rho: Tensor, y: Tensor) -> Tensor:
-        """Multiply vectors of each head by T_jᵀ (Σ_i rho_ji q_i q_iᵀ) T_j, where q_i are the queries."""
+        """Multiply vectors of each head by T_jᵀ (Σ_i rho_ji q_i q_iᵀ) T_j for given weights rho_ji, where q_i
+        are the queries.
+        """
         x = _by_head(y, at)
         x = x if turns is None else (turns @ x[..., None])[..., 0]
         back = (rho * (x @ queries.mT)) @ queries

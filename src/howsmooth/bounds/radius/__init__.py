@@ -8,8 +8,8 @@ the margin. ``attack`` searches the nearest change of the answer. Proofs: docume
 for a whole network".
 """
 
-from howsmooth.bounds.radius.result import RobustRadius
 from howsmooth.bounds.radius.robust_radius import NetworkAtInput, robust_radius
+from howsmooth.bounds.radius.robust_radius_result import RobustRadius
 from howsmooth.bounds.radius.transformer_layers import (
     ACTIVATIONS,
     Activation,

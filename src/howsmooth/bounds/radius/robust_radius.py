@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from howsmooth.bounds.radius.attack import attack_radius
 from howsmooth.bounds.radius.partial_jacobians import partial_jacobians
 from howsmooth.bounds.radius.pretrained_classifier_reader import embedded, read_classifier
-from howsmooth.bounds.radius.result import RobustRadius
+from howsmooth.bounds.radius.robust_radius_result import RobustRadius
 from howsmooth.bounds.radius.second_order_margin import Losses, SecondOrder
 from howsmooth.bounds.radius.tensor_with_error_bound import FUZZ, exact
 from howsmooth.bounds.radius.third_order_margin import ThirdOrder

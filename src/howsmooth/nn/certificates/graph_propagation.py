@@ -226,8 +226,8 @@ class _Follower(fx.Interpreter):
             return "is called with arguments for which there is no rule"
 
     def _given(self, argument: Any) -> Any:
-        """Return the value of an argument of a call that does not depend on the input, such as a default
-        value.
+        """Return the value of an argument of a recorded call, which may be a constant or a node of
+        the graph.
         """
         return self.env.get(argument, argument) if isinstance(argument, fx.Node) else argument
 

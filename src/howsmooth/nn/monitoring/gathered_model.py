@@ -103,8 +103,8 @@ def _without_wrappers(model: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def _full_tensors(model: nn.Module, *, keep: bool) -> Iterator[None]:
-    """Gather the parameters that ``fully_shard`` shards, and put the complete parameters into the model if
-    ``keep`` is True.
+    """Return a context manager that gathers parameters sharded by ``fully_shard``, and puts them into the
+    model if ``keep`` is True.
 
     Every process must take part, also those that do not keep the whole parameters.
     """
@@ -129,7 +129,9 @@ def _full_tensors(model: nn.Module, *, keep: bool) -> Iterator[None]:
 
 @contextmanager
 def _without_sharding_hooks(model: nn.Module) -> Iterator[None]:
-    """Remove the forward hooks by which ``fully_shard`` gathers and frees parameters."""
+    """Return a context manager that removes the forward hooks by which ``fully_shard`` gathers and frees
+    parameters.
+    """
     tables: list[dict[int, Any]] = [
         table for module in model.modules() for table in (module._forward_pre_hooks, module._forward_hooks)
     ]
