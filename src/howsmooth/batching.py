@@ -24,7 +24,7 @@ from howsmooth.memory import memory_budget
 __all__ = [
     "Footprint",
     "batches",
-    "beside_the_basis",
+    "bytes_without_basis",
     "fewest_vectors",
     "footprint",
     "is_streamed",
@@ -93,7 +93,7 @@ def footprint(
         return Footprint(streamed=False, size=0)
     x = torch.empty((), dtype=dtype, device=device).expand(1, *tokens)
     if is_streamed(f, x, memory_budget(memory, device)):
-        size = max(beside_the_basis(f, x), beside_the_basis(f, _widened(x)))
+        size = max(bytes_without_basis(f, x), bytes_without_basis(f, _widened(x)))
         return Footprint(streamed=True, size=size)
     return Footprint(streamed=False, size=cached_bytes(f, tokens[0], dtype))
 
@@ -211,10 +211,10 @@ def room_for_basis(double: TokenMap, x: Tensor, budget: int) -> int:
             got=f"{budget} bytes",
             remedy="Measure a shorter sequence or one head alone, or free memory.",
         )
-    return budget - beside_the_basis(double, x)
+    return budget - bytes_without_basis(double, x)
 
 
-def beside_the_basis(double: TokenMap, x: Tensor) -> int:
+def bytes_without_basis(double: TokenMap, x: Tensor) -> int:
     """Return the bytes that the measurement of one sequence takes, without the Krylov basis.
 
     They hold the sequence's Jacobian, five vectors of the solver and the tokens, in the dtype of x.
@@ -236,7 +236,7 @@ def _least_streamed(double: TokenMap, x: Tensor) -> int:
 
     The run in the dtype of x needs a small basis. The final check in float64 needs none, but wider numbers.
     """
-    return max(beside_the_basis(double, x) + fewest_vectors(x), beside_the_basis(double, _widened(x)))
+    return max(bytes_without_basis(double, x) + fewest_vectors(x), bytes_without_basis(double, _widened(x)))
 
 
 def _widened(x: Tensor) -> Tensor:

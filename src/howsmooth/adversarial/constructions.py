@@ -17,7 +17,12 @@ from torch import Tensor
 from howsmooth.attention import SelfAttention
 from howsmooth.bounds.attention_parameters import Head, Parameters, parameters_of
 from howsmooth.bounds.bound import check_length, check_radius
-from howsmooth.bounds.worst_case_tokens import Witness, searched_pairs, searched_tokens, two_cluster_points
+from howsmooth.bounds.worst_case_tokens import (
+    HeavyTokens,
+    searched_pairs,
+    searched_tokens,
+    two_cluster_points,
+)
 from howsmooth.errors import ArgumentError
 
 __all__ = ["Construction", "constructions", "heavy_token", "two_cluster", "two_heavy_tokens"]
@@ -245,7 +250,7 @@ class _Builder:
         self.head = head
 
     def __call__(
-        self, name: str, points: Witness, length: int, source: str, description: str
+        self, name: str, points: HeavyTokens, length: int, source: str, description: str
     ) -> Construction:
         x = points.tokens(length)
         if self.like is not None:

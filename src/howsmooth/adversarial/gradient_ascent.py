@@ -226,7 +226,9 @@ def ascend(
 
     # The ascent is in float64, for maps of any dtype; the result is rounded and measured again below.
     measure = _token_wise if token_wise else _frobenius
-    climb = _Climb(g.to(dtype=torch.float64), where, given, rtol, seed, generator, on_evaluation, measure)
+    climb = _GradientAscent(
+        g.to(dtype=torch.float64), where, given, rtol, seed, generator, on_evaluation, measure
+    )
     best, name = climb.run(steps)
     x = best if basis is None else best @ basis.mT
     x = where.project(x).to(dtype=f.dtype, device=f.device)
@@ -300,7 +302,7 @@ def _whole_token_wise(f: TokenMap, x: Float[Tensor, "n d"], seed: int) -> TokenW
     return token_wise_lipschitz(f, x, jacobian, norms, range(n), rtol=1e-4, seed=seed)
 
 
-class _Climb:
+class _GradientAscent:
     """Projected gradient ascent on a batch of inputs, where each input has its own step size and momentum."""
 
     def __init__(

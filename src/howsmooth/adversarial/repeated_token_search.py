@@ -142,7 +142,7 @@ def _search(
     values = torch.zeros(len(everything), dtype=torch.float64)
     for members in groups.values():
         points = torch.stack([everything[i].points for i in members]).to(dtype=torch.float64)
-        raised = _raise(
+        raised = _increase_norm(
             f, domain, _Problem.of(f, [everything[i].counts for i in members]), points, steps, rate, generator
         )
         history[members] = raised.history.cpu()
@@ -244,13 +244,13 @@ def _pairing(f: SelfAttention, problem: _Problem, x: Tensor, u: Tensor, v: Tenso
 
 
 @dataclass(frozen=True, eq=False)
-class _Raised:
+class _Increased:
     points: Tensor
     values: Tensor
     history: Tensor
 
 
-def _raise(
+def _increase_norm(
     f: SelfAttention,
     domain: Domain,
     problem: _Problem,
@@ -258,7 +258,7 @@ def _raise(
     steps: int,
     rate: float,
     generator: torch.Generator,
-) -> _Raised:
+) -> _Increased:
     """Increase the norm of the Jacobian by steps of Adam on the atoms (distinct tokens).
 
     Every step also takes one power step for the leading singular vectors u and v of the Jacobian.
@@ -303,7 +303,7 @@ def _raise(
         size = rate * domain.radius * (0.02 + 0.98 * 0.5 * (1 + math.cos(math.pi * step / steps)))
         move = size * (first / (1 - 0.9 ** (step + 1))) / corrected
         coordinates = domain.project_coordinates(coordinates + move)
-    return _Raised(domain.tokens(kept), best, history)
+    return _Increased(domain.tokens(kept), best, history)
 
 
 def _norm(t: Tensor) -> Tensor:

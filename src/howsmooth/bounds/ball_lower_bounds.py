@@ -31,7 +31,7 @@ from howsmooth.bounds.jacobian_column_lower_bounds import (
 )
 from howsmooth.bounds.worst_case_tokens import (
     OneHeavyToken,
-    Tie,
+    TwoHeavyTokens,
     searched_pairs,
     searched_tokens,
     two_cluster_points,
@@ -508,7 +508,7 @@ def _log_tie(p: Parameters, n: int, radius: float, *, masked: bool) -> float:
     return max(found)
 
 
-def _log_tie_formula(head: Head, n: int, points: Tie, *, masked: bool) -> float:
+def _log_tie_formula(head: Head, n: int, points: TwoHeavyTokens, *, masked: bool) -> float:
     """Return the log of a lower bound on ‖D_X f‖ at tokens where two tokens get equal attention weights.
 
     The formula is in :func:`two_heavy_tokens_lower_bound`. At huge radii rounding makes the two scores

@@ -66,13 +66,13 @@ def softmax_layer(
         a3 = a + scale * radius * torch.linalg.vector_norm(shift, dim=-1) * (1 + _NORM_MARGIN)
     heads = _Heads.of(value.double(), output.double())
     m = rows.counts.to(a.device)
-    several = _several(rows, m)
+    several = _sees_several_keys(rows, m)
     rho = _h_star(a3)[:, None].expand(-1, len(m))  # (heads, rows)
     if not rows.free:
         by_largest = (1 + a3.square())[:, None] * _largest(m, a3)
         rho = torch.where(several, torch.minimum(rho, by_largest), 1.0)
     diagonal = a if bool(several.any()) else torch.zeros_like(a)
-    bound = heads.together(diagonal + _each(rows, rho).sqrt())
+    bound = heads.together(diagonal + _heaviest_key(rows, rho).sqrt())
     if _same_keys(rows):
         bound = torch.minimum(bound, heads.together(diagonal) + heads.around_mean(rows, rho, m))
     return bound
@@ -106,16 +106,16 @@ def query_key_norm_layer(
     norm_k, reach_k = _normalised(key.double(), key_bias, radius, eps)
     heads = _Heads.of(value.double(), output.double())
     m = rows.counts.to(norm_q.device)
-    several = _several(rows, m)
+    several = _sees_several_keys(rows, m)
     if rows.free:
         p = torch.ones(len(norm_q), len(m), dtype=torch.float64, device=norm_q.device)
     else:
         p = _largest(m, tau * reach_q * reach_k)
     moved = torch.zeros_like(norm_q)
     if bool(several.any()):
-        spread = _each(rows, torch.where(several, p.clamp(max=0.5), 0.0)).sqrt()
+        spread = _heaviest_key(rows, torch.where(several, p.clamp(max=0.5), 0.0)).sqrt()
         moved = (tau * radius / math.sqrt(eps)) * (reach_k * norm_q + reach_q * norm_k * spread)
-    bound = heads.together(moved + _each(rows, p).sqrt())
+    bound = heads.together(moved + _heaviest_key(rows, p).sqrt())
     if _same_keys(rows):
         bound = torch.minimum(bound, heads.together(moved) + heads.around_mean(rows, p, m))
     return bound
@@ -235,7 +235,7 @@ def _same_keys(rows: VisibleRows) -> bool:
 # ---- one head
 
 
-def _several(rows: VisibleRows, m: Tensor) -> Tensor:
+def _sees_several_keys(rows: VisibleRows, m: Tensor) -> Tensor:
     """Return for each row of a mask whether its query may see more than one key.
 
     Rows of one kind share one entry.
@@ -251,7 +251,7 @@ def _largest(m: Tensor, a: Tensor) -> Tensor:
     return 1 / (1 + (m - 1) * torch.exp(-2 * a)[:, None])
 
 
-def _each(rows: VisibleRows, weights: Tensor) -> Tensor:
+def _heaviest_key(rows: VisibleRows, weights: Tensor) -> Tensor:
     """Return, for each head, the largest sum over one key of the weights of the queries that see it.
 
     For weights w_i of the rows it is max_j Σ_{i sees j} w_i.

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from howsmooth.bounds.attention_parameters import Head, Parameters
-from howsmooth.bounds.worst_case_tokens import Witness
+from howsmooth.bounds.worst_case_tokens import HeavyTokens
 
 __all__ = [
     "MOST_ROWS",
@@ -33,7 +33,7 @@ __all__ = [
 MOST_ROWS = 1 << 16
 
 
-def log_column_norm(p: Parameters, n: int, points: Witness) -> float:
+def log_column_norm(p: Parameters, n: int, points: HeavyTokens) -> float:
     """Return the log of the norm of the columns of D_X f that belong to the most attended (heavy) tokens.
 
     It is a lower bound on ‖D_X f‖. These tokens are called heavy.
@@ -115,7 +115,7 @@ def _same_gram(table: Tensor) -> Tensor:
     return few
 
 
-def rounding_of_scores(heads: Sequence[Head], points: Witness) -> float:
+def rounding_of_scores(heads: Sequence[Head], points: HeavyTokens) -> float:
     """Bound the rounding errors of score differences between the most attended (heavy) and the
     other tokens.
     """

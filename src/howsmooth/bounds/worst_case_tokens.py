@@ -19,9 +19,9 @@ from howsmooth.bounds.attention_parameters import Head
 from howsmooth.errors import ArgumentError
 
 __all__ = [
+    "HeavyTokens",
     "OneHeavyToken",
-    "Tie",
-    "Witness",
+    "TwoHeavyTokens",
     "real_eigenpairs",
     "searched_pairs",
     "searched_tokens",
@@ -30,7 +30,7 @@ __all__ = [
 
 
 @dataclass(frozen=True, eq=False)
-class Witness:
+class HeavyTokens:
     """A sequence of one or two heavy tokens, which get most of the attention, and many copies of one light
     token.
 
@@ -54,7 +54,7 @@ class Witness:
         return torch.cat([self.heavies, self.light.expand(copies, -1)])
 
 
-class OneHeavyToken(Witness):
+class OneHeavyToken(HeavyTokens):
     """A sequence of one heavy token, which gets most of the attention, and copies of one light token."""
 
     @classmethod
@@ -68,14 +68,14 @@ class OneHeavyToken(Witness):
         return self.heavies[0]
 
 
-class Tie(Witness):
+class TwoHeavyTokens(HeavyTokens):
     """A sequence of two heavy tokens, which get equal attention weights, and copies of one light token.
 
     The light token attends to both heavy tokens equally.
     """
 
     @classmethod
-    def of(cls, heavy_1: Tensor, heavy_2: Tensor, light: Tensor) -> Tie:
+    def of(cls, heavy_1: Tensor, heavy_2: Tensor, light: Tensor) -> TwoHeavyTokens:
         """Return the sequence of two given heavy tokens and copies of a given light token, all (d,)."""
         return cls(torch.stack([heavy_1, heavy_2]), light)
 
@@ -162,7 +162,9 @@ def searched_tokens(head: Head, radius: float, *, steps: int = 200) -> list[OneH
     return [OneHeavyToken.of(radius * _unit(_forms(head, w[i : i + 1]))[0], w[i]) for i in order]
 
 
-def searched_pairs(head: Head, length: int, radius: float, *, masked: bool, steps: int = 150) -> list[Tie]:
+def searched_pairs(
+    head: Head, length: int, radius: float, *, masked: bool, steps: int = 150
+) -> list[TwoHeavyTokens]:
     """Search for sequences in which two tokens get equal and large attention weights from all other tokens.
 
     They give a large lower bound on ‖D_X f‖. The sequences are sorted, best first. The lower bound of
@@ -220,7 +222,11 @@ def searched_pairs(head: Head, length: int, radius: float, *, masked: bool, step
             tensor.grad.nan_to_num_(0.0)
         optimiser.step()
     order = torch.argsort(best, descending=True, stable=True).tolist()
-    return [Tie.of(*(_within(t[i], radius) for t in kept)) for i in order if bool(torch.isfinite(best[i]))]
+    return [
+        TwoHeavyTokens.of(*(_within(t[i], radius) for t in kept))
+        for i in order
+        if bool(torch.isfinite(best[i]))
+    ]
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,7 @@ from howsmooth.errors import ArgumentError
 from howsmooth.jacobian import in_double
 from howsmooth.lipschitz import LipschitzEstimate
 from howsmooth.lipschitz.arguments import check_arguments
-from howsmooth.lipschitz.mixed_precision import judge
+from howsmooth.lipschitz.mixed_precision import widen_by_rounding
 from howsmooth.memory import memory_budget
 from howsmooth.spectral import LeadingTriplet, LinearOperator
 from howsmooth.spectral.accurate_sums import squared_lengths
@@ -212,7 +212,7 @@ def _single(
     defect = _length(rounded.double() - gram, exchange).cpu() / sigma.clamp_min(
         torch.finfo(torch.float64).tiny
     )
-    judged = judge(found, sigma, defect, exact, rtol)
+    judged = widen_by_rounding(found, sigma, defect, exact, rtol)
     del image, gram, rounded, right
     # The float64 check either confirms the interval, or the float32 run had not converged anyway. Only in the
     # remaining case is a second run worth its time.

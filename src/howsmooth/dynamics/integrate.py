@@ -104,7 +104,7 @@ class _SmallerStepError(Exception):
 
 
 @dataclass
-class _Watch:
+class _CheckedVelocity:
     """The velocity of a flow as a function for torchdiffeq, with a check of the state before each step."""
 
     velocity: Velocity
@@ -191,7 +191,9 @@ def integrate(
         inner = [s for s in system.switches if begin < s < end]
         for left, right in pairwise([begin, *inner, end]):
             # The integrator starts anew at each output time and each switch, from the state alone.
-            watch = _Watch(system.velocity(left, right), system.finite, plan, span, initial, left, y)
+            watch = _CheckedVelocity(
+                system.velocity(left, right), system.finite, plan, span, initial, left, y
+            )
             try:
                 y = _layers(system, watch, left, right) if plan.method == "residual" else _ode(watch, right)
                 if not system.finite(y):
@@ -213,7 +215,7 @@ def integrate(
     return run
 
 
-def _layers(system: System, watch: _Watch, begin: float, end: float) -> Tensor:
+def _layers(system: System, watch: _CheckedVelocity, begin: float, end: float) -> Tensor:
     """Cover a time interval by residual layers y ↦ y + h v(y), applied one after another.
 
     A projection follows each layer if the flow has one.
@@ -229,7 +231,7 @@ def _layers(system: System, watch: _Watch, begin: float, end: float) -> Tensor:
     return y
 
 
-def _ode(watch: _Watch, end: float) -> Tensor:
+def _ode(watch: _CheckedVelocity, end: float) -> Tensor:
     """Integrate a flow over one time interval by torchdiffeq.
 
     If a trial step overflows, the integration resumes with a smaller step.

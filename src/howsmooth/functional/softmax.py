@@ -254,7 +254,7 @@ def second(
     """
     x, p, found = at.x, at.p, dict[str, Tensor]()
     # The tangent of s is needed before the cap too, because the derivative of the cap changes with s.
-    ds_raw = _products_moved(at, d)
+    ds_raw = _products_tangent(at, d)
     slope = at.slope
     dp = _dp(at, _ds(at, d, ds_raw), d)
     a = at.dropped(_products(u, x["v"]))
@@ -300,7 +300,7 @@ def second(
     return found
 
 
-def _products_moved(at: Weights, d: Mapping[str, Tensor]) -> Tensor | None:
+def _products_tangent(at: Weights, d: Mapping[str, Tensor]) -> Tensor | None:
     """Return the tangent of the matrix scale · q kᵀ, or None if it is zero."""
     ds: Tensor | None = None
     if "q" in d:
@@ -313,7 +313,7 @@ def _ds(at: Weights, d: Mapping[str, Tensor], raw: Tensor | None = None) -> Tens
 
     If the tangent of s = scale · q kᵀ is known, it is given as ``raw``.
     """
-    ds = _products_moved(at, d) if raw is None else raw
+    ds = _products_tangent(at, d) if raw is None else raw
     slope = at.slope
     if ds is not None and slope is not None:
         ds = ds * slope

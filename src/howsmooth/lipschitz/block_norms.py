@@ -15,7 +15,7 @@ from howsmooth.attention import TokenMap
 from howsmooth.errors import DerivativeError
 from howsmooth.jacobian import AutodiffJacobian, closed_form_jacobian, has_closed_form, in_double
 from howsmooth.jacobian.token_pair_blocks import DenseBlocks, TokenBlocks
-from howsmooth.lipschitz.mixed_precision import verdict
+from howsmooth.lipschitz.mixed_precision import check_in_float64
 from howsmooth.lipschitz.singular_value_solver import Solver, starts
 from howsmooth.spectral import LeadingTriplet, LinearOperator, lanczos
 
@@ -155,7 +155,7 @@ def _of_tile(
     exact, single = blocks.tile(i, j, factor, (torch.float64, torch.float32))
     found = _leading(exact if dtype == torch.float64 else single, members, solver)
     if dtype != torch.float64:
-        found = verdict(single, exact, found, members, solver)
+        found = check_in_float64(single, exact, found, members, solver)
     right = found.right.double()
     apart = single.product(right.float()).double() - exact.product(right)
     cancelling = torch.linalg.vector_norm(apart[:, 0], dim=1).cpu() / torch.finfo(torch.float32).eps

@@ -17,13 +17,13 @@ import torch
 from torch import Tensor
 
 from howsmooth.attention import TokenMap
-from howsmooth.batching import batches, beside_the_basis, fewest_vectors, is_streamed, room_for_basis
+from howsmooth.batching import batches, bytes_without_basis, fewest_vectors, is_streamed, room_for_basis
 from howsmooth.jacobian import AutodiffJacobian, closed_form_jacobian, closed_form_jacobians, joined
 from howsmooth.lipschitz.singular_value_solver import Solver
 from howsmooth.spectral import LeadingTriplet, LinearOperator
 from howsmooth.spectral.operator import length_rounding
 
-__all__ = ["Part", "judge", "solve_autodiff", "solve_closed_forms", "verdict"]
+__all__ = ["Part", "check_in_float64", "solve_autodiff", "solve_closed_forms", "widen_by_rounding"]
 
 # The share of the requested relative width that rounding errors may take on each side of the interval, if
 # products with these errors are cheaper.
@@ -78,15 +78,17 @@ def solve_autodiff(
     double = torch.finfo(torch.float64).eps / torch.finfo(x.dtype).eps
     if not operator.judged:
         return solver.golub_kahan(operator, members), False
-    estimated, operator.rounding = operator.rounding, torch.full_like(operator.rounding, _usual(x))
+    estimated, operator.rounding = operator.rounding, torch.full_like(operator.rounding, _typical_rounding(x))
     found = solver.golub_kahan(operator, members)
     exact = AutodiffJacobian(
-        f.to(dtype=torch.float64), x.double(), rounding=(estimated * double).clamp_min(_usual(x.double()))
+        f.to(dtype=torch.float64),
+        x.double(),
+        rounding=(estimated * double).clamp_min(_typical_rounding(x.double())),
     )
-    return verdict(operator, exact, found, members, solver), True
+    return check_in_float64(operator, exact, found, members, solver), True
 
 
-def _usual(x: Tensor) -> float:
+def _typical_rounding(x: Tensor) -> float:
     """Return the typical relative rounding error of Jacobian products in the dtype of ``x``, without
     cancellation.
     """
@@ -112,7 +114,7 @@ def _cached(
     if dtype == exact:
         return found
     return [
-        verdict(at[dtype], at[exact], of_lot, numbers, solver)
+        check_in_float64(at[dtype], at[exact], of_lot, numbers, solver)
         for at, of_lot, numbers in zip(jacobians, found, lots, strict=True)
     ]
 
@@ -140,7 +142,7 @@ def _jacobians(
     return [{dtype: joined([at[dtype] for at in lot]) for dtype in dtypes} for lot in of_lots]
 
 
-def verdict(
+def check_in_float64(
     operator: LinearOperator,
     exact: LinearOperator,
     found: LeadingTriplet,
@@ -161,12 +163,12 @@ def verdict(
     # vector, which is mostly far below the width of the interval.
     found_gram = found.sigma.to(right).square().view(-1, 1, 1) * right
     defect = _defect(found_gram, gram, sigma)
-    judged = judge(found, sigma, defect, exact, solver.rtol)
+    judged = widen_by_rounding(found, sigma, defect, exact, solver.rtol)
     # Where the residual is too large for that, compute JᵀJ v in float32, at the cost of one product.
     if not bool(judged.converged.all()):
         _, rounded = operator.energy_product(right.to(operator.dtype))
         defect = torch.where(judged.converged, defect, _defect(rounded, gram, sigma))
-        judged = judge(found, sigma, defect, exact, solver.rtol)
+        judged = widen_by_rounding(found, sigma, defect, exact, solver.rtol)
     # Members that float32 took as finished but whose interval is too wide now. More steps in float32 would
     # not help them. Members that used up their steps are not measured again: float64 would stop there, too.
     ended = found.converged | found.broke_down | (found.steps < solver.max_iterations)
@@ -204,18 +206,18 @@ def _streamed(
     exact = operator(torch.float64)
     image, gram = exact.gram_product(right)
     sigma = _norms(image)
-    judged = judge(found, sigma, _defect(rounded, gram, sigma), exact, solver.rtol)
+    judged = widen_by_rounding(found, sigma, _defect(rounded, gram, sigma), exact, solver.rtol)
     del image, gram, rounded, right
     # Measure again in float64, if that can help and memory has room for the longer vectors.
     stuck = ~judged.converged & (found.converged | found.broke_down)
-    room = budget - beside_the_basis(double, x.double())
+    room = budget - bytes_without_basis(double, x.double())
     if not bool(stuck.any()) or room < fewest_vectors(x):
         return judged
     again = solver.lanczos(exact, members, room)
     return replace(again, right=again.right.to(x.dtype), left=again.left.to(x.dtype))
 
 
-def judge(
+def widen_by_rounding(
     found: LeadingTriplet, sigma: Tensor, defect: Tensor, exact: LinearOperator, rtol: float
 ) -> LeadingTriplet:
     """Widen the intervals of singular values from a float32 solver by the possible rounding error.

@@ -233,7 +233,7 @@ def _run(
 
     # These hold more than four vectors; free them before the left directions are made.
     del basis, recurrence, alpha, gamma
-    left, lengths = _left(operator, right, settings.reduce)
+    left, lengths = _left_vectors(operator, right, settings.reduce)
     return members.triplet(operator, right, left, lengths)
 
 
@@ -380,7 +380,7 @@ def _quantiles(in_sizes: Int[np.ndarray, " member"], confidence: float) -> Float
     return np.array([start_quantile(size, confidence) for size in distinct.tolist()])[places]
 
 
-def _left(
+def _left_vectors(
     operator: LinearOperator, right: Float[Tensor, "member in_size"], reduce: Reduction | None
 ) -> tuple[Float[Tensor, "member out_size"], Float[Tensor, " member"]]:
     """Return J v / |J v| and |J v| for the right singular vectors v of the maps J of a batch.

@@ -56,7 +56,7 @@ class Tail:
         return out.reshape(-1, out.shape[-1])
 
 
-class _Reached(BaseException):
+class _StopRun(BaseException):
     """The exception that ends a run of a module as soon as the tensor that was asked for has been computed.
 
     It is a BaseException, so that no model catches it with ``except Exception``.
@@ -129,16 +129,16 @@ class CopiedModule:
                 stack.enter_context(self._tap(self.call.module.get_submodule(self.tail.module)))
             try:
                 output = self.call(self.call.shaped(x[None]))
-            except _Reached as reached:
+            except _StopRun as reached:
                 return reached.value
             return self.tail.applied(self.call.rows(first_tensor(output))[0])
 
     def _tap(self, module: nn.Module) -> Any:
         def before(module: nn.Module, args: tuple[Any, ...]) -> None:
-            raise _Reached(self.call.rows(args[0])[0])
+            raise _StopRun(self.call.rows(args[0])[0])
 
         def after(module: nn.Module, args: Any, output: Any) -> None:
-            raise _Reached(self.call.rows(first_tensor(output))[0])
+            raise _StopRun(self.call.rows(first_tensor(output))[0])
 
         if self.tail.of_input:
             return module.register_forward_pre_hook(before)

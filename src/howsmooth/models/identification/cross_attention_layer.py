@@ -188,7 +188,7 @@ def _moved_by(
 ) -> list[set[str]]:
     """Return which operands of each softmax in a module call change with one of its arguments."""
     replay = ModuleReplay(call, tokens, 1)
-    way, before = _way(replay, implementation)
+    way, before = _implementation_and_softmaxes(replay, implementation)
     if len(before) != traced_layer.softmaxes:
         return []  # this module contains several layers
     refuse_randomness(traced_layer.layer, before, softmaxes_of(replay, replay.x, way))
@@ -204,7 +204,9 @@ def _moved_by(
     return moved
 
 
-def _way(call: ModuleReplay, implementation: str) -> tuple[str | None, list[SoftmaxCall]]:
+def _implementation_and_softmaxes(
+    call: ModuleReplay, implementation: str
+) -> tuple[str | None, list[SoftmaxCall]]:
     """Return the attention implementation of a module call (None outside the interface of transformers), and
     its softmaxes.
     """
@@ -222,7 +224,7 @@ def _module_of(
     """
     layer = replace(traced_layer.layer, name=call.name, module=call.module)
     replay = ModuleReplay(call, roles["queries"], 1, roles["memory"])
-    way, before = _way(replay, implementation)
+    way, before = _implementation_and_softmaxes(replay, implementation)
     check_finite(layer, replay.x, before)
     other = replay.with_memory(moved_tokens(roles["memory"]))
     for after in (softmaxes_of(replay, moved_tokens(replay.x), way), softmaxes_of(other, other.x, way)):

@@ -107,7 +107,7 @@ def rows(tokens: Tensor) -> Tensor:
     return tokens.reshape(-1, tokens.shape[-1])
 
 
-class _Reached(BaseException):
+class _StopRun(BaseException):
     """The exception that ends a forward pass at the last point of the map; ``except Exception`` does not
     catch it.
     """
@@ -313,7 +313,7 @@ class ModelMap(TokenMap):
         part = self.passage
 
         def reached(value: Any) -> None:
-            raise _Reached(value)
+            raise _StopRun(value)
 
         with ExitStack() as stack:
             stack.enter_context(one_backend())
@@ -325,6 +325,6 @@ class ModelMap(TokenMap):
             stack.enter_context(observed(self.model, part.end, reached))
             try:
                 self.model(**self.inputs)
-            except _Reached as end:
+            except _StopRun as end:
                 return part.output.of(end.value)
         raise CaptureError(f"The forward pass did not reach {part.end}.")

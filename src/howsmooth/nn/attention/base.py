@@ -25,7 +25,7 @@ from howsmooth.bounds import Bound
 from howsmooth.bounds.bound import check_length, check_radius
 from howsmooth.errors import ArgumentError, HowsmoothError, NonFiniteError
 from howsmooth.nn.attention.accepted_masks import Masking
-from howsmooth.nn.attention.output_divisor import Remembered, divided, log_value
+from howsmooth.nn.attention.output_divisor import CachedNumber, divided, log_value
 from howsmooth.nn.checks import check_placement, require
 from howsmooth.nn.module import LipschitzModule
 from howsmooth.nn.upward_rounding import rounded_up
@@ -151,7 +151,7 @@ class LipschitzAttention(LipschitzModule):
         self.bias = bool(bias)
         check_placement(device, dtype)
         self._make_weights({"device": device, "dtype": dtype})
-        self._log_divisor_of = Remembered()
+        self._log_divisor_of = CachedNumber()
         self.register_load_state_dict_post_hook(_remember_divisor)  # type: ignore[no-untyped-call]
 
     # ---- what a subclass defines

@@ -18,10 +18,10 @@ from torch import Tensor
 from howsmooth.errors import HowsmoothError
 from howsmooth.nn.checks import look
 
-__all__ = ["Remembered", "divided", "log_value"]
+__all__ = ["CachedNumber", "divided", "log_value"]
 
 
-class Remembered:
+class CachedNumber:
     """A number that is computed from weights and cached until a weight changes.
 
     Weights are compared with a copy, entry by entry, because PyTorch's version counters miss changes through

@@ -28,7 +28,7 @@ from howsmooth.models.tracing.layer_trace import AttentionLayer, first_tokens
 from howsmooth.models.tracing.module_call_tracer import TracedLayer, run, trace_forward_pass
 from howsmooth.nn.monitoring.attention_calls import OwnAttention, OwnLayers
 from howsmooth.nn.monitoring.attention_statistics import ScoreStatistics, score_norm
-from howsmooth.nn.monitoring.preserve_training_state import unmarked
+from howsmooth.nn.monitoring.preserve_training_state import preserved_state
 from howsmooth.nn.monitoring.probe_inputs import Probes
 from howsmooth.nn.monitoring.record import MonitorRecord
 from howsmooth.nn.monitoring.weight_locations import SCOPES, Reading, reading_of
@@ -130,7 +130,7 @@ def measured(
     rows: dict[int, list[_Part]] = {}
     one = _Measurement(model, step, readings, layers, scope, accuracy)
     try:
-        with unmarked(model):
+        with preserved_state(model):
             for number, given in enumerate(probes.of_model(model)):
                 for index, part in one.of_probe(number, given):
                     rows.setdefault(index, []).append(part)
@@ -149,7 +149,7 @@ def check_layers(model: nn.Module, probes: Probes, layers: Sequence[int]) -> Non
 
     A model that cannot be run now is not checked; its measurement says why.
     """
-    with unmarked(model):
+    with preserved_state(model):
         try:
             places, _ = _places(model, probes.of_model(model)[0])
         except Exception:

@@ -15,11 +15,11 @@ from torch import Tensor, nn
 
 from howsmooth.models.measurement_mode import measurement_mode
 
-__all__ = ["unmarked"]
+__all__ = ["preserved_state"]
 
 
 @contextmanager
-def unmarked(model: nn.Module) -> Iterator[None]:
+def preserved_state(model: nn.Module) -> Iterator[None]:
     """Return a context manager that restores the state of the model and all random states at its end.
 
     ``measurement_mode`` sets evaluation mode in each module, disables gradients, and restores PyTorch's
