@@ -1,5 +1,5 @@
-"""Divides sequences into batches for a measurement, and decides whether attention probabilities are kept in
-memory.
+"""Division of sequences into batches for a measurement, and the choice whether attention probabilities are
+kept in memory.
 """
 
 from __future__ import annotations
@@ -231,8 +231,8 @@ def fewest_vectors(x: Tensor) -> int:
 
 
 def _least_streamed(double: TokenMap, x: Tensor) -> int:
-    """Return the least memory in bytes with which one sequence can be measured, when attention probabilities
-    are not kept.
+    """Return the smallest number of bytes with which one sequence can be measured without keeping attention
+    probabilities.
 
     The run in the dtype of x needs a small basis. The final check in float64 needs none, but wider numbers.
     """

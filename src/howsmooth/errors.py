@@ -32,7 +32,7 @@ class HowsmoothError(Exception):
 
 
 class ArgumentError(HowsmoothError, ValueError):
-    """Raised when an argument of a function has a wrong type, shape or value. The message says what was
+    """Raised when an argument of a function has a wrong type, shape or value; the message says what was
     expected.
 
     Parameters

@@ -32,7 +32,7 @@ _CHOICES = ("paper", "max", "min")
 
 @dataclass(frozen=True, eq=False)
 class Construction:
-    """Tokens that were built to give an attention a large local Lipschitz constant.
+    """A sequence of tokens that was constructed to give an attention a large local Lipschitz constant.
 
     Attributes
     ----------
@@ -63,7 +63,8 @@ class Construction:
 def two_cluster(
     attention: object, length: int, radius: float, *, head: int = 0, choice: str = "paper"
 ) -> Construction:
-    """Return the two-cluster input of the paper: one token, and n − 1 copies of another.
+    """Return the two-cluster input of the paper, which consists of one token and n − 1 copies of another
+    token.
 
     Both tokens lie along an eigenvector of a matrix A. In the first case the tokens are Ru and Ru/2, where u
     is a unit eigenvector of A for its largest real eigenvalue γ_max. In the second case they are Ru and −Ru,
@@ -117,7 +118,8 @@ def two_cluster(
 
 
 def heavy_token(attention: object, length: int, radius: float, *, head: int = 0) -> Construction:
-    """Return one token that gets much attention (heavy), and n − 1 copies of another one (light).
+    """Return a sequence of one heavy token, which gets most of the attention, and n − 1 copies of a light
+    token.
 
     For a head with scores ⟨A x_i + b, x_j⟩ and the light token w, the heavy token is R y/|y| with y = Aw + b.
     w maximises the gap R|y| − ⟨y, w⟩ between the scores of both tokens. A needs no real eigenvalue.
@@ -150,7 +152,8 @@ def heavy_token(attention: object, length: int, radius: float, *, head: int = 0)
 
 
 def two_heavy_tokens(attention: object, length: int, radius: float, *, head: int = 0) -> Construction:
-    """Return two tokens that get much attention (heavy), and n − 2 copies of another one (light).
+    """Return a sequence of two heavy tokens, which share most of the attention, and n − 2 copies of a light
+    token.
 
     The light token attends to both heavy tokens equally. The heavy tokens are R(cosθ ŷ ± sinθ v), where w is
     the light token, y = Aw + b, ŷ = y/|y| and v ⊥ ŷ. Of all w, θ and v that are tried, those with the largest

@@ -1,4 +1,5 @@
-"""Sets of inputs to which a search for large constants is limited: balls, and outputs of norm layers.
+"""Sets of inputs to which a search for large Lipschitz constants is restricted: balls, and outputs of norm
+layers.
 
 Each domain has coordinates in which it is a ball or a product of balls. Steps of the ascent are made in
 these coordinates. For Ball and Around they are the tokens themselves.
@@ -70,7 +71,7 @@ class Domain(abc.ABC):
         return self.tokens(self.project_coordinates(self.coordinates(X)))
 
     def contains(self, X: Tensor, tol: float = 1e-9) -> bool:
-        """Tell whether the tokens X lie in this set of inputs, up to a tolerance.
+        """Return whether the tokens X lie in this set of inputs, up to a tolerance.
 
         The tolerance is ``tol`` times the largest entry of X, or times the domain's radius if that is larger.
         """

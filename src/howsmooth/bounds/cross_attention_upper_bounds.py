@@ -165,8 +165,8 @@ def _checked(attention: object, side: str | None) -> tuple[CrossAttention, str]:
 
 
 def _bound(name: str, quantity: Quantity, side: str, queries: float, memory: float) -> Bound:
-    """Combine the logarithms of the bounds in the tokens and in the memory to the bound that ``side`` asks
-    for.
+    """Return the bound for ``side`` (tokens, memory or both), given the logarithms of the bounds for tokens
+    and for memory.
     """
     logs = {"queries": [queries], "memory": [memory], "joint": [queries, memory]}[side]
     largest = max(logs)

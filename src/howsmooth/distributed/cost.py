@@ -1,6 +1,4 @@
-"""Predicts what it costs to measure one long sequence on several devices: operations, memory and
-communication.
-"""
+"""Predicted cost of measuring one long sequence on several devices: operations, memory and communication."""
 
 from __future__ import annotations
 
@@ -20,8 +18,7 @@ __all__ = ["Device", "StepCost", "step_cost"]
 
 @dataclass(frozen=True)
 class Device:
-    """The assumed speed, memory and network rate of each device, from which the cost of a measurement is
-    predicted.
+    """The assumed speed, memory and network rate of each device, for predicting the cost of a measurement.
 
     Parameters
     ----------
@@ -87,8 +84,8 @@ def step_cost(
     dtype: torch.dtype = torch.float32,
     vectors: int = 32,
 ) -> StepCost:
-    """Predict the cost of one Lanczos step for a sequence of ``n`` tokens that is shared among ``processes``
-    with one device each.
+    """Predict the cost of one Lanczos step for a sequence of ``n`` tokens shared among ``processes``, each
+    with one device.
 
     Parameters
     ----------

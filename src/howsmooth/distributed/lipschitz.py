@@ -1,4 +1,6 @@
-"""Measures the local Lipschitz constant at one long sequence whose tokens are shared among processes."""
+"""Measurement of the local Lipschitz constant at one long sequence whose tokens are shared among
+processes.
+"""
 
 from __future__ import annotations
 
@@ -35,8 +37,8 @@ _PROBE_RTOL = 1e-9
 
 
 def own_rows(n: int, group: object = None) -> Int[Tensor, " own"]:
-    """Return the positions of the tokens that this process holds, for a sequence of ``n`` tokens that several
-    processes share.
+    """Return the positions of the tokens that this process holds, for a sequence of ``n`` tokens shared among
+    processes.
 
     The rows form two ranges, one from each half of the sequence, so that all processes have the same amount
     of work for a causal map.

@@ -332,8 +332,8 @@ class _Layer:
         return squares.clamp_min(0.0).sqrt()
 
     def _key_sums(self, pairs: Callable[[Tensor], Tensor], width: int) -> Float[Tensor, "b n _width"]:
-        """Return, for each key j, the sum over all queries and pairs of heads that gives the derivative of
-        the layer output with respect to key j.
+        """Return, for each key j, a sum over all queries and pairs of heads, from which the norm of the
+        derivative with respect to key j follows.
 
         The vectors u are those of :meth:`key_grams`. The function ``pairs`` turns the queries (G, n, key_dim)
         of a group into the vectors c^gh_i (G, G, n, width), one for each pair of heads.

@@ -126,8 +126,8 @@ def _loaded(module: Any) -> Iterator[None]:
 
 @contextmanager
 def _unhooked(module: Any) -> Iterator[None]:
-    """Return a context manager that disables the hook of accelerate that loads the weights of a module and
-    drops them again.
+    """Return a context manager that disables the hook with which accelerate loads the weights of a module for
+    each call.
     """
     hooked = module.forward
     module.forward = module._old_forward

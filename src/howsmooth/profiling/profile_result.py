@@ -196,7 +196,7 @@ class Profile(Result):
         return sides
 
     def to_latex(self, path: str | os.PathLike[str] | None = None) -> str | None:
-        """Write the ranking as a LaTeX table to a file, or return it as text without a path.
+        """Write the ranking as a LaTeX table to a file, or return it as text if no path is given.
 
         The table uses booktabs, and its caption is the citation.
         """

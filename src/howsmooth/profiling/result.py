@@ -47,7 +47,7 @@ class WritableTable:
             """One line to cite the result."""
 
     def to_csv(self, path: str | os.PathLike[str] | None = None) -> str | None:
-        """Write the table as CSV to a file, or return the CSV as text without a path."""
+        """Write the table as CSV to a file, or return the CSV as text if no path is given."""
         return text_or_file(csv_of(self.table), path)
 
     def to_parquet(self, path: str | os.PathLike[str]) -> None:

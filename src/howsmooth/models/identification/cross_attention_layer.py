@@ -207,8 +207,8 @@ def _moved_by(
 def _implementation_and_softmaxes(
     call: ModuleReplay, implementation: str
 ) -> tuple[str | None, list[SoftmaxCall]]:
-    """Return the attention implementation of a module call (None outside the interface of transformers), and
-    its softmaxes.
+    """Return the attention implementation of a module call and its softmaxes; the former is None outside the
+    interface of transformers.
     """
     seen = softmaxes_of(call, call.x, implementation)
     if any(softmax.kind == "interface" for softmax in seen):

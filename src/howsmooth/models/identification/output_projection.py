@@ -255,7 +255,8 @@ def _reaches_residual(
 def _possible_sums_outside(
     trace: LayerTrace, self_attention: SelfAttentionModule, projection: ModuleCall
 ) -> Iterator[_PossibleSum]:
-    """Yield tensors that may be the residual plus the output of a projection outside the attention module.
+    """Yield tensors that may be the sum of the residual and the output of a projection outside the attention
+    module.
 
     A norm may lie between the output of the projection and the sum.
     """
@@ -278,7 +279,8 @@ def _possible_sums_outside(
 def _possible_sums_inside(
     trace: LayerTrace, self_attention: SelfAttentionModule, projection: ModuleCall
 ) -> Iterator[_PossibleSum]:
-    """Yield tensors that are the residual plus the output of a projection inside the attention module.
+    """Yield tensors that may be the sum of the residual and the output of a projection inside the attention
+    module.
 
     The residual is X, its norm's input or another argument of the module. Anything that the attention module
     computes itself and adds is a part of its attention.

@@ -34,7 +34,7 @@ class Images(DataSource):
 
     @property
     def size(self) -> int:
-        """Number of images."""
+        """Number of images in the sequence."""
         return len(self._held)
 
     def __len__(self) -> int:

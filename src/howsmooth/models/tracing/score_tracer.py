@@ -139,7 +139,7 @@ def _mixed(known: Known | None, what: str) -> Opaque | None:
 
 
 class _Applied(NamedTuple):
-    """A call of a torch function on attention scores or attention weights, with its result."""
+    """A call of a torch function on attention scores or attention weights, together with its result."""
 
     func: Any
     args: Any
@@ -153,7 +153,7 @@ class _Applied(NamedTuple):
 
 
 def _of_one(change: Callable[[Scores | Probabilities, _Applied], Known | None]) -> Rule:
-    """Return the rule that gives the record of the result of a function of one tensor, such as ``neg``.
+    """Return the rule by which the tracer records the result of a function of one tensor, such as ``neg``.
 
     ``change`` takes the description of the tensor and the call, and returns the description of the result.
     """
@@ -469,7 +469,7 @@ def _fused(tracer: ScoreTracer, func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _inside(tracer: ScoreTracer, func: Any, args: Any, kwargs: Any) -> Any:
-    """Run the body of a torch function such that the tracer sees the functions that it calls.
+    """Run the body of a torch function so that the tracer sees the functions that it calls.
 
     Under a mode, functions such as ``multi_head_attention_forward`` arrive here as a whole. Their body is run
     with a ``has_torch_function`` that returns False, so that the functions it calls arrive one by one.
