@@ -47,8 +47,8 @@ class TwoSequenceMap(abc.ABC):
     """Base class of maps f of two sequences, tokens x (..., m, d) and a memory y (..., n, d_memory), to (...,
     m, d_out).
 
-    It consists of PyTorch code around softmax attentions (cores), whose derivatives have a closed form.
-    Leading axes are batch axes. Its parameters are tensors without gradients.
+    Such a map consists of PyTorch code around softmax attentions (cores), whose derivatives have a closed
+    form. Leading axes are batch axes. Its parameters are tensors without gradients.
     """
 
     heads: int

@@ -347,8 +347,8 @@ def two_heavy_tokens_lower_bound(attention: object, length: int, radius: float) 
 
 
 def causal_two_heavy_tokens_lower_bound(attention: object, length: int, radius: float) -> Bound:
-    """Bound the Lipschitz constant of causal attention from below by tokens that mostly attend to two of
-    them.
+    """Bound the Lipschitz constant of causal attention from below by ‖D_X f‖ at tokens X that mostly attend
+    to two of them.
 
     It bounds Lip(f^m on B_R^n) by the Jacobian's norm at such tokens. The tokens are as in
     :func:`two_heavy_tokens_lower_bound`, heavy tokens first. The bound is at least √(2Σ_{i=3}^n p_i²) sinθ

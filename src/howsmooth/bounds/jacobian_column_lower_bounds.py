@@ -36,7 +36,7 @@ MOST_ROWS = 1 << 16
 def log_column_norm(p: Parameters, n: int, points: HeavyTokens) -> float:
     """Return the log of the norm of the columns of D_X f that belong to the most attended (heavy) tokens.
 
-    It is a lower bound on ‖D_X f‖. These tokens are called heavy.
+    The norm of these columns is a lower bound on ‖D_X f‖.
     """
     c, d = points.heavies.shape
     if n <= c:

@@ -1,7 +1,7 @@
 """The random start vector of Lanczos for a sequence shared among processes, where each process draws its own
 rows.
 
-They are bit for bit the rows that a single process would draw.
+The rows are bit for bit those that a single process would draw.
 """
 
 from __future__ import annotations

@@ -166,8 +166,6 @@ def value_matrix(attention: SelfAttention) -> Float[Tensor, "d d"]:
     """Return V = Σ_h O_h V_h for an attention layer, the sum over its heads of output matrix times value
     matrix.
 
-    It is V = Σ_h O_h V_h.
-
     Raises
     ------
     ArgumentError

@@ -48,7 +48,7 @@ Off = Float[Tensor, "batch n"]
 def provable(f: TokenMap) -> bool:
     """Return True if proved bounds on the rounding errors of the Jacobian of the map ``f`` are available.
 
-    They can for all maps with a closed form, except StagedAttention.
+    They are available for all maps with a closed form, except StagedAttention.
     """
     match f:
         case Residual():

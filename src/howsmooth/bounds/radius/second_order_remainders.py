@@ -285,7 +285,7 @@ def spread_shape(covariance: Tensor, factor: Tensor) -> Tensor:
     """Multiply ellipsoids of covariances between values and scores by the square of a bound on the score
     deviation.
 
-    They are covariance · factor².
+    The results are covariance · factor².
     """
     return covariance * factor.square()[..., None, None]
 

@@ -1,8 +1,8 @@
 """Identification and verification of a cross-attention layer: queries from one sequence, keys and values from
 another.
 
-Its module is the innermost one with an argument that changes the queries of every softmax and nothing else,
-and another argument, the memory, that changes keys and values and nothing else.
+The module of such a layer is the innermost one with an argument that changes the queries of every softmax and
+nothing else, and another argument, the memory, that changes keys and values and nothing else.
 """
 
 from __future__ import annotations

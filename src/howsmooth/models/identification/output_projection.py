@@ -1,8 +1,8 @@
 """Detection of the output projection of a layer and of the tensor that is the attention output.
 
-It is what the attention module returns, unless the module returns a sum with a residual, or the heads alone.
-Then it is the output of the projection; but only if the layer adds that output unchanged to a residual, which
-is tested by running the layer with another output of the projection.
+The attention output is what the attention module returns, unless the module returns a sum with a residual, or
+the heads alone. Then it is the output of the projection; but only if the layer adds that output unchanged to
+a residual, which is tested by running the layer with another output of the projection.
 """
 
 from __future__ import annotations

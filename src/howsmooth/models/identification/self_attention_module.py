@@ -1,9 +1,9 @@
 """Detection of the self-attention module of a layer and of its token argument, by running it on changed
 tokens.
 
-It is the innermost module around the softmaxes with an argument X such that queries, keys and values of every
-softmax change if X changes. Names and shapes decide nothing: a layer of cross-attention may have as many keys
-as queries.
+The self-attention module is the innermost module around the softmaxes with an argument X such that queries,
+keys and values of every softmax change if X changes. Names and shapes decide nothing: a layer of
+cross-attention may have as many keys as queries.
 """
 
 from __future__ import annotations
