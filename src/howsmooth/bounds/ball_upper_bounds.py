@@ -151,7 +151,8 @@ def theorem_e_3(attention: object, length: object, radius: object) -> Bound:
 
 
 def ball_upper_bound(attention: object, length: object, radius: object) -> Bound:
-    """Bound Lip(f on B_R^n) from above by a theorem that is sharper than Theorem 3.3 and allows a query bias.
+    """Bound Lip(f on B_R^n) from above by Theorem A of the documentation, which is sharper than Theorem 3.3
+    and allows a query bias.
 
     The bound is ‖V‖ (a + √(n·min{h*(a₃), (1 + a₃²) P̄(n, a₃)})). a = ‖A‖R², a₃ = (‖A‖R + |b|)R, h* is
     :func:`row_norm_maximum`, and P̄(n, a) = 1/(1 + (n−1)e^{−2a}) bounds a single attention weight. Theorem A

@@ -47,7 +47,8 @@ def softmax_layer(
     query_bias: Float[Tensor, "heads key_dim"] | None,
     scale: float,
 ) -> Float[Tensor, ""]:
-    """Bound the Lipschitz constant of multi-head softmax attention on a ball by a differentiable number.
+    """Bound the Lipschitz constant of multi-head softmax attention on a ball by a number that is
+    differentiable in the weights.
 
     Let a_h = ‖A_h‖R², let ρ_h,i be Theorem A's bound on row i of head h, m_i the number of keys that row i
     sees, O_h = W_h V_h, O = Σ_h O_h, and M(c)² = min{Σ_{h,g} ‖O_hᵀO_g‖ c_h c_g, ‖W_O‖² Σ_h ‖V_h‖²c_h²}. The

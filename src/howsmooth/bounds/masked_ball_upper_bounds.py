@@ -142,7 +142,7 @@ def theorem_4_4(attention: object, radius: object) -> Bound:
 
 
 def causal_ball_upper_bound(attention: object, length: object, radius: object) -> Bound:
-    """Bound Lip(f^m on B_R^n) of one head with a causal mask from above, more sharply than Theorem 4.3.
+    """Bound Lip(f^m on B_R^n) of one head with a causal mask from above by Theorem A of the documentation.
 
     The bound is ‖V‖ (a + √(1 + Σ_{i=2}^n ρ_i)). ρ_i = min{h*(a₃), (1 + a₃²) P̄(i, a₃)} with a = ‖A‖R²,
     a₃ = (‖A‖R + |b|)R, the function h* of :func:`row_norm_maximum`, and P̄(i, a) = 1/(1 + (i−1)e^{−2a}). For
@@ -182,7 +182,7 @@ def causal_ball_upper_bound(attention: object, length: object, radius: object) -
 
 
 def masked_ball_upper_bound(attention: object, length: object, radius: object) -> Bound:
-    """Bound Lip(f on B_R^n) of one head with an arbitrary mask from above.
+    """Bound Lip(f on B_R^n) of one head with an arbitrary mask from above by Theorem A of the documentation.
 
     The bound is ‖V‖ (a + √(max_j Σ_{i sees j} ρ_i)). ρ_i = min{h*(a₃), (1 + a₃²) P̄(n_i, a₃)} for a row i
     that sees n_i tokens, and 1 if n_i = 1, in the notation of :func:`causal_ball_upper_bound`. Without a mask

@@ -493,7 +493,8 @@ class _Tiles:
     def _scores(
         self, place: _Place, block: Block, keys: slice, scored: _Scored
     ) -> tuple[Float[Tensor, "b r keys"], Tensor | None] | None:
-        """Return the attention scores of one tile, and the derivative of the soft cap or None without a cap.
+        """Return the attention scores of one tile, and the derivative of the soft cap (None if there is no
+        cap).
 
         The scores are multiplied by log₂ e, and ``scored.less`` is subtracted. The rules of ``visibility``
         are not applied to them. The result is None if a mask hides all keys of the tile from all of its
