@@ -15,7 +15,12 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from howsmooth.attention.custom_code_attention import Core, SoftmaxCore, StagedAttention
-from howsmooth.attention.multi_head import HeadParameters, in_heads, optional_parameter, projected_heads
+from howsmooth.attention.multi_head_projections import (
+    HeadParameters,
+    in_heads,
+    optional_parameter,
+    projected_heads,
+)
 from howsmooth.errors import ArgumentError
 from howsmooth.scopes import SIDES
 

@@ -8,7 +8,7 @@ from torch import Tensor
 from howsmooth.attention.atom_weights import Weighting
 from howsmooth.attention.core import Visible, attend
 from howsmooth.attention.masks import Visibility
-from howsmooth.attention.multi_head import HeadsAttention
+from howsmooth.attention.multi_head_projections import HeadsAttention
 from howsmooth.errors import ArgumentError
 
 __all__ = ["L2Attention"]

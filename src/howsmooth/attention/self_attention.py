@@ -13,7 +13,7 @@ from howsmooth.attention.atom_weights import EarlierAtoms, Weighting
 from howsmooth.attention.core import ScoreFeatures, attend
 from howsmooth.attention.map import as_parameter
 from howsmooth.attention.masks import Visibility, check_window
-from howsmooth.attention.multi_head import HeadsAttention, in_heads
+from howsmooth.attention.multi_head_projections import HeadsAttention, in_heads
 from howsmooth.attention.norm_layers import LayerNorm, RMSNorm
 from howsmooth.attention.rotary import Rotary
 from howsmooth.errors import ArgumentError

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from howsmooth.attention import SelfAttention
 from howsmooth.attention.core import ScoreFeatures
-from howsmooth.attention.multi_head import in_heads
+from howsmooth.attention.multi_head_projections import in_heads
 
 __all__ = ["Operands"]
 

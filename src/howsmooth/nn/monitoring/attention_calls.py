@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from howsmooth.attention import SelfAttention, TokenMap
-from howsmooth.attention.multi_head import HeadsAttention
+from howsmooth.attention.multi_head_projections import HeadsAttention
 from howsmooth.errors import ArgumentError, CaptureError
 from howsmooth.models.padded_sequences import Padding
 from howsmooth.models.tolerance import precision, relative_error

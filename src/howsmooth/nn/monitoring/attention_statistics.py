@@ -12,7 +12,7 @@ from howsmooth.attention import L2Attention, SelfAttention, TokenMap
 from howsmooth.attention.core import NO_FEATURES, ScoreFeatures, attention_scores, row_blocks
 from howsmooth.attention.custom_code_attention import Core, StagedAttention
 from howsmooth.attention.masks import Visibility
-from howsmooth.attention.multi_head import HeadsAttention
+from howsmooth.attention.multi_head_projections import HeadsAttention
 from howsmooth.bounds import Head
 from howsmooth.errors import ArgumentError
 
