@@ -14,10 +14,10 @@ import howsmooth as hs
 from howsmooth import adversarial
 from howsmooth.adversarial import Around, Ball, Ellipsoid, ascend, gradient_ascent, repeated_token_search
 from howsmooth.adversarial.repeated_token_search import Atoms, search_atoms
+from howsmooth.bounds.attention_parameters import parameters_of
 from howsmooth.bounds.ball_upper_bounds import ball_upper_bound
 from howsmooth.bounds.bound import Bound
 from howsmooth.bounds.masked_ball_upper_bounds import causal_ball_upper_bound
-from howsmooth.bounds.parameters import parameters_of
 from howsmooth.errors import ArgumentError
 from tests._cases import CASES, D, dense_jacobian, random_attention, rotary, tokens, true_norm
 from tests._selection import others_slow

@@ -11,11 +11,11 @@ from torch import Tensor
 
 import howsmooth as hs
 from howsmooth import bounds
-from howsmooth.adversarial.domains import Ball
 from howsmooth.adversarial.gradient_ascent import _basis, _compressed
 from howsmooth.adversarial.repeated_token_search import can_search_atoms
+from howsmooth.adversarial.search_domains import Ball
 from howsmooth.attention import SoftmaxCore, core
-from howsmooth.attention.visibility import Visibility, check_window
+from howsmooth.attention.masks import Visibility, check_window
 from howsmooth.bounds import ball_lower_bounds as lower_bounds
 from howsmooth.bounds import certificates
 from howsmooth.bounds import masked_ball_upper_bounds as masked_bounds

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 import howsmooth as hs
+from howsmooth.bounds.attention_parameters import Head
 from howsmooth.bounds.ball_upper_bounds import mean_field_upper_bound
 from howsmooth.bounds.mean_field_lower_bounds import (
     proposition_3_6,
@@ -16,7 +17,6 @@ from howsmooth.bounds.mean_field_lower_bounds import (
     two_dirac,
     weighted_two_atom_lower_bound,
 )
-from howsmooth.bounds.parameters import Head
 from howsmooth.errors import ArgumentError
 from tests._cases import random_attention, true_norm
 

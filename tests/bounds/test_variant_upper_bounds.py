@@ -12,8 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
+from howsmooth.bounds.attention_parameters import Head
 from howsmooth.bounds.bound import Bound
-from howsmooth.bounds.parameters import Head
 from howsmooth.bounds.variant_upper_bounds import (
     l2_attention,
     l2_attention_upper_bound,

@@ -207,7 +207,7 @@ def test_frozen_derivatives_do_not_depend_on_the_blocks(monkeypatch: pytest.Monk
     f, x = random_attention(1, causal=True), tokens(12, 5, D)
     weighting = Weighting(WEIGHTS.log(), POSITIONS)
     whole = list(frozen_derivatives(f, x, weighting))
-    monkeypatch.setattr("howsmooth.jacobian.frozen_measure._BLOCK", 400)
+    monkeypatch.setattr("howsmooth.jacobian.fixed_measure_derivative._BLOCK", 400)
     parts = list(frozen_derivatives(f, x, weighting))
     assert (len(whole), len(parts)) == (1, 3)
     torch.testing.assert_close(torch.cat(parts), whole[0])

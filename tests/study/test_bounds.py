@@ -321,7 +321,7 @@ def test_what_cannot_be_bounded_says_so(
     def overflow(*arguments: object) -> None:
         raise OverflowError
 
-    monkeypatch.setattr("howsmooth.bounds.selection.theorem_4_3", overflow)
+    monkeypatch.setattr("howsmooth.bounds.applicable_bounds.theorem_4_3", overflow)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(overflow, "__name__", "theorem_4_3")
         found = {one.name: one for one in bound_site(broken)[1]}

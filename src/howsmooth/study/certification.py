@@ -15,7 +15,7 @@ from howsmooth.errors import ArgumentError, ModelError, reason
 from howsmooth.nn.certificates.certificate import ModelCertificate
 from howsmooth.nn.certificates.evaluation import Evaluation, checked_inputs, evaluate, tokens_of
 from howsmooth.nn.certificates.model_bound import certify
-from howsmooth.nn.certificates.propagation import has_rules
+from howsmooth.nn.certificates.module_propagation import has_rules
 from howsmooth.nn.saving import SavedModel, load_saved
 from howsmooth.study.plans import CertificationPlan
 

@@ -24,7 +24,7 @@ from transformers import (
 
 import howsmooth as hs
 from howsmooth.bounds.radius import NetworkAtInput
-from howsmooth.bounds.radius.model_reading import embedded, model_logits, read_classifier
+from howsmooth.bounds.radius.pretrained_classifier_reader import embedded, model_logits, read_classifier
 from howsmooth.errors import ArgumentError, CertificateError, NonFiniteError
 from tests._selection import others_slow
 from tests._shared import shared_data

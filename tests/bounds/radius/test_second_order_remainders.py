@@ -14,7 +14,6 @@ from howsmooth.bounds.radius import ACTIVATIONS, Attention, GatedFeedForward, Ne
 from howsmooth.bounds.radius.ellipsoids import balls, ellipsoid_sum, half_widths, radii
 from howsmooth.bounds.radius.packed_quadratic_forms import Pairs
 from howsmooth.bounds.radius.partial_jacobians import Errors, Source
-from howsmooth.bounds.radius.rounded_tensor import plain
 from howsmooth.bounds.radius.second_order_margin import SecondOrder
 from howsmooth.bounds.radius.second_order_remainders import AttentionErrors, GatedFeedForwardRemainder
 from howsmooth.bounds.radius.spectral_norm_bounds import (
@@ -24,6 +23,7 @@ from howsmooth.bounds.radius.spectral_norm_bounds import (
     spectral_norm,
     weighted_norm,
 )
+from howsmooth.bounds.radius.tensor_with_error_bound import plain
 from howsmooth.bounds.radius.third_order_margin import ThirdOrder
 from howsmooth.bounds.radius.third_order_remainders import CubicAttention, CubicGatedFeedForward, Expansion
 from tests.bounds.radius._networks import (

@@ -1,4 +1,4 @@
-"""A radius around one input within which a whole Transformer's answer does not change.
+"""A radius around one input within which the answer of a whole Transformer provably does not change.
 
 ``robust_radius`` is the function for users. ``model_reading`` turns a model into a ``staged_network``.
 The margin of its answer is expanded along the network's own ``partial_jacobians``: in ``second_order_margin``
@@ -8,10 +8,9 @@ the margin. ``attack`` searches the nearest change of the answer. Proofs: docume
 for a whole network".
 """
 
-from howsmooth.bounds.radius.result import RobustRadius
 from howsmooth.bounds.radius.robust_radius import NetworkAtInput, robust_radius
-from howsmooth.bounds.radius.staged_network import Network, Stage
-from howsmooth.bounds.radius.stages import (
+from howsmooth.bounds.radius.robust_radius_result import RobustRadius
+from howsmooth.bounds.radius.transformer_layers import (
     ACTIVATIONS,
     Activation,
     Attention,
@@ -19,6 +18,7 @@ from howsmooth.bounds.radius.stages import (
     GatedFeedForward,
     Norm,
 )
+from howsmooth.bounds.radius.transformer_network import Network, Stage
 
 __all__ = [
     "ACTIVATIONS",

@@ -1,4 +1,6 @@
-"""Partial Jacobians of a network: how each stage's input depends on the outputs of all earlier stages."""
+"""Partial Jacobians of a network: the derivatives of the input of each layer with respect to the outputs of
+earlier layers.
+"""
 
 from __future__ import annotations
 
@@ -10,16 +12,17 @@ import torch
 from torch import Tensor
 
 from howsmooth.bounds.radius.ellipsoids import ellipsoid_sum, image
-from howsmooth.bounds.radius.rounded_tensor import exact, settled
-from howsmooth.bounds.radius.staged_network import Network, Stage
-from howsmooth.bounds.radius.stages import Attention
+from howsmooth.bounds.radius.tensor_with_error_bound import exact, settled
+from howsmooth.bounds.radius.transformer_layers import Attention
+from howsmooth.bounds.radius.transformer_network import Network, Stage
 
 __all__ = ["Errors", "PartialJacobians", "Source", "partial_jacobians"]
 
 
 @dataclass(frozen=True, eq=False)
 class Source:
-    """The Jacobian of the activations at a later point of a network with respect to one stage's output.
+    """The Jacobian of the activations at a later point of a network with respect to the output of one earlier
+    layer.
 
     It has the shape (n, width, n_s, d_s); or (n, width, d_s) where every token depends on itself alone.
     ``error`` bounds the rounding error of its last step, as a Frobenius norm.
@@ -30,7 +33,8 @@ class Source:
 
     @staticmethod
     def of(stage: Stage, x: Tensor, output: Tensor) -> Source:
-        """Return the Jacobian of a stage's output with respect to the output of the stage's own layer.
+        """Return the Jacobian of the output of a layer with residual connection with respect to the output of
+        the layer alone.
 
         It is zero on the columns that the stage keeps from its input.
         """
@@ -40,16 +44,18 @@ class Source:
 
     @cached_property
     def norm(self) -> float:
-        """An upper bound on the Frobenius norm of this Jacobian."""
+        """An upper bound on the Frobenius norm of this partial Jacobian."""
         return exact(self.jacobian).frobenius
 
     @property
     def alone(self) -> bool:
-        """True if each later token depends only on the same token of the earlier stage's output."""
+        """True if each token of the later point depends only on the same token of the earlier output."""
         return self.jacobian.ndim == 3
 
     def read(self, branch: slice) -> Source:
-        """Return the rows of this Jacobian for the columns of the state that a later stage reads."""
+        """Return the rows of this partial Jacobian that belong to the entries that a later layer takes as its
+        input.
+        """
         own = self.jacobian[:, branch]
         if self.alone:
             return Source(own)
@@ -57,7 +63,8 @@ class Source:
         return Source(own.permute(2, 0, 1, 3).contiguous().permute(1, 2, 0, 3))
 
     def pushed(self, stage: Stage, x: Tensor, mixes: bool) -> Source:
-        """Carry this Jacobian through one more stage: multiply the stage's Jacobian by it.
+        """Return the partial Jacobian after one more layer, by multiplication with the Jacobian of that
+        layer.
 
         ``mixes`` says that the stage mixes tokens.
         """
@@ -74,7 +81,8 @@ class Source:
 
 
 class Errors:
-    """A function that bounds how the errors of all earlier stages together change a later stage's input.
+    """A function that bounds the combined effect of the errors of all earlier layers on the input of a later
+    layer.
 
     The effect is e = Σ_s J_s R_s, where R_s is the remainder of stage s and J_s the partial Jacobian. Both
     are enclosed in ellipsoids, token by token.
@@ -85,7 +93,8 @@ class Errors:
         self.zero = state.new_zeros(len(state), state.shape[1], state.shape[1])
 
     def __call__(self, remainders: list[Tensor]) -> Tensor:
-        """Return ellipsoids that contain the change of a stage's input by the errors of earlier stages.
+        """Return ellipsoids that contain the change of a layer's input that the errors of earlier layers
+        cause.
 
         They have the shape (n, width, width), one for each token. ``remainders`` has ellipsoids of each
         earlier stage's error.
@@ -101,7 +110,8 @@ class Errors:
 
 
 class PartialJacobians(NamedTuple):
-    """The Jacobians of every stage's input with respect to all earlier stages' outputs, at one network input.
+    """The Jacobians of the input of each layer with respect to the outputs of all earlier layers, at one
+    network input.
 
     ``stages`` are the network's, with weights that carry rounding errors; ``states`` are the computed states,
     ``state_errors`` the rounding errors of the step to each. ``sources`` are the Jacobians for each stage;
@@ -117,7 +127,8 @@ class PartialJacobians(NamedTuple):
 
 
 def partial_jacobians(network: Network, x: Tensor) -> PartialJacobians:
-    """Return the Jacobians of every stage's input with respect to all earlier stages' outputs, at x (n, d).
+    """Return the Jacobians of the input of each layer with respect to the outputs of all earlier layers, at x
+    (n, d).
 
     They do not depend on which tokens move.
     """

@@ -1,4 +1,4 @@
-"""A lower bound on a classifier's margin on a ball around its input, by a second-order Taylor expansion.
+"""A lower bound on the margin of a classifier on a ball around its input, by a second-order Taylor expansion.
 
 The remainder of every stage is bounded.
 """
@@ -12,11 +12,11 @@ import torch
 from torch import Tensor
 
 from howsmooth.bounds.radius.ellipsoids import balls, ellipsoid_sum, radii
+from howsmooth.bounds.radius.network_rounding_errors import Residuals, lengths, rounding_loss
 from howsmooth.bounds.radius.partial_jacobians import Errors, PartialJacobians, partial_jacobians
-from howsmooth.bounds.radius.rounded_tensor import FUZZ, INFLATION, exact, plain, settled
-from howsmooth.bounds.radius.rounding_residuals import Residuals, lengths, rounding_loss
 from howsmooth.bounds.radius.second_order_remainders import Left, remainder_of
-from howsmooth.bounds.radius.staged_network import Network
+from howsmooth.bounds.radius.tensor_with_error_bound import FUZZ, INFLATION, exact, plain, settled
+from howsmooth.bounds.radius.transformer_network import Network
 
 __all__ = ["FirstDerivatives", "Losses", "SecondOrder", "stage_bounds", "stage_losses"]
 
@@ -26,7 +26,9 @@ _UNDERFLOWN = 2.0**-200
 
 
 class Losses(NamedTuple):
-    """A lower bound on the margin on a ball, and how much each part of the Taylor expansion lowers it."""
+    """A lower bound on the margin on a ball, and how much each error term of the Taylor expansion
+    reduces it.
+    """
 
     lower: float
     polynomial: float
@@ -35,7 +37,7 @@ class Losses(NamedTuple):
 
 
 class FirstDerivatives:
-    """The values and derivatives of a network at tokens x that the second- and third-order expansions need.
+    """The values and derivatives of a network at tokens x that the second- and third-order expansions use.
 
     For changes injection (n, d, k) δ: ``tangents`` G_l, ``adjoints`` a_l, ``bent`` N_s, the derivative along
     δ of the adjoint of the output of the map of stage s; the margin's gradient g, and its Hessian H. They are
@@ -91,7 +93,7 @@ class FirstDerivatives:
         self._diagonalise(self.hessian)
 
     def _diagonalise(self, H: Tensor) -> None:
-        """Diagonalise the quadratic polynomial −g·δ − ½ δᵀHδ of the margin, and bound what rounding changes.
+        """Diagonalise the quadratic polynomial −g·δ − ½ δᵀHδ of the margin, and bound the effect of rounding.
 
         With z = Vᵀδ it is −c·z − ½ Σ λ_i z_i², where |z|² ≤ ``stretch`` |δ|².
         """
@@ -104,11 +106,13 @@ class FirstDerivatives:
         self.stretch = 1 + float(torch.linalg.vector_norm(V.mT @ V - torch.eye(len(H), dtype=H.dtype)))
 
     def own_adjoint(self, stage: int) -> Tensor:
-        """Return the gradient of the margin with respect to the output of one stage's layer."""
+        """Return the gradient of the margin with respect to the output of one layer before its residual is
+        added.
+        """
         return self.stages[stage].output_adjoint(self.states[stage], self.adjoints[stage + 1])
 
     def quadratic_loss(self, epsilon: float) -> float:
-        """Bound how much the quadratic polynomial g·δ + ½ δᵀHδ can lower the margin for |δ| ≤ ε.
+        """Bound how much the quadratic polynomial g·δ + ½ δᵀHδ can reduce the margin for |δ| ≤ ε.
 
         The maximum of −g·δ − ½ δᵀHδ is at most ½ λ ε² + ½ gᵀ(H + λ)⁻¹g, taken at the best λ.
         """
@@ -123,7 +127,9 @@ class FirstDerivatives:
         return min(value(size * 2.0 ** (-j / 4)) for j in range(-8, 60))
 
     def losses(self, epsilon: float, polynomial: float, found: list[Left]) -> Losses:
-        """Return a lower bound on the margin, and how much polynomial, remainders and rounding lower it."""
+        """Return a lower bound on the margin, and how much the polynomial, the remainders and rounding reduce
+        it.
+        """
         stages = stage_losses(self, found, epsilon)
         rounding = rounding_loss(self.residuals, [left.shape for left in found], epsilon)
         rounding += self.margin_error + self.gradient_error * epsilon + self.hessian_error * epsilon**2 / 2
@@ -149,7 +155,8 @@ class SecondOrder:
         offset: Tensor | float,
         jacobians: PartialJacobians | None = None,
     ) -> None:
-        """Expand the margin to second order around tokens x (n, d), which become x + ``injection`` @ δ.
+        """Expand the margin to second order in δ at the tokens x + ``injection`` @ δ, where x has shape (n,
+        d).
 
         ``injection`` has the shape (n, d, k); ``jacobians`` are the partial Jacobians at x, if they are
         known.
@@ -166,11 +173,13 @@ class SecondOrder:
             self.remainders.append(remainder_of(stage.map, exact(state), tangents, own))
 
     def __call__(self, epsilon: float) -> Losses:
-        """Return a lower bound on the margin over all changes |δ| ≤ ε, with the losses that it comes from."""
+        """Return a lower bound on the margin over all changes |δ| ≤ ε, with the error terms that
+        reduce it.
+        """
         return self.first.losses(epsilon, self.first.quadratic_loss(epsilon), self.bounds(epsilon))
 
     def bounds(self, epsilon: float) -> list[Left]:
-        """Return, for each stage, bounds on the remainder of its Taylor expansion for |δ| ≤ ε."""
+        """Return bounds on the Taylor remainder of each layer for |δ| ≤ ε."""
         return stage_bounds(self.errors, self.remainders, self.first.residuals, epsilon)
 
 
@@ -180,7 +189,7 @@ def stage_bounds(
     residuals: list[Residuals],
     epsilon: float,
 ) -> list[Left]:
-    """Bound the Taylor remainder of every stage for |δ| ≤ ε, given the errors that earlier stages cause.
+    """Bound the Taylor remainder of each layer for |δ| ≤ ε, given the errors of the earlier layers.
 
     What a stage leaves out contains its residuals. The factor covers the rounding of all formulas.
     """
@@ -195,7 +204,7 @@ def stage_bounds(
 
 
 def stage_losses(first: FirstDerivatives, found: list[Left], epsilon: float) -> Tensor:
-    """Bound how much the Taylor remainder of each stage can lower the margin.
+    """Bound how much the Taylor remainder of each layer can reduce the margin.
 
     That is (N δ) · R token by token, and the remainder's own effect on the margin.
     """
@@ -208,7 +217,7 @@ def stage_losses(first: FirstDerivatives, found: list[Left], epsilon: float) -> 
 
 
 def _narrow(matrices: Tensor) -> tuple[Tensor, Tensor]:
-    """Compress matrices A with many columns to matrices B with few, such that A Aᵀ ≤ B Bᵀ + s I.
+    """Compress matrices A with many columns to matrices B with few columns, such that A Aᵀ ≤ B Bᵀ + s I.
 
     The matrices A have the shape (n, d, k), and B at most d columns.
 

@@ -1,4 +1,4 @@
-"""A lower bound on a classifier's margin on a ball around its input, by a third-order Taylor expansion.
+"""A lower bound on the margin of a classifier on a ball around its input, by a third-order Taylor expansion.
 
 The remainder of every stage is bounded.
 """
@@ -10,12 +10,12 @@ from torch import Tensor
 
 from howsmooth.bounds.radius.packed_quadratic_forms import Pairs
 from howsmooth.bounds.radius.partial_jacobians import Errors, PartialJacobians, partial_jacobians
-from howsmooth.bounds.radius.rounded_tensor import exact, settled
 from howsmooth.bounds.radius.second_order_margin import FirstDerivatives, Losses, stage_bounds
 from howsmooth.bounds.radius.second_order_remainders import Left
 from howsmooth.bounds.radius.spectral_norm_bounds import spectral_norm
-from howsmooth.bounds.radius.staged_network import Network
+from howsmooth.bounds.radius.tensor_with_error_bound import exact, settled
 from howsmooth.bounds.radius.third_order_remainders import Expansion, cubic_remainder_of
+from howsmooth.bounds.radius.transformer_network import Network
 
 __all__ = ["ThirdOrder"]
 
@@ -35,7 +35,8 @@ class ThirdOrder:
         offset: Tensor | float,
         jacobians: PartialJacobians | None = None,
     ) -> None:
-        """Expand the margin to third order around tokens x (n, d), which become x + ``injection`` @ δ.
+        """Expand the margin to third order in δ at the tokens x + ``injection`` @ δ, where x has shape (n,
+        d).
 
         The arguments are those of ``SecondOrder``. The quadratic forms of all stages are computed, too.
         """
@@ -68,17 +69,19 @@ class ThirdOrder:
         self.cubic = _symmetric_norm(cubic, pairs)
 
     def __call__(self, epsilon: float) -> Losses:
-        """Return a lower bound on the margin over all changes |δ| ≤ ε, with the losses that it comes from."""
+        """Return a lower bound on the margin over all changes |δ| ≤ ε, with the error terms that
+        reduce it.
+        """
         polynomial = self.first.quadratic_loss(epsilon) + float(self.cubic) * epsilon**3
         return self.first.losses(epsilon, polynomial, self.bounds(epsilon))
 
     def bounds(self, epsilon: float) -> list[Left]:
-        """Return, for each stage, bounds on the remainder of its Taylor expansion for |δ| ≤ ε."""
+        """Return bounds on the Taylor remainder of each layer for |δ| ≤ ε."""
         return stage_bounds(self.errors, self.remainders, self.first.residuals, epsilon)
 
 
 def _symmetric_norm(cubic: Tensor, pairs: Pairs) -> Tensor:
-    """Bound the cubic form |c[δ, δ, δ]| over all |δ| ≤ 1.
+    """Bound the absolute value of the cubic form c[δ, δ, δ] over all |δ| ≤ 1.
 
     The bound is the spectral norm of the unfolded symmetric part of c, which has the shape (k, p).
     """

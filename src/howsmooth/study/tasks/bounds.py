@@ -11,9 +11,9 @@ from typing import Any
 import torch
 
 from howsmooth.attention import SelfAttention
+from howsmooth.bounds.applicable_bounds import applicable_bounds
 from howsmooth.bounds.bound import Quantity
-from howsmooth.bounds.problem import Problem
-from howsmooth.bounds.selection import applicable_bounds
+from howsmooth.bounds.bound_problem import Problem
 from howsmooth.errors import HowsmoothError
 from howsmooth.scopes import ATTENTION_SCOPES
 from howsmooth.study.open_study import OpenStudy
