@@ -177,7 +177,7 @@ class Exchange:
         return received.to(values.device)
 
     def _places(self) -> list[tuple[int, slice, slice]]:
-        """Return the list of ranges of rows that each process holds.
+        """Return where each range of rows lies, in the share of its process and in the whole sequence.
 
         There is one triple (rank, rows of the share, rows of the sequence) for each range of rows of each
         process.

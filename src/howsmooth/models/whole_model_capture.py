@@ -214,7 +214,7 @@ class ModelParts:
         return Place(self._path(module), "output", call)
 
     def _end(self, output: str) -> Place:
-        """Return the point in the forward pass at which the hidden states, logits or margin are computed."""
+        """Return the module whose output is the hidden states, the logits or the margin."""
         base = self.model.base_model if output == "hidden" and self._known else self.model
         return Place(self._path(base), "output")
 
