@@ -65,6 +65,7 @@ def test_a_shape_that_its_annotation_denies_is_an_error(call: str) -> None:
         "a class method": lambda: Plan.of_matrix(x[0, 0].numpy()),
         "a dataclass": lambda: Atoms("tokens", x, (1, 1)),
     }
+    norm_error(RMSNorm(x[0, 0], 1e-6), x, off=x[..., 0])  # a right call hides no wrong one
     with pytest.raises(jaxtyping.TypeCheckError):
         calls[call]()
 

@@ -178,6 +178,18 @@ def test_what_all_takes_is_told_from_three_lengths(tmp_path: Path, clock: Clock)
     assert found.memory >= max(part.memory or 0.0 for part in found.parts)
 
 
+def test_what_a_task_takes_once_is_told_once(tmp_path: Path, clock: Clock) -> None:
+    """One capture takes a tenth of a second, for one layer of one sequence as for all of all."""
+    tools, _ = timed(clock, lambda n: 0.0)
+
+    def capture(*args: Any, **options: Any) -> list[Any]:
+        clock.now += 0.1
+        return tools.capture(*args, **options)
+
+    found = told(make_plan(bounds="none"), tmp_path, replace(tools, capture=capture))
+    assert [part.seconds for part in found.parts] == pytest.approx([0.1, 0.1, 0.1])
+
+
 @pytest.mark.parametrize("bounds", ["all", "none"])
 def test_all_bounds_are_told_from_those_of_one_layer(tmp_path: Path, clock: Clock, bounds: str) -> None:
     plan = make_plan(lengths=(2, 3, 4, 8), scopes=("attention", "block"), bounds=bounds)

@@ -88,9 +88,8 @@ def others() -> dict[str, tuple[nn.Module, dict[str, Tensor]]]:
 OTHERS = others()
 
 
-@pytest.mark.parametrize("order", [2, pytest.param(3, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("name", others_slow(OTHERS, ["gpt2", "llama", "vit"]))
-def test_other_models_are_read_and_no_attack_lies_within_their_radius(name: str, order: int) -> None:
+@pytest.mark.parametrize("name", OTHERS)
+def test_other_models_are_read(name: str) -> None:
     model, inputs = OTHERS[name]
     at = NetworkAtInput(model, inputs)
     wide = copy.deepcopy(model).double().eval()
@@ -98,7 +97,12 @@ def test_other_models_are_read_and_no_attack_lies_within_their_radius(name: str,
         expected = wide(**{k: v.double() if v.is_floating_point() else v for k, v in inputs.items()}).logits
     # Llama's norms round to float32.
     torch.testing.assert_close(at.logits, expected[0], rtol=1e-5, atol=1e-5)
-    found = at.radius(1, order=order)
+
+
+@pytest.mark.parametrize("order", [2, pytest.param(3, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("name", others_slow(OTHERS, ["llama"]))
+def test_no_attack_lies_within_the_radius_of_other_models(name: str, order: int) -> None:
+    found = NetworkAtInput(*OTHERS[name]).radius(1, order=order)
     assert 0 < found.radius < found.attack
 
 
@@ -125,8 +129,9 @@ def test_layers_of_pytorch_are_read_in_any_module(pool: str, options: dict[str, 
     torch.manual_seed(1)
     model = Encoder(pool, **options)
     x = torch.randn(3, 8)
-    found = NetworkAtInput(model, x).radius(1, order=2, attack=pool == "last")
-    assert 0 < found.radius < (found.attack or math.inf)
+    if pool == "last":
+        found = NetworkAtInput(model, x).radius(1, order=2)
+        assert 0 < found.radius < found.attack
     model = model.double().eval()
     network = read_classifier(model, x.double())
     torch.testing.assert_close(network.logits(x.double()), model(x[None].double())[0])

@@ -58,6 +58,13 @@ CASES = [
 ]
 
 
+def others_than(chosen: str) -> list[object]:
+    """Return the cases, with one that runs by default marked ``slow``: the other test has it."""
+    return [
+        pytest.param(*c.values, id=c.id, marks=pytest.mark.slow if c.id == chosen else c.marks) for c in CASES
+    ]
+
+
 def expansion(order: int, network: Network, x: Tensor, tokens: list[int]) -> SecondOrder | ThirdOrder:
     kind = {2: SecondOrder, 3: ThirdOrder}[order]
     functional, offset = network.readout[0] - network.readout[1], network.offset[0] - network.offset[1]
@@ -89,7 +96,7 @@ def ascended(objective, delta: Tensor, epsilon: float, steps: int = 4) -> Tensor
 
 
 @pytest.mark.parametrize("order", [2, 3])
-@pytest.mark.parametrize(("network", "x", "tokens", "epsilon"), CASES)
+@pytest.mark.parametrize(("network", "x", "tokens", "epsilon"), others_than("one token"))
 def test_no_stage_leaves_out_more_than_its_bound(
     order: int, network: Network, x: Tensor, tokens: list[int], epsilon: float
 ) -> None:
@@ -129,7 +136,7 @@ def test_no_stage_leaves_out_more_than_its_bound(
 
 
 @pytest.mark.parametrize("order", [2, 3])
-@pytest.mark.parametrize(("network", "x", "tokens", "epsilon"), CASES)
+@pytest.mark.parametrize(("network", "x", "tokens", "epsilon"), others_than("all tokens"))
 def test_the_margin_never_falls_below_its_bound(
     order: int, network: Network, x: Tensor, tokens: list[int], epsilon: float
 ) -> None:
