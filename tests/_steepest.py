@@ -28,7 +28,7 @@ def _as_function(f: Callable[..., object], **keywords: object) -> Callable[[Tens
 
 def dense_norm(f: Callable[..., object], x: Tensor, **keywords: object) -> float:
     """Return ‖D_X f‖₂ at tokens (n, d) from the dense Jacobian."""
-    jacobian = torch.autograd.functional.jacobian(_as_function(f, **keywords), x)
+    jacobian = torch.autograd.functional.jacobian(_as_function(f, **keywords), x, vectorize=True)
     assert isinstance(jacobian, Tensor)
     rows = jacobian.flatten(end_dim=jacobian.ndim - x.ndim - 1)
     return float(torch.linalg.matrix_norm(rows.flatten(1), 2))
