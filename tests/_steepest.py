@@ -123,12 +123,14 @@ def _climb(f: Callable[[Tensor], Tensor], start: Tensor, radius: float, steps: i
     for step in range(steps + 1):
         tokens = radius * x
         y = f(tokens)
-        # Members do not see each other: one derivative of a sum gives a row of each Jacobian.
-        rows = [
-            torch.autograd.grad(y[:, i].sum(), tokens, retain_graph=True, allow_unused=True)[0]
-            for i in range(y.shape[1])
-        ]
-        jacobian = torch.stack([torch.zeros_like(tokens) if r is None else r for r in rows], dim=1).flatten(2)
+        # Members do not see each other: one derivative of a sum gives a row of each Jacobian, and one
+        # batched pass all rows.
+        each = torch.eye(y.shape[1], dtype=y.dtype)[:, None].expand(-1, len(y), -1)
+        (rows,) = torch.autograd.grad(
+            y, tokens, each, retain_graph=True, allow_unused=True, is_grads_batched=True
+        )
+        rows = tokens.new_zeros(y.shape[1], *tokens.shape) if rows is None else rows
+        jacobian = rows.transpose(0, 1).flatten(2)
         u, s, vh = torch.linalg.svd(jacobian, full_matrices=False)
         assert bool(torch.isfinite(s).all()), "the Jacobian is not finite"
         best = max(best, float(s[:, 0].max()))
