@@ -151,6 +151,14 @@ def _checking_shapes_only(jaxtyped: Callable[..., Any]) -> Callable[..., Any]:
 jaxtyping.jaxtyped = _checking_shapes_only(jaxtyping.jaxtyped)
 
 
+@pytest.fixture
+def unchecked() -> Iterator[None]:
+    """Execute no annotations, as for a user: what they would stop must be refused in words."""
+    jaxtyping.config.update("jaxtyping_disable", True)
+    yield
+    jaxtyping.config.update("jaxtyping_disable", False)
+
+
 @pytest.fixture(scope="session")
 def device() -> Iterator[torch.device]:
     """Yield the device of the tests in ``tests/gpu``, whose judge is the CPU in float64.
