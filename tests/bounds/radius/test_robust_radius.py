@@ -174,7 +174,7 @@ def test_the_attack_lies_outside_of_the_radius(order: int, classifier: BertForSe
 
 
 def test_the_radius_is_that_of_the_nearest_class() -> None:
-    network, x = post_norm(0)
+    network, x = post_norm(0, layers=1)
     classes = [int(c) for c in network.logits(x).argsort(descending=True)]
     every = hs.bounds.robust_radius(network, x, tokens=1, order=2, attack=False)
     assert every.label == classes[0]
@@ -186,7 +186,7 @@ def test_the_radius_is_that_of_the_nearest_class() -> None:
 
 
 def test_a_functional_stays_above_its_threshold() -> None:
-    network, x = post_norm(0)
+    network, x = post_norm(0, layers=1)
     given = {"tokens": 1, "order": 2}
     label, rival, _ = (int(c) for c in network.logits(x).argsort(descending=True))
     direction = torch.zeros(3)
@@ -207,7 +207,7 @@ def test_a_functional_stays_above_its_threshold() -> None:
 
 @pytest.mark.parametrize("norm", others_slow([2, math.inf], [math.inf]))
 def test_the_attack_has_the_norm_of_the_radius(norm: float) -> None:
-    network, x = post_norm(0)
+    network, x = post_norm(0, layers=1)
     found = hs.bounds.robust_radius(network, x, tokens=1, norm=norm, order=2)
     assert found.radius < found.attack
     # A linear network would change its answer at the first-order radius.
@@ -215,7 +215,7 @@ def test_the_attack_has_the_norm_of_the_radius(norm: float) -> None:
 
 
 def test_the_search_ends_near_the_largest_radius() -> None:
-    network, x = post_norm(0)
+    network, x = post_norm(0, layers=1)
     at = NetworkAtInput(network, x)
     radii = [at.radius(1, order=2, attack=False, guess=guess).radius for guess in (1e-4, 40.0)]
     found = hs.bounds.robust_radius(network, x, tokens=1, order=2, attack=False)
@@ -225,7 +225,7 @@ def test_the_search_ends_near_the_largest_radius() -> None:
 
 
 def test_more_freedom_gives_a_smaller_radius() -> None:
-    network, x = post_norm(0)
+    network, x = post_norm(0, layers=1)
     one, two, every = (
         hs.bounds.robust_radius(network, x, tokens=tokens, order=2, attack=False)
         for tokens in (1, [1, -1], None)
@@ -239,7 +239,7 @@ def test_more_freedom_gives_a_smaller_radius() -> None:
 
 
 def test_bad_arguments_are_refused() -> None:
-    network, x = post_norm(0)
+    network, x = post_norm(0, layers=1)
     radius = hs.bounds.robust_radius
     for wrong in (4, [], [0, 9], True, "0"):
         with pytest.raises(ArgumentError, match="tokens: expected"):
