@@ -174,7 +174,7 @@ def test_the_attack_lies_outside_of_the_radius(order: int, classifier: BertForSe
 
 
 def test_the_radius_is_that_of_the_nearest_class() -> None:
-    network, x = post_norm(0, layers=1)
+    network, x = post_norm(2, layers=1)  # where the nearest class is not that of the second logit
     classes = [int(c) for c in network.logits(x).argsort(descending=True)]
     every = hs.bounds.robust_radius(network, x, tokens=1, order=2, attack=False)
     assert every.label == classes[0]
