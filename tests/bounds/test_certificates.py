@@ -639,7 +639,7 @@ def _search(certify: Callable[..., Certificate], heads: int, trials: int, steps:
             o = torch.softmax(s, -1) @ torch.einsum("hkd,nd->hnk", point["value"], x)
             return o.movedim(0, 1).flatten(1)
 
-        J = torch.autograd.functional.jacobian(output, point["x"], create_graph=True)
+        J = torch.autograd.functional.jacobian(output, point["x"], create_graph=True, vectorize=True)
         J = J.reshape(-1, n * d)
         return torch.linalg.matrix_norm(J, 2) / float(certify(f, fixed["x"], iterations=2).value)
 

@@ -32,7 +32,7 @@ def weighted_norm(A: Tensor, V: Tensor, x: Tensor, a: Tensor) -> float:
         return torch.softmax(x @ A.mT @ x.mT + a.log(), dim=-1) @ x @ V.mT
 
     n, d = x.shape
-    j = torch.autograd.functional.jacobian(f, x).reshape(n, len(V), n, d)
+    j = torch.autograd.functional.jacobian(f, x, vectorize=True).reshape(n, len(V), n, d)
     j = j * a.sqrt()[:, None, None, None] / a.sqrt()[:, None]
     return float(torch.linalg.matrix_norm(j.reshape(n * len(V), n * d), 2))
 

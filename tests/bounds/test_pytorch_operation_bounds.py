@@ -151,7 +151,7 @@ def test_a_rule_holds_on_the_ball_and_is_not_far_from_it(name: str) -> None:
         assert y.shape == found.size.shape
         assert bool((y.abs() <= found.size).all())
         assert bool((torch.linalg.vector_norm(y, dim=-1) <= found.norm).all())
-        jacobian = torch.autograd.functional.jacobian(f, x).reshape(y.numel(), -1)
+        jacobian = torch.autograd.functional.jacobian(f, x, vectorize=True).reshape(y.numel(), -1)
         steepest = max(steepest, float(torch.linalg.matrix_norm(jacobian, 2)))
     assert share * found.slope <= steepest <= found.slope
 
@@ -186,7 +186,7 @@ def test_softmax_attention_holds_for_tangents_of_queries_keys_and_values(core: s
         y = plain(x)
         assert bool((y.abs() <= found.size).all())
         assert bool((torch.linalg.vector_norm(y, dim=-1) <= found.norm).all())
-        jacobian = torch.autograd.functional.jacobian(plain, x).reshape(y.numel(), -1)
+        jacobian = torch.autograd.functional.jacobian(plain, x, vectorize=True).reshape(y.numel(), -1)
         steepest = max(steepest, float(torch.linalg.matrix_norm(jacobian, 2)))
     assert 0.01 * found.slope <= steepest <= found.slope
 
@@ -204,7 +204,9 @@ def test_softmax_attention_of_one_argument_that_moves(part: str) -> None:
         )[0, 0]
 
     found = Recording(_tokens()[0], R).range_of(f)
-    jacobians = [torch.autograd.functional.jacobian(f, x).reshape(N * D, -1) for x in _tokens()]
+    jacobians = [
+        torch.autograd.functional.jacobian(f, x, vectorize=True).reshape(N * D, -1) for x in _tokens()
+    ]
     steepest = max(float(torch.linalg.matrix_norm(j, 2)) for j in jacobians)
     assert 0.05 * found.slope <= steepest <= found.slope
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 
 import pytest
@@ -13,6 +14,7 @@ from howsmooth.dynamics import Sphere, clustering_bound, finite_context_bound, f
 from howsmooth.errors import ArgumentError
 from howsmooth.measures import DiscreteMeasure, wasserstein
 from tests._cases import tokens
+from tests._selection import others_slow
 
 F64 = torch.float64
 
@@ -29,8 +31,12 @@ def cap(seed: int, n: int, d: int, spread: float) -> torch.Tensor:
     return x / x.norm(dim=1, keepdim=True)
 
 
-@pytest.mark.parametrize("beta", [-3.0, 0.0, 1.0, 6.0])
-@pytest.mark.parametrize("weighted", [False, True])
+@pytest.mark.parametrize(
+    ("beta", "weighted"),
+    others_slow(
+        itertools.product((-3.0, 0.0, 1.0, 6.0), (False, True)), [(-3.0, True), (0.0, False), (6.0, True)]
+    ),
+)
 def test_tokens_in_a_cap_cluster_at_least_as_fast(beta: float, weighted: bool) -> None:
     x = cap(1, 7, 4, 0.3)
     cosine = float((x @ x.mT).min())
@@ -97,7 +103,7 @@ def test_tokens_drawn_from_a_measure_stay_near_its_flow() -> None:
     weights = torch.tensor([0.5, 0.5], dtype=F64)
     for length, time in ((1, 0.0), (4, 0.0), (4, 1.0), (12, 1.0)):
         exact = (
-            flow(f, DiscreteMeasure(x, weights), [0, time], rtol=1e-9).final
+            flow(f, DiscreteMeasure(x, weights), [0, time], rtol=1e-7).final
             if time
             else DiscreteMeasure(x, weights)
         )
@@ -105,7 +111,7 @@ def test_tokens_drawn_from_a_measure_stay_near_its_flow() -> None:
         for count in range(length + 1):
             shares = torch.tensor([count / length, 1 - count / length], dtype=F64)
             drawn = DiscreteMeasure(x[shares > 0], shares[shares > 0])
-            reached = flow(f, drawn, [0, time], rtol=1e-9).final if time else drawn
+            reached = flow(f, drawn, [0, time], rtol=1e-7).final if time else drawn
             mean += math.comb(length, count) / 2**length * float(wasserstein(exact, reached).upper)
         bound = finite_context_bound(f, 1.0, time, 2, length)
         assert mean <= bound * (1 + 1e-9)

@@ -27,7 +27,7 @@ def weighted_dense(f: TokenMap, x: Tensor, a: Tensor, positions: Tensor | None =
         return f(DiscreteMeasure(x, a, positions=positions)).points
 
     n, d = x.shape
-    j = torch.autograd.functional.jacobian(moved, x)
+    j = torch.autograd.functional.jacobian(moved, x, vectorize=True)
     return (j * a.sqrt()[:, None, None, None] / a.sqrt()[:, None]).reshape(n * f.d_out, n * d)
 
 

@@ -56,7 +56,7 @@ def _own(model: PreTrainedModel, name: str = "last_hidden_state") -> Any:
 def _norm(f: Any, x: Tensor, *, plain: bool = False) -> float:
     """The spectral norm of the dense Jacobian in float64; ``plain`` without torch.func."""
     if plain:
-        dense = torch.autograd.functional.jacobian(f, x).reshape(-1, x.numel())
+        dense = torch.autograd.functional.jacobian(f, x, vectorize=True).reshape(-1, x.numel())
         return float(torch.linalg.matrix_norm(dense, 2))
     jacobian = torch.func.jacrev(f)(x).detach().reshape(-1, x.numel())
     return float(torch.linalg.matrix_norm(jacobian, 2))

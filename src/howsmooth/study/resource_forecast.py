@@ -2,7 +2,8 @@
 
 The rule: for each model, text and scope, some tasks are carried out at the shortest, the middle and the
 longest length: first one layer at one sequence; if that is expected to take at most two seconds, then one
-layer at all sequences, and the whole task. :class:`TaskTimes` predicts the times at all other lengths by
+layer at all sequences, and the whole task. Only the largest of these counts, because the capture of a layer
+takes the same time for one sequence as for all. :class:`TaskTimes` predicts the times at all other lengths by
 powers of n. Times for bounds and drawing are added. The forecast aims to be right within a factor of two;
 ``low`` and ``high`` are these limits.
 """
@@ -62,9 +63,14 @@ class TaskTimes:
         # Seconds and rows, by the tasks' `alike` and then by n.
         self._done: dict[tuple[Any, ...], dict[int, tuple[float, int]]] = defaultdict(dict)
 
-    def learn(self, alike: tuple[Any, ...], n: int, rows: int, seconds: float) -> None:
-        """Record how long some finished rows of length n took, of tasks with the key ``alike``."""
-        before, others = self._done[alike].get(n, (0.0, 0))
+    def learn(
+        self, alike: tuple[Any, ...], n: int, rows: int, seconds: float, *, instead: bool = False
+    ) -> None:
+        """Record how long some finished rows of length n took, of tasks with the key ``alike``.
+
+        They count beside the rows of this length recorded before, or ``instead`` of these.
+        """
+        before, others = (0.0, 0) if instead else self._done[alike].get(n, (0.0, 0))
         self._done[alike][n] = (before + seconds, others + rows)
 
     def expect(self, task: Task) -> float | None:
@@ -233,7 +239,7 @@ class _Trial:
         return True
 
     def _learn(self, task: ConstantsTask) -> None:
-        self._task_times.learn(task.alike, task.n, task.size, self._timed(task))
+        self._task_times.learn(task.alike, task.n, task.size, self._timed(task), instead=True)
 
     def _timed(self, task: SequenceTask) -> float:
         """Carry out a task and return its seconds; raise the error of a task that fails."""

@@ -310,7 +310,9 @@ def test_a_block_of_maps_in_closed_form_has_one_too(name: str) -> None:
     )  # fmt: skip
     block = read_block(found, attention, output)
     x = tokens(1, N, D)
-    dense = torch.autograd.functional.jacobian(lambda h: oracle(layer, h), x).reshape(N * D, N * D)
+    dense = torch.autograd.functional.jacobian(lambda h: oracle(layer, h), x, vectorize=True).reshape(
+        N * D, N * D
+    )
     assert hs.jacobian.has_closed_form(block.map)
     torch.testing.assert_close(
         float(hs.local_lipschitz(block.map, x, rtol=1e-10).value),
