@@ -35,7 +35,7 @@ from howsmooth.study.plans import AttackPlan
 from howsmooth.study.progress_listener import Outcome
 from howsmooth.study.records import ATTACK, ATTACK_PLACE, Attack, Row
 from howsmooth.study.runner import Means, Runner
-from howsmooth.study.store import PendingStore
+from howsmooth.study.store import Store
 from howsmooth.study.tasks.task import Failed, Found, Task, Work, failure_row
 from howsmooth.study.text_formatting import file_stem
 
@@ -71,13 +71,13 @@ def run_attack(plan: AttackPlan, folder: str | os.PathLike[str], means: Means | 
     means = means or Means()
     means.listener.phase("Reading")
     # Open an existing store before loading a model: an unusable store is then reported at once.
-    with PendingStore(folder, ATTACK) as pending:
+    with Store.open(folder, late=True) as store:
         source = open_attention_source(plan)
         origin = {"source": source.label, "fingerprint": source.fingerprint, "text": source.text}
         identity = origin | plan.settings()
-        pending.check(identity)
+        store.check(ATTACK, identity)
         tasks = list(_tasks(plan, source, folder))
-        store = pending.begin(identity)
+        store.begin(ATTACK, identity)
         known = store.keys(Attack, ATTACK_PLACE)
         left = [task for task in tasks if task.key not in known]
         runner = Runner(store, means)

@@ -136,7 +136,7 @@ def published_left(items: Sequence[str] | None) -> Callable[[OpenStudy], Work]:
                 failed.append(Failed([row], error))
                 continue
             where = {"model": subject.model.label, "text": subject.text.name}
-            known = study.store.keys(PublishedValue, _COLUMNS, **where) if study.store else frozenset()
+            known = study.store.keys(PublishedValue, _COLUMNS, **where)
             for n in sorted(subject.lengths):
                 size = batch_size(subject.model.heads, n, study.plan.dtype)
                 for first in range(0, study.plan.samples, size):

@@ -154,7 +154,7 @@ def constants_left(study: OpenStudy) -> Work:
     tasks, kept = [], 0
     for subject in study.subjects:
         where = {"model": subject.model.label, "text": subject.text.name}
-        known = study.store.keys(Measurement, KEY_COLUMNS, **where) if study.store else frozenset()
+        known = study.store.keys(Measurement, KEY_COLUMNS, **where)
         for n, scope in ((n, scope) for n in sorted(subject.lengths) for scope in study.plan.scopes):
             heads = subject.heads if scope == "head" else (None,)
             asked = keys_of(scope, layers_of_scope(scope, subject.layers), heads, [n], study.plan.samples)
