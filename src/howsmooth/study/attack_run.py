@@ -185,7 +185,7 @@ class AttackTask(Task):
     def _rows(self) -> list[Attack]:
         f = self.target.attention.to(dtype=torch.float64, device="cpu")
         tried = list(self._tried(f))
-        uppers = self._uppers(f)
+        upper = self._upper(f)
         most = self.ball.radius * (1 + _ROUNDING)
         # The given tokens may lie outside the ball that the user asked for; then they do not count.
         best, x = max(
@@ -193,7 +193,7 @@ class AttackTask(Task):
             key=lambda one: one[0].value or 0.0,
         )
         file = self._save(best, x)
-        return [*(replace(row, file=file) if row is best else row for row, _ in tried), *uppers]
+        return [*(replace(row, file=file) if row is best else row for row, _ in tried), upper]
 
     def _tried(self, f: SelfAttention) -> Iterator[tuple[Attack, Tensor]]:
         """Yield, for each input tried, the row with the constant measured there, and the input itself."""
@@ -242,11 +242,11 @@ class AttackTask(Task):
     def _measured(self, f: SelfAttention, x: Tensor) -> Any:
         return lipschitz.local_lipschitz(f, x, rtol=_RTOL, seed=self.seed)
 
-    def _uppers(self, f: SelfAttention) -> list[Attack]:
+    def _upper(self, f: SelfAttention) -> Attack:
         """Return the row of the smallest upper bound that holds at every sequence of tokens in the ball."""
         began = time.perf_counter()
         bound = bounds.best(f, length=self.n, radius=self.ball.radius)
-        row = self._row(
+        return self._row(
             "upper",
             bound.name,
             value=bound.value if math.isfinite(bound.value) else None,
@@ -258,7 +258,6 @@ class AttackTask(Task):
             seconds=time.perf_counter() - began,
             evaluations=0,
         )
-        return [row]
 
     def _row(self, kind: str, name: str, **values: Any) -> Attack:
         return Attack(

@@ -108,8 +108,8 @@ def merge_stores(sources: Sequence[str | os.PathLike[str]], folder: str | os.Pat
                     numbers[token] = max(numbers.values(), default=0) + 1
                     target.add([replace(run, id=numbers[token])])
             for table in rows.values():
-                for token, new in table[~table["there"]].groupby("token", sort=False):
-                    target.add(new["row"], numbers.get(str(token)))
+                for owner, new in table[~table["there"]].groupby("token", sort=False):
+                    target.add(new["row"], numbers.get(str(owner)))
             target.drop_failures_made_good()
         total = target.count(Measurement)
         added = total - had[Measurement]
@@ -170,7 +170,8 @@ def _united(kind: type[Row], stores: Sequence[Store], target: Store | None) -> p
 def _first_of_each(rows: pd.DataFrame, key: Sequence[str], same: Sequence[str]) -> pd.DataFrame:
     """Return the first row for each key; refuse others that differ in the columns ``same`` or in value."""
     first = rows.drop_duplicates(list(key))
-    pairs = rows.merge(first, on=list(key), suffixes=("", "_first"))
+    pairs = rows.drop(first.index).merge(first, on=list(key), suffixes=("", "_first"))
+    one: Any
     for name in same:
         for one in pairs[pairs[name] != pairs[f"{name}_first"]].itertuples():
             what = f"{_shown(one.row)} has {name.replace('_', ' ')} {getattr(one, name)}"

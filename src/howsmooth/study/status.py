@@ -147,7 +147,10 @@ def _stored_parts(store: Store, failures: Iterable[Failure]) -> tuple[Part, ...]
         for row in failures
         if row.what == Measurement.table
     )
-    return tuple(Part(*place, None, done[place], failed[place]) for place in sorted(done | failed))
+    return tuple(
+        Part(model, text, scope, None, done[model, text, scope], failed[model, text, scope])
+        for model, text, scope in sorted(done | failed)
+    )
 
 
 def _done(store: Store, plan: Plan, label: str, text: str, kind: type[Row]) -> frozenset[Key]:

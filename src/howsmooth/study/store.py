@@ -115,10 +115,7 @@ class Store:
     # ---- The identity: settings that all rows of a kind of work share
 
     def identity(self, kind: str) -> dict[str, Any]:
-        """Return the settings shared by all rows of one kind of work in this store; empty without such rows.
-
-        The kind of work is ``measure``, ``attack`` or ``flow``.
-        """
+        """Return the settings that all rows of a kind of work (such as ``measure``) share; empty if none."""
         row = self._query("SELECT identity FROM studies WHERE kind = ?", kind).fetchone()
         return {} if row is None else dict(json.loads(row[0]))
 
@@ -142,7 +139,7 @@ class Store:
     def begin(self, kind: str, identity: Mapping[str, Any]) -> None:
         """Record the settings that all rows of one kind of work share, if none are recorded yet.
 
-        The kind of work is ``measure``, ``attack`` or ``flow``. The store is created if it is not there yet.
+        The store is created if it is not there yet.
         """
         if self._late:
             self._connection.close()
