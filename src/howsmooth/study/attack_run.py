@@ -36,7 +36,7 @@ from howsmooth.study.progress_listener import Outcome
 from howsmooth.study.records import ATTACK, ATTACK_PLACE, Attack, Row
 from howsmooth.study.runner import Means, Runner
 from howsmooth.study.store import Store
-from howsmooth.study.tasks.task import Failed, Found, Task, Work, failure_row
+from howsmooth.study.tasks.task import Failed, Found, Task, Work
 from howsmooth.study.text_formatting import file_stem
 
 __all__ = ["INPUTS", "AttackTask", "run_attack"]
@@ -180,7 +180,7 @@ class AttackTask(Task):
         """Return a failure as one row, which stands for all attacks on this attention at this length."""
         one = self.target
         where = (self.model, self.text, one.scope, one.layer, one.head, self.n)
-        return Failed([failure_row(error, Attack, *where)], error)
+        return Failed.of(error, Attack, where)
 
     def _rows(self) -> list[Attack]:
         f = self.target.attention.to(dtype=torch.float64, device="cpu")

@@ -23,7 +23,7 @@ from howsmooth.study.records import Measurement
 from howsmooth.study.runner import Means, Runner
 from howsmooth.study.tasks.bounds import bounds_left, seconds_for_bounds, spent_on_bounds
 from howsmooth.study.tasks.lipschitz_constants import constants_left
-from howsmooth.study.tasks.task import Failed, Work, failure_row
+from howsmooth.study.tasks.task import Failed, Work
 
 __all__ = ["run"]
 
@@ -62,7 +62,7 @@ def run(
         study.begin()
         runner = Runner(study.store, means, study.models, plan.device)
         for spec, text, error in study.impossible:
-            runner.fail(Failed([failure_row(error, Measurement, spec.label, text)], error))
+            runner.fail(Failed.of(error, Measurement, (spec.label, text)))
         for work in listed:
             runner.carry_out(work)
         if plan.bounds != "none":
