@@ -16,7 +16,6 @@ from howsmooth.attention import LayerNorm, RMSNorm, SelfAttention
 from howsmooth.bounds.norm_layer_outputs import norm_radius
 from howsmooth.errors import ArgumentError
 from howsmooth.models.parameter_files import ParameterFile, is_parameter_file, read_parameter_file
-from howsmooth.study.datasets import Inputs
 from howsmooth.study.measured_models import (
     Models,
     capture_sites,
@@ -214,18 +213,13 @@ class ModelSource:
         ]
 
     def sites(self, length: int, scope: str) -> Sequence[Any]:
-        """Run the model on ``length`` tokens of text; return its layers as ``howsmooth.models.Site``."""
-        inputs = self._inputs(length)
-        return capture_sites(self._model, inputs, self._subject, scope, self._subject.layers, length)
-
-    def _inputs(self, length: int) -> Inputs:
-        """Return the model's inputs for one sequence of a given length.
+        """Run the model on ``length`` tokens of text; return its layers as ``howsmooth.models.Site``.
 
         The length, the seed, the text and the model determine where in the text the sequence begins.
         """
         subject = replace(self._subject, lengths=(length,))
-        start = place_sequences(self._plan, subject, {})[length, 0]
-        return subject.feed.inputs([start], length)
+        inputs = subject.feed.inputs([place_sequences(self._plan, subject, {})[length, 0]], length)
+        return capture_sites(self._model, inputs, subject, scope, subject.layers, length)
 
 
 AttentionSource = FileSource | ModelSource

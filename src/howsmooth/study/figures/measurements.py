@@ -59,7 +59,6 @@ class Picture:
 
     png: Path
     pdf: Path
-    title: str
     alt: str
     model: str
     text: str
@@ -121,7 +120,7 @@ class _Family:
             inches = image.width / STYLE["savefig.dpi"]
         layer, head = (None, None) if part is None else (part.layer, part.head)
         where = (self.model, self.text, self.scope, layer, head)
-        return Picture(png, pdf, title, alt, *where, overview=part is None, inches=inches)
+        return Picture(png, pdf, alt, *where, overview=part is None, inches=inches)
 
 
 # ---- One layer
