@@ -54,7 +54,7 @@ class ConstantsTask(SequenceTask):
     def _measured(self, site: Any, samples: Sequence[int]) -> list[Found]:
         """Measure one layer or head at some samples in one batch; return one list of rows, in a list."""
         plan = self.plan
-        place: tuple[Any, ...] = (self.scope, site.layer, site.head, self.n)
+        place = (self.scope, site.layer, site.head, self.n)
         seeds = [start_seed(plan, self.subject, *place, sample) for sample in samples]
         places = [list(self.starts).index(sample) for sample in samples]
         began = time.perf_counter()
@@ -101,12 +101,13 @@ class ConstantsTask(SequenceTask):
         shown = self.n <= _MOST_TOKENS and estimate.output_direction.shape[-2] == self.n
         if 0 in samples and shown:
             assert self.data is not None
-            where: tuple[Any, ...] = (self.model, self.subject.text.name)
-            slot = list(samples).index(0)
-            energies = (_energy(one[slot]) for one in (estimate.input_direction, estimate.output_direction))
+            where, slot = (self.model, self.subject.text.name), list(samples).index(0)
+            inward, outward = (
+                _energy(one[slot]) for one in (estimate.input_direction, estimate.output_direction)
+            )
             rows += [
                 SequenceRecord(*where, self.n, 0, self.starts[0], self.data.place, self.data.words),
-                Sensitivity(*where, *place, 0, *energies),
+                Sensitivity(*where, self.scope, site.layer, site.head, self.n, 0, inward, outward),
             ]
         return [rows]
 
