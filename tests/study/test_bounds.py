@@ -98,7 +98,7 @@ def test_bounds_that_fail_are_recorded_and_tried_again(tmp_path: Path) -> None:
     assert set(failures["what"]) == {"bounds"}
     assert failures["n"].tolist() == [2, 4, 8]
     assert set(failures["layer"]) == {1}
-    found = status(make_plan(), ["prose"], tmp_path)
+    found = status(tmp_path, make_plan(), ["prose"])
     assert [(part.done, part.failed) for part in found.parts] == [(45, 0)]
     assert found.reasons == (("No room.", 3),)
     assert run(make_plan(), tmp_path, tools, keep_going=True).failed == 0

@@ -231,14 +231,14 @@ def test_status_tells_what_a_dry_run_tells(tmp_path: Path) -> None:
     tools, _ = make_tools()
     run(make_plan(lengths=(2, 4)), tmp_path, tools)
     plan = make_plan(bounds="auto")
-    found, left = told(plan, tmp_path, tools), status(plan, ["prose"], tmp_path).remaining
+    found, left = told(plan, tmp_path, tools), status(tmp_path, plan, ["prose"]).remaining
     assert left is not None
     with Store.open(tmp_path, write=False) as store:
         worked = sum(run.worked for run, _ in store.rows(Run))
     # 15 of 45 rows are left: at twice the length a row takes 1 to 4 times as long, and bounds a fifth more.
     assert found.drawing < left < found.drawing + 1.2 * 4 * worked
-    assert status(make_plan(lengths=(2, 4)), ["prose"], tmp_path).remaining == 0
-    alone = status(make_plan(bounds="none"), ["prose"], tmp_path).remaining
+    assert status(tmp_path, make_plan(lengths=(2, 4)), ["prose"]).remaining == 0
+    alone = status(tmp_path, make_plan(bounds="none"), ["prose"]).remaining
     assert alone is not None
     assert left - found.drawing == pytest.approx(1.2 * (alone - found.drawing))
 
