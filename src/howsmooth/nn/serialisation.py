@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import inspect
 import math
+import re
 from collections import OrderedDict
 from collections.abc import Sequence
 from typing import Any
@@ -199,6 +200,14 @@ def _describe(
     return node
 
 
+def _module_option(name: Any) -> str:
+    """Return the option of the command line that names the module of a class, as far as the name tells."""
+    module = name.rpartition(".")[0] if isinstance(name, str) else ""
+    if module == "__main__":
+        return "--classes MODULE, once they stand in a file of their own and the model is saved from there"
+    return f"--classes {module if re.fullmatch(r'[A-Za-z_][A-Za-z0-9_.]*', module) else 'MODULE'}"
+
+
 def build(tree: Any, known: KnownClasses) -> nn.Module:
     """Build a model with random weights from the nested dicts that :func:`describe` returned.
 
@@ -240,7 +249,7 @@ def _build(
     if cls is None:
         raise DescriptionError(
             f"{where} is of the class {_short(name)}, which is not known: give your own as classes=[...], or "
-            "on the command line their module as --classes MODULE"
+            f"on the command line their module, {_module_option(name)}"
         )
     settings, modules = _object(node, "settings", where), _object(node, "modules", where)
     for key, value in settings.items():
