@@ -14,7 +14,16 @@ TITLE = "a long title of a theorem in a paper, number "
 def wide() -> PrintedTable:
     columns = {f"number{k}": [k + 0.123456, k + 0.5, k + 0.25] for k in range(8)}
     texts = [f"{TITLE}{k} of one" for k in (1, 2, 1)]
-    return PrintedTable({"side": ["upper"] * 3, **columns, "head": [1, None, 2], "source": texts})
+    return PrintedTable(
+        {
+            "side": ["upper"] * 3,
+            **columns,
+            "head": [1, None, 2],
+            "failure": None,
+            "margin": 0.1234567,
+            "source": texts,
+        }
+    )
 
 
 def test_a_wide_table_is_printed_within_80_columns_and_names_what_it_leaves_out(wide: PrintedTable) -> None:
@@ -25,10 +34,11 @@ def test_a_wide_table_is_printed_within_80_columns_and_names_what_it_leaves_out(
     assert [line.split()[-1] for line in lines[1:4]] == ["[1]", "[2]", "[1]"]
     below = lines[4:]
     assert below[:2] == [f"source [1]: {TITLE}1 of one", f"source [2]: {TITLE}2 of one"]
-    assert "In all rows: side upper" in below
+    assert "In all rows: side upper, margin 0.123457" in below
+    assert "Empty in all rows: failure" in below
     shown = set(lines[0].split())
     hidden = next(line for line in below if line.startswith("Not printed: ")).removeprefix("Not printed: ")
-    assert set(hidden.split(", ")) == set(wide.columns) - shown - {"side"}
+    assert set(hidden.split(", ")) == set(wide.columns) - shown - {"side", "failure", "margin"}
 
 
 def test_many_texts_are_only_named(wide: PrintedTable) -> None:

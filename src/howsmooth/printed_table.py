@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from textwrap import fill
+from typing import Any
 
 import pandas as pd
 
@@ -17,9 +18,10 @@ _MOST_TEXTS = 20
 class PrintedTable(pd.DataFrame):
     """A DataFrame that is printed within 80 columns, where pandas would hide the columns in its middle.
 
-    A column with one value in all rows is printed below the rows. So are long texts, such as titles, which
-    are numbered; of more than 20 different ones, and of columns that still find no room, only the names are
-    printed. The table itself has all columns, and ``pandas.DataFrame(table)`` prints as pandas does.
+    A column with one value, or none, in all rows is printed below the rows. So are long texts, such as
+    titles, which are numbered; of more than 20 different ones, and of columns that still find no room, only
+    the names are printed. The table itself has all columns; ``pandas.DataFrame(table)`` prints as pandas
+    does.
     """
 
     @property
@@ -30,11 +32,13 @@ class PrintedTable(pd.DataFrame):
         rows = pd.DataFrame(self)
         if _widest(words := _printed(rows)) <= _WIDTH or self.empty:
             return words
-        same, texts, numbered, hidden = [], [], [], []
+        same, empty, texts, numbered, hidden = [], [], [], [], []
         for name in rows.columns:
-            column = [str(value) for value in rows[name]]
+            column = [_cell(value) for value in rows[name]]
             different = list(dict.fromkeys(column))
-            if len(rows) > 1 and len(different) == 1:
+            if different == [""]:
+                empty.append(str(name))
+            elif len(rows) > 1 and len(different) == 1:
                 same.append(f"{name} {different[0]}")
             elif max(map(len, different)) <= _LONG:
                 continue
@@ -58,7 +62,14 @@ class PrintedTable(pd.DataFrame):
         below += (
             [f"Not printed: {', '.join(name for name in self.columns if name in hidden)}"] if hidden else []
         )
+        below += [f"Empty in all rows: {', '.join(empty)}"] if empty else []
         return "\n".join([words, *(fill(line, _WIDTH, subsequent_indent="    ") for line in texts + below)])
+
+
+def _cell(value: Any) -> str:
+    if value is None or value is pd.NA or value != value or value == "":
+        return ""
+    return f"{value:.6g}" if isinstance(value, float) else str(value)
 
 
 def _printed(rows: pd.DataFrame) -> str:

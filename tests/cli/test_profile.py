@@ -60,6 +60,21 @@ def test_without_an_engine_for_parquet_nothing_is_measured(
     assert not Path("howsmooth-profile").exists()
 
 
+def test_a_type_of_model_without_a_tokenizer_gets_one_of_the_text(capsys: Capture) -> None:
+    GPT2Config(vocab_size=300, n_embd=24, n_layer=1, n_head=2).save_pretrained("tiny")
+    Path("letter.txt").write_text("Dear Alice, it was a cat that sat on the mat.")
+    given = ["./tiny", "--random-init", "--text", "letter.txt", "--span", "0:4", "-q"]
+    for name in ("profile", "influence"):
+        assert main([name, *given]) == 0
+        assert "tiny" in capsys.readouterr().out
+
+
+def test_a_file_after_the_model_is_answered_with_its_option(capsys: Capture) -> None:
+    Path("letter.txt").write_text("Dear Alice")
+    assert main(["profile", "builtin-encoder", "letter.txt"]) == 2
+    assert "Is --text letter.txt meant?" in capsys.readouterr().err
+
+
 def test_json_alone_is_on_standard_output(capsys: Capture) -> None:
     assert (
         main(["profile", "builtin-decoder", "--span", "0:8", "--layers", "0", "--scope", "head", "--json"])

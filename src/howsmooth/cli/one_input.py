@@ -77,7 +77,10 @@ class OneInputPlan(Options):
     def loaded_by(self, load: Callable[..., LoadedModel], **more: Any) -> LoadedModel:
         """Load the model by :func:`~howsmooth.models.load_model` or another function of its arguments."""
         names = ("random_init", "as_decoder", "part", "seed", "device")
-        options = {name: getattr(self, name) for name in names}
+        options: dict[str, Any] = {name: getattr(self, name) for name in names}
+        if self.random_init and self.tokens is None:
+            # Most types of models have no tokenizer of their own: one is then trained on the text.
+            options["tokenizer_text"] = self._text()
         return load(self.model, dtype=None, **options, **more)
 
     def layers_of(self, loaded: Any) -> tuple[int, ...] | None:
@@ -89,7 +92,6 @@ class OneInputPlan(Options):
     def input_of(self, loaded: Any) -> Any:
         """Return the input of a loaded model, as :func:`howsmooth.profile` takes it."""
         from howsmooth.models import load_token_ids
-        from howsmooth.texts import load_text
 
         if self.tokens is not None:
             return load_token_ids(self.tokens).tokens
@@ -100,6 +102,11 @@ class OneInputPlan(Options):
                 got="a text",
                 remedy=self.OTHERWISE,
             )
+        return self._text()
+
+    def _text(self) -> str:
+        from howsmooth.texts import load_text
+
         return load_text(self.text).content
 
     def find(self, loaded: Any, inputs: Any, on_step: Step, folder: Path) -> Result:

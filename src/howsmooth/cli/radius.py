@@ -106,9 +106,7 @@ class RadiusPlan(OneInputPlan):
         """Return a line that several lines of a text file were read as one input, if there are several."""
         if self.tokens is not None or self.embeddings is not None:
             return {}, []
-        from howsmooth.texts import load_text
-
-        lines = sum(bool(line.strip()) for line in load_text(self.text).content.splitlines())
+        lines = sum(bool(line.strip()) for line in self._text().splitlines())
         if lines < 2:
             return {}, []
         said = (

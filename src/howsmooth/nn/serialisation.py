@@ -163,7 +163,8 @@ def _describe(
     if name is None:
         raise DescriptionError(
             f"{where} is a {cls.__module__}.{cls.__qualname__}, unknown to files: they hold layers "
-            "of howsmooth.nn, torch.nn.Sequential, simple modules of torch.nn, and what is given as classes"
+            "of howsmooth.nn, torch.nn.Sequential, simple modules of torch.nn, and your own classes with a "
+            f"method settings(), which are given as classes=[{cls.__name__}]"
         )
     node: dict[str, Any] = {"class": name}
     if cls is nn.Sequential:

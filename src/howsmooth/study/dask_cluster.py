@@ -40,7 +40,7 @@ def connected_cluster(scheduler: str | None, workers: int) -> Iterator[Executor]
         If no scheduler answers within half a minute, or it has fewer workers.
 
     """
-    own = {"n_workers": workers, "threads_per_worker": 1, "dashboard_address": None}
+    own = {"n_workers": workers, "threads_per_worker": 1, "dashboard_address": None, "silence_logs": 40}
     try:
         client = Client(
             scheduler, timeout=_PATIENCE, set_as_default=False, **(own if scheduler is None else {})
