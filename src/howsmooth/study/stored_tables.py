@@ -8,7 +8,8 @@ from pathlib import Path
 import pandas as pd
 
 from howsmooth.errors import StoreError
-from howsmooth.study.store import Store
+from howsmooth.printed_table import PrintedTable
+from howsmooth.study.store import STORE_NAME, Store
 
 __all__ = ["read"]
 
@@ -19,7 +20,8 @@ def read(folder: str | PathLike[str]) -> dict[str, pd.DataFrame]:
     Parameters
     ----------
     folder
-        The ``--out`` folder of ``howsmooth measure``, ``study``, ``attack`` or ``flow``.
+        The ``--out`` folder of ``howsmooth measure``, ``study``, ``attack`` or ``flow``, or the file
+        ``study.sqlite`` in it.
 
     Returns
     -------
@@ -36,10 +38,12 @@ def read(folder: str | PathLike[str]) -> dict[str, pd.DataFrame]:
 
     """
     place = Path(folder)
+    if place.name == STORE_NAME and place.is_file():
+        place = place.parent
     if not Store.exists(place):
         raise StoreError(
             f"folder: expected the output folder of a howsmooth command, with a store, got {place}. Give the "
             "folder that --out named."
         )
     with Store.open(place, write=False) as store:
-        return store.tables()
+        return {name: PrintedTable(table) for name, table in store.tables().items()}
