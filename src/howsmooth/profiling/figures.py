@@ -113,8 +113,8 @@ def draw_depth(table: pd.DataFrame, title: str) -> Figure:
     step = -(-len(table) // 16)
     names = [stage.removeprefix("block ") for stage in table["stage"]]
     # The first label, "embeddings", is wider than a step, so the labels are turned around their ends.
-    turned = {"rotation": 45, "ha": "right", "rotation_mode": "anchor"}
-    axis.set_xticks(range(0, len(table), step), names[::step], **turned)
+    ticks = range(0, len(table), step)
+    axis.set_xticks(ticks, names[::step], rotation=45, ha="right", rotation_mode="anchor")
     axis.set(xlabel="block", ylabel="local Lipschitz constant")
     axis.legend()
     axis.set_title(literal(title), pad=8)
