@@ -36,6 +36,7 @@ class RadiusPlan(OneInputPlan):
 
     PHASE: ClassVar[str] = "Bounding"
     STEP: ClassVar[str] = "token"
+    OTHERWISE: ClassVar[str] = "Give the embedded tokens of one input: --embeddings FILE."
 
     embeddings: str | None = option(
         None,
@@ -100,6 +101,19 @@ class RadiusPlan(OneInputPlan):
                 remedy="Write one of them into a file of its own, by numpy.save.",
             )
         return given.tokens
+
+    def beside(self, found: Any) -> tuple[dict[str, Any], list[str]]:
+        """Return a line that several lines of a text file were read as one input, if there are several."""
+        if self.tokens is not None or self.embeddings is not None:
+            return {}, []
+        lines = sum(bool(line.strip()) for line in self._text().splitlines())
+        if lines < 2:
+            return {}, []
+        said = (
+            f"The {lines} lines of the text are one input, of which {found.n} tokens were taken. For the "
+            "radii of each sentence by itself, give it in a file of its own."
+        )
+        return {"note": said}, [said]
 
     @property
     def with_head(self) -> bool:

@@ -141,9 +141,11 @@ def place_sequences(
         name = f"{subject.text.kind} {subject.text.name!r}"
         more, other = (" for more", ", or another output folder") if held else ("", "")
         longer = "a longer text" if subject.text.kind == "text" else "more of it"
+        fewer = "fewer samples, or fewer or shorter lengths"
+        if plan.samples == len(subject.lengths) == 1:
+            fewer = f"--lengths {subject.feed.count - subject.feed.beyond}, or a smaller one"
         raise TextError(
-            f"{name} is too short{more}: for {subject.model.label}, {error}. Use fewer samples, or fewer or "
-            f"shorter lengths, or {longer}{other}."
+            f"{name} is too short{more}: for {subject.model.label}, {error}. Use {fewer}, or {longer}{other}."
         ) from error
 
 
@@ -165,7 +167,7 @@ def _check_lengths(subject: Subject) -> None:
             "lengths",
             expected=f"at most {most} tokens, the positions of {label}",
             got=str(max(lengths)),
-            remedy="Shorten the lengths.",
+            remedy=f"Give --lengths {most}, or smaller ones.",
         )
 
 
@@ -244,8 +246,13 @@ def _check_size(plan: Plan, spec: ModelSpec, source: OpenedInput) -> None:
     if text.kind == "text" and needed > 4 * len(source.content.encode("utf-8", "replace")):
         raise TextError(
             f"text {text.name!r} is too short: {plan.samples} sequences of each of {len(lengths)} lengths "
-            f"without overlap need {needed} tokens, and it has {text.characters} characters. Use fewer "
-            "samples, or fewer or shorter lengths, or a longer text."
+            f"without overlap need {needed} tokens, and it has {text.characters} characters. Use "
+            + (
+                "smaller --lengths"
+                if needed == max(plan.lengths_of(spec))
+                else "fewer samples, or fewer or shorter lengths"
+            )
+            + ", or a longer text."
         )
 
 
