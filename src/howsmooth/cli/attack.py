@@ -34,6 +34,7 @@ _EXAMPLES = (
     "[cyan]howsmooth attack builtin-decoder --heads all --executor processes[/]  on all CPU cores",
     "[cyan]howsmooth attack gpt2 --random-init --layers 0,6 --radius data[/]  in the ball of real tokens",
     "[cyan]howsmooth attack ./head.npz --radius 4 --lengths 10,100[/]  your own parameters",
+    "In place of the model, a .toml file may hold the options as keys: source, layers, lengths and so on.",
     "Run the same command again to continue after an interruption, or with more lengths, layers or heads.",
 )
 

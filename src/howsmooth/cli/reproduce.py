@@ -13,7 +13,7 @@ import typer
 from howsmooth.cli.plan_execution import FAILED, INTERRUPTED
 from howsmooth.cli.progress import shown_progress
 from howsmooth.cli.terminal_output import as_json, console, heading, say, show_table
-from howsmooth.cli.typer_command import ONE_PROCESS, OUTPUT, JsonOption, QuietOption, as_typed, command
+from howsmooth.cli.typer_command import ONE_PROCESS, JsonOption, QuietOption, as_typed, command, switch
 from howsmooth.paper.figure_options import FigureOptions
 from howsmooth.study.execution_options import Execution
 from howsmooth.study.text_formatting import duration, encodable, readable
@@ -61,11 +61,10 @@ def reproduce(
     listed: Annotated[bool, typer.Option("--list", help="Print the names of all figures and exit.")] = False,
     dry_run: Annotated[
         bool,
-        typer.Option(
+        switch(
             "--dry-run",
             help="Make each figure for about ten seconds in a temporary folder, and print how long it takes "
             "in all. Nothing is written.",
-            rich_help_panel=OUTPUT,
         ),
     ] = False,
     json: JsonOption = False,
