@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -178,7 +179,7 @@ def _rows(layer: _Layer, radius: float, n: int, seed: int) -> Iterator[Row]:
         x = two_cluster(f.head(h), n, radius).x
         yield {"kind": "paper", "name": "two_cluster", "head": h, **_measured(f.head(h), x, seed)}
     head = f.head(_HEAD)
-    effort = {"steps": _STEPS, "atom_restarts": _RESTARTS, "atom_steps": _ATOM_STEPS}
+    effort: dict[str, Any] = {"steps": _STEPS, "atom_restarts": _RESTARTS, "atom_steps": _ATOM_STEPS}
     found = ascend(head, n, radius, random_starts=0, seed=seed, **effort)
     yield {"kind": "search", "name": found.start, "head": _HEAD, **_measured(head, found.x, seed)}
     uppers = {"upper": best(head, length=n, radius=radius)}

@@ -58,10 +58,12 @@ class PublishedTask(SequenceTask):
         assert self.data is not None
         tokens = cast("Tensor", self.data.inputs(self.plan.device))
         training = any("dropout" in items.split(",") for *_, items in self.missing)
-        where = {"text": self.subject.text.digest, "model": self.subject.fingerprint, "n": self.n}
-        seeds = [
-            derive_seed(purpose="dropout", seed=self.plan.seed, sample=one, **where) for one in self.starts
-        ]
+        axes: dict[str, str | int] = {
+            "seed": self.plan.seed,
+            "text": self.subject.text.digest,
+            "model": self.subject.fingerprint,
+        }
+        seeds = [derive_seed(purpose="dropout", sample=one, n=self.n, **axes) for one in self.starts]
         return capture_layers(model, tokens, list(layers), training=training, seeds=seeds)
 
     def _values(self, one: PublishedLayer) -> Iterator[Row]:
