@@ -12,7 +12,7 @@ from torch import Tensor
 
 from howsmooth import texts
 from howsmooth.attention import SelfAttention
-from howsmooth.errors import ArgumentError
+from howsmooth.errors import ArgumentError, ModelError
 from howsmooth.paper.figure import FigureContext
 from howsmooth.paper.published.constants_task import published_left
 from howsmooth.paper.row_cache import Key
@@ -107,8 +107,25 @@ def columns(context: FigureContext) -> list[Column]:
 
 
 def loaded(context: FigureContext, spec: ModelSpec) -> Any:
-    """Load a model; the tokenizer of an untrained one is trained on the first text of the options."""
-    return context.models.load(spec, texts.load_text(context.options.texts[0]).content)
+    """Load a model; the tokenizer of an untrained one is trained on the first text of the options.
+
+    Raises
+    ------
+    ArgumentError
+        If the model takes no text.
+
+    """
+    model = context.models.load(spec, texts.load_text(context.options.texts[0]).content)
+    try:
+        model.tokenizer.encode("")
+    except ModelError as error:
+        raise ArgumentError(
+            "model",
+            expected="models with a tokenizer, since figures are measured on texts",
+            got=f"{spec.label}, without one",
+            remedy="Put one into its folder, or add ,random-init; howsmooth measure takes other inputs.",
+        ) from error
+    return model
 
 
 def usual_length(context: FigureContext, spec: ModelSpec) -> int:
@@ -145,6 +162,7 @@ class PreparedModel:
     def __init__(self, context: FigureContext, spec: ModelSpec, **chosen: Any) -> None:
         asked = context.options
         self.context = context
+        loaded(context, spec)  # refuses a model without a tokenizer
         same = {name: getattr(asked, name) for name in ("texts", "seed", "device", "dtype")}
         self.plan = Plan(models=(spec,), bounds="none", **same, **chosen)
         self.subjects = checked_subjects(self.plan, context.models)
