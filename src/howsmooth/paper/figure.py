@@ -69,8 +69,13 @@ class FigureContext:
     def rows(self, key: Key, measure: Callable[[], Iterable[Row]]) -> list[Row]:
         """Measure rows once, and from then on read them from a file; add the key to each row.
 
-        ``key`` holds all values on which the rows depend. The errors are those of
-        :func:`~howsmooth.paper.row_cache.kept_rows`.
+        ``key`` holds all values on which the rows depend.
+
+        Raises
+        ------
+        StoreError
+            If the file cannot be written, or is damaged.
+
         """
         return [{**key, **row} for row in kept_rows(self.folder / "units", key, measure)]
 
