@@ -36,7 +36,6 @@ from howsmooth.paper.prepared_model import (
 from howsmooth.paper.published import has_fused_weight, power_iteration, wrong_slices
 from howsmooth.paper.row_cache import Key, Row
 from howsmooth.seeds import derive_seed
-from howsmooth.study.attention_sources import shortened
 from howsmooth.study.exponents import Exponent, fit_exponent
 from howsmooth.study.figures.style import literal
 from howsmooth.study.text_formatting import file_stem, readable
@@ -66,16 +65,15 @@ _NAMES = {
 class _Layer:
     """One layer of one model, with its measurements on text.
 
-    ``attention`` has all heads with the output projection. It is given for at most ``most`` tokens, and
-    ``plain`` if the paper's tokens and theorems exist for its scores. ``fused`` says whether queries, keys
-    and values are in one transposed weight. ``text`` are the converged measurements of every head, and
-    ``radius`` is the norm of the longest real token.
+    ``attention`` has all heads with the output projection. If its scores are others than the paper's, such as
+    those with rotary positions, ``heads`` has the attacked head for each length that the model can read;
+    else it is empty. ``fused`` says whether queries, keys and values are in one transposed weight. ``text``
+    are the converged measurements of every head, and ``radius`` is the norm of the longest real token.
     """
 
     column: Column
     attention: SelfAttention
-    plain: bool
-    most: float
+    heads: dict[int, SelfAttention]
     fingerprint: str
     fused: bool
     text: pd.DataFrame
@@ -100,9 +98,9 @@ def measure(context: FigureContext) -> pd.DataFrame:
     for column, part in context.each(layers, [one.cost for one in layers]):
         reading, searching = part.parts((_TEXT, _BALLS))
         layer = _on_text(column, reading)
-        possible = [n for n in lengths if n <= layer.most]
+        possible = [n for n in lengths if n in layer.heads or not layer.heads]
         if not possible:
-            most = f"lengths of at most {layer.most} for the scores of {column.spec.label}"
+            most = f"lengths of at most {max(layer.heads)}, which {column.spec.label} can read"
             raise ArgumentError("lengths", expected=most, got=str(min(lengths)))
         jobs = [(radius, n) for radius in dict.fromkeys((*RADII, layer.radius)) for n in possible]
         for (radius, n), share in searching.each(jobs, [n + 100.0 for _, n in jobs]):
@@ -128,19 +126,18 @@ def _on_text(column: Column, context: FigureContext) -> _Layer:
         scopes=("head",),
     )
     subject = here.subjects[0]
-    *_, (most, tokens) = here.sequences(subject)
-    (site,) = here.sites(subject, tokens[:1])
-    attention = attention_of(site, column.spec.label)
-    plain = not other_scores(attention)
+    sites = {n: here.sites(subject, tokens[:1])[0] for n, tokens in here.sequences(subject)}
+    site = sites[max(sites)]  # a window is seen in long sequences only
+    attention, heads = attention_of(site, column.spec.label), {}
+    if other_scores(attention):
+        heads = {n: attention_of(one, column.spec.label).head(_HEAD) for n, one in sites.items()}
     model = getattr(context.models.load_for(subject), "model", None)
     fused = model is not None and has_fused_weight(model.get_submodule(site.name))
     rows = here.study(f"studies/{column.stem}", context).rows
     return _Layer(
         column,
         attention,
-        plain,
-        # Other scores, such as those with rotary positions, are captured for so many tokens.
-        math.inf if plain else most,
+        heads,
         subject.fingerprint,
         fused,
         text=rows[rows["converged"]],
@@ -151,7 +148,7 @@ def _on_text(column: Column, context: FigureContext) -> _Layer:
 def _in_ball(layer: _Layer, radius: float, n: int, context: FigureContext) -> list[Row]:
     """Return one head's constants and bounds for n tokens in a ball of some radius, computed or cached."""
     rows: list[Row] = []
-    for kind in (_rows, _published_rows) if context.options.as_published and layer.plain else (_rows,):
+    for kind in (_rows, _published_rows) if context.options.as_published and not layer.heads else (_rows,):
         key: Key = {
             "model": layer.column.spec.label,
             "fingerprint": layer.fingerprint,
@@ -174,16 +171,16 @@ def _rows(layer: _Layer, radius: float, n: int, seed: int) -> Iterator[Row]:
     that a search finds, and has two upper bounds: the best one of this library, and the paper's. Of scores
     that the paper does not treat there are the search and the best bound.
     """
-    f = shortened(layer.attention, n)
-    for h in _real(f) if layer.plain else ():
+    f = layer.attention
+    for h in () if layer.heads else _real(f):
         x = two_cluster(f.head(h), n, radius).x
         yield {"kind": "paper", "name": "two_cluster", "head": h, **_measured(f.head(h), x, seed)}
-    head = f.head(_HEAD)
+    head = layer.heads[n] if layer.heads else f.head(_HEAD)
     effort: dict[str, Any] = {"steps": _STEPS, "atom_restarts": _RESTARTS, "atom_steps": _ATOM_STEPS}
     found = ascend(head, n, radius, random_starts=0, seed=seed, **effort)
     yield {"kind": "search", "name": found.start, "head": _HEAD, **_measured(head, found.x, seed)}
     uppers = {"upper": best(head, length=n, radius=radius)}
-    if layer.plain:
+    if not layer.heads:
         biased = f.query_bias is not None
         theorem = theorem_4_3 if f.causal else theorem_e_3 if biased else theorem_3_3
         uppers["theirs"] = theorem(head, n, radius)
