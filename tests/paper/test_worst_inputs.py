@@ -32,6 +32,7 @@ def _quick() -> Iterator[None]:
         patch.setattr(worst_inputs, "RADII", ())
         patch.setattr(worst_inputs, "_RESTARTS", 2)
         patch.setattr(worst_inputs, "_ATOM_STEPS", 5)
+        patch.setattr(worst_inputs, "_OTHER_STEPS", 4)
         yield
 
 
