@@ -209,7 +209,7 @@ def draw(
     """
     down, across = len(panels), len(panels[0])
     canvas = new_figure(_WIDTH if wide or across > 1 else _NARROW, height)
-    shared = {"sharex": "col" if sharex else False, "sharey": "row" if sharey else False}
+    shared: dict[str, Any] = {"sharex": "col" if sharex else False, "sharey": "row" if sharey else False}
     axes: Any = canvas.subplots(down, across, squeeze=False, **shared)
     for (i, j), axis in np.ndenumerate(axes):
         if j >= len(panels[i]):
