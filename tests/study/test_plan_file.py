@@ -147,7 +147,7 @@ BAD: dict[str, tuple[str, str]] = {
         'models = ["a"]\nas_published = "all"\nscopes = ["block"]',
         "plan.toml: as_published: expected the scope attention among the scopes",
     ),
-    "no models": ("samples = 1", "plan.toml: models: expected at least one model, got no such key"),
+    "no models": ("samples = 1", "plan.toml: models: expected a value, got no such key"),
     "empty models": ("models = []", "models: expected at least one, got none"),
     "model of a number": ("models = [1]", "models: expected names or tables"),
     "model without a name": ("models = [{random_init = true}]", "models: name: expected a name"),

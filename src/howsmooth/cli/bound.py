@@ -34,6 +34,7 @@ _EXAMPLES = (
     "[cyan]howsmooth bound ./my-llama --tokens ids.txt --layers -1[/]  token ids instead of a text",
     "[cyan]howsmooth bound ./head.safetensors --lengths 100 --radius 4[/]  your own parameters",
     "[cyan]howsmooth bound gpt2 --random-init --layers 6 --json[/]  JSON for another program",
+    "In place of the model, a .toml file may hold the options as keys: source, layers, lengths and so on.",
     "A parameter file holds the arrays query, key, value and so on, with the shapes that "
     "howsmooth.SelfAttention documents, or the matrices A and V and the vector b of the paper. It may also "
     "hold tokens X, at which local bounds are then computed.",
@@ -70,34 +71,26 @@ def bound(
 
 
 def _as_json(source: AttentionSource, bounded: Sequence[Bounded], written: Path | None) -> str:
-    """Return the bounds on each attention as one JSON object; a value that is infinite or overflows is null.
+    """Return the bounds on each attention, and their logarithms, as one JSON object.
 
-    The logarithm of each bound is given too.
+    A value that is infinite or overflows is null.
     """
+    from howsmooth.study.records import plain_rows
+
+    attentions = [
+        {name: getattr(one.target, name) for name in ("layer", "head", "scope", "masking")}
+        | {"n": one.n, "radius": one.ball.radius, "radius_from": one.ball.origin}
+        | {"bounds": plain_rows(one.rows.reset_index().assign(log_value=one.rows.attrs["log_values"]))}
+        for one in bounded
+    ]
     return as_json(
         source=source.label,
         description=source.description,
         text=source.text or None,
         fingerprint=source.fingerprint,
-        attentions=[_described(one) for one in bounded],
+        attentions=attentions,
         file=written,
     )
-
-
-def _described(one: Bounded) -> dict[str, Any]:
-    from howsmooth.study.records import plain_rows
-
-    table = one.rows.reset_index().assign(log_value=one.rows.attrs["log_values"])
-    return {
-        "layer": one.target.layer,
-        "head": one.target.head,
-        "scope": one.target.scope,
-        "masking": one.target.masking,
-        "n": one.n,
-        "radius": one.ball.radius,
-        "radius_from": one.ball.origin,
-        "bounds": plain_rows(table),
-    }
 
 
 def _show(source: AttentionSource, bounded: Sequence[Bounded], written: Path | None) -> None:

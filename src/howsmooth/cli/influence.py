@@ -98,11 +98,6 @@ class InfluencePlan(OneInputPlan):
             return self.outputs.resolve(count, self.model, "outputs")
         return (count - 1,) if self.scope == "model" else tuple(range(count))
 
-    @property
-    def with_head(self) -> bool:
-        """Whether the model is loaded with the output layer for its logits."""
-        return self.output != "hidden"
-
 
 @command(*_EXAMPLES, without=ONE_PROCESS, out="howsmooth-influence")
 def influence(

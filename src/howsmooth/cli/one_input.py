@@ -66,7 +66,7 @@ class OneInputPlan(Options):
     @property
     def with_head(self) -> bool:
         """Whether the model is loaded with the output layer for its logits."""
-        return False
+        return getattr(self, "output", "hidden") != "hidden"
 
     def load(self) -> LoadedModel:
         """Load the model, with the weights in the dtype of their file."""
