@@ -175,7 +175,8 @@ class SequenceTask(Task):
     def _captured(self, model: Any, layers: Sequence[int]) -> list[Any]:
         assert self.data is not None
         inputs = self.data.inputs(self.plan.device)
-        return capture_sites(model, inputs, self.subject, self.scope, layers, self.n, self.plan.output)
+        plan = self.plan
+        return capture_sites(model, inputs, self.subject, self.scope, layers, self.n, plan.output, plan.side)
 
     def _no_layer(self, error: Exception, layer: int) -> Failed:
         return self.failed(error, (layer, None), [None])
