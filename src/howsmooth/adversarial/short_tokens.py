@@ -93,7 +93,8 @@ class _Side:
     def before(self, wanted: Float64[Tensor, "n dim"]) -> Float64[Tensor, "n dim"]:
         """Return values W x whose queries or keys reach farthest in ``wanted`` directions, one a token."""
         y = self.gain * wanted
-        return self.long * y / y.norm(dim=-1, keepdim=True).clamp_min(1e-300) - self.b
+        images: Tensor = self.long * y / y.norm(dim=-1, keepdim=True).clamp_min(1e-300) - self.b
+        return images
 
 
 def _zero_query(
@@ -159,15 +160,15 @@ def _with_images(
     radius: float,
 ) -> Float64[Tensor, "n d"]:
     """Return tokens x of norm ``radius`` with given images W x, if the radius allows, and long values."""
-    x = images @ torch.linalg.pinv(W).mT
-    length = x.norm(dim=-1, keepdim=True)
+    x: Tensor = images @ torch.linalg.pinv(W).mT
+    length: Tensor = x.norm(dim=-1, keepdim=True)
     _, sizes, rows = torch.linalg.svd(W)
     free = rows[int((sizes > 1e-9 * sizes[0]).sum()) :].mT  # the tokens that W maps to zero
     if free.shape[1] == 0:
         return x * radius / length.clamp_min(1e-300)
-    z = free @ torch.linalg.svd(value @ free).Vh[0]
+    z: Tensor = free @ torch.linalg.svd(value @ free).Vh[0]
     x = x * torch.clamp(radius / length.clamp_min(1e-300), max=1.0)
-    left = (radius**2 - x.square().sum(dim=-1, keepdim=True)).clamp_min(0.0).sqrt()
+    left: Tensor = (radius**2 - x.square().sum(dim=-1, keepdim=True)).clamp_min(0.0).sqrt()
     return x + signs * left * z
 
 

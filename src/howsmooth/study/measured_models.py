@@ -306,10 +306,11 @@ def capture_sites(
         tokens than n.
 
     """
-    from howsmooth.models import capture
+    from howsmooth.models import CrossSite, capture
 
     heads = list(subject.heads) if scope == "head" else None
-    moved = {"side": side} if side is not None and scope in ("model", CROSS_SCOPE) else {}
+    asked = side is not None and scope in ("model", CROSS_SCOPE)
+    moved: dict[str, Any] = {"side": side} if asked else {}
     if scope == "model":
         sites = capture(model, inputs, scope=scope, output=output, **moved)
     else:
@@ -323,7 +324,7 @@ def capture_sites(
             "assigned to layers and heads."
         )
     for site in found:
-        count = len(site.memory) if scope == CROSS_SCOPE else site.x.shape[-2]
+        count = len(site.memory) if isinstance(site, CrossSite) else site.x.shape[-2]
         if count != n:
             raise CaptureError(
                 f"{subject.model.label}: layer {site.layer} received {count} tokens where {n} "
