@@ -12,7 +12,7 @@ import typer
 from howsmooth.cli.progress import shown_progress
 from howsmooth.cli.terminal_output import as_json, counted, heading, say, show_table
 from howsmooth.cli.typer_command import ONE_PROCESS, JsonOption, SilentOption, command
-from howsmooth.scopes import SCOPES
+from howsmooth.scopes import CROSS_SCOPE, SCOPES
 from howsmooth.study.execution_options import Execution
 from howsmooth.study.options import HOW, Options, flag, option, whole, words
 from howsmooth.study.plans import shared
@@ -166,7 +166,7 @@ _RADIUS = "its radius"
 def _facts(site: InspectedSite) -> dict[str, str]:
     shares = "" if site.kv_heads == site.heads else f", {site.kv_heads} of keys and values"
     queries = "" if site.key_dim is None else f"queries and keys {site.key_dim}, "
-    none = "none recognised"
+    none = "" if CROSS_SCOPE in site.scopes else "none recognised"
     return {
         "heads": f"{site.heads}{shares}",
         "dimensions": f"tokens {site.d}, {queries}values {site.value_dim}",

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from howsmooth import lipschitz
-from howsmooth.scopes import layers_of_scope
+from howsmooth.scopes import CROSS_SCOPE, layers_of_scope
 from howsmooth.seeds import derive_seed
 from howsmooth.study.measured_models import Subject
 from howsmooth.study.open_study import OpenStudy
@@ -92,13 +92,14 @@ class ConstantsTask(SequenceTask):
                 dtype=plan.dtype,
                 method=estimate.method,
                 masking=site.masking,
-                site=site.name,
+                site=f"{site.name}, side {site.side}" if self.scope == CROSS_SCOPE else site.name,
                 start=self.starts[sample],
             )
             for slot, sample in enumerate(samples)
         ]
-        # The report shows the output shares beside the tokens, so each token needs an output of its own.
-        shown = self.n <= _MOST_TOKENS and estimate.output_direction.shape[-2] == self.n
+        # The report shows the shares of inputs and outputs beside the tokens, so each token needs its own.
+        directions = (estimate.input_direction, estimate.output_direction)
+        shown = self.n <= _MOST_TOKENS and all(e.shape[-2] == self.n for e in directions)
         if 0 in samples and shown:
             assert self.data is not None
             where, slot = (self.model, self.subject.text.name), list(samples).index(0)
@@ -153,7 +154,9 @@ def constants_left(study: OpenStudy) -> Work:
             heads = subject.heads if scope == "head" else (None,)
             asked = keys_of(scope, layers_of_scope(scope, subject.layers), heads, [n], study.plan.samples)
             kept += len(asked & known)
-            size = batch_size(subject.model.heads, n, study.plan.dtype)
+            # Where one of two sequences stays fixed, each sample has a map of its own.
+            alone = scope == CROSS_SCOPE or (scope == "model" and study.plan.side is not None)
+            size = 1 if alone else batch_size(subject.model.heads, n, study.plan.dtype)
             for first in range(0, study.plan.samples, size):
                 missing = frozenset(key for key in asked - known if first <= key[-1] < first + size)
                 samples = {
