@@ -20,7 +20,7 @@ from howsmooth.attention import TokenMap
 from howsmooth.batching import batches, beside_the_basis, fewest_vectors, is_streamed, room_for_basis
 from howsmooth.jacobian import AutodiffJacobian, closed_form_jacobian, closed_form_jacobians, joined
 from howsmooth.lipschitz.singular_value_solver import Solver
-from howsmooth.spectral import LeadingTriplet, LinearOperator
+from howsmooth.spectral import TRIPLET_FIELDS, LeadingTriplet, LinearOperator
 from howsmooth.spectral.operator import length_rounding
 
 __all__ = ["Part", "judge", "solve_autodiff", "solve_closed_forms", "verdict"]
@@ -79,7 +79,7 @@ def solve_autodiff(
     if not operator.judged:
         return solver.golub_kahan(operator, members), False
     estimated, operator.rounding = operator.rounding, torch.full_like(operator.rounding, _usual(x))
-    found = solver.golub_kahan(operator, members)
+    found = solver.golub_kahan(operator, members, judged=True)
     exact = AutodiffJacobian(
         f.to(dtype=torch.float64), x.double(), rounding=(estimated * double).clamp_min(_usual(x.double()))
     )
@@ -108,7 +108,7 @@ def _cached(
     """
     dtype, exact = members[0].dtype, torch.float64
     jacobians = _jacobians(double, members, lots, (dtype, exact) if dtype != exact else (exact,))
-    found = solver.together([at[dtype] for at in jacobians], lots)
+    found = solver.together([at[dtype] for at in jacobians], lots, judged=dtype != exact)
     if dtype == exact:
         return found
     return [
@@ -157,12 +157,16 @@ def verdict(
     image, gram = exact.gram_product(right)
     sigma = _norms(image)
 
-    # The cheap estimate of the defect: for the run in float32, JᵀJ v was σ̂² v up to the residual of the Ritz
-    # vector, which is mostly far below the width of the interval.
-    found_gram = found.sigma.to(right).square().view(-1, 1, 1) * right
+    # The defect of the product that the recurrence in float32 stands for; without it, of σ̂² v, from which the
+    # product is off by the residual of the Ritz vector.
+    found_gram = found.gram
+    if found_gram is None:
+        found_gram = found.sigma.to(right).square().view(-1, 1, 1) * right
     defect = _defect(found_gram, gram, sigma)
+    left = _unit(image).to(found.left.dtype)
+    found = replace(found, left=left, gram=None)
     judged = judge(found, sigma, defect, exact, solver.rtol)
-    # Where the residual is too large for that, compute JᵀJ v in float32, at the cost of one product.
+    # Where that is too large, compute JᵀJ v in float32, at the cost of one product.
     if not bool(judged.converged.all()):
         _, rounded = operator.energy_product(right.to(operator.dtype))
         defect = torch.where(judged.converged, defect, _defect(rounded, gram, sigma))
@@ -174,7 +178,7 @@ def verdict(
     if not len(stuck):
         return judged
     (again,) = solver.together([exact.select(stuck.to(exact.device))], [[members[i] for i in stuck.tolist()]])
-    for name in LeadingTriplet.__annotations__:
+    for name in TRIPLET_FIELDS:
         kept = getattr(judged, name)
         kept[stuck.to(kept.device)] = getattr(again, name).to(kept.dtype)
     return judged
@@ -197,13 +201,15 @@ def _streamed(
     if x.dtype == torch.float64:
         return solver.lanczos(operator(x.dtype), members, basis_bytes)
     single = operator(x.dtype, _ROUNDING_SHARE * solver.rtol)
-    found = solver.lanczos(single, members, basis_bytes)
-    right = _unit(found.right.double())
-    _, rounded = single.gram_product(right.to(x.dtype))
+    found = solver.lanczos(single, members, basis_bytes, judged=True)
+    right, rounded = _unit(found.right.double()), found.gram
+    if rounded is None:
+        _, rounded = single.gram_product(right.to(x.dtype))
     del single
     exact = operator(torch.float64)
     image, gram = exact.gram_product(right)
     sigma = _norms(image)
+    found = replace(found, left=_unit(image).to(x.dtype), gram=None)
     judged = judge(found, sigma, _defect(rounded, gram, sigma), exact, solver.rtol)
     del image, gram, rounded, right
     # Measure again in float64, if that can help and memory has room for the longer vectors.
