@@ -59,7 +59,10 @@ def run(
     plan = _with_memory_shared(plan, means)
     with opened_study(plan, folder, keep_going=means.keep_going, models=means.models) as study:
         # List all work first: impossible work is then refused before the store is created.
-        listed = [joined(constants_left(study), plan.device), *(kind(study) for kind in beside)]
+        constants = constants_left(study)
+        if means.executor is None:  # workers take one length each, so that all of them have work
+            constants = joined(constants, plan.device)
+        listed = [constants, *(kind(study) for kind in beside)]
         store = study.begin()
         runner = Runner(store, means, study.models, plan.device)
         for spec, text, error in study.impossible:
