@@ -41,26 +41,45 @@ class ConstantsTask(SequenceTask):
             if isinstance(site, Failed):
                 yield site
                 continue
-            samples = [
-                s for s in self.starts if (self.scope, site.layer, site.head, self.n, s) in self.missing
-            ]
-            if samples:
+            if samples := self.samples_left(site):
+                yield from self.measured(site, samples)
 
-                def no_sample(error: Exception, sample: int, site: Any = site) -> Failed:
-                    return self.failed(error, (site.layer, site.head), [sample])
+    def samples_left(self, site: Any) -> list[int]:
+        """Return the samples of which the store lacks the row of one layer or head."""
+        return [s for s in self.starts if (self.scope, site.layer, site.head, self.n, s) in self.missing]
 
-                yield from each_if_not_all(samples, partial(self._measured, site), no_sample)
+    def measured(self, site: Any, samples: Sequence[int]) -> Iterator[Found]:
+        """Yield the rows of one layer or head at some samples, measured together or else one by one."""
+        yield from each_if_not_all(
+            samples, partial(self._measured, site), partial(self._no_sample, (site.layer, site.head))
+        )
+
+    def _no_sample(self, place: tuple[int, int | None], error: Exception, sample: int) -> Failed:
+        return self.failed(error, place, [sample])
 
     def _measured(self, site: Any, samples: Sequence[int]) -> list[Found]:
         """Measure one layer or head at some samples in one batch; return one list of rows, in a list."""
-        plan = self.plan
-        place = (self.scope, site.layer, site.head, self.n)
-        seeds = [start_seed(plan, self.subject, *place, sample) for sample in samples]
-        places = [list(self.starts).index(sample) for sample in samples]
         began = time.perf_counter()
-        estimate = lipschitz.local_lipschitz(
-            site.map,
-            site.x[places],
+        tokens, seeds = self.tokens_of(site, samples), self.seeds_of(site, samples)
+        estimate = self.estimate(site.map, tokens, seeds)
+        return self.rows(site, samples, estimate, (time.perf_counter() - began) / len(samples))
+
+    def tokens_of(self, site: Any, samples: Sequence[int]) -> torch.Tensor:
+        """Return the tokens (sample, n, d) of one layer or head at some samples."""
+        tokens: torch.Tensor = site.x[[list(self.starts).index(sample) for sample in samples]]
+        return tokens
+
+    def seeds_of(self, site: Any, samples: Sequence[int]) -> list[int]:
+        """Return the seeds of the solver's random starts for one layer or head at some samples."""
+        place = (self.scope, site.layer, site.head, self.n)
+        return [start_seed(self.plan, self.subject, *place, sample) for sample in samples]
+
+    def estimate(self, f: Any, tokens: Any, seeds: list[int]) -> Any:
+        """Measure a map with the settings of the plan, at a batch or at a list of sequences."""
+        plan = self.plan
+        return lipschitz.local_lipschitz(
+            f,
+            tokens,
             rtol=plan.rtol,
             confidence=plan.confidence,
             max_iterations=plan.max_iterations,
@@ -68,7 +87,14 @@ class ConstantsTask(SequenceTask):
             method=plan.settings()["method"],
             memory=plan.memory,
         )
-        seconds = (time.perf_counter() - began) / len(samples)
+
+    def rows(self, site: Any, samples: Sequence[int], estimate: Any, seconds: float) -> list[Found]:
+        """Return one list of rows, in a list, for the estimates of one layer or head at some samples.
+
+        ``seconds`` is the time of one sample.
+        """
+        plan, seeds = self.plan, self.seeds_of(site, samples)
+        places = [list(self.starts).index(sample) for sample in samples]
         rows: list[Row] = [
             Measurement(
                 model=self.model,
