@@ -1,4 +1,4 @@
-"""Connect to a Dask cluster whose workers carry out the tasks of a study. No other module imports Dask."""
+"""Connect to a Dask cluster, so that its workers can carry out a study. No other module imports Dask."""
 
 from __future__ import annotations
 
@@ -25,7 +25,8 @@ _PATIENCE = 30.0
 
 @contextmanager
 def connected_cluster(scheduler: str) -> Iterator[Executor]:
-    """Connect to a Dask scheduler, and disconnect when the context ends; the cluster keeps running.
+    """Connect to a Dask scheduler for the ``with`` block, and disconnect at its end; the cluster keeps
+    running.
 
     The attribute ``workers`` of the executor is the number of worker processes at the time of connection. If
     a worker is lost, Dask gives its tasks to other workers. A task fails after four workers in a row were

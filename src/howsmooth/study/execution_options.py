@@ -1,4 +1,4 @@
-"""Define the options of how a plan is carried out: output folder, workers and threads."""
+"""Define the options for carrying out a plan: output folder, workers and threads."""
 
 from __future__ import annotations
 
@@ -17,7 +17,9 @@ _MOST_WORKERS = 1024
 
 @dataclass(frozen=True)
 class Execution(Options):
-    """The options of how a plan is carried out: output folder, workers and threads. They change no result."""
+    """The options for carrying out a plan: output folder, workers and threads. They do not change the
+    results.
+    """
 
     out: Path = option(
         "howsmooth-out", path(), "Folder for the store, tables, figures and report.", panel=OUTPUT
@@ -48,7 +50,9 @@ class Execution(Options):
     )
 
     def check(self) -> None:
-        """Refuse workers or a scheduler that the chosen executor cannot use, and Dask without a scheduler."""
+        """Raise ArgumentError for workers or a scheduler that the executor cannot use, and for Dask without a
+        scheduler.
+        """
         if self.executor == "dask" and self.workers is not None:
             raise ArgumentError(
                 "workers",
@@ -73,7 +77,7 @@ class Execution(Options):
 
 @dataclass(frozen=True)
 class LocalExecution(Execution):
-    """The options of how a plan is carried out on this machine only, without a cluster.
+    """The options for carrying out a plan on this machine only, without a cluster.
 
     The tasks write files into the output folder, which is on this machine.
     """

@@ -81,8 +81,8 @@ class Store:
     def open(cls, folder: str | os.PathLike[str], *, write: bool = True, late: bool = False) -> Store:
         """Open the store in a folder; with ``write``, create folder and store if needed.
 
-        With ``late``, a store that is not there is empty, and only :meth:`begin` creates it in the folder. So
-        a plan that is refused leaves no empty store behind.
+        With ``late``, a store that does not exist yet is opened as an empty store, and only :meth:`begin`
+        creates it in the folder. So a plan that is refused leaves no empty store behind.
 
         Raises
         ------
@@ -281,19 +281,19 @@ class Store:
         return frame.infer_objects()
 
     def sequences(self, model: str, text: str) -> dict[tuple[int, int], int]:
-        """Return where each measured sequence begins in a text: its first token's index, by (n, sample)."""
+        """Return the index of the first token of each measured sequence in a text, by (n, sample)."""
         columns = ("n", "sample", "start")
         used = [self.keys(kind, columns, model=model, text=text) for kind in (Measurement, PublishedValue)]
         return {(n, sample): start for n, sample, start in frozenset().union(*used)}
 
     def tables(self) -> dict[str, pd.DataFrame]:
-        """Return every table that has rows, by its name, read in one transaction."""
+        """Return a dictionary of all tables that have rows, by name, read in one transaction."""
         with self._one_state():
             return {kind.table: self.table(kind) for kind in KINDS if self.count(kind)}
 
     @contextmanager
     def _one_state(self) -> Iterator[None]:
-        """Read the store in the ``with`` block as it is at one moment, even if other processes write."""
+        """In the ``with`` block, read the store as it is at one moment, even if other processes write."""
         with translated(self.path):
             self._connection.execute("BEGIN")
             try:
@@ -366,7 +366,7 @@ def now() -> str:
 
 
 def _difference(name: str, stored: object, wanted: object) -> tuple[str, str]:
-    """Say in two phrases how a setting differs from the store's setting, and what the user can do."""
+    """Return two phrases: how a setting differs from the setting in the store, and what the user can do."""
     if name == "fingerprint":
         return "with other parameters, or from other tokens (their fingerprint differs)", ""
     if name in _NO_OPTIONS:

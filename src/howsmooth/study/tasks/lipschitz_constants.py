@@ -31,12 +31,16 @@ _MOST_TOKENS = 512
 
 
 class ConstantsTask(SequenceTask):
-    """Measures the Lipschitz constants at some sequences of one length, with one forward pass."""
+    """The task of measuring the Lipschitz constants of layers at some sequences of one length in one forward
+    pass.
+    """
 
     kind = Measurement
 
     def computed(self, model: Any) -> Iterator[Found]:
-        """Yield the measured constants layer by layer; if a batch fails, measure its samples one by one."""
+        """Measure layer by layer, and yield the rows of constants; if a batch fails, measure its samples one
+        by one.
+        """
         for site in self.sites(model):
             if isinstance(site, Failed):
                 yield site
@@ -52,7 +56,7 @@ class ConstantsTask(SequenceTask):
                 yield from each_if_not_all(samples, partial(self._measured, site), no_sample)
 
     def _measured(self, site: Any, samples: Sequence[int]) -> list[Found]:
-        """Measure one layer or head at some samples in one batch; return one list of rows, in a list."""
+        """Measure one layer or head at some samples in one batch; return a list with one list of rows."""
         plan = self.plan
         place = (self.scope, site.layer, site.head, self.n)
         seeds = [start_seed(plan, self.subject, *place, sample) for sample in samples]
