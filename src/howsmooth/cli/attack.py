@@ -43,8 +43,8 @@ def attack(
     plan: AttackPlan, execution: LocalExecution, json: JsonOption = False, quiet: QuietOption = False
 ) -> int:
     """Search for tokens with a large local Lipschitz constant, in a ball that contains the model's tokens."""
-    from howsmooth.study.attack_run import run_attack
     from howsmooth.study.attack_outputs import write_attack_outputs
+    from howsmooth.study.attack_run import run_attack
 
     with resumable(execution.out, as_typed()), shown_progress(quiet=quiet) as display:
         with means_of(execution, display) as means:

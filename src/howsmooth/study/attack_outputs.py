@@ -1,6 +1,4 @@
-"""Write tables and figures of the attacks in a store, and fit exponents to the constants. Nothing is measured
-here.
-"""
+"""Write tables and figures of the attacks in a store, and fit exponents to them. Nothing is measured here."""
 
 from __future__ import annotations
 
@@ -106,8 +104,7 @@ def _summary_row(group: pd.DataFrame) -> dict[str, Any]:
 
 
 def fits(table: pd.DataFrame) -> pd.DataFrame:
-    """Fit powers of the length n to the largest constants found for each attention, and to their upper
-    bounds.
+    """Fit powers of n to the largest constants found for each attention, and to their upper bounds.
 
     The fitted columns are :data:`SERIES`.
 

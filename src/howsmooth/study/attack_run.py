@@ -132,8 +132,7 @@ def _ball(plan: AttackPlan, one: Target) -> Ball:
 
 @dataclass(frozen=True, eq=False)
 class AttackTask(Task):
-    """The task of attacking one attention: search a ball for n tokens at which its Lipschitz constant is
-    large.
+    """The task of attacking one attention: search a ball for n tokens with a large Lipschitz constant.
 
     ``asked`` is the plan, which sets the effort of the search. ``model`` and ``text`` are the names of the
     model or parameter file and of the text, which may be empty. ``target`` is the attention at this length,
@@ -160,9 +159,7 @@ class AttackTask(Task):
 
     @property
     def alike(self) -> tuple[Any, ...]:
-        """The table and the scope of the task. Tasks of the same table and scope take similar times at the
-        same length.
-        """
+        """The table and the scope. Tasks that agree in both take similar times at the same length."""
         return Attack.table, self.target.scope
 
     @property
@@ -203,8 +200,8 @@ class AttackTask(Task):
         return [*(replace(row, file=file) if row is best else row for row, _ in tried), upper]
 
     def _tried(self, f: SelfAttention) -> Iterator[tuple[Attack, Tensor]]:
-        """Measure the Lipschitz constant at each input to try; yield pairs of a row for the store and the
-        tokens.
+        """Measure the Lipschitz constant at each input; yield the row for the store, and the tokens of the
+        input.
         """
         began = time.perf_counter()
         for kind, name, x, estimate, evaluations in self._inputs(f):
@@ -285,7 +282,7 @@ class AttackTask(Task):
         )
 
     def _save(self, best: Attack, x: Tensor) -> str:
-        """Write the tokens with the largest constant and the attacked attention to a file; return its
+        """Write the attacked attention and the tokens with the largest constant to a file; return its
         relative path.
         """
         one = self.target

@@ -136,10 +136,9 @@ class FileSource:
         return hashlib.sha256(self._file.path.read_bytes()).hexdigest()
 
     def attentions(self, length: int) -> list[Target]:
-        """Return the attentions of the parameter file for ``length`` tokens: all heads together, or each
-        chosen head.
+        """Return all heads of the parameter file together, or each chosen head, for ``length`` tokens.
 
-        They come with the tokens of the file if the file has ``length`` tokens.
+        The attentions come with the tokens of the file if the file has ``length`` tokens.
         """
         f, x = self._file.attention, self._file.x if self.longest == length else None
         masking = "mask of the file" if f.mask is not None else "causal" if f.causal else "none"
@@ -243,8 +242,7 @@ def open_attention_source(plan: SourcePlan) -> AttentionSource:
 
 
 def shortened(attention: SelfAttention, length: int) -> SelfAttention:
-    """Return the attention for sequences of ``length`` tokens: its mask and score bias are cut to the first
-    tokens.
+    """Return the attention for ``length`` tokens: its mask and score bias are cut to the first tokens.
 
     Raises
     ------

@@ -106,8 +106,8 @@ def certify_file(asked: CertificationPlan, on_batch: Callable[[int, int], None] 
 
 
 def _classes(module: str) -> list[type[nn.Module]]:
-    """Import a Python module, and return its nn.Module classes that have ``settings``, as a saved model
-    needs.
+    """Import a Python module, and return its classes that can be part of a saved model: ``nn.Module`` classes
+    with ``settings``.
     """
     here = str(Path.cwd())
     sys.path.insert(0, here)

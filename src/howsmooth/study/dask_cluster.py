@@ -25,8 +25,7 @@ _PATIENCE = 30.0
 
 @contextmanager
 def connected_cluster(scheduler: str) -> Iterator[Executor]:
-    """Connect to a Dask scheduler for the ``with`` block, and disconnect at its end; the cluster keeps
-    running.
+    """Connect to a Dask scheduler, and disconnect after the ``with`` block; the cluster keeps running.
 
     The attribute ``workers`` of the executor is the number of worker processes at the time of connection. If
     a worker is lost, Dask gives its tasks to other workers. A task fails after four workers in a row were

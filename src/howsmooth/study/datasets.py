@@ -68,8 +68,8 @@ class TextFeed:
 
     @property
     def parts(self) -> tuple[tuple[int, int], ...]:
-        """The parts of the text from which sequences may be cut: here only the whole text, (0, number of
-        tokens).
+        """The parts of the text from which sequences are cut, here the whole text: ((0, number of
+        tokens),).
         """
         return ((0, self.count),)
 
@@ -107,7 +107,7 @@ class SequenceData:
 
     @classmethod
     def of(cls, feed: TextFeed | Dataset, starts: Sequence[int], n: int, *, worded: bool) -> SequenceData:
-        """Cut the sequences that begin at ``starts`` out of a text or another input, and return them for a
+        """Cut the sequences that begin at ``starts`` out of a text or another input, to send them to a
         worker.
 
         With ``worded`` they include the token labels of the first sequence.
@@ -140,8 +140,7 @@ def open_data(spec: InputSpec) -> OpenedInput:
 
 
 def feed_of(source: OpenedInput, model: Any, layers: tuple[int, ...]) -> TextFeed | Dataset:
-    """Prepare a text or another input for a model, for example by tokenising a text with the model's
-    tokenizer.
+    """Prepare a text or another input for a model, for example by tokenising a text.
 
     ``layers`` are the layers that will be captured.
 

@@ -17,9 +17,7 @@ _MOST_WORKERS = 1024
 
 @dataclass(frozen=True)
 class Execution(Options):
-    """The options for carrying out a plan: output folder, workers and threads. They do not change the
-    results.
-    """
+    """The options for carrying out a plan: output folder, workers and threads. They change no result."""
 
     out: Path = option(
         "howsmooth-out", path(), "Folder for the store, tables, figures and report.", panel=OUTPUT

@@ -219,8 +219,7 @@ def _line(x: np.ndarray, y: np.ndarray) -> tuple[float, float, float, float]:
 def fitted_groups(
     table: pd.DataFrame, by: Sequence[str], value: str = "lipschitz", usable: str = "converged"
 ) -> Iterator[tuple[dict[str, Any], pd.DataFrame, Exponent]]:
-    """Group the rows of a table, and fit an exponent to each group; yield the group's key, its rows and the
-    fit.
+    """Fit an exponent to each group of rows of a table; yield the group's key, its rows and the fit.
 
     ``value`` is the column of the constants, ``usable`` the column that says which of them may be fitted.
     """
@@ -230,7 +229,7 @@ def fitted_groups(
 
 
 def exponents(measurements: pd.DataFrame) -> pd.DataFrame:
-    """Fit an exponent of the growth with length to the constants of each measured layer or head.
+    """Fit the exponent with which the constant grows with the length, for each measured layer or head.
 
     There is one fit for each combination of model, text, scope, layer and head.
 

@@ -122,8 +122,7 @@ class Models:
 def place_sequences(
     plan: Plan, subject: Subject, held: Mapping[tuple[int, int], int]
 ) -> dict[tuple[int, int], int]:
-    """Check the lengths at which to measure a model, and choose where the plan's sequences begin in the
-    input.
+    """Check the lengths to measure, and choose where the plan's sequences begin in the input.
 
     Sequences that the store has (``held``) keep their places.
 
@@ -200,8 +199,7 @@ def _check_unchanged(store: Store, subject: Subject) -> None:
 def checked_subjects(
     plan: Plan, models: Models, impossible: Impossible | None = None, store: Store | None = None
 ) -> list[Subject]:
-    """Load every model of a plan, check its layers, heads and lengths on every input, and place the
-    sequences.
+    """Load all models of a plan, check layers, heads and lengths on all inputs, and place the sequences.
 
     Models and inputs that cannot be used are added to ``impossible`` with the error; without this list, the
     error is raised. Models and inputs in ``store`` must be the same, and stored sequences keep their places.
@@ -253,9 +251,7 @@ def _check_size(plan: Plan, spec: ModelSpec, source: OpenedInput) -> None:
 
 
 def _check_capture(plan: Plan, subject: Subject, model: Any) -> None:
-    """Raise an error if layers of a model cannot be captured, after running the model at the
-    shortest length.
-    """
+    """Run a model at the shortest length, and raise an error if the layers to measure cannot be captured."""
     from howsmooth.models import capture
     from howsmooth.models.identification.self_attention_module import CrossAttention
 

@@ -169,8 +169,7 @@ _SHARED: dict[str, Any] = {
 
 
 def shared(name: str, **changed: Any) -> Any:
-    """Define a field that several plans have, such as ``text``, by changing some arguments of its common
-    definition.
+    """Define a field that several plans have, such as ``text``, from its common definition with changes.
 
     ``changed`` are arguments of :func:`howsmooth.study.options.option`.
     """
@@ -180,8 +179,8 @@ def shared(name: str, **changed: Any) -> Any:
 
 
 def check_output(output: str, scopes: tuple[str, ...]) -> None:
-    """Raise ArgumentError if ``output`` is not "hidden" and the whole model (the scope ``model``) is not
-    measured.
+    """Raise ArgumentError if ``output`` is not "hidden" although no whole model is measured (scope
+    ``model``).
     """
     if output != "hidden" and "model" not in scopes:
         got = f"{output} with the scope {', '.join(scopes)}"
@@ -515,9 +514,7 @@ class SourcePlan(Options):
 
 @dataclass(frozen=True)
 class BoundPlan(SourcePlan):
-    """A plan for bounds: which attentions to bound, at which lengths, and the radius of the ball of
-    tokens.
-    """
+    """A plan for bounds: which attentions to bound, at which lengths, and the radius of the ball."""
 
     lengths: tuple[int, ...] = option(
         (),

@@ -9,8 +9,8 @@ __all__ = ["SILENT", "Listener", "Outcome"]
 
 
 class Listener:
-    """A receiver of progress reports from long computations. This class ignores the reports; others show
-    them.
+    """A receiver of progress reports from long computations. Subclasses show them; this class
+    ignores them.
     """
 
     def phase(self, words: str) -> None:

@@ -332,7 +332,7 @@ CORRECTED, PUBLISHED = "corrected", "as published"
 
 
 def quantities(items: Sequence[str]) -> dict[str, tuple[str, ...]]:
-    """Name the quantities to measure for some items in which the published code differs from the definition.
+    """Name the quantities to measure for some items, which are deviations of the published code.
 
     Returns
     -------

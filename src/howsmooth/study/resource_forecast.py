@@ -80,9 +80,7 @@ class TaskTimes:
         return None if row is None else task.size * row
 
     def a_row(self, alike: tuple[Any, ...], n: int) -> float | None:
-        """Predict the seconds of one row at length n; ``None`` if no task with the key ``alike`` is
-        finished.
-        """
+        """Predict the seconds of one row at length n; ``None`` if no similar task (``alike``) is finished."""
         seen = self._done.get(alike)
         if not seen:
             return None

@@ -84,8 +84,7 @@ class Runner:
         self.outcome = Outcome()
 
     def carry_out(self, work: Work, *, seconds: float = math.inf) -> None:
-        """Carry out in order the tasks of one kind of work, such as measuring constants, and write their
-        results.
+        """Carry out the tasks of one kind of work in order, such as measuring constants; write their results.
 
         ``seconds`` is the time that the tasks may take together. A task that is expected to exceed this time
         is not started, and is counted as left out.
@@ -163,7 +162,7 @@ class Runner:
     # ---- Tasks in this process, or on workers
 
     def _next(self, left: deque[Task], until: float) -> Task | None:
-        """Remove from a queue the next task that can be carried out, and return it; None if none would end in
+        """Remove the next task that can be carried out from a queue, and return it; None if none would end in
         time.
         """
         while left and left[0].model in self._unusable:

@@ -34,7 +34,7 @@ __all__ = ["Part", "Status", "status"]
 
 @dataclass(frozen=True)
 class Part:
-    """The progress at one model, text and scope: how many measurements are planned, done and failed.
+    """How many measurements of one model on one text in one scope are planned, done and failed.
 
     The scope is the part of each layer that is measured. The scope ``as published`` stands for the values of
     the paper's published code. ``planned`` is ``None`` until a run has loaded the model, because its number

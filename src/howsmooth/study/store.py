@@ -115,7 +115,9 @@ class Store:
     # ---- The identity: settings that all rows of a kind of work share
 
     def identity(self, kind: str) -> dict[str, Any]:
-        """Return the settings that all rows of a kind of work (such as ``measure``) share; empty if none."""
+        """Return the settings shared by all rows of one kind of work, such as ``measure``; empty if there are
+        none.
+        """
         row = self._query("SELECT identity FROM studies WHERE kind = ?", kind).fetchone()
         return {} if row is None else dict(json.loads(row[0]))
 

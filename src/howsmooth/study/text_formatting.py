@@ -58,8 +58,8 @@ def file_stem(*parts: str) -> str:
 
 
 def encodable(words: str) -> str:
-    """Replace lone surrogates, with which Python represents undecodable bytes of file names, by escape
-    sequences.
+    """Replace lone surrogates by escape sequences. Python represents undecodable bytes of file names by lone
+    surrogates.
     """
     return words.encode("utf-8", "backslashreplace").decode("utf-8")
 

@@ -1,6 +1,4 @@
-"""Draw a flow of tokens in one figure: the paths of the tokens, and beside them, against time, the
-metrics.
-"""
+"""Draw a flow of tokens in one figure: the paths of the tokens, and metrics of the flow against time."""
 
 from __future__ import annotations
 
@@ -317,7 +315,7 @@ def _widen_limits(axis: Axes, values: Float64[np.ndarray, " times"]) -> None:
 
 
 def _draw_growth(axis: Axes, growth: pd.DataFrame) -> None:
-    """Draw the growth of perturbations with its interval, and as a dashed line the product of all steps'
+    """Draw the growth of perturbations with its interval. A dashed line shows the product of all steps'
     norms.
     """
     time, value = growth["time"].to_numpy(), growth["value"].to_numpy()

@@ -105,8 +105,7 @@ def _numbers(found: Sequence[FrameRow]) -> dict[str, Float64[np.ndarray, "..."]]
 def measure_frames(
     found: Sequence[FrameRow], tolerance: float, beta: float, listener: Listener
 ) -> pd.DataFrame:
-    """Measure how far the tokens of a flow have clustered at each stored time (frame); return one row a
-    frame.
+    """Measure the clustering of tokens in each stored state (frame) of a flow; return a row for each frame.
 
     ``time`` is the time of the frame, and ``clusters`` the number of clusters; tokens nearer than
     ``tolerance`` are in one cluster. ``effective_rank`` and ``log_energy`` are
@@ -214,8 +213,8 @@ def _shown(plan: FlowPlan, metrics: pd.DataFrame, tolerance: float) -> pd.DataFr
 def _principal(
     states: Float64[np.ndarray, "frames n d"],
 ) -> tuple[Float64[np.ndarray, "d 2"], Float64[np.ndarray, " 2"]]:
-    """Return the two principal directions of a flow's tokens over all times, and the share of variance of
-    each.
+    """Return the two principal directions of a flow's tokens over all times, and their shares of the
+    variance.
     """
     tiny = np.finfo(np.float64).tiny
     total = np.zeros(states.shape[2:] * 2)

@@ -24,8 +24,7 @@ _OF_A_MODEL = "What flows: models"
 
 
 class Grid(NamedTuple):
-    """The times at which a flow stores its tokens, beginning with time 0, and the fixed step of the
-    integrator.
+    """The times at which a flow stores its tokens, from time 0 on, and the integrator's fixed step.
 
     ``step`` is ``None`` if the integrator chooses its steps.
     """

@@ -94,7 +94,9 @@ class FlowTask(Task):
     steps: Iterator[Found]
 
     def found(self, models: Models | None) -> Iterator[Found]:
-        """Compute the rows that are missing in the store, and yield lists of rows to write one by one."""
+        """Compute the rows that are missing in the store, and yield them in lists. The runner writes one list
+        at a time.
+        """
         return self.steps
 
 

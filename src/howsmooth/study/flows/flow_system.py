@@ -85,9 +85,7 @@ class System:
         return hashlib.sha256(self.origin.encode() + self.x.numpy().tobytes()).hexdigest()
 
     def identity(self) -> dict[str, Any]:
-        """Return the size of the tokens and the fingerprint, which together identify the system in a
-        store.
-        """
+        """Return the size of the tokens and the fingerprint, which identify the system in a store."""
         return {"n": self.x.shape[0], "d": self.x.shape[1], "fingerprint": self.fingerprint}
 
 
@@ -255,8 +253,8 @@ def _of_source(plan: FlowPlan) -> System:
 
 
 def _opened(plan: FlowPlan) -> AttentionSource:
-    """Open the parameter file or the model of a flow; for an unknown name, list the named systems in the
-    error.
+    """Open the parameter file or the model of a flow. For an unknown name, the error lists the named
+    systems.
     """
     try:
         asked = {
@@ -273,8 +271,8 @@ def _opened(plan: FlowPlan) -> AttentionSource:
 
 
 def _provided_start(plan: FlowPlan, source: AttentionSource, *, of_file: bool) -> str:
-    """Return the origin of the source's own tokens: ``text`` for a model, ``file`` for a parameter file;
-    empty if there are none.
+    """Return the origin of the tokens that a model (``text``) or a parameter file (``file``) provides; empty
+    if it provides none.
     """
     word = "file" if of_file else "text"
     if source.longest is not None:
@@ -325,10 +323,11 @@ def _layers(
 
 
 def _kind_of_start(plan: FlowPlan, own: str = "") -> str:
-    """Return the origin of the initial tokens: ``gaussian``, ``sphere``, ``given`` (by the source), or a
-    file's path.
+    """Return the origin of the initial tokens: ``gaussian``, ``sphere``, ``given`` by the model or parameter
+    file, or the path of a file.
 
-    ``own`` is the origin of the source's own tokens, ``text`` or ``file``; empty if there are none.
+    ``own`` is the origin of the tokens that the model or parameter file provides, ``text`` or ``file``; empty
+    if there are none.
     """
     if plan.start == "auto":
         return "given" if own else "sphere" if plan.sphere else "gaussian"

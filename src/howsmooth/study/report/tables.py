@@ -138,9 +138,7 @@ def runs(table: pd.DataFrame) -> list[dict[str, Any]]:
 
 
 def items_of(compared: pd.DataFrame) -> list[tuple[str, str]]:
-    """Return the items that occur in a table, and how each makes the published code differ from the
-    definition.
-    """
+    """Return the deviations of the published code (items) that occur in a table, with their meanings."""
     there = {item for items in compared["items"] for item in str(items).split(",")}
     return [(item, meaning) for item, meaning in ITEM_MEANINGS.items() if item in there]
 

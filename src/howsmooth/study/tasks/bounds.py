@@ -1,6 +1,4 @@
-"""Define the task of computing all bounds on one layer at one sequence; a bound that is left out has a
-reason.
-"""
+"""Define the task of computing all bounds on one layer at one sequence. Slow bounds are left out."""
 
 from __future__ import annotations
 
@@ -65,9 +63,7 @@ class BoundsTask(SequenceTask):
         return 1
 
     def computed(self, model: Any) -> Iterator[Found]:
-        """Compute the bounds with the loaded model, and yield their rows for one head or layer after
-        another.
-        """
+        """Compute the bounds with the loaded model, and yield the rows of each attention."""
         for site in self.sites(model):
             if isinstance(site, Failed):
                 yield site
@@ -156,9 +152,7 @@ def _nothing(name: str, side: str, quantity: Quantity, why: Exception | str) -> 
 
 
 def _cost(name: str, question: Problem) -> str:
-    """Return the reason why a bound takes too long at this number or dimension of tokens; empty if it does
-    not.
-    """
+    """Return the reason why a bound takes too long for these tokens; empty if it is fast enough."""
     if name in _SEARCHES:
         return "left out: it needs a search over inputs; howsmooth bound computes it"
     d = question.attention.d if isinstance(question.attention, SelfAttention) else 0

@@ -38,8 +38,8 @@ class ConstantsTask(SequenceTask):
     kind = Measurement
 
     def computed(self, model: Any) -> Iterator[Found]:
-        """Measure layer by layer, and yield the rows of constants; if a batch fails, measure its samples one
-        by one.
+        """Measure layer after layer, and yield rows of constants. If a batch fails, measure each sample by
+        itself.
         """
         for site in self.sites(model):
             if isinstance(site, Failed):

@@ -92,8 +92,7 @@ class Task(ABC):
 
     @property
     def alike(self) -> tuple[Any, ...]:
-        """A key such as (table, model, scope). Tasks with the same key take similar times at the same length
-        n.
+        """A key such as (table, model, scope). Tasks with equal keys take similar times at equal lengths.
 
         So the times of finished tasks predict the times of other tasks with the same key.
         """
@@ -146,7 +145,7 @@ class SequenceTask(Task):
 
     @property
     def size(self) -> int:  # type: ignore[override]
-        """The number of rows that the task computes because the store lacks them."""
+        """The number of missing rows that the task computes."""
         return len(self.missing)
 
     @property
