@@ -181,7 +181,7 @@ class AttackTask(Task):
             yield self.failed(error)
 
     def failed(self, error: Exception) -> Failed:
-        """Return the failure with one row for the store, which stands for all attacks of this task."""
+        """Turn an error into a :class:`Failed`, with one row that stands for all attacks of the task."""
         one = self.target
         where = (self.model, self.text, one.scope, one.layer, one.head, self.n)
         return Failed.of(error, Attack, where)
@@ -224,7 +224,8 @@ class AttackTask(Task):
     def _inputs(self, f: SelfAttention) -> Iterator[tuple[str, str, Tensor, Any, int]]:
         """Yield the inputs to try: given tokens, constructed tokens, and tokens found by search.
 
-        Each is (kind, name, tokens, estimate of the constant, number of evaluations in the search).
+        Each input is a tuple (kind, name, tokens, estimate of the constant, number of evaluations in the
+        search).
         """
         if self.target.x is not None:
             x = self.target.x.double()
@@ -249,7 +250,7 @@ class AttackTask(Task):
         return lipschitz.local_lipschitz(f, x, rtol=_RTOL, seed=self.seed)
 
     def _upper(self, f: SelfAttention) -> Attack:
-        """Return a row with the smallest upper bound on the Lipschitz constant at all tokens in the ball."""
+        """Return a row with the smallest upper bound on the Lipschitz constant over the ball of tokens."""
         began = time.perf_counter()
         bound = bounds.best(f, length=self.n, radius=self.ball.radius)
         return self._row(

@@ -72,8 +72,8 @@ def merge_stores(sources: Sequence[str | os.PathLike[str]], folder: str | os.Pat
     The sources are folders with a store, or the store files themselves, and are only read. The target is
     created if needed; rows it already has are kept. If two stores have the same measurement, the first one is
     kept. Both must have the same seed and the same sequence, and their intervals must overlap. Two published
-    values without an interval must differ by less than 1 %. Of bounds and sensitivities, the first is kept
-    without a comparison.
+    values without an interval must differ by less than 1 %. The first bounds and the first sensitivities are
+    kept without a comparison.
 
     Raises
     ------

@@ -182,7 +182,7 @@ class Options:
 
 
 def check_keys(table: Mapping[str, Any], known: Sequence[str]) -> None:
-    """Refuse a table of a plan file with an unknown key.
+    """Raise ArgumentError if a table of a plan file has an unknown key.
 
     Raises
     ------

@@ -169,9 +169,9 @@ _SHARED: dict[str, Any] = {
 
 
 def shared(name: str, **changed: Any) -> Any:
-    """Define a field that several plans have, such as ``text``, from its common definition with changes.
+    """Define a field that several plans have, such as ``text``. A plan can change parts of its definition.
 
-    ``changed`` are arguments of :func:`howsmooth.study.options.option`.
+    ``changed`` has the changed arguments of :func:`howsmooth.study.options.option`.
     """
     usual = _SHARED[name]
     default = ... if usual.default is MISSING else usual.default
@@ -179,8 +179,7 @@ def shared(name: str, **changed: Any) -> Any:
 
 
 def check_output(output: str, scopes: tuple[str, ...]) -> None:
-    """Raise ArgumentError if ``output`` is not "hidden" although no whole model is measured (scope
-    ``model``).
+    """Raise ArgumentError if the plan chooses an ``output`` other than "hidden" without the scope ``model``.
     """
     if output != "hidden" and "model" not in scopes:
         got = f"{output} with the scope {', '.join(scopes)}"
@@ -575,7 +574,9 @@ class AttackPlan(SourcePlan):
     )
 
     def check(self) -> None:
-        """Choose the default heads, and refuse plans that no attention can satisfy."""
+        """Choose the default heads, and raise ArgumentError if the plan has no lengths or
+        contradicts itself.
+        """
         if self.heads is None:
             self._set("heads", Ranges.parse("0" if self.scope == "head" else "all", "heads"))
         if not self.lengths:

@@ -84,7 +84,8 @@ class Runner:
         self.outcome = Outcome()
 
     def carry_out(self, work: Work, *, seconds: float = math.inf) -> None:
-        """Carry out the tasks of one kind of work in order, such as measuring constants; write their results.
+        """Carry out the tasks of one kind, such as measuring constants, in order; write their results to the
+        store.
 
         ``seconds`` is the time that the tasks may take together. A task that is expected to exceed this time
         is not started, and is counted as left out.
@@ -162,9 +163,7 @@ class Runner:
     # ---- Tasks in this process, or on workers
 
     def _next(self, left: deque[Task], until: float) -> Task | None:
-        """Remove the next task that can be carried out from a queue, and return it; None if none would end in
-        time.
-        """
+        """Take from a queue the next task that can be carried out; None if no task would end in time."""
         while left and left[0].model in self._unusable:
             left.popleft()
         if not left:

@@ -27,11 +27,11 @@ class Failed:
 
     @classmethod
     def of(cls, error: Exception, kind: type[Row], *places: Sequence[Any]) -> Failed:
-        """Return an error as a failed computation of rows of one class, with one row for each place that it
-        concerns.
+        """Turn an error into a :class:`Failed`, with one row for each place where rows are missing, such as a
+        layer.
 
-        A place has the first values of :data:`~howsmooth.study.records.PLACE`. A value that is missing or
-        None means that the computation failed for all values: without a layer, for all layers.
+        A place is a tuple with the first values of :data:`~howsmooth.study.records.PLACE`. A value that is
+        missing or None means that the computation failed for all values: without a layer, for all layers.
         """
         told: dict[str, Any] = {
             "kind": type(error).__name__,
@@ -120,9 +120,7 @@ class Task(ABC):
         """
 
     def failed(self, error: Exception) -> Failed:
-        """Return the failure of the task because of ``error``, with one row that stands for all its missing
-        rows.
-        """
+        """Turn an error into a :class:`Failed`, with one row that stands for all missing rows of the task."""
         return Failed.of(error, self.kind, (self.model,))
 
 
@@ -212,7 +210,7 @@ class SequenceTask(Task):
         place: tuple[int | None, int | None] = (None, None),
         samples: Sequence[int | None] = (),
     ) -> Failed:
-        """Return the failure of a task, or of one layer and head in it, as rows for the store.
+        """Turn an error of the task, or of one layer and head in the task, into a :class:`Failed`.
 
         Without ``samples``, all samples of the task failed.
         """
