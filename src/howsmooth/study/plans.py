@@ -179,7 +179,8 @@ def shared(name: str, **changed: Any) -> Any:
 
 
 def check_output(output: str, scopes: tuple[str, ...]) -> None:
-    """Raise ArgumentError if the plan chooses an ``output`` other than "hidden" without the scope ``model``.
+    """Raise ArgumentError if the plan has an ``output`` other than "hidden" without the scope ``model``.
+        
     """
     if output != "hidden" and "model" not in scopes:
         got = f"{output} with the scope {', '.join(scopes)}"

@@ -64,8 +64,8 @@ _NO_OPTIONS = {
 class Store:
     """The opened database of a study's results; use it as a context manager, or call :meth:`close`.
 
-    The connection is to a checked store file, whose ``path`` is for messages. The lock is held while the
-    store is open for writing; a reader has none.
+    The connection leads to a checked store file; ``path`` is the path of this file, for messages. A writer
+    holds the lock while the store is open; a reader has no lock.
     """
 
     def __init__(self, connection: sqlite3.Connection, path: Path, lock: FileLock | None) -> None:

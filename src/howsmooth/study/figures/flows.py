@@ -316,7 +316,7 @@ def _widen_limits(axis: Axes, values: Float64[np.ndarray, " times"]) -> None:
 
 def _draw_growth(axis: Axes, growth: pd.DataFrame) -> None:
     """Draw the growth of perturbations with its interval. A dashed line shows the product of all steps'
-    norms.
+    constants.
     """
     time, value = growth["time"].to_numpy(), growth["value"].to_numpy()
     axis.plot(
