@@ -179,9 +179,7 @@ def shared(name: str, **changed: Any) -> Any:
 
 
 def check_output(output: str, scopes: tuple[str, ...]) -> None:
-    """Raise ArgumentError if the plan has an ``output`` other than "hidden" without the scope ``model``.
-        
-    """
+    """Raise ArgumentError if the plan has an ``output`` other than "hidden" without the scope ``model``."""
     if output != "hidden" and "model" not in scopes:
         got = f"{output} with the scope {', '.join(scopes)}"
         raise ArgumentError("output", expected="hidden unless the scope is model", got=got)
