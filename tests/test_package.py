@@ -209,7 +209,7 @@ VIOLATIONS = {
     "Bounds share no code": [("bounds.bound", "import howsmooth.spectral", "howsmooth.spectral")],
     "Figures, tables and report": [
         ("study.figures.style", "from howsmooth.lipschitz import local_lipschitz", "howsmooth.lipschitz"),
-        ("study.attack_tables", "from howsmooth.models import capture", "howsmooth.models.capture"),
+        ("study.attack_outputs", "from howsmooth.models import capture", "howsmooth.models.capture"),
     ],
     "What the paper's pictures share": [
         ("paper.plotting", "import howsmooth.lipschitz", "howsmooth.lipschitz")

@@ -18,7 +18,7 @@ from howsmooth.bounds import best, norm_radius
 from howsmooth.cli import main
 from howsmooth.errors import ModelError
 from howsmooth.models.parameter_files import read_parameter_file, save_parameters
-from howsmooth.study import attack_tables
+from howsmooth.study import attack_outputs
 from howsmooth.study.attack_run import AttackTask
 from howsmooth.study.attention_sources import Ball, Target
 from howsmooth.study.figures import draw_attacks
@@ -48,7 +48,7 @@ def howsmooth(
     def run(
         *arguments: str, work: AttackWork | None = None, model: SmallModel | None = None, draw: bool = False
     ) -> Result:
-        monkeypatch.setattr(attack_tables, "draw_attacks", drawn if draw else lambda *_: [])
+        monkeypatch.setattr(attack_outputs, "draw_attacks", drawn if draw else lambda *_: [])
         capsys.readouterr()
         with small_sources(model), (work or AttackWork()).installed():
             code = main(arguments)
@@ -278,7 +278,7 @@ def test_a_parameter_file_is_attacked_with_the_real_tools(
 ) -> None:
     attention = random_attention(40, heads=1, d_out=None, biases=False)
     save_parameters("head.npz", attention, gaussian(3, 4, attention.d))
-    monkeypatch.setattr(attack_tables, "draw_attacks", lambda *_: [])
+    monkeypatch.setattr(attack_outputs, "draw_attacks", lambda *_: [])
     options = ["--lengths", "4", "--radius", "3", "--steps", "3", "--restarts", "2", "--json", "-q"]
     code = main(["attack", "head.npz", *options])
     assert code == 0

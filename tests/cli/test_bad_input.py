@@ -62,7 +62,7 @@ def workplace(command: str, *, real: bool) -> Iterator[Path]:
         patch.setattr(torch, "set_num_threads", set_threads)
         patch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
         patch.setattr("howsmooth.study.measurement_outputs.draw_all", lambda *_: [])
-        patch.setattr("howsmooth.study.attack_tables.draw_attacks", lambda *_: [])
+        patch.setattr("howsmooth.study.attack_outputs.draw_attacks", lambda *_: [])
         patch.setattr("howsmooth.study.flows.flow_outputs.draw_flow", undrawn)
         patch.setattr("howsmooth.study.flows.flow_outputs.animate_flow", lambda *_: None)
         if not real:

@@ -18,7 +18,7 @@ from howsmooth.study.plans import AttackPlan
 from howsmooth.study.text_formatting import decimal, mask_in_words, place_in_words, readable
 
 if TYPE_CHECKING:
-    from howsmooth.study.attack_tables import AttackOutputs
+    from howsmooth.study.attack_outputs import AttackOutputs
     from howsmooth.study.progress_listener import Outcome
 
 __all__ = ["attack"]
@@ -44,8 +44,8 @@ def attack(
     plan: AttackPlan, execution: LocalExecution, json: JsonOption = False, quiet: QuietOption = False
 ) -> int:
     """Search for tokens with a large local Lipschitz constant, in a ball that contains the model's tokens."""
+    from howsmooth.study.attack_outputs import write_attack_outputs
     from howsmooth.study.attack_run import run_attack
-    from howsmooth.study.attack_tables import write_attack_outputs
 
     out = execution.out
     with resumable(lambda: rows_kept(out), as_typed()), shown_progress(quiet=quiet) as display:

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     import pandas as pd
 
     from howsmooth.study.attention_sources import AttentionSource
-    from howsmooth.study.bound_tables import Bounded
+    from howsmooth.study.bound_run import Bounded
 
 __all__ = ["bound"]
 
@@ -54,7 +54,7 @@ def bound(
 ) -> int:
     """Compare every available bound on the Lipschitz constant of attention with the measured constant."""
     from howsmooth.study.attention_sources import open_attention_source
-    from howsmooth.study.bound_tables import bound_all, bounds_frame
+    from howsmooth.study.bound_run import bound_all, bounds_frame
     from howsmooth.study.file_writing import write_table
 
     with shown_progress(quiet=quiet) as display:
@@ -97,7 +97,7 @@ def _show(source: AttentionSource, bounded: Sequence[Bounded], written: Path | N
     """Print tables of the bounds for each attention, each beside the measured constant."""
     import pandas as pd
 
-    from howsmooth.study.bound_tables import LOCAL
+    from howsmooth.study.bound_run import LOCAL
 
     sources: list[str] = []
     for one in bounded:

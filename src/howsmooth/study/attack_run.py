@@ -1,7 +1,8 @@
-"""Attack each attention of a source at each length: search a ball for tokens with a large constant.
+"""Attack the attentions of a model or a parameter file: search a ball for tokens at which the Lipschitz
+constant is large.
 
-An attack measures the constant at the given tokens, at constructed tokens and at the best tokens of gradient
-ascent, and computes the smallest upper bound.
+An attack measures the Lipschitz constant at the given tokens, at constructed tokens and at the best tokens of
+gradient ascent, and computes the smallest upper bound.
 """
 
 from __future__ import annotations
@@ -52,7 +53,8 @@ _ROUNDING = 1e-9
 
 
 def run_attack(plan: AttackPlan, folder: str | os.PathLike[str], means: Means | None = None) -> Outcome:
-    """Run the attacks that a plan asks for and that the store in ``folder`` does not have.
+    """Run the attacks of a plan, and write the results to the store in ``folder``. Attacks with results in
+    the store are skipped.
 
     Folder and store are created after all checks have passed. Without ``means``, the attacks run in this
     process, and the first failure ends the run.
@@ -86,7 +88,7 @@ def run_attack(plan: AttackPlan, folder: str | os.PathLike[str], means: Means | 
 
 
 def _tasks(plan: AttackPlan, source: AttentionSource, folder: Path) -> Iterator[AttackTask]:
-    """Yield the tasks of a plan: one for each pair of an attention and a length, from short to long."""
+    """Yield an attack task for each attention at each length of a plan, from short to long lengths."""
     usual = source.attentions(source.usual_length or max(plan.lengths))
     balls = [_ball(plan, one) for one in usual]
     for n in sorted(plan.lengths):
@@ -104,7 +106,7 @@ def _tasks(plan: AttackPlan, source: AttentionSource, folder: Path) -> Iterator[
 
 
 def _attentions_at(source: AttentionSource, usual: list[Target], n: int) -> Iterator[Target]:
-    """Yield each attention of a source with the mask, window and tokens that it has at length n."""
+    """Yield each attention of a model or parameter file with its mask, window and tokens at length n."""
     # A length beyond the model's positions has no tokens of the text, but the same attention map.
     there = source.longest is not None and n <= source.longest
     for one, own in zip(usual, source.attentions(n) if there else usual, strict=True):
@@ -130,7 +132,7 @@ def _ball(plan: AttackPlan, one: Target) -> Ball:
 
 @dataclass(frozen=True, eq=False)
 class AttackTask(Task):
-    """The task of searching a ball for n tokens at which one attention's constant is large.
+    """The task of attacking one attention: search a ball for n tokens with a large Lipschitz constant.
 
     ``asked`` is the plan, which sets the effort of the search. ``model`` and ``text`` are the names of the
     model or parameter file and of the text, which may be empty. ``target`` is the attention at this length,
@@ -157,7 +159,7 @@ class AttackTask(Task):
 
     @property
     def alike(self) -> tuple[Any, ...]:
-        """The key of tasks whose times predict each other: the table and the scope."""
+        """The table and the scope. Tasks that agree in both take similar times at the same length."""
         return Attack.table, self.target.scope
 
     @property
@@ -166,18 +168,20 @@ class AttackTask(Task):
         return f"{self.target.place}, n = {self.n}"
 
     def count(self, rows: Sequence[Row]) -> int:
-        """Return 1: a task counts as one attack, however many rows it writes."""
+        """Return 1, since a task counts as one attack, however many rows it writes."""
         return 1
 
     def found(self, models: Models | None) -> Iterator[Found]:
-        """Attack the attention, and yield the rows with the constants found; save the worst tokens."""
+        """Attack the attention, save the tokens with the largest constant, and yield the rows for
+        the store.
+        """
         try:
             yield self._rows()
         except Exception as error:
             yield self.failed(error)
 
     def failed(self, error: Exception) -> Failed:
-        """Return a failure as one row, which stands for all attacks on this attention at this length."""
+        """Turn an error into a :class:`Failed`, with one row that stands for all attacks of the task."""
         one = self.target
         where = (self.model, self.text, one.scope, one.layer, one.head, self.n)
         return Failed.of(error, Attack, where)
@@ -196,7 +200,9 @@ class AttackTask(Task):
         return [*(replace(row, file=file) if row is best else row for row, _ in tried), upper]
 
     def _tried(self, f: SelfAttention) -> Iterator[tuple[Attack, Tensor]]:
-        """Yield, for each input tried, the row with the constant measured there, and the input itself."""
+        """Measure the Lipschitz constant at each input; yield the row for the store, and the tokens of the
+        input.
+        """
         began = time.perf_counter()
         for kind, name, x, estimate, evaluations in self._inputs(f):
             value = float(estimate.value)
@@ -218,7 +224,8 @@ class AttackTask(Task):
     def _inputs(self, f: SelfAttention) -> Iterator[tuple[str, str, Tensor, Any, int]]:
         """Yield the inputs to try: given tokens, constructed tokens, and tokens found by search.
 
-        Each is (kind, name, tokens, estimate of the constant, number of evaluations in the search).
+        Each input is a tuple (kind, name, tokens, estimate of the constant, number of evaluations in the
+        search).
         """
         if self.target.x is not None:
             x = self.target.x.double()
@@ -243,7 +250,7 @@ class AttackTask(Task):
         return lipschitz.local_lipschitz(f, x, rtol=_RTOL, seed=self.seed)
 
     def _upper(self, f: SelfAttention) -> Attack:
-        """Return the row of the smallest upper bound that holds at every sequence of tokens in the ball."""
+        """Return a row with the smallest upper bound on the Lipschitz constant over the ball of tokens."""
         began = time.perf_counter()
         bound = bounds.best(f, length=self.n, radius=self.ball.radius)
         return self._row(
@@ -276,7 +283,9 @@ class AttackTask(Task):
         )
 
     def _save(self, best: Attack, x: Tensor) -> str:
-        """Write the worst tokens and the attacked attention to a file, and return its relative path."""
+        """Write the attacked attention and the tokens with the largest constant to a file; return its
+        relative path.
+        """
         one = self.target
         head = [] if one.head is None else [f"head-{one.head:02d}"]
         stem = file_stem(f"layer-{one.layer:02d}", *head, f"n-{self.n:05d}")
@@ -294,7 +303,7 @@ class AttackTask(Task):
 
 
 def _named(constructions: Sequence[Any]) -> Iterator[tuple[str, Tensor]]:
-    """Give each construction of attacking tokens a unique name; yield pairs of name and tokens.
+    """Give each construction of attacking tokens a unique name; yield pairs of a name and the tokens.
 
     The paper's construction is named ``two_cluster``. A head may have two two-cluster constructions; the
     first uses the eigenvalue that the paper chooses.

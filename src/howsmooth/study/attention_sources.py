@@ -1,4 +1,6 @@
-"""Load attentions to bound, attack or integrate, from a model and a text or from a parameter file."""
+"""Load attentions from a model or a parameter file, for commands that bound them, attack them or integrate a
+flow of tokens.
+"""
 
 from __future__ import annotations
 
@@ -40,14 +42,15 @@ class Ball(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Target:
-    """One attention to bound or attack, with the tokens it receives and the norm layer before it.
+    """One attention to bound or attack, with the tokens that it receives and the norm layer before it.
 
     Attributes
     ----------
     layer, head
-        The indices of its layer and head. The head is ``None`` if it has all heads; a file has the layer 0.
+        The indices of the layer and the head. ``head`` is ``None`` for an attention with all heads; ``layer``
+        is 0 for a parameter file.
     scope, masking
-        The names of its scope and its mask.
+        The names of the scope and the mask.
     attention
         The attention map.
     norm
@@ -133,9 +136,9 @@ class FileSource:
         return hashlib.sha256(self._file.path.read_bytes()).hexdigest()
 
     def attentions(self, length: int) -> list[Target]:
-        """Return the attention of the parameter file, or each chosen head alone, for ``length`` tokens.
+        """Return all heads of the parameter file together, or each chosen head, for ``length`` tokens.
 
-        They have the tokens of the file if these have this length.
+        The attentions come with the tokens of the file if the file has ``length`` tokens.
         """
         f, x = self._file.attention, self._file.x if self.longest == length else None
         masking = "mask of the file" if f.mask is not None else "causal" if f.causal else "none"
@@ -150,7 +153,7 @@ class FileSource:
 
 
 class ModelSource:
-    """The attention layers of a model, each with the tokens of a text that it receives.
+    """The attention layers of a model, each with the tokens that it receives when the model reads a text.
 
     For each length there is one sequence, the one that ``howsmooth measure`` takes for this length and one
     sample. It does not depend on the other lengths, so lengths can be added to an attack.
@@ -166,8 +169,8 @@ class ModelSource:
     fingerprint
         The SHA-256 of the weights, the tokenizer and the text.
     longest
-        The largest length with tokens, which the model's positions and the text limit. ``None`` for a
-        parameter file without tokens.
+        The largest length for which there are tokens. The positions of the model and the text limit it.
+        ``None`` for a parameter file without tokens.
     usual_length
         The default length: 64, or less if the model or the text is shorter. ``None`` if there is no default.
 
@@ -227,19 +230,19 @@ AttentionSource = FileSource | ModelSource
 
 
 def open_attention_source(plan: SourcePlan) -> AttentionSource:
-    """Return the source of attention that a plan names: an opened parameter file or a loaded model.
+    """Open the parameter file or load the model that a plan names; return it as a source of attentions.
 
     Raises
     ------
     howsmooth.errors.HowsmoothError
-        If it cannot be opened, or has no such layers or heads.
+        If the file or model cannot be opened, or has no such layers or heads.
 
     """
     return FileSource(plan) if is_parameter_file(plan.source) else ModelSource(plan)
 
 
 def shortened(attention: SelfAttention, length: int) -> SelfAttention:
-    """Return the attention for ``length`` tokens, with its mask and score bias cut to the first tokens.
+    """Return the attention for ``length`` tokens: its mask and score bias are cut to the first tokens.
 
     Raises
     ------

@@ -26,7 +26,7 @@ _INPUTS, _LABELS = "X", "y"
 
 @dataclass(frozen=True, eq=False)
 class Certified:
-    """The certificate of a saved model, and its evaluation on data."""
+    """The certificate of a saved model, and the evaluation of the model on data."""
 
     asked: CertificationPlan
     saved: SavedModel
@@ -44,15 +44,17 @@ class Certified:
 def certify_file(asked: CertificationPlan, on_batch: Callable[[int, int], None] | None = None) -> Certified:
     """Certify the model in a file, and evaluate it on data if the plan names any.
 
-    ``on_batch`` is called after each batch with the numbers of evaluated and of all inputs.
+    ``on_batch`` is called after each batch with the number of inputs evaluated so far and the number of all
+    inputs.
 
     Raises
     ------
     ModelError
         If a file cannot be used.
     ArgumentError
-        If the length or the radius is given nowhere, the data do not fit the model or are missing for one
-        with a ``forward`` of its own, or the module of classes cannot be imported.
+        If the length or the radius is given nowhere; if the data do not fit the model, or are missing
+        although the model has a ``forward`` method of its own; or if the module of classes cannot be
+        imported.
     CertificateError
         If the model cannot be certified.
 
@@ -112,7 +114,9 @@ def certify_file(asked: CertificationPlan, on_batch: Callable[[int, int], None] 
 
 
 def _classes(module: str) -> list[type[nn.Module]]:
-    """Import a Python module, and return its nn.Module classes with ``settings``, which a file can hold."""
+    """Import a Python module, and return its classes that can be part of a saved model: ``nn.Module`` classes
+    with ``settings``.
+    """
     here = str(Path.cwd())
     sys.path.insert(0, here)
     try:

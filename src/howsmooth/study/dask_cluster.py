@@ -1,4 +1,4 @@
-"""Connect to a Dask cluster whose workers carry out the tasks of a study. No other module imports Dask."""
+"""Connect to a Dask cluster, so that its workers can carry out a study. No other module imports Dask."""
 
 from __future__ import annotations
 

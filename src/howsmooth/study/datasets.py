@@ -1,7 +1,8 @@
 """Read the inputs of a study (texts, images, audio and others), and cut them into sequences for a model.
 
 Texts are tokenised here with the tokenizer of the model. :mod:`howsmooth.models.sequence_datasets` reads
-images, audio, token ids and embedded tokens. For all of them, this module decides where the sequences lie.
+images, audio, token ids and embedded tokens. For all of these inputs, this module chooses where the sequences
+begin.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ Inputs = torch.Tensor | dict[str, torch.Tensor]
 
 @dataclass(frozen=True, eq=False)
 class OpenedInput:
-    """An input of a study that has been read: its name and digest, and its text or other data.
+    """A text or another input of a study after it has been read: its name, its digest and its content.
 
     ``data`` is the opened input of :mod:`howsmooth.models.sequence_datasets`, and ``None`` for a text.
     """
@@ -67,7 +68,9 @@ class TextFeed:
 
     @property
     def parts(self) -> tuple[tuple[int, int], ...]:
-        """The one stretch from which sequences are cut, the whole text: (0, number of tokens)."""
+        """The parts of the text from which sequences are cut, here the whole text: ((0, number of
+        tokens),).
+        """
         return ((0, self.count),)
 
     def inputs(self, starts: Sequence[int], n: int) -> torch.Tensor:
@@ -91,7 +94,7 @@ class TextFeed:
 
 @dataclass(frozen=True, eq=False)
 class SequenceData:
-    """The model's inputs at some sequences, in a form that can be sent to a worker process.
+    """The inputs of a model for some sequences, in a form that can be sent to a worker process.
 
     The token labels of the first sequence may come with them. ``arrays`` maps the names of the model's inputs
     to NumPy arrays; a single input has an empty name. NumPy is used because PyTorch sends tensors between
@@ -104,7 +107,8 @@ class SequenceData:
 
     @classmethod
     def of(cls, feed: TextFeed | Dataset, starts: Sequence[int], n: int, *, worded: bool) -> SequenceData:
-        """Cut the sequences that begin at ``starts`` out of a data source, as inputs to send to a worker.
+        """Cut the sequences that begin at ``starts`` out of a text or another input, to send them to a
+        worker.
 
         With ``worded`` they include the token labels of the first sequence.
         """
@@ -115,13 +119,13 @@ class SequenceData:
         return cls(arrays, place, feed.words(starts[0], n) if worded else ())
 
     def inputs(self, device: str) -> Inputs:
-        """Return the model's inputs at the sequences, as tensors on a device."""
+        """Return the inputs of the model for these sequences as tensors on a device."""
         tensors = {name: torch.tensor(array, device=device) for name, array in self.arrays.items()}
         return tensors.get("", tensors)
 
 
 def open_data(spec: InputSpec) -> OpenedInput:
-    """Read a text, or another input, that the user asked for."""
+    """Read a text or another input that the user named."""
     found: Any
     if spec.kind == "text":
         found = texts.load_text(spec.places[0])
@@ -136,7 +140,7 @@ def open_data(spec: InputSpec) -> OpenedInput:
 
 
 def feed_of(source: OpenedInput, model: Any, layers: tuple[int, ...]) -> TextFeed | Dataset:
-    """Prepare a data source for a model, for example by tokenising a text with its tokenizer.
+    """Prepare a text or another input for a model, for example by tokenising a text.
 
     ``layers`` are the layers that will be captured.
 

@@ -19,10 +19,10 @@ _SOURCE = Path(__file__).parent
 
 
 def environment(device: str, executor: Executor | None = None, threads: int | None = None) -> dict[str, str]:
-    """Return the versions, hardware, threads and workers with which numbers are computed.
+    """Return a description of the computing environment: versions, hardware, threads and workers.
 
-    ``device`` is the PyTorch device. Without an executor this process computes; ``threads`` are the CPU
-    threads of each worker, and None if the workers choose.
+    ``device`` is the PyTorch device. Without an executor, this process computes. ``threads`` is the number of
+    CPU threads of each worker, or None if the workers choose it.
     """
     found = {"python": platform.python_version(), "platform": platform.platform(), "device": device}
     for package in _PACKAGES:
@@ -54,7 +54,7 @@ def _processor() -> str:
 
 
 def _commit() -> str:
-    """Return the commit of this source: of its git checkout, or the one that pip installed it from."""
+    """Return the git commit of howsmooth: the commit of its checkout, or the commit that pip installed."""
     try:
         # Check that git tracks this file: a virtual environment inside another repository is not part of it.
         _git("ls-files", "--error-unmatch", "environment.py")

@@ -1,4 +1,4 @@
-"""Define the options of how a plan is carried out: output folder, workers and threads."""
+"""Define the options for carrying out a plan: output folder, workers and threads."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _MOST_WORKERS = 1024
 
 @dataclass(frozen=True)
 class Execution(Options):
-    """The options of how a plan is carried out: output folder, workers and threads. They change no result."""
+    """The options for carrying out a plan: output folder, workers and threads. They change no result."""
 
     out: Path = option(
         "howsmooth-out", path(), "Folder for the store, tables, figures and report.", panel=OUTPUT
@@ -53,7 +53,7 @@ class Execution(Options):
     )
 
     def check(self) -> None:
-        """Refuse workers without an executor, and a scheduler that the chosen executor does not use."""
+        """Raise ArgumentError for workers or a scheduler that the chosen executor cannot use."""
         got = f"the executor {self.executor}" if self.executor else "no executor"
         if self.workers is not None and self.executor is None:
             raise ArgumentError("workers", expected="it together with the executor processes", got=got)
@@ -63,7 +63,7 @@ class Execution(Options):
 
 @dataclass(frozen=True)
 class LocalExecution(Execution):
-    """The options of how a plan is carried out on this machine only, without a cluster.
+    """The options for carrying out a plan on this machine only, without a cluster.
 
     The tasks write files into the output folder, which is on this machine.
     """

@@ -1,4 +1,4 @@
-"""Start the workers of a study: processes on this machine, or the workers of a Dask cluster."""
+"""Start worker processes for a study on this machine, or connect to the workers of a Dask cluster."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ __all__ = ["available_cores", "opened_executor", "threads_each", "workers_of"]
 
 @contextmanager
 def opened_executor(how: Execution) -> Iterator[Executor | None]:
-    """Start the workers of a study, and stop them when the context ends; yield None without workers.
+    """Yield an executor that distributes tasks among workers, or None if the user asked for no workers. The
+    executor is closed at the end of the ``with`` block.
 
     After an error, workers that are still busy are stopped too.
 

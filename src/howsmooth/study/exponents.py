@@ -1,8 +1,8 @@
 """Fit exponents: how fast the constant L grows with the length n, in the power law L = c · n^slope.
 
-The fit is by least squares of log L on log n. The interval of the slope is HC3's, which allows the spread of
-log L to depend on n: on text, short sequences spread more and have the most leverage. The module also tests
-slope = 1/4.
+The fit is by least squares of log L on log n. The interval of the slope uses the standard error HC3, which
+allows the spread of log L to depend on n: on text, log L spreads more at short lengths, which also have the
+most leverage. The module also tests slope = 1/4.
 
 If longer sequences have larger tokens, an exponent in the length partly measures the effect of the token
 norm, the radius (Appendix E.2 of the paper). So the module also correlates radius and length, and repeats the
@@ -98,7 +98,7 @@ class Exponent:
         return math.exp(self.intercept + self.slope * math.log(n))
 
     def ends(self) -> str:
-        """Format the interval of the exponent as "[low, high]"."""
+        """Format the confidence interval of the exponent as "[low, high]"."""
         return f"[{decimal(self.low, 3)}, {decimal(self.high, 3)}]"
 
 
@@ -143,7 +143,8 @@ def fit_exponent(n: ArrayLike, lipschitz: ArrayLike, usable: ArrayLike = True) -
     Raises
     ------
     ArgumentError
-        If the shapes differ, or what may be fitted is no number > 0 (a constant may be 0).
+        If the shapes differ, or among the points to fit a length is not a number > 0 or a constant is not a
+        number >= 0.
 
     """
     n, lipschitz, usable = _checked(n, lipschitz, usable)
@@ -218,7 +219,7 @@ def _line(x: np.ndarray, y: np.ndarray) -> tuple[float, float, float, float]:
 def fitted_groups(
     table: pd.DataFrame, by: Sequence[str], value: str = "lipschitz", usable: str = "converged"
 ) -> Iterator[tuple[dict[str, Any], pd.DataFrame, Exponent]]:
-    """Group a table, and fit an exponent to each group; yield the group's names, its rows and the fit.
+    """Fit an exponent to each group of rows of a table; yield the group's key, its rows and the fit.
 
     ``value`` is the column of the constants, ``usable`` the column that says which of them may be fitted.
     """
@@ -228,7 +229,7 @@ def fitted_groups(
 
 
 def exponents(measurements: pd.DataFrame) -> pd.DataFrame:
-    """Fit how fast the constant grows with the length, separately for each layer or head measured.
+    """Fit the exponent with which the constant grows with the length, for each measured layer or head.
 
     There is one fit for each combination of model, text, scope, layer and head.
 
@@ -246,9 +247,11 @@ def exponents(measurements: pd.DataFrame) -> pd.DataFrame:
 
 
 def compare(rows: pd.DataFrame) -> pd.DataFrame:
-    """Fit powers of n to the published code's values, and compare them with the corrected constants.
+    """Fit powers of n to the values of the paper's published code, and compare them with the corrected
+    constants.
 
-    The corrected constants are measured without the published code's differences.
+    The published code differs from the definition of the constant in some items; the corrected constants are
+    measured without them.
 
     Returns
     -------
@@ -285,9 +288,10 @@ class Correlation:
 
 
 def _by_radius(rows: pd.DataFrame) -> dict[str, float]:
-    """Correlate the radius of sequences (the norm of their tokens) with their length, and fit each third.
+    """Correlate the radius of sequences (the norm of their tokens) with their length, and fit an exponent to
+    each third of the sequences by radius.
 
-    The thirds are those of :func:`terciles`.
+    The function :func:`terciles` chooses the thirds.
     """
     n, lipschitz, radius = (rows[name].to_numpy() for name in ("n", "lipschitz", "radius_mean"))
     found = radius_correlation(n, radius, LEVEL)
@@ -311,7 +315,7 @@ def _by_radius(rows: pd.DataFrame) -> dict[str, float]:
 
 
 def radius_correlation(n: np.ndarray, radius: np.ndarray, level: float) -> Correlation:
-    """Return the correlation of the token norms (radii) and the lengths of sequences.
+    """Return the correlation between the token norms (radii) and the lengths of sequences.
 
     The logarithms of both are correlated.
 

@@ -1,4 +1,6 @@
-"""Write the files beside a store. A reader sees the old file or the new one, never a part of a file."""
+"""Write tables and texts into the folder of a store. A reader sees the old file or the complete new file,
+never a part of it.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +33,7 @@ def writable_folder(folder: str | os.PathLike[str]) -> Iterator[Path]:
     Raises
     ------
     StoreError
-        In place of an OSError, in the block too.
+        In place of an OSError, also in the ``with`` block.
 
     """
     folder = Path(folder)
@@ -46,7 +48,7 @@ def writable_folder(folder: str | os.PathLike[str]) -> Iterator[Path]:
 
 @contextmanager
 def written_beside(folder: str | os.PathLike[str], kept: str) -> Iterator[None]:
-    """In the ``with`` block, turn an OSError into a StoreError that says the rows in the store are safe.
+    """Raise an OSError of the ``with`` block as a StoreError, which says that the rows in the store are safe.
 
     ``kept`` is the name of the rows in the store, such as "measurements".
     """
@@ -84,7 +86,7 @@ def check_parquet(name: str) -> None:
 
 
 def write_parquet(table: pd.DataFrame, path: str | os.PathLike[str], note: str) -> None:
-    """Write a table as parquet, with a note in its metadata, where pandas reads it as ``attrs``.
+    """Write a table as a parquet file, with a note in the metadata that pandas reads into ``attrs``.
 
     Raises
     ------

@@ -16,7 +16,9 @@ _BASE = Path(__file__).parent / "templates" / "page.css"
 
 
 def templates_of(package: str) -> jinja2.Environment:
-    """Return the jinja environment of a package: values are escaped, undefined variables are errors."""
+    """Return a Jinja environment for the templates of a package. It escapes values, and undefined variables
+    are errors.
+    """
     return jinja2.Environment(
         loader=jinja2.PackageLoader(package),
         autoescape=True,
@@ -32,7 +34,7 @@ def style_sheet(own: str) -> str:
 
 
 def digest(content: str) -> str:
-    """Return the SHA-256 digest of a script or style as a content security policy writes it."""
+    """Return the SHA-256 digest of a script or style in the format of a content security policy."""
     return "sha256-" + base64.b64encode(hashlib.sha256(content.encode()).digest()).decode()
 
 

@@ -1,6 +1,7 @@
-"""Load the models of a study, check the layers and lengths to measure on an input, and capture layers.
+"""Load the models of a study, check that the chosen layers and lengths can be measured, and capture layers
+with their inputs.
 
-Everything that can be refused is refused here, before anything is measured. Layers, heads, lengths and
+A plan that cannot be carried out is refused here, before anything is measured. Layers, heads, lengths and
 samples are compared with what exists, and every model is captured once at its shortest length.
 """
 
@@ -44,7 +45,7 @@ Impossible = list[tuple[ModelSpec, str | None, Exception]]
 
 @dataclass(frozen=True, eq=False)
 class Subject:
-    """A model with an input to measure it on, both checked, and the layers, heads and lengths to measure.
+    """A model, an input on which to measure it, and the layers, heads and lengths to measure, all checked.
 
     Only the scope ``head`` uses ``heads``. ``content`` is the text on which the tokenizer of an untrained
     model is trained; it is empty for other models. ``starts`` is empty until the sequences are placed: then
@@ -69,7 +70,7 @@ class Subject:
 
 
 class Models:
-    """A loader of models that keeps only the last model, since all models may not fit into memory."""
+    """A loader of models that keeps only the last model, since memory may not hold all of them."""
 
     def __init__(self, plan: Plan) -> None:
         self._plan = plan
@@ -101,7 +102,7 @@ class Models:
         return self._model
 
     def load_for(self, subject: Subject) -> Any:
-        """Load a model that was checked before, and refuse it if its fingerprint has changed since.
+        """Load a model that was checked before, and raise ModelError if its fingerprint has changed since.
 
         Raises
         ------
@@ -121,7 +122,7 @@ class Models:
 def place_sequences(
     plan: Plan, subject: Subject, held: Mapping[tuple[int, int], int]
 ) -> dict[tuple[int, int], int]:
-    """Check the lengths of a subject, and choose where the plan's sequences begin in its input.
+    """Check the lengths to measure, and choose where the plan's sequences begin in the input.
 
     Sequences that the store has (``held``) keep their places.
 
@@ -172,7 +173,7 @@ def _check_lengths(subject: Subject) -> None:
 
 
 def _check_unchanged(store: Store, subject: Subject) -> None:
-    """Refuse a model or a text that has changed since the store was written, but kept its name."""
+    """Raise StoreError if a model or a text has the same name as in the store, but has changed since."""
     label, text = subject.model.label, subject.text
     for (digest,) in store.keys(TextRecord, ("digest",), name=text.name):
         if digest != text.digest:
@@ -200,10 +201,10 @@ def _check_unchanged(store: Store, subject: Subject) -> None:
 def checked_subjects(
     plan: Plan, models: Models, impossible: Impossible | None = None, store: Store | None = None
 ) -> list[Subject]:
-    """Load every model, check its layers, heads and lengths on every input of the plan, place the sequences.
+    """Load all models of a plan, check layers, heads and lengths on all inputs, and place the sequences.
 
-    What cannot be used is added to ``impossible`` with its error; without this list, the error is raised. In
-    ``store``, models and inputs must be the same, and its sequences keep their places.
+    Models and inputs that cannot be used are added to ``impossible`` with the error; without this list, the
+    error is raised. Models and inputs in ``store`` must be the same, and stored sequences keep their places.
     """
     sources = open_sources(plan)
     checked: list[Subject] = []
@@ -257,7 +258,7 @@ def _check_size(plan: Plan, spec: ModelSpec, source: OpenedInput) -> None:
 
 
 def _check_capture(plan: Plan, subject: Subject, model: Any) -> None:
-    """Refuse layers that cannot be measured, after one trial at the shortest length."""
+    """Run a model at the shortest length, and raise an error if the layers to measure cannot be captured."""
     n = min(subject.lengths)
     shortest = SequenceData.of(subject.feed, [0], n, worded=False).inputs(plan.device)
     try:
@@ -297,7 +298,7 @@ def capture_sites(
     output: str = "hidden",
     side: str | None = None,
 ) -> list[Any]:
-    """Capture chosen attention layers of a model in one forward pass; return them by layer and head.
+    """Run a model once, and return the chosen attention layers with their inputs, ordered by layer and head.
 
     ``inputs`` are token ids (batch, n), or other inputs of the model. ``scope`` is one of
     ``howsmooth.scopes.SCOPES``, or ``model``, whose only layer is 0, or ``cross-attention``, with one
@@ -376,7 +377,7 @@ def open_sources(plan: Plan) -> list[OpenedInput]:
 
 
 def subject_of(plan: Plan, spec: ModelSpec, source: OpenedInput, model: Any) -> Subject:
-    """Choose the layers, heads and lengths of a model that a plan measures, and prepare the input.
+    """Determine the layers, heads and lengths of a model that a plan measures, and prepare the input.
 
     Raises
     ------

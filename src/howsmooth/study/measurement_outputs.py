@@ -1,4 +1,4 @@
-"""Write the tables, the figures and the report of a store of measurements. Nothing here measures."""
+"""Write the tables, the figures and the report of a store of measurements. Nothing is measured here."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ __all__ = ["Outputs", "write_outputs"]
 class Outputs:
     """The files written by :func:`write_outputs`, and the tables in them.
 
-    ``contents`` are those of the store at the time of writing. ``exponents`` comes from
-    :func:`howsmooth.study.exponents.exponents`; ``compared`` from
-    :func:`howsmooth.study.exponents.compare`, and is empty if the store has no published values.
+    ``contents`` has the tables of the store at the time of writing. ``exponents`` comes from
+    :func:`howsmooth.study.exponents.exponents`; ``compared`` from :func:`howsmooth.study.exponents.compare`,
+    and is empty if the store has no published values.
     """
 
     contents: Contents

@@ -1,4 +1,4 @@
-"""Merge the stores of one study that several machines made. At a conflict, nothing is written."""
+"""Merge stores that several machines wrote for one study. If two stores conflict, nothing is written."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ _CLOSE = 1e-2
 
 @dataclass(frozen=True)
 class Merged:
-    """How many measurements a merge of stores added or found already there, and how many the store holds.
+    """The result of merging stores: how many measurements were added, were there before, and are there now.
 
     ``same`` counts measurements that the store or an earlier source had already, ``total`` the measurements
     after the merge, ``failures`` the failures whose measurements are still missing, and ``published`` the
@@ -72,8 +72,8 @@ def merge_stores(sources: Sequence[str | os.PathLike[str]], folder: str | os.Pat
     The sources are folders with a store, or the store files themselves, and are only read. The target is
     created if needed; rows it already has are kept. If two stores have the same measurement, the first one is
     kept. Both must have the same seed and the same sequence, and their intervals must overlap. Two published
-    values without an interval must differ by less than 1 %. Of bounds and sensitivities, the first is kept
-    without a comparison.
+    values without an interval must differ by less than 1 %. The first bounds and the first sensitivities are
+    kept without a comparison.
 
     Raises
     ------
@@ -130,7 +130,7 @@ def _check_folders(folders: Sequence[Path], folder: Path) -> None:
 
 
 def _identity_of(stores: Sequence[Store]) -> dict[str, Any]:
-    """Return the settings of the study that some stores share, and refuse stores with other settings."""
+    """Return the settings of the study, which all stores must share; raise StoreError if they differ."""
     studies = [(store, identity) for store in stores if (identity := store.identity(MEASURE))]
     if not studies:
         raise StoreError("there is nothing to merge: none of the stores holds a study.")
@@ -144,10 +144,10 @@ def _identity_of(stores: Sequence[Store]) -> dict[str, Any]:
 
 
 def _united(kind: type[Row], stores: Sequence[Store], target: Store | None) -> pd.DataFrame:
-    """Return the first row for each key, of the target and the other stores, and compare the others with it.
+    """Return the first row for each key among all stores, after comparing it with the other rows of that key.
 
-    Beside the columns of the table there are ``row``, the row itself; ``token``, which identifies its run;
-    ``path``, the folder of its store; and ``there``, whether the target has the row.
+    The returned table has the columns of the rows, and beside them ``row``, the row itself; ``token``, which
+    identifies its run; ``path``, the folder of its store; and ``there``, whether the target has the row.
     """
     names = [*kind.columns(), "row", "token", "path", "there"]
     tables: list[pd.DataFrame] = []
@@ -168,7 +168,9 @@ def _united(kind: type[Row], stores: Sequence[Store], target: Store | None) -> p
 
 
 def _first_of_each(rows: pd.DataFrame, key: Sequence[str], same: Sequence[str]) -> pd.DataFrame:
-    """Return the first row for each key; refuse others that differ in the columns ``same`` or in value."""
+    """Return the first row for each key; raise StoreError if another row with this key differs in the columns
+    ``same`` or in its measured value.
+    """
     first = rows.drop_duplicates(list(key))
     pairs = rows.drop(first.index).merge(first, on=list(key), suffixes=("", "_first"))
     one: Any

@@ -1,4 +1,4 @@
-"""Define options as fields of dataclasses, each in one place for Python, plan files and the command line.
+"""Define options once, as fields of dataclasses, for Python, plan files and the command line.
 
 A field states its type, its default, its allowed values and its help text. From these come the arguments in
 Python, the keys of a plan file (:mod:`howsmooth.study.plan_file`) and the options of the command line
@@ -182,7 +182,7 @@ class Options:
 
 
 def check_keys(table: Mapping[str, Any], known: Sequence[str]) -> None:
-    """Refuse a table of a plan file with an unknown key.
+    """Raise ArgumentError if a table of a plan file has an unknown key.
 
     Raises
     ------
@@ -367,7 +367,7 @@ def token_counts(least: int = 1) -> Kind:
 
 
 def several(one: Kind, *, once: bool = True) -> Kind:
-    """Return the kind of option that accepts a list, whose items are of the kind ``one``.
+    """Return the kind of option that accepts a list of values, each of the kind ``one``.
 
     With ``once``, a repeated value is refused.
     """

@@ -1,4 +1,4 @@
-"""Read plan files: studies described in TOML.
+"""Read plan files, which describe studies in TOML.
 
 The keys are the fields of :class:`~howsmooth.study.plans.Plan` and
 :class:`~howsmooth.study.execution_options.Execution`. Paths are relative to the plan
@@ -28,14 +28,14 @@ KEYS = (*_OF_PLAN, *_OF_EXECUTION)
 
 
 class Study(NamedTuple):
-    """The contents of a plan file: what to measure, and how to carry it out."""
+    """The contents of a plan file: the plan of what to measure, and the options for carrying it out."""
 
     plan: Plan
     execution: Execution
 
 
 def read_plan(path: str | os.PathLike[str], **execution: Any) -> Study:
-    """Read a TOML plan file; return what to measure, and how to carry it out.
+    """Read a TOML plan file; return the plan of what to measure and the options for carrying it out.
 
     Parameters
     ----------

@@ -1,4 +1,4 @@
-"""Define the plans of studies, bounds, attacks and certificates, as dataclasses whose fields are options.
+"""Define plans, which say what to measure, bound, attack or certify, as dataclasses of options.
 
 The fields of a plan are its arguments in Python, its keys in a plan file and its options on the command line
 (:mod:`howsmooth.study.options`). A plan does not say how it is carried out; an
@@ -169,9 +169,9 @@ _SHARED: dict[str, Any] = {
 
 
 def shared(name: str, **changed: Any) -> Any:
-    """Define a field that several plans have, such as ``text``, from its common definition and changes to it.
+    """Define a field that several plans have, such as ``text``. A plan can change parts of its definition.
 
-    ``changed`` are arguments of :func:`howsmooth.study.options.option`.
+    ``changed`` has the changed arguments of :func:`howsmooth.study.options.option`.
     """
     usual = _SHARED[name]
     default = ... if usual.default is MISSING else usual.default
@@ -179,7 +179,7 @@ def shared(name: str, **changed: Any) -> Any:
 
 
 def check_output(output: str, scopes: tuple[str, ...]) -> None:
-    """Refuse an ``output`` other than "hidden", unless the whole model is measured (the scope ``model``)."""
+    """Raise ArgumentError if the plan has an ``output`` other than "hidden" without the scope ``model``."""
     if output != "hidden" and "model" not in scopes:
         got = f"{output} with the scope {', '.join(scopes)}"
         raise ArgumentError("output", expected="hidden unless the scope is model", got=got)
@@ -199,7 +199,7 @@ def _check_heads(heads: Ranges, scopes: tuple[str, ...]) -> None:
 
 
 class InputSpec(NamedTuple):
-    """An input of a study, as the user names it: its kind, of :data:`KINDS`, and its name or path.
+    """An input of a study as the user gave it: the kind of data, one of :data:`KINDS`, and the name or path.
 
     Images can have several paths.
     """
@@ -210,7 +210,7 @@ class InputSpec(NamedTuple):
 
 @dataclass(frozen=True)
 class ModelSpec(Options):
-    """A model of a study, as the user names it."""
+    """A model of a study as the user gave it, before it is loaded."""
 
     name: str = option(..., words(place=True), "A built-in model, a local folder, or a Hub id.")
     random_init: bool = shared("random_init")
@@ -450,13 +450,13 @@ class Plan(Options):
         return (*single, *([InputSpec("images", self.images)] if self.images else []))
 
     def layers_of(self, model: ModelSpec) -> Ranges:
-        """Return which layers of a model to measure: its own selection, or else the plan's."""
+        """Return which layers of a model to measure: the model's own selection, or else the plan's."""
         return self.layers if model.layers is None else model.layers
 
     def heads_of(self, model: ModelSpec) -> Ranges:
-        """Return which heads of a model to measure: the model's selection, or else the plan's.
+        """Return which heads of a model to measure: the model's own selection, or else the plan's.
 
-        It applies to the scope ``head``, which measures single heads.
+        The selection applies to the scope ``head``, which measures single heads.
         """
         return self.heads if model.heads is None else model.heads
 
@@ -484,7 +484,9 @@ class Plan(Options):
 
 @dataclass(frozen=True)
 class SourcePlan(Options):
-    """The plan of which attentions of a model or parameter file to use, to bound or to attack them."""
+    """The base class of plans for bounds and attacks: it chooses attentions of a model or a parameter file,
+    and the input.
+    """
 
     source: str = shared(
         "source",
@@ -506,7 +508,9 @@ class SourcePlan(Options):
     seed: int = shared("seed")
 
     def check(self) -> None:
-        """Refuse two inputs, and a choice of heads unless heads are taken one by one (the scope ``head``)."""
+        """Raise ArgumentError if the plan names more than one input, or chooses heads in a scope other than
+        ``head``.
+        """
         _check_heads(self.heads, (self.scope,))
         given = [f"--{kind}" for kind in KINDS if getattr(self, kind)]
         if len(given) > 1 or any(len(getattr(self, kind)) > 1 for kind in ("tokens", "embeddings", "audio")):
@@ -516,14 +520,14 @@ class SourcePlan(Options):
 
     @property
     def inputs(self) -> dict[str, Any]:
-        """The inputs as fields of a :class:`Plan`; empty for the default text."""
+        """The inputs as a dictionary of fields of :class:`Plan`; empty for the default text."""
         given = {kind: getattr(self, kind) for kind in KINDS[1:] if getattr(self, kind)}
         return given if self.text is None else given | {"texts": (self.text,)}
 
 
 @dataclass(frozen=True)
 class BoundPlan(SourcePlan):
-    """The plan of which attentions to bound, at which lengths, and in a ball of which radius."""
+    """A plan for bounds: which attentions to bound, at which lengths, and the radius of the ball."""
 
     lengths: tuple[int, ...] = option(
         (),
@@ -543,7 +547,7 @@ class BoundPlan(SourcePlan):
 
 @dataclass(frozen=True)
 class AttackPlan(SourcePlan):
-    """The plan of which attentions to attack, at which lengths, and how to search for tokens.
+    """A plan for attacks: which attentions to attack, at which lengths, and how to search for tokens.
 
     The tokens are searched in a ball around zero.
     """
@@ -584,7 +588,9 @@ class AttackPlan(SourcePlan):
     )
 
     def check(self) -> None:
-        """Choose the default heads, and refuse plans that no attention can satisfy."""
+        """Choose the default heads, and raise ArgumentError if the plan has no lengths or
+        contradicts itself.
+        """
         if self.heads is None:
             self._set("heads", Ranges.parse("0" if self.scope == "head" else "all", "heads"))
         if not self.lengths:
@@ -594,7 +600,7 @@ class AttackPlan(SourcePlan):
     def settings(self) -> dict[str, Any]:
         """Return the settings that must be the same in every run of attacks on one store.
 
-        The source must be the same too, which is checked apart.
+        The model or parameter file must be the same too, which is checked separately.
         """
         return {name: getattr(self, name) for name in ("scope", "radius", "steps", "restarts", "seed")}
 

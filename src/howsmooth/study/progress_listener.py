@@ -1,4 +1,4 @@
-"""Define the listeners that long work reports its progress to, and the outcome of a run."""
+"""Define listeners, to which long computations report their progress, and the outcome of a run."""
 
 from __future__ import annotations
 
@@ -9,7 +9,9 @@ __all__ = ["SILENT", "Listener", "Outcome"]
 
 
 class Listener:
-    """An object that is told the progress of long work. This class ignores it; others show it."""
+    """A receiver of progress reports from long computations. Subclasses show them; this class
+    ignores them.
+    """
 
     def phase(self, words: str) -> None:
         """Receive the name of the phase that starts."""
@@ -25,11 +27,11 @@ SILENT = Listener()
 class Outcome:
     """The outcome of a run: how many rows it computed, and how many computations failed.
 
-    Of each table, by its name, ``made`` counts requested rows that this run added, ``kept`` those that the
-    store already had, and ``unsettled`` added rows that did not converge to the requested precision.
-    ``left_out`` counts attentions whose bounds were left out to save time, ``failed`` the failures in the
-    store, of which ``first_failure`` is the first reason. ``seconds`` is wall time, with the checks at the
-    start.
+    Three dictionaries count rows by the name of their table: ``made`` the requested rows that this run added,
+    ``kept`` the requested rows that the store already had, and ``unsettled`` the added rows that did not
+    converge to the requested precision. ``left_out`` counts attentions whose bounds were left out to save
+    time, ``failed`` the failures in the store, of which ``first_failure`` is the first reason. ``seconds`` is
+    wall time, with the checks at the start.
     """
 
     made: Counter[str] = field(default_factory=Counter)

@@ -107,7 +107,7 @@ class Ranges:
         return chosen
 
     def resolve(self, count: int, owner: str, things: str) -> tuple[int, ...]:
-        """Return the selected indices among ``count`` layers or heads, sorted and none negative or repeated.
+        """Return the selected indices among ``count`` layers or heads, sorted, non-negative and unique.
 
         ``owner`` is the name of the model and ``things`` the plural noun, such as ``"layers"``, for messages.
 

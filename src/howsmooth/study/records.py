@@ -105,7 +105,7 @@ class Row:
 
 @dataclass(frozen=True)
 class StudyRecord(Row, table="studies", key=("kind",)):
-    """The settings that all rows of one kind of work (measuring, attacks or a flow) share in a store.
+    """The settings shared by all rows of one kind of work in a store: measurements, attacks or a flow.
 
     ``kind`` is ``measure``, ``attack`` or ``flow``; ``identity`` holds the settings as JSON.
     """
@@ -170,7 +170,9 @@ class TextRecord(Row, table="texts", key=("name",), again="stay"):
 
 @dataclass(frozen=True)
 class InputRecord(Row, table="inputs", key=("model", "text"), again="stay"):
-    """A model with an input: the model's fingerprint, its tokenizer, and the input's number of tokens."""
+    """A measured pair of a model and an input: the model's fingerprint and tokenizer, and the input's number
+    of tokens.
+    """
 
     model: str
     text: str
@@ -272,7 +274,7 @@ class SiteBound:
 
 @dataclass(frozen=True)
 class Bounding(Row, SiteBound, table="bounds", key=(*PLACE, "name", "side")):
-    """A row of the store that holds one bound on one attention at one sequence of a study.
+    """A row of the store: one bound on one attention at one sequence of a study.
 
     ``radius`` is the radius of the ball of tokens on which global bounds hold. ``seconds`` is the time of all
     bounds on this attention and sequence together.
@@ -294,12 +296,13 @@ class Bounding(Row, SiteBound, table="bounds", key=(*PLACE, "name", "side")):
 class PublishedValue(
     Row, table="published", key=("model", "text", "layer", "n", "sample", "quantity", "items")
 ):
-    """A value of the paper's published code at one sequence, or the correct constant to compare.
+    """A value that the paper's published code computes at one sequence, or the correct constant for
+    comparison.
 
-    The correct constant is measured without the published code's differences, which are called items.
-    ``quantity`` is ``corrected``, ``only`` followed by an item, or ``as published``; ``items`` lists the
-    items that were used. ``lower`` and ``upper`` are ``None`` if the published power iteration computed the
-    value, since it gives no interval.
+    The published code differs from the definition of the constant in some items; the correct constant is
+    measured without them. ``quantity`` is ``corrected`` (no item), ``only`` followed by one item, or ``as
+    published`` (all items); ``items`` lists the items that were used. ``lower`` and ``upper`` are ``None`` if
+    the published power iteration computed the value, since it gives no interval.
     """
 
     model: str
@@ -329,7 +332,7 @@ CORRECTED, PUBLISHED = "corrected", "as published"
 
 
 def quantities(items: Sequence[str]) -> dict[str, tuple[str, ...]]:
-    """Name the quantities to measure for some of the published code's differences (items).
+    """Name the quantities to measure for some items, which are deviations of the published code.
 
     Returns
     -------
@@ -367,7 +370,8 @@ class Failure(Row, table="failures", key=("what", *PLACE), again="replace"):
 
 @dataclass(frozen=True)
 class Attack(Row, table="attacks", key=(*ATTACK_PLACE, "kind", "name")):
-    """A result of an attack: a constant measured at some tokens, or an upper bound.
+    """A row of the table of attacks: a constant measured at some tokens, or, for comparison, the smallest
+    upper bound on the ball.
 
     The upper bound holds at all tokens of the ball. ``kind`` is one of :data:`ATTACK_KINDS`. ``value`` is the
     measured constant, with the interval from ``lower`` to ``upper``; for the kind ``upper`` it is the bound,

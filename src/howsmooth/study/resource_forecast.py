@@ -1,4 +1,5 @@
-"""Predict the time and memory of a run before anything is written, by timing a few of its tasks.
+"""Predict the time and memory of a run before anything is written, by carrying out and timing a few of its
+tasks.
 
 The rule: for each model, text and scope, some tasks are carried out at the shortest, the middle and the
 longest length: first one layer at one sequence; if that is expected to take at most two seconds, then one
@@ -55,8 +56,8 @@ class TaskTimes:
     Tasks are alike if they have the same kind of rows, model and scope. For such tasks, the time of a row is
     modelled as a power of the number of tokens n. The exponent is fitted to the nearest finished length and
     the next one that is at least twice as long or as short: times vary, so that lengths near to each other
-    say little about the exponent. It is limited to the range from 0 to 2, and from 0 to 1 if both lengths
-    are below 64. If there is one such length only, the exponent is 1 above 64 tokens, and 0 below.
+    say little about the exponent. It is limited to the range from 0 to 2, and from 0 to 1 if both lengths are
+    below 64. If there is no second such length, the exponent is 1 above 64 tokens, and 0 below.
     """
 
     def __init__(self) -> None:
@@ -66,9 +67,9 @@ class TaskTimes:
     def learn(
         self, alike: tuple[Any, ...], n: int, rows: int, seconds: float, *, instead: bool = False
     ) -> None:
-        """Record how long some finished rows of length n took, of tasks with the key ``alike``.
+        """Record how long some rows of length n took to compute, in tasks with the key ``alike``.
 
-        They count beside the rows of this length recorded before, or ``instead`` of these.
+        These rows are added to the rows of this length recorded before; with ``instead``, they replace them.
         """
         before, others = (0.0, 0) if instead else self._done[alike].get(n, (0.0, 0))
         self._done[alike][n] = (before + seconds, others + rows)
@@ -79,7 +80,7 @@ class TaskTimes:
         return None if row is None else task.size * row
 
     def a_row(self, alike: tuple[Any, ...], n: int) -> float | None:
-        """Predict the seconds of one row at length n; ``None`` if no task of kind ``alike`` is finished."""
+        """Predict the seconds of one row at length n; ``None`` if no similar task (``alike``) is finished."""
         seen = self._done.get(alike)
         if not seen:
             return None
@@ -201,7 +202,7 @@ def after_measuring(plan: Plan, measuring: float, figures: int) -> tuple[float, 
 
 
 class _Trial:
-    """Tries a few of a model's tasks, to predict how much time and memory all of them take.
+    """A trial of a few tasks of a model, to predict how much time and memory all tasks of the model take.
 
     All tasks are left to do, and belong to one model, text and scope.
     """

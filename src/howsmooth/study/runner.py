@@ -1,4 +1,5 @@
-"""Carry out tasks in this process or on an executor, and write their results to the store as they arrive.
+"""Carry out the computations of a study (tasks) in this process or on an executor, and write each result to
+the store.
 
 The runner does not depend on what a task computes. An executor is an object with the interface of
 ``concurrent.futures.Executor``. It does not change results: a task carries its data and its seeds, and only
@@ -47,7 +48,8 @@ _BETWEEN_TELLING = 0.2
 
 @dataclass(frozen=True, eq=False)
 class Means:
-    """How to carry out tasks: with which listener, workers and threads, and whether to go on after failures.
+    """The means of carrying out tasks: a progress listener, workers and threads, and whether to go on after
+    failures.
 
     ``command`` is the command that the user typed, to be recorded with the run. With ``keep_going``, the run
     continues after a failure instead of raising it. The executor is not shut down; ``None`` runs the tasks in
@@ -64,7 +66,7 @@ class Means:
 
 
 class Runner:
-    """Carries out the tasks of a study and writes their results, one transaction for each step of a task.
+    """Carries out the tasks of a study, and writes each result of a task to the store in one transaction.
 
     ``models`` is the loader of models in this process; ``None`` if tasks need no model. ``device`` is the
     device on which tasks compute.
@@ -82,10 +84,11 @@ class Runner:
         self.outcome = Outcome()
 
     def carry_out(self, work: Work, *, seconds: float = math.inf) -> None:
-        """Carry out the tasks of one kind of work, such as constants, in order; write their results.
+        """Carry out the tasks of one kind, such as measuring constants, in order; write their results to the
+        store.
 
-        ``seconds`` is the time that the tasks may take together. No task is started that is expected to
-        exceed it; the tasks left out are counted.
+        ``seconds`` is the time that the tasks may take together. A task that is expected to exceed this time
+        is not started, and is counted as left out.
 
         Raises
         ------
@@ -144,7 +147,7 @@ class Runner:
         return self._number
 
     def _write(self, task: Task, found: Found) -> int:
-        """Write what a task yields, rows or a failure; return how many of its requested rows were written."""
+        """Write one result of a task, rows or a failure; return how many requested rows were written."""
         if isinstance(found, Failed):
             unloaded = {row.model for row in found.rows if row.text is None}
             # A model that cannot be loaded fails all of its tasks; record this failure once.
@@ -160,7 +163,7 @@ class Runner:
     # ---- Tasks in this process, or on workers
 
     def _next(self, left: deque[Task], until: float) -> Task | None:
-        """Take the next task that can be carried out from a queue; None if none would end in time."""
+        """Take from a queue the next task that can be carried out; None if no task would end in time."""
         while left and left[0].model in self._unusable:
             left.popleft()
         if not left:
@@ -220,8 +223,8 @@ class Runner:
 class _WorkProgress:
     """Reports to a listener how far the tasks of one kind are, and how long they will take in total.
 
-    The pace is that since the first result, which may have waited for a model. A row counts n times, but at
-    least 64 times: below, its time hardly depends on n.
+    The speed is measured from the first result on, because the first task may wait until a model is loaded. A
+    row counts n times, but at least 64 times: below 64 tokens, its time hardly depends on n.
     """
 
     def __init__(self, listener: Listener, work: Work) -> None:

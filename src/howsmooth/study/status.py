@@ -34,7 +34,7 @@ __all__ = ["Part", "Status", "status"]
 
 @dataclass(frozen=True)
 class Part:
-    """How many measurements of a model on one text are planned, done and failed, for one scope.
+    """How many measurements of one model on one text in one scope are planned, done and failed.
 
     The scope is the part of each layer that is measured. The scope ``as published`` stands for the values of
     the paper's published code. ``planned`` is ``None`` until a run has loaded the model, because its number
@@ -154,7 +154,7 @@ def _stored_parts(store: Store, failures: Iterable[Failure]) -> tuple[Part, ...]
 
 
 def _done(store: Store, plan: Plan, label: str, text: str, kind: type[Row]) -> frozenset[Key]:
-    """Return the keys of a model's rows on one text that the store has, for one class of rows.
+    """Return the keys of the stored rows of one class that belong to one model and one text.
 
     A layer and a sequence count as done if the store has all their values of the published code.
     """
@@ -172,7 +172,9 @@ def _done(store: Store, plan: Plan, label: str, text: str, kind: type[Row]) -> f
 
 
 def _has_failed(failures: Iterable[Failure], kind: type[Row], place: tuple[object, ...]) -> bool:
-    """Return whether a missing row failed when last tried, alone or with its whole layer, text or model."""
+    """Return whether the last attempt to compute a missing row failed, for this row alone or for its whole
+    layer, text or model.
+    """
     return any(
         row.what == kind.table
         and all(

@@ -65,8 +65,8 @@ _NO_OPTIONS = {
 class Store:
     """The opened database of a study's results; use it as a context manager, or call :meth:`close`.
 
-    The connection is to a checked store file, whose ``path`` is for messages. The lock is held while the
-    store is open for writing; a reader has none.
+    The connection leads to a checked store file; ``path`` is the path of this file, for messages. A writer
+    holds the lock while the store is open; a reader has no lock.
     """
 
     def __init__(self, connection: sqlite3.Connection, path: Path, lock: FileLock | None) -> None:
@@ -82,8 +82,8 @@ class Store:
     def open(cls, folder: str | os.PathLike[str], *, write: bool = True, late: bool = False) -> Store:
         """Open the store in a folder; with ``write``, create folder and store if needed.
 
-        With ``late``, a store that is not there is empty, and only :meth:`begin` creates it in the folder. So
-        a plan that is refused leaves no empty store behind.
+        With ``late``, a store that does not exist yet is opened as an empty store, and only :meth:`begin`
+        creates it in the folder. So a plan that is refused leaves no empty store behind.
 
         Raises
         ------
@@ -116,7 +116,9 @@ class Store:
     # ---- The identity: settings that all rows of a kind of work share
 
     def identity(self, kind: str) -> dict[str, Any]:
-        """Return the settings that all rows of a kind of work (such as ``measure``) share; empty if none."""
+        """Return the settings shared by all rows of one kind of work, such as ``measure``; empty if there are
+        none.
+        """
         row = self._query("SELECT identity FROM studies WHERE kind = ?", kind).fetchone()
         return {} if row is None else dict(json.loads(row[0]))
 
@@ -282,19 +284,19 @@ class Store:
         return frame.infer_objects()
 
     def sequences(self, model: str, text: str) -> dict[tuple[int, int], int]:
-        """Return where each measured sequence begins in a text: its first token's index, by (n, sample)."""
+        """Return the index of the first token of each measured sequence in a text, by (n, sample)."""
         columns = ("n", "sample", "start")
         used = [self.keys(kind, columns, model=model, text=text) for kind in (Measurement, PublishedValue)]
         return {(n, sample): start for n, sample, start in frozenset().union(*used)}
 
     def tables(self) -> dict[str, pd.DataFrame]:
-        """Return every table that has rows, by its name, read in one transaction."""
+        """Return a dictionary of all tables that have rows, by name, read in one transaction."""
         with self._one_state():
             return {kind.table: self.table(kind) for kind in KINDS if self.count(kind)}
 
     @contextmanager
     def _one_state(self) -> Iterator[None]:
-        """Read the store in the ``with`` block as it is at one moment, even if other processes write."""
+        """In the ``with`` block, read the store as it is at one moment, even if other processes write."""
         with translated(self.path):
             self._connection.execute("BEGIN")
             try:
@@ -371,7 +373,7 @@ def now() -> str:
 
 
 def _difference(name: str, stored: object, wanted: object) -> tuple[str, str]:
-    """Say in two phrases how a setting differs from the store's setting, and what the user can do."""
+    """Return two phrases: how a setting differs from the setting in the store, and what the user can do."""
     if name == "fingerprint":
         return "with other parameters, or from other tokens (their fingerprint differs)", ""
     if name in _NO_OPTIONS:

@@ -49,7 +49,7 @@ def begun(connection: sqlite3.Connection) -> Iterator[None]:
 
 @contextmanager
 def translated(path: str | os.PathLike[str]) -> Iterator[None]:
-    """In the ``with`` block, turn SQLite's errors into StoreErrors that say what to do."""
+    """Raise an SQLite error of the ``with`` block as a StoreError that says what the user can do."""
     path = Path(path)
     try:
         yield
@@ -100,7 +100,8 @@ def connected(
 ) -> tuple[sqlite3.Connection, FileLock | None]:
     """Connect to the store file in a folder; with ``write``, also lock it, and create it if needed.
 
-    The statements create the tables. The lock is held if ``write`` is true and else ``None``.
+    ``statements`` are the SQL statements that create the tables. The second result is the lock with
+    ``write``, and ``None`` otherwise.
 
     Raises
     ------
@@ -127,7 +128,7 @@ def connected(
 
 
 def empty(statements: Sequence[str]) -> sqlite3.Connection:
-    """Connect to an empty store in memory, whose tables are those that the statements create."""
+    """Create an empty store in memory with the tables of the given SQL statements, and connect to it."""
     connection = sqlite3.connect(":memory:", isolation_level=None)
     _check(connection, Path(":memory:"), statements, write=True)
     return connection
@@ -184,7 +185,7 @@ def _check(connection: sqlite3.Connection, path: Path, statements: Sequence[str]
 
 
 def _check_seals(connection: sqlite3.Connection, path: Path) -> None:
-    """Check by the digests of rows that none was changed; SQLite checks only the structure of the file."""
+    """Check by their digests that no rows were changed; SQLite checks only the structure of the file."""
     for (table,) in connection.execute("SELECT name FROM sqlite_master WHERE type = 'table'").fetchall():
         names = [row[1] for row in connection.execute(f"PRAGMA table_info({table})") if row[1] != "seal"]
         try:

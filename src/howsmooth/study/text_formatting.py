@@ -58,7 +58,9 @@ def file_stem(*parts: str) -> str:
 
 
 def encodable(words: str) -> str:
-    """Replace lone surrogates, by which Python represents undecodable bytes of file names, by escapes."""
+    """Replace lone surrogates by escape sequences. Python represents undecodable bytes of file names by lone
+    surrogates.
+    """
     return words.encode("utf-8", "backslashreplace").decode("utf-8")
 
 
@@ -92,7 +94,7 @@ def kind_in_words(kind: str) -> str:
 
 
 def unit_in_words(kind: str) -> str:
-    """Return what the length of a sequence counts for a kind of input, such as "tokens"."""
+    """Return the unit of the length of a sequence for a kind of input, such as "tokens"."""
     return _UNITS.get(kind, "tokens")
 
 

@@ -1,4 +1,4 @@
-"""Draw figures of measurements, attacks and flows. Nothing here measures."""
+"""Draw figures of measurements, attacks and flows. Nothing is measured here."""
 
 from __future__ import annotations
 

@@ -54,7 +54,7 @@ def draw_attacks(
     """Draw the constants that attacks found against the length n.
 
     Each attention has a figure, and a few attentions also share an overview. ``summary`` is the table from
-    :func:`howsmooth.study.attack_tables.summary`. The result has the paths of each figure as PNG and PDF.
+    :func:`howsmooth.study.attack_outputs.summary`. The result has the paths of each figure as PNG and PDF.
     """
     folder = Path(folder)
     parts = parts_of(summary, "found")

@@ -1,4 +1,4 @@
-"""Draw a flow in one figure: the paths of the tokens, and beside them the metrics against time."""
+"""Draw a flow of tokens in one figure: the paths of the tokens, and metrics of the flow against time."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ class FlowView:
     clusters
         The number of the final cluster of each token.
     mean, covariance
-        The Gaussian measure in the drawn coordinates, if it is followed.
+        The mean and covariance of the Gaussian measure in the drawn coordinates, if the flow has one.
     sphere
         The radius of the sphere on which the tokens move, if it can be drawn.
     growth
@@ -177,7 +177,7 @@ def draw_flow(view: FlowView, folder: str | os.PathLike[str]) -> tuple[Path, Pat
 
 
 def map_axis(figure: Figure, view: FlowView, place: Any) -> Any:
-    """Add axes to draw tokens in: one coordinate against time, two in the plane, or three in space."""
+    """Add axes in which to draw tokens: one coordinate against time, two in the plane, or three in space."""
     if view.dimensions == 3:
         axis: Any = figure.add_subplot(place, projection="3d")
         axis.set(xlabel=view.axes[0], ylabel=view.axes[1], zlabel=view.axes[2])
@@ -315,7 +315,9 @@ def _widen_limits(axis: Axes, values: Float64[np.ndarray, " times"]) -> None:
 
 
 def _draw_growth(axis: Axes, growth: pd.DataFrame) -> None:
-    """Draw the growth of perturbations with its interval, and dashed the product of all steps' norms."""
+    """Draw the growth of perturbations with its interval. A dashed line shows the product of all steps'
+    constants.
+    """
     time, value = growth["time"].to_numpy(), growth["value"].to_numpy()
     axis.plot(
         time,

@@ -52,7 +52,7 @@ def draw_overview(
 ) -> Figure:
     """Draw a small panel for each layer or head, with its exponent.
 
-    ``draw`` draws one of them on given axes, and sets the limits. ``unit`` is what the length counts, such as
+    ``draw`` draws one part on given axes, and sets the limits. ``unit`` is the unit of the length, such as
     "tokens". At most ``most_columns`` heads are side by side; layers are drawn in at most four columns.
     """
     heads = len({part.head for part in parts})

@@ -51,7 +51,7 @@ _NEARLY_CONSTANT = 1.02
 
 @dataclass(frozen=True)
 class Picture:
-    """The files of a figure of measurements, and what the figure shows.
+    """The files of a figure of measurements, and the model, text, scope, layer and head that it shows.
 
     ``alt`` is the text for readers who cannot see it. ``layer`` is None for an overview of all layers,
     ``head`` also for scopes without heads. ``inches`` is its width.
@@ -75,11 +75,11 @@ def draw_all(
     listener: Listener,
     kinds: Mapping[str, str] = {},
 ) -> list[Picture]:
-    """Draw the constants of every layer or head, and overviews of several layers or heads.
+    """Draw a figure of the constants of each layer or head, and overviews of several layers or heads.
 
     There is an overview for each model, text and scope with several layers or heads; it comes before the
     figures of its layers. Figures whose files show the same measurements already are not drawn again.
-    ``kinds`` has the kind of each input that is not a text, by its name; one of
+    ``kinds`` maps the name of each input that is not a text to its kind, one of
     :data:`howsmooth.study.plans.KINDS`.
     """
     folder = Path(folder)

@@ -78,9 +78,9 @@ def new_figure(width: float, height: float) -> Figure:
 
 
 def draw_guides(axis: Axes, fit: Exponent, slopes: Slopes = REFERENCE_SLOPES, *, share: float = 1.0) -> None:
-    """Draw a fitted power law, and lines of the reference slopes.
+    """Draw a fitted power law, and lines with the reference slopes for comparison.
 
-    In the middle of its range, the lines are at this share of its height.
+    In the middle of the fitted range, the reference lines have ``share`` times the height of the power law.
     """
     if fit.note:
         return
@@ -113,7 +113,7 @@ def guide_handles(
 
 
 def set_axis(axis: Axes, which: str, values: pd.Series, *, whole: bool = False) -> None:
-    """Set a logarithmic scale on an axis, with limits and round ticks that suit some values."""
+    """Set a logarithmic scale on an axis, with limits and round ticks that suit the given values."""
     positive = values[values > 0]
     if positive.empty:
         return

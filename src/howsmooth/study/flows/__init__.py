@@ -1,1 +1,1 @@
-"""Run flows of tokens for ``howsmooth flow``: integrate frame by frame, store the frames, and draw them."""
+"""Run flows of tokens for ``howsmooth flow``: compute the states (frames) one by one, store and draw them."""

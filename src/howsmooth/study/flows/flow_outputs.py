@@ -105,14 +105,14 @@ def _numbers(found: Sequence[FrameRow]) -> dict[str, Float64[np.ndarray, "..."]]
 def measure_frames(
     found: Sequence[FrameRow], tolerance: float, beta: float, listener: Listener
 ) -> pd.DataFrame:
-    """Measure how far the tokens of a flow have clustered in each frame; return one row for each.
+    """Measure the clustering of tokens in each stored state (frame) of a flow; return a row for each frame.
 
-    ``time`` is its time, and ``clusters`` the number of clusters, with tokens nearer than ``tolerance`` in
-    one. ``effective_rank`` and ``log_energy`` are :func:`howsmooth.dynamics.effective_rank` and
-    :func:`howsmooth.dynamics.log_interaction_energy` with A = I and the inverse temperature β. ``spread`` is
-    the root mean square distance of the tokens from their mean. ``to_last`` is the root mean square distance
-    of each token from its position in the last frame, an upper bound on the distance W₂ to that frame.
-    ``evaluations`` and ``seconds`` are as in the frame.
+    ``time`` is the time of the frame, and ``clusters`` the number of clusters; tokens nearer than
+    ``tolerance`` are in one cluster. ``effective_rank`` and ``log_energy`` are
+    :func:`howsmooth.dynamics.effective_rank` and :func:`howsmooth.dynamics.log_interaction_energy` with A = I
+    and the inverse temperature β. ``spread`` is the root mean square distance of the tokens from their mean.
+    ``to_last`` is the root mean square distance of each token from its position in the last frame, an upper
+    bound on the distance W₂ to that frame. ``evaluations`` and ``seconds`` are as in the frame.
     """
     last = tokens_of(found[-1])
     rows = []
@@ -154,7 +154,7 @@ def _distance(x: Tensor, y: Tensor) -> float:
 def view_of(
     store: Store, plan: FlowPlan, system: System, metrics: pd.DataFrame, tolerance: float
 ) -> FlowView:
-    """Return the points of a flow to draw, with their colours and labels.
+    """Choose the points, colours and labels with which a flow is drawn.
 
     In at most three dimensions, the points are the tokens. In more dimensions, the tokens are projected onto
     two principal directions.
@@ -213,7 +213,9 @@ def _shown(plan: FlowPlan, metrics: pd.DataFrame, tolerance: float) -> pd.DataFr
 def _principal(
     states: Float64[np.ndarray, "frames n d"],
 ) -> tuple[Float64[np.ndarray, "d 2"], Float64[np.ndarray, " 2"]]:
-    """Return the two principal directions of a flow's tokens at all times, and their variance shares."""
+    """Return the two principal directions of a flow's tokens over all times, and their shares of the
+    variance.
+    """
     tiny = np.finfo(np.float64).tiny
     total = np.zeros(states.shape[2:] * 2)
     for x in states:

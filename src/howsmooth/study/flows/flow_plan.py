@@ -24,7 +24,7 @@ _OF_A_MODEL = "What flows: models"
 
 
 class Grid(NamedTuple):
-    """The times at which a flow stores its tokens, with the start, and the fixed step of the integrator.
+    """The times at which a flow stores its tokens, from time 0 on, and the integrator's fixed step.
 
     ``step`` is ``None`` if the integrator chooses its steps.
     """
@@ -125,7 +125,7 @@ class FlowPlan(Options):
     )
 
     def check(self) -> None:
-        """Refuse options that contradict each other."""
+        """Raise ArgumentError if options contradict each other."""
         if (self.tokens or 1) * (self.dimension or 1) > _MOST_NUMBERS:
             raise ArgumentError(
                 "tokens",
@@ -189,7 +189,7 @@ class FlowPlan(Options):
     def settings(self) -> dict[str, Any]:
         """Return the options that must be the same in every run on one store.
 
-        The system must be the same too, which is checked apart.
+        The system must be the same too, which is checked separately.
         """
         apart = ("growth", "tolerance", "animation")
         return {name: value for name, value in self.described().items() if name not in apart}

@@ -1,4 +1,5 @@
-"""Run a flow: compute its states (frames) one after another, then how far perturbations of its start grow.
+"""Run a flow: compute its states (frames) one after another, then how far perturbations of the initial tokens
+grow.
 
 A frame is computed from the stored numbers of the previous frame. So an interrupted flow gives, bit for bit,
 the same frames as an uninterrupted one.
@@ -39,7 +40,8 @@ _GROWTHS = 10
 def run_flow(
     plan: FlowPlan, system: System, folder: str | os.PathLike[str], means: Means | None = None
 ) -> tuple[Outcome, Ending | None]:
-    """Compute the states of a flow (frames) that the store in a folder does not have.
+    """Compute the states (frames) of a flow, and write them to the store in a folder. Frames in the store are
+    kept.
 
     Folder and store are created after all checks have passed. The outcome does not count the start as a
     frame. The second result is the reason why the flow ended early, or None.
@@ -81,7 +83,9 @@ def run_flow(
 
 @dataclass(frozen=True, eq=False)
 class FlowTask(Task):
-    """A task that computes rows of a flow, always in the process that opened the store."""
+    """A task that computes frames of a flow or the growth of perturbations, in the process that opened the
+    store.
+    """
 
     kind: type[Row]
     model: str
@@ -90,7 +94,9 @@ class FlowTask(Task):
     steps: Iterator[Found]
 
     def found(self, models: Models | None) -> Iterator[Found]:
-        """Compute the rows that the store lacks, and yield lists that the runner writes one by one."""
+        """Compute the rows that are missing in the store, and yield them in lists. The runner writes one list
+        at a time.
+        """
         return self.steps
 
 
@@ -145,14 +151,14 @@ class Integration:
         return _frame_row(0, 0.0, x, (torch.zeros(d, dtype=torch.float64), covariance))
 
     def after(self, frame: FrameRow) -> FrameRow | Ending:
-        """Integrate from a frame to the next; return that, or the reason why the flow ended.
+        """Integrate from one frame to the next; return the next frame, or the reason why the flow ended.
 
-        The step from the start is computed only once.
+        The integration from the frame at time 0 is computed only once.
 
         Raises
         ------
         howsmooth.errors.HowsmoothError
-            If the flow is impossible, which the step from the start reveals.
+            If the flow is impossible, which the integration from the frame at time 0 reveals.
 
         """
         return self._first if frame.place == 0 else self._moved(frame)
@@ -243,12 +249,12 @@ class Integration:
 
 
 def frames(store: Store) -> list[FrameRow]:
-    """Return all frames of a store, in the order of time; a missing one is a StoreError."""
+    """Return all frames of a store in the order of time; raise StoreError if one is missing."""
     return [frame_at(store, place) for place in range(store.count(FrameRow))]
 
 
 def frame_at(store: Store, place: int) -> FrameRow:
-    """Read the frame with a given index from a store; a missing one is a StoreError."""
+    """Read the frame with a given index from a store; raise StoreError if it is missing."""
     for row, _ in store.rows(FrameRow, place=place):
         return row
     raise StoreError(f"{store.path} is damaged (frame {place} is missing). Choose another --out.")

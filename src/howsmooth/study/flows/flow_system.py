@@ -49,7 +49,7 @@ class System:
     radius
         The radius of the sphere, or the standard deviation of Gaussian tokens.
     origin
-        What identifies the parameters: the name of a system, or a digest.
+        The name of a system, or a digest of a model or parameter file; it identifies the parameters.
     norms
         Whether the norm layers of a model take part; ``None`` if there is no model.
 
@@ -85,7 +85,7 @@ class System:
         return hashlib.sha256(self.origin.encode() + self.x.numpy().tobytes()).hexdigest()
 
     def identity(self) -> dict[str, Any]:
-        """Return what identifies the system in a store: the shape of its tokens, and its fingerprint."""
+        """Return the size of the tokens and the fingerprint, which identify the system in a store."""
         return {"n": self.x.shape[0], "d": self.x.shape[1], "fingerprint": self.fingerprint}
 
 
@@ -207,7 +207,7 @@ def _named(plan: FlowPlan) -> System:
 
 
 def _of_source(plan: FlowPlan) -> System:
-    """Build the system whose attention comes from a parameter file or a model."""
+    """Build the system of a flow from the attention of a parameter file or a model."""
     for name, left in (("attention", "softmax"), ("causal", False), ("beta", 1.0), ("dimension", None)):
         if getattr(plan, name) != left:
             raise ArgumentError(
@@ -253,7 +253,9 @@ def _of_source(plan: FlowPlan) -> System:
 
 
 def _opened(plan: FlowPlan) -> AttentionSource:
-    """Open the parameter file or the model of a flow; an error for an unknown name lists named systems."""
+    """Open the parameter file or the model of a flow. For an unknown name, the error lists the named
+    systems.
+    """
     try:
         asked = {
             name: getattr(plan, name) for name in ("source", "layers", "random_init", "as_decoder", "seed")
@@ -269,7 +271,9 @@ def _opened(plan: FlowPlan) -> AttentionSource:
 
 
 def _provided_start(plan: FlowPlan, source: AttentionSource, *, of_file: bool) -> str:
-    """Return which provides initial tokens, ``text`` (of the model) or ``file``; empty if neither does."""
+    """Return the origin of the tokens that a model (``text``) or a parameter file (``file``) provides; empty
+    if it provides none.
+    """
     word = "file" if of_file else "text"
     if source.longest is not None:
         return word
@@ -286,7 +290,7 @@ def _provided_start(plan: FlowPlan, source: AttentionSource, *, of_file: bool) -
 def _layers(
     plan: FlowPlan, source: AttentionSource, length: int
 ) -> list[tuple[int, TokenMap, Tensor | None]]:
-    """Return each layer's index, its velocity map, and the tokens (n, d) that it receives, if any.
+    """Return the index of each layer, its velocity map, and the tokens (n, d) that it receives, if any.
 
     The map is attention alone, or attention after its norm layer.
     """
@@ -319,9 +323,11 @@ def _layers(
 
 
 def _kind_of_start(plan: FlowPlan, own: str = "") -> str:
-    """Return the start: ``gaussian``, ``sphere``, ``given`` (by the source), or the path of a file.
+    """Return the origin of the initial tokens: ``gaussian``, ``sphere``, ``given`` by the model or parameter
+    file, or the path of a file.
 
-    ``own`` says where the tokens of the source come from, ``text`` or ``file``; empty if it has none.
+    ``own`` is the origin of the tokens that the model or parameter file provides, ``text`` or ``file``; empty
+    if there are none.
     """
     if plan.start == "auto":
         return "given" if own else "sphere" if plan.sphere else "gaussian"

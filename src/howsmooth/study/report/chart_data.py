@@ -233,7 +233,7 @@ def _start(rows: Sequence[dict[str, Any]], scopes: Sequence[str]) -> int:
 
 
 def _joined(*tables: pd.DataFrame) -> pd.DataFrame:
-    """Concatenate some tables, without the tables that have no rows."""
+    """Concatenate tables, leaving out those that have no rows."""
     there = [table.astype({"head": "Int64"}) for table in tables if len(table)] or [tables[0]]
     return pd.concat(there, ignore_index=True)
 

@@ -33,12 +33,12 @@ ITEM_MEANINGS = {
 
 
 def number(value: float | None) -> str:
-    """Format a number with three significant digits; a missing one is empty."""
+    """Format a number with three significant digits; return an empty string for a missing number."""
     return "" if value is None or math.isnan(value) else "∞" if math.isinf(value) else f"{value:.3g}"
 
 
 def slope(value: float | None) -> str:
-    """Format an exponent or a correlation with three decimals; a missing one is empty."""
+    """Format an exponent or a correlation with three decimals; return an empty string if it is missing."""
     return "" if value is None or math.isnan(value) else decimal(value, 3)
 
 
@@ -125,7 +125,7 @@ def convergence(rows: pd.DataFrame) -> list[dict[str, Any]]:
 
 
 def maskings(rows: pd.DataFrame) -> list[tuple[str, str]]:
-    """Return pairs of a model and the names of its layers' masks."""
+    """Return the name of each model, paired with the names of the masks of its layers."""
     names = rows.groupby("model")["masking"].agg(lambda group: ", ".join(sorted(set(group))))
     return [(str(model), words) for model, words in names.items()]
 
@@ -138,7 +138,7 @@ def runs(table: pd.DataFrame) -> list[dict[str, Any]]:
 
 
 def items_of(compared: pd.DataFrame) -> list[tuple[str, str]]:
-    """Return the published code's differences (items) that occur in a table, with their meanings."""
+    """Return the deviations of the published code (items) that occur in a table, with their meanings."""
     there = {item for items in compared["items"] for item in str(items).split(",")}
     return [(item, meaning) for item, meaning in ITEM_MEANINGS.items() if item in there]
 

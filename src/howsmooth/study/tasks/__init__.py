@@ -1,1 +1,1 @@
-"""The tasks of studies (constants, bounds, attacks, flows), and functions that list the tasks left to do."""
+"""The tasks of a study, which compute constants and bounds, and functions that list the tasks left to do."""

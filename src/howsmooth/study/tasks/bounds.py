@@ -1,4 +1,4 @@
-"""Compute all bounds on single layers at single sequences, or say why a bound is left out."""
+"""Define the task of computing all bounds on one layer at one sequence. Slow bounds are left out."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ _NO_BOUND = (HowsmoothError, torch.linalg.LinAlgError, ArithmeticError)  # type:
 
 
 class BoundsTask(SequenceTask):
-    """The task of computing all bounds on one layer at one sequence, which is sample 0."""
+    """The task of computing all bounds on one layer at the first sequence of one length (sample 0)."""
 
     kind = Bounding
     # A failure does not end the run: a report without bounds is better than none.
@@ -63,7 +63,7 @@ class BoundsTask(SequenceTask):
         return 1
 
     def computed(self, model: Any) -> Iterator[Found]:
-        """Yield the rows of the bounds, one head after another."""
+        """Compute the bounds with the loaded model, and yield the rows of each attention."""
         for site in self.sites(model):
             if isinstance(site, Failed):
                 yield site
@@ -111,8 +111,8 @@ def bound_site(site: Any) -> tuple[float, list[SiteBound]]:
     Returns
     -------
     tuple
-        The radius of the ball on which global bounds hold, and an entry for each bound; if there is none, its
-        source gives the reason.
+        The radius of the ball on which global bounds hold, and an entry for each bound; if a bound has no
+        value, the ``source`` of its entry gives the reason.
 
     """
     try:
@@ -152,7 +152,7 @@ def _nothing(name: str, side: str, quantity: Quantity, why: Exception | str) -> 
 
 
 def _cost(name: str, question: Problem) -> str:
-    """Return why a bound takes too long for this number or dimension of tokens; empty if it does not."""
+    """Return the reason why a bound takes too long for these tokens; empty if it is fast enough."""
     if name in _SEARCHES:
         return "left out: it needs a search over inputs; howsmooth bound computes it"
     d = question.attention.d if isinstance(question.attention, SelfAttention) else 0
@@ -185,7 +185,7 @@ def bounds_left(study: OpenStudy) -> Work:
 
 
 def spent_on_bounds(store: Store) -> list[tuple[tuple[str, str, str], int, float]]:
-    """List how long each attention's bounds took: the key of its kind of task, the length n, the seconds."""
+    """List the time spent on the bounds of each attention, as (key of similar tasks, length n, seconds)."""
     columns = ("model", "text", *KEY_COLUMNS, "seconds")
     return [
         ((Bounding.table, model, scope), n, seconds)

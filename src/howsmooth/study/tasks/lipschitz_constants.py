@@ -31,12 +31,16 @@ _MOST_TOKENS = 512
 
 
 class ConstantsTask(SequenceTask):
-    """Measures the Lipschitz constants at some sequences of one length, with one forward pass."""
+    """The task of measuring the Lipschitz constants of layers at some sequences of one length in one forward
+    pass.
+    """
 
     kind = Measurement
 
     def computed(self, model: Any) -> Iterator[Found]:
-        """Yield the measured constants layer by layer; if a batch fails, measure its samples one by one."""
+        """Measure layer after layer, and yield rows of constants. If a batch fails, measure each sample by
+        itself.
+        """
         for site in self.sites(model):
             if isinstance(site, Failed):
                 yield site
@@ -58,7 +62,7 @@ class ConstantsTask(SequenceTask):
         return self.failed(error, place, [sample])
 
     def _measured(self, site: Any, samples: Sequence[int]) -> list[Found]:
-        """Measure one layer or head at some samples in one batch; return one list of rows, in a list."""
+        """Measure one layer or head at some samples in one batch; return a list with one list of rows."""
         began = time.perf_counter()
         tokens, seeds = self.tokens_of(site, samples), self.seeds_of(site, samples)
         estimate = self.estimate(site.map, tokens, seeds)

@@ -1,4 +1,4 @@
-"""Define tasks: computations in this process or on a worker, whose results are rows of the store."""
+"""Define tasks: computations in this process or on a worker, which produce rows of the store."""
 
 from __future__ import annotations
 
@@ -27,10 +27,11 @@ class Failed:
 
     @classmethod
     def of(cls, error: Exception, kind: type[Row], *places: Sequence[Any]) -> Failed:
-        """Return the failed computation of some rows of one class, with a row for each place.
+        """Turn an error into a :class:`Failed`, with one row for each place where rows are missing, such as a
+        layer.
 
-        A place has the first values of :data:`~howsmooth.study.records.PLACE`. A value that is missing or
-        None means that the computation failed for all values: without a layer, for all layers.
+        A place is a tuple with the first values of :data:`~howsmooth.study.records.PLACE`. A value that is
+        missing or None means that the computation failed for all values: without a layer, for all layers.
         """
         told: dict[str, Any] = {
             "kind": type(error).__name__,
@@ -65,7 +66,8 @@ class Work:
 
 
 class Task(ABC):
-    """One computation of a study, such as constants at one length, whose results are rows of the store.
+    """One computation of a study, such as measuring constants at one length. The results are rows of the
+    store.
 
     Attributes
     ----------
@@ -90,9 +92,9 @@ class Task(ABC):
 
     @property
     def alike(self) -> tuple[Any, ...]:
-        """The key of tasks whose times predict each other, such as their table, model and scope.
+        """A key such as (table, model, scope). Tasks with equal keys take similar times at equal lengths.
 
-        Their times differ only because of the length n.
+        So the times of finished tasks predict the times of other tasks with the same key.
         """
         return (self.kind.table,)
 
@@ -111,13 +113,14 @@ class Task(ABC):
 
     @abstractmethod
     def found(self, models: Models | None) -> Iterator[Found]:
-        """Compute the rows that the store lacks, and yield them in lists that are each written at once.
+        """Compute the rows that are missing in the store, and yield them in lists. Each list is written in
+        one transaction.
 
         ``models`` keeps the loaded models of this process.
         """
 
     def failed(self, error: Exception) -> Failed:
-        """Return ``error`` as a failure whose one row stands for all missing rows of the task."""
+        """Turn an error into a :class:`Failed`, with one row that stands for all missing rows of the task."""
         return Failed.of(error, self.kind, (self.model,))
 
 
@@ -140,7 +143,7 @@ class SequenceTask(Task):
 
     @property
     def size(self) -> int:  # type: ignore[override]
-        """The number of rows that the task computes because the store lacks them."""
+        """The number of missing rows that the task computes."""
         return len(self.missing)
 
     @property
@@ -150,7 +153,9 @@ class SequenceTask(Task):
 
     @property
     def alike(self) -> tuple[Any, ...]:
-        """The key of tasks whose times predict each other: the table, the model and the scope."""
+        """The table, the model and the scope of the task. Tasks that agree in all three take similar times at
+        the same length.
+        """
         return self.kind.table, self.model, self.scope
 
     @property
@@ -160,7 +165,7 @@ class SequenceTask(Task):
 
     @property
     def layers(self) -> tuple[int, ...]:
-        """The indices of the layers of which the store lacks rows."""
+        """The indices of the layers that have missing rows in the store."""
         return tuple(sorted({key[1] for key in self.missing}))
 
     def packed(self) -> Self:
@@ -170,7 +175,7 @@ class SequenceTask(Task):
         return replace(self, data=data)
 
     def found(self, models: Models | None) -> Iterator[Found]:
-        """Load the model, and yield the rows that the store lacks."""
+        """Load the model, compute the rows that are missing in the store, and yield them."""
         assert models is not None
         try:
             model = models.load_for(self.subject)
@@ -181,7 +186,7 @@ class SequenceTask(Task):
 
     @abstractmethod
     def computed(self, model: Any) -> Iterator[Found]:
-        """Compute with the loaded model the rows that the store lacks, and yield them."""
+        """Compute the missing rows with the loaded model, and yield them."""
 
     def sites(self, model: Any) -> Iterator[Any]:
         """Run the model once; yield each layer of the task as a map, with the tokens that it receives.
@@ -208,7 +213,7 @@ class SequenceTask(Task):
         place: tuple[int | None, int | None] = (None, None),
         samples: Sequence[int | None] = (),
     ) -> Failed:
-        """Return the failure of a task, or of one layer and head in it, as rows for the store.
+        """Turn an error of the task, or of one layer and head in the task, into a :class:`Failed`.
 
         Without ``samples``, all samples of the task failed.
         """

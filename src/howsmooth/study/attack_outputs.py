@@ -1,4 +1,4 @@
-"""Write the tables and figures of attacks from a store, and fit exponents. Nothing here measures."""
+"""Write tables and figures of the attacks in a store, and fit exponents to them. Nothing is measured here."""
 
 from __future__ import annotations
 
@@ -40,9 +40,9 @@ _FIT_COLUMNS = ("layer", "head", "series", *(f.name for f in fields(Exponent) if
 class AttackOutputs:
     """The files written by :func:`write_attack_outputs`, and the tables in them.
 
-    ``identity`` is what all attacks in the store have in common: the source, its fingerprint and the
-    settings. ``summary`` and ``exponents`` come from :func:`summary` and :func:`fits`. ``figures`` has each
-    figure as PNG and PDF, ``files`` the path of each table by its name.
+    ``identity`` has the settings that all attacks in the store share, and the name and fingerprint of the
+    model or parameter file. ``summary`` and ``exponents`` come from :func:`summary` and :func:`fits`.
+    ``figures`` has each figure as PNG and PDF, ``files`` the path of each table by its name.
     """
 
     identity: dict[str, Any]
@@ -53,7 +53,7 @@ class AttackOutputs:
 
 
 def summary(attacks: pd.DataFrame) -> pd.DataFrame:
-    """Summarise the attacks in one row for each attention and length.
+    """Summarise the attacks in a table with one row for each attention and length.
 
     Parameters
     ----------
@@ -104,7 +104,7 @@ def _summary_row(group: pd.DataFrame) -> dict[str, Any]:
 
 
 def fits(table: pd.DataFrame) -> pd.DataFrame:
-    """Fit powers of n to the constants found in each attention, and to their upper bounds.
+    """Fit powers of n to the largest constants found for each attention, and to their upper bounds.
 
     The fitted columns are :data:`SERIES`.
 

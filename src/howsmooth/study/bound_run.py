@@ -1,4 +1,6 @@
-"""Compute tables of all bounds on the attentions of a model or a file, beside their measured constants."""
+"""Compute all bounds on the attentions of a model or a parameter file, and tabulate them beside the measured
+constants.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,7 @@ TABLE_COLUMNS = (
 
 @dataclass(frozen=True, eq=False)
 class Bounded:
-    """The table of all bounds on one attention (``target``) at one length.
+    """The table of all bounds on one attention (``target``) at one length n.
 
     ``ball`` is the ball of tokens over which the global bounds hold; ``rows`` is the table that
     :func:`howsmooth.bounds.table` returns.
@@ -40,7 +42,7 @@ class Bounded:
 
     @property
     def longest_outside(self) -> float | None:
-        """The largest norm of a token at hand, or None if the ball contains all tokens at hand."""
+        """The largest norm of the given tokens; None if the ball contains all of them or there are none."""
         if self.target.x is None:
             return None
         farthest = largest_norm(self.target.x)
@@ -75,7 +77,7 @@ def bound_all(plan: BoundPlan, source: AttentionSource, listener: Listener = SIL
 
 
 def bounds_frame(label: str, bounded: Sequence[Bounded]) -> pd.DataFrame:
-    """Concatenate all tables of bounds into one table with :data:`TABLE_COLUMNS`."""
+    """Concatenate all tables of bounds into one table with the columns :data:`TABLE_COLUMNS`."""
     tables = []
     for one in bounded:
         table = one.rows.reset_index().rename(columns={"source": "origin"})
