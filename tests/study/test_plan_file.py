@@ -31,6 +31,7 @@ lengths = "2:6:2"
 samples = 3
 scopes = ["attention", "head", "model"]
 output = "logits"
+side = "memory"
 layers = [0, "-1"]
 heads = 1
 random_init = false
@@ -83,6 +84,7 @@ def test_every_key_is_read(tmp_path: Path) -> None:
         samples=3,
         scopes=("attention", "head", "model"),
         output="logits",
+        side="memory",
         layers=Ranges.parse("0,-1", "layers"),
         heads=Ranges.parse("1", "heads"),
         rtol=1e-3,
