@@ -27,8 +27,16 @@ from howsmooth.study.measured_models import Subject
 from howsmooth.study.text_formatting import readable
 
 __all__ = [
-    "ALL_BOUNDS", "AS_CODED", "KINDS", "WIDE", "bound_table", "bound_words", "display_name", "measure", "show"
-]  # fmt: skip
+    "ALL_BOUNDS",
+    "AS_CODED",
+    "KINDS",
+    "WIDE",
+    "bound_table",
+    "bound_words",
+    "display_name",
+    "measure",
+    "show",
+]
 
 _LENGTHS = (8, 32, 96)
 
@@ -59,9 +67,25 @@ KINDS = {
 
 _OF_A_BOUND = ["name", "side", "quantity", "log_value", "holds", "source"]
 _COLUMNS = [
-    "model", "layer", "head", "scope", "masking", "text", "n", "radius", "measured lower", "measured upper",
-    "name", "side", "quantity", "value", "log_value", "log_ratio", "holds", "source",
-]  # fmt: skip
+    "model",
+    "layer",
+    "head",
+    "scope",
+    "masking",
+    "text",
+    "n",
+    "radius",
+    "measured lower",
+    "measured upper",
+    "name",
+    "side",
+    "quantity",
+    "value",
+    "log_value",
+    "log_ratio",
+    "holds",
+    "source",
+]
 # Tolerance, in logarithms, before a bound counts as violated: rounding errors of a bound and an interval.
 _ROUNDING = 1e-9
 _NEEDS = re.compile(r"\(needs: (.*)\)$")
@@ -206,9 +230,13 @@ def _picture(rows: pd.DataFrame, folder: Path, scope: str) -> plotting.Picture:
     beyond = f" (dots at $10^{_MOST_DECADES:.0f}$ lie beyond)"
     label = "bound / measured constant" + (beyond if drawn["decades"].max() > _MOST_DECADES else "")
     panel = Panel(
-        curves, title, label, "", ("decades", "linear"),
+        curves,
+        title,
+        label,
+        "",
+        ("decades", "linear"),
         (low - 0.1, high + 0.1, len(names) - 0.4, -0.6),
-    )  # fmt: skip
+    )
     canvas, axes = plotting.draw([[panel]], 1.1 + 0.165 * len(names), wide=True)
     _name_lines(axes[0, 0], names)
     return plotting.picture(canvas, folder, f"bounds-{scope}", title, legend=3)
@@ -232,10 +260,16 @@ def bound_table(rows: pd.DataFrame) -> pd.DataFrame:
     """
     layer = ["model", "layer", "scope"]
     ratios = rows.assign(ratio=rows["log_ratio"].where(rows["holds"]))
-    table = ratios.groupby([*layer, "name", "side"], sort=False).agg(
-        of=("kind", "first"), cases=("name", "size"), **{"holds in": ("holds", "sum")},
-        **{f"{end} ratio": ("ratio", way) for end, way in _RATIOS.items()},
-    ).reset_index()  # fmt: skip
+    table = (
+        ratios.groupby([*layer, "name", "side"], sort=False)
+        .agg(
+            of=("kind", "first"),
+            cases=("name", "size"),
+            **{"holds in": ("holds", "sum")},
+            **{f"{end} ratio": ("ratio", way) for end, way in _RATIOS.items()},
+        )
+        .reset_index()
+    )
     table = table.assign(
         place=table.groupby(layer, sort=False).ngroup(),
         of=pd.Categorical(table["of"], list(KINDS), ordered=True).rename_categories(KINDS),

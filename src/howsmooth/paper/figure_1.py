@@ -58,9 +58,17 @@ def _picture(panels: Sequence[list[Growth]], folder: Path, stem: str) -> plottin
         for axis, panel in zip(below, column, strict=True):
             rows = panel.drawn
             axis.scatter(
-                rows["n"], rows["lipschitz"], c=rows["radius_mean"], cmap=COLOURS, norm=norm, s=6,
-                linewidths=0, alpha=0.85, zorder=4, rasterized=len(rows) > 5000,
-            )  # fmt: skip
+                rows["n"],
+                rows["lipschitz"],
+                c=rows["radius_mean"],
+                cmap=COLOURS,
+                norm=norm,
+                s=6,
+                linewidths=0,
+                alpha=0.85,
+                zorder=4,
+                rasterized=len(rows) > 5000,
+            )
             axis.scatter([], [], s=6, color=plotting.GREY, label="a sequence")
         name = f"{literal(readable(column[0].model, 34))}\nlayer {column[0].layer}"
         below[0].set_title(f"{name}\n{below[0].get_title()}")

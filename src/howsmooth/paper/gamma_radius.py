@@ -38,10 +38,17 @@ _LONG = 100
 _HALF = math.log(_LONG - 1) / 2
 _MOST_ACROSS = 3
 _NAMES = {
-    "model": "model", "layer": "layer", "head": "head", "gamma_min": "γ_min", "gamma_max": "γ_max",
-    "gamma": "γ", "radius": "R", "strength": "γR²", "strength_from": "with the smallest R",
+    "model": "model",
+    "layer": "layer",
+    "head": "head",
+    "gamma_min": "γ_min",
+    "gamma_max": "γ_max",
+    "gamma": "γ",
+    "radius": "R",
+    "strength": "γR²",
+    "strength_from": "with the smallest R",
     "strength_to": "with the largest R",
-}  # fmt: skip
+}
 
 
 def measure(context: FigureContext) -> pd.DataFrame:
@@ -172,9 +179,12 @@ def _panel(rows: pd.DataFrame, scale: str) -> Panel:
         )
     ]
     return Panel(
-        [*curves, Curve(ends, [_HALF, _HALF])], literal(readable(str(rows["model"].iloc[0]), 34)), "layer",
-        r"$\gamma R^2$", ("linear", scale),
-    )  # fmt: skip
+        [*curves, Curve(ends, [_HALF, _HALF])],
+        literal(readable(str(rows["model"].iloc[0]), 34)),
+        "layer",
+        r"$\gamma R^2$",
+        ("linear", scale),
+    )
 
 
 def result_sentences(rows: pd.DataFrame) -> str:

@@ -77,23 +77,34 @@ class Growth:
         """Return the row of the figure's table for this layer and text, by column."""
         fit = self.fit
         row = {
-            "model": self.model, "layer": self.layer, "text": self.text, "exponent": fit.slope,
-            "low": fit.low, "high": fit.high, "p of 1/4": fit.quarter, "sequences": fit.n_points,
-        }  # fmt: skip
+            "model": self.model,
+            "layer": self.layer,
+            "text": self.text,
+            "exponent": fit.slope,
+            "low": fit.low,
+            "high": fit.high,
+            "p of 1/4": fit.quarter,
+            "sequences": fit.n_points,
+        }
         if len(self.published):
             theirs = self.published_fit
             row |= {
-                "published exponent": theirs.slope, "published low": theirs.low,
-                "published high": theirs.high, "published p of 1/4": theirs.quarter,
+                "published exponent": theirs.slope,
+                "published low": theirs.low,
+                "published high": theirs.high,
+                "published p of 1/4": theirs.quarter,
                 "published / corrected": float(self.published["ratio"].median()),
-            }  # fmt: skip
+            }
         if self.entering is not None:
             attended, entering = self.attended_correlation, self.entering_correlation
             row |= {
-                "correlation, given to attention": attended.value, "its low": attended.low,
-                "its high": attended.high, "correlation, entering the layer": entering.value,
-                "from": entering.low, "to": entering.high,
-            }  # fmt: skip
+                "correlation, given to attention": attended.value,
+                "its low": attended.low,
+                "its high": attended.high,
+                "correlation, entering the layer": entering.value,
+                "from": entering.low,
+                "to": entering.high,
+            }
         return row
 
     def result_sentences(self) -> str:

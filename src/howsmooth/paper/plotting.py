@@ -20,10 +20,30 @@ from howsmooth.study.exponents import Exponent
 from howsmooth.study.figures.style import GREY, new_figure, save, set_axis
 
 __all__ = [
-    "BLACK", "BLUE", "DASHDOT", "DASHED", "DOTTED", "GREY", "LOOKS", "ORANGE", "PAPER", "RED", "SOLID",
-    "TEAL", "VIOLET", "Curve", "Panel", "Picture", "draw", "fit_factor", "fitted", "lines", "picture",
-    "sheets", "with_slope",
-]  # fmt: skip
+    "BLACK",
+    "BLUE",
+    "DASHDOT",
+    "DASHED",
+    "DOTTED",
+    "GREY",
+    "LOOKS",
+    "ORANGE",
+    "PAPER",
+    "RED",
+    "SOLID",
+    "TEAL",
+    "VIOLET",
+    "Curve",
+    "Panel",
+    "Picture",
+    "draw",
+    "fit_factor",
+    "fitted",
+    "lines",
+    "picture",
+    "sheets",
+    "with_slope",
+]
 
 _WIDTH, _NARROW = 6.75, 3.7
 """Widths in inches: of a page with two columns, and of a picture with a single panel in a row."""
@@ -118,18 +138,31 @@ class Curve:
             width, above = (1.3, 5) if self.fit else (0.5 if self.mark else 0.9, 2)
             own = None if self.mark else label
             axis.plot(
-                x, y, color=self.colour, linestyle=self.dashes, linewidth=width, alpha=self.alpha, label=own,
+                x,
+                y,
+                color=self.colour,
+                linestyle=self.dashes,
+                linewidth=width,
+                alpha=self.alpha,
+                label=own,
                 zorder=above,
-            )  # fmt: skip
+            )
         if self.mark:
             faces = np.where(np.broadcast_to(self.filled, y.shape), self.colour, "none")
             kind: dict[str, Any] = {"facecolors": faces, "edgecolors": self.colour}
             if self.mark in "x+":
                 kind = {"color": self.colour}
             axis.scatter(
-                x, y, s=self.size, marker=self.mark, linewidths=0.6, alpha=self.alpha, zorder=4, label=label,
+                x,
+                y,
+                s=self.size,
+                marker=self.mark,
+                linewidths=0.6,
+                alpha=self.alpha,
+                zorder=4,
+                label=label,
                 **kind,
-            )  # fmt: skip
+            )
 
 
 def fit_factor(x: np.ndarray, y: np.ndarray, slope: float) -> tuple[float, float]:

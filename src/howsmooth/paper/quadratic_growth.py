@@ -40,8 +40,15 @@ from howsmooth.study.figures.style import literal
 from howsmooth.study.text_formatting import decimal, readable
 
 __all__ = [
-    "FAR", "IDENTITY", "QUADRATIC_GROWTH", "Balanced", "balanced", "exponents_in_radius", "measure", "show",
-]  # fmt: skip
+    "FAR",
+    "IDENTITY",
+    "QUADRATIC_GROWTH",
+    "Balanced",
+    "balanced",
+    "exponents_in_radius",
+    "measure",
+    "show",
+]
 
 IDENTITY = "A = V = I"
 """The name of the first panel's model, which is one head in four dimensions."""

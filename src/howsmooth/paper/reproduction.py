@@ -28,8 +28,15 @@ from howsmooth.study.progress_listener import SILENT, Listener
 __all__ = ["FIGURES", "Reproduction", "choose_figures", "produce"]
 
 FIGURES: tuple[Figure, ...] = (
-    FIGURE_1, TWO_DIRAC, CROSSOVER, WORST_INPUTS, GAMMA_RADIUS, QUADRATIC_GROWTH, GPT2_GROWTH, ALL_BOUNDS,
-)  # fmt: skip
+    FIGURE_1,
+    TWO_DIRAC,
+    CROSSOVER,
+    WORST_INPUTS,
+    GAMMA_RADIUS,
+    QUADRATIC_GROWTH,
+    GPT2_GROWTH,
+    ALL_BOUNDS,
+)
 """All figures, in the order of the paper."""
 
 _SECTION = "section.html"

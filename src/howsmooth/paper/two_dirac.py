@@ -32,9 +32,19 @@ from howsmooth.paper.row_cache import Key, Row
 from howsmooth.seeds import derive_seed
 
 __all__ = [
-    "BETTER", "HALF", "OPPOSITE", "PAPER_WEIGHT", "RTOL", "TWO_DIRAC", "describe", "identity_head", "measure",
-    "result_sentences", "show", "two_diracs",
-]  # fmt: skip
+    "BETTER",
+    "HALF",
+    "OPPOSITE",
+    "PAPER_WEIGHT",
+    "RTOL",
+    "TWO_DIRAC",
+    "describe",
+    "identity_head",
+    "measure",
+    "result_sentences",
+    "show",
+    "two_diracs",
+]
 
 OPPOSITE, HALF = "A = −I, heavy Dirac at −Ru", "A = 8I, heavy Dirac at Ru/2"
 """The names of the two families of measures."""
@@ -58,9 +68,11 @@ _OVERFLOW = math.sqrt(math.log(np.finfo(np.float64).max) / 2)
 _COLOURS = {PAPER_WEIGHT: plotting.VIOLET, BETTER: plotting.ORANGE}
 _MARKS = {OPPOSITE: "o", HALF: "^"}
 _LABELS = {
-    OPPOSITE: "$A=-I$", HALF: "$A=8I$", PAPER_WEIGHT: "light mass $e^{-2g}$",
+    OPPOSITE: "$A=-I$",
+    HALF: "$A=8I$",
+    PAPER_WEIGHT: "light mass $e^{-2g}$",
     BETTER: "light mass $1/(1+3e^{2g})$",
-}  # fmt: skip
+}
 _BOUNDS = (
     ("log_asymptotic", plotting.RED, plotting.DASHED, "Proposition 3.6, $(g/2)\\,e^g$"),
     ("log_free", plotting.GREY, plotting.DOTTED, "howsmooth's bound for every $n$"),
@@ -159,13 +171,22 @@ def show(rows: pd.DataFrame, folder: Path) -> Finding:
         label, look = f"{_LABELS[family]}, {_LABELS[weight]}", (_COLOURS[weight], _MARKS[family])
         shares.append(Curve(part["radius"], part["log_value"], label, *look, size=7))
     left = Panel(
-        growth, "Growth, $A=-I$", "radius $R$", "local constant in $W_2$", ("linear", "decades"),
-        (0, 1.02 * float(rows["radius"].max()), -0.02 * top, top), [_OVERFLOW],
-    )  # fmt: skip
+        growth,
+        "Growth, $A=-I$",
+        "radius $R$",
+        "local constant in $W_2$",
+        ("linear", "decades"),
+        (0, 1.02 * float(rows["radius"].max()), -0.02 * top, top),
+        [_OVERFLOW],
+    )
     right = Panel(
-        shares, "Over the rate of the proposition", "radius $R$", r"divided by $(g/2)\,e^g$",
-        ("linear", "linear"), (0, 1.02 * _NEAR, 0, 4.2),
-    )  # fmt: skip
+        shares,
+        "Over the rate of the proposition",
+        "radius $R$",
+        r"divided by $(g/2)\,e^g$",
+        ("linear", "linear"),
+        (0, 1.02 * _NEAR, 0, 4.2),
+    )
     canvas, _ = plotting.draw([[left, right]], 3.0)
     picture = plotting.picture(canvas, folder, "two-dirac", "Proposition 3.6: two Diracs", legend=3)
     table = rows.assign(ratio=ratios["log_value"])[

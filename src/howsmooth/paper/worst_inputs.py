@@ -57,10 +57,19 @@ _OTHER_STEPS, _OTHER_STARTS = 30, 2
 _TEXT, _BALLS = 0.15, 0.85
 _THEOREMS = {"theorem_3_3": "Theorem 3.3", "theorem_e_3": "Theorem E.3", "theorem_4_3": "Theorem 4.3"}
 _NAMES = {
-    "model": "model", "layer": "layer", "head": "head", "R": "R", "n": "n", "text median": "text, median",
-    "paper": "paper's tokens", "paper median": "paper's tokens, median", "found": "largest found",
-    "found by": "found by", "upper": "at most", "wrong slices": "published tokens",
-}  # fmt: skip
+    "model": "model",
+    "layer": "layer",
+    "head": "head",
+    "R": "R",
+    "n": "n",
+    "text median": "text, median",
+    "paper": "paper's tokens",
+    "paper median": "paper's tokens, median",
+    "found": "largest found",
+    "found by": "found by",
+    "upper": "at most",
+    "wrong slices": "published tokens",
+}
 
 
 @dataclass(frozen=True, eq=False)
@@ -315,19 +324,33 @@ def _panel(rows: pd.DataFrame) -> Panel:
             rows, "n", "found", 0.5, r"$c\sqrt{n}$, $c$ fitted", plotting.VIOLET, plotting.DOTTED
         ),
         Curve(n, rows["paper"], "the paper's tokens", plotting.TEAL, "^", size=16),
-        Curve(n, rows["paper median"], "their median over heads", plotting.TEAL, dashes=plotting.DASHED,
-              spread=(rows["paper low"], rows["paper high"])),
-        Curve(n, rows["text median"], "on text", plotting.GREY, "s", size=11,
-              spread=(rows["text low"], rows["text high"])),
+        Curve(
+            n,
+            rows["paper median"],
+            "their median over heads",
+            plotting.TEAL,
+            dashes=plotting.DASHED,
+            spread=(rows["paper low"], rows["paper high"]),
+        ),
+        Curve(
+            n,
+            rows["text median"],
+            "on text",
+            plotting.GREY,
+            "s",
+            size=11,
+            spread=(rows["text low"], rows["text high"]),
+        ),
         *(Curve(n, near[name]) for name in near),  # room for these bounds
         *plotting.lines(
-            n, bounds.where(np.isfinite(bounds)),
+            n,
+            bounds.where(np.isfinite(bounds)),
             ("upper", plotting.BLACK, plotting.SOLID, "howsmooth's bound"),
             ("theirs", plotting.GREY, plotting.DASHDOT, rows["theorem"].iloc[0]),
         ),
         Curve(n, rows["wrong slices"], "published tokens", plotting.ORANGE, "x", size=16),
         Curve(n, rows["as published"], "as published", plotting.ORANGE, "+", size=16),
-    ]  # fmt: skip
+    ]
     title = f"$R = {rows['R'].iloc[0]:.4g}$" + (", real tokens" if rows["real"].all() else "")
     for name, words in (("found", "found"), ("paper", "paper's")):
         if rows["theorem"].notna().all() or name == "found":

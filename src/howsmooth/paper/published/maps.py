@@ -20,8 +20,13 @@ from howsmooth.errors import ArgumentError, NonFiniteError
 from howsmooth.seeds import torch_seed
 
 __all__ = [
-    "DropoutAttention", "c_3_as_coded", "has_fused_weight", "unmasked", "with_dropout", "wrong_slices",
-]  # fmt: skip
+    "DropoutAttention",
+    "c_3_as_coded",
+    "has_fused_weight",
+    "unmasked",
+    "with_dropout",
+    "wrong_slices",
+]
 
 
 class DropoutAttention(TokenMap):
