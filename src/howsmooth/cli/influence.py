@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from howsmooth.cli.one_input import OneInputPlan, say_files
 from howsmooth.cli.progress import shown_progress
+from howsmooth.cli.single_input_command_base import OneInputPlan, say_files
 from howsmooth.cli.typer_command import ONE_PROCESS, JsonOption, SilentOption, command
 from howsmooth.errors import ArgumentError
 from howsmooth.scopes import SCOPES

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from howsmooth.cli.dry_run import DryRunOption, tell_forecast
+from howsmooth.cli.dry_run_forecast import DryRunOption, tell_forecast
 from howsmooth.cli.plan_execution import carry_out
 from howsmooth.cli.typer_command import (
     TYPED,

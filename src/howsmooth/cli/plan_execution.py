@@ -46,7 +46,7 @@ def carry_out(
     study, to be shown after a failure or an interruption. With ``keep_going`` a failure ends nothing else.
     """
     # Imported here because these modules take seconds to load, which --help should not.
-    from howsmooth.cli import measure_result
+    from howsmooth.cli import print_measurement_result
     from howsmooth.cli.terminal_output import counted
     from howsmooth.study.measurement_outputs import write_outputs
     from howsmooth.study.measurement_run import run
@@ -58,9 +58,9 @@ def carry_out(
         display.phase("Drawing figures" if figures else "Writing tables")
         published = write_outputs(out, display, figures=figures)
     if as_json:
-        typer.echo(measure_result.measured_as_json(plan, outcome, published, out))
+        typer.echo(print_measurement_result.measured_as_json(plan, outcome, published, out))
     elif not quiet:
-        measure_result.show_measured(plan, outcome, published, out)
+        print_measurement_result.show_measured(plan, outcome, published, out)
     if not outcome.failed:
         return 0
     reason = readable(outcome.first_failure, longest=300)
@@ -86,8 +86,8 @@ def _beside(plan: Plan) -> list[Callable[[OpenStudy], Work]]:
     """Return a list of one function, which lists the published values left to compute; empty if unwanted."""
     if not plan.as_published:
         return []
-    from howsmooth.paper.published import parse_items
-    from howsmooth.paper.published.constants_task import published_left
+    from howsmooth.paper.published_code import parse_items
+    from howsmooth.paper.published_code.constants_task import published_left
 
     return [published_left(parse_items(plan.as_published))]
 

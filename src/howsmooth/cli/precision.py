@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
-from howsmooth.cli.one_input import OneInputPlan, Step, find_and_show
+from howsmooth.cli.single_input_command_base import OneInputPlan, Step, find_and_show
 from howsmooth.cli.typer_command import ONE_PROCESS, JsonOption, SilentOption, command
 from howsmooth.errors import ArgumentError
 from howsmooth.study.execution_options import Execution

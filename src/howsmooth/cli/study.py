@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from howsmooth.cli.dry_run import DryRunOption, tell_forecast
+from howsmooth.cli.dry_run_forecast import DryRunOption, tell_forecast
 from howsmooth.cli.plan_execution import carry_out
 from howsmooth.cli.progress import shown_progress
 from howsmooth.cli.terminal_output import as_json as json_object

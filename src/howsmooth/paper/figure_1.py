@@ -11,10 +11,10 @@ from matplotlib.colors import Normalize
 
 from howsmooth.paper import plotting
 from howsmooth.paper.exponent_text import power_label
-from howsmooth.paper.figure import Figure, FigureContext, Finding
-from howsmooth.paper.growth import Growth, growths
+from howsmooth.paper.figure_dataclasses import Figure, FigureContext, Finding
+from howsmooth.paper.growth_with_length import Growth, growths
+from howsmooth.paper.model_with_texts import PreparedModel, columns
 from howsmooth.paper.plotting import Curve, Panel, fitted
-from howsmooth.paper.prepared_model import PreparedModel, columns
 from howsmooth.study.exponents import QUARTER, Exponent
 from howsmooth.study.figures.style import COLOURS, literal, set_bar_ticks
 from howsmooth.study.text_formatting import readable

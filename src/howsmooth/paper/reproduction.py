@@ -9,18 +9,18 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from howsmooth.errors import ArgumentError, HowsmoothError, similar_name
-from howsmooth.paper.all_bounds import ALL_BOUNDS
-from howsmooth.paper.crossover import CROSSOVER
-from howsmooth.paper.figure import Figure, FigureContext, Finding, models_for
+from howsmooth.paper.all_bounds_against_measurements import ALL_BOUNDS
+from howsmooth.paper.appendix_c_5_gamma_r_squared import GAMMA_RADIUS
+from howsmooth.paper.appendix_c_7_quadratic_growth import QUADRATIC_GROWTH
+from howsmooth.paper.appendix_e_2_untrained_gpt2 import GPT2_GROWTH
+from howsmooth.paper.end_of_sqrt_n_growth import CROSSOVER
 from howsmooth.paper.figure_1 import FIGURE_1
-from howsmooth.paper.figure_options import FigureOptions
-from howsmooth.paper.gamma_radius import GAMMA_RADIUS
-from howsmooth.paper.gpt2_growth import GPT2_GROWTH
-from howsmooth.paper.page import PAGE, render, section
-from howsmooth.paper.quadratic_growth import QUADRATIC_GROWTH
+from howsmooth.paper.figure_dataclasses import Figure, FigureContext, Finding, models_for
+from howsmooth.paper.html_page import PAGE, render, section
+from howsmooth.paper.proposition_3_6_two_diracs import TWO_DIRAC
+from howsmooth.paper.reproduce_options import FigureOptions
 from howsmooth.paper.row_cache import writing
-from howsmooth.paper.two_dirac import TWO_DIRAC
-from howsmooth.paper.worst_inputs import WORST_INPUTS
+from howsmooth.paper.section_5_2_worst_inputs import WORST_INPUTS
 from howsmooth.study.environment import environment
 from howsmooth.study.file_writing import replace_file, write_table
 from howsmooth.study.progress_listener import SILENT, Listener

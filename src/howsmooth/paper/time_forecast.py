@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from howsmooth.errors import HowsmoothError
-from howsmooth.paper.figure import Figure, FigureContext, models_for
-from howsmooth.paper.figure_options import FigureOptions
+from howsmooth.paper.figure_dataclasses import Figure, FigureContext, models_for
+from howsmooth.paper.reproduce_options import FigureOptions
 from howsmooth.study.progress_listener import SILENT, Listener
 
 __all__ = ["FigureTime", "expected_times"]

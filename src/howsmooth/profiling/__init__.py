@@ -7,13 +7,13 @@ them), ``word_radii`` how far each token may move before a classifier may change
 finds which token moves which, for any map.
 """
 
-from howsmooth.profiling.depth import DepthProfile, depth_profile
-from howsmooth.profiling.influence import Influence, influence
+from howsmooth.profiling.expansion_by_depth import DepthProfile, depth_profile
 from howsmooth.profiling.kv_cache_quantisation import precision
 from howsmooth.profiling.kv_cache_quantisation_result import Precision
-from howsmooth.profiling.profile import profile
-from howsmooth.profiling.profile_result import Profile
-from howsmooth.profiling.word_radii import WordRadii, word_radii
+from howsmooth.profiling.lipschitz_profile import profile
+from howsmooth.profiling.lipschitz_profile_result import Profile
+from howsmooth.profiling.robust_word_radii import WordRadii, word_radii
+from howsmooth.profiling.token_influence import Influence, influence
 
 __all__ = [
     "DepthProfile",

@@ -16,7 +16,7 @@ from howsmooth.errors import ArgumentError
 from howsmooth.profiling.figures import draw_precision
 from howsmooth.profiling.quantised_forward_pass import simulated_kl
 from howsmooth.profiling.quantisers import checked_bits, checked_quantisers
-from howsmooth.profiling.result import Result
+from howsmooth.profiling.result_base_classes import Result
 from howsmooth.study.records import plain_rows
 
 __all__ = ["Precision"]

@@ -90,7 +90,7 @@ class GivenInputs:
         return str(computing_dtype(self.module)).removeprefix("torch.")
 
     def origin(self) -> dict[str, str]:
-        """Return the fields of a :class:`~howsmooth.profiling.result.Result` that name the model and the
+        """Return the fields of a :class:`~howsmooth.profiling.result_base_classes.Result` that name the model and the
         input.
         """
         model, module = self.model, self.module

@@ -26,7 +26,7 @@ from howsmooth.bounds.mean_field_lower_bounds import (
 )
 from howsmooth.measures import DiscreteMeasure, wasserstein_lipschitz
 from howsmooth.paper import plotting
-from howsmooth.paper.figure import Figure, FigureContext, Finding
+from howsmooth.paper.figure_dataclasses import Figure, FigureContext, Finding
 from howsmooth.paper.plotting import Curve, Panel
 from howsmooth.paper.row_cache import Key, Row
 from howsmooth.seeds import derive_seed

@@ -16,10 +16,10 @@ from howsmooth.lipschitz_estimate import LipschitzEstimate
 from howsmooth.models.captured_layer import Site
 from howsmooth.models.identification.layer_identification import VerifiedLayer
 from howsmooth.printed_table import PrintedTable
-from howsmooth.profiling.influence import Influence
-from howsmooth.profiling.influence import influence as influence_of
+from howsmooth.profiling.lipschitz_profile_result import Profile
 from howsmooth.profiling.model_input import Inputs, Layers, Model, given_inputs, layers_of, loaded_if_named
-from howsmooth.profiling.profile_result import Profile
+from howsmooth.profiling.token_influence import Influence
+from howsmooth.profiling.token_influence import influence as influence_of
 from howsmooth.seeds import derive_seed
 
 __all__ = ["SCOPES", "profile"]

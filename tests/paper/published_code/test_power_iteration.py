@@ -10,7 +10,7 @@ from torch import Tensor
 
 import howsmooth as hs
 from howsmooth.errors import ArgumentError
-from howsmooth.paper import published
+from howsmooth.paper import published_code as published
 from tests._cases import dense_jacobian, random_attention, tokens, true_norm
 from tests._tiny_models import tiny, token_ids
 

@@ -14,8 +14,8 @@ import numpy as np
 import pandas as pd
 
 from howsmooth.paper.exponent_text import power
+from howsmooth.paper.model_with_texts import PreparedModel, StudyRows
 from howsmooth.paper.plotting import fit_factor
-from howsmooth.paper.prepared_model import PreparedModel, StudyRows
 from howsmooth.study.exponents import LEVEL, QUARTER, Correlation, Exponent, fit_exponent, radius_correlation
 from howsmooth.study.records import CORRECTED, PUBLISHED
 from howsmooth.study.text_formatting import decimal, readable

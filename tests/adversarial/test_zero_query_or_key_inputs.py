@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 import howsmooth as hs
-from howsmooth.adversarial.short_tokens import short_tokens
+from howsmooth.adversarial.zero_query_or_key_inputs import short_tokens
 from howsmooth.attention import LayerNorm, RMSNorm, Rotary
 from howsmooth.bounds import any_scores_ball_upper_bound
 from tests._steepest import dense_norm

@@ -28,12 +28,12 @@ from howsmooth.bounds.attention_parameters import Head, parameters_of
 from howsmooth.errors import ArgumentError
 from howsmooth.paper import plotting
 from howsmooth.paper.exponent_text import between, exp
-from howsmooth.paper.figure import Figure, FigureContext, Finding
-from howsmooth.paper.figure_options import FigureOptions
+from howsmooth.paper.figure_dataclasses import Figure, FigureContext, Finding
+from howsmooth.paper.model_with_texts import Column, PreparedModel, bilinear, columns, usual_length
 from howsmooth.paper.plotting import Curve, Panel
-from howsmooth.paper.prepared_model import Column, PreparedModel, bilinear, columns, usual_length
+from howsmooth.paper.proposition_3_6_two_diracs import identity_head
+from howsmooth.paper.reproduce_options import FigureOptions
 from howsmooth.paper.row_cache import Key, Row
-from howsmooth.paper.two_dirac import identity_head
 from howsmooth.seeds import derive_seed
 from howsmooth.study.exponents import fit_exponent
 from howsmooth.study.figures.style import literal

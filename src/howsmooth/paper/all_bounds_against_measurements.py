@@ -17,10 +17,10 @@ from matplotlib.axes import Axes
 from howsmooth.bounds import norm_radius, table
 from howsmooth.paper import plotting
 from howsmooth.paper.exponent_text import exp
-from howsmooth.paper.figure import Figure, FigureContext, Finding
+from howsmooth.paper.figure_dataclasses import Figure, FigureContext, Finding
+from howsmooth.paper.model_with_texts import PreparedModel, columns
 from howsmooth.paper.plotting import Curve, Panel
-from howsmooth.paper.prepared_model import PreparedModel, columns
-from howsmooth.paper.published import c_3_as_coded
+from howsmooth.paper.published_code import c_3_as_coded
 from howsmooth.paper.row_cache import Row
 from howsmooth.study.figures.style import literal
 from howsmooth.study.measured_models import Subject

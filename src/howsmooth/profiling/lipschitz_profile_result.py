@@ -14,8 +14,8 @@ from matplotlib.figure import Figure
 
 from howsmooth.errors import ArgumentError
 from howsmooth.profiling.figures import draw_heatmap
-from howsmooth.profiling.influence import Influence
-from howsmooth.profiling.result import Result, in_interval
+from howsmooth.profiling.result_base_classes import Result, in_interval
+from howsmooth.profiling.token_influence import Influence
 from howsmooth.study.file_writing import text_or_file
 from howsmooth.study.html_assets import data_url, png
 from howsmooth.study.records import plain_rows

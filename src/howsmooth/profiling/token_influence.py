@@ -27,7 +27,7 @@ from howsmooth.lipschitz.token_wise import TokenWise, token_wise_lipschitz
 from howsmooth.lipschitz_estimate import Method
 from howsmooth.profiling.figures import draw_influence
 from howsmooth.profiling.model_input import shown_progress
-from howsmooth.profiling.result import WritableTable
+from howsmooth.profiling.result_base_classes import WritableTable
 from howsmooth.study.html_assets import data_url, png
 from howsmooth.study.text_formatting import readable
 

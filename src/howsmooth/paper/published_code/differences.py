@@ -114,7 +114,7 @@ def items_that_apply(
     Parameters
     ----------
     layer
-        The result of :func:`~howsmooth.paper.published.capture_layers`.
+        The result of :func:`~howsmooth.paper.published_code.capture_layers`.
     asked
         Some of ``ITEMS``; None for all that apply.
     untrained

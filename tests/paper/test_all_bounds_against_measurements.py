@@ -14,10 +14,17 @@ import torch
 from howsmooth.bounds import diameter_upper_bound, norm_radius
 from howsmooth.errors import HowsmoothError
 from howsmooth.models import Site, capture
-from howsmooth.paper import all_bounds
-from howsmooth.paper.all_bounds import ALL_BOUNDS, AS_CODED, KINDS, bound_table, bound_words, display_name
-from howsmooth.paper.figure_options import FigureOptions
-from howsmooth.paper.published import c_3_as_coded
+from howsmooth.paper import all_bounds_against_measurements as all_bounds
+from howsmooth.paper.all_bounds_against_measurements import (
+    ALL_BOUNDS,
+    AS_CODED,
+    KINDS,
+    bound_table,
+    bound_words,
+    display_name,
+)
+from howsmooth.paper.published_code import c_3_as_coded
+from howsmooth.paper.reproduce_options import FigureOptions
 from howsmooth.study.measurement_run import run
 from howsmooth.study.plans import ModelSpec, Plan
 from howsmooth.study.ranges import Ranges

@@ -14,8 +14,8 @@ from typing import Any, TypeVar
 import pandas as pd
 from matplotlib import rc_context
 
-from howsmooth.paper.figure_options import FigureOptions
 from howsmooth.paper.plotting import PAPER, Picture
+from howsmooth.paper.reproduce_options import FigureOptions
 from howsmooth.paper.row_cache import Key, Row, kept_rows
 from howsmooth.study.measured_models import Models
 from howsmooth.study.plans import Plan

@@ -24,7 +24,7 @@ from howsmooth.errors import ArgumentError
 from howsmooth.printed_table import PrintedTable
 from howsmooth.profiling.figures import draw_radii
 from howsmooth.profiling.model_input import Inputs, Model, given_inputs, loaded_if_named, shown_progress
-from howsmooth.profiling.result import Result
+from howsmooth.profiling.result_base_classes import Result
 from howsmooth.roundoff import limit_in_digits
 from howsmooth.study.records import plain_rows
 from howsmooth.study.report.chart_data import visible_token

@@ -14,7 +14,7 @@ from typing import Any, cast
 from torch import Tensor
 
 from howsmooth.errors import ArgumentError, NonFiniteError
-from howsmooth.paper.published import PublishedLayer, capture_layers, items_that_apply, measure_layer
+from howsmooth.paper.published_code import PublishedLayer, capture_layers, items_that_apply, measure_layer
 from howsmooth.seeds import derive_seed
 from howsmooth.study.datasets import TextFeed
 from howsmooth.study.measured_models import Subject
@@ -111,7 +111,7 @@ class PublishedTask(SequenceTask):
 def published_left(items: Sequence[str] | None) -> Callable[[OpenStudy], Work]:
     """Return a function that lists the values of the published code that a study still lacks.
 
-    ``items`` are some of ``howsmooth.paper.published.ITEMS``; None for all that apply to each model.
+    ``items`` are some of ``howsmooth.paper.published_code.ITEMS``; None for all that apply to each model.
     """
 
     def left(study: OpenStudy) -> Work:

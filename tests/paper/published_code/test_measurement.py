@@ -9,7 +9,7 @@ import torch
 
 import howsmooth as hs
 from howsmooth.errors import ArgumentError
-from howsmooth.paper import published
+from howsmooth.paper import published_code as published
 from howsmooth.study.plans import Plan
 from tests._cases import dense_jacobian
 from tests._tiny_models import sublayer, tiny, token_ids

@@ -20,9 +20,9 @@ from howsmooth.bounds.attention_parameters import Head, parameters_of
 from howsmooth.bounds.worst_case_tokens import real_eigenpairs
 from howsmooth.paper import plotting
 from howsmooth.paper.exponent_text import between
-from howsmooth.paper.figure import Figure, FigureContext, Finding
+from howsmooth.paper.figure_dataclasses import Figure, FigureContext, Finding
+from howsmooth.paper.model_with_texts import MODELS, PreparedModel, bilinear, usual_length
 from howsmooth.paper.plotting import Curve, Panel
-from howsmooth.paper.prepared_model import MODELS, PreparedModel, bilinear, usual_length
 from howsmooth.paper.row_cache import Row
 from howsmooth.study.figures.style import literal
 from howsmooth.study.measured_models import Subject

@@ -22,7 +22,7 @@ from howsmooth.models.whole_model_capture import ModelParts
 from howsmooth.printed_table import PrintedTable
 from howsmooth.profiling.figures import draw_depth
 from howsmooth.profiling.model_input import Inputs, Model, given_inputs, loaded_if_named, shown_progress
-from howsmooth.profiling.result import Result, in_interval
+from howsmooth.profiling.result_base_classes import Result, in_interval
 from howsmooth.scopes import OUTPUTS
 from howsmooth.seeds import derive_seed
 from howsmooth.study.records import plain_rows

@@ -15,9 +15,9 @@ import pytest
 
 from howsmooth.cli import main
 from howsmooth.errors import ArgumentError, CaptureError
-from howsmooth.paper.published import ITEMS
-from howsmooth.paper.published import constants_task as published_task
-from howsmooth.paper.published.constants_task import published_left
+from howsmooth.paper.published_code import ITEMS
+from howsmooth.paper.published_code import constants_task as published_task
+from howsmooth.paper.published_code.constants_task import published_left
 from howsmooth.study.exponents import compare
 from howsmooth.study.plans import ModelSpec
 from howsmooth.study.records import PublishedValue, quantities

@@ -22,9 +22,8 @@ from howsmooth.bounds.worst_case_tokens import real_eigenpairs
 from howsmooth.errors import ArgumentError
 from howsmooth.paper import plotting
 from howsmooth.paper.exponent_text import between, exp, power, power_label
-from howsmooth.paper.figure import Figure, FigureContext, Finding
-from howsmooth.paper.plotting import Curve, Panel
-from howsmooth.paper.prepared_model import (
+from howsmooth.paper.figure_dataclasses import Figure, FigureContext, Finding
+from howsmooth.paper.model_with_texts import (
     Column,
     PreparedModel,
     attention_of,
@@ -33,7 +32,8 @@ from howsmooth.paper.prepared_model import (
     other_scores,
     usual_length,
 )
-from howsmooth.paper.published import has_fused_weight, power_iteration, wrong_slices
+from howsmooth.paper.plotting import Curve, Panel
+from howsmooth.paper.published_code import has_fused_weight, power_iteration, wrong_slices
 from howsmooth.paper.row_cache import Key, Row
 from howsmooth.seeds import derive_seed
 from howsmooth.study.exponents import Exponent, fit_exponent

@@ -14,8 +14,8 @@ import torch
 
 from howsmooth.attention import SelfAttention
 from howsmooth.errors import ArgumentError
-from howsmooth.paper import worst_inputs
-from howsmooth.paper.worst_inputs import WORST_INPUTS, side_by_side
+from howsmooth.paper import section_5_2_worst_inputs as worst_inputs
+from howsmooth.paper.section_5_2_worst_inputs import WORST_INPUTS, side_by_side
 from howsmooth.study.ranges import Ranges
 from howsmooth.study.records import Measurement
 from howsmooth.study.store import Store

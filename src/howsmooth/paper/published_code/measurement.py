@@ -12,9 +12,9 @@ from torch import Tensor, nn
 from howsmooth.errors import ArgumentError
 from howsmooth.lipschitz import local_lipschitz
 from howsmooth.models import LoadedModel
-from howsmooth.paper.published.differences import PublishedLayer, capture_layers, items_that_apply
-from howsmooth.paper.published.maps import unmasked, with_dropout
-from howsmooth.paper.published.power_iteration import power_iteration
+from howsmooth.paper.published_code.altered_attention import unmasked, with_dropout
+from howsmooth.paper.published_code.differences import PublishedLayer, capture_layers, items_that_apply
+from howsmooth.paper.published_code.power_iteration import power_iteration
 
 __all__ = ["AsPublished", "measure_as_published", "measure_layer"]
 
@@ -105,7 +105,7 @@ def measure_layer(
 ) -> AsPublished:
     """Measure a layer as the published code does, with some or all of its differences (items).
 
-    ``layer`` comes from :func:`~howsmooth.paper.published.capture_layers`, and the ``items`` apply to it. The
+    ``layer`` comes from :func:`~howsmooth.paper.published_code.capture_layers`, and the ``items`` apply to it. The
     seeds are one for each sequence. The last arguments are those of :func:`howsmooth.local_lipschitz`.
     """
     chosen = items_that_apply(layer, items)

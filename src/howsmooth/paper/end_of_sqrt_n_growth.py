@@ -23,10 +23,10 @@ from howsmooth.bounds import (
 )
 from howsmooth.measures import wasserstein_lipschitz
 from howsmooth.paper import plotting
-from howsmooth.paper.figure import Figure, FigureContext, Finding
+from howsmooth.paper.figure_dataclasses import Figure, FigureContext, Finding
 from howsmooth.paper.plotting import Curve, Panel
+from howsmooth.paper.proposition_3_6_two_diracs import RTOL, describe, identity_head, two_diracs
 from howsmooth.paper.row_cache import Key, Row
-from howsmooth.paper.two_dirac import RTOL, describe, identity_head, two_diracs
 from howsmooth.seeds import derive_seed
 from howsmooth.study.exponents import fit_exponent
 from howsmooth.study.text_formatting import decimal

@@ -5,14 +5,7 @@ the published measurement and ‖D_X f‖, implemented from a description of the
 the library uses these items. The documentation page "As published" shows with numbers what each item changes.
 """
 
-from howsmooth.paper.published.differences import (
-    ITEMS,
-    PublishedLayer,
-    capture_layers,
-    items_that_apply,
-    parse_items,
-)
-from howsmooth.paper.published.maps import (
+from howsmooth.paper.published_code.altered_attention import (
     DropoutAttention,
     c_3_as_coded,
     has_fused_weight,
@@ -20,8 +13,15 @@ from howsmooth.paper.published.maps import (
     with_dropout,
     wrong_slices,
 )
-from howsmooth.paper.published.measure import AsPublished, measure_as_published, measure_layer
-from howsmooth.paper.published.power_iteration import PowerIteration, power_iteration
+from howsmooth.paper.published_code.differences import (
+    ITEMS,
+    PublishedLayer,
+    capture_layers,
+    items_that_apply,
+    parse_items,
+)
+from howsmooth.paper.published_code.measurement import AsPublished, measure_as_published, measure_layer
+from howsmooth.paper.published_code.power_iteration import PowerIteration, power_iteration
 
 __all__ = [
     "ITEMS",

@@ -17,7 +17,7 @@ from howsmooth.study.ranges import Ranges
 
 if TYPE_CHECKING:
     from howsmooth.models import LoadedModel
-    from howsmooth.profiling.result import Result
+    from howsmooth.profiling.result_base_classes import Result
 
 __all__ = ["OneInputPlan", "Step", "find_and_show", "say_files"]
 

@@ -13,8 +13,8 @@ from torch import Tensor
 from howsmooth import texts
 from howsmooth.attention import SelfAttention
 from howsmooth.errors import ArgumentError, ModelError
-from howsmooth.paper.figure import FigureContext
-from howsmooth.paper.published.constants_task import published_left
+from howsmooth.paper.figure_dataclasses import FigureContext
+from howsmooth.paper.published_code.constants_task import published_left
 from howsmooth.paper.row_cache import Key
 from howsmooth.study.measured_models import (
     Subject,

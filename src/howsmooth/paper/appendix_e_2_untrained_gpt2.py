@@ -15,10 +15,10 @@ import pandas as pd
 from howsmooth.errors import CaptureError
 from howsmooth.paper import plotting
 from howsmooth.paper.exponent_text import power_label
-from howsmooth.paper.figure import Figure, FigureContext, Finding
-from howsmooth.paper.growth import Growth, growths
+from howsmooth.paper.figure_dataclasses import Figure, FigureContext, Finding
+from howsmooth.paper.growth_with_length import Growth, growths
+from howsmooth.paper.model_with_texts import PreparedModel, loaded
 from howsmooth.paper.plotting import Curve, Panel, fitted
-from howsmooth.paper.prepared_model import PreparedModel, loaded
 from howsmooth.paper.row_cache import Row
 from howsmooth.study.figures.style import literal
 from howsmooth.study.measured_models import Subject, layer_and_head_counts
