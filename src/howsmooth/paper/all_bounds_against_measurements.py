@@ -1,4 +1,6 @@
-"""Compare all bounds of the paper and of this library with measurements, at real tokens of each model."""
+"""Compute all bounds of the paper and of this library at real tokens of each model, and compare the bounds
+with the measured constants.
+"""
 
 from __future__ import annotations
 
@@ -106,11 +108,12 @@ _SCOPES = {"head": "one head", "attention": "all heads and the output projection
 
 
 def measure(context: FigureContext) -> pd.DataFrame:
-    """Compute all bounds on each layer at real sequences, and measure the constants there.
+    """Compute all bounds on each layer at sequences of real text, and measure the local Lipschitz constants
+    at these sequences.
 
-    There is one row for each bound, sequence and head. ``kind`` is a key of :data:`KINDS`. ``log_ratio`` is
-    the logarithm of bound / measured constant. The formula of the published code is included only if the
-    options ask for it.
+    The table has one row for each bound, sequence and head. The column ``kind`` is a key of :data:`KINDS`.
+    The column ``log_ratio`` is the logarithm of bound / measured constant. The formula of the published code
+    is included only if the options ask for it.
     """
     layers, found = columns(context), list[Row]()
     chosen = {"lengths": context.options.lengths or _LENGTHS, "samples": 1, "scopes": tuple(_SCOPES)}
@@ -140,7 +143,9 @@ def measure(context: FigureContext) -> pd.DataFrame:
 
 
 def _rows(here: PreparedModel, subject: Subject, tokens: torch.Tensor, scope: str) -> list[Row]:
-    """Compute all bounds on a layer's heads, or on all together, at a sequence, and measure the constants."""
+    """Compute all bounds at the tokens of one sequence, and measure the constants; either for each head of a
+    layer, or for the whole attention.
+    """
     rows: list[Row] = []
     for site in here.sites(subject, tokens, scope):
         x = site.x[0].detach().cpu()
@@ -171,13 +176,17 @@ def _rows(here: PreparedModel, subject: Subject, tokens: torch.Tensor, scope: st
 
 
 def _logs(values: pd.Series) -> pd.Series:
-    """Return the natural logarithms of a column; zero gives −inf without NumPy's warning."""
+    """Return the natural logarithms of a column of numbers; the logarithm of zero is −inf, without
+    a warning.
+    """
     numbers = values.to_numpy(dtype=float)
     return pd.Series(np.log(numbers, where=numbers > 0, out=np.full(len(numbers), -math.inf)), values.index)
 
 
 def show(rows: pd.DataFrame, folder: Path) -> Finding:
-    """Draw the ratio of each bound to the constant for heads and whole attentions, and name the tightest."""
+    """Draw the ratio of each bound to the measured constant, for single heads and for whole attention layers,
+    and say which bounds are tightest.
+    """
     pictures = [
         _picture(part, folder, str(scope))
         for scope, part in rows.groupby("scope", sort=False)
@@ -193,7 +202,9 @@ def show(rows: pd.DataFrame, folder: Path) -> Finding:
 
 
 def display_name(name: str) -> str:
-    """Turn the name of a bound's function into a readable name, such as "Theorem C.3, sharp"."""
+    """Return a readable name of a bound, such as "Theorem C.3, sharp", given the name of its
+    Python function.
+    """
     found = re.search(r"(theorem|lemma|proposition)_([^_]+)_([^_]+)_?(.*)", name)
     if name in _SPOKEN or not found:
         return _SPOKEN.get(name, name.replace("_", " "))
@@ -202,7 +213,9 @@ def display_name(name: str) -> str:
 
 
 def _picture(rows: pd.DataFrame, folder: Path, scope: str) -> plotting.Picture:
-    """Draw the ratios to the constant as dots, one row for each bound, by its kind and median ratio."""
+    """Draw one row of dots for each bound: the ratios of the bound to the measured constants. The rows are
+    sorted by the kind of the bound and by the median ratio.
+    """
     drawn = rows[(rows["holds"] | (rows["name"] == AS_CODED)) & np.isfinite(rows["log_ratio"])]
     drawn = drawn.assign(decades=drawn["log_ratio"] / math.log(10))
     middle = drawn.groupby(["kind", "name"])["decades"].median().sort_values(kind="stable")
@@ -243,7 +256,9 @@ def _picture(rows: pd.DataFrame, folder: Path, scope: str) -> plotting.Picture:
 
 
 def _name_lines(axis: Axes, names: list[str]) -> None:
-    """Label each row of dots with the name of its bound, kinds in bold; draw a line at the ratio one."""
+    """Label each row of dots with the name of its bound, print the kinds of bounds in bold, and draw a
+    vertical line at the ratio one.
+    """
     axis.axvline(0.0, color="black", linewidth=0.8, zorder=1)
     axis.set_yticks(range(len(names)), names)
     for label, words in zip(axis.get_yticklabels(), names, strict=True):
@@ -254,7 +269,8 @@ def _name_lines(axis: Axes, names: list[str]) -> None:
 
 
 def bound_table(rows: pd.DataFrame) -> pd.DataFrame:
-    """Tabulate the ratios of bounds to measured constants, and how often their hypotheses hold.
+    """Tabulate the ratios of the bounds to the measured constants, and in how many cases the hypotheses of
+    each bound hold.
 
     There is one row for each layer, scope and bound, ordered by layer, then by kind, then by median ratio.
     """
@@ -282,7 +298,9 @@ def bound_table(rows: pd.DataFrame) -> pd.DataFrame:
 
 
 def bound_words(rows: pd.DataFrame) -> list[str]:
-    """Return sentences on whether any bound is violated, and on the tightest bounds of each layer."""
+    """Return sentences that say whether a bound is violated, and which bounds are the tightest in
+    each layer.
+    """
     uppers = rows[rows["holds"] & (rows["side"] == "upper")]
     lowers = rows[rows["holds"] & (rows["kind"] == "local lower")]
     violated = int((uppers["log_value"] < _logs(uppers["lower"]) - _ROUNDING).sum())
@@ -310,7 +328,9 @@ def bound_words(rows: pd.DataFrame) -> list[str]:
 
 
 def _inapplicable(rows: pd.DataFrame) -> list[str]:
-    """Return the names of the bounds whose hypotheses fail in all cases, with these hypotheses."""
+    """Return the names of the bounds that never apply because a hypothesis fails, each with this
+    hypothesis.
+    """
     found = []
     for (name, side), part in rows.groupby(["name", "side"], sort=True):
         if not part["holds"].any():

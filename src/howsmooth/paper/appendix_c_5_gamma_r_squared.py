@@ -1,7 +1,9 @@
-"""Appendix C.5: measure for every head up to which number of tokens its constant can grow like √n.
+"""Appendix C.5: compute, for each head of a model, the number γR² that limits the growth of the constant like
+√n.
 
-This number is about e^(2γR²). R is the norm of the head's tokens. γ is max(−γ_min, γ_max/8) for the smallest
-and the largest real eigenvalue of the matrix A of the head's scores ⟨A x_i + b, x_j⟩.
+The constant can grow like √n up to about n = e^(2γR²) tokens. R is the norm of the tokens that the head
+receives. The scores of the head are ⟨A x_i + b, x_j⟩, and γ is max(−γ_min, γ_max/8), where γ_min and γ_max
+are the smallest and the largest real eigenvalue of A.
 """
 
 from __future__ import annotations
@@ -52,9 +54,10 @@ _NAMES = {
 
 
 def measure(context: FigureContext) -> pd.DataFrame:
-    """Measure the eigenvalues of each head's score matrix and the norms of its tokens, one row for a head.
+    """Compute the eigenvalues of the score matrix of each head, and the norms of the tokens that the head
+    receives.
 
-    There are rows for each model, text, length and layer.
+    The table has one row for each model, text, length, layer and head.
     """
     options = context.options
     specs = options.models or MODELS
@@ -76,7 +79,7 @@ def measure(context: FigureContext) -> pd.DataFrame:
 
 
 def _rows(here: PreparedModel, subject: Subject, tokens: torch.Tensor) -> list[Row]:
-    """Return the eigenvalues of each head's score matrix, and the norms of the tokens it receives."""
+    """Return one row for each head, with the eigenvalues of its score matrix and the norms of its tokens."""
     rows: list[Row] = []
     for site in here.sites(subject, tokens):
         radius = site.radius_mean.numpy()
@@ -92,7 +95,9 @@ def _rows(here: PreparedModel, subject: Subject, tokens: torch.Tensor) -> list[R
 
 
 def _gamma(head: Head) -> Row:
-    """Return the extreme real eigenvalues of a head's score matrix A, and γ; None if there are none."""
+    """Return γ and the smallest and largest real eigenvalue of the score matrix A of a head; all are None if
+    A has no real eigenvalue.
+    """
     values = [value for value, _ in real_eigenpairs(head)]
     if not values:
         return dict.fromkeys(("gamma_min", "gamma_max", "gamma"))
@@ -100,7 +105,8 @@ def _gamma(head: Head) -> Row:
 
 
 def over_texts(rows: pd.DataFrame) -> pd.DataFrame:
-    """Compute γR² for each head: γ from its score matrix, R the root mean square norm of its tokens.
+    """Compute γR² for each head, where R is the root mean square norm of the head's tokens over all texts and
+    lengths.
 
     Parameters
     ----------
@@ -137,7 +143,7 @@ def over_texts(rows: pd.DataFrame) -> pd.DataFrame:
 
 
 def show(rows: pd.DataFrame, folder: Path) -> Finding:
-    """Draw γR² of each head, up to three models in a picture, and describe how large it is."""
+    """Draw γR² of each head, with at most three models in a picture, and say how large it is."""
     table = over_texts(rows)
     families = [part for _, part in table.groupby("model", sort=False)]
     pictures = [
@@ -188,7 +194,9 @@ def _panel(rows: pd.DataFrame, scale: str) -> Panel:
 
 
 def result_sentences(rows: pd.DataFrame) -> str:
-    """Return sentences on γR² in one model, whose rows :func:`over_texts` returned."""
+    """Return sentences on the values of γR² in one model, given the rows of this model from
+    :func:`over_texts`.
+    """
     name = readable(str(rows["model"].iloc[0]))
     there = rows[rows["strength"].notna()]
     if there.empty:

@@ -1,4 +1,6 @@
-"""Appendix C.7: measure the constant of attention at tokens where it grows like the squared radius."""
+"""Appendix C.7: measure the constant of attention at tokens where the constant grows like the squared radius
+R².
+"""
 
 from __future__ import annotations
 
@@ -66,24 +68,28 @@ _RTOL = 1e-6
 
 @dataclass(frozen=True, eq=False)
 class Balanced:
-    """The tokens of Appendix C.7 for one head: pairs ±Ru along a direction u for a radius R, then zeros.
+    """The tokens of Appendix C.7 for one head: pairs of the tokens Ru and −Ru, and one or two zero tokens.
 
-    There is one zero, or two if the number of tokens is even. The last token is zero. Its attention weights
-    are equal with or without a causal mask, and for every query bias, because u is orthogonal to the bias.
+    u is a unit vector and R the radius. There are two zero tokens if the number of tokens is even, and one
+    otherwise. The last token is zero. Its attention weights are equal, with or without a causal mask and for
+    every query bias, because u is orthogonal to the bias.
     """
 
     head: Head
     u: Float64[Tensor, " d"]
 
     def tokens(self, n: int, radius: float) -> Float64[Tensor, "n d"]:
-        """Return n tokens of shape (n, d): opposite pairs of norm ``radius``, then one zero, or two."""
+        """Return n tokens of shape (n, d): pairs of opposite tokens of norm ``radius``, and then one or two
+        zero tokens.
+        """
         pairs = (n - 1) // 2
         signs = torch.zeros(n, dtype=torch.float64)
         signs[: 2 * pairs : 2], signs[1 : 2 * pairs : 2] = 1.0, -1.0
         return radius * signs[:, None] * self.u
 
     def formula(self, n: int, radius: float) -> float:
-        """Compute a lower bound on ‖D_X f‖: the norm of the last token's block of the Jacobian.
+        """Compute a lower bound on ‖D_X f‖: the norm of the block of the Jacobian that belongs to the last
+        token.
 
         The norm is ‖V(I/n + (m/n)R² u(Aᵀu)ᵀ)‖, where m of the n tokens are ±Ru. For A = γI, V = I and odd n
         it is 1/n + γR²(n−1)/n.
@@ -95,11 +101,12 @@ class Balanced:
 
 
 def balanced(head: Head) -> Balanced:
-    """Choose the direction u for which a head's constant at the tokens of Appendix C.7 should be large.
+    """Choose the direction u of the tokens of Appendix C.7 so that the constant of a head is large at these
+    tokens.
 
-    The candidates are two left singular vectors of the head's score matrix A and two right singular vectors
-    of its value matrix V, without their part along the query bias. The candidate u with the largest
-    ‖Vu‖ ‖Aᵀu‖ is taken.
+    The candidates for u are two left singular vectors of the head's score matrix A and two right singular
+    vectors of its value matrix V; their component along the query bias is removed. The candidate with the
+    largest ‖Vu‖ ‖Aᵀu‖ is chosen.
 
     Raises
     ------
@@ -124,9 +131,11 @@ def balanced(head: Head) -> Balanced:
 
 
 def measure(context: FigureContext) -> pd.DataFrame:
-    """Measure the constants of heads at the tokens of Appendix C.7, one row for each length and radius.
+    """Measure the constants of heads at the tokens of Appendix C.7, and return one row for each head, length
+    and radius.
 
-    The head with A = V = I is measured at every length, and all heads of each layer at the longest length.
+    The head with A = V = I is measured at every length, and the heads of the models' layers at the longest
+    length.
     """
     lengths, found = _lengths(context.options), columns(context)
     # Heads take more time the wider they are; only shares matter.
@@ -142,7 +151,9 @@ def measure(context: FigureContext) -> pd.DataFrame:
 
 
 def _lengths(options: FigureOptions) -> list[int]:
-    """Return at most four of the requested lengths >= 3, evenly spaced in their sorted list."""
+    """Return at most four of the requested lengths that are 3 or more, spread evenly over the sorted list of
+    lengths.
+    """
     asked = sorted(options.lengths or _LENGTHS)
     there = [n for n in asked if n >= 3]
     if not there:
@@ -154,7 +165,7 @@ def _lengths(options: FigureOptions) -> list[int]:
 
 
 def _of_column(column: Column, context: FigureContext, n: int) -> list[Row]:
-    """Measure every head of a layer at n tokens of Appendix C.7, at several radii; return the rows."""
+    """Measure every head of one layer at n tokens of Appendix C.7 with several radii, and return the rows."""
     many = {"lengths": (usual_length(context, column.spec),), "samples": context.options.samples or _SAMPLES}
     here = PreparedModel(context, column.spec, layers=column.layers, **many)
     sites = [
@@ -182,7 +193,9 @@ def _of_column(column: Column, context: FigureContext, n: int) -> list[Row]:
 
 
 def _rows(f: SelfAttention, key: Key, real: float | None) -> Iterator[Row]:
-    """Yield a head's constant and bounds at the tokens of Appendix C.7, one row for each radius R."""
+    """Yield the constant of a head at the tokens of Appendix C.7 and bounds on it, as one row for each radius
+    R.
+    """
     parameters = parameters_of(f)
     head = parameters.one_head("quadratic growth")
     tokens, n = balanced(head), int(key["n"] or 0)
@@ -208,7 +221,7 @@ def _rows(f: SelfAttention, key: Key, real: float | None) -> Iterator[Row]:
 
 
 def show(rows: pd.DataFrame, folder: Path) -> Finding:
-    """Draw the constants of each layer's heads against R, fit their powers of R, and describe the results."""
+    """Draw the constants of the heads of each layer against R, fit powers of R, and describe the results."""
     table = exponents_in_radius(rows)
     parts, panels, seen = [], [], []
     for (model, layer), part in rows.groupby(["model", "layer"], sort=False):
@@ -225,10 +238,11 @@ def show(rows: pd.DataFrame, folder: Path) -> Finding:
 
 
 def exponents_in_radius(rows: pd.DataFrame) -> pd.DataFrame:
-    """Fit a power of the radius R to the constants of every head, where ‖A‖R² is at least :data:`FAR`.
+    """Fit a power of the radius R to the constants of each head, at those radii where ‖A‖R² is at least
+    :data:`FAR`.
 
-    Rows at the radius of real tokens (``real``) are not fitted. The table has the columns ``model, layer,
-    head, n, exponent, low, high, points``.
+    Rows in which the radius is the norm of real tokens (column ``real``) are left out of the fit. The table
+    has the columns ``model, layer, head, n, exponent, low, high, points``.
     """
     names = ["model", "layer", "head", "n"]
     found = []
@@ -273,7 +287,9 @@ def _heads_panel(rows: pd.DataFrame, title: str) -> Panel:
 
 
 def _span(fits: pd.DataFrame, form: str = "{}") -> str:
-    """Format the range of fitted exponents: "1.97 to 2.01", one number if all are equal, or nothing."""
+    """Return the range of the fitted exponents as text, such as "1.97 to 2.01"; one number if all exponents
+    are equal, and empty text if there are none.
+    """
     ends = [] if fits.empty else [decimal(fits["exponent"].min(), 2), decimal(fits["exponent"].max(), 2)]
     return " to ".join(form.format(end) for end in dict.fromkeys(ends))
 

@@ -1,4 +1,4 @@
-"""Appendix E.2: measure the constants of an untrained GPT-2 of full size, and the norms of its tokens."""
+"""Appendix E.2: measure the constants of the layers of an untrained GPT-2, and the norms of the tokens."""
 
 from __future__ import annotations
 
@@ -38,9 +38,10 @@ _MEASURED, _NORMS = 9.0, 1.0
 
 
 def measure(context: FigureContext) -> list[tuple[list[Growth], str]]:
-    """Measure the constants of each model's layers, and the norms of the tokens that enter these layers.
+    """Measure the constants of the layers of each model, and the norms of the tokens that enter these layers.
 
-    For each model there are its layers on its texts, and the reason if norms of entering tokens are missing.
+    Return a pair for each model: the measurements of its layers on its texts, and the reason why the norms of
+    the entering tokens are missing. The reason is empty if they are not missing.
     """
     found = []
     for spec, part in context.each(context.options.models or _MODELS):
@@ -64,7 +65,7 @@ def measure(context: FigureContext) -> list[tuple[list[Growth], str]]:
 
 
 def _layers(context: FigureContext, spec: ModelSpec) -> Ranges:
-    """Return the first, the middle and the last layer of a model."""
+    """Return the indices of the first, the middle and the last layer of a model."""
     count, _ = layer_and_head_counts(loaded(context, spec), spec.label)
     return Ranges.parse(f"0,{count // 2},{count - 1}", "layers")
 
@@ -72,7 +73,9 @@ def _layers(context: FigureContext, spec: ModelSpec) -> Ranges:
 def _norms(
     here: PreparedModel, held: dict[str, Sequences], context: FigureContext
 ) -> tuple[pd.DataFrame, str]:
-    """Return a table of the norms of the tokens that enter each layer, or why they cannot be captured."""
+    """Return a table of the norms of the tokens that enter each layer, and the reason if these tokens cannot
+    be captured.
+    """
     rows, reason = [], ""
     for subject in here.subjects:
         context.say(f"{subject.model.label}, {subject.text.name}")
@@ -92,7 +95,7 @@ def _norms(
 
 
 def _entering(here: PreparedModel, subject: Subject, held: Sequences) -> list[Row]:
-    """Return the norms of the tokens that enter each layer, before its norm layer."""
+    """Return the norms of the tokens that enter each layer, measured before the norm layer of the layer."""
     return [
         {"layer": site.layer, "n": n, "sample": sample, "radius": radius}
         for n, tokens in here.sequences(subject, held)
@@ -102,7 +105,9 @@ def _entering(here: PreparedModel, subject: Subject, held: Sequences) -> list[Ro
 
 
 def show(models: list[tuple[list[Growth], str]], folder: Path) -> Finding:
-    """Draw constants and token norms against n, four layers in a picture, and describe the results."""
+    """Draw the constants and the token norms against n, with at most four layers in a picture, and describe
+    the results.
+    """
     pictures, seen = [], list[str]()
     for series, reason in models:
         layers = [list(own) for _, own in groupby(series, key=attrgetter("layer"))]
@@ -124,7 +129,7 @@ def _picture(layers: Sequence[list[Growth]], folder: Path) -> plotting.Picture:
 
 
 def _constants(series: Sequence[Growth]) -> Panel:
-    """Return the panel of a layer's constants against n, with a colour for each text."""
+    """Return a panel with the constants of one layer against n; each text has a colour."""
     curves, titles = [], [f"layer {series[0].layer}"]
     for each, (colour, mark) in zip(series, cycle(plotting.LOOKS), strict=False):
         rows, theirs, text = each.rows, each.published, _short(each.text)
@@ -140,7 +145,7 @@ def _constants(series: Sequence[Growth]) -> Panel:
 
 
 def _radii(series: Sequence[Growth]) -> Panel:
-    """Return the panel of the norms of a layer's tokens against n, with a colour for each text."""
+    """Return a panel with the norms of the tokens of one layer against n; each text has a colour."""
     curves, titles = [], []
     for each, (colour, mark) in zip(series, cycle(plotting.LOOKS), strict=False):
         curves.append(Curve(each.rows["n"], each.rows["radius_mean"], "", colour, mark))

@@ -1,6 +1,6 @@
-"""Show up to which number n of tokens the Lipschitz constant grows like √n.
+"""Show up to which number n of tokens the Lipschitz constant of attention grows like √n.
 
-The constant is measured at two Diracs of weights 1/n and 1 − 1/n.
+The constant is measured at measures of two Dirac masses with the weights 1/n and 1 − 1/n.
 """
 
 from __future__ import annotations
@@ -45,7 +45,9 @@ _DECADE = math.log(10)
 
 
 def measure(context: FigureContext) -> pd.DataFrame:
-    """Measure the constant at two points of weights 1/n and 1 − 1/n, one row for each n and radius."""
+    """Measure the constant at two Dirac masses with the weights 1/n and 1 − 1/n, and return one row for each
+    n and each radius.
+    """
     rows = []
     for power, part in context.each(_POWERS):
         part.say(f"exp(2γR²) = 10^{power}")
@@ -81,7 +83,9 @@ def _row(key: Key, g: float, n: int) -> Row:
 
 
 def show(rows: pd.DataFrame, folder: Path) -> Finding:
-    """Draw the constant and its bounds against n, one panel for each radius, and describe where it ends."""
+    """Draw the constant and its bounds against n, with one panel for each radius, and say at which n the
+    growth ends.
+    """
     table = growth_ends(rows)
     top = 1.03 * float(rows[["log_theorem", "log_free"]].max().max()) / _DECADE
     panels = [_panel(part, top) for _, part in rows.groupby("power")]
@@ -92,12 +96,14 @@ def show(rows: pd.DataFrame, folder: Path) -> Finding:
 
 
 def growth_ends(rows: pd.DataFrame) -> pd.DataFrame:
-    """Tabulate how the constant grows with n, and at which n it is largest, one row for each γR².
+    """Tabulate how the constant grows with n, and at which n the constant is largest, with one row for each
+    value of γR².
 
-    ``exponent`` is the exponent in n below e^{2γR²}, and ``strength`` is γR². Logarithms to base ten are
-    ``expected`` (e^{2γR²}), ``at`` (the n with the largest constant), ``largest`` (that constant) and
-    ``last`` (the constant at the largest n). ``free`` is the ratio of the bound for every n to the largest
-    constant. ``rows`` are those of :func:`measure`.
+    The column ``strength`` is γR², and ``exponent`` is the exponent of n, fitted below n = e^{2γR²}. Four
+    columns are logarithms to base ten: ``expected`` of e^{2γR²}, ``at`` of the n with the largest constant,
+    ``largest`` of the largest constant, and ``last`` of the constant at the largest n. The column ``free`` is
+    the ratio of the bound that holds for every n to the largest constant. The argument ``rows`` is the table
+    that :func:`measure` returns.
     """
     found = []
     for _, part in rows.groupby("power", sort=True):
@@ -142,7 +148,7 @@ def _panel(rows: pd.DataFrame, top: float) -> Panel:
 
 
 def result_sentences(rows: pd.DataFrame, table: pd.DataFrame) -> list[str]:
-    """Return sentences on the n at which the constant is largest, and on violated bounds."""
+    """Return sentences that say at which n the constant is largest, and how many bounds are violated."""
     seen = []
     for row in table.to_dict("records"):
         power = f"grows like n to the power {decimal(row['exponent'], 3)} up to a hundredth of it, "

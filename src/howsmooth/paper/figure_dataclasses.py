@@ -1,6 +1,7 @@
-"""Define a figure (a measuring and a drawing function), the context it is measured in, and its findings.
+"""Define the dataclasses of a figure: ``Figure`` (how the figure is measured and drawn), ``FigureContext``
+(the options and models for the measurement), and ``Finding`` (its results).
 
-Each figure has its own module; :data:`howsmooth.paper.reproduction.FIGURES` lists them.
+Each figure has a module of its own; :data:`howsmooth.paper.reproduction.FIGURES` lists all figures.
 """
 
 from __future__ import annotations
@@ -28,13 +29,14 @@ _T = TypeVar("_T")
 
 @dataclass(frozen=True)
 class FigureContext:
-    """What a figure needs to measure: the user's options, its folder, the models, the progress listener.
+    """The data that a figure needs for its measurement: the options of the user, a folder, the models, and a
+    listener that is told the progress.
 
-    The folder keeps finished work, ``models`` the last model for the next figure, and ``command``, what the
-    user typed, is recorded with the measurements. The work in this context takes the share of the figure's
-    time from ``begin`` to ``end``. ``made`` says how the numbers were made, for the page: models, texts with
-    their digests, and settings, by name. All contexts of a figure share it, and measuring functions add to
-    it.
+    The measurements of the figure are kept in ``folder``. ``models`` keeps the last loaded model for the next
+    figure. ``command`` is the command that the user typed, and is recorded with the measurements. ``begin``
+    and ``end`` say which share of the figure's running time the work in this context takes. ``made`` says how
+    the numbers were made, for the HTML page: the models, the texts with their hashes, and the settings. All
+    contexts of one figure share this dictionary, and the measuring functions add entries to it.
     """
 
     options: FigureOptions
@@ -47,29 +49,34 @@ class FigureContext:
     made: dict[str, str] = field(default_factory=dict)
 
     def say(self, words: str, share: float = 0.0) -> None:
-        """Report progress to the listener: the share of this work that is done, and a message."""
+        """Report a message to the progress listener, with the share of the work of this context
+        that is done.
+        """
         self.listener.advance(self.begin + share * (self.end - self.begin), 1.0, words)
 
     def parts(self, costs: Sequence[float]) -> list[FigureContext]:
-        """Return one context for each part of the work; the parts are measured one after another.
+        """Split the work of this context into consecutive parts, and return one context for each part.
 
-        Each part gets a share of the progress in proportion to its entry of ``costs``.
+        The time of a part is assumed to be proportional to its entry of ``costs``.
         """
         scale = (self.end - self.begin) / sum(costs)
         ends = [self.begin + scale * cost for cost in accumulate(costs, initial=0.0)]
         return [replace(self, begin=begin, end=end) for begin, end in pairwise(ends)]
 
     def each(self, items: Sequence[_T], costs: Sequence[float] = ()) -> Iterator[tuple[_T, FigureContext]]:
-        """Yield each item of work with the context that reports the progress of this item.
+        """Yield each of the given items together with a context that reports the progress of the work on this
+        item.
 
-        The items' shares of the progress are in proportion to ``costs``, or equal without costs.
+        The time of an item is assumed to be proportional to its entry of ``costs``; without costs, all items
+        are assumed to take the same time.
         """
         return zip(items, self.parts(costs or [1.0] * len(items)), strict=True)
 
     def rows(self, key: Key, measure: Callable[[], Iterable[Row]]) -> list[Row]:
-        """Measure rows once, and from then on read them from a file; add the key to each row.
+        """Return the rows that ``measure`` computes, with the entries of ``key`` added to each row; read the
+        rows from a cache file if an earlier call wrote them.
 
-        ``key`` holds all values on which the rows depend.
+        ``key`` contains all values on which the rows depend.
 
         Raises
         ------
@@ -81,15 +88,16 @@ class FigureContext:
 
 
 def models_for(options: FigureOptions) -> Models:
-    """Return the loader of models, which takes the seed, device and dtype from the options."""
+    """Return a loader of models that uses the seed, the device and the dtype of the given options."""
     return Models(Plan(seed=options.seed, device=options.device, dtype=options.dtype))
 
 
 @dataclass(frozen=True, eq=False)
 class Finding:
-    """The results that a figure shows: pictures, sentences, tables, and how the numbers were made.
+    """The results of a figure: pictures, sentences, tables, and how the numbers were made.
 
-    ``seen`` are sentences whose numbers come from the measurements. A table has a caption before it.
+    The sentences in ``seen`` describe the results; their numbers come from the measurements. Each table is a
+    pair of a caption and a DataFrame.
     """
 
     pictures: list[Picture]
@@ -100,18 +108,18 @@ class Finding:
 
 @dataclass(frozen=True)
 class Figure:
-    """A figure of the paper, or a table that belongs to it.
+    """A figure of the paper, or an additional figure or table of this library on a statement of the paper.
 
     Attributes
     ----------
     name, title, paper
         The name on the command line, such as ``figure-1``; the title; the place in the paper.
     about
-        A few sentences on what it shows, how it is measured, and how it is drawn.
+        A few sentences that say what the figure shows, how it is measured, and how it is drawn.
     measure
-        A function that measures what the folder of the context lacks, and returns what to show.
+        A function that measures what is not yet in the folder of the context, and returns the measurements.
     show
-        A function that draws the result of ``measure`` into a folder and describes it. It never measures.
+        A function that draws the measurements into a folder and describes them. It never measures.
 
     """
 
@@ -123,7 +131,8 @@ class Figure:
     show: Callable[[Any, Path], Finding]
 
     def make(self, context: FigureContext) -> Finding:
-        """Measure the figure, draw it in the style of the paper, and return its findings.
+        """Measure the figure, draw it in the style of the paper, and return its pictures, sentences and
+        tables.
 
         Raises
         ------

@@ -1,6 +1,6 @@
-"""Describe how the Lipschitz constant of a layer grows with the length of its input.
+"""Fit and describe how the local Lipschitz constant of a layer grows with the length of its input.
 
-The values of the paper's published code are kept beside the constants.
+The values that the published code of the paper computes at the same inputs are kept beside the constants.
 """
 
 from __future__ import annotations
@@ -27,12 +27,14 @@ _STEADY = 1.001
 
 @dataclass(frozen=True, eq=False)
 class Growth:
-    """The measured constants of a layer on a text, with the powers of n that were fitted to them.
+    """The measured constants of one layer on one text at several lengths n, and the powers of n that are
+    fitted to them.
 
-    ``rows`` are the measurements. ``published`` are the values of the published code at the same sequences,
-    with columns ``n``, ``lipschitz`` and ``ratio`` (to the corrected constant); empty if they were not asked
-    for. ``entering`` are the norms of the tokens that enter the layer, before its norm layer, with columns
-    ``n`` and ``radius``; empty if they could not be captured, and None if they were not asked for.
+    ``rows`` is the table of the measurements. ``published`` is a table of the published code's values at the
+    same sequences, with the columns ``n``, ``lipschitz`` and ``ratio`` (to the correct constant); the table
+    is empty if the values were not asked for. ``entering`` is a table of the norms of the tokens that enter
+    the layer, before its norm layer, with the columns ``n`` and ``radius``. It is empty if these tokens could
+    not be captured, and None if they were not asked for.
     """
 
     model: str
@@ -44,22 +46,22 @@ class Growth:
 
     @property
     def name(self) -> str:
-        """The model and the layer in words."""
+        """The name of the model and the index of the layer, as text."""
         return f"{readable(self.model)}, layer {self.layer}"
 
     @property
     def drawn(self) -> pd.DataFrame:
-        """The converged measurements with positive constants, which are drawn on log axes."""
+        """The measurements that converged to a positive constant, which can be drawn on logarithmic axes."""
         return self.rows[self.rows["converged"] & (self.rows["lipschitz"] > 0)]
 
     @cached_property
     def fit(self) -> Exponent:
-        """The power law c · n^slope fitted to the constants that converged."""
+        """The power law c · n^slope, fitted to the constants that converged."""
         return _fit(self.rows, self.rows["converged"])
 
     @cached_property
     def published_fit(self) -> Exponent:
-        """The power law c · n^slope fitted to the values of the published code that are not NaN."""
+        """The power law c · n^slope, fitted to those values of the published code that are not NaN."""
         return _fit(self.published, self.published["lipschitz"].notna())
 
     @cached_property
@@ -69,12 +71,16 @@ class Growth:
 
     @cached_property
     def entering_correlation(self) -> Correlation:
-        """The same correlation for the tokens that enter the layer; NaN if these were not measured."""
+        """The correlation of log n and log R, where R is the norm of the tokens that enter the layer; NaN if
+        these norms were not measured.
+        """
         rows = pd.DataFrame({"n": [], "radius": []}) if self.entering is None else self.entering
         return radius_correlation(rows["n"].to_numpy(), rows["radius"].to_numpy(), LEVEL)
 
     def columns(self) -> dict[str, Any]:
-        """Return the row of the figure's table for this layer and text, by column."""
+        """Return a row of the figure's table for this layer and text, as a dictionary from column names to
+        values.
+        """
         fit = self.fit
         row = {
             "model": self.model,
@@ -108,7 +114,9 @@ class Growth:
         return row
 
     def result_sentences(self) -> str:
-        """Return sentences on the exponent of n, the norms of the tokens, and the published code's values."""
+        """Return sentences on the fitted exponent of n, on the norms of the tokens, and on the published
+        code's values.
+        """
         fit, rows = self.fit, self.drawn
         words = f"{self.name}, on {readable(self.text)}: "
         if fit.note:
@@ -141,7 +149,9 @@ def _fit(rows: pd.DataFrame, usable: pd.Series) -> Exponent:
 
 
 def _norm_words(radius: pd.Series, found: Correlation) -> str:
-    """Return a phrase on the range of token norms, and on their correlation with the length."""
+    """Return a phrase that states the range of some token norms and their correlation with the sequence
+    length.
+    """
     low, high = float(radius.min()), float(radius.max())
     if high <= _STEADY * low:
         return f"is {radius.mean():.4g} for all, to within 0.1 %, so that it cannot make the constant grow"
@@ -155,7 +165,7 @@ def _norm_words(radius: pd.Series, found: Correlation) -> str:
 
 
 def growths(here: PreparedModel, studied: StudyRows) -> list[Growth]:
-    """Split the measurements of a study into one :class:`Growth` for each layer and text."""
+    """Split the table of measurements of a model into one :class:`Growth` for each layer and text."""
     found = []
     for layer in here.subjects[0].layers:
         for text in here.texts:
@@ -168,7 +178,7 @@ def growths(here: PreparedModel, studied: StudyRows) -> list[Growth]:
 
 
 def _beside_corrected(rows: pd.DataFrame) -> pd.DataFrame:
-    """Return the published code's values of a layer, and their ratios to the corrected constants."""
+    """Return the published code's values for a layer, each with its ratio to the correct constant."""
     right = rows[rows["quantity"] == CORRECTED].set_index(["n", "sample"])["lipschitz"]
     theirs = rows[rows["quantity"] == PUBLISHED].set_index(["n", "sample"])[["lipschitz"]]
     return theirs.assign(ratio=theirs["lipschitz"] / right).reset_index()

@@ -1,4 +1,7 @@
-"""Write the HTML page with all pictures, their results, and how they were made. Nothing here measures."""
+"""Write the HTML page that shows all figures, their results, and how the results were made.
+
+Nothing in this module measures.
+"""
 
 from __future__ import annotations
 
@@ -24,10 +27,12 @@ _MOST_ROWS = 300
 
 
 def render(sections: Sequence[tuple[Figure, str]], command: str, environment: Mapping[str, str]) -> str:
-    """Return the page of all figures as one HTML file, with links to PDF and CSV files beside it.
+    """Return the page of all figures as a single HTML file, which links to PDF and CSV files in the same
+    folder.
 
-    ``sections`` are pairs of a figure and its HTML from :func:`section`, in the order of the page;
-    ``command`` made the page, in an ``environment`` from :func:`howsmooth.study.environment.environment`.
+    ``sections`` is a list of pairs of a figure and the HTML of its section, in the order of the page.
+    ``command`` is the command that the user typed, and ``environment`` describes the software and hardware,
+    as :func:`howsmooth.study.environment.environment` returns it.
     """
     own = files("howsmooth.paper").joinpath("templates/reproduce.css").read_text(encoding="utf-8")
     style = style_sheet(own)
@@ -41,9 +46,10 @@ def render(sections: Sequence[tuple[Figure, str]], command: str, environment: Ma
 
 
 def section(figure: Figure, finding: Finding, folder: str | os.PathLike[str], refused: str = "") -> str:
-    """Return the section of a figure as HTML; links are relative to ``folder``, which has the page.
+    """Return the HTML of the page's section on one figure.
 
-    ``refused`` is the reason why the figure could not be made, and empty if it was made.
+    Links are relative to ``folder``, in which the page is written. ``refused`` is the reason why the figure
+    could not be made, and is empty if it was made.
     """
     return _template("section.html.jinja").render(
         figure=figure,
@@ -87,7 +93,7 @@ def _cells(table: pd.DataFrame) -> dict[str, Any]:
 
 
 def _cell(value: Any) -> str:
-    """Format a value of a table with three significant digits; a missing value is empty."""
+    """Format a number of a table with three significant digits; a missing value becomes empty text."""
     if pd.isna(value):
         return ""
     if isinstance(value, bool):

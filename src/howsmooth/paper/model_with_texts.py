@@ -1,4 +1,6 @@
-"""Load a model with the texts of a figure, and measure its attention layers at sequences of these texts."""
+"""Load a model together with the texts of a figure, and measure its attention layers at sequences of these
+texts.
+"""
 
 from __future__ import annotations
 
@@ -63,7 +65,9 @@ _PUBLISHED_COST = 6.0
 
 @dataclass(frozen=True)
 class Column:
-    """A column of Figure 1: one layer of one model, whose tokens have the dimension ``width``."""
+    """One layer of one model, whose tokens have the dimension ``width``; it is drawn as a column
+    of Figure 1.
+    """
 
     spec: ModelSpec
     layer: int
@@ -71,25 +75,27 @@ class Column:
 
     @property
     def stem(self) -> str:
-        """The name of the folder that holds the measurements of this layer."""
+        """The name of the folder in which the measurements of this layer are stored."""
         return file_stem(self.spec.label, f"layer-{self.layer:02d}")
 
     @property
     def layers(self) -> Ranges:
-        """The value of a plan's option ``layers`` that selects only this layer."""
+        """The option ``layers`` of a plan, with a value that selects only this layer."""
         return Ranges.parse(str(self.layer), "layers")
 
     @property
     def cost(self) -> float:
-        """How long a measurement takes, relative to other layers: the token dimension to the power 1.5."""
+        """The assumed time of a measurement of this layer, relative to other layers: the token dimension to
+        the power 1.5.
+        """
         return float(self.width**1.5)
 
 
 def columns(context: FigureContext) -> list[Column]:
     """Return the layers that the options name, or by default one layer of each model.
 
-    Without models in the options, these are :data:`MODELS`. Without layers in the options, the layer is the
-    first one of a model without mask, and layer 6 (or the last) of a masked model.
+    If the options name no models, the models are :data:`MODELS`. If they name no layers, the layer is the
+    first one of a model without mask, and layer 6 of a masked model, or its last layer if it has fewer.
 
     Raises
     ------
@@ -115,7 +121,8 @@ def columns(context: FigureContext) -> list[Column]:
 
 
 def loaded(context: FigureContext, spec: ModelSpec) -> Any:
-    """Load a model; the tokenizer of an untrained one is trained on the first text of the options.
+    """Load a model with its tokenizer; the tokenizer of an untrained model is trained on the first text of
+    the options.
 
     Raises
     ------
@@ -137,16 +144,17 @@ def loaded(context: FigureContext, spec: ModelSpec) -> Any:
 
 
 def usual_length(context: FigureContext, spec: ModelSpec) -> int:
-    """Return the default sequence length: 64, or the model's number of positions if it has fewer."""
+    """Return the default sequence length: 64 tokens, or fewer if the model has fewer positions."""
     longest: int | None = loaded(context, spec).max_length
     return _USUAL if longest is None else min(_USUAL, longest)
 
 
 class StudyRows(NamedTuple):
-    """The measurements of a study that belong to its plan; the store may hold rows of other plans too.
+    """The measurements of one plan, selected from a store that may also contain measurements of other plans.
 
-    ``published`` are the values of the published code at the same sequences, empty if they were not asked
-    for. ``held`` has the first tokens of the sequences of each text.
+    ``rows`` is the table of the measured constants. ``published`` is the table of the published code's values
+    at the same sequences, and is empty if they were not asked for. ``held`` gives, for each text, the
+    positions in the text at which the measured sequences start.
     """
 
     rows: pd.DataFrame
@@ -155,10 +163,10 @@ class StudyRows(NamedTuple):
 
 
 class PreparedModel:
-    """A loaded model with all texts of a figure, ready to be measured.
+    """A loaded model with all texts of a figure, whose layers can be measured at sequences of these texts.
 
-    The origins of the model and of the texts are noted for the figure's page. ``chosen`` are the lengths,
-    samples, layers and scopes of a :class:`~howsmooth.study.plans.Plan`.
+    The sources of the model and of the texts are noted for the HTML page of the figure. ``chosen`` contains
+    the lengths, samples, layers and scopes of a :class:`~howsmooth.study.plans.Plan`.
 
     Raises
     ------
@@ -181,9 +189,10 @@ class PreparedModel:
     def sequences(
         self, subject: Subject, held: Mapping[Any, int] | None = None
     ) -> Iterator[tuple[int, Tensor]]:
-        """Yield each length n of the plan, with token ids of shape (samples, n) from one text.
+        """Yield, for each length n of the plan, the length and token ids of shape (samples, n) from one text.
 
-        ``held`` maps (length, sample) to the first tokens of sequences that a store already has.
+        ``held`` maps (length, sample) to the position in the text at which a stored sequence starts, so that
+        stored sequences are used again.
         """
         places = place_sequences(self.plan, subject, held or {})
         for n in self.plan.lengths:
@@ -192,13 +201,15 @@ class PreparedModel:
             yield n, tokens
 
     def sites(self, subject: Subject, tokens: Tensor, scope: str = "attention") -> list[Any]:
-        """Run a model on token ids (samples, n); return the plan's layers, with the tokens each receives."""
+        """Run the model on token ids of shape (samples, n), and return the captured layers of the plan, each
+        with the tokens that it receives.
+        """
         model = self.context.models.load_for(subject)
         inputs = tokens.to(self.plan.device)
         return capture_sites(model, inputs, subject, scope, subject.layers, tokens.shape[1])
 
     def key(self, subject: Subject, **more: str | int) -> Key:
-        """Return the key of a cache file: a dictionary of all values on which its rows depend."""
+        """Return the key of a cache file: a dictionary of all values on which the rows in the file depend."""
         return {
             "model": subject.model.label,
             "fingerprint": subject.fingerprint,
@@ -210,9 +221,10 @@ class PreparedModel:
         }
 
     def study(self, name: str, context: FigureContext, *, published: bool = False) -> StudyRows:
-        """Measure what the plan asks for, with ``published`` also what the published code computes.
+        """Measure the constants that the plan asks for, and return the measurements.
 
-        The store is in the folder ``name``.
+        With ``published`` the values that the published code computes are measured too. The measurements are
+        stored in the folder ``name``.
         """
         plan, folder = self.plan, context.folder / name
         means = Means(_StudyProgress(context, published=published), context.command, models=context.models)
@@ -233,7 +245,7 @@ class PreparedModel:
         return StudyRows(rows, beside if published else beside.iloc[:0], held)
 
     def _made(self) -> dict[str, str]:
-        """Return descriptions of where the model and the texts come from."""
+        """Return sentences that say where the model and the texts come from."""
         plan, model = self.plan, self.subjects[0].model
         label = readable(model.label)
         source = sentence(readable(model.source, longest=300))
@@ -255,26 +267,32 @@ class PreparedModel:
 
 
 class _StudyProgress(Listener):
-    """A listener that turns the progress of a study into progress of the whole figure."""
+    """A progress listener for the measurements of one plan, which reports them as part of the progress of a
+    figure.
+    """
 
     def __init__(self, context: FigureContext, *, published: bool) -> None:
         self._parts = context.parts((1.0, _PUBLISHED_COST) if published else (1.0,))
         self._share = 0.0
 
     def phase(self, words: str) -> None:
-        """Start the second part of the progress when the work on the published code's values begins."""
+        """Go on to the second part of the progress when the computation of the published code's values
+        begins.
+        """
         if "published" in words:
             del self._parts[:-1]
             self._share = 0.0
 
     def advance(self, done: float, total: float, words: str) -> None:
-        """Report the share of a study that is done; it never decreases, even if the expected time grows."""
+        """Report the share of the measurements that is done. The reported share never decreases, even if the
+        expected time grows.
+        """
         self._share = max(self._share, done / total if total else 1.0)
         self._parts[0].say(words, self._share)
 
 
 def attention_of(site: Any, label: str) -> SelfAttention:
-    """Return a layer's attention in float64, which constructed tokens can be given to.
+    """Return the attention of a captured layer in float64, as a map that can be evaluated at any tokens.
 
     Raises
     ------
@@ -293,15 +311,18 @@ def attention_of(site: Any, label: str) -> SelfAttention:
 
 
 def other_scores(f: SelfAttention) -> str:
-    """Say what an attention has beside scores ⟨A x_i + b, x_j⟩ and a causal mask; nothing if it is plain."""
+    """Name everything in an attention that differs from the scores ⟨A x_i + b, x_j⟩ with no mask or a causal
+    mask; return empty text if nothing differs.
+    """
     named = {"rotary positions": f.rotary, "a window": f.window, "another mask": f.mask}
     return " and ".join([*(name for name, one in named.items() if one is not None), *f.feature_names()])
 
 
 def bilinear(site: Any, label: str) -> SelfAttention:
-    """Return a layer's attention in float64; refuse other scores than ⟨A x_i + b, x_j⟩, and other masks.
+    """Return the attention of a captured layer in float64, after a check that its scores are ⟨A x_i + b, x_j⟩
+    and that its mask, if any, is causal.
 
-    Quantities of the paper that come from the matrix A of a head have no meaning for other scores.
+    The quantities that the paper computes from the matrix A of a head have no meaning for other scores.
 
     Raises
     ------

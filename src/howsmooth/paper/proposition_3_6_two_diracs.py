@@ -1,7 +1,8 @@
-"""Proposition 3.6: two Diracs at which the constant of mean-field attention grows exponentially.
+"""Proposition 3.6: measure the constant of mean-field attention at two Dirac masses, where it grows
+exponentially with the squared radius.
 
-It grows like g e^g with g = γR², where R is the radius of a ball that contains the Diracs. The measured heads
-have A = −I or A = 8I, and γ = 1 for both.
+The constant grows like g e^g with g = γR², where R is the radius of a ball that contains the Dirac masses.
+The measured heads have A = −I or A = 8I, and γ = 1 for both.
 """
 
 from __future__ import annotations
@@ -80,7 +81,9 @@ _BOUNDS = (
 
 
 def identity_head(gamma: float, d: int = _DIMENSION) -> SelfAttention:
-    """Return a head with scores γ⟨x_i, x_j⟩ and values x_j (A = γI and V = I) in R^d."""
+    """Return an attention head in R^d with the scores γ⟨x_i, x_j⟩ and the values x_j, that is A = γI and V =
+    I.
+    """
     eye = torch.eye(d, dtype=torch.float64)[None]
     return SelfAttention(gamma * eye, eye, eye, scale=1.0)
 
@@ -88,14 +91,18 @@ def identity_head(gamma: float, d: int = _DIMENSION) -> SelfAttention:
 def two_diracs(
     radius: float, ratio: float, log_weights: Float64[Tensor, "2"], d: int = _DIMENSION
 ) -> DiscreteMeasure:
-    """Return a measure of two Diracs, at Ru and ratio · Ru with the radius R and the first unit vector u."""
+    """Return a measure of two Dirac masses at radius · u and ratio · radius · u, where u is the first unit
+    vector.
+    """
     points = torch.zeros(2, d, dtype=torch.float64)
     points[0, 0], points[1, 0] = radius, ratio * radius
     return DiscreteMeasure(points, log_weights=log_weights)
 
 
 def describe(context: FigureContext, measures: str) -> None:
-    """Note for the figure's page at which probability measures its constants were computed, and how."""
+    """Note, for the HTML page of the figure, at which probability measures the constants were computed, and
+    with which settings.
+    """
     context.made["Measures"] = f"{measures}; no model and no text."
     context.made["Settings"] = (
         f"seed {context.options.seed}, float64, relative tolerance {RTOL:g}, confidence 0.999."
@@ -103,7 +110,9 @@ def describe(context: FigureContext, measures: str) -> None:
 
 
 def measure(context: FigureContext) -> pd.DataFrame:
-    """Measure the constant at two Diracs, one row for each family of positions, weight and radius."""
+    """Measure the constant at two Dirac masses; return one row for each family of positions, each weight and
+    each radius.
+    """
     rows = []
     for (family, weight), part in context.each(list(product(_FAMILIES, _COLOURS))):
         part.say(f"{family}, {weight}")
@@ -134,7 +143,7 @@ def _row(key: Key, radius: float) -> Row:
 
 
 def _log_weights(name: str, g: float) -> Float64[Tensor, "2"]:
-    """Return the logarithms of p and 1 − p, p the light Dirac's weight e^{−2g} or 1/(1 + 3e^{2g})."""
+    """Return the logarithms of p and 1 − p, where p is the smaller weight: e^{−2g}, or 1/(1 + 3e^{2g})."""
     if name == PAPER_WEIGHT:
         logs = (-2 * g, math.log(-math.expm1(-2 * g)))
     else:
@@ -144,7 +153,7 @@ def _log_weights(name: str, g: float) -> Float64[Tensor, "2"]:
 
 
 def show(rows: pd.DataFrame, folder: Path) -> Finding:
-    """Draw the constant at two Diracs against their radius R, and compare it with Proposition 3.6."""
+    """Draw the constant at two Dirac masses against the radius R, and compare it with Proposition 3.6."""
     logs = rows.filter(like="log_").astype(np.float64)
     ratios = logs.sub(rows["log_asymptotic"], axis=0).apply(np.exp).join(rows["radius"])
     decades = (logs / math.log(10)).join(rows["radius"])
@@ -197,7 +206,7 @@ def show(rows: pd.DataFrame, folder: Path) -> Finding:
 
 
 def result_sentences(rows: pd.DataFrame) -> list[str]:
-    """Return sentences on the constants at the largest radius, and on violated bounds."""
+    """Return sentences on the constants at the largest radius, and on the number of violated bounds."""
     rows = rows.assign(form=rows["log_paper"].where(rows["weight"] == PAPER_WEIGHT, rows["log_better"]))
     last = rows.sort_values("radius").groupby(["family", "weight"], sort=False).tail(1)
     seen = []

@@ -1,4 +1,4 @@
-"""Define the options of ``howsmooth reproduce``, which apply to every figure."""
+"""Define the options of the command ``howsmooth reproduce``, which apply to all figures."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _VARIANTS = {"random-init": "random_init", "as-decoder": "as_decoder"}
 
 
 def _model(name: str, value: Any) -> ModelSpec:
-    """Parse a model with variants after its name, such as ``gpt2,random-init``."""
+    """Parse the name of a model, which may be followed by variants, such as ``gpt2,random-init``."""
     if isinstance(value, ModelSpec):
         return value
     base, variants = words(place=True).read(name, value), dict[str, Any]()
@@ -28,9 +28,9 @@ def _model(name: str, value: Any) -> ModelSpec:
 
 @dataclass(frozen=True)
 class FigureOptions(Options):
-    """The options of ``howsmooth reproduce``.
+    """The options of the command ``howsmooth reproduce``.
 
-    Where the user omits an option, each figure uses a default that suits the figure.
+    If the user omits an option, each figure uses a default of its own.
     """
 
     PANEL: ClassVar[str] = "What to reproduce"
@@ -73,9 +73,10 @@ class FigureOptions(Options):
     dtype: str = shared("dtype")
 
     def check(self) -> None:
-        """Apply ``as_decoder`` and ``random_init`` to each model, and refuse a repeated model.
+        """Apply the options ``as_decoder`` and ``random_init`` to each model, and refuse a model that is
+        named twice.
 
-        Refuse the two options without a model.
+        Both options are refused if no model is named.
         """
         if not self.models and (self.as_decoder or self.random_init):
             raise ArgumentError(

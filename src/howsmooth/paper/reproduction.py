@@ -1,4 +1,6 @@
-"""Make all figures of the paper: measure and draw each, and write its files and the page."""
+"""Make figures of the paper: measure and draw each figure, and write the files of the figures and one HTML
+page.
+"""
 
 from __future__ import annotations
 
@@ -45,10 +47,11 @@ _SECTION = "section.html"
 
 @dataclass(frozen=True, eq=False)
 class Reproduction:
-    """What :func:`produce` made: the path of a page, and by figure name what this call found.
+    """The result of :func:`produce`: the path of the HTML page, and three dictionaries with an entry for each
+    figure.
 
-    ``findings`` are those of the figures that were made, ``seconds`` the time that each took, and ``refused``
-    the reasons why figures could not be made.
+    ``findings`` contains the results of the figures that were made, ``seconds`` the time that each figure
+    took, and ``refused`` the reasons why the other figures could not be made.
     """
 
     page: Path
@@ -58,9 +61,10 @@ class Reproduction:
 
 
 def choose_figures(names: Sequence[str]) -> list[Figure]:
-    """Return the figures with the given names, in the order of the paper; all figures if no name is given.
+    """Return the figures with the given names, in the order of the paper; if no name is given, return all
+    figures.
 
-    A figure may also be named by its place in the paper, with hyphens, such as ``figure-2``.
+    A figure may also be named by its place in the paper, written with hyphens, such as ``figure-2``.
 
     Raises
     ------
@@ -89,7 +93,7 @@ def produce(
     listener: Listener = SILENT,
     command: str = "",
 ) -> Reproduction:
-    """Measure and draw the chosen figures, and write one HTML page with all figures of the output folder.
+    """Measure and draw the chosen figures, and write one HTML page with all figures in the output folder.
 
     Parameters
     ----------
@@ -135,7 +139,9 @@ def produce(
 
 
 def _make(figure: Figure, context: FigureContext) -> Finding:
-    """Make a figure, and write its tables and its section of the page into its folder."""
+    """Make one figure, and write its tables and its section of the HTML page into the folder of
+    the figure.
+    """
     own = context.folder / figure.name
     finding = figure.make(replace(context, folder=own, made={}))
     for number, (_, table) in enumerate(finding.tables, 1):
@@ -147,7 +153,9 @@ def _make(figure: Figure, context: FigureContext) -> Finding:
 
 
 def _write_page(made: Reproduction, context: FigureContext) -> None:
-    """Write the page with the figures of this call, and those that earlier calls made in this folder."""
+    """Write the HTML page with the figures of this call and the figures that earlier calls made in this
+    folder.
+    """
     sections, folder = [], context.folder
     for figure in FIGURES:
         path = folder / figure.name / _SECTION

@@ -1,4 +1,6 @@
-"""Section 5.2: compare constants at the paper's worst inputs, at inputs found by search, and on text."""
+"""Section 5.2: compare the constants at the paper's worst inputs with the constants at inputs found by a
+search, and with the constants on text.
+"""
 
 from __future__ import annotations
 
@@ -74,12 +76,13 @@ _NAMES = {
 
 @dataclass(frozen=True, eq=False)
 class _Layer:
-    """One layer of one model, with its measurements on text.
+    """One layer of one model, with the measurements of its heads on text.
 
-    ``attention`` has all heads with the output projection. If its scores are others than the paper's, such as
-    those with rotary positions, ``heads`` has the attacked head for each length that the model can read;
-    else it is empty. ``fused`` says whether queries, keys and values are in one transposed weight. ``text``
-    are the converged measurements of every head, and ``radius`` is the norm of the longest real token.
+    ``attention`` is the attention of all heads with the output projection. If the scores differ from the
+    paper's, for example by rotary positions, ``heads`` contains the attacked head for each length that the
+    model can read; otherwise ``heads`` is empty. ``fused`` says whether the weights of queries, keys and
+    values are one transposed matrix. ``text`` is the table of the converged measurements of all heads on
+    text, and ``radius`` is the largest norm of a token of these texts.
     """
 
     column: Column
@@ -92,14 +95,14 @@ class _Layer:
 
 
 def measure(context: FigureContext) -> pd.DataFrame:
-    """Measure each layer's heads on text, and one head at the worst tokens of balls of several radii.
+    """Measure the heads of each layer on text, and one head at the worst tokens in balls of several radii.
 
     Returns
     -------
     pandas.DataFrame
         One row for each model, layer, radius (``R``) and length, with the columns of :func:`side_by_side`.
-        ``real`` says whether the radius is the norm of the longest real token, and ``fused`` whether the
-        layer's weights are fused.
+        ``real`` says whether the radius is the largest norm of a token of the texts, and ``fused`` whether the
+        weights of queries, keys and values are one transposed matrix.
 
     """
     lengths = tuple(n for n in context.options.lengths or _LENGTHS if n >= 2)
@@ -124,7 +127,7 @@ def measure(context: FigureContext) -> pd.DataFrame:
 
 
 def _on_text(column: Column, context: FigureContext) -> _Layer:
-    """Measure the heads of a layer on text; return the layer with the measurements that converged."""
+    """Measure the heads of one layer on text, and return the layer with those measurements that converged."""
     longest = loaded(context, column.spec).max_length
     asked = context.options.lengths or _LENGTHS
     lengths = tuple(n for n in asked if longest is None or n <= longest)
@@ -157,7 +160,9 @@ def _on_text(column: Column, context: FigureContext) -> _Layer:
 
 
 def _in_ball(layer: _Layer, radius: float, n: int, context: FigureContext) -> list[Row]:
-    """Return one head's constants and bounds for n tokens in a ball of some radius, computed or cached."""
+    """Return the constants and bounds for n tokens in a ball of the given radius, from the cache or newly
+    computed.
+    """
     rows: list[Row] = []
     search = f"{_STEPS},{_RESTARTS},{_ATOM_STEPS}"
     search += f",{_OTHER_STEPS},{_OTHER_STARTS}" if layer.heads else ""
@@ -178,11 +183,12 @@ def _in_ball(layer: _Layer, radius: float, n: int, context: FigureContext) -> li
 
 
 def _rows(layer: _Layer, radius: float, n: int, seed: int) -> Iterator[Row]:
-    """Yield the constants and bounds of a layer's heads for n tokens in a ball.
+    """Yield rows with the constants of a layer's heads at the worst tokens in a ball, and with upper bounds.
 
     Every head is measured at the paper's two-cluster tokens. One head is also measured at the worst tokens
-    that a search finds, and has two upper bounds: the best one of this library, and the paper's. Of scores
-    that the paper does not treat there are the search and the best bound.
+    that a search finds, and has two upper bounds: the best one of this library, and the paper's. If the paper
+    does not treat the scores of the layer, the rows contain only the search and the best bound of this
+    library.
     """
     f = layer.attention
     for h in () if layer.heads else _real(f):
@@ -203,11 +209,11 @@ def _rows(layer: _Layer, radius: float, n: int, seed: int) -> Iterator[Row]:
 
 
 def _published_rows(layer: _Layer, radius: float, n: int, seed: int) -> Iterator[Row]:
-    """Yield each head's constants at the two-cluster tokens that the published code constructs.
+    """Yield the constants of each head at the two-cluster tokens that the published code constructs.
 
-    The constants are measured as the published code measures them. The tokens are the paper's, unless the
-    layer has fused and transposed weights, which the published code slices along the wrong axis. At such
-    tokens the constants are also measured correctly.
+    The constants are measured in the way of the published code. The tokens are those of the paper, unless the
+    weights of queries, keys and values are one transposed matrix, which the published code slices along the
+    wrong axis. In this case the constants at the wrong tokens are also measured correctly.
     """
     f = layer.attention
     sliced = wrong_slices(f) if layer.fused else f
@@ -221,7 +227,9 @@ def _published_rows(layer: _Layer, radius: float, n: int, seed: int) -> Iterator
 
 
 def _real(f: SelfAttention) -> list[int]:
-    """Return the indices of the heads whose matrix A has a real eigenvalue, as the paper's tokens need."""
+    """Return the indices of those heads whose matrix A has a real eigenvalue, because the paper's tokens
+    exist only for such heads.
+    """
     return [h for h, head in enumerate(parameters_of(f).heads) if real_eigenpairs(head)]
 
 
@@ -231,27 +239,29 @@ def _measured(head: SelfAttention, x: Tensor, seed: int) -> Row:
 
 
 def side_by_side(rows: pd.DataFrame, text: pd.DataFrame, head: int) -> Row:
-    """Combine all constants and bounds for one ball and one length into one row.
+    """Combine all constants and bounds for one ball and one sequence length into a single row.
 
     Parameters
     ----------
     rows
-        The rows of the units, with ``n, kind, name, head``, and ``value`` with ``converged`` or, for a bound,
-        ``log_value``.
+        The rows of this ball and length, with the columns ``n, kind, name, head``. A constant also has the
+        columns ``value`` and ``converged``, and a bound has ``log_value``.
     text
-        The converged measurements on text at this length, with ``head, lipschitz``.
+        The converged measurements on text at this length, with the columns ``head, lipschitz``.
     head
-        The attacked head.
+        The index of the attacked head.
 
     Returns
     -------
     dict
-        Constants of the head: at the paper's tokens (``paper``), at the worst tokens found (``found``, with
-        their source ``found by``), at the published tokens (``wrong slices``), and as the published code
-        computes it (``as published``). Logarithms of bounds: ``upper`` and ``theirs``, the latter by
-        ``theorem``. Over all heads: ``paper median``, ``paper low``, ``paper high``; on text ``text median``,
-        ``text low``, ``text high``. ``text own`` is the median of the head on text. ``unsettled`` counts
-        values that did not converge, which are left out. Missing values are NaN, a missing theorem None.
+        The constants of the attacked head: ``paper`` at the paper's tokens, ``found`` at the worst tokens found
+        (``found by`` names the construction or search that found them), ``wrong slices`` at the tokens of the
+        published code, ``as published`` as the published code computes the constant. The logarithms of two upper
+        bounds: ``upper`` of this library and ``theirs`` of the paper, whose theorem is ``theorem``. The median,
+        minimum and maximum over all heads: ``paper median``, ``paper low`` and ``paper high`` at the paper's
+        tokens; ``text median``, ``text low`` and ``text high`` on text. ``text own`` is the median of the
+        attacked head on text. ``unsettled`` is the number of values that did not converge; they are left out.
+        Missing values are NaN, and a missing theorem is None.
 
     """
     values = rows[rows["converged"] == True]  # noqa: E712
@@ -280,7 +290,9 @@ def _span(name: str, values: pd.Series) -> Row:
 
 
 def show(rows: pd.DataFrame, folder: Path) -> Finding:
-    """Draw each layer's largest known constants against n, one panel for each ball, and describe them."""
+    """Draw the largest known constants of each layer against n, with one panel for each ball, and describe
+    them.
+    """
     layers = [part for _, part in rows.groupby(["model", "layer"], sort=False)]
     shown = rows.assign(upper=exp(rows["upper"])).rename(columns=_NAMES)
     for theorem, theirs in rows.groupby("theorem", sort=False)["theirs"]:
@@ -302,7 +314,7 @@ def _name(rows: pd.DataFrame) -> str:
 
 
 def _fit(rows: pd.DataFrame, name: str) -> Exponent:
-    """Fit a power of n to the finite values of a column of constants."""
+    """Fit a power of n to the finite values in one column of constants."""
     values = rows[name].to_numpy(np.float64)
     return fit_exponent(rows["n"].to_numpy(), values, np.isfinite(values))
 
@@ -359,7 +371,7 @@ def _panel(rows: pd.DataFrame) -> Panel:
 
 
 def _result_sentences(rows: pd.DataFrame) -> list[str]:
-    """Return sentences on the worst constants in each ball, for one layer."""
+    """Return sentences on the largest constants of one layer in each ball."""
     said = [_ball_words(ball) for ball in _balls(rows)]
     if rows["as published"].notna().any():
         said.append(_published_words(rows))

@@ -1,8 +1,9 @@
-"""Compute what the paper's published code measures in place of the local constant ‖D_X f‖.
+"""Compute the values that the published code of the paper measures in place of the local constant ‖D_X f‖.
 
-The paper is Castin, Ablin, Peyré, *How Smooth Is Attention?*, ICML 2024. Each item is one difference between
-the published measurement and ‖D_X f‖, implemented from a description of the published code. Nothing else in
-the library uses these items. The documentation page "As published" shows with numbers what each item changes.
+The paper is Castin, Ablin, Peyré, *How Smooth Is Attention?*, ICML 2024. The code differs from a measurement
+of ‖D_X f‖ in several ways; each difference is called an item. The items are implemented from a description of
+the published code, and only the comparison with this code uses them. The documentation page "As published"
+shows with numbers how much each item changes.
 """
 
 from howsmooth.paper.published_code.altered_attention import (

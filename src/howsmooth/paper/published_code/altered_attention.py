@@ -1,6 +1,6 @@
-"""The altered attentions that the published code measures, and its invalid formula for Theorem C.3.
+"""The altered attention maps that the published code measures, and its invalid formula for Theorem C.3.
 
-The maps are unmasked, have dropout, or have weights that are sliced along the wrong axis.
+An altered map has no mask, has dropout, or has weights that are sliced along the wrong axis.
 """
 
 from __future__ import annotations
@@ -30,17 +30,18 @@ __all__ = [
 
 
 class DropoutAttention(TokenMap):
-    """Self-attention in training mode: each call draws a new dropout of attention weights and outputs.
+    """Self-attention in training mode: each call draws new random dropout of the attention weights and of the
+    outputs.
 
     Parameters
     ----------
     inner
-        The attention.
+        The attention without dropout.
     weights, outputs
-        The probability with which an attention weight, or an entry of the output, becomes zero. The others
-        are divided by 1 − probability.
+        The probability with which an attention weight, or an entry of the output, is set to zero. All other
+        weights or entries are divided by 1 − probability.
     seed
-        The seed of the draws.
+        The seed of the random draws.
 
     """
 
@@ -71,7 +72,7 @@ class DropoutAttention(TokenMap):
         return self.inner.device
 
     def describe(self) -> str:
-        """Return a phrase that describes the attention and its dropout probabilities."""
+        """Return a phrase that describes the attention and states its dropout probabilities."""
         return f"{self.inner.describe()}, dropout {self.weights:g} of weights and {self.outputs:g} of outputs"
 
     def check_length(self, n: int) -> None:
@@ -81,7 +82,9 @@ class DropoutAttention(TokenMap):
     def to(
         self, *, dtype: torch.dtype | None = None, device: torch.device | str | None = None
     ) -> DropoutAttention:
-        """Return the attention in another dtype or on another device; its dropout restarts from the seed."""
+        """Return a copy of the attention with another dtype or on another device; the random numbers of the
+        copy restart from the seed.
+        """
         inner = self.inner.to(dtype=dtype, device=device)
         return DropoutAttention(inner, weights=self.weights, outputs=self.outputs, seed=self._seed)
 
@@ -102,27 +105,35 @@ class DropoutAttention(TokenMap):
         return out * self._dropout_factors(out, self.outputs)
 
     def _dropout_factors(self, like: Tensor, probability: float) -> Tensor:
-        """Return dropout factors for a tensor: zero with the given probability, else 1/(1 − probability)."""
+        """Return a random factor for each entry of a tensor: zero with the given probability, and 1/(1 −
+        probability) otherwise.
+        """
         # Draw on the CPU, so that the draws are the same for every device.
         kept = torch.rand(like.shape, generator=self._generator) >= probability
         return kept.to(device=self.device, dtype=self.dtype) / (1 - probability)
 
 
 def with_dropout(f: TokenMap, *, weights: float, outputs: float, seed: int) -> TokenMap:
-    """Return a copy of a map whose attention has dropout, as in training; see :class:`DropoutAttention`."""
+    """Return a copy of a map in which the attention has dropout, as in training; see
+    :class:`DropoutAttention`.
+    """
     return _with_attention(
         f, lambda attention: DropoutAttention(attention, weights=weights, outputs=outputs, seed=seed)
     )
 
 
 def unmasked(f: TokenMap) -> TokenMap:
-    """Return a copy of a map whose attention has no mask, as when a layer is called alone."""
+    """Return a copy of a map in which the attention has no mask, as if the layer were called outside of its
+    model.
+    """
     require_plain_scores(f, "the published maps", argument="f")
     return _with_attention(f, lambda attention: attention._rebuilt(causal=False, window=None, mask=None))
 
 
 def _with_attention(f: TokenMap, change: Callable[[SelfAttention], TokenMap]) -> TokenMap:
-    """Return a copy of a map with its attention changed, also inside residuals and compositions."""
+    """Return a copy of a map in which a function is applied to the attention, also inside residual
+    connections and compositions.
+    """
     if isinstance(f, SelfAttention):
         return change(f)
     if isinstance(f, Residual):
@@ -133,10 +144,11 @@ def _with_attention(f: TokenMap, change: Callable[[SelfAttention], TokenMap]) ->
 
 
 def has_fused_weight(attention: nn.Module) -> bool:
-    """Return whether an attention module keeps W_Q, W_K and W_V in one transposed weight, as GPT-2 does.
+    """Return True if an attention module keeps W_Q, W_K and W_V in one transposed weight matrix, as GPT-2
+    does.
 
-    GPT-2's ``Conv1D`` weight has shape (d, 3d). Only for such models does the published code slice as
-    :func:`wrong_slices` does.
+    The ``Conv1D`` weight of GPT-2 has shape (d, 3d). Only for such models does the published code cut the
+    heads along the wrong axis, as :func:`wrong_slices` does.
     """
     for part in attention.children():
         weight = getattr(part, "weight", None)
@@ -149,13 +161,14 @@ def has_fused_weight(attention: nn.Module) -> bool:
 
 
 def wrong_slices(attention: SelfAttention) -> SelfAttention:
-    """Return the attention with heads cut from W_Q, W_K, W_V along the wrong axis, as in the published code.
+    """Return a copy of an attention in which the heads are cut from W_Q, W_K and W_V along the wrong axis, as
+    in the published code.
 
     Let W_Q of shape (d, d) be the query part of the fused weight, which multiplies row tokens from the right.
-    Head h then gets W_Q[hk:(h+1)k, :] in place of W_Q[:, hk:(h+1)k]ᵀ; keys and values likewise. Masks, biases
-    and output are unchanged. The published figure uses the worst tokens of this map,
-    ``adversarial.two_cluster(wrong_slices(attention), n, R)``. They should be measured on the attention
-    itself.
+    Head h then gets W_Q[hk:(h+1)k, :] in place of W_Q[:, hk:(h+1)k]ᵀ. Keys and values are cut in the same
+    way. Masks, biases and output projection are unchanged. The published figure uses the worst tokens of this
+    map, ``adversarial.two_cluster(wrong_slices(attention), n, R)``; the constant at these tokens should be
+    measured on the attention itself.
 
     Raises
     ------
@@ -180,14 +193,15 @@ def wrong_slices(attention: SelfAttention) -> SelfAttention:
 
 
 def c_3_as_coded(attention: object, X: Tensor) -> float:
-    """Return what the published code computes for Theorem C.3, which is not a valid bound.
+    """Return the number that the published code computes for Theorem C.3, which is not a valid bound.
 
-    The formula is ‖V‖ √(R_A² r² (n + 1) + n), with R_A = max_i |A x_i| and r the diameter of the tokens. The
-    head has the scores ⟨A x_i + b, x_j⟩ and the values V x_j.
+    The formula is ‖V‖ √(R_A² r² (n + 1) + n), where R_A = max_i |A x_i| and r is the diameter of the set of
+    tokens. The head has the scores ⟨A x_i + b, x_j⟩ and the values V x_j.
 
-    The formula is not a bound on ‖D_X f‖, so the result is a plain number and not a bound. C_i A depends on
-    Aᵀ x_j, which R_A omits, and on the query bias, which is ignored. For A = 10 e₂e₁ᵀ, V = I and X = ((0, 1),
-    (0, −1)) the formula gives √2, but ‖D_X f‖ is 10.1. ``bounds.theorem_c_3`` is a valid bound.
+    The formula is not a bound on ‖D_X f‖, so the result is a plain number and not a bound. The matrix C_i A
+    in the Jacobian depends on Aᵀ x_j, which R_A omits, and on the query bias, which the formula ignores. For
+    A = 10 e₂e₁ᵀ, V = I and X = ((0, 1), (0, −1)) the formula gives √2, but ‖D_X f‖ is 10.1.
+    ``bounds.theorem_c_3`` is a valid bound.
 
     Parameters
     ----------

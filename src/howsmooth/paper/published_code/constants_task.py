@@ -1,7 +1,9 @@
-"""Define the task that computes the published code's values, and the correct constants beside them.
+"""Define the task of a study that computes the published code's values and the correct constants at the same
+sequences.
 
-For every sequence and layer the task measures the corrected constant (without any of the published code's
-differences, called items), the constant with each item alone, and the constant with all items.
+The published code differs from a measurement of ‖D_X f‖ in several ways, called items. For every sequence and
+layer the task measures the correct constant (without any item), the constant with each single item, and the
+constant with all items.
 """
 
 from __future__ import annotations
@@ -30,7 +32,7 @@ _COLUMNS = ("layer", "n", "sample", "quantity", "items")
 
 @dataclass(frozen=True, eq=False)
 class PublishedTask(SequenceTask):
-    """The task of computing the published code's values for several sequences of one length together."""
+    """A task that computes the published code's values at several sequences of the same length."""
 
     kind = PublishedValue
 
@@ -38,11 +40,11 @@ class PublishedTask(SequenceTask):
 
     @property
     def layers(self) -> tuple[int, ...]:
-        """The indices of the layers for which the store lacks values of the published code."""
+        """The indices of the layers for which values of the published code are missing in the store."""
         return tuple(sorted({layer for layer, *_ in self.missing}))
 
     def computed(self, model: Any) -> Iterator[Found]:
-        """Yield the rows of published values layer by layer, all rows of a layer together."""
+        """Yield the missing rows layer by layer; all rows of one layer are yielded together as a list."""
         for one in each_if_not_all(self.layers, lambda layers: self._layers(model, layers), self._no_layer):
             if isinstance(one, Failed):
                 yield one
@@ -67,7 +69,7 @@ class PublishedTask(SequenceTask):
         return capture_layers(model, tokens, list(layers), training=training, seeds=seeds)
 
     def _values(self, one: PublishedLayer) -> Iterator[Row]:
-        """Yield a row for each value of the published code that the store lacks for one layer."""
+        """Yield one row for each value of the published code that is missing in the store, for one layer."""
         layer, plan = one.attention.layer, self.plan
         # Use the seeds of constants, so that the corrected quantity equals the result of `howsmooth measure`.
         seeds = [start_seed(plan, self.subject, "attention", layer, None, self.n, s) for s in self.starts]
@@ -109,9 +111,11 @@ class PublishedTask(SequenceTask):
 
 
 def published_left(items: Sequence[str] | None) -> Callable[[OpenStudy], Work]:
-    """Return a function that lists the values of the published code that a study still lacks.
+    """Return a function that lists which values of the published code are still missing in the store of a
+    study.
 
-    ``items`` are some of ``howsmooth.paper.published_code.ITEMS``; None for all that apply to each model.
+    ``items`` are some of ``howsmooth.paper.published_code.ITEMS``; None stands for all items that apply to
+    each model.
     """
 
     def left(study: OpenStudy) -> Work:
@@ -144,7 +148,9 @@ def published_left(items: Sequence[str] | None) -> Callable[[OpenStudy], Work]:
 def _wanted(
     study: OpenStudy, subject: Subject, items: Sequence[str] | None
 ) -> Sequence[tuple[int, str, str]]:
-    """List the values of the published code to measure on a text, as triples (layer, quantity, items)."""
+    """List the values of the published code to measure on one text, as triples (layer, name of the quantity,
+    items).
+    """
     feed = subject.feed
     if not isinstance(feed, TextFeed):
         raise ArgumentError(

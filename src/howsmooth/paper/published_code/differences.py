@@ -1,4 +1,6 @@
-"""List the ways, called items, in which the published code measures something other than ‖D_X f‖."""
+"""List the differences, called items, between the measurement of the published code and the
+constant ‖D_X f‖.
+"""
 
 from __future__ import annotations
 
@@ -28,12 +30,14 @@ ITEMS = {
 
 
 def parse_items(text: str) -> tuple[str, ...] | None:
-    """Split a comma-separated list of items; ``all``, for all items that apply, gives None."""
+    """Split a comma-separated list of items; the text ``all`` gives None, which stands for all items that
+    apply.
+    """
     return None if text == "all" else tuple(text.split(","))
 
 
 def _in_order(items: Iterable[str]) -> tuple[str, ...]:
-    """Sort items as in ``ITEMS``; refuse unknown and repeated ones."""
+    """Sort items in the order of ``ITEMS``, and refuse unknown and repeated items."""
     given = list(items)
     expected = f"all, or some of {', '.join(ITEMS)}"
     for item in given:
@@ -46,12 +50,13 @@ def _in_order(items: Iterable[str]) -> tuple[str, ...]:
 
 @dataclass(frozen=True, eq=False)
 class PublishedLayer:
-    """One layer, with everything that is needed to measure it as the published code does.
+    """One layer of a model, with all data that a measurement in the way of the published code needs.
 
-    ``attention`` is the site captured with scope ``attention``, and ``block`` that with scope ``block``, for
-    post-norm layers, else None. ``rates`` are the model's dropout rates; None if its configuration states
-    none. ``training_x`` are the tokens in a forward pass in training mode, of shape (batch, n, d); None if
-    there is no dropout, or if the pass was not asked for.
+    ``attention`` is the layer captured with the scope ``attention``. ``block`` is the layer captured with the
+    scope ``block`` if it is post-norm, and None otherwise. ``rates`` are the dropout rates of the model, or
+    None if its configuration states none. ``training_x`` are the tokens that the layer receives in a forward
+    pass in training mode, of shape (batch, n, d); None if the model has no dropout, or if this forward pass
+    was not asked for.
     """
 
     attention: Site
@@ -68,10 +73,11 @@ def capture_layers(
     training: bool = True,
     seeds: Sequence[int],
 ) -> list[PublishedLayer]:
-    """Run a model, and collect what is needed to measure its layers as the published code does.
+    """Run a model, and return the data that are needed to measure its layers in the way of the published
+    code.
 
-    Collected are each layer's attention, its whole block if it is post-norm, and the tokens that the
-    attention receives under dropout.
+    For each layer these data are its attention, its whole block if the layer is post-norm, and the tokens
+    that the attention receives under dropout.
 
     Parameters
     ----------
@@ -80,9 +86,9 @@ def capture_layers(
     inputs
         Token ids of shape (batch, n).
     training
-        Whether to run the model once more in training mode, which ``dropout`` needs.
+        Whether to run the model once more in training mode, which the item ``dropout`` needs.
     seeds
-        The seed of the dropout in that pass, one for each sequence.
+        The seeds of the dropout in the forward pass in training mode, one for each sequence.
 
     Raises
     ------
@@ -109,23 +115,23 @@ def capture_layers(
 def items_that_apply(
     layer: PublishedLayer, asked: Iterable[str] | None = None, *, untrained: bool = False
 ) -> tuple[str, ...]:
-    """Return the differences of the published code (items) that apply to a layer.
+    """Return those differences of the published code, called items, that apply to a given layer.
 
     Parameters
     ----------
     layer
         The result of :func:`~howsmooth.paper.published_code.capture_layers`.
     asked
-        Some of ``ITEMS``; None for all that apply.
+        Some of ``ITEMS``; None stands for all items that apply.
     untrained
-        Whether the model was built from its configuration, and is then in training mode by default. In this
-        case ``dropout`` is among the items that apply, if the model has any. If asked for by name,
-        ``dropout`` also applies to trained models.
+        Whether the model was built from its configuration, and is therefore in training mode by default. Then
+        the item ``dropout`` applies if the model has dropout. If ``asked`` names ``dropout``, this item also
+        applies to trained models.
 
     Raises
     ------
     ArgumentError
-        If an item asked for does not apply; the message says why.
+        If an item in ``asked`` does not apply; the message says why.
 
     """
     post_norm = layer.attention.layout == "post-norm"

@@ -1,4 +1,6 @@
-"""Measure constants as the published code does, with all or some of its differences (items) from ‖D_X f‖."""
+"""Measure constants in the way of the published code, with some or all of its differences from ‖D_X f‖,
+called items.
+"""
 
 from __future__ import annotations
 
@@ -26,12 +28,14 @@ _APART = 0x9E3779B97F4A7C15
 
 @dataclass(frozen=True, eq=False)
 class AsPublished:
-    """The constants measured as the published code measures them, one for each sequence.
+    """Constants measured in the way of the published code, one for each sequence.
 
-    ``lower`` and ``upper`` are the interval, if :func:`howsmooth.local_lipschitz` measured; NaN if the
-    published iteration did, since it gives no interval. ``settled`` says whether the stopping rule ended the
-    iteration, rather than the limit on its ``steps``, each with one product with J and one with Jᵀ. ``items``
-    are those of ``ITEMS`` that were used, in their order, and ``map`` describes the measured map.
+    ``lower`` and ``upper`` are the ends of an interval if :func:`howsmooth.local_lipschitz` measured. They
+    are NaN if the power iteration of the published code measured, because it gives no interval. ``settled``
+    says whether the stopping rule ended the iteration, rather than the largest number of steps. ``steps`` is
+    the number of steps, each with one product with J and one with Jᵀ. ``items`` are the differences of the
+    published code that were used, in the order of ``ITEMS``. ``map`` is a phrase that describes the measured
+    map.
     """
 
     value: Float64[Tensor, " batch"]
@@ -52,7 +56,7 @@ def measure_as_published(
     untrained: bool = False,
     seed: int = 0,
 ) -> AsPublished:
-    """Measure one layer of a model at token ids, as the published code does.
+    """Measure one layer of a model at given token ids in the way of the published code.
 
     Parameters
     ----------
@@ -63,13 +67,13 @@ def measure_as_published(
     layer
         The index of the attention layer; negative numbers count from the end.
     items
-        Some of ``ITEMS``; the others are done correctly. None for all that apply. An empty list gives the
-        corrected quantity, ‖D_X f‖ of the layer's attention with its mask.
+        Which differences of the published code, out of ``ITEMS``, are used; None stands for all that apply. An
+        empty list gives the correct quantity, ‖D_X f‖ of the layer's attention with its mask.
     untrained
-        Whether the weights are random. A model built from its configuration is in training mode, so
-        ``dropout`` is among the items that apply.
+        Whether the weights are random. A model built from its configuration is in training mode, so the item
+        ``dropout`` applies.
     seed
-        The seed of starts and dropout.
+        The seed of the random starts and of the dropout.
 
     Raises
     ------
@@ -103,10 +107,12 @@ def measure_layer(
     confidence: float = 0.999,
     max_iterations: int = 200,
 ) -> AsPublished:
-    """Measure a layer as the published code does, with some or all of its differences (items).
+    """Measure one captured layer in the way of the published code, with the given differences from ‖D_X f‖
+    (items).
 
-    ``layer`` comes from :func:`~howsmooth.paper.published_code.capture_layers`, and the ``items`` apply to it. The
-    seeds are one for each sequence. The last arguments are those of :func:`howsmooth.local_lipschitz`.
+    The argument ``layer`` comes from :func:`~howsmooth.paper.published_code.capture_layers`. All ``items``
+    must apply to the layer. There is one seed for each sequence. The other arguments are those of
+    :func:`howsmooth.local_lipschitz`.
     """
     chosen = items_that_apply(layer, items)
     site = layer.block if "block" in chosen and layer.block is not None else layer.attention

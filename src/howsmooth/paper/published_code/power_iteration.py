@@ -1,9 +1,10 @@
-"""Run the power iteration with which the published code estimates the norm of the Jacobian J.
+"""The power iteration with which the published code estimates the norm of the Jacobian J.
 
-One step computes Jᵀw, and normalises it to get the next u. Here w = J u, or w = f(X) if the code uses the
-output in place of the tangent. The value is √μ, where μ is the norm of the last Jᵀw. With w = J u the value
-tends to ‖J‖ from below. With w = f(X) it does not depend on u, and equals ‖Jᵀ f(X)‖^½ from the first step on.
-This value depends on the size of the output, including its biases, which do not affect any derivative.
+One step computes Jᵀw and normalises it, which gives the next vector u. Here w is J u, or f(X) if the code
+uses the output in place of the tangent J u. The estimate is √μ, where μ is the norm of the last Jᵀw. With w =
+J u the estimate tends to ‖J‖ from below. With w = f(X) the estimate does not depend on u, and equals ‖Jᵀ
+f(X)‖^½ from the first step on. It then depends on the size of the output, including the biases, which do not
+affect any derivative.
 """
 
 from __future__ import annotations
@@ -26,9 +27,9 @@ _RELATIVE = 1e-6
 
 @dataclass(frozen=True)
 class PowerIteration:
-    """The value √μ of the last step of the published code's power iteration, and how the iteration ended.
+    """The estimate √μ from the last step of the published code's power iteration, with the number of steps.
 
-    It is ``settled`` if the stopping rule ended it, rather than the limit on its steps.
+    ``settled`` says whether the stopping rule ended the iteration, rather than the largest number of steps.
     """
 
     value: float
@@ -46,9 +47,10 @@ def power_iteration(
 ) -> PowerIteration:
     """Run at most 100 steps of the published code's power iteration on JᵀJ, from a Gaussian start.
 
-    The map ``f`` of tokens (n, d) to (n, d_out) is called for each product, so a random map (dropout) differs
-    between products. With ``output``, f(X) is used in place of J u. With ``absolute`` the iteration stops
-    when μ changes by less than 1e-4; otherwise by less than 1e-6 μ.
+    The map ``f`` from tokens of shape (n, d) to (n, d_out) is called for each product; a map with dropout
+    therefore differs from product to product. With ``output``, f(X) is used in place of J u. With
+    ``absolute`` the iteration stops when μ changes by less than 1e-4, and otherwise when μ changes by less
+    than 1e-6 μ.
     """
     generator = torch.Generator().manual_seed(torch_seed(seed))
     u = torch.randn(x.shape, generator=generator, dtype=torch.float64).to(x)
