@@ -1,4 +1,6 @@
-"""The option ``--dry-run``: predict the time and memory of a plan, and print them as a table or as JSON."""
+"""The option ``--dry-run``, which predicts the time and memory of the planned measurements, and prints them
+as a table or as JSON.
+"""
 
 from __future__ import annotations
 
@@ -37,10 +39,11 @@ DryRunOption = Annotated[
 def tell_forecast(
     plan: Plan, execution: Execution, *, as_json: bool, quiet: bool, keep_going: bool = False
 ) -> int:
-    """Predict the time and memory that a plan takes, print them, and return the exit code.
+    """Predict the time and memory that the measurements of a plan take, print the prediction, and return the
+    exit code.
 
-    The exit code is 0, or :data:`FAILED`, as that of the run, if a model cannot be measured on an input. The
-    JSON has seconds and bytes.
+    The exit code is :data:`FAILED` if a model cannot be measured on an input, as it would be in the run
+    itself, and 0 otherwise. The JSON contains times in seconds and memory in bytes.
     """
     # Imported here because it takes seconds to load, which --help should not.
     from howsmooth.study.resource_forecast import forecast
@@ -59,7 +62,7 @@ def tell_forecast(
 
 
 def _show(found: Forecast, folder: Path, *, published: bool) -> None:
-    """Print a table of expected time and memory for each model, text and scope, and the totals."""
+    """Print a table of the expected time and memory for each model, text and scope, and then the totals."""
     for (model, text, scope), parts in groupby(found.parts, key=attrgetter("model", "text", "scope")):
         say(f"{readable(model)}, {readable(text)}, {scope}:")
         rows = [
@@ -91,12 +94,12 @@ def _show(found: Forecast, folder: Path, *, published: bool) -> None:
 
 
 def _short(seconds: float) -> str:
-    """Format a time, with two significant digits if it is below ten seconds."""
+    """Return a time as text, with two significant digits if it is below ten seconds."""
     return f"{seconds:.2g} s" if seconds < 9.95 else duration(seconds)
 
 
 def _size(size: float | None) -> str:
-    """Format a number of bytes in GB or MB; a question mark if it is unknown."""
+    """Return a number of bytes as text in GB or MB, or a question mark if the number is unknown."""
     if size is None:
         return "?"
     return f"{size / 1e9:.1f} GB" if size >= 9.95e8 else f"{size / 1e6:.0f} MB"

@@ -1,4 +1,6 @@
-"""The command ``howsmooth measure``: measure models on inputs, and write the results into a folder."""
+"""The command ``howsmooth measure``, which measures models on inputs, and writes the results into
+a folder.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Print the result of ``howsmooth measure`` and ``howsmooth study`` as tables or as JSON."""
+"""Print the results of the commands ``howsmooth measure`` and ``howsmooth study`` as tables or as JSON."""
 
 from __future__ import annotations
 
@@ -26,10 +26,11 @@ _INTERVAL = f"{LEVEL * 100:.0f} % interval"
 
 
 def measured_as_json(plan: Plan, outcome: Outcome, published: Outputs, folder: Path) -> str:
-    """Return the exponents, numbers of measurements, settings and files of a study as one JSON object.
+    """Return the fitted exponents, the numbers of measurements, the settings and the files of a study as one
+    JSON object.
 
-    ``measurements``, ``bounds`` and ``published`` count the rows that this command asked for. ``exponents``,
-    ``models`` and ``texts`` describe the whole store.
+    The entries ``measurements``, ``bounds`` and ``published`` count the rows that this command asked for. The
+    entries ``exponents``, ``models`` and ``texts`` describe all measurements in the folder.
     """
     contents = published.contents
     values = _counts(outcome, PublishedValue) | {
@@ -69,7 +70,7 @@ def _counts(outcome: Outcome, kind: type[Row]) -> dict[str, Any]:
 
 
 def show_measured(plan: Plan, outcome: Outcome, published: Outputs, folder: Path) -> None:
-    """Print the fitted exponents of n, the numbers of measurements and the paths of the written files."""
+    """Print the fitted exponents of n, the numbers of measurements, and the paths of the written files."""
     labels = {model.label for model in plan.models}
     rows = [row for row in plain_rows(published.exponents) if row["model"] in labels]
     say("\nThe constant grows like n to the power:")
@@ -92,7 +93,9 @@ def show_measured(plan: Plan, outcome: Outcome, published: Outputs, folder: Path
 
 
 def citations(contents: Contents, exponents: Sequence[dict[str, Any]]) -> Iterator[str]:
-    """Yield a line to cite for each model, scope and text: its largest exponent, and what was measured."""
+    """Yield a line to cite for each model, scope and text, which states the largest exponent and how it was
+    measured.
+    """
     digests = {row["name"]: row["digest"] for row in plain_rows(contents.texts)}
     weights = {(row["model"], row["text"]): row["fingerprint"] for row in plain_rows(contents.inputs)}
     made_by = json.loads(plain_rows(contents.runs)[-1]["environment"])
@@ -116,7 +119,9 @@ def _place(row: dict[str, Any]) -> str:
 
 
 def _count_sentences(outcome: Outcome) -> Iterator[str]:
-    """Yield sentences on how many measurements were made, were already there, failed or were left out."""
+    """Yield sentences that say how many measurements were made, were already stored, did not converge or were
+    left out.
+    """
     kept, unsettled = outcome.kept[Measurement.table], sum(outcome.unsettled.values())
     words = f"\n{outcome.made[Measurement.table]} measurements made in {outcome.seconds:.1f} s"
     words += f", {kept} were already there" if kept else ""
@@ -134,7 +139,9 @@ def _count_sentences(outcome: Outcome) -> Iterator[str]:
 
 
 def _exponent(row: dict[str, Any]) -> tuple[str, str]:
-    """Return a fitted exponent and its interval as two strings; without a fit, the reason and nothing."""
+    """Return a fitted exponent and its confidence interval as two strings. If the fit failed, return the
+    reason and an empty string.
+    """
     if row["note"]:
         return row["note"], ""
     return decimal(row["slope"], 3), f"{decimal(row['low'], 3)} to {decimal(row['high'], 3)}"
@@ -149,7 +156,7 @@ def _show_exponents(rows: list[dict[str, Any]]) -> None:
 
 
 def _show_compared(compared: pd.DataFrame) -> None:
-    """Print how fast the published code's values and the correctly measured constants grow with n."""
+    """Print the exponents with which the published code's values and the correct constants grow with n."""
     place = itemgetter("model", "text", "layer")
     for (model, text, layer), family in groupby(plain_rows(compared), key=place):
         heading(f"\nAs published: {readable(model)}, layer {layer}, text {readable(text)}")

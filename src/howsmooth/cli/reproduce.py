@@ -1,4 +1,4 @@
-"""The command ``howsmooth reproduce``: measure and draw the paper's figures."""
+"""The command ``howsmooth reproduce``, which measures and draws the figures of the paper."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ def reproduce(
 
 
 def _tell_times(chosen: Sequence[Figure], options: FigureOptions, *, in_json: bool, quiet: bool) -> int:
-    """Print how long each figure is expected to take, and return the exit code of the run."""
+    """Print the expected time of each figure, and return the exit code of the command."""
     from howsmooth.paper.time_forecast import expected_times
 
     with shown_progress(quiet=quiet or in_json) as display:

@@ -1,4 +1,6 @@
-"""Commands that look at one model and one input: their options, and how their results are shown."""
+"""Shared base of the commands that examine one model on one input: their options, and how they print and
+write their results.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,7 @@ Step = Callable[[int, int], None]
 
 @dataclass(frozen=True)
 class OneInputPlan(Options):
-    """The options that name one model and one input of it, for commands that look at both."""
+    """Base class of the options of a command that examines one model on one input."""
 
     PHASE: ClassVar[str] = "Measuring"
     STEP: ClassVar[str] = "layer"
@@ -65,17 +67,19 @@ class OneInputPlan(Options):
 
     @property
     def with_head(self) -> bool:
-        """Whether the model is loaded with the output layer for its logits."""
+        """Whether the model is loaded together with the output layer that computes its logits."""
         return getattr(self, "output", "hidden") != "hidden"
 
     def load(self) -> LoadedModel:
-        """Load the model, with the weights in the dtype of their file."""
+        """Load the model, and keep its weights in the dtype of the weights file."""
         from howsmooth.models import load_model
 
         return self.loaded_by(load_model, head=self.with_head)
 
     def loaded_by(self, load: Callable[..., LoadedModel], **more: Any) -> LoadedModel:
-        """Load the model by :func:`~howsmooth.models.load_model` or another function of its arguments."""
+        """Load the model with the function ``load``, which has the same arguments as
+        :func:`~howsmooth.models.load_model`.
+        """
         names = ("random_init", "as_decoder", "part", "seed", "device")
         options: dict[str, Any] = {name: getattr(self, name) for name in names}
         if self.random_init and self.tokens is None:
@@ -90,7 +94,7 @@ class OneInputPlan(Options):
         return self.layers.resolve(loaded.layers, self.model, "layers")
 
     def input_of(self, loaded: Any) -> Any:
-        """Return the input of a loaded model, as :func:`howsmooth.profile` takes it."""
+        """Return the input of a loaded model in a form that :func:`howsmooth.profile` takes."""
         from howsmooth.models import load_token_ids
 
         if self.tokens is not None:
@@ -110,20 +114,23 @@ class OneInputPlan(Options):
         return load_text(self.text).content
 
     def find(self, loaded: Any, inputs: Any, on_step: Step, folder: Path) -> Result:
-        """Find what the command shows.
+        """Compute the result of the command.
 
-        ``on_step`` is told how many layers or tokens are done, and how many there are; ``folder`` is that of
-        ``--out``, for what is kept in case of an interruption.
+        The function ``on_step`` is called with the number of layers or tokens that are done, and the number
+        of all. ``folder`` is the folder of the option ``--out``; a command may save partial results there
+        before an interruption.
         """
         raise NotImplementedError
 
     def beside(self, found: Any) -> tuple[dict[str, Any], list[str]]:
-        """Return what is shown beside the result: entries of the JSON object, and lines."""
+        """Return additions to the printed result: entries for the JSON object, and lines for the terminal."""
         return {}, []
 
 
 def find_and_show(plan: OneInputPlan, folder: Path, *, json: bool, quiet: bool) -> Any:
-    """Find what a plan asks for at one input of a model, write it into a folder, print it, and return it."""
+    """Load the model and the input of a plan, compute the result, write it into a folder, print it, and
+    return it.
+    """
     from howsmooth.cli.terminal_output import as_json, say
     from howsmooth.study.file_writing import check_parquet
 
@@ -152,7 +159,7 @@ def find_and_show(plan: OneInputPlan, folder: Path, *, json: bool, quiet: bool) 
 
 
 def say_files(what: str, written: Sequence[Path]) -> None:
-    """Print the path of the first file that a command wrote, and the names of the others."""
+    """Print the path of the first file that a command wrote, and the names of the other files."""
     from howsmooth.cli.terminal_output import say
 
     say(f"\n{what}: {written[0]}, with {', '.join(path.name for path in written[1:])}.")

@@ -101,8 +101,8 @@ def measure(context: FigureContext) -> pd.DataFrame:
     -------
     pandas.DataFrame
         One row for each model, layer, radius (``R``) and length, with the columns of :func:`side_by_side`.
-        ``real`` says whether the radius is the largest norm of a token of the texts, and ``fused`` whether the
-        weights of queries, keys and values are one transposed matrix.
+        ``real`` says whether the radius is the largest norm of a token of the texts, and ``fused`` whether
+        the weights of queries, keys and values are one transposed matrix.
 
     """
     lengths = tuple(n for n in context.options.lengths or _LENGTHS if n >= 2)
@@ -254,14 +254,14 @@ def side_by_side(rows: pd.DataFrame, text: pd.DataFrame, head: int) -> Row:
     Returns
     -------
     dict
-        The constants of the attacked head: ``paper`` at the paper's tokens, ``found`` at the worst tokens found
-        (``found by`` names the construction or search that found them), ``wrong slices`` at the tokens of the
-        published code, ``as published`` as the published code computes the constant. The logarithms of two upper
-        bounds: ``upper`` of this library and ``theirs`` of the paper, whose theorem is ``theorem``. The median,
-        minimum and maximum over all heads: ``paper median``, ``paper low`` and ``paper high`` at the paper's
-        tokens; ``text median``, ``text low`` and ``text high`` on text. ``text own`` is the median of the
-        attacked head on text. ``unsettled`` is the number of values that did not converge; they are left out.
-        Missing values are NaN, and a missing theorem is None.
+        The constants of the attacked head: ``paper`` at the paper's tokens, ``found`` at the worst tokens
+        found (``found by`` names the construction or search that found them), ``wrong slices`` at the tokens
+        of the published code, ``as published`` as the published code computes the constant. The logarithms of
+        two upper bounds: ``upper`` of this library and ``theirs`` of the paper, whose theorem is ``theorem``.
+        The median, minimum and maximum over all heads: ``paper median``, ``paper low`` and ``paper high`` at
+        the paper's tokens; ``text median``, ``text low`` and ``text high`` on text. ``text own`` is the
+        median of the attacked head on text. ``unsettled`` is the number of values that did not converge; they
+        are left out. Missing values are NaN, and a missing theorem is None.
 
     """
     values = rows[rows["converged"] == True]  # noqa: E712

@@ -67,8 +67,8 @@ def measure_as_published(
     layer
         The index of the attention layer; negative numbers count from the end.
     items
-        Which differences of the published code, out of ``ITEMS``, are used; None stands for all that apply. An
-        empty list gives the correct quantity, ‖D_X f‖ of the layer's attention with its mask.
+        Which differences of the published code, out of ``ITEMS``, are used; None stands for all that apply.
+        An empty list gives the correct quantity, ‖D_X f‖ of the layer's attention with its mask.
     untrained
         Whether the weights are random. A model built from its configuration is in training mode, so the item
         ``dropout`` applies.
