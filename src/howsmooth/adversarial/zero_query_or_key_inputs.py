@@ -1,8 +1,10 @@
-"""Inputs at which a norm of queries or keys is steep, for attention that has such a norm.
+"""Construct inputs in which one token has a query or key of zero, for attention that normalises queries or
+keys.
 
-A norm of D entries, N(y) = √D γ∘y / √(|y|² + Dε), is steepest at y = 0, where its derivative is γ/√ε. So one
-token has a query or a key of zero, and the others are placed so that its small moves change the outputs most.
-Derivation: documentation page "Worst inputs, and lower bounds", section "A short token".
+A norm layer of queries or keys with D entries, N(y) = √D γ∘y / √(|y|² + Dε), has its largest derivative γ/√ε
+at y = 0. One token therefore has a query or key of zero. The other tokens are placed so that a small move of
+this token changes the outputs as much as possible. The derivation is in the documentation page "Worst inputs,
+and lower bounds", section "A short token".
 """
 
 from __future__ import annotations
@@ -23,7 +25,8 @@ _LONG = 30.0
 
 
 def short_tokens(f: SelfAttention, length: int, radius: float) -> list[tuple[str, Float64[Tensor, "n d"]]]:
-    """Return inputs with one token whose query or key is zero, each with a name; none without such norms.
+    """Return named inputs in which one token has a query or key of zero; the list is empty if the attention
+    does not normalise queries or keys.
 
     Parameters
     ----------
@@ -55,10 +58,11 @@ def short_tokens(f: SelfAttention, length: int, radius: float) -> list[tuple[str
 
 @dataclass(frozen=True, eq=False)
 class _Side:
-    """The map from a token x to the query or key of one head: γ∘(W x + b), up to its length.
+    """The linear map and norm layer from a token x to the query or key of one head, which is γ∘(W x + b) up
+    to its length.
 
-    ``zero`` is the token of least norm at which the norm is steepest, no longer than the radius, and ``long``
-    the length that W x + b shall have.
+    ``zero`` is the shortest token at which the derivative of the norm layer is largest, scaled down to the
+    radius if it is longer. ``long`` is the length of W x + b that the other tokens should have.
     """
 
     W: Float64[Tensor, "dim d"]
@@ -86,12 +90,16 @@ class _Side:
         return cls(W[mine], b[mine], norm.weight[mine], zero, long)
 
     def directions(self) -> Float64[Tensor, "dim two"]:
-        """Return two orthogonal directions of queries or keys; the first moves most with the token."""
+        """Return two orthogonal directions of queries or keys. A move of the token moves its query or key
+        farthest in the first direction.
+        """
         u: Tensor = torch.linalg.svd(self.gain[:, None] * self.W).U
         return u[:, :2]
 
     def before(self, wanted: Float64[Tensor, "n dim"]) -> Float64[Tensor, "n dim"]:
-        """Return values W x whose queries or keys reach farthest in ``wanted`` directions, one a token."""
+        """Return one vector W x for each row of ``wanted``, such that the query or key of x is as long as
+        possible in the direction of this row.
+        """
         y = self.gain * wanted
         images: Tensor = self.long * y / y.norm(dim=-1, keepdim=True).clamp_min(1e-300) - self.b
         return images
@@ -100,10 +108,12 @@ class _Side:
 def _zero_query(
     f: SelfAttention, group: int, query: _Side, key: _Side, n: int, radius: float
 ) -> Float64[Tensor, "n d"]:
-    """Return tokens in two opposite clusters, and as the last token one with a query of zero.
+    """Return tokens in which the query of the last token is zero, and the other tokens form two opposite
+    clusters.
 
-    The last row sees all keys alike, and a move of its token tells the clusters apart: their keys point along
-    and against the direction in which the query moves most.
+    The last token gives the same attention weight to all keys. The keys of the two clusters point along and
+    against the direction in which the query moves most. So a move of the last token changes the weights of
+    the two clusters in opposite directions.
     """
     signs = torch.ones(n, 1, dtype=torch.float64)
     signs[1::2] = -1.0
@@ -116,9 +126,11 @@ def _zero_query(
 def _zero_key(
     f: SelfAttention, group: int, query: _Side, key: _Side, n: int, radius: float
 ) -> list[Float64[Tensor, "n d"]]:
-    """Return tokens whose queries look where the first key moves most; the first token has a key of zero.
+    """Return tokens in which the key of the first token is zero, and all queries point in the direction in
+    which this key moves most.
 
-    The other keys point away from the queries, exactly or so far that they have half of the weight.
+    The other keys point away from the queries: either in exactly the opposite direction, or so that they have
+    half of the attention weight together.
     """
     both = torch.cat((query.W, key.W))
     first, second = key.directions().unbind(dim=1)
@@ -142,9 +154,11 @@ def _zero_key(
 
 
 def _turned(f: SelfAttention, direction: Tensor, n: int, place: int) -> Float64[Tensor, "n dim"]:
-    """Return what queries and keys must be before their rotation to point, after it, in one direction.
+    """Return vectors that point in the same direction at all positions after their rotation by the rotary
+    embedding.
 
-    It is the direction in which a query or key ``direction`` points at the position ``place``.
+    This is the direction in which the vector ``direction`` points after its rotation at the position
+    ``place``.
     """
     same = direction.expand(1, n, -1)
     if f.rotary is None:
@@ -159,7 +173,10 @@ def _with_images(
     signs: Float64[Tensor, "n 1"],
     radius: float,
 ) -> Float64[Tensor, "n d"]:
-    """Return tokens x of norm ``radius`` with given images W x, if the radius allows, and long values."""
+    """Return tokens x of norm ``radius`` whose images W x are the given ones, and whose values are long.
+
+    If the radius is too small for an image, the token is shortened.
+    """
     x: Tensor = images @ torch.linalg.pinv(W).mT
     length: Tensor = x.norm(dim=-1, keepdim=True)
     _, sizes, rows = torch.linalg.svd(W)

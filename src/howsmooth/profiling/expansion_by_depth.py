@@ -1,5 +1,5 @@
-"""The function ``depth_profile``, which measures the expansion of each block of a model and of their
-compositions.
+"""The function ``depth_profile``, which measures how much each block of a model, and each composition of
+blocks, expands a change of its input.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ _MAPS = ("own", "until", "beyond")
 
 @dataclass(frozen=True, eq=False, repr=False, kw_only=True)
 class DepthProfile(Result):
-    """Local Lipschitz constants of the blocks of a model at one input, and of the parts of the model before
-    and after each.
+    """The local Lipschitz constants of the blocks of a model at one input, and of the parts of the model
+    before and after each block.
 
-    A stage is what happens before the first block (``embeddings``), each block, and what happens after the
-    last block (``output``: the last norm, and the head).
+    A stage is one of three: the computation before the first block (``embeddings``), a block, or the
+    computation after the last block (``output``: the last norm layer and the output layer).
     """
 
     NAME: ClassVar[str] = "depth"
@@ -62,8 +62,8 @@ class DepthProfile(Result):
 
     @property
     def citation(self) -> str:
-        """One line with the constant of the whole model, its interval, and the product of the constants of
-        the blocks.
+        """One line to cite, with the constant of the whole model, its interval, and the product of the
+        constants of all blocks.
         """
         last = plain_rows(self.table)[-1]
         return (
@@ -90,7 +90,9 @@ class DepthProfile(Result):
         return "\n".join([*lines, *([f"Not converged: {', '.join(missed)}."] if missed else [])])
 
     def plot(self) -> Figure:
-        """Draw the constant of each block over the depth of the model, with the product of the constants."""
+        """Draw the constants of the blocks against the depth, together with the product of these
+        constants.
+        """
         return draw_depth(self.table, f"{self.model}, {self.n} tokens, to the {self.output}")
 
     def _shown(self, most: int) -> dict[str, Any]:
@@ -118,12 +120,14 @@ def depth_profile(
     memory: int | None = None,
     on_layer: Callable[[int, int], None] | None = None,
 ) -> DepthProfile:
-    """Measure at which depth a model expands a change of its embeddings, at one input.
+    """Measure how much a model expands a change of its embeddings up to each block, and from each block on,
+    at one input.
 
-    Three maps are measured for each block (:func:`howsmooth.local_lipschitz`): the block, the map from the
-    embeddings to the block's output, and the map from there to the model's output. The product of the
-    constants of all stages bounds the constant of the whole model, and equals it only if the stages' worst
-    directions line up. The ratio of constant to product says how far they do.
+    Three maps are measured for each block (:func:`howsmooth.local_lipschitz`): the block itself, the map from
+    the embeddings to the output of the block, and the map from the output of the block to the output of the
+    model. The product of the constants of all stages is an upper bound on the constant of the whole model.
+    The two are equal only if the directions that the stages expand most are aligned. The ratio of the
+    constant to the product measures this alignment.
 
     Parameters
     ----------
@@ -207,7 +211,9 @@ def _block(
     last_token: bool,
     measured: Callable[[str, int, Site], dict[str, Any]],
 ) -> dict[str, Any]:
-    """Measure a block, the model up to this block, and the model after it, and return a row of the table."""
+    """Measure a block, the model up to this block, and the model after this block, and return the results as
+    a table row.
+    """
     block = parts.span(layer, layer)
     return {
         "stage": f"block {stage}",
@@ -224,7 +230,9 @@ def _in_words(output: str, last_token: bool) -> str:
 
 
 def _fields(kind: str, found: LipschitzEstimate) -> dict[str, Any]:
-    """Return a measured constant as columns with the prefix ``kind``: value, limits and convergence."""
+    """Return a measured constant, its interval and its convergence as table columns whose names begin with
+    ``kind``.
+    """
     return {
         kind: float(found.value[0]),
         f"{kind}_lower": float(found.lower[0]),
@@ -234,7 +242,9 @@ def _fields(kind: str, found: LipschitzEstimate) -> dict[str, Any]:
 
 
 def _as(kind: str, row: Mapping[str, Any], source: str = "own") -> dict[str, Any]:
-    """Copy the columns of a row with the prefix ``source``, and rename the prefix to ``kind``."""
+    """Copy the table columns whose names begin with ``source``, and let the names of the copies begin with
+    ``kind``.
+    """
     return {kind + name.removeprefix(source): row[name] for name in row if name.startswith(source)}
 
 

@@ -1,5 +1,5 @@
-"""The function ``profile``, which measures the local Lipschitz constants of every layer and head of a model
-at one input.
+"""The function ``profile``, which measures the local Lipschitz constants of all attention layers and heads of
+a model at one input.
 """
 
 from __future__ import annotations
@@ -46,9 +46,10 @@ def profile(
 ) -> Profile:
     """Measure the local Lipschitz constant of every attention layer and head of a model at one input.
 
-    Layer by layer, the attention is captured (:func:`~howsmooth.models.capture`), measured as a whole
-    (:func:`howsmooth.local_lipschitz`), and then all its heads in one batch. A layer that cannot be measured
-    is named in ``Profile.refused``, with the reason.
+    The model is treated layer by layer. The attention of a layer is captured
+    (:func:`~howsmooth.models.capture`) and measured as a whole (:func:`howsmooth.local_lipschitz`); then all
+    its heads are measured in one batch. ``Profile.refused`` names the layers that cannot be measured, with
+    the reasons.
 
     Parameters
     ----------
@@ -137,7 +138,9 @@ def _checked_scopes(scopes: object) -> tuple[str, ...]:
 
 
 class _Measured:
-    """Measurements of the layers of a model, collected layer by layer as rows of the tables of a profile."""
+    """The measurements of the layers of a model, collected layer by layer as rows of the tables of
+    a profile.
+    """
 
     def __init__(
         self, how: dict[str, Any], seed: int, scopes: tuple[str, ...], words: list[str] | None
@@ -150,7 +153,7 @@ class _Measured:
         self.most_sensitive: tuple[float, Site] | None = None
 
     def add(self, index: int, layer: VerifiedLayer | CaptureError) -> None:
-        """Measure one layer in each scope, and record the error of a scope that cannot be measured."""
+        """Measure one layer in each scope; if a scope cannot be measured, record the error."""
         if isinstance(layer, CaptureError):
             self.refused.append(str(layer))
             return
@@ -206,8 +209,8 @@ class _Measured:
         self.shares.append(shares.astype({"head": "Int64"}))
 
     def influence(self) -> Influence | None:
-        """Measure the influence of each token on each other in the layer with the largest constant, or return
-        None if this fails.
+        """Measure how far each output token moves with each input token, for the layer with the largest
+        constant; return None if the measurement fails.
         """
         if self.most_sensitive is None:
             return None

@@ -1,5 +1,5 @@
-"""The class ``Profile``, the local Lipschitz constants of the layers and heads of a model as tables, text and
-files.
+"""The class ``Profile``, which holds the local Lipschitz constants of a model's layers and heads, and writes
+them as tables, text and files.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ _LEVELS = 9  # shades of a highlighted token
 
 @dataclass(frozen=True, eq=False, repr=False, kw_only=True)
 class Profile(Result):
-    """The local Lipschitz constants of all attention layers and heads of a model at one input, with the
-    tokens.
+    """The local Lipschitz constants of all attention layers and heads of a model at one input, and the
+    sensitivity of each token.
     """
 
     NAME: ClassVar[str] = "profile"
@@ -81,8 +81,8 @@ class Profile(Result):
 
     @property
     def citation(self) -> str:
-        """One line to cite the profile: largest constants with intervals, versions of the libraries and the
-        digest.
+        """One line to cite, with the largest constants and their intervals, the versions of the libraries and
+        the digest.
         """
         found = []
         for scope, rows in self.ranking.groupby("scope", sort=False):
@@ -94,9 +94,9 @@ class Profile(Result):
         )
 
     def sensitive_tokens(self, layer: int, head: int | None = None) -> pd.DataFrame:
-        """Return the tokens of one layer or head, starting with the most sensitive ones.
+        """Return the tokens of one layer or head, sorted so that the most sensitive tokens come first.
 
-        The tokens are sorted by ``input_share``.
+        The sensitivity is the column ``input_share``.
 
         Raises
         ------
@@ -140,8 +140,8 @@ class Profile(Result):
         return "\n".join(lines)
 
     def _said_of_tokens(self, row: Any) -> str:
-        """Return a phrase that names the most sensitive input token and the most affected output token of a
-        row.
+        """Return a phrase that names, for one layer or head, the most sensitive input token and the most
+        affected output token.
         """
         head = None if pd.isna(row["head"]) else int(row["head"])
         rows = plain_rows(self._tokens_of(int(row["layer"]), head))
@@ -154,7 +154,9 @@ class Profile(Result):
         return f"  {' → '.join(said)}" if said else ""
 
     def plot(self) -> Figure:
-        """Draw the constants as a heatmap of layers and heads, with an additional column for whole layers."""
+        """Draw the constants of all heads as a heatmap, with an additional column for the constants of whole
+        layers.
+        """
         title = f"{self.model}, one input of {self.n} tokens: local Lipschitz constants"
         return draw_heatmap(self.table, title)
 
@@ -178,10 +180,10 @@ class Profile(Result):
         return {"rows": rows, "shown": len(rows), "total": len(self.table), "influence": pictured}
 
     def _sides(self, layer: int, head: int | None) -> list[tuple[str, list[tuple[int, str, str]]]]:
-        """Return two titled lists of all tokens, shaded by their shares of the input and of the output
-        change.
+        """Return two lists of all tokens with titles, shaded by the share of each token in the change of the
+        input and of the output.
 
-        A token is a triple: its shade, its text, and its share of the change in words.
+        A token is given as a triple: its shade, its text, and its share as a phrase.
         """
         rows = self._tokens_of(layer, head)
         words = [visible_token(word) for word in self.words] or [f" {i} " for i in rows["position"]]
@@ -199,8 +201,8 @@ class Profile(Result):
     def to_latex(self, path: str | os.PathLike[str] | None = None) -> str | None:
         """Write the ranking as a LaTeX table to a file, or return it as text if no path is given.
 
-        The table uses booktabs. Its caption is one sentence with the digest, its label ``tab:howsmooth-`` and
-        the digest; the whole citation stands above it as a comment.
+        The table uses the package booktabs. Its caption is one sentence that contains the digest. Its label
+        is ``tab:howsmooth-`` followed by the digest. The whole citation is a comment above the table.
         """
         table = self._sorted[["layer", "head", "scope", "value", "lower", "upper", "converged"]]
         caption = (
@@ -218,7 +220,9 @@ class Profile(Result):
         return text_or_file(f"% {' '.join(self.citation.split())}\n{words}", path)
 
     def described(self) -> dict[str, Any]:
-        """Return the settings, the ranking and the most sensitive token of each row, as a dict for JSON."""
+        """Return the settings, the ranking and the most sensitive token of each layer and head, as a dict for
+        JSON.
+        """
         rows = plain_rows(self._sorted)
         for row in rows:
             first = self.sensitive_tokens(row["layer"], row["head"]).iloc[0]

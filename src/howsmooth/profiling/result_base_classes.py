@@ -1,5 +1,5 @@
-"""The class ``Result``, the base of all results at one input of a model, with their files, web page and
-notebook view.
+"""The base classes ``Result`` and ``WritableTable`` of the results of profiles, with their files, web page
+and notebook view.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _IN_NOTEBOOK = 3
 
 
 class WritableTable:
-    """Base class of results with a table and a line to cite, which can be written to files."""
+    """Base class of results that have a table and a line to cite, and that can be written to files."""
 
     if TYPE_CHECKING:
 
@@ -64,7 +64,7 @@ class WritableTable:
 
 @dataclass(frozen=True, eq=False, repr=False, kw_only=True)
 class Result(WritableTable, ABC):
-    """Base class of results at one input of a model, which have a table, a figure and a web page."""
+    """Base class of results at one input of a model, with a table, a figure and a web page."""
 
     #: What was found, row by row.
     table: pd.DataFrame
@@ -91,7 +91,7 @@ class Result(WritableTable, ABC):
     @property
     @abstractmethod
     def citation(self) -> str:
-        """One line to cite, with the most important numbers and their origin."""
+        """One line to cite the result, with its most important numbers and how they were computed."""
 
     @abstractmethod
     def plot(self) -> Figure:
@@ -99,21 +99,24 @@ class Result(WritableTable, ABC):
 
     @property
     def precision(self) -> str:
-        """The dtypes of the stored weights and of the computation, as a phrase."""
+        """A phrase that names the dtype of the stored weights and the dtype of the computation."""
         same = self.stored == self.computed
         return f"weights in {self.stored}" + ("" if same else f", computed in {self.computed}")
 
     @property
     def digest(self) -> str:
-        """The first 12 hexadecimal digits of the SHA-256 hash of the table and the weights of the model.
+        """The first 12 hexadecimal digits of a SHA-256 hash of the table and of the weights of the model.
 
-        The digest changes with the seed, which moves the intervals, and with every weight, measured or not.
+        The digest changes with the seed, because the intervals depend on it, and with every weight, even in
+        layers that are not measured.
         """
         return hashlib.sha256(f"{self.fingerprint}\n{csv_of(self.table)}".encode()).hexdigest()[:12]
 
     @property
     def _made_by(self) -> str:
-        """The end of a citation: the dtypes, the versions of the libraries, the weights and the digest."""
+        """The end of a citation: the dtypes, the versions of the libraries, a hash of the weights, and the
+        digest.
+        """
         versions = ", ".join(f"{name} {version(name)}" for name in ("howsmooth", "torch", "transformers"))
         return f"{self.precision}; {versions}; weights {self.fingerprint[:12]}, digest {self.digest}."
 
@@ -125,11 +128,13 @@ class Result(WritableTable, ABC):
     # ---- files, pages and notebooks
 
     def _tables(self) -> dict[str, pd.DataFrame]:
-        """Return a dict of the tables to write by the names of their files without ``.csv``."""
+        """Return the tables to write, as a dict whose keys are the names of the files without ``.csv``."""
         return {self.NAME: self.table}
 
     def _shown(self, most: int) -> dict[str, Any]:
-        """Return the values for the template of the web page, with the details of at most ``most`` rows."""
+        """Return the values that the template of the web page shows, with details of at most
+        ``most`` rows.
+        """
         return {}
 
     def _body(self, image: str, most: int) -> Markup:
@@ -137,7 +142,7 @@ class Result(WritableTable, ABC):
         return Markup(body.render(found=self, image=image, **self._shown(most)))
 
     def page(self, image: str) -> str:
-        """Return the result as a web page in a single HTML file without scripts.
+        """Return the result as a web page: the text of one HTML file without scripts.
 
         Parameters
         ----------
@@ -157,9 +162,10 @@ class Result(WritableTable, ABC):
         return f'<div class="howsmooth"><style>{style}</style>{body}</div>'
 
     def write(self, folder: str | os.PathLike[str], *, parquet: bool = False) -> list[Path]:
-        """Write page, figure (PNG and PDF) and tables (CSV) into a folder, and return their paths.
+        """Write the web page, the figure (PNG and PDF) and the tables (CSV) into a folder, and return the
+        paths of the files.
 
-        With ``parquet`` the tables are written as parquet too.
+        With ``parquet`` the tables are also written as parquet files.
 
         Raises
         ------
@@ -188,6 +194,6 @@ def _template(name: str) -> jinja2.Template:
 
 
 def in_interval(value: float, lower: float, upper: float, *, converged: bool) -> str:
-    """Return a phrase with a constant and its interval."""
+    """Return a phrase that states a constant and its interval."""
     status = "" if converged else " (not converged)"
     return f"{value:.6g} in [{lower:.6g}, {upper:.6g}]{status}"

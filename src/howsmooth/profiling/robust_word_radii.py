@@ -1,5 +1,5 @@
-"""The function ``word_radii``, which bounds how far each token of a text may move before a classifier may
-change its answer.
+"""The function ``word_radii``, which proves how far each token of a text may move before the answer of a
+classifier can change.
 """
 
 from __future__ import annotations
@@ -41,10 +41,11 @@ _LEVELS = 9  # shades of a highlighted token
 
 @dataclass(frozen=True, eq=False, repr=False, kw_only=True)
 class WordRadii(Result):
-    """Radii within which the answer of a classifier does not change, one for each token of an input, or one
-    for all tokens.
+    """Radii within which the answer of a classifier does not change: one radius for each token, or one for
+    all tokens together.
 
-    They are proved, rounding included; :class:`howsmooth.bounds.RobustRadius` says for what.
+    The radii are proved, rounding errors included; :class:`howsmooth.bounds.RobustRadius` describes the
+    proved statement.
     """
 
     NAME: ClassVar[str] = "radius"
@@ -66,7 +67,7 @@ class WordRadii(Result):
 
     @property
     def ranking(self) -> pd.DataFrame:
-        """The table of tokens and their radii, sorted by radius in increasing order."""
+        """The table of the tokens and their radii, sorted so that the smallest radius comes first."""
         return self.table.sort_values("radius", kind="stable", ignore_index=True)
 
     @property
@@ -103,12 +104,12 @@ class WordRadii(Result):
         )
 
     def plot(self) -> Figure:
-        """Draw the radius of each token, with the size of the smallest attack found."""
+        """Draw the radius of each token, together with the size of the smallest attack that was found."""
         return draw_radii(self.table, self._names, self.model)
 
     @property
     def _names(self) -> list[str]:
-        """The names of the rows of the table: the tokens, or their positions."""
+        """The labels of the rows of the table: the texts of the tokens, or their positions."""
         if self.jointly:
             return ["all tokens"]
         return [visible_token(word) for word in self.words] or [str(i) for i in range(self.n)]
@@ -163,10 +164,12 @@ def word_radii(
     file: str | os.PathLike[str] | None = None,
     on_token: Callable[[int, int], None] | None = None,
 ) -> WordRadii:
-    """Return, for each token of a text, a radius within which the answer of a classifier does not change.
+    """Prove, for each token of a text, a radius within which the token may move without a change of the
+    classifier's answer.
 
-    One token moves while the others stand still, unless ``jointly`` is True. The radii are those of
-    :func:`howsmooth.bounds.robust_radius`; the network's partial Jacobians are computed once for all tokens.
+    One token moves while the other tokens stand still, unless ``jointly`` is True. The radii are those of
+    :func:`howsmooth.bounds.robust_radius`; the partial Jacobians of the network are computed once for all
+    tokens.
 
     Parameters
     ----------
@@ -274,7 +277,9 @@ def word_radii(
 
 
 def _class_name(module: nn.Module, label: int | None) -> str:
-    """Return the name of a class from the configuration of the model, or an empty string if it has none."""
+    """Return the name of a class from the configuration of the model, or empty text if the configuration has
+    no names.
+    """
     names = getattr(getattr(module, "config", None), "id2label", None) or {}
     name = "" if label is None else str(names.get(int(label), ""))
     return "" if name == f"LABEL_{label}" else name  # the name that transformers gives where there is none
@@ -292,10 +297,10 @@ def _row(found: RobustRadius, position: int | None) -> dict[str, Any]:
 
 
 class _Kept:
-    """The finished rows of the table, which are also stored in a file if one is given, so that a run can be
-    continued.
+    """The finished rows of a table of radii, which are also stored in a file if one is given, so that an
+    interrupted computation can be continued.
 
-    A row is found by the token's position and the bound's order.
+    A row is identified by the position of the token and by the order of the bound.
     """
 
     def __init__(self, file: Path | None, key: str) -> None:
@@ -311,7 +316,7 @@ class _Kept:
                 self.rows[row["position"], row["order"]] = row
 
     def add(self, row: dict[str, Any]) -> None:
-        """Add a finished row of the table, and append it to the file if there is one."""
+        """Add a finished row to the table, and append it to the file if there is one."""
         self.rows[row["position"], row["order"]] = row
         if self.file is not None:
             self.file.parent.mkdir(parents=True, exist_ok=True)

@@ -1,4 +1,6 @@
-"""The function ``influence``, which measures how much each output token changes with each input token."""
+"""The function ``influence``, which measures how far each output token of a map moves with each
+input token.
+"""
 
 from __future__ import annotations
 
@@ -36,8 +38,8 @@ __all__ = ["Influence", "influence"]
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Influence(WritableTable):
-    """The block norms ‖∂y_i/∂x_j‖₂ of a Jacobian, which say how much output token i changes with input token
-    j.
+    """The norms ‖∂y_i/∂x_j‖₂ of the blocks of a Jacobian, which say how far the output token i moves with the
+    input token j.
     """
 
     #: The largest value found of each norm, (outputs, n), float64.
@@ -69,8 +71,8 @@ class Influence(WritableTable):
 
     @property
     def table(self) -> pd.DataFrame:
-        """A table with one row for each pair of tokens: ``output``, ``input``, ``value``, ``lower``,
-        ``upper``, ``converged``.
+        """The table of the norms, with one row for each pair of tokens and the columns ``output``, ``input``,
+        ``value``, ``lower``, ``upper`` and ``converged``.
         """
         rows, n = self.value.shape
         table = pd.DataFrame({"output": self.outputs}).loc[lambda t: t.index.repeat(n)]
@@ -146,14 +148,15 @@ def influence(
     seed: int = 0,
     on_output: Callable[[int, int], None] | None = None,
 ) -> Influence:
-    """Measure how much each output token changes with each input token, by the block norms ‖∂y_i/∂x_j‖₂ with
-    intervals.
+    """Measure how far each output token moves with each input token: the norms ‖∂y_i/∂x_j‖₂ of the blocks of
+    the Jacobian, with intervals.
 
-    Entry (i, j) says how far the output y_i moves, to first order, if the input token x_j moves by one. For
-    self-attention, with residuals, norm layers and layer scales around it, the blocks have a closed form and
-    are never formed as matrices: n² numbers a head are in memory. For any other map all rows of one output
-    token at a time are formed, d_out n d numbers, by one product with the adjoint of the Jacobian for each;
-    ``outputs`` then limits the work.
+    The entry (i, j) says how far the output y_i moves, to first order, if the input token x_j moves by one.
+    For self-attention, with residual connections, norm layers and layer scales around it, the blocks have a
+    closed form and are never stored as matrices; the memory is n² numbers for each head. For any other map
+    the blocks are stored as matrices for one output token at a time. These are d_out n d numbers, computed by
+    one product with the transposed Jacobian for each of the d_out coordinates. The argument ``outputs`` can
+    then limit the work.
 
     Parameters
     ----------
@@ -234,7 +237,7 @@ def influence(
 
 
 def _map_and_tokens(f: Any, x: Tensor | None) -> tuple[Any, Any]:
-    """Return the map and the tokens, which may be given together as a captured layer."""
+    """Return the map and its input tokens, given either separately or together as a captured layer."""
     if not isinstance(f, TokenMap) and isinstance(f, SiteLike):
         return f.map, f.x if x is None else x
     if x is None:
@@ -256,7 +259,7 @@ def _one_sequence(x: Tensor) -> Float[Tensor, "n d"]:
 
 
 def _checked_outputs(outputs: object, count: int) -> list[int]:
-    """Return the chosen indices of output tokens as numbers from 0 to ``count`` − 1."""
+    """Return the chosen indices of output tokens as numbers from 0 to ``count`` − 1, after checking them."""
     expected = f"indices of the {count} output tokens, each once, from {-count} to {count - 1}"
     if outputs is None:
         return list(range(count))

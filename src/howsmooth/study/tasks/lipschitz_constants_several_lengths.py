@@ -1,7 +1,7 @@
-"""The task that measures constants at sequences of several lengths together.
+"""The task of a study that measures Lipschitz constants at sequences of several lengths together.
 
-The model runs once for each length. The sequences of all lengths at which a layer is the same map are then
-measured in one call, in which they share matrix products.
+The model runs once for each length. If a layer is the same map at several lengths, its constants at the
+sequences of these lengths are measured in one call, in which the sequences share matrix products.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ _TOKENS_ELSEWHERE = 1 << 15
 
 @dataclass(frozen=True, eq=False)
 class JoinedConstants(Task):
-    """Measures the Lipschitz constants of one model at some sequences of several lengths.
+    """The task of measuring the Lipschitz constants of one model at sequences of several lengths.
 
-    ``parts`` are the tasks of the single lengths, of one model, input and scope.
+    ``parts`` are the tasks for the single lengths; all have the same model, input and scope.
     """
 
     parts: tuple[ConstantsTask, ...]
@@ -42,47 +42,53 @@ class JoinedConstants(Task):
 
     @property
     def plan(self) -> Plan:
-        """The plan of the study, by which a worker keeps the model of the last task."""
+        """The plan of the study that the task belongs to. A worker process uses it to keep the loaded model
+        between tasks.
+        """
         return self.parts[0].plan
 
     @property
     def model(self) -> str:  # type: ignore[override]
-        """The name of the model in results."""
+        """The name of the model in the results."""
         return self.parts[0].model
 
     @property
     def size(self) -> int:  # type: ignore[override]
-        """The number of rows that the task computes because the store lacks them."""
+        """The number of rows that the task computes because they are missing in the store."""
         return sum(part.size for part in self.parts)
 
     @property
     def n(self) -> int:  # type: ignore[override]
-        """The number of tokens of a sequence, on average over the rows."""
+        """The average number of tokens of a sequence, over all rows of the task."""
         return round(sum(part.size * part.n for part in self.parts) / self.size)
 
     @property
     def alike(self) -> tuple[Any, ...]:
-        """The key of tasks whose times predict each other: the table, the model and the scope."""
+        """The key that is equal for tasks with similar running times: the table, the model and the scope."""
         return self.parts[0].alike
 
     @property
     def words(self) -> str:
-        """A short description for progress messages: the model and the lengths."""
+        """A short text for progress messages, with the name of the model and the lengths."""
         return f"{self.model}, n = {self.parts[0].n} to {self.parts[-1].n}"
 
     def packed(self) -> JoinedConstants:
-        """Return the task with the inputs of its sequences, ready to be sent to another process."""
+        """Return a copy of the task that contains the inputs of its sequences and can be sent to another
+        process.
+        """
         return replace(self, parts=tuple(part.packed() for part in self.parts))
 
     def failed(self, error: Exception) -> Failed:
-        """Return ``error`` as a failure with a row for each missing row of the task."""
+        """Return a ``Failed`` object with the given error and the keys of all rows that the task should have
+        computed.
+        """
         return Failed([row for part in self.parts for row in part.failed(error).rows], error)
 
     def found(self, models: Models | None) -> Iterator[Found]:
-        """Load the model, and yield the rows that the store lacks, layer by layer.
+        """Load the model, and yield the rows that are missing in the store, layer by layer.
 
-        If the call for all lengths fails, each length is measured by itself. Layers that cannot be captured
-        come last, as they may end the run.
+        If the call for all lengths fails, each length is measured separately. Errors of layers that cannot be
+        captured are yielded last, because such an error may end the study.
         """
         assert models is not None
         try:
@@ -109,7 +115,7 @@ class JoinedConstants(Task):
 
 @dataclass(frozen=True, eq=False)
 class _Part:
-    """One layer or head at the samples of one length that are left to measure."""
+    """One layer or head at one length, with the indices of the sequences that are not measured yet."""
 
     task: ConstantsTask
     site: Any
@@ -117,12 +123,12 @@ class _Part:
 
     @property
     def tokens(self) -> int:
-        """The number of tokens of all samples."""
+        """The total number of tokens of the sequences."""
         return len(self.samples) * self.task.n
 
 
 def joined(work: Work, device: str) -> Work:
-    """Join the tasks of the constants of one model, input and scope into tasks of several lengths each."""
+    """Join the measuring tasks of one model, input and scope into tasks that each have several lengths."""
     most = _TOKENS.get(torch.device(device).type, _TOKENS_ELSEWHERE)
     groups: list[list[ConstantsTask]] = []
     latest: dict[tuple[Any, ...], list[ConstantsTask]] = {}
@@ -158,9 +164,10 @@ def _rows(group: Sequence[_Part]) -> Iterator[Found]:
 
 
 def _estimates(parts: Sequence[_Part]) -> list[tuple[LipschitzEstimate, float]]:
-    """Measure one map at the sequences of several lengths in one call.
+    """Measure the Lipschitz constants of one map at the sequences of several lengths in one call.
 
-    Return for each length its estimates and the seconds of one sequence, which are shared by tokens.
+    For each length, return the estimates and the time of one sequence in seconds. The time of the call is
+    divided among the sequences in proportion to their tokens.
     """
     began = time.perf_counter()
     found = parts[-1].task.estimate(
