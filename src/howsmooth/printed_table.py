@@ -20,10 +20,10 @@ _MOST_TEXTS = 20
 class PrintedTable(pd.DataFrame):
     """A pandas DataFrame that is printed within 80 columns. Columns that do not fit are named below the rows.
 
-    A column that has the same value in all rows, or no value in any row, is also printed below the rows
-    instead of in each of them. If a column contains at most 20 different long texts, such as titles, the
-    texts are numbered, and listed below the rows. Other columns that do not fit are only named. The table
-    itself contains all columns; ``pandas.DataFrame(table)`` is printed as pandas prints a table.
+    If the rows are too wide, a column that has the same value in all rows, or no value in any row, is printed
+    below the rows instead. If a column contains at most 20 different long texts, such as titles, the texts
+    are numbered, and listed below the rows. Other columns that do not fit are only named. The table itself
+    contains all columns; ``pandas.DataFrame(table)`` is printed as pandas prints a table.
     """
 
     @property

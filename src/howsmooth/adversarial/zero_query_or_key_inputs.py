@@ -58,8 +58,7 @@ def short_tokens(f: SelfAttention, length: int, radius: float) -> list[tuple[str
 
 @dataclass(frozen=True, eq=False)
 class _Side:
-    """The linear map and norm layer from a token x to the query or key of one head, which is γ∘(W x + b) up
-    to its length.
+    """The map from a token x to the query or key of one head, which has the direction of γ∘(W x + b).
 
     ``zero`` is the shortest token at which the derivative of the norm layer is largest, scaled down to the
     radius if it is longer. ``long`` is the length of W x + b that the other tokens should have.
@@ -97,8 +96,8 @@ class _Side:
         return u[:, :2]
 
     def before(self, wanted: Float64[Tensor, "n dim"]) -> Float64[Tensor, "n dim"]:
-        """Return one vector W x for each row of ``wanted``, such that the query or key of x is as long as
-        possible in the direction of this row.
+        """Return one vector W x for each row of ``wanted``, such that the query or key of the token x reaches
+        as far as possible in the direction of this row.
         """
         y = self.gain * wanted
         images: Tensor = self.long * y / y.norm(dim=-1, keepdim=True).clamp_min(1e-300) - self.b
@@ -126,11 +125,11 @@ def _zero_query(
 def _zero_key(
     f: SelfAttention, group: int, query: _Side, key: _Side, n: int, radius: float
 ) -> list[Float64[Tensor, "n d"]]:
-    """Return tokens in which the key of the first token is zero, and all queries point in the direction in
-    which this key moves most.
+    """Return one or two inputs in which the key of the first token is zero, and all queries point in the
+    direction in which this key moves most.
 
-    The other keys point away from the queries: either in exactly the opposite direction, or so that they have
-    half of the attention weight together.
+    In the first input the other keys point in the opposite direction. In the second input they are turned so
+    that together they have half of the attention weight.
     """
     both = torch.cat((query.W, key.W))
     first, second = key.directions().unbind(dim=1)
@@ -173,9 +172,11 @@ def _with_images(
     signs: Float64[Tensor, "n 1"],
     radius: float,
 ) -> Float64[Tensor, "n d"]:
-    """Return tokens x of norm ``radius`` whose images W x are the given ones, and whose values are long.
+    """Return tokens x of norm ``radius`` whose images W x are as given, possibly up to a factor.
 
-    If the radius is too small for an image, the token is shortened.
+    An image is multiplied by a factor if its token would be longer than the radius, or if W maps no nonzero
+    token to zero. Otherwise a token that W maps to zero is added, such that the value of the sum is as long
+    as possible.
     """
     x: Tensor = images @ torch.linalg.pinv(W).mT
     length: Tensor = x.norm(dim=-1, keepdim=True)

@@ -109,7 +109,7 @@ class InfluencePlan(OneInputPlan):
 def influence(
     plan: InfluencePlan, execution: Execution, json: JsonOption = False, quiet: SilentOption = False
 ) -> int:
-    """Show which token moves which, and how far, in one layer or in the whole model."""
+    """Measure how far each output token moves with each input token, in one layer or in the whole model."""
     from howsmooth.cli.terminal_output import as_json, counted
     from howsmooth.profiling import influence as measured
     from howsmooth.profiling.model_input import given_inputs

@@ -78,8 +78,8 @@ def carry_out(
 
 @contextmanager
 def means_of(execution: Execution, display: Listener, *, keep_going: bool = False) -> Iterator[Means]:
-    """Start the worker processes that the options ask for, yield the objects that carry out tasks, and stop
-    the workers at the end.
+    """Start the worker processes that the options ask for, yield a ``Means`` object with which tasks are
+    carried out, and stop the workers at the end.
     """
     from howsmooth.study.executors import opened_executor, threads_each
     from howsmooth.study.runner import Means
@@ -89,8 +89,8 @@ def means_of(execution: Execution, display: Listener, *, keep_going: bool = Fals
 
 
 def _beside(plan: Plan) -> list[Callable[[OpenStudy], Work]]:
-    """Return a list of the function that finds the missing values of the published code; the list is empty if
-    the plan does not ask for them.
+    """Return a list with one function, which finds the missing values of the published code; return an empty
+    list if the plan does not ask for these values.
     """
     if not plan.as_published:
         return []

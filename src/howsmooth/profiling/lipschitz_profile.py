@@ -76,9 +76,8 @@ def profile(
     seed
         Seed of all random starts; each layer and head has a start of its own.
     influence
-        Whether :func:`howsmooth.influence`, which token moves which, is measured for the layer with the
-        largest constant, in the scope "attention". Its time grows with n²: some seconds at 64 tokens, a
-        minute at 256.
+        Whether :func:`howsmooth.influence` is measured for the layer with the largest constant, in the scope
+        "attention". The time of this measurement grows with n²: some seconds at 64 tokens, a minute at 256.
     on_layer
         Called with the number of layers that are done, and the number of all layers, zero while unknown. By
         default a progress bar is shown on a terminal and in a notebook.
