@@ -143,8 +143,8 @@ def measure(context: FigureContext) -> pd.DataFrame:
 
 
 def _rows(here: PreparedModel, subject: Subject, tokens: torch.Tensor, scope: str) -> list[Row]:
-    """Compute all bounds at the tokens of one sequence, and measure the constants; either for each head of a
-    layer, or for the whole attention.
+    """Compute all bounds at the tokens of one sequence, and measure the constants there. With the scope
+    ``head`` this is done for each head of a layer, and otherwise for the whole attention.
     """
     rows: list[Row] = []
     for site in here.sites(subject, tokens, scope):

@@ -1,5 +1,5 @@
-"""Appendix C.5: compute, for each head of a model, the number γR² that limits the growth of the constant like
-√n.
+"""Appendix C.5: compute, for each head of a model, the number γR², which determines up to which length n the
+constant can grow like √n.
 
 The constant can grow like √n up to about n = e^(2γR²) tokens. R is the norm of the tokens that the head
 receives. The scores of the head are ⟨A x_i + b, x_j⟩, and γ is max(−γ_min, γ_max/8), where γ_min and γ_max

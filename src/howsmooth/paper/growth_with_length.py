@@ -178,7 +178,9 @@ def growths(here: PreparedModel, studied: StudyRows) -> list[Growth]:
 
 
 def _beside_corrected(rows: pd.DataFrame) -> pd.DataFrame:
-    """Return the published code's values for a layer, each with its ratio to the correct constant."""
+    """Return the values that the published code computes for a layer, each with its ratio to the correct
+    constant.
+    """
     right = rows[rows["quantity"] == CORRECTED].set_index(["n", "sample"])["lipschitz"]
     theirs = rows[rows["quantity"] == PUBLISHED].set_index(["n", "sample"])[["lipschitz"]]
     return theirs.assign(ratio=theirs["lipschitz"] / right).reset_index()

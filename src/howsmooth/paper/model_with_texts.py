@@ -80,7 +80,7 @@ class Column:
 
     @property
     def layers(self) -> Ranges:
-        """The option ``layers`` of a plan, with a value that selects only this layer."""
+        """The value of the option ``layers`` of a measurement plan that selects only this layer."""
         return Ranges.parse(str(self.layer), "layers")
 
     @property
@@ -150,7 +150,8 @@ def usual_length(context: FigureContext, spec: ModelSpec) -> int:
 
 
 class StudyRows(NamedTuple):
-    """The measurements of one plan, selected from a store that may also contain measurements of other plans.
+    """The measurements that one measurement plan asks for, selected from a store (the file with all
+    measurements in a folder), which may also contain measurements of other plans.
 
     ``rows`` is the table of the measured constants. ``published`` is the table of the published code's values
     at the same sequences, and is empty if they were not asked for. ``held`` gives, for each text, the
@@ -221,7 +222,8 @@ class PreparedModel:
         }
 
     def study(self, name: str, context: FigureContext, *, published: bool = False) -> StudyRows:
-        """Measure the constants that the plan asks for, and return the measurements.
+        """Measure the local Lipschitz constants that the measurement plan asks for, and return the
+        measurements.
 
         With ``published`` the values that the published code computes are measured too. The measurements are
         stored in the folder ``name``.

@@ -40,7 +40,9 @@ class PublishedTask(SequenceTask):
 
     @property
     def layers(self) -> tuple[int, ...]:
-        """The indices of the layers for which values of the published code are missing in the store."""
+        """The indices of the layers for which values of the published code are missing in the store, the file
+        with all measurements.
+        """
         return tuple(sorted({layer for layer, *_ in self.missing}))
 
     def computed(self, model: Any) -> Iterator[Found]:
@@ -69,7 +71,7 @@ class PublishedTask(SequenceTask):
         return capture_layers(model, tokens, list(layers), training=training, seeds=seeds)
 
     def _values(self, one: PublishedLayer) -> Iterator[Row]:
-        """Yield one row for each value of the published code that is missing in the store, for one layer."""
+        """Yield one row for each value of the published code that is not stored yet, for one layer."""
         layer, plan = one.attention.layer, self.plan
         # Use the seeds of constants, so that the corrected quantity equals the result of `howsmooth measure`.
         seeds = [start_seed(plan, self.subject, "attention", layer, None, self.n, s) for s in self.starts]
@@ -111,8 +113,8 @@ class PublishedTask(SequenceTask):
 
 
 def published_left(items: Sequence[str] | None) -> Callable[[OpenStudy], Work]:
-    """Return a function that lists which values of the published code are still missing in the store of a
-    study.
+    """Return a function that lists which values of the published code are still missing in the store (the
+    file with all measurements) of a study.
 
     ``items`` are some of ``howsmooth.paper.published_code.ITEMS``; None stands for all items that apply to
     each model.

@@ -30,14 +30,16 @@ ITEMS = {
 
 
 def parse_items(text: str) -> tuple[str, ...] | None:
-    """Split a comma-separated list of items; the text ``all`` gives None, which stands for all items that
-    apply.
+    """Split a comma-separated list of items, the differences of the published code. The text ``all`` gives
+    None, which stands for all items that apply.
     """
     return None if text == "all" else tuple(text.split(","))
 
 
 def _in_order(items: Iterable[str]) -> tuple[str, ...]:
-    """Sort items in the order of ``ITEMS``, and refuse unknown and repeated items."""
+    """Sort items, the differences of the published code, in the order of ``ITEMS``, and refuse unknown and
+    repeated items.
+    """
     given = list(items)
     expected = f"all, or some of {', '.join(ITEMS)}"
     for item in given:
@@ -50,7 +52,8 @@ def _in_order(items: Iterable[str]) -> tuple[str, ...]:
 
 @dataclass(frozen=True, eq=False)
 class PublishedLayer:
-    """One layer of a model, with all data that a measurement in the way of the published code needs.
+    """One layer of a model, with all data that are needed to measure it with the method of the published
+    code.
 
     ``attention`` is the layer captured with the scope ``attention``. ``block`` is the layer captured with the
     scope ``block`` if it is post-norm, and None otherwise. ``rates`` are the dropout rates of the model, or
@@ -73,7 +76,7 @@ def capture_layers(
     training: bool = True,
     seeds: Sequence[int],
 ) -> list[PublishedLayer]:
-    """Run a model, and return the data that are needed to measure its layers in the way of the published
+    """Run a model, and return the data that are needed to measure its layers with the method of the published
     code.
 
     For each layer these data are its attention, its whole block if the layer is post-norm, and the tokens

@@ -1,4 +1,4 @@
-"""Measure constants in the way of the published code, with some or all of its differences from ‖D_X f‖,
+"""Measure constants with the method of the published code, with some or all of its differences from ‖D_X f‖,
 called items.
 """
 
@@ -28,7 +28,7 @@ _APART = 0x9E3779B97F4A7C15
 
 @dataclass(frozen=True, eq=False)
 class AsPublished:
-    """Constants measured in the way of the published code, one for each sequence.
+    """Constants measured with the method of the published code, one for each sequence.
 
     ``lower`` and ``upper`` are the ends of an interval if :func:`howsmooth.local_lipschitz` measured. They
     are NaN if the power iteration of the published code measured, because it gives no interval. ``settled``
@@ -56,7 +56,7 @@ def measure_as_published(
     untrained: bool = False,
     seed: int = 0,
 ) -> AsPublished:
-    """Measure one layer of a model at given token ids in the way of the published code.
+    """Measure one layer of a model at given token ids with the method of the published code.
 
     Parameters
     ----------
@@ -107,7 +107,7 @@ def measure_layer(
     confidence: float = 0.999,
     max_iterations: int = 200,
 ) -> AsPublished:
-    """Measure one captured layer in the way of the published code, with the given differences from ‖D_X f‖
+    """Measure one captured layer with the method of the published code, with the given differences from ‖D_X f‖
     (items).
 
     The argument ``layer`` comes from :func:`~howsmooth.paper.published_code.capture_layers`. All ``items``

@@ -54,7 +54,9 @@ class JoinedConstants(Task):
 
     @property
     def size(self) -> int:  # type: ignore[override]
-        """The number of rows that the task computes because they are missing in the store."""
+        """The number of rows that the task computes because they are missing in the store, the file with all
+        measurements.
+        """
         return sum(part.size for part in self.parts)
 
     @property
