@@ -211,9 +211,9 @@ def _rows(layer: _Layer, radius: float, n: int, seed: int) -> Iterator[Row]:
 def _published_rows(layer: _Layer, radius: float, n: int, seed: int) -> Iterator[Row]:
     """Yield the constants of each head at the two-cluster tokens that the published code constructs.
 
-    The constants are measured with the method of the published code. The tokens are those of the paper, unless the
-    weights of queries, keys and values are one transposed matrix, which the published code slices along the
-    wrong axis. In this case the constants at the wrong tokens are also measured correctly.
+    The constants are measured with the method of the published code. The tokens are those of the paper,
+    unless the weights of queries, keys and values are one transposed matrix, which the published code slices
+    along the wrong axis. In this case the constants at the wrong tokens are also measured correctly.
     """
     f = layer.attention
     sliced = wrong_slices(f) if layer.fused else f

@@ -107,8 +107,8 @@ def measure_layer(
     confidence: float = 0.999,
     max_iterations: int = 200,
 ) -> AsPublished:
-    """Measure one captured layer with the method of the published code, with the given differences from ‖D_X f‖
-    (items).
+    """Measure one captured layer with the method of the published code, including the given differences from
+    ‖D_X f‖, which are called items.
 
     The argument ``layer`` comes from :func:`~howsmooth.paper.published_code.capture_layers`. All ``items``
     must apply to the layer. There is one seed for each sequence. The other arguments are those of
