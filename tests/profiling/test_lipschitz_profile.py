@@ -85,7 +85,7 @@ def test_inputs_of_every_kind_agree() -> None:
         assert profile(inputs).table.equals(by_ids.table)
     twice = torch.cat([IDS, IDS])
     assert profile(twice, span="0:12").table.equals(by_ids.table)
-    assert profile(twice, span=(0, 12)).words == tuple(map(str, IDS.tolist()))
+    assert profile(twice, span=(0, 12)).words == tuple(f"id {one}" for one in IDS.tolist())
     assert profile(twice, span=slice(None, 12)).n == 12
 
 
