@@ -31,8 +31,8 @@ from tokenizers import pre_tokenizers
 from transformers import AutoModel, AutoModelForCausalLM, PreTrainedTokenizerFast
 
 import howsmooth as hs
-from howsmooth.paper.published import PublishedLayer, items_that_apply, measure_layer, wrong_slices
-from howsmooth.paper.published.constants_task import published_left
+from howsmooth.paper.published_code import PublishedLayer, items_that_apply, measure_layer, wrong_slices
+from howsmooth.paper.published_code.constants_task import published_left
 from howsmooth.study.exponents import compare, exponents, fit_exponent
 from howsmooth.study.measurement_run import run
 from howsmooth.study.plans import ModelSpec, Plan

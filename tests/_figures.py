@@ -17,9 +17,9 @@ from howsmooth.errors import ModelError
 from howsmooth.lipschitz import local_lipschitz
 from howsmooth.models.loading.load import LoadedModel
 from howsmooth.models.loading.tokenizers import Tokenizer
-from howsmooth.paper.figure import Figure, FigureContext, Finding, models_for
-from howsmooth.paper.figure_options import FigureOptions
+from howsmooth.paper.figure_dataclasses import Figure, FigureContext, Finding, models_for
 from howsmooth.paper.plotting import PAPER
+from howsmooth.paper.reproduce_options import FigureOptions
 from howsmooth.study.plans import ModelSpec
 from howsmooth.study.progress_listener import Listener
 

@@ -263,7 +263,7 @@ def make_plan(**changes: Any) -> Plan:
 @contextmanager
 def published_stand_ins() -> Iterator[None]:
     """Put stand-ins in the places of what computes published values, which needs real models."""
-    from howsmooth.paper.published import PublishedLayer
+    from howsmooth.paper.published_code import PublishedLayer
 
     def capture_layers(
         model: FakeModel, tokens: torch.Tensor, layers: Sequence[int], *, training: bool, seeds: Sequence[int]
@@ -294,7 +294,7 @@ def published_stand_ins() -> Iterator[None]:
         )
 
     stand_ins = {one.__name__: one for one in (capture_layers, items_that_apply, measure_layer)}
-    with patch.multiple("howsmooth.paper.published.constants_task", **stand_ins):
+    with patch.multiple("howsmooth.paper.published_code.constants_task", **stand_ins):
         yield
 
 

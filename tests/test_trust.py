@@ -36,7 +36,7 @@ from howsmooth.study.text_formatting import file_stem
 from tests._sources import AttackWork, SmallModel, plain_table, small_tools
 from tests._study import make_plan, make_tools, run, words
 from tests._tiny_models import tiny
-from tests.paper.test_page import PNG
+from tests.paper.test_html_page import PNG
 
 BOMB = "went-off"
 """The file that is there if something of a stranger's was run."""

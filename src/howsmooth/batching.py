@@ -179,17 +179,18 @@ def _with_member(groups: list[_Group], one: tuple[int, int], most_filled: int) -
 
 
 def are_measured_together(f: object, g: object) -> bool:
-    """Return True if the map ``f`` does what ``g`` does at all sequences that ``g`` takes, and sequences of
-    several lengths share matrix products in its Jacobian.
+    """Return True if two maps ``f`` and ``g`` can be measured together at sequences of different lengths,
+    with ``f`` in place of ``g``.
 
-    They are maps of this library whose parameters, masks and settings are equal. Tables of rotations by
-    position may be longer in ``f``, which was captured at a longer sequence.
+    This is the case if ``f`` equals ``g`` at all sequences that ``g`` takes, and if sequences of several
+    lengths share matrix products in the Jacobian of ``f``. Both must be maps of this library with equal
+    parameters, masks and settings. Tables of rotary positions may be longer in ``f`` than in ``g``.
     """
     return isinstance(f, TokenMap) and has_closed_form(f) and shares_products(f) and _covers(f, g)
 
 
 def _covers(a: object, b: object) -> bool:
-    """Return True if the map or parameter ``a`` is known to serve wherever ``b`` does."""
+    """Return True if the map or parameter ``a`` is known to equal ``b`` at all sequences that ``b`` takes."""
     if type(a) is not type(b):
         return False
     if a is b:

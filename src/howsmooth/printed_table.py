@@ -1,4 +1,6 @@
-"""``PrintedTable``: a DataFrame whose printed form fits 80 columns, and says what it leaves out."""
+"""The class ``PrintedTable``: a pandas DataFrame that is printed within 80 columns, with a list of the
+columns that did not fit.
+"""
 
 from __future__ import annotations
 
@@ -16,12 +18,12 @@ _MOST_TEXTS = 20
 
 
 class PrintedTable(pd.DataFrame):
-    """A DataFrame that is printed within 80 columns, where pandas would hide the columns in its middle.
+    """A pandas DataFrame that is printed within 80 columns. Columns that do not fit are named below the rows.
 
-    A column with one value, or none, in all rows is printed below the rows. So are long texts, such as
-    titles, which are numbered; of more than 20 different ones, and of columns that still find no room, only
-    the names are printed. The table itself has all columns; ``pandas.DataFrame(table)`` prints as pandas
-    does.
+    If the rows are too wide, a column that has the same value in all rows, or no value in any row, is printed
+    below the rows instead. If a column contains at most 20 different long texts, such as titles, the texts
+    are numbered, and listed below the rows. Other columns that do not fit are only named. The table itself
+    contains all columns; ``pandas.DataFrame(table)`` is printed as pandas prints a table.
     """
 
     @property

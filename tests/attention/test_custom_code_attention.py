@@ -27,7 +27,7 @@ from howsmooth.errors import ArgumentError, DerivativeError, NonFiniteError
 from howsmooth.jacobian import AutodiffJacobian, cached_bytes, closed_form_jacobian, has_closed_form
 from howsmooth.jacobian.custom_code_attention import StagedJacobian
 from howsmooth.measures import DiscreteMeasure
-from howsmooth.paper.published.maps import unmasked
+from howsmooth.paper.published_code.altered_attention import unmasked
 from howsmooth.spectral import to_dense
 from tests._cases import dense_jacobian, tokens
 from tests._selection import others_slow

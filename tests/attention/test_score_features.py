@@ -18,7 +18,7 @@ from howsmooth.dynamics.rescaled_tokens import value_matrix
 from howsmooth.errors import ArgumentError, NonFiniteError
 from howsmooth.jacobian import closed_form_jacobian, frozen_derivatives
 from howsmooth.measures import DiscreteMeasure
-from howsmooth.paper.published.maps import DropoutAttention, unmasked, wrong_slices
+from howsmooth.paper.published_code.altered_attention import DropoutAttention, unmasked, wrong_slices
 from howsmooth.spectral import to_dense
 from howsmooth.study.attention_sources import shortened
 from tests._cases import CASES, D, dense_jacobian, random_attention, tokens

@@ -19,12 +19,20 @@ from torch import Tensor
 from howsmooth.attention import SelfAttention
 from howsmooth.bounds.attention_parameters import Head, parameters_of
 from howsmooth.errors import ArgumentError, ModelError
-from howsmooth.paper import gamma_radius, gpt2_growth, quadratic_growth
-from howsmooth.paper.figure import Figure
-from howsmooth.paper.gamma_radius import GAMMA_RADIUS, over_texts
-from howsmooth.paper.gpt2_growth import GPT2_GROWTH
-from howsmooth.paper.growth import Growth
-from howsmooth.paper.quadratic_growth import FAR, IDENTITY, QUADRATIC_GROWTH, balanced, exponents_in_radius
+from howsmooth.paper import appendix_c_5_gamma_r_squared as gamma_radius
+from howsmooth.paper import appendix_c_7_quadratic_growth as quadratic_growth
+from howsmooth.paper import appendix_e_2_untrained_gpt2 as gpt2_growth
+from howsmooth.paper.appendix_c_5_gamma_r_squared import GAMMA_RADIUS, over_texts
+from howsmooth.paper.appendix_c_7_quadratic_growth import (
+    FAR,
+    IDENTITY,
+    QUADRATIC_GROWTH,
+    balanced,
+    exponents_in_radius,
+)
+from howsmooth.paper.appendix_e_2_untrained_gpt2 import GPT2_GROWTH
+from howsmooth.paper.figure_dataclasses import Figure
+from howsmooth.paper.growth_with_length import Growth
 from howsmooth.study.measurement_run import run
 from howsmooth.study.plans import ModelSpec, Plan
 from howsmooth.study.ranges import Ranges

@@ -12,12 +12,12 @@ import pytest
 import torch
 
 from howsmooth.errors import HowsmoothError, StoreError
-from howsmooth.paper.figure import FigureContext, models_for
 from howsmooth.paper.figure_1 import FIGURE_1, measure, result_sentences
-from howsmooth.paper.figure_options import FigureOptions
-from howsmooth.paper.growth import Growth
+from howsmooth.paper.figure_dataclasses import FigureContext, models_for
+from howsmooth.paper.growth_with_length import Growth
+from howsmooth.paper.model_with_texts import columns
 from howsmooth.paper.plotting import fit_factor
-from howsmooth.paper.prepared_model import columns
+from howsmooth.paper.reproduce_options import FigureOptions
 from howsmooth.study.plans import ModelSpec
 from howsmooth.study.ranges import Ranges
 from howsmooth.study.records import Measurement, PublishedValue

@@ -13,10 +13,11 @@ import pytest
 import torch
 
 from howsmooth.bounds.mean_field_lower_bounds import two_dirac as two_dirac_bound
-from howsmooth.paper import crossover, two_dirac
-from howsmooth.paper.crossover import CROSSOVER, growth_ends
-from howsmooth.paper.figure import Figure
-from howsmooth.paper.two_dirac import BETTER, HALF, OPPOSITE, PAPER_WEIGHT, TWO_DIRAC
+from howsmooth.paper import end_of_sqrt_n_growth as crossover
+from howsmooth.paper import proposition_3_6_two_diracs as two_dirac
+from howsmooth.paper.end_of_sqrt_n_growth import CROSSOVER, growth_ends
+from howsmooth.paper.figure_dataclasses import Figure
+from howsmooth.paper.proposition_3_6_two_diracs import BETTER, HALF, OPPOSITE, PAPER_WEIGHT, TWO_DIRAC
 from tests._figures import asked, context, dense_norm, shown
 
 

@@ -12,16 +12,16 @@ import pytest
 from howsmooth.cli import main
 from howsmooth.errors import ArgumentError, ModelError
 from howsmooth.paper import reproduction
-from howsmooth.paper.figure import Figure, FigureContext, Finding
-from howsmooth.paper.figure_options import FigureOptions
+from howsmooth.paper.figure_dataclasses import Figure, FigureContext, Finding
 from howsmooth.paper.plotting import Picture
+from howsmooth.paper.reproduce_options import FigureOptions
 from howsmooth.paper.row_cache import writing
 from howsmooth.study.measurement_run import run
 from howsmooth.study.plans import ModelSpec, Plan
 from howsmooth.study.ranges import Ranges
 from howsmooth.study.store import Store
 from tests._study import installed, make_tools
-from tests.paper.test_page import PNG
+from tests.paper.test_html_page import PNG
 
 
 class Pretence:

@@ -11,7 +11,7 @@ import pytest
 from howsmooth.cli import main
 from howsmooth.errors import ModelError
 from howsmooth.paper import reproduction, time_forecast
-from howsmooth.paper.figure import Figure, FigureContext, Finding
+from howsmooth.paper.figure_dataclasses import Figure, FigureContext, Finding
 
 
 @pytest.fixture

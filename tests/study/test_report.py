@@ -19,7 +19,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from howsmooth.paper.published import ITEMS
+from howsmooth.paper.published_code import ITEMS
 from howsmooth.study.exponents import compare, exponents
 from howsmooth.study.figures import draw_all
 from howsmooth.study.progress_listener import Listener

@@ -19,7 +19,7 @@ from torch import Tensor
 from howsmooth.adversarial.constructions import Construction, constructions
 from howsmooth.adversarial.repeated_token_search import Atoms, AtomSearch, can_search_atoms, search_atoms
 from howsmooth.adversarial.search_domains import Around, Ball, Domain, Ellipsoid
-from howsmooth.adversarial.short_tokens import short_tokens
+from howsmooth.adversarial.zero_query_or_key_inputs import short_tokens
 from howsmooth.attention import Residual, SelfAttention, TokenMap
 from howsmooth.attention.custom_code_attention import StagedAttention
 from howsmooth.attention.theorem_preconditions import require_formula
@@ -116,17 +116,18 @@ def ascend(
     atom_steps: int = 300,
     on_evaluation: Callable[[dict[str, object]], None] | None = None,
 ) -> Ascent:
-    """Find an input with a large local Lipschitz constant ‖D_X f‖₂, by ascent from many starts.
+    """Find an input with a large local Lipschitz constant ‖D_X f‖₂, by gradient ascent from many starts.
 
-    The search has two stages. The first searches among inputs of few distinct tokens (only for unmasked or
-    causal attention without rotary positions). The second improves whole inputs by projected gradient
-    ascent with momentum and backtracking. The constant that is found is a lower limit of the Lipschitz
-    constant over the domain.
+    The search has two stages. The first stage searches among inputs with few distinct tokens; it exists only
+    for unmasked or causal attention without rotary positions. The second stage improves whole inputs by
+    projected gradient ascent with momentum and backtracking. The constant that is found is a lower bound on
+    the Lipschitz constant over the domain.
 
-    Attention with rotary positions, norms of queries and keys, soft caps, biases or sinks, and layers around
-    known softmaxes, are searched in the second way. It starts from the constructions for the same matrices
-    with plain scores, if the matrices are known, from tokens one of which has a query or key of zero, where a
-    norm of queries or keys is steep, and from random tokens.
+    For all other maps there is only the second stage. These are attention with rotary positions, norm layers
+    of queries or keys, soft caps, biases or sinks, and layers around known softmaxes. The second stage then
+    starts from random tokens; if the matrices are known, from the constructions for the same matrices with
+    plain scores; and if queries or keys have a norm layer, from tokens of which one has a query or key of
+    zero, where the derivative of the norm layer is large.
 
     Parameters
     ----------

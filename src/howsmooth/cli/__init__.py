@@ -1,4 +1,4 @@
-"""The ``howsmooth`` command line: one typer application with a module for each command."""
+"""The ``howsmooth`` command line, a typer application. Each command has a module of its own."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ for _command in (
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command line.
+    """Run the command line, and return its exit code.
 
     Parameters
     ----------
@@ -99,10 +99,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     Returns
     -------
     int
-        The exit code. 0: the command succeeded. 2: it refused its arguments or inputs, with one sentence on
-        standard error. 3: some measurements or figures failed, or a flow ended early.
-        130: the user interrupted it. 141: the reader of its output, such as ``head``, has ended. A traceback
-        with exit code 1 is a bug of howsmooth.
+        The exit code. 0: the command succeeded. 2: the command refused its arguments or inputs, and printed
+        the reason to standard error. 3: some measurements or figures failed, or a flow ended early. 130: the
+        user interrupted the command. 141: the program that reads the output, such as ``head``, has ended. A
+        traceback with exit code 1 is a bug of howsmooth.
 
     """
     # Without arguments, show the help. TYPED is recorded in the store with each run.

@@ -1,4 +1,6 @@
-"""The command ``howsmooth attack``: search for tokens at which the local Lipschitz constant is large."""
+"""The command ``howsmooth attack``, which searches for tokens at which the local Lipschitz
+constant is large.
+"""
 
 from __future__ import annotations
 
@@ -60,7 +62,7 @@ def attack(
 
 
 def _as_json(published: AttackOutputs, outcome: Outcome, folder: Path) -> str:
-    """Return the results of attacks as one JSON object; a value that overflows is null."""
+    """Return the results of the searches as one JSON object; a number that overflows becomes null."""
     from howsmooth.study.exponents import LEVEL
     from howsmooth.study.records import Attack, plain_rows
     from howsmooth.study.store import STORE_NAME
@@ -83,7 +85,9 @@ def _as_json(published: AttackOutputs, outcome: Outcome, folder: Path) -> str:
 
 
 def _show(published: AttackOutputs, outcome: Outcome, folder: Path) -> None:
-    """Print the largest constants found in each attention, how they grow with n, and the written files."""
+    """Print the largest constants found for each attention, how these constants grow with n, and the paths of
+    the written files.
+    """
     from howsmooth.study.records import Attack, plain_rows
     from howsmooth.study.store import STORE_NAME
 

@@ -1,4 +1,6 @@
-"""The command ``howsmooth bound``: evaluate all bounds for the attention of a model or a parameter file."""
+"""The command ``howsmooth bound``, which evaluates all bounds for the attention of a model or of a parameter
+file.
+"""
 
 from __future__ import annotations
 
@@ -71,9 +73,9 @@ def bound(
 
 
 def _as_json(source: AttentionSource, bounded: Sequence[Bounded], written: Path | None) -> str:
-    """Return the bounds on each attention, and their logarithms, as one JSON object.
+    """Return the bounds on each attention and the logarithms of the bounds as one JSON object.
 
-    A value that is infinite or overflows is null.
+    A number that is infinite or overflows becomes null.
     """
     from howsmooth.study.records import plain_rows
 
@@ -94,7 +96,7 @@ def _as_json(source: AttentionSource, bounded: Sequence[Bounded], written: Path 
 
 
 def _show(source: AttentionSource, bounded: Sequence[Bounded], written: Path | None) -> None:
-    """Print tables of the bounds for each attention, each beside the measured constant."""
+    """Print tables of the bounds on each attention, each table together with the measured constant."""
     import pandas as pd
 
     from howsmooth.study.bound_run import LOCAL
@@ -148,7 +150,9 @@ def _limit(row: dict[str, Any], log: float) -> str:
 
 
 def _show_bounds(rows: pd.DataFrame, logs: pd.Series, measured: float | None, sources: list[str]) -> None:
-    """Print a table of bounds with the numbers of their sources, and add new sources to the list."""
+    """Print a table of bounds in which each bound has the number of its source, and append new sources to the
+    list of sources.
+    """
     from howsmooth.study.records import plain_rows
 
     pairs = zip(plain_rows(rows), logs, strict=True)

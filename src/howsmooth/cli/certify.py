@@ -1,4 +1,6 @@
-"""The command ``howsmooth certify``: certify a saved model's Lipschitz constant and accuracy."""
+"""The command ``howsmooth certify``, which certifies the Lipschitz constant and the accuracy of a saved
+model.
+"""
 
 from __future__ import annotations
 
@@ -69,7 +71,9 @@ def certify(
 
 
 def _as_json(found: Certified, radii: Sequence[float], written: Sequence[Path]) -> str:
-    """Return a model's certificate and its evaluation on data as one JSON object; infinity becomes null."""
+    """Return the certificate of a model and its evaluation on data as one JSON object; infinity
+    becomes null.
+    """
     from howsmooth.study.records import plain_rows
 
     certificate, evaluation = found.certificate, found.evaluation
@@ -111,7 +115,9 @@ def _evaluated(found: Certified, evaluation: Evaluation, radii: Sequence[float])
 
 
 def _show(found: Certified, radii: Sequence[float], written: Sequence[Path]) -> None:
-    """Print the certified Lipschitz constant of a model and of each module, and its certified accuracies."""
+    """Print the certified Lipschitz constants of a model and of each of its modules, and the certified
+    accuracies of the model.
+    """
     from howsmooth.roundoff import limit_in_digits
 
     certificate, evaluation = found.certificate, found.evaluation
@@ -154,7 +160,9 @@ def _show(found: Certified, radii: Sequence[float], written: Sequence[Path]) -> 
 
 
 def _remarks(found: Certified) -> list[str]:
-    """List remarks on precision, and on which inputs the certificate covers."""
+    """Return remarks on the floating-point precision of the certificate, and on the inputs for which the
+    certificate holds.
+    """
     remarks = []
     words = f"Weights are stored in {found.precision}; the constant and the outputs are computed in float64."
     if "float16" in found.precision:  # or bfloat16

@@ -1,4 +1,4 @@
-"""Write how to cite the paper and the software, as BibTeX."""
+"""Write BibTeX entries with which to cite the paper and the software."""
 
 from __future__ import annotations
 
@@ -25,5 +25,5 @@ _BIBTEX = r"""@inproceedings{castin2024smooth,
 
 
 def bibtex() -> str:
-    """Return the BibTeX entries of the paper and of the installed version of the software."""
+    """Return a BibTeX entry of the paper and one of the installed version of the software."""
     return _BIBTEX.replace("VERSION", version("howsmooth"))

@@ -1,4 +1,6 @@
-"""The command ``howsmooth flow``: integrate tokens that move through attention, and draw their paths."""
+"""The command ``howsmooth flow``, which integrates the motion of tokens through attention, and draws their
+paths.
+"""
 
 from __future__ import annotations
 
@@ -82,7 +84,9 @@ _COLUMNS = {
 def _as_json(
     system: System, outcome: Outcome, ending: Ending | None, published: FlowOutputs, folder: Path
 ) -> str:
-    """Return the metrics, growth and files of a flow as one JSON object; NaN and infinity become null."""
+    """Return the metrics, the growth of perturbations and the files of a flow as one JSON object; NaN and
+    infinity become null.
+    """
     from howsmooth.study.records import FrameRow, plain_rows
     from howsmooth.study.store import STORE_NAME
 
@@ -117,7 +121,9 @@ def _as_json(
 def _show(
     system: System, outcome: Outcome, ending: Ending | None, published: FlowOutputs, folder: Path
 ) -> None:
-    """Print how far tokens cluster at several times, how the flow ended, and the written files."""
+    """Print how strongly the tokens cluster at several times, how the integration ended, and the paths of the
+    written files.
+    """
     from howsmooth.study.records import FrameRow
     from howsmooth.study.store import STORE_NAME
 
@@ -147,7 +153,7 @@ def _last(published: FlowOutputs) -> float:
 
 
 def _growth(table: pd.DataFrame) -> str:
-    """Return a sentence on how far perturbations of the initial tokens have grown at the last time."""
+    """Return a sentence on how much perturbations of the initial tokens have grown at the final time."""
     import pandas as pd
 
     last = table.iloc[-1]

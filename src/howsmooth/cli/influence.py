@@ -1,4 +1,6 @@
-"""The command ``howsmooth influence``: which token moves which, in one layer or in the whole model."""
+"""The command ``howsmooth influence``, which measures how far each output token moves with each input token,
+in one layer or in the whole model.
+"""
 
 from __future__ import annotations
 
@@ -7,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from howsmooth.cli.one_input import OneInputPlan, say_files
 from howsmooth.cli.progress import shown_progress
+from howsmooth.cli.single_input_command_base import OneInputPlan, say_files
 from howsmooth.cli.typer_command import ONE_PROCESS, JsonOption, SilentOption, command
 from howsmooth.errors import ArgumentError
 from howsmooth.scopes import SCOPES
@@ -40,7 +42,9 @@ _PRINTED = 10
 
 @dataclass(frozen=True)
 class InfluencePlan(OneInputPlan):
-    """The options of ``howsmooth influence``: the model, the input, and the map whose tokens are moved."""
+    """The options of the command ``howsmooth influence``: the model, the input, and the layer or whole model
+    whose input tokens are moved.
+    """
 
     span: str | None = option(
         None,
@@ -74,13 +78,15 @@ class InfluencePlan(OneInputPlan):
     max_iterations: int = option(200, whole(1), "Largest number of Lanczos steps.", panel=HOW)
 
     def check(self) -> None:
-        """Refuse ``output`` unless the scope is ``model``, and refuse ``layers`` if it is."""
+        """Refuse the option ``output`` unless the scope is ``model``, and refuse the option ``layers`` if the
+        scope is ``model``.
+        """
         check_output(self.output, (self.scope,))
         if self.scope == "model" and self.layers.text != "-1":
             raise ArgumentError("layers", expected="none with the scope model", got=self.layers.text)
 
     def site_of(self, loaded: Any, inputs: Any) -> Any:
-        """Return the map, with its tokens, of the chosen layer or of the whole model."""
+        """Return the chosen layer, or the whole model, as a captured map with its input tokens."""
         from howsmooth.models import capture
 
         if self.scope == "model":
@@ -91,7 +97,7 @@ class InfluencePlan(OneInputPlan):
         return capture(loaded, inputs, layers=layers, scope=self.scope)[0]
 
     def outputs_of(self, site: Any) -> tuple[int, ...]:
-        """Return the indices of the output tokens to show; a map to a single vector has one output."""
+        """Return the indices of the output tokens to show. A map to a single vector has one output."""
         shape = site.map(site.x)[0].shape
         count = shape[0] if len(shape) == 2 else 1
         if self.outputs is not None:
@@ -103,7 +109,7 @@ class InfluencePlan(OneInputPlan):
 def influence(
     plan: InfluencePlan, execution: Execution, json: JsonOption = False, quiet: SilentOption = False
 ) -> int:
-    """Show which token moves which, and how far, in one layer or in the whole model."""
+    """Measure how far each output token moves with each input token, in one layer or in the whole model."""
     from howsmooth.cli.terminal_output import as_json, counted
     from howsmooth.profiling import influence as measured
     from howsmooth.profiling.model_input import given_inputs
@@ -164,7 +170,9 @@ def influence(
 
 
 def _show(found: Influence, most: list[dict[str, Any]], count: str, place: str, output: str) -> None:
-    """Print the largest norms, and how far outputs move if all tokens move at once."""
+    """Print the largest norms of Jacobian blocks, and how far an output token moves if all input tokens move
+    at once.
+    """
     from howsmooth.cli.terminal_output import paragraph, show_table
     from howsmooth.roundoff import limit_in_digits
     from howsmooth.study.text_formatting import readable

@@ -1,4 +1,6 @@
-"""The command ``howsmooth inspect``: list the attention layers of a model and what can be measured."""
+"""The command ``howsmooth inspect``, which lists the attention layers of a model and says what can be
+measured on them.
+"""
 
 from __future__ import annotations
 
@@ -44,7 +46,7 @@ _EXAMPLES = (
 
 @dataclass(frozen=True)
 class InspectionPlan(Options):
-    """The options of ``howsmooth inspect``: which model to inspect, and how to build it."""
+    """The options of the command ``howsmooth inspect``: the model to inspect, and how to build it."""
 
     model: str = option(
         ...,
@@ -100,7 +102,9 @@ def inspect(
 
 
 def _show(model: LoadedModel, found: Inspection) -> None:
-    """Print what all attention layers have in common, a table of what differs, and the layers refused."""
+    """Print the properties that all attention layers share, a table of the properties in which they differ,
+    and the layers that cannot be measured.
+    """
     attention = [site for site in found.sites if site.layer is not None]
     count = counted(len(attention), "attention layer")
     if len(attention) < len(found.sites):
@@ -139,7 +143,7 @@ def _show(model: LoadedModel, found: Inspection) -> None:
 
 
 def _show_layers(found: Inspection, varied: list[str]) -> None:
-    """Print a table of the layers, with one row for all layers that have the same properties."""
+    """Print a table of the layers, in which layers with the same properties share one row."""
     names = ["layer", "name", *varied]
     rows = []
     alike: dict[tuple[str, ...], list[InspectedSite]] = {}
@@ -187,18 +191,20 @@ def _radius(sites: Sequence[InspectedSite]) -> str:
 
 
 def _pattern(name: str) -> str:
-    """Replace the numbers in a module path by stars, so that layers of one kind have the same pattern."""
+    """Replace each number in a module path by a star, so that the paths of similar layers become equal."""
     return ".".join("*" if part.isdigit() else part for part in name.split("."))
 
 
 def _common_path(sites: Sequence[InspectedSite]) -> str:
-    """Return the module path that some layers have in common, with a star where their paths differ."""
+    """Return the module path of several layers, with a star at each place where their paths differ."""
     parts = zip(*(site.name.split(".") for site in sites), strict=True)
     return ".".join(part[0] if len(set(part)) == 1 else "*" for part in parts)
 
 
 def _sentence_of(sites: Sequence[InspectedSite], found: Inspection) -> str:
-    """Name some layers by their indices, and layers without an index by their module paths."""
+    """Return a phrase that names layers by their indices, and layers without an index by their
+    module paths.
+    """
     layers = [site.layer for site in sites if site.layer is not None]
     if layers and len(layers) == len(found.sites):
         return "All layers" if len(layers) > 1 else "The layer"
@@ -220,7 +226,9 @@ def _scopes(scopes: Sequence[str]) -> str:
 
 
 def _runs(layers: Sequence[int]) -> str:
-    """List layer indices as text, with three or more consecutive ones as "first to last"."""
+    """Return layer indices as text, in which three or more consecutive indices are written as "first to
+    last".
+    """
     # Consecutive layers have the same distance from their places in the list.
     groups = groupby(enumerate(layers), key=lambda pair: pair[1] - pair[0])
     runs = [[layer for _, layer in group] for _, group in groups]

@@ -1,8 +1,10 @@
-"""The command ``howsmooth measure``: measure models on inputs, and write the results into a folder."""
+"""The command ``howsmooth measure``, which measures models on inputs, and writes the results into
+a folder.
+"""
 
 from __future__ import annotations
 
-from howsmooth.cli.dry_run import DryRunOption, tell_forecast
+from howsmooth.cli.dry_run_forecast import DryRunOption, tell_forecast
 from howsmooth.cli.plan_execution import carry_out
 from howsmooth.cli.typer_command import (
     TYPED,

@@ -1,4 +1,6 @@
-"""Run a plan of measurements for ``howsmooth measure`` and ``howsmooth study``, and handle Ctrl-C."""
+"""Carry out the planned measurements of ``howsmooth measure`` and ``howsmooth study``, also if the user
+presses Ctrl-C.
+"""
 
 from __future__ import annotations
 
@@ -40,13 +42,15 @@ def carry_out(
     as_json: bool,
     quiet: bool,
 ) -> int:
-    """Measure a plan, write its tables, figures and report, and print the result; return the exit code.
+    """Carry out the measurements of a plan, write tables, figures and a report, print the result, and return
+    the exit code.
 
-    The code is 0, or :data:`FAILED` if a measurement failed. ``again`` is the command that continues the
-    study, to be shown after a failure or an interruption. With ``keep_going`` a failure ends nothing else.
+    The exit code is 0, or :data:`FAILED` if a measurement failed. ``again`` is the command that continues the
+    measurements; it is printed after a failure or an interruption. With ``keep_going`` the other measurements
+    go on after a failure.
     """
     # Imported here because these modules take seconds to load, which --help should not.
-    from howsmooth.cli import measure_result
+    from howsmooth.cli import print_measurement_result
     from howsmooth.cli.terminal_output import counted
     from howsmooth.study.measurement_outputs import write_outputs
     from howsmooth.study.measurement_run import run
@@ -58,9 +62,9 @@ def carry_out(
         display.phase("Drawing figures" if figures else "Writing tables")
         published = write_outputs(out, display, figures=figures)
     if as_json:
-        typer.echo(measure_result.measured_as_json(plan, outcome, published, out))
+        typer.echo(print_measurement_result.measured_as_json(plan, outcome, published, out))
     elif not quiet:
-        measure_result.show_measured(plan, outcome, published, out)
+        print_measurement_result.show_measured(plan, outcome, published, out)
     if not outcome.failed:
         return 0
     reason = readable(outcome.first_failure, longest=300)
@@ -74,7 +78,9 @@ def carry_out(
 
 @contextmanager
 def means_of(execution: Execution, display: Listener, *, keep_going: bool = False) -> Iterator[Means]:
-    """Start the workers that were asked for, yield the means with which they carry out tasks, stop them."""
+    """Start the worker processes that the options ask for, yield a ``Means`` object with which tasks are
+    carried out, and stop the workers at the end.
+    """
     from howsmooth.study.executors import opened_executor, threads_each
     from howsmooth.study.runner import Means
 
@@ -83,20 +89,23 @@ def means_of(execution: Execution, display: Listener, *, keep_going: bool = Fals
 
 
 def _beside(plan: Plan) -> list[Callable[[OpenStudy], Work]]:
-    """Return a list of one function, which lists the published values left to compute; empty if unwanted."""
+    """Return a list with one function, which finds the missing values of the published code; return an empty
+    list if the plan does not ask for these values.
+    """
     if not plan.as_published:
         return []
-    from howsmooth.paper.published import parse_items
-    from howsmooth.paper.published.constants_task import published_left
+    from howsmooth.paper.published_code import parse_items
+    from howsmooth.paper.published_code.constants_task import published_left
 
     return [published_left(parse_items(plan.as_published))]
 
 
 @contextmanager
 def resumable(kept: Callable[[], str], again: str) -> Iterator[None]:
-    """On Ctrl-C, print what is ``kept`` and the command ``again`` that continues, and exit with the code 130.
+    """On Ctrl-C, print what is saved and the command that continues the work, and exit with code 130.
 
-    If nothing is kept, the interruption is left to the caller.
+    The function ``kept`` returns a phrase that says what is saved, and ``again`` is the command. If the
+    phrase is empty, the KeyboardInterrupt is raised again.
     """
     try:
         yield
@@ -108,7 +117,7 @@ def resumable(kept: Callable[[], str], again: str) -> Iterator[None]:
 
 
 def rows_kept(folder: Path) -> str:
-    """Say how many rows the store in a folder holds."""
+    """Return a phrase that says how many results are stored in a folder."""
     from howsmooth.study.records import ATTACK_PLACE, Attack, FrameRow, Measurement, PublishedValue
     from howsmooth.study.store import Store
 

@@ -1,4 +1,6 @@
-"""The command ``howsmooth precision``: what quantised keys and values of each head do to a model's output."""
+"""The command ``howsmooth precision``, which predicts and simulates how quantised keys and values of each
+head change the output of a model.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
-from howsmooth.cli.one_input import OneInputPlan, Step, find_and_show
+from howsmooth.cli.single_input_command_base import OneInputPlan, Step, find_and_show
 from howsmooth.cli.typer_command import ONE_PROCESS, JsonOption, SilentOption, command
 from howsmooth.errors import ArgumentError
 from howsmooth.study.execution_options import Execution
@@ -29,7 +31,9 @@ _EXAMPLES = (
 
 @dataclass(frozen=True)
 class PrecisionPlan(OneInputPlan):
-    """The options of ``howsmooth precision``: the model, the input, and how to quantise keys and values."""
+    """The options of the command ``howsmooth precision``: the model, the input, and how to quantise keys and
+    values.
+    """
 
     PHASE: ClassVar[str] = "Quantising"
 
@@ -53,7 +57,7 @@ class PrecisionPlan(OneInputPlan):
     )
 
     def check(self) -> None:
-        """Refuse an ``average`` number of bits that no choice among ``bits`` can meet, before measuring."""
+        """Refuse an average number of bits that no choice among the option ``bits`` can meet."""
         if self.average is None:
             return
         if len(set(self.bits)) < 2:
@@ -69,7 +73,9 @@ class PrecisionPlan(OneInputPlan):
             )
 
     def load(self) -> Any:
-        """Load the model, with its head if it has one and its logits are wanted."""
+        """Load the model, together with its output layer if the model has one and the logits are
+        asked for.
+        """
         if self.no_logits or self.part is not None:
             return super().load()
         from howsmooth.profiling.kv_cache_quantisation import load_with_head
@@ -77,7 +83,7 @@ class PrecisionPlan(OneInputPlan):
         return self.loaded_by(load_with_head)
 
     def find(self, loaded: Any, inputs: Any, on_step: Step, folder: Path) -> Any:
-        """Predict and simulate what quantised keys and values do."""
+        """Predict and simulate the effects of quantised keys and values on the output of the model."""
         from howsmooth.profiling import precision as measured
         from howsmooth.profiling.quantisers import QUANTISERS
 
@@ -92,7 +98,9 @@ class PrecisionPlan(OneInputPlan):
         )
 
     def beside(self, found: Any) -> tuple[dict[str, Any], list[str]]:
-        """Return how many bits each head's keys and values get, if an average number was given."""
+        """Return the number of bits for the keys and values of each head, if the user gave an average number
+        of bits.
+        """
         from howsmooth.study.records import plain_rows
 
         if self.average is None:

@@ -1,4 +1,6 @@
-"""The command ``howsmooth profile``: which layers, heads and tokens of a model are sensitive on one input."""
+"""The command ``howsmooth profile``, which ranks the layers and heads of a model by their Lipschitz constants
+at one input, and shows the sensitive tokens.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from howsmooth.cli.one_input import OneInputPlan, Step, find_and_show
+from howsmooth.cli.single_input_command_base import OneInputPlan, Step, find_and_show
 from howsmooth.cli.typer_command import ONE_PROCESS, JsonOption, SilentOption, command
 from howsmooth.errors import ArgumentError
 from howsmooth.study.execution_options import Execution
@@ -30,7 +32,7 @@ _EXAMPLES = (
 
 @dataclass(frozen=True)
 class ProfilePlan(OneInputPlan):
-    """The options of ``howsmooth profile``: the model, the input, and how to measure."""
+    """The options of the command ``howsmooth profile``: the model, the input, and how to measure."""
 
     images: str | None = option(
         None, words(place=True), "An image instead of a text, or builtin.", metavar="builtin|FILE"
@@ -82,7 +84,7 @@ class ProfilePlan(OneInputPlan):
             raise ArgumentError("influence", expected="the scope all or attention", got=self.scope)
 
     def input_of(self, loaded: Any) -> Any:
-        """Return the input of a loaded model, as :func:`howsmooth.profile` takes it."""
+        """Return the input of a loaded model in a form that :func:`howsmooth.profile` takes."""
         from howsmooth.models import audio_inputs, image_inputs
 
         if self.images is not None:
@@ -94,7 +96,9 @@ class ProfilePlan(OneInputPlan):
         return super().input_of(loaded)
 
     def find(self, loaded: Any, inputs: Any, on_step: Step, folder: Path) -> Any:
-        """Measure every layer and head or, with the scope ``model``, every block and their composition."""
+        """Measure every layer and every head. With the scope ``model``, measure every block and the
+        compositions of the blocks instead.
+        """
         from howsmooth.profiling import depth_profile
         from howsmooth.profiling import profile as measured
 

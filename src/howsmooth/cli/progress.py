@@ -1,6 +1,7 @@
-"""Show the progress of a command: a bar with the remaining time on a terminal, plain lines elsewhere.
+"""Show the progress of a command: as a bar with the remaining time on a terminal, and as plain lines
+otherwise.
 
-Progress goes to standard error, so that standard output holds only results.
+The progress is written to standard error, so standard output contains only results.
 """
 
 from __future__ import annotations
@@ -23,7 +24,9 @@ _SECONDS_BETWEEN_LINES = 10.0
 
 @contextmanager
 def shown_progress(*, quiet: bool) -> Iterator[Listener]:
-    """Yield a listener that shows progress as a bar on a terminal, as lines elsewhere, or not at all."""
+    """Yield a progress listener that draws a bar on a terminal, prints lines otherwise, and is silent with
+    ``quiet``.
+    """
     if quiet:
         yield Listener()
     elif not sys.stderr.isatty():
@@ -42,18 +45,20 @@ def shown_progress(*, quiet: bool) -> Iterator[Listener]:
 
 
 class _Lines(Listener):
-    """A listener that prints a line at the start of each phase, and then one line every ten seconds."""
+    """A progress listener that prints a line at the start of each phase, and then one line every
+    ten seconds.
+    """
 
     def __init__(self) -> None:
         self._began = self._last = time.monotonic()
 
     def phase(self, words: str) -> None:
-        """Print the name of the phase that starts."""
+        """Print the name of a phase when it starts."""
         self._began = self._last = time.monotonic()
         print(words, file=sys.stderr, flush=True)
 
     def advance(self, done: float, total: float, words: str) -> None:
-        """Print a line if the last line is at least ten seconds old, and something is left to do."""
+        """Print a line if the last line is at least ten seconds old and the phase is not finished."""
         now = time.monotonic()
         if now - self._last < _SECONDS_BETWEEN_LINES or not 0 < done < total:
             return
@@ -63,20 +68,22 @@ class _Lines(Listener):
 
 
 class _Bar(Listener):
-    """A listener that draws a progress bar with the share done and the remaining time."""
+    """A progress listener that draws a bar, with the share of the work that is done and the
+    remaining time.
+    """
 
     def __init__(self, progress: Progress) -> None:
         self._progress = progress
         self._task: TaskID | None = None
 
     def phase(self, words: str) -> None:
-        """Start a new bar; finished bars remain above it."""
+        """Start a new bar; the bars of finished phases remain above it."""
         if self._task is not None:
             task = self._progress.tasks[-1]
             self._progress.update(self._task, total=task.total or 1, completed=task.total or 1, words="")
         self._task = self._progress.add_task(words, total=None, words="")
 
     def advance(self, done: float, total: float, words: str) -> None:
-        """Move the bar to the share of the phase that is done, and show the expected remaining time."""
+        """Move the bar to the share of the phase that is done, and update the expected remaining time."""
         if self._task is not None:
             self._progress.update(self._task, total=total, completed=done, words=words)

@@ -1,4 +1,6 @@
-"""The command ``howsmooth radius``: how far each word may move before a classifier may change its answer."""
+"""The command ``howsmooth radius``, which proves how far each word of a text may move before the answer of a
+classifier can change.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
-from howsmooth.cli.one_input import OneInputPlan, Step, find_and_show
+from howsmooth.cli.single_input_command_base import OneInputPlan, Step, find_and_show
 from howsmooth.cli.typer_command import ONE_PROCESS, JsonOption, SilentOption, as_typed, command
 from howsmooth.errors import ArgumentError
 from howsmooth.study.execution_options import Execution
@@ -30,7 +32,7 @@ _EXAMPLES = (
 
 @dataclass(frozen=True)
 class RadiusPlan(OneInputPlan):
-    """The options of ``howsmooth radius``: the model, the input, and how the tokens may move."""
+    """The options of the command ``howsmooth radius``: the model, the input, and how the tokens may move."""
 
     PHASE: ClassVar[str] = "Bounding"
     STEP: ClassVar[str] = "token"
@@ -75,7 +77,9 @@ class RadiusPlan(OneInputPlan):
     no_attack: bool = option(False, flag(), "Do not search attacks beside the radii.", panel=HOW)
 
     def check(self) -> None:
-        """Refuse a second input, and refuse a time limit of the third order where it does not apply."""
+        """Refuse several inputs, and refuse the option ``seconds`` if all radii are computed to third order,
+        or all tokens move jointly.
+        """
         if self.embeddings is not None and (self.tokens is not None or self.span is not None):
             other = "tokens" if self.tokens is not None else "span"
             raise ArgumentError(other, expected="none beside embeddings", got=str(getattr(self, other)))
@@ -84,7 +88,7 @@ class RadiusPlan(OneInputPlan):
             raise ArgumentError("seconds", expected="it with order 2 and single tokens", got=got)
 
     def input_of(self, loaded: Any) -> Any:
-        """Return the input of a loaded model, as :func:`howsmooth.word_radii` takes it."""
+        """Return the input of a loaded model in a form that :func:`howsmooth.word_radii` takes."""
         from howsmooth.models.inputs.token_files import load_embeddings
 
         if self.embeddings is None:
@@ -100,7 +104,9 @@ class RadiusPlan(OneInputPlan):
         return given.tokens
 
     def beside(self, found: Any) -> tuple[dict[str, Any], list[str]]:
-        """Return a line that several lines of a text file were read as one input, if there are several."""
+        """Return a note that all lines of the text file were read as a single input; return nothing if the
+        file has one line.
+        """
         if self.tokens is not None or self.embeddings is not None:
             return {}, []
         lines = sum(bool(line.strip()) for line in self._text().splitlines())
@@ -114,11 +120,15 @@ class RadiusPlan(OneInputPlan):
 
     @property
     def with_head(self) -> bool:
-        """Whether the model is loaded with the output layer for its logits, which a classifier is."""
+        """Always true: the model is loaded together with its output layer, because a classifier needs its
+        logits.
+        """
         return True
 
     def find(self, loaded: Any, inputs: Any, on_step: Step, folder: Path) -> Any:
-        """Find the radii; if the user interrupts this, say how many are saved and how to continue."""
+        """Compute the radii. If the user interrupts the computation, print how many radii are saved and how
+        to continue.
+        """
         from howsmooth.cli.plan_execution import resumable
         from howsmooth.profiling import word_radii
         from howsmooth.study.file_writing import writable_folder

@@ -1,4 +1,4 @@
-"""The command ``howsmooth reproduce``: measure and draw the paper's figures."""
+"""The command ``howsmooth reproduce``, which measures and draws the figures of the paper."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from howsmooth.cli.plan_execution import FAILED, resumable
 from howsmooth.cli.progress import shown_progress
 from howsmooth.cli.terminal_output import as_json, console, heading, say, show_table
 from howsmooth.cli.typer_command import ONE_PROCESS, JsonOption, QuietOption, as_typed, command, switch
-from howsmooth.paper.figure_options import FigureOptions
+from howsmooth.paper.reproduce_options import FigureOptions
 from howsmooth.study.execution_options import Execution
 from howsmooth.study.text_formatting import duration, encodable, readable
 
 if TYPE_CHECKING:
-    from howsmooth.paper.figure import Figure
+    from howsmooth.paper.figure_dataclasses import Figure
     from howsmooth.paper.reproduction import Reproduction
 
 __all__ = ["reproduce"]
@@ -71,7 +71,7 @@ def reproduce(
     quiet: QuietOption = False,
 ) -> int:
     """Reproduce the figures of the paper: measure, draw, and write one page that describes the results."""
-    from howsmooth.paper.page import PAGE
+    from howsmooth.paper.html_page import PAGE
     from howsmooth.paper.reproduction import FIGURES, choose_figures, produce
 
     if listed:
@@ -101,7 +101,7 @@ def reproduce(
 
 
 def _tell_times(chosen: Sequence[Figure], options: FigureOptions, *, in_json: bool, quiet: bool) -> int:
-    """Print how long each figure is expected to take, and return the exit code of the run."""
+    """Print the expected time of each figure, and return the exit code of the command."""
     from howsmooth.paper.time_forecast import expected_times
 
     with shown_progress(quiet=quiet or in_json) as display:

@@ -1,4 +1,6 @@
-"""The command ``howsmooth study``: run a plan file, show its status, or merge stores of several machines."""
+"""The command ``howsmooth study``, which carries out a plan file, shows how far it is, or merges the results
+of several machines.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from howsmooth.cli.dry_run import DryRunOption, tell_forecast
+from howsmooth.cli.dry_run_forecast import DryRunOption, tell_forecast
 from howsmooth.cli.plan_execution import carry_out
 from howsmooth.cli.progress import shown_progress
 from howsmooth.cli.terminal_output import as_json as json_object
@@ -115,7 +117,9 @@ def study(
 
 
 def _refuse_kept(out: Path) -> None:
-    """Refuse a folder with measurements, which only --resume continues."""
+    """Refuse a folder that already contains measurements, because only the option ``--resume`` continues
+    them.
+    """
     from howsmooth.study.records import Measurement
     from howsmooth.study.store import Store
 
@@ -131,7 +135,9 @@ def _refuse_kept(out: Path) -> None:
 
 
 def _tell_status(plan: Plan | None, folder: Path, *, as_json: bool) -> int:
-    """Print how far the study of a plan is or, without a plan, the study that a folder holds."""
+    """Print how many measurements are done and left, for the study of a plan file or for the study that is
+    stored in a folder.
+    """
     from howsmooth.study.status import status
     from howsmooth.texts import load_text
 
@@ -145,7 +151,9 @@ def _tell_status(plan: Plan | None, folder: Path, *, as_json: bool) -> int:
 
 
 def _show_status(found: Status, folder: Path, *, of_plan: bool) -> None:
-    """Print how many measurements of a study are done and left, whether it runs, and reasons of failures."""
+    """Print how many measurements of a study are done and left, whether the study is running, and the reasons
+    of failed measurements.
+    """
     from howsmooth.study.store import STORE_NAME
 
     rows = []

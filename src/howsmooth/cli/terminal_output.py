@@ -1,4 +1,4 @@
-"""Print headings, tables and lines to the terminal, and format results as JSON."""
+"""Print headings, tables and lines of text to the terminal, and format results as JSON."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _NARROWEST = 16  # letters of a wrapped column
 
 
 def as_json(**described: Any) -> str:
-    """Return the keyword arguments as one JSON object that starts with the version of howsmooth.
+    """Return a JSON object of the keyword arguments, which begins with the version of howsmooth.
 
     NaN and infinite numbers become null.
     """
@@ -34,7 +34,7 @@ def as_json(**described: Any) -> str:
 
 
 def _plain(value: Any) -> Any:
-    """Convert a value to the types that JSON has."""
+    """Convert a value to a type that can be written as JSON."""
     if isinstance(value, Mapping):
         return {_plain(name): _plain(one) for name, one in value.items()}
     if isinstance(value, list | tuple):
@@ -46,9 +46,10 @@ def _plain(value: Any) -> Any:
 
 
 def console() -> Console:
-    """Return the console of standard output; in a pipe or a file, lines have their full length.
+    """Return the rich console of standard output, which does not break lines if the output goes to a pipe or
+    a file.
 
-    The environment variable COLUMNS overrides the width.
+    The environment variable COLUMNS sets another width.
     """
     return Console(width=None if sys.stdout.isatty() or "COLUMNS" in os.environ else _UNLIMITED)
 
@@ -59,12 +60,12 @@ def heading(words: str) -> None:
 
 
 def paragraph(words: str) -> None:
-    """Print text wrapped to the width of the terminal."""
+    """Print text that is wrapped to the width of the terminal."""
     console().print(Text(encodable(words)))
 
 
 def say(words: str) -> None:
-    """Print a line without wrapping, since rich would break a long path in two."""
+    """Print a line without wrapping, because rich would break a long path in two."""
     print(encodable(words))
 
 
@@ -75,7 +76,8 @@ def show_table(
     left: Collection[str] = (),
     wrapped: Collection[str] = (),
 ) -> None:
-    """Print a table on the terminal; columns not named in ``left`` or ``wrapped`` are aligned to the right.
+    """Print a table to the terminal; the columns named in ``left`` or ``wrapped`` are aligned to the left,
+    and the other columns to the right.
 
     Parameters
     ----------
@@ -84,11 +86,11 @@ def show_table(
     rows
         The cells of each row.
     left
-        Names of columns aligned to the left; all other columns are aligned to the right.
+        Names of columns that are aligned to the left.
     wrapped
-        Names of columns aligned to the left whose cells are wrapped to several lines where the terminal is
-        narrow; by default those in ``left``. The other columns keep their width, even if lines get longer
-        than the terminal: a number that is cut off is another number.
+        Names of columns that are aligned to the left, and whose cells are wrapped to several lines if the
+        terminal is narrow; by default the columns in ``left``. The other columns keep their width, even if
+        lines get longer than the terminal is wide, because a number that is cut off would be another number.
 
     """
     cells = [[Text(encodable(cell)) if isinstance(cell, str) else cell for cell in row] for row in rows]
@@ -115,12 +117,12 @@ def show_table(
 
 
 def counted(number: int, what: str) -> str:
-    """Return a number with a noun in the singular or plural, such as "3 tokens"."""
+    """Return a number followed by a noun in the singular or plural, such as "3 tokens"."""
     return f"{number} {what}{'' if number == 1 else 's'}"
 
 
 def amount(log: float, digits: int = 5) -> str:
-    """Format the number whose natural logarithm is ``log``, also if the number would overflow."""
+    """Return the number with the natural logarithm ``log`` as text, even if the number itself overflows."""
     if log == -math.inf:
         return "0"
     if log == math.inf:

@@ -1,4 +1,6 @@
-"""Turn dataclasses of options into typer commands: each field becomes an option or an argument."""
+"""Turn dataclasses of options into typer commands, in which each field of a dataclass is an option or an
+argument.
+"""
 
 from __future__ import annotations
 
@@ -42,7 +44,7 @@ ONE_PROCESS = ("executor", "workers", "scheduler")
 
 
 def switch(*names: str, help: str) -> Any:
-    """Return an option of the panel Output that is on or off."""
+    """Return an on/off option of typer, which the help lists in the panel "Output"."""
     return typer.Option(*names, help=help, rich_help_panel=OUTPUT)
 
 
@@ -59,27 +61,31 @@ NoFiguresOption = Annotated[
 
 
 def folder_option(help: str) -> Any:
-    """Return the option ``--out`` of a command that writes files only if it is given."""
+    """Return the typer option ``--out`` for a command that writes files only if the user gives
+    this option.
+    """
     return typer.Option(metavar="FOLDER", help=help, show_default=False, rich_help_panel=OUTPUT)
 
 
 def command(
     *examples: str, without: Sequence[str] = (), **defaults: Any
 ) -> Callable[[Callable[..., int]], Callable[..., int]]:
-    """Return a decorator that makes a function a typer command with an option for each field of its plan.
+    """Return a decorator that turns a function with dataclasses of options as parameters into a typer
+    command.
 
-    A parameter annotated with a dataclass of options becomes one option or argument for each field of the
-    dataclass, and the function receives an instance. A parameter annotated ``Annotated[dict, dataclass]``
-    receives a dictionary with only the options that the user typed. Other parameters are passed to typer.
+    A parameter that is annotated with a dataclass becomes one option or argument for each field of the
+    dataclass, and the function receives an instance of the dataclass. A parameter that is annotated
+    ``Annotated[dict, dataclass]`` receives a dictionary of only those options that the user typed. Other
+    parameters are passed to typer.
 
     Parameters
     ----------
     *examples
         Paragraphs to print below the help.
     without
-        Names of fields that become no option.
+        Names of fields that do not become options.
     **defaults
-        Default values of fields that replace the defaults of the dataclass.
+        Default values that replace the default values of the fields in the dataclass.
 
     """
 
@@ -126,18 +132,20 @@ def command(
 
 
 def _above(paragraph: str) -> str:
-    """Move the explanation of an example command above it, so that its line can be copied."""
+    """Move the explanation of an example command to the line above the command, so that the command can be
+    copied as a whole line.
+    """
     example, end, told = paragraph.partition("[/]  ")
     return f"{told}:\n\n{example}[/]" if end else paragraph
 
 
 def as_typed(*more: str) -> str:
-    """Return the command as the user typed it, followed by the arguments ``more``."""
+    """Return the ``howsmooth`` command that the user typed, with the arguments ``more`` appended."""
     return encodable(shlex.join(["howsmooth", *TYPED.get(), *more]))
 
 
 def use_threads(count: int | None) -> None:
-    """Set the number of CPU threads of PyTorch; ``None`` leaves it unchanged."""
+    """Set the number of CPU threads of PyTorch; ``None`` leaves the number unchanged."""
     if count is not None:
         import torch
 
@@ -145,7 +153,8 @@ def use_threads(count: int | None) -> None:
 
 
 def refuse_workers(executor: str | None, option: str) -> None:
-    """Refuse ``--executor`` together with an option that measures nothing, such as ``--status``.
+    """Refuse the option ``--executor`` if another option, such as ``--status``, makes the command measure
+    nothing.
 
     Raises
     ------
@@ -160,7 +169,9 @@ def refuse_workers(executor: str | None, option: str) -> None:
 
 
 def _plan_of(hint: Any) -> type[Options] | None:
-    """Find the plan class (a dataclass of options) in a type annotation; ``None`` if there is none."""
+    """Return the dataclass of options in a type annotation, or ``None`` if the annotation contains no such
+    dataclass.
+    """
     named = (hint, *get_args(hint)[1:])
     return next((one for one in named if isinstance(one, type) and issubclass(one, Options)), None)
 
@@ -172,7 +183,9 @@ def _flag(field: str, option: Option) -> str:
 def _parameters(
     plan: type[Options], defaults: Mapping[str, Any] | None, without: Sequence[str]
 ) -> Iterator[inspect.Parameter]:
-    """Yield a typer parameter for each field of a plan class; if ``defaults`` is None, without defaults."""
+    """Yield a typer parameter for each field of a dataclass of options. If ``defaults`` is None, the
+    parameters have no default values.
+    """
     for field in dataclasses.fields(plan):
         if field.name in without:
             continue
@@ -204,14 +217,18 @@ def _parameters(
 
 
 def _given(plan: type[Options], values: dict[str, Any], without: Sequence[str]) -> dict[str, Any]:
-    """Remove a plan's options from ``values``, and return the ones that the user gave."""
+    """Remove the options of a dataclass from ``values``, and return a dictionary of the options that the user
+    gave.
+    """
     # The value of an omitted option is None or an empty list.
     taken = {name: values.pop(name) for name in set(options_of(plan)) - set(without)}
     return {name: value for name, value in taken.items() if value is not None and value != []}
 
 
 def _of_file(plan: type[Options], given: dict[str, Any], context: typer.Context) -> dict[str, Any]:
-    """Return the options in a plan file that was given as the source; typed options replace them."""
+    """Return the options from the plan file that the user gave as the source; options typed on the command
+    line replace them.
+    """
     from howsmooth.study.plan_file import read_options
 
     path = Path(given["source"])

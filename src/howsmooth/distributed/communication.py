@@ -177,9 +177,10 @@ class Exchange:
         return received.to(values.device)
 
     def _places(self) -> list[tuple[int, slice, slice]]:
-        """Return where each range of rows lies, in the share of its process and in the whole sequence.
+        """Return the position of each range of rows, both in the rows of its process and in the whole
+        sequence.
 
-        There is one triple (rank, rows of the share, rows of the sequence) for each range of rows of each
+        There is one triple (rank, rows of the process, rows of the sequence) for each range of rows of each
         process.
         """
         places = []

@@ -123,10 +123,10 @@ class _MultiHeadJacobian(LinearOperator, Generic[_Core]):
     def _from_heads(
         self, part: int, heads: Float[Tensor, "b m width"], out: Float[Tensor, "batch n rows"] | None = None
     ) -> Float[Tensor, "batch n rows"]:
-        """Apply the transpose of :meth:`_to_heads`, which joins the matrices of all key heads to one row for
-        each token.
+        """Apply the transpose of :meth:`_to_heads`: join the matrices of all key heads to one matrix, in
+        which each token has one row.
 
-        The rows are written to ``out`` if it is given.
+        The result is written to ``out`` if it is given.
         """
         (n, _), norm = self.in_shape, (*self.norms, None)[part]
         heads = heads.reshape(self.batch, -1, n, heads.shape[-1])
@@ -140,9 +140,10 @@ class _MultiHeadJacobian(LinearOperator, Generic[_Core]):
     def _concatenated(
         self, do: Float[Tensor, "b m value_dim"], out: Float[Tensor, "batch n d_heads"] | None = None
     ) -> Float[Tensor, "batch n d_heads"]:
-        """Concatenate the outputs of all heads of an attention layer, one row for each token.
+        """Concatenate the outputs of all heads of an attention layer to one matrix, in which each token has
+        one row.
 
-        The rows are written to ``out`` if it is given.
+        The result is written to ``out`` if it is given.
         """
         return _side_by_side(do.view(self.batch, -1, self.in_shape[0], do.shape[-1]), out)
 
@@ -156,7 +157,7 @@ class _MultiHeadJacobian(LinearOperator, Generic[_Core]):
 def _side_by_side(
     heads: Float[Tensor, "batch heads n width"], out: Float[Tensor, "batch n rows"] | None
 ) -> Float[Tensor, "batch n rows"]:
-    """Return the rows of all heads side by side, one row for each token, written to ``out`` if given."""
+    """Concatenate the rows of all heads for each token; the result is written to ``out`` if it is given."""
     rows = heads.transpose(1, 2)
     if out is None:
         return rows.flatten(2)

@@ -175,7 +175,9 @@ class AutodiffJacobian(LinearOperator):
             self._kept = _Linearisation(self._f, self._x, most)
 
     def _gives_again(self, y: Tensor) -> bool:
-        """Return True if the map ``f`` gives the output ``y`` once more, and keep its graph."""
+        """Return True if a second evaluation of the map ``f`` gives the same output ``y``. The graph of the
+        second evaluation is kept.
+        """
         self._linearise()
         # Where a graph is kept, the same operations may round otherwise; then a value without one decides.
         return torch.equal(y, self._kept.y) or torch.equal(y, cast(Tensor, self._evaluate(self._x)))
@@ -440,13 +442,13 @@ def check_against_differences(
     """Raise DerivativeError if the derivative ``product`` of the map ``f`` at ``x`` disagrees with finite
     differences.
 
-    A ``detach`` or ``no_grad`` inside f cuts off both modes of autodiff alike, so only the values of f show
-    it. Finite differences are taken along e. They count as evidence only if those of three step lengths
-    agree with each other, and if forward and backward differences agree, which rules out a kink. Differences
-    that rounding explains are allowed: the rounding of the values of f, and the relative error ``rounding``
-    of the products. If f refuses inputs near x, for instance because x is on the boundary of the ball where f
-    is defined, the steps are taken towards the inside of the ball. The arguments ``y`` and ``je`` are f(x)
-    and, if it is known, the product with e.
+    A ``detach`` or ``no_grad`` inside f cuts off forward and reverse mode of automatic differentiation alike,
+    so only the values of f show it. Finite differences are taken along e. They count as evidence only if the
+    differences for three step lengths agree with each other, and if forward and backward differences agree,
+    which rules out a kink. Differences that rounding explains are allowed: the rounding of the values of f,
+    and the relative error ``rounding`` of the products. If f refuses inputs near x, for instance because x is
+    on the boundary of the ball where f is defined, the steps are taken towards the inside of the ball. The
+    arguments ``y`` and ``je`` are f(x) and, if it is known, the product with e.
     """
     scale = float(x.double().square().mean().sqrt()) or 1.0
     step = scale * torch.finfo(x.dtype).eps ** (1 / 3)
@@ -475,10 +477,11 @@ def check_against_differences(
 def _differences(
     f: Callable[[Tensor], Tensor], x: Tensor, at: Tensor, e: Tensor, steps: Sequence[float]
 ) -> tuple[Tensor, list[Tensor], Tensor] | None:
-    """Return a direction, the finite differences of the map ``f`` along it for some steps, and the jump
-    between the one-sided differences of the first step; None if f refuses all inputs near ``x``.
+    """Return the direction, the finite differences of the map ``f`` along this direction for each step
+    length, and the change of slope at ``x``; return None if f refuses all inputs near ``x``.
 
-    ``at`` is f(x). The direction is ``e`` unless f refuses the inputs along it.
+    ``at`` is f(x). The direction is ``e`` unless f refuses the inputs along it. The change of slope is the
+    difference between the two one-sided differences for the first step length.
     """
     try:
         sides = [(f(x + h * e) - at, at - f(x - h * e)) for h in steps]

@@ -40,7 +40,7 @@ class Solver:
     ) -> LeadingTriplet:
         """Find the largest singular values of a batch of Jacobians by Golub–Kahan bidiagonalisation.
 
-        The argument ``judged`` says here and below whether the caller judges the result in float64.
+        Here and in the methods below, ``judged`` says whether the caller checks the result in float64.
         """
         return golub_kahan(
             operator,

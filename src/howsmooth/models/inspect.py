@@ -231,7 +231,9 @@ def _cross_site(
     plain: InspectedSite,
     refused: list[Refusal],
 ) -> InspectedSite:
-    """Capture a layer of cross-attention, and describe it; a failure is appended to ``refused``."""
+    """Capture a layer of cross-attention, and describe it; if this fails, append the failure to
+    ``refused``.
+    """
     plain, layer = replace(plain, kind=_CROSS), traced_layer.layer
     try:
         if given.batch > 1:  # it is read for one sequence

@@ -214,14 +214,18 @@ class ModelParts:
         return Place(self._path(module), "output", call)
 
     def _fixed_encoder(self) -> Place | None:
-        """Return the encoder's output, if it stays as it was in the forward pass and ran once; else None."""
+        """Return the place of the encoder's output, if it is held fixed because the map is one of the
+        decoder's tokens, and if the encoder ran exactly once. Return None otherwise.
+        """
         if self.side != "queries" or not callable(part := getattr(self.model, "get_encoder", None)):
             return None
         encoder = part()
         return Place(self._path(encoder), "output") if self._calls.get(encoder) == 0 else None
 
     def _end(self, output: str) -> Place:
-        """Return the module whose output is the hidden states, the logits or the margin."""
+        """Return the place at which the map of the model ends: the output of the module that computes the
+        hidden states, the logits or the margin.
+        """
         base = self.model.base_model if output == "hidden" and self._known else self.model
         return Place(self._path(base), "output")
 

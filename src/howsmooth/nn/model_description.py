@@ -206,7 +206,9 @@ def _describe(
 
 
 def _module_option(name: Any) -> str:
-    """Return the option of the command line that names the module of a class, as far as the name tells."""
+    """Return the command-line option ``--classes`` with the Python module of a class, taken from the full
+    name of the class as far as possible.
+    """
     module = name.rpartition(".")[0] if isinstance(name, str) else ""
     if module == "__main__":
         return "--classes MODULE, once they stand in a file of their own and the model is saved from there"

@@ -1,4 +1,6 @@
-"""Draw Figure 1: the local Lipschitz constant against the length, on texts, for three models."""
+"""Draw Figure 1 of the paper: the local Lipschitz constant against the sequence length, on texts, for three
+models.
+"""
 
 from __future__ import annotations
 
@@ -11,10 +13,10 @@ from matplotlib.colors import Normalize
 
 from howsmooth.paper import plotting
 from howsmooth.paper.exponent_text import power_label
-from howsmooth.paper.figure import Figure, FigureContext, Finding
-from howsmooth.paper.growth import Growth, growths
+from howsmooth.paper.figure_dataclasses import Figure, FigureContext, Finding
+from howsmooth.paper.growth_with_length import Growth, growths
+from howsmooth.paper.model_with_texts import PreparedModel, columns
 from howsmooth.paper.plotting import Curve, Panel, fitted
-from howsmooth.paper.prepared_model import PreparedModel, columns
 from howsmooth.study.exponents import QUARTER, Exponent
 from howsmooth.study.figures.style import COLOURS, literal, set_bar_ticks
 from howsmooth.study.text_formatting import readable
@@ -27,7 +29,9 @@ _MOST_ACROSS = 3
 
 
 def measure(context: FigureContext) -> list[list[Growth]]:
-    """Measure how the constant grows with the length: for each column, one ``Growth`` for each text."""
+    """Measure how the constant grows with the sequence length; return a list for each layer, with one
+    ``Growth`` for each text.
+    """
     options, found, panels = context.options, columns(context), []
     many = {"lengths": options.lengths or _LENGTHS, "samples": options.samples or _SAMPLES}
     for column, part in context.each(found, [one.cost for one in found]):
@@ -38,7 +42,9 @@ def measure(context: FigureContext) -> list[list[Growth]]:
 
 
 def show(panels: list[list[Growth]], folder: Path) -> Finding:
-    """Draw a panel for each layer and text, up to three layers in a picture, and describe the results."""
+    """Draw one panel for each layer and text, with at most three layers in a picture, and describe the
+    results.
+    """
     pictures = [
         _picture(part, folder, f"figure-1{end}") for end, part in plotting.sheets(panels, _MOST_ACROSS)
     ]
@@ -58,9 +64,17 @@ def _picture(panels: Sequence[list[Growth]], folder: Path, stem: str) -> plottin
         for axis, panel in zip(below, column, strict=True):
             rows = panel.drawn
             axis.scatter(
-                rows["n"], rows["lipschitz"], c=rows["radius_mean"], cmap=COLOURS, norm=norm, s=6,
-                linewidths=0, alpha=0.85, zorder=4, rasterized=len(rows) > 5000,
-            )  # fmt: skip
+                rows["n"],
+                rows["lipschitz"],
+                c=rows["radius_mean"],
+                cmap=COLOURS,
+                norm=norm,
+                s=6,
+                linewidths=0,
+                alpha=0.85,
+                zorder=4,
+                rasterized=len(rows) > 5000,
+            )
             axis.scatter([], [], s=6, color=plotting.GREY, label="a sequence")
         name = f"{literal(readable(column[0].model, 34))}\nlayer {column[0].layer}"
         below[0].set_title(f"{name}\n{below[0].get_title()}")
@@ -75,10 +89,10 @@ def _picture(panels: Sequence[list[Growth]], folder: Path, stem: str) -> plottin
 
 
 def _panel(panel: Growth) -> Panel:
-    """Return the panel of one layer on one text, with title and fitted lines.
+    """Return the panel of one layer on one text, with its title and the fitted lines, but without the dots.
 
-    An invisible curve of the measurements sets the limits of the axes. The dots are drawn later, because
-    each has the colour of its radius.
+    The dots are drawn later, because each dot has the colour of its radius. An invisible curve through the
+    measurements makes the limits of the axes include the dots.
     """
     rows, theirs = panel.drawn, panel.published
     title = power_label(panel.fit)
@@ -95,7 +109,9 @@ def _panel(panel: Growth) -> Panel:
 
 
 def _radius_colours(radii: pd.Series) -> Normalize:
-    """Return a colour scale for radii; it is 2 % wide at least, so that rounding is not seen."""
+    """Return the normalisation of a colour scale for radii. The scale is at least 2 % wide, so that rounding
+    errors of equal radii are not visible.
+    """
     if radii.empty:
         return Normalize(0.0, 1.0)
     low, high = float(radii.min()), float(radii.max())
@@ -104,7 +120,9 @@ def _radius_colours(radii: pd.Series) -> Normalize:
 
 
 def result_sentences(panels: list[Growth]) -> list[str]:
-    """Return sentences on the panels; the first ones say in how many the exponent may be 1/4."""
+    """Return sentences on the fitted exponents; the first sentences say in how many panels the confidence
+    interval contains 1/4.
+    """
     seen = [_quarters("The", [panel.fit for panel in panels])]
     seen += [_quarters("As published, the", [panel.published_fit for panel in panels])]
     return [words for words in seen if words] + [panel.result_sentences() for panel in panels]

@@ -1,4 +1,4 @@
-"""Draw the curves, panels and legends of the paper's figures, and write them as PDF and PNG."""
+"""Draw the curves, panels and legends of the paper's figures, and write the figures as PDF and PNG files."""
 
 from __future__ import annotations
 
@@ -20,10 +20,30 @@ from howsmooth.study.exponents import Exponent
 from howsmooth.study.figures.style import GREY, new_figure, save, set_axis
 
 __all__ = [
-    "BLACK", "BLUE", "DASHDOT", "DASHED", "DOTTED", "GREY", "LOOKS", "ORANGE", "PAPER", "RED", "SOLID",
-    "TEAL", "VIOLET", "Curve", "Panel", "Picture", "draw", "fit_factor", "fitted", "lines", "picture",
-    "sheets", "with_slope",
-]  # fmt: skip
+    "BLACK",
+    "BLUE",
+    "DASHDOT",
+    "DASHED",
+    "DOTTED",
+    "GREY",
+    "LOOKS",
+    "ORANGE",
+    "PAPER",
+    "RED",
+    "SOLID",
+    "TEAL",
+    "VIOLET",
+    "Curve",
+    "Panel",
+    "Picture",
+    "draw",
+    "fit_factor",
+    "fitted",
+    "lines",
+    "picture",
+    "sheets",
+    "with_slope",
+]
 
 _WIDTH, _NARROW = 6.75, 3.7
 """Widths in inches: of a page with two columns, and of a picture with a single panel in a row."""
@@ -69,7 +89,9 @@ PAPER: dict[Any, Any] = {
 
 @dataclass(frozen=True)
 class Picture:
-    """A drawn picture: the paths of its files, its title, its alternative text, and its width in pixels."""
+    """A drawn picture: the paths of its PDF and PNG file, its title, its alternative text, and its width in
+    pixels.
+    """
 
     pdf: Path
     png: Path
@@ -80,13 +102,14 @@ class Picture:
 
 @dataclass(frozen=True, eq=False)
 class Curve:
-    """A curve in a panel: dots if it has a marker, a line if it has a line style (``dashes``).
+    """A curve in a panel, drawn as dots if ``mark`` is given, and as a line if ``dashes`` is given.
 
-    With neither it is invisible, but the limits of the axes include it. Without a finite y it is not drawn.
-    ``x`` and ``y`` are of shape (points,), as is ``filled`` if it is not the same for all dots. ``spread``
-    are the smallest and largest values around each point, drawn as bars at dots or as shade around a line.
-    ``spans`` says whether the limits of a log axis include the curve; otherwise it may be cut off. A fitted
-    line (``fit``) is drawn above the dots.
+    A curve without both is invisible, but the limits of the axes include it. A curve without a finite y is
+    not drawn. ``x`` and ``y`` have shape (points,), and so has ``filled`` unless it is one value for all
+    dots. ``spread`` is a pair of the smallest and the largest values at each point; the pair is drawn as bars
+    at dots, and as a shaded band around a line. ``spans`` says whether the limits of a logarithmic axis
+    include the whole curve; otherwise the curve may be cut off. ``fit`` marks a fitted line, which is drawn
+    above the dots.
     """
 
     x: Sequence[float] | pd.Series
@@ -103,7 +126,7 @@ class Curve:
     fit: bool = False
 
     def draw(self, axis: Axes) -> None:
-        """Draw the curve on an axis; dots are above all lines except fitted ones."""
+        """Draw the curve on the given axes; dots are drawn above all lines, except above fitted lines."""
         x, y = np.asarray(self.x, dtype=float), np.asarray(self.y, dtype=float)
         if not np.isfinite(y).any():
             return
@@ -118,22 +141,37 @@ class Curve:
             width, above = (1.3, 5) if self.fit else (0.5 if self.mark else 0.9, 2)
             own = None if self.mark else label
             axis.plot(
-                x, y, color=self.colour, linestyle=self.dashes, linewidth=width, alpha=self.alpha, label=own,
+                x,
+                y,
+                color=self.colour,
+                linestyle=self.dashes,
+                linewidth=width,
+                alpha=self.alpha,
+                label=own,
                 zorder=above,
-            )  # fmt: skip
+            )
         if self.mark:
             faces = np.where(np.broadcast_to(self.filled, y.shape), self.colour, "none")
             kind: dict[str, Any] = {"facecolors": faces, "edgecolors": self.colour}
             if self.mark in "x+":
                 kind = {"color": self.colour}
             axis.scatter(
-                x, y, s=self.size, marker=self.mark, linewidths=0.6, alpha=self.alpha, zorder=4, label=label,
+                x,
+                y,
+                s=self.size,
+                marker=self.mark,
+                linewidths=0.6,
+                alpha=self.alpha,
+                zorder=4,
+                label=label,
                 **kind,
-            )  # fmt: skip
+            )
 
 
 def fit_factor(x: np.ndarray, y: np.ndarray, slope: float) -> tuple[float, float]:
-    """Fit c · x^slope to y by least squares of logarithms; return c and the residuals' standard deviation."""
+    """Fit the factor c of c · x^slope to y by least squares of the logarithms, and return c and the standard
+    deviation of the residuals.
+    """
     residual = np.log(y) - slope * np.log(x)
     return math.exp(float(residual.mean())), float(residual.std(ddof=1)) if len(x) > 1 else math.nan
 
@@ -141,7 +179,9 @@ def fit_factor(x: np.ndarray, y: np.ndarray, slope: float) -> tuple[float, float
 def lines(
     x: pd.Series, rows: pd.DataFrame, *columns: tuple[str, str, Dashes, str], spans: bool = False
 ) -> list[Curve]:
-    """Return a line against ``x`` for each column of a table, given as (name, colour, dashes, label)."""
+    """Return one line for each of the given columns of a table, drawn against ``x``. Each column is given as
+    a tuple (name, colour, dashes, label).
+    """
     return [
         Curve(x, rows[name], label, colour, dashes=dashes, spans=spans)
         for name, colour, dashes, label in columns
@@ -149,7 +189,9 @@ def lines(
 
 
 def fitted(fit: Exponent, colour: str, label: str = "", dashes: Dashes = SOLID) -> Iterator[Curve]:
-    """Yield the line of a power law over the lengths of its points; nothing if none could be fitted."""
+    """Yield the line of a fitted power law between the smallest and the largest fitted length; yield nothing
+    if the fit failed.
+    """
     if not fit.note:
         ends = [fit.n_min, fit.n_max]
         yield Curve(ends, [fit.at(n) for n in ends], label, colour, dashes=dashes, fit=True)
@@ -158,9 +200,10 @@ def fitted(fit: Exponent, colour: str, label: str = "", dashes: Dashes = SOLID) 
 def with_slope(
     rows: pd.DataFrame, x: str, y: str, slope: float, label: str, colour: str, dashes: Dashes = DASHED
 ) -> Iterator[Curve]:
-    """Yield the line c · x^slope, with c fitted to the columns ``x`` and ``y`` of a table.
+    """Yield the line c · x^slope with a given slope, where c is fitted to the columns ``x`` and ``y`` of a
+    table.
 
-    Yield nothing if there are fewer than two different positive x.
+    Yield nothing if the table has fewer than two different positive x.
     """
     there = rows[(rows[x] > 0) & (rows[y] > 0)]
     if there[x].nunique() > 1:
@@ -171,11 +214,13 @@ def with_slope(
 
 @dataclass(frozen=True, eq=False)
 class Panel:
-    """The curves in one pair of axes, with the title, the labels ``x`` and ``y``, scales and limits.
+    """One pair of axes: the curves, the title, the labels ``x`` and ``y`` of the axes, their scales and
+    limits.
 
-    A scale is ``log``; ``lengths``, a log scale with integer ticks; ``decades``, for values that are powers
-    of ten; or ``linear``. ``limits`` are the left, right, bottom and top limits of axes that are not log; by
-    default matplotlib chooses. ``verticals`` are the x of vertical lines.
+    A scale is one of four: ``log``; ``lengths``, which is logarithmic with integer ticks; ``decades``, whose
+    values are logarithms to base ten; and ``linear``. ``limits`` are the left, right, bottom and top limits
+    of axes that are not logarithmic; matplotlib chooses them by default. ``verticals`` are the positions of
+    vertical lines.
     """
 
     curves: Sequence[Curve]
@@ -188,7 +233,9 @@ class Panel:
 
 
 def sheets(items: Sequence[Any], most: int) -> Iterator[tuple[str, Sequence[Any]]]:
-    """Split items into groups of at most ``most``, and yield a file-name suffix with each group."""
+    """Split items into groups of at most ``most`` items, and yield each group with a suffix for the name of
+    its file.
+    """
     for first in range(0, len(items), most):
         yield f"-{first // most + 1}" if first else "", items[first : first + most]
 
@@ -201,11 +248,12 @@ def draw(
     sharex: bool = False,
     sharey: bool = False,
 ) -> tuple[Canvas, np.ndarray]:
-    """Draw panels into a new figure, row by row; return the figure, and its axes of shape (rows, columns).
+    """Draw the given rows of panels into a new matplotlib figure; return the figure, and its axes as an array
+    of shape (rows, columns).
 
-    The last row may be shorter than the others. The height is in inches. ``wide`` gives the full width to a
-    single panel in a row. With ``sharex`` the panels of a column share the x axis, with ``sharey`` those of a
-    row the y axis.
+    The last row may have fewer panels than the others. ``height`` is in inches. ``wide`` makes the figure as
+    wide as the page if a row has a single panel. With ``sharex`` the panels of a column share the x axis, and
+    with ``sharey`` the panels of a row share the y axis.
     """
     down, across = len(panels), len(panels[0])
     canvas = new_figure(_WIDTH if wide or across > 1 else _NARROW, height)
@@ -234,7 +282,7 @@ def draw(
 
 
 def _scale(axis: Axes, which: Literal["x", "y"], scale: str, panels: Sequence[Panel]) -> None:
-    """Set the scale of an axis; the limits of a log scale include the curves of all panels that share it."""
+    """Set the scale of one axis. The limits of a logarithmic scale include the curves of all given panels."""
     if scale in ("log", "lengths"):
         curves = [curve for panel in panels for curve in panel.curves if curve.spans]
         parts: list[Any] = [curve.x if which == "x" else curve.y for curve in curves]
@@ -254,10 +302,11 @@ def _scale(axis: Axes, which: Literal["x", "y"], scale: str, panels: Sequence[Pa
 def picture(
     canvas: Canvas, folder: Path, stem: str, title: str, *, legend: int = 4, above: bool = False
 ) -> Picture:
-    """Add a legend with each label once, and write a figure from :func:`draw` as PDF and PNG into a folder.
+    """Add a legend to a figure from :func:`draw`, and write the figure as PDF and PNG files into a folder.
 
-    ``stem`` is the name of the files without suffix, and the title stands on the page and in their metadata.
-    The legend has ``legend`` columns, and is above or below the panels.
+    The legend contains each label once, has ``legend`` columns, and stands above or below the panels.
+    ``stem`` is the name of the files without suffix. The title is shown on the HTML page, and is stored in
+    the metadata of the files.
 
     Raises
     ------
@@ -289,6 +338,6 @@ def picture(
 
 
 def _plain(words: list[str]) -> str:
-    """Join labels, each once, without the markup of matplotlib's mathematics."""
+    """Join different labels to one text without the markup of matplotlib formulas."""
     joined = "; ".join(dict.fromkeys(words)).replace("\\,", " ").replace("\n", ", ")
     return re.sub(" +", " ", re.sub(r"[${}\\]", "", re.sub(r"\\([a-z]+)", r" \1 ", joined)))

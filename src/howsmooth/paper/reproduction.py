@@ -1,4 +1,6 @@
-"""Make all figures of the paper: measure and draw each, and write its files and the page."""
+"""Make figures of the paper: measure and draw each figure, and write the files of the figures and one HTML
+page.
+"""
 
 from __future__ import annotations
 
@@ -9,18 +11,18 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from howsmooth.errors import ArgumentError, HowsmoothError, similar_name
-from howsmooth.paper.all_bounds import ALL_BOUNDS
-from howsmooth.paper.crossover import CROSSOVER
-from howsmooth.paper.figure import Figure, FigureContext, Finding, models_for
+from howsmooth.paper.all_bounds_against_measurements import ALL_BOUNDS
+from howsmooth.paper.appendix_c_5_gamma_r_squared import GAMMA_RADIUS
+from howsmooth.paper.appendix_c_7_quadratic_growth import QUADRATIC_GROWTH
+from howsmooth.paper.appendix_e_2_untrained_gpt2 import GPT2_GROWTH
+from howsmooth.paper.end_of_sqrt_n_growth import CROSSOVER
 from howsmooth.paper.figure_1 import FIGURE_1
-from howsmooth.paper.figure_options import FigureOptions
-from howsmooth.paper.gamma_radius import GAMMA_RADIUS
-from howsmooth.paper.gpt2_growth import GPT2_GROWTH
-from howsmooth.paper.page import PAGE, render, section
-from howsmooth.paper.quadratic_growth import QUADRATIC_GROWTH
+from howsmooth.paper.figure_dataclasses import Figure, FigureContext, Finding, models_for
+from howsmooth.paper.html_page import PAGE, render, section
+from howsmooth.paper.proposition_3_6_two_diracs import TWO_DIRAC
+from howsmooth.paper.reproduce_options import FigureOptions
 from howsmooth.paper.row_cache import writing
-from howsmooth.paper.two_dirac import TWO_DIRAC
-from howsmooth.paper.worst_inputs import WORST_INPUTS
+from howsmooth.paper.section_5_2_worst_inputs import WORST_INPUTS
 from howsmooth.study.environment import environment
 from howsmooth.study.file_writing import replace_file, write_table
 from howsmooth.study.progress_listener import SILENT, Listener
@@ -28,8 +30,15 @@ from howsmooth.study.progress_listener import SILENT, Listener
 __all__ = ["FIGURES", "Reproduction", "choose_figures", "produce"]
 
 FIGURES: tuple[Figure, ...] = (
-    FIGURE_1, TWO_DIRAC, CROSSOVER, WORST_INPUTS, GAMMA_RADIUS, QUADRATIC_GROWTH, GPT2_GROWTH, ALL_BOUNDS,
-)  # fmt: skip
+    FIGURE_1,
+    TWO_DIRAC,
+    CROSSOVER,
+    WORST_INPUTS,
+    GAMMA_RADIUS,
+    QUADRATIC_GROWTH,
+    GPT2_GROWTH,
+    ALL_BOUNDS,
+)
 """All figures, in the order of the paper."""
 
 _SECTION = "section.html"
@@ -38,10 +47,11 @@ _SECTION = "section.html"
 
 @dataclass(frozen=True, eq=False)
 class Reproduction:
-    """What :func:`produce` made: the path of a page, and by figure name what this call found.
+    """The result of :func:`produce`: the path of the HTML page, and three dictionaries with an entry for each
+    figure.
 
-    ``findings`` are those of the figures that were made, ``seconds`` the time that each took, and ``refused``
-    the reasons why figures could not be made.
+    ``findings`` contains the results of the figures that were made, ``seconds`` the time that each figure
+    took, and ``refused`` the reasons why the other figures could not be made.
     """
 
     page: Path
@@ -51,9 +61,10 @@ class Reproduction:
 
 
 def choose_figures(names: Sequence[str]) -> list[Figure]:
-    """Return the figures with the given names, in the order of the paper; all figures if no name is given.
+    """Return the figures with the given names, in the order of the paper; if no name is given, return all
+    figures.
 
-    A figure may also be named by its place in the paper, with hyphens, such as ``figure-2``.
+    A figure may also be named by its place in the paper, written with hyphens, such as ``figure-2``.
 
     Raises
     ------
@@ -82,7 +93,7 @@ def produce(
     listener: Listener = SILENT,
     command: str = "",
 ) -> Reproduction:
-    """Measure and draw the chosen figures, and write one HTML page with all figures of the output folder.
+    """Measure and draw the chosen figures, and write one HTML page with all figures in the output folder.
 
     Parameters
     ----------
@@ -128,7 +139,9 @@ def produce(
 
 
 def _make(figure: Figure, context: FigureContext) -> Finding:
-    """Make a figure, and write its tables and its section of the page into its folder."""
+    """Make one figure, and write its tables and its section of the HTML page into the folder of
+    the figure.
+    """
     own = context.folder / figure.name
     finding = figure.make(replace(context, folder=own, made={}))
     for number, (_, table) in enumerate(finding.tables, 1):
@@ -140,7 +153,9 @@ def _make(figure: Figure, context: FigureContext) -> Finding:
 
 
 def _write_page(made: Reproduction, context: FigureContext) -> None:
-    """Write the page with the figures of this call, and those that earlier calls made in this folder."""
+    """Write the HTML page with the figures of this call and the figures that earlier calls made in this
+    folder.
+    """
     sections, folder = [], context.folder
     for figure in FIGURES:
         path = folder / figure.name / _SECTION

@@ -1,8 +1,9 @@
-"""Keep the rows that a figure computes in cache files, so that nothing is computed twice.
+"""Keep computed rows of figures in cache files, so that no row is computed twice.
 
-A file holds the rows of one unit of work, and is written whole or not at all. The cache is for work that is
-not a study of sequences, such as constants at constructed tokens, or eigenvalues of heads; studies have a
-store. A unit's key holds everything on which its rows depend. So a changed model or text makes a new unit.
+One file holds the rows of one unit of work, and is written completely or not at all. The key of a unit
+contains all values on which its rows depend, so a changed model or text has another file. The cache is for
+constants at constructed tokens, eigenvalues of heads and the like. Measurements at sequences of a text are
+kept in the store of a study instead.
 """
 
 from __future__ import annotations
@@ -27,16 +28,17 @@ Row = dict[str, Any]
 
 @contextmanager
 def writing(folder: Path) -> Iterator[None]:
-    """Create a folder, and report any error of writing in the ``with`` block as a StoreError."""
+    """Create a folder, and raise a StoreError for each error of writing in the ``with`` block."""
     with written_beside(folder, "finished measurements"):
         folder.mkdir(parents=True, exist_ok=True)
         yield
 
 
 def kept_rows(folder: Path, key: Key, measure: Callable[[], Iterable[Row]]) -> list[Row]:
-    """Read rows from their cache file; if there is no file, measure the rows and write it.
+    """Return the rows in the cache file of the given key; if there is no such file, measure the rows and
+    write the file.
 
-    ``key`` holds all values on which the rows depend, and determines the name of the file.
+    ``key`` contains all values on which the rows depend, and determines the name of the file.
 
     Raises
     ------

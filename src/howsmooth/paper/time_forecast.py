@@ -1,4 +1,4 @@
-"""Predict how long figures take, by making each of them for a few seconds."""
+"""Predict how long the figures will take, from a trial of about ten seconds for each figure."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from howsmooth.errors import HowsmoothError
-from howsmooth.paper.figure import Figure, FigureContext, models_for
-from howsmooth.paper.figure_options import FigureOptions
+from howsmooth.paper.figure_dataclasses import Figure, FigureContext, models_for
+from howsmooth.paper.reproduce_options import FigureOptions
 from howsmooth.study.progress_listener import SILENT, Listener
 
 __all__ = ["FigureTime", "expected_times"]
@@ -20,10 +20,10 @@ _TRIAL_SECONDS = 10.0
 
 @dataclass(frozen=True)
 class FigureTime:
-    """How long a figure is expected to take from an empty folder.
+    """The predicted time of a figure, if nothing of it has been measured before.
 
-    ``seconds`` is None, and ``refused`` the reason, if the figure cannot be made. ``tried`` is the share of
-    the work that the trial finished, on which the expectation rests.
+    ``seconds`` is None if the figure cannot be made, and ``refused`` is then the reason. ``tried`` is the
+    share of the work that was done in the trial on which the prediction is based.
     """
 
     name: str
@@ -35,11 +35,12 @@ class FigureTime:
 def expected_times(
     chosen: Sequence[Figure], options: FigureOptions, listener: Listener = SILENT
 ) -> list[FigureTime]:
-    """Make each figure in a temporary folder for about ten seconds, and extrapolate the time it needs.
+    """Predict the time of each figure: make the figure for about ten seconds in a temporary folder, and
+    extrapolate.
 
-    The figure's own progress tells what share of the work is done. The progress rests on estimated costs, and
-    a trial ends only after a finished step; so the times are right within a factor of two or three. The
-    listener is told which figure is tried.
+    The extrapolation uses the share of the work that the figure reports as done. This share is based on
+    estimated costs, and a trial ends only after a finished step, so a prediction is right within a factor of
+    two or three. The listener is told which figure is tried.
     """
     models, found = models_for(options), []
     for figure in chosen:
@@ -58,11 +59,15 @@ def expected_times(
 
 
 class _TrialEnded(KeyboardInterrupt):
-    """Raised when the time of a trial is over; running studies close their stores as after Ctrl-C."""
+    """The exception that ends a trial when its time is over. It is a KeyboardInterrupt, so that a running
+    measurement closes its store as after Ctrl-C.
+    """
 
 
 class _Clock(Listener):
-    """A listener that ends a figure's trial after ten seconds, once some share of the work is done."""
+    """A progress listener that ends the trial of a figure after ten seconds, or later, when the first step is
+    finished.
+    """
 
     def __init__(self) -> None:
         self.began = time.perf_counter()
@@ -71,7 +76,7 @@ class _Clock(Listener):
         self.share = 0.0
 
     def advance(self, done: float, total: float, words: str) -> None:
-        """Keep the share of the work that is done, and end the trial if it has lasted ten seconds."""
+        """Remember the share of the work that is done, and end the trial if it has lasted ten seconds."""
         now = time.perf_counter()
         if self.share == 0.0 and not done:
             self._measuring = now

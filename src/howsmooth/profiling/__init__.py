@@ -1,19 +1,21 @@
-"""Profiles of one input: which layers, heads and tokens of a model are sensitive on a given text.
+"""Profiles of one input: which layers, heads and tokens of a model are sensitive to changes of a given input.
 
-``model_input`` reads a model and one input of it. Each function finds a ``result`` there, with a table, a
-figure (``figures``), a page and files: ``profile`` the constant of every layer and head, ``depth_profile``
-how the blocks of one model compose, ``precision`` what quantised keys and values do (``quantisers`` rounds
-them), ``word_radii`` how far each token may move before a classifier may change its answer. ``influence``
-finds which token moves which, for any map.
+The function ``profile`` measures the Lipschitz constant of every layer and head, ``depth_profile`` the
+constants of the blocks and of their compositions, ``precision`` the effects of quantised keys and values, and
+``influence`` how far each output token moves with each input token, for any map. The function ``word_radii``
+proves how far each token may move before the answer of a classifier can change. The results are objects with
+a table, a figure and a web page. They have their common base classes in ``result_base_classes`` and their
+figures in ``figures``. ``model_input`` reads a model and its input, and ``quantisers`` rounds keys and
+values.
 """
 
-from howsmooth.profiling.depth import DepthProfile, depth_profile
-from howsmooth.profiling.influence import Influence, influence
+from howsmooth.profiling.expansion_by_depth import DepthProfile, depth_profile
 from howsmooth.profiling.kv_cache_quantisation import precision
 from howsmooth.profiling.kv_cache_quantisation_result import Precision
-from howsmooth.profiling.profile import profile
-from howsmooth.profiling.profile_result import Profile
-from howsmooth.profiling.word_radii import WordRadii, word_radii
+from howsmooth.profiling.lipschitz_profile import profile
+from howsmooth.profiling.lipschitz_profile_result import Profile
+from howsmooth.profiling.robust_word_radii import WordRadii, word_radii
+from howsmooth.profiling.token_influence import Influence, influence
 
 __all__ = [
     "DepthProfile",

@@ -1,4 +1,6 @@
-"""Figures of the results at one input, each drawn by a function of a table and titles."""
+"""Draw the results of profiles as figures. Each function draws a figure from a table of results
+and titles.
+"""
 
 from __future__ import annotations
 
@@ -48,11 +50,12 @@ _CURVES = {
 
 @rc_context(STYLE)
 def draw_heatmap(table: pd.DataFrame, title: str) -> Figure:
-    """Draw a heatmap with one cell for each head, and a second panel with one cell for each whole layer.
+    """Draw the Lipschitz constants as a heatmap with one cell for each head, and in a second panel with one
+    cell for each whole layer.
 
-    Colours are logarithmic, and each panel has a scale of its own, because heads and layers are maps between
-    different spaces. A cell whose measurement did not converge is crossed out; an empty cell was not
-    measured. The columns of ``table`` are those of :attr:`howsmooth.profiling.Profile.table`.
+    Colours are logarithmic. Each panel has its own colour scale, because heads and layers are maps between
+    different spaces. A cell is crossed out if its measurement did not converge, and empty if it was not
+    measured. The table has the columns of :attr:`howsmooth.profiling.Profile.table`.
     """
     layers = sorted(table["layer"].unique())
     of_head = table["head"].notna()
@@ -101,7 +104,7 @@ def _cross_out(axis: Axes, cells: np.ndarray) -> None:
 def draw_depth(table: pd.DataFrame, title: str) -> Figure:
     """Draw the constants of the blocks of a model on a logarithmic axis, with their intervals as error bars.
 
-    The columns of ``table`` are those of :attr:`howsmooth.profiling.DepthProfile.table`.
+    The table has the columns of :attr:`howsmooth.profiling.DepthProfile.table`.
     """
     figure = new_figure(max(4.6, 2.4 + 0.3 * len(table)), 3.4)
     axis = figure.subplots()
@@ -125,10 +128,11 @@ def draw_depth(table: pd.DataFrame, title: str) -> Figure:
 
 @rc_context(STYLE)
 def draw_radii(table: pd.DataFrame, names: Sequence[str], title: str) -> Figure:
-    """Draw the robust radius of each token on a logarithmic axis, with the size of the smallest attack found.
+    """Draw the robust radius of each token on a logarithmic axis, together with the size of the smallest
+    attack that was found.
 
-    The columns of ``table`` are those of :attr:`howsmooth.profiling.WordRadii.table`; ``names`` label its
-    rows.
+    The table has the columns of :attr:`howsmooth.profiling.WordRadii.table`. The labels of its rows are
+    ``names``.
     """
     figure = new_figure(max(3.6, 1.6 + 0.24 * len(table)), 3.0)
     axis = figure.subplots()
@@ -146,11 +150,13 @@ def draw_radii(table: pd.DataFrame, names: Sequence[str], title: str) -> Figure:
 
 @rc_context(STYLE)
 def draw_precision(table: pd.DataFrame, title: str, *, divergences: bool) -> Figure:
-    """Draw the predicted effects of quantised keys and of quantised values, and the real effects.
+    """Draw the predicted effects of quantised keys and of quantised values, and compare them with the
+    simulated effects.
 
-    The first two panels have a cell for each layer and head, at the fewest bits and with the first quantiser
-    of the table. Effects are ``divergences`` of the predictions, or else changes of the attention's output.
-    The columns of ``table`` are those of :attr:`howsmooth.profiling.Precision.table`.
+    The first two panels have one cell for each layer and head, for the smallest number of bits and the first
+    quantiser in the table. The effects are divergences of the model's predictions if ``divergences`` is true,
+    and changes of the attention's output otherwise. The table has the columns of
+    :attr:`howsmooth.profiling.Precision.table`.
     """
     predicted, real = ("predicted_kl", "kl") if divergences else ("predicted", "change")
     bits, quantiser = int(table["bits"].min()), table["quantiser"].iloc[0]
@@ -207,10 +213,12 @@ def draw_influence(
     *,
     token_outputs: bool,
 ) -> Figure:
-    """Draw a heatmap with one row for each output token and one column for each input token.
+    """Draw block norms of a Jacobian as a heatmap with one row for each output token and one column for each
+    input token.
 
-    Colours are logarithmic over four orders of magnitude. A cell is white where the norm is zero, and crossed
-    out where its interval did not converge. Outputs that are no tokens, such as a margin, have no words.
+    Colours are logarithmic over four orders of magnitude. A cell is white if the norm is zero, and crossed
+    out if the measurement of the norm did not converge. Outputs that are not tokens, such as a margin of two
+    logits, have no text as labels.
     """
     rows, n = values.shape
     shown = np.where(values > 0, values, np.nan)

@@ -1,5 +1,5 @@
-"""The function ``precision``, which predicts and simulates the effect of quantising the keys or values of
-each head.
+"""The function ``precision``, which predicts and simulates how quantising the keys or values of each head
+changes the output of a model.
 """
 
 from __future__ import annotations
@@ -58,17 +58,18 @@ def precision(
     seed: int = 0,
     on_layer: Callable[[int, int], None] | None = None,
 ) -> Precision:
-    """Predict and simulate the effect of quantising the keys or values of each head on the output of a model
-    at one input.
+    """Predict and simulate how quantising the keys or values of each head changes the output of a model at
+    one input.
 
-    For each layer, each key/value head, its keys or its values, and each quantiser and number of bits, the
-    change of the attention's output is predicted, bounded and simulated. Keys and values are those of the KV
-    cache of transformers, after norm layers and rotary positions, and are quantised by absmax (symmetric,
-    2^bits − 1 levels). A layer that cannot be treated is named in ``Precision.refused``, with the reason.
+    The change of the attention's output is predicted, bounded and simulated for each layer, each key/value
+    head, its keys or its values, each quantiser and each number of bits. Keys and values are those in the KV
+    cache of transformers, after norm layers and rotary positions. They are quantised by absmax (symmetric,
+    2^bits − 1 levels). ``Precision.refused`` names the layers that cannot be treated, with the reasons.
 
-    If the model has logits, the Kullback–Leibler divergence of its predictions is predicted and simulated
-    too: the whole model runs once for each row with only these keys or values quantised, and once for each
-    quantiser and number of bits with all of them quantised at the same time.
+    If the model has logits, the Kullback–Leibler divergence of its predictions is also predicted and
+    simulated. The whole model runs once for each row of the table, with only the keys or values of this row
+    quantised. It also runs once for each quantiser and number of bits, with all keys and values quantised at
+    the same time.
 
     Parameters
     ----------
@@ -147,7 +148,7 @@ def load_with_head(name: str | os.PathLike[str], **options: Any) -> LoadedModel:
 
 
 def _whole_model(module: nn.Module, inputs: Any, *, logits: bool) -> tuple[LogitsOfModel | None, list[str]]:
-    """Return the whole model with its logits, or None and the reason why there are no logits."""
+    """Return the whole model with its logits, or None together with the reason why there are no logits."""
     if not logits:
         return None, []
     try:
@@ -157,7 +158,9 @@ def _whole_model(module: nn.Module, inputs: Any, *, logits: bool) -> tuple[Logit
 
 
 def _site(layer: VerifiedLayer | CaptureError) -> Site:
-    """Return the attention of a layer; raise CaptureError if its keys and values are not known."""
+    """Return the captured attention of a layer, or raise a CaptureError if its keys and values are
+    not known.
+    """
     if isinstance(layer, CaptureError):
         raise layer
     (site,) = layer.sites("attention")
@@ -170,8 +173,8 @@ def _site(layer: VerifiedLayer | CaptureError) -> Site:
 
 @dataclass(frozen=True, eq=False)
 class _Case:
-    """Predicted and real effects of one quantiser applied to the keys, or to the values, of all heads of a
-    layer.
+    """The predicted and simulated effects of one quantiser on one layer, applied to the keys, or to the
+    values, of all heads.
     """
 
     predicted: Float64[Tensor, " kv_heads"]
@@ -182,8 +185,8 @@ class _Case:
 
 
 class _Layer:
-    """One layer in float64: its queries, keys and values, and the sensitivity of its output to each of their
-    entries.
+    """One layer in float64: its queries, keys and values, and the sensitivity of its output to each entry of
+    the keys and values.
     """
 
     def __init__(self, site: Site, whole: LogitsOfModel | None, fisher: tuple[Tensor, Tensor] | None) -> None:
@@ -199,9 +202,9 @@ class _Layer:
         self.size = float(torch.linalg.vector_norm(self.f(self.x)))
 
     def rows(self, bits: Sequence[int], quantisers: Sequence[str]) -> Iterator[dict[str, Any]]:
-        """Yield a table row for keys and for values, for each quantiser, number of bits and head.
+        """Yield a table row for the keys and one for the values, for each quantiser, number of bits and head.
 
-        Of several quantisers that are equal on this layer, only the first has rows.
+        If several quantisers give the same result on this layer, only the first one has rows.
         """
         for operand, t in self.operands.items():
             different = {group_of(quantiser, t.shape[-1]): quantiser for quantiser in reversed(quantisers)}
@@ -247,7 +250,7 @@ class _Layer:
         )
 
     def _heads(self, other: Mapping[str, Tensor]) -> Float64[Tensor, "kv_heads group n value_dim"]:
-        """Return the outputs of all heads after the keys or values have been replaced by the tensors in
+        """Return the outputs of all heads after their keys or values have been replaced by the tensors in
         ``other``.
         """
         f, operands = self.f, self.operands | dict(other)
@@ -256,8 +259,8 @@ class _Layer:
         return attend(f._grouped(self.q)[None], k, v, f.scale, visible, features=f.features)[0]
 
     def _change(self, operand: str, other: Tensor) -> Float64[Tensor, " kv_heads"]:
-        """Return, for each head, the change of the output when ``other`` replaces the keys or values of the
-        head.
+        """Return, for each head, how much the layer's output changes if the keys or values of this head are
+        replaced by the tensors in ``other``.
         """
         moved = self._heads({operand: other}) - self.heads
         if self.f.output is not None:
@@ -267,13 +270,14 @@ class _Layer:
         return norms
 
     def _predicted_kl(self, operand: str, head: int, variance: Float64[Tensor, "n dim"]) -> float:
-        """Predict, to second order, the KL divergence caused by quantising the keys or values of one head.
+        """Predict, to second order, the KL divergence of the model's predictions if the keys or values of one
+        head are quantised.
 
-        The divergence is ½ Σ σ_a² F_aa over the entries a, with the variance σ_a² of each entry's rounding
-        error and the diagonal F_aa of the Fisher information of the model's predictions.
+        The divergence is ½ Σ σ_a² F_aa, summed over the entries a. Here σ_a² is the variance of the rounding
+        error of the entry, and F_aa is a diagonal entry of the Fisher information of the model's predictions.
 
-        Where the model repeats a head's keys for each query head, the errors of the copies count as
-        independent of each other.
+        If the model repeats the keys of a head for each query head, the errors of the copies are treated as
+        independent.
         """
         if self.whole is None or self.fisher is None:
             return math.nan
@@ -283,9 +287,7 @@ class _Layer:
         return 0.5 * float((part * variance).sum()) / len(self.whole.logits)
 
     def _kl(self, operand: str, head: int, quantiser: str, bits: int) -> float:
-        """Return the KL divergence of the predictions of the model with quantised keys or values of
-        one head.
-        """
+        """Simulate the KL divergence of the model's predictions with quantised keys or values of one head."""
         if self.whole is None:
             return math.nan
         place = (self.site.layer, head, operand)

@@ -1,5 +1,5 @@
-"""The class ``Precision``, the effects of quantised keys and values on the output of a model as tables, text
-and files.
+"""The class ``Precision``, which holds the effects of quantised keys and values on a model's output, and
+writes them as tables, text and files.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from howsmooth.errors import ArgumentError
 from howsmooth.profiling.figures import draw_precision
 from howsmooth.profiling.quantised_forward_pass import simulated_kl
 from howsmooth.profiling.quantisers import checked_bits, checked_quantisers
-from howsmooth.profiling.result import Result
+from howsmooth.profiling.result_base_classes import Result
 from howsmooth.study.records import plain_rows
 
 __all__ = ["Precision"]
@@ -31,7 +31,9 @@ _PAIRS = (("predicted", "change"), ("predicted_kl", "kl"), ("predicted", "kl"))
 
 @dataclass(frozen=True, eq=False, repr=False, kw_only=True)
 class Precision(Result):
-    """Predicted and real changes of the output of a model at one input when keys or values are quantised."""
+    """Predicted and simulated changes of the output of a model at one input when keys or values are
+    quantised.
+    """
 
     NAME: ClassVar[str] = "precision"
     TITLE: ClassVar[str] = "Precision"
@@ -57,7 +59,7 @@ class Precision(Result):
 
     @property
     def has_kl(self) -> bool:
-        """True if the table contains simulated KL divergences of the predictions of the model."""
+        """True if the table contains simulated KL divergences of the model's predictions."""
         return bool(self.table["kl"].notna().any())
 
     @property
@@ -81,11 +83,11 @@ class Precision(Result):
 
     @property
     def agreement(self) -> pd.DataFrame:
-        """Spearman's rank correlation between predicted and real effects, for all rows and for each number of
-        bits.
+        """Spearman's rank correlations between predicted and simulated effects, for all rows together and for
+        each number of bits.
 
-        Columns: ``bits`` (0 for all), ``predicted``, ``real`` and ``spearman``; rows of divergences only for
-        a model with logits.
+        The columns are ``bits`` (0 for all rows together), ``predicted``, ``real`` and ``spearman``. Only a
+        model with logits has rows on divergences.
         """
         rows = []
         for bits in (0, *self.table["bits"].unique()):
@@ -99,13 +101,14 @@ class Precision(Result):
         return pd.DataFrame(rows)
 
     def budget(self, average: float, quantiser: str = "token") -> pd.DataFrame:
-        """Choose the number of bits for the keys and values of each head, for a given average number of bits.
+        """Choose the numbers of bits for the keys and values of each head so that their average does not
+        exceed a given number.
 
-        The choice is among the numbers of bits in the table: measure several, such as 2, 3, 4, 5, 6 and 8.
-        All heads start with the fewest bits of the table. More bits go where they lower the predicted effect
-        most for each bit, until the average is reached. The effect is the predicted divergence for a model
-        with logits; otherwise it is the squared predicted change of the attention's output, divided by the
-        squared norm of that output. Effects of several heads are added.
+        The numbers of bits are chosen among those in the table, so measure several, such as 2, 3, 4, 5, 6 and
+        8. All heads start with the smallest number. Bits are then added where they lower the predicted effect
+        most for each bit, until the average is reached. The effect is the predicted divergence if the model
+        has logits. Otherwise the effect is the squared predicted change of the attention's output, divided by
+        the squared norm of this output. Effects of several heads are added.
 
         Parameters
         ----------
@@ -164,11 +167,10 @@ class Precision(Result):
         return found
 
     def simulate(self, bits: int | pd.DataFrame, quantiser: str = "token") -> float:
-        """Return the KL divergence of the predictions of the model when many keys and values are quantised
-        together.
+        """Return the KL divergence of the model's predictions when the keys and values of many heads are
+        quantised at the same time.
 
-        The model runs once, and each layer gets the keys and values that come from the quantised layers
-        before it.
+        The model runs once. The keys and values of a layer are computed from the quantised layers before it.
 
         Parameters
         ----------
@@ -214,8 +216,8 @@ class Precision(Result):
 
     @property
     def citation(self) -> str:
-        """One line to cite, with the KL divergences for quantising everything, rank correlations and the
-        digest.
+        """One line to cite, with the KL divergences for quantising all keys and values, the rank correlations
+        and the digest.
         """
         at_once = "".join(f" {line};" for line in self._together_in_words())
         return (
@@ -228,8 +230,8 @@ class Precision(Result):
         return "; ".join(f"{row['predicted']} and {row['real']} {row['spearman']:.3f}" for row in rows)
 
     def _together_in_words(self) -> list[str]:
-        """Return a phrase for each quantiser with the KL divergences for quantising all keys and values
-        together.
+        """Return a phrase for each quantiser that states the KL divergences when all keys and values are
+        quantised.
         """
         return [
             f"all keys and values at once by {quantiser}: divergence "
@@ -239,8 +241,8 @@ class Precision(Result):
 
     @property
     def remarks(self) -> list[str]:
-        """Sentences about quantising everything together, about predictions that are too large, and about the
-        ranks.
+        """Sentences on quantising all keys and values, on predictions that are too large, and on the rank
+        correlations.
         """
         found = [f"A{words[1:]}." for words in self._together_in_words()]
         if bool((self.table["predicted_kl"] > _HOLDS).any()):
@@ -248,9 +250,7 @@ class Precision(Result):
         return [*found, f"Spearman's rank correlation: {self._ranks_in_words()}."]
 
     def first_rows(self, most: int) -> pd.DataFrame:
-        """Return the first rows of the ranking as text, in which a star marks predictions that are
-        too large.
-        """
+        """Return the first rows of the ranking as text. A star marks a prediction that is too large."""
         rows = self.ranking.head(most)
         texts = {name: rows[name].map("{:.4g}".format) for name in rows if name in _CHANGES + _DIVERGENCES}
         if self.has_kl and bool((large := rows["predicted_kl"] > _HOLDS).any()):
@@ -271,8 +271,8 @@ class Precision(Result):
         return "\n".join(lines)
 
     def plot(self) -> Figure:
-        """Draw the predicted effect of quantising each head, and the real effects against the
-        predicted ones.
+        """Draw the predicted effect of quantising each head, and the simulated effects against the predicted
+        effects.
         """
         title = f"{self.model}, one input of {self.n} tokens"
         return draw_precision(self.table, title, divergences=self.has_kl)

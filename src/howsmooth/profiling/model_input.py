@@ -1,4 +1,4 @@
-"""A model and one input for a profile, and a loop over the layers of the model with a progress bar."""
+"""Read a model and one input of the model, and iterate over its layers with a progress bar."""
 
 from __future__ import annotations
 
@@ -51,10 +51,10 @@ _LONGEST_PATH = 1024
 def shown_progress(
     on_step: Callable[[int, int], None] | None, total: int, unit: str = "layer"
 ) -> Iterator[Callable[[int, int], None]]:
-    """Return a context manager that yields the progress callback, which is ``on_step`` or updates a progress
-    bar.
+    """Return a context manager that yields a function to report progress: the given ``on_step``, or a
+    function that updates a progress bar.
 
-    The callback takes the number of finished layers (or other units) and the number of all.
+    The function is called with the number of finished layers (or other units) and the number of all.
     """
     if on_step is not None:
         yield on_step
@@ -66,13 +66,17 @@ def shown_progress(
 
 
 def loaded_if_named(model: Any, load: Callable[..., LoadedModel] = load_model, **options: Any) -> Any:
-    """Load a model if it is given by its name or folder, with weights in the dtype of their file."""
+    """Load a model if the argument is its name or folder, and keep the weights in the dtype of their file;
+    return any other argument unchanged.
+    """
     return load(model, dtype=None, **options) if isinstance(model, str | os.PathLike) else model
 
 
 @dataclass(frozen=True, eq=False)
 class GivenInputs:
-    """A model, its inputs, the texts of their tokens if known, and a short description of the inputs."""
+    """A model, its inputs, the texts of the input tokens if they are known, and a short description of the
+    inputs.
+    """
 
     model: nn.Module | LoadedModel
     inputs: Any
@@ -86,12 +90,12 @@ class GivenInputs:
 
     @property
     def computed(self) -> str:
-        """The dtype in which the model computes."""
+        """The dtype in which the model is computed."""
         return str(computing_dtype(self.module)).removeprefix("torch.")
 
     def origin(self) -> dict[str, str]:
-        """Return the fields of a :class:`~howsmooth.profiling.result.Result` that name the model and the
-        input.
+        """Return those fields of a :class:`~howsmooth.profiling.result_base_classes.Result` that describe the
+        model and the input.
         """
         model, module = self.model, self.module
         if isinstance(model, LoadedModel):
@@ -114,9 +118,11 @@ class GivenInputs:
 def layers_of(
     given: GivenInputs, layers: Layers, on_layer: Callable[[int, int], None] | None
 ) -> Iterator[tuple[int, VerifiedLayer | CaptureError]]:
-    """Yield the self-attention layers of a model at its inputs, and report the number of finished layers.
+    """Yield the captured self-attention layers of a model at its inputs, and report the number of finished
+    layers.
 
-    ``on_layer`` takes the number of finished layers and that of all, zero while unknown; None shows a bar.
+    The function ``on_layer`` is called with the number of finished layers and the number of all layers, which
+    is zero while it is unknown. If ``on_layer`` is None, a progress bar is shown.
     """
     total = len(layers) if isinstance(layers, Sequence) and not isinstance(layers, str) else 0
     if isinstance(given.model, LoadedModel) and layers is None:
@@ -139,10 +145,10 @@ def given_inputs(
     special: bool = False,
     longest: int = _MOST_TOKENS,
 ) -> GivenInputs:
-    """Return the inputs of the model, cut to the tokens of ``span``, or to at most ``longest`` tokens without
-    a span.
+    """Return the inputs of a model, cut to the tokens of ``span``, or to at most ``longest`` tokens if no
+    span is given.
 
-    ``special`` says that a text gets the tokenizer's special tokens.
+    ``special`` says whether the tokenizer adds its special tokens to a text.
     """
     module = module_of(model)
     if tokenizer is None and isinstance(model, LoadedModel):
@@ -208,8 +214,8 @@ def _encoded(tokenizer: Any, text: str, special: bool) -> list[int]:
 
 
 def _decoder(tokenizer: Any) -> Callable[[Tensor], list[str]]:
-    """Return a function from token ids (n,) to the texts of the tokens; without a tokenizer, to "id" and the
-    number.
+    """Return a function from token ids (n,) to the texts of the tokens. Without a tokenizer, the text of a
+    token is "id" and its number.
     """
     if tokenizer is None:
         return lambda ids: [f"id {i}" for i in ids.tolist()]
@@ -219,7 +225,7 @@ def _decoder(tokenizer: Any) -> Callable[[Tensor], list[str]]:
 
 
 def _ids(inputs: object) -> Tensor:
-    """Return token ids as a tensor (n,) after checking them."""
+    """Check token ids, and return them as a tensor (n,)."""
     expected = "a text, token ids (n,) or (1, n), or a dict of tensors"
     try:
         ids = torch.as_tensor(inputs)
@@ -234,7 +240,9 @@ def _ids(inputs: object) -> Tensor:
 
 
 def _bounds(span: object, length: int, most: int) -> tuple[int, int]:
-    """Return the first token and the end of a span after checking them against the number of tokens."""
+    """Check a span against the number of tokens, and return the index of its first token and the index after
+    its last token.
+    """
     expected = f"start:end with 0 <= start < end <= {length}, the number of tokens"
     if span is None:
         return 0, min(length, most)

@@ -1,6 +1,4 @@
-"""Forward passes of a model with some keys and values quantised, as if they came from a quantised
-KV cache.
-"""
+"""Run a model with the keys and values of some heads quantised, as if they came from a quantised KV cache."""
 
 from __future__ import annotations
 
@@ -22,11 +20,10 @@ Place = tuple[int, int, str]
 def simulated_kl(
     whole: LogitsOfModel, bits: Mapping[Place, int], kv_heads: Mapping[int, int], quantiser: str
 ) -> float:
-    """Return the KL divergence of the predictions of a model when the keys or values of some heads are
-    quantised.
+    """Return the KL divergence of a model's predictions when the keys or values of some heads are quantised.
 
-    Layers are quantised in the order in which the model computes them, so the keys and values of a layer
-    come from the quantised layers before it, as with a quantised KV cache.
+    The layers are quantised in the order in which the model computes them. The keys and values of a layer are
+    therefore computed from the quantised layers before it, as with a quantised KV cache.
 
     Parameters
     ----------
@@ -63,10 +60,10 @@ def simulated_kl(
 
 
 def of_head(t: Tensor, layer: int, head: int, kv_heads: int) -> Tensor:
-    """Return a view of the part of keys or values (*lead, heads, n, dim) that belongs to one head.
+    """Return a view of that part of keys or values (*lead, heads, n, dim) that belongs to one key/value head.
 
-    Some models repeat the keys of a head for each query head before their softmax, and some have one axis
-    for the sequences of a batch and the heads.
+    Some models repeat the keys of a head for each query head before the softmax, and some models have a
+    single axis for the sequences of a batch and the heads.
     """
     heads = t.view(-1, *t.shape[-2:])
     copies, rest = divmod(len(heads), kv_heads)

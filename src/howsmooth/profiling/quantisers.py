@@ -1,5 +1,5 @@
-"""Quantisers of keys and values by absmax: integers of few bits, multiplied by a step that a group of entries
-shares.
+"""Quantise keys and values by absmax: round each entry to an integer of few bits times a step, which is
+shared by a group of entries.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _SIZES = {"group-32": 32, "group-64": 64}
 
 
 def checked_bits(bits: object) -> tuple[int, ...]:
-    """Return numbers of bits as a tuple without repetition, after checking them.
+    """Check numbers of bits, and return them as a tuple without repetitions.
 
     Raises
     ------
@@ -42,7 +42,7 @@ def checked_bits(bits: object) -> tuple[int, ...]:
 
 
 def checked_quantisers(names: object) -> tuple[str, ...]:
-    """Return names of quantisers as a tuple without repetition, after checking them.
+    """Check names of quantisers, and return them as a tuple without repetitions.
 
     Raises
     ------
@@ -57,19 +57,19 @@ def checked_quantisers(names: object) -> tuple[str, ...]:
 
 
 def group_of(quantiser: str, dim: int) -> str:
-    """Return the name of the quantiser, or "token" if each of its groups contains a whole token.
+    """Return the name of the quantiser, or "token" if each group of the quantiser contains a whole token.
 
-    A group of at least ``dim`` channels is the whole token, so it has the name "token".
+    A quantiser whose groups have at least ``dim`` channels is the quantiser "token".
     """
     size = _SIZES.get(quantiser)
     return "token" if size is not None and size >= dim else quantiser
 
 
 def absmax_steps(t: Float[Tensor, "*lead n dim"], bits: int, quantiser: str) -> Float[Tensor, "*lead n dim"]:
-    """Return the rounding step of each entry, which is the largest absolute value of its group over
-    2^(bits−1) − 1.
+    """Return the rounding step of each entry: the largest absolute value in the group of the entry, divided
+    by 2^(bits−1) − 1.
 
-    Rounding moves an entry by at most half a step. Groups of zeros have the step zero.
+    Rounding changes an entry by at most half a step. A group of zeros has the step zero.
     """
     size = _SIZES.get(quantiser)
     if quantiser == "channel":

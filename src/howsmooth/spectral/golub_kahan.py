@@ -45,9 +45,9 @@ class LeadingTriplet:
     allows no narrower interval. ``right`` and ``left`` are unit vectors in the input and output space;
     ``left`` is zero for a map that is zero.
 
-    ``gram`` is JᵀJ v for v = ``right``, as the recurrence of the solver has it, if a caller asked for it who
-    judges the result by more accurate products. Its difference from the exact product is the rounding error
-    of all steps.
+    ``gram`` is JᵀJ v for v = ``right``, as computed from the recurrence of the solver. It is present only if
+    the caller asked for it in order to check the result by more accurate products. Its difference from the
+    exact product is the rounding error of all steps.
     """
 
     sigma: Float[Tensor, " batch"]

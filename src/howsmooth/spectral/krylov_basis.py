@@ -130,22 +130,26 @@ class Basis:
 
     @staticmethod
     def _one_by_one(z: Tensor) -> bool:
-        """Return True if vectors of as many entries as those of ``z`` are projected on the basis one by one.
+        """Return True if vectors with as many entries as ``z`` are projected on the basis one by one, instead
+        of several in one call.
 
-        Other devices than a CPU compute all members together, because starting an operation takes long there.
+        On devices other than a CPU all vectors are projected in one call, because starting an operation takes
+        long there.
         """
         return z.device.type == "cpu" and z.shape[-1] >= _ONE_BY_ONE
 
     def _together(self, z: Tensor) -> list[slice]:
-        """Divide the maps of the batch into groups whose vectors are projected on the basis in one call."""
+        """Divide the maps of the batch into groups; the vectors of one group are projected on the basis in
+        one call.
+        """
         size = len(z)
         if z.device.type == "cpu":
             size = 1 if self._one_by_one(z) else max(1, _TOGETHER // z.shape[1])
         return [slice(i, i + size) for i in range(0, len(z), size)]
 
     def _pieces_of_sums(self, z: Tensor) -> tuple[torch.dtype, list[slice]]:
-        """Return the dtype in which inner products with the vectors ``z`` are summed piece by piece, and the
-        pieces, whose sums are added in float64.
+        """Return the pieces of the vectors ``z`` for which inner products are summed separately, and the
+        dtype of the sum within a piece. The sums of the pieces are added in float64.
         """
         size = z.shape[1]
         if size <= PIECE:

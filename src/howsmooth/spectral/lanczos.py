@@ -355,8 +355,8 @@ class _Members:
         """Return the result of the Lanczos run: the largest singular value of each map, with its interval and
         singular vectors.
 
-        The arguments are the unit vectors v = ``right``, unit vectors ``left`` along J v, and the ``lengths``
-        |J v|; None if the caller computes them with more digits.
+        The argument ``right`` contains unit vectors v, ``left`` the unit vectors along J v, and ``lengths``
+        the norms |J v|. The last two are None if the caller computes them with more digits.
         """
         sigma, upper, converged = self.sigma, self.upper, self.converged
         lower = sigma * (1 - self.slack)

@@ -87,7 +87,9 @@ class Recurrence:
         return alpha, gamma
 
     def add_rest_(self, x: Float[Tensor, " size"], row: int, factor: float) -> None:
-        """Add to a vector the vector z of the last step, of one row of the batch, multiplied by a factor."""
+        """Add ``factor`` times the vector z of the last step to the vector ``x``, in place. The vector z is
+        that of one map of the batch, with the index ``row``.
+        """
         assert self._z is not None
         x.add_(self._z[row], alpha=factor)
 
@@ -112,8 +114,6 @@ class Recurrence:
     def _first_product(self, v: Float[Tensor, "member size"]) -> Products:
         """Return |J v|² and JᵀJ v for the start vectors v, and choose the powers of two by which each map J
         is scaled.
-
-        This step also chooses the powers of two that scale J.
         """
         energy, z = yield from self._product(v)
         # Lengths of J v in this range say that no number of the recurrence leaves the range of its dtype.

@@ -23,8 +23,8 @@ from howsmooth.study.progress_listener import Outcome
 from howsmooth.study.records import Measurement
 from howsmooth.study.runner import Means, Runner
 from howsmooth.study.tasks.bounds import bounds_left, seconds_for_bounds, spent_on_bounds
-from howsmooth.study.tasks.joined_constants import joined
 from howsmooth.study.tasks.lipschitz_constants import constants_left
+from howsmooth.study.tasks.lipschitz_constants_several_lengths import joined
 from howsmooth.study.tasks.task import Failed, Work
 
 __all__ = ["run"]

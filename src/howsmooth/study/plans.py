@@ -66,7 +66,7 @@ KINDS = ("text", "tokens", "embeddings", "images", "audio")
 DEFAULT_TEXT = "alice"
 
 PUBLISHED_ITEMS = ("output", "block", "unmasked", "dropout", "stopping")
-"""Items of the code published with the paper; `howsmooth.paper.published.differences` explains each."""
+"""Items of the code published with the paper; `howsmooth.paper.published_code.differences` explains each."""
 
 _PUBLISHED_ELSEWHERE = {
     "slices": "It changes adversarial tokens; use howsmooth reproduce adversarial --as-published.",

@@ -145,7 +145,9 @@ def read_cross_projections(
 
 
 def _scaled_columns(heads: Float[Tensor, "1 heads n dim"], outputs: _Outputs) -> ProjectionReading | None:
-    """Find the linear module whose outputs are the queries or keys up to a factor; None if there is none."""
+    """Find the linear module whose outputs equal the queries or keys up to a factor; return None if there is
+    no such module.
+    """
     width = heads.shape[1] * heads.shape[3]
     slices = [
         torch.arange(start, start + width, device=heads.device)

@@ -1,0 +1,176 @@
+"""Print the results of the commands ``howsmooth measure`` and ``howsmooth study`` as tables or as JSON."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from itertools import groupby
+from operator import itemgetter
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+
+from howsmooth.cli.terminal_output import as_json, counted, heading, paragraph, say, show_table
+from howsmooth.study.exponents import LEVEL
+from howsmooth.study.measurement_outputs import Outputs
+from howsmooth.study.plans import Plan
+from howsmooth.study.progress_listener import Outcome
+from howsmooth.study.records import Bounding, Contents, Measurement, PublishedValue, Row, plain_rows
+from howsmooth.study.store import STORE_NAME
+from howsmooth.study.text_formatting import decimal, kind_in_words, place_in_words, readable
+
+__all__ = ["measured_as_json", "show_measured"]
+
+_INTERVAL = f"{LEVEL * 100:.0f} % interval"
+
+
+def measured_as_json(plan: Plan, outcome: Outcome, published: Outputs, folder: Path) -> str:
+    """Return the fitted exponents, the numbers of measurements, the settings and the files of a study as one
+    JSON object.
+
+    The entries ``measurements``, ``bounds`` and ``published`` count the rows that this command asked for. The
+    entries ``exponents``, ``models`` and ``texts`` describe all measurements in the folder.
+    """
+    contents = published.contents
+    values = _counts(outcome, PublishedValue) | {
+        "in_store": len(contents.published),
+        "exponents": plain_rows(published.compared),
+    }
+    return as_json(
+        out=folder,
+        seconds=round(outcome.seconds, 3),
+        failed=outcome.failed,
+        measurements=_counts(outcome, Measurement)
+        | {
+            "in_store": len(contents.measurements),
+            "unconverged_in_store": int((~contents.measurements["converged"]).sum()),
+        },
+        bounds=_counts(outcome, Bounding) | {"left_out": outcome.left_out},
+        published=None if published.compared.empty else values,
+        settings=plan.described(),
+        models=plain_rows(contents.models),
+        texts=plain_rows(contents.texts),
+        inputs=plain_rows(contents.inputs),
+        exponents=plain_rows(published.exponents),
+        exponent_confidence=LEVEL,
+        citations=list(citations(contents, plain_rows(published.exponents))),
+        files={
+            "store": folder / STORE_NAME,
+            "measurements": folder / "measurements.csv",
+            "exponents": folder / "exponents.csv",
+            "report": published.report,
+            "figures": [path for picture in published.pictures for path in (picture.png, picture.pdf)],
+        },
+    )
+
+
+def _counts(outcome: Outcome, kind: type[Row]) -> dict[str, Any]:
+    return {"made": outcome.made[kind.table], "kept": outcome.kept[kind.table]}
+
+
+def show_measured(plan: Plan, outcome: Outcome, published: Outputs, folder: Path) -> None:
+    """Print the fitted exponents of n, the numbers of measurements, and the paths of the written files."""
+    labels = {model.label for model in plan.models}
+    rows = [row for row in plain_rows(published.exponents) if row["model"] in labels]
+    say("\nThe constant grows like n to the power:")
+    for (model, scope, text), family in groupby(rows, key=itemgetter("model", "scope", "text")):
+        kind = kind_in_words(published.contents.kinds.get(text, "text"))
+        heading(f"\n{readable(model)}, scope {scope}, {kind} {readable(text)}")
+        _show_exponents(list(family))
+    hidden = len(published.exponents) - len(rows)
+    if hidden:
+        say(f"\nThe folder also holds {hidden} exponents of other models.")
+    if plan.as_published:
+        _show_compared(published.compared)
+    for sentence in _count_sentences(outcome):
+        paragraph(sentence)
+    for line in citations(published.contents, rows):
+        paragraph(f"To cite: {line}")
+    say(f"Report: {published.report}")
+    also = ["measurements.csv", "exponents.csv", STORE_NAME, *(["figures/"] if published.pictures else [])]
+    say(f"Also in {folder}: {', '.join(also)}")
+
+
+def citations(contents: Contents, exponents: Sequence[dict[str, Any]]) -> Iterator[str]:
+    """Yield a line to cite for each model, scope and text, which states the largest exponent and how it was
+    measured.
+    """
+    digests = {row["name"]: row["digest"] for row in plain_rows(contents.texts)}
+    weights = {(row["model"], row["text"]): row["fingerprint"] for row in plain_rows(contents.inputs)}
+    made_by = json.loads(plain_rows(contents.runs)[-1]["environment"])
+    fitted = [row for row in exponents if not row["note"]]
+    for (model, scope, text), family in groupby(fitted, key=itemgetter("model", "scope", "text")):
+        rows = list(family)
+        most = max(rows, key=itemgetter("slope"))
+        place = "" if scope == "model" else f" of {counted(len(rows), 'fit')}, {_place(most)}"
+        yield (
+            f"Local Lipschitz constant of {readable(model)}, scope {scope}, on {readable(text)} (SHA-256 "
+            f"{digests[text][:12]}): n to the power {most['slope']:.3f}, {_INTERVAL} {most['low']:.3f} to "
+            f"{most['high']:.3f} (the largest{place}), {most['n_points']} points from n = {most['n_min']} to "
+            f"{most['n_max']}; weights {weights[model, text][:12]}; "
+            + ", ".join(f"{name} {made_by[name]}" for name in ("howsmooth", "torch", "transformers"))
+            + "."
+        )
+
+
+def _place(row: dict[str, Any]) -> str:
+    return place_in_words(row["layer"], row["head"])
+
+
+def _count_sentences(outcome: Outcome) -> Iterator[str]:
+    """Yield sentences that say how many measurements were made, were already stored, did not converge or were
+    left out.
+    """
+    kept, unsettled = outcome.kept[Measurement.table], sum(outcome.unsettled.values())
+    words = f"\n{outcome.made[Measurement.table]} measurements made in {outcome.seconds:.1f} s"
+    words += f", {kept} were already there" if kept else ""
+    yield words + (f"; {unsettled} did not converge." if unsettled else ".")
+    values = outcome.made[PublishedValue.table]
+    if values:
+        yield f"{values} published values made; their exponents are in published-exponents.csv."
+    if outcome.left_out:
+        yield (
+            f"Bounds of {outcome.left_out} attentions were left out, because bounds may take at most a fifth "
+            "of the measuring time. --bounds all computes all bounds, --bounds none computes none."
+        )
+    if unsettled:
+        yield "To narrow their intervals, measure with a larger --max-iterations into another --out."
+
+
+def _exponent(row: dict[str, Any]) -> tuple[str, str]:
+    """Return a fitted exponent and its confidence interval as two strings. If the fit failed, return the
+    reason and an empty string.
+    """
+    if row["note"]:
+        return row["note"], ""
+    return decimal(row["slope"], 3), f"{decimal(row['low'], 3)} to {decimal(row['high'], 3)}"
+
+
+def _show_exponents(rows: list[dict[str, Any]]) -> None:
+    places = ["layer", "head"] if any(row["head"] is not None for row in rows) else ["layer"]
+    show_table(
+        [*places, "exponent", _INTERVAL, "points"],
+        [[*(str(row[name]) for name in places), *_exponent(row), str(row["n_points"])] for row in rows],
+    )
+
+
+def _show_compared(compared: pd.DataFrame) -> None:
+    """Print the exponents with which the published code's values and the correct constants grow with n."""
+    place = itemgetter("model", "text", "layer")
+    for (model, text, layer), family in groupby(plain_rows(compared), key=place):
+        heading(f"\nAs published: {readable(model)}, layer {layer}, text {readable(text)}")
+        show_table(
+            ["quantity", "exponent", _INTERVAL, "p of 1/4", "points", "÷ corrected"],
+            [
+                [
+                    row["quantity"],
+                    *_exponent(row),
+                    "" if row["note"] else f"{row['quarter']:.2g}",
+                    str(row["n_points"]),
+                    "" if row["ratio"] is None else f"{row['ratio']:.3g}",
+                ]
+                for row in family
+            ],
+            left=["quantity"],
+        )

@@ -1,0 +1,233 @@
+"""Appendix C.5: compute, for each head of a model, the number γR², which determines up to which length n the
+constant can grow like √n.
+
+The constant can grow like √n up to about n = e^(2γR²) tokens. R is the norm of the tokens that the head
+receives. The scores of the head are ⟨A x_i + b, x_j⟩, and γ is max(−γ_min, γ_max/8), where γ_min and γ_max
+are the smallest and the largest real eigenvalue of A.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+import torch
+from matplotlib.ticker import MaxNLocator
+
+from howsmooth.bounds.attention_parameters import Head, parameters_of
+from howsmooth.bounds.worst_case_tokens import real_eigenpairs
+from howsmooth.paper import plotting
+from howsmooth.paper.exponent_text import between
+from howsmooth.paper.figure_dataclasses import Figure, FigureContext, Finding
+from howsmooth.paper.model_with_texts import MODELS, PreparedModel, bilinear, usual_length
+from howsmooth.paper.plotting import Curve, Panel
+from howsmooth.paper.row_cache import Row
+from howsmooth.study.figures.style import literal
+from howsmooth.study.measured_models import Subject
+from howsmooth.study.ranges import Ranges
+from howsmooth.study.text_formatting import decimal, readable
+
+__all__ = ["GAMMA_RADIUS", "measure", "over_texts", "result_sentences", "show"]
+
+_SAMPLES = 8
+# The length n for which γR² is compared, and the γR² at which the heavy token among n tokens has half of the
+# attention weight: 1/(1 + (n−1) e^(−2γR²)) = 1/2.
+_LONG = 100
+_HALF = math.log(_LONG - 1) / 2
+_MOST_ACROSS = 3
+_NAMES = {
+    "model": "model",
+    "layer": "layer",
+    "head": "head",
+    "gamma_min": "γ_min",
+    "gamma_max": "γ_max",
+    "gamma": "γ",
+    "radius": "R",
+    "strength": "γR²",
+    "strength_from": "with the smallest R",
+    "strength_to": "with the largest R",
+}
+
+
+def measure(context: FigureContext) -> pd.DataFrame:
+    """Compute the eigenvalues of the score matrix of each head, and the norms of the tokens that the head
+    receives.
+
+    The table has one row for each model, text, length, layer and head.
+    """
+    options = context.options
+    specs = options.models or MODELS
+    rows: list[Row] = []
+    for spec, part in context.each(specs):
+        part.say(spec.label)
+        here = PreparedModel(
+            context,
+            spec,
+            lengths=options.lengths or (usual_length(context, spec),),
+            samples=options.samples or _SAMPLES,
+            layers=options.layers or Ranges.parse("all", "layers"),
+        )
+        for subject in here.subjects:
+            for n, tokens in here.sequences(subject):
+                key = here.key(subject, layers=here.plan.layers.text, n=n, samples=here.plan.samples)
+                rows += part.rows(key, partial(_rows, here, subject, tokens))
+    return pd.DataFrame(rows)
+
+
+def _rows(here: PreparedModel, subject: Subject, tokens: torch.Tensor) -> list[Row]:
+    """Return one row for each head, with the eigenvalues of its score matrix and the norms of its tokens."""
+    rows: list[Row] = []
+    for site in here.sites(subject, tokens):
+        radius = site.radius_mean.numpy()
+        of_layer = {
+            "layer": site.layer,
+            "radius": math.sqrt(float((radius**2).mean())),
+            "radius_from": float(radius.min()),
+            "radius_to": float(radius.max()),
+        }
+        heads = parameters_of(bilinear(site, subject.model.label)).heads
+        rows += [{**of_layer, "head": h, **_gamma(head)} for h, head in enumerate(heads)]
+    return rows
+
+
+def _gamma(head: Head) -> Row:
+    """Return γ and the smallest and largest real eigenvalue of the score matrix A of a head; all are None if
+    A has no real eigenvalue.
+    """
+    values = [value for value, _ in real_eigenpairs(head)]
+    if not values:
+        return dict.fromkeys(("gamma_min", "gamma_max", "gamma"))
+    return {"gamma_min": values[0], "gamma_max": values[-1], "gamma": max(-values[0], values[-1] / 8)}
+
+
+def over_texts(rows: pd.DataFrame) -> pd.DataFrame:
+    """Compute γR² for each head, where R is the root mean square norm of the head's tokens over all texts and
+    lengths.
+
+    Parameters
+    ----------
+    rows
+        One row for each model, text, length, layer and head, with the eigenvalues; ``radius``, the root mean
+        square norm of the tokens; ``radius_from`` and ``radius_to``, its smallest and largest value for
+        single sequences; ``n`` and ``samples``.
+
+    Returns
+    -------
+    pandas.DataFrame
+        One row for each model, layer and head, with the eigenvalues and radii over all texts and lengths.
+        ``strength``, ``strength_from`` and ``strength_to`` are γR² for these radii, NaN if A has no real
+        eigenvalue.
+
+    """
+    tokens = rows["n"] * rows["samples"]
+    weighed = rows.assign(tokens=tokens, squares=tokens * rows["radius"] ** 2)
+    weighed = weighed.astype(dict.fromkeys(("gamma_min", "gamma_max", "gamma"), "float64"))
+    of_head = weighed.groupby(["model", "layer", "head"], sort=False)
+    eigenvalues, sums = (
+        of_head[["gamma_min", "gamma_max", "gamma"]].first(),
+        of_head[["squares", "tokens"]].sum(),
+    )
+    table = eigenvalues.assign(
+        radius=np.sqrt(sums["squares"] / sums["tokens"]),
+        radius_from=of_head["radius_from"].min(),
+        radius_to=of_head["radius_to"].max(),
+    )
+    strengths = {
+        f"strength{end}": table["gamma"] * table[f"radius{end}"] ** 2 for end in ("", "_from", "_to")
+    }
+    return table.assign(**strengths).reset_index()
+
+
+def show(rows: pd.DataFrame, folder: Path) -> Finding:
+    """Draw γR² of each head, with at most three models in a picture, and say how large it is."""
+    table = over_texts(rows)
+    families = [part for _, part in table.groupby("model", sort=False)]
+    pictures = [
+        _picture(part, folder, f"gamma-r2{end}") for end, part in plotting.sheets(families, _MOST_ACROSS)
+    ]
+    caption = "γR² of every head, R the root mean square norm of its tokens over all texts"
+    shown = table[list(_NAMES)].rename(columns=_NAMES)
+    return Finding(pictures, [result_sentences(part) for part in families], [(caption, shown)])
+
+
+def _negative(rows: pd.DataFrame) -> pd.Series:
+    return pd.Series(-rows["gamma_min"] > rows["gamma_max"] / 8)
+
+
+def _picture(families: Sequence[pd.DataFrame], folder: Path, stem: str) -> plotting.Picture:
+    values = pd.concat(families)[["strength_from", "strength_to"]]
+    low, high = float(values.min().min()), float(values.max().max())
+    wide = low > 0 and high > 20 * low
+    panels = [_panel(part, "log" if wide else "linear") for part in families]
+    canvas, axes = plotting.draw([panels], 2.3, sharey=True)
+    for axis in axes[0]:
+        axis.axhline(_HALF, color=plotting.RED, linestyle=plotting.DASHED, label=rf"$\log({_LONG - 1})/2$")
+        axis.xaxis.set_major_locator(MaxNLocator(nbins=8, integer=True, min_n_ticks=1))
+    if not wide:
+        axes[0, 0].set_ylim(min(0.0, 1.05 * low), 1.08 * max(_HALF, high))
+    names = "; ".join(readable(str(part["model"].iloc[0])) for part in families)
+    return plotting.picture(canvas, folder, stem, f"Appendix C.5: {names}")
+
+
+def _panel(rows: pd.DataFrame, scale: str) -> Panel:
+    across = rows["layer"] + 0.56 * (rows["head"] / max(int(rows["head"].max()), 1) - 0.5)
+    spread, negative = (rows["strength_from"], rows["strength_to"]), _negative(rows)
+    ends = [rows["layer"].min() - 0.6, rows["layer"].max() + 0.6]
+    curves = [
+        Curve(across, rows["strength"].where(which), label, colour, mark, size=7, spread=spread)
+        for which, label, colour, mark in (
+            (negative, r"$\gamma = -\gamma_{\min}$", plotting.VIOLET, "o"),
+            (~negative, r"$\gamma = \gamma_{\max}/8$", plotting.TEAL, "^"),
+        )
+    ]
+    return Panel(
+        [*curves, Curve(ends, [_HALF, _HALF])],
+        literal(readable(str(rows["model"].iloc[0]), 34)),
+        "layer",
+        r"$\gamma R^2$",
+        ("linear", scale),
+    )
+
+
+def result_sentences(rows: pd.DataFrame) -> str:
+    """Return sentences on the values of γR² in one model, given the rows of this model from
+    :func:`over_texts`.
+    """
+    name = readable(str(rows["model"].iloc[0]))
+    there = rows[rows["strength"].notna()]
+    if there.empty:
+        return f"{name}: no head has a real eigenvalue, so that γ has no meaning."
+    strength, count = there["strength"], len(there)
+    negative, enough = int(_negative(there).sum()), int((strength >= _HALF).sum())
+    largest = there.iloc[int(strength.argmax())]
+    words = (
+        f"{name}: γR² is from {strength.min():.3g} to {strength.max():.3g} over its {count} heads, "
+        f"{strength.median():.3g} in the median, and largest in layer {largest['layer']}, head "
+        f"{largest['head']}; R is {between(there['radius'], '{:.4g}')}, by layer. γ is −γ_min in {negative} "
+        f"heads and γ_max/8 in {count - negative}. In {enough} of {count} heads γR² is at least "
+        f"{decimal(_HALF, 2)}: there the paper's two clusters, at the norm of real tokens, still give the "
+        f"heavy token half of the weight at n = {_LONG}."
+    )
+    without = len(rows) - count
+    return words + (f" Without any real eigenvalue: {without} more." if without else "")
+
+
+GAMMA_RADIUS = Figure(
+    name="gamma-r2",
+    title="How strong the scores of each head are on real text: γR²",
+    paper="Appendix C.5",
+    about=(
+        "γ = max(−γ_min, γ_max/8), with the smallest and the largest real eigenvalue of A = KᵀQ/√k, for "
+        "every head of every layer; R is the root mean square norm of the tokens that real text gives the "
+        "layer; bars go from the smallest to the largest of a sequence. The lower bound of Proposition 3.4, "
+        "√(n−1)/(1 + (n−1)e^(−2γR²)), grows like √n only while n is well below e^(2γR²): above the dashed "
+        f"line, log({_LONG - 1})/2, the heavy one of the paper's two clusters has at least half of the "
+        f"weight at n = {_LONG}."
+    ),
+    measure=measure,
+    show=show,
+)

@@ -1,0 +1,44 @@
+"""Compute the values that the published code of the paper measures in place of the local constant ‖D_X f‖.
+
+The paper is Castin, Ablin, Peyré, *How Smooth Is Attention?*, ICML 2024. The code differs from a measurement
+of ‖D_X f‖ in several ways; each difference is called an item. The items are implemented from a description of
+the published code, and only the comparison with this code uses them. The documentation page "As published"
+shows with numbers how much each item changes.
+"""
+
+from howsmooth.paper.published_code.altered_attention import (
+    DropoutAttention,
+    c_3_as_coded,
+    has_fused_weight,
+    unmasked,
+    with_dropout,
+    wrong_slices,
+)
+from howsmooth.paper.published_code.differences import (
+    ITEMS,
+    PublishedLayer,
+    capture_layers,
+    items_that_apply,
+    parse_items,
+)
+from howsmooth.paper.published_code.measurement import AsPublished, measure_as_published, measure_layer
+from howsmooth.paper.published_code.power_iteration import PowerIteration, power_iteration
+
+__all__ = [
+    "ITEMS",
+    "AsPublished",
+    "DropoutAttention",
+    "PowerIteration",
+    "PublishedLayer",
+    "c_3_as_coded",
+    "capture_layers",
+    "has_fused_weight",
+    "items_that_apply",
+    "measure_as_published",
+    "measure_layer",
+    "parse_items",
+    "power_iteration",
+    "unmasked",
+    "with_dropout",
+    "wrong_slices",
+]

@@ -1,0 +1,171 @@
+"""Define the task of a study that computes the published code's values and the correct constants at the same
+sequences.
+
+The published code differs from a measurement of ‖D_X f‖ in several ways, called items. For every sequence and
+layer the task measures the correct constant (without any item), the constant with each single item, and the
+constant with all items.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, cast
+
+from torch import Tensor
+
+from howsmooth.errors import ArgumentError, NonFiniteError
+from howsmooth.paper.published_code import PublishedLayer, capture_layers, items_that_apply, measure_layer
+from howsmooth.seeds import derive_seed
+from howsmooth.study.datasets import TextFeed
+from howsmooth.study.measured_models import Subject
+from howsmooth.study.open_study import OpenStudy
+from howsmooth.study.records import PublishedKey, PublishedValue, Row, quantities
+from howsmooth.study.tasks.lipschitz_constants import batch_size, start_seed
+from howsmooth.study.tasks.task import Failed, Found, SequenceTask, Work, each_if_not_all
+
+__all__ = ["PublishedTask", "published_left"]
+
+_COLUMNS = ("layer", "n", "sample", "quantity", "items")
+
+
+@dataclass(frozen=True, eq=False)
+class PublishedTask(SequenceTask):
+    """A task that computes the published code's values at several sequences of the same length."""
+
+    kind = PublishedValue
+
+    wanted: Sequence[tuple[int, str, str]] = ()
+
+    @property
+    def layers(self) -> tuple[int, ...]:
+        """The indices of the layers for which values of the published code are missing in the store, the file
+        with all measurements.
+        """
+        return tuple(sorted({layer for layer, *_ in self.missing}))
+
+    def computed(self, model: Any) -> Iterator[Found]:
+        """Yield the missing rows layer by layer; all rows of one layer are yielded together as a list."""
+        for one in each_if_not_all(self.layers, lambda layers: self._layers(model, layers), self._no_layer):
+            if isinstance(one, Failed):
+                yield one
+                continue
+            try:
+                rows = list(self._values(one))
+            except Exception as error:
+                yield self.failed(error, (one.attention.layer, None), list(self.starts))
+            else:
+                yield rows
+
+    def _layers(self, model: Any, layers: Sequence[int]) -> list[PublishedLayer]:
+        assert self.data is not None
+        tokens = cast("Tensor", self.data.inputs(self.plan.device))
+        training = any("dropout" in items.split(",") for *_, items in self.missing)
+        axes: dict[str, str | int] = {
+            "seed": self.plan.seed,
+            "text": self.subject.text.digest,
+            "model": self.subject.fingerprint,
+        }
+        seeds = [derive_seed(purpose="dropout", sample=one, n=self.n, **axes) for one in self.starts]
+        return capture_layers(model, tokens, list(layers), training=training, seeds=seeds)
+
+    def _values(self, one: PublishedLayer) -> Iterator[Row]:
+        """Yield one row for each value of the published code that is not stored yet, for one layer."""
+        layer, plan = one.attention.layer, self.plan
+        # Use the seeds of constants, so that the corrected quantity equals the result of `howsmooth measure`.
+        seeds = [start_seed(plan, self.subject, "attention", layer, None, self.n, s) for s in self.starts]
+        for own, name, items in self.wanted:
+            keys = [(layer, self.n, sample, name, items) for sample in self.starts]
+            if own != layer or not self.missing.intersection(keys):
+                continue
+            how = {name: getattr(plan, name) for name in ("rtol", "confidence", "max_iterations")}
+            found = measure_layer(one, tuple(items.split(",")) if items else (), seeds=seeds, **how)
+            for slot, key in enumerate(keys):
+                if key in self.missing:
+                    yield self._row(one, found, slot, key, seeds[slot])
+
+    def _row(
+        self, one: PublishedLayer, found: Any, slot: int, key: PublishedKey, seed: int
+    ) -> PublishedValue:
+        layer, n, sample, name, items = key
+        value, lower, upper = (float(part[slot]) for part in (found.value, found.lower, found.upper))
+        if not math.isfinite(value):
+            raise NonFiniteError(name, expected="a finite value", got=f"{value} for sample {sample}")
+        return PublishedValue(
+            model=self.model,
+            text=self.subject.text.name,
+            layer=layer,
+            n=n,
+            sample=sample,
+            quantity=name,
+            items=items,
+            lipschitz=value,
+            lower=None if math.isnan(lower) else lower,
+            upper=None if math.isnan(upper) else upper,
+            settled=bool(found.settled[slot]),
+            steps=int(found.steps[slot]),
+            radius_mean=float(one.attention.radius_mean[slot]),
+            start=self.starts[sample],
+            seed=seed,
+            map=found.map,
+        )
+
+
+def published_left(items: Sequence[str] | None) -> Callable[[OpenStudy], Work]:
+    """Return a function that lists which values of the published code are still missing in the store (the
+    file with all measurements) of a study.
+
+    ``items`` are some of ``howsmooth.paper.published_code.ITEMS``; None stands for all items that apply to
+    each model.
+    """
+
+    def left(study: OpenStudy) -> Work:
+        tasks, kept, failed = [], 0, []
+        for subject in study.subjects:
+            try:
+                wanted = _wanted(study, subject, items)
+            except Exception as error:
+                if not study.keep_going:
+                    raise
+                failed.append(Failed.of(error, PublishedValue, (subject.model.label, subject.text.name)))
+                continue
+            where = {"model": subject.model.label, "text": subject.text.name}
+            known = study.store.keys(PublishedValue, _COLUMNS, **where)
+            for n in sorted(subject.lengths):
+                size = batch_size(subject.model.heads, n, study.plan.dtype)
+                for first in range(0, study.plan.samples, size):
+                    samples = range(first, min(first + size, study.plan.samples))
+                    asked = {(layer, n, one, name, words) for one in samples for layer, name, words in wanted}
+                    kept += len(asked & known)
+                    if missing := frozenset(asked - known):
+                        starts = {one: subject.starts[n, one] for one in sorted({key[2] for key in missing})}
+                        at = (study.plan, subject, n, "attention")
+                        tasks.append(PublishedTask(*at, starts, missing, wanted=wanted))
+        return Work(PublishedValue, "published values", tasks, kept, failed)
+
+    return left
+
+
+def _wanted(
+    study: OpenStudy, subject: Subject, items: Sequence[str] | None
+) -> Sequence[tuple[int, str, str]]:
+    """List the values of the published code to measure on one text, as triples (layer, name of the quantity,
+    items).
+    """
+    feed = subject.feed
+    if not isinstance(feed, TextFeed):
+        raise ArgumentError(
+            "as-published",
+            expected="texts, the only input that the published code takes",
+            got=f"{subject.text.kind} {subject.text.name!r}",
+        )
+    tokens = feed.inputs([0], min(subject.lengths)).to(study.plan.device)
+    model = study.models.load_for(subject)
+    found = capture_layers(model, tokens, list(subject.layers), training=False, seeds=[0])
+    untrained = subject.spec.random_init
+    return [
+        (one.attention.layer, name, ",".join(own))
+        for one in found
+        for name, own in quantities(items_that_apply(one, items, untrained=untrained)).items()
+    ]

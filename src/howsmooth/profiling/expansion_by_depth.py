@@ -1,0 +1,253 @@
+"""The function ``depth_profile``, which measures how much each block of a model, and each composition of
+blocks, expands a change of its input.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import pandas as pd
+from markupsafe import Markup
+from matplotlib.figure import Figure
+
+from howsmooth.accuracy_limits import check_accuracy
+from howsmooth.errors import ArgumentError
+from howsmooth.lipschitz import local_lipschitz
+from howsmooth.lipschitz_estimate import LipschitzEstimate
+from howsmooth.models import Site
+from howsmooth.models.capture import model_parts
+from howsmooth.models.whole_model_capture import ModelParts
+from howsmooth.printed_table import PrintedTable
+from howsmooth.profiling.figures import draw_depth
+from howsmooth.profiling.model_input import Inputs, Model, given_inputs, loaded_if_named, shown_progress
+from howsmooth.profiling.result_base_classes import Result, in_interval
+from howsmooth.scopes import OUTPUTS
+from howsmooth.seeds import derive_seed
+from howsmooth.study.records import plain_rows
+
+__all__ = ["DepthProfile", "depth_profile"]
+
+_MAPS = ("own", "until", "beyond")
+
+
+@dataclass(frozen=True, eq=False, repr=False, kw_only=True)
+class DepthProfile(Result):
+    """The local Lipschitz constants of the blocks of a model at one input, and of the parts of the model
+    before and after each block.
+
+    A stage is one of three: the computation before the first block (``embeddings``), a block, or the
+    computation after the last block (``output``: the last norm layer and the output layer).
+    """
+
+    NAME: ClassVar[str] = "depth"
+    TITLE: ClassVar[str] = "Depth profile"
+
+    #: One row for each stage, with the columns ``stage``, ``name`` (the path of the block), ``own`` (the
+    #: constant of the stage), ``until`` (of the map from the embeddings to the end of the stage), ``beyond``
+    #: (of the map from the end of the stage to the output), each with ``…_lower``, ``…_upper`` and
+    #: ``…_converged``; ``product``, the product of ``own`` over the stages up to this one, never less than
+    #: ``until``; and ``ratio``, which is until / product.
+    table: pd.DataFrame
+    #: The output of the model that was measured, in words.
+    output: str
+    #: Probability with which each interval holds.
+    confidence: float
+
+    @property
+    def value(self) -> float:
+        """The Lipschitz constant of the whole model, from its embeddings to its output."""
+        return float(self.table["until"].iloc[-1])
+
+    @property
+    def citation(self) -> str:
+        """One line to cite, with the constant of the whole model, its interval, and the product of the
+        constants of all blocks.
+        """
+        last = plain_rows(self.table)[-1]
+        return (
+            f"Local Lipschitz constant of {self.model} from its embeddings to its {self.output} at "
+            f"{self.input} (n = {self.n}): {_interval(last, 'until')} at {self.confidence:.4g} confidence; "
+            f"product of its stages {last['product']:.6g}; {self._made_by}"
+        )
+
+    def __repr__(self) -> str:
+        lines = [
+            f"Depth profile of {self.model}, {self.n} tokens, embeddings to {self.output}.",
+            f"{'stage':<12}{'own':>10}{'until':>11}{'beyond':>11}{'product':>11}  until / product",
+        ]
+        for row in plain_rows(self.table):
+            beyond = "" if row["beyond"] is None else f"{row['beyond']:.4g}"
+            lines.append(
+                f"{row['stage']:<12}{row['own']:>10.4g}{row['until']:>11.4g}{beyond:>11}"
+                f"{row['product']:>11.4g}  {row['ratio']:.2g}"
+            )
+        whole = _interval(plain_rows(self.table)[-1], "until")
+        lines.append(f"Whole model: {whole} at {self.confidence:.4g} confidence; intervals are in the table.")
+        missed = [f"{row['stage']} ({kind})" for row in plain_rows(self.table) for kind in _MAPS
+                  if row[f"{kind}_converged"] is False]  # fmt: skip
+        return "\n".join([*lines, *([f"Not converged: {', '.join(missed)}."] if missed else [])])
+
+    def plot(self) -> Figure:
+        """Draw the constants of the blocks against the depth, together with the product of these
+        constants.
+        """
+        return draw_depth(self.table, f"{self.model}, {self.n} tokens, to the {self.output}")
+
+    def _shown(self, most: int) -> dict[str, Any]:
+        table = self.table[["stage", *_MAPS, "product", "ratio"]]
+        return {"table": Markup(table.to_html(index=False, float_format="{:.5g}".format, na_rep=""))}
+
+    def described(self) -> dict[str, Any]:
+        """Return the settings and the table, as a dict for JSON."""
+        own = {name: getattr(self, name) for name in ("output", "confidence", "value")}
+        return super().described() | own | {"stages": plain_rows(self.table)}
+
+
+def depth_profile(
+    model: Model,
+    inputs: Inputs,
+    *,
+    output: str = "hidden",
+    last_token: bool = False,
+    span: slice | tuple[int, int] | str | None = None,
+    tokenizer: Any = None,
+    rtol: float = 1e-3,
+    confidence: float = 0.999,
+    max_iterations: int = 200,
+    seed: int = 0,
+    memory: int | None = None,
+    on_layer: Callable[[int, int], None] | None = None,
+) -> DepthProfile:
+    """Measure how much a model expands a change of its embeddings up to each block, and from each block on,
+    at one input.
+
+    Three maps are measured for each block (:func:`howsmooth.local_lipschitz`): the block itself, the map from
+    the embeddings to the output of the block, and the map from the output of the block to the output of the
+    model. The product of the constants of all stages is an upper bound on the constant of the whole model.
+    The two are equal only if the directions that the stages expand most are aligned. The ratio of the
+    constant to the product measures this alignment.
+
+    Parameters
+    ----------
+    model, inputs, span, tokenizer
+        The model and one input, as for :func:`howsmooth.profile`. A model given by its name is loaded with
+        its head if ``output`` needs it.
+    output, last_token
+        The output of the model, as for :func:`~howsmooth.models.capture` in scope ``"model"``.
+    rtol, confidence, max_iterations, seed, memory
+        As for :func:`howsmooth.local_lipschitz`.
+    on_layer
+        Called with the number of blocks that are done, and the number of all blocks. By default a progress
+        bar is shown on a terminal and in a notebook.
+
+    Returns
+    -------
+    DepthProfile
+        With ``table`` (a row for each stage), ``value`` and ``plot()``.
+
+    Raises
+    ------
+    ArgumentError
+        If an argument does not fit; the message names it.
+    CaptureError
+        If a part of the model cannot be captured; the message says why.
+    ModelError
+        If a model given by its name cannot be loaded, or has no tokenizer for a text.
+
+    """
+    if output not in OUTPUTS:
+        raise ArgumentError("output", expected=f"one of {', '.join(OUTPUTS)}", got=repr(output))
+    given = given_inputs(loaded_if_named(model, head=output != "hidden"), inputs, span, tokenizer)
+    check_accuracy(rtol, confidence, given.computed)
+    settings: dict[str, Any] = {
+        "rtol": rtol,
+        "confidence": confidence,
+        "max_iterations": max_iterations,
+        "memory": memory,
+    }
+
+    def measured(kind: str, stage: int, site: Site) -> dict[str, Any]:
+        start = derive_seed(purpose="depth", seed=seed, layer=stage, scope=kind)
+        return _fields(kind, local_lipschitz(site.map, site.x[:1], seed=start, **settings))
+
+    rows: list[dict[str, Any]] = []
+    with model_parts(given.module, given.inputs) as parts:
+        blocks = parts.last_layers
+        total = len(blocks) + 2
+        with shown_progress(on_layer, total) as told:
+            entry = parts.entry()
+            if entry is not None:
+                own = measured("own", -1, entry)
+                beyond = measured("beyond", -1, parts.from_first(output, last_token=last_token))
+                rows.append({"stage": "embeddings", "name": entry.name, **own, **_as("until", own), **beyond})
+            told(1, total)
+            for stage, layer in enumerate(blocks):
+                rows.append(_block(parts, stage, layer, output, last_token, measured))
+                told(stage + 2, total)
+            own = _as("own", rows[-1], "beyond")
+            whole = parts.whole(output, last_token=last_token)
+            n, read = whole.x.shape[1], parts.output(output).kind
+            rows.append({"stage": "output", "name": "", **own, **measured("until", len(blocks), whole)})
+            told(total, total)
+    table = PrintedTable(rows)
+    table["product"] = table["own"].cumprod()
+    table["ratio"] = table["until"] / table["product"]
+    return DepthProfile(
+        **given.origin(),
+        table=table,
+        n=n,
+        output=_in_words(read, last_token),
+        confidence=confidence,
+    )
+
+
+def _block(
+    parts: ModelParts,
+    stage: int,
+    layer: int,
+    output: str,
+    last_token: bool,
+    measured: Callable[[str, int, Site], dict[str, Any]],
+) -> dict[str, Any]:
+    """Measure a block, the model up to this block, and the model after this block, and return the results as
+    a table row.
+    """
+    block = parts.span(layer, layer)
+    return {
+        "stage": f"block {stage}",
+        "name": parts.blocks[layer].module,
+        **measured("own", stage, block),
+        **measured("until", stage, parts.until(layer)),
+        **measured("beyond", stage, parts.beyond(layer, output, last_token=last_token)),
+    }
+
+
+def _in_words(output: str, last_token: bool) -> str:
+    name = {"hidden": "last hidden state", "tokens": "output"}.get(output, output)
+    return f"{name} of the last token" if last_token and output != "margin" else name
+
+
+def _fields(kind: str, found: LipschitzEstimate) -> dict[str, Any]:
+    """Return a measured constant, its interval and its convergence as table columns whose names begin with
+    ``kind``.
+    """
+    return {
+        kind: float(found.value[0]),
+        f"{kind}_lower": float(found.lower[0]),
+        f"{kind}_upper": float(found.upper[0]),
+        f"{kind}_converged": bool(found.converged[0]),
+    }
+
+
+def _as(kind: str, row: Mapping[str, Any], source: str = "own") -> dict[str, Any]:
+    """Copy the table columns whose names begin with ``source``, and let the names of the copies begin with
+    ``kind``.
+    """
+    return {kind + name.removeprefix(source): row[name] for name in row if name.startswith(source)}
+
+
+def _interval(row: Mapping[str, Any], kind: str) -> str:
+    limits = row[kind], row[f"{kind}_lower"], row[f"{kind}_upper"]
+    return in_interval(*limits, converged=row[f"{kind}_converged"])

@@ -1,0 +1,199 @@
+"""The base classes ``Result`` and ``WritableTable`` of the results of profiles, with their files, web page
+and notebook view.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from importlib.metadata import version
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import jinja2
+import pandas as pd
+from markupsafe import Markup
+from matplotlib.figure import Figure
+
+from howsmooth.study.figures.style import save
+from howsmooth.study.file_writing import (
+    csv_of,
+    replace_file,
+    text_or_file,
+    writable_folder,
+    write_parquet,
+)
+from howsmooth.study.html_assets import data_url, digest, png, style_sheet, templates_of
+
+__all__ = ["Result", "WritableTable", "in_interval"]
+
+_ON_PAGE = 60  # rows whose details a page shows; the tables have all
+_IN_NOTEBOOK = 3
+
+
+class WritableTable:
+    """Base class of results that have a table and a line to cite, and that can be written to files."""
+
+    if TYPE_CHECKING:
+
+        @property
+        def table(self) -> pd.DataFrame:
+            """The results as a table."""
+
+        @property
+        def citation(self) -> str:
+            """One line to cite the result."""
+
+    def to_csv(self, path: str | os.PathLike[str] | None = None) -> str | None:
+        """Write the table as CSV to a file, or return the CSV as text if no path is given."""
+        return text_or_file(csv_of(self.table), path)
+
+    def to_parquet(self, path: str | os.PathLike[str]) -> None:
+        """Write the table as parquet, with the citation in the metadata, which pandas reads as ``attrs``.
+
+        Raises
+        ------
+        ArgumentError
+            If pandas has no engine for parquet.
+
+        """
+        write_parquet(self.table, path, self.citation)
+
+
+@dataclass(frozen=True, eq=False, repr=False, kw_only=True)
+class Result(WritableTable, ABC):
+    """Base class of results at one input of a model, with a table, a figure and a web page."""
+
+    #: What was found, row by row.
+    table: pd.DataFrame
+    #: The name of the model or of its folder, or the name of its class.
+    model: str
+    #: Where the weights come from; empty for a model that was not loaded by its name.
+    source: str
+    #: SHA-256 of the model.
+    fingerprint: str
+    #: The input in words.
+    input: str
+    #: Number of tokens.
+    n: int
+    #: The dtype in which the weights are stored.
+    stored: str
+    #: The dtype in which the model was computed.
+    computed: str
+
+    #: The name of the result's page, figure, table and template, such as ``profile``.
+    NAME: ClassVar[str]
+    #: The title of the page, which is followed by the name of the model.
+    TITLE: ClassVar[str]
+
+    @property
+    @abstractmethod
+    def citation(self) -> str:
+        """One line to cite the result, with its most important numbers and how they were computed."""
+
+    @abstractmethod
+    def plot(self) -> Figure:
+        """Draw the result as a figure."""
+
+    @property
+    def precision(self) -> str:
+        """A phrase that names the dtype of the stored weights and the dtype of the computation."""
+        same = self.stored == self.computed
+        return f"weights in {self.stored}" + ("" if same else f", computed in {self.computed}")
+
+    @property
+    def digest(self) -> str:
+        """The first 12 hexadecimal digits of a SHA-256 hash of the table and of the weights of the model.
+
+        The digest changes with the seed, because the intervals depend on it, and with every weight, even in
+        layers that are not measured.
+        """
+        return hashlib.sha256(f"{self.fingerprint}\n{csv_of(self.table)}".encode()).hexdigest()[:12]
+
+    @property
+    def _made_by(self) -> str:
+        """The end of a citation: the dtypes, the versions of the libraries, a hash of the weights, and the
+        digest.
+        """
+        versions = ", ".join(f"{name} {version(name)}" for name in ("howsmooth", "torch", "transformers"))
+        return f"{self.precision}; {versions}; weights {self.fingerprint[:12]}, digest {self.digest}."
+
+    def described(self) -> dict[str, Any]:
+        """Return the settings, the citation and the rows of the result, as a dict for JSON."""
+        names = ("model", "source", "fingerprint", "input", "n", "stored", "computed", "citation")
+        return {name: getattr(self, name) for name in names}
+
+    # ---- files, pages and notebooks
+
+    def _tables(self) -> dict[str, pd.DataFrame]:
+        """Return the tables to write, as a dict whose keys are the names of the files without ``.csv``."""
+        return {self.NAME: self.table}
+
+    def _shown(self, most: int) -> dict[str, Any]:
+        """Return the values that the template of the web page shows, with details of at most
+        ``most`` rows.
+        """
+        return {}
+
+    def _body(self, image: str, most: int) -> Markup:
+        body = _template(f"{self.NAME}.html.jinja")
+        return Markup(body.render(found=self, image=image, **self._shown(most)))
+
+    def page(self, image: str) -> str:
+        """Return the result as a web page: the text of one HTML file without scripts.
+
+        Parameters
+        ----------
+        image
+            The figure as a data URL.
+
+        """
+        style = style_sheet(_template("page.css").render())
+        return _template("page.html.jinja").render(
+            found=self, style=Markup(style), style_digest=digest(style), body=self._body(image, _ON_PAGE)
+        )
+
+    def _repr_html_(self) -> str:
+        """Return the figure and the first rows as HTML, for notebooks."""
+        style = _template("page.css").render()
+        body = self._body(data_url(png(self.plot())), _IN_NOTEBOOK)
+        return f'<div class="howsmooth"><style>{style}</style>{body}</div>'
+
+    def write(self, folder: str | os.PathLike[str], *, parquet: bool = False) -> list[Path]:
+        """Write the web page, the figure (PNG and PDF) and the tables (CSV) into a folder, and return the
+        paths of the files.
+
+        With ``parquet`` the tables are also written as parquet files.
+
+        Raises
+        ------
+        StoreError
+            If the folder cannot be written.
+        ArgumentError
+            If pandas has no engine for parquet.
+
+        """
+        with writable_folder(folder) as folder:
+            page = folder / f"{self.NAME}.html"
+            image, vector = save(self.plot(), folder, self.NAME, self.model)
+            replace_file(page, self.page(data_url(image.read_bytes())))
+            paths = [page, image, vector]
+            for name, table in self._tables().items():
+                paths.append(folder / f"{name}.csv")
+                replace_file(paths[-1], csv_of(table))
+                if parquet:
+                    paths.append(folder / f"{name}.parquet")
+                    write_parquet(table, paths[-1], self.citation)
+        return paths
+
+
+def _template(name: str) -> jinja2.Template:
+    return templates_of("howsmooth.profiling").get_template(name)
+
+
+def in_interval(value: float, lower: float, upper: float, *, converged: bool) -> str:
+    """Return a phrase that states a constant and its interval."""
+    status = "" if converged else " (not converged)"
+    return f"{value:.6g} in [{lower:.6g}, {upper:.6g}]{status}"

@@ -1,0 +1,324 @@
+"""The function ``word_radii``, which proves how far each token of a text may move before the answer of a
+classifier can change.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import os
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any, ClassVar
+
+import pandas as pd
+from matplotlib.figure import Figure
+from torch import Tensor, nn
+
+from howsmooth.bounds.radius import NetworkAtInput, RobustRadius
+from howsmooth.errors import ArgumentError
+from howsmooth.printed_table import PrintedTable
+from howsmooth.profiling.figures import draw_radii
+from howsmooth.profiling.model_input import Inputs, Model, given_inputs, loaded_if_named, shown_progress
+from howsmooth.profiling.result_base_classes import Result
+from howsmooth.roundoff import limit_in_digits
+from howsmooth.study.records import plain_rows
+from howsmooth.study.report.chart_data import visible_token
+from howsmooth.study.text_formatting import readable
+
+__all__ = ["LONGEST", "WordRadii", "word_radii"]
+
+LONGEST = 32
+"""A text is cut after so many tokens unless a span is given: memory grows with the square of the length."""
+
+_SHOWN = 10
+_LEVELS = 9  # shades of a highlighted token
+
+
+@dataclass(frozen=True, eq=False, repr=False, kw_only=True)
+class WordRadii(Result):
+    """Radii within which the answer of a classifier does not change: one radius for each token, or one for
+    all tokens together.
+
+    The radii are proved, rounding errors included; :class:`howsmooth.bounds.RobustRadius` describes the
+    proved statement.
+    """
+
+    NAME: ClassVar[str] = "radius"
+    TITLE: ClassVar[str] = "Radii"
+
+    #: One row for each token; a single one, without position, if the tokens move jointly. Columns:
+    #: ``position``, ``token`` where the input has words, ``radius``, ``attack`` (size of the smallest change
+    #: of the answer that was found), ``first_order`` (no bound), ``order``, ``label``, ``rival``, ``margin``,
+    #: ``lost_at`` (the stage that takes most of the margin) and ``seconds``.
+    table: pd.DataFrame
+    #: The text of each token; empty for inputs without token ids.
+    words: tuple[str, ...]
+    #: 2 for the Euclidean norm of the change; infinity for its largest entry.
+    norm: float
+    #: Whether all tokens move jointly.
+    jointly: bool
+    #: The model's own name of the class that it answers; empty if it names none.
+    answer: str = ""
+
+    @property
+    def ranking(self) -> pd.DataFrame:
+        """The table of the tokens and their radii, sorted so that the smallest radius comes first."""
+        return self.table.sort_values("radius", kind="stable", ignore_index=True)
+
+    @property
+    def statement(self) -> str:
+        """One sentence that says what the radii prove about the answer of the classifier."""
+        moved = "all tokens move jointly" if self.jointly else "one token moves and the others stand still"
+        norm = "Euclidean norm" if self.norm == 2 else "largest entry"
+        first = self.table.iloc[0]
+        name = f" {readable(self.answer)!r}" if self.answer else ""
+        return (
+            f"{self.model} keeps its answer (class {first['label']}{name}, margin {first['margin']:.4g}) "
+            f"while {moved} by less than the radius, in the {norm} of the embedded tokens. The radii are "
+            "proved, rounding included."
+        )
+
+    def __repr__(self) -> str:
+        lines = [f"Radii of {self.model}, {self.input}, {self.n} tokens.", self.statement]
+        rows = plain_rows(self.ranking.head(_SHOWN))
+        lines += [
+            f"  {_place(row):<20} {limit_in_digits(row['radius'], 4, upper=False):<8}{_beside(row)}"
+            for row in rows
+        ]
+        more = len(self.table) - _SHOWN
+        return "\n".join([*lines, *([f"  and {more} larger radii"] if more > 0 else [])])
+
+    @property
+    def citation(self) -> str:
+        """One line to cite, with the proved statement and the smallest radius."""
+        smallest = plain_rows(self.ranking.head(1))[0]
+        radius = limit_in_digits(smallest["radius"], 6, upper=False)
+        return (
+            f"At {self.input} (n = {self.n}): {self.statement} The smallest is {radius} "
+            f"({_place(smallest)}); {self._made_by}"
+        )
+
+    def plot(self) -> Figure:
+        """Draw the radius of each token, together with the size of the smallest attack that was found."""
+        return draw_radii(self.table, self._names, self.model)
+
+    @property
+    def _names(self) -> list[str]:
+        """The labels of the rows of the table: the texts of the tokens, or their positions."""
+        if self.jointly:
+            return ["all tokens"]
+        return [visible_token(word) for word in self.words] or [str(i) for i in range(self.n)]
+
+    def _shown(self, most: int) -> dict[str, Any]:
+        smallest = float(self.table["radius"].min())
+        spans, cells = [], []
+        for row, word in zip(plain_rows(self.table), self._names, strict=True):
+            shade = _LEVELS if row["radius"] == 0 else round(_LEVELS * smallest / row["radius"])
+            spans.append((shade, f"{word} ", limit_in_digits(row["radius"], 3, upper=False)))
+            shown = {name: _number(row[name]) for name in ("attack", "first_order")}
+            radius = limit_in_digits(row["radius"], 4, upper=False)
+            cells.append({**row, **shown, "radius": radius, "word": word})
+        return {"spans": spans, "rows": cells}
+
+    def described(self) -> dict[str, Any]:
+        """Return the settings and the ranking, as a dict for JSON."""
+        own = {"norm": f"{self.norm:g}", "jointly": self.jointly, "statement": self.statement}
+        return super().described() | own | {"ranking": plain_rows(self.ranking)}
+
+
+def _number(value: float | None) -> str:
+    return "none" if value is None or math.isinf(value) else f"{value:.4g}"
+
+
+def _place(row: Mapping[str, Any]) -> str:
+    if row["position"] is None:
+        return "all tokens"
+    return f"{row['position']} {readable(row['token'])!r}" if "token" in row else f"token {row['position']}"
+
+
+def _beside(row: Mapping[str, Any]) -> str:
+    attack = row["attack"]
+    found = "" if attack is None else f", smallest attack found {attack:.4g}"
+    return f"  (order {row['order']}{found}; most is lost at {row['lost_at']})"
+
+
+def word_radii(
+    model: Model,
+    inputs: Inputs,
+    *,
+    jointly: bool = False,
+    norm: float = 2,
+    target: int | Tensor | None = None,
+    threshold: float = 0.0,
+    order: int = 2,
+    seconds: float | None = None,
+    attack: bool = True,
+    span: slice | tuple[int, int] | str | None = None,
+    tokenizer: Any = None,
+    seed: int = 0,
+    file: str | os.PathLike[str] | None = None,
+    on_token: Callable[[int, int], None] | None = None,
+) -> WordRadii:
+    """Prove, for each token of a text, a radius within which the token may move without a change of the
+    classifier's answer.
+
+    One token moves while the other tokens stand still, unless ``jointly`` is True. The radii are those of
+    :func:`howsmooth.bounds.robust_radius`; the partial Jacobians of the network are computed once for all
+    tokens.
+
+    Parameters
+    ----------
+    model
+        A classifier as for :func:`howsmooth.bounds.robust_radius`, a model of
+        :func:`~howsmooth.models.load_model`, or the name or folder of one.
+    inputs
+        A text, which gets the tokenizer's special tokens; token ids (n,) or (1, n); embedded tokens (n, d);
+        or a dict of the model's inputs for one sequence.
+    jointly
+        Whether all tokens move jointly, which gives one radius.
+    norm, target, threshold, attack, seed
+        As for :func:`howsmooth.bounds.robust_radius`.
+    order
+        2 is fast; 3 reaches further.
+    seconds
+        With ``order=2``: after all tokens, so many seconds are spent on the third order, the smallest radius
+        first. The larger radius of a token counts. What has begun is finished.
+    span
+        Which tokens of a text or of token ids, as for :func:`howsmooth.profile`. By default all, or the first
+        32 of a longer input.
+    tokenizer
+        A tokenizer of transformers, for a model that was not loaded by its name.
+    file
+        A file of JSON lines in which each finished radius is kept. A later call with the same model, input
+        and options reads the finished radii from it.
+    on_token
+        Called with the number of radii that are done, and the number of all. By default a progress bar is
+        shown on a terminal and in a notebook.
+
+    Raises
+    ------
+    ArgumentError
+        If an argument does not fit; the message names it.
+    CertificateError
+        If a module of the model has no remainder; the message names it.
+    ModelError
+        If a model given by its name cannot be loaded, or has no tokenizer for a text.
+
+    """
+    if order not in (2, 3):
+        raise ArgumentError("order", expected="2 or 3", got=repr(order))
+    if seconds is not None and (order == 3 or jointly or not seconds > 0):
+        raise ArgumentError(
+            "seconds", expected="a number > 0, with order=2 and single tokens", got=repr(seconds)
+        )
+    loaded = loaded_if_named(model, head=True)
+    given = given_inputs(loaded, inputs, span, tokenizer, special=True, longest=LONGEST)
+    found = given.inputs
+    ids = isinstance(found, Tensor) and not found.is_floating_point()
+    at = NetworkAtInput(given.module, {"input_ids": found} if ids else found)
+    origin = given.origin()
+    options = {
+        "norm": norm,
+        "target": target.tolist() if isinstance(target, Tensor) else target,
+        "threshold": threshold,
+        "attack": attack,
+        "seed": seed,
+    }
+    digest = hashlib.sha256(at.x.numpy().tobytes()).hexdigest()
+    content = [version("howsmooth"), origin["fingerprint"], digest, options]
+    key = hashlib.sha256(json.dumps(content).encode()).hexdigest()
+    kept = _Kept(None if file is None else Path(file), key)
+    how: dict[str, Any] = {**options, "target": target}
+
+    def radius(position: int | None, of_order: int, guess: float) -> float:
+        row = kept.rows.get((position, of_order))
+        if row is None:
+            row = _row(at.radius(position, order=of_order, guess=guess, **how), position)
+            kept.add(row)
+        return float(row["radius"])
+
+    every = [None] if jointly else range(len(at.x))
+    scale = math.sqrt(at.x.numel() if jointly else at.x.shape[1]) if norm == math.inf else 1.0
+    guess = 0.05
+    with shown_progress(on_token, len(every), "token") as told:
+        for done, position in enumerate(every):
+            told(done, len(every))
+            guess = scale * radius(position, order, guess) or 0.05
+        told(len(every), len(every))
+        if seconds is not None:
+            end = time.monotonic() + seconds
+            weakest = sorted(every, key=lambda position: kept.rows[position, 2]["radius"])
+            for position in weakest:
+                if time.monotonic() < end:
+                    radius(position, 3, scale * 1.5 * float(kept.rows[position, 2]["radius"]))
+    orders = {order} if seconds is None else {2, 3}
+    rows = [
+        max((row for (p, o), row in kept.rows.items() if p == position and o in orders), key=_size)
+        for position in every
+    ]
+    table = PrintedTable(rows).astype({"position": "Int64", "label": "Int64", "rival": "Int64"})
+    words = given.words if given.words is not None and len(given.words) == len(at.x) else []
+    if words and not jointly:
+        table.insert(1, "token", words)
+    return WordRadii(
+        **origin,
+        table=table,
+        words=tuple(words),
+        n=len(at.x),
+        norm=norm,
+        jointly=jointly,
+        answer=_class_name(given.module, rows[0]["label"]),
+    )
+
+
+def _class_name(module: nn.Module, label: int | None) -> str:
+    """Return the name of a class from the configuration of the model, or empty text if the configuration has
+    no names.
+    """
+    names = getattr(getattr(module, "config", None), "id2label", None) or {}
+    name = "" if label is None else str(names.get(int(label), ""))
+    return "" if name == f"LABEL_{label}" else name  # the name that transformers gives where there is none
+
+
+def _size(row: Mapping[str, Any]) -> float:
+    return float(row["radius"])
+
+
+def _row(found: RobustRadius, position: int | None) -> dict[str, Any]:
+    names = ("radius", "attack", "first_order", "order", "label", "rival", "margin")
+    lost_at = max(found.losses, key=lambda name: found.losses[name])
+    row = {name: getattr(found, name) for name in names}
+    return {"position": position} | row | {"lost_at": lost_at, "seconds": found.seconds}
+
+
+class _Kept:
+    """The finished rows of a table of radii, which are also stored in a file if one is given, so that an
+    interrupted computation can be continued.
+
+    A row is identified by the position of the token and by the order of the bound.
+    """
+
+    def __init__(self, file: Path | None, key: str) -> None:
+        self.file, self.key = file, key
+        self.rows: dict[tuple[int | None, int], dict[str, Any]] = {}
+        lines = file.read_text(encoding="utf-8").splitlines() if file is not None and file.exists() else []
+        for line in lines:
+            try:
+                row = json.loads(line)
+            except ValueError:  # a line that was cut when the program was killed
+                continue
+            if row.pop("key") == key:
+                self.rows[row["position"], row["order"]] = row
+
+    def add(self, row: dict[str, Any]) -> None:
+        """Add a finished row to the table, and append it to the file if there is one."""
+        self.rows[row["position"], row["order"]] = row
+        if self.file is not None:
+            self.file.parent.mkdir(parents=True, exist_ok=True)
+            with self.file.open("a", encoding="utf-8") as file:
+                file.write(f"\n{json.dumps({'key': self.key, **row})}\n")

@@ -1,0 +1,277 @@
+"""The function ``influence``, which measures how far each output token of a map moves with each
+input token.
+"""
+
+from __future__ import annotations
+
+import html
+import operator
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import pandas as pd
+import torch
+from jaxtyping import Bool, Float, Int
+from matplotlib.figure import Figure
+from torch import Tensor
+
+from howsmooth.attention import TokenMap
+from howsmooth.attention.map import check_tokens
+from howsmooth.bounds.attention_parameters import SiteLike
+from howsmooth.errors import ArgumentError
+from howsmooth.jacobian import has_closed_form, in_double
+from howsmooth.jacobian.token_pair_blocks import token_blocks
+from howsmooth.lipschitz.arguments import check_arguments
+from howsmooth.lipschitz.block_norms import block_norms, sequence_jacobian
+from howsmooth.lipschitz.singular_value_solver import Solver, member_seeds
+from howsmooth.lipschitz.token_wise import TokenWise, token_wise_lipschitz
+from howsmooth.lipschitz_estimate import Method
+from howsmooth.profiling.figures import draw_influence
+from howsmooth.profiling.model_input import shown_progress
+from howsmooth.profiling.result_base_classes import WritableTable
+from howsmooth.study.html_assets import data_url, png
+from howsmooth.study.text_formatting import readable
+
+__all__ = ["Influence", "influence"]
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Influence(WritableTable):
+    """The norms ‖∂y_i/∂x_j‖₂ of the blocks of a Jacobian, which say how far the output token i moves with the
+    input token j.
+    """
+
+    #: The largest value found of each norm, (outputs, n), float64.
+    value: Float[Tensor, "outputs n"]
+    #: Lower limits of the norms.
+    lower: Float[Tensor, "outputs n"]
+    #: Upper limits of the norms; both are zero where no token can be moved, as under a mask.
+    upper: Float[Tensor, "outputs n"]
+    #: Whether an interval has converged: upper − lower <= rtol · value.
+    converged: Bool[Tensor, "outputs n"]
+    #: Number of Lanczos steps; zero for blocks that are zero.
+    iterations: Int[Tensor, "outputs n"]
+    #: The output tokens, one for each row.
+    outputs: tuple[int, ...]
+    #: How far any of these outputs moves if every input token moves by at most one.
+    token_wise: TokenWise
+    #: Probability with which the interval of each entry holds.
+    confidence: float
+    #: How the Jacobian was applied: "closed form" or "autodiff".
+    method: Method
+    #: A description of the measured map with its masks, residuals and norms.
+    scope: str
+    #: Relative width of the intervals that was asked for.
+    rtol: float
+    #: Seed of the random starts.
+    seed: int
+    #: Whether there is one output for each input token; false for the margin or the logits of a whole text.
+    token_outputs: bool = True
+
+    @property
+    def table(self) -> pd.DataFrame:
+        """The table of the norms, with one row for each pair of tokens and the columns ``output``, ``input``,
+        ``value``, ``lower``, ``upper`` and ``converged``.
+        """
+        rows, n = self.value.shape
+        table = pd.DataFrame({"output": self.outputs}).loc[lambda t: t.index.repeat(n)]
+        table["input"] = list(range(n)) * rows
+        for name in ("value", "lower", "upper", "converged"):
+            table[name] = getattr(self, name).flatten().numpy()
+        return table.reset_index(drop=True)
+
+    def __repr__(self) -> str:
+        rows, n = self.value.shape
+        k = int(self.value.argmax())
+        i, j = divmod(k, n)
+        missed = int((~self.converged).sum())
+        status = "all converged" if not missed else f"{missed} of {rows * n} NOT converged"
+        return (
+            f"Influence({rows} outputs x {n} inputs, {status} to rtol = {self.rtol:g}; largest "
+            f"{float(self.value[i, j]):.6g} in [{float(self.lower[i, j]):.6g}, "
+            f"{float(self.upper[i, j]):.6g}], of input {j} on output {self.outputs[i]}; token-wise constant "
+            f"between {self.token_wise.lower:.6g} and {self.token_wise.upper:.6g}; {self.scope}; "
+            f"{self.method})"
+        )
+
+    @property
+    def citation(self) -> str:
+        """A one-line summary of the result, which is also its ``repr``."""
+        return repr(self)
+
+    def _repr_html_(self) -> str:
+        """Return HTML for notebooks: a one-line summary and the heatmap."""
+        picture = f'<img src="{data_url(png(self.plot()))}" alt="Influence matrix">'
+        return f"<p>{html.escape(repr(self))}</p>{picture}"
+
+    def plot(self, words: Sequence[str] | None = None) -> Figure:
+        """Draw the block norms as a heatmap with one row for each output token and one column for each input
+        token.
+
+        Parameters
+        ----------
+        words
+            The text of each of the n input tokens, as labels; None for their numbers.
+
+        Returns
+        -------
+        matplotlib.figure.Figure
+
+        Raises
+        ------
+        ArgumentError
+            If there are not n words.
+
+        """
+        if words is not None and len(words) != self.value.shape[1]:
+            raise ArgumentError(
+                "words", expected=f"{self.value.shape[1]} words, one a token", got=f"{len(words)}"
+            )
+        return draw_influence(
+            self.value.numpy(),
+            self.converged.numpy(),
+            self.outputs,
+            None if words is None else [readable(word) for word in words],
+            token_outputs=self.token_outputs,
+        )
+
+
+def influence(
+    f: Any,
+    x: Tensor | None = None,
+    *,
+    outputs: int | slice | Iterable[int] | None = None,
+    rtol: float = 1e-2,
+    confidence: float = 0.999,
+    max_iterations: int = 200,
+    seed: int = 0,
+    on_output: Callable[[int, int], None] | None = None,
+) -> Influence:
+    """Measure how far each output token moves with each input token: the norms ‖∂y_i/∂x_j‖₂ of the blocks of
+    the Jacobian, with intervals.
+
+    The entry (i, j) says how far the output y_i moves, to first order, if the input token x_j moves by one.
+    For self-attention, with residual connections, norm layers and layer scales around it, the blocks have a
+    closed form and are never stored as matrices; the memory is n² numbers for each head. For any other map
+    the blocks are stored as matrices for one output token at a time. These are d_out n d numbers, computed by
+    one product with the transposed Jacobian for each of the d_out coordinates. The argument ``outputs`` can
+    then limit the work.
+
+    Parameters
+    ----------
+    f
+        A captured site of one sequence; a map of this library; or any differentiable PyTorch map of tokens
+        (n, d) to tokens (n_out, d_out), or to one vector (d_out,), such as the logits at the last token.
+    x
+        Tokens (n, d) or (1, n, d), float32 or float64; None for the tokens of a site.
+    outputs
+        Which output tokens i are measured, counted from 0 or, if negative, from the end; all by default.
+    rtol
+        Relative width of the interval at which an entry has converged.
+    confidence
+        Probability, over the random starts, with which the interval of each entry holds.
+    max_iterations
+        Largest number of Lanczos steps for an entry.
+    seed
+        Seed of the random starts, of which each entry has its own.
+    on_output
+        Called with the number of output tokens that are done, and the number of all. By default a progress
+        bar is shown on a terminal and in a notebook.
+
+    Returns
+    -------
+    Influence
+        Values and intervals (outputs, n) in float64, the token-wise constant, a table, and ``plot()``.
+
+    Raises
+    ------
+    ArgumentError
+        If an argument does not fit; the message names it.
+    NonFiniteError
+        If ``x``, f(x) or a product is not finite.
+    DerivativeError
+        If ``f`` cannot be differentiated, or its two derivatives disagree.
+
+    References
+    ----------
+    Documentation page "Influence: the blocks of the Jacobian".
+
+    """
+    f, x = _map_and_tokens(f, x)
+    check_arguments(f, x, rtol, confidence, max_iterations)
+    x = _one_sequence(x).detach()
+    if isinstance(f, TokenMap):
+        check_tokens(x, f)
+    if isinstance(seed, bool) or not isinstance(seed, int) or not 0 <= seed < 2**64:
+        raise ArgumentError("seed", expected="an integer from 0 to 2**64 - 1", got=repr(seed))
+    jacobian = sequence_jacobian(f, x)
+    shape = jacobian.out_shape
+    if len(shape) not in (1, 2):
+        raise ArgumentError(
+            "f", expected="outputs of shape (n_out, d_out) or (d_out,)", got=f"shape {tuple(shape)}"
+        )
+    rows = _checked_outputs(outputs, shape[0] if len(shape) == 2 else 1)
+    blocks = token_blocks(in_double(f), x.double()) if isinstance(f, TokenMap) else None
+    seeds = member_seeds(seed, len(rows) * len(x))
+    solver = Solver(rtol, confidence, max_iterations, seeds, [1] * len(seeds))
+    chosen = torch.tensor(rows, device=x.device)
+    with shown_progress(on_output, len(rows), "output") as told:
+        norms = block_norms(jacobian if blocks is None else blocks, chosen, x.dtype, solver, told)
+    closed = isinstance(f, TokenMap) and has_closed_form(f)
+    return Influence(
+        value=norms.value,
+        lower=norms.lower,
+        upper=norms.upper,
+        converged=norms.converged,
+        iterations=norms.iterations,
+        outputs=tuple(rows),
+        token_wise=token_wise_lipschitz(f, x, jacobian, norms, rows, rtol=min(rtol, 1e-3), seed=seed),
+        confidence=confidence,
+        method="closed form" if closed else "autodiff",
+        scope=f.describe() if isinstance(f, TokenMap) else getattr(f, "__name__", type(f).__name__),
+        rtol=rtol,
+        seed=seed,
+        token_outputs=len(shape) == 2 and shape[0] == len(x),
+    )
+
+
+def _map_and_tokens(f: Any, x: Tensor | None) -> tuple[Any, Any]:
+    """Return the map and its input tokens, given either separately or together as a captured layer."""
+    if not isinstance(f, TokenMap) and isinstance(f, SiteLike):
+        return f.map, f.x if x is None else x
+    if x is None:
+        raise ArgumentError("x", expected="tokens (n, d), for a map that is no captured site", got="None")
+    return f, x
+
+
+def _one_sequence(x: Tensor) -> Float[Tensor, "n d"]:
+    if x.ndim == 2:
+        return x
+    if x.ndim == 3 and len(x) == 1:
+        return x[0]
+    raise ArgumentError(
+        "x",
+        expected="the tokens (n, d) of one sequence",
+        got=f"shape {tuple(x.shape)}",
+        remedy="Take one sequence, as in influence(site.map, site.x[0]).",
+    )
+
+
+def _checked_outputs(outputs: object, count: int) -> list[int]:
+    """Return the chosen indices of output tokens as numbers from 0 to ``count`` − 1, after checking them."""
+    expected = f"indices of the {count} output tokens, each once, from {-count} to {count - 1}"
+    if outputs is None:
+        return list(range(count))
+    if isinstance(outputs, slice):
+        chosen = list(range(count))[outputs]
+    else:
+        try:
+            given: Any = outputs if isinstance(outputs, Iterable) else [outputs]
+            chosen = [operator.index(i) for i in given]
+        except TypeError:
+            raise ArgumentError("outputs", expected=expected, got=repr(outputs)) from None
+        chosen = [i % count for i in chosen] if all(-count <= i < count for i in chosen) else []
+    if not chosen or len(set(chosen)) < len(chosen):
+        raise ArgumentError("outputs", expected=expected, got=repr(outputs))
+    return chosen

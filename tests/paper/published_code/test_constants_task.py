@@ -1,0 +1,331 @@
+"""``howsmooth measure --as-published``: rows, exponents, files, resuming and refusals."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import numpy as np
+import pandas as pd
+import pytest
+
+from howsmooth.cli import main
+from howsmooth.errors import ArgumentError, CaptureError
+from howsmooth.paper.published_code import ITEMS
+from howsmooth.paper.published_code import constants_task as published_task
+from howsmooth.paper.published_code.constants_task import published_left
+from howsmooth.study.exponents import compare
+from howsmooth.study.plans import ModelSpec
+from howsmooth.study.records import PublishedValue, quantities
+from tests._study import (
+    FakeModel,
+    contents_of,
+    digest,
+    installed,
+    make_plan,
+    make_tools,
+    published_of,
+    published_stand_ins,
+    run,
+)
+
+# ---- of a real model
+
+SMALL = [
+    "measure", "builtin-encoder", "--as-decoder", "--layers", "0", "--lengths", "2,4,8", "--samples", "2",
+    "--text", "prose.txt", "--bounds", "none", "--as-published",
+]  # fmt: skip
+# Short, since most of the time of a small run goes into a long text.
+PROSE = "A map is smooth if what it gives moves no faster than what it takes, and that is measured. " * 12
+
+
+@pytest.fixture(scope="module")
+def in_a_folder_with_prose(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    folder = tmp_path_factory.mktemp("texts")
+    (folder / "prose.txt").write_text(PROSE)
+    with contextlib.chdir(folder):
+        yield
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory, in_a_folder_with_prose: None) -> Path:
+    folder = tmp_path_factory.mktemp("published")
+    with patch("howsmooth.study.measurement_outputs.draw_all", lambda *_: []):
+        assert main([*SMALL, "all", "-q", "--out", str(folder)]) == 0
+    return folder
+
+
+def test_every_quantity_of_every_sequence_is_there(made: Path) -> None:
+    rows = contents_of(made).published
+    names = ["corrected", "only output", "only block", "only unmasked", "only stopping", "as published"]
+    assert list(rows["quantity"][:6]) == names
+    assert len(rows) == 6 * 3 * 2
+    assert not rows.duplicated(["n", "sample", "quantity"]).any()
+    last = rows[rows["quantity"] == "as published"]
+    assert set(last["items"]) == {"output,block,unmasked,stopping"}
+    without = rows["quantity"].isin(["only output", "only stopping", "as published"])
+    assert rows["lower"].isna().equals(without)
+    corrected = rows[rows["quantity"] == "corrected"]
+    assert bool((corrected["lower"] <= corrected["lipschitz"]).all())
+    assert corrected["map"].str.contains("causal").all()
+    assert last["map"].str.contains("unmasked").all()
+
+
+def test_the_corrected_quantity_is_that_of_the_study(made: Path) -> None:
+    contents = contents_of(made)
+    places = ["layer", "n", "sample"]
+    corrected = contents.published[contents.published["quantity"] == "corrected"]
+    both = corrected.merge(contents.measurements, on=places)
+    assert len(both) == len(contents.measurements) == 6
+    np.testing.assert_allclose(both["lipschitz_x"], both["lipschitz_y"], rtol=1e-12)
+    assert (both["seed_x"] == both["seed_y"]).all()
+    assert (both["start_x"] == both["start_y"]).all()
+
+
+def test_exponents_are_fitted_and_shown_and_the_same_command_repeats_nothing(
+    made: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("howsmooth.study.measurement_outputs.draw_all", lambda *_: [])
+    before = (made / "published.csv").read_bytes()
+    capsys.readouterr()
+    assert main([*SMALL, "all", "--out", str(made)]) == 0
+    out = capsys.readouterr().out
+    assert "only unmasked" in out
+    assert "0 measurements made" in out
+    assert (made / "published.csv").read_bytes() == before
+    table = pd.read_csv(made / "published-exponents.csv").set_index("quantity")
+    assert len(table) == 6
+    rows = contents_of(made).published
+    mine = rows[rows["quantity"] == "as published"]
+    slope = np.polyfit(np.log(mine["n"]), np.log(mine["lipschitz"]), 1)[0]
+    line = table.loc["as published"]
+    assert line["slope"] == pytest.approx(slope, abs=1e-9)
+    assert line["low"] < slope < line["high"]
+    corrected = rows[rows["quantity"] == "corrected"]
+    ratio = np.median(mine["lipschitz"].to_numpy() / corrected["lipschitz"].to_numpy())
+    assert line["ratio"] == pytest.approx(ratio, rel=1e-9)
+    assert table.loc["corrected", "ratio"] == 1
+
+
+def test_the_file_holds_the_rows_of_the_store(made: Path) -> None:
+    empty = {"lower": [""], "upper": [""]}
+    rows = pd.read_csv(made / "published.csv", keep_default_na=False, na_values=empty)
+    assert list(rows.columns) == list(PublishedValue.columns())
+    pd.testing.assert_frame_equal(
+        rows, contents_of(made).published.drop(columns="run"), rtol=1e-15, check_dtype=False
+    )
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--as-published", "tangent"], "expected all, or some of output, block"),
+        (["--as-published", "dropout,unmasked"], "'unmasked': it is not an encoder run as a decoder"),
+        (["--as-published", "all", "--scope", "block"], "expected the scope attention among the scopes"),
+    ],
+)
+def test_refusals_before_anything_is_measured(
+    arguments: list[str],
+    words: str,
+    tmp_path: Path,
+    in_a_folder_with_prose: None,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    out = tmp_path / "out"
+    command = ["measure", "builtin-encoder", "--lengths", "2,4", "--samples", "1", "--text", "prose.txt"]
+    assert main([*command, *arguments, "--out", str(out)]) == 2
+    last = capsys.readouterr().err.strip().splitlines()[-1]
+    assert last.startswith("error: ")
+    assert words in last
+    assert not out.exists()
+
+
+# ---- what is compared
+
+
+def test_unconverged_constants_are_not_fitted_and_published_values_are() -> None:
+    n = np.array([2, 4, 8, 16])
+    base = {
+        "model": "m", "text": "t", "layer": 0, "sample": 0, "steps": 1, "radius_mean": 1.0, "start": 0,
+        "seed": 0, "map": "",
+    }  # fmt: skip
+    rows = [
+        {**base, "n": int(k), "quantity": name, "items": items, "lipschitz": value, "lower": lower,
+         "upper": lower, "settled": settled}
+        for k in n
+        for name, items, value, lower, settled in (
+            ("corrected", "", k**0.5 if k < 16 else 100.0, 1.0, k < 16),
+            ("as published", "output", float(k), np.nan, False),
+        )
+    ]  # fmt: skip
+    table = compare(pd.DataFrame(rows)[list(PublishedValue.columns())]).set_index("quantity")
+    assert table["slope"].to_dict() == pytest.approx({"corrected": 0.5, "as published": 1.0})
+    assert table["n_points"].to_dict() == {"corrected": 3, "as published": 4}
+
+
+def test_one_item_is_not_measured_twice() -> None:
+    assert quantities(("output",)) == {"corrected": (), "as published": ("output",)}
+    assert list(quantities(tuple(ITEMS))) == [
+        "corrected",
+        *(f"only {item}" for item in ITEMS),
+        "as published",
+    ]
+
+
+# ---- on the runner, with stand-ins: three layers, three lengths, five samples, and by default two items
+
+
+@pytest.fixture
+def stand_ins() -> Iterator[None]:
+    with published_stand_ins():
+        yield
+
+
+def changed(change: Callable[[Any, tuple[str, ...], Any], Any]) -> Any:
+    """Let ``change`` see each layer, its items and what was measured, and say what is measured."""
+    real = published_task.measure_layer
+    return patch.object(
+        published_task, "measure_layer", lambda one, items, **o: change(one, items, real(one, items, **o))
+    )
+
+
+def go(folder: Path, items: list[str] | None = None, **options: Any) -> Any:
+    plan = make_plan(bounds="none", lengths=options.pop("lengths", (2, 4, 8)))
+    outcome = run(plan, folder, make_tools()[0], beside=[published_left(items)], **options)
+    return outcome.made["published"], outcome.kept["published"], outcome
+
+
+TOTAL = 3 * 3 * 5 * 4
+
+
+def test_published_values_are_of_the_sequences_of_the_constants(stand_ins: None, tmp_path: Path) -> None:
+    run(make_plan(lengths=(2, 16), bounds="none"), tmp_path, make_tools()[0])
+    assert go(tmp_path, lengths=(4, 16))[:2] == (2 * 3 * 5 * 4, 0)
+    contents = contents_of(tmp_path)
+    both = contents.published.merge(contents.measurements, on=["model", "text", "layer", "n", "sample"])
+    assert set(both["n"]) == {4, 16}
+    assert (both["start_x"] == both["start_y"]).all()
+
+
+def test_an_interrupted_run_keeps_its_rows_and_goes_on(stand_ins: None, tmp_path: Path) -> None:
+    calls = 0
+
+    def interrupt(one: Any, items: tuple[str, ...], found: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        if calls == 10:  # within the third layer of the first of three lengths
+            raise KeyboardInterrupt
+        return found
+
+    with changed(interrupt), pytest.raises(KeyboardInterrupt):
+        go(tmp_path / "a")
+    assert len(published_of(tmp_path / "a")) == 2 * 5 * 4
+    assert go(tmp_path / "a")[:2] == (TOTAL - 40, 40)
+    go(tmp_path / "whole")
+    assert published_of(tmp_path / "a") == published_of(tmp_path / "whole")
+    assert go(tmp_path / "a")[:2] == (0, TOTAL)
+
+
+def test_items_added_later_measure_only_what_is_missing(stand_ins: None, tmp_path: Path) -> None:
+    go(tmp_path, ["output"])
+    seen: list[tuple[str, ...]] = []
+
+    def see(one: Any, items: tuple[str, ...], found: Any) -> Any:
+        seen.append(items)
+        return found
+
+    with changed(see):
+        made, kept, _ = go(tmp_path, ["output", "stopping"])
+    # The corrected ones were there; "as published" with one item is another quantity than with two.
+    assert (made, kept) == (3 * 3 * 5 * 3, 3 * 3 * 5)
+    assert set(seen) == {("output",), ("stopping",), ("output", "stopping")}
+    assert len(published_of(tmp_path)) == 3 * 3 * 5 * 5
+
+
+def test_what_fails_is_recorded_and_made_good(stand_ins: None, tmp_path: Path) -> None:
+    calls: dict[tuple[int, tuple[str, ...]], int] = {}
+
+    def fail(one: Any, items: tuple[str, ...], found: Any) -> Any:
+        # The second time that a layer is measured is the second of three lengths.
+        key = (one.attention.layer, items)
+        calls[key] = calls.get(key, 0) + 1
+        if key == (1, ("output",)) and calls[key] == 2:
+            raise CaptureError("Not today.")
+        if key == (2, ()) and calls[key] == 3:
+            found.value[0] = np.nan
+        return found
+
+    with changed(fail):
+        made, _, outcome = go(tmp_path, keep_going=True)
+    assert (made, outcome.failed, outcome.first_failure) == (TOTAL - 2 * 5 * 4, 10, "Not today.")
+    failures = contents_of(tmp_path).failures
+    assert set(failures["what"]) == {"published"}
+    assert set(zip(failures["layer"], failures["n"], strict=True)) == {(1, 4), (2, 8)}
+    assert failures["error"].str.contains("expected a finite value, got nan").sum() == 5
+    assert go(tmp_path, keep_going=True)[:2] == (40, TOTAL - 40)
+    assert contents_of(tmp_path).failures.empty
+
+
+def test_a_model_to_which_an_item_does_not_apply_stops_no_other(stand_ins: None, tmp_path: Path) -> None:
+    models = {"small": FakeModel(), "other": FakeModel(fingerprint=digest("other"))}
+    plan = make_plan(models=(ModelSpec("small"), ModelSpec("other")), lengths=(2,), bounds="none")
+    applying, asked = published_task.items_that_apply, []
+
+    def first_not(layer: Any, items: Any = None, **options: Any) -> tuple[str, ...]:
+        asked.append(layer)
+        if len(asked) == 1:
+            raise ArgumentError("as-published", expected="items that apply", got="'block'")
+        return applying(layer, items, **options)
+
+    with patch.object(published_task, "items_that_apply", first_not):
+        tools = make_tools(models=models)[0]
+        outcome = run(plan, tmp_path, tools, beside=[published_left(None)], keep_going=True)
+    assert (outcome.made["published"], outcome.failed) == (3 * 5 * 4, 1)
+    assert "got 'block'" in outcome.first_failure
+    assert {row[0] for row in published_of(tmp_path)} == {"other"}
+    assert outcome.measured == 30
+
+
+# ---- a plan file
+
+
+def test_a_plan_file_asks_for_published_values_too(
+    stand_ins: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("howsmooth.study.measurement_outputs.draw_all", lambda *_: [])
+    plan = tmp_path / "plan.toml"
+    plan.write_text(
+        'models = "small"\ntexts = "prose"\nlengths = [2, 4]\nsamples = 1\nbounds = "none"\n'
+        'scopes = ["attention", "head"]\nheads = 1\nas_published = ["output", "stopping"]\nout = "out"\n'
+    )
+
+    def typed(*words: str) -> str:
+        capsys.readouterr()
+        with installed(make_tools()[0]):
+            assert main(["study", str(plan), *words]) == 0
+        return capsys.readouterr().out
+
+    def parts() -> list[tuple[int | None, int]]:
+        """Return what is planned and done of published values, sequence by sequence."""
+        found = json.loads(typed("--status", "--json"))["parts"]
+        return [(part["planned"], part["done"]) for part in found if part["scope"] == "as published"]
+
+    assert parts() == [(None, 0)]
+    out = typed()
+    assert "12 measurements made" in out
+    assert "24 published values" in out
+    assert (tmp_path / "out" / "published-exponents.csv").exists()
+    assert parts() == [(6, 6)]
+    found = json.loads(typed("--resume", "--json"))
+    counts = {name: found["published"][name] for name in ("made", "kept", "in_store")}
+    assert counts == {"made": 0, "kept": 24, "in_store": 24}
+    assert found["measurements"]["made"] == 0
+    # Other items are other values.
+    plan.write_text(plan.read_text().replace('["output", "stopping"]', '"block,stopping"'))
+    assert parts() == [(6, 0)]
+    plan.write_text(plan.read_text().replace('"block,stopping"', '"stopping,output"'))
+    assert parts() == [(6, 6)]

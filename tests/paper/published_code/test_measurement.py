@@ -1,0 +1,150 @@
+"""Items at real layers: which apply, and what the model's own modules give for them."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+import howsmooth as hs
+from howsmooth.errors import ArgumentError
+from howsmooth.paper import published_code as published
+from howsmooth.study.plans import Plan
+from tests._cases import dense_jacobian
+from tests._tiny_models import sublayer, tiny, token_ids
+
+TWO = token_ids(2, 6)
+
+
+@pytest.mark.parametrize(
+    ("name", "untrained", "items"),
+    [
+        ("bert", False, ("output", "block", "stopping")),
+        ("bert-decoder", False, ("output", "block", "unmasked", "stopping")),
+        ("bert", True, ("output", "block", "dropout", "stopping")),
+        ("gpt2", False, ("output", "stopping")),
+        ("gpt2", True, ("output", "dropout", "stopping")),
+        ("qwen2", True, ("output", "stopping")),
+    ],
+)
+def test_which_items_apply(name: str, untrained: bool, items: tuple[str, ...]) -> None:
+    (layer,) = published.capture_layers(tiny(name), TWO, [0], training=False, seeds=[0, 1])
+    assert published.items_that_apply(layer, untrained=untrained) == items
+
+
+@pytest.mark.parametrize(
+    ("name", "item", "reason"),
+    [
+        ("gpt2", "block", "its layers are not post-norm"),
+        ("gpt2", "unmasked", "it is not an encoder run as a decoder"),
+        ("bert", "unmasked", "it is not an encoder run as a decoder"),
+        ("qwen2", "dropout", "its configuration states no dropout"),
+    ],
+)
+def test_an_item_that_cannot_apply_is_refused(name: str, item: str, reason: str) -> None:
+    with pytest.raises(ArgumentError, match=f"{item}': {reason}"):
+        published.measure_as_published(tiny(name), TWO, 0, [item])
+
+
+def test_items_as_words() -> None:
+    assert published.parse_items(Plan(as_published=" all ").as_published) is None
+    assert published.parse_items(Plan(as_published="stopping, output").as_published) == ("stopping", "output")
+    for words, said in (
+        ("output,tangent", "got 'tangent'"),
+        ("output,output", "'output' twice"),
+        ("slices", "howsmooth reproduce adversarial --as-published"),
+        ("output,c-3", "howsmooth reproduce bounds --as-published"),
+    ):
+        with pytest.raises(ArgumentError, match=said):
+            Plan(as_published=words)
+
+
+def test_without_items_it_is_the_corrected_quantity() -> None:
+    model = tiny("bert-decoder")
+    found = published.measure_as_published(model, TWO, 1, [], seed=3)
+    (site,) = hs.capture(model, TWO, layers=[1])
+    exact = hs.local_lipschitz(site.map, site.x, seed=[3, 4])
+    assert torch.equal(found.value, exact.value)
+    assert torch.equal(found.upper, exact.upper)
+    assert bool(found.settled.all())
+
+
+def test_block_alone_is_the_norm_of_the_models_own_block() -> None:
+    model = tiny("bert")
+    x, block = sublayer(model, TWO, 1, "block")
+    found = published.measure_as_published(model, TWO, 1, ["block"])
+    for member in range(2):
+        J = dense_jacobian(lambda t: block(t.float()[None])[0].double(), x[member])
+        assert float(found.value[member]) == pytest.approx(float(torch.linalg.matrix_norm(J, 2)), rel=1e-4)
+
+
+def test_all_items_of_an_encoder_run_as_a_decoder_are_its_layer_called_alone() -> None:
+    model = tiny("bert-decoder", attention="eager")
+    x, _ = sublayer(model, TWO, 1, "block")
+    found = published.measure_as_published(model, TWO, 1)
+    assert found.items == ("output", "block", "unmasked", "stopping")
+    assert "unmasked" in found.map
+    for member in range(2):
+        point = x[member : member + 1].clone().requires_grad_()
+        out = model.encoder.layer[1].attention(point)[0]
+        (pulled,) = torch.autograd.grad(out, point, out.detach())
+        assert float(found.value[member]) == pytest.approx(math.sqrt(float(pulled.norm())), rel=1e-5)
+    assert bool(torch.isnan(found.lower).all())
+
+
+def test_dropout_runs_the_tokens_through_training_mode_and_leaves_the_model_as_it_was() -> None:
+    model = tiny("gpt2")
+    state = torch.get_rng_state()
+    one, two = published.capture_layers(model, TWO, [0, 2], seeds=[5, 6])
+    assert torch.equal(state, torch.get_rng_state())
+    assert not any(module.training or module._forward_pre_hooks for module in model.modules())
+    seen = []
+    hooks = [model.h[i].ln_1.register_forward_hook(lambda m, a, out: seen.append(out)) for i in (0, 2)]
+    with torch.random.fork_rng(), torch.no_grad():
+        model.train()
+        torch.manual_seed(6)
+        model(TWO[1:])
+    model.eval()
+    for hook in hooks:
+        hook.remove()
+    for layer, expected in zip((one, two), seen, strict=True):
+        assert layer.training_x is not None
+        assert torch.equal(layer.training_x[1], expected[0])
+        assert not torch.equal(layer.training_x[0], layer.attention.x[0])
+
+
+def test_dropout_is_random_but_reproducible() -> None:
+    model = tiny("gpt2")
+    model.config.attn_pdrop = model.config.resid_pdrop = 0.1
+    values = [
+        published.measure_as_published(model, TWO[:1], 0, ["dropout", "stopping"], seed=seed)
+        for seed in (0, 0, 9)
+    ]
+    assert torch.equal(values[0].value, values[1].value)
+    assert not torch.equal(values[0].value, values[2].value)
+    assert not bool(values[0].settled.any())
+    assert values[0].steps.tolist() == [100]
+    assert "dropout 0.1 of weights and 0.1 of outputs" in values[0].map
+
+
+def test_tokens_that_are_no_batch_are_refused() -> None:
+    with pytest.raises(ArgumentError, match=r"tokens: expected token ids of shape \(batch, n\)"):
+        published.measure_as_published(tiny("bert"), TWO[0], 0)
+
+
+def test_the_dropout_item_takes_the_tokens_of_training_mode() -> None:
+    model = tiny("gpt2")  # its embeddings have dropout of 0.9
+    model.config.attn_pdrop = model.config.resid_pdrop = 1e-12
+    found = published.measure_as_published(model, TWO, 0, ["output", "dropout"], seed=7)
+    (layer,) = published.capture_layers(model, TWO, [0], seeds=[7, 8])
+    assert layer.training_x is not None
+    for member in range(2):
+        expected, evaluated = (
+            published.power_iteration(
+                layer.attention.map, x[member], output=True, absolute=False, seed=0
+            ).value
+            for x in (layer.training_x, layer.attention.x)
+        )
+        assert float(found.value[member]) == pytest.approx(expected, rel=1e-5)
+        assert abs(expected / evaluated - 1) > 0.01

@@ -1,0 +1,235 @@
+"""The experiment of the worst inputs, on tiny models, against dense Jacobians of the models' own weights."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+import pytest
+import torch
+
+from howsmooth.attention import SelfAttention
+from howsmooth.errors import ArgumentError
+from howsmooth.paper import section_5_2_worst_inputs as worst_inputs
+from howsmooth.paper.section_5_2_worst_inputs import WORST_INPUTS, side_by_side
+from howsmooth.study.ranges import Ranges
+from howsmooth.study.records import Measurement
+from howsmooth.study.store import Store
+from tests._figures import BERT, GPT2, LLAMA, asked, bert_head, counting, dense_norm, measured, never, shown
+from tests._tiny_models import tiny
+
+ATTACKED = {"lengths": (4, 40), "layers": Ranges.parse("1", "layers"), "samples": 1, "texts": ("prose",)}
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _quick() -> Iterator[None]:
+    """Attack the ball of the model's own tokens only, with few starts."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(worst_inputs, "RADII", ())
+        patch.setattr(worst_inputs, "_RESTARTS", 2)
+        patch.setattr(worst_inputs, "_ATOM_STEPS", 5)
+        patch.setattr(worst_inputs, "_OTHER_STEPS", 4)
+        yield
+
+
+@pytest.fixture(scope="module")
+def attacked(_quick: None, tmp_path_factory: pytest.TempPathFactory) -> tuple[pd.DataFrame, Path]:
+    """What was found in two models, and the folder."""
+    folder = tmp_path_factory.mktemp("attacked")
+    options = asked(BERT, GPT2, as_published=True, **ATTACKED)
+    return measured(worst_inputs.measure, folder, options), folder
+
+
+def units(folder: Path) -> pd.DataFrame:
+    kept = [json.loads(path.read_text()) for path in (folder / "units").iterdir()]
+    return pd.DataFrame([{**unit["key"], **row} for unit in kept for row in unit["rows"]])
+
+
+def _clusters(query: Tensor, key: Tensor, bias: Tensor, radius: float, n: int) -> list[Tensor]:
+    """The paper's tokens for u and for −u, from numpy's eigenvectors; a bias is what tells them apart."""
+    a = (key.T @ query / math.sqrt(len(key))).numpy()
+    values, vectors = np.linalg.eig(a)
+    real = np.flatnonzero(np.abs(values.imag) < 1e-9)
+    low, high = real[values[real].real.argmin()], real[values[real].real.argmax()]
+    half = values[high].real / 8 >= -values[low].real
+    u = torch.from_numpy(vectors[:, high if half else low].real.copy())
+    u = radius * u / u.norm()
+    light = 0.5 if half else -1.0
+    return [torch.stack([sign * u, *[light * sign * u] * (n - 1)]) for sign in (1, -1)]
+
+
+def _check_published(head: SelfAttention, tokens: list[Tensor], value: float) -> None:
+    """The published iteration gives the root of |Jᵀ f(X)|."""
+    roots = []
+    for x in tokens:
+        image, pull_back = torch.func.vjp(head, x)
+        roots.append(float(pull_back(image)[0].norm()) ** 0.5)
+    assert min(abs(value / root - 1) for root in roots) < 1e-4
+
+
+def _check_constant(head: SelfAttention, tokens: list[Tensor], value: float) -> None:
+    assert min(abs(value / dense_norm(head, x) - 1) for x in tokens) < 1e-4
+
+
+def test_the_papers_tokens_have_the_constant_of_the_dense_jacobian(
+    attacked: tuple[pd.DataFrame, Path],
+) -> None:
+    with Store.open(attacked[1] / "studies" / "bert--layer-01", write=False) as store:
+        longest = float(store.table(Measurement)["radius_max"].max())
+    rows = units(attacked[1])
+    rows = rows[rows["model"] == "bert"]
+    assert set(rows["ball"]) == {repr(longest)}
+    assert "wrong slices" not in set(rows["kind"])
+    part = tiny("bert").encoder.layer[1].attention.self
+    for h in (0, 2):
+        query, key, value, bias = bert_head(1, h)
+        shift = part.value.bias[6 * h : 6 * (h + 1)].detach().double()
+        head = SelfAttention(
+            query[None], key[None], value[None], query_bias=bias[None], value_bias=shift[None]
+        )
+        own = rows[(rows["head"] == h) & (rows["n"] == 4)]
+        tokens = _clusters(query, key, bias, longest, 4)
+        _check_constant(head, tokens, own[own["kind"] == "paper"]["value"].item())
+        _check_published(head, tokens, own[own["kind"] == "as published"]["value"].item())
+
+
+def test_the_published_tokens_of_gpt2_are_those_of_rows_instead_of_columns(
+    attacked: tuple[pd.DataFrame, Path],
+) -> None:
+    rows, radius = units(attacked[1]), attacked[0].set_index("model").loc["gpt2", "R"].iloc[0]
+    fused = tiny("gpt2").h[1].attn.c_attn
+    weight, bias = fused.weight.detach().double(), fused.bias.detach().double()
+    columns = [weight[:, 24 * part : 24 * (part + 1)] for part in range(3)]
+    for h in (0, 3):
+        place = slice(6 * h, 6 * (h + 1))
+        query, key, value = (part[:, place].T for part in columns)
+        head = SelfAttention(
+            query[None], key[None], value[None], query_bias=bias[place][None],
+            value_bias=bias[48:][place][None], causal=True,
+        )  # fmt: skip
+        of = (rows["model"] == "gpt2") & (rows["head"] == h) & (rows["n"] == 4)
+        own = rows[of & rows["kind"].isin(["paper", "wrong slices", "as published"])].set_index("kind")[
+            "value"
+        ]
+        wrong = _clusters(columns[0][place], columns[1][place], bias[place], radius, 4)
+        _check_constant(head, wrong, own["wrong slices"])
+        _check_constant(head, _clusters(query, key, bias[place], radius, 4), own["paper"])
+        _check_published(head, wrong, own["as published"])
+        assert abs(own["wrong slices"] / own["paper"] - 1) > 1e-3
+
+
+def test_bounds_and_constants_are_in_order(attacked: tuple[pd.DataFrame, Path]) -> None:
+    rows = units(attacked[1])
+    for _, part in rows[rows["head"] == 0].groupby(["model", "ball", "n"]):
+        of = part.groupby("kind")
+        upper = of.get_group("upper")["log_value"].item()
+        found, paper = (of.get_group(kind).set_index("head")["value"][0] for kind in ("search", "paper"))
+        assert paper * (1 - 1e-3) <= found
+        assert math.log(found) <= upper
+        assert upper <= of.get_group("theirs")["log_value"].item()
+
+
+def test_the_worst_inputs_are_drawn_and_told(attacked: tuple[pd.DataFrame, Path]) -> None:
+    finding = shown(WORST_INPUTS, *attacked)
+    table = finding.tables[0][1]
+    assert table["n"].tolist() == [4, 40] * 2
+    # Beyond the model's positions there is no text, but the map is the same.
+    assert table["text, median"].isna().tolist() == [False, True] * 2
+    assert (table["largest found"] <= table["at most"]).all()
+    assert (table["largest found"] >= table["paper's tokens"]).all()
+    assert len(finding.pictures) == 2
+    assert len(finding.seen) == 4
+    ratios = table["largest found"] / table["paper's tokens"]
+    for place, words in ((0, finding.seen[0]), (2, finding.seen[2])):
+        low, high = sorted(ratios[place : place + 2])
+        assert f"is {low:.3g} to {high:.3g} times that at the paper's tokens" in words
+    assert "Theorem E.3 is" in finding.seen[0]
+    assert "as published: the published iteration" in finding.seen[1]
+    assert "sliced along the wrong axis" in finding.seen[3]
+
+
+def test_the_published_items_are_shown_if_they_were_asked_for_last(
+    attacked: tuple[pd.DataFrame, Path],
+) -> None:
+    found, folder = attacked
+    before = sorted((folder / "units").iterdir())
+    again = measured(worst_inputs.measure, folder, asked(BERT, **ATTACKED), never)
+    assert sorted((folder / "units").iterdir()) == before
+    assert again["as published"].isna().all()
+    published = ["wrong slices", "as published", "unsettled"]
+    before = found[found["model"] == "bert"]
+    pd.testing.assert_frame_equal(again.drop(columns=published), before.drop(columns=published))
+
+
+def test_lengths_size_the_search_and_an_interruption_keeps_finished_balls(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(worst_inputs, "RADII", (5.0,))
+    options = asked(BERT, **ATTACKED | {"lengths": (4,)})
+    whole = measured(worst_inputs.measure, tmp_path / "whole", options, counting(calls := []))
+    planned = len(calls)
+    assert len(list((tmp_path / "whole" / "units").iterdir())) == len(whole) == 2
+    with pytest.raises(KeyboardInterrupt):
+        measured(worst_inputs.measure, tmp_path / "part", options, counting([], stop=planned - 1))
+    assert len(list((tmp_path / "part" / "units").iterdir())) == 1
+    again = measured(worst_inputs.measure, tmp_path / "part", options, counting(calls := []))
+    assert len(calls) == 5  # four heads at the paper's tokens, and one at the worst tokens found
+    pd.testing.assert_frame_equal(whole, again)
+
+
+def test_what_did_not_converge_is_left_out_and_counted() -> None:
+    rows = pd.DataFrame(
+        [
+            {"n": 8, "kind": "paper", "name": "two_cluster", "head": 0, "value": 3.0, "converged": True},
+            {"n": 8, "kind": "paper", "name": "two_cluster", "head": 1, "value": 5.0, "converged": True},
+            {"n": 8, "kind": "paper", "name": "two_cluster", "head": 2, "value": 99.0, "converged": False},
+            {"n": 8, "kind": "search", "name": "atoms", "head": 1, "value": 77.0, "converged": False},
+            {
+                "n": 8,
+                "kind": "search",
+                "name": "two_heavy_tokens",
+                "head": 1,
+                "value": 7.0,
+                "converged": True,
+            },
+            {
+                "n": 8,
+                "kind": "search",
+                "name": "of another head",
+                "head": 0,
+                "value": 50.0,
+                "converged": True,
+            },
+            {"n": 8, "kind": "upper", "name": "a", "head": 0, "log_value": 3.0},
+            {"n": 8, "kind": "theirs", "name": "theorem_3_3", "head": 0, "log_value": 4.0},
+        ]
+    )
+    text = pd.DataFrame({"head": [0, 1], "lipschitz": [1.0, 2.0]})
+    row = side_by_side(rows, text, 1)
+    assert (row["paper"], row["paper median"], row["paper high"]) == (5.0, 4.0, 5.0)
+    assert (row["found"], row["found by"]) == (7.0, "two_heavy_tokens")
+    assert (row["text median"], row["text own"], row["text high"]) == (1.5, 2.0, 2.0)
+    assert row["unsettled"] == 2
+    assert math.isnan(row["wrong slices"])
+
+
+def test_rotary_heads_have_the_search_the_text_and_the_bound(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(worst_inputs, "RADII", ())
+    options = asked(LLAMA, **ATTACKED | {"lengths": (4, 40)})
+    rows = measured(worst_inputs.measure, tmp_path, options)
+    assert rows["n"].tolist() == [4]  # rotary positions are known for the model's lengths alone
+    assert rows["paper"].isna().all()
+    assert rows["theorem"].isna().all()
+    assert (rows["found"] >= rows["text own"]).all()
+    assert (np.log(rows["found"]) <= rows["upper"]).all()
+    finding = shown(WORST_INPUTS, rows, tmp_path)
+    assert "the paper's tokens" not in " ".join(finding.seen)
+    assert "times howsmooth's bound" in finding.seen[0]
+    with pytest.raises(ArgumentError, match="lengths of at most"):
+        measured(worst_inputs.measure, tmp_path, asked(LLAMA, **ATTACKED | {"lengths": (40,)}))
