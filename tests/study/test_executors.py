@@ -25,7 +25,7 @@ from howsmooth.study import runner
 from howsmooth.study.execution_options import Execution
 from howsmooth.study.executors import threads_each
 from howsmooth.study.measurement_run import _with_memory_shared
-from howsmooth.study.open_study import opened_study
+from howsmooth.study.prepared_study import prepared_study
 from howsmooth.study.runner import Means, _sendable
 from howsmooth.study.tasks.lipschitz_constants import constants_left
 from tests._spread import FOLDER, dies_once_after_five, noted, spread_tools
@@ -326,7 +326,7 @@ def test_an_error_that_cannot_travel_comes_as_words() -> None:
 
 
 def test_a_task_travels_with_its_sequences_and_without_the_text(tmp_path: Path) -> None:
-    with installed(make_tools()[0]), opened_study(make_plan(lengths=(4,)), tmp_path) as study:
+    with installed(make_tools()[0]), prepared_study(make_plan(lengths=(4,)), tmp_path) as study:
         task = constants_left(study).tasks[0].packed()
         again = pickle.loads(pickle.dumps(task))
     assert task.subject.starts

@@ -20,9 +20,9 @@ from matplotlib.colors import Normalize
 from matplotlib.figure import Figure
 
 from howsmooth.errors import StoreError
-from howsmooth.study.figures import measurements, style
+from howsmooth.study.figures import measurements
+from howsmooth.study.figures.drawing import add_colourbar, linear_ticks, log_ticks
 from howsmooth.study.figures.layer_panels import draw_overview, parts_of
-from howsmooth.study.figures.style import add_colourbar, linear_ticks, log_ticks
 from howsmooth.study.measurement_outputs import Outputs, write_outputs
 from howsmooth.study.plans import ModelSpec
 from howsmooth.study.ranges import Ranges
@@ -133,7 +133,7 @@ def test_only_figures_that_change_are_drawn_again(tmp_path: Path, monkeypatch: p
     def saved(figure: Any, folder: Path, stem: str, *more: str) -> Any:
         drawn.append(stem.removeprefix("small--prose--attention--"))
         empty = Figure((1, 1))  # which is drawn at once
-        return style.save(empty, folder, stem, *more)
+        return drawing.save(empty, folder, stem, *more)
 
     monkeypatch.setattr(measurements, "save", saved)
     run(make_plan(), tmp_path, make_tools()[0])

@@ -214,8 +214,8 @@ class TwoSequenceMap(abc.ABC):
 
 
 class _OneArgument:
-    """A map of two sequences as a function of one argument (tokens, memory or both), with the rest held
-    fixed.
+    """A map of two sequences as a function of the tokens, of the memory, or of both concatenated, with the
+    rest held fixed.
     """
 
     def __init__(self, f: TwoSequenceMap, side: str, x: Tensor, memory: Tensor) -> None:

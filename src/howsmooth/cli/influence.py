@@ -113,7 +113,7 @@ def influence(
     from howsmooth.cli.terminal_output import as_json, counted
     from howsmooth.profiling import influence as measured
     from howsmooth.profiling.model_input import given_inputs
-    from howsmooth.study.figures.style import save
+    from howsmooth.study.figures.drawing import save
     from howsmooth.study.file_writing import check_parquet, writable_folder, write_parquet, write_table
     from howsmooth.study.records import plain_rows
     from howsmooth.study.text_formatting import place_in_words

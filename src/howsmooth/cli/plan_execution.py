@@ -17,8 +17,8 @@ from howsmooth.study.text_formatting import encodable, readable
 
 if TYPE_CHECKING:
     from howsmooth.study.execution_options import Execution
-    from howsmooth.study.open_study import OpenStudy
     from howsmooth.study.plans import Plan
+    from howsmooth.study.prepared_study import PreparedStudy
     from howsmooth.study.progress_listener import Listener
     from howsmooth.study.runner import Means
     from howsmooth.study.tasks.task import Work
@@ -88,7 +88,7 @@ def means_of(execution: Execution, display: Listener, *, keep_going: bool = Fals
         yield Means(display, as_typed(), keep_going, pool, threads_each(pool, execution.threads))
 
 
-def _beside(plan: Plan) -> list[Callable[[OpenStudy], Work]]:
+def _beside(plan: Plan) -> list[Callable[[PreparedStudy], Work]]:
     """Return a list with one function, which finds the missing values of the published code; return an empty
     list if the plan does not ask for these values.
     """

@@ -1,5 +1,6 @@
-"""The memory that each process needs for its part of a long sequence, divided between gathered keys and the
-Krylov basis.
+"""Estimates of the memory that each process needs for its part of a long sequence.
+
+A given budget is divided between keys gathered from other processes and the Krylov basis.
 """
 
 from __future__ import annotations
@@ -35,9 +36,6 @@ class Room:
 
     All processes use the same division. It consists of the number of heads gathered at a time, the number of
     vectors in the Krylov basis, and the dtype of that basis.
-
-    It consists of the number of heads gathered at a time, the number of vectors in the Krylov basis, and the
-    dtype of that basis.
     """
 
     heads_together: int

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from howsmooth.nn.certificates.evaluation import Evaluation, evaluate
     from howsmooth.nn.certificates.model_bound import certify
     from howsmooth.nn.deployment import deploy
-    from howsmooth.nn.module import LipschitzModule
+    from howsmooth.nn.lipschitz_module import LipschitzModule
     from howsmooth.nn.monitoring.lightning import lightning_callback
     from howsmooth.nn.monitoring.logging import log_to_mlflow, log_to_trackio, log_to_wandb
     from howsmooth.nn.monitoring.monitor import LipschitzMonitor

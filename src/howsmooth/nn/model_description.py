@@ -23,7 +23,7 @@ from torch.nn.utils import parametrizations, parametrize
 from torch.overrides import TorchFunctionMode
 
 from howsmooth.errors import ArgumentError, HowsmoothError
-from howsmooth.nn.module import LipschitzModule
+from howsmooth.nn.lipschitz_module import LipschitzModule
 
 __all__ = ["DescriptionError", "KnownClasses", "LimitedMemory", "build", "describe"]
 

@@ -268,8 +268,8 @@ def _built(tree: Any, known: KnownClasses, tensors: Mapping[str, Tensor]) -> nn.
 
 
 def _check_tensors(model: nn.Module, tensors: Mapping[str, Tensor]) -> None:
-    """Raise DescriptionError unless ``tensors`` have the names, shapes and kinds of the tensors of
-    the model.
+    """Raise DescriptionError unless ``tensors`` have the names and shapes of the model's tensors, and are
+    floating-point where those are.
     """
     made = _tensors(model)
     for name in sorted({*made, *tensors}):

@@ -24,7 +24,7 @@ from howsmooth.paper.model_with_texts import PreparedModel, columns
 from howsmooth.paper.plotting import Curve, Panel
 from howsmooth.paper.published_code import c_3_as_coded
 from howsmooth.paper.row_cache import Row
-from howsmooth.study.figures.style import literal
+from howsmooth.study.figures.drawing import literal
 from howsmooth.study.measured_models import Subject
 from howsmooth.study.text_formatting import readable
 

@@ -26,7 +26,7 @@ from howsmooth.paper.figure_dataclasses import Figure, FigureContext, Finding
 from howsmooth.paper.model_with_texts import MODELS, PreparedModel, bilinear, usual_length
 from howsmooth.paper.plotting import Curve, Panel
 from howsmooth.paper.row_cache import Row
-from howsmooth.study.figures.style import literal
+from howsmooth.study.figures.drawing import literal
 from howsmooth.study.measured_models import Subject
 from howsmooth.study.ranges import Ranges
 from howsmooth.study.text_formatting import decimal, readable

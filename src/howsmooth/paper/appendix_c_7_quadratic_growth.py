@@ -38,7 +38,7 @@ from howsmooth.paper.reproduce_options import FigureOptions
 from howsmooth.paper.row_cache import Key, Row
 from howsmooth.seeds import derive_seed
 from howsmooth.study.exponents import fit_exponent
-from howsmooth.study.figures.style import literal
+from howsmooth.study.figures.drawing import literal
 from howsmooth.study.text_formatting import decimal, readable
 
 __all__ = [
@@ -88,8 +88,8 @@ class Balanced:
         return radius * signs[:, None] * self.u
 
     def formula(self, n: int, radius: float) -> float:
-        """Compute a lower bound on ‖D_X f‖: the norm of the block of the Jacobian that belongs to the last
-        token.
+        """Compute a lower bound on ‖D_X f‖ at the tokens of Appendix C.7: the norm of the diagonal block
+        ∂y_n/∂x_n of the last token.
 
         The norm is ‖V(I/n + (m/n)R² u(Aᵀu)ᵀ)‖, where m of the n tokens are ±Ru. For A = γI, V = I and odd n
         it is 1/n + γR²(n−1)/n.

@@ -20,7 +20,7 @@ from howsmooth.paper.growth_with_length import Growth, growths
 from howsmooth.paper.model_with_texts import PreparedModel, loaded
 from howsmooth.paper.plotting import Curve, Panel, fitted
 from howsmooth.paper.row_cache import Row
-from howsmooth.study.figures.style import literal
+from howsmooth.study.figures.drawing import literal
 from howsmooth.study.measured_models import Subject, layer_and_head_counts
 from howsmooth.study.plans import ModelSpec
 from howsmooth.study.ranges import Ranges

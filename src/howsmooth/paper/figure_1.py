@@ -18,7 +18,7 @@ from howsmooth.paper.growth_with_length import Growth, growths
 from howsmooth.paper.model_with_texts import PreparedModel, columns
 from howsmooth.paper.plotting import Curve, Panel, fitted
 from howsmooth.study.exponents import QUARTER, Exponent
-from howsmooth.study.figures.style import COLOURS, literal, set_bar_ticks
+from howsmooth.study.figures.drawing import COLOURS, literal, set_bar_ticks
 from howsmooth.study.text_formatting import readable
 
 __all__ = ["FIGURE_1", "measure", "result_sentences", "show"]

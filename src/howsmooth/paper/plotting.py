@@ -17,7 +17,7 @@ from matplotlib.ticker import FuncFormatter, MaxNLocator
 
 from howsmooth.paper.row_cache import writing
 from howsmooth.study.exponents import Exponent
-from howsmooth.study.figures.style import GREY, new_figure, save, set_axis
+from howsmooth.study.figures.drawing import GREY, new_figure, save, set_axis
 
 __all__ = [
     "BLACK",

@@ -28,7 +28,7 @@ Row = dict[str, Any]
 
 @contextmanager
 def writing(folder: Path) -> Iterator[None]:
-    """Create a folder, and raise a StoreError for each error of writing in the ``with`` block."""
+    """Create a folder, and convert an OSError of the ``with`` block to a StoreError."""
     with written_beside(folder, "finished measurements"):
         folder.mkdir(parents=True, exist_ok=True)
         yield

@@ -39,7 +39,7 @@ from howsmooth.paper.published_code import has_fused_weight, power_iteration, wr
 from howsmooth.paper.row_cache import Key, Row
 from howsmooth.seeds import derive_seed
 from howsmooth.study.exponents import Exponent, fit_exponent
-from howsmooth.study.figures.style import literal
+from howsmooth.study.figures.drawing import literal
 from howsmooth.study.text_formatting import file_stem, readable
 
 __all__ = ["RADII", "WORST_INPUTS", "measure", "show", "side_by_side"]

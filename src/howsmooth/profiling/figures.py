@@ -16,7 +16,7 @@ from matplotlib.colors import Normalize
 from matplotlib.figure import Figure
 from matplotlib.ticker import FixedLocator, MaxNLocator
 
-from howsmooth.study.figures.style import (
+from howsmooth.study.figures.drawing import (
     COLOURS,
     GREY,
     STYLE,

@@ -17,7 +17,7 @@ import pandas as pd
 from markupsafe import Markup
 from matplotlib.figure import Figure
 
-from howsmooth.study.figures.style import save
+from howsmooth.study.figures.drawing import save
 from howsmooth.study.file_writing import (
     csv_of,
     replace_file,

@@ -332,8 +332,9 @@ class _Members:
         self.converged[some] = width <= self._rtol * self.sigma[some]
 
     def finished(self, some: Int[np.ndarray, " some"], k: int) -> Bool[np.ndarray, " some"]:
-        """Return for each of the maps ``some`` whether its Lanczos run ends with step ``k``, and store the
-        number of steps.
+        """Return, for the maps with the indices ``some``, whether each ends its Lanczos run at step ``k``.
+
+        A run ends when it has converged or broken down, or has no steps left; its number of steps is stored.
         """
         done: np.ndarray = self.converged[some] | self.broke_down[some] | (k == self._steps_allowed)
         self.steps[some[done]] = k

@@ -14,7 +14,7 @@ import pandas as pd
 
 from howsmooth.study.exponents import Exponent, fitted_groups
 from howsmooth.study.figures import draw_attacks
-from howsmooth.study.figures.style import Files
+from howsmooth.study.figures.drawing import Files
 from howsmooth.study.file_writing import write_table, written_beside
 from howsmooth.study.progress_listener import SILENT, Listener
 from howsmooth.study.records import ATTACK, ATTACK_KINDS, ATTACK_PLACE, Attack

@@ -17,8 +17,8 @@ import torch
 
 from howsmooth.memory import memory_budget
 from howsmooth.study.executors import workers_of
-from howsmooth.study.open_study import OpenStudy, opened_study
 from howsmooth.study.plans import Plan
+from howsmooth.study.prepared_study import PreparedStudy, prepared_study
 from howsmooth.study.progress_listener import Outcome
 from howsmooth.study.records import Measurement
 from howsmooth.study.runner import Means, Runner
@@ -35,7 +35,7 @@ def run(
     folder: str | os.PathLike[str],
     means: Means | None = None,
     *,
-    beside: Sequence[Callable[[OpenStudy], Work]] = (),
+    beside: Sequence[Callable[[PreparedStudy], Work]] = (),
 ) -> Outcome:
     """Measure the constants that a plan asks for, and write them to the store in ``folder``. Stored
     measurements are not repeated.
@@ -59,7 +59,7 @@ def run(
     means = means or Means()
     means.listener.phase("Reading texts and models" if plan.texts else "Reading inputs and models")
     plan = _with_memory_shared(plan, means)
-    with opened_study(plan, folder, keep_going=means.keep_going, models=means.models) as study:
+    with prepared_study(plan, folder, keep_going=means.keep_going, models=means.models) as study:
         # List all work first: impossible work is then refused before the store is created.
         constants = constants_left(study)
         if means.executor is None:  # workers take one length each, so that all of them have work

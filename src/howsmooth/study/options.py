@@ -238,7 +238,7 @@ def _plain(value: Any) -> Any:
 
 
 def whole(least: int, most: int | None = None) -> Kind:
-    """Return the kind of option that accepts whole numbers from ``least`` to ``most``."""
+    """Return the :class:`Kind` of an option that accepts whole numbers from ``least`` to ``most``."""
 
     def read(name: str, value: Any) -> int:
         # In Python, True is an instance of int.
@@ -254,7 +254,7 @@ def whole(least: int, most: int | None = None) -> Kind:
 
 
 def number(*, positive: bool = False, among: Sequence[str] = ()) -> Kind:
-    """Return the kind of option that accepts numbers.
+    """Return the :class:`Kind` of an option that accepts numbers.
 
     With ``positive``, they must be finite and above zero. The words ``among`` are accepted too.
     """
@@ -282,7 +282,7 @@ def number(*, positive: bool = False, among: Sequence[str] = ()) -> Kind:
 
 
 def flag() -> Kind:
-    """Return the kind of option that is true or false."""
+    """Return the :class:`Kind` of an option that is true or false."""
 
     def read(name: str, value: Any) -> bool:
         if not isinstance(value, bool):
@@ -293,7 +293,7 @@ def flag() -> Kind:
 
 
 def words(*, place: bool = False) -> Kind:
-    """Return the kind of option that accepts non-empty strings.
+    """Return the :class:`Kind` of an option that accepts non-empty strings.
 
     With ``place``, a string may be the path of a file or folder, and path objects are accepted too.
     """
@@ -308,7 +308,7 @@ def words(*, place: bool = False) -> Kind:
 
 
 def choice(*choices: str) -> Kind:
-    """Return the kind of option that accepts one of the strings ``choices``."""
+    """Return the :class:`Kind` of an option that accepts one of the strings ``choices``."""
 
     def read(name: str, value: Any) -> str:
         if value not in choices:
@@ -324,7 +324,7 @@ def choice(*choices: str) -> Kind:
 
 
 def path() -> Kind:
-    """Return the kind of option that accepts the path of a file or a folder."""
+    """Return the :class:`Kind` of an option that accepts the path of a file or a folder."""
     plain = words(place=True)
 
     def read(name: str, value: Any) -> Path:
@@ -334,7 +334,7 @@ def path() -> Kind:
 
 
 def size() -> Kind:
-    """Return the kind of option that accepts a size in bytes, such as ``"8GiB"``."""
+    """Return the :class:`Kind` of an option that accepts a size in bytes, such as ``"8GiB"``."""
 
     def read(name: str, value: Any) -> int:
         if not isinstance(value, str):
@@ -348,12 +348,12 @@ def size() -> Kind:
 
 
 def selection() -> Kind:
-    """Return the kind of option that accepts a selection of layers or heads, such as ``"0,-1"``."""
+    """Return the :class:`Kind` of an option that accepts layers or heads, such as ``"0,-1"``."""
     return Kind(str, Ranges.read)
 
 
 def token_counts(least: int = 1) -> Kind:
-    """Return the kind of option that accepts lengths of sequences, each at least ``least`` tokens."""
+    """Return the :class:`Kind` of an option that accepts sequence lengths of at least ``least`` tokens."""
 
     def read(name: str, value: Any) -> tuple[int, ...]:
         if isinstance(value, Sequence) and not value:
@@ -367,7 +367,7 @@ def token_counts(least: int = 1) -> Kind:
 
 
 def several(one: Kind, *, once: bool = True) -> Kind:
-    """Return the kind of option that accepts a list of values, each of the kind ``one``.
+    """Return the :class:`Kind` of an option that accepts a list of values, each of the kind ``one``.
 
     With ``once``, a repeated value is refused.
     """
@@ -383,7 +383,7 @@ def several(one: Kind, *, once: bool = True) -> Kind:
 
 
 def some_of(*choices: str, elsewhere: Mapping[str, str]) -> Kind:
-    """Return the kind of option that accepts some of ``choices``, separated by commas or in a list, or "all".
+    """Return the :class:`Kind` of an option that accepts some of ``choices``, in any form of list, or "all".
 
     The field stores a comma-separated string.
 

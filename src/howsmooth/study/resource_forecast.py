@@ -27,8 +27,8 @@ from howsmooth.attention import SelfAttention
 from howsmooth.batching import footprint
 from howsmooth.memory import memory_budget
 from howsmooth.scopes import ATTENTION_SCOPES
-from howsmooth.study.open_study import OpenStudy, opened_study
 from howsmooth.study.plans import Plan
+from howsmooth.study.prepared_study import PreparedStudy, prepared_study
 from howsmooth.study.tasks.bounds import SHARE, BoundsTask
 from howsmooth.study.tasks.lipschitz_constants import ConstantsTask, constants_left
 from howsmooth.study.tasks.task import Failed, SequenceTask, Task
@@ -160,7 +160,7 @@ def forecast(plan: Plan, folder: str | os.PathLike[str], *, keep_going: bool = F
 
     """
     began = time.monotonic()
-    with opened_study(plan, folder, write=False, keep_going=keep_going) as study:
+    with prepared_study(plan, folder, write=False, keep_going=keep_going) as study:
         preparing = time.monotonic() - began
         left = constants_left(study)
         groups: dict[tuple[str, str, str], list[ConstantsTask]] = {}
@@ -207,7 +207,7 @@ class _Trial:
     All tasks are left to do, and belong to one model, text and scope.
     """
 
-    def __init__(self, study: OpenStudy, tasks: Sequence[ConstantsTask]) -> None:
+    def __init__(self, study: PreparedStudy, tasks: Sequence[ConstantsTask]) -> None:
         self._study = study
         self._tasks = tasks
         self._task_times = TaskTimes()

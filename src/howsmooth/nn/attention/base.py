@@ -27,7 +27,7 @@ from howsmooth.errors import ArgumentError, HowsmoothError, NonFiniteError
 from howsmooth.nn.attention.accepted_masks import Masking
 from howsmooth.nn.attention.output_divisor import CachedNumber, divided, log_value
 from howsmooth.nn.checks import check_placement, require
-from howsmooth.nn.module import LipschitzModule
+from howsmooth.nn.lipschitz_module import LipschitzModule
 from howsmooth.nn.upward_rounding import rounded_up
 
 __all__ = ["LipschitzAttention", "Weights", "positive"]

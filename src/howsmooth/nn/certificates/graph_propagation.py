@@ -23,7 +23,7 @@ from howsmooth.nn.attention.softmax import SoftmaxAttention
 from howsmooth.nn.certificates.module_propagation import Row, Walk, kind_of, refusal, walk
 from howsmooth.nn.certificates.torch_module_constants import rule_of
 from howsmooth.nn.checks import check_ball
-from howsmooth.nn.module import LipschitzModule
+from howsmooth.nn.lipschitz_module import LipschitzModule
 from howsmooth.nn.parts.embedding_and_pooling import Patches
 from howsmooth.nn.parts.self_attention_block import SelfAttentionBlock
 from howsmooth.nn.upward_rounding import norm_above, rounded_up, times

@@ -18,7 +18,7 @@ from howsmooth.errors import ArgumentError, CertificateError, NonFiniteError
 from howsmooth.nn.attention.base import LipschitzAttention
 from howsmooth.nn.certificates.torch_module_constants import Reach, rule_of
 from howsmooth.nn.checks import check_ball, check_length
-from howsmooth.nn.module import LipschitzModule
+from howsmooth.nn.lipschitz_module import LipschitzModule
 from howsmooth.nn.upward_rounding import rounded_up, upper_bound
 
 __all__ = ["REWRITINGS", "Composite", "Row", "Walk", "has_rules", "walk"]

@@ -9,7 +9,7 @@ from torch import Tensor
 from howsmooth.bounds import Bound
 from howsmooth.errors import ArgumentError
 from howsmooth.nn.checks import check_ball, check_length, check_size, check_tokens
-from howsmooth.nn.module import LipschitzModule
+from howsmooth.nn.lipschitz_module import LipschitzModule
 from howsmooth.nn.upward_rounding import upper_bound
 
 __all__ = ["GroupSort", "MaxMin"]

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from howsmooth.bounds import Bound
 from howsmooth.errors import ArgumentError
 from howsmooth.nn.checks import check_ball, check_length, check_placement, check_size, check_tokens
-from howsmooth.nn.module import LipschitzModule
+from howsmooth.nn.lipschitz_module import LipschitzModule
 from howsmooth.nn.parts.norms import norm_with_one
 from howsmooth.nn.upward_rounding import norm_above, rounded_up, upper_bound
 

@@ -13,7 +13,7 @@ from torch.nn.utils import parametrizations
 from howsmooth.bounds import Bound
 from howsmooth.errors import ArgumentError
 from howsmooth.nn.checks import check_ball, check_length, check_placement, check_size, check_tokens
-from howsmooth.nn.module import LipschitzModule
+from howsmooth.nn.lipschitz_module import LipschitzModule
 from howsmooth.nn.upward_rounding import norm_above, rounded_up, times, upper_bound
 
 __all__ = ["OrthogonalLinear", "SpectralLinear"]

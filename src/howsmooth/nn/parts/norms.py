@@ -13,7 +13,7 @@ from howsmooth.attention import LayerNorm, RMSNorm
 from howsmooth.bounds import Bound, norm_radius
 from howsmooth.errors import ArgumentError
 from howsmooth.nn.checks import check_ball, check_length, check_placement, check_size, check_tokens
-from howsmooth.nn.module import LipschitzModule
+from howsmooth.nn.lipschitz_module import LipschitzModule
 from howsmooth.nn.upward_rounding import norm_above, rounded_up, upper_bound
 
 __all__ = ["CenterNorm", "LipschitzLayerNorm", "LipschitzRMSNorm", "norm_with_one"]

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from howsmooth.bounds import Bound
 from howsmooth.errors import ArgumentError
-from howsmooth.nn.module import LipschitzModule
+from howsmooth.nn.lipschitz_module import LipschitzModule
 
 __all__ = ["SelfAttentionBlock"]
 

@@ -20,7 +20,7 @@ from howsmooth.paper.published_code import PublishedLayer, capture_layers, items
 from howsmooth.seeds import derive_seed
 from howsmooth.study.datasets import TextFeed
 from howsmooth.study.measured_models import Subject
-from howsmooth.study.open_study import OpenStudy
+from howsmooth.study.prepared_study import PreparedStudy
 from howsmooth.study.records import PublishedKey, PublishedValue, Row, quantities
 from howsmooth.study.tasks.lipschitz_constants import batch_size, start_seed
 from howsmooth.study.tasks.task import Failed, Found, SequenceTask, Work, each_if_not_all
@@ -112,7 +112,7 @@ class PublishedTask(SequenceTask):
         )
 
 
-def published_left(items: Sequence[str] | None) -> Callable[[OpenStudy], Work]:
+def published_left(items: Sequence[str] | None) -> Callable[[PreparedStudy], Work]:
     """Return a function that lists which values of the published code are still missing in the store (the
     file with all measurements) of a study.
 
@@ -120,7 +120,7 @@ def published_left(items: Sequence[str] | None) -> Callable[[OpenStudy], Work]:
     each model.
     """
 
-    def left(study: OpenStudy) -> Work:
+    def left(study: PreparedStudy) -> Work:
         tasks, kept, failed = [], 0, []
         for subject in study.subjects:
             try:
@@ -148,7 +148,7 @@ def published_left(items: Sequence[str] | None) -> Callable[[OpenStudy], Work]:
 
 
 def _wanted(
-    study: OpenStudy, subject: Subject, items: Sequence[str] | None
+    study: PreparedStudy, subject: Subject, items: Sequence[str] | None
 ) -> Sequence[tuple[int, str, str]]:
     """List the values of the published code to measure on one text, as triples (layer, name of the quantity,
     items).

@@ -19,8 +19,7 @@ from matplotlib.axes import Axes
 from matplotlib.lines import Line2D
 from matplotlib.ticker import FixedLocator
 
-from howsmooth.study.figures.layer_panels import Part, draw_overview, parts_of
-from howsmooth.study.figures.style import (
+from howsmooth.study.figures.drawing import (
     REFERENCE_SLOPES,
     Files,
     draw_each,
@@ -31,6 +30,7 @@ from howsmooth.study.figures.style import (
     save,
     set_axis,
 )
+from howsmooth.study.figures.layer_panels import Part, draw_overview, parts_of
 from howsmooth.study.progress_listener import Listener
 from howsmooth.study.text_formatting import file_stem, mask_in_words, readable
 

@@ -13,6 +13,7 @@ from matplotlib.animation import PillowWriter
 from matplotlib.collections import LineCollection
 from mpl_toolkits.mplot3d.art3d import Line3DCollection
 
+from howsmooth.study.figures.drawing import STYLE, literal, new_figure
 from howsmooth.study.figures.flows import (
     ELLIPSE,
     FlowView,
@@ -22,7 +23,6 @@ from howsmooth.study.figures.flows import (
     set_limits,
     shown_tokens,
 )
-from howsmooth.study.figures.style import STYLE, literal, new_figure
 from howsmooth.study.progress_listener import Listener
 
 __all__ = ["animate_flow"]

@@ -23,7 +23,7 @@ from matplotlib.lines import Line2D
 from matplotlib.ticker import MaxNLocator
 from mpl_toolkits.mplot3d.art3d import Line3DCollection
 
-from howsmooth.study.figures.style import GREY, STYLE, literal, new_figure, save
+from howsmooth.study.figures.drawing import GREY, STYLE, literal, new_figure, save
 
 __all__ = [
     "ELLIPSE", "FlowView", "cluster_colours", "draw_flow", "limits_of", "map_axis", "outline", "set_limits",

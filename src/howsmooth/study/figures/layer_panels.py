@@ -11,7 +11,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from howsmooth.study.exponents import Exponent, fitted_groups
-from howsmooth.study.figures.style import FIT_COLOUR, GREY, new_figure
+from howsmooth.study.figures.drawing import FIT_COLOUR, GREY, new_figure
 from howsmooth.study.text_formatting import decimal, place_in_words
 
 __all__ = ["Part", "draw_overview", "parts_of", "range_of_exponents"]

@@ -22,8 +22,7 @@ from matplotlib.colors import LogNorm, Normalize
 from matplotlib.figure import Figure
 from PIL import Image
 
-from howsmooth.study.figures.layer_panels import Part, draw_overview, parts_of, range_of_exponents
-from howsmooth.study.figures.style import (
+from howsmooth.study.figures.drawing import (
     COLOURS,
     STYLE,
     add_colourbar,
@@ -38,6 +37,7 @@ from howsmooth.study.figures.style import (
     set_axis,
     set_bar_ticks,
 )
+from howsmooth.study.figures.layer_panels import Part, draw_overview, parts_of, range_of_exponents
 from howsmooth.study.file_writing import csv_of
 from howsmooth.study.progress_listener import Listener
 from howsmooth.study.text_formatting import decimal, file_stem, kind_in_words, readable, unit_in_words

@@ -85,7 +85,7 @@ class System:
         return hashlib.sha256(self.origin.encode() + self.x.numpy().tobytes()).hexdigest()
 
     def identity(self) -> dict[str, Any]:
-        """Return the size of the tokens and the fingerprint, which identify the system in a store."""
+        """Return the number n and dimension d of the tokens, and the fingerprint of the system."""
         return {"n": self.x.shape[0], "d": self.x.shape[1], "fingerprint": self.fingerprint}
 
 

@@ -16,7 +16,7 @@ from howsmooth.bounds.bound import Quantity
 from howsmooth.bounds.bound_problem import Problem
 from howsmooth.errors import HowsmoothError
 from howsmooth.scopes import ATTENTION_SCOPES
-from howsmooth.study.open_study import OpenStudy
+from howsmooth.study.prepared_study import PreparedStudy
 from howsmooth.study.records import KEY_COLUMNS, Bounding, Measurement, Row, Run, SiteBound
 from howsmooth.study.store import Store
 from howsmooth.study.tasks.task import Failed, Found, SequenceTask, Work
@@ -164,7 +164,7 @@ def _cost(name: str, question: Problem) -> str:
     return f"left out: it takes long at more than {most} tokens{where}; howsmooth bound computes it"
 
 
-def bounds_left(study: OpenStudy) -> Work:
+def bounds_left(study: PreparedStudy) -> Work:
     """List the tasks that compute a study's missing bounds, from short sequences to long ones."""
     tasks: list[BoundsTask] = []
     kept = 0
@@ -193,7 +193,7 @@ def spent_on_bounds(store: Store) -> list[tuple[tuple[str, str, str], int, float
     ]
 
 
-def seconds_for_bounds(study: OpenStudy) -> float:
+def seconds_for_bounds(study: PreparedStudy) -> float:
     """Return how many seconds the bounds of a study may still take.
 
     By default, bounds may take a fifth of the time of the other work.

@@ -16,8 +16,8 @@ from howsmooth import lipschitz
 from howsmooth.scopes import CROSS_SCOPE, layers_of_scope
 from howsmooth.seeds import derive_seed
 from howsmooth.study.measured_models import Subject
-from howsmooth.study.open_study import OpenStudy
 from howsmooth.study.plans import Plan
+from howsmooth.study.prepared_study import PreparedStudy
 from howsmooth.study.records import KEY_COLUMNS, Measurement, Row, Sensitivity, SequenceRecord, keys_of
 from howsmooth.study.tasks.task import Failed, Found, SequenceTask, Work, each_if_not_all
 
@@ -171,7 +171,7 @@ def start_seed(
     )
 
 
-def constants_left(study: OpenStudy) -> Work:
+def constants_left(study: PreparedStudy) -> Work:
     """List the tasks that measure the constants missing in the store.
 
     They are ordered by model and input, then from short to long sequences.

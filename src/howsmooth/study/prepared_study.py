@@ -12,11 +12,11 @@ from howsmooth.study.plans import Plan
 from howsmooth.study.records import MEASURE, InputRecord
 from howsmooth.study.store import Store
 
-__all__ = ["OpenStudy", "opened_study"]
+__all__ = ["PreparedStudy", "prepared_study"]
 
 
 @dataclass(frozen=True, eq=False)
-class OpenStudy:
+class PreparedStudy:
     """A checked study that is ready to run: its plan, store, models and sequences.
 
     The study creates its store when it begins. ``impossible`` are the models and texts that were left out
@@ -40,14 +40,14 @@ class OpenStudy:
 
 
 @contextmanager
-def opened_study(
+def prepared_study(
     plan: Plan,
     folder: str | os.PathLike[str],
     *,
     write: bool = True,
     keep_going: bool = False,
     models: Models | None = None,
-) -> Iterator[OpenStudy]:
+) -> Iterator[PreparedStudy]:
     """Check that a plan can be carried out, and yield the study, ready to run.
 
     The models, the inputs and the store, if it exists, are checked. With ``keep_going``, models and texts
@@ -65,4 +65,4 @@ def opened_study(
         store.check(MEASURE, plan.settings())
         models, impossible = models or Models(plan), Impossible()
         subjects = checked_subjects(plan, models, impossible if keep_going else None, store)
-        yield OpenStudy(plan, store, models, subjects, impossible, keep_going)
+        yield PreparedStudy(plan, store, models, subjects, impossible, keep_going)
