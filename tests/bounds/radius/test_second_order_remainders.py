@@ -12,10 +12,10 @@ from torch import Tensor
 
 from howsmooth.bounds.radius import ACTIVATIONS, Attention, GatedFeedForward, Network, Norm, Stage
 from howsmooth.bounds.radius.ellipsoids import balls, ellipsoid_sum, half_widths, radii
+from howsmooth.bounds.radius.margin_expansion import SecondOrder
 from howsmooth.bounds.radius.packed_quadratic_forms import Pairs
-from howsmooth.bounds.radius.partial_jacobians import Errors, Source
+from howsmooth.bounds.radius.partial_jacobians import Errors, Step
 from howsmooth.bounds.radius.rounded_tensor import plain
-from howsmooth.bounds.radius.second_order_margin import SecondOrder
 from howsmooth.bounds.radius.second_order_remainders import AttentionErrors, GatedFeedForwardRemainder
 from howsmooth.bounds.radius.spectral_norm_bounds import (
     each_form_norm,
@@ -24,13 +24,13 @@ from howsmooth.bounds.radius.spectral_norm_bounds import (
     spectral_norm,
     weighted_norm,
 )
-from howsmooth.bounds.radius.third_order_margin import ThirdOrder
 from howsmooth.bounds.radius.third_order_remainders import CubicAttention, CubicGatedFeedForward, Expansion
 from tests.bounds.radius._networks import (
     ALL,
     Left,
     attention,
     decoder,
+    expanded,
     feed_forward,
     feed_forwards,
     gated_feed_forward,
@@ -58,10 +58,9 @@ CASES = [
 ]
 
 
-def expansion(order: int, network: Network, x: Tensor, tokens: list[int]) -> SecondOrder | ThirdOrder:
-    kind = {2: SecondOrder, 3: ThirdOrder}[order]
+def expansion(order: int, network: Network, x: Tensor, tokens: list[int]) -> SecondOrder:
     functional, offset = network.readout[0] - network.readout[1], network.offset[0] - network.offset[1]
-    return kind(network, x, moved(x, tokens), functional, float(offset))
+    return expanded(order, network, x, moved(x, tokens), functional, float(offset))
 
 
 def depth(vectors: Tensor, shapes: Tensor) -> Tensor:
@@ -94,7 +93,8 @@ def test_no_stage_leaves_out_more_than_its_bound(
     order: int, network: Network, x: Tensor, tokens: list[int], epsilon: float
 ) -> None:
     found = expansion(order, network, x, tokens)
-    stated = found.bounds(epsilon)
+    bounds = found.bounds(epsilon)
+    stated = bounds.stages
     g = torch.Generator().manual_seed(7)
     k = found.first.gradient.shape[0]
     pairs = Pairs(k)
@@ -125,6 +125,11 @@ def test_no_stage_leaves_out_more_than_its_bound(
                 assert float(inside.max()) <= 1 + 1e-6, name
                 assert float(in_margin(left, delta, stage)) <= float(bound.margin) * (1 + 1e-9) + 1e-13, name
                 closest[stage] = torch.maximum(closest[stage], inside.max().sqrt())
+            if order == 2:
+                states = network.states(x + torch.einsum("ndk,k->nd", found.first.tangents[0], delta))
+                every = zip(states, found.first.states, found.first.tangents, bounds.errors, strict=True)
+                for state, base, tangent, shape in every:
+                    assert float(depth(state - base - tangent @ delta, shape).max()) <= 1 + 1e-6
     assert float(closest.max()) > 0.05  # the bounds are not idle
 
 
@@ -173,7 +178,7 @@ def test_the_remainder_of_a_norm_is_nearly_attained(centred: bool) -> None:
     x = normal(g, 1, 4)
     found = expansion(2, network, x, [0])
     epsilon = 0.02
-    (left,) = found.bounds(epsilon)
+    (left,) = found.bounds(epsilon).stages
     vector = longest(left.shape)
 
     def size(delta: Tensor) -> Tensor:
@@ -190,7 +195,7 @@ def test_the_remainder_of_one_neuron_is_nearly_attained(order: int) -> None:
     network = Network((Stage("neuron", layer, ALL),), normal(g, 2, 1, 1), torch.zeros(2, dtype=torch.float64))
     x = normal(g, 1, 1)
     found = expansion(order, network, x, [0])
-    ((shape, margin),) = found.bounds(0.05)
+    ((shape, margin),) = found.bounds(0.05).stages
     vector = longest(shape)
     both = [
         left_out(network, found.first, order == 3, torch.tensor([s * 0.05], dtype=x.dtype))[0]
@@ -209,7 +214,7 @@ def test_the_remainder_of_a_kink_is_attained(order: int) -> None:
     network = Network((Stage("neuron", layer, ALL),), normal(g, 2, 1, 1), torch.zeros(2, dtype=torch.float64))
     found = expansion(order, network, torch.ones(1, 1, dtype=torch.float64), [0])
     epsilon = 0.05
-    ((shape, margin),) = found.bounds(epsilon)
+    ((shape, margin),) = found.bounds(epsilon).stages
     deltas = [torch.tensor([s * epsilon], dtype=torch.float64) for s in (-1, 1)]
     both = [left_out(network, found.first, order == 3, delta)[0] for delta in deltas]
     largest = max(float(left.vector.norm()) for left in both)
@@ -230,7 +235,7 @@ def test_the_remainder_of_one_gated_neuron_is_nearly_attained(order: int, slope:
     network = Network((Stage("neuron", layer, ALL),), normal(g, 2, 1, 1), torch.zeros(2, dtype=torch.float64))
     found = expansion(order, network, torch.zeros(1, 1, dtype=torch.float64), [0])
     epsilon = 0.02
-    ((shape, margin),) = found.bounds(epsilon)
+    ((shape, margin),) = found.bounds(epsilon).stages
     deltas = [torch.tensor([s * epsilon], dtype=torch.float64) for s in (-1, 1)]
     both = [left_out(network, found.first, order == 3, delta)[0] for delta in deltas]
     largest = max(float(left.vector.norm()) for left in both)
@@ -333,10 +338,10 @@ def test_the_remainder_of_attention_is_attained_up_to_a_small_factor() -> None:
     network = Network((Stage("attention", still, ALL),), readout, torch.zeros(2, dtype=torch.float64))
     for order in (2, 3):
         found = expansion(order, network, x, [0, 1])
-        vector = longest(found.bounds(0.02)[0].shape)
+        vector = longest(found.bounds(0.02).stages[0].shape)
         g = torch.Generator().manual_seed(0)
 
-        def size(delta: Tensor, order: int = order, found: SecondOrder | ThirdOrder = found) -> Tensor:
+        def size(delta: Tensor, order: int = order, found: SecondOrder = found) -> Tensor:
             return left_out(network, found.first, order == 3, delta)[0].vector[0].norm()
 
         best = max(float(size(ascended(size, normal(g, 2), 0.02, 20))) for _ in range(2))
@@ -359,8 +364,8 @@ def test_the_third_cumulant_in_attention_is_nearly_attained() -> None:
     x = torch.tensor([[3.0, 1.0], [-1.0, 0.0]], dtype=torch.float64)
     keys_move = torch.zeros(2, 2, 2, dtype=torch.float64)
     keys_move[0, 0, 0] = keys_move[1, 0, 1] = 1
-    found = SecondOrder(network, x, keys_move, readout[0] - readout[1], 0.0)
-    bound = longest(found.bounds(0.02)[0].shape)
+    found = expanded(2, network, x, keys_move, readout[0] - readout[1], 0.0)
+    bound = longest(found.bounds(0.02).stages[0].shape)
     toward = torch.tensor([1.0, -1.0], dtype=torch.float64) * 0.02 / math.sqrt(2)
     sizes = [left_out(network, found.first, False, sign * toward)[0].vector[0].norm() for sign in (1, -1)]
     assert 0.8 * float(bound) < float(max(sizes)) <= float(bound)
@@ -400,16 +405,23 @@ def test_weighted_norms_are_upper_bounds(k: int) -> None:
 
 def test_ellipsoids_contain_sums() -> None:
     g = torch.Generator().manual_seed(0)
-    alone, mixed = Source(normal(g, 2, 4, 3)), Source(normal(g, 2, 4, 5, 3))
-    roots = [normal(g, 2, 3, 3), normal(g, 5, 3, 3)]
-    shape = Errors([alone, mixed], normal(g, 2, 4))([root @ root.mT for root in roots])
+    mixed, roots = normal(g, 5, 2, 4, 3), [normal(g, 5, 3, 3), normal(g, 2, 2, 2)]
+    cause, own = (root @ root.mT for root in roots)
+    errors = Errors(normal(g, 5, 3))
+    errors.leave(Step(torch.eye(3, dtype=torch.float64).expand(5, -1, -1)), cause, 3)
+    errors.reach(Step(None, (mixed,)))
+    assert errors.lengths[0] >= cause.diagonal(dim1=1, dim2=2).sum().sqrt() * (1 - 1e-12)
+    errors.leave(Step(None, (mixed,)), own, 4)
+    shape = errors.state
     functional = normal(g, 2, 1, 4)
     largest = widest = 0.0
     for _ in range(500):
-        first = (roots[0] @ torch.nn.functional.normalize(normal(g, 2, 3), dim=1)[..., None])[..., 0]
-        second = (roots[1] @ torch.nn.functional.normalize(normal(g, 5, 3), dim=1)[..., None])[..., 0]
-        e = torch.einsum("nds,ns->nd", alone.jacobian, first)
-        e = e + torch.einsum("ndms,ms->nd", mixed.jacobian, second)
+        reached, added = (
+            (root @ torch.nn.functional.normalize(normal(g, *root.shape[:2]), dim=1)[..., None])[..., 0]
+            for root in roots
+        )
+        e = torch.einsum("mnds,ms->nd", mixed, reached)
+        e[:, 2:] += added
         largest = max(largest, float(depth(e, shape).max()))
         along = (functional[:, 0] * e).sum(1) / half_widths(shape, functional)[:, 0]
         widest = max(widest, float(along.max()))

@@ -5,8 +5,10 @@ from __future__ import annotations
 import copy
 import math
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import cached_property
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -16,9 +18,8 @@ from howsmooth.bounds.radius.model_reading import embedded, read_classifier
 from howsmooth.bounds.radius.partial_jacobians import partial_jacobians
 from howsmooth.bounds.radius.result import RobustRadius
 from howsmooth.bounds.radius.rounded_tensor import FUZZ, exact
-from howsmooth.bounds.radius.second_order_margin import Losses, SecondOrder
+from howsmooth.bounds.radius.margin_expansion import FirstDerivatives, Losses, SecondOrder, ThirdOrder
 from howsmooth.bounds.radius.staged_network import Network
-from howsmooth.bounds.radius.third_order_margin import ThirdOrder
 from howsmooth.errors import ArgumentError, NonFiniteError
 
 __all__ = ["NetworkAtInput", "robust_radius"]
@@ -27,6 +28,8 @@ _MOST_VARIABLES = 256
 _MOST_STEPS = 40
 _FARTHEST = 1e6
 _SMALLEST = 1e-12
+# The third order reaches about so much further than the second one.
+_FURTHER = 1.6
 
 
 def robust_radius(
@@ -138,6 +141,7 @@ class NetworkAtInput:
         target: int | Tensor | None = None,
         threshold: float = 0.0,
         order: int | None = None,
+        seconds: float | None = None,
         attack: bool = True,
         seed: int = 0,
         guess: float = 0.05,
@@ -152,32 +156,30 @@ class NetworkAtInput:
         k = len(moved) * x.shape[1]
         if norm not in (2, math.inf):
             raise ArgumentError("norm", expected="2 or math.inf", got=repr(norm))
-        if order is None:
-            order = 3 if k <= _MOST_VARIABLES else 2
-        if order not in (2, 3) or (order == 3 and k > _MOST_VARIABLES):
-            raise ArgumentError(
-                "order",
-                expected=f"2, or 3 with at most {_MOST_VARIABLES} moving entries",
-                got=f"{order!r} with {k} entries",
-                remedy="Move fewer tokens, or take order=2.",
-            )
+        orders = (2, 3) if k <= _MOST_VARIABLES else (2,)
+        if order is not None:
+            if order not in (2, 3) or (order == 3 and k > _MOST_VARIABLES):
+                raise ArgumentError(
+                    "order",
+                    expected=f"2, or 3 with at most {_MOST_VARIABLES} moving entries",
+                    got=f"{order!r} with {k} entries",
+                    remedy="Move fewer tokens, or take order=2.",
+                )
+            orders = (order,)
+        if seconds is not None and not seconds > 0:
+            raise ArgumentError("seconds", expected="a number > 0, or None", got=repr(seconds))
+        clock = _Clock(began + (math.inf if seconds is None else seconds))
         injection = torch.zeros(*x.shape, k, dtype=x.dtype)
         for place, token in enumerate(moved):
             entries = slice(place * x.shape[1], (place + 1) * x.shape[1])
             injection[token, :, entries] = torch.eye(x.shape[1], dtype=x.dtype)
-        kind: type[SecondOrder] | type[ThirdOrder] = SecondOrder if order == 2 else ThirdOrder
         label, directions = _directions(self.logits, target, threshold)
-        weakest: tuple[float, int | None, Tensor, _Margin] | None = None
-        for rival, direction, offset in directions:
-            functional = torch.einsum("c,cnd->nd", exact(direction), exact(network.readout))
-            constant = (exact(direction) * exact(network.offset)).sum() + offset
-            margins = _Margin(kind(network, x, injection, functional, constant, self.jacobians))
-            most = math.inf if weakest is None else weakest[0]
-            found = _largest(margins, most, guess)
-            if weakest is None or found < weakest[0]:
-                weakest = found, rival, direction, margins
-        assert weakest is not None
-        radius, rival, direction, margins = weakest
+        weakest = self._weakest(orders[0], directions, injection, guess, clock)
+        if len(orders) == 2 and weakest.radius > 0:
+            further = self._weakest(3, directions, injection, _FURTHER * weakest.radius, clock)
+            weakest = max(weakest, further, key=lambda found: found.radius)
+        clock.end = math.inf
+        radius, rival, direction, order, margins = weakest
         # The factor covers the roundings of root and quotient.
         scale = 1.0 if norm == 2 else math.sqrt(k) * (1 + FUZZ)
         at_radius = margins(max(radius, _SMALLEST))
@@ -210,13 +212,69 @@ class NetworkAtInput:
             seconds=time.perf_counter() - began,
         )
 
+    def _weakest(
+        self,
+        order: int,
+        directions: list[tuple[int | None, Tensor, float]],
+        injection: Tensor,
+        guess: float,
+        clock: _Clock,
+    ) -> _Weakest:
+        """Return the radius within which all given combinations of logits stay positive.
+
+        Its proof ends with the first of them that may become negative beyond.
+        """
+        weakest: _Weakest | None = None
+        for rival, direction, offset in directions:
+            functional = torch.einsum("c,cnd->nd", exact(direction), exact(self.network.readout))
+            constant = (exact(direction) * exact(self.network.offset)).sum() + offset
+            margin = _Margin(
+                FirstDerivatives(self.jacobians, injection, functional, constant), order, clock.check
+            )
+            most = math.inf if weakest is None else weakest.radius
+            found = _largest(margin, most, guess if weakest is None else most)
+            if weakest is None or found < weakest.radius:
+                weakest = _Weakest(found, rival, direction, order, margin)
+        assert weakest is not None
+        return weakest
+
+
+class _Weakest(NamedTuple):
+    """The radius within which no class overtakes the predicted one, and the class that comes nearest to it."""
+
+    radius: float
+    rival: int | None
+    direction: Tensor
+    order: int
+    margin: _Margin
+
+
+class _OutOfTimeError(Exception):
+    """The time for a search is over."""
+
+
+class _Clock:
+    """The time at which a search ends."""
+
+    def __init__(self, end: float) -> None:
+        self.end = end
+
+    def check(self) -> None:
+        """Raise an exception if the time is over."""
+        if time.perf_counter() > self.end:
+            raise _OutOfTimeError
+
 
 class _Margin:
     """A function that bounds a classifier's margin from below for |δ| ≤ ε, and remembers its results."""
 
-    def __init__(self, expansion: SecondOrder | ThirdOrder) -> None:
-        self.first, self._expansion = expansion.first, expansion
+    def __init__(self, first: FirstDerivatives, order: int, check: Callable[[], None]) -> None:
+        self.first, self._kind, self._check = first, SecondOrder if order == 2 else ThirdOrder, check
         self._found: dict[float, Losses] = {}
+
+    @cached_property
+    def _expansion(self) -> SecondOrder:
+        return self._kind(self.first, self._check)
 
     def __call__(self, epsilon: float) -> Losses:
         """Return a lower bound on the margin for |δ| ≤ ε, and how much each error term lowers it."""

@@ -1,4 +1,4 @@
-"""A lower bound on a classifier's margin on a ball around its input, by a second-order Taylor expansion.
+"""Lower bounds on a classifier's margin on a ball around its input, by Taylor expansions of order two or three.
 
 The remainder of every stage is bounded.
 """
@@ -12,13 +12,15 @@ import torch
 from torch import Tensor
 
 from howsmooth.bounds.radius.ellipsoids import balls, ellipsoid_sum, radii
-from howsmooth.bounds.radius.partial_jacobians import Errors, PartialJacobians, partial_jacobians
+from howsmooth.bounds.radius.packed_quadratic_forms import Pairs
+from howsmooth.bounds.radius.partial_jacobians import Errors, PartialJacobians
 from howsmooth.bounds.radius.rounded_tensor import FUZZ, INFLATION, exact, plain, settled
-from howsmooth.bounds.radius.rounding_residuals import Residuals, lengths, rounding_loss
+from howsmooth.bounds.radius.rounding_residuals import Residuals, rounding_loss
 from howsmooth.bounds.radius.second_order_remainders import Left, remainder_of
-from howsmooth.bounds.radius.staged_network import Network
+from howsmooth.bounds.radius.spectral_norm_bounds import spectral_norm
+from howsmooth.bounds.radius.third_order_remainders import Expansion, cubic_remainder_of
 
-__all__ = ["FirstDerivatives", "Losses", "SecondOrder", "stage_bounds", "stage_losses"]
+__all__ = ["Bounds", "FirstDerivatives", "Losses", "SecondOrder", "ThirdOrder"]
 
 
 # Covers all underflows in a network whose numbers stay below 2^100.
@@ -34,6 +36,16 @@ class Losses(NamedTuple):
     rounding: float
 
 
+class Bounds(NamedTuple):
+    """Bounds on the Taylor remainder of each stage, and ellipsoids of the errors that they cause.
+
+    ``errors`` (n, width, width) contain the error of the state before each stage, and of the last state.
+    """
+
+    stages: list[Left]
+    errors: list[Tensor]
+
+
 class FirstDerivatives:
     """The values and derivatives of a network at tokens x that the second- and third-order expansions need.
 
@@ -45,7 +57,7 @@ class FirstDerivatives:
     def __init__(
         self, jacobians: PartialJacobians, injection: Tensor, functional: Tensor, offset: Tensor | float
     ) -> None:
-        self.stages, self.states = jacobians.stages, jacobians.states
+        self.jacobians, self.stages, self.states = jacobians, jacobians.stages, jacobians.states
         self.tangents, self.residuals = [injection], list[Residuals]()
         every = zip(self.stages, self.states, jacobians.state_errors, jacobians.residuals, strict=False)
         for stage, state, of_state, sources in every:
@@ -59,7 +71,6 @@ class FirstDerivatives:
         end = Residuals(
             adjoint=of_functional,
             size_of_tangents=float(self.tangents[-1].norm()),
-            sources=jacobians.residuals[-1],
         )
         bent = torch.zeros(*self.states[-1].shape, injection.shape[2], dtype=injection.dtype)
         self.adjoints = [adjoint]
@@ -122,15 +133,22 @@ class FirstDerivatives:
         size = float(self.gradient.norm()) / epsilon + 1e-12
         return min(value(size * 2.0 ** (-j / 4)) for j in range(-8, 60))
 
-    def losses(self, epsilon: float, polynomial: float, found: list[Left]) -> Losses:
-        """Return a lower bound on the margin, and how much polynomial, remainders and rounding lower it."""
-        stages = stage_losses(self, found, epsilon)
-        rounding = rounding_loss(self.residuals, [left.shape for left in found], epsilon)
-        rounding += self.margin_error + self.gradient_error * epsilon + self.hessian_error * epsilon**2 / 2
-        rounding += _UNDERFLOWN
-        loss = (polynomial + float(stages.sum()) + rounding) * INFLATION
-        lower = self.margin - loss - FUZZ * (abs(self.margin) + loss)
-        return Losses(lower, polynomial, stages, rounding)
+    def rounding_loss(self, epsilon: float) -> float:
+        """Bound how much rounding of the margin, its gradient and its Hessian lowers the margin."""
+        found = self.margin_error + self.gradient_error * epsilon + self.hessian_error * epsilon**2 / 2
+        return found + _UNDERFLOWN
+
+    def stage_losses(self, found: Sequence[Left], epsilon: float) -> Tensor:
+        """Bound how much the Taylor remainder of each stage can lower the margin.
+
+        That is (N δ) · R token by token, and the remainder's own effect on the margin.
+        """
+        losses = []
+        for left, (root, slack) in zip(found, self.bent_roots, strict=True):
+            crossed = radii(left.shape, root.mT)
+            crossed = crossed + (slack * left.shape.diagonal(dim1=1, dim2=2).sum(1)).sqrt()
+            losses.append(epsilon * crossed.sum() + left.margin)
+        return torch.stack(losses)
 
 
 class SecondOrder:
@@ -140,71 +158,102 @@ class SecondOrder:
     the margin are those of :mod:`howsmooth.bounds.radius.second_order_remainders`.
     """
 
-    def __init__(
-        self,
-        network: Network,
-        x: Tensor,
-        injection: Tensor,
-        functional: Tensor,
-        offset: Tensor | float,
-        jacobians: PartialJacobians | None = None,
-    ) -> None:
-        """Expand the margin to second order around tokens x (n, d), which become x + ``injection`` @ δ.
+    def __init__(self, first: FirstDerivatives, check: Callable[[], None] = lambda: None) -> None:
+        """Prepare, for all radii ε, what the remainder of each stage is bounded with.
 
-        ``injection`` has the shape (n, d, k); ``jacobians`` are the partial Jacobians at x, if they are
-        known.
+        ``check`` is called between steps of this and of later computations, and may raise to end them.
         """
-        jacobians = jacobians or partial_jacobians(network, x)
-        self.first = first = FirstDerivatives(jacobians, injection, functional, offset)
-        self.errors: list[Errors] = []
-        self.remainders = []
+        self.first, self.check = first, check
+        self.residuals = list(first.residuals)
+        #: Bounds the cubic form of the margin on the ball |δ| ≤ 1.
+        self.cubic = 0.0
+        self.remainders = self._remainders()
+
+    def _remainders(self) -> list[Callable[[float, Tensor], Left]]:
+        """Return the objects that bound the remainder of each stage."""
+        first, found = self.first, list[Callable[[float, Tensor], Left]]()
         for place, stage in enumerate(first.stages):
-            state = first.states[place][:, stage.branch]
-            self.errors.append(Errors(jacobians.sources[place], state))
-            tangents = exact(first.tangents[place][:, stage.branch])
+            self.check()
+            state, tangents = (every[place][:, stage.branch] for every in (first.states, first.tangents))
             own = exact(first.own_adjoint(place))
-            self.remainders.append(remainder_of(stage.map, exact(state), tangents, own))
+            found.append(remainder_of(stage.map, exact(state), exact(tangents), own))
+        return found
 
     def __call__(self, epsilon: float) -> Losses:
         """Return a lower bound on the margin over all changes |δ| ≤ ε, with the losses that it comes from."""
-        return self.first.losses(epsilon, self.first.quadratic_loss(epsilon), self.bounds(epsilon))
+        first, found = self.first, self.bounds(epsilon)
+        polynomial = first.quadratic_loss(epsilon) + self.cubic * epsilon**3
+        stages = first.stage_losses(found.stages, epsilon)
+        rounding = rounding_loss(self.residuals, found.errors, epsilon) + first.rounding_loss(epsilon)
+        loss = (polynomial + float(stages.sum()) + rounding) * INFLATION
+        lower = first.margin - loss - FUZZ * (abs(first.margin) + loss)
+        return Losses(lower, polynomial, stages, rounding)
 
-    def bounds(self, epsilon: float) -> list[Left]:
-        """Return, for each stage, bounds on the remainder of its Taylor expansion for |δ| ≤ ε."""
-        return stage_bounds(self.errors, self.remainders, self.first.residuals, epsilon)
+    def bounds(self, epsilon: float) -> Bounds:
+        """Bound the Taylor remainder of every stage for |δ| ≤ ε, given the errors that earlier ones cause.
+
+        What a stage leaves out contains its residuals. The factor covers the rounding of all formulas.
+        """
+        stages, states = self.first.stages, self.first.states
+        errors, found = Errors(states[0]), Bounds([], [])
+        every = zip(stages, self.first.jacobians.steps, self.remainders, self.residuals, strict=False)
+        for place, (stage, step, remainder, residual) in enumerate(every):
+            self.check()
+            errors.reach(step)
+            found.errors.append(errors.state)
+            shape, margin = remainder(epsilon, errors.state[:, stage.branch, stage.branch])
+            size = residual.beyond(epsilon, errors.lengths) * INFLATION
+            radius = torch.full(shape.shape[:1], size, dtype=shape.dtype)
+            shape = ellipsoid_sum(shape * INFLATION, balls(radius, shape.shape[1]))
+            found.stages.append(Left(shape, margin * INFLATION))
+            errors.leave(step, shape, states[place + 1].shape[1])
+        found.errors.append(errors.state)
+        return found
 
 
-def stage_bounds(
-    errors: list[Errors],
-    remainders: Sequence[Callable[[float, Tensor], Left]],
-    residuals: list[Residuals],
-    epsilon: float,
-) -> list[Left]:
-    """Bound the Taylor remainder of every stage for |δ| ≤ ε, given the errors that earlier stages cause.
+class ThirdOrder(SecondOrder):
+    """A lower bound on the margin of a network on every ball |δ| ≤ ε, by a third-order Taylor expansion.
 
-    What a stage leaves out contains its residuals. The factor covers the rounding of all formulas.
+    The margin m(X + δ) is m + g·δ + ½ δᵀHδ + c[δ, δ, δ] up to Σ_s (ε Σ_j ‖N_{s,j}‖ σ_{s,j} + margin_s).
     """
-    found: list[Left] = []
-    for error, remainder, residual in zip(errors, remainders, residuals, strict=False):
-        shapes = [left.shape for left in found]
-        shape, margin = remainder(epsilon, error(shapes))
-        radius = torch.full(shape.shape[:1], residual.beyond(epsilon, lengths(shapes)), dtype=shape.dtype)
-        shape = ellipsoid_sum(shape * INFLATION, balls(radius * INFLATION, shape.shape[1]))
-        found.append(Left(shape, margin * INFLATION))
-    return found
+
+    def _remainders(self) -> list[Callable[[float, Tensor], Left]]:
+        """Return the objects that bound the remainder of each stage, and bound the margin's cubic form.
+
+        The quadratic forms of all states are computed on the way.
+        """
+        first, found = self.first, list[Callable[[float, Tensor], Left]]()
+        n, width, k = first.tangents[0].shape
+        pairs = Pairs(k)
+        forms = first.states[0].new_zeros(n, width, len(pairs.i))
+        cubic: Tensor = exact(forms.new_zeros(k, len(pairs.i)))
+        for place, stage in enumerate(first.stages):
+            self.check()
+            state, tangents = exact(first.states[place]), exact(first.tangents[place])
+            curved, own = exact(forms), exact(first.own_adjoint(place))
+            at = Expansion(*(part[:, stage.branch] for part in (state, tangents, curved)), pairs, own)
+            remainder = cubic_remainder_of(stage.map, at)
+            found.append(remainder)
+            self.check()
+            size = float(forms.norm())
+            pushed, second = stage.push_forms(state, tangents, curved, pairs)
+            forms, of_forms = settled(pushed)
+            cubic += remainder.cubic + torch.einsum("ndk,ndp->kp", exact(first.bent[place]), second) / 2
+            self.residuals[place] = self.residuals[place]._replace(forms=of_forms, size_of_forms=size)
+        self.residuals[-1] = self.residuals[-1]._replace(size_of_forms=float(forms.norm()))
+        self.cubic = float(_symmetric_norm(cubic, pairs))
+        return found
 
 
-def stage_losses(first: FirstDerivatives, found: list[Left], epsilon: float) -> Tensor:
-    """Bound how much the Taylor remainder of each stage can lower the margin.
+def _symmetric_norm(cubic: Tensor, pairs: Pairs) -> Tensor:
+    """Bound the cubic form |c[δ, δ, δ]| over all |δ| ≤ 1.
 
-    That is (N δ) · R token by token, and the remainder's own effect on the margin.
+    The bound is the spectral norm of the unfolded symmetric part of c, which has the shape (k, p).
     """
-    losses = []
-    for left, (root, slack) in zip(found, first.bent_roots, strict=True):
-        crossed = radii(left.shape, root.mT)
-        crossed = crossed + (slack * left.shape.diagonal(dim1=1, dim2=2).sum(1)).sqrt()
-        losses.append(epsilon * crossed.sum() + left.margin)
-    return torch.stack(losses)
+    full = pairs.matrices(cubic)
+    symmetric = (full + full.permute(1, 0, 2) + full.permute(2, 1, 0)) / 3
+    symmetric = (symmetric + symmetric.mT) / 2
+    return spectral_norm(symmetric.flatten(1))
 
 
 def _narrow(matrices: Tensor) -> tuple[Tensor, Tensor]:
