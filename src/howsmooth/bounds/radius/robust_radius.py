@@ -26,6 +26,7 @@ __all__ = ["NetworkAtInput", "robust_radius"]
 
 _MOST_VARIABLES = 256
 _MOST_STEPS = 40
+_CLOSE = 2e-3  # relative accuracy of the search
 _FARTHEST = 1e6
 _SMALLEST = 1e-12
 # The third order reaches about so much further than the second one.
@@ -312,38 +313,71 @@ def _directions(
 
 
 def _largest(margin: _Margin, most: float, guess: float) -> float:
-    """Search for the largest ε at which the proved lower bound on the margin is positive, to 0.2 %.
+    """Search for the largest ε at which the proved lower bound on the margin is positive, to about 0.2 %.
 
-    No ε above ``most`` is tried. The search begins at ``guess``. The bound is evaluated at the ε that is
-    returned.
+    No ε above ``most`` is tried. The search begins at ``guess`` and ends when the time is over. The bound is
+    positive at the ε that is returned, which is 0 if none was found.
     """
     whole = margin.first.margin
     if whole <= 0:
         return 0.0
-
-    def share(epsilon: float) -> float:
-        # Far beyond the radius the bound falls exponentially, is infinite or no number.
-        found = margin(epsilon).lower / whole
-        return found if found > -1 else -1.0
-
-    low, at_low = 0.0, 1.0
-    high = min(guess, most)
-    while (at_high := share(high)) > 0:
-        if high >= most or high > _FARTHEST:
-            return high
-        low, at_low, high = high, at_high, min(2 * high, most)
-    above = False  # whether the last step moved the lower end
-    for _ in range(_MOST_STEPS):
-        if high - low <= 2e-3 * high:
+    proved, failed = list[_Tried](), list[_Tried]()
+    epsilon = min(guess, most)
+    for step in range(_MOST_STEPS):
+        try:
+            lower = margin(epsilon).lower
+        except _OutOfTimeError:
             break
-        middle = low + (high - low) * at_low / (at_low - at_high)
-        at_middle = share(middle)
-        # An end that stays counts half each time, or it would stay for ever (the Illinois method).
-        if at_middle > 0:
-            low, at_low, at_high, above = middle, at_middle, at_high / (2 if above else 1), True
-        else:
-            high, at_high, at_low, above = middle, at_middle, at_low / (1 if above else 2), False
-    return low
+        # Far beyond the radius the bound is infinite or no number.
+        loss = max((whole - lower) / whole, 1e-300) if math.isfinite(lower) else math.inf
+        (proved if lower > 0 else failed).append(_Tried(epsilon, loss**-0.5))
+        if lower > 0 and (epsilon >= most or epsilon > _FARTHEST):
+            break
+        # What failed last is closest, too, since each ε lies between what was proved and what failed.
+        expected = _expected(proved, failed, bisect=step > _MOST_STEPS // 3)
+        if proved:
+            last = proved[-1].epsilon
+            beyond = failed[-1].epsilon if failed else math.inf
+            if min(beyond, expected) <= (1 + _CLOSE) * last:
+                break
+            expected = max(expected, (1 + _CLOSE / 2) * last)
+        epsilon = min(expected * (1 - _CLOSE / 4), most)
+    return proved[-1].epsilon if proved else 0.0
+
+
+class _Tried(NamedTuple):
+    """A radius ε that the search has tried, and 1/√(loss) at it, where the margin is 1.
+
+    The second falls about linearly near the radius, where it is 1, and is 0 where the loss is infinite.
+    """
+
+    epsilon: float
+    height: float
+
+
+def _expected(proved: list[_Tried], failed: list[_Tried], bisect: bool) -> float:
+    """Return the radius to expect from all that the search has tried, of which the last ones are closest."""
+    line = None
+    if len(proved) > 1:
+        (before, higher), (last, height) = proved[-2:]
+        if higher > height:
+            line = last + (height - 1) * (last - before) / (higher - height)
+    if proved and failed:
+        (low, above), (high, below) = proved[-1], failed[-1]
+        if bisect:
+            return (low + high) / 2
+        if below == 0 and line is not None and line < high:
+            return line
+        return low + (above - 1) / (above - below) * (high - low)
+    if proved:
+        last, height = proved[-1]
+        # Where little is lost, the loss is a low power of ε; near the radius it grows much faster.
+        one = last * height ** (2 / (4 if height > 2 else 12))
+        return min(one if line is None else line, 3 * last)
+    last, height = failed[-1]
+    if len(failed) == 1:
+        return last * max(0.8, height ** (2 / 20))
+    return last / 2
 
 
 def _network(model: object, inputs: Tensor | Mapping[str, Tensor]) -> tuple[Network, Tensor]:

@@ -27,6 +27,7 @@ from howsmooth.bounds.radius.ellipsoids import (
     mixture,
     product,
     radii,
+    weighted_images,
 )
 from howsmooth.bounds.radius.rounded_tensor import INFLATION, lower, upper
 from howsmooth.bounds.radius.spectral_norm_bounds import spectral_norm, weighted_norm
@@ -117,7 +118,10 @@ class FeedForwardRemainder:
         # δδᵀ is the sum of |δ|²/k times the identity and of a matrix of norm |δ|² √(1 − 1/k).
         trace = square.diagonal(dim1=1, dim2=2)
         trace = trace[:, :, None] * trace[:, None] / k
-        self.trace, self.rest = enclosing(trace / k), enclosing((square * square - trace) * (1 - 1 / k))
+        bend, rest = layer.activation.derivative(2, self.z), (square * square - trace) * (1 - 1 / k)
+        self.quadratic = ellipsoid_sum(
+            *(weighted_images(layer.down, [(bend / 2, enclosing(part))]) for part in (trace / k, rest))
+        )
         self.linear = gram(K)
         self.bend, self.twist = layer.activation.derivative(2, self.z), layer.activation.derivative(3, self.z)
         self.adjoint = adjoint @ layer.down
@@ -129,15 +133,10 @@ class FeedForwardRemainder:
         y = enclosing(image(self.layer.up, errors))
         z = ellipsoid_sum(linear, y)
         beyond = ((self.bend / 2, product(y, y)), (self.twist / 6, product(z, z, z)))
-        products = (
-            (self.bend / 2, epsilon**4 * self.trace),
-            (self.bend / 2, epsilon**4 * self.rest),
-            (self.bend, product(linear, y)),
-            *beyond,
-        )
         change = z.diagonal(dim1=1, dim2=2).sqrt()
         fourth = self.layer.activation.beyond(3, self.z, change)
-        shape = product_shape(self.layer, products, fourth)
+        crossed = (self.bend, product(linear, y))
+        shape = product_shape(self.layer, (crossed, *beyond), fourth, epsilon**4 * self.quadratic)
         margin = (self.adjoint.abs() * fourth).sum(1)
         for factor, matrix in beyond:
             margin = margin + pulled_product(self.adjoint * factor, matrix)
@@ -187,19 +186,19 @@ def gated_rest(layer: GatedFeedForward, z: Tensor, v: Tensor, dz: Tensor, dv: Te
 
 
 def product_shape(
-    layer: FeedForward | GatedFeedForward, products: tuple[tuple[Tensor, Tensor], ...], rest: Tensor
+    layer: FeedForward | GatedFeedForward,
+    products: tuple[tuple[Tensor, Tensor], ...],
+    rest: Tensor,
+    *outputs: Tensor,
 ) -> Tensor:
     """Return ellipsoids that contain the changes of a feed-forward layer's outputs.
 
-    The ellipsoids contain W₂ (Σ factor ∘ w + r) for w in ellipsoids (n, m, m) and |r| ≤ ``rest`` entry by
-    entry.
+    The ellipsoids contain W₂ (Σ factor ∘ w + r) + v for w in ellipsoids (n, m, m), |r| ≤ ``rest`` entry by
+    entry, and v in each of the ellipsoids ``outputs`` (n, d_out, d_out).
     """
-    shapes = []
-    for factor, matrix in products:
-        shapes.append(image(layer.down * factor[:, None], matrix))
     size = torch.linalg.vector_norm(rest, dim=1)
-    shapes.append(size.square()[:, None, None] * gram(layer.down))
-    return ellipsoid_sum(*shapes)
+    beyond = size.square()[:, None, None] * gram(layer.down)
+    return ellipsoid_sum(weighted_images(layer.down, products), beyond, *outputs)
 
 
 def pulled_product(combination: Tensor, matrix: Tensor) -> Tensor:

@@ -138,7 +138,8 @@ class CubicFeedForward:
             mixed_squares.append(gram(mixed))
             self.cubic += (K[j] * (adjoint[j] * self.twist[j] / 6)[:, None]).T @ squares
         self.forms, self.squared = torch.stack(forms), torch.stack(squared)
-        self.third = product(self.linear, torch.stack(mixed_squares))
+        third = product(self.linear, torch.stack(mixed_squares))
+        self.third = image(layer.down, third)
 
     def __call__(self, epsilon: float, errors: Tensor) -> Left:
         """Return bounds on the feed-forward remainder for |δ| ≤ ε, given ellipsoids of the input's errors."""
@@ -154,12 +155,12 @@ class CubicFeedForward:
             (self.twist / 6, product(y, y, y)),
             (self.layer.activation.derivative(4, self.z) / 24, product(z, z, z, z)),
         )
-        cubic = (torch.ones_like(plain(self.bend)), epsilon**6 * self.third)
         change = half_widths(errors, self.layer.up) + epsilon**2 * self.forms
         change = change + linear.diagonal(dim1=1, dim2=2).sqrt()
         change = torch.minimum(change, z.diagonal(dim1=1, dim2=2).sqrt())
         fifth = activation.beyond(4, self.z, change)
-        shape = product_shape(self.layer, (cubic, (self.bend, product(linear, error)), *beyond), fifth)
+        crossed = (self.bend, product(linear, error))
+        shape = product_shape(self.layer, (crossed, *beyond), fifth, epsilon**6 * self.third)
         margin = (self.adjoint.abs() * fifth).sum(1)
         for factor, matrix in beyond:
             margin = margin + pulled_product(self.adjoint * factor, matrix)
