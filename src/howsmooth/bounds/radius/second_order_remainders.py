@@ -12,6 +12,7 @@ Proofs: documentation page "A proved radius for a whole network".
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -47,6 +48,7 @@ __all__ = [
     "Left",
     "NormRemainder",
     "Reached",
+    "TokenWise",
     "gated_rest",
     "largest_weights",
     "mean_square",
@@ -102,6 +104,21 @@ class NormRemainder:
         margin = self.adjoint * (1.5 * third + e**2 / math.sqrt(3))
         shape = norm_shape(self.norm, 2 / math.sqrt(3) * second)
         return Left(shape, torch.where(t < NEARLY_ONE, margin, torch.inf).sum())
+
+
+class TokenWise:
+    """Bounds on the Taylor remainder of a layer that leaves tokens apart, from those of each of its tokens.
+
+    One token's matrices over all neurons fit into a processor's cache, those of all tokens do not.
+    """
+
+    def __init__(self, each: Sequence[Callable[[float, Tensor], Left]]) -> None:
+        self.each = each
+
+    def __call__(self, epsilon: float, errors: Tensor) -> Left:
+        """Return bounds on a layer's remainder for |δ| ≤ ε, given one ellipsoid for each token's error."""
+        found = [one(epsilon, error[None]) for one, error in zip(self.each, errors, strict=True)]
+        return Left(torch.cat([left.shape for left in found]), sum(left.margin for left in found))
 
 
 class FeedForwardRemainder:
@@ -367,12 +384,13 @@ def value_shapes(weights: Tensor, changes: Tensor) -> Tensor:
 
 def remainder_of(
     stage: Map, u: Tensor, tangents: Tensor, adjoint: Tensor
-) -> AttentionRemainder | FeedForwardRemainder | GatedFeedForwardRemainder | NormRemainder:
+) -> AttentionRemainder | NormRemainder | TokenWise:
     """Return the object that bounds the Taylor remainder of a layer at tokens u (n, d)."""
     if isinstance(stage, Attention):
         return AttentionRemainder(stage, u, tangents, adjoint)
+    if isinstance(stage, Norm):
+        return NormRemainder(stage, u, tangents, adjoint)
+    every = [slice(j, j + 1) for j in range(len(u))]
     if isinstance(stage, FeedForward):
-        return FeedForwardRemainder(stage, u, tangents, adjoint)
-    if isinstance(stage, GatedFeedForward):
-        return GatedFeedForwardRemainder(stage, u, tangents, adjoint)
-    return NormRemainder(stage, u, tangents, adjoint)
+        return TokenWise([FeedForwardRemainder(stage, u[j], tangents[j], adjoint[j]) for j in every])
+    return TokenWise([GatedFeedForwardRemainder(stage, u[j], tangents[j], adjoint[j]) for j in every])
