@@ -42,6 +42,7 @@ def robust_radius(
     target: int | Tensor | None = None,
     threshold: float = 0.0,
     order: int | None = None,
+    seconds: float | None = None,
     attack: bool = True,
     seed: int = 0,
 ) -> RobustRadius:
@@ -74,8 +75,11 @@ def robust_radius(
     threshold
         The threshold of a functional ``target``.
     order
-        2 is fast; 3 reaches further and needs memory O(n d k²) for k moving entries, at most 256. None: 3 if
-        k is at most 256 and 2 otherwise.
+        2 is fast; 3 reaches further and needs memory O(n d k²) for k moving entries, at most 256. None: first
+        2, then 3 if k is at most 256, and the larger radius counts.
+    seconds
+        The search ends after so many seconds with the largest radius that is proved by then, possibly 0; it
+        may take as much longer as one stage of the network does. The attack comes after. None: no limit.
     attack
         Whether to also search the nearest change of the answer by projected gradients.
     seed
@@ -111,8 +115,19 @@ def robust_radius(
 
     """
     began = time.perf_counter()
-    found = NetworkAtInput(model, inputs).radius(
-        tokens, norm=norm, target=target, threshold=threshold, order=order, attack=attack, seed=seed
+    _positive(seconds)
+    at = NetworkAtInput(model, inputs)
+    # At the first step of the search, the time may be over.
+    left = None if seconds is None else max(seconds - (time.perf_counter() - began), 1e-9)
+    found = at.radius(
+        tokens,
+        norm=norm,
+        target=target,
+        threshold=threshold,
+        order=order,
+        seconds=left,
+        attack=attack,
+        seed=seed,
     )
     return replace(found, seconds=time.perf_counter() - began)
 
@@ -167,8 +182,7 @@ class NetworkAtInput:
                     remedy="Move fewer tokens, or take order=2.",
                 )
             orders = (order,)
-        if seconds is not None and not seconds > 0:
-            raise ArgumentError("seconds", expected="a number > 0, or None", got=repr(seconds))
+        _positive(seconds)
         clock = _Clock(began + (math.inf if seconds is None else seconds))
         injection = torch.zeros(*x.shape, k, dtype=x.dtype)
         for place, token in enumerate(moved):
@@ -179,8 +193,10 @@ class NetworkAtInput:
         if len(orders) == 2 and weakest.radius > 0:
             further = self._weakest(3, directions, injection, _FURTHER * weakest.radius, clock)
             weakest = max(weakest, further, key=lambda found: found.radius)
-        clock.end = math.inf
+        over, clock.end = clock.over, math.inf
         radius, rival, direction, order, margins = weakest
+        if radius == 0:  # what is lost near the input is said by the second order, too
+            margins = _Margin(margins.first, 2, clock.check)
         # The factor covers the roundings of root and quotient.
         scale = 1.0 if norm == 2 else math.sqrt(k) * (1 + FUZZ)
         at_radius = margins(max(radius, _SMALLEST))
@@ -192,7 +208,7 @@ class NetworkAtInput:
             start = max(radius / scale, min(first_order, 1.0) / 4)
             offset = margin - float(direction @ self.logits)
             nearest = attack_radius(network, x, injection, direction, offset, start, norm=norm, seed=seed)
-        if radius > 0:
+        if radius > 0 and not over:
             margins(radius / 2)  # the search may have looked near the radius alone
         return RobustRadius(
             radius=radius / scale,
@@ -260,9 +276,14 @@ class _Clock:
     def __init__(self, end: float) -> None:
         self.end = end
 
+    @property
+    def over(self) -> bool:
+        """Whether the time is over."""
+        return time.perf_counter() > self.end
+
     def check(self) -> None:
         """Raise an exception if the time is over."""
-        if time.perf_counter() > self.end:
+        if self.over:
             raise _OutOfTimeError
 
 
@@ -319,7 +340,7 @@ def _largest(margin: _Margin, most: float, guess: float) -> float:
     positive at the ε that is returned, which is 0 if none was found.
     """
     whole = margin.first.margin
-    if whole <= 0:
+    if whole <= 0 or most <= 0:
         return 0.0
     proved, failed = list[_Tried](), list[_Tried]()
     epsilon = min(guess, most)
@@ -410,6 +431,11 @@ def _embedded_tokens(inputs: object) -> Tensor:
     if not bool(torch.isfinite(x).all()):
         raise NonFiniteError("inputs", expected="finite numbers", got="NaN or infinity")
     return x.detach().to("cpu", torch.float64)
+
+
+def _positive(seconds: float | None) -> None:
+    if seconds is not None and not seconds > 0:
+        raise ArgumentError("seconds", expected="a number > 0, or None", got=repr(seconds))
 
 
 def _tokens(tokens: int | Sequence[int] | None, n: int) -> list[int]:
