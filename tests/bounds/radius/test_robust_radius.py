@@ -244,7 +244,8 @@ def test_a_search_ends_with_its_time(monkeypatch: pytest.MonkeyPatch) -> None:
     for seconds in (5, 25, 40, 1000):
         begin = now
         found = at.radius(1, order=2, seconds=seconds, **options)
-        assert now - begin <= min(seconds, full.seconds) + 40  # of which no stage of the search, but what reports
+        # What lies beyond is no stage of the search, but of what is reported.
+        assert now - begin <= min(seconds, full.seconds) + 40
         assert all((lower > 0) == (radius <= found.radius) for radius, lower in found.curve)
         assert found.losses["pooler"] >= 0
         radii.append(found.radius)

@@ -45,7 +45,16 @@ from howsmooth.bounds.radius.spectral_norm_bounds import (
     spectral_norm,
 )
 from howsmooth.roundoff import U
-from tests.bounds.radius._networks import ALL, decoder, expanded, feed_forwards, moved, normal, post_norm, pre_norm
+from tests.bounds.radius._networks import (
+    ALL,
+    decoder,
+    expanded,
+    feed_forwards,
+    moved,
+    normal,
+    post_norm,
+    pre_norm,
+)
 
 _STEP = mpmath.mpf(10) ** -20
 # Differences of second order in arithmetic of 80 digits are wrong by about 1e-40.

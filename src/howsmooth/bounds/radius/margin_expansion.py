@@ -1,4 +1,4 @@
-"""Lower bounds on a classifier's margin on a ball around its input, by Taylor expansions of order two or three.
+"""Lower bounds on a classifier's margin on a ball around its input, by Taylor expansions of two orders.
 
 The remainder of every stage is bounded.
 """
@@ -231,7 +231,9 @@ class ThirdOrder(SecondOrder):
             self.check()
             state, tangents = exact(first.states[place]), exact(first.tangents[place])
             curved, own = exact(forms), exact(first.own_adjoint(place))
-            at = Expansion(*(part[:, stage.branch] for part in (state, tangents, curved)), pairs, own, place == 0)
+            at = Expansion(
+                *(part[:, stage.branch] for part in (state, tangents, curved)), pairs, own, place == 0
+            )
             remainder = cubic_remainder_of(stage.map, at)
             found.append(remainder)
             self.check()

@@ -119,6 +119,6 @@ class Errors:
 
 
 def _carried(step: Step, shapes: Tensor, added: Tensor) -> Tensor:
-    """Return the ellipsoids of errors after a stage that leaves tokens apart, and adds an error of its own."""
+    """Return the ellipsoids of errors after a stage that leaves tokens apart and adds an error."""
     assert step.own is not None
     return ellipsoid_sum(image(step.own, shapes), added)

@@ -14,11 +14,11 @@ import torch
 from torch import Tensor, nn
 
 from howsmooth.bounds.radius.attack import attack_radius
+from howsmooth.bounds.radius.margin_expansion import FirstDerivatives, Losses, SecondOrder, ThirdOrder
 from howsmooth.bounds.radius.model_reading import embedded, read_classifier
 from howsmooth.bounds.radius.partial_jacobians import partial_jacobians
 from howsmooth.bounds.radius.result import RobustRadius
 from howsmooth.bounds.radius.rounded_tensor import FUZZ, exact
-from howsmooth.bounds.radius.margin_expansion import FirstDerivatives, Losses, SecondOrder, ThirdOrder
 from howsmooth.bounds.radius.staged_network import Network
 from howsmooth.errors import ArgumentError, NonFiniteError
 
@@ -257,7 +257,7 @@ class NetworkAtInput:
 
 
 class _Weakest(NamedTuple):
-    """The radius within which no class overtakes the predicted one, and the class that comes nearest to it."""
+    """The radius within which no class overtakes the predicted one, and which class comes nearest."""
 
     radius: float
     rival: int | None

@@ -70,8 +70,8 @@ __all__ = [
 class Expansion:
     """A layer's input tokens, expanded to second order in δ, and the margin's gradient at its output.
 
-    ``u`` (n, d), ``tangents`` G (n, d, k), ``forms`` Q (n, d, p). ``given`` says that the tokens are the input
-    of the network, which has no forms and no errors.
+    ``u`` (n, d), ``tangents`` G (n, d, k), ``forms`` Q (n, d, p). ``given`` says that the tokens are the
+    input of the network, which has no forms and no errors.
     """
 
     u: Tensor
@@ -147,7 +147,8 @@ class CubicFeedForward:
         for j, Q in enumerate(at.forms):
             squares, own = pairs.square(K[j]), layer.up @ Q / 2
             forms.append(each_form_norm(own, pairs))
-            # The Gram matrix of φ'' W₁Q/2 + φ'''/6 (K δ)², term by term: packed squares have squared products.
+            # The Gram matrix of φ'' W₁Q/2 + φ'''/6 (K δ)², term by term. The inner products of packed squares
+            # are squares.
             bend, twist = self.bend[j, :, None], (self.twist[j] / 6)[:, None]
             crossed = bend * (layer.up @ (Q @ squares.mT) / 2) * twist.mT
             product_of_rows = K[j] @ K[j].mT
@@ -202,9 +203,7 @@ class CubicGatedFeedForward:
         self.twist_v = layer.activation.derivative(2, self.z)
         self.adjoint = at.adjoint @ layer.down
         forms = gram(at.forms / 2)
-        self.squared, self.squared_v = (
-            enclosing(image(matrix, forms)) for matrix in (layer.gate, layer.up)
-        )
+        self.squared, self.squared_v = (enclosing(image(matrix, forms)) for matrix in (layer.gate, layer.up))
         self.cubic = at.u.new_zeros(pairs.k, len(pairs.i))
         for j in range(len(at.u)):
             by_z = dz[j] * (self.adjoint[j] * self.twist[j] / 6)[:, None]
