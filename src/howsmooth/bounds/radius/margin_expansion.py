@@ -231,9 +231,8 @@ class ThirdOrder(SecondOrder):
             self.check()
             state, tangents = exact(first.states[place]), exact(first.tangents[place])
             curved, own = exact(forms), exact(first.own_adjoint(place))
-            at = Expansion(
-                *(part[:, stage.branch] for part in (state, tangents, curved)), pairs, own, place == 0
-            )
+            u, G, Q = (part[:, stage.branch] for part in (state, tangents, curved))
+            at = Expansion(u, G, Q, pairs, own, place == 0)
             remainder = cubic_remainder_of(stage.map, at)
             found.append(remainder)
             self.check()

@@ -50,13 +50,14 @@ def partial_jacobians(network: Network, x: Tensor) -> PartialJacobians:
     They do not depend on which tokens move.
     """
     stages = network.rounded().stages
-    states, errors, steps, residuals = [x], [], [], []
-    earlier: list[Tensor] = []  # the Jacobians of the state by the inputs of attention layers
+    states, errors, steps, residuals = [x], list[float](), list[Step](), list[tuple[float, ...]]()
+    earlier = list[Tensor]()  # the Jacobians of the state by the inputs of attention layers
     for place, stage in enumerate(stages):
         state = exact(states[-1])
         n, width = state.shape
         output, error = settled(stage.value(state))
-        own, eye = None, torch.eye(width, dtype=x.dtype)
+        own: Tensor | None = None
+        eye = torch.eye(width, dtype=x.dtype)
         if isinstance(stage.map, Attention):
             if place:  # the network's input itself has no error
                 spread, each = torch.zeros(n, width, n, width, dtype=x.dtype), torch.arange(n)

@@ -118,7 +118,9 @@ class TokenWise:
     def __call__(self, epsilon: float, errors: Tensor) -> Left:
         """Return bounds on a layer's remainder for |δ| ≤ ε, given one ellipsoid for each token's error."""
         found = [one(epsilon, error[None]) for one, error in zip(self.each, errors, strict=True)]
-        return Left(torch.cat([left.shape for left in found]), sum(left.margin for left in found))
+        return Left(
+            torch.cat([left.shape for left in found]), torch.stack([left.margin for left in found]).sum()
+        )
 
 
 class FeedForwardRemainder:

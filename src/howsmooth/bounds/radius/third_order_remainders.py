@@ -83,8 +83,9 @@ class Expansion:
 
     def token(self, j: int) -> Expansion:
         """Return the expansion of one of the tokens."""
-        own = (part[j : j + 1] for part in (self.u, self.tangents, self.forms))
-        return Expansion(*own, self.pairs, self.adjoint[j : j + 1], self.given)
+        every = (self.u, self.tangents, self.forms, self.adjoint)
+        u, tangents, forms, adjoint = (part[j : j + 1] for part in every)
+        return Expansion(u, tangents, forms, self.pairs, adjoint, self.given)
 
 
 class CubicNorm:
