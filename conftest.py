@@ -19,11 +19,13 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
-from functools import partial
+from functools import partial, wraps
 from pathlib import Path
+from types import FunctionType
 from typing import Any
 
 import jaxtyping
+import numpy as np
 import pytest
 import torch
 from hypothesis import settings
@@ -72,22 +74,89 @@ def _names_a_shape(decorated: Any) -> bool:
     return any(getattr(function.__globals__.get(word), "__module__", "") == "jaxtyping" for word in words)
 
 
+# The arguments for which the running test has seen a function's shapes checked, by the identity of its code.
+_checked: dict[int, set[Any]] = {}
+
+
+def pytest_runtest_setup() -> None:
+    """Forget what was checked in the tests before."""
+    _checked.clear()
+
+
+def _shapes_of(value: Any) -> Any:
+    """Return what a check of shapes depends on: shapes and dtypes, whole numbers and words, other types."""
+    kind = type(value)
+    if isinstance(value, torch.Tensor):
+        return kind, value.shape, value.dtype
+    if kind is tuple or kind is list:
+        return kind, *map(_shapes_of, value)
+    if kind is dict:
+        return kind, *((name, _shapes_of(one)) for name, one in value.items())
+    if kind is np.ndarray:
+        return kind, value.shape, value.dtype
+    return value if kind is int or kind is bool or kind is str else kind
+
+
+def _checking_new_shapes(function: Callable[..., Any], check: Callable[..., Any]) -> Callable[..., Any]:
+    """Have a function checked whenever a test calls it with shapes that it has not had in this test yet.
+
+    A check takes longer than many a function, and a solver calls a function thousands of times with the same
+    shapes.
+    """
+    code = id(function.__code__)
+    checked: list[Callable[..., Any]] = []  # compiled at the first call: some functions are never called
+
+    @wraps(function)
+    def called(*args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling():
+            return function(*args, **kwargs)
+        shapes = (*map(_shapes_of, args), _shapes_of(kwargs)) if kwargs else (*map(_shapes_of, args),)
+        seen = _checked.get(code)
+        if seen is None:
+            seen = _checked[code] = set()
+        elif shapes in seen:
+            return function(*args, **kwargs)
+        if not checked:
+            checked.append(check(function))
+        found = checked[0](*args, **kwargs)
+        seen.add(shapes)
+        return found
+
+    return called
+
+
 def _checking_shapes_only(jaxtyped: Callable[..., Any]) -> Callable[..., Any]:
     """Let jaxtyping's import hook decorate what names a shape alone: all other types are checked by mypy.
 
     Decorated, each of some three thousand functions binds its arguments twice a call, and functions inside
-    of functions are compiled anew in every call of the outer one: half of the time that the tests took.
+    of functions are compiled anew in every call of the outer one.
     """
 
     def decorate(decorated: Any = None, *, typechecker: Any) -> Any:
         if decorated is None:
             return partial(decorate, typechecker=typechecker)
-        return jaxtyped(decorated, typechecker=typechecker) if _names_a_shape(decorated) else decorated
+        if not _names_a_shape(decorated):
+            return decorated
+        check = partial(jaxtyped, typechecker=typechecker)
+        if isinstance(decorated, FunctionType):
+            return _checking_new_shapes(decorated, check)
+        if isinstance(decorated, type):
+            decorated.__init__ = _checking_new_shapes(decorated.__init__, check)
+            return decorated
+        return check(decorated)
 
     return decorate
 
 
 jaxtyping.jaxtyped = _checking_shapes_only(jaxtyping.jaxtyped)
+
+
+@pytest.fixture
+def unchecked() -> Iterator[None]:
+    """Execute no annotations, as for a user: what they would stop must be refused in words."""
+    jaxtyping.config.update("jaxtyping_disable", True)
+    yield
+    jaxtyping.config.update("jaxtyping_disable", False)
 
 
 @pytest.fixture(scope="session")

@@ -30,7 +30,7 @@ import howsmooth as hs
 from howsmooth import batching
 from howsmooth.distributed import Device, step_cost
 from howsmooth.jacobian import closed_form_jacobian
-from howsmooth.spectral import accurate_sums, basis
+from howsmooth.spectral import accurate_sums, krylov_basis
 from howsmooth.study.ranges import Ranges
 
 GOAL_PROTOCOL, GOAL_LAYER = 10.0, 40.0
@@ -134,10 +134,10 @@ class Started(TorchDispatchMode):
 
 def count(options: argparse.Namespace, device: torch.device) -> None:
     """Count what is started for one layer at all sequences, as elsewhere than on a CPU."""
-    basis.Basis._together = lambda self, z: [slice(0, len(z))]  # type: ignore[method-assign]
-    basis._BLOCK_BYTES.clear()
+    krylov_basis.Basis._together = lambda self, z: [slice(0, len(z))]  # type: ignore[method-assign]
+    krylov_basis._BLOCK_BYTES.clear()
     pieces, elsewhere = accurate_sums.pieces, torch.device("meta")
-    accurate_sums.pieces = basis.pieces = lambda size, _: pieces(size, elsewhere)
+    accurate_sums.pieces = krylov_basis.pieces = lambda size, _: pieces(size, elsewhere)
     batching._BASIS_BYTES = 1 << 50
     xs, f, counts = sequences(options, device), layer(options, device, causal=True), []
     for filled in (0, batching._FILLED_ELSEWHERE):

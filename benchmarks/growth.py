@@ -29,10 +29,10 @@ import torch
 
 import howsmooth as hs
 from howsmooth.attention.core import NO_FEATURES
-from howsmooth.attention.visibility import Visibility
+from howsmooth.attention.masks import Visibility
 from howsmooth.jacobian import closed_form_jacobian
 from howsmooth.jacobian.queries_keys_values import Operands
-from howsmooth.jacobian.streamed import streamed_derivative
+from howsmooth.jacobian.streamed_softmax import streamed_derivative
 from howsmooth.study.exponents import fit_exponent
 
 WIDTH = 64  # of a head

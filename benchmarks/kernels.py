@@ -21,7 +21,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from howsmooth.functional import fused, fused_kernels
+from howsmooth.functional import fused_attention, fused_kernels
 from howsmooth.triton_launch import Tile
 
 NAMES = fused_kernels.__all__
@@ -42,7 +42,7 @@ def compiled(name: str, dtype: str, width: int, rule: str, tile: Tile, capabilit
     kernel = getattr(fused_kernels, name)
     values = {**dict.fromkeys(FLAGS, False), **RULES[rule]}
     values |= {"KEY": width, "VALUE": width, "WIDTH": width, "ROWS": tile.rows, "KEYS": tile.keys}
-    values["PRECISION"] = fused.precision(DTYPES[dtype])
+    values["PRECISION"] = fused_attention.precision(DTYPES[dtype])
     signature = {}
     for argument in inspect.signature(kernel.fn).parameters:
         if argument in values:
@@ -95,7 +95,7 @@ def main() -> None:
         for dtype in options.dtypes.split(","):
             for width in map(int, options.widths.split(",")):
                 for rule in options.rules.split(","):
-                    tiles = fused.tiles(name, DTYPES[dtype], width)
+                    tiles = fused_attention.tiles(name, DTYPES[dtype], width)
                     for tile in tiles[:1] if options.first else tiles:
                         made = compiled(name, dtype, width, rule, tile, options.capability)
                         registers, stack = resources(made.asm["cubin"])

@@ -21,9 +21,9 @@ import torch.distributed as dist
 
 import howsmooth as hs
 from howsmooth.distributed import Device, step_cost
-from howsmooth.distributed.exchange import Exchange, ProcessGroupCollectives
-from howsmooth.distributed.linearise import SharedMap
-from howsmooth.distributed.row_shares import RowShares
+from howsmooth.distributed.communication import Exchange, ProcessGroupCollectives
+from howsmooth.distributed.shared_jacobian import SharedMap
+from howsmooth.distributed.token_partition import RowShares
 
 
 def layer(options: argparse.Namespace) -> hs.SelfAttention:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from howsmooth.attention import TokenMap, Weighting
-from howsmooth.models.identification.block_arrangement import Block
+from howsmooth.models.identification.norm_and_residual_placement import Block
 from howsmooth.models.tracing.layer_trace import AttentionLayer, LayerTrace, ModuleCall, is_norm
 
 

@@ -28,7 +28,7 @@ def _as_function(f: Callable[..., object], **keywords: object) -> Callable[[Tens
 
 def dense_norm(f: Callable[..., object], x: Tensor, **keywords: object) -> float:
     """Return ‖D_X f‖₂ at tokens (n, d) from the dense Jacobian."""
-    jacobian = torch.autograd.functional.jacobian(_as_function(f, **keywords), x)
+    jacobian = torch.autograd.functional.jacobian(_as_function(f, **keywords), x, vectorize=True)
     assert isinstance(jacobian, Tensor)
     rows = jacobian.flatten(end_dim=jacobian.ndim - x.ndim - 1)
     return float(torch.linalg.matrix_norm(rows.flatten(1), 2))
@@ -123,12 +123,14 @@ def _climb(f: Callable[[Tensor], Tensor], start: Tensor, radius: float, steps: i
     for step in range(steps + 1):
         tokens = radius * x
         y = f(tokens)
-        # Members do not see each other: one derivative of a sum gives a row of each Jacobian.
-        rows = [
-            torch.autograd.grad(y[:, i].sum(), tokens, retain_graph=True, allow_unused=True)[0]
-            for i in range(y.shape[1])
-        ]
-        jacobian = torch.stack([torch.zeros_like(tokens) if r is None else r for r in rows], dim=1).flatten(2)
+        # Members do not see each other: one derivative of a sum gives a row of each Jacobian, and one
+        # batched pass all rows.
+        each = torch.eye(y.shape[1], dtype=y.dtype)[:, None].expand(-1, len(y), -1)
+        (rows,) = torch.autograd.grad(
+            y, tokens, each, retain_graph=True, allow_unused=True, is_grads_batched=True
+        )
+        rows = tokens.new_zeros(y.shape[1], *tokens.shape) if rows is None else rows
+        jacobian = rows.transpose(0, 1).flatten(2)
         u, s, vh = torch.linalg.svd(jacobian, full_matrices=False)
         assert bool(torch.isfinite(s).all()), "the Jacobian is not finite"
         best = max(best, float(s[:, 0].max()))

@@ -12,7 +12,7 @@ import howsmooth as hs
 from howsmooth.distributed.random_start import own_start
 from howsmooth.lipschitz.singular_value_solver import member_seeds
 from howsmooth.measures import Gaussian
-from howsmooth.nn.penalty.singular_vectors import Directions
+from howsmooth.nn.penalty.singular_vector_storage import Directions
 from howsmooth.seeds import torch_seed
 from tests._cases import D, random_attention, tokens
 

@@ -1,4 +1,4 @@
-"""Limits on the accuracy that a measurement can reach in float32 and in float64.
+"""Limits on the accuracy that can be requested of a measurement in float32 and in float64.
 
 Both the measurement and the study plans check their arguments here.
 """
@@ -16,7 +16,7 @@ _FINEST = {"float32": (2e-5, 1e-5), "float64": (1e-12, 1e-12)}
 
 
 def check_accuracy(rtol: float, confidence: float, dtype: str) -> None:
-    """Raise ArgumentError if the accuracy or confidence that is asked for is out of reach in ``dtype``."""
+    """Raise ArgumentError if the requested accuracy or confidence cannot be reached in ``dtype``."""
     finest_rtol, finest_risk = _FINEST[dtype]
     if not finest_rtol <= rtol < 1:
         raise ArgumentError(

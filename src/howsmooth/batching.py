@@ -1,4 +1,4 @@
-"""Divides the sequences of a measurement into batches, and decides whether their attention probabilities are
+"""Division of sequences into batches for a measurement, and the choice whether attention probabilities are
 kept in memory.
 """
 
@@ -24,7 +24,7 @@ from howsmooth.memory import memory_budget
 __all__ = [
     "Footprint",
     "batches",
-    "beside_the_basis",
+    "bytes_without_basis",
     "fewest_vectors",
     "footprint",
     "is_streamed",
@@ -76,8 +76,8 @@ def footprint(
     device: torch.device,
     memory: int | None = None,
 ) -> Footprint:
-    """Predict how much memory the measurement of one sequence takes, and whether it keeps attention
-    probabilities.
+    """Predict the memory that the measurement of one sequence takes, and decide whether attention
+    probabilities are kept.
 
     Parameters
     ----------
@@ -93,7 +93,7 @@ def footprint(
         return Footprint(streamed=False, size=0)
     x = torch.empty((), dtype=dtype, device=device).expand(1, *tokens)
     if is_streamed(f, x, memory_budget(memory, device)):
-        size = max(beside_the_basis(f, x), beside_the_basis(f, _widened(x)))
+        size = max(bytes_without_basis(f, x), bytes_without_basis(f, _widened(x)))
         return Footprint(streamed=True, size=size)
     return Footprint(streamed=False, size=cached_bytes(f, tokens[0], dtype))
 
@@ -109,7 +109,7 @@ class _Group:
     members: list[int] = field(default_factory=list)  # the same list object as in the next larger group
 
     def with_member(self, probabilities: int, basis: int) -> _Group:
-        """Return a group of sequences that has one sequence more than this group.
+        """Return this group of sequences with one more sequence.
 
         The arguments are the bytes of the sequence's probabilities and of its Krylov basis. The caller
         appends its index to ``members``.
@@ -126,14 +126,12 @@ class _Group:
 
     @property
     def filled(self) -> int:
-        """The bytes that padding adds to the attention probabilities and Krylov bases of the sequences in the
-        group.
-        """
+        """The bytes that padding adds to the attention probabilities and Krylov bases of the group."""
         return self.all_probabilities + self.all_bases - self.own
 
 
 def batches(double: TokenMap, members: Sequence[Tensor] | Tensor, budget: int) -> Iterator[list[list[int]]]:
-    """Divide sequences into batches that are measured together, from short sequences to long ones.
+    """Divide sequences into batches that are measured together, in order of increasing length.
 
     Each batch is a list of lists of indices into ``members``. The sequences of an inner list are padded to
     one length.
@@ -168,7 +166,7 @@ def batches(double: TokenMap, members: Sequence[Tensor] | Tensor, budget: int) -
 
 
 def _with_member(groups: list[_Group], one: tuple[int, int], most_filled: int) -> list[_Group]:
-    """Add a sequence to the last group of a batch if that needs little padding, and otherwise begin a new
+    """Add a sequence to the last group of a batch if that needs little padding, and otherwise start a new
     group with it.
 
     The argument ``one`` describes the sequence: the bytes of its probabilities and of its Krylov basis.
@@ -179,7 +177,7 @@ def _with_member(groups: list[_Group], one: tuple[int, int], most_filled: int) -
 
 
 def is_streamed(double: TokenMap, x: Tensor, budget: int) -> bool:
-    """Return True if attention probabilities at the sequence ``x`` are computed again in each product and not
+    """Return True if attention probabilities at the sequence ``x`` are recomputed in each product instead of
     kept in memory.
 
     They are recomputed if they do not fit in memory, or if that is faster.
@@ -192,7 +190,8 @@ def is_streamed(double: TokenMap, x: Tensor, budget: int) -> bool:
 
 
 def room_for_basis(double: TokenMap, x: Tensor, budget: int) -> int:
-    """Return how many bytes of the memory budget are left for the Krylov basis when one sequence is measured.
+    """Return how many bytes of the memory budget are left for the Krylov basis in the measurement of one
+    sequence.
 
     The attention probabilities are recomputed in each product, so they take no memory.
 
@@ -212,11 +211,11 @@ def room_for_basis(double: TokenMap, x: Tensor, budget: int) -> int:
             got=f"{budget} bytes",
             remedy="Measure a shorter sequence or one head alone, or free memory.",
         )
-    return budget - beside_the_basis(double, x)
+    return budget - bytes_without_basis(double, x)
 
 
-def beside_the_basis(double: TokenMap, x: Tensor) -> int:
-    """Return the bytes that the measurement of one sequence takes in addition to the Krylov basis.
+def bytes_without_basis(double: TokenMap, x: Tensor) -> int:
+    """Return the bytes that the measurement of one sequence takes, without the Krylov basis.
 
     They hold the sequence's Jacobian, five vectors of the solver and the tokens, in the dtype of x.
     """
@@ -227,21 +226,21 @@ def beside_the_basis(double: TokenMap, x: Tensor) -> int:
 
 
 def fewest_vectors(x: Tensor) -> int:
-    """Return the bytes of the smallest Krylov basis with which it is worth trying to measure one sequence."""
+    """Return the bytes of the smallest Krylov basis with which a measurement of one sequence is attempted."""
     return _FEWEST_VECTORS * x.shape[-2] * x.shape[-1] * torch.float16.itemsize
 
 
 def _least_streamed(double: TokenMap, x: Tensor) -> int:
-    """Return the least memory in bytes with which one sequence can be measured, when attention probabilities
-    are not kept.
+    """Return the smallest number of bytes with which one sequence can be measured without keeping attention
+    probabilities.
 
     The run in the dtype of x needs a small basis. The final check in float64 needs none, but wider numbers.
     """
-    return max(beside_the_basis(double, x) + fewest_vectors(x), beside_the_basis(double, _widened(x)))
+    return max(bytes_without_basis(double, x) + fewest_vectors(x), bytes_without_basis(double, _widened(x)))
 
 
 def _widened(x: Tensor) -> Tensor:
-    """Return a float64 tensor with the shape of ``x`` that takes the memory of one number only.
+    """Return a float64 tensor with the shape of ``x`` that stores a single number (all strides are zero).
 
     It serves to predict the memory of a computation in float64.
     """

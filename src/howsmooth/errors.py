@@ -32,7 +32,7 @@ class HowsmoothError(Exception):
 
 
 class ArgumentError(HowsmoothError, ValueError):
-    """Raised when an argument of a function has a wrong type, shape or value. The message says what was
+    """Raised when an argument of a function has a wrong type, shape or value; the message says what was
     expected.
 
     Parameters
@@ -57,7 +57,8 @@ class ArgumentError(HowsmoothError, ValueError):
         super().__init__(f"{message} {remedy}" if remedy else message)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Let pickle store the exception with all its fields, so that a worker process can send it.
+        """Return what pickle needs to restore the exception with all its fields, so that a worker process can
+        send it.
 
         Without this method, unpickling would call the class with the message alone.
         """
@@ -70,7 +71,9 @@ class NonFiniteError(ArgumentError):
 
 
 class DerivativeError(HowsmoothError):
-    """Raised when a map lacks a derivative that is needed, or when its derivatives contradict each other."""
+    """Raised when a map has no derivative of the kind that is needed, or when its derivatives contradict each
+    other.
+    """
 
 
 class ModelError(HowsmoothError):
@@ -106,7 +109,9 @@ class CertificateError(HowsmoothError):
         super().__init__(f"{message} {remedy}" if remedy else message)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Let pickle store the exception with all its fields, so that a worker process can send it."""
+        """Return what pickle needs to restore the exception with all its fields, so that a worker process can
+        send it.
+        """
         words = {"kind": self.kind, "reason": self.reason, "remedy": self.remedy}
         return partial(type(self), self.path, **words), ()
 
@@ -126,15 +131,15 @@ class WorkerError(HowsmoothError):
 
 
 def similar_name(given: str, known: Iterable[str]) -> str:
-    """Return the question ``Is NAME meant?`` with the known name most similar to ``given``; empty if none is
-    similar.
+    """Return the question ``Is NAME meant?`` with the known name most similar to ``given``, or an empty
+    string if none is similar.
     """
     near = difflib.get_close_matches(given, list(known), 1, cutoff=0.7)
     return f"Is {near[0]} meant?" if near else ""
 
 
 def reason(error: BaseException) -> str:
-    """Return a phrase that says why a file could not be read or written, given the exception."""
+    """Return a phrase that explains why a file could not be read or written, given the exception."""
     if isinstance(error, OSError) and error.strerror:
         return error.strerror
     lines = str(error).strip().splitlines()

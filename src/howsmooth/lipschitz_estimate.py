@@ -24,8 +24,8 @@ _MOST_INTERVALS = 4  # members that are printed with their intervals
 
 @dataclass(frozen=True)
 class _Constants:
-    """Base class of the two result classes: measured Lipschitz constants, their intervals, and how they were
-    measured.
+    """Base class of the two result classes, with measured Lipschitz constants, their intervals and the
+    settings of the measurement.
     """
 
     value: Float[Tensor, "*batch"]
@@ -41,7 +41,7 @@ class _Constants:
 
     @property
     def remedy(self) -> str:
-        """Advice on what to do if the interval of some constant is too wide; an empty string if all are
+        """Advice on what to do if the interval of some constant is too wide, or an empty string if all are
         narrow enough.
         """
         missed = int((~self.converged).sum())
@@ -111,7 +111,7 @@ class _Constants:
         return table.assign(method=self.method, scope=self.scope)
 
     def _repr_html_(self) -> str:
-        """Return the table of measured Lipschitz constants as HTML, which notebooks show."""
+        """Return the table of measured Lipschitz constants as HTML, for display in notebooks."""
         table = self.to_pandas()
         rows: str = table.to_html(index=False, max_rows=_MOST_SHOWN, float_format="{:.6g}".format)
         return rows
@@ -119,7 +119,7 @@ class _Constants:
 
 @dataclass(frozen=True, repr=False)
 class LipschitzEstimate(_Constants):
-    """The measured local Lipschitz constant at each input of a batch, with an interval for each.
+    """The measured local Lipschitz constant at each input of a batch, each with an interval.
 
     Attributes
     ----------
@@ -164,7 +164,7 @@ class LipschitzEstimate(_Constants):
         return len(self.value)
 
     def __getitem__(self, index: int | slice | tuple[int | slice, ...]) -> LipschitzEstimate:
-        """Return the measured constants at some of the inputs only, chosen by their index in the batch."""
+        """Return the measured constants at the inputs with the given indices in the batch."""
         fields = ("value", "lower", "upper", "converged", "iterations", "input_direction", "output_direction")
         given = index if isinstance(index, tuple) else (index,)
         if len(given) > self.value.ndim:
@@ -172,8 +172,8 @@ class LipschitzEstimate(_Constants):
         return replace(self, **{name: getattr(self, name)[index] for name in fields})
 
     def tokens(self, tokenizer: Any = None, ids: Tensor | None = None) -> pd.DataFrame:
-        """Return a table of how much each token contributes to the input and output directions of largest
-        change.
+        """Return a table with the contribution of each token to the input and output directions of the
+        largest change.
 
         A token with a large share of the input direction is one where a change matters; a token with a large
         share of the output direction is one where the change shows. The shares of a direction are the squared
@@ -223,7 +223,7 @@ class LipschitzEstimate(_Constants):
 
 
 def _shares(direction: Tensor) -> list[float]:
-    """Return each token's share of the squared norm of a singular vector of shape (n, d)."""
+    """Return the contribution of each token to the squared norm of a singular vector of shape (n, d)."""
     squares = direction.double().square().sum(dim=-1)
     total = float(squares.sum())
     shares: list[float] = (squares / total if total > 0 else squares).tolist()
@@ -232,8 +232,8 @@ def _shares(direction: Tensor) -> list[float]:
 
 @dataclass(frozen=True, repr=False)
 class LipschitzEstimates(_Constants):
-    """The measured local Lipschitz constants at several sequences of different lengths, with an interval for
-    each.
+    """The measured local Lipschitz constants at several sequences of different lengths, each with an
+    interval.
 
     The attributes are those of :class:`LipschitzEstimate`, with shape (sequences,). The directions are
     tuples with one tensor for each sequence, of shapes (n_i, d) and (n_i, d_out).

@@ -1,4 +1,6 @@
-"""How many bytes of memory a computation may use: the user's limit, or a share of the free memory."""
+"""The number of bytes of memory that a computation may use: the limit set by the user, or a share of the free
+memory.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,7 @@ _CONTROL_GROUP = Path("/sys/fs/cgroup")
 
 
 def parse_bytes(words: str) -> int:
-    """Return the number of bytes that a string such as ``8GiB``, ``1.5 TB`` or ``4096`` stands for.
+    """Convert a string such as ``8GiB``, ``1.5 TB`` or ``4096`` to a number of bytes.
 
     Raises
     ------
@@ -39,7 +41,8 @@ def parse_bytes(words: str) -> int:
 
 
 def memory_budget(memory: object, device: torch.device) -> int:
-    """Return how many bytes may be used on ``device``: ``memory``, or by default half of the free memory.
+    """Return the number of bytes that may be used on ``device``: ``memory``, or half of the free memory by
+    default.
 
     Raises
     ------
@@ -60,7 +63,9 @@ def memory_budget(memory: object, device: torch.device) -> int:
 
 
 def free_memory(device: torch.device) -> int:
-    """Return the number of free bytes on ``device``; on the CPU, a container's limit counts too."""
+    """Return the number of free bytes on ``device``, which on a CPU respects the memory limit of a
+    container.
+    """
     if device.type == "cuda":
         return int(torch.cuda.mem_get_info(device)[0])
     system, group = _free_in_system(), _free_in_control_group()
@@ -82,7 +87,9 @@ def _free_in_system() -> int:
 
 
 def _free_in_control_group() -> int | None:
-    """Return how many bytes the container's memory limit leaves free; None if no limit is known."""
+    """Return the number of bytes left under the memory limit of the container, or None if no limit
+    is known.
+    """
     # The first row names the files of control groups version 2, the second those of version 1.
     for limit, used, files in (
         ("memory.max", "memory.current", "inactive_file"),

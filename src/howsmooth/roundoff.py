@@ -31,7 +31,7 @@ _ERROR_OF_ERRORS = 1e-6
 
 
 def gamma(m: int) -> float:
-    """Return the bound γ_m on the relative error that m roundings in float64 cause together.
+    """Return γ_m, the bound on the total relative error of m roundings in float64.
 
     It is γ_m = m u / (1 − m u), with the unit roundoff u; the order of the roundings is arbitrary.
     """
@@ -39,21 +39,21 @@ def gamma(m: int) -> float:
 
 
 def limit_in_digits(value: float, digits: int, *, upper: bool) -> str:
-    """Format an upper limit rounded up, or a lower limit rounded down, with some significant digits."""
+    """Format an upper limit rounded up, or a lower limit rounded down, with a given number of significant
+    digits.
+    """
     rounding = decimal.ROUND_CEILING if upper else decimal.ROUND_FLOOR
     rounded = decimal.Context(prec=digits, rounding=rounding).create_decimal(value)
     return f"{float(rounded):.{digits}g}"
 
 
 def up(error: Tensor) -> Tensor:
-    """Enlarge an error bound a little, so that it covers the rounding errors made when the bound itself was
-    computed.
-    """
+    """Increase an error bound slightly, so that it covers the rounding errors of its own computation."""
     return error * (1 + _ERROR_OF_ERRORS)
 
 
 class MatrixNorms:
-    """Upper bounds of the norms of matrices, each computed once and then remembered.
+    """Upper bounds on the norms of matrices, each computed once and then cached.
 
     A matrix is identified by its address in memory, shape and strides. The cache keeps a reference to the
     matrix, so that no other tensor can reuse its address. The matrices must not be changed in place.
@@ -63,15 +63,15 @@ class MatrixNorms:
         self._found: dict[object, tuple[Tensor, Tensor]] = {}
 
     def spectral(self, matrices: Float[Tensor, "*batch m r"]) -> Float[Tensor, "*batch"]:
-        """Return an upper bound of the spectral norm ‖W‖₂ of each matrix W, which is nearly as small as the
-        norm itself.
+        """Return a tight upper bound on the spectral norm ‖W‖₂ of each matrix W.
 
         The bound is the Schatten norm (Σ σ⁸)^(1/8) = ‖(W Wᵀ)²‖_F^(1/4), which takes two matrix products.
         """
         return self._once("spectral", matrices, _schatten)
 
     def absolute(self, matrices: Float[Tensor, "*batch m r"]) -> Float[Tensor, "*batch"]:
-        """Return an upper bound of the spectral norm of the matrix |W| of absolute values, for each matrix W.
+        """Return an upper bound on the spectral norm of |W|, the matrix of absolute values, for each matrix
+        W.
 
         The bound is √(‖W‖₁ ‖W‖_∞), computed from the largest column sum and the largest row sum of |W|.
         """

@@ -1,4 +1,6 @@
-"""The scopes of a measurement: which part of a model is measured, from one head to the whole model."""
+"""The scopes of a measurement, which say what part of a model is measured, from one head to the
+whole model.
+"""
 
 from __future__ import annotations
 
@@ -47,7 +49,7 @@ OUTPUTS = ("hidden", "logits", "margin")
 
 
 def layers_of_scope(scope: str, layers: Sequence[int]) -> Sequence[int]:
-    """Return which layers are measured in a scope: those in ``layers``, or only 0, which stands for the whole
+    """Return the layers that are measured in a scope, which is only the number 0 for the scope of the whole
     model.
     """
     return (0,) if scope == "model" else layers

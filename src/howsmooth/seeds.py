@@ -11,7 +11,7 @@ __all__ = ["derive_seed", "torch_seed"]
 
 
 def torch_seed(seed: int) -> int:
-    """Turn a seed of any size into a 32-bit seed for PyTorch that depends on all of its bits.
+    """Convert a seed of any size to a 32-bit seed for PyTorch that depends on all of its bits.
 
     PyTorch's CPU generator ignores all but the lowest 32 bits of its seed.
 

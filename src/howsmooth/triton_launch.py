@@ -1,4 +1,4 @@
-"""Runs Triton kernels with the largest tile sizes that fit into the memory on the GPU's chip."""
+"""Launching of Triton kernels with the largest tile sizes that fit into the on-chip memory of the GPU."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _fitted: dict[object, int] = {}
 
 @dataclass(frozen=True)
 class Tile:
-    """The size of the tiles of a Triton kernel (query rows and keys), with its numbers of warps and of
+    """The tile size of a Triton kernel (query rows and keys), with its numbers of warps and
     pipeline stages.
     """
 
@@ -41,7 +41,7 @@ def launch(
     arguments: Sequence[object],
     options: Mapping[str, object],
 ) -> None:
-    """Run a Triton kernel with the first of several tile sizes that fits into the memory on the chip.
+    """Run a Triton kernel with the first of several tile sizes that fits into the on-chip memory.
 
     Parameters
     ----------

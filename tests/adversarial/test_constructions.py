@@ -10,8 +10,8 @@ from torch import Tensor
 
 import howsmooth as hs
 from howsmooth import adversarial
+from howsmooth.bounds.attention_parameters import Head
 from howsmooth.bounds.ball_lower_bounds import heavy_token_local_bound, two_cluster_lower_bound
-from howsmooth.bounds.parameters import Head
 from howsmooth.errors import ArgumentError
 from tests._cases import D, random_attention, rotary, true_norm
 

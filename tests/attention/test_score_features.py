@@ -134,7 +134,7 @@ def test_an_atom_that_splits_under_a_cap() -> None:
         return f._forward(torch.cat((x, y[None])), hs.attention.Weighting(weights))[-1]
 
     for i in range(N):
-        exact = torch.autograd.functional.jacobian(lambda y, i=i: seen_from(y, i), x[i])
+        exact = torch.autograd.functional.jacobian(lambda y, i=i: seen_from(y, i), x[i], vectorize=True)
         torch.testing.assert_close(found[i], exact, rtol=1e-12, atol=1e-13)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from pathlib import Path
 
 import numpy as np
@@ -11,11 +12,11 @@ from torch import Tensor
 
 import howsmooth as hs
 from howsmooth import bounds
-from howsmooth.adversarial.domains import Ball
 from howsmooth.adversarial.gradient_ascent import _basis, _compressed
 from howsmooth.adversarial.repeated_token_search import can_search_atoms
+from howsmooth.adversarial.search_domains import Ball
 from howsmooth.attention import SoftmaxCore, core
-from howsmooth.attention.visibility import Visibility, check_window
+from howsmooth.attention.masks import Visibility, check_window
 from howsmooth.bounds import ball_lower_bounds as lower_bounds
 from howsmooth.bounds import certificates
 from howsmooth.bounds import masked_ball_upper_bounds as masked_bounds
@@ -23,6 +24,7 @@ from howsmooth.errors import ArgumentError
 from howsmooth.measures import DiscreteMeasure, Gaussian
 from howsmooth.models.parameter_files import read_parameter_file, save_parameters
 from tests._cases import D, random_attention, rotary, tokens, true_norm
+from tests._selection import others_slow
 
 N = 9
 
@@ -42,6 +44,7 @@ def pair(
     return random_attention(seed, causal=causal, window=window, **keywords), masked
 
 
+RULES = [(1, True), (3, True), (2, False), (4, False), (20, True)]
 VARIANTS: dict[str, dict[str, object]] = {
     "grouped": {"heads": 4, "kv_heads": 2},
     "rotary, sinks": {"rotary": rotary(N, 4), "sinks": torch.tensor([0.3, -1.0, 2.0], dtype=torch.float64)},
@@ -52,8 +55,19 @@ VARIANTS: dict[str, dict[str, object]] = {
 }
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
-@pytest.mark.parametrize(("window", "causal"), [(1, True), (3, True), (2, False), (4, False), (20, True)])
+@pytest.mark.parametrize(
+    ("variant", "window", "causal"),
+    others_slow(
+        [(name, *rule) for name in VARIANTS for rule in RULES],
+        [
+            ("grouped", 3, True),
+            ("rotary, sinks", 1, True),
+            ("rotary, sinks", 2, False),
+            ("score bias, softcap", 4, False),
+            ("score bias, softcap", 20, True),
+        ],
+    ),
+)
 def test_a_window_is_the_mask_that_shows_the_same_keys(variant: str, window: int, causal: bool) -> None:
     f, masked = pair(3, window, causal=causal, **VARIANTS[variant])
     x = tokens(5, 2, N, D)
@@ -176,8 +190,9 @@ def test_measures_are_refused_by_name() -> None:
 # ---- bounds
 
 
-@pytest.mark.parametrize("heads", [1, 3])
-@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize(
+    ("causal", "heads"), others_slow(itertools.product([True, False], [1, 3]), [(True, 1), (False, 3)])
+)
 def test_bounds_are_those_of_the_mask(heads: int, causal: bool) -> None:
     f, masked = pair(11, 3, causal=causal, heads=heads)
     x = tokens(3, N, D)

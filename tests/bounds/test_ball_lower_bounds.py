@@ -11,6 +11,7 @@ from torch import Tensor
 
 import howsmooth as hs
 from howsmooth import adversarial
+from howsmooth.bounds.attention_parameters import Head, parameters_of
 from howsmooth.bounds.ball_lower_bounds import (
     causal_two_cluster_lower_bound,
     causal_two_heavy_tokens_lower_bound,
@@ -25,8 +26,7 @@ from howsmooth.bounds.ball_lower_bounds import (
 from howsmooth.bounds.ball_upper_bounds import ball_upper_bound
 from howsmooth.bounds.bound import Bound, Quantity
 from howsmooth.bounds.masked_ball_upper_bounds import causal_ball_upper_bound
-from howsmooth.bounds.parameters import Head, parameters_of
-from howsmooth.bounds.worst_tokens import searched_pairs, searched_tokens, two_cluster_points
+from howsmooth.bounds.worst_case_tokens import searched_pairs, searched_tokens, two_cluster_points
 from howsmooth.errors import ArgumentError, NonFiniteError
 from tests._cases import D, dense_jacobian, random_attention, tokens, true_norm
 from tests._selection import others_slow

@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import howsmooth as hs
+from howsmooth.bounds.attention_parameters import Head, Parameters
 from howsmooth.bounds.ball_upper_bounds import (
     ball_upper_bound,
     mean_field_upper_bound,
@@ -34,7 +35,6 @@ from howsmooth.bounds.masked_ball_upper_bounds import (
     theorem_4_3,
     theorem_4_4,
 )
-from howsmooth.bounds.parameters import Head, Parameters
 from howsmooth.errors import ArgumentError
 from tests._cases import dense_jacobian, random_attention, rotary, tokens
 from tests._search import Point, largest_ratio

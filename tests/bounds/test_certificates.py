@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 import howsmooth as hs
+from howsmooth.bounds.attention_parameters import parameters_of
 from howsmooth.bounds.certificates import (
     Certificate,
     certificate_frobenius,
@@ -19,11 +20,9 @@ from howsmooth.bounds.certificates import (
     certificate_rows,
     jacobian_parts,
 )
-from howsmooth.bounds.certificates.domination import Domination
-from howsmooth.bounds.certificates.eigenvalues import largest_eigenvalue, nonnegative_norm, norm, shrink
-from howsmooth.bounds.certificates.jacobian_rows import rows_value
-from howsmooth.bounds.certificates.quadratic_forms import diagonal_norms, sandwich
-from howsmooth.bounds.certificates.rounded_heads import (
+from howsmooth.bounds.certificates.congruence_eigenvalue_bounds import Domination
+from howsmooth.bounds.certificates.eigenvalue_bounds import largest_eigenvalue, nonnegative_norm, norm, shrink
+from howsmooth.bounds.certificates.heads_with_error_bounds import (
     HeadAt,
     _normed,
     _Projected,
@@ -31,8 +30,9 @@ from howsmooth.bounds.certificates.rounded_heads import (
     _weights,
     heads_at,
 )
-from howsmooth.bounds.certificates.weight_search import Weights
-from howsmooth.bounds.parameters import parameters_of
+from howsmooth.bounds.certificates.jacobian_rows import rows_value
+from howsmooth.bounds.certificates.quadratic_forms import diagonal_norms, sandwich
+from howsmooth.bounds.certificates.token_weight_search import Weights
 from howsmooth.errors import ArgumentError, NonFiniteError
 from tests._cases import D, dense_jacobian, random_attention, rotary, tokens, true_norm
 from tests._exact import exact_differences, exact_jacobian, exact_norm
@@ -639,7 +639,7 @@ def _search(certify: Callable[..., Certificate], heads: int, trials: int, steps:
             o = torch.softmax(s, -1) @ torch.einsum("hkd,nd->hnk", point["value"], x)
             return o.movedim(0, 1).flatten(1)
 
-        J = torch.autograd.functional.jacobian(output, point["x"], create_graph=True)
+        J = torch.autograd.functional.jacobian(output, point["x"], create_graph=True, vectorize=True)
         J = J.reshape(-1, n * d)
         return torch.linalg.matrix_norm(J, 2) / float(certify(f, fixed["x"], iterations=2).value)
 

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 import howsmooth as hs
-from howsmooth.bounds import parameters
+from howsmooth.bounds import attention_parameters
+from howsmooth.bounds.attention_parameters import Head
 from howsmooth.bounds.bound import Bound, Quantity
 from howsmooth.bounds.local_upper_bounds import (
     covariance_upper_bound,
@@ -18,7 +19,6 @@ from howsmooth.bounds.local_upper_bounds import (
     theorem_c_3,
     yudin_theorem_3,
 )
-from howsmooth.bounds.parameters import Head
 from howsmooth.errors import ArgumentError, NonFiniteError
 from tests._cases import D, dense_jacobian, random_attention, rotary, tokens, true_norm
 from tests._search import largest_ratio
@@ -224,8 +224,8 @@ def test_a_site_gives_its_tokens() -> None:
 
 @pytest.mark.parametrize("pairs", [1, 14, 1000])
 def test_the_largest_distance_is_looked_for_in_blocks(pairs: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(parameters, "_PAIRS", pairs)
+    monkeypatch.setattr(attention_parameters, "_PAIRS", pairs)
     for seed in range(6):
         x = tokens(seed, 7, 3)
         wanted = max(float((a - b).norm()) for a in x for b in x)
-        assert parameters.largest_distance(x) == pytest.approx(wanted, rel=1e-14)
+        assert attention_parameters.largest_distance(x) == pytest.approx(wanted, rel=1e-14)

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 import howsmooth as hs
+from howsmooth.bounds.attention_parameters import Head
 from howsmooth.bounds.ball_upper_bounds import mean_field_upper_bound
 from howsmooth.bounds.mean_field_lower_bounds import (
     proposition_3_6,
@@ -16,7 +17,6 @@ from howsmooth.bounds.mean_field_lower_bounds import (
     two_dirac,
     weighted_two_atom_lower_bound,
 )
-from howsmooth.bounds.parameters import Head
 from howsmooth.errors import ArgumentError
 from tests._cases import random_attention, true_norm
 
@@ -32,7 +32,7 @@ def weighted_norm(A: Tensor, V: Tensor, x: Tensor, a: Tensor) -> float:
         return torch.softmax(x @ A.mT @ x.mT + a.log(), dim=-1) @ x @ V.mT
 
     n, d = x.shape
-    j = torch.autograd.functional.jacobian(f, x).reshape(n, len(V), n, d)
+    j = torch.autograd.functional.jacobian(f, x, vectorize=True).reshape(n, len(V), n, d)
     j = j * a.sqrt()[:, None, None, None] / a.sqrt()[:, None]
     return float(torch.linalg.matrix_norm(j.reshape(n * len(V), n * d), 2))
 

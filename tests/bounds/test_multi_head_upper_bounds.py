@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 import howsmooth as hs
+from howsmooth.bounds.attention_parameters import Head, Parameters, parameters_of
 from howsmooth.bounds.ball_upper_bounds import ball_upper_bound, mean_field_upper_bound, theorem_3_3
 from howsmooth.bounds.bound import Bound, Quantity
 from howsmooth.bounds.masked_ball_upper_bounds import causal_ball_upper_bound
@@ -20,7 +21,6 @@ from howsmooth.bounds.multi_head_upper_bounds import (
     lemma_3_8,
     output_norm_upper_bound,
 )
-from howsmooth.bounds.parameters import Head, Parameters, parameters_of
 from howsmooth.errors import ArgumentError
 from tests._cases import dense_jacobian, random_attention, rotary, tokens
 from tests._search import Point, largest_ratio

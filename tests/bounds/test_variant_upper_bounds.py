@@ -12,8 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
+from howsmooth.bounds.attention_parameters import Head
 from howsmooth.bounds.bound import Bound
-from howsmooth.bounds.parameters import Head
 from howsmooth.bounds.variant_upper_bounds import (
     l2_attention,
     l2_attention_upper_bound,
@@ -158,7 +158,7 @@ def _search_cosine(n: int, tau: float, *, trials: int, steps: int) -> tuple[floa
     return usual, sharp
 
 
-@pytest.mark.parametrize(("n", "tau"), [(1, 1.0), (2, 0.3), (3, 2.0), (4, 10.0)])
+@pytest.mark.parametrize(("n", "tau"), [(1, 1.0), (4, 10.0)])
 def test_cosine_search(n: int, tau: float) -> None:
     usual, sharp = _search_cosine(n, tau, trials=3, steps=20)
     assert 1e-4 < usual <= sharp <= 1
@@ -293,7 +293,7 @@ def _search_lipschitz_norm(m: int, n: int, *, trials: int, steps: int) -> float:
     return largest_ratio(ratio, draw, trials=trials, steps=steps)
 
 
-@pytest.mark.parametrize(("m", "n"), [(2, 2), (5, 2), (2, 5), (1, 4)])
+@pytest.mark.parametrize(("m", "n"), [(5, 2), (1, 4)])
 def test_lipschitz_norm_search(m: int, n: int) -> None:
     assert 0.2 < _search_lipschitz_norm(m, n, trials=4, steps=20) <= 1
 

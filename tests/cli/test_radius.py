@@ -12,7 +12,7 @@ import torch
 
 import howsmooth as hs
 from howsmooth.bounds.radius import NetworkAtInput
-from howsmooth.bounds.radius.model_reading import embedded
+from howsmooth.bounds.radius.pretrained_classifier_reader import embedded
 from howsmooth.cli import main
 from tests._classifier import save_classifier
 

@@ -12,10 +12,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import howsmooth as hs
 from howsmooth.distributed import Device, step_cost
+from howsmooth.distributed.communication import Exchange
 from howsmooth.distributed.cost import _visible_pairs
-from howsmooth.distributed.exchange import Exchange
-from howsmooth.distributed.linearise import SharedMap
-from howsmooth.distributed.row_shares import RowShares
+from howsmooth.distributed.shared_jacobian import SharedMap
+from howsmooth.distributed.token_partition import RowShares
 from howsmooth.errors import ArgumentError
 from tests._cases import D, random_attention, tokens
 from tests._group import ThreadCollectives, in_threads

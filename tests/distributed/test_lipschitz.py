@@ -17,11 +17,11 @@ from torch import Tensor
 import howsmooth as hs
 from howsmooth.attention import TokenMap
 from howsmooth.distributed import lipschitz as measuring
-from howsmooth.distributed.exchange import Exchange
-from howsmooth.distributed.linearise import SharedMap, check_shareable
+from howsmooth.distributed.communication import Exchange
 from howsmooth.distributed.lipschitz import measure
 from howsmooth.distributed.random_start import own_start
-from howsmooth.distributed.row_shares import RowShares
+from howsmooth.distributed.shared_jacobian import SharedMap, check_shareable
+from howsmooth.distributed.token_partition import RowShares
 from howsmooth.errors import ArgumentError, HowsmoothError, NonFiniteError
 from howsmooth.lipschitz import LipschitzEstimate
 from howsmooth.seeds import torch_seed
@@ -400,4 +400,4 @@ def test_one_module_only_imports_torch_distributed() -> None:
     importing = [
         name for name in modules if "import torch.distributed" in (source / name).read_text(encoding="utf-8")
     ]
-    assert importing == ["distributed/exchange.py"]
+    assert importing == ["distributed/communication.py"]

@@ -14,9 +14,9 @@ from torchdiffeq import odeint
 import howsmooth as hs
 from howsmooth.attention import TokenMap, Weighting
 from howsmooth.dynamics import Layers, Rescaled, Sphere, flow, growth
+from howsmooth.dynamics.flow_state import Tokens
 from howsmooth.dynamics.integrate import Plan
 from howsmooth.dynamics.linearised_flow import LinearisedFlow
-from howsmooth.dynamics.state_tensors import Tokens
 from howsmooth.dynamics.velocity_fields import as_field
 from howsmooth.errors import ArgumentError, NonFiniteError
 from howsmooth.measures import DiscreteMeasure, Gaussian

@@ -17,10 +17,10 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
 import howsmooth as hs
-from howsmooth.attention.visibility import Visibility
+from howsmooth.attention.masks import Visibility
 from howsmooth.errors import ArgumentError
-from howsmooth.functional import attention, sums_over_row_blocks
-from howsmooth.functional.sums_over_row_blocks import Grid
+from howsmooth.functional import attention, blockwise_autograd
+from howsmooth.functional.blockwise_autograd import Grid
 from tests._forked import memory_added
 
 D = torch.float64
@@ -31,8 +31,8 @@ Function = Callable[..., Any]
 @pytest.fixture(autouse=True)
 def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Cut even few tokens into several blocks of rows, of heads and of members."""
-    monkeypatch.setattr(sums_over_row_blocks, "_ENTRIES", {"cpu": 60})
-    monkeypatch.setattr(sums_over_row_blocks, "_FEWEST_ROWS", 2)
+    monkeypatch.setattr(blockwise_autograd, "_ENTRIES", {"cpu": 60})
+    monkeypatch.setattr(blockwise_autograd, "_FEWEST_ROWS", 2)
 
 
 def written_out(
@@ -316,7 +316,7 @@ def test_dropout_is_random_in_every_entry(monkeypatch: pytest.MonkeyPatch) -> No
     q = torch.zeros(2, 4, n, 1)
     torch.manual_seed(0)
     first = attention(q, q, units, dropout_p=p) * n
-    monkeypatch.setattr(sums_over_row_blocks, "_ENTRIES", {"cpu": 1 << 20})
+    monkeypatch.setattr(blockwise_autograd, "_ENTRIES", {"cpu": 1 << 20})
     second = attention(q, q, units, dropout_p=p) * n
     torch.manual_seed(0)
     assert torch.equal(attention(q, q, units, dropout_p=p) * n, first)
@@ -428,7 +428,7 @@ def test_vmap_within_and_around_derivatives() -> None:
 
 def test_linearize(monkeypatch: pytest.MonkeyPatch) -> None:
     """What linearize records is right at every call, not at the first one only."""
-    monkeypatch.setattr(sums_over_row_blocks, "_ENTRIES", {"cpu": 250})
+    monkeypatch.setattr(blockwise_autograd, "_ENTRIES", {"cpu": 250})
     ours, theirs, x = both("sinks")
     with pytest.warns(UserWarning, match="get_attr"):
         _, product = linearize(ours, *x)
@@ -497,7 +497,7 @@ def test_a_query_that_sees_no_key(form: str) -> None:
 )
 def test_precisions(dtype: torch.dtype, tolerance: float, monkeypatch: pytest.MonkeyPatch) -> None:
     """Results are rounded to the dtype once: sums over 300 keys are not made in it."""
-    monkeypatch.setattr(sums_over_row_blocks, "_ENTRIES", {"cpu": 20_000})
+    monkeypatch.setattr(blockwise_autograd, "_ENTRIES", {"cpu": 20_000})
     x = (drawn(2, 300, 8, seed=1), drawn(2, 300, 8, seed=2), drawn(2, 300, 4, seed=3))
     x = tuple(t.to(dtype) for t in x)
     exact = tuple(t.double() for t in x)
@@ -591,8 +591,8 @@ def test_blocks_hold_what_is_seen_once_and_little_else(
 ) -> None:
     m, n = 400, 400 + offset
     visible = Visibility(n, causal, window, offset=offset)
-    monkeypatch.setattr(sums_over_row_blocks, "_ENTRIES", {"cpu": 20_000})
-    monkeypatch.setattr(sums_over_row_blocks, "_FEWEST_ROWS", 16)
+    monkeypatch.setattr(blockwise_autograd, "_ENTRIES", {"cpu": 20_000})
+    monkeypatch.setattr(blockwise_autograd, "_FEWEST_ROWS", 16)
     times = torch.zeros(3, 2, m, n)
     for block in Grid(3, 2, 1, m, visible).blocks(1, torch.device("cpu")):
         times[block.lead, block.heads, block.rows, block.keys] += 1

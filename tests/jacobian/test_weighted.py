@@ -27,7 +27,7 @@ def weighted_dense(f: TokenMap, x: Tensor, a: Tensor, positions: Tensor | None =
         return f(DiscreteMeasure(x, a, positions=positions)).points
 
     n, d = x.shape
-    j = torch.autograd.functional.jacobian(moved, x)
+    j = torch.autograd.functional.jacobian(moved, x, vectorize=True)
     return (j * a.sqrt()[:, None, None, None] / a.sqrt()[:, None]).reshape(n * f.d_out, n * d)
 
 
@@ -207,7 +207,7 @@ def test_frozen_derivatives_do_not_depend_on_the_blocks(monkeypatch: pytest.Monk
     f, x = random_attention(1, causal=True), tokens(12, 5, D)
     weighting = Weighting(WEIGHTS.log(), POSITIONS)
     whole = list(frozen_derivatives(f, x, weighting))
-    monkeypatch.setattr("howsmooth.jacobian.frozen_measure._BLOCK", 400)
+    monkeypatch.setattr("howsmooth.jacobian.fixed_measure_derivative._BLOCK", 400)
     parts = list(frozen_derivatives(f, x, weighting))
     assert (len(whole), len(parts)) == (1, 3)
     torch.testing.assert_close(torch.cat(parts), whole[0])

@@ -98,7 +98,7 @@ def test_a_measure_at_which_splitting_is_worse_than_moving() -> None:
 
 
 def test_the_atom_that_splits_is_named_whatever_the_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("howsmooth.jacobian.frozen_measure._BLOCK", 1)
+    monkeypatch.setattr("howsmooth.jacobian.fixed_measure_derivative._BLOCK", 1)
     found = wasserstein_lipschitz(line(-1.0), on_the_line([2.0, -2.0, 0.0], [0.2, 0.2, 0.6]))
     assert found.atom == 2
     assert found.value == pytest.approx(1.6)

@@ -163,7 +163,7 @@ def test_the_constant_is_that_of_the_stored_weights_in_float64() -> None:
     def f(x: Tensor) -> Tensor:
         return layer(x[None])[0][0]
 
-    jacobian = torch.autograd.functional.jacobian(f, site.x[0].double())
+    jacobian = torch.autograd.functional.jacobian(f, site.x[0].double(), vectorize=True)
     truth = float(torch.linalg.matrix_norm(jacobian.flatten(2).flatten(0, 1), 2))
     found = hs.local_lipschitz(site.map, site.x[0])
     assert float(found.lower) * (1 - 1e-6) <= truth <= float(found.upper) * (1 + 1e-6)

@@ -12,7 +12,7 @@ from transformers import FalconConfig, FalconModel
 
 from howsmooth.errors import ArgumentError, CaptureError
 from howsmooth.models import SCOPES, Inspection, capture, inspect, inspect_model
-from howsmooth.models.identification.verified_layer import read_layer
+from howsmooth.models.identification.layer_identification import read_layer
 from tests._tiny_models import VOCABULARY, tiny, token_ids
 from tests.architectures.build import build, inputs_of
 

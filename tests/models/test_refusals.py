@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
-import jaxtyping
 import pytest
 import torch
 from torch import nn
@@ -20,14 +18,6 @@ def make(config: Any) -> PreTrainedModel:
     with torch.random.fork_rng():
         torch.manual_seed(0)
         return AutoModel.from_config(config).eval()
-
-
-@pytest.fixture
-def unchecked() -> Iterator[None]:
-    """Annotations are not executed, as for a user: what they would stop must be refused in words."""
-    jaxtyping.config.update("jaxtyping_disable", True)
-    yield
-    jaxtyping.config.update("jaxtyping_disable", False)
 
 
 # ---- arguments

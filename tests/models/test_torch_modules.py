@@ -40,7 +40,7 @@ def agrees(site: Site, own: Callable[[Tensor], Tensor]) -> None:
     for x in site.x[:1], site.x[-1:]:
         torch.testing.assert_close(site.map(x), own(x), rtol=1e-10, atol=1e-10)
     x = site.x[-1:]
-    dense = torch.autograd.functional.jacobian(own, x)
+    dense = torch.autograd.functional.jacobian(own, x, vectorize=True)
     found = to_dense(closed_form_jacobian(site.map, x))[0]
     wanted = dense.reshape(found.shape)
     assert float((found - wanted).norm() / wanted.norm()) < 1e-11

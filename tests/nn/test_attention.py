@@ -27,7 +27,7 @@ from howsmooth.bounds.differentiable_upper_bounds import (
     products_norms,
     softmax_layer,
 )
-from howsmooth.bounds.visible_keys import visible_rows
+from howsmooth.bounds.visible_key_counts import visible_rows
 from howsmooth.errors import ArgumentError, NonFiniteError
 from howsmooth.nn import QueryKeyNormAttention, SoftmaxAttention
 from tests._selection import others_slow

@@ -1,18 +1,15 @@
 """Every layer of hs.nn with what it does not take: a sentence that says so, never a number or a traceback.
 
-What an annotation rules out (a list for a tensor) is tried in a process of its own, without the checks of
-annotations that these tests run under.
+What an annotation rules out (a list for a tensor) is tried without the checks of annotations that these tests
+run under.
 """
 
 from __future__ import annotations
 
 import contextlib
-import json
 import math
-import os
-import subprocess
-import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -335,111 +332,115 @@ def test_training_is_the_same_function(name: str) -> None:
         assert torch.equal(called(layer.train(), x), called(layer.eval(), x))
 
 
-# ---- constructors, and what annotations rule out, in a process without their checks
+# ---- constructors, and what annotations rule out, without their checks
 
-
-OUTSIDE = """
-import json, math, sys
-import numpy as np
-import torch
-import howsmooth as hs
-from howsmooth.errors import HowsmoothError
-from tests._nn_layers import ATTENTION, LAYERS, LENGTH, inputs
-
-found = {}
-
-def attempt(label, call):
-    try:
-        call()
-    except HowsmoothError as error:
-        found[label] = ["refused", str(error)]
-    except BaseException as error:
-        found[label] = [type(error).__name__, str(error)[:200]]
-    else:
-        found[label] = ["taken", ""]
-
-for name, layer in LAYERS.items():
-    module, x = layer.build().eval(), inputs(layer)
-    for words, given in {"a list": x.tolist(), "nothing": None, "NumPy": x.numpy(), "words": "x"}.items():
-        attempt(f"{name} takes {words}", lambda: module(given))
-    for ask in ("lipschitz_bound", "output_radius"):
-        for pair in [(2.5, 1.0), ("4", 1.0), (None, 1.0), (LENGTH, "x"), (LENGTH, None), (LENGTH, 1j),
-                     (LENGTH, True), (LENGTH, 10**400 if name in ATTENTION else -(10**400)), (LENGTH, [1.0])]:
-            attempt(f"{name}.{ask}{str(pair)[:40]}", lambda: getattr(module, ask)(*pair))
-    for words, given in {"a number": 3, "words": "mask", "a list": [[False] * LENGTH] * LENGTH}.items():
-        if name in ATTENTION:
-            attempt(f"{name} attn_mask {words}", lambda: module(x, attn_mask=given))
-            attempt(f"{name} key_padding_mask {words}", lambda: module(x, key_padding_mask=given))
-            attempt(f"{name} key {words}", lambda: module(x, given))
 
 NONE = [0, -1, 2.5, "x", None, True]
 SETTINGS = {
-    "embed_dim": NONE, "num_heads": [*NONE, 4], "length": NONE,
+    "embed_dim": NONE,
+    "num_heads": [*NONE, 4],
+    "length": NONE,
     "radius": [0, -1.0, math.nan, math.inf, "x", True, 1j],
     "constant": [0, -1.0, math.nan, math.inf, "x", True],
-    "beyond": ["x", None, 1], "device": ["nonsense", "cuda:99", 3.5],
+    "beyond": ["x", None, 1],
+    "device": ["nonsense", "cuda:99", 3.5],
     "dtype": [torch.int64, torch.complex64, torch.bool, "float32", 32],
-    "mask": ["x", None, 3, torch.ones(3, 4, dtype=torch.bool), torch.zeros(4, 4), [[1, 2], [3]],
-             torch.ones(4, 4, dtype=torch.bool), [[True] * 4] * 4],
+    "mask": [
+        "x",
+        None,
+        3,
+        torch.ones(3, 4, dtype=torch.bool),
+        torch.zeros(4, 4),
+        [[1, 2], [3]],
+        torch.ones(4, 4, dtype=torch.bool),
+        [[True] * 4] * 4,
+    ],
 }
-for name in ATTENTION:
-    usual = {"embed_dim": 6, "num_heads": 2, "length": LENGTH, "radius": 1.5, "constant": 1.0}
-    for key, values in SETTINGS.items():
-        for i, value in enumerate(values):
-            attempt(f"{name}({key} {i})", lambda: getattr(hs.nn, name)(**(usual | {key: value})))
+PLACED = {
+    "OrthogonalLinear": (4, 4),
+    "SpectralLinear": (4, 4),
+    "CenterNorm": (4,),
+    "LipschitzLayerNorm": (4,),
+    "LipschitzRMSNorm": (4,),
+    "AddPositions": (4, 4),
+    "PrependToken": (4,),
+}
 
-placed = {
-    "OrthogonalLinear": (4, 4), "SpectralLinear": (4, 4), "CenterNorm": (4,), "LipschitzLayerNorm": (4,),
-    "LipschitzRMSNorm": (4,), "AddPositions": (4, 4), "PrependToken": (4,),
-}
-for name, sizes in placed.items():
-    part = getattr(hs.nn, name)
-    for place in range(len(sizes)):
+
+def wrong_calls() -> Iterator[tuple[str, Callable[[], object]]]:
+    """Yield calls with arguments that no annotation allows, each with its description."""
+    for name, layer in LAYERS.items():
+        module, x = layer.build().eval(), inputs(layer)
+        for words, given in {"a list": x.tolist(), "nothing": None, "NumPy": x.numpy(), "words": "x"}.items():
+            yield (f"{name} takes {words}", partial(module, given))
+        for ask in ("lipschitz_bound", "output_radius"):
+            for pair in [
+                (2.5, 1.0),
+                ("4", 1.0),
+                (None, 1.0),
+                (LENGTH, "x"),
+                (LENGTH, None),
+                (LENGTH, 1j),
+                (LENGTH, True),
+                (LENGTH, 10**400 if name in ATTENTION else -(10**400)),
+                (LENGTH, [1.0]),
+            ]:
+                yield (f"{name}.{ask}{str(pair)[:40]}", partial(getattr(module, ask), *pair))
+        for words, given in {"a number": 3, "words": "mask", "a list": [[False] * LENGTH] * LENGTH}.items():
+            if name in ATTENTION:
+                yield (f"{name} attn_mask {words}", partial(module, x, attn_mask=given))
+                yield (f"{name} key_padding_mask {words}", partial(module, x, key_padding_mask=given))
+                yield (f"{name} key {words}", partial(module, x, given))
+
+    for name in ATTENTION:
+        usual = {"embed_dim": 6, "num_heads": 2, "length": LENGTH, "radius": 1.5, "constant": 1.0}
+        for key, values in SETTINGS.items():
+            for i, value in enumerate(values):
+                yield (f"{name}({key} {i})", partial(getattr(hs.nn, name), **(usual | {key: value})))
+
+    for name, sizes in PLACED.items():
+        part = getattr(hs.nn, name)
+        for place in range(len(sizes)):
+            for value in NONE:
+                changed = [value if i == place else size for i, size in enumerate(sizes)]
+                yield (f"{name}({changed})", partial(part, *changed))
+        for key in ("device", "dtype"):
+            for i, value in enumerate(SETTINGS[key]):
+                yield (f"{name}({key} {i})", partial(part, *sizes, **{key: value}))
+    for name in ("GroupSort", "Patches"):
         for value in NONE:
-            changed = [value if i == place else size for i, size in enumerate(sizes)]
-            attempt(f"{name}({changed})", lambda: part(*changed))
-    for key in ("device", "dtype"):
-        for i, value in enumerate(SETTINGS[key]):
-            attempt(f"{name}({key} {i})", lambda: part(*sizes, **{key: value}))
-for name in ("GroupSort", "Patches"):
-    for value in NONE:
-        attempt(f"{name}({value!r})", lambda: getattr(hs.nn, name)(value))
-for value in (0, -1.0, math.nan, math.inf, "x", None, True):
-    attempt(f"ClipTokens({value!r})", lambda: hs.nn.ClipTokens(value))
-for value in (2.5, "x", None, True):
-    attempt(f"TakeToken({value!r})", lambda: hs.nn.TakeToken(value))
-for value in ("x", None, 3):
-    attempt(f"Residual({value!r})", lambda: hs.nn.Residual(value))
-    attempt(f"AverageResidual({value!r})", lambda: hs.nn.AverageResidual(value))
-    attempt(f"SelfAttentionBlock({value!r})", lambda: hs.nn.SelfAttentionBlock(value))
-    attempt(f"certify({value!r})", lambda: hs.nn.certify(value, 4, 1.0))
-    attempt(f"save({value!r})", lambda: hs.nn.save(value, "model.safetensors"))
-attempt("save to 3", lambda: hs.nn.save(hs.nn.MaxMin(), 3))
-attempt("save notes", lambda: hs.nn.save(hs.nn.MaxMin(), "model.safetensors", notes={"a": 1}))
-attempt("save length", lambda: hs.nn.save(hs.nn.MaxMin(), "model.safetensors", length="4"))
-attempt("save radius", lambda: hs.nn.save(hs.nn.MaxMin(), "model.safetensors", radius="4"))
-attempt("load 3", lambda: hs.nn.load(3))
-attempt("load None", lambda: hs.nn.load(None))
-json.dump(found, sys.stdout)
-"""
+            yield (f"{name}({value!r})", partial(getattr(hs.nn, name), value))
+    for value in (0, -1.0, math.nan, math.inf, "x", None, True):
+        yield (f"ClipTokens({value!r})", partial(hs.nn.ClipTokens, value))
+    for value in (2.5, "x", None, True):
+        yield (f"TakeToken({value!r})", partial(hs.nn.TakeToken, value))
+    for value in ("x", None, 3):
+        yield (f"Residual({value!r})", partial(hs.nn.Residual, value))
+        yield (f"AverageResidual({value!r})", partial(hs.nn.AverageResidual, value))
+        yield (f"SelfAttentionBlock({value!r})", partial(hs.nn.SelfAttentionBlock, value))
+        yield (f"certify({value!r})", partial(hs.nn.certify, value, 4, 1.0))
+        yield (f"save({value!r})", partial(hs.nn.save, value, "model.safetensors"))
+    yield ("save to 3", partial(hs.nn.save, hs.nn.MaxMin(), 3))
+    yield ("save notes", partial(hs.nn.save, hs.nn.MaxMin(), "model.safetensors", notes={"a": 1}))
+    yield ("save length", partial(hs.nn.save, hs.nn.MaxMin(), "model.safetensors", length="4"))
+    yield ("save radius", partial(hs.nn.save, hs.nn.MaxMin(), "model.safetensors", radius="4"))
+    yield ("load 3", partial(hs.nn.load, 3))
+    yield ("load None", partial(hs.nn.load, None))
 
 
-def test_what_no_annotation_allows_is_refused_by_a_sentence(tmp_path: Path) -> None:
-    root = Path(__file__).resolve().parents[2]
-    path = os.pathsep.join([str(root), os.environ.get("PYTHONPATH", "")])
-    done = subprocess.run(
-        [sys.executable, "-c", OUTSIDE],
-        capture_output=True,
-        text=True,
-        cwd=tmp_path,
-        env=os.environ | {"PYTHONPATH": path},
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-2000:]
-    found: dict[str, list[str]] = json.loads(done.stdout)
-    assert len(found) > 500
-    assert {label: told for label, told in found.items() if told[0] != "refused"} == {}
-    assert all("\n" not in told[1] and ": expected " in told[1] for told in found.values())
+@pytest.mark.usefixtures("unchecked")
+def test_what_no_annotation_allows_is_refused_by_a_sentence(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    calls = list(wrong_calls())
+    assert len(calls) > 500
+    for label, call in calls:
+        with pytest.raises(HowsmoothError) as refused:
+            pytest.fail(f"{label}: not refused, but taken: {call()}")
+        told = str(refused.value)
+        assert "\n" not in told, label
+        assert ": expected " in told, label
     assert not list(tmp_path.iterdir())
 
 

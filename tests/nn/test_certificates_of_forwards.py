@@ -15,7 +15,7 @@ from torch.nn.utils import parametrizations
 import howsmooth as hs
 from howsmooth.errors import ArgumentError, CertificateError
 from howsmooth.nn import certify
-from howsmooth.nn.certificates import graph
+from howsmooth.nn.certificates import graph_propagation
 from tests._steepest import dense_norm, steepest
 
 D = 6
@@ -166,16 +166,16 @@ def test_operations_against_the_steepest_point(name: str) -> None:
     ("rule", "name"), [("_sum", "a residual"), ("_product", "a factor"), ("_cat", "two copies")]
 )
 def test_a_wrong_rule_is_caught(rule: str, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    right = getattr(graph, rule)
+    right = getattr(graph_propagation, rule)
 
     def wrong(value: Tensor, *arguments: object, **keywords: object) -> object:
         found = right(value, *arguments, **keywords)
         states = arguments[0] if isinstance(arguments[0], list) else arguments
-        (first, *_) = [one for one in states if isinstance(one, graph._State)]
-        return graph.replace(found, constant=first.constant)
+        (first, *_) = [one for one in states if isinstance(one, graph_propagation._State)]
+        return graph_propagation.replace(found, constant=first.constant)
 
-    table = {key: wrong if value is right else value for key, value in graph._RULES.items()}
-    monkeypatch.setattr(graph, "_RULES", table)
+    table = {key: wrong if value is right else value for key, value in graph_propagation._RULES.items()}
+    monkeypatch.setattr(graph_propagation, "_RULES", table)
     with pytest.raises(AssertionError):
         test_operations_against_the_steepest_point(name)
 

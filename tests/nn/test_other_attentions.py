@@ -16,7 +16,7 @@ import howsmooth as hs
 from howsmooth import bounds, nn
 from howsmooth.attention import SinkhornAttention as SinkhornMap
 from howsmooth.bounds import differentiable_variant_upper_bounds as ball
-from howsmooth.bounds.visible_keys import visible_rows
+from howsmooth.bounds.visible_key_counts import visible_rows
 from howsmooth.errors import ArgumentError, NonFiniteError
 from howsmooth.nn.attention.sinkhorn_weights import doubly_stochastic
 from tests._search import Point, largest_ratio

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from howsmooth.attention import SelfAttention
-from howsmooth.bounds.parameters import Head, parameters_of
+from howsmooth.bounds.attention_parameters import Head, parameters_of
 from howsmooth.errors import ArgumentError
 from howsmooth.paper import gamma_radius, gpt2_growth, quadratic_growth
 from howsmooth.paper.figure import Figure

@@ -18,8 +18,8 @@ from howsmooth.profiling import Influence
 from tests._cases import CASES, random_attention, tokens
 from tests._selection import others_slow
 from tests._tiny_models import tiny
-from tests.attention.test_staged import CASES as STAGED
-from tests.attention.test_staged import naive
+from tests.attention.test_custom_code_attention import CASES as STAGED
+from tests.attention.test_custom_code_attention import naive
 
 N = 5
 

@@ -66,7 +66,9 @@ def test_influence_is_that_of_the_layer_with_the_largest_constant(name: str, top
     constants = found.table[found.table["scope"] == "attention"].set_index("layer")["value"]
     assert constants.idxmax() == top
     site = hs.capture(model, IDS[None], layers=[top])[0]
-    jacobian = torch.autograd.functional.jacobian(site.map.to(dtype=torch.float64), site.x[0].double())
+    jacobian = torch.autograd.functional.jacobian(
+        site.map.to(dtype=torch.float64), site.x[0].double(), vectorize=True
+    )
     norms = torch.linalg.matrix_norm(jacobian.transpose(1, 2), 2)
     assert (found.influence.lower <= norms * (1 + 1e-9)).all()
     assert (norms <= found.influence.upper * (1 + 1e-9)).all()

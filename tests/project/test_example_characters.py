@@ -167,7 +167,7 @@ def test_constants_are_those_of_dense_jacobians(data: Any) -> None:
                 out: torch.Tensor = double(inputs_embeds=given).logits if f is None else _causal(f, given)
                 return out[0]
 
-            dense = torch.autograd.functional.jacobian(image, x[window])
+            dense = torch.autograd.functional.jacobian(image, x[window], vectorize=True)
             sizes = (dense.shape[0] * dense.shape[1], -1)
             exact = float(torch.linalg.matrix_norm(dense.reshape(sizes), 2))
             row = found.loc[(layer, window)]

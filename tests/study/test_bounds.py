@@ -98,7 +98,7 @@ def test_bounds_that_fail_are_recorded_and_tried_again(tmp_path: Path) -> None:
     assert set(failures["what"]) == {"bounds"}
     assert failures["n"].tolist() == [2, 4, 8]
     assert set(failures["layer"]) == {1}
-    found = status(make_plan(), ["prose"], tmp_path)
+    found = status(tmp_path, make_plan(), ["prose"])
     assert [(part.done, part.failed) for part in found.parts] == [(45, 0)]
     assert found.reasons == (("No room.", 3),)
     assert run(make_plan(), tmp_path, tools, keep_going=True).failed == 0
@@ -321,7 +321,7 @@ def test_what_cannot_be_bounded_says_so(
     def overflow(*arguments: object) -> None:
         raise OverflowError
 
-    monkeypatch.setattr("howsmooth.bounds.selection.theorem_4_3", overflow)
+    monkeypatch.setattr("howsmooth.bounds.applicable_bounds.theorem_4_3", overflow)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(overflow, "__name__", "theorem_4_3")
         found = {one.name: one for one in bound_site(broken)[1]}

@@ -24,8 +24,7 @@ from howsmooth.study.figures.flows import FlowView, cluster_colours, limits_of, 
 from howsmooth.study.flows.flow_outputs import FlowOutputs, measure_frames, view_of, write_flow_outputs
 from howsmooth.study.flows.flow_plan import FlowPlan
 from howsmooth.study.flows.flow_run import Integration, frames, run_flow, tokens_of
-from howsmooth.study.flows.flow_system import load_system
-from howsmooth.study.flows.named_systems import SYSTEMS, build_system
+from howsmooth.study.flows.flow_system import SYSTEMS, build_system, load_system
 from howsmooth.study.progress_listener import Listener, Outcome
 from howsmooth.study.records import Ending, GrowthRow
 from howsmooth.study.store import Store

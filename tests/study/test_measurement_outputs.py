@@ -269,7 +269,7 @@ def test_untrained_and_retokenised_models_are_marked(tmp_path: Path) -> None:
     model = FakeModel(tokenizer_source="BPE trained on the text.")
     tools, _ = make_tools(models={"small": model})
     run(make_plan(models=(ModelSpec("small", random_init=True),), layers=FIRST), tmp_path, tools)
-    text = write_outputs(tmp_path).report.read_text(encoding="utf-8")
+    text = write_outputs(tmp_path, figures=False).report.read_text(encoding="utf-8")
     assert "small (random init)" in text
     assert "have untrained weights" in text
     assert "Where a tokenizer was trained on the text" in text
@@ -282,7 +282,7 @@ def test_outputs_that_cannot_be_written_are_said(tmp_path: Path) -> None:
     with pytest.raises(
         StoreError, match=r"cannot be written: No space left on device. The measurements are saved"
     ):
-        write_outputs(tmp_path)
+        write_outputs(tmp_path, figures=False)
 
 
 @given(st.text(max_size=200), st.text(max_size=200))
@@ -317,7 +317,7 @@ def test_ticks_are_within_the_axis_and_neither_none_nor_many(low: float, factor:
 
 def test_the_page_gives_the_test_of_a_quarter_and_the_exponents_at_three_radii(tmp_path: Path) -> None:
     run(make_plan(layers=FIRST, lengths=(2, 4, 8, 16), samples=12), tmp_path, make_tools()[0])
-    published = write_outputs(tmp_path)
+    published = write_outputs(tmp_path, figures=False)
     page = Page(published.report.read_text(encoding="utf-8"))
     (row,) = published.exponents.to_dict("records")
     assert 0.001 < row["quarter"] < 1

@@ -58,7 +58,7 @@ def test_a_path_may_be_a_string(tmp_path: Path) -> None:
     plan = read_plan(file).plan
     assert forecast(plan, folder).parts[0].measurements == 1
     assert real_run(plan, folder).made["measurements"] == 1
-    assert [part.done for part in status(plan, ["alice"], folder).parts] == [1]
+    assert [part.done for part in status(folder, plan, ["alice"]).parts] == [1]
     assert write_outputs(folder).report == tmp_path / "out" / "report.html"
     assert merge_stores([folder], union).total == 1
     with Store.open(union, write=False) as store:

@@ -9,6 +9,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from statistics import median
 from typing import Any
 from unittest.mock import create_autospec
 
@@ -178,6 +179,18 @@ def test_what_all_takes_is_told_from_three_lengths(tmp_path: Path, clock: Clock)
     assert found.memory >= max(part.memory or 0.0 for part in found.parts)
 
 
+def test_what_a_task_takes_once_is_told_once(tmp_path: Path, clock: Clock) -> None:
+    """One capture takes a tenth of a second, for one layer of one sequence as for all of all."""
+    tools, _ = timed(clock, lambda n: 0.0)
+
+    def capture(*args: Any, **options: Any) -> list[Any]:
+        clock.now += 0.1
+        return tools.capture(*args, **options)
+
+    found = told(make_plan(bounds="none"), tmp_path, replace(tools, capture=capture))
+    assert [part.seconds for part in found.parts] == pytest.approx([0.1, 0.1, 0.1])
+
+
 @pytest.mark.parametrize("bounds", ["all", "none"])
 def test_all_bounds_are_told_from_those_of_one_layer(tmp_path: Path, clock: Clock, bounds: str) -> None:
     plan = make_plan(lengths=(2, 3, 4, 8), scopes=("attention", "block"), bounds=bounds)
@@ -218,14 +231,14 @@ def test_status_tells_what_a_dry_run_tells(tmp_path: Path) -> None:
     tools, _ = make_tools()
     run(make_plan(lengths=(2, 4)), tmp_path, tools)
     plan = make_plan(bounds="auto")
-    found, left = told(plan, tmp_path, tools), status(plan, ["prose"], tmp_path).remaining
+    found, left = told(plan, tmp_path, tools), status(tmp_path, plan, ["prose"]).remaining
     assert left is not None
     with Store.open(tmp_path, write=False) as store:
         worked = sum(run.worked for run, _ in store.rows(Run))
     # 15 of 45 rows are left: at twice the length a row takes 1 to 4 times as long, and bounds a fifth more.
     assert found.drawing < left < found.drawing + 1.2 * 4 * worked
-    assert status(make_plan(lengths=(2, 4)), ["prose"], tmp_path).remaining == 0
-    alone = status(make_plan(bounds="none"), ["prose"], tmp_path).remaining
+    assert status(tmp_path, make_plan(lengths=(2, 4)), ["prose"]).remaining == 0
+    alone = status(tmp_path, make_plan(bounds="none"), ["prose"]).remaining
     assert alone is not None
     assert left - found.drawing == pytest.approx(1.2 * (alone - found.drawing))
 
@@ -349,24 +362,32 @@ class Heard(list):
     def phase(self, words): pass
     def advance(self, done, total, words): self.append((done, words))
 
-plan, folder, heard = Plan(sys.argv[1], lengths="2,6,16,34,66,100", samples=10), Path(sys.argv[2]), Heard()
-said = resource_forecast.forecast(plan, folder)
-outcome = run.run(plan, folder, runner.Means(heard))
-ratios = {"all": (said.seconds - said.drawing) / outcome.seconds}
-constants = [(done, words) for done, words in heard if not words.endswith("bounds")]
-for part in said.parts:
-    ends = [done for done, words in constants if words.endswith(f"n = {part.n}")]
-    before = max((done for done, _ in constants if done < ends[0]), default=0.0)
-    ratios[part.n] = part.seconds / (ends[-1] - before)
-print(json.dumps(ratios))
+plan = Plan(sys.argv[1], lengths="2,6,16,34,66,100", samples=10)
+
+def ratios(folder):
+    heard, said = Heard(), resource_forecast.forecast(plan, folder)
+    outcome = run.run(plan, folder, runner.Means(heard))
+    found = {"all": (said.seconds - said.drawing) / outcome.seconds}
+    constants = [(done, words) for done, words in heard if not words.endswith("bounds")]
+    for part in said.parts:
+        ends = [done for done, words in constants if words.endswith(f"n = {part.n}")]
+        before = max((done for done, _ in constants if done < ends[0]), default=0.0)
+        found[part.n] = part.seconds / (ends[-1] - before)
+    return found
+
+print(json.dumps([ratios(Path(sys.argv[2], str(turn))) for turn in range(3)]))
 """
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["builtin-encoder", "builtin-decoder"])
 def test_the_protocol_takes_what_was_predicted(tmp_path: Path, name: str) -> None:
-    """Within a factor of two, length by length and in all."""
+    """Within a factor of two, length by length and in all, in the middle one of three runs.
+
+    Processor time varies, too, with what else the machine does.
+    """
     command = [sys.executable, "-c", CHILD, name, str(tmp_path / "out")]
-    ratios = json.loads(subprocess.check_output(command, env=os.environ | {"OMP_NUM_THREADS": "1"}))
+    runs = json.loads(subprocess.check_output(command, env=os.environ | {"OMP_NUM_THREADS": "1"}))
+    ratios = {part: median(one[part] for one in runs) for part in runs[0]}
     assert len(ratios) == 7
     assert all(0.5 < ratio < 2 for ratio in ratios.values()), ratios

@@ -7,8 +7,8 @@ from howsmooth.adversarial.constructions import (
     two_cluster,
     two_heavy_tokens,
 )
-from howsmooth.adversarial.domains import Around, Ball, Domain, Ellipsoid
 from howsmooth.adversarial.gradient_ascent import Ascent, ascend
+from howsmooth.adversarial.search_domains import Around, Ball, Domain, Ellipsoid
 
 __all__ = [
     "Around",

@@ -15,9 +15,14 @@ from jaxtyping import Float
 from torch import Tensor
 
 from howsmooth.attention import SelfAttention
+from howsmooth.bounds.attention_parameters import Head, Parameters, parameters_of
 from howsmooth.bounds.bound import check_length, check_radius
-from howsmooth.bounds.parameters import Head, Parameters, parameters_of
-from howsmooth.bounds.worst_tokens import Witness, searched_pairs, searched_tokens, two_cluster_points
+from howsmooth.bounds.worst_case_tokens import (
+    HeavyTokens,
+    searched_pairs,
+    searched_tokens,
+    two_cluster_points,
+)
 from howsmooth.errors import ArgumentError
 
 __all__ = ["Construction", "constructions", "heavy_token", "two_cluster", "two_heavy_tokens"]
@@ -27,7 +32,7 @@ _CHOICES = ("paper", "max", "min")
 
 @dataclass(frozen=True, eq=False)
 class Construction:
-    """Tokens that were built to give an attention a large local Lipschitz constant.
+    """A sequence of tokens that was constructed to give an attention a large local Lipschitz constant.
 
     Attributes
     ----------
@@ -58,7 +63,8 @@ class Construction:
 def two_cluster(
     attention: object, length: int, radius: float, *, head: int = 0, choice: str = "paper"
 ) -> Construction:
-    """Return the two-cluster input of the paper: one token, and n − 1 copies of another.
+    """Return the two-cluster input of the paper, which consists of one token and n − 1 copies of another
+    token.
 
     Both tokens lie along an eigenvector of a matrix A. In the first case the tokens are Ru and Ru/2, where u
     is a unit eigenvector of A for its largest real eigenvalue γ_max. In the second case they are Ru and −Ru,
@@ -112,7 +118,8 @@ def two_cluster(
 
 
 def heavy_token(attention: object, length: int, radius: float, *, head: int = 0) -> Construction:
-    """Return one token that gets much attention (heavy), and n − 1 copies of another one (light).
+    """Return a sequence of one heavy token, which gets most of the attention, and n − 1 copies of a light
+    token.
 
     For a head with scores ⟨A x_i + b, x_j⟩ and the light token w, the heavy token is R y/|y| with y = Aw + b.
     w maximises the gap R|y| − ⟨y, w⟩ between the scores of both tokens. A needs no real eigenvalue.
@@ -145,7 +152,8 @@ def heavy_token(attention: object, length: int, radius: float, *, head: int = 0)
 
 
 def two_heavy_tokens(attention: object, length: int, radius: float, *, head: int = 0) -> Construction:
-    """Return two tokens that get much attention (heavy), and n − 2 copies of another one (light).
+    """Return a sequence of two heavy tokens, which share most of the attention, and n − 2 copies of a light
+    token.
 
     The light token attends to both heavy tokens equally. The heavy tokens are R(cosθ ŷ ± sinθ v), where w is
     the light token, y = Aw + b, ŷ = y/|y| and v ⊥ ŷ. Of all w, θ and v that are tried, those with the largest
@@ -189,7 +197,8 @@ def two_heavy_tokens(attention: object, length: int, radius: float, *, head: int
 def constructions(
     attention: object, length: int, radius: float, *, heads: Sequence[int] | None = None
 ) -> list[Construction]:
-    """Return all inputs with a large local Lipschitz constant that this library can construct for some heads.
+    """Return all inputs with a large local Lipschitz constant that this library can construct for the given
+    attention.
 
     Parameters
     ----------
@@ -224,7 +233,7 @@ def constructions(
 
 
 def _has_tie(head: Head) -> bool:
-    """Tell whether, for a given head, an input can be built in which two tokens get equal attention.
+    """Return whether an input can be constructed at which two tokens get equal attention from the given head.
 
     Such inputs are built by :func:`two_heavy_tokens`. They need d >= 2, scores that are not all zero, and a
     value matrix that is not zero.
@@ -233,7 +242,7 @@ def _has_tie(head: Head) -> bool:
 
 
 class _Builder:
-    """A function that builds a whole sequence from few distinct tokens, and returns a Construction.
+    """The type of functions that build a sequence from few distinct tokens and return it as a Construction.
 
     The tokens get the attention's dtype and device.
     """
@@ -244,7 +253,7 @@ class _Builder:
         self.head = head
 
     def __call__(
-        self, name: str, points: Witness, length: int, source: str, description: str
+        self, name: str, points: HeavyTokens, length: int, source: str, description: str
     ) -> Construction:
         x = points.tokens(length)
         if self.like is not None:

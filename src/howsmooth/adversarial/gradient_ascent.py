@@ -17,13 +17,13 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from howsmooth.adversarial.constructions import Construction, constructions
-from howsmooth.adversarial.domains import Around, Ball, Domain, Ellipsoid
 from howsmooth.adversarial.repeated_token_search import Atoms, AtomSearch, can_search_atoms, search_atoms
+from howsmooth.adversarial.search_domains import Around, Ball, Domain, Ellipsoid
 from howsmooth.attention import Residual, SelfAttention, TokenMap
-from howsmooth.attention.preconditions import require_formula
-from howsmooth.attention.staged import StagedAttention
+from howsmooth.attention.custom_code_attention import StagedAttention
+from howsmooth.attention.theorem_preconditions import require_formula
+from howsmooth.bounds.attention_parameters import SiteLike
 from howsmooth.bounds.bound import check_length, check_radius
-from howsmooth.bounds.parameters import SiteLike
 from howsmooth.errors import ArgumentError
 from howsmooth.jacobian import in_double
 from howsmooth.jacobian.token_pair_blocks import token_blocks
@@ -54,7 +54,8 @@ _PROBES = 4
 
 @dataclass(frozen=True, eq=False)
 class Ascent:
-    """The worst input that an ascent found, and how it was found.
+    """The result of a gradient ascent: the input with the largest Lipschitz constant that was found, and its
+    start.
 
     Attributes
     ----------
@@ -225,7 +226,9 @@ def ascend(
 
     # The ascent is in float64, for maps of any dtype; the result is rounded and measured again below.
     measure = _token_wise if token_wise else _frobenius
-    climb = _Climb(g.to(dtype=torch.float64), where, given, rtol, seed, generator, on_evaluation, measure)
+    climb = _GradientAscent(
+        g.to(dtype=torch.float64), where, given, rtol, seed, generator, on_evaluation, measure
+    )
     best, name = climb.run(steps)
     x = best if basis is None else best @ basis.mT
     x = where.project(x).to(dtype=f.dtype, device=f.device)
@@ -242,7 +245,7 @@ def ascend(
 
 
 class _Measured(NamedTuple):
-    """The local Lipschitz constants at a batch of inputs, with the directions that attain them."""
+    """The local Lipschitz constants at a batch of inputs, with the singular vectors that attain them."""
 
     value: Float[Tensor, " batch"]
     converged: Bool[Tensor, " batch"]
@@ -259,7 +262,8 @@ def _frobenius(f: TokenMap, x: Tensor, rtol: float, seeds: Sequence[int]) -> _Me
 
 
 def _token_wise(f: TokenMap, x: Tensor, rtol: float, seeds: Sequence[int]) -> _Measured:
-    """Bound the Lipschitz constants in the norm max_i |x_i| from below, by directions that attain the bounds.
+    """Compute lower bounds on the Lipschitz constants in the norm max_i |x_i|, with perturbations that attain
+    the bounds.
 
     There is one bound for each input of a batch.
 
@@ -286,7 +290,7 @@ def _token_wise(f: TokenMap, x: Tensor, rtol: float, seeds: Sequence[int]) -> _M
 
 
 def _whole_token_wise(f: TokenMap, x: Float[Tensor, "n d"], seed: int) -> TokenWise:
-    """Measure the local Lipschitz constant in the norm max_i |x_i|, at the tokens that the ascent found.
+    """Measure the local Lipschitz constant in the norm max_i |x_i| at the tokens that the ascent found.
 
     All output tokens are examined, where the ascent looked at a few.
     """
@@ -298,8 +302,8 @@ def _whole_token_wise(f: TokenMap, x: Float[Tensor, "n d"], seed: int) -> TokenW
     return token_wise_lipschitz(f, x, jacobian, norms, range(n), rtol=1e-4, seed=seed)
 
 
-class _Climb:
-    """Projected gradient ascent on a batch of inputs, each with a step size and momentum of its own."""
+class _GradientAscent:
+    """Projected gradient ascent on a batch of inputs, where each input has its own step size and momentum."""
 
     def __init__(
         self,
@@ -321,7 +325,9 @@ class _Climb:
         self.rows: list[list[object]] = []
 
     def run(self, steps: int) -> tuple[Tensor, str]:
-        """Run the ascent; return the best tokens that it found and the name of the start that led there."""
+        """Run the gradient ascent, and return the best tokens and the name of the start from which they were
+        reached.
+        """
         domain = self.domain
         # Step 0 evaluates all starts; the best of them go on.
         first = self._evaluate(self.u, list(range(len(self.names))), 0)
@@ -386,7 +392,8 @@ class _Climb:
         return self.measure(self.f, self.domain.tokens(u), self.rtol, seeds)
 
     def _gradient(self, u: Tensor, found: _Measured, rows: list[int]) -> Tensor:
-        """Return the gradient of the log local Lipschitz constant in the coordinates of the tokens.
+        """Return the gradient of the logarithm of the local Lipschitz constant with respect to the
+        coordinates of the tokens.
 
         The tokens X have the coordinates ``u``. The constant at ``u[i]`` is entry
         ``rows[i]`` of ``found``.
@@ -406,7 +413,8 @@ class _Climb:
         return self.domain.pull_back(torch.cat(parts) / sigma)
 
     def _direction(self, u: Tensor, gradient: Tensor) -> Tensor:
-        """Return the direction of the next ascent step, which does not leave the set of allowed inputs.
+        """Return the direction of the next ascent step, projected so that the step stays in the set of
+        inputs.
 
         The gradients at tokens that carry much attention are hundreds of times longer than the others. Each
         row is divided by the square root of its length, so that all tokens move.
@@ -540,7 +548,7 @@ def _default_starts(f: TokenMap, n: int, domain: Domain) -> list[tuple[str, Tens
 
 
 def _with_short_token(f: TokenMap, x: Float[Tensor, "n d"]) -> list[tuple[str, Tensor]]:
-    """Return starts for an ascent in which one token is very short, if queries or keys are normalised.
+    """Return starts in which one token has a very small norm, for attention that normalises queries or keys.
 
     The token is so short that the norm of its query or key is about as steep as it can be.
 
@@ -594,7 +602,8 @@ def _basis(f: TokenMap, domain: Domain) -> Tensor | None:
 
 
 def _compressed(f: TokenMap, basis: Tensor | None) -> TokenMap:
-    """Rewrite an attention in coordinates of a given basis, so that the search has fewer variables.
+    """Rewrite an attention in coordinates with respect to a given basis, so that the search has fewer
+    variables.
 
     The map is X ↦ f(X Bᵀ), where B is the basis from :func:`_basis`. Its Jacobian has the same norm as the
     Jacobian of f at X Bᵀ. Without a basis, the result is f.

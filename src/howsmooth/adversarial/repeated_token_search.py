@@ -1,4 +1,5 @@
-"""Search for worst inputs among those that consist of few distinct tokens ("atoms"), some repeated often.
+"""Search for inputs with a large Lipschitz constant among sequences of few distinct tokens ("atoms") that are
+repeated.
 
 The cost of evaluating such an input does not depend on its length. If atoms x_1..x_c occur with
 multiplicities m, then ‖D_X f‖ is at least the norm of a c × c block matrix (documentation page "Worst
@@ -19,7 +20,7 @@ import torch
 from jaxtyping import Float, Float64, Int
 from torch import Tensor
 
-from howsmooth.adversarial.domains import Around, Domain
+from howsmooth.adversarial.search_domains import Around, Domain
 from howsmooth.attention import SelfAttention
 
 __all__ = ["AtomSearch", "Atoms", "can_search_atoms", "search_atoms"]
@@ -31,7 +32,8 @@ _GROUPS = 48
 
 @dataclass(frozen=True, eq=False)
 class Atoms:
-    """Few distinct tokens (atoms) with the number of copies of each, which stand for a long sequence.
+    """A long sequence that consists of few distinct tokens (atoms), stored as the atoms and their numbers of
+    copies.
 
     A heavy token occurs once or a few times and attracts much attention; a light token is repeated many
     times.
@@ -42,12 +44,14 @@ class Atoms:
     counts: tuple[int, ...]
 
     def tokens(self) -> Float[Tensor, "n d"]:
-        """Return the whole sequence (n, d) that the atoms stand for, copies of an atom next to each other."""
+        """Return the sequence (n, d) in which every atom is repeated as often as its number of
+        copies says.
+        """
         return self.points.repeat_interleave(torch.tensor(self.counts), dim=0)
 
     @classmethod
     def of(cls, name: str, x: Tensor) -> Atoms | None:
-        """Convert a sequence of tokens to atoms, one atom for each run of equal tokens.
+        """Convert a sequence of tokens to atoms, with one atom for each run of equal tokens.
 
         The result is None for more than eight runs.
         """
@@ -85,7 +89,9 @@ class AtomSearch:
 
 
 def can_search_atoms(f: object, domain: Domain) -> bool:
-    """Tell whether :func:`search_atoms` supports ``f`` (plain or causal softmax attention) and the domain."""
+    """Return whether :func:`search_atoms` supports the map ``f`` (plain or causal softmax attention) and the
+    domain.
+    """
     return (
         isinstance(f, SelfAttention)
         and f.rotary is None
@@ -106,7 +112,7 @@ def search_atoms(
     steps: int,
     generator: torch.Generator,
 ) -> AtomSearch:
-    """Search for few repeated tokens at which ‖D_X f‖ is large, from random and given starts.
+    """Search for sequences of few repeated tokens at which ‖D_X f‖ is large, from random and given starts.
 
     The search takes long steps from random atoms, then short steps. The short steps start from the best
     quarter of the atoms that the long steps found, and from ``starts``, because long steps would move away
@@ -136,7 +142,7 @@ def _search(
     values = torch.zeros(len(everything), dtype=torch.float64)
     for members in groups.values():
         points = torch.stack([everything[i].points for i in members]).to(dtype=torch.float64)
-        raised = _raise(
+        raised = _increase_norm(
             f, domain, _Problem.of(f, [everything[i].counts for i in members]), points, steps, rate, generator
         )
         history[members] = raised.history.cpu()
@@ -157,7 +163,8 @@ def _search(
 
 @dataclass(frozen=True, eq=False)
 class _Problem:
-    """How often each distinct token (atom) is repeated, with the factors of the Jacobian that follow.
+    """The numbers of copies of each distinct token (atom), with the factors of the Jacobian that depend on
+    them.
 
     They stay fixed while a search moves the atoms. ``row_atom`` says which atom each row belongs to.
     ``log_counts`` has the logarithm of how often each row sees each atom. ``row_weight`` and
@@ -172,7 +179,8 @@ class _Problem:
 
     @classmethod
     def of(cls, f: SelfAttention, counts: Sequence[tuple[int, ...]]) -> _Problem:
-        """Compute the factors of softmax and Jacobian that depend on the number of copies of each atom.
+        """Compute the factors of the softmax and of its Jacobian that depend on the number of copies of each
+        atom.
 
         An atom is a distinct token of the sequence.
 
@@ -209,7 +217,7 @@ class _Problem:
 
 
 def _pairing(f: SelfAttention, problem: _Problem, x: Tensor, u: Tensor, v: Tensor) -> Tensor:
-    """Return ⟨u, J v⟩, where J is the Jacobian of attention at given distinct tokens (atoms).
+    """Return ⟨u, J v⟩, where J is the Jacobian of attention at a sequence of few distinct tokens (atoms).
 
     The search makes it large by moving the atoms. Each set of atoms in a batch has one value. J is the
     Jacobian of ``f`` at atoms x, with rows and columns scaled by the weights of ``problem``. Shapes are x and
@@ -236,13 +244,13 @@ def _pairing(f: SelfAttention, problem: _Problem, x: Tensor, u: Tensor, v: Tenso
 
 
 @dataclass(frozen=True, eq=False)
-class _Raised:
+class _Increased:
     points: Tensor
     values: Tensor
     history: Tensor
 
 
-def _raise(
+def _increase_norm(
     f: SelfAttention,
     domain: Domain,
     problem: _Problem,
@@ -250,8 +258,8 @@ def _raise(
     steps: int,
     rate: float,
     generator: torch.Generator,
-) -> _Raised:
-    """Move atoms (distinct tokens) by steps of Adam so that the norm of the Jacobian grows.
+) -> _Increased:
+    """Increase the norm of the Jacobian by steps of Adam on the atoms (distinct tokens).
 
     Every step also takes one power step for the leading singular vectors u and v of the Jacobian.
     """
@@ -295,7 +303,7 @@ def _raise(
         size = rate * domain.radius * (0.02 + 0.98 * 0.5 * (1 + math.cos(math.pi * step / steps)))
         move = size * (first / (1 - 0.9 ** (step + 1))) / corrected
         coordinates = domain.project_coordinates(coordinates + move)
-    return _Raised(domain.tokens(kept), best, history)
+    return _Increased(domain.tokens(kept), best, history)
 
 
 def _norm(t: Tensor) -> Tensor:
@@ -326,7 +334,8 @@ def _random_atoms(
 
 
 def _patterns(n: int, *, causal: bool) -> list[tuple[int, ...]]:
-    """List how often each distinct token (atom) may occur in a sequence of n tokens, as tuples with sum n.
+    """List the numbers of copies that the distinct tokens (atoms) of a sequence of length n may have, as
+    tuples with sum n.
 
     Atoms with few copies come first in each tuple.
     """

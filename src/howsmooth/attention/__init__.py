@@ -14,15 +14,15 @@ from howsmooth.attention.cross_attention import (
     StagedCrossAttention,
     TwoSequenceMap,
 )
+from howsmooth.attention.custom_code_attention import CoreShape, Layer, SoftmaxCore, StagedAttention
 from howsmooth.attention.l2_attention import L2Attention
 from howsmooth.attention.layer_scale import LayerScale
 from howsmooth.attention.map import AbstractMeasure, TokenMap
+from howsmooth.attention.masks import Visibility
 from howsmooth.attention.norm_layers import LayerNorm, RMSNorm
 from howsmooth.attention.rotary import Rotary
 from howsmooth.attention.self_attention import SelfAttention
 from howsmooth.attention.sinkhorn_attention import SinkhornAttention
-from howsmooth.attention.staged import CoreShape, Layer, SoftmaxCore, StagedAttention
-from howsmooth.attention.visibility import Visibility
 
 __all__ = [
     "AbstractMeasure",

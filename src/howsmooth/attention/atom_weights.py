@@ -8,7 +8,7 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from howsmooth.attention.visibility import Visibility
+from howsmooth.attention.masks import Visibility
 from howsmooth.errors import ArgumentError
 
 __all__ = ["EarlierAtoms", "Weighting"]
@@ -43,7 +43,7 @@ class Weighting:
         return Weighting(self.log_weights.to(dtype=dtype, device=device), positions)
 
     def visibility(self, *, causal: bool) -> Visibility | EarlierAtoms:
-        """Return which atoms each atom of the measure sees, as a mask that is computed block by block.
+        """Return the mask between the atoms of the measure as an object that computes it block by block.
 
         Without causal order every atom sees all atoms; with it, all atoms at no later position.
 
@@ -66,7 +66,7 @@ class Weighting:
 
 @dataclass(frozen=True, eq=False)
 class EarlierAtoms:
-    """The causal mask between atoms: an atom sees the atoms at the same or an earlier position.
+    """The causal mask between atoms of a measure: an atom sees the atoms at the same or an earlier position.
 
     Atom i sees the atoms j with s_j <= s_i, where s are the positions (Definition 2.6).
     """
@@ -74,7 +74,7 @@ class EarlierAtoms:
     positions: Float[Tensor, " n"]
 
     def keys(self, rows: slice) -> slice:
-        """Return the range of all atoms, since an atom anywhere may be seen by the atoms ``rows``.
+        """Return the range of all atoms, since the atoms ``rows`` may see any other atom.
 
         The positions of the atoms need not be sorted.
         """

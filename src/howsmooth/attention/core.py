@@ -16,7 +16,7 @@ from torch.autograd import forward_ad
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import pad, scaled_dot_product_attention
 
-from howsmooth.attention.visibility import Visibility
+from howsmooth.attention.masks import Visibility
 
 __all__ = [
     "NO_FEATURES",
@@ -47,16 +47,16 @@ _ROWS = 64
 class Visible(Protocol):
     """The interface of an attention mask whose entries are computed block by block.
 
-    :class:`~howsmooth.attention.visibility.Visibility` implements it for tokens.
+    :class:`~howsmooth.attention.masks.Visibility` implements it for tokens.
     """
 
     def keys(self, rows: slice) -> slice:
-        """Return a range of keys that includes every key that some query in ``rows`` may attend to."""
+        """Return a range of keys that contains all keys to which some query in ``rows`` may attend."""
 
     def block(
         self, rows: slice, keys: slice, device: torch.device | None = None
     ) -> Bool[Tensor, "rows keys"] | None:
-        """Return the part of the mask for some queries and some keys, or None if nothing is hidden there.
+        """Return the part of the mask for some queries and some keys, or None if it hides none of these keys.
 
         The mask is True where a query of ``rows`` sees a key of ``keys``.
         """
@@ -64,7 +64,7 @@ class Visible(Protocol):
 
 @dataclass(frozen=True, eq=False)
 class ScoreFeatures:
-    """The modifications of attention scores: soft cap, bias, sinks, and masks that differ between heads.
+    """Optional modifications of attention scores: soft cap, bias, sinks, and masks that differ between heads.
 
     Parameters
     ----------
@@ -176,14 +176,14 @@ def attention_probabilities(
 def weighted_values(
     p: Float[Tensor, "*batch kv_heads group m n"], v: Float[Tensor, "*batch kv_heads n value_dim"]
 ) -> Float[Tensor, "*batch kv_heads group m value_dim"]:
-    """Return the outputs Σ_j P_ij v_j of each head for given probabilities P."""
+    """Return the attention outputs Σ_j P_ij v_j of each head for given probabilities P."""
     return (p.flatten(-3, -2) @ v).reshape(*p.shape[:-1], v.shape[-1])
 
 
 def row_blocks(
     lead: int, group: int, m: int, n: int, device: torch.device, window: int | None = None
 ) -> list[tuple[slice, list[slice]]]:
-    """Cut the queries into blocks, such that the attention probabilities of one block fit in memory.
+    """Cut the queries into blocks, so that the attention probabilities of one block fit in memory.
 
     The probabilities have the shape (lead, group, m, n). Each entry of the list is a slice of ``lead`` and
     the slices of the m rows. A block holds a bounded number of probabilities. Under a ``window`` blocks have
@@ -208,7 +208,7 @@ def attend(
     *,
     features: ScoreFeatures = NO_FEATURES,
 ) -> Float[Tensor, "*batch kv_heads group m value_dim"]:
-    """Return the outputs Σ_j P_ij v_j of each head, with P formed block by block in memory O(n d).
+    """Return the attention outputs Σ_j P_ij v_j of each head in O(n d) memory, by forming P block by block.
 
     With a window w the time is O(n w). On a CPU, long sequences use PyTorch's fused kernel if no derivative
     is recorded (the kernel lacks forward mode and second derivatives), there are no ``features``, and either
@@ -270,7 +270,7 @@ def _fused(
 
 
 def differentiated(t: Tensor) -> bool:
-    """Return whether PyTorch may be about to differentiate with respect to the tensor ``t``.
+    """Return whether PyTorch may have to compute derivatives with respect to the tensor ``t``.
 
     That is so if ``t`` requires gradients, carries a tangent or is inside a transform of torch.func.
     """

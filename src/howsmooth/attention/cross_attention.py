@@ -14,8 +14,13 @@ from jaxtyping import Float
 from torch import Tensor
 from torch.nn.functional import pad
 
-from howsmooth.attention.multi_head import HeadParameters, in_heads, optional_parameter, projected_heads
-from howsmooth.attention.staged import Core, SoftmaxCore, StagedAttention
+from howsmooth.attention.custom_code_attention import Core, SoftmaxCore, StagedAttention
+from howsmooth.attention.multi_head_projections import (
+    HeadParameters,
+    in_heads,
+    optional_parameter,
+    projected_heads,
+)
 from howsmooth.errors import ArgumentError
 from howsmooth.scopes import SIDES
 
@@ -29,7 +34,9 @@ __all__ = [
 
 @runtime_checkable
 class CrossLayer(Protocol):
-    """The interface of the PyTorch code around the softmax attentions of a layer with two sequences."""
+    """The interface of a cross-attention layer that is given as PyTorch code around its softmax
+    attentions.
+    """
 
     def run(self, x: Tensor, memory: Tensor, core: Core) -> Tensor:
         """Return the outputs (m, d_out) for tokens ``x`` (m, d) and a memory (n, d_memory).
@@ -42,10 +49,11 @@ class CrossLayer(Protocol):
 
 
 class TwoSequenceMap(abc.ABC):
-    """A map f of two sequences, tokens x (..., m, d) and a memory y (..., n, d_memory), to (..., m, d_out).
+    """Base class of maps f of two sequences, tokens x (..., m, d) and a memory y (..., n, d_memory), to (...,
+    m, d_out).
 
-    It consists of PyTorch code around softmax attentions (cores), whose derivatives have a closed form.
-    Leading axes are batch axes. Its parameters are tensors without gradients.
+    Such a map consists of PyTorch code around softmax attentions (cores), whose derivatives have a closed
+    form. Leading axes are batch axes. Its parameters are tensors without gradients.
     """
 
     heads: int
@@ -93,7 +101,9 @@ class TwoSequenceMap(abc.ABC):
 
     @abc.abstractmethod
     def run(self, x: Tensor, memory: Tensor, core: Core) -> Tensor:
-        """Return the outputs (m, d_out) for one pair of sequences, with a function in place of the cores."""
+        """Return the outputs (m, d_out) for one pair of sequences, with a given function in place of each
+        softmax attention.
+        """
 
     def __call__(self, x: Tensor, memory: Tensor) -> Float[Tensor, "*batch m d_out"]:
         """Return the outputs (..., m, d_out) for tokens x (..., m, d) and a memory (..., n, d_memory).
@@ -121,7 +131,8 @@ class TwoSequenceMap(abc.ABC):
         return torch.stack([self.run(*pair, core) for pair in pairs]).reshape(*x.shape[:-1], self.d_out)
 
     def view(self, side: str, x: Tensor, memory: Tensor) -> StagedAttention:
-        """Return the map as a function of one sequence, or of both, for :func:`howsmooth.local_lipschitz`.
+        """Return the map as a function of tokens, of the memory, or of both, for
+        :func:`howsmooth.local_lipschitz`.
 
         Parameters
         ----------
@@ -165,7 +176,7 @@ class TwoSequenceMap(abc.ABC):
     def joined(
         self, x: Float[Tensor, "*batch m d"], memory: Float[Tensor, "*batch n d_memory"]
     ) -> Float[Tensor, "*batch rows width"]:
-        """Return tokens and memory as one sequence of m + n rows, the tokens first.
+        """Concatenate m tokens and n memory tokens to one sequence of m + n rows.
 
         If their dimensions differ, the shorter ones are filled up with zeros, which the map ignores.
         """
@@ -175,11 +186,11 @@ class TwoSequenceMap(abc.ABC):
     def apart(
         self, z: Float[Tensor, "*batch rows width"], m: int
     ) -> tuple[Float[Tensor, "*batch m d"], Float[Tensor, "*batch n d_memory"]]:
-        """Return the m tokens and the memory of a sequence made by :meth:`joined`."""
+        """Split a sequence made by :meth:`joined` into its m tokens and its memory."""
         return z[..., :m, : self.d], z[..., m:, : self.d_memory]
 
     def tokens(self, side: str, x: Tensor, memory: Tensor) -> Tensor:
-        """Return the input of a view of ``side``: the tokens, the memory, or both joined."""
+        """Return the tokens, the memory, or both concatenated, as ``side`` says."""
         return {"queries": x, "memory": memory}[side] if side != "joint" else self.joined(x, memory)
 
     def __repr__(self) -> str:
@@ -203,7 +214,9 @@ class TwoSequenceMap(abc.ABC):
 
 
 class _OneArgument:
-    """The code of a map of two sequences as a function of one of them, or of both, the others fixed."""
+    """A map of two sequences as a function of one argument (tokens, memory or both), with the rest held
+    fixed.
+    """
 
     def __init__(self, f: TwoSequenceMap, side: str, x: Tensor, memory: Tensor) -> None:
         self.f = f
@@ -342,7 +355,9 @@ class CrossAttention(HeadParameters, TwoSequenceMap):
         return in_heads(x, self.query, self.query_bias), keys, in_heads(memory, self.value, self.value_bias)
 
     def run(self, x: Tensor, memory: Tensor, core: Core) -> Tensor:
-        """Return the outputs (m, d_out) for one pair of sequences, with ``core`` as the softmax."""
+        """Return the outputs (m, d_out) for one pair of sequences, with the function ``core`` in place of the
+        softmax attention.
+        """
         return projected_heads(core(0, *self.projections(x, memory)), self.output, self.output_bias)
 
     def to(
@@ -357,7 +372,7 @@ class CrossAttention(HeadParameters, TwoSequenceMap):
 
 
 class StagedCrossAttention(TwoSequenceMap):
-    """Attention of one sequence to another, given as PyTorch code around softmax attentions (cores).
+    """Cross-attention that is given as PyTorch code around one or more softmax attentions (cores).
 
     A captured layer whose matrices are not known is such a map.
 
@@ -434,13 +449,15 @@ class StagedCrossAttention(TwoSequenceMap):
         return f"cross-attention of {self.description}, {self.heads} head{'s' if self.heads > 1 else ''}"
 
     def check_lengths(self, m: int, n: int) -> None:
-        """Raise ArgumentError unless m and n are the lengths for which the layer was made."""
+        """Raise ArgumentError unless m and n are the sequence lengths for which the layer was captured."""
         for name, length, own in (("x", m, self.m), ("memory", n, self.n)):
             if length != own:
                 raise ArgumentError(name, expected=f"{own} tokens, as captured", got=str(length))
 
     def run(self, x: Tensor, memory: Tensor, core: Core) -> Tensor:
-        """Return the outputs (m, d_out) for one pair of sequences, with a function in place of the cores."""
+        """Return the outputs (m, d_out) for one pair of sequences, with a given function in place of each
+        softmax attention.
+        """
         return self.layer.run(x, memory, core)
 
     def to(

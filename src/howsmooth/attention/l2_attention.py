@@ -7,15 +7,16 @@ from torch import Tensor
 
 from howsmooth.attention.atom_weights import Weighting
 from howsmooth.attention.core import Visible, attend
-from howsmooth.attention.multi_head import HeadsAttention
-from howsmooth.attention.visibility import Visibility
+from howsmooth.attention.masks import Visibility
+from howsmooth.attention.multi_head_projections import HeadsAttention
 from howsmooth.errors import ArgumentError
 
 __all__ = ["L2Attention"]
 
 
 class L2Attention(HeadsAttention):
-    """Multi-head L2 self-attention, X (..., n, d) -> (..., n, d_out).
+    """Multi-head L2 self-attention, X (..., n, d) -> (..., n, d_out), with scores proportional to −|q_i −
+    k_j|².
 
     f(X)_i = W_O · concat_h( Σ_j P^h_ij (V_h x_j + b_v,h) ) + b_O, where P^h is the row softmax of
     −scale · |Q_h x_i + b_q,h − K_h x_j − b_k,h|² over the visible keys j.

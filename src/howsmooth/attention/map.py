@@ -1,4 +1,6 @@
-"""The base class of maps of tokens, the interface of measures of tokens, and checks of both."""
+"""The base class of maps of tokens, the interface of measures of tokens, and checks of the inputs of such
+maps.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,7 @@ Measure = TypeVar("Measure", bound="AbstractMeasure")
 
 
 class TokenMap(abc.ABC):
-    """A differentiable map of tokens X (..., n, d) to tokens (..., n, d_out), one sequence at a time.
+    """Base class of differentiable maps of sequences of tokens, X (..., n, d) -> (..., n, d_out).
 
     Leading axes are batch axes. Called on a probability measure, the map returns the image measure
     (Definitions 2.4 and 2.6 of Castin et al., 2024). Its parameters are tensors without gradients, and a map
@@ -58,7 +60,7 @@ class TokenMap(abc.ABC):
 
     @abc.abstractmethod
     def _forward(self, x: Tensor, weighting: Weighting | None = None) -> Tensor:
-        """Apply the map to tokens that have been checked.
+        """Apply the map to tokens whose shape, dtype and values have been checked.
 
         With a ``weighting``, the tokens are the atoms of a measure.
         """
@@ -116,14 +118,14 @@ class AbstractMeasure(abc.ABC):
 
     @abc.abstractmethod
     def push_forward(self, f: TokenMap) -> AbstractMeasure:
-        """Return the image of the measure under the mean-field map of ``f``.
+        """Return the image of the measure under the attention map ``f``.
 
         The image F(μ) = (Γ_μ)_# μ moves every point x of μ to Γ_μ(x).
         """
 
     @abc.abstractmethod
     def weighted_tokens(self) -> tuple[Tensor, Weighting]:
-        """Return the measure's atoms as tokens (n, d), with their weights and their places in causal order.
+        """Return the atoms of the measure as tokens (n, d), with their weights and causal positions.
 
         Raises
         ------
@@ -134,7 +136,7 @@ class AbstractMeasure(abc.ABC):
 
 
 def check_measure(measure: AbstractMeasure, f: TokenMap) -> None:
-    """Raise ArgumentError unless the measure and the map ``f`` agree in dimension, dtype and device."""
+    """Raise ArgumentError unless the measure and the map ``f`` have the same dimension, dtype and device."""
     for what, got, wanted in (
         ("dimension", measure.d, f.d),
         ("dtype", measure.dtype, f.dtype),

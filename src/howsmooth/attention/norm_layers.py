@@ -15,7 +15,7 @@ __all__ = ["LayerNorm", "RMSNorm"]
 
 
 class _Norm(TokenMap):
-    """A norm layer, LayerNorm or RMSNorm, applied to each token.
+    """Base class of the norm layers LayerNorm and RMSNorm, which act on each token separately.
 
     It maps a token x to N(x) = √d · h / √(|h|² + dε) ∘ γ + β, with gain γ (``weight``), bias β and ε =
     ``eps``. The vector h is x − mean(x) if ``centred`` (LayerNorm), else x (RMSNorm).
@@ -54,7 +54,7 @@ class _Norm(TokenMap):
         return f"{type(self).__name__}(d={self.d}, eps={self.eps:g})"
 
     def direction_and_length(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the numerators and the denominators by which the norm layer normalises tokens.
+        """Return the numerator and the denominator of the norm layer for each token.
 
         The vectors h (..., n, d) are the tokens, centred for LayerNorm. The lengths s = √(|h|² + dε) have
         shape (..., n, 1).

@@ -12,10 +12,10 @@ from torch import Tensor
 from howsmooth.attention.atom_weights import EarlierAtoms, Weighting
 from howsmooth.attention.core import ScoreFeatures, attend
 from howsmooth.attention.map import as_parameter
-from howsmooth.attention.multi_head import HeadsAttention, in_heads
+from howsmooth.attention.masks import Visibility, check_window
+from howsmooth.attention.multi_head_projections import HeadsAttention, in_heads
 from howsmooth.attention.norm_layers import LayerNorm, RMSNorm
 from howsmooth.attention.rotary import Rotary
-from howsmooth.attention.visibility import Visibility, check_window
 from howsmooth.errors import ArgumentError
 
 __all__ = ["SelfAttention"]
@@ -175,7 +175,9 @@ class SelfAttention(HeadsAttention):
         return ScoreFeatures(self.softcap, bias, sinks)
 
     def feature_names(self) -> tuple[str, ...]:
-        """Return names of the settings that make scores differ from ⟨Q x_i + b, K x_j⟩, for messages."""
+        """Return the names of the settings that make the scores differ from ⟨Q x_i + b, K x_j⟩, for
+        messages.
+        """
         named = {
             "a norm of queries": self.query_norm,
             "a norm of keys": self.key_norm,
@@ -217,7 +219,7 @@ class SelfAttention(HeadsAttention):
     # ---- the map
 
     def visibility(self, n: int, weighting: Weighting | None = None) -> Visibility | EarlierAtoms:
-        """Return the mask as an object that computes any block of it.
+        """Return the mask as an object that computes it block by block.
 
         It is a mask of n tokens or, with a weighting, of the n atoms of a measure.
 
@@ -234,7 +236,8 @@ class SelfAttention(HeadsAttention):
         return weighting.visibility(causal=self.causal)
 
     def visible_keys(self, n: int, weighting: Weighting | None = None) -> Bool[Tensor, "n n"] | None:
-        """Return the mask (n, n), True where the query (row) sees the key (column); None if all are seen.
+        """Return the mask (n, n), True where the query (row) sees the key (column), or None if nothing is
+        masked.
 
         Raises the same errors as :meth:`visibility`.
         """
@@ -275,7 +278,9 @@ class SelfAttention(HeadsAttention):
         return self._placed(in_heads(X, self.query, self.query_bias), in_heads(X, self.key, self.key_bias))
 
     def _placed(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
-        """Apply the norms and the rotary rotation to projected queries and keys, where the layer has them."""
+        """Apply the norm layers and the rotary rotation of the attention, if it has them, to queries and
+        keys.
+        """
         q, k = _normed(q, self.query_norm), _normed(k, self.key_norm)
         return (q, k) if self.rotary is None else (self.rotary.rotate(q), self.rotary.rotate(k))
 
@@ -368,7 +373,7 @@ class SelfAttention(HeadsAttention):
 def _normed(
     t: Float[Tensor, "*batch heads n key_dim"], norm: LayerNorm | RMSNorm | None
 ) -> Float[Tensor, "*batch heads n key_dim"]:
-    """Apply a norm layer to queries or keys, to each head separately or to the concatenated heads."""
+    """Apply a norm layer to queries or keys, either to each head or to the concatenated heads."""
     if norm is None:
         return t
     if norm.d == t.shape[-1]:

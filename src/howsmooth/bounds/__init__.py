@@ -28,7 +28,8 @@ ball, by position or by name; ``best`` and ``table`` take ``X`` before ``length`
 are given by name.
 """
 
-from howsmooth.bounds.any_scores_upper_bounds import any_scores_ball_upper_bound
+from howsmooth.bounds.applicable_bounds import best
+from howsmooth.bounds.attention_parameters import Head, Parameters, parameters_of
 from howsmooth.bounds.ball_lower_bounds import (
     causal_two_cluster_lower_bound,
     causal_two_heavy_tokens_lower_bound,
@@ -56,12 +57,12 @@ from howsmooth.bounds.certificates import (
     certificate_parts,
     certificate_rows,
 )
-from howsmooth.bounds.comparison import table
+from howsmooth.bounds.comparison_with_measurement import table
 from howsmooth.bounds.cross_attention_upper_bounds import (
     cross_attention_ball_upper_bound,
     cross_attention_upper_bound,
 )
-from howsmooth.bounds.key_value_errors import OutputErrorBound, kv_error_upper_bound
+from howsmooth.bounds.key_value_error_upper_bounds import OutputErrorBound, kv_error_upper_bound
 from howsmooth.bounds.large_radius_limit import theorem_3_7, theorem_4_5
 from howsmooth.bounds.local_upper_bounds import (
     covariance_upper_bound,
@@ -82,6 +83,7 @@ from howsmooth.bounds.mean_field_lower_bounds import (
     two_dirac,
     weighted_two_atom_lower_bound,
 )
+from howsmooth.bounds.modified_score_upper_bounds import any_scores_ball_upper_bound
 from howsmooth.bounds.multi_head_upper_bounds import (
     folded_gram_upper_bound,
     gram_upper_bound,
@@ -90,11 +92,9 @@ from howsmooth.bounds.multi_head_upper_bounds import (
     output_norm_upper_bound,
 )
 from howsmooth.bounds.norm_layer_outputs import absorb_norm, ellipsoid, norm_radius
-from howsmooth.bounds.parameters import Head, Parameters, parameters_of
 from howsmooth.bounds.pre_norm_upper_bounds import pre_norm_upper_bound
 from howsmooth.bounds.radius import RobustRadius, robust_radius
-from howsmooth.bounds.recorded_map_upper_bounds import recorded_map_ball_upper_bound
-from howsmooth.bounds.selection import best
+from howsmooth.bounds.recorded_operations_upper_bounds import recorded_map_ball_upper_bound
 from howsmooth.bounds.token_wise_upper_bounds import token_wise_ball_upper_bound, token_wise_upper_bound
 from howsmooth.bounds.variant_upper_bounds import (
     l2_attention,

@@ -18,6 +18,7 @@ import math
 import torch
 from torch import Tensor
 
+from howsmooth.bounds.attention_parameters import Head, Parameters, parameters_of
 from howsmooth.bounds.bound import Bound, Hypothesis, Quantity, check_length, check_radius
 from howsmooth.bounds.jacobian_column_lower_bounds import (
     MOST_ROWS,
@@ -28,10 +29,9 @@ from howsmooth.bounds.jacobian_column_lower_bounds import (
     rounding_of_scores,
     total_value,
 )
-from howsmooth.bounds.parameters import Head, Parameters, parameters_of
-from howsmooth.bounds.worst_tokens import (
+from howsmooth.bounds.worst_case_tokens import (
     OneHeavyToken,
-    Tie,
+    TwoHeavyTokens,
     searched_pairs,
     searched_tokens,
     two_cluster_points,
@@ -166,7 +166,8 @@ def two_cluster_lower_bound(attention: object, length: int, radius: float) -> Bo
 
 
 def causal_two_cluster_lower_bound(attention: object, length: int, radius: float) -> Bound:
-    """Bound the Lipschitz constant of causal attention from below, with two clusters of tokens.
+    """Bound the Lipschitz constant of causal attention from below by ‖D_X f‖ at tokens that form two
+    clusters.
 
     It bounds Lip(f^m on B_R^n) by the Jacobian's norm at the clusters. The tokens are as in
     :func:`two_cluster_lower_bound`, with the heavy token Ru first. Without bias, the bound is the norm of the
@@ -212,7 +213,7 @@ def causal_two_cluster_lower_bound(attention: object, length: int, radius: float
 
 
 def heavy_token_lower_bound(attention: object, length: int, radius: float) -> Bound:
-    """Bound Lip(f on B_R^n) from below by ‖D_X f‖ at tokens X of which one gets much attention.
+    """Bound Lip(f on B_R^n) from below by ‖D_X f‖ at tokens X that mostly attend to one of them.
 
     The token is called heavy, the others light. The bound is √(n−1) p ‖V(I + (1−p)(z−w)yᵀ)‖ at X = (z, w, …,
     w). z = Ry/|y|, y = Aw + b, and w is sought by local ascent in the ball of radius R; every w gives a valid
@@ -257,7 +258,7 @@ def heavy_token_lower_bound(attention: object, length: int, radius: float) -> Bo
 
 
 def heavy_token_local_bound(attention: object, length: int, heavy: Tensor, light: Tensor) -> Bound:
-    """Bound ‖D_X f‖ from below where X is one given token and copies of another.
+    """Bound ‖D_X f‖ from below at a sequence X of one given token and n − 1 copies of another one.
 
     The first token, called heavy, should get much attention. X = (z, w, …, w) has the heavy token z and the
     light token w. Without a mask the bound is √(n−1) ‖M‖ with M = Σ_h W_h V_h p_h (I + (1−p_h)(z−w)y_hᵀ), y_h
@@ -301,7 +302,7 @@ def heavy_token_local_bound(attention: object, length: int, heavy: Tensor, light
 
 
 def two_heavy_tokens_lower_bound(attention: object, length: int, radius: float) -> Bound:
-    """Bound Lip(f on B_R^n) from below by ‖D_X f‖ at tokens X of which two get much attention.
+    """Bound Lip(f on B_R^n) from below by ‖D_X f‖ at tokens X that mostly attend to two of them.
 
     The two tokens are called heavy, the others light. The bound is at least √(2(n−2)) p sinθ |y| R |Vv|. X
     consists of two heavy tokens R(cosθ ŷ ± sinθ v) and n − 2 copies of w, |w| ≤ R, where y = Aw + b, ŷ =
@@ -346,7 +347,8 @@ def two_heavy_tokens_lower_bound(attention: object, length: int, radius: float) 
 
 
 def causal_two_heavy_tokens_lower_bound(attention: object, length: int, radius: float) -> Bound:
-    """Bound the Lipschitz constant of causal attention from below, with two much attended tokens.
+    """Bound the Lipschitz constant of causal attention from below by ‖D_X f‖ at tokens X that mostly attend
+    to two of them.
 
     It bounds Lip(f^m on B_R^n) by the Jacobian's norm at such tokens. The tokens are as in
     :func:`two_heavy_tokens_lower_bound`, heavy tokens first. The bound is at least √(2Σ_{i=3}^n p_i²) sinθ
@@ -388,7 +390,7 @@ def causal_two_heavy_tokens_lower_bound(attention: object, length: int, radius: 
 
 
 def equal_tokens_lower_bound(attention: object, length: int, radius: float) -> Bound:
-    """Bound Lip(f on B_R^n) from below by the value of ‖D_X f‖ where all tokens are equal.
+    """Bound Lip(f on B_R^n) from below by ‖D_X f‖ at a sequence X of n equal tokens.
 
     It is ‖Σ_h W_h V_h‖ ‖P‖, where P is uniform over the visible tokens. Without a mask ‖P‖ = 1. With a causal
     mask P is the Cesàro matrix, whose norm grows from 1 to 2 with n (Hardy's inequality). Under a window, the
@@ -506,8 +508,8 @@ def _log_tie(p: Parameters, n: int, radius: float, *, masked: bool) -> float:
     return max(found)
 
 
-def _log_tie_formula(head: Head, n: int, points: Tie, *, masked: bool) -> float:
-    """Return the log of a lower bound on ‖D_X f‖ where two tokens share the attention equally.
+def _log_tie_formula(head: Head, n: int, points: TwoHeavyTokens, *, masked: bool) -> float:
+    """Return the log of a lower bound on ‖D_X f‖ at tokens where two tokens get equal attention weights.
 
     The formula is in :func:`two_heavy_tokens_lower_bound`. At huge radii rounding makes the two scores
     differ, so that the norm of the heavy columns is smaller.
@@ -532,7 +534,8 @@ def _log_tie_formula(head: Head, n: int, points: Tie, *, masked: bool) -> float:
 
 
 def _two_clusters(head: Head, radius: float) -> list[OneHeavyToken]:
-    """Return the paper's two-cluster inputs for the extreme real eigenvalues of the score matrix A.
+    """Return the two-cluster inputs of the paper for the largest and the smallest real eigenvalue of the
+    matrix A.
 
     A is the matrix of the scores. The list is empty if A has no real eigenvalue.
     """
@@ -541,7 +544,7 @@ def _two_clusters(head: Head, radius: float) -> list[OneHeavyToken]:
 
 
 def _cesaro_norm(n: int) -> float:
-    """Return a lower bound, close to the exact value, on the norm of the n × n Cesàro matrix.
+    """Return a tight lower bound on the spectral norm of the n × n Cesàro matrix.
 
     This matrix maps a vector to the means of its first 1, 2, …, n entries. For large n the power method is
     used: each ratio |Px|/|x| is a lower bound.

@@ -13,8 +13,8 @@ import sys
 
 import numpy as np
 
+from howsmooth.bounds.attention_parameters import Head, Parameters, log_largest_weight, parameters_of
 from howsmooth.bounds.bound import Bound, Hypothesis, Quantity, check_length, check_radius
-from howsmooth.bounds.parameters import Head, Parameters, log_largest_weight, parameters_of
 
 __all__ = [
     "ball_upper_bound",
@@ -30,7 +30,7 @@ OURS = 'howsmooth documentation, "Bounds on a ball"'
 
 
 def theorem_3_3(attention: object, length: object, radius: object) -> Bound:
-    """Bound Lip(f on B_R^n) by Theorem 3.3 of the paper; the bound grows like R²√n.
+    """Bound Lip(f on B_R^n) from above by Theorem 3.3 of the paper; the bound grows like R²√n.
 
     The bound is √3 ‖V‖ (‖A‖²R⁴(4n+1) + n)^{1/2}.
 
@@ -72,7 +72,7 @@ def theorem_3_3(attention: object, length: object, radius: object) -> Bound:
 
 
 def theorem_3_5(attention: object, radius: object) -> Bound:
-    """Bound the W₂-Lipschitz constant of mean-field attention by Theorem 3.5 of the paper.
+    """Bound the W₂-Lipschitz constant of mean-field attention from above by Theorem 3.5 of the paper.
 
     The bound is ‖V‖ (1 + 3a) e^{2a} with a = ‖A‖R².
 
@@ -113,7 +113,7 @@ def theorem_3_5(attention: object, radius: object) -> Bound:
 
 
 def theorem_e_3(attention: object, length: object, radius: object) -> Bound:
-    """Bound Lip(f on B_R^n) by Theorem E.3 of the paper, which allows a query bias.
+    """Bound Lip(f on B_R^n) from above by Theorem E.3 of the paper, which allows a query bias.
 
     The bound is √3 ‖V‖ (‖A‖²R⁴ + 4nR²(‖A‖R + |b|)² + n)^{1/2}, where b is the query bias.
 
@@ -151,7 +151,8 @@ def theorem_e_3(attention: object, length: object, radius: object) -> Bound:
 
 
 def ball_upper_bound(attention: object, length: object, radius: object) -> Bound:
-    """Bound Lip(f on B_R^n) by howsmooth's Theorem A, sharper than Theorem 3.3 and with a query bias allowed.
+    """Bound Lip(f on B_R^n) from above by Theorem A of the documentation, which is sharper than Theorem 3.3
+    and allows a query bias.
 
     The bound is ‖V‖ (a + √(n·min{h*(a₃), (1 + a₃²) P̄(n, a₃)})). a = ‖A‖R², a₃ = (‖A‖R + |b|)R, h* is
     :func:`row_norm_maximum`, and P̄(n, a) = 1/(1 + (n−1)e^{−2a}) bounds a single attention weight. Theorem A
@@ -192,7 +193,8 @@ def ball_upper_bound(attention: object, length: object, radius: object) -> Bound
 
 
 def mean_field_upper_bound(attention: object, radius: object) -> Bound:
-    """Bound the Lipschitz constant of one head on the ball of radius R, for all lengths n at once.
+    """Bound the Lipschitz constant of one head on the ball of radius R by a number that holds for all lengths
+    n.
 
     The bound is ‖V‖ (a + e^{a₃} √(1 + a₃²)). a = ‖A‖R² and a₃ = (‖A‖R + |b|)R. The bound is also one for the
     mean-field map in W₂, and its exponent is half that of Theorem 3.5.
@@ -234,7 +236,8 @@ def mean_field_upper_bound(attention: object, radius: object) -> Bound:
 
 
 def row_norm_maximum(a: float) -> float:
-    """Return h*(a), a bound on the norm of one row of attention's Jacobian if scores vary by at most 2a.
+    """Return h*(a), an upper bound on the norm of one block row of the Jacobian if scores lie in an interval
+    of length 2a.
 
     h*(a) is the maximum over p in [0, 1] of p²(1 + 2a(1−p))² + (1−p)²(1 − 2ap)². It is 1 for a <= 1/2, and at
     most 1 + a²/2. It bounds Σ_j P_j²(1 + t_j)² for all probability vectors P and all numbers t_j in an
@@ -258,7 +261,7 @@ def row_norm_maximum(a: float) -> float:
 
 
 def h_star_maximiser(a: float) -> float:
-    """Return the point at which the polynomial with the maximum h*(a) takes this maximum.
+    """Return the maximiser of the polynomial whose maximum is h*(a).
 
     The polynomial is the one in :func:`row_norm_maximum`, and the result is w = 2p − 1 for the p that
     maximises it. The result is 0 for a > 1e8 or NaN.
@@ -275,7 +278,7 @@ def h_star_maximiser(a: float) -> float:
 
 
 def log_h_star(a: float) -> float:
-    """Return the logarithm of h*(a), a bound on the norm of a row of attention's Jacobian.
+    """Return the logarithm of h*(a), an upper bound on the norm of a block row of the Jacobian of attention.
 
     It is finite also where h*(a) overflows. The number h*(a) is explained at :func:`row_norm_maximum`.
     """
@@ -283,7 +286,7 @@ def log_h_star(a: float) -> float:
 
 
 def log_row(n: int, a3: float) -> float:
-    """Return the log of a bound (Theorem A) on the norm of one row of attention's Jacobian.
+    """Return the logarithm of an upper bound on the norm of one block row of the Jacobian of attention.
 
     The row is that of a query that sees n tokens. The bound is min{h*(a₃), (1 + a₃²) P̄(n, a₃)}, with h* of
     :func:`row_norm_maximum` and P̄ of :func:`log_largest_weight`.
@@ -297,13 +300,15 @@ def log_row(n: int, a3: float) -> float:
 
 
 def one_head(attention: object, needed_by: str) -> tuple[Parameters, Head]:
-    """Return an attention's parameters and its only head; raise ArgumentError if it has several heads."""
+    """Return the parameters of an attention and its only head; raise ArgumentError if it has
+    several heads.
+    """
     parameters = parameters_of(attention)
     return parameters, parameters.one_head(needed_by)
 
 
 def score_sizes(head: Head, radius: float) -> tuple[float, float]:
-    """Return two bounds on a head's scores on the ball of radius R: without and with the query bias.
+    """Return two bounds on the scores of a head on the ball of radius R: without and with the query bias.
 
     a = ‖A‖R² bounds the scores without a query bias b, and a₃ = (‖A‖R + |b|)R the scores with it.
     """
@@ -319,7 +324,7 @@ def log_theorem_3_3(head: Head, n: int, radius: float) -> float:
 
 
 def unmasked(attention: object, parameters: Parameters) -> Hypothesis:
-    """Return the hypothesis that the attention has no mask, and whether it holds.
+    """Return the hypothesis that the attention has no mask, together with whether it holds.
 
     A bare :class:`Head` is taken as unmasked.
     """
@@ -327,7 +332,7 @@ def unmasked(attention: object, parameters: Parameters) -> Hypothesis:
 
 
 def no_query_bias(head: Head, other: str = "") -> Hypothesis:
-    """Return the hypothesis that the head has no query bias, and whether it holds.
+    """Return the hypothesis that the head has no query bias, together with whether it holds.
 
     ``other`` is the name of a bound that allows a query bias. A query bias that changes no scores is allowed.
     """
@@ -335,7 +340,7 @@ def no_query_bias(head: Head, other: str = "") -> Hypothesis:
 
 
 def upper(name: str, quantity: Quantity, source: str, log_formula: float, *hypotheses: Hypothesis) -> Bound:
-    """Return an upper bound as a :class:`Bound`, given the logarithm of its formula, which is rounded up."""
+    """Return an upper bound as a :class:`Bound`, given the logarithm of its value, which is rounded up."""
     if math.isfinite(log_formula):
         log_formula += 8 * sys.float_info.epsilon * abs(log_formula)
     return Bound.upper(name, quantity, source, log_formula=log_formula, hypotheses=hypotheses)
@@ -352,7 +357,9 @@ def softplus(t: float) -> float:
 
 
 def log_product(*logs: float) -> float:
-    """Return the logarithm of a product from the logarithms of its factors; zero times infinity is zero."""
+    """Return the logarithm of a product from the logarithms of its factors, where zero times infinity is
+    zero.
+    """
     return -math.inf if -math.inf in logs else math.fsum(logs)
 
 

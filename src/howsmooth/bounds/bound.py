@@ -21,7 +21,9 @@ _MARGIN = 1e-12
 
 
 class Quantity(StrEnum):
-    """Which Lipschitz constant a bound limits: on a ball, in mean field, at given tokens, or everywhere."""
+    """The kinds of Lipschitz constant that a bound can refer to: on a ball, in mean field, at given tokens,
+    or everywhere.
+    """
 
     #: Lipschitz constant of f on all sequences of n tokens in the ball of radius R, in Frobenius norms.
     GLOBAL = "Lip(f on B_R^n)"
@@ -55,7 +57,7 @@ class Hypothesis:
 
 @dataclass(frozen=True)
 class Bound:
-    """An upper or lower bound on a Lipschitz constant, kept as a logarithm.
+    """An upper or lower bound on a Lipschitz constant, stored as a logarithm.
 
     Attributes
     ----------
@@ -93,7 +95,7 @@ class Bound:
         log_formula: float | None = None,
         hypotheses: tuple[Hypothesis, ...] = (),
     ) -> Bound:
-        """Return an upper bound, rounded up, from the value of its formula.
+        """Return an upper bound from the computed value of its formula, which is rounded up.
 
         Pass either the value as ``formula`` or its logarithm as ``log_formula``.
         """
@@ -111,7 +113,7 @@ class Bound:
         log_formula: float | None = None,
         hypotheses: tuple[Hypothesis, ...] = (),
     ) -> Bound:
-        """Return a lower bound, rounded down, from the value of its formula.
+        """Return a lower bound from the computed value of its formula, which is rounded down.
 
         Pass either the value as ``formula`` or its logarithm as ``log_formula``.
         """
@@ -120,12 +122,12 @@ class Bound:
 
     @property
     def holds(self) -> bool:
-        """True if all hypotheses of the bound's theorem hold for the given attention."""
+        """True if all hypotheses of the theorem behind the bound hold for the given attention."""
         return all(hypothesis.holds for hypothesis in self.hypotheses)
 
     @property
     def log_value(self) -> float:
-        """The natural logarithm of the bound; infinite if a hypothesis of its theorem fails.
+        """The natural logarithm of the bound, which is ±infinity if a hypothesis of the theorem fails.
 
         It is then inf for an upper bound and −inf for a lower bound.
         """
@@ -135,7 +137,8 @@ class Bound:
 
     @property
     def value(self) -> float:
-        """The bound as a number; if a hypothesis fails, it is inf for an upper and 0 for a lower bound.
+        """The value of the bound; if a hypothesis fails, it is inf for an upper bound and 0 for a lower
+        bound.
 
         The value is also inf where it overflows.
         """
@@ -143,7 +146,7 @@ class Bound:
 
     @property
     def formula(self) -> float:
-        """The value of the bound's formula, even if a hypothesis fails."""
+        """The number that the formula of the bound gives, even if a hypothesis of the theorem fails."""
         return _exp(self.log_formula)
 
     def __float__(self) -> float:

@@ -1,4 +1,4 @@
-"""Upper bounds for cross-attention, in its queries' tokens, in its memory, and in both together.
+"""Upper bounds on the Lipschitz constant of cross-attention with respect to its tokens, its memory, or both.
 
 Proof: documentation page "Bounds for cross-attention".
 """
@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 
 from howsmooth.attention import CrossAttention
+from howsmooth.bounds.attention_parameters import spectral_norm
 from howsmooth.bounds.ball_upper_bounds import log, upper
 from howsmooth.bounds.bound import Bound, Quantity, check_length, check_radius
 from howsmooth.bounds.multi_head_upper_bounds import log_quadratic_form
-from howsmooth.bounds.parameters import spectral_norm
 from howsmooth.errors import ArgumentError, NonFiniteError
 from howsmooth.roundoff import UNDERFLOW, U
 from howsmooth.scopes import SIDES
@@ -30,7 +30,7 @@ _MARGIN = 1e-12
 def cross_attention_upper_bound(
     attention: object, x: Tensor | None = None, memory: Tensor | None = None, *, side: str | None = None
 ) -> Bound:
-    """Bound the constant of cross-attention at given tokens x_i and a given memory y_j.
+    """Bound the Lipschitz constant of cross-attention at given tokens x_i and a given memory y_j.
 
     In the queries' tokens the Jacobian has one block for each query, A_i = scale Σ_h W_h Cov_i(v, k) Q_h,
     and the bound is the largest ‖A_i‖, so it is sharp up to rounding. In the memory, one head has the bound
@@ -87,7 +87,8 @@ def cross_attention_upper_bound(
 def cross_attention_ball_upper_bound(
     attention: object, length: object, radius: object, memory_radius: object, *, side: str | None = None
 ) -> Bound:
-    """Bound the constant of cross-attention for all tokens |x_i| <= R_x and all memories |y_j| <= R_y.
+    """Bound the Lipschitz constant of cross-attention on all tokens |x_i| <= R_x and all memories |y_j| <=
+    R_y.
 
     In the queries' tokens it is at most |scale| R_y² max_z |V z| |Qᵀ K z| over unit vectors z for one head.
     This depends neither on R_x nor on the numbers of tokens. In the memory it is at most ‖V‖ (m φ(γ))^{1/2}
@@ -141,7 +142,7 @@ def cross_attention_ball_upper_bound(
 
 
 def _checked(attention: object, side: str | None) -> tuple[CrossAttention, str]:
-    """Return the attention in float64 on the CPU, and the side, after checking both."""
+    """Check the attention and ``side``, and return both, with the attention in float64 on the CPU."""
     f = attention if isinstance(attention, CrossAttention) else getattr(attention, "attention", attention)
     if not isinstance(f, CrossAttention):
         raise ArgumentError(
@@ -164,7 +165,9 @@ def _checked(attention: object, side: str | None) -> tuple[CrossAttention, str]:
 
 
 def _bound(name: str, quantity: Quantity, side: str, queries: float, memory: float) -> Bound:
-    """Return the bound of a side from the logarithms of the bounds in the queries' tokens and the memory."""
+    """Return the bound for ``side`` (tokens, memory or both), given the logarithms of the bounds for tokens
+    and for memory.
+    """
     logs = {"queries": [queries], "memory": [memory], "joint": [queries, memory]}[side]
     largest = max(logs)
     total = largest
@@ -184,7 +187,7 @@ def _outputs(f: CrossAttention) -> list[Tensor]:
 
 @dataclass(frozen=True, eq=False)
 class _HeadAt:
-    """One head at given tokens and memory, with bounds on the rounding errors of what it holds.
+    """One head at given tokens and a given memory, with bounds on the rounding errors of its tensors.
 
     Keys and values are centred; covariances do not change by that.
     """
@@ -246,13 +249,15 @@ class _HeadAt:
         return float(torch.linalg.vector_norm(self.v, dim=-1).max()) * (1 + _MARGIN) + self.value_off
 
     def covariance(self, i: int, of: Tensor) -> Tensor:
-        """Return the covariance Σ_j P_ij (v_j − o_i) t_jᵀ of the values with the rows t_j of ``of``."""
+        """Return the covariance Σ_j P_ij (v_j − o_i) t_jᵀ of the values v_j with given vectors t_j."""
         p = self.p[i, :, None]
         found: Tensor = (p * (self.v - (p * self.v).sum(dim=0))).mT @ of
         return found
 
     def memory_norm(self) -> float:
-        """Return the bound (max_j Σ_i P_ij β_i²)^{1/2} on the derivative of the head in the memory."""
+        """Return an upper bound on the norm of the derivative of the head with respect to the memory, (max_j
+        Σ_i P_ij β_i²)^{1/2}.
+        """
         values, sums = self.V @ self.V.mT, torch.zeros(len(self.k), dtype=torch.float64)
         for i, (slope, eta) in enumerate(zip(self.slopes.tolist(), self.eta.tolist(), strict=True)):
             spread = spectral_norm(values + slope**2 * self.covariance(i, self.v))
@@ -262,7 +267,7 @@ class _HeadAt:
 
 
 def _largest_block(f: CrossAttention, heads: list[_HeadAt], m: int) -> float:
-    """Return the largest norm of the blocks A_i, enlarged by a bound on its rounding error."""
+    """Return the largest norm of the matrices A_i, increased by a bound on its rounding error."""
     W, largest = torch.cat([head.W for head in heads], dim=1), 0.0
     frobenius = torch.linalg.matrix_norm
     sizes = [abs(f.scale) * float(frobenius(head.W) * frobenius(head.Q)) for head in heads]
@@ -282,7 +287,7 @@ def _largest_block(f: CrossAttention, heads: list[_HeadAt], m: int) -> float:
 
 
 def _largest_product(left: Tensor, right: Tensor) -> float:
-    """Return an upper bound on max_z |left z| |right z| over unit vectors z.
+    """Return an upper bound on the maximum of |left z| |right z| over unit vectors z.
 
     For every t > 0 it is at most half the norm of t leftᵀ left + rightᵀ right / t.
     """
@@ -296,7 +301,7 @@ def _largest_product(left: Tensor, right: Tensor) -> float:
 
 
 def _heaviest(gamma: float) -> float:
-    """Return an upper bound on φ(γ), the maximum of p + 4 γ² p² (1 − p) for 1/2 <= p <= 1."""
+    """Return an upper bound on φ(γ), the maximum over 1/2 <= p <= 1 of p + 4 γ² p² (1 − p)."""
     if gamma <= 0.5:
         return 1.0
     p = min(1.0, (1 + math.sqrt(1 + 0.75 / gamma**2)) / 3)

@@ -1,4 +1,4 @@
-"""Differentiable upper bounds on a ball for layers of multi-head softmax attention with a mask.
+"""Differentiable upper bounds on the Lipschitz constant of masked multi-head softmax attention on a ball.
 
 ``softmax_layer`` is Theorem A for several heads, and ``query_key_norm_layer`` is for attention with
 normalised queries and keys. They are differentiable functions of the parameters, because ``howsmooth.nn``
@@ -16,7 +16,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from howsmooth.bounds.ball_upper_bounds import h_star_maximiser
-from howsmooth.bounds.visible_keys import VisibleRows
+from howsmooth.bounds.visible_key_counts import VisibleRows
 
 __all__ = ["any_boolean_mask", "query_key_norm_layer", "softmax_layer", "softmax_output_radius"]
 
@@ -27,7 +27,7 @@ _LARGE = 96
 
 
 def any_boolean_mask(length: int) -> VisibleRows:
-    """Return kinds of mask rows such that bounds for these rows hold under every boolean mask.
+    """Return the kinds of mask rows whose bounds together hold under every boolean mask.
 
     The masks may differ between heads. The bounds on a row are largest for rows that see one or two keys, so
     only these two kinds are returned.
@@ -47,7 +47,8 @@ def softmax_layer(
     query_bias: Float[Tensor, "heads key_dim"] | None,
     scale: float,
 ) -> Float[Tensor, ""]:
-    """Bound the Lipschitz constant of multi-head softmax attention on a ball, as Theorem A does for one head.
+    """Bound the Lipschitz constant of multi-head softmax attention on a ball by a number that is
+    differentiable in the weights.
 
     Let a_h = ‖A_h‖R², let ρ_h,i be Theorem A's bound on row i of head h, m_i the number of keys that row i
     sees, O_h = W_h V_h, O = Σ_h O_h, and M(c)² = min{Σ_{h,g} ‖O_hᵀO_g‖ c_h c_g, ‖W_O‖² Σ_h ‖V_h‖²c_h²}. The
@@ -66,13 +67,13 @@ def softmax_layer(
         a3 = a + scale * radius * torch.linalg.vector_norm(shift, dim=-1) * (1 + _NORM_MARGIN)
     heads = _Heads.of(value.double(), output.double())
     m = rows.counts.to(a.device)
-    several = _several(rows, m)
+    several = _sees_several_keys(rows, m)
     rho = _h_star(a3)[:, None].expand(-1, len(m))  # (heads, rows)
     if not rows.free:
         by_largest = (1 + a3.square())[:, None] * _largest(m, a3)
         rho = torch.where(several, torch.minimum(rho, by_largest), 1.0)
     diagonal = a if bool(several.any()) else torch.zeros_like(a)
-    bound = heads.together(diagonal + _each(rows, rho).sqrt())
+    bound = heads.together(diagonal + _heaviest_key(rows, rho).sqrt())
     if _same_keys(rows):
         bound = torch.minimum(bound, heads.together(diagonal) + heads.around_mean(rows, rho, m))
     return bound
@@ -91,7 +92,7 @@ def query_key_norm_layer(
     temperature: Tensor,
     eps: float,
 ) -> Float[Tensor, ""]:
-    """Bound the Lipschitz constant of multi-head attention with normalised queries and keys on a ball.
+    """Bound the Lipschitz constant on a ball of multi-head attention with normalised queries and keys.
 
     The scores are τ⟨q̂, k̂⟩ with û = u/√(|u|² + ε). Let ρ_q and ρ_k be the largest |q̂| and |k̂| of head h on
     the ball of radius R, p_i = 1/(1 + (m_i−1)e^{−2τρ_qρ_k}) for a row that sees m_i keys, and s_h = ε^{-1/2}
@@ -106,16 +107,16 @@ def query_key_norm_layer(
     norm_k, reach_k = _normalised(key.double(), key_bias, radius, eps)
     heads = _Heads.of(value.double(), output.double())
     m = rows.counts.to(norm_q.device)
-    several = _several(rows, m)
+    several = _sees_several_keys(rows, m)
     if rows.free:
         p = torch.ones(len(norm_q), len(m), dtype=torch.float64, device=norm_q.device)
     else:
         p = _largest(m, tau * reach_q * reach_k)
     moved = torch.zeros_like(norm_q)
     if bool(several.any()):
-        spread = _each(rows, torch.where(several, p.clamp(max=0.5), 0.0)).sqrt()
+        spread = _heaviest_key(rows, torch.where(several, p.clamp(max=0.5), 0.0)).sqrt()
         moved = (tau * radius / math.sqrt(eps)) * (reach_k * norm_q + reach_q * norm_k * spread)
-    bound = heads.together(moved + _each(rows, p).sqrt())
+    bound = heads.together(moved + _heaviest_key(rows, p).sqrt())
     if _same_keys(rows):
         bound = torch.minimum(bound, heads.together(moved) + heads.around_mean(rows, p, m))
     return bound
@@ -128,7 +129,7 @@ def softmax_output_radius(
     output_bias: Tensor | None,
     radius: float,
 ) -> float:
-    """Return an upper bound on the norm of an output token if the input tokens have norm at most R."""
+    """Return an upper bound on the norm of all output tokens if the input tokens have norm at most R."""
     heads = _Heads.of(value.double(), output.double())
     largest = radius * float(heads.together(torch.ones(len(value), dtype=torch.float64)))
     shift = torch.zeros(output.shape[0], dtype=torch.float64)
@@ -144,7 +145,7 @@ def softmax_output_radius(
 
 @dataclass(frozen=True, eq=False)
 class _Heads:
-    """Norms of the heads' output and value matrices, from which norms of sums over heads are bounded.
+    """Norms of the output and value matrices of all heads, from which norms of sums over heads are bounded.
 
     W_h V_h is called O_h.
 
@@ -193,7 +194,8 @@ class _Heads:
         return _root(torch.minimum(by_grams, by_output))
 
     def around_mean(self, rows: VisibleRows, rho: Tensor, m: Tensor) -> Tensor:
-        """Bound the Jacobian without the derivatives of the queries: means of its rows, and deviations.
+        """Bound the part of the Jacobian without the derivatives of the queries, split into row means and
+        deviations.
 
         The result is the last term of the second bound of :func:`softmax_layer`,
         √(max_j Σ_{i sees j} (‖O‖²/m_i + M(√(ρ_i − 1/m_i))²)).
@@ -224,7 +226,7 @@ def _grams(maps: Tensor, value: Tensor) -> Tensor:
 
 
 def _same_keys(rows: VisibleRows) -> bool:
-    """Tell whether the mask is known and equal for all heads.
+    """Return whether the mask is known and the same for all heads.
 
     The second bound of :func:`softmax_layer` requires it.
     """
@@ -234,8 +236,8 @@ def _same_keys(rows: VisibleRows) -> bool:
 # ---- one head
 
 
-def _several(rows: VisibleRows, m: Tensor) -> Tensor:
-    """Tell for each row of a mask whether its query may see more than one key.
+def _sees_several_keys(rows: VisibleRows, m: Tensor) -> Tensor:
+    """Return for each row of a mask whether its query may see more than one key.
 
     Rows of one kind share one entry.
     """
@@ -243,15 +245,15 @@ def _several(rows: VisibleRows, m: Tensor) -> Tensor:
 
 
 def _largest(m: Tensor, a: Tensor) -> Tensor:
-    """Return the largest attention weight that m scores in [−a, a] can give, (heads, rows).
+    """Return the largest attention weight possible if all m scores lie in [−a, a], (heads, rows).
 
     It is 1/(1 + (m−1)e^{−2a}).
     """
     return 1 / (1 + (m - 1) * torch.exp(-2 * a)[:, None])
 
 
-def _each(rows: VisibleRows, weights: Tensor) -> Tensor:
-    """Add up, for each head and each key, the weights of the queries that see the key; return the maxima.
+def _heaviest_key(rows: VisibleRows, weights: Tensor) -> Tensor:
+    """Return, for each head, the largest sum over one key of the weights of the queries that see it.
 
     For weights w_i of the rows it is max_j Σ_{i sees j} w_i.
     """
@@ -259,7 +261,8 @@ def _each(rows: VisibleRows, weights: Tensor) -> Tensor:
 
 
 def _h_star(a: Tensor) -> Tensor:
-    """Return the differentiable number h*(a) for each head, which bounds the norm of a row of the Jacobian.
+    """Return h*(a) for each head as a differentiable number, an upper bound on the norm of a block row of the
+    Jacobian.
 
     It is the number of :func:`row_norm_maximum`. The gradient holds the maximiser fixed.
     """
@@ -274,7 +277,8 @@ def _h_star(a: Tensor) -> Tensor:
 def _normalised(
     weight: Tensor, bias: Tensor | None, radius: float, eps: float
 ) -> tuple[Float[Tensor, "heads"], Float[Tensor, "heads"]]:
-    """Bound, for each head, the norm of a query or key matrix, and the lengths of normalised queries or keys.
+    """Bound, for each head, the norm of a query or key matrix and the norms of the normalised queries or
+    keys.
 
     The second result bounds the norm of a query (or key) of tokens in the ball, normalised with ``eps``.
     """
@@ -306,7 +310,7 @@ def products_norms(
 
 
 def _leading(q_left: Tensor, small: Tensor, q_right: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the leading singular vectors of a product of matrices, from its small middle factor.
+    """Return the leading singular vectors of a matrix product, computed from its small middle factor.
 
     The product is q_left @ small @ q_rightᵀ. ``q_left`` and ``q_right`` have orthonormal columns. The left
     vector is zero if the matrix is zero.
@@ -329,7 +333,7 @@ def _norm(matrix: Float[Tensor, "*lead rows columns"]) -> Float[Tensor, "*lead"]
 def _singular_vectors(
     matrix: Float[Tensor, "*lead rows columns"],
 ) -> tuple[Float[Tensor, "*lead rows"], Float[Tensor, "*lead columns"]]:
-    """Return leading singular vectors u, v of M; u = 0 if M = 0, and NaN if an entry is not finite.
+    """Return the leading singular vectors u, v of M, where u = 0 if M = 0, and NaN if an entry is not finite.
 
     v is an eigenvector of the Gram matrix, scaled so that it neither overflows nor underflows, and
     u = Mv/|Mv|. The norm |Mv| has a relative error of a few units of rounding.
@@ -352,7 +356,7 @@ def _singular_vectors(
 
 
 def _last_eigenvector(gram: Float[Tensor, "k k"]) -> Float[Tensor, "k"]:
-    """Return an eigenvector of a Gram matrix's largest eigenvalue, faster than by ``eigh``.
+    """Return an eigenvector for the largest eigenvalue of a Gram matrix, faster than ``eigh``.
 
     The method is inverse iteration.
     """

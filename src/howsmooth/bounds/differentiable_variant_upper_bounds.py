@@ -1,4 +1,5 @@
-"""Differentiable bounds on a ball for layers of other attentions than softmax attention.
+"""Differentiable upper bounds on a ball for attention variants: L2, cosine, Sinkhorn, sigmoid, linear and
+others.
 
 These are L2, scaled cosine, Sinkhorn, LipschitzNorm, sigmoid, linear and energy attention.
 
@@ -17,7 +18,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from howsmooth.bounds.visible_keys import VisibleRows
+from howsmooth.bounds.visible_key_counts import VisibleRows
 
 __all__ = [
     "energy_layer",
@@ -66,7 +67,7 @@ def l2_layer(
 
 
 def _l2_core(size: Tensor, key_dim: int, rows: VisibleRows, radius: float) -> Tensor:
-    """Return the bound on one head of L2 attention, without the factor of its output map.
+    """Return an upper bound for one head of L2 attention, without the factor of its output map.
 
     The bound is the number L_h of :func:`l2_layer`. ``size`` is the norm ‖Q_h‖ of the head's query matrix.
     """
@@ -132,7 +133,7 @@ def scaled_cosine_layer(
 def _cosine_radii(
     weight: Float[Tensor, "heads dim d"], bias: Tensor | None, radius: float, eps: float
 ) -> Float[Tensor, "heads"]:
-    """Return the largest norm of a normalised query, key or value on the ball, one for each head."""
+    """Return for each head the largest norm of the normalised queries, keys or values on the ball."""
     if not math.isfinite(radius):
         return torch.ones(len(weight), dtype=torch.float64, device=weight.device)
     sizes = _reach(weight, bias, radius)
@@ -148,7 +149,8 @@ def sinkhorn_layer(
     *,
     scale: float,
 ) -> Float[Tensor, ""]:
-    """Bound the Lipschitz constant of multi-head converged Sinkhorn attention on a ball, for every n.
+    """Bound the Lipschitz constant of multi-head Sinkhorn attention on a ball, at convergence and for every
+    length n.
 
     With O_h = W_h V_h, ν_h = ‖V_h‖ and matrices [·] stacked over the heads, the bound is c₁ + R²c₂, where
 
@@ -287,7 +289,8 @@ def linear_layer(
 def energy_layer(
     query: Float[Tensor, "heads features d"], key: Float[Tensor, "heads features d"], rows: VisibleRows
 ) -> Float[Tensor, ""]:
-    """Bound the Lipschitz constant of the gradient of energy attention, on the whole space.
+    """Bound the Lipschitz constant of energy attention, which is the gradient of an energy, on the whole
+    space.
 
     The energy is Σ_h Σ_i log Σ_{j,a} exp(⟨b_ha, x_i⟩ + ⟨c_ha, x_j⟩ + const), where b_ha and c_ha are the rows
     of B_h = ``query`` and C_h = ``key``, and j runs over the keys that i sees. The bound is (√Y + √(mZ))²,
@@ -310,14 +313,14 @@ def energy_layer(
 
 
 def _diameters(points: Float[Tensor, "heads features d"]) -> Float[Tensor, "heads"]:
-    """Return the largest squared distance of two rows of each matrix."""
+    """Return the largest squared distance between two rows of each matrix."""
     return (points[:, :, None] - points[:, None]).square().sum(dim=-1).flatten(1).amax(dim=1)
 
 
 def value_radius(
     value: Float[Tensor, "heads value_dim d"], bias: Tensor | None, radius: float
 ) -> Float[Tensor, "heads"]:
-    """Return an upper bound on the norm of each head's values, for tokens of norm at most R."""
+    """Return an upper bound on the norm of the values of each head, for tokens of norm at most R."""
     return _reach(value.double(), bias, radius)
 
 

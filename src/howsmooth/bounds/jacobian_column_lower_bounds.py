@@ -1,4 +1,5 @@
-"""Lower bounds on ‖D_X f‖ from the Jacobian's columns that belong to few much attended (heavy) tokens.
+"""Lower bounds on ‖D_X f‖ from the columns of the Jacobian that belong to the few most attended (heavy)
+tokens.
 
 X consists of heavy tokens z_1, …, z_c, once each and first, and of copies of one light token w. The blocks of
 the Jacobian in the columns of the heavy and the rows of the light tokens are known in closed form
@@ -14,8 +15,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from howsmooth.bounds.parameters import Head, Parameters
-from howsmooth.bounds.worst_tokens import Witness
+from howsmooth.bounds.attention_parameters import Head, Parameters
+from howsmooth.bounds.worst_case_tokens import HeavyTokens
 
 __all__ = [
     "MOST_ROWS",
@@ -32,10 +33,10 @@ __all__ = [
 MOST_ROWS = 1 << 16
 
 
-def log_column_norm(p: Parameters, n: int, points: Witness) -> float:
-    """Return the log of the norm of the part of D_X f that differentiates in the tokens of much attention.
+def log_column_norm(p: Parameters, n: int, points: HeavyTokens) -> float:
+    """Return the log of the norm of the columns of D_X f that belong to the most attended (heavy) tokens.
 
-    It is a lower bound on ‖D_X f‖. These tokens are called heavy.
+    The norm of these columns is a lower bound on ‖D_X f‖.
     """
     c, d = points.heavies.shape
     if n <= c:
@@ -80,7 +81,8 @@ def log_column_norm(p: Parameters, n: int, points: Witness) -> float:
 def log_weights(
     heads: Sequence[Head], heavies: Tensor, light: Tensor, log_copies: Tensor | float
 ) -> tuple[Tensor, Tensor]:
-    """Return the logs of a light token's attention weights: on each heavy token, on all light tokens.
+    """Return the logs of the attention weights that a rarely attended (light) token gives to each heavy token
+    and to all light tokens.
 
     The sequence consists of few much attended (heavy) tokens and many copies of one light token.
 
@@ -94,7 +96,8 @@ def log_weights(
 
 
 def _forms(heads: Sequence[Head], light: Tensor) -> Tensor:
-    """Return the vector A w + b of each head for a token w; its products with tokens are the scores of w.
+    """Return A w + b of each head for a token w; the inner products of A w + b with tokens are the scores of
+    w.
 
     The token w is the light one, of which there are many copies. The vectors are the rows of a matrix (H, d).
     """
@@ -102,7 +105,7 @@ def _forms(heads: Sequence[Head], light: Tensor) -> Tensor:
 
 
 def _same_gram(table: Tensor) -> Tensor:
-    """Compress a matrix to few rows such that its Gram matrix stays nearly the same and never grows."""
+    """Compress a matrix to few rows, such that its Gram matrix changes little and never increases."""
     if len(table) == 1:
         return table
     factor = torch.linalg.qr(table, mode="r").R
@@ -112,8 +115,10 @@ def _same_gram(table: Tensor) -> Tensor:
     return few
 
 
-def rounding_of_scores(heads: Sequence[Head], points: Witness) -> float:
-    """Bound the rounding errors of differences between scores of much and of little attended tokens."""
+def rounding_of_scores(heads: Sequence[Head], points: HeavyTokens) -> float:
+    """Bound the rounding errors of score differences between the most attended (heavy) and the
+    other tokens.
+    """
     y = torch.linalg.vector_norm(_forms(heads, points.light), dim=1).max()
     shift = torch.linalg.vector_norm(points.heavies - points.light, dim=1).max()
     allowance = 4e-15 * float(y * shift)
@@ -121,7 +126,7 @@ def rounding_of_scores(heads: Sequence[Head], points: Witness) -> float:
 
 
 def log_rank_one(V: Tensor, a: float, x: Tensor, y: Tensor) -> float:
-    """Return the log of the norm of V(aI + x yᵀ), also where the norm overflows.
+    """Return the log of the spectral norm of V(aI + x yᵀ), also if the norm itself overflows.
 
     The result is −inf if x or y is not finite.
     """
@@ -136,7 +141,7 @@ def log_rank_one(V: Tensor, a: float, x: Tensor, y: Tensor) -> float:
 
 
 def log_norm(matrix: Tensor) -> float:
-    """Return the logarithm of a matrix's spectral norm, rounded down.
+    """Return the logarithm of the spectral norm of a matrix, rounded down.
 
     It is −inf for a matrix that is zero or not finite.
     """
@@ -150,10 +155,10 @@ def log_norm(matrix: Tensor) -> float:
 
 
 def total_value(p: Parameters) -> Tensor:
-    """Return the total value matrix Σ_h W_h V_h, (d_out, d)."""
+    """Return Σ_h W_h V_h, the sum over heads of output map times value matrix, (d_out, d)."""
     return torch.stack([w @ head.V for w, head in zip(p.outputs, p.heads, strict=True)]).sum(0)
 
 
 def log_integer(n: int) -> float:
-    """Return log n for an integer n >= 0 of any size; −inf for 0."""
+    """Return log n for an integer n >= 0 of any size, and −inf for n = 0."""
     return math.log(n) if n > 0 else -math.inf

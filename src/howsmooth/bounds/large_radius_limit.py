@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from howsmooth.bounds.attention_parameters import Head, largest_distance, row_blocks
 from howsmooth.bounds.ball_upper_bounds import (
     PAPER,
     log,
@@ -23,7 +24,6 @@ from howsmooth.bounds.ball_upper_bounds import (
 )
 from howsmooth.bounds.bound import Bound, Hypothesis, Quantity, check_radius
 from howsmooth.bounds.masked_ball_upper_bounds import causal
-from howsmooth.bounds.parameters import Head, largest_distance, row_blocks
 from howsmooth.errors import ArgumentError, NonFiniteError
 
 __all__ = ["LargeRadius", "large_radius", "theorem_3_7", "theorem_4_5"]
@@ -36,7 +36,7 @@ _NORM_MARGIN = 1e-12
 
 @dataclass(frozen=True)
 class LargeRadius:
-    """How near the Jacobian of attention at tokens scaled by R is to its limit for R → ∞.
+    """The distance between the Jacobian of attention at tokens R·X and its limit as R → ∞.
 
     It has the norm of the limit, and a bound on the distance of D_{RX} f from it. The limit is Π⊗V. Π_ij is 1
     where token j has the largest score of row i, and 0 elsewhere.
@@ -59,7 +59,7 @@ class LargeRadius:
 
 
 def theorem_3_7(attention: object, X: object, radius: object, *, side: object = "upper") -> Bound:
-    """Bound ‖D_{RX} f‖ from above or below by its limit as R → ∞ and a rate of convergence (Theorem 3.7).
+    """Bound ‖D_{RX} f‖ from above or below by the limit as R → ∞ and the convergence rate in Theorem 3.7.
 
     The bound is the limit plus or minus a distance. The limit is ‖V‖ √(max_j #{i : m_i = j}), where m_i is
     the argmax over j of ⟨A x_i, x_j⟩. The distance from the limit is at most ‖V‖ η (√(2n)(1 + R² r max|A
@@ -104,7 +104,7 @@ def theorem_3_7(attention: object, X: object, radius: object, *, side: object = 
 
 
 def theorem_4_5(attention: object, X: object, radius: object, *, side: object = "upper") -> Bound:
-    """Bound ‖D_{RX} f^m‖ of causal attention by its limit as R → ∞ and a rate of convergence (Theorem 4.5).
+    """Bound ‖D_{RX} f^m‖ of causal attention by the limit as R → ∞ and the convergence rate in Theorem 4.5.
 
     The bound is the limit plus or minus a distance. The limit and the distance are as in :func:`theorem_3_7`,
     with m_i the argmax over j <= i.

@@ -13,8 +13,7 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from howsmooth.bounds.bound import Bound, Quantity
-from howsmooth.bounds.parameters import (
+from howsmooth.bounds.attention_parameters import (
     Head,
     SiteLike,
     largest_distance,
@@ -22,6 +21,7 @@ from howsmooth.bounds.parameters import (
     parameters_of,
     spectral_norm,
 )
+from howsmooth.bounds.bound import Bound, Quantity
 from howsmooth.errors import ArgumentError, NonFiniteError
 
 __all__ = [
@@ -40,7 +40,7 @@ _MARGIN = 1e-12
 
 
 def theorem_c_3(attention: object, X: Tensor | None = None) -> Bound:
-    """Bound ‖D_X f‖ of one head at given tokens by a corrected form of Theorem C.3.
+    """Bound ‖D_X f‖ of one head at given tokens by a corrected version of Theorem C.3.
 
     The bound is ‖V‖ √(R_A² r² (n+1) + n) with R_A = max_i max(|A x_i + b|, |Aᵀ x_i|). r is the diameter of
     the tokens. The code published with the paper uses the maximum of |A x_i| alone as R_A. That is not a
@@ -82,7 +82,7 @@ def theorem_c_3(attention: object, X: Tensor | None = None) -> Bound:
 
 
 def diameter_upper_bound(attention: object, X: Tensor | None = None) -> Bound:
-    """Bound ‖D_X f‖ of one head at given tokens by a sharpened form of Theorem C.3.
+    """Bound ‖D_X f‖ of one head at given tokens by a sharpened version of Theorem C.3.
 
     The bound is ‖V‖ (√(Σ_i min{1 + t_i²/8, (1 + t_i²/4) P̄(n_i, t_i/2)}) + r r_A/4). t_i is |A x_i + b| r, r
     is the diameter of the tokens x_i, r_A the diameter of the vectors Aᵀ x_i, n_i the number of keys that
@@ -130,7 +130,7 @@ def diameter_upper_bound(attention: object, X: Tensor | None = None) -> Bound:
 
 
 def covariance_upper_bound(attention: object, X: Tensor | None = None) -> Bound:
-    """Bound ‖D_X f‖ of one head by covariances of the given tokens, as in the proof of Theorem 3.3.
+    """Bound ‖D_X f‖ of one head by covariance matrices of the given tokens, as in the proof of Theorem 3.3.
 
     The bound is √3 ‖V‖ (max_i ‖C_i A‖² + n r² max_i |A x_i + b|² + n)^½, the step of the proof of Theorem 3.3
     before the radius R replaces the tokens. C_i and m_i are the covariance and the mean of the tokens under
@@ -238,7 +238,7 @@ def yudin_theorem_3(attention: object, X: Tensor | None = None) -> Bound:
 
 @dataclass(frozen=True, eq=False)
 class OneHead:
-    """One attention head at given tokens x_i, with the mask and the vectors A x_i + b and Aᵀ x_i.
+    """One attention head at given tokens x_i, with its mask and the vectors A x_i + b and Aᵀ x_i.
 
     ``y`` has the vectors A x_i + b, and ``transposed`` the vectors Aᵀ x_i.
     """
@@ -251,7 +251,7 @@ class OneHead:
 
     @classmethod
     def at(cls, attention: object, X: object, name: str) -> OneHead:
-        """Check an attention with one head and the tokens X, and return both together.
+        """Check that an attention has one head and that the tokens X fit, and return them as a OneHead.
 
         For a captured site, the tokens are those of the site unless X is given. The argument ``name`` is the
         statement that needs one head; errors mention it.
@@ -289,7 +289,7 @@ class OneHead:
 
     @property
     def weights(self) -> Float[Tensor, "n n"]:
-        """The attention weights P, (n, n)."""
+        """The attention weights P of the head, (n, n)."""
         scores = self.y @ (self.X - self.X.mean(dim=0)).mT
         if not bool(torch.isfinite(scores).all()):
             raise NonFiniteError("X", expected="scores below the largest float64", got="larger ones")
@@ -297,12 +297,14 @@ class OneHead:
 
 
 def _apply_transposed(head: Head, x: Float[Tensor, "n d"]) -> Float[Tensor, "n d"]:
-    """Return the rows Aᵀ x_i of a head for tokens x_i."""
+    """Return the vectors Aᵀ x_i of a head for tokens x_i, as rows."""
     return (x @ head.left) @ head.right
 
 
 def _norm_of_product(left: Float[Tensor, "m a"], right: Float[Tensor, "m b"]) -> float:
-    """Return the spectral norm of leftᵀ right, from triangular QR factors if the matrices have few rows."""
+    """Return the spectral norm of leftᵀ right, from QR factors if the matrices have fewer rows than
+    columns.
+    """
     m = len(left)
     if m < min(left.shape[1], right.shape[1]):
         left = torch.linalg.qr(left.mT, mode="r").R.mT
@@ -311,7 +313,9 @@ def _norm_of_product(left: Float[Tensor, "m a"], right: Float[Tensor, "m b"]) ->
 
 
 def _diameter(rows: Float[Tensor, "n d"]) -> float:
-    """Return the largest distance between two rows of a matrix, computed from differences and rounded up."""
+    """Return the largest distance between two rows of a matrix, computed from their differences and rounded
+    up.
+    """
     size = float(rows.abs().amax()) or 1.0
     return size * largest_distance(rows / size) * (1 + _MARGIN)
 
@@ -330,7 +334,7 @@ def _log(value: float) -> float:
 
 
 def _log_sum(*logs: float) -> float:
-    """Return the logarithm of a sum whose terms are given by their logarithms."""
+    """Return the logarithm of a sum, given the logarithms of its terms."""
     top = max(logs)
     if math.isinf(top):
         return top

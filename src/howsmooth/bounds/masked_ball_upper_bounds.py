@@ -1,4 +1,5 @@
-"""Upper bounds on the Lipschitz constant of one attention head with a causal or any other mask, on a ball.
+"""Upper bounds on the Lipschitz constant of one attention head with a causal mask or any other mask, on a
+ball.
 
 Lip(f^m on B_R^n) is the Lipschitz constant of causal attention f^m, in Frobenius norms, on all sequences of n
 tokens of norm at most R. The scores are ⟨A x_i + b, x_j⟩ and the values V x_j. In the formulas a = ‖A‖R² and
@@ -14,7 +15,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from howsmooth.attention.visibility import Visibility
+from howsmooth.attention.masks import Visibility
+from howsmooth.bounds.attention_parameters import Head, Parameters
 from howsmooth.bounds.ball_upper_bounds import (
     OURS,
     PAPER,
@@ -31,7 +33,6 @@ from howsmooth.bounds.ball_upper_bounds import (
     upper,
 )
 from howsmooth.bounds.bound import Bound, Hypothesis, Quantity, check_length, check_radius
-from howsmooth.bounds.parameters import Head, Parameters
 
 __all__ = [
     "causal_ball_upper_bound",
@@ -52,7 +53,7 @@ _ENTRIES = 1 << 24
 
 
 def theorem_4_3(attention: object, length: object, radius: object) -> Bound:
-    """Bound Lip(f^m on B_R^n) of causal attention by Theorem 4.3 of the paper.
+    """Bound Lip(f^m on B_R^n) of causal attention from above by Theorem 4.3 of the paper.
 
     The bound is √3 ‖V‖ (‖A‖²R⁴(4n+1) + n)^{1/2}, as in Theorem 3.3.
 
@@ -94,7 +95,8 @@ def theorem_4_3(attention: object, length: object, radius: object) -> Bound:
 
 
 def theorem_4_4(attention: object, radius: object) -> Bound:
-    """Bound the Lipschitz constant of causal mean-field attention by Theorem 4.4 of the paper, corrected.
+    """Bound the Lipschitz constant of causal mean-field attention by a corrected version of Theorem 4.4 of
+    the paper.
 
     The bound is ‖V‖ (1 + 3a) e^{2a} with a = ‖A‖R² >= 0.4, in the conditional distance d₂. The published
     theorem claims the bound for every a, which is false for small a. For A = 0, V = I the map averages the
@@ -140,7 +142,7 @@ def theorem_4_4(attention: object, radius: object) -> Bound:
 
 
 def causal_ball_upper_bound(attention: object, length: object, radius: object) -> Bound:
-    """Bound Lip(f^m on B_R^n) of one head with a causal mask by howsmooth's Theorem A.
+    """Bound Lip(f^m on B_R^n) of one head with a causal mask from above by Theorem A of the documentation.
 
     The bound is ‖V‖ (a + √(1 + Σ_{i=2}^n ρ_i)). ρ_i = min{h*(a₃), (1 + a₃²) P̄(i, a₃)} with a = ‖A‖R²,
     a₃ = (‖A‖R + |b|)R, the function h* of :func:`row_norm_maximum`, and P̄(i, a) = 1/(1 + (i−1)e^{−2a}). For
@@ -180,7 +182,7 @@ def causal_ball_upper_bound(attention: object, length: object, radius: object) -
 
 
 def masked_ball_upper_bound(attention: object, length: object, radius: object) -> Bound:
-    """Bound Lip(f on B_R^n) of one head with any mask by howsmooth's Theorem A.
+    """Bound Lip(f on B_R^n) of one head with an arbitrary mask from above by Theorem A of the documentation.
 
     The bound is ‖V‖ (a + √(max_j Σ_{i sees j} ρ_i)). ρ_i = min{h*(a₃), (1 + a₃²) P̄(n_i, a₃)} for a row i
     that sees n_i tokens, and 1 if n_i = 1, in the notation of :func:`causal_ball_upper_bound`. Without a mask
@@ -231,7 +233,8 @@ def masked_ball_upper_bound(attention: object, length: object, radius: object) -
 
 
 def _log_rows_of_mask(seen: Visibility, a3: float) -> tuple[float, int]:
-    """Return the log of Theorem A's largest sum of row bounds under a mask, and the most visible keys.
+    """Return the log of max_j Σ_i ρ_i, where ρ_i bounds a block row of the Jacobian and i runs over the
+    queries that see key j, and the largest number of visible keys.
 
     The count is the largest number of keys that a row sees. The sum is max_j Σ_{i sees j} ρ_i, where ρ_i is
     Theorem A's bound on row i.
@@ -250,7 +253,7 @@ def _log_rows_of_mask(seen: Visibility, a3: float) -> tuple[float, int]:
 
 
 def mask_blocks(seen: Visibility) -> Iterator[tuple[tuple[slice, slice], Tensor]]:
-    """Yield the mask block by block: the rows and the keys of a block, and its boolean entries."""
+    """Yield the mask block by block, each block with its rows, its keys and its boolean entries."""
     longest = seen.n if seen.window is None else max(seen.window, 64)
     step = max(1, min(longest, _ENTRIES // min(seen.n, 3 * longest)))
     for start in range(0, seen.n, step):
@@ -263,7 +266,8 @@ def mask_blocks(seen: Visibility) -> Iterator[tuple[tuple[slice, slice], Tensor]
 
 
 def causal_mean_field_upper_bound(attention: object, radius: object) -> Bound:
-    """Bound the Lipschitz constant of causal attention on the ball of radius R, for all lengths n at once.
+    """Bound the Lipschitz constant of causal attention on the ball of radius R by a number that holds for all
+    lengths n.
 
     The bound is ‖V‖ (a + e^{a₃}(2 + √6 a₃)), Theorem B. a = ‖A‖R² and a₃ = (‖A‖R + |b|)R. The bound is also
     one for the causal mean-field map in d₂. Its exponent is half that of Theorem 4.4, and it holds for every
@@ -304,7 +308,7 @@ def causal_mean_field_upper_bound(attention: object, radius: object) -> Bound:
 
 
 def causal(attention: object, parameters: Parameters) -> Hypothesis:
-    """Return the hypothesis that the attention's only mask is causal, and whether it holds.
+    """Return the hypothesis that the mask is exactly the causal mask, together with whether it holds.
 
     A bare :class:`Head` is taken as causal.
     """
@@ -313,7 +317,8 @@ def causal(attention: object, parameters: Parameters) -> Hypothesis:
 
 
 def log_causal_rows(n: int, a3: float) -> float:
-    """Return the log of the sum of Theorem A's row bounds under a causal mask, rounded up.
+    """Return the log of Σ_i ρ_i under a causal mask, rounded up, where ρ_i bounds block row i of the
+    Jacobian.
 
     The sum is Σ_{i=1}^n ρ_i, where ρ_i is Theorem A's bound on row i. ρ_1 = 1 and ρ_i = min{h*(a₃), (1 + a₃²)
     P̄(i, a₃)}. The sum is exact up to row 20000. Beyond it, ρ_i is replaced by h* up to some row and by (1 +
@@ -348,11 +353,11 @@ def log_causal_rows(n: int, a3: float) -> float:
 
 
 def log_of_half(twice: int) -> float:
-    """Return log(twice / 2) for an integer ``twice``, which may be too large for a float."""
+    """Return log(twice / 2) for an integer ``twice`` that may be too large for a float."""
     return math.log(twice) - math.log(2)
 
 
 def _exp_int(log_x: float) -> int:
-    """Return e^log_x rounded to about 17 digits, as an integer of any size."""
+    """Return e^log_x as an integer of any size, with about 17 correct digits."""
     bits = max(0, int(log_x / math.log(2)) - 60)
     return int(math.exp(log_x - bits * math.log(2))) << bits

@@ -13,9 +13,9 @@ from dataclasses import dataclass
 
 import torch
 
+from howsmooth.bounds.attention_parameters import Head, parameters_of
 from howsmooth.bounds.bound import Bound, Hypothesis, Quantity, check_radius
-from howsmooth.bounds.parameters import Head, parameters_of
-from howsmooth.bounds.worst_tokens import real_eigenpairs
+from howsmooth.bounds.worst_case_tokens import real_eigenpairs
 from howsmooth.errors import ArgumentError
 
 __all__ = [
@@ -36,7 +36,8 @@ _LARGEST_G = 1e12
 def two_dirac(
     attention: object, radius: float, *, weight: float | None = None, cluster: str = "paper"
 ) -> Bound:
-    """Bound the W_2-Lipschitz constant of attention from below, by its local constant at two atoms.
+    """Bound the W_2-Lipschitz constant of attention from below by its local Lipschitz constant at a measure
+    with two atoms.
 
     The local constant along the eigenvector u is max(‖M‖, |γ|v_1, |γ|v_2) · |Vu| with M_ij = √(a_i/a_j) [P_ij
     (1 + γ s_i (s_j − m_i)) + δ_ij γ v_i]. Here s_i u are the positions of the atoms, a_i their weights,
@@ -82,7 +83,7 @@ def two_dirac(
 
 
 def proposition_3_6(attention: object, radius: float) -> Bound:
-    """Bound the W_2-Lipschitz constant from below by Proposition 3.6, in a form for finite R and V = I.
+    """Bound the W_2-Lipschitz constant from below by Proposition 3.6, in a version for finite R and V = I.
 
     The bound is √((1−p)/p)/(2−p) · (1 + 2g(1−p)/(2−p)) with p = e^{−2g} and g = R² max(−γ_min, γ_max/8).
 
@@ -125,7 +126,8 @@ def proposition_3_6(attention: object, radius: float) -> Bound:
 
 
 def weighted_two_atom_lower_bound(attention: object, radius: float) -> Bound:
-    """Bound the W_2-Lipschitz constant from below, with two atoms of nearly optimal weights.
+    """Bound the W_2-Lipschitz constant from below by measures with two atoms, whose weights are nearly
+    optimal.
 
     The weights give a larger bound than Proposition 3.6 does. The bound is (√3/4) e^g (1 + 3g/2) |Vu| with g
     = R² max(−γ_min, γ_max/8). The weight p = 1/(1 + 3e^{2g}) is optimal as g → ∞.
@@ -165,7 +167,7 @@ def weighted_two_atom_lower_bound(attention: object, radius: float) -> Bound:
 
 
 def proposition_3_6_rate(attention: object, radius: float) -> Bound:
-    """Bound the W_2-Lipschitz constant from below, for V = I, by the growth rate in Proposition 3.6.
+    """Bound the W_2-Lipschitz constant from below by the growth rate in Proposition 3.6, for V = I.
 
     The rate, for R → ∞, is (g/2) e^g with g = R² max(−γ_min, γ_max/8). It is a lower bound for every R > 0.
 
@@ -205,7 +207,7 @@ def proposition_3_6_rate(attention: object, radius: float) -> Bound:
 
 @dataclass(frozen=True)
 class _Case:
-    """An eigenvalue of the score matrix A, and all else that lower bounds at two atoms depend on.
+    """An eigenvalue of the score matrix A, with the other numbers that enter the lower bounds at two atoms.
 
     They belong to an eigenvalue γ of A, the positions of the atoms, and the hypotheses of the bound.
     """
@@ -271,13 +273,16 @@ class _Case:
 
 
 def _shares(log_odds: float) -> tuple[float, float]:
-    """Return the logarithms of the two attention weights 1/(1+e^t) and 1/(1+e^{−t}) for log odds t."""
+    """Return the logarithms of 1/(1+e^t) and 1/(1+e^{−t}), the attention weights of two atoms whose scores
+    differ by t.
+    """
     tail = math.log1p(math.exp(-abs(log_odds)))
     return -max(log_odds, 0.0) - tail, min(log_odds, 0.0) - tail
 
 
 def _log_two_dirac(case: _Case, log_p: float, log_rest: float) -> float:
-    """Return the log of a lower bound at a measure with two atoms, without the factor of the value matrix.
+    """Return the log of a lower bound at a measure with two atoms, without the factor that the value matrix
+    gives.
 
     It is the bound of :func:`two_dirac` without the factor |Vu|.
     """

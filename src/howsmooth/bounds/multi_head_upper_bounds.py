@@ -14,6 +14,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from howsmooth.bounds.attention_parameters import Head, Parameters, parameters_of, spectral_norm
 from howsmooth.bounds.ball_upper_bounds import (
     OURS,
     PAPER,
@@ -25,7 +26,6 @@ from howsmooth.bounds.ball_upper_bounds import (
 )
 from howsmooth.bounds.bound import Bound, Hypothesis, Quantity, check_length, check_radius
 from howsmooth.bounds.masked_ball_upper_bounds import causal_mean_field_upper_bound, masked_ball_upper_bound
-from howsmooth.bounds.parameters import Head, Parameters, parameters_of, spectral_norm
 from howsmooth.errors import ArgumentError
 
 __all__ = [
@@ -243,7 +243,7 @@ def folded_gram_upper_bound(
 
 
 def log_quadratic_form(maps: list[Tensor], logs: list[float]) -> float:
-    """Return the log of a bound on a sum of heads, from the logs of bounds on the single heads.
+    """Return the log of a bound on a sum of heads, given the logs of bounds on the single heads.
 
     It is log (Σ_{h,g} ‖M_hᵀ M_g‖ e^{l_h + l_g})^{1/2} for maps M_h and the logarithms l_h of bounds on heads.
     """
@@ -259,7 +259,7 @@ def log_quadratic_form(maps: list[Tensor], logs: list[float]) -> float:
 def _bounds_of_heads(
     parameters: Parameters, length: object, radius: object, head_bound: HeadBound
 ) -> tuple[list[float], tuple[Hypothesis, ...]]:
-    """Return the upper bound on each head, as a logarithm, and all hypotheses of these bounds."""
+    """Return an upper bound for each head, as a logarithm, and all hypotheses of these bounds."""
     n, R = check_length(length), check_radius(radius)
     logs: list[float] = []
     holds: dict[str, bool] = {}

@@ -1,4 +1,4 @@
-"""The set of a norm layer's outputs, and how the next attention can absorb the layer.
+"""The set of outputs of a norm layer, and attention with a preceding norm layer absorbed into its matrices.
 
 A norm layer computes N(x) = √d Γ u + β with u = h/s in the unit ball, mean-zero for LayerNorm (Definition 2.3
 of Castin et al., 2024). So its outputs lie in an ellipsoid for all inputs, and its gain Γ and shift β can be
@@ -15,8 +15,8 @@ from scipy.optimize import minimize_scalar
 from torch import Tensor
 
 from howsmooth.attention import LayerNorm, RMSNorm, SelfAttention
-from howsmooth.attention.preconditions import require_formula
-from howsmooth.bounds.parameters import SiteLike
+from howsmooth.attention.theorem_preconditions import require_formula
+from howsmooth.bounds.attention_parameters import SiteLike
 from howsmooth.errors import ArgumentError
 
 __all__ = ["absorb_norm", "ellipsoid", "norm_radius"]
@@ -92,7 +92,8 @@ def norm_radius(norm: object) -> float:
 
 
 def absorb_norm(attention: object, norm: object = None) -> SelfAttention:
-    """Return the attention with the gain and the shift of the preceding norm layer moved into its matrices.
+    """Return an attention with the gain and the shift of the preceding norm layer multiplied into its
+    matrices.
 
     The absorbed attention of the normalised tokens u_i = h_i/s_i, which lie in the unit ball, equals
     attention(N(X)). In the paper's notation its parameters are A' = d ΓAΓ, V' = √d VΓ, b' = √d Γ(Aβ + b) and
@@ -146,7 +147,7 @@ def absorb_norm(attention: object, norm: object = None) -> SelfAttention:
 
 
 def _map_of(site: SiteLike) -> object:
-    """Return the attention of a captured site, that is, one attention layer of a model with its input.
+    """Return the attention of a captured layer of a model, without the tokens of the layer.
 
     Raise ArgumentError if the site has another map.
     """

@@ -1,4 +1,4 @@
-"""An upper bound for attention after a norm layer, which together are Lipschitz on all of R^d."""
+"""An upper bound for a norm layer followed by attention, a composition that is Lipschitz on all of R^d."""
 
 from __future__ import annotations
 
@@ -8,17 +8,17 @@ import torch
 from torch import Tensor
 
 from howsmooth.attention import LayerNorm, RMSNorm
-from howsmooth.attention.preconditions import require_plain_scores
+from howsmooth.attention.theorem_preconditions import require_plain_scores
+from howsmooth.bounds.applicable_bounds import best
 from howsmooth.bounds.bound import Bound, Hypothesis, Quantity, check_length
 from howsmooth.bounds.norm_layer_outputs import absorb_norm
-from howsmooth.bounds.selection import best
 from howsmooth.errors import ArgumentError
 
 __all__ = ["pre_norm_upper_bound"]
 
 
 def pre_norm_upper_bound(attention: object, norm: object, length: int, X: Tensor | None = None) -> Bound:
-    """Bound the Lipschitz constant of attention after a norm layer, everywhere or at tokens X.
+    """Bound the Lipschitz constant of a norm layer followed by attention, everywhere or at tokens X.
 
     With the normalised tokens u = h/s, attention(N(X)) is the absorbed attention (:func:`absorb_norm`) of u,
     and the derivative (H − u uᵀ)/s of u has norm at most 1/s. So the constant is at most the tightest bound

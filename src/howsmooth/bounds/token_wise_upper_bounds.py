@@ -12,11 +12,11 @@ import math
 import torch
 from torch import Tensor
 
+from howsmooth.bounds.attention_parameters import Head, parameters_of, spectral_norm
 from howsmooth.bounds.ball_upper_bounds import log, log_sum, upper
 from howsmooth.bounds.bound import Bound, Quantity, check_radius
 from howsmooth.bounds.local_upper_bounds import OneHead
 from howsmooth.bounds.multi_head_upper_bounds import log_quadratic_form
-from howsmooth.bounds.parameters import Head, parameters_of, spectral_norm
 
 __all__ = ["token_wise_ball_upper_bound", "token_wise_upper_bound"]
 
@@ -26,7 +26,7 @@ _MARGIN = 1e-12
 
 
 def token_wise_ball_upper_bound(attention: object, radius: object) -> Bound:
-    """Bound the Lipschitz constant of attention on the ball B_R^n in the norm max_i |x_i| of sequences.
+    """Bound the Lipschitz constant of attention on the ball B_R^n, for sequences with the norm max_i |x_i|.
 
     With a_h = ‖A_h‖R² and c_h = √(1 + (a_h + |b_h|R)²) + a_h, the bound is (Σ_{h,g} ‖O_hᵀO_g‖ c_h c_g)^{1/2},
     where O_h = W_h V_h; for one head it is ‖V‖ (√(1 + (‖A‖R² + |b|R)²) + ‖A‖R²). It holds for every number of
@@ -67,14 +67,14 @@ def token_wise_ball_upper_bound(attention: object, radius: object) -> Bound:
 
 
 def _log_row(head: Head, R: float) -> float:
-    """Return the log of the factor √(1 + (‖A‖R² + |b|R)²) + ‖A‖R² in the bound on one head."""
+    """Return the log of √(1 + (‖A‖R² + |b|R)²) + ‖A‖R², the main factor of the bound on one head."""
     a = log(head.A_norm) + 2 * math.log(R)
     largest = log_sum(a, log(head.b_norm) + math.log(R))
     return log_sum(0.5 * log_sum(0.0, 2 * largest), a)
 
 
 def token_wise_upper_bound(attention: object, X: Tensor | None = None) -> Bound:
-    """Bound the operator norm of D_X f of one head at given tokens, for the norm max_i |x_i|.
+    """Bound the operator norm of D_X f of one head at given tokens, for sequences with the norm max_i |x_i|.
 
     The bound is max_i (‖V Vᵀ + |A x_i + b|² V C_i Vᵀ‖^{1/2} + ‖V C_i A‖), where C_i is the covariance of
     the tokens under row i of P. It is at most :func:`token_wise_ball_upper_bound` on a ball that holds the

@@ -12,6 +12,7 @@ from scipy.special import wrightomega
 from torch import Tensor
 
 from howsmooth.attention.map import as_parameter
+from howsmooth.bounds.attention_parameters import log_largest_weight, spectral_norm
 from howsmooth.bounds.ball_upper_bounds import (
     log,
     log_product,
@@ -22,7 +23,6 @@ from howsmooth.bounds.ball_upper_bounds import (
     upper,
 )
 from howsmooth.bounds.bound import Bound, Quantity, check_length, check_radius
-from howsmooth.bounds.parameters import log_largest_weight, spectral_norm
 from howsmooth.errors import ArgumentError
 
 __all__ = [
@@ -94,7 +94,7 @@ def l2_attention(query: object, value: object, output: object, length: object) -
 
 
 def l2_attention_upper_bound(query: object, value: object, output: object, length: object) -> Bound:
-    """Bound Lip(f) of L2 attention, at least as sharply as :func:`l2_attention`.
+    """Bound Lip(f) of L2 attention by a number that is never larger than that of :func:`l2_attention`.
 
     The bound is ‖W_O‖/√k √(Σ_h ‖Q_h‖²‖V_h Q_hᵀ‖²) (√N(1+2Φ) + 2Φ), where Φ e^{Φ+1} = N − 1. The attention is
     defined in :func:`l2_attention`.
@@ -136,7 +136,7 @@ def l2_attention_upper_bound(query: object, value: object, output: object, lengt
 
 
 def _l2_parameters(query: object, value: object, output: object) -> tuple[Tensor, Tensor, float]:
-    """Check the arguments of L2 attention; return Q and V in float64, and log ‖W_O‖."""
+    """Check the arguments of the bounds on L2 attention, and return Q and V in float64, and log ‖W_O‖."""
     q = as_parameter("query", query, ("heads", "key_dim", "d"))
     v = as_parameter("value", value, (q.shape[0], "value_dim", q.shape[2]))
     if output is None:
@@ -146,7 +146,7 @@ def _l2_parameters(query: object, value: object, output: object) -> tuple[Tensor
 
 
 def _phi(n: int) -> float:
-    """Solve Φ e^{Φ+1} = n − 1 for the number Φ in the bounds on L2 attention.
+    """Solve Φ e^{Φ+1} = n − 1 for the number Φ that appears in the bounds on L2 attention.
 
     The solution is W₀((n−1)/e) with the Lambert function W₀. n may have any size.
     """
@@ -231,7 +231,8 @@ def scaled_cosine_upper_bound(
     gain: object = 1.0,
     eps: object,
 ) -> Bound:
-    """Bound Lip(f) of scaled cosine attention, at least as sharply as :func:`scaled_cosine`.
+    """Bound Lip(f) of scaled cosine attention by a number that is never larger than that of
+    :func:`scaled_cosine`.
 
     The bound is νε^{-1/2} (c‖W_V‖ + τ‖W_Q‖ + min(√(N/2), c) τ‖W_K‖). The attention is defined in
     :func:`scaled_cosine`. c = √(N P̄(N, τ)) <= min(√N, e^τ) with P̄(N, τ) = 1/(1 + (N−1)e^{−2τ}), so the
@@ -275,7 +276,8 @@ def scaled_cosine_upper_bound(
 def _cosine(
     query: object, key: object, value: object, temperature: object, gain: object, eps: object
 ) -> tuple[float, float, float, float, float]:
-    """Check the arguments of scaled cosine attention, and compute the norms that its bounds need.
+    """Check the arguments of the bounds on scaled cosine attention, and compute the norms that these bounds
+    use.
 
     They are log ‖W_Q‖, log ‖W_K‖, log ‖W_V‖, |τ| and log(|ν|/√ε), with the temperature τ and the gain ν.
     """
@@ -303,7 +305,7 @@ def _cosine(
 
 
 def sinkhorn(attention: object, radius: object) -> Bound:
-    """Bound Lip(f on B_R^n) of converged Sinkhorn attention, for every number n of tokens.
+    """Bound Lip(f on B_R^n) of Sinkhorn attention at convergence, for every number n of tokens.
 
     The bound is ‖V‖ (1 + 2‖A‖R²). The attention matrix is the doubly stochastic matrix diag(α) e^S diag(β),
     the limit of Sinkhorn's iterations for the scores S. The bound does not hold for few iterations. It does
@@ -348,7 +350,8 @@ def sinkhorn(attention: object, radius: object) -> Bound:
 
 
 def lipschitz_norm(queries: object, keys: object) -> Bound:
-    """Bound the Lipschitz constant of LipschitzNorm attention by e^{√3} √(m/n) + 2√6, for m queries, n keys.
+    """Bound the Lipschitz constant of LipschitzNorm attention with m queries and n keys by e^{√3} √(m/n) +
+    2√6.
 
     The scores are ⟨q_i, k_j⟩ / max{uv, uw, vw} with u = ‖Q‖_F, v = max_j |k_j| and w = max_j |v_j|. The
     map is (Q, K, V) ↦ f.

@@ -72,7 +72,7 @@ class PrecisionPlan(OneInputPlan):
         """Load the model, with its head if it has one and its logits are wanted."""
         if self.no_logits or self.part is not None:
             return super().load()
-        from howsmooth.profiling.precision import load_with_head
+        from howsmooth.profiling.kv_cache_quantisation import load_with_head
 
         return self.loaded_by(load_with_head)
 

@@ -97,9 +97,9 @@ def study(
     if dry_run and status:
         raise ArgumentError("dry-run", expected="--dry-run without --status", got="both")
     if status and paths[0].is_dir():
-        from howsmooth.study.status import status_of_folder
+        from howsmooth.study.status import status as status_of
 
-        return _tell_status(status_of_folder(paths[0]), paths[0], as_json=json, of_plan=False)
+        return _tell_status(status_of(paths[0]), paths[0], as_json=json, of_plan=False)
     asked = _read_plan_file(paths[0], execution)
     if dry_run:
         return tell_forecast(asked.plan, asked.execution, as_json=json, quiet=quiet, keep_going=True)
@@ -140,7 +140,7 @@ def _status(asked: Study) -> Status:
     from howsmooth.texts import load_text
 
     texts = [encodable(load_text(name).name) for name in asked.plan.texts]
-    return status(asked.plan, texts, asked.execution.out)
+    return status(asked.execution.out, asked.plan, texts)
 
 
 def _tell_status(found: Status, folder: Path, *, as_json: bool, of_plan: bool) -> int:

@@ -1,5 +1,5 @@
-"""Measures the Lipschitz constant at one sequence that is too long for one device, by sharing its tokens
-among processes of torch.distributed.
+"""Measurement of the Lipschitz constant at one sequence that is too long for one device, with its tokens
+shared among processes.
 """
 
 from howsmooth.distributed.cost import Device, StepCost, step_cost

@@ -1,6 +1,4 @@
-"""Predicts what it costs to measure one long sequence on several devices: operations, memory and
-communication.
-"""
+"""Predicted cost of measuring one long sequence on several devices: operations, memory and communication."""
 
 from __future__ import annotations
 
@@ -10,9 +8,9 @@ from itertools import pairwise
 import torch
 
 from howsmooth.attention import SelfAttention, TokenMap
-from howsmooth.distributed.footprint import bytes_per_head, fixed_bytes
-from howsmooth.distributed.linearise import check_shareable
-from howsmooth.distributed.row_shares import RowShares
+from howsmooth.distributed.memory_per_process import bytes_per_head, fixed_bytes
+from howsmooth.distributed.shared_jacobian import check_shareable
+from howsmooth.distributed.token_partition import RowShares
 from howsmooth.errors import ArgumentError
 
 __all__ = ["Device", "StepCost", "step_cost"]
@@ -20,8 +18,7 @@ __all__ = ["Device", "StepCost", "step_cost"]
 
 @dataclass(frozen=True)
 class Device:
-    """The assumed speed, memory and network rate of each device, from which the cost of a measurement is
-    predicted.
+    """The assumed speed, memory and network rate of each device, for predicting the cost of a measurement.
 
     Parameters
     ----------
@@ -44,8 +41,8 @@ class Device:
 
 @dataclass(frozen=True)
 class StepCost:
-    """The predicted cost of one Lanczos step of a measurement on several devices, for the process that has
-    most to do.
+    """The predicted cost of one Lanczos step of a measurement on several devices, for the process with the
+    most work.
 
     A Lanczos step is one product with JᵀJ.
 
@@ -87,8 +84,8 @@ def step_cost(
     dtype: torch.dtype = torch.float32,
     vectors: int = 32,
 ) -> StepCost:
-    """Predict the cost of one Lanczos step for a sequence of ``n`` tokens that is shared among ``processes``
-    with one device each.
+    """Predict the cost of one Lanczos step for a sequence of ``n`` tokens shared among ``processes``, each
+    with one device.
 
     Parameters
     ----------
@@ -164,7 +161,7 @@ def step_cost(
 
 
 def _visible_pairs(f: SelfAttention, n: int, ranges: tuple[slice, ...]) -> int:
-    """Count the pairs of a query and a key that the query sees, for the query rows in ``ranges``."""
+    """Count the pairs (query, key) in which the query sees the key, for the query rows in ``ranges``."""
 
     def sees(i: int) -> int:
         first = 0 if f.window is None else max(0, i - f.window + 1)

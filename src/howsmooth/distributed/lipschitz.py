@@ -1,4 +1,6 @@
-"""Measures the local Lipschitz constant at one long sequence whose tokens are shared among processes."""
+"""Measurement of the local Lipschitz constant at one long sequence whose tokens are shared among
+processes.
+"""
 
 from __future__ import annotations
 
@@ -12,16 +14,16 @@ from torch import Tensor
 
 from howsmooth.attention import TokenMap
 from howsmooth.attention.map import check_tokens
-from howsmooth.distributed.exchange import Collectives, Exchange, ProcessGroupCollectives
-from howsmooth.distributed.footprint import Room, check_budget, room
-from howsmooth.distributed.linearise import SharedMap, check_shareable, together
+from howsmooth.distributed.communication import Collectives, Exchange, ProcessGroupCollectives
+from howsmooth.distributed.memory_per_process import Room, check_budget, room
 from howsmooth.distributed.random_start import own_start
-from howsmooth.distributed.row_shares import RowShares
+from howsmooth.distributed.shared_jacobian import SharedMap, check_shareable, together
+from howsmooth.distributed.token_partition import RowShares
 from howsmooth.errors import ArgumentError
 from howsmooth.jacobian import in_double
 from howsmooth.lipschitz import LipschitzEstimate
 from howsmooth.lipschitz.arguments import check_arguments
-from howsmooth.lipschitz.mixed_precision import judge
+from howsmooth.lipschitz.mixed_precision import widen_by_rounding
 from howsmooth.memory import memory_budget
 from howsmooth.spectral import LeadingTriplet, LinearOperator
 from howsmooth.spectral.accurate_sums import squared_lengths
@@ -35,8 +37,8 @@ _PROBE_RTOL = 1e-9
 
 
 def own_rows(n: int, group: object = None) -> Int[Tensor, " own"]:
-    """Return the positions of the tokens that this process holds, for a sequence of ``n`` tokens that several
-    processes share.
+    """Return the positions of the tokens that this process holds, for a sequence of ``n`` tokens shared among
+    processes.
 
     The rows form two ranges, one from each half of the sequence, so that all processes have the same amount
     of work for a causal map.
@@ -138,7 +140,7 @@ def measure(
     seed: int,
     memory: int | None,
 ) -> LipschitzEstimate:
-    """Measure the local Lipschitz constant ‖D_X f‖₂ at a shared sequence, with the given object for
+    """Measure the local Lipschitz constant ‖D_X f‖₂ at a shared sequence, with a given object for
     communication between processes.
     """
     shares, double = _agreed(f, x, n, collectives, rtol, confidence, max_iterations, seed)
@@ -195,8 +197,8 @@ def _single(
     exchange: Exchange,
     rtol: float,
 ) -> LeadingTriplet:
-    """Find the norm of a shared Jacobian in float32, and check it in float64; if the check fails, find it in
-    float64.
+    """Measure the norm of a shared Jacobian in float32 and check it in float64; if the check fails, measure
+    it in float64.
     """
     single = operator(torch.float32)
     found = solve(single)
@@ -212,7 +214,7 @@ def _single(
     defect = _length(rounded.double() - gram, exchange).cpu() / sigma.clamp_min(
         torch.finfo(torch.float64).tiny
     )
-    judged = judge(found, sigma, defect, exact, rtol)
+    judged = widen_by_rounding(found, sigma, defect, exact, rtol)
     del image, gram, rounded, right
     # The float64 check either confirms the interval, or the float32 run had not converged anyway. Only in the
     # remaining case is a second run worth its time.
@@ -236,7 +238,7 @@ def _agreed(
     max_iterations: int,
     seed: int,
 ) -> tuple[RowShares, TokenMap]:
-    """Check the arguments that this process was called with, and that all processes were called with the same
+    """Check the arguments in this process, and check that all processes were called with the same
     arguments.
     """
 
@@ -291,7 +293,8 @@ def _agreed(
 
 
 def _alike(a: float, b: float) -> bool:
-    """Return True if the outputs of two processes' maps, each given as a number, differ by rounding only.
+    """Return True if the outputs of the maps in two processes, each summarised by a number, differ by
+    rounding only.
 
     NaN counts as equal to NaN here, because the measurement itself reports numbers that are not finite.
     """
@@ -299,7 +302,7 @@ def _alike(a: float, b: float) -> bool:
 
 
 def _probe(double: TokenMap, n: int) -> list[float]:
-    """Return the norms of the map's outputs at a few fixed tokens, which show whether all processes have the
+    """Return the norms of the map's outputs at a few fixed tokens, for a check that all processes have the
     same map.
     """
     generator = torch.Generator().manual_seed(0)

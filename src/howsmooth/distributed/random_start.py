@@ -1,6 +1,7 @@
-"""The random start vector of Lanczos at a shared sequence, of which each process draws its own rows.
+"""The random start vector of Lanczos for a sequence shared among processes, where each process draws its own
+rows.
 
-They are bit for bit the rows that a single process would draw.
+The rows are bit for bit those that a single process would draw.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ _GROUP = 16
 def own_start(
     n: int, d: int, ranges: Sequence[slice], seed: int, *, chunk: int = _CHUNK
 ) -> Float[Tensor, "own d"]:
-    """Draw the rows of the random start vector of Lanczos that belong to this process.
+    """Draw this process's rows of the random start vector of Lanczos.
 
     The start is Gaussian, of shape (n, d), in float64 on the CPU; ``ranges`` are the rows to return.
 

@@ -1,4 +1,4 @@
-"""The derivative of softmax attention at one sequence that several processes compute together.
+"""The derivative of softmax attention at one long sequence whose query rows are shared among processes.
 
 Each process has some of the queries, and the processes exchange keys and values.
 """
@@ -13,18 +13,17 @@ from jaxtyping import Float
 from torch import Tensor
 
 from howsmooth.attention.core import ScoreFeatures
-from howsmooth.attention.visibility import Visibility
-from howsmooth.distributed.exchange import Exchange
+from howsmooth.attention.masks import Visibility
+from howsmooth.distributed.communication import Exchange
 from howsmooth.jacobian.queries_keys_values import Operands
-from howsmooth.jacobian.streamed import StreamedDerivative, streamed_derivative
+from howsmooth.jacobian.streamed_softmax import StreamedDerivative, streamed_derivative
 
 __all__ = ["SharedSoftmax", "shared_softmax"]
 
 
 @dataclass(frozen=True)
 class _Heads:
-    """The derivative of softmax attention for some of the key heads, at the query rows that this process
-    holds.
+    """The derivative of softmax attention for some of the key heads, at the query rows of this process.
 
     It has one part for each range of these query rows.
 
@@ -44,9 +43,11 @@ class _Heads:
 class SharedSoftmax:
     """The derivative of softmax attention at one long sequence whose query rows are shared among processes.
 
-    It has the methods of :class:`~howsmooth.jacobian.streamed.StreamedDerivative`, for this process's rows.
-    Tangents of keys and values are gathered from all processes, and their cotangents are summed over
-    processes, for some heads at a time. All processes must call the same methods in the same order.
+    The class has the methods of :class:`~howsmooth.jacobian.streamed_softmax.StreamedDerivative`, for the
+    rows of this process. Tangents of keys and values are gathered from all processes, and their cotangents
+    are summed over processes, for some heads at a time.
+
+    All processes must call the same methods in the same order.
 
     Parameters
     ----------
@@ -70,8 +71,8 @@ class SharedSoftmax:
     kappa_rounding: Float[Tensor, " batch"]
 
     def rounding(self, batch: int) -> Float[Tensor, " batch"]:
-        """Return the largest relative rounding error, over all processes, of a Jacobian norm that is computed
-        with this derivative.
+        """Return the largest relative rounding error, over all processes, of a Jacobian norm computed with
+        this derivative.
         """
         return self.kappa_rounding.expand(batch)
 
@@ -81,7 +82,7 @@ class SharedSoftmax:
         dk: Float[Tensor, "b own key_dim"],
         dv: Float[Tensor, "b own value_dim"],
     ) -> Float[Tensor, "b rows value_dim"]:
-        """Return the tangents of this process's rows of the attention output, for tangents of its scaled
+        """Return this process's rows of the tangent of the attention output, for tangents of its scaled
         queries, keys and values.
         """
         queries = self._by_row(dq)
@@ -100,8 +101,8 @@ class SharedSoftmax:
     ) -> tuple[
         Float[Tensor, "b rows key_dim"], Float[Tensor, "b own key_dim"], Float[Tensor, "b own value_dim"]
     ]:
-        """Return the cotangents of this process's queries, keys and values, for cotangents of its rows of the
-        attention output.
+        """Return the cotangents of this process's queries, keys and values, for a cotangent of its rows of
+        the attention output.
         """
         outputs = self._by_row(do)
         queries = do.new_empty(*outputs.shape[:3], self.k.shape[-1])
@@ -128,7 +129,7 @@ class SharedSoftmax:
     ) -> tuple[
         Float[Tensor, "b rows key_dim"], Float[Tensor, "b own key_dim"], Float[Tensor, "b own value_dim"]
     ]:
-        """Apply in turn the derivative J of softmax attention, a linear map T of the attention outputs, and
+        """Apply the derivative J of softmax attention, then a linear map T of the attention output, and then
         the transpose of J.
 
         The result is Jᵀ(T(J(dq, dk, dv))) for this process's rows, where T is ``through``.
@@ -159,7 +160,7 @@ class SharedSoftmax:
         return queries.flatten(1, 2), *self._scattered(total)
 
     def image(self) -> Float[Tensor, "kv_heads group own value_dim"]:
-        """Return the rows of the attention output that belong to this process."""
+        """Return this process's rows of the attention output."""
         return torch.cat(
             [
                 torch.cat([piece.mean for piece in part.pieces], dim=2) + part.value_mean[:, None]
@@ -168,9 +169,7 @@ class SharedSoftmax:
         )
 
     def select(self, rows: Tensor) -> SharedSoftmax:
-        """Return this derivative unchanged, because it has only one sequence from which nothing can be
-        selected.
-        """
+        """Return this derivative unchanged, because it belongs to a single sequence and not to a batch."""
         return self
 
     def _by_row(self, t: Tensor) -> Tensor:
@@ -213,7 +212,7 @@ def shared_softmax(
     exchange: Exchange,
     heads_together: int,
 ) -> SharedSoftmax:
-    """Compute the derivative of softmax attention at a shared sequence, as an object whose products are
+    """Return the derivative of softmax attention at a shared sequence, as an object whose products are
     computed in ``dtype``.
 
     The arguments are this process's queries, keys and values, in float64.
@@ -294,8 +293,8 @@ def _added(total: tuple[Tensor, Tensor] | None, parts: list[Tensor]) -> tuple[Te
 
 
 def _with_keys(piece: StreamedDerivative, k: Tensor, v: Tensor, exact: Tensor | None) -> StreamedDerivative:
-    """Return a derivative of softmax attention with its keys and values replaced by those that were gathered
-    from all processes.
+    """Return a copy of a derivative of softmax attention with the keys and values that were gathered from all
+    processes.
 
     If the derivative holds float64 keys, ``exact`` replaces them.
     """

@@ -1,5 +1,5 @@
-"""Tokens, measures and Gaussians that flow through attention layers, with depth as the time of an ordinary
-differential equation.
+"""Flows of tokens, measures and Gaussians through attention layers, as ordinary differential equations whose
+time is the depth.
 
 ``flow`` integrates x' = Γ_μ(x). ``Layers``, ``Sphere`` and ``Rescaled`` are velocity fields to integrate.
 ``growth`` measures how much a flow amplifies small perturbations, and ``cluster_metrics`` how far its tokens
@@ -15,8 +15,8 @@ from howsmooth.dynamics.clusters import (
     numerical_rank,
 )
 from howsmooth.dynamics.flow import flow
+from howsmooth.dynamics.flow_bounds import clustering_bound, finite_context_bound, log_stability_bound
 from howsmooth.dynamics.perturbation_growth import Growth, growth
-from howsmooth.dynamics.rates import clustering_bound, finite_context_bound, log_stability_bound
 from howsmooth.dynamics.rescaled_tokens import Rescaled, rescaled, value_matrix
 from howsmooth.dynamics.trajectory import Trajectory
 from howsmooth.dynamics.velocity_fields import Field, Layers, Sphere

@@ -21,8 +21,8 @@ _TOLERANCES = {torch.float64: (1e-7, 1e-9, 1e-13), torch.float32: (1e-4, 1e-6, 1
 
 
 def check_times(times: object, field: Field) -> list[float]:
-    """Check that the output times of a flow increase and lie where its velocity is defined, and return them
-    as floats.
+    """Check that the output times of a flow increase and that the velocity is defined at them, and return
+    them as floats.
     """
     expected = "at least two finite, increasing times"
     if not isinstance(times, (Tensor, Sequence)) or isinstance(times, str):
@@ -57,7 +57,9 @@ def check_plan(
     atol: object,
     max_steps: object,
 ) -> Plan:
-    """Check the integration method of a flow with its step or tolerances, and return them as one object."""
+    """Check the integration method of a flow and its step or tolerances, and return them as a
+    :class:`Plan`.
+    """
     if not isinstance(method, str) or method not in ADAPTIVE + FIXED:
         raise ArgumentError("method", expected=f"one of {', '.join(ADAPTIVE + FIXED)}", got=repr(method))
     if isinstance(max_steps, bool) or not isinstance(max_steps, int) or max_steps < 1:

@@ -35,8 +35,8 @@ _PAIRS = 1 << 20
 
 
 def cluster_labels(state: State, tolerance: float) -> Int[Tensor, " n"]:
-    """Return for each token the number of its cluster. Tokens whose distance is at most ``tolerance`` belong
-    to one cluster.
+    """Return for each token the index of its cluster, where tokens at distance at most ``tolerance`` are in
+    the same cluster.
 
     The clusters are the connected components of the graph that joins any two tokens whose distance is at most
     ``tolerance``.
@@ -75,15 +75,15 @@ def cluster_labels(state: State, tolerance: float) -> Int[Tensor, " n"]:
 
 
 def number_of_clusters(state: State, tolerance: float) -> int:
-    """Return the number of clusters of tokens. Tokens whose distance is at most ``tolerance`` belong to one
+    """Return the number of clusters of tokens, where tokens at distance at most ``tolerance`` are in the same
     cluster.
     """
     return int(cluster_labels(state, tolerance).max()) + 1
 
 
 def log_interaction_energy(state: State, matrix: Tensor | None = None, *, beta: float = 1.0) -> float:
-    """Return the logarithm of the interaction energy of tokens: half the mean of exp(β⟨Ax, y⟩) over all pairs
-    of tokens x and y, divided by β.
+    """Return the logarithm of the interaction energy of tokens, which is the mean of exp(β⟨Ax, y⟩)/(2β) over
+    all pairs of tokens x and y.
 
     The energy is E = 1/(2β) ∬ e^{β⟨Ax, y⟩} dμ(x) dμ(y), where A is ``matrix`` and μ the measure of the
     tokens. For A = I this is the interaction energy of Geshkovski, Letrouit, Polyanskiy and Rigollet (*A
@@ -139,8 +139,8 @@ def effective_rank(state: State) -> float:
 
 
 def numerical_rank(state: State, tolerance: float = 1e-6) -> int:
-    """Return how many singular values of the tokens (n, d) are larger than ``tolerance`` times the largest
-    one.
+    """Return the number of singular values of the tokens (n, d) that are larger than ``tolerance`` times the
+    largest one.
 
     Raises
     ------
@@ -164,7 +164,7 @@ def cluster_metrics(
     limit: State | None = None,
     transport: str | None = "auto",
 ) -> pd.DataFrame:
-    """Return a table that says how far tokens have clustered along a trajectory, with one row for each time.
+    """Return a table of measures of clustering along a trajectory, with one row for each time.
 
     The columns are ``time``; ``clusters`` (:func:`number_of_clusters`); ``spread``, the root mean square
     distance of the tokens from their mean; ``effective_rank``; ``numerical_rank``; ``log_energy``
@@ -224,7 +224,7 @@ def _measure(state: State) -> DiscreteMeasure:
 
 
 def _spread(state: State) -> float:
-    """Return the root mean square distance of tokens from their mean."""
+    """Return the root mean square distance between tokens and their mean."""
     points, logs = _atoms(state)
     weights = logs.exp()
     centred = points - weights @ points

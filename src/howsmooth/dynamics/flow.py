@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from howsmooth.dynamics.arguments import check_plan, check_times
+from howsmooth.dynamics.flow_state import System, system_of
 from howsmooth.dynamics.integrate import ORDERS, Plan, Run, Status, integrate
-from howsmooth.dynamics.state_tensors import System, system_of
 from howsmooth.dynamics.trajectory import State, Trajectory
 from howsmooth.dynamics.velocity_fields import Velocity, as_field
 from howsmooth.errors import NonFiniteError
@@ -40,7 +40,7 @@ def flow(
     max_steps: int = 100_000,
     on_progress: Callable[[float, State], None] | None = None,
 ) -> Trajectory:
-    """Let tokens or a measure move with a velocity field, such as attention, and return where they are at the
+    """Integrate tokens or a measure along a velocity field, such as attention, and return the states at the
     given times.
 
     This integrates x_i' = f(X)_i.
@@ -114,8 +114,8 @@ def flow(
 def _ending(
     plan: Plan, run: Run, second: Run | None, origin: float
 ) -> tuple[Status, str, tuple[float, float] | None]:
-    """Decide whether a flow reached its last time, stopped or blew up, by comparison with a second, more
-    accurate run.
+    """Decide whether a flow reached its last time, stopped early or blew up, by comparison with a more
+    accurate integration.
 
     The result is the status, the reason, and the time interval of a blow-up.
     """
@@ -147,7 +147,7 @@ def _ending(
 
 
 def _error(system: System, plan: Plan, run: Run, second: Run, kept: int) -> float:
-    """Estimate the error of the last state of a flow by comparison with a second, more accurate run.
+    """Estimate the error of the last state of a flow by comparison with a more accurate integration.
 
     The last of the first ``kept`` states is compared, with Richardson extrapolation.
     """

@@ -1,5 +1,5 @@
-"""The Jacobian of a flow map, which sends the start of a flow to its end: the product of the Jacobians of all
-time steps.
+"""The Jacobian of a flow map, which maps the start of a flow to its end, as the product of the Jacobians of
+all time steps.
 
 Each Runge–Kutta step is differentiated stage by stage, with the Jacobian of the velocity at the stage's
 point. The chain rule multiplies the steps, and the adjoint runs backward through them. Derivation:
@@ -140,7 +140,7 @@ class ChainJacobian(LinearOperator):
 
 
 def _dot(a: Tensor, b: Tensor) -> Tensor:
-    """Return the inner product of each token of ``a`` with the same token of ``b``, (..., n, 1)."""
+    """Return the inner product of each token of ``a`` with the corresponding token of ``b``, (..., n, 1)."""
     return (a * b).sum(dim=-1, keepdim=True)
 
 

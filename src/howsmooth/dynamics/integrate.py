@@ -1,4 +1,5 @@
-"""Integration of a flow's differential equation by torchdiffeq, with a check of the state before every step.
+"""Integration of the differential equation of a flow by torchdiffeq, with a check of the state before every
+step.
 
 Each interval between two output times or switches of the field is integrated separately, from its first state
 alone. Therefore a flow that is continued from one of its states gives the same numbers as an uninterrupted
@@ -17,7 +18,7 @@ import torch
 from torch import Tensor
 from torchdiffeq import odeint
 
-from howsmooth.dynamics.state_tensors import System
+from howsmooth.dynamics.flow_state import System
 from howsmooth.dynamics.velocity_fields import Velocity
 
 __all__ = ["ADAPTIVE", "FIXED", "ORDERS", "Plan", "Run", "Status", "integrate"]
@@ -38,8 +39,8 @@ _LARGE_POWER = 0.4
 
 @dataclass(frozen=True)
 class Plan:
-    """How a flow is integrated: the method, and its step size if that is fixed, or its tolerances if the step
-    size is adaptive.
+    """The settings of an integration: the method, and its fixed step size or the tolerances of its adaptive
+    steps.
     """
 
     method: str
@@ -62,7 +63,7 @@ class Plan:
         return replace(self, rtol=self.rtol / 10, atol=self.atol / 10, max_steps=4 * self.max_steps)
 
     def steps(self, length: float) -> int:
-        """Return how many equal steps an integration method of fixed step size takes for a time interval of
+        """Return the number of equal steps that a method of fixed step size takes for a time interval of
         length ``length``.
         """
         assert self.step is not None
@@ -72,7 +73,9 @@ class Plan:
 
 @dataclass
 class Run:
-    """The result of integrating a flow: the states at the times that were reached, and why it ended."""
+    """The result of the integration of a flow: the states at the times that were reached, and why the
+    integration ended.
+    """
 
     states: list[Tensor]
     evaluations: int = 0
@@ -84,7 +87,7 @@ class Run:
 
 
 class _EndedError(Exception):
-    """The error that ends the integration of a flow when no further time step is possible."""
+    """The exception that ends the integration of a flow when no further time step is possible."""
 
     def __init__(self, status: Status, reason: str, lower: float, upper: float) -> None:
         super().__init__(reason)
@@ -95,14 +98,14 @@ class _EndedError(Exception):
 
 
 class _SmallerStepError(Exception):
-    """The error that makes an integration repeat a time step with a smaller step size, because the step gave
-    NaN or infinity.
+    """The exception after which a time step is repeated with a smaller step size, because its result was NaN
+    or infinite.
     """
 
 
 @dataclass
-class _Watch:
-    """The velocity of a flow as a function for torchdiffeq, which also checks the state before each step."""
+class _CheckedVelocity:
+    """The velocity of a flow as a function for torchdiffeq, with a check of the state before each step."""
 
     velocity: Velocity
     finite: Callable[[Tensor], bool]
@@ -144,11 +147,11 @@ class _Watch:
         self.tried = step
 
     def overflow(self, lower: float, upper: float) -> _EndedError:
-        """Return the error that ends an integration because its numbers are no longer finite."""
+        """Return the exception that ends an integration because its numbers are no longer finite."""
         return _EndedError("blew up", f"the numbers left the range of {_name(self.state)}", lower, upper)
 
     def exhausted(self) -> _EndedError:
-        """Return the error that ends an integration because its adaptive steps have become too small for
+        """Return the exception that ends an integration because its adaptive steps have become too small for
         floating point.
         """
         lower = self.time
@@ -188,7 +191,9 @@ def integrate(
         inner = [s for s in system.switches if begin < s < end]
         for left, right in pairwise([begin, *inner, end]):
             # The integrator starts anew at each output time and each switch, from the state alone.
-            watch = _Watch(system.velocity(left, right), system.finite, plan, span, initial, left, y)
+            watch = _CheckedVelocity(
+                system.velocity(left, right), system.finite, plan, span, initial, left, y
+            )
             try:
                 y = _layers(system, watch, left, right) if plan.method == "residual" else _ode(watch, right)
                 if not system.finite(y):
@@ -210,8 +215,8 @@ def integrate(
     return run
 
 
-def _layers(system: System, watch: _Watch, begin: float, end: float) -> Tensor:
-    """Apply residual layers y ↦ y + h v(y), one after the other, to cover one time interval.
+def _layers(system: System, watch: _CheckedVelocity, begin: float, end: float) -> Tensor:
+    """Cover a time interval by residual layers y ↦ y + h v(y), applied one after another.
 
     A projection follows each layer if the flow has one.
     """
@@ -226,7 +231,7 @@ def _layers(system: System, watch: _Watch, begin: float, end: float) -> Tensor:
     return y
 
 
-def _ode(watch: _Watch, end: float) -> Tensor:
+def _ode(watch: _CheckedVelocity, end: float) -> Tensor:
     """Integrate a flow over one time interval by torchdiffeq.
 
     If a trial step overflows, the integration resumes with a smaller step.
@@ -271,7 +276,7 @@ def _ode(watch: _Watch, end: float) -> Tensor:
 
 @torch.no_grad()
 def _largest_token(error: Tensor) -> Tensor:
-    """Return the root mean square of the integration error of one token, for the token where it is largest.
+    """Return the root mean square of the integration error of the token with the largest error.
 
     The mean over all tokens would hide the error of a single token.
     """

@@ -1,4 +1,4 @@
-"""One trajectory of a flow, computed with fixed time steps, together with the Jacobian of each step.
+"""One trajectory of a flow with fixed time steps, together with the Jacobian of each step.
 
 Derivation: documentation page "Growth along a flow, clusters, rescaled tokens", section "The operator".
 """
@@ -18,9 +18,9 @@ from howsmooth.dynamics.flow_jacobian import (
     StepJacobian,
     TangentJacobian,
 )
+from howsmooth.dynamics.flow_state import Tokens
 from howsmooth.dynamics.integrate import Plan
 from howsmooth.dynamics.runge_kutta import TABLEAUX
-from howsmooth.dynamics.state_tensors import Tokens
 from howsmooth.dynamics.velocity_fields import Field, Layers, MapField, Sphere, Velocity
 from howsmooth.errors import NonFiniteError
 from howsmooth.jacobian import (
@@ -41,8 +41,8 @@ _AUTODIFF_COPIES = 6
 
 @dataclass(frozen=True)
 class _Step:
-    """One time step of a flow: its times, the points at which the velocity was evaluated, and the point that
-    it reached.
+    """One time step of a flow: its times, the points at which the velocity was evaluated, and the final
+    point.
 
     Points have the shape (n, d). ``interval`` is the interval between switches of the field in which the step
     lies. ``before_projection`` is the resulting point before the projection onto a sphere.
@@ -61,7 +61,7 @@ class _Step:
 
 
 class LinearisedFlow:
-    """One trajectory of a flow, computed with fixed time steps, together with the Jacobian of each step.
+    """One trajectory of a flow with fixed time steps, together with the Jacobian of each step.
 
     On a sphere, tokens are projected onto it after each step, and only tangent perturbations count.
 
@@ -132,7 +132,9 @@ class LinearisedFlow:
         return x
 
     def stages(self, i: int) -> list[LinearOperator]:
-        """Return the Jacobians of the velocity at the points at which Runge–Kutta step ``i`` evaluates it."""
+        """Return the Jacobians of the velocity at all points at which Runge–Kutta step ``i`` evaluates the
+        velocity.
+        """
         if i in self._kept:
             return self._kept[i]
         step, field = self.steps[i], self.system.field
@@ -147,8 +149,7 @@ class LinearisedFlow:
         return made
 
     def rates(self, i: int) -> list[LinearOperator]:
-        """Return the Jacobians of the velocity in step ``i`` from which the growth rate of perturbations is
-        computed.
+        """Return the Jacobians of the velocity in step ``i`` that determine the growth rate of perturbations.
 
         There is one for each Runge–Kutta stage. The symmetric part of each gives the rate at which
         perturbations grow. On a sphere the Jacobians are projected onto the tangent spaces.
@@ -171,7 +172,7 @@ class LinearisedFlow:
         ]
 
     def step(self, i: int) -> LinearOperator:
-        """Return the Jacobian of the map that time step ``i`` of the flow applies to the tokens.
+        """Return the Jacobian of the map from the tokens before time step ``i`` to the tokens after it.
 
         On a sphere it includes the projections before and after the step.
         """
@@ -184,8 +185,7 @@ class LinearisedFlow:
         return ComposedJacobian(after, ComposedJacobian(operator, ProjectionJacobian(one.points[0][None])))
 
     def until(self, frame: int, rounding: Tensor) -> LinearOperator:
-        """Return the Jacobian of the map that sends the start of the flow to its state at a later output
-        time.
+        """Return the Jacobian of the map from the start of the flow to its state at a given output time.
 
         The later time has the index ``frame`` >= 1.
         """

@@ -1,5 +1,5 @@
-"""How much a flow amplifies small perturbations of its start: the norm of the Jacobian of its flow map, with
-an interval.
+"""The growth of small perturbations of the start of a flow, measured by the norm of the Jacobian of its flow
+map.
 
 For X' = f(t, X) the flow map Φ_t maps X(0) to X(t). ‖D_X Φ_t‖₂ is the factor by which the flow amplifies the
 worst small perturbation of X(0) until time t, that is, the local Lipschitz constant of all layers up to t. It
@@ -21,10 +21,10 @@ from torch import Tensor
 
 from howsmooth.accuracy_limits import check_accuracy
 from howsmooth.dynamics.arguments import check_plan, check_times
+from howsmooth.dynamics.flow_state import Tokens, system_of
 from howsmooth.dynamics.integrate import FIXED, ORDERS
 from howsmooth.dynamics.linearised_flow import LinearisedFlow
 from howsmooth.dynamics.rescaled_tokens import Rescaled
-from howsmooth.dynamics.state_tensors import Tokens, system_of
 from howsmooth.dynamics.velocity_fields import Field, Layers, MapField, Sphere, as_field
 from howsmooth.errors import ArgumentError, NonFiniteError
 from howsmooth.jacobian import allowance_for_rounding, moved_by_rounding
@@ -42,7 +42,7 @@ _RATE = 1e-2
 
 @dataclass(frozen=True)
 class Growth:
-    """How much a flow amplifies small perturbations of its start until each time.
+    """The factor by which a flow amplifies small perturbations of its start, for each time.
 
     The growth is the norm ‖D_X Φ‖₂ of the Jacobian of the flow map Φ.
 
@@ -112,9 +112,7 @@ class Growth:
 
     @property
     def remedy(self) -> str:
-        """Advice on what to do if the interval at some time is too wide; an empty string if all are narrow
-        enough.
-        """
+        """Advice on what to do if the interval at some time is too wide, or an empty string if none is."""
         missed = int((~self.converged).sum())
         if not missed:
             return ""
@@ -151,7 +149,7 @@ def growth(
     max_steps: int = 100_000,
     kept_bytes: int = _KEPT_BYTES,
 ) -> Growth:
-    """Measure by which factor a flow amplifies the worst small perturbation of its start.
+    """Measure the largest factor by which a flow amplifies a small perturbation of its start.
 
     The flow map of a fixed-step method is differentiated step by step. Its leading singular value is computed
     by Golub–Kahan bidiagonalisation with an interval, as in :func:`howsmooth.local_lipschitz`. All
@@ -271,7 +269,7 @@ Solve = Callable[[LinearOperator, int], LeadingTriplet]
 
 
 def _along(trajectory: LinearisedFlow, times: list[float], solve: Solve) -> list[LeadingTriplet]:
-    """Return the largest singular value of the flow map's Jacobian, with singular vectors, for each time
+    """Return the largest singular value of the Jacobian of the flow map, with singular vectors, for each time
     after the first.
     """
     rounding = _rounding(trajectory, times)
@@ -287,7 +285,7 @@ def _along(trajectory: LinearisedFlow, times: list[float], solve: Solve) -> list
 
 
 def _rate(trajectory: LinearisedFlow, i: int, solve: Solve, index: int) -> float:
-    """Integrate the local Lipschitz constant of the velocity over one time step of a flow.
+    """Integrate the local Lipschitz constant of the velocity field over one time step of a flow.
 
     The step has the number ``i``. The random starts of the stages have the numbers after ``index``.
     """
@@ -297,8 +295,7 @@ def _rate(trajectory: LinearisedFlow, i: int, solve: Solve, index: int) -> float
 
 
 def _rounding(trajectory: LinearisedFlow, times: list[float]) -> list[Tensor]:
-    """Bound the relative error that rounding may cause in the computed growth of perturbations, for each
-    time.
+    """Bound the relative rounding error of the computed growth of perturbations, for each time.
 
     It has two parts. First, the rounding errors of the products add up over the steps. Second, a computed
     trajectory is the exact trajectory of a slightly different start, and the flow may amplify that
@@ -318,8 +315,8 @@ def _rounding(trajectory: LinearisedFlow, times: list[float]) -> list[Tensor]:
 
 
 def _products(trajectory: LinearisedFlow, e: Tensor) -> list[tuple[Tensor, Tensor]]:
-    """Return the product of the flow map's Jacobian with the vector ``e`` for each time, and the rounding
-    error of this product.
+    """Return the product of the Jacobian of the flow map with the vector ``e`` for each time, and its
+    rounding error.
 
     The rounding error is the sum of the steps' rounding errors.
     """
@@ -339,8 +336,8 @@ def _values(found: Sequence[LeadingTriplet], name: str, first: float | None = No
 
 
 def _start_vector(operator: LinearOperator, seed: int, index: int) -> Tensor:
-    """Draw the Gaussian start vector of a solver from a random stream that depends only on ``seed`` and
-    ``index``.
+    """Draw the Gaussian start vector of a solver from a random stream that depends on ``seed`` and ``index``
+    only.
     """
     state = int(np.random.SeedSequence((seed, index)).generate_state(1, np.uint64)[0])
     # manual_seed takes signed 64-bit numbers.
@@ -353,7 +350,9 @@ def _start_vector(operator: LinearOperator, seed: int, index: int) -> Tensor:
 
 
 def _in_double(field: Field, start: object) -> Tokens:
-    """Check that the start of a flow fits its velocity field, and convert both to float64."""
+    """Check that the start of a flow has the shape that its velocity field expects, and convert both to
+    float64.
+    """
     system = system_of(field, start)
     if not isinstance(system, Tokens) or system.start.ndim != 2:
         got = f"shape {tuple(start.shape)}" if isinstance(start, Tensor) else type(start).__name__

@@ -1,5 +1,5 @@
-"""Rescaled tokens z(t) = e^{−tV} x(t), with the value matrix V, which can form clusters even if the tokens
-x(t) of a flow grow without bound.
+"""Rescaled tokens z(t) = e^{−tV} x(t) with the value matrix V, which can form clusters while the tokens x(t)
+of a flow diverge.
 
 Source: Geshkovski, Letrouit, Polyanskiy, Rigollet, *The emergence of clusters in self-attention dynamics*,
 NeurIPS 2023. The documentation page "Growth along a flow, clusters, rescaled tokens" derives the equation of
@@ -17,7 +17,7 @@ from torch import Tensor
 
 from howsmooth.attention import SelfAttention, Weighting
 from howsmooth.attention.map import as_parameter, check_tokens
-from howsmooth.attention.preconditions import require_plain_scores
+from howsmooth.attention.theorem_preconditions import require_plain_scores
 from howsmooth.dynamics.trajectory import Trajectory
 from howsmooth.dynamics.velocity_fields import Field, Velocity
 from howsmooth.errors import ArgumentError
@@ -82,12 +82,12 @@ class Rescaled(Field):
         self._limit = 0.4 * math.log(torch.finfo(attention.dtype).max)
 
     def check(self, x: Tensor) -> None:
-        """Raise ArgumentError unless the attention layer accepts tokens of the shape of ``x``."""
+        """Raise ArgumentError unless the attention layer accepts the tokens ``x``."""
         check_tokens(x, self.attention)
 
     def attention_at(self, t: float) -> SelfAttention:
-        """Return the attention layer by which the rescaled tokens see each other at time t, without value and
-        output biases.
+        """Return the attention layer that acts on the rescaled tokens at time t, without value and output
+        biases.
 
         Its queries and keys are those of e^{tV} z; the factor e^{2λt} is in its scale, bounded below
         overflow.
@@ -120,12 +120,12 @@ class Rescaled(Field):
         return moved + shift
 
     def describe(self) -> str:
-        """Return a phrase that describes the attention layer and says that tokens are rescaled."""
+        """Return a phrase that describes the attention layer and says that its tokens are rescaled."""
         return f"{self.attention.describe()}, in rescaled tokens"
 
 
 def rescaled(trajectory: Trajectory, value: Tensor | SelfAttention) -> Trajectory:
-    """Turn a trajectory of tokens x(t) into the trajectory of the rescaled tokens z(t) = e^{−tV} x(t) for a
+    """Convert a trajectory of tokens x(t) to the trajectory of the rescaled tokens z(t) = e^{−tV} x(t) for a
     matrix V.
 
     Parameters
@@ -165,8 +165,6 @@ def rescaled(trajectory: Trajectory, value: Tensor | SelfAttention) -> Trajector
 def value_matrix(attention: SelfAttention) -> Float[Tensor, "d d"]:
     """Return V = Σ_h O_h V_h for an attention layer, the sum over its heads of output matrix times value
     matrix.
-
-    It is V = Σ_h O_h V_h.
 
     Raises
     ------

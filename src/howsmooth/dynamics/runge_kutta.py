@@ -1,4 +1,4 @@
-"""The coefficients of Runge–Kutta methods with fixed steps, from which the Jacobian of a flow is computed."""
+"""The coefficients (Butcher tableaux) of Runge–Kutta methods with fixed steps."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ __all__ = ["TABLEAUX", "Tableau"]
 
 @dataclass(frozen=True)
 class Tableau:
-    """The coefficients of an explicit Runge–Kutta method, with a strictly lower triangular matrix a.
+    """The coefficients (Butcher tableau) of an explicit Runge–Kutta method, with a strictly lower triangular
+    matrix a.
 
     A step of length h is k_i = f(t + c_i h, x + h Σ_j a_ij k_j) and x⁺ = x + h Σ_i b_i k_i.
     """

@@ -1,4 +1,4 @@
-"""The class Trajectory, the result of a flow: its states at increasing times."""
+"""The class Trajectory, the result of a flow: the states at increasing times."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Velocity fields with which tokens flow: attention, several layers one after the other, or any function,
-also on a sphere.
+"""Velocity fields that move tokens: attention, several layers one after another, or any function, also on a
+sphere.
 
 A map of this library is a velocity that does not depend on time. ``Layers`` applies several maps one after
 another, ``Sphere`` keeps the tokens on a sphere, and any callable (t, x) can be a velocity too.
@@ -32,12 +32,16 @@ class Field(abc.ABC):
 
     @property
     def switches(self) -> tuple[float, ...]:
-        """The increasing times at which the velocity field jumps. Integrators begin a new step there."""
+        """The times, in increasing order, at which the velocity field jumps and integrators begin a
+        new step.
+        """
         return ()
 
     @property
     def until(self) -> float:
-        """The time up to which the velocity field is defined, counted from 0; infinite if it has no end."""
+        """The time up to which the velocity field is defined, counted from 0; infinite if there is no such
+        limit.
+        """
         return math.inf
 
     @abc.abstractmethod
@@ -54,7 +58,7 @@ class Field(abc.ABC):
         """
 
     def layer(self, begin: float, end: float, weighting: Weighting | None = None) -> Velocity:
-        """Return the velocity v of the residual layers x ↦ x + h v(t, x) between the times ``begin`` and
+        """Return the velocity v for residual layers x ↦ x + h v(t, x) between the times ``begin`` and
         ``end``.
         """
         return self.velocity(begin, end, weighting)
@@ -79,14 +83,14 @@ class Field(abc.ABC):
         )
 
     def project(self, x: Tensor) -> Tensor:
-        """Project tokens onto the set that the flow never leaves, such as a sphere.
+        """Project tokens onto the set in which the flow must stay, such as a sphere.
 
         Without such a set, the tokens are returned unchanged.
         """
         return x
 
     def drift(self, x: Tensor) -> float | None:
-        """Return the relative distance of the tokens from the set that the flow should never leave, such as a
+        """Return the relative distance of the tokens from the set in which the flow must stay, such as a
         sphere.
 
         Without such a set, the result is None.
@@ -99,7 +103,7 @@ class Field(abc.ABC):
 
 
 class MapField(Field):
-    """The velocity field x' = f(x) that one attention map f gives at all times."""
+    """The velocity field x' = f(x) of one attention map f, which does not change with time."""
 
     def __init__(self, f: TokenMap) -> None:
         self.map = _square(f, "field")
@@ -109,13 +113,13 @@ class MapField(Field):
         check_tokens(x, self.map)
 
     def velocity(self, begin: float, end: float, weighting: Weighting | None = None) -> Velocity:
-        """Return the attention map as a velocity: a function of the time t and the tokens x that does not
+        """Return the attention map as a function of the time t and the tokens x, which does not
         depend on t.
         """
         return lambda t, x: self.map._forward(x, weighting)
 
     def map_at(self, begin: float, end: float) -> TokenMap:
-        """Return the attention map, which is the velocity field at all times."""
+        """Return the attention map of this velocity field, which is the same at all times."""
         return self.map
 
     def describe(self) -> str:
@@ -124,8 +128,8 @@ class MapField(Field):
 
 
 class Layers(Field):
-    """The velocity field of several maps, such as the layers of a model. Each map is the velocity for an
-    equal share of the time.
+    """The velocity field of several maps, such as the layers of a model, each of which is the velocity for an
+    equal part of the time.
 
     Parameters
     ----------
@@ -170,7 +174,7 @@ class Layers(Field):
 
     @property
     def until(self) -> float:
-        """The time at which the last layer ends."""
+        """The time at which the last layer ends and the velocity field is no longer defined."""
         return self.total_time
 
     def check(self, x: Tensor) -> None:
@@ -179,14 +183,14 @@ class Layers(Field):
             check_tokens(x, f)
 
     def map_at(self, begin: float, end: float) -> TokenMap:
-        """Return the layer that is the velocity field between the times ``begin`` and ``end``."""
+        """Return the layer whose output is the velocity between the times ``begin`` and ``end``."""
         # The middle of the interval lies inside of one layer, while its ends may be where two layers meet.
         index = int((begin + end) / 2 / self.duration)
         return self.maps[min(index, len(self.maps) - 1)]
 
     def velocity(self, begin: float, end: float, weighting: Weighting | None = None) -> Velocity:
-        """Return the layer that is the velocity field between the times ``begin`` and ``end``, as a function
-        of the time t and the tokens x.
+        """Return the velocity between the times ``begin`` and ``end``, which is the output of one layer, as a
+        function of t and the tokens x.
         """
         f = self.map_at(begin, end)
         return lambda t, x: f._forward(x, weighting)
@@ -199,8 +203,8 @@ class Layers(Field):
 
 
 class Sphere(Field):
-    """A velocity field v projected onto the tangent spaces of a sphere, so that tokens stay on it: x' = v −
-    ⟨v, x⟩ x / |x|².
+    """A velocity field v projected onto the tangent spaces of a sphere, so that tokens stay on the sphere: x'
+    = v − ⟨v, x⟩ x / |x|².
 
     Parameters
     ----------
@@ -226,17 +230,17 @@ class Sphere(Field):
 
     @property
     def switches(self) -> tuple[float, ...]:
-        """The times at which the velocity field jumps, those of the field that is projected."""
+        """The times at which the velocity field that is projected onto the sphere jumps."""
         return self.field.switches
 
     @property
     def until(self) -> float:
-        """The time up to which the velocity field is defined, that of the field that is projected."""
+        """The time up to which the velocity field that is projected onto the sphere is defined."""
         return self.field.until
 
     def check(self, x: Tensor) -> None:
-        """Raise ArgumentError unless the field that is projected accepts the tokens ``x`` and all of them lie
-        on the sphere.
+        """Raise ArgumentError unless the velocity field accepts the tokens ``x`` and all tokens lie on the
+        sphere.
         """
         self.field.check(x)
         off = self.drift(x)
@@ -250,8 +254,8 @@ class Sphere(Field):
             )
 
     def layer(self, begin: float, end: float, weighting: Weighting | None = None) -> Velocity:
-        """Return the velocity of residual layers without projection, because the tokens are projected after
-        each layer.
+        """Return the unprojected velocity for residual layers, because the tokens are projected after each
+        layer.
         """
         return self.field.velocity(begin, end, weighting)
 
@@ -274,17 +278,19 @@ class Sphere(Field):
         return x * scale
 
     def drift(self, x: Tensor) -> float:
-        """Return the largest relative distance of a token from the sphere, ||x_i| − radius| / radius."""
+        """Return the largest relative distance of a token from the sphere, max_i ||x_i| − radius| /
+        radius.
+        """
         norms = torch.linalg.vector_norm(x.detach(), dim=-1)
         return float((norms / self.radius - 1).abs().max())
 
     def describe(self) -> str:
-        """Return a phrase that describes the field that is projected, and the sphere."""
+        """Return a phrase that describes the sphere and the velocity field that is projected onto it."""
         return f"{self.field.describe()}, on the sphere of radius {self.radius:g}"
 
 
 class CallableField(Field):
-    """A velocity field that the user gives as a function (t, x), whose result has the shape of x."""
+    """A velocity field given by the user as a function of (t, x), whose result has the shape of x."""
 
     def __init__(self, function: Callable[[Tensor, Tensor], object]) -> None:
         self.function = function
@@ -298,7 +304,7 @@ class CallableField(Field):
             raise ArgumentError("start", expected="tokens (..., n, d)", got=f"shape {tuple(x.shape)}")
 
     def velocity(self, begin: float, end: float, weighting: Weighting | None = None) -> Velocity:
-        """Return the user's function as a velocity, with a check of its results at each call."""
+        """Return the function of the user as a velocity, with a check of its results at each call."""
         if weighting is not None:
             raise ArgumentError(
                 "start",
@@ -317,12 +323,12 @@ class CallableField(Field):
         return checked
 
     def describe(self) -> str:
-        """Return a phrase that names the user's function."""
+        """Return a phrase that names the function of the user."""
         return f"the velocity {getattr(self.function, '__name__', type(self.function).__name__)}"
 
 
 def as_field(field: object) -> Field:
-    """Return the velocity field that a map, a function (t, x) or a Field stands for."""
+    """Convert a map, a function of (t, x) or a Field to a Field."""
     if isinstance(field, Field):
         return field
     if isinstance(field, TokenMap):
@@ -344,7 +350,9 @@ def positive(name: str, value: object) -> float:
 
 
 def _square(f: object, name: str) -> TokenMap:
-    """Check that a map's outputs can be velocities of its inputs, because d_out = d, and return the map."""
+    """Return the map after checking that its outputs have the dimension of its inputs, so that they can be
+    velocities.
+    """
     if not isinstance(f, TokenMap):
         raise ArgumentError(name, expected="a map of this library", got=type(f).__name__)
     if f.d_out != f.d:

@@ -1,6 +1,4 @@
-"""The function ``attention``, which computes softmax attention from queries, keys and values after it has
-checked them.
-"""
+"""The function ``attention``, which checks queries, keys and values and computes their softmax attention."""
 
 from __future__ import annotations
 
@@ -10,12 +8,12 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from howsmooth.attention.visibility import Visibility, check_window
+from howsmooth.attention.masks import Visibility, check_window
 from howsmooth.errors import ArgumentError
+from howsmooth.functional.blockwise_autograd import Grid, Shape, apply
 from howsmooth.functional.derivatives import attention_map
-from howsmooth.functional.fused import Kernels, obstacle
+from howsmooth.functional.fused_attention import Kernels, obstacle
 from howsmooth.functional.softmax import Scores
-from howsmooth.functional.sums_over_row_blocks import Grid, Shape, apply
 
 __all__ = ["attention"]
 
@@ -38,8 +36,8 @@ def attention(
     dropout_p: object = 0.0,
     kernels: object = False,
 ) -> Float[Tensor, "*lead m value_dim"]:
-    """Compute exact softmax attention of m queries and n keys in memory O(m + n). PyTorch can differentiate
-    it in every mode.
+    """Compute exact softmax attention of m queries and n keys in memory O(m + n), differentiable in every
+    PyTorch mode.
 
     O = P v, where P is the row softmax of S = c tanh(s / c) + mask + score_bias over the visible keys, and
     s = scale · q kᵀ (without a cap S = s + mask + score_bias). Forward and reverse mode, any nesting of them,
@@ -183,8 +181,8 @@ def _autocast(first: object, *others: object) -> tuple[object, ...]:
 
 
 def _tensor(name: str, t: object, *, like: Tensor | None = None, boolean: bool = False) -> Tensor:
-    """Check that the argument ``t`` of attention is a tensor with the dtype and device of ``like``, and
-    return it.
+    """Return the argument ``t`` of attention after checking that it is a tensor with the dtype and device of
+    ``like``.
 
     Without ``like`` any floating-point dtype passes; if ``boolean``, bool passes too.
     """
@@ -201,7 +199,7 @@ def _tensor(name: str, t: object, *, like: Tensor | None = None, boolean: bool =
 
 
 def _check_shapes(q: Tensor, k: Tensor, v: Tensor) -> Shape:
-    """Check that the shapes of queries, keys and values fit each other, and return the broadcast shape of
+    """Check that the shapes of queries, keys and values are compatible, and return the broadcast shape of
     their leading axes.
     """
     if q.shape[-1] != k.shape[-1] or q.shape[-1] == 0:

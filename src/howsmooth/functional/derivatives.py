@@ -1,5 +1,5 @@
-"""Attention and its first and second derivatives, written as sums over blocks of query rows (objects of the
-class :class:`BlockMap`).
+"""Attention and its first and second derivatives, written as sums over blocks of query rows
+(:class:`BlockMap`).
 
 Each function below builds a :class:`BlockMap`. Its inputs are the tensors x of :class:`Scores` by name, then
 the further results of the kernel for the value (``kept``), if there are kernels, and then tangents and
@@ -15,9 +15,9 @@ from typing import TypeVar
 
 from torch import Tensor
 
-from howsmooth.functional.fused import KEPT, Kept, Kernels
+from howsmooth.functional.blockwise_autograd import Block, BlockMap, Flags, Part, Shape, reduced
+from howsmooth.functional.fused_attention import KEPT, Kept, Kernels
 from howsmooth.functional.softmax import PARTS, Scores, adjoint, output, second, tangent, weights
-from howsmooth.functional.sums_over_row_blocks import Block, BlockMap, Flags, Part, Shape, reduced
 
 __all__ = ["attention_map"]
 
@@ -71,7 +71,8 @@ def _tangent_map(scores: Scores, moved: Names, shape: Shape, kernels: Kernels | 
         return (reduced(tangent(weights(scores, block, x), d), targets[0]),)
 
     def reverse(wanted: Flags, _: Flags, shapes: Shapes) -> BlockMap:
-        """Return the reverse-mode derivative of attention's forward-mode derivative, as a :class:`BlockMap`.
+        """Return the reverse-mode derivative of the forward-mode derivative of attention, as a
+        :class:`BlockMap`.
 
         It maps x, dx and a cotangent U of the output to the gradients of ⟨U, dO⟩ in x and in dx.
         """
@@ -127,7 +128,8 @@ def _adjoint_map(scores: Scores, which: Mapping[str, Shape], kernels: Kernels | 
         return _in_order(kernels.adjoint(x, kept, d["u"], tuple(which)), tuple(which))
 
     def forward(moved: Flags, shapes: Shapes) -> BlockMap:
-        """Return the forward-mode derivative of attention's reverse-mode derivative, as a :class:`BlockMap`.
+        """Return the forward-mode derivative of the reverse-mode derivative of attention, as a
+        :class:`BlockMap`.
 
         It maps x, U and their tangents dx and dU to the tangents of the cotangents.
         """
@@ -150,7 +152,8 @@ def _adjoint_map(scores: Scores, which: Mapping[str, Shape], kernels: Kernels | 
         return BlockMap(scores.grid, compute, both.parts, outputs, kernel=both.run_by(kernel, tuple(which)))
 
     def reverse(wanted: Flags, there: Flags, shapes: Shapes) -> BlockMap:
-        """Return the reverse-mode derivative of attention's reverse-mode derivative, as a :class:`BlockMap`.
+        """Return the reverse-mode derivative of the reverse-mode derivative of attention, as a
+        :class:`BlockMap`.
 
         The BlockMap takes the tensors x of attention, the output's cotangent U, and a tensor W for each
         cotangent that the adjoint returns. Its results are the gradients of ⟨W, cotangents⟩ in x and in U.
@@ -192,7 +195,7 @@ def _adjoint_map(scores: Scores, which: Mapping[str, Shape], kernels: Kernels | 
 
 @dataclass(frozen=True)
 class _Inputs:
-    """The names of the tensors that a derivative of attention reads, and how each of them is cut into blocks
+    """The names of the tensors that a derivative of attention takes, and how each of them is cut into blocks
     of query rows.
 
     They are the tensors x of attention, then tensors that a Triton kernel kept, then tangents or cotangents.
@@ -211,15 +214,15 @@ class _Inputs:
 
     @property
     def parts(self) -> tuple[Part, ...]:
-        """Say for each tensor that a derivative of attention reads whether it has a row for each query, a row
-        for each key, or the axes of the scores.
+        """Return for each input of a derivative of attention whether it has one row per query, one row per
+        key, or the axes of the scores.
         """
         names = (*self.scores.names, *self.kept, *self.more)
         return tuple(PARTS.get(name, "queries") for name in names)
 
     def named(self, tensors: Tensors) -> tuple[dict[str, Tensor], Kept, dict[str, Tensor]]:
-        """Sort the tensors that a derivative of attention reads into arguments of attention, tensors that a
-        Triton kernel kept, and tangents or cotangents.
+        """Divide the inputs of a derivative of attention into arguments of attention, tensors saved by a
+        Triton kernel, and tangents or cotangents.
 
         The first and the last are returned by name.
         """
@@ -229,8 +232,7 @@ class _Inputs:
         return x, tensors[count : count + kept], more
 
     def chosen(self, flags: Flags) -> tuple[Names, Names]:
-        """Return the names of those tensors, among the inputs of a derivative of attention, that ``flags``
-        marks.
+        """Return the names of the inputs of a derivative of attention that ``flags`` marks.
 
         The first names are of arguments x of attention, the second of tangents and cotangents (``more``).
         """
@@ -241,8 +243,8 @@ class _Inputs:
     def run_by(
         self, kernel: Callable[[Kernels, Tensors], Tensors], results: Names = ()
     ) -> Callable[[Tensors], Tensors] | None:
-        """Bind a Triton kernel to its settings, so that it takes only tensors; return None if no kernel can
-        compute this derivative.
+        """Return a function of the tensors alone that runs a Triton kernel, or None if no kernel can compute
+        this derivative.
 
         It cannot be used without Triton kernels, nor for tangents or cotangents of a mask or bias.
         """

@@ -1,4 +1,4 @@
-"""Triton kernels for attention and its first and second derivatives; they never write an attention score to
+"""Triton kernels for attention and its first and second derivatives that never write attention scores to
 global memory.
 
 With s = scale · q kᵀ, S = c tanh(s/c) + bias, D = 1 − tanh², P the row softmax, O = P v, and for each row
@@ -43,7 +43,7 @@ def _jit(function: Callable[..., object]) -> Any:
 
 @_jit
 def _load(p, start, end, LENGTH: tl.constexpr, ENTRIES: tl.constexpr, WIDTH: tl.constexpr):
-    """Load a tile of LENGTH rows of a matrix, beginning at row ``start``, and pad it with zeros.
+    """Load a tile of LENGTH rows of a matrix, starting at row ``start``, padded with zeros.
 
     Rows from ``end`` on and columns from ENTRIES on are zero.
     """
@@ -57,7 +57,7 @@ def _load(p, start, end, LENGTH: tl.constexpr, ENTRIES: tl.constexpr, WIDTH: tl.
 
 @_jit
 def _store(p, tile, start, end, LENGTH: tl.constexpr, ENTRIES: tl.constexpr, WIDTH: tl.constexpr):
-    """Write a tile to LENGTH rows of a matrix, beginning at row ``start``."""
+    """Write a tile to LENGTH rows of a matrix, starting at row ``start``."""
     i = (start + tl.arange(0, LENGTH))[:, None]
     j = tl.arange(0, WIDTH)[None, :]
     tl.store(p + i.to(tl.int64) * ENTRIES + j, tile, mask=(i < end) & (j < ENTRIES))
@@ -65,7 +65,7 @@ def _store(p, tile, start, end, LENGTH: tl.constexpr, ENTRIES: tl.constexpr, WID
 
 @_jit
 def _tanh(x):
-    """Return tanh(x) with all digits of float32, also for small x."""
+    """Return tanh(x) to full float32 accuracy, also for small x."""
     size = tl.abs(x)
     e = tl.exp2(size * (-2.0 * _LOG2E))
     t = (1.0 - e) / (1.0 + e)
@@ -122,7 +122,7 @@ def _scores(
 
 @_jit
 def _start(length, LENGTH: tl.constexpr, LAST_FIRST: tl.constexpr):
-    """Return the head that this Triton program works on, and the first row (or key) of its block.
+    """Return the head of this Triton program, and the first row (or key) of its block.
 
     With LAST_FIRST, blocks are taken from the last on, because in causal order the last rows take longest.
     """
@@ -287,8 +287,7 @@ def tangent(
 
 @_jit
 def _rest(g, dtype: tl.constexpr, CAPPED: tl.constexpr, SINKS: tl.constexpr):
-    """Return how much the sum of each row of a tile changes when the entries of the tile are rounded to
-    ``dtype``.
+    """Return by how much rounding the entries of a tile to ``dtype`` changes the sum of each row.
 
     The tile ``g`` holds D∘G, the cotangents of the products scale · q kᵀ.
 
@@ -303,7 +302,7 @@ def _rest(g, dtype: tl.constexpr, CAPPED: tl.constexpr, SINKS: tl.constexpr):
 
 @_jit
 def _mean_of_first(k, low, n, KEYS: tl.constexpr, KEY: tl.constexpr, WIDTH: tl.constexpr):
-    """Return the mean (1, WIDTH) of the keys in the first tile, an estimate of the mean of all keys."""
+    """Return the mean (1, WIDTH) of the keys in the first tile, as an estimate of the mean of all keys."""
     ks = _load(k, low, n, KEYS, KEY, WIDTH).to(tl.float32)
     return (tl.sum(ks, 0) / tl.minimum(KEYS, n - low))[None, :]
 
@@ -364,8 +363,8 @@ def adjoint_keys(
     CAPPED: tl.constexpr, SINKS: tl.constexpr, PRECISION: tl.constexpr,
     KEY: tl.constexpr, VALUE: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
 ):  # fmt: skip
-    """Compute the cotangents of one block of keys and of their values, summed over all query rows and query
-    heads, and write them to memory.
+    """Compute the cotangents of one block of keys and values, summed over all query rows and query heads, and
+    write them to memory.
     """
     key_head, start = _start(n, KEYS, False)
     ks = _load(k + key_head * n * KEY, start, n, KEYS, KEY, WIDTH)
@@ -401,8 +400,8 @@ def adjoint_keys(
 
 @_jit
 def _moved(s, raw, a, da, row_lse, row_mu, row_common, row_moved, slope, tanh, cap, CAPPED: tl.constexpr):
-    """Return the probabilities P of one tile, the cotangents of its products of queries and keys, and the
-    tangents of both.
+    """Return the probabilities P of one tile, the cotangents of the inner products of queries and keys, and
+    the tangents of both.
 
     The results are P, its tangent dP, the cotangent D∘G of the products scale · q kᵀ, and the tangent of D∘G.
     The arguments ``s`` are scores, ``raw`` their tangents before the cap, ``a`` is U vᵀ and ``da`` its
@@ -430,7 +429,8 @@ def second_queries(
     CAPPED: tl.constexpr, SINKS: tl.constexpr, PRECISION: tl.constexpr,
     KEY: tl.constexpr, VALUE: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
 ):  # fmt: skip
-    """Compute the tangents of the queries' cotangents for one block of query rows, and write them to memory.
+    """Compute the tangents of the cotangents of the queries for one block of query rows, and write them to
+    memory.
 
     The cotangents are what :func:`adjoint_queries` writes. The argument ``moved`` holds the tangent of ⟨u, O⟩
     of each row.
@@ -490,7 +490,7 @@ def second_keys(
     CAPPED: tl.constexpr, SINKS: tl.constexpr, PRECISION: tl.constexpr,
     KEY: tl.constexpr, VALUE: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
 ):  # fmt: skip
-    """Compute the tangents of the cotangents of one block of keys and of their values, and write them to
+    """Compute the tangents of the cotangents of keys and values for one block of keys, and write them to
     memory.
 
     The cotangents are what :func:`adjoint_keys` writes. The argument ``moved`` holds the tangent of ⟨u, O⟩ of

@@ -1,4 +1,4 @@
-"""Makes howsmooth's attention function available in Hugging Face transformers, as
+"""Registration of howsmooth's attention function in Hugging Face transformers, as
 ``attn_implementation="howsmooth"``.
 
 The library transformers is imported when :func:`register` is called, and not before.
@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from howsmooth.errors import ArgumentError
 from howsmooth.functional.attention import attention
-from howsmooth.functional.rule_mask import RuleMask, rule_mask
+from howsmooth.functional.hugging_face_mask import RuleMask, rule_mask
 
 __all__ = ["register"]
 
@@ -61,8 +61,8 @@ def _attention_forward(
     indices: Tensor | None = None,
     **rest: Any,
 ) -> tuple[Tensor, None]:
-    """Compute the attention output (batch, m, heads, value_dim) of a layer of a transformers model, which
-    calls this function.
+    """Compute the attention output (batch, m, heads, value_dim) of a layer of a transformers model that calls
+    this function.
 
     The arguments are those that layers give to the functions of ``AttentionInterface``: queries
     (batch, heads, m, key_dim), keys and values (batch, kv_heads, n, ...). Without a mask every query sees
@@ -98,17 +98,15 @@ def _attention_forward(
 
 
 def _hide_unselected(mask: Tensor | None, chosen: Tensor) -> Tensor:
-    """Combine a mask with a selection of keys, so that a key is hidden if the mask hides it or if it is not
-    selected.
-    """
+    """Combine a mask with a selection of keys, such that keys outside the selection are hidden too."""
     if mask is None or mask.dtype == torch.bool:
         return chosen if mask is None else mask & chosen
     return mask.masked_fill(~chosen, torch.finfo(mask.dtype).min)
 
 
 def _check_supported(rest: dict[str, Any]) -> None:
-    """Raise an ArgumentError if a layer of transformers asks the implementation "howsmooth" for something
-    that it cannot do.
+    """Raise ArgumentError if a layer of transformers uses a feature that the implementation "howsmooth" does
+    not support.
     """
     if rest.get("output_attentions"):
         raise ArgumentError(

@@ -1,5 +1,5 @@
-"""Softmax attention of one block of query rows: its output, its forward- and reverse-mode derivatives, and
-its second derivative.
+"""Softmax attention of one block of query rows: the output, its forward- and reverse-mode derivatives, and
+second derivatives.
 
 With S = c tanh(s/c) + mask + bias, s = scale · q kᵀ, D the derivative of the cap, P the row softmax, O = P v:
 
@@ -24,8 +24,8 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from howsmooth.attention.visibility import Visibility
-from howsmooth.functional.sums_over_row_blocks import Block, Grid, Part, kept_whole
+from howsmooth.attention.masks import Visibility
+from howsmooth.functional.blockwise_autograd import Block, Grid, Part, kept_whole
 
 __all__ = ["PARTS", "Scores", "Weights", "adjoint", "output", "second", "tangent", "weights"]
 
@@ -44,7 +44,8 @@ _ADDED = ("mask", "bias")
 
 @dataclass(frozen=True, eq=False)
 class Scores:
-    """The rule by which attention scores are formed: S = c tanh(s/c) + mask + bias with s = scale · q kᵀ.
+    """The settings from which attention scores S = c tanh(s/c) + mask + bias with s = scale · q kᵀ are
+    computed.
 
     Parameters
     ----------
@@ -72,7 +73,8 @@ class Scores:
 
 @dataclass(frozen=True, eq=False)
 class Weights:
-    """The attention probabilities P of one block of query rows, and the tensors from which they were formed.
+    """The attention probabilities P of one block of query rows, and the tensors from which they were
+    computed.
 
     Parameters
     ----------
@@ -100,14 +102,12 @@ class Weights:
     dropout: Tensor | None
 
     def dropped(self, t: Tensor) -> Tensor:
-        """Apply dropout to a matrix of the shape of P, if attention has dropout; otherwise return the matrix
-        unchanged.
-        """
+        """Apply dropout, if attention has any, to a matrix of the shape of P."""
         return t if self.dropout is None else t * self.dropout
 
     @property
     def slope(self) -> Tensor | None:
-        """The derivative of the soft cap at each attention score; None if the scores have no cap."""
+        """The derivative of the soft cap at each attention score, or None if the scores have no cap."""
         return None if self.tanh is None else (1 - self.tanh) * (1 + self.tanh)
 
 
@@ -153,8 +153,8 @@ def weights(scores: Scores, block: Block, x: Mapping[str, Tensor]) -> Weights:
 
 
 def _dropout(scores: Scores, block: Block, seed: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return the matrix by which dropout multiplies the probabilities P of a block: 0 where an entry is
-    dropped, 1/(1 − p) elsewhere.
+    """Return the matrix of dropout factors of a block: 0 for dropped probabilities, and 1/(1 − p) for all
+    others.
 
     An entry depends on the seed, head, query and key alone. So the derivatives, whose blocks may be others,
     form the same matrix again, and nothing is kept.
@@ -173,7 +173,7 @@ def _dropout(scores: Scores, block: Block, seed: Tensor, dtype: torch.dtype) -> 
 
 
 def _hashed(x: Tensor) -> Tensor:
-    """Scramble the bits of int32 numbers by the one-to-one hash function lowbias32 of C. Wellons."""
+    """Scramble the bits of int32 numbers by the invertible hash function lowbias32 of C. Wellons."""
     # The products overflow, as intended. A shift of a negative number fills up with ones, which & removes.
     x = (x ^ ((x >> 16) & 0xFFFF)) * 0x7FEB352D
     x = (x ^ ((x >> 15) & 0x1FFFF)) * (0x846CA68B - 2**32)
@@ -186,7 +186,7 @@ def output(at: Weights) -> Tensor:
 
 
 def _ordered(s: Tensor, visible: Visibility, block: Block) -> Tensor:
-    """Set the attention scores of a block to −∞ where causal order or a window hides the key.
+    """Set the attention scores of a block to −∞ where the causal order or a window hides the key.
 
     The scores ``s`` may be changed in place.
     """
@@ -220,8 +220,8 @@ def tangent(at: Weights, d: Mapping[str, Tensor]) -> Tensor:
 
 
 def adjoint(at: Weights, u: Tensor, which: Sequence[str]) -> dict[str, Tensor]:
-    """Return the cotangents of those arguments of attention that ``which`` names, for a cotangent ``u`` of
-    the attention outputs of one block.
+    """Return the cotangents of the arguments of attention that ``which`` names, for a cotangent ``u`` of the
+    attention outputs of one block.
     """
     found: dict[str, Tensor] = {}
     if "v" in which:
@@ -247,14 +247,14 @@ def adjoint(at: Weights, u: Tensor, which: Sequence[str]) -> dict[str, Tensor]:
 def second(
     at: Weights, u: Tensor, d: Mapping[str, Tensor], du: Tensor | None, which: Sequence[str]
 ) -> dict[str, Tensor]:
-    """Return the tangents of the cotangents that :func:`adjoint` returns, for tangents of the arguments of
-    attention and of ``u``.
+    """Return the tangents of the results of :func:`adjoint`, for tangents of the arguments of attention and
+    of ``u``.
 
     The tensors ``at.x`` have the tangents ``d``, and ``u`` has the tangent ``du``; None stands for zero.
     """
     x, p, found = at.x, at.p, dict[str, Tensor]()
     # The tangent of s is needed before the cap too, because the derivative of the cap changes with s.
-    ds_raw = _products_moved(at, d)
+    ds_raw = _products_tangent(at, d)
     slope = at.slope
     dp = _dp(at, _ds(at, d, ds_raw), d)
     a = at.dropped(_products(u, x["v"]))
@@ -300,8 +300,8 @@ def second(
     return found
 
 
-def _products_moved(at: Weights, d: Mapping[str, Tensor]) -> Tensor | None:
-    """Return the tangent of the products scale · q kᵀ of queries and keys, or None if it is zero."""
+def _products_tangent(at: Weights, d: Mapping[str, Tensor]) -> Tensor | None:
+    """Return the tangent of the matrix scale · q kᵀ, or None if it is zero."""
     ds: Tensor | None = None
     if "q" in d:
         ds = _products(at.scale * d["q"], at.x["k"])
@@ -313,7 +313,7 @@ def _ds(at: Weights, d: Mapping[str, Tensor], raw: Tensor | None = None) -> Tens
 
     If the tangent of s = scale · q kᵀ is known, it is given as ``raw``.
     """
-    ds = _products_moved(at, d) if raw is None else raw
+    ds = _products_tangent(at, d) if raw is None else raw
     slope = at.slope
     if ds is not None and slope is not None:
         ds = ds * slope

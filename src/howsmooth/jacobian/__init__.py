@@ -38,10 +38,10 @@ from howsmooth.jacobian.closed_form import (
     in_double,
     runs_members_alone,
 )
-from howsmooth.jacobian.footprint import cached_bytes, kernel_bytes, streamed_bytes
-from howsmooth.jacobian.frozen_measure import frozen_derivatives
+from howsmooth.jacobian.fixed_measure_derivative import frozen_derivatives
+from howsmooth.jacobian.memory_footprint import cached_bytes, kernel_bytes, streamed_bytes
 from howsmooth.jacobian.packed_sequences import energy_products_together, shares_products
-from howsmooth.jacobian.padded import filled, joined
+from howsmooth.jacobian.padded_batches import filled, joined
 
 __all__ = [
     "AutodiffJacobian",

@@ -1,5 +1,5 @@
-"""The Jacobian of multi-head self-attention, whose attention probabilities are either kept in memory or
-formed tile by tile in each product.
+"""The Jacobian of multi-head self-attention, with attention probabilities that are kept in memory or
+recomputed tile by tile.
 
 Both operators project tangents of tokens to tangents of queries, keys and values, apply the derivative of the
 softmax to each head, and project the heads to the output. They differ in that derivative, and in how many
@@ -16,10 +16,10 @@ from jaxtyping import Float
 from torch import Tensor
 
 from howsmooth.attention import SelfAttention, Weighting
-from howsmooth.attention.visibility import Visibility
-from howsmooth.jacobian.fused import fused
+from howsmooth.attention.masks import Visibility
+from howsmooth.jacobian.fused_softmax import fused
 from howsmooth.jacobian.norm_layers import NormJacobian, norm_jacobian
-from howsmooth.jacobian.projections import Projection, Projections
+from howsmooth.jacobian.projection_matrices import Projection, Projections
 from howsmooth.jacobian.queries_keys_values import Operands
 from howsmooth.jacobian.rounding_bounds import attention_error
 from howsmooth.jacobian.softmax import (
@@ -28,7 +28,7 @@ from howsmooth.jacobian.softmax import (
     softmax_derivative,
     weighted_softmax_derivative,
 )
-from howsmooth.jacobian.streamed import Through, streamed_derivative
+from howsmooth.jacobian.streamed_softmax import Through, streamed_derivative
 from howsmooth.roundoff import MatrixNorms
 from howsmooth.spectral import LinearOperator, ProductError
 
@@ -40,15 +40,15 @@ Norms = tuple[NormJacobian | None, NormJacobian | None]
 
 @runtime_checkable
 class Core(Protocol):
-    """The interface of objects that multiply by the derivative of softmax attention in its queries, keys and
-    values, for all heads of a layer together.
+    """The interface of the derivative of softmax attention with respect to queries, keys and values, for all
+    heads of a layer together.
 
     Arguments and results are those of :class:`~howsmooth.jacobian.softmax.SoftmaxDerivative`.
     """
 
     @property
     def k(self) -> Tensor:
-        """The keys of the layer, of shape (b, n, key_dim); the axis b runs over the key heads of all
+        """The keys of the layer, of shape (b, n, key_dim), where the axis b runs over the key heads of all
         sequences in the batch.
         """
 
@@ -60,12 +60,12 @@ class Core(Protocol):
 
 @runtime_checkable
 class StreamedCore(Core, Protocol):
-    """The interface of a derivative J of softmax attention that can multiply by Jᵀ T J in one pass, where T
-    is a linear map of each token's output.
+    """The interface of a derivative J of softmax attention that computes Jᵀ T J in one pass, for a linear map
+    T of the outputs of each token.
 
     The method ``gram`` does this.
 
-    The arguments are those of :class:`~howsmooth.jacobian.streamed.StreamedDerivative`.
+    The arguments are those of :class:`~howsmooth.jacobian.streamed_softmax.StreamedDerivative`.
     """
 
     def gram(self, dq: Tensor, dk: Tensor, dv: Tensor, through: Through) -> tuple[Tensor, Tensor, Tensor]: ...
@@ -75,8 +75,8 @@ _Core = TypeVar("_Core", bound=Core)
 
 
 class _MultiHeadJacobian(LinearOperator, Generic[_Core]):
-    """Base class of the two Jacobians of multi-head attention. It holds the layer's projections and norm
-    layers, and is given the derivative of the softmax.
+    """Base class of the Jacobians of multi-head attention, which contain projections, norm layers and the
+    derivative of the softmax.
     """
 
     def __init__(
@@ -93,7 +93,7 @@ class _MultiHeadJacobian(LinearOperator, Generic[_Core]):
         self.norms = norms
 
     def select(self, members: Tensor) -> Self:
-        """Return the operator with the Jacobians of attention at the chosen sequences of the batch."""
+        """Return the Jacobians of attention at the chosen sequences of the batch."""
         kv_heads = self.projection.attention.kv_heads
         heads = torch.arange(kv_heads, device=self.device)
         rows = (members.to(self.device)[:, None] * kv_heads + heads).flatten()
@@ -102,8 +102,7 @@ class _MultiHeadJacobian(LinearOperator, Generic[_Core]):
         return type(self)(self.projection, self.core.select(rows), (query_norm, key_norm), proved)
 
     def _to_heads(self, part: int, rows: Float[Tensor, "batch n rows"]) -> Float[Tensor, "b m width"]:
-        """Turn the tangents of all heads' queries, keys or values, side by side in one row for each token,
-        into one matrix for each key head.
+        """Split rows with the queries, keys or values of all heads into one matrix for each key head.
 
         The argument ``part`` is 0 for queries, 1 for keys and 2 for values.
 
@@ -122,8 +121,8 @@ class _MultiHeadJacobian(LinearOperator, Generic[_Core]):
         return rows.reshape(b * f.kv_heads, -1, rows.shape[-1])
 
     def _from_heads(self, part: int, heads: Float[Tensor, "b m width"]) -> Float[Tensor, "batch n rows"]:
-        """Apply the transpose of :meth:`_to_heads`: turn one matrix for each key head into one row for each
-        token.
+        """Apply the transpose of :meth:`_to_heads`, which joins the matrices of all key heads to one row for
+        each token.
         """
         (n, _), norm = self.in_shape, (*self.norms, None)[part]
         heads = heads.reshape(self.batch, -1, n, heads.shape[-1])
@@ -135,12 +134,12 @@ class _MultiHeadJacobian(LinearOperator, Generic[_Core]):
         return rows
 
     def _concatenated(self, do: Float[Tensor, "b m value_dim"]) -> Float[Tensor, "batch n d_heads"]:
-        """Return the outputs of all heads of an attention layer side by side, one row for each token."""
+        """Concatenate the outputs of all heads of an attention layer, one row for each token."""
         n = self.in_shape[0]
         return do.view(self.batch, -1, n, do.shape[-1]).transpose(1, 2).reshape(self.batch, n, -1)
 
     def _separated(self, heads: Float[Tensor, "batch n d_heads"]) -> Float[Tensor, "b m value_dim"]:
-        """Split rows that hold the outputs of all heads side by side into one matrix for each key head."""
+        """Split the concatenated outputs of all heads into one matrix for each key head."""
         f, (b, n, _) = self.projection.attention, heads.shape
         do = heads.view(b, n, f.heads, f.value_dim).transpose(1, 2)
         return do.reshape(b * f.kv_heads, -1, f.value_dim)
@@ -169,8 +168,8 @@ class AttentionJacobian(_MultiHeadJacobian[SoftmaxDerivative | WeightedSoftmaxDe
         projections: Sequence[Projections],
         norms: MatrixNorms,
     ) -> list[LinearOperator]:
-        """Return the Jacobian of a float64 attention layer at float64 tokens, as one operator for each dtype
-        in which products are wanted.
+        """Return the Jacobian of a float64 attention layer at float64 tokens, as one operator for each
+        requested dtype.
 
         There is one operator for each item of ``projections``.
 
@@ -219,23 +218,23 @@ class AttentionJacobian(_MultiHeadJacobian[SoftmaxDerivative | WeightedSoftmaxDe
         return energy.sum(dim=1), self.projection.into_adjoint(self.heads_adjoint(through))
 
     def heads(self, rows: Float[Tensor, "batch n rows"]) -> Float[Tensor, "batch n d_heads"]:
-        """Return the tangents of the outputs of all heads, given the tangents of queries, keys and values of
-        all heads side by side.
+        """Return the tangents of the outputs of all heads, given the concatenated tangents of their queries,
+        keys and values.
         """
         parts = rows.split(self.projection.sizes, dim=-1)
         return self._concatenated(self.core.product(*(self._to_heads(i, t) for i, t in enumerate(parts))))
 
     def heads_adjoint(self, heads: Float[Tensor, "batch n d_heads"]) -> Float[Tensor, "batch n rows"]:
-        """Return the cotangents of queries, keys and values of all heads side by side, given the cotangents
-        of the outputs of all heads.
+        """Return the concatenated cotangents of queries, keys and values of all heads, given the cotangents
+        of the head outputs.
         """
         parts = self.core.adjoint(self._separated(heads))
         return torch.cat([self._from_heads(i, t) for i, t in enumerate(parts)], dim=-1)
 
 
 class StreamedAttentionJacobian(_MultiHeadJacobian[StreamedCore]):
-    """The Jacobian J of multi-head self-attention that keeps no n × n matrix at n tokens. It multiplies by
-    JᵀJ in one pass over blocks of query rows.
+    """The Jacobian J of multi-head self-attention at n tokens, with no n × n matrix in memory and JᵀJ
+    computed in one pass.
 
     Queries, keys and values are projected one after the other, so that few tensors with n rows of all heads
     are in memory at a time.
@@ -253,8 +252,8 @@ class StreamedAttentionJacobian(_MultiHeadJacobian[StreamedCore]):
         norms: MatrixNorms | None = None,
         allowance: float | None = None,
     ) -> StreamedAttentionJacobian:
-        """Return the Jacobian of a float64 attention layer at float64 tokens, as an operator that keeps no n
-        × n matrix.
+        """Return the Jacobian of a float64 attention layer at float64 tokens as an operator that keeps no n ×
+        n matrix.
 
         Parameters
         ----------

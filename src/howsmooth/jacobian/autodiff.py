@@ -69,7 +69,7 @@ _STATEFUL = (nn.modules.dropout._DropoutNd, nn.modules.batchnorm._BatchNorm)
 
 
 class AutodiffJacobian(LinearOperator):
-    """The Jacobian J of a map ``f`` at a point ``x``, computed by PyTorch's automatic differentiation.
+    """The Jacobian J of a map ``f`` at a point ``x``, computed by automatic differentiation in PyTorch.
 
     Reverse mode gives Jᵀu. Reverse mode over Jᵀu gives J e or, where it cannot, forward mode does.
 
@@ -170,14 +170,14 @@ class AutodiffJacobian(LinearOperator):
             self._check_derivatives(y)
 
     def _linearise(self) -> None:
-        """Run f at x, and keep the graph along which the products are computed."""
+        """Evaluate f at x and keep the autograd graph, along which the products are computed."""
         # Estimating the rounding needs a second graph, and each is followed by that of its derivative.
         most = memory_budget(None, self._x.device) // _GRAPHS if self._x.shape[self._lead] < _LONG else 0
         with as_derivative_errors("reverse"):
             self._kept = _Linearisation(self._f, self._x, most)
 
     def _first_value(self) -> object:
-        """Evaluate the map ``f`` at the point ``x``, and turn an exception of ``f`` into an ArgumentError
+        """Evaluate the map ``f`` at the point ``x``, and convert any exception of ``f`` to an ArgumentError
         that quotes it.
         """
         f, x = self._f, self._x
@@ -216,8 +216,8 @@ class AutodiffJacobian(LinearOperator):
         return cotangent.reshape(self.batch, *self.in_shape)
 
     def _forward_product(self, e: Tensor) -> Tensor:
-        """Return the product J e by PyTorch's forward mode, or by two reverse modes if some operation of the
-        map has no forward mode.
+        """Return the product J e by forward mode, or by two reverse modes if an operation of the map has no
+        forward mode.
         """
         try:
             with one_backend(), as_derivative_errors("forward"):
@@ -229,7 +229,7 @@ class AutodiffJacobian(LinearOperator):
         return tangent.reshape(self.batch, *self.out_shape)
 
     def _conditioning(self, u: Tensor, jtu: Tensor) -> Tensor:
-        """Estimate the relative error of a product Jᵀu that rounding inside the map ``f`` causes.
+        """Estimate the relative error of a product Jᵀu that is caused by rounding inside the map ``f``.
 
         Rounding inside f acts like a rounding error of its input. So Jᵀu, which is ``jtu``, is computed four
         more times, at tokens moved by one machine epsilon each, and sixteen times the largest relative change
@@ -293,8 +293,8 @@ class AutodiffJacobian(LinearOperator):
             )
 
     def keeps_rows_apart(self) -> bool:
-        """Return True if the map treats each token by itself, so that row i of J E depends on row i of E
-        only.
+        """Return True if the map acts on each token separately, so that row i of J E depends only on row i of
+        E.
 
         The result is False for J = 0 and for fewer than two tokens. The operator must have one member.
         """
@@ -307,8 +307,7 @@ class AutodiffJacobian(LinearOperator):
 
 
 class _Linearisation:
-    """The Jacobian J of a map at one point. Its products are computed along the autograd graph of the map,
-    which is kept.
+    """The Jacobian J of a map at one point, whose products are computed along the autograd graph of the map.
 
     The graph of u ↦ Jᵀu is kept too, and gives J e, if the graph of the map takes at most ``most`` bytes and
     can be differentiated twice; otherwise J e takes forward mode.
@@ -341,20 +340,22 @@ class _Linearisation:
         self.twice = twice and (linear or not self.adjoint_product(torch.ones_like(self.y)).any())
 
     def product(self, e: Tensor) -> Tensor:
-        """Return J e, the product of a map's Jacobian J with a tangent ``e`` of the input."""
+        """Return J e, the product of the Jacobian J of a map with a tangent ``e`` of its input."""
         if not self.twice:
             return _by_forward_mode(self._f, self._x.detach(), e)
         found = None if self._jtu is None else _gradient(self._jtu, self._u, e)
         return torch.zeros_like(self._u) if found is None else found
 
     def adjoint_product(self, u: Tensor) -> Tensor:
-        """Return Jᵀu, the product of a map's transposed Jacobian with a cotangent ``u`` of the output."""
+        """Return Jᵀu, the product of the transposed Jacobian of a map with a cotangent ``u`` of its
+        output.
+        """
         found = _gradient(self.y, self._x, u)
         return torch.zeros_like(self._x) if found is None else found
 
 
 def _gradient(y: Tensor, x: Tensor, u: Tensor, *, create_graph: bool = False) -> Tensor | None:
-    """Return (∂y/∂x)ᵀ u by autograd and keep the graph; return None if y does not depend on x."""
+    """Return (∂y/∂x)ᵀ u by autograd without freeing the graph, or None if y does not depend on x."""
     if not y.requires_grad:
         return None
     options = {"retain_graph": True, "create_graph": create_graph, "allow_unused": True}
@@ -367,8 +368,8 @@ def _by_forward_mode(f: Callable[[Tensor], Tensor], x: Tensor, e: Tensor) -> Ten
 
 
 def _mixes(product: Callable[[Tensor], Tensor], e: Tensor) -> bool:
-    """Return True if a linear map of a batch mixes its elements: if element i of its result depends on
-    another element j of its argument.
+    """Return True if a linear map on a batch mixes its elements, that is, if some result depends on another
+    element of the batch.
 
     Any two indices differ in some binary digit. So for each digit, e is set to zero at all indices without
     that digit, and the product must be zero there: as many products as indices have digits.
@@ -382,8 +383,8 @@ def _mixes(product: Callable[[Tensor], Tensor], e: Tensor) -> bool:
 
 
 def moved_by_rounding(x: Tensor) -> Iterator[Tensor]:
-    """Yield four copies of the tensor ``x`` in which every entry is changed by one machine epsilon, up or
-    down at random.
+    """Yield four copies of the tensor ``x`` with every entry changed by one machine epsilon, up or down at
+    random.
     """
     generator = torch.Generator().manual_seed(1)
     for _ in MULTIPLES:
@@ -406,8 +407,8 @@ def allowance_for_rounding(moved: Iterable[Tensor], je: Tensor, allowed: float =
 
 
 def check_adjoint(e: Tensor, je: Tensor, u: Tensor, jtu: Tensor, forward: Tensor, reverse: Tensor) -> None:
-    """Raise DerivativeError unless the products J e and Jᵀu of a Jacobian J satisfy ⟨J e, u⟩ = ⟨e, Jᵀu⟩ up to
-    rounding, for Gaussian vectors e and u.
+    """Raise DerivativeError unless the products with a Jacobian J satisfy ⟨J e, u⟩ = ⟨e, Jᵀu⟩ up to rounding,
+    for Gaussian e and u.
 
     ``forward`` and ``reverse`` are the estimated relative rounding errors of J e and Jᵀ u for each member.
     A relative error δ of J e, independent of u, changes ⟨J e, u⟩ by about δ ‖J e‖, and likewise for Jᵀ u.
@@ -432,8 +433,8 @@ def check_against_differences(
     rounding: float,
     je: Tensor | None = None,
 ) -> None:
-    """Raise DerivativeError if finite differences of the map ``f`` at ``x`` contradict ``product``, its
-    computed derivative.
+    """Raise DerivativeError if the derivative ``product`` of the map ``f`` at ``x`` disagrees with finite
+    differences.
 
     A ``detach`` or ``no_grad`` inside f cuts off both modes of autodiff alike, so only the values of f show
     it. Finite differences are taken along e with three step lengths. They count as evidence only if they
@@ -476,8 +477,8 @@ def check_against_differences(
 
 
 def weighted_autodiff_jacobian(f: TokenMap, x: Tensor, weighting: Weighting) -> AutodiffJacobian:
-    """Return the Jacobian of a map at a discrete measure by automatic differentiation, with the tangent of
-    each atom scaled by the root of its weight.
+    """Return the Jacobian of a map at a discrete measure by automatic differentiation, scaled by the roots of
+    the weights of the atoms.
 
     The operator has the blocks √(a_i/a_j) J_ij, with the weights a of the atoms.
 
@@ -526,8 +527,8 @@ def _refuse_training_mode(f: Callable[[Tensor], Tensor]) -> None:
 
 @contextmanager
 def one_backend() -> Iterator[None]:
-    """Make PyTorch's attention function differentiable in forward and in reverse mode, within a ``with``
-    block.
+    """Return a context manager in which PyTorch's attention is differentiable in both forward and reverse
+    mode.
 
     Only PyTorch's "math" backend has both modes, so the context allows no other backend.
     """
@@ -537,8 +538,8 @@ def one_backend() -> Iterator[None]:
 
 @contextmanager
 def as_derivative_errors(mode: str) -> Iterator[None]:
-    """Turn errors that PyTorch raises in forward or reverse ``mode`` into a DerivativeError that quotes them,
-    within a ``with`` block.
+    """Return a context manager that converts errors in forward or reverse ``mode`` to a DerivativeError that
+    quotes them.
     """
     try:
         yield

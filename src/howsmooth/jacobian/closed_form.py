@@ -1,5 +1,5 @@
-"""Jacobians in closed form of the library's own maps (attention, norm layers, residuals, compositions),
-chosen by the class of the map.
+"""Jacobians in closed form of the maps of this library: attention, norm layers, residual connections and
+compositions.
 
 The point of linearisation is computed in float64 for every dtype of the products, because in float32 the
 rounding of a large score would be an error in the exponent of a probability. Only the products run in the
@@ -27,9 +27,9 @@ from howsmooth.attention import (
 )
 from howsmooth.errors import ArgumentError
 from howsmooth.jacobian.attention import AttentionJacobian, StreamedAttentionJacobian
-from howsmooth.jacobian.code_around_softmax import StagedJacobian
+from howsmooth.jacobian.custom_code_attention import StagedJacobian
 from howsmooth.jacobian.norm_layers import NormJacobian, ScaleJacobian
-from howsmooth.jacobian.projections import Projections
+from howsmooth.jacobian.projection_matrices import Projections
 from howsmooth.jacobian.rounding_bounds import composed_error, image_off, provable, residual_error
 from howsmooth.roundoff import MatrixNorms
 from howsmooth.spectral import LinearOperator
@@ -45,7 +45,7 @@ __all__ = [
 
 @dataclass(frozen=True)
 class _Form:
-    """Settings that say how the Jacobians of all attention layers of one map are computed.
+    """The settings by which the Jacobians of all attention layers of one map are computed.
 
     The fields ``streamed`` and ``allowance`` are arguments of :func:`closed_form_jacobian`; ``norms`` keeps
     the norms of matrices that proofs of rounding errors have computed.
@@ -66,8 +66,8 @@ def has_closed_form(f: Callable[[Tensor], Tensor]) -> bool:
 
 
 def runs_members_alone(f: Callable[[Tensor], Tensor]) -> bool:
-    """Return True if the Jacobian of ``f`` is computed for one sequence after the other, so that a batch of
-    sequences saves no time.
+    """Return True if the Jacobian of ``f`` is computed for one sequence after another, so that batches save
+    no time.
     """
     match f:
         case Residual():
@@ -161,7 +161,7 @@ def _linearised(
 
 
 def in_double(f: TokenMap) -> TokenMap:
-    """Return the map converted to float64, the dtype in which the Jacobian of every map is formed.
+    """Return the map converted to float64, the dtype in which Jacobians are formed.
 
     Raises
     ------
@@ -187,8 +187,7 @@ def _linearise(
     made: Sequence[Projections],
     form: _Form,
 ) -> list[LinearOperator]:
-    """Return the Jacobian of a map in closed form, as one operator for each dtype in which products are
-    wanted.
+    """Return the Jacobian of a map in closed form, as one operator for each requested dtype.
 
     The map and its tokens are float64. Each item of ``made`` holds the projections of the map in one dtype.
 
@@ -227,7 +226,7 @@ def _linearise(
 
 
 class ResidualJacobian(LinearOperator):
-    """The Jacobian I + J of a residual connection, where J is the Jacobian of its branch."""
+    """The Jacobian I + J of a residual connection, where J is the Jacobian of the residual branch."""
 
     def __init__(self, inner: LinearOperator) -> None:
         super().__init__(
@@ -248,14 +247,12 @@ class ResidualJacobian(LinearOperator):
         return u + self.inner.adjoint_product(u)
 
     def select(self, members: Tensor) -> ResidualJacobian:
-        """Return the operator with the Jacobians of a residual connection at the chosen sequences of the
-        batch.
-        """
+        """Return the Jacobians of a residual connection at the chosen sequences of the batch."""
         return ResidualJacobian(self.inner.select(members))
 
 
 class ComposedJacobian(LinearOperator):
-    """The Jacobian of a composition of two maps: the product of their Jacobians."""
+    """The Jacobian of a composition of two maps, which is the product of their Jacobians."""
 
     def __init__(self, outer: LinearOperator, inner: LinearOperator) -> None:
         super().__init__(
@@ -283,7 +280,5 @@ class ComposedJacobian(LinearOperator):
         return image, self.inner.adjoint_product(gram)
 
     def select(self, members: Tensor) -> ComposedJacobian:
-        """Return the operator with the Jacobians of a composition of maps at the chosen sequences of the
-        batch.
-        """
+        """Return the Jacobians of a composition of maps at the chosen sequences of the batch."""
         return ComposedJacobian(self.outer.select(members), self.inner.select(members))

@@ -1,4 +1,4 @@
-"""Triton kernels that multiply vectors by the derivative of softmax attention; they never write a probability
+"""Triton kernels that multiply vectors by the derivative of softmax attention and never write probabilities
 to global memory.
 
 The matrix units multiply bfloat16 numbers. A float32 operand is the sum of ``PARTS`` bfloat16 numbers, and a
@@ -52,7 +52,7 @@ def _split(x, PARTS: tl.constexpr):
 
 @_jit
 def _load(p, part, start, end, LENGTH: tl.constexpr, WIDTH: tl.constexpr, PARTS: tl.constexpr):
-    """Load a tile of LENGTH rows that is stored as several bfloat16 tensors, beginning at row ``start``.
+    """Load a tile of LENGTH rows, starting at row ``start``, of a matrix stored as a sum of bfloat16 tensors.
 
     Rows from ``end`` on are zero.
     """
@@ -70,7 +70,7 @@ def _load(p, part, start, end, LENGTH: tl.constexpr, WIDTH: tl.constexpr, PARTS:
 
 @_jit
 def _dot(a0, a1, a2, b0, b1, b2, acc, PARTS: tl.constexpr):
-    """Return acc + a b for matrices a and b that are each given as a sum of bfloat16 matrices a0, a1, a2 and
+    """Return acc + a b, where a and b are each given as a sum of bfloat16 matrices a0, a1, a2 and
     b0, b1, b2.
     """
     if PARTS == 3:
@@ -84,7 +84,7 @@ def _dot(a0, a1, a2, b0, b1, b2, acc, PARTS: tl.constexpr):
 
 @_jit
 def _seen(i, j, n, window, CAUSAL: tl.constexpr, WINDOWED: tl.constexpr):
-    """Return a boolean matrix that says which queries of a tile of scores see which of its keys.
+    """Return a boolean matrix that is True where a query of a tile sees a key of the tile.
 
     The query at position i is compared with key j; i and j broadcast to the shape of the tile.
     """
@@ -98,7 +98,7 @@ def _seen(i, j, n, window, CAUSAL: tl.constexpr, WINDOWED: tl.constexpr):
 
 @_jit
 def _keys_of(first, last, n, window, CAUSAL: tl.constexpr, WINDOWED: tl.constexpr, KEYS: tl.constexpr):
-    """Return the range of keys that at least one of several successive queries sees.
+    """Return the range of keys that at least one of several consecutive queries sees.
 
     The queries have the positions ``first`` to ``last`` − 1. The range begins at a multiple of KEYS.
     """
@@ -205,8 +205,8 @@ def adjoint_keys(
     CAUSAL: tl.constexpr, WINDOWED: tl.constexpr, PARTS: tl.constexpr,
     WIDTH: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
 ):  # fmt: skip
-    """Compute the cotangents of one block of keys and of their values, summed over all query rows and query
-    heads, and write them to memory.
+    """Compute the cotangents of one block of keys and values, summed over all query rows and query heads, and
+    write them to memory.
     """
     start = tl.program_id(0) * KEYS
     key_head = tl.program_id(1).to(tl.int64)

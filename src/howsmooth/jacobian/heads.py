@@ -1,5 +1,4 @@
-"""The Jacobians of the single heads of one attention layer at one sequence, together as one batch of
-operators.
+"""The Jacobians of the single heads of one attention layer at one sequence, as one batched linear operator.
 
 Head h depends on its tokens through W_h alone, the matrix of its queries, keys and values, which has fewer
 rows than the token has entries. With W_hᵀ = B_h R_h, where B_h (d, r) has orthonormal columns, the Jacobian
@@ -18,8 +17,8 @@ from torch import Tensor
 
 from howsmooth.attention import SelfAttention
 from howsmooth.jacobian.attention import AttentionJacobian
-from howsmooth.jacobian.padded import joined
-from howsmooth.jacobian.projections import Projections
+from howsmooth.jacobian.padded_batches import joined
+from howsmooth.jacobian.projection_matrices import Projections
 from howsmooth.roundoff import MatrixNorms
 from howsmooth.spectral import LinearOperator
 
@@ -29,7 +28,8 @@ __all__ = ["HeadsJacobian", "heads_jacobians"]
 def heads_jacobians(
     f: SelfAttention, x: Float[Tensor, "n d"], heads: Sequence[int], dtypes: Sequence[torch.dtype]
 ) -> dict[torch.dtype, HeadsJacobian]:
-    """Return the Jacobians of some heads of an attention layer at one sequence, for each of several dtypes.
+    """Return the Jacobians of some heads of an attention layer at one sequence, once for each of several
+    dtypes.
 
     The layer and its tokens are float64. The rounding errors of float64 products are proved for each head as
     for a layer of one head.
@@ -45,13 +45,13 @@ def heads_jacobians(
 
 
 class HeadsJacobian(AttentionJacobian):
-    """The Jacobians of single heads of one attention layer at one sequence. Each member of the batch is the
-    Jacobian of one head.
+    """The Jacobians of single heads of one attention layer at one sequence, as a batch with one member for
+    each head.
     """
 
     @classmethod
     def of_heads(cls, heads: Sequence[LinearOperator]) -> HeadsJacobian:
-        """Join the Jacobians of single heads of one layer at one sequence into one batch of operators."""
+        """Join the Jacobians of single heads of one layer at one sequence to one batched operator."""
         matrices = [head.projection.weight for head in heads if isinstance(head, AttentionJacobian)]
         whole = joined(heads)
         assert isinstance(whole, AttentionJacobian)
@@ -59,14 +59,14 @@ class HeadsJacobian(AttentionJacobian):
 
     @classmethod
     def _with(cls, whole: AttentionJacobian, weight: Float[Tensor, "heads rows d"]) -> HeadsJacobian:
-        """Return the Jacobians ``whole`` of several heads with their query, key and value matrices replaced
-        by ``weight``, which has one matrix for each head.
+        """Return a copy of the Jacobians ``whole`` with the query, key and value matrices of each head
+        replaced by ``weight``.
         """
         projection = replace(whole.projection, weight=weight)
         return cls(projection, whole.core, whole.norms, whole.proved)
 
     def reduced(self) -> tuple[HeadsJacobian, Float[Tensor, "heads d r"]]:
-        """Return the Jacobians of the heads, each on the few coordinates of a token that its head reads, so
+        """Return the Jacobians of the heads restricted to the subspace of tokens that each head reads, so
         that products cost less.
 
         A head with matrix W_h depends on r = min(d, rows of W_h) coordinates of a token, so its Jacobian is
@@ -78,5 +78,5 @@ class HeadsJacobian(AttentionJacobian):
         return HeadsJacobian(projection, self.core, self.norms), bases.to(self.dtype)
 
     def select(self, members: Tensor) -> HeadsJacobian:
-        """Return the operator with the Jacobians of the chosen heads."""
+        """Return the Jacobians of the chosen heads."""
         return self._with(super().select(members), self.projection.weight[members.to(self.device)])

@@ -1,4 +1,4 @@
-"""Jacobians of norm layers and layer scales, which map each token by itself."""
+"""Jacobians of norm layers and layer scales, which act on each token separately."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ __all__ = ["NormJacobian", "ScaleJacobian", "norm_jacobian"]
 def norm_jacobian(
     norm: LayerNorm | RMSNorm | None, x: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype
 ) -> NormJacobian | None:
-    """Return the Jacobian of the norm layer that an attention layer applies to its queries or keys; return
-    None if it has none.
+    """Return the Jacobian of the norm layer that an attention layer applies to its queries or keys, or None
+    if there is none.
 
     The rows of the Jacobian are the tokens if the norm is over all heads side by side, and the pairs of token
     and head if it is over each head.
@@ -33,7 +33,7 @@ def norm_jacobian(
 
 
 class NormJacobian(LinearOperator):
-    """The Jacobian of LayerNorm or RMSNorm at a batch of sequences: one d × d matrix for each token.
+    """The Jacobian of LayerNorm or RMSNorm at a batch of sequences, with one d × d matrix for each token.
 
     The matrix is (√d/s) Γ (H − h hᵀ/s²). Here h = H x is the token, which H centres in LayerNorm and leaves
     alone in RMSNorm, s² = |h|² + d eps, and Γ is the diagonal matrix of the gains.
@@ -73,8 +73,7 @@ class NormJacobian(LinearOperator):
     def at(
         cls, f: LayerNorm | RMSNorm, x: Tensor, dtype: torch.dtype, off: Tensor | None = None
     ) -> NormJacobian:
-        """Return the Jacobian of a norm layer at tokens ``x``, as an operator whose products are computed in
-        ``dtype``.
+        """Return the Jacobian of a norm layer at tokens ``x``, as an operator with products in ``dtype``.
 
         The layer and the tokens are float64.
 
@@ -99,8 +98,8 @@ class NormJacobian(LinearOperator):
         return cls(f.weight.to(dtype), unit, factor, proved, centred=f.centred)
 
     def _symmetric(self, e: Tensor) -> Tensor:
-        """Multiply by the symmetric part of a norm layer's Jacobian, which is the Jacobian without the
-        diagonal matrix of gains.
+        """Multiply by the symmetric matrix that remains of the Jacobian of a norm layer without the diagonal
+        matrix of gains.
 
         The part is (√d/s)(H − h hᵀ/s²) at each token.
         """
@@ -115,16 +114,14 @@ class NormJacobian(LinearOperator):
         return self._symmetric(self.gain * u)
 
     def select(self, members: Tensor) -> NormJacobian:
-        """Return the operator with the Jacobians of a norm layer at the chosen sequences of the batch."""
+        """Return the Jacobians of a norm layer at the chosen sequences of the batch."""
         members = members.to(self.device)
         proved = None if self.proved is None else self.proved.select(members)
         return NormJacobian(self.gain, self.unit[members], self.factor[members], proved, centred=self.centred)
 
 
 class ScaleJacobian(LinearOperator):
-    """The Jacobian of a layer scale, which multiplies coordinate k of every token by the factor
-    ``weight[k]``.
-    """
+    """The Jacobian of a layer scale, which multiplies coordinate k of every token by ``weight[k]``."""
 
     def __init__(self, weight: Tensor, batch: int, n: int) -> None:
         shape = (n, weight.shape[0])
@@ -139,5 +136,5 @@ class ScaleJacobian(LinearOperator):
         return self.weight * u
 
     def select(self, members: Tensor) -> ScaleJacobian:
-        """Return the operator with the Jacobians of a layer scale at the chosen sequences of the batch."""
+        """Return the Jacobians of a layer scale at the chosen sequences of the batch."""
         return ScaleJacobian(self.weight, len(members), self.in_shape[0])

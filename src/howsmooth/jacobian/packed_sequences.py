@@ -1,5 +1,5 @@
-"""Products with the Jacobians of one map at several sequences of unequal lengths, whose tokens are
-concatenated for each projection.
+"""Products with the Jacobians of one map at sequences of unequal lengths, where the tokens of all sequences
+share each matrix product.
 
 A projection maps each token by itself, so the tokens of all sequences go through it in one matrix product.
 The softmax of each sequence is computed by itself, at its own length. Nothing is padded.
@@ -44,8 +44,8 @@ def shares_products(f: Callable[[Tensor], Tensor]) -> bool:
 def energy_products_together(
     operators: Sequence[LinearOperator], vectors: Sequence[Tensor]
 ) -> list[tuple[Tensor, Tensor]]:
-    """Return |J E|² and JᵀJ E for the Jacobians J of one map at several sequences; each has vectors E of its
-    own.
+    """Return |J E|² and JᵀJ E for the Jacobians J of one map at several sequences, where each sequence has
+    its own vectors E.
 
     The matrix products are shared. E has the shape (batch, n, d), |J E|² (batch,), and JᵀJ E (batch, n, d).
 
@@ -99,8 +99,8 @@ def _heads_adjoint(attention: Sequence[AttentionJacobian], heads: Sequence[Tenso
 
 
 def _by_rows(linear: Callable[[Tensor], Tensor], batches: Sequence[Tensor]) -> list[Tensor]:
-    """Apply the linear map ``linear``, which acts on each token by itself, to the tokens of several sequences
-    in one call.
+    """Apply a linear map that acts on each token separately to the tokens of several sequences in
+    one call.
     """
     return _unpacked(linear(_packed(batches)), batches)
 
@@ -115,7 +115,7 @@ def _unpacked(rows: Tensor, batches: Sequence[Tensor]) -> list[Tensor]:
 
 
 def instances(operators: Sequence[LinearOperator], kind: type[_Kind]) -> list[_Kind] | None:
-    """Return the given operators if the class of each is ``kind``; otherwise return None.
+    """Return the given operators if all of them are instances of the class ``kind``, and otherwise None.
 
     Subclasses of ``kind`` do not count.
     """

@@ -1,4 +1,4 @@
-"""The queries, keys and values of an attention layer at given tokens, with the means of keys and values
+"""The queries, keys and values of an attention layer at given tokens, where the means of keys and values are
 subtracted.
 
 The derivative does not change if all values of a head, or all its keys, are shifted by one vector. Such a
@@ -17,7 +17,7 @@ from torch import Tensor
 
 from howsmooth.attention import SelfAttention
 from howsmooth.attention.core import ScoreFeatures
-from howsmooth.attention.multi_head import in_heads
+from howsmooth.attention.multi_head_projections import in_heads
 
 __all__ = ["Operands"]
 
@@ -57,8 +57,8 @@ class Operands:
         scale: float,
         features: ScoreFeatures,
     ) -> Operands:
-        """Scale the given queries, subtract the means of the given keys and values, and return the three
-        together.
+        """Scale the given queries, subtract the means of the given keys and values, and return all three as
+        Operands.
         """
         key_shift, value_shift = k.mean(dim=2, keepdim=True), v.mean(dim=2, keepdim=True)
         if features.softcap is not None:
@@ -68,8 +68,8 @@ class Operands:
 
     @classmethod
     def of_tokens(cls, f: SelfAttention, x: Float[Tensor, "batch n d"]) -> Operands:
-        """Compute the queries, keys and values of the attention layer ``f`` at tokens ``x``, with means
-        subtracted.
+        """Compute the queries, keys and values of the attention layer ``f`` at tokens ``x``, and subtract the
+        means of keys and values.
         """
         mean = x.mean(dim=-2, keepdim=True)
         centred = x - mean
@@ -89,7 +89,7 @@ class Operands:
 
     @property
     def heads(self) -> int:
-        """The number of key heads of all sequences of the batch together."""
+        """The total number of key heads of all sequences of the batch."""
         return self.k.shape[0] * self.k.shape[1]
 
     @property
@@ -104,8 +104,8 @@ class Operands:
 
     @property
     def score_keys(self) -> Float[Tensor, "batch kv_heads n key_dim"]:
-        """The keys from which attention scores are formed: without their mean, or with it if the layer has
-        attention sinks.
+        """The keys from which attention scores are formed, without their mean unless the layer has attention
+        sinks.
 
         With a sink, a shift of the keys would change P, because the sink's score does not move with the keys.
         """
@@ -116,8 +116,8 @@ class Operands:
         averages: Float[Tensor, "b *rows value_dim"],
         total: Float[Tensor, "b *rows"],
     ) -> Float[Tensor, "b *rows value_dim"]:
-        """Return the attention outputs, given the averages under the attention probabilities of the values
-        without their mean.
+        """Return the attention outputs, given the averages of the centred values under the attention
+        probabilities.
 
         ``total`` is Σ_j P_ij, which is below one if there is a sink.
         """

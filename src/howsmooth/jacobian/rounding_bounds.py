@@ -19,7 +19,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from howsmooth.attention import Compose, LayerNorm, LayerScale, Residual, RMSNorm, SelfAttention, TokenMap
-from howsmooth.jacobian.key_value_moments import Moments
+from howsmooth.jacobian.moments_for_rounding_bounds import Moments
 from howsmooth.jacobian.queries_keys_values import Operands
 from howsmooth.roundoff import LOST, MatrixNorms, U, gamma, up
 from howsmooth.spectral import ProductError
@@ -46,9 +46,9 @@ Off = Float[Tensor, "batch n"]
 
 
 def provable(f: TokenMap) -> bool:
-    """Return True if the rounding errors of the Jacobian of the map ``f`` can be bounded by a proof.
+    """Return True if proved bounds on the rounding errors of the Jacobian of the map ``f`` are available.
 
-    They can for all maps with a closed form, except StagedAttention.
+    They are available for all maps with a closed form, except StagedAttention.
     """
     match f:
         case Residual():
@@ -73,8 +73,8 @@ def norm_error(f: LayerNorm | RMSNorm, x: Float[Tensor, "batch n d"], off: Off) 
 
 
 def _norm_slopes(f: LayerNorm | RMSNorm, x: Tensor, off: Off) -> tuple[Off, Off]:
-    """Return two bounds for each token: on the norm of a norm layer's Jacobian, and on the Jacobian's
-    relative error.
+    """Return two bounds for each token: on the norm of the Jacobian of a norm layer, and on the relative
+    error of this Jacobian.
 
     The slope is (√d/s) max|γ|, with the gain γ.
     """
@@ -87,8 +87,8 @@ def _norm_slopes(f: LayerNorm | RMSNorm, x: Tensor, off: Off) -> tuple[Off, Off]
 
 
 def _centring(f: LayerNorm | RMSNorm, x: Tensor) -> Off:
-    """Return a bound on the rounding error when LayerNorm subtracts the mean of each token's entries; zero
-    for RMSNorm.
+    """Return a bound on the rounding error of subtracting the mean of each token in LayerNorm, and zero for
+    RMSNorm.
     """
     size: Tensor = torch.linalg.vector_norm(x, dim=-1)
     return gamma(f.d + 4) * size if f.centred else torch.zeros_like(size)
@@ -101,15 +101,15 @@ def scale_error(weight: Float[Tensor, " d"], batch: int) -> ProductError:
 
 
 def residual_error(inner: ProductError) -> ProductError:
-    """Return bounds on the rounding errors of products with I + J, the Jacobian of a residual connection,
-    from the bounds ``inner`` for J.
+    """Return bounds on the rounding errors of products with the Jacobian I + J of a residual connection,
+    given the bounds ``inner`` for J.
     """
     size = up(1 + inner.size)
     return ProductError(inner.model, up(inner.rounding + 2 * U * (size + inner.rounding)), size)
 
 
 def composed_error(outer: ProductError, inner: ProductError) -> ProductError:
-    """Return bounds on the rounding errors of products with the Jacobian of a composition of two maps, from
+    """Return bounds on the rounding errors of products with the Jacobian of a composition of two maps, given
     the bounds for each map.
     """
     model = outer.model * inner.size + outer.size * inner.model
@@ -121,8 +121,7 @@ def composed_error(outer: ProductError, inner: ProductError) -> ProductError:
 def image_off(
     f: TokenMap, x: Float[Tensor, "batch n d"], off: Off, norms: MatrixNorms, image: Tensor | None = None
 ) -> Off:
-    """Return, for each token of the output f(x), a bound on the rounding error with which float64 computes
-    it.
+    """Return, for each token of the output f(x), a bound on the rounding error of its computation in float64.
 
     The tokens ``x`` are themselves wrong by at most ``off``.
 
@@ -151,8 +150,8 @@ def image_off(
 
 
 def _covered(error: Tensor, relative: Tensor) -> Tensor:
-    """Round up an error bound and cover terms of higher order; return infinity where the relative error
-    exceeds 0.1.
+    """Round up an error bound so that it covers terms of higher order; return infinity where the relative
+    error exceeds 0.1.
 
     For a ``relative`` error above 0.1 the analysis does not hold.
     """
@@ -190,8 +189,8 @@ def attention_error(
 
 @dataclass(frozen=True)
 class _Rows:
-    """Bounds on the rounding errors of the queries, keys or values at each token, and of the linear map from
-    tangents of tokens to their tangents.
+    """Bounds on the rounding errors of the queries, keys or values of each token and of their derivative with
+    respect to the tokens.
 
     Parameters
     ----------
@@ -250,8 +249,8 @@ class _Attention:
         return _Rows(off, turn * size, turn * (slip + gamma(8) * size), turn * model)
 
     def keys(self, *, shifted: bool) -> _Rows:
-        """Return bounds on the rounding errors of the keys of an attention layer. The argument ``shifted``
-        says whether their mean is subtracted.
+        """Return bounds on the rounding errors of the keys of an attention layer, minus their mean if
+        ``shifted`` is True.
         """
         f = self.f
         size = self.norms.spectral(f.key).expand(self.batch, -1)
@@ -269,8 +268,8 @@ class _Attention:
         return _Rows(off, turn * size, turn * (slip + gamma(8) * size), turn * model)
 
     def values(self, *, shifted: bool) -> _Rows:
-        """Return bounds on the rounding errors of the values of an attention layer. The argument ``shifted``
-        says whether their mean is subtracted.
+        """Return bounds on the rounding errors of the values of an attention layer, minus their mean if
+        ``shifted`` is True.
         """
         f = self.f
         size = self.norms.spectral(f.value).expand(self.batch, -1)
@@ -303,8 +302,7 @@ class _Attention:
         slip: Tensor,
         scale: float,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Return bounds on the rounding errors of queries or keys after the norm layer that is applied to
-        them.
+        """Return bounds on the rounding errors of queries or keys after their norm layer.
 
         They are ``off``, ``size``, ``slip`` and ``model`` of :class:`_Rows`.
 
@@ -370,8 +368,8 @@ class _Attention:
     # ---- the bounds
 
     def image_off(self) -> Off:
-        """Return, for each token of an attention layer's output, a bound on the rounding error with which
-        float64 computes it.
+        """Return, for each output token of an attention layer, a bound on the rounding error of its
+        computation in float64.
         """
         f, at = self.f, self.at
         relative = torch.expm1(2 * (self.score_off() + self._unshifted())) + gamma(self.n + 30)
@@ -391,7 +389,7 @@ class _Attention:
         return _covered(heads, relative.flatten(1, 2).amax(dim=1))
 
     def _unshifted(self) -> Tensor:
-        """Return a bound on the rounding errors that scores have in addition if the mean of the keys is not
+        """Return a bound on the additional rounding errors of the scores if the mean of the keys is not
         subtracted.
 
         They add to the errors of :meth:`score_off`. The map itself forms scores from uncentred keys, its
@@ -485,7 +483,7 @@ class _Attention:
         return ProductError(*(_covered(t, relative).cpu() for t in (model, rounding, whole)))
 
     def _shift_off(self, weight: Tensor, bias: Tensor | None) -> Float[Tensor, "b 1"]:
-        """Return a bound on the rounding error of the mean token's projection, W x̄ + b.
+        """Return a bound on the rounding error of W x̄ + b, the projection of the mean token x̄.
 
         The mean token itself counts as exact, because any vector may serve as the shift.
         """
@@ -494,7 +492,9 @@ class _Attention:
 
 
 def _turn(f: SelfAttention) -> float:
-    """Return an upper bound, at least 1, on the norms of the rotations of rotary position embeddings."""
+    """Return an upper bound, at least 1, on the spectral norms of the rotations of rotary position
+    embeddings.
+    """
     if f.rotary is None:
         return 1.0
     half = f.rotary.rot_dim // 2
@@ -503,6 +503,6 @@ def _turn(f: SelfAttention) -> float:
 
 
 def _longest(rows: Tensor) -> Float[Tensor, " b"]:
-    """Return the length of the longest row vector of each key head in a tensor (batch, kv_heads, …, dim)."""
+    """Return the largest norm of a row vector for each key head in a tensor (batch, kv_heads, …, dim)."""
     lengths: Tensor = torch.linalg.vector_norm(rows, dim=-1).flatten(0, 1).flatten(1)
     return lengths.amax(dim=-1)

@@ -1,6 +1,4 @@
-"""Memory for temporary tiles of the attention matrix, which is reused from tile to tile and from product to
-product.
-"""
+"""Memory for temporary tiles of the attention matrix, which is reused by later tiles and later products."""
 
 from __future__ import annotations
 
@@ -18,7 +16,7 @@ _LEFT = 1 << 23
 
 
 class _KeptMemory(threading.local):
-    """The temporary memory that a product with a Jacobian leaves to the next product in the same thread."""
+    """Temporary memory that one product with a Jacobian leaves to the next product in the same thread."""
 
     memory: dict[object, Tensor] | None = None
 
@@ -38,8 +36,8 @@ class Scratch:
         self.memory, _left.memory = _left.memory or {}, None
 
     def empty(self, name: object, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Return an uninitialised tensor. It lies in the memory of an earlier tensor with the same name, if
-        that is large enough.
+        """Return an uninitialised tensor, in the memory of an earlier tensor of the same name if that is
+        large enough.
         """
         size, key = math.prod(shape), (name, dtype, device)
         held = self.memory.get(key)
@@ -50,7 +48,9 @@ class Scratch:
         return held[:size].view(shape)
 
     def leave(self) -> None:
-        """Keep the memory of temporary tensors for the next pass in this thread, unless it exceeds 8 MiB."""
+        """Keep the memory of the temporary tensors for the next pass in this thread, unless it
+        exceeds 8 MiB.
+        """
         if sum(t.nbytes for t in self.memory.values()) <= _LEFT:
             _left.memory = self.memory
         self.memory = {}

@@ -1,5 +1,5 @@
-"""The derivative of softmax attention with respect to its queries, keys and values, with the probabilities P
-kept in memory.
+"""The derivative of softmax attention with respect to queries, keys and values, with the probabilities P kept
+in memory.
 
 The formulas, which all variants of this derivative share, stand in the docstring of
 :mod:`howsmooth.jacobian`. This module knows neither tokens nor projections.
@@ -16,7 +16,7 @@ from torch import Tensor
 from howsmooth.attention import Weighting
 from howsmooth.attention.core import attention_scores, cap_slope, row_blocks, weighted_values
 from howsmooth.errors import NonFiniteError
-from howsmooth.jacobian.key_value_moments import Moments, moment_columns
+from howsmooth.jacobian.moments_for_rounding_bounds import Moments, moment_columns
 from howsmooth.jacobian.queries_keys_values import Operands
 
 __all__ = [
@@ -32,7 +32,7 @@ __all__ = [
 
 @dataclass(frozen=True, eq=False)
 class Sink:
-    """An attention sink: one further key of each head, whose value is zero and whose score is a constant.
+    """An attention sink, which is an additional key of each head with value zero and a constant score.
 
     The other keys are shifted by a constant vector. The softmax forgets a shift only if all keys have it, so
     the sink's zero key is shifted too.
@@ -56,7 +56,7 @@ class Sink:
 
     @classmethod
     def at(cls, operands: Operands, p: Tensor, output: Tensor) -> Sink:
-        """Return the attention sinks of all heads, from the probabilities of the sinks and the attention
+        """Return the attention sinks of all heads, given the probabilities of the sinks and the attention
         outputs.
 
         The outputs are averages of the values before centring.
@@ -78,8 +78,8 @@ class Sink:
 
 @dataclass(frozen=True)
 class SoftmaxDerivative:
-    """The derivative of softmax attention with respect to queries, keys and values, with n² probabilities for
-    each head kept in memory.
+    """The derivative of softmax attention with respect to queries, keys and values, with all probabilities
+    kept in memory.
 
     Axes: b = batch member times key/value head, m = number of query rows, n for each query head that shares
     the key head.
@@ -115,8 +115,8 @@ class SoftmaxDerivative:
     moments: Moments | None = None
 
     def rounding(self, batch: int) -> Float[Tensor, " batch"]:
-        """Estimate, for each sequence of a batch, the relative rounding error of the norm of attention's
-        Jacobian that products with this derivative cause.
+        """Estimate the relative rounding error of a norm of the Jacobian of attention that is computed with
+        this derivative, for each sequence.
 
         Entries of dS are as large as κ = max|q| max|k| for a unit tangent, and the softmax keeps differences
         of order one. Measured errors stay below eps (2 + κ / 100), for saturated and unsaturated, causal and
@@ -130,7 +130,7 @@ class SoftmaxDerivative:
         dk: Float[Tensor, "b n key_dim"],
         dv: Float[Tensor, "b n value_dim"],
     ) -> Float[Tensor, "b m value_dim"]:
-        """Return the tangent of the outputs of softmax attention, for tangents of its scaled queries, keys
+        """Return the tangent of the outputs of softmax attention, for tangents of the scaled queries, keys
         and values.
         """
         ds = torch.baddbmm(torch.bmm(dq, self.k.mT), self.q, dk.mT).mul_(self.slope)
@@ -158,8 +158,8 @@ class SoftmaxDerivative:
         return dq, torch.bmm(ds.mT, self.q), torch.bmm(self.p.mT, do)
 
     def to(self, dtype: torch.dtype) -> SoftmaxDerivative:
-        """Return the derivative of softmax attention converted to ``dtype``, without the data for a proof of
-        rounding errors if the dtype changes.
+        """Return the derivative of softmax attention converted to ``dtype``; proved rounding bounds are kept
+        only for the same dtype.
         """
         if dtype == self.q.dtype:
             return self
@@ -182,8 +182,8 @@ class SoftmaxDerivative:
 
 @dataclass(frozen=True)
 class WeightedSoftmaxDerivative:
-    """The derivative of softmax attention on a weighted discrete measure, where each atom's tangent is scaled
-    by the square root of the atom's weight.
+    """The derivative of softmax attention on a discrete measure, with tangents scaled by the square roots of
+    the weights of the atoms.
 
     The atoms have weights a_i, and squared norms are weighted by a_i (Definition C.4).
 
@@ -213,8 +213,8 @@ class WeightedSoftmaxDerivative:
     log_range: float
 
     def rounding(self, batch: int) -> Float[Tensor, " batch"]:
-        """Estimate, for each measure of a batch, the relative rounding error of the weighted norm of
-        attention's Jacobian that products with this derivative cause.
+        """Estimate the relative rounding error of a weighted norm of the Jacobian that is computed with this
+        derivative, for each measure.
 
         It is the error of :class:`SoftmaxDerivative` and an error of the exponents: a small P_ij counts here
         if a_j is small too, and its logarithm is a float64 number of size κ + ``log_range``. Compared with 60
@@ -273,8 +273,8 @@ class WeightedSoftmaxDerivative:
 def softmax_derivative(
     operands: Operands, visible: Bool[Tensor, "m n"] | None, dtype: torch.dtype
 ) -> SoftmaxDerivative:
-    """Compute the derivative of softmax attention at given queries, keys and values, as an object whose
-    products are computed in ``dtype``.
+    """Return the derivative of softmax attention at given queries, keys and values, as an object with
+    products in ``dtype``.
 
     The queries, keys and values in ``operands`` are float64.
 
@@ -323,8 +323,8 @@ def softmax_derivative(
 def weighted_softmax_derivative(
     operands: Operands, visible: Bool[Tensor, "m n"] | None, weighting: Weighting, dtype: torch.dtype
 ) -> WeightedSoftmaxDerivative:
-    """Compute the derivative of softmax attention on a discrete measure, as an object whose products are
-    computed in ``dtype``.
+    """Return the derivative of softmax attention on a discrete measure, as an object with products in
+    ``dtype``.
 
     The queries, keys and values in ``operands`` are float64.
 
@@ -374,8 +374,8 @@ def largest_score(q: Tensor, k: Tensor, batch: int) -> Float[Tensor, " batch"]:
 
 
 def rounding_of(kappa: Float[Tensor, " batch"], dtype: torch.dtype) -> Float[Tensor, " batch"]:
-    """Estimate the relative error of a norm ‖J‖ of attention that comes from computing products with J in
-    ``dtype``.
+    """Estimate the relative error of the norm ‖J‖ of the Jacobian of attention if products with J are
+    computed in ``dtype``.
 
     The absolute scores are at most ``kappa``.
     """

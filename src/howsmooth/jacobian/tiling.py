@@ -1,5 +1,5 @@
-"""Rules that cut the n × n attention scores into blocks of query rows, and the blocks into tiles that fit
-into memory.
+"""Rules for cutting the n × n attention scores into blocks of query rows, and these blocks into tiles that
+fit into memory.
 
 Rows of queries do not depend on each other, so only one block of rows has to be in memory at a time. A block
 at the causal diagonal or at the ends of a window has two sorts of pieces: the keys that all of its rows see,
@@ -17,7 +17,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from howsmooth.attention.visibility import Visibility
+from howsmooth.attention.masks import Visibility
 
 __all__ = ["Block", "DiagonalSquares", "Piece", "Tiling", "parts_for_threads", "shifted", "working_bytes"]
 
@@ -45,7 +45,7 @@ _MOST_THREADS_APART = 4
 
 
 def _tile_shape(heads: int, n: int, itemsize: int, device: torch.device) -> tuple[int, int, int]:
-    """Return how many heads, query rows and key columns one tile of attention scores has."""
+    """Return the numbers of heads, query rows and key columns of one tile of attention scores."""
     columns = min(n, _COLUMNS.get(device.type, _COLUMNS_ELSEWHERE))
     entries = _TILE.get(device.type, _TILE_ELSEWHERE)
     rows = max(entries // (heads * columns), _ROWS)
@@ -55,7 +55,7 @@ def _tile_shape(heads: int, n: int, itemsize: int, device: torch.device) -> tupl
 
 
 def working_bytes(heads: int, m: int, n: int, itemsize: int, device: torch.device, *, capped: bool) -> int:
-    """Return an upper limit of the bytes that all tiles in memory take during one pass over the attention
+    """Return an upper bound on the bytes of all tiles that are in memory at once in a pass over the attention
     scores.
 
     ``itemsize`` is the size of a probability in bytes; ``capped`` says if the scores have a cap, which needs
@@ -67,8 +67,8 @@ def working_bytes(heads: int, m: int, n: int, itemsize: int, device: torch.devic
 
 
 def parts_for_threads(kv_heads: int, device: torch.device) -> int:
-    """Return into how many equal parts the query rows of one head are cut, so that each processor thread has
-    a part of its own.
+    """Return the number of equal parts into which the query rows of one head are cut, one part for each
+    processor thread.
 
     It is 1 unless there is a single key head, on a CPU with two to four threads. The threads share one matrix
     product with few columns badly, because each writes memory that another reads next. Parts of the rows
@@ -79,14 +79,13 @@ def parts_for_threads(kv_heads: int, device: torch.device) -> int:
 
 
 def shifted(rows: slice, by: int) -> slice:
-    """Return the range of indices ``rows`` moved by ``by``."""
+    """Return the range of indices ``rows`` shifted by ``by``."""
     return slice(rows.start + by, rows.stop + by)
 
 
 @dataclass(frozen=True)
 class Block:
-    """A block of attention scores: those of a range of query rows and all keys, for a range of key heads of
-    one sequence.
+    """A block of attention scores: a range of query rows with all keys, for some key heads of one sequence.
 
     Matrix products are batched over the heads or, if there is one head, over ``batches`` equal parts of the
     rows. In the shapes below, b is the number of heads times ``batches``, and r = group · rows / batches.
@@ -113,57 +112,56 @@ class Block:
 
     @property
     def keys_of(self) -> tuple[int, ...]:
-        """A tuple that says which keys this block has. Blocks with equal tuples can share the tensors of
-        their keys.
+        """A tuple that identifies the keys of this block; blocks with equal tuples can share their key
+        tensors.
         """
         return self.heads.start, self.heads.stop, self.batches
 
     def cut(self, heads: int) -> list[Block]:
-        """Divide this block of attention scores into blocks of the same query rows with at most ``heads`` key
-        heads each.
+        """Divide this block of attention scores into blocks with the same query rows and at most ``heads``
+        key heads each.
         """
         first, last = self.heads.start, self.heads.stop
         return [replace(self, heads=slice(i, min(i + heads, last))) for i in range(first, last, heads)]
 
     def of_rows(self, t: Float[Tensor, "heads group m width"]) -> Float[Tensor, "b r width"]:
-        """Return the rows of ``t``, a tensor with one row for each query, that belong to the queries of this
-        block.
+        """Return the rows of a tensor with one row for each query that belong to the queries of
+        this block.
         """
         t = t[self.heads, :, self.rows]
         return t.reshape(t.shape[0] * self.batches, -1, t.shape[-1])
 
     def of_keys(self, t: Float[Tensor, "heads n width"], keys: slice) -> Float[Tensor, "b keys width"]:
-        """Return the rows of ``t``, a tensor with one row for each key, that belong to a range of keys and
-        the heads of this block.
+        """Return the rows of a tensor with one row for each key that belong to a range of keys and the heads
+        of this block.
         """
         t = t[self.heads, keys]
         return t if self.batches == 1 else t.expand(self.batches, -1, -1)
 
     def grid(self, t: Float[Tensor, "b r width"], group: int) -> Float[Tensor, "heads group rows width"]:
-        """Reshape a tensor with one row for each query of this block to separate axes for key heads, for the
-        query heads of each, and for rows.
+        """Reshape a tensor with one row for each query of this block to the axes key head, query head within
+        the group, and row.
 
         The tensor ``t`` has the shape that :meth:`of_rows` returns.
         """
         return t.view(self.heads.stop - self.heads.start, group, self.length, t.shape[-1])
 
     def numbers(self, first_row: int) -> slice:
-        """Return the positions in the sequence of the query rows of this block.
+        """Return the positions in the sequence of the queries of this block.
 
         The first query has the position ``first_row``.
         """
         return shifted(self.rows, first_row)
 
     def part_of(self, t: Tensor, block: Block) -> Tensor:
-        """Return the rows of a tensor that belong to this block, where the tensor has the query rows of a
-        larger block.
+        """Return the rows of this block from a tensor that has the query rows of a larger block.
 
         The tensor ``t`` has shape (heads, group, rows, width); ``block`` contains this block.
         """
         return t[:, :, shifted(self.rows, -block.rows.start)]
 
     def places(self, keys: slice) -> list[tuple[slice | int, slice]]:
-        """Translate a range of keys of this block into key numbers of the whole sequence.
+        """Convert a range of keys of this block to indices of keys in the whole sequence.
 
         The result is a list of pairs (batches, keys), where ``batches`` numbers the products of a batched
         matrix product. An integer stands for one product, a slice for several with the same keys.
@@ -173,8 +171,8 @@ class Block:
 
 @dataclass(frozen=True)
 class DiagonalSquares(Block):
-    """A block of attention scores made of the same rows of several equal squares that lie one after the other
-    along the causal diagonal.
+    """A block of attention scores that consists of the same rows of several equal squares along the causal
+    diagonal.
 
     There is one square for each thread. ``rows`` and keys are numbered from the first row and key of their
     square.
@@ -196,21 +194,21 @@ class DiagonalSquares(Block):
 
     @property
     def keys_of(self) -> tuple[int, ...]:
-        """A tuple that says which keys this block has. Blocks with equal tuples can share the tensors of
-        their keys.
+        """A tuple that identifies the keys of this block; blocks with equal tuples can share their key
+        tensors.
         """
         return *super().keys_of, self.key_origin, self.side
 
     def of_rows(self, t: Float[Tensor, "heads group m width"]) -> Float[Tensor, "b r width"]:
-        """Return the rows of ``t``, a tensor with one row for each query, that belong to this block: a range
-        of rows of each square.
+        """Return the rows of a tensor with one row for each query that belong to this block, which are a
+        range of rows in each square.
         """
         start, _, row, entry = t.stride()
         return self._strips(t, self.heads.start * start, self.origin, self.rows, row, entry)
 
     def of_keys(self, t: Float[Tensor, "heads n width"], keys: slice) -> Float[Tensor, "b keys width"]:
-        """Return the rows of ``t``, a tensor with one row for each key, that belong to a range of keys of
-        each square of this block.
+        """Return the rows of a tensor with one row for each key that belong to a range of keys in each square
+        of this block.
 
         The keys are numbered within the square.
         """
@@ -218,7 +216,7 @@ class DiagonalSquares(Block):
         return self._strips(t, self.heads.start * start, self.key_origin, keys, row, entry)
 
     def grid(self, t: Float[Tensor, "b r width"], group: int) -> Float[Tensor, "b 1 r width"]:
-        """Insert an axis of length 1 for the group of query heads into a tensor with one row for each query
+        """Insert an axis of length 1 for the query heads of a group into a tensor with one row for each query
         of this block.
 
         The tensor ``t`` has the shape that :meth:`of_rows` returns.
@@ -226,12 +224,11 @@ class DiagonalSquares(Block):
         return t.unsqueeze(1)
 
     def numbers(self, first_row: int) -> slice:
-        """Return the query rows of this block, numbered from the first row of the square that they lie in."""
+        """Return the indices of the query rows of this block, counted from the first row of their square."""
         return self.rows
 
     def part_of(self, t: Tensor, block: Block) -> Tensor:
-        """Return the rows of a tensor that belong to this block, where the tensor has the query rows of a
-        larger block.
+        """Return the rows of this block from a tensor that has the query rows of a larger block.
 
         The tensor ``t`` has shape (1, 1, rows, width); ``block`` contains this block.
         """
@@ -239,7 +236,7 @@ class DiagonalSquares(Block):
         return self._strips(t, 0, self.origin - block.rows.start, self.rows, row, entry).unsqueeze(1)
 
     def places(self, keys: slice) -> list[tuple[slice | int, slice]]:
-        """Translate a range of keys, numbered within each square of this block, into key numbers of the whole
+        """Convert a range of keys, counted within each square of this block, to indices of keys in the whole
         sequence.
 
         The result is a list of pairs: the index of a square, and its keys.
@@ -249,7 +246,7 @@ class DiagonalSquares(Block):
     def _strips(
         self, t: Tensor, start: int, origin: int, own: slice, row: int, entry: int
     ) -> Float[Tensor, "b own width"]:
-        """Return the same range of rows of each square of this block, as one view of the tensor ``t``.
+        """Return the same range of rows in each square of this block, as one view of the tensor ``t``.
 
         The range ``own`` is numbered within the square. ``start`` is the offset of the head in the memory of
         ``t``, ``origin`` the first row of the first square, ``row`` and ``entry`` are strides of ``t``.
@@ -261,7 +258,7 @@ class DiagonalSquares(Block):
 
 @dataclass(frozen=True)
 class Piece:
-    """A block of query rows together with some of the keys that these rows see.
+    """A block of query rows together with ranges of the keys that these rows see.
 
     The keys are given as ranges, one for each tile of scores.
     """
@@ -271,7 +268,7 @@ class Piece:
 
     @property
     def pairs(self) -> int:
-        """The number of pairs of a query and a key in this piece whose probability is computed.
+        """The number of (query, key) pairs in this piece whose attention probability is computed.
 
         The pairs of one head are counted.
         """
@@ -315,7 +312,7 @@ class Tiling:
 
     @cached_property
     def columns(self) -> int:
-        """The largest number of keys that one tile of attention scores has.
+        """The largest number of keys in one tile of attention scores.
 
         Tiles begin and end at multiples of it, or at the first and last key that is seen.
         """
@@ -323,8 +320,8 @@ class Tiling:
 
     @property
     def batches(self) -> int:
-        """The number of equal parts into which the query rows of one head are cut: one for each processor
-        thread, or 1.
+        """The number of equal parts into which the query rows of one head are cut: 1, or one part for each
+        processor thread.
 
         It is the number of threads if each thread has a part, else 1.
         """
@@ -335,8 +332,8 @@ class Tiling:
         return [range(i, min(i + self.columns, self.n)) for i in range(0, self.n, self.columns)]
 
     def blocks(self) -> Iterator[Block]:
-        """Yield blocks of query rows that cover the attention scores of all sequences of the batch. Each
-        block has all key heads of one sequence.
+        """Yield blocks of query rows that cover the attention scores of all sequences of the batch, each with
+        all key heads of one sequence.
         """
         window = self.visibility.window
         # Keys that a block of rows sees, roughly: their tiles are kept between J and Jᵀ.
@@ -350,7 +347,7 @@ class Tiling:
                 yield self._block(slice(head, head + self.kv_heads), row, min(row + length, self.m))
 
     def heads_at_once(self, block: Block) -> int:
-        """Return for how many key heads the scores of a block of query rows fit into one tile."""
+        """Return the number of key heads for which the scores of a block of query rows fit into one tile."""
         heads, most, _ = _tile_shape(self.kv_heads * self.group, self.n, self.itemsize, self.device)
         # A block with fewer rows, at the end of the sequence or in a window, can have more heads.
         return max(1, min(self.kv_heads, heads * most // (block.length * self.group)))
@@ -364,8 +361,8 @@ class Tiling:
         return [self._block(block.heads, i, min(i + length, last)) for i in range(first, last, length)]
 
     def pieces(self, block: Block) -> list[Piece]:
-        """Divide the attention scores of a block of query rows into pieces, so that few scores are computed
-        that a mask then hides.
+        """Divide the attention scores of a block of query rows into pieces, such that few masked scores are
+        computed.
 
         One piece has the keys that all rows of the block see. Each strip of rows is another piece, with the
         further keys that its rows see.
@@ -389,8 +386,8 @@ class Tiling:
         ]
 
     def _has_diagonal_squares(self, block: Block) -> bool:
-        """Return True if a block of query rows has equal squares of scores along the causal diagonal, one for
-        each processor thread.
+        """Return True if a block of query rows contains equal squares along the causal diagonal, one for each
+        processor thread.
         """
         plain = self.visibility.triangle and self.group == 1 and not self.features
         side = block.length // block.batches
@@ -400,8 +397,8 @@ class Tiling:
         return bool(block.batches > 1 and plain and aligned)
 
     def _diagonal_squares(self, block: Block) -> list[Piece]:
-        """Divide the attention scores of a block of query rows near the causal diagonal into squares on the
-        diagonal and rectangles left of them.
+        """Divide a block of query rows near the causal diagonal into squares on the diagonal and rectangles
+        left of them.
 
         The returned pieces cover the block's scores from the key of its first row to the causal diagonal.
 
@@ -430,7 +427,9 @@ class Tiling:
 
     @property
     def _edged(self) -> bool:
-        """True if the query rows of a block see different keys: attention is causal or has a window."""
+        """True if the query rows of a block see different keys, because attention is causal or has
+        a window.
+        """
         return self.visibility.causal or self.visibility.window is not None
 
     @property

@@ -1,5 +1,5 @@
 """The blocks J_ij = ∂y_i/∂x_j of the Jacobian of attention for pairs of an output token i and an input token
-j, as one batch of small operators.
+j, as batched operators.
 
 For a tangent e of token j ≠ i, one head moves its output at token i by ::
 
@@ -33,7 +33,7 @@ from howsmooth.attention import (
 )
 from howsmooth.jacobian.closed_form import ComposedJacobian, ResidualJacobian, closed_form_jacobian
 from howsmooth.jacobian.norm_layers import NormJacobian, norm_jacobian
-from howsmooth.jacobian.projections import Projection
+from howsmooth.jacobian.projection_matrices import Projection
 from howsmooth.jacobian.queries_keys_values import Operands
 from howsmooth.jacobian.softmax import softmax_derivative
 from howsmooth.spectral import LinearOperator
@@ -42,14 +42,13 @@ __all__ = ["DenseBlocks", "TokenBlocks", "token_blocks"]
 
 
 class TokenBlocks(abc.ABC):
-    """The blocks J_ij = ∂y_i/∂x_j of a Jacobian at one sequence of tokens, which are computed for some pairs
-    (i, j) at a time.
+    """The blocks J_ij = ∂y_i/∂x_j of a Jacobian at one sequence of tokens, computed for a group of pairs (i,
+    j) at a time.
     """
 
     @abc.abstractmethod
     def weights(self) -> Float[Tensor, "n n"]:
-        """Return for each block J_ij a number that roughly measures its size, and is zero if the block is
-        zero.
+        """Return for each block J_ij a rough estimate of its norm, which is zero if the block is zero.
 
         Off the diagonal it is the largest attention weight P_ij of a head. The norms of matrices and tokens,
         which the norm of a block also depends on, are left out.
@@ -63,8 +62,8 @@ class TokenBlocks(abc.ABC):
         factor: Float[Tensor, " pairs"],
         dtypes: Sequence[torch.dtype],
     ) -> list[LinearOperator]:
-        """Return the blocks J_ij of some pairs of tokens as a batch of operators (1, d) -> (1, d_out), one
-        batch for each dtype.
+        """Return the blocks J_ij of some pairs of tokens as a batch of operators (1, d) -> (1, d_out), once
+        for each dtype.
 
         Either all pairs lie on the diagonal i = j, or none does. The blocks are multiplied by ``factor``;
         with the reciprocals of :meth:`weights` as factors, they stay in the range of the dtypes.
@@ -105,7 +104,9 @@ def _acts_on_tokens(f: TokenMap) -> bool:
 
 
 class DenseBlocks(LinearOperator):
-    """Blocks of a Jacobian that are given as matrices (pairs, d_out, d), as a batch of operators."""
+    """Blocks of a Jacobian given as matrices (pairs, d_out, d), in the form of a batch of linear
+    operators.
+    """
 
     def __init__(self, matrices: Float[Tensor, "pairs d_out d"]) -> None:
         pairs, d_out, d = matrices.shape
@@ -119,7 +120,7 @@ class DenseBlocks(LinearOperator):
         return u @ self.matrices
 
     def select(self, members: Tensor) -> DenseBlocks:
-        """Return the operator with the blocks of the chosen pairs of tokens."""
+        """Return the blocks of the chosen pairs of tokens."""
         return DenseBlocks(self.matrices[members.to(self.device)])
 
 
@@ -127,8 +128,8 @@ class DenseBlocks(LinearOperator):
 
 
 class _Diagonal(TokenBlocks):
-    """The blocks J_ij of the Jacobian of a map that acts on each token separately. They are zero unless i =
-    j.
+    """The blocks J_ij of the Jacobian of a map that acts on each token separately, which are zero
+    for i ≠ j.
     """
 
     def __init__(self, f: TokenMap, x: Float[Tensor, "n d"]) -> None:
@@ -149,8 +150,8 @@ class _Diagonal(TokenBlocks):
 
 
 class _ResidualBlocks(TokenBlocks):
-    """The blocks J_ij of the Jacobian of a residual connection: those of its branch, plus the identity where
-    i = j.
+    """The blocks J_ij of the Jacobian of a residual connection: the blocks of its branch, plus the identity
+    for i = j.
     """
 
     def __init__(self, inner: TokenBlocks) -> None:
@@ -241,7 +242,9 @@ class _AttentionBlocks(TokenBlocks):
         return found
 
     def _read(self, i: Tensor, j: Tensor) -> Float[Tensor, "pairs heads d"]:
-        """Return, for each head and pair (i, j), the gradient in token j of the score of query i at key j."""
+        """Return, for each head and pair (i, j), the gradient of the score of query i and key j with respect
+        to token j.
+        """
         f, t = self._f, self._q[:, i].transpose(0, 1)
         pairs, weight, n = len(i), f.key, self._p.shape[1]
         if f.key_norm is None or f.key_norm.d == f.key_dim:
@@ -255,8 +258,8 @@ class _AttentionBlocks(TokenBlocks):
         return rows @ weight.flatten(0, 1)
 
     def _own_query(self, i: Tensor, factor: Tensor) -> _OwnQuery:
-        """Return, for the output of each head at the tokens ``i``, the derivative with respect to the query
-        of the same token.
+        """Return the derivative of the output of each head at the tokens ``i`` with respect to the query of
+        the same token.
         """
         n, heads, sink = self._p.shape[1], [], self._core.sink
         pairs = torch.arange(len(i), device=i.device)
@@ -283,8 +286,8 @@ class _AttentionBlocks(TokenBlocks):
 
 @dataclass(frozen=True, eq=False)
 class _Placed:
-    """Derivatives of the norm layer and the rotation that follow the projection to queries or keys, at one
-    token of each pair of tokens.
+    """Derivatives of the norm layer and the rotation that follow the query or key projection, at one token of
+    each pair.
 
     Vectors have shape (pairs, heads, key_dim).
     """
@@ -301,7 +304,8 @@ class _Placed:
         tokens: Int[Tensor, " pairs"],
         heads: Int[Tensor, " heads"] | None = None,
     ) -> _Placed:
-        """Return the derivatives of norm layer and rotation at the given tokens of a sequence of n tokens.
+        """Return the derivatives of the norm layer and the rotation at the given tokens of a sequence of n
+        tokens.
 
         ``norm`` is the Jacobian of the norm at all tokens. Its rows are tokens, or pairs of token and head,
         of which ``heads`` chooses some.
@@ -343,8 +347,8 @@ class _Placed:
 
 @dataclass(frozen=True, eq=False)
 class _OwnQuery:
-    """The derivative of each head's output at a token with respect to the query of the same token, one matrix
-    for each head and token.
+    """The derivative of the output of each head at a token with respect to the query of the same token, as
+    matrices.
     """
 
     matrices: Float[Tensor, "pairs heads value_dim key_dim"]
@@ -357,22 +361,22 @@ class _OwnQuery:
         return _OwnQuery(self.matrices[members], self.placed.select(members))
 
     def product(self, rows: Float[Tensor, "pairs rows"]) -> Float[Tensor, "pairs heads value_dim"]:
-        """Return the tangents of the heads' outputs at some tokens, for tangents of the queries of the same
+        """Return the tangents of the head outputs at some tokens, for tangents of the queries of the same
         tokens.
         """
         heads, key_dim = self.matrices.shape[1], self.matrices.shape[3]
         return (self.matrices @ self.placed.product(rows.view(-1, heads, key_dim))[..., None])[..., 0]
 
     def adjoint(self, z: Float[Tensor, "pairs heads value_dim"]) -> Float[Tensor, "pairs rows"]:
-        """Return the cotangents of the queries of some tokens, for cotangents of the heads' outputs at the
-        same tokens.
+        """Return the cotangents of the queries of some tokens, for cotangents of the head outputs at the same
+        tokens.
         """
         return self.placed.adjoint((self.matrices.mT @ z[..., None])[..., 0]).flatten(1)
 
 
 class _AttentionTile(LinearOperator):
-    """The blocks J_ij of the Jacobian of multi-head self-attention for some pairs (i, j), as a batch of
-    operators (1, d) -> (1, d_out).
+    """The blocks J_ij of the Jacobian of multi-head self-attention for a group of pairs (i, j), as operators
+    (1, d) -> (1, d_out).
 
     Parameters
     ----------
@@ -416,7 +420,7 @@ class _AttentionTile(LinearOperator):
         return energy, self._heads_adjoint(through.view_as(self.moved))[:, None]
 
     def _heads(self, e: Float[Tensor, "pairs d"]) -> Float[Tensor, "pairs heads value_dim"]:
-        """Return the tangents of the heads' outputs at the tokens i, for tangents ``e`` of the tokens j, for
+        """Return the tangents of the head outputs at the tokens i for tangents ``e`` of the tokens j, for
         each pair (i, j).
         """
         f, (query, _, value) = self.projection.attention, self.projection.parts
@@ -427,8 +431,8 @@ class _AttentionTile(LinearOperator):
         return z if self.own is None else z + self.own.product(e @ query.mT)
 
     def _heads_adjoint(self, z: Float[Tensor, "pairs heads value_dim"]) -> Float[Tensor, "pairs d"]:
-        """Return the cotangents of the tokens j, for cotangents ``z`` of the heads' outputs at the tokens i,
-        for each pair (i, j).
+        """Return the cotangents of the tokens j for cotangents ``z`` of the head outputs at the tokens i, for
+        each pair (i, j).
         """
         f, (query, _, value) = self.projection.attention, self.projection.parts
         v = (self.p[..., None] * z).view(len(z), f.kv_heads, -1, f.value_dim).sum(dim=2)
@@ -437,7 +441,7 @@ class _AttentionTile(LinearOperator):
         return e if self.own is None else e.addmm_(self.own.adjoint(z), query)
 
     def select(self, members: Tensor) -> _AttentionTile:
-        """Return the operator with the blocks of the chosen pairs of tokens."""
+        """Return the blocks of the chosen pairs of tokens."""
         members = members.to(self.device)
         own = None if self.own is None else self.own.select(members)
         p, moved, read = (t[members] for t in (self.p, self.moved, self.read))

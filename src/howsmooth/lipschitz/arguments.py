@@ -83,7 +83,7 @@ def check_batch_dims(batch_dims: object, f: object, x: object) -> None:
 
 
 def _remedy_for_site(given: object) -> str:
-    """Return advice for a caller of ``local_lipschitz`` who gave a captured attention layer instead of a map
+    """Return advice for callers of ``local_lipschitz`` who passed a captured attention layer instead of a map
     and tokens.
 
     A captured site is one attention layer of a model with its input. For a list of sites it says what to do
@@ -99,8 +99,8 @@ def _remedy_for_site(given: object) -> str:
 def checked_sequences(
     f: Callable[[Tensor], Tensor], xs: Sequence[object], rtol: float, confidence: float, max_iterations: int
 ) -> list[Tensor]:
-    """Check that a list of sequences (n_i, d) can be measured by ``local_lipschitz``, and return them without
-    autograd history.
+    """Check that ``local_lipschitz`` can measure a list of sequences (n_i, d), and return them detached from
+    autograd.
 
     The sequences must have one dtype and device.
     """

@@ -1,5 +1,5 @@
-"""The spectral norms of the blocks ∂y_i/∂x_j of a map's Jacobian: how much output token i moves with input
-token j.
+"""The spectral norms of the blocks ∂y_i/∂x_j of a Jacobian, which measure how much output token i moves with
+input token j.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from howsmooth.attention import TokenMap
 from howsmooth.errors import DerivativeError
 from howsmooth.jacobian import AutodiffJacobian, closed_form_jacobian, has_closed_form, in_double
 from howsmooth.jacobian.token_pair_blocks import DenseBlocks, TokenBlocks
-from howsmooth.lipschitz.mixed_precision import verdict
+from howsmooth.lipschitz.mixed_precision import check_in_float64
 from howsmooth.lipschitz.singular_value_solver import Solver, starts
 from howsmooth.spectral import LeadingTriplet, LinearOperator, lanczos
 
@@ -47,9 +47,7 @@ class BlockNorms:
 
     @classmethod
     def zeros(cls, outputs: int, n: int) -> BlockNorms:
-        """Return a table in which the norm of every block is zero. The norms of nonzero blocks are then
-        stored by :meth:`write`.
-        """
+        """Return a table in which every norm is zero, to be filled by :meth:`write`."""
         value, lower, upper = torch.zeros(3, outputs, n, dtype=torch.float64)
         steps = torch.zeros(outputs, n, dtype=torch.int64)
         return cls(value, lower, upper, torch.ones(outputs, n, dtype=torch.bool), steps)
@@ -63,8 +61,8 @@ class BlockNorms:
         rtol: float,
         factor: Float[Tensor, " pairs"] | float = 1.0,
     ) -> None:
-        """Store the norms of some blocks ∂y_i/∂x_j in the table, given the singular values of the blocks
-        times ``factor``.
+        """Store the norms of some blocks ∂y_i/∂x_j in the table, given their singular values multiplied by
+        ``factor``.
 
         Intervals are widened by ``error`` on each side.
         """
@@ -82,8 +80,8 @@ def block_norms(
     dtype: torch.dtype,
     solver: Solver,
 ) -> BlockNorms:
-    """Measure the spectral norm of the block ∂y_i/∂x_j of a Jacobian, for some output tokens i and every
-    input token j.
+    """Measure the spectral norms of the blocks ∂y_i/∂x_j of a Jacobian, for some output tokens i and all
+    input tokens j.
 
     Parameters
     ----------
@@ -118,7 +116,7 @@ def sequence_jacobian(f: Callable[[Tensor], Tensor], x: Float[Tensor, "n d"]) ->
 
 
 def _cut(pairs: Int[Tensor, " pairs"]) -> Iterator[Tensor]:
-    """Yield pairs (i, j) of tokens in groups of limited size, and nothing if there are no pairs."""
+    """Yield the pairs (i, j) of tokens in groups of limited size."""
     return iter(pairs.split(_PAIRS) if len(pairs) else ())
 
 
@@ -151,13 +149,13 @@ def _of_tile(
     members: Sequence[int],
     solver: Solver,
 ) -> tuple[LeadingTriplet, Float[Tensor, " pairs"]]:
-    """Return the largest singular values and the singular vectors of the blocks J_ij of some pairs of tokens,
-    and the rounding errors of these values.
+    """Return the largest singular value of each block J_ij in a group of pairs, with singular vectors and the
+    rounding error.
     """
     exact, single = blocks.tile(i, j, factor, (torch.float64, torch.float32))
     found = _leading(exact if dtype == torch.float64 else single, members, solver)
     if dtype != torch.float64:
-        found = verdict(single, exact, found, members, solver)
+        found = check_in_float64(single, exact, found, members, solver)
     right = found.right.double()
     apart = single.product(right.float()).double() - exact.product(right)
     cancelling = torch.linalg.vector_norm(apart[:, 0], dim=1).cpu() / torch.finfo(torch.float32).eps
@@ -196,7 +194,7 @@ def _of_rows(jacobian: LinearOperator, outputs: Tensor, solver: Solver) -> Block
 
 
 def _rows(jacobian: LinearOperator, i: int) -> Float[Tensor, "d_out n d"]:
-    """Return all rows of a Jacobian that belong to the output token ``i``, as one tensor (d_out, n, d)."""
+    """Return the rows of a Jacobian that belong to the output token ``i``, as a tensor (d_out, n, d)."""
     width = jacobian.out_shape[-1]
 
     def row(c: Tensor) -> Tensor:

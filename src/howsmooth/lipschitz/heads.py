@@ -15,7 +15,7 @@ from howsmooth.jacobian import in_double
 from howsmooth.jacobian.heads import HeadsJacobian, heads_jacobians
 from howsmooth.lipschitz.arguments import check_arguments
 from howsmooth.lipschitz.local import local_lipschitz
-from howsmooth.lipschitz.mixed_precision import verdict
+from howsmooth.lipschitz.mixed_precision import check_in_float64
 from howsmooth.lipschitz.singular_value_solver import Solver, member_seeds
 from howsmooth.lipschitz_estimate import LipschitzEstimate
 from howsmooth.memory import memory_budget
@@ -25,7 +25,7 @@ __all__ = ["head_lipschitz"]
 
 # Krylov vectors that a head needs in most measurements, for the choice of how many heads form a batch.
 _EXPECTED_STEPS = 32
-# Float64 tensors (n, d) of a head that the verdict holds at once, with the head's two directions.
+# Float64 tensors (n, d) of a head that the check in float64 holds at once, with the head's two directions.
 _VERDICT_VECTORS = 6
 
 
@@ -121,7 +121,7 @@ def _together(f: SelfAttention, x: Tensor, heads: Tensor, solver: Solver) -> dic
         reduced, bases = jacobians[x.dtype].reduced()
         (found,) = solver.together([reduced], [members])
         found = replace(found, right=found.right @ bases.mT)
-        found = verdict(_JacobiansInTokens(reduced, bases), exact, found, members, solver)
+        found = check_in_float64(_JacobiansInTokens(reduced, bases), exact, found, members, solver)
     return {
         "value": found.sigma,
         "lower": found.lower,
@@ -152,8 +152,7 @@ def _alone(head: TokenMap, x: Tensor, h: int, solver: Solver, memory: int | None
 
 
 def _vector_bytes(head: TokenMap, x: Tensor) -> int:
-    """Return the bytes of the vectors that are in memory while the Lipschitz constant of one head is
-    measured.
+    """Return the bytes of all vectors in memory during the measurement of the Lipschitz constant of one head.
 
     They are the Krylov basis of the head, and the vectors (n, d) of the final check in float64.
     """
@@ -162,8 +161,8 @@ def _vector_bytes(head: TokenMap, x: Tensor) -> int:
 
 
 class _JacobiansInTokens(LinearOperator):
-    """The Jacobians of all heads with respect to the tokens, computed from their Jacobians in the fewer
-    coordinates that each head reads.
+    """The Jacobians of all heads with respect to the tokens, computed from Jacobians on the smaller subspace
+    that each head reads.
 
     With J_h in the coordinates of the basis B_h, the Jacobian of head h is E ↦ J_h(E B_h).
     """

@@ -161,9 +161,7 @@ def local_lipschitz(
 
 @dataclass(frozen=True)
 class _Settings:
-    """The arguments of :func:`local_lipschitz` that say how accurately, from which seed and by which method
-    to measure.
-    """
+    """The arguments of :func:`local_lipschitz` that set the accuracy, the random seed and the method."""
 
     rtol: float
     confidence: float
@@ -180,8 +178,8 @@ class _Settings:
     def estimate(
         self, kind: type[_Estimate], found: Mapping[str, Any], method: Method, scope: str
     ) -> _Estimate:
-        """Build the result of :func:`local_lipschitz` from the singular values and vectors that a solver
-        found.
+        """Build the result of :func:`local_lipschitz` from the singular values and vectors found by the
+        solver.
 
         ``found`` has the fields of a :class:`~howsmooth.spectral.LeadingTriplet`.
         """
@@ -248,8 +246,7 @@ def _by_autodiff(
     members: Sequence[int],
     solver: Solver,
 ) -> tuple[LeadingTriplet, bool]:
-    """Measure the local Lipschitz constants of the map ``f`` with a Jacobian that automatic differentiation
-    computes.
+    """Measure the local Lipschitz constants of the map ``f`` with a Jacobian by automatic differentiation.
 
     Return also whether a float32 map of this library was checked in float64, or needs no check.
     """
@@ -259,7 +256,7 @@ def _by_autodiff(
 
 
 def _float64_bytes(f: Callable[[Tensor], Tensor], x: Tensor, settings: _Settings) -> float:
-    """Return how many bytes a float64 Jacobian of ``f`` may use, by which a float32 run is judged.
+    """Return the number of bytes that the float64 Jacobian of ``f``, which checks a float32 run, may use.
 
     It is 0 for functions that are no map of this library: they may compute in float32 only.
     """
@@ -355,7 +352,7 @@ def _at_measure(
 
 
 def _factor(image: Float[Tensor, "1 n d_out"]) -> float:
-    """Return a power of two by which a linear operator is multiplied so that its norm comes near to one.
+    """Return the power of two by which a linear operator is multiplied so that its norm is close to one.
 
     ``image`` is one product of the operator, from which its size is guessed. The constant at a measure may be
     e^350, whose square overflows in the recurrence. A power of two scales without rounding.
@@ -365,7 +362,7 @@ def _factor(image: Float[Tensor, "1 n d_out"]) -> float:
 
 
 def _scope(f: Callable[[Tensor], Tensor], *, checked: bool = True) -> str:
-    """Describe in words the map whose constant was measured, for the field ``scope`` of the result.
+    """Return the description of the measured map for the field ``scope`` of the result.
 
     A map of this library describes itself; any other function is described by its name. A result that was not
     checked in float64, for lack of memory, says so.
@@ -375,7 +372,7 @@ def _scope(f: Callable[[Tensor], Tensor], *, checked: bool = True) -> str:
 
 
 def _chosen_method(f: Callable[[Tensor], Tensor], method: str) -> Method:
-    """Return "closed form" or "autodiff", the way in which the Jacobian of ``f`` is computed.
+    """Return "closed form" or "autodiff", the method by which the Jacobian of ``f`` is computed.
 
     The argument ``method`` is that of :func:`local_lipschitz`, with the additional choice "auto".
     """

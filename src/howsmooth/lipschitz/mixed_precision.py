@@ -1,5 +1,5 @@
-"""Measurement of Lipschitz constants in mixed precision: a solver runs in float32, and products in float64
-check its result.
+"""Lipschitz constants in mixed precision: a solver runs in float32, and its result is checked by products in
+float64.
 
 A run in float32 gives each member a direction v, a value and an interval. One product of the float64 Jacobian
 with v gives the value |J v|, which is a lower limit without float32 rounding. The difference between the
@@ -17,13 +17,13 @@ import torch
 from torch import Tensor
 
 from howsmooth.attention import TokenMap
-from howsmooth.batching import batches, beside_the_basis, fewest_vectors, is_streamed, room_for_basis
+from howsmooth.batching import batches, bytes_without_basis, fewest_vectors, is_streamed, room_for_basis
 from howsmooth.jacobian import AutodiffJacobian, closed_form_jacobian, closed_form_jacobians, joined
 from howsmooth.lipschitz.singular_value_solver import Solver
 from howsmooth.spectral import LeadingTriplet, LinearOperator
 from howsmooth.spectral.operator import length_rounding
 
-__all__ = ["Part", "judge", "solve_autodiff", "solve_closed_forms", "verdict"]
+__all__ = ["Part", "check_in_float64", "solve_autodiff", "solve_closed_forms", "widen_by_rounding"]
 
 # The share of the requested relative width that rounding errors may take on each side of the interval, if
 # products with these errors are cheaper.
@@ -36,7 +36,7 @@ Part = tuple[Sequence[int], LeadingTriplet]
 def solve_closed_forms(
     double: TokenMap, members: Sequence[Tensor] | Tensor, solver: Solver, budget: int
 ) -> list[Part]:
-    """Measure the Lipschitz constants of one map at several sequences (n_i, d), with its Jacobian in closed
+    """Measure the Lipschitz constants of one map at several sequences (n_i, d), with a Jacobian in closed
     form.
 
     Sequences whose attention probabilities fit in memory are measured in batches, others one by one. The
@@ -78,17 +78,19 @@ def solve_autodiff(
     double = torch.finfo(torch.float64).eps / torch.finfo(x.dtype).eps
     if not operator.judged:
         return solver.golub_kahan(operator, members), False
-    estimated, operator.rounding = operator.rounding, torch.full_like(operator.rounding, _usual(x))
+    estimated, operator.rounding = operator.rounding, torch.full_like(operator.rounding, _typical_rounding(x))
     found = solver.golub_kahan(operator, members)
     exact = AutodiffJacobian(
-        f.to(dtype=torch.float64), x.double(), rounding=(estimated * double).clamp_min(_usual(x.double()))
+        f.to(dtype=torch.float64),
+        x.double(),
+        rounding=(estimated * double).clamp_min(_typical_rounding(x.double())),
     )
-    return verdict(operator, exact, found, members, solver), True
+    return check_in_float64(operator, exact, found, members, solver), True
 
 
-def _usual(x: Tensor) -> float:
-    """Return the relative rounding error, in the dtype of ``x``, that Jacobian products have if none of their
-    terms cancel.
+def _typical_rounding(x: Tensor) -> float:
+    """Return the typical relative rounding error of Jacobian products in the dtype of ``x``, without
+    cancellation.
     """
     return 32.0 * torch.finfo(x.dtype).eps
 
@@ -96,7 +98,7 @@ def _usual(x: Tensor) -> float:
 def _cached(
     double: TokenMap, members: Sequence[Tensor] | Tensor, lots: Sequence[Sequence[int]], solver: Solver
 ) -> list[LeadingTriplet]:
-    """Measure the Lipschitz constants of a map at some sequences, with the attention probabilities kept in
+    """Measure the Lipschitz constants of a map at some sequences with the attention probabilities kept in
     memory.
 
     Float32 results are checked in float64.
@@ -112,7 +114,7 @@ def _cached(
     if dtype == exact:
         return found
     return [
-        verdict(at[dtype], at[exact], of_lot, numbers, solver)
+        check_in_float64(at[dtype], at[exact], of_lot, numbers, solver)
         for at, of_lot, numbers in zip(jacobians, found, lots, strict=True)
     ]
 
@@ -124,7 +126,7 @@ def _jacobians(
     dtypes: Sequence[torch.dtype],
 ) -> list[dict[torch.dtype, LinearOperator]]:
     """Return the Jacobians of one map at the sequences of each group, as one batched operator for each group
-    and dtype.
+    and each dtype.
 
     Each item of ``lots`` is a group, as indices of sequences sorted by length. Sequences of one length are
     linearised together, and the Jacobians of a group become one batched operator. Each result is a dictionary
@@ -140,15 +142,15 @@ def _jacobians(
     return [{dtype: joined([at[dtype] for at in lot]) for dtype in dtypes} for lot in of_lots]
 
 
-def verdict(
+def check_in_float64(
     operator: LinearOperator,
     exact: LinearOperator,
     found: LeadingTriplet,
     members: Sequence[int],
     solver: Solver,
 ) -> LeadingTriplet:
-    """Check the singular values that a solver found in float32 by products with the float64 Jacobian, and
-    return them with values and intervals from float64.
+    """Check the singular values from a float32 solver by products with the float64 Jacobian, and return
+    values and intervals from float64.
 
     The operator ``exact`` is the same as ``operator`` in float64, and ``members`` are the indices of its
     sequences in the solver.
@@ -161,12 +163,12 @@ def verdict(
     # vector, which is mostly far below the width of the interval.
     found_gram = found.sigma.to(right).square().view(-1, 1, 1) * right
     defect = _defect(found_gram, gram, sigma)
-    judged = judge(found, sigma, defect, exact, solver.rtol)
+    judged = widen_by_rounding(found, sigma, defect, exact, solver.rtol)
     # Where the residual is too large for that, compute JᵀJ v in float32, at the cost of one product.
     if not bool(judged.converged.all()):
         _, rounded = operator.energy_product(right.to(operator.dtype))
         defect = torch.where(judged.converged, defect, _defect(rounded, gram, sigma))
-        judged = judge(found, sigma, defect, exact, solver.rtol)
+        judged = widen_by_rounding(found, sigma, defect, exact, solver.rtol)
     # Members that float32 took as finished but whose interval is too wide now. More steps in float32 would
     # not help them. Members that used up their steps are not measured again: float64 would stop there, too.
     ended = found.converged | found.broke_down | (found.steps < solver.max_iterations)
@@ -183,7 +185,7 @@ def verdict(
 def _streamed(
     double: TokenMap, x: Tensor, members: Sequence[int], solver: Solver, budget: int
 ) -> LeadingTriplet:
-    """Measure the Lipschitz constant of a map at one sequence, without any n × n matrix of attention
+    """Measure the Lipschitz constant of a map at one sequence without n × n matrices of attention
     probabilities in memory.
 
     The steps are as in :func:`_cached`. The operators in float32 and in float64 are not in memory at the
@@ -204,22 +206,21 @@ def _streamed(
     exact = operator(torch.float64)
     image, gram = exact.gram_product(right)
     sigma = _norms(image)
-    judged = judge(found, sigma, _defect(rounded, gram, sigma), exact, solver.rtol)
+    judged = widen_by_rounding(found, sigma, _defect(rounded, gram, sigma), exact, solver.rtol)
     del image, gram, rounded, right
     # Measure again in float64, if that can help and memory has room for the longer vectors.
     stuck = ~judged.converged & (found.converged | found.broke_down)
-    room = budget - beside_the_basis(double, x.double())
+    room = budget - bytes_without_basis(double, x.double())
     if not bool(stuck.any()) or room < fewest_vectors(x):
         return judged
     again = solver.lanczos(exact, members, room)
     return replace(again, right=again.right.to(x.dtype), left=again.left.to(x.dtype))
 
 
-def judge(
+def widen_by_rounding(
     found: LeadingTriplet, sigma: Tensor, defect: Tensor, exact: LinearOperator, rtol: float
 ) -> LeadingTriplet:
-    """Widen the intervals of singular values that a solver found in float32 by the error that rounding may
-    have caused.
+    """Widen the intervals of singular values from a float32 solver by the possible rounding error.
 
     The value becomes σ = |J v|, computed in float64. The lower limit is proved where the float64 products
     are. The upper limit is an estimate to first order. It exceeds σ by four terms: the distance from the
@@ -244,12 +245,12 @@ def _defect(rounded: Tensor, exact: Tensor, sigma: Tensor) -> Tensor:
 
 
 def _norms(t: Tensor) -> Tensor:
-    """Return the Frobenius norm of each entry of a batch, on the CPU."""
+    """Return the Frobenius norm of each member of a batch, as a tensor on the CPU."""
     norms: Tensor = torch.linalg.vector_norm(t.flatten(1), dim=1).cpu()
     return norms
 
 
 def _unit(t: Tensor) -> Tensor:
-    """Return each entry of a batch divided by its Frobenius norm; zero stays zero."""
+    """Divide each member of a batch by its Frobenius norm, and leave zeros unchanged."""
     length = t.flatten(1).norm(dim=1).view(-1, 1, 1)
     return torch.where(length > 0, t / length, t)

@@ -1,5 +1,5 @@
-"""How much the output of an attention layer changes if only its queries, only its keys or only its values
-change.
+"""The sensitivity of the output of an attention layer to changes of its queries, its keys or its values
+alone.
 
 The formulas and their proofs stand on the documentation page "Errors in queries, keys and values".
 """
@@ -32,7 +32,7 @@ __all__ = ["OperandSensitivity", "QKVSensitivity", "entry_sensitivities", "opera
 
 @dataclass(frozen=True, eq=False)
 class OperandSensitivity:
-    """Norms of the derivative of an attention layer's output with respect to its queries, its keys or its
+    """Norms of the derivative of the output of an attention layer with respect to its queries, keys or
     values, for each head.
 
     Every tensor is float64 and has one member for each head: query heads for the queries, key/value heads
@@ -57,8 +57,8 @@ class OperandSensitivity:
 
 @dataclass(frozen=True, eq=False, repr=False)
 class QKVSensitivity:
-    """How much the output of one attention layer changes if only its queries, only its keys or only its
-    values change.
+    """The sensitivity of the output of one attention layer to changes of its queries, its keys or its values
+    alone.
     """
 
     #: The derivative in the queries that the scores are formed from, before their scale.
@@ -73,8 +73,8 @@ class QKVSensitivity:
     scope: str
 
     def to_pandas(self) -> pd.DataFrame:
-        """Return a table of how much the layer's output changes, with one row for each head and each of
-        queries, keys and values.
+        """Return a table of the measured sensitivities, with one row for each head and each of queries, keys
+        and values.
 
         Its columns are ``operand`` ("query", "key" or "value"), ``head`` (of queries, or of keys and values),
         ``value``, ``lower``, ``upper`` and ``converged``.
@@ -90,7 +90,7 @@ class QKVSensitivity:
         return pd.concat(parts, ignore_index=True)
 
     def tokens(self) -> pd.DataFrame:
-        """Return a table of how much the layer's output changes with the query, the key or the value of each
+        """Return a table of the sensitivity of the layer's output to the query, the key and the value of each
         single token.
 
         It has one row for each operand, head and token. Its columns are ``operand``, ``head``, ``position``
@@ -126,8 +126,8 @@ def qkv_sensitivity(
     max_iterations: int = 200,
     seed: int = 0,
 ) -> QKVSensitivity:
-    """Measure how much the output of an attention layer changes with its queries, with its keys and with its
-    values, head by head.
+    """Measure the sensitivity of the output of an attention layer to its queries, keys and values, for each
+    head.
 
     The operands are those that the scores are formed from: after biases, norm layers and rotary positions.
     Such keys and values are what the KV cache of transformers stores. The output is that of the layer's
@@ -200,8 +200,8 @@ def qkv_sensitivity(
 def entry_sensitivities(
     f: SelfAttention, x: Float[Tensor, "n d"]
 ) -> tuple[Float64[Tensor, "kv_heads n key_dim"], Float64[Tensor, "kv_heads n value_dim"]]:
-    """Return the norm of the derivative of a layer's output with respect to each entry of its keys, and to
-    each entry of its values.
+    """Return the norm of the derivative of the output of a layer with respect to each entry of its keys and
+    of its values.
 
     These are the ``entries`` of :func:`qkv_sensitivity`, computed alone in a fraction of its time.
     """
@@ -210,8 +210,8 @@ def entry_sensitivities(
 
 
 def operands_of(attention: object, x: Tensor | None) -> tuple[SelfAttention, Tensor]:
-    """Return the attention layer and the tokens (n, d) of one sequence, given either both or a captured
-    layer.
+    """Return an attention layer and the tokens (n, d) of one sequence, given either both of them or a
+    captured layer.
 
     Raises
     ------
@@ -246,8 +246,8 @@ def operands_of(attention: object, x: Tensor | None) -> tuple[SelfAttention, Ten
 
 
 class _Layer:
-    """The derivative of an attention layer's softmax at given tokens, split by query head, together with the
-    layer's output matrix.
+    """The derivative of the softmax of an attention layer at given tokens, for each query head, with the
+    output matrix of the layer.
 
     Axes of tensors: b = key/value head, G = query heads that share it. The heads of a group have output
     matrices W_1, …, W_G, replaced by the parts R_1, …, R_G of a triangular factor with the same Gram matrix.
@@ -279,18 +279,18 @@ class _Layer:
         self.mean = derivative.mean.unflatten(1, (self.group, n))
 
     def out(self, heads: Float[Tensor, "b m value_dim"]) -> Float[Tensor, "b n r"]:
-        """Multiply the output of each head by its part of the layer's output matrix, and sum over the heads
-        that share a key head.
+        """Multiply the output of each head by its part of the output matrix, and sum over the heads that
+        share a key head.
         """
         return torch.einsum("bgnv,brgv->bnr", heads.unflatten(1, (self.group, self.n)), self.factor)
 
     def out_adjoint(self, y: Float[Tensor, "b n r"]) -> Float[Tensor, "b m value_dim"]:
-        """Return the cotangents of the heads' outputs, for cotangents of what :meth:`out` returns."""
+        """Apply the transpose of :meth:`out`, which gives the cotangents of the head outputs."""
         return torch.einsum("bnr,brgv->bgnv", y, self.factor).flatten(1, 2)
 
     def queries(self) -> tuple[Float[Tensor, "heads n"], Float[Tensor, "heads n key_dim"]]:
-        """Return the norm of the derivative of the layer's output with respect to each query, and to each
-        entry of each query.
+        """Return the norm of the derivative of the layer output with respect to each query, and to each entry
+        of each query.
         """
         d, tokens, entries = self.derivative, [], []
         for b in range(self.f.kv_heads):
@@ -309,8 +309,8 @@ class _Layer:
         return torch.stack(tokens), torch.stack(entries)
 
     def key_grams(self) -> Float[Tensor, "b n key_dim key_dim"]:
-        """Return AᵀA for each key, where A is the derivative of the layer's output with respect to this one
-        key.
+        """Return AᵀA for each key, where A is the derivative of the layer output with respect to this key
+        alone.
 
         In key j it is Σ_i Σ_gh ⟨u^g_ij, u^h_ij⟩ q^g_i (q^h_i)ᵀ with u^g_ij = P^g_ij D^g_ij R_g (v_j − O^g_i),
         where D is the derivative of the soft cap.
@@ -324,7 +324,7 @@ class _Layer:
         return grams
 
     def key_entries(self) -> Float[Tensor, "b n key_dim"]:
-        """Return the norm of the derivative of the layer's output with respect to each entry of each key.
+        """Return the norm of the derivative of the layer output with respect to each entry of each key.
 
         No whole Gram matrix is formed.
         """
@@ -332,8 +332,8 @@ class _Layer:
         return squares.clamp_min(0.0).sqrt()
 
     def _key_sums(self, pairs: Callable[[Tensor], Tensor], width: int) -> Float[Tensor, "b n _width"]:
-        """Return, for each key j, a sum over all queries and pairs of heads, from which the derivative of the
-        layer's output in key j is measured.
+        """Return, for each key j, a sum over all queries and pairs of heads, from which the norm of the
+        derivative with respect to key j follows.
 
         The vectors u are those of :meth:`key_grams`. The function ``pairs`` turns the queries (G, n, key_dim)
         of a group into the vectors c^gh_i (G, G, n, width), one for each pair of heads.
@@ -351,8 +351,8 @@ class _Layer:
         return found
 
     def value_grams(self) -> Float[Tensor, "b n value_dim value_dim"]:
-        """Return AᵀA for each value vector, where A is the derivative of the layer's output with respect to
-        this one value.
+        """Return AᵀA for each value vector, where A is the derivative of the layer output with respect to
+        this value alone.
         """
         attended = torch.einsum("bgij,bhij->bghj", self.p, self.p)
         outputs = torch.einsum("brgv,brhw->bghvw", self.factor, self.factor)
@@ -364,7 +364,7 @@ class _Layer:
 
 
 def _norms(gram: Float[Tensor, "b n k k"]) -> tuple[Float[Tensor, "b n"], Float[Tensor, "b n k"]]:
-    """Return the spectral norm of each matrix A, and the norms of its columns, given the matrices AᵀA."""
+    """Return the spectral norm and the column norms of each matrix A, given the matrices AᵀA."""
     return torch.linalg.eigvalsh(gram)[..., -1].clamp_min(0.0).sqrt(), _column_norms(gram)
 
 
@@ -373,8 +373,8 @@ def _column_norms(gram: Float[Tensor, "b n k k"]) -> Float[Tensor, "b n k"]:
 
 
 class _InOneOperand(LinearOperator):
-    """The derivative of a layer's output with respect to all its keys or all its values, with one linear map
-    for each key/value head.
+    """The derivative of the output of a layer with respect to all its keys or all its values, with one linear
+    map for each key head.
     """
 
     def __init__(self, at: _Layer, which: Literal["key", "value"]) -> None:

@@ -1,6 +1,4 @@
-"""Runs the singular value solvers on Jacobians, with the accuracy and the random seeds that the user asked
-for.
-"""
+"""Singular value solvers for Jacobians, with the accuracy and the random seeds that the user requested."""
 
 from __future__ import annotations
 
@@ -24,8 +22,8 @@ _WORTH_A_THREAD = 1 << 14
 
 @dataclass(frozen=True)
 class Solver:
-    """Finds the largest singular value of the Jacobian at each of several sequences, with the accuracy that
-    the user asked for.
+    """A solver for the largest singular value of the Jacobian at each of several sequences, with the
+    requested accuracy.
 
     A seed determines the random start vector of its sequence. Sequences are named by their indices: a batch
     may hold any of them, in any order.
@@ -49,7 +47,7 @@ class Solver:
 
     def lanczos(self, operator: LinearOperator, members: Sequence[int], basis_bytes: int) -> LeadingTriplet:
         """Find the largest singular values of a batch of Jacobians by Lanczos, with at most ``basis_bytes``
-        of memory for the Krylov basis.
+        bytes for the Krylov basis.
         """
         return lanczos(
             operator,
@@ -63,7 +61,7 @@ class Solver:
     def together(
         self, operators: Sequence[LinearOperator], members: Sequence[Sequence[int]]
     ) -> list[LeadingTriplet]:
-        """Find the largest singular values of several batches of Jacobians at the same time, so that they
+        """Find the largest singular values of several batches of Jacobians in the same steps, so that they
         share matrix products.
 
         The Jacobians are of one map, at sequences that may have different lengths.

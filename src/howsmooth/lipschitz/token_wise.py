@@ -1,5 +1,5 @@
-"""How far one output token moves if every input token moves by at most one, measured with a lower and an
-upper limit.
+"""The largest change of one output token if every input token changes by at most one in norm, with a lower
+and an upper limit.
 
 For output token i it is the largest |Σ_j J_ij e_j| over tangents with |e_j| ≤ 1 for every token j. For a
 fixed direction u of the output the best tangents are e_j = J_ijᵀ u / |J_ijᵀ u|, and for fixed tangents the
@@ -32,7 +32,8 @@ _STEPS = 200
 
 @dataclass(frozen=True, eq=False)
 class TokenWise:
-    """How far some output token of a map moves, to first order, if every input token moves by at most one.
+    """The largest first-order change of an output token of a map if every input token changes by at most one
+    in norm.
 
     The constant is max_i sup |Σ_j J_ij e_j| over tangents with |e_j| ≤ 1, the local Lipschitz constant of the
     map between the norms max_j |e_j| of tokens.
@@ -51,9 +52,7 @@ class TokenWise:
 
     @property
     def value(self) -> float:
-        """The farthest move of an output token that was found, which is a lower limit of the largest possible
-        move.
-        """
+        """The largest change of an output token that was found, which is a lower limit of the maximum."""
         return self.lower
 
     def __repr__(self) -> str:
@@ -70,8 +69,8 @@ def token_wise_lipschitz(
     rtol: float,
     seed: int,
 ) -> TokenWise:
-    """Return a lower and an upper limit of how far one of the given output tokens moves if every input token
-    moves by at most one.
+    """Bound from both sides the largest change of the given output tokens if every input token changes by at
+    most one in norm.
 
     Parameters
     ----------
@@ -104,8 +103,8 @@ def token_wise_lipschitz(
 def token_wise_ascent(
     operator: LinearOperator, outputs: Sequence[int], *, rtol: float, seed: int
 ) -> tuple[int, Float[Tensor, "n d"], float]:
-    """Search for moves of all input tokens, each of length at most one, that move one of the given output
-    tokens as far as possible.
+    """Search for changes of all input tokens, each of norm at most one, that maximise the change of one of
+    the given output tokens.
 
     Parameters
     ----------
@@ -138,8 +137,8 @@ def token_wise_ascent(
 def attained(
     operator: LinearOperator, i: int, e: Float[Tensor, "n d"]
 ) -> tuple[float, Float[Tensor, " d_out"], float]:
-    """Return how far output token ``i`` moves for moves ``e`` of all input tokens: the length, the direction,
-    and the rounding error of the length.
+    """Return the norm, its rounding error and the direction of the change of output token ``i`` for changes
+    ``e`` of all input tokens.
 
     The operator is the Jacobian at one sequence, in the dtype of the tangents ``e``.
     """
@@ -155,8 +154,8 @@ def attained(
 def _climbed(
     operator: LinearOperator, i: int, u: Float[Tensor, " d_out"], rtol: float
 ) -> tuple[Float[Tensor, "n d"], float]:
-    """Search for moves of all input tokens, each of length at most one, that move output token ``i`` far,
-    beginning with its direction ``u``.
+    """Search for changes of all input tokens, each of norm at most one, that change output token ``i`` most,
+    starting from the direction ``u``.
 
     Return these moves, and how far they move the output token.
     """
@@ -173,6 +172,6 @@ def _climbed(
 
 
 def unit_rows(e: Float[Tensor, "n d"]) -> Float[Tensor, "n d"]:
-    """Divide each row of a matrix by its length, and leave rows of zeros as they are."""
+    """Divide each row of a matrix by its norm, and leave zero rows unchanged."""
     length = torch.linalg.vector_norm(e, dim=-1, keepdim=True)
     return torch.where(length > 0, e / length, 0.0)

@@ -2,7 +2,7 @@
 between them.
 """
 
-from howsmooth.measures.conditional_distance import conditional_wasserstein
+from howsmooth.measures.conditional_wasserstein_distance import conditional_wasserstein
 from howsmooth.measures.discrete import DiscreteMeasure
 from howsmooth.measures.gaussian import Gaussian, affine_action, affine_action_at
 from howsmooth.measures.lipschitz import WassersteinLipschitz, wasserstein_lipschitz

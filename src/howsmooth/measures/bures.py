@@ -1,4 +1,4 @@
-"""The Wasserstein distance W₂ between two Gaussians, with a lower and an upper limit.
+"""The Wasserstein distance W₂ between two Gaussians (Bures distance), with a proved lower and upper limit.
 
 The distance is given by the Bures formula, which is evaluated without cancellation. The upper limit is the
 cost of a coupling, and the lower limit comes from a pair of quadratic potentials. Both limits hold even if
@@ -30,7 +30,7 @@ _STEEPEST = 1e-8
 
 @dataclass(frozen=True)
 class GaussianAnswer:
-    """The computed distance W₂ between two Gaussians, with a lower and an upper limit and with derivatives.
+    """The computed distance W₂ between two Gaussians, with a lower and an upper limit and its derivatives.
 
     The distance is in units of ``2**exponent``. The derivatives by means and covariances are in the units of
     the means and covariances.
@@ -46,21 +46,23 @@ class GaussianAnswer:
     regular: bool
 
     def in_units(self, scaled: float) -> float:
-        """Convert a distance between the scaled Gaussians back to the units of the given Gaussians, by a
-        factor 2^exponent.
+        """Multiply a distance between scaled Gaussians by 2^exponent, so that it has the units of the given
+        Gaussians.
         """
         return in_units(scaled, self.exponent)
 
     @property
     def noise(self) -> float:
-        """The largest distance W₂ that rounding errors in the two covariances alone can cause."""
+        """The largest distance W₂ that rounding errors of the two covariance matrices can cause for equal
+        Gaussians.
+        """
         d = len(self.by_means[0])
         return min(d * math.sqrt(8 * EPSILON), NEGLIGIBLE)
 
 
 def between_gaussians(mu: Gaussian, nu: Gaussian) -> GaussianAnswer:
     """Compute the distance W₂ between two Gaussians N(α, Σ) and N(β, Τ), with a lower and an upper limit and
-    with derivatives.
+    its derivatives.
 
     The formula is W₂² = |α − β|² + min over orthogonal U of |Σ^{1/2} − Τ^{1/2} U|².
     """
@@ -105,14 +107,14 @@ def between_gaussians(mu: Gaussian, nu: Gaussian) -> GaussianAnswer:
 
 @dataclass(frozen=True)
 class _Spectrum:
-    """The eigenvalues, in increasing order, and the eigenvectors of a Gaussian's covariance matrix."""
+    """The eigenvalues, in increasing order, and the eigenvectors of the covariance matrix of a Gaussian."""
 
     values: Float[ndarray, " d"]
     vectors: Float[ndarray, "d d"]
 
     @property
     def error(self) -> float:
-        """Bound on the rounding error of each computed eigenvalue of the covariance matrix."""
+        """Upper bound on the rounding error of each computed eigenvalue of the covariance matrix."""
         return 8 * len(self.values) * EPSILON * float(np.abs(self.values).max())
 
     @property
@@ -124,7 +126,8 @@ class _Spectrum:
 
     @property
     def slack(self) -> float:
-        """Bound on the error in a distance W₂ that rounding of the covariance's eigenvalues may cause.
+        """Upper bound on the error of a distance W₂ that is caused by rounding errors of the eigenvalues of
+        the covariance matrix.
 
         The square roots of two covariances differ by at most the root of the trace norm of their difference,
         and by at most the size of the difference over twice the least root. For singular covariances only the
@@ -143,7 +146,7 @@ class _Spectrum:
 
 
 def _map(one: _Spectrum, other: _Spectrum) -> tuple[ndarray, ndarray]:
-    """Return the eigenvalues and eigenvectors of the linear map that transports one centred Gaussian to
+    """Return the eigenvalues and eigenvectors of the optimal transport map from one centred Gaussian to
     another.
 
     The map T > 0 transports covariance ``one`` to covariance ``other``. A small multiple of the identity is
@@ -160,7 +163,7 @@ def _map(one: _Spectrum, other: _Spectrum) -> tuple[ndarray, ndarray]:
 
 
 def _below(one: ndarray, other: ndarray, values: ndarray, vectors: ndarray) -> float:
-    """Return a lower bound on the squared distance W₂² between two Gaussians with mean zero.
+    """Return a lower bound on the squared distance W₂² between two centred Gaussians.
 
     T is the matrix with the eigenvalues ``values`` and the eigenvectors ``vectors``. The bound is tr (I − T)
     one + tr (I − T⁻¹) other, less a bound on its rounding. It holds for any T > 0, because 2⟨x, y⟩ <= xᵀTx +

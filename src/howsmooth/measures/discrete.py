@@ -1,4 +1,4 @@
-"""Discrete probability measures: weighted atoms, which have positions if masked attention acts on them."""
+"""Discrete probability measures: weighted atoms, with positions if masked attention acts on them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from torch import Tensor
 from howsmooth.attention import AbstractMeasure, TokenMap, Weighting
 from howsmooth.attention.map import check_measure
 from howsmooth.errors import ArgumentError
-from howsmooth.measures.number_check import check_numbers
+from howsmooth.measures.tensor_checks import check_numbers
 
 __all__ = ["DiscreteMeasure"]
 
@@ -24,8 +24,8 @@ _MASS = 1e-6
 
 
 class DiscreteMeasure(AbstractMeasure):
-    """A discrete probability measure: atoms in R^d with weights that sum to one and, if needed, with
-    positions in [0, 1].
+    """A discrete probability measure: atoms in R^d with weights that sum to one, and optional positions in
+    [0, 1].
 
     It is Σ_j a_j δ_{x_j} or, with positions s_j for masked attention, Σ_j a_j δ_{(s_j, x_j)}.
 
@@ -91,7 +91,7 @@ class DiscreteMeasure(AbstractMeasure):
 
     @classmethod
     def sequence(cls, X: object) -> DiscreteMeasure:
-        """Return the empirical measure of tokens X (n, d) at the positions 1/n, 2/n, …, 1.
+        """Return the empirical measure of tokens X (n, d), with the positions 1/n, 2/n, …, 1.
 
         A causal map moves its atoms exactly as it moves the tokens X.
         """
@@ -114,27 +114,29 @@ class DiscreteMeasure(AbstractMeasure):
 
     @property
     def dtype(self) -> torch.dtype:
-        """The dtype of the measure's atoms."""
+        """The dtype of the atoms of the measure."""
         return self.points.dtype
 
     @property
     def device(self) -> torch.device:
-        """The device of the measure's atoms."""
+        """The device of the atoms of the measure."""
         return self.points.device
 
     @property
     def weights(self) -> Float[Tensor, " n"]:
-        """The weights of the atoms, in float64. Weights below about 1e-308 lose digits or become zero."""
+        """The weights of the atoms in float64, where weights below about 1e-308 lose digits or
+        become zero.
+        """
         return self.log_weights.exp()
 
     @property
     def mean(self) -> Float[Tensor, " d"]:
-        """The mean Σ_j a_j x_j of the measure with weights a_j on atoms x_j."""
+        """The mean Σ_j a_j x_j of the measure, with weights a_j and atoms x_j."""
         return self.weights.to(self.dtype) @ self.points
 
     @property
     def covariance(self) -> Float[Tensor, "d d"]:
-        """The covariance Σ_j a_j (x_j − mean)(x_j − mean)ᵀ of the measure with weights a_j on atoms x_j."""
+        """The covariance Σ_j a_j (x_j − mean)(x_j − mean)ᵀ of the measure, with weights a_j and atoms x_j."""
         centred = self.points - self.mean
         return (self.weights.to(self.dtype)[:, None] * centred).mT @ centred
 
@@ -147,18 +149,20 @@ class DiscreteMeasure(AbstractMeasure):
     def to(
         self, *, dtype: torch.dtype | None = None, device: torch.device | str | None = None
     ) -> DiscreteMeasure:
-        """Return the measure with its atoms in another dtype or on another device; weights stay float64."""
+        """Return the measure with its atoms in another dtype or on another device; the weights stay in
+        float64.
+        """
         weighting = self._weighting().to(device=device)
         return self._rebuilt(self.points.to(dtype=dtype, device=device), weighting)
 
     # ---- operations
 
     def weighted_tokens(self) -> tuple[Float[Tensor, "n d"], Weighting]:
-        """Return the atoms of the measure, and an object with their log-weights and positions."""
+        """Return the atoms of the measure as tokens, and an object with their log-weights and positions."""
         return self.points, self._weighting()
 
     def push_forward(self, f: TokenMap) -> DiscreteMeasure:
-        """Apply the map ``f`` to the measure: each atom moves as a token that attends to the measure's atoms,
+        """Apply the map ``f`` to the measure, where each atom is moved as a token that attends to all atoms
         and keeps its weight.
 
         Raises
@@ -173,8 +177,7 @@ class DiscreteMeasure(AbstractMeasure):
         return self._rebuilt(f._forward(self.points, weighting), weighting)
 
     def merged(self, tolerance: float = 0.0) -> DiscreteMeasure:
-        """Return the measure with atoms that coincide replaced by one atom, which has the sum of their
-        weights.
+        """Return the measure after merging equal atoms to one atom whose weight is the sum of their weights.
 
         Atoms at equal positions are merged if they are linked by a chain of atoms whose successive distances
         are at most ``tolerance``. The merged atom is at their weighted mean. The merged atoms are in the
@@ -205,8 +208,8 @@ class DiscreteMeasure(AbstractMeasure):
         return self._rebuilt(points, Weighting(largest + totals.log(), positions))
 
     def _groups(self, tolerance: float) -> tuple[Int[Tensor, " n"], int]:
-        """Return, for each atom, the number of the group in which it will be merged, and the number of
-        groups.
+        """Return for each atom the index of the group of atoms with which it will be merged, and the number
+        of groups.
 
         Groups are numbered in the order of their first atoms.
         """
@@ -238,7 +241,7 @@ class DiscreteMeasure(AbstractMeasure):
 
 
 def _first_members(group: Int[Tensor, " n"], count: int) -> Int[Tensor, " groups"]:
-    """Return, for each group of atoms that will be merged, the index of its first atom."""
+    """Return the index of the first atom of each group of atoms that will be merged."""
     order = torch.arange(len(group), device=group.device)
     return torch.full((count,), len(group), device=group.device).scatter_reduce(0, group, order, "amin")
 
@@ -266,7 +269,9 @@ def _check_points(points: object, name: str = "points") -> Tensor:
 
 
 def _check_vector(name: str, value: object, points: Tensor) -> Tensor:
-    """Check that ``value`` is a tensor with one finite number for each atom of a measure, and return it."""
+    """Return ``value`` after checking that it is a tensor with one finite number for each atom of a
+    measure.
+    """
     n = points.shape[0]
     if not isinstance(value, Tensor):
         raise ArgumentError(

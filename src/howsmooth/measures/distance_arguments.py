@@ -1,5 +1,5 @@
-"""Checks of the arguments that users give to the distance functions: the order p, the two measures, and
-options of the solver.
+"""Checks of the arguments of distance functions: the order p, the two measures, and the options of the
+solver.
 """
 
 from __future__ import annotations
@@ -16,9 +16,7 @@ __all__ = ["Options", "check_discrete", "check_order", "check_positive", "check_
 
 @dataclass(frozen=True)
 class Options:
-    """The options of a distance function that say how the transport problem is solved, after they have been
-    checked.
-    """
+    """The checked options of a distance function, which determine how the transport problem is solved."""
 
     method: str
     regularisation: float | None
@@ -30,9 +28,7 @@ class Options:
     def of(
         cls, method: object, regularisation: object, rtol: object, max_iterations: object, gradient: object
     ) -> Options:
-        """Check the options of a distance function, and return them; raise ArgumentError if one has a wrong
-        type or value.
-        """
+        """Check the options of a distance function, and return them as Options."""
         if method not in ("auto", "exact", "entropic", "1d", "bures"):
             raise ArgumentError(
                 "method", expected="'auto', 'exact', 'entropic', '1d' or 'bures'", got=repr(method)
@@ -56,15 +52,15 @@ class Options:
         return cls(str(method), regularisation, rtol, max_iterations, gradient)
 
     def narrow(self, lower: float, upper: float, noise: float) -> bool:
-        """Return True if the interval of a distance is as narrow as the user asked, or lies below the
-        rounding error.
+        """Return True if the interval of a distance is as narrow as requested, or narrower than the rounding
+        error.
         """
         return upper - lower <= self.rtol * upper or upper <= noise
 
 
 def check_order(p: object) -> float:
-    """Check that the order p of a Wasserstein distance is a finite number of at least 1, and return it as a
-    float.
+    """Return the order p of a Wasserstein distance as a float after checking that it is a finite number of at
+    least 1.
     """
     if not isinstance(p, int | float) or isinstance(p, bool) or not 1 <= p < math.inf:
         raise ArgumentError("p", expected="a finite order >= 1", got=repr(p))
@@ -72,7 +68,7 @@ def check_order(p: object) -> float:
 
 
 def check_discrete(name: str, measure: object) -> DiscreteMeasure:
-    """Check that an argument is a DiscreteMeasure, and return it; otherwise raise ArgumentError."""
+    """Return the argument after checking that it is a DiscreteMeasure; raise ArgumentError otherwise."""
     if not isinstance(measure, DiscreteMeasure):
         remedy = "Write DiscreteMeasure(points, weights)."
         if isinstance(measure, AbstractMeasure):
@@ -92,7 +88,7 @@ def check_same_space(mu: AbstractMeasure, nu: AbstractMeasure) -> None:
 
 
 def check_positive(name: str, value: object, expected: str = "a finite number > 0") -> float:
-    """Check that an argument is a finite number above zero, and return it as a float."""
+    """Return the argument as a float after checking that it is a finite number above zero."""
     if not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value < math.inf:
         raise ArgumentError(name, expected=expected, got=repr(value))
     return float(value)

@@ -1,5 +1,5 @@
-"""Gaussian measures. Unmasked attention acts on a Gaussian as an affine map, so its image is a Gaussian
-again.
+"""Gaussian measures, which unmasked attention maps to Gaussian measures, because it acts on them as an affine
+map.
 
 Proof: documentation page "Maps on measures", section "Gaussian measures".
 """
@@ -23,7 +23,7 @@ from howsmooth.attention import (
 from howsmooth.attention.map import check_measure
 from howsmooth.errors import ArgumentError
 from howsmooth.measures.discrete import DiscreteMeasure
-from howsmooth.measures.number_check import check_numbers
+from howsmooth.measures.tensor_checks import check_numbers
 from howsmooth.seeds import torch_seed
 
 __all__ = ["Gaussian", "affine_action", "affine_action_at"]
@@ -81,12 +81,12 @@ class Gaussian(AbstractMeasure):
 
     @property
     def dtype(self) -> torch.dtype:
-        """The dtype of the Gaussian's mean and covariance."""
+        """The dtype of the mean and the covariance of the Gaussian."""
         return self.mean.dtype
 
     @property
     def device(self) -> torch.device:
-        """The device of the Gaussian's mean and covariance."""
+        """The device of the mean and the covariance of the Gaussian."""
         return self.mean.device
 
     def __repr__(self) -> str:
@@ -100,8 +100,7 @@ class Gaussian(AbstractMeasure):
         )
 
     def sample(self, n: object, seed: object) -> DiscreteMeasure:
-        """Draw ``n`` independent points from the Gaussian, and return the discrete measure that gives each
-        the same weight.
+        """Return the empirical measure of ``n`` independent points drawn from the Gaussian.
 
         Raises
         ------
@@ -121,7 +120,7 @@ class Gaussian(AbstractMeasure):
         return DiscreteMeasure(self.mean + (drawn.to(self.device) @ root).to(self.dtype))
 
     def push_forward(self, f: TokenMap) -> Gaussian:
-        """Return the image of the Gaussian under the map ``f``, which is a Gaussian again; it equals
+        """Return the image of the Gaussian under the map ``f``, which is a Gaussian and equals
         ``f(gaussian)``.
 
         The image is N(M α + c, M Σ Mᵀ), with M and c of :func:`affine_action`.
@@ -136,7 +135,7 @@ class Gaussian(AbstractMeasure):
         return Gaussian(matrix @ self.mean + shift, matrix @ self.covariance @ matrix.mT)
 
     def weighted_tokens(self) -> tuple[Tensor, Weighting]:
-        """Raise ArgumentError, because this method asks for atoms, and a Gaussian has none."""
+        """Raise ArgumentError, because a Gaussian has no atoms that could be returned as tokens."""
         raise ArgumentError(
             "measure",
             expected="a measure with atoms",
@@ -148,7 +147,7 @@ class Gaussian(AbstractMeasure):
 def affine_action(
     f: TokenMap, gaussian: Gaussian
 ) -> tuple[Float[Tensor, "d_out d"], Float[Tensor, " d_out"]]:
-    """Return the matrix M and the vector c such that the attention map ``f`` moves each point x of a Gaussian
+    """Return the matrix M and the vector c for which the attention map ``f`` moves each point x of a Gaussian
     to M x + c.
 
     Head h of self-attention, with A_h = scale · K_hᵀQ_h and b_h = scale · K_hᵀb_q,h, weights the keys at
@@ -175,7 +174,7 @@ def affine_action(
 def affine_action_at(
     f: TokenMap, mean: Float[Tensor, " d"], covariance: Float[Tensor, "d d"]
 ) -> tuple[Float[Tensor, "d_out d"], Float[Tensor, " d_out"]]:
-    """Return the matrix M and the vector c such that the attention map ``f`` moves each point x of N(mean,
+    """Return the matrix M and the vector c for which the attention map ``f`` moves each point x of N(mean,
     covariance) to M x + c.
 
     The arguments are not checked.
@@ -255,8 +254,8 @@ def _tensor(name: str, value: object, axes: int) -> Tensor:
 
 
 def _covariance(sigma: Tensor) -> Tensor:
-    """Check that a matrix is symmetric without negative eigenvalues, up to rounding, and return it made
-    exactly symmetric.
+    """Check that a matrix is symmetric and positive semidefinite up to rounding, and return it exactly
+    symmetric.
     """
     allowed = _ROUNDINGS * sigma.shape[0] * torch.finfo(sigma.dtype).eps
     skew = float((sigma - sigma.mT).detach().abs().max())

@@ -84,8 +84,8 @@ def wasserstein_lipschitz(
     max_iterations: int = 200,
     seed: int | Sequence[int] = 0,
 ) -> WassersteinLipschitz:
-    """Measure how much a map ``f`` of measures stretches small Wasserstein distances W₂ near a discrete
-    measure: its local Lipschitz constant.
+    """Measure the local Lipschitz constant of a map ``f`` of measures, in the Wasserstein distance W₂, near a
+    discrete measure.
 
     The constant is the limit, as δ → 0, of the largest W₂(F(ν), F(ν')) / W₂(ν, ν') over measures ν ≠ ν' whose
     W_∞ distance from the given measure is at most δ. It equals max(‖J‖_a, max_i ‖D Γ_μ(x_i)‖). The first part
@@ -152,7 +152,8 @@ def wasserstein_lipschitz(
 
 
 def _largest(f: TokenMap, x: Tensor, weighting: Weighting) -> tuple[float, int, Tensor]:
-    """Return the largest norm that the mean-field map's derivative has at an atom, and that atom.
+    """Return the largest norm of the derivative of the mean-field map over all atoms, and the atom with this
+    norm.
 
     The results are max_i ‖D Γ_μ(x_i)‖, the atom i where it is attained, and the leading right singular vector
     of D Γ_μ(x_i).

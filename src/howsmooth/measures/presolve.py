@@ -1,5 +1,5 @@
-"""Prepares two discrete measures for an optimal transport solver: scales their atoms, and leaves out atoms of
-negligible weight.
+"""Preparation of two discrete measures for an optimal transport solver: scaling of atoms, and removal of
+atoms of negligible weight.
 """
 
 from __future__ import annotations
@@ -31,8 +31,7 @@ _LIGHTEST = math.log(1e-300)
 
 @dataclass(frozen=True)
 class Answer:
-    """The computed distance W_p between two discrete measures with scaled atoms, with a lower and an upper
-    limit.
+    """The distance W_p between two discrete measures with scaled atoms, with a lower and an upper limit.
 
     It also holds the data for the derivative of the distance. ``plan`` moves mass between the atoms numbered
     by its rows and columns, and ``log_masses`` are the logarithms of its masses. ``left`` and ``right`` are
@@ -65,8 +64,8 @@ class Pair:
 
     @classmethod
     def of(cls, mu: DiscreteMeasure, nu: DiscreteMeasure, p: float) -> Pair:
-        """Scale the atoms of two measures by one power of two, so that no distance between two atoms exceeds
-        one.
+        """Scale the atoms of two measures by the same power of two, so that no distance between two atoms
+        exceeds one.
         """
         x, y = (measure.points.detach().double().cpu().numpy() for measure in (mu, nu))
         log_a, log_b = (measure.log_weights.detach().cpu().numpy() for measure in (mu, nu))
@@ -80,7 +79,7 @@ class Pair:
 
     @cached_property
     def kept(self) -> tuple[Bool[ndarray, " n"], Bool[ndarray, " m"]]:
-        """Boolean arrays that say which atoms of the two measures have a weight that is not negligible."""
+        """Boolean arrays that are True for the atoms of the two measures whose weight is not negligible."""
         return self.log_a >= _LIGHTEST, self.log_b >= _LIGHTEST
 
     @cached_property
@@ -92,7 +91,7 @@ class Pair:
 
     @property
     def reach_of_light_atoms(self) -> float:
-        """Upper bound on how much the distance W_p changes when atoms of negligible weight are left out.
+        """Upper bound on the change of the distance W_p when atoms of negligible weight are left out.
 
         The bound is the sum of m^{1/p} over the masses m of these atoms.
         """
@@ -102,8 +101,8 @@ class Pair:
         return math.fsum(math.exp(float(logsumexp(logs)) / self.p) for logs in light)
 
     def matched(self) -> Answer | None:
-        """Return the distance W_p if a simple test shows that the best plan moves each atom x_i to y_i;
-        otherwise return None.
+        """Return the distance W_p if a simple test proves that the plan that moves each atom x_i to y_i is
+        optimal, and otherwise None.
 
         This is so if both measures have the same weights in the same order, and each y_i is the atom of ``y``
         that is nearest to x_i. Then W_p^p = Σ a_i |x_i − y_i|^p. The potentials are min_j |x_i − y_j|^p and
@@ -130,7 +129,7 @@ class Pair:
         )
 
     def _own_is_nearest(self, own: Float[ndarray, " n"]) -> bool:
-        """Return True if, for each i, no atom of ``y`` is nearer to x_i than y_i, up to rounding."""
+        """Return True if y_i is the atom of ``y`` nearest to x_i for every i, up to rounding."""
         if self.x.shape[1] == 1:
             # In one dimension a tree avoids the matrix of all distances.
             nearest, _ = cKDTree(self.y).query(self.x)
@@ -140,7 +139,7 @@ class Pair:
         return bool(np.all(own <= nearest * (1 + (self.x.shape[1] + 16) * EPSILON)))
 
     def answer(self, solution: Solution) -> Answer:
-        """Turn a solver's solution, which leaves out atoms of negligible weight, into the distance between
+        """Convert the solution of a solver, which ignores atoms of negligible weight, to the distance between
         the two whole measures.
         """
         here, there = (np.flatnonzero(kept) for kept in self.kept)
@@ -162,7 +161,7 @@ class Pair:
 
     @property
     def noise(self) -> float:
-        """The largest distance W_p that rounding errors in the weights alone can cause.
+        """The largest distance W_p that rounding errors of the weights can cause for equal measures.
 
         It is at most ((n + m) ε)^{1/p}. For large p this number is not small. It is therefore limited to 1e-6
         (``NEGLIGIBLE``).
@@ -170,12 +169,13 @@ class Pair:
         return min(float(((len(self.x) + len(self.y)) * EPSILON) ** (1 / self.p)), NEGLIGIBLE)
 
     def in_units(self, scaled: float) -> float:
-        """Convert a distance between the scaled atoms to the units of the atoms as the user gave them."""
+        """Convert a distance between the scaled atoms to the units of the atoms that the user gave."""
         return in_units(scaled, self.exponent)
 
 
 def in_units(scaled: float, exponent: int) -> float:
-    """Convert a distance between scaled atoms to the user's units: return ``scaled · 2**exponent``.
+    """Return ``scaled · 2**exponent``, which converts a distance between scaled atoms to the units of the
+    user.
 
     Raise ArgumentError if float64 cannot hold the number.
     """
@@ -194,13 +194,15 @@ def in_units(scaled: float, exponent: int) -> float:
 
 
 def _exponent(size: float) -> int:
-    """Return the exponent of the least power of two that is at least ``size``; zero for zero."""
+    """Return the exponent of the smallest power of two that is at least ``size``, or zero if ``size`` is
+    zero.
+    """
     mantissa, exponent = math.frexp(size)
     return exponent - (mantissa == 0.5) if size > 0 else 0
 
 
 def _spread(values: ndarray, places: ndarray, n: int) -> ndarray:
-    """Return an array of n numbers: ``values`` at the indices ``places``, and zero elsewhere."""
+    """Return an array of length n that has ``values`` at the indices ``places``, and zeros elsewhere."""
     spread = np.zeros(n)
     spread[places] = values
     return spread

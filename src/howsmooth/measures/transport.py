@@ -1,4 +1,4 @@
-"""Wasserstein distances between measures, with an interval that is proved by a transport plan and by dual
+"""Wasserstein distances between measures, with an interval proved by a transport plan and by dual
 potentials.
 """
 
@@ -69,8 +69,8 @@ class Transport:
 
     @property
     def remedy(self) -> str:
-        """Advice on what to do if the interval of the distance is too wide; an empty string if it is narrow
-        enough.
+        """Advice on what to do if the interval of the distance is too wide, or an empty string if it is
+        narrow enough.
         """
         if self.converged:
             return ""
@@ -148,8 +148,8 @@ def wasserstein(
 
 
 def solve(pair: Pair, options: Options) -> tuple[Answer, Method]:
-    """Compute the distance W_p between two prepared discrete measures with its interval, and say which method
-    was used.
+    """Compute the distance W_p between two scaled discrete measures with an interval, and return it with the
+    name of the method.
 
     Before it calls the exact or the sorting solver, it checks whether matching equal indices is optimal.
     """
@@ -193,7 +193,7 @@ def transport_of(
     options: Options,
     measures: tuple[DiscreteMeasure, DiscreteMeasure],
 ) -> Transport:
-    """Convert the computed distance between two scaled measures to the result for the user, in the user's
+    """Convert the computed distance between two scaled measures to the result for the user, in the original
     units.
 
     If ``options.gradient`` is set, the distance is differentiable.
@@ -214,7 +214,7 @@ def transport_of(
 
 
 def _of_gaussians(mu: Gaussian, nu: Gaussian, p: float, options: Options) -> Transport:
-    """Compute the Wasserstein distance W_2 between two Gaussians, by the formula of Bures."""
+    """Compute the Wasserstein distance W_2 between two Gaussians by the formula of the Bures distance."""
     if options.method not in ("auto", "bures"):
         raise ArgumentError("method", expected="'auto' or 'bures' for Gaussians", got=repr(options.method))
     if p != 2:
@@ -256,7 +256,7 @@ def _of_gaussians(mu: Gaussian, nu: Gaussian, p: float, options: Options) -> Tra
 def _with_gradient(
     value: Tensor, pair: Pair, answer: Answer, mu: DiscreteMeasure, nu: DiscreteMeasure
 ) -> Tensor:
-    """Make the distance ``value`` differentiable with respect to the points and the log-weights of both
+    """Return the distance ``value`` as a differentiable function of the points and the log-weights of both
     measures.
 
     The plan gives the derivatives by points, and the potentials give the derivatives by weights.
@@ -329,7 +329,7 @@ def _attach(value: Tensor, argument: Tensor, gradient: ndarray) -> Tensor:
 
 
 def _sparse(pair: Pair, answer: Answer, like: DiscreteMeasure) -> Tensor:
-    """Return the transport plan as a sparse tensor (n, m) on the device of a measure."""
+    """Return the transport plan as a sparse tensor (n, m) on the device of the first measure."""
     places = torch.as_tensor(np.stack((answer.plan.rows, answer.plan.columns)), dtype=torch.int64)
     masses = torch.as_tensor(answer.plan.masses, dtype=torch.float64)
     shape = (len(pair.x), len(pair.y))

@@ -30,7 +30,7 @@ _BLOCK_PAIRS = 1 << 22
 
 @dataclass(frozen=True)
 class Plan:
-    """A transport plan between two discrete measures: how much mass moves from each atom of one to each atom
+    """A transport plan between two discrete measures: the mass that moves from each atom of one to each atom
     of the other.
 
     The masses move from atoms ``rows`` to atoms ``columns``. ``unplaced`` is the mass that stays unmatched
@@ -56,7 +56,7 @@ class Plan:
 @dataclass(frozen=True)
 class Problem:
     """An optimal transport problem: move masses ``a`` at points ``x`` to masses ``b`` at points ``y`` at the
-    least cost.
+    lowest cost.
 
     Moving a unit of mass from x_i to y_j costs |x_i − y_j|^p.
 
@@ -87,7 +87,7 @@ class Problem:
         return float((self.x.shape[1] + 8) * (self.p / 2 + 1) * EPSILON)
 
     def costs_of(self, plan: Plan) -> Float[ndarray, " e"]:
-        """Return the transport costs |x_i − y_j|^p of the pairs of points between which a plan moves mass.
+        """Return the transport costs |x_i − y_j|^p for the pairs of points between which a plan moves mass.
 
         The cost of a positive distance never underflows to zero.
         """
@@ -103,7 +103,7 @@ class Problem:
     # ---- the upper limit
 
     def repaired(self, plan: Plan) -> Plan:
-        """Return a transport plan close to the given one that moves exactly the masses ``a`` to the masses
+        """Return a transport plan close to the given plan that moves exactly the masses ``a`` to the masses
         ``b``, up to rounding.
 
         Rows and columns with too much mass are scaled down. The missing mass is then added by the north-west
@@ -138,7 +138,7 @@ class Problem:
     def cost_below(
         self, right: Float[ndarray, " m"]
     ) -> tuple[float, Float[ndarray, " n"], Float[ndarray, " m"]]:
-        """Return a lower limit of the optimal cost, and the pair of dual potentials f and g that proves it.
+        """Return a lower limit of the optimal cost, with the dual potentials f and g that prove it.
 
         The potentials are f_i = min_j (c_ij − right_j) and g_j = min_i (c_ij − f_i). Since f_i + g_j <= c_ij,
         the value Σ a_i f_i + Σ b_j g_j is at most the cost of any plan. It is rounded down.
@@ -153,8 +153,8 @@ class Problem:
         return self.dual_value(f, g), f, g
 
     def nearest_below(self) -> float:
-        """Return the cost of moving every mass to the nearest point of the other measure, which is a lower
-        limit of the optimal cost.
+        """Return the cost of moving every mass to the nearest point of the other measure, a lower limit of
+        the optimal cost.
 
         It is the value of the potentials f_i = min_j c_ij and g = 0, rounded down.
         """
@@ -175,15 +175,15 @@ class Problem:
 
 
 def _shares(wanted: ndarray, carried: ndarray) -> ndarray:
-    """Return factors <= 1 that scale down those rows (or columns) of a transport plan that move more mass
-    than ``wanted``.
+    """Return factors <= 1 that scale down the rows (or columns) of a transport plan that move more mass than
+    ``wanted``.
     """
     shares: ndarray = np.minimum(1.0, wanted / np.maximum(carried, TINY))
     return shares
 
 
 def _corner(left: ndarray, right: ndarray) -> Plan:
-    """Return a transport plan that moves the masses ``left`` to the masses ``right``, built by the north-west
+    """Return a transport plan from the masses ``left`` to the masses ``right``, constructed by the north-west
     corner rule.
     """
     # Both marginals are laid out as intervals on one line. Each overlap of a left and a right interval

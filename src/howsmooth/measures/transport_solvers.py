@@ -1,6 +1,4 @@
-"""Solvers of optimal transport problems from the library POT, each with a proved lower and upper limit of the
-optimal cost.
-"""
+"""Solvers of optimal transport problems from the library POT, each with proved limits of the optimal cost."""
 
 from __future__ import annotations
 
@@ -37,7 +35,7 @@ _SHARE = 1e-10
 @dataclass(frozen=True)
 class Solution:
     """The transport plan that a solver found, a lower and an upper limit of the optimal cost, and dual
-    potentials if there are any.
+    potentials if available.
     """
 
     plan: Plan
@@ -48,7 +46,7 @@ class Solution:
 
 
 def exact(problem: Problem) -> Solution:
-    """Solve a transport problem by the network simplex of the library POT, with a lower and an upper limit of
+    """Solve a transport problem by the network simplex algorithm of POT, with a lower and an upper limit of
     its optimal cost.
     """
     with warnings.catch_warnings():
@@ -62,8 +60,8 @@ def exact(problem: Problem) -> Solution:
 
 
 def entropic(problem: Problem, regularisation: float | None, rtol: float, max_iterations: int) -> Solution:
-    """Solve a transport problem by the Sinkhorn algorithm of the library POT, with entropic regularisation
-    that decreases in stages.
+    """Solve a transport problem by the Sinkhorn algorithm of POT, with entropic regularisation that is
+    decreased step by step.
 
     The regularisation starts at the mean cost. It falls to ``regularisation`` or, if that is None, until the
     upper limit of the cost is at most (1 + rtol)^p times the lower limit.
@@ -123,8 +121,8 @@ def _width(solution: Solution) -> float:
 
 
 def _tighter(one: Solution | None, other: Solution) -> Solution:
-    """Combine two solutions of one transport problem: take the plan of lower cost and the potentials of
-    higher value.
+    """Combine two solutions of one transport problem: the plan with the lower cost and the potentials with
+    the higher value.
     """
     if one is None:
         return other
@@ -134,8 +132,8 @@ def _tighter(one: Solution | None, other: Solution) -> Solution:
 
 
 def on_the_line(problem: Problem) -> Solution:
-    """Solve a transport problem between points on a line by sorting them, which is optimal for all orders p
-    >= 1.
+    """Solve a transport problem between points on a line by sorting the points, which is optimal for all
+    orders p >= 1.
 
     A plan along which both coordinates increase is optimal for its own marginals. Changing its marginals to
     the wanted ones costs at most 1, the largest cost, per unit of mass. The lower limit is the better of this

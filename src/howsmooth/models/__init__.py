@@ -10,7 +10,7 @@ padding, and ``sequence_datasets`` cuts token ids, images and audio into sequenc
 """
 
 from howsmooth.models.capture import capture
-from howsmooth.models.captured_site import CrossSite, Site
+from howsmooth.models.captured_layer import CrossSite, Site
 from howsmooth.models.inputs.audio_sources import load_audio
 from howsmooth.models.inputs.image_sources import load_images
 from howsmooth.models.inputs.token_files import load_embeddings, load_token_ids

@@ -1,4 +1,6 @@
-"""``capture``: return a model's attention layers as maps, each with its tokens for a given input."""
+"""The function ``capture``, which returns the attention layers of a model as maps, each with its tokens for a
+given input.
+"""
 
 from __future__ import annotations
 
@@ -9,19 +11,19 @@ from dataclasses import replace
 from torch import Tensor, nn
 
 from howsmooth.errors import ArgumentError, CaptureError
-from howsmooth.models.captured_site import CrossSite, Site
+from howsmooth.models.captured_layer import CrossSite, Site
 from howsmooth.models.float32_weights import weights_in_memory
 from howsmooth.models.identification.cross_attention_layer import OneSequence, read_cross_layer
+from howsmooth.models.identification.layer_identification import VerifiedLayer, indices_of, read_layer
 from howsmooth.models.identification.non_softmax_layers import NO_SOFTMAX, NonSoftmaxTracer
 from howsmooth.models.identification.self_attention_module import CrossAttention
-from howsmooth.models.identification.verified_layer import VerifiedLayer, indices_of, read_layer
 from howsmooth.models.inputs.model_inputs import ModelInputs, model_inputs, takes_decoder_ids
 from howsmooth.models.loading.load import LoadedModel
 from howsmooth.models.measurement_mode import implementation, measurement_mode
 from howsmooth.models.padded_sequences import Padding, one_by_one, padding_of, reproduces, without_padding
-from howsmooth.models.tracing.forward_trace import trace_forward_pass
 from howsmooth.models.tracing.layer_trace import AttentionLayer
-from howsmooth.models.whole_model import ModelParts
+from howsmooth.models.tracing.module_call_tracer import trace_forward_pass
+from howsmooth.models.whole_model_capture import ModelParts
 from howsmooth.scopes import CROSS_SCOPE, MODEL_SCOPES, OUTPUTS, SCOPE_MEANINGS, SIDES
 
 __all__ = ["capture", "model_parts", "module_of", "self_attention_layers"]
@@ -40,7 +42,8 @@ def capture(
     output: str = "hidden",
     last_token: bool = False,
 ) -> list[Site]:
-    """Run a model on inputs and return its attention layers as maps, each with the tokens it was applied to.
+    """Run a model on inputs and return its attention layers as maps, each with the tokens to which the model
+    applied it.
 
     In the scopes ``"span"`` and ``"model"`` the map is a whole part of the model instead, one for all layers.
 
@@ -143,7 +146,7 @@ def _check_side(model: nn.Module, side: object, scope: str) -> None:
 
 
 def _cross_sites(model: nn.Module, given: ModelInputs, wanted: _Indices, side: str) -> Iterator[CrossSite]:
-    """Yield the sites of the wanted layers of cross-attention, sequence by sequence."""
+    """Yield the captured cross-attention layers that were selected, for one sequence after another."""
     if padding_of(model, given) is not None and given.named.get("decoder_input_ids") is given.named.get(
         "input_ids", given
     ):
@@ -183,7 +186,9 @@ def _part(
     last_token: bool,
     side: str | None,
 ) -> Site:
-    """Capture a span of blocks or a whole model, with the arguments of :func:`capture`."""
+    """Capture a range of Transformer blocks or a whole model as a map, with the arguments of
+    :func:`capture`.
+    """
     if heads is not None:
         got = f"{heads!r} with scope {scope!r}"
         raise ArgumentError("heads", expected="None unless scope is 'head'", got=got)
@@ -204,7 +209,8 @@ def _part(
 def model_parts(
     model: nn.Module, inputs: Tensor | Mapping[str, Tensor], side: str | None = None
 ) -> Iterator[ModelParts]:
-    """Within the context, yield the parts of a model (embeddings, blocks, head) so that they can be captured.
+    """Return a context manager that yields the parts of a model (embeddings, blocks, head) so that they can
+    be captured.
 
     The arguments are those of :func:`capture`.
     """
@@ -214,7 +220,9 @@ def model_parts(
 
 
 def _ends(layers: object, count: int) -> tuple[int, int]:
-    """Return the first and the last layer of a span such as ``(2, 5)``, counted from 0."""
+    """Return the indices of the first and the last layer in a selection such as ``(2, 5)``, counted
+    from 0.
+    """
     if layers in (None, "all"):
         return 0, count - 1
     pair = (layers, layers) if isinstance(layers, int) else layers
@@ -231,7 +239,7 @@ def _ends(layers: object, count: int) -> tuple[int, int]:
 
 
 def module_of(model: object) -> nn.Module:
-    """Return the PyTorch module of a :class:`LoadedModel`; return any other PyTorch module as it is.
+    """Return the PyTorch module inside a :class:`LoadedModel`, and any other PyTorch module unchanged.
 
     Raises
     ------
@@ -253,7 +261,7 @@ def module_of(model: object) -> nn.Module:
 def _captured_without_padding(
     model: nn.Module, padding: Padding, wanted: _Indices, scope: str, heads: _Indices
 ) -> list[Site]:
-    """Capture each sequence of a padded batch without its padding.
+    """Capture the layers for each sequence of a padded batch separately, without its padding.
 
     It raises CaptureError if the tokens of a layer then differ from the tokens in the padded batch.
     """
@@ -307,7 +315,7 @@ def self_attention_layers(
 
 
 def _verified(model: nn.Module, given: ModelInputs, wanted: _Indices) -> Iterator[VerifiedLayer]:
-    """Yield the wanted layers whose maps were verified; raise the error of the first layer that fails.
+    """Yield the selected layers whose maps were verified, and raise the error of the first layer that fails.
 
     All sequences of the batch have the same length.
     """
@@ -320,7 +328,8 @@ def _verified(model: nn.Module, given: ModelInputs, wanted: _Indices) -> Iterato
 def _layers(
     model: nn.Module, given: ModelInputs, wanted: _Indices
 ) -> Iterator[tuple[int, VerifiedLayer | CaptureError]]:
-    """Verify the map of each wanted layer; yield the layer's index with the verified layer or an error.
+    """Verify the map of each selected layer, and yield the index of the layer with the verified layer or an
+    error.
 
     If ``wanted`` is None, layers of cross-attention are left out.
     """
@@ -364,7 +373,7 @@ def _nothing_seen(model: nn.Module, given: ModelInputs) -> str:
 
 
 def _traced(wanted: _Indices) -> Sequence[int] | None:
-    """Return the indices of the layers to trace, or None for all layers.
+    """Return the indices of the layers whose forward pass is traced, or None for all layers.
 
     For a slice it returns None: the number of layers is not known before the run.
     """
@@ -372,7 +381,7 @@ def _traced(wanted: _Indices) -> Sequence[int] | None:
 
 
 def _checked(argument: str, given: object) -> _Indices:
-    """Check an argument that selects layers or heads, and return it as a tuple, a slice or None (for all)."""
+    """Check an argument that selects layers or heads, and return it as a tuple, a slice, or None for all."""
     expected = f'an index, a list of {argument[:-1]} indices, a slice, or "all"'
     if given is None or given == "all":
         return None

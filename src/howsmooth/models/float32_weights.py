@@ -1,4 +1,4 @@
-"""Convert a half-precision model to float32 one layer at a time, so that it fits in memory.
+"""Conversion of a half-precision model to float32, one layer at a time, so that it fits into memory.
 
 Half precision carries no interval, so numbers are computed in float32 from the stored weights, which float32
 holds exactly. A model that fits in memory only in half precision never stands there in float32 as a whole:
@@ -37,7 +37,7 @@ _Place = tuple[dict[str, Any], str, Tensor]
 
 
 def stored_dtype(module: nn.Module) -> torch.dtype:
-    """Return the dtype in which a module's weights are stored.
+    """Return the dtype in which the weights of a module are stored.
 
     If weights differ in dtype, it is a half precision if any weight has one, else the dtype of the first.
     """
@@ -46,7 +46,7 @@ def stored_dtype(module: nn.Module) -> torch.dtype:
 
 
 def computing_dtype(module: nn.Module) -> torch.dtype:
-    """Return the dtype in which a module is run: float32 if its weights are in half precision.
+    """Return the dtype in which a module is run, which is float32 for weights in half precision.
 
     Otherwise it is the dtype of the weights.
     """
@@ -68,14 +68,15 @@ def device_of(model: nn.Module) -> torch.device:
 
 
 def has_weights(model: nn.Module) -> bool:
-    """Return True if all weights of a model are in memory, or will be loaded when a module runs."""
+    """Return True if all weights of a model are in memory or will be loaded when a module runs."""
     modules = model.modules()
     missing = (m for m in modules if any(p.is_meta for p in m.parameters(recurse=False)))
     return all(_offloads(getattr(module, "_hf_hook", None)) for module in missing)
 
 
 def hash_weights(digest: Any, model: nn.Module, without: Collection[str] = ()) -> None:
-    """Add a model's stored weights to a digest of :mod:`hashlib`, except those with the names ``without``.
+    """Add the stored weights of a model to a digest of :mod:`hashlib`, except the weights with the names
+    ``without``.
 
     Weights that accelerate keeps elsewhere are loaded one module at a time.
     """
@@ -92,7 +93,9 @@ def hash_weights(digest: Any, model: nn.Module, without: Collection[str] = ()) -
 
 @contextmanager
 def weights_in_memory(*modules: nn.Module) -> Iterator[None]:
-    """Within the context, load the weights of some modules, and convert half precision to float32."""
+    """Return a context manager that loads the weights of some modules and converts half precision
+    to float32.
+    """
     every = {id(part): part for module in modules for part in module.modules()}.values()
     with ExitStack() as stack:
         for part in every:
@@ -110,7 +113,9 @@ def _offloads(hook: Any) -> bool:
 
 @contextmanager
 def _loaded(module: Any) -> Iterator[None]:
-    """Within the context, keep in memory the weights that accelerate would load for each call of a module."""
+    """Return a context manager that keeps in memory the weights that accelerate would otherwise load for each
+    call of a module.
+    """
     module._hf_hook.pre_forward(module)
     try:
         with _unhooked(module):
@@ -121,7 +126,9 @@ def _loaded(module: Any) -> Iterator[None]:
 
 @contextmanager
 def _unhooked(module: Any) -> Iterator[None]:
-    """Within the context, bypass accelerate's hook, which would load and drop a module's weights."""
+    """Return a context manager that disables the hook with which accelerate loads the weights of a module for
+    each call.
+    """
     hooked = module.forward
     module.forward = module._old_forward
     try:
@@ -132,7 +139,7 @@ def _unhooked(module: Any) -> Iterator[None]:
 
 @contextmanager
 def _widened(places: Iterable[_Place]) -> Iterator[None]:
-    """Within the context, replace half-precision parameters and buffers by float32 copies.
+    """Return a context manager that replaces half-precision parameters and buffers by float32 copies.
 
     Each module is given another tensor, and the stored tensor stays as it is: a change of its dtype, even for
     a moment, would make autograd forget the hooks by which data-parallel training reduces its gradient.
@@ -152,7 +159,9 @@ def _widened(places: Iterable[_Place]) -> Iterator[None]:
 
 
 def _places(modules: Iterable[nn.Module]) -> Iterator[_Place]:
-    """Yield the parameters and buffers of some modules, each with the dict and name that hold it."""
+    """Yield the parameters and buffers of some modules, each with the dict that holds it and its name in the
+    dict.
+    """
     for module in modules:
         tables: tuple[dict[str, Any], ...] = (module._parameters, module._buffers)
         for table in tables:
@@ -163,7 +172,8 @@ def _places(modules: Iterable[nn.Module]) -> Iterator[_Place]:
 
 @contextmanager
 def float32_layers(model: nn.Module) -> Iterator[None]:
-    """Within the context, run each layer of a half-precision model in float32; leave other models alone.
+    """Return a context manager in which each layer of a half-precision model runs in float32, and other
+    models are unchanged.
 
     The weights of the members of module lists, and of embedding tables, linear maps and attention outside of
     them, are widened during their calls. The few others are widened for the whole context, because the code
@@ -203,7 +213,7 @@ def float32_layers(model: nn.Module) -> Iterator[None]:
 
 
 def _layers(module: nn.Module) -> Iterator[nn.Module]:
-    """Yield the layers of a model, each of which is converted to float32 or loaded as a whole.
+    """Yield the layers of a model, which are the units that are converted to float32 or loaded.
 
     They are the entries of module lists, and all other embeddings, linear maps, attention in the
     layout of torch.nn, and modules that accelerate loads.
@@ -224,5 +234,7 @@ def _layers(module: nn.Module) -> Iterator[nn.Module]:
 
 
 def _in_torch_layout(module: nn.Module) -> bool:
-    """Return True for an attention that, like nn.MultiheadAttention, does not call its output projection."""
+    """Return True if an attention module, like nn.MultiheadAttention, uses its output projection without
+    calling it.
+    """
     return hasattr(module, "in_proj_weight")

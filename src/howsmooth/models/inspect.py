@@ -1,4 +1,6 @@
-"""``inspect_model``: list what can be captured of a model, layer by layer, and why the rest cannot."""
+"""The function ``inspect_model``, which lists the layers of a model that can be captured, and says why others
+cannot.
+"""
 
 from __future__ import annotations
 
@@ -12,18 +14,18 @@ from howsmooth.attention import SelfAttention, StagedAttention
 from howsmooth.bounds import norm_radius
 from howsmooth.errors import ArgumentError, CaptureError, HowsmoothError
 from howsmooth.models.capture import module_of
-from howsmooth.models.captured_site import Site
+from howsmooth.models.captured_layer import Site
 from howsmooth.models.float32_weights import weights_in_memory
+from howsmooth.models.identification.layer_identification import VerifiedLayer, read_layer
 from howsmooth.models.identification.non_softmax_layers import NO_SOFTMAX, NonSoftmaxLayer, NonSoftmaxTracer
 from howsmooth.models.identification.self_attention_module import CrossAttention
-from howsmooth.models.identification.verified_layer import VerifiedLayer, read_layer
 from howsmooth.models.inputs.model_inputs import ModelInputs, model_inputs
-from howsmooth.models.inputs.submodels import named_parts
+from howsmooth.models.inputs.submodels_by_modality import named_parts
 from howsmooth.models.loading.dummy_inputs import sample_inputs
 from howsmooth.models.loading.load import LoadedModel
 from howsmooth.models.measurement_mode import implementation, measurement_mode
-from howsmooth.models.tracing.forward_trace import TracedLayer, trace_forward_pass
 from howsmooth.models.tracing.layer_trace import AttentionLayer
+from howsmooth.models.tracing.module_call_tracer import TracedLayer, trace_forward_pass
 from howsmooth.scopes import SCOPES
 
 __all__ = ["InspectedSite", "Inspection", "Refusal", "inspect_model"]
@@ -33,7 +35,8 @@ _SELF, _CROSS, _NONE = "self-attention", "cross-attention", "no softmax"
 
 @dataclass(frozen=True)
 class InspectedSite:
-    """One layer of a model that mixes tokens: where it is, and what its captured map shows.
+    """The description of one layer of a model that mixes tokens: its place in the model and properties of its
+    captured map.
 
     If the layer is refused, ``scopes`` is empty and the unknown fields are None.
     """
@@ -81,7 +84,7 @@ class InspectedSite:
 
 @dataclass(frozen=True)
 class Refusal:
-    """The reason why some layers of a model cannot be captured, with the indices of the layers."""
+    """The reason why some layers of a model cannot be captured, with the indices of these layers."""
 
     #: Indices of the layers; empty for layers without a softmax, which have no index.
     layers: tuple[int, ...]
@@ -95,7 +98,7 @@ class Refusal:
 
 @dataclass(frozen=True)
 class Inspection:
-    """The layers of a model that can be captured, and the reasons why the others cannot."""
+    """The layers of a model that can be captured, and the reasons why the other layers cannot."""
 
     #: Name of the model's class.
     model: str
@@ -117,7 +120,8 @@ def inspect_model(
     tokens: int | None = None,
     on_layer: Callable[[int, int], None] = lambda done, total: None,
 ) -> Inspection:
-    """List the layers of a model that mix tokens, and say how each can be captured, or why it cannot.
+    """List the layers of a model that mix tokens, and say how each can be captured or why it cannot be
+    captured.
 
     The model runs once. Each layer of self-attention is then captured and verified once, as in
     :func:`capture`, for every scope. If one layer is refused, the others are still captured. Members of
@@ -186,7 +190,7 @@ def _inspected(model: nn.Module, given: ModelInputs, on_layer: Callable[[int, in
 
 
 def _site(traced_layer: TracedLayer, batch: int, user: str, refused: list[Refusal]) -> InspectedSite:
-    """Capture one layer in every scope, such as "head" or "attention", and describe what was captured.
+    """Capture one layer in every scope, such as "head" or "attention", and describe the result.
 
     The failures are appended to ``refused``.
     """
@@ -215,7 +219,9 @@ def _site(traced_layer: TracedLayer, batch: int, user: str, refused: list[Refusa
 
 
 def _described(plain: InspectedSite, read: VerifiedLayer, site: Site) -> InspectedSite:
-    """Complete the description of a layer, such as its mask and dimensions, from the captured map."""
+    """Complete the description of a layer by properties of the captured map, such as its mask and
+    dimensions.
+    """
     attention, softmax = read.found.map, read.self_attention.softmaxes[0]
     kv_heads, key_dim, value_dim = softmax.value.shape[-3], None, softmax.value.shape[-1]
     if isinstance(attention, SelfAttention):
@@ -252,7 +258,7 @@ def _positions(attention: object) -> str:
 
 
 def _in_order(sites: list[InspectedSite], non_softmax: list[NonSoftmaxLayer]) -> list[InspectedSite]:
-    """Return the layers with and without a softmax, together in the order of the forward pass."""
+    """Merge the layers with and without a softmax in the order of the forward pass."""
     found = list(sites)
     for layer in reversed(non_softmax):
         found.insert(layer.after, InspectedSite(None, layer.name, layer.module, kind=_NONE))
@@ -279,13 +285,13 @@ def _reason(error: Exception, layer: AttentionLayer) -> str:
 
 
 def _plain(message: str, layer: AttentionLayer) -> str:
-    """Remove a layer's index and path from a message, so that equal layers have equal messages."""
+    """Remove the index and path of a layer from a message, so that messages of equal layers are equal."""
     message = re.sub(rf"layer {layer.index} \([^()]*\)", "the layer", message)
     return message.replace(f"{layer.root_name}.", "") if layer.root_name else message
 
 
 def _together(refused: list[Refusal]) -> tuple[Refusal, ...]:
-    """Group the refused layers by the reason of the refusal, so that the report says each reason once."""
+    """Group the layers that cannot be captured by the reason, so that the report states each reason once."""
     said: dict[str, str] = {}
     scopes: dict[tuple[tuple[int, ...], tuple[str, ...], str], tuple[str, ...]] = {}
     for one in refused:

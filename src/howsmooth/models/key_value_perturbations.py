@@ -1,4 +1,4 @@
-"""The logits that a model computes on one input if the keys and values of its attention are changed.
+"""The logits of a model on one input when the keys and values of its attention layers are perturbed.
 
 Keys and values are meant as the softmax takes them: after norm layers and rotary positions, as in the KV
 cache of transformers.
@@ -17,7 +17,7 @@ from howsmooth.models.inputs.model_inputs import model_inputs
 from howsmooth.models.measurement_mode import measurement_mode
 from howsmooth.models.tolerance import relative_error
 from howsmooth.models.tracing.attention_hooks import plain_attention
-from howsmooth.models.tracing.forward_trace import run, run_with_attention
+from howsmooth.models.tracing.module_call_tracer import run, run_with_attention
 from howsmooth.models.tracing.softmax_tracer import SoftmaxCall
 from howsmooth.seeds import torch_seed
 
@@ -31,7 +31,7 @@ _SAME = 1e-3  # relative difference of logits above which the intercepted model 
 
 
 class LogitsOfModel:
-    """The logits of a model on one input, and how they change if keys and values of its attention change.
+    """The logits of a model on one input, with or without changed keys and values in its attention layers.
 
     Parameters
     ----------
@@ -74,7 +74,8 @@ class LogitsOfModel:
             return self._run(change)
 
     def mean_kl(self, change: Change) -> float:
-        """Return the mean KL divergence of the model's predictions with changed keys and values.
+        """Return the mean KL divergence between the predictions of the model with original and with changed
+        keys and values.
 
         It is Σ p log(p / p') over the classes, with the probabilities p of the model and p' of the changed
         model, in nats, averaged over the rows of the logits.
@@ -83,7 +84,8 @@ class LogitsOfModel:
         return float((p.exp() * (p - other)).sum(dim=-1).mean().clamp_min(0.0))
 
     def squared_gradients(self, samples: int, seed: int) -> dict[int, tuple[Tensor, Tensor]]:
-        """Return the mean squared derivatives of the log-likelihood in the keys and values of each layer.
+        """Return the mean squared derivatives of the log-likelihood with respect to the keys and values of
+        each layer.
 
         Classes are drawn from the model's own prediction, one for each row, and their log-probabilities are
         summed over the rows. So the means over draws estimate the diagonal of the Fisher information times
@@ -137,7 +139,7 @@ class LogitsOfModel:
         return self._rows(run_with_attention(self.model, self.named, attend))
 
     def _rows(self, output: object) -> Float[Tensor, "rows classes"]:
-        """Return the logits in the output of a model, one row for each prediction."""
+        """Return the logits in the output of a model, with one row for each prediction."""
         logits = getattr(output, "logits", None)
         if not isinstance(logits, Tensor) or logits.ndim < 2 or logits.shape[-1] < 2:
             raise CaptureError(f"{type(self.model).__name__} has no logits.")

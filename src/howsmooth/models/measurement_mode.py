@@ -1,4 +1,5 @@
-"""Measurement mode: run a model without dropout, cache or gradients, and restore all its settings afterwards.
+"""A mode for measurements in which a model runs without dropout, cache or gradients, and all settings are
+restored afterwards.
 
 A measurement must not change the model. The settings that are changed here (evaluation mode, attention
 implementation, caches, random state) are restored when the context ends, also after exceptions.
@@ -35,7 +36,8 @@ _numbers = itertools.count()
 
 @contextlib.contextmanager
 def measurement_mode(model: nn.Module) -> Iterator[None]:
-    """Set evaluation mode, and disable gradients, caches and autocast; restore the random state at the end.
+    """Return a context manager that sets evaluation mode, disables gradients, caches and autocast, and
+    restores the random state.
 
     PyTorch's fast path for its own encoder layers is disabled too, because it computes their attention in one
     fused operation. Mixed precision of accelerate (``bf16=True`` in the ``Trainer``) is undone, because it
@@ -74,7 +76,8 @@ def measurement_mode(model: nn.Module) -> Iterator[None]:
 
 
 def set_permanently(model: nn.Module, attention: str | None = None) -> None:
-    """Set a copy of a model to evaluation mode in place, without a cache of keys and weight gradients.
+    """Set a copy of a model to evaluation mode in place, without a key/value cache and without gradients of
+    weights.
 
     ``attention`` is the attention implementation that it is given; None keeps its own.
     """
@@ -93,7 +96,7 @@ def set_permanently(model: nn.Module, attention: str | None = None) -> None:
 
 @contextlib.contextmanager
 def _changed(changes: list[tuple[Any, str, Any]]) -> Iterator[None]:
-    """Set attributes of objects within the context, and restore them at its end.
+    """Return a context manager that sets attributes of objects and restores them at the end.
 
     Each change is an object, the name of the attribute and its value.
     """
@@ -109,7 +112,7 @@ def _changed(changes: list[tuple[Any, str, Any]]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def own_attention(model: nn.Module, function: Callable[..., Any]) -> Iterator[None]:
-    """Within the context, let a transformers model compute its attention with ``function``.
+    """Return a context manager in which a transformers model computes its attention with ``function``.
 
     The mask builder of the eager implementation is registered with it, so that ``function`` gets the complete
     mask; without a mask builder, transformers passes None and the mask is lost without a warning. Each
@@ -132,26 +135,30 @@ def _in_float64(model: nn.Module) -> bool:
 
 
 def implementation(model: nn.Module) -> str:
-    """Return the attention implementation of a transformers model, such as "sdpa"; "" for other models."""
+    """Return the name of the attention implementation of a transformers model, such as "sdpa", or "" for
+    other models.
+    """
     return getattr(getattr(model, "config", None), "_attn_implementation", None) or ""
 
 
 def _configs(model: nn.Module) -> list[Any]:
-    """Return the transformers configurations of the model's modules, each configuration once."""
+    """Return the transformers configurations of all modules of the model, each configuration once."""
     own = {id(one): one for module in model.modules() if (one := getattr(module, "config", None)) is not None}
     every = {id(part): part for config in own.values() for part in nested_configs(config)}
     return [config for config in every.values() if hasattr(config, "_attn_implementation_internal")]
 
 
 def nested_configs(config: Any) -> list[Any]:
-    """Return a configuration and, recursively, the configurations inside it."""
+    """Return a configuration and, recursively, all configurations inside it."""
     inner = [getattr(config, name, None) for name in getattr(config, "sub_configs", {})]
     return [config, *(part for one in inner if one is not None for part in nested_configs(one))]
 
 
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
-    """Silence warnings and the progress bars of transformers and of the Hub's client within the context."""
+    """Return a context manager that silences warnings and the progress bars of transformers and of the Hub
+    client.
+    """
     verbosity = transformers_logging.get_verbosity()
     bars = transformers_logging.is_progress_bar_enabled()
     hub = logging.getLogger("huggingface_hub")

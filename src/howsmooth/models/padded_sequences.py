@@ -1,4 +1,4 @@
-"""Capture padded sequences: run each without its padding, and compare it with the padded batch.
+"""Capture of padded sequences: each sequence runs without its padding, and is compared with the padded batch.
 
 Padding is not part of the input, so that a site must not contain it. Whether the real tokens of a layer
 change if the padding is removed depends on how the model counts positions and builds masks. It is decided by
@@ -16,10 +16,10 @@ from jaxtyping import Bool
 from torch import Tensor, nn
 
 from howsmooth.errors import ArgumentError, CaptureError
-from howsmooth.models.identification.verified_layer import VerifiedLayer
+from howsmooth.models.identification.layer_identification import VerifiedLayer
 from howsmooth.models.inputs.model_inputs import ModelInputs
 from howsmooth.models.tolerance import precision, relative_error, tolerance
-from howsmooth.models.tracing.forward_trace import TracedLayer
+from howsmooth.models.tracing.module_call_tracer import TracedLayer
 from howsmooth.models.tracing.module_replay import ModuleReplay, first_tensor
 
 __all__ = ["Padding", "one_by_one", "padding_of", "reproduces", "without_padding"]
@@ -32,7 +32,7 @@ _BETWEEN = frozenset({"attn_mask", "mask", "src_mask"})
 
 @dataclass(frozen=True, eq=False)
 class Padding:
-    """Which tokens of a batch are real, and the inputs of the padded forward pass."""
+    """The real tokens of a batch with padding, and the inputs of the padded forward pass."""
 
     real: Bool[Tensor, "batch n"]  # True for real tokens, False for padding
     whole: ModelInputs
@@ -40,7 +40,7 @@ class Padding:
 
 
 def padding_of(model: nn.Module, given: ModelInputs) -> Padding | None:
-    """Return which tokens of the inputs are padding; None if there is no padding.
+    """Return which tokens of the inputs are padding, or None if there is no padding.
 
     Raises
     ------
@@ -77,7 +77,7 @@ def padding_of(model: nn.Module, given: ModelInputs) -> Padding | None:
 
 
 def without_padding(model: nn.Module, padding: Padding, sequence: int) -> Iterator[ModelInputs]:
-    """Yield the inputs for the real tokens of one sequence.
+    """Yield for each sequence the inputs for its real tokens.
 
     The first inputs leave positions to the model. The second, if the model takes ``position_ids``, give the
     real tokens the positions that they have in the padded sequence.
@@ -97,7 +97,7 @@ def without_padding(model: nn.Module, padding: Padding, sequence: int) -> Iterat
 
 
 def one_by_one(model: nn.Module, given: ModelInputs) -> list[ModelInputs]:
-    """Return the inputs of each sequence of a batch alone, with its padding if it has any."""
+    """Return the inputs of each sequence of a batch separately, including its padding."""
     if given.batch == 1:
         return [given]
     first = next(iter(given.named.values()))
@@ -120,7 +120,7 @@ def _cut(name: str, value: Tensor, padding: Padding, sequence: int) -> Tensor:
 
 
 def reproduces(layer: VerifiedLayer, traced_layer: TracedLayer, padding: Padding, sequence: int) -> bool:
-    """Tell whether a layer has the same tokens and outputs for a sequence with and without its padding.
+    """Return whether a layer has the same tokens and outputs for a sequence with and without its padding.
 
     Raises
     ------

@@ -1,4 +1,5 @@
-"""Read and write the parameters of an attention in ``.safetensors`` and ``.npz`` files, never in pickles.
+"""Reading and writing of the parameters of an attention in ``.safetensors`` and ``.npz`` files, never in
+pickles.
 
 A file contains the arguments of :class:`~howsmooth.attention.SelfAttention` under their names: ``query``,
 ``key``, ``value``, and optionally ``output``, ``query_bias``, ``key_bias``, ``value_bias``, ``output_bias``,
@@ -66,7 +67,7 @@ _PAPER = ("A", "V", "b", "W", "causal", "X")
 
 @dataclass(frozen=True, eq=False)
 class ParameterFile:
-    """The contents of a parameter file: an attention and, if the file has them, tokens."""
+    """The contents of a parameter file: an attention, and tokens if the file contains any."""
 
     #: Path of the file.
     path: Path
@@ -77,13 +78,15 @@ class ParameterFile:
 
 
 def is_parameter_file(name: object) -> bool:
-    """Return True if a path ends like a parameter file (``.safetensors`` or ``.npz``) and is not a folder."""
+    """Return True if a path has the ending of a parameter file (``.safetensors`` or ``.npz``) and is not a
+    folder.
+    """
     path = Path(str(name))
     return path.suffix in SUFFIXES and not path.is_dir()
 
 
 def read_parameter_file(path: str | os.PathLike[str]) -> ParameterFile:
-    """Read an attention from a ``.safetensors`` or ``.npz`` file, and tokens if the file has some.
+    """Read an attention, and tokens if there are any, from a ``.safetensors`` or ``.npz`` file.
 
     Parameters
     ----------
@@ -248,7 +251,7 @@ def _attention(numbers: dict[str, Tensor], tensors: dict[str, Tensor]) -> SelfAt
 
 
 def _norm(numbers: dict[str, Tensor], tensors: dict[str, Tensor], name: str) -> LayerNorm | RMSNorm | None:
-    """Return the norm of queries or keys that a file contains; None if it contains none."""
+    """Return the norm layer of queries or keys that a file contains, or None if it contains none."""
     found = sorted(key for key in tensors if key.startswith(f"{name}_"))
     if not found:
         return None
@@ -298,14 +301,14 @@ def _of_paper(numbers: dict[str, Tensor], causal: bool) -> SelfAttention:
 
 
 def _with_axis(t: Tensor, rank: int) -> Tensor:
-    """Add a leading axis to a tensor with ``rank`` axes; return other tensors unchanged."""
+    """Add a leading axis to a tensor with ``rank`` axes, and return other tensors unchanged."""
     return t[None] if t.ndim == rank else t
 
 
 def _setting(
     tensors: dict[str, Tensor], name: str, expected: str, fits: Callable[[float], bool]
 ) -> float | None:
-    """Return the number in the one-entry tensor of a given name; None if the file has no such tensor."""
+    """Return the number in the one-entry tensor of a given name, or None if the file has no such tensor."""
     t = tensors.get(name)
     if t is None:
         return None

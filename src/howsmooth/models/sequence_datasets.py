@@ -1,4 +1,5 @@
-"""Datasets for a model: token ids, embeddings, images and audio, cut into sequences of a given length.
+"""Datasets of sequences for a model: token ids, embeddings, images and audio, divided into sequences of a
+given length.
 
 The length of an image is its number of patches plus the tokens that the model adds; the length of audio is
 the number of frames in the attention. Both are found by counting the tokens of the captured layers.
@@ -22,7 +23,7 @@ from howsmooth.models.float32_weights import computing_dtype, float32_layers
 from howsmooth.models.inputs.audio_sources import Audio, load_audio
 from howsmooth.models.inputs.image_sources import Images, load_images
 from howsmooth.models.inputs.model_inputs import in_dtype
-from howsmooth.models.inputs.submodels import token_width
+from howsmooth.models.inputs.submodels_by_modality import token_width
 from howsmooth.models.inputs.token_files import TokenStream, load_embeddings, load_token_ids
 from howsmooth.models.loading.load import LoadedModel
 from howsmooth.models.loading.processors import AudioPreparation, ImagePreparation
@@ -48,7 +49,7 @@ P = TypeVar("P", ImagePreparation, AudioPreparation)
 
 
 def open_input(kind: str, places: Sequence[str]) -> Opened:
-    """Read token ids, embedded tokens, images or audio from files, or take the built-in images or audio.
+    """Read token ids, embedded tokens, images or audio from files, or use the built-in images or audio.
 
     Parameters
     ----------
@@ -76,7 +77,7 @@ def open_input(kind: str, places: Sequence[str]) -> Opened:
 
 
 def dataset_of(opened: Opened, model: LoadedModel, layers: Sequence[int] | None = None) -> Dataset:
-    """Return the Dataset that turns data from :func:`open_input` into sequences for a model.
+    """Return the Dataset that divides data from :func:`open_input` into sequences for a model.
 
     Parameters
     ----------
@@ -109,7 +110,7 @@ def dataset_of(opened: Opened, model: LoadedModel, layers: Sequence[int] | None 
 def image_inputs(
     model: LoadedModel, images: object = "builtin", *, size: int | tuple[int, int] | None = None
 ) -> dict[str, Tensor]:
-    """Make the inputs of a vision model from a sequence of images.
+    """Return the inputs of a vision model for a sequence of images.
 
     Parameters
     ----------
@@ -144,7 +145,7 @@ def image_inputs(
 def audio_inputs(
     model: LoadedModel, audio: object = "builtin", *, seconds: float | None = None, rate: int | None = None
 ) -> dict[str, Tensor]:
-    """Make the inputs of an audio model from a recording.
+    """Return the inputs of an audio model for a recording.
 
     Parameters
     ----------
@@ -184,7 +185,7 @@ def audio_inputs(
 
 
 def _preparation(model: LoadedModel, kind: type[P], given: str, part: str) -> P:
-    """Return the model's image or audio processor; raise ModelError if the model takes other inputs.
+    """Return the image or audio processor of the model; raise ModelError if the model takes other inputs.
 
     ``kind`` is ImagePreparation or AudioPreparation.
     """
@@ -204,7 +205,7 @@ def _taken(model: LoadedModel) -> str:
 def _tokens_at(
     model: LoadedModel, inputs: Tensor | dict[str, Tensor], layers: Sequence[int] | None, what: str
 ) -> int:
-    """Return the number of tokens in each attention layer; raise CaptureError if the layers differ."""
+    """Return the number of tokens in all attention layers; raise CaptureError if the layers differ."""
     sites = capture(model, inputs, None if layers is None else list(layers))
     counts = {site.layer: site.x.shape[-2] for site in sites}
     if len(set(counts.values())) > 1:
@@ -220,7 +221,8 @@ def _tokens_at(
 
 
 class Dataset:
-    """Token ids, embedded tokens, images or audio, from which sequences for one model are taken.
+    """Base class of data (token ids, embedded tokens, images or audio) that is divided into sequences for one
+    model.
 
     Attributes
     ----------
@@ -248,7 +250,7 @@ class Dataset:
     preparation: str
 
     def inputs(self, starts: Sequence[int], n: int) -> Tensor | dict[str, Tensor]:
-        """Return the model's inputs for some sequences of n tokens each.
+        """Return the model inputs for some sequences of n tokens each.
 
         Parameters
         ----------
@@ -261,12 +263,12 @@ class Dataset:
         raise NotImplementedError
 
     def words(self, start: int, n: int) -> tuple[str, ...]:
-        """Return a label for each of n tokens: the token's index in the data."""
+        """Return a label for each of n tokens, which is the index of the token in the data."""
         return tuple(str(index) for index in range(start, start + n))
 
 
 class TokenDataset(Dataset):
-    """Sequences of token ids, or of tokens that are embedded already."""
+    """Sequences of token ids, or of embedded tokens."""
 
     def __init__(self, stream: TokenStream, model: LoadedModel) -> None:
         self._tokens, self._model = stream.tokens, model
@@ -299,7 +301,7 @@ class TokenDataset(Dataset):
             raise ArgumentError("embeddings", expected=f"tokens of dimension {d}, as {name}", got=str(given))
 
     def inputs(self, starts: Sequence[int], n: int) -> Tensor | dict[str, Tensor]:
-        """Return the model's inputs: token ids (batch, n), or embedded tokens (batch, n, d)."""
+        """Return the model inputs: token ids (batch, n), or embedded tokens (batch, n, d)."""
         windows = torch.stack([self._tokens[start : start + n] for start in starts])
         if not windows.is_floating_point():
             return windows
@@ -314,7 +316,7 @@ class TokenDataset(Dataset):
 
 
 class ImageDataset(Dataset):
-    """Images, each a sequence of its patches; an image is resized to get another number of patches."""
+    """Images as sequences of patches, resized so that they have the requested number of patches."""
 
     def __init__(self, images: Images, model: LoadedModel, layers: Sequence[int] | None) -> None:
         self._images, self._model, self.count = images, model, len(images)
@@ -341,7 +343,9 @@ class ImageDataset(Dataset):
         self.preparation = f"images of {own} pixels for {n} tokens{others}; {made.sentence}"
 
     def _takes(self, size: tuple[int, int]) -> bool:
-        """Whether the processor can make images of this size (height, width), and the model runs on them."""
+        """Return whether the processor can produce images of this size (height, width) and the model runs on
+        them.
+        """
         model = self._model.model
         device = next(model.parameters()).device
         try:
@@ -359,7 +363,9 @@ class ImageDataset(Dataset):
 
     @cached_property
     def usual(self) -> tuple[int, ...]:  # type: ignore[override]
-        """The default numbers of tokens: the number for the model's usual image size, and smaller ones."""
+        """The default numbers of tokens: the number for the usual image size of the model, and smaller
+        numbers.
+        """
         shorter = [n for n in self.lengths if 2 <= n <= self._own]
         if len(shorter) > _MOST_LENGTHS:
             wished = np.geomspace(shorter[0], shorter[-1], _MOST_LENGTHS)
@@ -374,7 +380,7 @@ class ImageDataset(Dataset):
         return self._inputs(starts, self._sizes[n])
 
     def words(self, start: int, n: int) -> tuple[str, ...]:
-        """Return a label for each of n tokens: the row and column of its patch.
+        """Return a label for each of n tokens, which is the row and column of its patch.
 
         The labels are indices if the model adds more than one token to the patches.
         """
@@ -386,7 +392,7 @@ class ImageDataset(Dataset):
 
 
 class AudioDataset(Dataset):
-    """Segments of a recording, for models that take raw samples and compute frames (tokens) from them."""
+    """Segments of a recording, for models that compute frames (tokens) from raw samples."""
 
     beyond = 1  # consecutive frames use overlapping samples, by less than one frame
 
@@ -418,7 +424,7 @@ class AudioDataset(Dataset):
         self.preparation = f"a frame every {1000 * self._step:.4g} ms; {preparation.sentence}"
 
     def inputs(self, starts: Sequence[int], n: int) -> dict[str, Tensor]:
-        """Return the model's inputs for some segments of the audio, each n frames long.
+        """Return the model inputs for some audio segments of n frames each.
 
         ``starts`` holds the index of the first frame of each segment.
         """
@@ -427,12 +433,14 @@ class AudioDataset(Dataset):
         return in_dtype(self._model.model, self._preparation.prepared(cut))
 
     def words(self, start: int, n: int) -> tuple[str, ...]:
-        """Return a label for each of n frames: its time in seconds from the start of the recording."""
+        """Return a label for each of n frames, which is its time in seconds from the start of the
+        recording.
+        """
         return tuple(f"{index * self._step:.2f}s" for index in range(start, start + n))
 
 
 class AudioChunkDataset(Dataset):
-    """Audio cut into chunks of one fixed length, for models that take features such as a spectrogram."""
+    """Audio divided into chunks of a fixed length, for models that take features such as a spectrogram."""
 
     def __init__(
         self, audio: Audio, model: LoadedModel, layers: Sequence[int] | None, preparation: AudioPreparation
@@ -454,12 +462,12 @@ class AudioChunkDataset(Dataset):
         return in_dtype(self._model.model, self._preparation.prepared([self._chunks[one] for one in chunks]))
 
     def inputs(self, starts: Sequence[int], n: int) -> dict[str, Tensor]:
-        """Return the model's inputs for some chunks of audio.
+        """Return the model inputs for some chunks of audio.
 
         ``starts`` holds the index of the first token of each chunk.
         """
         return self._inputs([start // self._n for start in starts])
 
     def words(self, start: int, n: int) -> tuple[str, ...]:
-        """Return a label for each of n tokens: its index in its chunk of audio."""
+        """Return a label for each of n tokens, which is its index in its chunk of audio."""
         return super().words(0, n)

@@ -1,4 +1,4 @@
-"""Tolerances, derived from machine epsilon, for comparing two computations of the same tensors."""
+"""Tolerances for comparing two computations of the same tensors, derived from machine epsilon."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ __all__ = ["one_operation", "precision", "relative_error", "tolerance"]
 
 
 def precision(dtype: torch.dtype, *, downcast: bool = False) -> float:
-    """Return the machine epsilon of the precision in which the model computes.
+    """Return the machine epsilon of the lowest precision in which the model computes.
 
     This is the epsilon of ``dtype``, or of float32 if the model computes some steps in float32.
 
@@ -21,7 +21,8 @@ def precision(dtype: torch.dtype, *, downcast: bool = False) -> float:
 
 
 def tolerance(eps: float, condition: float = 0.0) -> float:
-    """Return the relative error up to which a captured map must agree with the model's layer.
+    """Return the largest relative difference at which a captured map still counts as equal to the layer of
+    the model.
 
     Parameters
     ----------
@@ -36,7 +37,9 @@ def tolerance(eps: float, condition: float = 0.0) -> float:
 
 
 def one_operation(eps: float) -> float:
-    """Return the relative error up to which two ways of adding up the same numbers should agree."""
+    """Return the largest relative difference at which two ways of adding the same numbers still count as
+    equal.
+    """
     return 4.0 * eps
 
 

@@ -26,13 +26,9 @@ if TYPE_CHECKING:
     from howsmooth.nn.monitoring.logging import log_to_mlflow, log_to_trackio, log_to_wandb
     from howsmooth.nn.monitoring.monitor import LipschitzMonitor
     from howsmooth.nn.monitoring.record import MonitorRecord
-    from howsmooth.nn.monitoring.trainer import MonitorCallback
+    from howsmooth.nn.monitoring.trainer_callback import MonitorCallback
     from howsmooth.nn.parts.activations import GroupSort, MaxMin
-    from howsmooth.nn.parts.linear import OrthogonalLinear, SpectralLinear
-    from howsmooth.nn.parts.norms import CenterNorm, LipschitzLayerNorm, LipschitzRMSNorm
-    from howsmooth.nn.parts.residual import AverageResidual, GradientStep, Residual
-    from howsmooth.nn.parts.self_attention_block import SelfAttentionBlock
-    from howsmooth.nn.parts.token_modules import (
+    from howsmooth.nn.parts.embedding_and_pooling import (
         AddPositions,
         ClipTokens,
         MeanPool,
@@ -40,6 +36,10 @@ if TYPE_CHECKING:
         PrependToken,
         TakeToken,
     )
+    from howsmooth.nn.parts.linear import OrthogonalLinear, SpectralLinear
+    from howsmooth.nn.parts.norms import CenterNorm, LipschitzLayerNorm, LipschitzRMSNorm
+    from howsmooth.nn.parts.residual import AverageResidual, GradientStep, Residual
+    from howsmooth.nn.parts.self_attention_block import SelfAttentionBlock
     from howsmooth.nn.saving import SavedModel, load, load_saved, save
 
 __all__ = [
@@ -118,8 +118,15 @@ _MODULES = {
     "monitoring.record": ("MonitorRecord",),
     "parts.residual": ("AverageResidual", "GradientStep", "Residual"),
     "saving": ("SavedModel", "load", "load_saved", "save"),
-    "parts.token_modules": ("AddPositions", "ClipTokens", "MeanPool", "Patches", "PrependToken", "TakeToken"),
-    "monitoring.trainer": ("MonitorCallback",),
+    "parts.embedding_and_pooling": (
+        "AddPositions",
+        "ClipTokens",
+        "MeanPool",
+        "Patches",
+        "PrependToken",
+        "TakeToken",
+    ),
+    "monitoring.trainer_callback": ("MonitorCallback",),
 }
 _WHOLE_MODULES = ("attention", "penalty")
 

@@ -22,7 +22,7 @@ _LONGEST = 2**53
 
 
 def check_length(length: object) -> int:
-    """Return the number of tokens, after checking that it is an integer from 1 to 2^53."""
+    """Return the number of tokens after checking that it is an integer from 1 to 2^53."""
     n = check_whole_length(length)
     if n > _LONGEST:
         raise ArgumentError(
@@ -32,7 +32,7 @@ def check_length(length: object) -> int:
 
 
 def check_ball(radius: object) -> float:
-    """Return the radius of a ball of tokens, after checking that it is a number >= 0 or infinity.
+    """Return the radius of a ball of tokens after checking that it is a number >= 0 or infinity.
 
     A radius of zero is replaced by a tiny number.
     """
@@ -50,14 +50,14 @@ def check_ball(radius: object) -> float:
 
 
 def check_size(argument: str, value: object, *, least: int = 1) -> int:
-    """Return ``value``, after checking that it is an integer of at least ``least``."""
+    """Return ``value`` after checking that it is an integer of at least ``least``."""
     if isinstance(value, bool) or not isinstance(value, int) or value < least:
         raise ArgumentError(argument, expected=f"a whole number >= {least}", got=repr(value))
     return value
 
 
 def check_placement(device: object, dtype: object) -> None:
-    """Raise ArgumentError if the device does not exist or the dtype is no floating-point dtype."""
+    """Raise ArgumentError if the device does not exist or the dtype is not a floating-point dtype."""
     if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
         raise ArgumentError("dtype", expected="torch.float32 or torch.float64", got=repr(dtype))
     try:
@@ -72,7 +72,7 @@ def check_placement(device: object, dtype: object) -> None:
 def check_tokens(
     argument: str, x: object, *, dim: int | None = None, ndim: int | None = None, like: Tensor | None = None
 ) -> Tensor:
-    """Return ``x``, after checking that it is a tensor of floating-point tokens.
+    """Return ``x`` after checking that it is a tensor of floating-point tokens.
 
     If they are given, ``dim`` is the size of the last axis, ``ndim`` is the number of axes, and ``like`` is a
     tensor on the same device.
@@ -99,7 +99,7 @@ def check_tokens(
 def require(
     t: Tensor, good: Callable[[Tensor], Tensor], error: Callable[[Tensor], HowsmoothError], words: str
 ) -> None:
-    """Raise an error if a condition fails in any entry of a tensor, also within torch.func.vmap.
+    """Raise an error if a condition is false in any entry of a tensor, also inside torch.func.vmap.
 
     Inside vmap, the values of a single member cannot be read in Python. There ``good`` and ``error`` get the
     values of all members, stacked along a first axis. A graph that torch.compile or torch.export records has
@@ -126,7 +126,7 @@ def look(t: Tensor, at: Callable[[Tensor], object]) -> None:
 
 
 class _Look(torch.autograd.Function):
-    """The autograd function that hands a tensor's plain values to a function inside torch.func.vmap."""
+    """The autograd function that passes the plain values of a tensor to a function inside torch.func.vmap."""
 
     @staticmethod
     def forward(t: Tensor, at: Callable[[Tensor], object]) -> Tensor:

@@ -1,4 +1,6 @@
-"""The function deploy: a copy of a model with divisors and parametrizations folded into plain weights."""
+"""The function ``deploy``, which returns a copy of a model with divisors and parametrizations folded into
+plain weights.
+"""
 
 from __future__ import annotations
 
@@ -11,10 +13,10 @@ from torch.nn.utils import parametrize
 
 from howsmooth.errors import ArgumentError
 from howsmooth.nn.attention.base import LipschitzAttention
+from howsmooth.nn.parts.embedding_and_pooling import ClipTokens
 from howsmooth.nn.parts.linear import OrthogonalLinear, SpectralLinear
 from howsmooth.nn.parts.norms import LipschitzLayerNorm, LipschitzRMSNorm
 from howsmooth.nn.parts.self_attention_block import SelfAttentionBlock
-from howsmooth.nn.parts.token_modules import ClipTokens
 
 __all__ = ["deploy"]
 
@@ -24,7 +26,8 @@ Radii = dict[LipschitzAttention, float]
 
 @torch.no_grad()
 def deploy(model: nn.Module) -> nn.Module:
-    """Return a copy of a model for inference: the same function, with plain weights and without checks.
+    """Return a copy of a model for inference that computes the same function with plain weights and without
+    checks.
 
     The divisor of each attention layer is folded into its output projection, or into the ``scale`` of
     EnergyAttention. ``OrthogonalLinear`` and ``SpectralLinear`` become :class:`torch.nn.Linear`,
@@ -77,7 +80,9 @@ def deploy(model: nn.Module) -> nn.Module:
 
 
 def _plain(module: nn.Module, path: str, seen: dict[nn.Module, nn.Module], radii: Radii) -> nn.Module:
-    """Return a module without divisors and parametrizations, the same copy for each of its occurrences."""
+    """Return a copy of a module without divisors and parametrizations, which is shared by all its occurrences
+    in the model.
+    """
     if module not in seen:
         seen[module] = _replaced(module, path, seen, radii)
     return seen[module]
@@ -108,7 +113,7 @@ def _replaced(module: nn.Module, path: str, seen: dict[nn.Module, nn.Module], ra
 
 
 def _undivided(layer: LipschitzAttention) -> LipschitzAttention:
-    """Fold an attention layer's divisor into its weights; set constant and radius to None."""
+    """Fold the divisor of an attention layer into its weights, and set its constant and radius to None."""
     for module in layer.modules():
         _unparametrized(module)
     layer._fold_divisor()
@@ -118,7 +123,7 @@ def _undivided(layer: LipschitzAttention) -> LipschitzAttention:
 
 
 def _norm(norm: LipschitzLayerNorm | LipschitzRMSNorm) -> nn.Module:
-    """Return PyTorch's norm layer that computes the same as a given norm layer of this library.
+    """Return the PyTorch norm layer that computes the same function as a norm layer of this library.
 
     It has ε = r²/d and gain γ r/√d, and computes x ↦ γ ∘ r h/√(|h|² + r²) + β. Here h is x, or x minus its
     mean, and r is the layer's ``floor``.
@@ -139,7 +144,7 @@ def _norm(norm: LipschitzLayerNorm | LipschitzRMSNorm) -> nn.Module:
 
 
 def _unparametrized(module: nn.Module) -> nn.Module:
-    """Replace the parametrizations of a module's tensors by the tensors' current values."""
+    """Replace the parametrizations of the tensors of a module by the current values of the tensors."""
     if parametrize.is_parametrized(module):
         values = {name: getattr(module, name).clone() for name in module.parametrizations}  # type: ignore[union-attr]
         # PyTorch's remove_parametrizations would change the class, which the copy shares with the model.

@@ -44,17 +44,17 @@ class LipschitzModule(nn.Module, ABC):
 
     @abstractmethod
     def output_radius(self, length: int, radius: float) -> float:
-        """Return an upper bound on the Euclidean norm of an output token.
+        """Return an upper bound on the Euclidean norms of the output tokens of the module.
 
         Parameters and errors are as for :meth:`lipschitz_bound`.
         """
 
     @abstractmethod
     def settings(self) -> dict[str, Any]:
-        """Return the keyword arguments that construct the module, as JSON values, without weights."""
+        """Return the keyword arguments of the constructor of the module, as JSON values, without weights."""
 
     # ---- what a subclass that drops or adds tokens defines
 
     def output_length(self, length: int) -> int:
-        """Return the number of output tokens for ``length`` input tokens; by default the same number."""
+        """Return the number of output tokens for ``length`` input tokens, by default the same number."""
         return length

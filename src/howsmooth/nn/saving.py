@@ -1,7 +1,8 @@
-"""Saving and loading of models: weights as safetensors, class names and settings in the metadata, no code.
+"""Saving and loading of models as safetensors with class names and settings in the metadata, and without
+code.
 
 The metadata of a file has the entries ``format``, ``version`` and ``model``. ``model`` is the tree of
-:mod:`howsmooth.nn.serialisation` as JSON, with length and radius of the certificate. The tensors are all
+:mod:`howsmooth.nn.model_description` as JSON, with length and radius of the certificate. The tensors are all
 parameters and buffers under their names in the model. Unconstrained tensors of parametrizations (orthogonal,
 spectral norm) are stored unchanged, so that a loaded model computes the same numbers to the last bit.
 """
@@ -25,7 +26,7 @@ from torch.nn.utils import parametrize
 
 from howsmooth.errors import ArgumentError, ModelError
 from howsmooth.nn.certificates.model_bound import foreign_hooks
-from howsmooth.nn.serialisation import (
+from howsmooth.nn.model_description import (
     DescriptionError,
     KnownClasses,
     LimitedMemory,
@@ -61,7 +62,7 @@ _LARGEST_LENGTH = 2**53
 
 @dataclass(frozen=True, eq=False)
 class SavedModel:
-    """The contents of a file that :func:`save` wrote.
+    """The contents of a file that :func:`save` wrote: a model, its length and radius, and notes.
 
     Attributes
     ----------
@@ -255,7 +256,9 @@ def _read(path: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
 
 
 def _built(tree: Any, known: KnownClasses, tensors: Mapping[str, Tensor]) -> nn.Module:
-    """Build a model with random weights from its description; the size of ``tensors`` limits its memory."""
+    """Build a model with random weights from its description, with memory limited by the size of
+    ``tensors``.
+    """
     numbers = sum(t.numel() for t in tensors.values())
     try:
         with torch.random.fork_rng(devices=[]), LimitedMemory(_SPARE_COPIES * numbers + _SPARE_NUMBERS):
@@ -265,7 +268,9 @@ def _built(tree: Any, known: KnownClasses, tensors: Mapping[str, Tensor]) -> nn.
 
 
 def _check_tensors(model: nn.Module, tensors: Mapping[str, Tensor]) -> None:
-    """Raise DescriptionError unless ``tensors`` have the names, shapes and kinds of the model's tensors."""
+    """Raise DescriptionError unless ``tensors`` have the names, shapes and kinds of the tensors of
+    the model.
+    """
     made = _tensors(model)
     for name in sorted({*made, *tensors}):
         if name not in made or name not in tensors:
@@ -281,13 +286,15 @@ def _check_tensors(model: nn.Module, tensors: Mapping[str, Tensor]) -> None:
 
 
 def _fill(model: nn.Module, tensors: Mapping[str, Tensor]) -> None:
-    """Give the model's tensors the values and dtypes of the file's tensors; tied tensors stay tied."""
+    """Set the tensors of a model to the values and dtypes of the tensors of a file, and keep tied tensors
+    tied.
+    """
     for name, t in _tensors(model).items():
         t.data = tensors[name]
 
 
 def _order(t: Tensor) -> list[int]:
-    """Return a tensor's axes in the order of its memory layout, the outermost axis first.
+    """Return the axes of a tensor in the order of its memory layout, the outermost axis first.
 
     The result is empty if the tensor is contiguous.
     """
@@ -371,7 +378,7 @@ def _steps(module: nn.Module) -> dict[str, list[Any]]:
 
 
 def _ties(model: nn.Module) -> dict[str, str]:
-    """Tell which names of a model's tensors belong to the same tensor.
+    """Return which names of the tensors of a model refer to the same tensor.
 
     Each name is mapped to the first name of its tensor.
     """

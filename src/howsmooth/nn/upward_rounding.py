@@ -1,4 +1,4 @@
-"""Upper bounds that hold in floating point, because numbers are rounded up."""
+"""Upper bounds that hold in floating point, because every number is rounded up."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _MARGIN = 1e-12
 
 
 def rounded_up(value: float) -> float:
-    """Enlarge a number >= 0 by more than the rounding errors of a few float64 operations."""
+    """Increase a number >= 0 by more than the rounding errors of a few float64 operations."""
     return value * (1 + _MARGIN)
 
 
@@ -31,7 +31,8 @@ def times(factor: float, value: float) -> float:
 
 
 def norm_above(argument: str, matrix: Tensor) -> float:
-    """Return an upper bound on the spectral norm of a matrix (m, k), in float64, including rounding.
+    """Return an upper bound on the spectral norm of a matrix (m, k), in float64, which covers rounding
+    errors.
 
     The computed singular values are exact for a matrix that differs from the given one by a small multiple of
     the machine epsilon times its norm (Golub and Van Loan, *Matrix Computations*, 8.6). The added slack is
@@ -53,7 +54,7 @@ def norm_above(argument: str, matrix: Tensor) -> float:
 
 
 def upper_bound(name: str, source: str, constant: float, radius: float) -> Bound:
-    """Return a :class:`Bound` that holds a given upper bound on a Lipschitz constant.
+    """Return a given upper bound on a Lipschitz constant as a :class:`Bound`.
 
     The bound holds for tokens of norm at most ``radius``, or everywhere if the radius is infinite.
     """

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import torch
 
-from howsmooth.bounds.parameters import Head, parameters_of, spectral_norm
+from howsmooth.bounds.attention_parameters import Head, parameters_of, spectral_norm
 
 __all__ = ["HeadEigenvalues", "head_eigenvalues"]
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from howsmooth import texts
 from howsmooth.attention import SelfAttention
-from howsmooth.attention.preconditions import require_plain_scores
+from howsmooth.attention.theorem_preconditions import require_plain_scores
 from howsmooth.errors import ArgumentError
 from howsmooth.paper.figure import FigureContext
 from howsmooth.paper.published.constants_task import published_left

@@ -24,7 +24,7 @@ from howsmooth.bounds import (
     theorem_3_3,
     theorem_4_3,
 )
-from howsmooth.bounds.parameters import Head, Parameters, parameters_of
+from howsmooth.bounds.attention_parameters import Head, Parameters, parameters_of
 from howsmooth.errors import ArgumentError
 from howsmooth.paper import plotting
 from howsmooth.paper.exponent_text import between, exp

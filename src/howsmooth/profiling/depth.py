@@ -1,4 +1,6 @@
-"""``depth_profile``: where in its depth a model expands, measured for each block and their composition."""
+"""The function ``depth_profile``, which measures the expansion of each block of a model and of their
+compositions.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,7 @@ from howsmooth.lipschitz import local_lipschitz
 from howsmooth.lipschitz_estimate import LipschitzEstimate
 from howsmooth.models import Site
 from howsmooth.models.capture import model_parts
-from howsmooth.models.whole_model import ModelParts
+from howsmooth.models.whole_model_capture import ModelParts
 from howsmooth.profiling.figures import draw_depth
 from howsmooth.profiling.model_input import Inputs, Model, given_inputs, loaded_if_named, shown_progress
 from howsmooth.profiling.result import Result, in_interval
@@ -31,7 +33,8 @@ _MAPS = ("own", "until", "beyond")
 
 @dataclass(frozen=True, eq=False, repr=False, kw_only=True)
 class DepthProfile(Result):
-    """Local Lipschitz constants of a model's stages at one input, and of the maps up to and beyond each.
+    """Local Lipschitz constants of the blocks of a model at one input, and of the parts of the model before
+    and after each.
 
     A stage is what happens before the first block (``embeddings``), each block, and what happens after the
     last block (``output``: the last norm, and the head).
@@ -53,12 +56,14 @@ class DepthProfile(Result):
 
     @property
     def value(self) -> float:
-        """The constant of the whole model, from its embeddings to its output."""
+        """The Lipschitz constant of the whole model, from its embeddings to its output."""
         return float(self.table["until"].iloc[-1])
 
     @property
     def citation(self) -> str:
-        """One line with the whole model's constant, its interval, and the product of stages' constants."""
+        """One line with the constant of the whole model, its interval, and the product of the constants of
+        the blocks.
+        """
         last = plain_rows(self.table)[-1]
         return (
             f"Local Lipschitz constant of {self.model} from its embeddings to its {self.output} at "
@@ -84,7 +89,7 @@ class DepthProfile(Result):
         return "\n".join([*lines, *([f"Not converged: {', '.join(missed)}."] if missed else [])])
 
     def plot(self) -> Figure:
-        """Draw each stage's constant down the depth of the model, beside the product of the constants."""
+        """Draw the constant of each block over the depth of the model, with the product of the constants."""
         return draw_depth(self.table, f"{self.model}, {self.n} tokens, to the {self.output}")
 
     def _shown(self, most: int) -> dict[str, Any]:
@@ -112,7 +117,7 @@ def depth_profile(
     memory: int | None = None,
     on_layer: Callable[[int, int], None] | None = None,
 ) -> DepthProfile:
-    """Measure where in its depth a model expands a change of its embeddings, at one input.
+    """Measure at which depth a model expands a change of its embeddings, at one input.
 
     Three maps are measured for each block (:func:`howsmooth.local_lipschitz`): the block, the map from the
     embeddings to the block's output, and the map from there to the model's output. The product of the
@@ -201,7 +206,7 @@ def _block(
     last_token: bool,
     measured: Callable[[str, int, Site], dict[str, Any]],
 ) -> dict[str, Any]:
-    """Measure a block, the model as far as this block, and the model after it; return a row of the table."""
+    """Measure a block, the model up to this block, and the model after it, and return a row of the table."""
     block = parts.span(layer, layer)
     return {
         "stage": f"block {stage}",
@@ -218,7 +223,7 @@ def _in_words(output: str, last_token: bool) -> str:
 
 
 def _fields(kind: str, found: LipschitzEstimate) -> dict[str, Any]:
-    """Return a measured constant as columns named after ``kind``: value, limits and convergence."""
+    """Return a measured constant as columns with the prefix ``kind``: value, limits and convergence."""
     return {
         kind: float(found.value[0]),
         f"{kind}_lower": float(found.lower[0]),
@@ -228,7 +233,7 @@ def _fields(kind: str, found: LipschitzEstimate) -> dict[str, Any]:
 
 
 def _as(kind: str, row: Mapping[str, Any], source: str = "own") -> dict[str, Any]:
-    """Copy from a row the columns whose names start with ``source``, renamed to start with ``kind``."""
+    """Copy the columns of a row with the prefix ``source``, and rename the prefix to ``kind``."""
     return {kind + name.removeprefix(source): row[name] for name in row if name.startswith(source)}
 
 

@@ -1,4 +1,4 @@
-"""Draw what was found at one input: each function takes a table and titles, and returns a figure."""
+"""Figures of the results at one input, each drawn by a function of a table and titles."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ _CURVES = {
 
 @rc_context(STYLE)
 def draw_heatmap(table: pd.DataFrame, title: str) -> Figure:
-    """Draw a figure with one cell for each head, and beside it a panel with one cell for each whole layer.
+    """Draw a heatmap with one cell for each head, and a second panel with one cell for each whole layer.
 
     Colours are logarithmic, and each panel has a scale of its own, because heads and layers are maps between
     different spaces. A cell whose measurement did not converge is crossed out; an empty cell was not
@@ -71,7 +71,9 @@ def draw_heatmap(table: pd.DataFrame, title: str) -> Figure:
 
 
 def _draw_panel(axis: Axes, bar: Axes, rows: pd.DataFrame, layers: list[int]) -> None:
-    """Draw the heads of all layers, or the layers as a whole, and their colour bar."""
+    """Draw the constants of the heads of all layers, or of the whole layers, as a heatmap with a
+    colour bar.
+    """
     heads = sorted(int(head) for head in rows["head"].dropna().unique())
     values = np.full((len(layers), max(1, len(heads))), np.nan)
     missed = np.zeros(values.shape, dtype=bool)
@@ -97,7 +99,7 @@ def _cross_out(axis: Axes, cells: np.ndarray) -> None:
 
 @rc_context(STYLE)
 def draw_depth(table: pd.DataFrame, title: str) -> Figure:
-    """Draw the constants of a model's stages on a logarithmic axis, with their intervals as bars.
+    """Draw the constants of the blocks of a model on a logarithmic axis, with their intervals as error bars.
 
     The columns of ``table`` are those of :attr:`howsmooth.profiling.DepthProfile.table`.
     """
@@ -121,7 +123,7 @@ def draw_depth(table: pd.DataFrame, title: str) -> Figure:
 
 @rc_context(STYLE)
 def draw_radii(table: pd.DataFrame, names: Sequence[str], title: str) -> Figure:
-    """Draw the radius of each token on a logarithmic axis, with the smallest attack that was found.
+    """Draw the robust radius of each token on a logarithmic axis, with the size of the smallest attack found.
 
     The columns of ``table`` are those of :attr:`howsmooth.profiling.WordRadii.table`; ``names`` label its
     rows.
@@ -142,7 +144,7 @@ def draw_radii(table: pd.DataFrame, names: Sequence[str], title: str) -> Figure:
 
 @rc_context(STYLE)
 def draw_precision(table: pd.DataFrame, title: str, *, divergences: bool) -> Figure:
-    """Draw the predicted effects of quantised keys, those of quantised values, and the real effects.
+    """Draw the predicted effects of quantised keys and of quantised values, and the real effects.
 
     The first two panels have a cell for each layer and head, at the fewest bits and with the first quantiser
     of the table. Effects are ``divergences`` of the predictions, or else changes of the attention's output.
@@ -203,7 +205,7 @@ def draw_influence(
     *,
     token_outputs: bool,
 ) -> Figure:
-    """Draw a figure with one cell for each output (row) and input token (column).
+    """Draw a heatmap with one row for each output token and one column for each input token.
 
     Colours are logarithmic over four orders of magnitude. A cell is white where the norm is zero, and crossed
     out where its interval did not converge. Outputs that are no tokens, such as a margin, have no words.

@@ -1,4 +1,4 @@
-"""``influence``: which token moves which, as the norms ‖∂y_i/∂x_j‖₂ of the blocks of a Jacobian."""
+"""The function ``influence``, which measures how much each output token changes with each input token."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from torch import Tensor
 
 from howsmooth.attention import TokenMap
 from howsmooth.attention.map import check_tokens
-from howsmooth.bounds.parameters import SiteLike
+from howsmooth.bounds.attention_parameters import SiteLike
 from howsmooth.errors import ArgumentError
 from howsmooth.jacobian import has_closed_form, in_double
 from howsmooth.jacobian.token_pair_blocks import token_blocks
@@ -35,7 +35,9 @@ __all__ = ["Influence", "influence"]
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Influence(WritableTable):
-    """The block norms ‖∂y_i/∂x_j‖₂ of a Jacobian: how far token j, moved by one, moves output i."""
+    """The block norms ‖∂y_i/∂x_j‖₂ of a Jacobian, which say how much output token i changes with input token
+    j.
+    """
 
     #: The largest value found of each norm, (outputs, n), float64.
     value: Float[Tensor, "outputs n"]
@@ -66,7 +68,9 @@ class Influence(WritableTable):
 
     @property
     def table(self) -> pd.DataFrame:
-        """One row for each entry: ``output``, ``input``, ``value``, ``lower``, ``upper``, ``converged``."""
+        """A table with one row for each pair of tokens: ``output``, ``input``, ``value``, ``lower``,
+        ``upper``, ``converged``.
+        """
         rows, n = self.value.shape
         table = pd.DataFrame({"output": self.outputs}).loc[lambda t: t.index.repeat(n)]
         table["input"] = list(range(n)) * rows
@@ -90,16 +94,17 @@ class Influence(WritableTable):
 
     @property
     def citation(self) -> str:
-        """The line of ``repr``."""
+        """A one-line summary of the result, which is also its ``repr``."""
         return repr(self)
 
     def _repr_html_(self) -> str:
-        """Return HTML for notebooks: a line of summary above the heatmap."""
+        """Return HTML for notebooks: a one-line summary and the heatmap."""
         picture = f'<img src="{data_url(png(self.plot()))}" alt="Influence matrix">'
         return f"<p>{html.escape(repr(self))}</p>{picture}"
 
     def plot(self, words: Sequence[str] | None = None) -> Figure:
-        """Draw the values as a heatmap, with a row for each output and a column for each input token.
+        """Draw the block norms as a heatmap with one row for each output token and one column for each input
+        token.
 
         Parameters
         ----------
@@ -139,7 +144,8 @@ def influence(
     max_iterations: int = 200,
     seed: int = 0,
 ) -> Influence:
-    """Measure which token moves which: the matrix of the block norms ‖∂y_i/∂x_j‖₂, each with an interval.
+    """Measure how much each output token changes with each input token, by the block norms ‖∂y_i/∂x_j‖₂ with
+    intervals.
 
     Entry (i, j) says how far the output y_i moves, to first order, if the input token x_j moves by one. For
     self-attention, with residuals, norm layers and layer scales around it, the blocks have a closed form and
@@ -222,7 +228,7 @@ def influence(
 
 
 def _map_and_tokens(f: Any, x: Tensor | None) -> tuple[Any, Any]:
-    """Return the map and the tokens; a captured site is split into its map and its tokens."""
+    """Return the map and the tokens, which may be given together as a captured layer."""
     if not isinstance(f, TokenMap) and isinstance(f, SiteLike):
         return f.map, f.x if x is None else x
     if x is None:
@@ -244,7 +250,7 @@ def _one_sequence(x: Tensor) -> Float[Tensor, "n d"]:
 
 
 def _checked_outputs(outputs: object, count: int) -> list[int]:
-    """Return the indices >= 0 of the chosen ones among ``count`` output tokens."""
+    """Return the chosen indices of output tokens as numbers from 0 to ``count`` − 1."""
     expected = f"indices of the {count} output tokens, each once, from {-count} to {count - 1}"
     if outputs is None:
         return list(range(count))

@@ -1,4 +1,4 @@
-"""Read one model and one input of it, and go through the model's layers with a progress bar."""
+"""A model and one input for a profile, and a loop over the layers of the model with a progress bar."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from howsmooth.errors import ArgumentError, CaptureError
 from howsmooth.models import LoadedModel, load_model
 from howsmooth.models.capture import module_of, self_attention_layers
 from howsmooth.models.float32_weights import computing_dtype, hash_weights, stored_dtype
-from howsmooth.models.identification.verified_layer import VerifiedLayer
+from howsmooth.models.identification.layer_identification import VerifiedLayer
 from howsmooth.models.inputs.model_inputs import max_length
 
 __all__ = [
@@ -49,7 +49,8 @@ _MOST_TOKENS = 512
 def shown_progress(
     on_step: Callable[[int, int], None] | None, total: int, unit: str = "layer"
 ) -> Iterator[Callable[[int, int], None]]:
-    """Yield the callback that reports progress: ``on_step`` if given, else one that moves a bar.
+    """Return a context manager that yields the progress callback, which is ``on_step`` or updates a progress
+    bar.
 
     The callback takes the number of finished layers (or other units) and the number of all.
     """
@@ -63,13 +64,13 @@ def shown_progress(
 
 
 def loaded_if_named(model: Any, load: Callable[..., LoadedModel] = load_model, **options: Any) -> Any:
-    """Load a model that is given by its name or folder, with its weights in the dtype of their file."""
+    """Load a model if it is given by its name or folder, with weights in the dtype of their file."""
     return load(model, dtype=None, **options) if isinstance(model, str | os.PathLike) else model
 
 
 @dataclass(frozen=True, eq=False)
 class GivenInputs:
-    """A model, its inputs, the text of their tokens if known, and a short description of the inputs."""
+    """A model, its inputs, the texts of their tokens if known, and a short description of the inputs."""
 
     model: nn.Module | LoadedModel
     inputs: Any
@@ -83,11 +84,13 @@ class GivenInputs:
 
     @property
     def computed(self) -> str:
-        """The dtype in which the model runs."""
+        """The dtype in which the model computes."""
         return str(computing_dtype(self.module)).removeprefix("torch.")
 
     def origin(self) -> dict[str, str]:
-        """Return the fields of a :class:`~howsmooth.profiling.result.Result` that name model and input."""
+        """Return the fields of a :class:`~howsmooth.profiling.result.Result` that name the model and the
+        input.
+        """
         model, module = self.model, self.module
         if isinstance(model, LoadedModel):
             label, source, fingerprint, stored = model.label, model.source, model.fingerprint, model.stored
@@ -109,7 +112,7 @@ class GivenInputs:
 def layers_of(
     given: GivenInputs, layers: Layers, on_layer: Callable[[int, int], None] | None
 ) -> Iterator[tuple[int, VerifiedLayer | CaptureError]]:
-    """Yield the self-attention layers of a model at its inputs, and report how many are done.
+    """Yield the self-attention layers of a model at its inputs, and report the number of finished layers.
 
     ``on_layer`` takes the number of finished layers and that of all, zero while unknown; None shows a bar.
     """
@@ -134,7 +137,8 @@ def given_inputs(
     special: bool = False,
     longest: int = _MOST_TOKENS,
 ) -> GivenInputs:
-    """Return the model's inputs, cut to the tokens of ``span`` or, without a span, to at most ``longest``.
+    """Return the inputs of the model, cut to the tokens of ``span``, or to at most ``longest`` tokens without
+    a span.
 
     ``special`` says that a text gets the tokenizer's special tokens.
     """
@@ -188,7 +192,9 @@ def _encoded(tokenizer: Any, text: str, special: bool) -> list[int]:
 
 
 def _decoder(tokenizer: Any) -> Callable[[Tensor], list[str]]:
-    """Return a function from token ids (n,) to the texts of the tokens, or to numbers without a tokenizer."""
+    """Return a function that converts token ids (n,) to the texts of the tokens, or to numbers without a
+    tokenizer.
+    """
     if tokenizer is None:
         return lambda ids: [str(i) for i in ids.tolist()]
     if hasattr(tokenizer, "decoded"):
@@ -197,7 +203,7 @@ def _decoder(tokenizer: Any) -> Callable[[Tensor], list[str]]:
 
 
 def _ids(inputs: object) -> Tensor:
-    """Check token ids, and return them as a tensor (n,)."""
+    """Return token ids as a tensor (n,) after checking them."""
     expected = "a text, token ids (n,) or (1, n), or a dict of tensors"
     try:
         ids = torch.as_tensor(inputs)
@@ -212,7 +218,7 @@ def _ids(inputs: object) -> Tensor:
 
 
 def _bounds(span: object, length: int, most: int) -> tuple[int, int]:
-    """Return the first token and the end of a span, after a check against the number of tokens."""
+    """Return the first token and the end of a span after checking them against the number of tokens."""
     expected = f"start:end with 0 <= start < end <= {length}, the number of tokens"
     if span is None:
         return 0, min(length, most)

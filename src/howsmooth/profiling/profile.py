@@ -1,4 +1,6 @@
-"""``profile``: the local Lipschitz constants of every layer and head of a model at one input."""
+"""The function ``profile``, which measures the local Lipschitz constants of every layer and head of a model
+at one input.
+"""
 
 from __future__ import annotations
 
@@ -11,8 +13,8 @@ from howsmooth.accuracy_limits import check_accuracy
 from howsmooth.errors import ArgumentError, CaptureError, HowsmoothError
 from howsmooth.lipschitz import head_lipschitz, local_lipschitz
 from howsmooth.lipschitz_estimate import LipschitzEstimate
-from howsmooth.models.captured_site import Site
-from howsmooth.models.identification.verified_layer import VerifiedLayer
+from howsmooth.models.captured_layer import Site
+from howsmooth.models.identification.layer_identification import VerifiedLayer
 from howsmooth.profiling.influence import Influence
 from howsmooth.profiling.influence import influence as influence_of
 from howsmooth.profiling.model_input import Inputs, Layers, Model, given_inputs, layers_of, loaded_if_named
@@ -134,7 +136,7 @@ def _checked_scopes(scopes: object) -> tuple[str, ...]:
 
 
 class _Measured:
-    """Measurements of a model's layers, collected layer by layer as rows of the profile's tables."""
+    """Measurements of the layers of a model, collected layer by layer as rows of the tables of a profile."""
 
     def __init__(
         self, how: dict[str, Any], seed: int, scopes: tuple[str, ...], words: list[str] | None
@@ -203,7 +205,9 @@ class _Measured:
         self.shares.append(shares.astype({"head": "Int64"}))
 
     def influence(self) -> Influence | None:
-        """Measure which token moves which in the layer with the largest constant; None if this fails."""
+        """Measure the influence of each token on each other in the layer with the largest constant, or return
+        None if this fails.
+        """
         if self.most_sensitive is None:
             return None
         site = self.most_sensitive[1]

@@ -1,4 +1,6 @@
-"""``Profile``: the local Lipschitz constants of a model's layers and heads, as tables, words and files."""
+"""The class ``Profile``, the local Lipschitz constants of the layers and heads of a model as tables, text and
+files.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,9 @@ _LEVELS = 9  # shades of a highlighted token
 
 @dataclass(frozen=True, eq=False, repr=False, kw_only=True)
 class Profile(Result):
-    """The local Lipschitz constants of attention layers and heads at one input, with their tokens."""
+    """The local Lipschitz constants of all attention layers and heads of a model at one input, with the
+    tokens.
+    """
 
     NAME: ClassVar[str] = "profile"
     TITLE: ClassVar[str] = "Profile"
@@ -57,7 +61,7 @@ class Profile(Result):
 
     @property
     def ranking(self) -> pd.DataFrame:
-        """The table of measured constants, sorted within each scope, the largest first.
+        """The table of measured constants, sorted in decreasing order within each scope.
 
         Heads come before whole layers. Columns: ``layer``, ``head``, ``scope``, ``value``, ``lower``,
         ``upper`` and ``converged``.
@@ -76,7 +80,9 @@ class Profile(Result):
 
     @property
     def citation(self) -> str:
-        """One line for citing the profile: largest constants with intervals, the versions and the digest."""
+        """One line to cite the profile: largest constants with intervals, versions of the libraries and the
+        digest.
+        """
         found = []
         for scope, rows in self.ranking.groupby("scope", sort=False):
             top = rows.iloc[0]
@@ -87,7 +93,7 @@ class Profile(Result):
         )
 
     def sensitive_tokens(self, layer: int, head: int | None = None) -> pd.DataFrame:
-        """Return the tokens of one layer or head, the most sensitive ones first.
+        """Return the tokens of one layer or head, starting with the most sensitive ones.
 
         The tokens are sorted by ``input_share``.
 
@@ -133,7 +139,9 @@ class Profile(Result):
         return "\n".join(lines)
 
     def _said_of_tokens(self, row: Any) -> str:
-        """Return a phrase with the most sensitive input token and the most affected output token of a row."""
+        """Return a phrase that names the most sensitive input token and the most affected output token of a
+        row.
+        """
         head = None if pd.isna(row["head"]) else int(row["head"])
         rows = plain_rows(self._tokens_of(int(row["layer"]), head))
         said = []
@@ -145,7 +153,7 @@ class Profile(Result):
         return f"  {' → '.join(said)}" if said else ""
 
     def plot(self) -> Figure:
-        """Draw the constants as a heatmap of layers and heads, with a column for the whole layers."""
+        """Draw the constants as a heatmap of layers and heads, with an additional column for whole layers."""
         title = f"{self.model}, one input of {self.n} tokens: local Lipschitz constants"
         return draw_heatmap(self.table, title)
 
@@ -169,7 +177,8 @@ class Profile(Result):
         return {"rows": rows, "shown": len(rows), "total": len(self.table), "influence": pictured}
 
     def _sides(self, layer: int, head: int | None) -> list[tuple[str, list[tuple[int, str, str]]]]:
-        """Return two titled lists of all tokens, shaded by their shares of the change of input and of output.
+        """Return two titled lists of all tokens, shaded by their shares of the input and of the output
+        change.
 
         A token is a triple: its shade, its text, and its share of the change in words.
         """
@@ -187,7 +196,7 @@ class Profile(Result):
         return sides
 
     def to_latex(self, path: str | os.PathLike[str] | None = None) -> str | None:
-        """Write the ranking as a LaTeX table; without a path, return it as text.
+        """Write the ranking as a LaTeX table to a file, or return it as text if no path is given.
 
         The table uses booktabs, and its caption is the citation.
         """

@@ -1,4 +1,6 @@
-"""Quantise keys and values by absmax: integers of few bits, times a step that a group of entries shares."""
+"""Quantisers of keys and values by absmax: integers of few bits, multiplied by a step that a group of entries
+shares.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,7 @@ _SIZES = {"group-32": 32, "group-64": 64}
 
 
 def checked_bits(bits: object) -> tuple[int, ...]:
-    """Check numbers of bits, and return them as a tuple without repetition.
+    """Return numbers of bits as a tuple without repetition, after checking them.
 
     Raises
     ------
@@ -40,7 +42,7 @@ def checked_bits(bits: object) -> tuple[int, ...]:
 
 
 def checked_quantisers(names: object) -> tuple[str, ...]:
-    """Check names of quantisers, and return them as a tuple without repetition.
+    """Return names of quantisers as a tuple without repetition, after checking them.
 
     Raises
     ------
@@ -55,7 +57,7 @@ def checked_quantisers(names: object) -> tuple[str, ...]:
 
 
 def group_of(quantiser: str, dim: int) -> str:
-    """Return the name of the quantiser, or "token" if each of its groups holds a whole token.
+    """Return the name of the quantiser, or "token" if each of its groups contains a whole token.
 
     A group of at least ``dim`` channels is the whole token, so it has the name "token".
     """
@@ -64,7 +66,8 @@ def group_of(quantiser: str, dim: int) -> str:
 
 
 def absmax_steps(t: Float[Tensor, "*lead n dim"], bits: int, quantiser: str) -> Float[Tensor, "*lead n dim"]:
-    """Return each entry's rounding step: the largest absolute value of its group over 2^(bits−1) − 1.
+    """Return the rounding step of each entry, which is the largest absolute value of its group over
+    2^(bits−1) − 1.
 
     Rounding moves an entry by at most half a step. Groups of zeros have the step zero.
     """
@@ -81,6 +84,6 @@ def absmax_steps(t: Float[Tensor, "*lead n dim"], bits: int, quantiser: str) -> 
 
 
 def rounded(t: Float[Tensor, "*lead n dim"], steps: Float[Tensor, "*lead n dim"]) -> Tensor:
-    """Return the entries of keys or values, each rounded to the nearest multiple of its step."""
+    """Round each entry of keys or values to the nearest multiple of its step."""
     whole = torch.where(steps > 0, steps, 1.0)
     return torch.where(steps > 0, (t / whole).round() * steps, t)

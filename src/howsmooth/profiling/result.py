@@ -1,4 +1,6 @@
-"""``Result``: what was found at one input of a model, with its files, its page and its notebook view."""
+"""The class ``Result``, the base of all results at one input of a model, with their files, web page and
+notebook view.
+"""
 
 from __future__ import annotations
 
@@ -32,24 +34,24 @@ _IN_NOTEBOOK = 3
 
 
 class WritableTable:
-    """A result with a table and a line to cite, which can be written to files."""
+    """Base class of results with a table and a line to cite, which can be written to files."""
 
     if TYPE_CHECKING:
 
         @property
         def table(self) -> pd.DataFrame:
-            """The table."""
+            """The results as a table."""
 
         @property
         def citation(self) -> str:
-            """The line to cite."""
+            """One line to cite the result."""
 
     def to_csv(self, path: str | os.PathLike[str] | None = None) -> str | None:
-        """Write the table as CSV to a file; without a path, return the CSV as text."""
+        """Write the table as CSV to a file, or return the CSV as text if no path is given."""
         return text_or_file(csv_of(self.table), path)
 
     def to_parquet(self, path: str | os.PathLike[str]) -> None:
-        """Write the table as parquet, with the citation in its metadata, where pandas reads it as ``attrs``.
+        """Write the table as parquet, with the citation in the metadata, which pandas reads as ``attrs``.
 
         Raises
         ------
@@ -62,7 +64,7 @@ class WritableTable:
 
 @dataclass(frozen=True, eq=False, repr=False, kw_only=True)
 class Result(WritableTable, ABC):
-    """What was found at one input of a model."""
+    """Base class of results at one input of a model, which have a table, a figure and a web page."""
 
     #: What was found, row by row.
     table: pd.DataFrame
@@ -89,21 +91,21 @@ class Result(WritableTable, ABC):
     @property
     @abstractmethod
     def citation(self) -> str:
-        """One line to cite, with the numbers that matter most and where they come from."""
+        """One line to cite, with the most important numbers and their origin."""
 
     @abstractmethod
     def plot(self) -> Figure:
-        """Draw the result."""
+        """Draw the result as a figure."""
 
     @property
     def precision(self) -> str:
-        """The dtypes of the stored weights and of the computation, in words."""
+        """The dtypes of the stored weights and of the computation, as a phrase."""
         same = self.stored == self.computed
         return f"weights in {self.stored}" + ("" if same else f", computed in {self.computed}")
 
     @property
     def digest(self) -> str:
-        """The first 12 hexadecimal digits of the SHA-256 of the table and the model's weights.
+        """The first 12 hexadecimal digits of the SHA-256 hash of the table and the weights of the model.
 
         The digest changes with the seed, which moves the intervals, and with every weight, measured or not.
         """
@@ -123,11 +125,11 @@ class Result(WritableTable, ABC):
     # ---- files, pages and notebooks
 
     def _tables(self) -> dict[str, pd.DataFrame]:
-        """Return the tables to write, by the names of their files without ``.csv``."""
+        """Return a dict of the tables to write by the names of their files without ``.csv``."""
         return {self.NAME: self.table}
 
     def _shown(self, most: int) -> dict[str, Any]:
-        """Return what the template of the page shows, with the details of at most ``most`` rows."""
+        """Return the values for the template of the web page, with the details of at most ``most`` rows."""
         return {}
 
     def _body(self, image: str, most: int) -> Markup:
@@ -135,7 +137,7 @@ class Result(WritableTable, ABC):
         return Markup(body.render(found=self, image=image, **self._shown(most)))
 
     def page(self, image: str) -> str:
-        """Return the result as an HTML page in a single file, without scripts.
+        """Return the result as a web page in a single HTML file without scripts.
 
         Parameters
         ----------
@@ -155,7 +157,8 @@ class Result(WritableTable, ABC):
         return f'<div class="howsmooth"><style>{style}</style>{body}</div>'
 
     def write(self, folder: str | os.PathLike[str]) -> list[Path]:
-        """Write page, figure (PNG and PDF) and tables (CSV) into a folder, and return their paths.
+        """Write the web page, the figure (PNG and PDF) and the tables (CSV) to a folder, and return their
+        paths.
 
         Raises
         ------
@@ -179,6 +182,6 @@ def _template(name: str) -> jinja2.Template:
 
 
 def in_interval(value: float, lower: float, upper: float, *, converged: bool) -> str:
-    """Return a constant with its interval in words."""
+    """Return a phrase with a constant and its interval."""
     status = "" if converged else " (not converged)"
     return f"{value:.6g} in [{lower:.6g}, {upper:.6g}]{status}"

@@ -1,4 +1,6 @@
-"""``word_radii``: how far each token of a text may move before a classifier may change its answer."""
+"""The function ``word_radii``, which bounds how far each token of a text may move before a classifier may
+change its answer.
+"""
 
 from __future__ import annotations
 
@@ -38,7 +40,8 @@ _LEVELS = 9  # shades of a highlighted token
 
 @dataclass(frozen=True, eq=False, repr=False, kw_only=True)
 class WordRadii(Result):
-    """Radii within which a classifier keeps its answer: one for each token of an input, or one for all.
+    """Radii within which the answer of a classifier does not change, one for each token of an input, or one
+    for all tokens.
 
     They are proved, rounding included; :class:`howsmooth.bounds.RobustRadius` says for what.
     """
@@ -62,12 +65,12 @@ class WordRadii(Result):
 
     @property
     def ranking(self) -> pd.DataFrame:
-        """The table of tokens and their radii, sorted by radius, the smallest first."""
+        """The table of tokens and their radii, sorted by radius in increasing order."""
         return self.table.sort_values("radius", kind="stable", ignore_index=True)
 
     @property
     def statement(self) -> str:
-        """One sentence that says what the radii prove about the classifier's answer."""
+        """One sentence that says what the radii prove about the answer of the classifier."""
         moved = "all tokens move jointly" if self.jointly else "one token moves and the others stand still"
         norm = "Euclidean norm" if self.norm == 2 else "largest entry"
         first = self.table.iloc[0]
@@ -90,7 +93,7 @@ class WordRadii(Result):
 
     @property
     def citation(self) -> str:
-        """One line to cite: what the radii prove, and the smallest of them."""
+        """One line to cite, with the proved statement and the smallest radius."""
         smallest = plain_rows(self.ranking.head(1))[0]
         radius = limit_in_digits(smallest["radius"], 6, upper=False)
         return (
@@ -99,7 +102,7 @@ class WordRadii(Result):
         )
 
     def plot(self) -> Figure:
-        """Draw the radius of each token, with the smallest attack that was found."""
+        """Draw the radius of each token, with the size of the smallest attack found."""
         return draw_radii(self.table, self._names, self.model)
 
     @property
@@ -159,7 +162,7 @@ def word_radii(
     file: str | os.PathLike[str] | None = None,
     on_token: Callable[[int, int], None] | None = None,
 ) -> WordRadii:
-    """Return, for each token of a text, a radius within which a classifier's answer does not change.
+    """Return, for each token of a text, a radius within which the answer of a classifier does not change.
 
     One token moves while the others stand still, unless ``jointly`` is True. The radii are those of
     :func:`howsmooth.bounds.robust_radius`; the network's partial Jacobians are computed once for all tokens.
@@ -270,7 +273,7 @@ def word_radii(
 
 
 def _class_name(module: nn.Module, label: int | None) -> str:
-    """Return the name that the model's configuration gives a class; empty if it gives none."""
+    """Return the name of a class from the configuration of the model, or an empty string if it has none."""
     names = getattr(getattr(module, "config", None), "id2label", None) or {}
     name = "" if label is None else str(names.get(int(label), ""))
     return "" if name == f"LABEL_{label}" else name  # the name that transformers gives where there is none
@@ -288,7 +291,8 @@ def _row(found: RobustRadius, position: int | None) -> dict[str, Any]:
 
 
 class _Kept:
-    """The finished rows of the table, also kept in a file if one is given, so that a run can continue.
+    """The finished rows of the table, which are also stored in a file if one is given, so that a run can be
+    continued.
 
     A row is found by the token's position and the bound's order.
     """

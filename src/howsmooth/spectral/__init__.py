@@ -1,5 +1,5 @@
-"""Linear operators that are known only by products with vectors, and solvers that find their largest singular
-value with an interval.
+"""Linear operators given by products with vectors, and solvers for their largest singular value with an
+interval.
 
 Nothing in this package knows of attention.
 """
@@ -8,7 +8,7 @@ from howsmooth.spectral.convert import to_dense, to_scipy
 from howsmooth.spectral.golub_kahan import LeadingTriplet, golub_kahan
 from howsmooth.spectral.lanczos import lanczos, lanczos_together
 from howsmooth.spectral.operator import LinearOperator, ProductError, Scaled, Subset
-from howsmooth.spectral.upper_limits import a_posteriori_upper, a_priori_upper, start_quantile
+from howsmooth.spectral.probabilistic_upper_limits import a_posteriori_upper, a_priori_upper, start_quantile
 
 __all__ = [
     "LeadingTriplet",

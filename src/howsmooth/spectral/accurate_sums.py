@@ -1,4 +1,4 @@
-"""Lengths and inner products of long float32 vectors, summed in float64.
+"""Norms and inner products of long float32 vectors, summed in float64.
 
 Summed in float32, the length of a vector is wrong by 8e-6 at 10^6 entries and by 3e-4 at 10^7, and so is an
 inner product whose terms cancel.
@@ -19,31 +19,35 @@ _PIECE_ELSEWHERE = 1 << 20
 
 
 def pieces(size: int, device: torch.device) -> list[slice]:
-    """Divide the indices 0 to ``size`` − 1 of a vector into ranges; each range of entries is converted to
-    float64 at a time.
+    """Divide the indices 0 to ``size`` − 1 of a vector into ranges, which are converted to float64 one at a
+    time.
     """
     length = PIECE if device.type == "cpu" else _PIECE_ELSEWHERE
     return [slice(low, low + length) for low in range(0, size, length)]
 
 
 def split(x: Float[Tensor, "rows size"]) -> list[Float[Tensor, "rows piece"]]:
-    """Divide a matrix into blocks of columns that are small enough to be converted to float64 one by one."""
+    """Divide a matrix into blocks of columns that are small enough to be converted to float64 one
+    at a time.
+    """
     return [x[:, piece] for piece in pieces(x.shape[1], x.device)]
 
 
 def squared_lengths(x: Float[Tensor, "rows size"]) -> Float[Tensor, " rows"]:
-    """Return the squared Euclidean length of each row of a matrix, summed in float64."""
+    """Return the squared Euclidean norm of each row of a matrix, summed in float64."""
     return row_lengths(x).square()
 
 
 def row_lengths(x: Float[Tensor, "rows size"]) -> Float[Tensor, " rows"]:
-    """Return the Euclidean length of each row of a matrix, summed in float64."""
+    """Return the Euclidean norm of each row of a matrix, summed in float64."""
     first, *more = [torch.linalg.vector_norm(piece, dim=1, dtype=torch.float64) for piece in split(x)]
     return torch.stack((first, *more)).square().sum(dim=0).sqrt() if more else first
 
 
 def inner(x: Float[Tensor, "rows size"], y: Float[Tensor, "rows size"]) -> Float[Tensor, " rows"]:
-    """Return the inner product of each row of the matrix x with the same row of the matrix y, in float64."""
+    """Return the inner product of each row of the matrix x with the corresponding row of the matrix y, in
+    float64.
+    """
     parts = [torch.linalg.vecdot(a.double(), b.double()) for a, b in zip(split(x), split(y), strict=True)]
     return torch.stack(parts).sum(dim=0)
 
@@ -51,8 +55,8 @@ def inner(x: Float[Tensor, "rows size"], y: Float[Tensor, "rows size"]) -> Float
 def inner_products(
     rows: Float[Tensor, "rows size"], vector: Float[Tensor, " size"]
 ) -> Float[Tensor, " rows"]:
-    """Return the inner product of each row of a matrix with one vector, in the dtype of the matrix but summed
-    in float64.
+    """Return the inner product of each row of a matrix with a vector, summed in float64 and returned in the
+    dtype of the matrix.
     """
     if len(vector) <= PIECE or vector.dtype == torch.float64:
         return torch.mv(rows, vector)

@@ -1,4 +1,6 @@
-"""Conversion of a linear operator to a dense matrix, for small cases, or to SciPy's ``LinearOperator``."""
+"""Conversion of a linear operator to a dense matrix (for small operators) or to SciPy's
+``LinearOperator``.
+"""
 
 from __future__ import annotations
 
@@ -15,8 +17,8 @@ __all__ = ["to_dense", "to_scipy"]
 
 
 def to_dense(operator: LinearOperator) -> Float[Tensor, "batch out_size in_size"]:
-    """Return the matrices (batch, out_size, in_size) of a linear operator, which are found by one product for
-    each coordinate of the input.
+    """Return the matrices (batch, out_size, in_size) of a linear operator, computed by one product for each
+    input coordinate.
     """
     matrix = torch.empty(
         operator.batch, operator.out_size, operator.in_size, dtype=operator.dtype, device=operator.device

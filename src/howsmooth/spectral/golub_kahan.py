@@ -8,8 +8,8 @@ From a Gaussian start b in the input space, with v₁ = b / |b| and β₀ = 0, s
 
 so that J V_k = U_k B_k with orthonormal columns of V_k and U_k, and B_k upper bidiagonal with α on the
 diagonal and β above it. The largest singular value σ̂ of B_k is a lower limit of ‖J‖, and
-:mod:`howsmooth.spectral.upper_limits` gives an upper limit. Each member of the batch stops when its interval
-is narrow enough, and its result does not depend on the other members.
+:mod:`howsmooth.spectral.probabilistic_upper_limits` gives an upper limit. Each member
+of the batch stops when its interval is narrow enough, and its result does not depend on the other members.
 """
 
 from __future__ import annotations
@@ -24,9 +24,8 @@ from scipy import linalg
 from torch import Tensor
 
 from howsmooth.spectral.accurate_sums import PIECE, inner_products, squared_lengths
-from howsmooth.spectral.operator import LinearOperator
-from howsmooth.spectral.product_checks import check_finite, checked_rounding
-from howsmooth.spectral.upper_limits import a_posteriori_upper, ritz_values, start_quantile
+from howsmooth.spectral.operator import LinearOperator, check_finite, checked_rounding
+from howsmooth.spectral.probabilistic_upper_limits import a_posteriori_upper, ritz_values, start_quantile
 
 __all__ = ["LeadingTriplet", "golub_kahan"]
 
@@ -58,7 +57,7 @@ class LeadingTriplet:
 
 
 class _Basis:
-    """The orthonormal vectors of all steps of a Golub–Kahan bidiagonalisation so far, for each map of a
+    """The orthonormal vectors of all previous steps of a Golub–Kahan bidiagonalisation, for each map of a
     batch.
 
     The axis of steps comes first, so that the newest row is contiguous over the batch. Products are made
@@ -70,8 +69,7 @@ class _Basis:
         self.count = 0
 
     def append(self, row: Tensor, length: Tensor) -> Tensor:
-        """Scale the rows (one for each map of the batch) to length one, add them to the basis, and return
-        them.
+        """Normalise the rows (one for each map of the batch), add them to the basis, and return them.
 
         The argument ``length`` holds the lengths of the rows (member, size). A row of zero length gives zero.
         """
@@ -85,13 +83,13 @@ class _Basis:
         return torch.mul(row, inverse[:, None], out=self.rows[self.count - 1])
 
     def keep(self, members: Tensor) -> None:
-        """Drop the basis vectors of all maps of the batch except the given ones."""
+        """Restrict the basis to the given maps of the batch."""
         kept = self.rows.new_empty(self.rows.shape[0], len(members), self.rows.shape[2])
         kept[: self.count] = self.rows[: self.count, members]
         self.rows = kept
 
     def orthogonalise_(self, w: Tensor) -> Tensor:
-        """Make the vectors w (member, size) orthogonal to the basis vectors of the same map, in place.
+        """Orthogonalise the vectors w (member, size) against the basis of the same map, in place.
 
         Their projection is subtracted a second time if needed.
         """
@@ -244,7 +242,7 @@ def _limits(
     *,
     complete: bool,
 ) -> tuple[float, float]:
-    """Return, for one map J, the largest singular value of its bidiagonal matrix and an upper limit of ‖J‖.
+    """Return the largest singular value of the bidiagonal matrix of one map J, and an upper limit of ‖J‖.
 
     The limit is a posteriori, and widened by rounding. The argument ``complete`` says whether the Krylov
     space is the whole input space; then σ̂ is ‖J‖ up to rounding.
@@ -269,7 +267,7 @@ def _limits(
 def _tridiagonal(
     alphas: Float[np.ndarray, " k"], betas: Float[np.ndarray, " k"]
 ) -> tuple[Float[np.ndarray, " k"], Float[np.ndarray, " k_1"]]:
-    """Return the diagonal and the off-diagonal of BᵀB, from those of the upper bidiagonal matrix B."""
+    """Return the diagonal and the off-diagonal of BᵀB, given the entries of the upper bidiagonal matrix B."""
     diagonal = alphas**2
     diagonal[1:] += betas[:-1] ** 2
     return diagonal, alphas[:-1] * betas[:-1]
@@ -291,7 +289,7 @@ def _leading_pair(
 
 
 def _lengths(x: Tensor) -> Tensor:
-    """Return the Euclidean length of each row of a matrix (member, size), in the dtype of the matrix."""
+    """Return the Euclidean norm of each row of a matrix (member, size), in the dtype of the matrix."""
     if x.shape[1] > PIECE:
         return squared_lengths(x).sqrt().to(x.dtype)
     lengths: Tensor = torch.linalg.vector_norm(x, dim=1)
@@ -305,8 +303,6 @@ def _length(x: Tensor) -> Tensor:
 def _zero_below(
     values: Float[Tensor, " member"], floor: Float[np.ndarray, " member"]
 ) -> Float[Tensor, " member"]:
-    """Replace by zero each number of a tensor that is at most as large as the number of ``floor`` at the same
-    place.
-    """
+    """Set each entry of a tensor that is at most the corresponding entry of ``floor`` to zero."""
     threshold = torch.as_tensor(floor, dtype=values.dtype, device=values.device)
     return torch.where(values <= threshold, torch.zeros_like(values), values)

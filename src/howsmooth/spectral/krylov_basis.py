@@ -1,4 +1,4 @@
-"""The basis of Krylov vectors that Lanczos keeps for reorthogonalisation, stored in half precision if memory
+"""The basis of Krylov vectors that Lanczos needs for reorthogonalisation, stored in half precision if memory
 is short.
 
 If processes share the vectors, each holds some coordinates of every vector, and a reduction sums over
@@ -30,7 +30,7 @@ _TOGETHER = 1 << 14
 
 
 class Basis:
-    """The vectors of all Lanczos steps so far, for each linear map of a batch.
+    """The Krylov vectors of all previous Lanczos steps, for each linear map of a batch.
 
     They have shape (step, member, size), and the dtype of the products or a smaller one.
 
@@ -52,8 +52,8 @@ class Basis:
         self.scale = 2.0 ** min(15, round(math.log2(size) / 2)) if dtype == torch.float16 else 1.0
 
     def append(self, row: Tensor) -> None:
-        """Add the vector of one more Lanczos step to the basis: ``row`` (member, size) has one unit vector
-        for each map of the batch.
+        """Add the Krylov vectors of one Lanczos step, given as ``row`` (member, size) with a unit vector for
+        each map of the batch.
         """
         if self.count == sum(len(block) for block in self.blocks):
             most = _BLOCK_BYTES.get(row.device.type, _BLOCK_BYTES_ELSEWHERE)
@@ -69,13 +69,13 @@ class Basis:
         self.count += 1
 
     def keep(self, members: Tensor) -> None:
-        """Drop the basis vectors of all maps of the batch except the given ones."""
+        """Restrict the basis to the given maps of the batch."""
         self.blocks = [block[:, members] for block in self.blocks]
         if self.taken is not None:
             self.taken = self.taken[members.cpu()]
 
     def orthogonalise_(self, z: Tensor, latest: Sequence[Tensor]) -> Tensor:
-        """Make the vectors z (member, size) orthogonal to the basis, in place, and return their lengths
+        """Orthogonalise the vectors z (member, size) against the basis, in place, and return their norms
         afterwards.
 
         ``latest`` are the newest vectors, newest first, in the operator's precision. They are used in place
@@ -103,7 +103,7 @@ class Basis:
         return lengths
 
     def combine(self, member: int, weights: np.ndarray, out: Tensor) -> None:
-        """Form a linear combination of the basis vectors of one map, scale it to length one, and write it to
+        """Compute a linear combination of the basis vectors of one map, normalise it, and write it to
         ``out``.
 
         The combination is Σ_k weights_k row_k.
@@ -116,7 +116,7 @@ class Basis:
         out /= norms(out[None], self.reduce).to(out.dtype)
 
     def _together(self, z: Tensor) -> list[slice]:
-        """Divide the maps of the batch into groups whose vectors are projected on the basis in one call.
+        """Divide the maps of the batch into groups whose vectors are projected onto the basis in one call.
 
         On a CPU the slices are short, because the vectors of a slice then stay in the cache while all rows of
         the basis are multiplied with them; long vectors are computed one by one. Other devices compute all
@@ -126,8 +126,7 @@ class Basis:
         return [slice(i, i + size) for i in range(0, len(z), size)]
 
     def _subtract_projection_(self, members: slice, z: Tensor, count: int, more: Tensor | None) -> None:
-        """Subtract from the vectors ``z`` their projection on the first ``count`` vectors of the basis, in
-        place.
+        """Subtract from the vectors ``z``, in place, their projection onto the first ``count`` basis vectors.
 
         Each row of ``z`` belongs to one map of the slice ``members`` of the batch. If ``more`` is given, only
         rows for which it is True are changed.
@@ -166,7 +165,7 @@ class Basis:
 
 
 def _by_member(rows: Tensor, z: Tensor) -> Tensor:
-    """Return the inner products of each map's vector with all basis vectors of the same map.
+    """Return the inner products of the vector of each map with all basis vectors of the same map.
 
     Rows have shape (step, member, size), vectors (member, size), and the result (step, member).
     """
@@ -176,7 +175,8 @@ def _by_member(rows: Tensor, z: Tensor) -> Tensor:
 
 
 def _subtract_(z: Tensor, rows: Tensor, weights: Tensor) -> None:
-    """Subtract from each map's vector a linear combination of the basis vectors of the same map, in place.
+    """Subtract a linear combination of the basis vectors of each map from the vector of the same map, in
+    place.
 
     The combination Σ_k weights_k row_k has weights (step, member) and rows (step, member, size); the vectors
     z have shape (member, size).
@@ -188,14 +188,14 @@ def _subtract_(z: Tensor, rows: Tensor, weights: Tensor) -> None:
 
 
 def norms(x: Tensor, reduce: Reduction | None) -> Tensor:
-    """Return the Euclidean length of each row of a matrix x (member, size), in float64, also if processes
-    share the columns.
+    """Return the Euclidean norm of each row of a matrix x (member, size), in float64, also if processes share
+    the columns.
     """
     return row_lengths(x) if reduce is None else reduce(squared_lengths(x)).sqrt()
 
 
 def reduced(values: Tensor, reduce: Reduction | None) -> Tensor:
-    """Return the sum of a tensor over all processes that share the vectors, or the tensor itself if there is
-    only one process.
+    """Return the sum of a tensor over all processes that share the vectors, or the tensor itself in a single
+    process.
     """
     return values if reduce is None else reduce(values)

@@ -1,12 +1,12 @@
-"""The largest singular value of each linear map J in a batch, with an interval, by Lanczos on JᵀJ, which
-needs less memory than Golub–Kahan.
+"""The largest singular value of each linear map J in a batch, with an interval, by the Lanczos method for
+JᵀJ.
 
 Lanczos is Golub–Kahan bidiagonalisation without the left vectors: from a Gaussian start, k steps give V_k
 with V_kᵀ JᵀJ V_k = T_k tridiagonal, and T_k = B_kᵀB_k for the bidiagonal matrix B_k. So the same interval
-holds (:mod:`howsmooth.spectral.upper_limits`), and each step needs one pass over an operator that shares work
-between J and Jᵀ. The basis is used only for reorthogonalisation and for the Ritz vector, so it may be kept in
-half precision, whose error enters in second order. Derivation and measurements: documentation page "The
-spectral norm, with an interval".
+holds (:mod:`howsmooth.spectral.probabilistic_upper_limits`), and each step needs one pass over an operator
+that shares work between J and Jᵀ. The basis is used only for reorthogonalisation and for the Ritz vector, so
+it may be kept in half precision, whose error enters in second order. Derivation and measurements:
+documentation page "The spectral norm, with an interval".
 
 :func:`_run` is the algorithm. Each step makes a row of T_k (:mod:`howsmooth.spectral.lanczos_recurrence`),
 computes the interval of each member from T_k (:meth:`_Members.bound`), and ends the members whose interval is
@@ -30,9 +30,13 @@ from howsmooth.errors import ArgumentError
 from howsmooth.spectral.golub_kahan import LeadingTriplet
 from howsmooth.spectral.krylov_basis import Basis, Reduction, norms, reduced
 from howsmooth.spectral.lanczos_recurrence import Recurrence, inverse
-from howsmooth.spectral.operator import LinearOperator, length_rounding
-from howsmooth.spectral.product_checks import check_finite, checked_rounding
-from howsmooth.spectral.upper_limits import a_posteriori_upper, ritz_values, rounded_upper, start_quantile
+from howsmooth.spectral.operator import LinearOperator, check_finite, checked_rounding, length_rounding
+from howsmooth.spectral.probabilistic_upper_limits import (
+    a_posteriori_upper,
+    ritz_values,
+    rounded_upper,
+    start_quantile,
+)
 
 __all__ = ["lanczos", "lanczos_together"]
 
@@ -61,8 +65,8 @@ def lanczos(
     basis_bytes: int | None = None,
     reduce: Reduction | None = None,
 ) -> LeadingTriplet:
-    """Return the largest singular value of each map J in ``operator``, with an interval and singular vectors,
-    from products with JᵀJ.
+    """Compute the largest singular value of each map J in ``operator``, with an interval and singular
+    vectors, from products with JᵀJ.
 
     The result is that of :func:`howsmooth.spectral.golub_kahan`, with less than half of the memory, or a
     quarter with a basis in half precision. Beside the basis, at most five vectors are in memory.
@@ -114,8 +118,8 @@ def lanczos_together(
     products: Products,
     sizes: Sequence[Sequence[int]] | None = None,
 ) -> list[LeadingTriplet]:
-    """Find the largest singular values of several operators at the same time, step by step, so that their
-    products can be computed together.
+    """Compute the largest singular values of several operators in the same Lanczos steps, so that they can
+    share products.
 
     Parameters
     ----------
@@ -141,8 +145,8 @@ def lanczos_together(
 
 
 def _in_lockstep(runs: Sequence[_Run], products: Products) -> list[LeadingTriplet]:
-    """Advance several Lanczos runs together. In each step one call of ``products`` computes the products that
-    all runs need.
+    """Advance several Lanczos runs together, such that one call of ``products`` computes all products of a
+    step.
     """
     found: dict[int, LeadingTriplet] = {}
     answers: dict[int, tuple[Tensor, Tensor] | None] = dict.fromkeys(range(len(runs)))
@@ -171,7 +175,7 @@ def _by_themselves(
 
 @dataclass(frozen=True)
 class _Settings:
-    """The arguments of :func:`lanczos` that say how accurately to compute and how much memory to use."""
+    """The arguments of :func:`lanczos` that set the accuracy and the memory limit."""
 
     rtol: float
     confidence: float
@@ -229,13 +233,13 @@ def _run(
 
     # These hold more than four vectors; free them before the left directions are made.
     del basis, recurrence, alpha, gamma
-    left, lengths = _left(operator, right, settings.reduce)
+    left, lengths = _left_vectors(operator, right, settings.reduce)
     return members.triplet(operator, right, left, lengths)
 
 
 class _Members:
-    """What a Lanczos run knows of each map J in a batch: its tridiagonal matrix, the interval for ‖J‖, and
-    whether it has ended.
+    """The state of a Lanczos run for each map J in a batch: tridiagonal matrix, interval for ‖J‖, and whether
+    the run has ended.
 
     Rounding is treated in one of two ways. If the operator has proved bounds on the errors of its products
     (``operator.proved``), the interval contains ‖J‖ with all rounding errors included. Otherwise an estimate
@@ -285,8 +289,8 @@ class _Members:
         self.converged, self.broke_down = np.zeros(count, dtype=bool), np.zeros(count, dtype=bool)
 
     def bound(self, some: Int[np.ndarray, " some"], k: int, taken: Float[np.ndarray, " some"] | None) -> None:
-        """After step k of Lanczos, compute the largest singular value of some maps, its upper limit, and
-        whether their interval is narrow enough.
+        """Compute the largest singular value of some maps after Lanczos step k, its upper limit, and whether
+        the interval is narrow enough.
 
         ``taken`` bounds the sum of squares of the components that reorthogonalisation has subtracted from the
         vectors of each member. The proof of the rounding errors needs it.
@@ -312,14 +316,14 @@ class _Members:
 
     def finished(self, some: Int[np.ndarray, " some"], k: int) -> Bool[np.ndarray, " some"]:
         """Return for each of the maps ``some`` whether its Lanczos run ends with step ``k``, and store the
-        number of steps of those that end.
+        number of steps.
         """
         done: np.ndarray = self.converged[some] | self.broke_down[some] | (k == self._steps_allowed)
         self.steps[some[done]] = k
         return done
 
     def ritz_vector(self, member: int, k: int) -> Float[np.ndarray, " k"]:
-        """Return the leading eigenvector of one map's tridiagonal matrix: the coordinates of its singular
+        """Return the leading eigenvector of the tridiagonal matrix of one map, which gives its singular
         vector in the Krylov basis.
         """
         return _leading_vector(self.diagonal[member, :k], self.off[member, :k])
@@ -331,8 +335,8 @@ class _Members:
         left: Float[Tensor, "member out_size"],
         lengths: Float[Tensor, " member"],
     ) -> LeadingTriplet:
-        """Return the largest singular value of each map with its interval and singular vectors, which is the
-        result of the Lanczos run.
+        """Return the result of the Lanczos run: the largest singular value of each map, with its interval and
+        singular vectors.
 
         The arguments are the unit vectors v = ``right``, unit vectors ``left`` along J v, and the ``lengths``
         |J v|.
@@ -360,17 +364,15 @@ class _Members:
 def _in_sizes(
     operator: LinearOperator, start: Tensor, sizes: Sequence[int] | None, reduce: Reduction | None
 ) -> Int[np.ndarray, " member"]:
-    """Return the dimension of the input space of each map of the batch, summed over processes that share the
-    input.
-    """
+    """Return the input dimension of each map of the batch, summed over processes that share the input."""
     own = start.new_tensor(sizes or [operator.in_size] * operator.batch, dtype=torch.float64)
     dimensions: np.ndarray = reduced(own, reduce).cpu().numpy().astype(np.int64)
     return dimensions
 
 
 def _quantiles(in_sizes: Int[np.ndarray, " member"], confidence: float) -> Float[np.ndarray, " member"]:
-    """Return, for each map of a batch, a lower limit of the squared cosine between its random start vector
-    and any fixed direction.
+    """Return for each map of a batch a lower limit of the squared cosine between its random start vector and
+    any fixed direction.
 
     Maps of one dimension share the computation.
     """
@@ -378,11 +380,10 @@ def _quantiles(in_sizes: Int[np.ndarray, " member"], confidence: float) -> Float
     return np.array([start_quantile(size, confidence) for size in distinct.tolist()])[places]
 
 
-def _left(
+def _left_vectors(
     operator: LinearOperator, right: Float[Tensor, "member in_size"], reduce: Reduction | None
 ) -> tuple[Float[Tensor, "member out_size"], Float[Tensor, " member"]]:
-    """Return unit vectors along J v for the right singular vectors v of the maps J of a batch, and the
-    lengths of J v.
+    """Return J v / |J v| and |J v| for the right singular vectors v of the maps J of a batch.
 
     The vectors v are ``right``. The unit vector is zero where J v is zero.
     """
@@ -399,8 +400,8 @@ def _proved_limits(
     taken: Float[np.ndarray, " member"],
     rtol: float,
 ) -> tuple[Float[np.ndarray, " member"], Float[np.ndarray, " member"], Bool[np.ndarray, " member"]]:
-    """Return, for each map J of a batch, the largest Ritz value and an upper limit of the largest eigenvalue
-    of JᵀJ that is proved with rounding errors included.
+    """Return for each map J of a batch the largest Ritz value, and an upper limit of ‖JᵀJ‖ that also covers
+    rounding errors.
 
     The third value says for which maps rounding decides the limit.
     """
@@ -422,10 +423,10 @@ def _limits(
     level: Float[np.ndarray, " member"],
     complete: Bool[np.ndarray, " member"],
 ) -> tuple[Float[np.ndarray, " member"], Float[np.ndarray, " member"]]:
-    """Return, for each map J of a batch, the largest Ritz value and an upper limit of the largest eigenvalue
-    of JᵀJ.
+    """Return for each map J of a batch the largest Ritz value and an upper limit of the largest eigenvalue of
+    JᵀJ.
 
-    The limit is that of :func:`~howsmooth.spectral.upper_limits.a_posteriori_upper`.
+    The limit is that of :func:`~howsmooth.spectral.probabilistic_upper_limits.a_posteriori_upper`.
     """
     # Scaled to entries near one, so that products and squares stay in range.
     largest = np.maximum(diagonal.max(axis=1), off[:, :-1].max(axis=1, initial=0.0))
@@ -455,7 +456,7 @@ def _leading_vector(
 
 
 def _basis_form(operator: LinearOperator, settings: _Settings) -> tuple[torch.dtype, int]:
-    """Return the dtype of the Krylov basis, and how many vectors of the basis fit into memory."""
+    """Return the dtype of the Krylov basis and the number of its vectors that fit into memory."""
     dtype, memory = settings.basis_dtype, settings.basis_bytes
     if dtype not in (None, operator.dtype, torch.float32, torch.float16):
         raise ArgumentError(

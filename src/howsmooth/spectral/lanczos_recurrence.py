@@ -30,7 +30,7 @@ Products = Generator[tuple[LinearOperator, Tensor], tuple[Tensor, Tensor], tuple
 
 
 class Recurrence:
-    """The vectors and coefficients that one step of Lanczos on JᵀJ leaves to the next step, for a batch of
+    """The vectors and coefficients that each Lanczos step for JᵀJ passes to the next step, for a batch of
     linear maps J.
 
     Before step k it holds z and γ_{k−1} of the last step, v_{k−1}, and the basis.
@@ -59,8 +59,8 @@ class Recurrence:
 
     @property
     def units(self) -> np.ndarray:
-        """Factors (member,) that turn singular values of the scaled maps, on which the recurrence runs, into
-        singular values of the given maps.
+        """Factors (member,) that convert singular values of the scaled maps in the recurrence to singular
+        values of the given maps.
         """
         if self._factors is None:
             return np.ones(len(self._gamma))
@@ -87,7 +87,7 @@ class Recurrence:
         return alpha, gamma
 
     def keep(self, rows: Int[Tensor, " kept"]) -> None:
-        """Drop all maps of the batch, and their Lanczos vectors, except the given ones."""
+        """Restrict the recurrence to the given maps of the batch."""
         assert self._z is not None
         assert self._before is not None
         self._operator = self._operator.select(rows)
@@ -96,7 +96,7 @@ class Recurrence:
         self.basis.keep(rows)
 
     def _normalised(self) -> Float[Tensor, "member size"]:
-        """Return the next Lanczos vector v_k = z / γ_{k−1}, which has length one.
+        """Return the next Lanczos vector v_k = z / γ_{k−1}, which has norm one.
 
         It is written over z, because a further vector may not fit in memory.
         """
@@ -107,8 +107,8 @@ class Recurrence:
     def _first_product(
         self, v: Float[Tensor, "member size"]
     ) -> tuple[Float[Tensor, " member"], Float[Tensor, "member size"]]:
-        """Return |J v|² and JᵀJ v for the start vectors v, and choose the powers of two by which each map J
-        is scaled.
+        """Return |J v|² and JᵀJ v for the start vectors v, and choose the power of two by which each map J is
+        scaled.
 
         This step also chooses the powers of two that scale J.
         """
@@ -143,7 +143,7 @@ class Recurrence:
 def _factors(
     w: Float[Tensor, "member out_size"], reduce: Reduction | None
 ) -> Float[Tensor, " member"] | None:
-    """Return powers of two that scale each map J of the batch, so that ‖J‖⁴ stays in the range of float32.
+    """Return the powers of two that scale each map J of the batch so that ‖J‖⁴ stays in the range of float32.
 
     They are chosen from images ``w`` = J v. The result is None if no map needs scaling, which is so for
     entries of ``w`` between 2⁻²⁰ and 2²⁰. A power of two scales without rounding.
@@ -155,5 +155,5 @@ def _factors(
 
 
 def inverse(lengths: Float[Tensor, " member"]) -> Float[Tensor, " member"]:
-    """Return 1 / length for each of the given lengths, and zero for a length of zero."""
+    """Return 1 / length for each of the given lengths, and zero for length zero."""
     return torch.where(lengths > 0, 1.0 / lengths, 0.0)

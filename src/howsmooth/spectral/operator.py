@@ -1,4 +1,6 @@
-"""The base class of linear operators: a batch of linear maps that are known only by products with vectors."""
+"""The base class of linear operators: a batch of linear maps that are given by their products with
+vectors.
+"""
 
 from __future__ import annotations
 
@@ -7,21 +9,30 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from howsmooth.errors import ArgumentError
+from howsmooth.errors import ArgumentError, NonFiniteError
 from howsmooth.roundoff import gamma
 from howsmooth.spectral.accurate_sums import squared_lengths
 
-__all__ = ["LinearOperator", "ProductError", "Scaled", "Subset", "length_rounding", "squared_lengths"]
+__all__ = [
+    "LinearOperator",
+    "ProductError",
+    "Scaled",
+    "Subset",
+    "check_finite",
+    "checked_rounding",
+    "length_rounding",
+    "squared_lengths",
+]
 
 
 @dataclass(frozen=True, eq=False)
 class ProductError:
-    """Proved bounds on the errors with which an operator computes products, one for each linear map of its
-    batch.
+    """Proved bounds on the errors of the products of an operator, one for each linear map of its batch.
 
     J is the exact map, and J̃ the map that the stored numbers of the operator define in exact arithmetic. The
     bounds are float64 tensors on the CPU.
@@ -43,7 +54,7 @@ class ProductError:
 
     @property
     def total(self) -> Float[Tensor, " batch"]:
-        """Upper bound on the error of a computed product J v, divided by the length of v."""
+        """Upper bound on the error of a computed product J v, divided by the norm of v."""
         return (self.model + self.rounding) * (1 + 2.0**-50)
 
     def select(self, members: Int[Tensor, " chosen"]) -> ProductError:
@@ -53,7 +64,7 @@ class ProductError:
 
     @classmethod
     def of_all(cls, parts: Sequence[ProductError | None]) -> ProductError | None:
-        """Join the error bounds of several operators into the error bounds of one batch.
+        """Join the error bounds of several operators to the error bounds of one batch.
 
         The result is None unless every operator has bounds.
         """
@@ -64,7 +75,7 @@ class ProductError:
 
 
 class LinearOperator(abc.ABC):
-    """A batch of real linear maps J_1, …, J_batch of one shape, which are known only by products with
+    """A batch of real linear maps J_1, …, J_batch of equal shape that are given by their products with
     vectors.
 
     A subclass defines ``_product`` and ``_adjoint_product``. The base class checks shapes, dtypes and
@@ -117,15 +128,15 @@ class LinearOperator(abc.ABC):
         return math.prod(self.out_shape)
 
     def product(self, E: Float[Tensor, "batch *in_shape"]) -> Float[Tensor, "batch *out_shape"]:
-        """Multiply each linear map J_b of the batch by its own vector: return J_b E_b, where E has shape
+        """Return J_b E_b for each linear map J_b of the batch and its own vector E_b, where E has shape
         (batch, *in_shape).
         """
         self._check("E", E, self.in_shape)
         return self._product(E)
 
     def adjoint_product(self, U: Float[Tensor, "batch *out_shape"]) -> Float[Tensor, "batch *in_shape"]:
-        """Multiply the transpose of each linear map J_b of the batch by its own vector: return J_bᵀ U_b,
-        where U has shape (batch, *out_shape).
+        """Return J_bᵀ U_b for each linear map J_b of the batch and its own vector U_b, where U has shape
+        (batch, *out_shape).
         """
         self._check("U", U, self.out_shape)
         return self._adjoint_product(U)
@@ -145,8 +156,8 @@ class LinearOperator(abc.ABC):
     def energy_product(
         self, E: Float[Tensor, "batch *in_shape"]
     ) -> tuple[Float[Tensor, " batch"], Float[Tensor, "batch *in_shape"]]:
-        """Return |J_b E_b|² and J_bᵀ J_b E_b for each linear map J_b of the batch, which is what a step of
-        Lanczos needs.
+        """Return |J_b E_b|² and J_bᵀ J_b E_b for each linear map J_b of the batch, as a Lanczos step needs
+        them.
 
         The squared norms are float64; E has shape (batch, *in_shape).
 
@@ -157,7 +168,7 @@ class LinearOperator(abc.ABC):
         return self._energy_product(E)
 
     def select(self, members: Int[Tensor, " chosen"]) -> LinearOperator:
-        """Return an operator with only the maps that a 1-D integer tensor names, in the order of the tensor.
+        """Return an operator with the maps at the given indices of the batch, in the given order.
 
         By default the products of the whole batch are computed, and the results of these members are kept. A
         subclass that can do less work overrides this method.
@@ -190,13 +201,13 @@ class LinearOperator(abc.ABC):
 
 
 def length_rounding(operator: LinearOperator) -> float:
-    """Bound the relative error of a ratio |J v| / |v| that comes from computing the lengths in float64."""
+    """Bound the relative rounding error of a ratio |J v| / |v| whose norms are computed in float64."""
     return 2.0 * gamma(operator.in_size + operator.out_size + 8)
 
 
 class Subset(LinearOperator):
-    """An operator with some of the maps of a larger operator. The larger operator computes each product for
-    all of its maps.
+    """An operator with some of the maps of a larger operator, which still computes each product for all of
+    its maps.
     """
 
     def __init__(self, whole: LinearOperator, members: Int[Tensor, " chosen"]) -> None:
@@ -231,7 +242,7 @@ class Subset(LinearOperator):
 
 
 class Scaled(LinearOperator):
-    """A linear operator multiplied by a positive number, such as a power of two that brings its norm near to
+    """A linear operator multiplied by a positive number, such as a power of two that brings its norm close to
     one.
     """
 
@@ -243,7 +254,7 @@ class Scaled(LinearOperator):
         self.factor = factor
 
     def select(self, members: Int[Tensor, " chosen"]) -> Scaled:
-        """Return the scaled operator with only the chosen maps of its batch."""
+        """Return the scaled operator restricted to the chosen maps of its batch."""
         return Scaled(self.whole.select(members), self.factor)
 
     def _gram_product(self, e: Tensor) -> tuple[Tensor, Tensor]:
@@ -255,3 +266,35 @@ class Scaled(LinearOperator):
 
     def _adjoint_product(self, u: Tensor) -> Tensor:
         return self.factor * self.whole.adjoint_product(u)
+
+
+def checked_rounding(operator: LinearOperator) -> np.ndarray:
+    """Return the estimated relative rounding error of the norm of each map in an operator; raise
+    NonFiniteError if it is above 0.1.
+
+    Raise NonFiniteError otherwise, because no digit of such a norm is known.
+    """
+    slack: np.ndarray = operator.rounding.numpy()
+    if operator.proved is not None:
+        # Infinite where nothing is proved, because the scores have lost their digits.
+        slack = np.where(np.isfinite(operator.proved.total.numpy()), slack, np.inf)
+    if not (slack < 0.1).all():
+        raise NonFiniteError(
+            "f",
+            expected=f"a Jacobian of which {operator.dtype} products keep a digit",
+            got=f"a relative rounding of {slack.max():.1e}",
+            remedy="Attention scores are too large for it, or terms cancel; measure in float64 or at smaller "
+            "tokens.",
+        )
+    return slack
+
+
+def check_finite(norms: Tensor) -> None:
+    """Raise NonFiniteError unless all ``norms`` of the products of an operator are finite."""
+    if not bool(torch.isfinite(norms).all()):
+        raise NonFiniteError(
+            "f",
+            expected="finite Jacobian products",
+            got="NaN or infinity",
+            remedy="Look for overflow: tokens or parameters too large for their dtype.",
+        )

@@ -35,8 +35,8 @@ from howsmooth.study.plans import AttackPlan
 from howsmooth.study.progress_listener import Outcome
 from howsmooth.study.records import ATTACK, ATTACK_PLACE, Attack, Row
 from howsmooth.study.runner import Means, Runner
-from howsmooth.study.store import PendingStore
-from howsmooth.study.tasks.task import Failed, Found, Task, Work, failure_row
+from howsmooth.study.store import Store
+from howsmooth.study.tasks.task import Failed, Found, Task, Work
 from howsmooth.study.text_formatting import file_stem
 
 __all__ = ["INPUTS", "AttackTask", "run_attack"]
@@ -71,13 +71,13 @@ def run_attack(plan: AttackPlan, folder: str | os.PathLike[str], means: Means | 
     means = means or Means()
     means.listener.phase("Reading")
     # Open an existing store before loading a model: an unusable store is then reported at once.
-    with PendingStore(folder, ATTACK) as pending:
+    with Store.open(folder, late=True) as store:
         source = open_attention_source(plan)
         origin = {"source": source.label, "fingerprint": source.fingerprint, "text": source.text}
         identity = origin | plan.settings()
-        pending.check(identity)
+        store.check(ATTACK, identity)
         tasks = list(_tasks(plan, source, folder))
-        store = pending.begin(identity)
+        store.begin(ATTACK, identity)
         known = store.keys(Attack, ATTACK_PLACE)
         left = [task for task in tasks if task.key not in known]
         runner = Runner(store, means)
@@ -180,12 +180,12 @@ class AttackTask(Task):
         """Return a failure as one row, which stands for all attacks on this attention at this length."""
         one = self.target
         where = (self.model, self.text, one.scope, one.layer, one.head, self.n)
-        return Failed([failure_row(error, Attack, *where)], error)
+        return Failed.of(error, Attack, where)
 
     def _rows(self) -> list[Attack]:
         f = self.target.attention.to(dtype=torch.float64, device="cpu")
         tried = list(self._tried(f))
-        uppers = self._uppers(f)
+        upper = self._upper(f)
         most = self.ball.radius * (1 + _ROUNDING)
         # The given tokens may lie outside the ball that the user asked for; then they do not count.
         best, x = max(
@@ -193,7 +193,7 @@ class AttackTask(Task):
             key=lambda one: one[0].value or 0.0,
         )
         file = self._save(best, x)
-        return [*(replace(row, file=file) if row is best else row for row, _ in tried), *uppers]
+        return [*(replace(row, file=file) if row is best else row for row, _ in tried), upper]
 
     def _tried(self, f: SelfAttention) -> Iterator[tuple[Attack, Tensor]]:
         """Yield, for each input tried, the row with the constant measured there, and the input itself."""
@@ -242,11 +242,11 @@ class AttackTask(Task):
     def _measured(self, f: SelfAttention, x: Tensor) -> Any:
         return lipschitz.local_lipschitz(f, x, rtol=_RTOL, seed=self.seed)
 
-    def _uppers(self, f: SelfAttention) -> list[Attack]:
+    def _upper(self, f: SelfAttention) -> Attack:
         """Return the row of the smallest upper bound that holds at every sequence of tokens in the ball."""
         began = time.perf_counter()
         bound = bounds.best(f, length=self.n, radius=self.ball.radius)
-        row = self._row(
+        return self._row(
             "upper",
             bound.name,
             value=bound.value if math.isfinite(bound.value) else None,
@@ -258,7 +258,6 @@ class AttackTask(Task):
             seconds=time.perf_counter() - began,
             evaluations=0,
         )
-        return [row]
 
     def _row(self, kind: str, name: str, **values: Any) -> Attack:
         return Attack(

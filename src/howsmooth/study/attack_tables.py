@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import sys
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -93,7 +94,7 @@ def _summary_row(group: pd.DataFrame) -> dict[str, Any]:
         "found": found,
         "found_by": str(kept["name"]),
         "converged": bool(kept["converged"]),
-        "upper": _exp(log_upper),
+        "upper": math.exp(log_upper) if log_upper < math.log(sys.float_info.max) else math.inf,
         "upper_by": str(uppers["name"].iloc[0]) if len(uppers) else "",
         "found_to_paper": found / paper if paper > 0 else math.nan,
         "found_to_upper": math.exp(math.log(found) - log_upper) if found > 0 else math.nan,
@@ -147,10 +148,3 @@ def write_attack_outputs(folder: str | os.PathLike[str], listener: Listener = SI
     with written_beside(folder, "attacks"):
         figures = draw_attacks(str(identity["source"]), table, folder / "figures", listener)
     return AttackOutputs(identity, table, exponents, figures, files)
-
-
-def _exp(log: float) -> float:
-    try:
-        return math.exp(log)
-    except OverflowError:
-        return math.inf

@@ -12,31 +12,21 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from howsmooth.attention import LayerNorm, Residual, RMSNorm, SelfAttention, TokenMap
+from howsmooth.attention import LayerNorm, RMSNorm, SelfAttention
 from howsmooth.bounds.norm_layer_outputs import norm_radius
 from howsmooth.errors import ArgumentError
 from howsmooth.models.parameter_files import ParameterFile, is_parameter_file, read_parameter_file
-from howsmooth.study.datasets import Inputs, open_data
 from howsmooth.study.measured_models import (
     Models,
     capture_sites,
-    check_sources,
+    open_sources,
     place_sequences,
     subject_of,
 )
 from howsmooth.study.plans import KINDS, ModelSpec, Plan, SourcePlan
 from howsmooth.study.text_formatting import encodable, place_in_words
 
-__all__ = [
-    "AttentionSource",
-    "Ball",
-    "FileSource",
-    "ModelSource",
-    "SourceLayer",
-    "Target",
-    "open_attention_source",
-    "shortened",
-]
+__all__ = ["AttentionSource", "Ball", "ModelSource", "Target", "open_attention_source"]
 
 _USUAL = 64
 
@@ -110,21 +100,6 @@ class Target:
 def largest_norm(x: Tensor) -> float:
     """Return the largest Euclidean norm of a token in x, of shape (n, d)."""
     return float(torch.linalg.vector_norm(x.double(), dim=-1).max())
-
-
-class SourceLayer(NamedTuple):
-    """One layer of a model or a file, as the map that moves the tokens of a flow.
-
-    ``layout`` is the order of residual and norm in the model, ``pre-norm`` or ``post-norm``, and empty for
-    attention alone. ``map`` is the attention alone; for ``pre-norm`` the attention after its norm layer; for
-    ``post-norm`` the whole block. ``x`` has the tokens (n, d) that the map receives when the model reads the
-    text, or the tokens of the file; it is None if there are none.
-    """
-
-    layer: int
-    layout: str
-    map: TokenMap
-    x: Tensor | None
 
 
 class FileSource:
@@ -211,8 +186,7 @@ class ModelSource:
             seed=plan.seed,
             **plan.inputs,
         )
-        text = open_data(self._plan.sources[0])
-        check_sources([text])
+        (text,) = open_sources(self._plan)
         self._model = Models(self._plan).load(spec, text.content)
         self._subject = subject_of(self._plan, spec, text, self._model)
         self.label, self.text = self._subject.model.label, self._subject.text.name
@@ -233,41 +207,19 @@ class ModelSource:
 
     def attentions(self, length: int) -> list[Target]:
         """Run the model on ``length`` tokens of text; return its attentions with the tokens they receive."""
-        return [_target(site) for site in self._sites(length, self._plan.scopes[0])]
-
-    def blocks(self, length: int) -> list[SourceLayer]:
-        """Return the model's layers as the maps that move the tokens of a flow.
-
-        The model reads ``length`` tokens of the text; each layer comes with the tokens that it receives.
-
-        Raises
-        ------
-        CaptureError
-            If a layer is neither pre-norm nor post-norm; the message describes it.
-
-        """
         return [
-            SourceLayer(
-                s.layer,
-                s.layout,
-                s.map.inner if isinstance(s.map, Residual) else s.map,
-                s.x[0].detach().cpu(),
-            )
-            for s in self._sites(length, "block")
+            Target(s.layer, s.head, s.scope, s.masking, s.map, s.norm, s.x[0].detach().cpu())
+            for s in self.sites(length, self._plan.scopes[0])
         ]
 
-    def _sites(self, length: int, scope: str) -> Sequence[Any]:
-        inputs = self._inputs(length)
-        return capture_sites(self._model, inputs, self._subject, scope, self._subject.layers, length)
-
-    def _inputs(self, length: int) -> Inputs:
-        """Return the model's inputs for one sequence of a given length.
+    def sites(self, length: int, scope: str) -> Sequence[Any]:
+        """Run the model on ``length`` tokens of text; return its layers as ``howsmooth.models.Site``.
 
         The length, the seed, the text and the model determine where in the text the sequence begins.
         """
         subject = replace(self._subject, lengths=(length,))
-        start = place_sequences(self._plan, subject, {})[length, 0]
-        return subject.feed.inputs([start], length)
+        inputs = subject.feed.inputs([place_sequences(self._plan, subject, {})[length, 0]], length)
+        return capture_sites(self._model, inputs, subject, scope, subject.layers, length)
 
 
 AttentionSource = FileSource | ModelSource
@@ -303,10 +255,4 @@ def shortened(attention: SelfAttention, length: int) -> SelfAttention:
     return attention._rebuilt(
         mask=None if mask is None else mask[:length, :length],
         score_bias=None if bias is None else bias[:, :length, :length],
-    )
-
-
-def _target(site: Any) -> Target:
-    return Target(
-        site.layer, site.head, site.scope, site.masking, site.map, site.norm, site.x[0].detach().cpu()
     )

@@ -15,7 +15,7 @@ from howsmooth.errors import ArgumentError, ModelError, reason
 from howsmooth.nn.certificates.certificate import ModelCertificate
 from howsmooth.nn.certificates.evaluation import Evaluation, checked_inputs, evaluate, tokens_of
 from howsmooth.nn.certificates.model_bound import certify
-from howsmooth.nn.certificates.propagation import has_rules
+from howsmooth.nn.certificates.module_propagation import has_rules
 from howsmooth.nn.saving import SavedModel, load_saved
 from howsmooth.study.plans import CertificationPlan
 
@@ -85,7 +85,7 @@ def certify_file(asked: CertificationPlan, on_batch: Callable[[int, int], None] 
             )
     assert length is not None
     assert radius is not None
-    precision = _precisions(saved.model)
+    precision = " and ".join(sorted({_word(p) for p in saved.model.parameters()})) or "no"
     if inputs is None:
         # Certify a float64 copy of the model, as the evaluation on data does.
         certificate = certify(copy.deepcopy(saved.model).double(), length, radius)
@@ -137,10 +137,6 @@ def _one(arrays: dict[str, Tensor], path: Path, what: str, name: str) -> Tensor:
         names = ", ".join(sorted(arrays))[:200] or "none"
         raise ModelError(f"{what}: expected one array in {path}, or an array named {name}, got {names}.")
     return arrays[name]
-
-
-def _precisions(model: nn.Module) -> str:
-    return " and ".join(sorted({_word(p) for p in model.parameters()})) or "no"
 
 
 def _word(t: Tensor) -> str:

@@ -9,8 +9,9 @@ from __future__ import annotations
 import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 
 from howsmooth import texts
@@ -19,18 +20,10 @@ from howsmooth.study.records import TextRecord
 from howsmooth.study.text_formatting import encodable
 from howsmooth.study.text_windows import Sequences, arrange, draw_distinct
 
-__all__ = [
-    "Feed",
-    "Inputs",
-    "OpenedInput",
-    "SequenceData",
-    "TextFeed",
-    "feed_of",
-    "open_data",
-    "sequence_starts",
-    "token_pieces",
-]  # fmt: skip
+if TYPE_CHECKING:
+    from howsmooth.models.sequence_datasets import Dataset  # imports transformers, which takes seconds
 
+__all__ = ["Inputs", "OpenedInput", "SequenceData", "TextFeed", "feed_of", "open_data", "sequence_starts"]
 
 Inputs = torch.Tensor | dict[str, torch.Tensor]
 """The inputs of a model: token ids of shape (batch, n), or tensors by argument name."""
@@ -48,55 +41,11 @@ class OpenedInput:
     data: Any = field(default=None, repr=False)
 
 
-@runtime_checkable
-class Feed(Protocol):
-    """A data source prepared for one model: it knows the possible lengths, and makes the model's inputs."""
-
-    @property
-    def count(self) -> int:
-        """The number of tokens, frames or images of the source for this model."""
-
-    @property
-    def parts(self) -> tuple[tuple[int, int], ...] | None:
-        """The stretches of the input from which sequences are cut; None if inputs (images) are not cut.
-
-        Each stretch is (first token, number of tokens). Images are whole inputs: they are not cut into
-        windows.
-        """
-
-    @property
-    def beyond(self) -> int:
-        """The number of tokens to skip between two sequences, so that they share no audio samples.
-
-        It is zero for inputs other than audio.
-        """
-
-    @property
-    def lengths(self) -> tuple[int, ...]:
-        """The possible lengths of this model's sequences of the source; empty if every length is possible."""
-
-    @property
-    def usual(self) -> tuple[int, ...]:
-        """The lengths to measure by default; empty if the model does not prescribe any."""
-
-    @property
-    def preparation(self) -> str:
-        """A description of how the source becomes inputs of the model."""
-
-    def inputs(self, starts: Sequence[int], n: int) -> Inputs:
-        """Return the model's inputs for some sequences of n tokens.
-
-        ``starts`` holds the first token of each sequence, or the number of each image.
-        """
-
-    def words(self, start: int, n: int) -> tuple[str, ...]:
-        """Return a label for each token of a sequence."""
-
-
 @dataclass(frozen=True, eq=False)
 class TextFeed:
     """A tokenised text, from which sequences are cut.
 
+    It has the attributes of :class:`howsmooth.models.sequence_datasets.Dataset`, which holds other inputs.
     ``places`` holds the index of the first character of each token in the text. It is empty if the tokenizer
     does not report these positions.
     """
@@ -154,7 +103,7 @@ class SequenceData:
     words: tuple[str, ...]
 
     @classmethod
-    def of(cls, feed: Feed, starts: Sequence[int], n: int, *, worded: bool) -> SequenceData:
+    def of(cls, feed: TextFeed | Dataset, starts: Sequence[int], n: int, *, worded: bool) -> SequenceData:
         """Cut the sequences that begin at ``starts`` out of a data source, as inputs to send to a worker.
 
         With ``worded`` they include the token labels of the first sequence.
@@ -173,20 +122,20 @@ class SequenceData:
 
 def open_data(spec: InputSpec) -> OpenedInput:
     """Read a text, or another input, that the user asked for."""
+    found: Any
     if spec.kind == "text":
-        text = texts.load_text(spec.places[0])
-        return OpenedInput(_record(text, len(text.content), "text"), content=text.content)
-    from howsmooth.models.sequence_datasets import open_input  # imports transformers, which takes seconds
+        found = texts.load_text(spec.places[0])
+        content, size, data = found.content, len(found.content), None
+    else:
+        from howsmooth.models.sequence_datasets import open_input  # imports transformers, which takes seconds
 
-    opened = open_input(spec.kind, spec.places)
-    return OpenedInput(_record(opened, opened.size, spec.kind), data=opened)
+        found = open_input(spec.kind, spec.places)
+        content, size, data = "", found.size, found
+    record = TextRecord(encodable(found.name), found.digest, encodable(found.source), size, spec.kind)
+    return OpenedInput(record, content, data)
 
 
-def _record(found: Any, size: int, kind: str) -> TextRecord:
-    return TextRecord(encodable(found.name), found.digest, encodable(found.source), size, kind)
-
-
-def feed_of(source: OpenedInput, model: Any, layers: tuple[int, ...]) -> Feed:
+def feed_of(source: OpenedInput, model: Any, layers: tuple[int, ...]) -> TextFeed | Dataset:
     """Prepare a data source for a model, for example by tokenising a text with its tokenizer.
 
     ``layers`` are the layers that will be captured.
@@ -200,8 +149,7 @@ def feed_of(source: OpenedInput, model: Any, layers: tuple[int, ...]) -> Feed:
     if source.data is not None:
         from howsmooth.models.sequence_datasets import dataset_of
 
-        feed: Feed = dataset_of(source.data, model, layers)
-        return feed
+        return dataset_of(source.data, model, layers)
     tokens, places = model.tokenizer.located(source.content)
     return TextFeed(
         torch.tensor(tokens, dtype=torch.int64),
@@ -213,7 +161,7 @@ def feed_of(source: OpenedInput, model: Any, layers: tuple[int, ...]) -> Feed:
 
 
 def sequence_starts(
-    feed: Feed, lengths: Sequence[int], samples: int, seed: int, held: Sequences
+    feed: TextFeed | Dataset, lengths: Sequence[int], samples: int, seed: int, held: Sequences
 ) -> dict[tuple[int, int], int]:
     """Choose at random where each sequence of a study begins in its text or other input.
 
@@ -254,16 +202,7 @@ def token_pieces(content: str, places: Sequence[int], first: int, n: int) -> lis
     others are empty.
     """
     # Make the cuts monotone from the end: a tokenizer may report positions out of order.
-    ends = [len(content)]
-    for place in reversed(places[first : first + n + 1]):
-        ends.append(min(ends[-1], place))
-    cuts = ends[::-1]
-    if first + n < len(places):
-        cuts.pop()  # the end of the text, which lies beyond the token after the sequence
-    found = []
-    done = cuts[0]
-    for index in range(n):
-        end = next((cut for cut in cuts[index + 1 :] if cut > cuts[index]), cuts[-1])
-        found.append(content[done:end])
-        done = max(done, end)
-    return found
+    cuts = np.minimum.accumulate([*places[first : first + n + 1], len(content)][n::-1])[::-1]
+    ends = np.append(cuts, cuts[-1])[np.searchsorted(cuts, cuts, side="right")]
+    begins = np.diff(cuts, prepend=-1) > 0
+    return [content[a:b] if new else "" for a, b, new in zip(cuts[:n], ends, begins, strict=False)]

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -17,10 +17,10 @@ from howsmooth.errors import ArgumentError, CaptureError, ModelError, StoreError
 from howsmooth.scopes import layers_of_scope
 from howsmooth.seeds import derive_seed
 from howsmooth.study.datasets import (
-    Feed,
     Inputs,
     OpenedInput,
     SequenceData,
+    TextFeed,
     feed_of,
     open_data,
     sequence_starts,
@@ -30,9 +30,12 @@ from howsmooth.study.records import InputRecord, ModelRecord, TextRecord
 from howsmooth.study.store import Store
 from howsmooth.study.text_formatting import encodable
 
+if TYPE_CHECKING:
+    from howsmooth.models.sequence_datasets import Dataset
+
 __all__ = [
-    "Impossible", "Models", "Subject", "capture_sites", "check_sources", "checked_subjects",
-    "layer_and_head_counts", "place_sequences", "subject_of",
+    "Impossible", "Models", "Subject", "capture_sites", "checked_subjects", "layer_and_head_counts",
+    "open_sources", "place_sequences", "subject_of",
 ]  # fmt: skip
 
 Impossible = list[tuple[ModelSpec, str | None, Exception]]
@@ -57,7 +60,7 @@ class Subject:
     layers: tuple[int, ...]
     heads: tuple[int, ...]
     lengths: tuple[int, ...]
-    feed: Feed = field(repr=False)
+    feed: TextFeed | Dataset = field(repr=False)
     starts: Mapping[tuple[int, int], int] = field(default_factory=dict, repr=False)
 
     def __getstate__(self) -> dict[str, Any]:
@@ -200,8 +203,7 @@ def checked_subjects(
     What cannot be used is added to ``impossible`` with its error; without this list, the error is raised. In
     ``store``, models and inputs must be the same, and its sequences keep their places.
     """
-    sources = [open_data(spec) for spec in plan.sources]
-    check_sources(sources)
+    sources = open_sources(plan)
     checked: list[Subject] = []
     for spec in plan.models:
         for source in sources:
@@ -249,28 +251,21 @@ def _check_size(plan: Plan, spec: ModelSpec, source: OpenedInput) -> None:
 
 def _check_capture(plan: Plan, subject: Subject, model: Any) -> None:
     """Refuse layers that cannot be measured, after one trial at the shortest length."""
+    from howsmooth.models import capture
+    from howsmooth.models.identification.self_attention_module import CrossAttention
+
     n = min(subject.lengths)
     shortest = SequenceData.of(subject.feed, [0], n, worded=False).inputs(plan.device)
     try:
         for scope in plan.scopes:
             layers = layers_of_scope(scope, subject.layers)
             capture_sites(model, shortest, subject, scope, layers, n, plan.output)
-    except CaptureError as error:
-        others = _self_attention(error, model, shortest)
+    except CrossAttention as error:
+        others = sorted({site.layer for site in capture(model, shortest)})
         if not others or plan.layers_of(subject.spec).items:
             raise
         listed = ",".join(map(str, others))
         raise CaptureError(f"{error} Choose the others: layers {listed}.") from error
-
-
-def _self_attention(error: CaptureError, model: Any, inputs: Inputs) -> list[int]:
-    """Return the indices of a model's self-attention layers; none if ``error`` is about something else."""
-    from howsmooth.models import capture
-    from howsmooth.models.identification.self_attention_module import CrossAttention
-
-    if not isinstance(error, CrossAttention):
-        return []
-    return sorted({site.layer for site in capture(model, inputs)})
 
 
 def capture_sites(
@@ -337,8 +332,9 @@ def layer_and_head_counts(model: Any, label: str) -> tuple[int, int]:
     return model.layers, model.heads
 
 
-def check_sources(sources: list[OpenedInput]) -> None:
-    """Refuse an empty text, and two inputs with the same name."""
+def open_sources(plan: Plan) -> list[OpenedInput]:
+    """Read the inputs of a plan; refuse an empty text, and two inputs with the same name."""
+    sources = [open_data(spec) for spec in plan.sources]
     names: set[str] = set()
     for source in sources:
         name, kind = source.record.name, source.record.kind
@@ -352,6 +348,7 @@ def check_sources(sources: list[OpenedInput]) -> None:
                 remedy="Rename one of the files, since results stand under the name.",
             )
         names.add(name)
+    return sources
 
 
 def subject_of(plan: Plan, spec: ModelSpec, source: OpenedInput, model: Any) -> Subject:

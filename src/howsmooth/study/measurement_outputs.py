@@ -52,13 +52,16 @@ def write_outputs(
     folder = Path(folder)
     with Store.open(folder, write=False) as store:
         contents = store.contents()
-    table, compared = exponents(contents.measurements), compare(contents.published)
+    rows = contents.measurements
+    table, compared = exponents(rows), compare(contents.published)
+    stored = rows["model"].map(contents.models.set_index("label")["stored"])
+    written = rows.loc[:, "model":"seed"].assign(stored=stored, computed=rows["dtype"])
     with written_beside(folder, "measurements"):
-        replace_file(folder / "measurements.csv", csv_of(_rows(contents)))
+        replace_file(folder / "measurements.csv", csv_of(written))
         replace_file(folder / "exponents.csv", csv_of(table))
         pictures = []
         if figures:
-            pictures = draw_all(contents.measurements, folder / "figures", listener, contents.kinds)
+            pictures = draw_all(rows, folder / "figures", listener, contents.kinds)
         page = folder / "report.html"
         replace_file(page, render(contents, table, compared, pictures))
         if len(contents.published):
@@ -66,10 +69,3 @@ def write_outputs(
             replace_file(folder / "published.csv", csv_of(values))
             replace_file(folder / "published-exponents.csv", csv_of(compared))
     return Outputs(contents, table, compared, pictures, page)
-
-
-def _rows(contents: Contents) -> pd.DataFrame:
-    """Return the rows of ``measurements.csv``, with the precision of the weights and of the computation."""
-    rows = contents.measurements
-    stored = contents.models.set_index("label")["stored"]
-    return rows.loc[:, "model":"seed"].assign(stored=rows["model"].map(stored), computed=rows["dtype"])

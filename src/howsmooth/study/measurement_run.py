@@ -23,7 +23,7 @@ from howsmooth.study.records import Measurement
 from howsmooth.study.runner import Means, Runner
 from howsmooth.study.tasks.bounds import bounds_left, seconds_for_bounds, spent_on_bounds
 from howsmooth.study.tasks.lipschitz_constants import constants_left
-from howsmooth.study.tasks.task import Failed, Work, failure_row
+from howsmooth.study.tasks.task import Failed, Work
 
 __all__ = ["run"]
 
@@ -59,14 +59,14 @@ def run(
     with opened_study(plan, folder, keep_going=means.keep_going, models=means.models) as study:
         # List all work first: impossible work is then refused before the store is created.
         listed = [constants_left(study), *(kind(study) for kind in beside)]
-        store = study.begin()
-        runner = Runner(store, means, study.models, plan.device)
+        study.begin()
+        runner = Runner(study.store, means, study.models, plan.device)
         for spec, text, error in study.impossible:
-            runner.fail(Failed([failure_row(error, Measurement, spec.label, text)], error))
+            runner.fail(Failed.of(error, Measurement, (spec.label, text)))
         for work in listed:
             runner.carry_out(work)
         if plan.bounds != "none":
-            for alike, n, seconds in spent_on_bounds(store):
+            for alike, n, seconds in spent_on_bounds(study.store):
                 runner.task_times.learn(alike, n, 1, seconds)
             runner.carry_out(bounds_left(study), seconds=seconds_for_bounds(study))
         return replace(runner.finish(), seconds=time.monotonic() - began)

@@ -7,7 +7,9 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
+
+import pandas as pd
 
 from howsmooth.errors import ArgumentError, StoreError
 from howsmooth.study.records import (
@@ -85,21 +87,30 @@ def merge_stores(sources: Sequence[str | os.PathLike[str]], folder: str | os.Pat
     folder = Path(folder)
     folders = [path.parent if path.is_file() else path for path in map(Path, sources)]
     _check_folders(folders, folder)
-    union = _Union()
     with ExitStack() as stack:
         target = stack.enter_context(Store.open(folder)) if Store.exists(folder) else None
-        if target is not None:
-            union.take(folder, target, there=True)
-        had, seen = {kind: len(union.rows[kind]) for kind in (Measurement, PublishedValue)}, 0
-        for source in folders:
-            with Store.open(source, write=False) as store:
-                union.take(source, store)
-                seen += store.count(Measurement)
+        stores = [stack.enter_context(Store.open(source, write=False)) for source in folders]
         # Compare all stores before writing, so that a conflict creates no folder.
-        union.check()
-        # The target is created only now; its rows are in the union already if it existed.
+        identity = _identity_of([*([target] if target else []), *stores])
+        runs = {run.token: run for store in stores for run, _ in store.rows(Run)}
+        had = {kind: target.count(kind) if target else 0 for kind in (Measurement, PublishedValue)}
+        seen = sum(store.count(Measurement) for store in stores)
+        rows = {kind: _united(kind, stores, target) for kind in _KINDS}
+        _refuse_two_fingerprints(rows)
+        _refuse_overlaps(rows)
         target = target or stack.enter_context(Store.open(folder))
-        union.write(target)
+        with target.transaction():
+            target.begin(MEASURE, identity)
+            numbers = {run.token: run.id for run, _ in target.rows(Run)}
+            for token, run in runs.items():
+                if token not in numbers:
+                    # A run from another store gets the next number of the target.
+                    numbers[token] = max(numbers.values(), default=0) + 1
+                    target.add([replace(run, id=numbers[token])])
+            for table in rows.values():
+                for owner, new in table[~table["there"]].groupby("token", sort=False):
+                    target.add(new["row"], numbers.get(str(owner)))
+            target.drop_failures_made_good()
         total = target.count(Measurement)
         added = total - had[Measurement]
         published = target.count(PublishedValue) - had[PublishedValue]
@@ -118,140 +129,92 @@ def _check_folders(folders: Sequence[Path], folder: Path) -> None:
             raise ArgumentError("merge", expected="each store once", got=f"{source} twice")
 
 
-class _StoredRow(NamedTuple):
-    """A row to merge, with the identifier of the run that computed it and the folder of its store.
-
-    ``there`` says whether the target store has the row.
-    """
-
-    row: Any
-    token: str
-    path: Path
-    there: bool
-
-
-class _Union:
-    """Collects the rows of several stores for a merge.
-
-    Of rows with the same key it keeps the first, and compares the others with it.
-    """
-
-    def __init__(self) -> None:
-        self.identity: dict[str, Any] = {}
-        self.rows: dict[type[Row], dict[tuple[Any, ...], _StoredRow]] = {kind: {} for kind in _KINDS}
-        self._runs: dict[str, Run] = {}
-        self._identified_by = Path()
-
-    def take(self, path: Path, store: Store, *, there: bool = False) -> None:
-        """Add the rows of a store to the merge, and compare rows that have the same key.
-
-        ``there`` marks the rows of the target store.
-
-        Raises
-        ------
-        StoreError
-            If a row conflicts with an earlier one.
-
-        """
-        identity = store.identity(MEASURE)
-        if not self.identity:
-            self.identity, self._identified_by = identity, path
+def _identity_of(stores: Sequence[Store]) -> dict[str, Any]:
+    """Return the settings of the study that some stores share, and refuse stores with other settings."""
+    studies = [(store, identity) for store in stores if (identity := store.identity(MEASURE))]
+    if not studies:
+        raise StoreError("there is nothing to merge: none of the stores holds a study.")
+    first, settings = studies[0]
+    for store, identity in studies:
         for name, value in identity.items():
-            if self.identity[name] != value:
+            if settings.get(name) != value:
                 what = f"its {name.replace('_', '-')} is {value}"
-                raise _conflict(path, self._identified_by, what, self.identity[name])
-        runs = {run.id: run for run, _ in store.rows(Run)}
+                raise _conflict(store.path.parent, first.path.parent, what, settings.get(name))
+    return settings
+
+
+def _united(kind: type[Row], stores: Sequence[Store], target: Store | None) -> pd.DataFrame:
+    """Return the first row for each key, of the target and the other stores, and compare the others with it.
+
+    Beside the columns of the table there are ``row``, the row itself; ``token``, which identifies its run;
+    ``path``, the folder of its store; and ``there``, whether the target has the row.
+    """
+    names = [*kind.columns(), "row", "token", "path", "there"]
+    tables: list[pd.DataFrame] = []
+    for store in [*([target] if target else []), *stores]:
         # Runs are told apart by their tokens, because every store counts its runs from 1.
-        self._runs |= {run.token: run for run in runs.values() if run.token not in self._runs}
-        bounded = {key[: len(PLACE)] for key in self.rows[Bounding]}
-        for kind in _KINDS:
-            for row, number in store.rows(kind):
-                # The bounds of an attention at a sequence belong together: keep the bounds of one store only.
-                if kind is Bounding and _values(row, PLACE) in bounded:
-                    continue
-                token = runs[number].token if number in runs else ""
-                self._add(_StoredRow(row, token, path, there))
-
-    def _add(self, new: _StoredRow) -> None:
-        kind = type(new.row)
-        # The first row with a key stays; a later one must agree with it.
-        first = self.rows[kind].setdefault(_values(new.row, new.row.key), new)
-        for name in _SAME.get(kind, ()):
-            here, there = getattr(new.row, name), getattr(first.row, name)
-            if here != there:
-                what = f"{_shown(new.row)} has {name.replace('_', ' ')} {here}"
-                raise _conflict(new.path, first.path, what, there)
-        if kind in (Measurement, PublishedValue):
-            _check_agreement(new, first)
-
-    def check(self) -> None:
-        """Check that the rows of all stores could belong to one study.
-
-        Raises
-        ------
-        StoreError
-            If there is nothing to merge, a model has two fingerprints, or sequences overlap.
-
-        """
-        if not self.identity:
-            raise StoreError("there is nothing to merge: none of the stores holds a study.")
-        prints: dict[str, tuple[str, Path]] = {}
-        for (label, _), one in self.rows[InputRecord].items():
-            # The tokenizer of an untrained model may be trained on the text, so its fingerprint depends on
-            # the text. Any other model has one fingerprint.
-            if not self.rows[ModelRecord][(label,)].row.random_init:
-                first, where = prints.setdefault(label, (one.row.fingerprint, one.path))
-                if first != one.row.fingerprint:
-                    what = f"fingerprint of the model {label!r} is {one.row.fingerprint}"
-                    raise _conflict(one.path, where, what, first)
-        self._refuse_overlaps()
-
-    def _refuse_overlaps(self) -> None:
-        """Refuse sequences of one model and text that overlap, which never happens in a single store."""
-        places: dict[tuple[str, str], set[tuple[int, int]]] = {}
-        for kind in (Measurement, PublishedValue, Bounding):
-            for row in (one.row for one in self.rows[kind].values()):
-                places.setdefault((row.model, row.text), set()).add((row.start, row.n))
-        for (model, text), windows in places.items():
-            # For images, `start` is the number of the image, so windows cannot overlap.
-            if self.rows[TextRecord][(text,)].row.kind != "images" and overlapping(windows):
-                raise StoreError(
-                    f"the stores cannot be merged: sequences of {text!r} with {model!r} overlap, since each "
-                    "store arranged its own lengths and samples. Give every machine all lengths and samples, "
-                    "and share out models, texts, layers, heads or scopes. Nothing was written."
-                )
-
-    def write(self, target: Store) -> None:
-        """Write the merged rows that the target store does not have, in one transaction."""
-        with target.transaction():
-            target.begin(MEASURE, self.identity)
-            numbers = {run.token: run.id for run, _ in target.rows(Run)}
-            for token, run in self._runs.items():
-                if token not in numbers:
-                    # A run from another store gets the next number of the target.
-                    numbers[token] = max(numbers.values(), default=0) + 1
-                    target.add([replace(run, id=numbers[token])])
-            for kind in _KINDS:
-                by_run: dict[int | None, list[Row]] = {}
-                for one in self.rows[kind].values():
-                    if not one.there:
-                        by_run.setdefault(numbers.get(one.token), []).append(one.row)
-                for number, rows in by_run.items():
-                    target.add(rows, number)
-            target.drop_failures_made_good()
+        tokens = {run.id: run.token for run, _ in store.rows(Run)}
+        found = [
+            (*vars(row).values(), row, tokens.get(number or 0, ""), store.path.parent, store is target)
+            for row, number in store.rows(kind)
+        ]
+        tables.append(pd.DataFrame(found, columns=names, dtype=object))
+    rows = pd.concat(tables, ignore_index=True).astype({"there": bool})
+    if kind is Bounding:
+        # The bounds of an attention at a sequence belong together: keep the bounds of one store only.
+        owner = rows.groupby(list(PLACE), dropna=False, sort=False)["path"].transform("first")
+        rows = rows[rows["path"] == owner]
+    return _first_of_each(rows, kind.key, _SAME.get(kind, ()))
 
 
-def _check_agreement(new: _StoredRow, old: _StoredRow) -> None:
+def _first_of_each(rows: pd.DataFrame, key: Sequence[str], same: Sequence[str]) -> pd.DataFrame:
+    """Return the first row for each key; refuse others that differ in the columns ``same`` or in value."""
+    first = rows.drop_duplicates(list(key))
+    pairs = rows.drop(first.index).merge(first, on=list(key), suffixes=("", "_first"))
+    one: Any
+    for name in same:
+        for one in pairs[pairs[name] != pairs[f"{name}_first"]].itertuples():
+            what = f"{_shown(one.row)} has {name.replace('_', ' ')} {getattr(one, name)}"
+            raise _conflict(one.path, one.path_first, what, getattr(one, f"{name}_first"))
+    for one in pairs.itertuples() if "lipschitz" in rows else ():
+        _check_agreement(one.row, one.row_first, one.path, one.path_first)
+    return first
+
+
+def _refuse_two_fingerprints(rows: dict[type[Row], pd.DataFrame]) -> None:
+    # The tokenizer of an untrained model may be trained on the text, so its fingerprint depends on the text.
+    # Any other model has one fingerprint.
+    models = rows[ModelRecord]
+    trained = models[models["random_init"] == False]["label"]  # noqa: E712
+    inputs = rows[InputRecord]
+    _first_of_each(inputs[inputs["model"].isin(trained)], ["model"], ["fingerprint"])
+
+
+def _refuse_overlaps(rows: dict[type[Row], pd.DataFrame]) -> None:
+    """Refuse sequences of one model and text that overlap, which never happens in a single store."""
+    kinds = dict(rows[TextRecord][["name", "kind"]].itertuples(index=False, name=None))
+    columns = ["model", "text", "start", "n"]
+    windows = pd.concat([rows[kind][columns] for kind in (Measurement, PublishedValue, Bounding)])
+    for (model, text), placed in windows.drop_duplicates().groupby(["model", "text"]):
+        # For images, `start` is the number of the image, so windows cannot overlap.
+        if kinds[text] != "images" and overlapping(zip(placed["start"], placed["n"], strict=True)):
+            raise StoreError(
+                f"the stores cannot be merged: sequences of {text!r} with {model!r} overlap, since each "
+                "store arranged its own lengths and samples. Give every machine all lengths and samples, "
+                "and share out models, texts, layers, heads or scopes. Nothing was written."
+            )
+
+
+def _check_agreement(row: Any, first: Any, path: Path, where: Path) -> None:
     """Check that two rows of the same measurement agree in their values."""
-    row, first = new.row, old.row
     if row.lower is None or first.lower is None:
         if abs(row.lipschitz - first.lipschitz) > _CLOSE * abs(first.lipschitz):
             what = f"{_shown(row)} has the value {row.lipschitz}"
-            raise _conflict(new.path, old.path, what, first.lipschitz)
+            raise _conflict(path, where, what, first.lipschitz)
     elif max(first.lower, row.lower) > min(first.upper, row.upper):
         what = f"{_shown(row)} has the interval [{row.lower}, {row.upper}]"
         there = f"[{first.lower}, {first.upper}], which it does not meet"
-        raise _conflict(new.path, old.path, what, there)
+        raise _conflict(path, where, what, there)
 
 
 def _conflict(path: Path, where: Path, what: str, other: object) -> StoreError:
@@ -265,7 +228,3 @@ def _shown(row: Row) -> str:
     """Return words that identify a row: its table and its key."""
     words = [f"{name} {getattr(row, name)}" for name in row.key if getattr(row, name) is not None]
     return f"the same row of {row.table} ({', '.join(words)})"
-
-
-def _values(row: Row, names: Sequence[str]) -> tuple[Any, ...]:
-    return tuple(getattr(row, name) for name in names)

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 
 from howsmooth.study.measured_models import Impossible, Models, Subject, checked_subjects
 from howsmooth.study.plans import Plan
-from howsmooth.study.records import MEASURE, InputRecord, ModelRecord, TextRecord
-from howsmooth.study.store import PendingStore, Store
+from howsmooth.study.records import MEASURE, InputRecord
+from howsmooth.study.store import Store
 
 __all__ = ["OpenStudy", "opened_study"]
 
@@ -19,27 +19,24 @@ __all__ = ["OpenStudy", "opened_study"]
 class OpenStudy:
     """A checked study that is ready to run: its plan, store, models and sequences.
 
-    ``pending`` is the store, which may not exist yet. ``impossible`` are the models and texts that were left
-    out because they cannot be used. With ``keep_going`` these are left out, and work goes on after failures.
+    The study creates its store when it begins. ``impossible`` are the models and texts that were left out
+    because they cannot be used. With ``keep_going`` these are left out, and work goes on after failures.
     """
 
     plan: Plan
-    pending: PendingStore
+    store: Store
     models: Models
     subjects: list[Subject]
     impossible: Impossible
     keep_going: bool
 
-    @property
-    def store(self) -> Store | None:
-        """The open store of the study; ``None`` until it is created."""
-        return self.pending.store
-
-    def begin(self) -> Store:
-        """Create the study's store if needed, record all models and texts there, and return the store."""
-        store = self.pending.begin(self.plan.settings())
-        store.add(record for one in self.subjects for record in _records(one))
-        return store
+    def begin(self) -> None:
+        """Create the study's store if needed, and record all models and texts there."""
+        self.store.begin(MEASURE, self.plan.settings())
+        with self.store.transaction():
+            for one in self.subjects:
+                where = (one.model.label, one.text.name, one.fingerprint, one.tokenizer_source)
+                self.store.add([one.model, one.text, InputRecord(*where, one.feed.count)])
 
 
 @contextmanager
@@ -64,13 +61,8 @@ def opened_study(
 
     """
     # Open an existing store before loading a model: an unusable store is then reported at once.
-    with PendingStore(folder, MEASURE, write=write) as pending:
-        pending.check(plan.settings())
+    with Store.open(folder, write=write, late=True) as store:
+        store.check(MEASURE, plan.settings())
         models, impossible = models or Models(plan), Impossible()
-        subjects = checked_subjects(plan, models, impossible if keep_going else None, pending.store)
-        yield OpenStudy(plan, pending, models, subjects, impossible, keep_going)
-
-
-def _records(one: Subject) -> tuple[ModelRecord, TextRecord, InputRecord]:
-    where = (one.model.label, one.text.name)
-    return one.model, one.text, InputRecord(*where, one.fingerprint, one.tokenizer_source, one.feed.count)
+        subjects = checked_subjects(plan, models, impossible if keep_going else None, store)
+        yield OpenStudy(plan, store, models, subjects, impossible, keep_going)

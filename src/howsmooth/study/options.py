@@ -13,7 +13,7 @@ import inspect
 import math
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from numbers import Integral, Real
 from pathlib import Path
@@ -264,7 +264,10 @@ def number(*, positive: bool = False, among: Sequence[str] = ()) -> Kind:
     def read(name: str, value: Any) -> float | str:
         if among and value in among:
             return str(value)
-        given = _parsed(value) if among and isinstance(value, str) else value
+        given = value
+        if among and isinstance(value, str):
+            with suppress(ValueError):
+                given = float(value)
         if isinstance(given, bool) or not isinstance(given, Real):
             raise _refuse(name, wanted, value)
         try:
@@ -276,13 +279,6 @@ def number(*, positive: bool = False, among: Sequence[str] = ()) -> Kind:
         return found
 
     return Kind(str if among else float, read)
-
-
-def _parsed(written: str) -> float | None:
-    try:
-        return float(written)
-    except ValueError:
-        return None
 
 
 def flag() -> Kind:

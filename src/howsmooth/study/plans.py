@@ -12,7 +12,7 @@ import os
 from collections.abc import Mapping
 from dataclasses import MISSING, dataclass
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 from howsmooth.accuracy_limits import check_accuracy
 from howsmooth.errors import ArgumentError
@@ -198,17 +198,10 @@ def _check_heads(heads: Ranges, scopes: tuple[str, ...]) -> None:
 # ---- Constants
 
 
-@dataclass(frozen=True)
-class InputSpec:
-    """An input of a study, as the user names it.
+class InputSpec(NamedTuple):
+    """An input of a study, as the user names it: its kind, of :data:`KINDS`, and its name or path.
 
-    Attributes
-    ----------
-    kind
-        One of :data:`KINDS`.
-    places
-        A name or a path; for images possibly several.
-
+    Images can have several paths.
     """
 
     kind: str
@@ -364,7 +357,14 @@ class Plan(Options):
         """Choose defaults that depend on other fields, and refuse plans that no model or text can satisfy."""
         others = self.tokens or self.embeddings or self.images or self.audio
         if self.models is None:
-            self._set("models", self._usual_models(bool(others)))
+            if others:
+                raise ArgumentError(
+                    "models",
+                    expected="the name of a model together with images, audio, token ids or embeddings",
+                    got="none",
+                    remedy="The default models are measured on texts only.",
+                )
+            self._set("models", tuple({"name": name} for name in _DEFAULT_MODELS))
         if self.texts is None:
             self._set("texts", () if others else (DEFAULT_TEXT,))
         if self.lengths is None:
@@ -381,16 +381,6 @@ class Plan(Options):
                 expected="the scope attention among the scopes, with which published values are compared",
                 got=", ".join(self.scopes),
             )
-
-    def _usual_models(self, others: bool) -> tuple[Mapping[str, Any], ...]:
-        if others:
-            raise ArgumentError(
-                "models",
-                expected="the name of a model together with images, audio, token ids or embeddings",
-                got="none",
-                remedy="The default models are measured on texts only.",
-            )
-        return tuple({"name": name} for name in _DEFAULT_MODELS)
 
     def _model(self, entry: ModelSpec | Mapping[str, Any]) -> ModelSpec:
         if isinstance(entry, ModelSpec):
@@ -436,16 +426,14 @@ class Plan(Options):
 
         All images together are one input. Every other file is one input.
         """
-        one_each = {
+        apart = {
             "text": self.texts,
             "tokens": self.tokens,
             "embeddings": self.embeddings,
             "audio": self.audio,
         }
-        single = tuple(
-            InputSpec(kind, (place,)) for kind, places in one_each.items() for place in places or ()
-        )
-        return (*single, InputSpec("images", self.images)) if self.images else single
+        single = [InputSpec(kind, (place,)) for kind, places in apart.items() for place in places or ()]
+        return (*single, *([InputSpec("images", self.images)] if self.images else []))
 
     def layers_of(self, model: ModelSpec) -> Ranges:
         """Return which layers of a model to measure: its own selection, or else the plan's."""

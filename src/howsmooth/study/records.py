@@ -63,6 +63,10 @@ PLACE = ("model", "text", *KEY_COLUMNS)
 """The columns that identify a measurement in a store."""
 
 
+KINDS: list[type[Row]] = []
+"""All classes of rows; the store has one table for each."""
+
+
 class Row:
     """The base class of the rows of a store.
 
@@ -86,6 +90,7 @@ class Row:
         """Set the name of the table, its key, and what to do with a repeated key."""
         super().__init_subclass__()
         cls.table, cls.key, cls.again = table, key, again
+        KINDS.append(cls)
 
     @property
     def unsettled(self) -> bool:
@@ -446,13 +451,6 @@ class GrowthRow(Row, table="growths", key=("time",)):
     discretisation_error: float | None
     method: str
     step: float
-
-
-KINDS: tuple[type[Row], ...] = (
-    StudyRecord, Run, ModelRecord, TextRecord, InputRecord, Measurement, SequenceRecord, Sensitivity,
-    Bounding, PublishedValue, Failure, Attack, FrameRow, Ending, GrowthRow,
-)  # fmt: skip
-"""All classes of rows; the store has one table for each."""
 
 
 @dataclass(frozen=True)

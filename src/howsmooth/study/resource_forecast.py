@@ -2,7 +2,8 @@
 
 The rule: for each model, text and scope, some tasks are carried out at the shortest, the middle and the
 longest length: first one layer at one sequence; if that is expected to take at most two seconds, then one
-layer at all sequences, and the whole task. :class:`TaskTimes` predicts the times at all other lengths by
+layer at all sequences, and the whole task. Only the largest of these counts, because the capture of a layer
+takes the same time for one sequence as for all. :class:`TaskTimes` predicts the times at all other lengths by
 powers of n. Times for bounds and drawing are added. The forecast aims to be right within a factor of two;
 ``low`` and ``high`` are these limits.
 """
@@ -62,9 +63,14 @@ class TaskTimes:
         # Seconds and rows, by the tasks' `alike` and then by n.
         self._done: dict[tuple[Any, ...], dict[int, tuple[float, int]]] = defaultdict(dict)
 
-    def learn(self, alike: tuple[Any, ...], n: int, rows: int, seconds: float) -> None:
-        """Record how long some finished rows of length n took, of tasks with the key ``alike``."""
-        before, others = self._done[alike].get(n, (0.0, 0))
+    def learn(
+        self, alike: tuple[Any, ...], n: int, rows: int, seconds: float, *, instead: bool = False
+    ) -> None:
+        """Record how long some finished rows of length n took, of tasks with the key ``alike``.
+
+        They count beside the rows of this length recorded before, or ``instead`` of these.
+        """
+        before, others = (0.0, 0) if instead else self._done[alike].get(n, (0.0, 0))
         self._done[alike][n] = (before + seconds, others + rows)
 
     def expect(self, task: Task) -> float | None:
@@ -213,27 +219,17 @@ class _Trial:
         self._timed(_part_of(tasks[0], (*short, *lengths)[0]))
         # From short to long, so that the times of short sequences tell when to stop.
         for n in (*short, *lengths):
-            if not self._try(n):
+            whole = next((task for task in tasks if task.n == n), None)
+            trials = [_part_of(whole or tasks[0], n)]
+            if (self._task_times.expect(trials[0]) or 0.0) > _TRIAL_SECONDS:
                 break
-
-    def _try(self, n: int) -> bool:
-        """Time some tasks of length n; return False if even one sequence would take too long."""
-        whole = next((task for task in self._tasks if task.n == n), None)
-        part = _part_of(whole or self._tasks[0], n)
-        if (self._task_times.expect(part) or 0.0) > _TRIAL_SECONDS:
-            return False
-        self._learn(part)
-        if whole is None:
-            return True
-        # Sequences measured in one batch take less time each than one sequence alone, so time a batch too.
-        layer = replace(whole, missing=frozenset(key for key in whole.missing if key[1] == whole.layers[0]))
-        for more in (layer, whole):
-            if (self._task_times.expect(more) or 0.0) <= _TRIAL_SECONDS:
-                self._learn(more)
-        return True
-
-    def _learn(self, task: ConstantsTask) -> None:
-        self._task_times.learn(task.alike, task.n, task.size, self._timed(task))
+            if whole is not None:
+                # Sequences measured in one batch take less time each than one alone, so time a batch too.
+                first = frozenset(key for key in whole.missing if key[1] == whole.layers[0])
+                trials += [replace(whole, missing=first), whole]
+            for task in trials:
+                if (self._task_times.expect(task) or 0.0) <= _TRIAL_SECONDS:
+                    self._task_times.learn(task.alike, task.n, task.size, self._timed(task), instead=True)
 
     def _timed(self, task: SequenceTask) -> float:
         """Carry out a task and return its seconds; raise the error of a task that fails."""

@@ -274,6 +274,7 @@ _kept: tuple[Plan | None, Models | None] = (None, None)
 
 def _worker_results(task: Task, sent_by: str, keep_going: bool, threads: int | None) -> _Done:
     """Compute a task on a worker and return its results; the model stays loaded for the plan's next task."""
+    global _kept
     here = version("howsmooth")
     if sent_by != here:
         raise WorkerError(
@@ -287,7 +288,10 @@ def _worker_results(task: Task, sent_by: str, keep_going: bool, threads: int | N
         steps: list[Found] = []
         plan = getattr(task, "plan", None)
         warm = plan == _kept[0]
-        for found in task.found(_models_for(plan)):
+        if not warm:
+            _kept = (None, None)  # free the model of another plan before loading a new one
+            _kept = (plan, None if plan is None else Models(plan))
+        for found in task.found(_kept[1]):
             # The error travels back by pickle. The task ends here if the failure will end the run anyway.
             if isinstance(found, Failed):
                 steps.append(Failed(found.rows, _sendable(found.error)))
@@ -296,14 +300,6 @@ def _worker_results(task: Task, sent_by: str, keep_going: bool, threads: int | N
             else:
                 steps.append(found)
         return steps, time.monotonic() - began if warm else None
-
-
-def _models_for(plan: Plan | None) -> Models | None:
-    global _kept
-    if plan != _kept[0]:
-        _kept = (None, None)  # free the model of another plan before loading a new one
-        _kept = (plan, None if plan is None else Models(plan))
-    return _kept[1]
 
 
 def _sendable(error: Exception) -> Exception:

@@ -6,6 +6,7 @@ import os
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
+from itertools import product
 
 from howsmooth.errors import StoreError
 from howsmooth.scopes import layers_of_scope
@@ -28,7 +29,7 @@ from howsmooth.study.records import (
 from howsmooth.study.resource_forecast import TaskTimes, after_measuring
 from howsmooth.study.store import Store
 
-__all__ = ["Part", "Status", "status", "status_of_folder"]
+__all__ = ["Part", "Status", "status"]
 
 
 @dataclass(frozen=True)
@@ -82,92 +83,73 @@ class Status:
     reasons: tuple[tuple[str, int], ...]
 
 
-def status(plan: Plan, texts: Iterable[str], folder: str | os.PathLike[str]) -> Status:
-    """Report how much of a plan its store contains, and estimate the remaining time.
+def status(folder: str | os.PathLike[str], plan: Plan | None = None, texts: Iterable[str] = ()) -> Status:
+    """Report how much of a plan the store in a folder contains, and estimate the remaining time.
 
-    ``texts`` are the names of the plan's texts in the store. The folder need not exist yet.
+    ``texts`` are the names of the plan's texts in the store, which need not exist yet. Without a plan,
+    ``planned`` and the remaining time are unknown.
 
     Raises
     ------
     StoreError
-        If the store cannot be read or belongs to another study.
+        If the store cannot be read or belongs to another study, or without a plan if there is none.
 
     """
-    scopes = (*plan.scopes, *([PUBLISHED] if plan.as_published else []))
-    where = [(spec, text, scope) for spec in plan.models for text in texts for scope in scopes]
-    if not Store.exists(folder):
-        parts = tuple(Part(spec.label, text, scope, None, 0, 0) for spec, text, scope in where)
-        return Status(parts, False, None, None, None, None, ())
+    if plan is None and not Store.exists(folder):
+        raise StoreError(f"{os.fspath(folder)} holds no study. Give the folder of one, or its plan file.")
     running = Store.in_use(folder)
-    with Store.open(folder, write=False) as store:
+    with Store.open(folder, write=False, late=True) as store:
+        runs = [run for run, _ in store.rows(Run)]
+        failures = [row for row, _ in store.rows(Failure)]
+        known = Status(
+            parts=_stored_parts(store, failures),
+            running=running,
+            started=runs[-1].started if runs else None,
+            finished=runs[-1].finished if runs else None,
+            rate=None,
+            remaining=None,
+            reasons=tuple(Counter(row.error for row in failures).most_common()),
+        )
+        if plan is None:
+            return known
         store.check(MEASURE, plan.settings())
         models = {model.label: model for model, _ in store.rows(ModelRecord)}
-        failures = [row for row, _ in store.rows(Failure)]
-        found: list[Part] = []
+        parts: list[Part] = []
         left: list[tuple[str, Key]] = []
         figures = 0
-        for spec, text, scope in where:
+        scopes = (*plan.scopes, *([PUBLISHED] if plan.as_published else []))
+        for spec, text, scope in product(plan.models, texts, scopes):
             if spec.label not in models:
-                found.append(Part(spec.label, text, scope, None, 0, 0))
+                parts.append(Part(spec.label, text, scope, None, 0, 0))
                 continue
             kind = PublishedValue if scope == PUBLISHED else Measurement
             asked = _asked(plan, spec, "attention" if scope == PUBLISHED else scope, models[spec.label])
             done = _done(store, plan, spec.label, text, kind)
             failed = sum(_has_failed(failures, kind, (spec.label, text, *key)) for key in asked - done)
-            found.append(Part(spec.label, text, scope, len(asked), len(asked & done), failed))
+            parts.append(Part(spec.label, text, scope, len(asked), len(asked & done), failed))
             if kind is Measurement:
                 left += [(spec.label, key) for key in asked - done]
                 figures += len({layer for _, layer, *_ in asked})
-        rate, seconds = _rate_and_seconds(store, left)
-        remaining = seconds
-        if seconds is not None and left:
-            remaining = seconds + sum(after_measuring(plan, seconds, figures))
-        certain = all(part.planned is not None for part in found)
-        return replace(
-            _without_plan(store, running),
-            parts=tuple(found),
-            rate=rate,
-            remaining=remaining if certain else None,
-        )
+        rate, remaining = _rate_and_seconds(store, left)
+        if remaining is not None and left:
+            remaining += sum(after_measuring(plan, remaining, figures))
+        if any(part.planned is None for part in parts):
+            remaining = None
+        return replace(known, parts=tuple(parts), rate=rate, remaining=remaining)
 
 
-def status_of_folder(folder: str | os.PathLike[str]) -> Status:
-    """Report what a store contains, without a plan: ``planned`` and the remaining time are unknown.
-
-    Raises
-    ------
-    StoreError
-        If there is no store in the folder, or it cannot be read.
-
-    """
-    if not Store.exists(folder):
-        raise StoreError(f"{os.fspath(folder)} holds no study. Give the folder of one, or its plan file.")
-    running = Store.in_use(folder)
-    with Store.open(folder, write=False) as store:
-        return _without_plan(store, running)
-
-
-def _without_plan(store: Store, running: bool) -> Status:
+def _stored_parts(store: Store, failures: Iterable[Failure]) -> tuple[Part, ...]:
+    """Count the measurements and the failures in a store, without a plan."""
     done = Counter(key[:3] for key in store.keys(Measurement, ("model", "text", *KEY_COLUMNS)))
-    failures = [row for row, _ in store.rows(Failure)]
     # A failure of a whole model or text has None for what it does not restrict.
     failed = Counter(
         (row.model, row.text or "all", row.scope or "all")
         for row in failures
         if row.what == Measurement.table
     )
-    runs = [run for run, _ in store.rows(Run)]
-    return Status(
-        parts=tuple(
-            Part(model, text, scope, None, done[model, text, scope], failed[model, text, scope])
-            for model, text, scope in sorted(done | failed)
-        ),
-        running=running,
-        started=runs[-1].started if runs else None,
-        finished=runs[-1].finished if runs else None,
-        rate=None,
-        remaining=None,
-        reasons=tuple(Counter(row.error for row in failures).most_common()),
+    return tuple(
+        Part(model, text, scope, None, done[model, text, scope], failed[model, text, scope])
+        for model, text, scope in sorted(done | failed)
     )
 
 

@@ -40,9 +40,9 @@ from howsmooth.study.records import (
     StudyRecord,
     TextRecord,
 )
-from howsmooth.study.store_file import STORE_NAME, begun, connected, in_use, store_there, translated
+from howsmooth.study.store_file import STORE_NAME, begun, connected, empty, in_use, store_there, translated
 
-__all__ = ["STORE_NAME", "PendingStore", "Store", "now"]
+__all__ = ["STORE_NAME", "Store", "now", "read"]
 
 R = TypeVar("R", bound=Row)
 
@@ -71,15 +71,18 @@ class Store:
     def __init__(self, connection: sqlite3.Connection, path: Path, lock: FileLock | None) -> None:
         self._connection = connection
         self._lock = lock
-        self._held = False
+        self._held = self._late = False
         self.path = path
 
     exists = staticmethod(store_there)
     in_use = staticmethod(in_use)
 
     @classmethod
-    def open(cls, folder: str | os.PathLike[str], *, write: bool = True) -> Store:
+    def open(cls, folder: str | os.PathLike[str], *, write: bool = True, late: bool = False) -> Store:
         """Open the store in a folder; with ``write``, create folder and store if needed.
+
+        With ``late``, a store that is not there is empty, and only :meth:`begin` creates it in the folder. So
+        a plan that is refused leaves no empty store behind.
 
         Raises
         ------
@@ -89,8 +92,11 @@ class Store:
 
         """
         folder = Path(folder)
-        connection, lock = connected(folder, _STATEMENTS, write=write)
-        return cls(connection, folder / STORE_NAME, lock)
+        late = late and not store_there(folder)
+        connection, lock = (empty(_STATEMENTS), None) if late else connected(folder, _STATEMENTS, write=write)
+        store = cls(connection, folder / STORE_NAME, lock)
+        store._late = late
+        return store
 
     def __enter__(self) -> Store:
         return self
@@ -109,10 +115,7 @@ class Store:
     # ---- The identity: settings that all rows of a kind of work share
 
     def identity(self, kind: str) -> dict[str, Any]:
-        """Return the settings shared by all rows of one kind of work in this store; empty without such rows.
-
-        The kind of work is ``measure``, ``attack`` or ``flow``.
-        """
+        """Return the settings that all rows of a kind of work (such as ``measure``) share; empty if none."""
         row = self._query("SELECT identity FROM studies WHERE kind = ?", kind).fetchone()
         return {} if row is None else dict(json.loads(row[0]))
 
@@ -136,8 +139,12 @@ class Store:
     def begin(self, kind: str, identity: Mapping[str, Any]) -> None:
         """Record the settings that all rows of one kind of work share, if none are recorded yet.
 
-        The kind of work is ``measure``, ``attack`` or ``flow``.
+        The store is created if it is not there yet.
         """
+        if self._late:
+            self._connection.close()
+            self._connection, self._lock = connected(self.path.parent, _STATEMENTS, write=True)
+            self._late = False
         if not self.identity(kind):
             self.add([StudyRecord(kind, now(), json.dumps(dict(identity)))])
 
@@ -261,8 +268,10 @@ class Store:
         ``order`` are columns or SQL expressions to sort by; rows that are equal in them keep the order of
         writing.
         """
-        query = f"SELECT * FROM {kind.table} ORDER BY {', '.join([*order, 'rowid'])}"
-        frame = self._frame(query).drop(columns="seal")
+        found = self._query(f"SELECT * FROM {kind.table} ORDER BY {', '.join([*order, 'rowid'])}")
+        names = [column[0] for column in found.description]
+        # Keep Python objects: pandas would turn integers beside a missing value into rounded floats.
+        frame = pd.DataFrame(found.fetchall(), columns=names, dtype=object).drop(columns="seal")
         for name, (plain, nullable) in _TYPES[kind].items():
             if plain is tuple:
                 frame[name] = frame[name].map(json.loads)
@@ -295,29 +304,23 @@ class Store:
     def contents(self) -> Contents:
         """Return all tables of measurements, read in one transaction while other processes may write."""
         with self._one_state():
-            return self._contents()
-
-    def _contents(self) -> Contents:
-        created = self._query("SELECT created FROM studies WHERE kind = 'measure'").fetchone()
-        identity = self.identity("measure")
-        return Contents(
-            measurements=self.table(Measurement, PLACE),
-            models=self.table(ModelRecord, ["label"]).drop(columns="run"),
-            texts=self.table(TextRecord, ["name"]).drop(columns="run"),
-            inputs=self.table(InputRecord, ["model", "text"]).drop(columns="run"),
-            runs=self.table(Run, ["id"]).drop(columns="run"),
-            failures=self.table(Failure, ["happened"]),
-            study={"created": created[0], **identity} if created else {},
-            sensitivities=self._sensitivities(),
-            bounds=self.table(Bounding, [*PLACE, "NOT holds", "log_value", "name"]).drop(columns="seconds"),
-            published=self.table(PublishedValue, ["model", "text", "layer", "n", "sample"]),
-        )
-
-    def _sensitivities(self) -> pd.DataFrame:
-        shares = self.table(Sensitivity, PLACE)
-        words = self.table(SequenceRecord).drop(columns="run")
-        converged = self.table(Measurement)[[*PLACE, "converged"]]
-        return shares.merge(words, on=["model", "text", "n", "sample"]).merge(converged, on=list(PLACE))
+            created = self._query("SELECT created FROM studies WHERE kind = 'measure'").fetchone()
+            measurements = self.table(Measurement, PLACE)
+            words = self.table(SequenceRecord).drop(columns="run")
+            shares = self.table(Sensitivity, PLACE).merge(words, on=list(SequenceRecord.key))
+            bounds = self.table(Bounding, [*PLACE, "NOT holds", "log_value", "name"])
+            return Contents(
+                measurements=measurements,
+                models=self.table(ModelRecord, ["label"]).drop(columns="run"),
+                texts=self.table(TextRecord, ["name"]).drop(columns="run"),
+                inputs=self.table(InputRecord, ["model", "text"]).drop(columns="run"),
+                runs=self.table(Run, ["id"]).drop(columns="run"),
+                failures=self.table(Failure, ["happened"]),
+                study={"created": created[0], **self.identity("measure")} if created else {},
+                sensitivities=shares.merge(measurements[[*PLACE, "converged"]], on=list(PLACE)),
+                bounds=bounds.drop(columns="seconds"),
+                published=self.table(PublishedValue, ["model", "text", "layer", "n", "sample"]),
+            )
 
     # ---- Queries
 
@@ -325,43 +328,36 @@ class Store:
         with translated(self.path):
             return self._connection.execute(statement, values)
 
-    def _frame(self, query: str) -> pd.DataFrame:
-        with translated(self.path):
-            cursor = self._connection.execute(query)
-            names = [column[0] for column in cursor.description]
-            # Keep Python objects: pandas would turn integers beside a missing value into rounded floats.
-            return pd.DataFrame(cursor.fetchall(), columns=names, dtype=object)
 
+def read(folder: str | os.PathLike[str]) -> dict[str, pd.DataFrame]:
+    """Return the tables of a store by their names, while other processes may write to it.
 
-class PendingStore:
-    """The store of a folder, which is created only when its first rows are written.
+    Parameters
+    ----------
+    folder
+        The ``--out`` folder of ``howsmooth measure``, ``study``, ``attack`` or ``flow``.
 
-    So a plan that is refused leaves no empty store behind. ``store`` is the open store, and None until it
-    exists; an existing store is opened at once. ``kind`` is the kind of work, such as ``measure``. Use it as
-    a context manager.
+    Returns
+    -------
+    dict
+        Every table that has rows: ``measurements`` (a row for each constant, with its interval and status),
+        ``models``, ``texts``, ``bounds``, ``sensitivities``, ``failures``, ``attacks``,
+        ``frames``, ``growths`` and others. The classes in :mod:`howsmooth.study.records` explain the columns;
+        ``run`` is the number of the run that wrote a row.
+
+    Raises
+    ------
+    StoreError
+        If there is no store in the folder, or it is damaged.
+
     """
-
-    def __init__(self, folder: str | os.PathLike[str], kind: str, *, write: bool = True) -> None:
-        self._folder, self._kind = folder, kind
-        self.store = Store.open(folder, write=write) if Store.exists(folder) else None
-
-    def __enter__(self) -> PendingStore:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        if self.store is not None:
-            self.store.close()
-
-    def check(self, identity: Mapping[str, Any]) -> None:
-        """Refuse settings that differ from the settings of the stored rows, as :meth:`Store.check` does."""
-        if self.store is not None:
-            self.store.check(self._kind, identity)
-
-    def begin(self, identity: Mapping[str, Any]) -> Store:
-        """Create the store if needed, and return it; record the settings that its rows share."""
-        self.store = self.store or Store.open(self._folder)
-        self.store.begin(self._kind, identity)
-        return self.store
+    if not Store.exists(folder):
+        raise StoreError(
+            f"folder: expected the output folder of a howsmooth command, with a store, got "
+            f"{os.fspath(folder)}. Give the folder that --out named."
+        )
+    with Store.open(folder, write=False) as store:
+        return store.tables()
 
 
 def now() -> str:

@@ -19,7 +19,7 @@ from filelock import FileLock, Timeout
 
 from howsmooth.errors import StoreError, reason
 
-__all__ = ["STORE_NAME", "begun", "connected", "in_use", "locked", "store_there", "translated"]
+__all__ = ["STORE_NAME", "begun", "connected", "empty", "in_use", "locked", "store_there", "translated"]
 
 STORE_NAME = "study.sqlite"
 """The name of the store file in the folder of a study."""
@@ -124,6 +124,13 @@ def connected(
         if lock is not None:
             lock.release()
         raise
+
+
+def empty(statements: Sequence[str]) -> sqlite3.Connection:
+    """Connect to an empty store in memory, whose tables are those that the statements create."""
+    connection = sqlite3.connect(":memory:", isolation_level=None)
+    _check(connection, Path(":memory:"), statements, write=True)
+    return connection
 
 
 def _checked(folder: Path, statements: Sequence[str], *, write: bool) -> sqlite3.Connection:

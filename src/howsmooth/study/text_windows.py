@@ -11,13 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 import numpy as np
 
-__all__ = [
-    "Sequences",
-    "arrange",
-    "bounded_lengths",
-    "draw_distinct",
-    "overlapping",
-]
+__all__ = ["Sequences", "arrange", "bounded_lengths", "draw_distinct", "overlapping"]
 
 Sequences = Mapping[tuple[int, int], int]
 """The index of the first token of each sequence, by (length, sample)."""

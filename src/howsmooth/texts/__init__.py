@@ -1,4 +1,4 @@
-"""Texts to measure models on: the paper's texts, loaded by name, or text files."""
+"""Texts on which models are measured: the texts of the paper, loaded by name, and text files."""
 
 from howsmooth.texts.loaders import TEXTS, Text, load_text
 

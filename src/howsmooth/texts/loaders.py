@@ -1,4 +1,4 @@
-"""Loads a text by its name or path, and records where it comes from."""
+"""Loading of a text by its name or path, with a record of its origin."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ TEXTS = ("alice", "ag_news")
 
 @dataclass(frozen=True)
 class Text:
-    """A text on which models are measured, with its origin and a digest of its content.
+    """A text on which models are measured, with its origin and a hash of its content.
 
     Parameters
     ----------
@@ -178,7 +178,7 @@ def _decoded(raw: bytes, where: str) -> str:
 
 
 def _news_rows(path: Path, content: str) -> list[str]:
-    """Return the articles of an AG_NEWS file, each as its title and description joined by a space.
+    """Return the articles of an AG_NEWS file, each with its title and description joined by a space.
 
     The usual loaders of AG_NEWS join them in the same way.
     """

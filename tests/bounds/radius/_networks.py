@@ -157,7 +157,7 @@ class Left(NamedTuple):
 def left_out(network: Network, first: FirstDerivatives, cubic: bool, delta: Tensor) -> list[Left]:
     """Compute remainders from values of the stages, their Jacobians and second derivatives alone.
 
-    The derivatives are the stages' own, which test_stages compares with autodiff.
+    The derivatives are the stages' own, which test_transformer_layers compares with autodiff.
 
     With ``cubic`` the vectors are what lies beyond the second order in δ.
     """

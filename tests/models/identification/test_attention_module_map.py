@@ -12,11 +12,11 @@ from torch import Tensor, nn
 
 import howsmooth as hs
 from howsmooth.attention import SoftmaxCore, StagedAttention
-from howsmooth.attention.staged import Core
+from howsmooth.attention.custom_code_attention import Core
 from howsmooth.errors import ArgumentError
+from howsmooth.force_float64 import WithoutDowncast
 from howsmooth.jacobian import closed_form_jacobian
 from howsmooth.spectral import to_dense
-from howsmooth.without_downcast import WithoutDowncast
 from tests._cases import dense_jacobian, tokens
 
 transformers = pytest.importorskip("transformers")

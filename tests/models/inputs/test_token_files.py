@@ -171,6 +171,6 @@ def test_trained_bert_is_fed_embedded_sentences_through_its_encoder() -> None:
     sites = hs.capture(loaded, given)
     assert torch.equal(sites[0].x[0], stream.tokens[:n].double())
     site = sites[0]
-    dense = torch.autograd.functional.jacobian(lambda x: site.map(x), site.x[0])
+    dense = torch.autograd.functional.jacobian(lambda x: site.map(x), site.x[0], vectorize=True)
     exact = torch.linalg.matrix_norm(dense.reshape(n * 128, n * 128), ord=2)
     torch.testing.assert_close(hs.local_lipschitz(site.map, site.x[0]).value, exact, rtol=1e-4, atol=0.0)

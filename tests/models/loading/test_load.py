@@ -6,11 +6,9 @@ import json
 import logging
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import jaxtyping
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -41,14 +39,6 @@ TEXT = "It was the best of times, it was the worst of times, it was the age of w
 @pytest.fixture(autouse=True)
 def _no_network(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(model_location, "hub_reachable", lambda: False)
-
-
-@pytest.fixture
-def unchecked() -> Iterator[None]:
-    """Annotations are not executed, as for a user."""
-    jaxtyping.config.update("jaxtyping_disable", True)
-    yield
-    jaxtyping.config.update("jaxtyping_disable", False)
 
 
 @pytest.fixture

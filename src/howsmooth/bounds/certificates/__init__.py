@@ -1,4 +1,4 @@
-"""Certificates: upper bounds on ‖D_X f‖ at given tokens, proved including all floating-point rounding."""
+"""Certificates: upper bounds on ‖D_X f‖ at given tokens, with a proof that covers floating-point rounding."""
 
 from howsmooth.bounds.certificates.certificate import Certificate
 from howsmooth.bounds.certificates.jacobian_parts import (

@@ -1,4 +1,4 @@
-"""The class ``Certificate``, and the steps that all certificates share: checks, evaluation, rounding."""
+"""The class ``Certificate``, and the input checks, evaluation and rounding that all certificates share."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from torch import Tensor
 
 from howsmooth.attention import SelfAttention
 from howsmooth.attention.map import check_tokens
-from howsmooth.attention.preconditions import require_formula, require_plain_scores
+from howsmooth.attention.theorem_preconditions import require_formula, require_plain_scores
+from howsmooth.bounds.attention_parameters import Head, Parameters, SiteLike
 from howsmooth.bounds.bound import Bound, Quantity
-from howsmooth.bounds.certificates.eigenvalues import norm
-from howsmooth.bounds.certificates.enclosed import Enclosed
-from howsmooth.bounds.certificates.rounded_heads import HeadsAt, heads_at
-from howsmooth.bounds.parameters import Head, Parameters, SiteLike
+from howsmooth.bounds.certificates.eigenvalue_bounds import norm
+from howsmooth.bounds.certificates.heads_with_error_bounds import HeadsAt, heads_at
+from howsmooth.bounds.certificates.number_with_error_bound import Enclosed
 from howsmooth.errors import ArgumentError, NonFiniteError
 from howsmooth.roundoff import U
 
@@ -25,7 +25,7 @@ __all__ = ["Certificate", "certify", "checked_input", "one_head"]
 
 @dataclass(frozen=True, eq=False)
 class Certificate:
-    """Upper bounds on ‖D_X f‖, one for each sequence of a batch, proved including rounding.
+    """Upper bounds on ‖D_X f‖, one for each sequence of a batch, with a proof that covers rounding.
 
     Attributes
     ----------
@@ -74,7 +74,7 @@ class Certificate:
 
 
 def checked_input(attention: object, X: object, *, any_scores: bool = True) -> tuple[SelfAttention, Tensor]:
-    """Check an attention and its tokens, and return both in float64 on the CPU.
+    """Check an attention and its tokens, and return both converted to float64 on the CPU.
 
     For a captured site, X = None stands for the tokens of the site. With ``any_scores`` scores may have a
     bias, a cap, sinks, and norms of the queries and keys of a head.
@@ -180,7 +180,7 @@ def one_head(f: SelfAttention, name: str) -> None:
 
 
 def check_iterations(iterations: object) -> int:
-    """Check the number of iterations of a search for weights: a whole number >= 0."""
+    """Raise ArgumentError unless the number of iterations of a search is a whole number >= 0."""
     if isinstance(iterations, bool) or not isinstance(iterations, int) or iterations < 0:
         raise ArgumentError("iterations", expected="a whole number >= 0", got=repr(iterations))
     return iterations
@@ -189,7 +189,7 @@ def check_iterations(iterations: object) -> int:
 def certify(
     name: str, source: str, f: SelfAttention, x: Tensor, evaluate: Callable[[HeadsAt], Enclosed]
 ) -> Certificate:
-    """Return the certificate of a batch, from a function ``evaluate`` that bounds one sequence.
+    """Compute the certificate of a batch with a function ``evaluate`` that bounds ‖D_X f‖ of one sequence.
 
     ``evaluate`` bounds the norm of a Jacobian J̃ formed from rounded weights, values and queries.
     ``distance`` adds a bound on ‖J − J̃‖, and the scaling by a power of two is undone.
@@ -211,7 +211,8 @@ def certify(
 
 
 def distance(at: HeadsAt) -> Tensor:
-    """Bound the norm of the difference between the exact Jacobian and the Jacobian of the heads in float64.
+    """Bound the norm of the difference between the exact Jacobian and the Jacobian of the heads stored in
+    float64.
 
     The change is J − J̃, where J is the exact Jacobian and J̃ the Jacobian of the rounded heads ``at``.
     """

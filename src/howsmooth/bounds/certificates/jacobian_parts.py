@@ -1,4 +1,6 @@
-"""Upper bounds on ‖D_X f‖ by Theorem N, which bounds three parts of the Jacobian separately."""
+"""Upper bounds on ‖D_X f‖ that split the Jacobian into three parts and bound each of them (Theorem N of the
+documentation).
+"""
 
 from __future__ import annotations
 
@@ -14,11 +16,11 @@ from howsmooth.bounds.certificates.certificate import (
     checked_input,
     one_head,
 )
-from howsmooth.bounds.certificates.eigenvalues import Rule, nonnegative_norm, norm, shrink
-from howsmooth.bounds.certificates.enclosed import Enclosed
+from howsmooth.bounds.certificates.eigenvalue_bounds import Rule, nonnegative_norm, norm, shrink
+from howsmooth.bounds.certificates.heads_with_error_bounds import HeadsAt
+from howsmooth.bounds.certificates.number_with_error_bound import Enclosed
 from howsmooth.bounds.certificates.quadratic_forms import diagonal_norms, key_sums, sandwich, value_sums
-from howsmooth.bounds.certificates.rounded_heads import HeadsAt
-from howsmooth.bounds.certificates.weight_search import Weights, joint_weights
+from howsmooth.bounds.certificates.token_weight_search import Weights, joint_weights
 from howsmooth.roundoff import U, gamma, up
 
 __all__ = ["certificate_frobenius", "certificate_heads", "certificate_parts"]
@@ -27,7 +29,8 @@ _SOURCE = 'howsmooth documentation, "Certificates at given tokens", {}'
 
 
 def certificate_parts(attention: object, X: Tensor | None = None, *, iterations: int = 30) -> Certificate:
-    """Bound ‖D_X f‖ of one head at given tokens by howsmooth's Theorem N, including all rounding.
+    """Bound ‖D_X f‖ of one head at given tokens by the sum of bounds on three parts of the Jacobian,
+    including rounding.
 
     The bound is ‖V‖‖P‖ + ν + max_i ‖V C_i A‖, where ν² = max_j q_j⁻¹ λ_max(Σ_i P_ij c_i y_i y_iᵀ) with
     c_i = λ_max(V Σ_j P_ij q_j z_ij z_ijᵀ Vᵀ), z_ij = x_j − m_i and weights q > 0. Every q gives a valid
@@ -67,7 +70,8 @@ def certificate_parts(attention: object, X: Tensor | None = None, *, iterations:
 
 
 def certificate_heads(attention: object, X: Tensor | None = None, *, iterations: int = 30) -> Certificate:
-    """Bound ‖D_X f‖ of multi-head attention at given tokens, with all rounding (Theorem N).
+    """Bound ‖D_X f‖ of multi-head attention at given tokens by the sum of bounds on three parts of the
+    Jacobian, including rounding.
 
     The bound is t₁ + ν + max_i ‖Σ_h W_h V_h C_i^h A_h‖. ν and c_i are defined as in
     :func:`certificate_parts`, with sums over all heads inside λ_max, and t₁ = min{‖W‖ ‖stack_h(‖P^h‖ V_h)‖,
@@ -105,7 +109,8 @@ def certificate_heads(attention: object, X: Tensor | None = None, *, iterations:
 
 
 def certificate_frobenius(attention: object, X: Tensor | None = None, *, iterations: int = 3) -> Certificate:
-    """Bound ‖D_X f‖ of a head at given tokens by howsmooth's Theorem N, with Frobenius norms of matrices.
+    """Bound ‖D_X f‖ of a head at given tokens like :func:`certificate_parts`, but with Frobenius norms, which
+    are faster.
 
     It uses λ_max(G) ≤ √tr G². It is cheaper than :func:`certificate_parts`, because no eigenvalue and no
     factorisation is computed.
@@ -136,7 +141,8 @@ def certificate_frobenius(attention: object, X: Tensor | None = None, *, iterati
 
 
 def parts_value(at: HeadsAt, *, iterations: int, rule: Rule = "cholesky") -> Enclosed:
-    """Return the bound of howsmooth's Theorem N on the norm of the Jacobian of attention.
+    """Return an upper bound on the norm of the Jacobian of attention, the sum of the bounds on its three
+    parts.
 
     The Jacobian is taken with the attention weights, values and queries as rounded to float64.
     """
@@ -151,7 +157,7 @@ def parts_value(at: HeadsAt, *, iterations: int, rule: Rule = "cholesky") -> Enc
 
 
 def averages(at: HeadsAt, rule: Rule) -> Enclosed:
-    """Bound the part of the Jacobian in which the attention weights are held fixed.
+    """Bound the part of the Jacobian that remains if the attention weights are held fixed.
 
     The part is Σ_h P^h ⊗ W_h V_h with the attention weights P^h.
     """
@@ -179,7 +185,7 @@ def averages(at: HeadsAt, rule: Rule) -> Enclosed:
 
 
 def moving_keys_norm(at: HeadsAt, weights: Weights, rule: Rule) -> Enclosed:
-    """Bound the part of the Jacobian that comes from the derivative of the keys.
+    """Bound the part of the Jacobian that comes from the derivative of the scores with respect to the keys.
 
     The bound is ν of Theorem N, see :func:`certificate_parts`.
     """

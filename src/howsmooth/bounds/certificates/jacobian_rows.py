@@ -1,4 +1,6 @@
-"""Certificate R: an upper bound on ‖D_X f‖ of one head from the norms of the Jacobian's block rows."""
+"""An upper bound on ‖D_X f‖ of one head from the norms of the block rows of the Jacobian (Theorem R of the
+documentation).
+"""
 
 from __future__ import annotations
 
@@ -16,11 +18,11 @@ from howsmooth.bounds.certificates.certificate import (
     checked_input,
     one_head,
 )
-from howsmooth.bounds.certificates.eigenvalues import shrink
-from howsmooth.bounds.certificates.enclosed import Enclosed
+from howsmooth.bounds.certificates.eigenvalue_bounds import shrink
+from howsmooth.bounds.certificates.heads_with_error_bounds import HeadsAt, row_blocks
+from howsmooth.bounds.certificates.number_with_error_bound import Enclosed
 from howsmooth.bounds.certificates.quadratic_forms import sandwich
-from howsmooth.bounds.certificates.rounded_heads import HeadsAt, row_blocks
-from howsmooth.bounds.certificates.weight_search import tidy
+from howsmooth.bounds.certificates.token_weight_search import tidy
 from howsmooth.roundoff import gamma, up
 
 __all__ = ["certificate_rows"]
@@ -34,7 +36,7 @@ _FIRST_POWER_STEPS = 20
 
 
 def certificate_rows(attention: object, X: Tensor | None = None, *, iterations: int = 30) -> Certificate:
-    """Bound ‖D_X f‖ of one head at given tokens by howsmooth's Theorem R, including all rounding.
+    """Bound ‖D_X f‖ of one head at given tokens from the block rows of the Jacobian, including rounding.
 
     The square of the bound is max_j q_j⁻¹ (Σ_i P_ij Λ_i + τ_j Λ_j). Λ_i = λ_max(V [Σ_j P_ij q_j B_ij
     B_ijᵀ + (q_i/τ_i) C_i A Aᵀ C_i] Vᵀ) with B_ij = I + z_ij y_iᵀ and weights q, τ > 0. Every q and τ give a
@@ -71,7 +73,8 @@ def certificate_rows(attention: object, X: Tensor | None = None, *, iterations: 
 
 
 def by_rows(at: HeadsAt, *, iterations: int) -> Enclosed:
-    """Bound the Jacobian's norm for one head by Theorem R, after a search for positive weights of the tokens.
+    """Bound the norm of the Jacobian of one head from its block rows, after a search for good weights of the
+    tokens.
 
     A search chooses the positive weights in the theorem.
     """
@@ -80,7 +83,8 @@ def by_rows(at: HeadsAt, *, iterations: int) -> Enclosed:
 
 
 def rows_value(at: HeadsAt, q: Float[Tensor, " n"], tau: Float[Tensor, " n"]) -> Enclosed:
-    """Evaluate Theorem R's bound on the Jacobian's norm for one head, at given weights q, τ of the tokens.
+    """Evaluate the bound from block rows on the norm of the Jacobian of one head, for given weights q, τ of
+    the tokens.
 
     The head's attention weights, values and queries are taken as rounded to float64. The bound holds for all
     positive weights q and τ.
@@ -97,7 +101,7 @@ def rows_value(at: HeadsAt, q: Float[Tensor, " n"], tau: Float[Tensor, " n"]) ->
 
 
 def row_weights(at: HeadsAt, iterations: int) -> tuple[Float[Tensor, " n"], Float[Tensor, " n"]]:
-    """Search for positive weights of the tokens at which Theorem R's bound on the Jacobian is small.
+    """Search for positive weights of the tokens for which the bound from block rows on the Jacobian is small.
 
     The two results are the weights q and τ.
     """
@@ -130,7 +134,7 @@ def row_weights(at: HeadsAt, iterations: int) -> tuple[Float[Tensor, " n"], Floa
 def _follow_top(
     matrices: Float[Tensor, "n r r"], u: Float[Tensor, "n r"], steps: int
 ) -> Float[Tensor, "n r"]:
-    """Improve estimates ``u`` of the matrices' leading eigenvectors by power steps."""
+    """Improve estimates ``u`` of the leading eigenvectors of matrices by steps of the power method."""
     for _ in range(steps):
         u = (matrices @ u[..., None])[..., 0]
         u = u / u.norm(dim=1, keepdim=True).clamp_min(1e-300)
@@ -140,7 +144,7 @@ def _follow_top(
 def row_squares(
     at: HeadsAt, q: Float[Tensor, " n"], terms: Terms | None = None
 ) -> Float[Tensor, "n value_dim value_dim"]:
-    """Return a Gram matrix of each block row of the Jacobian.
+    """Return the Gram matrix of each block row of the Jacobian.
 
     For row i the matrix is Σ_j P_ij q_j N_ij N_ijᵀ with N_ij = V + w_ij y_ijᵀ, where P_ij N_ij is the block
     of the Jacobian without its block-diagonal part. :func:`row_squares_slack` bounds the rounding errors.
@@ -183,7 +187,7 @@ def row_terms(at: HeadsAt) -> Iterator[tuple[slice, Tensor, Tensor]]:
 
 
 def row_squares_slack(at: HeadsAt, q: Float[Tensor, " n"]) -> Float[Tensor, " n"]:
-    """Return bounds on the rounding errors of the matrices of :func:`row_squares`."""
+    """Return bounds on the rounding errors of the Gram matrices that :func:`row_squares` returns."""
     head = at.heads[0]
     n, width = head.v.shape
     k, d = head.K.shape
@@ -197,7 +201,7 @@ def row_squares_slack(at: HeadsAt, q: Float[Tensor, " n"]) -> Float[Tensor, " n"
 
 
 def diagonal_squares(at: HeadsAt) -> tuple[Float[Tensor, "n value_dim value_dim"], Float[Tensor, " n"]]:
-    """Return the Gram matrix of each block on the Jacobian's diagonal, and bounds on their rounding errors.
+    """Return the Gram matrix of each diagonal block of the Jacobian, and bounds on the rounding errors.
 
     For row i the Gram matrix is F_i Q Qᵀ F_iᵀ with the factor F_i of :class:`HeadAt`.
     """

@@ -1,4 +1,5 @@
-"""The quadratic forms in Theorem N and Theorem R, and proved upper bounds on their largest eigenvalues.
+"""The quadratic forms that appear in certificates of attention, and proved upper bounds on their largest
+eigenvalues.
 
 For each row i of the attention, ``sandwich`` bounds λ_max(Σ_h O_h B_i^h O_hᵀ) for given positive semidefinite
 blocks B_i^h. The blocks are sums of nonnegative multiples of w wᵀ, with a rounding error of γ times their
@@ -15,11 +16,11 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from howsmooth.bounds.certificates.domination import Domination
-from howsmooth.bounds.certificates.eigenvalues import Rule, largest_eigenvalue, shrink
-from howsmooth.bounds.certificates.enclosed import Enclosed
-from howsmooth.bounds.certificates.rounded_heads import HeadAt, HeadsAt, row_blocks
-from howsmooth.bounds.certificates.weight_search import diagonal_guesses
+from howsmooth.bounds.certificates.congruence_eigenvalue_bounds import Domination
+from howsmooth.bounds.certificates.eigenvalue_bounds import Rule, largest_eigenvalue, shrink
+from howsmooth.bounds.certificates.heads_with_error_bounds import HeadAt, HeadsAt, row_blocks
+from howsmooth.bounds.certificates.number_with_error_bound import Enclosed
+from howsmooth.bounds.certificates.token_weight_search import diagonal_guesses
 from howsmooth.roundoff import gamma, up
 
 FULL_SPECTRUM = 128
@@ -29,7 +30,7 @@ __all__ = ["diagonal_norms", "key_sums", "sandwich", "value_sums"]
 
 
 def value_sums(head: HeadAt, q: Float[Tensor, " n"]) -> Float[Tensor, "n value_dim value_dim"]:
-    """Return, for each query, a weighted covariance of the values that it attends to.
+    """Return for each query a weighted covariance matrix of the values that it attends to.
 
     For row i it is Σ_j M_ij q_j w_ij w_ijᵀ with weights q_j, where w_ij is value j minus output i, and M_ij
     the attention weight, times the derivative of the soft cap if there is one. The rounding error is at most
@@ -44,7 +45,7 @@ def value_sums(head: HeadAt, q: Float[Tensor, " n"]) -> Float[Tensor, "n value_d
 
 
 def key_sums(head: HeadAt, c: Float[Tensor, " n"]) -> Float[Tensor, "n key_dim key_dim"]:
-    """Return, for each key, a weighted sum of the matrices q_i q_iᵀ of the queries q_i.
+    """Return for each key j a weighted sum over the queries i of the matrices q_i q_iᵀ.
 
     For key j it is Σ_i M_ij c_i q_i q_iᵀ, where q_i is query i and c_i a given weight. The rounding error is
     at most γ_{n+8} times the trace.
@@ -97,7 +98,8 @@ def sandwich(
 
 
 def diagonal_norms(at: HeadsAt, rule: Rule = "cholesky") -> Enclosed:
-    """Bound the block-diagonal part of the Jacobian, through which each token's query moves.
+    """Bound the norm of the block-diagonal part of the Jacobian, which contains the derivatives of the
+    queries.
 
     The result bounds the norm max_i ‖Σ_h W_h F_i^h Q_h‖ with the factors F_i^h of :class:`HeadAt`.
     """
@@ -130,7 +132,8 @@ def diagonal_norms(at: HeadsAt, rule: Rule = "cholesky") -> Enclosed:
 def _diagonal_norms_by_domination(
     at: HeadsAt, W: Float[Tensor, "rows m"], Qs: Sequence[Float[Tensor, "_k columns"]]
 ) -> Enclosed:
-    """Bound max_i ‖W F_i Q‖ through the matrices M_i = F_i Q Qᵀ F_iᵀ, with W and Q of all heads together.
+    """Bound max_i ‖W F_i Q‖ through the largest eigenvalues of W M_i Wᵀ with M_i = F_i Q Qᵀ F_iᵀ, for all
+    heads together.
 
     The squared norm is the largest eigenvalue of W M_i Wᵀ.
     """

@@ -1,4 +1,4 @@
-"""A search by projected gradients for the smallest change of tokens that changes a classifier's answer.
+"""A projected gradient search for the smallest change of the tokens that changes the answer of a classifier.
 
 The size of what it finds is an upper bound on every proved radius.
 """
@@ -10,7 +10,7 @@ import math
 import torch
 from torch import Tensor
 
-from howsmooth.bounds.radius.staged_network import Network
+from howsmooth.bounds.radius.transformer_network import Network
 
 __all__ = ["attack_radius"]
 
@@ -28,7 +28,8 @@ def attack_radius(
     steps: int = 30,
     seed: int = 0,
 ) -> float:
-    """Search for the smallest change of the tokens that changes a classifier's answer; return its size.
+    """Search for the smallest change of the tokens that changes the answer of a classifier, and return its
+    size.
 
     The size is infinite if no such change is found. The answer changes where ⟨functional, logits⟩ + offset ≤
     0. The margin is minimised on spheres of growing radius, from ``first``, along its normalised gradient,

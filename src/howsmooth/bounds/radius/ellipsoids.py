@@ -1,4 +1,4 @@
-"""Operations on ellipsoids around 0 that are given by matrices, such as sums, images and products.
+"""Operations on ellipsoids centred at 0 and given by matrices, such as sums, images and products.
 
 The ellipsoid of a matrix U is {y : |c·y|² ≤ cᵀ U c for all c}; matrices come in batches. They may be flat, or
 a point. Images are symmetric up to rounding only. Every function rounds outwards: its result contains the
@@ -14,8 +14,8 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from howsmooth.bounds.radius.rounded_tensor import INFLATION, plain, settled
 from howsmooth.bounds.radius.spectral_norm_bounds import largest_eigenvalue
+from howsmooth.bounds.radius.tensor_with_error_bound import INFLATION, plain, settled
 from howsmooth.roundoff import gamma
 
 __all__ = [
@@ -43,19 +43,21 @@ def _traces(shapes: Tensor) -> Tensor:
 
 
 def _enlarged(shapes: Tensor, squares: Tensor) -> Tensor:
-    """Add one number to all diagonal entries of each matrix of a batch, in place."""
+    """Add a number to all diagonal entries of each matrix of a batch, in place."""
     shapes.diagonal(dim1=-2, dim2=-1).add_(squares[..., None])
     return shapes
 
 
 def enclosing(shapes: Float[Tensor, "*batch d d"]) -> Float[Tensor, "*batch d d"]:
-    """Enlarge ellipsoids, given by matrices with rounding errors, to contain the exact ellipsoids."""
+    """Enlarge ellipsoids whose matrices have rounding errors, so that they contain the exact ellipsoids."""
     value, error = settled(shapes)
     return _enlarged((value + value.mT) / 2, error + gamma(_MORE) * _traces(value).abs())
 
 
 def gram(factors: Float[Tensor, "*batch d r"]) -> Float[Tensor, "*batch d d"]:
-    """Return ellipsoids that contain the ellipsoids of A Aᵀ, for factors A with rounding errors."""
+    """Return ellipsoids that contain the ellipsoids with the matrices A Aᵀ, for factors A with rounding
+    errors.
+    """
     value, error = settled(factors)
     found = value @ value.mT * (1 + _SHARE)
     squares = gamma(factors.shape[-1] + _MORE) * _traces(found) + (1 + 1 / _SHARE) * error**2
@@ -63,12 +65,12 @@ def gram(factors: Float[Tensor, "*batch d r"]) -> Float[Tensor, "*batch d d"]:
 
 
 def balls(radii: Float[Tensor, "*batch"], size: int) -> Float[Tensor, "*batch size size"]:
-    """Return the balls of the given radii in R^size, as ellipsoids."""
+    """Return the balls of the given radii in R^size as ellipsoids."""
     return radii.square()[..., None, None] * torch.eye(size, dtype=radii.dtype)
 
 
 def ellipsoid_sum(*shapes: Float[Tensor, "*batch d d"]) -> Float[Tensor, "*batch d d"]:
-    """Return an ellipsoid that contains all sums of points, one point from each given ellipsoid.
+    """Return an ellipsoid that contains the Minkowski sum of the given ellipsoids.
 
     It is Σ_i U_i / w_i, w_i > 0 of sum 1 (Cauchy and Schwarz), with the weights that make its trace smallest.
     """
@@ -94,7 +96,7 @@ def image(matrix: Float[Tensor, "... m d"], shapes: Float[Tensor, "... d d"]) ->
 
 
 def product(*shapes: Float[Tensor, "*batch d d"]) -> Float[Tensor, "*batch d d"]:
-    """Return ellipsoids that contain all entrywise products of points, one point from each given ellipsoid.
+    """Return ellipsoids that contain all entrywise products of one point from each given ellipsoid.
 
     Their matrices must be symmetric.
     """
@@ -155,7 +157,9 @@ def mixture(
 def half_widths(
     shapes: Float[Tensor, "... d d"], functionals: Float[Tensor, "... m d"]
 ) -> Float[Tensor, "... m"]:
-    """Bound the largest value of linear functionals w on ellipsoids with matrices U, which is √(wᵀ U w)."""
+    """Bound √(wᵀ U w), the maximum of a linear functional w on an ellipsoid with matrix U, for batches of
+    both.
+    """
     value, error = settled(functionals)
     trace = _traces(shapes)[..., None]
     slack = gamma(2 * shapes.shape[-1] + _MORE) * value.square().sum(-1) * trace
@@ -164,5 +168,5 @@ def half_widths(
 
 
 def radii(shapes: Float[Tensor, "... d d"], matrix: Float[Tensor, "... m d"] | None = None) -> Tensor:
-    """Bound the length of the points of each ellipsoid, or of their images under a matrix (..., m, d)."""
+    """Bound the norm of all points of each ellipsoid, or of their images under a matrix (..., m, d)."""
     return largest_eigenvalue(plain(shapes if matrix is None else image(matrix, shapes))).sqrt()

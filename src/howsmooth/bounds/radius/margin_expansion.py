@@ -1,6 +1,7 @@
-"""Lower bounds on a classifier's margin on a ball around its input, by Taylor expansions of two orders.
+"""Lower bounds on the margin of a classifier on a ball around its input, by Taylor expansions of second and
+third order.
 
-The remainder of every stage is bounded.
+The remainder of every layer is bounded.
 """
 
 from __future__ import annotations
@@ -12,12 +13,12 @@ import torch
 from torch import Tensor
 
 from howsmooth.bounds.radius.ellipsoids import balls, ellipsoid_sum, radii
+from howsmooth.bounds.radius.network_rounding_errors import Residuals, rounding_loss
 from howsmooth.bounds.radius.packed_quadratic_forms import Pairs
 from howsmooth.bounds.radius.partial_jacobians import Errors, PartialJacobians
-from howsmooth.bounds.radius.rounded_tensor import FUZZ, INFLATION, exact, plain, settled
-from howsmooth.bounds.radius.rounding_residuals import Residuals, rounding_loss
 from howsmooth.bounds.radius.second_order_remainders import Left, remainder_of
 from howsmooth.bounds.radius.spectral_norm_bounds import spectral_norm
+from howsmooth.bounds.radius.tensor_with_error_bound import FUZZ, INFLATION, exact, plain, settled
 from howsmooth.bounds.radius.third_order_remainders import Expansion, cubic_remainder_of
 
 __all__ = ["Bounds", "FirstDerivatives", "Losses", "SecondOrder", "ThirdOrder"]
@@ -28,7 +29,9 @@ _UNDERFLOWN = 2.0**-200
 
 
 class Losses(NamedTuple):
-    """A lower bound on the margin on a ball, and how much each part of the Taylor expansion lowers it."""
+    """A lower bound on the margin on a ball, and how much each error term of the Taylor expansion
+    reduces it.
+    """
 
     lower: float
     polynomial: float
@@ -37,7 +40,7 @@ class Losses(NamedTuple):
 
 
 class Bounds(NamedTuple):
-    """Bounds on the Taylor remainder of each stage, and ellipsoids of the errors that they cause.
+    """Bounds on the Taylor remainder of each layer, and ellipsoids of the errors that they cause.
 
     ``errors`` (n, width, width) contain the error of the state before each stage, and of the last state.
     """
@@ -47,7 +50,7 @@ class Bounds(NamedTuple):
 
 
 class FirstDerivatives:
-    """The values and derivatives of a network at tokens x that the second- and third-order expansions need.
+    """The values and derivatives of a network at tokens x that the second- and third-order expansions use.
 
     For changes injection (n, d, k) δ: ``tangents`` G_l, ``adjoints`` a_l, ``bent`` N_s, the derivative along
     δ of the adjoint of the output of the map of stage s; the margin's gradient g, and its Hessian H. They are
@@ -102,7 +105,7 @@ class FirstDerivatives:
         self._diagonalise(self.hessian)
 
     def _diagonalise(self, H: Tensor) -> None:
-        """Diagonalise the quadratic polynomial −g·δ − ½ δᵀHδ of the margin, and bound what rounding changes.
+        """Diagonalise the quadratic polynomial −g·δ − ½ δᵀHδ of the margin, and bound the effect of rounding.
 
         With z = Vᵀδ it is −c·z − ½ Σ λ_i z_i², where |z|² ≤ ``stretch`` |δ|².
         """
@@ -115,11 +118,13 @@ class FirstDerivatives:
         self.stretch = 1 + float(torch.linalg.vector_norm(V.mT @ V - torch.eye(len(H), dtype=H.dtype)))
 
     def own_adjoint(self, stage: int) -> Tensor:
-        """Return the gradient of the margin with respect to the output of one stage's layer."""
+        """Return the gradient of the margin with respect to the output of one layer before its residual is
+        added.
+        """
         return self.stages[stage].output_adjoint(self.states[stage], self.adjoints[stage + 1])
 
     def quadratic_loss(self, epsilon: float) -> float:
-        """Bound how much the quadratic polynomial g·δ + ½ δᵀHδ can lower the margin for |δ| ≤ ε.
+        """Bound how much the quadratic polynomial g·δ + ½ δᵀHδ can reduce the margin for |δ| ≤ ε.
 
         The maximum of −g·δ − ½ δᵀHδ is at most ½ λ ε² + ½ gᵀ(H + λ)⁻¹g, taken at the best λ.
         """
@@ -134,12 +139,14 @@ class FirstDerivatives:
         return min(value(size * 2.0 ** (-j / 4)) for j in range(-8, 60))
 
     def rounding_loss(self, epsilon: float) -> float:
-        """Bound how much rounding of the margin, its gradient and its Hessian lowers the margin."""
+        """Bound how much the rounding errors of the margin, its gradient and its Hessian can reduce the
+        margin.
+        """
         found = self.margin_error + self.gradient_error * epsilon + self.hessian_error * epsilon**2 / 2
         return found + _UNDERFLOWN
 
     def stage_losses(self, found: Sequence[Left], epsilon: float) -> Tensor:
-        """Bound how much the Taylor remainder of each stage can lower the margin.
+        """Bound how much the Taylor remainder of each layer can reduce the margin.
 
         That is (N δ) · R token by token, and the remainder's own effect on the margin.
         """
@@ -159,7 +166,7 @@ class SecondOrder:
     """
 
     def __init__(self, first: FirstDerivatives, check: Callable[[], None] = lambda: None) -> None:
-        """Prepare, for all radii ε, what the remainder of each stage is bounded with.
+        """Prepare the bounds on the remainders of all layers, as functions of the radius ε.
 
         ``check`` is called between steps of this and of later computations, and may raise to end them.
         """
@@ -170,7 +177,7 @@ class SecondOrder:
         self.remainders = self._remainders()
 
     def _remainders(self) -> list[Callable[[float, Tensor], Left]]:
-        """Return the objects that bound the remainder of each stage."""
+        """Return the objects that bound the Taylor remainder of each layer."""
         first, found = self.first, list[Callable[[float, Tensor], Left]]()
         for place, stage in enumerate(first.stages):
             self.check()
@@ -180,7 +187,9 @@ class SecondOrder:
         return found
 
     def __call__(self, epsilon: float) -> Losses:
-        """Return a lower bound on the margin over all changes |δ| ≤ ε, with the losses that it comes from."""
+        """Return a lower bound on the margin over all changes |δ| ≤ ε, with the error terms that
+        reduce it.
+        """
         first, found = self.first, self.bounds(epsilon)
         polynomial = first.quadratic_loss(epsilon) + self.cubic * epsilon**3
         stages = first.stage_losses(found.stages, epsilon)
@@ -190,7 +199,7 @@ class SecondOrder:
         return Losses(lower, polynomial, stages, rounding)
 
     def bounds(self, epsilon: float) -> Bounds:
-        """Bound the Taylor remainder of every stage for |δ| ≤ ε, given the errors that earlier ones cause.
+        """Bound the Taylor remainder of each layer for |δ| ≤ ε, given the errors of the earlier layers.
 
         What a stage leaves out contains its residuals. The factor covers the rounding of all formulas.
         """
@@ -218,7 +227,8 @@ class ThirdOrder(SecondOrder):
     """
 
     def _remainders(self) -> list[Callable[[float, Tensor], Left]]:
-        """Return the objects that bound the remainder of each stage, and bound the margin's cubic form.
+        """Return the objects that bound the Taylor remainder of each layer, and bound the cubic form of the
+        margin.
 
         The quadratic forms of all states are computed on the way.
         """
@@ -248,7 +258,7 @@ class ThirdOrder(SecondOrder):
 
 
 def _symmetric_norm(cubic: Tensor, pairs: Pairs) -> Tensor:
-    """Bound the cubic form |c[δ, δ, δ]| over all |δ| ≤ 1.
+    """Bound the absolute value of the cubic form c[δ, δ, δ] over all |δ| ≤ 1.
 
     The bound is the spectral norm of the unfolded symmetric part of c, which has the shape (k, p).
     """
@@ -259,7 +269,7 @@ def _symmetric_norm(cubic: Tensor, pairs: Pairs) -> Tensor:
 
 
 def _narrow(matrices: Tensor) -> tuple[Tensor, Tensor]:
-    """Compress matrices A with many columns to matrices B with few, such that A Aᵀ ≤ B Bᵀ + s I.
+    """Compress matrices A with many columns to matrices B with few columns, such that A Aᵀ ≤ B Bᵀ + s I.
 
     The matrices A have the shape (n, d, k), and B at most d columns.
 

@@ -7,7 +7,7 @@ import math
 import torch
 from torch import Tensor
 
-from howsmooth.bounds.radius.rounded_tensor import multilinear, rowwise
+from howsmooth.bounds.radius.tensor_with_error_bound import multilinear, rowwise
 
 __all__ = ["Pairs"]
 
@@ -16,7 +16,8 @@ _ROUNDINGS = 8
 
 
 class Pairs:
-    """The packing of symmetric k × k matrices into vectors of length p = k(k + 1)/2, and its inverse.
+    """Conversion between symmetric k × k matrices and vectors of length p = k(k + 1)/2, which store each pair
+    of entries once.
 
     The inner product of the vectors of S and S' is tr(S S'). The entries outside the diagonal are multiplied
     by √2, so that δδᵀ becomes a vector of norm |δ|².
@@ -29,7 +30,7 @@ class Pairs:
         self.weight[self.i == self.j] = 1.0
 
     def packed(self, forms: Tensor) -> Tensor:
-        """Pack matrices (*batch, k, k) into vectors (*batch, p); only their symmetric parts count."""
+        """Pack the symmetric parts of matrices (*batch, k, k) into vectors (*batch, p)."""
 
         def vectors(forms: Tensor) -> Tensor:
             return self.weight / 2 * (forms[..., self.i, self.j] + forms[..., self.j, self.i])
@@ -37,7 +38,7 @@ class Pairs:
         return multilinear(vectors, forms, roundings=_ROUNDINGS)
 
     def square(self, linear: Tensor) -> Tensor:
-        """Square linear forms (*batch, k), which gives packed quadratic forms (*batch, p)."""
+        """Square linear forms (*batch, k), and return the results as packed quadratic forms (*batch, p)."""
 
         def vectors(linear: Tensor, same: Tensor) -> Tensor:
             # Products of slices are much faster than those of entries that are taken by their indices.
@@ -47,7 +48,9 @@ class Pairs:
         return rowwise(vectors, linear, linear, roundings=_ROUNDINGS)
 
     def product(self, left: Tensor, right: Tensor) -> Tensor:
-        """Multiply pairs of linear forms (*batch, k), which gives packed quadratic forms (*batch, p)."""
+        """Multiply pairs of linear forms (*batch, k), and return the results as packed quadratic forms
+        (*batch, p).
+        """
 
         def vectors(left: Tensor, right: Tensor) -> Tensor:
             rows = [

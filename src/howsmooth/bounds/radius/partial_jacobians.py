@@ -1,4 +1,4 @@
-"""Partial Jacobians of a network, and how the errors that its stages leave out travel along them."""
+"""Partial Jacobians of a network, and the propagation of the Taylor remainders of its layers along them."""
 
 from __future__ import annotations
 
@@ -8,18 +8,18 @@ import torch
 from torch import Tensor
 
 from howsmooth.bounds.radius.ellipsoids import ellipsoid_sum, image
-from howsmooth.bounds.radius.rounded_tensor import exact, settled
-from howsmooth.bounds.radius.rounding_residuals import length
-from howsmooth.bounds.radius.staged_network import Network, Stage
-from howsmooth.bounds.radius.stages import Attention
+from howsmooth.bounds.radius.network_rounding_errors import length
+from howsmooth.bounds.radius.tensor_with_error_bound import exact, settled
+from howsmooth.bounds.radius.transformer_layers import Attention
+from howsmooth.bounds.radius.transformer_network import Network, Stage
 
 __all__ = ["Errors", "PartialJacobians", "Step", "partial_jacobians"]
 
 
 class Step(NamedTuple):
-    """The Jacobians along which the error of a network's state passes one stage.
+    """The Jacobians along which the error of the state of a network propagates through one stage.
 
-    ``own`` (n, width', width) is the Jacobian of a stage that leaves tokens apart. Attention has none, but
+    ``own`` (n, width', width) is the Jacobian of a stage that does not mix tokens. Attention has none, but
     ``sources``: the Jacobians (m, n', width', width_s) of its output with respect to each of the m tokens at
     the input of this attention layer, which stands last, and of all earlier ones.
     """
@@ -29,7 +29,7 @@ class Step(NamedTuple):
 
 
 class PartialJacobians(NamedTuple):
-    """The states of a network at one input, and the Jacobians along which errors travel there.
+    """The states of a network at one input, and the Jacobians along which errors propagate there.
 
     ``stages`` are the network's, with weights that carry rounding errors; ``states`` are the computed states,
     ``state_errors`` the rounding errors of the step to each. ``steps`` are the Jacobians for each stage;
@@ -45,7 +45,7 @@ class PartialJacobians(NamedTuple):
 
 
 def partial_jacobians(network: Network, x: Tensor) -> PartialJacobians:
-    """Return the states of a network at tokens x (n, d), and the Jacobians along which errors travel.
+    """Return the states of a network at tokens x (n, d), and the Jacobians along which errors propagate.
 
     They do not depend on which tokens move.
     """
@@ -78,7 +78,7 @@ def partial_jacobians(network: Network, x: Tensor) -> PartialJacobians:
 
 
 class Errors:
-    """Ellipsoids that contain the error of a network's state, token by token, from one stage to the next.
+    """Ellipsoids that contain the error of the state of a network, for each token, from stage to stage.
 
     ``state`` (n, width, width) contains the error that all stages so far have caused. ``lengths`` bounds the
     errors that stages caused between two attention layers, at the input of the second one.
@@ -120,6 +120,6 @@ class Errors:
 
 
 def _carried(step: Step, shapes: Tensor, added: Tensor) -> Tensor:
-    """Return the ellipsoids of errors after a stage that leaves tokens apart and adds an error."""
+    """Return the ellipsoids of errors after a stage that does not mix tokens and adds an error."""
     assert step.own is not None
     return ellipsoid_sum(image(step.own, shapes), added)

@@ -1,4 +1,6 @@
-"""``robust_radius``: how far tokens may move before a pretrained classifier can change its answer."""
+"""The function ``robust_radius``, which bounds how far tokens may move before a pretrained classifier can
+change its answer.
+"""
 
 from __future__ import annotations
 
@@ -15,11 +17,11 @@ from torch import Tensor, nn
 
 from howsmooth.bounds.radius.attack import attack_radius
 from howsmooth.bounds.radius.margin_expansion import FirstDerivatives, Losses, SecondOrder, ThirdOrder
-from howsmooth.bounds.radius.model_reading import embedded, read_classifier
 from howsmooth.bounds.radius.partial_jacobians import partial_jacobians
-from howsmooth.bounds.radius.result import RobustRadius
-from howsmooth.bounds.radius.rounded_tensor import FUZZ, exact
-from howsmooth.bounds.radius.staged_network import Network
+from howsmooth.bounds.radius.pretrained_classifier_reader import embedded, read_classifier
+from howsmooth.bounds.radius.robust_radius_result import RobustRadius
+from howsmooth.bounds.radius.tensor_with_error_bound import FUZZ, exact
+from howsmooth.bounds.radius.transformer_network import Network
 from howsmooth.errors import ArgumentError, NonFiniteError
 
 __all__ = ["NetworkAtInput", "robust_radius"]
@@ -46,7 +48,7 @@ def robust_radius(
     attack: bool = True,
     seed: int = 0,
 ) -> RobustRadius:
-    """Return a radius within which a classifier's answer does not change, however the tokens move.
+    """Return a radius within which the answer of a classifier does not change, however the tokens move.
 
     The network is expanded around the input along its own partial Jacobians, to the second or the third
     order. The remainder of each stage is bounded token by token, head by head and neuron by neuron; no
@@ -133,7 +135,7 @@ def robust_radius(
 
 
 class NetworkAtInput:
-    """A classifier at one input, from which robust radii for any choice of moving tokens are computed.
+    """A classifier at one input, for computing robust radii when any chosen tokens may move.
 
     The partial Jacobians are computed once for all of these radii.
 
@@ -162,7 +164,7 @@ class NetworkAtInput:
         seed: int = 0,
         guess: float = 0.05,
     ) -> RobustRadius:
-        """Return the robust radius if the given tokens move and all others stay.
+        """Return the robust radius if the given tokens may move and all other tokens are fixed.
 
         ``guess`` is where the search for the radius begins, in the Euclidean norm.
         """
@@ -288,7 +290,9 @@ class _Clock:
 
 
 class _Margin:
-    """A function that bounds a classifier's margin from below for |δ| ≤ ε, and remembers its results."""
+    """A function that returns a lower bound on the margin of a classifier for |δ| ≤ ε, and caches its
+    results.
+    """
 
     def __init__(self, first: FirstDerivatives, order: int, check: Callable[[], None]) -> None:
         self.first, self._kind, self._check = first, SecondOrder if order == 2 else ThirdOrder, check
@@ -299,20 +303,22 @@ class _Margin:
         return self._kind(self.first, self._check)
 
     def __call__(self, epsilon: float) -> Losses:
-        """Return a lower bound on the margin for |δ| ≤ ε, and how much each error term lowers it."""
+        """Return a lower bound on the margin for |δ| ≤ ε, and how much each error term reduces it."""
         if epsilon not in self._found:
             self._found[epsilon] = self._expansion(epsilon)
         return self._found[epsilon]
 
     def curve(self) -> list[tuple[float, float]]:
-        """Return all pairs (ε, finite lower bound on the margin) computed so far, with ε ascending."""
+        """Return all computed pairs (ε, lower bound on the margin) with a finite bound, in order of
+        increasing ε.
+        """
         return sorted((e, found.lower) for e, found in self._found.items() if math.isfinite(found.lower))
 
 
 def _directions(
     logits: Tensor, target: int | Tensor | None, threshold: float
 ) -> tuple[int | None, list[tuple[int | None, Tensor, float]]]:
-    """Return the predicted class, and the combinations of logits that must stay positive to keep it.
+    """Return the predicted class, and the differences of logits that must stay positive for this prediction.
 
     Each combination comes as the rival class, the factors of the logits, and a constant.
     """
@@ -334,7 +340,8 @@ def _directions(
 
 
 def _largest(margin: _Margin, most: float, guess: float) -> float:
-    """Search for the largest ε at which the proved lower bound on the margin is positive, to about 0.2 %.
+    """Search for the largest ε for which the proved lower bound on the margin is positive, with relative
+    accuracy 0.2 %.
 
     No ε above ``most`` is tried. The search begins at ``guess`` and ends when the time is over. The bound is
     positive at the ε that is returned, which is 0 if none was found.
@@ -351,7 +358,7 @@ def _largest(margin: _Margin, most: float, guess: float) -> float:
             break
         # Far beyond the radius the bound is infinite or no number.
         loss = max((whole - lower) / whole, 1e-300) if math.isfinite(lower) else math.inf
-        (proved if lower > 0 else failed).append(_Tried(epsilon, loss**-0.5))
+        (proved if lower > 0 else failed).append(_Tried(epsilon, 1 / math.sqrt(loss)))
         if lower > 0 and (epsilon >= most or epsilon > _FARTHEST):
             break
         # What failed last is closest, too, since each ε lies between what was proved and what failed.
@@ -393,16 +400,16 @@ def _expected(proved: list[_Tried], failed: list[_Tried], bisect: bool) -> float
     if proved:
         last, height = proved[-1]
         # Where little is lost, the loss is a low power of ε; near the radius it grows much faster.
-        one = last * height ** (2 / (4 if height > 2 else 12))
+        one = last * math.pow(height, 1 / 2 if height > 2 else 1 / 6)
         return min(one if line is None else line, 3 * last)
     last, height = failed[-1]
     if len(failed) == 1:
-        return last * max(0.8, height ** (2 / 20))
+        return last * max(0.8, math.pow(height, 1 / 10))
     return last / 2
 
 
 def _network(model: object, inputs: Tensor | Mapping[str, Tensor]) -> tuple[Network, Tensor]:
-    """Return a model as a network of stages, and its embedded tokens (n, d), all in float64."""
+    """Convert a model to a Network, and return it with its embedded tokens (n, d), all in float64."""
     if isinstance(model, Network):
         return model, _embedded_tokens(inputs)
     module = getattr(model, "model", model) if not isinstance(model, nn.Module) else model

@@ -1,4 +1,4 @@
-"""Bounds on each stage's Taylor remainder on a ball, for the second-order expansion of the margin.
+"""Bounds on the Taylor remainder of each layer on a ball, for the second-order expansion of the margin.
 
 There is one class for each kind of stage. The displacement of a token at the input of a stage is Δ = G δ + e,
 |δ| ≤ ε, e in an ellipsoid. A remainder is made once for all ε. It then turns ε and the ellipsoids (n, d, d)
@@ -30,9 +30,16 @@ from howsmooth.bounds.radius.ellipsoids import (
     radii,
     weighted_images,
 )
-from howsmooth.bounds.radius.rounded_tensor import INFLATION, lower, upper
 from howsmooth.bounds.radius.spectral_norm_bounds import spectral_norm, weighted_norm
-from howsmooth.bounds.radius.stages import Attention, FeedForward, GatedFeedForward, Map, Norm, Softmax
+from howsmooth.bounds.radius.tensor_with_error_bound import INFLATION, lower, upper
+from howsmooth.bounds.radius.transformer_layers import (
+    Attention,
+    FeedForward,
+    GatedFeedForward,
+    Map,
+    Norm,
+    Softmax,
+)
 
 # A displacement beyond this share of a token's length counts as the whole length.
 NEARLY_ONE = 1 - 1e-6
@@ -63,14 +70,16 @@ __all__ = [
 
 
 class Left(NamedTuple):
-    """Bounds on one stage's Taylor remainder: ellipsoids that contain it, and its effect on the margin."""
+    """Bounds on the Taylor remainder of one layer: ellipsoids that contain it, and its effect on
+    the margin.
+    """
 
     shape: Tensor
     margin: Tensor
 
 
 def norm_shape(norm: Norm, bound: Tensor) -> Tensor:
-    """Return the ellipsoids of all vectors √d · gain ∘ w with |w| ≤ ``bound``, one for each token."""
+    """Return for each token the ellipsoid of all vectors √d · gain ∘ w with |w| ≤ ``bound``."""
     factor = norm.scaled(torch.eye(len(norm.gain), dtype=bound.dtype))
     return bound.square()[:, None, None] * enclosing(factor.square())
 
@@ -91,7 +100,8 @@ class NormRemainder:
         self.adjoint = torch.linalg.vector_norm(norm.scaled(adjoint), dim=1)
 
     def __call__(self, epsilon: float, errors: Tensor) -> Left:
-        """Return bounds on the norm layer's remainder for |δ| ≤ ε, given ellipsoids of the input errors.
+        """Return bounds on the Taylor remainder of the norm layer for |δ| ≤ ε, given ellipsoids of the input
+        errors.
 
         They are infinite where a token could be displaced by its whole length.
         """
@@ -146,7 +156,9 @@ class FeedForwardRemainder:
         self.adjoint = adjoint @ layer.down
 
     def __call__(self, epsilon: float, errors: Tensor) -> Left:
-        """Return bounds on the feed-forward remainder for |δ| ≤ ε, given ellipsoids of the input's errors."""
+        """Return bounds on the Taylor remainder of the feed-forward layer for |δ| ≤ ε, given ellipsoids of
+        the input errors.
+        """
         # Ellipsoid matrices are squares of lengths: ε² belongs to changes linear in δ, ε⁴ to quadratic ones.
         linear = epsilon**2 * self.linear
         y = enclosing(image(self.layer.up, errors))
@@ -180,7 +192,9 @@ class GatedFeedForwardRemainder:
         self.adjoint = adjoint @ layer.down
 
     def __call__(self, epsilon: float, errors: Tensor) -> Left:
-        """Return bounds on the gated layer's remainder for |δ| ≤ ε, given ellipsoids of the input errors."""
+        """Return bounds on the Taylor remainder of the gated layer for |δ| ≤ ε, given ellipsoids of the input
+        errors.
+        """
         layer = self.layer
         y, w = enclosing(image(layer.gate, errors)), enclosing(image(layer.up, errors))
         z, v = ellipsoid_sum(epsilon**2 * self.linear, y), ellipsoid_sum(epsilon**2 * self.linear_v, w)
@@ -196,7 +210,7 @@ class GatedFeedForwardRemainder:
 
 
 def gated_rest(layer: GatedFeedForward, z: Tensor, v: Tensor, dz: Tensor, dv: Tensor) -> Tensor:
-    """Bound the error of the third-order Taylor polynomial of φ(z) v, for each neuron of a gated layer.
+    """Bound the error of the third-order Taylor polynomial of φ(z) v for each neuron of a gated layer.
 
     The changes of z and v lie in the ellipsoids ``dz`` and ``dv`` (n, m, m).
     """
@@ -210,7 +224,7 @@ def product_shape(
     rest: Tensor,
     *outputs: Tensor,
 ) -> Tensor:
-    """Return ellipsoids that contain the changes of a feed-forward layer's outputs.
+    """Return ellipsoids that contain the changes of the outputs of a feed-forward layer.
 
     The ellipsoids contain W₂ (Σ factor ∘ w + r) + v for w in ellipsoids (n, m, m), |r| ≤ ``rest`` entry by
     entry, and v in each of the ellipsoids ``outputs`` (n, d_out, d_out).
@@ -221,12 +235,12 @@ def product_shape(
 
 
 def pulled_product(combination: Tensor, matrix: Tensor) -> Tensor:
-    """Bound the inner product of a given vector with all points of an ellipsoid, for each of n tokens."""
+    """Bound the inner product of a given vector with every point of an ellipsoid, for each of n tokens."""
     return half_widths(matrix, combination[:, None])[:, 0]
 
 
 def mean_square(weights: Tensor, values: Tensor) -> Tensor:
-    """Return the root of the weighted mean of squared values in each row, for given attention weights.
+    """Return for each query the root mean square of given values, weighted by its attention weights.
 
     ``values`` has the shape (heads, n) or (heads, rows, n).
     """
@@ -236,7 +250,8 @@ def mean_square(weights: Tensor, values: Tensor) -> Tensor:
 
 
 class Reached(NamedTuple):
-    """Bounds on how much errors of the tokens change the queries, keys, scores and values of attention.
+    """Bounds on the changes of the queries, keys, scores and values of attention that errors of the tokens
+    cause.
 
     ``query`` (H, rows) and ``each_key`` (H, n) bound the changes of queries and keys, ``key`` (H, rows) the
     mean square of the latter, ``score`` (H, rows, n) the changes of centred scores, and ``pulled`` (H, rows)
@@ -253,7 +268,7 @@ class Reached(NamedTuple):
 
 
 class AttentionErrors:
-    """A function from ellipsoids of the tokens' errors to bounds on their effect in an attention layer."""
+    """A function that bounds the effect of token errors, given as ellipsoids, in an attention layer."""
 
     def __init__(self, attention: Attention, own: Softmax, adjoint: Tensor) -> None:
         self.attention, self.weights = attention, largest_weights(attention, own)
@@ -265,7 +280,7 @@ class AttentionErrors:
         self.by_query = torch.einsum("hije,hied->hijd", keys, attention.query_maps())
 
     def __call__(self, errors: Tensor) -> Reached:
-        """Bound how much errors of the tokens change an attention's queries, keys, scores and values.
+        """Bound the effect of token errors on the queries, keys, scores and values of an attention layer.
 
         ``errors`` has one ellipsoid for each token.
         """
@@ -285,15 +300,16 @@ class AttentionErrors:
 
 
 def spread_shape(covariance: Tensor, factor: Tensor) -> Tensor:
-    """Scale ellipsoids of the covariance of values with scores by a bound on the scores' deviation.
+    """Multiply ellipsoids of covariances between values and scores by the square of a bound on the score
+    deviation.
 
-    They are covariance · factor².
+    The results are covariance · factor².
     """
     return covariance * factor.square()[..., None, None]
 
 
 class AttentionRemainder:
-    """Bounds on the Taylor remainder of attention, computed for each row and each head.
+    """Bounds on the Taylor remainder of attention, computed for each query and each head.
 
     A score changes by t = ℓ + b, linear and bilinear. With h(s) = E_{P_s}[v + s dv], P_s ∝ P e^{st}, the
     remainder is Cov(v, b) + ∫ (1 − s) (2 Cov_s(dv, t) + κ_s(v + s dv, t, t)) ds, κ the third cumulant.
@@ -323,7 +339,9 @@ class AttentionRemainder:
         self.pulled = spectral_norm(root[..., None] * dc)
 
     def __call__(self, epsilon: float, errors: Tensor) -> Left:
-        """Return bounds on the attention's remainder for |δ| ≤ ε, given ellipsoids of the input errors."""
+        """Return bounds on the Taylor remainder of attention for |δ| ≤ ε, given ellipsoids of the input
+        errors.
+        """
         P, of = self.weights, self.errors(errors)
         dq = epsilon * self.query + of.query
         dk = epsilon * self.key + of.key
@@ -355,13 +373,14 @@ class AttentionRemainder:
 
 
 def largest_weights(attention: Attention, own: Softmax) -> Tensor:
-    """Return upper bounds on the attention weights, zero for the keys that a query does not see."""
+    """Return upper bounds on the attention weights, which are zero for keys that a query does not see."""
     P = upper(own.weights)
     return P if attention.visible is None else P * attention.visible[attention.rows]
 
 
 def value_covariance(attention: Attention, own: Softmax) -> Tensor:
-    """Return an upper bound on the covariance of the projected values under each row's attention weights.
+    """Return an upper bound on the covariance matrix of the projected values under the attention weights of
+    each query.
 
     It is Σ_j P_j v̄_j v̄_jᵀ (H, rows, d_out, d_out) of the values after the output map. It contains Cov(v, x)
     for scores x of deviation 1.
@@ -373,7 +392,8 @@ def value_covariance(attention: Attention, own: Softmax) -> Tensor:
 
 
 def value_shapes(weights: Tensor, changes: Tensor) -> Tensor:
-    """Return ellipsoids that contain the covariances of the values' changes with scores, for |δ| ≤ 1.
+    """Return ellipsoids that contain the covariances between the changes of the values and the scores, for
+    |δ| ≤ 1.
 
     They contain Cov(V δ, x) for all scores x of deviation at most 1, and have the shape (H, rows, d_out,
     d_out). They are Σ_j P_j V_j V_jᵀ, or the ball of :func:`weighted_norm` where its trace is smaller.
@@ -387,7 +407,7 @@ def value_shapes(weights: Tensor, changes: Tensor) -> Tensor:
 def remainder_of(
     stage: Map, u: Tensor, tangents: Tensor, adjoint: Tensor
 ) -> AttentionRemainder | NormRemainder | TokenWise:
-    """Return the object that bounds the Taylor remainder of a layer at tokens u (n, d)."""
+    """Return the object that bounds the second-order Taylor remainder of a layer at tokens u (n, d)."""
     if isinstance(stage, Attention):
         return AttentionRemainder(stage, u, tangents, adjoint)
     if isinstance(stage, Norm):

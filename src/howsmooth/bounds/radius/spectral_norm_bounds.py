@@ -1,4 +1,5 @@
-"""Upper bounds on the spectral norms of batches of matrices, by powers of Gram matrices; rounded upwards.
+"""Upper bounds on the spectral norms of batches of matrices, computed by powers of Gram matrices and rounded
+up.
 
 A measured matrix is bounded by its computed numbers and the bound on its rounding error.
 """
@@ -10,7 +11,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from howsmooth.bounds.radius.packed_quadratic_forms import Pairs
-from howsmooth.bounds.radius.rounded_tensor import settled
+from howsmooth.bounds.radius.tensor_with_error_bound import settled
 from howsmooth.roundoff import LOST, gamma
 
 __all__ = ["each_form_norm", "form_norm", "largest_eigenvalue", "spectral_norm", "weighted_norm"]
@@ -62,7 +63,8 @@ def _trace(matrices: Tensor) -> Tensor:
 def weighted_norm(
     weights: Float[Tensor, "heads rows n"], changes: Float[Tensor, "heads n e k"]
 ) -> Float[Tensor, "heads rows"]:
-    """Bound √(Σ_j w_ij |C_j δ|²) over all |δ| ≤ 1, for matrices C_j and each row i of nonnegative weights.
+    """Bound √(Σ_j w_ij |C_j δ|²) over all |δ| ≤ 1 for each row i of nonnegative weights, where C_j are
+    matrices.
 
     For few columns the k × k matrix Σ_j w_ij C_jᵀC_j is formed. For many, the n × n matrix of the norms of
     the blocks √(w_ij w_il) C_j C_lᵀ takes its place: its largest eigenvalue is not smaller.
@@ -83,7 +85,7 @@ def weighted_norm(
 
 
 def form_norm(forms: Float[Tensor, "*batch m p"], pairs: Pairs) -> Float[Tensor, "*batch"]:
-    """Bound the length of the vector (δᵀ Q_1 δ, ..., δᵀ Q_m δ), for quadratic forms Q_i and all |δ| ≤ 1.
+    """Bound the norm of the vector (δᵀ Q_1 δ, ..., δᵀ Q_m δ) over all |δ| ≤ 1, for quadratic forms Q_i.
 
     Each quadratic form Q_i is given as a vector over pairs of indices (:class:`Pairs`). The vector of δδᵀ has
     norm 1, and its trace part has norm 1/√k: both are used, and the smaller bound is taken.
@@ -104,7 +106,7 @@ def form_norm(forms: Float[Tensor, "*batch m p"], pairs: Pairs) -> Float[Tensor,
 
 
 def each_form_norm(forms: Float[Tensor, "*batch p"], pairs: Pairs) -> Float[Tensor, "*batch"]:
-    """Bound the spectral norm of each quadratic form Q separately, that is, |δᵀ Q δ| for |δ| ≤ 1."""
+    """Bound the spectral norm of each quadratic form Q, which is the maximum of |δᵀ Q δ| over |δ| ≤ 1."""
     value, error = settled(forms)
     flat = value.reshape(-1, forms.shape[-1])
     found = []

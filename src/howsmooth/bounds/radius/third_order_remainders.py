@@ -1,4 +1,4 @@
-"""Bounds on each stage's Taylor remainder on a ball, for the third-order expansion of the margin.
+"""Bounds on the Taylor remainder of each layer on a ball, for the third-order expansion of the margin.
 
 The displacement of a token at the input of a stage is Δ = G δ + e, e = ½ Q[δ, δ] + x, x in an ellipsoid. A
 remainder turns ε and the ellipsoids (n, d, d) of x into ``shape``, ellipsoids that contain S_j with
@@ -29,7 +29,6 @@ from howsmooth.bounds.radius.ellipsoids import (
     scaled,
 )
 from howsmooth.bounds.radius.packed_quadratic_forms import Pairs
-from howsmooth.bounds.radius.rounded_tensor import INFLATION, lower, plain, upper
 from howsmooth.bounds.radius.second_order_remainders import (
     NEARLY_ONE,
     AttentionErrors,
@@ -51,7 +50,15 @@ from howsmooth.bounds.radius.spectral_norm_bounds import (
     spectral_norm,
     weighted_norm,
 )
-from howsmooth.bounds.radius.stages import Attention, FeedForward, GatedFeedForward, Map, Norm, Softmax
+from howsmooth.bounds.radius.tensor_with_error_bound import INFLATION, lower, plain, upper
+from howsmooth.bounds.radius.transformer_layers import (
+    Attention,
+    FeedForward,
+    GatedFeedForward,
+    Map,
+    Norm,
+    Softmax,
+)
 
 # So many outputs of attention are expanded at once.
 _OUTPUTS = 16
@@ -68,7 +75,8 @@ __all__ = [
 
 @dataclass(frozen=True, eq=False)
 class Expansion:
-    """A layer's input tokens, expanded to second order in δ, and the margin's gradient at its output.
+    """The input tokens of a layer as a second-order polynomial in δ, and the gradient of the margin at the
+    layer's output.
 
     ``u`` (n, d), ``tangents`` G (n, d, k), ``forms`` Q (n, d, p). ``given`` says that the tokens are the
     input of the network, which has no forms and no errors.
@@ -112,7 +120,8 @@ class CubicNorm:
         self.cubic = own.T @ (1.5 * y - 0.5 * square) + radial.T @ (1.5 * square - 2.5 * y)
 
     def __call__(self, epsilon: float, errors: Tensor) -> Left:
-        """Return bounds on the norm layer's remainder for |δ| ≤ ε, given ellipsoids of the input errors.
+        """Return bounds on the Taylor remainder of the norm layer for |δ| ≤ ε, given ellipsoids of the input
+        errors.
 
         They are infinite where a token could be displaced by its whole length.
         """
@@ -161,7 +170,9 @@ class CubicFeedForward:
         self.third = image(layer.down, third)
 
     def __call__(self, epsilon: float, errors: Tensor) -> Left:
-        """Return bounds on the feed-forward remainder for |δ| ≤ ε, given ellipsoids of the input's errors."""
+        """Return bounds on the Taylor remainder of the feed-forward layer for |δ| ≤ ε, given ellipsoids of
+        the input errors.
+        """
         activation = self.layer.activation
         linear = epsilon**2 * self.linear
         error = enclosing(image(self.layer.up, errors))
@@ -212,7 +223,9 @@ class CubicGatedFeedForward:
             self.cubic += (by_z + by_v).T @ pairs.square(dz[j])
 
     def __call__(self, epsilon: float, errors: Tensor) -> Left:
-        """Return bounds on the gated layer's remainder for |δ| ≤ ε, given ellipsoids of the input errors."""
+        """Return bounds on the Taylor remainder of the gated layer for |δ| ≤ ε, given ellipsoids of the input
+        errors.
+        """
         layer = self.layer
         p, q = epsilon**2 * self.linear, epsilon**2 * self.linear_v
         y = ellipsoid_sum(epsilon**4 * self.squared, enclosing(image(layer.gate, errors)))
@@ -239,7 +252,7 @@ class CubicGatedFeedForward:
 
 
 class CubicAttention:
-    """Bounds on the third-order Taylor remainder of attention, computed for each row and each head.
+    """Bounds on the third-order Taylor remainder of attention, computed for each query and each head.
 
     A score changes by t = ℓ + c with ℓ linear in δ and c = ½ ℓ(Q) + b + ℓ(x), b = dq·dk; a value by
     dv = v₁ + v₂, v₂ = ½ V Q + V x. With h(s) = E_{P_s}[v + s dv], P_s ∝ P e^{st}, the cubic part and the part
@@ -311,7 +324,9 @@ class CubicAttention:
                 self.crossed[:, i] = tensors.crossed(i)
 
     def __call__(self, epsilon: float, errors: Tensor) -> Left:
-        """Return bounds on the attention's remainder for |δ| ≤ ε, given ellipsoids of the input errors."""
+        """Return bounds on the Taylor remainder of attention for |δ| ≤ ε, given ellipsoids of the input
+        errors.
+        """
         P, square, of = self.weights, epsilon**2, self.errors(errors)
         # Queries and keys: the first order and the rest. All that is named without "each" is a deviation.
         dq1, dk1 = epsilon * self.query, epsilon * self.key
@@ -358,7 +373,7 @@ class CubicAttention:
 
 
 class _Moments:
-    """Bounds on derivatives of one attention output while its scores and values change along a path.
+    """Bounds on the derivatives of one attention output along a path on which its scores and values change.
 
     The path is h(s) = E_{P_s}[v + s dv], bounded from deviations under the attention weights P. The scores
     change by t = ℓ + c; ``linear`` and ``c`` bound their deviations and ``tau`` the centred t.
@@ -374,7 +389,7 @@ class _Moments:
         self.fourth = (torch.expm1(small) - small - small**2 / 2 - small**3 / 6) / small**4
 
     def third_order(self) -> tuple[Tensor, Tensor]:
-        """Bound the third-order Taylor remainder of an attention output h(s): ∫ (1 − s)² / 2 h'''(s) ds.
+        """Bound ∫ (1 − s)² / 2 h'''(s) ds, the third-order Taylor remainder of an attention output h(s).
 
         Here h''' = 3 κ(dv, t, t) + κ(v + s dv, t, t, t), with cumulants κ. The bound is the first factor
         times the deviation of v plus the second times that of dv.
@@ -384,7 +399,7 @@ class _Moments:
         return self.third * power, self.third * (3 * far * t + power)
 
     def beyond_third_order(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Bound the third-order Taylor remainder of an attention output h(s) without its leading, cubic part.
+        """Bound the third-order Taylor remainder of an attention output h(s) without its cubic term.
 
         This part is ½ κ(v₁, ℓ, ℓ) + κ(v, ℓ, ℓ, ℓ)/6 at s = 0. The bound is the sum of three factors times the
         deviations of v, v₁ and v₂.
@@ -397,7 +412,9 @@ class _Moments:
 
 
 class _Tensors:
-    """The third-order terms of attention's Taylor expansion, and its second-order terms in δ and an error."""
+    """The third-order terms of the Taylor expansion of attention, and the second-order terms in δ and a token
+    error.
+    """
 
     def __init__(
         self, attention: Attention, at: Expansion, own: Softmax, scores: Tensor, spread: Tensor, out: Tensor
@@ -408,7 +425,8 @@ class _Tensors:
         self.out = out
 
     def cubic(self, i: int, forms: Tensor, squares: Tensor, mean: Tensor, q2: Tensor, k2: Tensor) -> Tensor:
-        """Return an ellipsoid (d_out, d_out) of the cubic part of attention's output i over all |δ| ≤ 1.
+        """Return an ellipsoid (d_out, d_out) that contains the cubic term of attention output i for all |δ| ≤
+        1.
 
         It is a Gram matrix.
         """
@@ -436,7 +454,8 @@ class _Tensors:
         return gram(found).sum(0)
 
     def crossed(self, i: int) -> Tensor:
-        """Return ellipsoids of attention's second derivative along δ and along each token's error.
+        """Return ellipsoids that contain the mixed second derivative of attention, along δ and along the
+        error of one token.
 
         They have the shape (n, d_out, d_out), contain D²F[Gδ, x_j] in row i over all |δ| ≤ 1, |x_j| ≤ 1, and
         are Gram matrices.

@@ -1,4 +1,4 @@
-"""The two small trained models that ship with the library, each a folder in Hugging Face's format."""
+"""The two small trained models that ship with the library, each as a folder in the Hugging Face format."""
 
 from __future__ import annotations
 

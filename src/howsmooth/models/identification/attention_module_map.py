@@ -1,4 +1,4 @@
-"""A model's own attention module as a map of tokens, in which given functions may replace the softmaxes.
+"""An attention module of a model as a map of tokens, in which given functions may replace the softmaxes.
 
 The module is copied with the arguments that the model gave it for one sequence, so that later training does
 not change the copy, and a conversion of the copy does not change the model.
@@ -15,19 +15,19 @@ import torch
 from torch import Tensor, nn
 
 from howsmooth.attention import TokenMap, Weighting
-from howsmooth.attention.staged import Core
+from howsmooth.attention.custom_code_attention import Core
 from howsmooth.errors import ArgumentError, CaptureError
+from howsmooth.force_float64 import WithoutDowncast
 from howsmooth.models.tracing.attention_hooks import intercept_softmaxes
 from howsmooth.models.tracing.module_replay import ModuleReplay, first_tensor
 from howsmooth.models.tracing.softmax_tracer import SoftmaxCall
-from howsmooth.without_downcast import WithoutDowncast
 
 __all__ = ["CopiedModule", "ReplayedAttention", "Tail"]
 
 
 @dataclass(frozen=True, eq=False)
 class Tail:
-    """The place in an attention module's run (an argument or an output) that holds the attention's output.
+    """The argument or output, in a run of an attention module, that contains the attention output.
 
     It is what the attention module returns, or the output (or input) of a module inside it, or the output of
     a projection outside it whose input is what the attention module returns.
@@ -39,12 +39,16 @@ class Tail:
     width: int | None = None  # heads * value_dim, if the module returns the heads on a separate axis
 
     def to(self, dtype: torch.dtype, device: torch.device) -> Tail:
-        """Return this place in the module's run with its projection in another dtype or on another device."""
+        """Return this place of the attention output with its projection in another dtype or on another
+        device.
+        """
         projection = copy.deepcopy(self.projection)
         return replace(self, projection=None if projection is None else projection.to(device, dtype))
 
     def applied(self, returned: Tensor) -> Tensor:
-        """Return the attention's output for one sequence, taken out of what the attention module returned."""
+        """Return the attention output for one sequence, given the value that the attention module
+        returned.
+        """
         heads = returned if self.width is None else returned.reshape(-1, self.width)
         if self.projection is None:
             return heads
@@ -52,8 +56,8 @@ class Tail:
         return out.reshape(-1, out.shape[-1])
 
 
-class _Reached(BaseException):
-    """Raised to end a run as soon as the wanted tensor is computed.
+class _StopRun(BaseException):
+    """The exception that ends a run of a module as soon as the tensor that was asked for has been computed.
 
     It is a BaseException, so that no model catches it with ``except Exception``.
     """
@@ -64,7 +68,7 @@ class _Reached(BaseException):
 
 
 class CopiedModule:
-    """A copy of an attention module with the arguments of its call, as a function of the tokens (n, d).
+    """A copy of an attention module with the arguments of one call, as a function of the tokens (n, d).
 
     Parameters
     ----------
@@ -83,14 +87,14 @@ class CopiedModule:
 
     @classmethod
     def of(cls, call: ModuleReplay, tail: Tail, implementation: str | None) -> CopiedModule:
-        """Copy the attention module of a call; the parameters of the copy need no gradients."""
+        """Copy the attention module of a recorded call, with parameters that require no gradients."""
         module = copy.deepcopy(call.module).requires_grad_(requires_grad=False)
         return cls(call.on(module, call.x.dtype, call.x.device), tail, implementation)
 
     def to(
         self, *, dtype: torch.dtype | None = None, device: torch.device | str | None = None
     ) -> CopiedModule:
-        """Return another copy of the attention module, in another dtype or on another device."""
+        """Return another copy of the attention module in another dtype or on another device."""
         dtype = dtype or self.call.x.dtype
         device = torch.device(device or self.call.x.device)
         module = copy.deepcopy(self.call.module).to(dtype=dtype, device=device)
@@ -98,10 +102,10 @@ class CopiedModule:
         return CopiedModule(call, tail, self.implementation)
 
     def run(self, x: Tensor, core: Core | None) -> Tensor:
-        """Run the copied module on tokens (n, d), and return the attention's output tokens (n_out, d_out).
+        """Run the copied module on tokens (n, d), and return the attention output (n_out, d_out).
 
-        ``core`` computes the softmax attentions, as in :class:`~howsmooth.attention.staged.Layer`; with None
-        the module computes them itself.
+        ``core`` computes the softmax attentions, as in
+        :class:`~howsmooth.attention.custom_code_attention.Layer`; with None the module computes them itself.
         """
         count = 0
 
@@ -125,16 +129,16 @@ class CopiedModule:
                 stack.enter_context(self._tap(self.call.module.get_submodule(self.tail.module)))
             try:
                 output = self.call(self.call.shaped(x[None]))
-            except _Reached as reached:
+            except _StopRun as reached:
                 return reached.value
             return self.tail.applied(self.call.rows(first_tensor(output))[0])
 
     def _tap(self, module: nn.Module) -> Any:
         def before(module: nn.Module, args: tuple[Any, ...]) -> None:
-            raise _Reached(self.call.rows(args[0])[0])
+            raise _StopRun(self.call.rows(args[0])[0])
 
         def after(module: nn.Module, args: Any, output: Any) -> None:
-            raise _Reached(self.call.rows(first_tensor(output))[0])
+            raise _StopRun(self.call.rows(first_tensor(output))[0])
 
         if self.tail.of_input:
             return module.register_forward_pre_hook(before)
@@ -142,7 +146,7 @@ class CopiedModule:
 
 
 class ReplayedAttention(TokenMap):
-    """A map that runs a model's own attention module, X (..., n, d) -> (..., n, d_out).
+    """A map X (..., n, d) -> (..., n, d_out) that runs a copy of the attention module of a model.
 
     It has no closed form: PyTorch differentiates the module.
 
@@ -202,7 +206,9 @@ class ReplayedAttention(TokenMap):
         return self.layer.call.x.device
 
     def describe(self) -> str:
-        """Return a phrase that describes the map: the class of the module and whether it is causal."""
+        """Return a phrase that describes the map by the class of the module and whether attention
+        is causal.
+        """
         kind = type(self.layer.call.module).__name__
         return f"the model's own {kind}, {'causal' if self.causal else 'not causal'}"
 
@@ -214,7 +220,7 @@ class ReplayedAttention(TokenMap):
     def to(
         self, *, dtype: torch.dtype | None = None, device: torch.device | str | None = None
     ) -> ReplayedAttention:
-        """Return the same map with its module in another dtype or on another device."""
+        """Return the same map with the module in another dtype or on another device."""
         return ReplayedAttention(
             self.layer.to(dtype=dtype, device=device),
             d=self.d,
@@ -239,7 +245,7 @@ class ReplayedAttention(TokenMap):
         return self.inner
 
     def head(self, h: int) -> TokenMap:
-        """Raise CaptureError, because the module's single heads are not known."""
+        """Raise CaptureError, because the single heads of the copied module are not known."""
         raise CaptureError("Its single heads are unknown; choose the scope 'heads' or a wider one.")
 
     def _forward(self, x: Tensor, weighting: Weighting | None = None) -> Tensor:

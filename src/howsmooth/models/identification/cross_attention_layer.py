@@ -1,7 +1,8 @@
-"""Identify and verify a layer of cross-attention: queries from one sequence, keys and values from another.
+"""Identification and verification of a cross-attention layer: queries from one sequence, keys and values from
+another.
 
-Its module is the innermost one with an argument that changes the queries of every softmax and nothing else,
-and another argument, the memory, that changes keys and values and nothing else.
+The module of such a layer is the innermost one with an argument that changes the queries of every softmax and
+nothing else, and another argument, the memory, that changes keys and values and nothing else.
 """
 
 from __future__ import annotations
@@ -13,12 +14,11 @@ import torch
 from torch import Tensor, nn
 
 from howsmooth.attention import CrossAttention, StagedCrossAttention
-from howsmooth.attention.staged import Core
+from howsmooth.attention.custom_code_attention import Core
 from howsmooth.errors import ArgumentError, CaptureError, HowsmoothError
-from howsmooth.models.captured_site import CrossSite
+from howsmooth.models.captured_layer import CrossSite
 from howsmooth.models.identification.attention_module_map import CopiedModule
-from howsmooth.models.identification.isolated_layer_trace import trace_layer, whole_layer
-from howsmooth.models.identification.map_hypotheses import (
+from howsmooth.models.identification.candidate_maps import (
     condition_of,
     heads_in,
     matrix_of,
@@ -27,6 +27,7 @@ from howsmooth.models.identification.map_hypotheses import (
     tail_of,
     width_of,
 )
+from howsmooth.models.identification.isolated_layer_trace import trace_layer, whole_layer
 from howsmooth.models.identification.output_projection import AttentionOutput, find_output
 from howsmooth.models.identification.qkv_projections import (
     multihead_parameters,
@@ -47,9 +48,9 @@ from howsmooth.models.identification.self_attention_module import (
 )
 from howsmooth.models.identification.verification import compare, model_values
 from howsmooth.models.tolerance import precision, tolerance
-from howsmooth.models.tracing.forward_trace import TracedCall, TracedLayer
 from howsmooth.models.tracing.layer_trace import LayerTrace
 from howsmooth.models.tracing.mask_and_bias import split_mask
+from howsmooth.models.tracing.module_call_tracer import TracedCall, TracedLayer
 from howsmooth.models.tracing.module_replay import ModuleReplay, token_arguments
 from howsmooth.models.tracing.softmax_tracer import SoftmaxCall
 from howsmooth.scopes import CROSS_SCOPE
@@ -60,12 +61,12 @@ _QUERIES, _MEMORY = {"queries"}, {"keys", "values"}
 
 
 class OneSequence(CaptureError):  # noqa: N818 - says what was found
-    """Raised for a layer whose queries, keys and values come from the same tokens."""
+    """The exception for a layer whose queries, keys and values come from the same tokens."""
 
 
 @dataclass(frozen=True, eq=False)
 class VerifiedCrossLayer:
-    """A layer of cross-attention whose map was identified and verified, for one sequence of a batch."""
+    """A cross-attention layer whose map was identified and verified, for one sequence of a batch."""
 
     module: SelfAttentionModule  # its call as a function of the queries' tokens, at the fixed memory
     map: CrossAttention | StagedCrossAttention
@@ -74,7 +75,7 @@ class VerifiedCrossLayer:
     stored: torch.dtype
 
     def site(self, side: str, sequence: int | None) -> CrossSite:
-        """Return the site of the layer as a function of one of ``howsmooth.scopes.SIDES``."""
+        """Return the layer as a function of its tokens, of its memory or of both, with its inputs."""
         x, memory = self.module.alone.tokens()[0].clone(), _memory_of(self.module.alone).clone()
         layer = self.module.layer
         return CrossSite(
@@ -100,7 +101,7 @@ class VerifiedCrossLayer:
 
 
 def read_cross_layer(traced_layer: TracedLayer, user: str) -> VerifiedCrossLayer:
-    """Identify the map that a traced layer of cross-attention computes for one sequence, and verify it.
+    """Identify the map that a traced cross-attention layer computes for one sequence, and verify it.
 
     Parameters
     ----------
@@ -148,13 +149,13 @@ def _read(traced_layer: TracedLayer, user: str) -> VerifiedCrossLayer:
 
 
 def _memory_of(call: ModuleReplay) -> Tensor:
-    """Return the memory (n, d_memory) of a call for one sequence."""
+    """Return the memory (n, d_memory) of a module call for one sequence."""
     assert call.memory is not None
     return call.memory.reshape(-1, call.memory.shape[-1])
 
 
 def _find(traced_layer: TracedLayer, implementation: str) -> SelfAttentionModule:
-    """Find the module of a traced layer that is given the queries' tokens and the memory."""
+    """Find the module of a traced layer that takes the tokens of the queries and the memory as arguments."""
     layer, reasons = traced_layer.layer, []
     for call in reversed(traced_layer.calls):
         if not call.unchanged():
@@ -185,9 +186,9 @@ def _find(traced_layer: TracedLayer, implementation: str) -> SelfAttentionModule
 def _moved_by(
     traced_layer: TracedLayer, call: TracedCall, tokens: Tensor, implementation: str
 ) -> list[set[str]]:
-    """Return which operands of each softmax of a call change with one of its arguments."""
+    """Return which operands of each softmax in a module call change with one of its arguments."""
     replay = ModuleReplay(call, tokens, 1)
-    way, before = _way(replay, implementation)
+    way, before = _implementation_and_softmaxes(replay, implementation)
     if len(before) != traced_layer.softmaxes:
         return []  # this module contains several layers
     refuse_randomness(traced_layer.layer, before, softmaxes_of(replay, replay.x, way))
@@ -203,8 +204,12 @@ def _moved_by(
     return moved
 
 
-def _way(call: ModuleReplay, implementation: str) -> tuple[str | None, list[SoftmaxCall]]:
-    """Return the attention implementation of a call, None without transformers' interface; and softmaxes."""
+def _implementation_and_softmaxes(
+    call: ModuleReplay, implementation: str
+) -> tuple[str | None, list[SoftmaxCall]]:
+    """Return the attention implementation of a module call and its softmaxes; the former is None outside the
+    interface of transformers.
+    """
     seen = softmaxes_of(call, call.x, implementation)
     if any(softmax.kind == "interface" for softmax in seen):
         return implementation, seen
@@ -214,10 +219,12 @@ def _way(call: ModuleReplay, implementation: str) -> tuple[str | None, list[Soft
 def _module_of(
     traced_layer: TracedLayer, call: TracedCall, roles: dict[str, Tensor], implementation: str
 ) -> SelfAttentionModule:
-    """Return the module of a layer with its call, after checking that its softmaxes are fixed functions."""
+    """Return the module of a layer with its call, after checking that its softmaxes do not change from run to
+    run.
+    """
     layer = replace(traced_layer.layer, name=call.name, module=call.module)
     replay = ModuleReplay(call, roles["queries"], 1, roles["memory"])
-    way, before = _way(replay, implementation)
+    way, before = _implementation_and_softmaxes(replay, implementation)
     check_finite(layer, replay.x, before)
     other = replay.with_memory(moved_tokens(roles["memory"]))
     for after in (softmaxes_of(replay, moved_tokens(replay.x), way), softmaxes_of(other, other.x, way)):
@@ -233,7 +240,9 @@ def _module_of(
 def _hypotheses(
     trace: LayerTrace, module: SelfAttentionModule, output: AttentionOutput
 ) -> Iterator[tuple[CrossAttention | StagedCrossAttention, str] | CaptureError]:
-    """Yield the maps that a layer may compute, with a reason for the kind of map; or why there is none."""
+    """Yield candidates for the map of a layer, each with a reason for its kind, or the reason why there is
+    none.
+    """
     try:
         yield _explicit(trace, module, output), "every parameter is known"
         reason = "as a map with these parameters it was not confirmed"
@@ -248,7 +257,7 @@ def _hypotheses(
 
 
 def _explicit(trace: LayerTrace, module: SelfAttentionModule, output: AttentionOutput) -> CrossAttention:
-    """Read all weights and options of a layer, and return the layer as a CrossAttention."""
+    """Read all weights and options of a layer, and return it as a CrossAttention."""
     layer = trace.layer
     if len(trace.softmaxes) > 1:
         raise CaptureError(f"{layer} has {len(trace.softmaxes)} softmaxes.")
@@ -292,7 +301,7 @@ def _by_head(scores: Tensor, m: int, n: int) -> Tensor:
 
 
 def _staged(trace: LayerTrace, module: SelfAttentionModule, output: AttentionOutput) -> StagedCrossAttention:
-    """Return a map that runs a copy of the module, with a SoftmaxCore in place of each softmax."""
+    """Return a map that runs a copy of the module with a SoftmaxCore in place of each softmax."""
     copied = CopiedModule.of(module.alone, tail_of(module, output), module.implementation)
     memory = _memory_of(module.alone)
     return StagedCrossAttention(
@@ -311,7 +320,7 @@ def _staged(trace: LayerTrace, module: SelfAttentionModule, output: AttentionOut
 
 
 class _CopiedCrossModule:
-    """A copy of an attention module as a function of the queries' tokens and the memory."""
+    """A copy of an attention module as a function of the tokens of the queries and the memory."""
 
     def __init__(self, copied: CopiedModule) -> None:
         self.copied = copied
@@ -327,7 +336,7 @@ class _CopiedCrossModule:
 
 
 def _masking(trace: LayerTrace) -> str:
-    """Say in words which tokens of the memory are hidden from the queries of a cross-attention layer."""
+    """Describe in words which memory tokens are hidden from the queries of a cross-attention layer."""
     found = []
     for softmax in trace.softmaxes:
         visible, _ = split_mask(trace.layer, softmax.mask)
@@ -350,7 +359,9 @@ def _verify(
     attention: CrossAttention | StagedCrossAttention,
     condition: float,
 ) -> None:
-    """Raise CaptureError unless a map agrees with the model, at the captured sequences and at others."""
+    """Raise CaptureError unless a map agrees with the model, at the captured sequences and at other
+    sequences.
+    """
     call, memory = module.alone, _memory_of(module.alone)
     for of_queries, of_memory in ((False, False), (True, False), (False, True), (True, True)):
         y = moved_tokens(memory) if of_memory else memory

@@ -1,4 +1,4 @@
-"""Run one layer of a model by itself and trace its module calls, tokens and softmaxes."""
+"""A run of one layer of a model by itself, with a trace of its module calls, tokens and softmaxes."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ from howsmooth.errors import CaptureError
 from howsmooth.models.identification.self_attention_module import SelfAttentionModule
 from howsmooth.models.tolerance import relative_error
 from howsmooth.models.tracing.attention_hooks import intercept_softmaxes
-from howsmooth.models.tracing.forward_trace import TracedLayer
 from howsmooth.models.tracing.layer_trace import (
     LayerTrace,
     ModuleCall,
@@ -22,6 +21,7 @@ from howsmooth.models.tracing.layer_trace import (
     is_linear,
     is_norm,
 )
+from howsmooth.models.tracing.module_call_tracer import TracedLayer
 from howsmooth.models.tracing.module_replay import ModuleReplay
 from howsmooth.models.tracing.softmax_tracer import SoftmaxCall
 
@@ -33,7 +33,8 @@ _SAME = 1e-2
 
 
 def whole_layer(traced_layer: TracedLayer, batch: int) -> ModuleReplay:
-    """Return the recorded call of the whole layer around an attention, to run the layer again.
+    """Return the recorded call of the whole layer that contains an attention module, so that the layer can be
+    run again.
 
     Without a list of layers in the model, the call is one of the whole model.
 
@@ -57,7 +58,8 @@ def whole_layer(traced_layer: TracedLayer, batch: int) -> ModuleReplay:
 def trace_layer(
     self_attention: SelfAttentionModule, traced_layer: TracedLayer, layer: ModuleReplay
 ) -> LayerTrace:
-    """Run the layer around a self-attention module on one sequence, and record its calls and softmaxes.
+    """Run the layer that contains a self-attention module on one sequence, and record its calls and
+    softmaxes.
 
     Raises
     ------
@@ -86,7 +88,9 @@ def trace_layer(
 
 
 def _norm_before(self_attention: SelfAttentionModule, traced_layer: TracedLayer) -> ModuleCall | None:
-    """Return the last call of a norm layer before the attention, for the first sequence of the batch."""
+    """Return the last call of a norm layer before the attention module, for the first sequence of
+    the batch.
+    """
     norm = next((c.last_norm for c in traced_layer.calls if c.module is self_attention.replay.module), None)
     if norm is None or norm.inputs is None or norm.output is None:
         return None
@@ -95,7 +99,7 @@ def _norm_before(self_attention: SelfAttentionModule, traced_layer: TracedLayer)
 
 
 class _LayerTracer:
-    """The forward hooks of :func:`trace_layer`, which record module calls and softmaxes in a LayerTrace."""
+    """The forward hooks with which :func:`trace_layer` records module calls and softmaxes in a LayerTrace."""
 
     def __init__(self, self_attention: SelfAttentionModule, trace: LayerTrace) -> None:
         self.self_attention = self_attention
@@ -171,5 +175,5 @@ class _LayerTracer:
 
 
 def _flat(t: Tensor) -> Tensor:
-    """Return a copy of the tokens (..., d) of one sequence in the shape (1, n, d)."""
+    """Return a copy of the tokens (..., d) of one sequence, reshaped to (1, n, d)."""
     return t.reshape(1, -1, t.shape[-1]).clone() if t.ndim > 0 else t.clone()

@@ -1,4 +1,4 @@
-"""A part of a model as a map: from the tokens at one place of the forward pass to those at another.
+"""A part of a model as a map from the tokens at one point of the forward pass to the tokens at a later point.
 
 The model is copied, with the inputs that it was given for one sequence, and runs its own forward pass: masks,
 positions and everything else between the two places are the model's. At the first place the tokens are
@@ -22,18 +22,19 @@ from torch.utils._pytree import tree_map
 
 from howsmooth.attention import TokenMap, Weighting
 from howsmooth.errors import ArgumentError, CaptureError
+from howsmooth.force_float64 import WithoutDowncast
 from howsmooth.jacobian.autodiff import one_backend
 from howsmooth.models.measurement_mode import set_permanently
 from howsmooth.models.tracing.layer_trace import bound_arguments, first_tokens
 from howsmooth.models.tracing.module_replay import first_tensor
-from howsmooth.without_downcast import WithoutDowncast
 
 __all__ = ["ModelMap", "Output", "Passage", "Place", "frozen_copy", "observed", "replaced", "rows"]
 
 
 @dataclass(frozen=True)
 class Place:
-    """A place of a forward pass: the tokens that a call of a module takes, or what it returns.
+    """A point of a forward pass: the tokens that a module call takes as argument, or the tokens that it
+    returns.
 
     The call is the one with the number ``call`` among the calls of the module, counted from 0. The tokens
     that it takes are the argument with the name ``argument``, or its first floating-point argument.
@@ -45,7 +46,7 @@ class Place:
     argument: str = ""
 
     def taken(self, arguments: dict[str, Any]) -> Any:
-        """Return the tokens at this place, given the arguments of the module call."""
+        """Return the tokens at this point of the forward pass, given the arguments of the module call."""
         return arguments.get(self.argument) if self.argument else first_tokens(arguments)
 
     def __str__(self) -> str:
@@ -54,7 +55,7 @@ class Place:
 
 @dataclass(frozen=True)
 class Output:
-    """The kind of output at the end of a map: a model's ``hidden`` states, ``logits`` or ``margin``.
+    """The kind of output of a map: ``hidden`` states, ``logits``, or the ``margin`` of a classifier.
 
     The kind ``tokens`` means the first tensor that a module returns. With ``last`` only the last token is
     kept. A margin is the largest logit minus the second largest, at the last token.
@@ -64,7 +65,7 @@ class Output:
     last: bool = False
 
     def of(self, returned: Any) -> Tensor:
-        """Return the chosen kind of output (n_out, d_out), from what a module returned for one sequence.
+        """Return the selected output (n_out, d_out), given the value that a module returned for one sequence.
 
         Raises
         ------
@@ -91,7 +92,7 @@ class Output:
 
 @dataclass(frozen=True, eq=False)
 class Passage:
-    """A part of a model's forward pass: where it starts, where it ends, and what is read at its end."""
+    """A part of the forward pass of a model: its first point, its last point, and the output at its end."""
 
     start: Place
     end: Place
@@ -102,12 +103,14 @@ class Passage:
 
 
 def rows(tokens: Tensor) -> Tensor:
-    """Reshape the tokens of one sequence from any shape (..., d) to (n, d)."""
+    """Reshape the tokens (..., d) of one sequence to (n, d)."""
     return tokens.reshape(-1, tokens.shape[-1])
 
 
-class _Reached(BaseException):
-    """Raised to end a forward pass at the last place; no model catches it with ``except Exception``."""
+class _StopRun(BaseException):
+    """The exception that ends a forward pass at the last point of the map; ``except Exception`` does not
+    catch it.
+    """
 
     def __init__(self, value: Any) -> None:
         super().__init__()
@@ -116,7 +119,9 @@ class _Reached(BaseException):
 
 @contextmanager
 def observed(model: nn.Module, place: Place, see: Callable[[Any], None]) -> Iterator[None]:
-    """Within the context, call the function ``see`` with the tensor at a given place of the forward pass."""
+    """Return a context manager that calls the function ``see`` with the tensor at a given point of the
+    forward pass.
+    """
     calls = itertools.count()
 
     def before(module: nn.Module, args: Any, kwargs: Any) -> None:
@@ -138,7 +143,7 @@ def observed(model: nn.Module, place: Place, see: Callable[[Any], None]) -> Iter
 
 @contextmanager
 def replaced(model: nn.Module, place: Place, x: Tensor) -> Iterator[None]:
-    """Within the context, let the tokens at a place of one forward pass be ``x`` (n, d)."""
+    """Return a context manager that replaces the tokens at a point of one forward pass by ``x`` (n, d)."""
     calls = itertools.count()
 
     def swapped(old: Any, where: Any) -> Any:
@@ -166,7 +171,7 @@ def replaced(model: nn.Module, place: Place, x: Tensor) -> Iterator[None]:
 
 @contextmanager
 def _answered(module: nn.Module, outputs: Sequence[Any]) -> Iterator[None]:
-    """Within the context, let the first calls of a module return given outputs instead of running."""
+    """Return a context manager in which the first calls of a module return given outputs and do not run."""
     calls = itertools.count()
     own: Any = module.forward
 
@@ -193,7 +198,7 @@ def frozen_copy(
     idle: Collection[str] = (),
     attention: str | None = None,
 ) -> nn.Module:
-    """Return a copy of a model in evaluation mode, with its weights converted, without gradients.
+    """Return a copy of a model in evaluation mode, with converted weights that require no gradients.
 
     The weights of the ``idle`` modules are neither copied nor converted. ``attention`` is the copy's
     attention implementation; None keeps that of the model.
@@ -219,7 +224,7 @@ def frozen_copy(
 
 
 class ModelMap(TokenMap):
-    """The map of a part of a model, X (..., n, d) -> (..., n_out, d_out), which PyTorch differentiates.
+    """The map X (..., n, d) -> (..., n_out, d_out) of a part of a model, differentiated by PyTorch.
 
     Parameters
     ----------
@@ -242,7 +247,7 @@ class ModelMap(TokenMap):
 
     @property
     def n(self) -> int:
-        """The number of tokens of the captured forward pass, to which positions and masks belong."""
+        """The number of tokens of the captured forward pass, which determines positions and masks."""
         return self.x.shape[0]
 
     @property
@@ -258,12 +263,12 @@ class ModelMap(TokenMap):
 
     @property
     def dtype(self) -> torch.dtype:
-        """Data type of the map's weights and tokens."""
+        """Data type of the weights and tokens of the map."""
         return self.x.dtype
 
     @property
     def device(self) -> torch.device:
-        """Device of the map's weights and tokens."""
+        """Device of the weights and tokens of the map."""
         return self.x.device
 
     def reading(self, output: Output) -> ModelMap:
@@ -271,7 +276,7 @@ class ModelMap(TokenMap):
         return ModelMap(self.model, self.inputs, replace(self.passage, output=output), self.x)
 
     def describe(self) -> str:
-        """Return a phrase that says which part of which model the map is."""
+        """Return a phrase that says which part of which model the map computes."""
         return f"{type(self.model).__name__} {self.passage.words}"
 
     def check_length(self, n: int) -> None:
@@ -280,7 +285,7 @@ class ModelMap(TokenMap):
             raise ArgumentError("X", expected=f"n = {self.n} tokens, as captured", got=f"n = {n}")
 
     def to(self, *, dtype: torch.dtype | None = None, device: torch.device | str | None = None) -> ModelMap:
-        """Return the same map with weights of another dtype or on another device."""
+        """Return the same map with weights in another dtype or on another device."""
         dtype, device = dtype or self.dtype, torch.device(device or self.device)
 
         def moved(value: Any) -> Any:
@@ -308,7 +313,7 @@ class ModelMap(TokenMap):
         part = self.passage
 
         def reached(value: Any) -> None:
-            raise _Reached(value)
+            raise _StopRun(value)
 
         with ExitStack() as stack:
             stack.enter_context(one_backend())
@@ -320,6 +325,6 @@ class ModelMap(TokenMap):
             stack.enter_context(observed(self.model, part.end, reached))
             try:
                 self.model(**self.inputs)
-            except _Reached as end:
+            except _StopRun as end:
                 return part.output.of(end.value)
         raise CaptureError(f"The forward pass did not reach {part.end}.")

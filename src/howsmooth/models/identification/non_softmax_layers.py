@@ -1,4 +1,4 @@
-"""Find layers that mix tokens without a softmax: linear attention, state-space layers, convolutions.
+"""Detection of layers that mix tokens without a softmax: linear attention, state-space layers, convolutions.
 
 They are found by what they compute, not by names. The candidates are members of module lists in which no
 softmax attention ran and whose output has the shape of their input. Each is run by itself with one token
@@ -20,8 +20,8 @@ from torch import Tensor, nn
 from howsmooth.errors import CaptureError
 from howsmooth.models.float32_weights import weights_in_memory
 from howsmooth.models.identification.self_attention_module import moved_tokens
-from howsmooth.models.tracing.forward_trace import TracedCall
 from howsmooth.models.tracing.layer_trace import AttentionLayer, first_tokens
+from howsmooth.models.tracing.module_call_tracer import TracedCall
 from howsmooth.models.tracing.module_replay import ModuleReplay, first_tensor
 
 __all__ = ["NO_SOFTMAX", "NonSoftmaxLayer", "NonSoftmaxTracer"]
@@ -34,7 +34,7 @@ _MEMBER = re.compile(r"(^|\.)\d+$")
 
 @dataclass(frozen=True)
 class NonSoftmaxLayer:
-    """A layer of a model that mixes tokens without a softmax: its path, class and position."""
+    """A layer of a model that mixes tokens without a softmax, with its path, class and position."""
 
     name: str  # path in the model
     module: str  # name of the class
@@ -43,7 +43,7 @@ class NonSoftmaxLayer:
 
 @dataclass(eq=False)
 class _Running:
-    """A layer whose call has not ended yet, and whether softmax attention has run in it."""
+    """A layer whose call has not ended yet, with a flag for whether softmax attention has run in it."""
 
     call: TracedCall
     first: int  # how many candidates there were when its call began
@@ -71,7 +71,7 @@ class NonSoftmaxTracer:
 
     @contextmanager
     def hooked(self, model: nn.Module) -> Iterator[None]:
-        """Watch all numbered modules of a model, such as ``layers.3``, while the context is active."""
+        """Return a context manager that observes all numbered modules of a model, such as ``layers.3``."""
         with ExitStack() as stack:
             for name, module in model.named_modules():
                 if _MEMBER.search(name):
@@ -81,14 +81,16 @@ class NonSoftmaxTracer:
             yield
 
     def on_layer(self, layer: AttentionLayer) -> None:
-        """Note, for every module whose call has not ended yet, that a softmax attention ran inside it."""
+        """Record that softmax attention has run inside every module whose call has not ended yet."""
         self._attention += 1
         for running in self._running:
             running.has_softmax = True
             running.is_attention_layer |= running.call.name == layer.root_name
 
     def find(self, batch: int) -> Iterator[NonSoftmaxLayer]:
-        """Run each collected layer alone and yield those that mix tokens; layers that raise are skipped."""
+        """Run each collected layer alone and yield those that mix tokens, skipping layers that raise an
+        exception.
+        """
         for call, after in self._candidates:
             x = first_tokens(call.arguments())
             try:
@@ -132,7 +134,7 @@ def _keeps_shape(call: TracedCall, output: Any) -> bool:
 
 
 def _mixes_tokens(call: ModuleReplay) -> bool:
-    """Return True if a change of one input token of a layer changes the layer's output at another token."""
+    """Return True if changing one input token of a layer changes its output at another token."""
     x = call.x
     axis = next((a for a in range(x.ndim - 2, -1, -1) if x.shape[a] > 1), None)
     if axis is None:

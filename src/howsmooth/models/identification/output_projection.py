@@ -1,8 +1,8 @@
-"""Find the output projection of a layer, and decide which tensor is the output of its attention.
+"""Detection of the output projection of a layer and of the tensor that is the attention output.
 
-It is what the attention module returns, unless the module returns a sum with a residual, or the heads alone.
-Then it is the output of the projection; but only if the layer adds that output unchanged to a residual, which
-is tested by running the layer with another output of the projection.
+The attention output is what the attention module returns, unless the module returns a sum with a residual, or
+the heads alone. Then it is the output of the projection; but only if the layer adds that output unchanged to
+a residual, which is tested by running the layer with another output of the projection.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from howsmooth.errors import CaptureError
-from howsmooth.models.identification.block_arrangement import later_calls, sums_of
+from howsmooth.models.identification.norm_and_residual_placement import later_calls, sums_of
 from howsmooth.models.identification.qkv_projections import rows
 from howsmooth.models.identification.residual_sums import adds_up, find_sums, like
 from howsmooth.models.identification.self_attention_module import SelfAttentionModule, moved_tokens
@@ -30,7 +30,7 @@ __all__ = ["AttentionOutput", "find_output", "heads_of", "is_given"]
 
 @dataclass(frozen=True, eq=False)
 class AttentionOutput:
-    """The module call that returns a layer's attention output, and the call of the output projection."""
+    """The module call that returns the attention output of a layer, and the call of the output projection."""
 
     #: The call whose output is the output of the attention.
     call: ModuleCall
@@ -47,7 +47,8 @@ class AttentionOutput:
 def find_output(
     trace: LayerTrace, self_attention: SelfAttentionModule, again: Callable[[], LayerTrace]
 ) -> AttentionOutput:
-    """Find the module call that returns a layer's attention output, and the call of its output projection.
+    """Find the module call that returns the attention output of a layer, and the call of the output
+    projection.
 
     ``again`` runs the layer once more and returns its trace.
 
@@ -97,7 +98,7 @@ def _outside(
     projection: ModuleCall | None,
     unclear: str,
 ) -> AttentionOutput:
-    """Describe the attention's output if a module outside the attention module computes it.
+    """Describe the attention output if a module outside the attention module computes it.
 
     The description names an obstacle if the layer does not add the output of ``call`` to a residual.
     """
@@ -108,7 +109,7 @@ def _outside(
 
 
 def _by_token(call: ModuleCall) -> bool:
-    """Return True if a module gives the recorded output again when it runs on tokens of shape (1, n, d)."""
+    """Return True if a module reproduces the recorded output when it runs on tokens of shape (1, n, d)."""
     if call.inputs is None or call.output is None:
         return False
     again = first_tensor(call.module(call.inputs))
@@ -117,7 +118,7 @@ def _by_token(call: ModuleCall) -> bool:
 
 
 def _obstacle(trace: LayerTrace, call: ModuleCall) -> str:
-    """Explain, in an error message, that a module's output is not added to any known residual."""
+    """Return an error message that says that the output of a module is not added to any known residual."""
     following = later_calls(trace, call)[:3]
     names = ", ".join(f"{c.name.rsplit('.', 1)[-1]} ({type(c.module).__name__})" for c in following)
     between = f"what lies between ({names}, ...)" if names else "what lies between"
@@ -133,7 +134,9 @@ def _obstacle(trace: LayerTrace, call: ModuleCall) -> str:
 
 
 def heads_of(trace: LayerTrace) -> Tensor | None:
-    """Return the concatenated heads (n, heads * dim); None if the attention acts within windows of tokens."""
+    """Return the concatenated heads (n, heads * dim), or None if the attention acts within windows
+    of tokens.
+    """
     heads = output_of(trace.softmaxes[0])
     if heads.ndim < 3 or heads.shape[:-3].numel() != 1:
         return None
@@ -141,7 +144,7 @@ def heads_of(trace: LayerTrace) -> Tensor | None:
 
 
 def is_given(call: ModuleCall, tokens: Tensor | None) -> bool:
-    """Return True if a called module has a weight matrix and got ``tokens`` as its only input."""
+    """Return True if the called module has a weight matrix and its only input was ``tokens``."""
     matrix = is_linear(call.module) or (call.alone and any(p.ndim > 1 for p in call.module.parameters()))
     if not matrix or call.inputs is None or tokens is None:
         return False
@@ -163,7 +166,7 @@ def _outermost(trace: LayerTrace, call: ModuleCall) -> ModuleCall:
 
 
 def _projection(trace: LayerTrace) -> tuple[ModuleCall | None, str]:
-    """Return the call of the layer's output projection, or None and an error message."""
+    """Return the call of the output projection of the layer, or None and an error message."""
     unclear = f"The output projection of {trace.layer} cannot be identified:"
     if len(trace.softmaxes) > 1:
         return None, f"{unclear} it has {len(trace.softmaxes)} softmaxes."
@@ -189,7 +192,7 @@ def _holds(module: nn.Module, other: nn.Module) -> bool:
 
 
 def _alike(a: Tensor | None, b: Tensor | None) -> bool:
-    """Return True if two tensors hold the same numbers in the same order, bit for bit."""
+    """Return True if two tensors have bitwise equal entries in the same order."""
     if a is None or b is None:
         return False
     return a.numel() == b.numel() and torch.equal(a.flatten(), b.flatten())
@@ -200,7 +203,7 @@ def _alike(a: Tensor | None, b: Tensor | None) -> bool:
 
 @dataclass(frozen=True)
 class _PossibleSum:
-    """A tensor in the trace of a layer that may be the sum of a residual and the output of a call."""
+    """A tensor in the trace of a layer that may be the sum of a residual and the output of a module call."""
 
     index: int | None  # index in ``trace.after`` of the call with that tensor; None for the layer's output
     side: Literal["input", "output"]  # whether it is the input or the output of that call
@@ -216,7 +219,7 @@ class _PossibleSum:
 def _reaches_residual(
     trace: LayerTrace, projection: ModuleCall, again: Callable[[], LayerTrace], sums: Iterable[_PossibleSum]
 ) -> bool:
-    """Test whether a layer adds a projection's output to its residual, by changing the output.
+    """Test whether a layer adds the output of a projection to its residual, by changing this output.
 
     True if one of the possible sums then changes by the same amount.
 
@@ -252,7 +255,8 @@ def _reaches_residual(
 def _possible_sums_outside(
     trace: LayerTrace, self_attention: SelfAttentionModule, projection: ModuleCall
 ) -> Iterator[_PossibleSum]:
-    """Yield tensors that may be the residual plus the output of a projection outside the attention module.
+    """Yield tensors that may be the sum of the residual and the output of a projection outside the attention
+    module.
 
     A norm may lie between the output of the projection and the sum.
     """
@@ -275,7 +279,8 @@ def _possible_sums_outside(
 def _possible_sums_inside(
     trace: LayerTrace, self_attention: SelfAttentionModule, projection: ModuleCall
 ) -> Iterator[_PossibleSum]:
-    """Yield tensors that are the residual plus the output of a projection inside the attention module.
+    """Yield tensors that may be the sum of the residual and the output of a projection inside the attention
+    module.
 
     The residual is X, its norm's input or another argument of the module. Anything that the attention module
     computes itself and adds is a part of its attention.
@@ -299,7 +304,7 @@ def _possible_sums_inside(
 
 
 def _is_the_branch(trace: LayerTrace, self_attention: SelfAttentionModule, own: ModuleCall) -> bool:
-    """Return True if the attention module returns the attention alone, without adding the residual."""
+    """Return True if the attention module returns the attention output alone, without the residual."""
     if own.output is None:
         return False
     # A residual has the dimension of X, unless the attention module is a whole layer.
@@ -309,7 +314,9 @@ def _is_the_branch(trace: LayerTrace, self_attention: SelfAttentionModule, own: 
 
 
 def _adds_its_input(self_attention: SelfAttentionModule) -> bool:
-    """Whether the attention module's output depends on the tokens even if all its softmaxes return zero."""
+    """Whether the output of the attention module still depends on the tokens if all softmax attentions return
+    zero.
+    """
 
     def silent(softmax: SoftmaxCall) -> Tensor:
         return torch.zeros_like(output_of(softmax))

@@ -1,4 +1,6 @@
-"""Read the queries, keys and values of a softmax attention as linear maps of the layer's tokens X."""
+"""Determination of the queries, keys and values of a softmax attention as linear maps of the tokens X of its
+layer.
+"""
 
 from __future__ import annotations
 
@@ -12,8 +14,8 @@ from torch import Tensor, nn
 
 from howsmooth.attention import LayerNorm, RMSNorm, Rotary
 from howsmooth.errors import CaptureError
-from howsmooth.models.identification.block_arrangement import norm_map
-from howsmooth.models.identification.rotary_fit import (
+from howsmooth.models.identification.norm_and_residual_placement import norm_map
+from howsmooth.models.identification.query_key_transforms import (
     ProjectionReading,
     fit_rotary,
     projection_readings,
@@ -34,14 +36,16 @@ __all__ = [
 
 
 class Projection(NamedTuple):
-    """Weight (heads, dim, d) and bias (heads, dim) of the map from tokens to queries, keys or values."""
+    """The weight (heads, dim, d) and bias (heads, dim) of the map from tokens to queries, keys or values."""
 
     weight: Float[Tensor, "heads dim d"]
     bias: Float[Tensor, "heads dim"] | None
 
 
 class Projections(NamedTuple):
-    """The linear maps, rotary positions and norm layers that give queries, keys and values from tokens X."""
+    """The linear maps, rotary positions and norm layers by which queries, keys and values are computed from
+    tokens X.
+    """
 
     query: Projection
     key: Projection
@@ -53,7 +57,7 @@ class Projections(NamedTuple):
 
 
 class _Outputs(NamedTuple):
-    """The outputs of a layer's linear modules, concatenated, with the weights and bias of each column.
+    """The concatenated outputs of the linear modules of a layer, with the weights and bias of each column.
 
     Only modules whose input is X are included.
     """
@@ -211,7 +215,7 @@ def _linear_outputs(trace: LayerTrace) -> _Outputs:
 def _changed(
     trace: LayerTrace, query: Tensor, key: Tensor, value: Projection, outputs: _Outputs
 ) -> Projections | None:
-    """Find linear projections that become the queries and keys by a norm, a rotation or a scale.
+    """Find linear projections that a norm, a rotation or a scale turns into the queries and keys.
 
     None if there are none.
     """
@@ -252,7 +256,9 @@ def _changed(
 
 
 def _between(trace: LayerTrace) -> str:
-    """Say, for an error message, which modules lie between the layer's tokens X and its softmax."""
+    """Return a phrase for an error message that names the modules between the tokens X of a layer and its
+    softmax.
+    """
     others = dict.fromkeys(
         f"{call.name.rsplit('.', 1)[-1]} ({type(call.module).__name__})"
         for call in trace.inside
@@ -268,7 +274,7 @@ def _between(trace: LayerTrace) -> str:
 def _columns(
     heads: Float[Tensor, "1 heads n dim"], outputs: Float[Tensor, "n columns"], rotary: Rotary | None
 ) -> Int64[Tensor, " wanted"] | None:
-    """Find which columns of the linear modules' outputs are the queries or keys before their rotation.
+    """Find the columns of the outputs of linear modules that are the queries or keys before their rotation.
 
     None if not every column is found.
     """
@@ -292,7 +298,8 @@ def _flat(heads: Float[Tensor, "1 heads n dim"]) -> Float[Tensor, "n columns"]:
 def matching_columns(
     wanted: Float[Tensor, "n wanted"], outputs: Float[Tensor, "n columns"], tol: float
 ) -> Int64[Tensor, " wanted"] | None:
-    """Find columns of ``outputs`` that equal the columns of ``wanted``, and return their indices, or None.
+    """Find columns of ``outputs`` that equal the columns of ``wanted``, and return their indices, or None if
+    there are none.
 
     A contiguous slice is tried first. Fused projections may interleave queries, keys and values head by head:
     then each column is searched by itself, and of several equal ones the neighbour of the previous is taken.

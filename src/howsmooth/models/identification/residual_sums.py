@@ -1,4 +1,5 @@
-"""Find the sum of a residual and a branch among the inputs and outputs of a layer's module calls.
+"""Detection of the sum of a residual and a branch among the inputs and outputs of the module calls of a
+layer.
 
 A sum is confirmed if every entry agrees up to the rounding of a few additions. If the residual alone agrees
 as well, because the branch is too small, the sum is not confirmed.
@@ -32,7 +33,7 @@ __all__ = [
 
 @dataclass(frozen=True, eq=False)
 class ValueLocation:
-    """Where a tensor is found in a layer: as the input or the output of a module after the attention.
+    """The place of a tensor in a layer: the input or the output of a module that runs after the attention.
 
     ``side`` is ``"input"`` for the module's first tensor argument and ``"output"`` for the first tensor of
     its output. If ``less`` is a module, the output of its first call is subtracted: a layer that adds two
@@ -46,7 +47,7 @@ class ValueLocation:
 
 @dataclass(frozen=True, eq=False)
 class Factors:
-    """The factors by which a layer multiplies its residual and its branch before it adds the two.
+    """The factors by which a layer multiplies its residual and its branch before it adds them.
 
     Each has shape (d,) or (), and None stands for 1.
     """
@@ -56,7 +57,7 @@ class Factors:
 
     @property
     def layout_suffix(self) -> str:
-        """Return words, such as ", layer scale", for how a layer scales its residual and branch."""
+        """Return a phrase, such as ", layer scale", that says how a layer scales its residual and branch."""
         if self.base is None and self.branch is None:
             return ""
         one = self.base is None and self.branch is not None and self.branch.numel() > 1
@@ -90,7 +91,7 @@ def find_sums(
     bases: list[Tensor],
     branches: list[tuple[Tensor, ModuleCall | None]],
 ) -> Iterator[tuple[Target, Tensor, tuple[Tensor, ModuleCall | None], Factors]]:
-    """Yield the tensors of a layer that equal residual + branch, up to rounding.
+    """Yield the tensors of a layer that equal residual + branch up to rounding.
 
     Weighted sums of the two come last.
 
@@ -127,7 +128,9 @@ def find_sums(
 
 
 def _targets(trace: LayerTrace, later: list[ModuleCall], branch: Tensor) -> Iterator[Target]:
-    """Yield tensors that may be residual + branch: inputs of later modules, and the layer's output."""
+    """Yield tensors that may equal residual + branch: the inputs of later modules, and the output of the
+    layer.
+    """
     firsts = list({id(call.module): call for call in reversed(later)}.values())[::-1]
     for call in firsts:
         known = is_linear(call.module) or is_norm(call.module)
@@ -146,7 +149,7 @@ def _targets(trace: LayerTrace, later: list[ModuleCall], branch: Tensor) -> Iter
 
 
 def is_sum(target: Target, base: Tensor, branch: Tensor, total: Factors) -> bool:
-    """Return True if a tensor is residual + branch up to rounding, and is not the residual alone."""
+    """Return True if a tensor equals residual + branch up to rounding and is not the residual alone."""
     terms = [base if total.base is None else total.base * base]
     if target.less is not None:
         terms.append(target.less)
@@ -157,13 +160,13 @@ def is_sum(target: Target, base: Tensor, branch: Tensor, total: Factors) -> bool
 
 
 def adds_up(terms: list[Tensor], value: Tensor) -> bool:
-    """Return True if the sum of some tensors equals a given tensor in every entry, up to rounding."""
+    """Return True if the sum of given tensors equals another tensor in every entry, up to rounding."""
     allowed = one_operation(precision(value.dtype)) * torch.stack(terms).abs().sum(dim=0)
     return bool(((sum(terms[1:], terms[0]) - value).abs() <= allowed).all())
 
 
 def scaled_sum(trace: LayerTrace, target: Target, base: Tensor, branch: Tensor) -> Factors | None:
-    """Find factors α, λ for which a tensor is α·base + λ·branch; None if there are none.
+    """Find factors α, λ for which a tensor equals α·base + λ·branch, or return None if there are none.
 
     One factor is a parameter of the layer and the other equals 1, or both are numbers.
     """
@@ -180,7 +183,9 @@ def scaled_sum(trace: LayerTrace, target: Target, base: Tensor, branch: Tensor) 
 
 
 def _two_numbers(root: nn.Module, target: Target, base: Tensor, branch: Tensor) -> Factors | None:
-    """Find numbers α, λ for which a tensor is α·base + λ·branch; None if none fit, or if both are one."""
+    """Find numbers α, λ for which a tensor equals α·base + λ·branch; return None if there are none or both
+    are one.
+    """
     terms = torch.stack([base.double().flatten(), branch.double().flatten()], dim=1)
     wanted = target.value.double().flatten()
     if terms.shape[0] < 8:  # too few entries to confirm a fit of two numbers
@@ -211,7 +216,7 @@ def _two_numbers(root: nn.Module, target: Target, base: Tensor, branch: Tensor) 
 
 
 def like(tokens: Tensor, x: Tensor) -> Tensor | None:
-    """Return tokens reshaped like the layer's input X, or None if the numbers of entries differ.
+    """Return tokens in the shape of the input X of the layer, or None if the numbers of entries differ.
 
     A model may flatten tokens.
     """
@@ -222,6 +227,6 @@ def like(tokens: Tensor, x: Tensor) -> Tensor | None:
 
 
 def same(a: Tensor | None, b: Tensor) -> bool:
-    """Return True if two tensors hold the same tokens, bit for bit."""
+    """Return True if two tensors contain bitwise equal tokens."""
     tokens = None if a is None else like(a, b)
     return tokens is not None and torch.equal(tokens, b)

@@ -1,8 +1,9 @@
-"""Find the self-attention module of a layer, and its argument that holds the tokens, by tests.
+"""Detection of the self-attention module of a layer and of its token argument, by running it on changed
+tokens.
 
-It is the innermost module around the softmaxes with an argument X such that queries, keys and values of every
-softmax change if X changes. Names and shapes decide nothing: a layer of cross-attention may have as many keys
-as queries.
+The self-attention module is the innermost module around the softmaxes with an argument X such that queries,
+keys and values of every softmax change if X changes. Names and shapes decide nothing: a layer of
+cross-attention may have as many keys as queries.
 """
 
 from __future__ import annotations
@@ -15,9 +16,9 @@ from torch.utils._pytree import tree_leaves
 
 from howsmooth.errors import CaptureError, NonFiniteError
 from howsmooth.models.tracing.attention_hooks import intercept_softmaxes
-from howsmooth.models.tracing.forward_trace import TracedCall, TracedLayer
 from howsmooth.models.tracing.layer_trace import AttentionLayer
 from howsmooth.models.tracing.mask_and_bias import split_mask
+from howsmooth.models.tracing.module_call_tracer import TracedCall, TracedLayer
 from howsmooth.models.tracing.module_replay import ModuleReplay, token_arguments
 from howsmooth.models.tracing.softmax_tracer import SoftmaxCall
 
@@ -43,16 +44,16 @@ _WITHIN = 0.9
 
 
 class CrossAttention(CaptureError):  # noqa: N818 - says what was found
-    """Raised for a layer whose queries and keys come from different tokens."""
+    """The exception for a layer whose queries and keys come from different tokens."""
 
 
 class RandomAttention(CaptureError):  # noqa: N818 - says what was found
-    """Raised for a layer whose output differs between two runs on the same tokens."""
+    """The exception for a layer whose output differs between two runs on the same tokens."""
 
 
 @dataclass(frozen=True, eq=False)
 class SelfAttentionModule:
-    """The self-attention module of one layer, with a call of it that can be repeated."""
+    """The self-attention module of one layer, with one of its calls that can be repeated."""
 
     layer: AttentionLayer
     replay: ModuleReplay  # the call for all sequences
@@ -65,7 +66,7 @@ class SelfAttentionModule:
 
 
 def find_self_attention(traced_layer: TracedLayer, batch: int, implementation: str) -> SelfAttentionModule:
-    """Find the module of a traced layer in which queries, keys and values come from the same tokens.
+    """Find the module of a traced layer whose queries, keys and values come from the same tokens.
 
     Parameters
     ----------
@@ -148,7 +149,7 @@ def _refuse_chosen_masks(
     batch: int,
     implementation: str | None,
 ) -> None:
-    """Raise an error if a layer computes its attention mask from the values of the tokens."""
+    """Raise an error if the attention mask of a layer depends on the values of its tokens."""
     root = traced_layer.calls[0]
     given = [t for t in tree_leaves((root.args, root.kwargs)) if isinstance(t, Tensor)]
     made = [
@@ -170,7 +171,7 @@ def _refuse_chosen_masks(
 
 
 def has_weights_for(call: TracedCall, x: Tensor) -> bool:
-    """Return True if a module has a weight matrix that fits the dimension of the tokens ``x``.
+    """Return True if a module has a weight matrix for tokens of the dimension of ``x``.
 
     A module without such a matrix is given queries, keys and values, not tokens.
     """
@@ -178,7 +179,7 @@ def has_weights_for(call: TracedCall, x: Tensor) -> bool:
 
 
 def moved_tokens(x: Tensor, first: int = 0) -> Tensor:
-    """Return tokens plus random noise of about their own size; the noise has a fixed seed.
+    """Return tokens plus random noise of about the same size, drawn with a fixed seed.
 
     Tokens before index ``first``, counted along the axis before the last, do not change. No token gets a
     larger norm than the largest norm in ``x``, because a layer may refuse tokens outside a ball.
@@ -195,7 +196,7 @@ def moved_tokens(x: Tensor, first: int = 0) -> Tensor:
 
 
 def softmaxes_of(call: ModuleReplay, x: Tensor, implementation: str | None) -> list[SoftmaxCall]:
-    """Run a call again on tokens ``x``, and return the softmax attentions that it computes."""
+    """Repeat a module call with tokens ``x``, and return the softmax attentions that it computes."""
     seen: list[SoftmaxCall] = []
     with intercept_softmaxes(
         call.module, lambda softmax: seen.append(softmax), implementation=implementation
@@ -225,7 +226,9 @@ def _differ(a: Tensor | None, b: Tensor | None) -> bool:
 
 
 def refuse_randomness(layer: AttentionLayer, first: list[SoftmaxCall], second: list[SoftmaxCall]) -> None:
-    """Raise RandomAttention if two runs on the same tokens differ (ProbSparse attention samples keys)."""
+    """Raise RandomAttention if two runs on the same tokens differ, for example because keys are sampled at
+    random.
+    """
     pairs = [(a.output, b.output) for a, b in zip(first, second, strict=False)]
     if len(first) != len(second) or not all(a is b or _alike(a, b) for a, b in pairs):
         raise RandomAttention(
@@ -235,7 +238,8 @@ def refuse_randomness(layer: AttentionLayer, first: list[SoftmaxCall], second: l
 
 
 def _alike(a: Tensor | None, b: Tensor | None) -> bool:
-    """Return True if two outputs agree up to the rounding of a GPU that sums in another order at each run.
+    """Return True if two outputs agree up to the rounding of a GPU that sums in a different order in each
+    run.
 
     NaN counts as zero here; outputs with NaN are refused later.
     """
@@ -246,7 +250,8 @@ def _alike(a: Tensor | None, b: Tensor | None) -> bool:
 
 
 def obstacle_of(layer: AttentionLayer, before: list[SoftmaxCall], after: list[SoftmaxCall]) -> str:
-    """Say in a phrase why softmaxes, seen at two inputs, are no fixed functions of their operands; else "".
+    """Return a phrase that says why softmaxes at two inputs are not the same function of their operands, or
+    "".
 
     Raises
     ------

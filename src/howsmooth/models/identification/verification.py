@@ -1,4 +1,4 @@
-"""Verify that a captured map reproduces the outputs of the model's own layer.
+"""Verification that a captured map reproduces the outputs of the original layer of the model.
 
 The layer runs by itself on all sequences, with the user's attention implementation: first on the tokens of
 the forward pass, then on changed tokens. Changed tokens reject maps that fit by coincidence, and show whether
@@ -19,8 +19,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from howsmooth.attention import SelfAttention
 from howsmooth.errors import CaptureError
-from howsmooth.models.identification.block_arrangement import Block
-from howsmooth.models.identification.map_hypotheses import Hypothesis
+from howsmooth.models.identification.candidate_maps import Hypothesis
+from howsmooth.models.identification.norm_and_residual_placement import Block
 from howsmooth.models.identification.output_projection import AttentionOutput
 from howsmooth.models.identification.self_attention_module import SelfAttentionModule, moved_tokens
 from howsmooth.models.tolerance import precision, relative_error, tolerance
@@ -32,7 +32,7 @@ __all__ = ["ModelValues", "compare", "model_values", "notice_downcasts", "verify
 
 @dataclass(frozen=True, eq=False)
 class ModelValues:
-    """The inputs and outputs of the model's own attention module in one run, for all sequences."""
+    """The inputs and outputs of the original attention module of the model in one run, for all sequences."""
 
     x: Float[Tensor, "batch n d"]
     heads: (
@@ -43,12 +43,12 @@ class ModelValues:
 
     @property
     def inner(self) -> Tensor:
-        """Return the concatenated outputs of the heads; if they are unknown, the attention's output."""
+        """Return the concatenated outputs of the heads, or the attention output if they are unknown."""
         return self.attention if self.heads is None else self.heads
 
 
 class _Downcasts(TorchDispatchMode):
-    """A dispatch mode that records whether any operation converts between float64 and float32."""
+    """A dispatch mode that records whether any operation converts float64 to float32 or back."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -65,7 +65,7 @@ class _Downcasts(TorchDispatchMode):
 
 @contextmanager
 def notice_downcasts(dtype: torch.dtype) -> Iterator[_Downcasts]:
-    """Within the context, record whether a float64 computation converts numbers to float32.
+    """Return a context manager that records whether a computation in float64 converts numbers to float32.
 
     For other dtypes nothing is recorded.
     """
@@ -76,7 +76,9 @@ def notice_downcasts(dtype: torch.dtype) -> Iterator[_Downcasts]:
 
 
 def model_values(self_attention: SelfAttentionModule, output: AttentionOutput, x: Tensor) -> ModelValues:
-    """Run the model's attention module on tokens ``x``; return its output and the outputs of its heads."""
+    """Run the attention module of the model on tokens ``x``, and return its output and the outputs of its
+    heads.
+    """
     call, projection = self_attention.replay, output.projection
     taken: list[tuple[Tensor, Tensor]] = []  # heads, and what the projection makes of them
 
@@ -104,7 +106,8 @@ def model_values(self_attention: SelfAttentionModule, output: AttentionOutput, x
 
 
 def verify(self_attention: SelfAttentionModule, output: AttentionOutput, found: Hypothesis) -> None:
-    """Raise CaptureError unless a captured map agrees with the model, at the captured tokens and at others.
+    """Raise CaptureError unless a captured map agrees with the model, at the captured tokens and at other
+    tokens.
 
     Raises
     ------
@@ -142,7 +145,7 @@ def verify(self_attention: SelfAttentionModule, output: AttentionOutput, found: 
 
 
 def _compare_attention(layer: AttentionLayer, found: Hypothesis, own: ModelValues, tol: float) -> None:
-    """Raise CaptureError unless the map reproduces the attention's output.
+    """Raise CaptureError unless the map reproduces the attention output of the model.
 
     The outputs of the heads were checked before.
     """
@@ -163,7 +166,7 @@ def _compare_attention(layer: AttentionLayer, found: Hypothesis, own: ModelValue
 
 
 def compare(layer: AttentionLayer, what: str, captured: Tensor, own: Tensor, tol: float) -> None:
-    """Raise CaptureError if a captured map's outputs and the model's own differ by more than ``tol``."""
+    """Raise CaptureError if the outputs of a captured map and of the model differ by more than ``tol``."""
     if captured.numel() == own.numel():  # the model may have heads on a separate axis
         own = own.reshape(captured.shape)
     if captured.shape != own.shape:
@@ -205,7 +208,8 @@ def verify_block(
     layer: ModuleReplay,
     condition: float,
 ) -> Float[Tensor, "batch n d"]:
-    """Check that the map of a block agrees with the model's layer, and return the block's input.
+    """Check that the map of the attention half of a layer agrees with the model, and return the input of this
+    half.
 
     Returns
     -------
@@ -257,7 +261,9 @@ def verify_block(
 def _tapped(
     self_attention: SelfAttentionModule, output: AttentionOutput, block: Block, values: _BlockValues
 ) -> Iterator[None]:
-    """Within the context, store the input and the output of a layer's attention block when the layer runs."""
+    """Return a context manager that stores the input and the output of the attention half of a layer when the
+    layer runs.
+    """
     pre, reading = block.pre_norm, block.value_at
 
     def norm_starts(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:

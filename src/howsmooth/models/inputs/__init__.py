@@ -1,1 +1,1 @@
-"""Read the inputs of models (images, audio, token ids, embeddings) from files or arrays, and check them."""
+"""Readers of model inputs (images, audio, token ids, embeddings) from files or arrays, with checks."""

@@ -1,4 +1,4 @@
-"""Read arrays from .npy, .npz and .safetensors files, without running code that a file may contain."""
+"""Readers of arrays in .npy, .npz and .safetensors files that never run code contained in a file."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ SUFFIXES = (".npy", ".npz", ".safetensors")
 
 @dataclass(frozen=True, eq=False)
 class DataSource:
-    """Data for a model, read from a file or an array, with the name, origin and SHA-256 of the data.
+    """Data for a model, read from a file or an array, with the name, origin and SHA-256 hash of the data.
 
     Attributes
     ----------
@@ -39,7 +39,7 @@ class DataSource:
 
 
 def read_array(path: Path) -> np.ndarray:
-    """Read the array of a .npy file, without running code that the file may contain.
+    """Read the array in a .npy file without running code that the file may contain.
 
     Raises
     ------
@@ -58,7 +58,7 @@ def read_array(path: Path) -> np.ndarray:
 
 
 def read_arrays(path: Path, what: str, suffixes: tuple[str, ...] = SUFFIXES) -> dict[str, Tensor]:
-    """Read all arrays of a file as a dict by name; a .npy file has one array, named ``""``.
+    """Read all arrays of a file as a dict by name, where the array of a .npy file has the name ``""``.
 
     Parameters
     ----------
@@ -134,5 +134,5 @@ def _is_file(path: Path) -> bool:
 
 
 def shown(path: Path) -> str:
-    """Return a path as text for an error message, cut to at most 200 characters."""
+    """Return a path as text for an error message, truncated to at most 200 characters."""
     return str(path) if len(str(path)) <= 200 else f"{str(path)[:197]}..."

@@ -1,4 +1,4 @@
-"""Read audio for audio models from .wav and .npy files or arrays, or synthesise the built-in audio."""
+"""Readers of audio from .wav and .npy files or arrays, and synthesis of the built-in audio."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ Waveform = np.ndarray[tuple[int], np.dtype[np.float32]]
 
 @dataclass(frozen=True, eq=False)
 class Audio(DataSource):
-    """A recording of one channel: its samples and their rate.
+    """A recording with one channel, given by its samples and their rate.
 
     Attributes
     ----------
@@ -55,7 +55,7 @@ class Audio(DataSource):
         return len(self.samples) / self.rate
 
     def at(self, rate: int) -> Waveform:
-        """Return the samples at another sampling rate, resampled by a polyphase filter without aliasing."""
+        """Return the samples at another sampling rate, resampled without aliasing by a polyphase filter."""
         if rate == self.rate:
             return self.samples
         from scipy.signal import resample_poly  # half a second, which only audio at another rate need pay
@@ -66,7 +66,7 @@ class Audio(DataSource):
 
 
 def load_audio(source: object = "builtin", rate: int | None = None) -> Audio:
-    """Read audio, and average its channels.
+    """Read audio from a file or an array, and average its channels.
 
     Parameters
     ----------
@@ -136,7 +136,7 @@ def _audio(name: str, source: str, rate: int, array: np.ndarray, argument: str) 
 
 
 def _mono(array: np.ndarray, argument: str) -> Waveform:
-    """Check an array of audio samples, and return the mean of its channels, scaled to -1 to 1."""
+    """Check an array of audio samples, and return the mean of its channels, scaled to the range -1 to 1."""
     channels = array[:, None] if array.ndim == 1 else array
     if channels.ndim != 2 or not 1 <= channels.shape[1] <= _MOST_CHANNELS:
         raise ArgumentError(
@@ -160,7 +160,9 @@ def _mono(array: np.ndarray, argument: str) -> Waveform:
 
 @cache
 def _builtin() -> Audio:
-    """Synthesise a minute of syllables: three quarters are voiced (with formants), the others noise."""
+    """Synthesise a minute of audio that consists of syllables, of which three quarters are voiced and the
+    others are noise.
+    """
     random = np.random.RandomState(2000)
     count = _BUILTIN_SECONDS * _BUILTIN_RATE
     made = 0.002 * random.standard_normal(count)

@@ -1,4 +1,4 @@
-"""Read images for vision models from files, folders and arrays, or use the built-in images."""
+"""Readers of images for vision models from files, folders and arrays, and the built-in images."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ _MOST_STRETCHED = 100
 
 @dataclass(frozen=True, eq=False)
 class Images(DataSource):
-    """A sequence of images; images in files are read when they are used."""
+    """A sequence of images, in which images from files are read only when they are used."""
 
     _held: Sequence[Image.Image | Path] = field(repr=False)
 
     @property
     def size(self) -> int:
-        """Number of images."""
+        """Number of images in the sequence."""
         return len(self._held)
 
     def __len__(self) -> int:
@@ -42,13 +42,13 @@ class Images(DataSource):
         return self.size
 
     def __getitem__(self, index: int) -> Image.Image:
-        """Return an image as a Pillow image in RGB, eight bits per channel."""
+        """Return an image as a Pillow image in RGB with eight bits per channel."""
         held = self._held[index]
         return _read(held) if isinstance(held, Path) else held
 
 
 def load_images(source: object = "builtin") -> Images:
-    """Find the images of files, folders or arrays, and check that each can be read.
+    """Find the images in files, folders or arrays, and check that each image can be read.
 
     Parameters
     ----------
@@ -128,7 +128,7 @@ def _digest(images: Iterable[bytes | Image.Image]) -> str:
 
 
 def _files(place: Path) -> list[Path]:
-    """Return a file as a list, or the sorted image files of a folder and its subfolders."""
+    """Return a list with the given file, or the sorted image files of a folder and its subfolders."""
     try:
         is_file, is_folder = place.is_file(), place.is_dir()
     except (OSError, ValueError):  # a name that no file can have
@@ -180,7 +180,7 @@ def _read(file: Path) -> Image.Image:
 
 
 def _opened(file: Path) -> Image.Image:
-    """Read an image and rotate it as its EXIF orientation says."""
+    """Read an image, and rotate it as its EXIF orientation says."""
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
@@ -219,7 +219,9 @@ def _picture(array: np.ndarray, argument: str) -> Image.Image:
 
 
 def _check_sides(width: int, height: int, argument: str) -> None:
-    """Raise ArgumentError for a very narrow image: resized for a model, it would fill the memory."""
+    """Raise ArgumentError for a very narrow image, which would fill the memory when it is resized for a
+    model.
+    """
     if max(width, height) > _MOST_STRETCHED * min(width, height):
         raise ArgumentError(
             argument,

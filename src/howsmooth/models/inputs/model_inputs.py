@@ -1,4 +1,4 @@
-"""Check the inputs of a model, and return them as named arguments on the model's device."""
+"""Checks of the inputs of a model, which are returned as named arguments on the device of the model."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ __all__ = [
 
 @dataclass(frozen=True, eq=False)
 class ModelInputs:
-    """Checked inputs of a model."""
+    """The checked inputs of a model, by the names of its arguments."""
 
     named: dict[str, Tensor]  # the arguments of the model, by name
     batch: int  # the number of sequences
 
 
 def check_model(model: nn.Module) -> None:
-    """Raise ArgumentError unless the model's weights have dtypes that can be measured.
+    """Raise ArgumentError unless the weights of the model have dtypes that can be measured.
 
     They are all float64, or a mixture of float32, bfloat16 and float16.
     """
@@ -59,13 +59,13 @@ def in_dtype(model: nn.Module, named: Mapping[str, Tensor]) -> dict[str, Tensor]
 
 
 def takes_decoder_ids(model: nn.Module) -> bool:
-    """Return True if the model is a whole encoder-decoder, not only its encoder or its decoder."""
+    """Return True if the model is a complete encoder-decoder, and not only an encoder or a decoder."""
     whole = bool(getattr(getattr(model, "config", None), "is_encoder_decoder", False))
     return whole and "decoder_input_ids" in inspect.signature(model.forward).parameters
 
 
 def embedding_of(model: nn.Module) -> nn.Embedding | None:
-    """Return the embedding table for token ids of a transformers model; None if it has none."""
+    """Return the embedding table for token ids of a transformers model, or None if it has none."""
     if not isinstance(model, PreTrainedModel):
         return None
     try:
@@ -76,13 +76,15 @@ def embedding_of(model: nn.Module) -> nn.Embedding | None:
 
 
 def vocabulary_size(model: nn.Module) -> int | None:
-    """Return the number of rows in the embedding table for token ids; None if the model has no table."""
+    """Return the number of rows of the embedding table for token ids, or None if the model has no table."""
     table = embedding_of(model)
     return None if table is None else table.num_embeddings
 
 
 def max_length(model: nn.Module) -> int | None:
-    """Return the largest number of tokens that the model has positions for; None if it states no limit."""
+    """Return the largest number of tokens for which the model has positions, or None if it states
+    no limit.
+    """
     limit = getattr(getattr(model, "config", None), "max_position_embeddings", None)
     for name, module in model.named_modules():
         # Models of RoBERTa type count positions from the padding index plus one, and lose the earlier ones.
@@ -93,7 +95,7 @@ def max_length(model: nn.Module) -> int | None:
 
 
 def model_inputs(model: nn.Module, inputs: Tensor | Mapping[str, Tensor]) -> ModelInputs:
-    """Check a model and its inputs, and return the inputs on the model's device.
+    """Check a model and its inputs, and return the inputs on the device of the model.
 
     Raises
     ------
@@ -144,7 +146,7 @@ def _parameters(model: nn.Module) -> list[inspect.Parameter]:
 
 
 def _named(model: nn.Module, inputs: object) -> dict[str, Tensor]:
-    """Return a model's inputs as a dict by the names of the model's arguments.
+    """Return the inputs of a model as a dict by the names of the model's arguments.
 
     A tensor alone is passed as the model's main or first argument.
     """
@@ -197,7 +199,7 @@ def _check_names(model: nn.Module, named: dict[str, Tensor]) -> None:
 
 
 def _token_ids(model: nn.Module, ids: Tensor) -> Tensor:
-    """Check token ids (batch, n), and return them as int64."""
+    """Return token ids (batch, n) as int64 after checking them."""
     if ids.ndim != 2 or ids.dtype.is_floating_point or ids.dtype.is_complex or ids.dtype == torch.bool:
         raise ArgumentError(
             "inputs",

@@ -1,4 +1,6 @@
-"""Read token ids and embedded tokens from files, for models without a tokenizer or an embedding table."""
+"""Readers of token ids and embedded tokens from files, for models without a tokenizer or an
+embedding table.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,7 @@ __all__ = ["TokenStream", "load_embeddings", "load_token_ids"]
 
 @dataclass(frozen=True, eq=False)
 class TokenStream(DataSource):
-    """Sequences of token ids, or of embedded tokens, concatenated to one tensor.
+    """Sequences of token ids or of embedded tokens, concatenated to one tensor.
 
     Attributes
     ----------
@@ -46,7 +48,7 @@ class TokenStream(DataSource):
 
     @property
     def parts(self) -> tuple[tuple[int, int], ...]:
-        """The place of each sequence: the index of its first token, and the number of its tokens."""
+        """The index of the first token and the number of tokens of each sequence."""
         return tuple(zip(accumulate((0, *self.lengths[:-1])), self.lengths, strict=True))
 
 

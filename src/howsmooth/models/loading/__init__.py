@@ -1,1 +1,3 @@
-"""Load models: find a model by its name, refuse unsafe files, and load weights, tokenizer and processors."""
+"""Loading of models: finding a model by its name, refusing unsafe files, and loading weights, tokenizer and
+processors.
+"""

@@ -1,4 +1,4 @@
-"""Make short dummy inputs for a model, enough to see what its layers compute."""
+"""Short dummy inputs for a model, which are sufficient to observe what its layers compute."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from howsmooth.models.float32_weights import computing_dtype
 from howsmooth.models.inputs.audio_sources import load_audio
 from howsmooth.models.inputs.image_sources import load_images
 from howsmooth.models.inputs.model_inputs import in_dtype, max_length, vocabulary_size
-from howsmooth.models.inputs.submodels import modality_of, token_width
+from howsmooth.models.inputs.submodels_by_modality import modality_of, token_width
 from howsmooth.models.loading.processors import AudioPreparation, ImagePreparation
 
 __all__ = ["sample_inputs"]
@@ -22,7 +22,7 @@ _TOKENS = 16  # the default length
 def sample_inputs(
     model: nn.Module, preparation: ImagePreparation | AudioPreparation | None, tokens: object = None
 ) -> Tensor | dict[str, Tensor]:
-    """Make dummy inputs for a model: a sequence of random tokens, a built-in image or built-in audio.
+    """Return dummy inputs for a model: a sequence of random tokens, a built-in image or built-in audio.
 
     Parameters
     ----------

@@ -1,4 +1,6 @@
-"""``load_model``: load a model and its tokenizer from a folder, the Hugging Face Hub or this package."""
+"""The function ``load_model``, which loads a model and its tokenizer from a folder, the Hugging Face Hub or
+this package.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,7 @@ from howsmooth.models.inputs.model_inputs import (
     takes_decoder_ids,
     vocabulary_size,
 )
-from howsmooth.models.inputs.submodels import choose_part, modality_of, named_parts
+from howsmooth.models.inputs.submodels_by_modality import choose_part, modality_of, named_parts
 from howsmooth.models.loading.dummy_inputs import sample_inputs
 from howsmooth.models.loading.model_location import Place, find
 from howsmooth.models.loading.processors import (
@@ -41,8 +43,8 @@ from howsmooth.models.loading.safety_checks import check_files, forget_implement
 from howsmooth.models.loading.tokenizers import Tokenizer, own_tokenizer, trained_tokenizer
 from howsmooth.models.loading.truncated_config import count_weights, shorten
 from howsmooth.models.measurement_mode import measurement_mode, nested_configs, quiet
-from howsmooth.models.tracing.forward_trace import attention_layers
 from howsmooth.models.tracing.layer_trace import AttentionLayer
+from howsmooth.models.tracing.module_call_tracer import attention_layers
 from howsmooth.seeds import torch_seed
 
 __all__ = ["LoadedModel", "builtin_names", "load_model"]
@@ -50,7 +52,7 @@ __all__ = ["LoadedModel", "builtin_names", "load_model"]
 
 @dataclass(frozen=True, eq=False)
 class LoadedModel:
-    """A model that is ready to be captured, with its tokenizer and its provenance."""
+    """A loaded model whose layers can be captured, with its tokenizer and its provenance."""
 
     #: The name by which it was loaded.
     name: str
@@ -84,7 +86,9 @@ class LoadedModel:
 
     @property
     def label(self) -> str:
-        """The name of the model for titles; for a model in a folder, the folder's name without its path."""
+        """The name of the model for titles, which for a model in a folder is the name of the folder without
+        its path.
+        """
         path = Path(self.name).expanduser()
         return path.resolve().name if path.is_dir() else self.name
 
@@ -115,7 +119,7 @@ def load_model(
     most_weights: int | None = None,
     head: bool = False,
 ) -> LoadedModel:
-    """Load a model, or build one with untrained weights.
+    """Load a model with its trained weights, or build a model with random weights.
 
     Weights are read from safetensors only, and code that comes with a model is never run.
 
@@ -232,7 +236,7 @@ def _device(device: str | torch.device) -> torch.device:
 
 
 def _config(place: Place) -> Any:
-    """Return the model's configuration; raise ModelError if the model needs code that comes with it."""
+    """Return the configuration of the model; raise ModelError if the model needs code from its repository."""
     if place.location is None:
         config = CONFIG_MAPPING[place.name]()
     else:
@@ -245,7 +249,7 @@ def _config(place: Place) -> Any:
 
 
 def _class_with_head(place: Place, config: Any) -> Any:
-    """Return the model class with task head that a transformers configuration names."""
+    """Return the model class with a task head that a transformers configuration names."""
     names = getattr(config, "architectures", None) or ()
     found = next((getattr(transformers, name) for name in names if hasattr(transformers, name)), None)
     if not (isinstance(found, type) and issubclass(found, PreTrainedModel)):
@@ -266,7 +270,7 @@ def _built(
     dtype: torch.dtype | None,
     part: str | None,
 ) -> tuple[str, nn.Module, set[str]]:
-    """Build a model with random weights, or load its weights; ``kind`` is its class, or AutoModel.
+    """Load the weights of a model, or build it with random weights; ``kind`` is its class, or AutoModel.
 
     Return the path of the chosen part ("" for the whole model), the part itself, and the names of its weights
     that the file lacks.
@@ -315,7 +319,7 @@ def _built(
 def _preparation(
     place: Place, config: Any, model: nn.Module, modality: str
 ) -> ImagePreparation | AudioPreparation | None:
-    """Return the processor that turns images or audio into a model's inputs; None for other models.
+    """Return the processor that converts images or audio to model inputs, or None for models of other inputs.
 
     Raises
     ------
@@ -346,7 +350,8 @@ def _refuse_several(place: Place, model: PreTrainedModel) -> None:
 
 
 def _without_pooler(config: Any) -> dict[str, Any]:
-    """Return the option that leaves out a model's pooler; empty if it has no such option.
+    """Return the keyword argument that builds a model without its pooler, or no argument if there is no such
+    option.
 
     The pooler comes after all attention.
     """
@@ -359,7 +364,7 @@ def _without_pooler(config: Any) -> dict[str, Any]:
 def _layers(
     model: nn.Module, preparation: ImagePreparation | AudioPreparation | None
 ) -> tuple[list[AttentionLayer], str]:
-    """Run a model on a short input and return its attention layers, or a phrase that says why it has none.
+    """Run a model on a short input and return its attention layers, or a phrase that says why there are none.
 
     The phrase is empty if there are attention layers.
     """
@@ -375,7 +380,7 @@ def _layers(
 def _check_encoder(
     place: Place, model: nn.Module, modality: str, layers: list[AttentionLayer], obstacle: str
 ) -> None:
-    """Raise an error unless the model takes text, has attention layers, and none of them is causal."""
+    """Raise an error unless the model takes text and has attention layers none of which is causal."""
     kind = type(model).__name__
     if not layers:
         raise CaptureError(obstacle)

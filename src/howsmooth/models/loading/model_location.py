@@ -1,4 +1,4 @@
-"""Find where a model of a given name is: in this package, in a folder or on the Hugging Face Hub."""
+"""The location of a model with a given name: in this package, in a folder or on the Hugging Face Hub."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _OF_PYTHON = re.compile(r":|\.py$|^[a-z_][\w.]*\.[A-Z]\w*$")
 
 @dataclass(frozen=True)
 class Place:
-    """Where the files of a model are: in a folder, on the Hugging Face Hub, or nowhere.
+    """The location of the files of a model: a folder, the Hugging Face Hub, or none.
 
     A model without files is built from the default configuration of its type.
     """
@@ -41,7 +41,7 @@ class Place:
     local_files_only: bool
 
     def file(self, name: str) -> Path | None:
-        """Return the path of a file of the model, downloaded if necessary; None if there is no such file.
+        """Return the path of a file of the model, downloaded if necessary, or None if there is no such file.
 
         Raises
         ------
@@ -64,7 +64,9 @@ class Place:
 
     @contextmanager
     def reading(self) -> Iterator[None]:
-        """Turn every error that transformers raises in the context into a ModelError about this model."""
+        """Return a context manager that converts every error of transformers to a ModelError about this
+        model.
+        """
         try:
             yield
         except HowsmoothError:
@@ -115,7 +117,7 @@ def _remedy(name: str) -> str:
 
 
 def find(name: str, *, random_init: bool) -> Place:
-    """Find where the files of a model are, by its name.
+    """Find the location of the files of a model by the name of the model.
 
     It is not checked whether the Hub has them.
 
@@ -154,7 +156,7 @@ def find(name: str, *, random_init: bool) -> Place:
 
 
 def _model_folder(folder: Path) -> Path | None:
-    """Return the folder that has the model's config.json, or None.
+    """Return the folder that contains the config.json of the model, or None.
 
     It is the given folder or, for sentence-transformers, one inside it.
     """

@@ -1,4 +1,4 @@
-"""Turn images and audio into the inputs of a model, with the model's processor from transformers."""
+"""Conversion of images and audio to model inputs, with the processor of the model from transformers."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ _MODES = {1: "L", 3: "RGB"}
 
 @dataclass(frozen=True)
 class ImagePreparation:
-    """The image processor of a model, with the settings that turn images into ``pixel_values``.
+    """The image processor of a model, with the settings that convert images to ``pixel_values``.
 
     Attributes
     ----------
@@ -66,7 +66,7 @@ class ImagePreparation:
     def prepared(
         self, images: Sequence[Image.Image], size: tuple[int, int] | None = None
     ) -> dict[str, Tensor]:
-        """Return the model's inputs for some images: the ``pixel_values`` that the processor computes.
+        """Return the ``pixel_values`` that the processor computes for some images, as model inputs.
 
         Parameters
         ----------
@@ -116,7 +116,7 @@ def _pixels(
 
 
 def _sized(processor: Any, height: int, width: int) -> dict[str, Any]:
-    """Return the processor's options that resize images to a given size.
+    """Return the options with which the processor resizes images to a given size.
 
     If it crops images, the same share of the image is cut off as before.
     """
@@ -131,7 +131,7 @@ def _sized(processor: Any, height: int, width: int) -> dict[str, Any]:
 
 
 def image_preparation(place: Place, config: Any, model: nn.Module) -> ImagePreparation:
-    """Return the image processor that fits a model, after trying it on two images.
+    """Return the image processor of a model, after trying it on two images.
 
     The processor is the one in the model's files. Without such files it is the default processor of the
     model's type, at the image size of the model's configuration. If that processor cannot be used (because it
@@ -191,7 +191,7 @@ def _channels(place: Place, config: Any) -> int:
 def _processors(
     place: Place, configs: tuple[Any, Any], channels: int, *, has_files: bool
 ) -> list[tuple[str, Callable[[], Any]]]:
-    """Return the image processors to try, each as a description and a function that builds it."""
+    """Return the image processors to try, each with a description and a function that builds it."""
     if has_files:
         options = {"local_files_only": place.local_files_only, "trust_remote_code": False}
         named = partial(AutoImageProcessor.from_pretrained, config=configs[0], backend="pil", **options)
@@ -213,7 +213,7 @@ def _processors(
 def _tried(
     processor: Any, channels: int, wanted: tuple[int, int] | None
 ) -> tuple[tuple[int, int], dict[str, Any]]:
-    """Try an image processor, and return the height and width of the images that it makes.
+    """Try an image processor, and return the height and width of the images that it produces.
 
     Also return the options with which it makes images of this size.
 
@@ -236,7 +236,7 @@ def _tried(
 
 @dataclass(frozen=True)
 class AudioPreparation:
-    """The feature extractor of an audio model, which turns audio into the model's inputs.
+    """The feature extractor of an audio model, which converts audio to model inputs.
 
     Attributes
     ----------
@@ -260,7 +260,7 @@ class AudioPreparation:
     """The names of the model's arguments; some extractors return more values."""
 
     def prepared(self, waves: Sequence[Waveform]) -> dict[str, Tensor]:
-        """Return the model's inputs for recordings of equal length, sampled at ``self.rate``."""
+        """Return the model inputs for recordings of equal length, sampled at ``self.rate``."""
         made = self._extractor(list(waves), sampling_rate=self.rate, return_tensors="pt")
         # An attention mask of ones is left out.
         return {
@@ -318,7 +318,7 @@ def _unusable(what: str, place: Place, error: Exception | None) -> ModelError:
 
 
 def _pair(value: Any) -> tuple[int, int] | None:
-    """Read (height, width) from a number or a pair in a configuration; return None if it is neither."""
+    """Return (height, width) from a number or a pair in a configuration, or None for any other value."""
     pair = [value, value] if isinstance(value, int) else value
     if isinstance(pair, list | tuple) and len(pair) == 2 and all(isinstance(v, int) and v > 0 for v in pair):
         return pair[0], pair[1]

@@ -1,4 +1,5 @@
-"""Refuse unsafe files and ignore unsafe settings of a model before transformers reads its weights.
+"""Checks that refuse unsafe files and ignore unsafe settings of a model before transformers reads its
+weights.
 
 ``trust_remote_code=False`` and ``use_safetensors=True`` are not enough. A configuration can name a pickle as
 the file of its weights, an index of weights can list pickles, and the attention implementation can be the
@@ -22,7 +23,7 @@ _ADAPTER = "adapter_config.json"
 
 
 def forget_implementations(config: Any) -> None:
-    """Remove a configuration's choice of kernels for attention and mixture-of-experts layers.
+    """Remove the settings of a configuration that select kernels for attention and mixture-of-experts layers.
 
     Transformers then chooses the kernels.
     """
@@ -31,7 +32,7 @@ def forget_implementations(config: Any) -> None:
 
 
 def check_files(place: Place, config: Any) -> None:
-    """Raise ModelError for weights not in safetensors, for quantised weights, and for adapters.
+    """Raise ModelError if weights are not in safetensors format, are quantised, or belong to an adapter.
 
     Raises
     ------
@@ -79,7 +80,7 @@ def _check_name(place: Place, name: object, where: str, endings: tuple[str, ...]
 
 
 def _parts(place: Place, index: str) -> set[object]:
-    """Return the names of the weight files that an index file lists; an empty set without an index file."""
+    """Return the set of names of the weight files in an index file, which is empty without an index file."""
     found = place.file(index)
     if found is None:
         return set()

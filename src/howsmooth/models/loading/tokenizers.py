@@ -1,4 +1,4 @@
-"""Turn text into token ids, with the model's own tokenizer or one that is trained on the text."""
+"""Conversion of text to token ids, with the tokenizer of the model or a tokenizer trained on the text."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _PROBE = "The cat sat on a mat, and it was all that it had to do."
 
 
 class Tokenizer:
-    """A tokenizer of transformers that adds no special tokens unless asked.
+    """A tokenizer of transformers that adds special tokens only on request.
 
     Parameters
     ----------
@@ -47,7 +47,7 @@ class Tokenizer:
         return [int(i) for i in ids]
 
     def located(self, text: str) -> tuple[list[int], list[int]]:
-        """Return the token ids of a text, and the index of the character at which each token begins.
+        """Return the token ids of a text, and for each token the index of its first character in the text.
 
         The second list is empty if the tokenizer does not know these indices.
         """
@@ -57,14 +57,14 @@ class Tokenizer:
         return [int(i) for i in found["input_ids"]], [int(start) for start, _ in found["offset_mapping"]]
 
     def decoded(self, ids: list[int]) -> list[str]:
-        """Return the text of each token id; without a tokenizer, the id itself as text."""
+        """Return the text of each token id, or the id itself as text if there is no tokenizer."""
         if self._backend is None:
             return [str(i) for i in ids]
         return [str(self._backend.decode([i])) for i in ids]
 
     @property
     def serialized(self) -> str:
-        """Return a text that identifies the tokenizer, for fingerprints; empty without a tokenizer."""
+        """Return a text that identifies the tokenizer in fingerprints, which is empty without a tokenizer."""
         if self._backend is None:
             return ""
         if isinstance(self._backend, PreTrainedTokenizerFast):
@@ -73,7 +73,7 @@ class Tokenizer:
 
 
 def own_tokenizer(name: str | os.PathLike[str], *, local_files_only: bool) -> Tokenizer | None:
-    """Return the tokenizer that comes with a model; None if there is none, or if it encodes no plain text.
+    """Return the tokenizer of a model, or None if there is none or it cannot encode plain text.
 
     transformers builds an *empty* tokenizer if it finds no vocabulary. So a tokenizer is accepted only if it
     encodes most of a plain sentence without the unknown token.
@@ -92,7 +92,7 @@ def own_tokenizer(name: str | os.PathLike[str], *, local_files_only: bool) -> To
 
 
 def trained_tokenizer(text: str, vocabulary: int) -> Tokenizer:
-    """Train a byte-level BPE tokenizer on a text; the same text gives the same tokenizer.
+    """Train a byte-level BPE tokenizer on a text, with the same result for the same text.
 
     Parameters
     ----------

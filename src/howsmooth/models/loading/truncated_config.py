@@ -1,4 +1,4 @@
-"""Reduce the number of layers in the configuration of a large model, keeping every kind of layer."""
+"""Reduction of the number of layers in the configuration of a large model, keeping a layer of every kind."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ _KINDS = ("layer_types", "layers_block_type")
 
 
 def count_weights(config: Any) -> int:
-    """Return the number of weights of a model with this configuration, without allocating the weights."""
+    """Return the number of weights of a model with a given configuration, without allocating the weights."""
     with torch.device("meta"):
         return sum(p.numel() for p in AutoModel.from_config(config, trust_remote_code=False).parameters())
 
 
 def shorten(config: Any, most: int) -> str:
-    """Remove layers from a configuration, in place, if its model has more weights than ``most``.
+    """Remove layers from a configuration in place if its model has more weights than ``most``.
 
     The first layers of each stack are kept: at least two, and enough for every kind of layer that the
     configuration names. Whether the other layers are like them is not checked.

@@ -1,4 +1,4 @@
-"""Tracing a forward pass: find every softmax attention while it runs, and keep the module calls around it.
+"""Tracing of a forward pass: every softmax attention is found while it runs, with the module calls around it.
 
 ``softmax_tracer`` and ``score_tracer`` follow the scores from the product of queries and keys to the product
 of probabilities and values, in any PyTorch code. ``forward_trace`` keeps the calls of the modules around each

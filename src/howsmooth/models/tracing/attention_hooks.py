@@ -1,4 +1,4 @@
-"""Read, and if wanted replace, the softmax attentions that a module computes.
+"""Hooks that read, and optionally replace, the softmax attentions that a module computes.
 
 A module that dispatches through transformers' attention interface hands over its queries, keys and values
 before any score is computed, and before key heads are repeated. The softmax attentions of all other modules
@@ -49,7 +49,8 @@ _SPARSE = frozenset({"block_indices", "indices"})
 def intercept_softmaxes(
     module: nn.Module, on_softmax: OnSoftmax, *, implementation: str | None, compute: bool = True
 ) -> Iterator[None]:
-    """Call ``on_softmax`` with every softmax attention that ``module`` computes within the context.
+    """Return a context manager that calls ``on_softmax`` with every softmax attention that ``module``
+    computes.
 
     Parameters
     ----------
@@ -168,7 +169,7 @@ def plain_attention(
     *,
     causal: bool = False,
 ) -> Tensor:
-    """Return softmax attention (batch, heads, m, value_dim), computed in the dtype of the operands.
+    """Compute softmax attention (batch, heads, m, value_dim) in the dtype of the operands.
 
     The formula is written out here a second time, because captured maps of the library are compared with it.
     Long sequences use PyTorch's fused kernel, or are computed in blocks of heads and query rows.
@@ -210,7 +211,7 @@ def _block(
     sinks: Tensor | None,
     causal_rows: slice | None,
 ) -> Tensor:
-    """Return softmax attention for a block of query rows.
+    """Compute softmax attention for a block of query rows.
 
     If the attention is causal, ``causal_rows`` holds the positions of the queries.
     """

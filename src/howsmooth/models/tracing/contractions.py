@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from howsmooth.models.tracing.axes import Axis, Factor
+from howsmooth.models.tracing.axis_tracking import Axis, Factor
 from howsmooth.models.tracing.score_provenance import Opaque, Operand, Scores
 
 __all__ = ["PRODUCTS", "Contraction", "contraction_of", "product_scores", "two"]
@@ -38,13 +38,15 @@ class Contraction:
 
 
 def two(args: Any, kwargs: Any) -> tuple[Any, Any]:
-    """Return the two operands among the arguments of a binary torch function such as ``mul``."""
+    """Return the two tensor arguments of a binary torch function such as ``mul``."""
     rest = [*args[1:], *(kwargs[name] for name in ("other", "mat2") if name in kwargs)]
     return (args[0] if args else kwargs.get("input")), (rest[0] if rest else None)
 
 
 def contraction_of(func: Any, args: Any, kwargs: Any) -> Contraction | None:
-    """Describe the product of two tensors that a torch function computes; None if it computes none."""
+    """Describe the product of two tensors that a torch function computes, or return None if it
+    computes none.
+    """
     if func is torch.einsum:
         operands = args[1] if len(args) == 2 and isinstance(args[1], list | tuple) else args[1:]
         if not isinstance(args[0], str) or len(operands) != 2:
@@ -140,5 +142,7 @@ def product_scores(c: Contraction) -> Scores | Opaque | None:
 
 
 def _is_parameter(tensor: Tensor) -> bool:
-    """Tell whether a tensor is a parameter or a view of one, so that a product with it is a linear layer."""
+    """Return whether a tensor is a parameter or a view of one, so that a product with it is a
+    linear layer.
+    """
     return isinstance(tensor, nn.Parameter) or isinstance(tensor._base, nn.Parameter)

@@ -1,4 +1,4 @@
-"""The record of one layer's run: its module calls, their tokens, and its softmax attentions."""
+"""The trace of a run of one layer: its module calls, their tokens, and its softmax attentions."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ __all__ = [
 
 @dataclass(frozen=True, eq=False)
 class ModuleCall:
-    """One call of a module, with copies of its input and output where they are needed later."""
+    """One call of a module, with copies of its input and output if they are needed later."""
 
     name: str
     module: nn.Module
@@ -37,7 +37,7 @@ class ModuleCall:
 
 @dataclass(frozen=True, eq=False)
 class AttentionLayer:
-    """An attention module of a model, with the whole Transformer layer around it (``root``)."""
+    """An attention module of a model, with the whole Transformer layer that contains it (``root``)."""
 
     index: int  # in the order of the forward pass
     name: str  # path of the attention module
@@ -53,7 +53,7 @@ class AttentionLayer:
 
 @dataclass(eq=False)
 class LayerTrace:
-    """What one layer did when it ran by itself on one sequence: its module calls and softmaxes, in order."""
+    """The trace of a run of one layer on one sequence: its module calls and softmaxes, in order."""
 
     layer: AttentionLayer
     x: Tensor  # (1, n, d): the tokens that the attention module is given
@@ -71,12 +71,16 @@ class LayerTrace:
 
 
 def is_linear(module: nn.Module) -> bool:
-    """Whether the module is ``nn.Linear``, or transformers' ``Conv1D`` (a linear map, weight transposed)."""
+    """Return whether the module is ``nn.Linear``, or the ``Conv1D`` of transformers, a linear map with
+    transposed weight.
+    """
     return isinstance(module, nn.Linear | Conv1D)
 
 
 def is_norm(module: nn.Module) -> bool:
-    """Whether the module seems to be a norm layer over the last axis, judged by its class and its weight."""
+    """Return whether the module seems to be a norm layer over the last axis, judged by its class and its
+    weight.
+    """
     weight = getattr(module, "weight", None)
     # A module with children is no norm: an attention module may have "norm" in its name.
     alone = "norm" in type(module).__name__.lower() and next(module.children(), None) is None
@@ -94,7 +98,7 @@ def bound_arguments(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, 
 
 
 def first_tokens(arguments: dict[str, Any]) -> Tensor | None:
-    """Return the tokens of a module: the first floating-point tensor among its arguments, or None."""
+    """Return the token argument of a module, which is its first floating-point tensor, or None."""
     for value in arguments.values():
         if isinstance(value, Tensor) and value.is_floating_point():
             return value

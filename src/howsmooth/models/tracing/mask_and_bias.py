@@ -1,4 +1,4 @@
-"""Split an attention mask into hidden keys and the numbers that it adds to the scores."""
+"""Splitting of an attention mask into hidden keys and finite numbers that are added to the scores."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from howsmooth.attention.visibility import Visibility
+from howsmooth.attention.masks import Visibility
 from howsmooth.errors import CaptureError
 from howsmooth.models.tracing.layer_trace import AttentionLayer
 
@@ -58,7 +58,7 @@ def split_mask(
 
 
 class Masking(NamedTuple):
-    """The rules by which an attention hides keys from queries, and a phrase that describes the rules."""
+    """The rules by which an attention hides keys from queries, with a phrase that describes the rules."""
 
     causal: bool  # queries see no later keys
     window: int | None  # number of keys in a sliding window
@@ -67,7 +67,8 @@ class Masking(NamedTuple):
 
 
 def describe_mask(visible: Bool[Tensor, "n n"] | None, n: int) -> Masking:
-    """Describe a mask in words and by rules, such as a causal order; keep it where no rule gives it.
+    """Describe a mask in words and by rules, such as the causal order; keep the mask itself if no rule
+    describes it.
 
     Every mask for n = 1 counts as causal, since nothing is hidden: pass None for layers that are not.
     """
@@ -86,7 +87,7 @@ def describe_mask(visible: Bool[Tensor, "n n"] | None, n: int) -> Masking:
 
 
 def order_and_window(visible: Bool[Tensor, "*lead m n"]) -> Visibility | None:
-    """Return the causal and sliding-window rules that give exactly this mask.
+    """Return the causal and sliding-window rules that together give exactly this mask.
 
     None if no such rules give it, if it differs between heads or sequences, or if it is not square.
     """
@@ -120,7 +121,7 @@ def hides_later_keys(mask: Tensor) -> bool:
 
 
 def _row_blocks(mask: Tensor, n: int) -> Iterator[slice]:
-    """Yield slices of the rows of a mask, each small enough to be processed at once."""
+    """Yield slices of the rows of a mask, each small enough to be processed in one step."""
     length = max(1, _ENTRIES // max(1, mask.shape[:-2].numel() * n))
     for start in range(0, n, length):
         yield slice(start, min(start + length, n))

@@ -1,4 +1,4 @@
-"""Repeat a module call of the forward pass with other tokens in place of the model's tokens X."""
+"""Repetition of a module call of the forward pass with other tokens in place of the original tokens X."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from transformers.cache_utils import Cache
 
 from howsmooth.errors import CaptureError, reason
 from howsmooth.models.tolerance import relative_error
-from howsmooth.models.tracing.forward_trace import TracedCall
 from howsmooth.models.tracing.layer_trace import bound_arguments
+from howsmooth.models.tracing.module_call_tracer import TracedCall
 
 __all__ = ["ModuleReplay", "first_tensor", "token_arguments"]
 
 
 class _Tokens:
-    """Placeholder for a sequence of tokens among the stored arguments of a module call."""
+    """A placeholder for the tokens among the stored arguments of a module call."""
 
 
 _X, _MEMORY = _Tokens(), _Tokens()
@@ -31,7 +31,7 @@ _SAME = 1e-3
 
 
 class ModuleReplay:
-    """A call of a module in the model, which can be repeated with other tokens.
+    """A module call of the forward pass that can be repeated with other tokens.
 
     Parameters
     ----------
@@ -68,20 +68,22 @@ class ModuleReplay:
         ]
 
     def arguments(self, x: Tensor) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Return the call's positional and keyword arguments, with ``x`` in place of the model's tokens X."""
+        """Return the positional and keyword arguments of the call, with ``x`` in place of the original tokens
+        X.
+        """
         leaves = [x if leaf is _X else self.memory if leaf is _MEMORY else leaf for leaf in self._leaves]
         args, kwargs = tree_unflatten(leaves, self._tree)
         return args, kwargs
 
     def with_memory(self, memory: Tensor) -> ModuleReplay:
-        """Return the same call with another memory (n, d_memory), for one sequence."""
+        """Return the same module call with another memory (n, d_memory), for one sequence."""
         other = copy.copy(self)
         other.memory = memory if self.memory is None else memory.reshape(self.memory.shape)
         return other
 
     @property
     def x_name(self) -> str:
-        """Name of the argument that holds the tokens X; "" if they are inside another argument."""
+        """Name of the argument that is the tokens X, or "" if the tokens are inside another argument."""
         return next((name for name, value in self.named_arguments().items() if value is self.x), "")
 
     def named_arguments(self) -> dict[str, Any]:
@@ -89,16 +91,16 @@ class ModuleReplay:
         return bound_arguments(self.module, *self.arguments(self.x))
 
     def __call__(self, x: Tensor) -> Any:
-        """Call the module with other tokens ``x`` of the same shape as in the model's own call."""
+        """Call the module with other tokens ``x`` of the same shape as in the original call."""
         args, kwargs = self.arguments(x)
         return self.module(*args, **kwargs)
 
     def tokens(self) -> Tensor:
-        """Return the model's tokens X in the shape (batch, n, d)."""
+        """Return the original tokens X of the call in the shape (batch, n, d)."""
         return as_tokens(self.x, self.batch, self.batch_axis)
 
     def shaped(self, tokens: Tensor) -> Tensor:
-        """Return tokens (batch, n, d) in the shape in which the module takes them."""
+        """Return tokens (batch, n, d) in the shape in which the module expects them."""
         if self.batch_axis == 1:
             return tokens.transpose(0, 1).reshape(self.x.shape)
         return tokens.reshape(self.x.shape)
@@ -114,7 +116,7 @@ class ModuleReplay:
         return as_tokens(output, self.batch, axis)
 
     def of_first_sequence(self) -> ModuleReplay:
-        """Return this module call for the first sequence of the batch alone.
+        """Return this module call restricted to the first sequence of the batch.
 
         No model says which arguments have a batch axis. First, arguments are cut whose length along the batch
         axis is the number of sequences; if the output is then wrong, all whose length is a multiple of it.
@@ -162,7 +164,7 @@ class ModuleReplay:
         return alone
 
     def on(self, module: nn.Module, dtype: torch.dtype, device: torch.device) -> ModuleReplay:
-        """Return this module call for a copy of the module, in another dtype and on another device."""
+        """Return this module call for a copy of the module in another dtype and on another device."""
 
         def moved(value: Any) -> Any:
             if not isinstance(value, Tensor):
@@ -174,7 +176,7 @@ class ModuleReplay:
         return other
 
     def _changed(self, change: Callable[[Any], Any]) -> ModuleReplay:
-        """Return a copy of this call with ``change`` applied to each of its arguments."""
+        """Return a copy of this call after applying the function ``change`` to each of its arguments."""
         other = copy.copy(self)
         other.x, other.memory, other._output = change(self.x), change(self.memory), None
         other._leaves = [leaf if isinstance(leaf, _Tokens) else change(leaf) for leaf in self._leaves]
@@ -182,7 +184,9 @@ class ModuleReplay:
 
 
 def token_arguments(call: TracedCall) -> Iterator[Tensor]:
-    """Yield the arguments of a call that may hold tokens: floating-point tensors of two or more axes."""
+    """Yield the arguments of a call that may be tokens, which are floating-point tensors with two or more
+    axes.
+    """
     seen: set[int] = set()
     for value in call.arguments().values():
         leaves = value if isinstance(value, tuple | list) else [value]
@@ -199,7 +203,7 @@ def token_arguments(call: TracedCall) -> Iterator[Tensor]:
 
 
 def as_tokens(x: Tensor, batch: int, batch_axis: int) -> Tensor:
-    """Return a tensor (..., d), whose batch axis is axis 0 or 1, in the shape (batch, n, d)."""
+    """Reshape a tensor (..., d) whose batch axis is axis 0 or 1 to (batch, n, d)."""
     if batch_axis == 1:
         x = x.transpose(0, 1)
     return x.reshape(batch, -1, x.shape[-1])
@@ -218,7 +222,7 @@ def _batch_axis(x: Tensor, batch: int) -> int:
 
 
 def first_tensor(output: Any) -> Tensor:
-    """Return the first tensor of a module's output; raise CaptureError if there is none."""
+    """Return the first tensor in the output of a module; raise CaptureError if there is none."""
     if isinstance(output, Tensor):
         return output
     values = output.values() if isinstance(output, dict) else output

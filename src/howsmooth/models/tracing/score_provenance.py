@@ -1,4 +1,4 @@
-"""How a tensor of attention scores was computed: the product of queries and keys, and all later operations.
+"""The origin of a tensor of attention scores: the product of queries and keys, and all later operations.
 
 :class:`Scores` describes a tensor between ``q @ k.T`` and the softmax. Each operation of the attention code
 (a scaling, mask, bias, cap or sink) gives another :class:`Scores`. :func:`read_operands` turns the last of
@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from howsmooth.models.tracing.axes import Axes, Axis, Factor, arrange, broadcast, leaves
+from howsmooth.models.tracing.axis_tracking import Axes, Axis, Factor, arrange, broadcast, leaves
 
 __all__ = [
     "SEVERAL_PRODUCTS",
@@ -32,12 +32,14 @@ SEVERAL_PRODUCTS = "its scores are a sum of several products of the tokens"
 
 
 class Unreadable(Exception):  # noqa: N818
-    """Raised if a tensor was not computed as the scores of a softmax attention; the message says why."""
+    """The exception for a tensor that was not computed like the scores of a softmax attention; its message
+    says why.
+    """
 
 
 @dataclass(frozen=True, slots=True)
 class Operand:
-    """A tensor from which scores were computed, and a description of its axes."""
+    """A tensor from which scores were computed, with a description of its axes."""
 
     tensor: Tensor
     axes: Axes
@@ -53,7 +55,7 @@ class _Bias:
 
 @dataclass(frozen=True, slots=True)
 class _Factor:
-    """A tensor by which the scores were multiplied, or divided if ``inverse``."""
+    """A tensor by which the scores were multiplied, or divided if ``inverse`` is True."""
 
     operand: Operand
     inverse: bool
@@ -61,7 +63,7 @@ class _Factor:
 
 @dataclass(frozen=True, slots=True)
 class _Sinks:
-    """The scores of attention sinks: a column that is added before the softmax and cut off after it."""
+    """The scores of attention sinks, a column that is appended before the softmax and removed after it."""
 
     operand: Operand
     joined: Axis  # the axis of the keys with the column
@@ -71,7 +73,9 @@ class _Sinks:
 
 @dataclass(frozen=True, slots=True)
 class Opaque:
-    """Marks a tensor that was computed from scores by an operation unknown in softmax attention."""
+    """A marker for a tensor that was computed from scores by an operation that does not occur in softmax
+    attention.
+    """
 
     reason: str  # one phrase
     probabilities: bool = False  # whether it has been through a softmax
@@ -80,7 +84,7 @@ class Opaque:
 
 @dataclass(frozen=True, slots=True)
 class Scores:
-    """How a tensor of attention scores was computed from queries and keys.
+    """A record of how a tensor of attention scores was computed from queries and keys.
 
     It is ``cap(scale · left · rightᵀ · factors) + biases``, with hidden entries.
 
@@ -102,25 +106,26 @@ class Scores:
     approximate: bool = False  # an operation was ignored that should change nothing; every row is checked
 
     def moved(self, axes: Axes | None) -> Scores | Opaque:
-        """Describe attention scores after a reshape or permutation to the given axes.
+        """Return the record of attention scores after a reshape or permutation to the given axes.
 
         The result is Opaque if the axes are unknown.
         """
         return Opaque(_CUT) if axes is None else replace(self, axes=axes)
 
     def rounded(self, dtype: torch.dtype) -> Scores:
-        """Describe attention scores after a conversion to another dtype."""
+        """Return the record of attention scores after a conversion to another dtype."""
         return replace(self, eps=max(self.eps, torch.finfo(dtype).eps))
 
     def unchanged(self) -> Scores:
-        """Mark these attention scores as approximate, after an operation that should not change them.
+        """Return the record of attention scores, marked as approximate, after an operation that should not
+        change them.
 
         Such an operation is assumed, but not known, to leave the scores as they are.
         """
         return replace(self, approximate=True)
 
     def times(self, number: float) -> Scores | Opaque:
-        """Describe attention scores after a multiplication by a number."""
+        """Return the record of attention scores after a multiplication by a number."""
         if self.sinks is not None:
             return Opaque("its scores are scaled together with their sinks")
         biases = tuple(replace(bias, coefficient=bias.coefficient * number) for bias in self.biases)
@@ -132,7 +137,9 @@ class Scores:
         return replace(self, cap=self.cap * number, biases=biases)
 
     def times_tensor(self, tensor: Tensor, *, inverse: bool) -> Scores | Opaque:
-        """Describe attention scores after a multiplication by a tensor, or a division if ``inverse``."""
+        """Return the record of attention scores after a multiplication by a tensor, or a division if
+        ``inverse`` is True.
+        """
         if self.cap is not None or self.sinks is not None:
             return Opaque("its scores are multiplied by a tensor after a cap or sinks")
         axes, own = broadcast(self.axes, tensor.shape)
@@ -148,7 +155,7 @@ class Scores:
         return replace(self, axes=axes, biases=tuple(biases), factors=factors)
 
     def plus(self, tensor: Tensor, coefficient: float = 1.0) -> Scores | Opaque:
-        """Describe attention scores after the addition of ``coefficient`` times a tensor."""
+        """Return the record of attention scores after the addition of ``coefficient`` times a tensor."""
         axes, own = broadcast(self.axes, tensor.shape)
         bias = _Bias(Operand(tensor, own), coefficient)
         if self.sinks is not None:
@@ -158,20 +165,22 @@ class Scores:
         return replace(self, axes=axes, biases=(*self.biases, bias))
 
     def capped(self) -> Scores | Opaque:
-        """Describe attention scores after a hyperbolic tangent, which caps them softly."""
+        """Return the record of attention scores after a hyperbolic tangent, which is a soft cap."""
         if self.biases or self.hidden or self.cap is not None or self.sinks is not None:
             return Opaque("its scores are capped after a bias or mask")
         return replace(self, cap=1.0)
 
     def hiding(self, pairs: Tensor) -> Scores | Opaque:
-        """Describe attention scores after masking; True in ``pairs`` marks the hidden entries."""
+        """Return the record of attention scores after masking, where True in ``pairs`` marks the hidden
+        entries.
+        """
         if self.sinks is not None:
             return Opaque("its scores and sinks are masked together")
         axes, own = broadcast(self.axes, pairs.shape)
         return replace(self, axes=axes, hidden=(*self.hidden, Operand(pairs, own)))
 
     def joined(self, column: Tensor, dim: int, *, first: bool) -> Scores | Opaque:
-        """Describe attention scores after a column of attention sinks was added."""
+        """Return the record of attention scores after a column of attention sinks was appended."""
         if column.ndim != len(self.axes) or column.shape[dim] != 1 or self.sinks is not None:
             return Opaque("its scores are joined to other scores")
         keys = self.axes[dim]
@@ -183,7 +192,7 @@ class Scores:
 
 @dataclass(frozen=True, slots=True)
 class SoftmaxOperands:
-    """The queries, keys, scale, mask, soft cap and sinks of a softmax attention, as in ``SoftmaxCall``."""
+    """The queries, keys, scale, mask, soft cap and sinks of a softmax attention."""
 
     query: Tensor
     key: Tensor
@@ -194,7 +203,7 @@ class SoftmaxOperands:
 
 
 def all_true(condition: Tensor) -> bool:
-    """Return True if a boolean tensor is all True.
+    """Return True if all entries of a boolean tensor are True.
 
     Inside ``torch.vmap``, which hides the values, the answer is always True.
     """
@@ -274,7 +283,7 @@ def _zero_or_one(tensor: Tensor) -> bool:
 
 
 def _mask(scores: Scores, lead: Sequence[Axis], rows: Axis, keys: Axis) -> Tensor | None:
-    """Return the mask of a softmax attention: boolean, or additive if the scores have biases.
+    """Return the mask of a softmax attention, which is boolean, or additive if the scores have biases.
 
     Hidden entries are -inf in an additive mask.
     """

@@ -1,4 +1,5 @@
-"""Follow attention scores through a model's torch functions, from the product of queries and keys on.
+"""A tracer that follows attention scores through torch functions, from the product of queries and keys to the
+values.
 
 A :class:`ScoreTracer` is a torch function mode with a rule for every function that attention code applies to
 scores and probabilities. After a function without a rule the result is unknown. After a function that
@@ -19,7 +20,7 @@ from torch import Tensor
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
-from howsmooth.models.tracing.axes import Axis, broadcast, leaves, regroup
+from howsmooth.models.tracing.axis_tracking import Axis, broadcast, leaves, regroup
 from howsmooth.models.tracing.contractions import PRODUCTS, Contraction, contraction_of, product_scores, two
 from howsmooth.models.tracing.score_provenance import SEVERAL_PRODUCTS, Opaque, Scores, all_true
 
@@ -30,7 +31,7 @@ HIDES = -9000.0  # a number at or below this, written over a score or added to i
 
 @dataclass(frozen=True, slots=True)
 class Probabilities:
-    """How a tensor of attention weights was computed: as the softmax of scores."""
+    """A record of how a tensor of attention weights was computed, as the softmax of scores."""
 
     scores: Scores  # the argument of the softmax, with the axes of the probabilities
     keys: Axis  # the axis of the keys, over which the softmax ran, without the column of the sinks
@@ -56,34 +57,38 @@ class ScoreTracer(TorchFunctionMode):
     def weighted(
         self, contraction: Contraction, p: Tensor, known: Probabilities | Opaque, run: Callable[[], Tensor]
     ) -> Tensor:
-        """Return attention weights times values; this is where a softmax attention is recognised.
+        """Compute attention weights times values; subclasses record the product as the output of a softmax
+        attention.
 
         ``run`` computes the product with the model's code.
         """
         raise NotImplementedError
 
     def fused(self, given: dict[str, Any], run: Callable[[], Tensor]) -> Tensor:
-        """Return the output of a call of ``scaled_dot_product_attention``.
+        """Call ``scaled_dot_product_attention``; subclasses record the result as the output of a softmax
+        attention.
 
         ``run`` computes it with the model's code.
         """
         raise NotImplementedError
 
     def __enter__(self) -> ScoreTracer:
-        """Start tracing attention scores; the tracer may be entered again while it is active."""
+        """Start the tracing of attention scores; the tracer may be entered again while it is active."""
         self._depth += 1
         super().__enter__()  # type: ignore[no-untyped-call]
         return self
 
     def __exit__(self, *exception: Any) -> None:
-        """Stop tracing; the outermost exit also forgets the descriptions of all tensors."""
+        """Stop the tracing of attention scores; the outermost exit also forgets the records of all
+        tensors.
+        """
         super().__exit__(*exception)  # type: ignore[no-untyped-call]
         self._depth -= 1
         if not self._depth:
             self._known.clear()
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Run a torch function, and record a description of its result if it comes from scores."""
+        """Run a torch function, and store a record of its result if it was computed from scores."""
         kwargs = kwargs or {}
         # Most functions of a forward pass touch no scores. Until there is a tensor with a description, only
         # rules that can start one are run, because rules cost time.
@@ -98,12 +103,12 @@ class ScoreTracer(TorchFunctionMode):
         return result
 
     def known(self, tensor: Any) -> Known | None:
-        """Return the description of a tensor, or None if it is neither attention scores nor weights."""
+        """Return the record of a tensor, or None if it is neither attention scores nor attention weights."""
         entry = self._known.get(id(tensor))
         return entry[1] if entry is not None and entry[0]() is tensor else None
 
     def note(self, tensor: Any, known: Known | None) -> None:
-        """Store the description of a tensor as attention scores or weights while the tensor exists."""
+        """Store the record of a tensor of attention scores or weights for as long as the tensor exists."""
         if known is None or not isinstance(tensor, Tensor):
             return
         key, table = id(tensor), self._known
@@ -124,7 +129,9 @@ def _name(func: Any) -> str:
 
 
 def _mixed(known: Known | None, what: str) -> Opaque | None:
-    """Describe the result of an operation that softmax attention does not have; ``what`` names it."""
+    """Return the record of the result of an operation, named by ``what``, that does not occur in softmax
+    attention.
+    """
     if known is None or isinstance(known, Opaque):
         return known
     after = isinstance(known, Probabilities)
@@ -132,7 +139,7 @@ def _mixed(known: Known | None, what: str) -> Opaque | None:
 
 
 class _Applied(NamedTuple):
-    """A call of a torch function on attention scores or attention weights, with its result."""
+    """A call of a torch function on attention scores or attention weights, together with its result."""
 
     func: Any
     args: Any
@@ -141,12 +148,12 @@ class _Applied(NamedTuple):
     result: Tensor
 
     def argument(self, place: int, name: str, default: Any = None) -> Any:
-        """Return an argument of the torch function's call, passed by position or by name."""
+        """Return an argument of the torch function, whether it was passed by position or by name."""
         return self.args[place] if len(self.args) > place else self.kwargs.get(name, default)
 
 
 def _of_one(change: Callable[[Scores | Probabilities, _Applied], Known | None]) -> Rule:
-    """Make the rule by which the tracer describes the result of a one-tensor function, such as ``neg``.
+    """Return the rule by which the tracer records the result of a function of one tensor, such as ``neg``.
 
     ``change`` takes the description of the tensor and the call, and returns the description of the result.
     """
@@ -164,7 +171,7 @@ def _of_one(change: Callable[[Scores | Probabilities, _Applied], Known | None]) 
 
 
 def _each(known: Scores | Probabilities, change: Callable[[Scores], Scores | Opaque]) -> Known:
-    """Change a description of attention scores by the function ``change``, also inside a softmax."""
+    """Apply the function ``change`` to a record of attention scores, also inside the record of a softmax."""
     if isinstance(known, Scores):
         return change(known)
     scores = change(known.scores)
@@ -255,14 +262,15 @@ def _tanh(known: Scores | Probabilities, applied: _Applied) -> Known | None:
 
 @_of_one
 def _convert(known: Scores | Probabilities, applied: _Applied) -> Known | None:
-    """Describe the result of a copy, or of a conversion to another dtype or device."""
+    """Return the record of the result of a copy, or of a conversion to another dtype or device."""
     dtype = applied.result.dtype
     return _each(known, lambda s: s.rounded(dtype)) if dtype.is_floating_point else None
 
 
 @_of_one
 def _same(known: Scores | Probabilities, applied: _Applied) -> Known | None:
-    """Describe the result of a function such as ``clamp``, which is taken to leave the scores unchanged.
+    """Return the record of the result of a function such as ``clamp``, which is assumed to leave the scores
+    unchanged.
 
     Whether it did is checked when the attention is complete, by computing its output again.
     """
@@ -299,7 +307,9 @@ def _index(known: Scores | Probabilities, applied: _Applied) -> Known | None:
 
 
 def _cut(known: Scores | Probabilities, applied: _Applied) -> Known | None:
-    """Describe a slice of scores or attention weights, which should only cut off the column of sinks."""
+    """Return the record of a slice of scores or attention weights, which may only remove the column
+    of sinks.
+    """
     return _without_sinks(known, applied.tensor, applied.result) or _mixed(known, "are indexed")
 
 
@@ -316,7 +326,7 @@ def _dropout(known: Scores | Probabilities, applied: _Applied) -> Known | None:
 
 
 def _without_sinks(known: Known, tensor: Tensor, result: Tensor) -> Probabilities | None:
-    """Describe attention weights after their column of sinks was cut off.
+    """Return the record of attention weights after their column of sinks was removed.
 
     None if another part was cut off.
     """
@@ -337,7 +347,9 @@ def _without_sinks(known: Known, tensor: Tensor, result: Tensor) -> Probabilitie
 
 
 def _assign(tracer: ScoreTracer, func: Any, args: Any, kwargs: Any) -> Any:
-    """Run ``a[i] = b``, and mark the changed tensor ``a`` as no longer readable as scores."""
+    """Run ``a[i] = b``, and mark the changed tensor ``a`` as a tensor that is no longer known to be
+    scores.
+    """
     known = tracer.known(args[0]) or tracer.known(args[2])
     func(*args, **kwargs)
     tracer.note(args[0], _mixed(known, "are put together from pieces"))
@@ -361,7 +373,7 @@ def _join(tracer: ScoreTracer, func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _where(tracer: ScoreTracer, func: Any, args: Any, kwargs: Any) -> Any:
-    """Run ``torch.where``, which hides keys if it replaces scores by large negative numbers."""
+    """Run ``torch.where``, which masks keys if it replaces scores by large negative numbers."""
     result = func(*args, **kwargs)
     if len(args) != 3:
         return result
@@ -380,7 +392,7 @@ def _where(tracer: ScoreTracer, func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _overwritten(known: Any, pairs: Tensor, value: Any) -> Known:
-    """Describe attention scores after some entries were overwritten.
+    """Return the record of attention scores after some entries were overwritten.
 
     ``value`` replaced them where ``pairs`` is True.
     """
@@ -411,7 +423,7 @@ def _softmax(tracer: ScoreTracer, func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _rearrange(tracer: ScoreTracer, func: Any, args: Any, kwargs: Any) -> Any:
-    """Run a function that picks, shifts or sorts scores; its result is no longer attention scores.
+    """Run a function that selects, shifts or sorts scores, whose result is not treated as attention scores.
 
     The result derives from a product of queries and keys, but it cannot be read as attention scores.
     """
@@ -424,7 +436,7 @@ def _rearrange(tracer: ScoreTracer, func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _mix(tracer: ScoreTracer, func: Any, args: Any, kwargs: Any) -> Any:
-    """Run a function whose result is no attention score any more, although it is computed from scores.
+    """Run a function that is computed from scores but whose result is not treated as attention scores.
 
     The result is Opaque; after a second such function it is unknown.
     """
@@ -457,7 +469,7 @@ def _fused(tracer: ScoreTracer, func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _inside(tracer: ScoreTracer, func: Any, args: Any, kwargs: Any) -> Any:
-    """Run the body of a torch function such that the tracer sees the functions that it calls.
+    """Run the body of a torch function so that the tracer sees the functions that it calls.
 
     Under a mode, functions such as ``multi_head_attention_forward`` arrive here as a whole. Their body is run
     with a ``has_torch_function`` that returns False, so that the functions it calls arrive one by one.

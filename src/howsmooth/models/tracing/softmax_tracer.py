@@ -1,4 +1,5 @@
-"""Find every softmax attention that runs in a PyTorch module, and read its operands.
+"""A tracer that finds every softmax attention in the forward pass of a PyTorch module and reads its queries,
+keys and values.
 
 A :class:`SoftmaxTracer` is a torch function mode. It finds calls of ``scaled_dot_product_attention``, and
 products of values with a softmax whose scores come from a product of two tensors. ``score_tracer`` follows
@@ -16,7 +17,7 @@ import torch
 from torch import Tensor
 
 from howsmooth.errors import ArgumentError
-from howsmooth.models.tracing.axes import Axis, leaves
+from howsmooth.models.tracing.axis_tracking import Axis, leaves
 from howsmooth.models.tracing.contractions import Contraction
 from howsmooth.models.tracing.score_provenance import Opaque, Unreadable, all_true, read_operands
 from howsmooth.models.tracing.score_tracer import HIDES, Probabilities, ScoreTracer
@@ -50,7 +51,7 @@ class SoftmaxCall:
 
 
 class SoftmaxTracer(ScoreTracer):
-    """A torch function mode that finds every softmax attention, and calls ``on_softmax`` with it.
+    """A torch function mode that finds every softmax attention and calls ``on_softmax`` with it.
 
     Parameters
     ----------
@@ -77,7 +78,8 @@ class SoftmaxTracer(ScoreTracer):
         self._check = check
 
     def _report(self, call: SoftmaxCall) -> Tensor | None:
-        """Hand a softmax attention to the callback, and return the output that replaces its own, if any.
+        """Pass a softmax attention to the callback, and return the output that replaces the original one, if
+        any.
 
         The result is None if ``on_softmax`` gives no other output.
         """
@@ -95,7 +97,7 @@ class SoftmaxTracer(ScoreTracer):
     def weighted(
         self, contraction: Contraction, p: Tensor, known: Probabilities | Opaque, run: Callable[[], Tensor]
     ) -> Tensor:
-        """Return attention weights times values, or an output that replaces this product.
+        """Return the product of attention weights and values, or an output that replaces it.
 
         The callback ``on_softmax`` gives the replacement.
         """
@@ -135,7 +137,7 @@ class SoftmaxTracer(ScoreTracer):
 
 
 class _Layout:
-    """A product of attention weights and values, with its axes sorted as in a SoftmaxCall.
+    """A product of attention weights and values, with its axes ordered as in a SoftmaxCall.
 
     ``lead``, ``rows``, ``keys`` and ``columns`` are the labels of the axes in the contraction.
     """
@@ -157,7 +159,9 @@ class _Layout:
             self.sizes[label] = max(size, self.sizes.get(label, 1))
 
     def call(self, output: Tensor | None, *, check: bool) -> SoftmaxCall:
-        """Return the attention as a SoftmaxCall, with its operands or the reason why they cannot be read."""
+        """Return the attention as a SoftmaxCall, with its operands or the reason why they could not be
+        determined.
+        """
         lead = [self.sizes[label] for label in self.lead] or [1]
         m, columns = _length(self.sizes, self.rows), _length(self.sizes, self.columns)
         value = self._sorted(self.value, self.v_labels, [*self.lead, *self.keys, *self.columns])
@@ -197,7 +201,7 @@ class _Layout:
                         output, p, "softmax", "")  # fmt: skip
 
     def undo(self, output: Tensor) -> Tensor:
-        """Bring an attention's output back to the order of axes that the model's code expects.
+        """Permute the axes of an attention output to the order that the code of the model expects.
 
         The output has shape (*lead, m, columns).
         """
@@ -212,13 +216,13 @@ class _Layout:
 
 
 def capped_scores(query: Tensor, key: Tensor, scale: float, softcap: float | None) -> Tensor:
-    """Return the attention scores (..., m, n), scaled and soft-capped, before any mask."""
+    """Return the attention scores (..., m, n) after scaling and soft cap, before masking."""
     scores = query @ key.mT * scale
     return scores if softcap is None else softcap * torch.tanh(scores / softcap)
 
 
 def softmax_values(scores: Tensor, value: Tensor, mask: Tensor | None, sinks: Tensor | None) -> Tensor:
-    """Return the values weighted by the softmax of the scores, given a mask and attention sinks."""
+    """Return the averages of the values under the softmax of the scores, given a mask and attention sinks."""
     n, dtype = scores.shape[-1], scores.dtype
     if mask is not None:
         boolean = mask.dtype == torch.bool
@@ -230,7 +234,9 @@ def softmax_values(scores: Tensor, value: Tensor, mask: Tensor | None, sinks: Te
 
 
 def triangle(query: Tensor, key: Tensor) -> Tensor:
-    """Return the (m, n) mask of PyTorch's ``is_causal``: query i sees the keys j <= i."""
+    """Return the (m, n) mask that PyTorch's ``is_causal`` stands for, in which query i sees the
+    keys j <= i.
+    """
     return torch.ones(query.shape[-2], key.shape[-2], dtype=torch.bool, device=query.device).tril()
 
 

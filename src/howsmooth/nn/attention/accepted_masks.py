@@ -1,4 +1,4 @@
-"""Attention masks: which ones a layer accepts, and how they are added to the scores.
+"""Attention masks of Lipschitz layers: the masks that a layer accepts, and their addition to the scores.
 
 A layer accepts the masks for which its Lipschitz constant is proved. Masks follow PyTorch's conventions.
 """
@@ -14,7 +14,7 @@ import torch
 from jaxtyping import Bool
 from torch import Tensor
 
-from howsmooth.bounds.visible_keys import VisibleRows, visible_rows
+from howsmooth.bounds.visible_key_counts import VisibleRows, visible_rows
 from howsmooth.errors import ArgumentError
 from howsmooth.nn.checks import require
 
@@ -29,7 +29,7 @@ _REMEDY = (
 
 @dataclass(frozen=True, eq=False)
 class Masking:
-    """The attention masks that a layer accepts: those for which its Lipschitz constant is proved.
+    """The attention masks that a layer accepts, because its Lipschitz constant is proved for them.
 
     Attributes
     ----------
@@ -51,7 +51,7 @@ class Masking:
 
     @classmethod
     def read(cls, mask: object, length: int) -> Masking:
-        """Read a layer's constructor argument ``mask``: the attention masks for which its constant is proved.
+        """Convert the constructor argument ``mask`` of a layer to the attention masks that the layer accepts.
 
         ``mask`` is the name of a kind of masks, or a boolean matrix (length, length), True where a query
         (row) must not see a key (column).
@@ -75,7 +75,7 @@ class Masking:
         return cls("fixed", hidden, visible_rows(length, ~hidden))
 
     def setting(self) -> str | list[Any]:
-        """Return the argument ``mask`` with which a layer was built, as a JSON value.
+        """Return the constructor argument ``mask`` of the layer as a JSON value.
 
         The value is the name of a kind of masks, or the list of the rows of a boolean matrix.
         """
@@ -85,7 +85,9 @@ class Masking:
         return rows
 
     def always(self, n: int) -> Tensor | None:
-        """Return the mask (n, n) of every call of the layer, True where hidden; None if there is none."""
+        """Return the mask (n, n) that applies in every call of the layer, True where keys are hidden, or
+        None.
+        """
         if self.kind == "causal":
             return torch.ones(n, n, dtype=torch.bool).triu(1)
         return self.hidden
@@ -99,7 +101,7 @@ class Masking:
         heads: int,
         x: Tensor,
     ) -> Tensor | None:
-        """Return all masks of a call as one tensor of numbers to add to the attention scores.
+        """Return all masks of a call as one tensor of numbers that are added to the attention scores.
 
         Its shape is (batch or 1, heads or 1, n, n). The result is None if the call has no mask.
 
@@ -149,7 +151,7 @@ class Masking:
         return total
 
     def _check_known(self, name: str, mask: Tensor, own: Tensor | None) -> None:
-        """Raise ArgumentError if a call brings a mask that differs from the layer's own mask.
+        """Raise ArgumentError if a mask in a call differs from the mask of the layer.
 
         The layer's Lipschitz constant is proved for its own mask only.
         """

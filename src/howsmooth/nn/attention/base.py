@@ -25,7 +25,7 @@ from howsmooth.bounds import Bound
 from howsmooth.bounds.bound import check_length, check_radius
 from howsmooth.errors import ArgumentError, HowsmoothError, NonFiniteError
 from howsmooth.nn.attention.accepted_masks import Masking
-from howsmooth.nn.attention.output_divisor import Remembered, divided, log_value
+from howsmooth.nn.attention.output_divisor import CachedNumber, divided, log_value
 from howsmooth.nn.checks import check_placement, require
 from howsmooth.nn.module import LipschitzModule
 from howsmooth.nn.upward_rounding import rounded_up
@@ -151,7 +151,7 @@ class LipschitzAttention(LipschitzModule):
         self.bias = bool(bias)
         check_placement(device, dtype)
         self._make_weights({"device": device, "dtype": dtype})
-        self._log_divisor_of = Remembered()
+        self._log_divisor_of = CachedNumber()
         self.register_load_state_dict_post_hook(_remember_divisor)  # type: ignore[no-untyped-call]
 
     # ---- what a subclass defines
@@ -161,7 +161,7 @@ class LipschitzAttention(LipschitzModule):
     _mask_remedy: ClassVar[str] = "No theorem covers this kind of mask."
 
     def _make_weights(self, factory: dict[str, Any]) -> None:
-        """Create weights with torch.nn.MultiheadAttention's names, shapes and initial values."""
+        """Create weights with the names, shapes and initial values of torch.nn.MultiheadAttention."""
         d = self.embed_dim
         self.in_proj_weight = nn.Parameter(torch.empty((3 * d, d), **factory))
         if self.bias:
@@ -174,7 +174,7 @@ class LipschitzAttention(LipschitzModule):
             nn.init.zeros_(self.out_proj.bias)
 
     def _weights(self) -> dict[str, Tensor]:
-        """Return all weights of the layer by name, with their current values after parametrizations."""
+        """Return a dict of the weights of the layer, evaluated if they are parametrized."""
         found = {
             "in_proj_weight": self.in_proj_weight,
             "in_proj_bias": self.in_proj_bias,
@@ -184,7 +184,7 @@ class LipschitzAttention(LipschitzModule):
         return {name: weight for name, weight in found.items() if weight is not None}
 
     def _queries_keys_values(self, x: Tensor, weights: Weights) -> tuple[Tensor, Tensor, Tensor]:
-        """Return queries, keys and values (batch, heads, n, head_dim) of tokens x (batch, n, d)."""
+        """Return the queries, keys and values (batch, heads, n, head_dim) of tokens x (batch, n, d)."""
         projected = nn.functional.linear(x, weights["in_proj_weight"], weights.get("in_proj_bias"))
         q, k, v = (self._by_head(part) for part in projected.chunk(3, dim=-1))
         return q, k, v
@@ -200,7 +200,7 @@ class LipschitzAttention(LipschitzModule):
 
     @abstractmethod
     def _log_bound(self, length: int, radius: float, weights: Weights) -> Tensor:
-        """Return the logarithm of the Lipschitz bound that the layer would have without rescaling its output.
+        """Return the logarithm of the Lipschitz bound of the layer before its output is rescaled.
 
         The result is a float64 scalar with a graph to the weights. The bound holds for the layer's kind of
         masks. The result may be too small by the rounding errors of its computation.
@@ -208,16 +208,18 @@ class LipschitzAttention(LipschitzModule):
 
     @abstractmethod
     def _named_bound(self, log_formula: float, radius: float) -> Bound:
-        """Return the layer's Lipschitz bound with its name and source, given the logarithm of its value."""
+        """Return the Lipschitz bound of the layer with its name and source, given the logarithm of
+        its value.
+        """
 
     def _undivided_bound(self, length: int, radius: float, weights: Weights) -> Bound:
-        """Return the Lipschitz bound that the layer would have without rescaling its output."""
+        """Return the Lipschitz bound of the layer before its output is rescaled."""
         log = log_value(lambda given: self._log_bound(length, radius, given), weights)
         return self._named_bound(log, radius)
 
     @abstractmethod
     def _undivided_output_radius(self, length: int, radius: float, weights: Weights) -> float:
-        """Return an upper bound on the norms of the tokens that the layer would return without rescaling."""
+        """Return an upper bound on the norms of the output tokens before they are rescaled."""
 
     @abstractmethod
     def _map(self, weights: Weights, scale: float) -> TokenMap:
@@ -229,7 +231,7 @@ class LipschitzAttention(LipschitzModule):
     # ---- the constant
 
     def lipschitz_bound(self, length: int, radius: float) -> Bound:
-        """Return an upper bound on the layer's Lipschitz constant, for tokens of norm at most ``radius``.
+        """Return an upper bound on the Lipschitz constant of the layer for tokens of norm at most ``radius``.
 
         Parameters
         ----------
@@ -262,7 +264,8 @@ class LipschitzAttention(LipschitzModule):
         )
 
     def output_radius(self, length: int, radius: float) -> float:
-        """Return an upper bound on the norms of output tokens, for inputs of norm at most ``radius``.
+        """Return an upper bound on the norms of the output tokens for input tokens of norm at most
+        ``radius``.
 
         Arguments and errors are as for :meth:`lipschitz_bound`.
         """
@@ -274,7 +277,7 @@ class LipschitzAttention(LipschitzModule):
         return rounded_up(largest)
 
     def _claimed(self, length: object, radius: object) -> tuple[int, float]:
-        """Check the number of tokens and the radius for which a caller wants a bound; return both as numbers.
+        """Return the number of tokens and the radius for which a bound is requested, after checking them.
 
         For a layer that clips its input tokens, the returned radius is at most the radius of the layer.
         """
@@ -303,7 +306,7 @@ class LipschitzAttention(LipschitzModule):
         return weights
 
     def _log_divisor(self, weights: Weights) -> float:
-        """Return the log of the number by which the layer divides its output, bound / constant.
+        """Return the logarithm of the number by which the layer divides its output, bound / constant.
 
         This logarithm is computed again only if a weight or a setting of the layer has changed.
         """
@@ -313,18 +316,19 @@ class LipschitzAttention(LipschitzModule):
 
     @property
     def _divisor_key(self) -> tuple[int, float | None, float | None]:
-        """The layer's length, radius and constant, on which the scaling of its output depends."""
+        """The length, radius and constant of the layer, which determine the rescaling of its output."""
         return self.length, self.radius, self.constant
 
     def _log(self, weights: Weights) -> Tensor:
-        """Return the log of the Lipschitz bound before the layer divides its output, with gradients.
+        """Return the logarithm of the Lipschitz bound before the output is rescaled, differentiable in the
+        weights.
 
         The bound is taken at the layer's length and radius.
         """
         return self._log_bound(self.length, self._bound_radius, weights)
 
     def _log_quotient(self, log_formula: float) -> float:
-        """Return the log of the layer's Lipschitz bound divided by the constant that it is to have.
+        """Return the logarithm of the Lipschitz bound of the layer divided by its target constant.
 
         The bound is rounded up; ``log_formula`` is its logarithm before.
         """
@@ -343,7 +347,7 @@ class LipschitzAttention(LipschitzModule):
 
     @property
     def _bound_radius(self) -> float:
-        """Largest token norm for which the layer's Lipschitz bound is computed."""
+        """The largest token norm for which the Lipschitz bound of the layer is computed."""
         return 1.0 if self.radius is None else self.radius
 
     def train(self, mode: bool = True) -> Self:
@@ -427,7 +431,7 @@ class LipschitzAttention(LipschitzModule):
         return output, shown if need_weights else None
 
     def _undivided(self, x: Tensor, added: Tensor | None, weights: Weights) -> tuple[Tensor, Tensor]:
-        """Return the output without division, and the attention weights, for tokens (batch, n, d).
+        """Return the output before it is rescaled, and the attention weights, for tokens (batch, n, d).
 
         ``added`` is a mask of numbers to add to the scores, or None.
         """
@@ -452,7 +456,8 @@ class LipschitzAttention(LipschitzModule):
         self.constant = None
 
     def _inverse(self, weights: dict[str, Tensor], like: Tensor) -> Tensor:
-        """Return the factor that scales the layer's output to the wanted Lipschitz constant.
+        """Return the factor by which the output is multiplied so that the layer has its target Lipschitz
+        constant.
 
         This number is constant / bound, differentiable in the weights, with the dtype and device of ``like``.
         """
@@ -479,14 +484,14 @@ class LipschitzAttention(LipschitzModule):
         return ((-log_divisor).exp() * (log.detach() - log).exp()).to(like)
 
     def _by_head(self, t: Tensor) -> Tensor:
-        """Split a tensor (batch, n, heads · k) into heads, which gives (batch, heads, n, k)."""
+        """Split a tensor (batch, n, heads · k) into heads, with the result (batch, heads, n, k)."""
         heads: Tensor = t.unflatten(-1, (self.num_heads, -1)).transpose(1, 2)
         return heads
 
     def _checked(
         self, query: Tensor, key: Tensor | None, value: Tensor | None
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        """Check the arguments of a forward call, and return the tokens and the layer's weights.
+        """Check the arguments of a forward call, and return the tokens and the weights of the layer.
 
         The tokens are (batch, n, d), in the dtype in which the layer computes.
         """
@@ -542,7 +547,7 @@ class LipschitzAttention(LipschitzModule):
         )
 
     def _inside(self, x: Tensor, radius: float, dtype: torch.dtype) -> Tensor:
-        """Return the tokens after making sure that no token is longer than ``radius``.
+        """Return the tokens after checking that none has a norm above ``radius``.
 
         Longer tokens are projected onto the ball if ``beyond`` is "clip"; otherwise they raise an error.
         """
@@ -589,13 +594,15 @@ class LipschitzAttention(LipschitzModule):
         }
 
     def extra_repr(self) -> str:
-        """Return the module's constructor arguments as text for ``repr``."""
+        """Return the constructor arguments of the module as text for ``repr``."""
         shown = {k: v for k, v in self.settings().items() if not isinstance(v, list)}
         return ", ".join(f"{name}={value!r}" for name, value in shown.items())
 
 
 def _beyond(largest: float, radius: float) -> HowsmoothError:
-    """Return the error to raise for input tokens that are not finite, or longer than the layer's radius."""
+    """Return the exception for input tokens that are not finite or have a norm above the radius of
+    the layer.
+    """
     if not math.isfinite(largest):
         return NonFiniteError("query", expected="finite numbers", got="NaN or infinity")
     return ArgumentError(
@@ -607,7 +614,7 @@ def _beyond(largest: float, radius: float) -> HowsmoothError:
 
 
 def _remember_divisor(layer: LipschitzAttention, keys: object = None) -> None:
-    """Compute and keep the number by which a layer in evaluation mode divides its output.
+    """Compute and store the number by which a layer in evaluation mode divides its output.
 
     Graphs that torch.export records later cannot compute this number.
     """
@@ -640,7 +647,7 @@ def _count(name: str, value: object) -> int:
 
 
 def positive(name: str, value: object) -> float:
-    """Return ``value`` as a float, after checking that it is a finite number > 0."""
+    """Return ``value`` as a float after checking that it is a finite number > 0."""
     try:
         number = float(value)  # type: ignore[arg-type]
     except (TypeError, ValueError):

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from howsmooth.bounds.differentiable_variant_upper_bounds import scaled_cosine_layer, value_radius
-from howsmooth.bounds.visible_keys import VisibleRows
+from howsmooth.bounds.visible_key_counts import VisibleRows
 from howsmooth.errors import ArgumentError
 from howsmooth.nn.attention.variant_base import AttentionVariant, in_double
 from howsmooth.nn.upward_rounding import rounded_up
@@ -19,7 +19,7 @@ __all__ = ["CosineAttention"]
 
 
 class CosineAttention(AttentionVariant):
-    """Scaled cosine self-attention, which is Lipschitz on the whole space, with every mask.
+    """Scaled cosine self-attention, which is Lipschitz on the whole space under every mask.
 
     In each head, every query, key and value u is normalised to u/√(|u|² + ε), and the output is ν softmax(τ q
     kᵀ) v. Without a radius, the bound is :func:`howsmooth.bounds.scaled_cosine_upper_bound` of the matrices

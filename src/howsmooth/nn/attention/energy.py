@@ -1,4 +1,6 @@
-"""Energy attention: the gradient of a convex function of all tokens, for steps that are 1-Lipschitz."""
+"""Energy attention, the gradient of a convex function of all tokens, for gradient steps that are
+1-Lipschitz.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,7 @@ from torch import Tensor, nn
 
 from howsmooth.attention import TokenMap
 from howsmooth.bounds.differentiable_variant_upper_bounds import energy_layer
-from howsmooth.bounds.visible_keys import VisibleRows
+from howsmooth.bounds.visible_key_counts import VisibleRows
 from howsmooth.errors import ArgumentError
 from howsmooth.nn.attention.head_weights import rows_of
 from howsmooth.nn.attention.variant_base import AttentionVariant, in_double, log_kernel
@@ -21,7 +23,7 @@ __all__ = ["EnergyAttention"]
 
 
 class EnergyAttention(AttentionVariant):
-    """Attention that is the gradient of a convex function of the tokens, Lipschitz on the whole space.
+    """Attention that is the gradient of a convex function of all tokens and is Lipschitz on the whole space.
 
     Head h has k features a, with vectors b_a for queries, c_a for keys, and a number d_a. The layer is the
     gradient of the sum over heads of
@@ -136,5 +138,5 @@ class EnergyAttention(AttentionVariant):
         return self._layer_map({name: weight.detach() for name, weight in weights.items()}, scale)
 
     def settings(self) -> dict[str, Any]:
-        """Return the arguments of the constructor, without device and dtype, as JSON values."""
+        """Return the arguments of the constructor as JSON values, without device and dtype."""
         return super().settings() | {"scale": self.scale}

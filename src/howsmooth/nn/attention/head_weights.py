@@ -14,7 +14,7 @@ from torch import Tensor
 
 from howsmooth.attention import SelfAttention
 from howsmooth.bounds.differentiable_upper_bounds import any_boolean_mask
-from howsmooth.bounds.visible_keys import VisibleRows, visible_rows
+from howsmooth.bounds.visible_key_counts import VisibleRows, visible_rows
 from howsmooth.nn.attention.accepted_masks import Masking
 
 __all__ = ["Parts", "rows_of"]
@@ -22,7 +22,8 @@ __all__ = ["Parts", "rows_of"]
 
 @dataclass(frozen=True, eq=False)
 class Parts:
-    """The query, key, value and output matrices and biases of a layer's H heads of dimension k = d/H.
+    """The query, key, value and output matrices and biases of a layer, split into its H heads of dimension k
+    = d/H.
 
     Attributes
     ----------
@@ -88,7 +89,7 @@ class Parts:
 
 
 def rows_of(masking: Masking, length: int) -> VisibleRows:
-    """Return how many keys each query may see under the attention masks of a layer.
+    """Return the number of keys that each query may see under the attention masks of a layer.
 
     The layer's Lipschitz bound depends on these numbers.
     """

@@ -1,4 +1,6 @@
-"""L2 attention with tied query and key (Kim et al., 2021), which is Lipschitz on the whole space."""
+"""L2 attention with equal query and key matrices (Kim et al., 2021), which is Lipschitz on the
+whole space.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,7 @@ from torch import Tensor, nn
 from howsmooth.attention import L2Attention as L2Map
 from howsmooth.attention import TokenMap
 from howsmooth.bounds.differentiable_variant_upper_bounds import l2_layer
-from howsmooth.bounds.visible_keys import VisibleRows
+from howsmooth.bounds.visible_key_counts import VisibleRows
 from howsmooth.errors import ArgumentError
 from howsmooth.nn.attention.variant_base import AttentionVariant, hull_radius, in_double, scaled_weights
 
@@ -103,7 +105,8 @@ class L2Attention(AttentionVariant):
         return {name: weight for name, weight in found.items() if weight is not None}
 
     def _folded(self, weights: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
-        """Return, for all heads, the query matrices and the matrices that map a token's query to its value.
+        """Return, for all heads, the query matrices and the matrices that map the query of a token to its
+        value.
 
         L2 attention ties values to queries. For head h these matrices are Q_h (k, d) and V_h Q_hᵀ/√k (k, k).
         """

@@ -8,14 +8,15 @@ import torch
 from torch import Tensor
 
 from howsmooth.bounds.differentiable_variant_upper_bounds import linear_layer
-from howsmooth.bounds.visible_keys import VisibleRows
+from howsmooth.bounds.visible_key_counts import VisibleRows
 from howsmooth.nn.attention.variant_base import AttentionVariant, hull_radius, in_double, log_kernel
 
 __all__ = ["LinearAttention"]
 
 
 class LinearAttention(AttentionVariant):
-    """Normalised linear self-attention with the features elu + 1, with a proved Lipschitz constant on a ball.
+    """Normalised linear self-attention with the features elu + 1, which has a proved Lipschitz constant on a
+    ball.
 
     The attention weights of a head are P_ij ∝ ⟨φ(q_i), φ(k_j)⟩ with φ(u) = elu(u) + 1 > 0 in each coordinate.
     The logarithm of such a product is 1-Lipschitz in the query and in the key, because φ' <= φ. So the

@@ -1,4 +1,6 @@
-"""Attention with LipschitzNorm (Dasoulas et al., 2021): scores divided by norms of queries, keys, values."""
+"""Attention with LipschitzNorm (Dasoulas et al., 2021), which divides scores by norms of queries, keys and
+values.
+"""
 
 from __future__ import annotations
 
@@ -9,14 +11,14 @@ import torch
 from torch import Tensor
 
 from howsmooth.bounds.differentiable_variant_upper_bounds import lipschitz_norm_layer
-from howsmooth.bounds.visible_keys import VisibleRows
+from howsmooth.bounds.visible_key_counts import VisibleRows
 from howsmooth.nn.attention.variant_base import AttentionVariant, hull_radius, in_double
 
 __all__ = ["LipschitzNormAttention"]
 
 
 class LipschitzNormAttention(AttentionVariant):
-    """Self-attention with LipschitzNorm, which is Lipschitz on the whole space, with every mask.
+    """Self-attention with LipschitzNorm, which is Lipschitz on the whole space under every mask.
 
     The scores of a head are ⟨q_i, k_j⟩ / max{uv, uw, vw} with u = ‖Q‖_F, v = max_j |k_j| and w = max_j |v_j|.
     Their absolute values are at most 1, so no attention weight of a row exceeds e² times another. The
@@ -81,7 +83,7 @@ class LipschitzNormAttention(AttentionVariant):
 
 
 def _root(square: Tensor) -> Tensor:
-    """Return the square root of each entry, with derivative 0 at 0."""
+    """Return the square root of each entry, whose derivative at 0 is set to 0."""
     # The inner where keeps sqrt away from 0, where its infinite derivative would give NaN gradients.
     positive = square > 0
     return torch.where(positive, torch.where(positive, square, 1.0).sqrt(), 0.0)

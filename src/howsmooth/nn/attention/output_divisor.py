@@ -1,4 +1,4 @@
-"""Divide an attention layer's output by its Lipschitz bound, with a gradient for the weights.
+"""Division of the output of an attention layer by its Lipschitz bound, differentiable in the weights.
 
 This divisor is the layer's Lipschitz bound divided by the constant that the layer shall have. The value comes
 from ``howsmooth.bounds`` and is rounded outwards. The gradient comes from an expression of the weights, which
@@ -18,11 +18,11 @@ from torch import Tensor
 from howsmooth.errors import HowsmoothError
 from howsmooth.nn.checks import look
 
-__all__ = ["Remembered", "divided", "log_value"]
+__all__ = ["CachedNumber", "divided", "log_value"]
 
 
-class Remembered:
-    """A number computed from weights, which is computed again only when a weight has changed.
+class CachedNumber:
+    """A number that is computed from weights and cached until a weight changes.
 
     Weights are compared with a copy, entry by entry, because PyTorch's version counters miss changes through
     ``.data``.
@@ -35,7 +35,8 @@ class Remembered:
         self._number = torch.zeros((), dtype=torch.float64)
 
     def __call__(self, weights: Mapping[str, Tensor], key: object, compute: Callable[[], float]) -> float:
-        """Return the stored number; compute it again if the weights or the argument ``key`` have changed.
+        """Return the cached number, after computing it again if the weights or the argument ``key`` have
+        changed.
 
         ``key`` holds everything besides the weights on which the number depends.
         """
@@ -50,12 +51,12 @@ class Remembered:
         return self._value
 
     def _keep(self, weight: Tensor) -> None:
-        """Store a copy of one weight, and the computed number as a tensor for recorded graphs."""
+        """Store a copy of one weight, and the computed number as a tensor that recorded graphs can use."""
         self._weights += (weight.clone(),)
         self._number = torch.tensor(self._value, dtype=torch.float64)
 
     def recorded(self, weights: Mapping[str, Tensor], key: object) -> Tensor:
-        """Return the stored number as a tensor, for a graph that torch.export or torch.compile records.
+        """Return the cached number as a tensor, for a graph that torch.export or torch.compile records.
 
         The graph asserts at each run that no weight has changed since the number was computed.
 
@@ -87,7 +88,7 @@ LogExpression = Callable[[Mapping[str, Tensor]], Tensor]
 
 
 def log_value(expression: LogExpression, weights: Mapping[str, Tensor]) -> float:
-    """Return the logarithm of a layer's Lipschitz bound as a float; inf if it overflows."""
+    """Return the logarithm of the Lipschitz bound of a layer as a float, or inf if it overflows."""
     try:
         with torch.no_grad():
             value = float(expression(weights).detach())
@@ -99,7 +100,7 @@ def log_value(expression: LogExpression, weights: Mapping[str, Tensor]) -> float
 def divided(
     log_divisor: float, weights: Mapping[str, Tensor], expression: LogExpression, like: Tensor
 ) -> Tensor:
-    """Return the factor of a layer's output that makes the layer's Lipschitz constant the wanted one.
+    """Return the factor for the output of a layer with which the layer has its target Lipschitz constant.
 
     The factor is 1/divisor, differentiable in the weights.
 
@@ -127,7 +128,7 @@ def divided(
 
 
 class _Inverse(torch.autograd.Function):
-    """The autograd function of the factor by which a layer multiplies its output, 1/divisor.
+    """The autograd function that computes 1/divisor, the factor by which a layer multiplies its output.
 
     Its gradient is computed from log divisor: it is −1/divisor times the gradient of log divisor.
     """
@@ -172,7 +173,9 @@ class _Inverse(torch.autograd.Function):
 
     @staticmethod
     def vmap(info: Any, in_dims: tuple[Any, ...], *arguments: Any) -> tuple[Tensor, None]:
-        """Compute the factor of the output once for a torch.func.vmap batch, which shares the weights."""
+        """Compute the output factor once for a whole torch.func.vmap batch, whose members share the
+        weights.
+        """
         if any(dim is not None for dim in in_dims):
             raise NotImplementedError("torch.func.vmap over the weights of an attention with a constant")
         result: Tensor = _Inverse.apply(*arguments)  # type: ignore[no-untyped-call]

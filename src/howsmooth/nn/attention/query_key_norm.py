@@ -18,7 +18,8 @@ __all__ = ["QueryKeyNormAttention"]
 
 
 class QueryKeyNormAttention(LipschitzAttention):
-    """Softmax self-attention with normalised queries and keys, so that scores cannot grow with the tokens.
+    """Softmax self-attention with normalised queries and keys, whose scores do not grow with the norms of the
+    tokens.
 
     The scores are τ⟨q̂, k̂⟩ with û = u/√(|u|² + ε) and a temperature τ, so they are at most τ. This is the
     attention of models with QK-norm, with one temperature for all heads. Its constant grows linearly with the
@@ -102,7 +103,7 @@ class QueryKeyNormAttention(LipschitzAttention):
 
     @property
     def temperature(self) -> float:
-        """The current temperature τ, which multiplies the cosines in the scores."""
+        """The current temperature τ, by which the cosines in the scores are multiplied."""
         return float(self.log_temperature.detach().double().exp())
 
     def settings(self) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Sigmoid attention (Ramapuram et al., 2025), whose attention weights do not compete with one another."""
+"""Sigmoid attention (Ramapuram et al., 2025), whose attention weights are not normalised over the keys."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from howsmooth.bounds.differentiable_variant_upper_bounds import sigmoid_layer, value_radius
-from howsmooth.bounds.visible_keys import VisibleRows
+from howsmooth.bounds.visible_key_counts import VisibleRows
 from howsmooth.errors import ArgumentError
 from howsmooth.nn.attention.head_weights import rows_of
 from howsmooth.nn.attention.variant_base import AttentionVariant, in_double
@@ -20,7 +20,7 @@ __all__ = ["SigmoidAttention"]
 
 
 class SigmoidAttention(AttentionVariant):
-    """Sigmoid self-attention, with a proved Lipschitz constant on a ball.
+    """Sigmoid self-attention, which has a proved Lipschitz constant on a ball.
 
     The attention weights of a head are σ(⟨q_i, k_j⟩/√k + b), with σ the logistic function, and the output is
     their sum with the values. The rows do not sum to one. With b = −log n, the initial weights are near 1/n.
@@ -70,7 +70,7 @@ class SigmoidAttention(AttentionVariant):
         return torch.sigmoid(scores if added is None else scores + added)
 
     def _parts(self, weights: Mapping[str, Tensor]) -> tuple[list[Tensor], list[Tensor | None]]:
-        """Return the matrices and the biases of queries, keys and values, each cut into heads."""
+        """Return the matrices and biases of queries, keys and values, split into heads."""
         parts = [self._cut(part) for part in weights["in_proj_weight"].chunk(3)]
         if "in_proj_bias" not in weights:
             return parts, [None, None, None]
@@ -108,5 +108,5 @@ class SigmoidAttention(AttentionVariant):
         return rounded_up(total)
 
     def settings(self) -> dict[str, Any]:
-        """Return the arguments of the constructor, without device and dtype, as JSON values."""
+        """Return the arguments of the constructor as JSON values, without device and dtype."""
         return super().settings() | {"shift": self.shift}

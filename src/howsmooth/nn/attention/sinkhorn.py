@@ -12,7 +12,7 @@ from torch import Tensor
 from howsmooth.attention import SinkhornAttention as SinkhornMap
 from howsmooth.attention import TokenMap
 from howsmooth.bounds.differentiable_variant_upper_bounds import sinkhorn_layer
-from howsmooth.bounds.visible_keys import VisibleRows
+from howsmooth.bounds.visible_key_counts import VisibleRows
 from howsmooth.errors import ArgumentError
 from howsmooth.nn.attention.sinkhorn_weights import doubly_stochastic
 from howsmooth.nn.attention.variant_base import AttentionVariant, hull_radius, in_double, scaled_weights
@@ -22,7 +22,7 @@ __all__ = ["SinkhornAttention"]
 
 
 class SinkhornAttention(AttentionVariant):
-    """Sinkhorn self-attention, whose attention weights have rows and columns that sum to one.
+    """Sinkhorn self-attention, whose attention weights sum to one in every row and every column.
 
     The attention weights are P = diag(α) e^S diag(β), where S are the scores of softmax attention. P is the
     limit of Sinkhorn's iterations, computed in float64 up to a tolerance. Derivatives of every order and mode
@@ -138,7 +138,7 @@ class SinkhornAttention(AttentionVariant):
 
 
 def _closed(added: Tensor) -> Tensor:
-    """Change an attention mask so that padding tokens see each other only, and no other token sees them.
+    """Change an attention mask so that padding tokens see only each other and are seen by no other token.
 
     Padding tokens are the tokens that no query sees. The given mask is (..., n, n) or (..., 1, n). The result
     is (..., n, n).

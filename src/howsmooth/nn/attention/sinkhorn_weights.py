@@ -1,4 +1,4 @@
-"""Doubly stochastic attention weights, with derivatives that need no iterations.
+"""Doubly stochastic attention weights from scores, with derivatives by implicit differentiation.
 
 For scores S, the attention weights are P = diag(α) e^S diag(β). The rows and columns of P sum to one. If the
 scores change by dS, then P changes by dP = P ∘ Π dS. Here Π is the projection onto the orthogonal complement
@@ -32,7 +32,7 @@ _RIDGE = 1e-15
 
 
 def doubly_stochastic(scores: Tensor, *, tolerance: float = 1e-10, max_iterations: int = 1000) -> Tensor:
-    """Return the doubly stochastic matrix P = diag(α) e^S diag(β) of scores S, in float64.
+    """Return the doubly stochastic matrix P = diag(α) e^S diag(β) for scores S, in float64.
 
     Rows sum to one up to rounding, and columns up to ``tolerance``. P is differentiable in forward and
     reverse mode and in every order. The iteration stops for each matrix separately, so a result does not
@@ -64,7 +64,7 @@ def doubly_stochastic(scores: Tensor, *, tolerance: float = 1e-10, max_iteration
 
 
 class _Scaling(torch.autograd.Function):
-    """The autograd function from scores to doubly stochastic attention weights.
+    """The autograd function that maps scores to doubly stochastic attention weights.
 
     Its derivatives are computed from the weights alone, without differentiating the iterations.
     """
@@ -100,7 +100,7 @@ class _Scaling(torch.autograd.Function):
 
 
 def _projected(p: Tensor, m: Tensor) -> Tensor:
-    """Return the change of the doubly stochastic matrix P if the scores change by the matrix M.
+    """Return the derivative of the doubly stochastic matrix P along a change M of the scores.
 
     It is P ∘ (M − a_i − b_j), and its rows and columns sum to zero. Here a = r − P b, where r are the row
     sums of P ∘ M. The vector b solves (I − PᵀP) b = s − Pᵀ r, where s are the column sums of P ∘ M. All
@@ -115,7 +115,7 @@ def _projected(p: Tensor, m: Tensor) -> Tensor:
 
 
 def _system(p: Tensor) -> Tensor:
-    """Return the matrix diag(c) − PᵀP of a linear system, made invertible; c are the column sums of P.
+    """Return the matrix diag(c) − PᵀP of a linear system, made invertible, where c are the column sums of P.
 
     Newton steps and the derivatives of P solve linear systems with this matrix.
 
@@ -130,7 +130,7 @@ def _system(p: Tensor) -> Tensor:
 # An operator of its own: the number of iterations depends on the scores, so no graph can hold them.
 @torch.library.custom_op("howsmooth::doubly_stochastic", mutates_args=())
 def _scaled(scores: Tensor, tolerance: float, max_iterations: int) -> Tensor:
-    """Compute the doubly stochastic matrix of scores S by minimising a convex function.
+    """Compute the doubly stochastic matrix for scores S by minimising a convex function.
 
     The function of g = log β is Σ_i log Σ_j exp(S_ij + g_j) − Σ_j g_j. Its gradient is c − 1, where c are the
     column sums. A Sinkhorn iteration never increases the function. Therefore taking the best of several steps
@@ -168,7 +168,7 @@ _scaled.register_autograd(_Scaling.backward, setup_context=_Scaling.setup_contex
 
 
 def _newton(g: Tensor, p: Tensor) -> list[Tensor]:
-    """Return candidates for g = log β: the results of Newton steps of several lengths.
+    """Return candidates for the vector g = log β: the results of Newton steps of several lengths.
 
     Shorter steps are among them because a full Newton step may overshoot.
     """
@@ -179,7 +179,7 @@ def _newton(g: Tensor, p: Tensor) -> list[Tensor]:
 
 
 def _best(scores: Tensor, trials: list[Tensor], near: Tensor) -> Tensor:
-    """Choose the best of several candidates for g = log β, the logarithms of the column factors β.
+    """Return the best of several candidates for the vector g = log β of logarithmic column factors.
 
     The best candidate has the lowest objective or, where ``near`` is True, the column sums closest to one.
     """
@@ -198,7 +198,7 @@ def _best(scores: Tensor, trials: list[Tensor], near: Tensor) -> Tensor:
 
 
 def _normalised(scores: Tensor, g: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return log P for given column factors e^g, and how far the column sums of P are from one.
+    """Return log P for given column factors e^g, and the deviation of the column sums of P from one.
 
     The rows of P sum to one. The results are log P, the logarithms of the column sums, and the largest
     |column sum − 1|.

@@ -1,4 +1,6 @@
-"""Base class of attention layers whose bound is one differentiable expression: all but softmax attention."""
+"""Base class of attention layers other than softmax attention, whose Lipschitz bound is one differentiable
+expression.
+"""
 
 from __future__ import annotations
 
@@ -11,10 +13,10 @@ from torch import Tensor
 
 from howsmooth.attention import TokenMap
 from howsmooth.bounds import Bound, Quantity
-from howsmooth.bounds.visible_keys import VisibleRows
+from howsmooth.bounds.visible_key_counts import VisibleRows
 from howsmooth.nn.attention.base import LipschitzAttention
 from howsmooth.nn.attention.head_weights import rows_of
-from howsmooth.nn.attention.layer_map import LayerMap
+from howsmooth.nn.attention.layer_as_map import LayerMap
 from howsmooth.nn.upward_rounding import rounded_up
 
 __all__ = ["AttentionVariant", "hull_radius", "in_double", "log_kernel", "scaled_weights"]
@@ -38,7 +40,7 @@ class AttentionVariant(LipschitzAttention):
 
     @abstractmethod
     def _bound(self, rows: VisibleRows, radius: float, weights: Weights) -> Tensor:
-        """Return the Lipschitz bound that the layer would have without rescaling its output.
+        """Return the Lipschitz bound of the layer before its output is rescaled.
 
         The result is a float64 scalar that is differentiable in the weights. ``rows`` says how many keys each
         query sees under the layer's masks, ``radius`` is the largest norm of a token, possibly infinite, and
@@ -63,7 +65,8 @@ class AttentionVariant(LipschitzAttention):
         return heads
 
     def _attended(self, x: Tensor, weights: Weights) -> Tensor:
-        """Return the layer's output for tokens (batch, n, d), before it is rescaled to ``constant``.
+        """Return the output of the layer for tokens (batch, n, d), before it is rescaled to the target
+        constant.
 
         The mask that every call applies is taken into account.
         """
@@ -79,7 +82,7 @@ class AttentionVariant(LipschitzAttention):
         return self._layer_map(scaled_weights(weights, scale))
 
     def _layer_map(self, weights: Weights, factor: float = 1.0) -> LayerMap:
-        """Return the layer with these weights as a map of tokens whose output is multiplied by ``factor``."""
+        """Return the layer with given weights as a map of tokens whose output is multiplied by ``factor``."""
         masked = "" if self.masking.kind in ("none", "any", "additive") else f", {self.masking.kind} mask"
         heads = f"{self.num_heads} head{'s' if self.num_heads > 1 else ''}"
         return LayerMap(
@@ -103,7 +106,8 @@ def scaled_weights(weights: Weights, scale: float) -> dict[str, Tensor]:
 
 
 def log_kernel(q: Tensor, k: Tensor) -> Tensor:
-    """Return the sums of logarithms of features of all queries and keys.
+    """Return log φ(q_i) + log φ(k_j) for all queries q_i and keys k_j, given the logarithms of their features
+    φ.
 
     ``q`` and ``k`` are logarithms (batch, heads, n, features). The result is (batch, heads, n, n, features).
     """
@@ -111,14 +115,14 @@ def log_kernel(q: Tensor, k: Tensor) -> Tensor:
 
 
 def in_double(weights: Weights) -> dict[str, Tensor]:
-    """Return the weights in float64 on the CPU, differentiable in the given weights."""
+    """Convert the weights to float64 on the CPU by operations that are differentiable."""
     return {name: weight.to("cpu", torch.float64) for name, weight in weights.items()}
 
 
 def hull_radius(
     output: Tensor, values: Tensor, biases: tuple[Tensor | None, Tensor | None], radius: float
 ) -> float:
-    """Return an upper bound on the norms of the output tokens of an attention layer.
+    """Return an upper bound on the norms of all output tokens of an attention layer.
 
     An output token is W_O (c + b_v) + b_O, where c joins the outputs c_h of all heads. The output c_h of head
     h is a mean of vectors V_h x with |x| <= ``radius``. ``output`` is W_O (d_out, heads · k), ``values`` are

@@ -1,1 +1,3 @@
-"""Certify whole models: an upper bound on the Lipschitz constant, and the robustness of inputs."""
+"""Certificates for whole models: an upper bound on the Lipschitz constant, and the robustness of single
+inputs.
+"""

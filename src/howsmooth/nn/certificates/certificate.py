@@ -1,4 +1,6 @@
-"""The result of certify: an upper bound on a model's Lipschitz constant, computed module by module."""
+"""The result of ``certify``: an upper bound on the Lipschitz constant of a model, computed module
+by module.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from howsmooth.errors import ArgumentError, NonFiniteError
-from howsmooth.nn.certificates.propagation import Row
+from howsmooth.nn.certificates.module_propagation import Row
 from howsmooth.roundoff import limit_in_digits
 
 if TYPE_CHECKING:
@@ -53,7 +55,8 @@ class ModelCertificate:
 
     @cached_property
     def table(self) -> pd.DataFrame:
-        """Table of the modules' Lipschitz constants, from which the model's constant is computed.
+        """A table of the Lipschitz constants of the modules, from which the constant of the model is
+        computed.
 
         The table has one row for each module, with columns path, kind, level, constant, radius_in,
         radius_out, length_in, length_out, source. Rows of level 0 are the factors. Rows of a deeper level
@@ -65,7 +68,8 @@ class ModelCertificate:
         return pd.DataFrame([asdict(row) for row in self.rows], columns=columns)
 
     def certified_radius(self, logits: Tensor, labels: Tensor | None = None) -> Float[Tensor, " inputs"]:
-        """Return the distance, in the Frobenius norm, within which each input keeps its class.
+        """Return for each input the distance, in the Frobenius norm, within which its predicted class cannot
+        change.
 
         The distance is the margin between the logit of the class and the largest other logit, divided by √2
         times the constant. It is zero if another logit is as large (Tsuzuku, Sato, Sugiyama,

@@ -1,4 +1,6 @@
-"""Evaluation of a certified classifier on data: the radius within which each input keeps its class."""
+"""Evaluation of a certified classifier on data: the radius within which the class of each input cannot
+change.
+"""
 
 from __future__ import annotations
 
@@ -13,11 +15,11 @@ from torch import Tensor, nn
 
 from howsmooth.errors import ArgumentError, NonFiniteError
 from howsmooth.nn.certificates.certificate import ModelCertificate
-from howsmooth.nn.certificates.graph import first_module
+from howsmooth.nn.certificates.graph_propagation import first_module
 from howsmooth.nn.certificates.model_bound import certify
-from howsmooth.nn.certificates.propagation import has_rules
+from howsmooth.nn.certificates.module_propagation import has_rules
 from howsmooth.nn.checks import check_size
-from howsmooth.nn.parts.token_modules import ClipTokens, Patches
+from howsmooth.nn.parts.embedding_and_pooling import ClipTokens, Patches
 from howsmooth.roundoff import limit_in_digits
 
 if TYPE_CHECKING:
@@ -62,14 +64,14 @@ class Evaluation:
 
     @property
     def correct(self) -> int | None:
-        """The number of inputs whose predicted class is their label; None without labels."""
+        """The number of inputs whose predicted class equals their label, or None without labels."""
         if not self.labelled:
             return None
         return int((self.table["predicted"] == self.table["label"]).sum())
 
     @property
     def reach(self) -> float:
-        """The largest token norm of any input that lies within the certified radius of an evaluated input.
+        """The largest norm of any token within the certified radius of an evaluated input.
 
         Without ``clip``, nothing is proved for inputs with a token norm above ``radius``. An evaluation whose
         ``radius`` is this number covers all inputs within the certified radii.
@@ -96,7 +98,7 @@ class Evaluation:
         return "\n".join(lines)
 
     def certified(self, radius: float) -> int:
-        """Return how many inputs provably keep the class of their label within a radius.
+        """Return how many inputs are classified correctly and provably keep this class within a given radius.
 
         Raises
         ------
@@ -120,7 +122,7 @@ def evaluate(
     batch: int = 256,
     on_batch: Callable[[int, int], None] | None = None,
 ) -> Evaluation:
-    """Certify a classifier, and compute how far each input may move before its class can change.
+    """Certify a classifier, and compute how far each input may move before its predicted class can change.
 
     All computations use a float64 copy of the model in evaluation mode. Half-precision weights are converted
     exactly, but outputs that are computed in half precision are not covered.
@@ -250,7 +252,7 @@ def checked_inputs(inputs: Tensor) -> Tensor:
 
 
 def tokens_of(model: nn.Module, inputs: Tensor) -> Tensor:
-    """Return inputs as the tokens (batch, n, d) on which the model's Lipschitz constant is certified.
+    """Return inputs as tokens (batch, n, d), for which the Lipschitz constant of the model is certified.
 
     Raises
     ------
@@ -283,7 +285,9 @@ def tokens_of(model: nn.Module, inputs: Tensor) -> Tensor:
 
 
 def _inputs_of(model: nn.Module, tokens: Tensor, shape: torch.Size) -> Tensor:
-    """Return the inputs of shape ``shape`` whose tokens are ``tokens``: the inverse of :func:`tokens_of`."""
+    """Return the inputs of shape ``shape`` that consist of the tokens ``tokens``, the inverse of
+    :func:`tokens_of`.
+    """
     first = first_module(model) if len(shape) == 4 else None
     if isinstance(first, Patches | nn.Conv2d):
         size = first.patch_size if isinstance(first, Patches) else first.kernel_size

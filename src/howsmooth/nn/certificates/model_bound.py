@@ -10,10 +10,10 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from howsmooth.errors import ArgumentError, NonFiniteError
-from howsmooth.nn.certificates import encoders  # noqa: F401 - it adds the rewriting of encoder layers
+from howsmooth.nn.certificates import transformer_encoder_conversion  # noqa: F401 - it adds the rewriting of encoder layers
 from howsmooth.nn.certificates.certificate import ModelCertificate
-from howsmooth.nn.certificates.graph import walk_graph
-from howsmooth.nn.certificates.propagation import refusal, walk
+from howsmooth.nn.certificates.graph_propagation import walk_graph
+from howsmooth.nn.certificates.module_propagation import refusal, walk
 from howsmooth.nn.checks import check_ball, check_length, check_tokens
 
 __all__ = ["certify", "foreign_hooks"]
@@ -89,7 +89,7 @@ def certify(
 
 
 def _check(module: nn.Module, path: str) -> None:
-    """Raise an error if a module is in a state for which no constant can be certified.
+    """Raise an error if a module is in a state in which no Lipschitz constant can be certified.
 
     Such states are half-precision weights, NaN, hooks, and dropout in training mode, for instance.
     """
@@ -118,6 +118,6 @@ def _check(module: nn.Module, path: str) -> None:
 
 
 def foreign_hooks(module: nn.Module) -> bool:
-    """Tell whether a module has forward hooks that this library did not register."""
+    """Return whether a module has forward hooks that were not registered by this library."""
     hooks = [*module._forward_hooks.values(), *module._forward_pre_hooks.values()]
     return any(not getattr(hook, "__module__", "").startswith("howsmooth.") for hook in hooks)

@@ -1,4 +1,6 @@
-"""Record the arguments and outputs of a model's ``howsmooth.nn`` attention layers in a forward pass."""
+"""Records of the arguments and outputs of the ``howsmooth.nn`` attention layers of a model in a
+forward pass.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from howsmooth.attention import SelfAttention, TokenMap
-from howsmooth.attention.multi_head import HeadsAttention
+from howsmooth.attention.multi_head_projections import HeadsAttention
 from howsmooth.errors import ArgumentError, CaptureError
 from howsmooth.models.padded_sequences import Padding
 from howsmooth.models.tolerance import precision, relative_error
@@ -28,7 +30,7 @@ _SAME = 1e4
 
 @dataclass(eq=False)
 class OwnAttention:
-    """One call of an attention layer of howsmooth.nn: the layer, its arguments and its output."""
+    """One call of an attention layer of howsmooth.nn, with the layer, its arguments and its output."""
 
     name: str
     module: LipschitzAttention
@@ -61,7 +63,7 @@ class OwnAttention:
         return (self.map if self.plain else self._as_called), x
 
     def reproduces(self, padded: OwnAttention, padding: Padding, sequence: int) -> bool:
-        """Tell whether this call has the tokens and output of one sequence of a padded call.
+        """Return whether this call has the tokens and output of one sequence of a call with padding.
 
         Only the real tokens of the sequence are compared, without its padding.
         """
@@ -78,13 +80,13 @@ class OwnAttention:
         return True
 
     def describe(self) -> str:
-        """Return one phrase that describes the map that :meth:`read` returned."""
+        """Return a phrase that describes the map that :meth:`read` returned."""
         called = "" if self.plain else ", as it was called: with a mask of the call, or tokens clipped"
         kind = "" if self.map is None else f": {self.map.describe()}"
         return f"{type(self.module).__name__}{kind}{called}"
 
     def _as_called(self, x: Tensor) -> Tensor:
-        """Apply the layer to other tokens, with its masks and all other arguments as recorded.
+        """Apply the layer to other tokens with the recorded masks and all other recorded arguments.
 
         The result has no gradients in the weights.
         """
@@ -94,7 +96,7 @@ class OwnAttention:
         return output.to(x.dtype)
 
     def score_norm(self) -> float:
-        """Return the largest spectral norm of a head's score matrix.
+        """Return the largest spectral norm of the score matrices of all heads.
 
         The score matrix of head h is A_h. Without mask and clipping, the scores are ⟨A_h x_i + b_h, x_j⟩.
 
@@ -113,7 +115,7 @@ class OwnAttention:
         return score_norm(self.map)
 
     def bound(self) -> dict[str, float | int]:
-        """Return the fields of a monitor's record that describe the layer's proved Lipschitz bound.
+        """Return the fields of a monitoring record that describe the proved Lipschitz bound of the layer.
 
         The result is empty for a layer without a largest token norm, which has no bound.
         """
@@ -124,7 +126,9 @@ class OwnAttention:
         return {"bound": bound, "bound_length": length, "bound_radius": float(radius)}
 
     def add_scores(self, scores: ScoreStatistics, x: Tensor) -> None:
-        """Add the logits and row entropies of this call's attention weights to the statistics ``scores``."""
+        """Add the logits and row entropies of the attention weights of this call to the statistics
+        ``scores``.
+        """
         if self.plain and isinstance(self.map, SelfAttention):
             scores.add_map(self.map, x)
             return
@@ -148,14 +152,14 @@ class OwnAttention:
 
 
 class OwnLayers:
-    """The attention layers of howsmooth.nn in one model, and their calls in one forward pass."""
+    """The attention layers of howsmooth.nn in one model, with their calls in one forward pass."""
 
     def __init__(self, model: nn.Module) -> None:
         self._modules = {n: m for n, m in model.named_modules() if isinstance(m, LipschitzAttention)}
         self.calls: list[OwnAttention] = []
 
     def outside(self, name: str) -> bool:
-        """Tell whether a module lies outside all attention layers of howsmooth.nn.
+        """Return whether a module lies outside all attention layers of howsmooth.nn.
 
         ``name`` is the path of the module in the model.
         """
@@ -163,7 +167,7 @@ class OwnLayers:
 
     @contextmanager
     def hooked(self, on_call: Callable[[str], None]) -> Iterator[None]:
-        """Record the calls of the layers while the context is active.
+        """Return a context manager that records the calls of the layers.
 
         For each call, ``on_call`` gets the path of the layer in the model.
         """

@@ -1,4 +1,4 @@
-"""Statistics of attention: norms of score matrices, the largest logit, and entropies of the weights."""
+"""Statistics of attention: norms of score matrices, the largest logit, and entropies of attention weights."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from torch import Tensor
 
 from howsmooth.attention import L2Attention, SelfAttention, TokenMap
 from howsmooth.attention.core import NO_FEATURES, ScoreFeatures, attention_scores, row_blocks
-from howsmooth.attention.multi_head import HeadsAttention
-from howsmooth.attention.staged import Core, StagedAttention
-from howsmooth.attention.visibility import Visibility
+from howsmooth.attention.custom_code_attention import Core, StagedAttention
+from howsmooth.attention.masks import Visibility
+from howsmooth.attention.multi_head_projections import HeadsAttention
 from howsmooth.bounds import Head
 from howsmooth.errors import ArgumentError
 
@@ -20,7 +20,7 @@ __all__ = ["ScoreStatistics", "score_norm"]
 
 
 def score_norm(f: TokenMap | None) -> float:
-    """Return the largest spectral norm of a head's score matrix.
+    """Return the largest spectral norm of the score matrices of all heads.
 
     The score matrix of head h is A_h, and the scores are ⟨A_h x_i + b_h, x_j⟩. For softmax attention,
     A_h = scale · K_hᵀ Q_h. For L2 attention, A_h = 2 · scale · K_hᵀ Q_h, which is the part of
@@ -52,7 +52,8 @@ def score_norm(f: TokenMap | None) -> float:
 
 @dataclass
 class ScoreStatistics:
-    """The largest logit of attention, and the mean entropy −Σ_j P_ij log P_ij of the rows of its weights.
+    """The largest logit of attention, and the mean entropy −Σ_j P_ij log P_ij of the attention weights of a
+    query.
 
     A logit is the number that enters the softmax for a query and a key that it sees: the scaled product of
     both after their norms and rotary positions, with soft-cap and bias. The maximum and the means are over
@@ -75,7 +76,7 @@ class ScoreStatistics:
     logits_missing: str = ""
 
     def add(self, other: ScoreStatistics) -> None:
-        """Include the statistics ``other`` of further attention weights in this object."""
+        """Add the statistics ``other`` of further attention weights to this object."""
         self.total += other.total
         self.rows += other.rows
         self.normalised_total += other.normalised_total
@@ -87,12 +88,13 @@ class ScoreStatistics:
 
     @property
     def mean(self) -> float | None:
-        """The mean entropy in nats; None if no row was added, or if the attention weights are unknown."""
+        """The mean entropy in nats, or None if no query was added or the attention weights are unknown."""
         return self.total / self.rows if self.rows and not self.missing else None
 
     @property
     def normalised(self) -> float | None:
-        """The mean entropy of the weights' rows, each divided by the entropy of uniform weights.
+        """The mean over the queries of the entropy of the attention weights, divided by the entropy of
+        uniform weights.
 
         It is None if no row sees several keys, or if the attention weights are unknown.
         """
@@ -100,7 +102,7 @@ class ScoreStatistics:
         return self.normalised_total / self.normalised_rows if there else None
 
     def add_map(self, f: TokenMap, x: Float[Tensor, "batch n d"]) -> None:
-        """Include all attention weights of a map at tokens x in the statistics of logits and entropies."""
+        """Add the logits and entropies of all attention weights of a map at tokens x to the statistics."""
         try:
             if isinstance(f, SelfAttention):
                 q, k = f.queries_and_keys(x)
@@ -117,7 +119,7 @@ class ScoreStatistics:
     def add_probabilities(
         self, p: Float[Tensor, "batch heads m n"], visible: Bool[Tensor, "batch heads m n"] | None
     ) -> None:
-        """Include given attention weights, whose logits are not known, in the statistics."""
+        """Add given attention weights, whose logits are not known, to the statistics."""
         self.logits_missing = "its attention weights are known, but not the scores before the softmax"
         count = torch.full((p.shape[-2],), p.shape[-1], device=p.device)
         self._add(p, count if visible is None else visible.sum(-1))
@@ -140,7 +142,7 @@ class ScoreStatistics:
         visible: Visibility,
         features: ScoreFeatures = NO_FEATURES,
     ) -> None:
-        """Include a softmax's largest logit and row entropies in the statistics, block by block."""
+        """Add the largest logit and the row entropies of a softmax to the statistics, block by block."""
         group, m, n, kv_heads = q.shape[-3], q.shape[-2], k.shape[-2], k.shape[-3]
         q, k = q.flatten(0, -4), k.flatten(0, -3)
         sinks = features.sinks

@@ -1,4 +1,6 @@
-"""The plain model inside the wrappers of distributed training, with the whole of its parameters."""
+"""The original model inside the wrappers of distributed training, with complete parameters instead
+of shards.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,7 @@ __all__ = ["gathered", "is_sharded", "unwrapped"]
 
 
 def unwrapped(model: nn.Module) -> nn.Module:
-    """Return the user's model from inside wrappers such as DistributedDataParallel or ``torch.compile``.
+    """Return the model that is wrapped by DistributedDataParallel, ``torch.compile`` or similar wrappers.
 
     A forward pass through the wrappers would wait for other processes, or compile the model again.
     """
@@ -30,7 +32,9 @@ def unwrapped(model: nn.Module) -> nn.Module:
 
 
 def is_sharded(model: nn.Module) -> bool:
-    """Tell whether FSDP (``FullyShardedDataParallel`` or ``fully_shard``) shards parameters of the model."""
+    """Return whether FSDP (``FullyShardedDataParallel`` or ``fully_shard``) shards parameters of
+    the model.
+    """
     return any(_is_fsdp_wrapper(m) for m in model.modules()) or any(
         hasattr(p, "full_tensor") for p in model.parameters()
     )
@@ -38,7 +42,8 @@ def is_sharded(model: nn.Module) -> bool:
 
 @contextmanager
 def gathered(trained: nn.Module, model: nn.Module) -> Iterator[bool]:
-    """Make a model runnable by one process alone; yield whether this process is the one to run it.
+    """Return a context manager that makes a model runnable in one process, and yields whether this is the
+    process to run it.
 
     A model in DistributedDataParallel or FSDP is run by the first process only. Every process must enter the
     context of an FSDP model, because its parameters are gathered from all processes.
@@ -80,7 +85,7 @@ def _is_fsdp_wrapper(module: nn.Module) -> bool:
 
 @contextmanager
 def _without_wrappers(model: nn.Module) -> Iterator[None]:
-    """Put the modules inside FullyShardedDataParallel wrappers into the places of the wrappers."""
+    """Return a context manager that replaces FullyShardedDataParallel wrappers by the modules inside them."""
     wrapped = [
         (module._modules, name, child)
         for module in model.modules()
@@ -98,7 +103,8 @@ def _without_wrappers(model: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def _full_tensors(model: nn.Module, *, keep: bool) -> Iterator[None]:
-    """Gather the parameters that ``fully_shard`` shards, and put the whole ones into the model if ``keep``.
+    """Return a context manager that gathers parameters sharded by ``fully_shard``, and puts them into the
+    model if ``keep`` is True.
 
     Every process must take part, also those that do not keep the whole parameters.
     """
@@ -123,7 +129,9 @@ def _full_tensors(model: nn.Module, *, keep: bool) -> Iterator[None]:
 
 @contextmanager
 def _without_sharding_hooks(model: nn.Module) -> Iterator[None]:
-    """Take away the forward hooks by which ``fully_shard`` gathers parameters and frees them."""
+    """Return a context manager that removes the forward hooks by which ``fully_shard`` gathers and frees
+    parameters.
+    """
     tables: list[dict[int, Any]] = [
         table for module in model.modules() for table in (module._forward_pre_hooks, module._forward_hooks)
     ]

@@ -1,4 +1,4 @@
-"""The training monitor of Lipschitz constants as a callback of Lightning's ``Trainer``."""
+"""The training monitor of Lipschitz constants as a callback for Lightning's ``Trainer``."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ __all__ = ["lightning_callback"]
 
 
 def lightning_callback(monitor: LipschitzMonitor) -> Any:
-    """Return a Lightning ``Callback`` that measures before the first step and then at regular steps.
+    """Return a Lightning ``Callback`` that measures before the first training step and then at regular steps.
 
     Steps are ``trainer.global_step``, the steps of all optimizers together, whatever the accumulation of
     gradients. If several processes train the model, only the first one measures.
@@ -40,7 +40,7 @@ def lightning_callback(monitor: LipschitzMonitor) -> Any:
     base: Any = imported("lightning.pytorch", "pytorch_lightning").Callback
 
     class MonitorCallback(base):  # type: ignore[misc]
-        """Measures a model during the training of a Lightning ``Trainer``."""
+        """A callback that measures a model during the training with a Lightning ``Trainer``."""
 
         def __init__(self) -> None:
             super().__init__()
@@ -48,7 +48,9 @@ def lightning_callback(monitor: LipschitzMonitor) -> Any:
             self._last = -1
 
         def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-            """Check that the monitor belongs to the trained model; measure if training starts at step 0."""
+            """Check that the monitor belongs to the trained model, and measure if training starts
+            at step 0.
+            """
             if all(unwrapped(module) is not monitor.model for module in pl_module.modules()):
                 raise ArgumentError(
                     "monitor",
@@ -62,7 +64,9 @@ def lightning_callback(monitor: LipschitzMonitor) -> Any:
                 monitor.measure(0)
 
         def on_train_batch_end(self, trainer: Any, pl_module: Any, *_: Any, **__: Any) -> None:
-            """Call the monitor after each optimizer step; it measures at every multiple of ``every``."""
+            """Call the monitor after each optimizer step, which then measures at every multiple of
+            ``every``.
+            """
             if trainer.global_step != self._last and self._takes_part(trainer):
                 monitor.step(trainer.global_step)
             self._last = trainer.global_step

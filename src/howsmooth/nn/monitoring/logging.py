@@ -1,4 +1,6 @@
-"""Output of a monitor's records: JSON lines, CSV files, TensorBoard, Weights & Biases, MLflow and Trackio."""
+"""Output of monitoring records to JSON lines, CSV files, TensorBoard, Weights & Biases, MLflow and
+Trackio.
+"""
 
 from __future__ import annotations
 
@@ -28,14 +30,14 @@ _SUFFIXES = (".jsonl", ".csv")
 
 @runtime_checkable
 class ScalarWriter(Protocol):
-    """A logger with the method ``add_scalar`` of ``torch.utils.tensorboard.SummaryWriter``."""
+    """The interface of a logger with the method ``add_scalar``, such as TensorBoard's ``SummaryWriter``."""
 
     def add_scalar(self, tag: str, scalar_value: float, global_step: int) -> object:
         """Log a number under the name ``tag`` at a training step."""
 
 
 def write_scalars(writer: ScalarWriter, record: MonitorRecord) -> None:
-    """Log a record's numbers as ``<quantity>/<layer>``, which groups the layers in TensorBoard.
+    """Log the numbers of a record under names ``<quantity>/<layer>``, which TensorBoard groups by quantity.
 
     For a failed record, 1 is written under ``failed/<layer>``.
     """
@@ -44,7 +46,7 @@ def write_scalars(writer: ScalarWriter, record: MonitorRecord) -> None:
 
 
 def log_to_mlflow(run_id: str | None = None) -> Callable[[MonitorRecord], None]:
-    """Return a monitor's ``callback`` that logs each record to a run of MLflow, by default the active one.
+    """Return a monitor callback that logs each record to a run of MLflow, by default the active run.
 
     Numbers have the names ``<quantity>/<layer>`` and the record's training step.
 
@@ -59,13 +61,13 @@ def log_to_mlflow(run_id: str | None = None) -> Callable[[MonitorRecord], None]:
 
 
 def log_to_trackio() -> Callable[[MonitorRecord], None]:
-    """Return a callback that logs a monitor's measurements to the run of ``trackio.init``."""
+    """Return a monitor callback that logs each record to the run of ``trackio.init``."""
     trackio = imported("trackio")
     return lambda record: trackio.log(_tagged(record), step=record.step)
 
 
 def log_to_wandb(run: Any = None) -> Callable[[MonitorRecord], None]:
-    """Return a callback that logs a monitor's measurements to a run of Weights & Biases.
+    """Return a monitor callback that logs each record to a run of Weights & Biases.
 
     By default it is the run of ``wandb.init``. Names begin with ``howsmooth/``, and the step is logged as
     ``howsmooth/step``, so that the step counter of the run does not matter. The callback raises ArgumentError
@@ -88,7 +90,7 @@ def log_to_wandb(run: Any = None) -> Callable[[MonitorRecord], None]:
 
 
 def imported(*names: str) -> Any:
-    """Return the first of some modules that is imported already, or else the first that is installed.
+    """Return the first of the given modules that is already imported, or else the first that is installed.
 
     Raises
     ------
@@ -112,14 +114,16 @@ def imported(*names: str) -> Any:
 
 
 def _tagged(record: MonitorRecord) -> dict[str, float]:
-    """Return a record's numbers by ``<quantity>/<layer>``, and 1 as ``failed/<layer>`` if it failed."""
+    """Return the numbers of a record by names ``<quantity>/<layer>``, with 1 for ``failed/<layer>`` if it
+    failed.
+    """
     place = record.name or "model"
     tagged = {f"{quantity}/{place}": value for quantity, value in record.scalars().items()}
     return {**tagged, f"failed/{place}": 1.0} if record.failure else tagged
 
 
 class RecordFile:
-    """A file to which each of a monitor's records is appended as one line.
+    """A file to which each record of a monitor is appended as one line.
 
     The file is opened for each record, so records are not lost if the training is killed.
 

@@ -1,4 +1,6 @@
-"""One measurement of a model during training: every attention layer at the probe inputs."""
+"""One measurement of a model during training: the Lipschitz constant of every attention layer at the probe
+inputs.
+"""
 
 from __future__ import annotations
 
@@ -17,16 +19,16 @@ from howsmooth.errors import ArgumentError, CaptureError, HowsmoothError, NonFin
 from howsmooth.lipschitz import LipschitzEstimate, local_lipschitz
 from howsmooth.models.capture import capture
 from howsmooth.models.float32_weights import weights_in_memory
+from howsmooth.models.identification.layer_identification import VerifiedLayer, read_layer
 from howsmooth.models.identification.self_attention_module import CrossAttention
-from howsmooth.models.identification.verified_layer import VerifiedLayer, read_layer
 from howsmooth.models.inputs.model_inputs import ModelInputs
 from howsmooth.models.measurement_mode import implementation
 from howsmooth.models.padded_sequences import Padding, padding_of, reproduces, without_padding
-from howsmooth.models.tracing.forward_trace import TracedLayer, run, trace_forward_pass
 from howsmooth.models.tracing.layer_trace import AttentionLayer, first_tokens
+from howsmooth.models.tracing.module_call_tracer import TracedLayer, run, trace_forward_pass
 from howsmooth.nn.monitoring.attention_calls import OwnAttention, OwnLayers
 from howsmooth.nn.monitoring.attention_statistics import ScoreStatistics, score_norm
-from howsmooth.nn.monitoring.preserve_state import unmarked
+from howsmooth.nn.monitoring.preserve_training_state import preserved_state
 from howsmooth.nn.monitoring.probe_inputs import Probes
 from howsmooth.nn.monitoring.record import MonitorRecord
 from howsmooth.nn.monitoring.weight_locations import SCOPES, Reading, reading_of
@@ -36,7 +38,9 @@ __all__ = ["Accuracy", "Readings", "check_layers", "measured"]
 
 @dataclass(frozen=True)
 class Accuracy:
-    """Arguments of :func:`~howsmooth.local_lipschitz` that are the same for all measurements."""
+    """The accuracy settings of :func:`~howsmooth.local_lipschitz`, which are the same for all measurements of
+    a monitor.
+    """
 
     rtol: float
     confidence: float
@@ -58,7 +62,7 @@ class Accuracy:
 
 @dataclass(eq=False)
 class _Layer:
-    """An attention layer as it was read at one of the probe inputs: its map and its tokens, or an error."""
+    """An attention layer at one of the probe inputs: its map and its tokens, or the error of capturing it."""
 
     name: str
     #: The map that is measured, and its tokens. For captured layers, also the attention in the map, and its
@@ -77,7 +81,7 @@ class _Layer:
 
 @dataclass(eq=False)
 class _Part:
-    """The measurement of an attention layer at one of the probe inputs, or an error."""
+    """The measurement of an attention layer at one of the probe inputs, or the error that it raised."""
 
     name: str
     again: Reading | int | None = None
@@ -93,7 +97,9 @@ class _Part:
 
 @dataclass(eq=False)
 class Readings:
-    """What one measurement keeps for the next: where layers are read, and how padding is removed."""
+    """The data that one measurement leaves to the next: where the weights of layers are stored, and how
+    padding is removed.
+    """
 
     #: By probe input, and sequence of a padded one: the layers' indices and how to read each next time.
     layers: dict[tuple[int, int], list[tuple[int, Reading | int]]] = field(default_factory=dict)
@@ -112,7 +118,7 @@ def measured(
     accuracy: Accuracy,
     strict: bool,
 ) -> list[MonitorRecord]:
-    """Measure every attention layer at all probe inputs, restore the model's state, and return records.
+    """Measure every attention layer at all probe inputs, restore the state of the model, and return records.
 
     Layers are read and measured one by one, so that the copies of one layer's weights are in memory.
     ``readings`` comes from the last measurement and is updated. An error in one layer becomes that layer's
@@ -124,7 +130,7 @@ def measured(
     rows: dict[int, list[_Part]] = {}
     one = _Measurement(model, step, readings, layers, scope, accuracy)
     try:
-        with unmarked(model):
+        with preserved_state(model):
             for number, given in enumerate(probes.of_model(model)):
                 for index, part in one.of_probe(number, given):
                     rows.setdefault(index, []).append(part)
@@ -139,11 +145,11 @@ def measured(
 
 
 def check_layers(model: nn.Module, probes: Probes, layers: Sequence[int]) -> None:
-    """Raise ArgumentError if the model has not all of the chosen ``layers`` at the first probe input.
+    """Raise ArgumentError if the model lacks one of the chosen ``layers`` at the first probe input.
 
     A model that cannot be run now is not checked; its measurement says why.
     """
-    with unmarked(model):
+    with preserved_state(model):
         try:
             places, _ = _places(model, probes.of_model(model)[0])
         except Exception:
@@ -152,12 +158,12 @@ def check_layers(model: nn.Module, probes: Probes, layers: Sequence[int]) -> Non
 
 
 class _Moved(Exception):  # noqa: N818 - not a failure: other inputs without padding may follow
-    """Raised if a layer's tokens or output change when the padding is removed; names the layer."""
+    """The exception that names a layer whose tokens or output change when the padding is removed."""
 
 
 @dataclass(eq=False)
 class _Measurement:
-    """The arguments of one measurement of a model."""
+    """One measurement of a model, with its arguments as attributes."""
 
     model: nn.Module
     step: int
@@ -209,7 +215,7 @@ class _Measurement:
     def _parts(
         self, key: tuple[int, int], given: ModelInputs, padded: Callable[[], _Padded] | None
     ) -> list[tuple[int, _Part]]:
-        """Measure all layers at inputs without padding, and remember where each layer's weights lie."""
+        """Measure all layers at inputs without padding, and store where the weights of each layer are."""
         before = self.readings.layers.pop(key, None)
         parts: list[tuple[int, _Part]] = []
         for index, layer in self._read(given, before, padded):
@@ -225,7 +231,9 @@ class _Measurement:
         before: list[tuple[int, Reading | int]] | None,
         padded: Callable[[], _Padded] | None,
     ) -> Iterator[tuple[int, _Layer]]:
-        """Yield each attention layer with its index; the caller measures a layer before the next is read."""
+        """Yield each attention layer with its index, so that the caller measures one layer before the next is
+        captured.
+        """
         done: set[int] = set()
         if before is not None:
             # The fast path reads layers where they were found last time; where it fails, the others are
@@ -332,7 +340,8 @@ def _captured(
 def _read_again(
     model: nn.Module, given: ModelInputs, known: list[tuple[int, Reading | int]], scope: str
 ) -> Iterator[tuple[int, _Layer]]:
-    """Run the model, and yield its attention layers, read at the places that the last measurement found.
+    """Run the model, and yield its attention layers with weights from the places that the last measurement
+    found.
 
     Stop at the first layer that can no longer be read there.
     """
@@ -376,14 +385,16 @@ def _indices(layers: Sequence[int], count: int) -> list[int]:
 
 @dataclass(frozen=True, eq=False)
 class _Padded:
-    """The attention layers of a padded forward pass, with which a pass without padding is compared."""
+    """The attention layers of a forward pass with padding, with which a forward pass without padding is
+    compared.
+    """
 
     padding: Padding
     places: list[OwnAttention | TracedLayer]
     sequence: int = 0
 
     def check(self, layer: VerifiedLayer | OwnAttention, index: int) -> None:
-        """Raise _Moved if a layer without padding has other tokens or outputs than in the padded pass."""
+        """Raise _Moved if a layer has other tokens or outputs without padding than with padding."""
         place = self.places[index] if index < len(self.places) else None
         if isinstance(layer, OwnAttention):
             same = isinstance(place, OwnAttention) and layer.reproduces(place, self.padding, self.sequence)
@@ -401,7 +412,7 @@ def _read(
     scope: str,
     padded: Callable[[], _Padded] | None,
 ) -> _Layer:
-    """Read one attention layer as a map with its tokens, or store the exception in the result."""
+    """Capture one attention layer as a map with its tokens, or store the exception in the result."""
     began = time.process_time()
     try:
         if isinstance(place, OwnAttention):
@@ -429,7 +440,7 @@ def _read(
 
 
 def _check_finite(place: TracedLayer) -> None:
-    """Raise NonFiniteError, which names the cause, if a layer's weights or tokens are not finite."""
+    """Raise NonFiniteError with the cause if the weights or tokens of a layer are not finite."""
     layer = place.layer
     for name, weight in layer.root.named_parameters():
         if not bool(weight.isfinite().all()):

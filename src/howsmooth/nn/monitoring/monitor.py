@@ -1,4 +1,6 @@
-"""``LipschitzMonitor``: local Lipschitz constants of a model's attention layers during training."""
+"""The class ``LipschitzMonitor``, which measures local Lipschitz constants of attention layers during
+training.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,7 @@ _SCOPES = tuple(scope for scope in SCOPES if scope != "head")
 
 
 class LipschitzMonitor:
-    """Measures every attention layer of a model at fixed inputs, at regular steps of its training.
+    """A monitor that measures every attention layer of a model at fixed inputs, at regular training steps.
 
     Each measurement gives one row for each layer (:class:`MonitorRecord`): the local Lipschitz constant with
     its interval, the norm of the score matrices, the entropy of the attention probabilities, and the norms of
@@ -164,7 +166,8 @@ class LipschitzMonitor:
         return self.measure(self._steps) if self._steps % self.every == 0 else []
 
     def measure(self, step: int | None = None) -> list[MonitorRecord]:
-        """Measure the model's attention layers now, for instance before training, and return the records.
+        """Measure the attention layers of the model now, for instance before training, and return the
+        records.
 
         Parameters
         ----------
@@ -198,7 +201,8 @@ class LipschitzMonitor:
         return rows
 
     def attach(self, optimizer: torch.optim.Optimizer) -> RemovableHandle:
-        """Make the monitor count the steps of an optimizer, and measure at its regular steps.
+        """Register the monitor with an optimizer, so that it counts optimizer steps and measures at regular
+        steps.
 
         A call of ``remove()`` on the returned handle ends this.
         """

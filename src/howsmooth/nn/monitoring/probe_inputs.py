@@ -22,7 +22,7 @@ ProbeInputs = Tensor | Mapping[str, Tensor] | Sequence[Tensor | Mapping[str, Ten
 
 @dataclass(frozen=True, eq=False)
 class Probes:
-    """Copies of a monitor's fixed inputs, so that changes of the originals have no effect."""
+    """Copies of the fixed inputs of a monitor, so that later changes of the originals have no effect."""
 
     inputs: tuple[Tensor | dict[str, Tensor], ...]
     sequences: int
@@ -31,7 +31,7 @@ class Probes:
 
     @classmethod
     def of(cls, model: nn.Module, given: ProbeInputs) -> Probes:
-        """Check that the model accepts the inputs at which a monitor shall measure, and copy them.
+        """Check that the model accepts the probe inputs of a monitor, and copy them.
 
         Raises
         ------
@@ -62,5 +62,5 @@ class Probes:
         return cls(tuple(kept), sequences, f"{', '.join(shapes)}; sha256 {checksum.hexdigest()[:12]}")
 
     def of_model(self, model: nn.Module) -> list[ModelInputs]:
-        """Return the probe inputs as arguments of the model, on the model's current device."""
+        """Return the probe inputs as arguments of the model, on the current device of the model."""
         return [model_inputs(model, one) for one in self.inputs]

@@ -85,7 +85,7 @@ class MonitorRecord:
         return fields
 
     def scalars(self) -> dict[str, float]:
-        """Return the record's measured numbers by name, for a logger.
+        """Return the measured numbers of the record by name, for a logger.
 
         Missing numbers are left out.
         """
@@ -98,7 +98,7 @@ class MonitorRecord:
 
 
 def table(records: Iterable[MonitorRecord]) -> pd.DataFrame:
-    """Return a monitor's records as a table.
+    """Return the records of a monitor as a table.
 
     The table does not contain the constants of single sequences (``each``).
     """

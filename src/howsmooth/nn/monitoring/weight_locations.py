@@ -1,4 +1,5 @@
-"""Places in a model where attention layers keep their weights, by which the layers are read again quickly.
+"""The locations of the weights of attention layers in a model, with which the layers can be captured again
+quickly.
 
 The first time, a layer is captured: its map is found and verified by running the layer several times. If
 every parameter of the map is a block of a weight of the model, the positions of the blocks are remembered.
@@ -17,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from howsmooth.attention import Residual, SelfAttention, TokenMap
-from howsmooth.models.identification.verified_layer import VerifiedLayer
+from howsmooth.models.identification.layer_identification import VerifiedLayer
 from howsmooth.models.tolerance import precision, relative_error, tolerance
 from howsmooth.models.tracing.layer_trace import bound_arguments
 from howsmooth.models.tracing.module_replay import as_tokens, first_tensor
@@ -32,7 +33,7 @@ _BIASES = {"query": "query_bias", "key": "key_bias", "value": "value_bias", "out
 
 @dataclass(frozen=True, eq=False)
 class _Block:
-    """The place in the model of consecutive rows of a weight, or of consecutive entries of a bias.
+    """The location in a model of consecutive rows of a weight, or of consecutive entries of a bias.
 
     ``transposed`` tells whether they are rows of the transposed weight.
     """
@@ -51,7 +52,8 @@ class _Block:
 
 @dataclass(eq=False)
 class Reading:
-    """Where in the model an attention layer's weights are stored, for reading the layer again.
+    """The locations of the weights of an attention layer in a model, with which the layer can be captured
+    again.
 
     The module ``owner`` gets the layer's tokens, and the module ``projection`` returns its output.
     """
@@ -69,7 +71,9 @@ class Reading:
 
     @contextmanager
     def hooked(self) -> Iterator[None]:
-        """Record the layer's input tokens and its output when the model runs in the context."""
+        """Return a context manager that records the input tokens and the output of the layer when the model
+        runs.
+        """
         self.given.clear()
         self.output.clear()
         with ExitStack() as stack:
@@ -87,7 +91,7 @@ class Reading:
             self.output.append(first_tensor(output).detach().clone())
 
     def read(self, scope: str) -> tuple[SelfAttention, TokenMap, Tensor] | None:
-        """Return the layer with its current weights, and the tokens that it got in the forward pass.
+        """Return the layer with its current weights, and its tokens in the last forward pass.
 
         The results are the attention, the map that ``scope`` selects, and the tokens. The result is None if
         the attention does not reproduce the layer's output in the forward pass.
@@ -117,7 +121,7 @@ class Reading:
 
 
 def reading_of(read: VerifiedLayer) -> Reading | None:
-    """Find where in the model an attention layer's weights are stored.
+    """Find the locations of the weights of an attention layer in a model.
 
     The result is None unless each weight of the layer consists of rows of exactly one weight of the model.
     """
@@ -161,7 +165,7 @@ def _matrices(root: nn.Module) -> list[tuple[nn.Module, str, Tensor]]:
 def _found(
     matrix: Tensor, bias: Tensor | None, weights: list[tuple[nn.Module, str, Tensor]]
 ) -> tuple[_Block, _Block | None] | None:
-    """Find in the model the weight that holds a given matrix and bias, by comparing the numbers.
+    """Find the weight in the model that contains a given matrix and bias, by comparing their numbers.
 
     ``matrix`` is (..., d). The result is None unless there is exactly one match.
     """

@@ -1,4 +1,4 @@
-"""Sorting activations, which are 1-Lipschitz and, unlike ReLU, keep the norm of every gradient."""
+"""Activations by sorting, which are 1-Lipschitz and, unlike ReLU, preserve the norm of every gradient."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _SOURCE = "Anil, Lucas, Grosse, Sorting out Lipschitz function approximation, IC
 
 
 class GroupSort(LipschitzModule):
-    """Sort the entries of each token within groups of neighbours, ascending; Lipschitz constant 1.
+    """The 1-Lipschitz activation that sorts the entries of each token within groups of neighbours.
 
     Parameters
     ----------
@@ -48,7 +48,7 @@ class GroupSort(LipschitzModule):
         return upper_bound(type(self).__name__, _SOURCE, 1.0, check_ball(radius))
 
     def output_radius(self, length: int, radius: float) -> float:
-        """Return ``radius``, because sorting the entries of a token keeps its norm."""
+        """Return ``radius``, because sorting the entries of a token preserves its norm."""
         check_length(length)
         return check_ball(radius)
 
@@ -57,12 +57,12 @@ class GroupSort(LipschitzModule):
         return {"group_size": self.group_size}
 
     def extra_repr(self) -> str:
-        """Return the module's constructor arguments as text for ``repr``."""
+        """Return the constructor arguments of the module as text for ``repr``."""
         return f"group_size={self.group_size}"
 
 
 class MaxMin(GroupSort):
-    """The activation that replaces entries a, b of each pair by min(a, b), max(a, b); 1-Lipschitz."""
+    """The 1-Lipschitz activation that replaces each pair of entries a, b by min(a, b), max(a, b)."""
 
     def __init__(self) -> None:
         super().__init__(2)

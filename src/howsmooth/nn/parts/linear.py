@@ -1,4 +1,4 @@
-"""Linear maps whose weight stays orthogonal, or of spectral norm one, during training."""
+"""Linear maps whose weight matrix stays orthogonal, or of spectral norm one, during training."""
 
 from __future__ import annotations
 
@@ -23,7 +23,9 @@ _MAPS = ("matrix_exp", "cayley", "householder")
 
 
 class _ConstrainedLinear(LipschitzModule):
-    """A linear module whose weight a PyTorch parametrization keeps orthogonal or at spectral norm one."""
+    """A linear module whose weight is kept orthogonal, or of spectral norm one, by a PyTorch
+    parametrization.
+    """
 
     def __init__(
         self,
@@ -84,7 +86,7 @@ class _ConstrainedLinear(LipschitzModule):
         return upper_bound(type(self).__name__, _SOURCE, self._norm(), check_ball(radius))
 
     def output_radius(self, length: int, radius: float) -> float:
-        """Return an upper bound on the norms of output tokens, for inputs of norm at most ``radius``.
+        """Return an upper bound on the norms of output tokens for input tokens of norm at most ``radius``.
 
         It is ‖W‖ · ``radius`` + ‖b‖ for the weight W and the bias b.
         """
@@ -101,7 +103,7 @@ class _ConstrainedLinear(LipschitzModule):
         }
 
     def extra_repr(self) -> str:
-        """Return the module's constructor arguments as text for ``repr``."""
+        """Return the constructor arguments of the module as text for ``repr``."""
         return f"in_features={self.in_features}, out_features={self.out_features}"
 
     def _stored(self) -> Tensor:
@@ -126,7 +128,7 @@ class _ConstrainedLinear(LipschitzModule):
 
 
 class OrthogonalLinear(_ConstrainedLinear):
-    """A linear map whose weight has orthonormal rows or orthonormal columns; Lipschitz constant 1.
+    """A 1-Lipschitz linear map whose weight has orthonormal rows or orthonormal columns.
 
     The smaller set of the two is orthonormal. ``torch.nn.utils.parametrizations.orthogonal`` keeps it
     orthonormal during training. With at least as many outputs as inputs, the map is an isometry (apart from
@@ -202,7 +204,7 @@ class SpectralLinear(_ConstrainedLinear):
 
     @torch.no_grad()
     def settle(self) -> None:
-        """Make the weight's spectral norm 1 up to rounding, by computing its singular vectors exactly.
+        """Set the spectral norm of the weight to 1 up to rounding, by computing its singular vectors exactly.
 
         For this, the estimates of the leading singular vectors are replaced by the result of an SVD.
         """
@@ -219,7 +221,7 @@ class SpectralLinear(_ConstrainedLinear):
 
 @contextmanager
 def _as_it_is(linear: nn.Linear) -> Iterator[None]:
-    """Within the context, keep PyTorch from updating its estimates of spectral norms.
+    """Return a context manager that stops PyTorch from updating its estimates of spectral norms.
 
     In training mode, they would run whenever the weight is read, and change the weight.
     """

@@ -1,4 +1,4 @@
-"""Norm layers with a known Lipschitz constant, which never divide by a norm that may be zero."""
+"""Norm layers with a known Lipschitz constant, which never divide by a norm that can be zero."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ class _LipschitzNorm(LipschitzModule):
         return upper_bound(type(self).__name__, _SOURCE, self._norm(), check_ball(radius))
 
     def output_radius(self, length: int, radius: float) -> float:
-        """Return an upper bound on the norms of output tokens, for inputs of norm at most ``radius``."""
+        """Return an upper bound on the norms of output tokens for input tokens of norm at most ``radius``."""
         check_length(length)
         reach = rounded_up(self._reach(check_ball(radius)))
         if math.isinf(reach):
@@ -87,7 +87,7 @@ class _LipschitzNorm(LipschitzModule):
         return {"dim": self.dim, "affine": self.affine}
 
     def extra_repr(self) -> str:
-        """Return the module's constructor arguments as text for ``repr``."""
+        """Return the constructor arguments of the module as text for ``repr``."""
         return ", ".join(f"{name}={value}" for name, value in self.settings().items())
 
     def _shorten(self, h: Tensor) -> Tensor:
@@ -115,7 +115,7 @@ class _LipschitzNorm(LipschitzModule):
 
 
 class CenterNorm(_LipschitzNorm):
-    """A norm layer that subtracts the mean of each token, but does not divide by a norm.
+    """A norm layer that subtracts the mean of each token but does not divide by a norm.
 
     The layer is x ↦ ΓHx + β = γ ∘ (x − mean(x)) + β with |γ| ≤ 1, and its constant is ‖ΓH‖ ≤ 1. H = I − 11ᵀ/d
     is a projection. LipsFormer (Qi et al. 2023) also multiplies by d/(d−1). With ``scaled`` the layer does
@@ -172,7 +172,7 @@ class CenterNorm(_LipschitzNorm):
 
 
 class _SmoothedNorm(_LipschitzNorm):
-    """Base class of norm layers that shorten long tokens and hardly change short ones.
+    """Base class of norm layers that scale long tokens down and hardly change short tokens.
 
     Without gain and shift, the layer maps h = x or h = x − mean(x) to r h / √(|h|² + r²), where r is
     ``floor``. It equals a usual norm layer with dε = r², times r/√d.
@@ -210,7 +210,7 @@ class _SmoothedNorm(_LipschitzNorm):
 
 
 class LipschitzLayerNorm(_SmoothedNorm):
-    """A LayerNorm that does not enlarge tokens shorter than ``floor``; Lipschitz constant at most 1.
+    """A LayerNorm with Lipschitz constant at most 1, which does not enlarge tokens of norm below ``floor``.
 
     N(x) = γ ∘ r h/√(|h|² + r²) + β, where h = x − mean(x) and r is the floor. This is LayerNorm with ε =
     r²/d, times r/√d. Long tokens get a norm near r, and short centred tokens hardly change. The constant of
@@ -231,7 +231,7 @@ class LipschitzLayerNorm(_SmoothedNorm):
 
 
 class LipschitzRMSNorm(_SmoothedNorm):
-    """An RMSNorm that does not enlarge tokens shorter than ``floor``; Lipschitz constant at most 1.
+    """An RMSNorm with Lipschitz constant at most 1, which does not enlarge tokens of norm below ``floor``.
 
     It is :class:`LipschitzLayerNorm` with h = x instead of h = x − mean(x), and without a shift.
 

@@ -1,4 +1,4 @@
-"""Residual connections: the sum x + f(x), and an average or a gradient step of constant 1 if f has it."""
+"""Residual connections: the sum x + f(x), and an average or a gradient step that is 1-Lipschitz if f is."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from howsmooth.errors import ArgumentError, NonFiniteError
 from howsmooth.nn.attention.energy import EnergyAttention
-from howsmooth.nn.certificates.propagation import Composite, Row, refusal, walk
+from howsmooth.nn.certificates.module_propagation import Composite, Row, refusal, walk
 from howsmooth.nn.checks import check_placement, check_tokens
 from howsmooth.nn.parts.self_attention_block import SelfAttentionBlock
 from howsmooth.nn.upward_rounding import rounded_up, times
@@ -22,7 +22,7 @@ _SOURCE = 'residuals, howsmooth documentation, "Enforce"'
 
 
 class _Residual(Composite):
-    """A module x ↦ p x + q inner(x) with p, q ≥ 0."""
+    """Base class of residual modules x ↦ p x + q inner(x) with p, q ≥ 0."""
 
     def __init__(self, inner: nn.Module) -> None:
         super().__init__()
@@ -31,7 +31,8 @@ class _Residual(Composite):
         self.inner = inner
 
     def rows(self, length: int, radius: float, path: str, level: int) -> tuple[Row, ...]:
-        """Return the certificate's table rows: a row for each module of the branch, then this module's row.
+        """Return the rows of the certificate: one row for each module of the branch, then the row of this
+        module.
 
         The level of the branch's rows is higher by one than the level of this module's row.
         """
@@ -60,7 +61,7 @@ class _Residual(Composite):
         return y.to(x.dtype)
 
     def _constant(self, p: float, branch: float) -> float:
-        """Return the constant of the module, given p and the constant of q inner(x)."""
+        """Return the Lipschitz constant of the module, given p and the Lipschitz constant of q inner(x)."""
         return p + branch
 
     @abstractmethod
@@ -68,7 +69,7 @@ class _Residual(Composite):
 
 
 class AverageResidual(_Residual):
-    """A module x ↦ (1 − w) x + w inner(x), whose constant is at most (1 − w) + w Lip(inner).
+    """A module x ↦ (1 − w) x + w inner(x), with Lipschitz constant at most (1 − w) + w Lip(inner).
 
     For a branch of constant 1 the constant is 1.
 
@@ -118,11 +119,11 @@ class AverageResidual(_Residual):
         return torch.lerp(x, y, torch.sigmoid(self.logit).to(x.dtype) if self.learnable else self._number)
 
     def settings(self) -> dict[str, Any]:
-        """Return the constructor arguments of this residual connection besides ``inner``."""
+        """Return the constructor arguments of this residual connection except ``inner``."""
         return {"weight": self._number, "learnable": self.learnable}
 
     def extra_repr(self) -> str:
-        """Return the weight w of the residual connection's branch as text for ``repr``."""
+        """Return the weight w of the branch of the residual connection as text for ``repr``."""
         return f"weight={self.weight:g}"
 
     def _weights(self) -> tuple[float, float]:
@@ -133,7 +134,7 @@ class AverageResidual(_Residual):
 
 
 class GradientStep(AverageResidual):
-    """A step x ↦ x − 2 w f(x) against a gradient f, 1-Lipschitz for 0 <= w <= 1 if f has constant 1.
+    """A gradient step x ↦ x − 2 w f(x), which is 1-Lipschitz for 0 <= w <= 1 if f is a 1-Lipschitz gradient.
 
     The branch f is an :class:`~howsmooth.nn.EnergyAttention`, the gradient of a convex function. Its Jacobian
     H is symmetric with 0 <= H <= L, so the step has the constant max(1, 2wL − 1). It is the average (1 − w) x
@@ -167,7 +168,7 @@ class GradientStep(AverageResidual):
         super().__init__(inner, weight, **keywords)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return x − 2 w f(x), where x are tokens (batch, n, d), f is the branch and w its weight."""
+        """Return x − 2 w f(x), where x are tokens (batch, n, d), f is the branch and w is its weight."""
         y = self._branch(x)
         w = torch.sigmoid(self.logit).to(x.dtype) if self.learnable else self._number
         return x - 2 * w * y
@@ -180,7 +181,7 @@ class GradientStep(AverageResidual):
 
 
 class Residual(_Residual):
-    """The residual connection x ↦ x + inner(x) of usual models; its constant is at most 1 + Lip(inner).
+    """The usual residual connection x ↦ x + inner(x), with Lipschitz constant at most 1 + Lip(inner).
 
     The constants of consecutive modules multiply, so the bound grows fast with depth. With
     :class:`AverageResidual` it stays 1 if the branches have constant 1.
@@ -197,7 +198,7 @@ class Residual(_Residual):
         return x + self._branch(x)
 
     def settings(self) -> dict[str, Any]:
-        """Return an empty dictionary: a residual connection has no constructor argument but ``inner``."""
+        """Return an empty dict, since ``inner`` is the only constructor argument of a residual connection."""
         return {}
 
     def _weights(self) -> tuple[float, float]:

@@ -1,4 +1,4 @@
-"""Self-attention as a module from tokens to tokens, which torch.nn.Sequential can contain."""
+"""Self-attention as a module from tokens to tokens, which can be used in torch.nn.Sequential."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ __all__ = ["SelfAttentionBlock"]
 
 
 class SelfAttentionBlock(LipschitzModule):
-    """The module x ↦ attention(x, x, x), which returns the tokens without the attention weights.
+    """The module x ↦ attention(x, x, x), which returns tokens without attention weights.
 
     The attention layers themselves return a pair of tokens and weights, like ``torch.nn.MultiheadAttention``.
     The constant is that of the attention layer.
@@ -35,7 +35,7 @@ class SelfAttentionBlock(LipschitzModule):
         self.attention = attention
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return the attention of tokens (batch, n, d) to themselves, without the attention weights."""
+        """Return the self-attention output for tokens (batch, n, d), without the attention weights."""
         output = self.attention(x, need_weights=False)
         assert isinstance(output, tuple)
         tokens = output[0]
@@ -47,7 +47,7 @@ class SelfAttentionBlock(LipschitzModule):
         return self.attention.lipschitz_bound(length, radius)
 
     def output_radius(self, length: int, radius: float) -> float:
-        """Return the attention layer's upper bound on the norms of output tokens."""
+        """Return the upper bound of the attention layer on the norms of output tokens."""
         return self.attention.output_radius(length, radius)
 
     def output_length(self, length: int) -> int:
@@ -55,5 +55,5 @@ class SelfAttentionBlock(LipschitzModule):
         return self.attention.output_length(length)
 
     def settings(self) -> dict[str, Any]:
-        """Return an empty dictionary: the block has no constructor argument but ``attention``."""
+        """Return an empty dict, since ``attention`` is the only constructor argument of the block."""
         return {}

@@ -1,4 +1,4 @@
-"""Recording of the calls of layers during a model's own forward pass."""
+"""Recording of the calls of chosen layers during the forward pass of a model."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _HALF = (torch.float16, torch.bfloat16)
 
 
 class _Tokens:
-    """Placeholder for the tokens in the stored arguments of a call."""
+    """A placeholder for the tokens among the stored arguments of a call."""
 
 
 _X = _Tokens()
@@ -29,7 +29,7 @@ _X = _Tokens()
 
 @dataclass(frozen=True, eq=False)
 class Call:
-    """One recorded call of a layer, which can be repeated on a replica of the layer."""
+    """One recorded call of a layer, which can be repeated on a copy of the layer."""
 
     name: str  # the path of the layer in the model
     layer: nn.Module
@@ -41,7 +41,7 @@ class Call:
 
     @property
     def members(self) -> Tensor:
-        """The call's tokens with the batch as first axis, detached from the autograd graph.
+        """The tokens of the call with the batch as first axis, detached from the autograd graph.
 
         Half-precision tokens are converted to float32.
         """
@@ -49,7 +49,7 @@ class Call:
 
     @property
     def history(self) -> Tensor:
-        """The call's tokens with the batch as first axis, and with their autograd graph.
+        """The tokens of the call with the batch as first axis, still attached to the autograd graph.
 
         Half-precision tokens are converted to float32.
         """
@@ -66,14 +66,14 @@ class Call:
         return t.transpose(0, 1) if self.batch_axis == 1 else t
 
     def as_given(self, t: Tensor) -> Tensor:
-        """Move the first axis of a tensor to the place where the layer expects the batch axis.
+        """Move the first axis of a tensor to the place at which the layer expects the batch axis.
 
         If the layer was called without a batch axis, the first axis is removed.
         """
         return t[0] if self.batch_axis is None else self.by_member(t)
 
     def run(self, module: nn.Module, x: Tensor) -> Tensor:
-        """Call a module with other tokens, and with all other arguments as recorded.
+        """Call a module with other tokens and with all other recorded arguments.
 
         The batch is the first axis of the tokens and of the result.
         """
@@ -83,7 +83,7 @@ class Call:
         return self.by_member(_first_tensor(self.name, module(*args, **kwargs)))
 
     def first(self, members: int) -> Call:
-        """Return this call with only the first ``members`` sequences of the batch.
+        """Return this call restricted to the first ``members`` sequences of the batch.
 
         Nothing says which arguments have one entry for each sequence. So all tensors are cut whose first axis
         has the size of the batch, or a multiple of it. :meth:`check_first` checks by the output whether this
@@ -111,7 +111,9 @@ class Call:
         return replace(self, tokens=self.tokens.narrow(axis, 0, members), leaves=leaves, versions=versions)
 
     def check_first(self, module: nn.Module, members: int) -> None:
-        """Raise ArgumentError if the output for the first ``members`` sequences depends on the others."""
+        """Raise ArgumentError if the output for the first ``members`` sequences depends on the other
+        sequences.
+        """
         alone = self.first(members)
         if alone is self:
             return
@@ -130,7 +132,7 @@ class Call:
             )
 
     def check_unchanged(self) -> None:
-        """Raise DerivativeError if an argument was changed in place since the call."""
+        """Raise DerivativeError if an argument has been changed in place since the call."""
         tensors = [leaf for leaf in self.leaves if isinstance(leaf, Tensor)]
         if [t._version for t in tensors] != self.versions:
             raise DerivativeError(
@@ -140,7 +142,7 @@ class Call:
 
 
 class Recorder:
-    """Records the calls of some layers in each forward pass of a model.
+    """A recorder of the calls of some layers in each forward pass of a model.
 
     Forward passes without gradients are not recorded.
 
@@ -192,12 +194,15 @@ class Recorder:
             self._projections.detach()
 
     def scope(self, name: str) -> str:
-        """Return which map a layer's calls compute: ``attention`` (with output projection) or ``module``."""
+        """Return which map the calls of a layer compute: ``attention`` (with output projection) or
+        ``module``.
+        """
         known = self._projections is not None and name not in self._projections.unknown
         return "attention" if known else "module"
 
     def named(self) -> dict[str, Call]:
-        """Return the calls of the last forward pass by name; later calls of the same layer get a number.
+        """Return the calls of the last forward pass by name, where later calls of the same layer get a
+        number.
 
         Raises
         ------
@@ -242,7 +247,7 @@ class Recorder:
 
 
 def _counts() -> bool:
-    """Return True if the current forward pass should be recorded.
+    """Return True if the current forward pass is to be recorded.
 
     A pass without gradients is not recorded, nor one that a checkpoint repeats during a backward pass.
     """
@@ -277,7 +282,7 @@ def _call(name: str, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, 
 
 
 def _by_parameter(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
-    """Return the arguments of a layer's call by parameter name, in the order of the signature."""
+    """Return the arguments of a call by parameter name, in the order of the signature."""
     signature = inspect.signature(layer.forward)
     try:
         bound = signature.bind(*args, **kwargs).arguments
@@ -307,7 +312,7 @@ def _may_be_tokens(leaf: Any) -> bool:
 
 
 def _is_cache(value: Any) -> bool:
-    """Tell whether a value is a cache of keys and values, which a call would extend."""
+    """Return whether a value is a key/value cache, which a call would extend."""
     return hasattr(value, "get_seq_length") and hasattr(value, "update")
 
 
@@ -316,7 +321,7 @@ def _alone(leaf: Any) -> Any:
 
 
 def _as(leaf: Any, x: Tensor) -> Any:
-    """Convert half-precision tensors to the dtype of the tokens; return other values unchanged."""
+    """Convert half-precision tensors to the dtype of the tokens, and return other values unchanged."""
     return leaf.to(x.dtype) if isinstance(leaf, Tensor) and leaf.dtype in _HALF else leaf
 
 
@@ -328,7 +333,7 @@ def _first_tensor(name: str, output: Any) -> Tensor:
 
 
 def attention_layers(model: nn.Module, layers: Sequence[str] | None) -> dict[str, nn.Module]:
-    """Return the modules of a model that a list of paths or patterns selects.
+    """Return the modules of a model that match a list of paths or patterns.
 
     None selects the innermost modules whose class name contains "attention".
 

@@ -1,4 +1,4 @@
-"""JaSMin, a penalty on attention probabilities alone (Yudin et al. 2025), for comparison."""
+"""The penalty JaSMin (Yudin et al. 2025), which depends on attention probabilities alone, for comparison."""
 
 from __future__ import annotations
 
@@ -22,7 +22,8 @@ __all__ = ["JasminPenalty", "jasmin", "softmax_jacobian_bound"]
 
 
 def softmax_jacobian_bound(probabilities: Float[Tensor, "*rows keys"], k: int = 1) -> Float[Tensor, "*rows"]:
-    """Compute JaSMin's number g_k for each row of attention probabilities; g_1 bounds the softmax's Jacobian.
+    """Compute the number g_k of JaSMin for each row of attention probabilities, where g_1 bounds the Jacobian
+    of the softmax.
 
     The number is g_k(p) = p₍ₖ₎ (1 − p₍ₖ₎ + p₍ₖ₊₁₎), where p₍ₖ₎ is the k-th largest entry of the row p. g_1
     bounds the norm ‖diag(p) − p pᵀ‖ of the softmax's Jacobian: see :func:`howsmooth.bounds.yudin_theorem_3`
@@ -89,7 +90,8 @@ def jasmin(probabilities: Float[Tensor, "*lead queries keys"], k: int = 0) -> Fl
 
 
 class JasminPenalty:
-    """The JaSMin penalty of every attention layer at the current batch, used like :class:`SpectralPenalty`.
+    """The JaSMin penalty of every attention layer at the current batch, with the interface of
+    :class:`SpectralPenalty`.
 
     As there, each layer is run a second time in evaluation mode, without changing the model. Its softmax
     probabilities are intercepted while it runs.
@@ -122,12 +124,12 @@ class JasminPenalty:
         self._k, self._on_input = k, bool(on_input)
 
     def attach(self) -> JasminPenalty:
-        """Start recording the inputs of the layers in the model's forward passes."""
+        """Start the recording of the inputs of the layers in the forward passes of the model."""
         self._recorder.attach()
         return self
 
     def detach(self) -> None:
-        """Remove all hooks from the model, which ends the recording of its layers' inputs."""
+        """Remove all hooks from the model, which stops the recording."""
         self._recorder.detach()
 
     def __enter__(self) -> JasminPenalty:
@@ -146,7 +148,7 @@ class JasminPenalty:
         )
 
     def __call__(self) -> Tensor:
-        """Return the mean of the layers' penalties, a scalar to add to the loss.
+        """Return the mean of the penalties of all layers, a scalar to add to the loss.
 
         Raises
         ------
@@ -167,7 +169,7 @@ class JasminPenalty:
 
 
 def _probabilities(name: str, call: Call, on_input: bool) -> list[Tensor]:
-    """Run a layer again and return the probabilities (..., queries, keys) of its softmaxes."""
+    """Repeat a call of a layer, and return the probabilities (..., queries, keys) of its softmaxes."""
     # The import takes seconds, since it brings transformers.
     from howsmooth.models.tracing.softmax_tracer import SoftmaxTracer
 

@@ -31,7 +31,7 @@ _HOOKS = (
 
 
 def replica(layer: nn.Module, name: str) -> nn.Module:
-    """Return a copy of the layer that shares its parameters and nothing else.
+    """Return a copy of the layer that shares its parameters but no other state with the original.
 
     The copy is in evaluation mode, so it has no dropout. It has its own buffers and attributes. It has none
     of the layer's hooks, except hooks that compute a weight (``torch.nn.utils.weight_norm``). Half-precision
@@ -92,7 +92,7 @@ def replica(layer: nn.Module, name: str) -> nn.Module:
 
 @contextmanager
 def drawing_nothing(name: str, device: torch.device) -> Iterator[None]:
-    """Raise ArgumentError if code within the context draws random numbers.
+    """Return a context manager that raises ArgumentError if code inside it draws random numbers.
 
     The random state is restored at the end.
     """

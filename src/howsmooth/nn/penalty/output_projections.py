@@ -1,4 +1,4 @@
-"""The output projections of attention layers, found in a forward pass of the model."""
+"""Detection of the output projections of attention layers in a forward pass of the model."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ __all__ = ["OutputProjections", "first_output"]
 
 
 class OutputProjections:
-    """Finds the output projection of each attention layer, which the layer or its caller may apply.
+    """Detection of the output projection of each attention layer, which the layer itself or its caller
+    applies.
 
     A layer applies its output projection itself if its output is, dropout aside, the output of a linear map
     inside the layer. If no module inside the layer returns the layer's output, and a linear map elsewhere is
@@ -39,7 +40,7 @@ class OutputProjections:
         self._handles: list[Any] = []
 
     def attach(self) -> None:
-        """Register the hooks that follow the outputs of the layers whose projections are not known yet."""
+        """Register the hooks that track the outputs of layers whose output projections are not known yet."""
         missing = {name: layer for name, layer in self._layers.items() if name not in self.found}
         if not missing or self._handles:
             return
@@ -60,7 +61,9 @@ class OutputProjections:
         self._forget()
 
     def settle(self) -> None:
-        """End a forward pass: warn of layers whose output projection was not found; remove the hooks."""
+        """Finish a forward pass: remove the hooks, and warn of layers whose output projection was
+        not found.
+        """
         for name in self._waiting:
             self._unknown(name)
         if all(name in self.found for name in self._layers):
@@ -108,20 +111,20 @@ class OutputProjections:
 
 
 class _Projected(nn.Module):
-    """An attention layer, and its output projection after it."""
+    """An attention layer followed by its output projection, as one module."""
 
     def __init__(self, layer: nn.Module, projection: nn.Module) -> None:
         super().__init__()
         self.layer, self.projection = layer, projection
 
     def forward(self, **given: Any) -> Tensor:
-        """Call the layer with keyword arguments, and return its output after the projection."""
+        """Call the layer with keyword arguments, and return its output after the output projection."""
         output: Tensor = self.projection(first_output(self.layer(**given)))
         return output
 
 
 def first_output(output: Any) -> Tensor | None:
-    """Return the first floating-point tensor among what a module returns; None if there is none."""
+    """Return the first floating-point tensor in the output of a module, or None if there is none."""
     leaves: Any = [output]
     if not isinstance(output, Tensor):
         leaves = output.values() if isinstance(output, dict) else output

@@ -1,4 +1,4 @@
-"""Reports of a penalty: the leading singular values of each layer's Jacobian."""
+"""Reports of a penalty: the leading singular values of the Jacobian of each layer."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ __all__ = ["LayerReport", "PenaltyReport"]
 
 @dataclass(frozen=True, eq=False)
 class LayerReport:
-    """Estimates of the leading singular value of one layer's Jacobian at each sequence of the batch.
+    """Estimates of the leading singular value of the Jacobian of one layer at each sequence of the batch.
 
     Attributes
     ----------
@@ -46,7 +46,7 @@ class LayerReport:
 
 @dataclass(frozen=True, eq=False)
 class PenaltyReport:
-    """The leading singular values of all layers in one step of a penalty.
+    """The leading singular values of the Jacobians of all layers in one evaluation of a penalty.
 
     They are lower estimates until they have converged.
     """
@@ -56,11 +56,11 @@ class PenaltyReport:
 
     @property
     def converged(self) -> bool:
-        """True if the singular values and vectors of all layers' Jacobians have converged."""
+        """True if the singular values and vectors of the Jacobians of all layers have converged."""
         return all(bool(layer.converged.all()) for layer in self.layers)
 
     def constants(self) -> dict[str, float]:
-        """Return the largest singular value of each layer by name; NaN if one has not converged."""
+        """Return the largest singular value of each layer by name, or NaN if one has not converged."""
         return {
             layer.name: float(layer.value.max()) if bool(layer.converged.all()) else float("nan")
             for layer in self.layers

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from howsmooth.errors import ArgumentError, DerivativeError, HowsmoothError, NonFiniteError
 from howsmooth.jacobian.autodiff import one_backend
-from howsmooth.nn.penalty.singular_vectors import Directions
+from howsmooth.nn.penalty.singular_vector_storage import Directions
 from howsmooth.spectral import LinearOperator, golub_kahan
 
 __all__ = ["Pair", "SingularValue", "leading_singular_value", "relative_residual"]
@@ -68,7 +68,9 @@ class Pair(LinearOperator):
         super().__init__(x.shape[0], tuple(x.shape[1:]), tuple(y.shape[1:]), x.dtype, x.device)
 
     def pull_back(self, u: Tensor) -> Tensor:
-        """Return Jᵀu for the Jacobian J of f, differentiable in u and in all that f depends on."""
+        """Return Jᵀu for the Jacobian J of f, differentiable with respect to u and everything that f depends
+        on.
+        """
         with torch.enable_grad(), _as_derivative_errors():
             (g,) = torch.autograd.grad(self.y, self.x, self._among(u), create_graph=True)
             return self._among(g)
@@ -97,7 +99,8 @@ class Pair(LinearOperator):
         return t if self._real is None else t * self._real.view(*self._real.shape, *(1,) * (t.ndim - 2))
 
     def improved(self, u: Tensor, steps: int) -> Tensor:
-        """Improve ``u``, an approximation of the leading left singular vector of each member's Jacobian.
+        """Improve ``u``, an approximation of the leading left singular vector of the Jacobian of each batch
+        member.
 
         The results lie in Krylov spaces of u, and cost ``steps`` products with J Jᵀ. The method is that of
         Rayleigh and Ritz: orthonormal v_1, …, v_k span Jᵀu, (JᵀJ) Jᵀu, …, and the result is the leading left
@@ -122,7 +125,7 @@ class Pair(LinearOperator):
         return unit((best[:, None] @ stacked)[:, 0].view(-1, *self.out_shape))
 
     def refined(self, start: Tensor, steps: int, rtol: float) -> tuple[Tensor, Tensor]:
-        """Compute leading left singular vectors of the Jacobian J by some Golub–Kahan steps.
+        """Compute the leading left singular vectors of the Jacobian J by a few Golub–Kahan steps.
 
         The second result contains upper limits of ‖J‖. If ``start`` was drawn at random, the limits hold with
         probability 0.999.
@@ -183,7 +186,7 @@ def leading_singular_value(
     rtol: float = 1e-2,
     seed: int = 0,
 ) -> SingularValue:
-    """Estimate the leading singular value of the Jacobian of ``f`` at each input, differentiably.
+    """Estimate the leading singular value of the Jacobian of ``f`` at each input as a differentiable number.
 
     Each step is one product with JᵀJ, starting from the direction of the last step. The value is
     differentiable in the weights of ``f``, and in X if X requires gradients. Its gradient is exact if the
@@ -245,7 +248,7 @@ def leading_singular_value(
 
 
 def begin(pair: Pair, state: Directions, steps: int, first_steps: int, rtol: float) -> tuple[Tensor, Tensor]:
-    """Return the left singular vectors from which a training step starts: stored ones, or random ones.
+    """Return the left singular vectors with which a training step starts: stored vectors, or random ones.
 
     The vectors come from ``state``, or from a random start for batch indices that have no stored vector. The
     second result contains upper limits of ‖J‖, which are infinite without a random start.
@@ -267,7 +270,7 @@ def begin(pair: Pair, state: Directions, steps: int, first_steps: int, rtol: flo
 
 
 def relative_residual(jv: Tensor, u: Tensor) -> Tensor:
-    """Return the relative residuals |J v − σ u| / σ of approximate singular pairs of Jacobians J.
+    """Return the relative residuals |J v − σ u| / σ of approximate singular triplets of Jacobians J.
 
     ``jv`` is a positive multiple of J v. Since v is the normalised Jᵀu, σ = ⟨u, J v⟩.
     """
@@ -279,7 +282,7 @@ def relative_residual(jv: Tensor, u: Tensor) -> Tensor:
 
 
 def unit(t: Tensor) -> Tensor:
-    """Divide each tensor of a batch by its norm; zero tensors stay zero."""
+    """Divide each tensor of a batch by its norm, and leave zero tensors unchanged."""
     length = t.flatten(1).norm(dim=1).view(-1, *(1,) * (t.ndim - 1))
     return torch.where(length > 0, t / length, torch.zeros_like(t))
 
@@ -300,7 +303,7 @@ def check_steps(steps: object, first_steps: object, rtol: object) -> None:
 
 
 class _as_derivative_errors:  # noqa: N801 - reads as the function of the same name in jacobian
-    """Turn PyTorch's errors about missing second derivatives into a DerivativeError."""
+    """Return a context manager that converts errors about missing second derivatives to a DerivativeError."""
 
     def __enter__(self) -> None:
         return None

@@ -21,7 +21,7 @@ from howsmooth.study.measured_models import Subject
 from howsmooth.study.open_study import OpenStudy
 from howsmooth.study.records import PublishedKey, PublishedValue, Row, quantities
 from howsmooth.study.tasks.lipschitz_constants import batch_size, start_seed
-from howsmooth.study.tasks.task import Failed, Found, SequenceTask, Work, each_if_not_all, failure_row
+from howsmooth.study.tasks.task import Failed, Found, SequenceTask, Work, each_if_not_all
 
 __all__ = ["PublishedTask", "published_left"]
 
@@ -132,11 +132,10 @@ def published_left(items: Sequence[str] | None) -> Callable[[OpenStudy], Work]:
             except Exception as error:
                 if not study.keep_going:
                     raise
-                row = failure_row(error, PublishedValue, subject.model.label, subject.text.name)
-                failed.append(Failed([row], error))
+                failed.append(Failed.of(error, PublishedValue, (subject.model.label, subject.text.name)))
                 continue
             where = {"model": subject.model.label, "text": subject.text.name}
-            known = study.store.keys(PublishedValue, _COLUMNS, **where) if study.store else frozenset()
+            known = study.store.keys(PublishedValue, _COLUMNS, **where)
             for n in sorted(subject.lengths):
                 size = batch_size(subject.model.heads, n, study.plan.dtype)
                 for first in range(0, study.plan.samples, size):

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from howsmooth.errors import ArgumentError
 from howsmooth.models import LoadedModel, Site, capture
-from howsmooth.models.dropout import DropoutRates, dropout_rates, training_tokens
+from howsmooth.models.training_dropout import DropoutRates, dropout_rates, training_tokens
 
 __all__ = ["ITEMS", "PublishedLayer", "capture_layers", "items_that_apply", "parse_items"]
 

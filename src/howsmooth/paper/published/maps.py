@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from howsmooth.attention import Compose, Residual, SelfAttention, TokenMap
 from howsmooth.attention.atom_weights import Weighting
 from howsmooth.attention.core import attention_probabilities, weighted_values
-from howsmooth.attention.preconditions import require_plain_scores
-from howsmooth.bounds.parameters import parameters_of
+from howsmooth.attention.theorem_preconditions import require_plain_scores
+from howsmooth.bounds.attention_parameters import parameters_of
 from howsmooth.errors import ArgumentError, NonFiniteError
 from howsmooth.seeds import torch_seed
 

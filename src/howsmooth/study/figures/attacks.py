@@ -21,9 +21,8 @@ from matplotlib.ticker import FixedLocator
 
 from howsmooth.study.figures.layer_panels import Part, draw_overview, parts_of
 from howsmooth.study.figures.style import (
-    GREY,
+    REFERENCE_SLOPES,
     Files,
-    Slopes,
     draw_each,
     draw_guides,
     guide_handles,
@@ -37,8 +36,7 @@ from howsmooth.study.text_formatting import file_stem, mask_in_words, readable
 
 __all__ = ["draw_attacks"]
 
-_DOTS = (0.0, (1.2, 1.6))
-_HALF: Slopes = ((0.5, "1/2", _DOTS),)
+_HALF = REFERENCE_SLOPES[1:]
 _ASIDE = 0.7
 _FOUND, _PAPER, _TOKENS = "#440154", "#21918c", "#9aa0a6"  # two of viridis, and a grey
 _SERIES = (
@@ -124,13 +122,8 @@ def _draw(axis: Axes, part: Part, size: float) -> None:
             linewidths=0.9,
             zorder=5 if name == "found" else 3,
         )
-    draw_guides(axis, part.fit, ())
-    if not part.fit.note:
-        # Draw the line of slope 1/2 below the fit: through the fit, it would hide a fit with exponent 1/2.
-        ends = np.array([part.fit.n_min, part.fit.n_max], dtype=float)
-        middle = math.sqrt(part.fit.n_min * part.fit.n_max)
-        height = _ASIDE * part.fit.at(middle)
-        axis.plot(ends, height * np.sqrt(ends / middle), color=GREY, linestyle=_DOTS, linewidth=1.1, zorder=1)
+    # Draw the line of slope 1/2 below the fit: through the fit, it would hide a fit with exponent 1/2.
+    draw_guides(axis, part.fit, _HALF, share=_ASIDE)
 
 
 def _tick_lengths(lengths: list[int], gap: float) -> list[float]:

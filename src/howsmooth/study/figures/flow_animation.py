@@ -111,9 +111,5 @@ class _Scene:
 def _common_limits(view: FlowView) -> list[tuple[float, float]] | None:
     """Return axis limits that contain all frames; None if the first frame would look too small in them."""
     whole = limits_of(view, slice(None))
-    near = view.dimensions == 1 or _width(whole) <= _FAR * _width(limits_of(view, [0]))
-    return whole if near else None
-
-
-def _width(limits: list[tuple[float, float]]) -> float:
-    return max(high - low for low, high in limits)
+    width, first = (max(high - low for low, high in one) for one in (whole, limits_of(view, [0])))
+    return whole if view.dimensions == 1 or width <= _FAR * first else None

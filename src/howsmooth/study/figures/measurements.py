@@ -59,7 +59,6 @@ class Picture:
 
     png: Path
     pdf: Path
-    title: str
     alt: str
     model: str
     text: str
@@ -121,7 +120,7 @@ class _Family:
             inches = image.width / STYLE["savefig.dpi"]
         layer, head = (None, None) if part is None else (part.layer, part.head)
         where = (self.model, self.text, self.scope, layer, head)
-        return Picture(png, pdf, title, alt, *where, overview=part is None, inches=inches)
+        return Picture(png, pdf, alt, *where, overview=part is None, inches=inches)
 
 
 # ---- One layer
@@ -140,7 +139,8 @@ def _draw_single(part: Part, family: _Family, title: str) -> Figure:
     group, fit = part.rows, part.fit
     figure = new_figure(9.6, 4.1)
     left, right = figure.subplots(1, 2, sharey=True)
-    lengths = _length_norm(group["n"])
+    first, last = float(group["n"].min()), float(group["n"].max())
+    lengths = LogNorm(first, last) if last > first else Normalize(first - 0.5, last + 0.5)
     radii = _radius_norm(group["radius_mean"])
     _scatter(left, group, "n", "radius_mean", radii)
     draw_guides(left, fit)
@@ -161,7 +161,9 @@ def _draw_single(part: Part, family: _Family, title: str) -> Figure:
     else:
         label = f"fit $n^{{{fit.slope:z.3f}}}$, 95 % interval {fit.ends()}"
         figure.legend(handles=guide_handles(label), loc="outside lower left", ncols=3, handlelength=2.6)
-    figure.suptitle(literal(title) + _unconverged_words(group))
+    hollow = int((~group["converged"]).sum())
+    words = f"\n{hollow} of {len(group)} did not converge: hollow, with their interval, not in the fit"
+    figure.suptitle(literal(title) + (words if hollow else ""))
     return figure
 
 
@@ -243,13 +245,6 @@ def _scatter(
         )
 
 
-def _unconverged_words(group: pd.DataFrame) -> str:
-    hollow = int((~group["converged"]).sum())
-    if hollow == 0:
-        return ""
-    return f"\n{hollow} of {len(group)} did not converge: hollow, with their interval, not in the fit"
-
-
 def _description(part: Part) -> str:
     group, fit = part.rows, part.fit
     values = group["lipschitz"]
@@ -264,25 +259,12 @@ def _description(part: Part) -> str:
     return words + f"fitted exponent {decimal(fit.slope, 3)}, 95 % interval {interval}."
 
 
-def _length_norm(lengths: pd.Series) -> Normalize:
-    low, high = float(lengths.min()), float(lengths.max())
-    return LogNorm(low, high) if high > low else Normalize(low - 0.5, high + 0.5)
-
-
 def _radius_norm(radii: pd.Series) -> Normalize:
-    low, high = _radius_limits(radii)
+    # The ends of the scale are at least 2 % apart, so that rounding alone does not change the colour.
+    middle = float(radii.min() + radii.max()) / 2
+    half = max(float(radii.max() - radii.min()) / 2, 0.01 * abs(middle), 1e-12)
+    low, high = middle - half, middle + half
     return LogNorm(low, high) if high > _WIDE * low > 0 else Normalize(low, high)
-
-
-def _radius_limits(radii: pd.Series) -> tuple[float, float]:
-    """Return the ends of the colour scale that shows the radius (the norm of the tokens) of sequences.
-
-    They are at least 2 % apart, so that rounding alone does not change the colour.
-    """
-    low, high = float(radii.min()), float(radii.max())
-    middle = (low + high) / 2
-    half = max((high - low) / 2, 0.01 * abs(middle), 1e-12)
-    return middle - half, middle + half
 
 
 def _constancy(radii: pd.Series) -> str:

@@ -77,8 +77,11 @@ def new_figure(width: float, height: float) -> Figure:
     return figure
 
 
-def draw_guides(axis: Axes, fit: Exponent, slopes: Slopes = REFERENCE_SLOPES) -> None:
-    """Draw a fitted power law, and lines of the reference slopes that cross it in the middle of its range."""
+def draw_guides(axis: Axes, fit: Exponent, slopes: Slopes = REFERENCE_SLOPES, *, share: float = 1.0) -> None:
+    """Draw a fitted power law, and lines of the reference slopes.
+
+    In the middle of its range, the lines are at this share of its height.
+    """
     if fit.note:
         return
     ends = np.array([fit.n_min, fit.n_max], dtype=float)
@@ -86,7 +89,7 @@ def draw_guides(axis: Axes, fit: Exponent, slopes: Slopes = REFERENCE_SLOPES) ->
     for slope, _, dashes in slopes:
         axis.plot(
             ends,
-            fit.at(middle) * (ends / middle) ** slope,
+            share * fit.at(middle) * (ends / middle) ** slope,
             color=GREY,
             linestyle=dashes,
             linewidth=1.1,
@@ -122,10 +125,7 @@ def set_axis(axis: Axes, which: str, values: pd.Series, *, whole: bool = False) 
     ticks = log_ticks(low, high, whole=whole)
     if whole and positive.nunique() <= _FEW_LENGTHS:
         ticks = sorted(float(value) for value in positive.unique())
-    if which == "x":
-        axis.set(xscale="log", xlim=(low, high))
-    else:
-        axis.set(yscale="log", ylim=(low, high))
+    axis.set(**{f"{which}scale": "log", f"{which}lim": (low, high)})
     target = axis.xaxis if which == "x" else axis.yaxis
     target.set_major_locator(FixedLocator(ticks))
     target.set_minor_locator(NullLocator())
@@ -180,11 +180,12 @@ def save(figure: Figure, folder: Path, stem: str, title: str, source: str = "") 
     png, pdf = folder / f"{stem}.png", folder / f"{stem}.pdf"
     # The PNG gets its name last, so that one with this source is whole and has its PDF beside it.
     partial = folder / f".{stem}.partial"
-    described = {"Title": _latin(title), "Software": "howsmooth"} | ({"Source": source} if source else {})
+    title = title.encode("latin-1", "replace").decode("latin-1")
+    described = {"Title": title, "Software": "howsmooth"} | ({"Source": source} if source else {})
     figure.savefig(partial, format="png", metadata=described)
     figure.set_layout_engine("none")  # keep the layout: computing it again takes as long as drawing
     # Without a date, the same store gives the same file.
-    figure.savefig(pdf, metadata={"Title": _latin(title), "Creator": "howsmooth", "CreationDate": None})
+    figure.savefig(pdf, metadata={"Title": title, "Creator": "howsmooth", "CreationDate": None})
     partial.replace(png)
     return png, pdf
 
@@ -205,10 +206,6 @@ def drawing_code() -> str:
     for path in sorted(Path(__file__).parent.glob("*.py")):
         digest.update(path.read_bytes())
     return digest.hexdigest()
-
-
-def _latin(words: str) -> str:
-    return words.encode("latin-1", "replace").decode("latin-1")
 
 
 # ---- Ticks

@@ -27,7 +27,7 @@ from howsmooth.study.measured_models import Models
 from howsmooth.study.progress_listener import Outcome
 from howsmooth.study.records import FLOW, Ending, FrameRow, GrowthRow, Row
 from howsmooth.study.runner import Means, Runner
-from howsmooth.study.store import PendingStore, Store
+from howsmooth.study.store import Store
 from howsmooth.study.tasks.task import Found, Task, Work
 
 __all__ = ["Integration", "ending", "frames", "gaussian_of", "run_flow", "tokens_of"]
@@ -52,13 +52,13 @@ def run_flow(
     """
     began = time.monotonic()
     integration = Integration(plan, system)
-    with PendingStore(folder, FLOW) as pending:
+    with Store.open(folder, late=True) as store:
         identity = plan.settings() | system.identity()
-        pending.check(identity)
-        new = pending.store is None or not pending.store.count(FrameRow)
+        store.check(FLOW, identity)
+        new = not store.count(FrameRow)
         if new:
             integration.after(integration.start)  # an impossible flow raises here, before a store is created
-        store = pending.begin(identity)
+        store.begin(FLOW, identity)
         if new:
             store.add([integration.start])
         runner = Runner(store, means or Means())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,17 +12,16 @@ import torch
 from jaxtyping import Float64
 from torch import Tensor
 
-from howsmooth.attention import Compose, TokenMap
+from howsmooth.attention import Compose, L2Attention, SelfAttention, SinkhornAttention, TokenMap
 from howsmooth.errors import ArgumentError, CaptureError, ModelError, similar_name
 from howsmooth.models.inputs.array_files import read_arrays
 from howsmooth.models.parameter_files import is_parameter_file
 from howsmooth.seeds import derive_seed
-from howsmooth.study.attention_sources import AttentionSource, ModelSource, SourceLayer, open_attention_source
+from howsmooth.study.attention_sources import AttentionSource, ModelSource, open_attention_source
 from howsmooth.study.flows.flow_plan import FlowPlan
-from howsmooth.study.flows.named_systems import SYSTEMS, build_system
 from howsmooth.study.plans import SourcePlan
 
-__all__ = ["System", "load_system"]
+__all__ = ["SYSTEMS", "System", "build_system", "load_system"]
 
 _TOKENS, _DIMENSION = 40, 2
 _DRAWN = ("gaussian", "sphere")
@@ -122,7 +122,62 @@ def _placed(plan: FlowPlan, start: str, x: Tensor) -> tuple[Tensor, float]:
     return _onto_sphere(x, radius), radius
 
 
-# ---- Named systems
+# ---- Named systems, after Geshkovski, Letrouit, Polyanskiy, Rigollet (2023, 2024)
+
+
+Matrices = Callable[[int, torch.Generator], tuple[Tensor, Tensor, Tensor]]
+"""A function of the dimension d and a generator that returns the matrices Q, K, V of shape (d, d)."""
+
+
+def _eye(d: int) -> Tensor:
+    return torch.eye(d, dtype=torch.float64)
+
+
+def _one_direction(d: int, generator: torch.Generator) -> tuple[Tensor, Tensor, Tensor]:
+    value = -0.5 * _eye(d)
+    value[0, 0] = 1.0
+    return _eye(d), _eye(d), value
+
+
+def _turning(d: int, generator: torch.Generator) -> tuple[Tensor, Tensor, Tensor]:
+    value = _eye(d)
+    if d > 1:
+        value[:2, :2] = torch.tensor([[1.0, -1.0], [1.0, 1.0]], dtype=torch.float64)
+    return _eye(d), _eye(d), value
+
+
+def _random(d: int, generator: torch.Generator) -> tuple[Tensor, Tensor, Tensor]:
+    query, key, value = torch.randn(3, d, d, generator=generator, dtype=torch.float64) / d**0.5
+    return query, key, value
+
+
+SYSTEMS: Mapping[str, tuple[str, Matrices]] = {
+    "identity": ("queries, keys and values are the tokens", lambda d, _: (_eye(d),) * 3),
+    "negative": (
+        "queries and keys are the tokens, values their negatives",
+        lambda d, _: (_eye(d), _eye(d), -_eye(d)),
+    ),
+    "one-direction": ("values grow along the first axis and shrink along the others", _one_direction),
+    "turning": ("values are the tokens, turned and stretched in the first plane", _turning),
+    "random": ("queries, keys and values by Gaussian matrices", _random),
+}
+"""A description and the matrices of each named system. Random matrices come from the generator."""
+
+
+def build_system(plan: FlowPlan, d: int) -> TokenMap:
+    """Build the attention of a named system in dimension d; random matrices depend on the plan's seed.
+
+    Scores are β⟨q_i, k_j⟩, or −β|q_i − k_j|² for the attention ``l2``. ``sinkhorn`` makes the attention
+    weights doubly stochastic.
+    """
+    seed = derive_seed(purpose="system", name=plan.source, seed=plan.seed)
+    matrices = SYSTEMS[plan.source][1](d, torch.Generator().manual_seed(seed))
+    query, key, value = (matrix[None] for matrix in matrices)
+    if plan.attention == "l2":
+        return L2Attention(query, key, value, scale=plan.beta, causal=plan.causal)
+    if plan.attention == "sinkhorn":
+        return SinkhornAttention(query, key, value, scale=plan.beta)
+    return SelfAttention(query, key, value, scale=plan.beta, causal=plan.causal)
 
 
 def _named(plan: FlowPlan) -> System:
@@ -169,13 +224,27 @@ def _of_source(plan: FlowPlan) -> System:
     source = _opened(plan)
     start = _kind_of_start(plan, _provided_start(plan, source, of_file=of_file))
     read = None if start in (*_DRAWN, "given") else _read_tokens(plan, Path(start))
-    length = _length(plan, source, start) if read is None else int(read.shape[0])
+    length = plan.tokens or (source.usual_length if start == "given" else None) or _TOKENS
+    if read is not None:
+        length = int(read.shape[0])
+    elif start == "given" and source.longest is not None and length > source.longest:
+        raise ArgumentError("tokens", expected=f"at most {source.longest}", got=str(length))
     found = _layers(plan, source, length)
-    x = _tokens(plan, start, read, found[0], length)
-    maps = tuple(one.map.to(dtype=torch.float64) for one in found)
+    layer, first, given = found[0]
+    if start in _DRAWN:
+        x = _draw_tokens(plan, start, length, first.d)
+    elif read is None:
+        if given is None:
+            raise ArgumentError("tokens", expected="the number of tokens of the file", got=str(length))
+        x = given.double()
+    elif read.shape[1] != first.d:
+        raise ArgumentError("start", expected=f"tokens (n, {first.d})", got=f"shape {tuple(read.shape)}")
+    else:
+        x = read
+    maps = tuple(f.to(dtype=torch.float64) for _, f, _ in found)
     title = maps[0].describe()
     if not of_file:
-        where = f"layer {found[0].layer}" if len(maps) == 1 else f"{len(maps)} layers in sequence"
+        where = f"layer {layer}" if len(maps) == 1 else f"{len(maps)} layers in sequence"
         title = f"{where}, {'with' if plan.norms else 'without'} norm layers; {title}"
     text = source.text if start == "given" else ""
     norms = None if of_file else plan.norms
@@ -214,33 +283,28 @@ def _provided_start(plan: FlowPlan, source: AttentionSource, *, of_file: bool) -
     return ""
 
 
-def _length(plan: FlowPlan, source: AttentionSource, start: str) -> int:
-    """Return the number of initial tokens that are not read from a file of tokens."""
-    if start != "given":
-        return plan.tokens or _TOKENS
-    length = plan.tokens or source.usual_length or _TOKENS
-    if source.longest is not None and length > source.longest:
-        raise ArgumentError("tokens", expected=f"at most {source.longest}", got=str(length))
-    return length
+def _layers(
+    plan: FlowPlan, source: AttentionSource, length: int
+) -> list[tuple[int, TokenMap, Tensor | None]]:
+    """Return each layer's index, its velocity map, and the tokens (n, d) that it receives, if any.
 
-
-def _layers(plan: FlowPlan, source: AttentionSource, length: int) -> list[SourceLayer]:
-    """Return the velocity map of each layer: attention alone, or attention after its norm layer."""
+    The map is attention alone, or attention after its norm layer.
+    """
     if not plan.norms or not isinstance(source, ModelSource):
-        found = [SourceLayer(one.layer, "", one.attention, one.x) for one in source.attentions(length)]
-        f = found[0].map
+        found = source.attentions(length)
+        f = found[0].attention
         if f.d != f.d_out:
             raise ArgumentError(
                 "source",
                 expected="attention whose values have the dimension of its tokens, or with an output matrix",
                 got=f"d = {f.d} and d_out = {f.d_out} in {plan.source!r}",
             )
-        return found
+        return [(one.layer, one.attention, one.x) for one in found]
     try:
-        found = source.blocks(length)
+        sites = source.sites(length, "block")
     except CaptureError as error:
         raise CaptureError(f"{error} Leave --norms out to use attention alone.") from error
-    for one in found:
+    for one in sites:
         if one.layout != "pre-norm":
             raise ArgumentError(
                 "norms",
@@ -248,21 +312,7 @@ def _layers(plan: FlowPlan, source: AttentionSource, length: int) -> list[Source
                 got=f"the {one.layout} layer {one.layer} of {plan.source!r}",
                 remedy="Leave --norms out; --sphere with --method residual normalises after each step.",
             )
-    return found
-
-
-def _tokens(plan: FlowPlan, start: str, read: Tensor | None, first: SourceLayer, length: int) -> Tensor:
-    """Return the initial tokens of a flow: drawn at random, read from a file, or given by the source."""
-    d = first.map.d
-    if start in _DRAWN:
-        return _draw_tokens(plan, start, length, d)
-    if read is None:
-        if first.x is None:
-            raise ArgumentError("tokens", expected="the number of tokens of the file", got=str(length))
-        return first.x.double()
-    if read.shape[1] != d:
-        raise ArgumentError("start", expected=f"tokens (n, {d})", got=f"shape {tuple(read.shape)}")
-    return read
+    return [(one.layer, one.map.inner, one.x[0].detach().cpu()) for one in sites]
 
 
 # ---- Tokens at the start

@@ -126,10 +126,8 @@ def convergence(rows: pd.DataFrame) -> list[dict[str, Any]]:
 
 def maskings(rows: pd.DataFrame) -> list[tuple[str, str]]:
     """Return pairs of a model and the names of its layers' masks."""
-    return [
-        (str(model), ", ".join(sorted(str(name) for name in group.unique())))
-        for model, group in rows.groupby("model", sort=True)["masking"]
-    ]
+    names = rows.groupby("model")["masking"].agg(lambda group: ", ".join(sorted(set(group))))
+    return [(str(model), words) for model, words in names.items()]
 
 
 def runs(table: pd.DataFrame) -> list[dict[str, Any]]:

@@ -11,9 +11,9 @@ from typing import Any
 import torch
 
 from howsmooth.attention import SelfAttention
+from howsmooth.bounds.applicable_bounds import applicable_bounds
 from howsmooth.bounds.bound import Quantity
-from howsmooth.bounds.problem import Problem
-from howsmooth.bounds.selection import applicable_bounds
+from howsmooth.bounds.bound_problem import Problem
 from howsmooth.errors import HowsmoothError
 from howsmooth.scopes import ATTENTION_SCOPES
 from howsmooth.study.open_study import OpenStudy
@@ -169,7 +169,6 @@ def bounds_left(study: OpenStudy) -> Work:
     tasks: list[BoundsTask] = []
     kept = 0
     for subject in study.subjects:
-        assert study.store is not None
         where = {"model": subject.model.label, "text": subject.text.name, "sample": 0}
         measured = study.store.keys(Measurement, KEY_COLUMNS, **where)
         known = study.store.keys(Bounding, KEY_COLUMNS, **where)
@@ -199,7 +198,6 @@ def seconds_for_bounds(study: OpenStudy) -> float:
 
     By default, bounds may take a fifth of the time of the other work.
     """
-    assert study.store is not None
     if study.plan.bounds == "all":
         return math.inf
     # The time of a run includes its bounds, so subtract them to get the other work.

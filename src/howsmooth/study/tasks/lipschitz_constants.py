@@ -45,12 +45,11 @@ class ConstantsTask(SequenceTask):
                 s for s in self.starts if (self.scope, site.layer, site.head, self.n, s) in self.missing
             ]
             if samples:
-                yield from each_if_not_all(
-                    samples, partial(self._measured, site), partial(self._no_sample, (site.layer, site.head))
-                )
 
-    def _no_sample(self, place: tuple[int, int | None], error: Exception, sample: int) -> Failed:
-        return self.failed(error, place, [sample])
+                def no_sample(error: Exception, sample: int, site: Any = site) -> Failed:
+                    return self.failed(error, (site.layer, site.head), [sample])
+
+                yield from each_if_not_all(samples, partial(self._measured, site), no_sample)
 
     def _measured(self, site: Any, samples: Sequence[int]) -> list[Found]:
         """Measure one layer or head at some samples in one batch; return one list of rows, in a list."""
@@ -101,21 +100,16 @@ class ConstantsTask(SequenceTask):
         # The report shows the output shares beside the tokens, so each token needs an output of its own.
         shown = self.n <= _MOST_TOKENS and estimate.output_direction.shape[-2] == self.n
         if 0 in samples and shown:
-            rows += [self._sequence(), self._sensitivity(site, estimate, list(samples).index(0))]
+            assert self.data is not None
+            where, slot = (self.model, self.subject.text.name), list(samples).index(0)
+            inward, outward = (
+                _energy(one[slot]) for one in (estimate.input_direction, estimate.output_direction)
+            )
+            rows += [
+                SequenceRecord(*where, self.n, 0, self.starts[0], self.data.place, self.data.words),
+                Sensitivity(*where, self.scope, site.layer, site.head, self.n, 0, inward, outward),
+            ]
         return [rows]
-
-    def _sequence(self) -> SequenceRecord:
-        """Return the row with the tokens of sample 0, in whose text the report shows token sensitivities."""
-        assert self.data is not None
-        where = (self.model, self.subject.text.name, self.n, 0, self.starts[0])
-        return SequenceRecord(*where, self.data.place, self.data.words)
-
-    def _sensitivity(self, site: Any, estimate: Any, slot: int) -> Sensitivity:
-        """Return each token's share of the Jacobian's leading singular vectors, at one sequence."""
-        where = (self.model, self.subject.text.name, self.scope, site.layer, site.head, self.n, 0)
-        return Sensitivity(
-            *where, _energy(estimate.input_direction[slot]), _energy(estimate.output_direction[slot])
-        )
 
 
 def _energy(direction: torch.Tensor) -> tuple[float, ...]:
@@ -154,7 +148,7 @@ def constants_left(study: OpenStudy) -> Work:
     tasks, kept = [], 0
     for subject in study.subjects:
         where = {"model": subject.model.label, "text": subject.text.name}
-        known = study.store.keys(Measurement, KEY_COLUMNS, **where) if study.store else frozenset()
+        known = study.store.keys(Measurement, KEY_COLUMNS, **where)
         for n, scope in ((n, scope) for n in sorted(subject.lengths) for scope in study.plan.scopes):
             heads = subject.heads if scope == "head" else (None,)
             asked = keys_of(scope, layers_of_scope(scope, subject.layers), heads, [n], study.plan.samples)

@@ -15,7 +15,7 @@ from howsmooth.study.records import PLACE, Failure, Row
 from howsmooth.study.store import now
 from howsmooth.study.text_formatting import encodable
 
-__all__ = ["Failed", "Found", "SequenceTask", "Task", "Work", "each_if_not_all", "failure_row"]
+__all__ = ["Failed", "Found", "SequenceTask", "Task", "Work", "each_if_not_all"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -24,6 +24,24 @@ class Failed:
 
     rows: Sequence[Failure]
     error: Exception
+
+    @classmethod
+    def of(cls, error: Exception, kind: type[Row], *places: Sequence[Any]) -> Failed:
+        """Return the failed computation of some rows of one class, with a row for each place.
+
+        A place has the first values of :data:`~howsmooth.study.records.PLACE`. A value that is missing or
+        None means that the computation failed for all values: without a layer, for all layers.
+        """
+        told: dict[str, Any] = {
+            "kind": type(error).__name__,
+            "error": encodable(" ".join(str(error).split())) or "no reason given",
+            "detail": encodable("".join(traceback.format_tb(error.__traceback__))),
+            "what": kind.table,
+            "happened": now(),
+        }
+        everywhere: dict[str, Any] = dict.fromkeys(PLACE)
+        rows = [Failure(**(everywhere | dict(zip(PLACE, one, strict=False)) | told)) for one in places]
+        return cls(rows, error)
 
 
 Found = Sequence[Row] | Failed
@@ -100,7 +118,7 @@ class Task(ABC):
 
     def failed(self, error: Exception) -> Failed:
         """Return ``error`` as a failure whose one row stands for all missing rows of the task."""
-        return Failed([failure_row(error, self.kind, self.model)], error)
+        return Failed.of(error, self.kind, (self.model,))
 
 
 @dataclass(frozen=True, eq=False)
@@ -157,7 +175,7 @@ class SequenceTask(Task):
         try:
             model = models.load_for(self.subject)
         except Exception as error:
-            yield Failed([failure_row(error, self.kind, self.model)], error)
+            yield Failed.of(error, self.kind, (self.model,))
         else:
             yield from self.computed(model)
 
@@ -170,12 +188,13 @@ class SequenceTask(Task):
 
         If that fails, try the layers one by one, and yield a failure for each layer that cannot be captured.
         """
-        yield from each_if_not_all(self.layers, lambda layers: self._captured(model, layers), self._no_layer)
-
-    def _captured(self, model: Any, layers: Sequence[int]) -> list[Any]:
         assert self.data is not None
         inputs = self.data.inputs(self.plan.device)
-        return capture_sites(model, inputs, self.subject, self.scope, layers, self.n, self.plan.output)
+
+        def captured(layers: Sequence[int]) -> list[Any]:
+            return capture_sites(model, inputs, self.subject, self.scope, layers, self.n, self.plan.output)
+
+        yield from each_if_not_all(self.layers, captured, self._no_layer)
 
     def _no_layer(self, error: Exception, layer: int) -> Failed:
         return self.failed(error, (layer, None), [None])
@@ -191,9 +210,7 @@ class SequenceTask(Task):
         Without ``samples``, all samples of the task failed.
         """
         where = (self.model, self.subject.text.name, self.scope, *place, self.n)
-        return Failed(
-            [failure_row(error, self.kind, *where, sample) for sample in samples or self.starts], error
-        )
+        return Failed.of(error, self.kind, *((*where, sample) for sample in samples or self.starts))
 
 
 def each_if_not_all(items: Sequence[int], take: Any, refused: Any) -> Iterator[Any]:
@@ -213,20 +230,3 @@ def each_if_not_all(items: Sequence[int], take: Any, refused: Any) -> Iterator[A
     if not found and len(items) > 1:
         for item in items:
             yield from each_if_not_all([item], take, refused)
-
-
-def failure_row(error: Exception, kind: type[Row], *place: Any) -> Failure:
-    """Return the row that records a failed computation and its error.
-
-    ``place`` has the first values of :data:`~howsmooth.study.records.PLACE`. A value that is missing or None
-    means that the computation failed for all values: without a layer, for all layers.
-    """
-    where: dict[str, Any] = dict.fromkeys(PLACE) | dict(zip(PLACE, place, strict=False))
-    return Failure(
-        **where,
-        kind=type(error).__name__,
-        error=encodable(" ".join(str(error).split())) or "no reason given",
-        detail=encodable("".join(traceback.format_tb(error.__traceback__))),
-        what=kind.table,
-        happened=now(),
-    )

@@ -1,0 +1,170 @@
+"""The query, key, value and output projections of multi-head attention, with their biases."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from howsmooth.attention.map import TokenMap, as_parameter
+from howsmooth.errors import ArgumentError
+
+__all__ = ["HeadParameters", "HeadsAttention", "in_heads", "optional_parameter", "projected_heads"]
+
+_TENSORS = ("query", "key", "value", "output", "query_bias", "key_bias", "value_bias", "output_bias")
+
+
+class HeadParameters:
+    """The query, key, value and output projections of a multi-head attention, with biases and a score scale.
+
+    With ``memory=True`` keys and values are projections of another sequence, whose dimension may differ.
+    """
+
+    def __init__(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        output: Tensor | None,
+        *,
+        query_bias: Tensor | None,
+        key_bias: Tensor | None,
+        value_bias: Tensor | None,
+        output_bias: Tensor | None,
+        scale: float | None,
+        memory: bool = False,
+    ) -> None:
+        self.query = as_parameter("query", query, ("heads", "key_dim", "d"))
+        self.heads, self.key_dim, d = self.query.shape
+        q = self.query
+        self.key = as_parameter("key", key, ("kv_heads", self.key_dim, "d_memory" if memory else d), like=q)
+        self.kv_heads = self.key.shape[0]
+        self.value = as_parameter("value", value, (self.kv_heads, "value_dim", self.key.shape[2]), like=q)
+        self.value_dim = self.value.shape[1]
+        if self.heads % self.kv_heads:
+            raise ArgumentError(
+                "key",
+                expected=f"a number of key heads that divides the {self.heads} query heads",
+                got=f"{self.kv_heads} key heads",
+            )
+        width = self.heads * self.value_dim
+
+        self.output = optional_parameter("output", output, ("d_out", width), q)
+        self.query_bias = optional_parameter("query_bias", query_bias, (self.heads, self.key_dim), q)
+        self.key_bias = optional_parameter("key_bias", key_bias, (self.kv_heads, self.key_dim), q)
+        self.value_bias = optional_parameter("value_bias", value_bias, (self.kv_heads, self.value_dim), q)
+        if output_bias is not None and self.output is None:
+            raise ArgumentError(
+                "output_bias", expected="None without an output matrix", got="a tensor", remedy="Give output."
+            )
+        self.output_bias = optional_parameter("output_bias", output_bias, (self.d_out,), q)
+        self.scale = 1.0 / math.sqrt(self.key_dim) if scale is None else float(scale)
+        if not math.isfinite(self.scale):
+            raise ArgumentError("scale", expected="a finite number", got=str(scale))
+
+    @property
+    def d(self) -> int:
+        """Dimension of the map's input tokens."""
+        return self.query.shape[2]
+
+    @property
+    def d_out(self) -> int:
+        """Dimension of the map's output tokens."""
+        return self.heads * self.value_dim if self.output is None else self.output.shape[0]
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Data type of the map's parameters."""
+        return self.query.dtype
+
+    @property
+    def device(self) -> torch.device:
+        """Device of the map's parameters."""
+        return self.query.device
+
+    def _described(self, kind: str, masking: str) -> str:
+        heads = f"{self.heads} head{'s' if self.heads > 1 else ''}"
+        if self.kv_heads != self.heads:
+            heads += f" over {self.kv_heads} key/value heads"
+        projected = "with output projection" if self.output is not None else "heads concatenated"
+        return f"{kind}, {heads}, {masking}, {projected}"
+
+    def _tensors(self) -> dict[str, Tensor]:
+        """Return a dict of the parameters of the attention that are set (not None), by name."""
+        given = {name: getattr(self, name) for name in _TENSORS}
+        return {name: tensor for name, tensor in given.items() if tensor is not None}
+
+    def _arguments(
+        self, dtype: torch.dtype | None = None, device: torch.device | str | None = None
+    ) -> dict[str, Any]:
+        """Return the constructor arguments for a copy of the attention in another dtype or on
+        another device.
+        """
+        tensors = {name: t.to(dtype=dtype, device=device) for name, t in self._tensors().items()}
+        return tensors | {"scale": self.scale}
+
+
+class HeadsAttention(HeadParameters, TokenMap):
+    """Base class of multi-head self-attention with four projections; subclasses define the attention matrix
+    P.
+    """
+
+    def __repr__(self) -> str:
+        sizes = f"d={self.d}, key_dim={self.key_dim}, d_out={self.d_out}"
+        return f"{type(self).__name__}({self.describe()}, {sizes})"
+
+    def _project(
+        self, X: Float[Tensor, "*batch n d"]
+    ) -> tuple[
+        Float[Tensor, "*batch heads n key_dim"],
+        Float[Tensor, "*batch kv_heads n key_dim"],
+        Float[Tensor, "*batch kv_heads n value_dim"],
+    ]:
+        """Return the queries, keys and values of tokens X, biases included."""
+        queries = in_heads(X, self.query, self.query_bias)
+        keys = in_heads(X, self.key, self.key_bias)
+        return queries, keys, in_heads(X, self.value, self.value_bias)
+
+    def _grouped(self, q: Tensor) -> Tensor:
+        """Reshape queries so that the heads that share a key head lie along one axis.
+
+        The shape changes from (..., heads, n, key_dim) to (..., kv_heads, group, n, key_dim).
+        """
+        return q.reshape(*q.shape[:-3], self.kv_heads, self.heads // self.kv_heads, *q.shape[-2:])
+
+    def _projected(
+        self, heads: Float[Tensor, "*batch kv_heads group n value_dim"]
+    ) -> Float[Tensor, "*batch n d_out"]:
+        """Concatenate the head outputs, and multiply them by the output projection if there is one."""
+        return projected_heads(heads.flatten(-4, -3), self.output, self.output_bias)
+
+
+def in_heads(X: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """Project the tokens X (..., n, d) by the matrix of each head, which gives (..., heads, n, dim)."""
+    rows = X @ weight.flatten(0, 1).mT
+    if bias is not None:
+        rows = rows + bias.flatten()
+    return rows.reshape(*rows.shape[:-1], *weight.shape[:2]).movedim(-2, -3)
+
+
+def projected_heads(
+    heads: Float[Tensor, "*batch heads m value_dim"], output: Tensor | None, bias: Tensor | None
+) -> Float[Tensor, "*batch m d_out"]:
+    """Concatenate the head outputs, multiply them by the output matrix and add its bias, as far as these are
+    given.
+    """
+    rows = heads.movedim(-3, -2).flatten(-2)
+    if output is None:
+        return rows
+    out = rows @ output.mT
+    return out if bias is None else out + bias
+
+
+def optional_parameter(
+    name: str, given: Tensor | None, shape: tuple[int | str, ...], like: Tensor
+) -> Tensor | None:
+    """Return None if the value is None, and otherwise the checked parameter from :func:`as_parameter`."""
+    return None if given is None else as_parameter(name, given, shape, like=like)

@@ -1,0 +1,345 @@
+"""The parameters of an attention in the paper's notation: A, V and b of each head, and the output maps W_h.
+
+Scores are ⟨A x_i + b, x_j⟩ with A = scale · Kᵀ Q and b = scale · Kᵀ b_q, and values are V x_j. The key bias
+is left out because it shifts all scores of a row alike. Value and output biases are left out because they do
+not change the derivative.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Literal, Protocol, runtime_checkable
+
+import torch
+from jaxtyping import Bool
+from torch import Tensor
+
+from howsmooth.attention import SelfAttention
+from howsmooth.attention.masks import Visibility
+from howsmooth.attention.theorem_preconditions import require_formula, require_plain_scores
+from howsmooth.errors import ArgumentError, NonFiniteError
+
+__all__ = [
+    "ROTARY",
+    "Attention",
+    "Head",
+    "Parameters",
+    "SiteLike",
+    "largest_distance",
+    "log_largest_weight",
+    "parameters_of",
+    "row_blocks",
+    "spectral_norm",
+]
+
+ROTARY = "rotary positions, with which A depends on the distance of the tokens"
+"""Why attention with rotary positions has no bound on a ball, in words."""
+
+# Spectral norms are rounded up by this relative error, which float64 norms of matrices with up to some
+# thousands of rows stay below. LAPACK guarantees less, by a factor of the dimension, but errors are smaller.
+_NORM_MARGIN = 1e-12
+# Number of pairs of tokens in one block, so that no n × n matrix is formed for a long sequence.
+_PAIRS = 1 << 22
+
+
+def spectral_norm(matrix: Tensor) -> float:
+    """Return the spectral norm of a matrix in float64, rounded up."""
+    if matrix.numel() == 0:
+        return 0.0
+    return float(torch.linalg.matrix_norm(matrix.double(), 2)) * (1 + _NORM_MARGIN)
+
+
+def row_blocks(n: int) -> Iterator[slice]:
+    """Yield slices that cut an n × n matrix into blocks of rows with a bounded number of entries."""
+    length = max(1, _PAIRS // n)
+    for start in range(0, n, length):
+        yield slice(start, min(start + length, n))
+
+
+def largest_distance(x: Tensor) -> float:
+    """Return the largest distance between two rows of x (n, d), computed from differences of rows."""
+    exact = "donot_use_mm_for_euclid_dist"
+    return max(float(torch.cdist(x[rows], x, compute_mode=exact).amax()) for rows in row_blocks(len(x)))
+
+
+class Head:
+    """One attention head in the notation of the paper: the scores are ⟨A x_i + b, x_j⟩ and the values V x_j.
+
+    A, V and b are stored in float64 on the CPU.
+
+    Parameters
+    ----------
+    A
+        Matrix of the scores, (d, d), or a pair of factors (left (d, k), right (k, d)) with A = left @ right.
+    V
+        Value matrix, (d_out, d).
+    b
+        Query bias of the scores, (d,), or None for zero.
+
+    Raises
+    ------
+    ArgumentError
+        If A is not square, or shapes do not fit.
+    NonFiniteError
+        If an entry is NaN or infinite.
+
+    """
+
+    def __init__(self, A: Tensor | tuple[Tensor, Tensor], V: Tensor, b: Tensor | None = None) -> None:
+        if isinstance(A, tuple):
+            left, right = (_matrix("A", factor) for factor in A)
+            if left.shape[1] != right.shape[0]:
+                raise ArgumentError(
+                    "A",
+                    expected="factors (d, k) and (k, d)",
+                    got=f"shapes {tuple(left.shape)} and {tuple(right.shape)}",
+                )
+            shape = (left.shape[0], right.shape[1])
+        else:
+            left = _matrix("A", A)
+            shape = (left.shape[0], left.shape[1])
+            right = torch.eye(shape[1], dtype=torch.float64)
+        if shape[0] != shape[1]:
+            raise ArgumentError(
+                "A",
+                expected="a square matrix (d, d), the bilinear form of the scores",
+                got=f"shape {shape}",
+                remedy="For query and key matrices Q, K of shape (k, d), A = K.T @ Q / k**0.5.",
+            )
+        self.left, self.right = left, right
+        self.d = shape[0]
+        self.V = _matrix("V", V)
+        if self.V.shape[1] != self.d:
+            raise ArgumentError(
+                "V", expected=f"a matrix (d_out, {self.d}), as A", got=f"shape {tuple(V.shape)}"
+            )
+        self.b = torch.zeros(self.d, dtype=torch.float64)
+        if b is not None:
+            self.b = _matrix("b", b[None] if b.ndim == 1 else b)[0]
+            if b.ndim != 1 or self.b.shape[0] != self.d:
+                raise ArgumentError("b", expected=f"a vector ({self.d},)", got=f"shape {tuple(b.shape)}")
+
+    @cached_property
+    def A(self) -> Tensor:
+        """The matrix A (d, d) in the attention scores ⟨A x_i + b, x_j⟩."""
+        return self.left @ self.right
+
+    @cached_property
+    def A_norm(self) -> float:
+        """The spectral norm of the score matrix A, rounded up."""
+        rank = self.left.shape[1]
+        if rank < self.d:
+            # ‖A‖ is the norm of a small product: of the triangular QR factors of left and of rightᵀ.
+            left = torch.linalg.qr(self.left, mode="r").R
+            right = torch.linalg.qr(self.right.mT, mode="r").R
+            return spectral_norm(left @ right.mT)
+        return spectral_norm(self.A)
+
+    @cached_property
+    def V_norm(self) -> float:
+        """The spectral norm of the value matrix V, rounded up."""
+        return spectral_norm(self.V)
+
+    @cached_property
+    def b_norm(self) -> float:
+        """The Euclidean norm of the query bias b, rounded up."""
+        return float(torch.linalg.vector_norm(self.b)) * (1 + _NORM_MARGIN)
+
+    def __repr__(self) -> str:
+        return f"Head(d={self.d}, ‖A‖={self.A_norm:.4g}, ‖V‖={self.V_norm:.4g}, |b|={self.b_norm:.4g})"
+
+
+def _matrix(name: str, value: object) -> Tensor:
+    if not isinstance(value, Tensor) or value.ndim != 2 or not value.is_floating_point():
+        got = (
+            f"{value.dtype} of shape {tuple(value.shape)}"
+            if isinstance(value, Tensor)
+            else type(value).__name__
+        )
+        raise ArgumentError(name, expected="a floating-point tensor (matrix)", got=got)
+    if not bool(torch.isfinite(value).all()):
+        raise NonFiniteError(name, expected="finite numbers", got="NaN or infinity")
+    return value.detach().to(device="cpu", dtype=torch.float64)
+
+
+Masking = Literal["none", "causal", "other"]
+
+
+@dataclass(frozen=True, eq=False)
+class Parameters:
+    """The parameters of a multi-head attention f(X) = Σ_h W_h f_h(X): heads, output maps W_h and mask.
+
+    Attributes
+    ----------
+    heads
+        One :class:`Head` for each query head; grouped queries repeat the key/value heads.
+    outputs
+        The maps W_h (d_out, value_dim): blocks of columns of the output projection, or of the identity if
+        the heads are concatenated.
+    masking
+        "none", "causal" (token i sees the tokens j <= i), or "other".
+    mask
+        For "other": boolean (n, n), True where the query (row) sees the key (column), or None. A mask fixes
+        the length.
+    window, causal
+        For "other" without a mask: token i sees the tokens j with |i − j| < ``window``, and only tokens with
+        j <= i if ``causal``.
+
+    """
+
+    heads: tuple[Head, ...]
+    outputs: tuple[Tensor, ...]
+    masking: Masking
+    mask: Bool[Tensor, "n n"] | None
+    window: int | None = None
+    causal: bool = False
+
+    def visibility(self, n: int) -> Visibility:
+        """Return the mask of the attention for n tokens.
+
+        Raises
+        ------
+        ArgumentError
+            If there is a mask of another length.
+
+        """
+        if self.mask is not None and self.mask.shape[0] != n:
+            raise ArgumentError(
+                "length", expected=f"{self.mask.shape[0]}, the length of the mask", got=str(n)
+            )
+        return Visibility(n, self.masking == "causal" or self.causal, self.window, self.mask)
+
+    @property
+    def W(self) -> Tensor:
+        """The output projection [W_1 … W_H] of the attention, of shape (d_out, heads · value_dim)."""
+        return torch.cat(self.outputs, dim=1)
+
+    def one_head(self, needed_by: str) -> Head:
+        """Return the head of a single-head attention, with the output map multiplied into the value matrix.
+
+        The value matrix is W_1 V_1. ``needed_by`` is the theorem that needs one head; the error mentions it.
+
+        Raises
+        ------
+        ArgumentError
+            If there are several heads.
+
+        """
+        if len(self.heads) != 1:
+            raise ArgumentError(
+                "attention",
+                expected=f"one head: {needed_by} is a statement about single-head attention",
+                got=f"{len(self.heads)} heads",
+                remedy="Pass attention.head(h), or use best or a bound for several heads, such as lemma_3_8.",
+            )
+        return self.folded(0)
+
+    def folded(self, h: int) -> Head:
+        """Return head ``h`` of the attention, with its output map multiplied into the value matrix.
+
+        The value matrix is W_h V_h.
+        """
+        head = self.heads[h]
+        return Head((head.left, head.right), self.outputs[h] @ head.V, head.b)
+
+
+@runtime_checkable
+class SiteLike(Protocol):
+    """The interface of a captured layer of a model: its map, and the tokens that it received."""
+
+    @property
+    def map(self) -> object:
+        """The map of the captured layer, as a function of its tokens."""
+
+    @property
+    def x(self) -> Tensor:
+        """The tokens (batch, n, d) at which the map was captured."""
+
+    @property
+    def norm(self) -> object:
+        """The norm layer whose outputs are the tokens of the attention, or None if there is no norm layer."""
+
+
+Attention = Head | Parameters | SelfAttention | SiteLike
+"""The types that functions of ``howsmooth.bounds`` accept as an attention."""
+
+
+def parameters_of(attention: object) -> Parameters:
+    """Return the parameters A, V, b of all heads of an attention, in float64 on the CPU.
+
+    Parameters
+    ----------
+    attention
+        A :class:`Head`, :class:`Parameters`, a :class:`~howsmooth.attention.SelfAttention`, or a captured
+        site whose map is a SelfAttention.
+
+    Raises
+    ------
+    ArgumentError
+        If ``attention`` is none of these. Also if it has rotary positions, a score bias, soft-capped scores,
+        sinks or norms of queries or keys, since scores are then not ⟨A x_i + b, x_j⟩ or P not their softmax.
+
+    """
+    if isinstance(attention, Parameters):
+        return attention
+    if isinstance(attention, Head):
+        identity = torch.eye(attention.V.shape[0], dtype=torch.float64)
+        return Parameters((attention,), (identity,), "none", None)
+    if not isinstance(attention, SelfAttention):
+        require_plain_scores(attention, "these bounds")
+        if isinstance(attention, SiteLike):
+            return _of_site(attention)
+        raise ArgumentError(
+            "attention", expected="a SelfAttention, a captured site or a Head", got=type(attention).__name__
+        )
+    require_plain_scores(attention, "these bounds")
+    if attention.rotary is not None:
+        raise ArgumentError(
+            "attention",
+            expected="scores ⟨A x_i + b, x_j⟩ with one matrix A",
+            got=ROTARY,
+            remedy="The certificates at given tokens, such as certificate_parts, accept rotary positions.",
+        )
+    f = attention.to(dtype=torch.float64, device="cpu")
+    group = f.heads // f.kv_heads
+    heads = []
+    for h in range(f.heads):
+        key = f.key[h // group]
+        bias = None if f.query_bias is None else f.scale * (key.mT @ f.query_bias[h])
+        heads.append(Head((key.mT, f.scale * f.query[h]), f.value[h // group], bias))
+    width = f.heads * f.value_dim
+    output = torch.eye(width, dtype=torch.float64) if f.output is None else f.output
+    outputs = output.split(f.value_dim, dim=1)
+    if f.mask is not None:
+        return Parameters(tuple(heads), outputs, "other", f.visible_keys(f.mask.shape[0]))
+    if f.window is not None:
+        return Parameters(tuple(heads), outputs, "other", None, f.window, f.causal)
+    return Parameters(tuple(heads), outputs, "causal" if f.causal else "none", None)
+
+
+def _of_site(site: SiteLike) -> Parameters:
+    if isinstance(site.map, SelfAttention):
+        return parameters_of(site.map)
+    require_plain_scores(site.map, "these bounds")
+    require_formula(site.map, "these bounds")
+    raise ArgumentError(
+        "attention",
+        expected="a site whose map is attention alone",
+        got=f"scope {getattr(site, 'scope', '?')!r}",
+        remedy="Capture with scope 'attention', 'heads' or 'head'; for norms see pre_norm_upper_bound.",
+    )
+
+
+def log_largest_weight(n: int | float, a: float) -> float:
+    """Return the log of the largest attention weight that is possible if all n scores lie in [−a, a].
+
+    This weight is P̄(n, a) = 1/(1 + (n−1)e^{−2a}).
+    """
+    if n <= 1:
+        return 0.0
+    exponent = math.log(n - 1) - 2 * a
+    # log(1 + e^t), without overflow for large t
+    return -(max(exponent, 0.0) + math.log1p(math.exp(-abs(exponent))))

@@ -1,0 +1,141 @@
+"""Proved upper bounds on the largest eigenvalues of O B_i Oᵀ for one matrix O and many matrices B_i.
+
+The matrices O B_i Oᵀ are never formed. Proof: documentation page "Certificates at given tokens", section
+"Verified norms", paragraph "By domination".
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from howsmooth.bounds.certificates.eigenvalue_bounds import largest_eigenvalue
+from howsmooth.bounds.certificates.number_with_error_bound import TINY, Enclosed
+from howsmooth.roundoff import U, gamma, up
+
+__all__ = ["Domination"]
+
+_BLOCK = 1 << 22  # number of entries of the matrices that are factorised in one call
+
+# OᵀO may be singular, so this fraction of its Frobenius norm is added to its diagonal before it is inverted.
+_REGULARISED = 1e-7
+
+# Estimates of eigenvalues may be too small, so groups of matrices are filled up to this fraction.
+_FULL = 0.9
+
+# A column of zeros multiplies nothing, so the dominating matrix may be huge there.
+_HUGE = 2.0**100
+
+
+@dataclass(frozen=True, eq=False)
+class Domination:
+    """A matrix N and a number ``excess`` such that B ≤ t N implies λ_max(O B Oᵀ) ≤ excess · t, for symmetric
+    matrices B.
+
+    N is nearly the inverse of OᵀO, so ``excess`` is nearly 1. It includes the rounding errors of a Cholesky
+    factorisation that proves B ≤ t N.
+    """
+
+    N: Float[Tensor, "m m"]
+    excess: Float[Tensor, ""]
+
+    @classmethod
+    def of(cls, O: Float[Tensor, "rows m"]) -> Domination:  # noqa: E741
+        """Build a Domination for a nonzero matrix ``O``, with N close to (OᵀO)⁻¹."""
+        m = O.shape[1]
+        size = O.abs().amax(0)
+        scale = torch.where(size > 0, torch.ldexp(torch.ones_like(size), -torch.frexp(size).exponent), _HUGE)
+        scaled = O * scale
+        gram = scaled.mT @ scaled
+        gram.diagonal().add_(_REGULARISED * torch.linalg.matrix_norm(gram))
+        N = torch.cholesky_inverse(torch.linalg.cholesky(gram))
+        N = (N + N.mT) / 2
+        cholesky = gamma(m + 4) / (1 - gamma(m + 4)) * m
+        added = up(cholesky * N.diagonal() + 4 * U * torch.linalg.matrix_norm(N))
+        enlarged = N.clone()
+        enlarged.diagonal().add_(added)
+        slack = gamma(2 * m + 6) * scaled.square().sum() * torch.linalg.matrix_norm(enlarged)
+        excess = largest_eigenvalue((scaled @ enlarged @ scaled.mT)[None], up(slack)[None]).upper[0]
+        # Scaling by powers of two is exact.
+        return cls(scale[:, None] * N * scale, excess)
+
+    def largest_eigenvalues(
+        self,
+        subtract: Callable[[Tensor, Tensor], None],
+        guess: Float[Tensor, " batch"],
+        slack: Float[Tensor, " batch"],
+    ) -> Enclosed:
+        """Return proved upper bounds on the largest eigenvalues of the matrices O B_i Oᵀ.
+
+        ``subtract(a, members)`` subtracts the matrices B_i with these indices from a batch of matrices; it
+        may leave out the upper triangle. ``guess`` estimates the eigenvalues. ``slack`` bounds how much the
+        errors of B_i add to them.
+        """
+        t = guess + TINY
+        step = max(1, _BLOCK // self.N.numel())
+        waiting, rise = torch.arange(len(t)), 1e-3
+        while len(waiting):
+            failed = []
+            for members in waiting.split(step):
+                shifted = t[members, None, None] * self.N
+                subtract(shifted, members)
+                failed.append(members[torch.linalg.cholesky_ex(shifted).info != 0])
+            waiting = torch.cat(failed)
+            t[waiting] = t[waiting] * (1 + rise) + TINY
+            rise *= 4
+        return Enclosed((t * self.excess + up(slack) + TINY) * (1 + 4 * U), t)
+
+    def largest_of_all(
+        self,
+        subtract: Callable[[Tensor, Tensor], None],
+        guesses: Float[Tensor, " batch"],
+        slack: Float[Tensor, " batch"],
+    ) -> Enclosed:
+        """Return a proved upper bound on the largest eigenvalue of all matrices O B_i Oᵀ, where B_i ≥ 0.
+
+        The arguments are those of :meth:`largest_eigenvalues`. Matrices whose eigenvalues are small are
+        proved together: a bound on the eigenvalues of O (B_i + B_j) Oᵀ is one for both.
+        """
+        t = guesses.amax() + TINY
+        added, rise = slack.amax(), 1e-3
+        step = max(1, _BLOCK // self.N.numel())
+        waiting = _groups(guesses.tolist(), float(t))
+        while waiting:
+            failed = []
+            for first in range(0, len(waiting), step):
+                part = sorted(waiting[first : first + step], key=len, reverse=True)
+                shifted = (t * self.N).repeat(len(part), 1, 1)
+                for place in range(len(part[0])):
+                    members = [group[place] for group in part if len(group) > place]
+                    subtract(shifted[: len(members)], torch.tensor(members))
+                info = torch.linalg.cholesky_ex(shifted).info
+                failed += [group for group, code in zip(part, info.tolist(), strict=True) if code]
+                added = max([added, *(slack[group].sum() for group in part)])
+            waiting = [[member] for group in failed for member in group]
+            if any(len(group) == 1 for group in failed):
+                # A matrix alone is not below t N, so t was too small.
+                t = t * (1 + rise) + TINY
+                rise *= 4
+        return Enclosed((t * self.excess + up(added) + TINY) * (1 + 4 * U), t)
+
+
+def _groups(sizes: list[float], capacity: float) -> list[list[int]]:
+    """Divide the indices of numbers into groups whose sums are at most ``capacity``, starting with the
+    largest numbers.
+    """
+    groups: list[list[int]] = []
+    room: list[float] = []
+    for index in sorted(range(len(sizes)), key=sizes.__getitem__, reverse=True):
+        for place, left in enumerate(room):
+            if sizes[index] <= left:
+                groups[place].append(index)
+                room[place] -= sizes[index]
+                break
+        else:
+            groups.append([index])
+            room.append(_FULL * capacity - sizes[index])
+    return groups

@@ -1,0 +1,386 @@
+"""The attention weights, values and queries of heads in float64, with proved bounds on their rounding.
+
+The Jacobian of one head, before its output map, is
+
+    (J E)_i = Σ_j [ P_ij V e_j + M_ij w_ij ⟨y_ij, e_j⟩ ] + F_i Q e_i,
+    w_ij = v_j − o_i,  y_ij = Kᵀ T_jᵀ q_i,  F_i = s Σ_j M_ij w_ij (k_j − c_i)ᵀ T'_i,
+
+where q_i = s R_i N(Q x_i + b_q), s is the scale of the scores, R_i the rotary map at position i and N the
+norm of queries, if there are any. T'_i and T_j are the derivatives of R_i N and of its like for keys. M_ij is
+P_ij times the derivative of the soft cap. c_i is any vector without a cap and sinks, and zero with one. The
+rounded weights, values and queries define an operator J̃ of the same form, and ``error`` bounds ‖J − J̃‖,
+where J is the Jacobian in exact arithmetic. Derivation: documentation page "Certificates at given tokens".
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+
+import torch
+from jaxtyping import Bool, Float
+from torch import Tensor
+
+from howsmooth.attention import LayerNorm, RMSNorm, Rotary, SelfAttention
+from howsmooth.bounds.certificates.eigenvalue_bounds import norm
+from howsmooth.bounds.certificates.number_with_error_bound import LARGEST
+from howsmooth.errors import NonFiniteError
+from howsmooth.roundoff import UNDERFLOW, U, gamma, up
+
+__all__ = ["HeadAt", "HeadsAt", "heads_at", "row_blocks"]
+
+_BLOCK = 1 << 22  # number of entries in a block of rows
+
+
+@dataclass(frozen=True, eq=False)
+class HeadAt:
+    """One attention head at given tokens, in float64: attention weights, values, queries and projection
+    matrices.
+
+    Attributes
+    ----------
+    P
+        Attention weights.
+    moving
+        M: the attention weights times the derivative of the soft cap; without a cap the weights themselves.
+    v, o
+        Values v_j and their averages o_i = Σ_j P_ij v_j, for the scaled V, and for centred tokens if there
+        are no sinks.
+    q
+        Queries q_i after norm, rotary positions and the scale s.
+    turns
+        The derivatives T_j of norm and rotary positions of the keys; None where they are the identity.
+    F
+        The factors F_i of the diagonal blocks F_i Q.
+    V, K, Q
+        The projection matrices without rounding error; V is divided by a power of two.
+    error
+        Upper bound on ‖J − J̃‖.
+
+    """
+
+    P: Float[Tensor, "n n"]
+    moving: Float[Tensor, "n n"]
+    v: Float[Tensor, "n value_dim"]
+    o: Float[Tensor, "n value_dim"]
+    q: Float[Tensor, "n key_dim"]
+    turns: Float[Tensor, "n key_dim key_dim"] | None
+    F: Float[Tensor, "n value_dim key_dim"]
+    V: Float[Tensor, "value_dim d"]
+    K: Float[Tensor, "key_dim d"]
+    Q: Float[Tensor, "key_dim d"]
+    error: float
+
+    @property
+    def turn_norm(self) -> float:
+        """Upper bound on ‖T_j‖ and ‖|T_j|‖, where T_j is the derivative of the norm and rotation of key j."""
+        return 1.0 if self.turns is None else float(_absolute_norms(self.turns).amax())
+
+    def key_blocks(self, g: Float[Tensor, "n key_dim key_dim"]) -> Float[Tensor, "n key_dim key_dim"]:
+        """Return T_jᵀ g_j T_j for a matrix g_j of each key j, where T_j is the derivative of the norm and
+        rotation of key j.
+        """
+        return g if self.turns is None else self.turns.mT @ g @ self.turns
+
+
+@dataclass(frozen=True, eq=False)
+class HeadsAt:
+    """All heads of an attention at given tokens, with their output maps W_h.
+
+    V and W are divided by powers of two; certificates must be multiplied by 2 ** ``exponent``.
+    """
+
+    heads: tuple[HeadAt, ...]
+    W: tuple[Float[Tensor, "d_out value_dim"], ...]
+    exponent: int
+
+    @property
+    def n(self) -> int:
+        """Number of tokens."""
+        return self.heads[0].P.shape[0]
+
+
+def row_blocks(n: int, width: int) -> list[slice]:
+    """Return slices that cut n rows into blocks with a bounded number of entries.
+
+    Each row has ``width`` entries.
+    """
+    step = max(1, min(n, _BLOCK // max(1, width)))
+    return [slice(start, min(n, start + step)) for start in range(0, n, step)]
+
+
+def heads_at(f: SelfAttention, x: Float[Tensor, "n d"]) -> HeadsAt:
+    """Return the attention weights, values and queries of all heads of ``f`` at tokens ``x``.
+
+    ``f`` must be in float64 on the CPU, and ``x`` in float64.
+
+    Raises
+    ------
+    NonFiniteError
+        If queries, keys, values or scores overflow or exceed 2^200.
+
+    """
+    n = x.shape[0]
+    output = torch.eye(f.heads * f.value_dim, dtype=x.dtype) if f.output is None else f.output
+    value, up_v = _scaled(f.value)
+    output, up_w = _scaled(output)
+    visible = f.visible_keys(n)
+    visible = torch.ones(n, n, dtype=torch.bool) if visible is None else visible
+    group = f.heads // f.kv_heads
+    bias = torch.zeros(f.kv_heads, f.value_dim, dtype=x.dtype) if f.value_bias is None else f.value_bias
+    bias = torch.ldexp(bias, torch.tensor(-up_v))
+    heads = tuple(_head_at(f, h, value[h // group], bias[h // group], visible, x) for h in range(f.heads))
+    return HeadsAt(heads, output.split(f.value_dim, dim=1), up_v + up_w)
+
+
+def _scaled(t: Tensor) -> tuple[Tensor, int]:
+    """Scale a tensor by a power of two so that its largest entry lies in [1/2, 1).
+
+    The results are the scaled tensor and the exponent.
+    """
+    largest = float(t.abs().amax())
+    if largest == 0:
+        return t, 0
+    exponent = math.frexp(largest)[1]
+    return torch.ldexp(t, torch.tensor(-exponent)), exponent
+
+
+def _absolute_norms(matrices: Float[Tensor, "n k l"]) -> Float[Tensor, " n"]:
+    """Return √(‖A‖₁ ‖A‖_∞) for each matrix A, an upper bound on the spectral norm of its absolute
+    values |A|.
+    """
+    size = matrices.abs()
+    norms: Tensor = (size.sum(1).amax(1) * size.sum(2).amax(1)).sqrt() * (1 + 1e-12)
+    return norms
+
+
+def _head_at(
+    f: SelfAttention,
+    h: int,
+    V: Float[Tensor, "value_dim d"],
+    value_bias: Float[Tensor, " value_dim"],
+    visible: Bool[Tensor, "n n"],
+    x: Float[Tensor, "n d"],
+) -> HeadAt:
+    n, g = x.shape[0], h // (f.heads // f.kv_heads)
+    Q, K = f.query[h], f.key[g]
+    # A vector that is added to all values, or to all keys, changes nothing unless a sink has the value zero,
+    # a cap or a sink compares with the scores, or keys are normed or rotated. So tokens are centred there,
+    # which makes rounding errors smaller.
+    centred = x - x.mean(dim=0)
+    relative = f.softcap is None and f.sinks is None
+    shifted_keys = relative and f.rotary is None and f.key_norm is None
+    q = _Projected.of(x, Q, None if f.query_bias is None else f.query_bias[h], f.query_norm, f.rotary)
+    q = q.scaled(f.scale)
+    keys = _Projected.of(
+        centred if shifted_keys else x,
+        K,
+        None if shifted_keys or f.key_bias is None else f.key_bias[g],
+        f.key_norm,
+        f.rotary,
+    )
+    values = _Projected.of(
+        centred if f.sinks is None else x, V, None if f.sinks is None else value_bias, None, None
+    )
+    v, d_v, d_k = values.t, values.error, keys.error
+    for numbers in (q.size, keys.size, values.size, Q, K, q.size @ keys.size.mT):
+        if not bool((numbers.abs() <= LARGEST).all()):
+            raise NonFiniteError(
+                "X",
+                expected="queries, keys, values and scores below 2^200 in float64",
+                got="larger ones",
+                remedy="Rescale the tokens or the parameters.",
+            )
+
+    P, d_P, M, d_M = _weights(f, h, q, keys, visible)
+    o = P @ v
+    d_o = d_P @ v.abs() + (P + d_P) @ d_v + gamma(n + 4) * (P @ v.abs())
+    c = P @ keys.t if relative else torch.zeros_like(keys.t)
+    w_norm, key_norm = torch.empty_like(P), torch.empty_like(P)
+    F = torch.empty(n, V.shape[0], Q.shape[0], dtype=x.dtype)
+    for rows in row_blocks(n, n * max(Q.shape[0], V.shape[0])):
+        w = v[None] - o[rows, None]
+        kappa = keys.t[None] - c[rows, None]
+        w_norm[rows] = torch.linalg.vector_norm(w, dim=-1)
+        key_norm[rows] = torch.linalg.vector_norm(kappa, dim=-1)
+        F[rows] = (M[rows, :, None] * w).mT @ kappa
+    F = f.scale * F
+    F_norm = torch.linalg.matrix_norm(F)
+    if q.turns is not None:
+        F = F @ q.turns
+
+    # Errors |M w pᵀ − M̂ ŵ p̂ᵀ| with p_ij = T_jᵀ q_i, and |M w κᵀ − M̂ ŵ κ̂ᵀ|, for each pair of tokens, where
+    # hats are rounded numbers.
+    d_w = _norms(d_v)[None] + _norms(d_o)[:, None] + 2 * U * w_norm
+    d_kappa = _norms(d_k)[None] + 2 * U * key_norm
+    q_norm, dq_norm = _norms(q.t)[:, None], _norms(q.error)[:, None]
+
+    def product_error(a: Tensor, d_a: Tensor) -> Tensor:
+        return d_M * (w_norm + d_w) * (a + d_a) + M * d_w * (a + d_a) + M * w_norm * d_a
+
+    d_p = dq_norm * keys.slope + (q_norm + dq_norm) * keys.slope_error
+    rank_one = product_error(q_norm * keys.slope, d_p)
+    d_F = (product_error(key_norm, d_kappa) + gamma(n + 8) * M * w_norm * key_norm).sum(dim=1)
+    rounding = gamma(2 * Q.shape[0] + 8)
+    turn = 1.0 if q.turns is None else _absolute_norms(q.turns)
+    d_F = abs(f.scale) * q.slope * d_F + F_norm * (q.slope_error + rounding * (turn + q.slope))
+    V_norm, K_norm, Q_norm = (float(norm(t[None]).upper) for t in (V, K, Q))
+    error = d_P.norm() * V_norm + rank_one.norm() * K_norm + d_F.amax() * Q_norm
+    return HeadAt(P, M, v, o, q.t, keys.turns, F, V, K, Q, float(up(error)))
+
+
+def _weights(
+    f: SelfAttention, h: int, q: _Projected, keys: _Projected, visible: Bool[Tensor, "n n"]
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return the attention weights, and the attention weights multiplied by the derivative of the soft cap.
+
+    Each of the two is followed by bounds on its rounding errors.
+    """
+    scores = q.t @ keys.t.mT
+    sizes = q.t.abs() @ keys.t.abs().mT
+    d_scores = q.error @ keys.t.abs().mT + (q.t.abs() + q.error) @ keys.error.mT
+    d_scores = d_scores + gamma(q.t.shape[1] + 2) * sizes
+    slope, d_slope = None, None
+    if f.softcap is not None:
+        tanh = torch.tanh(scores / f.softcap)
+        slope, d_slope = (1 - tanh) * (1 + tanh), d_scores / f.softcap + 32 * U
+        scores = f.softcap * tanh
+        d_scores = d_scores + 16 * U * scores.abs()
+    if f.score_bias is not None:
+        scores = scores + f.score_bias[h if len(f.score_bias) > 1 else 0]
+        d_scores = d_scores + 2 * U * scores.abs()
+    count = len(visible)
+    if f.sinks is not None:
+        # The sink is one more key, which all queries see.
+        scores = torch.cat((scores, f.sinks[h].to(scores).expand(count, 1)), dim=1)
+        d_scores = torch.nn.functional.pad(d_scores, (0, 1))
+        visible = torch.nn.functional.pad(visible, (0, 1), value=True)
+    scores = scores.masked_fill(~visible, -torch.inf)
+    shifted = scores - scores.amax(dim=1, keepdim=True)
+    weights = torch.exp(shifted)
+    P = weights / weights.sum(dim=1, keepdim=True)
+    d_P = _weight_errors(P, (d_scores + 2 * U * shifted.abs()).masked_fill(~visible, 0.0), visible)
+    P, d_P = P[:, :count], d_P[:, :count]
+    if slope is None or d_slope is None:
+        return P, d_P, P, d_P
+    return P, d_P, P * slope, d_P * (slope + d_slope) + P * (d_slope + 2 * U)
+
+
+@dataclass(frozen=True, eq=False)
+class _Projected:
+    """The queries, keys or values of a head, with their rounding errors and their derivatives with respect to
+    the tokens.
+
+    Attributes
+    ----------
+    t
+        The vectors R_i N(W x_i + b), as rounded.
+    error
+        Bounds on the rounding errors of the entries of ``t``.
+    size
+        Bounds on the terms of which the entries are sums.
+    turns
+        Derivatives of R_i N at W x_i + b, as rounded; None where they are the identity.
+    slope, slope_error
+        Bounds on the norms of the exact and rounded derivatives, and on how far they are apart.
+
+    """
+
+    t: Float[Tensor, "n k"]
+    error: Float[Tensor, "n k"]
+    size: Float[Tensor, "n k"]
+    turns: Float[Tensor, "n k k"] | None
+    slope: Float[Tensor, " n"]
+    slope_error: Float[Tensor, " n"]
+
+    @classmethod
+    def of(
+        cls,
+        x: Float[Tensor, "n d"],
+        weight: Float[Tensor, "k d"],
+        bias: Float[Tensor, " k"] | None,
+        layer: LayerNorm | RMSNorm | None,
+        rotary: Rotary | None,
+    ) -> _Projected:
+        n, d = x.shape
+        t, size = x @ weight.mT, x.abs() @ weight.abs().mT
+        if bias is not None:
+            t, size = t + bias, size + bias.abs()
+        error, turns = gamma(d + 10) * size, None
+        slope, slope_error = torch.ones(n, dtype=x.dtype), torch.zeros(n, dtype=x.dtype)
+        if layer is not None:
+            t, error, turns, slope, slope_error = _normed(layer, t, error)
+            size = t.abs() + error
+        if rotary is None:
+            return cls(t, error, size, turns, slope, slope_error)
+        k = weight.shape[0]
+        eye = torch.eye(k, dtype=x.dtype)
+        maps = rotary.rotate(eye[:, None].expand(k, n, k)).permute(1, 2, 0)
+        turn = _absolute_norms(maps)
+        absolute = maps.abs()
+        size = (absolute @ size[..., None])[..., 0]
+        error = (absolute @ error[..., None])[..., 0] + gamma(8) * (absolute @ t.abs()[..., None])[..., 0]
+        t = rotary.rotate(t)
+        if turns is None:
+            turns = maps
+        else:
+            slope_error = turn * slope_error + gamma(2 * k) * turn * torch.linalg.matrix_norm(turns)
+            turns = maps @ turns
+        return cls(t, error, size, turns, turn * slope, slope_error)
+
+    def scaled(self, scale: float) -> _Projected:
+        """Return the queries, keys or values multiplied by a number, with unchanged derivatives."""
+        t, factor = scale * self.t, abs(scale)
+        error = factor * self.error + 2 * U * t.abs()
+        return replace(self, t=t, error=error, size=factor * self.size)
+
+
+def _normed(
+    layer: LayerNorm | RMSNorm, a: Float[Tensor, "n k"], error: Float[Tensor, "n k"]
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Apply a norm layer to vectors, and bound the rounding errors of the results.
+
+    The results are the vectors and bounds on their errors, the derivatives (n, k, k), bounds on the norms of
+    the derivatives, and bounds on the errors of the derivatives.
+    """
+    k = a.shape[1]
+    y, length = layer.direction_and_length(a)
+    moved = _norms(error) + 2 * gamma(k + 3) * _norms(a)
+    # The length √(|y|² + kε) changes by no more than y. It has this value at least, between ŷ and y.
+    shortest = (length[:, 0] * (1 - gamma(k + 10)) - moved).clamp_min(math.sqrt(k * layer.eps)) * (1 - 1e-12)
+    shortest = shortest.clamp_min(1e-300)
+    gain = math.sqrt(k) * float(layer.weight.abs().amax()) * (1 + 1e-12)
+    t = math.sqrt(k) * layer.weight * (y / length)
+    eye = torch.eye(k, dtype=a.dtype)
+    outer = (eye - 1 / k if layer.centred else eye) - (y / length)[:, :, None] * (y / length)[:, None, :]
+    turns = math.sqrt(k) * layer.weight[:, None] * (outer / length[..., None])
+    added = 0.0
+    if layer.bias is not None:
+        t, added = t + layer.bias, float(layer.bias.norm())
+    # y ↦ y / √(|y|² + kε) has a derivative of at most 1/length and a second derivative of at most 6/length².
+    rounding = gamma(k + 20)
+    d_t = gain / shortest * moved + rounding * (gain + added)
+    d_turns = 6 * gain / shortest.square() * moved + 3 * rounding * gain / shortest
+    return t, d_t[:, None].expand_as(t), turns, gain / shortest + d_turns, d_turns
+
+
+def _weight_errors(
+    P: Float[Tensor, "n m"], d_scores: Float[Tensor, "n m"], visible: Bool[Tensor, "n m"]
+) -> Float[Tensor, "n m"]:
+    """Return upper bounds on the errors of the attention weights, from the errors of the scores.
+
+    The errors are |P̂ − P| for the rounded weights P̂. If the scores of a row have errors of at most δ, a
+    weight has an error of at most 2δ e^{2δ} P (1 − P), plus rounding. The weight in a row with one visible
+    key is exact.
+    """
+    rounding = gamma(P.shape[1] + 20)
+    moved = 2 * d_scores.amax(dim=1, keepdim=True)
+    error = P * (moved * torch.exp(moved) * (1 - P + 4 * rounding) + rounding) + UNDERFLOW
+    error = torch.where(moved > 1, 1.01, error)
+    exact = ~visible | (visible.sum(dim=1, keepdim=True) == 1)
+    return error.masked_fill(exact, 0.0)
+
+
+def _norms(rows: Float[Tensor, "n k"]) -> Float[Tensor, " n"]:
+    norms: Tensor = torch.linalg.vector_norm(rows, dim=-1)
+    return norms

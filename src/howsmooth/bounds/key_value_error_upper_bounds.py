@@ -1,0 +1,378 @@
+"""Upper bounds on the change of the output of attention if the keys or values have errors of bounded size.
+
+They hold for errors of any size, not to first order only. Proofs: documentation page "Errors in queries, keys
+and values".
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Bool, Float, Float64
+from torch import Tensor
+
+from howsmooth.attention import SelfAttention
+from howsmooth.attention.core import cap_slope
+from howsmooth.attention.map import check_tokens
+from howsmooth.bounds.attention_parameters import SiteLike, spectral_norm
+from howsmooth.bounds.certificates.eigenvalue_bounds import shrink
+from howsmooth.bounds.certificates.number_with_error_bound import LARGEST
+from howsmooth.errors import ArgumentError, NonFiniteError
+from howsmooth.roundoff import UNDERFLOW, gamma
+
+__all__ = ["OutputErrorBound", "kv_error_upper_bound"]
+
+_SOURCE = 'howsmooth documentation, "Errors in queries, keys and values", {}'
+# Sums and products of nonnegative numbers, whose relative rounding error is far below this number.
+_MARGIN = 1e-9
+_ENTRIES = 1 << 22  # entries of the largest tensor of a block of rows
+_STEPS = 5  # of the search for the largest ratio
+_MOST_TAU = 300.0  # change of a score above which a bound uses the distances of the values alone
+
+
+@dataclass(frozen=True, eq=False)
+class OutputErrorBound:
+    """An upper bound on the change of the output of attention for all errors of keys and values of a given
+    size.
+
+    Attributes
+    ----------
+    value
+        Upper bound on the Frobenius norm of the change of the output.
+    tokens
+        Upper bounds on the Euclidean norm of the change of each output token, float64, shape (n,).
+    source
+        The theorem, with the documentation page that proves it.
+
+    """
+
+    value: float
+    tokens: Float64[Tensor, " n"]
+    source: str
+
+    def __repr__(self) -> str:
+        return f"OutputErrorBound(‖change of the output‖ ≤ {self.value:.6g}; {self.source})"
+
+
+def kv_error_upper_bound(
+    attention: object,
+    X: Tensor | None = None,
+    *,
+    keys: Tensor | float | None = None,
+    values: Tensor | float | None = None,
+) -> OutputErrorBound:
+    """Bound the change of the output of attention if the errors of keys and values have at most the given
+    size.
+
+    The bound holds for every pattern of errors of this size, with the queries unchanged, and includes the
+    rounding of float64. Keys and values are those that the scores are formed from, after biases, norm layers
+    and rotary positions, as in the KV cache of transformers. For errors of the values alone, and one head
+    without output projection, the largest change of each output token is equal to the bound.
+
+    Parameters
+    ----------
+    attention
+        A captured site, or a :class:`~howsmooth.attention.SelfAttention` with any mask and score features.
+    X
+        The tokens (n, d) of one sequence, float32 or float64; None for the tokens of the site.
+    keys, values
+        The size of the errors, not negative; None for no error. A number, or a tensor that broadcasts to
+        (kv_heads, n), limits the Euclidean norm of the error of each key or value. A tensor with three axes
+        that broadcasts to (kv_heads, n, dim) limits the absolute error of each entry; one number for each
+        channel has shape (kv_heads, 1, dim).
+
+    Returns
+    -------
+    OutputErrorBound
+        Upper bounds for the whole output and for each output token.
+
+    Raises
+    ------
+    ArgumentError
+        If ``attention`` is no map of this kind, or another argument does not fit.
+    NonFiniteError
+        If ``X``, a size or a score is not finite, or larger than 2^200.
+
+    """
+    f, x = _checked(attention, X)
+    n = len(x)
+    q, k, v = f.projections(x)
+    key_errors = _Errors.of("keys", keys, k)
+    value_errors = _Errors.of("values", values, v)
+    if not all(bool((t.abs() <= LARGEST).all()) for t in (q, k, v, q.abs() @ _for_heads(f, k.abs()).mT)):
+        raise NonFiniteError(
+            "X",
+            expected="queries, keys, values and scores below 2^200 in float64",
+            got="larger ones",
+            remedy="Rescale the tokens or the parameters.",
+        )
+    width = f.value_dim
+    total = torch.zeros(n, dtype=torch.float64)
+    for h in range(f.heads):
+        head = _Head(f, h, q[h], k, v)
+        given = (key_errors, value_errors)
+        if not any(bool(one.norms[head.g].any()) for one in given if one is not None):
+            continue
+        changes = torch.cat(
+            [head.changes(rows, key_errors, value_errors) for rows in _row_blocks(n, n * width)]
+        )
+        # Heads that are concatenated are orthogonal parts of the output.
+        total = torch.hypot(total, changes) if f.output is None else total + changes
+    tokens = total * (1 + _MARGIN)
+    name = "Theorem K" if keys is not None and values is None else "Theorem V"
+    if keys is not None and values is not None:
+        name = "Theorem KV"
+    value = float(torch.linalg.vector_norm(tokens)) * (1 + _MARGIN)
+    return OutputErrorBound(value, tokens, _SOURCE.format(name))
+
+
+def _checked(attention: object, X: object) -> tuple[SelfAttention, Float64[Tensor, "n d"]]:
+    f: object = attention
+    if not isinstance(f, SelfAttention) and isinstance(attention, SiteLike):
+        f = attention.map
+        X = attention.x[0] if X is None and len(attention.x) == 1 else X
+    if not isinstance(f, SelfAttention):
+        scope = getattr(attention, "scope", None)
+        raise ArgumentError(
+            "attention",
+            expected="a SelfAttention, or a site whose map is one",
+            got=type(attention).__name__ if scope is None else f"scope {scope!r}: {type(f).__name__}",
+            remedy="Capture with scope 'attention', 'heads' or 'head'; its projections must be known.",
+        )
+    if not isinstance(X, Tensor) or X.ndim != 2 or not X.is_floating_point():
+        got = f"{X.dtype} of shape {tuple(X.shape)}" if isinstance(X, Tensor) else type(X).__name__
+        raise ArgumentError("X", expected="the tokens (n, d) of one sequence", got=got)
+    f = f.to(dtype=torch.float64, device="cpu")
+    x = X.detach().to(dtype=torch.float64, device="cpu")
+    check_tokens(x, f)
+    if not bool(torch.isfinite(x).all()):
+        raise NonFiniteError("X", expected="finite numbers", got="NaN or infinity")
+    return f, x
+
+
+def _row_blocks(n: int, width: int) -> list[slice]:
+    step = max(1, _ENTRIES // width)
+    return [slice(i, min(n, i + step)) for i in range(0, n, step)]
+
+
+def _for_heads(f: SelfAttention, t: Float[Tensor, "kv_heads n k"]) -> Float[Tensor, "heads n k"]:
+    return t.repeat_interleave(f.heads // f.kv_heads, dim=0)
+
+
+@dataclass(frozen=True, eq=False)
+class _Errors:
+    """The largest errors of keys or values that are allowed: in norm, and in each entry unless that limit is
+    None.
+    """
+
+    norms: Float64[Tensor, "kv_heads n"]
+    entries: Float64[Tensor, "kv_heads n dim"] | None
+
+    @classmethod
+    def of(cls, name: str, size: object, like: Float64[Tensor, "kv_heads n dim"]) -> _Errors | None:
+        """Convert the limits that the user gave for errors of keys or values to _Errors, after
+        checking them.
+        """
+        if size is None:
+            return None
+        heads, n, dim = like.shape
+        expected = f"numbers >= 0 that broadcast to ({heads}, {n}), or with three axes to {(heads, n, dim)}"
+        try:
+            given = torch.as_tensor(size, dtype=torch.float64, device="cpu").detach()
+            shape = (heads, n, dim) if given.ndim == 3 else (heads, n)
+            given = given.broadcast_to(shape)
+        except (TypeError, ValueError, RuntimeError):
+            got = f"shape {tuple(size.shape)}" if isinstance(size, Tensor) else repr(size)
+            raise ArgumentError(name, expected=expected, got=got) from None
+        if not bool((given <= LARGEST).all()):
+            raise NonFiniteError(name, expected="numbers up to 2^200", got="NaN or a larger number")
+        if bool((given < 0).any()):
+            raise ArgumentError(name, expected=expected, got=f"{float(given.min()):g}")
+        if given.ndim == 2:
+            return cls(given, None)
+        return cls(torch.linalg.vector_norm(given, dim=-1) * (1 + _MARGIN), given)
+
+
+@dataclass(frozen=True, eq=False)
+class _Weights:
+    """Lower and upper bounds on the attention weights of some queries."""
+
+    #: Upper bounds on the weights P_ij.
+    upper: Float64[Tensor, "rows n"]
+    #: Lower bounds on the weight of the sink, zero without one.
+    sink: Float64[Tensor, " rows"]
+    #: A number c such that c · ``upper`` is a lower bound on the weights, up to underflow; zero if none is.
+    shrink: Float64[Tensor, " rows"]
+    #: The keys that each query sees.
+    visible: Bool[Tensor, "rows n"]
+    #: The scores before the soft cap.
+    raw: Float64[Tensor, "rows n"]
+
+    def lowest_sum(self, tau: Float64[Tensor, "rows n"]) -> Float64[Tensor, " rows"]:
+        """Return lower bounds on Σ_j P_ij e^{−τ_ij} for each query i, including the attention sink.
+
+        They are zero where none is known.
+        """
+        sums = self.shrink * (self.upper * torch.exp(-tau)).sum(dim=1) * (1 - _MARGIN) + self.sink
+        # For larger changes of the scores, underflow would not be negligible.
+        return torch.where((tau.amax(dim=1) < _MOST_TAU) & (self.shrink > 0), sums, 0.0)
+
+    def moved(self, tau: Float64[Tensor, "rows n"]) -> Float64[Tensor, "rows n"]:
+        """Return upper bounds on the attention weights if each score changes by at most ``tau``."""
+        low = self.shrink[:, None] * self.upper * torch.exp(-tau)
+        others = (self.lowest_sum(tau)[:, None] - low * (1 + _MARGIN)).clamp_min(0.0)
+        high = self.upper * torch.exp(tau.clamp_max(_MOST_TAU)) * (1 + _MARGIN)
+        return torch.where(others > 0, high / (high + others), 1.0).masked_fill(~self.visible, 0.0)
+
+
+class _Head:
+    """One attention head at given tokens, with bounds on the effect of key and value errors on its output."""
+
+    def __init__(
+        self,
+        f: SelfAttention,
+        h: int,
+        q: Float64[Tensor, "n key_dim"],
+        k: Float64[Tensor, "kv_heads n key_dim"],
+        v: Float64[Tensor, "kv_heads n value_dim"],
+    ) -> None:
+        self.g = h // (f.heads // f.kv_heads)
+        self.f, self.q, self.k, self.v = f, q, k[self.g], v[self.g]
+        n, width = self.v.shape
+        visible = f.visible_keys(n)
+        self.visible = torch.ones(n, n, dtype=torch.bool) if visible is None else visible
+        bias = f.score_bias
+        self.bias = None if bias is None else bias[0 if bias.shape[0] == 1 else h]
+        self.sink = -torch.inf if f.sinks is None else float(f.sinks[h])
+        whole = torch.eye(width, dtype=torch.float64) if f.output is None else f.output
+        self.output = whole if f.output is None else whole[:, h * width : (h + 1) * width]
+        self.factor = shrink(self.output)  # products with it are not shorter than with the output matrix
+        self.norm = spectral_norm(self.output)
+
+    def changes(self, rows: slice, keys: _Errors | None, values: _Errors | None) -> Float64[Tensor, " rows"]:
+        """Bound the effect of key and value errors on the output of this head at some tokens."""
+        weights = self._weights(rows)
+        p, found = weights.upper, torch.zeros(len(weights.upper), dtype=torch.float64)
+        if keys is not None:
+            tau = self._score_changes(rows, keys, weights.raw)
+            found = self._by_keys(weights, tau)
+            p = weights.moved(tau)
+        return found if values is None else found + self._by_values(p, values)
+
+    def _weights(self, rows: slice) -> _Weights:
+        f, visible = self.f, self.visible[rows]
+        raw = f.scale * (self.q[rows] @ self.k.mT)
+        size = abs(f.scale) * (self.q[rows].abs() @ self.k.abs().mT)
+        scores = raw if f.softcap is None else f.softcap * torch.tanh(raw / f.softcap)
+        if self.bias is not None:
+            scores, size = scores + self.bias[rows], size + self.bias[rows].abs()
+        size = (size + scores.abs()).masked_fill(~visible, 0.0).amax(dim=1)
+        size = size if self.sink == -torch.inf else size.clamp_min(abs(self.sink))
+        sink = scores.new_full((len(scores), 1), self.sink)
+        every = torch.softmax(torch.cat((scores.masked_fill(~visible, -torch.inf), sink), dim=1), dim=1)
+        n = scores.shape[1]
+        # Errors of the scores of at most e change a weight by a factor of at most e^{2e}.
+        slack = torch.expm1(2 * gamma(self.q.shape[1] + 20) * size) + gamma(2 * n + 40)
+        lowered = (1 - 2 * slack).clamp_min(0.0)
+        upper = (every[:, :n] * (1 + slack[:, None]) + UNDERFLOW).clamp_max(1.0).masked_fill(~visible, 0.0)
+        return _Weights(upper, every[:, n] * lowered, lowered, visible, raw)
+
+    def _score_changes(
+        self, rows: slice, keys: _Errors, raw: Float64[Tensor, "rows n"]
+    ) -> Float64[Tensor, "rows n"]:
+        """Bound the effect of key errors on each attention score, after the soft cap."""
+        q, cap = self.q[rows], self.f.softcap
+        tau = torch.linalg.vector_norm(q, dim=1)[:, None] * keys.norms[self.g]
+        if keys.entries is not None:
+            tau = torch.minimum(tau, q.abs() @ keys.entries[self.g].mT)
+        tau = abs(self.f.scale) * tau * (1 + _MARGIN)
+        if cap is not None:
+            # The cap's slope is largest at the score nearest to zero, and no capped score exceeds the cap.
+            lost = gamma(q.shape[1] + 4) * abs(self.f.scale) * (q.abs() @ self.k.abs().mT)
+            nearest = (raw.abs() - tau - lost).clamp_min(0.0)
+            tau = (tau * cap_slope(nearest, cap) * (1 + _MARGIN)).clamp_max(2 * cap)
+        found: Tensor = tau
+        return found
+
+    def _by_keys(self, weights: _Weights, tau: Float64[Tensor, "rows n"]) -> Float64[Tensor, " rows"]:
+        """Bound the change of the output of this head if each score changes by at most ``tau``.
+
+        The result is the smallest of three bounds: by the triangle inequality, by a covariance of the values,
+        and by the distance of the values from the output.
+        """
+        values, p = self.v @ self.factor.mT, weights.upper
+        means = p @ values
+        z = values[None] - means[:, None]
+        # The computed differences z of values and outputs have errors of at most ``lost`` in norm.
+        lengths = torch.linalg.vector_norm(self.v.abs() @ self.factor.abs().mT, dim=1) * (1 + _MARGIN)
+        relative = (1 - weights.shrink) + gamma(2 * len(values) + 2 * self.v.shape[1] + 20)
+        lost = relative * (p @ lengths + lengths.amax())
+        distances = torch.linalg.vector_norm(z, dim=-1) * (1 + _MARGIN) + lost[:, None]
+        hull = distances.masked_fill(~weights.visible, 0.0).amax(dim=1)
+        if self.sink > -torch.inf:  # the value of the sink is zero
+            hull = torch.maximum(hull, torch.linalg.vector_norm(means, dim=1) * (1 + _MARGIN) + lost)
+        lowest = weights.lowest_sum(tau)
+        small = torch.where((lowest > 0)[:, None], tau, 0.0)
+        triangle = _largest_ratio(weights, distances, small, lowest)
+        grown = p * torch.expm1(small) * (1 + _MARGIN)
+        mass = grown.sum(dim=1)
+        spread = (mass * _spectral_upper((grown[..., None] * z).mT @ z)).sqrt() + mass * lost
+        known = torch.minimum(triangle, spread / lowest)
+        found: Tensor = torch.where(lowest > 0, torch.minimum(known, hull), hull) * (1 + _MARGIN)
+        return found
+
+    def _by_values(self, p: Float64[Tensor, "rows n"], values: _Errors) -> Float64[Tensor, " rows"]:
+        """Bound the effect of value errors on the output of this head if the attention weights are at most
+        ``p``.
+        """
+        found = self.norm * (p @ values.norms[self.g])
+        if values.entries is not None:
+            mean = p @ values.entries[self.g]
+            found = torch.minimum(found, self.norm * torch.linalg.vector_norm(mean, dim=1))
+            found = torch.minimum(found, torch.linalg.vector_norm(mean @ self.output.abs().mT, dim=1))
+        return found * (1 + _MARGIN)
+
+
+def _largest_ratio(
+    weights: _Weights,
+    distances: Float64[Tensor, "rows n"],
+    tau: Float64[Tensor, "rows n"],
+    lowest: Float64[Tensor, " rows"],
+) -> Float64[Tensor, " rows"]:
+    """Bound the change of attention outputs if each score changes by at most τ_ij.
+
+    For each row the bound is max Σ_j P_j |e_j − 1| r_j / (Σ_j P_j e_j + sink) over e^{−τ_j} ≤ e_j ≤ e^{τ_j}.
+    The maximum λ solves max_e Σ_j P_j (|e_j − 1| r_j − λ e_j) = λ sink, and the left side is largest at one
+    of the two ends for each j. Dinkelbach's iteration approaches λ from below; its last residual, divided by
+    the smallest denominator, is added.
+    """
+    p, c = weights.upper, weights.shrink
+    up, down = torch.expm1(tau), -torch.expm1(-tau)
+    ratio = torch.zeros(len(p), dtype=torch.float64)
+    for _ in range(_STEPS):
+        rises = up * distances - (c * ratio)[:, None] * (1 + up) >= (
+            down * distances - (c * ratio)[:, None] * (1 - down)
+        )
+        numerator = (p * torch.where(rises, up, down) * distances).sum(dim=1)
+        denominator = c * (p * torch.where(rises, 1 + up, 1 - down)).sum(dim=1) + weights.sink
+        ratio = torch.where(denominator > 0, numerator / denominator, 0.0)
+    at = (c * ratio)[:, None]
+    terms = torch.maximum(up * distances - at * (1 + up), down * distances - at * (1 - down))
+    residual = (p * terms).sum(dim=1) - ratio * weights.sink
+    sizes = (p * (up * distances + at * (1 + up))).sum(dim=1) + ratio * weights.sink
+    cancelled = gamma(p.shape[1] + 20) * sizes
+    return ratio * (1 + _MARGIN) + (residual.clamp_min(0.0) + cancelled) / lowest
+
+
+def _spectral_upper(gram: Float64[Tensor, "rows r r"]) -> Float64[Tensor, " rows"]:
+    """Return upper bounds on the largest eigenvalues of float64 matrices that are positive semidefinite.
+
+    The bound is the Schatten norm (Σ λ⁸)^(1/8), at most r^(1/8) times too large.
+    """
+    size = gram.diagonal(dim1=-2, dim2=-1).sum(dim=-1)
+    scaled = gram / torch.where(size > 0, size, 1.0)[:, None, None]
+    square = scaled @ scaled
+    found = torch.linalg.matrix_norm(square @ square).sqrt().sqrt()
+    upper: Tensor = (found + _MARGIN) * size * (1 + _MARGIN)
+    return upper

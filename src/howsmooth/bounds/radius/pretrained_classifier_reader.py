@@ -1,0 +1,513 @@
+"""Convert a pretrained classifier to a network of layers with known derivatives, and verify that both compute
+the same logits.
+
+A model of transformers is recognised by the names of its modules, any other by its layers, which are those of
+``torch.nn.TransformerEncoderLayer``. What decides is the comparison: the stages must reproduce the model's
+logits at the given tokens and at changed ones.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from operator import attrgetter
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from howsmooth.bounds.radius.transformer_layers import (
+    ACTIVATIONS,
+    Activation,
+    Attention,
+    FeedForward,
+    GatedFeedForward,
+    Norm,
+)
+from howsmooth.bounds.radius.transformer_network import Network, Stage
+from howsmooth.errors import ArgumentError, CertificateError, reason
+from howsmooth.force_float64 import WithoutDowncast
+
+__all__ = ["embedded", "model_logits", "read_classifier"]
+
+_ALL = slice(None)
+_AGREEMENT = 1e-9
+
+
+@dataclass(frozen=True)
+class _Arrangement:
+    """The names of the modules (layers, projections, norms) in one kind of classifier, such as BERT.
+
+    ``readout`` is a module of the whole model; the others belong to its base model or to a layer.
+    ``projections`` are query, key, value and output; the first three may be one module. ``pre_norm`` says
+    that the norms stand before attention and feed-forward, ``causal`` that a token sees none after it, and
+    ``token`` which one the readout takes.
+    """
+
+    kind: str
+    readout: str
+    layers: str
+    attention: str
+    projections: tuple[str, str, str, str]
+    norms: tuple[str, str]
+    up: str
+    activation: str
+    down: str
+    gate: str | None = None
+    last_norm: str | None = None
+    pooler: str | None = None
+    pre_norm: bool = True
+    causal: bool = False
+    token: int = 0
+
+
+_ARRANGEMENTS = (
+    _Arrangement(
+        kind="BERT",
+        readout="classifier",
+        layers="encoder.layer",
+        attention="attention.self",
+        projections=(
+            "attention.self.query",
+            "attention.self.key",
+            "attention.self.value",
+            "attention.output.dense",
+        ),
+        norms=("attention.output.LayerNorm", "output.LayerNorm"),
+        up="intermediate.dense",
+        activation="intermediate.intermediate_act_fn",
+        down="output.dense",
+        pooler="pooler",
+        pre_norm=False,
+    ),
+    _Arrangement(
+        kind="GPT-2",
+        readout="score",
+        layers="h",
+        attention="attn",
+        projections=("attn.c_attn", "attn.c_attn", "attn.c_attn", "attn.c_proj"),
+        norms=("ln_1", "ln_2"),
+        up="mlp.c_fc",
+        activation="mlp.act",
+        down="mlp.c_proj",
+        last_norm="ln_f",
+        causal=True,
+        token=-1,
+    ),
+    _Arrangement(
+        kind="Llama",
+        readout="score",
+        layers="layers",
+        attention="self_attn",
+        projections=("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj"),
+        norms=("input_layernorm", "post_attention_layernorm"),
+        gate="mlp.gate_proj",
+        up="mlp.up_proj",
+        activation="mlp.act_fn",
+        down="mlp.down_proj",
+        last_norm="norm",
+        causal=True,
+        token=-1,
+    ),
+    _Arrangement(
+        kind="ViT",
+        readout="classifier",
+        layers="layers",
+        attention="attention",
+        projections=("attention.q_proj", "attention.k_proj", "attention.v_proj", "attention.o_proj"),
+        norms=("layernorm_before", "layernorm_after"),
+        up="mlp.fc1",
+        activation="mlp.activation_fn",
+        down="mlp.fc2",
+        last_norm="layernorm",
+    ),
+)
+
+
+def read_classifier(model: nn.Module, x: Tensor, inputs: Mapping[str, Tensor] | None = None) -> Network:
+    """Convert a classifier of a known kind to a Network, for sequences as long as x (n, d).
+
+    The input of the stages is the input of the first layer. Only the token that the readout takes is computed
+    after the last attention.
+
+    Parameters
+    ----------
+    model
+        A float64 model in evaluation mode.
+    x
+        The tokens at which its logits are compared with those of the stages, in float64.
+    inputs
+        The inputs of the model that give x, if known: then their logits are compared too.
+
+    Raises
+    ------
+    CertificateError
+        If a module has no stage, or the stages do not reproduce the model's logits; the module is named.
+
+    """
+    names = {module: name for name, module in model.named_modules()}
+    layers = [module for module in names if isinstance(module, nn.TransformerEncoderLayer)]
+    if layers:
+        return _read_encoder(model, layers, names, x)
+    base = _base(model)
+    found = _arrangement(model)
+    token = torch.tensor([found.token % len(x)])
+    visible = torch.ones(len(x), len(x), dtype=torch.bool).tril() if found.causal else None
+    turns = _turns(base.rotary_emb, x) if hasattr(base, "rotary_emb") else None
+    stages: list[Stage] = []
+    layers = list(attrgetter(found.layers)(base))
+    for index, layer in enumerate(layers):
+        rows = token if index == len(layers) - 1 else torch.arange(len(x))
+        try:
+            stages += _layer(found, layer, names, rows, visible, turns, base.config)
+        except AttributeError as error:
+            kind, why = type(layer).__name__, f"is not a layer of {found.kind} ({error})"
+            raise CertificateError(names[layer], kind=kind, reason=why) from None
+    if found.last_norm is not None:
+        stages.append(Stage("last norm", _norm(attrgetter(found.last_norm)(base), names), _ALL))
+    if found.pooler is not None:
+        pooler = attrgetter(found.pooler)(base)
+        weight, bias = _linear(pooler.dense)
+        identity = torch.eye(len(weight), dtype=torch.float64)
+        tanh = _activation(pooler.activation, names)
+        pooled = FeedForward(weight, bias, tanh, identity, torch.zeros_like(bias))
+        stages.append(Stage("pooler", pooled, _ALL))
+    readout, offset = _linear(attrgetter(found.readout)(model))
+    network = Network(tuple(stages), readout[:, None], offset)
+    if (difference := _difference(model, network, x, inputs)) > _AGREEMENT:
+        raise _other(model, difference)
+    return network
+
+
+def _read_encoder(
+    model: nn.Module, layers: list[nn.TransformerEncoderLayer], names: dict[nn.Module, str], x: Tensor
+) -> Network:
+    """Convert a PyTorch module with encoder layers, at most one final norm and a linear readout to a Network.
+
+    The readout is of the mean token, the first or the last: that which reproduces the model's logits.
+    """
+    inside = {module for layer in layers for module in layer.modules()}
+    others = [module for module in names if module not in inside and not list(module.children())]
+    readouts = [module for module in others if isinstance(module, nn.Linear)]
+    norms = [module for module in others if isinstance(module, nn.LayerNorm | nn.RMSNorm)]
+    if len(readouts) != 1 or len(norms) > 1:
+        why = (
+            f"has {len(readouts)} linear layers and {len(norms)} norms beside its encoder layers, not 1 and 1"
+        )
+        raise CertificateError("", kind=type(model).__name__, reason=why)
+    weight, offset = _linear(readouts[0])
+    n, error = len(x), math.inf
+    for token in (None, 0, n - 1):
+        stages: list[Stage] = []
+        for index, layer in enumerate(layers):
+            one = token is not None and index == len(layers) - 1
+            own = layer.self_attn
+            parts = list(zip(own.in_proj_weight.chunk(3), _biases(own), strict=True))
+            attention = _heads(
+                [(part.detach().double().cpu(), bias) for part, bias in parts],
+                _linear(own.out_proj),
+                own.num_heads,
+                torch.tensor([token]) if one else torch.arange(n),
+            )
+            feed_forward = FeedForward(
+                *_linear(layer.linear1), _activation(layer.activation, names), *_linear(layer.linear2)
+            )
+            both = [_norm(norm, names) for norm in (layer.norm1, layer.norm2)]
+            stages += _residuals(names[layer], attention, feed_forward, both, layer.norm_first)
+        stages += [Stage("last norm", _norm(norm, names), _ALL) for norm in norms]
+        readout = weight[:, None]
+        if token is None:
+            readout = (readout / n).expand(-1, n, -1).contiguous()
+        network = Network(tuple(stages), readout, offset)
+        error = _difference(model, network, x, None)
+        if error <= _AGREEMENT:
+            return network
+    raise _other(model, error)
+
+
+def _biases(attention: nn.MultiheadAttention) -> tuple[Tensor, ...]:
+    size = len(attention.in_proj_weight)
+    bias = attention.in_proj_bias
+    found = torch.zeros(size, dtype=torch.float64) if bias is None else bias.detach().double().cpu()
+    return found.chunk(3)
+
+
+def _base(model: nn.Module) -> Any:
+    """Return the base model of a transformers classifier, which is the model without its
+    classification head.
+    """
+    return getattr(model, getattr(model, "base_model_prefix", ""), model)
+
+
+def _arrangement(model: nn.Module) -> _Arrangement:
+    """Determine which known kind of classifier a model is, by the names of its modules."""
+    base = _base(model)
+    for found in _ARRANGEMENTS:
+        try:
+            (first, *_), readout = attrgetter(found.layers)(base), attrgetter(found.readout)(model)
+            ends = [attrgetter(name)(base) for name in (found.last_norm, found.pooler) if name]
+            attrgetter(*found.projections, *found.norms)(first)
+        except (AttributeError, TypeError, ValueError):
+            continue
+        if isinstance(readout, nn.Linear) and all(isinstance(end, nn.Module) for end in ends):
+            return found
+    known = ", ".join(found.kind for found in _ARRANGEMENTS)
+    raise CertificateError(
+        "",
+        kind=type(model).__name__,
+        reason=f"is not a classifier of a known kind ({known}, with a linear readout)",
+        remedy="Layers of torch.nn.TransformerEncoderLayer are read in any module; other arrangements can be "
+        "given as a howsmooth.bounds.radius.Network.",
+    )
+
+
+def _layer(
+    found: _Arrangement,
+    layer: nn.Module,
+    names: dict[nn.Module, str],
+    rows: Tensor,
+    visible: Tensor | None,
+    turns: Tensor | None,
+    config: Any,
+) -> list[Stage]:
+    """Convert one Transformer layer to two stages, attention and feed-forward, each with norm and residual
+    connection.
+    """
+    name = names[layer]
+    attention = _attention(found, layer, rows, visible, turns, config)
+    norms = [_norm(attrgetter(norm)(layer), names) for norm in found.norms]
+    activation = _activation(attrgetter(found.activation)(layer), names)
+    up, down = (_linear(attrgetter(part)(layer)) for part in (found.up, found.down))
+    feed_forward: FeedForward | GatedFeedForward
+    if found.gate is None:
+        feed_forward = FeedForward(*up, activation, *down)
+    else:
+        feed_forward = GatedFeedForward(*_linear(attrgetter(found.gate)(layer)), *up, activation, *down)
+    return _residuals(name, attention, feed_forward, norms, found.pre_norm)
+
+
+def _residuals(
+    name: str,
+    attention: Attention,
+    feed_forward: FeedForward | GatedFeedForward,
+    norms: list[Norm],
+    pre_norm: bool,
+) -> list[Stage]:
+    """Return attention and feed-forward as two stages with residual connections and a norm layer each.
+
+    The norms stand before attention and feed-forward if ``pre_norm`` is true, and otherwise after them.
+    """
+    stages = []
+    for part, own, norm in (("attention", attention, norms[0]), ("feed-forward", feed_forward, norms[1])):
+        if pre_norm:
+            d = len(norm.gain)
+            # The state is [x, norm(x)] in between.
+            stages.append(Stage(f"{name}.{part} norm", norm, _ALL, keep=True))
+            stages.append(Stage(f"{name}.{part}", own, slice(d, 2 * d), slice(0, d)))
+        else:
+            stages.append(Stage(f"{name}.{part}", own, _ALL, _ALL))
+            stages.append(Stage(f"{name}.{part} norm", norm, _ALL))
+    return stages
+
+
+def _linear(module: Any) -> tuple[Tensor, Tensor]:
+    weight = module.weight.detach().double().cpu()
+    if type(module).__name__ == "Conv1D":  # the linear layer of GPT-2, whose weight is transposed
+        weight = weight.T
+    bias = weight.new_zeros(len(weight)) if module.bias is None else module.bias.detach().double().cpu()
+    return weight, bias
+
+
+def _attention(
+    found: _Arrangement,
+    layer: nn.Module,
+    rows: Tensor,
+    visible: Tensor | None,
+    turns: Tensor | None,
+    config: Any,
+) -> Attention:
+    heads = int(config.num_attention_heads)
+    *parts, (mixed, mixed_bias) = (_linear(attrgetter(name)(layer)) for name in found.projections)
+    if found.projections[0] == found.projections[1]:
+        weight, bias = parts[0]
+        parts = list(zip(weight.chunk(3), bias.chunk(3), strict=True))
+    scale = getattr(attrgetter(found.attention)(layer), "scaling", None)
+    return _heads(parts, (mixed, mixed_bias), heads, rows, visible, turns, scale)
+
+
+def _heads(
+    parts: list[tuple[Tensor, Tensor]],
+    output: tuple[Tensor, Tensor],
+    heads: int,
+    rows: Tensor,
+    visible: Tensor | None = None,
+    turns: Tensor | None = None,
+    scale: float | None = None,
+) -> Attention:
+    """Build a multi-head attention from the weights and biases of its query, key, value and output
+    projections.
+    """
+    size = len(parts[0][0]) // heads
+    split = []
+    for weight, bias in parts:
+        # Keys and values may be shared by several heads.
+        own, own_bias = weight.unflatten(0, (-1, size)), bias.unflatten(0, (-1, size))
+        repeated = heads // len(own)
+        split += [own.repeat_interleave(repeated, 0), own_bias.repeat_interleave(repeated, 0)]
+    scale = 1 / math.sqrt(size) if scale is None else float(scale)
+    query, query_bias, key, key_bias, value, value_bias = split
+    mixed = output[0].unflatten(1, (heads, -1)).movedim(1, 0)
+    return Attention(
+        query * scale,
+        query_bias * scale,
+        key,
+        key_bias,
+        value,
+        value_bias,
+        mixed,
+        output[1],
+        rows,
+        visible,
+        turns,
+    )
+
+
+def _turns(rotary: nn.Module, x: Tensor) -> Tensor:
+    """Return the matrices (n, e, e) of the rotary positions 0 to n − 1, where entries i and i + e/2 form a
+    pair.
+    """
+    positions = torch.arange(len(x))[None]
+    with torch.no_grad(), WithoutDowncast():
+        cos, sin = (part[0].double() for part in rotary(x[None], positions))
+    half = cos.shape[1] // 2
+    one = torch.eye(half, dtype=x.dtype)
+    paired = torch.zeros(2 * half, 2 * half, dtype=x.dtype)
+    paired[:half, half:], paired[half:, :half] = -one, one
+    found: Tensor = torch.diag_embed(cos) + sin[..., None] * paired
+    return found
+
+
+def _norm(module: Any, names: dict[nn.Module, str]) -> Norm:
+    centred = isinstance(module, nn.LayerNorm)
+    known = centred or "RMSNorm" in type(module).__name__
+    if not known or getattr(module, "weight", None) is None:
+        why = "is neither a LayerNorm nor an RMSNorm with a weight"
+        raise CertificateError(names[module], kind=type(module).__name__, reason=why)
+    gain = module.weight.detach().double().cpu()
+    bias = getattr(module, "bias", None)
+    bias = torch.zeros_like(gain) if bias is None else bias.detach().double().cpu()
+    epsilon = module.variance_epsilon if hasattr(module, "variance_epsilon") else module.eps
+    return Norm(gain, bias, float(epsilon), centred)
+
+
+def _activation(module: Any, names: dict[nn.Module, str]) -> Activation:
+    """Return the known activation function that has the same values on a grid as the given module."""
+    grid = torch.linspace(-8, 8, 1601, dtype=torch.float64)
+    with torch.no_grad():
+        values = module(grid)
+    for activation in ACTIVATIONS.values():
+        if torch.allclose(values, activation.value(grid), rtol=1e-12, atol=1e-13):
+            return activation
+    kind = type(module).__name__
+    known = ", ".join(ACTIVATIONS)
+    raise CertificateError(
+        names.get(module, ""), kind=kind, reason=f"has no remainder; activations that have one: {known}"
+    )
+
+
+def embedded(model: nn.Module, inputs: Mapping[str, Tensor]) -> Tensor:
+    """Return the tokens (n, d) that enter the first layer of a model, for a dict of model inputs.
+
+    Raises
+    ------
+    ArgumentError
+        If the inputs are not of one sequence or image, or the attention mask hides some tokens.
+
+    """
+    found = _arrangement(model)
+    name = getattr(model, "main_input_name", "input_ids")
+    given = inputs.get(name)
+    if given is None or len(given) != 1 or (name == "input_ids" and given.ndim != 2):
+        got = "none" if given is None else f"the shape {tuple(given.shape)}"
+        raise ArgumentError("inputs", expected=f"{name} of one sequence (1, ...)", got=got)
+    mask = inputs.get("attention_mask")
+    if mask is not None and not bool(mask.bool().all()):
+        raise ArgumentError(
+            "inputs", expected="a sequence without padding", got="an attention_mask with zeros"
+        )
+    seen: list[Tensor] = []
+
+    def keep(module: nn.Module, args: tuple[Any, ...], named: dict[str, Any]) -> None:
+        seen.append(args[0] if args else named["hidden_states"])
+
+    layers = attrgetter(found.layers)(_base(model))
+    hook = layers[0].register_forward_pre_hook(keep, with_kwargs=True)
+    try:
+        _logits(model, inputs)
+    except (IndexError, RuntimeError, ValueError) as error:
+        got = f"{name} of shape {tuple(given.shape)}, up to {given.max()} ({reason(error)})"
+        raise ArgumentError("inputs", expected="inputs that the model takes", got=got) from None
+    finally:
+        hook.remove()
+    return seen[0][0]
+
+
+def _logits(model: nn.Module, inputs: Mapping[str, Tensor]) -> Tensor:
+    """Compute the logits (classes,) of a model in float64, even where the code of the model would round to
+    float32.
+    """
+    with torch.no_grad(), WithoutDowncast():
+        logits: Tensor = model(**inputs).logits[0]
+    return logits
+
+
+def model_logits(model: nn.Module, x: Tensor) -> Tensor:
+    """Return the logits (classes,) that the original model computes for tokens x (n, d) at its
+    first layer.
+    """
+    if any(isinstance(module, nn.TransformerEncoderLayer) for module in model.modules()):
+        with torch.no_grad():
+            logits: Tensor = model(x[None])[0]
+        return logits
+
+    def replaced(module: nn.Module, args: tuple[Any, ...], named: dict[str, Any]) -> tuple[Any, Any]:
+        if args:
+            return (x[None], *args[1:]), named
+        return args, named | {"hidden_states": x[None]}
+
+    given = {"inputs_embeds": x[None]}
+    if getattr(model, "main_input_name", "") == "pixel_values":
+        config: Any = model.config
+        sides = (config.image_size,) * 2 if isinstance(config.image_size, int) else config.image_size
+        given = {"pixel_values": x.new_zeros(1, config.num_channels, *sides)}
+    layers = attrgetter(_arrangement(model).layers)(_base(model))
+    hook = layers[0].register_forward_pre_hook(replaced, with_kwargs=True)
+    try:
+        return _logits(model, given)
+    finally:
+        hook.remove()
+
+
+def _difference(model: nn.Module, network: Network, x: Tensor, inputs: Mapping[str, Tensor] | None) -> float:
+    """Return the largest relative difference between the logits of the model and of the converted network.
+
+    They are compared at x, at changed tokens and, if known, at the model's inputs.
+    """
+    noise = torch.Generator().manual_seed(0)
+    change = torch.randn(x.shape, generator=noise, dtype=x.dtype) * x.std()
+    pairs = [(model_logits(model, tokens), tokens) for tokens in (x, x + 0.1 * change, x + change)]
+    if inputs is not None:
+        pairs.append((_logits(model, inputs), x))
+    errors = []
+    for expected, tokens in pairs:
+        found = network.logits(tokens)
+        if found.shape != expected.shape:
+            return math.inf
+        errors.append(float((expected - found).abs().max() / (1 + expected.abs().max())))
+    return math.inf if any(map(math.isnan, errors)) else max(errors)
+
+
+def _other(model: nn.Module, error: float) -> CertificateError:
+    why = f"is not reproduced by its stages (relative difference {error:.1e} of the logits)"
+    return CertificateError("", kind=type(model).__name__, reason=why)

@@ -1,0 +1,151 @@
+"""The class ``Network``: a Transformer classifier as a chain of layers, each with its residual connection (a
+stage).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from howsmooth.bounds.radius.packed_quadratic_forms import Pairs
+from howsmooth.bounds.radius.tensor_with_error_bound import FUZZ, exact
+from howsmooth.bounds.radius.transformer_layers import Attention, Map
+
+__all__ = ["Network", "Stage"]
+
+
+@dataclass(frozen=True, eq=False)
+class Stage:
+    """One layer of a network (attention, feed-forward or norm) together with its residual connection.
+
+    It maps a state x, the numbers (n, width) between two stages, to [x] ⊕ ([residual] + map(branch)), where
+    ``branch`` and ``residual`` are columns of x. ``keep`` says that the whole state stands before the output,
+    as in a pre-norm block, where the norm's output feeds the branch and its input the residual.
+    """
+
+    name: str
+    map: Map
+    branch: slice
+    residual: slice | None = None
+    keep: bool = False
+
+    @property
+    def rows(self) -> Tensor | slice:
+        """The tokens whose outputs this stage computes: all tokens, or the tokens that its attention layer
+        selects.
+        """
+        return self.map.rows if isinstance(self.map, Attention) else slice(None)
+
+    def _wired(self, state: Tensor, output: Tensor) -> Tensor:
+        if self.residual is not None:
+            output = output + state[self.rows, self.residual]
+        return torch.cat([state[self.rows], output], 1) if self.keep else output
+
+    def value(self, x: Tensor) -> Tensor:
+        """Return the output (n', width') of this layer and its residual connection for the input x (n,
+        width).
+        """
+        return self._wired(x, self.map.value(x[:, self.branch]))
+
+    def push(self, x: Tensor, tangents: Tensor) -> Tensor:
+        """Multiply the Jacobian of this layer and its residual connection at x by tangents (n, width, k), k
+        vectors at once.
+        """
+        return self._wired(tangents, self.map.push(x[:, self.branch], tangents[:, self.branch]))
+
+    def pull(self, x: Tensor, adjoints: Tensor) -> Tensor:
+        """Multiply the transposed Jacobian of this layer and its residual connection at x by adjoints (n',
+        width', k).
+        """
+        found = x.new_zeros(*x.shape, adjoints.shape[-1])
+        if self.keep:
+            found[self.rows] += adjoints[:, : x.shape[1]]
+            adjoints = adjoints[:, x.shape[1] :]
+        found[:, self.branch] += self.map.pull(x[:, self.branch], adjoints)
+        if self.residual is not None:
+            found[self.rows, self.residual] += adjoints
+        return found
+
+    def output_adjoint(self, x: Tensor, adjoint: Tensor) -> Tensor:
+        """Return the columns of an adjoint (n', width', ...) that belong to the output of the layer without
+        its residual.
+        """
+        return adjoint[:, x.shape[1] :] if self.keep else adjoint
+
+    def curvature(self, x: Tensor, adjoint: Tensor, tangents: Tensor) -> Tensor:
+        """Multiply the Hessian of ⟨adjoint, output of this stage⟩ at its input x by tangents (n,
+        width, k).
+        """
+        found = x.new_zeros(*x.shape, tangents.shape[-1])
+        own = self.output_adjoint(x, adjoint)
+        found[:, self.branch] = self.map.curvature(x[:, self.branch], own, tangents[:, self.branch])
+        return found
+
+    def second(self, x: Tensor, tangents: Tensor, pairs: Pairs) -> Tensor:
+        """Return the second derivative of the layer of this stage along k tangents, as quadratic forms in k
+        variables.
+        """
+        return self.map.second(x[:, self.branch], tangents[:, self.branch], pairs)
+
+    def push_forms(self, x: Tensor, forms: Tensor | None, second: Tensor) -> Tensor:
+        """Return the second derivatives of the output of this stage with respect to the input of the network.
+
+        They are quadratic forms (n', width', p) in the change of the network's input. ``forms`` are those of
+        the stage's input, or None if they are zero; ``second`` is what its own layer's curvature adds.
+        """
+        if forms is None:
+            width = second.shape[1] + (x.shape[1] if self.keep else 0)
+            pushed = second.new_zeros(len(second), width, second.shape[2])
+        else:
+            pushed = self.push(x, forms)
+        pushed[:, -second.shape[1] :] += second
+        return pushed
+
+
+def _rounded(layer: Any) -> Any:
+    weights = {field.name: getattr(layer, field.name) for field in fields(layer)}
+    return replace(
+        layer,
+        **{
+            name: exact(weight, FUZZ * float(weight.norm()))
+            for name, weight in weights.items()
+            if isinstance(weight, Tensor) and weight.is_floating_point()
+        },
+    )
+
+
+@dataclass(frozen=True, eq=False)
+class Network:
+    """A Transformer classifier: a sequence of stages (layers with residual connections), and a linear readout
+    of the logits.
+
+    The logits are ⟨readout, last state⟩ + offset. ``readout`` has the shape (classes, n', width') of the last
+    state, ``offset`` (classes,).
+    """
+
+    stages: tuple[Stage, ...]
+    readout: Tensor
+    offset: Tensor
+
+    def rounded(self) -> Network:
+        """Return the same network with weights that carry bounds on their rounding errors.
+
+        A weight may differ from the exact one by the rounding of a factor that was multiplied to it.
+        """
+        return replace(self, stages=tuple(replace(s, map=_rounded(s.map)) for s in self.stages))
+
+    def states(self, x: Tensor) -> Iterator[Tensor]:
+        """Yield the input x of the network, and then the output of each stage."""
+        yield x
+        for stage in self.stages:
+            x = stage.value(x)
+            yield x
+
+    def logits(self, x: Tensor) -> Tensor:
+        """Return the logits (classes,) of the network for tokens x (n, d)."""
+        *_, last = self.states(x)
+        return torch.einsum("cnd,nd->c", self.readout, last) + self.offset

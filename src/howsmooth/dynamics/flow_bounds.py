@@ -1,0 +1,189 @@
+"""Bounds on flows from theorems: how fast tokens cluster on a sphere, and how far two flows can move apart.
+
+All statements and their proofs are howsmooth's own; they stand on the documentation page "Flows: tokens,
+measures and Gaussians through depth", section "Rates".
+"""
+
+from __future__ import annotations
+
+import math
+
+from howsmooth.attention import SelfAttention
+from howsmooth.bounds import Head, Parameters, mean_field_upper_bound, parameters_of
+from howsmooth.dynamics.velocity_fields import positive
+from howsmooth.errors import ArgumentError
+
+__all__ = ["clustering_bound", "finite_context_bound", "log_stability_bound"]
+
+# The growth of the ball is followed in so many steps, each with the Lipschitz constant at its end.
+_STEPS = 1000
+
+# Covers the rounding of a few sums and products of nonnegative numbers.
+_UP = 1 + 1e-12
+
+
+def clustering_bound(beta: float, cosine: float, time: float) -> float:
+    """Bound 1 − ⟨x_i, x_j⟩ over all pairs of tokens on the unit sphere that have moved by unmasked attention
+    for a given time.
+
+    The flow is x_i' = P_{x_i} Σ_j p_ij x_j, with the softmax weights p_ij of the scores β⟨x_i, x_j⟩ and the
+    projection P_x on the tangent space. Let ⟨x_i, x_j⟩ ≥ g > 0 for all pairs at time zero. Then at time t the
+    number is at most s/(1 + s) with s = (1/g − 1) exp(−2 e^{−|β|(1 − g)} t). The number of tokens and their
+    weights do not matter, so the bound also holds for measures.
+
+    Parameters
+    ----------
+    beta
+        Factor β of the scores, of any sign.
+    cosine
+        Smallest inner product g of two tokens at time zero, in (0, 1].
+    time
+        Time t >= 0. Values v·I with v > 0 make the flow v times as fast: pass v t.
+
+    Returns
+    -------
+    float
+        Upper bound on 1 − min ⟨x_i, x_j⟩, which is half of the largest squared distance of two tokens.
+
+    Raises
+    ------
+    ArgumentError
+        If an argument does not fit, such as a cosine that is not positive: nothing is proved then.
+
+    References
+    ----------
+    Documentation page "Flows: tokens, measures and Gaussians through depth", Theorem S. Asymptotic statements
+    of this kind: Geshkovski et al., *A mathematical perspective on Transformers*, 2023.
+
+    """
+    beta = _number("beta", beta)
+    cosine = _number("cosine", cosine)
+    if not 0 < cosine <= 1:
+        raise ArgumentError(
+            "cosine",
+            expected="a number in (0, 1]: the smallest inner product of two tokens",
+            got=f"{cosine:g}",
+            remedy="Nothing is proved for tokens that are not within a right angle of each other.",
+        )
+    rate = 2 * math.exp(-abs(beta) * (1 - cosine)) / _UP
+    s = (1 - cosine) / cosine * math.exp(-rate * _time(time))
+    return s / (1 + s) * _UP
+
+
+def log_stability_bound(attention: object, radius: float, time: float) -> float:
+    """Bound log(W₂(μ_t, ν_t) / W₂(μ_0, ν_0)) for two measures that are moved by the same unmasked attention
+    head.
+
+    Both start in the ball of radius R. With the Lipschitz constant L(R) of
+    :func:`~howsmooth.bounds.mean_field_upper_bound` the number is at most ∫_0^t L(R e^{‖V‖s}) ds. For two
+    sequences of n tokens it also bounds log(|X_t − Y_t| / |X_0 − Y_0|).
+
+    Parameters
+    ----------
+    attention
+        One head without mask, biases of values and output, sinks or other scores: a
+        :class:`~howsmooth.attention.SelfAttention`, a captured site or a :class:`~howsmooth.bounds.Head`.
+    radius
+        Largest norm R > 0 of a token at time zero.
+    time
+        Time t >= 0.
+
+    Returns
+    -------
+    float
+        Upper bound on the logarithm; inf if it overflows.
+
+    Raises
+    ------
+    ArgumentError
+        If an argument does not fit, or the head is masked or has biases of values or output.
+
+    References
+    ----------
+    Documentation page "Flows: tokens, measures and Gaussians through depth", Theorem G.
+
+    """
+    head = _plain_head(attention)
+    radius, time = positive("radius", radius), _time(time)
+    if time == 0:
+        return 0.0
+    total = 0.0
+    for step in range(1, _STEPS + 1):
+        # The radius, and so the Lipschitz constant, is largest at the end of the step.
+        grown = math.log(radius) + head.V_norm * time * step / _STEPS
+        constant = mean_field_upper_bound(head, math.exp(grown) * _UP).log_value if grown < 300 else math.inf
+        if constant > 700:
+            return math.inf
+        total += time / _STEPS * math.exp(constant)
+    return total * _UP
+
+
+def finite_context_bound(attention: object, radius: float, time: float, atoms: int, length: int) -> float:
+    """Bound the expected distance W₂ between the flow of a measure and the flow of tokens sampled from it.
+
+    The measure has k atoms in the ball of radius R, and n tokens are drawn independently. After time t the
+    expectation of W₂(μ_t, μ̂_t) is at most √2 R ((k − 1)/n)^{1/4} times the factor of
+    :func:`log_stability_bound`.
+
+    Parameters
+    ----------
+    attention, radius, time
+        As for :func:`log_stability_bound`.
+    atoms
+        Number k >= 1 of atoms of the measure.
+    length
+        Number n >= 1 of tokens.
+
+    Returns
+    -------
+    float
+        Upper bound on the expectation; inf if it overflows.
+
+    Raises
+    ------
+    ArgumentError
+        As for :func:`log_stability_bound`.
+
+    References
+    ----------
+    Documentation page "Flows: tokens, measures and Gaussians through depth", Theorem G. Chen, Lin, Liu and
+    Rigollet, *Propagation of chaos in contextual flow maps*, 2026 (arXiv 2605.16747), has the better rate
+    n^{−1/2}; its constants are not used here.
+
+    """
+    for name, number in (("atoms", atoms), ("length", length)):
+        if isinstance(number, bool) or not isinstance(number, int) or number < 1:
+            raise ArgumentError(name, expected="a whole number >= 1", got=repr(number))
+    growth = log_stability_bound(attention, radius, time)
+    if atoms == 1:
+        return 0.0
+    start = math.log(radius) + math.log(2) / 2 + (math.log(atoms - 1) - math.log(length)) / 4
+    return math.exp(growth + start) * _UP if growth + start < 700 else math.inf
+
+
+def _plain_head(attention: object) -> Head:
+    f = getattr(attention, "map", attention)
+    if isinstance(f, SelfAttention) and (f.value_bias is not None or f.output_bias is not None):
+        raise ArgumentError(
+            "attention", expected="a head without biases of values and output", got="such a bias"
+        )
+    parameters = attention if isinstance(attention, Head | Parameters) else parameters_of(attention)
+    if isinstance(parameters, Head):
+        return parameters
+    failed = [h.statement for h in mean_field_upper_bound(attention, 1.0).hypotheses if not h.holds]
+    if failed:
+        raise ArgumentError("attention", expected="; ".join(failed), got=f"masking {parameters.masking!r}")
+    return parameters.folded(0)
+
+
+def _number(name: str, number: object) -> float:
+    if isinstance(number, bool) or not isinstance(number, int | float) or not math.isfinite(number):
+        raise ArgumentError(name, expected="a finite number", got=repr(number))
+    return float(number)
+
+
+def _time(time: object) -> float:
+    found = _number("time", time)
+    if found < 0:
+        raise ArgumentError("time", expected="a finite number >= 0", got=repr(time))
+    return found

@@ -1,0 +1,272 @@
+"""The state of a flow as one tensor for integration: tokens, the atoms of a discrete measure, or the moments
+of a Gaussian.
+
+Derivation for Gaussians: documentation page "Flows: tokens, measures and Gaussians through depth".
+"""
+
+from __future__ import annotations
+
+import abc
+from itertools import pairwise
+
+import torch
+from torch import Tensor
+
+from howsmooth.attention import AbstractMeasure, Weighting
+from howsmooth.dynamics.velocity_fields import Field, Velocity
+from howsmooth.errors import ArgumentError, NonFiniteError
+from howsmooth.measures import DiscreteMeasure, Gaussian, affine_action, affine_action_at
+
+__all__ = ["Atoms", "Moments", "System", "Tokens", "system_of"]
+
+
+class System(abc.ABC):
+    """The differential equation of a flow for one tensor, which represents tokens, a discrete measure or a
+    Gaussian.
+    """
+
+    start: Tensor
+
+    def __init__(self, field: Field) -> None:
+        self.field = field
+
+    @property
+    def switches(self) -> tuple[float, ...]:
+        """The times at which the velocity of the flow jumps, for example from one layer to the next."""
+        return self.field.switches
+
+    @abc.abstractmethod
+    def velocity(self, begin: float, end: float) -> Velocity:
+        """Return the velocity of the integrated tensor between the times ``begin`` and ``end``, as a function
+        of time and tensor.
+
+        The velocity does not jump between the two times.
+        """
+
+    @abc.abstractmethod
+    def layer(self, begin: float, end: float) -> Velocity:
+        """Return the velocity v for residual layers y ↦ y + h v(y), where y is the integrated tensor."""
+
+    def project(self, y: Tensor) -> Tensor:
+        """Project the integrated tensor onto the set in which the flow must stay, such as a sphere."""
+        return self.field.project(y)
+
+    def drift(self, y: Tensor) -> float | None:
+        """Return the relative distance of the integrated tensor from the set in which the flow must stay,
+        such as a sphere.
+
+        Without such a set, the result is None.
+        """
+        return self.field.drift(y)
+
+    def restart(self, y: Tensor) -> Tensor:
+        """Return a tensor that represents the same state as ``y`` and from which the integration continues
+        after an output time.
+        """
+        return y
+
+    def finite(self, y: Tensor) -> bool:
+        """Return True if all numbers of the tokens, measure or Gaussian that the tensor ``y`` represents are
+        finite.
+        """
+        return bool(torch.isfinite(y).all())
+
+    @abc.abstractmethod
+    def distance(self, y: Tensor, other: Tensor) -> float:
+        """Return an upper bound on the Wasserstein distance W₂ between the states that two tensors represent.
+
+        The bound matches tokens in their given order.
+        """
+
+    @abc.abstractmethod
+    def state(self, y: Tensor) -> Tensor | AbstractMeasure:
+        """Return the tokens, measure or Gaussian that the integrated tensor ``y`` represents."""
+
+    @abc.abstractmethod
+    def states(self, ys: list[Tensor]) -> Tensor | tuple[AbstractMeasure, ...]:
+        """Convert the integrated tensors of all output times to tokens, measures or Gaussians, as a
+        trajectory stores them.
+        """
+
+
+class Tokens(System):
+    """The differential equation of a flow of tokens (..., n, d), where the integrated tensor consists of the
+    tokens themselves.
+    """
+
+    def __init__(self, field: Field, start: Tensor, weighting: Weighting | None = None) -> None:
+        super().__init__(field)
+        if start.dtype not in (torch.float32, torch.float64):
+            raise ArgumentError("start", expected="float32 or float64", got=str(start.dtype))
+        field.check(start)
+        if not bool(torch.isfinite(start).all()):
+            raise NonFiniteError("start", expected="finite numbers", got="NaN or infinity")
+        self.start = start
+        self.weighting = weighting
+
+    def velocity(self, begin: float, end: float) -> Velocity:
+        """Return the velocity of the tokens between the times ``begin`` and ``end``, as a function of time
+        and tokens.
+
+        If the tokens are atoms of a measure, their velocity depends on the weights.
+        """
+        return self.field.velocity(begin, end, self.weighting)
+
+    def layer(self, begin: float, end: float) -> Velocity:
+        """Return the velocity v for residual layers x ↦ x + h v(x) that move the tokens x.
+
+        If the tokens are atoms of a measure, their velocity depends on the weights.
+        """
+        return self.field.layer(begin, end, self.weighting)
+
+    def distance(self, y: Tensor, other: Tensor) -> float:
+        """Return the root mean square distance between corresponding tokens of two states; the maximum over
+        the batch, if any.
+        """
+        squares = (y - other).square().sum(dim=-1)
+        if self.weighting is None:
+            mean = squares.mean(dim=-1)
+        else:
+            mean = squares @ self.weighting.log_weights.detach().exp().to(squares.dtype)
+        return float(mean.max().sqrt())
+
+    def state(self, y: Tensor) -> Tensor | AbstractMeasure:
+        """Return the integrated tensor ``y``, which consists of the tokens."""
+        return y
+
+    def states(self, ys: list[Tensor]) -> Tensor | tuple[AbstractMeasure, ...]:
+        """Return the tokens at all times, stacked along a new first axis."""
+        return torch.stack(ys)
+
+
+class Atoms(Tokens):
+    """The differential equation of a flow of a discrete measure, where the integrated tensor consists of the
+    atoms (n, d).
+    """
+
+    def state(self, y: Tensor) -> AbstractMeasure:
+        """Return the discrete measure whose atoms are the rows of the integrated tensor ``y``."""
+        assert self.weighting is not None
+        return DiscreteMeasure(y, log_weights=self.weighting.log_weights, positions=self.weighting.positions)
+
+    def states(self, ys: list[Tensor]) -> tuple[AbstractMeasure, ...]:
+        """Return the discrete measures whose atoms are the integrated tensors, one for each time."""
+        return tuple(self.state(y) for y in ys)
+
+
+class Moments(System):
+    """The differential equation of a flow of a Gaussian, where the integrated tensor consists of the mean and
+    a root of the covariance.
+
+    For the Gaussian N(α, Σ), the tensor (d, 1 + d) is the mean α beside a root L of Σ. If a map acts on N(α,
+    Σ) as x ↦ M x + c, the Gaussian moves by α' = M α + c and Σ' = M Σ + Σ Mᵀ. The second equation follows
+    from L' = M L. Integrating L instead of Σ ensures that Σ = L Lᵀ has no negative eigenvalue for any step.
+    """
+
+    def __init__(self, field: Field, start: Gaussian) -> None:
+        super().__init__(field)
+        if start.mean.requires_grad or start.covariance.requires_grad:
+            raise ArgumentError(
+                "start",
+                expected="a Gaussian without gradients",
+                got="a Gaussian that requires gradients",
+                remedy="Detach its mean and covariance, or let a sample of it flow, which keeps gradients.",
+            )
+        # Raises ArgumentError here, before the flow begins, if a layer cannot act on a Gaussian.
+        for begin, end in pairwise([0.0, *field.switches, field.until]):
+            affine_action(field.map_at(begin, end), start)
+        self.start = _pack(start.mean, start.covariance)
+
+    def velocity(self, begin: float, end: float) -> Velocity:
+        """Return the velocity of the mean and of the covariance root of a Gaussian, as a function.
+
+        It is (M α + c, M L) if the map acts on the Gaussian as x ↦ M x + c.
+        """
+        f = self.field.map_at(begin, end)
+
+        def affine(t: Tensor, y: Tensor) -> Tensor:
+            mean, covariance = _unpack(y)
+            matrix, shift = affine_action_at(f, mean, covariance)
+            moved = matrix @ y
+            return torch.cat((moved[:, :1] + shift[:, None], moved[:, 1:]), dim=1)
+
+        return affine
+
+    def layer(self, begin: float, end: float) -> Velocity:
+        """Return the velocity with which a residual layer moves the mean and the covariance root; it equals
+        :meth:`velocity`.
+
+        A residual layer maps N(α, Σ) by x ↦ x + h (M x + c).
+        """
+        return self.velocity(begin, end)
+
+    def restart(self, y: Tensor) -> Tensor:
+        """Return a tensor that represents the same Gaussian as ``y`` by the symmetric square root of its
+        covariance.
+        """
+        return _pack(*_unpack(y))
+
+    def project(self, y: Tensor) -> Tensor:
+        """Return the integrated tensor unchanged, because a flow of Gaussians has no constraint such as a
+        sphere.
+        """
+        return y
+
+    def drift(self, y: Tensor) -> None:
+        """Return None, because a flow of Gaussians has no constraint such as a sphere."""
+
+    def finite(self, y: Tensor) -> bool:
+        """Return True if the mean and the covariance of the Gaussian are finite.
+
+        The covariance is checked as well as its root, because it overflows before the root.
+        """
+        return super().finite(y) and super().finite(_unpack(y)[1])
+
+    def distance(self, y: Tensor, other: Tensor) -> float:
+        """Return √(|α − α'|² + ‖L − L'‖²), an upper bound on the distance W₂ between Gaussians with means α,
+        α' and covariance roots L, L'.
+
+        This is the root mean square distance of x = α + L z and x' = α' + L' z for a standard Gaussian z.
+        """
+        return float(torch.linalg.vector_norm(y - other))
+
+    def state(self, y: Tensor) -> AbstractMeasure:
+        """Return the Gaussian whose mean and covariance root form the integrated tensor."""
+        return Gaussian(*_unpack(y))
+
+    def states(self, ys: list[Tensor]) -> tuple[AbstractMeasure, ...]:
+        """Return the Gaussians that the integrated tensors represent, one for each time."""
+        return tuple(self.state(y) for y in ys)
+
+
+def system_of(field: Field, start: object) -> System:
+    """Return the differential equation for a flow that starts at given tokens, a discrete measure or a
+    Gaussian.
+    """
+    match start:
+        case Tensor():
+            return Tokens(field, start)
+        case DiscreteMeasure():
+            return Atoms(field, *start.weighted_tokens())
+        case Gaussian():
+            return Moments(field, start)
+        case _:
+            raise ArgumentError(
+                "start",
+                expected="tokens (n, d), or a measure of howsmooth.measures",
+                got=type(start).__name__,
+                remedy="Use torch.as_tensor for an array.",
+            )
+
+
+def _pack(mean: Tensor, covariance: Tensor) -> Tensor:
+    # The symmetric square root; negative eigenvalues are rounding.
+    values, vectors = torch.linalg.eigh(covariance)
+    root = (vectors * values.clamp_min(0).sqrt()) @ vectors.mT
+    return torch.cat((mean[:, None], root), dim=1)
+
+
+def _unpack(y: Tensor) -> tuple[Tensor, Tensor]:
+    root = y[:, 1:]
+    covariance = root @ root.mT
+    return y[:, 0], 0.5 * covariance + 0.5 * covariance.mT

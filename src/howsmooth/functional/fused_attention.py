@@ -1,0 +1,306 @@
+"""Attention and its first and second derivatives computed by Triton kernels, without n × n matrices in
+memory.
+
+A kernel computes for all blocks at once what :mod:`howsmooth.functional.softmax` computes for one. The kernel
+for the value keeps two tensors for the derivatives: O in float32, and the logarithms of the softmax
+denominators. PyTorch does not differentiate these two; the closed forms of the derivatives account for their
+dependence on the inputs.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.fx.experimental.proxy_tensor import get_proxy_mode
+
+from howsmooth.functional.softmax import Scores
+from howsmooth.triton_launch import Tile, launch, padded_width
+
+__all__ = ["KEPT", "Kept", "Kernels", "obstacle", "precision", "tiles"]
+
+KEPT = ("mean", "lse")
+"""Names of the kept tensors: O in float32 (lead, kv_heads, group, m, value_dim), and log₂ of the softmax
+denominators (lead, kv_heads, group, m, 1)."""
+Kept = tuple[Tensor, ...]
+
+_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+_OLDEST = (8, 0)  # first compute capability whose matrix units multiply bfloat16
+_OLDEST_TRITON = (3, 6)  # first version that multiplies float32 in three bfloat16 parts
+_WIDEST = 256  # entries of a head
+
+
+# Tiles from large to small, for kernels over blocks of rows and over blocks of keys. The first tile that fits
+# on the chip is used. The search begins at the first tile whose numbers fit, or nearly fit, into registers of
+# a thread, as the compiler reports for compute capability 9.0 (benchmarks/kernels.py).
+_ROWS = (
+    Tile(128, 64, 8, 3),
+    Tile(128, 64, 8, 2),
+    Tile(128, 32, 8, 2),
+    Tile(64, 32, 4, 2),
+    Tile(64, 16, 4, 2),
+    Tile(32, 32, 4, 1),
+    Tile(16, 16, 4, 1),
+)
+_KEYS = (
+    Tile(64, 128, 8, 2),
+    Tile(32, 128, 8, 2),
+    Tile(32, 64, 8, 2),
+    Tile(16, 64, 4, 2),
+    Tile(16, 32, 4, 2),
+    Tile(16, 16, 4, 1),
+)
+# Index of the first tile that is tried for each kernel: in half precision and in float32, for heads of up to
+# 64, 128 and 256 entries.
+_FIRST = {
+    "value": ((0, 0, 1), (2, 3, 4)),
+    "tangent": ((0, 1, 4), (4, 4, 6)),
+    "adjoint_queries": ((0, 0, 3), (2, 4, 4)),
+    "adjoint_keys": ((0, 1, 2), (3, 4, 5)),
+    "second_queries": ((0, 3, 4), (4, 4, 6)),
+    "second_keys": ((1, 3, 4), (3, 5, 5)),
+}
+_BY_KEYS = ("adjoint_keys", "second_keys")
+
+
+def obstacle(scores: Scores, x: Mapping[str, Tensor]) -> str | None:
+    """Return a phrase that says why the Triton kernels cannot compute attention of the tensors ``x``, or None
+    if they can.
+    """
+    q, v, visible = x["q"], x["v"], scores.grid.visible
+    if (visible.causal or visible.window is not None) and (visible.offset or scores.grid.m != visible.n):
+        return (
+            f"causal order or a window of {scores.grid.m} queries from {visible.offset} on, {visible.n} keys"
+        )
+    if "sinks" in x and x["sinks"].shape[-2] * x["sinks"].shape[0] != 1:
+        return "sinks for each query"
+    if q.dtype not in _DTYPES:
+        return f"{q.dtype}"
+    if max(q.shape[-1], v.shape[-1]) > _WIDEST or 0 in (*q.shape, *x["k"].shape, *v.shape):
+        return f"queries {tuple(q.shape)} and values {tuple(v.shape)}"
+    if "seed" in x:
+        return "dropout"
+    if "mask" in x and "bias" in x:
+        return "both a mask of numbers and a score bias"
+    if get_proxy_mode() is not None:
+        return "a call that torch.func.linearize or make_fx records"
+    if importlib.util.find_spec("triton") is None:
+        return "no Triton"
+    return _obstacle_of(q.device)
+
+
+def _obstacle_of(device: torch.device) -> str | None:
+    import triton
+
+    if tuple(map(int, triton.__version__.split(".")[:2])) < _OLDEST_TRITON:
+        return f"Triton {triton.__version__}, where {'.'.join(map(str, _OLDEST_TRITON))} is the oldest"
+    if triton.knobs.runtime.interpret:
+        return None
+    if device.type != "cuda" or torch.version.cuda is None:
+        return f"tensors on {device}"
+    capability = torch.cuda.get_device_capability(device)
+    return None if capability >= _OLDEST else f"a device of compute capability {capability}"
+
+
+@dataclass(frozen=True, eq=False)
+class Kernels:
+    """Attention and its first and second derivatives, each as a method that runs Triton kernels.
+
+    The rule ``scores`` says how scores are formed from queries and keys.
+
+    Tensors have five axes, of which the first has its full length. In the methods, ``x`` are the tensors by
+    name, ``d`` tangents of some of them, ``kept`` the tensors that :meth:`value` returns, and ``u`` a
+    cotangent of the output. Results are float32.
+    """
+
+    scores: Scores
+
+    def value(self, x: Mapping[str, Tensor]) -> Kept:
+        """Compute the attention outputs and the logarithms of the softmax denominators for the arguments
+        ``x``.
+        """
+        q, v = x["q"], x["v"]
+        mean = q.new_empty((*q.shape[:-1], v.shape[-1]), dtype=torch.float32)
+        lse = q.new_empty((*q.shape[:-1], 1), dtype=torch.float32)
+        self._run("value", x, q, x["k"], v, lse, mean)
+        return mean, lse
+
+    def tangent(self, x: Mapping[str, Tensor], kept: Kept, d: Mapping[str, Tensor]) -> Tensor:
+        """Return the tangent of the attention outputs, for tangents ``d`` of queries, keys, values and sinks.
+
+        Tangents are given by name; missing ones count as zero.
+
+        The tangents ``d`` of queries, keys, values and sinks are given by name; missing ones count as zero.
+        """
+        return self._tangent(x, kept, _filled(x, d))[0]
+
+    def adjoint(
+        self, x: Mapping[str, Tensor], kept: Kept, u: Tensor, which: Sequence[str]
+    ) -> dict[str, Tensor]:
+        """Return the cotangents of the arguments of attention that ``which`` names, for a cotangent ``u`` of
+        the attention outputs.
+        """
+        common = _row_products(u, kept[0])
+        operands, found = (x["q"], u, x["k"], x["v"], kept[1], common), dict[str, Tensor]()
+        if "q" in which:
+            found["q"] = _result(x["q"])
+            self._run("adjoint_queries", x, *operands, found["q"])
+        if "k" in which or "v" in which:
+            found["k"], found["v"] = _result(x["k"]), _result(x["v"])
+            self._run("adjoint_keys", x, *operands, found["k"], found["v"])
+        if "sinks" in which:
+            found["sinks"] = -_sink_probability(x, kept) * common
+        return found
+
+    def second(
+        self,
+        x: Mapping[str, Tensor],
+        kept: Kept,
+        u: Tensor,
+        d: Mapping[str, Tensor],
+        du: Tensor | None,
+        which: Sequence[str],
+    ) -> dict[str, Tensor]:
+        """Return the tangents of the results of :meth:`adjoint`, for tangents of the arguments of attention
+        and of ``u``.
+
+        The tensors ``x`` have the tangents ``d``, and ``u`` has the tangent ``du``; None stands for zero.
+        """
+        d = _filled(x, d)
+        do, mu = self._tangent(x, kept, d)
+        # r = ⟨U, O⟩ of each row, and its tangent dr = ⟨dU, O⟩ + ⟨U, dO⟩.
+        common, moved = _row_products(u, kept[0]), _row_products(u, do)
+        if du is None:
+            du = torch.zeros_like(u)
+        else:
+            moved = moved + _row_products(du, kept[0])
+        operands = (x["q"], d["q"], u, du, x["k"], d["k"], x["v"], d["v"], kept[1], mu, common, moved)
+        found = dict[str, Tensor]()
+        if "q" in which:
+            found["q"] = _result(x["q"])
+            self._run("second_queries", x, *operands, found["q"])
+        if "k" in which or "v" in which:
+            found["k"], found["v"] = _result(x["k"]), _result(x["v"])
+            self._run("second_keys", x, *operands, found["k"], found["v"])
+        if "sinks" in which:
+            share = _sink_probability(x, kept)
+            found["sinks"] = share * ((mu - d["sinks"].float()) * common - moved)
+        return found
+
+    def _tangent(self, x: Mapping[str, Tensor], kept: Kept, d: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
+        """Return the tangent of the attention outputs, and for each query the mean tangent of its scores.
+
+        The mean is μ = rowsum(P∘dS). The argument ``d`` must have a tangent of every tensor.
+        """
+        mean, lse = kept
+        mu, out = torch.empty_like(lse), torch.empty_like(mean)
+        # Without sinks the kernel does not read this argument.
+        dsinks = d["sinks"].contiguous() if "sinks" in d else lse
+        operands = (x["q"], d["q"], x["k"], d["k"], x["v"], d["v"], lse, mean, dsinks, mu, out)
+        self._run("tangent", x, *operands)
+        return out, mu
+
+    def _run(self, name: str, x: Mapping[str, Tensor], *tensors: Tensor) -> None:
+        """Run a Triton kernel on all blocks of query rows or of keys, with the largest tiles that fit into
+        on-chip memory.
+        """
+        # Imported here, so that the package works without Triton.
+        from howsmooth.functional import fused_kernels
+
+        scores, q, k, v = self.scores, x["q"], x["k"], x["v"]
+        group, visible = q.shape[2], scores.grid.visible
+        added = next((x[name] for name in ("mask", "bias") if name in x), None)
+        arguments = (
+            *(t.contiguous() for t in tensors),
+            *_strided(x.get("seen"), q, visible.n), *_strided(added, q, visible.n),
+            x["sinks"].contiguous() if "sinks" in x else q,
+            scores.scale, scores.softcap or 1.0,
+            q.shape[-2], k.shape[-2], q.shape[1] * group, group, visible.window or 0,
+        )  # fmt: skip
+        width = padded_width(q.shape[-1], v.shape[-1])
+        options = {
+            "CAUSAL": visible.causal,
+            "WINDOWED": visible.window is not None,
+            "SEEN": "seen" in x,
+            "BIAS": added is not None,
+            "CAPPED": scores.softcap is not None,
+            "SINKS": "sinks" in x,
+            "PRECISION": precision(q.dtype),
+            "KEY": q.shape[-1],
+            "VALUE": v.shape[-1],
+            "WIDTH": width,
+        }
+        by_keys = name in _BY_KEYS
+        heads = math.prod((k if by_keys else q).shape[:3])
+
+        def grid(tile: Tile) -> tuple[int]:
+            return (heads * (-(-k.shape[-2] // tile.keys) if by_keys else -(-q.shape[-2] // tile.rows)),)
+
+        kernel = getattr(fused_kernels, name)
+        launch(kernel, tiles(name, q.dtype, width), grid, q, arguments, options)
+
+
+def tiles(name: str, dtype: torch.dtype, width: int) -> tuple[Tile, ...]:
+    """Return the tile sizes with which a Triton kernel can be launched, from the largest to the smallest.
+
+    The kernel pads the rows of its operands to ``width`` numbers.
+    """
+    every = _KEYS if name in _BY_KEYS else _ROWS
+    first = _FIRST[name][dtype == torch.float32][max(0, (width - 1).bit_length() - 6)]
+    return every[min(first, len(every) - 1) :]
+
+
+def precision(dtype: torch.dtype) -> str:
+    """Return the setting ``input_precision`` with which Triton multiplies matrices of a dtype without loss of
+    digits.
+
+    In float32, products of bfloat16 parts keep all digits.
+    """
+    import triton
+
+    return "bf16x6" if dtype == torch.float32 and not triton.knobs.runtime.interpret else "ieee"
+
+
+def _filled(x: Mapping[str, Tensor], d: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return the tangents ``d`` of queries, keys, values and sinks by name, with zeros for missing
+    tangents.
+    """
+    names = (name for name in ("q", "k", "v", "sinks") if name in x)
+    return {name: d[name] if name in d else torch.zeros_like(x[name]) for name in names}
+
+
+def _row_products(u: Tensor, of_queries: Tensor) -> Tensor:
+    """Return the inner product of each row of one tensor with the corresponding row of another tensor.
+
+    The tensors are shaped as queries; the result has shape (lead, kv_heads, group, m, 1).
+    """
+    common: Tensor = torch.linalg.vecdot(u.float(), of_queries)
+    return common[..., None]
+
+
+def _sink_probability(x: Mapping[str, Tensor], kept: Kept) -> Tensor:
+    """Return the attention probability that each query gives to the sink, of shape (lead, kv_heads, group, m,
+    1).
+    """
+    return torch.exp2(x["sinks"].float() / math.log(2) - kept[1])
+
+
+def _result(like: Tensor) -> Tensor:
+    return torch.empty(like.shape, dtype=torch.float32, device=like.device)
+
+
+def _strided(t: Tensor | None, q: Tensor, n: int) -> tuple[object, ...]:
+    """Return a mask or bias as the arguments of a Triton kernel: the tensor and its four strides.
+
+    The tensor is shaped as scores, with strides of leading index, heads, rows and keys.
+
+    If ``t`` is None, ``q`` stands in for it; the kernel does not read it.
+    """
+    if t is None:
+        return q, 0, 0, 0, 0
+    heads = t.expand(*q.shape[:-1], n).flatten(1, 2)
+    return heads.view(torch.uint8) if t.dtype == torch.bool else heads, *heads.stride()

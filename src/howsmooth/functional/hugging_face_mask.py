@@ -1,0 +1,162 @@
+"""The attention mask of a Hugging Face model, stored as a rule (causal order, window, padding) instead of a
+matrix.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_map_only
+
+from howsmooth.attention.masks import Visibility
+
+__all__ = ["RuleMask", "rule_mask"]
+
+
+class RuleMask(torch.Tensor):
+    """The attention mask (batch, 1, m, n) of a Hugging Face model as a tensor whose entries are computed only
+    when needed.
+
+    Parameters
+    ----------
+    shape
+        (batch, 1, m, n).
+    visible
+        Causal order, window, and the position of the first query.
+    padding
+        Booleans (batch, n), True for the keys that are seen; None if no key is padding.
+    entries
+        Function that returns the mask as numbers: 0 where the query sees the key, else the least number.
+    dtype, device
+        Those of the numbers.
+
+    """
+
+    visible: Visibility
+    padding: Tensor | None
+    entries: Callable[[], Tensor]
+
+    @staticmethod
+    def __new__(
+        cls,
+        shape: tuple[int, ...],
+        visible: Visibility,
+        padding: Tensor | None,
+        entries: Callable[[], Tensor],
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> RuleMask:
+        """Create a mask that has a shape, dtype and device but no stored entries."""
+        mask: RuleMask = torch.Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device=device)
+        mask.visible, mask.padding, mask.entries = visible, padding, entries
+        return mask
+
+    def __init__(self, *_: object, **__: object) -> None:
+        super().__init__()
+
+    # Computes the entries before torch.func sees the operation, so that they belong to its current level.
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Apply a PyTorch function to the computed entries of the mask, unless it only reads the shape, dtype
+        or device.
+        """
+        if func in _KNOWN:
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **(kwargs or {}))
+        return cls.__torch_dispatch__(func, types, args, kwargs)
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]  # PyTorch annotates its placeholder alone.
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        """Apply an operation of PyTorch's dispatcher to the computed entries of the mask."""
+        args, kwargs = tree_map_only(RuleMask, lambda mask: mask.entries(), (args, kwargs or {}))
+        return func(*args, **kwargs)
+
+
+_KNOWN = {
+    torch.Tensor.size,
+    torch.Tensor.dim,
+    *(getattr(torch.Tensor, name).__get__ for name in ("shape", "ndim", "dtype", "device", "requires_grad")),
+}
+
+
+def rule_mask(
+    batch_size: int,
+    q_length: int,
+    kv_length: int,
+    q_offset: int = 0,
+    kv_offset: int = 0,
+    mask_function: Callable[..., Any] | None = None,
+    attention_mask: Tensor | None = None,
+    local_size: int | None = None,
+    allow_is_bidirectional_skip: bool = False,
+    dtype: torch.dtype = torch.float32,
+    device: torch.device | str = "cpu",
+    **rest: Any,
+) -> Tensor | None:
+    """Return the attention mask of a Hugging Face model as a :class:`RuleMask`, or as a tensor if its rule is
+    not known.
+
+    A :class:`RuleMask` is made of causal order, a window and padding. The arguments are those of the
+    functions of transformers' ``AttentionMaskInterface``; the result has the entries of ``eager_mask`` there.
+    It is None if every query sees every key and the model allows None.
+    """
+    from transformers import masking_utils
+
+    function = masking_utils.causal_mask_function if mask_function is None else mask_function
+
+    def entries() -> Tensor | None:
+        found: Tensor | None = masking_utils.eager_mask(
+            batch_size=batch_size,
+            q_length=q_length,
+            kv_length=kv_length,
+            q_offset=q_offset,
+            kv_offset=kv_offset,
+            mask_function=function,
+            attention_mask=attention_mask,
+            local_size=local_size,
+            allow_is_bidirectional_skip=allow_is_bidirectional_skip,
+            dtype=dtype,
+            device=device,
+            **rest,
+        )
+        return found
+
+    rules: dict[tuple[bool, int | None], object] = {(True, None): masking_utils.causal_mask_function}
+    rules[False, None] = masking_utils.bidirectional_mask_function
+    if local_size is not None:
+        rules[True, local_size] = masking_utils.sliding_window_causal_mask_function(local_size)
+        # This window holds the keys at a distance of at most ``local_size``.
+        both_sides = masking_utils.sliding_window_bidirectional_mask_function(local_size)
+        rules[False, local_size + 1] = both_sides
+    rule = next((rule for rule, known in rules.items() if _same(function, known)), None)
+    simple = isinstance(q_offset, int) and isinstance(kv_offset, int) and q_offset >= kv_offset
+    flat = attention_mask is None or attention_mask.ndim == 2
+    if rule is None or not simple or not flat or torch.compiler.is_compiling():
+        return entries()
+
+    padding = masking_utils.prepare_padding_mask(attention_mask, kv_length, kv_offset)
+    if padding is not None:
+        padding = padding[:, kv_offset : kv_offset + kv_length].to(torch.bool)
+        # The values of a batch of torch.func.vmap cannot be read.
+        if not torch._C._functorch.is_batchedtensor(padding) and bool(padding.all()):
+            padding = None
+    if allow_is_bidirectional_skip and rule == (False, None) and padding is None:
+        return None
+    visible = Visibility(kv_length, *rule, offset=q_offset - kv_offset)
+    shape = (batch_size, 1, q_length, kv_length)
+    return RuleMask(shape, visible, padding, entries, dtype, torch.device(device))
+
+
+def _same(f: Any, g: Any) -> bool:
+    """Return True if two functions have the same code and the same values in their closures."""
+    if isinstance(f, tuple) and isinstance(g, tuple):
+        return len(f) == len(g) and all(map(_same, f, g))
+    if not (hasattr(f, "__code__") and hasattr(g, "__code__")):
+        return type(f) is type(g) and isinstance(f, int) and f == g
+    values = [tuple(cell.cell_contents for cell in h.__closure__ or ()) for h in (f, g)]
+    return f.__code__ is g.__code__ and _same(*values)

@@ -1,0 +1,354 @@
+"""The Jacobian of an attention layer given as PyTorch code around softmax attentions, whose own derivatives
+are in closed form.
+
+The softmaxes have a closed form, and PyTorch differentiates the code around them.
+
+The layer is run once with each softmax replaced by an autograd function. The value of this function is the
+output of the softmax at the point of linearisation, computed in float64 and rounded once; its derivative and
+its adjoint are in closed form. The graph of the run is kept, and Jᵀ u is one backward pass through it. Jᵀ u
+is linear in u, so J e is one backward pass through the graph of Jᵀ u. Neither product runs the layer again.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import forward_ad
+
+from howsmooth.attention.custom_code_attention import SoftmaxCore, StagedAttention
+from howsmooth.errors import ArgumentError, DerivativeError, NonFiniteError
+from howsmooth.jacobian.autodiff import (
+    MULTIPLES,
+    allowance_for_rounding,
+    as_derivative_errors,
+    check_adjoint,
+    check_against_differences,
+    moved_by_rounding,
+    one_backend,
+)
+from howsmooth.jacobian.queries_keys_values import Operands
+from howsmooth.jacobian.softmax import SoftmaxDerivative, softmax_derivative
+from howsmooth.jacobian.streamed_softmax import StreamedDerivative, streamed_derivative
+from howsmooth.spectral import LinearOperator
+
+__all__ = ["StagedJacobian"]
+
+
+class StagedJacobian(LinearOperator):
+    """The Jacobian, at a batch of sequences, of an attention layer given as PyTorch code around softmax
+    attentions.
+
+    There is one autograd graph for each sequence.
+    """
+
+    def __init__(self, members: tuple[_Member, ...]) -> None:
+        first = members[0]
+        rounding = torch.stack([member.rounding for member in members])
+        shapes = tuple(first.x.shape), tuple(first.y.shape)
+        super().__init__(len(members), *shapes, first.x.dtype, first.x.device, rounding)
+        self.members = members
+
+    @classmethod
+    def at(
+        cls, f: StagedAttention, x: Tensor, dtype: torch.dtype, *, streamed: bool = False
+    ) -> StagedJacobian:
+        """Return the Jacobian of a StagedAttention at tokens (batch, n, d), as an operator with products in
+        ``dtype``.
+
+        The map and the tokens are float64.
+
+        If ``streamed``, the softmaxes keep no probabilities: memory O(n d) instead of O(n²).
+
+        Raises
+        ------
+        ArgumentError
+            If the layer gives different outputs for one input, or does not call its softmaxes as declared.
+        DerivativeError
+            If the layer cannot be differentiated, or if its derivatives contradict each other or its values.
+        NonFiniteError
+            If an output is not finite.
+
+        """
+        rounded = f.to(dtype=dtype)
+        return cls(tuple(_Member.at(f, rounded, member, dtype, streamed=streamed) for member in x))
+
+    def _product(self, e: Tensor) -> Tensor:
+        return torch.stack([member.product(part) for member, part in zip(self.members, e, strict=True)])
+
+    def _adjoint_product(self, u: Tensor) -> Tensor:
+        return torch.stack([member.adjoint(part) for member, part in zip(self.members, u, strict=True)])
+
+    def select(self, members: Tensor) -> StagedJacobian:
+        """Return the Jacobians of the layer at the chosen sequences of the batch."""
+        return StagedJacobian(tuple(self.members[i] for i in members.tolist()))
+
+
+class _Member:
+    """The Jacobian, at one sequence, of an attention layer given as PyTorch code around softmax attentions.
+
+    Parameters
+    ----------
+    f
+        The layer, in the dtype of the products.
+    cores
+        Its softmaxes at the point of linearisation.
+    x
+        Tokens (n, d), in the dtype of the products.
+
+    """
+
+    def __init__(self, f: StagedAttention, cores: tuple[_CoreAt, ...], x: Tensor) -> None:
+        self.f = f
+        self.cores = cores
+        self.x = x.detach().requires_grad_()
+        with torch.enable_grad(), one_backend(), as_derivative_errors("reverse"):
+            # PyTorch refuses in-place changes of a leaf. A layer may change its input, so it gets a copy.
+            self.y = f.run(self.x * 1, self._core)
+            self._u = torch.zeros_like(self.y).requires_grad_()
+            self._image = self._image_of_the_adjoint()
+        self.rounding = torch.zeros((), dtype=torch.float64)
+
+    @classmethod
+    def at(
+        cls, f: StagedAttention, rounded: StagedAttention, x: Tensor, dtype: torch.dtype, *, streamed: bool
+    ) -> _Member:
+        """Return the Jacobian of a StagedAttention at one sequence (n, d).
+
+        The layer ``f`` and the tokens are float64; ``rounded`` is the same layer in ``dtype``, the dtype of
+        the products.
+        """
+        found: list[_CoreAt] = []
+
+        def core(i: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            o = f.cores[i].attend(q, k, v)
+            found.append(_CoreAt.at(f.cores[i], q, k, v, o, dtype, streamed=streamed))
+            return o
+
+        with torch.no_grad(), one_backend():
+            y = f.run(x, core)
+        if not bool(torch.isfinite(y).all()):
+            raise NonFiniteError("f", expected="finite outputs at x", got="NaN or infinity")
+        member = cls(rounded, tuple(found), x.to(dtype))
+        member._check(y)
+        return member
+
+    def _core(self, i: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """Return the stored output of one softmax attention of the layer, as a tensor that autograd
+        differentiates in closed form.
+        """
+        o: Tensor = _Linearised.apply(q, k, v, self.cores[i])  # type: ignore[no-untyped-call]
+        return o
+
+    def _tangent(self, x: Tensor, e: Tensor) -> Tensor:
+        """Return J e, the tangent of the output of the layer, by running the layer at ``x`` in forward mode
+        with the tangent ``e``.
+        """
+        with (
+            torch.no_grad(),
+            one_backend(),
+            as_derivative_errors("forward"),
+            forward_ad.dual_level(),
+        ):
+            y = self.f.run(forward_ad.make_dual(x.detach(), e), self._core)
+            tangent = forward_ad.unpack_dual(y).tangent
+        return torch.zeros_like(self.y) if tangent is None else tangent
+
+    def _image_of_the_adjoint(self) -> Tensor | None:
+        """Return Jᵀ u for a variable cotangent u, with the autograd graph that gives its derivative with
+        respect to u.
+
+        The result is None if PyTorch cannot make that graph.
+        """
+        if not self.y.requires_grad:
+            return None
+        try:
+            (image,) = torch.autograd.grad(
+                self.y, self.x, self._u, create_graph=True, allow_unused=True, materialize_grads=True
+            )
+        except (NotImplementedError, RuntimeError):
+            return None
+        return image if image.requires_grad else None
+
+    def product(self, e: Tensor) -> Tensor:
+        if self._image is None:
+            return self._tangent(self.x, e)
+        with one_backend(), as_derivative_errors("reverse"):
+            (tangent,) = torch.autograd.grad(
+                self._image, self._u, e, retain_graph=True, allow_unused=True, materialize_grads=True
+            )
+        return tangent
+
+    def adjoint(self, u: Tensor) -> Tensor:
+        if not self.y.requires_grad:
+            return torch.zeros_like(self.x)
+        with one_backend(), as_derivative_errors("reverse"):
+            (cotangent,) = torch.autograd.grad(
+                self.y, self.x, u, retain_graph=True, allow_unused=True, materialize_grads=True
+            )
+        return cotangent
+
+    def _check(self, y: Tensor) -> None:
+        """Check the derivatives of the layer against each other and finite differences, and estimate the
+        rounding error of products.
+
+        ``y`` is the output in float64.
+        """
+        dtype = self.x.dtype
+        # The run with the graph must reproduce the float64 run, up to rounding.
+        drift = (self.y.detach().double() - y).norm()
+        if self.y.shape != y.shape or bool(drift > 1e4 * torch.finfo(dtype).eps * y.norm()):
+            raise ArgumentError(
+                "f",
+                expected="the same output for the same input",
+                got="two different outputs",
+                remedy="Turn off dropout and other randomness, for instance with eval().",
+            )
+        generator = torch.Generator().manual_seed(0)
+        e = torch.randn(self.x.shape, generator=generator, dtype=torch.float64).to(self.x)
+        u = torch.randn(y.shape, generator=generator, dtype=torch.float64).to(self.x)
+        # Forward mode runs the layer with tangents, by other formulas than the two graphs: it is the judge.
+        je = self._tangent(self.x, e)
+        jtu = self.adjoint(u)
+        moves = zip(MULTIPLES, moved_by_rounding(self.x), strict=True)
+        forward = allowance_for_rounding((self._tangent(x, c * e)[None] / c for c, x in moves), je[None])
+        reverse = allowance_for_rounding((self.adjoint(c * u)[None] / c for c in MULTIPLES), jtu[None])
+        check_adjoint(e, je, u, jtu, forward, reverse)
+        # Without a valid graph of the adjoint, products are computed in forward mode.
+        if not self._image_gives(e, je):
+            self._image = None
+        core = torch.stack([core.rounding for core in self.cores]).amax()
+        self.rounding = core + torch.maximum(forward, reverse)[0]
+        x = self.x.detach()
+        rounding = float(self.rounding)
+        at = self._value(x)
+        check_against_differences(self._value, x, at, e, lambda e: self._tangent(x, e), rounding, je)
+
+    def _image_gives(self, e: Tensor, je: Tensor) -> bool:
+        """Return True if the product J e by two reverse modes agrees with ``je``, the product by forward
+        mode.
+
+        The two reverse modes differentiate Jᵀ u in u.
+        """
+        try:
+            off = (self.product(e) - je).norm()
+        except DerivativeError:  # an operation in the layer has no second derivative
+            return False
+        return bool(off <= 1e4 * torch.finfo(e.dtype).eps * je.norm())
+
+    def _value(self, x: Tensor) -> Tensor:
+        with torch.no_grad(), one_backend():
+            return self.f._forward(x)
+
+
+@dataclass(frozen=True, eq=False)
+class _CoreAt:
+    """One softmax attention of a layer at given queries, keys and values, with its stored output and its
+    derivative in closed form.
+
+    Products take tangents and cotangents in the shapes of the layer's own queries, keys and values, whose
+    leading axes may be anything; queries are unscaled.
+    """
+
+    output: Tensor
+    derivative: SoftmaxDerivative | StreamedDerivative
+    scale: float
+    rounding: Tensor
+
+    @classmethod
+    def at(
+        cls,
+        core: SoftmaxCore,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        o: Tensor,
+        dtype: torch.dtype,
+        *,
+        streamed: bool,
+    ) -> _CoreAt:
+        q, k, v = (t.detach().double() for t in (q, k, v))
+        visible, features = core.rules(q, k)
+        # All leading axes of the layer are folded into one batch axis.
+        grouped = q.unflatten(-3, (k.shape[-3], -1))
+        operands = Operands.of_heads(
+            grouped.reshape(-1, *grouped.shape[-4:]),
+            k.reshape(-1, *k.shape[-3:]),
+            v.reshape(-1, *v.shape[-3:]),
+            core.scale,
+            features,
+        )
+        derivative: SoftmaxDerivative | StreamedDerivative
+        if streamed:
+            derivative = streamed_derivative(operands, visible, dtype)
+        else:
+            seen = visible.whole(q.device)
+            derivative = softmax_derivative(operands, seen, dtype)
+        return cls(
+            o.detach().to(dtype, copy=True),
+            derivative,
+            core.scale,
+            derivative.rounding(1).amax(),
+        )
+
+    def product(self, dq: Tensor, dk: Tensor, dv: Tensor) -> Tensor:
+        rows = self.derivative.k.shape[0]
+        dq, dk, dv = (t.to(self.output.dtype) for t in (dq, dk, dv))
+        # The derivative is in scaled queries, the layer in unscaled ones.
+        dq = (self.scale * dq).reshape(rows, -1, dq.shape[-1])
+        dk, dv = (t.reshape(rows, *t.shape[-2:]) for t in (dk, dv))
+        return self.derivative.product(dq, dk, dv).reshape(self.output.shape)
+
+    def adjoint(self, do: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        rows = self.derivative.k.shape[0]
+        do = do.to(self.output.dtype).reshape(rows, -1, do.shape[-1])
+        dq, dk, dv = self.derivative.adjoint(do)
+        return self.scale * dq, dk, dv
+
+
+class _Linearised(torch.autograd.Function):
+    """The autograd function of one softmax attention, with a stored output and a derivative in
+    closed form.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, core: _CoreAt) -> Tensor:
+        ctx.core = core
+        ctx.shapes = (q.shape, k.shape, v.shape)
+        ctx.dtypes = (q.dtype, k.dtype, v.dtype)
+        if (*q.shape[:-1], v.shape[-1]) != core.output.shape:
+            raise DerivativeError("f: its softmaxes have other shapes in another run of the same input.")
+        # A copy, because PyTorch makes the result part of the graph and the layer may change it in place.
+        return core.output.to(v.dtype, copy=True)
+
+    @staticmethod
+    def jvp(ctx: Any, dq: Tensor, dk: Tensor, dv: Tensor, _: None) -> Tensor:
+        core: _CoreAt = ctx.core
+        return core.product(dq, dk, dv).to(ctx.dtypes[2])
+
+    @staticmethod
+    def backward(ctx: Any, do: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
+        parts: tuple[Tensor, Tensor, Tensor] = _Transposed.apply(  # type: ignore[no-untyped-call]
+            do, ctx.core, ctx.shapes, ctx.dtypes
+        )
+        return *parts, None
+
+
+class _Transposed(torch.autograd.Function):
+    """The adjoint of the derivative of a softmax attention, as an autograd function that can be
+    differentiated again.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, do: Tensor, core: _CoreAt, shapes: Any, dtypes: Any) -> tuple[Tensor, ...]:
+        ctx.core = core
+        ctx.dtype = do.dtype
+        parts = zip(core.adjoint(do), shapes, dtypes, strict=True)
+        return tuple(part.reshape(shape).to(dtype) for part, shape, dtype in parts)
+
+    @staticmethod
+    def backward(ctx: Any, dq: Tensor, dk: Tensor, dv: Tensor) -> tuple[Tensor, None, None, None]:
+        core: _CoreAt = ctx.core
+        return core.product(dq, dk, dv).to(ctx.dtype), None, None, None

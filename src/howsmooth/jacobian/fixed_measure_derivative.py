@@ -1,0 +1,177 @@
+"""The derivative of the map x ↦ Γ_μ(x), by which attention moves a point x, with respect to x for a fixed
+measure μ.
+
+A map f of measures moves each point x to a point Γ_μ(x), which depends on the measure μ. The derivative is
+that of x ↦ Γ_μ(x) at the atoms of μ.
+
+It is the term with δ_ij in the Jacobian: V C_i A for a head of softmax attention, where C_i is the covariance
+of the atoms that x_i sees. It describes an atom that splits into two halves which move apart, while the
+measure stays the same to first order. The derivation is on the documentation page "The local constant of
+mean-field attention".
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from howsmooth.attention import Compose, LayerNorm, Residual, RMSNorm, SelfAttention, TokenMap, Weighting
+from howsmooth.attention.core import attention_probabilities, cap_slope
+from howsmooth.jacobian.queries_keys_values import Operands
+
+__all__ = ["frozen_derivatives"]
+
+# Number of entries in the largest tensor of a block of atoms.
+_BLOCK = 1 << 22
+
+# Log-weight of an atom without mass: the softmax gives it a weight of exactly 0.
+_NO_MASS = -1e30
+
+Rows = Callable[[slice], Tensor]
+
+
+def frozen_derivatives(
+    f: TokenMap, x: Float[Tensor, "n d"], weighting: Weighting
+) -> Iterator[Float[Tensor, "block d_out d"]]:
+    """Yield the derivative of the map x ↦ Γ_μ(x) at each atom x of a measure μ, where μ itself is held fixed.
+
+    The derivatives are D Γ_μ(x_i), for one block of atoms at a time.
+
+    Parameters
+    ----------
+    f
+        A map that acts on measures, in float64.
+    x
+        Atoms (n, d), float64.
+    weighting
+        Weights and positions of the atoms.
+
+    Yields
+    ------
+    Derivatives of the atoms of one block, (block, d_out, d), float64.
+
+    Raises
+    ------
+    ArgumentError
+        If the map does not act on such a measure.
+
+    """
+    n = x.shape[0]
+    rows = _rows(f, x, weighting)
+    step = max(1, min(n, _BLOCK // (_width(f) * n + f.d * f.d_out)))
+    for begin in range(0, n, step):
+        yield rows(slice(begin, min(begin + step, n)))
+
+
+def _width(f: TokenMap) -> int:
+    """Return how many numbers in memory the derivatives of a map at a block of atoms need for each pair of
+    atoms.
+
+    A pair is an atom of the block and an atom that it sees.
+    """
+    match f:
+        case SelfAttention():
+            return f.heads * (f.key_dim + f.value_dim)
+        case Residual():
+            return _width(f.inner)
+        case Compose():
+            return max(_width(f.outer), _width(f.inner))
+        case _:
+            return f.d + f.d_out
+
+
+def _rows(f: TokenMap, x: Tensor, weighting: Weighting) -> Rows:
+    match f:
+        case SelfAttention() if f.query_norm is None and f.key_norm is None:
+            return _attention(f, x, weighting)
+        case LayerNorm() | RMSNorm():
+            return _norm(f, x)
+        case Residual():
+            inner, eye = _rows(f.inner, x, weighting), torch.eye(f.d, dtype=x.dtype, device=x.device)
+            return lambda rows: inner(rows) + eye
+        case Compose():
+            first = _rows(f.inner, x, weighting)
+            second = _rows(f.outer, f.inner._forward(x, weighting), weighting)
+            return lambda rows: second(rows) @ first(rows)
+        case _:
+            return _by_autodiff(f, x, weighting)
+
+
+def _attention(f: SelfAttention, x: Tensor, weighting: Weighting) -> Rows:
+    """Return a function that computes the derivatives of softmax attention at given atoms of a measure, in
+    closed form.
+
+    The argument of the function is a range of rows i, its result Σ_h W_h Cov_i(v, k) · scale Q_h.
+
+    Cov_i(v, k) is the covariance of values and keys under row i of P. If the scores have a cap with
+    derivative D, Σ_j P_ij (v_j − O_i) D_ij k_jᵀ takes its place.
+    """
+    visible = f.visible_keys(x.shape[0], weighting)
+    # Keys and values are centred, because covariances are products of differences.
+    operands = Operands.of_tokens(f, x[None])
+    q, k, v = operands.q[0], operands.k[0], operands.v[0]
+    output = f.output
+    if output is None:
+        output = torch.eye(f.d_out, dtype=x.dtype, device=x.device)
+    output = output.unflatten(1, (f.heads, f.value_dim))
+
+    def derivatives(rows: slice) -> Tensor:
+        seen = None if visible is None else visible[rows]
+        p = attention_probabilities(q[..., rows, :], k, 1.0, seen, weighting.log_weights, f.features)
+        dv = v[:, None, None] - (p @ v[:, None])[..., None, :]
+        if f.softcap is None:
+            slope, dk = p, k[:, None, None] - (p @ k[:, None])[..., None, :]
+        else:
+            scores = q[..., rows, :] @ k[:, None].mT
+            slope, dk = p * cap_slope(scores, f.softcap), k[:, None, None]
+        spread = (slope[..., None] * dv).mT @ dk
+        moved = spread.flatten(0, 1) @ (f.scale * f.query)[:, None]
+        return torch.einsum("ohv,hbvd->bod", output, moved)
+
+    return derivatives
+
+
+def _norm(f: LayerNorm | RMSNorm, x: Tensor) -> Rows:
+    h, s = f.direction_and_length(x)
+    unit, factor = h / s, math.sqrt(f.d) / s
+    eye = torch.eye(f.d, dtype=x.dtype, device=x.device)
+    centring = eye - 1.0 / f.d if f.centred else eye
+
+    def derivatives(rows: slice) -> Tensor:
+        u = unit[rows]
+        return f.weight[:, None] * factor[rows, :, None] * (centring - u[:, :, None] * u[:, None, :])
+
+    return derivatives
+
+
+def _by_autodiff(f: TokenMap, x: Tensor, weighting: Weighting) -> Rows:
+    """Return a function that computes the derivatives of any map at given atoms of a measure, by automatic
+    differentiation.
+
+    The argument of the function is a range of rows i, its result the derivatives D Γ_μ(x_i).
+
+    Copies of the atoms, without mass, are added to the measure. They do not change it, and their images are
+    Γ_μ at the places where they are.
+    """
+
+    def derivatives(rows: slice) -> Tensor:
+        probe = x[rows].detach().clone().requires_grad_()
+        massless = torch.full_like(probe[:, 0], _NO_MASS, dtype=torch.float64)
+        positions = weighting.positions
+        if positions is not None:
+            positions = torch.cat((positions, positions[rows]))
+        extended = Weighting(torch.cat((weighting.log_weights, massless)), positions)
+        with torch.enable_grad():
+            image = f._forward(torch.cat((x, probe)), extended)[x.shape[0] :]
+            # The image of a copy depends on no other copy, so the gradient of the sum over all copies gives
+            # one row of the derivative of each.
+            parts = [
+                torch.autograd.grad(part.sum(), probe, retain_graph=True)[0] for part in image.unbind(-1)
+            ]
+        return torch.stack(parts, dim=1)
+
+    return derivatives

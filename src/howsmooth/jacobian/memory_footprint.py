@@ -1,0 +1,131 @@
+"""The memory in bytes of a closed-form Jacobian, with attention probabilities kept in memory or recomputed
+tile by tile.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from howsmooth.attention import Compose, Residual, SelfAttention, StagedAttention
+from howsmooth.jacobian.fused_softmax import PARTS_BYTES
+from howsmooth.jacobian.tiling import parts_for_threads, working_bytes
+from howsmooth.triton_launch import padded_width
+
+__all__ = ["cached_bytes", "kernel_bytes", "streamed_bytes"]
+
+_DOUBLE = 8
+# Number of tensors of n × d entries that the graphs of a layer in stages and of its adjoint keep. It was
+# measured; the tests hold it against real layers.
+_IN_GRAPHS = 64
+
+
+def cached_bytes(f: Callable[[Tensor], Tensor], n: int, dtype: torch.dtype) -> int:
+    """Return the bytes of all n × n tensors that are in memory at the same time when the Jacobian at n tokens
+    is measured.
+
+    They are the attention probabilities and temporary tensors of a product.
+
+    If ``dtype`` is float32, they are counted in float32 and in float64, because the value of a float32
+    measurement is computed again in float64 while the float32 operator is in memory.
+    """
+    match f:
+        case Residual():
+            return cached_bytes(f.inner, n, dtype)
+        case Compose():
+            return cached_bytes(f.outer, n, dtype) + cached_bytes(f.inner, n, dtype)
+        case SelfAttention():
+            copies = 1 if f.softcap is None else 2  # P, and P∘D beside it under a cap
+            single = copies * dtype.itemsize if dtype != torch.float64 else 0
+            return f.heads * n * n * (single + (copies + 2) * _DOUBLE)
+        case StagedAttention():
+            single = dtype.itemsize if dtype != torch.float64 else 0
+            return _IN_GRAPHS * n * max(f.d, f.d_out) * (single + _DOUBLE) + sum(
+                shape.lead * shape.heads * shape.m * shape.n * (copies * single + (copies + 2) * _DOUBLE)
+                for shape, core in zip(f.core_shapes(), f.cores, strict=True)
+                for copies in (1 if core.softcap is None else 2,)
+            )
+        case _:
+            return 0
+
+
+def streamed_bytes(f: Callable[[Tensor], Tensor], n: int, dtype: torch.dtype, device: torch.device) -> int:
+    """Return the bytes of a Jacobian at one sequence of n tokens if attention probabilities are not kept in
+    memory.
+
+    It is the peak of linearising the map and of one product.
+    """
+    match f:
+        case Residual():
+            return streamed_bytes(f.inner, n, dtype, device) + n * f.d * dtype.itemsize
+        case Compose():
+            # Both operators are in memory, and one of them works at a time. The sum is an upper limit.
+            return streamed_bytes(f.outer, n, dtype, device) + streamed_bytes(f.inner, n, dtype, device)
+        case SelfAttention():
+            return _streamed_attention_bytes(f, n, dtype, device)
+        case StagedAttention():
+            return _streamed_stages_bytes(f, n, dtype, device)
+        case _:
+            return 0
+
+
+def kernel_bytes(f: Callable[[Tensor], Tensor], n: int, dtype: torch.dtype, device: torch.device) -> int:
+    """Return the bytes that Triton kernels need for a Jacobian at one sequence in addition to other tensors,
+    or 0 without kernels.
+
+    The kernels hold all operands of their matrix products, split into bfloat16 parts.
+    """
+    match f:
+        case Residual():
+            return kernel_bytes(f.inner, n, dtype, device)
+        case Compose():
+            return kernel_bytes(f.outer, n, dtype, device) + kernel_bytes(f.inner, n, dtype, device)
+        case SelfAttention() if device.type == "cuda" and dtype == torch.float32:
+            # Queries, their tangents and the heads' cotangents; keys, values and the tangents of both.
+            rows = n * (3 * f.heads + 4 * f.kv_heads)
+            return rows * padded_width(f.key_dim, f.value_dim) * PARTS_BYTES
+        case _:
+            return 0
+
+
+def _streamed_attention_bytes(f: SelfAttention, n: int, dtype: torch.dtype, device: torch.device) -> int:
+    size = dtype.itemsize
+    queries, keys = n * f.heads * f.key_dim, n * f.kv_heads * f.key_dim
+    rows = queries + keys + n * f.kv_heads * f.value_dim
+    means = n * f.heads * f.value_dim
+    # What the derivative keeps: q, k, v, the means, and the logarithms of the denominators.
+    kept = (rows + means) * size + n * f.heads * _DOUBLE
+    if dtype != torch.float64:  # float64 queries and keys, if scores are formed in float64
+        kept += (queries + keys) * _DOUBLE
+    # Tangents and cotangents, two rotated copies of queries, the image and the result.
+    product = (2 * rows + 2 * queries + n * (f.d + f.d_out)) * size
+    # If each thread has rows of its own, it has its own cotangents of all keys and values too.
+    product += (parts_for_threads(f.kv_heads, device) - 1) * (rows - queries) * size
+    # The table of columns and their averages: values and, for the proof in float64, keys and squares.
+    columns = f.value_dim + (f.key_dim + 4 if dtype == torch.float64 else 1)
+    averages = n * (f.heads + f.kv_heads) * columns
+    linearising = (2 * n * f.d + 2 * rows + averages) * _DOUBLE + (rows + means) * size
+    tiles = working_bytes(f.heads, n, n, size, device, capped=f.softcap is not None)
+    return max(kept + product, linearising) + tiles
+
+
+def _streamed_stages_bytes(f: StagedAttention, n: int, dtype: torch.dtype, device: torch.device) -> int:
+    size, tiles = dtype.itemsize, 0
+    # The graphs that PyTorch keeps of the layer and of its adjoint.
+    kept = _IN_GRAPHS * n * max(f.d, f.d_out) * size
+    linearising = 0
+    for shape, core in zip(f.core_shapes(), f.cores, strict=True):
+        queries = shape.lead * shape.heads * shape.m * shape.key_dim
+        keys = shape.lead * shape.kv_heads * shape.n * shape.key_dim
+        rows = queries + keys + shape.lead * shape.kv_heads * shape.n * shape.value_dim
+        means = shape.lead * shape.heads * shape.m * shape.value_dim
+        kept += (2 * rows + 2 * means) * size
+        if dtype != torch.float64:  # float64 queries and keys, if scores are formed in float64
+            kept += (queries + keys) * _DOUBLE
+        kept += (parts_for_threads(shape.kv_heads, device) - 1) * (rows - queries) * size
+        linearising = max(linearising, (3 * rows + 3 * means + queries) * _DOUBLE)
+        capped = core.softcap is not None
+        tiles = max(tiles, working_bytes(shape.heads, shape.m, shape.n, size, device, capped=capped))
+    return kept + linearising + tiles

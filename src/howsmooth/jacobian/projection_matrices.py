@@ -1,0 +1,155 @@
+"""The query, key, value and output matrices of an attention layer in the dtype of the products with its
+Jacobian.
+
+A projection acts on each token by itself, so the tokens of many sequences can go through it in one product.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from howsmooth.attention import Rotary, SelfAttention
+
+__all__ = ["Projection", "Projections"]
+
+# Number of products with JᵀJ that a measurement usually takes.
+_EXPECTED_STEPS = 32
+
+
+@dataclass(frozen=True, eq=False)
+class Projection:
+    """The query, key, value and output matrices of one attention layer, in the dtype of the products with its
+    Jacobian.
+
+    Parameters
+    ----------
+    attention
+        The layer, in float64; its sizes are read from here.
+    weight
+        The input projections as one matrix, whose rows are those of the queries, the keys and the values of
+        all heads. The scale of the scores is multiplied into the rows of the queries. A batch of single
+        heads has one such matrix for each.
+    output
+        The output projection W_O; None if the heads are concatenated only.
+    rotary
+        Rotations of queries and keys by position, if there are any.
+    tokens
+        Number of tokens that go through the projections in one product.
+
+    """
+
+    attention: SelfAttention
+    weight: Float[Tensor, "*heads rows d"]
+    output: Float[Tensor, "d_out d_heads"] | None
+    rotary: Rotary | None
+    tokens: int
+
+    @classmethod
+    def of(cls, f: SelfAttention, dtype: torch.dtype, tokens: int) -> Projection:
+        """Return the matrices of a float64 attention layer, converted to ``dtype``.
+
+        The argument ``tokens`` is the number of tokens in a product.
+        """
+        weight = torch.cat((f.scale * f.query.flatten(0, 1), f.key.flatten(0, 1), f.value.flatten(0, 1)))
+        output = None if f.output is None else f.output.to(dtype)
+        rotary = None if f.rotary is None else f.rotary.to(dtype=dtype)
+        return cls(f, weight.to(dtype), output, rotary, tokens)
+
+    @property
+    def sizes(self) -> tuple[int, int, int]:
+        """The numbers of rows of queries, keys and values in the stacked matrix ``weight``."""
+        f = self.attention
+        return f.heads * f.key_dim, f.kv_heads * f.key_dim, f.kv_heads * f.value_dim
+
+    @property
+    def parts(self) -> tuple[Tensor, Tensor, Tensor]:
+        """The query, key and value matrices of the attention layer, as parts of the stacked matrix
+        ``weight``.
+        """
+        query, key, value = self.weight.split(self.sizes)
+        return query, key, value
+
+    def into(self, e: Float[Tensor, "*batch d"]) -> Float[Tensor, "*batch rows"]:
+        """Multiply tangents ``e`` of the tokens by the query, key and value matrices of the layer."""
+        return e @ self.weight.mT
+
+    def into_adjoint(self, rows: Float[Tensor, "*batch rows"]) -> Float[Tensor, "*batch d"]:
+        """Return the cotangent of the tokens, given the cotangents of the queries, keys and values of an
+        attention layer.
+
+        This multiplies by the transpose of the query, key and value matrices.
+        """
+        return rows @ self.weight
+
+    def out(self, heads: Float[Tensor, "*batch d_heads"]) -> Float[Tensor, "*batch d_out"]:
+        """Multiply the concatenated outputs of all heads by the output matrix of the attention layer."""
+        return heads if self.output is None else heads @ self.output.mT
+
+    def out_adjoint(self, u: Float[Tensor, "*batch d_out"]) -> Float[Tensor, "*batch d_heads"]:
+        """Multiply cotangents of the output of an attention layer by the transpose of its output matrix."""
+        return u if self.output is None else u @ self.output
+
+    def through(
+        self, heads: Float[Tensor, "*batch d_heads"]
+    ) -> tuple[Float[Tensor, "*batch"], Float[Tensor, "*batch d_heads"]]:
+        """Return |W h|² and WᵀW h for each token, where W is the output matrix of the layer and h the
+        concatenated head outputs.
+
+        The squared norms are float64.
+        """
+        if self.output_gram is None:
+            image = self.out(heads)
+            return torch.linalg.vector_norm(image, dim=-1).double().square(), self.out_adjoint(image)
+        through = heads @ self.output_gram
+        return torch.linalg.vecdot(heads, through).double(), through
+
+    @cached_property
+    def output_gram(self) -> Float[Tensor, "d_heads d_heads"] | None:
+        """The matrix WᵀW, where W is the output matrix of the layer, if a product with it is cheaper than two
+        with W; otherwise None.
+
+        It is used in float32 only, where the final value is computed again in float64: if W nearly cancels,
+        WᵀW loses twice as many digits.
+        """
+        if self.output is None or self.output.dtype != torch.float32:
+            return None
+        d_out, d_heads = self.output.shape
+        if _EXPECTED_STEPS * self.tokens * (2 * d_out - d_heads) <= d_out * d_heads:
+            return None
+        # Squares of larger or smaller entries could leave the range of float32.
+        largest = float(self.output.abs().max())
+        return self.output.mT @ self.output if 2.0**-30 < largest < 2.0**30 else None
+
+
+class Projections:
+    """The projection matrices of every attention layer in a map, converted only once to the dtype of the
+    products.
+
+    Parameters
+    ----------
+    dtype
+        Dtype of the products.
+    tokens
+        Number of tokens of all sequences together.
+
+    """
+
+    def __init__(self, dtype: torch.dtype, tokens: int) -> None:
+        self.dtype = dtype
+        self.tokens = tokens
+        self._made: dict[int, Projection] = {}
+
+    def of(self, f: SelfAttention) -> Projection:
+        """Return the projection matrices of the attention layer ``f``, which are converted at the first call
+        and cached.
+
+        The layer must outlive this object.
+        """
+        if id(f) not in self._made:
+            self._made[id(f)] = Projection.of(f, self.dtype, self.tokens)
+        return self._made[id(f)]

@@ -1,0 +1,657 @@
+"""The derivative of softmax attention without n × n matrices in memory, where each product recomputes the
+probabilities tile by tile.
+
+The formulas are those of :mod:`howsmooth.jacobian`. The tensors that are kept have n rows: q, k, v,
+the outputs P v, and the logarithm of the denominator of each row's softmax. From these a tile of P takes one
+matrix product and one exponential. Rows of queries do not depend on each other, so JᵀJ is computed one block
+of rows after the other, and each tile of P is formed once: nine matrix products a tile. The derivation is on
+the documentation page "The Jacobian of attention in closed form".
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from howsmooth.attention.core import ScoreFeatures, cap_slope
+from howsmooth.attention.masks import Visibility
+from howsmooth.jacobian.moments_for_rounding_bounds import Moments, moment_columns, moment_width
+from howsmooth.jacobian.queries_keys_values import Operands
+from howsmooth.jacobian.scratch_memory import Scratch
+from howsmooth.jacobian.softmax import Sink, largest_score, rounding_of
+from howsmooth.jacobian.tiling import Block, Piece, Tiling
+
+__all__ = ["SINGLE_SCORES", "StreamedDerivative", "streamed_derivative"]
+
+# If no score is larger, a sum of n exponentials of scores stays in the range of the dtype.
+_BOUNDED = {torch.float32: 32.0, torch.float64: 300.0}
+# Probabilities are formed as powers of two: on a CPU they take half the time of exponentials, and a tenth if
+# they underflow.
+_LOG2_E = math.log2(math.e)
+
+SINGLE_SCORES = 32.0
+"""Up to this max|q| max|k| the scores of float32 products are formed in float32; above, in float64."""
+
+Through = Callable[[int, slice, Tensor], Tensor]
+"""A function that turns tangents of the heads' outputs into cotangents, between J and Jᵀ.
+
+Its arguments are the number of the batch member, the rows of queries, and the tangents of all heads in these
+rows (heads, group, rows, value_dim); it returns a tensor of that shape.
+"""
+
+
+@dataclass(frozen=True)
+class StreamedDerivative:
+    """The derivative of softmax attention with respect to queries, keys and values, which recomputes the
+    probabilities in each product.
+
+    Axes: b = batch member times key/value head, group = query heads that share the key head, m = query rows,
+    n = keys. Tangents and cotangents of queries and outputs are (b, group · m, width).
+
+    Parameters
+    ----------
+    q
+        Scaled queries of the rows from ``first_row`` on.
+    k, v
+        Keys and values, centred as for :class:`~howsmooth.jacobian.softmax.SoftmaxDerivative`.
+    lse
+        log Σ_j e^{S_ij}, the logarithm of the denominator of each row's softmax, float64.
+    mean
+        The outputs O, shifted as the values are.
+    exact
+        Queries and keys in float64, from which scores are formed; None if ``q`` and ``k`` serve. If scores
+        are large, their rounding in float32 would be an error in the exponent. If there is a sink, these
+        keys are unshifted.
+    sink
+        One further key of each head, or None.
+    kappa
+        κ = max|q| max|k| of each member, float64 on the CPU.
+    visibility
+        Rules that say which keys a query sees, with queries numbered as in the sequence.
+    features
+        Cap, biases, masks and sinks of the scores.
+    kv_heads
+        Key heads of a member.
+    first_row
+        Number in the sequence of the first query in ``q``. It is not 0 if processes share a sequence.
+    moments
+        Moments under P in float64, for the proof of the rounding error; None in float32.
+
+    """
+
+    q: Float[Tensor, "b group m key_dim"]
+    k: Float[Tensor, "b n key_dim"]
+    v: Float[Tensor, "b n value_dim"]
+    lse: Float[Tensor, "b group m"]
+    mean: Float[Tensor, "b group m value_dim"]
+    exact: tuple[Float[Tensor, "b group m key_dim"], Float[Tensor, "b n key_dim"]] | None
+    sink: Sink | None
+    kappa: Float[Tensor, " batch"]
+    visibility: Visibility
+    features: ScoreFeatures
+    kv_heads: int
+    first_row: int = 0
+    moments: Moments | None = None
+
+    def rounding(self, batch: int) -> Float[Tensor, " batch"]:
+        """Estimate the relative rounding error of a norm of the Jacobian of attention that is computed with
+        this derivative, for each sequence.
+
+        It is the error of :class:`~howsmooth.jacobian.softmax.SoftmaxDerivative`, and κ machine epsilons more
+        if scores are formed in float32.
+        """
+        eps = torch.finfo(self.q.dtype).eps
+        single = 0.0 if self.exact is not None or self.q.dtype == torch.float64 else eps
+        return rounding_of(self.kappa, self.q.dtype) + single * self.kappa
+
+    def product(
+        self,
+        dq: Float[Tensor, "b rows key_dim"],
+        dk: Float[Tensor, "b n key_dim"],
+        dv: Float[Tensor, "b n value_dim"],
+    ) -> Float[Tensor, "b rows value_dim"]:
+        """Return the tangent of the outputs of softmax attention, for tangents of the scaled queries, keys
+        and values.
+        """
+        dq = dq.view(self.q.shape)
+        out, tiles = torch.empty_like(self.mean), _Tiles(self, keep=False)
+        for block in tiles.blocks():
+            out[block.heads, :, block.rows] = tiles.product(block, dq, dk, dv)
+        tiles.scratch.leave()
+        return out.flatten(1, 2)
+
+    def adjoint(
+        self, do: Float[Tensor, "b rows value_dim"]
+    ) -> tuple[Float[Tensor, "b rows key_dim"], Float[Tensor, "b n key_dim"], Float[Tensor, "b n value_dim"]]:
+        """Return the cotangents of the scaled queries, keys and values of softmax attention, for a cotangent
+        of its outputs.
+        """
+        do = do.view(self.mean.shape)
+        parts, tiles = _Cotangents(self), _Tiles(self, keep=False)
+        for block in tiles.blocks():
+            tiles.add_adjoint(block, do[block.heads, :, block.rows], parts)
+        tiles.scratch.leave()
+        return parts.taken()
+
+    def gram(
+        self,
+        dq: Float[Tensor, "b rows key_dim"],
+        dk: Float[Tensor, "b n key_dim"],
+        dv: Float[Tensor, "b n value_dim"],
+        through: Through,
+    ) -> tuple[Float[Tensor, "b rows key_dim"], Float[Tensor, "b n key_dim"], Float[Tensor, "b n value_dim"]]:
+        """Apply the derivative J of softmax attention, then a linear map T of the attention output, and then
+        the transpose of J.
+
+        The result Jᵀ(T(J(dq, dk, dv))), where T is ``through``, takes one pass over blocks of rows.
+        ``through`` is called once for each input of the batch and block of rows, with all heads. It must map
+        each row by itself.
+        """
+        dq = dq.view(self.q.shape)
+        parts, tiles = _Cotangents(self), _Tiles(self, keep=True)
+        for whole in tiles.tiling.blocks():
+            heads = tiles.tiling.heads_at_once(whole)
+            blocks = whole.cut(heads)
+            do = _joined([tiles.product(block, dq, dk, dv) for block in blocks])
+            do = through(whole.heads.start // self.kv_heads, whole.rows, do)
+            # ``through`` needs all heads of a row, so the adjoint begins when all heads have their products.
+            for block, own in zip(blocks, do.split(heads), strict=True):
+                tiles.add_adjoint(block, own, parts)
+        tiles.scratch.leave()
+        return parts.taken()
+
+    def select(self, rows: Tensor) -> StreamedDerivative:
+        """Return the derivative of softmax attention at the chosen sequences of the batch.
+
+        The sequences are given by the indices ``rows`` of all of their heads along the axis b.
+        """
+        members = rows[:: self.kv_heads] // self.kv_heads
+        return replace(
+            self,
+            q=self.q[rows],
+            k=self.k[rows],
+            v=self.v[rows],
+            lse=self.lse[rows],
+            mean=self.mean[rows],
+            exact=None if self.exact is None else (self.exact[0][rows], self.exact[1][rows]),
+            sink=None if self.sink is None else self.sink.select(rows),
+            moments=None,
+            kappa=self.kappa[members.cpu()],
+            features=replace(
+                self.features,
+                bias=_of_members(self.features.bias, members),
+                seen=_of_members(self.features.seen, members),
+            ),
+        )
+
+    @property
+    def tiling(self) -> Tiling:
+        """The rules by which the n × n attention scores are cut into tiles that fit into memory."""
+        b, group, m, _ = self.q.shape
+        members, n = b // self.kv_heads, self.k.shape[1]
+        return Tiling(
+            members,
+            self.kv_heads,
+            group,
+            m,
+            n,
+            self.q.itemsize,
+            self.q.device,
+            self.visibility,
+            self.first_row,
+            bool(self.features),
+        )
+
+    def _features(self, block: Block, keys: slice) -> ScoreFeatures:
+        """Return the soft cap, bias, sinks and masks of one tile of attention scores."""
+        if not self.features:
+            return self.features
+        heads = torch.arange(block.heads.start, block.heads.stop, device=self.q.device) % self.kv_heads
+        member = torch.full_like(heads, block.heads.start // self.kv_heads)
+        return self.features.block(member, heads, block.numbers(self.first_row), keys)
+
+
+# The name under which a tile is kept until the adjoint: the number of its piece in the block, its number in
+# the piece, and its first head within the member. Tiles that are not kept share one name and its memory.
+_Place = tuple[int, int, int]
+_ONE_PLACE = (0, 0, 0)
+
+
+@dataclass(frozen=True)
+class _Scored:
+    """The queries and keys of one block of query rows, from which attention scores are computed.
+
+    ``less``, log₂ of the denominator of each row, is subtracted from the scores in units of log 2.
+    """
+
+    q: Float[Tensor, "b r key_dim"]
+    k: Float[Tensor, "heads n key_dim"]
+    less: Float[Tensor, "b r 1"] | None
+
+
+class _Cotangents:
+    """Accumulated cotangents of queries, keys and values, to which each tile of the attention matrix adds its
+    part.
+
+    The cotangents of keys and values are stored transposed, in one contiguous tensor for each tile of keys:
+    ``baddbmm_`` adds to a contiguous tensor at the full rate, and to a part of a larger tensor one product
+    after the other.
+    """
+
+    def __init__(self, at: StreamedDerivative) -> None:
+        self.queries = torch.empty_like(at.q)
+        tiling = at.tiling
+        self.spans, self.columns = tiling.spans(), tiling.columns
+        self.keys, self.values = (
+            [t.new_zeros(len(t), tiling.batches, t.shape[2], len(span)) for span in self.spans]
+            for t in (at.k, at.v)
+        )
+
+    def add(
+        self,
+        block: Block,
+        keys: slice,
+        left: tuple[Tensor, Tensor],
+        right: tuple[Tensor, Tensor],
+    ) -> None:
+        """Add the contributions of one tile to the cotangents of its keys and values.
+
+        The contributions are left[0] @ right[0] and left[1] @ right[1].
+        """
+        for parts, a, b in zip((self.keys, self.values), left, right, strict=True):
+            product = None
+            for batches, own in block.places(keys):
+                tile, first = divmod(own.start, self.columns)
+                # With more than one batch the block is of one head, and each batch has sums of its own.
+                heads = (block.heads, 0) if block.batches == 1 else (block.heads.start, batches)
+                place = parts[tile][heads]
+                if place.shape == (len(a), a.shape[1], b.shape[2]):
+                    place.baddbmm_(a, b)
+                    continue
+                # A part of a tile, at the edge of the visible keys: the product is formed apart.
+                product = torch.bmm(a, b) if product is None else product
+                own_product = product[batches] if isinstance(batches, int) else product
+                place[..., first : first + b.shape[2]].add_(own_product)
+
+    def taken(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the accumulated cotangents of queries, keys and values, one row for each token, and free
+        their memory.
+        """
+        return self.queries.flatten(1, 2), self._rows(self.keys), self._rows(self.values)
+
+    def _rows(self, parts: list[Tensor]) -> Tensor:
+        b, _, width, _ = parts[0].shape
+        out = parts[0].new_empty(b, self.spans[-1].stop, width)
+        for span in reversed(self.spans):
+            # Popped, so that the memory of each tile is freed when it has been read.
+            part = parts.pop()
+            out[:, span.start : span.stop] = (part[:, 0] if part.shape[1] == 1 else part.sum(dim=1)).mT
+        return out
+
+
+class _Tiles:
+    """One pass over the tiles of the attention matrix that computes a product with the derivative of softmax
+    attention.
+
+    Parameters
+    ----------
+    at
+        The derivative.
+    keep
+        Whether :meth:`product` keeps the tiles of P of a block of rows until :meth:`add_adjoint`.
+
+    """
+
+    def __init__(self, at: StreamedDerivative, *, keep: bool) -> None:
+        self.at = at
+        self.tiling = at.tiling
+        self.keep = keep
+        self.kept: dict[_Place, tuple[Tensor, Tensor] | None] = {}
+        self.scratch = Scratch()
+        self.views: dict[tuple[int, ...], Tensor] = {}
+
+    def blocks(self) -> Iterator[Block]:
+        """Yield blocks of the attention matrix that cover all query rows and heads, each with as many heads
+        as fit into one tile.
+        """
+        for block in self.tiling.blocks():
+            yield from block.cut(self.tiling.heads_at_once(block))
+
+    def product(
+        self, block: Block, dq: Tensor, dk: Tensor, dv: Tensor
+    ) -> Float[Tensor, "heads group rows value_dim"]:
+        """Return the tangent of the attention outputs of one block of query rows, for tangents of the scaled
+        queries, keys and values.
+        """
+        sink = self.at.sink
+        out = self._of_pieces(block, lambda number, piece: self._image(number, piece, dq, dk, dv))
+        if sink is not None:
+            heads, rows = block.heads, block.rows
+            # The sink is one more key for all tiles, in closed form.
+            ds = (dq[heads, :, rows] @ sink.k[heads, None, :, None]) * sink.p[heads, :, rows, None]
+            out += ds * sink.away[heads, :, rows]
+        return out
+
+    def add_adjoint(
+        self, block: Block, do: Float[Tensor, "heads group rows value_dim"], parts: _Cotangents
+    ) -> None:
+        """Add the contributions of one block of query rows to the cotangents of queries, keys and values.
+
+        The cotangents of the block's queries are written to ``parts``, and its summands for keys and values
+        are added there.
+        """
+        sink = self.at.sink
+
+        def of_piece(number: int, piece: Piece) -> Tensor:
+            return self._cotangent(number, piece, piece.block.part_of(do, block), parts)
+
+        out = self._of_pieces(block, of_piece)
+        if sink is not None:
+            heads, rows = block.heads, block.rows
+            ds = (do * sink.away[heads, :, rows]).sum(dim=-1, keepdim=True) * sink.p[heads, :, rows, None]
+            out += ds * sink.k[heads, None, None]
+        parts.queries[block.heads, :, block.rows] = out
+
+    def _of_pieces(
+        self, block: Block, of_piece: Callable[[int, Piece], Float[Tensor, "b r width"]]
+    ) -> Float[Tensor, "heads group rows width"]:
+        """Compute a result for one block of query rows as the sum of the results of ``of_piece`` for all
+        pieces of the block.
+        """
+        group, out = self.at.q.shape[1], None
+        for number, piece in enumerate(self.tiling.pieces(block)):
+            part = piece.block.grid(of_piece(number, piece), group)
+            if out is None:
+                if piece.block is block:
+                    out = part
+                    continue
+                out = part.new_zeros(block.heads.stop - block.heads.start, group, block.length, part.shape[3])
+            piece.block.part_of(out, block).add_(part)
+        assert out is not None  # blocks have rows
+        return out
+
+    def _image(
+        self, number: int, piece: Piece, dq: Tensor, dk: Tensor, dv: Tensor
+    ) -> Float[Tensor, "b r value_dim"]:
+        """Return the contribution of one range of keys to the tangent of the attention outputs of one range
+        of query rows.
+
+        The argument ``piece`` holds the query rows and the keys.
+        """
+        at, block = self.at, piece.block
+        q, dq, mean = (block.of_rows(t) for t in (at.q, dq, at.mean))
+        scored = self._scored(block)
+        out = torch.zeros_like(mean)
+        total = q.new_zeros(*q.shape[:2], 1)
+        for i, keys in enumerate(piece.keys):
+            tile = self._tile((number, i), block, keys, scored)
+            if tile is None:
+                continue
+            p, slope = tile
+            ds = self._empty("ds", p.shape, p.dtype)
+            torch.bmm(dq, self._keys(at.k, block, keys).mT, out=ds)
+            ds.baddbmm_(q, self._keys(dk, block, keys).mT).mul_(slope)
+            # Σ_j T_ij is summed over the tiles; O_i Σ_j T_ij is subtracted once at the end.
+            total += ds.sum(dim=-1, keepdim=True)
+            out.baddbmm_(ds, self._keys(at.v, block, keys)).baddbmm_(p, self._keys(dv, block, keys))
+        return out.addcmul_(total, mean, value=-1)
+
+    def _cotangent(
+        self, number: int, piece: Piece, do: Float[Tensor, "heads group rows value_dim"], parts: _Cotangents
+    ) -> Float[Tensor, "b r key_dim"]:
+        """Return the contribution of one range of keys to the cotangents of one range of queries.
+
+        The argument ``piece`` holds the query rows and the keys. The piece's summands for the cotangents of
+        keys and values are added to ``parts``.
+        """
+        at, block = self.at, piece.block
+        q, mean = block.of_rows(at.q), block.of_rows(at.mean)
+        scored = None if self.keep else self._scored(block)
+        do = do.reshape(mean.shape)
+        left = (q.mT, do.mT)
+        # ⟨do_i, O_i⟩ = Σ_j P_ij ⟨do_i, v_j⟩ is known before the first tile.
+        common = (do * mean).sum(dim=-1, keepdim=True)
+        out = torch.zeros_like(q)
+        for i, keys in enumerate(piece.keys):
+            place = (number, i)
+            tile = self._tile(place, block, keys, scored) if scored else self.kept[self._place(place, block)]
+            if tile is None:
+                continue
+            p, slope = tile
+            ds = self._empty("ds", p.shape, p.dtype)
+            torch.bmm(do, self._keys(at.v, block, keys).mT, out=ds)
+            ds.sub_(common).mul_(slope)
+            out.baddbmm_(ds, self._keys(at.k, block, keys))
+            parts.add(block, keys, left, (ds, p))
+        return out
+
+    def _keys(
+        self, t: Float[Tensor, "heads n width"], block: Block, keys: slice
+    ) -> Float[Tensor, "b keys width"]:
+        """Return the rows of a tensor for a range of keys and the key heads of one block of the attention
+        matrix.
+
+        The tensor ``t`` has one row for each key. The result is a view, which is made once and kept.
+        """
+        name = (id(t), keys.start, keys.stop, *block.keys_of)
+        view = self.views.get(name)
+        if view is None:
+            view = self.views[name] = block.of_keys(t, keys)
+        return view
+
+    def _place(self, place: tuple[int, int], block: Block) -> _Place:
+        """Return the name under which the temporary memory of one tile of probabilities is stored.
+
+        Tiles that are not kept share one name, so that each overwrites the one before.
+        """
+        return (*place, block.heads.start % self.at.kv_heads) if self.keep else _ONE_PLACE
+
+    def _tile(
+        self, place: tuple[int, int], block: Block, keys: slice, scored: _Scored
+    ) -> tuple[Tensor, Tensor] | None:
+        """Return the attention probabilities P of one tile, and P multiplied by the derivative of the soft
+        cap.
+
+        These are P and P∘D, where D is the derivative of the soft cap. The result is None if all keys of the
+        tile are hidden.
+        """
+        kept = self._place(place, block)
+        tile = self._formed(kept, block, keys, scored)
+        if self.keep:
+            self.kept[kept] = tile
+        return tile
+
+    def _formed(
+        self, place: _Place, block: Block, keys: slice, scored: _Scored
+    ) -> tuple[Tensor, Tensor] | None:
+        at = self.at
+        # Scores in the dtype of the products are turned into P in place, so they need the memory of the tile.
+        # Float64 scores of float32 products are temporary, and share one memory.
+        found = self._scores(place if scored.q.dtype == at.q.dtype else _ONE_PLACE, block, keys, scored)
+        if found is None:
+            return None
+        p, slope = found
+        if p.dtype != at.q.dtype:
+            p = self._empty(("p", place), p.shape, at.q.dtype).copy_(p)
+        p.exp2_()
+        at.visibility.clear(block.grid(p, at.q.shape[1]), block.numbers(at.first_row), keys)
+        if slope is None:
+            return p, p
+        return p, torch.mul(p, slope, out=self._empty(("slope", place), p.shape, at.q.dtype))
+
+    def _scored(self, block: Block, *, normalised: bool = True) -> _Scored:
+        at = self.at
+        q, k = (at.q, at.k) if at.exact is None else at.exact
+        less = (block.of_rows(at.lse[..., None]) * _LOG2_E).to(q.dtype) if normalised else None
+        return _Scored(block.of_rows(q), k, less)
+
+    def _scores(
+        self, place: _Place, block: Block, keys: slice, scored: _Scored
+    ) -> tuple[Float[Tensor, "b r keys"], Tensor | None] | None:
+        """Return the attention scores of one tile, and the derivative of the soft cap (None if there is no
+        cap).
+
+        The scores are multiplied by log₂ e, and ``scored.less`` is subtracted. The rules of ``visibility``
+        are not applied to them. The result is None if a mask hides all keys of the tile from all of its
+        queries.
+        """
+        at = self.at
+        features, mask = at._features(block, keys), at.visibility.mask
+        shown = None if mask is None else mask[block.numbers(at.first_row), keys]
+        if not all(t is None or bool(t.any()) for t in (shown, features.seen)):
+            return None
+        q, k, less = scored.q, self._keys(scored.k, block, keys).mT, scored.less
+        scores = self._empty(("scores", place), (*q.shape[:2], k.shape[2]), q.dtype)
+        if not features:
+            # One operation multiplies by log₂ e and subtracts the logarithms.
+            if less is not None:
+                scores.copy_(less)
+            return scores.baddbmm_(q, k, beta=0 if less is None else -1, alpha=_LOG2_E), None
+        torch.bmm(q, k, out=scores)
+        slope = None if features.softcap is None else cap_slope(scores, features.softcap).to(at.q.dtype)
+        grid = features.applied(block.grid(scores, at.q.shape[1])).mul_(_LOG2_E)
+        scores = grid.reshape(scores.shape)
+        return scores if less is None else scores.sub_(less), slope
+
+    def normalise(
+        self,
+        block: Block,
+        table: Float[Tensor, "b n columns"],
+        lse: Float[Tensor, "b group m"],
+        averages: Float[Tensor, "b group m columns"],
+        sink_p: Float[Tensor, "b group m"],
+    ) -> None:
+        """Compute the softmax denominator of each query in a block, and the average of the rows of ``table``
+        under its attention probabilities.
+
+        The results are log Σ_j e^{S_ij}, the averages Σ_j P_ij t_j of the rows t_j of ``table``, and the
+        probabilities of the sinks. They are written to the block's part of ``lse``, ``averages`` and
+        ``sink_p``. The tiles are formed once; running sums are scaled when a row finds a larger score.
+        """
+        at, sinks = self.at, self.at.features.sinks
+        q, v = at.q[block.heads, :, block.rows], table[block.heads]
+        top = q.new_full((*q.shape[:-1], 1), float("-inf"), dtype=torch.float64)
+        total, out = torch.zeros_like(top), top.new_zeros(*q.shape[:-1], v.shape[-1])
+        # If the exponentials of all possible scores are in range, no row has to track its largest score.
+        bounded = (
+            at.features.bias is None
+            and sinks is None
+            and float(at.kappa.max()) <= _BOUNDED[q.dtype if at.exact is None else torch.float64]
+        )
+
+        def add(scores: Tensor, values: Tensor) -> None:
+            nonlocal top
+            if not bounded:
+                previous, top = top, torch.maximum(top, scores.amax(dim=-1, keepdim=True))
+                # A row that has seen no key yet may have any finite reference.
+                reference = top.masked_fill(top == float("-inf"), 0.0)
+                scores.sub_(reference)
+                factor = (previous - reference).exp2()
+                total.mul_(factor)
+                out.mul_(factor)
+            p = scores.exp2_().flatten(1, 2)
+            total.add_(p.sum(dim=-1).view(total.shape))
+            out.add_((p @ values.to(p.dtype)).view(out.shape))
+
+        rows, scored = block.numbers(at.first_row), self._scored(block, normalised=False)
+        for keys in self.tiling.tiles(at.visibility.keys(rows)):
+            found = self._scores(_ONE_PLACE, block, keys, scored)
+            if found is None:
+                continue
+            grid = block.grid(found[0], at.q.shape[1])
+            seen = at.visibility.block(rows, keys, q.device)
+            add(grid if seen is None else grid.masked_fill_(~seen, float("-inf")), v[:, keys])
+        score: Tensor | None = None
+        if sinks is not None:
+            score = sinks[self._own(block), :, None].double().expand(total.shape[:-1])
+            add(_LOG2_E * score[..., None], v.new_zeros(len(v), 1, v.shape[-1]))
+        found_lse = ((total.log2() if bounded else top + total.log2()) / _LOG2_E)[..., 0]
+        if score is not None:
+            sink_p[block.heads, :, block.rows] = (score - found_lse).exp()
+        lse[block.heads, :, block.rows] = found_lse
+        averages[block.heads, :, block.rows] = out / total
+
+    def _own(self, block: Block) -> slice:
+        """Return the indices of the key heads of a block within their own sequence of the batch."""
+        first = block.heads.start % self.at.kv_heads
+        return slice(first, first + block.heads.stop - block.heads.start)
+
+    def _empty(self, name: object, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        return self.scratch.empty(name, shape, dtype, self.at.q.device)
+
+
+def streamed_derivative(
+    operands: Operands, visibility: Visibility, dtype: torch.dtype, first_row: int = 0
+) -> StreamedDerivative:
+    """Return the derivative of softmax attention at float64 queries, keys and values, as an object that keeps
+    no n × n matrix.
+
+    Parameters
+    ----------
+    operands
+        Queries, keys and values. Every query must see a key or have a sink.
+    visibility
+        Rules that say which keys a query sees.
+    dtype
+        float32 or float64.
+    first_row
+        Number in the sequence of the first query of ``operands``.
+
+    """
+    batch, kv_heads = operands.q.shape[:2]
+    width = operands.v.shape[-1]
+    features = operands.features
+    queries, keys, score_keys, values = (
+        t.flatten(0, 1) for t in (operands.q, operands.k, operands.score_keys, operands.v)
+    )
+    # Columns whose averages under P are needed: the values, ones for Σ_j P_ij if there is a sink, and in
+    # float64 the columns for the proof of the rounding error.
+    columns = [values]
+    if features.sinks is not None:
+        columns.append(values.new_ones(*values.shape[:2], 1))
+    if dtype == torch.float64:
+        columns.append(moment_columns(operands))
+    table = torch.cat(columns, dim=-1)
+    kappa = largest_score(queries, score_keys, batch)
+    exact: tuple[Tensor, Tensor] | None = (queries, score_keys)
+    rounded = (queries.to(dtype), keys.to(dtype), values.to(dtype))
+    # With a sink, scores are always formed from float64 keys, because the keys of the products are shifted.
+    if features.sinks is None and (dtype == torch.float64 or float(kappa.max()) <= SINGLE_SCORES):
+        exact = None
+        # The denominators are summed in the dtype of the products.
+        table = table.to(dtype)
+    lse, sink_p = (queries.new_zeros(queries.shape[:-1]) for _ in range(2))
+    averages = queries.new_empty((*queries.shape[:-1], table.shape[-1]))
+    at = StreamedDerivative(
+        *rounded, lse, averages[..., :width], exact, None, kappa, visibility, features, kv_heads, first_row
+    )
+    # ``lse`` and ``averages``, which ``at`` holds views of, are written here block by block.
+    tiles = _Tiles(at, keep=False)
+    for block in tiles.blocks():
+        for strip in tiles.tiling.strips(block):
+            tiles.normalise(strip, table, lse, averages, sink_p)
+    tiles.scratch.leave()
+    mean, sink, total = averages[..., :width], None, torch.ones_like(lse)
+    if features.sinks is not None:
+        total = averages[..., width]
+        output = operands.outputs(mean, total)
+        mean = output - operands.value_shift.flatten(0, 1)[:, None]
+        sink = Sink.at(operands, sink_p, output).to(dtype)
+    moments = None
+    if dtype == torch.float64:
+        rows = (t.flatten(1, 2) for t in (averages[..., -moment_width(operands) :], mean, total, sink_p))
+        moments = Moments.of(operands, *rows)
+    return replace(at, mean=mean.to(dtype).contiguous(), sink=sink, moments=moments)
+
+
+def _joined(parts: list[Tensor]) -> Tensor:
+    return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+
+def _of_members(t: Tensor | None, members: Tensor) -> Tensor | None:
+    return t if t is None or t.ndim < 5 or t.shape[0] == 1 else t[members]

@@ -1,0 +1,205 @@
+"""Identification and verification of one self-attention layer from a trace of the forward pass."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from howsmooth.attention import LayerNorm, Residual, RMSNorm, TokenMap
+from howsmooth.errors import ArgumentError, CaptureError, HowsmoothError
+from howsmooth.models.captured_layer import Site
+from howsmooth.models.identification.candidate_maps import Hypothesis, hypotheses
+from howsmooth.models.identification.isolated_layer_trace import trace_layer, whole_layer
+from howsmooth.models.identification.norm_and_residual_placement import Block, read_block, token_norm
+from howsmooth.models.identification.output_projection import AttentionOutput, find_output
+from howsmooth.models.identification.self_attention_module import (
+    SelfAttentionModule,
+    find_self_attention,
+    first_line,
+)
+from howsmooth.models.identification.verification import verify, verify_block
+from howsmooth.models.tolerance import precision
+from howsmooth.models.tracing.module_call_tracer import TracedLayer
+from howsmooth.models.tracing.module_replay import ModuleReplay
+
+__all__ = ["VerifiedLayer", "indices_of", "read_layer"]
+
+
+@dataclass(frozen=True, eq=False)
+class VerifiedLayer:
+    """A self-attention layer whose map was identified and verified."""
+
+    self_attention: SelfAttentionModule
+    output: AttentionOutput
+    found: Hypothesis
+    block: Block
+    norm: LayerNorm | RMSNorm | None  # the norm whose output is X
+    call: ModuleReplay  # the call of the whole layer around the attention
+    traced_layer: TracedLayer
+
+    @property
+    def tokens(self) -> Tensor:
+        """The tokens (batch, n, d) to which the model applies the attention."""
+        return self.self_attention.replay.tokens()
+
+    def sites(self, scope: str, heads: Sequence[int] | slice | None = None) -> list[Site]:
+        """Return the map of the layer in a scope, such as "head", with its tokens, as a list of captured
+        layers.
+
+        The list has one :class:`Site`, or one for each head in scope ``head``. ``scope`` says which part of
+        the layer the map covers, such as "head" or "attention".
+
+        Raises
+        ------
+        ArgumentError
+            If an index in ``heads`` is out of range.
+        CaptureError
+            If the layer has no such scope, or the verification of its block fails.
+
+        """
+        self_attention, attention, place = self.self_attention, self.found.map, self.self_attention.layer
+        x = self.tokens.clone()
+        norm = self.norm if _may_be_outputs(self.norm, x) else None
+        maps: list[tuple[int | None, TokenMap]] = [(None, attention)]
+        try:
+            if scope == "head":
+                maps = [(h, attention.head(h)) for h in indices_of(heads, attention.heads, "head")]
+            elif scope == "heads":
+                maps = [(None, attention.without_output())]
+        except ArgumentError as error:
+            if error.argument == "heads":
+                raise
+            raise CaptureError(f"{place} has no scope {scope!r}: {error}") from None
+        if scope in ("attention", "residual") and self.output.obstacle:
+            raise CaptureError(f"{place} has no scope {scope!r}: {self.output.obstacle}.")
+        if scope == "residual":
+            if attention.d != attention.d_out:
+                raise CaptureError(f"{place} changes the dimension of its tokens, so it has no residual.")
+            given = self.output.call.output
+            if given is not None and given.shape[-2] != x.shape[1]:
+                raise CaptureError(f"{place} changes the number of its tokens, so it has no residual.")
+            maps = [(None, Residual(attention))]
+        elif scope == "block":
+            x = verify_block(self_attention, self.output, self.block, self.call, self.found.condition)
+            norm = norm if self.block.pre_norm is None else None
+            if self.block.map is not None:
+                maps = [(None, self.block.map)]
+        return [
+            Site(
+                name=place.name,
+                layer=place.index,
+                head=h,
+                scope=scope,
+                causal=attention.causal,
+                masking=self.found.masking,
+                layout=self.block.layout,
+                path=self.found.path,
+                path_reason=self.found.reason,
+                x=x,
+                map=f,
+                norm=norm,
+                stored=self.traced_layer.stored,
+            )
+            for h, f in maps
+        ]
+
+
+def read_layer(traced_layer: TracedLayer, batch: int, user: str) -> VerifiedLayer:
+    """Identify the map that a traced layer computes, and verify it.
+
+    Parameters
+    ----------
+    traced_layer
+        The layer, traced in a forward pass.
+    batch
+        The number of sequences in that forward pass.
+    user
+        The user's attention implementation.
+
+    Raises
+    ------
+    CaptureError
+        If the layer computes something that is not recognised, or the verification fails.
+
+    """
+    try:
+        return _read(traced_layer, batch, user)
+    except HowsmoothError:
+        raise
+    except Exception as error:  # a module may raise any error when it runs by itself
+        raise CaptureError(f"{traced_layer.layer} cannot be run by itself: {first_line(error)}.") from error
+
+
+def _read(traced_layer: TracedLayer, batch: int, user: str) -> VerifiedLayer:
+    self_attention = find_self_attention(traced_layer, batch, user)
+    call = whole_layer(traced_layer, batch)
+    alone = call.of_first_sequence()
+    trace = trace_layer(self_attention, traced_layer, alone)
+    output = find_output(trace, self_attention, lambda: trace_layer(self_attention, traced_layer, alone))
+    refused: list[CaptureError] = []
+    for found in hypotheses(trace, self_attention, output):
+        if isinstance(found, CaptureError):
+            refused.append(found)
+            continue
+        try:
+            verify(self_attention, output, found)
+        except CaptureError as error:
+            refused.append(error)
+            continue
+        block = read_block(trace, found.map, output.call)
+        return VerifiedLayer(self_attention, output, found, block, token_norm(trace), call, traced_layer)
+    raise refused[-1]
+
+
+def _may_be_outputs(norm: LayerNorm | RMSNorm | None, x: Tensor) -> bool:
+    """Return True if all tokens in ``x`` may be outputs of a norm layer.
+
+    The norm layer was identified on the first sequence only.
+    """
+    if norm is None:
+        return False
+    # transformers' norms compute in float32 for every dtype of the model, so that entries may be off by that.
+    slack = 64.0 * precision(torch.float32)
+    # An output of the norm is bias + gain∘u with |u| <= 1, where the gain includes √d.
+    shift = (x if norm.bias is None else x - norm.bias).double()
+    gain = math.sqrt(norm.d) * norm.weight.double().abs()
+    outside = (shift.abs() - slack * (x.double().abs() + gain)).clamp(min=0.0)
+    u = outside / gain  # 0/0 if gain and entry are zero; infinite if only the gain is
+    return float(torch.linalg.vector_norm(u.nan_to_num(nan=0.0), dim=-1).max()) <= 1 + slack
+
+
+def indices_of(given: Sequence[int] | slice | None, count: int, what: str) -> list[int]:
+    """Convert a selection of layers or heads to a list of indices without repetition.
+
+    None selects all.
+
+    Raises
+    ------
+    ArgumentError
+        If an index is outside of ``-count`` to ``count - 1``, or a slice is empty.
+
+    """
+    if given is None:
+        return list(range(count))
+    if isinstance(given, slice):
+        found = list(range(count))[given]
+        if not found:
+            raise ArgumentError(
+                f"{what}s",
+                expected=f"a slice with some of {count} {what}s in it",
+                got=f"{given.start}:{given.stop}:{given.step}",
+            )
+        return found
+    for index in given:
+        if not -count <= index < count:
+            raise ArgumentError(
+                f"{what}s",
+                expected=f"a list of {what} indices from {-count} to {count - 1}",
+                got=str(index),
+                remedy=f"The model has {count} {what}s, counted from 0.",
+            )
+    return list(dict.fromkeys(index % count for index in given))

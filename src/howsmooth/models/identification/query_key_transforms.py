@@ -1,0 +1,143 @@
+"""Detection of rotary positions, norm layers and scales between the linear projections and the softmax.
+
+The query of token i in one head is s·R_i N(W x_i): W is a linear projection, N a norm or the identity, s a
+scale, and R_i rotates pairs of entries by angles that depend on the position i. All heads of queries and keys
+share R_i. Models store rotary tables in many forms, so R_i is fitted: for each position and pair it is the
+least-squares rotation over all heads. It is accepted only if it explains every head up to rounding.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Float, Int64
+from torch import Tensor
+
+from howsmooth.attention import LayerNorm, RMSNorm, Rotary
+from howsmooth.models.tolerance import precision, relative_error, tolerance
+
+__all__ = ["FittedRotary", "ProjectionReading", "fit_rotary", "projection_readings", "reordered"]
+
+Norm = LayerNorm | RMSNorm
+
+
+@dataclass(frozen=True, eq=False)
+class ProjectionReading:
+    """Columns of the outputs of linear modules that may be the queries or keys before their rotation."""
+
+    columns: Int64[Tensor, " wanted"]
+    norm: Norm | None  # the norm of each head after the projection
+    base: Float[Tensor, "heads n dim"]  # the columns after the norm
+    given: Float[Tensor, "heads n dim"]  # the queries or keys of the softmax, divided by the factor
+    factor: float  # the scale s
+
+
+@dataclass(frozen=True, eq=False)
+class FittedRotary:
+    """The rotation that maps the projections of tokens to the queries and keys of the softmax."""
+
+    rotary: Rotary | None  # None if nothing is rotated
+    order: Int64[
+        Tensor, " dim"
+    ]  # order of the entries of a head in which rotated pairs are half the width apart
+
+
+def projection_readings(
+    given: Float[Tensor, "heads n dim"],
+    outputs: Float[Tensor, "n columns"],
+    slices: Sequence[Int64[Tensor, " wanted"]],
+    norms: Sequence[Norm],
+) -> Iterator[ProjectionReading]:
+    """Yield columns of the outputs of linear modules that may be the queries (or keys) before their rotation.
+
+    Rotations preserve lengths, so that only these can be the queries or keys before the rotation.
+
+    Parameters
+    ----------
+    given
+        The queries or the keys of one sequence, as the softmax gets them.
+    outputs
+        The outputs of all linear maps of X, concatenated.
+    slices
+        Columns of ``outputs`` that may be the queries or keys.
+    norms
+        The norms that ran between X and the softmax.
+
+    """
+    heads, n, dim = given.shape
+    loose = tolerance(
+        precision(torch.float32)
+    )  # a float64 model may compute norms and rotary tables in float32
+    for columns in slices:
+        plain = outputs[:, columns]
+        # Only norms of single heads: a norm over all heads is left to the map with the model's own code.
+        for norm in (None, *(norm for norm in norms if norm.d == dim)):
+            base = plain.reshape(n, heads, dim).transpose(0, 1)
+            base = base if norm is None else norm(base)
+            lengths, own = (torch.linalg.vector_norm(t, dim=-1) for t in (given, base))
+            factor = float(torch.linalg.vector_norm(given) / torch.linalg.vector_norm(base))
+            if not 0.0 < factor < float("inf") or relative_error(own * factor, lengths) > loose:
+                continue
+            # The factor is measured with rounding errors: a usual value nearby is the exact one.
+            usual = (1.0, dim**-0.5, dim**-0.25)
+            factor = next((u for u in usual if abs(factor - u) <= loose * u), factor)
+            yield ProjectionReading(columns, norm, base, given / factor, factor)
+
+
+def fit_rotary(query: ProjectionReading, key: ProjectionReading) -> FittedRotary | None:
+    """Find the rotation that maps the projections to the queries and keys, or return None if there
+    is none.
+    """
+    wanted, base = torch.cat((query.given, key.given)), torch.cat((query.base, key.base))
+    dim = base.shape[-1]
+    plain = query.norm is None and key.norm is None
+    tol = tolerance(precision(base.dtype, downcast=not plain))
+    order = torch.arange(dim, device=base.device)
+    if relative_error(base, wanted) <= tol:
+        return FittedRotary(None, order)
+    # Entries that are not rotated agree exactly if there is neither a norm nor a scale.
+    slack = 0.0 if plain and query.factor == key.factor == 1.0 else tol
+    differ = ((wanted - base).abs() > slack * wanted.abs().max()).flatten(0, 1).any(dim=0).nonzero()
+    # Rotated entries come first in a head. Their number is at least ``least`` and mostly a quarter, a half,
+    # three quarters or all of the head; pairs are a half of it apart, or neighbours.
+    least = int(differ.max()) // 2 * 2 + 2
+    for width in sorted({least, dim // 4, dim // 2, 3 * dim // 4, dim // 2 * 2}):
+        if width < least or width > dim or width % 2:
+            continue
+        first, rest = order[:width], order[width:]
+        for pairs in (first, torch.cat((first[::2], first[1::2]))):
+            order_tried = torch.cat((pairs, rest))
+            rotary = _rotary(wanted[..., order_tried], base[..., order_tried], width, tol)
+            if rotary is not None:
+                return FittedRotary(rotary, order_tried)
+    return None
+
+
+def _rotary(
+    wanted: Float[Tensor, "heads n dim"], base: Float[Tensor, "heads n dim"], width: int, tol: float
+) -> Rotary | None:
+    half = width // 2
+    z, w = (torch.complex(t[..., :half].double(), t[..., half:width].double()) for t in (base, wanted))
+    # A pair of entries is a complex number, and a rotation multiplies it by a number. For w ≈ turn * z the
+    # least-squares solution over the heads is Σ w z̄ / Σ |z|²; pairs that are zero everywhere are not
+    # rotated.
+    size = z.abs().square().sum(dim=0)
+    turn = (w * z.conj()).sum(dim=0) / size.clamp(min=torch.finfo(torch.float64).tiny)
+    turn = torch.where(size > 0, turn, 1.0)
+    cos, sin = (t.to(base.dtype).repeat(1, 2) for t in (turn.real, turn.imag))
+    rotary = Rotary(cos, sin)
+    return rotary if relative_error(rotary.rotate(base), wanted) <= tol else None
+
+
+def reordered(norm: Norm | None, order: Int64[Tensor, " dim"]) -> Norm | None:
+    """Return a norm layer with the entries of its weight and bias in another order, or None if ``norm`` is
+    None.
+    """
+    if norm is None:
+        return None
+
+    if isinstance(norm, LayerNorm):
+        return LayerNorm(norm.weight[order], None if norm.bias is None else norm.bias[order], norm.eps)
+    return RMSNorm(norm.weight[order], norm.eps)

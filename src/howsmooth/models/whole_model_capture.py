@@ -1,0 +1,414 @@
+"""Capture of a whole model, from its embeddings to an output, or of a range of its blocks, as a map of
+tokens.
+
+The map runs a copy of the model, and its output is compared with that of the model itself, at the tokens of
+the forward pass and at changed ones. A block is the smallest numbered layer of the model around an attention.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
+from transformers import PreTrainedModel
+
+from howsmooth.errors import ArgumentError, CaptureError, HowsmoothError, reason
+from howsmooth.functional import register
+from howsmooth.jacobian.autodiff import moved_by_rounding
+from howsmooth.models.captured_layer import Site
+from howsmooth.models.float32_weights import computing_dtype, device_of, stored_dtype
+from howsmooth.models.identification.model_map import (
+    ModelMap,
+    Output,
+    Passage,
+    Place,
+    frozen_copy,
+    observed,
+    replaced,
+    rows,
+)
+from howsmooth.models.identification.self_attention_module import moved_tokens
+from howsmooth.models.identification.verification import notice_downcasts
+from howsmooth.models.inputs.model_inputs import ModelInputs, embedding_of, takes_decoder_ids
+from howsmooth.models.measurement_mode import implementation
+from howsmooth.models.padded_sequences import one_by_one, padding_of
+from howsmooth.models.tolerance import precision, relative_error, tolerance
+from howsmooth.models.tracing.layer_trace import AttentionLayer
+from howsmooth.models.tracing.module_call_tracer import StopForward, run, trace_forward_pass
+from howsmooth.models.tracing.module_replay import first_tensor
+
+__all__ = ["ModelParts"]
+
+# From so many tokens on, attention is computed without a matrix of all pairs of tokens.
+_LONG = 1024
+# How many shifts of the tokens by one machine epsilon show the growth of rounding errors.
+_SHIFTS = 2
+
+
+class ModelParts:
+    """The parts of a model between any two of its embeddings, the inputs and outputs of its blocks, and its
+    outputs.
+
+    Parameters
+    ----------
+    model
+        The model, in measurement mode.
+    given
+        The model's inputs.
+    side
+        In an encoder-decoder, which embeddings move: ``"memory"``, the encoder's, or ``"queries"``, the
+        decoder's. None for other models.
+
+    Raises
+    ------
+    ArgumentError
+        If a sequence is padded.
+    CaptureError
+        If the model is an encoder-decoder and ``side`` is None.
+
+    """
+
+    def __init__(self, model: nn.Module, given: ModelInputs, side: str | None = None) -> None:
+        if takes_decoder_ids(model) and side is None:
+            raise CaptureError(
+                f"{type(model).__name__} is an encoder-decoder, whose output depends on two sequences. Take "
+                "its encoder alone, with the part encoder; or capture it with scope 'model' and "
+                "side='queries', from the decoder's embeddings, or side='memory', from the encoder's."
+            )
+        self.side = side
+        self.model = model
+        self.given = _sequences_of(model, given)
+        self.blocks: list[Place] = []  # the outputs of the blocks around the layers; two may share one
+        calls: dict[nn.Module, int] = {}
+        self._embedded: list[tuple[nn.Embedding, int]] = []  # calls of tables, with their numbers
+
+        def starts(module: nn.Module, args: Any) -> None:
+            calls[module] = calls.get(module, -1) + 1
+            if isinstance(module, nn.Embedding):
+                self._embedded.append((module, calls[module]))
+
+        def seen(layer: AttentionLayer) -> None:
+            self.blocks.append(Place(layer.root_name, "output", calls[layer.root]))
+
+        with ExitStack() as stack:
+            for module in model.modules():
+                stack.enter_context(module.register_forward_pre_hook(starts))
+            self.layers, _ = trace_forward_pass(model, given.named, (), seen)
+        self._ran = tuple(calls)
+
+    def whole(self, output: str, *, last_token: bool = False) -> Site:
+        """Return the map from the embeddings to an output, one of ``howsmooth.scopes.OUTPUTS``."""
+        of = {None: "its", "queries": "its decoder's", "memory": "its encoder's"}[self.side]
+        words = f"from {of} embeddings to its {_in_words(output, last_token)}"
+        start, end, read = self._embeddings(), self._end(output), self.output(output, last_token=last_token)
+        return self._site("model", start, end, read, None, None, words)
+
+    def output(self, output: str, *, last_token: bool = False) -> Output:
+        """Return the kind of output of a map: hidden states, logits or margin.
+
+        The hidden states of a model that transformers does not know are the first tensor that it returns.
+        """
+        return Output(output if output != "hidden" or self._known else "tokens", last_token)
+
+    def span(self, first: int, last: int, *, last_token: bool = False) -> Site:
+        """Return the map from the input of block ``first`` to the output of block ``last``.
+
+        A block is named by the index of an attention layer in it.
+        """
+        blocks = f"blocks {first} to {last}" if last > first else f"block {first}"
+        words = f"{blocks}, {_in_words('tokens', last_token)}"
+        start, end = replace(self.blocks[first], side="input"), self.blocks[last]
+        return self._site("span", start, end, Output("tokens", last_token), first, last, words)
+
+    @property
+    def last_layers(self) -> list[int]:
+        """The last attention layer of each block, in the order of the blocks."""
+        return [
+            i
+            for i, place in enumerate(self.blocks)
+            if i + 1 == len(self.blocks) or self.blocks[i + 1] != place
+        ]
+
+    def entry(self) -> Site | None:
+        """Return the map from the embeddings to the input of the first block, or None if nothing lies between
+        them.
+        """
+        start, end = self._embeddings(), replace(self.blocks[0], side="input")
+        if start == end:
+            return None
+        words = "from its embeddings to the input of its first block"
+        return self._site("span", start, end, Output("tokens"), None, -1, words)
+
+    def from_first(self, output: str, *, last_token: bool = False) -> Site:
+        """Return the map from the input of the first block of the model to an output of the model."""
+        words = f"from the input of its first block to its {_in_words(output, last_token)}"
+        start, read = replace(self.blocks[0], side="input"), self.output(output, last_token=last_token)
+        return self._site("span", start, self._end(output), read, 0, None, words)
+
+    def until(self, last: int) -> Site:
+        """Return the map from the embeddings of the model to the output of the Transformer block of a given
+        layer.
+        """
+        words = f"from its embeddings to the output of block {last}"
+        return self._site("span", self._embeddings(), self.blocks[last], Output("tokens"), None, last, words)
+
+    def beyond(self, layer: int, output: str, *, last_token: bool = False) -> Site:
+        """Return the map from the output of the Transformer block of a given layer to an output of
+        the model.
+        """
+        words = f"from the output of block {layer} to its {_in_words(output, last_token)}"
+        start, end = self.blocks[layer], self._end(output)
+        read = self.output(output, last_token=last_token)
+        return self._site("span", start, end, read, layer + 1, None, words)
+
+    @property
+    def _known(self) -> bool:
+        return isinstance(self.model, PreTrainedModel)
+
+    def _embeddings(self) -> Place:
+        """Return the point in the forward pass at which the tokens have been embedded.
+
+        They are the argument that is given as embedded tokens, or the output of the table for token ids, or
+        else (images, audio) the input of the first block. In an encoder-decoder they are the output of the
+        table of one side.
+        """
+        if self.side is not None:
+            return self._embeddings_of_side()
+        named = self.given[0].named
+        main = "inputs_embeds" if self._known else next(iter(named))
+        if main in named and named[main].is_floating_point() and named[main].ndim <= 3:
+            return Place("", "input", argument=main)
+        table = embedding_of(self.model) if "input_ids" in named else None
+        # The module that runs may be another one with the same weights.
+        for module in self._ran if table is not None else ():
+            if isinstance(module, nn.Embedding) and table is not None and module.weight is table.weight:
+                return Place(self._path(module), "output")
+        if not self.blocks:
+            raise CaptureError(f"The embedded tokens of {type(self.model).__name__} are not found.")
+        return replace(self.blocks[0], side="input")
+
+    def _embeddings_of_side(self) -> Place:
+        """Return the point in the forward pass at which the token ids of the encoder or of the decoder have
+        been embedded.
+        """
+        given, model = self.given[0].named, self.model
+        parts = [
+            part for name in ("get_encoder", "get_decoder") if callable(part := getattr(model, name, None))
+        ]
+        tables = [embedding_of(part) for part in (model, *(part() for part in parts))]
+        weights = {id(table.weight) for table in tables if table is not None}
+        calls = [(module, call) for module, call in self._embedded if id(module.weight) in weights]
+        name = "input_ids" if self.side == "memory" else "decoder_input_ids"
+        if name not in given or len(calls) != 1 + ("input_ids" in given):
+            raise CaptureError(
+                f"The embedded tokens of {name} are not found in {type(model).__name__}, so that it cannot "
+                f"be taken as a function of them (side={self.side!r})."
+            )
+        module, call = calls[0 if self.side == "memory" else -1]
+        return Place(self._path(module), "output", call)
+
+    def _end(self, output: str) -> Place:
+        """Return the module whose output is the hidden states, the logits or the margin."""
+        base = self.model.base_model if output == "hidden" and self._known else self.model
+        return Place(self._path(base), "output")
+
+    def _path(self, wanted: object) -> str:
+        return next((name for name, module in self.model.named_modules() if module is wanted), "")
+
+    def _site(
+        self,
+        scope: str,
+        start: Place,
+        end: Place,
+        output: Output,
+        first: int | None,
+        last: int | None,
+        words: str,
+    ) -> Site:
+        """Return the part of the model between two points of the forward pass as a verified map with its
+        tokens.
+
+        The part has the layers from ``first`` to ``last``. The blocks before them return what they returned
+        in the forward pass. If ``first`` is None, the part begins at the embeddings, and all blocks run.
+        """
+        model, end_layer = self.model, len(self.layers) if last is None else last + 1
+        own = None if first is None or start in self.blocks else self.blocks[first]
+        before = [place for place in dict.fromkeys(self.blocks[: first or 0]) if place != own]
+        running = {place.module for place in self.blocks[:end_layer] if place not in before}
+        idle = [place.module for place in dict.fromkeys(self.blocks) if place.module not in running]
+        runs = [_Run(model, one, start, end, before) for one in self.given]
+        x = torch.stack([one.tokens for one in runs])
+        answers: dict[str, list[Any]] = {}
+        for place, value in zip(before, runs[0].answers, strict=True):
+            answers.setdefault(place.module, []).append(value)
+        passage = Passage(start, end, output, answers, tuple(dict.fromkeys(idle)), words)
+        inside = self.layers[first or 0 : end_layer]
+        found, attention = self._map(passage, runs, x, depth=len(inside))
+        causal = [layer.causal for layer in inside]
+        return Site(
+            name=f"{start} to {end}",
+            layer=first or 0,
+            head=None,
+            scope=scope,
+            causal=all(causal),
+            masking="causal" if all(causal) else "partly causal" if any(causal) else "not causal",
+            layout="",
+            path="autodiff",
+            path_reason=f"it reaches over several modules, with {attention or 'its own'} attention",
+            x=x,
+            map=found,
+            norm=None,
+            stored=stored_dtype(model),
+        )
+
+    def _map(self, passage: Passage, runs: list[_Run], x: Tensor, depth: int) -> tuple[ModelMap, str | None]:
+        """Return the verified map of a part of the model, and the attention implementation with which it
+        runs.
+        """
+        dtype, device = computing_dtype(self.model), device_of(self.model)
+        refused: list[str] = []
+        for attention in _attentions(self.model, x.shape[1]):
+            try:
+                frozen = frozen_copy(self.model, dtype, device, idle=passage.idle, attention=attention)
+                found = ModelMap(frozen, self.given[0].named, passage, x[0])
+                _verify(found, runs, x, depth)
+            except HowsmoothError as error:
+                refused.append(str(error))
+            except Exception as error:  # a model may raise any error with an attention it does not know
+                refused.append(f"With {attention or 'its own'} attention it raises {reason(error)}")
+            else:
+                return found, attention
+        raise CaptureError(f"{type(self.model).__name__} {passage.words} is not captured. {refused[0]}")
+
+
+def _in_words(output: str, last_token: bool) -> str:
+    if output == "margin":
+        return "margin, the largest logit minus the second"
+    what = {"hidden": "last hidden state", "logits": "logits", "tokens": "their output"}[output]
+    return f"{what} {'of the last token' if last_token else 'of all tokens'}"
+
+
+def _sequences_of(model: nn.Module, given: ModelInputs) -> list[ModelInputs]:
+    """Split the inputs of a model for a batch into the inputs for each sequence.
+
+    Raises
+    ------
+    ArgumentError
+        If a sequence is padded.
+
+    """
+    if padding_of(model, given) is not None:
+        raise ArgumentError(
+            "inputs",
+            expected="sequences without padding, for a part of a model that is longer than a layer",
+            got="padding",
+            remedy="Give one sequence at a time, with its real tokens.",
+        )
+    return one_by_one(model, given)
+
+
+def _attentions(model: nn.Module, n: int) -> list[str | None]:
+    """Return the attention implementations ("sdpa", ...) to try in a copy of the model, where None stands for
+    the original one.
+
+    PyTorch differentiates its own attention in memory n². That of howsmooth takes memory n, and more time at
+    small n.
+    """
+    if not isinstance(model, PreTrainedModel):
+        return [None]
+    own: list[str | None] = [None] if implementation(model) in ("sdpa", "eager") else ["sdpa"]
+    if n < _LONG:
+        return [*own, "eager"]
+    register()
+    return ["howsmooth", *own, "eager"]
+
+
+class _Run:
+    """A forward pass of the original model on one sequence, with the tensors at some chosen points."""
+
+    def __init__(
+        self, model: nn.Module, given: ModelInputs, start: Place, end: Place, before: Sequence[Place] = ()
+    ) -> None:
+        self.model = model
+        self.given = given
+        self.start = start
+        self.end = end
+        self.answers: list[Any] = []
+        found: list[Any] = []
+        with ExitStack() as stack:
+            for place in before:
+                stack.enter_context(observed(model, place, lambda v: self.answers.append(_copied(v))))
+            stack.enter_context(observed(model, start, lambda value: found.append(_copied(value))))
+            self.returned = self._ended()
+        if not found or found[0] is None:
+            raise CaptureError(f"The forward pass did not reach {start}.")
+        self.tokens = rows(first_tensor(found[0]))
+
+    def moved(self, x: Tensor) -> Any:
+        """Run a part of the model from tokens ``x`` (n, d) at its first point, and return the tensor at its
+        last point.
+        """
+        with replaced(self.model, self.start, x):
+            return self._ended()
+
+    def _ended(self) -> Any:
+        found: list[Any] = []
+
+        def reached(value: Any) -> None:
+            found.append(_copied(value))
+            raise StopForward
+
+        with observed(self.model, self.end, reached):
+            run(self.model, self.given.named)
+        if not found:
+            raise CaptureError(f"The forward pass did not reach {self.end}.")
+        return found[0]
+
+
+def _copied(value: Any) -> Any:
+    """Return a copy of all tensors in the output of a module, because the model may change them in place
+    later.
+    """
+    return tree_map_only(Tensor, Tensor.clone, value)
+
+
+def _verify(found: ModelMap, runs: list[_Run], x: Tensor, depth: int) -> None:
+    """Raise CaptureError unless a map agrees with the model, at the tokens of each sequence and at other
+    tokens.
+
+    Rounding errors of each of the ``depth`` layers grow on their way to the output. How much is seen from
+    what the output does if the tokens move by one machine epsilon.
+    """
+    # A margin may be close to zero, so that its logits are compared.
+    output = replace(found.passage.output, kind="logits") if found.passage.output.kind == "margin" else None
+    plain = found if output is None else found.reading(output)
+    of = plain.passage.output.of
+    with notice_downcasts(x.dtype) as downcasts:
+        own = [of(one.returned) for one in runs]
+        moved = moved_tokens(x)
+        wanted = [of(one.moved(tokens)) for one, tokens in zip(runs, moved, strict=True)]
+    eps = precision(x.dtype, downcast=downcasts.seen)
+    grown = max(
+        relative_error(plain(tokens), plain(at))
+        for at in (x[0], moved[0])
+        for tokens in itertools.islice(moved_by_rounding(at), _SHIFTS)
+    )
+    allowed = (1 + depth) * (tolerance(eps) + 16.0 * grown * eps / precision(x.dtype))
+    for what, tokens, values in (("", x, own), (" on other tokens", moved, wanted)):
+        for i, (one, want) in enumerate(zip(tokens, values, strict=True)):
+            got = plain(one)
+            if got.shape != want.shape:
+                raise CaptureError(f"The map gives {tuple(got.shape)}, the model {tuple(want.shape)}.")
+            error = relative_error(got, want)
+            if not error <= allowed:
+                why = "; its positions or masks differ between sequences: give one at a time" if i else ""
+                raise CaptureError(
+                    f"The map differs from the model's own output{what} by {error:.1e} relative, where "
+                    f"rounding explains {allowed:.1e}{why}."
+                )

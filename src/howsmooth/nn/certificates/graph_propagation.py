@@ -1,0 +1,483 @@
+"""Propagation of Lipschitz constants and token norms through the operations of a model's own ``forward``.
+
+``torch.fx`` records the operations, one run on an example gives all shapes, and each operation on tokens
+has a rule here or is refused by name. Operations on anything else, such as shapes, are carried out.
+Rules and proofs: documentation page "Enforce: layers with a constant that is proved", section "Models with a
+forward of their own".
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+
+from howsmooth.errors import ArgumentError, CertificateError, HowsmoothError
+from howsmooth.nn.attention.base import LipschitzAttention
+from howsmooth.nn.attention.softmax import SoftmaxAttention
+from howsmooth.nn.certificates.module_propagation import Row, Walk, kind_of, refusal, walk
+from howsmooth.nn.certificates.torch_module_constants import rule_of
+from howsmooth.nn.checks import check_ball
+from howsmooth.nn.module import LipschitzModule
+from howsmooth.nn.parts.embedding_and_pooling import Patches
+from howsmooth.nn.parts.self_attention_block import SelfAttentionBlock
+from howsmooth.nn.upward_rounding import norm_above, rounded_up, times
+
+__all__ = ["first_module", "walk_graph"]
+
+_SOURCE = 'models with a forward of their own, howsmooth documentation, "Enforce"'
+
+
+@dataclass(frozen=True)
+class _State:
+    """The shape of one tensor of the forward pass, with a Lipschitz bound and a norm bound for all inputs.
+
+    Attributes
+    ----------
+    constant
+        Upper bound on the tensor's Lipschitz constant as a function of the model's input.
+    radius
+        Upper bound on the norms of the tensor's tokens.
+    shape
+        The tensor's shape at the example.
+    tokens
+        The axes that number the tokens. Axis 0 is the batch, and all other axes number the entries of a
+        token. None for images, whose tokens are patches.
+    pair
+        Whether this is the output of an attention layer, a tuple of tokens and attention weights.
+    """
+
+    constant: float
+    radius: float
+    shape: tuple[int, ...]
+    tokens: tuple[int, ...] | None
+    pair: bool = False
+
+    @property
+    def length(self) -> int:
+        """The number of tokens in the tensor."""
+        return math.prod(self.shape[axis] for axis in self.tokens or ())
+
+
+class _Recorder(fx.Tracer):
+    """A torch.fx tracer that records PyTorch modules, and modules with a known constant, as single nodes.
+
+    It also records the inside of Sequential.
+    """
+
+    def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
+        torchs = kind_of(m).__module__.startswith("torch.nn.") and not isinstance(m, nn.Sequential)
+        return torchs or isinstance(m, LipschitzModule) or rule_of(kind_of(m)) is not None
+
+
+def walk_graph(model: nn.Module, inputs: Tensor, length: int, radius: float) -> Walk:
+    """Propagate Lipschitz constants through the operations of a model's ``forward``, which is run once on
+    ``inputs``.
+
+    Raises
+    ------
+    CertificateError
+        If the operations depend on values of the input, or one of them has no rule. The message names it.
+    ArgumentError
+        If the model does not take ``inputs``.
+
+    """
+    random = torch.random.get_rng_state()
+    follower = _Follower(fx.GraphModule(model, _recorded(model)), inputs, length, radius)
+    last = follower.follow()
+    if not torch.equal(random, torch.random.get_rng_state()):
+        raise refusal(model, "", "draws random numbers, so it is not a fixed function")
+    row = Row(
+        "", kind_of(model).__name__, 0, last.constant, radius, last.radius, length, last.length, _SOURCE
+    )
+    return Walk((*follower.rows, row), last.constant, last.length, last.radius)
+
+
+def first_module(model: nn.Module) -> nn.Module | None:
+    """Return the first module, apart from identities, that receives the input of the model, or None if there
+    is none.
+
+    This module is the model itself if the tracer keeps the model whole.
+
+    Raises
+    ------
+    CertificateError
+        If the ``forward`` of the model cannot be recorded.
+
+    """
+    nodes = iter(_recorded(nn.Sequential(model)).nodes)
+    source = next(nodes)
+    for node in nodes:
+        if node.op == "call_module" and source in node.args:
+            module = model.get_submodule(str(node.target).partition(".")[2])
+            if not isinstance(module, nn.Identity):
+                return module
+            source = node
+    return None
+
+
+def _recorded(model: nn.Module) -> fx.Graph:
+    try:
+        return _Recorder().trace(model)
+    except HowsmoothError:
+        raise
+    except Exception as error:  # what a forward does may raise any error with tensors that have no values
+        raise refusal(model, "", f"has a forward that torch.fx cannot record: {error}") from error
+
+
+class _Follower(fx.Interpreter):
+    """An interpreter of the recorded graph that computes the value of each node at an example input, and its
+    bounds.
+
+    The bounds are a _State. A node that depends on the input through shapes alone has none.
+    """
+
+    def __init__(self, module: fx.GraphModule, inputs: Tensor, length: int, radius: float) -> None:
+        super().__init__(module)
+        self.extra_traceback = False  # the lines that it adds to errors name no line of the model
+        self._inputs, self._length, self._radius = inputs, length, radius
+        self._nodes = list(module.graph.nodes)
+        self._states: dict[fx.Node, _State] = {}
+        self.rows: tuple[Row, ...] = ()
+
+    def follow(self) -> _State:
+        """Run the recorded graph, and return the bounds on the output of the model."""
+        try:
+            with torch.no_grad():
+                self.run(self._inputs)
+        except (HowsmoothError, NotImplementedError):
+            raise
+        except (RuntimeError, IndexError, TypeError, ValueError, AssertionError) as error:
+            reason = (str(error).strip().splitlines() or [type(error).__name__])[0][:200]
+            raise ArgumentError(
+                "inputs", expected="an input that the model takes", got=f"{self._inputs.shape} ({reason})"
+            ) from error
+        last = self._nodes[-1].args[0]  # the last node is the output
+        state = self._states.get(last) if isinstance(last, fx.Node) else None
+        if state is None or state.pair or state.tokens is None:
+            raise CertificateError("", kind="output", reason="is not one tensor of tokens or of logits")
+        return state
+
+    def run_node(self, n: fx.Node) -> Any:
+        """Compute the value of one node of the graph at the example input, and its bounds for all inputs."""
+        value = super().run_node(n)
+        if n.op == "placeholder":
+            if n is not self._nodes[0]:
+                return value  # an optional argument, with its default value
+            self._states[n] = self._first(n, value)
+        elif n.op != "output" and any(one in self._states for one in n.all_input_nodes) and not _is_shape(n):
+            # Shapes are the same for all inputs, so values computed from them alone need no bounds.
+            self._states[n] = self._state(n, value)
+        return value
+
+    def _first(self, node: fx.Node, value: Tensor) -> _State:
+        shape = tuple(value.shape)
+        if value.ndim == 4:
+            return _State(1.0, self._radius, shape, None)
+        tokens = (1,) if value.ndim == 3 else ()
+        state = _State(1.0, self._radius, shape, tokens)
+        if value.ndim not in (2, 3) or state.length != self._length:
+            raise ArgumentError(
+                "inputs",
+                expected=f"tokens (batch, {self._length}, d), or images (batch, channels, height, width)",
+                got=f"shape {shape}",
+            )
+        return state
+
+    def _state(self, node: fx.Node, value: Any) -> _State:
+        """Return the bounds on the value of a graph node; raise CertificateError if there is no rule for the
+        node.
+        """
+        found: _State | str
+        if node.op == "call_module":
+            found = self._of_module(node, value)
+            if isinstance(found, str):
+                raise refusal(self.fetch_attr(str(node.target)), str(node.target), found)
+        else:
+            found = self._of_operation(node, value)
+            if isinstance(found, str):
+                name = getattr(node.target, "__name__", str(node.target))
+                raise CertificateError(node.name, kind=name, reason=found, remedy=_REMEDY)
+        if math.isnan(found.constant) or math.isnan(found.radius):
+            raise CertificateError(node.name, kind=str(node.target), reason="has a constant that is NaN")
+        return replace(found, radius=check_ball(found.radius))
+
+    def _of_operation(self, node: fx.Node, value: Any) -> _State | str:
+        rule = _RULES.get(node.target)
+        if rule is None:
+            return "is an operation without a rule"
+        states = [self._states[one] for one in node.all_input_nodes if one in self._states]
+        if rule is not _getitem and any(one.pair or one.tokens is None for one in states):
+            return "is called with images, or with the pair that an attention layer returns"
+
+        def given(one: fx.Node) -> Any:
+            return self._states.get(one, self.env.get(one))
+
+        arguments: Any = fx.node.map_arg(node.args, given)
+        keywords: Any = fx.node.map_arg(node.kwargs, given)
+        try:
+            return rule(value, *arguments, **keywords)
+        except TypeError:
+            return "is called with arguments for which there is no rule"
+
+    def _given(self, argument: Any) -> Any:
+        """Return the value of an argument of a recorded call, which may be a constant or a node of
+        the graph.
+        """
+        return self.env.get(argument, argument) if isinstance(argument, fx.Node) else argument
+
+    def _of_module(self, node: fx.Node, value: Any) -> _State | str:
+        path = str(node.target)
+        module = self.fetch_attr(path)
+        states = [self._states.get(one) for one in node.args if isinstance(one, fx.Node)]
+        state = states[0] if states else None
+        if state is None or any(one is not node.args[0] for one in node.args):
+            return "is called with something else than the same tokens"
+        attends = isinstance(module, LipschitzAttention | nn.MultiheadAttention)
+        given = {name for name, one in node.kwargs.items() if self._given(one) is not None}
+        unknown = given - ({"need_weights", "average_attn_weights"} if attends else set())
+        if unknown or (attends and isinstance(module, nn.MultiheadAttention) and len(node.args) != 3):
+            return f"is called with {', '.join(sorted(unknown)) or 'arguments'} for which there is no rule"
+        if "forward" in vars(module):
+            return "has a forward that was replaced after it was built"
+        if state.tokens is None:
+            return self._of_images(module, path, state, value)
+        tokens = len(state.shape) == 3 and state.tokens == (1,)
+        if state.pair or not (tokens or (len(state.shape) == 2 and not attends)):
+            return "is called with something else than tokens (batch, n, d) or vectors (batch, d)"
+        certified: nn.Module = module
+        if isinstance(module, nn.MultiheadAttention):
+            if not module.batch_first:
+                return "expects the batch on the second axis: build it with batch_first=True"
+            if module.training and module.dropout > 0:
+                return "drops attention weights at random in training mode: call model.eval() first"
+            if kind_of(module).forward is not nn.MultiheadAttention.forward:
+                return "has a forward of its own"
+            with torch.random.fork_rng(devices=[]):
+                certified = SoftmaxAttention.from_torch(module, length=state.length)
+        if attends:
+            certified = SelfAttentionBlock(certified)  # type: ignore[arg-type]
+        length = state.length
+        step = walk(certified, length, state.radius, path, 1)
+        self.rows += tuple(replace(row, kind=kind_of(module).__name__) for row in step.rows[:1] if attends)
+        self.rows += () if attends else step.rows
+        first = value[0] if attends else value
+        if not isinstance(first, Tensor) or first.ndim not in (2, 3):
+            return "returns something else than tokens (batch, n, d) or vectors (batch, d)"
+        axes = (1,) if first.ndim == 3 else ()
+        constant = rounded_up(times(step.constant, state.constant))
+        found = _State(constant, step.radius, tuple(first.shape), axes, pair=attends)
+        if found.length != step.length:
+            return f"returns {found.length} tokens, where its certificate counts {step.length}"
+        return found
+
+    def _of_images(self, module: nn.Module, path: str, state: _State, value: Any) -> _State | str:
+        """Bound the output of a convolution or of a cut into patches that maps disjoint patches of images to
+        tokens.
+        """
+        if self.rows:
+            return "cuts the images a second time, perhaps into other patches than those of the radius"
+        if isinstance(module, Patches):
+            constant, radius, kind = 1.0, state.radius, "Patches"
+        elif kind_of(module).forward is nn.Conv2d.forward:
+            assert isinstance(module, nn.Conv2d)
+            if module.kernel_size != module.stride or module.dilation != (1, 1) or module.groups != 1:
+                return "has patches that overlap or lie apart (kernel_size and stride differ), or groups"
+            if module.padding not in ((0, 0), "valid"):
+                return "pads images, whose patches then are not the tokens of the certificate"
+            # Patches are disjoint, so the constant is that of one patch: the norm of the reshaped kernel.
+            constant = norm_above("weight", module.weight.flatten(1))
+            shift = 0.0 if module.bias is None else norm_above("bias", module.bias[None])
+            radius, kind = rounded_up(times(constant, state.radius) + shift), "Conv2d"
+        else:
+            return (
+                "has no rule for images: begin with hs.nn.Patches, or a Conv2d whose patches do not overlap"
+            )
+        axes = (1,) if kind == "Patches" else (2, 3)
+        found = _State(rounded_up(times(constant, state.constant)), radius, tuple(value.shape), axes)
+        if found.length != self._length:
+            raise ArgumentError(
+                "inputs", expected=f"images of {self._length} patches", got=f"{found.length} patches"
+            )
+        n = self._length
+        self.rows += (Row(path, kind, 1, constant, state.radius, radius, n, n, _SOURCE),)
+        return found
+
+
+_REMEDY = (
+    "The rules are on the documentation page 'Layers with a Lipschitz constant'. Put the operation into a "
+    "class that derives from hs.nn.LipschitzModule."
+)
+
+
+def _is_shape(node: fx.Node) -> bool:
+    """Return whether a node of the recorded graph only reads the shape, dtype or device of a tensor."""
+    if node.op == "call_method":
+        return node.target in ("size", "dim")
+    return (
+        node.op == "call_function"
+        and node.target is getattr
+        and node.args[1] in ("shape", "ndim", "dtype", "device")
+    )
+
+
+# ---- rules: a function of the value at the example and the arguments, in which _State stands for tensors
+# that depend on the input. The result is a string if there is no constant: the rest of a sentence.
+
+
+Rule = Callable[..., _State | str]
+
+
+def _sum(value: Tensor, one: Any, other: Any) -> _State | str:
+    if isinstance(one, _State) and isinstance(other, _State):
+        if one.shape != other.shape or one.tokens != other.tokens:
+            return f"adds tensors of shapes {one.shape} and {other.shape}, whose tokens do not correspond"
+        return replace(
+            one,
+            constant=rounded_up(one.constant + other.constant),
+            radius=rounded_up(one.radius + other.radius),
+        )
+    state, fixed = (one, other) if isinstance(one, _State) else (other, one)
+    if state.shape != tuple(value.shape):
+        return "enlarges a tensor by a sum with a larger one"
+    by_token = torch.as_tensor(fixed).detach().to("cpu", torch.float64).expand(state.shape)
+    axes = state.tokens or ()
+    by_token = by_token.movedim(axes, tuple(range(1, 1 + len(axes))))
+    rows = by_token.flatten(1 + len(axes)).flatten(0, -2)
+    longest = rows[torch.linalg.vector_norm(rows, dim=1).argmax()]
+    return replace(state, radius=rounded_up(state.radius + norm_above("constant", longest[None])))
+
+
+def _product(value: Tensor, one: Any, other: Any) -> _State | str:
+    if isinstance(one, _State) and isinstance(other, _State):
+        return "multiplies two tensors that depend on the input, which is Lipschitz on no whole space"
+    state, fixed = (one, other) if isinstance(one, _State) else (other, one)
+    return _scaled(value, state, torch.as_tensor(fixed))
+
+
+def _quotient(value: Tensor, one: Any, other: Any) -> _State | str:
+    if isinstance(other, _State):
+        return "divides by a tensor that depends on the input"
+    return _scaled(value, one, 1 / torch.as_tensor(other, dtype=torch.float64))
+
+
+def _scaled(value: Tensor, state: _State, factor: Tensor) -> _State | str:
+    if state.shape != tuple(value.shape):
+        return "enlarges a tensor by a product with a larger one"
+    largest = float(factor.detach().abs().amax())
+    return replace(
+        state,
+        constant=rounded_up(times(largest, state.constant)),
+        radius=rounded_up(times(largest, state.radius)),
+    )
+
+
+def _cat(value: Tensor, tensors: Any, dim: int = 0) -> _State | str:
+    if dim % value.ndim != 1 or value.ndim != 3:
+        return "joins other axes than the tokens of (batch, n, d), dim=1"
+    squares, radius = 0.0, 0.0
+    for one in tensors:
+        if isinstance(one, _State):
+            if one.tokens != (1,):
+                return "joins something else than tokens (batch, n, d)"
+            squares, radius = squares + one.constant**2, max(radius, one.radius)
+        else:
+            norms = torch.linalg.vector_norm(one.detach().to("cpu", torch.float64), dim=-1)
+            if not bool(torch.isfinite(norms).all()):
+                return "joins numbers that are not finite"
+            radius = max(radius, rounded_up(float(norms.max())))
+    return _State(rounded_up(math.sqrt(squares)), radius, tuple(value.shape), (1,))
+
+
+def _getitem(value: Any, state: _State, index: Any) -> _State | str:
+    if state.pair:
+        return replace(state, pair=False) if index == 0 else "takes the attention weights, which have no rule"
+    index = index if isinstance(index, tuple) else (index,)
+    whole = slice(None)
+    plain = state.tokens == (1,) and all(one == whole for one in (index[0], *index[2:]))
+    if not plain or len(index) < 2 or not isinstance(index[1], int | slice) or value.ndim < 2:
+        return "takes something else than tokens, x[:, index], of tokens (batch, n, d)"
+    return replace(state, shape=tuple(value.shape), tokens=() if isinstance(index[1], int) else (1,))
+
+
+def _mean(value: Tensor, state: _State, dim: Any = None, keepdim: bool = False) -> _State | str:
+    dim = dim[0] if isinstance(dim, tuple | list) and len(dim) == 1 else dim
+    if state.tokens != (1,) or not isinstance(dim, int) or dim % 3 != 1 or keepdim:
+        return "takes another mean than that of the tokens of (batch, n, d), dim=1"
+    # The norm of the map from n tokens to their mean is 1/√n.
+    constant = rounded_up(state.constant / math.sqrt(state.shape[1]))
+    return replace(state, constant=constant, shape=tuple(value.shape), tokens=())
+
+
+def _flatten(value: Tensor, state: _State, start_dim: int = 0, end_dim: int = -1) -> _State | str:
+    start, end = start_dim % len(state.shape), end_dim % len(state.shape)
+    shape = tuple(value.shape)
+    if state.tokens == (start, end) and (start, end) == (2, 3):
+        return replace(state, shape=shape, tokens=(2,))
+    if (start, end) == (1, len(state.shape) - 1):
+        return replace(
+            state, shape=shape, tokens=(), radius=rounded_up(math.sqrt(state.length) * state.radius)
+        )
+    return (
+        "joins other axes than all but the batch, or those of the patches of (batch, channels, rows, columns)"
+    )
+
+
+def _transpose(value: Tensor, state: _State, one: int, other: int) -> _State | str:
+    order = list(range(len(state.shape)))
+    order[one], order[other] = order[other], order[one]
+    return _permute(value, state, *order)
+
+
+def _permute(value: Tensor, state: _State, *order: Any) -> _State | str:
+    axes = [axis % len(state.shape) for axis in (order[0] if isinstance(order[0], tuple | list) else order)]
+    if state.tokens is None or axes[0] != 0:
+        return "moves the axis of the batch"
+    return replace(
+        state, shape=tuple(value.shape), tokens=tuple(sorted(axes.index(axis) for axis in state.tokens))
+    )
+
+
+def _same(value: Tensor, state: _State) -> _State | str:
+    return state
+
+
+def _as_module(make: Callable[..., nn.Module]) -> Rule:
+    def rule(value: Tensor, state: _State, **settings: Any) -> _State | str:
+        step = walk(make(**settings), state.length, state.radius)
+        return replace(state, constant=rounded_up(times(step.constant, state.constant)), radius=step.radius)
+
+    return rule
+
+
+def _dropout(
+    value: Tensor, state: _State, p: float = 0.5, training: bool = True, inplace: bool = False
+) -> _State | str:
+    return "drops numbers at random, or overwrites its input" if (training and p > 0) or inplace else state
+
+
+_NAMES: dict[Rule, tuple[Any, ...]] = {
+    _sum: (operator.add, torch.add, "add", operator.sub, torch.sub, "sub"),
+    _product: (operator.mul, torch.mul, "mul"),
+    _quotient: (operator.truediv, torch.div, "div"),
+    _cat: (torch.cat, torch.concat),
+    _getitem: (operator.getitem,),
+    _mean: (torch.mean, "mean"),
+    _flatten: (torch.flatten, "flatten"),
+    _transpose: (torch.transpose, "transpose"),
+    _permute: (torch.permute, "permute"),
+    _same: ("contiguous",),
+    _dropout: (nn.functional.dropout,),
+    _as_module(nn.ReLU): (nn.functional.relu, torch.relu, "relu"),
+    _as_module(nn.GELU): (nn.functional.gelu,),
+    _as_module(nn.SiLU): (nn.functional.silu,),
+    _as_module(nn.Tanh): (nn.functional.tanh, torch.tanh, "tanh"),
+    _as_module(nn.Sigmoid): (nn.functional.sigmoid, torch.sigmoid, "sigmoid"),
+}
+_RULES: dict[Any, Rule] = {name: rule for rule, names in _NAMES.items() for name in names}
+"""Rules by function, and by the name of a method of tensors. Operations in place have none."""

@@ -1,0 +1,290 @@
+"""1-Lipschitz modules for the first and last steps of a model: image patches, positions, class tokens,
+pooling and clipping.
+"""
+
+from __future__ import annotations
+
+import math
+from abc import abstractmethod
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from howsmooth.bounds import Bound
+from howsmooth.errors import ArgumentError
+from howsmooth.nn.checks import check_ball, check_length, check_placement, check_size, check_tokens
+from howsmooth.nn.module import LipschitzModule
+from howsmooth.nn.parts.norms import norm_with_one
+from howsmooth.nn.upward_rounding import norm_above, rounded_up, upper_bound
+
+__all__ = ["AddPositions", "ClipTokens", "MeanPool", "Patches", "PrependToken", "TakeToken"]
+
+_SOURCE = 'maps of the sequence, howsmooth documentation, "Enforce"'
+
+
+class _TokenModule(LipschitzModule):
+    """Base class of 1-Lipschitz modules that map sequences of tokens to sequences of tokens."""
+
+    def lipschitz_bound(self, length: int, radius: float) -> Bound:
+        """Return the bound 1 on the Lipschitz constant of this module."""
+        self._check(length)
+        return upper_bound(type(self).__name__, _SOURCE, 1.0, check_ball(radius))
+
+    def output_radius(self, length: int, radius: float) -> float:
+        """Return an upper bound on the norms of output tokens for input tokens of norm at most ``radius``."""
+        return self._reach(self._check(length), check_ball(radius))
+
+    def output_length(self, length: int) -> int:
+        """Return the number of output tokens for ``length`` input tokens."""
+        return self._count(self._check(length))
+
+    def extra_repr(self) -> str:
+        """Return the constructor arguments of the module as text for ``repr``."""
+        return ", ".join(f"{name}={value}" for name, value in self.settings().items())
+
+    def _check(self, length: object) -> int:
+        return check_length(length)
+
+    def _count(self, length: int) -> int:
+        return length
+
+    @abstractmethod
+    def _reach(self, length: int, radius: float) -> float: ...
+
+
+class Patches(_TokenModule):
+    """A module that cuts images (batch, channels, height, width) into square patches, which is an isometry.
+
+    The tokens are (batch, n, channels · size²). Patches are ordered row by row, and the entries of a patch
+    channel by channel. The distance of two images equals the distance of their tokens. ``length`` and
+    ``radius`` of a certificate refer to the patches: pixels in [0, 1] give tokens of norm at most size ·
+    √channels.
+
+    Parameters
+    ----------
+    patch_size
+        Height and width of a patch. It must divide height and width of the images.
+
+    """
+
+    def __init__(self, patch_size: int) -> None:
+        super().__init__()
+        self.patch_size = check_size("patch_size", patch_size)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return the patches of images as tokens (batch, n, channels · size²)."""
+        check_tokens("x", x, ndim=4)
+        p = self.patch_size
+        height, width = x.shape[-2:]
+        if height % p or width % p or not height or not width:
+            raise ArgumentError(
+                "x", expected=f"images whose sides are multiples of {p}", got=f"shape {tuple(x.shape)}"
+            )
+        rows = x.unflatten(3, (width // p, p)).unflatten(2, (height // p, p))  # batch, c, h, p, w, p
+        patches: Tensor = rows.permute(0, 2, 4, 1, 3, 5).flatten(3).flatten(1, 2)
+        return patches
+
+    def settings(self) -> dict[str, Any]:
+        """Return the arguments with which this module was constructed, as JSON values."""
+        return {"patch_size": self.patch_size}
+
+    def _reach(self, length: int, radius: float) -> float:
+        return radius
+
+
+class AddPositions(_TokenModule):
+    """A 1-Lipschitz module that adds a learned vector to the token at each position.
+
+    Parameters
+    ----------
+    length
+        Number of tokens n. Sequences of other lengths raise an error.
+    dim
+        Dimension d of a token.
+    std
+        Standard deviation of the Gaussian numbers that initialise the weight.
+
+    """
+
+    def __init__(
+        self,
+        length: int,
+        dim: int,
+        *,
+        std: float = 0.02,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        check_size("length", length)
+        check_size("dim", dim)
+        check_placement(device, dtype)
+        self.std = float(std)
+        if not (math.isfinite(self.std) and self.std >= 0):
+            raise ArgumentError("std", expected="a finite number >= 0", got=repr(std))
+        self.positions = nn.Parameter(torch.randn(length, dim, device=device, dtype=dtype) * self.std)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Add the learned vector of each position to tokens (batch, n, d)."""
+        length, dim = self.positions.shape
+        check_tokens("x", x, dim=dim, like=self.positions)
+        if x.ndim < 2 or x.shape[-2] != length:
+            raise ArgumentError("x", expected=f"{length} tokens", got=f"shape {tuple(x.shape)}")
+        return x + self.positions
+
+    def settings(self) -> dict[str, Any]:
+        """Return the arguments with which this module was constructed, as JSON values."""
+        length, dim = self.positions.shape
+        return {"length": length, "dim": dim, "std": self.std}
+
+    def _check(self, length: object) -> int:
+        n = check_length(length)
+        if n != len(self.positions):
+            raise ArgumentError("length", expected=f"{len(self.positions)}, as many as positions", got=str(n))
+        return n
+
+    def _reach(self, length: int, radius: float) -> float:
+        positions = self.positions.detach().to("cpu", torch.float64)
+        longest = torch.linalg.vector_norm(positions, dim=1).argmax()
+        return rounded_up(radius + norm_above("positions", positions[longest, None]))
+
+
+class PrependToken(_TokenModule):
+    """A 1-Lipschitz module that puts a learned token in front of each sequence, like the class token of a
+    ViT.
+
+    Parameters
+    ----------
+    dim
+        Dimension d of a token.
+    std
+        Standard deviation of the Gaussian numbers that initialise the weight.
+
+    """
+
+    def __init__(
+        self,
+        dim: int,
+        *,
+        std: float = 0.02,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        check_size("dim", dim)
+        check_placement(device, dtype)
+        self.std = float(std)
+        if not (math.isfinite(self.std) and self.std >= 0):
+            raise ArgumentError("std", expected="a finite number >= 0", got=repr(std))
+        self.token = nn.Parameter(torch.randn(dim, device=device, dtype=dtype) * self.std)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Put the learned token in front of the tokens (batch, n, d), with a result of shape (batch, n + 1,
+        d).
+        """
+        check_tokens("x", x, dim=len(self.token), ndim=3, like=self.token)
+        return torch.cat([self.token.to(x.dtype).expand(len(x), 1, -1), x], dim=1)
+
+    def settings(self) -> dict[str, Any]:
+        """Return the arguments with which this module was constructed, as JSON values."""
+        return {"dim": len(self.token), "std": self.std}
+
+    def _count(self, length: int) -> int:
+        return length + 1
+
+    def _reach(self, length: int, radius: float) -> float:
+        return max(radius, norm_above("token", self.token[None]))
+
+
+class TakeToken(_TokenModule):
+    """A 1-Lipschitz module that returns one token of each sequence, (batch, n, d) to (batch, d).
+
+    Parameters
+    ----------
+    index
+        Position of the token; negative numbers count from the end.
+
+    """
+
+    def __init__(self, index: int = 0) -> None:
+        super().__init__()
+        if isinstance(index, bool) or not isinstance(index, int):
+            raise ArgumentError("index", expected="a whole number", got=repr(index))
+        self.index = index
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return the token at ``self.index`` of each sequence, (batch, n, d) to (batch, d)."""
+        check_tokens("x", x, ndim=3)
+        self._check(x.shape[1])
+        return x[:, self.index]
+
+    def settings(self) -> dict[str, Any]:
+        """Return the arguments with which this module was constructed, as JSON values."""
+        return {"index": self.index}
+
+    def _check(self, length: object) -> int:
+        n = check_length(length)
+        if not -n <= self.index < n:
+            raise ArgumentError("length", expected=f"a token number {self.index}", got=f"{n} tokens")
+        return n
+
+    def _count(self, length: int) -> int:
+        return 1
+
+    def _reach(self, length: int, radius: float) -> float:
+        return radius
+
+
+class MeanPool(_TokenModule):
+    """A 1-Lipschitz module that returns √n times the mean of the tokens, (batch, n, d) to (batch, d).
+
+    The mean itself has constant 1/√n, so the factor √n makes the constant 1.
+    """
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return the sum of the tokens divided by √n."""
+        check_tokens("x", x, ndim=3)
+        check_length(x.shape[1])
+        return x.sum(dim=1) / math.sqrt(x.shape[1])
+
+    def settings(self) -> dict[str, Any]:
+        """Return the arguments with which this module was constructed, as JSON values."""
+        return {}
+
+    def _count(self, length: int) -> int:
+        return 1
+
+    def _reach(self, length: int, radius: float) -> float:
+        return rounded_up(math.sqrt(length) * radius)
+
+
+class ClipTokens(_TokenModule):
+    """A 1-Lipschitz module that projects each token onto a ball around zero.
+
+    If a model begins with this module, its certificate holds for all inputs instead of inputs in a ball only.
+
+    Parameters
+    ----------
+    radius
+        Radius of the ball.
+
+    """
+
+    def __init__(self, radius: float) -> None:
+        super().__init__()
+        self.radius = check_ball(radius)
+        if not 0 < float(radius) < math.inf:
+            raise ArgumentError("radius", expected="a finite number > 0", got=repr(radius))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Scale each token of x (..., d) of norm above ``self.radius`` down to this norm."""
+        check_tokens("x", x)
+        return x / norm_with_one(x / self.radius, torch.maximum)
+
+    def settings(self) -> dict[str, Any]:
+        """Return the arguments with which this module was constructed, as JSON values."""
+        return {"radius": self.radius}
+
+    def _reach(self, length: int, radius: float) -> float:
+        return min(self.radius, radius)

@@ -1,0 +1,174 @@
+"""Upper limits of the norm of a linear map J that hold with a given probability, from Lanczos or Golub–Kahan
+steps with a random start.
+
+The start b is Gaussian and independent of J, so the squared cosine between b and the leading right
+singular vector is Beta(1/2, (N−1)/2) distributed, and exceeds its δ-quantile x_δ with probability
+1 − δ. On that event both limits below hold, for every number of steps at once. All are pure
+functions of float64 arrays. Derivations: documentation page "The spectral norm, with an interval".
+"""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+from jaxtyping import Float
+from scipy import linalg, special
+from scipy.linalg import lapack
+
+__all__ = ["a_posteriori_upper", "a_priori_upper", "ritz_values", "rounded_upper", "start_quantile"]
+
+
+def start_quantile(dimension: int, confidence: float) -> float:
+    """Return a number that the squared cosine between a Gaussian start vector and any fixed direction exceeds
+    with probability ``confidence``.
+
+    A Gaussian start in R^N, N = ``dimension``, has a squared cosine of at least x_δ with any fixed direction,
+    with probability ``confidence`` = 1 − δ. The result x_δ is the δ-quantile of Beta(1/2, (N−1)/2), or 1 in
+    dimension 1.
+    """
+    if dimension == 1:
+        return 1.0
+    return float(special.betaincinv(0.5, (dimension - 1) / 2, 1.0 - confidence))
+
+
+def a_priori_upper(sigma: float, steps: int, quantile: float) -> float:
+    """Return an upper limit of the norm of a linear map, given the lower limit ``sigma`` from Lanczos and the
+    number of steps.
+
+    After k steps with leading Ritz value σ̂, the limit of ‖J‖ is σ̂ cosh(arccosh(1/√x_δ) / (2k − 1)), which
+    ‖J‖ exceeds with probability at most δ. It sharpens Kuczyński and Woźniakowski (1992).
+    """
+    return sigma * float(np.cosh(np.arccosh(1.0 / np.sqrt(quantile)) / (2 * steps - 1)))
+
+
+def ritz_values(diagonal: Float[np.ndarray, " k"], off: Float[np.ndarray, " k_1"]) -> Float[np.ndarray, " k"]:
+    """Return the eigenvalues of a symmetric tridiagonal matrix in ascending order.
+
+    LAPACK's root-free QR is called directly, because SciPy's checks would take most of the time: the function
+    is called at every step of every member.
+    """
+    if len(diagonal) == 1:
+        return diagonal.copy()
+    values, info = lapack.dsterf(diagonal, off)
+    if info:
+        raise np.linalg.LinAlgError(f"dsterf has ended with {info}")
+    return np.asarray(values)
+
+
+def a_posteriori_upper(
+    theta: Float[np.ndarray, "*members k"],
+    log_off_diagonals: float | Float[np.ndarray, "*members"],
+    quantile: float | Float[np.ndarray, "*members"],
+) -> float | Float[np.ndarray, "*members"]:
+    """Return an upper limit of the largest eigenvalue of JᵀJ for each map J, computed from the Ritz values of
+    a Lanczos run.
+
+    The k-th Lanczos vector is p_k(JᵀJ) v_1 with p_k(t) = Π (t − θ_i) / Π β_j, and has norm 1. So
+    |p_k(λ_1)| √x_δ ≤ 1 with the stated confidence, and λ_1 is at most the root t > θ_1 of
+    Σ log(t − θ_i) − Σ log β_j = −½ log x_δ (van Dorsselaer, Hochstenbach, van der Vorst 2000).
+
+    Parameters
+    ----------
+    theta
+        The k Ritz values of JᵀJ, for each member.
+    log_off_diagonals
+        Σ_j log β_j over the k off-diagonals of the tridiagonal matrix, the residual one included;
+        −inf after a breakdown, where the limit is θ_1 itself.
+    quantile
+        x_δ from :func:`start_quantile`: one number for all members, or one for each.
+
+    """
+    theta = np.sort(theta, axis=-1)
+    top, gaps = theta[..., -1], theta[..., -1:] - theta[..., :-1]
+    open_ended = np.isfinite(log_off_diagonals)
+    target = np.where(open_ended, log_off_diagonals, 0.0) - 0.5 * np.log(quantile)
+    # In s = log(t − θ_1) the function is increasing and convex, and it is non-negative at
+    # s = target / k: Newton's iteration from there decreases to the root and never passes it.
+    s = target / theta.shape[-1]
+    moving = np.ones_like(open_ended)
+    for _ in range(200):
+        distance = np.exp(s)[..., None]
+        apart = distance + gaps
+        step = (s + np.log(apart).sum(axis=-1) - target) / (1.0 + (distance / apart).sum(axis=-1))
+        # A member whose iteration has converged does not change any more, so it does not depend on others.
+        s = s - np.where(moving, step, 0.0)
+        moving = moving & (step > 1e-12 * np.maximum(1.0, np.abs(s)))
+        if not moving.any():
+            break
+    upper: float | np.ndarray = np.where(open_ended, top + np.exp(s), top)[()]
+    return upper
+
+
+# The share of the start's component along the leading direction that rounding may have made; the polynomial
+# of the a-posteriori limit is given the rest.
+_SHARE = 0.25
+# LAPACK's eigenvalues of a tridiagonal matrix T of k rows are off by at most this times k ‖T‖.
+_EIGENVALUE = 8 * 2.0**-53
+
+
+def rounded_upper(
+    diagonal: Float[np.ndarray, " k"],
+    off: Float[np.ndarray, " k"],
+    quantile: float,
+    error: float,
+    taken: float,
+    rtol: float,
+) -> tuple[float, float, bool]:
+    """Return the largest Ritz value of a Lanczos run on JᵀJ, and an upper limit of the largest eigenvalue
+    that covers rounding errors.
+
+    The third value is True if rounding decides the limit, so that further steps would not improve it.
+
+    Let A = JᵀJ be exact and F the matrix of rounding errors with AV = VT + γ_k v_{k+1} e_kᵀ + F. On the event
+    of :func:`start_quantile` the limit holds for any vectors v_j of length one: λ_1 is at most the
+    largest t > θ_1 with √x_δ ≤ γ_k [(t − T)⁻¹]_1k + ‖(t − T)⁻¹ e_1‖ ‖F‖. Proof: documentation page "Rounding,
+    proved".
+
+    Parameters
+    ----------
+    diagonal, off
+        The entries of T of one member, the residual off-diagonal γ_k among them.
+    quantile
+        x_δ from :func:`start_quantile`.
+    error
+        Bound on the rounding error of a product with J or its adjoint, relative to the length of the vector.
+    taken
+        Frobenius norm of the components that reorthogonalisation has subtracted from the vectors.
+    rtol
+        Requested relative width of the interval. A limit that gives a far narrower interval is not refined.
+
+    """
+    k = len(diagonal)
+    theta = ritz_values(diagonal, off[:-1])
+    top = max(float(theta[-1]), 0.0)
+    with np.errstate(divide="ignore"):
+        logs = float(np.log(off).sum())
+    # The lengths of vectors are rounded, too, by far less than this factor.
+    least = math.sqrt(quantile) * (1 - 1e-6)
+    first = max(float(a_posteriori_upper(theta, logs, ((1 - _SHARE) * least) ** 2)), top)
+
+    def rounding(t: float) -> float:
+        """Bound the norm of the rounding errors of the Lanczos recurrence if the largest eigenvalue of JᵀJ is
+        at most ``t``.
+        """
+        return taken + math.sqrt(k) * (error * (2 * math.sqrt(t) + error) + 16 * 2.0**-53 * t)
+
+    allowed = _SHARE * least
+    reach = rounding(2 * first) / allowed
+    if reach >= first:
+        # The rounding error is so large that only t − θ_1 ≥ t/2 is used.
+        wide = (16 * math.sqrt(k) * error / allowed) ** 2
+        return top, max(2 * first, 8 * taken / allowed, wide, 8 * math.sqrt(k) * error**2 / allowed), False
+    second = top + reach
+    if second > first + 0.125 * rtol * top:
+        # ‖(t − T)⁻¹ e_1‖ is small if the start has a small component along the leading Ritz vector.
+        values, vectors = linalg.eigh_tridiagonal(diagonal, off[:-1])
+        # Its computed entries may be off by as much as an eigenvalue is, over the gap; all are at most one.
+        leading = np.minimum(np.abs(vectors[0]) + 1e-9, 1.0)
+        for _ in range(4):
+            gap = second - top
+            part = gap / np.maximum(second - values, gap)
+            second = top + reach * min(1.0, float(np.linalg.norm(leading * part)))
+    settled = bool(second > first and first - top <= 0.125 * rtol * top)
+    return top, max(first, second) * (1 + k * _EIGENVALUE), settled

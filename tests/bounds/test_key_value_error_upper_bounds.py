@@ -1,0 +1,211 @@
+"""hs.bounds.kv_error_upper_bound against the outputs that random and adversarial errors really give."""
+
+from __future__ import annotations
+
+import mpmath
+import pytest
+import torch
+from torch import Tensor
+
+import howsmooth as hs
+from howsmooth.attention.core import attend
+from howsmooth.errors import ArgumentError, NonFiniteError
+from tests._cases import CASES, random_attention, tokens
+from tests._selection import others_slow
+from tests._tiny_models import tiny, token_ids
+
+N = 7
+LAYERS = [
+    "one head",
+    "multi-head",
+    "causal grouped, hot",
+    "causal window, grouped",
+    "rotary, partial, grouped, causal",
+    "heads concatenated",
+    "negative scale",
+    "softcap, grouped, causal, rotary",
+    "score bias for all heads, masked",
+    "sinks, softcap, score bias",
+    "norms of queries and keys, rotary, causal",
+]
+PARTS = ("keys", "values", "both")
+ASCENT = 6  # steps of the adversarial errors
+
+
+def layer(f: hs.SelfAttention, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    given = f._grouped(q)[None], k, v, f.scale, f.visibility(q.shape[-2])
+    return f._projected(attend(*(t.expand(len(k), *t.shape[1:]) for t in given[:1]), *given[1:],
+                               features=f.features))  # fmt: skip
+
+
+def changes(f: hs.SelfAttention, x: Tensor, dk: Tensor, dv: Tensor) -> Tensor:
+    """Norms (patterns, n) of the change of each output token for errors of keys and values."""
+    q, k, v = f.projections(x)
+    moved = layer(f, q, k + dk, v + dv) - layer(f, q, k[None], v[None])
+    return torch.linalg.vector_norm(moved, dim=-1)
+
+
+def of_size(raw: Tensor, size: Tensor) -> Tensor:
+    """Scale errors to the largest size that is allowed: norms of vectors, or entries."""
+    if size.ndim == raw.ndim - 1:
+        return raw.sign() * size
+    return raw / raw.norm(dim=-1, keepdim=True).clamp_min(1e-300) * size[..., None]
+
+
+def worst_share(f: hs.SelfAttention, x: Tensor, keys: Tensor | None, values: Tensor | None,
+                patterns: int, seed: int) -> float:  # fmt: skip
+    """Largest change divided by its bound, over random errors and errors that ascend the change."""
+    bound = hs.bounds.kv_error_upper_bound(f, x, keys=keys, values=values)
+    _, k, v = f.projections(x)
+    g = torch.Generator().manual_seed(seed)
+    sizes = keys, values
+
+    def errors(raws: list[Tensor]) -> list[Tensor]:
+        return [
+            torch.zeros_like(raw) if size is None else of_size(raw, size)
+            for raw, size in zip(raws, sizes, strict=True)
+        ]
+
+    raws = [torch.randn(patterns, *t.shape, generator=g, dtype=torch.float64) for t in (k, v)]
+    worst = 0.0
+    for _ in range(ASCENT):
+        given = [t.requires_grad_() for t in errors(raws)]
+        found = changes(f, x, *given)
+        shares = found.detach() / bound.tokens
+        total = torch.linalg.vector_norm(found.detach(), dim=1) / bound.value
+        worst = max(worst, float(shares.nan_to_num(nan=0.0).max()), float(total.max()))
+        # Patterns ascend the change of one token each, of the whole output every other step.
+        target = found.norm() if _ % 2 else found[:, seed % N].sum()
+        found_gradients = torch.autograd.grad(target, given, allow_unused=True)
+        raws = [raw if t is None else t for raw, t in zip(raws, found_gradients, strict=True)]
+    return worst
+
+
+def sizes_of(f: hs.SelfAttention, x: Tensor, part: str, size: float, entries: bool, seed: int):
+    """Random sizes of errors around ``size``: of each vector, or of each entry."""
+    g = torch.Generator().manual_seed(seed)
+    _, k, v = f.projections(x)
+    drawn = [
+        size * torch.rand(t.shape if entries else t.shape[:2], generator=g, dtype=torch.float64)
+        for t in (k, v)
+    ]
+    return drawn[0] if part != "values" else None, drawn[1] if part != "keys" else None
+
+
+@pytest.mark.parametrize("part", others_slow(PARTS, ["both"]))
+@pytest.mark.parametrize("name", LAYERS)
+def test_no_error_of_the_size_goes_beyond_the_bound(name: str, part: str) -> None:
+    f, x = CASES[name](N), tokens(5, N, 6)
+    for seed, (size, entries) in enumerate([(1e-3, True), (0.1, False), (1.0, True), (30.0, False)]):
+        share = worst_share(f, x, *sizes_of(f, x, part, size, entries, seed), patterns=20, seed=seed)
+        assert 0.02 < share <= 1.0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["one head", "causal grouped, hot", "sinks, softcap, score bias"])
+def test_no_one_of_ten_thousand_errors_goes_beyond_the_bound(name: str) -> None:
+    f, x = CASES[name](N), tokens(6, N, 6)
+    for part in PARTS:
+        for seed in range(4):
+            given = sizes_of(f, x, part, (0.01, 0.1, 0.5, 2.0)[seed], seed % 2 == 0, seed)
+            assert worst_share(f, x, *given, patterns=140, seed=seed) <= 1.0
+
+
+def test_the_bound_of_value_errors_is_attained() -> None:
+    f, x = random_attention(2, heads=1, d_out=None, causal=True), tokens(7, N, 6)
+    _, k, v = f.projections(x)
+    for size in (torch.rand(1, N, dtype=torch.float64), torch.rand(v.shape, dtype=torch.float64)):
+        worst = size if size.ndim == 3 else size[..., None] * torch.eye(v.shape[-1])[0]
+        found = changes(f, x, torch.zeros_like(k)[None], worst[None])[0]
+        assert torch.allclose(hs.bounds.kv_error_upper_bound(f, x, values=size).tokens, found, rtol=1e-7)
+
+
+def test_small_key_errors_of_one_value_dimension_attain_the_bound() -> None:
+    f, x = random_attention(3, heads=1, value_dim=1, d_out=None), tokens(8, N, 6)
+    size = 1e-5
+    q, k, v = f.projections(x)
+    p = (f.scale * q[0] @ k[0].mT).softmax(dim=-1)
+    # To first order, the change of token i is Σ_j P_ij |v_j − o_i| |t_ij| with t_ij = s |q_i| ε_j.
+    distances = (v[0].mT - p @ v[0]).abs()
+    first = (p * distances).sum(dim=1) * abs(f.scale) * q[0].norm(dim=1) * size
+    found = hs.bounds.kv_error_upper_bound(f, x, keys=size).tokens
+    assert torch.allclose(found, first, rtol=1e-3)
+
+
+def test_errors_of_all_sizes_stay_within_the_hull_of_the_values() -> None:
+    f, x = random_attention(4, heads=1, d_out=None), tokens(9, N, 6)
+    v = f.projections(x)[2][0]
+    y = f(x)
+    found = hs.bounds.kv_error_upper_bound(f, x, keys=1e9)
+    assert torch.allclose(found.tokens, torch.cdist(y, v).amax(dim=1), rtol=1e-7)
+    assert hs.bounds.kv_error_upper_bound(f, x, keys=0.0, values=0.0).value == 0.0
+    # A sink is one more key with value zero. It may take a whole row.
+    f = random_attention(5, heads=1, d_out=None, sinks=torch.tensor([-9.0], dtype=torch.float64))
+    assert bool((f(x).norm(dim=1) > torch.cdist(f(x), f.projections(x)[2][0]).amax(dim=1)).any())
+    found = hs.bounds.kv_error_upper_bound(f, x, keys=1e9)
+    assert bool((found.tokens >= f(x).norm(dim=1)).all())
+
+
+def test_the_bound_holds_in_exact_arithmetic_where_rounding_decides() -> None:
+    # Scores near 2^33 that differ by about one: float64 rounds the weights in their seventh digit.
+    one = torch.eye(8, dtype=torch.float64)[None]
+    f = hs.SelfAttention(one, one, one[:, :1], scale=1.0)
+    x = 2.0**15 + tokens(10, N, 8) * 2.0**-16
+    size = torch.zeros(1, N)
+    size[0, 0] = 1.0
+    found = hs.bounds.kv_error_upper_bound(f, x, values=size).tokens
+    with mpmath.workdps(60):
+        rows = [[mpmath.mpf(float(entry)) for entry in row] for row in x]
+        for q, bound in zip(rows, found.tolist(), strict=True):
+            scores = [mpmath.fdot(q, k) for k in rows]
+            weight = 1 / mpmath.fsum(mpmath.exp(score - scores[0]) for score in scores)
+            assert weight <= bound <= weight * (1 + 1e-3)
+
+
+def test_the_bound_holds_however_few_steps_search_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    f, x = random_attention(3, heads=1, value_dim=1, d_out=None), tokens(8, N, 6)
+    found = hs.bounds.kv_error_upper_bound(f, x, keys=1.5).tokens
+    monkeypatch.setattr("howsmooth.bounds.key_value_error_upper_bounds._STEPS", 1)
+    few = hs.bounds.kv_error_upper_bound(f, x, keys=1.5).tokens
+    assert bool((few >= found * (1 - 1e-6)).all())
+    assert not torch.allclose(few, found)
+
+
+def test_a_site_and_its_parts() -> None:
+    (site,) = hs.capture(tiny("llama"), token_ids(1, 8), layers=[0])
+    whole = hs.bounds.kv_error_upper_bound(site, keys=0.1)
+    assert "Theorem K" in repr(whole)
+    assert f"{whole.value:.6g}" in repr(whole)
+    only = torch.zeros(2, 8)
+    only[1] = 0.1
+    one = hs.bounds.kv_error_upper_bound(site.map, site.x[0], keys=only)
+    assert 0 < one.value < whole.value
+    channels = hs.bounds.kv_error_upper_bound(site, values=torch.full((2, 1, 6), 0.1))
+    assert channels.value == hs.bounds.kv_error_upper_bound(site, values=torch.full((2, 8, 6), 0.1)).value
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"keys": torch.ones(3, 5, 2)}, "keys"),
+        ({"keys": "many"}, "keys"),
+        ({"values": -1.0}, "values"),
+        ({"X": torch.ones(1, 5, 6)}, "one sequence"),
+    ],
+)
+def test_wrong_arguments_are_named(given: dict[str, object], said: str) -> None:
+    f, x = random_attention(1), tokens(1, 5, 6)
+    with pytest.raises(ArgumentError, match=said):
+        hs.bounds.kv_error_upper_bound(f, **({"X": x} | given))
+
+
+def test_other_maps_and_numbers_are_refused() -> None:
+    f, x = random_attention(1), tokens(1, 5, 6)
+    with pytest.raises(ArgumentError, match="residual"):
+        hs.bounds.kv_error_upper_bound(
+            hs.capture(tiny("gpt2"), token_ids(1, 5), layers=[0], scope="residual")[0], keys=0.1
+        )
+    with pytest.raises(NonFiniteError, match="values"):
+        hs.bounds.kv_error_upper_bound(f, x, values=float("nan"))
+    with pytest.raises(NonFiniteError, match="X"):
+        hs.bounds.kv_error_upper_bound(f, x * torch.inf, values=1.0)

@@ -1,0 +1,142 @@
+"""The bound for any scores against the largest local constants that an ascent finds on the ball."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import Tensor
+
+import howsmooth as hs
+from howsmooth.attention import Rotary
+from howsmooth.bounds import any_scores_ball_upper_bound, best, masked_ball_upper_bound
+from howsmooth.bounds.modified_score_upper_bounds import _Projected, _turn
+from howsmooth.errors import ArgumentError
+from tests._cases import CASES, random_attention
+
+N = 5
+ATTENTIONS = [name for name in CASES if isinstance(CASES[name](N), hs.SelfAttention)]
+
+
+def largest_constant(f: hs.SelfAttention, n: int, radius: float, starts: int, steps: int = 20) -> float:
+    """Climb ‖D_X f‖ over tokens of norm at most ``radius``, by gradients of dense Jacobians."""
+
+    def constant(x: Tensor) -> Tensor:
+        return torch.linalg.matrix_norm(torch.func.jacrev(f)(x).reshape(n * f.d_out, n * f.d), ord=2)
+
+    largest, generator = 0.0, torch.Generator().manual_seed(1)
+    for start in range(starts):
+        x = torch.randn(n, f.d, generator=generator, dtype=torch.float64)
+        # Tokens of the ball's surface, of all lengths, and near zero, where norms are steep
+        length = (torch.ones(n), torch.rand(n, generator=generator), torch.full((n,), 1e-3))[start % 3]
+        x = x / x.norm(dim=-1, keepdim=True) * (radius * length[:, None])
+        for _ in range(steps):
+            x.requires_grad_()
+            value = constant(x)
+            (slope,) = torch.autograd.grad(value, x)
+            largest = max(largest, float(value.detach()))
+            x = (x + 0.3 * radius * slope / slope.norm(dim=-1, keepdim=True).clamp_min(1e-30)).detach()
+            x = x * torch.clamp(radius / x.norm(dim=-1, keepdim=True), max=1.0)
+    return largest
+
+
+@pytest.mark.parametrize("radius", [pytest.param(0.3, marks=pytest.mark.slow), 3.0])
+@pytest.mark.parametrize("name", ATTENTIONS)
+def test_no_constant_on_the_ball_is_above_the_bound(name: str, radius: float) -> None:
+    f = CASES[name](N)
+    assert isinstance(f, hs.SelfAttention)
+    bound = any_scores_ball_upper_bound(f, N, radius)
+    found = largest_constant(f, N, radius, starts=3, steps=6)
+    assert bound.holds
+    assert found <= bound.value
+    assert radius > 1 or found > 1e-4 * bound.value
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(40))
+@pytest.mark.parametrize("name", ATTENTIONS)
+def test_long_ascents_stay_below_the_bound(name: str, seed: int) -> None:
+    radius = 10.0 ** (torch.rand((), generator=torch.Generator().manual_seed(seed)).item() * 3 - 1.5)
+    f = CASES[name](N)
+    assert isinstance(f, hs.SelfAttention)
+    assert largest_constant(f, N, radius, starts=9) <= any_scores_ball_upper_bound(f, N, radius).value
+
+
+def test_the_bound_is_near_to_theorem_a_where_scores_are_plain() -> None:
+    for name in ("one head", "causal", "causal window, grouped"):
+        f = CASES[name](N)
+        assert isinstance(f, hs.SelfAttention)
+        f = f.head(0)
+        for radius in (0.1, 1.0, 10.0):
+            ours = any_scores_ball_upper_bound(f, N, radius).value
+            assert 0.999 < ours / masked_ball_upper_bound(f, N, radius).value < 2.0
+
+
+def test_the_bound_is_nearly_attained() -> None:
+    f = CASES["rank one"](N)
+    assert isinstance(f, hs.SelfAttention)
+    found = largest_constant(f, N, 0.1, starts=4)
+    assert 0.75 * any_scores_ball_upper_bound(f, N, 0.1).value < found
+
+
+@pytest.mark.parametrize("centred", [True, False])
+def test_sizes_of_normed_queries_are_attained(*, centred: bool) -> None:
+    """A norm is steepest at zero, and longest far away."""
+    generator = torch.Generator().manual_seed(3)
+    weight = torch.randn(2, 4, 6, generator=generator, dtype=torch.float64)
+    gain = torch.ones(4, dtype=torch.float64)
+    norm = hs.LayerNorm(gain, eps=1e-3) if centred else hs.RMSNorm(gain, eps=1e-3)
+    sizes = _Projected.of(weight, None, norm, 1, 50.0)
+    at_zero = torch.func.jacrev(lambda x: norm((x @ weight[1].mT)[None])[0])(torch.zeros(6).double())
+    assert sizes.slope == pytest.approx(float(torch.linalg.matrix_norm(at_zero, ord=2)), rel=1e-9)
+    far = torch.randn(1000, 6, generator=generator, dtype=torch.float64)
+    far = 50.0 * far / far.norm(dim=-1, keepdim=True)
+    longest = float(norm(far @ weight[1].mT).norm(dim=-1).max())
+    assert 0.99 * sizes.size < longest <= sizes.size
+
+
+def test_rotary_tables_that_stretch_are_counted() -> None:
+    f = CASES["rotary"](N)
+    assert isinstance(f, hs.SelfAttention)
+    assert f.rotary is not None
+    longer = Rotary(1.5 * f.rotary.cos, 1.5 * f.rotary.sin)
+    assert _turn(f._rebuilt(rotary=longer), N) == pytest.approx(1.5)
+    assert _turn(f, N) == pytest.approx(1.0)
+
+
+def test_both_norms_bound_the_scores_whatever_the_radius() -> None:
+    """From some radius on, the weights' bound stays and the constant grows no faster than the values."""
+    f = CASES["norms of queries and keys, rotary, causal"](N)
+    assert isinstance(f, hs.SelfAttention)
+    small, large = (any_scores_ball_upper_bound(f, N, radius).value for radius in (1e3, 1e4))
+    assert large < 10.01 * small
+
+
+def test_best_and_table_take_every_attention() -> None:
+    for name in ("rotary", "sinks, softcap, score bias", "norms of all queries, of all keys"):
+        f = CASES[name](N)
+        assert isinstance(f, hs.SelfAttention)
+        x = torch.randn(N, f.d, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+        assert best(f, length=N, radius=2.0) == any_scores_ball_upper_bound(f, N, 2.0)
+        assert best(f, x).value >= float(hs.local_lipschitz(f, x).lower)
+        assert "any_scores_ball_upper_bound" in set(hs.bounds.table(f, x)["name"])
+        with pytest.raises(ArgumentError, match="attention"):
+            best(f, length=N, radius=2.0, side="lower")
+
+
+def test_a_norm_without_epsilon_has_no_bound_and_says_so() -> None:
+    norm = hs.RMSNorm(torch.ones(3, dtype=torch.float64), eps=0.0)
+    plain = random_attention(0, d=6, key_dim=3, biases=False)
+    f = plain._rebuilt(query_norm=norm)
+    bound = any_scores_ball_upper_bound(f, N, 1.0)
+    assert math.isinf(bound.value)
+    assert not bound.holds
+    assert "ε > 0" in bound.hypotheses[0].statement
+
+
+def test_other_maps_and_wrong_lengths_are_refused() -> None:
+    with pytest.raises(ArgumentError, match="SelfAttention"):
+        any_scores_ball_upper_bound(hs.RMSNorm(torch.ones(3)), N, 1.0)
+    with pytest.raises(ArgumentError, match="length"):
+        any_scores_ball_upper_bound(CASES["score bias"](N), N + 1, 1.0)

@@ -1,0 +1,161 @@
+"""Reading by value: columns, masks, norms, tolerances."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+from transformers import AutoModel, GemmaConfig, GPTNeoXConfig, ModernBertConfig, Phi3Config, StableLmConfig
+
+from howsmooth.attention import Compose, LayerNorm, Residual, RMSNorm
+from howsmooth.models import capture
+from howsmooth.models.identification.norm_and_residual_placement import norm_map
+from howsmooth.models.identification.qkv_projections import matching_columns
+from howsmooth.models.tolerance import precision, relative_error, tolerance
+from howsmooth.models.tracing.layer_trace import ModuleCall
+from howsmooth.models.tracing.mask_and_bias import describe_mask
+from tests._tiny_models import VOCABULARY, token_ids
+
+
+@given(st.data())
+def test_columns_are_found_wherever_they_are(data: st.DataObject) -> None:
+    n = data.draw(st.integers(1, 12))
+    columns = data.draw(st.integers(1, 20))
+    wanted = data.draw(st.lists(st.integers(0, columns - 1), min_size=1, max_size=columns))
+    outputs = torch.randn(n, columns, generator=torch.Generator().manual_seed(data.draw(st.integers(0, 99))))
+    found = matching_columns(outputs[:, wanted], outputs, 0.0)
+    assert found is not None
+    assert found.tolist() == wanted
+
+
+@given(st.integers(1, 40), st.integers(2, 10), st.data())
+def test_columns_that_are_not_there_are_not_found(n: int, columns: int, data: st.DataObject) -> None:
+    outputs = torch.randn(n, columns, generator=torch.Generator().manual_seed(data.draw(st.integers(0, 99))))
+    wanted = outputs.flip(-1)  # so that no contiguous slice is the answer
+    assert matching_columns(wanted, outputs, 0.0) is not None
+    wanted[data.draw(st.integers(0, n - 1)), 0] += 1e-3
+    assert matching_columns(wanted, outputs, 0.0) is None
+    assert matching_columns(wanted, outputs, 1e-2) is not None
+
+
+def test_equal_columns_are_told_apart_by_their_neighbours() -> None:
+    a, b, c = torch.randn(3, 5)
+    found = matching_columns(torch.stack([c, a, b], dim=1), torch.stack([a, b, c, a], dim=1), 0.0)
+    assert found is not None
+    assert found.tolist() == [2, 3, 1]
+
+
+@pytest.mark.parametrize("n", [2, 5, 9])
+def test_masks_in_words(n: int) -> None:
+    ones = torch.ones(n, n, dtype=torch.bool)
+    assert describe_mask(None, n) == (False, None, None, "none")
+    assert describe_mask(ones, n) == (False, None, None, "none")
+    assert describe_mask(ones.tril(), n) == (True, None, None, "causal")
+    if n == 2:
+        return
+    assert describe_mask(ones.tril() & ones.triu(-1), n) == (True, 2, None, "sliding window 2, causal")
+    both = describe_mask(ones.tril(1) & ones.triu(-1), n)
+    assert both == (False, 2, None, "sliding window 1 to both sides")
+    odd = ones.tril()
+    odd[-1, 1] = False
+    assert describe_mask(odd, n)[::3] == (True, "causal with a further mask")
+    odd[0, -1] = True
+    assert describe_mask(odd, n)[::3] == (False, "a mask of its own")
+
+
+def _rms(weight: torch.Tensor, shift: float) -> nn.Module:
+    class SomeRMSNorm(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(weight)
+            self.variance_epsilon = 1e-3
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            y = x.float() * torch.rsqrt(x.float().square().mean(-1, keepdim=True) + 1e-3)
+            return (y * (shift + self.weight.float())).to(x.dtype)
+
+    return SomeRMSNorm()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_norms_by_value(dtype: torch.dtype) -> None:
+    x, gain = torch.randn(1, 5, 8, dtype=dtype), torch.randn(8, dtype=dtype)
+
+    def read(module: nn.Module) -> Any:
+        return norm_map(ModuleCall("norm", module, x, module(x).detach()))
+
+    stored_as_is, stored_minus_one = read(_rms(gain, 0.0)), read(_rms(gain, 1.0))
+    assert isinstance(stored_as_is, RMSNorm)
+    torch.testing.assert_close(stored_as_is.weight, gain)
+    torch.testing.assert_close(stored_minus_one.weight, 1 + gain)
+    assert stored_as_is.eps == 1e-3
+    layer_norm = nn.LayerNorm(8, eps=1e-2, dtype=dtype)
+    nn.init.normal_(layer_norm.weight)
+    nn.init.normal_(layer_norm.bias)
+    found = read(layer_norm)
+    assert isinstance(found, LayerNorm)
+    torch.testing.assert_close(found(x), layer_norm(x).detach())
+    assert isinstance(read(nn.LayerNorm(8, elementwise_affine=False, dtype=dtype)), LayerNorm)
+    assert isinstance(read(nn.RMSNorm(8, dtype=dtype)), RMSNorm)
+    half = _rms(gain, 0.5)
+    assert read(half) is None
+    assert read(nn.GroupNorm(5, 5, dtype=dtype)) is None
+
+
+def test_tolerance_is_of_the_precision_that_was_used() -> None:
+    assert precision(torch.float64) == torch.finfo(torch.float64).eps
+    assert (
+        precision(torch.float64, downcast=True) == precision(torch.float32) == torch.finfo(torch.float32).eps
+    )
+    assert tolerance(1e-16, 10.0) > tolerance(1e-16)
+    assert tolerance(precision(torch.float64)) < 1e-13
+    assert relative_error(torch.zeros(3), torch.zeros(3)) == 0.0
+    assert relative_error(torch.ones(3), torch.zeros(3)) == float("inf")
+    assert relative_error(torch.tensor([1.0, 2.1]), torch.tensor([1.0, 2.0])) == pytest.approx(0.05)
+
+
+SMALL: dict[str, Any] = {
+    "vocab_size": VOCABULARY, "hidden_size": 24, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "intermediate_size": 40, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("config", "layouts"),
+    [
+        (
+            GPTNeoXConfig(**SMALL, rotary_pct=0.5),
+            ["parallel", "parallel"],
+        ),  # fused head by head, half of each head rotary, parallel
+        (
+            Phi3Config(**SMALL, num_key_value_heads=2),
+            ["pre-norm", "pre-norm"],
+        ),  # fused slices of unequal widths
+        (StableLmConfig(**SMALL | {"hidden_size": 32}, num_key_value_heads=2), ["pre-norm", "pre-norm"]),
+        (
+            GemmaConfig(**SMALL, num_key_value_heads=1, head_dim=6),
+            ["pre-norm", "pre-norm"],
+        ),  # stores gains minus one
+        (
+            ModernBertConfig(**SMALL, local_attention=4),
+            ["pre-norm", "pre-norm"],
+        ),  # its first norm is left out
+    ],
+    ids=lambda value: getattr(value, "model_type", ""),
+)
+def test_other_types_fall_out_of_the_same_rules(config: Any, layouts: list[str]) -> None:
+    torch.manual_seed(0)
+    model = AutoModel.from_config(config).eval()
+    sites = capture(model, token_ids(2, 7))
+    assert [s.layout for s in sites] == layouts
+    if all(layouts):
+        blocks = capture(model, token_ids(2, 7), scope="block")
+        for site in blocks:
+            assert isinstance(site.map, Residual)
+        first = blocks[0].map
+        assert isinstance(first, Residual)
+        assert isinstance(first.inner, Compose) == (config.model_type != "modernbert")

@@ -1,0 +1,170 @@
+"""Queries and keys that are normed, turned or scaled: read by value, against scores written out naively."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+import howsmooth as hs
+from howsmooth.attention import LayerNorm, RMSNorm, Rotary, SelfAttention
+from howsmooth.models import inspect_model
+from howsmooth.models.identification.query_key_transforms import (
+    FittedRotary,
+    ProjectionReading,
+    fit_rotary,
+    projection_readings,
+    reordered,
+)
+from tests.architectures.build import build, inputs_of
+
+HEADS, KV_HEADS, DIM, N, D = 4, 2, 8, 6, 12
+RMS = RMSNorm(torch.linspace(0.5, 1.5, DIM, dtype=torch.float64), 1e-6)
+CENTRED = LayerNorm(RMS.weight, torch.linspace(-1, 1, DIM, dtype=torch.float64), 1e-5)
+
+
+def _weights(heads: int, seed: int) -> Tensor:
+    return torch.randn(heads * DIM, D, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+X = torch.randn(N, D, generator=torch.Generator().manual_seed(5), dtype=torch.float64)
+W_Q, W_K = _weights(HEADS, 1), _weights(KV_HEADS, 2)
+ANGLES = torch.arange(N, dtype=torch.float64)[:, None] * torch.tensor([1.0, 0.3, 0.05, 0.007]).double()
+
+
+def _turn(t: Tensor, pairs: list[tuple[int, int]], angles: Tensor = ANGLES) -> Tensor:
+    """Turn pairs of entries of (heads, n, dim), one by one."""
+    out = t.clone()
+    for j, (a, b) in enumerate(pairs):
+        c, s = angles[:, j].cos(), angles[:, j].sin()
+        out[..., a], out[..., b] = t[..., a] * c - t[..., b] * s, t[..., a] * s + t[..., b] * c
+    return out
+
+
+LAYOUTS = {
+    "half-split": [(0, 4), (1, 5), (2, 6), (3, 7)],
+    "interleaved": [(0, 1), (2, 3), (4, 5), (6, 7)],
+    "half-split, partial": [(0, 2), (1, 3)],
+    "interleaved, partial": [(0, 1), (2, 3)],
+}
+
+
+def _heads(weight: Tensor, x: Tensor = X) -> Tensor:
+    return (x @ weight.mT).unflatten(-1, (-1, DIM)).transpose(0, 1)
+
+
+def _read(
+    q: Tensor, k: Tensor, norms: tuple[RMSNorm | LayerNorm, ...] = ()
+) -> tuple[ProjectionReading, ProjectionReading, FittedRotary] | None:
+    outputs = torch.cat((X @ W_Q.mT, X @ W_K.mT), dim=1)
+    columns = torch.arange(outputs.shape[1])
+    for a in projection_readings(q, outputs, [columns[: HEADS * DIM], columns[-HEADS * DIM :]], norms):
+        for b in projection_readings(k, outputs, [columns[: KV_HEADS * DIM], columns[HEADS * DIM :]], norms):
+            found = fit_rotary(a, b)
+            if found is not None:
+                return a, b, found
+    return None
+
+
+@pytest.mark.parametrize("norm", [None, RMS, CENTRED])
+@pytest.mark.parametrize("factor", [1.0, DIM**-0.5, 0.37])
+@pytest.mark.parametrize("layout", [None, *LAYOUTS])
+def test_the_scores_of_what_is_read_are_those_of_the_layer(
+    layout: str | None, factor: float, norm: RMSNorm | LayerNorm | None
+) -> None:
+    pairs = LAYOUTS[layout] if layout else []
+
+    def queries_and_keys(x: Tensor) -> tuple[Tensor, Tensor]:
+        q, k = _heads(W_Q, x), _heads(W_K, x)
+        q, k = (q, k) if norm is None else (norm(q), norm(k))
+        return factor * _turn(q, pairs), _turn(k, pairs)
+
+    read = _read(*queries_and_keys(X), () if norm is None else (RMS, CENTRED))
+    assert read is not None
+    a, b, found = read
+    assert a.factor * b.factor == pytest.approx(factor, rel=1e-14)
+    if factor != 0.37:
+        assert a.factor == factor  # not what rounding left of it
+    assert (found.rotary is None) == (layout is None)
+    weights = [w.unflatten(0, (-1, DIM))[:, found.order] for w in (W_Q, W_K)]
+    attention = SelfAttention(
+        *weights,
+        torch.eye(D, dtype=torch.float64)[None].expand(KV_HEADS, D, D),
+        scale=a.factor * b.factor,
+        rotary=found.rotary,
+        query_norm=reordered(a.norm, found.order),
+        key_norm=reordered(b.norm, found.order),
+    )
+    other = X.flip(0) * 1.7 + 0.3  # the reading has not seen these tokens
+    q, k = queries_and_keys(other)
+    p = (q @ k.repeat_interleave(2, dim=0).mT).softmax(dim=-1)
+    torch.testing.assert_close(attention(other), (p @ other).transpose(0, 1).flatten(1), rtol=0, atol=1e-12)
+
+
+def test_no_rotation_is_found_where_there_is_none_in_common() -> None:
+    q, k = _heads(W_Q), _heads(W_K)
+    pairs = LAYOUTS["half-split"]
+    assert _read(_turn(q, pairs), _turn(k, pairs)) is not None
+    assert _read(_turn(q, pairs), _turn(k, pairs, 1.01 * ANGLES)) is None
+    one = _turn(q, pairs)
+    one[2] = _turn(q[2:3], pairs, ANGLES + 0.01)[0]  # a head of its own
+    assert _read(one, _turn(k, pairs)) is None
+    swapped = _turn(q, pairs)
+    swapped[1, 3, 0] *= 1.001
+    assert _read(swapped, _turn(k, pairs)) is None
+
+
+def test_a_norm_that_is_not_the_layers_is_not_read() -> None:
+    q, k = RMS(_heads(W_Q)), RMS(_heads(W_K))
+    assert _read(q, k, (CENTRED,)) is None
+    assert _read(q, k) is None
+
+
+@pytest.mark.parametrize(
+    ("model_type", "positions", "normed"),
+    [("opt", "none", False), ("gpt_oss", "rotary", False), ("qwen3", "rotary", True)],
+)
+def test_models_of_which_every_parameter_is_known_now(model_type: str, positions: str, normed: bool) -> None:
+    model = build(model_type)
+    inputs = {k: v.float() if v.is_floating_point() else v for k, v in inputs_of(model_type, model).items()}
+    found = inspect_model(model.float(), inputs)
+    assert {site.path_reason for site in found.sites} == {"every parameter is known"}
+    assert {site.positions for site in found.sites} == {positions}
+    (site, *_) = hs.capture(model, inputs)
+    assert isinstance(site.map, SelfAttention)
+    assert (site.map.query_norm is not None) == (site.map.key_norm is not None) == normed
+    assert (site.map.rotary is None) == (positions == "none")
+
+
+def test_the_scale_of_opt_is_that_of_its_queries() -> None:
+    model = build("opt").float()
+    (site, *_) = hs.capture(model, inputs_of("opt", model))
+    projection = model.decoder.layers[0].self_attn.q_proj
+    assert site.map.scale == site.map.key_dim**-0.5
+    torch.testing.assert_close(site.map.query.flatten(0, 1), projection.weight, rtol=0, atol=0)
+
+
+def test_interleaved_positions_become_half_split_ones() -> None:
+    """The tables of GPT-J are those of its own code, and its weights those of the model in another order."""
+    model = build("gptj").float()
+    (site, *_) = hs.capture(model, inputs_of("gptj", model))
+    attention = model.h[0].attn
+    rotary = site.map.rotary
+    assert isinstance(rotary, Rotary)
+    width, n = rotary.rot_dim, site.x.shape[1]
+    sin, cos = attention.embed_positions[:n].chunk(2, dim=-1)
+    torch.testing.assert_close(rotary.cos, cos.repeat(1, 2), rtol=0, atol=2e-5)
+    torch.testing.assert_close(rotary.sin, sin.repeat(1, 2), rtol=0, atol=2e-5)
+    order = [*range(0, width, 2), *range(1, width, 2), *range(width, site.map.key_dim)]
+    own = attention.q_proj.weight.unflatten(0, (site.map.heads, -1))[:, order]
+    torch.testing.assert_close(site.map.query, own, rtol=0, atol=0)
+
+
+def test_bounds_take_what_is_known_now() -> None:
+    model = build("opt").float()
+    (site, *_) = hs.capture(model, inputs_of("opt", model))
+    found = hs.bounds.table(site, X=site.x[0])
+    held = found[found.holds].set_index(["name", "side"])["value"]
+    measured = held["measured", "upper"]
+    assert 0 < held["measured", "lower"] <= measured < held["certificate_heads", "upper"]
+    assert measured < held["output_norm_upper_bound", "upper"]
