@@ -3,7 +3,7 @@
     python benchmarks/radius.py                              # the built-in encoder, and twelve random layers
     python benchmarks/radius.py --only random --orders 3     # further, in more time
     python benchmarks/radius.py --only encoder --model all-MiniLM-L6-v2     # any folder of the BERT kind
-    python benchmarks/radius.py --only sentences joint --sst2 bert_tiny_sst2_encoder --orders 2 3
+    python benchmarks/radius.py --only sentences joint --sst2 bert_tiny_sst2_encoder --orders 2 both
 
 "sentences" are those of the SST-2 classifier, whose most sensitive token moves; "joint" lets all of their
 tokens move. The margin of the other two is a random linear functional of the first token's output minus the
@@ -132,11 +132,11 @@ def rows(asked: argparse.Namespace) -> Iterator[tuple[str, ...]]:
             tokens = load_file(asked.sst2 / "sequences.safetensors")
             for name, x in sorted(tokens.items(), key=lambda item: len(item[1]))[: asked.sentences]:
                 if only == "joint":
-                    yield row(f"SST-2, {name}, all tokens", 2, model, x, None)
+                    yield row(f"SST-2, {name}, all tokens", "2", model, x, None, seconds=asked.seconds)
                     continue
                 token = most_sensitive(model, x)
                 for order in asked.orders:
-                    yield row(f"SST-2, {name}, token {token}", order, model, x, token)
+                    yield row(f"SST-2, {name}, token {token}", order, model, x, token, seconds=asked.seconds)
             continue
         if only == "encoder":
             title, (probe, x) = f"{asked.model}, probe", pretrained(asked.model, asked.text)
@@ -144,15 +144,17 @@ def rows(asked: argparse.Namespace) -> Iterator[tuple[str, ...]]:
             title, (probe, x) = f"{asked.layers} random layers", random_layers(asked.layers, asked.tokens)
         token, threshold = sensitive(probe, x)
         for order in asked.orders:
-            yield row(title, order, probe, x, token, target=one, threshold=threshold)
+            goal = {"target": one, "threshold": threshold, "seconds": asked.seconds}
+            yield row(title, order, probe, x, token, **goal)
 
 
 def row(
-    title: str, order: int, model: nn.Module, x: Tensor, token: int | None, **goal: Any
+    title: str, order: str, model: nn.Module, x: Tensor, token: int | None, **goal: Any
 ) -> tuple[str, ...]:
     """Compute a radius, and say it in the cells of a row."""
     begin, used = time.perf_counter(), time.process_time()
-    found = hs.bounds.robust_radius(model, x, tokens=token, order=order, attack=False, **goal)
+    only = None if order == "both" else int(order)
+    found = hs.bounds.robust_radius(model, x, tokens=token, order=only, attack=False, **goal)
     seconds, used = time.perf_counter() - begin, time.process_time() - used
     memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
     worst = max(found.losses, key=lambda name: found.losses[name])
@@ -164,7 +166,7 @@ def row(
         f"{seconds:.1f}",
         f"{memory:.1f}",
     )
-    return (title, f"{x.shape[0]}", f"{x.shape[1]}", f"{order}", *numbers, lost)
+    return (title, f"{x.shape[0]}", f"{x.shape[1]}", f"{found.order}", *numbers, lost)
 
 
 def main() -> int:
@@ -174,13 +176,14 @@ def main() -> int:
     )
     kinds = ("encoder", "random", "joint", "sentences")
     parser.add_argument("--only", nargs="+", choices=kinds, default=["encoder", "random"])
-    parser.add_argument("--orders", nargs="+", type=int, choices=[2, 3], default=[2])
+    parser.add_argument("--orders", nargs="+", choices=["2", "3", "both"], default=["2"])
     parser.add_argument("--model", default="builtin-encoder", help="a name or folder, of the BERT kind")
     parser.add_argument("--text", default=TEXT)
     parser.add_argument("--layers", type=int, default=12, help="with random weights")
     parser.add_argument("--tokens", type=int, default=8, help="beside random layers")
     parser.add_argument("--sst2", type=Path, help="folder of the SST-2 classifier and its sentences")
     parser.add_argument("--sentences", type=int, default=5, help="so many of them, the shortest first")
+    parser.add_argument("--seconds", type=float, help="end the search for a radius after so long")
     parser.add_argument("--threads", type=int, default=2)
     asked = parser.parse_args()
     torch.set_num_threads(asked.threads)
