@@ -10,7 +10,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from howsmooth.bounds.radius import ACTIVATIONS, Attention, GatedFeedForward, Network, Norm, Stage
+from howsmooth.bounds.radius import (
+    ACTIVATIONS,
+    Attention,
+    FeedForward,
+    GatedFeedForward,
+    Network,
+    Norm,
+    Stage,
+)
 from howsmooth.bounds.radius.ellipsoids import balls, ellipsoid_sum, half_widths, radii
 from howsmooth.bounds.radius.margin_expansion import SecondOrder
 from howsmooth.bounds.radius.packed_quadratic_forms import Pairs
@@ -24,7 +32,12 @@ from howsmooth.bounds.radius.spectral_norm_bounds import (
     weighted_norm,
 )
 from howsmooth.bounds.radius.tensor_with_error_bound import plain
-from howsmooth.bounds.radius.third_order_remainders import CubicAttention, CubicGatedFeedForward, Expansion
+from howsmooth.bounds.radius.third_order_remainders import (
+    CubicAttention,
+    CubicFeedForward,
+    CubicGatedFeedForward,
+    Expansion,
+)
 from tests.bounds.radius._networks import (
     ALL,
     Left,
@@ -290,6 +303,40 @@ def test_one_gated_neuron_with_an_error_is_nearly_attained(
     share = 0.9 if epsilon < 0.1 else 0.5
     assert share * float(longest(found.shape)) <= largest <= float(longest(found.shape)) * (1 + 1e-9)
     assert share * float(found.margin) <= in_margin <= float(found.margin) * (1 + 1e-9)
+
+
+@pytest.mark.parametrize("error", [0.0, 0.01])
+@pytest.mark.parametrize(("slope", "form"), [(0, 30), (1, 30), (1, -30), (1, 3)])
+@pytest.mark.parametrize("gated", [False, True])
+def test_one_neuron_at_a_curved_input_is_nearly_attained(
+    gated: bool, slope: float, form: float, error: float
+) -> None:
+    """The input of φ changes by slope · δ + form · δ²/2 ± error: each counts."""
+    one, zero = torch.ones(1, 1, dtype=torch.float64), torch.zeros(1, dtype=torch.float64)
+    epsilon, pairs, silu = 0.05, Pairs(1), ACTIVATIONS["silu"]
+    at = Expansion(0 * one, slope * one[None], form * one[None], pairs, one)
+    if gated:
+        layer = GatedFeedForward(one, -one[0], 0 * one, one[0], silu, one, zero)
+        found = CubicGatedFeedForward(layer, at)
+    else:
+        found = CubicFeedForward(FeedForward(one, -one[0], silu, one, zero), at)
+    bound = found(epsilon, error**2 * one[None])
+
+    def function(z: Tensor) -> Tensor:
+        return torch.nn.functional.silu(z - 1)
+
+    derivatives = [function, torch.func.grad(function), torch.func.grad(torch.func.grad(function))]
+    at_zero, first, second = (float(derivative(zero[0])) for derivative in derivatives)
+    largest, in_margin = 0.0, 0.0
+    for delta, e in ((epsilon * a, error * b) for a in (-1, 1) for b in (-1, 1)):
+        beyond = form * delta**2 / 2 + e
+        change = slope * delta + beyond
+        rest = float(function(zero[0] + change)) - at_zero - first * change
+        margin = rest - second * change**2 / 2 + second * beyond**2 / 2 - float(found.cubic) * delta**3
+        left = rest - second * (slope * delta) ** 2 / 2
+        largest, in_margin = max(largest, abs(left)), max(in_margin, abs(margin))
+    assert 0.9 * float(longest(bound.shape)) <= largest <= float(longest(bound.shape)) * (1 + 1e-9)
+    assert 0.8 * float(bound.margin) <= in_margin <= float(bound.margin) * (1 + 1e-9)
 
 
 @pytest.mark.parametrize("row", [0, 2])
