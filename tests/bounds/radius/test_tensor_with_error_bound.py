@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from itertools import product as all_pairs
 from typing import Any
 
@@ -48,6 +49,7 @@ from howsmooth.roundoff import U
 from tests._selection import others_slow
 from tests.bounds.radius._networks import (
     ALL,
+    attention,
     decoder,
     expanded,
     feed_forwards,
@@ -546,6 +548,36 @@ def test_residuals_of_jacobians_cover_visible_errors(monkeypatch: pytest.MonkeyP
                 plain(each.steps[1].own) if call == 2 else each.steps[4].sources[0] for each in (at, right)
             )
             assert 0.9 * error <= float(torch.dist(found, true)) <= error
+
+
+def test_a_jacobian_that_is_not_known_counts_by_its_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Attention whose weights stand still adds no remainder of its own to what comes along its Jacobian."""
+    g = torch.Generator().manual_seed(0)
+    first = feed_forwards(0, "silu")[0].stages[0]
+    mean = attention(g, 5, 1, torch.arange(2))
+    mean = replace(mean, query=0 * mean.query, query_bias=0 * mean.query_bias)
+    network = Network((first, Stage("mean", mean, ALL)), normal(g, 2, 2, 5), normal(g, 2))
+    x, count = normal(g, 2, 5), 0
+
+    def unknown(value: Tensor) -> tuple[Tensor, float]:
+        nonlocal count
+        number, error = settled(value)
+        count += 1  # the fourth is the Jacobian of the attention, after two states and the first Jacobian
+        return (0 * number, error + float(number.norm())) if count == 4 else (number, error)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(partial_jacobians, "settled", unknown)
+        found = expanded(2, network, x, moved(x, [0]), network.readout[0])
+    assert count == 4
+    for epsilon in (0.1, 0.3):
+        delta = epsilon * torch.nn.functional.normalize(normal(g, 5), dim=0)
+        after = list(network.states(x + moved(x, [0]) @ delta))[-1]
+        e = after - found.first.states[-1] - found.first.tangents[-1] @ delta
+        reach = half_widths(
+            plain(found.bounds(epsilon).errors[-1]), torch.nn.functional.normalize(e)[:, None]
+        )
+        assert bool((e.norm(dim=1) > 1e-5).all())
+        assert bool((e.norm(dim=1) <= reach[:, 0]).all())
 
 
 @pytest.mark.parametrize("make", [post_norm, decoder])
