@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 
 import howsmooth as hs
 from howsmooth import batching
-from howsmooth.batching import batches
+from howsmooth.attention import Rotary
+from howsmooth.batching import are_measured_together, batches
 from howsmooth.jacobian import cached_bytes
 from tests._cases import D, random_attention, tokens, true_norm
 
@@ -98,3 +101,20 @@ def test_one_that_is_streamed_stays_alone_where_a_longer_one_is_not(monkeypatch:
     found = hs.local_lipschitz(f, xs, memory=budget, rtol=1e-8)
     for x, value in zip(xs, found.value, strict=True):
         torch.testing.assert_close(value, true_norm(f, x[None])[0], rtol=1e-9, atol=0)
+
+
+def test_equal_maps_are_measured_together_and_no_others() -> None:
+    f = random_attention(0)
+    turned = [replace_rotary(f, n) for n in (7, 4)]
+    assert are_measured_together(f, copy.deepcopy(f))
+    assert not are_measured_together(f, random_attention(1))
+    assert not are_measured_together(f, turned[0])
+    assert are_measured_together(*turned)
+    assert not are_measured_together(*turned[::-1])
+    assert not are_measured_together(torch.tanh, torch.tanh)
+
+
+def replace_rotary(f: hs.SelfAttention, n: int) -> hs.SelfAttention:
+    """The same attention with rotations by position for at most n tokens."""
+    angles = torch.arange(n, dtype=torch.float64)[:, None] * torch.ones(f.key_dim, dtype=torch.float64)
+    return hs.SelfAttention(f.query, f.key, f.value, f.output, rotary=Rotary(angles.cos(), angles.sin()))

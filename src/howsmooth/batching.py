@@ -10,19 +10,21 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from howsmooth.attention import TokenMap
+from howsmooth.attention import Rotary, TokenMap
 from howsmooth.errors import ArgumentError
 from howsmooth.jacobian import (
     cached_bytes,
     has_closed_form,
     kernel_bytes,
     runs_members_alone,
+    shares_products,
     streamed_bytes,
 )
 from howsmooth.memory import memory_budget
 
 __all__ = [
     "Footprint",
+    "are_measured_together",
     "batches",
     "bytes_without_basis",
     "fewest_vectors",
@@ -174,6 +176,35 @@ def _with_member(groups: list[_Group], one: tuple[int, int], most_filled: int) -
     if groups and (joined := groups[-1].with_member(*one)).filled <= most_filled:
         return [*groups[:-1], joined]  # the padding is small enough
     return [*groups, _Group().with_member(*one)]
+
+
+def are_measured_together(f: object, g: object) -> bool:
+    """Return True if the map ``f`` does what ``g`` does at all sequences that ``g`` takes, and sequences of
+    several lengths share matrix products in its Jacobian.
+
+    They are maps of this library whose parameters, masks and settings are equal. Tables of rotations by
+    position may be longer in ``f``, which was captured at a longer sequence.
+    """
+    return isinstance(f, TokenMap) and has_closed_form(f) and shares_products(f) and _covers(f, g)
+
+
+def _covers(a: object, b: object) -> bool:
+    """Return True if the map or parameter ``a`` is known to serve wherever ``b`` does."""
+    if type(a) is not type(b):
+        return False
+    if a is b:
+        return True
+    if isinstance(a, Tensor) and isinstance(b, Tensor):
+        alike = (a.shape, a.dtype, a.device) == (b.shape, b.dtype, b.device)
+        return alike and (a.data_ptr() == b.data_ptr() or torch.equal(a, b))
+    if isinstance(a, bool | int | float | str | torch.dtype):
+        return a == b
+    if isinstance(a, Rotary) and isinstance(b, Rotary):
+        return _covers(a.cos[: b.n_max], b.cos) and _covers(a.sin[: b.n_max], b.sin)
+    if isinstance(a, TokenMap):
+        mine, others = vars(a), vars(b)
+        return mine.keys() == others.keys() and all(_covers(mine[name], others[name]) for name in mine)
+    return False  # what is not known here is not compared
 
 
 def is_streamed(double: TokenMap, x: Tensor, budget: int) -> bool:

@@ -175,7 +175,7 @@ def test_a_token_near_zero_is_a_start_where_queries_have_a_norm():
     sharp = f._rebuilt(query_norm=hs.RMSNorm(f.query_norm.weight, 1e-8), query_bias=None)
     history = ascend(sharp, 5, 2.0, random_starts=2, steps=0).history
     first = history[history["step"] == 0].set_index("start")["value"]
-    assert first["random 0, last token short"] > 20 * first["random 0"]
+    assert first["zero query, head 0"] > 20 * first["random 0"]
 
 
 def test_the_norm_layer_as_domain():

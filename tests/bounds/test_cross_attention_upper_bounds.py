@@ -13,6 +13,8 @@ from howsmooth.bounds import cross_attention_ball_upper_bound, cross_attention_u
 from howsmooth.errors import ArgumentError
 from howsmooth.scopes import SIDES
 
+EPS = 2.0**-53
+
 
 def case(seed: int) -> tuple[hs.CrossAttention, Tensor, Tensor]:
     """A small layer of random sizes, features and temperature, with tokens and a memory."""
@@ -51,6 +53,15 @@ def constants(f: hs.CrossAttention, x: Tensor, y: Tensor) -> dict[str, Tensor]:
     return {side: torch.linalg.matrix_norm(parts[side], 2) for side in SIDES}
 
 
+def rounded(f: hs.CrossAttention, x: Tensor, y: Tensor) -> float:
+    """The size of the numbers whose rounding the constant in the queries has, with saturated weights too."""
+    q, k, v = f.projections(x, y)
+    score = 1 + float(abs(f.scale) * q.norm(dim=-1).max() * k.norm(dim=-1).max())
+    W = torch.eye(1).double() if f.output is None else f.output
+    values = abs(f.scale) * W.norm() * f.query.norm() * v.norm(dim=-1).max() * k.norm(dim=-1).max()
+    return score * float(values)
+
+
 def in_ball(t: Tensor, radius: float) -> Tensor:
     return t * (radius / t.norm(dim=-1, keepdim=True).clamp_min(radius))
 
@@ -80,7 +91,8 @@ def check(seed: int, steps: int) -> dict[str, float]:
         at = cross_attention_upper_bound(f, x, y, side=side).value
         assert float(measured[side]) <= at, (seed, side)
         if side == "queries":
-            assert at == pytest.approx(float(measured[side]), rel=1e-6, abs=1e-9)  # the bound is sharp
+            # The bound is sharp, up to the rounding of weights: saturated ones may have smaller derivatives.
+            assert at == pytest.approx(float(measured[side]), rel=1e-6, abs=1e3 * EPS * rounded(f, x, y))
         ball = cross_attention_ball_upper_bound(f, len(x), *radii, side=side).value
         found = climb(f, x, y, side, radii, steps)
         assert found <= ball, (seed, side)

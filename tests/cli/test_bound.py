@@ -275,6 +275,22 @@ def test_a_text_too_short_for_the_length(howsmooth: Howsmooth) -> None:
     )
     assert code == 2
     assert "text 'prose' is too short: for small, its sequences need 101 tokens, and it has 100." in err
+    assert "Use --lengths 100, or a smaller one, or a longer text." in err
+
+
+def test_a_table_has_80_columns_and_its_sources_below(
+    howsmooth: Howsmooth, head: hs.SelfAttention, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for width in ("80", None):
+        monkeypatch.setenv("COLUMNS", width) if width else monkeypatch.delenv("COLUMNS")
+        code, out, _ = howsmooth("bound", "head.safetensors", "--scope", "head", "-q", real=True)
+        tables, sources = out.split("\nSources;")
+        assert code == 0
+        assert max(len(line.rstrip()) for line in tables.splitlines() if "[" in line) <= 80
+        for bound in hs.bounds.table(head, gaussian(3, 5, head.d)).query("name != 'measured'").itertuples():
+            (number,) = {row.split()[-1] for row in tables.splitlines() if row.split()[:1] == [bound.name]}
+            source = str(bound.source).removeprefix("howsmooth documentation, ")
+            assert f"{number} {source}" in " ".join(sources.split())
 
 
 def test_an_out_that_cannot_be_written(howsmooth: Howsmooth, head: hs.SelfAttention, tmp_path: Path) -> None:

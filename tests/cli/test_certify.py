@@ -343,6 +343,11 @@ def test_the_command_takes_a_forward_with_its_classes_and_data(howsmooth: Howsmo
     code, _, err = howsmooth(*options)
     assert code == 2
     assert "own_models.ViT', which is not known: give your own as classes=[...], or" in err
+    assert "on the command line their module, --classes own_models." in err
+    assert "--data" not in err
+    code, _, err = howsmooth("own.safetensors")
+    assert code == 2
+    assert "--classes own_models. Where such a class has a forward of its own, give --data FILE too" in err
     for name in ("no_such_models", "broken_models"):
         (tmp_path / "broken_models.py").write_text("1 / 0")
         code, _, err = howsmooth(*options, "--classes", name)

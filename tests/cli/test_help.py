@@ -15,6 +15,7 @@ import typer
 from transformers import CLIPConfig
 
 from howsmooth.cli import app, main
+from howsmooth.cli.progress import shown_progress
 from howsmooth.cli.terminal_output import show_table
 from howsmooth.nn import SoftmaxAttention, save
 from howsmooth.study.text_formatting import duration
@@ -109,6 +110,20 @@ def test_no_number_is_cut_off_on_a_narrow_terminal(
     assert "radius out" in out
     assert out.count(row[3]) == 6
     assert row[0] in "".join(line.split()[0] for line in out.splitlines()[1:4])
+
+
+def test_a_line_of_progress_says_that_something_is_left(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    clock = iter(range(0, 1000, 20))
+    monkeypatch.setattr("howsmooth.cli.progress.time.monotonic", lambda: float(next(clock)))
+    with shown_progress(quiet=False) as display:
+        display.phase("Measuring")
+        for done in range(5):
+            display.advance(float(done), 4.0, f"layer {done}")
+    lines = capsys.readouterr().err.splitlines()
+    assert [line.split(":")[-1] for line in lines] == ["Measuring", " layer 1", " layer 2", " layer 3"]
+    assert "75 %" in lines[-1]
 
 
 def test_no_time_is_negative() -> None:

@@ -43,6 +43,17 @@ def test_the_norms_are_those_of_the_dense_jacobian(capsys: Capture) -> None:
     assert "Figure: found/influence.png, with influence.pdf, influence.csv." in out
 
 
+def test_progress_is_told_within_a_layer(capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("howsmooth.cli.progress._SECONDS_BETWEEN_LINES", -1.0)
+    for scope, outputs in (("attention", "0:4"), ("model", "-1,-2")):
+        layers = ["--layers", "1"] if scope == "attention" else []
+        given = ["influence", "builtin-decoder", "--span", "0:24", "--scope", scope, *layers, "--parquet"]
+        assert main([*given, "--outputs", outputs]) == 0
+        said = capsys.readouterr().err
+        assert " left: output 1 of " in said, said
+    assert len(pd.read_parquet("howsmooth-influence/influence.parquet")) == 2 * 24
+
+
 def test_the_margin_of_a_whole_model_is_no_token(capsys: Capture) -> None:
     given = ["influence", "builtin-decoder", "--span", "0:5", "--scope", "model", "--output", "margin"]
     assert main(given) == 0

@@ -98,16 +98,19 @@ def test_a_layer_that_is_captured_around_its_softmax_says_why(capsys: pytest.Cap
     assert "layers.0.self_attn" in out
 
 
-def test_what_is_refused_is_listed_with_its_reason_once(capsys: pytest.CaptureFixture[str]) -> None:
+def test_cross_attention_is_listed_with_its_scope(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "300")
     config = {"vocab_size": 60, "d_model": 16, "d_kv": 8, "d_ff": 16, "num_layers": 1, "num_heads": 2}
     T5Config(**config, num_decoder_layers=2).save_pretrained("t5-like")
     code, out, _ = inspected(capsys, "t5-like", "--random-init", "-q")
     said = lines(out)
     assert code == 0
     assert said[0] == "t5-like, T5Model: 5 attention layers"
-    assert "2, 4 decoder.block.*.layer.1.EncDecAttention (2 alike): refused: cross-attention" in said
-    assert out.count("is cross-attention") == 1
-    assert any(line.startswith("Layers 2, 4: The layer is cross-attention") for line in said)
+    (cross,) = [line for line in said if line.startswith("2, 4 decoder.block.*.layer.1.EncDecAttention")]
+    assert cross.endswith("(2 alike) none none scope cross-attention")
+    assert "No layer is refused." in said
 
 
 def test_a_model_without_a_softmax_ends_with_its_table_and_exit_code_2(

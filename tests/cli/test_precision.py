@@ -52,7 +52,7 @@ def test_json_alone_is_on_standard_output(capsys: Capture) -> None:
 
 
 def test_token_ids_and_untrained_models(capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("howsmooth.profiling.Precision.write", lambda *_: [Path("not-drawn.html")])
+    monkeypatch.setattr("howsmooth.profiling.Precision.write", lambda *_, **__: [Path("not-drawn.html")])
     Path("ids.json").write_text("[5, 6, 7, 8]")
     GPT2Config(vocab_size=60, n_embd=24, n_layer=2, n_head=2).save_pretrained("tiny")
     given = ["--random-init", "--tokens", "ids.json", "--layers", "0", "--bits", "4", "--quantisers", "token"]

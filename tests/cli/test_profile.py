@@ -23,7 +23,19 @@ def place(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 def test_the_ranking_is_printed_and_the_files_are_written(capsys: Capture) -> None:
     Path("letter.txt").write_text("Dear Alice, it was a cat that sat on the mat.")
     assert (
-        main(["profile", "builtin-encoder", "--text", "letter.txt", "--layers", "0,-1", "--out", "found"])
+        main(
+            [
+                "profile",
+                "builtin-encoder",
+                "--text",
+                "letter.txt",
+                "--layers",
+                "0,-1",
+                "--out",
+                "found",
+                "--parquet",
+            ]
+        )
         == 0
     )
     out = capsys.readouterr().out
@@ -33,6 +45,34 @@ def test_the_ranking_is_printed_and_the_files_are_written(capsys: Capture) -> No
     table = pd.read_csv("found/profile.csv")
     assert list(table["value"]) == list(found.table["value"])
     assert Path("found/profile.html").exists()
+    stored = pd.read_parquet("found/profile.parquet")
+    assert stored.equals(pd.DataFrame(found.table))
+    assert stored.attrs["howsmooth"] == found.citation
+    assert len(pd.read_parquet("found/tokens.parquet")) == len(found.tokens)
+
+
+def test_without_an_engine_for_parquet_nothing_is_measured(
+    capsys: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("howsmooth.study.file_writing.find_spec", lambda _: None)
+    assert main(["profile", "builtin-encoder", "--span", "0:4", "--parquet"]) == 2
+    assert "parquet: expected an engine for parquet, got none. Install one" in capsys.readouterr().err
+    assert not Path("howsmooth-profile").exists()
+
+
+def test_a_type_of_model_without_a_tokenizer_gets_one_of_the_text(capsys: Capture) -> None:
+    GPT2Config(vocab_size=300, n_embd=24, n_layer=1, n_head=2).save_pretrained("tiny")
+    Path("letter.txt").write_text("Dear Alice, it was a cat that sat on the mat.")
+    given = ["./tiny", "--random-init", "--text", "letter.txt", "--span", "0:4", "-q"]
+    for name in ("profile", "influence"):
+        assert main([name, *given]) == 0
+        assert "tiny" in capsys.readouterr().out
+
+
+def test_a_file_after_the_model_is_answered_with_its_option(capsys: Capture) -> None:
+    Path("letter.txt").write_text("Dear Alice")
+    assert main(["profile", "builtin-encoder", "letter.txt"]) == 2
+    assert "Is --text letter.txt meant?" in capsys.readouterr().err
 
 
 def test_json_alone_is_on_standard_output(capsys: Capture) -> None:
@@ -54,7 +94,7 @@ def test_influence_is_written_if_asked_for(capsys: Capture) -> None:
 
 
 def test_token_ids_and_images_are_inputs_too(capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("howsmooth.profiling.Profile.write", lambda *_: [Path("not-drawn.html")])
+    monkeypatch.setattr("howsmooth.profiling.Profile.write", lambda *_, **__: [Path("not-drawn.html")])
     Path("ids.json").write_text("[5, 6, 7, 8]")
     GPT2Config(vocab_size=60, n_embd=24, n_layer=2, n_head=2).save_pretrained("tiny")
     assert main(["profile", "./tiny", "--random-init", "--tokens", "ids.json", "--layers", "0"]) == 0

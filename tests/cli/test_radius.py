@@ -37,6 +37,14 @@ def test_the_radii_are_printed_and_the_files_are_written(capsys: Capture) -> Non
     assert "the <" in Path("found/radius.html").read_text()
 
 
+def test_several_sentences_in_a_file_are_named_as_one_input(capsys: Capture) -> None:
+    Path("two.txt").write_text("the cat sat\n\nthe mat\n")
+    assert main([*SHORT, "--text", "two.txt"]) == 0
+    assert "The 2 lines of the text are one input, of which" in capsys.readouterr().out
+    assert main([*SHORT, "--text", "letter.txt", "--json"]) == 0
+    assert "note" not in json.loads(capsys.readouterr().out)
+
+
 def test_embedded_tokens_give_the_radii_of_their_ids(capsys: Capture) -> None:
     model = hs.load_model("model", head=True).model
     ids = torch.tensor([[2, 5, 6, 3]])

@@ -96,6 +96,19 @@ def test_what_is_left_out_has_its_default_and_a_command_may_have_another() -> No
     assert typed("part", "--most-steps", "0", "--name", "x") == [{"most_steps": 0, "names": ["x"]}]
 
 
+def test_a_plan_file_as_the_source_gives_options_which_typed_ones_replace(tmp_path: Path) -> None:
+    file = tmp_path / "work.toml"
+    file.write_text('source = "there"\nmost_steps = 0\nshare = 2.0\nnames = ["x"]\n')
+    (plan, _) = typed("whole", str(file), "--share", "0.5", "--fast")
+    assert plan == Work("there", names=["x"], most_steps=0, share=0.5, fast=True)
+    for content in ("most_steps = 0", "source = 'a'\nsteps = 1"):
+        file.write_text(content)
+        with pytest.raises(
+            ArgumentError, match=r"^work.toml: (source: expected a value|steps: expected one)"
+        ):
+            typed("whole", str(file))
+
+
 @pytest.mark.parametrize(
     ("line", "sentence"),
     [

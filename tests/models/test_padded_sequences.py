@@ -132,6 +132,22 @@ def test_padding_of_a_decoder_is_refused_by_its_name() -> None:
     ]
 
 
+def test_a_decoder_of_its_own_tokens_is_not_cut_with_the_encoder() -> None:
+    from transformers import BartConfig, BartModel
+
+    heads = {"encoder_attention_heads": 2, "decoder_attention_heads": 2}
+    config = BartConfig(vocab_size=60, d_model=16, encoder_layers=1, decoder_layers=1, **heads)
+    model, given = BartModel(config).double().eval(), padded("right")
+    given["decoder_input_ids"] = token_ids(3, N, seed=5)
+    sites = capture(model, given, layers=[0, 1])
+    assert [(s.sequence, s.layer, s.x.shape[1]) for s in sites] == [
+        (i, layer, count) for i, n in enumerate(LENGTHS) for layer, count in ((0, n), (1, N))
+    ]
+    own = tokens_at(model, given, sites[1].name)
+    for site in sites[1::2]:
+        torch.testing.assert_close(site.x[0], own[site.sequence])
+
+
 @pytest.mark.parametrize("batch_first", [True, False])
 def test_key_padding_masks_of_torch(batch_first: bool) -> None:
     torch.manual_seed(0)

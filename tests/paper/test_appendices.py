@@ -18,7 +18,7 @@ from torch import Tensor
 
 from howsmooth.attention import SelfAttention
 from howsmooth.bounds.attention_parameters import Head, parameters_of
-from howsmooth.errors import ArgumentError
+from howsmooth.errors import ArgumentError, ModelError
 from howsmooth.paper import gamma_radius, gpt2_growth, quadratic_growth
 from howsmooth.paper.figure import Figure
 from howsmooth.paper.gamma_radius import GAMMA_RADIUS, over_texts
@@ -145,6 +145,17 @@ def test_gamma_is_drawn_and_told(gammas: pd.DataFrame, tmp_path: Path) -> None:
 def test_rotary_models_are_refused_in_a_sentence(tmp_path: Path) -> None:
     with pytest.raises(ArgumentError, match=r"llama, with rotary positions"):
         measured(gamma_radius.measure, tmp_path, asked(LLAMA, lengths=(6,)))
+
+
+def test_models_without_a_tokenizer_are_refused_with_what_to_do(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def nothing(self: Words, text: str) -> list[int]:
+        raise ModelError("'bert' has no usable tokenizer.")
+
+    monkeypatch.setattr(Words, "encode", nothing)
+    with pytest.raises(ArgumentError, match=r"bert, without one. Put one into its folder"):
+        measured(gamma_radius.measure, tmp_path, asked(BERT, lengths=(6,)))
 
 
 # ---- quadratic growth

@@ -249,7 +249,7 @@ def test_a_folder_that_cannot_be_written_is_refused(
 ) -> None:
     (tmp_path / "file").write_text("")
     assert main(["reproduce", "one", "-q", "--out", str(tmp_path / "file")]) == 2
-    assert "choose another --out" in capsys.readouterr().err
+    assert "cannot be written: Not a directory. The finished measurements" in capsys.readouterr().err
 
 
 def test_the_list_names_each_figure_once(capsys: pytest.CaptureFixture[str]) -> None:

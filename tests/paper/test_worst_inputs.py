@@ -13,12 +13,13 @@ import pytest
 import torch
 
 from howsmooth.attention import SelfAttention
+from howsmooth.errors import ArgumentError
 from howsmooth.paper import worst_inputs
 from howsmooth.paper.worst_inputs import WORST_INPUTS, side_by_side
 from howsmooth.study.ranges import Ranges
 from howsmooth.study.records import Measurement
 from howsmooth.study.store import Store
-from tests._figures import BERT, GPT2, asked, bert_head, counting, dense_norm, measured, never, shown
+from tests._figures import BERT, GPT2, LLAMA, asked, bert_head, counting, dense_norm, measured, never, shown
 from tests._tiny_models import tiny
 
 ATTACKED = {"lengths": (4, 40), "layers": Ranges.parse("1", "layers"), "samples": 1, "texts": ("prose",)}
@@ -31,6 +32,7 @@ def _quick() -> Iterator[None]:
         patch.setattr(worst_inputs, "RADII", ())
         patch.setattr(worst_inputs, "_RESTARTS", 2)
         patch.setattr(worst_inputs, "_ATOM_STEPS", 5)
+        patch.setattr(worst_inputs, "_OTHER_STEPS", 4)
         yield
 
 
@@ -213,3 +215,21 @@ def test_what_did_not_converge_is_left_out_and_counted() -> None:
     assert (row["text median"], row["text own"], row["text high"]) == (1.5, 2.0, 2.0)
     assert row["unsettled"] == 2
     assert math.isnan(row["wrong slices"])
+
+
+def test_rotary_heads_have_the_search_the_text_and_the_bound(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(worst_inputs, "RADII", ())
+    options = asked(LLAMA, **ATTACKED | {"lengths": (4, 40)})
+    rows = measured(worst_inputs.measure, tmp_path, options)
+    assert rows["n"].tolist() == [4]  # rotary positions are known for the model's lengths alone
+    assert rows["paper"].isna().all()
+    assert rows["theorem"].isna().all()
+    assert (rows["found"] >= rows["text own"]).all()
+    assert (np.log(rows["found"]) <= rows["upper"]).all()
+    finding = shown(WORST_INPUTS, rows, tmp_path)
+    assert "the paper's tokens" not in " ".join(finding.seen)
+    assert "times howsmooth's bound" in finding.seen[0]
+    with pytest.raises(ArgumentError, match="lengths of at most"):
+        measured(worst_inputs.measure, tmp_path, asked(LLAMA, **ATTACKED | {"lengths": (40,)}))

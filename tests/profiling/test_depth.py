@@ -10,11 +10,13 @@ import numpy as np
 import pandas as pd
 import pytest
 import torch
+from matplotlib.backends.backend_agg import FigureCanvasAgg
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import howsmooth as hs
 from howsmooth.cli import main
+from howsmooth.profiling.figures import draw_depth
 from tests._tiny_models import WithoutDowncast, tiny, token_ids
 
 
@@ -87,6 +89,11 @@ def test_what_a_profile_shows(tmp_path: Path) -> None:
     assert axis.get_yscale() == "log"
     drawn = [np.asarray(line.get_ydata(), dtype=float) for line in axis.get_lines()]
     assert any(np.array_equal(found.table["until"], line) for line in drawn)
+    figure = draw_depth(found.table.iloc[[0, 1, 1, 1, 1, 1, 1, -1]], "eight stages")
+    FigureCanvasAgg(figure).draw()
+    first, second = (label.get_window_extent() for label in figure.axes[0].get_xticklabels()[:2])
+    # The labels are turned: "embeddings" ends at its tick, well before "0" begins.
+    assert first.x1 + 10 < second.x0
     path = tmp_path / "depth.csv"
     found.to_csv(path)
     assert path.read_text(encoding="utf-8") == found.to_csv()

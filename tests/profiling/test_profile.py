@@ -216,3 +216,10 @@ def test_refuses_and_names_the_argument(change: dict[str, object], said: str) ->
 def test_a_model_that_cannot_be_found() -> None:
     with pytest.raises(ModelError, match="nowhere"):
         hs.profile("./nowhere", IDS)
+
+
+def test_the_path_of_a_file_is_no_text(tmp_path: Path) -> None:
+    file = tmp_path / "letter.txt"
+    file.write_text("Dear Alice")
+    with pytest.raises(ArgumentError, match=r"inputs: expected the text itself, got the path of a file"):
+        hs.profile("builtin-encoder", str(file))

@@ -72,6 +72,23 @@ def solve(matrix: Tensor, seed: int = 0, **options: object) -> LeadingTriplet:
 # ---- value and interval
 
 
+@pytest.mark.parametrize("solver", [lanczos, golub_kahan])
+def test_a_judge_is_given_the_gram_product_of_the_recurrence(solver: Callable[..., LeadingTriplet]) -> None:
+    """Members end at different steps, most with a Ritz vector that is far from a singular vector."""
+    size = 600
+    matrices = torch.stack([with_spectrum(i, [decay**j for j in range(12)], 20, size) for i, decay in
+                            enumerate((0.1, 0.5, 0.8, 0.9))])  # fmt: skip
+    start = gaussian(3, 4, size)
+    found = solver(Dense(matrices), start, rtol=0.2, confidence=0.999, max_iterations=50, judged=True)
+    assert found.gram is not None
+    assert len(set(found.steps.tolist())) > 1
+    right = found.right
+    exact = torch.einsum("boi,bo->bi", matrices, torch.einsum("boi,bi->bo", matrices, right))
+    assert torch.linalg.vector_norm(found.gram - exact, dim=1).max() < 1e-12
+    off = exact - found.sigma[:, None] ** 2 * right
+    assert torch.linalg.vector_norm(off, dim=1).max() > 1e-3
+
+
 @given(
     out_size=st.integers(1, 12),
     in_size=st.integers(1, 12),

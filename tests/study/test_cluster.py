@@ -55,6 +55,41 @@ def test_a_cluster_gives_the_same_store(
     assert (outcome.measured, outcome.failed) == (len(whole), 0)
 
 
+@pytest.mark.slow
+def test_without_a_scheduler_a_cluster_of_so_many_workers_is_started_here(tmp_path: Path) -> None:
+    """As a user does who writes executor and workers into a plan file, and starts nothing."""
+    plan = tmp_path / "plan.toml"
+    plan.write_text(
+        'models = ["builtin-decoder"]\nlengths = [4]\nsamples = 2\nlayers = [0]\nbounds = "none"\n'
+        'executor = "dask"\nworkers = 2\n'
+    )
+    program = [sys.executable, "-m", "howsmooth.cli", "study", str(plan), "--quiet", "--no-figures"]
+    environment = os.environ | {"PYTHONPATH": str(ROOT / "src")}
+    done = subprocess.run(program, env=environment, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert len(rows_of(tmp_path / "plan-out")) == 2
+
+
+@pytest.mark.slow
+def test_a_cluster_is_waited_for_until_it_has_so_many_workers(
+    scheduler: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    workers = [start_worker(scheduler, tmp_path) for _ in range(2)]
+    try:
+        with opened_executor(Execution(executor="dask", scheduler=scheduler, workers=2)) as executor:
+            assert workers_of(executor) == 2
+        monkeypatch.setattr("howsmooth.study.dask_cluster._PATIENCE", 0.5)
+        with (
+            pytest.raises(WorkerError, match=r"2 of 3 workers\. Start some with"),
+            opened_executor(Execution(executor="dask", scheduler=scheduler, workers=3)),
+        ):
+            pass
+    finally:
+        for worker in workers:
+            worker.kill()
+            worker.wait()
+
+
 def start_worker(scheduler: str, notes: Path) -> subprocess.Popen[bytes]:
     environment = os.environ | {
         "PYTHONPATH": os.pathsep.join([str(ROOT / "src"), str(ROOT)]),

@@ -366,16 +366,9 @@ def test_processes_share_out_the_memory_and_the_cores(monkeypatch: pytest.Monkey
     [
         ("ray", {}, "executor: expected one of processes, dask, got 'ray'"),
         (None, {"workers": 2}, "workers: expected it together with the executor processes, got no executor"),
-        (
-            "dask",
-            {"workers": 2, "scheduler": "tcp://x:1"},
-            "workers: expected none with the executor dask, whose cluster has workers of its own, got 2. "
-            "Start them with dask worker ADDRESS --nworkers 2",
-        ),
         ("processes", {"workers": 0}, "workers: expected a number from 1 to 1024, got 0"),
         ("processes", {"workers": 5000}, "workers: expected a number from 1 to 1024, got 5000"),
         ("processes", {"scheduler": "tcp://x:1"}, "scheduler: expected it together with the executor dask"),
-        ("dask", {}, "scheduler: expected the address of a Dask scheduler, got none"),
     ],
 )
 def test_what_does_not_fit_together_is_refused(kind: Any, options: Any, words: str) -> None:

@@ -483,6 +483,8 @@ def test_every_table_of_a_study_is_read(tmp_path: Path) -> None:
     assert tables["measurements"]["dtype"].unique() == ["float32"]
     assert "attacks" not in tables
     assert set(hs.read(os.fsdecode(folder))) == set(tables)
+    assert set(hs.read(folder / STORE_NAME)) == set(tables)
+    assert max(map(len, repr(tables["measurements"]).splitlines())) <= 80
     assert "Weights stored in float16, measured in float32" in (folder / "report.html").read_text()
 
 

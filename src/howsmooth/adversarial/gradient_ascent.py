@@ -19,6 +19,7 @@ from torch import Tensor
 from howsmooth.adversarial.constructions import Construction, constructions
 from howsmooth.adversarial.repeated_token_search import Atoms, AtomSearch, can_search_atoms, search_atoms
 from howsmooth.adversarial.search_domains import Around, Ball, Domain, Ellipsoid
+from howsmooth.adversarial.short_tokens import short_tokens
 from howsmooth.attention import Residual, SelfAttention, TokenMap
 from howsmooth.attention.custom_code_attention import StagedAttention
 from howsmooth.attention.theorem_preconditions import require_formula
@@ -124,8 +125,8 @@ def ascend(
 
     Attention with rotary positions, norms of queries and keys, soft caps, biases or sinks, and layers around
     known softmaxes, are searched in the second way. It starts from the constructions for the same matrices
-    with plain scores, if the matrices are known, and from random tokens, also with one token near zero, where
-    a norm of queries or keys is steep.
+    with plain scores, if the matrices are known, from tokens one of which has a query or key of zero, where a
+    norm of queries or keys is steep, and from random tokens.
 
     Parameters
     ----------
@@ -213,12 +214,7 @@ def ascend(
         rows.append(search.history.assign(accepted=False, converged=False))
         given += [(atoms.name, atoms.tokens().cpu()) for atoms in search.found[:_FROM_ATOMS]]
     for i in range(random_starts):
-        x = where.random(generator, n, g.d)
-        given.append((f"random {i}", x))
-        given += [
-            (f"random {i}, {name} token short", where.project(short))
-            for name, short in _with_short_token(g, x)
-        ]
+        given.append((f"random {i}", where.random(generator, n, g.d)))
     if not given:
         raise ArgumentError(
             "starts", expected="at least one start", got="none", remedy="Raise random_starts."
@@ -532,42 +528,21 @@ def _default_starts(f: TokenMap, n: int, domain: Domain) -> list[tuple[str, Tens
     if not isinstance(inner, SelfAttention):
         return []
     # Of attention with other scores these are the worst inputs of its matrices alone: good places to start.
-    inner = inner._rebuilt(
+    plain = inner._rebuilt(
         rotary=None, query_norm=None, key_norm=None, softcap=None, score_bias=None, sinks=None
     )
     radius = domain.radius
     if isinstance(domain, Ellipsoid):  # the constructions need a ball around zero that contains it
         shift, gain = domain.tokens(torch.zeros(inner.d, dtype=torch.float64)), domain.norm.weight.double()
         radius = float(shift.norm() + math.sqrt(inner.d) * gain.abs().max())
-    built = constructions(inner.to(dtype=torch.float64, device="cpu"), n, radius) if radius > 0 else []
+    if radius == 0:
+        return []
+    built = constructions(plain.to(dtype=torch.float64, device="cpu"), n, radius)
     named: dict[str, Tensor] = {}
     for c in built:  # two_cluster may occur twice, for γ_max and for γ_min
         name = f"{c.name}, head {c.head}"
         named[name if name not in named else f"{name} (other eigenvalue)"] = c.x
-    return list(named.items())
-
-
-def _with_short_token(f: TokenMap, x: Float[Tensor, "n d"]) -> list[tuple[str, Tensor]]:
-    """Return starts in which one token has a very small norm, for attention that normalises queries or keys.
-
-    The token is so short that the norm of its query or key is about as steep as it can be.
-
-    A norm of D entries y ↦ √D y / √(|y|² + Dε) is steepest where |y| is far below √(Dε).
-    """
-    if not isinstance(f, SelfAttention):
-        return []
-    found = []
-    for place, name, norm, weight in (
-        (-1, "last", f.query_norm, f.query),
-        (0, "first", f.key_norm, f.key),
-    ):
-        if norm is not None:
-            strength = float(torch.linalg.matrix_norm(weight.double().flatten(0, 1), 2))
-            length = 0.3 * math.sqrt(norm.d * norm.eps) / max(strength, 1e-300)
-            short = x.clone()
-            short[place] *= min(1.0, length / max(float(x[place].norm()), 1e-300))
-            found.append((name, short))
-    return found
+    return [*named.items(), *(short_tokens(inner, n, radius) if n >= 2 else [])]
 
 
 def _search_atoms(

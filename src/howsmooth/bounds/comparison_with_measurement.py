@@ -10,6 +10,7 @@ from howsmooth.attention import TokenMap
 from howsmooth.bounds.applicable_bounds import all_bounds
 from howsmooth.bounds.bound_problem import Problem
 from howsmooth.lipschitz import local_lipschitz
+from howsmooth.printed_table import PrintedTable
 
 __all__ = ["table"]
 
@@ -25,9 +26,8 @@ def table(
     rtol: float = 1e-6,
     confidence: float = 0.999,
     seed: int = 0,
-) -> pd.DataFrame:
-    """Return a table of all bounds that apply to an attention, with its measured Lipschitz constant at tokens
-    X.
+) -> PrintedTable:
+    """Return a table of all bounds that apply to an attention, and of its measured constant at tokens X.
 
     Parameters
     ----------
@@ -44,7 +44,8 @@ def table(
         hypothesis. With tokens X, two rows named ``measured`` are the ends of the interval of
         :func:`~howsmooth.local_lipschitz`. ``attrs`` holds ``length``, ``radius``, ``radius_from``, and as
         ``log_values`` the natural logarithms of the values, row by row, finite where a value overflows.
-        ``print(table.drop(columns="source"))`` fits a terminal of 80 columns.
+        It is printed within 80 columns, with the sources below the rows
+        (:class:`~howsmooth.printed_table.PrintedTable`).
 
     """
     problem = Problem.of(attention, X, length, radius)
@@ -65,7 +66,7 @@ def table(
             log = float(end.log())
             rows.append(("‖D_X f‖", log, "measured", side, value, True, words))
     rows.sort(key=lambda row: (row[1], row[3] == "upper"))
-    frame = pd.DataFrame(
+    frame = PrintedTable(
         [row[2:] for row in rows], columns=COLUMNS, index=pd.Index([row[0] for row in rows], name="quantity")
     )
     frame.attrs = {

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -131,6 +132,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         place = getattr(getattr(error, "ctx", None), "command_path", "howsmooth")
         sentence = described().replace("Value error, ", "").rstrip(".")
         stop = "" if sentence.endswith("?") else "."
+        file = next((word for word in typed[2:] if sentence.endswith(f"extra argument(s) ({word})")), "")
+        if file and Path(file).is_file():
+            stop += f" Is {'--data' if typed[0] == 'certify' else '--text'} {file} meant?"
         return _refuse(f"{sentence}{stop} See {place} --help.")
     return code if isinstance(code, int) else 0
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from howsmooth.cli.plan_execution import means_of, resumable
+from howsmooth.cli.plan_execution import means_of, resumable, rows_kept
 from howsmooth.cli.progress import shown_progress
 from howsmooth.cli.terminal_output import amount, as_json, heading, paragraph, say, show_table
 from howsmooth.cli.typer_command import JsonOption, QuietOption, as_typed, command
@@ -34,6 +34,7 @@ _EXAMPLES = (
     "[cyan]howsmooth attack builtin-decoder --heads all --executor processes[/]  on all CPU cores",
     "[cyan]howsmooth attack gpt2 --random-init --layers 0,6 --radius data[/]  in the ball of real tokens",
     "[cyan]howsmooth attack ./head.npz --radius 4 --lengths 10,100[/]  your own parameters",
+    "In place of the model, a .toml file may hold the options as keys: source, layers, lengths and so on.",
     "Run the same command again to continue after an interruption, or with more lengths, layers or heads.",
 )
 
@@ -46,22 +47,20 @@ def attack(
     from howsmooth.study.attack_run import run_attack
     from howsmooth.study.attack_tables import write_attack_outputs
 
-    with resumable(execution.out, as_typed()), shown_progress(quiet=quiet) as display:
+    out = execution.out
+    with resumable(lambda: rows_kept(out), as_typed()), shown_progress(quiet=quiet) as display:
         with means_of(execution, display) as means:
-            outcome = run_attack(plan, execution.out, means)
-        published = write_attack_outputs(execution.out, display)
+            outcome = run_attack(plan, out, means)
+        published = write_attack_outputs(out, display)
     if json:
-        typer.echo(_as_json(published, outcome, execution.out))
+        typer.echo(_as_json(published, outcome, out))
     elif not quiet:
-        _show(published, outcome, execution.out)
+        _show(published, outcome, out)
     return 0
 
 
 def _as_json(published: AttackOutputs, outcome: Outcome, folder: Path) -> str:
-    """Return the results of attacks as one JSON object.
-
-    A value that overflows is null.
-    """
+    """Return the results of attacks as one JSON object; a value that overflows is null."""
     from howsmooth.study.exponents import LEVEL
     from howsmooth.study.records import Attack, plain_rows
     from howsmooth.study.store import STORE_NAME
@@ -84,10 +83,7 @@ def _as_json(published: AttackOutputs, outcome: Outcome, folder: Path) -> str:
 
 
 def _show(published: AttackOutputs, outcome: Outcome, folder: Path) -> None:
-    """Print the largest Lipschitz constants that the attacks on each attention found.
-
-    Then print how these constants grow with the number n of tokens, and the paths of the written files.
-    """
+    """Print the largest constants found in each attention, how they grow with n, and the written files."""
     from howsmooth.study.records import Attack, plain_rows
     from howsmooth.study.store import STORE_NAME
 

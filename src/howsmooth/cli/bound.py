@@ -34,6 +34,7 @@ _EXAMPLES = (
     "[cyan]howsmooth bound ./my-llama --tokens ids.txt --layers -1[/]  token ids instead of a text",
     "[cyan]howsmooth bound ./head.safetensors --lengths 100 --radius 4[/]  your own parameters",
     "[cyan]howsmooth bound gpt2 --random-init --layers 6 --json[/]  JSON for another program",
+    "In place of the model, a .toml file may hold the options as keys: source, layers, lengths and so on.",
     "A parameter file holds the arrays query, key, value and so on, with the shapes that "
     "howsmooth.SelfAttention documents, or the matrices A and V and the vector b of the paper. It may also "
     "hold tokens X, at which local bounds are then computed.",
@@ -70,34 +71,26 @@ def bound(
 
 
 def _as_json(source: AttentionSource, bounded: Sequence[Bounded], written: Path | None) -> str:
-    """Return the bounds on each attention as one JSON object; a value that is infinite or overflows is null.
+    """Return the bounds on each attention, and their logarithms, as one JSON object.
 
-    The logarithm of each bound is given too.
+    A value that is infinite or overflows is null.
     """
+    from howsmooth.study.records import plain_rows
+
+    attentions = [
+        {name: getattr(one.target, name) for name in ("layer", "head", "scope", "masking")}
+        | {"n": one.n, "radius": one.ball.radius, "radius_from": one.ball.origin}
+        | {"bounds": plain_rows(one.rows.reset_index().assign(log_value=one.rows.attrs["log_values"]))}
+        for one in bounded
+    ]
     return as_json(
         source=source.label,
         description=source.description,
         text=source.text or None,
         fingerprint=source.fingerprint,
-        attentions=[_described(one) for one in bounded],
+        attentions=attentions,
         file=written,
     )
-
-
-def _described(one: Bounded) -> dict[str, Any]:
-    from howsmooth.study.records import plain_rows
-
-    table = one.rows.reset_index().assign(log_value=one.rows.attrs["log_values"])
-    return {
-        "layer": one.target.layer,
-        "head": one.target.head,
-        "scope": one.target.scope,
-        "masking": one.target.masking,
-        "n": one.n,
-        "radius": one.ball.radius,
-        "radius_from": one.ball.origin,
-        "bounds": plain_rows(table),
-    }
 
 
 def _show(source: AttentionSource, bounded: Sequence[Bounded], written: Path | None) -> None:
@@ -106,6 +99,7 @@ def _show(source: AttentionSource, bounded: Sequence[Bounded], written: Path | N
 
     from howsmooth.study.bound_tables import LOCAL
 
+    sources: list[str] = []
     for one in bounded:
         where = f"{readable(source.label)}, {one.target.place}, scope {one.target.scope}"
         ball = f"R = {one.ball.radius:.4g} ({one.ball.origin})"
@@ -120,7 +114,7 @@ def _show(source: AttentionSource, bounded: Sequence[Bounded], written: Path | N
             said = f"measured {_ends(value, float(measured['value'].max()))}"
             paragraph(f"\n  At the tokens of {tokens}: {said} ({measured['source'].iloc[0]})")
             if local.any():
-                _show_bounds(rows[local], logs[local], value)
+                _show_bounds(rows[local], logs[local], value, sources)
         if (rows.index != LOCAL).any():
             paragraph(f"\n  For all n tokens of norm at most R = {one.ball.radius:.4g}:")
             longest = one.longest_outside
@@ -130,9 +124,11 @@ def _show(source: AttentionSource, bounded: Sequence[Bounded], written: Path | N
                     "outside of this ball."
                 )
                 value = None
-            _show_bounds(rows[rows.index != LOCAL], logs[rows.index != LOCAL], value)
-    if bounded:
-        paragraph("\nTitles in quotation marks are pages of the documentation of howsmooth.")
+            _show_bounds(rows[rows.index != LOCAL], logs[rows.index != LOCAL], value, sources)
+    if sources:
+        heading("\nSources; titles in quotation marks are pages of the documentation of howsmooth")
+        table = [[f"[{number}]", source] for number, source in enumerate(sources, 1)]
+        show_table(["", " "], table, left=[" "])
     if written is not None:
         say(f"\nWritten: {written}")
 
@@ -151,7 +147,8 @@ def _limit(row: dict[str, Any], log: float) -> str:
     return limit_in_digits(value, 5, upper=row["side"] == "upper")
 
 
-def _show_bounds(rows: pd.DataFrame, logs: pd.Series, measured: float | None) -> None:
+def _show_bounds(rows: pd.DataFrame, logs: pd.Series, measured: float | None, sources: list[str]) -> None:
+    """Print a table of bounds with the numbers of their sources, and add new sources to the list."""
     from howsmooth.study.records import plain_rows
 
     pairs = zip(plain_rows(rows), logs, strict=True)
@@ -159,14 +156,16 @@ def _show_bounds(rows: pd.DataFrame, logs: pd.Series, measured: float | None) ->
     # List bounds whose hypotheses fail at the end, with the hypotheses that fail.
     for row, log in sorted(pairs, key=lambda pair: not pair[0]["holds"]):
         holds, origin = row["holds"], row["source"].removeprefix("howsmooth documentation, ")
+        if origin not in sources:
+            sources.append(origin)
         ratio = amount(log - math.log(measured), 3) if measured and holds else ""
         cells = [
             row["name"],
             "≤" if row["side"] == "upper" else "≥",
             _limit(row, log) if holds else "not valid",
             *([ratio] if measured else []),
-            origin if holds else origin.partition(" (needs: ")[2].removesuffix(")").join(("needs: ", "")),
+            f"[{sources.index(origin) + 1}]",
         ]
         table.append([Text(cell, "" if holds else "dim") for cell in cells])
     names = ["bound", "", "value", *(["÷ measured"] if measured else []), "source"]
-    show_table(names, table, left=["bound", ""], wrapped=["source"])
+    show_table(names, table, left=["bound", "", "source"])

@@ -156,16 +156,13 @@ def _show(found: Certified, radii: Sequence[float], written: Sequence[Path]) -> 
 def _remarks(found: Certified) -> list[str]:
     """List remarks on precision, and on which inputs the certificate covers."""
     remarks = []
-    half = any(word in found.precision for word in ("float16", "bfloat16"))
-    remarks.append(
-        f"Weights are stored in {found.precision}; the constant and the outputs are computed in float64."
-        + (
+    words = f"Weights are stored in {found.precision}; the constant and the outputs are computed in float64."
+    if "float16" in found.precision:  # or bfloat16
+        words += (
             " The certificate does not cover a run in half precision, whose rounding errors can be larger "
             "than the margins."
-            if half
-            else ""
         )
-    )
+    remarks.append(words)
     evaluation = found.evaluation
     if evaluation is None:
         return remarks

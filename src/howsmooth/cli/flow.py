@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import typer
 
-from howsmooth.cli.plan_execution import resumable
+from howsmooth.cli.plan_execution import resumable, rows_kept
 from howsmooth.cli.progress import shown_progress
 from howsmooth.cli.terminal_output import as_json, heading, paragraph, say, show_table
 from howsmooth.cli.typer_command import ONE_PROCESS, JsonOption, QuietOption, as_typed, command
@@ -56,15 +56,16 @@ def flow(plan: FlowPlan, execution: Execution, json: JsonOption = False, quiet: 
     from howsmooth.study.flows.flow_system import load_system
     from howsmooth.study.runner import Means
 
-    with resumable(execution.out, as_typed()), shown_progress(quiet=quiet) as display:
+    out = execution.out
+    with resumable(lambda: rows_kept(out), as_typed()), shown_progress(quiet=quiet) as display:
         display.phase("Reading")
         system = load_system(plan)
-        outcome, ending = run_flow(plan, system, execution.out, Means(display, as_typed()))
-        published = write_flow_outputs(execution.out, plan, system, display)
+        outcome, ending = run_flow(plan, system, out, Means(display, as_typed()))
+        published = write_flow_outputs(out, plan, system, display)
     if json:
-        typer.echo(_as_json(system, outcome, ending, published, execution.out))
+        typer.echo(_as_json(system, outcome, ending, published, out))
     elif not quiet:
-        _show(system, outcome, ending, published, execution.out)
+        _show(system, outcome, ending, published, out)
     return 0 if ending is None else ENDED_EARLY
 
 
@@ -116,10 +117,7 @@ def _as_json(
 def _show(
     system: System, outcome: Outcome, ending: Ending | None, published: FlowOutputs, folder: Path
 ) -> None:
-    """Print how far the tokens of a flow cluster at several times, and how the flow ended.
-
-    The paths of the written files come last.
-    """
+    """Print how far tokens cluster at several times, how the flow ended, and the written files."""
     from howsmooth.study.records import FrameRow
     from howsmooth.study.store import STORE_NAME
 

@@ -98,11 +98,6 @@ class InfluencePlan(OneInputPlan):
             return self.outputs.resolve(count, self.model, "outputs")
         return (count - 1,) if self.scope == "model" else tuple(range(count))
 
-    @property
-    def with_head(self) -> bool:
-        """Whether the model is loaded with the output layer for its logits."""
-        return self.output != "hidden"
-
 
 @command(*_EXAMPLES, without=ONE_PROCESS, out="howsmooth-influence")
 def influence(
@@ -113,19 +108,25 @@ def influence(
     from howsmooth.profiling import influence as measured
     from howsmooth.profiling.model_input import given_inputs
     from howsmooth.study.figures.style import save
-    from howsmooth.study.file_writing import writable_folder, write_table
+    from howsmooth.study.file_writing import check_parquet, writable_folder, write_parquet, write_table
     from howsmooth.study.records import plain_rows
     from howsmooth.study.text_formatting import place_in_words
 
     with shown_progress(quiet=quiet) as display:
         display.phase("Reading")
+        if plan.parquet:
+            check_parquet("parquet")
         loaded = plan.load()
         given = given_inputs(loaded, plan.input_of(loaded), plan.span, loaded.tokenizer, longest=_LONGEST)
         site = plan.site_of(loaded, given.inputs)
         outputs, n = plan.outputs_of(site), site.x.shape[1]
         display.phase(f"Measuring {counted(len(outputs), 'output')} of {counted(n, 'token')}")
         settings = {name: getattr(plan, name) for name in ("rtol", "confidence", "max_iterations", "seed")}
-        found = measured(site, outputs=outputs, **settings)
+
+        def on_output(done: int, total: int) -> None:
+            display.advance(float(done), float(total), f"output {done} of {total}")
+
+        found = measured(site, outputs=outputs, on_output=on_output, **settings)
         display.phase("Writing")
         names = given.words if given.words is not None and len(given.words) == n else None
         table = found.table
@@ -135,6 +136,9 @@ def influence(
         with writable_folder(execution.out) as folder:
             written = [*save(found.plot(names), folder, "influence", f"Influence in {loaded.label}")]
             written.append(write_table(table, folder, "influence.csv"))
+            if plan.parquet:
+                written.append(folder / "influence.parquet")
+                write_parquet(table, written[-1], found.citation)
     most = plain_rows(table.nlargest(_PRINTED, "value"))
     if json:
         described = {

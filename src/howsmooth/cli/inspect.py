@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from itertools import groupby
 from typing import TYPE_CHECKING
 
 import typer
@@ -11,7 +12,7 @@ import typer
 from howsmooth.cli.progress import shown_progress
 from howsmooth.cli.terminal_output import as_json, counted, heading, say, show_table
 from howsmooth.cli.typer_command import ONE_PROCESS, JsonOption, SilentOption, command
-from howsmooth.scopes import SCOPES
+from howsmooth.scopes import CROSS_SCOPE, SCOPES
 from howsmooth.study.execution_options import Execution
 from howsmooth.study.options import HOW, Options, flag, option, whole, words
 from howsmooth.study.plans import shared
@@ -82,14 +83,8 @@ def inspect(
 
     with shown_progress(quiet=quiet) as display:
         display.phase("Reading")
-        loaded = load_model(
-            plan.model,
-            random_init=plan.random_init,
-            as_decoder=plan.as_decoder,
-            part=plan.part,
-            seed=plan.seed,
-            most_weights=None if plan.all_layers else _MOST_WEIGHTS,
-        )
+        how = {name: getattr(plan, name) for name in ("random_init", "as_decoder", "part", "seed")}
+        loaded = load_model(plan.model, most_weights=None if plan.all_layers else _MOST_WEIGHTS, **how)
         display.phase("Inspecting")
         found = inspect_model(
             loaded,
@@ -97,21 +92,11 @@ def inspect(
             on_layer=lambda done, total: display.advance(float(done), float(total), f"layer {done}"),
         )
     if json:
-        typer.echo(_as_json(loaded, found))
+        origin = {name: getattr(loaded, name) for name in ("name", "source", "fingerprint", "max_length")}
+        typer.echo(as_json(**origin, **asdict(found)))
     else:
         _show(loaded, found)
     return 0 if any(site.scopes for site in found.sites) else 2
-
-
-def _as_json(model: LoadedModel, found: Inspection) -> str:
-    """Return the origin of a model and the properties of its attention layers as one JSON object."""
-    return as_json(
-        name=model.name,
-        source=model.source,
-        fingerprint=model.fingerprint,
-        max_length=model.max_length,
-        **asdict(found),
-    )
 
 
 def _show(model: LoadedModel, found: Inspection) -> None:
@@ -181,7 +166,7 @@ _RADIUS = "its radius"
 def _facts(site: InspectedSite) -> dict[str, str]:
     shares = "" if site.kv_heads == site.heads else f", {site.kv_heads} of keys and values"
     queries = "" if site.key_dim is None else f"queries and keys {site.key_dim}, "
-    none = "none recognised"
+    none = "" if CROSS_SCOPE in site.scopes else "none recognised"
     return {
         "heads": f"{site.heads}{shares}",
         "dimensions": f"tokens {site.d}, {queries}values {site.value_dim}",
@@ -236,10 +221,7 @@ def _scopes(scopes: Sequence[str]) -> str:
 
 def _runs(layers: Sequence[int]) -> str:
     """List layer indices as text, with three or more consecutive ones as "first to last"."""
-    runs: list[list[int]] = []
-    for layer in layers:
-        if runs and runs[-1][-1] == layer - 1:
-            runs[-1].append(layer)
-        else:
-            runs.append([layer])
+    # Consecutive layers have the same distance from their places in the list.
+    groups = groupby(enumerate(layers), key=lambda pair: pair[1] - pair[0])
+    runs = [[layer for _, layer in group] for _, group in groups]
     return ", ".join(f"{r[0]} to {r[-1]}" if len(r) > 2 else ", ".join(map(str, r)) for r in runs)

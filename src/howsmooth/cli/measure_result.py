@@ -26,9 +26,7 @@ _INTERVAL = f"{LEVEL * 100:.0f} % interval"
 
 
 def measured_as_json(plan: Plan, outcome: Outcome, published: Outputs, folder: Path) -> str:
-    """Return the results of a study as one JSON object.
-
-    It contains the exponents of the growth with the length, numbers of measurements, settings and files.
+    """Return the exponents, numbers of measurements, settings and files of a study as one JSON object.
 
     ``measurements``, ``bounds`` and ``published`` count the rows that this command asked for. ``exponents``,
     ``models`` and ``texts`` describe the whole store.
@@ -71,10 +69,7 @@ def _counts(outcome: Outcome, kind: type[Row]) -> dict[str, Any]:
 
 
 def show_measured(plan: Plan, outcome: Outcome, published: Outputs, folder: Path) -> None:
-    """Print how fast the measured constants grow with the length: the exponents fitted to them.
-
-    Then print the numbers of measurements and the paths of the written files.
-    """
+    """Print the fitted exponents of n, the numbers of measurements and the paths of the written files."""
     labels = {model.label for model in plan.models}
     rows = [row for row in plain_rows(published.exponents) if row["model"] in labels]
     say("\nThe constant grows like n to the power:")
@@ -139,10 +134,7 @@ def _count_sentences(outcome: Outcome) -> Iterator[str]:
 
 
 def _exponent(row: dict[str, Any]) -> tuple[str, str]:
-    """Return a fitted exponent and its interval as two strings.
-
-    Without a fit, return the reason and an empty string.
-    """
+    """Return a fitted exponent and its interval as two strings; without a fit, the reason and nothing."""
     if row["note"]:
         return row["note"], ""
     return decimal(row["slope"], 3), f"{decimal(row['low'], 3)} to {decimal(row['high'], 3)}"

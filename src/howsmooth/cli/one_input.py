@@ -11,7 +11,7 @@ import typer
 
 from howsmooth.cli.progress import shown_progress
 from howsmooth.errors import ArgumentError
-from howsmooth.study.options import Options, option, words
+from howsmooth.study.options import OUTPUT, Options, flag, option, words
 from howsmooth.study.plans import shared
 from howsmooth.study.ranges import Ranges
 
@@ -56,11 +56,17 @@ class OneInputPlan(Options):
     part: str | None = shared("part")
     seed: int = shared("seed")
     device: str = shared("device")
+    parquet: bool = option(
+        False, flag(), "Also write the tables as parquet, with the line to cite.", panel=OUTPUT
+    )
+
+    #: How another input than a text is given, for a model that takes none.
+    OTHERWISE: ClassVar[str] = "howsmooth profile takes --images and --audio."
 
     @property
     def with_head(self) -> bool:
         """Whether the model is loaded with the output layer for its logits."""
-        return False
+        return getattr(self, "output", "hidden") != "hidden"
 
     def load(self) -> LoadedModel:
         """Load the model, with the weights in the dtype of their file."""
@@ -71,7 +77,10 @@ class OneInputPlan(Options):
     def loaded_by(self, load: Callable[..., LoadedModel], **more: Any) -> LoadedModel:
         """Load the model by :func:`~howsmooth.models.load_model` or another function of its arguments."""
         names = ("random_init", "as_decoder", "part", "seed", "device")
-        options = {name: getattr(self, name) for name in names}
+        options: dict[str, Any] = {name: getattr(self, name) for name in names}
+        if self.random_init and self.tokens is None:
+            # Most types of models have no tokenizer of their own: one is then trained on the text.
+            options["tokenizer_text"] = self._text()
         return load(self.model, dtype=None, **options, **more)
 
     def layers_of(self, loaded: Any) -> tuple[int, ...] | None:
@@ -83,7 +92,6 @@ class OneInputPlan(Options):
     def input_of(self, loaded: Any) -> Any:
         """Return the input of a loaded model, as :func:`howsmooth.profile` takes it."""
         from howsmooth.models import load_token_ids
-        from howsmooth.texts import load_text
 
         if self.tokens is not None:
             return load_token_ids(self.tokens).tokens
@@ -92,8 +100,13 @@ class OneInputPlan(Options):
                 "text",
                 expected=f"an input that the model takes: {loaded.modality}",
                 got="a text",
-                remedy="howsmooth profile takes --images and --audio.",
+                remedy=self.OTHERWISE,
             )
+        return self._text()
+
+    def _text(self) -> str:
+        from howsmooth.texts import load_text
+
         return load_text(self.text).content
 
     def find(self, loaded: Any, inputs: Any, on_step: Step, folder: Path) -> Result:
@@ -112,9 +125,12 @@ class OneInputPlan(Options):
 def find_and_show(plan: OneInputPlan, folder: Path, *, json: bool, quiet: bool) -> Any:
     """Find what a plan asks for at one input of a model, write it into a folder, print it, and return it."""
     from howsmooth.cli.terminal_output import as_json, say
+    from howsmooth.study.file_writing import check_parquet
 
     with shown_progress(quiet=quiet) as display:
         display.phase("Reading")
+        if plan.parquet:
+            check_parquet("parquet")
         loaded = plan.load()
         inputs = plan.input_of(loaded)
         display.phase(plan.PHASE)
@@ -125,7 +141,7 @@ def find_and_show(plan: OneInputPlan, folder: Path, *, json: bool, quiet: bool) 
         found = plan.find(loaded, inputs, on_step, folder)
         more, lines = plan.beside(found)
         display.phase("Writing")
-        written = found.write(folder)
+        written = found.write(folder, parquet=plan.parquet)
     if json:
         typer.echo(as_json(**found.described(), **more, files=written))
     else:

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from howsmooth.study.runner import Means
     from howsmooth.study.tasks.task import Work
 
-__all__ = ["FAILED", "INTERRUPTED", "carry_out", "means_of", "resumable"]
+__all__ = ["FAILED", "INTERRUPTED", "carry_out", "means_of", "resumable", "rows_kept"]
 
 INTERRUPTED = 130
 """The exit code after Ctrl-C."""
@@ -40,26 +40,10 @@ def carry_out(
     as_json: bool,
     quiet: bool,
 ) -> int:
-    """Measure a plan, write its tables, figures and report, and print the result.
+    """Measure a plan, write its tables, figures and report, and print the result; return the exit code.
 
-    Parameters
-    ----------
-    plan, execution
-        What to measure, and with which workers and output folder.
-    again
-        The command that continues the study, to be shown after a failure or an interruption.
-    keep_going
-        Whether to go on with the other measurements after a failure.
-    figures
-        Whether to draw figures.
-    as_json, quiet
-        Whether to print JSON, or nothing.
-
-    Returns
-    -------
-    int
-        The exit code: 0, or :data:`FAILED` if a measurement failed.
-
+    The code is 0, or :data:`FAILED` if a measurement failed. ``again`` is the command that continues the
+    study, to be shown after a failure or an interruption. With ``keep_going`` a failure ends nothing else.
     """
     # Imported here because these modules take seconds to load, which --help should not.
     from howsmooth.cli import measure_result
@@ -68,7 +52,7 @@ def carry_out(
     from howsmooth.study.measurement_run import run
 
     out = execution.out
-    with resumable(out, again), shown_progress(quiet=quiet) as display:
+    with resumable(lambda: rows_kept(out), again), shown_progress(quiet=quiet) as display:
         with means_of(execution, display, keep_going=keep_going) as means:
             outcome = run(plan, out, means, beside=_beside(plan))
         display.phase("Drawing figures" if figures else "Writing tables")
@@ -90,10 +74,7 @@ def carry_out(
 
 @contextmanager
 def means_of(execution: Execution, display: Listener, *, keep_going: bool = False) -> Iterator[Means]:
-    """Start the workers that were asked for, and stop them when the context ends.
-
-    Yields the ``Means`` with which tasks are carried out.
-    """
+    """Start the workers that were asked for, yield the means with which they carry out tasks, stop them."""
     from howsmooth.study.executors import opened_executor, threads_each
     from howsmooth.study.runner import Means
 
@@ -112,27 +93,30 @@ def _beside(plan: Plan) -> list[Callable[[OpenStudy], Work]]:
 
 
 @contextmanager
-def resumable(folder: Path, again: str) -> Iterator[None]:
-    """On Ctrl-C, print how many rows the folder holds and how to continue, and exit with the code 130."""
+def resumable(kept: Callable[[], str], again: str) -> Iterator[None]:
+    """On Ctrl-C, print what is ``kept`` and the command ``again`` that continues, and exit with the code 130.
+
+    If nothing is kept, the interruption is left to the caller.
+    """
     try:
         yield
     except KeyboardInterrupt:
-        typer.echo(_interrupted(folder, again), err=True)
+        if not (said := kept()):
+            raise
+        typer.echo(f"interrupted: {said}. Continue with:\n  {again}", err=True)
         raise typer.Exit(INTERRUPTED) from None
 
 
-def _interrupted(folder: Path, again: str) -> str:
+def rows_kept(folder: Path) -> str:
+    """Say how many rows the store in a folder holds."""
     from howsmooth.study.records import ATTACK_PLACE, Attack, FrameRow, Measurement, PublishedValue
     from howsmooth.study.store import Store
 
     # One attack writes several rows, so attacks are counted by attention and length.
     kinds = {kind: kind.key for kind in (Measurement, PublishedValue, FrameRow)} | {Attack: ATTACK_PLACE}
-    kept = []
+    kept = ""
     if Store.exists(folder):
         with Store.open(folder, write=False) as store:
             counts = {kind.table: len(store.keys(kind, key)) for kind, key in kinds.items()}
-            kept = [f"{count} {table}" for table, count in counts.items() if count]
-    said = "nothing was measured yet"
-    if kept:
-        said = f"{' and '.join(kept)} are saved in {encodable(str(folder))}"
-    return f"interrupted: {said}. Continue with:\n  {again}"
+        kept = " and ".join(f"{count} {table}" for table, count in counts.items() if count)
+    return f"{kept} are saved in {encodable(str(folder))}" if kept else "nothing was measured yet"

@@ -84,13 +84,11 @@ class PrecisionPlan(OneInputPlan):
         return measured(
             loaded,
             inputs,
-            bits=self.bits,
             quantisers=QUANTISERS if self.quantisers == "all" else self.quantisers.split(","),
-            span=self.span,
             layers=self.layers_of(loaded),
             logits=not self.no_logits,
-            seed=self.seed,
             on_layer=on_step,
+            **{name: getattr(self, name) for name in ("bits", "span", "seed")},
         )
 
     def beside(self, found: Any) -> tuple[dict[str, Any], list[str]]:

@@ -93,11 +93,6 @@ class ProfilePlan(OneInputPlan):
             return audio_inputs(loaded, self.audio)
         return super().input_of(loaded)
 
-    @property
-    def with_head(self) -> bool:
-        """Whether the model is loaded with the output layer for its logits."""
-        return self.output != "hidden"
-
     def find(self, loaded: Any, inputs: Any, on_step: Step, folder: Path) -> Any:
         """Measure every layer and head or, with the scope ``model``, every block and their composition."""
         from howsmooth.profiling import depth_profile

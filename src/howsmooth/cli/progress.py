@@ -53,9 +53,9 @@ class _Lines(Listener):
         print(words, file=sys.stderr, flush=True)
 
     def advance(self, done: float, total: float, words: str) -> None:
-        """Print a line if the last line is at least ten seconds old."""
+        """Print a line if the last line is at least ten seconds old, and something is left to do."""
         now = time.monotonic()
-        if now - self._last < _SECONDS_BETWEEN_LINES or done <= 0:
+        if now - self._last < _SECONDS_BETWEEN_LINES or not 0 < done < total:
             return
         self._last = now
         left = duration((now - self._began) * (total - done) / done)

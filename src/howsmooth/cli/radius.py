@@ -7,8 +7,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
-import typer
-
 from howsmooth.cli.one_input import OneInputPlan, Step, find_and_show
 from howsmooth.cli.typer_command import ONE_PROCESS, JsonOption, SilentOption, as_typed, command
 from howsmooth.errors import ArgumentError
@@ -36,6 +34,7 @@ class RadiusPlan(OneInputPlan):
 
     PHASE: ClassVar[str] = "Bounding"
     STEP: ClassVar[str] = "token"
+    OTHERWISE: ClassVar[str] = "Give the embedded tokens of one input: --embeddings FILE."
 
     embeddings: str | None = option(
         None,
@@ -92,14 +91,26 @@ class RadiusPlan(OneInputPlan):
             return super().input_of(loaded)
         given = load_embeddings(self.embeddings)
         if len(given.lengths) > 1:
-            got = f"{len(given.lengths)}"
             raise ArgumentError(
                 "embeddings",
                 expected="a file with one sequence (n, d)",
-                got=got,
+                got=str(len(given.lengths)),
                 remedy="Write one of them into a file of its own, by numpy.save.",
             )
         return given.tokens
+
+    def beside(self, found: Any) -> tuple[dict[str, Any], list[str]]:
+        """Return a line that several lines of a text file were read as one input, if there are several."""
+        if self.tokens is not None or self.embeddings is not None:
+            return {}, []
+        lines = sum(bool(line.strip()) for line in self._text().splitlines())
+        if lines < 2:
+            return {}, []
+        said = (
+            f"The {lines} lines of the text are one input, of which {found.n} tokens were taken. For the "
+            "radii of each sentence by itself, give it in a file of its own."
+        )
+        return {"note": said}, [said]
 
     @property
     def with_head(self) -> bool:
@@ -108,7 +119,7 @@ class RadiusPlan(OneInputPlan):
 
     def find(self, loaded: Any, inputs: Any, on_step: Step, folder: Path) -> Any:
         """Find the radii; if the user interrupts this, say how many are saved and how to continue."""
-        from howsmooth.cli.plan_execution import INTERRUPTED
+        from howsmooth.cli.plan_execution import resumable
         from howsmooth.profiling import word_radii
         from howsmooth.study.file_writing import writable_folder
         from howsmooth.study.text_formatting import encodable
@@ -120,31 +131,21 @@ class RadiusPlan(OneInputPlan):
             done = finished
             on_step(finished, total)
 
-        try:
-            with writable_folder(folder) as out:
-                return word_radii(
-                    loaded,
-                    inputs,
-                    jointly=self.jointly,
-                    norm=math.inf if self.norm == "inf" else 2,
-                    target=self.target,
-                    order=int(self.order),
-                    seconds=self.seconds,
-                    attack=not self.no_attack,
-                    span=self.span,
-                    seed=self.seed,
-                    file=out / "radius.jsonl",
-                    on_token=count,
-                )
-        except KeyboardInterrupt:
-            if not done:
-                raise
-            typer.echo(
-                f"interrupted: radii of {done} tokens are saved in {encodable(str(folder))}. "
-                f"Continue with the same command:\n  {as_typed()}",
-                err=True,
+        def kept() -> str:
+            return f"radii of {done} tokens are saved in {encodable(str(folder))}" if done else ""
+
+        same = ("jointly", "target", "seconds", "span", "seed")
+        with resumable(kept, as_typed()), writable_folder(folder) as out:
+            return word_radii(
+                loaded,
+                inputs,
+                norm=math.inf if self.norm == "inf" else 2,
+                order=int(self.order),
+                attack=not self.no_attack,
+                file=out / "radius.jsonl",
+                on_token=count,
+                **{name: getattr(self, name) for name in same},
             )
-            raise typer.Exit(INTERRUPTED) from None
 
 
 @command(*_EXAMPLES, without=("layers", "as_decoder", "part", "device", *ONE_PROCESS), out="howsmooth-radius")

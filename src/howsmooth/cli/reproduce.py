@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from howsmooth.cli.plan_execution import FAILED, INTERRUPTED
+from howsmooth.cli.plan_execution import FAILED, resumable
 from howsmooth.cli.progress import shown_progress
 from howsmooth.cli.terminal_output import as_json, console, heading, say, show_table
-from howsmooth.cli.typer_command import ONE_PROCESS, OUTPUT, JsonOption, QuietOption, as_typed, command
+from howsmooth.cli.typer_command import ONE_PROCESS, JsonOption, QuietOption, as_typed, command, switch
 from howsmooth.paper.figure_options import FigureOptions
 from howsmooth.study.execution_options import Execution
 from howsmooth.study.text_formatting import duration, encodable, readable
@@ -42,7 +42,7 @@ _EXAMPLES = (
     "is drawn, and shown on the page, once all its measurements are made.",
 )
 
-_NO_PAGE = "There is no page yet, since a figure is drawn once all its measurements are made."
+_NO_PAGE = "There is no page yet, since a figure is drawn once all its measurements are made"
 
 
 @command(*_EXAMPLES, without=ONE_PROCESS, out="howsmooth-reproduced")
@@ -61,11 +61,10 @@ def reproduce(
     listed: Annotated[bool, typer.Option("--list", help="Print the names of all figures and exit.")] = False,
     dry_run: Annotated[
         bool,
-        typer.Option(
+        switch(
             "--dry-run",
             help="Make each figure for about ten seconds in a temporary folder, and print how long it takes "
             "in all. Nothing is written.",
-            rich_help_panel=OUTPUT,
         ),
     ] = False,
     json: JsonOption = False,
@@ -87,14 +86,13 @@ def reproduce(
     if dry_run:
         return _tell_times(chosen, options, in_json=json, quiet=quiet)
     out, typed = execution.out, as_typed()
-    try:
-        with shown_progress(quiet=quiet) as display:
-            made = produce(chosen, options, out, display, typed)
-    except KeyboardInterrupt:
-        kept = f"interrupted: finished figures and measurements are saved in {encodable(str(out))}."
-        shown = f"{PAGE} shows the finished figures." if (out / PAGE).exists() else _NO_PAGE
-        typer.echo(f"{kept} {shown} Continue with the same command:\n  {typed}", err=True)
-        return INTERRUPTED
+
+    def kept() -> str:
+        shown = f"{PAGE} shows the finished figures" if (out / PAGE).exists() else _NO_PAGE
+        return f"finished figures and measurements are saved in {encodable(str(out))}. {shown}"
+
+    with resumable(kept, typed), shown_progress(quiet=quiet) as display:
+        made = produce(chosen, options, out, display, typed)
     if json:
         typer.echo(_as_json(made, chosen, options, out))
     elif not quiet:

@@ -27,8 +27,7 @@ from howsmooth.study.execution_options import Execution
 from howsmooth.study.text_formatting import duration, encodable, readable
 
 if TYPE_CHECKING:
-    from howsmooth.study.merge import Merged
-    from howsmooth.study.plan_file import Study
+    from howsmooth.study.plans import Plan
     from howsmooth.study.status import Status
 
 __all__ = ["study"]
@@ -96,66 +95,57 @@ def study(
         )
     if dry_run and status:
         raise ArgumentError("dry-run", expected="--dry-run without --status", got="both")
-    if status and paths[0].is_dir():
-        from howsmooth.study.status import status as status_of
-
-        return _tell_status(status_of(paths[0]), paths[0], as_json=json, of_plan=False)
-    asked = _read_plan_file(paths[0], execution)
-    if dry_run:
-        return tell_forecast(asked.plan, asked.execution, as_json=json, quiet=quiet, keep_going=True)
-    if status:
-        return _tell_status(_status(asked), asked.execution.out, as_json=json, of_plan=True)
-    return _carry_out(asked, resume=resume, figures=not no_figures, as_json=json, quiet=quiet)
-
-
-def _read_plan_file(path: Path, typed: dict[str, Any]) -> Study:
-    """Read a plan file; options of output and workers on the command line replace those in the file."""
+    # Imported here because these modules take seconds to load, which --help should not.
     from howsmooth.study.plan_file import read_plan
 
-    asked = read_plan(path, **typed)
-    use_threads(asked.execution.threads)
-    return asked
+    if status and paths[0].is_dir():
+        return _tell_status(None, paths[0], as_json=json)
+    # Options of output and workers on the command line replace those in the file.
+    plan, how = read_plan(paths[0], **execution)
+    use_threads(how.threads)
+    if dry_run:
+        return tell_forecast(plan, how, as_json=json, quiet=quiet, keep_going=True)
+    if status:
+        return _tell_status(plan, how.out, as_json=json)
+    if not resume:
+        _refuse_kept(how.out)
+    again = as_typed() if resume else as_typed("--resume")
+    shown = {"figures": not no_figures, "as_json": json, "quiet": quiet}
+    return carry_out(plan, how, again=again, keep_going=True, **shown)
 
 
-def _carry_out(asked: Study, *, resume: bool, figures: bool, as_json: bool, quiet: bool) -> int:
+def _refuse_kept(out: Path) -> None:
+    """Refuse a folder with measurements, which only --resume continues."""
     from howsmooth.study.records import Measurement
     from howsmooth.study.store import Store
 
-    out = asked.execution.out
-    if not resume and Store.exists(out):
-        with Store.open(out, write=False) as store:
-            held = store.count(Measurement)
-        if held:
-            raise StoreError(
-                f"{out} already holds a study with {held} measurements. Add --resume to continue it, "
-                "--status to see its progress, or choose another --out."
-            )
-    again = as_typed() if resume else as_typed("--resume")
-    shown = {"figures": figures, "as_json": as_json, "quiet": quiet}
-    return carry_out(asked.plan, asked.execution, again=again, keep_going=True, **shown)
+    if not Store.exists(out):
+        return
+    with Store.open(out, write=False) as store:
+        held = store.count(Measurement)
+    if held:
+        raise StoreError(
+            f"{out} already holds a study with {held} measurements. Add --resume to continue it, "
+            "--status to see its progress, or choose another --out."
+        )
 
 
-def _status(asked: Study) -> Status:
+def _tell_status(plan: Plan | None, folder: Path, *, as_json: bool) -> int:
+    """Print how far the study of a plan is or, without a plan, the study that a folder holds."""
     from howsmooth.study.status import status
     from howsmooth.texts import load_text
 
-    texts = [encodable(load_text(name).name) for name in asked.plan.texts]
-    return status(asked.execution.out, asked.plan, texts)
-
-
-def _tell_status(found: Status, folder: Path, *, as_json: bool, of_plan: bool) -> int:
+    texts = [] if plan is None else [encodable(load_text(name).name) for name in plan.texts]
+    found = status(folder, plan, texts)
     if as_json:
         typer.echo(json_object(out=folder, **asdict(found)))
     else:
-        _show_status(found, folder, of_plan=of_plan)
+        _show_status(found, folder, of_plan=plan is not None)
     return 0
 
 
-def _show_status(found: Status, folder: Path, *, of_plan: bool = True) -> None:
-    """Print how many measurements of a study are done and left, whether it runs, and reasons of failures.
-
-    ``of_plan`` says whether the status is that of a plan.
-    """
+def _show_status(found: Status, folder: Path, *, of_plan: bool) -> None:
+    """Print how many measurements of a study are done and left, whether it runs, and reasons of failures."""
     from howsmooth.study.store import STORE_NAME
 
     rows = []
@@ -211,16 +201,11 @@ def _merge(paths: list[Path], out: Path | None, *, figures: bool, as_json: bool,
     if as_json:
         typer.echo(json_object(out=out, **asdict(merged)))
     elif not quiet:
-        _show_merged(merged, written)
+        say(
+            f"{merged.added} measurements were added, {merged.same} were already there. The store now holds "
+            f"{merged.total} measurements and {merged.failures} unresolved failures."
+        )
+        if merged.published:
+            say(f"{merged.published} values of the paper's published code were added.")
+        say(f"Report: {written}")
     return 0
-
-
-def _show_merged(merged: Merged, written: Path) -> None:
-    """Print how many measurements a merge of stores added, and the path of the report."""
-    say(
-        f"{merged.added} measurements were added, {merged.same} were already there. The store now holds "
-        f"{merged.total} measurements and {merged.failures} unresolved failures."
-    )
-    if merged.published:
-        say(f"{merged.published} values of the paper's published code were added.")
-    say(f"Report: {written}")

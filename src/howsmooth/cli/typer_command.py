@@ -8,6 +8,7 @@ import shlex
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from functools import wraps
+from pathlib import Path
 from typing import Annotated, Any, get_args, get_type_hints
 
 import typer
@@ -29,6 +30,7 @@ __all__ = [
     "command",
     "folder_option",
     "refuse_workers",
+    "switch",
     "use_threads",
 ]
 
@@ -38,23 +40,20 @@ TYPED: ContextVar[tuple[str, ...]] = ContextVar("typed", default=("measure",))
 ONE_PROCESS = ("executor", "workers", "scheduler")
 """The options of an execution that a command without workers leaves out."""
 
-JsonOption = Annotated[
-    bool,
-    typer.Option("--json", help="Print only the result, as JSON.", rich_help_panel=OUTPUT),
-]
-QuietOption = Annotated[
-    bool, typer.Option("--quiet", "-q", help="Show no progress and no summary.", rich_help_panel=OUTPUT)
-]
-SilentOption = Annotated[
-    bool, typer.Option("--quiet", "-q", help="Show no progress.", rich_help_panel=OUTPUT)
-]
 
+def switch(*names: str, help: str) -> Any:
+    """Return an option of the panel Output that is on or off."""
+    return typer.Option(*names, help=help, rich_help_panel=OUTPUT)
+
+
+JsonOption = Annotated[bool, switch("--json", help="Print only the result, as JSON.")]
+QuietOption = Annotated[bool, switch("--quiet", "-q", help="Show no progress and no summary.")]
+SilentOption = Annotated[bool, switch("--quiet", "-q", help="Show no progress.")]
 NoFiguresOption = Annotated[
     bool,
-    typer.Option(
+    switch(
         "--no-figures",
         help="Draw no figures, and leave them out of the report. A later run without this option draws them.",
-        rich_help_panel=OUTPUT,
     ),
 ]
 
@@ -98,11 +97,17 @@ def command(
                 parameters[one.name] = one
             flags |= {field: _flag(field, option) for field, option in options_of(plans[name]).items()}
 
+        parameters["context"] = inspect.Parameter(
+            "context", inspect.Parameter.KEYWORD_ONLY, annotation=typer.Context
+        )
+
         @wraps(function)
-        def typed(**values: Any) -> int:
+        def typed(context: typer.Context, **values: Any) -> int:
             with renamed(lambda name: flags.get(name, name)):
                 for name, plan in plans.items():
                     given = _given(plan, values, without)
+                    if str(given.get("source", "")).endswith(".toml"):
+                        given = _of_file(plan, given, context)
                     values[name] = plan(**given) if isinstance(hints[name], type) else given
                 if isinstance(how := values.get("execution"), Execution):
                     use_threads(how.threads)
@@ -121,10 +126,7 @@ def command(
 
 
 def _above(paragraph: str) -> str:
-    """Move the explanation of an example command onto a line above the command.
-
-    The line of the command can then be copied.
-    """
+    """Move the explanation of an example command above it, so that its line can be copied."""
     example, end, told = paragraph.partition("[/]  ")
     return f"{told}:\n\n{example}[/]" if end else paragraph
 
@@ -170,10 +172,7 @@ def _flag(field: str, option: Option) -> str:
 def _parameters(
     plan: type[Options], defaults: Mapping[str, Any] | None, without: Sequence[str]
 ) -> Iterator[inspect.Parameter]:
-    """Yield a typer parameter for each field of a plan class.
-
-    If ``defaults`` is None, no parameter has a default value.
-    """
+    """Yield a typer parameter for each field of a plan class; if ``defaults`` is None, without defaults."""
     for field in dataclasses.fields(plan):
         if field.name in without:
             continue
@@ -205,9 +204,18 @@ def _parameters(
 
 
 def _given(plan: type[Options], values: dict[str, Any], without: Sequence[str]) -> dict[str, Any]:
-    """Remove a plan's options from ``values``, and return the ones that the user gave.
-
-    The value of an omitted option is None or an empty list.
-    """
+    """Remove a plan's options from ``values``, and return the ones that the user gave."""
+    # The value of an omitted option is None or an empty list.
     taken = {name: values.pop(name) for name in set(options_of(plan)) - set(without)}
     return {name: value for name, value in taken.items() if value is not None and value != []}
+
+
+def _of_file(plan: type[Options], given: dict[str, Any], context: typer.Context) -> dict[str, Any]:
+    """Return the options in a plan file that was given as the source; typed options replace them."""
+    from howsmooth.study.plan_file import read_options
+
+    path = Path(given["source"])
+    sources = {name: context.get_parameter_source(name) for name in given if name != "source"}
+    typed = {name: given[name] for name, one in sources.items() if one and one.name == "COMMANDLINE"}
+    with renamed(lambda name: f"{path.name}: {name}"):
+        return read_options(path, plan, "source") | typed

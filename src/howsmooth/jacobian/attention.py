@@ -120,29 +120,48 @@ class _MultiHeadJacobian(LinearOperator, Generic[_Core]):
         # Successive query heads share a key head, so their rows come to lie in one matrix.
         return rows.reshape(b * f.kv_heads, -1, rows.shape[-1])
 
-    def _from_heads(self, part: int, heads: Float[Tensor, "b m width"]) -> Float[Tensor, "batch n rows"]:
+    def _from_heads(
+        self, part: int, heads: Float[Tensor, "b m width"], out: Float[Tensor, "batch n rows"] | None = None
+    ) -> Float[Tensor, "batch n rows"]:
         """Apply the transpose of :meth:`_to_heads`, which joins the matrices of all key heads to one row for
         each token.
+
+        The rows are written to ``out`` if it is given.
         """
         (n, _), norm = self.in_shape, (*self.norms, None)[part]
         heads = heads.reshape(self.batch, -1, n, heads.shape[-1])
         if part < 2 and self.projection.rotary is not None:
             heads = self.projection.rotary.rotate_adjoint(heads)
-        rows = heads.transpose(1, 2).reshape(self.batch, n, -1)
         if norm is not None:
-            rows = norm.adjoint_product(rows.reshape(self.batch, *norm.in_shape)).reshape(rows.shape)
-        return rows
+            rows = heads.transpose(1, 2).reshape(self.batch, *norm.in_shape)
+            heads = norm.adjoint_product(rows).view(self.batch, n, -1, heads.shape[-1]).transpose(1, 2)
+        return _side_by_side(heads, out)
 
-    def _concatenated(self, do: Float[Tensor, "b m value_dim"]) -> Float[Tensor, "batch n d_heads"]:
-        """Concatenate the outputs of all heads of an attention layer, one row for each token."""
-        n = self.in_shape[0]
-        return do.view(self.batch, -1, n, do.shape[-1]).transpose(1, 2).reshape(self.batch, n, -1)
+    def _concatenated(
+        self, do: Float[Tensor, "b m value_dim"], out: Float[Tensor, "batch n d_heads"] | None = None
+    ) -> Float[Tensor, "batch n d_heads"]:
+        """Concatenate the outputs of all heads of an attention layer, one row for each token.
+
+        The rows are written to ``out`` if it is given.
+        """
+        return _side_by_side(do.view(self.batch, -1, self.in_shape[0], do.shape[-1]), out)
 
     def _separated(self, heads: Float[Tensor, "batch n d_heads"]) -> Float[Tensor, "b m value_dim"]:
         """Split the concatenated outputs of all heads into one matrix for each key head."""
         f, (b, n, _) = self.projection.attention, heads.shape
         do = heads.view(b, n, f.heads, f.value_dim).transpose(1, 2)
         return do.reshape(b * f.kv_heads, -1, f.value_dim)
+
+
+def _side_by_side(
+    heads: Float[Tensor, "batch heads n width"], out: Float[Tensor, "batch n rows"] | None
+) -> Float[Tensor, "batch n rows"]:
+    """Return the rows of all heads side by side, one row for each token, written to ``out`` if given."""
+    rows = heads.transpose(1, 2)
+    if out is None:
+        return rows.flatten(2)
+    out.unflatten(-1, rows.shape[2:]).copy_(rows)
+    return out
 
 
 def _norms(f: SelfAttention, x: Tensor, dtype: torch.dtype) -> Norms:
@@ -217,19 +236,33 @@ class AttentionJacobian(_MultiHeadJacobian[SoftmaxDerivative | WeightedSoftmaxDe
         energy, through = self.projection.through(self.heads(self.projection.into(e)))
         return energy.sum(dim=1), self.projection.into_adjoint(self.heads_adjoint(through))
 
-    def heads(self, rows: Float[Tensor, "batch n rows"]) -> Float[Tensor, "batch n d_heads"]:
+    def heads(
+        self, rows: Float[Tensor, "batch n rows"], out: Float[Tensor, "batch n d_heads"] | None = None
+    ) -> Float[Tensor, "batch n d_heads"]:
         """Return the tangents of the outputs of all heads, given the concatenated tangents of their queries,
         keys and values.
+
+        The result is written to ``out`` if that is given.
         """
         parts = rows.split(self.projection.sizes, dim=-1)
-        return self._concatenated(self.core.product(*(self._to_heads(i, t) for i, t in enumerate(parts))))
+        do = self.core.product(*(self._to_heads(i, t) for i, t in enumerate(parts)))
+        return self._concatenated(do, out)
 
-    def heads_adjoint(self, heads: Float[Tensor, "batch n d_heads"]) -> Float[Tensor, "batch n rows"]:
+    def heads_adjoint(
+        self, heads: Float[Tensor, "batch n d_heads"], out: Float[Tensor, "batch n rows"] | None = None
+    ) -> Float[Tensor, "batch n rows"]:
         """Return the concatenated cotangents of queries, keys and values of all heads, given the cotangents
         of the head outputs.
+
+        The result is written to ``out`` if that is given.
         """
+        sizes = self.projection.sizes
+        if out is None:
+            out = heads.new_empty(*heads.shape[:2], sum(sizes))
         parts = self.core.adjoint(self._separated(heads))
-        return torch.cat([self._from_heads(i, t) for i, t in enumerate(parts)], dim=-1)
+        for i, (part, rows) in enumerate(zip(parts, out.split(sizes, dim=-1), strict=True)):
+            self._from_heads(i, part, rows)
+        return out
 
 
 class StreamedAttentionJacobian(_MultiHeadJacobian[StreamedCore]):

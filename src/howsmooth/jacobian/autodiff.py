@@ -14,7 +14,7 @@ the two products are adjoint to each other, and finite differences of the map ag
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import cast
 
@@ -151,7 +151,7 @@ class AutodiffJacobian(LinearOperator):
             )
         if not bool(torch.isfinite(y).all()):
             raise NonFiniteError("f", expected="finite outputs at x", got="NaN or infinity")
-        if rounding is None and not torch.equal(y, cast(Tensor, self._evaluate(x))):
+        if rounding is None and not self._gives_again(y):
             raise ArgumentError(
                 "f",
                 expected="the same output for the same input",
@@ -161,8 +161,6 @@ class AutodiffJacobian(LinearOperator):
         self._y_shape = y.shape
         shapes = tuple(x.shape[len(lead) :]), tuple(y.shape[len(lead) :])
         super().__init__(max(1, lead.numel()), *shapes, x.dtype, x.device, rounding)
-        if rounding is None:
-            self._linearise()
         self.graph_bytes = self._kept.graph_bytes
         # The weights and the graph take twice as many bytes in float64.
         self.judged = x.dtype == torch.float32 and 2 * self.graph_bytes <= float64_bytes
@@ -175,6 +173,12 @@ class AutodiffJacobian(LinearOperator):
         most = memory_budget(None, self._x.device) // _GRAPHS if self._x.shape[self._lead] < _LONG else 0
         with as_derivative_errors("reverse"):
             self._kept = _Linearisation(self._f, self._x, most)
+
+    def _gives_again(self, y: Tensor) -> bool:
+        """Return True if the map ``f`` gives the output ``y`` once more, and keep its graph."""
+        self._linearise()
+        # Where a graph is kept, the same operations may round otherwise; then a value without one decides.
+        return torch.equal(y, self._kept.y) or torch.equal(y, cast(Tensor, self._evaluate(self._x)))
 
     def _first_value(self) -> object:
         """Evaluate the map ``f`` at the point ``x``, and convert any exception of ``f`` to an ArgumentError
@@ -437,7 +441,7 @@ def check_against_differences(
     differences.
 
     A ``detach`` or ``no_grad`` inside f cuts off both modes of autodiff alike, so only the values of f show
-    it. Finite differences are taken along e with three step lengths. They count as evidence only if they
+    it. Finite differences are taken along e. They count as evidence only if those of three step lengths
     agree with each other, and if forward and backward differences agree, which rules out a kink. Differences
     that rounding explains are allowed: the rounding of the values of f, and the relative error ``rounding``
     of the products. If f refuses inputs near x, for instance because x is on the boundary of the ball where f
@@ -446,34 +450,49 @@ def check_against_differences(
     """
     scale = float(x.double().square().mean().sqrt()) or 1.0
     step = scale * torch.finfo(x.dtype).eps ** (1 / 3)
-    steps, at = (step, 0.6 * step, step / 4), y.detach()
-    try:
-        sides = [(f(x + h * e) - at, at - f(x - h * e)) for h in steps]
-        # Central differences, and the jump between the one-sided differences of the smallest step.
-        found = [(ahead + behind) / (2 * h) for h, (ahead, behind) in zip(steps, sides, strict=True)]
-        kink = (sides[-1][0] - sides[-1][1]).norm() / steps[-1]
-    except Exception:  # f accepts x, so it refuses an input near x
-        longest = [torch.linalg.vector_norm(t, dim=-1).max() for t in (e, x)]
-        # Directions into the ball, with one-sided differences of second order.
-        e, je = e - x * (longest[0] / longest[1]), None
-        try:
-            found = [(4 * f(x + h * e) - 3 * at - f(x + 2 * h * e)) / (2 * h) for h in steps]
-        except Exception:
+    steps, at = (step / 4, 0.6 * step, step), y.detach()
+    # The longer steps are taken only if the difference of the shortest one is not explained.
+    for some in (steps[:1], steps):
+        taken = _differences(f, x, at, e, some)
+        if taken is None:
             return
-        kink = at.new_zeros(())
-    fine = found[-1]
-    je = (product(e) if je is None else je).reshape(fine.shape)
-    off = (fine - je).norm()
-    # Reliable if all steps agree to 5 %. A difference may also come from a kink, from the rounding of the
-    # values of f, or from the rounding of the products.
-    reliable = torch.stack([(one - fine).norm() for one in found]).amax() <= 0.05 * fine.norm()
-    blurred = 16 * torch.finfo(x.dtype).eps * at.norm() / steps[-1]
-    explained = (0.2 + rounding) * torch.maximum(fine.norm(), je.norm())
-    if bool(reliable & (off > torch.stack((4 * kink, blurred, explained)).amax())):
+        along, found, kink = taken
+        fine = found[0]
+        known = je if along is e and je is not None else product(along)
+        known = known.reshape(fine.shape)
+        blurred = 16 * torch.finfo(x.dtype).eps * at.norm() / steps[0]
+        explained = (0.2 + rounding) * torch.maximum(fine.norm(), known.norm())
+        if not bool((fine - known).norm() > torch.stack((4 * kink, blurred, explained)).amax()):
+            return
+    # Reliable if all steps agree to 5 %
+    if bool(torch.stack([(one - fine).norm() for one in found]).amax() <= 0.05 * fine.norm()):
         raise DerivativeError(
             "f: finite differences contradict its derivative. A detach, a no_grad or a custom "
             "derivative inside f makes the derivative wrong; measure a map without them."
         )
+
+
+def _differences(
+    f: Callable[[Tensor], Tensor], x: Tensor, at: Tensor, e: Tensor, steps: Sequence[float]
+) -> tuple[Tensor, list[Tensor], Tensor] | None:
+    """Return a direction, the finite differences of the map ``f`` along it for some steps, and the jump
+    between the one-sided differences of the first step; None if f refuses all inputs near ``x``.
+
+    ``at`` is f(x). The direction is ``e`` unless f refuses the inputs along it.
+    """
+    try:
+        sides = [(f(x + h * e) - at, at - f(x - h * e)) for h in steps]
+    except Exception:  # f accepts x, so it refuses an input near x
+        longest = [torch.linalg.vector_norm(t, dim=-1).max() for t in (e, x)]
+        # Directions into the ball, with one-sided differences of second order.
+        e = e - x * (longest[0] / longest[1])
+        try:
+            found = [(4 * f(x + h * e) - 3 * at - f(x + 2 * h * e)) / (2 * h) for h in steps]
+        except Exception:
+            return None
+        return e, found, at.new_zeros(())
+    found = [(ahead + behind) / (2 * h) for h, (ahead, behind) in zip(steps, sides, strict=True)]
+    return e, found, (sides[0][0] - sides[0][1]).norm() / steps[0]
 
 
 def weighted_autodiff_jacobian(f: TokenMap, x: Tensor, weighting: Weighting) -> AutodiffJacobian:

@@ -58,16 +58,15 @@ def energy_products_together(
         energies = [squared_lengths(image.flatten(1)) for image in images]
         return list(zip(energies, _adjoint_products(operators, images), strict=True))
     # The tokens of all sequences go through W_O, or W_Oᵀ W_O, in one product.
-    heads = _heads(attention, vectors)
-    energy, through = attention[0].projection.through(_packed(heads))
-    grams = _heads_adjoint(attention, _unpacked(through, heads))
-    energies = _unpacked(energy, heads)
+    energy, through = attention[0].projection.through(_heads(attention, vectors))
+    grams = _heads_adjoint(attention, through, vectors)
+    energies = _unpacked(energy, vectors)
     return [(energy.sum(dim=1), gram) for energy, gram in zip(energies, grams, strict=True)]
 
 
 def _products(operators: Sequence[LinearOperator], vectors: Sequence[Tensor]) -> list[Tensor]:
     if (attention := instances(operators, AttentionJacobian)) is not None:
-        return _by_rows(attention[0].projection.out, _heads(attention, vectors))
+        return _unpacked(attention[0].projection.out(_heads(attention, vectors)), vectors)
     if (residual := instances(operators, ResidualJacobian)) is not None:
         images = _products([op.inner for op in residual], vectors)
         return [e + image for e, image in zip(vectors, images, strict=True)]
@@ -78,7 +77,7 @@ def _products(operators: Sequence[LinearOperator], vectors: Sequence[Tensor]) ->
 
 def _adjoint_products(operators: Sequence[LinearOperator], vectors: Sequence[Tensor]) -> list[Tensor]:
     if (attention := instances(operators, AttentionJacobian)) is not None:
-        return _heads_adjoint(attention, _by_rows(attention[0].projection.out_adjoint, vectors))
+        return _heads_adjoint(attention, attention[0].projection.out_adjoint(_packed(vectors)), vectors)
     if (residual := instances(operators, ResidualJacobian)) is not None:
         images = _adjoint_products([op.inner for op in residual], vectors)
         return [u + image for u, image in zip(vectors, images, strict=True)]
@@ -88,25 +87,34 @@ def _adjoint_products(operators: Sequence[LinearOperator], vectors: Sequence[Ten
     return [op.adjoint_product(u) for op, u in zip(operators, vectors, strict=True)]
 
 
-def _heads(attention: Sequence[AttentionJacobian], vectors: Sequence[Tensor]) -> list[Tensor]:
-    rows = _by_rows(attention[0].projection.into, vectors)
-    return [op.heads(part) for op, part in zip(attention, rows, strict=True)]
+def _heads(attention: Sequence[AttentionJacobian], vectors: Sequence[Tensor]) -> Tensor:
+    """Return the tangents of the outputs of all heads, one row for each token of all sequences."""
+    projection = attention[0].projection
+    rows = projection.into(_packed(vectors))
+    heads = rows.new_empty(len(rows), projection.attention.heads * projection.attention.value_dim)
+    for op, part, out in zip(attention, _unpacked(rows, vectors), _unpacked(heads, vectors), strict=True):
+        op.heads(part, out)
+    return heads
 
 
-def _heads_adjoint(attention: Sequence[AttentionJacobian], heads: Sequence[Tensor]) -> list[Tensor]:
-    rows = [op.heads_adjoint(part) for op, part in zip(attention, heads, strict=True)]
-    return _by_rows(attention[0].projection.into_adjoint, rows)
+def _heads_adjoint(
+    attention: Sequence[AttentionJacobian], heads: Tensor, vectors: Sequence[Tensor]
+) -> list[Tensor]:
+    """Return the cotangents of the tokens of each sequence, given the cotangents of the outputs of all heads,
+    one row for each token of all sequences.
 
-
-def _by_rows(linear: Callable[[Tensor], Tensor], batches: Sequence[Tensor]) -> list[Tensor]:
-    """Apply a linear map that acts on each token separately to the tokens of several sequences in
-    one call.
+    The argument ``vectors`` has the shapes of the sequences.
     """
-    return _unpacked(linear(_packed(batches)), batches)
+    projection = attention[0].projection
+    rows = heads.new_empty(len(heads), sum(projection.sizes))
+    for op, part, out in zip(attention, _unpacked(heads, vectors), _unpacked(rows, vectors), strict=True):
+        op.heads_adjoint(part, out)
+    return _unpacked(projection.into_adjoint(rows), vectors)
 
 
 def _packed(batches: Sequence[Tensor]) -> Tensor:
-    return torch.cat([batch.flatten(0, 1) for batch in batches])
+    first, *more = (batch.flatten(0, 1) for batch in batches)
+    return torch.cat((first, *more)) if more else first
 
 
 def _unpacked(rows: Tensor, batches: Sequence[Tensor]) -> list[Tensor]:

@@ -55,10 +55,11 @@ class Projection:
 
         The argument ``tokens`` is the number of tokens in a product.
         """
-        weight = torch.cat((f.scale * f.query.flatten(0, 1), f.key.flatten(0, 1), f.value.flatten(0, 1)))
+        parts = (f.scale * f.query, f.key, f.value)
+        weight = torch.cat([part.to(dtype).flatten(0, 1) for part in parts])
         output = None if f.output is None else f.output.to(dtype)
         rotary = None if f.rotary is None else f.rotary.to(dtype=dtype)
-        return cls(f, weight.to(dtype), output, rotary, tokens)
+        return cls(f, weight, output, rotary, tokens)
 
     @property
     def sizes(self) -> tuple[int, int, int]:

@@ -79,6 +79,7 @@ def block_norms(
     outputs: Int[Tensor, " outputs"],
     dtype: torch.dtype,
     solver: Solver,
+    on_output: Callable[[int, int], None] | None = None,
 ) -> BlockNorms:
     """Measure the spectral norms of the blocks ∂y_i/∂x_j of a Jacobian, for some output tokens i and all
     input tokens j.
@@ -94,11 +95,15 @@ def block_norms(
         The dtype of the solver with blocks in closed form; its results are checked in float64.
     solver
         The solver, with a seed for each input token times the number of outputs.
+    on_output
+        Called with the number of output tokens that are done, and the number of all; blocks in closed form
+        are done in the order of their tiles, so the first number is then an average.
 
     """
+    told = on_output or (lambda done, total: None)
     if isinstance(jacobian, TokenBlocks):
-        return _of_tiles(jacobian, outputs, dtype, solver)
-    return _of_rows(jacobian, outputs, solver)
+        return _of_tiles(jacobian, outputs, dtype, solver, told)
+    return _of_rows(jacobian, outputs, solver, told)
 
 
 def sequence_jacobian(f: Callable[[Tensor], Tensor], x: Float[Tensor, "n d"]) -> LinearOperator:
@@ -123,13 +128,16 @@ def _cut(pairs: Int[Tensor, " pairs"]) -> Iterator[Tensor]:
 # ---- blocks in closed form
 
 
-def _of_tiles(blocks: TokenBlocks, outputs: Tensor, dtype: torch.dtype, solver: Solver) -> BlockNorms:
+def _of_tiles(
+    blocks: TokenBlocks, outputs: Tensor, dtype: torch.dtype, solver: Solver, told: Callable[[int, int], None]
+) -> BlockNorms:
     weights = blocks.weights()[outputs]
     norms = BlockNorms.zeros(*weights.shape)
     row, j = torch.nonzero(weights, as_tuple=True)
     i, weights = outputs[row], weights[row, j]
     # Powers of two, which scale without rounding, keep the squares of faint blocks in range.
     factor = torch.exp2(-torch.log2(weights).round().clamp_min(-1000.0))
+    done = 0
     for some in (i == j, i != j):  # the blocks of the diagonal have tiles of their own
         for part in _cut(torch.nonzero(some)[:, 0]):
             members = (row[part] * norms.value.shape[1] + j[part]).tolist()
@@ -137,6 +145,8 @@ def _of_tiles(blocks: TokenBlocks, outputs: Tensor, dtype: torch.dtype, solver: 
             # Below the smallest normal number, a weight has no digits.
             error = torch.where(weights[part].cpu() < _SMALLEST, found.upper, error)
             norms.write(row[part], j[part], found, error, solver.rtol, factor[part].cpu())
+            done += len(part)
+            told(done * len(outputs) // len(i), len(outputs))
     return norms
 
 
@@ -175,7 +185,9 @@ def _leading(operator: LinearOperator, members: Sequence[int], solver: Solver) -
 # ---- rows of any Jacobian
 
 
-def _of_rows(jacobian: LinearOperator, outputs: Tensor, solver: Solver) -> BlockNorms:
+def _of_rows(
+    jacobian: LinearOperator, outputs: Tensor, solver: Solver, told: Callable[[int, int], None]
+) -> BlockNorms:
     n = jacobian.in_shape[0]
     norms = BlockNorms.zeros(len(outputs), n)
     for row, i in enumerate(outputs.tolist()):
@@ -190,6 +202,7 @@ def _of_rows(jacobian: LinearOperator, outputs: Tensor, solver: Solver) -> Block
         for part, found in parts:
             error = float(jacobian.rounding.max()) * largest
             norms.write(torch.full_like(part, row), part, found, torch.full((len(part),), error), solver.rtol)
+        told(row + 1, len(outputs))
     return norms
 
 

@@ -119,8 +119,9 @@ def _together(f: SelfAttention, x: Tensor, heads: Tensor, solver: Solver) -> dic
         (found,) = solver.together([exact], [members])
     else:
         reduced, bases = jacobians[x.dtype].reduced()
-        (found,) = solver.together([reduced], [members])
-        found = replace(found, right=found.right @ bases.mT)
+        (found,) = solver.together([reduced], [members], judged=True)
+        assert found.gram is not None
+        found = replace(found, right=found.right @ bases.mT, gram=found.gram @ bases.mT)
         found = check_in_float64(_JacobiansInTokens(reduced, bases), exact, found, members, solver)
     return {
         "value": found.sigma,

@@ -30,12 +30,11 @@ from howsmooth.lipschitz.mixed_precision import Part, solve_autodiff, solve_clos
 from howsmooth.lipschitz.singular_value_solver import Solver, member_seeds, starts
 from howsmooth.lipschitz_estimate import LipschitzEstimate, LipschitzEstimates, Method
 from howsmooth.memory import memory_budget
-from howsmooth.spectral import LeadingTriplet, LinearOperator, Scaled, golub_kahan
+from howsmooth.spectral import TRIPLET_FIELDS, LeadingTriplet, LinearOperator, Scaled, golub_kahan
 
 __all__ = ["local_lipschitz"]
 
 _Estimate = TypeVar("_Estimate", LipschitzEstimate, LipschitzEstimates)
-_FIELDS = tuple(LeadingTriplet.__annotations__)
 
 
 @overload
@@ -234,7 +233,7 @@ def _at_batch(
         budget = memory_budget(settings.memory, x.device)
         parts = [triplet for _, triplet in solve_closed_forms(in_double(f), flat, solver, budget)]
         checked = True
-    joined = {name: torch.cat([getattr(part, name) for part in parts]) for name in _FIELDS}
+    joined = {name: torch.cat([getattr(part, name) for part in parts]) for name in TRIPLET_FIELDS}
     shaped = {name: tensor.reshape((*lead, *tensor.shape[1:])) for name, tensor in joined.items()}
     return settings.estimate(LipschitzEstimate, shaped, method, _scope(f, checked=checked))
 
@@ -290,7 +289,7 @@ def _at_sequences(
     rows = {i: (found, row) for numbers, found in parts for row, i in enumerate(numbers)}
     ordered = [rows[i] for i in range(len(members))]
     found: dict[str, Any] = {
-        name: [getattr(triplet, name)[row] for triplet, row in ordered] for name in _FIELDS
+        name: [getattr(triplet, name)[row] for triplet, row in ordered] for name in TRIPLET_FIELDS
     }
     for name, values in found.items():
         # Directions have as many rows as the longest member of their batch; cut off the rows of padding.
@@ -345,7 +344,7 @@ def _at_measure(
     if not math.isfinite(float(found.sigma) / factor):
         log = math.log(float(found.sigma)) - math.log(factor)
         raise NonFiniteError("f", expected="a constant in the range of float64", got=f"exp({log:.6g})")
-    fields = {name: getattr(found, name)[0] for name in _FIELDS}
+    fields = {name: getattr(found, name)[0] for name in TRIPLET_FIELDS}
     fields |= {name: fields[name] / factor for name in ("sigma", "lower", "upper")}
     scope = f"{f.describe()}, at a measure of {x.shape[0]} atoms"
     return settings.estimate(LipschitzEstimate, fields, method, scope)

@@ -20,7 +20,7 @@ from howsmooth.attention import TokenMap
 from howsmooth.batching import batches, bytes_without_basis, fewest_vectors, is_streamed, room_for_basis
 from howsmooth.jacobian import AutodiffJacobian, closed_form_jacobian, closed_form_jacobians, joined
 from howsmooth.lipschitz.singular_value_solver import Solver
-from howsmooth.spectral import LeadingTriplet, LinearOperator
+from howsmooth.spectral import TRIPLET_FIELDS, LeadingTriplet, LinearOperator
 from howsmooth.spectral.operator import length_rounding
 
 __all__ = ["Part", "check_in_float64", "solve_autodiff", "solve_closed_forms", "widen_by_rounding"]
@@ -79,7 +79,7 @@ def solve_autodiff(
     if not operator.judged:
         return solver.golub_kahan(operator, members), False
     estimated, operator.rounding = operator.rounding, torch.full_like(operator.rounding, _typical_rounding(x))
-    found = solver.golub_kahan(operator, members)
+    found = solver.golub_kahan(operator, members, judged=True)
     exact = AutodiffJacobian(
         f.to(dtype=torch.float64),
         x.double(),
@@ -110,7 +110,7 @@ def _cached(
     """
     dtype, exact = members[0].dtype, torch.float64
     jacobians = _jacobians(double, members, lots, (dtype, exact) if dtype != exact else (exact,))
-    found = solver.together([at[dtype] for at in jacobians], lots)
+    found = solver.together([at[dtype] for at in jacobians], lots, judged=dtype != exact)
     if dtype == exact:
         return found
     return [
@@ -159,10 +159,14 @@ def check_in_float64(
     image, gram = exact.gram_product(right)
     sigma = _norms(image)
 
-    # The cheap estimate of the defect: for the run in float32, JᵀJ v was σ̂² v up to the residual of the Ritz
-    # vector, which is mostly far below the width of the interval.
-    found_gram = found.sigma.to(right).square().view(-1, 1, 1) * right
+    # The defect of the product that the recurrence in float32 stands for; without it, of σ̂² v, from which the
+    # product is off by the residual of the Ritz vector.
+    found_gram = found.gram
+    if found_gram is None:
+        found_gram = found.sigma.to(right).square().view(-1, 1, 1) * right
     defect = _defect(found_gram, gram, sigma)
+    left = _unit(image).to(found.left.dtype)
+    found = replace(found, left=left, gram=None)
     judged = widen_by_rounding(found, sigma, defect, exact, solver.rtol)
     # Where the residual is too large for that, compute JᵀJ v in float32, at the cost of one product.
     if not bool(judged.converged.all()):
@@ -176,7 +180,7 @@ def check_in_float64(
     if not len(stuck):
         return judged
     (again,) = solver.together([exact.select(stuck.to(exact.device))], [[members[i] for i in stuck.tolist()]])
-    for name in LeadingTriplet.__annotations__:
+    for name in TRIPLET_FIELDS:
         kept = getattr(judged, name)
         kept[stuck.to(kept.device)] = getattr(again, name).to(kept.dtype)
     return judged
@@ -199,13 +203,15 @@ def _streamed(
     if x.dtype == torch.float64:
         return solver.lanczos(operator(x.dtype), members, basis_bytes)
     single = operator(x.dtype, _ROUNDING_SHARE * solver.rtol)
-    found = solver.lanczos(single, members, basis_bytes)
-    right = _unit(found.right.double())
-    _, rounded = single.gram_product(right.to(x.dtype))
+    found = solver.lanczos(single, members, basis_bytes, judged=True)
+    right, rounded = _unit(found.right.double()), found.gram
+    if rounded is None:
+        _, rounded = single.gram_product(right.to(x.dtype))
     del single
     exact = operator(torch.float64)
     image, gram = exact.gram_product(right)
     sigma = _norms(image)
+    found = replace(found, left=_unit(image).to(x.dtype), gram=None)
     judged = widen_by_rounding(found, sigma, _defect(rounded, gram, sigma), exact, solver.rtol)
     del image, gram, rounded, right
     # Measure again in float64, if that can help and memory has room for the longer vectors.

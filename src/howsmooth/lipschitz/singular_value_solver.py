@@ -35,17 +35,25 @@ class Solver:
     seeds: Sequence[int]
     lengths: Sequence[int]
 
-    def golub_kahan(self, operator: LinearOperator, members: Sequence[int]) -> LeadingTriplet:
-        """Find the largest singular values of a batch of Jacobians by Golub–Kahan bidiagonalisation."""
+    def golub_kahan(
+        self, operator: LinearOperator, members: Sequence[int], *, judged: bool = False
+    ) -> LeadingTriplet:
+        """Find the largest singular values of a batch of Jacobians by Golub–Kahan bidiagonalisation.
+
+        The argument ``judged`` says here and below whether the caller judges the result in float64.
+        """
         return golub_kahan(
             operator,
             self._starts(operator, members),
             rtol=self.rtol,
             confidence=self.confidence,
             max_iterations=self.max_iterations,
+            judged=judged,
         )
 
-    def lanczos(self, operator: LinearOperator, members: Sequence[int], basis_bytes: int) -> LeadingTriplet:
+    def lanczos(
+        self, operator: LinearOperator, members: Sequence[int], basis_bytes: int, *, judged: bool = False
+    ) -> LeadingTriplet:
         """Find the largest singular values of a batch of Jacobians by Lanczos, with at most ``basis_bytes``
         bytes for the Krylov basis.
         """
@@ -56,10 +64,15 @@ class Solver:
             confidence=self.confidence,
             max_iterations=self.max_iterations,
             basis_bytes=basis_bytes,
+            judged=judged,
         )
 
     def together(
-        self, operators: Sequence[LinearOperator], members: Sequence[Sequence[int]]
+        self,
+        operators: Sequence[LinearOperator],
+        members: Sequence[Sequence[int]],
+        *,
+        judged: bool = False,
     ) -> list[LeadingTriplet]:
         """Find the largest singular values of several batches of Jacobians in the same steps, so that they
         share matrix products.
@@ -79,6 +92,7 @@ class Solver:
                 [self.lengths[i] * operator.in_shape[-1] for i in numbers]
                 for operator, numbers in zip(operators, members, strict=True)
             ],
+            judged=judged,
         )
 
     def _starts(self, operator: LinearOperator, members: Sequence[int]) -> Tensor:

@@ -16,6 +16,7 @@ from howsmooth.errors import ArgumentError, CaptureError, HowsmoothError
 from howsmooth.models.capture import module_of
 from howsmooth.models.captured_layer import Site
 from howsmooth.models.float32_weights import weights_in_memory
+from howsmooth.models.identification.cross_attention_layer import read_cross_layer
 from howsmooth.models.identification.layer_identification import VerifiedLayer, read_layer
 from howsmooth.models.identification.non_softmax_layers import NO_SOFTMAX, NonSoftmaxLayer, NonSoftmaxTracer
 from howsmooth.models.identification.self_attention_module import CrossAttention
@@ -24,9 +25,10 @@ from howsmooth.models.inputs.submodels_by_modality import named_parts
 from howsmooth.models.loading.dummy_inputs import sample_inputs
 from howsmooth.models.loading.load import LoadedModel
 from howsmooth.models.measurement_mode import implementation, measurement_mode
+from howsmooth.models.padded_sequences import one_by_one
 from howsmooth.models.tracing.layer_trace import AttentionLayer
 from howsmooth.models.tracing.module_call_tracer import TracedLayer, trace_forward_pass
-from howsmooth.scopes import SCOPES
+from howsmooth.scopes import CROSS_SCOPE, SCOPES
 
 __all__ = ["InspectedSite", "Inspection", "Refusal", "inspect_model"]
 
@@ -175,7 +177,7 @@ def _inspected(model: nn.Module, given: ModelInputs, on_layer: Callable[[int, in
         on_layer(layer.index, len(layers))
         traced_layer = kept.pop(layer.index)
         with weights_in_memory(*traced_layer.modules):
-            sites.append(_site(traced_layer, given.batch, implementation(model), refused))
+            sites.append(_site(traced_layer, model, given, refused))
     on_layer(len(layers), len(layers))
     refused += [Refusal((), (one.name,), SCOPES, f"The layer has {NO_SOFTMAX}.") for one in non_softmax]
     return Inspection(
@@ -189,18 +191,22 @@ def _inspected(model: nn.Module, given: ModelInputs, on_layer: Callable[[int, in
     )
 
 
-def _site(traced_layer: TracedLayer, batch: int, user: str, refused: list[Refusal]) -> InspectedSite:
-    """Capture one layer in every scope, such as "head" or "attention", and describe the result.
+def _site(
+    traced_layer: TracedLayer, model: nn.Module, given: ModelInputs, refused: list[Refusal]
+) -> InspectedSite:
+    """Capture one layer in every scope, such as "head" or "attention", and describe what was captured.
 
     The failures are appended to ``refused``.
     """
     layer = traced_layer.layer
     plain = InspectedSite(layer.index, layer.name, type(layer.module).__name__, heads=layer.heads)
     try:
-        read = read_layer(traced_layer, batch, user)
+        read = read_layer(traced_layer, given.batch, implementation(model))
     except Exception as error:  # a module may raise any error, and the other layers are still captured
+        if isinstance(error, CrossAttention):
+            return _cross_site(traced_layer, model, given, plain, refused)
         refused.append(Refusal((layer.index,), (layer.name,), SCOPES, _reason(error, layer)))
-        return replace(plain, kind=_CROSS) if isinstance(error, CrossAttention) else plain
+        return plain
     layer = read.self_attention.layer
     sites: dict[str, Site] = {}
     for scope in SCOPES:
@@ -216,6 +222,43 @@ def _site(traced_layer: TracedLayer, batch: int, user: str, refused: list[Refusa
     if not sites:
         return plain
     return _described(replace(plain, scopes=tuple(sites)), read, next(iter(sites.values())))
+
+
+def _cross_site(
+    traced_layer: TracedLayer,
+    model: nn.Module,
+    given: ModelInputs,
+    plain: InspectedSite,
+    refused: list[Refusal],
+) -> InspectedSite:
+    """Capture a layer of cross-attention, and describe it; a failure is appended to ``refused``."""
+    plain, layer = replace(plain, kind=_CROSS), traced_layer.layer
+    try:
+        if given.batch > 1:  # it is read for one sequence
+            first = one_by_one(model, given)[0]
+            traced_layer = trace_forward_pass(model, first.named, [layer.index])[1][layer.index]
+        read = read_cross_layer(traced_layer, implementation(model))
+    except Exception as error:  # as in _site
+        refused.append(Refusal((layer.index,), (layer.name,), (CROSS_SCOPE,), _reason(error, layer)))
+        return plain
+    layer, attention, softmax = read.module.layer, read.map, read.module.softmaxes[0]
+    return replace(
+        plain,
+        name=layer.name,
+        module=type(layer.module).__name__,
+        scopes=(CROSS_SCOPE,),
+        tokens=read.module.alone.tokens().shape[1],
+        heads=attention.heads,
+        kv_heads=softmax.value.shape[-3],
+        d=attention.d,
+        key_dim=None if softmax.key is None else softmax.key.shape[-1],
+        value_dim=softmax.value.shape[-1],
+        masking=read.masking,
+        positions="score bias" if any(core.score_bias is not None for core in attention.cores) else "none",
+        layout="",
+        path="closed form",
+        path_reason=_plain(read.reason, layer),
+    )
 
 
 def _described(plain: InspectedSite, read: VerifiedLayer, site: Site) -> InspectedSite:

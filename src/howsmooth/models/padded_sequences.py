@@ -28,6 +28,8 @@ __all__ = ["Padding", "one_by_one", "padding_of", "reproduces", "without_padding
 _PADDING = {"attention_mask": False, "key_padding_mask": True, "src_key_padding_mask": True}
 #: Names of masks (n, n) between tokens.
 _BETWEEN = frozenset({"attn_mask", "mask", "src_mask"})
+#: Beginnings of the names of a decoder's inputs, whose tokens the padding mask says nothing about.
+_DECODER = ("decoder_", "tgt")
 
 
 @dataclass(frozen=True, eq=False)
@@ -83,10 +85,15 @@ def without_padding(model: nn.Module, padding: Padding, sequence: int) -> Iterat
     real tokens the positions that they have in the padded sequence.
     """
     real = padding.real[sequence]
+    given = padding.whole.named
+    masked = {id(value) for name, value in given.items() if not name.startswith(_DECODER)}
+    whole = replace(padding, real=torch.ones_like(padding.real))
     cut: dict[int, Tensor] = {}  # by id: a tensor that is passed twice stays one tensor
     named = {
-        name: cut.setdefault(id(value), _cut(name, value, padding, sequence))
-        for name, value in padding.whole.named.items()
+        name: cut.setdefault(
+            id(value), _cut(name, value, padding if id(value) in masked else whole, sequence)
+        )
+        for name, value in given.items()
         if name not in (padding.mask, "decoder_attention_mask")
     }
     if padding.mask == "attention_mask":
@@ -153,6 +160,8 @@ def reproduces(layer: VerifiedLayer, traced_layer: TracedLayer, padding: Padding
 
 
 def _real_rows(values: Tensor, real: Tensor, sequence: int, count: int) -> Tensor | None:
+    if values.shape[1] == count:  # no padding in this sequence, or tokens of a decoder, which has none
+        return values[sequence]
     if values.shape[1] == real.shape[1]:
         return values[sequence, real[sequence]]
     # The layer has fewer tokens than the mask (audio frames, say): real tokens are found by their number if

@@ -100,7 +100,7 @@ class ModelParts:
             for module in model.modules():
                 stack.enter_context(module.register_forward_pre_hook(starts))
             self.layers, _ = trace_forward_pass(model, given.named, (), seen)
-        self._ran = tuple(calls)
+        self._calls = calls  # the number of the last call of each module that ran
 
     def whole(self, output: str, *, last_token: bool = False) -> Site:
         """Return the map from the embeddings to an output, one of ``howsmooth.scopes.OUTPUTS``."""
@@ -186,7 +186,7 @@ class ModelParts:
             return Place("", "input", argument=main)
         table = embedding_of(self.model) if "input_ids" in named else None
         # The module that runs may be another one with the same weights.
-        for module in self._ran if table is not None else ():
+        for module in self._calls if table is not None else ():
             if isinstance(module, nn.Embedding) and table is not None and module.weight is table.weight:
                 return Place(self._path(module), "output")
         if not self.blocks:
@@ -212,6 +212,13 @@ class ModelParts:
             )
         module, call = calls[0 if self.side == "memory" else -1]
         return Place(self._path(module), "output", call)
+
+    def _fixed_encoder(self) -> Place | None:
+        """Return the encoder's output, if it stays as it was in the forward pass and ran once; else None."""
+        if self.side != "queries" or not callable(part := getattr(self.model, "get_encoder", None)):
+            return None
+        encoder = part()
+        return Place(self._path(encoder), "output") if self._calls.get(encoder) == 0 else None
 
     def _end(self, output: str) -> Place:
         """Return the module whose output is the hidden states, the logits or the margin."""
@@ -242,12 +249,17 @@ class ModelParts:
         before = [place for place in dict.fromkeys(self.blocks[: first or 0]) if place != own]
         running = {place.module for place in self.blocks[:end_layer] if place not in before}
         idle = [place.module for place in dict.fromkeys(self.blocks) if place.module not in running]
+        begins = start  # the place in the forward pass of the map, which may have fewer calls
+        if (encoder := self._fixed_encoder()) is not None:
+            before.append(encoder)
+            idle.append(encoder.module)
+            begins = replace(start, call=0)
         runs = [_Run(model, one, start, end, before) for one in self.given]
         x = torch.stack([one.tokens for one in runs])
         answers: dict[str, list[Any]] = {}
         for place, value in zip(before, runs[0].answers, strict=True):
             answers.setdefault(place.module, []).append(value)
-        passage = Passage(start, end, output, answers, tuple(dict.fromkeys(idle)), words)
+        passage = Passage(begins, end, output, answers, tuple(dict.fromkeys(idle)), words)
         inside = self.layers[first or 0 : end_layer]
         found, attention = self._map(passage, runs, x, depth=len(inside))
         causal = [layer.causal for layer in inside]

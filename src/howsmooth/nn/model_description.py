@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import inspect
 import math
+import re
 from collections import OrderedDict
 from collections.abc import Sequence
 from typing import Any
@@ -166,7 +167,8 @@ def _describe(
     if name is None:
         raise DescriptionError(
             f"{where} is a {cls.__module__}.{cls.__qualname__}, unknown to files: they hold layers "
-            "of howsmooth.nn, torch.nn.Sequential, simple modules of torch.nn, and what is given as classes"
+            "of howsmooth.nn, torch.nn.Sequential, simple modules of torch.nn, and your own classes with a "
+            f"method settings(), which are given as classes=[{cls.__name__}]"
         )
     node: dict[str, Any] = {"class": name}
     if cls is nn.Sequential:
@@ -201,6 +203,14 @@ def _describe(
         if name not in _PLACEMENT
     }
     return node
+
+
+def _module_option(name: Any) -> str:
+    """Return the option of the command line that names the module of a class, as far as the name tells."""
+    module = name.rpartition(".")[0] if isinstance(name, str) else ""
+    if module == "__main__":
+        return "--classes MODULE, once they stand in a file of their own and the model is saved from there"
+    return f"--classes {module if re.fullmatch(r'[A-Za-z_][A-Za-z0-9_.]*', module) else 'MODULE'}"
 
 
 def build(tree: Any, known: KnownClasses) -> nn.Module:
@@ -244,7 +254,7 @@ def _build(
     if cls is None:
         raise DescriptionError(
             f"{where} is of the class {_short(name)}, which is not known: give your own as classes=[...], or "
-            "on the command line their module as --classes MODULE"
+            f"on the command line their module, {_module_option(name)}"
         )
     settings, modules = _object(node, "settings", where), _object(node, "modules", where)
     for key, value in settings.items():

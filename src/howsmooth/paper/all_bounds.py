@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import re
 from functools import partial
+from itertools import cycle
 from pathlib import Path
 from typing import Any
 
@@ -26,15 +27,7 @@ from howsmooth.study.measured_models import Subject
 from howsmooth.study.text_formatting import readable
 
 __all__ = [
-    "ALL_BOUNDS",
-    "AS_CODED",
-    "KINDS",
-    "WIDE",
-    "bound_table",
-    "bound_words",
-    "display_name",
-    "measure",
-    "show",
+    "ALL_BOUNDS", "AS_CODED", "KINDS", "WIDE", "bound_table", "bound_words", "display_name", "measure", "show"
 ]  # fmt: skip
 
 _LENGTHS = (8, 32, 96)
@@ -83,8 +76,7 @@ _SPOKEN = {
     AS_CODED: "Theorem C.3 as coded (no bound)",
     "yudin_theorem_3": "Yudin et al. 2025",
 }
-
-
+_RATIOS = {"least": "min", "median": "median", "largest": "max"}
 _MOST_DECADES = 6.0
 _SCOPES = {"head": "one head", "attention": "all heads and the output projection"}
 
@@ -92,24 +84,14 @@ _SCOPES = {"head": "one head", "attention": "all heads and the output projection
 def measure(context: FigureContext) -> pd.DataFrame:
     """Compute all bounds on each layer at real sequences, and measure the constants there.
 
-    Returns
-    -------
-    pandas.DataFrame
-        One row for each bound, sequence and head. ``kind`` is a key of :data:`KINDS`. ``log_ratio`` is the
-        logarithm of bound / measured constant. The formula of the published code is included only if the
-        options ask for it.
-
+    There is one row for each bound, sequence and head. ``kind`` is a key of :data:`KINDS`. ``log_ratio`` is
+    the logarithm of bound / measured constant. The formula of the published code is included only if the
+    options ask for it.
     """
     layers, found = columns(context), list[Row]()
+    chosen = {"lengths": context.options.lengths or _LENGTHS, "samples": 1, "scopes": tuple(_SCOPES)}
     for column, part in context.each(layers, [one.cost for one in layers]):
-        here = PreparedModel(
-            context,
-            column.spec,
-            lengths=context.options.lengths or _LENGTHS,
-            samples=1,
-            layers=column.layers,
-            scopes=("head", "attention"),
-        )
+        here = PreparedModel(context, column.spec, layers=column.layers, **chosen)
         first = (here.subjects[0], min(here.plan.lengths))
         jobs = [
             (subject, n, tokens, scope)
@@ -134,10 +116,7 @@ def measure(context: FigureContext) -> pd.DataFrame:
 
 
 def _rows(here: PreparedModel, subject: Subject, tokens: torch.Tensor, scope: str) -> list[Row]:
-    """Compute all bounds on a layer at one sequence, and measure the constant there.
-
-    ``scope`` says whether single heads or the whole attention is bounded.
-    """
+    """Compute all bounds on a layer's heads, or on all together, at a sequence, and measure the constants."""
     rows: list[Row] = []
     for site in here.sites(subject, tokens, scope):
         x = site.x[0].detach().cpu()
@@ -174,11 +153,7 @@ def _logs(values: pd.Series) -> pd.Series:
 
 
 def show(rows: pd.DataFrame, folder: Path) -> Finding:
-    """Draw the ratio of each bound to the measured constant, and name the tightest bounds.
-
-    There is one picture for each scope (single heads or whole attentions). The sentences also say whether a
-    bound is violated.
-    """
+    """Draw the ratio of each bound to the constant for heads and whole attentions, and name the tightest."""
     pictures = [
         _picture(part, folder, str(scope))
         for scope, part in rows.groupby("scope", sort=False)
@@ -203,10 +178,7 @@ def display_name(name: str) -> str:
 
 
 def _picture(rows: pd.DataFrame, folder: Path, scope: str) -> plotting.Picture:
-    """Draw the ratios of bound to measured constant as dots, in one row for each bound.
-
-    The rows are ordered by the kind of the bound, then by the median ratio.
-    """
+    """Draw the ratios to the constant as dots, one row for each bound, by its kind and median ratio."""
     drawn = rows[(rows["holds"] | (rows["name"] == AS_CODED)) & np.isfinite(rows["log_ratio"])]
     drawn = drawn.assign(decades=drawn["log_ratio"] / math.log(10))
     middle = drawn.groupby(["kind", "name"])["decades"].median().sort_values(kind="stable")
@@ -217,8 +189,8 @@ def _picture(rows: pd.DataFrame, folder: Path, scope: str) -> plotting.Picture:
         names += [title, *(f"    {display_name(name)}" for _, name in own)] if own else []
     curves = []
     families = drawn.groupby(["model", "layer"], sort=False)
-    for index, ((model, layer), part) in enumerate(families):
-        colour, mark = plotting.LOOKS[index % len(plotting.LOOKS)]
+    looks = zip(families, cycle(plotting.LOOKS), strict=False)
+    for index, (((model, layer), part), (colour, mark)) in enumerate(looks):
         shift = 0.5 * ((index + 0.5) / len(families) - 0.5)
         medians = part.groupby(["kind", "name"])["decades"].median()
         for decades, label, size, alpha in (
@@ -243,10 +215,7 @@ def _picture(rows: pd.DataFrame, folder: Path, scope: str) -> plotting.Picture:
 
 
 def _name_lines(axis: Axes, names: list[str]) -> None:
-    """Label each row of dots with the name of its bound, and draw a line at the ratio one.
-
-    The names of the kinds of bounds are bold.
-    """
+    """Label each row of dots with the name of its bound, kinds in bold; draw a line at the ratio one."""
     axis.axvline(0.0, color="black", linewidth=0.8, zorder=1)
     axis.set_yticks(range(len(names)), names)
     for label, words in zip(axis.get_yticklabels(), names, strict=True):
@@ -257,39 +226,25 @@ def _name_lines(axis: Axes, names: list[str]) -> None:
 
 
 def bound_table(rows: pd.DataFrame) -> pd.DataFrame:
-    """Tabulate how tight each bound is, and how often its hypotheses hold.
+    """Tabulate the ratios of bounds to measured constants, and how often their hypotheses hold.
 
-    The tightness is the ratio of the bound to the measured constant. There is one row for each layer, scope
-    and bound.
-
-    The rows are ordered by layer, then by kind, then by median ratio.
+    There is one row for each layer, scope and bound, ordered by layer, then by kind, then by median ratio.
     """
     layer = ["model", "layer", "scope"]
     ratios = rows.assign(ratio=rows["log_ratio"].where(rows["holds"]))
-    table = (
-        ratios.groupby([*layer, "name", "side"], sort=False)
-        .agg(
-            kind=("kind", "first"),
-            cases=("name", "size"),
-            holds=("holds", "sum"),
-            least=("ratio", "min"),
-            median=("ratio", "median"),
-            largest=("ratio", "max"),
-        )
-        .reset_index()
-    )
+    table = ratios.groupby([*layer, "name", "side"], sort=False).agg(
+        of=("kind", "first"), cases=("name", "size"), **{"holds in": ("holds", "sum")},
+        **{f"{end} ratio": ("ratio", way) for end, way in _RATIOS.items()},
+    ).reset_index()  # fmt: skip
     table = table.assign(
         place=table.groupby(layer, sort=False).ngroup(),
-        kind=pd.Categorical(table["kind"], list(KINDS), ordered=True).rename_categories(KINDS),
-        name=table["name"].map(display_name),
-        **{end: exp(table[end]) for end in ("least", "median", "largest")},
+        of=pd.Categorical(table["of"], list(KINDS), ordered=True).rename_categories(KINDS),
+        bound=table["name"].map(display_name),
+        **{f"{end} ratio": exp(table[f"{end} ratio"]) for end in _RATIOS},
     )
-    table = table.sort_values(["place", "kind", "median"], kind="stable", ignore_index=True)
-    names = {
-        "name": "bound", "kind": "of", "cases": "cases", "holds": "holds in", "least": "least ratio",
-        "median": "median ratio", "largest": "largest ratio",
-    }  # fmt: skip
-    return table.astype({"kind": str})[[*layer, *names]].rename(columns=names)
+    table = table.sort_values(["place", "of", "median ratio"], kind="stable", ignore_index=True)
+    names = [*layer, "bound", "of", "cases", "holds in", *(f"{end} ratio" for end in _RATIOS)]
+    return table.astype({"of": str})[names]
 
 
 def bound_words(rows: pd.DataFrame) -> list[str]:

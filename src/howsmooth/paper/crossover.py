@@ -45,17 +45,12 @@ _DECADE = math.log(10)
 
 
 def measure(context: FigureContext) -> pd.DataFrame:
-    """Measure the Lipschitz constant at two points that carry the weights 1/n and 1 − 1/n.
-
-    The table has one row for each n and radius.
-    """
-    seed = context.options.seed
+    """Measure the constant at two points of weights 1/n and 1 − 1/n, one row for each n and radius."""
     rows = []
     for power, part in context.each(_POWERS):
         part.say(f"exp(2γR²) = 10^{power}")
-        key: Key = {"power": power, "seed": seed}
-        row = partial(_row, key, power * _DECADE / 2)
-        rows += part.rows(key, partial(map, row, _LENGTHS))
+        key: Key = {"power": power, "seed": context.options.seed}
+        rows += part.rows(key, partial(map, partial(_row, key, power * _DECADE / 2), _LENGTHS))
     describe(context, "two Diracs in two dimensions, A = −I, V = I")
     return pd.DataFrame(rows)
 
@@ -86,46 +81,30 @@ def _row(key: Key, g: float, n: int) -> Row:
 
 
 def show(rows: pd.DataFrame, folder: Path) -> Finding:
-    """Draw the Lipschitz constant and its bounds against n, and describe where the growth ends.
-
-    There is one panel for each radius.
-    """
+    """Draw the constant and its bounds against n, one panel for each radius, and describe where it ends."""
     table = growth_ends(rows)
     top = 1.03 * float(rows[["log_theorem", "log_free"]].max().max()) / _DECADE
     panels = [_panel(part, top) for _, part in rows.groupby("power")]
     canvas, _ = plotting.draw([panels], 2.9, sharey=True)
     picture = plotting.picture(canvas, folder, "crossover", "Where growth like the root of n ends")
-    return Finding(
-        [picture], result_sentences(rows, table), [("Where the growth ends; powers of ten", table)]
-    )
+    tables = [("Where the growth ends; powers of ten", table)]
+    return Finding([picture], result_sentences(rows, table), tables)
 
 
 def growth_ends(rows: pd.DataFrame) -> pd.DataFrame:
-    """Tabulate how the constant grows with n, and at which n it is largest.
+    """Tabulate how the constant grows with n, and at which n it is largest, one row for each γR².
 
-    Parameters
-    ----------
-    rows
-        One row for each γR² and n, with logarithms of n, of the constant and of the bounds.
-
-    Returns
-    -------
-    pandas.DataFrame
-        One row for each γR² (``strength``). ``exponent`` is the exponent in n below e^{2γR²}. Logarithms to
-        base ten are ``expected`` (e^{2γR²}), ``at`` (the n with the largest constant), ``largest`` (that
-        constant) and ``last`` (the constant at the largest n). ``free`` is the ratio of the bound for every n
-        to the largest constant.
-
+    ``exponent`` is the exponent in n below e^{2γR²}, and ``strength`` is γR². Logarithms to base ten are
+    ``expected`` (e^{2γR²}), ``at`` (the n with the largest constant), ``largest`` (that constant) and
+    ``last`` (the constant at the largest n). ``free`` is the ratio of the bound for every n to the largest
+    constant. ``rows`` are those of :func:`measure`.
     """
     found = []
     for _, part in rows.groupby("power", sort=True):
         strength = float(part["g"].iloc[0])
         before = part[(part["log_n"] > math.log(4)) & (part["log_n"] < 2 * strength - math.log(_FAR))]
-        fit = fit_exponent(
-            np.exp(before["log_n"].to_numpy(np.float64)),
-            np.exp(before["log_value"].to_numpy(np.float64)),
-            before["converged"].to_numpy(bool),
-        )
+        n, value = (np.exp(before[name].to_numpy(np.float64)) for name in ("log_n", "log_value"))
+        fit = fit_exponent(n, value, before["converged"].to_numpy(bool))
         top = part.sort_values("log_value", kind="stable").iloc[-1]
         last = part.sort_values("log_n").iloc[-1]
         found.append(

@@ -19,7 +19,7 @@ from howsmooth.paper.plotting import PAPER, Picture
 from howsmooth.paper.row_cache import Key, Row, kept_rows
 from howsmooth.study.measured_models import Models
 from howsmooth.study.plans import Plan
-from howsmooth.study.progress_listener import Listener
+from howsmooth.study.progress_listener import SILENT, Listener
 
 __all__ = ["Figure", "FigureContext", "Finding", "models_for"]
 
@@ -30,30 +30,17 @@ _T = TypeVar("_T")
 class FigureContext:
     """What a figure needs to measure: the user's options, its folder, the models, the progress listener.
 
-    Attributes
-    ----------
-    options
-        The options of the user.
-    folder
-        The folder of the figure, in which finished work is kept.
-    models
-        The loader of models, which keeps the last model for the next figure.
-    listener
-        The listener that is told the progress.
-    command
-        The command that the user typed, to be recorded with the measurements.
-    begin, end
-        The shares of the figure's time at which the work in this context begins and ends.
-    made
-        How the numbers were made, for the page: models, texts with their digests, and settings, by name. All
-        contexts of a figure share this dictionary, and measuring functions add to it.
-
+    The folder keeps finished work, ``models`` the last model for the next figure, and ``command``, what the
+    user typed, is recorded with the measurements. The work in this context takes the share of the figure's
+    time from ``begin`` to ``end``. ``made`` says how the numbers were made, for the page: models, texts with
+    their digests, and settings, by name. All contexts of a figure share it, and measuring functions add to
+    it.
     """
 
     options: FigureOptions
     folder: Path
     models: Models
-    listener: Listener = field(default_factory=Listener)
+    listener: Listener = SILENT
     command: str = ""
     begin: float = 0.0
     end: float = 1.0
@@ -80,14 +67,9 @@ class FigureContext:
         return zip(items, self.parts(costs or [1.0] * len(items)), strict=True)
 
     def rows(self, key: Key, measure: Callable[[], Iterable[Row]]) -> list[Row]:
-        """Measure rows once: write them to a cache file, and from then on read them from this file.
+        """Measure rows once, and from then on read them from a file; add the key to each row.
 
-        Parameters
-        ----------
-        key
-            All values on which the rows depend. They are added to each row.
-        measure
-            A function that computes the rows.
+        ``key`` holds all values on which the rows depend.
 
         Raises
         ------
@@ -107,17 +89,7 @@ def models_for(options: FigureOptions) -> Models:
 class Finding:
     """The results that a figure shows: pictures, sentences, tables, and how the numbers were made.
 
-    Attributes
-    ----------
-    pictures
-        The pictures in the folder of the figure.
-    seen
-        Sentences that describe the results; their numbers come from the measurements.
-    tables
-        Pairs of a caption and a table.
-    made
-        How the numbers were made, as in the context.
-
+    ``seen`` are sentences whose numbers come from the measurements. A table has a caption before it.
     """
 
     pictures: list[Picture]
@@ -132,12 +104,8 @@ class Figure:
 
     Attributes
     ----------
-    name
-        The name on the command line, such as ``figure-1``.
-    title
-        The title.
-    paper
-        Its place in the paper, such as ``Figure 1``.
+    name, title, paper
+        The name on the command line, such as ``figure-1``; the title; the place in the paper.
     about
         A few sentences on what it shows, how it is measured, and how it is drawn.
     measure

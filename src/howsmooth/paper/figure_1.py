@@ -27,16 +27,11 @@ _MOST_ACROSS = 3
 
 
 def measure(context: FigureContext) -> list[list[Growth]]:
-    """Measure how the constant grows with the length, for each column of Figure 1.
-
-    A column is a layer of a model. The result has, for each column, one ``Growth`` for each text.
-    """
-    options = context.options
-    lengths, samples = options.lengths or _LENGTHS, options.samples or _SAMPLES
-    found = columns(context)
-    panels = []
+    """Measure how the constant grows with the length: for each column, one ``Growth`` for each text."""
+    options, found, panels = context.options, columns(context), []
+    many = {"lengths": options.lengths or _LENGTHS, "samples": options.samples or _SAMPLES}
     for column, part in context.each(found, [one.cost for one in found]):
-        here = PreparedModel(context, column.spec, lengths=lengths, samples=samples, layers=column.layers)
+        here = PreparedModel(context, column.spec, layers=column.layers, **many)
         studied = here.study(f"columns/{column.stem}", part, published=options.as_published)
         panels.append(growths(here, studied))
     return panels
@@ -80,11 +75,10 @@ def _picture(panels: Sequence[list[Growth]], folder: Path, stem: str) -> plottin
 
 
 def _panel(panel: Growth) -> Panel:
-    """Return the panel of one layer on one text, with title and fitted lines; dots are drawn later.
+    """Return the panel of one layer on one text, with title and fitted lines.
 
     An invisible curve of the measurements sets the limits of the axes. The dots are drawn later, because
     each has the colour of its radius.
-
     """
     rows, theirs = panel.drawn, panel.published
     title = power_label(panel.fit)
@@ -101,10 +95,7 @@ def _panel(panel: Growth) -> Panel:
 
 
 def _radius_colours(radii: pd.Series) -> Normalize:
-    """Return a colour scale for the radius (the norm of the tokens) of each sequence.
-
-    It is at least 2 % wide, so that radii that differ only by rounding look alike.
-    """
+    """Return a colour scale for radii; it is 2 % wide at least, so that rounding is not seen."""
     if radii.empty:
         return Normalize(0.0, 1.0)
     low, high = float(radii.min()), float(radii.max())
@@ -113,10 +104,7 @@ def _radius_colours(radii: pd.Series) -> Normalize:
 
 
 def result_sentences(panels: list[Growth]) -> list[str]:
-    """Return sentences that describe the panels of Figure 1.
-
-    The first ones say in how many panels the exponent may be 1/4.
-    """
+    """Return sentences on the panels; the first ones say in how many the exponent may be 1/4."""
     seen = [_quarters("The", [panel.fit for panel in panels])]
     seen += [_quarters("As published, the", [panel.published_fit for panel in panels])]
     return [words for words in seen if words] + [panel.result_sentences() for panel in panels]

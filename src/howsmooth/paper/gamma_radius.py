@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 
@@ -17,10 +16,11 @@ import pandas as pd
 import torch
 from matplotlib.ticker import MaxNLocator
 
+from howsmooth.bounds.attention_parameters import Head, parameters_of
+from howsmooth.bounds.worst_case_tokens import real_eigenpairs
 from howsmooth.paper import plotting
 from howsmooth.paper.exponent_text import between
 from howsmooth.paper.figure import Figure, FigureContext, Finding
-from howsmooth.paper.head_eigenvalues import head_eigenvalues
 from howsmooth.paper.plotting import Curve, Panel
 from howsmooth.paper.prepared_model import MODELS, PreparedModel, bilinear, usual_length
 from howsmooth.paper.row_cache import Row
@@ -45,9 +45,9 @@ _NAMES = {
 
 
 def measure(context: FigureContext) -> pd.DataFrame:
-    """Measure the eigenvalues of each head's score matrix, and the norms of the head's tokens.
+    """Measure the eigenvalues of each head's score matrix and the norms of its tokens, one row for a head.
 
-    The table has one row for each model, text, length, layer and head.
+    There are rows for each model, text, length and layer.
     """
     options = context.options
     specs = options.models or MODELS
@@ -79,16 +79,21 @@ def _rows(here: PreparedModel, subject: Subject, tokens: torch.Tensor) -> list[R
             "radius_from": float(radius.min()),
             "radius_to": float(radius.max()),
         }
-        for head, strength in enumerate(head_eigenvalues(bilinear(site, subject.model.label))):
-            rows.append({**of_layer, "head": head, **asdict(strength)})
+        heads = parameters_of(bilinear(site, subject.model.label)).heads
+        rows += [{**of_layer, "head": h, **_gamma(head)} for h, head in enumerate(heads)]
     return rows
+
+
+def _gamma(head: Head) -> Row:
+    """Return the extreme real eigenvalues of a head's score matrix A, and γ; None if there are none."""
+    values = [value for value, _ in real_eigenpairs(head)]
+    if not values:
+        return dict.fromkeys(("gamma_min", "gamma_max", "gamma"))
+    return {"gamma_min": values[0], "gamma_max": values[-1], "gamma": max(-values[0], values[-1] / 8)}
 
 
 def over_texts(rows: pd.DataFrame) -> pd.DataFrame:
     """Compute γR² for each head: γ from its score matrix, R the root mean square norm of its tokens.
-
-    All texts and lengths count for R. γ is the field ``gamma`` of
-    :class:`~howsmooth.paper.head_eigenvalues.HeadEigenvalues`.
 
     Parameters
     ----------
@@ -100,34 +105,32 @@ def over_texts(rows: pd.DataFrame) -> pd.DataFrame:
     Returns
     -------
     pandas.DataFrame
-        One row for each model, layer and head, with the eigenvalues, ``radius``, ``radius_from`` and
-        ``radius_to``. ``strength``, ``strength_from`` and ``strength_to`` are γR² for these radii, NaN if A
-        has no real eigenvalue.
+        One row for each model, layer and head, with the eigenvalues and radii over all texts and lengths.
+        ``strength``, ``strength_from`` and ``strength_to`` are γR² for these radii, NaN if A has no real
+        eigenvalue.
 
     """
-    found = []
-    for key, part in rows.groupby(["model", "layer", "head"], sort=False):
-        weights = (part["n"] * part["samples"]).to_numpy(np.float64)
-        radius = math.sqrt(float(weights @ part["radius"].to_numpy(np.float64) ** 2) / float(weights.sum()))
-        radii = {"": radius, "_from": float(part["radius_from"].min()), "_to": float(part["radius_to"].max())}
-        eigenvalues = part[["gamma_min", "gamma_max", "gamma"]].astype("float64").iloc[0]
-        found.append(
-            dict(zip(("model", "layer", "head"), key, strict=True))
-            | eigenvalues.to_dict()
-            | {f"radius{end}": value for end, value in radii.items()}
-            | {f"strength{end}": eigenvalues["gamma"] * value**2 for end, value in radii.items()}
-        )
-    return pd.DataFrame(found)
+    tokens = rows["n"] * rows["samples"]
+    weighed = rows.assign(tokens=tokens, squares=tokens * rows["radius"] ** 2)
+    weighed = weighed.astype(dict.fromkeys(("gamma_min", "gamma_max", "gamma"), "float64"))
+    of_head = weighed.groupby(["model", "layer", "head"], sort=False)
+    eigenvalues, sums = (
+        of_head[["gamma_min", "gamma_max", "gamma"]].first(),
+        of_head[["squares", "tokens"]].sum(),
+    )
+    table = eigenvalues.assign(
+        radius=np.sqrt(sums["squares"] / sums["tokens"]),
+        radius_from=of_head["radius_from"].min(),
+        radius_to=of_head["radius_to"].max(),
+    )
+    strengths = {
+        f"strength{end}": table["gamma"] * table[f"radius{end}"] ** 2 for end in ("", "_from", "_to")
+    }
+    return table.assign(**strengths).reset_index()
 
 
 def show(rows: pd.DataFrame, folder: Path) -> Finding:
-    """Draw γR² of each head (γ from the score matrix, R from the tokens), which limits growth like √n.
-
-    The constant of a head can grow like √n up to about n = e^(2γR²).
-
-    γ comes from the eigenvalues of the head's score matrix. R is the norm of the head's tokens. A picture
-    shows up to three models.
-    """
+    """Draw γR² of each head, up to three models in a picture, and describe how large it is."""
     table = over_texts(rows)
     families = [part for _, part in table.groupby("model", sort=False)]
     pictures = [
@@ -175,10 +178,7 @@ def _panel(rows: pd.DataFrame, scale: str) -> Panel:
 
 
 def result_sentences(rows: pd.DataFrame) -> str:
-    """Return sentences on the size of γR² (γ from the score matrix, R from the tokens) in one model.
-
-    ``rows`` are rows of the table that :func:`over_texts` returns.
-    """
+    """Return sentences on γR² in one model, whose rows :func:`over_texts` returned."""
     name = readable(str(rows["model"].iloc[0]))
     there = rows[rows["strength"].notna()]
     if there.empty:

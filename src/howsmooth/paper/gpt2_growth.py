@@ -6,6 +6,8 @@ import math
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
+from itertools import cycle, groupby
+from operator import attrgetter
 from pathlib import Path
 
 import pandas as pd
@@ -38,11 +40,7 @@ _MEASURED, _NORMS = 9.0, 1.0
 def measure(context: FigureContext) -> list[tuple[list[Growth], str]]:
     """Measure the constants of each model's layers, and the norms of the tokens that enter these layers.
 
-    Returns
-    -------
-    list of tuple
-        For each model its layers on its texts, and the reason if the norms of entering tokens are missing.
-
+    For each model there are its layers on its texts, and the reason if norms of entering tokens are missing.
     """
     found = []
     for spec, part in context.each(context.options.models or _MODELS):
@@ -57,10 +55,10 @@ def measure(context: FigureContext) -> list[tuple[list[Growth], str]]:
         folder = f"studies/{file_stem(spec.label)}"
         studied = here.study(folder, studying, published=context.options.as_published)
         norms, reason = _norms(here, studied.held, norming)
-        of_model = []
-        for one in growths(here, studied):
-            entering = norms[(norms["layer"] == one.layer) & (norms["text"] == one.text)]
-            of_model.append(replace(one, entering=entering))
+        of_model = [
+            replace(one, entering=norms[(norms["layer"] == one.layer) & (norms["text"] == one.text)])
+            for one in growths(here, studied)
+        ]
         found.append((of_model, reason))
     return found
 
@@ -74,10 +72,7 @@ def _layers(context: FigureContext, spec: ModelSpec) -> Ranges:
 def _norms(
     here: PreparedModel, held: dict[str, Sequences], context: FigureContext
 ) -> tuple[pd.DataFrame, str]:
-    """Return a table of the norms of the tokens that enter each layer.
-
-    The second result is the reason if layers could not be captured, else it is empty.
-    """
+    """Return a table of the norms of the tokens that enter each layer, or why they cannot be captured."""
     rows, reason = [], ""
     for subject in here.subjects:
         context.say(f"{subject.model.label}, {subject.text.name}")
@@ -97,10 +92,7 @@ def _norms(
 
 
 def _entering(here: PreparedModel, subject: Subject, held: Sequences) -> list[Row]:
-    """Return the norms of the tokens that enter each layer, before its norm layer.
-
-    ``held`` maps (length, sample) to the first token of the sequence in the text.
-    """
+    """Return the norms of the tokens that enter each layer, before its norm layer."""
     return [
         {"layer": site.layer, "n": n, "sample": sample, "radius": radius}
         for n, tokens in here.sequences(subject, held)
@@ -113,17 +105,14 @@ def show(models: list[tuple[list[Growth], str]], folder: Path) -> Finding:
     """Draw constants and token norms against n, four layers in a picture, and describe the results."""
     pictures, seen = [], list[str]()
     for series, reason in models:
-        layers = list(dict.fromkeys(each.layer for each in series))
-        for _, some in plotting.sheets(layers, _MOST_ACROSS):
-            pictures.append(
-                _picture([[each for each in series if each.layer == one] for one in some], folder)
-            )
+        layers = [list(own) for _, own in groupby(series, key=attrgetter("layer"))]
+        pictures += [_picture(some, folder) for _, some in plotting.sheets(layers, _MOST_ACROSS)]
         seen += [*(each.result_sentences() for each in series), *([reason] if reason else [])]
     table = pd.DataFrame([each.columns() for series, _ in models for each in series])
     return Finding(pictures, seen, [("Exponents, and correlations of norm and length", table)])
 
 
-def _picture(layers: list[list[Growth]], folder: Path) -> plotting.Picture:
+def _picture(layers: Sequence[list[Growth]], folder: Path) -> plotting.Picture:
     panels = list(map(_constants, layers)), list(map(_radii, layers))
     canvas, _ = plotting.draw(panels, 4.3, sharex=True, sharey=True)
     name = readable(layers[0][0].model)
@@ -137,7 +126,7 @@ def _picture(layers: list[list[Growth]], folder: Path) -> plotting.Picture:
 def _constants(series: Sequence[Growth]) -> Panel:
     """Return the panel of a layer's constants against n, with a colour for each text."""
     curves, titles = [], [f"layer {series[0].layer}"]
-    for each, (colour, mark) in zip(series, _looks(series), strict=True):
+    for each, (colour, mark) in zip(series, cycle(plotting.LOOKS), strict=False):
         rows, theirs, text = each.rows, each.published, _short(each.text)
         values = rows["lipschitz"].where(rows["lipschitz"] > 0)
         curves += [
@@ -153,7 +142,7 @@ def _constants(series: Sequence[Growth]) -> Panel:
 def _radii(series: Sequence[Growth]) -> Panel:
     """Return the panel of the norms of a layer's tokens against n, with a colour for each text."""
     curves, titles = [], []
-    for each, (colour, mark) in zip(series, _looks(series), strict=True):
+    for each, (colour, mark) in zip(series, cycle(plotting.LOOKS), strict=False):
         curves.append(Curve(each.rows["n"], each.rows["radius_mean"], "", colour, mark))
         if each.entering is not None:
             places = each.entering["n"], each.entering["radius"]
@@ -163,10 +152,6 @@ def _radii(series: Sequence[Growth]) -> Panel:
         words = "no correlation" if math.isnan(found.value) else f"$r = {value}$ [{low}, {high}]"
         titles.append(f"{_short(each.text)}: {words}")
     return Panel(curves, "\n".join(titles), y="norm of the tokens")
-
-
-def _looks(series: Sequence[Growth]) -> list[tuple[str, str]]:
-    return [plotting.LOOKS[place % len(plotting.LOOKS)] for place in range(len(series))]
 
 
 def _short(text: str) -> str:

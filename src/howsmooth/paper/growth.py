@@ -29,19 +29,10 @@ _STEADY = 1.001
 class Growth:
     """The measured constants of a layer on a text, with the powers of n that were fitted to them.
 
-    Attributes
-    ----------
-    model, layer, text
-        The names of the model and the text, and the index of the layer.
-    rows
-        The measurements.
-    published
-        The values of the published code at the same sequences, with columns ``n``, ``lipschitz`` and
-        ``ratio`` (to the corrected constant); empty if they were not asked for.
-    entering
-        The norms of the tokens that enter the layer, before its norm layer, with columns ``n`` and
-        ``radius``; empty if they could not be captured, and None if they were not asked for.
-
+    ``rows`` are the measurements. ``published`` are the values of the published code at the same sequences,
+    with columns ``n``, ``lipschitz`` and ``ratio`` (to the corrected constant); empty if they were not asked
+    for. ``entering`` are the norms of the tokens that enter the layer, before its norm layer, with columns
+    ``n`` and ``radius``; empty if they could not be captured, and None if they were not asked for.
     """
 
     model: str
@@ -78,13 +69,9 @@ class Growth:
 
     @cached_property
     def entering_correlation(self) -> Correlation:
-        """The correlation of log n and log R, where R is the norm of the tokens that enter the layer.
-
-        It is NaN if these norms were not measured.
-        """
-        if self.entering is None:
-            return Correlation(math.nan, math.nan, math.nan)
-        return radius_correlation(self.entering["n"].to_numpy(), self.entering["radius"].to_numpy(), LEVEL)
+        """The same correlation for the tokens that enter the layer; NaN if these were not measured."""
+        rows = pd.DataFrame({"n": [], "radius": []}) if self.entering is None else self.entering
+        return radius_correlation(rows["n"].to_numpy(), rows["radius"].to_numpy(), LEVEL)
 
     def columns(self) -> dict[str, Any]:
         """Return the row of the figure's table for this layer and text, by column."""
@@ -170,10 +157,7 @@ def growths(here: PreparedModel, studied: StudyRows) -> list[Growth]:
 
 
 def _beside_corrected(rows: pd.DataFrame) -> pd.DataFrame:
-    """Return the published code's values of a layer, and their ratios to the correct constants.
-
-    The correct constants are measured without the published code's differences.
-    """
+    """Return the published code's values of a layer, and their ratios to the corrected constants."""
     right = rows[rows["quantity"] == CORRECTED].set_index(["n", "sample"])["lipschitz"]
     theirs = rows[rows["quantity"] == PUBLISHED].set_index(["n", "sample"])[["lipschitz"]]
     return theirs.assign(ratio=theirs["lipschitz"] / right).reset_index()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import base64
 import os
 from collections.abc import Mapping, Sequence
 from importlib.resources import files
@@ -12,7 +11,7 @@ import jinja2
 import pandas as pd
 
 from howsmooth.paper.figure import Figure, Finding
-from howsmooth.study.html_assets import digest, style_sheet, templates_of
+from howsmooth.study.html_assets import data_url, digest, style_sheet, templates_of
 from howsmooth.study.text_formatting import readable
 
 __all__ = ["PAGE", "render", "section"]
@@ -27,15 +26,8 @@ _MOST_ROWS = 300
 def render(sections: Sequence[tuple[Figure, str]], command: str, environment: Mapping[str, str]) -> str:
     """Return the page of all figures as one HTML file, with links to PDF and CSV files beside it.
 
-    Parameters
-    ----------
-    sections
-        Pairs of a figure and the HTML that :func:`section` returned for it, in the order of the page.
-    command
-        The command that made the page.
-    environment
-        The result of :func:`howsmooth.study.environment.environment`.
-
+    ``sections`` are pairs of a figure and its HTML from :func:`section`, in the order of the page;
+    ``command`` made the page, in an ``environment`` from :func:`howsmooth.study.environment.environment`.
     """
     own = files("howsmooth.paper").joinpath("templates/reproduce.css").read_text(encoding="utf-8")
     style = style_sheet(own)
@@ -49,17 +41,9 @@ def render(sections: Sequence[tuple[Figure, str]], command: str, environment: Ma
 
 
 def section(figure: Figure, finding: Finding, folder: str | os.PathLike[str], refused: str = "") -> str:
-    """Return the section of a figure as HTML.
+    """Return the section of a figure as HTML; links are relative to ``folder``, which has the page.
 
-    Parameters
-    ----------
-    figure, finding
-        The figure and its results.
-    folder
-        The folder of the page; links to files in it are relative.
-    refused
-        The reason why the figure could not be made; empty if it was made.
-
+    ``refused`` is the reason why the figure could not be made, and empty if it was made.
     """
     return _template("section.html.jinja").render(
         figure=figure,
@@ -67,7 +51,7 @@ def section(figure: Figure, finding: Finding, folder: str | os.PathLike[str], re
         refused=refused,
         images=[
             {
-                "source": f"data:image/png;base64,{base64.b64encode(picture.png.read_bytes()).decode()}",
+                "source": data_url(picture.png.read_bytes()),
                 "drawn": picture,
                 "file": picture.pdf.relative_to(folder).as_posix(),
             }
@@ -89,7 +73,7 @@ def section(figure: Figure, finding: Finding, folder: str | os.PathLike[str], re
 
 def _template(name: str) -> jinja2.Template:
     templates = templates_of("howsmooth.paper")
-    templates.filters["plain"] = _plain
+    templates.filters["plain"] = lambda value, longest=300: readable(str(value), longest)
     return templates.get_template(name)
 
 
@@ -112,8 +96,3 @@ def _cell(value: Any) -> str:
         digits = ".0f" if value.is_integer() and abs(value) < 1e6 else ".3g"
         return f"{value:{digits}}".replace("inf", "∞").replace("-", "\N{MINUS SIGN}")
     return str(value)
-
-
-def _plain(value: object, longest: int = 300) -> str:
-    """Return a name or sentence without control or direction characters, shortened if it is long."""
-    return readable(str(value), longest=longest)

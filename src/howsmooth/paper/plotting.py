@@ -82,27 +82,11 @@ class Picture:
 class Curve:
     """A curve in a panel: dots if it has a marker, a line if it has a line style (``dashes``).
 
-    With neither it is invisible, but the limits of the axes include it.
-
-    Attributes
-    ----------
-    x, y
-        Coordinates, each of shape (points,). A curve without a finite y is not drawn.
-    label
-        The text in the legend; empty for none.
-    colour, mark, dashes
-        A matplotlib colour, marker and line style.
-    size, alpha
-        The area of a dot in square points, and its opacity.
-    filled
-        Whether dots are filled: for all dots, or an array of shape (points,); other dots are hollow.
-    spread
-        The smallest and largest values around each point, drawn as bars at dots or as shade around a line.
-    spans
-        Whether the limits of a log axis include the curve; otherwise it may be cut off.
-    fit
-        Whether it is a fitted line, which is drawn above the dots.
-
+    With neither it is invisible, but the limits of the axes include it. Without a finite y it is not drawn.
+    ``x`` and ``y`` are of shape (points,), as is ``filled`` if it is not the same for all dots. ``spread``
+    are the smallest and largest values around each point, drawn as bars at dots or as shade around a line.
+    ``spans`` says whether the limits of a log axis include the curve; otherwise it may be cut off. A fitted
+    line (``fit``) is drawn above the dots.
     """
 
     x: Sequence[float] | pd.Series
@@ -157,10 +141,7 @@ def fit_factor(x: np.ndarray, y: np.ndarray, slope: float) -> tuple[float, float
 def lines(
     x: pd.Series, rows: pd.DataFrame, *columns: tuple[str, str, Dashes, str], spans: bool = False
 ) -> list[Curve]:
-    """Return a line for each column of a table, to be drawn against ``x``.
-
-    A column is given as (name, colour, dashes, label).
-    """
+    """Return a line against ``x`` for each column of a table, given as (name, colour, dashes, label)."""
     return [
         Curve(x, rows[name], label, colour, dashes=dashes, spans=spans)
         for name, colour, dashes, label in columns
@@ -168,10 +149,7 @@ def lines(
 
 
 def fitted(fit: Exponent, colour: str, label: str = "", dashes: Dashes = SOLID) -> Iterator[Curve]:
-    """Yield the line of a fitted power law, over the lengths to which the power law was fitted.
-
-    If no power law could be fitted, yield nothing.
-    """
+    """Yield the line of a power law over the lengths of its points; nothing if none could be fitted."""
     if not fit.note:
         ends = [fit.n_min, fit.n_max]
         yield Curve(ends, [fit.at(n) for n in ends], label, colour, dashes=dashes, fit=True)
@@ -193,22 +171,11 @@ def with_slope(
 
 @dataclass(frozen=True, eq=False)
 class Panel:
-    """The curves in one pair of axes, with title, labels, scales and limits.
+    """The curves in one pair of axes, with the title, the labels ``x`` and ``y``, scales and limits.
 
-    Attributes
-    ----------
-    curves
-        The curves.
-    title, x, y
-        The title, and the labels of the axes.
-    scales
-        The scales of both axes: ``log``; ``lengths``, a log scale with integer ticks; ``decades``, for values
-        that are powers of ten; or ``linear``.
-    limits
-        Left, right, bottom and top limits of axes that are not log; by default matplotlib chooses.
-    verticals
-        The x of vertical lines.
-
+    A scale is ``log``; ``lengths``, a log scale with integer ticks; ``decades``, for values that are powers
+    of ten; or ``linear``. ``limits`` are the left, right, bottom and top limits of axes that are not log; by
+    default matplotlib chooses. ``verticals`` are the x of vertical lines.
     """
 
     curves: Sequence[Curve]
@@ -221,10 +188,7 @@ class Panel:
 
 
 def sheets(items: Sequence[Any], most: int) -> Iterator[tuple[str, Sequence[Any]]]:
-    """Split items into groups, one for each picture, with at most ``most`` items in a picture.
-
-    Yields pairs of a file-name suffix and a group.
-    """
+    """Split items into groups of at most ``most``, and yield a file-name suffix with each group."""
     for first in range(0, len(items), most):
         yield f"-{first // most + 1}" if first else "", items[first : first + most]
 
@@ -237,30 +201,16 @@ def draw(
     sharex: bool = False,
     sharey: bool = False,
 ) -> tuple[Canvas, np.ndarray]:
-    """Draw panels into a new figure, row by row; return the figure and its axes.
+    """Draw panels into a new figure, row by row; return the figure, and its axes of shape (rows, columns).
 
-    Parameters
-    ----------
-    panels
-        The rows from top to bottom; the last one may be shorter than the others.
-    height
-        The height in inches.
-    wide
-        Whether a picture with a single panel in a row has the full width.
-    sharex, sharey
-        Whether the panels of a column share the x axis, and those of a row the y axis.
-
-    Returns
-    -------
-    tuple
-        The figure, and an array of the axes of the panels with shape (rows, columns).
-
+    The last row may be shorter than the others. The height is in inches. ``wide`` gives the full width to a
+    single panel in a row. With ``sharex`` the panels of a column share the x axis, with ``sharey`` those of a
+    row the y axis.
     """
     down, across = len(panels), len(panels[0])
     canvas = new_figure(_WIDTH if wide or across > 1 else _NARROW, height)
-    axes: Any = canvas.subplots(
-        down, across, squeeze=False, sharex="col" if sharex else False, sharey="row" if sharey else False
-    )
+    shared: dict[str, Any] = {"sharex": "col" if sharex else False, "sharey": "row" if sharey else False}
+    axes: Any = canvas.subplots(down, across, squeeze=False, **shared)
     for (i, j), axis in np.ndenumerate(axes):
         if j >= len(panels[i]):
             axis.set_visible(False)
@@ -284,12 +234,14 @@ def draw(
 
 
 def _scale(axis: Axes, which: Literal["x", "y"], scale: str, panels: Sequence[Panel]) -> None:
-    """Set the scale of an axis, such as linear or logarithmic.
-
-    The limits of logarithmic scales include the curves of all panels that share the axis.
-    """
+    """Set the scale of an axis; the limits of a log scale include the curves of all panels that share it."""
     if scale in ("log", "lengths"):
-        set_axis(axis, which, _values(panels, which), whole=scale == "lengths")
+        curves = [curve for panel in panels for curve in panel.curves if curve.spans]
+        parts: list[Any] = [curve.x if which == "x" else curve.y for curve in curves]
+        if which == "y":
+            parts += [end for curve in curves for end in curve.spread or ()]
+        values = np.concatenate([np.asarray(part, dtype=float) for part in parts] or [np.array([])])
+        set_axis(axis, which, pd.Series(values[np.isfinite(values)]), whole=scale == "lengths")
         return
     if scale == "decades":
         target = axis.xaxis if which == "x" else axis.yaxis
@@ -299,31 +251,13 @@ def _scale(axis: Axes, which: Literal["x", "y"], scale: str, panels: Sequence[Pa
         axis.grid(visible=True, which="major", axis=which, linewidth=0.4, color="0.88", zorder=0)
 
 
-def _values(panels: Sequence[Panel], which: str) -> pd.Series:
-    parts: list[Any] = [[]]
-    for curve in (curve for panel in panels for curve in panel.curves if curve.spans):
-        parts += [curve.x] if which == "x" else [curve.y, *(curve.spread or ())]
-    values = np.concatenate([np.asarray(part, dtype=float) for part in parts])
-    return pd.Series(values[np.isfinite(values)])
-
-
 def picture(
     canvas: Canvas, folder: Path, stem: str, title: str, *, legend: int = 4, above: bool = False
 ) -> Picture:
-    """Add a legend with each label once, and write a figure as PDF and PNG into a folder.
+    """Add a legend with each label once, and write a figure from :func:`draw` as PDF and PNG into a folder.
 
-    Parameters
-    ----------
-    canvas
-        The figure from :func:`draw`.
-    folder, stem
-        The folder of the files, and their name without suffix.
-    title
-        The title on the page and in the metadata of the files.
-    legend
-        The number of columns of the legend.
-    above
-        Whether the legend is above the panels.
+    ``stem`` is the name of the files without suffix, and the title stands on the page and in their metadata.
+    The legend has ``legend`` columns, and is above or below the panels.
 
     Raises
     ------

@@ -12,8 +12,7 @@ from torch import Tensor
 
 from howsmooth import texts
 from howsmooth.attention import SelfAttention
-from howsmooth.attention.theorem_preconditions import require_plain_scores
-from howsmooth.errors import ArgumentError
+from howsmooth.errors import ArgumentError, ModelError
 from howsmooth.paper.figure import FigureContext
 from howsmooth.paper.published.constants_task import published_left
 from howsmooth.paper.row_cache import Key
@@ -34,7 +33,18 @@ from howsmooth.study.store import Store
 from howsmooth.study.text_formatting import file_stem, readable, sentence
 from howsmooth.study.text_windows import Sequences
 
-__all__ = ["MODELS", "Column", "PreparedModel", "StudyRows", "bilinear", "columns", "loaded", "usual_length"]
+__all__ = [
+    "MODELS",
+    "Column",
+    "PreparedModel",
+    "StudyRows",
+    "attention_of",
+    "bilinear",
+    "columns",
+    "loaded",
+    "other_scores",
+    "usual_length",
+]
 
 MODELS = (
     ModelSpec("builtin-encoder"),
@@ -53,18 +63,7 @@ _PUBLISHED_COST = 6.0
 
 @dataclass(frozen=True)
 class Column:
-    """A column of Figure 1: it shows one layer of one model.
-
-    Attributes
-    ----------
-    spec
-        The model.
-    layer
-        The index of the layer.
-    width
-        The dimension of the layer's tokens.
-
-    """
+    """A column of Figure 1: one layer of one model, whose tokens have the dimension ``width``."""
 
     spec: ModelSpec
     layer: int
@@ -89,12 +88,8 @@ class Column:
 def columns(context: FigureContext) -> list[Column]:
     """Return the layers that the options name, or by default one layer of each model.
 
-    Returns
-    -------
-    list of Column
-        Layers model by model. Without models in the options, these are :data:`MODELS`. Without layers in the
-        options, the layer is the first one of a model without mask, and layer 6 (or the last) of a masked
-        model.
+    Without models in the options, these are :data:`MODELS`. Without layers in the options, the layer is the
+    first one of a model without mask, and layer 6 (or the last) of a masked model.
 
     Raises
     ------
@@ -120,11 +115,25 @@ def columns(context: FigureContext) -> list[Column]:
 
 
 def loaded(context: FigureContext, spec: ModelSpec) -> Any:
-    """Load a model, and train its tokenizer if the model is untrained.
+    """Load a model; the tokenizer of an untrained one is trained on the first text of the options.
 
-    The tokenizer is trained on the first text of the options.
+    Raises
+    ------
+    ArgumentError
+        If the model takes no text.
+
     """
-    return context.models.load(spec, texts.load_text(context.options.texts[0]).content)
+    model = context.models.load(spec, texts.load_text(context.options.texts[0]).content)
+    try:
+        model.tokenizer.encode("")
+    except ModelError as error:
+        raise ArgumentError(
+            "model",
+            expected="models with a tokenizer, since figures are measured on texts",
+            got=f"{spec.label}, without one",
+            remedy="Put one into its folder, or add ,random-init; howsmooth measure takes other inputs.",
+        ) from error
+    return model
 
 
 def usual_length(context: FigureContext, spec: ModelSpec) -> int:
@@ -134,12 +143,10 @@ def usual_length(context: FigureContext, spec: ModelSpec) -> int:
 
 
 class StudyRows(NamedTuple):
-    """The measurements of a study that belong to its plan, and the published code's values beside them.
+    """The measurements of a study that belong to its plan; the store may hold rows of other plans too.
 
-    The store may hold rows of other plans too.
-
-    ``rows`` are the measurements, and ``published`` the values of the published code at the same sequences,
-    empty if they were not asked for. ``held`` has the first tokens of the sequences of each text.
+    ``published`` are the values of the published code at the same sequences, empty if they were not asked
+    for. ``held`` has the first tokens of the sequences of each text.
     """
 
     rows: pd.DataFrame
@@ -150,16 +157,8 @@ class StudyRows(NamedTuple):
 class PreparedModel:
     """A loaded model with all texts of a figure, ready to be measured.
 
-    The origins of the model and of the texts are noted for the figure's page.
-
-    Parameters
-    ----------
-    context
-        The context of the figure.
-    spec
-        The model.
-    lengths, samples, layers, scopes
-        The fields of :class:`howsmooth.study.plans.Plan`.
+    The origins of the model and of the texts are noted for the figure's page. ``chosen`` are the lengths,
+    samples, layers and scopes of a :class:`~howsmooth.study.plans.Plan`.
 
     Raises
     ------
@@ -168,30 +167,12 @@ class PreparedModel:
 
     """
 
-    def __init__(
-        self,
-        context: FigureContext,
-        spec: ModelSpec,
-        *,
-        lengths: tuple[int, ...],
-        samples: int,
-        layers: Ranges,
-        scopes: tuple[str, ...] = ("attention",),
-    ) -> None:
+    def __init__(self, context: FigureContext, spec: ModelSpec, **chosen: Any) -> None:
         asked = context.options
         self.context = context
-        self.plan = Plan(
-            models=(spec,),
-            texts=asked.texts,
-            lengths=lengths,
-            samples=samples,
-            scopes=scopes,
-            layers=layers,
-            seed=asked.seed,
-            device=asked.device,
-            dtype=asked.dtype,
-            bounds="none",
-        )
+        loaded(context, spec)  # refuses a model without a tokenizer
+        same = {name: getattr(asked, name) for name in ("texts", "seed", "device", "dtype")}
+        self.plan = Plan(models=(spec,), bounds="none", **same, **chosen)
         self.subjects = checked_subjects(self.plan, context.models)
         self.label = spec.label
         self.texts = [one.text.name for one in self.subjects]
@@ -211,10 +192,7 @@ class PreparedModel:
             yield n, tokens
 
     def sites(self, subject: Subject, tokens: Tensor, scope: str = "attention") -> list[Any]:
-        """Run a model on token ids; return the plan's layers as maps, with the tokens that each receives.
-
-        ``tokens`` are token ids of shape (samples, n).
-        """
+        """Run a model on token ids (samples, n); return the plan's layers, with the tokens each receives."""
         model = self.context.models.load_for(subject)
         inputs = tokens.to(self.plan.device)
         return capture_sites(model, inputs, subject, scope, subject.layers, tokens.shape[1])
@@ -232,9 +210,9 @@ class PreparedModel:
         }
 
     def study(self, name: str, context: FigureContext, *, published: bool = False) -> StudyRows:
-        """Measure the constants that the plan asks for, and store them in the folder ``name``.
+        """Measure what the plan asks for, with ``published`` also what the published code computes.
 
-        ``published`` adds the values of the paper's published code.
+        The store is in the folder ``name``.
         """
         plan, folder = self.plan, context.folder / name
         means = Means(_StudyProgress(context, published=published), context.command, models=context.models)
@@ -295,26 +273,48 @@ class _StudyProgress(Listener):
         self._parts[0].say(words, self._share)
 
 
-def bilinear(site: Any, label: str) -> SelfAttention:
-    """Return a layer's attention in float64, and refuse scores that are not ⟨A x_i + b, x_j⟩ or other masks.
-
-    The mask must be causal, or there must be none.
+def attention_of(site: Any, label: str) -> SelfAttention:
+    """Return a layer's attention in float64, which constructed tokens can be given to.
 
     Raises
     ------
     ArgumentError
-        If the attention has other scores, such as those with rotary positions, or another mask. Constructed
-        tokens need one matrix A, and a mask that is given for every length.
+        If the layer is code and not a formula with matrices.
 
     """
-    f = site.map
-    require_plain_scores(f, "constructed tokens", argument="model")
-    if not isinstance(f, SelfAttention) or f.rotary is not None or f.mask is not None or f.window:
-        got = "rotary positions" if isinstance(f, SelfAttention) and f.rotary is not None else site.masking
+    if not isinstance(site.map, SelfAttention):
+        raise ArgumentError(
+            "model",
+            expected="models whose attention is given by its matrices, at any tokens",
+            got=f"{label}, with {site.map.describe()}",
+            remedy="Choose another --model for this figure; howsmooth measure takes such layers.",
+        )
+    return site.map.to(dtype=torch.float64, device="cpu")
+
+
+def other_scores(f: SelfAttention) -> str:
+    """Say what an attention has beside scores ⟨A x_i + b, x_j⟩ and a causal mask; nothing if it is plain."""
+    named = {"rotary positions": f.rotary, "a window": f.window, "another mask": f.mask}
+    return " and ".join([*(name for name, one in named.items() if one is not None), *f.feature_names()])
+
+
+def bilinear(site: Any, label: str) -> SelfAttention:
+    """Return a layer's attention in float64; refuse other scores than ⟨A x_i + b, x_j⟩, and other masks.
+
+    Quantities of the paper that come from the matrix A of a head have no meaning for other scores.
+
+    Raises
+    ------
+    ArgumentError
+        If the attention has other scores, such as those with rotary positions, or a mask that is not causal.
+
+    """
+    f = attention_of(site, label)
+    if other := other_scores(f):
         raise ArgumentError(
             "model",
             expected="models whose scores are ⟨A x_i + b, x_j⟩ with one matrix A, unmasked or causal",
-            got=f"{label}, with {got}",
-            remedy="Choose another --model for this figure; howsmooth attack searches such models.",
+            got=f"{label}, with {other}",
+            remedy="howsmooth reproduce adversarial and howsmooth attack search such models.",
         )
-    return f.to(dtype=torch.float64, device="cpu")
+    return f

@@ -24,7 +24,7 @@ from howsmooth.bounds import (
     theorem_3_3,
     theorem_4_3,
 )
-from howsmooth.bounds.attention_parameters import Head, Parameters, parameters_of
+from howsmooth.bounds.attention_parameters import Head, parameters_of
 from howsmooth.errors import ArgumentError
 from howsmooth.paper import plotting
 from howsmooth.paper.exponent_text import between, exp
@@ -59,22 +59,17 @@ _RTOL = 1e-6
 
 @dataclass(frozen=True, eq=False)
 class Balanced:
-    """The tokens of Appendix C.7 for one head: opposite pairs along a direction u, then zeros.
+    """The tokens of Appendix C.7 for one head: pairs ±Ru along a direction u for a radius R, then zeros.
 
-    The pairs are ±Ru for a radius R. There is one zero, or two if the number of tokens is even.
-
-    The last token is zero. Its attention weights are equal with or without a causal mask, and for every query
-    bias, because u is orthogonal to the bias.
+    There is one zero, or two if the number of tokens is even. The last token is zero. Its attention weights
+    are equal with or without a causal mask, and for every query bias, because u is orthogonal to the bias.
     """
 
     head: Head
     u: Float64[Tensor, " d"]
 
     def tokens(self, n: int, radius: float) -> Float64[Tensor, "n d"]:
-        """Return n tokens of shape (n, d): opposite pairs of norm ``radius``, then zeros.
-
-        There is one zero, or two if n is even.
-        """
+        """Return n tokens of shape (n, d): opposite pairs of norm ``radius``, then one zero, or two."""
         pairs = (n - 1) // 2
         signs = torch.zeros(n, dtype=torch.float64)
         signs[: 2 * pairs : 2], signs[1 : 2 * pairs : 2] = 1.0, -1.0
@@ -122,15 +117,9 @@ def balanced(head: Head) -> Balanced:
 
 
 def measure(context: FigureContext) -> pd.DataFrame:
-    """Measure the constants of heads at the tokens of Appendix C.7.
+    """Measure the constants of heads at the tokens of Appendix C.7, one row for each length and radius.
 
     The head with A = V = I is measured at every length, and all heads of each layer at the longest length.
-
-    Returns
-    -------
-    pandas.DataFrame
-        One row for each model, head, length and radius.
-
     """
     lengths, found = _lengths(context.options), columns(context)
     # Heads take more time the wider they are; only shares matter.
@@ -159,13 +148,8 @@ def _lengths(options: FigureOptions) -> list[int]:
 
 def _of_column(column: Column, context: FigureContext, n: int) -> list[Row]:
     """Measure every head of a layer at n tokens of Appendix C.7, at several radii; return the rows."""
-    here = PreparedModel(
-        context,
-        column.spec,
-        lengths=(usual_length(context, column.spec),),
-        samples=context.options.samples or _SAMPLES,
-        layers=column.layers,
-    )
+    many = {"lengths": (usual_length(context, column.spec),), "samples": context.options.samples or _SAMPLES}
+    here = PreparedModel(context, column.spec, layers=column.layers, **many)
     sites = [
         here.sites(subject, tokens)[0] for subject in here.subjects for _, tokens in here.sequences(subject)
     ]
@@ -195,6 +179,9 @@ def _rows(f: SelfAttention, key: Key, real: float | None) -> Iterator[Row]:
     parameters = parameters_of(f)
     head = parameters.one_head("quadratic growth")
     tokens, n = balanced(head), int(key["n"] or 0)
+    sharp, paper, free = ball_upper_bound, theorem_3_3, mean_field_upper_bound
+    if parameters.masking == "causal":
+        sharp, paper, free = causal_ball_upper_bound, theorem_4_3, causal_mean_field_upper_bound
     radii = [math.sqrt(strength / head.A_norm) for strength in _STRENGTHS]
     for radius in radii if real is None else [*radii, real]:
         start = derive_seed(purpose="quadratic growth", radius=repr(radius), **key)
@@ -206,26 +193,11 @@ def _rows(f: SelfAttention, key: Key, real: float | None) -> Iterator[Row]:
             "value": float(found.value),
             "converged": bool(found.converged),
             "formula": tokens.formula(n, radius),
-            **_uppers(parameters, n, radius),
+            # Upper bounds for all tokens in the ball: the sharpest one, the paper's, and one for every n.
+            "log_sharp": sharp(parameters, n, radius).log_value,
+            "log_paper": paper(parameters, n, radius).log_value,
+            "log_free": free(parameters, radius).log_value,
         }
-
-
-def _uppers(parameters: Parameters, n: int, radius: float) -> dict[str, float]:
-    """Return the logarithms of three upper bounds on the constant, valid for all tokens in a ball.
-
-    They are the sharpest bound, the paper's bound, and a bound that holds for every n.
-    """
-    causal = parameters.masking == "causal"
-    sharp, paper, free = (
-        (causal_ball_upper_bound, theorem_4_3, causal_mean_field_upper_bound)
-        if causal
-        else (ball_upper_bound, theorem_3_3, mean_field_upper_bound)
-    )
-    return {
-        "log_sharp": sharp(parameters, n, radius).log_value,
-        "log_paper": paper(parameters, n, radius).log_value,
-        "log_free": free(parameters, radius).log_value,
-    }
 
 
 def show(rows: pd.DataFrame, folder: Path) -> Finding:
@@ -246,21 +218,10 @@ def show(rows: pd.DataFrame, folder: Path) -> Finding:
 
 
 def exponents_in_radius(rows: pd.DataFrame) -> pd.DataFrame:
-    """Fit a power of the radius R to the constants of every head.
+    """Fit a power of the radius R to the constants of every head, where ‖A‖R² is at least :data:`FAR`.
 
-    Only rows in which ‖A‖R² is at least :data:`FAR` are fitted.
-
-    Parameters
-    ----------
-    rows
-        One row for each model, layer, head, n and radius, with ``strength`` (‖A‖R²), ``value``, ``converged``
-        and ``real``, which marks the radius of real tokens. Rows at this radius are not fitted.
-
-    Returns
-    -------
-    pandas.DataFrame
-        Columns ``model, layer, head, n, exponent, low, high, points``.
-
+    Rows at the radius of real tokens (``real``) are not fitted. The table has the columns ``model, layer,
+    head, n, exponent, low, high, points``.
     """
     names = ["model", "layer", "head", "n"]
     found = []
@@ -296,12 +257,8 @@ def _identity_panel(rows: pd.DataFrame, title: str) -> Panel:
 def _heads_panel(rows: pd.DataFrame, title: str) -> Panel:
     free = rows[~rows["real"].astype(bool)]
     far = free[(free["strength"] >= FAR) & free["converged"]]
-    curves = [
-        Curve(
-            part["radius"], part["value"], "a head", plotting.VIOLET, "o", plotting.SOLID, size=2, alpha=0.75
-        )
-        for _, part in free.groupby("head")
-    ]
+    look = ("a head", plotting.VIOLET, "o", plotting.SOLID, 2, 0.75)
+    curves = [Curve(part["radius"], part["value"], *look) for _, part in free.groupby("head")]
     curves += plotting.with_slope(far, "radius", "value", 2, "$c\\,R^2$, $c$ fitted", plotting.RED)
     real = rows["radius"][rows["real"].astype(bool)].unique()
     title += f", n = {rows['n'].iloc[0]}"
@@ -309,10 +266,7 @@ def _heads_panel(rows: pd.DataFrame, title: str) -> Panel:
 
 
 def _span(fits: pd.DataFrame, form: str = "{}") -> str:
-    """Format the range of the fitted exponents as text, such as 1.97 to 2.01.
-
-    The text is one number if all are equal, and empty without a fit.
-    """
+    """Format the range of fitted exponents: "1.97 to 2.01", one number if all are equal, or nothing."""
     ends = [] if fits.empty else [decimal(fits["exponent"].min(), 2), decimal(fits["exponent"].max(), 2)]
     return " to ".join(form.format(end) for end in dict.fromkeys(ends))
 

@@ -23,7 +23,7 @@ from howsmooth.paper.two_dirac import TWO_DIRAC
 from howsmooth.paper.worst_inputs import WORST_INPUTS
 from howsmooth.study.environment import environment
 from howsmooth.study.file_writing import replace_file, write_table
-from howsmooth.study.progress_listener import Listener
+from howsmooth.study.progress_listener import SILENT, Listener
 
 __all__ = ["FIGURES", "Reproduction", "choose_figures", "produce"]
 
@@ -38,19 +38,10 @@ _SECTION = "section.html"
 
 @dataclass(frozen=True, eq=False)
 class Reproduction:
-    """What :func:`produce` made: a page, the findings and time of each figure, and refused figures.
+    """What :func:`produce` made: the path of a page, and by figure name what this call found.
 
-    Attributes
-    ----------
-    page
-        The path of the page.
-    findings
-        The findings of the figures made by this call, by figure name.
-    seconds
-        The time that each figure took, by name.
-    refused
-        The reasons why figures could not be made, by name.
-
+    ``findings`` are those of the figures that were made, ``seconds`` the time that each took, and ``refused``
+    the reasons why figures could not be made.
     """
 
     page: Path
@@ -70,17 +61,17 @@ def choose_figures(names: Sequence[str]) -> list[Figure]:
         If no figure has one of the names.
 
     """
-    places = {one.paper.lower().replace(" ", "-"): one for one in FIGURES}
-    known = {one.name: one for one in FIGURES}
+    own = {one.name: one for one in FIGURES}
+    known = {one.paper.lower().replace(" ", "-"): one for one in FIGURES} | own
     for name in names:
-        if name not in places | known:
+        if name not in known:
             raise ArgumentError(
                 "figure",
-                expected=f"one of {', '.join(known)}",
+                expected=f"one of {', '.join(own)}",
                 got=repr(name),
-                remedy=similar_name(name, known | places),
+                remedy=similar_name(name, known),
             )
-    chosen = [(places | known)[name] for name in names]
+    chosen = [known[name] for name in names]
     return [one for one in FIGURES if not names or one in chosen]
 
 
@@ -88,17 +79,15 @@ def produce(
     chosen: Sequence[Figure],
     options: FigureOptions,
     folder: str | os.PathLike[str],
-    listener: Listener | None = None,
+    listener: Listener = SILENT,
     command: str = "",
 ) -> Reproduction:
     """Measure and draw the chosen figures, and write one HTML page with all figures of the output folder.
 
     Parameters
     ----------
-    chosen
-        The figures to make.
-    options
-        The options for all of them.
+    chosen, options
+        The figures to make, and the options for all of them.
     folder
         The output folder. It receives the page, and a folder for each figure, named after the figure.
     listener
@@ -114,51 +103,45 @@ def produce(
 
     """
     folder = Path(folder)
-    made = Reproduction(folder / PAGE)
-    listener, models = listener or Listener(), models_for(options)
-    errors: list[HowsmoothError] = []
+    made, errors = Reproduction(folder / PAGE), list[HowsmoothError]()
+    context = FigureContext(options, folder, models_for(options), listener, command)
     try:
-        _make(chosen, FigureContext(options, folder, models, listener, command), made, errors)
+        for figure in chosen:
+            began = time.perf_counter()
+            listener.phase(f"{figure.paper}: {figure.title}")
+            try:
+                made.findings[figure.name] = _make(figure, context)
+            except HowsmoothError as error:
+                errors.append(error)
+                made.refused[figure.name] = " ".join(str(error).split())
+            made.seconds[figure.name] = time.perf_counter() - began
     except KeyboardInterrupt:
         # The figures that are finished are on the page, also if the next one takes hours.
         if made.findings:
-            _write_page(made, folder, options, command)
+            _write_page(made, context)
         raise
     if errors and not made.findings:
         raise errors[0]
     listener.phase("Writing the page")
-    _write_page(made, folder, options, command)
+    _write_page(made, context)
     return made
 
 
-def _make(
-    chosen: Sequence[Figure], context: FigureContext, made: Reproduction, errors: list[HowsmoothError]
-) -> None:
-    """Make the figures one after another, and collect their results.
-
-    Findings are added to ``made``, and errors to ``errors``.
-    """
-    folder = context.folder
-    for figure in chosen:
-        began, own = time.perf_counter(), folder / figure.name
-        context.listener.phase(f"{figure.paper}: {figure.title}")
-        try:
-            finding = figure.make(replace(context, folder=own, made={}))
-            for number, (_, table) in enumerate(finding.tables, 1):
-                write_table(table, own, f"table-{number}.csv")
-            with writing(own):
-                # Keep the section in a file, so that later commands can include it in their page.
-                replace_file(own / _SECTION, section(figure, finding, folder))
-            made.findings[figure.name] = finding
-        except HowsmoothError as error:
-            errors.append(error)
-            made.refused[figure.name] = " ".join(str(error).split())
-        made.seconds[figure.name] = time.perf_counter() - began
+def _make(figure: Figure, context: FigureContext) -> Finding:
+    """Make a figure, and write its tables and its section of the page into its folder."""
+    own = context.folder / figure.name
+    finding = figure.make(replace(context, folder=own, made={}))
+    for number, (_, table) in enumerate(finding.tables, 1):
+        write_table(table, own, f"table-{number}.csv")
+    with writing(own):
+        # Keep the section in a file, so that later commands can include it in their page.
+        replace_file(own / _SECTION, section(figure, finding, context.folder))
+    return finding
 
 
-def _write_page(made: Reproduction, folder: Path, options: FigureOptions, command: str) -> None:
+def _write_page(made: Reproduction, context: FigureContext) -> None:
     """Write the page with the figures of this call, and those that earlier calls made in this folder."""
-    sections = []
+    sections, folder = [], context.folder
     for figure in FIGURES:
         path = folder / figure.name / _SECTION
         if figure.name in made.refused:
@@ -166,4 +149,4 @@ def _write_page(made: Reproduction, folder: Path, options: FigureOptions, comman
         elif path.is_file():
             sections.append((figure, path.read_text(encoding="utf-8")))
     with writing(folder):
-        replace_file(made.page, render(sections, command, environment(options.device)))
+        replace_file(made.page, render(sections, context.command, environment(context.options.device)))

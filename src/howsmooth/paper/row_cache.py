@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from howsmooth.errors import StoreError
-from howsmooth.study.file_writing import replace_file
+from howsmooth.study.file_writing import replace_file, written_beside
 
 __all__ = ["Key", "Row", "kept_rows", "writing"]
 
@@ -27,23 +27,10 @@ Row = dict[str, Any]
 
 @contextmanager
 def writing(folder: Path) -> Iterator[None]:
-    """Create a folder, and report any error of writing in the ``with`` block as a StoreError.
-
-    Raises
-    ------
-    StoreError
-        If a file cannot be written.
-
-    """
-    try:
+    """Create a folder, and report any error of writing in the ``with`` block as a StoreError."""
+    with written_beside(folder, "finished measurements"):
         folder.mkdir(parents=True, exist_ok=True)
         yield
-    except OSError as error:
-        raise StoreError(
-            f"{error.filename or folder} cannot be written: {error.strerror}. Finished measurements are "
-            "saved. Free disk space or make it writable, and run the same command again, or choose another "
-            "--out."
-        ) from error
 
 
 def kept_rows(folder: Path, key: Key, measure: Callable[[], Iterable[Row]]) -> list[Row]:

@@ -11,7 +11,7 @@ from pathlib import Path
 from howsmooth.errors import HowsmoothError
 from howsmooth.paper.figure import Figure, FigureContext, models_for
 from howsmooth.paper.figure_options import FigureOptions
-from howsmooth.study.progress_listener import Listener
+from howsmooth.study.progress_listener import SILENT, Listener
 
 __all__ = ["FigureTime", "expected_times"]
 
@@ -22,17 +22,8 @@ _TRIAL_SECONDS = 10.0
 class FigureTime:
     """How long a figure is expected to take from an empty folder.
 
-    Attributes
-    ----------
-    name
-        The name of the figure.
-    seconds
-        The expected wall time; None if the figure cannot be made.
-    tried
-        The share of the figure's work that the trial finished, on which the expectation rests.
-    refused
-        The reason why the figure cannot be made; empty if it can.
-
+    ``seconds`` is None, and ``refused`` the reason, if the figure cannot be made. ``tried`` is the share of
+    the work that the trial finished, on which the expectation rests.
     """
 
     name: str
@@ -42,36 +33,27 @@ class FigureTime:
 
 
 def expected_times(
-    chosen: Sequence[Figure], options: FigureOptions, listener: Listener | None = None
+    chosen: Sequence[Figure], options: FigureOptions, listener: Listener = SILENT
 ) -> list[FigureTime]:
     """Make each figure in a temporary folder for about ten seconds, and extrapolate the time it needs.
 
     The figure's own progress tells what share of the work is done. The progress rests on estimated costs, and
-    a trial ends only after a finished step; so the times are right within a factor of two or three.
-
-    Parameters
-    ----------
-    chosen
-        The figures.
-    options
-        The options for all of them.
-    listener
-        The listener that is told which figure is tried.
-
+    a trial ends only after a finished step; so the times are right within a factor of two or three. The
+    listener is told which figure is tried.
     """
-    models, listener, found = models_for(options), listener or Listener(), []
+    models, found = models_for(options), []
     for figure in chosen:
         listener.phase(f"Trying {figure.name}")
-        clock = _Clock()
+        clock, refused = _Clock(), ""
         with tempfile.TemporaryDirectory() as folder:
             try:
                 figure.make(FigureContext(options, Path(folder), models, clock))
+                clock.share = 1.0
             except _TrialEnded:
-                found.append(FigureTime(figure.name, clock.expected(), clock.share))
+                pass
             except HowsmoothError as error:
-                found.append(FigureTime(figure.name, None, clock.share, " ".join(str(error).split())))
-            else:
-                found.append(FigureTime(figure.name, time.perf_counter() - clock.began, 1.0))
+                refused = " ".join(str(error).split())
+        found.append(FigureTime(figure.name, None if refused else clock.expected(), clock.share, refused))
     return found
 
 

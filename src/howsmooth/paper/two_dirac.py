@@ -76,20 +76,14 @@ def identity_head(gamma: float, d: int = _DIMENSION) -> SelfAttention:
 def two_diracs(
     radius: float, ratio: float, log_weights: Float64[Tensor, "2"], d: int = _DIMENSION
 ) -> DiscreteMeasure:
-    """Return a measure of two Diracs on a line through zero, with given weights.
-
-    The Diracs are at Ru and ratio · Ru, where R is ``radius`` and u is the first unit vector.
-    """
+    """Return a measure of two Diracs, at Ru and ratio · Ru with the radius R and the first unit vector u."""
     points = torch.zeros(2, d, dtype=torch.float64)
     points[0, 0], points[1, 0] = radius, ratio * radius
     return DiscreteMeasure(points, log_weights=log_weights)
 
 
 def describe(context: FigureContext, measures: str) -> None:
-    """Write down, for the figure's page, how its constants were computed.
-
-    The note gives the probability measures at which they were computed, the seed and the tolerance.
-    """
+    """Note for the figure's page at which probability measures its constants were computed, and how."""
     context.made["Measures"] = f"{measures}; no model and no text."
     context.made["Settings"] = (
         f"seed {context.options.seed}, float64, relative tolerance {RTOL:g}, confidence 0.999."
@@ -97,17 +91,11 @@ def describe(context: FigureContext, measures: str) -> None:
 
 
 def measure(context: FigureContext) -> pd.DataFrame:
-    """Measure the constant at two Diracs, for several radii, positions and weights.
-
-    There are two families of positions and two weights of the light Dirac. The table has one row for each
-    measure.
-    """
-    seed = context.options.seed
-    pairs = [(family, weight) for family in _FAMILIES for weight in (PAPER_WEIGHT, BETTER)]
+    """Measure the constant at two Diracs, one row for each family of positions, weight and radius."""
     rows = []
-    for (family, weight), part in context.each(pairs):
+    for (family, weight), part in context.each(list(product(_FAMILIES, _COLOURS))):
         part.say(f"{family}, {weight}")
-        key: Key = {"family": family, "weight": weight, "seed": seed}
+        key: Key = {"family": family, "weight": weight, "seed": context.options.seed}
         rows += part.rows(key, partial(map, partial(_row, key), _RADII))
     describe(context, "two Diracs in four dimensions, A = −I or 8I, V = I")
     return pd.DataFrame(rows)
@@ -134,10 +122,7 @@ def _row(key: Key, radius: float) -> Row:
 
 
 def _log_weights(name: str, g: float) -> Float64[Tensor, "2"]:
-    """Return the logarithms of the weights p and 1 − p of the two Diracs.
-
-    p is the weight of the light Dirac: e^{−2g}, or 1/(1 + 3e^{2g}).
-    """
+    """Return the logarithms of p and 1 − p, p the light Dirac's weight e^{−2g} or 1/(1 + 3e^{2g})."""
     if name == PAPER_WEIGHT:
         logs = (-2 * g, math.log(-math.expm1(-2 * g)))
     else:
@@ -147,10 +132,7 @@ def _log_weights(name: str, g: float) -> Float64[Tensor, "2"]:
 
 
 def show(rows: pd.DataFrame, folder: Path) -> Finding:
-    """Draw the constant at two Diracs against their radius R, and compare it with Proposition 3.6.
-
-    The finding that is returned has the pictures and sentences about them.
-    """
+    """Draw the constant at two Diracs against their radius R, and compare it with Proposition 3.6."""
     logs = rows.filter(like="log_").astype(np.float64)
     ratios = logs.sub(rows["log_asymptotic"], axis=0).apply(np.exp).join(rows["radius"])
     decades = (logs / math.log(10)).join(rows["radius"])
@@ -189,9 +171,8 @@ def show(rows: pd.DataFrame, folder: Path) -> Finding:
     table = rows.assign(ratio=ratios["log_value"])[
         ["family", "weight", "radius", "g", "log_value", "ratio", "log_paper", "log_free", "converged"]
     ]
-    return Finding(
-        [picture], result_sentences(rows), [("Logarithms of the constant, and its ratio to (g/2) e^g", table)]
-    )
+    tables = [("Logarithms of the constant, and its ratio to (g/2) e^g", table)]
+    return Finding([picture], result_sentences(rows), tables)
 
 
 def result_sentences(rows: pd.DataFrame) -> list[str]:

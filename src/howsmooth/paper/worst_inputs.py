@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -16,13 +17,22 @@ from howsmooth import lipschitz
 from howsmooth.adversarial import ascend, two_cluster
 from howsmooth.attention import SelfAttention
 from howsmooth.bounds import best, theorem_3_3, theorem_4_3, theorem_e_3
+from howsmooth.bounds.attention_parameters import parameters_of
+from howsmooth.bounds.worst_case_tokens import real_eigenpairs
 from howsmooth.errors import ArgumentError
 from howsmooth.paper import plotting
 from howsmooth.paper.exponent_text import between, exp, power, power_label
 from howsmooth.paper.figure import Figure, FigureContext, Finding
-from howsmooth.paper.head_eigenvalues import head_eigenvalues
 from howsmooth.paper.plotting import Curve, Panel
-from howsmooth.paper.prepared_model import Column, PreparedModel, bilinear, columns, loaded, usual_length
+from howsmooth.paper.prepared_model import (
+    Column,
+    PreparedModel,
+    attention_of,
+    columns,
+    loaded,
+    other_scores,
+    usual_length,
+)
 from howsmooth.paper.published import has_fused_weight, power_iteration, wrong_slices
 from howsmooth.paper.row_cache import Key, Row
 from howsmooth.seeds import derive_seed
@@ -41,6 +51,8 @@ _HEAD = 0
 _RTOL = 1e-4
 # A short search, which starts from all constructions: longer ones improve the best by less than 1 % here.
 _STEPS, _RESTARTS, _ATOM_STEPS = 1, 8, 40
+# For scores that the paper does not treat, constructions are poor and only the ascent itself searches.
+_OTHER_STEPS, _OTHER_STARTS = 30, 2
 # Shares of the time of one model: its text, and the balls.
 _TEXT, _BALLS = 0.15, 0.85
 _THEOREMS = {"theorem_3_3": "Theorem 3.3", "theorem_e_3": "Theorem E.3", "theorem_4_3": "Theorem 4.3"}
@@ -55,25 +67,15 @@ _NAMES = {
 class _Layer:
     """One layer of one model, with its measurements on text.
 
-    Attributes
-    ----------
-    column
-        The model and the layer.
-    attention
-        All its heads with the output projection; head 0 is attacked.
-    fingerprint
-        The fingerprint of the model.
-    fused
-        Whether its queries, keys and values are in one transposed weight.
-    text
-        The converged measurements of every head on text.
-    radius
-        The norm of the longest real token.
-
+    ``attention`` has all heads with the output projection. If its scores are others than the paper's, such as
+    those with rotary positions, ``heads`` has the attacked head for each length that the model can read;
+    else it is empty. ``fused`` says whether queries, keys and values are in one transposed weight. ``text``
+    are the converged measurements of every head, and ``radius`` is the norm of the longest real token.
     """
 
     column: Column
     attention: SelfAttention
+    heads: dict[int, SelfAttention]
     fingerprint: str
     fused: bool
     text: pd.DataFrame
@@ -98,7 +100,11 @@ def measure(context: FigureContext) -> pd.DataFrame:
     for column, part in context.each(layers, [one.cost for one in layers]):
         reading, searching = part.parts((_TEXT, _BALLS))
         layer = _on_text(column, reading)
-        jobs = [(radius, n) for radius in dict.fromkeys((*RADII, layer.radius)) for n in lengths]
+        possible = [n for n in lengths if n in layer.heads or not layer.heads]
+        if not possible:
+            most = f"lengths of at most {max(layer.heads)}, which {column.spec.label} can read"
+            raise ArgumentError("lengths", expected=most, got=str(min(lengths)))
+        jobs = [(radius, n) for radius in dict.fromkeys((*RADII, layer.radius)) for n in possible]
         for (radius, n), share in searching.each(jobs, [n + 100.0 for _, n in jobs]):
             share.say(f"{column.spec.label}, R = {radius:.4g}, n = {n}")
             rows = pd.DataFrame(_in_ball(layer, radius, n, share))
@@ -122,14 +128,18 @@ def _on_text(column: Column, context: FigureContext) -> _Layer:
         scopes=("head",),
     )
     subject = here.subjects[0]
-    _, tokens = next(here.sequences(subject))
-    (site,) = here.sites(subject, tokens[:1])
+    sites = {n: here.sites(subject, tokens[:1])[0] for n, tokens in here.sequences(subject)}
+    site = sites[max(sites)]  # a window is seen in long sequences only
+    attention, heads = attention_of(site, column.spec.label), {}
+    if other_scores(attention):
+        heads = {n: attention_of(one, column.spec.label).head(_HEAD) for n, one in sites.items()}
     model = getattr(context.models.load_for(subject), "model", None)
     fused = model is not None and has_fused_weight(model.get_submodule(site.name))
     rows = here.study(f"studies/{column.stem}", context).rows
     return _Layer(
         column,
-        bilinear(site, column.spec.label),
+        attention,
+        heads,
         subject.fingerprint,
         fused,
         text=rows[rows["converged"]],
@@ -140,7 +150,9 @@ def _on_text(column: Column, context: FigureContext) -> _Layer:
 def _in_ball(layer: _Layer, radius: float, n: int, context: FigureContext) -> list[Row]:
     """Return one head's constants and bounds for n tokens in a ball of some radius, computed or cached."""
     rows: list[Row] = []
-    for kind in (_rows, _published_rows) if context.options.as_published else (_rows,):
+    search = f"{_STEPS},{_RESTARTS},{_ATOM_STEPS}"
+    search += f",{_OTHER_STEPS},{_OTHER_STARTS}" if layer.heads else ""
+    for kind in (_rows, _published_rows) if context.options.as_published and not layer.heads else (_rows,):
         key: Key = {
             "model": layer.column.spec.label,
             "fingerprint": layer.fingerprint,
@@ -148,7 +160,7 @@ def _in_ball(layer: _Layer, radius: float, n: int, context: FigureContext) -> li
             "ball": repr(radius),
             "n": n,
             "published": int(kind is _published_rows),
-            "search": f"{_STEPS},{_RESTARTS},{_ATOM_STEPS}",
+            "search": search,
             "seed": context.options.seed,
             "dtype": context.options.dtype,
         }
@@ -160,27 +172,24 @@ def _rows(layer: _Layer, radius: float, n: int, seed: int) -> Iterator[Row]:
     """Yield the constants and bounds of a layer's heads for n tokens in a ball.
 
     Every head is measured at the paper's two-cluster tokens. One head is also measured at the worst tokens
-    that a search finds, and has two upper bounds: the best one of this library, and the paper's.
+    that a search finds, and has two upper bounds: the best one of this library, and the paper's. Of scores
+    that the paper does not treat there are the search and the best bound.
     """
     f = layer.attention
-    for h in _real(f):
+    for h in () if layer.heads else _real(f):
         x = two_cluster(f.head(h), n, radius).x
         yield {"kind": "paper", "name": "two_cluster", "head": h, **_measured(f.head(h), x, seed)}
-    head = f.head(_HEAD)
-    found = ascend(
-        head,
-        n,
-        radius,
-        random_starts=0,
-        steps=_STEPS,
-        atom_restarts=_RESTARTS,
-        atom_steps=_ATOM_STEPS,
-        seed=seed,
-    )
+    head = layer.heads[n] if layer.heads else f.head(_HEAD)
+    effort: dict[str, Any] = {"steps": _STEPS, "atom_restarts": _RESTARTS, "atom_steps": _ATOM_STEPS}
+    effort |= {"steps": _OTHER_STEPS, "random_starts": _OTHER_STARTS} if layer.heads else {"random_starts": 0}
+    found = ascend(head, n, radius, seed=seed, **effort)
     yield {"kind": "search", "name": found.start, "head": _HEAD, **_measured(head, found.x, seed)}
-    biased = f.query_bias is not None
-    theirs = (theorem_4_3 if f.causal else theorem_e_3 if biased else theorem_3_3)(head, n, radius)
-    for kind, bound in (("upper", best(head, length=n, radius=radius)), ("theirs", theirs)):
+    uppers = {"upper": best(head, length=n, radius=radius)}
+    if not layer.heads:
+        biased = f.query_bias is not None
+        theorem = theorem_4_3 if f.causal else theorem_e_3 if biased else theorem_3_3
+        uppers["theirs"] = theorem(head, n, radius)
+    for kind, bound in uppers.items():
         yield {"kind": kind, "name": bound.name, "head": _HEAD, "log_value": bound.log_value}
 
 
@@ -203,11 +212,8 @@ def _published_rows(layer: _Layer, radius: float, n: int, seed: int) -> Iterator
 
 
 def _real(f: SelfAttention) -> list[int]:
-    """Return the indices of the heads for which the paper's two-cluster tokens exist.
-
-    The tokens exist if the head's score matrix A has a real eigenvalue.
-    """
-    return [h for h, strength in enumerate(head_eigenvalues(f)) if strength.gamma is not None]
+    """Return the indices of the heads whose matrix A has a real eigenvalue, as the paper's tokens need."""
+    return [h for h, head in enumerate(parameters_of(f).heads) if real_eigenpairs(head)]
 
 
 def _measured(head: SelfAttention, x: Tensor, seed: int) -> Row:
@@ -236,11 +242,12 @@ def side_by_side(rows: pd.DataFrame, text: pd.DataFrame, head: int) -> Row:
         computes it (``as published``). Logarithms of bounds: ``upper`` and ``theirs``, the latter by
         ``theorem``. Over all heads: ``paper median``, ``paper low``, ``paper high``; on text ``text median``,
         ``text low``, ``text high``. ``text own`` is the median of the head on text. ``unsettled`` counts
-        values that did not converge, which are left out. Missing values are NaN.
+        values that did not converge, which are left out. Missing values are NaN, a missing theorem None.
 
     """
     values = rows[rows["converged"] == True]  # noqa: E712
-    own, bounds = values[values["head"] == head], rows.set_index("kind")
+    own = values[values["head"] == head]
+    bounds = rows.drop_duplicates("kind").set_index("kind").reindex(["upper", "theirs"])
     by_kind = own.groupby("kind")["value"].first()
     worst = own[own["kind"].isin(["paper", "search"])].sort_values("value").tail(1)
     return (
@@ -253,7 +260,7 @@ def side_by_side(rows: pd.DataFrame, text: pd.DataFrame, head: int) -> Row:
             "found by": "".join(worst["name"]),
             "upper": bounds.loc["upper", "log_value"],
             "theirs": bounds.loc["theirs", "log_value"],
-            "theorem": _THEOREMS[str(bounds.loc["theirs", "name"])],
+            "theorem": _THEOREMS.get(str(bounds.loc["theirs", "name"])),
             "unsettled": int((rows["converged"] == False).sum()),  # noqa: E712
         }
     )
@@ -269,13 +276,12 @@ def show(rows: pd.DataFrame, folder: Path) -> Finding:
     shown = rows.assign(upper=exp(rows["upper"])).rename(columns=_NAMES)
     for theorem, theirs in rows.groupby("theorem", sort=False)["theirs"]:
         shown[theorem] = exp(theirs.where(np.isfinite(theirs)))
-    names = [*list(_NAMES.values())[:-1], *rows["theorem"].unique(), "published tokens", "as published"]
+    theorems = rows["theorem"].dropna().unique()
+    names = [*list(_NAMES.values())[:-1], *theorems, "published tokens", "as published"]
     table = shown[names].dropna(axis=1, how="all")
     caption = "Constants and bounds at every radius and length; medians are over all heads of the layer"
-    pictures = [_picture(part, folder) for part in layers]
-    return Finding(
-        pictures, [words for part in layers for words in _result_sentences(part)], [(caption, table)]
-    )
+    seen = [words for part in layers for words in _result_sentences(part)]
+    return Finding([_picture(part, folder) for part in layers], seen, [(caption, table)])
 
 
 def _balls(rows: pd.DataFrame) -> list[pd.DataFrame]:
@@ -322,9 +328,11 @@ def _panel(rows: pd.DataFrame) -> Panel:
         Curve(n, rows["wrong slices"], "published tokens", plotting.ORANGE, "x", size=16),
         Curve(n, rows["as published"], "as published", plotting.ORANGE, "+", size=16),
     ]  # fmt: skip
-    found, paper = (power_label(_fit(rows, name), ends=False) for name in ("found", "paper"))
     title = f"$R = {rows['R'].iloc[0]:.4g}$" + (", real tokens" if rows["real"].all() else "")
-    return Panel(curves, f"{title}\nfound {found}\npaper's {paper}")
+    for name, words in (("found", "found"), ("paper", "paper's")):
+        if rows["theorem"].notna().all() or name == "found":
+            title += f"\n{words} {power_label(_fit(rows, name), ends=False)}"
+    return Panel(curves, title)
 
 
 def _result_sentences(rows: pd.DataFrame) -> list[str]:
@@ -353,12 +361,12 @@ def _ball_words(rows: pd.DataFrame) -> str:
             f"{_ends(rows['paper median'])}. "
         )
     if rows["found"].notna().any():
-        words += (
-            f"The largest found goes from {_ends(rows['found'])}, {power(_fit(rows, 'found'))}, and is "
-            f"{between(rows['found'] / rows['paper'])} times that at the paper's tokens and "
-            f"{between(rows['found'] / exp(rows['upper']))} times howsmooth's bound, which none in the ball "
-            "can exceed"
-        )
+        words += "The" if rows["paper"].notna().any() else "the"
+        words += f" largest found goes from {_ends(rows['found'])}, {power(_fit(rows, 'found'))}, and is "
+        if rows["paper"].notna().any():
+            words += f"{between(rows['found'] / rows['paper'])} times that at the paper's tokens and "
+        share = between(rows["found"] / exp(rows["upper"]))
+        words += f"{share} times howsmooth's bound, which none in the ball can exceed"
         if np.isfinite(rows["theirs"]).all():
             theirs = between(exp(rows["theirs"] - rows["upper"]))
             words += f"; {rows['theorem'].iloc[0]} is {theirs} times that bound"
@@ -366,11 +374,13 @@ def _ball_words(rows: pd.DataFrame) -> str:
     text = rows[rows["text median"].notna()]
     if real and len(text):
         words += (
-            f"On text of the same lengths the median constant of a head is {between(text['text median'])}; "
-            "the median over heads at the paper's tokens is "
-            f"{between(text['paper median'] / text['text median'])} times as large. In head {_HEAD} the "
-            f"largest found is {between(text['found'] / text['text own'])} times the median on text."
+            f"On text of the same lengths the median constant of a head is {between(text['text median'])}"
         )
+        if text["paper median"].notna().any():
+            ratio = between(text["paper median"] / text["text median"])
+            words += f"; the median over heads at the paper's tokens is {ratio} times as large"
+        ratio = between(text["found"] / text["text own"])
+        words += f". In head {_HEAD} the largest found is {ratio} times the median on text."
     return words.strip()
 
 
@@ -401,7 +411,8 @@ WORST_INPUTS = Figure(
         "howsmooth finds in the same ball; on real text of the same length, with bars from the smallest to "
         "the largest over sequences and heads; and upper bounds on the ball, which no tokens can exceed. "
         "Dashed, the median over all heads of the layer at the paper's tokens, and shaded from the smallest "
-        "to the largest."
+        "to the largest. Of scores that the paper does not treat, such as those with rotary positions, the "
+        "paper's tokens and theorems are left out."
     ),
     measure=measure,
     show=show,

@@ -19,6 +19,7 @@ from howsmooth.lipschitz_estimate import LipschitzEstimate
 from howsmooth.models import Site
 from howsmooth.models.capture import model_parts
 from howsmooth.models.whole_model_capture import ModelParts
+from howsmooth.printed_table import PrintedTable
 from howsmooth.profiling.figures import draw_depth
 from howsmooth.profiling.model_input import Inputs, Model, given_inputs, loaded_if_named, shown_progress
 from howsmooth.profiling.result import Result, in_interval
@@ -186,7 +187,7 @@ def depth_profile(
             n, read = whole.x.shape[1], parts.output(output).kind
             rows.append({"stage": "output", "name": "", **own, **measured("until", len(blocks), whole)})
             told(total, total)
-    table = pd.DataFrame(rows)
+    table = PrintedTable(rows)
     table["product"] = table["own"].cumprod()
     table["ratio"] = table["until"] / table["product"]
     return DepthProfile(

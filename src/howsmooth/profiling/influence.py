@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import html
 import operator
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,6 +26,7 @@ from howsmooth.lipschitz.singular_value_solver import Solver, member_seeds
 from howsmooth.lipschitz.token_wise import TokenWise, token_wise_lipschitz
 from howsmooth.lipschitz_estimate import Method
 from howsmooth.profiling.figures import draw_influence
+from howsmooth.profiling.model_input import shown_progress
 from howsmooth.profiling.result import WritableTable
 from howsmooth.study.html_assets import data_url, png
 from howsmooth.study.text_formatting import readable
@@ -143,6 +144,7 @@ def influence(
     confidence: float = 0.999,
     max_iterations: int = 200,
     seed: int = 0,
+    on_output: Callable[[int, int], None] | None = None,
 ) -> Influence:
     """Measure how much each output token changes with each input token, by the block norms ‖∂y_i/∂x_j‖₂ with
     intervals.
@@ -170,6 +172,9 @@ def influence(
         Largest number of Lanczos steps for an entry.
     seed
         Seed of the random starts, of which each entry has its own.
+    on_output
+        Called with the number of output tokens that are done, and the number of all. By default a progress
+        bar is shown on a terminal and in a notebook.
 
     Returns
     -------
@@ -208,7 +213,8 @@ def influence(
     seeds = member_seeds(seed, len(rows) * len(x))
     solver = Solver(rtol, confidence, max_iterations, seeds, [1] * len(seeds))
     chosen = torch.tensor(rows, device=x.device)
-    norms = block_norms(jacobian if blocks is None else blocks, chosen, x.dtype, solver)
+    with shown_progress(on_output, len(rows), "output") as told:
+        norms = block_norms(jacobian if blocks is None else blocks, chosen, x.dtype, solver, told)
     closed = isinstance(f, TokenMap) and has_closed_form(f)
     return Influence(
         value=norms.value,

@@ -23,6 +23,7 @@ from howsmooth.lipschitz.queries_keys_values import entry_sensitivities
 from howsmooth.models import LoadedModel, Site, load_model
 from howsmooth.models.identification.layer_identification import VerifiedLayer
 from howsmooth.models.key_value_perturbations import LogitsOfModel
+from howsmooth.printed_table import PrintedTable
 from howsmooth.profiling.kv_cache_quantisation_result import Precision
 from howsmooth.profiling.model_input import Inputs, Layers, Model, given_inputs, layers_of, loaded_if_named
 from howsmooth.profiling.quantised_forward_pass import of_head, simulated_kl
@@ -120,7 +121,7 @@ def precision(
         raise CaptureError(f"No layer of {type(given.module).__name__} can be treated. {refused[-1]}")
     found = Precision(
         **given.origin(),
-        table=pd.DataFrame(rows),
+        table=PrintedTable(rows),
         together=pd.DataFrame(columns=["quantiser", "bits", "kl"]),
         n=n,
         seed=seed,

@@ -8,6 +8,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -43,6 +44,7 @@ Layers = int | str | slice | Sequence[int] | None
 
 # A text is cut after so many tokens unless a span is given: the time grows with the square of the length.
 _MOST_TOKENS = 512
+_LONGEST_PATH = 1024
 
 
 @contextmanager
@@ -149,6 +151,13 @@ def given_inputs(
     if isinstance(inputs, str):
         if not inputs.strip():
             raise ArgumentError("inputs", expected="a text with at least one token", got=repr(inputs))
+        if _names_a_file(inputs):
+            raise ArgumentError(
+                "inputs",
+                expected="the text itself",
+                got=f"the path of a file, {inputs!r}",
+                remedy="Give pathlib.Path(path).read_text().",
+            )
         ids, what = torch.tensor(_encoded(tokenizer, inputs, special), dtype=torch.int64), "a text"
     elif isinstance(inputs, Mapping):
         named = {str(name): value for name, value in inputs.items()}
@@ -168,6 +177,13 @@ def given_inputs(
     cut = "" if end - first == len(ids) else f"tokens {first} to {end - 1} of {len(ids)}, "
     digest = hashlib.sha256(ids[first:end].numpy().tobytes()).hexdigest()[:12]
     return GivenInputs(model, ids[None, first:end], decoded(ids[first:end]), f"{what}, {cut}SHA-256 {digest}")
+
+
+def _names_a_file(text: str) -> bool:
+    try:
+        return len(text) < _LONGEST_PATH and Path(text).is_file()
+    except (OSError, ValueError):  # too long a name, or a null character
+        return False
 
 
 def _encoded(tokenizer: Any, text: str, special: bool) -> list[int]:
@@ -192,11 +208,11 @@ def _encoded(tokenizer: Any, text: str, special: bool) -> list[int]:
 
 
 def _decoder(tokenizer: Any) -> Callable[[Tensor], list[str]]:
-    """Return a function that converts token ids (n,) to the texts of the tokens, or to numbers without a
-    tokenizer.
+    """Return a function from token ids (n,) to the texts of the tokens; without a tokenizer, to "id" and the
+    number.
     """
     if tokenizer is None:
-        return lambda ids: [str(i) for i in ids.tolist()]
+        return lambda ids: [f"id {i}" for i in ids.tolist()]
     if hasattr(tokenizer, "decoded"):
         return lambda ids: list(tokenizer.decoded(ids.tolist()))
     return lambda ids: [str(tokenizer.decode([i])) for i in ids.tolist()]

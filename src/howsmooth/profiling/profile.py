@@ -15,6 +15,7 @@ from howsmooth.lipschitz import head_lipschitz, local_lipschitz
 from howsmooth.lipschitz_estimate import LipschitzEstimate
 from howsmooth.models.captured_layer import Site
 from howsmooth.models.identification.layer_identification import VerifiedLayer
+from howsmooth.printed_table import PrintedTable
 from howsmooth.profiling.influence import Influence
 from howsmooth.profiling.influence import influence as influence_of
 from howsmooth.profiling.model_input import Inputs, Layers, Model, given_inputs, layers_of, loaded_if_named
@@ -113,7 +114,7 @@ def profile(
     precision = {name: origin[name] for name in ("stored", "computed")}
     return Profile(
         **origin,
-        table=pd.DataFrame(measured.rows).astype({"head": "Int64"}).assign(**precision),
+        table=PrintedTable(measured.rows).astype({"head": "Int64"}).assign(**precision),
         tokens=pd.concat(measured.shares, ignore_index=True),
         words=tuple(given.words or ()),
         n=measured.n,

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass
+from importlib.metadata import version
 from typing import Any, ClassVar
 
 import pandas as pd
@@ -39,8 +40,8 @@ class Profile(Result):
     #: One row for each layer (scope ``attention``, no head) and each head (scope ``head``), with the columns
     #: ``layer``, ``head``, ``scope``, ``value``, ``lower``, ``upper``, ``confidence``, ``converged``,
     #: ``iterations``, ``method``, ``masking``, ``name`` (the path of the module), ``stored`` and ``computed``
-    #: (the dtypes of the weights and of the computation, as below). ``print(p.ranking)`` fits a terminal of
-    #: 80 columns; ``table`` is wider.
+    #: (the dtypes of the weights and of the computation, as below). It is printed within
+    #: 80 columns (:class:`~howsmooth.printed_table.PrintedTable`).
     table: pd.DataFrame
     #: One row for each token of each row of ``table``, with the columns ``layer``, ``head``, ``scope``,
     #: ``position``, ``token`` where the input has words, ``input_share`` (where a change matters) and
@@ -198,13 +199,23 @@ class Profile(Result):
     def to_latex(self, path: str | os.PathLike[str] | None = None) -> str | None:
         """Write the ranking as a LaTeX table to a file, or return it as text if no path is given.
 
-        The table uses booktabs, and its caption is the citation.
+        The table uses booktabs. Its caption is one sentence with the digest, its label ``tab:howsmooth-`` and
+        the digest; the whole citation stands above it as a comment.
         """
-        table = self._sorted.drop(columns=["iterations", "method", "masking", "name"])
-        words: str = table.to_latex(
-            index=False, float_format="%.6g", na_rep="all", escape=True, caption=_latex(self.citation)
+        table = self._sorted[["layer", "head", "scope", "value", "lower", "upper", "converged"]]
+        caption = (
+            f"Local Lipschitz constants of {self.model} at one input of {self.n} tokens, with intervals of "
+            f"{self.confidence:.4g} confidence (howsmooth {version('howsmooth')}, digest {self.digest})."
         )
-        return text_or_file(words, path)
+        words: str = table.to_latex(
+            index=False,
+            float_format="%.6g",
+            na_rep="all",
+            escape=True,
+            caption=_latex(caption),
+            label=f"tab:howsmooth-{self.digest}",
+        )
+        return text_or_file(f"% {' '.join(self.citation.split())}\n{words}", path)
 
     def described(self) -> dict[str, Any]:
         """Return the settings, the ranking and the most sensitive token of each row, as a dict for JSON."""

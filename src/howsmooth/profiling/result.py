@@ -156,14 +156,17 @@ class Result(WritableTable, ABC):
         body = self._body(data_url(png(self.plot())), _IN_NOTEBOOK)
         return f'<div class="howsmooth"><style>{style}</style>{body}</div>'
 
-    def write(self, folder: str | os.PathLike[str]) -> list[Path]:
-        """Write the web page, the figure (PNG and PDF) and the tables (CSV) to a folder, and return their
-        paths.
+    def write(self, folder: str | os.PathLike[str], *, parquet: bool = False) -> list[Path]:
+        """Write page, figure (PNG and PDF) and tables (CSV) into a folder, and return their paths.
+
+        With ``parquet`` the tables are written as parquet too.
 
         Raises
         ------
         StoreError
             If the folder cannot be written.
+        ArgumentError
+            If pandas has no engine for parquet.
 
         """
         with writable_folder(folder) as folder:
@@ -174,6 +177,9 @@ class Result(WritableTable, ABC):
             for name, table in self._tables().items():
                 paths.append(folder / f"{name}.csv")
                 replace_file(paths[-1], csv_of(table))
+                if parquet:
+                    paths.append(folder / f"{name}.parquet")
+                    write_parquet(table, paths[-1], self.citation)
         return paths
 
 

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from howsmooth.bounds.radius import NetworkAtInput, RobustRadius
 from howsmooth.errors import ArgumentError
+from howsmooth.printed_table import PrintedTable
 from howsmooth.profiling.figures import draw_radii
 from howsmooth.profiling.model_input import Inputs, Model, given_inputs, loaded_if_named, shown_progress
 from howsmooth.profiling.result import Result
@@ -257,7 +258,7 @@ def word_radii(
         max((row for (p, o), row in kept.rows.items() if p == position and o in orders), key=_size)
         for position in every
     ]
-    table = pd.DataFrame(rows).astype({"position": "Int64", "label": "Int64", "rival": "Int64"})
+    table = PrintedTable(rows).astype({"position": "Int64", "label": "Int64", "rival": "Int64"})
     words = given.words if given.words is not None and len(given.words) == len(at.x) else []
     if words and not jointly:
         table.insert(1, "token", words)

@@ -27,7 +27,7 @@ from howsmooth.spectral.accurate_sums import PIECE, inner_products, squared_leng
 from howsmooth.spectral.operator import LinearOperator, check_finite, checked_rounding
 from howsmooth.spectral.probabilistic_upper_limits import a_posteriori_upper, ritz_values, start_quantile
 
-__all__ = ["LeadingTriplet", "golub_kahan"]
+__all__ = ["TRIPLET_FIELDS", "LeadingTriplet", "golub_kahan"]
 
 _FIRST_CAPACITY = 16
 # Finished members are dropped from the batch when at most this share of it still runs. They are not dropped
@@ -44,6 +44,10 @@ class LeadingTriplet:
     upper − lower <= rtol · sigma. ``broke_down`` says whether the Krylov space was exhausted, or rounding
     allows no narrower interval. ``right`` and ``left`` are unit vectors in the input and output space;
     ``left`` is zero for a map that is zero.
+
+    ``gram`` is JᵀJ v for v = ``right``, as the recurrence of the solver has it, if a caller asked for it who
+    judges the result by more accurate products. Its difference from the exact product is the rounding error
+    of all steps.
     """
 
     sigma: Float[Tensor, " batch"]
@@ -54,6 +58,11 @@ class LeadingTriplet:
     steps: Int[Tensor, " batch"]
     right: Float[Tensor, "batch *in_shape"]
     left: Float[Tensor, "batch *out_shape"]
+    gram: Float[Tensor, "batch *in_shape"] | None = None
+
+
+TRIPLET_FIELDS = tuple(name for name in LeadingTriplet.__annotations__ if name != "gram")
+"""The names of the fields of a triplet that every result has."""
 
 
 class _Basis:
@@ -123,6 +132,7 @@ def golub_kahan(
     rtol: float,
     confidence: float,
     max_iterations: int,
+    judged: bool = False,
 ) -> LeadingTriplet:
     """Return the largest singular value of each map in ``operator``, with an interval and singular vectors.
 
@@ -138,6 +148,8 @@ def golub_kahan(
         Probability, over the start, with which each member's interval holds.
     max_iterations
         Largest number of steps. Each step takes one product and one adjoint product.
+    judged
+        Whether the caller judges the result, so that it has the field ``gram``.
 
     Raises
     ------
@@ -163,6 +175,7 @@ def golub_kahan(
     converged, broke_down = np.zeros(total, dtype=bool), np.zeros(total, dtype=bool)
     right = start.new_zeros(total, operator.in_size)
     left = start.new_zeros(total, operator.out_size)
+    gram = torch.empty_like(right) if judged else None
 
     alphas = np.zeros((total, steps_allowed))
     betas = np.zeros((total, steps_allowed))
@@ -211,6 +224,10 @@ def golub_kahan(
                 left_weights, right_weights = _leading_pair(a, b)
                 right[member] = v_basis.combine(row, right_weights)
                 left[member] = u_basis.combine(row, left_weights)
+                if gram is not None:
+                    # J V = U B and Jᵀ U = V Bᵀ + z e_kᵀ
+                    torch.mul(right[member], float(sigma[member]) ** 2, out=gram[member])
+                    gram[member].add_(z[row], alpha=float(a[-1] * right_weights[-1]))
         if not running.any():
             break
         # Drop the members that have ended
@@ -231,6 +248,7 @@ def golub_kahan(
         steps=torch.from_numpy(steps),
         right=right.view(total, *operator.in_shape),
         left=left.view(total, *operator.out_shape),
+        gram=None if gram is None else gram.view(total, *operator.in_shape),
     )
 
 

@@ -25,7 +25,13 @@ Reduction = Callable[[Tensor], Tensor]
 # takes time on devices other than a CPU, so their blocks are larger.
 _BLOCK_BYTES = {"cpu": 1 << 26}
 _BLOCK_BYTES_ELSEWHERE = 1 << 29
-# Entries of all vectors that a CPU projects on the basis together.
+# Vectors of at least so many entries are projected on the basis one by one on a CPU, where a product of a
+# matrix and a vector then takes a fifth of the time that it takes as part of a batch.
+_ONE_BY_ONE = 1 << 9
+# Entries of long float32 vectors whose products a CPU sums in float32: the error is less than that of vectors
+# that are summed as a whole.
+_SHORT = 1 << 14
+# Entries of all shorter vectors that a CPU projects together, so that they stay in its cache.
 _TOGETHER = 1 << 14
 
 
@@ -48,6 +54,8 @@ class Basis:
         self.count = 0
         self.taken: Tensor | None = None
         self.blocks: list[Tensor] = []
+        # For each block, where the vectors of each map lie in it; None if they lie in the order of the maps.
+        self._columns: list[list[int] | None] = []
         # At most 2^15, because an entry of a unit vector may be one, and the largest float16 is 65504.
         self.scale = 2.0 ** min(15, round(math.log2(size) / 2)) if dtype == torch.float16 else 1.0
 
@@ -59,18 +67,26 @@ class Basis:
             most = _BLOCK_BYTES.get(row.device.type, _BLOCK_BYTES_ELSEWHERE)
             rows = max(1, min(32, most // (row.numel() * self.dtype.itemsize)))
             self.blocks.append(row.new_empty(rows, *row.shape, dtype=self.dtype))
-        last = self.blocks[-1]
+            self._columns.append(None)
         place = self.count - sum(len(block) for block in self.blocks[:-1])
-        if self.scale == 1.0:
-            last[place].copy_(row)
+        last, columns = self.blocks[-1][place], self._columns[-1]
+        if columns is not None:
+            last[columns] = (row * self.scale).to(self.dtype)
+        elif self.scale == 1.0:
+            last.copy_(row)
         else:  # piece by piece, so that memory holds no second vector
-            for kept, part in zip(*(split(t) for t in (last[place], row)), strict=True):
+            for kept, part in zip(*(split(t) for t in (last, row)), strict=True):
                 kept.copy_(part * self.scale)
         self.count += 1
 
     def keep(self, members: Tensor) -> None:
         """Restrict the basis to the given maps of the batch."""
-        self.blocks = [block[:, members] for block in self.blocks]
+        if self.blocks and self._one_by_one(self.blocks[0]):
+            # A copy of the basis would take longer than the few steps that most maps still make.
+            chosen = members.tolist()
+            self._columns = [chosen if old is None else [old[i] for i in chosen] for old in self._columns]
+        else:
+            self.blocks = [block[:, members] for block in self.blocks]
         if self.taken is not None:
             self.taken = self.taken[members.cpu()]
 
@@ -83,23 +99,20 @@ class Basis:
         """
         if self.dtype == self.working:
             latest = ()
-        lengths = norms(z, self.reduce)
-        for members in self._together(z):
-            vectors, more = z[members], None
-            for _ in range(2):
-                before = lengths[members]
-                self._subtract_projection_(members, vectors, self.count - len(latest), more)
-                for rows in latest:
-                    overlap = reduced(inner(rows[members], vectors), self.reduce)
-                    overlap = overlap if more is None else overlap * more
-                    vectors.addcmul_(rows[members], overlap.to(vectors.dtype)[:, None], value=-1)
-                after = norms(vectors, self.reduce)
-                # A second projection is needed only if the first one removed much of the vector (Daniel,
-                # Gragg, Kaufman, Stewart 1976).
-                more = after <= 0.7 * before
-                lengths[members] = after
-                if not bool(more.any()):
-                    break
+        lengths, more = norms(z, self.reduce), None
+        for _ in range(2):
+            before = lengths
+            self._subtract_projection_(z, self.count - len(latest), more)
+            for rows in latest:
+                overlap = reduced(inner(rows, z), self.reduce)
+                overlap = overlap if more is None else overlap * more
+                z.addcmul_(rows, overlap.to(z.dtype)[:, None], value=-1)
+            lengths = norms(z, self.reduce)
+            # A second projection is needed only if the first one removed much of the vector (Daniel, Gragg,
+            # Kaufman, Stewart 1976).
+            more = lengths <= 0.7 * before
+            if not bool(more.any()):
+                break
         return lengths
 
     def combine(self, member: int, weights: np.ndarray, out: Tensor) -> None:
@@ -115,40 +128,67 @@ class Basis:
                 out[piece].addmv_(part[:, 0].mT, coefficients[rows])
         out /= norms(out[None], self.reduce).to(out.dtype)
 
-    def _together(self, z: Tensor) -> list[slice]:
-        """Divide the maps of the batch into groups whose vectors are projected onto the basis in one call.
+    @staticmethod
+    def _one_by_one(z: Tensor) -> bool:
+        """Return True if vectors of as many entries as those of ``z`` are projected on the basis one by one.
 
-        On a CPU the slices are short, because the vectors of a slice then stay in the cache while all rows of
-        the basis are multiplied with them; long vectors are computed one by one. Other devices compute all
-        members together, because starting an operation takes long there.
+        Other devices than a CPU compute all members together, because starting an operation takes long there.
         """
-        size = max(1, _TOGETHER // z.shape[1]) if z.device.type == "cpu" else len(z)
+        return z.device.type == "cpu" and z.shape[-1] >= _ONE_BY_ONE
+
+    def _together(self, z: Tensor) -> list[slice]:
+        """Divide the maps of the batch into groups whose vectors are projected on the basis in one call."""
+        size = len(z)
+        if z.device.type == "cpu":
+            size = 1 if self._one_by_one(z) else max(1, _TOGETHER // z.shape[1])
         return [slice(i, i + size) for i in range(0, len(z), size)]
 
-    def _subtract_projection_(self, members: slice, z: Tensor, count: int, more: Tensor | None) -> None:
-        """Subtract from the vectors ``z``, in place, their projection onto the first ``count`` basis vectors.
+    def _pieces_of_sums(self, z: Tensor) -> tuple[torch.dtype, list[slice]]:
+        """Return the dtype in which inner products with the vectors ``z`` are summed piece by piece, and the
+        pieces, whose sums are added in float64.
+        """
+        size = z.shape[1]
+        if size <= PIECE:
+            return self.working, [slice(size)]
+        if z.device.type != "cpu" or self.working == torch.float64:
+            return torch.float64, pieces(size, z.device)
+        # A conversion to float64 would take several times as long as the products.
+        return self.working, [slice(low, low + _SHORT) for low in range(0, size, _SHORT)]
 
-        Each row of ``z`` belongs to one map of the slice ``members`` of the batch. If ``more`` is given, only
-        rows for which it is True are changed.
+    def _subtract_projection_(self, z: Tensor, count: int, more: Tensor | None) -> None:
+        """Subtract from the vectors ``z`` (member, size) the projection on the first ``count`` basis vectors
+        of the same map, in place.
+
+        If ``more`` is given, only rows for which it is True are changed.
         """
         if not count:
             return
-        some = pieces(z.shape[1], z.device)
-        summed = self.working if z.shape[1] <= PIECE else torch.float64
-        sums: list[Tensor] = []
-        for piece in some:
-            x, parts = z[:, piece].to(summed), self._parts(members, piece, count)
-            sums.append(torch.cat([_by_member(part.to(summed), x) for _, part in parts]))
-        coefficients = reduced(sum(sums[1:], sums[0]).double(), self.reduce) / self.scale**2
-        coefficients = coefficients if more is None else coefficients * more
-        if self.taken is not None:
-            # A factor of two for the two projections, and the rest because the rows are not exactly
-            # orthonormal.
-            self.taken[members] += 2.5 * coefficients.square().sum(dim=0).cpu()
-        weights = coefficients.to(self.working)
-        for piece in some:
-            for rows, part in self._parts(members, piece, count):
-                _subtract_(z[:, piece], part, weights[rows])
+        groups, some = self._together(z), pieces(z.shape[1], z.device)
+        summed, summands = self._pieces_of_sums(z)
+        for members in groups:
+            if more is not None and len(groups) > 1 and not bool(more[members].any()):
+                continue
+            x = z[members]
+            sums = []
+            for piece in summands:
+                y = x[:, piece].to(summed)
+                parts = self._parts(members, piece, count)
+                sums.append(torch.cat([_by_member(part.to(summed), y) for _, part in parts]))
+            coefficients = sums[0] if len(sums) == 1 else torch.stack(sums).sum(dim=0, dtype=torch.float64)
+            if self.reduce is not None:
+                coefficients = self.reduce(coefficients.double())
+            if self.scale != 1.0:
+                coefficients = coefficients / self.scale**2
+            if more is not None:
+                coefficients = coefficients * more[members]
+            if self.taken is not None:
+                # A factor of two for the two projections, and the rest because the rows are not exactly
+                # orthonormal.
+                self.taken[members] += 2.5 * coefficients.double().square().sum(dim=0).cpu()
+            weights = coefficients.to(self.working)
+            for piece in some:
+                for rows, part in self._parts(members, piece, count):
+                    _subtract_(x[:, piece], part, weights[rows])
 
     def _parts(self, members: slice, piece: slice, count: int) -> Iterator[tuple[slice, Tensor]]:
         """Yield the first ``count`` basis vectors block by block, converted to the dtype of the computation.
@@ -156,11 +196,15 @@ class Basis:
         The blocks hold some maps of the batch and some columns.
         """
         first = 0
-        for block in self.blocks:
+        for block, columns in zip(self.blocks, self._columns, strict=True):
             last = min(first + len(block), count)
             if last <= first:
                 return
-            yield slice(first, last), block[: last - first, members, piece].to(self.working)
+            places = members
+            if columns is not None:
+                (place,) = columns[members]
+                places = slice(place, place + 1)
+            yield slice(first, last), block[: last - first, places, piece].to(self.working)
             first = last
 
 

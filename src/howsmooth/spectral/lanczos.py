@@ -18,7 +18,7 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Callable, Generator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -64,6 +64,7 @@ def lanczos(
     basis_dtype: torch.dtype | None = None,
     basis_bytes: int | None = None,
     reduce: Reduction | None = None,
+    judged: bool = False,
 ) -> LeadingTriplet:
     """Compute the largest singular value of each map J in ``operator``, with an interval and singular
     vectors, from products with JᵀJ.
@@ -95,6 +96,9 @@ def lanczos(
         vector. The operator and the start then have the coordinates of this process. All processes get the
         same values, intervals and steps, and each gets its coordinates of the directions. All processes must
         give the same ``basis_dtype`` and room for the same number of vectors.
+    judged
+        Whether the caller computes J v again with more digits. Then the result has the field ``gram`` if the
+        basis has all digits, and its ``left`` is zero.
 
     Raises
     ------
@@ -104,7 +108,7 @@ def lanczos(
         If a product is not finite, or rounding errors are as large as the product.
 
     """
-    settings = _Settings(rtol, confidence, max_iterations, basis_dtype, basis_bytes, reduce)
+    settings = _Settings(rtol, confidence, max_iterations, judged, basis_dtype, basis_bytes, reduce)
     return _in_lockstep([_run(operator, start, settings)], _by_themselves)[0]
 
 
@@ -117,6 +121,7 @@ def lanczos_together(
     max_iterations: int,
     products: Products,
     sizes: Sequence[Sequence[int]] | None = None,
+    judged: bool = False,
 ) -> list[LeadingTriplet]:
     """Compute the largest singular values of several operators in the same Lanczos steps, so that they can
     share products.
@@ -125,7 +130,7 @@ def lanczos_together(
     ----------
     operators, starts
         As for :func:`lanczos`; their shapes may differ.
-    rtol, confidence, max_iterations
+    rtol, confidence, max_iterations, judged
         As for :func:`lanczos`.
     products
         A function of operators and their vectors that returns ``operator.energy_product(vectors)`` of each.
@@ -136,7 +141,7 @@ def lanczos_together(
 
     """
     of_each = sizes or [[operator.in_size] * operator.batch for operator in operators]
-    settings = _Settings(rtol, confidence, max_iterations)
+    settings = _Settings(rtol, confidence, max_iterations, judged)
     runs = [
         _run(operator, start, settings, size)
         for operator, start, size in zip(operators, starts, of_each, strict=True)
@@ -180,6 +185,7 @@ class _Settings:
     rtol: float
     confidence: float
     max_iterations: int
+    judged: bool
     basis_dtype: torch.dtype | None = None
     basis_bytes: int | None = None
     reduce: Reduction | None = None
@@ -205,6 +211,8 @@ def _run(
         basis.taken = torch.zeros(operator.batch, dtype=torch.float64)
     recurrence = Recurrence(operator, start, basis)
     right = start.new_empty(operator.batch, operator.in_size)
+    # The error of a basis with fewer digits would count as an error of the products.
+    gram = torch.empty_like(right) if settings.judged and dtype == operator.dtype else None
 
     active = np.arange(operator.batch)  # the member in each row of the batch
     running = np.ones(operator.batch, dtype=bool)  # whether the member in each row still runs
@@ -222,7 +230,12 @@ def _run(
         members.bound(some, k, None if basis.taken is None else basis.taken.numpy()[places])
         done = members.finished(some, k)
         for row, member in zip(places[done].tolist(), some[done].tolist(), strict=True):
-            basis.combine(row, members.ritz_vector(member, k), out=right[member])
+            weights = members.ritz_vector(member, k)
+            basis.combine(row, weights, out=right[member])
+            if gram is not None:
+                # JᵀJ V = V T + z e_kᵀ
+                torch.mul(right[member], float(members.sigma[member]) ** 2, out=gram[member])
+                recurrence.add_rest_(gram[member], row, float(weights[-1] * members.units[member] ** 2))
         running[places[done]] = False
         # Drop the members that have ended.
         if not running.any():
@@ -233,8 +246,12 @@ def _run(
 
     # These hold more than four vectors; free them before the left directions are made.
     del basis, recurrence, alpha, gamma
-    left, lengths = _left_vectors(operator, right, settings.reduce)
-    return members.triplet(operator, right, left, lengths)
+    if settings.judged:
+        left, lengths = right.new_zeros(operator.batch, operator.out_size), None
+    else:
+        left, lengths = _left_vectors(operator, right, settings.reduce)
+    found = members.triplet(operator, right, left, lengths)
+    return found if gram is None else replace(found, gram=gram.view(found.right.shape))
 
 
 class _Members:
@@ -333,17 +350,17 @@ class _Members:
         operator: LinearOperator,
         right: Float[Tensor, "member in_size"],
         left: Float[Tensor, "member out_size"],
-        lengths: Float[Tensor, " member"],
+        lengths: Float[Tensor, " member"] | None,
     ) -> LeadingTriplet:
         """Return the result of the Lanczos run: the largest singular value of each map, with its interval and
         singular vectors.
 
         The arguments are the unit vectors v = ``right``, unit vectors ``left`` along J v, and the ``lengths``
-        |J v|.
+        |J v|; None if the caller computes them with more digits.
         """
         sigma, upper, converged = self.sigma, self.upper, self.converged
         lower = sigma * (1 - self.slack)
-        if self.proved is not None:
+        if self.proved is not None and lengths is not None:
             # |J v| of a unit vector v is a proved lower limit, whatever the recurrence did before.
             sigma = lengths.cpu().numpy()
             lower = np.maximum(sigma - self.proved.total.numpy(), 0.0) * (1 - length_rounding(operator))

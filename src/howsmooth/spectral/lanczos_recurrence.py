@@ -76,7 +76,7 @@ class Recurrence:
         v, before, gamma = self._normalised(), self._before, self._gamma
         self.basis.append(v)
         # α_k = |J v_k|² and z = JᵀJ v_k
-        alpha, z = self._first_product(v) if before is None else (yield from self._product(v))
+        alpha, z = yield from (self._first_product(v) if before is None else self._product(v))
         # z − α_k v_k − γ_{k−1} v_{k−1}
         z = torch.addcmul(z, alpha.to(z.dtype)[:, None], v, value=-1)
         if before is not None:
@@ -85,6 +85,11 @@ class Recurrence:
         gamma = self.basis.orthogonalise_(z, [v] if before is None else [v, before])
         self._z, self._before, self._gamma = z, v, gamma
         return alpha, gamma
+
+    def add_rest_(self, x: Float[Tensor, " size"], row: int, factor: float) -> None:
+        """Add to a vector the vector z of the last step, of one row of the batch, multiplied by a factor."""
+        assert self._z is not None
+        x.add_(self._z[row], alpha=factor)
 
     def keep(self, rows: Int[Tensor, " kept"]) -> None:
         """Restrict the recurrence to the given maps of the batch."""
@@ -104,14 +109,16 @@ class Recurrence:
         z, self._z = self._z, None
         return z.mul_(inverse(self._gamma).to(z.dtype)[:, None])
 
-    def _first_product(
-        self, v: Float[Tensor, "member size"]
-    ) -> tuple[Float[Tensor, " member"], Float[Tensor, "member size"]]:
-        """Return |J v|² and JᵀJ v for the start vectors v, and choose the power of two by which each map J is
-        scaled.
+    def _first_product(self, v: Float[Tensor, "member size"]) -> Products:
+        """Return |J v|² and JᵀJ v for the start vectors v, and choose the powers of two by which each map J
+        is scaled.
 
         This step also chooses the powers of two that scale J.
         """
+        energy, z = yield from self._product(v)
+        # Lengths of J v in this range say that no number of the recurrence leaves the range of its dtype.
+        if bool(((energy >= 2.0**-40) & (energy <= 2.0**40)).all()):
+            return energy, z
         w, z = self._gram(v)
         self._factors = _factors(w, self.basis.reduce)
         if self._factors is not None:  # the product may have overflowed, so make it again with J scaled

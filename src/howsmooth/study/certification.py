@@ -57,7 +57,15 @@ def certify_file(asked: CertificationPlan, on_batch: Callable[[int, int], None] 
         If the model cannot be certified.
 
     """
-    saved = load_saved(asked.model, classes=() if asked.classes is None else _classes(asked.classes))
+    try:
+        saved = load_saved(asked.model, classes=() if asked.classes is None else _classes(asked.classes))
+    except ModelError as error:
+        if asked.data is None and "--classes" in str(error):
+            raise ModelError(
+                f"{error} Where such a class has a forward of its own, give --data FILE too: the first input "
+                "is the example on which its operations are recorded."
+            ) from error
+        raise
     if asked.data is None and (asked.labels is not None or asked.clip):
         raise ArgumentError(
             "labels" if asked.labels is not None else "clip",

@@ -24,8 +24,11 @@ _PATIENCE = 30.0
 
 
 @contextmanager
-def connected_cluster(scheduler: str) -> Iterator[Executor]:
+def connected_cluster(scheduler: str | None, workers: int) -> Iterator[Executor]:
     """Connect to a Dask scheduler, and disconnect when the context ends; the cluster keeps running.
+
+    Without a scheduler, a cluster of ``workers`` processes with one thread each is started on this machine,
+    and stopped at the end. With one, so many workers must be there within half a minute.
 
     The attribute ``workers`` of the executor is the number of worker processes at the time of connection. If
     a worker is lost, Dask gives its tasks to other workers. A task fails after four workers in a row were
@@ -34,11 +37,14 @@ def connected_cluster(scheduler: str) -> Iterator[Executor]:
     Raises
     ------
     WorkerError
-        If no scheduler answers within half a minute, or it has no workers.
+        If no scheduler answers within half a minute, or it has fewer workers.
 
     """
+    own = {"n_workers": workers, "threads_per_worker": 1, "dashboard_address": None, "silence_logs": 40}
     try:
-        client = Client(scheduler, timeout=_PATIENCE, set_as_default=False)
+        client = Client(
+            scheduler, timeout=_PATIENCE, set_as_default=False, **(own if scheduler is None else {})
+        )
     except (OSError, ValueError) as error:
         raise WorkerError(
             f"no Dask scheduler answers at {scheduler} ({error}). Start one with dask scheduler, which "
@@ -46,10 +52,13 @@ def connected_cluster(scheduler: str) -> Iterator[Executor]:
         ) from error
     with client:
         try:
-            client.wait_for_workers(1, timeout=_PATIENCE)
+            client.wait_for_workers(workers, timeout=_PATIENCE)
         except TimeoutError as error:
+            there = len(client.nthreads())
             raise WorkerError(
-                f"the Dask scheduler at {scheduler} has no workers. Start some with: dask worker {scheduler}"
+                f"the Dask scheduler at {scheduler} has "
+                + (f"{there} of {workers} workers" if there else "no workers")
+                + f". Start some with: dask worker {scheduler}"
             ) from error
         executor = client.get_executor(pure=False)
         executor.workers = len(client.nthreads())

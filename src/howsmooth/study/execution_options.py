@@ -30,12 +30,17 @@ class Execution(Options):
         panel=HOW,
     )
     workers: int | None = option(
-        None, whole(1, _MOST_WORKERS), "Number of processes. Default: one for each CPU core.", panel=HOW
+        None,
+        whole(1, _MOST_WORKERS),
+        "Number of processes. Default: one for each CPU core. With --scheduler: how many workers of the "
+        "cluster to wait for, by default one.",
+        panel=HOW,
     )
     scheduler: str | None = option(
         None,
         words(),
-        "Address of the scheduler of the Dask cluster, such as tcp://10.0.0.1:8786.",
+        "Address of the scheduler of the Dask cluster, such as tcp://10.0.0.1:8786. Default: a cluster on "
+        "this machine, started for this command.",
         metavar="ADDRESS",
         panel=HOW,
     )
@@ -48,27 +53,12 @@ class Execution(Options):
     )
 
     def check(self) -> None:
-        """Refuse workers or a scheduler that the chosen executor cannot use, and Dask without a scheduler."""
-        if self.executor == "dask" and self.workers is not None:
-            raise ArgumentError(
-                "workers",
-                expected="none with the executor dask, whose cluster has workers of its own",
-                got=str(self.workers),
-                remedy=f"Start them with dask worker ADDRESS --nworkers {self.workers} --nthreads 1, or use "
-                "the executor processes on this machine.",
-            )
+        """Refuse workers without an executor, and a scheduler that the chosen executor does not use."""
         got = f"the executor {self.executor}" if self.executor else "no executor"
-        for name, executor in (("workers", "processes"), ("scheduler", "dask")):
-            if getattr(self, name) is not None and self.executor != executor:
-                raise ArgumentError(name, expected=f"it together with the executor {executor}", got=got)
-        if self.executor == "dask" and self.scheduler is None:
-            raise ArgumentError(
-                "scheduler",
-                expected="the address of a Dask scheduler",
-                got="none",
-                remedy="Start one with dask scheduler, and workers with dask worker ADDRESS; or use the "
-                "executor processes on this machine.",
-            )
+        if self.workers is not None and self.executor is None:
+            raise ArgumentError("workers", expected="it together with the executor processes", got=got)
+        if self.scheduler is not None and self.executor != "dask":
+            raise ArgumentError("scheduler", expected="it together with the executor dask", got=got)
 
 
 @dataclass(frozen=True)

@@ -31,10 +31,11 @@ def opened_executor(how: Execution) -> Iterator[Executor | None]:
     """
     if how.executor is None:
         yield None
-    elif how.scheduler is not None:
+    elif how.executor == "dask":
         from howsmooth.study.dask_cluster import connected_cluster
 
-        with connected_cluster(how.scheduler) as cluster:
+        workers = how.workers or (available_cores() if how.scheduler is None else 1)
+        with connected_cluster(how.scheduler, workers) as cluster:
             yield cluster
     else:
         with _processes(how.workers or available_cores()) as pool:

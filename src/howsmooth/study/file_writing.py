@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from importlib.util import find_spec
 from pathlib import Path
 
 import pandas as pd
@@ -12,6 +13,7 @@ import pandas as pd
 from howsmooth.errors import ArgumentError, StoreError
 
 __all__ = [
+    "check_parquet",
     "csv_of",
     "replace_file",
     "text_or_file",
@@ -70,6 +72,17 @@ def text_or_file(words: str, path: str | os.PathLike[str] | None) -> str | None:
     return None
 
 
+def check_parquet(name: str) -> None:
+    """Raise an ArgumentError that names an argument if pandas has no engine for parquet."""
+    if not any(find_spec(engine) for engine in ("pyarrow", "fastparquet")):
+        raise ArgumentError(
+            name,
+            expected="an engine for parquet",
+            got="none",
+            remedy="Install one with pip install pyarrow, or use the tables in CSV.",
+        )
+
+
 def write_parquet(table: pd.DataFrame, path: str | os.PathLike[str], note: str) -> None:
     """Write a table as parquet, with a note in its metadata, where pandas reads it as ``attrs``.
 
@@ -79,17 +92,10 @@ def write_parquet(table: pd.DataFrame, path: str | os.PathLike[str], note: str) 
         If pandas has no engine for parquet.
 
     """
+    check_parquet("path")
     table = table.copy()
     table.attrs["howsmooth"] = note
-    try:
-        table.to_parquet(path, index=False)
-    except ImportError:
-        raise ArgumentError(
-            "path",
-            expected="an engine for parquet",
-            got="none",
-            remedy="Install one with pip install pyarrow, or use to_csv.",
-        ) from None
+    table.to_parquet(path, index=False)
 
 
 def write_table(table: pd.DataFrame, folder: str | os.PathLike[str], name: str) -> Path:

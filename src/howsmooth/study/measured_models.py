@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from howsmooth.errors import ArgumentError, CaptureError, ModelError, StoreError, TextError
-from howsmooth.scopes import layers_of_scope
+from howsmooth.scopes import CROSS_SCOPE, layers_of_scope
 from howsmooth.seeds import derive_seed
 from howsmooth.study.datasets import (
     Inputs,
@@ -141,9 +141,11 @@ def place_sequences(
         name = f"{subject.text.kind} {subject.text.name!r}"
         more, other = (" for more", ", or another output folder") if held else ("", "")
         longer = "a longer text" if subject.text.kind == "text" else "more of it"
+        fewer = "fewer samples, or fewer or shorter lengths"
+        if plan.samples == len(subject.lengths) == 1:
+            fewer = f"--lengths {subject.feed.count - subject.feed.beyond}, or a smaller one"
         raise TextError(
-            f"{name} is too short{more}: for {subject.model.label}, {error}. Use fewer samples, or fewer or "
-            f"shorter lengths, or {longer}{other}."
+            f"{name} is too short{more}: for {subject.model.label}, {error}. Use {fewer}, or {longer}{other}."
         ) from error
 
 
@@ -165,7 +167,7 @@ def _check_lengths(subject: Subject) -> None:
             "lengths",
             expected=f"at most {most} tokens, the positions of {label}",
             got=str(max(lengths)),
-            remedy="Shorten the lengths.",
+            remedy=f"Give --lengths {most}, or smaller ones.",
         )
 
 
@@ -244,28 +246,45 @@ def _check_size(plan: Plan, spec: ModelSpec, source: OpenedInput) -> None:
     if text.kind == "text" and needed > 4 * len(source.content.encode("utf-8", "replace")):
         raise TextError(
             f"text {text.name!r} is too short: {plan.samples} sequences of each of {len(lengths)} lengths "
-            f"without overlap need {needed} tokens, and it has {text.characters} characters. Use fewer "
-            "samples, or fewer or shorter lengths, or a longer text."
+            f"without overlap need {needed} tokens, and it has {text.characters} characters. Use "
+            + (
+                "smaller --lengths"
+                if needed == max(plan.lengths_of(spec))
+                else "fewer samples, or fewer or shorter lengths"
+            )
+            + ", or a longer text."
         )
 
 
 def _check_capture(plan: Plan, subject: Subject, model: Any) -> None:
     """Refuse layers that cannot be measured, after one trial at the shortest length."""
-    from howsmooth.models import capture
-    from howsmooth.models.identification.self_attention_module import CrossAttention
-
     n = min(subject.lengths)
     shortest = SequenceData.of(subject.feed, [0], n, worded=False).inputs(plan.device)
     try:
         for scope in plan.scopes:
             layers = layers_of_scope(scope, subject.layers)
-            capture_sites(model, shortest, subject, scope, layers, n, plan.output)
-    except CrossAttention as error:
-        others = sorted({site.layer for site in capture(model, shortest)})
+            capture_sites(model, shortest, subject, scope, layers, n, plan.output, plan.side)
+    except CaptureError as error:
+        others = _others(error, model, shortest)
         if not others or plan.layers_of(subject.spec).items:
             raise
         listed = ",".join(map(str, others))
         raise CaptureError(f"{error} Choose the others: layers {listed}.") from error
+
+
+def _others(error: CaptureError, model: Any, inputs: Inputs) -> list[int]:
+    """Return the indices of a model's layers of self-attention, if ``error`` is that a layer is none.
+
+    If it is that a layer is none of cross-attention, return those of cross-attention; else none.
+    """
+    from howsmooth.models import capture
+    from howsmooth.models.identification.cross_attention_layer import OneSequence
+    from howsmooth.models.identification.self_attention_module import CrossAttention
+
+    if not isinstance(error, CrossAttention | OneSequence):
+        return []
+    scope = CROSS_SCOPE if isinstance(error, OneSequence) else "attention"
+    return sorted({site.layer for site in capture(model, inputs, scope=scope)})
 
 
 def capture_sites(
@@ -276,12 +295,14 @@ def capture_sites(
     layers: Sequence[int],
     n: int,
     output: str = "hidden",
+    side: str | None = None,
 ) -> list[Any]:
     """Capture chosen attention layers of a model in one forward pass; return them by layer and head.
 
     ``inputs`` are token ids (batch, n), or other inputs of the model. ``scope`` is one of
-    ``howsmooth.scopes.SCOPES``, or ``model``, whose only layer is 0. The heads are those of the subject.
-    ``output`` is the output of a whole model.
+    ``howsmooth.scopes.SCOPES``, or ``model``, whose only layer is 0, or ``cross-attention``, with one
+    sequence. The heads are those of the subject. ``output`` is the output of a whole model, and ``side`` says
+    which of two sequences moves.
 
     Returns
     -------
@@ -294,13 +315,15 @@ def capture_sites(
         tokens than n.
 
     """
-    from howsmooth.models import capture
+    from howsmooth.models import CrossSite, capture
 
     heads = list(subject.heads) if scope == "head" else None
+    asked = side is not None and scope in ("model", CROSS_SCOPE)
+    moved: dict[str, Any] = {"side": side} if asked else {}
     if scope == "model":
-        sites = capture(model, inputs, scope=scope, output=output)
+        sites = capture(model, inputs, scope=scope, output=output, **moved)
     else:
-        sites = capture(model, inputs, layers=list(layers), scope=scope, heads=heads)
+        sites = capture(model, inputs, layers=list(layers), scope=scope, heads=heads, **moved)
     wanted = [(layer, head) for layer in layers for head in heads or (None,)]
     found = sorted(sites, key=lambda site: (site.layer, -1 if site.head is None else site.head))
     if [(site.layer, site.head) for site in found] != wanted:
@@ -310,9 +333,10 @@ def capture_sites(
             "assigned to layers and heads."
         )
     for site in found:
-        if site.x.shape[-2] != n:
+        count = len(site.memory) if isinstance(site, CrossSite) else site.x.shape[-2]
+        if count != n:
             raise CaptureError(
-                f"{subject.model.label}: layer {site.layer} received {site.x.shape[-2]} tokens where {n} "
+                f"{subject.model.label}: layer {site.layer} received {count} tokens where {n} "
                 "were expected, so its constant would be recorded under a wrong length."
             )
     return found

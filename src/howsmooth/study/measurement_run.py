@@ -22,6 +22,7 @@ from howsmooth.study.progress_listener import Outcome
 from howsmooth.study.records import Measurement
 from howsmooth.study.runner import Means, Runner
 from howsmooth.study.tasks.bounds import bounds_left, seconds_for_bounds, spent_on_bounds
+from howsmooth.study.tasks.joined_constants import joined
 from howsmooth.study.tasks.lipschitz_constants import constants_left
 from howsmooth.study.tasks.task import Failed, Work
 
@@ -58,7 +59,10 @@ def run(
     plan = _with_memory_shared(plan, means)
     with opened_study(plan, folder, keep_going=means.keep_going, models=means.models) as study:
         # List all work first: impossible work is then refused before the store is created.
-        listed = [constants_left(study), *(kind(study) for kind in beside)]
+        constants = constants_left(study)
+        if means.executor is None:  # workers take one length each, so that all of them have work
+            constants = joined(constants, plan.device)
+        listed = [constants, *(kind(study) for kind in beside)]
         study.begin()
         runner = Runner(study.store, means, study.models, plan.device)
         for spec, text, error in study.impossible:

@@ -9,16 +9,17 @@ from __future__ import annotations
 
 import os
 import tomllib
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from howsmooth.errors import ArgumentError
 from howsmooth.study.execution_options import Execution
-from howsmooth.study.options import check_keys, options_of, renamed
+from howsmooth.study.options import Options, check_keys, options_of, renamed
 from howsmooth.study.plans import Plan
 
-__all__ = ["KEYS", "Study", "read_plan"]
+__all__ = ["KEYS", "Study", "read_options", "read_plan"]
 
 _OF_PLAN, _OF_EXECUTION = options_of(Plan), options_of(Execution)
 
@@ -51,23 +52,37 @@ def read_plan(path: str | os.PathLike[str], **execution: Any) -> Study:
 
     """
     path = Path(path)
-    values = _parsed(path)
     with renamed(lambda name: f"{path.name}: {name.replace('-', '_')}"):
-        check_keys(values, KEYS)
-        if "models" not in values:
-            raise ArgumentError("models", expected="at least one model", got="no such key")
-        plan = Plan(
-            **{
-                key: _beside(path, values[key]) if option.kind.place else values[key]
-                for key, option in _OF_PLAN.items()
-                if key in values
-            }
-        )
+        values = read_options(path, Plan, "models", KEYS)
+        plan = Plan(**{key: value for key, value in values.items() if key in _OF_PLAN})
         given = {key: values[key] for key in _OF_EXECUTION if key in values}
         how = Execution(**(given | execution))
         if "out" not in execution:
             how = replace(how, out=path.parent / (how.out if "out" in values else f"{path.stem}-out"))
         return Study(plan, how)
+
+
+def read_options(
+    path: Path, plan: type[Options], needed: str, known: Sequence[str] | None = None
+) -> dict[str, Any]:
+    """Return the values of a TOML file with keys for the options of a dataclass, of which one is ``needed``.
+
+    The keys ``known`` are by default the options. Places that exist beside the file are given as paths.
+
+    Raises
+    ------
+    ArgumentError
+        If the file cannot be read, a key is unknown or the needed one is missing.
+
+    """
+    values, options = _parsed(path), options_of(plan)
+    check_keys(values, list(options) if known is None else known)
+    if needed not in values:
+        raise ArgumentError(needed, expected="a value", got="no such key")
+    return {
+        key: _beside(path, value) if key in options and options[key].kind.place else value
+        for key, value in values.items()
+    }
 
 
 def _beside(path: Path, value: Any) -> Any:

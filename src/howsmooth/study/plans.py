@@ -16,7 +16,7 @@ from typing import Any, ClassVar, NamedTuple
 
 from howsmooth.accuracy_limits import check_accuracy
 from howsmooth.errors import ArgumentError
-from howsmooth.scopes import ATTENTION_SCOPES, OUTPUTS, SCOPES
+from howsmooth.scopes import ATTENTION_SCOPES, CROSS_SCOPE, OUTPUTS, SCOPES, SIDES
 from howsmooth.study.options import (
     HOW,
     Kind,
@@ -304,15 +304,23 @@ class Plan(Options):
     embeddings: tuple[str, ...] = shared("embeddings")
     scopes: tuple[str, ...] = option(
         ("attention",),
-        several(choice(*SCOPES, "model")),
+        several(choice(*SCOPES, "model", CROSS_SCOPE)),
         "The map to measure. head: one head without output projection; heads: all heads without output "
         "projection; attention: all heads with output projection; residual: input plus attention; "
         "block: residual with the norm layer; model: the whole model from its embeddings, one constant for "
-        "all layers. May be repeated.",
+        "all layers; cross-attention: attention to another sequence, the memory. May be repeated.",
         metavar="SCOPE",
         flag="scope",
     )
     output: str = shared("output")
+    side: str | None = option(
+        None,
+        choice(*SIDES),
+        "With the scope cross-attention, which sequence moves: the tokens of the queries, the memory, or "
+        "both (joint, the default). With the scope model of an encoder-decoder: queries, from the embeddings "
+        "of its decoder, or memory, from those of its encoder.",
+        metavar="|".join(SIDES),
+    )
     layers: Ranges = shared("layers")
     heads: Ranges = shared("heads")
     random_init: bool = shared("random_init")
@@ -374,6 +382,12 @@ class Plan(Options):
         self._check_models()
         _check_heads(self.heads, self.scopes)
         check_output(self.output, self.scopes)
+        if self.side is not None and not {"model", CROSS_SCOPE} & {*self.scopes}:
+            raise ArgumentError(
+                "side",
+                expected=f"no side unless the scope is {CROSS_SCOPE} or model",
+                got=f"{self.side} with the scope {', '.join(self.scopes)}",
+            )
         check_accuracy(self.rtol, self.confidence, self.dtype)
         if self.as_published and "attention" not in self.scopes:
             raise ArgumentError(
@@ -461,7 +475,8 @@ class Plan(Options):
         """
         names = ("seed", "dtype", "rtol", "confidence", "max_iterations")
         given = {name: getattr(self, name) for name in names} | {"method": "auto", "special_tokens": "none"}
-        return given if self.output == "hidden" else given | {"output": self.output}
+        usual = {"output": ("hidden",), "side": (None, "joint")}
+        return given | {name: value for name in usual if (value := getattr(self, name)) not in usual[name]}
 
 
 # ---- Bounds and attacks, for the attention of one source

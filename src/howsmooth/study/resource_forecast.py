@@ -211,7 +211,8 @@ class _Trial:
         self._tasks = tasks
         self._task_times = TaskTimes()
         self._map: Any = None
-        self._known = (0, 0)  # the shape (n, d) of the tokens at which self._map was captured
+        self._known = (0, 0)  # the shape of the input of self._map, which may join two sequences
+        self._captured_at = 0  # the length n of the task that captured it
         lengths = bounded_lengths([task.n for task in tasks])
         # An input that can be cut to any length is timed at shorter ones first.
         short = () if tasks[0].subject.feed.lengths else tuple(n for n in _FIRST if n < lengths[0])
@@ -241,7 +242,7 @@ class _Trial:
         # The first task also shows a map, from which the memory is predicted.
         if self._map is None:
             site = next(iter(packed.sites(self._study.models.load_for(packed.subject))))
-            self._map, self._known = site.map, tuple(site.x.shape[-2:])
+            self._map, self._known, self._captured_at = site.map, tuple(site.x.shape[-2:]), packed.n
         return seconds
 
     def parts(self, held: float) -> Iterator[Part]:
@@ -275,7 +276,7 @@ class _Trial:
         how = footprint(self._map, (n if exact else known, d), dtype=dtype, device=device, memory=plan.memory)
         if not how.size:
             return None, True
-        size = float(how.size) if exact else how.size * (n / known) ** 2
+        size = float(how.size) if exact else how.size * (n / self._captured_at) ** 2
         budget = float(memory_budget(plan.memory, device))
         # Sequences share a batch as far as memory allows, so the batch takes at most the budget. A streamed
         # map is measured one sequence after another.

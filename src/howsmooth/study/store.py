@@ -23,6 +23,7 @@ import pandas as pd
 from filelock import FileLock
 
 from howsmooth.errors import StoreError
+from howsmooth.printed_table import PrintedTable
 from howsmooth.study.records import (
     KINDS,
     PLACE,
@@ -335,7 +336,8 @@ def read(folder: str | os.PathLike[str]) -> dict[str, pd.DataFrame]:
     Parameters
     ----------
     folder
-        The ``--out`` folder of ``howsmooth measure``, ``study``, ``attack`` or ``flow``.
+        The ``--out`` folder of ``howsmooth measure``, ``study``, ``attack`` or ``flow``, or the file
+        ``study.sqlite`` in it.
 
     Returns
     -------
@@ -351,13 +353,16 @@ def read(folder: str | os.PathLike[str]) -> dict[str, pd.DataFrame]:
         If there is no store in the folder, or it is damaged.
 
     """
-    if not Store.exists(folder):
+    place = Path(folder)
+    if place.name == STORE_NAME and place.is_file():
+        place = place.parent
+    if not Store.exists(place):
         raise StoreError(
-            f"folder: expected the output folder of a howsmooth command, with a store, got "
-            f"{os.fspath(folder)}. Give the folder that --out named."
+            f"folder: expected the output folder of a howsmooth command, with a store, got {place}. Give the "
+            "folder that --out named."
         )
-    with Store.open(folder, write=False) as store:
-        return store.tables()
+    with Store.open(place, write=False) as store:
+        return {name: PrintedTable(table) for name, table in store.tables().items()}
 
 
 def now() -> str:

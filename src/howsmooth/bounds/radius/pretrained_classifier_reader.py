@@ -193,7 +193,10 @@ def _read_encoder(
     norms = [module for module in others if isinstance(module, nn.LayerNorm | nn.RMSNorm)]
     if len(readouts) != 1 or len(norms) > 1:
         why = (
-            f"has {len(readouts)} linear layers and {len(norms)} norms beside its encoder layers, not 1 and 1"
+            f"has {len(readouts)} linear layers and {len(norms)} norms beside its encoder layers, where one "
+            "linear layer, the readout, and at most one norm are read. What comes before the encoder layers, "
+            "such as an embedding, is left out: give the layers and the readout as a module of their own, "
+            "with embedded tokens as the input"
         )
         raise CertificateError("", kind=type(model).__name__, reason=why)
     weight, offset = _linear(readouts[0])

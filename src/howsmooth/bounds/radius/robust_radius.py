@@ -434,7 +434,9 @@ def _embedded_tokens(inputs: object) -> Tensor:
         raise ArgumentError("inputs", expected=expected, got=got, remedy=remedy)
     x = inputs[0] if inputs.ndim == 3 and len(inputs) == 1 else inputs
     if x.ndim != 2 or not x.numel():
-        raise ArgumentError("inputs", expected=expected, got=f"the shape {tuple(inputs.shape)}")
+        remedy = "An image goes into a dict: {'pixel_values': image}." if inputs.ndim == 4 else ""
+        got = f"the shape {tuple(inputs.shape)}"
+        raise ArgumentError("inputs", expected=expected, got=got, remedy=remedy)
     if not bool(torch.isfinite(x).all()):
         raise NonFiniteError("inputs", expected="finite numbers", got="NaN or infinity")
     return x.detach().to("cpu", torch.float64)

@@ -204,11 +204,13 @@ def frozen_copy(
     attention implementation; None keeps that of the model.
     """
     resting = {
-        name for name, _ in model.named_modules() if any(f"{name}.".startswith(f"{path}.") for path in idle)
+        name
+        for name, _ in model.named_modules(remove_duplicate=False)
+        if any(f"{name}.".startswith(f"{path}.") for path in idle)
     }
     used = {
         id(t)
-        for name, module in model.named_modules()
+        for name, module in model.named_modules(remove_duplicate=False)
         if name not in resting
         for t in (*module.parameters(recurse=False), *module.buffers(recurse=False))
     }

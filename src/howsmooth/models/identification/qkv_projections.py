@@ -115,13 +115,15 @@ def read_cross_projections(
 ) -> Projections:
     """Find the linear maps that compute queries from the tokens X, and keys and values from a memory.
 
+    Queries and keys may be scaled afterwards, as in Whisper; values may not.
+
     Raises
     ------
     CaptureError
         If queries, keys or values are not such a map; the message names the modules in between.
 
     """
-    found = []
+    found, factor = [], 1.0
     from_memory = replace(trace, x=memory)
     for role, heads, of in (
         ("queries", call.query, trace),
@@ -130,12 +132,29 @@ def read_cross_projections(
     ):
         outputs = _linear_outputs(of)
         columns = None if heads is None else _columns(heads, outputs.values, None)
+        if heads is not None and columns is None and role != "values":
+            scaled = _scaled_columns(heads, outputs)
+            columns = None if scaled is None else scaled.columns
+            factor *= 1.0 if scaled is None else scaled.factor
         if heads is None or columns is None:
             source = "input" if of is trace else "memory"
             raise CaptureError(f"The {role} of {trace.layer} are not a linear map of its {source}.")
         found.append(outputs.projection(columns, heads))
     query, key, value = found
-    return Projections(query, key, value, rotary=None)
+    return Projections(query, key, value, rotary=None, factor=factor)
+
+
+def _scaled_columns(heads: Float[Tensor, "1 heads n dim"], outputs: _Outputs) -> ProjectionReading | None:
+    """Find the linear module whose outputs are the queries or keys up to a factor; None if there is none."""
+    width = heads.shape[1] * heads.shape[3]
+    slices = [
+        torch.arange(start, start + width, device=heads.device)
+        for start in outputs.starts
+        if start + width <= outputs.values.shape[1]
+    ]
+    tol = tolerance(precision(heads.dtype))
+    readings = projection_readings(heads[0], outputs.values, slices, ())
+    return next((one for one in readings if relative_error(one.base, one.given) <= tol), None)
 
 
 def multihead_parameters(

@@ -421,7 +421,10 @@ _GIVEN = {
     "audio": "audio (--audio)",
     "embeddings": "embedded tokens (--embeddings)",
 }
-_TOKEN_IDS = "Give token ids instead of text: --tokens FILE, or the key tokens of a plan file."
+_TOKEN_IDS = (
+    "Give token ids instead of text: --tokens FILE, or the key tokens of a plan file; or embedded tokens, to "
+    "the commands that take --embeddings FILE."
+)
 
 
 def _tokenizer(

@@ -57,9 +57,9 @@ class Tokenizer:
         return [int(i) for i in found["input_ids"]], [int(start) for start, _ in found["offset_mapping"]]
 
     def decoded(self, ids: list[int]) -> list[str]:
-        """Return the text of each token id, or the id itself as text if there is no tokenizer."""
+        """Return the text of each token id; without a tokenizer, "id" and the number."""
         if self._backend is None:
-            return [str(i) for i in ids]
+            return [f"id {i}" for i in ids]
         return [str(self._backend.decode([i])) for i in ids]
 
     @property

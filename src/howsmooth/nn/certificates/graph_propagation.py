@@ -127,7 +127,13 @@ def _recorded(model: nn.Module) -> fx.Graph:
     except HowsmoothError:
         raise
     except Exception as error:  # what a forward does may raise any error with tensors that have no values
-        raise refusal(model, "", f"has a forward that torch.fx cannot record: {error}") from error
+        why = f"has a forward that torch.fx cannot record: {str(error).partition('. ')[0]}"
+        if hasattr(model, "config"):
+            why += (
+                ". For one input of a classifier of transformers, howsmooth.bounds.robust_radius(model, "
+                "inputs) proves a radius"
+            )
+        raise refusal(model, "", why) from error
 
 
 class _Follower(fx.Interpreter):

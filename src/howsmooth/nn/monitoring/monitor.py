@@ -119,7 +119,10 @@ class LipschitzMonitor:
             raise ArgumentError("callback", expected="a function of a record", got=type(callback).__name__)
         if tensorboard is not None and not hasattr(tensorboard, "add_scalar"):
             raise ArgumentError(
-                "tensorboard", expected="a writer with add_scalar", got=type(tensorboard).__name__
+                "tensorboard",
+                expected="a writer with add_scalar",
+                got=type(tensorboard).__name__,
+                remedy="Give torch.utils.tensorboard.SummaryWriter(folder).",
             )
         for name, number in (("max_iterations", max_iterations), ("seed", seed)):
             least = 1 if name == "max_iterations" else 0

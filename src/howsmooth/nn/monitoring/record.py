@@ -8,6 +8,8 @@ from typing import Any
 
 import pandas as pd
 
+from howsmooth.printed_table import PrintedTable
+
 __all__ = ["MonitorRecord", "table"]
 
 
@@ -103,7 +105,7 @@ def table(records: Iterable[MonitorRecord]) -> pd.DataFrame:
     The table does not contain the constants of single sequences (``each``).
     """
     columns = [name for name in MonitorRecord.__dataclass_fields__ if name != "each"]
-    frame = pd.DataFrame([record.as_dict() for record in records], columns=columns)
+    frame = PrintedTable([record.as_dict() for record in records], columns=columns)
     missing = {"score_norm_missing", "logit_missing", "entropy_missing"}
     words = {"name", "scope", "probes", "failure", "map", "method", *missing}
     for column in columns:

@@ -211,11 +211,15 @@ class Recorder:
 
         """
         if not self.calls:
+            attached = self.attached
             raise ArgumentError(
                 "penalty",
                 expected="a forward pass of the model with gradients since the penalty was attached",
-                got="no such pass" if self.attached else "a penalty that is not attached",
-                remedy="Write `with penalty:` around forward pass and call, or call penalty.attach() first.",
+                got="no such pass" if attached else "a penalty that is not attached",
+                remedy="Leave the penalty out of an evaluation, which has no gradients: where model.training "
+                "is false."
+                if attached
+                else "Write `with penalty:` around forward pass and call, or call penalty.attach() first.",
             )
         counts: dict[str, int] = {}
         named: dict[str, Call] = {}

@@ -9,6 +9,8 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
+from howsmooth.printed_table import PrintedTable
+
 __all__ = ["LayerReport", "PenaltyReport"]
 
 
@@ -84,7 +86,7 @@ class PenaltyReport:
             }
             for layer in self.layers
         ]
-        return pd.DataFrame(rows)
+        return PrintedTable(rows)
 
     def __str__(self) -> str:
         missed = sum(int((~layer.converged).sum()) for layer in self.layers)

@@ -75,14 +75,8 @@ class PublishedTask(SequenceTask):
             keys = [(layer, self.n, sample, name, items) for sample in self.starts]
             if own != layer or not self.missing.intersection(keys):
                 continue
-            found = measure_layer(
-                one,
-                tuple(items.split(",")) if items else (),
-                seeds=seeds,
-                rtol=plan.rtol,
-                confidence=plan.confidence,
-                max_iterations=plan.max_iterations,
-            )
+            how = {name: getattr(plan, name) for name in ("rtol", "confidence", "max_iterations")}
+            found = measure_layer(one, tuple(items.split(",")) if items else (), seeds=seeds, **how)
             for slot, key in enumerate(keys):
                 if key in self.missing:
                     yield self._row(one, found, slot, key, seeds[slot])
@@ -117,11 +111,7 @@ class PublishedTask(SequenceTask):
 def published_left(items: Sequence[str] | None) -> Callable[[OpenStudy], Work]:
     """Return a function that lists the values of the published code that a study still lacks.
 
-    Parameters
-    ----------
-    items
-        Some of ``howsmooth.paper.published.ITEMS``; None for all that apply to each model.
-
+    ``items`` are some of ``howsmooth.paper.published.ITEMS``; None for all that apply to each model.
     """
 
     def left(study: OpenStudy) -> Work:
@@ -154,10 +144,7 @@ def published_left(items: Sequence[str] | None) -> Callable[[OpenStudy], Work]:
 def _wanted(
     study: OpenStudy, subject: Subject, items: Sequence[str] | None
 ) -> Sequence[tuple[int, str, str]]:
-    """List which values of the published code are to be measured on a text.
-
-    Each value is named by a triple (layer, quantity, items).
-    """
+    """List the values of the published code to measure on a text, as triples (layer, quantity, items)."""
     feed = subject.feed
     if not isinstance(feed, TextFeed):
         raise ArgumentError(

@@ -28,18 +28,12 @@ ITEMS = {
 
 
 def parse_items(text: str) -> tuple[str, ...] | None:
-    """Split a comma-separated list of the published code's differences (items).
-
-    Return None for ``all``, which stands for all items that apply.
-    """
+    """Split a comma-separated list of items; ``all``, for all items that apply, gives None."""
     return None if text == "all" else tuple(text.split(","))
 
 
 def _in_order(items: Iterable[str]) -> tuple[str, ...]:
-    """Check the names of the published code's differences (items), and sort them as in ``ITEMS``.
-
-    Unknown and repeated names are refused.
-    """
+    """Sort items as in ``ITEMS``; refuse unknown and repeated ones."""
     given = list(items)
     expected = f"all, or some of {', '.join(ITEMS)}"
     for item in given:
@@ -54,18 +48,10 @@ def _in_order(items: Iterable[str]) -> tuple[str, ...]:
 class PublishedLayer:
     """One layer, with everything that is needed to measure it as the published code does.
 
-    Attributes
-    ----------
-    attention
-        The site captured with scope ``attention``.
-    block
-        The site captured with scope ``block``, for post-norm layers; None for others.
-    rates
-        The dropout rates of the model; None if its configuration states none.
-    training_x
-        The tokens in a forward pass in training mode, of shape (batch, n, d); None if there is no dropout, or
-        if the pass was not asked for.
-
+    ``attention`` is the site captured with scope ``attention``, and ``block`` that with scope ``block``, for
+    post-norm layers, else None. ``rates`` are the model's dropout rates; None if its configuration states
+    none. ``training_x`` are the tokens in a forward pass in training mode, of shape (batch, n, d); None if
+    there is no dropout, or if the pass was not asked for.
     """
 
     attention: Site

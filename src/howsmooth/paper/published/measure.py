@@ -28,22 +28,10 @@ _APART = 0x9E3779B97F4A7C15
 class AsPublished:
     """The constants measured as the published code measures them, one for each sequence.
 
-    Attributes
-    ----------
-    value
-        The constants in float64, of shape (batch,).
-    lower, upper
-        The interval, if :func:`howsmooth.local_lipschitz` measured; NaN if the published iteration did, since
-        it gives no interval.
-    settled
-        Whether the stopping rule ended the iteration, rather than the limit on its steps.
-    steps
-        The number of steps, each with one product with J and one with Jᵀ.
-    items
-        The items of ``ITEMS`` that were used, in their order.
-    map
-        A description of the measured map.
-
+    ``lower`` and ``upper`` are the interval, if :func:`howsmooth.local_lipschitz` measured; NaN if the
+    published iteration did, since it gives no interval. ``settled`` says whether the stopping rule ended the
+    iteration, rather than the limit on its ``steps``, each with one product with J and one with Jᵀ. ``items``
+    are those of ``ITEMS`` that were used, in their order, and ``map`` describes the measured map.
     """
 
     value: Float64[Tensor, " batch"]
@@ -117,17 +105,8 @@ def measure_layer(
 ) -> AsPublished:
     """Measure a layer as the published code does, with some or all of its differences (items).
 
-    Parameters
-    ----------
-    layer
-        The result of :func:`~howsmooth.paper.published.capture_layers`.
-    items
-        Items that apply to the layer.
-    seeds
-        One seed for each sequence.
-    rtol, confidence, max_iterations
-        The arguments of :func:`howsmooth.local_lipschitz`, if it measures.
-
+    ``layer`` comes from :func:`~howsmooth.paper.published.capture_layers`, and the ``items`` apply to it. The
+    seeds are one for each sequence. The last arguments are those of :func:`howsmooth.local_lipschitz`.
     """
     chosen = items_that_apply(layer, items)
     site = layer.block if "block" in chosen and layer.block is not None else layer.attention

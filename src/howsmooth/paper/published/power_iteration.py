@@ -26,17 +26,9 @@ _RELATIVE = 1e-6
 
 @dataclass(frozen=True)
 class PowerIteration:
-    """The value that the published code's power iteration returns, its steps, and how it ended.
+    """The value √μ of the last step of the published code's power iteration, and how the iteration ended.
 
-    Attributes
-    ----------
-    value
-        √μ of the last step.
-    steps
-        The number of steps.
-    settled
-        Whether the stopping rule ended the iteration, rather than the limit on its steps.
-
+    It is ``settled`` if the stopping rule ended it, rather than the limit on its steps.
     """
 
     value: float
@@ -54,20 +46,9 @@ def power_iteration(
 ) -> PowerIteration:
     """Run at most 100 steps of the published code's power iteration on JᵀJ, from a Gaussian start.
 
-    Parameters
-    ----------
-    f
-        A map of tokens (n, d) to (n, d_out). It is called for each product, so a random map (dropout) differs
-        between products.
-    x
-        The tokens (n, d) at which the Jacobian is taken.
-    output
-        Whether to use f(X) in place of J u.
-    absolute
-        Whether to stop when μ changes by less than 1e-4; otherwise by less than 1e-6 μ.
-    seed
-        The seed of the start.
-
+    The map ``f`` of tokens (n, d) to (n, d_out) is called for each product, so a random map (dropout) differs
+    between products. With ``output``, f(X) is used in place of J u. With ``absolute`` the iteration stops
+    when μ changes by less than 1e-4; otherwise by less than 1e-6 μ.
     """
     generator = torch.Generator().manual_seed(torch_seed(seed))
     u = torch.randn(x.shape, generator=generator, dtype=torch.float64).to(x)

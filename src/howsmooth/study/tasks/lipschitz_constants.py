@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from howsmooth import lipschitz
-from howsmooth.scopes import layers_of_scope
+from howsmooth.scopes import CROSS_SCOPE, layers_of_scope
 from howsmooth.seeds import derive_seed
 from howsmooth.study.measured_models import Subject
 from howsmooth.study.open_study import OpenStudy
@@ -41,26 +41,45 @@ class ConstantsTask(SequenceTask):
             if isinstance(site, Failed):
                 yield site
                 continue
-            samples = [
-                s for s in self.starts if (self.scope, site.layer, site.head, self.n, s) in self.missing
-            ]
-            if samples:
+            if samples := self.samples_left(site):
+                yield from self.measured(site, samples)
 
-                def no_sample(error: Exception, sample: int, site: Any = site) -> Failed:
-                    return self.failed(error, (site.layer, site.head), [sample])
+    def samples_left(self, site: Any) -> list[int]:
+        """Return the samples of which the store lacks the row of one layer or head."""
+        return [s for s in self.starts if (self.scope, site.layer, site.head, self.n, s) in self.missing]
 
-                yield from each_if_not_all(samples, partial(self._measured, site), no_sample)
+    def measured(self, site: Any, samples: Sequence[int]) -> Iterator[Found]:
+        """Yield the rows of one layer or head at some samples, measured together or else one by one."""
+        yield from each_if_not_all(
+            samples, partial(self._measured, site), partial(self._no_sample, (site.layer, site.head))
+        )
+
+    def _no_sample(self, place: tuple[int, int | None], error: Exception, sample: int) -> Failed:
+        return self.failed(error, place, [sample])
 
     def _measured(self, site: Any, samples: Sequence[int]) -> list[Found]:
         """Measure one layer or head at some samples in one batch; return one list of rows, in a list."""
-        plan = self.plan
-        place = (self.scope, site.layer, site.head, self.n)
-        seeds = [start_seed(plan, self.subject, *place, sample) for sample in samples]
-        places = [list(self.starts).index(sample) for sample in samples]
         began = time.perf_counter()
-        estimate = lipschitz.local_lipschitz(
-            site.map,
-            site.x[places],
+        tokens, seeds = self.tokens_of(site, samples), self.seeds_of(site, samples)
+        estimate = self.estimate(site.map, tokens, seeds)
+        return self.rows(site, samples, estimate, (time.perf_counter() - began) / len(samples))
+
+    def tokens_of(self, site: Any, samples: Sequence[int]) -> torch.Tensor:
+        """Return the tokens (sample, n, d) of one layer or head at some samples."""
+        tokens: torch.Tensor = site.x[[list(self.starts).index(sample) for sample in samples]]
+        return tokens
+
+    def seeds_of(self, site: Any, samples: Sequence[int]) -> list[int]:
+        """Return the seeds of the solver's random starts for one layer or head at some samples."""
+        place = (self.scope, site.layer, site.head, self.n)
+        return [start_seed(self.plan, self.subject, *place, sample) for sample in samples]
+
+    def estimate(self, f: Any, tokens: Any, seeds: list[int]) -> Any:
+        """Measure a map with the settings of the plan, at a batch or at a list of sequences."""
+        plan = self.plan
+        return lipschitz.local_lipschitz(
+            f,
+            tokens,
             rtol=plan.rtol,
             confidence=plan.confidence,
             max_iterations=plan.max_iterations,
@@ -68,7 +87,14 @@ class ConstantsTask(SequenceTask):
             method=plan.settings()["method"],
             memory=plan.memory,
         )
-        seconds = (time.perf_counter() - began) / len(samples)
+
+    def rows(self, site: Any, samples: Sequence[int], estimate: Any, seconds: float) -> list[Found]:
+        """Return one list of rows, in a list, for the estimates of one layer or head at some samples.
+
+        ``seconds`` is the time of one sample.
+        """
+        plan, seeds = self.plan, self.seeds_of(site, samples)
+        places = [list(self.starts).index(sample) for sample in samples]
         rows: list[Row] = [
             Measurement(
                 model=self.model,
@@ -92,13 +118,14 @@ class ConstantsTask(SequenceTask):
                 dtype=plan.dtype,
                 method=estimate.method,
                 masking=site.masking,
-                site=site.name,
+                site=f"{site.name}, side {site.side}" if self.scope == CROSS_SCOPE else site.name,
                 start=self.starts[sample],
             )
             for slot, sample in enumerate(samples)
         ]
-        # The report shows the output shares beside the tokens, so each token needs an output of its own.
-        shown = self.n <= _MOST_TOKENS and estimate.output_direction.shape[-2] == self.n
+        # The report shows the shares of inputs and outputs beside the tokens, so each token needs its own.
+        directions = (estimate.input_direction, estimate.output_direction)
+        shown = self.n <= _MOST_TOKENS and all(e.shape[-2] == self.n for e in directions)
         if 0 in samples and shown:
             assert self.data is not None
             where, slot = (self.model, self.subject.text.name), list(samples).index(0)
@@ -153,7 +180,9 @@ def constants_left(study: OpenStudy) -> Work:
             heads = subject.heads if scope == "head" else (None,)
             asked = keys_of(scope, layers_of_scope(scope, subject.layers), heads, [n], study.plan.samples)
             kept += len(asked & known)
-            size = batch_size(subject.model.heads, n, study.plan.dtype)
+            # Where one of two sequences stays fixed, each sample has a map of its own.
+            alone = scope == CROSS_SCOPE or (scope == "model" and study.plan.side is not None)
+            size = 1 if alone else batch_size(subject.model.heads, n, study.plan.dtype)
             for first in range(0, study.plan.samples, size):
                 missing = frozenset(key for key in asked - known if first <= key[-1] < first + size)
                 samples = {

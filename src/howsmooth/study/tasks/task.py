@@ -192,7 +192,10 @@ class SequenceTask(Task):
         inputs = self.data.inputs(self.plan.device)
 
         def captured(layers: Sequence[int]) -> list[Any]:
-            return capture_sites(model, inputs, self.subject, self.scope, layers, self.n, self.plan.output)
+            plan = self.plan
+            return capture_sites(
+                model, inputs, self.subject, self.scope, layers, self.n, plan.output, plan.side
+            )
 
         yield from each_if_not_all(self.layers, captured, self._no_layer)
 
