@@ -181,6 +181,32 @@ def test_the_margin_never_falls_below_its_bound(
         assert found.first.margin - lower <= 20 * (found.first.margin - lowest)
 
 
+def test_strongly_curved_states_are_counted_in_all_later_stages() -> None:
+    """Neurons with weights of about 30 bend the states before attention, and before neurons after it."""
+    g = torch.Generator().manual_seed(0)
+    d, n, steep, epsilon = 2, 2, 30, 0.002
+    first = feed_forward(g, d, 3, d)
+    first = replace(first, up=steep * first.up, down=first.down / steep, up_bias=0 * first.up_bias)
+    mixing = attention(g, d, 1, torch.arange(n))
+    stages = (
+        Stage("curved", first, ALL),
+        Stage("attention", mixing, ALL),
+        Stage("neurons", feed_forward(g, d, 4, d), ALL),
+    )
+    network = Network(stages, normal(g, 2, n, d), normal(g, 2))
+    found = expansion(3, network, normal(g, n, d) / steep / 3, [0, 1])
+    stated = found.bounds(epsilon).stages
+
+    def inside(delta: Tensor) -> Tensor:
+        every = zip(left_out(network, found.first, True, delta), stated, strict=True)
+        return torch.stack([depth(left.vector, bound.shape).max() for left, bound in every])
+
+    deltas = epsilon * torch.nn.functional.normalize(normal(g, 60, n * d), dim=1)
+    furthest = torch.stack([inside(delta) for delta in deltas]).amax(0)
+    assert float(furthest.max()) <= 1 + 1e-6
+    assert float(furthest.min()) >= 0.1  # the bounds are not idle
+
+
 def test_the_losses_fall_with_the_order_of_the_expansion() -> None:
     network, x = post_norm(0)
     for order in (2, 3):
@@ -224,6 +250,20 @@ def test_the_remainder_of_one_neuron_is_nearly_attained(order: int) -> None:
     assert 0.9 * float(vector) <= max(float(left.vector.norm()) for left in both) <= float(vector)
     if order == 2:
         assert 0.9 * float(margin) <= max(abs(float(left.margin)) for left in both) <= float(margin)
+
+
+@pytest.mark.parametrize("order", [2, 3])
+def test_every_term_of_the_margin_of_one_neuron_is_attained(order: int) -> None:
+    """Downwards from 1 the first three derivatives of tanh lower it together, so that each one counts."""
+    one = torch.ones(1, 1, dtype=torch.float64)
+    neuron = FeedForward(one, one[0], ACTIVATIONS["tanh"], one, 0 * one[0])
+    readout = torch.tensor([[[1.0]], [[0.0]]], dtype=torch.float64)
+    network = Network((Stage("neuron", neuron, ALL),), readout, torch.zeros(2, dtype=torch.float64))
+    for epsilon in (0.05, 0.2):
+        lost = math.tanh(1) - math.tanh(1 - epsilon)
+        found = expansion(order, network, 0 * one, [0])(epsilon)
+        stated = math.tanh(1) - found.lower
+        assert lost <= stated <= lost * (1 + epsilon**order)
 
 
 @pytest.mark.parametrize("order", [2, 3])
