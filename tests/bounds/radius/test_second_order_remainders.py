@@ -419,6 +419,24 @@ def test_the_part_linear_in_an_error_is_the_second_derivative() -> None:
     torch.testing.assert_close(crossed, exact, rtol=3e-6, atol=3e-6)
 
 
+def test_the_cubic_part_of_attention_is_the_third_derivative() -> None:
+    """With one variable, the ellipsoid of the cubic part is a segment."""
+    g = torch.Generator().manual_seed(4)
+    d, n = 6, 3
+    layer = attention(g, d, 2, torch.tensor([1, 2]), torch.ones(n, n, dtype=torch.bool).tril())
+    layer = replace(layer, turns=rotations(g, n, d // 2))
+    u, tangents, forms = normal(g, n, d), normal(g, n, d, 1), 3 * normal(g, n, d, 1)
+    found = CubicAttention(layer, Expansion(u, tangents, forms, Pairs(1), normal(g, 2, d)))
+
+    def outputs(t: Tensor) -> Tensor:
+        return layer.value(u + (tangents * t + forms * t**2 / 2)[..., 0])
+
+    third = torch.func.jacfwd(torch.func.jacfwd(torch.func.jacfwd(outputs)))(torch.zeros((), dtype=u.dtype))
+    # Rounding outwards enlarges an ellipsoid by 1e-6.
+    exact = torch.einsum("io,ip->iop", third, third) / 36
+    torch.testing.assert_close(found.third, exact, rtol=3e-6, atol=3e-6 * float(exact.abs().max()))
+
+
 def test_the_remainder_of_attention_is_attained_up_to_a_small_factor() -> None:
     """One row, two tokens of one dimension: scores move by δ, values stand still."""
     one = torch.ones(1, 1, 1, dtype=torch.float64)
