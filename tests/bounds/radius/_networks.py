@@ -17,8 +17,9 @@ from howsmooth.bounds.radius import (
     Norm,
     Stage,
 )
+from howsmooth.bounds.radius.margin_expansion import FirstDerivatives, SecondOrder, ThirdOrder
 from howsmooth.bounds.radius.packed_quadratic_forms import Pairs
-from howsmooth.bounds.radius.second_order_margin import FirstDerivatives
+from howsmooth.bounds.radius.partial_jacobians import partial_jacobians
 
 ALL = slice(None)
 
@@ -136,6 +137,14 @@ def moved(x: Tensor, tokens: list[int]) -> Tensor:
     for place, token in enumerate(tokens):
         found[token, :, place * d : (place + 1) * d] = torch.eye(d, dtype=x.dtype)
     return found
+
+
+def expanded(
+    order: int, network: Network, x: Tensor, injection: Tensor, functional: Tensor, offset: float = 0.0
+) -> SecondOrder:
+    """Return the expansion of a margin of order 2 or 3."""
+    first = FirstDerivatives(partial_jacobians(network, x), injection, functional, offset)
+    return SecondOrder(first) if order == 2 else ThirdOrder(first)
 
 
 class Left(NamedTuple):

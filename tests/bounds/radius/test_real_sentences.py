@@ -9,7 +9,7 @@ from torch import Tensor
 from transformers import AutoModelForSequenceClassification
 
 from howsmooth.bounds.radius import NetworkAtInput
-from howsmooth.bounds.radius.second_order_margin import SecondOrder
+from howsmooth.bounds.radius.margin_expansion import FirstDerivatives, SecondOrder
 from tests._shared import shared_data
 from tests.bounds.radius._networks import left_out, moved
 
@@ -31,7 +31,7 @@ def test_no_ascent_breaks_a_bound_of_a_real_sentence(name: str) -> None:
     direction = torch.eye(2, dtype=torch.float64)[found.label] * 2 - 1
     functional = torch.einsum("c,cnd->nd", direction, read.network.readout)
     offset = float(direction @ read.network.offset)
-    expansion = SecondOrder(read.network, read.x, injection, functional, offset, read.jacobians)
+    expansion = SecondOrder(FirstDerivatives(read.jacobians, injection, functional, offset))
 
     def margin(delta: Tensor) -> Tensor:
         return direction @ read.network.logits(read.x + injection @ delta)
@@ -39,7 +39,7 @@ def test_no_ascent_breaks_a_bound_of_a_real_sentence(name: str) -> None:
     slopes = torch.func.vmap(torch.func.grad_and_value(margin))
     g = torch.Generator().manual_seed(0)
     sizes = (found.radius, found.radius / 2)
-    every = {epsilon: (expansion(epsilon), expansion.bounds(epsilon)) for epsilon in sizes}
+    every = {epsilon: (expansion(epsilon), expansion.bounds(epsilon).stages) for epsilon in sizes}
     for batch in range(ASCENTS // BATCH):
         epsilon = sizes[batch % 2]
         stated, bounds = every[epsilon]

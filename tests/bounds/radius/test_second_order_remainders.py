@@ -10,11 +10,19 @@ import pytest
 import torch
 from torch import Tensor
 
-from howsmooth.bounds.radius import ACTIVATIONS, Attention, GatedFeedForward, Network, Norm, Stage
+from howsmooth.bounds.radius import (
+    ACTIVATIONS,
+    Attention,
+    FeedForward,
+    GatedFeedForward,
+    Network,
+    Norm,
+    Stage,
+)
 from howsmooth.bounds.radius.ellipsoids import balls, ellipsoid_sum, half_widths, radii
+from howsmooth.bounds.radius.margin_expansion import SecondOrder
 from howsmooth.bounds.radius.packed_quadratic_forms import Pairs
-from howsmooth.bounds.radius.partial_jacobians import Errors, Source
-from howsmooth.bounds.radius.second_order_margin import SecondOrder
+from howsmooth.bounds.radius.partial_jacobians import Errors, Step
 from howsmooth.bounds.radius.second_order_remainders import AttentionErrors, GatedFeedForwardRemainder
 from howsmooth.bounds.radius.spectral_norm_bounds import (
     each_form_norm,
@@ -24,13 +32,18 @@ from howsmooth.bounds.radius.spectral_norm_bounds import (
     weighted_norm,
 )
 from howsmooth.bounds.radius.tensor_with_error_bound import plain
-from howsmooth.bounds.radius.third_order_margin import ThirdOrder
-from howsmooth.bounds.radius.third_order_remainders import CubicAttention, CubicGatedFeedForward, Expansion
+from howsmooth.bounds.radius.third_order_remainders import (
+    CubicAttention,
+    CubicFeedForward,
+    CubicGatedFeedForward,
+    Expansion,
+)
 from tests.bounds.radius._networks import (
     ALL,
     Left,
     attention,
     decoder,
+    expanded,
     feed_forward,
     feed_forwards,
     gated_feed_forward,
@@ -65,10 +78,9 @@ def others_than(chosen: str) -> list[object]:
     ]
 
 
-def expansion(order: int, network: Network, x: Tensor, tokens: list[int]) -> SecondOrder | ThirdOrder:
-    kind = {2: SecondOrder, 3: ThirdOrder}[order]
+def expansion(order: int, network: Network, x: Tensor, tokens: list[int]) -> SecondOrder:
     functional, offset = network.readout[0] - network.readout[1], network.offset[0] - network.offset[1]
-    return kind(network, x, moved(x, tokens), functional, float(offset))
+    return expanded(order, network, x, moved(x, tokens), functional, float(offset))
 
 
 def depth(vectors: Tensor, shapes: Tensor) -> Tensor:
@@ -101,7 +113,8 @@ def test_no_stage_leaves_out_more_than_its_bound(
     order: int, network: Network, x: Tensor, tokens: list[int], epsilon: float
 ) -> None:
     found = expansion(order, network, x, tokens)
-    stated = found.bounds(epsilon)
+    bounds = found.bounds(epsilon)
+    stated = bounds.stages
     g = torch.Generator().manual_seed(7)
     k = found.first.gradient.shape[0]
     pairs = Pairs(k)
@@ -132,6 +145,11 @@ def test_no_stage_leaves_out_more_than_its_bound(
                 assert float(inside.max()) <= 1 + 1e-6, name
                 assert float(in_margin(left, delta, stage)) <= float(bound.margin) * (1 + 1e-9) + 1e-13, name
                 closest[stage] = torch.maximum(closest[stage], inside.max().sqrt())
+            if order == 2:
+                states = network.states(x + torch.einsum("ndk,k->nd", found.first.tangents[0], delta))
+                every = zip(states, found.first.states, found.first.tangents, bounds.errors, strict=True)
+                for state, base, tangent, shape in every:
+                    assert float(depth(state - base - tangent @ delta, shape).max()) <= 1 + 1e-6
     assert float(closest.max()) > 0.05  # the bounds are not idle
 
 
@@ -163,6 +181,32 @@ def test_the_margin_never_falls_below_its_bound(
         assert found.first.margin - lower <= 20 * (found.first.margin - lowest)
 
 
+def test_strongly_curved_states_are_counted_in_all_later_stages() -> None:
+    """Neurons with weights of about 30 bend the states before attention, and before neurons after it."""
+    g = torch.Generator().manual_seed(0)
+    d, n, steep, epsilon = 2, 2, 30, 0.002
+    first = feed_forward(g, d, 3, d)
+    first = replace(first, up=steep * first.up, down=first.down / steep, up_bias=0 * first.up_bias)
+    mixing = attention(g, d, 1, torch.arange(n))
+    stages = (
+        Stage("curved", first, ALL),
+        Stage("attention", mixing, ALL),
+        Stage("neurons", feed_forward(g, d, 4, d), ALL),
+    )
+    network = Network(stages, normal(g, 2, n, d), normal(g, 2))
+    found = expansion(3, network, normal(g, n, d) / steep / 3, [0, 1])
+    stated = found.bounds(epsilon).stages
+
+    def inside(delta: Tensor) -> Tensor:
+        every = zip(left_out(network, found.first, True, delta), stated, strict=True)
+        return torch.stack([depth(left.vector, bound.shape).max() for left, bound in every])
+
+    deltas = epsilon * torch.nn.functional.normalize(normal(g, 60, n * d), dim=1)
+    furthest = torch.stack([inside(delta) for delta in deltas]).amax(0)
+    assert float(furthest.max()) <= 1 + 1e-6
+    assert float(furthest.min()) >= 0.1  # the bounds are not idle
+
+
 def test_the_losses_fall_with_the_order_of_the_expansion() -> None:
     network, x = post_norm(0)
     for order in (2, 3):
@@ -180,7 +224,7 @@ def test_the_remainder_of_a_norm_is_nearly_attained(centred: bool) -> None:
     x = normal(g, 1, 4)
     found = expansion(2, network, x, [0])
     epsilon = 0.02
-    (left,) = found.bounds(epsilon)
+    (left,) = found.bounds(epsilon).stages
     vector = longest(left.shape)
 
     def size(delta: Tensor) -> Tensor:
@@ -197,7 +241,7 @@ def test_the_remainder_of_one_neuron_is_nearly_attained(order: int) -> None:
     network = Network((Stage("neuron", layer, ALL),), normal(g, 2, 1, 1), torch.zeros(2, dtype=torch.float64))
     x = normal(g, 1, 1)
     found = expansion(order, network, x, [0])
-    ((shape, margin),) = found.bounds(0.05)
+    ((shape, margin),) = found.bounds(0.05).stages
     vector = longest(shape)
     both = [
         left_out(network, found.first, order == 3, torch.tensor([s * 0.05], dtype=x.dtype))[0]
@@ -209,6 +253,20 @@ def test_the_remainder_of_one_neuron_is_nearly_attained(order: int) -> None:
 
 
 @pytest.mark.parametrize("order", [2, 3])
+def test_every_term_of_the_margin_of_one_neuron_is_attained(order: int) -> None:
+    """Downwards from 1 the first three derivatives of tanh lower it together, so that each one counts."""
+    one = torch.ones(1, 1, dtype=torch.float64)
+    neuron = FeedForward(one, one[0], ACTIVATIONS["tanh"], one, 0 * one[0])
+    readout = torch.tensor([[[1.0]], [[0.0]]], dtype=torch.float64)
+    network = Network((Stage("neuron", neuron, ALL),), readout, torch.zeros(2, dtype=torch.float64))
+    for epsilon in (0.05, 0.2):
+        lost = math.tanh(1) - math.tanh(1 - epsilon)
+        found = expansion(order, network, 0 * one, [0])(epsilon)
+        stated = math.tanh(1) - found.lower
+        assert lost <= stated <= lost * (1 + epsilon**order)
+
+
+@pytest.mark.parametrize("order", [2, 3])
 def test_the_remainder_of_a_kink_is_attained(order: int) -> None:
     g = torch.Generator().manual_seed(5)
     layer = feed_forward(g, 1, 1, 1, "relu")
@@ -216,7 +274,7 @@ def test_the_remainder_of_a_kink_is_attained(order: int) -> None:
     network = Network((Stage("neuron", layer, ALL),), normal(g, 2, 1, 1), torch.zeros(2, dtype=torch.float64))
     found = expansion(order, network, torch.ones(1, 1, dtype=torch.float64), [0])
     epsilon = 0.05
-    ((shape, margin),) = found.bounds(epsilon)
+    ((shape, margin),) = found.bounds(epsilon).stages
     deltas = [torch.tensor([s * epsilon], dtype=torch.float64) for s in (-1, 1)]
     both = [left_out(network, found.first, order == 3, delta)[0] for delta in deltas]
     largest = max(float(left.vector.norm()) for left in both)
@@ -237,7 +295,7 @@ def test_the_remainder_of_one_gated_neuron_is_nearly_attained(order: int, slope:
     network = Network((Stage("neuron", layer, ALL),), normal(g, 2, 1, 1), torch.zeros(2, dtype=torch.float64))
     found = expansion(order, network, torch.zeros(1, 1, dtype=torch.float64), [0])
     epsilon = 0.02
-    ((shape, margin),) = found.bounds(epsilon)
+    ((shape, margin),) = found.bounds(epsilon).stages
     deltas = [torch.tensor([s * epsilon], dtype=torch.float64) for s in (-1, 1)]
     both = [left_out(network, found.first, order == 3, delta)[0] for delta in deltas]
     largest = max(float(left.vector.norm()) for left in both)
@@ -287,6 +345,40 @@ def test_one_gated_neuron_with_an_error_is_nearly_attained(
     assert share * float(found.margin) <= in_margin <= float(found.margin) * (1 + 1e-9)
 
 
+@pytest.mark.parametrize("error", [0.0, 0.01])
+@pytest.mark.parametrize(("slope", "form"), [(0, 30), (1, 30), (1, -30), (1, 3)])
+@pytest.mark.parametrize("gated", [False, True])
+def test_one_neuron_at_a_curved_input_is_nearly_attained(
+    gated: bool, slope: float, form: float, error: float
+) -> None:
+    """The input of φ changes by slope · δ + form · δ²/2 ± error: each counts."""
+    one, zero = torch.ones(1, 1, dtype=torch.float64), torch.zeros(1, dtype=torch.float64)
+    epsilon, pairs, silu = 0.05, Pairs(1), ACTIVATIONS["silu"]
+    at = Expansion(0 * one, slope * one[None], form * one[None], pairs, one)
+    if gated:
+        layer = GatedFeedForward(one, -one[0], 0 * one, one[0], silu, one, zero)
+        found = CubicGatedFeedForward(layer, at)
+    else:
+        found = CubicFeedForward(FeedForward(one, -one[0], silu, one, zero), at)
+    bound = found(epsilon, error**2 * one[None])
+
+    def function(z: Tensor) -> Tensor:
+        return torch.nn.functional.silu(z - 1)
+
+    derivatives = [function, torch.func.grad(function), torch.func.grad(torch.func.grad(function))]
+    at_zero, first, second = (float(derivative(zero[0])) for derivative in derivatives)
+    largest, in_margin = 0.0, 0.0
+    for delta, e in ((epsilon * a, error * b) for a in (-1, 1) for b in (-1, 1)):
+        beyond = form * delta**2 / 2 + e
+        change = slope * delta + beyond
+        rest = float(function(zero[0] + change)) - at_zero - first * change
+        margin = rest - second * change**2 / 2 + second * beyond**2 / 2 - float(found.cubic) * delta**3
+        left = rest - second * (slope * delta) ** 2 / 2
+        largest, in_margin = max(largest, abs(left)), max(in_margin, abs(margin))
+    assert 0.9 * float(longest(bound.shape)) <= largest <= float(longest(bound.shape)) * (1 + 1e-9)
+    assert 0.8 * float(bound.margin) <= in_margin <= float(bound.margin) * (1 + 1e-9)
+
+
 @pytest.mark.parametrize("row", [0, 2])
 def test_one_error_changes_scores_as_the_derivative_says(row: int) -> None:
     """The ellipsoid of one token is a segment, so that each functional has one value up to its sign."""
@@ -322,12 +414,27 @@ def test_the_part_linear_in_an_error_is_the_second_derivative() -> None:
     crossed = CubicAttention(layer, at).crossed
     hessian = torch.func.jacfwd(torch.func.jacrev(layer.value))(u)
     tensor = torch.einsum("iojdlf,lfk->iojdk", hessian, tangents)
-    for token in range(n):
-        errors = torch.zeros(n, d, d, dtype=u.dtype)
-        errors[token, 0, 0] = 1
-        exact = torch.einsum("iodk,ipdk->iop", tensor[:, :, token], tensor[:, :, token])
-        # Rounding outwards enlarges an ellipsoid by 1e-6.
-        torch.testing.assert_close(crossed(errors), exact, rtol=3e-6, atol=3e-6)
+    exact = torch.einsum("iojdk,ipjdk->jiop", tensor, tensor)
+    # Rounding outwards enlarges an ellipsoid by 1e-6.
+    torch.testing.assert_close(crossed, exact, rtol=3e-6, atol=3e-6)
+
+
+def test_the_cubic_part_of_attention_is_the_third_derivative() -> None:
+    """With one variable, the ellipsoid of the cubic part is a segment."""
+    g = torch.Generator().manual_seed(4)
+    d, n = 6, 3
+    layer = attention(g, d, 2, torch.tensor([1, 2]), torch.ones(n, n, dtype=torch.bool).tril())
+    layer = replace(layer, turns=rotations(g, n, d // 2))
+    u, tangents, forms = normal(g, n, d), normal(g, n, d, 1), 3 * normal(g, n, d, 1)
+    found = CubicAttention(layer, Expansion(u, tangents, forms, Pairs(1), normal(g, 2, d)))
+
+    def outputs(t: Tensor) -> Tensor:
+        return layer.value(u + (tangents * t + forms * t**2 / 2)[..., 0])
+
+    third = torch.func.jacfwd(torch.func.jacfwd(torch.func.jacfwd(outputs)))(torch.zeros((), dtype=u.dtype))
+    # Rounding outwards enlarges an ellipsoid by 1e-6.
+    exact = torch.einsum("io,ip->iop", third, third) / 36
+    torch.testing.assert_close(found.third, exact, rtol=3e-6, atol=3e-6 * float(exact.abs().max()))
 
 
 def test_the_remainder_of_attention_is_attained_up_to_a_small_factor() -> None:
@@ -340,10 +447,10 @@ def test_the_remainder_of_attention_is_attained_up_to_a_small_factor() -> None:
     network = Network((Stage("attention", still, ALL),), readout, torch.zeros(2, dtype=torch.float64))
     for order in (2, 3):
         found = expansion(order, network, x, [0, 1])
-        vector = longest(found.bounds(0.02)[0].shape)
+        vector = longest(found.bounds(0.02).stages[0].shape)
         g = torch.Generator().manual_seed(0)
 
-        def size(delta: Tensor, order: int = order, found: SecondOrder | ThirdOrder = found) -> Tensor:
+        def size(delta: Tensor, order: int = order, found: SecondOrder = found) -> Tensor:
             return left_out(network, found.first, order == 3, delta)[0].vector[0].norm()
 
         best = max(float(size(ascended(size, normal(g, 2), 0.02, 20))) for _ in range(2))
@@ -366,8 +473,8 @@ def test_the_third_cumulant_in_attention_is_nearly_attained() -> None:
     x = torch.tensor([[3.0, 1.0], [-1.0, 0.0]], dtype=torch.float64)
     keys_move = torch.zeros(2, 2, 2, dtype=torch.float64)
     keys_move[0, 0, 0] = keys_move[1, 0, 1] = 1
-    found = SecondOrder(network, x, keys_move, readout[0] - readout[1], 0.0)
-    bound = longest(found.bounds(0.02)[0].shape)
+    found = expanded(2, network, x, keys_move, readout[0] - readout[1], 0.0)
+    bound = longest(found.bounds(0.02).stages[0].shape)
     toward = torch.tensor([1.0, -1.0], dtype=torch.float64) * 0.02 / math.sqrt(2)
     sizes = [left_out(network, found.first, False, sign * toward)[0].vector[0].norm() for sign in (1, -1)]
     assert 0.8 * float(bound) < float(max(sizes)) <= float(bound)
@@ -407,16 +514,23 @@ def test_weighted_norms_are_upper_bounds(k: int) -> None:
 
 def test_ellipsoids_contain_sums() -> None:
     g = torch.Generator().manual_seed(0)
-    alone, mixed = Source(normal(g, 2, 4, 3)), Source(normal(g, 2, 4, 5, 3))
-    roots = [normal(g, 2, 3, 3), normal(g, 5, 3, 3)]
-    shape = Errors([alone, mixed], normal(g, 2, 4))([root @ root.mT for root in roots])
+    mixed, roots = normal(g, 5, 2, 4, 3), [normal(g, 5, 3, 3), normal(g, 2, 2, 2)]
+    cause, own = (root @ root.mT for root in roots)
+    errors = Errors(normal(g, 5, 3))
+    errors.leave(Step(torch.eye(3, dtype=torch.float64).expand(5, -1, -1)), cause, 3)
+    errors.reach(Step(None, (mixed,)))
+    assert errors.lengths[0] >= cause.diagonal(dim1=1, dim2=2).sum().sqrt() * (1 - 1e-12)
+    errors.leave(Step(None, (mixed,)), own, 4)
+    shape = errors.state
     functional = normal(g, 2, 1, 4)
     largest = widest = 0.0
     for _ in range(500):
-        first = (roots[0] @ torch.nn.functional.normalize(normal(g, 2, 3), dim=1)[..., None])[..., 0]
-        second = (roots[1] @ torch.nn.functional.normalize(normal(g, 5, 3), dim=1)[..., None])[..., 0]
-        e = torch.einsum("nds,ns->nd", alone.jacobian, first)
-        e = e + torch.einsum("ndms,ms->nd", mixed.jacobian, second)
+        reached, added = (
+            (root @ torch.nn.functional.normalize(normal(g, *root.shape[:2]), dim=1)[..., None])[..., 0]
+            for root in roots
+        )
+        e = torch.einsum("mnds,ms->nd", mixed, reached)
+        e[:, 2:] += added
         largest = max(largest, float(depth(e, shape).max()))
         along = (functional[:, 0] * e).sum(1) / half_widths(shape, functional)[:, 0]
         widest = max(widest, float(along.max()))

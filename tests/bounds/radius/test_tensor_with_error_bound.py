@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from itertools import product as all_pairs
 from typing import Any
 
@@ -23,9 +24,8 @@ from howsmooth.bounds.radius import (
     Network,
     Norm,
     Stage,
+    margin_expansion,
     partial_jacobians,
-    second_order_margin,
-    third_order_margin,
 )
 from howsmooth.bounds.radius.ellipsoids import (
     ellipsoid_sum,
@@ -38,7 +38,6 @@ from howsmooth.bounds.radius.ellipsoids import (
 )
 from howsmooth.bounds.radius.network_rounding_errors import rounding_loss
 from howsmooth.bounds.radius.packed_quadratic_forms import Pairs
-from howsmooth.bounds.radius.second_order_margin import SecondOrder
 from howsmooth.bounds.radius.spectral_norm_bounds import (
     each_form_norm,
     form_norm,
@@ -46,10 +45,19 @@ from howsmooth.bounds.radius.spectral_norm_bounds import (
     spectral_norm,
 )
 from howsmooth.bounds.radius.tensor_with_error_bound import MissingRuleError, Rounded, exact, plain, settled
-from howsmooth.bounds.radius.third_order_margin import ThirdOrder
 from howsmooth.roundoff import U
 from tests._selection import others_slow
-from tests.bounds.radius._networks import ALL, decoder, feed_forwards, moved, normal, post_norm, pre_norm
+from tests.bounds.radius._networks import (
+    ALL,
+    attention,
+    decoder,
+    expanded,
+    feed_forwards,
+    moved,
+    normal,
+    post_norm,
+    pre_norm,
+)
 
 _STEP = mpmath.mpf(10) ** -20
 # Differences of second order in arithmetic of 80 digits are wrong by about 1e-40.
@@ -434,28 +442,27 @@ class Noise:
 
 
 def noisy(monkeypatch: pytest.MonkeyPatch, noise: Noise) -> None:
-    for module in (partial_jacobians, second_order_margin, third_order_margin):
+    for module in (partial_jacobians, margin_expansion):
         monkeypatch.setattr(module, "settled", noise)
 
 
 @pytest.mark.parametrize(
-    ("make", "expansion"),
+    ("make", "order"),
     others_slow(
-        all_pairs((post_norm, pre_norm, decoder), (SecondOrder, ThirdOrder)),
-        [(post_norm, SecondOrder), (pre_norm, ThirdOrder), (decoder, SecondOrder)],
+        all_pairs((post_norm, pre_norm, decoder), (2, 3)), [(post_norm, 2), (pre_norm, 3), (decoder, 2)]
     ),
 )
 def test_the_margin_stays_above_its_bound_with_visible_errors(
-    expansion: Any, make: Any, monkeypatch: pytest.MonkeyPatch
+    order: int, make: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     network, x = make(0, n=3, d=4)
     injection = moved(x, [1])
     functional, offset = network.readout[0] - network.readout[1], network.offset[0] - network.offset[1]
     broken = 0
-    for size, told, seed in ((1e-6, True, 0), (1e-3, True, 1), *((1e-6, False, seed) for seed in range(2))):
+    for size, told, seed in ((1e-6, True, 0), (1e-3, True, 1), *((1e-6, False, seed) for seed in range(4))):
         with monkeypatch.context() as patch:
             noisy(patch, Noise(size, told, seed))
-            found = expansion(network, x, injection, functional, float(offset))
+            found = expanded(order, network, x, injection, functional, float(offset))
         for epsilon in (size, 0.05):
             lower = found(epsilon).lower
             g = torch.Generator().manual_seed(1)
@@ -468,16 +475,17 @@ def test_the_margin_stays_above_its_bound_with_visible_errors(
     assert broken  # errors that are not told are seen
 
 
-# Which calls of ``settled`` keep what, in a network of nine stages: each state is kept before the Jacobians
-# of all earlier stages; tangents, the functional, then adjoints and their derivatives in turns.
-STATES = [place + place * (place - 1) // 2 for place in range(9)]
+# Which calls of ``settled`` keep what, in a network of nine stages: each state is kept before the stage's own
+# Jacobian, unless it is attention, and that by the input of the second attention, after it; tangents, the
+# functional, then adjoints and their derivatives in turns.
+STATES = [0, 1, 3, 5, 7, 9, 12, 15, 18]
 CALLS: dict[str, tuple[Any, Any]] = {
     "states": (partial_jacobians, STATES),
-    "jacobians": (partial_jacobians, [call for call in range(45) if call not in STATES]),
-    "tangents": (second_order_margin, range(9)),
-    "functional": (second_order_margin, [9]),
-    "adjoints": (second_order_margin, range(10, 28, 2)),
-    "derivatives of adjoints": (second_order_margin, range(11, 28, 2)),
+    "jacobians": (partial_jacobians, [call for call in range(21) if call not in STATES]),
+    "tangents": (margin_expansion, range(9)),
+    "functional": (margin_expansion, [9]),
+    "adjoints": (margin_expansion, range(10, 28, 2)),
+    "derivatives of adjoints": (margin_expansion, range(11, 28, 2)),
 }
 
 
@@ -492,7 +500,7 @@ def test_the_expansion_is_exact_up_to_the_stated_residuals(
         module, calls = CALLS[kind]
         noise = Noise(1e-3, calls=calls)
         patch.setattr(module, "settled", noise)
-        found = SecondOrder(network, x, injection, functional, float(offset))
+        found = expanded(2, network, x, injection, functional, float(offset))
     first, epsilon = found.first, 0.02
     g = torch.Generator().manual_seed(0)
     delta = normal(g, injection.shape[2])
@@ -514,32 +522,62 @@ def test_the_expansion_is_exact_up_to_the_stated_residuals(
         model = model + (a * (R - second(change) / 2 + second(e[place]) / 2)).sum()
     margin = (functional * states[-1]).sum() + offset
     stated = found.bounds(epsilon)
-    loss = rounding_loss(first.residuals, [left.shape for left in stated], epsilon)
-    loss += first.margin_error + first.gradient_error * epsilon + first.hessian_error * epsilon**2 / 2
+    loss = rounding_loss(found.residuals, stated.errors, epsilon) + first.rounding_loss(epsilon)
     assert float((margin - model).abs()) <= loss
     # Wrong Jacobians change the bound alone, and not the expansion.
     assert kind == "jacobians" or float((margin - model).abs()) > loss / 1000
     # What the residuals add to the errors of the tokens is within the ellipsoids, too.
-    for place, (shapes, own) in enumerate(zip(found.errors, e, strict=False)):
-        shape = shapes([left.shape for left in stated[:place]])
+    for shape, own in zip(stated.errors, e, strict=True):
         reach = half_widths(plain(shape), torch.nn.functional.normalize(own, dim=1)[:, None])[:, 0]
         assert bool((own.norm(dim=1) <= reach + 1e-15).all())
 
 
 def test_residuals_of_jacobians_cover_visible_errors(monkeypatch: pytest.MonkeyPatch) -> None:
     network, x = post_norm(3, n=3, d=4)
+    right = partial_jacobians.partial_jacobians(network, x)
+    for call in range(21):
+        with monkeypatch.context() as patch:
+            patch.setattr(partial_jacobians, "settled", Noise(1e-3, calls=[call]))
+            at = partial_jacobians.partial_jacobians(network, x)
+        own = [step.own.error for step in at.steps if step.own is not None]
+        every = [*at.state_errors, *own, *(error for stage in at.residuals for error in stage)]
+        assert len(every) == 21
+        assert (error := max(every)) > 1e-5
+        if call in (8, 2):  # the Jacobian of the second attention; that of the first norm
+            found, true = (
+                plain(each.steps[1].own) if call == 2 else each.steps[4].sources[0] for each in (at, right)
+            )
+            assert 0.9 * error <= float(torch.dist(found, true)) <= error
+
+
+def test_a_jacobian_that_is_not_known_counts_by_its_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Attention whose weights stand still adds no remainder of its own to what comes along its Jacobian."""
+    g = torch.Generator().manual_seed(0)
+    first = feed_forwards(0, "silu")[0].stages[0]
+    mean = attention(g, 5, 1, torch.arange(2))
+    mean = replace(mean, query=0 * mean.query, query_bias=0 * mean.query_bias)
+    network = Network((first, Stage("mean", mean, ALL)), normal(g, 2, 2, 5), normal(g, 2))
+    x, count = normal(g, 2, 5), 0
+
+    def unknown(value: Tensor) -> tuple[Tensor, float]:
+        nonlocal count
+        number, error = settled(value)
+        count += 1  # the fourth is the Jacobian of the attention, after two states and the first Jacobian
+        return (0 * number, error + float(number.norm())) if count == 4 else (number, error)
+
     with monkeypatch.context() as patch:
-        patch.setattr(partial_jacobians, "settled", Noise(1e-3))
-        at = partial_jacobians.partial_jacobians(network, x)
-    for place, stage in enumerate(at.stages[:-1]):
-        mixes = isinstance(stage.map, Attention)
-        for before, after, (size, error) in zip(
-            at.sources[place], at.sources[place + 1], at.residuals[place], strict=False
-        ):
-            right = before.pushed(stage, exact(at.states[place]), mixes).jacobian
-            distance = float((right - after.jacobian).norm())
-            assert 0.9 * error <= distance <= error
-            assert float(before.jacobian.norm()) <= size
+        patch.setattr(partial_jacobians, "settled", unknown)
+        found = expanded(2, network, x, moved(x, [0]), network.readout[0])
+    assert count == 4
+    for epsilon in (0.1, 0.3):
+        delta = epsilon * torch.nn.functional.normalize(normal(g, 5), dim=0)
+        after = list(network.states(x + moved(x, [0]) @ delta))[-1]
+        e = after - found.first.states[-1] - found.first.tangents[-1] @ delta
+        reach = half_widths(
+            plain(found.bounds(epsilon).errors[-1]), torch.nn.functional.normalize(e)[:, None]
+        )
+        assert bool((e.norm(dim=1) > 1e-5).all())
+        assert bool((e.norm(dim=1) <= reach[:, 0]).all())
 
 
 @pytest.mark.parametrize("make", [post_norm, decoder])
@@ -548,7 +586,7 @@ def test_the_margin_of_many_digits_is_as_close_as_stated(make: Any, seed: int) -
     network, x = make(seed, n=3, d=4)
     injection = moved(x, [1])
     functional, offset = network.readout[0] - network.readout[1], network.offset[0] - network.offset[1]
-    found = SecondOrder(network, x, injection, functional, float(offset))
+    found = expanded(2, network, x, injection, functional, float(offset))
     for epsilon in (1e-12, 0.01):
         delta = normal(torch.Generator().manual_seed(seed), injection.shape[2])
         delta = -found.first.gradient if seed % 2 else delta

@@ -1,11 +1,12 @@
 """A radius around one input within which the answer of a whole Transformer provably does not change.
 
-``robust_radius`` is the function for users. ``model_reading`` turns a model into a ``staged_network``.
-The margin of its answer is expanded along the network's own ``partial_jacobians``: in ``second_order_margin``
-with ``second_order_remainders``, in ``third_order_margin`` with ``third_order_remainders``. Tensors of
-``rounded_tensor`` carry bounds on their own rounding errors; ``rounding_residuals`` says what these take from
-the margin. ``attack`` searches the nearest change of the answer. Proofs: documentation page "A proved radius
-for a whole network".
+``robust_radius`` is the function for users. ``pretrained_classifier_reader`` turns a model into a
+``transformer_network`` of ``transformer_layers``. The margin of its answer is expanded in
+``margin_expansion``: to second order with ``second_order_remainders``, to third order with
+``third_order_remainders``. The remainders of earlier layers reach later ones along the network's own
+``partial_jacobians``. Tensors of ``tensor_with_error_bound`` carry bounds on their own rounding errors;
+``network_rounding_errors`` bounds how much these reduce the margin. ``attack`` searches the nearest change of
+the answer. Proofs: documentation page "A proved radius for a whole network".
 """
 
 from howsmooth.bounds.radius.robust_radius import NetworkAtInput, robust_radius

@@ -8,6 +8,8 @@ documentation page "A proved radius for a whole network", section "Rounding".
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from jaxtyping import Float
 from torch import Tensor
@@ -26,6 +28,8 @@ __all__ = [
     "mixture",
     "product",
     "radii",
+    "scaled",
+    "weighted_images",
 ]
 
 # Shapes that are given may be a scalar times a matrix; this counts those roundings and the last ones.
@@ -100,6 +104,46 @@ def product(*shapes: Float[Tensor, "*batch d d"]) -> Float[Tensor, "*batch d d"]
     for factor in shapes[2:]:
         found *= factor
     return _enlarged(found, gamma(_MORE) * _traces(found))
+
+
+def scaled(
+    factors: Float[Tensor, "*batch d"], shapes: Float[Tensor, "*batch d d"]
+) -> Float[Tensor, "*batch d d"]:
+    """Return ellipsoids that contain all entrywise products of given factors with points of an ellipsoid.
+
+    The factors may have rounding errors.
+    """
+    value, error = settled(factors)
+    larger = value * (1 + _SHARE) if error else value
+    found = shapes * larger[..., None]
+    found *= value[..., None, :]
+    squares = gamma(_MORE) * _traces(found)
+    if error:
+        squares = squares + (1 + 1 / _SHARE) * (1 + _SHARE) * error**2 * _traces(shapes)
+    return _enlarged(found, squares)
+
+
+def weighted_images(
+    matrix: Float[Tensor, "m d"], terms: Sequence[tuple[Tensor, Tensor]]
+) -> Float[Tensor, "*batch m m"]:
+    """Return ellipsoids that contain all sums W Σ f_i ∘ y_i, with one point y_i from each given ellipsoid.
+
+    ``terms`` has factors f_i (*batch, d) and ellipsoids (*batch, d, d). As in :func:`ellipsoid_sum`, but the
+    weights are chosen for the images, and only one matrix is mapped by W.
+    """
+    value = plain(matrix)
+    square = (value.T @ value).flatten()
+    shapes = [scaled(*term) for term in terms]
+    # Any positive weights are right. A shape that W maps to almost nothing gets a small one, and none only
+    # if it is a point.
+    least = _SHARE**2 * torch.linalg.vector_norm(value).square()
+    sizes = [torch.maximum(shape.flatten(-2) @ square, least * _traces(shape)).sqrt() for shape in shapes]
+    total = torch.stack(sizes).sum(0) * INFLATION
+    whole = torch.zeros_like(shapes[0])
+    for size, shape in zip(sizes, shapes, strict=True):
+        factor = torch.where(size > 0, total / torch.where(size > 0, size, 1.0), 0.0)
+        whole.addcmul_(factor[..., None, None], shape)
+    return image(matrix, _enlarged(whole, gamma(len(shapes) + _MORE) * _traces(whole)))
 
 
 def mixture(

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-__all__ = ["Residuals", "lengths", "rounding_loss"]
+__all__ = ["Residuals", "length", "rounding_loss"]
 
 
 class Residuals(NamedTuple):
@@ -21,8 +21,8 @@ class Residuals(NamedTuple):
 
     ``state``, ``tangents``, ``forms``, ``adjoint`` and ``bent`` bound F(X) − X', DF G − G', the same of the
     quadratic forms, DFᵀa' − a and DFᵀN' + M G − N. ``size_of_tangents``, ``size_of_forms``,
-    ``size_of_adjoint`` and ``size_of_bent`` are the norms of G, Q, a' and N'. ``sources`` has the norm of the
-    Jacobian J of each earlier stage, and the residual of its next step DF J − J'.
+    ``size_of_adjoint`` and ``size_of_bent`` are the norms of G, Q, a' and N'. ``sources`` has, for the
+    Jacobian J by the input of each attention layer, the residual of its next step DF J − J'.
     """
 
     state: float = 0.0
@@ -34,34 +34,32 @@ class Residuals(NamedTuple):
     size_of_forms: float = 0.0
     size_of_adjoint: float = 0.0
     size_of_bent: float = 0.0
-    sources: tuple[tuple[float, float], ...] = ()
+    sources: tuple[float, ...] = ()
 
-    def beyond(self, epsilon: float, earlier: Sequence[float]) -> float:
+    def beyond(self, epsilon: float, causes: Sequence[float]) -> float:
         """Bound the rounding error that one layer adds to its output, for changes |δ| ≤ ε of the network's
         input.
 
-        ``earlier`` bounds the errors of the stages before it.
+        ``causes`` bounds the errors at the input of each attention layer that arose since the one before.
         """
         found = self.state + self.tangents * epsilon + self.forms * epsilon**2 / 2
-        return found + sum(of * length for (_, of), length in zip(self.sources, earlier, strict=False))
+        return found + sum(of * cause for of, cause in zip(self.sources, causes, strict=True))
 
 
-def lengths(shapes: Sequence[Tensor]) -> list[float]:
-    """Bound the Frobenius norm of n vectors that lie in n given ellipsoids (n, d, d), for each layer of a
-    network.
-    """
-    return [float(shape.diagonal(dim1=1, dim2=2).sum().sqrt()) for shape in shapes]
+def length(shapes: Tensor) -> float:
+    """Bound the Frobenius norm of n vectors that lie in n given ellipsoids (n, d, d)."""
+    return float(shapes.diagonal(dim1=1, dim2=2).sum().clamp_min(0).sqrt())
 
 
-def rounding_loss(residuals: Sequence[Residuals], shapes: Sequence[Tensor], epsilon: float) -> float:
+def rounding_loss(residuals: Sequence[Residuals], errors: Sequence[Tensor], epsilon: float) -> float:
     """Bound how much the rounding errors of the values and derivatives of a network can reduce its margin.
 
-    The part of rounding in the remainders of the stages is not included.
+    ``errors`` are ellipsoids of the state's error before each stage and at the end. The part of rounding in
+    the remainders of the stages is not included.
     """
-    earlier, total = lengths(shapes), 0.0
-    for at in residuals:
-        e = at.size_of_forms * epsilon**2 / 2
-        e += sum(norm * length for (norm, _), length in zip(at.sources, earlier, strict=False))
+    total = 0.0
+    for at, error in zip(residuals, errors, strict=True):
+        e = at.size_of_forms * epsilon**2 / 2 + length(error)
         total += at.size_of_adjoint * at.state + at.bent * epsilon * e
         total += at.adjoint * (at.size_of_tangents * epsilon + e)
     return total

@@ -1,147 +1,125 @@
-"""Partial Jacobians of a network: the derivatives of the input of each layer with respect to the outputs of
-earlier layers.
-"""
+"""Partial Jacobians of a network, and the propagation of the Taylor remainders of its layers along them."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from functools import cached_property
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from howsmooth.bounds.radius.ellipsoids import ellipsoid_sum, image
+from howsmooth.bounds.radius.network_rounding_errors import length
 from howsmooth.bounds.radius.tensor_with_error_bound import exact, settled
 from howsmooth.bounds.radius.transformer_layers import Attention
 from howsmooth.bounds.radius.transformer_network import Network, Stage
 
-__all__ = ["Errors", "PartialJacobians", "Source", "partial_jacobians"]
+__all__ = ["Errors", "PartialJacobians", "Step", "partial_jacobians"]
 
 
-@dataclass(frozen=True, eq=False)
-class Source:
-    """The Jacobian of the activations at a later point of a network with respect to the output of one earlier
-    layer.
+class Step(NamedTuple):
+    """The Jacobians along which the error of the state of a network propagates through one stage.
 
-    It has the shape (n, width, n_s, d_s); or (n, width, d_s) where every token depends on itself alone.
-    ``error`` bounds the rounding error of its last step, as a Frobenius norm.
+    ``own`` (n, width', width) is the Jacobian of a stage that does not mix tokens. Attention has none, but
+    ``sources``: the Jacobians (m, n', width', width_s) of its output with respect to each of the m tokens at
+    the input of this attention layer, which stands last, and of all earlier ones.
     """
 
-    jacobian: Tensor
-    error: float = 0.0
-
-    @staticmethod
-    def of(stage: Stage, x: Tensor, output: Tensor) -> Source:
-        """Return the Jacobian of the output of a layer with residual connection with respect to the output of
-        the layer alone.
-
-        It is zero on the columns that the stage keeps from its input.
-        """
-        kept = x.shape[1] if stage.keep else 0
-        own = torch.eye(output.shape[1], dtype=output.dtype)[:, kept:]
-        return Source(own.expand(len(output), -1, -1))
-
-    @cached_property
-    def norm(self) -> float:
-        """An upper bound on the Frobenius norm of this partial Jacobian."""
-        return exact(self.jacobian).frobenius
-
-    @property
-    def alone(self) -> bool:
-        """True if each token of the later point depends only on the same token of the earlier output."""
-        return self.jacobian.ndim == 3
-
-    def read(self, branch: slice) -> Source:
-        """Return the rows of this partial Jacobian that belong to the entries that a later layer takes as its
-        input.
-        """
-        own = self.jacobian[:, branch]
-        if self.alone:
-            return Source(own)
-        # The blocks of one token of the earlier stage lie together: products of blocks are twice as fast.
-        return Source(own.permute(2, 0, 1, 3).contiguous().permute(1, 2, 0, 3))
-
-    def pushed(self, stage: Stage, x: Tensor, mixes: bool) -> Source:
-        """Return the partial Jacobian after one more layer, by multiplication with the Jacobian of that
-        layer.
-
-        ``mixes`` says that the stage mixes tokens.
-        """
-        own: Tensor = exact(self.jacobian, frobenius=self.norm)
-        if self.alone and not mixes:
-            return Source(*settled(stage.push(x, own)))
-        if self.alone:
-            spread = own.new_zeros(*own.shape[:2], len(own), own.shape[2])
-            each = torch.arange(len(own))
-            spread[each, :, each] = own
-            own = spread
-        found, error = settled(stage.push(x, own.flatten(2)))
-        return Source(found.unflatten(2, own.shape[2:]), error)
-
-
-class Errors:
-    """A function that bounds the combined effect of the errors of all earlier layers on the input of a later
-    layer.
-
-    The effect is e = Σ_s J_s R_s, where R_s is the remainder of stage s and J_s the partial Jacobian. Both
-    are enclosed in ellipsoids, token by token.
-    """
-
-    def __init__(self, sources: list[Source], state: Tensor) -> None:
-        self.sources = sources
-        self.zero = state.new_zeros(len(state), state.shape[1], state.shape[1])
-
-    def __call__(self, remainders: list[Tensor]) -> Tensor:
-        """Return ellipsoids that contain the change of a layer's input that the errors of earlier layers
-        cause.
-
-        They have the shape (n, width, width), one for each token. ``remainders`` has ellipsoids of each
-        earlier stage's error.
-        """
-        shapes = [self.zero]
-        for source, remainder in zip(self.sources, remainders, strict=True):
-            J = source.jacobian
-            if source.alone:
-                shapes.append(image(J, remainder))
-            else:
-                shapes += list(image(J.permute(2, 0, 1, 3), remainder[:, None]))
-        return ellipsoid_sum(*shapes)
+    own: Tensor | None
+    sources: tuple[Tensor, ...] = ()
 
 
 class PartialJacobians(NamedTuple):
-    """The Jacobians of the input of each layer with respect to the outputs of all earlier layers, at one
-    network input.
+    """The states of a network at one input, and the Jacobians along which errors propagate there.
 
     ``stages`` are the network's, with weights that carry rounding errors; ``states`` are the computed states,
-    ``state_errors`` the rounding errors of the step to each. ``sources`` are the Jacobians for each stage;
-    ``residuals`` has, for each stage and for the end, the Frobenius norm of every Jacobian before it and the
-    rounding error of its next step.
+    ``state_errors`` the rounding errors of the step to each. ``steps`` are the Jacobians for each stage;
+    ``residuals`` has, for each stage, the rounding error of its step of every Jacobian that starts at an
+    attention layer.
     """
 
     stages: tuple[Stage, ...]
     states: list[Tensor]
     state_errors: list[float]
-    sources: list[list[Source]]
-    residuals: list[tuple[tuple[float, float], ...]]
+    steps: list[Step]
+    residuals: list[tuple[float, ...]]
 
 
 def partial_jacobians(network: Network, x: Tensor) -> PartialJacobians:
-    """Return the Jacobians of the input of each layer with respect to the outputs of all earlier layers, at x
-    (n, d).
+    """Return the states of a network at tokens x (n, d), and the Jacobians along which errors propagate.
 
     They do not depend on which tokens move.
     """
     stages = network.rounded().stages
-    states, errors, found, residuals, sources = [x], [], [], [], list[Source]()
-    for stage in stages:
-        found.append([source.read(stage.branch) for source in sources])
-        state, mixes = exact(states[-1]), isinstance(stage.map, Attention)
+    states, errors, steps, residuals = [x], list[float](), list[Step](), list[tuple[float, ...]]()
+    earlier = list[Tensor]()  # the Jacobians of the state by the inputs of attention layers
+    for place, stage in enumerate(stages):
+        state = exact(states[-1])
+        n, width = state.shape
         output, error = settled(stage.value(state))
-        pushed = [source.pushed(stage, state, mixes) for source in sources]
-        residuals.append(tuple((s.norm, p.error) for s, p in zip(sources, pushed, strict=True)))
-        sources = [*pushed, Source.of(stage, states[-1], output)]
+        own: Tensor | None = None
+        eye = torch.eye(width, dtype=x.dtype)
+        if isinstance(stage.map, Attention):
+            if place:  # the network's input itself has no error
+                spread, each = torch.zeros(n, width, n, width, dtype=x.dtype), torch.arange(n)
+                spread[each, :, each] = eye
+                earlier.append(spread)
+            pushed = [settled(stage.push(state, exact(J.flatten(2)))) for J in earlier]
+        else:
+            own = exact(*settled(stage.push(state, exact(eye.expand(n, -1, -1)))))
+            pushed = [settled(own @ exact(J.flatten(2))) for J in earlier]
+        earlier = [found.unflatten(2, J.shape[2:]) for (found, _), J in zip(pushed, earlier, strict=True)]
+        # The blocks of one token lie together: products of blocks are twice as fast.
+        apart = () if own is not None else tuple(J.permute(2, 0, 1, 3).contiguous() for J in earlier)
+        steps.append(Step(own, apart))
+        residuals.append(tuple(of_source for _, of_source in pushed))
         states.append(output)
         errors.append(error)
-    residuals.append(tuple((source.norm, 0.0) for source in sources))
-    return PartialJacobians(stages, states, errors, found, residuals)
+    return PartialJacobians(stages, states, errors, steps, residuals)
+
+
+class Errors:
+    """Ellipsoids that contain the error of the state of a network, for each token, from stage to stage.
+
+    ``state`` (n, width, width) contains the error that all stages so far have caused. ``lengths`` bounds the
+    errors that stages caused between two attention layers, at the input of the second one.
+    """
+
+    def __init__(self, x: Tensor) -> None:
+        """Begin at the input x (n, d) of a network, which has no error."""
+        self.state = x.new_zeros(len(x), x.shape[1], x.shape[1])
+        self.lengths: list[float] = []
+        self._between: list[Tensor] = []
+        self._since: list[tuple[Step, Tensor]] = []
+
+    def reach(self, step: Step) -> None:
+        """Come to a stage: at attention, what the stages since the last attention caused is kept."""
+        if step.own is None and self._since:
+            found = self._since[0][1]
+            for later, remainder in self._since[1:]:
+                found = _carried(later, found, remainder)
+            self._between.append(found)
+            self.lengths.append(length(found))
+
+    def leave(self, step: Step, remainder: Tensor, width: int) -> None:
+        """Pass a stage, which leaves out what is in ellipsoids (n', d', d'), to a state of a given width.
+
+        The stage's own layer writes the last d' columns of the state.
+        """
+        added = remainder
+        if remainder.shape[1] < width:
+            added = remainder.new_zeros(len(remainder), width, width)
+            added[:, -remainder.shape[1] :, -remainder.shape[1] :] = remainder
+        if step.own is not None:
+            self.state = _carried(step, self.state, added)
+            self._since.append((step, added))
+            return
+        shapes = [added]
+        for source, cause in zip(step.sources, self._between, strict=True):
+            shapes += list(image(source, cause[:, None]))
+        self.state, self._since = ellipsoid_sum(*shapes), [(step, added)]
+
+
+def _carried(step: Step, shapes: Tensor, added: Tensor) -> Tensor:
+    """Return the ellipsoids of errors after a stage that does not mix tokens and adds an error."""
+    assert step.own is not None
+    return ellipsoid_sum(image(step.own, shapes), added)

@@ -7,19 +7,20 @@ from __future__ import annotations
 import copy
 import math
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import cached_property
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from howsmooth.bounds.radius.attack import attack_radius
+from howsmooth.bounds.radius.margin_expansion import FirstDerivatives, Losses, SecondOrder, ThirdOrder
 from howsmooth.bounds.radius.partial_jacobians import partial_jacobians
 from howsmooth.bounds.radius.pretrained_classifier_reader import embedded, read_classifier
 from howsmooth.bounds.radius.robust_radius_result import RobustRadius
-from howsmooth.bounds.radius.second_order_margin import Losses, SecondOrder
 from howsmooth.bounds.radius.tensor_with_error_bound import FUZZ, exact
-from howsmooth.bounds.radius.third_order_margin import ThirdOrder
 from howsmooth.bounds.radius.transformer_network import Network
 from howsmooth.errors import ArgumentError, NonFiniteError
 
@@ -27,8 +28,11 @@ __all__ = ["NetworkAtInput", "robust_radius"]
 
 _MOST_VARIABLES = 256
 _MOST_STEPS = 40
+_CLOSE = 2e-3  # relative accuracy of the search
 _FARTHEST = 1e6
 _SMALLEST = 1e-12
+# The third order reaches about so much further than the second one.
+_FURTHER = 1.6
 
 
 def robust_radius(
@@ -40,6 +44,7 @@ def robust_radius(
     target: int | Tensor | None = None,
     threshold: float = 0.0,
     order: int | None = None,
+    seconds: float | None = None,
     attack: bool = True,
     seed: int = 0,
 ) -> RobustRadius:
@@ -72,8 +77,11 @@ def robust_radius(
     threshold
         The threshold of a functional ``target``.
     order
-        2 is fast; 3 reaches further and needs memory O(n d k²) for k moving entries, at most 256. None: 3 if
-        k is at most 256 and 2 otherwise.
+        2 is fast; 3 reaches further and needs memory O(n d k²) for k moving entries, at most 256. None: first
+        2, then 3 if k is at most 256, and the larger radius counts.
+    seconds
+        The search ends after so many seconds with the largest radius that is proved by then, possibly 0; it
+        may take as much longer as one stage of the network does. The attack comes after. None: no limit.
     attack
         Whether to also search the nearest change of the answer by projected gradients.
     seed
@@ -109,8 +117,19 @@ def robust_radius(
 
     """
     began = time.perf_counter()
-    found = NetworkAtInput(model, inputs).radius(
-        tokens, norm=norm, target=target, threshold=threshold, order=order, attack=attack, seed=seed
+    _positive(seconds)
+    at = NetworkAtInput(model, inputs)
+    # At the first step of the search, the time may be over.
+    left = None if seconds is None else max(seconds - (time.perf_counter() - began), 1e-9)
+    found = at.radius(
+        tokens,
+        norm=norm,
+        target=target,
+        threshold=threshold,
+        order=order,
+        seconds=left,
+        attack=attack,
+        seed=seed,
     )
     return replace(found, seconds=time.perf_counter() - began)
 
@@ -140,6 +159,7 @@ class NetworkAtInput:
         target: int | Tensor | None = None,
         threshold: float = 0.0,
         order: int | None = None,
+        seconds: float | None = None,
         attack: bool = True,
         seed: int = 0,
         guess: float = 0.05,
@@ -154,32 +174,31 @@ class NetworkAtInput:
         k = len(moved) * x.shape[1]
         if norm not in (2, math.inf):
             raise ArgumentError("norm", expected="2 or math.inf", got=repr(norm))
-        if order is None:
-            order = 3 if k <= _MOST_VARIABLES else 2
-        if order not in (2, 3) or (order == 3 and k > _MOST_VARIABLES):
-            raise ArgumentError(
-                "order",
-                expected=f"2, or 3 with at most {_MOST_VARIABLES} moving entries",
-                got=f"{order!r} with {k} entries",
-                remedy="Move fewer tokens, or take order=2.",
-            )
+        orders = (2, 3) if k <= _MOST_VARIABLES else (2,)
+        if order is not None:
+            if order not in (2, 3) or (order == 3 and k > _MOST_VARIABLES):
+                raise ArgumentError(
+                    "order",
+                    expected=f"2, or 3 with at most {_MOST_VARIABLES} moving entries",
+                    got=f"{order!r} with {k} entries",
+                    remedy="Move fewer tokens, or take order=2.",
+                )
+            orders = (order,)
+        _positive(seconds)
+        clock = _Clock(began + (math.inf if seconds is None else seconds))
         injection = torch.zeros(*x.shape, k, dtype=x.dtype)
         for place, token in enumerate(moved):
             entries = slice(place * x.shape[1], (place + 1) * x.shape[1])
             injection[token, :, entries] = torch.eye(x.shape[1], dtype=x.dtype)
-        kind: type[SecondOrder] | type[ThirdOrder] = SecondOrder if order == 2 else ThirdOrder
         label, directions = _directions(self.logits, target, threshold)
-        weakest: tuple[float, int | None, Tensor, _Margin] | None = None
-        for rival, direction, offset in directions:
-            functional = torch.einsum("c,cnd->nd", exact(direction), exact(network.readout))
-            constant = (exact(direction) * exact(network.offset)).sum() + offset
-            margins = _Margin(kind(network, x, injection, functional, constant, self.jacobians))
-            most = math.inf if weakest is None else weakest[0]
-            found = _largest(margins, most, guess)
-            if weakest is None or found < weakest[0]:
-                weakest = found, rival, direction, margins
-        assert weakest is not None
-        radius, rival, direction, margins = weakest
+        weakest = self._weakest(orders[0], directions, injection, guess, clock)
+        if len(orders) == 2 and weakest.radius > 0:
+            further = self._weakest(3, directions, injection, _FURTHER * weakest.radius, clock)
+            weakest = max(weakest, further, key=lambda found: found.radius)
+        over, clock.end = clock.over, math.inf
+        radius, rival, direction, order, margins = weakest
+        if radius == 0:  # what is lost near the input is said by the second order, too
+            margins = _Margin(margins.first, 2, clock.check)
         # The factor covers the roundings of root and quotient.
         scale = 1.0 if norm == 2 else math.sqrt(k) * (1 + FUZZ)
         at_radius = margins(max(radius, _SMALLEST))
@@ -191,7 +210,7 @@ class NetworkAtInput:
             start = max(radius / scale, min(first_order, 1.0) / 4)
             offset = margin - float(direction @ self.logits)
             nearest = attack_radius(network, x, injection, direction, offset, start, norm=norm, seed=seed)
-        if radius > 0:
+        if radius > 0 and not over:
             margins(radius / 2)  # the search may have looked near the radius alone
         return RobustRadius(
             radius=radius / scale,
@@ -212,15 +231,76 @@ class NetworkAtInput:
             seconds=time.perf_counter() - began,
         )
 
+    def _weakest(
+        self,
+        order: int,
+        directions: list[tuple[int | None, Tensor, float]],
+        injection: Tensor,
+        guess: float,
+        clock: _Clock,
+    ) -> _Weakest:
+        """Return the radius within which all given combinations of logits stay positive.
+
+        Its proof ends with the first of them that may become negative beyond.
+        """
+        weakest: _Weakest | None = None
+        for rival, direction, offset in directions:
+            functional = torch.einsum("c,cnd->nd", exact(direction), exact(self.network.readout))
+            constant = (exact(direction) * exact(self.network.offset)).sum() + offset
+            margin = _Margin(
+                FirstDerivatives(self.jacobians, injection, functional, constant), order, clock.check
+            )
+            most = math.inf if weakest is None else weakest.radius
+            found = _largest(margin, most, guess if weakest is None else most)
+            if weakest is None or found < weakest.radius:
+                weakest = _Weakest(found, rival, direction, order, margin)
+        assert weakest is not None
+        return weakest
+
+
+class _Weakest(NamedTuple):
+    """The radius within which no class overtakes the predicted one, and which class comes nearest."""
+
+    radius: float
+    rival: int | None
+    direction: Tensor
+    order: int
+    margin: _Margin
+
+
+class _OutOfTimeError(Exception):
+    """The time for a search is over."""
+
+
+class _Clock:
+    """The time at which a search ends."""
+
+    def __init__(self, end: float) -> None:
+        self.end = end
+
+    @property
+    def over(self) -> bool:
+        """Whether the time is over."""
+        return time.perf_counter() > self.end
+
+    def check(self) -> None:
+        """Raise an exception if the time is over."""
+        if self.over:
+            raise _OutOfTimeError
+
 
 class _Margin:
     """A function that returns a lower bound on the margin of a classifier for |δ| ≤ ε, and caches its
     results.
     """
 
-    def __init__(self, expansion: SecondOrder | ThirdOrder) -> None:
-        self.first, self._expansion = expansion.first, expansion
+    def __init__(self, first: FirstDerivatives, order: int, check: Callable[[], None]) -> None:
+        self.first, self._kind, self._check = first, SecondOrder if order == 2 else ThirdOrder, check
         self._found: dict[float, Losses] = {}
+
+    @cached_property
+    def _expansion(self) -> SecondOrder:
+        return self._kind(self.first, self._check)
 
     def __call__(self, epsilon: float) -> Losses:
         """Return a lower bound on the margin for |δ| ≤ ε, and how much each error term reduces it."""
@@ -263,36 +343,69 @@ def _largest(margin: _Margin, most: float, guess: float) -> float:
     """Search for the largest ε for which the proved lower bound on the margin is positive, with relative
     accuracy 0.2 %.
 
-    No ε above ``most`` is tried. The search begins at ``guess``. The bound is evaluated at the ε that is
-    returned.
+    No ε above ``most`` is tried. The search begins at ``guess`` and ends when the time is over. The bound is
+    positive at the ε that is returned, which is 0 if none was found.
     """
     whole = margin.first.margin
-    if whole <= 0:
+    if whole <= 0 or most <= 0:
         return 0.0
-
-    def share(epsilon: float) -> float:
-        # Far beyond the radius the bound falls exponentially, is infinite or no number.
-        found = margin(epsilon).lower / whole
-        return found if found > -1 else -1.0
-
-    low, at_low = 0.0, 1.0
-    high = min(guess, most)
-    while (at_high := share(high)) > 0:
-        if high >= most or high > _FARTHEST:
-            return high
-        low, at_low, high = high, at_high, min(2 * high, most)
-    above = False  # whether the last step moved the lower end
-    for _ in range(_MOST_STEPS):
-        if high - low <= 2e-3 * high:
+    proved, failed = list[_Tried](), list[_Tried]()
+    epsilon = min(guess, most)
+    for step in range(_MOST_STEPS):
+        try:
+            lower = margin(epsilon).lower
+        except _OutOfTimeError:
             break
-        middle = low + (high - low) * at_low / (at_low - at_high)
-        at_middle = share(middle)
-        # An end that stays counts half each time, or it would stay for ever (the Illinois method).
-        if at_middle > 0:
-            low, at_low, at_high, above = middle, at_middle, at_high / (2 if above else 1), True
-        else:
-            high, at_high, at_low, above = middle, at_middle, at_low / (1 if above else 2), False
-    return low
+        # Far beyond the radius the bound is infinite or no number.
+        loss = max((whole - lower) / whole, 1e-300) if math.isfinite(lower) else math.inf
+        (proved if lower > 0 else failed).append(_Tried(epsilon, 1 / math.sqrt(loss)))
+        if lower > 0 and (epsilon >= most or epsilon > _FARTHEST):
+            break
+        # What failed last is closest, too, since each ε lies between what was proved and what failed.
+        expected = _expected(proved, failed, bisect=step > _MOST_STEPS // 3)
+        if proved:
+            last = proved[-1].epsilon
+            beyond = failed[-1].epsilon if failed else math.inf
+            if min(beyond, expected) <= (1 + _CLOSE) * last:
+                break
+            expected = max(expected, (1 + _CLOSE / 2) * last)
+        epsilon = min(expected * (1 - _CLOSE / 4), most)
+    return proved[-1].epsilon if proved else 0.0
+
+
+class _Tried(NamedTuple):
+    """A radius ε that the search has tried, and 1/√(loss) at it, where the margin is 1.
+
+    The second falls about linearly near the radius, where it is 1, and is 0 where the loss is infinite.
+    """
+
+    epsilon: float
+    height: float
+
+
+def _expected(proved: list[_Tried], failed: list[_Tried], bisect: bool) -> float:
+    """Return the radius to expect from all that the search has tried, of which the last ones are closest."""
+    line = None
+    if len(proved) > 1:
+        (before, higher), (last, height) = proved[-2:]
+        if higher > height:
+            line = last + (height - 1) * (last - before) / (higher - height)
+    if proved and failed:
+        (low, above), (high, below) = proved[-1], failed[-1]
+        if bisect:
+            return (low + high) / 2
+        if below == 0 and line is not None and line < high:
+            return line
+        return low + (above - 1) / (above - below) * (high - low)
+    if proved:
+        last, height = proved[-1]
+        # Where little is lost, the loss is a low power of ε; near the radius it grows much faster.
+        one = last * math.pow(height, 1 / 2 if height > 2 else 1 / 6)
+        return min(one if line is None else line, 3 * last)
+    last, height = failed[-1]
+    if len(failed) == 1:
+        return last * max(0.8, math.pow(height, 1 / 10))
+    return last / 2
 
 
 def _network(model: object, inputs: Tensor | Mapping[str, Tensor]) -> tuple[Network, Tensor]:
@@ -327,6 +440,11 @@ def _embedded_tokens(inputs: object) -> Tensor:
     if not bool(torch.isfinite(x).all()):
         raise NonFiniteError("inputs", expected="finite numbers", got="NaN or infinity")
     return x.detach().to("cpu", torch.float64)
+
+
+def _positive(seconds: float | None) -> None:
+    if seconds is not None and not seconds > 0:
+        raise ArgumentError("seconds", expected="a number > 0, or None", got=repr(seconds))
 
 
 def _tokens(tokens: int | Sequence[int] | None, n: int) -> list[int]:

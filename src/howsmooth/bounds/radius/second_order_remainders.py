@@ -12,6 +12,7 @@ Proofs: documentation page "A proved radius for a whole network".
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -27,6 +28,7 @@ from howsmooth.bounds.radius.ellipsoids import (
     mixture,
     product,
     radii,
+    weighted_images,
 )
 from howsmooth.bounds.radius.spectral_norm_bounds import spectral_norm, weighted_norm
 from howsmooth.bounds.radius.tensor_with_error_bound import INFLATION, lower, upper
@@ -53,6 +55,7 @@ __all__ = [
     "Left",
     "NormRemainder",
     "Reached",
+    "TokenWise",
     "gated_rest",
     "largest_weights",
     "mean_square",
@@ -113,6 +116,23 @@ class NormRemainder:
         return Left(shape, torch.where(t < NEARLY_ONE, margin, torch.inf).sum())
 
 
+class TokenWise:
+    """Bounds on the Taylor remainder of a layer that leaves tokens apart, from those of each of its tokens.
+
+    One token's matrices over all neurons fit into a processor's cache, those of all tokens do not.
+    """
+
+    def __init__(self, each: Sequence[Callable[[float, Tensor], Left]]) -> None:
+        self.each = each
+
+    def __call__(self, epsilon: float, errors: Tensor) -> Left:
+        """Return bounds on a layer's remainder for |δ| ≤ ε, given one ellipsoid for each token's error."""
+        found = [one(epsilon, error[None]) for one, error in zip(self.each, errors, strict=True)]
+        return Left(
+            torch.cat([left.shape for left in found]), torch.stack([left.margin for left in found]).sum()
+        )
+
+
 class FeedForwardRemainder:
     """Bounds on the Taylor remainder of a feed-forward layer, computed neuron by neuron.
 
@@ -127,7 +147,10 @@ class FeedForwardRemainder:
         # δδᵀ is the sum of |δ|²/k times the identity and of a matrix of norm |δ|² √(1 − 1/k).
         trace = square.diagonal(dim1=1, dim2=2)
         trace = trace[:, :, None] * trace[:, None] / k
-        self.trace, self.rest = enclosing(trace / k), enclosing((square * square - trace) * (1 - 1 / k))
+        bend, rest = layer.activation.derivative(2, self.z), (square * square - trace) * (1 - 1 / k)
+        self.quadratic = ellipsoid_sum(
+            *(weighted_images(layer.down, [(bend / 2, enclosing(part))]) for part in (trace / k, rest))
+        )
         self.linear = gram(K)
         self.bend, self.twist = layer.activation.derivative(2, self.z), layer.activation.derivative(3, self.z)
         self.adjoint = adjoint @ layer.down
@@ -141,15 +164,10 @@ class FeedForwardRemainder:
         y = enclosing(image(self.layer.up, errors))
         z = ellipsoid_sum(linear, y)
         beyond = ((self.bend / 2, product(y, y)), (self.twist / 6, product(z, z, z)))
-        products = (
-            (self.bend / 2, epsilon**4 * self.trace),
-            (self.bend / 2, epsilon**4 * self.rest),
-            (self.bend, product(linear, y)),
-            *beyond,
-        )
         change = z.diagonal(dim1=1, dim2=2).sqrt()
         fourth = self.layer.activation.beyond(3, self.z, change)
-        shape = product_shape(self.layer, products, fourth)
+        crossed = (self.bend, product(linear, y))
+        shape = product_shape(self.layer, (crossed, *beyond), fourth, epsilon**4 * self.quadratic)
         margin = (self.adjoint.abs() * fourth).sum(1)
         for factor, matrix in beyond:
             margin = margin + pulled_product(self.adjoint * factor, matrix)
@@ -201,19 +219,19 @@ def gated_rest(layer: GatedFeedForward, z: Tensor, v: Tensor, dz: Tensor, dv: Te
 
 
 def product_shape(
-    layer: FeedForward | GatedFeedForward, products: tuple[tuple[Tensor, Tensor], ...], rest: Tensor
+    layer: FeedForward | GatedFeedForward,
+    products: tuple[tuple[Tensor, Tensor], ...],
+    rest: Tensor,
+    *outputs: Tensor,
 ) -> Tensor:
     """Return ellipsoids that contain the changes of the outputs of a feed-forward layer.
 
-    The ellipsoids contain W₂ (Σ factor ∘ w + r) for w in ellipsoids (n, m, m) and |r| ≤ ``rest`` entry by
-    entry.
+    The ellipsoids contain W₂ (Σ factor ∘ w + r) + v for w in ellipsoids (n, m, m), |r| ≤ ``rest`` entry by
+    entry, and v in each of the ellipsoids ``outputs`` (n, d_out, d_out).
     """
-    shapes = []
-    for factor, matrix in products:
-        shapes.append(image(layer.down * factor[:, None], matrix))
     size = torch.linalg.vector_norm(rest, dim=1)
-    shapes.append(size.square()[:, None, None] * gram(layer.down))
-    return ellipsoid_sum(*shapes)
+    beyond = size.square()[:, None, None] * gram(layer.down)
+    return ellipsoid_sum(weighted_images(layer.down, products), beyond, *outputs)
 
 
 def pulled_product(combination: Tensor, matrix: Tensor) -> Tensor:
@@ -388,12 +406,13 @@ def value_shapes(weights: Tensor, changes: Tensor) -> Tensor:
 
 def remainder_of(
     stage: Map, u: Tensor, tangents: Tensor, adjoint: Tensor
-) -> AttentionRemainder | FeedForwardRemainder | GatedFeedForwardRemainder | NormRemainder:
+) -> AttentionRemainder | NormRemainder | TokenWise:
     """Return the object that bounds the second-order Taylor remainder of a layer at tokens u (n, d)."""
     if isinstance(stage, Attention):
         return AttentionRemainder(stage, u, tangents, adjoint)
+    if isinstance(stage, Norm):
+        return NormRemainder(stage, u, tangents, adjoint)
+    every = [slice(j, j + 1) for j in range(len(u))]
     if isinstance(stage, FeedForward):
-        return FeedForwardRemainder(stage, u, tangents, adjoint)
-    if isinstance(stage, GatedFeedForward):
-        return GatedFeedForwardRemainder(stage, u, tangents, adjoint)
-    return NormRemainder(stage, u, tangents, adjoint)
+        return TokenWise([FeedForwardRemainder(stage, u[j], tangents[j], adjoint[j]) for j in every])
+    return TokenWise([GatedFeedForwardRemainder(stage, u[j], tangents[j], adjoint[j]) for j in every])

@@ -11,7 +11,7 @@ Proofs: documentation page "A proved radius for a whole network".
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -26,12 +26,14 @@ from howsmooth.bounds.radius.ellipsoids import (
     mixture,
     product,
     radii,
+    scaled,
 )
 from howsmooth.bounds.radius.packed_quadratic_forms import Pairs
 from howsmooth.bounds.radius.second_order_remainders import (
     NEARLY_ONE,
     AttentionErrors,
     Left,
+    TokenWise,
     gated_rest,
     largest_weights,
     mean_square,
@@ -58,6 +60,9 @@ from howsmooth.bounds.radius.transformer_layers import (
     Softmax,
 )
 
+# So many outputs of attention are expanded at once.
+_OUTPUTS = 16
+
 __all__ = [
     "CubicAttention",
     "CubicFeedForward",
@@ -73,7 +78,8 @@ class Expansion:
     """The input tokens of a layer as a second-order polynomial in δ, and the gradient of the margin at the
     layer's output.
 
-    ``u`` (n, d), ``tangents`` G (n, d, k), ``forms`` Q (n, d, p).
+    ``u`` (n, d), ``tangents`` G (n, d, k), ``forms`` Q (n, d, p). ``given`` says that the tokens are the
+    input of the network, which has no forms and no errors.
     """
 
     u: Tensor
@@ -81,6 +87,13 @@ class Expansion:
     forms: Tensor
     pairs: Pairs
     adjoint: Tensor
+    given: bool = False
+
+    def token(self, j: int) -> Expansion:
+        """Return the expansion of one of the tokens."""
+        every = (self.u, self.tangents, self.forms, self.adjoint)
+        u, tangents, forms, adjoint = (part[j : j + 1] for part in every)
+        return Expansion(u, tangents, forms, self.pairs, adjoint, self.given)
 
 
 class CubicNorm:
@@ -138,16 +151,23 @@ class CubicFeedForward:
         self.bend, self.twist = layer.activation.derivative(2, self.z), layer.activation.derivative(3, self.z)
         self.adjoint = adjoint = at.adjoint @ layer.down
         self.cubic = at.u.new_zeros(pairs.k, len(pairs.i))
-        forms, squared, mixed_squares = [], [], []
+        forms, mixed = [], []
+        self.squared = enclosing(image(layer.up, gram(at.forms / 2)))
+        bent = scaled(self.bend, self.squared)
         for j, Q in enumerate(at.forms):
             squares, own = pairs.square(K[j]), layer.up @ Q / 2
             forms.append(each_form_norm(own, pairs))
-            squared.append(gram(own))
-            mixed = self.bend[j, :, None] * own + (self.twist[j] / 6)[:, None] * squares
-            mixed_squares.append(gram(mixed))
+            # The Gram matrix of φ'' W₁Q/2 + φ'''/6 (K δ)², term by term. The inner products of packed squares
+            # are squares.
+            bend, twist = self.bend[j, :, None], (self.twist[j] / 6)[:, None]
+            crossed = bend * (layer.up @ (Q @ squares.mT) / 2) * twist.mT
+            product_of_rows = K[j] @ K[j].mT
+            both = twist * (product_of_rows * product_of_rows) * twist.mT
+            mixed.append(enclosing(crossed + crossed.mT + both + bent[j]))
             self.cubic += (K[j] * (adjoint[j] * self.twist[j] / 6)[:, None]).T @ squares
-        self.forms, self.squared = torch.stack(forms), torch.stack(squared)
-        self.third = product(self.linear, torch.stack(mixed_squares))
+        self.forms = torch.stack(forms)
+        third = product(self.linear, torch.stack(mixed))
+        self.third = image(layer.down, third)
 
     def __call__(self, epsilon: float, errors: Tensor) -> Left:
         """Return bounds on the Taylor remainder of the feed-forward layer for |δ| ≤ ε, given ellipsoids of
@@ -165,12 +185,12 @@ class CubicFeedForward:
             (self.twist / 6, product(y, y, y)),
             (self.layer.activation.derivative(4, self.z) / 24, product(z, z, z, z)),
         )
-        cubic = (torch.ones_like(plain(self.bend)), epsilon**6 * self.third)
         change = half_widths(errors, self.layer.up) + epsilon**2 * self.forms
         change = change + linear.diagonal(dim1=1, dim2=2).sqrt()
         change = torch.minimum(change, z.diagonal(dim1=1, dim2=2).sqrt())
         fifth = activation.beyond(4, self.z, change)
-        shape = product_shape(self.layer, (cubic, (self.bend, product(linear, error)), *beyond), fifth)
+        crossed = (self.bend, product(linear, error))
+        shape = product_shape(self.layer, (crossed, *beyond), fifth, epsilon**6 * self.third)
         margin = (self.adjoint.abs() * fifth).sum(1)
         for factor, matrix in beyond:
             margin = margin + pulled_product(self.adjoint * factor, matrix)
@@ -194,8 +214,8 @@ class CubicGatedFeedForward:
         self.twist = layer.activation.derivative(3, self.z) * self.v
         self.twist_v = layer.activation.derivative(2, self.z)
         self.adjoint = at.adjoint @ layer.down
-        forms, forms_v = (matrix @ at.forms / 2 for matrix in (layer.gate, layer.up))
-        self.squared, self.squared_v = gram(forms), gram(forms_v)
+        forms = gram(at.forms / 2)
+        self.squared, self.squared_v = (enclosing(image(matrix, forms)) for matrix in (layer.gate, layer.up))
         self.cubic = at.u.new_zeros(pairs.k, len(pairs.i))
         for j in range(len(at.u)):
             by_z = dz[j] * (self.adjoint[j] * self.twist[j] / 6)[:, None]
@@ -247,7 +267,11 @@ class CubicAttention:
         pairs = at.pairs
         self.weights, self.seen, self.rows = P, P > 0, attention.rows
         dq, dk, dv = attention.tangents(at.tangents)
-        q2, k2, v2 = (part / 2 for part in attention.tangents(at.forms))
+        moves = (plain(dq) != 0).any(3).any(2).any(0)
+        if at.given:
+            q2, k2, v2 = (part.new_zeros(*part.shape[:3], len(pairs.i)) for part in (dq, dk, dv))
+        else:
+            q2, k2, v2 = (part / 2 for part in attention.tangents(at.forms))
         scores = attention.score_changes(own, dq, dk)
         self.score = torch.linalg.vector_norm(scores, dim=3)
         self.score_deviation = spectral_norm(root[..., None] * scores)
@@ -255,8 +279,11 @@ class CubicAttention:
         self.key, self.key_form = weighted_norm(P, dk), mean_square(P, form_norm(k2, pairs))
         self.each_key, self.each_key_form = spectral_norm(dk), form_norm(k2, pairs)
         curved = attention.score_changes(own, q2, k2)
-        products = [[pairs.packed(dq[h, i].T @ dk[h]) for i in range(P.shape[1])] for h in range(len(P))]
-        bilinear = own.centred(torch.stack([torch.stack(row) for row in products]))
+        bilinear = scores.new_zeros(*scores.shape[:3], len(pairs.i))
+        for h in range(len(P)):
+            for i in moves.nonzero()[:, 0].tolist():
+                bilinear[h, i] = pairs.packed(dq[h, i].T @ dk[h])
+        bilinear = own.centred(bilinear)
         self.curved_deviation = form_norm(root[..., None] * curved, pairs)
         self.bilinear_deviation = form_norm(root[..., None] * bilinear, pairs)
         both = curved + bilinear
@@ -265,8 +292,7 @@ class CubicAttention:
         self.errors = AttentionErrors(attention, own, at.adjoint)
         out = self.errors.out
         self.value = value_shapes(P, torch.einsum("hod,ndk->hnok", out, at.tangents))
-        value_forms = torch.einsum("hod,ndp->hnop", out, at.forms) / 2
-        self.value_form = mixture(P, gram(value_forms))
+        self.value_form = mixture(P, image(out[:, None], gram(at.forms / 2)))
         self.spread = value_covariance(attention, own)
         images = (attention.output @ own.v.mT).mT[:, None].expand(-1, P.shape[1], -1, -1)
         spread = own.centred(images)
@@ -287,15 +313,15 @@ class CubicAttention:
         self.cubic += torch.einsum("hijk,hijp->kp", weighted * c[..., None] * scores, second)
         tensors = _Tensors(attention, at, own, scores, spread, out)
         # A row of the first layer whose own token stands still is bounded well enough by moments alone.
-        still = bool((at.forms == 0).all())
-        moves = (plain(dq) != 0).any(3).any(2).any(0)
-        self.exact = moves if still else torch.ones(P.shape[1], dtype=torch.bool)
+        self.exact = moves if at.given else torch.ones_like(moves)
         size = attention.output.shape[1]
         self.third = torch.zeros(P.shape[1], size, size, dtype=P.dtype)
+        self.crossed = None if at.given else torch.zeros(len(at.u), *self.third.shape, dtype=P.dtype)
         for i in self.exact.nonzero()[:, 0].tolist():
             forms = curved[:, i] + bilinear[:, i]
-            self.third[i] = tensors.cubic(i, forms, squares[:, i], mean[:, i], q2, k2, value_forms)
-        self.crossed = tensors.crossed()
+            self.third[i] = tensors.cubic(i, forms, squares[:, i], mean[:, i], q2, k2)
+            if self.crossed is not None:
+                self.crossed[:, i] = tensors.crossed(i)
 
     def __call__(self, epsilon: float, errors: Tensor) -> Left:
         """Return bounds on the Taylor remainder of attention for |δ| ≤ ε, given ellipsoids of the input
@@ -325,8 +351,10 @@ class CubicAttention:
             spread_shape(v1, longer + of_v1),
             spread_shape(v2, c + of_v2),
         )
-        tensors = ellipsoid_sum(epsilon**6 * self.third, square * self.crossed(errors))
-        known = ellipsoid_sum(*known, tensors)
+        known = ellipsoid_sum(*known, epsilon**6 * self.third)
+        if self.crossed is not None:
+            lengths = radii(errors).square()[:, None, None, None]
+            known = ellipsoid_sum(known, *(square * lengths * self.crossed))
         of_v, of_dv = moments.third_order()
         rough = ellipsoid_sum(
             spread_shape(self.spread, longer + each_linear * c + largest_c * c / 2 + of_v),
@@ -396,78 +424,80 @@ class _Tensors:
         self.values = torch.einsum("hod,ndk->hnok", out, at.tangents)
         self.out = out
 
-    def cubic(
-        self, i: int, forms: Tensor, squares: Tensor, mean: Tensor, q2: Tensor, k2: Tensor, v2: Tensor
-    ) -> Tensor:
+    def cubic(self, i: int, forms: Tensor, squares: Tensor, mean: Tensor, q2: Tensor, k2: Tensor) -> Tensor:
         """Return an ellipsoid (d_out, d_out) that contains the cubic term of attention output i for all |δ| ≤
         1.
 
         It is a Gram matrix.
         """
-        P, v, score = self.own.weights[:, i], self.spread[:, i], self.scores[:, i]
-        weighted = P[..., None] * v  # (H, n, d_out)
-        first = (forms + (squares - mean) / 2).flatten(0, 1)
-        second = (forms + squares / 6 - mean / 2).flatten(0, 1)
-        query, scored = self.dq[:, i].flatten(0, 1).mT, (P[..., None] * score).flatten(0, 1).mT
-        outputs, pairs = v.shape[2], self.at.pairs
-        curved_tokens = bool((self.at.forms != 0).any())
-        found = v.new_empty(outputs, pairs.k, len(pairs.i))
-        for o in range(outputs):
-            value = (P[..., None] * self.values[:, :, o]).flatten(0, 1)
-            own = value.mT @ first
-            own += (weighted[..., o, None] * score).flatten(0, 1).mT @ second
-            if curved_tokens:
-                own += scored @ v2[:, :, o].flatten(0, 1)
-                curved = torch.stack([w @ k.flatten(1) for w, k in zip(weighted[..., o], k2, strict=True)])
-                own += query @ curved.unflatten(1, k2.shape[2:]).flatten(0, 1)
-                keys = torch.einsum("hj,hjek->hek", weighted[..., o], self.dk)
-                own += keys.flatten(0, 1).mT @ q2[:, i].flatten(0, 1)
-            found[o] = own
+        P, score, pairs = self.own.weights[:, i], self.scores[:, i], self.at.pairs
+        weighted = P[..., None] * self.spread[:, i]  # (H, n, d_out)
+        left = torch.cat([P[..., None, None] * self.values, weighted[..., None] * score[:, :, None]])
+        right = torch.cat([forms + (squares - mean) / 2, forms + squares / 6 - mean / 2])
+        left, right = left.flatten(0, 1), right.flatten(0, 1)
+        if not self.at.given:
+            keys = torch.einsum("hjo,hjek->heok", weighted, self.dk)
+            left = torch.cat([left, keys.flatten(0, 1)])
+            right = torch.cat([right, q2[:, i].flatten(0, 1)])
+            query, scored = self.dq[:, i].flatten(0, 1), P[..., None] * score / 2
+        found = left.new_empty(pairs.k, left.shape[1], len(pairs.i))
+        for start in range(0, left.shape[1], _OUTPUTS):
+            some = slice(start, start + _OUTPUTS)
+            own = torch.einsum("aok,ap->kop", left[:, some], right)
+            if not self.at.given:
+                values = torch.einsum("hod,ndp->hnop", self.out[:, some], self.at.forms)
+                own += torch.einsum("ak,aop->kop", scored.flatten(0, 1), values.flatten(0, 1))
+                curved = torch.einsum("hjo,hjep->heop", weighted[..., some], k2)
+                own += torch.einsum("ak,aop->kop", query, curved.flatten(0, 1))
+            found[:, some] = own
         # A sum of products for each variable has fewer terms, and a smaller rounding error, than one product.
-        return gram(found.movedim(1, 0)).sum(0)
+        return gram(found).sum(0)
 
-    def crossed(self) -> Callable[[Tensor], Tensor]:
-        """Return a function that bounds the mixed second derivative of attention, along δ and along the
-        errors of the tokens.
+    def crossed(self, i: int) -> Tensor:
+        """Return ellipsoids that contain the mixed second derivative of attention, along δ and along the
+        error of one token.
 
-        It maps ellipsoids of the errors x to ellipsoids of D²F[Gδ, x] over all |δ| ≤ 1, for each row.
-
-        A token's error counts by its length: the tensor of each token is reduced to a matrix (d_out, d_out).
+        They have the shape (n, d_out, d_out), contain D²F[Gδ, x_j] in row i over all |δ| ≤ 1, |x_j| ≤ 1, and
+        are Gram matrices.
         """
         attention, own = self.attention, self.own
         query_maps, key_maps = attention.query_maps(), attention.key_maps(own.k.shape[1])
-        squares = []
-        for i in range(own.weights.shape[1]):
-            P, v, score = own.weights[:, i], self.spread[:, i], self.scores[:, i]
-            values = self.values - torch.einsum("hj,hjok->hok", P, self.values)[:, None]
-            moved = v[..., None] * score[:, :, None]
-            slope = P[..., None, None] * (values + moved - torch.einsum("hj,hjok->hok", P, moved)[:, None])
-            by_key = torch.einsum("he,hjed->hjd", own.q[:, i], key_maps)
-            turned = torch.einsum("hjok,hjd->okjd", slope, by_key)
-            keys = torch.einsum("hek,hjed->hjkd", self.dq[:, i], key_maps)
-            turned += torch.einsum("hjo,hjkd->okjd", P[..., None] * v, keys)
-            turned += torch.einsum("hjk,hod->okjd", P[..., None] * score, self.out)
-            query = torch.einsum("hjok,hje->hoke", slope, own.k)
-            query += torch.einsum("hjo,hjek->hoke", P[..., None] * v, self.dk)
-            moved = torch.einsum("hoke,hed->okd", query, query_maps[:, i])
-            turned[:, :, int(attention.rows[i])] += moved
-            squares.append(gram(turned.permute(2, 0, 1, 3).flatten(2)))
-        tokens = torch.stack(squares, 1)  # (n, rows, d_out, d_out)
-
-        def shape(errors: Tensor) -> Tensor:
-            return ellipsoid_sum(*(radii(errors).square()[:, None, None, None] * tokens))
-
-        return shape
+        P, v, score = own.weights[:, i], self.spread[:, i], self.scores[:, i]
+        values = self.values - torch.einsum("hj,hjok->hok", P, self.values)[:, None]
+        moved = v[..., None] * score[:, :, None]
+        slope = P[..., None, None] * (values + moved - torch.einsum("hj,hjok->hok", P, moved)[:, None])
+        by_key = torch.einsum("he,hjed->hjd", own.q[:, i], key_maps)
+        keys = torch.einsum("hek,hjed->hjkd", self.dq[:, i], key_maps)
+        weighted, scored = P[..., None] * v, P[..., None] * score
+        query = torch.einsum("hjok,hje->hoke", slope, own.k)
+        query += torch.einsum("hjo,hjek->hoke", weighted, self.dk)
+        by_query = torch.einsum("hoke,hed->okd", query, query_maps[:, i])
+        found = []
+        for j in range(len(self.at.u)):
+            turned = torch.einsum("hok,hd->okd", slope[:, j], by_key[:, j])
+            turned += torch.einsum("ho,hkd->okd", weighted[:, j], keys[:, j])
+            turned += torch.einsum("hk,hod->okd", scored[:, j], self.out)
+            if j == int(attention.rows[i]):
+                turned += by_query
+            found.append(gram(turned.flatten(1)))
+        return torch.stack(found)
 
 
-def cubic_remainder_of(
-    stage: Map, at: Expansion
-) -> CubicAttention | CubicFeedForward | CubicGatedFeedForward | CubicNorm:
+class CubicTokenWise(TokenWise):
+    """Bounds on the third-order remainder of a layer that leaves tokens apart, from those of each token."""
+
+    def __init__(self, each: Sequence[CubicFeedForward | CubicGatedFeedForward]) -> None:
+        super().__init__(each)
+        self.cubic = sum((one.cubic for one in each[1:]), each[0].cubic)
+
+
+def cubic_remainder_of(stage: Map, at: Expansion) -> CubicAttention | CubicNorm | CubicTokenWise:
     """Return the object that bounds the third-order Taylor remainder of a layer."""
     if isinstance(stage, Attention):
         return CubicAttention(stage, at)
+    if isinstance(stage, Norm):
+        return CubicNorm(stage, at)
+    every = [at.token(j) for j in range(len(at.u))]
     if isinstance(stage, FeedForward):
-        return CubicFeedForward(stage, at)
-    if isinstance(stage, GatedFeedForward):
-        return CubicGatedFeedForward(stage, at)
-    return CubicNorm(stage, at)
+        return CubicTokenWise([CubicFeedForward(stage, one) for one in every])
+    return CubicTokenWise([CubicGatedFeedForward(stage, one) for one in every])

@@ -91,16 +91,19 @@ class Stage:
         """
         return self.map.second(x[:, self.branch], tangents[:, self.branch], pairs)
 
-    def push_forms(self, x: Tensor, tangents: Tensor, forms: Tensor, pairs: Pairs) -> tuple[Tensor, Tensor]:
+    def push_forms(self, x: Tensor, forms: Tensor | None, second: Tensor) -> Tensor:
         """Return the second derivatives of the output of this stage with respect to the input of the network.
 
-        They are quadratic forms (n', width', p) in the change of the network's input. The second result is
-        the part that the curvature of the stage's own layer adds.
+        They are quadratic forms (n', width', p) in the change of the network's input. ``forms`` are those of
+        the stage's input, or None if they are zero; ``second`` is what its own layer's curvature adds.
         """
-        own = self.second(x, tangents, pairs)
-        pushed = self.push(x, forms)
-        pushed[:, -own.shape[1] :] += own
-        return pushed, own
+        if forms is None:
+            width = second.shape[1] + (x.shape[1] if self.keep else 0)
+            pushed = second.new_zeros(len(second), width, second.shape[2])
+        else:
+            pushed = self.push(x, forms)
+        pushed[:, -second.shape[1] :] += second
+        return pushed
 
 
 def _rounded(layer: Any) -> Any:
