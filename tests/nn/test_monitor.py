@@ -479,7 +479,8 @@ def test_mixed_precision_does_not_reach_the_pass_over_the_probes(trainings: dict
     mixed = trainings["mixed precision"]
     assert mixed["losses"] != trainings["trainer"]["losses"]
     assert len(mixed["plain"]) == 2
-    assert mixed["prepared"] == mixed["plain"]
+    # Products may differ in the last digit where arrays lie elsewhere in memory; bfloat16 would change three.
+    np.testing.assert_allclose(mixed["prepared"], mixed["plain"], rtol=1e-9)
 
 
 def test_a_trainer_of_another_model_is_refused(trainings: dict[str, Any]) -> None:

@@ -20,7 +20,7 @@ from matplotlib.colors import Normalize
 from matplotlib.figure import Figure
 
 from howsmooth.errors import StoreError
-from howsmooth.study.figures import measurements
+from howsmooth.study.figures import drawing, measurements
 from howsmooth.study.figures.drawing import add_colourbar, linear_ticks, log_ticks
 from howsmooth.study.figures.layer_panels import draw_overview, parts_of
 from howsmooth.study.measurement_outputs import Outputs, write_outputs

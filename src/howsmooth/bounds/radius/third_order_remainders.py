@@ -412,8 +412,10 @@ class _Moments:
 
 
 class _Tensors:
-    """The third-order terms of the Taylor expansion of attention, and the second-order terms in δ and a token
-    error.
+    """Ellipsoids that bound two terms of the Taylor expansion of attention in the input perturbation δ.
+
+    They are the cubic term in δ, and the mixed second derivative D²F[Gδ, x], where x is the error of the
+    tokens beyond the first-order term Gδ.
     """
 
     def __init__(
