@@ -22,7 +22,7 @@ from howsmooth.bounds.certificates import (
 )
 from howsmooth.bounds.certificates.congruence_eigenvalue_bounds import Domination
 from howsmooth.bounds.certificates.eigenvalue_bounds import largest_eigenvalue, nonnegative_norm, norm, shrink
-from howsmooth.bounds.certificates.heads_with_error_bounds import (
+from howsmooth.bounds.certificates.heads_at_tokens import (
     HeadAt,
     _normed,
     _Projected,

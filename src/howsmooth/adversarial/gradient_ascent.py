@@ -259,10 +259,8 @@ def _frobenius(f: TokenMap, x: Tensor, rtol: float, seeds: Sequence[int]) -> _Me
 
 
 def _token_wise(f: TokenMap, x: Tensor, rtol: float, seeds: Sequence[int]) -> _Measured:
-    """Compute lower bounds on the Lipschitz constants in the norm max_i |x_i|, with perturbations that attain
-    the bounds.
-
-    There is one bound for each input of a batch.
+    """Return for each input of a batch a lower bound on the Lipschitz constant in the norm max_i |x_i|, and a
+    perturbation that attains it.
 
     All count as converged, because the map attains them.
     """

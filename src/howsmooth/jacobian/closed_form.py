@@ -125,8 +125,7 @@ def closed_form_jacobian(
 def closed_form_jacobians(
     f: TokenMap, xs: Sequence[Tensor], dtypes: Sequence[torch.dtype]
 ) -> list[dict[torch.dtype, LinearOperator]]:
-    """Return the Jacobians of the map ``f`` at several batches of sequences, each in several dtypes, in
-    closed form.
+    """Return the closed-form Jacobian of the map ``f`` at each of the batches ``xs``, once for each dtype.
 
     The result has, for each batch, a dictionary from dtype to Jacobian. Each batch (batch, n, d) has its own
     length n. Each Jacobian is what :func:`closed_form_jacobian` returns. Jacobians of one dtype share their

@@ -1,5 +1,6 @@
-"""The largest change of one output token if every input token changes by at most one in norm, with a lower
-and an upper limit.
+"""The Lipschitz constant of a map in the norm max_i |x_i|, with a lower and an upper limit.
+
+It is the largest change of one output token if every input token changes by at most one in norm.
 
 For output token i it is the largest |Σ_j J_ij e_j| over tangents with |e_j| ≤ 1 for every token j. For a
 fixed direction u of the output the best tangents are e_j = J_ijᵀ u / |J_ijᵀ u|, and for fixed tangents the

@@ -53,8 +53,8 @@ class GaussianAnswer:
 
     @property
     def noise(self) -> float:
-        """The largest distance W₂ that rounding errors of the two covariance matrices can cause for equal
-        Gaussians.
+        """The largest distance W₂ that can be computed between two equal Gaussians, because of rounding
+        errors in their covariance matrices.
         """
         d = len(self.by_means[0])
         return min(d * math.sqrt(8 * EPSILON), NEGLIGIBLE)

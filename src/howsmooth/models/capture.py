@@ -20,10 +20,10 @@ from howsmooth.models.identification.self_attention_module import CrossAttention
 from howsmooth.models.inputs.model_inputs import ModelInputs, model_inputs, takes_decoder_ids
 from howsmooth.models.loading.load import LoadedModel
 from howsmooth.models.measurement_mode import implementation, measurement_mode
+from howsmooth.models.model_as_token_map import ModelParts
 from howsmooth.models.padded_sequences import Padding, one_by_one, padding_of, reproduces, without_padding
 from howsmooth.models.tracing.layer_trace import AttentionLayer
 from howsmooth.models.tracing.module_call_tracer import trace_forward_pass
-from howsmooth.models.whole_model_capture import ModelParts
 from howsmooth.scopes import CROSS_SCOPE, MODEL_SCOPES, OUTPUTS, SCOPE_MEANINGS, SIDES
 
 __all__ = ["capture", "model_parts", "module_of", "self_attention_layers"]

@@ -62,7 +62,7 @@ _LARGEST_LENGTH = 2**53
 
 @dataclass(frozen=True, eq=False)
 class SavedModel:
-    """The contents of a file that :func:`save` wrote: a model, its length and radius, and notes.
+    """The contents of a file that :func:`save` wrote: a model, the length and radius of its input, and notes.
 
     Attributes
     ----------
@@ -256,8 +256,8 @@ def _read(path: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
 
 
 def _built(tree: Any, known: KnownClasses, tensors: Mapping[str, Tensor]) -> nn.Module:
-    """Build a model with random weights from its description, with memory limited by the size of
-    ``tensors``.
+    """Build a model with random weights from its description, and raise DescriptionError if that needs far
+    more memory than the saved ``tensors``.
     """
     numbers = sum(t.numel() for t in tensors.values())
     try:

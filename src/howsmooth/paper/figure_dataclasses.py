@@ -55,7 +55,8 @@ class FigureContext:
         self.listener.advance(self.begin + share * (self.end - self.begin), 1.0, words)
 
     def parts(self, costs: Sequence[float]) -> list[FigureContext]:
-        """Split the work of this context into consecutive parts, and return one context for each part.
+        """Split the share of the figure's running time that this context covers, and return one context for
+        each part, so that progress is told part by part.
 
         The time of a part is assumed to be proportional to its entry of ``costs``.
         """

@@ -290,8 +290,8 @@ def _span(name: str, values: pd.Series) -> Row:
 
 
 def show(rows: pd.DataFrame, folder: Path) -> Finding:
-    """Draw the largest known constants of each layer against n, with one panel for each ball, and describe
-    them.
+    """Draw the largest known constants of each layer against n, with one panel for each ball, and return
+    the figures with a table and sentences on the results.
     """
     layers = [part for _, part in rows.groupby(["model", "layer"], sort=False)]
     shown = rows.assign(upper=exp(rows["upper"])).rename(columns=_NAMES)

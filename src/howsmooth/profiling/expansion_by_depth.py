@@ -18,7 +18,7 @@ from howsmooth.lipschitz import local_lipschitz
 from howsmooth.lipschitz_estimate import LipschitzEstimate
 from howsmooth.models import Site
 from howsmooth.models.capture import model_parts
-from howsmooth.models.whole_model_capture import ModelParts
+from howsmooth.models.model_as_token_map import ModelParts
 from howsmooth.printed_table import PrintedTable
 from howsmooth.profiling.figures import draw_depth
 from howsmooth.profiling.model_input import Inputs, Model, given_inputs, loaded_if_named, shown_progress

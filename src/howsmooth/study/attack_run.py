@@ -159,7 +159,7 @@ class AttackTask(Task):
 
     @property
     def alike(self) -> tuple[Any, ...]:
-        """The table and the scope. Tasks that agree in both take similar times at the same length."""
+        """The key that is equal for tasks with similar running times: the stored table and the scope."""
         return Attack.table, self.target.scope
 
     @property

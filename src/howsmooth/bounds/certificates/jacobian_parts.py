@@ -17,7 +17,7 @@ from howsmooth.bounds.certificates.certificate import (
     one_head,
 )
 from howsmooth.bounds.certificates.eigenvalue_bounds import Rule, nonnegative_norm, norm, shrink
-from howsmooth.bounds.certificates.heads_with_error_bounds import HeadsAt
+from howsmooth.bounds.certificates.heads_at_tokens import HeadsAt
 from howsmooth.bounds.certificates.number_with_error_bound import Enclosed
 from howsmooth.bounds.certificates.quadratic_forms import diagonal_norms, key_sums, sandwich, value_sums
 from howsmooth.bounds.certificates.token_weight_search import Weights, joint_weights

@@ -19,7 +19,7 @@ from howsmooth.bounds.certificates.certificate import (
     one_head,
 )
 from howsmooth.bounds.certificates.eigenvalue_bounds import shrink
-from howsmooth.bounds.certificates.heads_with_error_bounds import HeadsAt, row_blocks
+from howsmooth.bounds.certificates.heads_at_tokens import HeadsAt, row_blocks
 from howsmooth.bounds.certificates.number_with_error_bound import Enclosed
 from howsmooth.bounds.certificates.quadratic_forms import sandwich
 from howsmooth.bounds.certificates.token_weight_search import tidy
@@ -161,9 +161,9 @@ def row_squares(
 
 
 def row_terms(at: HeadsAt) -> Iterator[tuple[slice, Tensor, Tensor]]:
-    """Yield the vectors w_ij and V y_ij + |y_ij|² w_ij / 2 for all j, for blocks of rows i.
+    """Yield two vectors for each pair of tokens i, j, which give the matrix N_ij N_ijᵀ, for blocks of rows i.
 
-    With these, N_ij N_ijᵀ is V Vᵀ plus the product of the second and the first, plus its transpose.
+    They are w_ij and s_ij = V y_ij + |y_ij|² w_ij / 2, and N_ij N_ijᵀ = V Vᵀ + s_ij w_ijᵀ + w_ij s_ijᵀ.
     """
     head = at.heads[0]
     n, width = head.v.shape

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from howsmooth.bounds.certificates.congruence_eigenvalue_bounds import Domination
 from howsmooth.bounds.certificates.eigenvalue_bounds import Rule, largest_eigenvalue, shrink
-from howsmooth.bounds.certificates.heads_with_error_bounds import HeadAt, HeadsAt, row_blocks
+from howsmooth.bounds.certificates.heads_at_tokens import HeadAt, HeadsAt, row_blocks
 from howsmooth.bounds.certificates.number_with_error_bound import Enclosed
 from howsmooth.bounds.certificates.token_weight_search import diagonal_guesses
 from howsmooth.roundoff import gamma, up

@@ -120,6 +120,9 @@ class Errors:
 
 
 def _carried(step: Step, shapes: Tensor, added: Tensor) -> Tensor:
-    """Return the ellipsoids of errors after a stage that does not mix tokens and adds an error."""
+    """Return the ellipsoids of errors after a stage that acts on each token separately.
+
+    They are the images of the ellipsoids ``shapes``, enlarged by the error ``added`` of the stage itself.
+    """
     assert step.own is not None
     return ellipsoid_sum(image(step.own, shapes), added)

@@ -57,9 +57,8 @@ class Projections(NamedTuple):
 
 
 class _Outputs(NamedTuple):
-    """The concatenated outputs of the linear modules of a layer, with the weights and bias of each column.
-
-    Only modules whose input is X are included.
+    """The concatenated outputs of all linear modules of a layer that read X, with the weights and bias of
+    each column.
     """
 
     values: Float[Tensor, "n columns"]

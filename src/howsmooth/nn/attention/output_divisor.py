@@ -35,8 +35,8 @@ class CachedNumber:
         self._number = torch.zeros((), dtype=torch.float64)
 
     def __call__(self, weights: Mapping[str, Tensor], key: object, compute: Callable[[], float]) -> float:
-        """Return the cached number, after computing it again if the weights or the argument ``key`` have
-        changed.
+        """Return the number that ``compute`` returns, from the cache if neither the weights nor ``key`` have
+        changed since the last call.
 
         ``key`` holds everything besides the weights on which the number depends.
         """

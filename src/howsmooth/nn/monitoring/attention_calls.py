@@ -126,8 +126,8 @@ class OwnAttention:
         return {"bound": bound, "bound_length": length, "bound_radius": float(radius)}
 
     def add_scores(self, scores: ScoreStatistics, x: Tensor) -> None:
-        """Add the logits and row entropies of the attention weights of this call to the statistics
-        ``scores``.
+        """Add the logits of this call, and the entropies of the rows of its attention weights, to the
+        statistics ``scores``.
         """
         if self.plain and isinstance(self.map, SelfAttention):
             scores.add_map(self.map, x)

@@ -113,8 +113,7 @@ class PublishedTask(SequenceTask):
 
 
 def published_left(items: Sequence[str] | None) -> Callable[[PreparedStudy], Work]:
-    """Return a function that lists which values of the published code are still missing in the store (the
-    file with all measurements) of a study.
+    """Return a function that lists which values of the published code the store of a study still lacks.
 
     ``items`` are some of ``howsmooth.paper.published_code.ITEMS``; None stands for all items that apply to
     each model.

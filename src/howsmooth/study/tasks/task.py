@@ -92,7 +92,7 @@ class Task(ABC):
 
     @property
     def alike(self) -> tuple[Any, ...]:
-        """A key such as (table, model, scope). Tasks with equal keys take similar times at equal lengths.
+        """The key that is equal for tasks with similar running times, such as (table, model, scope).
 
         So the times of finished tasks predict the times of other tasks with the same key.
         """
@@ -153,9 +153,7 @@ class SequenceTask(Task):
 
     @property
     def alike(self) -> tuple[Any, ...]:
-        """The table, the model and the scope of the task. Tasks that agree in all three take similar times at
-        the same length.
-        """
+        """The key that is equal for tasks with similar running times: the table, the model and the scope."""
         return self.kind.table, self.model, self.scope
 
     @property
