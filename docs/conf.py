@@ -73,7 +73,7 @@ napoleon_custom_sections = [("Attributes", "params_style")]  # keeps "lower, upp
 # Nothing is fetched while building, so names of other packages have no page to point to.
 _OTHERS = (
     "torch numpy np pandas pd scipy matplotlib jaxtyping transformers pathlib collections abc typing sqlite3 "
-    "filelock Tensor ndarray DataFrame Path Callable Sequence Mapping Iterator Any Self "
+    "filelock Tensor ndarray Axes Dtype DataFrame Path Callable Sequence Mapping Iterator Any Self "
     "concurrent distributed os dict PIL random"
 )
 nitpick_ignore_regex = [

@@ -108,7 +108,7 @@ _MODULES = {
     "certificates.certificate": ("ModelCertificate",),
     "certificates.model_bound": ("certify",),
     "deployment": ("deploy",),
-    "module": ("LipschitzModule",),
+    "lipschitz_module": ("LipschitzModule",),
     "certificates.evaluation": ("Evaluation", "evaluate"),
     "parts.linear": ("OrthogonalLinear", "SpectralLinear"),
     "monitoring.lightning": ("lightning_callback",),

@@ -28,7 +28,7 @@ from howsmooth.study.measured_models import (
 from howsmooth.study.plans import KINDS, ModelSpec, Plan, SourcePlan
 from howsmooth.study.text_formatting import encodable, place_in_words
 
-__all__ = ["AttentionSource", "Ball", "ModelSource", "Target", "open_attention_source"]
+__all__ = ["AttentionSource", "Ball", "FileSource", "ModelSource", "Target", "open_attention_source"]
 
 _USUAL = 64
 

@@ -447,7 +447,7 @@ def test_the_score_norm_of_distances_is_that_of_their_cross_term() -> None:
 def trainings(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """What ``tests._monitored_training`` prints."""
     program = [sys.executable, "-m", "tests._monitored_training", str(tmp_path_factory.mktemp("trainer"))]
-    root = Path(__file__).parents[2]
+    root = Path(__file__).parents[3]
     done = subprocess.run(program, capture_output=True, text=True, cwd=root, timeout=300, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
     return dict(json.loads(done.stdout.strip().splitlines()[-1]))
