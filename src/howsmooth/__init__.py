@@ -65,7 +65,7 @@ if TYPE_CHECKING:
         profile,
         word_radii,
     )
-    from howsmooth.study.store import read
+    from howsmooth.study.stored_tables import read
 
 __version__ = metadata.version("howsmooth")
 
@@ -153,7 +153,7 @@ _ROOMS = {
         "profile",
         "word_radii",
     ),
-    "study.store": ("read",),
+    "study.stored_tables": ("read",),
 }
 _WHOLE_ROOMS = (
     "adversarial",

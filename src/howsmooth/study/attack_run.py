@@ -181,7 +181,7 @@ class AttackTask(Task):
             yield self.failed(error)
 
     def failed(self, error: Exception) -> Failed:
-        """Turn an error into a :class:`~howsmooth.study.tasks.task.Failed`, with one row that stands for all attacks of the task."""
+        """Turn an error into a failed computation, with one row that stands for all attacks of the task."""
         one = self.target
         where = (self.model, self.text, one.scope, one.layer, one.head, self.n)
         return Failed.of(error, Attack, where)

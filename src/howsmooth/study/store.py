@@ -23,7 +23,6 @@ import pandas as pd
 from filelock import FileLock
 
 from howsmooth.errors import StoreError
-from howsmooth.printed_table import PrintedTable
 from howsmooth.study.records import (
     KINDS,
     PLACE,
@@ -43,7 +42,7 @@ from howsmooth.study.records import (
 )
 from howsmooth.study.store_file import STORE_NAME, begun, connected, empty, in_use, store_there, translated
 
-__all__ = ["STORE_NAME", "Store", "now", "read"]
+__all__ = ["STORE_NAME", "Store", "now"]
 
 R = TypeVar("R", bound=Row)
 
@@ -330,41 +329,6 @@ class Store:
     def _query(self, statement: str, *values: object) -> sqlite3.Cursor:
         with translated(self.path):
             return self._connection.execute(statement, values)
-
-
-def read(folder: str | os.PathLike[str]) -> dict[str, pd.DataFrame]:
-    """Return the tables of a store by their names, while other processes may write to it.
-
-    Parameters
-    ----------
-    folder
-        The ``--out`` folder of ``howsmooth measure``, ``study``, ``attack`` or ``flow``, or the file
-        ``study.sqlite`` in it.
-
-    Returns
-    -------
-    dict
-        Every table that has rows: ``measurements`` (a row for each constant, with its interval and status),
-        ``models``, ``texts``, ``bounds``, ``sensitivities``, ``failures``, ``attacks``,
-        ``frames``, ``growths`` and others. The classes in :mod:`howsmooth.study.records` explain the columns;
-        ``run`` is the number of the run that wrote a row.
-
-    Raises
-    ------
-    StoreError
-        If there is no store in the folder, or it is damaged.
-
-    """
-    place = Path(folder)
-    if place.name == STORE_NAME and place.is_file():
-        place = place.parent
-    if not Store.exists(place):
-        raise StoreError(
-            f"folder: expected the output folder of a howsmooth command, with a store, got {place}. Give the "
-            "folder that --out named."
-        )
-    with Store.open(place, write=False) as store:
-        return {name: PrintedTable(table) for name, table in store.tables().items()}
 
 
 def now() -> str:
