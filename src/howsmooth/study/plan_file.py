@@ -63,7 +63,7 @@ def read_plan(path: str | os.PathLike[str], **execution: Any) -> Study:
 
 
 def read_options(
-    path: Path, plan: type[Options], needed: str, known: Sequence[str] | None = None
+    path: str | os.PathLike[str], plan: type[Options], needed: str, known: Sequence[str] | None = None
 ) -> dict[str, Any]:
     """Return the values of a TOML file with keys for the options of a dataclass, of which one is ``needed``.
 
@@ -75,6 +75,7 @@ def read_options(
         If the file cannot be read, a key is unknown or the needed one is missing.
 
     """
+    path = Path(path)
     values, options = _parsed(path), options_of(plan)
     check_keys(values, list(options) if known is None else known)
     if needed not in values:
