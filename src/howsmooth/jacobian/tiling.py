@@ -125,9 +125,7 @@ class Block:
         return [replace(self, heads=slice(i, min(i + heads, last))) for i in range(first, last, heads)]
 
     def of_rows(self, t: Float[Tensor, "heads group m width"]) -> Float[Tensor, "b r width"]:
-        """Return the rows of a tensor with one row for each query that belong to the queries of
-        this block.
-        """
+        """Select from a tensor with one row for each query the rows of this block's queries."""
         t = t[self.heads, :, self.rows]
         return t.reshape(t.shape[0] * self.batches, -1, t.shape[-1])
 
@@ -200,8 +198,9 @@ class DiagonalSquares(Block):
         return *super().keys_of, self.key_origin, self.side
 
     def of_rows(self, t: Float[Tensor, "heads group m width"]) -> Float[Tensor, "b r width"]:
-        """Return the rows of a tensor with one row for each query that belong to this block, which are a
-        range of rows in each square.
+        """Select from a tensor with one row for each query the rows of this block's queries.
+
+        They are the same range of rows in every square at the causal diagonal.
         """
         start, _, row, entry = t.stride()
         return self._strips(t, self.heads.start * start, self.origin, self.rows, row, entry)

@@ -62,11 +62,11 @@ class TokenBlocks(abc.ABC):
         factor: Float[Tensor, " pairs"],
         dtypes: Sequence[torch.dtype],
     ) -> list[LinearOperator]:
-        """Return the blocks J_ij of some pairs of tokens as a batch of operators (1, d) -> (1, d_out), once
-        for each dtype.
+        """Return for each dtype a batch of operators (1, d) -> (1, d_out): the blocks J_ij of the given pairs
+        of tokens i, j, multiplied by ``factor``.
 
-        Either all pairs lie on the diagonal i = j, or none does. The blocks are multiplied by ``factor``;
-        with the reciprocals of :meth:`weights` as factors, they stay in the range of the dtypes.
+        Either all pairs lie on the diagonal i = j, or none does. With the reciprocals of :meth:`weights` as
+        factors, the blocks stay in the range of the dtypes.
         """
 
 

@@ -61,7 +61,7 @@ _QUERIES, _MEMORY = {"queries"}, {"keys", "values"}
 
 
 class OneSequence(CaptureError):  # noqa: N818 - says what was found
-    """The exception for a layer whose queries, keys and values come from the same tokens."""
+    """The exception that is raised for a layer whose queries, keys and values come from the same tokens."""
 
 
 @dataclass(frozen=True, eq=False)
