@@ -106,8 +106,8 @@ def scaled_weights(weights: Weights, scale: float) -> dict[str, Tensor]:
 
 
 def log_kernel(q: Tensor, k: Tensor) -> Tensor:
-    """Return the logarithms of the terms φ_r(q_i) φ_r(k_j) of the kernel ⟨φ(q_i), φ(k_j)⟩, for all queries q_i,
-    keys k_j and features r.
+    """Return the logarithms of the terms φ_r(q_i) φ_r(k_j) of the kernel ⟨φ(q_i), φ(k_j)⟩, for all queries,
+    keys and features r.
 
     ``q`` and ``k`` are logarithms (batch, heads, n, features). The result is (batch, heads, n, n, features).
     """
