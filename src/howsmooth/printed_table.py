@@ -13,7 +13,7 @@ import pandas as pd
 __all__ = ["PrintedTable"]
 
 _WIDTH = 80
-_LONG = 32  # letters of a cell from which the texts of a column are listed below the rows
+_LONG = 32  # characters of a cell from which the texts of a column are listed below the rows
 _MOST_TEXTS = 20
 
 

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 import howsmooth as hs
-from howsmooth.adversarial.zero_query_or_key_inputs import short_tokens
+from howsmooth.adversarial.zero_query_or_key_inputs import zero_query_or_key_inputs
 from howsmooth.attention import LayerNorm, RMSNorm, Rotary
 from howsmooth.bounds import any_scores_ball_upper_bound
 from tests._steepest import dense_norm
@@ -57,7 +57,7 @@ def test_they_come_near_the_bound_on_the_ball(options: dict[str, bool | int | st
     f = normed(**options)  # type: ignore[arg-type]
     bound = any_scores_ball_upper_bound(f, N, RADIUS).value
     found = {}
-    for name, x in short_tokens(f, N, RADIUS):
+    for name, x in zero_query_or_key_inputs(f, N, RADIUS):
         assert float(x.norm(dim=-1).max()) <= RADIUS * (1 + 1e-12)
         found[name] = dense_norm(f, x) / bound
     assert max(found.values()) <= 1
@@ -72,7 +72,7 @@ def test_a_zero_query_has_the_constant_of_the_page() -> None:
     plain = normed(turned=False)
     gain = torch.ones(KEY, dtype=torch.float64)
     f = plain._rebuilt(query_bias=None, query_norm=RMSNorm(gain, 1e-6), key_norm=RMSNorm(gain, 1e-6))
-    x = dict(short_tokens(f, 5, RADIUS))["zero query, head 0"]
+    x = dict(zero_query_or_key_inputs(f, 5, RADIUS))["zero query, head 0"]
     values = (x @ f.value[0].mT).norm(dim=-1)[:-1].min()
     steep = torch.linalg.matrix_norm(f.query[0], 2) / 1e-3
     page = abs(f.scale) * (1 - 1 / 5) * KEY**0.5 * values * steep
@@ -84,4 +84,4 @@ def test_an_ascent_starts_from_them() -> None:
     found = hs.adversarial.ascend(f, N, RADIUS, steps=2, random_starts=1)
     assert "zero" in found.start
     assert found.value == pytest.approx(dense_norm(f, found.x), rel=1e-3)
-    assert short_tokens(f._rebuilt(query_norm=None, key_norm=None), N, RADIUS) == []
+    assert zero_query_or_key_inputs(f._rebuilt(query_norm=None, key_norm=None), N, RADIUS) == []

@@ -19,7 +19,7 @@ from torch import Tensor
 from howsmooth.adversarial.constructions import Construction, constructions
 from howsmooth.adversarial.repeated_token_search import Atoms, AtomSearch, can_search_atoms, search_atoms
 from howsmooth.adversarial.search_domains import Around, Ball, Domain, Ellipsoid
-from howsmooth.adversarial.zero_query_or_key_inputs import short_tokens
+from howsmooth.adversarial.zero_query_or_key_inputs import zero_query_or_key_inputs
 from howsmooth.attention import Residual, SelfAttention, TokenMap
 from howsmooth.attention.custom_code_attention import StagedAttention
 from howsmooth.attention.theorem_preconditions import require_formula
@@ -541,7 +541,7 @@ def _default_starts(f: TokenMap, n: int, domain: Domain) -> list[tuple[str, Tens
     for c in built:  # two_cluster may occur twice, for γ_max and for γ_min
         name = f"{c.name}, head {c.head}"
         named[name if name not in named else f"{name} (other eigenvalue)"] = c.x
-    return [*named.items(), *(short_tokens(inner, n, radius) if n >= 2 else [])]
+    return [*named.items(), *(zero_query_or_key_inputs(inner, n, radius) if n >= 2 else [])]
 
 
 def _search_atoms(

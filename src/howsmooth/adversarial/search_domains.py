@@ -31,9 +31,8 @@ class Domain(abc.ABC):
     @property
     @abc.abstractmethod
     def radius(self) -> float:
-        """The radius of the ball to which the search restricts the coordinates of each token.
-
-        It bounds the coordinates of each token, or of all tokens together.
+        """The radius of the ball to which the search restricts the coordinates of each token, or of all
+        tokens together.
         """
 
     @abc.abstractmethod

@@ -18,13 +18,15 @@ from torch import Tensor
 
 from howsmooth.attention import LayerNorm, RMSNorm, SelfAttention
 
-__all__ = ["short_tokens"]
+__all__ = ["zero_query_or_key_inputs"]
 
 # The argument of a norm is made this many times as long as √(Dε), so that the norm forgets its length.
 _LONG = 30.0
 
 
-def short_tokens(f: SelfAttention, length: int, radius: float) -> list[tuple[str, Float64[Tensor, "n d"]]]:
+def zero_query_or_key_inputs(
+    f: SelfAttention, length: int, radius: float
+) -> list[tuple[str, Float64[Tensor, "n d"]]]:
     """Return named inputs in which one token has a query or key of zero; the list is empty if the attention
     does not normalise queries or keys.
 

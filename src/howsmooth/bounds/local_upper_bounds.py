@@ -238,9 +238,8 @@ def yudin_theorem_3(attention: object, X: Tensor | None = None) -> Bound:
 
 @dataclass(frozen=True, eq=False)
 class OneHead:
-    """One attention head at given tokens x_i, with its mask and the vectors A x_i + b and Aᵀ x_i.
-
-    ``y`` has the vectors A x_i + b, and ``transposed`` the vectors Aᵀ x_i.
+    """One attention head at given tokens x_i, with its mask, the vectors A x_i + b (``y``) and the vectors
+    Aᵀ x_i (``transposed``). Scores are ⟨A x_i + b, x_j⟩.
     """
 
     head: Head

@@ -21,7 +21,7 @@ from howsmooth.study.text_formatting import encodable
 __all__ = ["amount", "as_json", "console", "counted", "heading", "paragraph", "say", "show_table"]
 
 _UNLIMITED = 10_000
-_NARROWEST = 16  # letters of a wrapped column
+_NARROWEST = 16  # characters of a wrapped column
 
 
 def as_json(**described: Any) -> str:

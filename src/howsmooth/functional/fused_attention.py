@@ -133,8 +133,6 @@ class Kernels:
         """Return the tangent of the attention outputs, for tangents ``d`` of queries, keys, values and sinks.
 
         Tangents are given by name; missing ones count as zero.
-
-        The tangents ``d`` of queries, keys, values and sinks are given by name; missing ones count as zero.
         """
         return self._tangent(x, kept, _filled(x, d))[0]
 

@@ -301,7 +301,7 @@ class TokenDataset(Dataset):
             raise ArgumentError("embeddings", expected=f"tokens of dimension {d}, as {name}", got=str(given))
 
     def inputs(self, starts: Sequence[int], n: int) -> Tensor | dict[str, Tensor]:
-        """Return the model inputs: token ids (batch, n), or embedded tokens (batch, n, d)."""
+        """Return the model inputs of some sequences: token ids (batch, n) or tokens (batch, n, d)."""
         windows = torch.stack([self._tokens[start : start + n] for start in starts])
         if not windows.is_floating_point():
             return windows

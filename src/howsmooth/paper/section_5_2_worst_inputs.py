@@ -93,6 +93,13 @@ class _Layer:
     text: pd.DataFrame
     radius: float
 
+    @property
+    def effort(self) -> dict[str, Any]:
+        """The arguments of :func:`~howsmooth.adversarial.ascend` that set the effort of the search."""
+        steps, starts = (_OTHER_STEPS, _OTHER_STARTS) if self.heads else (_STEPS, 0)
+        atoms = {"atom_restarts": _RESTARTS, "atom_steps": _ATOM_STEPS}
+        return {"steps": steps, "random_starts": starts, **atoms}
+
 
 def measure(context: FigureContext) -> pd.DataFrame:
     """Measure the heads of each layer on text, and one head at the worst tokens in balls of several radii.
@@ -164,8 +171,6 @@ def _in_ball(layer: _Layer, radius: float, n: int, context: FigureContext) -> li
     computed.
     """
     rows: list[Row] = []
-    search = f"{_STEPS},{_RESTARTS},{_ATOM_STEPS}"
-    search += f",{_OTHER_STEPS},{_OTHER_STARTS}" if layer.heads else ""
     for kind in (_rows, _published_rows) if context.options.as_published and not layer.heads else (_rows,):
         key: Key = {
             "model": layer.column.spec.label,
@@ -174,7 +179,7 @@ def _in_ball(layer: _Layer, radius: float, n: int, context: FigureContext) -> li
             "ball": repr(radius),
             "n": n,
             "published": int(kind is _published_rows),
-            "search": search,
+            "search": ",".join(map(str, layer.effort.values())),
             "seed": context.options.seed,
             "dtype": context.options.dtype,
         }
@@ -195,9 +200,7 @@ def _rows(layer: _Layer, radius: float, n: int, seed: int) -> Iterator[Row]:
         x = two_cluster(f.head(h), n, radius).x
         yield {"kind": "paper", "name": "two_cluster", "head": h, **_measured(f.head(h), x, seed)}
     head = layer.heads[n] if layer.heads else f.head(_HEAD)
-    effort: dict[str, Any] = {"steps": _STEPS, "atom_restarts": _RESTARTS, "atom_steps": _ATOM_STEPS}
-    effort |= {"steps": _OTHER_STEPS, "random_starts": _OTHER_STARTS} if layer.heads else {"random_starts": 0}
-    found = ascend(head, n, radius, seed=seed, **effort)
+    found = ascend(head, n, radius, seed=seed, **layer.effort)
     yield {"kind": "search", "name": found.start, "head": _HEAD, **_measured(head, found.x, seed)}
     uppers = {"upper": best(head, length=n, radius=radius)}
     if not layer.heads:

@@ -37,7 +37,7 @@ _SMALL_CELL = 0.3  # inches
 _SCATTER = 4.2  # inches
 _MOST_TICKS = 24
 _MOST_WORDS = 64
-_LETTERS = 10  # letters of a title in an inch
+_CHARACTERS = 10  # characters of a title in an inch
 # Influences below this share of the largest have one colour.
 _RANGE = 1e-4
 _CURVES = {
@@ -69,7 +69,7 @@ def draw_heatmap(table: pd.DataFrame, title: str) -> Figure:
     for axis, bar, rows in zip(axes[::2], axes[1::2], panels, strict=True):
         _draw_panel(axis, bar, rows, layers)
     axes[0].set_ylabel("layer")
-    figure.suptitle(literal(fill(title, int(_LETTERS * width))))
+    figure.suptitle(literal(fill(title, int(_CHARACTERS * width))))
     return figure
 
 

@@ -270,9 +270,7 @@ class Scaled(LinearOperator):
 
 def checked_rounding(operator: LinearOperator) -> np.ndarray:
     """Return the estimated relative rounding error of the norm of each map in an operator; raise
-    NonFiniteError if it is above 0.1.
-
-    Raise NonFiniteError otherwise, because no digit of such a norm is known.
+    NonFiniteError if it is above 0.1, because no digit of such a norm is known.
     """
     slack: np.ndarray = operator.rounding.numpy()
     if operator.proved is not None:

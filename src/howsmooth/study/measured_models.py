@@ -274,9 +274,10 @@ def _check_capture(plan: Plan, subject: Subject, model: Any) -> None:
 
 
 def _others(error: CaptureError, model: Any, inputs: Inputs) -> list[int]:
-    """Return the indices of a model's layers of self-attention, if ``error`` is that a layer is none.
+    """Return the indices of the layers that the user can choose after ``error`` has refused a layer.
 
-    If it is that a layer is none of cross-attention, return those of cross-attention; else none.
+    They are the layers of self-attention if a layer of cross-attention was refused, those of cross-attention
+    if a layer of self-attention was refused, and none after another error.
     """
     from howsmooth.models import capture
     from howsmooth.models.identification.cross_attention_layer import OneSequence

@@ -64,7 +64,7 @@ def sandwich(
 ) -> Enclosed:
     """Bound the largest eigenvalue of each symmetric matrix Σ_h O_h B^h O_hᵀ, a sum over the heads h.
 
-    Each matrix is Σ_h O_h B^h O_hᵀ, a sum over heads h. ``outer`` has one matrix O_h for each head,
+    ``outer`` has one matrix O_h for each head,
     ``blocks`` one batch of symmetric matrices B^h for each head. The result has one bound for each matrix of
     the batch. ``slack`` bounds the norm of a matrix that bounds the errors of B^h entry by entry. ``guess``
     is an estimate of the eigenvalues; without it they are computed.

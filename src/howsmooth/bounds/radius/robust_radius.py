@@ -80,8 +80,9 @@ def robust_radius(
         2 is fast; 3 reaches further and needs memory O(n d k²) for k moving entries, at most 256. None: first
         2, then 3 if k is at most 256, and the larger radius counts.
     seconds
-        The search ends after so many seconds with the largest radius that is proved by then, possibly 0; it
-        may take as much longer as one stage of the network does. The attack comes after. None: no limit.
+        The search ends after so many seconds with the largest radius that is proved by then, possibly 0. The
+        partial Jacobians at its beginning and the stage at work at its end are finished, which may take
+        longer. The attack comes after. None: no limit.
     attack
         Whether to also search the nearest change of the answer by projected gradients.
     seed

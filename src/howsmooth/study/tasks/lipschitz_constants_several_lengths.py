@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -150,19 +151,16 @@ def _rows(group: Sequence[_Part]) -> Iterator[Found]:
     """Yield the rows of one layer or head at all lengths of a task."""
     f = group[-1].site.map
     together = [part for part in group if part.site.map is f]
-    apart = [part for part in group if part.site.map is not f]
-    if len(together) > 1 and are_measured_together(f, f):
-        try:
+    estimates = []
+    if len(together) > 1:
+        # If one sequence is at fault, this shows where each length is measured by itself.
+        with suppress(Exception):
             estimates = _estimates(together)
-        except Exception:  # one sequence may be at fault, which shows where each is measured by itself
-            apart = list(group)
-        else:
-            for part, (estimate, seconds) in zip(together, estimates, strict=True):
-                yield from part.task.rows(part.site, part.samples, estimate, seconds)
-    else:
-        apart = list(group)
-    for part in apart:
-        yield from part.task.measured(part.site, part.samples)
+    for part, (estimate, seconds) in zip(together, estimates, strict=False):
+        yield from part.task.rows(part.site, part.samples, estimate, seconds)
+    for part in group:
+        if not estimates or part not in together:
+            yield from part.task.measured(part.site, part.samples)
 
 
 def _estimates(parts: Sequence[_Part]) -> list[tuple[LipschitzEstimate, float]]:

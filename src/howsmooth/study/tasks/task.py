@@ -104,7 +104,7 @@ class Task(ABC):
         return self.model
 
     def count(self, rows: Sequence[Row]) -> int:
-        """Return how many results of the task are among ``rows``; ``size`` counts all of its results."""
+        """Return the number of results of the task in ``rows``. In all rows of the task it is ``size``."""
         return sum(isinstance(row, self.kind) for row in rows)
 
     def packed(self) -> Self:
