@@ -437,6 +437,41 @@ def test_the_cubic_part_of_attention_is_the_third_derivative() -> None:
     torch.testing.assert_close(found.third, exact, rtol=3e-6, atol=3e-6 * float(exact.abs().max()))
 
 
+@pytest.mark.parametrize(
+    ("values", "slopes", "forms", "given"),
+    [
+        ((1, 0, 1), (0, 0, 0), (0, 0, 0), False),
+        ((1, 0, 1), (0, 0, 0), (0, 0, 0), True),
+        ((0, 0, 0), (1, 0, -1), (0, 0, 0), False),
+        ((0, 0, 0), (1, 0, -1), (0, 0, 0), True),
+        ((0, 0, 0), (0, 0, 0), (1, 0, 1), False),
+    ],
+)
+def test_each_term_of_the_remainder_of_attention_counts(
+    values: tuple[int, ...], slopes: tuple[int, ...], forms: tuple[int, ...], given: bool
+) -> None:
+    """Scores δ, 0, −δ: even outputs, so that the cubic part is zero, and one term bounds all that is left."""
+    zero, reading = torch.zeros(1, 1, dtype=torch.float64), torch.eye(2, dtype=torch.float64)[:, None, None]
+    one = torch.ones(1, 1, 1, dtype=torch.float64)
+    maps = (0 * reading[0], zero + 1, reading[0], zero, reading[1], zero)
+    layer = Attention(*maps, one, zero[0], torch.tensor([0]))
+    u, tangents, curved = torch.zeros(3, 3, 2, dtype=torch.float64)
+    tangents[:, 0] = torch.tensor([1, 0, -1])
+    u[:, 1], tangents[:, 1], curved[:, 1] = map(torch.tensor, (values, slopes, forms))
+    epsilon, errors = 0.3, torch.zeros(3, 2, 2, dtype=torch.float64)
+    at = Expansion(u, tangents[..., None], curved[..., None], Pairs(1), one[0], given)
+
+    def outputs(t: Tensor) -> Tensor:
+        return layer.value(u + tangents * t + curved * t**2 / 2)[0, 0]
+
+    start = torch.zeros((), dtype=torch.float64)
+    curvature = torch.func.jacfwd(torch.func.jacfwd(outputs))
+    assert float(torch.func.jacfwd(curvature)(start)) == pytest.approx(0, abs=1e-12)
+    left = outputs(start + epsilon) - outputs(start) - epsilon**2 / 2 * curvature(start)
+    bound = CubicAttention(layer, at)(epsilon, errors).shape[0, 0, 0].sqrt()
+    assert 1e-2 * float(bound) < abs(float(left)) <= float(bound)
+
+
 def test_the_remainder_of_attention_is_attained_up_to_a_small_factor() -> None:
     """One row, two tokens of one dimension: scores move by δ, values stand still."""
     one = torch.ones(1, 1, 1, dtype=torch.float64)

@@ -356,10 +356,10 @@ class CubicAttention:
             lengths = radii(errors).square()[:, None, None, None]
             known = ellipsoid_sum(known, *(square * lengths * self.crossed))
         of_v, of_dv = moments.third_order()
+        # Only the input of the network has such rows: without forms and errors, values change by v₁ alone.
         rough = ellipsoid_sum(
             spread_shape(self.spread, longer + each_linear * c + largest_c * c / 2 + of_v),
             spread_shape(v1, c + of_dv),
-            spread_shape(v2, moments.t + of_dv),
         )
         shape = torch.where(self.exact[:, None, None], known, ellipsoid_sum(*rough))
         b = square * self.bilinear_deviation + longer
