@@ -11,12 +11,12 @@ import typer
 
 from howsmooth.cli.progress import shown_progress
 from howsmooth.cli.single_input_command_base import OneInputPlan, say_files
-from howsmooth.cli.typer_command import ONE_PROCESS, JsonOption, SilentOption, command
+from howsmooth.cli.typer_command import ONE_PROCESS, OTHER_INPUTS, JsonOption, SilentOption, command
 from howsmooth.errors import ArgumentError
 from howsmooth.scopes import SCOPES
 from howsmooth.study.execution_options import Execution
-from howsmooth.study.options import HOW, choice, number, option, selection, whole, words
-from howsmooth.study.plans import check_output, shared
+from howsmooth.study.options import choice, option, selection
+from howsmooth.study.plans import INFLUENCE_RTOL, SPAN, check_output, shared
 from howsmooth.study.ranges import Ranges
 
 if TYPE_CHECKING:
@@ -46,15 +46,11 @@ class InfluencePlan(OneInputPlan):
     whose input tokens are moved.
     """
 
-    span: str | None = option(
-        None,
-        words(),
-        f"Which tokens of a text or of token ids, counted from 0, such as 0:32. Default: all, or the first "
-        f"{_LONGEST} of a longer input. Time grows with the square of the length.",
-        metavar="START:END",
+    span: str | None = shared(
+        "span", help=f"{SPAN.format(_LONGEST)} Time grows with the square of the length."
     )
-    layers: Ranges = option(
-        "-1", selection(), "One layer, such as 0 or -1 (the last layer).", metavar="INDEX"
+    layers: Ranges = shared(
+        "layers", default="-1", help="One layer, such as 0 or -1 (the last layer).", metavar="INDEX"
     )
     scope: str = option(
         "attention",
@@ -71,16 +67,15 @@ class InfluencePlan(OneInputPlan):
         "model, where each takes as long as many layers, the last.",
         metavar="RANGES",
     )
-    rtol: float = option(1e-2, number(), "Relative width of the intervals at convergence.", panel=HOW)
-    confidence: float = option(
-        0.999, number(), "Probability that an interval contains its norm, for each interval.", panel=HOW
-    )
-    max_iterations: int = option(200, whole(1), "Largest number of Lanczos steps.", panel=HOW)
+    rtol: float = shared("rtol", default=INFLUENCE_RTOL)
+    confidence: float = shared("confidence")
+    max_iterations: int = shared("max_iterations")
 
     def check(self) -> None:
         """Refuse the option ``output`` unless the scope is ``model``, and refuse the option ``layers`` if the
         scope is ``model``.
         """
+        super().check()
         check_output(self.output, (self.scope,))
         if self.scope == "model" and self.layers.text != "-1":
             raise ArgumentError("layers", expected="none with the scope model", got=self.layers.text)
@@ -101,11 +96,11 @@ class InfluencePlan(OneInputPlan):
         shape = site.map(site.x)[0].shape
         count = shape[0] if len(shape) == 2 else 1
         if self.outputs is not None:
-            return self.outputs.resolve(count, self.model, "outputs")
+            return self.outputs.resolve(count, self.source, "outputs")
         return (count - 1,) if self.scope == "model" else tuple(range(count))
 
 
-@command(*_EXAMPLES, without=ONE_PROCESS, out="howsmooth-influence")
+@command(*_EXAMPLES, without=(*OTHER_INPUTS, *ONE_PROCESS), out="howsmooth-influence")
 def influence(
     plan: InfluencePlan, execution: Execution, json: JsonOption = False, quiet: SilentOption = False
 ) -> int:

@@ -16,7 +16,7 @@ from howsmooth.cli.terminal_output import as_json, counted, heading, say, show_t
 from howsmooth.cli.typer_command import ONE_PROCESS, JsonOption, SilentOption, command
 from howsmooth.scopes import CROSS_SCOPE, SCOPES
 from howsmooth.study.execution_options import Execution
-from howsmooth.study.options import HOW, Options, flag, option, whole, words
+from howsmooth.study.options import HOW, Options, flag, option, whole
 from howsmooth.study.plans import shared
 from howsmooth.study.text_formatting import readable, sentence
 
@@ -48,13 +48,7 @@ _EXAMPLES = (
 class InspectionPlan(Options):
     """The options of the command ``howsmooth inspect``: the model to inspect, and how to build it."""
 
-    model: str = option(
-        ...,
-        words(),
-        "A built-in model, a local folder or a Hub id; with --random-init also a model type.",
-        metavar="MODEL",
-        positional=True,
-    )
+    source: str = shared("source")
     random_init: bool = shared("random_init")
     as_decoder: bool = shared("as_decoder")
     part: str | None = shared("part")
@@ -86,7 +80,7 @@ def inspect(
     with shown_progress(quiet=quiet) as display:
         display.phase("Reading")
         how = {name: getattr(plan, name) for name in ("random_init", "as_decoder", "part", "seed")}
-        loaded = load_model(plan.model, most_weights=None if plan.all_layers else _MOST_WEIGHTS, **how)
+        loaded = load_model(plan.source, most_weights=None if plan.all_layers else _MOST_WEIGHTS, **how)
         display.phase("Inspecting")
         found = inspect_model(
             loaded,

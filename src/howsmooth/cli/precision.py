@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from howsmooth.cli.single_input_command_base import OneInputPlan, Step, find_and_show
-from howsmooth.cli.typer_command import ONE_PROCESS, JsonOption, SilentOption, command
+from howsmooth.cli.typer_command import ONE_PROCESS, OTHER_INPUTS, JsonOption, SilentOption, command
 from howsmooth.errors import ArgumentError
 from howsmooth.study.execution_options import Execution
 from howsmooth.study.options import HOW, flag, number, option, some_of, token_counts
@@ -58,6 +58,7 @@ class PrecisionPlan(OneInputPlan):
 
     def check(self) -> None:
         """Refuse an average number of bits that no choice among the option ``bits`` can meet."""
+        super().check()
         if self.average is None:
             return
         if len(set(self.bits)) < 2:
@@ -116,7 +117,7 @@ class PrecisionPlan(OneInputPlan):
         return {"budget": plain_rows(budget), "budget_kl": kl}, lines
 
 
-@command(*_EXAMPLES, without=ONE_PROCESS, out="howsmooth-precision")
+@command(*_EXAMPLES, without=(*OTHER_INPUTS, *ONE_PROCESS), out="howsmooth-precision")
 def precision(
     plan: PrecisionPlan, execution: Execution, json: JsonOption = False, quiet: SilentOption = False
 ) -> int:

@@ -13,7 +13,8 @@ from howsmooth.cli.single_input_command_base import OneInputPlan, Step, find_and
 from howsmooth.cli.typer_command import ONE_PROCESS, JsonOption, SilentOption, as_typed, command
 from howsmooth.errors import ArgumentError
 from howsmooth.study.execution_options import Execution
-from howsmooth.study.options import HOW, choice, flag, number, option, whole, words
+from howsmooth.study.options import HOW, choice, flag, number, option, whole
+from howsmooth.study.plans import SPAN, shared
 
 __all__ = ["RadiusPlan", "radius"]
 
@@ -38,19 +39,7 @@ class RadiusPlan(OneInputPlan):
     STEP: ClassVar[str] = "token"
     OTHERWISE: ClassVar[str] = "Give the embedded tokens of one input: --embeddings FILE."
 
-    embeddings: str | None = option(
-        None,
-        words(place=True),
-        "Embedded tokens instead of a text: a .npy or .safetensors file with one sequence (n, d).",
-        metavar="FILE",
-    )
-    span: str | None = option(
-        None,
-        words(),
-        "Which tokens of a text or of token ids, counted from 0, such as 0:16. Default: all, or the first "
-        "32 of a longer input.",
-        metavar="START:END",
-    )
+    span: str | None = shared("span", help=SPAN.format(32))
     jointly: bool = option(False, flag(), "Let all tokens move at once: one radius.")
     norm: str = option(
         "2",
@@ -77,37 +66,19 @@ class RadiusPlan(OneInputPlan):
     no_attack: bool = option(False, flag(), "Do not search attacks beside the radii.", panel=HOW)
 
     def check(self) -> None:
-        """Refuse several inputs, and refuse the option ``seconds`` if all radii are computed to third order,
-        or all tokens move jointly.
+        """Refuse the option ``seconds`` if all radii are computed to third order, or all tokens move
+        jointly.
         """
-        if self.embeddings is not None and (self.tokens is not None or self.span is not None):
-            other = "tokens" if self.tokens is not None else "span"
-            raise ArgumentError(other, expected="none beside embeddings", got=str(getattr(self, other)))
+        super().check()
         if self.seconds is not None and (self.order == "3" or self.jointly):
             got = "order 3" if self.order == "3" else "jointly"
             raise ArgumentError("seconds", expected="it with order 2 and single tokens", got=got)
-
-    def input_of(self, loaded: Any) -> Any:
-        """Return the input of a loaded model in a form that :func:`howsmooth.word_radii` takes."""
-        from howsmooth.models.inputs.token_files import load_embeddings
-
-        if self.embeddings is None:
-            return super().input_of(loaded)
-        given = load_embeddings(self.embeddings)
-        if len(given.lengths) > 1:
-            raise ArgumentError(
-                "embeddings",
-                expected="a file with one sequence (n, d)",
-                got=str(len(given.lengths)),
-                remedy="Write one of them into a file of its own, by numpy.save.",
-            )
-        return given.tokens
 
     def beside(self, found: Any) -> tuple[dict[str, Any], list[str]]:
         """Return a note that all lines of the text file were read as a single input; return nothing if the
         file has one line.
         """
-        if self.tokens is not None or self.embeddings is not None:
+        if self.kind != "text":
             return {}, []
         lines = sum(bool(line.strip()) for line in self._text().splitlines())
         if lines < 2:
@@ -158,7 +129,11 @@ class RadiusPlan(OneInputPlan):
             )
 
 
-@command(*_EXAMPLES, without=("layers", "as_decoder", "part", "device", *ONE_PROCESS), out="howsmooth-radius")
+@command(
+    *_EXAMPLES,
+    without=("images", "audio", "layers", "as_decoder", "part", "device", *ONE_PROCESS),
+    out="howsmooth-radius",
+)
 def radius(
     plan: RadiusPlan, execution: Execution, json: JsonOption = False, quiet: SilentOption = False
 ) -> int:

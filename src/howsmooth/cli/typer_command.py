@@ -22,6 +22,7 @@ from howsmooth.study.text_formatting import encodable
 
 __all__ = [
     "ONE_PROCESS",
+    "OTHER_INPUTS",
     "OUTPUT",
     "TYPED",
     "JsonOption",
@@ -41,6 +42,9 @@ TYPED: ContextVar[tuple[str, ...]] = ContextVar("typed", default=("measure",))
 
 ONE_PROCESS = ("executor", "workers", "scheduler")
 """The options of an execution that a command without workers leaves out."""
+
+OTHER_INPUTS = ("images", "audio", "embeddings")
+"""The inputs that a command of texts and token ids leaves out."""
 
 
 def switch(*names: str, help: str) -> Any:

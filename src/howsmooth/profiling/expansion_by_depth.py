@@ -25,6 +25,7 @@ from howsmooth.profiling.model_input import Inputs, Model, given_inputs, loaded_
 from howsmooth.profiling.result_base_classes import Result, in_interval
 from howsmooth.scopes import OUTPUTS
 from howsmooth.seeds import derive_seed
+from howsmooth.study.plans import PROFILE_RTOL, Plan
 from howsmooth.study.records import plain_rows
 
 __all__ = ["DepthProfile", "depth_profile"]
@@ -113,10 +114,10 @@ def depth_profile(
     last_token: bool = False,
     span: slice | tuple[int, int] | str | None = None,
     tokenizer: Any = None,
-    rtol: float = 1e-3,
-    confidence: float = 0.999,
-    max_iterations: int = 200,
-    seed: int = 0,
+    rtol: float = PROFILE_RTOL,
+    confidence: float = Plan.confidence,
+    max_iterations: int = Plan.max_iterations,
+    seed: int = Plan.seed,
     memory: int | None = None,
     on_layer: Callable[[int, int], None] | None = None,
 ) -> DepthProfile:

@@ -21,6 +21,7 @@ from howsmooth.profiling.model_input import Inputs, Layers, Model, given_inputs,
 from howsmooth.profiling.token_influence import Influence
 from howsmooth.profiling.token_influence import influence as influence_of
 from howsmooth.seeds import derive_seed
+from howsmooth.study.plans import PROFILE_RTOL, Plan
 
 __all__ = ["SCOPES", "profile"]
 
@@ -36,10 +37,10 @@ def profile(
     layers: Layers = None,
     scopes: Sequence[str] = SCOPES,
     tokenizer: Any = None,
-    rtol: float = 1e-3,
-    confidence: float = 0.999,
-    max_iterations: int = 200,
-    seed: int = 0,
+    rtol: float = PROFILE_RTOL,
+    confidence: float = Plan.confidence,
+    max_iterations: int = Plan.max_iterations,
+    seed: int = Plan.seed,
     memory: int | None = None,
     influence: bool = False,
     on_layer: Callable[[int, int], None] | None = None,

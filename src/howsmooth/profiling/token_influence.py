@@ -31,6 +31,7 @@ from howsmooth.profiling.figures import draw_influence
 from howsmooth.profiling.model_input import shown_progress
 from howsmooth.profiling.result_base_classes import WritableTable
 from howsmooth.study.html_assets import data_url, png
+from howsmooth.study.plans import INFLUENCE_RTOL, Plan
 from howsmooth.study.text_formatting import readable
 
 __all__ = ["Influence", "influence"]
@@ -142,10 +143,10 @@ def influence(
     x: Tensor | None = None,
     *,
     outputs: int | slice | Iterable[int] | None = None,
-    rtol: float = 1e-2,
-    confidence: float = 0.999,
-    max_iterations: int = 200,
-    seed: int = 0,
+    rtol: float = INFLUENCE_RTOL,
+    confidence: float = Plan.confidence,
+    max_iterations: int = Plan.max_iterations,
+    seed: int = Plan.seed,
     on_output: Callable[[int, int], None] | None = None,
 ) -> Influence:
     """Measure how far each output token moves with each input token: the norms ‖∂y_i/∂x_j‖₂ of the blocks of

@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 import threading
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Generator
 from concurrent.futures import (
     FIRST_COMPLETED,
@@ -24,6 +24,7 @@ from concurrent.futures import (
 from contextlib import closing
 from dataclasses import dataclass, field
 from importlib.metadata import version
+from typing import Any
 
 import torch
 
@@ -104,7 +105,7 @@ class Runner:
             self.fail(failed)
         left = deque(work.tasks)
         if left and seconds > 0:
-            told = _WorkProgress(self._means.listener, work)
+            told = _WorkProgress(self._means.listener, work, self.task_times)
             until = time.monotonic() + seconds
             steps = (
                 self._run_here(left, until)
@@ -223,18 +224,18 @@ class Runner:
 class _WorkProgress:
     """Reports to a listener how far the tasks of one kind are, and how long they will take in total.
 
-    The speed is measured from the first result on, because the first task may wait until a model is loaded. A
-    row counts n times, but at least 64 times: below 64 tokens, its time hardly depends on n.
+    The pace is measured from the first result on, because the first task may wait until a model is loaded.
     """
 
-    def __init__(self, listener: Listener, work: Work) -> None:
-        self._listener = listener
-        self._began = time.monotonic()
-        self._first: tuple[float, float] | None = None
-        self._last = self._began
+    def __init__(self, listener: Listener, work: Work, times: TaskTimes) -> None:
+        self._listener, self._times = listener, times
+        self._began = self._since = self._last = time.monotonic()
         self._rows = self._of_task = 0
-        self._planned = sum(task.size for task in work.tasks)
-        self._left = sum(task.size * _weight(task) for task in work.tasks)
+        self._done: Counter[tuple[Any, int]] | None = None
+        self._left: Counter[tuple[Any, int]] = Counter()
+        for task in work.tasks:
+            self._left[task.alike, task.n] += task.size
+        self._planned = self._left.total()
         more = f" ({work.kept} more are in the store already)" if work.kept else ""
         listener.phase(f"Computing {self._planned} {work.words}{more}")
 
@@ -244,19 +245,16 @@ class _WorkProgress:
         # Rows that a task failed to compute are not left to do either.
         gone = task.size - self._of_task if ended else rows
         self._of_task = 0 if ended else self._of_task + rows
-        self._left -= gone * _weight(task)
-        now = time.monotonic()
-        if self._first is None:
-            self._first, self._last = (now, self._left), now
-        since, left = self._first
-        if self._rows and (self._left <= 0 or (now - self._last > _BETWEEN_TELLING and self._left < left)):
+        self._left[task.alike, task.n] -= gone
+        now, left = time.monotonic(), self._left.total()
+        if self._done is None:
+            self._since, self._last, self._done = now, now, Counter()
+        else:
+            self._done[task.alike, task.n] += gone
+        if self._rows and (left <= 0 or (now - self._last > _BETWEEN_TELLING and self._done.total())):
             self._last, spent = now, now - self._began
-            rest = self._left * (now - since) / (left - self._left) if self._left > 0 else 0.0
+            rest = self._times.left(now - self._since, self._done, self._left) if left > 0 else 0.0
             self._listener.advance(spent, spent + rest, f"{self._rows} of {self._planned}, {task.words}")
-
-
-def _weight(task: Task) -> int:
-    return max(task.n, 64)
 
 
 # ---- Code that runs on a worker
