@@ -85,9 +85,7 @@ def _as_json(published: AttackOutputs, outcome: Outcome, folder: Path) -> str:
 
 
 def _show(published: AttackOutputs, outcome: Outcome, folder: Path) -> None:
-    """Print the largest constants found for each attention, how these constants grow with n, and the paths of
-    the written files.
-    """
+    """Print the largest constants found for each attention, their growth with n, and the written files."""
     from howsmooth.study.records import Attack, plain_rows
     from howsmooth.study.store import STORE_NAME
 

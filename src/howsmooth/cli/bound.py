@@ -150,9 +150,7 @@ def _limit(row: dict[str, Any], log: float) -> str:
 
 
 def _show_bounds(rows: pd.DataFrame, logs: pd.Series, measured: float | None, sources: list[str]) -> None:
-    """Print a table of bounds in which each bound has the number of its source, and append new sources to the
-    list of sources.
-    """
+    """Print a table of bounds with numbered sources, and append new sources to the list of sources."""
     from howsmooth.study.records import plain_rows
 
     pairs = zip(plain_rows(rows), logs, strict=True)

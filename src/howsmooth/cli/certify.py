@@ -71,9 +71,7 @@ def certify(
 
 
 def _as_json(found: Certified, radii: Sequence[float], written: Sequence[Path]) -> str:
-    """Return the certificate of a model and its evaluation on data as one JSON object; infinity
-    becomes null.
-    """
+    """Return the certificate of a model and its evaluation on data as JSON; infinity becomes null."""
     from howsmooth.study.records import plain_rows
 
     certificate, evaluation = found.certificate, found.evaluation
@@ -115,9 +113,7 @@ def _evaluated(found: Certified, evaluation: Evaluation, radii: Sequence[float])
 
 
 def _show(found: Certified, radii: Sequence[float], written: Sequence[Path]) -> None:
-    """Print the certified Lipschitz constants of a model and of each of its modules, and the certified
-    accuracies of the model.
-    """
+    """Print the certified constants of a model and of each module, and its certified accuracies."""
     from howsmooth.roundoff import limit_in_digits
 
     certificate, evaluation = found.certificate, found.evaluation
@@ -160,9 +156,7 @@ def _show(found: Certified, radii: Sequence[float], written: Sequence[Path]) -> 
 
 
 def _remarks(found: Certified) -> list[str]:
-    """Return remarks on the floating-point precision of the certificate, and on the inputs for which the
-    certificate holds.
-    """
+    """Return remarks on the precision of the certificate, and on the inputs for which it holds."""
     remarks = []
     words = f"Weights are stored in {found.precision}; the constant and the outputs are computed in float64."
     if "float16" in found.precision:  # or bfloat16

@@ -84,9 +84,7 @@ _COLUMNS = {
 def _as_json(
     system: System, outcome: Outcome, ending: Ending | None, published: FlowOutputs, folder: Path
 ) -> str:
-    """Return the metrics, the growth of perturbations and the files of a flow as one JSON object; NaN and
-    infinity become null.
-    """
+    """Return the metrics, the growth of perturbations and the files of a flow as one JSON object."""
     from howsmooth.study.records import FrameRow, plain_rows
     from howsmooth.study.store import STORE_NAME
 
@@ -121,9 +119,7 @@ def _as_json(
 def _show(
     system: System, outcome: Outcome, ending: Ending | None, published: FlowOutputs, folder: Path
 ) -> None:
-    """Print how strongly the tokens cluster at several times, how the integration ended, and the paths of the
-    written files.
-    """
+    """Print how the tokens cluster at several times, how the flow ended, and the written files."""
     from howsmooth.study.records import FrameRow
     from howsmooth.study.store import STORE_NAME
 

@@ -72,9 +72,7 @@ class InfluencePlan(OneInputPlan):
     max_iterations: int = shared("max_iterations")
 
     def check(self) -> None:
-        """Refuse the option ``output`` unless the scope is ``model``, and refuse the option ``layers`` if the
-        scope is ``model``.
-        """
+        """Refuse ``output`` unless the scope is ``model``, and ``layers`` if it is."""
         super().check()
         check_output(self.output, (self.scope,))
         if self.scope == "model" and self.layers.text != "-1":
@@ -165,9 +163,7 @@ def influence(
 
 
 def _show(found: Influence, most: list[dict[str, Any]], count: str, place: str, output: str) -> None:
-    """Print the largest norms of Jacobian blocks, and how far an output token moves if all input tokens move
-    at once.
-    """
+    """Print the largest norms of Jacobian blocks, and how far an output moves if all tokens move."""
     from howsmooth.cli.terminal_output import paragraph, show_table
     from howsmooth.roundoff import limit_in_digits
     from howsmooth.study.text_formatting import readable

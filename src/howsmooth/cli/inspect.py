@@ -96,9 +96,7 @@ def inspect(
 
 
 def _show(model: LoadedModel, found: Inspection) -> None:
-    """Print the properties that all attention layers share, a table of the properties in which they differ,
-    and the layers that cannot be measured.
-    """
+    """Print what all attention layers share, a table of their differences, and the refused layers."""
     attention = [site for site in found.sites if site.layer is not None]
     count = counted(len(attention), "attention layer")
     if len(attention) < len(found.sites):
@@ -196,9 +194,7 @@ def _common_path(sites: Sequence[InspectedSite]) -> str:
 
 
 def _sentence_of(sites: Sequence[InspectedSite], found: Inspection) -> str:
-    """Return a phrase that names layers by their indices, and layers without an index by their
-    module paths.
-    """
+    """Return a phrase that names layers by their indices, or else by their module paths."""
     layers = [site.layer for site in sites if site.layer is not None]
     if layers and len(layers) == len(found.sites):
         return "All layers" if len(layers) > 1 else "The layer"
@@ -220,9 +216,7 @@ def _scopes(scopes: Sequence[str]) -> str:
 
 
 def _runs(layers: Sequence[int]) -> str:
-    """Return layer indices as text, in which three or more consecutive indices are written as "first to
-    last".
-    """
+    """Return layer indices as text; three or more consecutive indices are written as "first to last"."""
     # Consecutive layers have the same distance from their places in the list.
     groups = groupby(enumerate(layers), key=lambda pair: pair[1] - pair[0])
     runs = [[layer for _, layer in group] for _, group in groups]

@@ -4,8 +4,7 @@ a folder.
 
 from __future__ import annotations
 
-from howsmooth.cli.dry_run_forecast import DryRunOption, tell_forecast
-from howsmooth.cli.plan_execution import carry_out
+from howsmooth.cli.plan_execution import DryRunOption, carry_out, tell_forecast
 from howsmooth.cli.typer_command import (
     TYPED,
     JsonOption,

@@ -74,9 +74,7 @@ class PrecisionPlan(OneInputPlan):
             )
 
     def load(self) -> Any:
-        """Load the model, together with its output layer if the model has one and the logits are
-        asked for.
-        """
+        """Load the model, with its output layer if it has one and the logits are asked for."""
         if self.no_logits or self.part is not None:
             return super().load()
         from howsmooth.profiling.kv_cache_quantisation import load_with_head
@@ -99,9 +97,7 @@ class PrecisionPlan(OneInputPlan):
         )
 
     def beside(self, found: Any) -> tuple[dict[str, Any], list[str]]:
-        """Return the number of bits for the keys and values of each head, if the user gave an average number
-        of bits.
-        """
+        """Return the bits for the keys and values of each head, if the user gave an average."""
         from howsmooth.study.records import plain_rows
 
         if self.average is None:

@@ -66,9 +66,7 @@ class ProfilePlan(OneInputPlan):
             raise ArgumentError("influence", expected="the scope all or attention", got=self.scope)
 
     def find(self, loaded: Any, inputs: Any, on_step: Step, folder: Path) -> Any:
-        """Measure every layer and every head. With the scope ``model``, measure every block and the
-        compositions of the blocks instead.
-        """
+        """Measure all layers and heads; with the scope ``model``, all blocks and their compositions."""
         from howsmooth.profiling import depth_profile
         from howsmooth.profiling import profile as measured
 

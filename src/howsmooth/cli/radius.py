@@ -66,18 +66,14 @@ class RadiusPlan(OneInputPlan):
     no_attack: bool = option(False, flag(), "Do not search attacks beside the radii.", panel=HOW)
 
     def check(self) -> None:
-        """Refuse the option ``seconds`` if all radii are computed to third order, or all tokens move
-        jointly.
-        """
+        """Refuse ``seconds`` if all radii are computed to third order, or all tokens move jointly."""
         super().check()
         if self.seconds is not None and (self.order == "3" or self.jointly):
             got = "order 3" if self.order == "3" else "jointly"
             raise ArgumentError("seconds", expected="it with order 2 and single tokens", got=got)
 
     def beside(self, found: Any) -> tuple[dict[str, Any], list[str]]:
-        """Return a note that all lines of the text file were read as a single input; return nothing if the
-        file has one line.
-        """
+        """Return a note that several lines of a text were read as a single input."""
         if self.kind != "text":
             return {}, []
         lines = sum(bool(line.strip()) for line in self._text().splitlines())
@@ -91,15 +87,11 @@ class RadiusPlan(OneInputPlan):
 
     @property
     def with_head(self) -> bool:
-        """Always true: the model is loaded together with its output layer, because a classifier needs its
-        logits.
-        """
+        """Always true: a classifier needs its output layer for its logits."""
         return True
 
     def find(self, loaded: Any, inputs: Any, on_step: Step, folder: Path) -> Any:
-        """Compute the radii. If the user interrupts the computation, print how many radii are saved and how
-        to continue.
-        """
+        """Compute the radii. After Ctrl-C, print how many radii are saved and how to continue."""
         from howsmooth.cli.plan_execution import resumable
         from howsmooth.profiling import word_radii
         from howsmooth.study.file_writing import writable_folder

@@ -63,9 +63,7 @@ class OneInputPlan(InputPlan):
         return self.loaded_by(load_model, head=self.with_head)
 
     def loaded_by(self, load: Callable[..., LoadedModel], **more: Any) -> LoadedModel:
-        """Load the model with the function ``load``, which has the same arguments as
-        :func:`~howsmooth.models.load_model`.
-        """
+        """Load the model with a function that takes the arguments of :func:`~howsmooth.models.load_model`."""
         names = ("random_init", "as_decoder", "part", "seed", "device")
         options: dict[str, Any] = {name: getattr(self, name) for name in names}
         if self.random_init and not self.tokens:
@@ -129,9 +127,7 @@ class OneInputPlan(InputPlan):
 
 
 def find_and_show(plan: OneInputPlan, folder: Path, *, json: bool, quiet: bool) -> Any:
-    """Load the model and the input of a plan, compute the result, write it into a folder, print it, and
-    return it.
-    """
+    """Load the model and the input of a plan; find, write, print and return the result."""
     from howsmooth.study.file_writing import check_parquet
 
     with shown_progress(quiet=quiet) as display:

@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from howsmooth.cli.dry_run_forecast import DryRunOption, tell_forecast
-from howsmooth.cli.plan_execution import carry_out
+from howsmooth.cli.plan_execution import DryRunOption, carry_out, tell_forecast
 from howsmooth.cli.progress import shown_progress
 from howsmooth.cli.terminal_output import as_json as json_object
 from howsmooth.cli.terminal_output import say, show_table
@@ -117,9 +116,7 @@ def study(
 
 
 def _refuse_kept(out: Path) -> None:
-    """Refuse a folder that already contains measurements, because only the option ``--resume`` continues
-    them.
-    """
+    """Refuse a folder that holds measurements, because only the option ``--resume`` continues them."""
     from howsmooth.study.records import Measurement
     from howsmooth.study.store import Store
 
@@ -135,9 +132,7 @@ def _refuse_kept(out: Path) -> None:
 
 
 def _tell_status(plan: Plan | None, folder: Path, *, as_json: bool) -> int:
-    """Print how many measurements are done and left, for the study of a plan file or for the study that is
-    stored in a folder.
-    """
+    """Print how many measurements of a plan file, or of the study in a folder, are done and left."""
     from howsmooth.study.status import status
     from howsmooth.texts import load_text
 
@@ -151,9 +146,7 @@ def _tell_status(plan: Plan | None, folder: Path, *, as_json: bool) -> int:
 
 
 def _show_status(found: Status, folder: Path, *, of_plan: bool) -> None:
-    """Print how many measurements of a study are done and left, whether the study is running, and the reasons
-    of failed measurements.
-    """
+    """Print what is done and left, whether the study is running, and the reasons of failures."""
     from howsmooth.study.store import STORE_NAME
 
     rows = []

@@ -65,9 +65,7 @@ NoFiguresOption = Annotated[
 
 
 def folder_option(help: str) -> Any:
-    """Return the typer option ``--out`` for a command that writes files only if the user gives
-    this option.
-    """
+    """Return the typer option ``--out`` for a command that writes files only if it is given."""
     return typer.Option(metavar="FOLDER", help=help, show_default=False, rich_help_panel=OUTPUT)
 
 
@@ -136,9 +134,7 @@ def command(
 
 
 def _above(paragraph: str) -> str:
-    """Move the explanation of an example command to the line above the command, so that the command can be
-    copied as a whole line.
-    """
+    """Move the explanation of an example above the command, so that the whole line can be copied."""
     example, end, told = paragraph.partition("[/]  ")
     return f"{told}:\n\n{example}[/]" if end else paragraph
 
@@ -173,9 +169,7 @@ def refuse_workers(executor: str | None, option: str) -> None:
 
 
 def _plan_of(hint: Any) -> type[Options] | None:
-    """Return the dataclass of options in a type annotation, or ``None`` if the annotation contains no such
-    dataclass.
-    """
+    """Return the dataclass of options in a type annotation, or ``None`` if there is none."""
     named = (hint, *get_args(hint)[1:])
     return next((one for one in named if isinstance(one, type) and issubclass(one, Options)), None)
 
@@ -187,9 +181,7 @@ def _flag(field: str, option: Option) -> str:
 def _parameters(
     plan: type[Options], defaults: Mapping[str, Any] | None, without: Sequence[str]
 ) -> Iterator[inspect.Parameter]:
-    """Yield a typer parameter for each field of a dataclass of options. If ``defaults`` is None, the
-    parameters have no default values.
-    """
+    """Yield a typer parameter for each field, without default values if ``defaults`` is None."""
     for field in dataclasses.fields(plan):
         if field.name in without:
             continue
@@ -221,18 +213,14 @@ def _parameters(
 
 
 def _given(plan: type[Options], values: dict[str, Any], without: Sequence[str]) -> dict[str, Any]:
-    """Remove the options of a dataclass from ``values``, and return a dictionary of the options that the user
-    gave.
-    """
+    """Remove the options of a dataclass from ``values``, and return those that the user gave."""
     # The value of an omitted option is None or an empty list.
     taken = {name: values.pop(name) for name in set(options_of(plan)) - set(without)}
     return {name: value for name, value in taken.items() if value is not None and value != []}
 
 
 def _of_file(plan: type[Options], given: dict[str, Any], context: typer.Context) -> dict[str, Any]:
-    """Return the options from the plan file that the user gave as the source; options typed on the command
-    line replace them.
-    """
+    """Return the options of the plan file that is given as the source; typed options replace them."""
     from howsmooth.study.plan_file import read_options
 
     path = Path(given["source"])

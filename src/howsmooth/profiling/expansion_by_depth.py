@@ -63,9 +63,7 @@ class DepthProfile(Result):
 
     @property
     def citation(self) -> str:
-        """One line to cite, with the constant of the whole model, its interval, and the product of the
-        constants of all blocks.
-        """
+        """One line to cite, with the constant of the whole model and the product of all stages."""
         last = plain_rows(self.table)[-1]
         return (
             f"Local Lipschitz constant of {self.model} from its embeddings to its {self.output} at "
@@ -91,9 +89,7 @@ class DepthProfile(Result):
         return "\n".join([*lines, *([f"Not converged: {', '.join(missed)}."] if missed else [])])
 
     def plot(self) -> Figure:
-        """Draw the constants of the blocks against the depth, together with the product of these
-        constants.
-        """
+        """Draw the constants of the blocks, and their product, against the depth."""
         return draw_depth(self.table, f"{self.model}, {self.n} tokens, to the {self.output}")
 
     def _shown(self, most: int) -> dict[str, Any]:
@@ -212,9 +208,7 @@ def _block(
     last_token: bool,
     measured: Callable[[str, int, Site], dict[str, Any]],
 ) -> dict[str, Any]:
-    """Measure a block, the model up to this block, and the model after this block, and return the results as
-    a table row.
-    """
+    """Measure a block, the model up to it and the model after it, and return a row of the table."""
     block = parts.span(layer, layer)
     return {
         "stage": f"block {stage}",
@@ -231,9 +225,7 @@ def _in_words(output: str, last_token: bool) -> str:
 
 
 def _fields(kind: str, found: LipschitzEstimate) -> dict[str, Any]:
-    """Return a measured constant, its interval and its convergence as table columns whose names begin with
-    ``kind``.
-    """
+    """Return a constant and its interval as table columns whose names begin with ``kind``."""
     return {
         kind: float(found.value[0]),
         f"{kind}_lower": float(found.lower[0]),
@@ -243,9 +235,7 @@ def _fields(kind: str, found: LipschitzEstimate) -> dict[str, Any]:
 
 
 def _as(kind: str, row: Mapping[str, Any], source: str = "own") -> dict[str, Any]:
-    """Copy the table columns whose names begin with ``source``, and let the names of the copies begin with
-    ``kind``.
-    """
+    """Copy the columns whose names begin with ``source`` to names that begin with ``kind``."""
     return {kind + name.removeprefix(source): row[name] for name in row if name.startswith(source)}
 
 

@@ -74,9 +74,7 @@ def draw_heatmap(table: pd.DataFrame, title: str) -> Figure:
 
 
 def _draw_panel(axis: Axes, bar: Axes, rows: pd.DataFrame, layers: list[int]) -> None:
-    """Draw the constants of the heads of all layers, or of the whole layers, as a heatmap with a
-    colour bar.
-    """
+    """Draw the constants of all heads, or of the whole layers, as a heatmap with a colour bar."""
     heads = sorted(int(head) for head in rows["head"].dropna().unique())
     values = np.full((len(layers), max(1, len(heads))), np.nan)
     missed = np.zeros(values.shape, dtype=bool)

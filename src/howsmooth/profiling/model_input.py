@@ -66,17 +66,13 @@ def shown_progress(
 
 
 def loaded_if_named(model: Any, load: Callable[..., LoadedModel] = load_model, **options: Any) -> Any:
-    """Load a model if the argument is its name or folder, and keep the weights in the dtype of their file;
-    return any other argument unchanged.
-    """
+    """Load a model by its name or folder in the dtype of its file; return any other argument."""
     return load(model, dtype=None, **options) if isinstance(model, str | os.PathLike) else model
 
 
 @dataclass(frozen=True, eq=False)
 class GivenInputs:
-    """A model, its inputs, the texts of the input tokens if they are known, and a short description of the
-    inputs.
-    """
+    """A model, its inputs, the texts of the tokens if they are known, and a description of the inputs."""
 
     model: nn.Module | LoadedModel
     inputs: Any
@@ -94,9 +90,7 @@ class GivenInputs:
         return str(computing_dtype(self.module)).removeprefix("torch.")
 
     def origin(self) -> dict[str, str]:
-        """Return those fields of a :class:`~howsmooth.profiling.result_base_classes.Result` that describe the
-        model and the input.
-        """
+        """Return the fields of a result that describe the model and the input."""
         model, module = self.model, self.module
         if isinstance(model, LoadedModel):
             label, source, fingerprint, stored = model.label, model.source, model.fingerprint, model.stored
@@ -214,9 +208,7 @@ def _encoded(tokenizer: Any, text: str, special: bool) -> list[int]:
 
 
 def _decoder(tokenizer: Any) -> Callable[[Tensor], list[str]]:
-    """Return a function from token ids (n,) to the texts of the tokens. Without a tokenizer, the text of a
-    token is "id" and its number.
-    """
+    """Return a function from token ids (n,) to their texts; without a tokenizer, to "id" and the number."""
     if tokenizer is None:
         return lambda ids: [f"id {i}" for i in ids.tolist()]
     if hasattr(tokenizer, "decoded"):
@@ -240,9 +232,7 @@ def _ids(inputs: object) -> Tensor:
 
 
 def _bounds(span: object, length: int, most: int) -> tuple[int, int]:
-    """Check a span against the number of tokens, and return the index of its first token and the index after
-    its last token.
-    """
+    """Check a span against the number of tokens, and return its first index and the index after its last."""
     expected = f"start:end with 0 <= start < end <= {length}, the number of tokens"
     if span is None:
         return 0, min(length, most)

@@ -114,9 +114,7 @@ class Result(WritableTable, ABC):
 
     @property
     def _made_by(self) -> str:
-        """The end of a citation: the dtypes, the versions of the libraries, a hash of the weights, and the
-        digest.
-        """
+        """The end of a citation: dtypes, versions of the libraries, and hashes of weights and table."""
         versions = ", ".join(f"{name} {version(name)}" for name in ("howsmooth", "torch", "transformers"))
         return f"{self.precision}; {versions}; weights {self.fingerprint[:12]}, digest {self.digest}."
 
@@ -132,9 +130,7 @@ class Result(WritableTable, ABC):
         return {self.NAME: self.table}
 
     def _shown(self, most: int) -> dict[str, Any]:
-        """Return the values that the template of the web page shows, with details of at most
-        ``most`` rows.
-        """
+        """Return the values that the page's template shows, with details of at most ``most`` rows."""
         return {}
 
     def _body(self, image: str, most: int) -> Markup:

@@ -277,9 +277,7 @@ def word_radii(
 
 
 def _class_name(module: nn.Module, label: int | None) -> str:
-    """Return the name of a class from the configuration of the model, or empty text if the configuration has
-    no names.
-    """
+    """Return the model's own name of a class; empty if its configuration has none."""
     names = getattr(getattr(module, "config", None), "id2label", None) or {}
     name = "" if label is None else str(names.get(int(label), ""))
     return "" if name == f"LABEL_{label}" else name  # the name that transformers gives where there is none

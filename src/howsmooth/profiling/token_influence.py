@@ -39,9 +39,7 @@ __all__ = ["Influence", "influence"]
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Influence(WritableTable):
-    """The norms ‖∂y_i/∂x_j‖₂ of the blocks of a Jacobian, which say how far the output token i moves with the
-    input token j.
-    """
+    """The norms ‖∂y_i/∂x_j‖₂ of Jacobian blocks: how far output token i moves with input token j."""
 
     #: The largest value found of each norm, (outputs, n), float64.
     value: Float[Tensor, "outputs n"]

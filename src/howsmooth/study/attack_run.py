@@ -172,9 +172,7 @@ class AttackTask(Task):
         return 1
 
     def found(self, models: Models | None) -> Iterator[Found]:
-        """Attack the attention, save the tokens with the largest constant, and yield the rows for
-        the store.
-        """
+        """Attack the attention, save the worst tokens, and yield the rows for the store."""
         try:
             yield self._rows()
         except Exception as error:
@@ -200,9 +198,7 @@ class AttackTask(Task):
         return [*(replace(row, file=file) if row is best else row for row, _ in tried), upper]
 
     def _tried(self, f: SelfAttention) -> Iterator[tuple[Attack, Tensor]]:
-        """Measure the Lipschitz constant at each input; yield the row for the store, and the tokens of the
-        input.
-        """
+        """Measure the constant at each input; yield its row for the store, and its tokens."""
         began = time.perf_counter()
         for kind, name, x, estimate, evaluations in self._inputs(f):
             value = float(estimate.value)
@@ -283,9 +279,7 @@ class AttackTask(Task):
         )
 
     def _save(self, best: Attack, x: Tensor) -> str:
-        """Write the attacked attention and the tokens with the largest constant to a file; return its
-        relative path.
-        """
+        """Write the attacked attention and its worst tokens to a file; return its relative path."""
         one = self.target
         head = [] if one.head is None else [f"head-{one.head:02d}"]
         stem = file_stem(f"layer-{one.layer:02d}", *head, f"n-{self.n:05d}")

@@ -68,9 +68,7 @@ class TextFeed:
 
     @property
     def parts(self) -> tuple[tuple[int, int], ...]:
-        """The parts of the text from which sequences are cut, here the whole text: ((0, number of
-        tokens),).
-        """
+        """The parts of the text from which sequences are cut: the whole text."""
         return ((0, self.count),)
 
     def inputs(self, starts: Sequence[int], n: int) -> torch.Tensor:

@@ -9,9 +9,7 @@ __all__ = ["SILENT", "Listener", "Outcome"]
 
 
 class Listener:
-    """A receiver of progress reports from long computations. Subclasses show them; this class
-    ignores them.
-    """
+    """A receiver of progress reports from long computations, which ignores them; subclasses show them."""
 
     def phase(self, words: str) -> None:
         """Receive the name of the phase that starts."""

@@ -170,9 +170,7 @@ class TextRecord(Row, table="texts", key=("name",), again="stay"):
 
 @dataclass(frozen=True)
 class InputRecord(Row, table="inputs", key=("model", "text"), again="stay"):
-    """A measured pair of a model and an input: the model's fingerprint and tokenizer, and the input's number
-    of tokens.
-    """
+    """A measured pair of a model and an input: fingerprint, tokenizer, and the input's number of tokens."""
 
     model: str
     text: str

@@ -173,9 +173,7 @@ def _done(store: Store, plan: Plan, label: str, text: str, kind: type[Row]) -> f
 
 
 def _has_failed(failures: Iterable[Failure], kind: type[Row], place: tuple[object, ...]) -> bool:
-    """Return whether the last attempt to compute a missing row failed, for this row alone or for its whole
-    layer, text or model.
-    """
+    """Return whether a missing row failed when last tried, alone or with its layer, text or model."""
     return any(
         row.what == kind.table
         and all(

@@ -83,9 +83,7 @@ def run_flow(
 
 @dataclass(frozen=True, eq=False)
 class FlowTask(Task):
-    """A task that computes frames of a flow or the growth of perturbations, in the process that opened the
-    store.
-    """
+    """A task that computes frames or the growth of perturbations, in the process with the store."""
 
     kind: type[Row]
     model: str
@@ -94,9 +92,7 @@ class FlowTask(Task):
     steps: Iterator[Found]
 
     def found(self, models: Models | None) -> Iterator[Found]:
-        """Compute the rows that are missing in the store, and yield them in lists. The runner writes one list
-        at a time.
-        """
+        """Compute the missing rows, and yield them in lists, of which the runner writes one at a time."""
         return self.steps
 
 
