@@ -438,17 +438,6 @@ def _site(layer: VerifiedLayer | CaptureError) -> Site:
     return site
 
 
-@dataclass(frozen=True, eq=False)
-class _Case:
-    """The effects of one quantiser on one layer, applied to the keys, or the values, of all heads."""
-
-    predicted: Float64[Tensor, " kv_heads"]
-    bound: Float64[Tensor, " kv_heads"]
-    change: Float64[Tensor, " kv_heads"]
-    predicted_kl: list[float]
-    kl: list[float]
-
-
 class _Layer:
     """One layer in float64: queries, keys, values, and how sensitive its output is to their entries."""
 
@@ -473,44 +462,32 @@ class _Layer:
             different = {group_of(quantiser, t.shape[-1]): quantiser for quantiser in reversed(quantisers)}
             for quantiser in filter(set(different.values()).__contains__, quantisers):
                 for count in bits:
-                    case = self._case(operand, quantiser, count)
-                    for head in range(self.f.kv_heads):
-                        yield {
-                            "layer": self.site.layer,
-                            "head": head,
-                            "operand": operand,
-                            "bits": count,
-                            "quantiser": quantiser,
-                            "predicted": float(case.predicted[head]),
-                            "change": float(case.change[head]),
-                            "bound": float(case.bound[head]),
-                            "output_norm": self.size,
-                            "predicted_kl": case.predicted_kl[head],
-                            "kl": case.kl[head],
-                            "name": self.site.name,
-                        }
+                    yield from self._case(operand, quantiser, count)
 
-    def _case(self, operand: str, quantiser: str, bits: int) -> _Case:
+    def _case(self, operand: str, quantiser: str, bits: int) -> Iterator[dict[str, Any]]:
         t = self.operands[operand]
         steps = absmax_steps(t, bits, quantiser)
         variance = _VARIANCE * steps.square()
         predicted = (self.sensitivities[operand].square() * variance).flatten(1).sum(dim=1).sqrt()
         change = self._change(operand, rounded(t, steps))
-        bounds = []
         for head in range(self.f.kv_heads):
             size = torch.zeros_like(steps)
             size[head] = steps[head] / 2
-            given = {"keys" if operand == "K" else "values": size}
-            bounds.append(kv_error_upper_bound(self.f, self.x, **given).value)
-        heads = range(self.f.kv_heads)
-        bound = torch.tensor(bounds, dtype=torch.float64)
-        return _Case(
-            torch.minimum(predicted, bound),
-            bound,
-            change,
-            [self._predicted_kl(operand, head, variance[head]) for head in heads],
-            [self._kl(operand, head, quantiser, bits) for head in heads],
-        )
+            bound = kv_error_upper_bound(self.f, self.x, **{"keys" if operand == "K" else "values": size})
+            yield {
+                "layer": self.site.layer,
+                "head": head,
+                "operand": operand,
+                "bits": bits,
+                "quantiser": quantiser,
+                "predicted": min(float(predicted[head]), bound.value),
+                "change": float(change[head]),
+                "bound": bound.value,
+                "output_norm": self.size,
+                "predicted_kl": self._predicted_kl(operand, head, variance[head]),
+                "kl": self._kl(operand, head, quantiser, bits),
+                "name": self.site.name,
+            }
 
     def _heads(self, other: Mapping[str, Tensor]) -> Float64[Tensor, "kv_heads group n value_dim"]:
         """Return the outputs of all heads with the keys or values in ``other``."""

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -21,10 +21,10 @@ from howsmooth.batching import are_measured_together
 from howsmooth.lipschitz_estimate import LipschitzEstimate
 from howsmooth.scopes import CROSS_SCOPE, layers_of_scope
 from howsmooth.seeds import derive_seed
-from howsmooth.study.measured_models import Models, PreparedStudy, Subject
+from howsmooth.study.measured_models import PreparedStudy, Subject
 from howsmooth.study.plans import Plan
 from howsmooth.study.records import KEY_COLUMNS, Measurement, Row, Sensitivity, SequenceRecord, keys_of
-from howsmooth.study.tasks.task import Failed, Found, SequenceTask, Task, Work, each_if_not_all
+from howsmooth.study.tasks.task import Failed, Found, SequenceTask, Work, each_if_not_all
 
 __all__ = ["ConstantsTask", "JoinedConstants", "batch_size", "constants_left", "joined", "start_seed"]
 
@@ -211,44 +211,22 @@ _TOKENS_ELSEWHERE = 1 << 15
 
 
 @dataclass(frozen=True, eq=False)
-class JoinedConstants(Task):
-    """The task of measuring the Lipschitz constants of one model at sequences of several lengths.
+class JoinedConstants(SequenceTask):
+    """The task of measuring the constants of one model, input and scope at sequences of several lengths.
 
-    ``parts`` are the tasks for the single lengths; all have the same model, input and scope.
+    ``parts`` are the tasks for the single lengths; ``n`` is the average number of tokens of a row.
     """
 
-    parts: tuple[ConstantsTask, ...]
+    parts: tuple[ConstantsTask, ...] = ()
 
     kind = Measurement
 
-    @property
-    def plan(self) -> Plan:
-        """The plan of the study that the task belongs to. A worker process uses it to keep the loaded model
-        between tasks.
-        """
-        return self.parts[0].plan
-
-    @property
-    def model(self) -> str:  # type: ignore[override]
-        """The name of the model in the results."""
-        return self.parts[0].model
-
-    @property
-    def size(self) -> int:  # type: ignore[override]
-        """The number of rows that the task computes because they are missing in the store, the file with all
-        measurements.
-        """
-        return sum(part.size for part in self.parts)
-
-    @property
-    def n(self) -> int:  # type: ignore[override]
-        """The average number of tokens of a sequence, over all rows of the task."""
-        return round(sum(part.size * part.n for part in self.parts) / self.size)
-
-    @property
-    def alike(self) -> tuple[Any, ...]:
-        """The key that is equal for tasks with similar running times: the table, the model and the scope."""
-        return self.parts[0].alike
+    @classmethod
+    def of(cls, parts: tuple[ConstantsTask, ...]) -> JoinedConstants:
+        """Join the tasks for single lengths."""
+        one, missing = parts[0], frozenset[Any]().union(*(part.missing for part in parts))
+        n = round(sum(part.size * part.n for part in parts) / len(missing))
+        return cls(one.plan, one.subject, n, one.scope, {}, missing, parts=parts)
 
     @property
     def words(self) -> str:
@@ -259,22 +237,16 @@ class JoinedConstants(Task):
         """Return the task with the inputs of its sequences, ready to be sent to another process."""
         return replace(self, parts=tuple(part.packed() for part in self.parts))
 
-    def failed(self, error: Exception) -> Failed:
+    def failed(self, error: Exception, *_: Any) -> Failed:
         """Turn an error into a :class:`Failed` for all rows of the task."""
         return Failed([row for part in self.parts for row in part.failed(error).rows], error)
 
-    def found(self, models: Models | None) -> Iterator[Found]:
-        """Load the model, and yield the rows that are missing in the store, layer by layer.
+    def computed(self, model: Any) -> Iterator[Found]:
+        """Yield the rows that are missing in the store, layer by layer.
 
         If the call for all lengths fails, each length is measured separately. Errors of layers that cannot be
         captured are yielded last, because such an error may end the study.
         """
-        assert models is not None
-        try:
-            model = models.load_for(self.parts[0].subject)
-        except Exception as error:
-            yield Failed.of(error, self.kind, (self.model,))
-            return
         failures: list[Failed] = []
         groups: dict[tuple[int, int | None], list[_Part]] = {}
         # The longest sequence comes first, as its map has the longest tables of positions.
@@ -292,18 +264,12 @@ class JoinedConstants(Task):
         yield from failures[::-1]
 
 
-@dataclass(frozen=True, eq=False)
-class _Part:
+class _Part(NamedTuple):
     """One layer or head at one length, with the indices of the sequences that are not measured yet."""
 
     task: ConstantsTask
     site: Any
     samples: Sequence[int]
-
-    @property
-    def tokens(self) -> int:
-        """The total number of tokens of the sequences."""
-        return len(self.samples) * self.task.n
 
 
 def joined(work: Work, device: str) -> Work:
@@ -319,7 +285,7 @@ def joined(work: Work, device: str) -> Work:
             group = latest[key] = []
             groups.append(group)
         group.append(task)
-    tasks = [group[0] if len(group) == 1 else JoinedConstants(tuple(group)) for group in groups]
+    tasks = [group[0] if len(group) == 1 else JoinedConstants.of(tuple(group)) for group in groups]
     return replace(work, tasks=tasks)
 
 
@@ -335,7 +301,7 @@ def _rows(group: Sequence[_Part]) -> Iterator[Found]:
     for part, (estimate, seconds) in zip(together, estimates, strict=False):
         yield from part.task.rows(part.site, part.samples, estimate, seconds)
     for part in group:
-        if not estimates or part not in together:
+        if not estimates or part.site.map is not f:
             yield from part.task.measured(part.site, part.samples)
 
 
@@ -351,7 +317,7 @@ def _estimates(parts: Sequence[_Part]) -> list[tuple[LipschitzEstimate, float]]:
         [x for part in parts for x in part.task.tokens_of(part.site, part.samples)],
         [seed for part in parts for seed in part.task.seeds_of(part.site, part.samples)],
     )
-    a_token = (time.perf_counter() - began) / sum(part.tokens for part in parts)
+    a_token = (time.perf_counter() - began) / sum(len(part.samples) * part.task.n for part in parts)
     estimates, first = [], 0
     for part in parts:
         some = slice(first, first + len(part.samples))
