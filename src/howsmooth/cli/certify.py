@@ -56,10 +56,7 @@ def certify(
 
     with shown_progress(quiet=quiet) as display:
         display.phase("Certifying")
-        found = certify_file(
-            plan,
-            on_batch=lambda done, total: display.advance(float(done), float(total), f"input {done}"),
-        )
+        found = certify_file(plan, on_batch=display.counter("input"))
     written = [] if out is None else [write_table(found.certificate.table, out, "modules.csv")]
     if out is not None and found.evaluation is not None:
         written.append(write_table(found.evaluation.table, out, "inputs.csv"))

@@ -82,11 +82,7 @@ def inspect(
         how = {name: getattr(plan, name) for name in ("random_init", "as_decoder", "part", "seed")}
         loaded = load_model(plan.source, most_weights=None if plan.all_layers else _MOST_WEIGHTS, **how)
         display.phase("Inspecting")
-        found = inspect_model(
-            loaded,
-            tokens=plan.tokens,
-            on_layer=lambda done, total: display.advance(float(done), float(total), f"layer {done}"),
-        )
+        found = inspect_model(loaded, tokens=plan.tokens, on_layer=display.counter("layer"))
     if json:
         origin = {name: getattr(loaded, name) for name in ("name", "source", "fingerprint", "max_length")}
         typer.echo(as_json(**origin, **asdict(found)))

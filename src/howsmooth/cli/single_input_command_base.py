@@ -137,11 +137,7 @@ def find_and_show(plan: OneInputPlan, folder: Path, *, json: bool, quiet: bool) 
         loaded = plan.load()
         inputs = plan.input_of(loaded)
         display.phase(plan.PHASE)
-
-        def on_step(done: int, total: int) -> None:
-            display.advance(float(done), float(total), f"{plan.STEP} {done}")
-
-        found = plan.find(loaded, inputs, on_step, folder)
+        found = plan.find(loaded, inputs, display.counter(plan.STEP), folder)
         more, lines = plan.beside(found)
         display.phase("Writing")
         written = found.write(folder, parquet=plan.parquet)

@@ -153,15 +153,7 @@ def use_threads(count: int | None) -> None:
 
 
 def refuse_workers(executor: str | None, option: str) -> None:
-    """Refuse the option ``--executor`` if another option, such as ``--status``, makes the command measure
-    nothing.
-
-    Raises
-    ------
-    howsmooth.errors.ArgumentError
-        If ``executor`` is not ``None``.
-
-    """
+    """Refuse ``--executor`` beside an option that makes a command measure nothing, such as ``--status``."""
     if executor is not None:
         raise ArgumentError(
             "executor", expected=f"none beside {option}, which measures nothing", got=executor

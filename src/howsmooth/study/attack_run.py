@@ -158,11 +158,6 @@ class AttackTask(Task):
         return self.target.layer, self.target.head, self.n
 
     @property
-    def alike(self) -> tuple[Any, ...]:
-        """The key that is equal for tasks with similar running times: the stored table and the scope."""
-        return Attack.table, self.target.scope
-
-    @property
     def words(self) -> str:
         """A short description for progress messages: the layer, the head and the length."""
         return f"{self.target.place}, n = {self.n}"
@@ -198,9 +193,12 @@ class AttackTask(Task):
         return [*(replace(row, file=file) if row is best else row for row, _ in tried), upper]
 
     def _tried(self, f: SelfAttention) -> Iterator[tuple[Attack, Tensor]]:
-        """Measure the constant at each input; yield its row for the store, and its tokens."""
+        """Measure the constant at given, constructed and searched tokens; yield its row, and the tokens."""
         began = time.perf_counter()
-        for kind, name, x, estimate, evaluations in self._inputs(f):
+
+        def tried(kind: str, name: str, x: Tensor, found: Any = None, evaluations: int = 1) -> Any:
+            nonlocal began
+            estimate = lipschitz.local_lipschitz(f, x, rtol=_RTOL, seed=self.seed) if found is None else found
             value = float(estimate.value)
             row = self._row(
                 kind,
@@ -214,22 +212,14 @@ class AttackTask(Task):
                 seconds=time.perf_counter() - began,
                 evaluations=evaluations,
             )
-            yield row, x
             began = time.perf_counter()
+            return row, x
 
-    def _inputs(self, f: SelfAttention) -> Iterator[tuple[str, str, Tensor, Any, int]]:
-        """Yield the inputs to try: given tokens, constructed tokens, and tokens found by search.
-
-        Each input is a tuple (kind, name, tokens, estimate of the constant, number of evaluations in the
-        search).
-        """
         if self.target.x is not None:
-            x = self.target.x.double()
-            yield "tokens", "tokens", x, self._measured(f, x), 1
+            yield tried("tokens", "tokens", self.target.x.double())
         if f.rotary is None and f.mask is None and f.window is None and not f.feature_names():
-            built = adversarial.constructions(f, self.n, self.ball.radius)
-            for name, x in _named(built):
-                yield "construction", name, x, self._measured(f, x), 1
+            for name, x in _named(adversarial.constructions(f, self.n, self.ball.radius)):
+                yield tried("construction", name, x)
         ascent = adversarial.ascend(
             f,
             length=self.n,
@@ -240,10 +230,7 @@ class AttackTask(Task):
             atom_steps=_ATOM_STEPS * self.asked.steps,
             seed=self.seed,
         )
-        yield "ascent", "ascent", ascent.x, ascent.estimate, len(ascent.history)
-
-    def _measured(self, f: SelfAttention, x: Tensor) -> Any:
-        return lipschitz.local_lipschitz(f, x, rtol=_RTOL, seed=self.seed)
+        yield tried("ascent", "ascent", ascent.x, ascent.estimate, len(ascent.history))
 
     def _upper(self, f: SelfAttention) -> Attack:
         """Return a row with the smallest upper bound on the Lipschitz constant over the ball of tokens."""
