@@ -1,6 +1,4 @@
-"""The command ``howsmooth attack``, which searches for tokens at which the local Lipschitz
-constant is large.
-"""
+"""The command ``howsmooth attack``, which searches for tokens with a large local Lipschitz constant."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""The command ``howsmooth bound``, which evaluates all bounds for the attention of a model or of a parameter
-file.
-"""
+"""The command ``howsmooth bound``, which evaluates all bounds for attention of a model or a file."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""The command ``howsmooth certify``, which certifies the Lipschitz constant and the accuracy of a saved
-model.
-"""
+"""The command ``howsmooth certify``, which certifies the constant and the accuracy of a saved model."""
 
 from __future__ import annotations
 

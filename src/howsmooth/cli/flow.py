@@ -1,6 +1,4 @@
-"""The command ``howsmooth flow``, which integrates the motion of tokens through attention, and draws their
-paths.
-"""
+"""The command ``howsmooth flow``, which moves tokens through attention and draws their paths."""
 
 from __future__ import annotations
 

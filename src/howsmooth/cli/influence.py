@@ -1,6 +1,4 @@
-"""The command ``howsmooth influence``, which measures how far each output token moves with each input token,
-in one layer or in the whole model.
-"""
+"""The command ``howsmooth influence``, which measures how far outputs move with each input token."""
 
 from __future__ import annotations
 

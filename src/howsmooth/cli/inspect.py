@@ -1,6 +1,4 @@
-"""The command ``howsmooth inspect``, which lists the attention layers of a model and says what can be
-measured on them.
-"""
+"""The command ``howsmooth inspect``, which lists attention layers and what can be measured on them."""
 
 from __future__ import annotations
 

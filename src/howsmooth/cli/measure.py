@@ -1,6 +1,4 @@
-"""The command ``howsmooth measure``, which measures models on inputs, and writes the results into
-a folder.
-"""
+"""The command ``howsmooth measure``, which measures models on inputs and writes the results."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""Carry out the planned measurements of ``howsmooth measure`` and ``howsmooth study``, also if the user
-presses Ctrl-C, or predict their time and memory (``--dry-run``).
-"""
+"""Carry out a plan of measurements, also if the user presses Ctrl-C, or predict its time and memory."""
 
 from __future__ import annotations
 
@@ -60,8 +58,7 @@ def carry_out(
     as_json: bool,
     quiet: bool,
 ) -> int:
-    """Carry out the measurements of a plan, write tables, figures and a report, print the result, and return
-    the exit code.
+    """Carry out the measurements of a plan, write and print the results, and return the exit code.
 
     The exit code is 0, or :data:`FAILED` if a measurement failed. ``again`` is the command that continues the
     measurements; it is printed after a failure or an interruption. With ``keep_going`` the other measurements
@@ -158,8 +155,7 @@ DryRunOption = Annotated[
 def tell_forecast(
     plan: Plan, execution: Execution, *, as_json: bool, quiet: bool, keep_going: bool = False
 ) -> int:
-    """Predict the time and memory that the measurements of a plan take, print the prediction, and return the
-    exit code.
+    """Predict and print the time and memory that a plan takes, and return the exit code.
 
     The exit code is :data:`FAILED` if a model cannot be measured on an input, as it would be in the run
     itself, and 0 otherwise. The JSON contains times in seconds and memory in bytes.

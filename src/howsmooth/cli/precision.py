@@ -1,6 +1,4 @@
-"""The command ``howsmooth precision``, which predicts and simulates how quantised keys and values of each
-head change the output of a model.
-"""
+"""The command ``howsmooth precision``, which shows how quantised keys and values change a model's output."""
 
 from __future__ import annotations
 

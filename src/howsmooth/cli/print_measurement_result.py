@@ -26,8 +26,7 @@ _INTERVAL = f"{LEVEL * 100:.0f} % interval"
 
 
 def measured_as_json(plan: Plan, outcome: Outcome, published: Outputs, folder: Path) -> str:
-    """Return the fitted exponents, the numbers of measurements, the settings and the files of a study as one
-    JSON object.
+    """Return the exponents, counts, settings and files of a study as one JSON object.
 
     The entries ``measurements``, ``bounds`` and ``published`` count the rows that this command asked for. The
     entries ``exponents``, ``models`` and ``texts`` describe all measurements in the folder.

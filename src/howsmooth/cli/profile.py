@@ -1,6 +1,4 @@
-"""The command ``howsmooth profile``, which ranks the layers and heads of a model by their Lipschitz constants
-at one input, and shows the sensitive tokens.
-"""
+"""The command ``howsmooth profile``, which ranks layers and heads by Lipschitz constant at one input."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""Show the progress of a command: as a bar with the remaining time on a terminal, and as plain lines
-otherwise.
+"""Show the progress of a command as a bar with the time left on a terminal, and as lines elsewhere.
 
 The progress is written to standard error, so standard output contains only results.
 """

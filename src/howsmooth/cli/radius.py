@@ -1,6 +1,4 @@
-"""The command ``howsmooth radius``, which proves how far each word of a text may move before the answer of a
-classifier can change.
-"""
+"""The command ``howsmooth radius``, which proves how far words may move without a change of the answer."""
 
 from __future__ import annotations
 

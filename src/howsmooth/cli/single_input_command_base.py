@@ -1,6 +1,4 @@
-"""Shared base of the commands that examine one model on one input: their options, and how they print and
-write their results.
-"""
+"""The options, the printing and the writing of the commands that examine one model on one input."""
 
 from __future__ import annotations
 

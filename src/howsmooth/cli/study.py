@@ -1,6 +1,4 @@
-"""The command ``howsmooth study``, which carries out a plan file, shows how far it is, or merges the results
-of several machines.
-"""
+"""The command ``howsmooth study``, which carries out a plan file, shows its progress, or merges studies."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""Turn dataclasses of options into typer commands, in which each field of a dataclass is an option or an
-argument.
-"""
+"""Turn dataclasses of options into typer commands, with an option or argument for each field."""
 
 from __future__ import annotations
 
@@ -72,8 +70,7 @@ def folder_option(help: str) -> Any:
 def command(
     *examples: str, without: Sequence[str] = (), **defaults: Any
 ) -> Callable[[Callable[..., int]], Callable[..., int]]:
-    """Return a decorator that turns a function with dataclasses of options as parameters into a typer
-    command.
+    """Return a decorator that makes a typer command of a function of dataclasses of options.
 
     A parameter that is annotated with a dataclass becomes one option or argument for each field of the
     dataclass, and the function receives an instance of the dataclass. A parameter that is annotated

@@ -1,6 +1,4 @@
-"""The function ``depth_profile``, which measures how much each block of a model, and each composition of
-blocks, expands a change of its input.
-"""
+"""The function ``depth_profile``, which measures how much the blocks of a model expand a change."""
 
 from __future__ import annotations
 
@@ -35,8 +33,7 @@ _MAPS = ("own", "until", "beyond")
 
 @dataclass(frozen=True, eq=False, repr=False, kw_only=True)
 class DepthProfile(Result):
-    """The local Lipschitz constants of the blocks of a model at one input, and of the parts of the model
-    before and after each block.
+    """The constants of a model's blocks at one input, and of the model before and after each block.
 
     A stage is one of three: the computation before the first block (``embeddings``), a block, or the
     computation after the last block (``output``: the last norm layer and the output layer).
@@ -117,8 +114,7 @@ def depth_profile(
     memory: int | None = None,
     on_layer: Callable[[int, int], None] | None = None,
 ) -> DepthProfile:
-    """Measure how much a model expands a change of its embeddings up to each block, and from each block on,
-    at one input.
+    """Measure how much a model expands a change up to each block, and from each block on, at one input.
 
     Three maps are measured for each block (:func:`howsmooth.local_lipschitz`): the block itself, the map from
     the embeddings to the output of the block, and the map from the output of the block to the output of the

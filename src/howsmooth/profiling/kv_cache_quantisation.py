@@ -1,6 +1,4 @@
-"""The function ``precision``, which predicts and simulates how quantising the keys or values of each head
-changes the output of a model, and its result, the class ``Precision``.
-"""
+"""The function ``precision``, which shows how quantised keys and values change a model's output."""
 
 from __future__ import annotations
 
@@ -123,8 +121,7 @@ class Precision(Result):
         return pd.DataFrame(rows)
 
     def budget(self, average: float, quantiser: str = "token") -> pd.DataFrame:
-        """Choose the numbers of bits for the keys and values of each head so that their average does not
-        exceed a given number.
+        """Choose the bits for the keys and values of each head, with a given largest average.
 
         The numbers of bits are chosen among those in the table, so measure several, such as 2, 3, 4, 5, 6 and
         8. All heads start with the smallest number. Bits are then added where they lower the predicted effect
@@ -189,8 +186,7 @@ class Precision(Result):
         return found
 
     def simulate(self, bits: int | pd.DataFrame, quantiser: str = "token") -> float:
-        """Return the KL divergence of the model's predictions when the keys and values of many heads are
-        quantised at the same time.
+        """Return the divergence of the model's predictions when many heads are quantised at once.
 
         The model runs once. The keys and values of a layer are computed from the quantised layers before it.
 
@@ -327,8 +323,7 @@ def precision(
     seed: int = 0,
     on_layer: Callable[[int, int], None] | None = None,
 ) -> Precision:
-    """Predict and simulate how quantising the keys or values of each head changes the output of a model at
-    one input.
+    """Predict and simulate how quantised keys or values of each head change a model's output.
 
     The change of the attention's output is predicted, bounded and simulated for each layer, each key/value
     head, its keys or its values, each quantiser and each number of bits. Keys and values are those in the KV
@@ -506,8 +501,7 @@ class _Layer:
         return norms
 
     def _predicted_kl(self, operand: str, head: int, variance: Float64[Tensor, "n dim"]) -> float:
-        """Predict, to second order, the KL divergence of the model's predictions if the keys or values of one
-        head are quantised.
+        """Predict, to second order, the divergence if the keys or values of one head are quantised.
 
         The divergence is ½ Σ σ_a² F_aa, summed over the entries a. Here σ_a² is the variance of the rounding
         error of the entry, and F_aa is a diagonal entry of the Fisher information of the model's predictions.

@@ -1,6 +1,4 @@
-"""The function ``profile``, which measures the local Lipschitz constants of all attention layers and heads of
-a model at one input, and its result, the class ``Profile``.
-"""
+"""The function ``profile``, which measures the constants of all layers and heads at one input."""
 
 from __future__ import annotations
 
@@ -183,8 +181,7 @@ class Profile(Result):
         return {"rows": rows, "shown": len(rows), "total": len(self.table), "influence": pictured}
 
     def _sides(self, layer: int, head: int | None) -> list[tuple[str, list[tuple[int, str, str]]]]:
-        """Return two lists of all tokens with titles, shaded by the share of each token in the change of the
-        input and of the output.
+        """Return two titled lists of all tokens, shaded by their shares in input and output changes.
 
         A token is given as a triple: its shade, its text, and its share as a phrase.
         """

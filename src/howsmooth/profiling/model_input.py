@@ -51,8 +51,7 @@ _LONGEST_PATH = 1024
 def shown_progress(
     on_step: Callable[[int, int], None] | None, total: int, unit: str = "layer"
 ) -> Iterator[Callable[[int, int], None]]:
-    """Return a context manager that yields a function to report progress: the given ``on_step``, or a
-    function that updates a progress bar.
+    """Yield a function to report progress: the given ``on_step``, or one that moves a progress bar.
 
     The function is called with the number of finished layers (or other units) and the number of all.
     """
@@ -112,8 +111,7 @@ class GivenInputs:
 def layers_of(
     given: GivenInputs, layers: Layers, on_layer: Callable[[int, int], None] | None
 ) -> Iterator[tuple[int, VerifiedLayer | CaptureError]]:
-    """Yield the captured self-attention layers of a model at its inputs, and report the number of finished
-    layers.
+    """Yield the captured self-attention layers of a model, and report how many are finished.
 
     The function ``on_layer`` is called with the number of finished layers and the number of all layers, which
     is zero while it is unknown. If ``on_layer`` is None, a progress bar is shown.
@@ -139,8 +137,7 @@ def given_inputs(
     special: bool = False,
     longest: int = _MOST_TOKENS,
 ) -> GivenInputs:
-    """Return the inputs of a model, cut to the tokens of ``span``, or to at most ``longest`` tokens if no
-    span is given.
+    """Return the inputs of a model, cut to the tokens of ``span`` or to at most ``longest`` tokens.
 
     ``special`` says whether the tokenizer adds its special tokens to a text.
     """

@@ -77,8 +77,7 @@ def group_of(quantiser: str, dim: int) -> str:
 
 
 def absmax_steps(t: Float[Tensor, "*lead n dim"], bits: int, quantiser: str) -> Float[Tensor, "*lead n dim"]:
-    """Return the rounding step of each entry: the largest absolute value in the group of the entry, divided
-    by 2^(bits−1) − 1.
+    """Return the rounding step of each entry: its group's largest absolute value over 2^(bits−1) − 1.
 
     Rounding changes an entry by at most half a step. A group of zeros has the step zero.
     """

@@ -1,6 +1,4 @@
-"""The base classes ``Result`` and ``WritableTable`` of the results of profiles, with their files, web page
-and notebook view.
-"""
+"""The base classes of the results of profiles, with their files, web page and notebook view."""
 
 from __future__ import annotations
 
@@ -158,8 +156,7 @@ class Result(WritableTable, ABC):
         return f'<div class="howsmooth"><style>{style}</style>{body}</div>'
 
     def write(self, folder: str | os.PathLike[str], *, parquet: bool = False) -> list[Path]:
-        """Write the web page, the figure (PNG and PDF) and the tables (CSV) into a folder, and return the
-        paths of the files.
+        """Write the page, the figure (PNG and PDF) and the tables (CSV) into a folder; return the paths.
 
         With ``parquet`` the tables are also written as parquet files.
 

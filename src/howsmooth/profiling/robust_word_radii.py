@@ -1,6 +1,4 @@
-"""The function ``word_radii``, which proves how far each token of a text may move before the answer of a
-classifier can change.
-"""
+"""The function ``word_radii``, which proves how far tokens may move without a change of the answer."""
 
 from __future__ import annotations
 
@@ -41,8 +39,7 @@ _LEVELS = 9  # shades of a highlighted token
 
 @dataclass(frozen=True, eq=False, repr=False, kw_only=True)
 class WordRadii(Result):
-    """Radii within which the answer of a classifier does not change: one radius for each token, or one for
-    all tokens together.
+    """Radii within which a classifier's answer does not change, for each token or for all together.
 
     The radii are proved, rounding errors included; :class:`howsmooth.bounds.RobustRadius` describes the
     proved statement.
@@ -164,8 +161,7 @@ def word_radii(
     file: str | os.PathLike[str] | None = None,
     on_token: Callable[[int, int], None] | None = None,
 ) -> WordRadii:
-    """Prove, for each token of a text, a radius within which the token may move without a change of the
-    classifier's answer.
+    """Prove radii within which each token of a text may move without a change of the answer.
 
     One token moves while the other tokens stand still, unless ``jointly`` is True. The radii are those of
     :func:`howsmooth.bounds.robust_radius`; the partial Jacobians of the network are computed once for all
@@ -295,8 +291,7 @@ def _row(found: RobustRadius, position: int | None) -> dict[str, Any]:
 
 
 class _Kept:
-    """The finished rows of a table of radii, which are also stored in a file if one is given, so that an
-    interrupted computation can be continued.
+    """The finished rows of a table of radii, also kept in a file, so that a computation can continue.
 
     A row is identified by the position of the token and by the order of the bound.
     """

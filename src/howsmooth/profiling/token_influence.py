@@ -1,6 +1,4 @@
-"""The function ``influence``, which measures how far each output token of a map moves with each
-input token.
-"""
+"""The function ``influence``, which measures how far each output moves with each input token."""
 
 from __future__ import annotations
 
@@ -105,8 +103,7 @@ class Influence(WritableTable):
         return f"<p>{html.escape(repr(self))}</p>{picture}"
 
     def plot(self, words: Sequence[str] | None = None) -> Figure:
-        """Draw the block norms as a heatmap with one row for each output token and one column for each input
-        token.
+        """Draw the block norms as a heatmap, with a row for each output and a column for each input token.
 
         Parameters
         ----------
@@ -147,8 +144,7 @@ def influence(
     seed: int = Plan.seed,
     on_output: Callable[[int, int], None] | None = None,
 ) -> Influence:
-    """Measure how far each output token moves with each input token: the norms ‖∂y_i/∂x_j‖₂ of the blocks of
-    the Jacobian, with intervals.
+    """Measure how far each output moves with each input token: block norms ‖∂y_i/∂x_j‖₂ of the Jacobian.
 
     The entry (i, j) says how far the output y_i moves, to first order, if the input token x_j moves by one.
     For self-attention, with residual connections, norm layers and layer scales around it, the blocks have a

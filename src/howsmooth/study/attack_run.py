@@ -1,5 +1,4 @@
-"""Attack the attentions of a model or a parameter file: search a ball for tokens at which the Lipschitz
-constant is large.
+"""Attack the attentions of a model or a file: search a ball for tokens with a large Lipschitz constant.
 
 An attack measures the Lipschitz constant at the given tokens, at constructed tokens and at the best tokens of
 gradient ascent, and computes the smallest upper bound.
@@ -53,8 +52,7 @@ _ROUNDING = 1e-9
 
 
 def run_attack(plan: AttackPlan, folder: str | os.PathLike[str], means: Means | None = None) -> Outcome:
-    """Run the attacks of a plan, and write the results to the store in ``folder``. Attacks with results in
-    the store are skipped.
+    """Run the attacks of a plan that the store in ``folder`` lacks, and write their results there.
 
     Folder and store are created after all checks have passed. Without ``means``, the attacks run in this
     process, and the first failure ends the run.

@@ -105,8 +105,7 @@ class SequenceData:
 
     @classmethod
     def of(cls, feed: TextFeed | Dataset, starts: Sequence[int], n: int, *, worded: bool) -> SequenceData:
-        """Cut the sequences that begin at ``starts`` out of a text or another input, to send them to a
-        worker.
+        """Cut the sequences that begin at ``starts`` out of an input, to send them to a worker.
 
         With ``worded`` they include the token labels of the first sequence.
         """

@@ -1,5 +1,4 @@
-"""Load the models of a study, check that the chosen layers and lengths can be measured, and capture layers
-with their inputs.
+"""Load the models of a study, check what is to be measured, and capture layers with their inputs.
 
 A plan that cannot be carried out is refused here, before anything is measured. Layers, heads, lengths and
 samples are compared with what exists, and every model is captured once at its shortest length.

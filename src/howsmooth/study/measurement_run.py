@@ -1,5 +1,4 @@
-"""Run a plan of measurements: first constants, then values of the paper's published code if asked for, then
-bounds.
+"""Run a plan of measurements: first constants, then published values if asked for, then bounds.
 
 Rows that the store already has are skipped. Results are written step by step, so a run can be interrupted at
 any moment and continued later.
@@ -36,8 +35,7 @@ def run(
     *,
     beside: Sequence[Callable[[PreparedStudy], Work]] = (),
 ) -> Outcome:
-    """Measure the constants that a plan asks for, and write them to the store in ``folder``. Stored
-    measurements are not repeated.
+    """Measure the constants of a plan that the store in ``folder`` lacks, and write them there.
 
     Folder and store are created after all checks have passed. A failure is recorded; since it leaves no
     measurement, the next run tries it again. Without ``means``, the tasks run in this process, and the first

@@ -1,5 +1,4 @@
-"""Carry out the computations of a study (tasks) in this process or on an executor, and write each result to
-the store.
+"""Carry out the tasks of a study here or on an executor, and write each result to the store.
 
 The runner does not depend on what a task computes. An executor is an object with the interface of
 ``concurrent.futures.Executor``. It does not change results: a task carries its data and its seeds, and only
@@ -49,8 +48,7 @@ _BETWEEN_TELLING = 0.2
 
 @dataclass(frozen=True, eq=False)
 class Means:
-    """The means of carrying out tasks: a progress listener, workers and threads, and whether to go on after
-    failures.
+    """The means of carrying out tasks: listener, workers, threads, and whether to go on after failures.
 
     ``command`` is the command that the user typed, to be recorded with the run. With ``keep_going``, the run
     continues after a failure instead of raising it. The executor is not shut down; ``None`` runs the tasks in
@@ -85,8 +83,7 @@ class Runner:
         self.outcome = Outcome()
 
     def carry_out(self, work: Work, *, seconds: float = math.inf) -> None:
-        """Carry out the tasks of one kind, such as measuring constants, in order; write their results to the
-        store.
+        """Carry out the tasks of one kind, such as measuring constants, and store their results.
 
         ``seconds`` is the time that the tasks may take together. A task that is expected to exceed this time
         is not started, and is counted as left out.

@@ -1,5 +1,4 @@
-"""Run a flow: compute its states (frames) one after another, then how far perturbations of the initial tokens
-grow.
+"""Run a flow: compute its states (frames) one after another, then the growth of perturbations.
 
 A frame is computed from the stored numbers of the previous frame. So an interrupted flow gives, bit for bit,
 the same frames as an uninterrupted one.
@@ -40,8 +39,7 @@ _GROWTHS = 10
 def run_flow(
     plan: FlowPlan, system: System, folder: str | os.PathLike[str], means: Means | None = None
 ) -> tuple[Outcome, Ending | None]:
-    """Compute the states (frames) of a flow, and write them to the store in a folder. Frames in the store are
-    kept.
+    """Compute the states (frames) of a flow that the store in ``folder`` lacks, and write them there.
 
     Folder and store are created after all checks have passed. The outcome does not count the start as a
     frame. The second result is the reason why the flow ended early, or None.

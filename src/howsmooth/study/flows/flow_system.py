@@ -319,8 +319,7 @@ def _layers(
 
 
 def _kind_of_start(plan: FlowPlan, own: str = "") -> str:
-    """Return the origin of the initial tokens: ``gaussian``, ``sphere``, ``given`` by the model or parameter
-    file, or the path of a file.
+    """Return where the tokens come from: ``gaussian``, ``sphere``, ``given`` or the path of a file.
 
     ``own`` is the origin of the tokens that the model or parameter file provides, ``text`` or ``file``; empty
     if there are none.
