@@ -15,11 +15,11 @@ from howsmooth.cli.terminal_output import amount, as_json, heading, paragraph, s
 from howsmooth.cli.typer_command import JsonOption, QuietOption, as_typed, command
 from howsmooth.study.execution_options import LocalExecution
 from howsmooth.study.plans import AttackPlan
+from howsmooth.study.progress_listener import Outcome
 from howsmooth.study.text_formatting import decimal, mask_in_words, place_in_words, readable
 
 if TYPE_CHECKING:
     from howsmooth.study.attack_outputs import AttackOutputs
-    from howsmooth.study.progress_listener import Outcome
 
 __all__ = ["attack"]
 

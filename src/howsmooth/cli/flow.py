@@ -14,6 +14,7 @@ from howsmooth.cli.terminal_output import as_json, heading, paragraph, say, show
 from howsmooth.cli.typer_command import ONE_PROCESS, JsonOption, QuietOption, as_typed, command
 from howsmooth.study.execution_options import Execution
 from howsmooth.study.flows.flow_plan import FlowPlan
+from howsmooth.study.progress_listener import Outcome
 from howsmooth.study.text_formatting import readable, sentence
 
 if TYPE_CHECKING:
@@ -21,7 +22,6 @@ if TYPE_CHECKING:
 
     from howsmooth.study.flows.flow_outputs import FlowOutputs
     from howsmooth.study.flows.flow_system import System
-    from howsmooth.study.progress_listener import Outcome
     from howsmooth.study.records import Ending
 
 __all__ = ["ENDED_EARLY", "flow"]

@@ -9,6 +9,7 @@ import typer
 
 from howsmooth.cli.progress import shown_progress
 from howsmooth.cli.single_input_command_base import OneInputPlan, say_files
+from howsmooth.cli.terminal_output import as_json, counted, paragraph, show_table
 from howsmooth.cli.typer_command import ONE_PROCESS, OTHER_INPUTS, JsonOption, SilentOption, command
 from howsmooth.errors import ArgumentError
 from howsmooth.scopes import SCOPES
@@ -16,6 +17,7 @@ from howsmooth.study.execution_options import Execution
 from howsmooth.study.options import choice, option, selection
 from howsmooth.study.plans import INFLUENCE_RTOL, SPAN, check_output, shared
 from howsmooth.study.ranges import Ranges
+from howsmooth.study.text_formatting import place_in_words, readable
 
 if TYPE_CHECKING:
     from howsmooth.profiling import Influence
@@ -101,13 +103,11 @@ def influence(
     plan: InfluencePlan, execution: Execution, json: JsonOption = False, quiet: SilentOption = False
 ) -> int:
     """Measure how far each output token moves with each input token, in one layer or in the whole model."""
-    from howsmooth.cli.terminal_output import as_json, counted
     from howsmooth.profiling import influence as measured
     from howsmooth.profiling.model_input import given_inputs
     from howsmooth.study.figures.drawing import save
     from howsmooth.study.file_writing import check_parquet, writable_folder, write_parquet, write_table
     from howsmooth.study.records import plain_rows
-    from howsmooth.study.text_formatting import place_in_words
 
     with shown_progress(quiet=quiet) as display:
         display.phase("Reading")
@@ -162,9 +162,7 @@ def influence(
 
 def _show(found: Influence, most: list[dict[str, Any]], count: str, place: str, output: str) -> None:
     """Print the largest norms of Jacobian blocks, and how far an output moves if all tokens move."""
-    from howsmooth.cli.terminal_output import paragraph, show_table
     from howsmooth.roundoff import limit_in_digits
-    from howsmooth.study.text_formatting import readable
 
     def limits(lower: float, upper: float) -> list[str]:
         return [limit_in_digits(lower, 4, upper=False), limit_in_digits(upper, 4, upper=True)]

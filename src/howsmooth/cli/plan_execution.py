@@ -14,15 +14,15 @@ import typer
 
 from howsmooth.cli.progress import shown_progress
 from howsmooth.cli.terminal_output import as_json as json_object
-from howsmooth.cli.terminal_output import say, show_table
+from howsmooth.cli.terminal_output import counted, say, show_table
 from howsmooth.cli.typer_command import as_typed, switch
+from howsmooth.study.execution_options import Execution
+from howsmooth.study.plans import Plan
+from howsmooth.study.progress_listener import Listener
 from howsmooth.study.text_formatting import duration, encodable, readable
 
 if TYPE_CHECKING:
-    from howsmooth.study.execution_options import Execution
     from howsmooth.study.measured_models import PreparedStudy
-    from howsmooth.study.plans import Plan
-    from howsmooth.study.progress_listener import Listener
     from howsmooth.study.runner import Means
     from howsmooth.study.tasks.task import Work
 if TYPE_CHECKING:
@@ -66,7 +66,6 @@ def carry_out(
     """
     # Imported here because these modules take seconds to load, which --help should not.
     from howsmooth.cli import print_measurement_result
-    from howsmooth.cli.terminal_output import counted
     from howsmooth.study.measurement_outputs import write_outputs
     from howsmooth.study.measurement_run import run
 

@@ -7,12 +7,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
+from howsmooth.cli.plan_execution import resumable
 from howsmooth.cli.single_input_command_base import OneInputPlan, Step, find_and_show
 from howsmooth.cli.typer_command import ONE_PROCESS, JsonOption, SilentOption, as_typed, command
 from howsmooth.errors import ArgumentError
 from howsmooth.study.execution_options import Execution
 from howsmooth.study.options import HOW, choice, flag, number, option, whole
 from howsmooth.study.plans import SPAN, shared
+from howsmooth.study.text_formatting import encodable
 
 __all__ = ["RadiusPlan", "radius"]
 
@@ -90,10 +92,8 @@ class RadiusPlan(OneInputPlan):
 
     def find(self, loaded: Any, inputs: Any, on_step: Step, folder: Path) -> Any:
         """Compute the radii. After Ctrl-C, print how many radii are saved and how to continue."""
-        from howsmooth.cli.plan_execution import resumable
         from howsmooth.profiling import word_radii
         from howsmooth.study.file_writing import writable_folder
-        from howsmooth.study.text_formatting import encodable
 
         done = 0
 

@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import typer
 
+from howsmooth import texts
 from howsmooth.cli.progress import shown_progress
 from howsmooth.cli.terminal_output import as_json, say
 from howsmooth.errors import ArgumentError
 from howsmooth.study.options import OUTPUT, flag, option
 from howsmooth.study.plans import DEFAULT_TEXT, InputPlan, shared
-from howsmooth.texts import load_text
 
 if TYPE_CHECKING:
     from howsmooth.models import LoadedModel
@@ -108,7 +108,7 @@ class OneInputPlan(InputPlan):
         return self._text()
 
     def _text(self) -> str:
-        return load_text(self.text or DEFAULT_TEXT).content
+        return texts.load_text(self.text or DEFAULT_TEXT).content
 
     def find(self, loaded: Any, inputs: Any, on_step: Step, folder: Path) -> Result:
         """Compute the result of the command.

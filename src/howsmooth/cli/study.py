@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from howsmooth import texts
 from howsmooth.cli.plan_execution import DryRunOption, carry_out, tell_forecast
 from howsmooth.cli.progress import shown_progress
 from howsmooth.cli.terminal_output import as_json as json_object
@@ -23,10 +24,11 @@ from howsmooth.cli.typer_command import (
 )
 from howsmooth.errors import ArgumentError, StoreError
 from howsmooth.study.execution_options import Execution
+from howsmooth.study.plan_file import read_plan
+from howsmooth.study.plans import Plan
 from howsmooth.study.text_formatting import duration, encodable, readable
 
 if TYPE_CHECKING:
-    from howsmooth.study.plans import Plan
     from howsmooth.study.status import Status
 
 __all__ = ["study"]
@@ -94,9 +96,6 @@ def study(
         )
     if dry_run and status:
         raise ArgumentError("dry-run", expected="--dry-run without --status", got="both")
-    # Imported here because these modules take seconds to load, which --help should not.
-    from howsmooth.study.plan_file import read_plan
-
     if status and paths[0].is_dir():
         return _tell_status(None, paths[0], as_json=json)
     # Options of output and workers on the command line replace those in the file.
@@ -132,10 +131,9 @@ def _refuse_kept(out: Path) -> None:
 def _tell_status(plan: Plan | None, folder: Path, *, as_json: bool) -> int:
     """Print how many measurements of a plan file, or of the study in a folder, are done and left."""
     from howsmooth.study.status import status
-    from howsmooth.texts import load_text
 
-    texts = [] if plan is None else [encodable(load_text(name).name) for name in plan.texts]
-    found = status(folder, plan, texts)
+    names = [] if plan is None else [encodable(texts.load_text(name).name) for name in plan.texts]
+    found = status(folder, plan, names)
     if as_json:
         typer.echo(json_object(out=folder, **asdict(found)))
     else:

@@ -16,6 +16,7 @@ import typer
 from howsmooth.errors import ArgumentError
 from howsmooth.study.execution_options import Execution
 from howsmooth.study.options import OUTPUT, Option, Options, options_of, renamed
+from howsmooth.study.plan_file import read_options
 from howsmooth.study.text_formatting import encodable
 
 __all__ = [
@@ -210,8 +211,6 @@ def _given(plan: type[Options], values: dict[str, Any], without: Sequence[str]) 
 
 def _of_file(plan: type[Options], given: dict[str, Any], context: typer.Context) -> dict[str, Any]:
     """Return the options of the plan file that is given as the source; typed options replace them."""
-    from howsmooth.study.plan_file import read_options
-
     path = Path(given["source"])
     sources = {name: context.get_parameter_source(name) for name in given if name != "source"}
     typed = {name: given[name] for name, one in sources.items() if one and one.name == "COMMANDLINE"}

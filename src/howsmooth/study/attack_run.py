@@ -82,7 +82,7 @@ def run_attack(plan: AttackPlan, folder: str | os.PathLike[str], means: Means | 
         left = [task for task in tasks if task.key not in known]
         runner = Runner(store, means)
         runner.carry_out(Work(Attack, "attacks", left, len(tasks) - len(left)))
-        return replace(runner.finish(), seconds=time.monotonic() - began)
+        return runner.finish(began)
 
 
 def _tasks(plan: AttackPlan, source: AttentionSource, folder: Path) -> Iterator[AttackTask]:

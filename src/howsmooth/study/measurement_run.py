@@ -72,7 +72,7 @@ def run(
             for alike, n, seconds in spent_on_bounds(study.store):
                 runner.task_times.learn(alike, n, 1, seconds)
             runner.carry_out(bounds_left(study), seconds=seconds_for_bounds(study))
-        return replace(runner.finish(), seconds=time.monotonic() - began)
+        return runner.finish(began)
 
 
 def _with_memory_shared(plan: Plan, means: Means) -> Plan:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
@@ -76,7 +76,7 @@ def run_flow(
         grown = store.count(GrowthRow)
         size = min(_GROWTHS, last) + 1 if plan.growth and last and not grown else 0
         carry_out(GrowthRow, "growths of perturbations", size, grown, _growths(integration, store, size))
-        return replace(runner.finish(), seconds=time.monotonic() - began), ending(store)
+        return runner.finish(began), ending(store)
 
 
 @dataclass(frozen=True, eq=False)
