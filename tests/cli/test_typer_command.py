@@ -9,7 +9,7 @@ from typing import Annotated, Any
 import pytest
 import typer
 
-from howsmooth.cli.typer_command import JsonOption, command
+from howsmooth.cli.typer_command import command
 from howsmooth.errors import ArgumentError
 from howsmooth.study.options import (
     HOW,
@@ -53,7 +53,7 @@ def typed(*line: str, **options: Any) -> list[Any]:
     got: list[Any] = []
 
     @command("An example.", **options)
-    def whole_plan(plan: Work, json: JsonOption = False) -> int:
+    def whole_plan(plan: Work, json: Annotated[bool, typer.Option("--json")] = False) -> int:
         got.extend([plan, json])
         return 0
 

@@ -12,7 +12,7 @@ import typer
 from howsmooth.cli.plan_execution import means_of, resumable, rows_kept
 from howsmooth.cli.progress import shown_progress
 from howsmooth.cli.terminal_output import amount, as_json, heading, paragraph, say, show_table
-from howsmooth.cli.typer_command import JsonOption, QuietOption, as_typed, command
+from howsmooth.cli.typer_command import ShownOrQuiet, as_typed, command
 from howsmooth.study.execution_options import LocalExecution
 from howsmooth.study.plans import AttackPlan
 from howsmooth.study.progress_listener import Outcome
@@ -40,21 +40,19 @@ _EXAMPLES = (
 
 
 @command(*_EXAMPLES, out="howsmooth-attack", without=("scheduler",))
-def attack(
-    plan: AttackPlan, execution: LocalExecution, json: JsonOption = False, quiet: QuietOption = False
-) -> int:
+def attack(plan: AttackPlan, execution: LocalExecution, shown: ShownOrQuiet) -> int:
     """Search for tokens with a large local Lipschitz constant, in a ball that contains the model's tokens."""
     from howsmooth.study.attack_outputs import write_attack_outputs
     from howsmooth.study.attack_run import run_attack
 
     out = execution.out
-    with resumable(lambda: rows_kept(out), as_typed()), shown_progress(quiet=quiet) as display:
+    with resumable(lambda: rows_kept(out), as_typed()), shown_progress(quiet=shown.quiet) as display:
         with means_of(execution, display) as means:
             outcome = run_attack(plan, out, means)
         published = write_attack_outputs(out, display)
-    if json:
+    if shown.json:
         typer.echo(_as_json(published, outcome, out))
-    elif not quiet:
+    elif not shown.quiet:
         _show(published, outcome, out)
     return 0
 

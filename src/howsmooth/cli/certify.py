@@ -11,7 +11,7 @@ import typer
 
 from howsmooth.cli.progress import shown_progress
 from howsmooth.cli.terminal_output import as_json, counted, heading, say, show_table
-from howsmooth.cli.typer_command import ONE_PROCESS, JsonOption, SilentOption, command, folder_option
+from howsmooth.cli.typer_command import ONE_PROCESS, Shown, command, folder_option
 from howsmooth.study.execution_options import Execution
 from howsmooth.study.plans import CertificationPlan
 from howsmooth.study.text_formatting import readable
@@ -39,26 +39,25 @@ _EXAMPLES = (
 def certify(
     plan: CertificationPlan,
     execution: Execution,
+    shown: Shown,
     out: Annotated[
         Path | None,
         folder_option(
             "Also write modules.csv into this folder, and inputs.csv with the certified radius of each input."
         ),
     ] = None,
-    json: JsonOption = False,
-    quiet: SilentOption = False,
 ) -> int:
     """Certify a saved model: its Lipschitz constant, the constant of each module, and certified accuracy."""
     from howsmooth.study.certification import certify_file
     from howsmooth.study.file_writing import write_table
 
-    with shown_progress(quiet=quiet) as display:
+    with shown_progress(quiet=shown.quiet) as display:
         display.phase("Certifying")
         found = certify_file(plan, on_batch=display.counter("input"))
     written = [] if out is None else [write_table(found.certificate.table, out, "modules.csv")]
     if out is not None and found.evaluation is not None:
         written.append(write_table(found.evaluation.table, out, "inputs.csv"))
-    if json:
+    if shown.json:
         typer.echo(_as_json(found, plan.radii, written))
     else:
         _show(found, plan.radii, written)

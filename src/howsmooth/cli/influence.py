@@ -10,7 +10,7 @@ import typer
 from howsmooth.cli.progress import shown_progress
 from howsmooth.cli.single_input_command_base import OneInputPlan, say_files
 from howsmooth.cli.terminal_output import as_json, counted, paragraph, show_table
-from howsmooth.cli.typer_command import ONE_PROCESS, OTHER_INPUTS, JsonOption, SilentOption, command
+from howsmooth.cli.typer_command import ONE_PROCESS, OTHER_INPUTS, Shown, command
 from howsmooth.errors import ArgumentError
 from howsmooth.scopes import SCOPES
 from howsmooth.study.execution_options import Execution
@@ -99,9 +99,7 @@ class InfluencePlan(OneInputPlan):
 
 
 @command(*_EXAMPLES, without=(*OTHER_INPUTS, *ONE_PROCESS), out="howsmooth-influence")
-def influence(
-    plan: InfluencePlan, execution: Execution, json: JsonOption = False, quiet: SilentOption = False
-) -> int:
+def influence(plan: InfluencePlan, execution: Execution, shown: Shown) -> int:
     """Measure how far each output token moves with each input token, in one layer or in the whole model."""
     from howsmooth.profiling import influence as measured
     from howsmooth.profiling.model_input import given_inputs
@@ -109,7 +107,7 @@ def influence(
     from howsmooth.study.file_writing import check_parquet, writable_folder, write_parquet, write_table
     from howsmooth.study.records import plain_rows
 
-    with shown_progress(quiet=quiet) as display:
+    with shown_progress(quiet=shown.quiet) as display:
         display.phase("Reading")
         if plan.parquet:
             check_parquet("parquet")
@@ -137,7 +135,7 @@ def influence(
                 written.append(folder / "influence.parquet")
                 write_parquet(table, written[-1], found.citation)
     most = plain_rows(table.nlargest(_PRINTED, "value"))
-    if json:
+    if shown.json:
         described = {
             "model": loaded.name,
             "source": loaded.source,

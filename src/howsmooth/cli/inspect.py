@@ -11,7 +11,7 @@ import typer
 
 from howsmooth.cli.progress import shown_progress
 from howsmooth.cli.terminal_output import as_json, counted, heading, say, show_table
-from howsmooth.cli.typer_command import ONE_PROCESS, JsonOption, SilentOption, command
+from howsmooth.cli.typer_command import ONE_PROCESS, Shown, command
 from howsmooth.scopes import CROSS_SCOPE, SCOPES
 from howsmooth.study.execution_options import Execution
 from howsmooth.study.options import HOW, Options, flag, option, whole
@@ -69,19 +69,17 @@ class InspectionPlan(Options):
 
 
 @command(*_EXAMPLES, without=("out", *ONE_PROCESS))
-def inspect(
-    plan: InspectionPlan, execution: Execution, json: JsonOption = False, quiet: SilentOption = False
-) -> int:
+def inspect(plan: InspectionPlan, execution: Execution, shown: Shown) -> int:
     """List the attention layers of a model: heads, mask, positions, norms, and what can be measured."""
     from howsmooth.models import inspect_model, load_model
 
-    with shown_progress(quiet=quiet) as display:
+    with shown_progress(quiet=shown.quiet) as display:
         display.phase("Reading")
         how = {name: getattr(plan, name) for name in ("random_init", "as_decoder", "part", "seed")}
         loaded = load_model(plan.source, most_weights=None if plan.all_layers else _MOST_WEIGHTS, **how)
         display.phase("Inspecting")
         found = inspect_model(loaded, tokens=plan.tokens, on_layer=display.counter("layer"))
-    if json:
+    if shown.json:
         origin = {name: getattr(loaded, name) for name in ("name", "source", "fingerprint", "max_length")}
         typer.echo(as_json(**origin, **asdict(found)))
     else:

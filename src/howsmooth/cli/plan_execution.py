@@ -4,36 +4,34 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from itertools import groupby
 from operator import attrgetter
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING
 
 import typer
 
 from howsmooth.cli.progress import shown_progress
 from howsmooth.cli.terminal_output import as_json as json_object
 from howsmooth.cli.terminal_output import counted, say, show_table
-from howsmooth.cli.typer_command import as_typed, switch
+from howsmooth.cli.typer_command import Shown, ShownOrQuiet, as_typed
 from howsmooth.study.execution_options import Execution
+from howsmooth.study.options import flag, option
 from howsmooth.study.plans import Plan
 from howsmooth.study.progress_listener import Listener
 from howsmooth.study.text_formatting import duration, encodable, readable
 
 if TYPE_CHECKING:
     from howsmooth.study.measured_models import PreparedStudy
+    from howsmooth.study.resource_forecast import Forecast
     from howsmooth.study.runner import Means
     from howsmooth.study.tasks.task import Work
-if TYPE_CHECKING:
-    from howsmooth.study.execution_options import Execution
-    from howsmooth.study.plans import Plan
-    from howsmooth.study.resource_forecast import Forecast
 
 __all__ = [
     "FAILED",
     "INTERRUPTED",
-    "DryRunOption",
+    "MeasurementShown",
     "carry_out",
     "means_of",
     "resumable",
@@ -48,15 +46,35 @@ FAILED = 3
 """The exit code if some measurements failed and the others were made."""
 
 
+@dataclass(frozen=True)
+class MeasurementShown(ShownOrQuiet):
+    """How a command that carries out a plan of measurements shows its result."""
+
+    no_figures: bool = option(
+        False,
+        flag(),
+        "Draw no figures, and leave them out of the report. A later run without this option draws them.",
+    )
+    dry_run: bool = option(
+        False,
+        flag(),
+        "Load and check everything, time a few trial measurements, and print the time and the memory that "
+        "each length will take. Nothing is written.",
+    )
+
+    @property
+    def last_phase(self) -> str:
+        """The name of the last phase of a run, for the listener."""
+        return "Writing tables" if self.no_figures else "Drawing figures"
+
+
 def carry_out(
     plan: Plan,
     execution: Execution,
+    shown: MeasurementShown,
     *,
     again: str,
     keep_going: bool,
-    figures: bool,
-    as_json: bool,
-    quiet: bool,
 ) -> int:
     """Carry out the measurements of a plan, write and print the results, and return the exit code.
 
@@ -70,14 +88,14 @@ def carry_out(
     from howsmooth.study.measurement_run import run
 
     out = execution.out
-    with resumable(lambda: rows_kept(out), again), shown_progress(quiet=quiet) as display:
+    with resumable(lambda: rows_kept(out), again), shown_progress(quiet=shown.quiet) as display:
         with means_of(execution, display, keep_going=keep_going) as means:
             outcome = run(plan, out, means, beside=_beside(plan))
-        display.phase("Drawing figures" if figures else "Writing tables")
-        published = write_outputs(out, display, figures=figures)
-    if as_json:
+        display.phase(shown.last_phase)
+        published = write_outputs(out, display, figures=not shown.no_figures)
+    if shown.json:
         typer.echo(print_measurement_result.measured_as_json(plan, outcome, published, out))
-    elif not quiet:
+    elif not shown.quiet:
         print_measurement_result.show_measured(plan, outcome, published, out)
     if not outcome.failed:
         return 0
@@ -141,19 +159,7 @@ def rows_kept(folder: Path) -> str:
     return f"{kept} are saved in {encodable(str(folder))}" if kept else "nothing was measured yet"
 
 
-DryRunOption = Annotated[
-    bool,
-    switch(
-        "--dry-run",
-        help="Load and check everything, time a few trial measurements, and print the time and the memory "
-        "that each length will take. Nothing is written.",
-    ),
-]
-
-
-def tell_forecast(
-    plan: Plan, execution: Execution, *, as_json: bool, quiet: bool, keep_going: bool = False
-) -> int:
+def tell_forecast(plan: Plan, execution: Execution, shown: Shown, *, keep_going: bool = False) -> int:
     """Predict and print the time and memory that a plan takes, and return the exit code.
 
     The exit code is :data:`FAILED` if a model cannot be measured on an input, as it would be in the run
@@ -162,11 +168,11 @@ def tell_forecast(
     # Imported here because it takes seconds to load, which --help should not.
     from howsmooth.study.resource_forecast import forecast
 
-    with shown_progress(quiet=quiet or as_json) as display:
+    with shown_progress(quiet=shown.quiet or shown.json) as display:
         display.phase("Reading texts and models, and timing trial measurements")
         found = forecast(plan, execution.out, keep_going=keep_going)
     published = bool(plan.as_published)
-    if as_json:
+    if shown.json:
         impossible = [{"model": m, "text": t, "error": error} for m, t, error in found.impossible]
         described = asdict(found) | {"impossible": impossible, "without_published_values": published}
         typer.echo(json_object(out=execution.out, **described))

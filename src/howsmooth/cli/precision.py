@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from howsmooth.cli.single_input_command_base import OneInputPlan, Step, find_and_show
-from howsmooth.cli.typer_command import ONE_PROCESS, OTHER_INPUTS, JsonOption, SilentOption, command
+from howsmooth.cli.typer_command import ONE_PROCESS, OTHER_INPUTS, Shown, command
 from howsmooth.errors import ArgumentError
 from howsmooth.study.execution_options import Execution
 from howsmooth.study.options import HOW, flag, number, option, some_of, token_counts
@@ -112,9 +112,7 @@ class PrecisionPlan(OneInputPlan):
 
 
 @command(*_EXAMPLES, without=(*OTHER_INPUTS, *ONE_PROCESS), out="howsmooth-precision")
-def precision(
-    plan: PrecisionPlan, execution: Execution, json: JsonOption = False, quiet: SilentOption = False
-) -> int:
+def precision(plan: PrecisionPlan, execution: Execution, shown: Shown) -> int:
     """Rank a model's layers and heads by how far quantising their keys or values changes the output."""
-    find_and_show(plan, execution.out, json=json, quiet=quiet)
+    find_and_show(plan, execution.out, shown)
     return 0

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from howsmooth.cli.single_input_command_base import OneInputPlan, Step, find_and_show
-from howsmooth.cli.typer_command import ONE_PROCESS, JsonOption, SilentOption, command
+from howsmooth.cli.typer_command import ONE_PROCESS, Shown, command
 from howsmooth.errors import ArgumentError
 from howsmooth.study.execution_options import Execution
 from howsmooth.study.options import choice, flag, option
@@ -78,9 +78,7 @@ class ProfilePlan(OneInputPlan):
 
 
 @command(*_EXAMPLES, without=("embeddings", *ONE_PROCESS), out="howsmooth-profile")
-def profile(
-    plan: ProfilePlan, execution: Execution, json: JsonOption = False, quiet: SilentOption = False
-) -> int:
+def profile(plan: ProfilePlan, execution: Execution, shown: Shown) -> int:
     """Rank a model's layers and heads by Lipschitz constant at one input, and show the sensitive tokens."""
-    found = find_and_show(plan, execution.out, json=json, quiet=quiet)
+    found = find_and_show(plan, execution.out, shown)
     return 3 if getattr(found, "refused", ()) else 0

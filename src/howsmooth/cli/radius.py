@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 
 from howsmooth.cli.plan_execution import resumable
 from howsmooth.cli.single_input_command_base import OneInputPlan, Step, find_and_show
-from howsmooth.cli.typer_command import ONE_PROCESS, JsonOption, SilentOption, as_typed, command
+from howsmooth.cli.typer_command import ONE_PROCESS, Shown, as_typed, command
 from howsmooth.errors import ArgumentError
 from howsmooth.study.execution_options import Execution
 from howsmooth.study.options import HOW, choice, flag, number, option, whole
@@ -124,9 +124,7 @@ class RadiusPlan(OneInputPlan):
     without=("images", "audio", "layers", "as_decoder", "part", "device", *ONE_PROCESS),
     out="howsmooth-radius",
 )
-def radius(
-    plan: RadiusPlan, execution: Execution, json: JsonOption = False, quiet: SilentOption = False
-) -> int:
+def radius(plan: RadiusPlan, execution: Execution, shown: Shown) -> int:
     """Prove how far each word of a text may move before a classifier can change its answer."""
-    find_and_show(plan, execution.out, json=json, quiet=quiet)
+    find_and_show(plan, execution.out, shown)
     return 0

@@ -12,6 +12,7 @@ import typer
 from howsmooth import texts
 from howsmooth.cli.progress import shown_progress
 from howsmooth.cli.terminal_output import as_json, say
+from howsmooth.cli.typer_command import Shown
 from howsmooth.errors import ArgumentError
 from howsmooth.study.options import OUTPUT, flag, option
 from howsmooth.study.plans import DEFAULT_TEXT, InputPlan, shared
@@ -124,11 +125,11 @@ class OneInputPlan(InputPlan):
         return {}, []
 
 
-def find_and_show(plan: OneInputPlan, folder: Path, *, json: bool, quiet: bool) -> Any:
+def find_and_show(plan: OneInputPlan, folder: Path, shown: Shown) -> Any:
     """Load the model and the input of a plan; find, write, print and return the result."""
     from howsmooth.study.file_writing import check_parquet
 
-    with shown_progress(quiet=quiet) as display:
+    with shown_progress(quiet=shown.quiet) as display:
         display.phase("Reading")
         if plan.parquet:
             check_parquet("parquet")
@@ -139,7 +140,7 @@ def find_and_show(plan: OneInputPlan, folder: Path, *, json: bool, quiet: bool) 
         more, lines = plan.beside(found)
         display.phase("Writing")
         written = found.write(folder, parquet=plan.parquet)
-    if json:
+    if shown.json:
         typer.echo(as_json(**found.described(), **more, files=written))
     else:
         for line in (repr(found), *lines):

@@ -9,13 +9,13 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from functools import wraps
 from pathlib import Path
-from typing import Annotated, Any, get_args, get_type_hints
+from typing import Annotated, Any, ClassVar, get_args, get_type_hints
 
 import typer
 
 from howsmooth.errors import ArgumentError
 from howsmooth.study.execution_options import Execution
-from howsmooth.study.options import OUTPUT, Option, Options, options_of, renamed
+from howsmooth.study.options import OUTPUT, Option, Options, flag, option, options_of, renamed
 from howsmooth.study.plan_file import read_options
 from howsmooth.study.text_formatting import encodable
 
@@ -24,15 +24,12 @@ __all__ = [
     "OTHER_INPUTS",
     "OUTPUT",
     "TYPED",
-    "JsonOption",
-    "NoFiguresOption",
-    "QuietOption",
-    "SilentOption",
+    "Shown",
+    "ShownOrQuiet",
     "as_typed",
     "command",
     "folder_option",
     "refuse_workers",
-    "switch",
     "use_threads",
 ]
 
@@ -46,21 +43,21 @@ OTHER_INPUTS = ("images", "audio", "embeddings")
 """The inputs that a command of texts and token ids leaves out."""
 
 
-def switch(*names: str, help: str) -> Any:
-    """Return an on/off option of typer, which the help lists in the panel "Output"."""
-    return typer.Option(*names, help=help, rich_help_panel=OUTPUT)
+@dataclasses.dataclass(frozen=True)
+class Shown(Options):
+    """How a command shows its progress and its result."""
+
+    PANEL: ClassVar[str] = OUTPUT
+
+    json: bool = option(False, flag(), "Print only the result, as JSON.")
+    quiet: bool = option(False, flag(), "Show no progress.", short="-q")
 
 
-JsonOption = Annotated[bool, switch("--json", help="Print only the result, as JSON.")]
-QuietOption = Annotated[bool, switch("--quiet", "-q", help="Show no progress and no summary.")]
-SilentOption = Annotated[bool, switch("--quiet", "-q", help="Show no progress.")]
-NoFiguresOption = Annotated[
-    bool,
-    switch(
-        "--no-figures",
-        help="Draw no figures, and leave them out of the report. A later run without this option draws them.",
-    ),
-]
+@dataclasses.dataclass(frozen=True)
+class ShownOrQuiet(Shown):
+    """How a command, which is also useful for the files that it writes, shows its progress and its result."""
+
+    quiet: bool = option(False, flag(), "Show no progress and no summary.", short="-q")
 
 
 def folder_option(help: str) -> Any:
@@ -187,8 +184,8 @@ def _parameters(
         if option.positional:
             typed = typer.Argument(**told)
         else:
-            flag = f"--{_flag(field.name, option)}"
-            typed = typer.Option(flag, **told, rich_help_panel=option.panel or plan.PANEL)
+            names = [f"--{_flag(field.name, option)}", *([option.short] if option.short else [])]
+            typed = typer.Option(*names, **told, rich_help_panel=option.panel or plan.PANEL)
         kind: Any = option.kind.typed
         if option.kind.several:
             kind, default = list[kind], default and list(default)

@@ -95,6 +95,8 @@ class Option:
         The heading of the option in the help; empty for the heading of its dataclass.
     flag
         The name on the command line, if it differs from the name of the field.
+    short
+        A short name on the command line, such as ``-q``.
     positional
         Whether it is a positional argument on the command line.
 
@@ -105,6 +107,7 @@ class Option:
     metavar: str = ""
     panel: str = ""
     flag: str = ""
+    short: str = ""
     positional: bool = False
 
 
