@@ -34,6 +34,7 @@ __all__ = [
 ]  # fmt: skip
 
 _LEAST_SPAN = 0.02
+_MARGIN = 0.06
 ELLIPSE = "#c1121f"
 """The colour of the Gaussian measure that is drawn beside the tokens."""
 
@@ -125,19 +126,17 @@ def shown_tokens(n: int) -> Int[np.ndarray, " shown"]:
 
 
 def outline(
-    mean: Float64[np.ndarray, " 2"], covariance: Float64[np.ndarray, "2 2"], corners: int = 100
+    mean: Float64[np.ndarray, " 2"], covariance: Float64[np.ndarray, "2 2"]
 ) -> Float64[np.ndarray, "corners 2"]:
     """Return points on a Gaussian's ellipse in the plane, two standard deviations from the mean."""
     values, vectors = np.linalg.eigh((covariance + covariance.T) / 2)
-    angles = np.linspace(0.0, 2 * math.pi, corners)
+    angles = np.linspace(0.0, 2 * math.pi, 100)
     circle = np.stack([np.cos(angles), np.sin(angles)])
     root = vectors * np.sqrt(np.clip(values, 0.0, None))
     return np.asarray(mean + _SIGMAS * (root @ circle).T, dtype=np.float64)
 
 
-def limits_of(
-    view: FlowView, frames: Sequence[int] | slice, *, margin: float = 0.06
-) -> list[tuple[float, float]]:
+def limits_of(view: FlowView, frames: Sequence[int] | slice) -> list[tuple[float, float]]:
     """Return axis limits that contain all tokens and Gaussian ellipses in some frames of a flow.
 
     With two or three coordinates, all axes have the same length, so that a circle looks like a circle.
@@ -152,7 +151,7 @@ def limits_of(
     if view.dimensions > 1:
         half = np.full_like(half, half.max())
     floor = 1e-3 * np.maximum(np.abs(middle), 1e-300)
-    half = np.maximum(half, floor) * (1 + 2 * margin)
+    half = np.maximum(half, floor) * (1 + 2 * _MARGIN)
     return [(float(m - h), float(m + h)) for m, h in zip(middle, half, strict=True)]
 
 
