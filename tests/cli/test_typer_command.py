@@ -107,6 +107,9 @@ def test_a_plan_file_as_the_source_gives_options_which_typed_ones_replace(tmp_pa
             ArgumentError, match=r"^work.toml: (source: expected a value|steps: expected one)"
         ):
             typed("whole", str(file))
+    file.write_text("source = 'a'\nshare = 1.0")
+    with pytest.raises(ArgumentError, match="share: expected one of the keys source"):
+        typed("whole", str(file), without=("share",))
 
 
 @pytest.mark.parametrize(

@@ -110,7 +110,7 @@ def command(
                 for name, plan in plans.items():
                     given = _given(plan, values, without)
                     if str(given.get("source", "")).endswith(".toml"):
-                        given = _of_file(plan, given, context)
+                        given = _of_file(plan, given, context, without)
                     values[name] = plan(**given) if isinstance(hints[name], type) else given
                 if isinstance(how := values.get("execution"), Execution):
                     use_threads(how.threads)
@@ -206,10 +206,13 @@ def _given(plan: type[Options], values: dict[str, Any], without: Sequence[str]) 
     return {name: value for name, value in taken.items() if value is not None and value != []}
 
 
-def _of_file(plan: type[Options], given: dict[str, Any], context: typer.Context) -> dict[str, Any]:
+def _of_file(
+    plan: type[Options], given: dict[str, Any], context: typer.Context, without: Sequence[str]
+) -> dict[str, Any]:
     """Return the options of the plan file that is given as the source; typed options replace them."""
     path = Path(given["source"])
     sources = {name: context.get_parameter_source(name) for name in given if name != "source"}
     typed = {name: given[name] for name, one in sources.items() if one and one.name == "COMMANDLINE"}
     with renamed(lambda name: f"{path.name}: {name}"):
-        return read_options(path, plan, "source") | typed
+        known = [name for name in options_of(plan) if name not in without]
+        return read_options(path, plan, "source", known) | typed
