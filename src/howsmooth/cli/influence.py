@@ -15,7 +15,7 @@ from howsmooth.errors import ArgumentError
 from howsmooth.scopes import SCOPES
 from howsmooth.study.execution_options import Execution
 from howsmooth.study.options import choice, option, selection
-from howsmooth.study.plans import INFLUENCE_RTOL, SPAN, check_output, shared
+from howsmooth.study.plans import INFLUENCE_RTOL, INFLUENCE_TOKENS, SPAN, check_output, shared
 from howsmooth.study.ranges import Ranges
 from howsmooth.study.text_formatting import place_in_words, readable
 
@@ -36,7 +36,6 @@ _EXAMPLES = (
     "[cyan]howsmooth influence gpt2 --random-init --span 0:8 --outputs 7 --json[/]  JSON for a program",
 )
 
-_LONGEST = 64
 _PRINTED = 10
 
 
@@ -47,7 +46,7 @@ class InfluencePlan(OneInputPlan):
     """
 
     span: str | None = shared(
-        "span", help=f"{SPAN.format(_LONGEST)} Time grows with the square of the length."
+        "span", help=f"{SPAN.format(INFLUENCE_TOKENS)} Time grows with the square of the length."
     )
     layers: Ranges = shared(
         "layers", default="-1", help="One layer, such as 0 or -1 (the last layer).", metavar="INDEX"
@@ -112,7 +111,9 @@ def influence(plan: InfluencePlan, execution: Execution, shown: Shown) -> int:
         if plan.parquet:
             check_parquet("parquet")
         loaded = plan.load()
-        given = given_inputs(loaded, plan.input_of(loaded), plan.span, loaded.tokenizer, longest=_LONGEST)
+        given = given_inputs(
+            loaded, plan.input_of(loaded), plan.span, loaded.tokenizer, longest=INFLUENCE_TOKENS
+        )
         site = plan.site_of(loaded, given.inputs)
         outputs, n = plan.outputs_of(site), site.x.shape[1]
         display.phase(f"Measuring {counted(len(outputs), 'output')} of {counted(n, 'token')}")

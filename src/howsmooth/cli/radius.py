@@ -13,7 +13,7 @@ from howsmooth.cli.typer_command import ONE_PROCESS, Shown, as_typed, command
 from howsmooth.errors import ArgumentError
 from howsmooth.study.execution_options import Execution
 from howsmooth.study.options import HOW, choice, flag, number, option, whole
-from howsmooth.study.plans import SPAN, shared
+from howsmooth.study.plans import RADIUS_TOKENS, SPAN, shared
 from howsmooth.study.text_formatting import encodable
 
 __all__ = ["RadiusPlan", "radius"]
@@ -39,7 +39,7 @@ class RadiusPlan(OneInputPlan):
     STEP: ClassVar[str] = "token"
     OTHERWISE: ClassVar[str] = "Give the embedded tokens of one input: --embeddings FILE."
 
-    span: str | None = shared("span", help=SPAN.format(32))
+    span: str | None = shared("span", help=SPAN.format(RADIUS_TOKENS))
     jointly: bool = option(False, flag(), "Let all tokens move at once: one radius.")
     norm: str = option(
         "2",

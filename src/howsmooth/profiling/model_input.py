@@ -21,6 +21,7 @@ from howsmooth.models.capture import module_of, self_attention_layers
 from howsmooth.models.float32_weights import computing_dtype, hash_weights, stored_dtype
 from howsmooth.models.identification.layer_identification import VerifiedLayer
 from howsmooth.models.inputs.model_inputs import max_length
+from howsmooth.study.plans import PROFILE_TOKENS
 
 __all__ = [
     "GivenInputs",
@@ -42,8 +43,6 @@ Inputs = str | Tensor | Sequence[int] | Mapping[str, Tensor]
 Layers = int | str | slice | Sequence[int] | None
 """The layers that the user chooses."""
 
-# A text is cut after so many tokens unless a span is given: the time grows with the square of the length.
-_MOST_TOKENS = 512
 _LONGEST_PATH = 1024
 
 
@@ -135,7 +134,7 @@ def given_inputs(
     tokenizer: Any,
     *,
     special: bool = False,
-    longest: int = _MOST_TOKENS,
+    longest: int = PROFILE_TOKENS,
 ) -> GivenInputs:
     """Return the inputs of a model, cut to the tokens of ``span`` or to at most ``longest`` tokens.
 

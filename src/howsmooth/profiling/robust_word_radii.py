@@ -24,14 +24,12 @@ from howsmooth.profiling.figures import draw_radii
 from howsmooth.profiling.model_input import Inputs, Model, given_inputs, loaded_if_named, shown_progress
 from howsmooth.profiling.result_base_classes import Result
 from howsmooth.roundoff import limit_in_digits
+from howsmooth.study.plans import RADIUS_TOKENS
 from howsmooth.study.records import plain_rows
 from howsmooth.study.report.chart_data import visible_token
 from howsmooth.study.text_formatting import readable
 
-__all__ = ["LONGEST", "WordRadii", "word_radii"]
-
-LONGEST = 32
-"""A text is cut after so many tokens unless a span is given: memory grows with the square of the length."""
+__all__ = ["WordRadii", "word_radii"]
 
 _SHOWN = 10
 _LEVELS = 9  # shades of a highlighted token
@@ -213,7 +211,7 @@ def word_radii(
             "seconds", expected="a number > 0, with order=2 and single tokens", got=repr(seconds)
         )
     loaded = loaded_if_named(model, head=True)
-    given = given_inputs(loaded, inputs, span, tokenizer, special=True, longest=LONGEST)
+    given = given_inputs(loaded, inputs, span, tokenizer, special=True, longest=RADIUS_TOKENS)
     found = given.inputs
     ids = isinstance(found, Tensor) and not found.is_floating_point()
     at = NetworkAtInput(given.module, {"input_ids": found} if ids else found)

@@ -45,9 +45,12 @@ __all__ = [
     "BOUNDS",
     "DEFAULT_TEXT",
     "INFLUENCE_RTOL",
+    "INFLUENCE_TOKENS",
     "KINDS",
     "PROFILE_RTOL",
+    "PROFILE_TOKENS",
     "PUBLISHED_ITEMS",
+    "RADIUS_TOKENS",
     "SPAN",
     "AttackPlan",
     "BoundPlan",
@@ -68,6 +71,9 @@ KINDS = ("text", "tokens", "embeddings", "images", "audio")
 """The kinds of input: text, token ids, embedded tokens, images and audio."""
 
 DEFAULT_TEXT = "alice"
+
+PROFILE_TOKENS, INFLUENCE_TOKENS, RADIUS_TOKENS = 512, 64, 32
+"""How many tokens of a longer input are taken without a span: time and memory grow with the square."""
 
 SPAN = (
     "Which tokens of a text or of token ids, counted from 0, such as 0:16. Default: all, or the first {} of "
@@ -178,7 +184,7 @@ _SHARED: dict[str, Any] = {
     "span": option(
         None,
         words(),
-        SPAN.format(512),
+        SPAN.format(PROFILE_TOKENS),
         metavar="START:END",
     ),
     "rtol": option(1e-4, number(), "Relative width of an interval at convergence.", panel=HOW),
