@@ -18,6 +18,7 @@ from howsmooth.attention import LayerNorm, RMSNorm, SelfAttention
 from howsmooth.attention.masks import Visibility
 from howsmooth.bounds.attention_parameters import SiteLike, spectral_norm
 from howsmooth.bounds.ball_upper_bounds import log, upper
+from howsmooth.bounds.bilinear_score_norms import BilinearScoreNorms
 from howsmooth.bounds.bound import Bound, Hypothesis, Quantity, check_length, check_radius
 from howsmooth.bounds.masked_ball_upper_bounds import mask_blocks
 from howsmooth.bounds.multi_head_upper_bounds import log_quadratic_form
@@ -130,30 +131,63 @@ class _Sizes:
         reach = value * R
         if f.sinks is not None and f.value_bias is not None:
             reach = max(reach, _length(f.value_bias[group]))
-        # A vector that is added to all keys changes nothing, unless a cap or a sink compares with scores.
-        relative = f.softcap is None and f.sinks is None
-        if f.rotary is None and f.query_norm is None and f.key_norm is None:
-            Q, K, scale = f.query[h], f.key[group], abs(f.scale)
-            a = scale * spectral_norm(K.mT @ Q)
-            of_query = 0.0 if f.query_bias is None else scale * _length(K.mT @ f.query_bias[h])
-            of_key = 0.0 if f.key_bias is None else scale * _length(Q.mT @ f.key_bias[group])
-            own, other = a * R + (0.0 if relative else of_key), a * R + of_query
-            spread = 2.0 * other * R
-            size = other * R + of_key * R
-            if f.query_bias is not None and f.key_bias is not None:
-                size += scale * abs(float(f.query_bias[h] @ f.key_bias[group])) * (1 + _MARGIN)
-        else:
-            turn = abs(f.scale) * (1.0 if f.rotary is None else _turn(f, n) ** 2)
-            query = _Projected.of(f.query, f.query_bias, f.query_norm, h, R)
-            key = _Projected.of(f.key, f.key_bias, f.key_norm, group, R)
-            own, other = turn * query.slope * key.size, turn * query.size * key.slope
-            size = turn * query.size * key.size
-            spread = 2.0 * size
-            if f.rotary is None and f.key_norm is None and relative:
-                own, spread = turn * query.slope * key.slope * R, 2.0 * turn * query.size * key.slope * R
+        ways = []
+        if f.query_norm is None and f.key_norm is None:
+            ways += _of_bilinear_scores(f, h, n, R)
+        if not ways or f.rotary is not None:
+            ways.append(_of_lengths(f, h, n, R))
+        own, other, size, spread = (min(sizes) for sizes in zip(*ways, strict=True))
         if f.softcap is not None:
             spread = min(spread, 2.0 * f.softcap * math.tanh(size / f.softcap) * (1 + _MARGIN))
         return cls(own, other, spread, value, reach)
+
+
+def _is_relative(f: SelfAttention) -> bool:
+    """Return True if a number added to all scores of a row changes nothing: no cap and no sink compares with
+    scores.
+    """
+    return f.softcap is None and f.sinks is None
+
+
+_ScoreSizes = tuple[float, float, float, float]
+"""σ_q, σ_k, and bounds on a score and on the difference of two scores of a row, without their constants."""
+
+
+def _of_bilinear_scores(f: SelfAttention, h: int, n: int, R: float) -> list[_ScoreSizes]:
+    """Return the sizes of scores without norms of queries and keys, in a list, which is empty for rotary
+    positions of too many tokens.
+    """
+    group = h // (f.heads // f.kv_heads)
+    Q, K = f.query[h], f.key[group]
+    b_q, b_k = (None if b is None else b[i] for b, i in ((f.query_bias, h), (f.key_bias, group)))
+    if f.rotary is None:
+        norms: BilinearScoreNorms | None = BilinearScoreNorms.without_positions(Q, K, b_q, b_k)
+    else:
+        norms = BilinearScoreNorms.with_rotary_positions(f.rotary, Q, K, b_q, b_k, _seen(f, n))
+    if norms is None:
+        return []
+    tokens, of_query, of_key, biases = (
+        abs(f.scale) * norm for norm in (norms.tokens, norms.query_bias, norms.key_bias, norms.biases)
+    )
+    # Without positions the bias of keys adds one number to all scores of a row.
+    cancels = f.rotary is None
+    own = tokens * R + (0.0 if cancels and _is_relative(f) else of_key)
+    other = tokens * R + of_query
+    size = other * R + of_key * R + biases
+    return [(own, other, size, 2.0 * (other * R if cancels else size))]
+
+
+def _of_lengths(f: SelfAttention, h: int, n: int, R: float) -> _ScoreSizes:
+    """Return the sizes of scores that follow from the lengths of queries and keys."""
+    turn = abs(f.scale) * (1.0 if f.rotary is None else _turn(f, n) ** 2)
+    query = _Projected.of(f.query, f.query_bias, f.query_norm, h, R)
+    key = _Projected.of(f.key, f.key_bias, f.key_norm, h // (f.heads // f.kv_heads), R)
+    own, other = turn * query.slope * key.size, turn * query.size * key.slope
+    size = turn * query.size * key.size
+    spread = 2.0 * size
+    if f.rotary is None and f.key_norm is None and _is_relative(f):
+        own, spread = turn * query.slope * key.slope * R, 2.0 * turn * query.size * key.slope * R
+    return own, other, size, spread
 
 
 @dataclass(frozen=True)
