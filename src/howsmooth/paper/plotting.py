@@ -15,9 +15,9 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure as Canvas
 from matplotlib.ticker import FuncFormatter, MaxNLocator
 
-from howsmooth.paper.row_cache import writing
 from howsmooth.study.exponents import Exponent
 from howsmooth.study.figures.drawing import GREY, new_figure, save, set_axis
+from howsmooth.study.file_writing import written_beside
 
 __all__ = [
     "BLACK",
@@ -332,7 +332,7 @@ def picture(
         for get in ("get_xlabel", "get_ylabel", "get_title")
     )
     alt = f"{title}. Axes: {y or 'names'}, against {x}. Panels: {titles}. Drawn are: {_plain(list(found))}."
-    with writing(folder):
+    with written_beside(folder, "finished measurements"):
         png, pdf = save(canvas, folder, stem, title)
     return Picture(pdf, png, title, alt, round(canvas.get_figwidth() * _PIXELS_AN_INCH))
 
