@@ -57,11 +57,10 @@ def plan(context: FigureContext) -> Units:
     """
     tasks = []
     for model in prepared_models(context, lengths=context.options.lengths, samples=_SAMPLES, layers="all"):
-        measure = partial(_rows, model.label)
         for subject, n in model.places():
             key = {"layers": model.plan.layers.text, "n": n, "samples": model.plan.samples}
-            tasks.append(model.task(subject, n, measure, key))
-    return Units(context, tasks, "layers at sequences of one length")
+            tasks.append(model.task(subject, n, partial(_rows, model.label), key))
+    return Units(context, tasks, "models on text")
 
 
 def _rows(label: str, site: Any) -> list[Values]:

@@ -31,7 +31,8 @@ from howsmooth.study.progress_listener import SILENT, Listener
 from howsmooth.study.resource_forecast import TaskTimes
 from howsmooth.study.runner import Means
 from howsmooth.study.store import Store
-from howsmooth.study.tasks.task import Failed, Task
+from howsmooth.study.tasks.lipschitz_constants_several_lengths import JoinedConstants
+from howsmooth.study.tasks.task import Failed, SequenceTask, Task
 
 __all__ = ["FIGURES", "FigureTime", "Reproduction", "choose_figures", "expected_times", "produce"]
 
@@ -50,7 +51,9 @@ FIGURES: tuple[Figure, ...] = (
 _SECTION = "section.html"
 """The file in a figure's folder that holds its section of the page."""
 
-_TRIAL_SECONDS = 2.0
+# A task is not tried if it is expected to take more seconds than the first number, and not twice if it took
+# more than the second.
+_TRIAL_SECONDS, _QUICK = 2.0, 0.5
 
 
 @dataclass(frozen=True, eq=False)
@@ -193,20 +196,21 @@ def expected_times(
 ) -> list[FigureTime]:
     """Predict the time of each figure without writing anything. The listener is told which figure is tried.
 
-    The rule: of all alike tasks, the first, the middle and the last are carried out, from short to long
-    sequences, unless they are expected to take more than two seconds;
-    :class:`~howsmooth.study.resource_forecast.TaskTimes` predicts the others from their times.
+    The rule: of all alike tasks, the shortest, the middle and the longest are carried out, unless they are
+    expected to take more than two seconds; :class:`~howsmooth.study.resource_forecast.TaskTimes` predicts the
+    others from their times. The shortest is carried out twice, unless it takes so long, since its first run
+    also does what a process does only once.
     """
-    means, found = Means(models=models_for(options)), []
+    models, found = models_for(options), []
     for figure in chosen:
         listener.phase(f"Trying {figure.name}")
         began = time.perf_counter()
         try:
             with Store.open(Path(folder) / figure.name, write=False, late=True) as store:
-                plan = figure.plan(FigureContext(options, store, means))
+                plan = figure.plan(FigureContext(options, store, Means(models=models)))
                 preparing = time.perf_counter() - began
                 tasks = [task for work in plan.works() for task in work.tasks]
-                seconds = preparing + _expected_seconds(tasks, means.models)
+                seconds = preparing + _expected_seconds(tasks, models)
         except HowsmoothError as error:
             found.append(FigureTime(figure.name, None, refused=" ".join(str(error).split())))
         else:
@@ -214,21 +218,30 @@ def expected_times(
     return found
 
 
-def _expected_seconds(tasks: Sequence[Task], models: Models | None) -> float:
+def _expected_seconds(tasks: Sequence[Task], models: Models) -> float:
     times, groups = TaskTimes(), defaultdict[Any, list[Task]](list)
-    for task in sorted(tasks, key=lambda task: task.n):
+    # Lengths that are joined in a task are tried one by one.
+    parts = [part for task in tasks for part in (task.parts if isinstance(task, JoinedConstants) else [task])]
+    for task in sorted(parts, key=lambda task: task.n):
         groups[task.alike].append(task)
     for group in groups.values():
-        _seconds(group[0], models)  # the first task also does work that a process does only once
-        for place in sorted({0, len(group) // 2, len(group) - 1}):
-            if (times.expect(group[place]) or 0.0) <= _TRIAL_SECONDS:
-                task = group[place]
+        shortest, seconds = group[0], _seconds(group[0], models)
+        if seconds <= _QUICK:
+            seconds = _seconds(shortest, models)
+        times.learn(shortest.alike, shortest.n, shortest.size, seconds)
+        for place in sorted({len(group) // 2, len(group) - 1} - {0}):
+            task = group[place]
+            if (times.expect(task) or 0.0) <= _TRIAL_SECONDS:
                 times.learn(task.alike, task.n, task.size, _seconds(task, models))
-    return sum(times.expect(task) or 0.0 for task in tasks)
+    return sum(times.expect(task) or 0.0 for task in parts)
 
 
-def _seconds(task: Task, models: Models | None) -> float:
-    """Carry out a task and return its seconds; raise the error of a task that fails."""
+def _seconds(task: Task, models: Models) -> float:
+    """Carry out a task and return its seconds without loading its model; raise the error of a task that
+    fails.
+    """
+    if isinstance(task, SequenceTask):
+        models.load_for(task.subject)
     began = time.perf_counter()
     for step in task.packed().found(models):
         if isinstance(step, Failed) and task.essential:
