@@ -6,6 +6,7 @@ Each figure has a module of its own; :data:`howsmooth.paper.reproduction.FIGURES
 
 from __future__ import annotations
 
+import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -136,7 +137,9 @@ class Figure:
     plan: Callable[[FigureContext], FigurePlan]
     show: Callable[[Any, Path], Finding]
 
-    def measure(self, options: FigureOptions, folder: Path, means: Means) -> tuple[Any, dict[str, str]]:
+    def measure(
+        self, options: FigureOptions, folder: str | os.PathLike[str], means: Means
+    ) -> tuple[Any, dict[str, str]]:
         """Measure what the store in a folder does not have; return all measurements, and sentences that say
         how they were made.
 
@@ -158,7 +161,7 @@ class Figure:
             runner.finish()
             return plan.found(), context.made
 
-    def make(self, options: FigureOptions, folder: Path, means: Means) -> Finding:
+    def make(self, options: FigureOptions, folder: str | os.PathLike[str], means: Means) -> Finding:
         """Measure the figure, draw it in the style of the paper, and return its pictures, sentences and
         tables. The folder receives the store and the pictures.
 
@@ -170,4 +173,4 @@ class Figure:
         """
         found, made = self.measure(options, folder, means)
         with rc_context(PAPER):
-            return replace(self.show(found, folder), made=made)
+            return replace(self.show(found, Path(folder)), made=made)
