@@ -62,12 +62,14 @@ def options(**changes: Any) -> FigureOptions:
     return FigureOptions(**({"texts": ("prose", "verse"), "lengths": (2, 4, 8, 16), "samples": 3} | changes))
 
 
-def columns(folder: Path, **changes: Any) -> list[tuple[str, int, int]]:
-    """The model, the layer and the dimension of each column of the figure."""
+def columns(folder: Path, **changes: Any) -> list[tuple[str, int]]:
+    """The model and the layer of each column of the figure."""
     asked = options(**changes)
     with Store.open(folder, late=True) as store:
-        found = plan(FigureContext(asked, store, Means(models=models_for(asked)))).models
-    return [(one.label, layer, one.first_site.x.shape[-1]) for one in found for layer in one.layers]
+        context = FigureContext(asked, store, Means(models=models_for(asked)))
+        list(plan(context))
+    subjects = [study.subjects[0] for study in context.studies]
+    return [(subject.model.label, layer) for subject in subjects for layer in subject.layers]
 
 
 def measured(folder: Path, tools: Tools, told: Told | None = None, **changes: Any) -> Panels:
@@ -92,7 +94,7 @@ def test_the_columns_are_the_papers(tmp_path: Path) -> None:
     tools, _ = tools_of_figure_1()
     with installed(tools):
         found = columns(tmp_path)
-    assert [column[:2] for column in found] == [
+    assert found == [
         ("builtin-encoder", 0),
         ("builtin-encoder (as decoder)", 2),  # it has three layers
         ("gpt2 (random init)", 6),
@@ -103,7 +105,7 @@ def test_models_and_layers_that_are_asked_for_replace_them(tmp_path: Path) -> No
     tools, _ = tools_of_figure_1()
     with installed(tools):
         found = columns(tmp_path, models=(ModelSpec("other"),), layers=Ranges.parse("0,-1", "layers"))
-    assert [column[:2] for column in found] == [("other", 0), ("other", 1)]
+    assert found == [("other", 0), ("other", 1)]
 
 
 def test_a_layer_that_does_not_exist_is_refused_before_anything_is_measured(tmp_path: Path) -> None:
@@ -117,7 +119,7 @@ def test_a_layer_that_does_not_exist_is_refused_before_anything_is_measured(tmp_
 def test_the_last_layer_of_a_real_masked_model_is_shown(tmp_path: Path) -> None:
     specs = (ModelSpec("builtin-encoder"), ModelSpec("builtin-decoder"))
     found = columns(tmp_path, models=specs, texts=("alice",))
-    assert found == [("builtin-encoder", 0, 256), ("builtin-decoder", 3, 256)]
+    assert found == [("builtin-encoder", 0), ("builtin-decoder", 3)]
 
 
 # ---------------------------------------------------------------- measuring

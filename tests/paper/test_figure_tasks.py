@@ -17,7 +17,7 @@ import pytest
 from howsmooth.errors import HowsmoothError, ModelError, StoreError
 from howsmooth.paper import end_of_sqrt_n_growth as crossover
 from howsmooth.paper import reproduction
-from howsmooth.paper.figure_dataclasses import Figure, FigureContext, Finding, Units, models_for
+from howsmooth.paper.figure_dataclasses import Figure, FigureContext, FigurePlan, Finding, models_for
 from howsmooth.paper.figure_tasks import UnitTask, Values
 from howsmooth.paper.reproduce_options import FigureOptions
 from howsmooth.study.ranges import Ranges
@@ -37,10 +37,10 @@ def one(n: int) -> Iterator[Values]:
 def figure(measure: Callable[[int], Any] = one, name: str = "made-up") -> Figure:
     """A figure of a unit of two rows for each of three lengths."""
 
-    def plan(context: FigureContext) -> Units:
+    def plan(context: FigureContext) -> FigurePlan:
         context.made["Made"] = "up"
         tasks = [UnitTask({"n": n}, partial(measure, n), f"n = {n}", n=n) for n in COSTS]
-        return Units(context, tasks, "units")
+        return context.units(tasks, "units")
 
     return Figure(name, name, name, "About.", plan, lambda found, folder: Finding([], []))
 
@@ -109,7 +109,7 @@ def test_tasks_travel_to_workers_with_all_they_need(tmp_path: Path, monkeypatch:
     for one in reproduction.FIGURES:
         with tiny_library(), Store.open(tmp_path / one.name, late=True) as store:
             context = FigureContext(options, store, Means(models=models_for(options)))
-            for work in one.plan(context).works():
+            for work in one.plan(context):
                 for task in work.tasks:
                     sent = pickle.loads(pickle.dumps(task.packed()))
                     assert (sent.words, sent.alike) == (task.words, task.alike)
@@ -123,7 +123,7 @@ def test_times_are_predicted_from_a_few_tasks(tmp_path: Path, monkeypatch: pytes
         calls.append(n)
         return [{"value": 1.0}]
 
-    def refused(context: FigureContext) -> Units:
+    def refused(context: FigureContext) -> FigurePlan:
         raise ModelError("no such model")
 
     monkeypatch.setattr(reproduction, "time", SimpleNamespace(perf_counter=lambda: clock[0]))

@@ -19,7 +19,7 @@ from matplotlib.axes import Axes
 from howsmooth.bounds import norm_radius, table
 from howsmooth.paper import plotting
 from howsmooth.paper.exponent_text import exp
-from howsmooth.paper.figure_dataclasses import Figure, FigureContext, Finding, Units
+from howsmooth.paper.figure_dataclasses import Figure, FigureContext, FigurePlan, Finding
 from howsmooth.paper.figure_tasks import Values
 from howsmooth.paper.model_with_texts import prepared_models
 from howsmooth.paper.plotting import Curve, Panel
@@ -106,7 +106,7 @@ _MOST_DECADES = 6.0
 _SCOPES = {"head": "one head", "attention": "all heads and the output projection"}
 
 
-def plan(context: FigureContext) -> Units:
+def plan(context: FigureContext) -> FigurePlan:
     """Plan to compute all bounds on each layer at sequences of real text, and to measure the local Lipschitz
     constants at these sequences, in a row for each bound, sequence and head.
     """
@@ -119,27 +119,21 @@ def plan(context: FigureContext) -> Units:
                 measure = partial(_rows, scope, context.options.seed)
                 key = {"layer": layer, "n": n, "scope": scope}
                 tasks.append(model.task(subject, n, measure, key, scope=scope, layers=[layer]))
-    return _Bounds(context, tasks, "layers' bounds")
+    read = yield from context.units(tasks, "layers' bounds")
+    return lambda: _over_measured(read(), context.options.as_published)
 
 
-class _Bounds(Units):
-    """The plan of the bounds. In the table, the column ``kind`` is a key of :data:`KINDS`, and the column
-    ``log_ratio`` the logarithm of bound / measured constant.
+def _over_measured(rows: pd.DataFrame, as_published: bool) -> pd.DataFrame:
+    """Add the column ``kind``, a key of :data:`KINDS`, and the column ``log_ratio``, the logarithm of bound /
+    measured constant. The formula of the published code is left out unless the options ask for it.
     """
-
-    def found(self) -> pd.DataFrame:
-        """Return the table of all bounds. The formula of the published code is included only if the options
-        ask for it.
-        """
-        rows = super().found()
-        if not self.context.options.as_published:
-            rows = rows[rows["name"] != AS_CODED]
-        where = np.where(rows["quantity"] == LOCAL, "local ", "ball ")
-        measured = (_logs(rows["lower"]) + _logs(rows["upper"])) / 2
-        return rows.assign(
-            kind=where + rows["side"],
-            log_ratio=rows["log_value"].astype(float) - measured.where(measured > -math.inf),
-        )
+    rows = rows if as_published else rows[rows["name"] != AS_CODED]
+    where = np.where(rows["quantity"] == LOCAL, "local ", "ball ")
+    measured = (_logs(rows["lower"]) + _logs(rows["upper"])) / 2
+    return rows.assign(
+        kind=where + rows["side"],
+        log_ratio=rows["log_value"].astype(float) - measured.where(measured > -math.inf),
+    )
 
 
 def _rows(scope: str, seed: int, site: Any) -> list[Values]:

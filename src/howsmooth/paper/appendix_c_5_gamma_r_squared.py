@@ -22,7 +22,7 @@ from howsmooth.bounds.attention_parameters import Head, parameters_of
 from howsmooth.bounds.worst_case_tokens import real_eigenpairs
 from howsmooth.paper import plotting
 from howsmooth.paper.exponent_text import between
-from howsmooth.paper.figure_dataclasses import Figure, FigureContext, Finding, Units
+from howsmooth.paper.figure_dataclasses import Figure, FigureContext, FigurePlan, Finding
 from howsmooth.paper.figure_tasks import Values
 from howsmooth.paper.model_with_texts import bilinear, prepared_models
 from howsmooth.paper.plotting import Curve, Panel
@@ -51,7 +51,7 @@ _NAMES = {
 }
 
 
-def plan(context: FigureContext) -> Units:
+def plan(context: FigureContext) -> FigurePlan:
     """Plan to compute the eigenvalues of the score matrix of each head, and the norms of the tokens that the
     head receives, in a row for each model, text, length, layer and head.
     """
@@ -60,7 +60,7 @@ def plan(context: FigureContext) -> Units:
         for subject, n in model.places():
             key = {"layers": model.plan.layers.text, "n": n, "samples": model.plan.samples}
             tasks.append(model.task(subject, n, partial(_rows, model.label), key))
-    return Units(context, tasks, "models on text")
+    return context.units(tasks, "models on text")
 
 
 def _rows(label: str, site: Any) -> list[Values]:

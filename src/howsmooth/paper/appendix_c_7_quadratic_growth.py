@@ -30,7 +30,7 @@ from howsmooth.bounds.attention_parameters import Head, parameters_of
 from howsmooth.errors import ArgumentError
 from howsmooth.paper import plotting
 from howsmooth.paper.exponent_text import between, exp
-from howsmooth.paper.figure_dataclasses import Figure, FigureContext, Finding, Units
+from howsmooth.paper.figure_dataclasses import Figure, FigureContext, FigurePlan, Finding
 from howsmooth.paper.figure_tasks import Key, UnitTask, Values
 from howsmooth.paper.model_with_texts import PreparedModel, bilinear, prepared_models
 from howsmooth.paper.plotting import Curve, Panel
@@ -130,7 +130,7 @@ def balanced(head: Head) -> Balanced:
     return Balanced(head, candidates[int(gains.argmax())])
 
 
-def plan(context: FigureContext) -> Units:
+def plan(context: FigureContext) -> FigurePlan:
     """Plan to measure the constants of heads at the tokens of Appendix C.7, in a row for each head, length
     and radius.
 
@@ -143,7 +143,7 @@ def plan(context: FigureContext) -> Units:
     for model in prepared_models(context, samples=_SAMPLES):
         for layer in model.layers:
             tasks += _of_layer(model, layer, max(lengths))
-    return Units(context, tasks, "heads")
+    return context.units(tasks, "heads")
 
 
 def _lengths(options: FigureOptions) -> list[int]:

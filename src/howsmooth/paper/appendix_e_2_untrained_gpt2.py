@@ -13,16 +13,15 @@ import pandas as pd
 
 from howsmooth.paper import plotting
 from howsmooth.paper.exponent_text import power_label
-from howsmooth.paper.figure_dataclasses import Figure, FigureContext, Finding
-from howsmooth.paper.figure_tasks import SiteTask, Values, tasks_left, values_of
-from howsmooth.paper.growth_with_length import Growth, GrowthPlan, growths
+from howsmooth.paper.figure_dataclasses import Figure, FigureContext, FigurePlan, Finding
+from howsmooth.paper.figure_tasks import SiteTask, Values
+from howsmooth.paper.growth_with_length import Growth, growths
 from howsmooth.paper.model_with_texts import PreparedModel, loaded
 from howsmooth.paper.plotting import Curve, Panel, fitted
 from howsmooth.study.figures.drawing import literal
 from howsmooth.study.measured_models import layer_and_head_counts
 from howsmooth.study.plans import ModelSpec
 from howsmooth.study.records import Failure, FigureRow
-from howsmooth.study.tasks.task import Work
 from howsmooth.study.text_formatting import decimal, file_stem, readable
 
 __all__ = ["GPT2_GROWTH", "plan", "show"]
@@ -33,17 +32,21 @@ _SAMPLES = 4
 _MOST_ACROSS = 4
 
 
-def plan(context: FigureContext) -> GrowthPlan:
+def plan(context: FigureContext) -> FigurePlan:
     """Plan to measure the constants of the layers of each model, and the norms of the tokens that enter these
-    layers.
+    layers, in a pair for each model: for each layer, the measurements on all texts; and the reason why the
+    norms are missing, which is empty if they are not.
     """
     chosen = {"lengths": context.options.lengths or _LENGTHS, "samples": _SAMPLES}
-    return _Plan(
-        [
-            PreparedModel(context, spec, layers=_layers(context, spec), **chosen)
-            for spec in context.options.models or _MODELS
-        ]
-    )
+    models = [
+        PreparedModel(context, spec, layers=_layers(context, spec), **chosen)
+        for spec in context.options.models or _MODELS
+    ]
+    reads = []
+    for model in models:
+        yield from model.constants(published=context.options.as_published)
+        reads.append((yield from context.units(list(_norm_tasks(model)), "norms of sequences")))
+    return lambda: [_with_norms(model, read()) for model, read in zip(models, reads, strict=True)]
 
 
 def _layers(context: FigureContext, spec: ModelSpec) -> str:
@@ -60,35 +63,11 @@ class _NormTask(SiteTask):
     essential = False
 
 
-class _Plan(GrowthPlan):
-    """The plan to measure constants, and the norms of entering tokens at the same sequences."""
-
-    def works(self) -> Iterator[Work]:
-        """Yield the tasks that are left to do, model by model."""
-        for model in self.models:
-            yield from model.constants(published=model.context.options.as_published)
-            yield tasks_left(model.context.store, _norm_tasks(model), "norms of sequences")
-
-    def found(self) -> list[tuple[list[list[Growth]], str]]:
-        """Return a pair for each model: for each layer, the measurements on all texts; and the reason why the
-        norms of the entering tokens are missing, which is empty if they are not.
-        """
-        return [_with_norms(model) for model in self.models]
-
-
-def _norm_tasks(model: PreparedModel) -> list[SiteTask]:
-    samples, layers = model.plan.samples, model.plan.layers.text
-    return [
-        model.task(
-            subject,
-            n,
-            _entering,
-            {"layers": layers, "n": n, "starts": repr([subject.starts[n, one] for one in range(samples)])},
-            scope="block",
-            kind=_NormTask,
-        )
-        for subject, n in model.places()
-    ]
+def _norm_tasks(model: PreparedModel) -> Iterator[SiteTask]:
+    for subject, n in model.places():
+        starts = [subject.starts[n, sample] for sample in range(model.plan.samples)]
+        key = {"layers": model.plan.layers.text, "n": n, "starts": repr(starts)}
+        yield model.task(subject, n, _entering, key, scope="block", kind=_NormTask)
 
 
 def _entering(site: Any) -> list[Values]:
@@ -99,9 +78,8 @@ def _entering(site: Any) -> list[Values]:
     ]
 
 
-def _with_norms(model: PreparedModel) -> tuple[list[list[Growth]], str]:
-    rows = values_of(model.context.store, _norm_tasks(model))
-    norms = pd.DataFrame(rows, columns=["text", "layer", "n", "sample", "radius"])
+def _with_norms(model: PreparedModel, norms: pd.DataFrame) -> tuple[list[list[Growth]], str]:
+    norms = norms.reindex(columns=["text", "layer", "n", "sample", "radius"])
     layers = [
         [
             replace(one, entering=norms[(norms["layer"] == one.layer) & (norms["text"] == one.text)])

@@ -24,7 +24,7 @@ from howsmooth.bounds import (
 )
 from howsmooth.measures import wasserstein_lipschitz
 from howsmooth.paper import plotting
-from howsmooth.paper.figure_dataclasses import Figure, FigureContext, Finding, Units
+from howsmooth.paper.figure_dataclasses import Figure, FigureContext, FigurePlan, Finding
 from howsmooth.paper.figure_tasks import Key, UnitTask, Values
 from howsmooth.paper.plotting import Curve, Panel
 from howsmooth.paper.proposition_3_6_two_diracs import RTOL, describe, identity_head, two_diracs
@@ -45,7 +45,7 @@ _FAR = 100.0
 _DECADE = math.log(10)
 
 
-def plan(context: FigureContext) -> Units:
+def plan(context: FigureContext) -> FigurePlan:
     """Plan to measure the constant at two Dirac masses with the weights 1/n and 1 − 1/n, in a row for each n
     and each radius.
     """
@@ -55,7 +55,7 @@ def plan(context: FigureContext) -> Units:
         key = {"power": power, "seed": context.options.seed}
         words = f"exp(2γR²) = 10^{power}, n = {n:.3g}"
         tasks.append(UnitTask(key | {"n": str(n)}, partial(_rows, key, power * _DECADE / 2, n), words))
-    return Units(context, tasks, "constants at two Diracs")
+    return context.units(tasks, "constants at two Diracs")
 
 
 def _rows(key: Key, g: float, n: int) -> list[Values]:

@@ -13,8 +13,8 @@ from matplotlib.colors import Normalize
 
 from howsmooth.paper import plotting
 from howsmooth.paper.exponent_text import power_label
-from howsmooth.paper.figure_dataclasses import Figure, FigureContext, Finding
-from howsmooth.paper.growth_with_length import Growth, GrowthPlan
+from howsmooth.paper.figure_dataclasses import Figure, FigureContext, FigurePlan, Finding
+from howsmooth.paper.growth_with_length import Growth, growths
 from howsmooth.paper.model_with_texts import prepared_models
 from howsmooth.paper.plotting import Curve, Panel, fitted
 from howsmooth.study.exponents import QUARTER, Exponent
@@ -28,10 +28,14 @@ _SAMPLES = 10
 _MOST_ACROSS = 3
 
 
-def plan(context: FigureContext) -> GrowthPlan:
-    """Plan to measure how the constant of each layer grows with the sequence length, on each text."""
-    lengths = context.options.lengths or _LENGTHS
-    return GrowthPlan(prepared_models(context, lengths=lengths, samples=_SAMPLES))
+def plan(context: FigureContext) -> FigurePlan:
+    """Plan to measure how the constant grows with the sequence length, in a list for each layer, with one
+    ``Growth`` for each text.
+    """
+    models = prepared_models(context, lengths=context.options.lengths or _LENGTHS, samples=_SAMPLES)
+    for model in models:
+        yield from model.constants(published=context.options.as_published)
+    return lambda: [layer for model in models for layer in growths(model)]
 
 
 def show(panels: list[list[Growth]], folder: Path) -> Finding:

@@ -1,14 +1,14 @@
-"""Define the dataclasses of a figure: ``Figure`` (how the figure is measured and drawn), ``FigurePlan`` (its
-tasks), and ``Finding`` (its results).
+"""Define the dataclasses of a figure: ``Figure`` (how the figure is measured and drawn), ``FigureContext``
+(from what it is planned), and ``Finding`` (its results).
 
 Each figure has a module of its own; :data:`howsmooth.paper.reproduction.FIGURES` lists all figures.
 """
 
 from __future__ import annotations
 
+import json
 import os
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -16,18 +16,23 @@ from typing import Any
 import pandas as pd
 from matplotlib import rc_context
 
-from howsmooth.paper.figure_tasks import SiteTask, UnitTask, tasks_left, values_of
+from howsmooth.paper.figure_tasks import SiteTask, UnitTask, unit_of
 from howsmooth.paper.plotting import PAPER, Picture
 from howsmooth.paper.reproduce_options import FigureOptions
 from howsmooth.study.measured_models import Models
 from howsmooth.study.plans import Plan
 from howsmooth.study.prepared_study import PreparedStudy
-from howsmooth.study.records import FIGURE
+from howsmooth.study.records import FIGURE, FigureRow
 from howsmooth.study.runner import Means, Runner
 from howsmooth.study.store import Store
 from howsmooth.study.tasks.task import Work
 
-__all__ = ["Figure", "FigureContext", "FigurePlan", "Finding", "Units", "models_for"]
+__all__ = ["Figure", "FigureContext", "FigurePlan", "Finding", "models_for"]
+
+FigurePlan = Generator[Work, None, Callable[[], Any]]
+"""The plan of what a figure measures: it yields the tasks that are left to do, kind by kind, and returns a
+function that reads the measurements from the store. The next kind is planned when the tasks of the kind
+before have been carried out."""
 
 
 @dataclass(frozen=True)
@@ -62,41 +67,28 @@ class FigureContext:
         for study in self.studies:
             study.begin()
 
+    def units(self, tasks: Sequence[UnitTask | SiteTask], words: str) -> FigurePlan:
+        """Yield those tasks whose rows the store does not have, as one kind of work; return a function that
+        reads the rows of all tasks into one table.
+
+        ``words`` is a plural noun for the tasks. A row begins with the values of its task's key.
+        """
+        known = self.store.keys(FigureRow, ("unit",))
+        left = [task for task in tasks if (unit_of(task.key),) not in known]
+        yield Work(FigureRow, words, left, len(tasks) - len(left))
+
+        def read() -> pd.DataFrame:
+            stored = (
+                (task, row) for task in tasks for row, _ in self.store.rows(FigureRow, unit=unit_of(task.key))
+            )
+            return pd.DataFrame([{**task.key, **json.loads(row.numbers)} for task, row in stored])
+
+        return read
+
 
 def models_for(options: FigureOptions) -> Models:
     """Return a loader of models that uses the seed, the device and the dtype of the given options."""
     return Models(Plan(seed=options.seed, device=options.device, dtype=options.dtype))
-
-
-class FigurePlan(ABC):
-    """What a figure measures: its tasks, and how their stored rows are read."""
-
-    @abstractmethod
-    def works(self) -> Iterator[Work]:
-        """Yield the tasks that are left to do, kind by kind. The tasks of a kind may depend on rows of the
-        kinds before.
-        """
-
-    @abstractmethod
-    def found(self) -> Any:
-        """Return the measurements of the figure from its store, after all tasks were carried out."""
-
-
-@dataclass(frozen=True, eq=False)
-class Units(FigurePlan):
-    """The plan of a figure whose tasks are independent of each other, and whose rows form one table."""
-
-    context: FigureContext
-    tasks: Sequence[UnitTask | SiteTask]
-    words: str
-
-    def works(self) -> Iterator[Work]:
-        """Yield the tasks whose rows the store does not have."""
-        yield tasks_left(self.context.store, self.tasks, self.words)
-
-    def found(self) -> pd.DataFrame:
-        """Return the rows of all tasks as one table."""
-        return pd.DataFrame(values_of(self.context.store, self.tasks))
 
 
 @dataclass(frozen=True, eq=False)
@@ -124,7 +116,7 @@ class Figure:
     about
         A few sentences that say what the figure shows, how it is measured, and how it is drawn.
     plan
-        A function that checks the options and returns the plan of the measurements.
+        A function that checks the options, and plans the measurements.
     show
         A function that draws the measurements into a folder and describes them. It never measures.
 
@@ -153,13 +145,16 @@ class Figure:
         with Store.open(folder, late=True) as store:
             context = FigureContext(options, store, means)
             store.check(FIGURE, context.identity)
-            plan = self.plan(context)
-            context.begin()
             runner = Runner(store, means, context.models, options.device)
-            for work in plan.works():
+            plan = self.plan(context)
+            while True:
+                try:
+                    work = next(plan)
+                except StopIteration as end:
+                    runner.finish()
+                    return end.value(), context.made
+                context.begin()
                 runner.carry_out(work)
-            runner.finish()
-            return plan.found(), context.made
 
     def make(self, options: FigureOptions, folder: str | os.PathLike[str], means: Means) -> Finding:
         """Measure the figure, draw it in the style of the paper, and return its pictures, sentences and

@@ -9,10 +9,9 @@ from typing import Any
 
 from howsmooth.study.measured_models import Models
 from howsmooth.study.records import FigureRow, Row
-from howsmooth.study.store import Store
-from howsmooth.study.tasks.task import Failed, Found, SequenceTask, Task, Work
+from howsmooth.study.tasks.task import Failed, Found, SequenceTask, Task
 
-__all__ = ["Key", "SiteTask", "UnitTask", "Values", "tasks_left", "values_of"]
+__all__ = ["Key", "SiteTask", "UnitTask", "Values", "unit_of"]
 
 Key = Mapping[str, str | int | None]
 """The values on which a unit of work depends, by name."""
@@ -21,17 +20,27 @@ Values = dict[str, Any]
 """A row of a figure: numbers and words, by name."""
 
 
+class _OfUnit(Task):
+    """The base class of tasks that compute all rows of one unit, which are one result."""
+
+    kind = FigureRow
+    size = 1
+
+    key: Key
+
+    def count(self, rows: Sequence[Row]) -> int:
+        """Return 1, since all rows of a unit are one result."""
+        return 1
+
+
 @dataclass(frozen=True, eq=False)
-class UnitTask(Task):
+class UnitTask(_OfUnit):
     """A task that computes the rows of one unit of a figure without a loaded model.
 
     ``key`` contains all values on which the rows depend, and identifies the unit in the store. ``measure``
     computes the rows. ``label`` describes the unit in progress messages. ``group`` is equal for units whose
     running times depend on the number of tokens ``n`` alone.
     """
-
-    kind = FigureRow
-    size = 1
 
     key: Key
     measure: Callable[[], Iterable[Values]]
@@ -54,10 +63,6 @@ class UnitTask(Task):
         """The name of the model in the key, if any."""
         return str(self.key.get("model", ""))
 
-    def count(self, rows: Sequence[Row]) -> int:
-        """Return 1, since all rows of a unit are one result."""
-        return 1
-
     def found(self, models: Models | None) -> Iterator[Found]:
         """Compute the rows of the unit, and yield them together."""
         try:
@@ -69,22 +74,15 @@ class UnitTask(Task):
 
 
 @dataclass(frozen=True, eq=False)
-class SiteTask(SequenceTask):
+class SiteTask(_OfUnit, SequenceTask):  # type: ignore[misc]
     """A task that computes the rows of one unit of a figure at captured layers of a model.
 
     ``key`` contains all values on which the rows depend. ``measure`` computes rows from one captured layer or
     head, a :class:`howsmooth.models.Site`.
     """
 
-    kind = FigureRow
-    size = 1  # type: ignore[assignment]
-
     key: Key = field(default_factory=dict)
     measure: Callable[[Any], Iterable[Values]] = list
-
-    def count(self, rows: Sequence[Row]) -> int:
-        """Return 1, since all rows of a unit are one result."""
-        return 1
 
     def computed(self, model: Any) -> Iterator[Found]:
         """Compute the rows of all layers, and yield them together; yield a failure if one layer fails."""
@@ -101,28 +99,13 @@ class SiteTask(SequenceTask):
             yield _rows(self.key, values)
 
 
-def tasks_left(store: Store, tasks: Sequence[UnitTask | SiteTask], words: str) -> Work:
-    """List those tasks whose rows the store does not have. ``words`` is a plural noun for the tasks."""
-    known = store.keys(FigureRow, ("unit",))
-    left = [task for task in tasks if (_unit(task.key),) not in known]
-    return Work(FigureRow, words, left, len(tasks) - len(left))
-
-
-def values_of(store: Store, tasks: Sequence[UnitTask | SiteTask]) -> list[Values]:
-    """Return the stored rows of some tasks in the order of the tasks. Each row begins with the values of the
-    task's key.
-    """
-    return [
-        {**task.key, **json.loads(row.numbers)}
-        for task in tasks
-        for row, _ in store.rows(FigureRow, unit=_unit(task.key))
-    ]
-
-
-def _unit(key: Key) -> str:
+def unit_of(key: Key) -> str:
+    """Return the name of a unit in the store: its key as JSON."""
     return json.dumps(dict(key), sort_keys=True, ensure_ascii=False)
 
 
 def _rows(key: Key, values: Iterable[Values]) -> list[FigureRow]:
     model, text = (str(key.get(name, "")) for name in ("model", "text"))
-    return [FigureRow(model, text, _unit(key), number, json.dumps(one)) for number, one in enumerate(values)]
+    return [
+        FigureRow(model, text, unit_of(key), number, json.dumps(one)) for number, one in enumerate(values)
+    ]

@@ -6,7 +6,6 @@ The values that the published code of the paper computes at the same inputs are 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -15,15 +14,13 @@ import numpy as np
 import pandas as pd
 
 from howsmooth.paper.exponent_text import power
-from howsmooth.paper.figure_dataclasses import FigurePlan
 from howsmooth.paper.model_with_texts import PreparedModel
 from howsmooth.paper.plotting import fit_factor
 from howsmooth.study.exponents import LEVEL, QUARTER, Correlation, Exponent, fit_exponent, radius_correlation
 from howsmooth.study.records import CORRECTED, PUBLISHED, PublishedValue
-from howsmooth.study.tasks.task import Work
 from howsmooth.study.text_formatting import decimal, readable
 
-__all__ = ["Growth", "GrowthPlan", "growths"]
+__all__ = ["Growth", "growths"]
 
 _STEADY = 1.001
 
@@ -165,22 +162,6 @@ def _norm_words(radius: pd.Series, found: Correlation) -> str:
         f"{words}, and the correlation of its logarithm with that of n is {decimal(found.value, 2)} "
         f"({LEVEL * 100:.0f} % interval {decimal(found.low, 2)} to {decimal(found.high, 2)})"
     )
-
-
-@dataclass(frozen=True, eq=False)
-class GrowthPlan(FigurePlan):
-    """The plan to measure the constants of layers at sequences of several lengths."""
-
-    models: Sequence[PreparedModel]
-
-    def works(self) -> Iterator[Work]:
-        """Yield the tasks that are left to do, model by model."""
-        for model in self.models:
-            yield from model.constants(published=model.context.options.as_published)
-
-    def found(self) -> Any:
-        """Return a list for each layer, with one :class:`Growth` for each text."""
-        return [layer for model in self.models for layer in growths(model)]
 
 
 def growths(model: PreparedModel) -> list[list[Growth]]:

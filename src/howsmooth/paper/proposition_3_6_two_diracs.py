@@ -27,7 +27,7 @@ from howsmooth.bounds.mean_field_lower_bounds import (
 )
 from howsmooth.measures import DiscreteMeasure, wasserstein_lipschitz
 from howsmooth.paper import plotting
-from howsmooth.paper.figure_dataclasses import Figure, FigureContext, Finding, Units
+from howsmooth.paper.figure_dataclasses import Figure, FigureContext, FigurePlan, Finding
 from howsmooth.paper.figure_tasks import Key, UnitTask, Values
 from howsmooth.paper.plotting import Curve, Panel
 from howsmooth.seeds import derive_seed
@@ -109,7 +109,7 @@ def describe(context: FigureContext, measures: str) -> None:
     )
 
 
-def plan(context: FigureContext) -> Units:
+def plan(context: FigureContext) -> FigurePlan:
     """Plan to measure the constant at two Dirac masses, in a row for each family of positions, each weight
     and each radius.
     """
@@ -119,7 +119,7 @@ def plan(context: FigureContext) -> Units:
         key = {"family": family, "weight": weight, "seed": context.options.seed}
         unit, words = key | {"radius": repr(radius)}, f"{family}, {weight}, R = {radius}"
         tasks.append(UnitTask(unit, partial(_rows, key, radius), words))
-    return Units(context, tasks, "constants at two Diracs")
+    return context.units(tasks, "constants at two Diracs")
 
 
 def _rows(key: Key, radius: float) -> list[Values]:

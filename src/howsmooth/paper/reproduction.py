@@ -208,8 +208,8 @@ def expected_times(
         try:
             with Store.open(Path(folder) / figure.name, write=False, late=True) as store:
                 plan = figure.plan(FigureContext(options, store, Means(models=models)))
+                tasks = [task for work in plan for task in work.tasks]
                 preparing = time.perf_counter() - began
-                tasks = [task for work in plan.works() for task in work.tasks]
                 seconds = preparing + _expected_seconds(tasks, models)
         except HowsmoothError as error:
             found.append(FigureTime(figure.name, None, refused=" ".join(str(error).split())))

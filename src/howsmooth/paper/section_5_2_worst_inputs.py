@@ -8,6 +8,7 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import product
 from pathlib import Path
 
 import numpy as np
@@ -24,14 +25,13 @@ from howsmooth.errors import ArgumentError
 from howsmooth.paper import plotting
 from howsmooth.paper.exponent_text import between, exp, power, power_label
 from howsmooth.paper.figure_dataclasses import Figure, FigureContext, FigurePlan, Finding
-from howsmooth.paper.figure_tasks import UnitTask, Values, tasks_left, values_of
+from howsmooth.paper.figure_tasks import UnitTask, Values
 from howsmooth.paper.model_with_texts import MODELS, PreparedModel, attention_of, loaded, other_scores
 from howsmooth.paper.plotting import Curve, Panel
 from howsmooth.paper.published_code import has_fused_weight, power_iteration, wrong_slices
 from howsmooth.seeds import derive_seed
 from howsmooth.study.exponents import Exponent, fit_exponent
 from howsmooth.study.figures.drawing import literal
-from howsmooth.study.tasks.task import Work
 from howsmooth.study.text_formatting import file_stem, readable
 
 __all__ = ["RADII", "WORST_INPUTS", "plan", "show", "side_by_side"]
@@ -95,12 +95,10 @@ class _Layer:
         radii = self.text["radius_max"]
         return float(radii.max()) if len(radii) else self.longest
 
-    def balls(self) -> list[tuple[float, int, list[UnitTask]]]:
-        """Return the radius of each ball with each number of tokens, and the tasks that measure constants and
-        bounds there.
-        """
+    def tasks(self) -> list[UnitTask]:
+        """Return the tasks that measure constants and bounds for each number of tokens in each ball."""
         radii = dict.fromkeys((*RADII, self.radius))
-        return [(radius, n, list(self._tasks(radius, n))) for radius in radii for n in self.lengths]
+        return [task for radius, n in product(radii, self.lengths) for task in self._tasks(radius, n)]
 
     def _tasks(self, radius: float, n: int) -> Iterator[UnitTask]:
         options, label = self.model.context.options, self.model.label
@@ -132,62 +130,42 @@ class _Layer:
             yield UnitTask(key, partial(measure, radius, n, seed), words, alike, n)
 
 
-@dataclass(frozen=True, eq=False)
-class _Plan(FigurePlan):
-    """The plan to measure the heads of each layer on text, and one head at the worst tokens in balls of
-    several radii.
-    """
+def plan(context: FigureContext) -> FigurePlan:
+    """Plan to measure the heads of each layer on text, and one head at the worst tokens in balls of several
+    radii, in a table with one row for each model, layer, radius (``R``) and length.
 
-    context: FigureContext
-    layers: Sequence[_Layer]
-
-    def works(self) -> Iterator[Work]:
-        """Yield the tasks on text, and then the tasks in the balls; one ball is as large as the text's
-        tokens.
-        """
-        for model in {id(layer.model): layer.model for layer in self.layers}.values():
-            yield from model.constants()
-        tasks = [task for layer in self.layers for *_, some in layer.balls() for task in some]
-        yield tasks_left(self.context.store, tasks, "searches for worst inputs")
-
-    def found(self) -> pd.DataFrame:
-        """Return one row for each model, layer, radius (``R``) and length, with the columns of
-        :func:`side_by_side`.
-
-        ``real`` says whether the radius is the largest norm of a token of the texts, and ``fused`` whether
-        the weights of queries, keys and values are one transposed matrix.
-        """
-        found = []
-        for layer in self.layers:
-            text, real = layer.text[layer.text["converged"]], layer.radius
-            for radius, n, tasks in layer.balls():
-                rows = pd.DataFrame(values_of(self.context.store, tasks))
-                what = {"model": layer.model.label, "layer": layer.layer, "head": _HEAD, "R": radius}
-                beside = {"real": radius == real, "fused": layer.fused}
-                found.append(what | beside | side_by_side(rows, text[text["n"] == n], _HEAD))
-        return pd.DataFrame(found)
-
-
-def plan(context: FigureContext) -> _Plan:
-    """Plan to measure the heads of each layer on text and at the worst tokens in balls.
-
-    Raises
-    ------
-    howsmooth.errors.HowsmoothError
-        If a model or a length is impossible.
-
+    The table has the columns of :func:`side_by_side`. ``real`` says whether the radius is the largest norm of
+    a token of the texts, and ``fused`` whether the weights of queries, keys and values are one transposed
+    matrix.
     """
     asked = context.options.lengths or _LENGTHS
     lengths = [n for n in asked if n >= 2]
     if not lengths:
         raise ArgumentError("lengths", expected="some of at least 2, for two clusters", got="1")
-    layers: list[_Layer] = []
+    models, layers = list[PreparedModel](), list[_Layer]()
     for spec in context.options.models or MODELS:
         longest = loaded(context, spec).max_length
         on_text = tuple(n for n in asked if longest is None or n <= longest)
-        model = PreparedModel(context, spec, lengths=on_text, samples=_SAMPLES, scopes=("head",))
-        layers += _layers(model, lengths)
-    return _Plan(context, layers)
+        models.append(PreparedModel(context, spec, lengths=on_text, samples=_SAMPLES, scopes=("head",)))
+        layers += _layers(models[-1], lengths)
+    for model in models:
+        yield from model.constants()
+    # One ball is as large as the text's tokens, so the searches are planned after the constants on text.
+    tasks = [task for layer in layers for task in layer.tasks()]
+    read = yield from context.units(tasks, "searches for worst inputs")
+    return lambda: _table(layers, read())
+
+
+def _table(layers: Sequence[_Layer], rows: pd.DataFrame) -> pd.DataFrame:
+    found = []
+    for layer in layers:
+        name, text, radius = layer.model.label, layer.text[layer.text["converged"]], layer.radius
+        own = rows[(rows["model"] == name) & (rows["layer"] == layer.layer)]
+        for (ball, n), part in own.groupby(["ball", "n"], sort=False):
+            what = {"model": name, "layer": layer.layer, "head": _HEAD, "R": float(ball)}
+            beside = {"real": float(ball) == radius, "fused": layer.fused}
+            found.append(what | beside | side_by_side(part, text[text["n"] == n], _HEAD))
+    return pd.DataFrame(found)
 
 
 def _layers(model: PreparedModel, lengths: list[int]) -> Iterator[_Layer]:
