@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import pandas as pd
@@ -18,7 +19,8 @@ from torch import Tensor
 
 from howsmooth.attention import SelfAttention
 from howsmooth.bounds.attention_parameters import Head, parameters_of
-from howsmooth.errors import ArgumentError, ModelError
+from howsmooth.errors import ArgumentError, CaptureError, ModelError
+from howsmooth.models import capture
 from howsmooth.paper import appendix_c_5_gamma_r_squared as gamma_radius
 from howsmooth.paper import appendix_c_7_quadratic_growth as quadratic_growth
 from howsmooth.paper.appendix_c_5_gamma_r_squared import GAMMA_RADIUS, over_texts
@@ -371,6 +373,23 @@ def test_what_is_published_stands_beside_it(tmp_path: Path) -> None:
     finding = shown(GPT2_GROWTH, measured(GPT2_GROWTH, tmp_path, options, never), tmp_path)
     assert "published exponent" not in finding.tables[0][1]
     assert "published" not in finding.seen[0]
+
+
+def test_without_the_entering_tokens_the_constants_are_shown_with_the_reason(tmp_path: Path) -> None:
+    def refusing(*arguments: Any, **named: Any) -> Any:
+        if named["scope"] == "block":
+            raise CaptureError("Its block is hidden.")
+        return capture(*arguments, **named)
+
+    options = asked(GPT2, lengths=(4, 6, 9), samples=1, texts=("prose",))
+    with patch("howsmooth.models.capture", refusing):
+        found = measured(GPT2_GROWTH, tmp_path, options)
+    finding = shown(GPT2_GROWTH, found, tmp_path)
+    assert len(finding.seen) == 3 + 1
+    assert finding.seen[-1] == "gpt2: the tokens that enter a layer are not shown. Its block is hidden."
+    # What could not be captured is tried again.
+    ((_, reason),) = measured(GPT2_GROWTH, tmp_path, options)
+    assert not reason
 
 
 def test_norms_that_are_all_the_same_have_no_correlation() -> None:

@@ -20,7 +20,7 @@ from howsmooth.bounds import norm_radius, table
 from howsmooth.paper import plotting
 from howsmooth.paper.exponent_text import exp
 from howsmooth.paper.figure_dataclasses import Figure, FigureContext, FigurePlan, Finding
-from howsmooth.paper.figure_tasks import Values
+from howsmooth.paper.figure_tasks import Key, Values
 from howsmooth.paper.model_with_texts import prepared_models
 from howsmooth.paper.plotting import Curve, Panel
 from howsmooth.paper.published_code import c_3_as_coded
@@ -117,7 +117,7 @@ def plan(context: FigureContext) -> FigurePlan:
         for layer, (subject, n), scope in product(model.layers, model.places(), _SCOPES):
             if scope == "head" or not wide or (subject, n) == first:
                 measure = partial(_rows, scope, context.options.seed)
-                key = {"layer": layer, "n": n, "scope": scope}
+                key: Key = {"layer": layer, "n": n, "scope": scope}
                 tasks.append(model.task(subject, n, measure, key, scope=scope, layers=[layer]))
     read = yield from context.units(tasks, "layers' bounds")
     return lambda: _over_measured(read(), context.options.as_published)

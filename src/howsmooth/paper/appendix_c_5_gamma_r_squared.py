@@ -23,7 +23,7 @@ from howsmooth.bounds.worst_case_tokens import real_eigenpairs
 from howsmooth.paper import plotting
 from howsmooth.paper.exponent_text import between
 from howsmooth.paper.figure_dataclasses import Figure, FigureContext, FigurePlan, Finding
-from howsmooth.paper.figure_tasks import Values
+from howsmooth.paper.figure_tasks import Key, Values
 from howsmooth.paper.model_with_texts import bilinear, prepared_models
 from howsmooth.paper.plotting import Curve, Panel
 from howsmooth.study.figures.drawing import literal
@@ -58,7 +58,7 @@ def plan(context: FigureContext) -> FigurePlan:
     tasks = []
     for model in prepared_models(context, lengths=context.options.lengths, samples=_SAMPLES, layers="all"):
         for subject, n in model.places():
-            key = {"layers": model.plan.layers.text, "n": n, "samples": model.plan.samples}
+            key: Key = {"layers": model.plan.layers.text, "n": n, "samples": model.plan.samples}
             tasks.append(model.task(subject, n, partial(_rows, model.label), key))
     return context.units(tasks, "models on text")
 

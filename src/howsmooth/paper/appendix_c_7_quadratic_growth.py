@@ -138,7 +138,7 @@ def plan(context: FigureContext) -> FigurePlan:
     length.
     """
     lengths, seed = _lengths(context.options), context.options.seed
-    keys = [{"model": IDENTITY, "layer": 0, "head": 0, "n": n, "seed": seed} for n in lengths]
+    keys: list[Key] = [{"model": IDENTITY, "layer": 0, "head": 0, "n": n, "seed": seed} for n in lengths]
     tasks = [_task(identity_head(1.0), key, None) for key in keys]
     for model in prepared_models(context, samples=_SAMPLES):
         for layer in model.layers:
@@ -166,18 +166,9 @@ def _of_layer(model: PreparedModel, layer: int, n: int) -> Iterator[UnitTask]:
     f = bilinear(sites[0], model.label)
     squares = [float((site.radius_mean**2).mean()) for site in sites]
     radius = math.sqrt(sum(squares) / len(squares))  # the norm of real tokens
+    digests = "; ".join(one.text.digest for one in model.subjects)
     for h in range(f.heads):
-        key = {
-            "model": model.label,
-            "fingerprint": model.subjects[0].fingerprint,
-            "texts": "; ".join(one.text.digest for one in model.subjects),
-            "layer": layer,
-            "head": h,
-            "n": n,
-            "samples": model.plan.samples,
-            "seed": model.plan.seed,
-            "dtype": model.plan.dtype,
-        }
+        key = model.key(texts=digests, layer=layer, head=h, n=n, samples=model.plan.samples)
         yield _task(f.head(h), key, radius)
 
 

@@ -14,7 +14,7 @@ import pandas as pd
 from howsmooth.paper import plotting
 from howsmooth.paper.exponent_text import power_label
 from howsmooth.paper.figure_dataclasses import Figure, FigureContext, FigurePlan, Finding
-from howsmooth.paper.figure_tasks import SiteTask, Values
+from howsmooth.paper.figure_tasks import Key, SiteTask, Values
 from howsmooth.paper.growth_with_length import Growth, growths
 from howsmooth.paper.model_with_texts import PreparedModel, loaded
 from howsmooth.paper.plotting import Curve, Panel, fitted
@@ -37,7 +37,7 @@ def plan(context: FigureContext) -> FigurePlan:
     layers, in a pair for each model: for each layer, the measurements on all texts; and the reason why the
     norms are missing, which is empty if they are not.
     """
-    chosen = {"lengths": context.options.lengths or _LENGTHS, "samples": _SAMPLES}
+    chosen: dict[str, Any] = {"lengths": context.options.lengths or _LENGTHS, "samples": _SAMPLES}
     models = [
         PreparedModel(context, spec, layers=_layers(context, spec), **chosen)
         for spec in context.options.models or _MODELS
@@ -66,7 +66,7 @@ class _NormTask(SiteTask):
 def _norm_tasks(model: PreparedModel) -> Iterator[SiteTask]:
     for subject, n in model.places():
         starts = [subject.starts[n, sample] for sample in range(model.plan.samples)]
-        key = {"layers": model.plan.layers.text, "n": n, "starts": repr(starts)}
+        key: Key = {"layers": model.plan.layers.text, "n": n, "starts": repr(starts)}
         yield model.task(subject, n, _entering, key, scope="block", kind=_NormTask)
 
 

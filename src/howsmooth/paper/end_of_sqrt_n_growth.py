@@ -52,9 +52,9 @@ def plan(context: FigureContext) -> FigurePlan:
     describe(context, "two Diracs in two dimensions, A = −I, V = I")
     tasks = []
     for power, n in product(_POWERS, _LENGTHS):
-        key = {"power": power, "seed": context.options.seed}
+        key: Key = {"power": power, "seed": context.options.seed}
         words = f"exp(2γR²) = 10^{power}, n = {n:.3g}"
-        tasks.append(UnitTask(key | {"n": str(n)}, partial(_rows, key, power * _DECADE / 2, n), words))
+        tasks.append(UnitTask({**key, "n": str(n)}, partial(_rows, key, power * _DECADE / 2, n), words))
     return context.units(tasks, "constants at two Diracs")
 
 

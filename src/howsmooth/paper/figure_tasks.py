@@ -74,7 +74,7 @@ class UnitTask(_OfUnit):
 
 
 @dataclass(frozen=True, eq=False)
-class SiteTask(_OfUnit, SequenceTask):  # type: ignore[misc]
+class SiteTask(_OfUnit, SequenceTask):
     """A task that computes the rows of one unit of a figure at captured layers of a model.
 
     ``key`` contains all values on which the rows depend. ``measure`` computes rows from one captured layer or

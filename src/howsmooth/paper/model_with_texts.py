@@ -121,11 +121,12 @@ class PreparedModel:
         asked = context.options
         self.context, self.spec, self.label = context, spec, spec.label
         longest = loaded(context, spec).max_length
+        chosen: Any = asked.layers or layers or self._shown_layer
         self.plan = Plan(
             models=(spec,),
             lengths=lengths or (min(_USUAL, longest or _USUAL),),
             samples=asked.samples or samples,
-            layers=asked.layers or layers or self._shown_layer,
+            layers=chosen,
             scopes=scopes,
             bounds="none",
             **{name: getattr(asked, name) for name in ("texts", "seed", "device", "dtype")},
@@ -188,16 +189,15 @@ class PreparedModel:
         starts = {sample: subject.starts[n, sample] for sample in range(self.plan.samples)}
         captured = subject.layers if layers is None else layers
         missing = frozenset((scope, layer, None, n, sample) for layer in captured for sample in starts)
-        key = {
-            "model": self.label,
-            "fingerprint": subject.fingerprint,
-            "text": subject.text.name,
-            "digest": subject.text.digest,
-            "seed": self.plan.seed,
-            "dtype": self.plan.dtype,
-            **key,
-        }
+        of_text = {"text": subject.text.name, "digest": subject.text.digest}
+        key = self.key(fingerprint=subject.fingerprint, **of_text, **key)
         return kind(self.plan, subject, n, scope, starts, missing, key=key, measure=measure)
+
+    def key(self, **more: str | int | None) -> dict[str, str | int | None]:
+        """Return the values on which all rows of the model depend, with others, as the key of a unit."""
+        same: Key = {"seed": self.plan.seed, "dtype": self.plan.dtype}
+        first = {"model": self.label, "fingerprint": self.subjects[0].fingerprint}
+        return {**first, **same, **more}
 
     def constants(self, *, published: bool = False) -> Iterator[Work]:
         """Yield the tasks that measure the local Lipschitz constants that the plan asks for and the store

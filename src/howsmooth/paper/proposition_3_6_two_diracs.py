@@ -116,9 +116,9 @@ def plan(context: FigureContext) -> FigurePlan:
     describe(context, "two Diracs in four dimensions, A = −I or 8I, V = I")
     tasks = []
     for family, weight, radius in product(_FAMILIES, _COLOURS, _RADII):
-        key = {"family": family, "weight": weight, "seed": context.options.seed}
-        unit, words = key | {"radius": repr(radius)}, f"{family}, {weight}, R = {radius}"
-        tasks.append(UnitTask(unit, partial(_rows, key, radius), words))
+        key: Key = {"family": family, "weight": weight, "seed": context.options.seed}
+        unit: Key = {**key, "radius": repr(radius)}
+        tasks.append(UnitTask(unit, partial(_rows, key, radius), f"{family}, {weight}, R = {radius}"))
     return context.units(tasks, "constants at two Diracs")
 
 

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import product
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -25,7 +26,7 @@ from howsmooth.errors import ArgumentError
 from howsmooth.paper import plotting
 from howsmooth.paper.exponent_text import between, exp, power, power_label
 from howsmooth.paper.figure_dataclasses import Figure, FigureContext, FigurePlan, Finding
-from howsmooth.paper.figure_tasks import UnitTask, Values
+from howsmooth.paper.figure_tasks import Key, UnitTask, Values
 from howsmooth.paper.model_with_texts import MODELS, PreparedModel, attention_of, loaded, other_scores
 from howsmooth.paper.plotting import Curve, Panel
 from howsmooth.paper.published_code import has_fused_weight, power_iteration, wrong_slices
@@ -113,17 +114,9 @@ class _Layer:
         if options.as_published and not self.heads:
             kinds.append(partial(_published_rows, self.attention, self.fused))
         for published, measure in enumerate(kinds):
-            key = {
-                "model": label,
-                "fingerprint": self.model.subjects[0].fingerprint,
-                "layer": self.layer,
-                "ball": repr(radius),
-                "n": n,
-                "published": published,
-                "search": ",".join(map(str, effort.values())),
-                "seed": options.seed,
-                "dtype": options.dtype,
-            }
+            search = ",".join(map(str, effort.values()))
+            place: Key = {"layer": self.layer, "ball": repr(radius), "n": n}
+            key = self.model.key(published=published, search=search, **place)
             seed = derive_seed(purpose="adversarial", **key)
             words = f"{label}, layer {self.layer}, R = {radius:.4g}, n = {n}"
             alike = (label, self.layer, published)
@@ -162,8 +155,8 @@ def _table(layers: Sequence[_Layer], rows: pd.DataFrame) -> pd.DataFrame:
         name, text, radius = layer.model.label, layer.text[layer.text["converged"]], layer.radius
         own = rows[(rows["model"] == name) & (rows["layer"] == layer.layer)]
         for (ball, n), part in own.groupby(["ball", "n"], sort=False):
-            what = {"model": name, "layer": layer.layer, "head": _HEAD, "R": float(ball)}
-            beside = {"real": float(ball) == radius, "fused": layer.fused}
+            what = {"model": name, "layer": layer.layer, "head": _HEAD, "R": float(str(ball))}
+            beside = {"real": float(str(ball)) == radius, "fused": layer.fused}
             found.append(what | beside | side_by_side(part, text[text["n"] == n], _HEAD))
     return pd.DataFrame(found)
 
@@ -189,7 +182,7 @@ def _layers(model: PreparedModel, lengths: list[int]) -> Iterator[_Layer]:
 
 
 def _rows(
-    f: SelfAttention, other: SelfAttention | None, effort: dict[str, int], radius: float, n: int, seed: int
+    f: SelfAttention, other: SelfAttention | None, effort: dict[str, Any], radius: float, n: int, seed: int
 ) -> Iterator[Values]:
     """Yield rows with the constants of a layer's heads at the worst tokens in a ball, and with upper bounds.
 
