@@ -2,7 +2,6 @@
 
     python benchmarks/device.py --device cuda
     python benchmarks/device.py --device cpu --cached 64,512 --streamed 1024 --samples 1 --layer 1024
-    python benchmarks/device.py --device cpu --count
     python benchmarks/device.py --device cuda --profile
 
 A product with JᵀJ of one layer (d = 768, 12 heads, causal, float32) has two ceilings: its operations over the
@@ -10,10 +9,8 @@ device's rate of matrix products, and the bytes that it cannot help reading over
 larger of the two times, over the time that it took, is its share of the roofline. Where all probabilities are
 kept, J and Jᵀ read them once each; tile by tile they are formed, and the bytes are those of tokens only.
 
-``--count`` measures one layer of the protocol as another device than a processor does, and counts the
-operations that are started, views aside: with lengths joined, and with each by itself. Where a device does
-them sooner than they are started, they are the time. ``--profile`` says of the protocol on a CUDA device how
-long it takes, how much of that kernels ran, and which operations took most, there and on the processor.
+``--profile`` says of the protocol on a CUDA device how long it takes, how much of that kernels ran, and which
+operations took most, there and on the processor.
 """
 
 from __future__ import annotations
@@ -24,13 +21,10 @@ import time
 from collections.abc import Callable
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import howsmooth as hs
-from howsmooth import batching
 from howsmooth.distributed import Device, step_cost
 from howsmooth.jacobian import closed_form_jacobian
-from howsmooth.spectral import accurate_sums, krylov_basis
 from howsmooth.study.ranges import Ranges
 
 GOAL_PROTOCOL, GOAL_LAYER = 10.0, 40.0
@@ -118,38 +112,6 @@ def protocol(options: argparse.Namespace, device: torch.device) -> None:
     )
 
 
-class Started(TorchDispatchMode):
-    """Counts the operations that write something."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.count = 0
-
-    def __torch_dispatch__(
-        self, func: torch._ops.OpOverload, types: object, args: tuple = (), kwargs: dict | None = None
-    ) -> object:
-        self.count += not (func.is_view or "empty" in str(func) or "detach" in str(func))
-        return func(*args, **(kwargs or {}))
-
-
-def count(options: argparse.Namespace, device: torch.device) -> None:
-    """Count what is started for one layer at all sequences, as elsewhere than on a CPU."""
-    krylov_basis.Basis._together = lambda self, z: [slice(0, len(z))]  # type: ignore[method-assign]
-    krylov_basis._BLOCK_BYTES.clear()
-    pieces, elsewhere = accurate_sums.pieces, torch.device("meta")
-    accurate_sums.pieces = krylov_basis.pieces = lambda size, _: pieces(size, elsewhere)
-    batching._BASIS_BYTES = 1 << 50
-    xs, f, counts = sequences(options, device), layer(options, device, causal=True), []
-    for filled in (0, batching._FILLED_ELSEWHERE):
-        batching._FILLED_BYTES[device.type] = filled
-        with Started() as started:
-            found = hs.local_lipschitz(f, xs)
-        counts.append(started.count)
-        words = "lengths joined" if filled else "each length by itself"
-        print(f"{words}: {started.count} operations, {int(found.iterations.max())} steps at most", flush=True)
-    print(f"{counts[0] / counts[1]:.1f} times fewer")
-
-
 def profile(options: argparse.Namespace, device: torch.device) -> None:
     """Show where the time of one layer of the protocol goes."""
     xs, f = sequences(options, device), layer(options, device, causal=True)
@@ -190,12 +152,11 @@ def main() -> None:
     parser.add_argument("--samples", type=int, default=10, help="sequences a length of the protocol; 0: none")
     parser.add_argument("--layer", type=int, default=131_072, help="length of the long layer; 0: none")
     parser.add_argument("--rounds", type=int, default=3, help="timings of each product")
-    parser.add_argument("--count", action="store_true", help="count operations of the protocol, nothing else")
     parser.add_argument("--profile", action="store_true", help="profile the protocol, nothing else")
     options = parser.parse_args()
     device = torch.device(options.device)
-    if options.count or options.profile:
-        (count if options.count else profile)(options, device)
+    if options.profile:
+        profile(options, device)
         return
     roofline(options, device)
     if options.samples:

@@ -1,11 +1,17 @@
-"""What the kernels of hs.functional.attention need of a CUDA device: read from the compiler, without one.
+"""Tiles of the kernels of hs.functional.attention: what they need of a CUDA device, and how fast they are.
 
     python benchmarks/kernels.py
     python benchmarks/kernels.py --capability 80 --dtypes bf16 --widths 64 --rules causal
+    python benchmarks/kernels.py --run --dtypes bf16,fp32 --widths 64,128 --rules causal
 
-Each kernel is compiled in each of the sizes of tiles that are tried on a device, in that order. Registers are
-those of a thread; the bytes on its stack are what did not fit into these, and are slow; shared memory is that
-of a block of threads.
+Without a device, each kernel is compiled in each of the sizes of tiles that are tried on a device, in that
+order. Registers are those of a thread; the bytes on its stack are what did not fit into these, and are slow;
+shared memory is that of a block of threads.
+
+``--run`` needs a CUDA device. It runs each kernel in many sizes of tiles, in causal order or without a mask,
+and prints the fastest: milliseconds, operations a second, and the largest relative error of its results
+against attention in float64, which is how a table of tiles for a device is made and checked. The ratio is to
+the error of PyTorch's math backend in the same dtype.
 """
 
 from __future__ import annotations
@@ -13,15 +19,23 @@ from __future__ import annotations
 import argparse
 import inspect
 import re
+import statistics
 import subprocess
 import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from itertools import product
 
 import torch
 import triton
+from torch import Tensor
+from torch.func import jvp, vjp
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.functional import scaled_dot_product_attention
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from howsmooth.functional import fused_attention, fused_kernels
+from howsmooth.functional import attention, fused_attention, fused_kernels
 from howsmooth.triton_launch import Tile
 
 NAMES = fused_kernels.__all__
@@ -35,6 +49,15 @@ FLAGS = RULES["all"]
 SINGLE = ("lse", "mean", "mu", "common", "moved", "out", "out_k", "out_v")
 NUMBERS = {"scale": "fp32", "cap": "fp32"}
 POINTERS = ("q", "k", "v", "u", "dq", "dk", "dv", "du", "bias", "sinks", "dsinks")
+# For --run: the matrix products of each kernel, its results among those of :func:`results`, and the tiles.
+PRODUCTS = {
+    "value": 2, "tangent": 5, "adjoint_queries": 3, "adjoint_keys": 4, "second_queries": 8, "second_keys": 10,
+}  # fmt: skip
+RESULTS = {
+    "value": (0,), "tangent": (1,), "adjoint_queries": (2,), "adjoint_keys": (3, 4), "second_queries": (5,),
+    "second_keys": (6, 7),
+}  # fmt: skip
+SIDES, WARPS_AND_STAGES = (16, 32, 64, 128), ((4, 2), (4, 3), (8, 2), (8, 3))
 
 
 def compiled(name: str, dtype: str, width: int, rule: str, tile: Tile, capability: int) -> object:
@@ -79,6 +102,80 @@ def resources(binary: bytes) -> tuple[int, int]:
     return int(registers), int(stack)
 
 
+def results(f: Callable[..., Tensor], x: list[Tensor], d: list[Tensor], u: Tensor) -> list[Tensor]:
+    """Value, tangent, cotangents of q, k and v, and the tangents of these."""
+
+    def pulled(*y: Tensor) -> tuple[Tensor, ...]:
+        cotangents: tuple[Tensor, ...] = vjp(f, *y)[1](u)
+        return cotangents
+
+    return [*jvp(f, tuple(x), tuple(d)), *(t for pair in jvp(pulled, tuple(x), tuple(d)) for t in pair)]
+
+
+@contextmanager
+def one_tile(name: str, tile: Tile) -> Iterator[list[float]]:
+    """Have one kernel run in this tile alone; yields the list of its times in milliseconds."""
+    tiles, launch, times = fused_attention.tiles, fused_attention.launch, list[float]()
+
+    def chosen(of: str, dtype: torch.dtype, width: int) -> tuple[Tile, ...]:
+        return (tile,) if of == name else tiles(of, dtype, width)
+
+    def timed(kernel: object, *rest: object) -> None:
+        began, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        began.record()
+        launch(kernel, *rest)
+        ended.record()
+        ended.synchronize()
+        if kernel is getattr(fused_kernels, name):
+            times.append(began.elapsed_time(ended))
+
+    fused_attention.tiles, fused_attention.launch = chosen, timed
+    try:
+        yield times
+    finally:
+        fused_attention.tiles, fused_attention.launch = tiles, launch
+
+
+def run(names: list[str], dtype: str, width: int, *, causal: bool, n: int, heads: int, best: int) -> None:
+    """Print the fastest tiles of each kernel."""
+    generator = torch.Generator("cuda").manual_seed(0)
+    drawn = torch.randn(7, 1, heads, n, width, generator=generator, device="cuda").to(DTYPES[dtype])
+    x, d, u = list(drawn[:3]), list(drawn[3:6]), drawn[6]
+
+    def math(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        with sdpa_kernel(SDPBackend.MATH):
+            return scaled_dot_product_attention(q, k, v, is_causal=causal)
+
+    def fused(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return attention(q, k, v, causal=causal, kernels=True)
+
+    exact = results(math, [t.double() for t in x], [t.double() for t in d], u.double())
+
+    def errors(found: list[Tensor]) -> list[float]:
+        return [float((t.double() - e).norm() / e.norm()) for t, e in zip(found, exact, strict=True)]
+
+    usual = errors(results(math, x, d, u))
+    for name in names:
+        rows = []
+        for rows_, keys, (warps, stages) in product(SIDES, SIDES, WARPS_AND_STAGES):
+            if rows_ * keys * width > 128 * 128 * 128 or (rows_ * keys <= 1024 and warps > 4):
+                continue
+            with one_tile(name, Tile(rows_, keys, warps, stages)) as times:
+                try:
+                    off_by = [errors(results(fused, x, d, u)) for _ in range(4)][-1]
+                except triton.runtime.errors.OutOfResources:
+                    continue
+            ms = statistics.median(times[len(times) // 4 :])
+            off, ratio = max((off_by[i], off_by[i] / usual[i]) for i in RESULTS[name])
+            rows.append((ms, rows_, keys, warps, stages, off, ratio))
+        for ms, rows_, keys, warps, stages, off, ratio in sorted(rows)[:best]:
+            operations = PRODUCTS[name] * 2 * n * n * width * heads / (1 + causal)
+            rate = operations / ms / 1e9
+            tile = f"{rows_:4} {keys:4} {warps:5} {stages:6}"
+            found = f"{ms:8.2f} ms {rate:5.0f} TFLOP/s {off:.1e} {ratio:5.2f}"
+            print(f"{name:16} {dtype:5} {width:5} {tile} {found}", flush=True)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -89,7 +186,19 @@ def main() -> None:
     parser.add_argument("--widths", default="64,128,256")
     parser.add_argument("--rules", default=",".join(RULES))
     parser.add_argument("--first", action="store_true", help="only in the tiles that are tried first")
+    parser.add_argument("--run", action="store_true", help="on a CUDA device, time and check many tiles")
+    parser.add_argument("--tokens", type=int, default=4096, help="of --run")
+    parser.add_argument("--heads", type=int, default=8, help="of --run")
+    parser.add_argument("--best", type=int, default=4, help="how many tiles --run prints of each kernel")
     options = parser.parse_args()
+    if options.run:
+        print("kernel           dtype width rows keys warps stages      time        rate   error  over math")
+        for dtype, width in product(options.dtypes.split(","), map(int, options.widths.split(","))):
+            run(
+                options.kernels.split(","), dtype, width, causal=options.rules == "causal", n=options.tokens,
+                heads=options.heads, best=options.best,
+            )  # fmt: skip
+        return
     print("kernel           dtype width rule    rows keys warps stages  registers  stack  shared")
     for name in options.kernels.split(","):
         for dtype in options.dtypes.split(","):

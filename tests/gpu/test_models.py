@@ -11,6 +11,7 @@ import torch
 import howsmooth as hs
 from howsmooth.cli import main
 from howsmooth.study import measurement_outputs as outputs
+from howsmooth.study.records import Measurement
 from howsmooth.study.store import Store
 from tests._tiny_models import CONFIGS, tiny, token_ids
 
@@ -87,7 +88,7 @@ def test_a_study_gives_the_rows_of_the_cpu(
         folder = tmp_path / f"on-{place.replace(':', '-')}-{len(tables)}"
         assert main([*plan, "--device", place, "--out", str(folder)]) == 0
         with Store.open(folder, write=False) as store:
-            tables.append(store.measurements().sort_values(["layer", "n", "start"]))
+            tables.append(store.table(Measurement, ["layer", "n", "start"]))
     here, there = tables
     assert len(here) == len(there) == 8
     assert there["converged"].all()

@@ -30,8 +30,8 @@ from howsmooth.jacobian import in_double
 from howsmooth.jacobian.token_pair_blocks import token_blocks
 from howsmooth.lipschitz import LipschitzEstimate, local_lipschitz
 from howsmooth.lipschitz.block_norms import block_norms, sequence_jacobian
+from howsmooth.lipschitz.maximum_token_norm import TokenWise, token_wise_ascent, token_wise_lipschitz
 from howsmooth.lipschitz.singular_value_solver import Solver, member_seeds
-from howsmooth.lipschitz.token_wise import TokenWise, token_wise_ascent, token_wise_lipschitz
 from howsmooth.seeds import torch_seed
 
 __all__ = ["Ascent", "ascend"]

@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from howsmooth.dynamics.runge_kutta import Tableau
+from howsmooth.dynamics.butcher_tableaux import Tableau
 from howsmooth.spectral import LinearOperator
 
 __all__ = ["ChainJacobian", "ProjectionJacobian", "StepJacobian", "TangentJacobian"]

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from howsmooth.attention import Compose, Residual, SelfAttention, StagedAttention, TokenMap, Weighting
+from howsmooth.dynamics.butcher_tableaux import TABLEAUX
 from howsmooth.dynamics.flow_jacobian import (
     ChainJacobian,
     ProjectionJacobian,
@@ -20,7 +21,6 @@ from howsmooth.dynamics.flow_jacobian import (
 )
 from howsmooth.dynamics.flow_state import Tokens
 from howsmooth.dynamics.integrate import Plan
-from howsmooth.dynamics.runge_kutta import TABLEAUX
 from howsmooth.dynamics.velocity_fields import Field, Layers, MapField, Sphere, Velocity
 from howsmooth.errors import NonFiniteError
 from howsmooth.jacobian import (

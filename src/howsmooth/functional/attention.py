@@ -84,9 +84,9 @@ def attention(
     kernels
         True to compute the value, the first and the second derivatives in Triton kernels, on a CUDA device.
         The kernels take float32, bfloat16 and float16, and heads of up to 256 entries, without dropout.
-        Derivatives in masks
-        and biases, and derivatives of higher order, are computed in blocks as without kernels. The default
-        is False because the kernels have run in Triton's interpreter only, not yet on a device.
+        Derivatives in masks and biases, and derivatives of higher order, are computed in blocks as without
+        kernels. The default is False because the kernels depend on Triton's compiler, and have been checked
+        on one kind of device, an NVIDIA H200 (documentation page "Benchmarks").
 
     Returns
     -------

@@ -64,6 +64,21 @@ def _store(p, tile, start, end, LENGTH: tl.constexpr, ENTRIES: tl.constexpr, WID
 
 
 @_jit
+def _plus_dot(acc, a, b, PRECISION: tl.constexpr):
+    """Return acc + a b.
+
+    The matrix units truncate their sums instead of rounding them. In float32 a sum over many tiles would
+    drift, so the product of each tile begins at zero on the units and is added outside of them. It is added
+    by ``fma`` because the compiler moves a plain sum into the units.
+    """
+    if a.dtype == tl.float32:
+        acc = tl.fma(tl.dot(a, b, input_precision=PRECISION), 1.0, acc)
+    else:
+        acc = tl.dot(a, b, acc, input_precision=PRECISION)
+    return acc
+
+
+@_jit
 def _tanh(x):
     """Return tanh(x) to full float32 accuracy, also for small x."""
     size = tl.abs(x)
@@ -210,7 +225,7 @@ def value(
         p = tl.exp2(s - level[:, None])
         total = total * shrunk + tl.sum(p, 1)
         vs = _load(v, j, n, KEYS, VALUE, WIDTH)
-        acc = tl.dot(p.to(vs.dtype), vs, acc * shrunk[:, None], input_precision=PRECISION)
+        acc = _plus_dot(acc * shrunk[:, None], p.to(vs.dtype), vs, PRECISION)
         top = higher
     # A row that sees no key has P = 0 for any finite logarithm; 0 is written.
     alive = total > 0.0
@@ -271,9 +286,9 @@ def tangent(
         ds = p * (ds - shift[:, None])
         total += tl.sum(ds, 1)
         vs = _load(v, j, n, KEYS, VALUE, WIDTH)
-        acc = tl.dot(ds.to(vs.dtype), vs, acc, input_precision=PRECISION)
+        acc = _plus_dot(acc, ds.to(vs.dtype), vs, PRECISION)
         vs = _load(dv, j, n, KEYS, VALUE, WIDTH)
-        acc = tl.dot(p.to(vs.dtype), vs, acc, input_precision=PRECISION)
+        acc = _plus_dot(acc, p.to(vs.dtype), vs, PRECISION)
     # μ = rowsum(P∘dS) = rowsum(P∘(dS − shift)) + shift. With a sink, P sums to 1 − share, and μ includes the
     # sink's own share times its tangent.
     row_mu = total + shift
@@ -348,7 +363,7 @@ def adjoint_queries(
         if CAPPED:
             g = g * slope
         rest += _rest(g, ks.dtype, CAPPED, SINKS)
-        acc = tl.dot(g.to(ks.dtype), ks, acc, input_precision=PRECISION)
+        acc = _plus_dot(acc, g.to(ks.dtype), ks, PRECISION)
     # The error of the row sums, times the common part of the keys, is taken off.
     acc -= rest[:, None] * _mean_of_first(k, low, n, KEYS, KEY, WIDTH)
     _store(out + head * m * KEY, acc * scale, start, m, ROWS, KEY, WIDTH)
@@ -388,12 +403,12 @@ def adjoint_keys(
             )  # fmt: skip
             p = tl.exp2(s - row_lse)
             us = _load(u + head * m * VALUE, i, m, ROWS, VALUE, WIDTH)
-            acc_v = tl.dot(p.to(us.dtype), us, acc_v, input_precision=PRECISION)
+            acc_v = _plus_dot(acc_v, p.to(us.dtype), us, PRECISION)
             # G = P∘(U vᵀ − r), transposed: rows are keys here.
             g = p * (tl.dot(vs, tl.trans(us), input_precision=PRECISION) - row_common)
             if CAPPED:
                 g = g * slope
-            acc_k = tl.dot(g.to(qs.dtype), qs, acc_k, input_precision=PRECISION)
+            acc_k = _plus_dot(acc_k, g.to(qs.dtype), qs, PRECISION)
     _store(out_k + key_head * n * KEY, acc_k * scale, start, n, KEYS, KEY, WIDTH)
     _store(out_v + key_head * n * VALUE, acc_v, start, n, KEYS, VALUE, WIDTH)
 
@@ -475,8 +490,8 @@ def second_queries(
         )  # fmt: skip
         # Cotangents move by d(D∘G) k + (D∘G) dk.
         rest += _rest(dg, ks.dtype, CAPPED, SINKS)
-        acc = tl.dot(dg.to(ks.dtype), ks, acc, input_precision=PRECISION)
-        acc = tl.dot(g.to(ks.dtype), dks, acc, input_precision=PRECISION)
+        acc = _plus_dot(acc, dg.to(ks.dtype), ks, PRECISION)
+        acc = _plus_dot(acc, g.to(ks.dtype), dks, PRECISION)
     acc -= rest[:, None] * _mean_of_first(k, low, n, KEYS, KEY, WIDTH)
     _store(out + head * m * KEY, acc * scale, start, m, ROWS, KEY, WIDTH)
 
@@ -533,9 +548,9 @@ def second_keys(
                 s, raw, a, da, row_lse, row_mu, row_common, row_moved, slope, tanh, cap, CAPPED
             )  # fmt: skip
             # Cotangents of values move by dPᵀ U + Pᵀ dU, those of keys by d(D∘G)ᵀ q + (D∘G)ᵀ dq.
-            acc_v = tl.dot(dp.to(us.dtype), us, acc_v, input_precision=PRECISION)
-            acc_v = tl.dot(p.to(us.dtype), dus, acc_v, input_precision=PRECISION)
-            acc_k = tl.dot(dg.to(qs.dtype), qs, acc_k, input_precision=PRECISION)
-            acc_k = tl.dot(g.to(qs.dtype), dqs, acc_k, input_precision=PRECISION)
+            acc_v = _plus_dot(acc_v, dp.to(us.dtype), us, PRECISION)
+            acc_v = _plus_dot(acc_v, p.to(us.dtype), dus, PRECISION)
+            acc_k = _plus_dot(acc_k, dg.to(qs.dtype), qs, PRECISION)
+            acc_k = _plus_dot(acc_k, g.to(qs.dtype), dqs, PRECISION)
     _store(out_k + key_head * n * KEY, acc_k * scale, start, n, KEYS, KEY, WIDTH)
     _store(out_v + key_head * n * VALUE, acc_v, start, n, KEYS, VALUE, WIDTH)

@@ -19,7 +19,7 @@ from howsmooth.attention import SelfAttention
 from howsmooth.attention.core import attend
 from howsmooth.bounds import kv_error_upper_bound
 from howsmooth.errors import CaptureError, HowsmoothError, ModelError
-from howsmooth.lipschitz.queries_keys_values import entry_sensitivities
+from howsmooth.lipschitz.sensitivity_to_queries_keys_values import entry_sensitivities
 from howsmooth.models import LoadedModel, Site, load_model
 from howsmooth.models.identification.layer_identification import VerifiedLayer
 from howsmooth.models.key_value_perturbations import LogitsOfModel

@@ -24,8 +24,8 @@ from howsmooth.jacobian import has_closed_form, in_double
 from howsmooth.jacobian.token_pair_blocks import token_blocks
 from howsmooth.lipschitz.arguments import check_arguments
 from howsmooth.lipschitz.block_norms import block_norms, sequence_jacobian
+from howsmooth.lipschitz.maximum_token_norm import TokenWise, token_wise_lipschitz
 from howsmooth.lipschitz.singular_value_solver import Solver, member_seeds
-from howsmooth.lipschitz.token_wise import TokenWise, token_wise_lipschitz
 from howsmooth.lipschitz_estimate import Method
 from howsmooth.profiling.figures import draw_influence
 from howsmooth.profiling.model_input import shown_progress
