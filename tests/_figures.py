@@ -17,11 +17,12 @@ from howsmooth.errors import ModelError
 from howsmooth.lipschitz import local_lipschitz
 from howsmooth.models.loading.load import LoadedModel
 from howsmooth.models.loading.tokenizers import Tokenizer
-from howsmooth.paper.figure_dataclasses import Figure, FigureContext, Finding, models_for
+from howsmooth.paper.figure_dataclasses import Figure, Finding, models_for
 from howsmooth.paper.plotting import PAPER
 from howsmooth.paper.reproduce_options import FigureOptions
 from howsmooth.study.plans import ModelSpec
 from howsmooth.study.progress_listener import Listener
+from howsmooth.study.runner import Means
 
 from ._study import FakeText
 from ._tiny_models import VOCABULARY, tiny
@@ -94,12 +95,15 @@ class Told(Listener):
     """Listens to how far a figure is."""
 
     def __init__(self) -> None:
+        self.phases: list[str] = []
         self.shares: list[float] = []
+
+    def phase(self, words: str) -> None:
+        self.phases.append(words)
 
     def advance(self, done: float, total: float, words: str) -> None:
         share = done / total
         assert 0 <= share <= 1
-        assert not self.shares or share >= self.shares[-1] - 1e-12
         self.shares.append(share)
 
 
@@ -108,22 +112,18 @@ def asked(*models: ModelSpec, **changes: Any) -> FigureOptions:
     return FigureOptions(**(values | changes))
 
 
-def context(folder: Path, options: FigureOptions, told: Told | None = None) -> FigureContext:
-    return FigureContext(options, folder, models_for(options), told or Told())
-
-
 def measured(
-    measure: Callable[[FigureContext], Any],
+    figure: Figure,
     folder: Path,
     options: FigureOptions,
     note: Note = lambda calls: None,
     told: Told | None = None,
 ) -> Any:
     """Measure a figure of tiny models."""
-    on = context(folder, options, told)
+    means = Means(told or Told(), models=models_for(options))
     with tiny_library(note):
-        found = measure(on)
-    assert on.made  # says how the numbers came about
+        found, made = figure.measure(options, folder, means)
+    assert made  # says how the numbers came about
     return found
 
 

@@ -42,7 +42,7 @@ def asked(*models: ModelSpec, **changes: Any) -> FigureOptions:
 
 @pytest.mark.slow
 def test_of_a_masked_model_too_no_bound_is_violated(tmp_path: Path) -> None:
-    rows = measured(all_bounds.measure, tmp_path, asked(GPT2, lengths=(6,)))
+    rows = measured(ALL_BOUNDS, tmp_path, asked(GPT2, lengths=(6,)))
     assert set(zip(rows["layer"], rows["masking"], strict=True)) == {(2, "causal")}
     assert "none of them was violated" in bound_words(rows)[0]
 
@@ -58,7 +58,7 @@ def bounded(tmp_path_factory: pytest.TempPathFactory) -> Bounded:
 
     with patch("howsmooth.models.capture", noted):
         options = asked(BERT, lengths=(6,), as_published=True)
-        found = measured(all_bounds.measure, folder, options, told=told)
+        found = measured(ALL_BOUNDS, folder, options, told=told)
     # The last of each place: others were captured before, to see whether they can be.
     last = {(site.name, site.scope, site.head): site for site in sites if site.x.shape[1] == 6}
     return found, list(last.values()), folder, told
@@ -129,21 +129,27 @@ def test_the_sequences_are_those_of_a_study(tmp_path: Path, bounded: Bounded) ->
 
 def test_the_same_again_measures_nothing(bounded: Bounded, monkeypatch: pytest.MonkeyPatch) -> None:
     rows, _, folder, told = bounded
-    assert len(told.shares) == 2  # a step for the heads, and one for all together
+    assert told.phases == ["Computing 2 layers' bounds"]  # of the heads, and of all together
     monkeypatch.setattr(all_bounds, "table", None)
-    again = measured(all_bounds.measure, folder, asked(BERT, lengths=(6,), as_published=True))
+    again = measured(ALL_BOUNDS, folder, asked(BERT, lengths=(6,), as_published=True))
     pd.testing.assert_frame_equal(rows, again)
-    without = measured(all_bounds.measure, folder, asked(BERT, lengths=(6,)))
+    without = measured(ALL_BOUNDS, folder, asked(BERT, lengths=(6,)))
     pd.testing.assert_frame_equal(without, rows[rows["name"] != AS_CODED])
 
 
 def quick_table(*arguments: Any, **named: Any) -> pd.DataFrame:
     """Stand in for the bounds, which are not what is tested."""
     found = pd.DataFrame(
-        {"name": "measured", "side": ["lower", "upper"], "value": 1.0, "holds": True, "source": ""},
-        index=pd.Index(["‖D_X f‖"] * 2, name="quantity"),
+        {
+            "name": ["measured"] * 2 + ["a"],
+            "side": ["lower", "upper", "upper"],
+            "value": 1.0,
+            "holds": True,
+            "source": "",
+        },
+        index=pd.Index(["‖D_X f‖"] * 3, name="quantity"),
     )
-    found.attrs = {"log_values": [0.0, 0.0]}
+    found.attrs = {"log_values": [0.0, 0.0, 0.0]}
     return found
 
 
@@ -159,31 +165,31 @@ def test_an_interrupted_table_goes_on(tmp_path: Path, monkeypatch: pytest.Monkey
     monkeypatch.setattr(all_bounds, "table", stopping)
     options = asked(BERT)
     with pytest.raises(KeyboardInterrupt):
-        measured(all_bounds.measure, tmp_path, options)
-    rows = measured(all_bounds.measure, tmp_path, replace(options, as_published=True))
+        measured(ALL_BOUNDS, tmp_path, options)
+    rows = measured(ALL_BOUNDS, tmp_path, replace(options, as_published=True))
     # Four heads and all of them together were finished at the first length, nothing at the second.
     assert len(calls) == 6 + 5
-    assert len(rows[["scope", "n", "head"]].drop_duplicates()) == 8  # the stand-in gives no row
+    assert len(rows[["scope", "n", "head"]].drop_duplicates()) == 10
 
 
 def test_of_wide_models_all_heads_together_only_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    found: list[tuple[str, int, str]] = []
+    found: list[tuple[int, str]] = []
 
-    def noted(here: Any, subject: Any, tokens: torch.Tensor, scope: str) -> list[dict[str, Any]]:
-        found.append((subject.text.name, tokens.shape[1], scope))
+    def noted(scope: str, seed: int, site: Any) -> list[dict[str, Any]]:
+        found.append((site.x.shape[1], scope))
         return made_up().to_dict("records")
 
     monkeypatch.setattr(all_bounds, "WIDE", 24)
     monkeypatch.setattr(all_bounds, "_rows", noted)
-    measured(all_bounds.measure, tmp_path, asked(BERT, texts=("prose", "other")))
-    assert [key for key in found if key[2] == "attention"] == [("prose", 3, "attention")]
-    assert len(found) == 1 + 4
+    measured(ALL_BOUNDS, tmp_path, asked(BERT, texts=("prose", "other")))
+    assert [key for key in found if key[1] == "attention"] == [(3, "attention")]
+    assert len(found) == 1 + 4 * 4  # of each text and length, each head
 
 
 def test_what_cannot_be_bounded_is_refused(tmp_path: Path) -> None:
     with pytest.raises(HowsmoothError):
-        measured(all_bounds.measure, tmp_path, asked(BERT, lengths=(3, 10_000)))
-    assert not (tmp_path / "units").exists()
+        measured(ALL_BOUNDS, tmp_path, asked(BERT, lengths=(3, 10_000)))
+    assert not list(tmp_path.iterdir())
 
 
 # ---------------------------------------------------------------- what is said

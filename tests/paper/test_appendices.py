@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import pandas as pd
@@ -18,10 +19,10 @@ from torch import Tensor
 
 from howsmooth.attention import SelfAttention
 from howsmooth.bounds.attention_parameters import Head, parameters_of
-from howsmooth.errors import ArgumentError, ModelError
+from howsmooth.errors import ArgumentError, CaptureError, ModelError
+from howsmooth.models import capture
 from howsmooth.paper import appendix_c_5_gamma_r_squared as gamma_radius
 from howsmooth.paper import appendix_c_7_quadratic_growth as quadratic_growth
-from howsmooth.paper import appendix_e_2_untrained_gpt2 as gpt2_growth
 from howsmooth.paper.appendix_c_5_gamma_r_squared import GAMMA_RADIUS, over_texts
 from howsmooth.paper.appendix_c_7_quadratic_growth import (
     FAR,
@@ -65,7 +66,7 @@ from tests._tiny_models import tiny
 @pytest.fixture(scope="module")
 def gammas(tmp_path_factory: pytest.TempPathFactory) -> pd.DataFrame:
     options = asked(BERT, GPT2, lengths=(6,), samples=3)
-    return measured(gamma_radius.measure, tmp_path_factory.mktemp("gamma"), options)
+    return measured(GAMMA_RADIUS, tmp_path_factory.mktemp("gamma"), options)
 
 
 def test_gamma_is_that_of_the_eigenvalues_and_radius_that_of_the_model(gammas: pd.DataFrame) -> None:
@@ -152,7 +153,7 @@ def test_gamma_is_drawn_and_told(gammas: pd.DataFrame, tmp_path: Path) -> None:
 
 def test_rotary_models_are_refused_in_a_sentence(tmp_path: Path) -> None:
     with pytest.raises(ArgumentError, match=r"llama, with rotary positions"):
-        measured(gamma_radius.measure, tmp_path, asked(LLAMA, lengths=(6,)))
+        measured(GAMMA_RADIUS, tmp_path, asked(LLAMA, lengths=(6,)))
 
 
 def test_models_without_a_tokenizer_are_refused_with_what_to_do(
@@ -163,7 +164,7 @@ def test_models_without_a_tokenizer_are_refused_with_what_to_do(
 
     monkeypatch.setattr(Words, "encode", nothing)
     with pytest.raises(ArgumentError, match=r"bert, without one. Put one into its folder"):
-        measured(gamma_radius.measure, tmp_path, asked(BERT, lengths=(6,)))
+        measured(GAMMA_RADIUS, tmp_path, asked(BERT, lengths=(6,)))
 
 
 # ---- quadratic growth
@@ -219,7 +220,7 @@ def growth(tmp_path_factory: pytest.TempPathFactory) -> pd.DataFrame:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(quadratic_growth, "_STRENGTHS", (0.3, 400.0, 3000.0, 20000.0))
         options = asked(BERT, DECODER, lengths=(3, 5), layers=Ranges.parse("1", "layers"), texts=("prose",))
-        return measured(quadratic_growth.measure, tmp_path_factory.mktemp("growth"), options)
+        return measured(QUADRATIC_GROWTH, tmp_path_factory.mktemp("growth"), options)
 
 
 def test_quadratic_growth_measures_the_norm_of_the_jacobian(growth: pd.DataFrame) -> None:
@@ -274,7 +275,7 @@ def test_quadratic_growth_is_drawn_and_told(growth: pd.DataFrame, tmp_path: Path
 
 def test_lengths_too_short_for_a_pair_are_left_out_or_refused(tmp_path: Path) -> None:
     with pytest.raises(ArgumentError, match="at least 3"):
-        measured(quadratic_growth.measure, tmp_path, asked(BERT, lengths=(1, 2)))
+        measured(QUADRATIC_GROWTH, tmp_path, asked(BERT, lengths=(1, 2)))
     assert quadratic_growth._lengths(asked(BERT, lengths=(1, 2, 5, 4))) == [4, 5]
 
 
@@ -295,17 +296,17 @@ def test_an_interrupted_figure_goes_on_and_a_finished_one_measures_nothing(
 ) -> None:
     options = asked(BERT, lengths=(5,), layers=Ranges.parse("1", "layers"))
     told = Told()
-    whole = measured(figure.measure, tmp_path / "whole", options, counting(calls := []), told)
-    assert 0 <= told.shares[-1] < 1
+    whole = measured(figure, tmp_path / "whole", options, counting(calls := []), told)
+    assert told.shares[-1] == 1
     planned = len(calls)
     broken = tmp_path / "broken"
     if planned:
         with pytest.raises(KeyboardInterrupt):
-            measured(figure.measure, broken, options, counting([], stop=12))
-    again = measured(figure.measure, broken, options, counting(calls := []))
+            measured(figure, broken, options, counting([], stop=12))
+    again = measured(figure, broken, options, counting(calls := []))
     assert len(calls) <= max(planned - 8, 0)  # at least two units of the first run were kept
     pd.testing.assert_frame_equal(whole, again)
-    measured(figure.measure, broken, options, never)
+    measured(figure, broken, options, never)
 
 
 # ---- GPT-2
@@ -314,15 +315,15 @@ def test_an_interrupted_figure_goes_on_and_a_finished_one_measures_nothing(
 @pytest.fixture(scope="module")
 def gpt2(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Path]:
     folder = tmp_path_factory.mktemp("gpt2")
-    return measured(gpt2_growth.measure, folder, asked(GPT2, lengths=(4, 6, 9))), folder
+    return measured(GPT2_GROWTH, folder, asked(GPT2, lengths=(4, 6, 9))), folder
 
 
 def test_the_norms_are_those_of_the_models_own_hidden_states(gpt2: tuple[Any, Path]) -> None:
     ((series, reason),), folder = gpt2
     assert not reason
-    rows = pd.concat([one.entering for one in series])
+    rows = pd.concat([one.entering for layer in series for one in layer])
     assert len(rows) == 2 * 3 * 3 * 2
-    with Store.open(folder / "studies" / "gpt2", write=False) as store:
+    with Store.open(folder, write=False) as store:
         held, table = store.sequences("gpt2", "prose"), store.table(Measurement)
     model, ids = tiny("gpt2"), Words().encode(TEXT)
     for layer in (0, 1, 2):
@@ -350,17 +351,17 @@ def test_gpt2_is_drawn_and_told(gpt2: tuple[Any, Path]) -> None:
 
 def test_what_was_asked_for_last_is_shown_and_no_more(gpt2: tuple[Any, Path]) -> None:
     options = asked(GPT2, lengths=(4, 9), texts=(OTHER,), samples=1)
-    ((series, _),) = measured(gpt2_growth.measure, gpt2[1], options, never)
-    assert [one.text for one in series] == [OTHER] * 3
-    assert [one.fit.n_points for one in series] == [2] * 3
+    ((series, _),) = measured(GPT2_GROWTH, gpt2[1], options, never)
+    assert [one.text for layer in series for one in layer] == [OTHER] * 3
+    assert [one.fit.n_points for layer in series for one in layer] == [2] * 3
 
 
 def test_what_is_published_stands_beside_it(tmp_path: Path) -> None:
     options = asked(GPT2, lengths=(4, 6, 9), samples=1, texts=("prose",), layers=Ranges.parse("1", "layers"))
-    found = measured(gpt2_growth.measure, tmp_path, replace(options, as_published=True))
+    found = measured(GPT2_GROWTH, tmp_path, replace(options, as_published=True))
     finding = shown(GPT2_GROWTH, found, tmp_path)
     (row,) = finding.tables[0][1].to_dict("records")
-    with Store.open(tmp_path / "studies" / "gpt2", write=False) as store:
+    with Store.open(tmp_path, write=False) as store:
         table, theirs = store.table(Measurement), store.table(PublishedValue)
     theirs = theirs[theirs["quantity"] == "as published"].sort_values("n")
     ratios = theirs["lipschitz"].to_numpy() / table.sort_values("n")["lipschitz"].to_numpy()
@@ -369,9 +370,26 @@ def test_what_is_published_stands_beside_it(tmp_path: Path) -> None:
     assert row["published exponent"] == pytest.approx(slope, rel=1e-6)
     assert f"{row['published / corrected']:.3g} times the corrected constant" in finding.seen[0]
     # Not asked for, it is not shown.
-    finding = shown(GPT2_GROWTH, measured(gpt2_growth.measure, tmp_path, options, never), tmp_path)
+    finding = shown(GPT2_GROWTH, measured(GPT2_GROWTH, tmp_path, options, never), tmp_path)
     assert "published exponent" not in finding.tables[0][1]
     assert "published" not in finding.seen[0]
+
+
+def test_without_the_entering_tokens_the_constants_are_shown_with_the_reason(tmp_path: Path) -> None:
+    def refusing(*arguments: Any, **named: Any) -> Any:
+        if named["scope"] == "block":
+            raise CaptureError("Its block is hidden.")
+        return capture(*arguments, **named)
+
+    options = asked(GPT2, lengths=(4, 6, 9), samples=1, texts=("prose",))
+    with patch("howsmooth.models.capture", refusing):
+        found = measured(GPT2_GROWTH, tmp_path, options)
+    finding = shown(GPT2_GROWTH, found, tmp_path)
+    assert len(finding.seen) == 3 + 1
+    assert finding.seen[-1] == "gpt2: the tokens that enter a layer are not shown. Its block is hidden."
+    # What could not be captured is tried again.
+    ((_, reason),) = measured(GPT2_GROWTH, tmp_path, options)
+    assert not reason
 
 
 def test_norms_that_are_all_the_same_have_no_correlation() -> None:

@@ -12,15 +12,15 @@ import pytest
 import torch
 
 from howsmooth.errors import HowsmoothError, StoreError
-from howsmooth.paper.figure_1 import FIGURE_1, measure, result_sentences
+from howsmooth.paper.figure_1 import FIGURE_1, plan, result_sentences
 from howsmooth.paper.figure_dataclasses import FigureContext, models_for
 from howsmooth.paper.growth_with_length import Growth
-from howsmooth.paper.model_with_texts import columns
 from howsmooth.paper.plotting import fit_factor
 from howsmooth.paper.reproduce_options import FigureOptions
 from howsmooth.study.plans import ModelSpec
 from howsmooth.study.ranges import Ranges
 from howsmooth.study.records import Measurement, PublishedValue
+from howsmooth.study.runner import Means
 from howsmooth.study.store import Store
 from tests._figures import OTHER, Told, shown
 from tests._study import FakeModel, Tools, Work, installed, make_tools, words
@@ -62,15 +62,22 @@ def options(**changes: Any) -> FigureOptions:
     return FigureOptions(**({"texts": ("prose", "verse"), "lengths": (2, 4, 8, 16), "samples": 3} | changes))
 
 
-def context(folder: Path, told: Told | None = None, **changes: Any) -> FigureContext:
+def columns(folder: Path, **changes: Any) -> list[tuple[str, int]]:
+    """The model and the layer of each column of the figure."""
     asked = options(**changes)
-    return FigureContext(asked, folder, models_for(asked), told or Told())
+    with Store.open(folder, late=True) as store:
+        context = FigureContext(asked, store, Means(models=models_for(asked)))
+        list(plan(context))
+    subjects = [study.subjects[0] for study in context.studies]
+    return [(subject.model.label, layer) for subject in subjects for layer in subject.layers]
 
 
 def measured(folder: Path, tools: Tools, told: Told | None = None, **changes: Any) -> Panels:
     """Measure with stand-ins."""
+    asked = options(**changes)
     with installed(tools):
-        return measure(context(folder, told, **changes))
+        found, _ = FIGURE_1.measure(asked, folder, Means(told or Told(), models=models_for(asked)))
+    return found
 
 
 def said_of(folder: Path, tools: Tools, **changes: Any) -> tuple[list[str], pd.DataFrame]:
@@ -83,22 +90,22 @@ def said_of(folder: Path, tools: Tools, **changes: Any) -> tuple[list[str], pd.D
 # ---------------------------------------------------------------- columns
 
 
-def test_the_columns_are_the_papers() -> None:
+def test_the_columns_are_the_papers(tmp_path: Path) -> None:
     tools, _ = tools_of_figure_1()
     with installed(tools):
-        found = columns(context(Path()))
-    assert [(one.spec.label, one.layer) for one in found] == [
+        found = columns(tmp_path)
+    assert found == [
         ("builtin-encoder", 0),
         ("builtin-encoder (as decoder)", 2),  # it has three layers
         ("gpt2 (random init)", 6),
     ]
 
 
-def test_models_and_layers_that_are_asked_for_replace_them() -> None:
+def test_models_and_layers_that_are_asked_for_replace_them(tmp_path: Path) -> None:
     tools, _ = tools_of_figure_1()
     with installed(tools):
-        found = columns(context(Path(), models=(ModelSpec("other"),), layers=Ranges.parse("0,-1", "layers")))
-    assert [(one.spec.label, one.layer) for one in found] == [("other", 0), ("other", 1)]
+        found = columns(tmp_path, models=(ModelSpec("other"),), layers=Ranges.parse("0,-1", "layers"))
+    assert found == [("other", 0), ("other", 1)]
 
 
 def test_a_layer_that_does_not_exist_is_refused_before_anything_is_measured(tmp_path: Path) -> None:
@@ -109,10 +116,10 @@ def test_a_layer_that_does_not_exist_is_refused_before_anything_is_measured(tmp_
     assert not list(tmp_path.iterdir())
 
 
-def test_the_last_layer_of_a_real_masked_model_is_shown() -> None:
+def test_the_last_layer_of_a_real_masked_model_is_shown(tmp_path: Path) -> None:
     specs = (ModelSpec("builtin-encoder"), ModelSpec("builtin-decoder"))
-    found = columns(context(Path(), models=specs, texts=("alice",)))
-    assert [(one.layer, one.width) for one in found] == [(0, 256), (3, 256)]
+    found = columns(tmp_path, models=specs, texts=("alice",))
+    assert found == [("builtin-encoder", 0), ("builtin-decoder", 3)]
 
 
 # ---------------------------------------------------------------- measuring
@@ -160,17 +167,15 @@ def test_what_is_said_comes_from_the_numbers(tmp_path: Path) -> None:
     tools, _ = tools_of_figure_1(slope=0.25)
     asked = {"lengths": (2, 4, 8, 16, 32), "samples": 10}
     seen, table = said_of(tmp_path, tools, **asked)
-    with installed(tools):
-        shown_columns = columns(context(tmp_path))
-    for column in shown_columns:
-        with Store.open(tmp_path / "columns" / column.stem, write=False) as store:
-            measurements = store.table(Measurement)
-        for row in table[table["model"] == column.spec.label].itertuples():
-            rows = measurements[measurements["text"] == row.text]
-            slope = np.polyfit(np.log(rows["n"]), np.log(rows["lipschitz"]), 1)[0]
-            assert row.exponent == pytest.approx(slope, abs=1e-12)
-            words = next(one for one in seen if one.startswith(f"{row.model}, layer") and row.text in one)
-            assert f"n to the power {slope:.2f} (95 % interval {row.low:.2f} to {row.high:.2f})" in words
+    with Store.open(tmp_path, write=False) as store:
+        measurements = store.table(Measurement)
+    assert len(table) == 6
+    for row in table.itertuples():
+        rows = measurements[(measurements["model"] == row.model) & (measurements["text"] == row.text)]
+        slope = np.polyfit(np.log(rows["n"]), np.log(rows["lipschitz"]), 1)[0]
+        assert row.exponent == pytest.approx(slope, abs=1e-12)
+        words = next(one for one in seen if one.startswith(f"{row.model}, layer") and row.text in one)
+        assert f"n to the power {slope:.2f} (95 % interval {row.low:.2f} to {row.high:.2f})" in words
     inside = int(((table["low"] <= 0.25) & (table["high"] >= 0.25)).sum())
     assert f"The interval contains 1/4 in {inside} of 6 panels" in seen[0]
     # A later options shows what it asks for, and not all that is there.
@@ -242,9 +247,9 @@ def test_the_published_quantity_stands_beside_the_corrected_one(tmp_path: Path) 
         "samples": 2,
         "as_published": True,
     }
-    said = FIGURE_1.make(context(tmp_path, **asked))
+    said = FIGURE_1.make(options(**asked), tmp_path, Means(models=models_for(options(**asked))))
     row = said.tables[0][1].iloc[0]
-    with Store.open(next(tmp_path.glob("columns/*")), write=False) as store:
+    with Store.open(tmp_path, write=False) as store:
         rows = store.table(PublishedValue)
     theirs = rows[rows["quantity"] == "as published"]
     assert row["published exponent"] == pytest.approx(

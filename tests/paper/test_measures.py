@@ -18,21 +18,21 @@ from howsmooth.paper import proposition_3_6_two_diracs as two_dirac
 from howsmooth.paper.end_of_sqrt_n_growth import CROSSOVER, growth_ends
 from howsmooth.paper.figure_dataclasses import Figure
 from howsmooth.paper.proposition_3_6_two_diracs import BETTER, HALF, OPPOSITE, PAPER_WEIGHT, TWO_DIRAC
-from tests._figures import asked, context, dense_norm, shown
+from tests._figures import asked, dense_norm, measured, shown
 
 
 @pytest.fixture(scope="module")
 def diracs(tmp_path_factory: pytest.TempPathFactory) -> pd.DataFrame:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(two_dirac, "_RADII", (0.8, 1.5, 8.0, 26.5))
-        return two_dirac.measure(context(tmp_path_factory.mktemp("diracs"), asked()))
+        return measured(TWO_DIRAC, tmp_path_factory.mktemp("diracs"), asked())
 
 
 @pytest.fixture(scope="module")
 def lengths(tmp_path_factory: pytest.TempPathFactory) -> pd.DataFrame:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(crossover, "_LENGTHS", (2, 10, *(10**power for power in range(4, 45, 4))))
-        return crossover.measure(context(tmp_path_factory.mktemp("lengths"), asked()))
+        return measured(CROSSOVER, tmp_path_factory.mktemp("lengths"), asked())
 
 
 def dense(gamma: float, points: list[float], weights: list[float]) -> float:
@@ -162,9 +162,9 @@ def test_interrupted_it_goes_on_and_finished_it_measures_nothing(
 
     monkeypatch.setattr(module, "wasserstein_lipschitz", counted)
     with pytest.raises(KeyboardInterrupt):
-        figure.measure(context(tmp_path, asked()))
-    rows = figure.measure(context(tmp_path, asked()))
-    assert calls == 4 + len(rows) - 2  # one unit of two rows was finished, one row of the next was not kept
-    again = figure.measure(context(tmp_path, asked()))
+        measured(figure, tmp_path, asked())
+    rows = measured(figure, tmp_path, asked())
+    assert calls == 4 + len(rows) - 3  # three rows were kept
+    again = measured(figure, tmp_path, asked())
     pd.testing.assert_frame_equal(rows, again)
-    assert calls == 4 + len(rows) - 2
+    assert calls == 4 + len(rows) - 3

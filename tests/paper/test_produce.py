@@ -12,16 +12,23 @@ import pytest
 from howsmooth.cli import main
 from howsmooth.errors import ArgumentError, ModelError
 from howsmooth.paper import reproduction
-from howsmooth.paper.figure_dataclasses import Figure, FigureContext, Finding
+from howsmooth.paper.figure_dataclasses import Figure, FigureContext, FigurePlan, Finding
 from howsmooth.paper.plotting import Picture
 from howsmooth.paper.reproduce_options import FigureOptions
-from howsmooth.paper.row_cache import writing
 from howsmooth.study.measurement_run import run
 from howsmooth.study.plans import ModelSpec, Plan
 from howsmooth.study.ranges import Ranges
+from howsmooth.study.records import Measurement
 from howsmooth.study.store import Store
+from howsmooth.study.tasks.task import Work
 from tests._study import installed, make_tools
 from tests.paper.test_html_page import PNG
+
+
+def without_tasks(found: int) -> FigurePlan:
+    """A plan without tasks, of which something is known."""
+    yield Work(Measurement, "constants", [])
+    return lambda: found
 
 
 class Pretence:
@@ -32,23 +39,21 @@ class Pretence:
         self.before: Callable[[str], None] = lambda name: None
 
     def figure(self, name: str) -> Figure:
-        def measure(context: FigureContext) -> int:
-            context.say("half", 0.5)
+        def plan(context: FigureContext) -> FigurePlan:
             self.before(name)
             self.asked.append((name, context.options))
-            return len(self.asked)
+            return without_tasks(len(self.asked))
 
         def show(times: int, folder: Path) -> Finding:
-            with writing(folder):
-                (folder / "a.png").write_bytes(PNG)
-                (folder / "a.pdf").write_bytes(b"%PDF")
+            (folder / "a.png").write_bytes(PNG)
+            (folder / "a.pdf").write_bytes(b"%PDF")
             return Finding(
                 [Picture(folder / "a.pdf", folder / "a.png", "A picture", "It is drawn.", 700)],
                 [f"{name} was measured {times} times."],
                 [("Times", pd.DataFrame({"times": [times], "value": [float("nan")]}))],
             )
 
-        return Figure(name, f"Title of {name}", f"Figure {name}", "About.", measure, show)
+        return Figure(name, f"Title of {name}", f"Figure {name}", "About.", plan, show)
 
 
 @pytest.fixture
@@ -158,11 +163,11 @@ def test_a_figure_is_also_named_as_in_the_paper() -> None:
 def test_figures_share_models(pretence: Pretence, tmp_path: Path) -> None:
     tools, work = make_tools()
 
-    def load(context: FigureContext) -> int:
+    def load(context: FigureContext) -> FigurePlan:
         context.models.load(ModelSpec("small"), "prose")
-        return 0
+        return without_tasks(0)
 
-    chosen = [replace(one, measure=load) for one in reproduction.FIGURES]
+    chosen = [replace(one, plan=load) for one in reproduction.FIGURES]
     with installed(tools):
         reproduction.produce(chosen, FigureOptions(), tmp_path)
     assert work.loads == ["small"]
@@ -249,7 +254,7 @@ def test_a_folder_that_cannot_be_written_is_refused(
 ) -> None:
     (tmp_path / "file").write_text("")
     assert main(["reproduce", "one", "-q", "--out", str(tmp_path / "file")]) == 2
-    assert "cannot be written: Not a directory. The finished measurements" in capsys.readouterr().err
+    assert "writable folder" in capsys.readouterr().err
 
 
 def test_the_list_names_each_figure_once(capsys: pytest.CaptureFixture[str]) -> None:

@@ -17,7 +17,7 @@ from howsmooth.errors import ArgumentError
 from howsmooth.paper import section_5_2_worst_inputs as worst_inputs
 from howsmooth.paper.section_5_2_worst_inputs import WORST_INPUTS, side_by_side
 from howsmooth.study.ranges import Ranges
-from howsmooth.study.records import Measurement
+from howsmooth.study.records import FigureRow, Measurement
 from howsmooth.study.store import Store
 from tests._figures import BERT, GPT2, LLAMA, asked, bert_head, counting, dense_norm, measured, never, shown
 from tests._tiny_models import tiny
@@ -41,12 +41,13 @@ def attacked(_quick: None, tmp_path_factory: pytest.TempPathFactory) -> tuple[pd
     """What was found in two models, and the folder."""
     folder = tmp_path_factory.mktemp("attacked")
     options = asked(BERT, GPT2, as_published=True, **ATTACKED)
-    return measured(worst_inputs.measure, folder, options), folder
+    return measured(WORST_INPUTS, folder, options), folder
 
 
 def units(folder: Path) -> pd.DataFrame:
-    kept = [json.loads(path.read_text()) for path in (folder / "units").iterdir()]
-    return pd.DataFrame([{**unit["key"], **row} for unit in kept for row in unit["rows"]])
+    with Store.open(folder, write=False) as store:
+        kept = [row for row, _ in store.rows(FigureRow)]
+    return pd.DataFrame([{**json.loads(row.unit), **json.loads(row.numbers)} for row in kept])
 
 
 def _clusters(query: Tensor, key: Tensor, bias: Tensor, radius: float, n: int) -> list[Tensor]:
@@ -78,8 +79,9 @@ def _check_constant(head: SelfAttention, tokens: list[Tensor], value: float) -> 
 def test_the_papers_tokens_have_the_constant_of_the_dense_jacobian(
     attacked: tuple[pd.DataFrame, Path],
 ) -> None:
-    with Store.open(attacked[1] / "studies" / "bert--layer-01", write=False) as store:
-        longest = float(store.table(Measurement)["radius_max"].max())
+    with Store.open(attacked[1], write=False) as store:
+        table = store.table(Measurement)
+    longest = float(table.loc[table["model"] == "bert", "radius_max"].max())
     rows = units(attacked[1])
     rows = rows[rows["model"] == "bert"]
     assert set(rows["ball"]) == {repr(longest)}
@@ -156,9 +158,9 @@ def test_the_published_items_are_shown_if_they_were_asked_for_last(
     attacked: tuple[pd.DataFrame, Path],
 ) -> None:
     found, folder = attacked
-    before = sorted((folder / "units").iterdir())
-    again = measured(worst_inputs.measure, folder, asked(BERT, **ATTACKED), never)
-    assert sorted((folder / "units").iterdir()) == before
+    kept = units(folder)
+    again = measured(WORST_INPUTS, folder, asked(BERT, **ATTACKED), never)
+    pd.testing.assert_frame_equal(units(folder), kept)
     assert again["as published"].isna().all()
     published = ["wrong slices", "as published", "unsettled"]
     before = found[found["model"] == "bert"]
@@ -170,13 +172,13 @@ def test_lengths_size_the_search_and_an_interruption_keeps_finished_balls(
 ) -> None:
     monkeypatch.setattr(worst_inputs, "RADII", (5.0,))
     options = asked(BERT, **ATTACKED | {"lengths": (4,)})
-    whole = measured(worst_inputs.measure, tmp_path / "whole", options, counting(calls := []))
+    whole = measured(WORST_INPUTS, tmp_path / "whole", options, counting(calls := []))
     planned = len(calls)
-    assert len(list((tmp_path / "whole" / "units").iterdir())) == len(whole) == 2
+    assert units(tmp_path / "whole")["ball"].nunique() == len(whole) == 2
     with pytest.raises(KeyboardInterrupt):
-        measured(worst_inputs.measure, tmp_path / "part", options, counting([], stop=planned - 1))
-    assert len(list((tmp_path / "part" / "units").iterdir())) == 1
-    again = measured(worst_inputs.measure, tmp_path / "part", options, counting(calls := []))
+        measured(WORST_INPUTS, tmp_path / "part", options, counting([], stop=planned - 1))
+    assert units(tmp_path / "part")["ball"].nunique() == 1
+    again = measured(WORST_INPUTS, tmp_path / "part", options, counting(calls := []))
     assert len(calls) == 5  # four heads at the paper's tokens, and one at the worst tokens found
     pd.testing.assert_frame_equal(whole, again)
 
@@ -222,7 +224,7 @@ def test_rotary_heads_have_the_search_the_text_and_the_bound(
 ) -> None:
     monkeypatch.setattr(worst_inputs, "RADII", ())
     options = asked(LLAMA, **ATTACKED | {"lengths": (4, 40)})
-    rows = measured(worst_inputs.measure, tmp_path, options)
+    rows = measured(WORST_INPUTS, tmp_path, options)
     assert rows["n"].tolist() == [4]  # rotary positions are known for the model's lengths alone
     assert rows["paper"].isna().all()
     assert rows["theorem"].isna().all()
@@ -232,4 +234,4 @@ def test_rotary_heads_have_the_search_the_text_and_the_bound(
     assert "the paper's tokens" not in " ".join(finding.seen)
     assert "times howsmooth's bound" in finding.seen[0]
     with pytest.raises(ArgumentError, match="lengths of at most"):
-        measured(worst_inputs.measure, tmp_path, asked(LLAMA, **ATTACKED | {"lengths": (40,)}))
+        measured(WORST_INPUTS, tmp_path, asked(LLAMA, **ATTACKED | {"lengths": (40,)}))

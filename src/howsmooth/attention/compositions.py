@@ -13,10 +13,10 @@ from howsmooth.attention.atom_weights import Weighting
 from howsmooth.attention.map import TokenMap
 from howsmooth.errors import ArgumentError
 
-__all__ = ["Compose", "Residual"]
+__all__ = ["Compose", "OuterMap", "Residual"]
 
 
-class _Around(TokenMap):
+class OuterMap(TokenMap):
     """Base class of maps of tokens that contain another map of tokens, such as a residual connection.
 
     Dtype and device of the map are those of the inner map.
@@ -40,7 +40,7 @@ class _Around(TokenMap):
         return self.inner.device
 
 
-class Residual(_Around):
+class Residual(OuterMap):
     """The residual connection X ↦ X + inner(X)."""
 
     def __init__(self, inner: TokenMap) -> None:
@@ -79,7 +79,7 @@ class Residual(_Around):
         return x + self.inner._forward(x, weighting)
 
 
-class Compose(_Around):
+class Compose(OuterMap):
     """The composition X ↦ outer(inner(X))."""
 
     def __init__(self, outer: TokenMap, inner: TokenMap) -> None:

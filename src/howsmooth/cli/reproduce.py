@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from howsmooth.cli.plan_execution import FAILED, resumable
+from howsmooth.cli.plan_execution import FAILED, means_of, resumable
 from howsmooth.cli.progress import shown_progress
 from howsmooth.cli.terminal_output import as_json, console, heading, say, show_table
-from howsmooth.cli.typer_command import ONE_PROCESS, Shown, ShownOrQuiet, as_typed, command
+from howsmooth.cli.typer_command import Shown, ShownOrQuiet, as_typed, command
 from howsmooth.paper.reproduce_options import FigureOptions
 from howsmooth.study.execution_options import Execution
 from howsmooth.study.options import OUTPUT
@@ -46,7 +46,7 @@ _EXAMPLES = (
 _NO_PAGE = "There is no page yet, since a figure is drawn once all its measurements are made"
 
 
-@command(*_EXAMPLES, without=ONE_PROCESS, out="howsmooth-reproduced")
+@command(*_EXAMPLES, out="howsmooth-reproduced")
 def reproduce(
     options: FigureOptions,
     execution: Execution,
@@ -66,8 +66,8 @@ def reproduce(
         typer.Option(
             "--dry-run",
             rich_help_panel=OUTPUT,
-            help="Make each figure for about ten seconds in a temporary folder, and print how long it takes "
-            "in all. Nothing is written.",
+            help="Try some tasks of each figure, and print how long the tasks that are left take. Nothing is "
+            "written.",
         ),
     ] = False,
 ) -> int:
@@ -85,15 +85,19 @@ def reproduce(
         return 0
     chosen = choose_figures(figures or [])
     if dry_run:
-        return _tell_times(chosen, options, shown)
+        return _tell_times(chosen, options, execution.out, shown)
     out, typed = execution.out, as_typed()
 
     def kept() -> str:
         page = f"{PAGE} shows the finished figures" if (out / PAGE).exists() else _NO_PAGE
         return f"finished figures and measurements are saved in {encodable(str(out))}. {page}"
 
-    with resumable(kept, typed), shown_progress(quiet=shown.quiet) as display:
-        made = produce(chosen, options, out, display, typed)
+    with (
+        resumable(kept, typed),
+        shown_progress(quiet=shown.quiet) as display,
+        means_of(execution, display) as means,
+    ):
+        made = produce(chosen, options, out, means)
     if shown.json:
         typer.echo(_as_json(made, chosen, options, out))
     elif not shown.quiet:
@@ -101,23 +105,23 @@ def reproduce(
     return FAILED if made.refused else 0
 
 
-def _tell_times(chosen: Sequence[Figure], options: FigureOptions, shown: Shown) -> int:
+def _tell_times(chosen: Sequence[Figure], options: FigureOptions, out: Path, shown: Shown) -> int:
     """Print the expected time of each figure, and return the exit code of the command."""
-    from howsmooth.paper.time_forecast import expected_times
+    from howsmooth.paper.reproduction import expected_times
 
     with shown_progress(quiet=shown.quiet or shown.json) as display:
-        found = expected_times(chosen, options, display)
+        found = expected_times(chosen, options, out, display)
     seconds = sum(one.seconds or 0.0 for one in found)
     if shown.json:
         typer.echo(as_json(seconds=seconds, figures=[asdict(one) for one in found]))
     else:
         made = [one for one in found if one.seconds is not None]
-        rows = [[one.name, duration(one.seconds or 0.0), f"{100 * one.tried:.2g} %"] for one in made]
-        show_table(["figure", "time", "tried"], rows)
+        rows = [[one.name, duration(one.seconds or 0.0), str(one.tasks)] for one in made]
+        show_table(["figure", "time", "tasks left"], rows)
         for one in found:
             if one.refused:
                 say(f"Cannot be made: {one.name}: {readable(one.refused, longest=300)}")
-        say(f"In all about {duration(seconds)} from an empty folder, within a factor of three.")
+        say(f"In all about {duration(seconds)} without workers, within a factor of three.")
         say("Nothing was written.")
     return FAILED if any(one.refused for one in found) else 0
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 import math
 import re
 from functools import partial
-from itertools import cycle
+from itertools import cycle, product
 from pathlib import Path
 from typing import Any
 
@@ -19,13 +19,12 @@ from matplotlib.axes import Axes
 from howsmooth.bounds import norm_radius, table
 from howsmooth.paper import plotting
 from howsmooth.paper.exponent_text import exp
-from howsmooth.paper.figure_dataclasses import Figure, FigureContext, Finding
-from howsmooth.paper.model_with_texts import PreparedModel, columns
+from howsmooth.paper.figure_dataclasses import Figure, FigureContext, FigurePlan, Finding
+from howsmooth.paper.figure_tasks import Key, Values
+from howsmooth.paper.model_with_texts import prepared_models
 from howsmooth.paper.plotting import Curve, Panel
 from howsmooth.paper.published_code import c_3_as_coded
-from howsmooth.paper.row_cache import Row
 from howsmooth.study.figures.drawing import literal
-from howsmooth.study.measured_models import Subject
 from howsmooth.study.text_formatting import readable
 
 __all__ = [
@@ -36,7 +35,7 @@ __all__ = [
     "bound_table",
     "bound_words",
     "display_name",
-    "measure",
+    "plan",
     "show",
 ]
 
@@ -51,7 +50,7 @@ AS_CODED = "theorem_c_3_as_coded"
 
 LOCAL = "‖D_X f‖"
 
-_AS_CODED: Row = {
+_AS_CODED: Values = {
     "name": AS_CODED,
     "side": "upper",
     "quantity": LOCAL,
@@ -107,33 +106,28 @@ _MOST_DECADES = 6.0
 _SCOPES = {"head": "one head", "attention": "all heads and the output projection"}
 
 
-def measure(context: FigureContext) -> pd.DataFrame:
-    """Compute all bounds on each layer at sequences of real text, and measure the local Lipschitz constants
-    at these sequences.
-
-    The table has one row for each bound, sequence and head. The column ``kind`` is a key of :data:`KINDS`.
-    The column ``log_ratio`` is the logarithm of bound / measured constant. The formula of the published code
-    is included only if the options ask for it.
+def plan(context: FigureContext) -> FigurePlan:
+    """Plan to compute all bounds on each layer at sequences of real text, and to measure the local Lipschitz
+    constants at these sequences, in a row for each bound, sequence and head.
     """
-    layers, found = columns(context), list[Row]()
-    chosen = {"lengths": context.options.lengths or _LENGTHS, "samples": 1, "scopes": tuple(_SCOPES)}
-    for column, part in context.each(layers, [one.cost for one in layers]):
-        here = PreparedModel(context, column.spec, layers=column.layers, **chosen)
-        first = (here.subjects[0], min(here.plan.lengths))
-        jobs = [
-            (subject, n, tokens, scope)
-            for subject in here.subjects
-            for n, tokens in here.sequences(subject)
-            for scope in here.plan.scopes
-            if scope == "head" or column.width < WIDE or (subject, n) == first
-        ]
-        for (subject, n, tokens, scope), share in part.each(jobs):
-            share.say(f"{column.spec.label}, layer {column.layer}, n = {n}, scope {scope}")
-            key = here.key(subject, layer=column.layer, n=n, scope=scope)
-            found += share.rows(key, partial(_rows, here, subject, tokens, scope))
-    rows = pd.DataFrame(found)
-    if not context.options.as_published:
-        rows = rows[rows["name"] != AS_CODED]
+    tasks, lengths = [], context.options.lengths or _LENGTHS
+    for model in prepared_models(context, lengths=lengths, samples=1, scopes=tuple(_SCOPES)):
+        first = (model.subjects[0], min(lengths))
+        wide = model.first_site.x.shape[-1] >= WIDE
+        for layer, (subject, n), scope in product(model.layers, model.places(), _SCOPES):
+            if scope == "head" or not wide or (subject, n) == first:
+                measure = partial(_rows, scope, context.options.seed)
+                key: Key = {"layer": layer, "n": n, "scope": scope}
+                tasks.append(model.task(subject, n, measure, key, scope=scope, layers=[layer]))
+    read = yield from context.units(tasks, "layers' bounds")
+    return lambda: _over_measured(read(), context.options.as_published)
+
+
+def _over_measured(rows: pd.DataFrame, as_published: bool) -> pd.DataFrame:
+    """Add the column ``kind``, a key of :data:`KINDS`, and the column ``log_ratio``, the logarithm of bound /
+    measured constant. The formula of the published code is left out unless the options ask for it.
+    """
+    rows = rows if as_published else rows[rows["name"] != AS_CODED]
     where = np.where(rows["quantity"] == LOCAL, "local ", "ball ")
     measured = (_logs(rows["lower"]) + _logs(rows["upper"])) / 2
     return rows.assign(
@@ -142,36 +136,32 @@ def measure(context: FigureContext) -> pd.DataFrame:
     )
 
 
-def _rows(here: PreparedModel, subject: Subject, tokens: torch.Tensor, scope: str) -> list[Row]:
-    """Compute all bounds at the tokens of one sequence, and measure the constants there. With the scope
-    ``head`` this is done for each head of a layer, and otherwise for the whole attention.
+def _rows(scope: str, seed: int, site: Any) -> list[Values]:
+    """Compute all bounds on one captured head, or on a whole attention, at the tokens of one sequence, and
+    measure the constant there.
     """
-    rows: list[Row] = []
-    for site in here.sites(subject, tokens, scope):
-        x = site.x[0].detach().cpu()
-        longest = float(torch.linalg.vector_norm(x.double(), dim=-1).max())
-        norm = getattr(site, "norm", None)
-        # The radius of the norm layer can be smaller than a token's norm by a rounding error.
-        radius = longest if norm is None else max(norm_radius(norm), longest)
-        found = table(site.map, x, radius=radius, seed=here.plan.seed)
-        found = found.reset_index().assign(log_value=found.attrs["log_values"])
-        ends = found[found["name"] == "measured"].set_index("side")["value"]
-        beside = {
-            "head": site.head,
-            "masking": site.masking,
-            "radius": radius,
-            "radius_from": "the longest of the tokens" if norm is None else f"the {type(norm).__name__}",
-            "lower": float(ends["lower"]),
-            "upper": float(ends["upper"]),
-        }
-        bounds = found.loc[found["name"] != "measured", _OF_A_BOUND]
-        rows += [
-            beside | {str(key): value for key, value in one.items()} for one in bounds.to_dict("records")
-        ]
-        if scope == "head":
-            coded = c_3_as_coded(site.map, x)
-            log = math.log(coded) if coded > 0 else -math.inf
-            rows.append(beside | _AS_CODED | {"log_value": log})
+    x = site.x[0].detach().cpu()
+    longest = float(torch.linalg.vector_norm(x.double(), dim=-1).max())
+    norm = getattr(site, "norm", None)
+    # The radius of the norm layer can be smaller than a token's norm by a rounding error.
+    radius = longest if norm is None else max(norm_radius(norm), longest)
+    found = table(site.map, x, radius=radius, seed=seed)
+    found = found.reset_index().assign(log_value=found.attrs["log_values"])
+    ends = found[found["name"] == "measured"].set_index("side")["value"]
+    beside = {
+        "head": site.head,
+        "masking": site.masking,
+        "radius": radius,
+        "radius_from": "the longest of the tokens" if norm is None else f"the {type(norm).__name__}",
+        "lower": float(ends["lower"]),
+        "upper": float(ends["upper"]),
+    }
+    bounds = found.loc[found["name"] != "measured", _OF_A_BOUND]
+    rows = [beside | {str(key): value for key, value in one.items()} for one in bounds.to_dict("records")]
+    if scope == "head":
+        coded = c_3_as_coded(site.map, x)
+        log = math.log(coded) if coded > 0 else -math.inf
+        rows.append(beside | _AS_CODED | {"log_value": log})
     return rows
 
 
@@ -385,6 +375,6 @@ ALL_BOUNDS = Figure(
         f"beyond it. For models with tokens of dimension {WIDE} or more, all heads together are bounded only "
         "at the shortest length of the first text, because this takes minutes."
     ),
-    measure=measure,
+    plan=plan,
     show=show,
 )

@@ -12,26 +12,24 @@ import math
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pandas as pd
-import torch
 from matplotlib.ticker import MaxNLocator
 
 from howsmooth.bounds.attention_parameters import Head, parameters_of
 from howsmooth.bounds.worst_case_tokens import real_eigenpairs
 from howsmooth.paper import plotting
 from howsmooth.paper.exponent_text import between
-from howsmooth.paper.figure_dataclasses import Figure, FigureContext, Finding
-from howsmooth.paper.model_with_texts import MODELS, PreparedModel, bilinear, usual_length
+from howsmooth.paper.figure_dataclasses import Figure, FigureContext, FigurePlan, Finding
+from howsmooth.paper.figure_tasks import Key, Values
+from howsmooth.paper.model_with_texts import bilinear, prepared_models
 from howsmooth.paper.plotting import Curve, Panel
-from howsmooth.paper.row_cache import Row
 from howsmooth.study.figures.drawing import literal
-from howsmooth.study.measured_models import Subject
-from howsmooth.study.ranges import Ranges
 from howsmooth.study.text_formatting import decimal, readable
 
-__all__ = ["GAMMA_RADIUS", "measure", "over_texts", "result_sentences", "show"]
+__all__ = ["GAMMA_RADIUS", "over_texts", "plan", "result_sentences", "show"]
 
 _SAMPLES = 8
 # The length n for which γR² is compared, and the γR² at which the heavy token among n tokens has half of the
@@ -53,48 +51,34 @@ _NAMES = {
 }
 
 
-def measure(context: FigureContext) -> pd.DataFrame:
-    """Compute the eigenvalues of the score matrix of each head, and the norms of the tokens that the head
-    receives.
-
-    The table has one row for each model, text, length, layer and head.
+def plan(context: FigureContext) -> FigurePlan:
+    """Plan to compute the eigenvalues of the score matrix of each head, and the norms of the tokens that the
+    head receives, in a row for each model, text, length, layer and head.
     """
-    options = context.options
-    specs = options.models or MODELS
-    rows: list[Row] = []
-    for spec, part in context.each(specs):
-        part.say(spec.label)
-        here = PreparedModel(
-            context,
-            spec,
-            lengths=options.lengths or (usual_length(context, spec),),
-            samples=options.samples or _SAMPLES,
-            layers=options.layers or Ranges.parse("all", "layers"),
-        )
-        for subject in here.subjects:
-            for n, tokens in here.sequences(subject):
-                key = here.key(subject, layers=here.plan.layers.text, n=n, samples=here.plan.samples)
-                rows += part.rows(key, partial(_rows, here, subject, tokens))
-    return pd.DataFrame(rows)
+    tasks = []
+    for model in prepared_models(context, lengths=context.options.lengths, samples=_SAMPLES, layers="all"):
+        for subject, n in model.places():
+            key: Key = {"layers": model.plan.layers.text, "n": n, "samples": model.plan.samples}
+            tasks.append(model.task(subject, n, partial(_rows, model.label), key))
+    return context.units(tasks, "models on text")
 
 
-def _rows(here: PreparedModel, subject: Subject, tokens: torch.Tensor) -> list[Row]:
-    """Return one row for each head, with the eigenvalues of its score matrix and the norms of its tokens."""
-    rows: list[Row] = []
-    for site in here.sites(subject, tokens):
-        radius = site.radius_mean.numpy()
-        of_layer = {
-            "layer": site.layer,
-            "radius": math.sqrt(float((radius**2).mean())),
-            "radius_from": float(radius.min()),
-            "radius_to": float(radius.max()),
-        }
-        heads = parameters_of(bilinear(site, subject.model.label)).heads
-        rows += [{**of_layer, "head": h, **_gamma(head)} for h, head in enumerate(heads)]
-    return rows
+def _rows(label: str, site: Any) -> list[Values]:
+    """Return one row for each head of a layer, with the eigenvalues of its score matrix and the norms of its
+    tokens.
+    """
+    radius = site.radius_mean.numpy()
+    of_layer = {
+        "layer": site.layer,
+        "radius": math.sqrt(float((radius**2).mean())),
+        "radius_from": float(radius.min()),
+        "radius_to": float(radius.max()),
+    }
+    heads = parameters_of(bilinear(site, label)).heads
+    return [{**of_layer, "head": h, **_gamma(head)} for h, head in enumerate(heads)]
 
 
-def _gamma(head: Head) -> Row:
+def _gamma(head: Head) -> Values:
     """Return γ and the smallest and largest real eigenvalue of the score matrix A of a head; all are None if
     A has no real eigenvalue.
     """
@@ -228,6 +212,6 @@ GAMMA_RADIUS = Figure(
         f"line, log({_LONG - 1})/2, the heavy one of the paper's two clusters has at least half of the "
         f"weight at n = {_LONG}."
     ),
-    measure=measure,
+    plan=plan,
     show=show,
 )

@@ -30,12 +30,12 @@ from howsmooth.bounds.attention_parameters import Head, parameters_of
 from howsmooth.errors import ArgumentError
 from howsmooth.paper import plotting
 from howsmooth.paper.exponent_text import between, exp
-from howsmooth.paper.figure_dataclasses import Figure, FigureContext, Finding
-from howsmooth.paper.model_with_texts import Column, PreparedModel, bilinear, columns, usual_length
+from howsmooth.paper.figure_dataclasses import Figure, FigureContext, FigurePlan, Finding
+from howsmooth.paper.figure_tasks import Key, UnitTask, Values
+from howsmooth.paper.model_with_texts import PreparedModel, bilinear, prepared_models
 from howsmooth.paper.plotting import Curve, Panel
 from howsmooth.paper.proposition_3_6_two_diracs import identity_head
 from howsmooth.paper.reproduce_options import FigureOptions
-from howsmooth.paper.row_cache import Key, Row
 from howsmooth.seeds import derive_seed
 from howsmooth.study.exponents import fit_exponent
 from howsmooth.study.figures.drawing import literal
@@ -48,7 +48,7 @@ __all__ = [
     "Balanced",
     "balanced",
     "exponents_in_radius",
-    "measure",
+    "plan",
     "show",
 ]
 
@@ -130,24 +130,20 @@ def balanced(head: Head) -> Balanced:
     return Balanced(head, candidates[int(gains.argmax())])
 
 
-def measure(context: FigureContext) -> pd.DataFrame:
-    """Measure the constants of heads at the tokens of Appendix C.7, and return one row for each head, length
+def plan(context: FigureContext) -> FigurePlan:
+    """Plan to measure the constants of heads at the tokens of Appendix C.7, in a row for each head, length
     and radius.
 
     The head with A = V = I is measured at every length, and the heads of the models' layers at the longest
     length.
     """
-    lengths, found = _lengths(context.options), columns(context)
-    # Heads take more time the wider they are; only shares matter.
-    parts = context.parts([512.0, *(column.cost for column in found)])
-    parts[0].say(IDENTITY)
-    rows: list[Row] = []
-    for n in lengths:
-        key: Key = {"model": IDENTITY, "layer": 0, "head": 0, "n": n, "seed": context.options.seed}
-        rows += context.rows(key, partial(_rows, identity_head(1.0), key, None))
-    for column, part in zip(found, parts[1:], strict=True):
-        rows += _of_column(column, part, max(lengths))
-    return pd.DataFrame(rows)
+    lengths, seed = _lengths(context.options), context.options.seed
+    keys: list[Key] = [{"model": IDENTITY, "layer": 0, "head": 0, "n": n, "seed": seed} for n in lengths]
+    tasks = [_task(identity_head(1.0), key, None) for key in keys]
+    for model in prepared_models(context, samples=_SAMPLES):
+        for layer in model.layers:
+            tasks += _of_layer(model, layer, max(lengths))
+    return context.units(tasks, "heads")
 
 
 def _lengths(options: FigureOptions) -> list[int]:
@@ -164,35 +160,24 @@ def _lengths(options: FigureOptions) -> list[int]:
     return [there[place] for place in places]
 
 
-def _of_column(column: Column, context: FigureContext, n: int) -> list[Row]:
-    """Measure every head of one layer at n tokens of Appendix C.7 with several radii, and return the rows."""
-    many = {"lengths": (usual_length(context, column.spec),), "samples": context.options.samples or _SAMPLES}
-    here = PreparedModel(context, column.spec, layers=column.layers, **many)
-    sites = [
-        here.sites(subject, tokens)[0] for subject in here.subjects for _, tokens in here.sequences(subject)
-    ]
-    f = bilinear(sites[0], column.spec.label)
+def _of_layer(model: PreparedModel, layer: int, n: int) -> Iterator[UnitTask]:
+    """Yield the tasks that measure every head of one layer at n tokens of Appendix C.7 with several radii."""
+    sites = [site for place in model.places() for site in model.sites(*place) if site.layer == layer]
+    f = bilinear(sites[0], model.label)
     squares = [float((site.radius_mean**2).mean()) for site in sites]
     radius = math.sqrt(sum(squares) / len(squares))  # the norm of real tokens
-    rows: list[Row] = []
-    for h, part in context.each(range(f.heads)):
-        part.say(f"{column.spec.label}, head {h}")
-        key: Key = {
-            "model": column.spec.label,
-            "fingerprint": here.subjects[0].fingerprint,
-            "texts": "; ".join(one.text.digest for one in here.subjects),
-            "layer": column.layer,
-            "head": h,
-            "n": n,
-            "samples": here.plan.samples,
-            "seed": here.plan.seed,
-            "dtype": here.plan.dtype,
-        }
-        rows += part.rows(key, partial(_rows, f.head(h), key, radius))
-    return rows
+    digests = "; ".join(one.text.digest for one in model.subjects)
+    for h in range(f.heads):
+        key = model.key(texts=digests, layer=layer, head=h, n=n, samples=model.plan.samples)
+        yield _task(f.head(h), key, radius)
 
 
-def _rows(f: SelfAttention, key: Key, real: float | None) -> Iterator[Row]:
+def _task(f: SelfAttention, key: Key, real: float | None) -> UnitTask:
+    words = f"{key['model']}, layer {key['layer']}, head {key['head']}, n = {key['n']}"
+    return UnitTask(key, partial(_rows, f, key, real), words, (key["model"],), int(key["n"] or 0))
+
+
+def _rows(f: SelfAttention, key: Key, real: float | None) -> Iterator[Values]:
     """Yield the constant of a head at the tokens of Appendix C.7 and bounds on it, as one row for each radius
     R.
     """
@@ -350,6 +335,6 @@ QUADRATIC_GROWTH = Figure(
         "the query bias, and dashed R² with only its factor fitted; the vertical line is the norm of real "
         f"tokens. Exponents are fitted where ‖A‖R² is at least {FAR:g}."
     ),
-    measure=measure,
+    plan=plan,
     show=show,
 )

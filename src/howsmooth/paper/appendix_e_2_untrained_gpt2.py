@@ -3,117 +3,110 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from functools import partial
-from itertools import cycle, groupby
-from operator import attrgetter
+from itertools import cycle
 from pathlib import Path
+from typing import Any
 
 import pandas as pd
 
-from howsmooth.errors import CaptureError
 from howsmooth.paper import plotting
 from howsmooth.paper.exponent_text import power_label
-from howsmooth.paper.figure_dataclasses import Figure, FigureContext, Finding
+from howsmooth.paper.figure_dataclasses import Figure, FigureContext, FigurePlan, Finding
+from howsmooth.paper.figure_tasks import Key, SiteTask, Values
 from howsmooth.paper.growth_with_length import Growth, growths
 from howsmooth.paper.model_with_texts import PreparedModel, loaded
 from howsmooth.paper.plotting import Curve, Panel, fitted
-from howsmooth.paper.row_cache import Row
 from howsmooth.study.figures.drawing import literal
-from howsmooth.study.measured_models import Subject, layer_and_head_counts
+from howsmooth.study.measured_models import layer_and_head_counts
 from howsmooth.study.plans import ModelSpec
-from howsmooth.study.ranges import Ranges
-from howsmooth.study.text_formatting import decimal, encodable, file_stem, readable
-from howsmooth.study.text_windows import Sequences
+from howsmooth.study.records import Failure, FigureRow
+from howsmooth.study.text_formatting import decimal, file_stem, readable
 
-__all__ = ["GPT2_GROWTH", "measure", "show"]
+__all__ = ["GPT2_GROWTH", "plan", "show"]
 
 _MODELS = (ModelSpec("gpt2", random_init=True),)
 _LENGTHS = (4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128)
 _SAMPLES = 4
 _MOST_ACROSS = 4
-# Shares of the time: the norms of the layers' inputs need only forward passes.
-_MEASURED, _NORMS = 9.0, 1.0
 
 
-def measure(context: FigureContext) -> list[tuple[list[Growth], str]]:
-    """Measure the constants of the layers of each model, and the norms of the tokens that enter these layers.
-
-    Return a pair for each model: the measurements of its layers on its texts, and the reason why the norms of
-    the entering tokens are missing. The reason is empty if they are not missing.
+def plan(context: FigureContext) -> FigurePlan:
+    """Plan to measure the constants of the layers of each model, and the norms of the tokens that enter these
+    layers, in a pair for each model: for each layer, the measurements on all texts; and the reason why the
+    norms are missing, which is empty if they are not.
     """
-    found = []
-    for spec, part in context.each(context.options.models or _MODELS):
-        studying, norming = part.parts((_MEASURED, _NORMS))
-        here = PreparedModel(
-            context,
-            spec,
-            lengths=context.options.lengths or _LENGTHS,
-            samples=context.options.samples or _SAMPLES,
-            layers=context.options.layers or _layers(context, spec),
-        )
-        folder = f"studies/{file_stem(spec.label)}"
-        studied = here.study(folder, studying, published=context.options.as_published)
-        norms, reason = _norms(here, studied.held, norming)
-        of_model = [
-            replace(one, entering=norms[(norms["layer"] == one.layer) & (norms["text"] == one.text)])
-            for one in growths(here, studied)
-        ]
-        found.append((of_model, reason))
-    return found
+    chosen: dict[str, Any] = {"lengths": context.options.lengths or _LENGTHS, "samples": _SAMPLES}
+    models = [
+        PreparedModel(context, spec, layers=_layers(context, spec), **chosen)
+        for spec in context.options.models or _MODELS
+    ]
+    reads = []
+    for model in models:
+        yield from model.constants(published=context.options.as_published)
+        reads.append((yield from context.units(list(_norm_tasks(model)), "norms of sequences")))
+    return lambda: [_with_norms(model, read()) for model, read in zip(models, reads, strict=True)]
 
 
-def _layers(context: FigureContext, spec: ModelSpec) -> Ranges:
+def _layers(context: FigureContext, spec: ModelSpec) -> str:
     """Return the indices of the first, the middle and the last layer of a model."""
     count, _ = layer_and_head_counts(loaded(context, spec), spec.label)
-    return Ranges.parse(f"0,{count // 2},{count - 1}", "layers")
+    return f"0,{count // 2},{count - 1}"
 
 
-def _norms(
-    here: PreparedModel, held: dict[str, Sequences], context: FigureContext
-) -> tuple[pd.DataFrame, str]:
-    """Return a table of the norms of the tokens that enter each layer, and the reason if these tokens cannot
-    be captured.
+class _NormTask(SiteTask):
+    """A task that computes the norms of the tokens that enter layers; the figure is drawn without them if a
+    layer's input cannot be captured.
     """
-    rows, reason = [], ""
-    for subject in here.subjects:
-        context.say(f"{subject.model.label}, {subject.text.name}")
-        places = held[subject.text.name]
-        key = here.key(
-            subject,
-            layers=here.plan.layers.text,
-            lengths=",".join(str(n) for n in here.plan.lengths),
-            samples=here.plan.samples,
-            sequences=repr(sorted(places.items())),
-        )
-        try:
-            rows += context.rows(key, partial(_entering, here, subject, places))
-        except CaptureError as error:
-            reason = f"{readable(here.label)}: the tokens that enter a layer are not shown. {error}"
-    return pd.DataFrame(rows, columns=["text", "layer", "n", "sample", "radius"]), encodable(reason)
+
+    essential = False
 
 
-def _entering(here: PreparedModel, subject: Subject, held: Sequences) -> list[Row]:
-    """Return the norms of the tokens that enter each layer, measured before the norm layer of the layer."""
+def _norm_tasks(model: PreparedModel) -> Iterator[SiteTask]:
+    for subject, n in model.places():
+        starts = [subject.starts[n, sample] for sample in range(model.plan.samples)]
+        key: Key = {"layers": model.plan.layers.text, "n": n, "starts": repr(starts)}
+        yield model.task(subject, n, _entering, key, scope="block", kind=_NormTask)
+
+
+def _entering(site: Any) -> list[Values]:
+    """Return the norms of the tokens that enter a layer, measured before the norm layer of the layer."""
     return [
-        {"layer": site.layer, "n": n, "sample": sample, "radius": radius}
-        for n, tokens in here.sequences(subject, held)
-        for site in here.sites(subject, tokens, "block")
+        {"layer": site.layer, "sample": sample, "radius": radius}
         for sample, radius in enumerate(site.radius_mean.tolist())
     ]
 
 
-def show(models: list[tuple[list[Growth], str]], folder: Path) -> Finding:
+def _with_norms(model: PreparedModel, norms: pd.DataFrame) -> tuple[list[list[Growth]], str]:
+    norms = norms.reindex(columns=["text", "layer", "n", "sample", "radius"])
+    layers = [
+        [
+            replace(one, entering=norms[(norms["layer"] == one.layer) & (norms["text"] == one.text)])
+            for one in layer
+        ]
+        for layer in growths(model)
+    ]
+    failures = model.context.store.rows(Failure, what=FigureRow.table, model=model.label)
+    reason = "".join(
+        f"{readable(model.label)}: the tokens that enter a layer are not shown. {failure.error}"
+        for failure, _ in failures[:1]
+    )
+    return layers, reason
+
+
+def show(models: list[tuple[list[list[Growth]], str]], folder: Path) -> Finding:
     """Draw the constants and the token norms against n, with at most four layers in a picture, and describe
     the results.
     """
     pictures, seen = [], list[str]()
-    for series, reason in models:
-        layers = [list(own) for _, own in groupby(series, key=attrgetter("layer"))]
+    for layers, reason in models:
         pictures += [_picture(some, folder) for _, some in plotting.sheets(layers, _MOST_ACROSS)]
-        seen += [*(each.result_sentences() for each in series), *([reason] if reason else [])]
-    table = pd.DataFrame([each.columns() for series, _ in models for each in series])
+        seen += [
+            *(one.result_sentences() for layer in layers for one in layer),
+            *([reason] if reason else []),
+        ]
+    table = pd.DataFrame([one.columns() for layers, _ in models for layer in layers for one in layer])
     return Finding(pictures, seen, [("Exponents, and correlations of norm and length", table)])
 
 
@@ -177,6 +170,6 @@ GPT2_GROWTH = Figure(
         "effect of the norm. As published, dropout stays on in an untrained model, and the output is used in "
         "place of the tangent."
     ),
-    measure=measure,
+    plan=plan,
     show=show,
 )

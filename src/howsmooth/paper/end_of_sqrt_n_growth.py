@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from functools import partial
+from itertools import product
 from pathlib import Path
 
 import numpy as np
@@ -23,15 +24,15 @@ from howsmooth.bounds import (
 )
 from howsmooth.measures import wasserstein_lipschitz
 from howsmooth.paper import plotting
-from howsmooth.paper.figure_dataclasses import Figure, FigureContext, Finding
+from howsmooth.paper.figure_dataclasses import Figure, FigureContext, FigurePlan, Finding
+from howsmooth.paper.figure_tasks import Key, UnitTask, Values
 from howsmooth.paper.plotting import Curve, Panel
 from howsmooth.paper.proposition_3_6_two_diracs import RTOL, describe, identity_head, two_diracs
-from howsmooth.paper.row_cache import Key, Row
 from howsmooth.seeds import derive_seed
 from howsmooth.study.exponents import fit_exponent
 from howsmooth.study.text_formatting import decimal
 
-__all__ = ["CROSSOVER", "growth_ends", "measure", "result_sentences", "show"]
+__all__ = ["CROSSOVER", "growth_ends", "plan", "result_sentences", "show"]
 
 # log10 of e^{2γR²}, the number of tokens at which growth like √n ends.
 _POWERS = (4, 20, 40)
@@ -44,20 +45,20 @@ _FAR = 100.0
 _DECADE = math.log(10)
 
 
-def measure(context: FigureContext) -> pd.DataFrame:
-    """Measure the constant at two Dirac masses with the weights 1/n and 1 − 1/n, and return one row for each
-    n and each radius.
+def plan(context: FigureContext) -> FigurePlan:
+    """Plan to measure the constant at two Dirac masses with the weights 1/n and 1 − 1/n, in a row for each n
+    and each radius.
     """
-    rows = []
-    for power, part in context.each(_POWERS):
-        part.say(f"exp(2γR²) = 10^{power}")
-        key: Key = {"power": power, "seed": context.options.seed}
-        rows += part.rows(key, partial(map, partial(_row, key, power * _DECADE / 2), _LENGTHS))
     describe(context, "two Diracs in two dimensions, A = −I, V = I")
-    return pd.DataFrame(rows)
+    tasks = []
+    for power, n in product(_POWERS, _LENGTHS):
+        key: Key = {"power": power, "seed": context.options.seed}
+        words = f"exp(2γR²) = 10^{power}, n = {n:.3g}"
+        tasks.append(UnitTask({**key, "n": str(n)}, partial(_rows, key, power * _DECADE / 2, n), words))
+    return context.units(tasks, "constants at two Diracs")
 
 
-def _row(key: Key, g: float, n: int) -> Row:
+def _rows(key: Key, g: float, n: int) -> list[Values]:
     radius, f = math.sqrt(g), identity_head(-1.0, _DIMENSION)
     logs = torch.tensor([-math.log(n), math.log1p(-1 / n)], dtype=torch.float64)
     at = two_diracs(radius, -1.0, logs, _DIMENSION)
@@ -67,7 +68,7 @@ def _row(key: Key, g: float, n: int) -> Row:
     if n in _TOKENS:
         x = at.points[torch.ones(n, dtype=torch.long).index_fill_(0, torch.tensor([0]), 0)]
         tokens = math.log(float(lipschitz.local_lipschitz(f, x, rtol=RTOL, seed=start).value))
-    return {
+    row = {
         "log_n": math.log(n),
         "g": g,
         "radius": radius,
@@ -80,6 +81,7 @@ def _row(key: Key, g: float, n: int) -> Row:
         "log_theorem": theorem_3_3(f, n, radius).log_value,
         "log_free": mean_field_upper_bound(f, radius).log_value,
     }
+    return [row]
 
 
 def show(rows: pd.DataFrame, folder: Path) -> Finding:
@@ -103,7 +105,7 @@ def growth_ends(rows: pd.DataFrame) -> pd.DataFrame:
     columns are logarithms to base ten: ``expected`` of e^{2γR²}, ``at`` of the n with the largest constant,
     ``largest`` of the largest constant, and ``last`` of the constant at the largest n. The column ``free`` is
     the ratio of the bound that holds for every n to the largest constant. The argument ``rows`` is the table
-    that :func:`measure` returns.
+    that :func:`plan` describes.
     """
     found = []
     for _, part in rows.groupby("power", sort=True):
@@ -189,6 +191,6 @@ CROSSOVER = Figure(
         "the ball. The constant is at least 1: all tokens may move alike, across u. No model and no text is "
         "involved."
     ),
-    measure=measure,
+    plan=plan,
     show=show,
 )

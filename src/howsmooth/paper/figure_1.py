@@ -13,32 +13,29 @@ from matplotlib.colors import Normalize
 
 from howsmooth.paper import plotting
 from howsmooth.paper.exponent_text import power_label
-from howsmooth.paper.figure_dataclasses import Figure, FigureContext, Finding
+from howsmooth.paper.figure_dataclasses import Figure, FigureContext, FigurePlan, Finding
 from howsmooth.paper.growth_with_length import Growth, growths
-from howsmooth.paper.model_with_texts import PreparedModel, columns
+from howsmooth.paper.model_with_texts import prepared_models
 from howsmooth.paper.plotting import Curve, Panel, fitted
 from howsmooth.study.exponents import QUARTER, Exponent
 from howsmooth.study.figures.drawing import COLOURS, literal, set_bar_ticks
 from howsmooth.study.text_formatting import readable
 
-__all__ = ["FIGURE_1", "measure", "result_sentences", "show"]
+__all__ = ["FIGURE_1", "plan", "result_sentences", "show"]
 
 _LENGTHS = tuple(range(4, 101, 4))
 _SAMPLES = 10
 _MOST_ACROSS = 3
 
 
-def measure(context: FigureContext) -> list[list[Growth]]:
-    """Measure how the constant grows with the sequence length; return a list for each layer, with one
+def plan(context: FigureContext) -> FigurePlan:
+    """Plan to measure how the constant grows with the sequence length, in a list for each layer, with one
     ``Growth`` for each text.
     """
-    options, found, panels = context.options, columns(context), []
-    many = {"lengths": options.lengths or _LENGTHS, "samples": options.samples or _SAMPLES}
-    for column, part in context.each(found, [one.cost for one in found]):
-        here = PreparedModel(context, column.spec, layers=column.layers, **many)
-        studied = here.study(f"columns/{column.stem}", part, published=options.as_published)
-        panels.append(growths(here, studied))
-    return panels
+    models = prepared_models(context, lengths=context.options.lengths or _LENGTHS, samples=_SAMPLES)
+    for model in models:
+        yield from model.constants(published=context.options.as_published)
+    return lambda: [layer for model in models for layer in growths(model)]
 
 
 def show(panels: list[list[Growth]], folder: Path) -> Finding:
@@ -152,6 +149,6 @@ FIGURE_1 = Figure(
         "panel with its 95 % interval; the dashed one is n to the power 1/4 with only its factor fitted to "
         "the same points."
     ),
-    measure=measure,
+    plan=plan,
     show=show,
 )

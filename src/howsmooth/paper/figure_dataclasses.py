@@ -1,91 +1,88 @@
 """Define the dataclasses of a figure: ``Figure`` (how the figure is measured and drawn), ``FigureContext``
-(the options and models for the measurement), and ``Finding`` (its results).
+(from what it is planned), and ``Finding`` (its results).
 
 Each figure has a module of its own; :data:`howsmooth.paper.reproduction.FIGURES` lists all figures.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+import json
+import os
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import accumulate, pairwise
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import pandas as pd
 from matplotlib import rc_context
 
+from howsmooth.paper.figure_tasks import SiteTask, UnitTask, unit_of
 from howsmooth.paper.plotting import PAPER, Picture
 from howsmooth.paper.reproduce_options import FigureOptions
-from howsmooth.paper.row_cache import Key, Row, kept_rows
-from howsmooth.study.measured_models import Models
+from howsmooth.study.measured_models import Models, PreparedStudy
 from howsmooth.study.plans import Plan
-from howsmooth.study.progress_listener import SILENT, Listener
+from howsmooth.study.records import FIGURE, FigureRow
+from howsmooth.study.runner import Means, Runner
+from howsmooth.study.store import Store
+from howsmooth.study.tasks.task import Work
 
-__all__ = ["Figure", "FigureContext", "Finding", "models_for"]
+__all__ = ["Figure", "FigureContext", "FigurePlan", "Finding", "models_for"]
 
-_T = TypeVar("_T")
+FigurePlan = Generator[Work, None, Callable[[], Any]]
+"""The plan of what a figure measures: it yields the tasks that are left to do, kind by kind, and returns a
+function that reads the measurements from the store. The next kind is planned when the tasks of the kind
+before have been carried out."""
 
 
 @dataclass(frozen=True)
 class FigureContext:
-    """The data that a figure needs for its measurement: the options of the user, a folder, the models, and a
-    listener that is told the progress.
+    """The data from which a figure plans its tasks: the options of the user, the store of the figure, and the
+    means of carrying out tasks.
 
-    The measurements of the figure are kept in ``folder``. ``models`` keeps the last loaded model for the next
-    figure. ``command`` is the command that the user typed, and is recorded with the measurements. ``begin``
-    and ``end`` say which share of the figure's running time the work in this context takes. ``made`` says how
-    the numbers were made, for the HTML page: the models, the texts with their hashes, and the settings. All
-    contexts of one figure share this dictionary, and the measuring functions add entries to it.
+    ``made`` says how the numbers were made, for the HTML page: the models, the texts with their hashes, and
+    the settings. ``studies`` are the models and texts of the figure. Plans add entries to both.
     """
 
     options: FigureOptions
-    folder: Path
-    models: Models
-    listener: Listener = SILENT
-    command: str = ""
-    begin: float = 0.0
-    end: float = 1.0
+    store: Store
+    means: Means
     made: dict[str, str] = field(default_factory=dict)
+    studies: list[PreparedStudy] = field(default_factory=list)
 
-    def say(self, words: str, share: float = 0.0) -> None:
-        """Report a message to the progress listener, with the share of the work of this context
-        that is done.
+    @property
+    def identity(self) -> dict[str, Any]:
+        """The settings that all rows of the figure's store share."""
+        return {"seed": self.options.seed}
+
+    @property
+    def models(self) -> Models:
+        """The loader of models; it keeps the last model for the next figure."""
+        assert self.means.models is not None
+        return self.means.models
+
+    def begin(self) -> None:
+        """Create the store of the figure if needed, and record the models and texts there."""
+        self.store.begin(FIGURE, self.identity)
+        for study in self.studies:
+            study.begin()
+
+    def units(self, tasks: Sequence[UnitTask | SiteTask], words: str) -> FigurePlan:
+        """Yield those tasks whose rows the store does not have, as one kind of work; return a function that
+        reads the rows of all tasks into one table.
+
+        ``words`` is a plural noun for the tasks. A row begins with the values of its task's key.
         """
-        self.listener.advance(self.begin + share * (self.end - self.begin), 1.0, words)
+        known = self.store.keys(FigureRow, ("unit",))
+        left = [task for task in tasks if (unit_of(task.key),) not in known]
+        yield Work(FigureRow, words, left, len(tasks) - len(left))
 
-    def parts(self, costs: Sequence[float]) -> list[FigureContext]:
-        """Split the share of the figure's running time that this context covers, and return one context for
-        each part, so that progress is told part by part.
+        def read() -> pd.DataFrame:
+            stored = (
+                (task, row) for task in tasks for row, _ in self.store.rows(FigureRow, unit=unit_of(task.key))
+            )
+            return pd.DataFrame([{**task.key, **json.loads(row.numbers)} for task, row in stored])
 
-        The time of a part is assumed to be proportional to its entry of ``costs``.
-        """
-        scale = (self.end - self.begin) / sum(costs)
-        ends = [self.begin + scale * cost for cost in accumulate(costs, initial=0.0)]
-        return [replace(self, begin=begin, end=end) for begin, end in pairwise(ends)]
-
-    def each(self, items: Sequence[_T], costs: Sequence[float] = ()) -> Iterator[tuple[_T, FigureContext]]:
-        """Yield each of the given items together with a context that reports the progress of the work on this
-        item.
-
-        The time of an item is assumed to be proportional to its entry of ``costs``; without costs, all items
-        are assumed to take the same time.
-        """
-        return zip(items, self.parts(costs or [1.0] * len(items)), strict=True)
-
-    def rows(self, key: Key, measure: Callable[[], Iterable[Row]]) -> list[Row]:
-        """Return the rows that ``measure`` computes, with the entries of ``key`` added to each row; read the
-        rows from a cache file if an earlier call wrote them.
-
-        ``key`` contains all values on which the rows depend.
-
-        Raises
-        ------
-        StoreError
-            If the file cannot be written, or is damaged.
-
-        """
-        return [{**key, **row} for row in kept_rows(self.folder / "units", key, measure)]
+        return read
 
 
 def models_for(options: FigureOptions) -> Models:
@@ -117,8 +114,8 @@ class Figure:
         The name on the command line, such as ``figure-1``; the title; the place in the paper.
     about
         A few sentences that say what the figure shows, how it is measured, and how it is drawn.
-    measure
-        A function that measures what is not yet in the folder of the context, and returns the measurements.
+    plan
+        A function that checks the options, and plans the measurements.
     show
         A function that draws the measurements into a folder and describes them. It never measures.
 
@@ -128,20 +125,46 @@ class Figure:
     title: str
     paper: str
     about: str
-    measure: Callable[[FigureContext], Any]
+    plan: Callable[[FigureContext], FigurePlan]
     show: Callable[[Any, Path], Finding]
 
-    def make(self, context: FigureContext) -> Finding:
-        """Measure the figure, draw it in the style of the paper, and return its pictures, sentences and
-        tables.
+    def measure(
+        self, options: FigureOptions, folder: str | os.PathLike[str], means: Means
+    ) -> tuple[Any, dict[str, str]]:
+        """Measure what the store in a folder does not have; return all measurements, and sentences that say
+        how they were made.
 
         Raises
         ------
         howsmooth.errors.HowsmoothError
-            If the options are impossible for this figure, or a file cannot be written.
+            If the options are impossible for this figure, before anything is measured; if a measurement
+            fails; or if the store cannot be written.
 
         """
-        found = self.measure(context)
-        context.say("", 1.0)
+        with Store.open(folder, late=True) as store:
+            context = FigureContext(options, store, means)
+            store.check(FIGURE, context.identity)
+            runner = Runner(store, means, context.models, options.device)
+            plan = self.plan(context)
+            while True:
+                try:
+                    work = next(plan)
+                except StopIteration as end:
+                    runner.finish()
+                    return end.value(), context.made
+                context.begin()
+                runner.carry_out(work)
+
+    def make(self, options: FigureOptions, folder: str | os.PathLike[str], means: Means) -> Finding:
+        """Measure the figure, draw it in the style of the paper, and return its pictures, sentences and
+        tables. The folder receives the store and the pictures.
+
+        Raises
+        ------
+        howsmooth.errors.HowsmoothError
+            As :meth:`measure`, and if a picture cannot be written.
+
+        """
+        found, made = self.measure(options, folder, means)
         with rc_context(PAPER):
-            return replace(self.show(found, context.folder), made=context.made)
+            return replace(self.show(found, Path(folder)), made=made)

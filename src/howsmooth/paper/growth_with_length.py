@@ -14,10 +14,10 @@ import numpy as np
 import pandas as pd
 
 from howsmooth.paper.exponent_text import power
-from howsmooth.paper.model_with_texts import PreparedModel, StudyRows
+from howsmooth.paper.model_with_texts import PreparedModel
 from howsmooth.paper.plotting import fit_factor
 from howsmooth.study.exponents import LEVEL, QUARTER, Correlation, Exponent, fit_exponent, radius_correlation
-from howsmooth.study.records import CORRECTED, PUBLISHED
+from howsmooth.study.records import CORRECTED, PUBLISHED, PublishedValue
 from howsmooth.study.text_formatting import decimal, readable
 
 __all__ = ["Growth", "growths"]
@@ -164,17 +164,19 @@ def _norm_words(radius: pd.Series, found: Correlation) -> str:
     )
 
 
-def growths(here: PreparedModel, studied: StudyRows) -> list[Growth]:
-    """Split the table of measurements of a model into one :class:`Growth` for each layer and text."""
-    found = []
-    for layer in here.subjects[0].layers:
-        for text in here.texts:
-            rows, published = (
-                table[(table["layer"] == layer) & (table["text"] == text)]
-                for table in (studied.rows, studied.published)
-            )
-            found.append(Growth(here.label, layer, text, rows, _beside_corrected(published)))
-    return found
+def growths(model: PreparedModel) -> list[list[Growth]]:
+    """Split the table of measurements of a model: return a list for each layer, with one :class:`Growth` for
+    each text.
+    """
+    tables = model.measured(), model.measured(PublishedValue)
+    if not model.context.options.as_published:
+        tables = tables[0], tables[1].iloc[:0]
+
+    def growth(layer: int, text: str) -> Growth:
+        rows, published = (table[(table["layer"] == layer) & (table["text"] == text)] for table in tables)
+        return Growth(model.label, layer, text, rows, _beside_corrected(published))
+
+    return [[growth(layer, text) for text in model.texts] for layer in model.layers]
 
 
 def _beside_corrected(rows: pd.DataFrame) -> pd.DataFrame:

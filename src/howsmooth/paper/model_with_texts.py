@@ -1,12 +1,12 @@
-"""Load a model together with the texts of a figure, and measure its attention layers at sequences of these
-texts.
+"""Load the models of a figure together with its texts, and list the tasks that measure attention layers at
+sequences of these texts.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterable, Iterator
+from functools import cached_property
+from typing import Any
 
 import pandas as pd
 import torch
@@ -16,36 +16,29 @@ from howsmooth import texts
 from howsmooth.attention import SelfAttention
 from howsmooth.errors import ArgumentError, ModelError
 from howsmooth.paper.figure_dataclasses import FigureContext
+from howsmooth.paper.figure_tasks import Key, SiteTask, Values
 from howsmooth.paper.published_code.constants_task import published_left
-from howsmooth.paper.row_cache import Key
 from howsmooth.study.measured_models import (
+    PreparedStudy,
     Subject,
     capture_sites,
     checked_subjects,
     layer_and_head_counts,
-    place_sequences,
 )
-from howsmooth.study.measurement_run import run
 from howsmooth.study.plans import ModelSpec, Plan
-from howsmooth.study.progress_listener import Listener
-from howsmooth.study.ranges import Ranges
-from howsmooth.study.records import Measurement, PublishedValue
-from howsmooth.study.runner import Means
-from howsmooth.study.store import Store
-from howsmooth.study.text_formatting import file_stem, readable, sentence
-from howsmooth.study.text_windows import Sequences
+from howsmooth.study.records import MEASURE, Measurement, Row
+from howsmooth.study.tasks.lipschitz_constants import constants_left, joined
+from howsmooth.study.tasks.task import Work
+from howsmooth.study.text_formatting import readable, sentence
 
 __all__ = [
     "MODELS",
-    "Column",
     "PreparedModel",
-    "StudyRows",
     "attention_of",
     "bilinear",
-    "columns",
     "loaded",
     "other_scores",
-    "usual_length",
+    "prepared_models",
 ]
 
 MODELS = (
@@ -58,66 +51,6 @@ MODELS = (
 _MASKED_LAYER = 6
 _FEW = 4  # the number of words and tokens with which to see whether a layer is masked
 _USUAL = 64
-# The time of the published values relative to the constants: the corrected constant, the constant with each
-# item of the published code, and the constant with all items.
-_PUBLISHED_COST = 6.0
-
-
-@dataclass(frozen=True)
-class Column:
-    """One layer of one model, whose tokens have the dimension ``width``; it is drawn as a column
-    of Figure 1.
-    """
-
-    spec: ModelSpec
-    layer: int
-    width: int
-
-    @property
-    def stem(self) -> str:
-        """The name of the folder in which the measurements of this layer are stored."""
-        return file_stem(self.spec.label, f"layer-{self.layer:02d}")
-
-    @property
-    def layers(self) -> Ranges:
-        """The value of the option ``layers`` of a measurement plan that selects only this layer."""
-        return Ranges.parse(str(self.layer), "layers")
-
-    @property
-    def cost(self) -> float:
-        """The assumed time of a measurement of this layer, relative to other layers: the token dimension to
-        the power 1.5.
-        """
-        return float(self.width**1.5)
-
-
-def columns(context: FigureContext) -> list[Column]:
-    """Return the layers that the options name, or by default one layer of each model.
-
-    If the options name no models, the models are :data:`MODELS`. If they name no layers, the layer is the
-    first one of a model without mask, and layer 6 of a masked model, or its last layer if it has fewer.
-
-    Raises
-    ------
-    howsmooth.errors.HowsmoothError
-        If a model or a text cannot be loaded, or a layer does not exist.
-
-    """
-    from howsmooth.models import capture  # imports transformers, which takes seconds
-
-    content = texts.load_text(context.options.texts[0]).content
-    beginning = " ".join(content.split(maxsplit=_FEW)[:_FEW])
-    found = []
-    for spec in context.options.models or MODELS:
-        model = loaded(context, spec)
-        ids = torch.tensor([model.tokenizer.encode(beginning)[:_FEW]], device=context.options.device)
-        site = capture(model, ids, layers=[0], scope="attention")[0]
-        count, _ = layer_and_head_counts(model, spec.label)
-        usual = str(min(_MASKED_LAYER, count - 1) if site.causal else 0)
-        asked = context.options.layers or Ranges.parse(usual, "layers")
-        layers = asked.resolve(count, spec.label, "layers")
-        found += [Column(spec, layer, site.x.shape[-1]) for layer in layers]
-    return found
 
 
 def loaded(context: FigureContext, spec: ModelSpec) -> Any:
@@ -143,31 +76,34 @@ def loaded(context: FigureContext, spec: ModelSpec) -> Any:
     return model
 
 
-def usual_length(context: FigureContext, spec: ModelSpec) -> int:
-    """Return the default sequence length: 64 tokens, or fewer if the model has fewer positions."""
-    longest: int | None = loaded(context, spec).max_length
-    return _USUAL if longest is None else min(_USUAL, longest)
+def prepared_models(context: FigureContext, **chosen: Any) -> list[PreparedModel]:
+    """Load each model that the options name, by default :data:`MODELS`, with all texts of the options.
 
-
-class StudyRows(NamedTuple):
-    """The measurements that one measurement plan asks for, selected from a store (the file with all
-    measurements in a folder), which may also contain measurements of other plans.
-
-    ``rows`` is the table of the measured constants. ``published`` is the table of the published code's values
-    at the same sequences, and is empty if they were not asked for. ``held`` gives, for each text, the
-    positions in the text at which the measured sequences start.
+    ``chosen`` are arguments of :class:`PreparedModel`.
     """
-
-    rows: pd.DataFrame
-    published: pd.DataFrame
-    held: dict[str, Sequences]
+    return [PreparedModel(context, spec, **chosen) for spec in context.options.models or MODELS]
 
 
 class PreparedModel:
     """A loaded model with all texts of a figure, whose layers can be measured at sequences of these texts.
 
-    The sources of the model and of the texts are noted for the HTML page of the figure. ``chosen`` contains
-    the lengths, samples, layers and scopes of a :class:`~howsmooth.study.plans.Plan`.
+    The sources of the model and of the texts are noted for the HTML page of the figure.
+
+    Parameters
+    ----------
+    context
+        The figure's context. Its options choose the texts, and the layers and samples if they name some.
+    spec
+        The model.
+    samples
+        The number of sequences of each text and length, if the options name no number.
+    lengths
+        The lengths of the sequences; by default 64 tokens, or fewer if the model has fewer positions.
+    layers
+        The layers, if the options name none. By default this is the first layer of a model without mask, and
+        layer 6 of a masked model, or its last layer if it has fewer.
+    scopes
+        The scopes of a :class:`~howsmooth.study.plans.Plan`.
 
     Raises
     ------
@@ -176,75 +112,120 @@ class PreparedModel:
 
     """
 
-    def __init__(self, context: FigureContext, spec: ModelSpec, **chosen: Any) -> None:
+    def __init__(
+        self,
+        context: FigureContext,
+        spec: ModelSpec,
+        *,
+        samples: int,
+        lengths: tuple[int, ...] | None = None,
+        layers: str = "",
+        scopes: tuple[str, ...] = ("attention",),
+    ) -> None:
         asked = context.options
-        self.context = context
-        loaded(context, spec)  # refuses a model without a tokenizer
-        same = {name: getattr(asked, name) for name in ("texts", "seed", "device", "dtype")}
-        self.plan = Plan(models=(spec,), bounds="none", **same, **chosen)
-        self.subjects = checked_subjects(self.plan, context.models)
-        self.label = spec.label
-        self.texts = [one.text.name for one in self.subjects]
+        self.context, self.spec, self.label = context, spec, spec.label
+        longest = loaded(context, spec).max_length
+        chosen: Any = asked.layers or layers or self._shown_layer
+        self.plan = Plan(
+            models=(spec,),
+            lengths=lengths or (min(_USUAL, longest or _USUAL),),
+            samples=asked.samples or samples,
+            layers=chosen,
+            scopes=scopes,
+            bounds="none",
+            **{name: getattr(asked, name) for name in ("texts", "seed", "device", "dtype")},
+        )
+        context.store.check(MEASURE, self.plan.settings())
+        self.subjects = checked_subjects(self.plan, context.models, store=context.store)
+        self.layers, self.texts = self.subjects[0].layers, [one.text.name for one in self.subjects]
+        self.study = PreparedStudy(self.plan, context.store, context.models, self.subjects, [], False)
+        context.studies.append(self.study)
         context.made.update(self._made())
 
-    def sequences(
-        self, subject: Subject, held: Mapping[Any, int] | None = None
-    ) -> Iterator[tuple[int, Tensor]]:
-        """Yield, for each length n of the plan, the length and token ids of shape (samples, n) from one text.
+    @cached_property
+    def first_site(self) -> Any:
+        """The captured first layer of the model, at the first words of the text."""
+        from howsmooth.models import capture  # imports transformers, which takes seconds
 
-        ``held`` maps (length, sample) to the position in the text at which a stored sequence starts, so that
-        stored sequences are used again.
-        """
-        places = place_sequences(self.plan, subject, held or {})
-        for n in self.plan.lengths:
-            tokens = subject.feed.inputs([places[n, sample] for sample in range(self.plan.samples)], n)
-            assert isinstance(tokens, Tensor)  # of a text
-            yield n, tokens
+        content = texts.load_text(self.context.options.texts[0]).content
+        model = loaded(self.context, self.spec)
+        beginning = " ".join(content.split(maxsplit=_FEW)[:_FEW])
+        ids = torch.tensor([model.tokenizer.encode(beginning)[:_FEW]], device=self.context.options.device)
+        return capture(model, ids, layers=[0], scope="attention")[0]
 
-    def sites(self, subject: Subject, tokens: Tensor, scope: str = "attention") -> list[Any]:
-        """Run the model on token ids of shape (samples, n), and return the captured layers of the plan, each
-        with the tokens that it receives.
+    @property
+    def _shown_layer(self) -> str:
+        count, _ = layer_and_head_counts(loaded(self.context, self.spec), self.label)
+        return str(min(_MASKED_LAYER, count - 1) if self.first_site.causal else 0)
+
+    def places(self) -> Iterator[tuple[Subject, int]]:
+        """Yield each text of the model with each length n of the plan."""
+        for subject in self.subjects:
+            for n in self.plan.lengths:
+                yield subject, n
+
+    def sites(self, subject: Subject, n: int, samples: int | None = None) -> list[Any]:
+        """Run the model on the first ``samples`` sequences of n tokens of a text, by default on all, and
+        return the attention of its layers, each with the tokens that it receives.
         """
+        starts = [subject.starts[n, sample] for sample in range(samples or self.plan.samples)]
+        tokens = subject.feed.inputs(starts, n)
+        assert isinstance(tokens, Tensor)  # of a text
         model = self.context.models.load_for(subject)
-        inputs = tokens.to(self.plan.device)
-        return capture_sites(model, inputs, subject, scope, subject.layers, tokens.shape[1])
+        return capture_sites(model, tokens.to(self.plan.device), subject, "attention", subject.layers, n)
 
-    def key(self, subject: Subject, **more: str | int) -> Key:
-        """Return the key of a cache file: a dictionary of all values on which the rows in the file depend."""
-        return {
-            "model": subject.model.label,
-            "fingerprint": subject.fingerprint,
-            "text": subject.text.name,
-            "digest": subject.text.digest,
-            "seed": self.plan.seed,
-            "dtype": self.plan.dtype,
-            **more,
-        }
+    def task(
+        self,
+        subject: Subject,
+        n: int,
+        measure: Callable[[Any], Iterable[Values]],
+        key: Key,
+        *,
+        scope: str = "attention",
+        layers: Iterable[int] | None = None,
+        kind: type[SiteTask] = SiteTask,
+    ) -> SiteTask:
+        """Return the task that applies a function to some captured layers, by default all layers of the plan,
+        at all sequences of n tokens of a text.
 
-    def study(self, name: str, context: FigureContext, *, published: bool = False) -> StudyRows:
-        """Measure the local Lipschitz constants that the measurement plan asks for, and return the
-        measurements.
-
-        With ``published`` the values that the published code computes are measured too. The measurements are
-        stored in the folder ``name``.
+        ``key`` contains all values on which the rows depend, beside the model, the text and the settings.
         """
-        plan, folder = self.plan, context.folder / name
-        means = Means(_StudyProgress(context, published=published), context.command, models=context.models)
-        context.made[f"Constants for {readable(self.label)}"] = (
-            f"relative tolerance {plan.rtol:g}, confidence {plan.confidence:g}."
+        starts = {sample: subject.starts[n, sample] for sample in range(self.plan.samples)}
+        captured = subject.layers if layers is None else layers
+        missing = frozenset((scope, layer, None, n, sample) for layer in captured for sample in starts)
+        of_text = {"text": subject.text.name, "digest": subject.text.digest}
+        key = self.key(fingerprint=subject.fingerprint, **of_text, **key)
+        return kind(self.plan, subject, n, scope, starts, missing, key=key, measure=measure)
+
+    def key(self, **more: str | int | None) -> dict[str, str | int | None]:
+        """Return the values on which all rows of the model depend, with others, as the key of a unit."""
+        same: Key = {"seed": self.plan.seed, "dtype": self.plan.dtype}
+        first = {"model": self.label, "fingerprint": self.subjects[0].fingerprint}
+        return {**first, **same, **more}
+
+    def constants(self, *, published: bool = False) -> Iterator[Work]:
+        """Yield the tasks that measure the local Lipschitz constants that the plan asks for and the store
+        does not have; with ``published``, also those for the published code's values.
+        """
+        self.context.made[f"Constants for {readable(self.label)}"] = (
+            f"relative tolerance {self.plan.rtol:g}, confidence {self.plan.confidence:g}."
         )
-        run(plan, folder, means, beside=[published_left(None)] if published else [])
-        with Store.open(folder, write=False) as store:
-            held: dict[str, Sequences] = {text: store.sequences(self.label, text) for text in self.texts}
-            rows, beside = (
-                table[
-                    table["text"].isin(self.texts)
-                    & table["n"].isin(plan.lengths)
-                    & (table["sample"] < plan.samples)
-                ]
-                for table in (store.table(Measurement), store.table(PublishedValue))
-            )
-        return StudyRows(rows, beside if published else beside.iloc[:0], held)
+        left = constants_left(self.study)
+        yield left if self.context.means.executor else joined(left, self.plan.device)
+        if published:
+            yield published_left(None)(self.study)
+
+    def measured(self, kind: type[Row] = Measurement) -> pd.DataFrame:
+        """Return the table of the measured constants that the plan asks for, or of the published code's
+        values at the same sequences. The store may also contain measurements of other plans.
+        """
+        table = self.context.store.table(kind)
+        return table[
+            (table["model"] == self.label)
+            & table["text"].isin(self.texts)
+            & table["n"].isin(self.plan.lengths)
+            & (table["sample"] < self.plan.samples)
+        ]
 
     def _made(self) -> dict[str, str]:
         """Return sentences that say where the model and the texts come from."""
@@ -266,31 +247,6 @@ class PreparedModel:
             f"model and text; seed {plan.seed}, {plan.dtype}."
         )
         return found
-
-
-class _StudyProgress(Listener):
-    """A progress listener for the measurements of one plan, which reports them as part of the progress of a
-    figure.
-    """
-
-    def __init__(self, context: FigureContext, *, published: bool) -> None:
-        self._parts = context.parts((1.0, _PUBLISHED_COST) if published else (1.0,))
-        self._share = 0.0
-
-    def phase(self, words: str) -> None:
-        """Go on to the second part of the progress when the computation of the published code's values
-        begins.
-        """
-        if "published" in words:
-            del self._parts[:-1]
-            self._share = 0.0
-
-    def advance(self, done: float, total: float, words: str) -> None:
-        """Report the share of the measurements that is done. The reported share never decreases, even if the
-        expected time grows.
-        """
-        self._share = max(self._share, done / total if total else 1.0)
-        self._parts[0].say(words, self._share)
 
 
 def attention_of(site: Any, label: str) -> SelfAttention:

@@ -15,9 +15,9 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure as Canvas
 from matplotlib.ticker import FuncFormatter, MaxNLocator
 
-from howsmooth.paper.row_cache import writing
 from howsmooth.study.exponents import Exponent
-from howsmooth.study.figures.drawing import GREY, new_figure, save, set_axis
+from howsmooth.study.figures.drawing import GREY, STYLE, new_figure, save, set_axis
+from howsmooth.study.file_writing import written_beside
 
 __all__ = [
     "BLACK",
@@ -62,6 +62,7 @@ DOTTED: Dashes = (0.0, (1.0, 1.2))
 DASHDOT: Dashes = (0.0, (6.0, 1.5, 1.0, 1.5))
 
 PAPER: dict[Any, Any] = {
+    **STYLE,
     "font.family": "serif",
     "font.serif": ["STIX Two Text", "STIXGeneral", "DejaVu Serif"],
     "mathtext.fontset": "stix",
@@ -70,18 +71,14 @@ PAPER: dict[Any, Any] = {
     "axes.labelsize": 8,
     "xtick.labelsize": 7,
     "ytick.labelsize": 7,
-    "axes.spines.top": False,
-    "axes.spines.right": False,
     "axes.linewidth": 0.5,
     "xtick.major.width": 0.5,
     "ytick.major.width": 0.5,
     "xtick.major.size": 2.5,
     "ytick.major.size": 2.5,
     "legend.fontsize": 7,
-    "legend.frameon": False,
     "figure.titlesize": 9,
     "lines.linewidth": 0.9,
-    "pdf.fonttype": 42,  # TrueType: journals refuse Type 3
     "savefig.dpi": 220,
 }
 """The style of the paper's figures for ``matplotlib.rc_context``: small serif type, black on white."""
@@ -140,32 +137,15 @@ class Curve:
         if self.dashes is not None:
             width, above = (1.3, 5) if self.fit else (0.5 if self.mark else 0.9, 2)
             own = None if self.mark else label
-            axis.plot(
-                x,
-                y,
-                color=self.colour,
-                linestyle=self.dashes,
-                linewidth=width,
-                alpha=self.alpha,
-                label=own,
-                zorder=above,
-            )
+            line: dict[str, Any] = {"color": self.colour, "linestyle": self.dashes, "linewidth": width}
+            axis.plot(x, y, label=own, alpha=self.alpha, zorder=above, **line)
         if self.mark:
             faces = np.where(np.broadcast_to(self.filled, y.shape), self.colour, "none")
-            kind: dict[str, Any] = {"facecolors": faces, "edgecolors": self.colour}
+            dots: dict[str, Any] = {"facecolors": faces, "edgecolors": self.colour}
             if self.mark in "x+":
-                kind = {"color": self.colour}
-            axis.scatter(
-                x,
-                y,
-                s=self.size,
-                marker=self.mark,
-                linewidths=0.6,
-                alpha=self.alpha,
-                zorder=4,
-                label=label,
-                **kind,
-            )
+                dots = {"color": self.colour}
+            dots |= {"s": self.size, "marker": self.mark, "linewidths": 0.6}
+            axis.scatter(x, y, label=label, alpha=self.alpha, zorder=4, **dots)
 
 
 def fit_factor(x: np.ndarray, y: np.ndarray, slope: float) -> tuple[float, float]:
@@ -332,7 +312,7 @@ def picture(
         for get in ("get_xlabel", "get_ylabel", "get_title")
     )
     alt = f"{title}. Axes: {y or 'names'}, against {x}. Panels: {titles}. Drawn are: {_plain(list(found))}."
-    with writing(folder):
+    with written_beside(folder, "finished measurements"):
         png, pdf = save(canvas, folder, stem, title)
     return Picture(pdf, png, title, alt, round(canvas.get_figwidth() * _PIXELS_AN_INCH))
 

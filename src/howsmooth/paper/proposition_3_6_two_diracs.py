@@ -27,9 +27,9 @@ from howsmooth.bounds.mean_field_lower_bounds import (
 )
 from howsmooth.measures import DiscreteMeasure, wasserstein_lipschitz
 from howsmooth.paper import plotting
-from howsmooth.paper.figure_dataclasses import Figure, FigureContext, Finding
+from howsmooth.paper.figure_dataclasses import Figure, FigureContext, FigurePlan, Finding
+from howsmooth.paper.figure_tasks import Key, UnitTask, Values
 from howsmooth.paper.plotting import Curve, Panel
-from howsmooth.paper.row_cache import Key, Row
 from howsmooth.seeds import derive_seed
 
 __all__ = [
@@ -41,7 +41,7 @@ __all__ = [
     "TWO_DIRAC",
     "describe",
     "identity_head",
-    "measure",
+    "plan",
     "result_sentences",
     "show",
     "two_diracs",
@@ -109,26 +109,26 @@ def describe(context: FigureContext, measures: str) -> None:
     )
 
 
-def measure(context: FigureContext) -> pd.DataFrame:
-    """Measure the constant at two Dirac masses; return one row for each family of positions, each weight and
-    each radius.
+def plan(context: FigureContext) -> FigurePlan:
+    """Plan to measure the constant at two Dirac masses, in a row for each family of positions, each weight
+    and each radius.
     """
-    rows = []
-    for (family, weight), part in context.each(list(product(_FAMILIES, _COLOURS))):
-        part.say(f"{family}, {weight}")
-        key: Key = {"family": family, "weight": weight, "seed": context.options.seed}
-        rows += part.rows(key, partial(map, partial(_row, key), _RADII))
     describe(context, "two Diracs in four dimensions, A = −I or 8I, V = I")
-    return pd.DataFrame(rows)
+    tasks = []
+    for family, weight, radius in product(_FAMILIES, _COLOURS, _RADII):
+        key: Key = {"family": family, "weight": weight, "seed": context.options.seed}
+        unit: Key = {**key, "radius": repr(radius)}
+        tasks.append(UnitTask(unit, partial(_rows, key, radius), f"{family}, {weight}, R = {radius}"))
+    return context.units(tasks, "constants at two Diracs")
 
 
-def _row(key: Key, radius: float) -> Row:
+def _rows(key: Key, radius: float) -> list[Values]:
     gamma, ratio = _FAMILIES[str(key["family"])]
     f, g = identity_head(gamma), radius**2
     start = derive_seed(purpose="two Diracs", radius=repr(radius), **key)
     at = two_diracs(radius, ratio, _log_weights(str(key["weight"]), g))
     found = wasserstein_lipschitz(f, at, rtol=RTOL, seed=start)
-    return {
+    row = {
         "radius": radius,
         "g": g,
         "log_value": math.log(found.value),
@@ -140,6 +140,7 @@ def _row(key: Key, radius: float) -> Row:
         "log_free": mean_field_upper_bound(f, radius).log_value,
         "log_theorem": theorem_3_5(f, radius).log_value,
     }
+    return [row]
 
 
 def _log_weights(name: str, g: float) -> Float64[Tensor, "2"]:
@@ -253,6 +254,6 @@ TWO_DIRAC = Figure(
         "against R, with bounds. Right, for both families, up to R = 10, divided by (g/2) e^g, the rate of "
         "Proposition 3.6; bounds for A = −I. No model and no text is involved."
     ),
-    measure=measure,
+    plan=plan,
     show=show,
 )

@@ -6,8 +6,8 @@ from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 from howsmooth.errors import ArgumentError
-from howsmooth.study.options import Kind, Options, flag, option, several, token_counts, whole, words
-from howsmooth.study.plans import DEFAULT_TEXT, ModelSpec, shared
+from howsmooth.study.options import Kind, Options, flag, option, options_of, several, words
+from howsmooth.study.plans import DEFAULT_TEXT, ModelSpec, Plan, shared
 from howsmooth.study.ranges import Ranges
 
 __all__ = ["FigureOptions"]
@@ -24,6 +24,11 @@ def _model(name: str, value: Any) -> ModelSpec:
         base = base.rpartition(",")[0]
         variants[_VARIANTS[variant]] = True
     return ModelSpec(base, **variants)
+
+
+def _of_plan(name: str, **changed: Any) -> Any:
+    """Define a field like the one of a measurement plan; ``changed`` has the arguments that differ."""
+    return option(**({"default": None} | vars(options_of(Plan)[name]) | changed))
 
 
 @dataclass(frozen=True)
@@ -45,23 +50,13 @@ class FigureOptions(Options):
     )
     as_decoder: bool = shared("as_decoder")
     random_init: bool = shared("random_init")
-    texts: tuple[str, ...] = option(
-        (DEFAULT_TEXT,),
-        several(words(place=True)),
-        "A text: a .txt file, a .csv file in AG_NEWS format, alice, ag_news, or - (standard input). May be "
-        "repeated.",
-        metavar="NAME|PATH",
-        flag="text",
-    )
+    texts: tuple[str, ...] = _of_plan("texts")
     layers: Ranges | None = shared("layers", default=None)
-    lengths: tuple[int, ...] | None = option(
-        None,
-        token_counts(),
-        "Numbers of tokens: start:stop:step or a list, in place of the figure's lengths.",
-        metavar="RANGES",
+    lengths: tuple[int, ...] | None = _of_plan(
+        "lengths", help="Numbers of tokens: start:stop:step or a list, in place of the figure's lengths."
     )
-    samples: int | None = option(
-        None, whole(1), "Number of sequences for each length, in place of the figure's number."
+    samples: int | None = _of_plan(
+        "samples", help="Number of sequences for each length, in place of the figure's number."
     )
     as_published: bool = option(
         False,
@@ -73,11 +68,13 @@ class FigureOptions(Options):
     dtype: str = shared("dtype")
 
     def check(self) -> None:
-        """Apply the options ``as_decoder`` and ``random_init`` to each model, and refuse a model that is
-        named twice.
+        """Choose the default text, apply the options ``as_decoder`` and ``random_init`` to each model, and
+        refuse a model that is named twice.
 
         Both options are refused if no model is named.
         """
+        if self.texts is None:
+            self._set("texts", (DEFAULT_TEXT,))
         if not self.models and (self.as_decoder or self.random_init):
             raise ArgumentError(
                 "models",

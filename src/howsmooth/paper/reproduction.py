@@ -6,9 +6,11 @@ from __future__ import annotations
 
 import os
 import time
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 from howsmooth.errors import ArgumentError, HowsmoothError, similar_name
 from howsmooth.paper.all_bounds_against_measurements import ALL_BOUNDS
@@ -21,13 +23,18 @@ from howsmooth.paper.figure_dataclasses import Figure, FigureContext, Finding, m
 from howsmooth.paper.html_page import PAGE, render, section
 from howsmooth.paper.proposition_3_6_two_diracs import TWO_DIRAC
 from howsmooth.paper.reproduce_options import FigureOptions
-from howsmooth.paper.row_cache import writing
 from howsmooth.paper.section_5_2_worst_inputs import WORST_INPUTS
 from howsmooth.study.environment import environment
-from howsmooth.study.file_writing import replace_file, write_table
+from howsmooth.study.file_writing import replace_file, write_table, written_beside
+from howsmooth.study.measured_models import Models
 from howsmooth.study.progress_listener import SILENT, Listener
+from howsmooth.study.resource_forecast import TaskTimes
+from howsmooth.study.runner import Means
+from howsmooth.study.store import Store
+from howsmooth.study.tasks.lipschitz_constants import JoinedConstants
+from howsmooth.study.tasks.task import Failed, SequenceTask, Task
 
-__all__ = ["FIGURES", "Reproduction", "choose_figures", "produce"]
+__all__ = ["FIGURES", "FigureTime", "Reproduction", "choose_figures", "expected_times", "produce"]
 
 FIGURES: tuple[Figure, ...] = (
     FIGURE_1,
@@ -43,6 +50,10 @@ FIGURES: tuple[Figure, ...] = (
 
 _SECTION = "section.html"
 """The file in a figure's folder that holds its section of the page."""
+
+# A task is not tried if it is expected to take more seconds than the first number, and not twice if it took
+# more than the second.
+_TRIAL_SECONDS, _QUICK = 2.0, 0.5
 
 
 @dataclass(frozen=True, eq=False)
@@ -90,8 +101,7 @@ def produce(
     chosen: Sequence[Figure],
     options: FigureOptions,
     folder: str | os.PathLike[str],
-    listener: Listener = SILENT,
-    command: str = "",
+    means: Means | None = None,
 ) -> Reproduction:
     """Measure and draw the chosen figures, and write one HTML page with all figures in the output folder.
 
@@ -101,10 +111,9 @@ def produce(
         The figures to make, and the options for all of them.
     folder
         The output folder. It receives the page, and a folder for each figure, named after the figure.
-    listener
-        The listener that is told the progress.
-    command
-        The command that the user typed, to be recorded with the measurements and on the page.
+    means
+        The listener that is told the progress, the workers, and the command that the user typed; by default
+        the tasks run in this process.
 
     Raises
     ------
@@ -115,13 +124,13 @@ def produce(
     """
     folder = Path(folder)
     made, errors = Reproduction(folder / PAGE), list[HowsmoothError]()
-    context = FigureContext(options, folder, models_for(options), listener, command)
+    means = replace(means or Means(), models=models_for(options))
     try:
         for figure in chosen:
             began = time.perf_counter()
-            listener.phase(f"{figure.paper}: {figure.title}")
+            means.listener.phase(f"{figure.paper}: {figure.title}")
             try:
-                made.findings[figure.name] = _make(figure, context)
+                made.findings[figure.name] = _make(figure, options, folder, means)
             except HowsmoothError as error:
                 errors.append(error)
                 made.refused[figure.name] = " ".join(str(error).split())
@@ -129,39 +138,112 @@ def produce(
     except KeyboardInterrupt:
         # The figures that are finished are on the page, also if the next one takes hours.
         if made.findings:
-            _write_page(made, context)
+            _write_page(made, options, folder, means.command)
         raise
     if errors and not made.findings:
         raise errors[0]
-    listener.phase("Writing the page")
-    _write_page(made, context)
+    means.listener.phase("Writing the page")
+    _write_page(made, options, folder, means.command)
     return made
 
 
-def _make(figure: Figure, context: FigureContext) -> Finding:
+def _make(figure: Figure, options: FigureOptions, folder: Path, means: Means) -> Finding:
     """Make one figure, and write its tables and its section of the HTML page into the folder of
     the figure.
     """
-    own = context.folder / figure.name
-    finding = figure.make(replace(context, folder=own, made={}))
+    own = folder / figure.name
+    finding = figure.make(options, own, means)
     for number, (_, table) in enumerate(finding.tables, 1):
         write_table(table, own, f"table-{number}.csv")
-    with writing(own):
+    with written_beside(own, "finished measurements"):
         # Keep the section in a file, so that later commands can include it in their page.
-        replace_file(own / _SECTION, section(figure, finding, context.folder))
+        replace_file(own / _SECTION, section(figure, finding, folder))
     return finding
 
 
-def _write_page(made: Reproduction, context: FigureContext) -> None:
+def _write_page(made: Reproduction, options: FigureOptions, folder: Path, command: str) -> None:
     """Write the HTML page with the figures of this call and the figures that earlier calls made in this
     folder.
     """
-    sections, folder = [], context.folder
+    sections = []
     for figure in FIGURES:
         path = folder / figure.name / _SECTION
         if figure.name in made.refused:
             sections.append((figure, section(figure, Finding([], []), folder, made.refused[figure.name])))
         elif path.is_file():
             sections.append((figure, path.read_text(encoding="utf-8")))
-    with writing(folder):
-        replace_file(made.page, render(sections, context.command, environment(context.options.device)))
+    with written_beside(folder, "finished measurements"):
+        replace_file(made.page, render(sections, command, environment(options.device)))
+
+
+@dataclass(frozen=True)
+class FigureTime:
+    """The expected time of a figure: ``seconds`` for those of its ``tasks`` that are left to do, with loading
+    the models. ``seconds`` is None if the figure cannot be made, and ``refused`` is then the reason.
+    """
+
+    name: str
+    seconds: float | None
+    tasks: int = 0
+    refused: str = ""
+
+
+def expected_times(
+    chosen: Sequence[Figure],
+    options: FigureOptions,
+    folder: str | os.PathLike[str],
+    listener: Listener = SILENT,
+) -> list[FigureTime]:
+    """Predict the time of each figure without writing anything. The listener is told which figure is tried.
+
+    The rule: of all alike tasks, the shortest, the middle and the longest are carried out, unless they are
+    expected to take more than two seconds; :class:`~howsmooth.study.resource_forecast.TaskTimes` predicts the
+    others from their times. The shortest is carried out twice, unless it takes so long, since its first run
+    also does what a process does only once.
+    """
+    models, found = models_for(options), []
+    for figure in chosen:
+        listener.phase(f"Trying {figure.name}")
+        began = time.perf_counter()
+        try:
+            with Store.open(Path(folder) / figure.name, write=False, late=True) as store:
+                plan = figure.plan(FigureContext(options, store, Means(models=models)))
+                tasks = [task for work in plan for task in work.tasks]
+                preparing = time.perf_counter() - began
+                seconds = preparing + _expected_seconds(tasks, models)
+        except HowsmoothError as error:
+            found.append(FigureTime(figure.name, None, refused=" ".join(str(error).split())))
+        else:
+            found.append(FigureTime(figure.name, seconds, len(tasks)))
+    return found
+
+
+def _expected_seconds(tasks: Sequence[Task], models: Models) -> float:
+    times, groups = TaskTimes(), defaultdict[Any, list[Task]](list)
+    # Lengths that are joined in a task are tried one by one.
+    parts = [part for task in tasks for part in (task.parts if isinstance(task, JoinedConstants) else [task])]
+    for task in sorted(parts, key=lambda task: task.n):
+        groups[task.alike].append(task)
+    for group in groups.values():
+        shortest, seconds = group[0], _seconds(group[0], models)
+        if seconds <= _QUICK:
+            seconds = _seconds(shortest, models)
+        times.learn(shortest.alike, shortest.n, shortest.size, seconds)
+        for place in sorted({len(group) // 2, len(group) - 1} - {0}):
+            task = group[place]
+            if (times.expect(task) or 0.0) <= _TRIAL_SECONDS:
+                times.learn(task.alike, task.n, task.size, _seconds(task, models))
+    return sum(times.expect(task) or 0.0 for task in parts)
+
+
+def _seconds(task: Task, models: Models) -> float:
+    """Carry out a task and return its seconds without loading its model; raise the error of a task that
+    fails.
+    """
+    if isinstance(task, SequenceTask):
+        models.load_for(task.subject)
+    began = time.perf_counter()
+    for step in task.packed().found(models):
+        if isinstance(step, Failed) and task.essential:
+            raise step.error
+    return time.perf_counter() - began

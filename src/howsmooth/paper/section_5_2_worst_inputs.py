@@ -5,9 +5,10 @@ search, and with the constants on text.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -24,25 +25,17 @@ from howsmooth.bounds.worst_case_tokens import real_eigenpairs
 from howsmooth.errors import ArgumentError
 from howsmooth.paper import plotting
 from howsmooth.paper.exponent_text import between, exp, power, power_label
-from howsmooth.paper.figure_dataclasses import Figure, FigureContext, Finding
-from howsmooth.paper.model_with_texts import (
-    Column,
-    PreparedModel,
-    attention_of,
-    columns,
-    loaded,
-    other_scores,
-    usual_length,
-)
+from howsmooth.paper.figure_dataclasses import Figure, FigureContext, FigurePlan, Finding
+from howsmooth.paper.figure_tasks import Key, UnitTask, Values
+from howsmooth.paper.model_with_texts import MODELS, PreparedModel, attention_of, loaded, other_scores
 from howsmooth.paper.plotting import Curve, Panel
 from howsmooth.paper.published_code import has_fused_weight, power_iteration, wrong_slices
-from howsmooth.paper.row_cache import Key, Row
 from howsmooth.seeds import derive_seed
 from howsmooth.study.exponents import Exponent, fit_exponent
 from howsmooth.study.figures.drawing import literal
 from howsmooth.study.text_formatting import file_stem, readable
 
-__all__ = ["RADII", "WORST_INPUTS", "measure", "show", "side_by_side"]
+__all__ = ["RADII", "WORST_INPUTS", "plan", "show", "side_by_side"]
 
 RADII = (15.5, 21.5, 100.0)
 """The paper's radii. For each layer, the norm of its longest real token is added."""
@@ -55,8 +48,6 @@ _RTOL = 1e-4
 _STEPS, _RESTARTS, _ATOM_STEPS = 1, 8, 40
 # For scores that the paper does not treat, constructions are poor and only the ascent itself searches.
 _OTHER_STEPS, _OTHER_STARTS = 30, 2
-# Shares of the time of one model: its text, and the balls.
-_TEXT, _BALLS = 0.15, 0.85
 _THEOREMS = {"theorem_3_3": "Theorem 3.3", "theorem_e_3": "Theorem E.3", "theorem_4_3": "Theorem 4.3"}
 _NAMES = {
     "model": "model",
@@ -76,134 +67,138 @@ _NAMES = {
 
 @dataclass(frozen=True, eq=False)
 class _Layer:
-    """One layer of one model, with the measurements of its heads on text.
+    """One layer of one model, with the tokens that attention receives on text.
 
     ``attention`` is the attention of all heads with the output projection. If the scores differ from the
     paper's, for example by rotary positions, ``heads`` contains the attacked head for each length that the
     model can read; otherwise ``heads`` is empty. ``fused`` says whether the weights of queries, keys and
-    values are one transposed matrix. ``text`` is the table of the converged measurements of all heads on
-    text, and ``radius`` is the largest norm of a token of these texts.
+    values are one transposed matrix. ``longest`` is the largest norm of a token that was captured. The tokens
+    in the balls have the numbers ``lengths``.
     """
 
-    column: Column
+    model: PreparedModel
+    layer: int
     attention: SelfAttention
     heads: dict[int, SelfAttention]
-    fingerprint: str
     fused: bool
-    text: pd.DataFrame
-    radius: float
+    longest: float
+    lengths: list[int]
 
     @property
-    def effort(self) -> dict[str, Any]:
-        """The arguments of :func:`~howsmooth.adversarial.ascend` that set the effort of the search."""
+    def text(self) -> pd.DataFrame:
+        """The table of the measurements of all heads on text."""
+        rows = self.model.measured()
+        return rows[rows["layer"] == self.layer]
+
+    @property
+    def radius(self) -> float:
+        """The largest norm of a token of the text; of the captured tokens before the text is measured."""
+        radii = self.text["radius_max"]
+        return float(radii.max()) if len(radii) else self.longest
+
+    def tasks(self) -> list[UnitTask]:
+        """Return the tasks that measure constants and bounds for each number of tokens in each ball."""
+        radii = dict.fromkeys((*RADII, self.radius))
+        return [task for radius, n in product(radii, self.lengths) for task in self._tasks(radius, n)]
+
+    def _tasks(self, radius: float, n: int) -> Iterator[UnitTask]:
+        options, label = self.model.context.options, self.model.label
         steps, starts = (_OTHER_STEPS, _OTHER_STARTS) if self.heads else (_STEPS, 0)
-        atoms = {"atom_restarts": _RESTARTS, "atom_steps": _ATOM_STEPS}
-        return {"steps": steps, "random_starts": starts, **atoms}
+        effort = {
+            "steps": steps,
+            "random_starts": starts,
+            "atom_restarts": _RESTARTS,
+            "atom_steps": _ATOM_STEPS,
+        }
+        kinds = [partial(_rows, self.attention, self.heads.get(n), effort)]
+        if options.as_published and not self.heads:
+            kinds.append(partial(_published_rows, self.attention, self.fused))
+        for published, measure in enumerate(kinds):
+            search = ",".join(map(str, effort.values()))
+            place: Key = {"layer": self.layer, "ball": repr(radius), "n": n}
+            key = self.model.key(published=published, search=search, **place)
+            seed = derive_seed(purpose="adversarial", **key)
+            words = f"{label}, layer {self.layer}, R = {radius:.4g}, n = {n}"
+            alike = (label, self.layer, published)
+            yield UnitTask(key, partial(measure, radius, n, seed), words, alike, n)
 
 
-def measure(context: FigureContext) -> pd.DataFrame:
-    """Measure the heads of each layer on text, and one head at the worst tokens in balls of several radii.
+def plan(context: FigureContext) -> FigurePlan:
+    """Plan to measure the heads of each layer on text, and one head at the worst tokens in balls of several
+    radii, in a table with one row for each model, layer, radius (``R``) and length.
 
-    Returns
-    -------
-    pandas.DataFrame
-        One row for each model, layer, radius (``R``) and length, with the columns of :func:`side_by_side`.
-        ``real`` says whether the radius is the largest norm of a token of the texts, and ``fused`` whether
-        the weights of queries, keys and values are one transposed matrix.
-
+    The table has the columns of :func:`side_by_side`. ``real`` says whether the radius is the largest norm of
+    a token of the texts, and ``fused`` whether the weights of queries, keys and values are one transposed
+    matrix.
     """
-    lengths = tuple(n for n in context.options.lengths or _LENGTHS if n >= 2)
+    asked = context.options.lengths or _LENGTHS
+    lengths = [n for n in asked if n >= 2]
     if not lengths:
         raise ArgumentError("lengths", expected="some of at least 2, for two clusters", got="1")
-    layers, found = columns(context), []
-    for column, part in context.each(layers, [one.cost for one in layers]):
-        reading, searching = part.parts((_TEXT, _BALLS))
-        layer = _on_text(column, reading)
-        possible = [n for n in lengths if n in layer.heads or not layer.heads]
-        if not possible:
-            most = f"lengths of at most {max(layer.heads)}, which {column.spec.label} can read"
-            raise ArgumentError("lengths", expected=most, got=str(min(lengths)))
-        jobs = [(radius, n) for radius in dict.fromkeys((*RADII, layer.radius)) for n in possible]
-        for (radius, n), share in searching.each(jobs, [n + 100.0 for _, n in jobs]):
-            share.say(f"{column.spec.label}, R = {radius:.4g}, n = {n}")
-            rows = pd.DataFrame(_in_ball(layer, radius, n, share))
-            what = {"model": column.spec.label, "layer": column.layer, "head": _HEAD, "R": radius}
-            beside = {"real": radius == layer.radius, "fused": layer.fused}
-            found.append(what | beside | side_by_side(rows, layer.text[layer.text["n"] == n], _HEAD))
+    models, layers = list[PreparedModel](), list[_Layer]()
+    for spec in context.options.models or MODELS:
+        longest = loaded(context, spec).max_length
+        on_text = tuple(n for n in asked if longest is None or n <= longest)
+        models.append(PreparedModel(context, spec, lengths=on_text, samples=_SAMPLES, scopes=("head",)))
+        layers += _layers(models[-1], lengths)
+    for model in models:
+        yield from model.constants()
+    # One ball is as large as the text's tokens, so the searches are planned after the constants on text.
+    tasks = [task for layer in layers for task in layer.tasks()]
+    read = yield from context.units(tasks, "searches for worst inputs")
+    return lambda: _table(layers, read())
+
+
+def _table(layers: Sequence[_Layer], rows: pd.DataFrame) -> pd.DataFrame:
+    found = []
+    for layer in layers:
+        name, text, radius = layer.model.label, layer.text[layer.text["converged"]], layer.radius
+        own = rows[(rows["model"] == name) & (rows["layer"] == layer.layer)]
+        for (ball, n), part in own.groupby(["ball", "n"], sort=False):
+            what = {"model": name, "layer": layer.layer, "head": _HEAD, "R": float(str(ball))}
+            beside = {"real": float(str(ball)) == radius, "fused": layer.fused}
+            found.append(what | beside | side_by_side(part, text[text["n"] == n], _HEAD))
     return pd.DataFrame(found)
 
 
-def _on_text(column: Column, context: FigureContext) -> _Layer:
-    """Measure the heads of one layer on text, and return the layer with those measurements that converged."""
-    longest = loaded(context, column.spec).max_length
-    asked = context.options.lengths or _LENGTHS
-    lengths = tuple(n for n in asked if longest is None or n <= longest)
-    here = PreparedModel(
-        context,
-        column.spec,
-        lengths=lengths or (usual_length(context, column.spec),),
-        samples=context.options.samples or _SAMPLES,
-        layers=column.layers,
-        scopes=("head",),
-    )
-    subject = here.subjects[0]
-    sites = {n: here.sites(subject, tokens[:1])[0] for n, tokens in here.sequences(subject)}
-    site = sites[max(sites)]  # a window is seen in long sequences only
-    attention, heads = attention_of(site, column.spec.label), {}
-    if other_scores(attention):
-        heads = {n: attention_of(one, column.spec.label).head(_HEAD) for n, one in sites.items()}
-    model = getattr(context.models.load_for(subject), "model", None)
-    fused = model is not None and has_fused_weight(model.get_submodule(site.name))
-    rows = here.study(f"studies/{column.stem}", context).rows
-    return _Layer(
-        column,
-        attention,
-        heads,
-        subject.fingerprint,
-        fused,
-        text=rows[rows["converged"]],
-        radius=float(rows["radius_max"].max()),
-    )
+def _layers(model: PreparedModel, lengths: list[int]) -> Iterator[_Layer]:
+    """Capture the layers of a model at one sequence of each length of the first text, and yield them."""
+    subject = model.subjects[0]
+    captured = {n: model.sites(subject, n, samples=1) for n in model.plan.lengths}
+    inner = getattr(model.context.models.load_for(subject), "model", None)
+    for place, layer in enumerate(model.layers):
+        sites = {n: found[place] for n, found in captured.items()}
+        site = sites[max(sites)]  # a window is seen in long sequences only
+        attention, heads, possible = attention_of(site, model.label), {}, lengths
+        if other_scores(attention):
+            heads = {n: attention_of(one, model.label).head(_HEAD) for n, one in sites.items()}
+            possible = [n for n in lengths if n in heads]
+        if not possible:
+            most = f"lengths of at most {max(heads)}, which {model.label} can read"
+            raise ArgumentError("lengths", expected=most, got=str(min(lengths)))
+        fused = inner is not None and has_fused_weight(inner.get_submodule(site.name))
+        longest = max(float(one.radius_max.max()) for one in sites.values())
+        yield _Layer(model, layer, attention, heads, fused, longest, possible)
 
 
-def _in_ball(layer: _Layer, radius: float, n: int, context: FigureContext) -> list[Row]:
-    """Return the constants and bounds for n tokens in a ball of the given radius, from the cache or newly
-    computed.
-    """
-    rows: list[Row] = []
-    for kind in (_rows, _published_rows) if context.options.as_published and not layer.heads else (_rows,):
-        key: Key = {
-            "model": layer.column.spec.label,
-            "fingerprint": layer.fingerprint,
-            "layer": layer.column.layer,
-            "ball": repr(radius),
-            "n": n,
-            "published": int(kind is _published_rows),
-            "search": ",".join(map(str, layer.effort.values())),
-            "seed": context.options.seed,
-            "dtype": context.options.dtype,
-        }
-        rows += context.rows(key, partial(kind, layer, radius, n, derive_seed(purpose="adversarial", **key)))
-    return rows
-
-
-def _rows(layer: _Layer, radius: float, n: int, seed: int) -> Iterator[Row]:
+def _rows(
+    f: SelfAttention, other: SelfAttention | None, effort: dict[str, Any], radius: float, n: int, seed: int
+) -> Iterator[Values]:
     """Yield rows with the constants of a layer's heads at the worst tokens in a ball, and with upper bounds.
 
     Every head is measured at the paper's two-cluster tokens. One head is also measured at the worst tokens
     that a search finds, and has two upper bounds: the best one of this library, and the paper's. If the paper
-    does not treat the scores of the layer, the rows contain only the search and the best bound of this
-    library.
+    does not treat the scores of the layer, ``other`` is the attacked head, and the rows contain only the
+    search and the best bound of this library.
     """
-    f = layer.attention
-    for h in () if layer.heads else _real(f):
+    for h in _real(f) if other is None else ():
         x = two_cluster(f.head(h), n, radius).x
         yield {"kind": "paper", "name": "two_cluster", "head": h, **_measured(f.head(h), x, seed)}
-    head = layer.heads[n] if layer.heads else f.head(_HEAD)
-    found = ascend(head, n, radius, seed=seed, **layer.effort)
+    head = f.head(_HEAD) if other is None else other
+    found = ascend(head, n, radius, seed=seed, **effort)
     yield {"kind": "search", "name": found.start, "head": _HEAD, **_measured(head, found.x, seed)}
     uppers = {"upper": best(head, length=n, radius=radius)}
-    if not layer.heads:
+    if other is None:
         biased = f.query_bias is not None
         theorem = theorem_4_3 if f.causal else theorem_e_3 if biased else theorem_3_3
         uppers["theirs"] = theorem(head, n, radius)
@@ -211,19 +206,18 @@ def _rows(layer: _Layer, radius: float, n: int, seed: int) -> Iterator[Row]:
         yield {"kind": kind, "name": bound.name, "head": _HEAD, "log_value": bound.log_value}
 
 
-def _published_rows(layer: _Layer, radius: float, n: int, seed: int) -> Iterator[Row]:
+def _published_rows(f: SelfAttention, fused: bool, radius: float, n: int, seed: int) -> Iterator[Values]:
     """Yield the constants of each head at the two-cluster tokens that the published code constructs.
 
     The constants are measured with the method of the published code. The tokens are those of the paper,
     unless the weights of queries, keys and values are one transposed matrix, which the published code slices
     along the wrong axis. In this case the constants at the wrong tokens are also measured correctly.
     """
-    f = layer.attention
-    sliced = wrong_slices(f) if layer.fused else f
+    sliced = wrong_slices(f) if fused else f
     for h in _real(sliced):
         x = two_cluster(sliced.head(h), n, radius).x
         what = {"name": "two_cluster", "head": h}
-        if layer.fused:
+        if fused:
             yield {"kind": "wrong slices", **what, **_measured(f.head(h), x, seed)}
         theirs = power_iteration(f.head(h), x, output=True, absolute=True, seed=seed)
         yield {"kind": "as published", **what, "value": theirs.value, "converged": theirs.settled}
@@ -236,12 +230,12 @@ def _real(f: SelfAttention) -> list[int]:
     return [h for h, head in enumerate(parameters_of(f).heads) if real_eigenpairs(head)]
 
 
-def _measured(head: SelfAttention, x: Tensor, seed: int) -> Row:
+def _measured(head: SelfAttention, x: Tensor, seed: int) -> Values:
     found = lipschitz.local_lipschitz(head, x, rtol=_RTOL, seed=seed)
     return {"value": float(found.value), "converged": bool(found.converged)}
 
 
-def side_by_side(rows: pd.DataFrame, text: pd.DataFrame, head: int) -> Row:
+def side_by_side(rows: pd.DataFrame, text: pd.DataFrame, head: int) -> Values:
     """Combine all constants and bounds for one ball and one sequence length into a single row.
 
     Parameters
@@ -288,7 +282,7 @@ def side_by_side(rows: pd.DataFrame, text: pd.DataFrame, head: int) -> Row:
     )
 
 
-def _span(name: str, values: pd.Series) -> Row:
+def _span(name: str, values: pd.Series) -> Values:
     return {f"{name} median": values.median(), f"{name} low": values.min(), f"{name} high": values.max()}
 
 
@@ -452,6 +446,6 @@ WORST_INPUTS = Figure(
         "to the largest. Of scores that the paper does not treat, such as those with rotary positions, the "
         "paper's tokens and theorems are left out."
     ),
-    measure=measure,
+    plan=plan,
     show=show,
 )

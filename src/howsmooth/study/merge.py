@@ -17,6 +17,7 @@ from howsmooth.study.records import (
     PLACE,
     Bounding,
     Failure,
+    FigureRow,
     InputRecord,
     Measurement,
     ModelRecord,
@@ -34,7 +35,7 @@ __all__ = ["Merged", "merge_stores"]
 
 _KINDS: tuple[type[Row], ...] = (
     ModelRecord, TextRecord, InputRecord, Measurement, SequenceRecord, Sensitivity, Bounding, PublishedValue,
-    Failure,
+    FigureRow, Failure,
 )  # fmt: skip
 
 # The columns in which two rows with the same key must agree.

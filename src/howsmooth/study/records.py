@@ -14,9 +14,9 @@ from typing import Any, ClassVar
 import pandas as pd
 
 __all__ = [
-    "ATTACK", "ATTACK_KINDS", "ATTACK_PLACE", "CORRECTED", "FLOW", "KEY_COLUMNS", "KINDS", "MEASURE", "PLACE",
-    "PUBLISHED",
-    "Attack", "Bounding", "Contents", "Ending", "Failure", "FrameRow", "GrowthRow",
+    "ATTACK", "ATTACK_KINDS", "ATTACK_PLACE", "CORRECTED", "FIGURE", "FLOW", "KEY_COLUMNS", "KINDS",
+    "MEASURE", "PLACE", "PUBLISHED",
+    "Attack", "Bounding", "Contents", "Ending", "Failure", "FigureRow", "FrameRow", "GrowthRow",
     "InputRecord", "Key", "Measurement", "ModelRecord", "PublishedKey", "PublishedValue", "Row", "Run",
     "Sensitivity", "SequenceRecord", "SiteBound", "StudyRecord", "TextRecord", "keys_of",
     "plain_rows", "quantities",
@@ -45,7 +45,7 @@ def keys_of(
 PublishedKey = tuple[int, int, int, str, str]
 """The key (layer, n, sample, quantity, items) of a published value of one model on one text."""
 
-MEASURE, ATTACK, FLOW = "measure", "attack", "flow"
+MEASURE, ATTACK, FLOW, FIGURE = "measure", "attack", "flow", "figure"
 """The values of :attr:`StudyRecord.kind`. Bounds and published values belong to ``measure``."""
 
 ATTACK_PLACE = ("layer", "head", "n")
@@ -105,9 +105,9 @@ class Row:
 
 @dataclass(frozen=True)
 class StudyRecord(Row, table="studies", key=("kind",)):
-    """The settings shared by all rows of one kind of work in a store: measurements, attacks or a flow.
+    """The settings shared by all rows of one kind of work in a store, such as measurements or a flow.
 
-    ``kind`` is ``measure``, ``attack`` or ``flow``; ``identity`` holds the settings as JSON.
+    ``kind`` is ``measure``, ``attack``, ``flow`` or ``figure``; ``identity`` holds the settings as JSON.
     """
 
     kind: str
@@ -451,6 +451,22 @@ class GrowthRow(Row, table="growths", key=("time",)):
     discretisation_error: float | None
     method: str
     step: float
+
+
+@dataclass(frozen=True)
+class FigureRow(Row, table="figure_rows", key=("unit", "number")):
+    """A row of the store: one row of numbers in a figure of the paper.
+
+    ``unit`` is a JSON object with all values on which the numbers depend, such as the fingerprint of a model.
+    A unit is computed by one task, and has one or more rows, which are counted by ``number``. ``numbers`` is
+    a JSON object with the computed values by name. ``model`` and ``text`` are empty if a unit has none.
+    """
+
+    model: str
+    text: str
+    unit: str
+    number: int
+    numbers: str
 
 
 @dataclass(frozen=True)

@@ -53,6 +53,9 @@ _DRAWING, _FIGURE = 2.0, 0.5
 _VECTORS = 40
 
 
+# Beside the key of its tasks, each time is kept with the kind of rows alone, the first entry of the key.
+_ANY = object()
+
 Rows = Mapping[tuple[tuple[Any, ...], int], int]
 """Numbers of rows, by the key of similar tasks (``alike``) and the length n."""
 
@@ -78,8 +81,7 @@ class TaskTimes:
 
         These rows are added to the rows of this length recorded before; with ``instead``, they replace them.
         """
-        # A key is kept with its first entry, the kind of rows, alone too.
-        for key in {alike, alike[:1]}:
+        for key in (alike, (_ANY, alike[0])):
             before, others = (0.0, 0) if instead else self._done[key].get(n, (0.0, 0))
             self._done[key][n] = (before + seconds, others + rows)
 
@@ -90,7 +92,7 @@ class TaskTimes:
 
     def a_row(self, alike: tuple[Any, ...], n: int) -> float | None:
         """Predict the seconds of one row at length n; ``None`` if no similar task (``alike``) is finished."""
-        seen = self._done.get(alike) or self._done.get(alike[:1])
+        seen = self._done.get(alike) or self._done.get((_ANY, alike[0]))
         if not seen:
             return None
         first, *others = sorted(seen, key=lambda one: abs(math.log(one / n)))

@@ -116,12 +116,12 @@ class Runner:
                     told.advance(task, 0 if found is None else self._write(task, found), ended=found is None)
         self.outcome.left_out += sum(task.size for task in left)
 
-    def finish(self, began: float) -> Outcome:
-        """Record that the run, which began at a monotonic time, reached its end; return its outcome."""
+    def finish(self, began: float | None = None) -> Outcome:
+        """Record that the run reached its end, and return its outcome; ``began`` is when its checks began."""
         # A run that wrote nothing has no number, and leaves no trace in the store.
         if self._number is not None:
             self._store.finish_run(self._number)
-        self.outcome.seconds = time.monotonic() - began
+        self.outcome.seconds = time.monotonic() - (self._began if began is None else began)
         return self.outcome
 
     def fail(self, failed: Failed, *, ends: bool = True) -> None:

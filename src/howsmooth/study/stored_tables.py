@@ -20,16 +20,16 @@ def read(folder: str | os.PathLike[str]) -> dict[str, pd.DataFrame]:
     Parameters
     ----------
     folder
-        The ``--out`` folder of ``howsmooth measure``, ``study``, ``attack`` or ``flow``, or the file
-        ``study.sqlite`` in it.
+        The ``--out`` folder of ``howsmooth measure``, ``study``, ``attack`` or ``flow``, the folder of a
+        figure in that of ``howsmooth reproduce``, or the file ``study.sqlite`` in it.
 
     Returns
     -------
     dict
         Every table that has rows: ``measurements`` (a row for each constant, with its interval and status),
         ``models``, ``texts``, ``bounds``, ``sensitivities``, ``failures``, ``attacks``,
-        ``frames``, ``growths`` and others. The classes in :mod:`howsmooth.study.records` explain the columns;
-        ``run`` is the number of the run that wrote a row.
+        ``frames``, ``growths``, ``figure_rows`` and others. The classes in :mod:`howsmooth.study.records`
+        explain the columns; ``run`` is the number of the run that wrote a row.
 
     Raises
     ------

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from howsmooth.attention import Compose, Residual, SelfAttention, TokenMap
 from howsmooth.attention.atom_weights import Weighting
+from howsmooth.attention.compositions import OuterMap
 from howsmooth.attention.core import attention_probabilities, weighted_values
 from howsmooth.attention.theorem_preconditions import require_plain_scores
 from howsmooth.bounds.attention_parameters import parameters_of
@@ -29,7 +30,7 @@ __all__ = [
 ]
 
 
-class DropoutAttention(TokenMap):
+class DropoutAttention(OuterMap):
     """Self-attention in training mode: each call draws new random dropout of the attention weights and of the
     outputs.
 
@@ -45,6 +46,8 @@ class DropoutAttention(TokenMap):
 
     """
 
+    inner: SelfAttention
+
     def __init__(self, inner: SelfAttention, *, weights: float, outputs: float, seed: int) -> None:
         require_plain_scores(inner, "the published maps", argument="inner")
         self.inner, self.weights, self.outputs = inner, weights, outputs
@@ -52,24 +55,9 @@ class DropoutAttention(TokenMap):
         self._generator = torch.Generator().manual_seed(torch_seed(seed))
 
     @property
-    def d(self) -> int:
-        """The dimension of an input token."""
-        return self.inner.d
-
-    @property
     def d_out(self) -> int:
         """The dimension of an output token."""
         return self.inner.d_out
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """The dtype of the attention's parameters."""
-        return self.inner.dtype
-
-    @property
-    def device(self) -> torch.device:
-        """The device of the attention's parameters."""
-        return self.inner.device
 
     def describe(self) -> str:
         """Return a phrase that describes the attention and states its dropout probabilities."""
