@@ -9,7 +9,7 @@ from typing import Annotated, Any
 import pytest
 import typer
 
-from howsmooth.cli.typer_command import JsonOption, command
+from howsmooth.cli.typer_command import command
 from howsmooth.errors import ArgumentError
 from howsmooth.study.options import (
     HOW,
@@ -53,7 +53,7 @@ def typed(*line: str, **options: Any) -> list[Any]:
     got: list[Any] = []
 
     @command("An example.", **options)
-    def whole_plan(plan: Work, json: JsonOption = False) -> int:
+    def whole_plan(plan: Work, json: Annotated[bool, typer.Option("--json")] = False) -> int:
         got.extend([plan, json])
         return 0
 
@@ -107,6 +107,9 @@ def test_a_plan_file_as_the_source_gives_options_which_typed_ones_replace(tmp_pa
             ArgumentError, match=r"^work.toml: (source: expected a value|steps: expected one)"
         ):
             typed("whole", str(file))
+    file.write_text("source = 'a'\nshare = 1.0")
+    with pytest.raises(ArgumentError, match="share: expected one of the keys source"):
+        typed("whole", str(file), without=("share",))
 
 
 @pytest.mark.parametrize(

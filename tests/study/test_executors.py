@@ -24,8 +24,8 @@ from howsmooth.errors import ArgumentError, HowsmoothError, ModelError, NonFinit
 from howsmooth.study import runner
 from howsmooth.study.execution_options import Execution
 from howsmooth.study.executors import threads_each
+from howsmooth.study.measured_models import prepared_study
 from howsmooth.study.measurement_run import _with_memory_shared
-from howsmooth.study.prepared_study import prepared_study
 from howsmooth.study.runner import Means, _sendable
 from howsmooth.study.tasks.lipschitz_constants import constants_left
 from tests._spread import FOLDER, dies_once_after_five, noted, spread_tools

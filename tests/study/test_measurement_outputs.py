@@ -21,8 +21,7 @@ from matplotlib.figure import Figure
 
 from howsmooth.errors import StoreError
 from howsmooth.study.figures import drawing, measurements
-from howsmooth.study.figures.drawing import add_colourbar, linear_ticks, log_ticks
-from howsmooth.study.figures.layer_panels import draw_overview, parts_of
+from howsmooth.study.figures.drawing import add_colourbar, draw_overview, linear_ticks, log_ticks, parts_of
 from howsmooth.study.measurement_outputs import Outputs, write_outputs
 from howsmooth.study.plans import ModelSpec
 from howsmooth.study.ranges import Ranges

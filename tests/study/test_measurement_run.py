@@ -21,7 +21,7 @@ from howsmooth.study.plan_file import read_plan
 from howsmooth.study.plans import ModelSpec, Plan
 from howsmooth.study.ranges import Ranges
 from howsmooth.study.records import Measurement
-from howsmooth.study.resource_forecast import forecast
+from howsmooth.study.resource_forecast import TaskTimes, forecast
 from howsmooth.study.status import status
 from howsmooth.study.store import STORE_NAME, Store
 from howsmooth.study.tasks.lipschitz_constants import batch_size
@@ -218,8 +218,8 @@ def test_the_time_left_is_that_of_the_tokens_left_at_the_pace_since_the_first_re
 ) -> None:
     clock, heard = SimpleNamespace(now=0.0), Heard()
     monkeypatch.setattr("howsmooth.study.runner.time", SimpleNamespace(monotonic=lambda: clock.now))
-    tasks = [create_autospec(Task, n=n, size=1, words="") for n in (64, 64, 128, 16)]
-    told = runner._WorkProgress(heard, Work(Measurement, "constants", tasks))
+    tasks = [create_autospec(Task, alike=("a",), n=n, size=1, words="") for n in (64, 64, 128, 16)]
+    told = runner._WorkProgress(heard, Work(Measurement, "constants", tasks), TaskTimes())
     clock.now = 10.0  # the model was loaded
     told.advance(tasks[0], 1, ended=True)
     assert heard.told == []

@@ -77,6 +77,22 @@ def test_rows_of_a_length_are_averaged_and_a_task_is_the_sum_of_its_rows() -> No
     assert times.expect(task(8, alike=("b",))) is None
 
 
+def test_without_a_task_that_is_alike_the_same_kind_of_rows_counts() -> None:
+    times = TaskTimes()
+    times.learn(("rows", "one model"), 64, 1, 2.0)
+    assert times.a_row(("rows", "another"), 128) == pytest.approx(4.0)
+    assert times.a_row(("bounds", "one model"), 128) is None
+
+
+def test_the_time_left_is_the_time_spent_by_the_seconds_of_rows_left_and_done() -> None:
+    a, times = ("a",), learnt((64, 2.0), (128, 4.0))
+    done, left = {(a, 64): 1, (a, 128): 1}, {(a, 256): 3}
+    assert times.left(6.0, done, left) == pytest.approx(24.0)
+    assert times.left(9.0, done, left) == pytest.approx(36.0)  # half as long again as the rows alone
+    # As long as nothing is known, a row counts n times, but at least 64 times.
+    assert TaskTimes().left(2.0, {(a, 64): 1}, {(a, 128): 1, (a, 16): 1}) == pytest.approx(6.0)
+
+
 # ---- What a run would take
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Sequence
+from importlib.metadata import version
 from pathlib import Path
 from typing import Annotated
 
@@ -32,6 +33,23 @@ INTERRUPTED = 130
 PIPE_CLOSED = 141
 """The exit code that a shell reports for a program that SIGPIPE ended: 128 + 13."""
 
+_BIBTEX = r"""@inproceedings{castin2024smooth,
+  title     = {How Smooth Is Attention?},
+  author    = {Castin, Val{\'e}rie and Ablin, Pierre and Peyr{\'e}, Gabriel},
+  booktitle = {Proceedings of the 41st International Conference on Machine Learning},
+  series    = {Proceedings of Machine Learning Research},
+  volume    = {235},
+  year      = {2024}
+}
+
+@software{howsmooth,
+  title   = {howsmooth: the local Lipschitz constant of self-attention,
+             with an interval},
+  author  = {{The howsmooth developers}},
+  version = {VERSION},
+  license = {Apache-2.0}
+}"""
+
 app = typer.Typer(
     add_completion=False,
     rich_markup_mode="rich",
@@ -42,8 +60,6 @@ app = typer.Typer(
 
 def _show_version(wanted: bool) -> bool:
     if wanted:
-        from importlib.metadata import version
-
         typer.echo(f"howsmooth {version('howsmooth')}")
         raise typer.Exit
     return wanted
@@ -51,9 +67,7 @@ def _show_version(wanted: bool) -> bool:
 
 def _show_citation(wanted: bool) -> None:
     if wanted:
-        from howsmooth.cli.citation import bibtex
-
-        typer.echo(bibtex())
+        typer.echo(_BIBTEX.replace("VERSION", version("howsmooth")))
         raise typer.Exit
 
 

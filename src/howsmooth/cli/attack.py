@@ -1,6 +1,4 @@
-"""The command ``howsmooth attack``, which searches for tokens at which the local Lipschitz
-constant is large.
-"""
+"""The command ``howsmooth attack``, which searches for tokens with a large local Lipschitz constant."""
 
 from __future__ import annotations
 
@@ -14,14 +12,14 @@ import typer
 from howsmooth.cli.plan_execution import means_of, resumable, rows_kept
 from howsmooth.cli.progress import shown_progress
 from howsmooth.cli.terminal_output import amount, as_json, heading, paragraph, say, show_table
-from howsmooth.cli.typer_command import JsonOption, QuietOption, as_typed, command
+from howsmooth.cli.typer_command import ShownOrQuiet, as_typed, command
 from howsmooth.study.execution_options import LocalExecution
 from howsmooth.study.plans import AttackPlan
+from howsmooth.study.progress_listener import Outcome
 from howsmooth.study.text_formatting import decimal, mask_in_words, place_in_words, readable
 
 if TYPE_CHECKING:
     from howsmooth.study.attack_outputs import AttackOutputs
-    from howsmooth.study.progress_listener import Outcome
 
 __all__ = ["attack"]
 
@@ -42,21 +40,19 @@ _EXAMPLES = (
 
 
 @command(*_EXAMPLES, out="howsmooth-attack", without=("scheduler",))
-def attack(
-    plan: AttackPlan, execution: LocalExecution, json: JsonOption = False, quiet: QuietOption = False
-) -> int:
+def attack(plan: AttackPlan, execution: LocalExecution, shown: ShownOrQuiet) -> int:
     """Search for tokens with a large local Lipschitz constant, in a ball that contains the model's tokens."""
     from howsmooth.study.attack_outputs import write_attack_outputs
     from howsmooth.study.attack_run import run_attack
 
     out = execution.out
-    with resumable(lambda: rows_kept(out), as_typed()), shown_progress(quiet=quiet) as display:
+    with resumable(lambda: rows_kept(out), as_typed()), shown_progress(quiet=shown.quiet) as display:
         with means_of(execution, display) as means:
             outcome = run_attack(plan, out, means)
         published = write_attack_outputs(out, display)
-    if json:
+    if shown.json:
         typer.echo(_as_json(published, outcome, out))
-    elif not quiet:
+    elif not shown.quiet:
         _show(published, outcome, out)
     return 0
 
@@ -85,9 +81,7 @@ def _as_json(published: AttackOutputs, outcome: Outcome, folder: Path) -> str:
 
 
 def _show(published: AttackOutputs, outcome: Outcome, folder: Path) -> None:
-    """Print the largest constants found for each attention, how these constants grow with n, and the paths of
-    the written files.
-    """
+    """Print the largest constants found for each attention, their growth with n, and the written files."""
     from howsmooth.study.records import Attack, plain_rows
     from howsmooth.study.store import STORE_NAME
 

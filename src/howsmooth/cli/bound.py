@@ -1,6 +1,4 @@
-"""The command ``howsmooth bound``, which evaluates all bounds for the attention of a model or of a parameter
-file.
-"""
+"""The command ``howsmooth bound``, which evaluates all bounds for attention of a model or a file."""
 
 from __future__ import annotations
 
@@ -14,7 +12,7 @@ from rich.text import Text
 
 from howsmooth.cli.progress import shown_progress
 from howsmooth.cli.terminal_output import amount, as_json, heading, paragraph, say, show_table
-from howsmooth.cli.typer_command import ONE_PROCESS, JsonOption, SilentOption, command, folder_option
+from howsmooth.cli.typer_command import ONE_PROCESS, Shown, command, folder_option
 from howsmooth.study.execution_options import Execution
 from howsmooth.study.plans import BoundPlan
 from howsmooth.study.text_formatting import mask_in_words, readable
@@ -47,25 +45,24 @@ _EXAMPLES = (
 def bound(
     plan: BoundPlan,
     execution: Execution,
+    shown: Shown,
     out: Annotated[
         Path | None,
         folder_option("Also write bounds.csv into this folder."),
     ] = None,
-    json: JsonOption = False,
-    quiet: SilentOption = False,
 ) -> int:
     """Compare every available bound on the Lipschitz constant of attention with the measured constant."""
     from howsmooth.study.attention_sources import open_attention_source
     from howsmooth.study.bound_run import bound_all, bounds_frame
     from howsmooth.study.file_writing import write_table
 
-    with shown_progress(quiet=quiet) as display:
+    with shown_progress(quiet=shown.quiet) as display:
         display.phase("Reading")
         source = open_attention_source(plan)
         display.phase("Bounding")
         bounded = list(bound_all(plan, source, display))
     written = None if out is None else write_table(bounds_frame(source.label, bounded), out, "bounds.csv")
-    if json:
+    if shown.json:
         typer.echo(_as_json(source, bounded, written))
     else:
         _show(source, bounded, written)
@@ -150,9 +147,7 @@ def _limit(row: dict[str, Any], log: float) -> str:
 
 
 def _show_bounds(rows: pd.DataFrame, logs: pd.Series, measured: float | None, sources: list[str]) -> None:
-    """Print a table of bounds in which each bound has the number of its source, and append new sources to the
-    list of sources.
-    """
+    """Print a table of bounds with numbered sources, and append new sources to the list of sources."""
     from howsmooth.study.records import plain_rows
 
     pairs = zip(plain_rows(rows), logs, strict=True)

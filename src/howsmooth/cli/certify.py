@@ -1,6 +1,4 @@
-"""The command ``howsmooth certify``, which certifies the Lipschitz constant and the accuracy of a saved
-model.
-"""
+"""The command ``howsmooth certify``, which certifies the constant and the accuracy of a saved model."""
 
 from __future__ import annotations
 
@@ -13,7 +11,7 @@ import typer
 
 from howsmooth.cli.progress import shown_progress
 from howsmooth.cli.terminal_output import as_json, counted, heading, say, show_table
-from howsmooth.cli.typer_command import ONE_PROCESS, JsonOption, SilentOption, command, folder_option
+from howsmooth.cli.typer_command import ONE_PROCESS, Shown, command, folder_option
 from howsmooth.study.execution_options import Execution
 from howsmooth.study.plans import CertificationPlan
 from howsmooth.study.text_formatting import readable
@@ -41,29 +39,25 @@ _EXAMPLES = (
 def certify(
     plan: CertificationPlan,
     execution: Execution,
+    shown: Shown,
     out: Annotated[
         Path | None,
         folder_option(
             "Also write modules.csv into this folder, and inputs.csv with the certified radius of each input."
         ),
     ] = None,
-    json: JsonOption = False,
-    quiet: SilentOption = False,
 ) -> int:
     """Certify a saved model: its Lipschitz constant, the constant of each module, and certified accuracy."""
     from howsmooth.study.certification import certify_file
     from howsmooth.study.file_writing import write_table
 
-    with shown_progress(quiet=quiet) as display:
+    with shown_progress(quiet=shown.quiet) as display:
         display.phase("Certifying")
-        found = certify_file(
-            plan,
-            on_batch=lambda done, total: display.advance(float(done), float(total), f"input {done}"),
-        )
+        found = certify_file(plan, on_batch=display.counter("input"))
     written = [] if out is None else [write_table(found.certificate.table, out, "modules.csv")]
     if out is not None and found.evaluation is not None:
         written.append(write_table(found.evaluation.table, out, "inputs.csv"))
-    if json:
+    if shown.json:
         typer.echo(_as_json(found, plan.radii, written))
     else:
         _show(found, plan.radii, written)
@@ -71,9 +65,7 @@ def certify(
 
 
 def _as_json(found: Certified, radii: Sequence[float], written: Sequence[Path]) -> str:
-    """Return the certificate of a model and its evaluation on data as one JSON object; infinity
-    becomes null.
-    """
+    """Return the certificate of a model and its evaluation on data as JSON; infinity becomes null."""
     from howsmooth.study.records import plain_rows
 
     certificate, evaluation = found.certificate, found.evaluation
@@ -115,9 +107,7 @@ def _evaluated(found: Certified, evaluation: Evaluation, radii: Sequence[float])
 
 
 def _show(found: Certified, radii: Sequence[float], written: Sequence[Path]) -> None:
-    """Print the certified Lipschitz constants of a model and of each of its modules, and the certified
-    accuracies of the model.
-    """
+    """Print the certified constants of a model and of each module, and its certified accuracies."""
     from howsmooth.roundoff import limit_in_digits
 
     certificate, evaluation = found.certificate, found.evaluation
@@ -160,9 +150,7 @@ def _show(found: Certified, radii: Sequence[float], written: Sequence[Path]) -> 
 
 
 def _remarks(found: Certified) -> list[str]:
-    """Return remarks on the floating-point precision of the certificate, and on the inputs for which the
-    certificate holds.
-    """
+    """Return remarks on the precision of the certificate, and on the inputs for which it holds."""
     remarks = []
     words = f"Weights are stored in {found.precision}; the constant and the outputs are computed in float64."
     if "float16" in found.precision:  # or bfloat16

@@ -1,6 +1,4 @@
-"""The command ``howsmooth flow``, which integrates the motion of tokens through attention, and draws their
-paths.
-"""
+"""The command ``howsmooth flow``, which moves tokens through attention and draws their paths."""
 
 from __future__ import annotations
 
@@ -13,9 +11,10 @@ import typer
 from howsmooth.cli.plan_execution import resumable, rows_kept
 from howsmooth.cli.progress import shown_progress
 from howsmooth.cli.terminal_output import as_json, heading, paragraph, say, show_table
-from howsmooth.cli.typer_command import ONE_PROCESS, JsonOption, QuietOption, as_typed, command
+from howsmooth.cli.typer_command import ONE_PROCESS, ShownOrQuiet, as_typed, command
 from howsmooth.study.execution_options import Execution
 from howsmooth.study.flows.flow_plan import FlowPlan
+from howsmooth.study.progress_listener import Outcome
 from howsmooth.study.text_formatting import readable, sentence
 
 if TYPE_CHECKING:
@@ -23,7 +22,6 @@ if TYPE_CHECKING:
 
     from howsmooth.study.flows.flow_outputs import FlowOutputs
     from howsmooth.study.flows.flow_system import System
-    from howsmooth.study.progress_listener import Outcome
     from howsmooth.study.records import Ending
 
 __all__ = ["ENDED_EARLY", "flow"]
@@ -51,7 +49,7 @@ _EXAMPLES = (
 
 
 @command(*_EXAMPLES, without=ONE_PROCESS, out="howsmooth-flow")
-def flow(plan: FlowPlan, execution: Execution, json: JsonOption = False, quiet: QuietOption = False) -> int:
+def flow(plan: FlowPlan, execution: Execution, shown: ShownOrQuiet) -> int:
     """Move tokens by the flow x' = f(X) of attention, and watch them form clusters."""
     from howsmooth.study.flows.flow_outputs import write_flow_outputs
     from howsmooth.study.flows.flow_run import run_flow
@@ -59,14 +57,14 @@ def flow(plan: FlowPlan, execution: Execution, json: JsonOption = False, quiet: 
     from howsmooth.study.runner import Means
 
     out = execution.out
-    with resumable(lambda: rows_kept(out), as_typed()), shown_progress(quiet=quiet) as display:
+    with resumable(lambda: rows_kept(out), as_typed()), shown_progress(quiet=shown.quiet) as display:
         display.phase("Reading")
         system = load_system(plan)
         outcome, ending = run_flow(plan, system, out, Means(display, as_typed()))
         published = write_flow_outputs(out, plan, system, display)
-    if json:
+    if shown.json:
         typer.echo(_as_json(system, outcome, ending, published, out))
-    elif not quiet:
+    elif not shown.quiet:
         _show(system, outcome, ending, published, out)
     return 0 if ending is None else ENDED_EARLY
 
@@ -84,9 +82,7 @@ _COLUMNS = {
 def _as_json(
     system: System, outcome: Outcome, ending: Ending | None, published: FlowOutputs, folder: Path
 ) -> str:
-    """Return the metrics, the growth of perturbations and the files of a flow as one JSON object; NaN and
-    infinity become null.
-    """
+    """Return the metrics, the growth of perturbations and the files of a flow as one JSON object."""
     from howsmooth.study.records import FrameRow, plain_rows
     from howsmooth.study.store import STORE_NAME
 
@@ -121,9 +117,7 @@ def _as_json(
 def _show(
     system: System, outcome: Outcome, ending: Ending | None, published: FlowOutputs, folder: Path
 ) -> None:
-    """Print how strongly the tokens cluster at several times, how the integration ended, and the paths of the
-    written files.
-    """
+    """Print how the tokens cluster at several times, how the flow ended, and the written files."""
     from howsmooth.study.records import FrameRow
     from howsmooth.study.store import STORE_NAME
 

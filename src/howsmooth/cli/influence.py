@@ -1,6 +1,4 @@
-"""The command ``howsmooth influence``, which measures how far each output token moves with each input token,
-in one layer or in the whole model.
-"""
+"""The command ``howsmooth influence``, which measures how far outputs move with each input token."""
 
 from __future__ import annotations
 
@@ -11,13 +9,15 @@ import typer
 
 from howsmooth.cli.progress import shown_progress
 from howsmooth.cli.single_input_command_base import OneInputPlan, say_files
-from howsmooth.cli.typer_command import ONE_PROCESS, JsonOption, SilentOption, command
+from howsmooth.cli.terminal_output import as_json, counted, paragraph, show_table
+from howsmooth.cli.typer_command import ONE_PROCESS, OTHER_INPUTS, Shown, command
 from howsmooth.errors import ArgumentError
 from howsmooth.scopes import SCOPES
 from howsmooth.study.execution_options import Execution
-from howsmooth.study.options import HOW, choice, number, option, selection, whole, words
-from howsmooth.study.plans import check_output, shared
+from howsmooth.study.options import choice, option, selection
+from howsmooth.study.plans import INFLUENCE_RTOL, INFLUENCE_TOKENS, SPAN, check_output, shared
 from howsmooth.study.ranges import Ranges
+from howsmooth.study.text_formatting import place_in_words, readable
 
 if TYPE_CHECKING:
     from howsmooth.profiling import Influence
@@ -36,7 +36,6 @@ _EXAMPLES = (
     "[cyan]howsmooth influence gpt2 --random-init --span 0:8 --outputs 7 --json[/]  JSON for a program",
 )
 
-_LONGEST = 64
 _PRINTED = 10
 
 
@@ -46,15 +45,11 @@ class InfluencePlan(OneInputPlan):
     whose input tokens are moved.
     """
 
-    span: str | None = option(
-        None,
-        words(),
-        f"Which tokens of a text or of token ids, counted from 0, such as 0:32. Default: all, or the first "
-        f"{_LONGEST} of a longer input. Time grows with the square of the length.",
-        metavar="START:END",
+    span: str | None = shared(
+        "span", help=f"{SPAN.format(INFLUENCE_TOKENS)} Time grows with the square of the length."
     )
-    layers: Ranges = option(
-        "-1", selection(), "One layer, such as 0 or -1 (the last layer).", metavar="INDEX"
+    layers: Ranges = shared(
+        "layers", default="-1", help="One layer, such as 0 or -1 (the last layer).", metavar="INDEX"
     )
     scope: str = option(
         "attention",
@@ -71,16 +66,13 @@ class InfluencePlan(OneInputPlan):
         "model, where each takes as long as many layers, the last.",
         metavar="RANGES",
     )
-    rtol: float = option(1e-2, number(), "Relative width of the intervals at convergence.", panel=HOW)
-    confidence: float = option(
-        0.999, number(), "Probability that an interval contains its norm, for each interval.", panel=HOW
-    )
-    max_iterations: int = option(200, whole(1), "Largest number of Lanczos steps.", panel=HOW)
+    rtol: float = shared("rtol", default=INFLUENCE_RTOL)
+    confidence: float = shared("confidence")
+    max_iterations: int = shared("max_iterations")
 
     def check(self) -> None:
-        """Refuse the option ``output`` unless the scope is ``model``, and refuse the option ``layers`` if the
-        scope is ``model``.
-        """
+        """Refuse ``output`` unless the scope is ``model``, and ``layers`` if it is."""
+        super().check()
         check_output(self.output, (self.scope,))
         if self.scope == "model" and self.layers.text != "-1":
             raise ArgumentError("layers", expected="none with the scope model", got=self.layers.text)
@@ -101,29 +93,27 @@ class InfluencePlan(OneInputPlan):
         shape = site.map(site.x)[0].shape
         count = shape[0] if len(shape) == 2 else 1
         if self.outputs is not None:
-            return self.outputs.resolve(count, self.model, "outputs")
+            return self.outputs.resolve(count, self.source, "outputs")
         return (count - 1,) if self.scope == "model" else tuple(range(count))
 
 
-@command(*_EXAMPLES, without=ONE_PROCESS, out="howsmooth-influence")
-def influence(
-    plan: InfluencePlan, execution: Execution, json: JsonOption = False, quiet: SilentOption = False
-) -> int:
+@command(*_EXAMPLES, without=(*OTHER_INPUTS, *ONE_PROCESS), out="howsmooth-influence")
+def influence(plan: InfluencePlan, execution: Execution, shown: Shown) -> int:
     """Measure how far each output token moves with each input token, in one layer or in the whole model."""
-    from howsmooth.cli.terminal_output import as_json, counted
     from howsmooth.profiling import influence as measured
     from howsmooth.profiling.model_input import given_inputs
     from howsmooth.study.figures.drawing import save
     from howsmooth.study.file_writing import check_parquet, writable_folder, write_parquet, write_table
     from howsmooth.study.records import plain_rows
-    from howsmooth.study.text_formatting import place_in_words
 
-    with shown_progress(quiet=quiet) as display:
+    with shown_progress(quiet=shown.quiet) as display:
         display.phase("Reading")
         if plan.parquet:
             check_parquet("parquet")
         loaded = plan.load()
-        given = given_inputs(loaded, plan.input_of(loaded), plan.span, loaded.tokenizer, longest=_LONGEST)
+        given = given_inputs(
+            loaded, plan.input_of(loaded), plan.span, loaded.tokenizer, longest=INFLUENCE_TOKENS
+        )
         site = plan.site_of(loaded, given.inputs)
         outputs, n = plan.outputs_of(site), site.x.shape[1]
         display.phase(f"Measuring {counted(len(outputs), 'output')} of {counted(n, 'token')}")
@@ -146,7 +136,7 @@ def influence(
                 written.append(folder / "influence.parquet")
                 write_parquet(table, written[-1], found.citation)
     most = plain_rows(table.nlargest(_PRINTED, "value"))
-    if json:
+    if shown.json:
         described = {
             "model": loaded.name,
             "source": loaded.source,
@@ -170,12 +160,8 @@ def influence(
 
 
 def _show(found: Influence, most: list[dict[str, Any]], count: str, place: str, output: str) -> None:
-    """Print the largest norms of Jacobian blocks, and how far an output token moves if all input tokens move
-    at once.
-    """
-    from howsmooth.cli.terminal_output import paragraph, show_table
+    """Print the largest norms of Jacobian blocks, and how far an output moves if all tokens move."""
     from howsmooth.roundoff import limit_in_digits
-    from howsmooth.study.text_formatting import readable
 
     def limits(lower: float, upper: float) -> list[str]:
         return [limit_in_digits(lower, 4, upper=False), limit_in_digits(upper, 4, upper=True)]

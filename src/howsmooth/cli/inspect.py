@@ -1,6 +1,4 @@
-"""The command ``howsmooth inspect``, which lists the attention layers of a model and says what can be
-measured on them.
-"""
+"""The command ``howsmooth inspect``, which lists attention layers and what can be measured on them."""
 
 from __future__ import annotations
 
@@ -13,10 +11,10 @@ import typer
 
 from howsmooth.cli.progress import shown_progress
 from howsmooth.cli.terminal_output import as_json, counted, heading, say, show_table
-from howsmooth.cli.typer_command import ONE_PROCESS, JsonOption, SilentOption, command
+from howsmooth.cli.typer_command import ONE_PROCESS, Shown, command
 from howsmooth.scopes import CROSS_SCOPE, SCOPES
 from howsmooth.study.execution_options import Execution
-from howsmooth.study.options import HOW, Options, flag, option, whole, words
+from howsmooth.study.options import HOW, Options, flag, option, whole
 from howsmooth.study.plans import shared
 from howsmooth.study.text_formatting import readable, sentence
 
@@ -48,13 +46,7 @@ _EXAMPLES = (
 class InspectionPlan(Options):
     """The options of the command ``howsmooth inspect``: the model to inspect, and how to build it."""
 
-    model: str = option(
-        ...,
-        words(),
-        "A built-in model, a local folder or a Hub id; with --random-init also a model type.",
-        metavar="MODEL",
-        positional=True,
-    )
+    source: str = shared("source")
     random_init: bool = shared("random_init")
     as_decoder: bool = shared("as_decoder")
     part: str | None = shared("part")
@@ -77,23 +69,17 @@ class InspectionPlan(Options):
 
 
 @command(*_EXAMPLES, without=("out", *ONE_PROCESS))
-def inspect(
-    plan: InspectionPlan, execution: Execution, json: JsonOption = False, quiet: SilentOption = False
-) -> int:
+def inspect(plan: InspectionPlan, execution: Execution, shown: Shown) -> int:
     """List the attention layers of a model: heads, mask, positions, norms, and what can be measured."""
     from howsmooth.models import inspect_model, load_model
 
-    with shown_progress(quiet=quiet) as display:
+    with shown_progress(quiet=shown.quiet) as display:
         display.phase("Reading")
         how = {name: getattr(plan, name) for name in ("random_init", "as_decoder", "part", "seed")}
-        loaded = load_model(plan.model, most_weights=None if plan.all_layers else _MOST_WEIGHTS, **how)
+        loaded = load_model(plan.source, most_weights=None if plan.all_layers else _MOST_WEIGHTS, **how)
         display.phase("Inspecting")
-        found = inspect_model(
-            loaded,
-            tokens=plan.tokens,
-            on_layer=lambda done, total: display.advance(float(done), float(total), f"layer {done}"),
-        )
-    if json:
+        found = inspect_model(loaded, tokens=plan.tokens, on_layer=display.counter("layer"))
+    if shown.json:
         origin = {name: getattr(loaded, name) for name in ("name", "source", "fingerprint", "max_length")}
         typer.echo(as_json(**origin, **asdict(found)))
     else:
@@ -102,9 +88,7 @@ def inspect(
 
 
 def _show(model: LoadedModel, found: Inspection) -> None:
-    """Print the properties that all attention layers share, a table of the properties in which they differ,
-    and the layers that cannot be measured.
-    """
+    """Print what all attention layers share, a table of their differences, and the refused layers."""
     attention = [site for site in found.sites if site.layer is not None]
     count = counted(len(attention), "attention layer")
     if len(attention) < len(found.sites):
@@ -202,9 +186,7 @@ def _common_path(sites: Sequence[InspectedSite]) -> str:
 
 
 def _sentence_of(sites: Sequence[InspectedSite], found: Inspection) -> str:
-    """Return a phrase that names layers by their indices, and layers without an index by their
-    module paths.
-    """
+    """Return a phrase that names layers by their indices, or else by their module paths."""
     layers = [site.layer for site in sites if site.layer is not None]
     if layers and len(layers) == len(found.sites):
         return "All layers" if len(layers) > 1 else "The layer"
@@ -226,9 +208,7 @@ def _scopes(scopes: Sequence[str]) -> str:
 
 
 def _runs(layers: Sequence[int]) -> str:
-    """Return layer indices as text, in which three or more consecutive indices are written as "first to
-    last".
-    """
+    """Return layer indices as text; three or more consecutive indices are written as "first to last"."""
     # Consecutive layers have the same distance from their places in the list.
     groups = groupby(enumerate(layers), key=lambda pair: pair[1] - pair[0])
     runs = [[layer for _, layer in group] for _, group in groups]

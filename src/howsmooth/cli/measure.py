@@ -1,20 +1,9 @@
-"""The command ``howsmooth measure``, which measures models on inputs, and writes the results into
-a folder.
-"""
+"""The command ``howsmooth measure``, which measures models on inputs and writes the results."""
 
 from __future__ import annotations
 
-from howsmooth.cli.dry_run_forecast import DryRunOption, tell_forecast
-from howsmooth.cli.plan_execution import carry_out
-from howsmooth.cli.typer_command import (
-    TYPED,
-    JsonOption,
-    NoFiguresOption,
-    QuietOption,
-    as_typed,
-    command,
-    refuse_workers,
-)
+from howsmooth.cli.plan_execution import MeasurementShown, carry_out, tell_forecast
+from howsmooth.cli.typer_command import TYPED, as_typed, command, refuse_workers
 from howsmooth.study.execution_options import Execution
 from howsmooth.study.plans import Plan
 
@@ -42,17 +31,9 @@ _EXAMPLES = (
 
 
 @command(*_EXAMPLES)
-def measure(
-    plan: Plan,
-    execution: Execution,
-    dry_run: DryRunOption = False,
-    no_figures: NoFiguresOption = False,
-    json: JsonOption = False,
-    quiet: QuietOption = False,
-) -> int:
+def measure(plan: Plan, execution: Execution, shown: MeasurementShown) -> int:
     """Measure the local Lipschitz constant of a model's attention on real inputs, with an interval."""
-    if dry_run:
+    if shown.dry_run:
         refuse_workers(execution.executor, "--dry-run")
-        return tell_forecast(plan, execution, as_json=json, quiet=quiet)
-    shown = {"figures": not no_figures, "as_json": json, "quiet": quiet}
-    return carry_out(plan, execution, again=as_typed(), keep_going=False, **shown)
+        return tell_forecast(plan, execution, shown)
+    return carry_out(plan, execution, shown, again=as_typed(), keep_going=False)

@@ -1,6 +1,4 @@
-"""The command ``howsmooth precision``, which predicts and simulates how quantised keys and values of each
-head change the output of a model.
-"""
+"""The command ``howsmooth precision``, which shows how quantised keys and values change a model's output."""
 
 from __future__ import annotations
 
@@ -9,7 +7,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from howsmooth.cli.single_input_command_base import OneInputPlan, Step, find_and_show
-from howsmooth.cli.typer_command import ONE_PROCESS, JsonOption, SilentOption, command
+from howsmooth.cli.typer_command import ONE_PROCESS, OTHER_INPUTS, Shown, command
 from howsmooth.errors import ArgumentError
 from howsmooth.study.execution_options import Execution
 from howsmooth.study.options import HOW, flag, number, option, some_of, token_counts
@@ -58,6 +56,7 @@ class PrecisionPlan(OneInputPlan):
 
     def check(self) -> None:
         """Refuse an average number of bits that no choice among the option ``bits`` can meet."""
+        super().check()
         if self.average is None:
             return
         if len(set(self.bits)) < 2:
@@ -73,9 +72,7 @@ class PrecisionPlan(OneInputPlan):
             )
 
     def load(self) -> Any:
-        """Load the model, together with its output layer if the model has one and the logits are
-        asked for.
-        """
+        """Load the model, with its output layer if it has one and the logits are asked for."""
         if self.no_logits or self.part is not None:
             return super().load()
         from howsmooth.profiling.kv_cache_quantisation import load_with_head
@@ -98,9 +95,7 @@ class PrecisionPlan(OneInputPlan):
         )
 
     def beside(self, found: Any) -> tuple[dict[str, Any], list[str]]:
-        """Return the number of bits for the keys and values of each head, if the user gave an average number
-        of bits.
-        """
+        """Return the bits for the keys and values of each head, if the user gave an average."""
         from howsmooth.study.records import plain_rows
 
         if self.average is None:
@@ -116,10 +111,8 @@ class PrecisionPlan(OneInputPlan):
         return {"budget": plain_rows(budget), "budget_kl": kl}, lines
 
 
-@command(*_EXAMPLES, without=ONE_PROCESS, out="howsmooth-precision")
-def precision(
-    plan: PrecisionPlan, execution: Execution, json: JsonOption = False, quiet: SilentOption = False
-) -> int:
+@command(*_EXAMPLES, without=(*OTHER_INPUTS, *ONE_PROCESS), out="howsmooth-precision")
+def precision(plan: PrecisionPlan, execution: Execution, shown: Shown) -> int:
     """Rank a model's layers and heads by how far quantising their keys or values changes the output."""
-    find_and_show(plan, execution.out, json=json, quiet=quiet)
+    find_and_show(plan, execution.out, shown)
     return 0

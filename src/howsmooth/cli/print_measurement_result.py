@@ -26,8 +26,7 @@ _INTERVAL = f"{LEVEL * 100:.0f} % interval"
 
 
 def measured_as_json(plan: Plan, outcome: Outcome, published: Outputs, folder: Path) -> str:
-    """Return the fitted exponents, the numbers of measurements, the settings and the files of a study as one
-    JSON object.
+    """Return the exponents, counts, settings and files of a study as one JSON object.
 
     The entries ``measurements``, ``bounds`` and ``published`` count the rows that this command asked for. The
     entries ``exponents``, ``models`` and ``texts`` describe all measurements in the folder.
@@ -93,9 +92,7 @@ def show_measured(plan: Plan, outcome: Outcome, published: Outputs, folder: Path
 
 
 def citations(contents: Contents, exponents: Sequence[dict[str, Any]]) -> Iterator[str]:
-    """Yield a line to cite for each model, scope and text, which states the largest exponent and how it was
-    measured.
-    """
+    """Yield a line to cite for each model, scope and text, with the largest exponent."""
     digests = {row["name"]: row["digest"] for row in plain_rows(contents.texts)}
     weights = {(row["model"], row["text"]): row["fingerprint"] for row in plain_rows(contents.inputs)}
     made_by = json.loads(plain_rows(contents.runs)[-1]["environment"])
@@ -119,9 +116,7 @@ def _place(row: dict[str, Any]) -> str:
 
 
 def _count_sentences(outcome: Outcome) -> Iterator[str]:
-    """Yield sentences that say how many measurements were made, were already stored, did not converge or were
-    left out.
-    """
+    """Yield sentences with the numbers of made, stored, unconverged and omitted measurements."""
     kept, unsettled = outcome.kept[Measurement.table], sum(outcome.unsettled.values())
     words = f"\n{outcome.made[Measurement.table]} measurements made in {outcome.seconds:.1f} s"
     words += f", {kept} were already there" if kept else ""
@@ -139,9 +134,7 @@ def _count_sentences(outcome: Outcome) -> Iterator[str]:
 
 
 def _exponent(row: dict[str, Any]) -> tuple[str, str]:
-    """Return a fitted exponent and its confidence interval as two strings. If the fit failed, return the
-    reason and an empty string.
-    """
+    """Return a fitted exponent and its interval as strings, or why there is none, and ""."""
     if row["note"]:
         return row["note"], ""
     return decimal(row["slope"], 3), f"{decimal(row['low'], 3)} to {decimal(row['high'], 3)}"

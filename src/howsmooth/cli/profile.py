@@ -1,6 +1,4 @@
-"""The command ``howsmooth profile``, which ranks the layers and heads of a model by their Lipschitz constants
-at one input, and shows the sensitive tokens.
-"""
+"""The command ``howsmooth profile``, which ranks layers and heads by Lipschitz constant at one input."""
 
 from __future__ import annotations
 
@@ -9,11 +7,11 @@ from pathlib import Path
 from typing import Any
 
 from howsmooth.cli.single_input_command_base import OneInputPlan, Step, find_and_show
-from howsmooth.cli.typer_command import ONE_PROCESS, JsonOption, SilentOption, command
+from howsmooth.cli.typer_command import ONE_PROCESS, Shown, command
 from howsmooth.errors import ArgumentError
 from howsmooth.study.execution_options import Execution
-from howsmooth.study.options import HOW, choice, flag, number, option, size, whole, words
-from howsmooth.study.plans import check_output, shared
+from howsmooth.study.options import choice, flag, option
+from howsmooth.study.plans import PROFILE_RTOL, check_output, shared
 
 __all__ = ["ProfilePlan", "profile"]
 
@@ -34,14 +32,8 @@ _EXAMPLES = (
 class ProfilePlan(OneInputPlan):
     """The options of the command ``howsmooth profile``: the model, the input, and how to measure."""
 
-    images: str | None = option(
-        None, words(place=True), "An image instead of a text, or builtin.", metavar="builtin|FILE"
-    )
-    audio: str | None = option(
-        None,
-        words(place=True),
-        "Audio instead of a text: a .wav or .npy file, or builtin.",
-        metavar="builtin|FILE",
+    images: tuple[str, ...] = shared(
+        "images", help="An image instead of a text: a file, or builtin (generated)."
     )
     scope: str = option(
         "all",
@@ -57,48 +49,22 @@ class ProfilePlan(OneInputPlan):
         "Also which token moves which, in the layer with the largest constant. Takes longer: time grows with "
         "the square of the length.",
     )
-    rtol: float = option(1e-3, number(), "Relative width of the interval at convergence.", panel=HOW)
-    confidence: float = option(
-        0.999, number(), "Probability that an interval contains its constant.", panel=HOW
-    )
-    max_iterations: int = option(200, whole(1), "Largest number of Lanczos steps.", panel=HOW)
-    memory: int | None = option(
-        None,
-        size(),
-        "Memory that one measurement may use, such as 8GiB. Default: half of the free memory.",
-        metavar="SIZE",
-        panel=HOW,
-    )
+    rtol: float = shared("rtol", default=PROFILE_RTOL)
+    confidence: float = shared("confidence")
+    max_iterations: int = shared("max_iterations")
+    memory: int | None = shared("memory")
 
     def check(self) -> None:
-        """Refuse more than one input, since one profile describes one input."""
-        given = [name for name in ("tokens", "images", "audio") if getattr(self, name) is not None]
-        if len(given) > 1:
-            raise ArgumentError(given[1], expected="one input", got=f"{' and '.join(given)}")
-        if self.span is not None and given[:1] in (["images"], ["audio"]):
-            raise ArgumentError("span", expected=f"none beside {given[0]}", got=self.span)
+        """Refuse options that do not fit the scope."""
+        super().check()
         check_output(self.output, (self.scope,))
         if self.scope == "model" and self.layers.items:
             raise ArgumentError("layers", expected="none with the scope model", got=self.layers.text)
         if self.influence and self.scope not in ("all", "attention"):
             raise ArgumentError("influence", expected="the scope all or attention", got=self.scope)
 
-    def input_of(self, loaded: Any) -> Any:
-        """Return the input of a loaded model in a form that :func:`howsmooth.profile` takes."""
-        from howsmooth.models import audio_inputs, image_inputs
-
-        if self.images is not None:
-            made = image_inputs(loaded, self.images)
-            # The built-in images are thirty, of which the first is taken.
-            return {name: one[:1] for name, one in made.items()} if self.images == "builtin" else made
-        if self.audio is not None:
-            return audio_inputs(loaded, self.audio)
-        return super().input_of(loaded)
-
     def find(self, loaded: Any, inputs: Any, on_step: Step, folder: Path) -> Any:
-        """Measure every layer and every head. With the scope ``model``, measure every block and the
-        compositions of the blocks instead.
-        """
+        """Measure all layers and heads; with the scope ``model``, all blocks and their compositions."""
         from howsmooth.profiling import depth_profile
         from howsmooth.profiling import profile as measured
 
@@ -111,10 +77,8 @@ class ProfilePlan(OneInputPlan):
         return measured(loaded, inputs, scopes=scopes, **settings)
 
 
-@command(*_EXAMPLES, without=ONE_PROCESS, out="howsmooth-profile")
-def profile(
-    plan: ProfilePlan, execution: Execution, json: JsonOption = False, quiet: SilentOption = False
-) -> int:
+@command(*_EXAMPLES, without=("embeddings", *ONE_PROCESS), out="howsmooth-profile")
+def profile(plan: ProfilePlan, execution: Execution, shown: Shown) -> int:
     """Rank a model's layers and heads by Lipschitz constant at one input, and show the sensitive tokens."""
-    found = find_and_show(plan, execution.out, json=json, quiet=quiet)
+    found = find_and_show(plan, execution.out, shown)
     return 3 if getattr(found, "refused", ()) else 0

@@ -1,5 +1,4 @@
-"""Show the progress of a command: as a bar with the remaining time on a terminal, and as plain lines
-otherwise.
+"""Show the progress of a command as a bar with the time left on a terminal, and as lines elsewhere.
 
 The progress is written to standard error, so standard output contains only results.
 """
@@ -24,9 +23,7 @@ _SECONDS_BETWEEN_LINES = 10.0
 
 @contextmanager
 def shown_progress(*, quiet: bool) -> Iterator[Listener]:
-    """Yield a progress listener that draws a bar on a terminal, prints lines otherwise, and is silent with
-    ``quiet``.
-    """
+    """Yield a listener that draws a bar on a terminal, prints lines elsewhere, or is silent if ``quiet``."""
     if quiet:
         yield Listener()
     elif not sys.stderr.isatty():
@@ -45,9 +42,7 @@ def shown_progress(*, quiet: bool) -> Iterator[Listener]:
 
 
 class _Lines(Listener):
-    """A progress listener that prints a line at the start of each phase, and then one line every
-    ten seconds.
-    """
+    """A listener that prints a line at the start of each phase, and then one line every ten seconds."""
 
     def __init__(self) -> None:
         self._began = self._last = time.monotonic()
@@ -68,9 +63,7 @@ class _Lines(Listener):
 
 
 class _Bar(Listener):
-    """A progress listener that draws a bar, with the share of the work that is done and the
-    remaining time.
-    """
+    """A listener that draws a bar, with the share of the work that is done and the remaining time."""
 
     def __init__(self, progress: Progress) -> None:
         self._progress = progress

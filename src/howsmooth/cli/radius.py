@@ -1,6 +1,4 @@
-"""The command ``howsmooth radius``, which proves how far each word of a text may move before the answer of a
-classifier can change.
-"""
+"""The command ``howsmooth radius``, which proves how far words may move without a change of the answer."""
 
 from __future__ import annotations
 
@@ -9,11 +7,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
+from howsmooth.cli.plan_execution import resumable
 from howsmooth.cli.single_input_command_base import OneInputPlan, Step, find_and_show
-from howsmooth.cli.typer_command import ONE_PROCESS, JsonOption, SilentOption, as_typed, command
+from howsmooth.cli.typer_command import ONE_PROCESS, Shown, as_typed, command
 from howsmooth.errors import ArgumentError
 from howsmooth.study.execution_options import Execution
-from howsmooth.study.options import HOW, choice, flag, number, option, whole, words
+from howsmooth.study.options import HOW, choice, flag, number, option, whole
+from howsmooth.study.plans import RADIUS_TOKENS, SPAN, shared
+from howsmooth.study.text_formatting import encodable
 
 __all__ = ["RadiusPlan", "radius"]
 
@@ -38,19 +39,7 @@ class RadiusPlan(OneInputPlan):
     STEP: ClassVar[str] = "token"
     OTHERWISE: ClassVar[str] = "Give the embedded tokens of one input: --embeddings FILE."
 
-    embeddings: str | None = option(
-        None,
-        words(place=True),
-        "Embedded tokens instead of a text: a .npy or .safetensors file with one sequence (n, d).",
-        metavar="FILE",
-    )
-    span: str | None = option(
-        None,
-        words(),
-        "Which tokens of a text or of token ids, counted from 0, such as 0:16. Default: all, or the first "
-        "32 of a longer input.",
-        metavar="START:END",
-    )
+    span: str | None = shared("span", help=SPAN.format(RADIUS_TOKENS))
     jointly: bool = option(False, flag(), "Let all tokens move at once: one radius.")
     norm: str = option(
         "2",
@@ -77,37 +66,15 @@ class RadiusPlan(OneInputPlan):
     no_attack: bool = option(False, flag(), "Do not search attacks beside the radii.", panel=HOW)
 
     def check(self) -> None:
-        """Refuse several inputs, and refuse the option ``seconds`` if all radii are computed to third order,
-        or all tokens move jointly.
-        """
-        if self.embeddings is not None and (self.tokens is not None or self.span is not None):
-            other = "tokens" if self.tokens is not None else "span"
-            raise ArgumentError(other, expected="none beside embeddings", got=str(getattr(self, other)))
+        """Refuse ``seconds`` if all radii are computed to third order, or all tokens move jointly."""
+        super().check()
         if self.seconds is not None and (self.order == "3" or self.jointly):
             got = "order 3" if self.order == "3" else "jointly"
             raise ArgumentError("seconds", expected="it with order 2 and single tokens", got=got)
 
-    def input_of(self, loaded: Any) -> Any:
-        """Return the input of a loaded model in a form that :func:`howsmooth.word_radii` takes."""
-        from howsmooth.models.inputs.token_files import load_embeddings
-
-        if self.embeddings is None:
-            return super().input_of(loaded)
-        given = load_embeddings(self.embeddings)
-        if len(given.lengths) > 1:
-            raise ArgumentError(
-                "embeddings",
-                expected="a file with one sequence (n, d)",
-                got=str(len(given.lengths)),
-                remedy="Write one of them into a file of its own, by numpy.save.",
-            )
-        return given.tokens
-
     def beside(self, found: Any) -> tuple[dict[str, Any], list[str]]:
-        """Return a note that all lines of the text file were read as a single input; return nothing if the
-        file has one line.
-        """
-        if self.tokens is not None or self.embeddings is not None:
+        """Return a note that several lines of a text were read as a single input."""
+        if self.kind != "text":
             return {}, []
         lines = sum(bool(line.strip()) for line in self._text().splitlines())
         if lines < 2:
@@ -120,19 +87,13 @@ class RadiusPlan(OneInputPlan):
 
     @property
     def with_head(self) -> bool:
-        """Always true: the model is loaded together with its output layer, because a classifier needs its
-        logits.
-        """
+        """Always true: a classifier needs its output layer for its logits."""
         return True
 
     def find(self, loaded: Any, inputs: Any, on_step: Step, folder: Path) -> Any:
-        """Compute the radii. If the user interrupts the computation, print how many radii are saved and how
-        to continue.
-        """
-        from howsmooth.cli.plan_execution import resumable
+        """Compute the radii. After Ctrl-C, print how many radii are saved and how to continue."""
         from howsmooth.profiling import word_radii
         from howsmooth.study.file_writing import writable_folder
-        from howsmooth.study.text_formatting import encodable
 
         done = 0
 
@@ -158,10 +119,12 @@ class RadiusPlan(OneInputPlan):
             )
 
 
-@command(*_EXAMPLES, without=("layers", "as_decoder", "part", "device", *ONE_PROCESS), out="howsmooth-radius")
-def radius(
-    plan: RadiusPlan, execution: Execution, json: JsonOption = False, quiet: SilentOption = False
-) -> int:
+@command(
+    *_EXAMPLES,
+    without=("images", "audio", "layers", "as_decoder", "part", "device", *ONE_PROCESS),
+    out="howsmooth-radius",
+)
+def radius(plan: RadiusPlan, execution: Execution, shown: Shown) -> int:
     """Prove how far each word of a text may move before a classifier can change its answer."""
-    find_and_show(plan, execution.out, json=json, quiet=quiet)
+    find_and_show(plan, execution.out, shown)
     return 0

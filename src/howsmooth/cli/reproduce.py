@@ -13,9 +13,10 @@ import typer
 from howsmooth.cli.plan_execution import FAILED, means_of, resumable
 from howsmooth.cli.progress import shown_progress
 from howsmooth.cli.terminal_output import as_json, console, heading, say, show_table
-from howsmooth.cli.typer_command import JsonOption, QuietOption, as_typed, command, switch
+from howsmooth.cli.typer_command import Shown, ShownOrQuiet, as_typed, command
 from howsmooth.paper.reproduce_options import FigureOptions
 from howsmooth.study.execution_options import Execution
+from howsmooth.study.options import OUTPUT
 from howsmooth.study.text_formatting import duration, encodable, readable
 
 if TYPE_CHECKING:
@@ -49,6 +50,7 @@ _NO_PAGE = "There is no page yet, since a figure is drawn once all its measureme
 def reproduce(
     options: FigureOptions,
     execution: Execution,
+    shown: ShownOrQuiet,
     figures: Annotated[
         list[str] | None,
         typer.Argument(
@@ -61,21 +63,20 @@ def reproduce(
     listed: Annotated[bool, typer.Option("--list", help="Print the names of all figures and exit.")] = False,
     dry_run: Annotated[
         bool,
-        switch(
+        typer.Option(
             "--dry-run",
+            rich_help_panel=OUTPUT,
             help="Try some tasks of each figure, and print how long the tasks that are left take. Nothing is "
             "written.",
         ),
     ] = False,
-    json: JsonOption = False,
-    quiet: QuietOption = False,
 ) -> int:
     """Reproduce the figures of the paper: measure, draw, and write one page that describes the results."""
     from howsmooth.paper.html_page import PAGE
     from howsmooth.paper.reproduction import FIGURES, choose_figures, produce
 
     if listed:
-        if json:
+        if shown.json:
             listing = [{"name": one.name, "paper": one.paper, "title": one.title} for one in FIGURES]
             typer.echo(json_format.dumps(listing))
         else:
@@ -84,40 +85,38 @@ def reproduce(
         return 0
     chosen = choose_figures(figures or [])
     if dry_run:
-        return _tell_times(chosen, options, execution.out, in_json=json, quiet=quiet)
+        return _tell_times(chosen, options, execution.out, shown)
     out, typed = execution.out, as_typed()
 
     def kept() -> str:
-        shown = f"{PAGE} shows the finished figures" if (out / PAGE).exists() else _NO_PAGE
-        return f"finished figures and measurements are saved in {encodable(str(out))}. {shown}"
+        page = f"{PAGE} shows the finished figures" if (out / PAGE).exists() else _NO_PAGE
+        return f"finished figures and measurements are saved in {encodable(str(out))}. {page}"
 
     with (
         resumable(kept, typed),
-        shown_progress(quiet=quiet) as display,
+        shown_progress(quiet=shown.quiet) as display,
         means_of(execution, display) as means,
     ):
         made = produce(chosen, options, out, means)
-    if json:
+    if shown.json:
         typer.echo(_as_json(made, chosen, options, out))
-    elif not quiet:
+    elif not shown.quiet:
         _show(made, chosen)
     return FAILED if made.refused else 0
 
 
-def _tell_times(
-    chosen: Sequence[Figure], options: FigureOptions, out: Path, *, in_json: bool, quiet: bool
-) -> int:
+def _tell_times(chosen: Sequence[Figure], options: FigureOptions, out: Path, shown: Shown) -> int:
     """Print the expected time of each figure, and return the exit code of the command."""
     from howsmooth.paper.reproduction import expected_times
 
-    with shown_progress(quiet=quiet or in_json) as display:
+    with shown_progress(quiet=shown.quiet or shown.json) as display:
         found = expected_times(chosen, options, out, display)
     seconds = sum(one.seconds or 0.0 for one in found)
-    if in_json:
+    if shown.json:
         typer.echo(as_json(seconds=seconds, figures=[asdict(one) for one in found]))
     else:
-        shown = [one for one in found if one.seconds is not None]
-        rows = [[one.name, duration(one.seconds or 0.0), str(one.tasks)] for one in shown]
+        made = [one for one in found if one.seconds is not None]
+        rows = [[one.name, duration(one.seconds or 0.0), str(one.tasks)] for one in made]
         show_table(["figure", "time", "tasks left"], rows)
         for one in found:
             if one.refused:

@@ -1,6 +1,4 @@
-"""Shared base of the commands that examine one model on one input: their options, and how they print and
-write their results.
-"""
+"""The options, the printing and the writing of the commands that examine one model on one input."""
 
 from __future__ import annotations
 
@@ -11,11 +9,13 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import typer
 
+from howsmooth import texts
 from howsmooth.cli.progress import shown_progress
+from howsmooth.cli.terminal_output import as_json, say
+from howsmooth.cli.typer_command import Shown
 from howsmooth.errors import ArgumentError
-from howsmooth.study.options import OUTPUT, Options, flag, option, words
-from howsmooth.study.plans import shared
-from howsmooth.study.ranges import Ranges
+from howsmooth.study.options import OUTPUT, flag, option
+from howsmooth.study.plans import DEFAULT_TEXT, InputPlan, shared
 
 if TYPE_CHECKING:
     from howsmooth.models import LoadedModel
@@ -28,42 +28,27 @@ Step = Callable[[int, int], None]
 
 
 @dataclass(frozen=True)
-class OneInputPlan(Options):
+class OneInputPlan(InputPlan):
     """Base class of the options of a command that examines one model on one input."""
 
     PHASE: ClassVar[str] = "Measuring"
     STEP: ClassVar[str] = "layer"
+    #: How another input than a text is given, for a model that takes none.
+    OTHERWISE: ClassVar[str] = "howsmooth profile takes --images and --audio."
 
-    model: str = option(
-        ...,
-        words(place=True),
-        "A built-in model, a local folder or a Hub id; with --random-init also a model type.",
-        metavar="MODEL",
-        positional=True,
-    )
-    text: str = shared("text")
-    tokens: str | None = option(
-        None, words(place=True), "Token ids instead of a text: a .npy, .json or text file.", metavar="FILE"
-    )
-    span: str | None = option(
-        None,
-        words(),
-        "Which tokens of a text or of token ids, counted from 0, such as 0:128. Default: all, or the first "
-        "512 of a longer input, or as many as the model takes.",
-        metavar="START:END",
-    )
-    layers: Ranges = shared("layers")
-    random_init: bool = shared("random_init")
-    as_decoder: bool = shared("as_decoder")
-    part: str | None = shared("part")
-    seed: int = shared("seed")
+    span: str | None = shared("span")
     device: str = shared("device")
     parquet: bool = option(
         False, flag(), "Also write the tables as parquet, with the line to cite.", panel=OUTPUT
     )
 
-    #: How another input than a text is given, for a model that takes none.
-    OTHERWISE: ClassVar[str] = "howsmooth profile takes --images and --audio."
+    def check(self) -> None:
+        """Raise ArgumentError if the plan names more than one input, or tokens of an input that has none."""
+        super().check()
+        if self.span is not None and self.kind not in ("text", "tokens"):
+            raise ArgumentError("span", expected=f"none beside {self.kind}", got=self.span)
+        if len(self.images) > 1:
+            raise ArgumentError("images", expected="one image", got=str(len(self.images)))
 
     @property
     def with_head(self) -> bool:
@@ -77,28 +62,43 @@ class OneInputPlan(Options):
         return self.loaded_by(load_model, head=self.with_head)
 
     def loaded_by(self, load: Callable[..., LoadedModel], **more: Any) -> LoadedModel:
-        """Load the model with the function ``load``, which has the same arguments as
-        :func:`~howsmooth.models.load_model`.
-        """
+        """Load the model with a function that takes the arguments of :func:`~howsmooth.models.load_model`."""
         names = ("random_init", "as_decoder", "part", "seed", "device")
         options: dict[str, Any] = {name: getattr(self, name) for name in names}
-        if self.random_init and self.tokens is None:
+        if self.random_init and not self.tokens:
             # Most types of models have no tokenizer of their own: one is then trained on the text.
             options["tokenizer_text"] = self._text()
-        return load(self.model, dtype=None, **options, **more)
+        return load(self.source, dtype=None, **options, **more)
 
     def layers_of(self, loaded: Any) -> tuple[int, ...] | None:
         """Return the indices of the chosen layers, or None for all self-attention layers."""
         if loaded.layers is None or not self.layers.items:
             return None
-        return self.layers.resolve(loaded.layers, self.model, "layers")
+        return self.layers.resolve(loaded.layers, self.source, "layers")
 
     def input_of(self, loaded: Any) -> Any:
         """Return the input of a loaded model in a form that :func:`howsmooth.profile` takes."""
-        from howsmooth.models import load_token_ids
+        from howsmooth.models import audio_inputs, image_inputs, load_token_ids
+        from howsmooth.models.inputs.token_files import load_embeddings
 
-        if self.tokens is not None:
-            return load_token_ids(self.tokens).tokens
+        if self.images:
+            made = image_inputs(loaded, self.images[0])
+            # The built-in images are thirty, of which the first is taken.
+            return {name: one[:1] for name, one in made.items()} if self.images == ("builtin",) else made
+        if self.audio:
+            return audio_inputs(loaded, self.audio[0])
+        if self.tokens:
+            return load_token_ids(self.tokens[0]).tokens
+        if self.embeddings:
+            given = load_embeddings(self.embeddings[0])
+            if len(given.lengths) > 1:
+                raise ArgumentError(
+                    "embeddings",
+                    expected="a file with one sequence (n, d)",
+                    got=str(len(given.lengths)),
+                    remedy="Write one of them into a file of its own, by numpy.save.",
+                )
+            return given.tokens
         if loaded.modality != "text":
             raise ArgumentError(
                 "text",
@@ -109,9 +109,7 @@ class OneInputPlan(Options):
         return self._text()
 
     def _text(self) -> str:
-        from howsmooth.texts import load_text
-
-        return load_text(self.text).content
+        return texts.load_text(self.text or DEFAULT_TEXT).content
 
     def find(self, loaded: Any, inputs: Any, on_step: Step, folder: Path) -> Result:
         """Compute the result of the command.
@@ -127,29 +125,22 @@ class OneInputPlan(Options):
         return {}, []
 
 
-def find_and_show(plan: OneInputPlan, folder: Path, *, json: bool, quiet: bool) -> Any:
-    """Load the model and the input of a plan, compute the result, write it into a folder, print it, and
-    return it.
-    """
-    from howsmooth.cli.terminal_output import as_json, say
+def find_and_show(plan: OneInputPlan, folder: Path, shown: Shown) -> Any:
+    """Load the model and the input of a plan; find, write, print and return the result."""
     from howsmooth.study.file_writing import check_parquet
 
-    with shown_progress(quiet=quiet) as display:
+    with shown_progress(quiet=shown.quiet) as display:
         display.phase("Reading")
         if plan.parquet:
             check_parquet("parquet")
         loaded = plan.load()
         inputs = plan.input_of(loaded)
         display.phase(plan.PHASE)
-
-        def on_step(done: int, total: int) -> None:
-            display.advance(float(done), float(total), f"{plan.STEP} {done}")
-
-        found = plan.find(loaded, inputs, on_step, folder)
+        found = plan.find(loaded, inputs, display.counter(plan.STEP), folder)
         more, lines = plan.beside(found)
         display.phase("Writing")
         written = found.write(folder, parquet=plan.parquet)
-    if json:
+    if shown.json:
         typer.echo(as_json(**found.described(), **more, files=written))
     else:
         for line in (repr(found), *lines):
@@ -160,6 +151,4 @@ def find_and_show(plan: OneInputPlan, folder: Path, *, json: bool, quiet: bool) 
 
 def say_files(what: str, written: Sequence[Path]) -> None:
     """Print the path of the first file that a command wrote, and the names of the other files."""
-    from howsmooth.cli.terminal_output import say
-
     say(f"\n{what}: {written[0]}, with {', '.join(path.name for path in written[1:])}.")

@@ -1,6 +1,4 @@
-"""The command ``howsmooth study``, which carries out a plan file, shows how far it is, or merges the results
-of several machines.
-"""
+"""The command ``howsmooth study``, which carries out a plan file, shows its progress, or merges studies."""
 
 from __future__ import annotations
 
@@ -10,15 +8,13 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from howsmooth.cli.dry_run_forecast import DryRunOption, tell_forecast
-from howsmooth.cli.plan_execution import carry_out
+from howsmooth import texts
+from howsmooth.cli.plan_execution import MeasurementShown, carry_out, tell_forecast
 from howsmooth.cli.progress import shown_progress
 from howsmooth.cli.terminal_output import as_json as json_object
 from howsmooth.cli.terminal_output import say, show_table
 from howsmooth.cli.typer_command import (
-    JsonOption,
-    NoFiguresOption,
-    QuietOption,
+    Shown,
     as_typed,
     command,
     refuse_workers,
@@ -26,10 +22,11 @@ from howsmooth.cli.typer_command import (
 )
 from howsmooth.errors import ArgumentError, StoreError
 from howsmooth.study.execution_options import Execution
+from howsmooth.study.plan_file import read_plan
+from howsmooth.study.plans import Plan
 from howsmooth.study.text_formatting import duration, encodable, readable
 
 if TYPE_CHECKING:
-    from howsmooth.study.plans import Plan
     from howsmooth.study.status import Status
 
 __all__ = ["study"]
@@ -62,6 +59,7 @@ def study(
         ),
     ],
     execution: Annotated[dict[str, Any], Execution],
+    shown: MeasurementShown,
     resume: Annotated[
         bool,
         typer.Option("--resume", help="Continue a study in a folder that already holds measurements."),
@@ -74,52 +72,42 @@ def study(
         bool,
         typer.Option("--merge", help="Only merge the measurements of several folders into --out."),
     ] = False,
-    dry_run: DryRunOption = False,
-    no_figures: NoFiguresOption = False,
-    json: JsonOption = False,
-    quiet: QuietOption = False,
 ) -> int:
     """Run a study that a plan file describes."""
-    idle = "--merge" if merge else "--dry-run" if dry_run else "--status" if status else ""
+    idle = "--merge" if merge else "--dry-run" if shown.dry_run else "--status" if status else ""
     if idle:
         refuse_workers(execution.get("executor"), idle)
     if merge:
-        if resume or status or dry_run:
+        if resume or status or shown.dry_run:
             raise ArgumentError(
                 "merge",
                 expected="--merge without --resume, --status and --dry-run",
                 got="--merge with one of them",
             )
-        return _merge(paths, execution.get("out"), figures=not no_figures, as_json=json, quiet=quiet)
+        return _merge(paths, execution.get("out"), shown)
     if len(paths) != 1:
         raise ArgumentError(
             "plan", expected="one plan file", got=str(len(paths)), remedy="Add --merge to merge studies."
         )
-    if dry_run and status:
+    if shown.dry_run and status:
         raise ArgumentError("dry-run", expected="--dry-run without --status", got="both")
-    # Imported here because these modules take seconds to load, which --help should not.
-    from howsmooth.study.plan_file import read_plan
-
     if status and paths[0].is_dir():
-        return _tell_status(None, paths[0], as_json=json)
+        return _tell_status(None, paths[0], shown)
     # Options of output and workers on the command line replace those in the file.
     plan, how = read_plan(paths[0], **execution)
     use_threads(how.threads)
-    if dry_run:
-        return tell_forecast(plan, how, as_json=json, quiet=quiet, keep_going=True)
+    if shown.dry_run:
+        return tell_forecast(plan, how, shown, keep_going=True)
     if status:
-        return _tell_status(plan, how.out, as_json=json)
+        return _tell_status(plan, how.out, shown)
     if not resume:
         _refuse_kept(how.out)
     again = as_typed() if resume else as_typed("--resume")
-    shown = {"figures": not no_figures, "as_json": json, "quiet": quiet}
-    return carry_out(plan, how, again=again, keep_going=True, **shown)
+    return carry_out(plan, how, shown, again=again, keep_going=True)
 
 
 def _refuse_kept(out: Path) -> None:
-    """Refuse a folder that already contains measurements, because only the option ``--resume`` continues
-    them.
-    """
+    """Refuse a folder that holds measurements, because only the option ``--resume`` continues them."""
     from howsmooth.study.records import Measurement
     from howsmooth.study.store import Store
 
@@ -134,16 +122,13 @@ def _refuse_kept(out: Path) -> None:
         )
 
 
-def _tell_status(plan: Plan | None, folder: Path, *, as_json: bool) -> int:
-    """Print how many measurements are done and left, for the study of a plan file or for the study that is
-    stored in a folder.
-    """
+def _tell_status(plan: Plan | None, folder: Path, shown: Shown) -> int:
+    """Print how many measurements of a plan file, or of the study in a folder, are done and left."""
     from howsmooth.study.status import status
-    from howsmooth.texts import load_text
 
-    texts = [] if plan is None else [encodable(load_text(name).name) for name in plan.texts]
-    found = status(folder, plan, texts)
-    if as_json:
+    names = [] if plan is None else [encodable(texts.load_text(name).name) for name in plan.texts]
+    found = status(folder, plan, names)
+    if shown.json:
         typer.echo(json_object(out=folder, **asdict(found)))
     else:
         _show_status(found, folder, of_plan=plan is not None)
@@ -151,9 +136,7 @@ def _tell_status(plan: Plan | None, folder: Path, *, as_json: bool) -> int:
 
 
 def _show_status(found: Status, folder: Path, *, of_plan: bool) -> None:
-    """Print how many measurements of a study are done and left, whether the study is running, and the reasons
-    of failed measurements.
-    """
+    """Print what is done and left, whether the study is running, and the reasons of failures."""
     from howsmooth.study.store import STORE_NAME
 
     rows = []
@@ -195,20 +178,20 @@ def _now(found: Status) -> str:
     return f"{words}." if left else f"{words}. All measurements are done."
 
 
-def _merge(paths: list[Path], out: Path | None, *, figures: bool, as_json: bool, quiet: bool) -> int:
+def _merge(paths: list[Path], out: Path | None, shown: MeasurementShown) -> int:
     from howsmooth.study.measurement_outputs import write_outputs
     from howsmooth.study.merge import merge_stores
 
     if out is None:
         raise ArgumentError("out", expected="a folder for the merged study", got="none", remedy="Add --out.")
-    with shown_progress(quiet=quiet) as display:
+    with shown_progress(quiet=shown.quiet) as display:
         display.phase(f"Merging {len(paths)} studies")
         merged = merge_stores(paths, out)
-        display.phase("Drawing figures" if figures else "Writing tables")
-        written = write_outputs(out, display, figures=figures).report
-    if as_json:
+        display.phase(shown.last_phase)
+        written = write_outputs(out, display, figures=not shown.no_figures).report
+    if shown.json:
         typer.echo(json_object(out=out, **asdict(merged)))
-    elif not quiet:
+    elif not shown.quiet:
         say(
             f"{merged.added} measurements were added, {merged.same} were already there. The store now holds "
             f"{merged.total} measurements and {merged.failures} unresolved failures."

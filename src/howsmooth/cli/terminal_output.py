@@ -46,8 +46,7 @@ def _plain(value: Any) -> Any:
 
 
 def console() -> Console:
-    """Return the rich console of standard output, which does not break lines if the output goes to a pipe or
-    a file.
+    """Return the rich console of standard output, which breaks no lines in a pipe or a file.
 
     The environment variable COLUMNS sets another width.
     """
@@ -76,8 +75,7 @@ def show_table(
     left: Collection[str] = (),
     wrapped: Collection[str] = (),
 ) -> None:
-    """Print a table to the terminal; the columns named in ``left`` or ``wrapped`` are aligned to the left,
-    and the other columns to the right.
+    """Print a table; columns in ``left`` or ``wrapped`` are aligned to the left, others to the right.
 
     Parameters
     ----------

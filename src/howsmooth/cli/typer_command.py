@@ -1,6 +1,4 @@
-"""Turn dataclasses of options into typer commands, in which each field of a dataclass is an option or an
-argument.
-"""
+"""Turn dataclasses of options into typer commands, with an option or argument for each field."""
 
 from __future__ import annotations
 
@@ -11,28 +9,27 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from functools import wraps
 from pathlib import Path
-from typing import Annotated, Any, get_args, get_type_hints
+from typing import Annotated, Any, ClassVar, get_args, get_type_hints
 
 import typer
 
 from howsmooth.errors import ArgumentError
 from howsmooth.study.execution_options import Execution
-from howsmooth.study.options import OUTPUT, Option, Options, options_of, renamed
+from howsmooth.study.options import OUTPUT, Option, Options, flag, option, options_of, renamed
+from howsmooth.study.plan_file import read_options
 from howsmooth.study.text_formatting import encodable
 
 __all__ = [
     "ONE_PROCESS",
+    "OTHER_INPUTS",
     "OUTPUT",
     "TYPED",
-    "JsonOption",
-    "NoFiguresOption",
-    "QuietOption",
-    "SilentOption",
+    "Shown",
+    "ShownOrQuiet",
     "as_typed",
     "command",
     "folder_option",
     "refuse_workers",
-    "switch",
     "use_threads",
 ]
 
@@ -42,36 +39,36 @@ TYPED: ContextVar[tuple[str, ...]] = ContextVar("typed", default=("measure",))
 ONE_PROCESS = ("executor", "workers", "scheduler")
 """The options of an execution that a command without workers leaves out."""
 
-
-def switch(*names: str, help: str) -> Any:
-    """Return an on/off option of typer, which the help lists in the panel "Output"."""
-    return typer.Option(*names, help=help, rich_help_panel=OUTPUT)
+OTHER_INPUTS = ("images", "audio", "embeddings")
+"""The inputs that a command of texts and token ids leaves out."""
 
 
-JsonOption = Annotated[bool, switch("--json", help="Print only the result, as JSON.")]
-QuietOption = Annotated[bool, switch("--quiet", "-q", help="Show no progress and no summary.")]
-SilentOption = Annotated[bool, switch("--quiet", "-q", help="Show no progress.")]
-NoFiguresOption = Annotated[
-    bool,
-    switch(
-        "--no-figures",
-        help="Draw no figures, and leave them out of the report. A later run without this option draws them.",
-    ),
-]
+@dataclasses.dataclass(frozen=True)
+class Shown(Options):
+    """How a command shows its progress and its result."""
+
+    PANEL: ClassVar[str] = OUTPUT
+
+    json: bool = option(False, flag(), "Print only the result, as JSON.")
+    quiet: bool = option(False, flag(), "Show no progress.", short="-q")
+
+
+@dataclasses.dataclass(frozen=True)
+class ShownOrQuiet(Shown):
+    """How a command, which is also useful for the files that it writes, shows its progress and its result."""
+
+    quiet: bool = option(False, flag(), "Show no progress and no summary.", short="-q")
 
 
 def folder_option(help: str) -> Any:
-    """Return the typer option ``--out`` for a command that writes files only if the user gives
-    this option.
-    """
+    """Return the typer option ``--out`` for a command that writes files only if it is given."""
     return typer.Option(metavar="FOLDER", help=help, show_default=False, rich_help_panel=OUTPUT)
 
 
 def command(
     *examples: str, without: Sequence[str] = (), **defaults: Any
 ) -> Callable[[Callable[..., int]], Callable[..., int]]:
-    """Return a decorator that turns a function with dataclasses of options as parameters into a typer
-    command.
+    """Return a decorator that makes a typer command of a function of dataclasses of options.
 
     A parameter that is annotated with a dataclass becomes one option or argument for each field of the
     dataclass, and the function receives an instance of the dataclass. A parameter that is annotated
@@ -113,7 +110,7 @@ def command(
                 for name, plan in plans.items():
                     given = _given(plan, values, without)
                     if str(given.get("source", "")).endswith(".toml"):
-                        given = _of_file(plan, given, context)
+                        given = _of_file(plan, given, context, without)
                     values[name] = plan(**given) if isinstance(hints[name], type) else given
                 if isinstance(how := values.get("execution"), Execution):
                     use_threads(how.threads)
@@ -132,9 +129,7 @@ def command(
 
 
 def _above(paragraph: str) -> str:
-    """Move the explanation of an example command to the line above the command, so that the command can be
-    copied as a whole line.
-    """
+    """Move the explanation of an example above the command, so that the whole line can be copied."""
     example, end, told = paragraph.partition("[/]  ")
     return f"{told}:\n\n{example}[/]" if end else paragraph
 
@@ -153,15 +148,7 @@ def use_threads(count: int | None) -> None:
 
 
 def refuse_workers(executor: str | None, option: str) -> None:
-    """Refuse the option ``--executor`` if another option, such as ``--status``, makes the command measure
-    nothing.
-
-    Raises
-    ------
-    howsmooth.errors.ArgumentError
-        If ``executor`` is not ``None``.
-
-    """
+    """Refuse ``--executor`` beside an option that makes a command measure nothing, such as ``--status``."""
     if executor is not None:
         raise ArgumentError(
             "executor", expected=f"none beside {option}, which measures nothing", got=executor
@@ -169,9 +156,7 @@ def refuse_workers(executor: str | None, option: str) -> None:
 
 
 def _plan_of(hint: Any) -> type[Options] | None:
-    """Return the dataclass of options in a type annotation, or ``None`` if the annotation contains no such
-    dataclass.
-    """
+    """Return the dataclass of options in a type annotation, or ``None`` if there is none."""
     named = (hint, *get_args(hint)[1:])
     return next((one for one in named if isinstance(one, type) and issubclass(one, Options)), None)
 
@@ -183,9 +168,7 @@ def _flag(field: str, option: Option) -> str:
 def _parameters(
     plan: type[Options], defaults: Mapping[str, Any] | None, without: Sequence[str]
 ) -> Iterator[inspect.Parameter]:
-    """Yield a typer parameter for each field of a dataclass of options. If ``defaults`` is None, the
-    parameters have no default values.
-    """
+    """Yield a typer parameter for each field, without default values if ``defaults`` is None."""
     for field in dataclasses.fields(plan):
         if field.name in without:
             continue
@@ -201,8 +184,8 @@ def _parameters(
         if option.positional:
             typed = typer.Argument(**told)
         else:
-            flag = f"--{_flag(field.name, option)}"
-            typed = typer.Option(flag, **told, rich_help_panel=option.panel or plan.PANEL)
+            names = [f"--{_flag(field.name, option)}", *([option.short] if option.short else [])]
+            typed = typer.Option(*names, **told, rich_help_panel=option.panel or plan.PANEL)
         kind: Any = option.kind.typed
         if option.kind.several:
             kind, default = list[kind], default and list(default)
@@ -217,22 +200,19 @@ def _parameters(
 
 
 def _given(plan: type[Options], values: dict[str, Any], without: Sequence[str]) -> dict[str, Any]:
-    """Remove the options of a dataclass from ``values``, and return a dictionary of the options that the user
-    gave.
-    """
+    """Remove the options of a dataclass from ``values``, and return those that the user gave."""
     # The value of an omitted option is None or an empty list.
     taken = {name: values.pop(name) for name in set(options_of(plan)) - set(without)}
     return {name: value for name, value in taken.items() if value is not None and value != []}
 
 
-def _of_file(plan: type[Options], given: dict[str, Any], context: typer.Context) -> dict[str, Any]:
-    """Return the options from the plan file that the user gave as the source; options typed on the command
-    line replace them.
-    """
-    from howsmooth.study.plan_file import read_options
-
+def _of_file(
+    plan: type[Options], given: dict[str, Any], context: typer.Context, without: Sequence[str]
+) -> dict[str, Any]:
+    """Return the options of the plan file that is given as the source; typed options replace them."""
     path = Path(given["source"])
     sources = {name: context.get_parameter_source(name) for name in given if name != "source"}
     typed = {name: given[name] for name, one in sources.items() if one and one.name == "COMMANDLINE"}
     with renamed(lambda name: f"{path.name}: {name}"):
-        return read_options(path, plan, "source") | typed
+        known = [name for name in options_of(plan) if name not in without]
+        return read_options(path, plan, "source", known) | typed

@@ -19,9 +19,8 @@ from matplotlib import rc_context
 from howsmooth.paper.figure_tasks import SiteTask, UnitTask, unit_of
 from howsmooth.paper.plotting import PAPER, Picture
 from howsmooth.paper.reproduce_options import FigureOptions
-from howsmooth.study.measured_models import Models
+from howsmooth.study.measured_models import Models, PreparedStudy
 from howsmooth.study.plans import Plan
-from howsmooth.study.prepared_study import PreparedStudy
 from howsmooth.study.records import FIGURE, FigureRow
 from howsmooth.study.runner import Means, Runner
 from howsmooth.study.store import Store

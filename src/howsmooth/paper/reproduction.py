@@ -31,7 +31,7 @@ from howsmooth.study.progress_listener import SILENT, Listener
 from howsmooth.study.resource_forecast import TaskTimes
 from howsmooth.study.runner import Means
 from howsmooth.study.store import Store
-from howsmooth.study.tasks.lipschitz_constants_several_lengths import JoinedConstants
+from howsmooth.study.tasks.lipschitz_constants import JoinedConstants
 from howsmooth.study.tasks.task import Failed, SequenceTask, Task
 
 __all__ = ["FIGURES", "FigureTime", "Reproduction", "choose_figures", "expected_times", "produce"]

@@ -10,10 +10,8 @@ values.
 """
 
 from howsmooth.profiling.expansion_by_depth import DepthProfile, depth_profile
-from howsmooth.profiling.kv_cache_quantisation import precision
-from howsmooth.profiling.kv_cache_quantisation_result import Precision
-from howsmooth.profiling.lipschitz_profile import profile
-from howsmooth.profiling.lipschitz_profile_result import Profile
+from howsmooth.profiling.kv_cache_quantisation import Precision, precision
+from howsmooth.profiling.lipschitz_profile import Profile, profile
 from howsmooth.profiling.robust_word_radii import WordRadii, word_radii
 from howsmooth.profiling.token_influence import Influence, influence
 

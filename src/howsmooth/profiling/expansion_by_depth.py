@@ -1,6 +1,4 @@
-"""The function ``depth_profile``, which measures how much each block of a model, and each composition of
-blocks, expands a change of its input.
-"""
+"""The function ``depth_profile``, which measures how much the blocks of a model expand a change."""
 
 from __future__ import annotations
 
@@ -25,6 +23,7 @@ from howsmooth.profiling.model_input import Inputs, Model, given_inputs, loaded_
 from howsmooth.profiling.result_base_classes import Result, in_interval
 from howsmooth.scopes import OUTPUTS
 from howsmooth.seeds import derive_seed
+from howsmooth.study.plans import PROFILE_RTOL, Plan
 from howsmooth.study.records import plain_rows
 
 __all__ = ["DepthProfile", "depth_profile"]
@@ -34,8 +33,7 @@ _MAPS = ("own", "until", "beyond")
 
 @dataclass(frozen=True, eq=False, repr=False, kw_only=True)
 class DepthProfile(Result):
-    """The local Lipschitz constants of the blocks of a model at one input, and of the parts of the model
-    before and after each block.
+    """The constants of a model's blocks at one input, and of the model before and after each block.
 
     A stage is one of three: the computation before the first block (``embeddings``), a block, or the
     computation after the last block (``output``: the last norm layer and the output layer).
@@ -62,9 +60,7 @@ class DepthProfile(Result):
 
     @property
     def citation(self) -> str:
-        """One line to cite, with the constant of the whole model, its interval, and the product of the
-        constants of all blocks.
-        """
+        """One line to cite, with the constant of the whole model and the product of all stages."""
         last = plain_rows(self.table)[-1]
         return (
             f"Local Lipschitz constant of {self.model} from its embeddings to its {self.output} at "
@@ -90,9 +86,7 @@ class DepthProfile(Result):
         return "\n".join([*lines, *([f"Not converged: {', '.join(missed)}."] if missed else [])])
 
     def plot(self) -> Figure:
-        """Draw the constants of the blocks against the depth, together with the product of these
-        constants.
-        """
+        """Draw the constants of the blocks, and their product, against the depth."""
         return draw_depth(self.table, f"{self.model}, {self.n} tokens, to the {self.output}")
 
     def _shown(self, most: int) -> dict[str, Any]:
@@ -113,15 +107,14 @@ def depth_profile(
     last_token: bool = False,
     span: slice | tuple[int, int] | str | None = None,
     tokenizer: Any = None,
-    rtol: float = 1e-3,
-    confidence: float = 0.999,
-    max_iterations: int = 200,
-    seed: int = 0,
+    rtol: float = PROFILE_RTOL,
+    confidence: float = Plan.confidence,
+    max_iterations: int = Plan.max_iterations,
+    seed: int = Plan.seed,
     memory: int | None = None,
     on_layer: Callable[[int, int], None] | None = None,
 ) -> DepthProfile:
-    """Measure how much a model expands a change of its embeddings up to each block, and from each block on,
-    at one input.
+    """Measure how much a model expands a change up to each block, and from each block on, at one input.
 
     Three maps are measured for each block (:func:`howsmooth.local_lipschitz`): the block itself, the map from
     the embeddings to the output of the block, and the map from the output of the block to the output of the
@@ -211,9 +204,7 @@ def _block(
     last_token: bool,
     measured: Callable[[str, int, Site], dict[str, Any]],
 ) -> dict[str, Any]:
-    """Measure a block, the model up to this block, and the model after this block, and return the results as
-    a table row.
-    """
+    """Measure a block, the model up to it and the model after it, and return a row of the table."""
     block = parts.span(layer, layer)
     return {
         "stage": f"block {stage}",
@@ -230,9 +221,7 @@ def _in_words(output: str, last_token: bool) -> str:
 
 
 def _fields(kind: str, found: LipschitzEstimate) -> dict[str, Any]:
-    """Return a measured constant, its interval and its convergence as table columns whose names begin with
-    ``kind``.
-    """
+    """Return a constant and its interval as table columns whose names begin with ``kind``."""
     return {
         kind: float(found.value[0]),
         f"{kind}_lower": float(found.lower[0]),
@@ -242,9 +231,7 @@ def _fields(kind: str, found: LipschitzEstimate) -> dict[str, Any]:
 
 
 def _as(kind: str, row: Mapping[str, Any], source: str = "own") -> dict[str, Any]:
-    """Copy the table columns whose names begin with ``source``, and let the names of the copies begin with
-    ``kind``.
-    """
+    """Copy the columns whose names begin with ``source`` to names that begin with ``kind``."""
     return {kind + name.removeprefix(source): row[name] for name in row if name.startswith(source)}
 
 

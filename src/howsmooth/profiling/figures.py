@@ -1,6 +1,4 @@
-"""Draw the results of profiles as figures. Each function draws a figure from a table of results
-and titles.
-"""
+"""Draw the results of profiles as figures, each from a table of results and titles."""
 
 from __future__ import annotations
 
@@ -50,8 +48,7 @@ _CURVES = {
 
 @rc_context(STYLE)
 def draw_heatmap(table: pd.DataFrame, title: str) -> Figure:
-    """Draw the Lipschitz constants as a heatmap with one cell for each head, and in a second panel with one
-    cell for each whole layer.
+    """Draw the constants as a heatmap with a cell for each head, and a panel with a cell a layer.
 
     Colours are logarithmic. Each panel has its own colour scale, because heads and layers are maps between
     different spaces. A cell is crossed out if its measurement did not converge, and empty if it was not
@@ -74,9 +71,7 @@ def draw_heatmap(table: pd.DataFrame, title: str) -> Figure:
 
 
 def _draw_panel(axis: Axes, bar: Axes, rows: pd.DataFrame, layers: list[int]) -> None:
-    """Draw the constants of the heads of all layers, or of the whole layers, as a heatmap with a
-    colour bar.
-    """
+    """Draw the constants of all heads, or of the whole layers, as a heatmap with a colour bar."""
     heads = sorted(int(head) for head in rows["head"].dropna().unique())
     values = np.full((len(layers), max(1, len(heads))), np.nan)
     missed = np.zeros(values.shape, dtype=bool)
@@ -128,8 +123,7 @@ def draw_depth(table: pd.DataFrame, title: str) -> Figure:
 
 @rc_context(STYLE)
 def draw_radii(table: pd.DataFrame, names: Sequence[str], title: str) -> Figure:
-    """Draw the robust radius of each token on a logarithmic axis, together with the size of the smallest
-    attack that was found.
+    """Draw the robust radius of each token on a logarithmic axis, and the smallest attack found.
 
     The table has the columns of :attr:`howsmooth.profiling.WordRadii.table`. The labels of its rows are
     ``names``.
@@ -150,8 +144,7 @@ def draw_radii(table: pd.DataFrame, names: Sequence[str], title: str) -> Figure:
 
 @rc_context(STYLE)
 def draw_precision(table: pd.DataFrame, title: str, *, divergences: bool) -> Figure:
-    """Draw the predicted effects of quantised keys and of quantised values, and compare them with the
-    simulated effects.
+    """Draw the predicted effects of quantised keys and values, and compare them with simulated ones.
 
     The first two panels have one cell for each layer and head, for the smallest number of bits and the first
     quantiser in the table. The effects are divergences of the model's predictions if ``divergences`` is true,
@@ -213,8 +206,7 @@ def draw_influence(
     *,
     token_outputs: bool,
 ) -> Figure:
-    """Draw block norms of a Jacobian as a heatmap with one row for each output token and one column for each
-    input token.
+    """Draw block norms of a Jacobian as a heatmap, with a row an output and a column an input token.
 
     Colours are logarithmic over four orders of magnitude. A cell is white if the norm is zero, and crossed
     out if the measurement of the norm did not converge. Outputs that are not tokens, such as a margin of two

@@ -1,6 +1,4 @@
-"""The function ``precision``, which predicts and simulates how quantising the keys or values of each head
-changes the output of a model.
-"""
+"""The function ``precision``, which shows how quantised keys and values change a model's output."""
 
 from __future__ import annotations
 
@@ -8,36 +6,303 @@ import math
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from textwrap import indent
+from typing import Any, ClassVar
 
+import numpy as np
 import pandas as pd
 import torch
 from jaxtyping import Float64
+from matplotlib.figure import Figure
 from torch import Tensor, nn
 
 from howsmooth.attention import SelfAttention
 from howsmooth.attention.core import attend
 from howsmooth.bounds import kv_error_upper_bound
-from howsmooth.errors import CaptureError, HowsmoothError, ModelError
+from howsmooth.errors import ArgumentError, CaptureError, HowsmoothError, ModelError
 from howsmooth.lipschitz.sensitivity_to_queries_keys_values import entry_sensitivities
 from howsmooth.models import LoadedModel, Site, load_model
 from howsmooth.models.identification.layer_identification import VerifiedLayer
 from howsmooth.models.key_value_perturbations import LogitsOfModel
 from howsmooth.printed_table import PrintedTable
-from howsmooth.profiling.kv_cache_quantisation_result import Precision
+from howsmooth.profiling.figures import draw_precision
 from howsmooth.profiling.model_input import Inputs, Layers, Model, given_inputs, layers_of, loaded_if_named
-from howsmooth.profiling.quantised_forward_pass import of_head, simulated_kl
 from howsmooth.profiling.quantisers import (
     QUANTISERS,
     absmax_steps,
     checked_bits,
     checked_quantisers,
     group_of,
+    of_head,
     rounded,
+    simulated_kl,
 )
+from howsmooth.profiling.result_base_classes import Result
 from howsmooth.seeds import derive_seed
+from howsmooth.study.records import plain_rows
 
-__all__ = ["load_with_head", "precision"]
+__all__ = ["Precision", "load_with_head", "precision"]
+
+_SHOWN = 10  # rows of the ranking in a printed result
+# In nats. Predictions up to this were within a factor of 5 of the real divergences, which then saturate.
+_HOLDS = 0.1
+_PLACE = ["layer", "head", "operand"]
+_CHANGES, _DIVERGENCES = ("predicted", "change", "bound"), ("predicted_kl", "kl")
+_PAIRS = (("predicted", "change"), ("predicted_kl", "kl"), ("predicted", "kl"))
+
+
+@dataclass(frozen=True, eq=False, repr=False, kw_only=True)
+class Precision(Result):
+    """Changes of a model's output at one input when keys or values are quantised."""
+
+    NAME: ClassVar[str] = "precision"
+    TITLE: ClassVar[str] = "Precision"
+
+    #: One row for each layer, key/value head, operand, quantiser and number of bits. Columns: ``layer``,
+    #: ``head``, ``operand`` ("K" or "V"), ``bits``, ``quantiser``; of the attention's output, in Frobenius
+    #: norm, ``predicted`` (the root mean square of the change to first order, for errors that are
+    #: independent and uniform within half a step, or the bound if that is smaller), ``change`` (what the
+    #: quantiser really makes), ``bound`` (proved, for all errors of up to half a step) and ``output_norm``
+    #: (the norm of the output itself); of the model's predictions ``predicted_kl`` and ``kl``, mean
+    #: Kullback–Leibler divergences in nats, NaN for a model without logits; and ``name``, the path of the
+    #: module.
+    table: pd.DataFrame
+    #: The divergence ``kl`` of the model's predictions with all these keys and values quantised at the same
+    #: time, for each ``quantiser`` and number of ``bits``; empty without logits.
+    together: pd.DataFrame
+    #: Seed of the draws from which the divergence is predicted.
+    seed: int
+    #: What was left out, with the reasons.
+    refused: tuple[str, ...]
+    #: The model on its input, a ``LogitsOfModel``, for ``simulate``; None without logits.
+    logits: Any
+
+    @property
+    def has_kl(self) -> bool:
+        """True if the table contains simulated KL divergences of the model's predictions."""
+        return bool(self.table["kl"].notna().any())
+
+    @property
+    def ranking(self) -> pd.DataFrame:
+        """The table of quantised keys and values, sorted by predicted effect in decreasing order.
+
+        The effect is the predicted divergence for a model with logits, and the predicted change of the
+        attention's output otherwise. The columns are those of ``table`` without ``output_norm`` and ``name``,
+        and without the divergences if there are none.
+        """
+        columns = [*_PLACE, "bits", "quantiser", *_CHANGES, *(_DIVERGENCES if self.has_kl else ())]
+        return self._sorted[columns]
+
+    @property
+    def _sorted(self) -> pd.DataFrame:
+        return self.table.sort_values(self._key, ascending=False, kind="stable", ignore_index=True)
+
+    @property
+    def _key(self) -> str:
+        return "predicted_kl" if self.has_kl else "predicted"
+
+    @property
+    def agreement(self) -> pd.DataFrame:
+        """Spearman's rank correlations between predicted and simulated effects, for all rows together and for
+        each number of bits.
+
+        The columns are ``bits`` (0 for all rows together), ``predicted``, ``real`` and ``spearman``. Only a
+        model with logits has rows on divergences.
+        """
+        rows = []
+        for bits in (0, *self.table["bits"].unique()):
+            chosen = self.table if bits == 0 else self.table[self.table["bits"] == bits]
+            for predicted, real in _PAIRS:
+                if real == "kl" and not self.has_kl:
+                    continue
+                known = chosen[[predicted, real]].dropna()
+                found = known[predicted].rank().corr(known[real].rank()) if len(known) > 2 else np.nan
+                rows.append({"bits": bits, "predicted": predicted, "real": real, "spearman": float(found)})
+        return pd.DataFrame(rows)
+
+    def budget(self, average: float, quantiser: str = "token") -> pd.DataFrame:
+        """Choose the bits for the keys and values of each head, with a given largest average.
+
+        The numbers of bits are chosen among those in the table, so measure several, such as 2, 3, 4, 5, 6 and
+        8. All heads start with the smallest number. Bits are then added where they lower the predicted effect
+        most for each bit, until the average is reached. The effect is the predicted divergence if the model
+        has logits. Otherwise the effect is the squared predicted change of the attention's output, divided by
+        the squared norm of this output. Effects of several heads are added.
+
+        Parameters
+        ----------
+        average
+            The largest average number of bits of an entry, not below the fewest bits of the table.
+        quantiser
+            The quantiser, one of the table.
+
+        Returns
+        -------
+        pandas.DataFrame
+            One row for each layer, head and operand, with ``bits`` and ``effect``, its predicted effect.
+
+        Raises
+        ------
+        ArgumentError
+            If the table has no such quantiser or only one number of bits, or even its fewest bits are more
+            than ``average``.
+
+        """
+        rows = self.table[self.table["quantiser"] == quantiser]
+        if rows.empty:
+            known = ", ".join(self.table["quantiser"].unique())
+            raise ArgumentError("quantiser", expected=f"one of the table: {known}", got=repr(quantiser))
+        effects = rows["predicted_kl"]
+        if not self.has_kl:
+            effects = (rows["predicted"] / rows["output_norm"]).pow(2)
+        wide = rows.assign(effect=effects).pivot_table(index=_PLACE, columns="bits", values="effect")
+        columns = [int(b) for b in wide.columns]
+        if len(columns) < 2:
+            raise ArgumentError(
+                "bits",
+                expected="several numbers of bits for a budget to choose from, such as 2,3,4,5,6,8",
+                got=str(columns[0]),
+            )
+        if not average >= columns[0]:
+            raise ArgumentError("average", expected=f"at least {columns[0]} bits", got=repr(average))
+        values = wide.to_numpy()
+        chosen = np.zeros(len(values), dtype=int)
+        left = average * len(values) - columns[0] * len(values)
+        while True:
+            best, gain = None, 0.0
+            for i, at in enumerate(chosen):
+                for to in range(at + 1, len(columns)):
+                    cost = columns[to] - columns[at]
+                    saved = (values[i, at] - values[i, to]) / cost
+                    if cost <= left + 1e-9 and saved > gain:
+                        best, gain = (i, to, cost), saved
+            if best is None:
+                break
+            chosen[best[0]], left = best[1], left - best[2]
+        found = wide.reset_index()[_PLACE]
+        found["bits"] = [columns[at] for at in chosen]
+        found["effect"] = values[np.arange(len(values)), chosen]
+        found.columns.name = None
+        return found
+
+    def simulate(self, bits: int | pd.DataFrame, quantiser: str = "token") -> float:
+        """Return the divergence of the model's predictions when many heads are quantised at once.
+
+        The model runs once. The keys and values of a layer are computed from the quantised layers before it.
+
+        Parameters
+        ----------
+        bits
+            One number of bits for all keys and values of the table, or a table with the columns ``layer``,
+            ``head``, ``operand`` and ``bits``, as :meth:`budget` returns it; keys and values that the
+            table does not name stay exact. The table may come from another input of the same model.
+        quantiser
+            The quantiser.
+
+        Returns
+        -------
+        float
+            The mean Kullback–Leibler divergence in nats.
+
+        Raises
+        ------
+        ArgumentError
+            If the model has no logits, or an argument does not fit.
+
+        """
+        if self.logits is None:
+            raise ArgumentError(
+                "logits", expected="the logits of the model, which simulate compares", got="none"
+            )
+        checked_quantisers(quantiser)
+        places = self.table[_PLACE].drop_duplicates()
+        if not isinstance(bits, pd.DataFrame):
+            bits = places.assign(bits=bits)
+        chosen = {tuple(place): count for *place, count in bits[[*_PLACE, "bits"]].itertuples(index=False)}
+        checked_bits(list(chosen.values()))
+        unknown = set(chosen) - set(places.itertuples(index=False, name=None))
+        if unknown:
+            raise ArgumentError(
+                "bits", expected="layers, heads and operands of the table", got=str(next(iter(unknown)))
+            )
+        # A dict keeps the last of equal keys: the layer's largest head index.
+        last = places.sort_values("head")[["layer", "head"]].itertuples(index=False)
+        kv_heads = {layer: head + 1 for layer, head in last}
+        return simulated_kl(self.logits, chosen, kv_heads, quantiser)
+
+    # ---- in words, in notebooks, and as files
+
+    @property
+    def citation(self) -> str:
+        """One line to cite, with the divergences if all is quantised and the rank correlations."""
+        at_once = "".join(f" {line};" for line in self._together_in_words())
+        return (
+            f"Quantised keys and values of {self.model} at {self.input} (n = {self.n}):{at_once} Spearman's "
+            f"rank correlation: {self._ranks_in_words()}; {self._made_by}"
+        )
+
+    def _ranks_in_words(self) -> str:
+        rows = [row for row in plain_rows(self.agreement) if row["bits"] == 0]
+        return "; ".join(f"{row['predicted']} and {row['real']} {row['spearman']:.3f}" for row in rows)
+
+    def _together_in_words(self) -> list[str]:
+        """Return a phrase a quantiser with the divergences if all keys and values are quantised."""
+        return [
+            f"all keys and values at once by {quantiser}: divergence "
+            + ", ".join(f"{row['kl']:.3g} at {row['bits']} bits" for row in plain_rows(rows))
+            for quantiser, rows in self.together.groupby("quantiser", sort=False)
+        ]
+
+    @property
+    def remarks(self) -> list[str]:
+        """Sentences on quantising all at once, on too large predictions, and on rank correlations."""
+        found = [f"A{words[1:]}." for words in self._together_in_words()]
+        if bool((self.table["predicted_kl"] > _HOLDS).any()):
+            found.append(f"* Above {_HOLDS} nats predictions are too large, up to a hundredfold: see kl.")
+        return [*found, f"Spearman's rank correlation: {self._ranks_in_words()}."]
+
+    def first_rows(self, most: int) -> pd.DataFrame:
+        """Return the first rows of the ranking as text. A star marks a prediction that is too large."""
+        rows = self.ranking.head(most)
+        texts = {name: rows[name].map("{:.4g}".format) for name in rows if name in _CHANGES + _DIVERGENCES}
+        if self.has_kl and bool((large := rows["predicted_kl"] > _HOLDS).any()):
+            texts["predicted_kl"] += np.where(large, "*", " ")
+        return rows.assign(**texts).rename(columns={"head": "kv head"})
+
+    def __repr__(self) -> str:
+        rows = self.first_rows(_SHOWN)
+        lines = [
+            f"Precision of {self.model}, {self.n} tokens: keys or values of one head quantised.",
+            f"The first {len(rows)} of {len(self.table)} rows by {self._key}. Norm of the change of the "
+            "attention's output: predicted, change (real), bound (proved)"
+            + ("; divergence of the predictions in nats: predicted_kl, kl (real)." if self.has_kl else "."),
+            indent(rows.to_string(index=False), "  "),
+            *self.remarks,
+        ]
+        lines += [f"  left out: {reason}" for reason in self.refused]
+        return "\n".join(lines)
+
+    def plot(self) -> Figure:
+        """Draw the predicted effect of quantising each head, and the simulated effects against it."""
+        title = f"{self.model}, one input of {self.n} tokens"
+        return draw_precision(self.table, title, divergences=self.has_kl)
+
+    def _shown(self, most: int) -> dict[str, Any]:
+        rows = plain_rows(self.first_rows(most))
+        agreement = [row | {"spearman": f"{row['spearman']:.3f}"} for row in plain_rows(self.agreement)]
+        shown = {"rows": rows, "columns": list(rows[0]), "shown": len(rows), "total": len(self.table)}
+        return shown | {"agreement": agreement}
+
+    def described(self) -> dict[str, Any]:
+        """Return the settings, the rank correlations and the ranking, as a dict for JSON."""
+        return super().described() | {
+            "seed": self.seed,
+            "refused": list(self.refused),
+            "together": plain_rows(self.together),
+            "agreement": plain_rows(self.agreement),
+            "ranking": plain_rows(self._sorted),
+        }
+
 
 # The error of an entry is predicted as if it were uniform within half a step: its variance is step² / 12.
 _VARIANCE = 1.0 / 12.0
@@ -58,8 +323,7 @@ def precision(
     seed: int = 0,
     on_layer: Callable[[int, int], None] | None = None,
 ) -> Precision:
-    """Predict and simulate how quantising the keys or values of each head changes the output of a model at
-    one input.
+    """Predict and simulate how quantised keys or values of each head change a model's output.
 
     The change of the attention's output is predicted, bounded and simulated for each layer, each key/value
     head, its keys or its values, each quantiser and each number of bits. Keys and values are those in the KV
@@ -158,9 +422,7 @@ def _whole_model(module: nn.Module, inputs: Any, *, logits: bool) -> tuple[Logit
 
 
 def _site(layer: VerifiedLayer | CaptureError) -> Site:
-    """Return the captured attention of a layer, or raise a CaptureError if its keys and values are
-    not known.
-    """
+    """Return the captured attention of a layer; raise CaptureError without known keys and values."""
     if isinstance(layer, CaptureError):
         raise layer
     (site,) = layer.sites("attention")
@@ -171,23 +433,8 @@ def _site(layer: VerifiedLayer | CaptureError) -> Site:
     return site
 
 
-@dataclass(frozen=True, eq=False)
-class _Case:
-    """The predicted and simulated effects of one quantiser on one layer, applied to the keys, or to the
-    values, of all heads.
-    """
-
-    predicted: Float64[Tensor, " kv_heads"]
-    bound: Float64[Tensor, " kv_heads"]
-    change: Float64[Tensor, " kv_heads"]
-    predicted_kl: list[float]
-    kl: list[float]
-
-
 class _Layer:
-    """One layer in float64: its queries, keys and values, and the sensitivity of its output to each entry of
-    the keys and values.
-    """
+    """One layer in float64: queries, keys, values, and how sensitive its output is to their entries."""
 
     def __init__(self, site: Site, whole: LogitsOfModel | None, fisher: tuple[Tensor, Tensor] | None) -> None:
         self.site, self.whole, self.fisher = site, whole, fisher
@@ -210,58 +457,42 @@ class _Layer:
             different = {group_of(quantiser, t.shape[-1]): quantiser for quantiser in reversed(quantisers)}
             for quantiser in filter(set(different.values()).__contains__, quantisers):
                 for count in bits:
-                    case = self._case(operand, quantiser, count)
-                    for head in range(self.f.kv_heads):
-                        yield {
-                            "layer": self.site.layer,
-                            "head": head,
-                            "operand": operand,
-                            "bits": count,
-                            "quantiser": quantiser,
-                            "predicted": float(case.predicted[head]),
-                            "change": float(case.change[head]),
-                            "bound": float(case.bound[head]),
-                            "output_norm": self.size,
-                            "predicted_kl": case.predicted_kl[head],
-                            "kl": case.kl[head],
-                            "name": self.site.name,
-                        }
+                    yield from self._case(operand, quantiser, count)
 
-    def _case(self, operand: str, quantiser: str, bits: int) -> _Case:
+    def _case(self, operand: str, quantiser: str, bits: int) -> Iterator[dict[str, Any]]:
         t = self.operands[operand]
         steps = absmax_steps(t, bits, quantiser)
         variance = _VARIANCE * steps.square()
         predicted = (self.sensitivities[operand].square() * variance).flatten(1).sum(dim=1).sqrt()
         change = self._change(operand, rounded(t, steps))
-        bounds = []
         for head in range(self.f.kv_heads):
             size = torch.zeros_like(steps)
             size[head] = steps[head] / 2
-            given = {"keys" if operand == "K" else "values": size}
-            bounds.append(kv_error_upper_bound(self.f, self.x, **given).value)
-        heads = range(self.f.kv_heads)
-        bound = torch.tensor(bounds, dtype=torch.float64)
-        return _Case(
-            torch.minimum(predicted, bound),
-            bound,
-            change,
-            [self._predicted_kl(operand, head, variance[head]) for head in heads],
-            [self._kl(operand, head, quantiser, bits) for head in heads],
-        )
+            bound = kv_error_upper_bound(self.f, self.x, **{"keys" if operand == "K" else "values": size})
+            yield {
+                "layer": self.site.layer,
+                "head": head,
+                "operand": operand,
+                "bits": bits,
+                "quantiser": quantiser,
+                "predicted": min(float(predicted[head]), bound.value),
+                "change": float(change[head]),
+                "bound": bound.value,
+                "output_norm": self.size,
+                "predicted_kl": self._predicted_kl(operand, head, variance[head]),
+                "kl": self._kl(operand, head, quantiser, bits),
+                "name": self.site.name,
+            }
 
     def _heads(self, other: Mapping[str, Tensor]) -> Float64[Tensor, "kv_heads group n value_dim"]:
-        """Return the outputs of all heads after their keys or values have been replaced by the tensors in
-        ``other``.
-        """
+        """Return the outputs of all heads with the keys or values in ``other``."""
         f, operands = self.f, self.operands | dict(other)
         visible = f.visibility(len(self.x))
         k, v = operands["K"][None], operands["V"][None]
         return attend(f._grouped(self.q)[None], k, v, f.scale, visible, features=f.features)[0]
 
     def _change(self, operand: str, other: Tensor) -> Float64[Tensor, " kv_heads"]:
-        """Return, for each head, how much the layer's output changes if the keys or values of this head are
-        replaced by the tensors in ``other``.
-        """
+        """Return how much the layer's output changes if each head gets its keys or values in ``other``."""
         moved = self._heads({operand: other}) - self.heads
         if self.f.output is not None:
             output = self.f.output.unflatten(1, (*moved.shape[:2], moved.shape[-1]))
@@ -270,8 +501,7 @@ class _Layer:
         return norms
 
     def _predicted_kl(self, operand: str, head: int, variance: Float64[Tensor, "n dim"]) -> float:
-        """Predict, to second order, the KL divergence of the model's predictions if the keys or values of one
-        head are quantised.
+        """Predict, to second order, the divergence if the keys or values of one head are quantised.
 
         The divergence is ½ Σ σ_a² F_aa, summed over the entries a. Here σ_a² is the variance of the rounding
         error of the entry, and F_aa is a diagonal entry of the Fisher information of the model's predictions.

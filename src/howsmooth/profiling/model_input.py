@@ -21,6 +21,7 @@ from howsmooth.models.capture import module_of, self_attention_layers
 from howsmooth.models.float32_weights import computing_dtype, hash_weights, stored_dtype
 from howsmooth.models.identification.layer_identification import VerifiedLayer
 from howsmooth.models.inputs.model_inputs import max_length
+from howsmooth.study.plans import PROFILE_TOKENS
 
 __all__ = [
     "GivenInputs",
@@ -42,8 +43,6 @@ Inputs = str | Tensor | Sequence[int] | Mapping[str, Tensor]
 Layers = int | str | slice | Sequence[int] | None
 """The layers that the user chooses."""
 
-# A text is cut after so many tokens unless a span is given: the time grows with the square of the length.
-_MOST_TOKENS = 512
 _LONGEST_PATH = 1024
 
 
@@ -51,8 +50,7 @@ _LONGEST_PATH = 1024
 def shown_progress(
     on_step: Callable[[int, int], None] | None, total: int, unit: str = "layer"
 ) -> Iterator[Callable[[int, int], None]]:
-    """Return a context manager that yields a function to report progress: the given ``on_step``, or a
-    function that updates a progress bar.
+    """Yield a function to report progress: the given ``on_step``, or one that moves a progress bar.
 
     The function is called with the number of finished layers (or other units) and the number of all.
     """
@@ -66,17 +64,13 @@ def shown_progress(
 
 
 def loaded_if_named(model: Any, load: Callable[..., LoadedModel] = load_model, **options: Any) -> Any:
-    """Load a model if the argument is its name or folder, and keep the weights in the dtype of their file;
-    return any other argument unchanged.
-    """
+    """Load a model by its name or folder in the dtype of its file; return any other argument."""
     return load(model, dtype=None, **options) if isinstance(model, str | os.PathLike) else model
 
 
 @dataclass(frozen=True, eq=False)
 class GivenInputs:
-    """A model, its inputs, the texts of the input tokens if they are known, and a short description of the
-    inputs.
-    """
+    """A model, its inputs, the texts of the tokens if they are known, and a description of the inputs."""
 
     model: nn.Module | LoadedModel
     inputs: Any
@@ -94,9 +88,7 @@ class GivenInputs:
         return str(computing_dtype(self.module)).removeprefix("torch.")
 
     def origin(self) -> dict[str, str]:
-        """Return those fields of a :class:`~howsmooth.profiling.result_base_classes.Result` that describe the
-        model and the input.
-        """
+        """Return the fields of a result that describe the model and the input."""
         model, module = self.model, self.module
         if isinstance(model, LoadedModel):
             label, source, fingerprint, stored = model.label, model.source, model.fingerprint, model.stored
@@ -118,8 +110,7 @@ class GivenInputs:
 def layers_of(
     given: GivenInputs, layers: Layers, on_layer: Callable[[int, int], None] | None
 ) -> Iterator[tuple[int, VerifiedLayer | CaptureError]]:
-    """Yield the captured self-attention layers of a model at its inputs, and report the number of finished
-    layers.
+    """Yield the captured self-attention layers of a model, and report how many are finished.
 
     The function ``on_layer`` is called with the number of finished layers and the number of all layers, which
     is zero while it is unknown. If ``on_layer`` is None, a progress bar is shown.
@@ -143,10 +134,9 @@ def given_inputs(
     tokenizer: Any,
     *,
     special: bool = False,
-    longest: int = _MOST_TOKENS,
+    longest: int = PROFILE_TOKENS,
 ) -> GivenInputs:
-    """Return the inputs of a model, cut to the tokens of ``span``, or to at most ``longest`` tokens if no
-    span is given.
+    """Return the inputs of a model, cut to the tokens of ``span`` or to at most ``longest`` tokens.
 
     ``special`` says whether the tokenizer adds its special tokens to a text.
     """
@@ -214,9 +204,7 @@ def _encoded(tokenizer: Any, text: str, special: bool) -> list[int]:
 
 
 def _decoder(tokenizer: Any) -> Callable[[Tensor], list[str]]:
-    """Return a function from token ids (n,) to the texts of the tokens. Without a tokenizer, the text of a
-    token is "id" and its number.
-    """
+    """Return a function from token ids (n,) to their texts; without a tokenizer, to "id" and the number."""
     if tokenizer is None:
         return lambda ids: [f"id {i}" for i in ids.tolist()]
     if hasattr(tokenizer, "decoded"):
@@ -240,9 +228,7 @@ def _ids(inputs: object) -> Tensor:
 
 
 def _bounds(span: object, length: int, most: int) -> tuple[int, int]:
-    """Check a span against the number of tokens, and return the index of its first token and the index after
-    its last token.
-    """
+    """Check a span against the number of tokens, and return its first index and the index after its last."""
     expected = f"start:end with 0 <= start < end <= {length}, the number of tokens"
     if span is None:
         return 0, min(length, most)

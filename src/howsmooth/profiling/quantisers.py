@@ -1,18 +1,29 @@
 """Quantise keys and values by absmax: round each entry to an integer of few bits times a step, which is
-shared by a group of entries.
+shared by a group of entries; and run a model with the keys and values of some heads quantised, as if they
+came from a quantised KV cache.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from howsmooth.errors import ArgumentError
+from howsmooth.errors import ArgumentError, CaptureError
+from howsmooth.models.key_value_perturbations import LogitsOfModel
 
-__all__ = ["QUANTISERS", "absmax_steps", "checked_bits", "checked_quantisers", "group_of", "rounded"]
+__all__ = [
+    "QUANTISERS",
+    "absmax_steps",
+    "checked_bits",
+    "checked_quantisers",
+    "group_of",
+    "of_head",
+    "rounded",
+    "simulated_kl",
+]
 
 QUANTISERS = ("token", "channel", "group-32", "group-64")
 """The quantisers by name.
@@ -66,8 +77,7 @@ def group_of(quantiser: str, dim: int) -> str:
 
 
 def absmax_steps(t: Float[Tensor, "*lead n dim"], bits: int, quantiser: str) -> Float[Tensor, "*lead n dim"]:
-    """Return the rounding step of each entry: the largest absolute value in the group of the entry, divided
-    by 2^(bits−1) − 1.
+    """Return the rounding step of each entry: its group's largest absolute value over 2^(bits−1) − 1.
 
     Rounding changes an entry by at most half a step. A group of zeros has the step zero.
     """
@@ -87,3 +97,64 @@ def rounded(t: Float[Tensor, "*lead n dim"], steps: Float[Tensor, "*lead n dim"]
     """Round each entry of keys or values to the nearest multiple of its step."""
     whole = torch.where(steps > 0, steps, 1.0)
     return torch.where(steps > 0, (t / whole).round() * steps, t)
+
+
+Place = tuple[int, int, str]
+"""A layer, a key/value head, and "K" or "V"."""
+
+
+def simulated_kl(
+    whole: LogitsOfModel, bits: Mapping[Place, int], kv_heads: Mapping[int, int], quantiser: str
+) -> float:
+    """Return the KL divergence of a model's predictions when the keys or values of some heads are quantised.
+
+    The layers are quantised in the order in which the model computes them. The keys and values of a layer are
+    therefore computed from the quantised layers before it, as with a quantised KV cache.
+
+    Parameters
+    ----------
+    whole
+        The model on its input.
+    bits
+        The number of bits for each place (layer, key/value head, "K" or "V"); all others stay exact.
+    kv_heads
+        The number of key/value heads of each layer that has a place.
+    quantiser
+        The quantiser.
+
+    Raises
+    ------
+    CaptureError
+        If the number of heads of keys at a softmax is no multiple of the layer's number in ``kv_heads``.
+
+    """
+
+    def change(layer: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor] | None:
+        chosen = [(head, operand, count) for (at, head, operand), count in bits.items() if at == layer]
+        if not chosen:
+            return None
+        other = {
+            operand: t.clone(memory_format=torch.contiguous_format)
+            for operand, t in (("K", keys), ("V", values))
+        }
+        for head, operand, count in chosen:
+            part = of_head(other[operand], layer, head, kv_heads[layer])
+            part.copy_(rounded(part, absmax_steps(part, count, quantiser)))
+        return other["K"], other["V"]
+
+    return whole.mean_kl(change)
+
+
+def of_head(t: Tensor, layer: int, head: int, kv_heads: int) -> Tensor:
+    """Return a view of that part of keys or values (*lead, heads, n, dim) that belongs to one key/value head.
+
+    Some models repeat the keys of a head for each query head before the softmax, and some models have a
+    single axis for the sequences of a batch and the heads.
+    """
+    heads = t.view(-1, *t.shape[-2:])
+    copies, rest = divmod(len(heads), kv_heads)
+    if rest or not copies:
+        raise CaptureError(
+            f"The softmax of layer {layer} has {len(heads)} heads of keys, where its map has {kv_heads}."
+        )
+    return heads[head * copies : (head + 1) * copies]

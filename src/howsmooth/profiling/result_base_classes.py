@@ -1,6 +1,4 @@
-"""The base classes ``Result`` and ``WritableTable`` of the results of profiles, with their files, web page
-and notebook view.
-"""
+"""The base classes of the results of profiles, with their files, web page and notebook view."""
 
 from __future__ import annotations
 
@@ -114,9 +112,7 @@ class Result(WritableTable, ABC):
 
     @property
     def _made_by(self) -> str:
-        """The end of a citation: the dtypes, the versions of the libraries, a hash of the weights, and the
-        digest.
-        """
+        """The end of a citation: dtypes, versions of the libraries, and hashes of weights and table."""
         versions = ", ".join(f"{name} {version(name)}" for name in ("howsmooth", "torch", "transformers"))
         return f"{self.precision}; {versions}; weights {self.fingerprint[:12]}, digest {self.digest}."
 
@@ -132,9 +128,7 @@ class Result(WritableTable, ABC):
         return {self.NAME: self.table}
 
     def _shown(self, most: int) -> dict[str, Any]:
-        """Return the values that the template of the web page shows, with details of at most
-        ``most`` rows.
-        """
+        """Return the values that the page's template shows, with details of at most ``most`` rows."""
         return {}
 
     def _body(self, image: str, most: int) -> Markup:
@@ -162,8 +156,7 @@ class Result(WritableTable, ABC):
         return f'<div class="howsmooth"><style>{style}</style>{body}</div>'
 
     def write(self, folder: str | os.PathLike[str], *, parquet: bool = False) -> list[Path]:
-        """Write the web page, the figure (PNG and PDF) and the tables (CSV) into a folder, and return the
-        paths of the files.
+        """Write the page, the figure (PNG and PDF) and the tables (CSV) into a folder; return the paths.
 
         With ``parquet`` the tables are also written as parquet files.
 

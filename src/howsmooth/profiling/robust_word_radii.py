@@ -1,6 +1,4 @@
-"""The function ``word_radii``, which proves how far each token of a text may move before the answer of a
-classifier can change.
-"""
+"""The function ``word_radii``, which proves how far tokens may move without a change of the answer."""
 
 from __future__ import annotations
 
@@ -26,14 +24,12 @@ from howsmooth.profiling.figures import draw_radii
 from howsmooth.profiling.model_input import Inputs, Model, given_inputs, loaded_if_named, shown_progress
 from howsmooth.profiling.result_base_classes import Result
 from howsmooth.roundoff import limit_in_digits
+from howsmooth.study.plans import RADIUS_TOKENS
 from howsmooth.study.records import plain_rows
 from howsmooth.study.report.chart_data import visible_token
 from howsmooth.study.text_formatting import readable
 
-__all__ = ["LONGEST", "WordRadii", "word_radii"]
-
-LONGEST = 32
-"""A text is cut after so many tokens unless a span is given: memory grows with the square of the length."""
+__all__ = ["WordRadii", "word_radii"]
 
 _SHOWN = 10
 _LEVELS = 9  # shades of a highlighted token
@@ -41,8 +37,7 @@ _LEVELS = 9  # shades of a highlighted token
 
 @dataclass(frozen=True, eq=False, repr=False, kw_only=True)
 class WordRadii(Result):
-    """Radii within which the answer of a classifier does not change: one radius for each token, or one for
-    all tokens together.
+    """Radii within which a classifier's answer does not change, for each token or for all together.
 
     The radii are proved, rounding errors included; :class:`howsmooth.bounds.RobustRadius` describes the
     proved statement.
@@ -164,8 +159,7 @@ def word_radii(
     file: str | os.PathLike[str] | None = None,
     on_token: Callable[[int, int], None] | None = None,
 ) -> WordRadii:
-    """Prove, for each token of a text, a radius within which the token may move without a change of the
-    classifier's answer.
+    """Prove radii within which each token of a text may move without a change of the answer.
 
     One token moves while the other tokens stand still, unless ``jointly`` is True. The radii are those of
     :func:`howsmooth.bounds.robust_radius`; the partial Jacobians of the network are computed once for all
@@ -217,7 +211,7 @@ def word_radii(
             "seconds", expected="a number > 0, with order=2 and single tokens", got=repr(seconds)
         )
     loaded = loaded_if_named(model, head=True)
-    given = given_inputs(loaded, inputs, span, tokenizer, special=True, longest=LONGEST)
+    given = given_inputs(loaded, inputs, span, tokenizer, special=True, longest=RADIUS_TOKENS)
     found = given.inputs
     ids = isinstance(found, Tensor) and not found.is_floating_point()
     at = NetworkAtInput(given.module, {"input_ids": found} if ids else found)
@@ -277,9 +271,7 @@ def word_radii(
 
 
 def _class_name(module: nn.Module, label: int | None) -> str:
-    """Return the name of a class from the configuration of the model, or empty text if the configuration has
-    no names.
-    """
+    """Return the model's own name of a class; empty if its configuration has none."""
     names = getattr(getattr(module, "config", None), "id2label", None) or {}
     name = "" if label is None else str(names.get(int(label), ""))
     return "" if name == f"LABEL_{label}" else name  # the name that transformers gives where there is none
@@ -297,8 +289,7 @@ def _row(found: RobustRadius, position: int | None) -> dict[str, Any]:
 
 
 class _Kept:
-    """The finished rows of a table of radii, which are also stored in a file if one is given, so that an
-    interrupted computation can be continued.
+    """The finished rows of a table of radii, also kept in a file, so that a computation can continue.
 
     A row is identified by the position of the token and by the order of the bound.
     """

@@ -1,6 +1,4 @@
-"""The function ``influence``, which measures how far each output token of a map moves with each
-input token.
-"""
+"""The function ``influence``, which measures how far each output moves with each input token."""
 
 from __future__ import annotations
 
@@ -31,6 +29,7 @@ from howsmooth.profiling.figures import draw_influence
 from howsmooth.profiling.model_input import shown_progress
 from howsmooth.profiling.result_base_classes import WritableTable
 from howsmooth.study.html_assets import data_url, png
+from howsmooth.study.plans import INFLUENCE_RTOL, Plan
 from howsmooth.study.text_formatting import readable
 
 __all__ = ["Influence", "influence"]
@@ -38,9 +37,7 @@ __all__ = ["Influence", "influence"]
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Influence(WritableTable):
-    """The norms ‖∂y_i/∂x_j‖₂ of the blocks of a Jacobian, which say how far the output token i moves with the
-    input token j.
-    """
+    """The norms ‖∂y_i/∂x_j‖₂ of Jacobian blocks: how far output token i moves with input token j."""
 
     #: The largest value found of each norm, (outputs, n), float64.
     value: Float[Tensor, "outputs n"]
@@ -106,8 +103,7 @@ class Influence(WritableTable):
         return f"<p>{html.escape(repr(self))}</p>{picture}"
 
     def plot(self, words: Sequence[str] | None = None) -> Figure:
-        """Draw the block norms as a heatmap with one row for each output token and one column for each input
-        token.
+        """Draw the block norms as a heatmap, with a row for each output and a column for each input token.
 
         Parameters
         ----------
@@ -142,14 +138,13 @@ def influence(
     x: Tensor | None = None,
     *,
     outputs: int | slice | Iterable[int] | None = None,
-    rtol: float = 1e-2,
-    confidence: float = 0.999,
-    max_iterations: int = 200,
-    seed: int = 0,
+    rtol: float = INFLUENCE_RTOL,
+    confidence: float = Plan.confidence,
+    max_iterations: int = Plan.max_iterations,
+    seed: int = Plan.seed,
     on_output: Callable[[int, int], None] | None = None,
 ) -> Influence:
-    """Measure how far each output token moves with each input token: the norms ‖∂y_i/∂x_j‖₂ of the blocks of
-    the Jacobian, with intervals.
+    """Measure how far each output moves with each input token: block norms ‖∂y_i/∂x_j‖₂ of the Jacobian.
 
     The entry (i, j) says how far the output y_i moves, to first order, if the input token x_j moves by one.
     For self-attention, with residual connections, norm layers and layer scales around it, the blocks have a

@@ -1,3 +1,1 @@
-"""Run studies: measure the Lipschitz constants that a plan asks for, keep them in a store, fit exponents, and
-write figures and a report.
-"""
+"""Run studies: measure what a plan asks for, store it, fit exponents, and write figures and a report."""

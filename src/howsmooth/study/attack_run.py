@@ -1,5 +1,4 @@
-"""Attack the attentions of a model or a parameter file: search a ball for tokens at which the Lipschitz
-constant is large.
+"""Attack the attentions of a model or a file: search a ball for tokens with a large Lipschitz constant.
 
 An attack measures the Lipschitz constant at the given tokens, at constructed tokens and at the best tokens of
 gradient ascent, and computes the smallest upper bound.
@@ -53,8 +52,7 @@ _ROUNDING = 1e-9
 
 
 def run_attack(plan: AttackPlan, folder: str | os.PathLike[str], means: Means | None = None) -> Outcome:
-    """Run the attacks of a plan, and write the results to the store in ``folder``. Attacks with results in
-    the store are skipped.
+    """Run the attacks of a plan that the store in ``folder`` lacks, and write their results there.
 
     Folder and store are created after all checks have passed. Without ``means``, the attacks run in this
     process, and the first failure ends the run.
@@ -84,7 +82,7 @@ def run_attack(plan: AttackPlan, folder: str | os.PathLike[str], means: Means | 
         left = [task for task in tasks if task.key not in known]
         runner = Runner(store, means)
         runner.carry_out(Work(Attack, "attacks", left, len(tasks) - len(left)))
-        return replace(runner.finish(), seconds=time.monotonic() - began)
+        return runner.finish(began)
 
 
 def _tasks(plan: AttackPlan, source: AttentionSource, folder: Path) -> Iterator[AttackTask]:
@@ -158,11 +156,6 @@ class AttackTask(Task):
         return self.target.layer, self.target.head, self.n
 
     @property
-    def alike(self) -> tuple[Any, ...]:
-        """The key that is equal for tasks with similar running times: the stored table and the scope."""
-        return Attack.table, self.target.scope
-
-    @property
     def words(self) -> str:
         """A short description for progress messages: the layer, the head and the length."""
         return f"{self.target.place}, n = {self.n}"
@@ -172,9 +165,7 @@ class AttackTask(Task):
         return 1
 
     def found(self, models: Models | None) -> Iterator[Found]:
-        """Attack the attention, save the tokens with the largest constant, and yield the rows for
-        the store.
-        """
+        """Attack the attention, save the worst tokens, and yield the rows for the store."""
         try:
             yield self._rows()
         except Exception as error:
@@ -200,11 +191,12 @@ class AttackTask(Task):
         return [*(replace(row, file=file) if row is best else row for row, _ in tried), upper]
 
     def _tried(self, f: SelfAttention) -> Iterator[tuple[Attack, Tensor]]:
-        """Measure the Lipschitz constant at each input; yield the row for the store, and the tokens of the
-        input.
-        """
+        """Measure the constant at given, constructed and searched tokens; yield its row, and the tokens."""
         began = time.perf_counter()
-        for kind, name, x, estimate, evaluations in self._inputs(f):
+
+        def tried(kind: str, name: str, x: Tensor, found: Any = None, evaluations: int = 1) -> Any:
+            nonlocal began
+            estimate = lipschitz.local_lipschitz(f, x, rtol=_RTOL, seed=self.seed) if found is None else found
             value = float(estimate.value)
             row = self._row(
                 kind,
@@ -218,22 +210,14 @@ class AttackTask(Task):
                 seconds=time.perf_counter() - began,
                 evaluations=evaluations,
             )
-            yield row, x
             began = time.perf_counter()
+            return row, x
 
-    def _inputs(self, f: SelfAttention) -> Iterator[tuple[str, str, Tensor, Any, int]]:
-        """Yield the inputs to try: given tokens, constructed tokens, and tokens found by search.
-
-        Each input is a tuple (kind, name, tokens, estimate of the constant, number of evaluations in the
-        search).
-        """
         if self.target.x is not None:
-            x = self.target.x.double()
-            yield "tokens", "tokens", x, self._measured(f, x), 1
+            yield tried("tokens", "tokens", self.target.x.double())
         if f.rotary is None and f.mask is None and f.window is None and not f.feature_names():
-            built = adversarial.constructions(f, self.n, self.ball.radius)
-            for name, x in _named(built):
-                yield "construction", name, x, self._measured(f, x), 1
+            for name, x in _named(adversarial.constructions(f, self.n, self.ball.radius)):
+                yield tried("construction", name, x)
         ascent = adversarial.ascend(
             f,
             length=self.n,
@@ -244,10 +228,7 @@ class AttackTask(Task):
             atom_steps=_ATOM_STEPS * self.asked.steps,
             seed=self.seed,
         )
-        yield "ascent", "ascent", ascent.x, ascent.estimate, len(ascent.history)
-
-    def _measured(self, f: SelfAttention, x: Tensor) -> Any:
-        return lipschitz.local_lipschitz(f, x, rtol=_RTOL, seed=self.seed)
+        yield tried("ascent", "ascent", ascent.x, ascent.estimate, len(ascent.history))
 
     def _upper(self, f: SelfAttention) -> Attack:
         """Return a row with the smallest upper bound on the Lipschitz constant over the ball of tokens."""
@@ -283,9 +264,7 @@ class AttackTask(Task):
         )
 
     def _save(self, best: Attack, x: Tensor) -> str:
-        """Write the attacked attention and the tokens with the largest constant to a file; return its
-        relative path.
-        """
+        """Write the attacked attention and its worst tokens to a file; return its relative path."""
         one = self.target
         head = [] if one.head is None else [f"head-{one.head:02d}"]
         stem = file_stem(f"layer-{one.layer:02d}", *head, f"n-{self.n:05d}")

@@ -1,6 +1,4 @@
-"""Load attentions from a model or a parameter file, for commands that bound them, attack them or integrate a
-flow of tokens.
-"""
+"""Load attentions from a model or a parameter file, to bound or attack them or to move tokens."""
 
 from __future__ import annotations
 

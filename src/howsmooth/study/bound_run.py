@@ -1,6 +1,4 @@
-"""Compute all bounds on the attentions of a model or a parameter file, and tabulate them beside the measured
-constants.
-"""
+"""Compute all bounds on attentions, and tabulate them beside the measured constants."""
 
 from __future__ import annotations
 

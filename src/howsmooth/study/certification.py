@@ -114,9 +114,7 @@ def certify_file(asked: CertificationPlan, on_batch: Callable[[int, int], None] 
 
 
 def _classes(module: str) -> list[type[nn.Module]]:
-    """Import a Python module, and return its classes that can be part of a saved model: ``nn.Module`` classes
-    with ``settings``.
-    """
+    """Import a Python module, and return its subclasses of ``nn.Module`` that have ``settings``."""
     here = str(Path.cwd())
     sys.path.insert(0, here)
     try:

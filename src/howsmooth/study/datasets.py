@@ -68,9 +68,7 @@ class TextFeed:
 
     @property
     def parts(self) -> tuple[tuple[int, int], ...]:
-        """The parts of the text from which sequences are cut, here the whole text: ((0, number of
-        tokens),).
-        """
+        """The parts of the text from which sequences are cut: the whole text."""
         return ((0, self.count),)
 
     def inputs(self, starts: Sequence[int], n: int) -> torch.Tensor:
@@ -107,8 +105,7 @@ class SequenceData:
 
     @classmethod
     def of(cls, feed: TextFeed | Dataset, starts: Sequence[int], n: int, *, worded: bool) -> SequenceData:
-        """Cut the sequences that begin at ``starts`` out of a text or another input, to send them to a
-        worker.
+        """Cut the sequences that begin at ``starts`` out of an input, to send them to a worker.
 
         With ``worded`` they include the token labels of the first sequence.
         """

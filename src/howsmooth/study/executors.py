@@ -17,8 +17,7 @@ __all__ = ["available_cores", "opened_executor", "threads_each", "workers_of"]
 
 @contextmanager
 def opened_executor(how: Execution) -> Iterator[Executor | None]:
-    """Yield an executor that distributes tasks among workers, or None if the user asked for no workers. The
-    executor is closed at the end of the ``with`` block.
+    """Yield an executor for the workers that the user asked for, or None; close it at the end.
 
     After an error, workers that are still busy are stopped too.
 

@@ -247,8 +247,7 @@ def exponents(measurements: pd.DataFrame) -> pd.DataFrame:
 
 
 def compare(rows: pd.DataFrame) -> pd.DataFrame:
-    """Fit powers of n to the values of the paper's published code, and compare them with the corrected
-    constants.
+    """Fit powers of n to the values of the paper's published code, beside the corrected constants.
 
     The published code differs from the definition of the constant in some items; the corrected constants are
     measured without them.
@@ -288,8 +287,7 @@ class Correlation:
 
 
 def _by_radius(rows: pd.DataFrame) -> dict[str, float]:
-    """Correlate the radius of sequences (the norm of their tokens) with their length, and fit an exponent to
-    each third of the sequences by radius.
+    """Correlate radius and length of sequences, and fit an exponent to each third of them by radius.
 
     The function :func:`terciles` chooses the thirds.
     """

@@ -1,6 +1,4 @@
-"""Write tables and texts into the folder of a store. A reader sees the old file or the complete new file,
-never a part of it.
-"""
+"""Write tables and texts so that a reader sees the old file or the whole new one, never a part."""
 
 from __future__ import annotations
 

@@ -16,9 +16,7 @@ _BASE = Path(__file__).parent / "templates" / "page.css"
 
 
 def templates_of(package: str) -> jinja2.Environment:
-    """Return a Jinja environment for the templates of a package. It escapes values, and undefined variables
-    are errors.
-    """
+    """Return a Jinja environment of a package, which escapes values and refuses undefined variables."""
     return jinja2.Environment(
         loader=jinja2.PackageLoader(package),
         autoescape=True,

@@ -1,5 +1,4 @@
-"""Load the models of a study, check that the chosen layers and lengths can be measured, and capture layers
-with their inputs.
+"""Load the models of a study, check what is to be measured, and capture layers with their inputs.
 
 A plan that cannot be carried out is refused here, before anything is measured. Layers, heads, lengths and
 samples are compared with what exists, and every model is captured once at its shortest length.
@@ -7,7 +6,9 @@ samples are compared with what exists, and every model is captured once at its s
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -27,7 +28,7 @@ from howsmooth.study.datasets import (
     sequence_starts,
 )
 from howsmooth.study.plans import ModelSpec, Plan
-from howsmooth.study.records import InputRecord, ModelRecord, TextRecord
+from howsmooth.study.records import MEASURE, InputRecord, ModelRecord, TextRecord
 from howsmooth.study.store import Store
 from howsmooth.study.text_formatting import encodable
 
@@ -35,8 +36,8 @@ if TYPE_CHECKING:
     from howsmooth.models.sequence_datasets import Dataset
 
 __all__ = [
-    "Impossible", "Models", "Subject", "capture_sites", "checked_subjects", "layer_and_head_counts",
-    "open_sources", "place_sequences", "subject_of",
+    "Impossible", "Models", "PreparedStudy", "Subject", "capture_sites", "checked_subjects",
+    "layer_and_head_counts", "open_sources", "place_sequences", "prepared_study", "subject_of",
 ]  # fmt: skip
 
 Impossible = list[tuple[ModelSpec, str | None, Exception]]
@@ -415,3 +416,56 @@ def subject_of(plan: Plan, spec: ModelSpec, source: OpenedInput, model: Any) -> 
         lengths=plan.lengths_of(spec) or feed.usual,
         feed=feed,
     )
+
+
+@dataclass(frozen=True, eq=False)
+class PreparedStudy:
+    """A checked study that is ready to run: its plan, store, models and sequences.
+
+    The study creates its store when it begins. ``impossible`` are the models and texts that were left out
+    because they cannot be used. With ``keep_going`` these are left out, and work goes on after failures.
+    """
+
+    plan: Plan
+    store: Store
+    models: Models
+    subjects: list[Subject]
+    impossible: Impossible
+    keep_going: bool
+
+    def begin(self) -> None:
+        """Create the study's store if needed, and record all models and texts there."""
+        self.store.begin(MEASURE, self.plan.settings())
+        with self.store.transaction():
+            for one in self.subjects:
+                where = (one.model.label, one.text.name, one.fingerprint, one.tokenizer_source)
+                self.store.add([one.model, one.text, InputRecord(*where, one.feed.count)])
+
+
+@contextmanager
+def prepared_study(
+    plan: Plan,
+    folder: str | os.PathLike[str],
+    *,
+    write: bool = True,
+    keep_going: bool = False,
+    models: Models | None = None,
+) -> Iterator[PreparedStudy]:
+    """Check that a plan can be carried out, and yield the study, ready to run.
+
+    The models, the inputs and the store, if it exists, are checked. With ``keep_going``, models and texts
+    that are impossible are left out. ``models`` is an existing loader with the same seed, device and
+    precision.
+
+    Raises
+    ------
+    howsmooth.errors.HowsmoothError
+        If the plan is impossible, or with ``keep_going`` all of it, or if the store cannot be used.
+
+    """
+    # Open an existing store before loading a model: an unusable store is then reported at once.
+    with Store.open(folder, write=write, late=True) as store:
+        store.check(MEASURE, plan.settings())
+        models, impossible = models or Models(plan), Impossible()
+        subjects = checked_subjects(plan, models, impossible if keep_going else None, store)
+        yield PreparedStudy(plan, store, models, subjects, impossible, keep_going)

@@ -1,5 +1,4 @@
-"""Run a plan of measurements: first constants, then values of the paper's published code if asked for, then
-bounds.
+"""Run a plan of measurements: first constants, then published values if asked for, then bounds.
 
 Rows that the store already has are skipped. Results are written step by step, so a run can be interrupted at
 any moment and continued later.
@@ -17,14 +16,13 @@ import torch
 
 from howsmooth.memory import memory_budget
 from howsmooth.study.executors import workers_of
+from howsmooth.study.measured_models import PreparedStudy, prepared_study
 from howsmooth.study.plans import Plan
-from howsmooth.study.prepared_study import PreparedStudy, prepared_study
 from howsmooth.study.progress_listener import Outcome
 from howsmooth.study.records import Measurement
 from howsmooth.study.runner import Means, Runner
 from howsmooth.study.tasks.bounds import bounds_left, seconds_for_bounds, spent_on_bounds
-from howsmooth.study.tasks.lipschitz_constants import constants_left
-from howsmooth.study.tasks.lipschitz_constants_several_lengths import joined
+from howsmooth.study.tasks.lipschitz_constants import constants_left, joined
 from howsmooth.study.tasks.task import Failed, Work
 
 __all__ = ["run"]
@@ -37,8 +35,7 @@ def run(
     *,
     beside: Sequence[Callable[[PreparedStudy], Work]] = (),
 ) -> Outcome:
-    """Measure the constants that a plan asks for, and write them to the store in ``folder``. Stored
-    measurements are not repeated.
+    """Measure the constants of a plan that the store in ``folder`` lacks, and write them there.
 
     Folder and store are created after all checks have passed. A failure is recorded; since it leaves no
     measurement, the next run tries it again. Without ``means``, the tasks run in this process, and the first
@@ -75,7 +72,7 @@ def run(
             for alike, n, seconds in spent_on_bounds(study.store):
                 runner.task_times.learn(alike, n, 1, seconds)
             runner.carry_out(bounds_left(study), seconds=seconds_for_bounds(study))
-        return replace(runner.finish(), seconds=time.monotonic() - began)
+        return runner.finish(began)
 
 
 def _with_memory_shared(plan: Plan, means: Means) -> Plan:

@@ -169,9 +169,7 @@ def _united(kind: type[Row], stores: Sequence[Store], target: Store | None) -> p
 
 
 def _first_of_each(rows: pd.DataFrame, key: Sequence[str], same: Sequence[str]) -> pd.DataFrame:
-    """Return the first row for each key; raise StoreError if another row with this key differs in the columns
-    ``same`` or in its measured value.
-    """
+    """Return the first row for each key; raise StoreError if another differs in ``same`` or its value."""
     first = rows.drop_duplicates(list(key))
     pairs = rows.drop(first.index).merge(first, on=list(key), suffixes=("", "_first"))
     one: Any

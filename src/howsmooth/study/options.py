@@ -95,6 +95,8 @@ class Option:
         The heading of the option in the help; empty for the heading of its dataclass.
     flag
         The name on the command line, if it differs from the name of the field.
+    short
+        A short name on the command line, such as ``-q``.
     positional
         Whether it is a positional argument on the command line.
 
@@ -105,6 +107,7 @@ class Option:
     metavar: str = ""
     panel: str = ""
     flag: str = ""
+    short: str = ""
     positional: bool = False
 
 
@@ -349,7 +352,7 @@ def size() -> Kind:
 
 def selection() -> Kind:
     """Return the :class:`Kind` of an option that accepts layers or heads, such as ``"0,-1"``."""
-    return Kind(str, Ranges.read)
+    return Kind(str, lambda name, value: Ranges.parse(value, name))
 
 
 def token_counts(least: int = 1) -> Kind:
@@ -358,7 +361,7 @@ def token_counts(least: int = 1) -> Kind:
     def read(name: str, value: Any) -> tuple[int, ...]:
         if isinstance(value, Sequence) and not value:
             return ()
-        found = Ranges.read(name, value).values()
+        found = Ranges.parse(value, name).values()
         if found[0] < least:
             raise ArgumentError(name, expected=f"numbers of at least {least}", got=str(found[0]))
         return found

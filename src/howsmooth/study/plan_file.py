@@ -63,11 +63,11 @@ def read_plan(path: str | os.PathLike[str], **execution: Any) -> Study:
 
 
 def read_options(
-    path: str | os.PathLike[str], plan: type[Options], needed: str, known: Sequence[str] | None = None
+    path: str | os.PathLike[str], plan: type[Options], needed: str, known: Sequence[str]
 ) -> dict[str, Any]:
     """Return the values of a TOML file with keys for the options of a dataclass, of which one is ``needed``.
 
-    The keys ``known`` are by default the options. Places that exist beside the file are given as paths.
+    All keys must be among ``known``. Places that exist beside the file are given as paths.
 
     Raises
     ------
@@ -77,7 +77,7 @@ def read_options(
     """
     path = Path(path)
     values, options = _parsed(path), options_of(plan)
-    check_keys(values, list(options) if known is None else known)
+    check_keys(values, known)
     if needed not in values:
         raise ArgumentError(needed, expected="a value", got="no such key")
     return {

@@ -44,11 +44,18 @@ from howsmooth.study.text_formatting import encodable
 __all__ = [
     "BOUNDS",
     "DEFAULT_TEXT",
+    "INFLUENCE_RTOL",
+    "INFLUENCE_TOKENS",
     "KINDS",
+    "PROFILE_RTOL",
+    "PROFILE_TOKENS",
     "PUBLISHED_ITEMS",
+    "RADIUS_TOKENS",
+    "SPAN",
     "AttackPlan",
     "BoundPlan",
     "CertificationPlan",
+    "InputPlan",
     "InputSpec",
     "ModelSpec",
     "Plan",
@@ -64,6 +71,18 @@ KINDS = ("text", "tokens", "embeddings", "images", "audio")
 """The kinds of input: text, token ids, embedded tokens, images and audio."""
 
 DEFAULT_TEXT = "alice"
+
+PROFILE_TOKENS, INFLUENCE_TOKENS, RADIUS_TOKENS = 512, 64, 32
+"""How many tokens of a longer input are taken without a span: time and memory grow with the square."""
+
+SPAN = (
+    "Which tokens of a text or of token ids, counted from 0, such as 0:16. Default: all, or the first {} of "
+    "a longer input, or as many as the model takes."
+)
+"""The help of the option ``--span``, with a gap for the number of tokens."""
+
+PROFILE_RTOL, INFLUENCE_RTOL = 1e-3, 1e-2
+"""The relative widths of intervals in a profile and an influence, which are coarser than in a study."""
 
 PUBLISHED_ITEMS = ("output", "block", "unmasked", "dropout", "stopping")
 """Items of the code published with the paper; `howsmooth.paper.published_code.differences` explains each."""
@@ -92,7 +111,13 @@ _MOST_INPUTS = 2**31
 
 
 _SHARED: dict[str, Any] = {
-    "source": option(..., words(place=True), "", metavar="SOURCE", positional=True),
+    "source": option(
+        ...,
+        words(place=True),
+        "A built-in model, a local folder or a Hub id; with --random-init also a model type.",
+        metavar="MODEL",
+        positional=True,
+    ),
     "text": option(
         DEFAULT_TEXT,
         words(place=True),
@@ -155,6 +180,27 @@ _SHARED: dict[str, Any] = {
         words(),
         "One part of a model with several: text, vision, audio, or a module path such as encoder.",
         metavar="PART",
+    ),
+    "span": option(
+        None,
+        words(),
+        SPAN.format(PROFILE_TOKENS),
+        metavar="START:END",
+    ),
+    "rtol": option(1e-4, number(), "Relative width of an interval at convergence.", panel=HOW),
+    "confidence": option(
+        0.999, number(), "Probability that an interval contains what is measured.", panel=HOW
+    ),
+    "max_iterations": option(
+        200, whole(1, _MOST_ITERATIONS), "Largest number of Golub-Kahan or Lanczos steps.", panel=HOW
+    ),
+    "memory": option(
+        None,
+        size(),
+        "Memory that one measurement may use, such as 8GiB. For sequences whose attention probabilities "
+        "do not fit, they are recomputed in blocks. Default: half of the free memory.",
+        metavar="SIZE",
+        panel=HOW,
     ),
     "seed": option(0, whole(0, _MOST_SEED), "Seed of all random numbers.", panel=HOW),
     "device": option("cpu", words(), "PyTorch device, such as cpu, cuda or cuda:1.", panel=HOW),
@@ -334,13 +380,9 @@ class Plan(Options):
         "all, for those that apply.",
         metavar="all|ITEMS",
     )
-    rtol: float = option(1e-4, number(), "Relative width of the interval at convergence.", panel=HOW)
-    confidence: float = option(
-        0.999, number(), "Probability that the interval contains the constant.", panel=HOW
-    )
-    max_iterations: int = option(
-        200, whole(1, _MOST_ITERATIONS), "Largest number of Golub-Kahan or Lanczos steps.", panel=HOW
-    )
+    rtol: float = shared("rtol")
+    confidence: float = shared("confidence")
+    max_iterations: int = shared("max_iterations")
     seed: int = shared("seed")
     device: str = shared("device")
     dtype: str = shared("dtype")
@@ -352,14 +394,7 @@ class Plan(Options):
         metavar="|".join(BOUNDS),
         panel=HOW,
     )
-    memory: int | None = option(
-        None,
-        size(),
-        "Memory that one measurement may use, such as 8GiB. For sequences whose attention probabilities "
-        "do not fit, they are recomputed in blocks. Default: half of the free memory.",
-        metavar="SIZE",
-        panel=HOW,
-    )
+    memory: int | None = shared("memory")
 
     def check(self) -> None:
         """Choose defaults that depend on other fields, and refuse plans that no model or text can satisfy."""
@@ -479,19 +514,14 @@ class Plan(Options):
         return given | {name: value for name in usual if (value := getattr(self, name)) not in usual[name]}
 
 
-# ---- Bounds and attacks, for the attention of one source
+# ---- One model and one input
 
 
 @dataclass(frozen=True)
-class SourcePlan(Options):
-    """The base class of plans for bounds and attacks: it chooses attentions of a model or a parameter file,
-    and the input.
-    """
+class InputPlan(Options):
+    """The base class of plans that examine one model on one input."""
 
-    source: str = shared(
-        "source",
-        help="A built-in model, a local folder, a Hub id, or a .safetensors or .npz file of parameters.",
-    )
+    source: str = shared("source")
     text: str | None = shared(
         "text", default=None, help=f"{_SHARED['text'].metadata['option'].help} Default: {DEFAULT_TEXT}."
     )
@@ -500,23 +530,43 @@ class SourcePlan(Options):
     tokens: tuple[str, ...] = shared("tokens")
     embeddings: tuple[str, ...] = shared("embeddings")
     layers: Ranges = shared("layers")
-    heads: Ranges = shared("heads")
-    scope: str = shared("scope")
     random_init: bool = shared("random_init")
     as_decoder: bool = shared("as_decoder")
     part: str | None = shared("part")
     seed: int = shared("seed")
 
     def check(self) -> None:
-        """Raise ArgumentError if the plan names more than one input, or chooses heads in a scope other than
-        ``head``.
-        """
-        _check_heads(self.heads, (self.scope,))
+        """Raise ArgumentError if the plan names more than one input."""
         given = [f"--{kind}" for kind in KINDS if getattr(self, kind)]
         if len(given) > 1 or any(len(getattr(self, kind)) > 1 for kind in ("tokens", "embeddings", "audio")):
             raise ArgumentError(
                 "inputs", expected="one text, file of tokens, images or audio", got=" and ".join(given)
             )
+
+    @property
+    def kind(self) -> str:
+        """The kind of the input, one of :data:`KINDS`."""
+        return next((kind for kind in KINDS if getattr(self, kind)), "text")
+
+
+@dataclass(frozen=True)
+class SourcePlan(InputPlan):
+    """The base class of plans for bounds and attacks: it also chooses attentions of a parameter file."""
+
+    source: str = shared(
+        "source",
+        help="A built-in model, a local folder, a Hub id, or a .safetensors or .npz file of parameters.",
+        metavar="SOURCE",
+    )
+    heads: Ranges = shared("heads")
+    scope: str = shared("scope")
+
+    def check(self) -> None:
+        """Raise ArgumentError if the plan names more than one input, or chooses heads in a scope other than
+        ``head``.
+        """
+        _check_heads(self.heads, (self.scope,))
+        super().check()
 
     @property
     def inputs(self) -> dict[str, Any]:

@@ -3,21 +3,24 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 __all__ = ["SILENT", "Listener", "Outcome"]
 
 
 class Listener:
-    """A receiver of progress reports from long computations. Subclasses show them; this class
-    ignores them.
-    """
+    """A receiver of progress reports from long computations, which ignores them; subclasses show them."""
 
     def phase(self, words: str) -> None:
         """Receive the name of the phase that starts."""
 
     def advance(self, done: float, total: float, words: str) -> None:
         """Receive how much of the current phase is done: ``done`` of ``total``, both in the same unit."""
+
+    def counter(self, noun: str) -> Callable[[int, int], None]:
+        """Return a function that reports how many steps are done, and of how many; ``noun`` names a step."""
+        return lambda done, total: self.advance(float(done), float(total), f"{noun} {done}")
 
 
 SILENT = Listener()

@@ -42,13 +42,16 @@ class Ranges:
     items: tuple[tuple[int, int, int], ...]
 
     @classmethod
-    def read(cls, argument: str, value: Any) -> Ranges:
-        """Turn a number, a string, or a list of both into a selection; return a selection unchanged.
+    def parse(cls, value: Any, argument: str) -> Ranges:
+        """Turn a number, a string such as ``2:100:2`` or ``all``, or a list of both into a selection.
+
+        A selection is returned unchanged.
 
         Raises
         ------
         ArgumentError
-            If the value has another type, or a string does not follow the grammar.
+            If the value has another type, or a string does not follow the grammar; the error names
+            ``argument``.
 
         """
         if isinstance(value, Ranges):
@@ -59,18 +62,7 @@ class Ranges:
             raise ArgumentError(
                 argument, expected='a number, a string such as "2:100:2", or a list', got=repr(value)[:60]
             )
-        return cls.parse(",".join(str(part) for part in parts), argument)
-
-    @classmethod
-    def parse(cls, text: str, argument: str) -> Ranges:
-        """Parse a selection of lengths, layers or heads, such as ``2:100:2``, ``0,6``, ``-1`` or ``all``.
-
-        Raises
-        ------
-        ArgumentError
-            If the text does not follow the grammar; the error names ``argument``.
-
-        """
+        text = ",".join(str(part) for part in parts)
         if text.strip() == "all":
             return cls("all", argument, ())
         items = []

@@ -170,9 +170,7 @@ class TextRecord(Row, table="texts", key=("name",), again="stay"):
 
 @dataclass(frozen=True)
 class InputRecord(Row, table="inputs", key=("model", "text"), again="stay"):
-    """A measured pair of a model and an input: the model's fingerprint and tokenizer, and the input's number
-    of tokens.
-    """
+    """A measured pair of a model and an input: fingerprint, tokenizer, and the input's number of tokens."""
 
     model: str
     text: str
@@ -296,8 +294,7 @@ class Bounding(Row, SiteBound, table="bounds", key=(*PLACE, "name", "side")):
 class PublishedValue(
     Row, table="published", key=("model", "text", "layer", "n", "sample", "quantity", "items")
 ):
-    """A value that the paper's published code computes at one sequence, or the correct constant for
-    comparison.
+    """A value of the paper's published code at one sequence, or the correct constant to compare.
 
     The published code differs from the definition of the constant in some items; the correct constant is
     measured without them. ``quantity`` is ``corrected`` (no item), ``only`` followed by one item, or ``as
@@ -370,8 +367,7 @@ class Failure(Row, table="failures", key=("what", *PLACE), again="replace"):
 
 @dataclass(frozen=True)
 class Attack(Row, table="attacks", key=(*ATTACK_PLACE, "kind", "name")):
-    """A row of the table of attacks: a constant measured at some tokens, or, for comparison, the smallest
-    upper bound on the ball.
+    """A constant measured at some tokens by an attack, or the smallest upper bound on the ball.
 
     The upper bound holds at all tokens of the ball. ``kind`` is one of :data:`ATTACK_KINDS`. ``value`` is the
     measured constant, with the interval from ``lower`` to ``upper``; for the kind ``upper`` it is the bound,

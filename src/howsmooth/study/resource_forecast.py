@@ -1,12 +1,15 @@
-"""Predict the time and memory of a run before anything is written, by carrying out and timing a few of its
-tasks.
+"""Predict times: of a run before anything is written, of tasks, and of what is left of a run.
 
-The rule: for each model, text and scope, some tasks are carried out at the shortest, the middle and the
-longest length: first one layer at one sequence; if that is expected to take at most two seconds, then one
-layer at all sequences, and the whole task. Only the largest of these counts, because the capture of a layer
-takes the same time for one sequence as for all. :class:`TaskTimes` predicts the times at all other lengths by
-powers of n. Times for bounds and drawing are added. The forecast aims to be right within a factor of two;
-``low`` and ``high`` are these limits.
+The rule: a row of n tokens takes c·n^p seconds, with c and p from finished rows of tasks that are alike
+(:class:`TaskTimes`). The time left is the time spent so far, times the ratio of the seconds that the rule
+expects for the rows left and for the rows done. Bounds take a share of the measuring time, and each figure
+half a second (:func:`after_measuring`). The progress of a run, ``--status`` and ``--dry-run`` all use it.
+
+For ``--dry-run``, finished rows come from trials. For each model, text and scope, some tasks are carried out
+at the shortest, the middle and the longest length: first one layer at one sequence; if that is expected to
+take at most two seconds, then one layer at all sequences, and the whole task. Only the largest of these
+counts, because the capture of a layer takes the same time for one sequence as for all. The forecast aims to
+be right within a factor of two; ``low`` and ``high`` are these limits.
 """
 
 from __future__ import annotations
@@ -15,7 +18,7 @@ import math
 import os
 import time
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -27,8 +30,8 @@ from howsmooth.attention import SelfAttention
 from howsmooth.batching import footprint
 from howsmooth.memory import memory_budget
 from howsmooth.scopes import ATTENTION_SCOPES
+from howsmooth.study.measured_models import PreparedStudy, prepared_study
 from howsmooth.study.plans import Plan
-from howsmooth.study.prepared_study import PreparedStudy, prepared_study
 from howsmooth.study.tasks.bounds import SHARE, BoundsTask
 from howsmooth.study.tasks.lipschitz_constants import ConstantsTask, constants_left
 from howsmooth.study.tasks.task import Failed, SequenceTask, Task
@@ -50,14 +53,21 @@ _DRAWING, _FIGURE = 2.0, 0.5
 _VECTORS = 40
 
 
+# Beside the key of its tasks, each time is kept with the kind of rows alone, the first entry of the key.
+_ANY = object()
+
+Rows = Mapping[tuple[tuple[Any, ...], int], int]
+"""Numbers of rows, by the key of similar tasks (``alike``) and the length n."""
+
+
 class TaskTimes:
     """The times of finished tasks, and predictions for other tasks.
 
-    Tasks are alike if they have the same kind of rows, model and scope. For such tasks, the time of a row is
-    modelled as a power of the number of tokens n. The exponent is fitted to the nearest finished length and
-    the next one that is at least twice as long or as short: times vary, so that lengths near to each other
-    say little about the exponent. It is limited to the range from 0 to 2, and from 0 to 1 if both lengths are
-    below 64. If there is no second such length, the exponent is 1 above 64 tokens, and 0 below.
+    Tasks are alike if they have the same kind of rows, model and scope; without such a task, all tasks with
+    the same kind of rows count. The exponent of n is fitted to the nearest finished length and the next one
+    that is at least twice as long or as short: times vary, so that lengths near to each other say little
+    about the exponent. It is limited to the range from 0 to 2, and from 0 to 1 if both lengths are below 64.
+    If there is no second such length, the exponent is 1 above 64 tokens, and 0 below.
     """
 
     def __init__(self) -> None:
@@ -71,8 +81,9 @@ class TaskTimes:
 
         These rows are added to the rows of this length recorded before; with ``instead``, they replace them.
         """
-        before, others = (0.0, 0) if instead else self._done[alike].get(n, (0.0, 0))
-        self._done[alike][n] = (before + seconds, others + rows)
+        for key in (alike, (_ANY, alike[0])):
+            before, others = (0.0, 0) if instead else self._done[key].get(n, (0.0, 0))
+            self._done[key][n] = (before + seconds, others + rows)
 
     def expect(self, task: Task) -> float | None:
         """Predict the seconds that a task takes; ``None`` if no similar task is finished."""
@@ -81,7 +92,7 @@ class TaskTimes:
 
     def a_row(self, alike: tuple[Any, ...], n: int) -> float | None:
         """Predict the seconds of one row at length n; ``None`` if no similar task (``alike``) is finished."""
-        seen = self._done.get(alike)
+        seen = self._done.get(alike) or self._done.get((_ANY, alike[0]))
         if not seen:
             return None
         first, *others = sorted(seen, key=lambda one: abs(math.log(one / n)))
@@ -92,6 +103,15 @@ class TaskTimes:
         exponent = math.log(times[1] / times[0]) / math.log(near[1] / near[0])
         steepest = 1.0 if max(near) < _SHORT else 2.0
         return float(times[0] * (n / near[0]) ** min(max(exponent, 0.0), steepest))
+
+    def left(self, spent: float, done: Rows, left: Rows) -> float:
+        """Predict the seconds that the rows ``left`` take, if the rows ``done`` took ``spent`` seconds."""
+
+        def expected(rows: Rows) -> float:
+            each = ((count, n, self.a_row(alike, n)) for (alike, n), count in rows.items())
+            return float(sum(count * (max(n, _SHORT) if row is None else row) for count, n, row in each))
+
+        return spent * expected(left) / max(expected(done), 1e-9)
 
 
 @dataclass(frozen=True)

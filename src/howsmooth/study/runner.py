@@ -1,5 +1,4 @@
-"""Carry out the computations of a study (tasks) in this process or on an executor, and write each result to
-the store.
+"""Carry out the tasks of a study here or on an executor, and write each result to the store.
 
 The runner does not depend on what a task computes. An executor is an object with the interface of
 ``concurrent.futures.Executor``. It does not change results: a task carries its data and its seeds, and only
@@ -11,7 +10,7 @@ from __future__ import annotations
 import math
 import threading
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Generator
 from concurrent.futures import (
     FIRST_COMPLETED,
@@ -24,6 +23,7 @@ from concurrent.futures import (
 from contextlib import closing
 from dataclasses import dataclass, field
 from importlib.metadata import version
+from typing import Any
 
 import torch
 
@@ -48,8 +48,7 @@ _BETWEEN_TELLING = 0.2
 
 @dataclass(frozen=True, eq=False)
 class Means:
-    """The means of carrying out tasks: a progress listener, workers and threads, and whether to go on after
-    failures.
+    """The means of carrying out tasks: listener, workers, threads, and whether to go on after failures.
 
     ``command`` is the command that the user typed, to be recorded with the run. With ``keep_going``, the run
     continues after a failure instead of raising it. The executor is not shut down; ``None`` runs the tasks in
@@ -84,8 +83,7 @@ class Runner:
         self.outcome = Outcome()
 
     def carry_out(self, work: Work, *, seconds: float = math.inf) -> None:
-        """Carry out the tasks of one kind, such as measuring constants, in order; write their results to the
-        store.
+        """Carry out the tasks of one kind, such as measuring constants, and store their results.
 
         ``seconds`` is the time that the tasks may take together. A task that is expected to exceed this time
         is not started, and is counted as left out.
@@ -104,7 +102,7 @@ class Runner:
             self.fail(failed)
         left = deque(work.tasks)
         if left and seconds > 0:
-            told = _WorkProgress(self._means.listener, work)
+            told = _WorkProgress(self._means.listener, work, self.task_times)
             until = time.monotonic() + seconds
             steps = (
                 self._run_here(left, until)
@@ -118,12 +116,12 @@ class Runner:
                     told.advance(task, 0 if found is None else self._write(task, found), ended=found is None)
         self.outcome.left_out += sum(task.size for task in left)
 
-    def finish(self) -> Outcome:
-        """Record that the run reached its end, and return its outcome."""
+    def finish(self, began: float | None = None) -> Outcome:
+        """Record that the run reached its end, and return its outcome; ``began`` is when its checks began."""
         # A run that wrote nothing has no number, and leaves no trace in the store.
         if self._number is not None:
             self._store.finish_run(self._number)
-        self.outcome.seconds = time.monotonic() - self._began
+        self.outcome.seconds = time.monotonic() - (self._began if began is None else began)
         return self.outcome
 
     def fail(self, failed: Failed, *, ends: bool = True) -> None:
@@ -223,18 +221,18 @@ class Runner:
 class _WorkProgress:
     """Reports to a listener how far the tasks of one kind are, and how long they will take in total.
 
-    The speed is measured from the first result on, because the first task may wait until a model is loaded. A
-    row counts n times, but at least 64 times: below 64 tokens, its time hardly depends on n.
+    The pace is measured from the first result on, because the first task may wait until a model is loaded.
     """
 
-    def __init__(self, listener: Listener, work: Work) -> None:
-        self._listener = listener
-        self._began = time.monotonic()
-        self._first: tuple[float, float] | None = None
-        self._last = self._began
+    def __init__(self, listener: Listener, work: Work, times: TaskTimes) -> None:
+        self._listener, self._times = listener, times
+        self._began = self._since = self._last = time.monotonic()
         self._rows = self._of_task = 0
-        self._planned = sum(task.size for task in work.tasks)
-        self._left = sum(task.size * _weight(task) for task in work.tasks)
+        self._done: Counter[tuple[Any, int]] | None = None
+        self._left: Counter[tuple[Any, int]] = Counter()
+        for task in work.tasks:
+            self._left[task.alike, task.n] += task.size
+        self._planned = self._left.total()
         more = f" ({work.kept} more are in the store already)" if work.kept else ""
         listener.phase(f"Computing {self._planned} {work.words}{more}")
 
@@ -244,19 +242,16 @@ class _WorkProgress:
         # Rows that a task failed to compute are not left to do either.
         gone = task.size - self._of_task if ended else rows
         self._of_task = 0 if ended else self._of_task + rows
-        self._left -= gone * _weight(task)
-        now = time.monotonic()
-        if self._first is None:
-            self._first, self._last = (now, self._left), now
-        since, left = self._first
-        if self._rows and (self._left <= 0 or (now - self._last > _BETWEEN_TELLING and self._left < left)):
+        self._left[task.alike, task.n] -= gone
+        now, left = time.monotonic(), self._left.total()
+        if self._done is None:
+            self._since, self._last, self._done = now, now, Counter()
+        else:
+            self._done[task.alike, task.n] += gone
+        if self._rows and (left <= 0 or (now - self._last > _BETWEEN_TELLING and self._done.total())):
             self._last, spent = now, now - self._began
-            rest = self._left * (now - since) / (left - self._left) if self._left > 0 else 0.0
+            rest = self._times.left(now - self._since, self._done, self._left) if left > 0 else 0.0
             self._listener.advance(spent, spent + rest, f"{self._rows} of {self._planned}, {task.words}")
-
-
-def _weight(task: Task) -> int:
-    return max(task.n, 64)
 
 
 # ---- Code that runs on a worker

@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from itertools import product
+from typing import Any
 
 from howsmooth.errors import StoreError
 from howsmooth.scopes import layers_of_scope
@@ -172,9 +173,7 @@ def _done(store: Store, plan: Plan, label: str, text: str, kind: type[Row]) -> f
 
 
 def _has_failed(failures: Iterable[Failure], kind: type[Row], place: tuple[object, ...]) -> bool:
-    """Return whether the last attempt to compute a missing row failed, for this row alone or for its whole
-    layer, text or model.
-    """
+    """Return whether a missing row failed when last tried, alone or with its layer, text or model."""
     return any(
         row.what == kind.table
         and all(
@@ -195,17 +194,16 @@ def _rate_and_seconds(store: Store, left: list[tuple[str, Key]]) -> tuple[float 
     last = next((run for run, _ in store.rows(Run) if len(mine) and run.id == mine["run"].iloc[0]), None)
     if last is None or last.worked <= 0:
         return None, None
-    times = TaskTimes()
+    times, done = TaskTimes(), Counter[tuple[Any, int]]()
     for row in mine.itertuples():
-        times.learn((row.model, row.scope), row.n, 1, row.seconds)
-    # Rows record only the time of their estimates. Scale by the time of the run without bounds, which
-    # includes loading and capturing. The seconds of a bound are those of all bounds on its attention.
+        alike = (Measurement.table, row.model, row.scope)
+        times.learn(alike, row.n, 1, row.seconds)
+        done[alike, row.n] += 1
+    # The time of the run without bounds includes loading and capturing. The seconds of a bound are those of
+    # all bounds on its attention.
     bounding = bounds[bounds["run"] == last.id].drop_duplicates(list(PLACE))["seconds"].sum()
-    more = max(last.worked - bounding, 0.0) / max(mine["seconds"].sum(), 1e-9)
-    each = (times.a_row((label, key[0]), key[3]) for label, key in left)
-    usual = float(mine["seconds"].mean())
-    left_seconds = sum(usual if seconds is None else seconds for seconds in each)
-    return len(mine) / last.worked, float(more * left_seconds)
+    missing = Counter(((Measurement.table, label, key[0]), key[3]) for label, key in left)
+    return len(mine) / last.worked, times.left(max(last.worked - bounding, 0.0), done, missing)
 
 
 def _asked(plan: Plan, spec: ModelSpec, scope: str, model: ModelRecord) -> frozenset[Key]:

@@ -58,9 +58,7 @@ def file_stem(*parts: str) -> str:
 
 
 def encodable(words: str) -> str:
-    """Replace lone surrogates by escape sequences. Python represents undecodable bytes of file names by lone
-    surrogates.
-    """
+    """Escape lone surrogates, which stand for undecodable bytes of file names in Python."""
     return words.encode("utf-8", "backslashreplace").decode("utf-8")
 
 

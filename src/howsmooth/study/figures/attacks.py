@@ -22,15 +22,17 @@ from matplotlib.ticker import FixedLocator
 from howsmooth.study.figures.drawing import (
     REFERENCE_SLOPES,
     Files,
+    Part,
     draw_each,
     draw_guides,
+    draw_overview,
     guide_handles,
     literal,
     new_figure,
+    parts_of,
     save,
     set_axis,
 )
-from howsmooth.study.figures.layer_panels import Part, draw_overview, parts_of
 from howsmooth.study.progress_listener import Listener
 from howsmooth.study.text_formatting import file_stem, mask_in_words, readable
 

@@ -1,4 +1,4 @@
-"""Draw a flow of tokens in one figure: the paths of the tokens, and metrics of the flow against time."""
+"""Draw a flow of tokens: one figure of their paths and of metrics against time, and an animated GIF."""
 
 from __future__ import annotations
 
@@ -8,12 +8,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
+from textwrap import fill
 from typing import Any
 
 import numpy as np
 import pandas as pd
 from jaxtyping import Float64, Int
 from matplotlib import colormaps, rc_context
+from matplotlib.animation import PillowWriter
 from matplotlib.axes import Axes
 from matplotlib.cm import ScalarMappable
 from matplotlib.collections import LineCollection
@@ -24,13 +26,15 @@ from matplotlib.ticker import MaxNLocator
 from mpl_toolkits.mplot3d.art3d import Line3DCollection
 
 from howsmooth.study.figures.drawing import GREY, STYLE, literal, new_figure, save
+from howsmooth.study.progress_listener import Listener
 
 __all__ = [
-    "ELLIPSE", "FlowView", "cluster_colours", "draw_flow", "limits_of", "map_axis", "outline", "set_limits",
-    "shown_tokens",
+    "ELLIPSE", "FlowView", "animate_flow", "cluster_colours", "draw_flow", "limits_of", "map_axis",
+    "outline", "set_limits", "shown_tokens",
 ]  # fmt: skip
 
 _LEAST_SPAN = 0.02
+_MARGIN = 0.06
 ELLIPSE = "#c1121f"
 """The colour of the Gaussian measure that is drawn beside the tokens."""
 
@@ -122,19 +126,17 @@ def shown_tokens(n: int) -> Int[np.ndarray, " shown"]:
 
 
 def outline(
-    mean: Float64[np.ndarray, " 2"], covariance: Float64[np.ndarray, "2 2"], corners: int = 100
+    mean: Float64[np.ndarray, " 2"], covariance: Float64[np.ndarray, "2 2"]
 ) -> Float64[np.ndarray, "corners 2"]:
     """Return points on a Gaussian's ellipse in the plane, two standard deviations from the mean."""
     values, vectors = np.linalg.eigh((covariance + covariance.T) / 2)
-    angles = np.linspace(0.0, 2 * math.pi, corners)
+    angles = np.linspace(0.0, 2 * math.pi, 100)
     circle = np.stack([np.cos(angles), np.sin(angles)])
     root = vectors * np.sqrt(np.clip(values, 0.0, None))
     return np.asarray(mean + _SIGMAS * (root @ circle).T, dtype=np.float64)
 
 
-def limits_of(
-    view: FlowView, frames: Sequence[int] | slice, *, margin: float = 0.06
-) -> list[tuple[float, float]]:
+def limits_of(view: FlowView, frames: Sequence[int] | slice) -> list[tuple[float, float]]:
     """Return axis limits that contain all tokens and Gaussian ellipses in some frames of a flow.
 
     With two or three coordinates, all axes have the same length, so that a circle looks like a circle.
@@ -149,7 +151,7 @@ def limits_of(
     if view.dimensions > 1:
         half = np.full_like(half, half.max())
     floor = 1e-3 * np.maximum(np.abs(middle), 1e-300)
-    half = np.maximum(half, floor) * (1 + 2 * margin)
+    half = np.maximum(half, floor) * (1 + 2 * _MARGIN)
     return [(float(m - h), float(m + h)) for m, h in zip(middle, half, strict=True)]
 
 
@@ -315,9 +317,7 @@ def _widen_limits(axis: Axes, values: Float64[np.ndarray, " times"]) -> None:
 
 
 def _draw_growth(axis: Axes, growth: pd.DataFrame) -> None:
-    """Draw the growth of perturbations with its interval. A dashed line shows the product of all steps'
-    constants.
-    """
+    """Draw the growth of perturbations with its interval, and dashed the product of all steps."""
     time, value = growth["time"].to_numpy(), growth["value"].to_numpy()
     axis.plot(
         time,
@@ -341,3 +341,91 @@ def _frame(axis: Axes, title: str, *, last: bool) -> None:
     axis.tick_params(labelsize=8, labelbottom=last)
     if last:
         axis.set_xlabel("time t")
+
+
+_MOST_FRAMES = 120
+_TAIL = 12
+_PER_SECOND = 15
+_DOTS_PER_INCH = 90
+_FAR = 3.0
+_WIDTH = 72
+
+
+def animate_flow(view: FlowView, folder: str | os.PathLike[str], listener: Listener) -> Path:
+    """Write ``flow.gif`` with at most 120 evenly spaced frames into a folder, and return its path."""
+    folder = Path(folder)
+    frames = np.unique(np.linspace(0, len(view.times) - 1, min(len(view.times), _MOST_FRAMES)).round())
+    path, partial = folder / "flow.gif", folder / ".flow.partial.gif"
+    with rc_context(STYLE):
+        figure = new_figure(5.4, 5.4)
+        scene = _Scene(figure, view)
+        writer = PillowWriter(_PER_SECOND)
+        with writer.saving(figure, partial, _DOTS_PER_INCH):
+            # Fix the layout at the last frame, which has the longest tick labels, so that the axes stand
+            # still.
+            scene.show(len(view.times) - 1)
+            figure.canvas.draw()
+            figure.set_layout_engine("none")
+            for done, place in enumerate(frames.astype(int)):
+                scene.show(int(place))
+                writer.grab_frame()
+                listener.advance(float(done + 1), float(len(frames)), f"{done + 1} of {len(frames)}")
+    partial.replace(path)
+    return path
+
+
+class _Scene:
+    """The axes of an animation with the tokens, which can be moved to their positions in any frame."""
+
+    def __init__(self, figure: Any, view: FlowView) -> None:
+        self._view = view
+        self._shown = shown_tokens(view.points.shape[1])
+        self._axis = map_axis(figure, view, 111)
+        self._still = _common_limits(view)
+        colours = view.colours[self._shown]
+        lines: Any = Line3DCollection if view.dimensions == 3 else LineCollection
+        empty = np.zeros((len(self._shown), 2, max(2, view.dimensions)))
+        self._tails = lines(empty, colors=colours, linewidths=1.2, alpha=0.45, zorder=2)
+        self._axis.add_collection(self._tails)
+        dots: dict[str, Any] = {"s": 34 if len(self._shown) <= 100 else 12, "c": colours, "zorder": 4}
+        dots |= {"edgecolors": "white", "linewidths": 0.5, "clip_on": view.dimensions > 1}
+        if view.dimensions == 3:
+            dots["depthshade"] = False
+        self._dots = self._axis.scatter(*self._at(0).T, **dots)
+        self._ring = None
+        if view.mean is not None and view.dimensions == 2:
+            (self._ring,) = self._axis.plot([], [], color=ELLIPSE, linewidth=1.6, zorder=5)
+        figure.suptitle(literal(fill(view.title, _WIDTH)), fontsize=9.5)
+        self._words = self._axis.set_title("t", loc="left", fontsize=9)
+        if self._still is not None:
+            set_limits(self._axis, view, self._still)
+
+    def _at(self, place: int) -> np.ndarray:
+        points = self._view.points[place, self._shown]
+        if self._view.dimensions > 1:
+            return np.asarray(points)
+        return np.column_stack([np.full(len(points), self._view.times[place]), points[:, 0]])
+
+    def show(self, place: int) -> None:
+        """Move the tokens to their positions in a frame, and draw the last part of their paths."""
+        view = self._view
+        first = 0 if view.dimensions == 1 else max(0, place - _TAIL)
+        ways = np.stack([self._at(one) for one in range(first, place + 1)], axis=1)
+        self._tails.set_segments(list(ways))
+        now = self._at(place)
+        if view.dimensions == 3:
+            self._dots._offsets3d = tuple(now.T)
+        else:
+            self._dots.set_offsets(now)
+        if self._ring is not None and view.mean is not None and view.covariance is not None:
+            self._ring.set_data(*outline(view.mean[place], view.covariance[place]).T)
+        if self._still is None:
+            set_limits(self._axis, view, limits_of(view, slice(first, place + 1)))
+        self._words.set_text(f"t = {view.times[place]:.4g}")
+
+
+def _common_limits(view: FlowView) -> list[tuple[float, float]] | None:
+    """Return axis limits that contain all frames; None if the first frame would look too small in them."""
+    whole = limits_of(view, slice(None))
+    width, first = (max(high - low for low, high in one) for one in (whole, limits_of(view, [0])))
+    return whole if view.dimensions == 1 or width <= _FAR * first else None

@@ -25,19 +25,22 @@ from PIL import Image
 from howsmooth.study.figures.drawing import (
     COLOURS,
     STYLE,
+    Part,
     add_colourbar,
     draw_each,
     draw_guides,
+    draw_overview,
     drawing_code,
     guide_handles,
     is_current,
     literal,
     new_figure,
+    parts_of,
+    range_of_exponents,
     save,
     set_axis,
     set_bar_ticks,
 )
-from howsmooth.study.figures.layer_panels import Part, draw_overview, parts_of, range_of_exponents
 from howsmooth.study.file_writing import csv_of
 from howsmooth.study.progress_listener import Listener
 from howsmooth.study.text_formatting import decimal, file_stem, kind_in_words, readable, unit_in_words

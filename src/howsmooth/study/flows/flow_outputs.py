@@ -16,8 +16,7 @@ from jaxtyping import Float64
 from torch import Tensor
 
 from howsmooth.dynamics import cluster_labels, effective_rank, log_interaction_energy
-from howsmooth.study.figures.flow_animation import animate_flow
-from howsmooth.study.figures.flows import FlowView, draw_flow
+from howsmooth.study.figures.flows import FlowView, animate_flow, draw_flow
 from howsmooth.study.file_writing import write_table, written_beside
 from howsmooth.study.flows.flow_plan import FlowPlan
 from howsmooth.study.flows.flow_run import ending, frames, gaussian_of, tokens_of
@@ -213,9 +212,7 @@ def _shown(plan: FlowPlan, metrics: pd.DataFrame, tolerance: float) -> pd.DataFr
 def _principal(
     states: Float64[np.ndarray, "frames n d"],
 ) -> tuple[Float64[np.ndarray, "d 2"], Float64[np.ndarray, " 2"]]:
-    """Return the two principal directions of a flow's tokens over all times, and their shares of the
-    variance.
-    """
+    """Return a flow's two principal directions over all times, and their shares of the variance."""
     tiny = np.finfo(np.float64).tiny
     total = np.zeros(states.shape[2:] * 2)
     for x in states:

@@ -43,6 +43,7 @@ class FlowPlan(Options):
         "source",
         help="A named system (identity, negative, one-direction, turning, random), a .safetensors or "
         ".npz file of parameters, a built-in model, a local folder, or a Hub id.",
+        metavar="SOURCE",
     )
     start: str = option(
         "auto",

@@ -1,5 +1,4 @@
-"""Run a flow: compute its states (frames) one after another, then how far perturbations of the initial tokens
-grow.
+"""Run a flow: compute its states (frames) one after another, then the growth of perturbations.
 
 A frame is computed from the stored numbers of the previous frame. So an interrupted flow gives, bit for bit,
 the same frames as an uninterrupted one.
@@ -10,7 +9,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
@@ -40,8 +39,7 @@ _GROWTHS = 10
 def run_flow(
     plan: FlowPlan, system: System, folder: str | os.PathLike[str], means: Means | None = None
 ) -> tuple[Outcome, Ending | None]:
-    """Compute the states (frames) of a flow, and write them to the store in a folder. Frames in the store are
-    kept.
+    """Compute the states (frames) of a flow that the store in ``folder`` lacks, and write them there.
 
     Folder and store are created after all checks have passed. The outcome does not count the start as a
     frame. The second result is the reason why the flow ended early, or None.
@@ -78,14 +76,12 @@ def run_flow(
         grown = store.count(GrowthRow)
         size = min(_GROWTHS, last) + 1 if plan.growth and last and not grown else 0
         carry_out(GrowthRow, "growths of perturbations", size, grown, _growths(integration, store, size))
-        return replace(runner.finish(), seconds=time.monotonic() - began), ending(store)
+        return runner.finish(began), ending(store)
 
 
 @dataclass(frozen=True, eq=False)
 class FlowTask(Task):
-    """A task that computes frames of a flow or the growth of perturbations, in the process that opened the
-    store.
-    """
+    """A task that computes frames or the growth of perturbations, in the process with the store."""
 
     kind: type[Row]
     model: str
@@ -94,9 +90,7 @@ class FlowTask(Task):
     steps: Iterator[Found]
 
     def found(self, models: Models | None) -> Iterator[Found]:
-        """Compute the rows that are missing in the store, and yield them in lists. The runner writes one list
-        at a time.
-        """
+        """Compute the missing rows, and yield them in lists, of which the runner writes one at a time."""
         return self.steps
 
 

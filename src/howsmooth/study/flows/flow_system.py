@@ -253,9 +253,7 @@ def _of_source(plan: FlowPlan) -> System:
 
 
 def _opened(plan: FlowPlan) -> AttentionSource:
-    """Open the parameter file or the model of a flow. For an unknown name, the error lists the named
-    systems.
-    """
+    """Open the source of a flow; for an unknown name, the error lists the named systems."""
     try:
         asked = {
             name: getattr(plan, name) for name in ("source", "layers", "random_init", "as_decoder", "seed")
@@ -271,9 +269,7 @@ def _opened(plan: FlowPlan) -> AttentionSource:
 
 
 def _provided_start(plan: FlowPlan, source: AttentionSource, *, of_file: bool) -> str:
-    """Return the origin of the tokens that a model (``text``) or a parameter file (``file``) provides; empty
-    if it provides none.
-    """
+    """Return where the source's own tokens come from, ``text`` or ``file``; empty if it has none."""
     word = "file" if of_file else "text"
     if source.longest is not None:
         return word
@@ -323,8 +319,7 @@ def _layers(
 
 
 def _kind_of_start(plan: FlowPlan, own: str = "") -> str:
-    """Return the origin of the initial tokens: ``gaussian``, ``sphere``, ``given`` by the model or parameter
-    file, or the path of a file.
+    """Return where the tokens come from: ``gaussian``, ``sphere``, ``given`` or the path of a file.
 
     ``own`` is the origin of the tokens that the model or parameter file provides, ``text`` or ``file``; empty
     if there are none.

@@ -16,7 +16,7 @@ from howsmooth.bounds.bound import Quantity
 from howsmooth.bounds.bound_problem import Problem
 from howsmooth.errors import HowsmoothError
 from howsmooth.scopes import ATTENTION_SCOPES
-from howsmooth.study.prepared_study import PreparedStudy
+from howsmooth.study.measured_models import PreparedStudy
 from howsmooth.study.records import KEY_COLUMNS, Bounding, Measurement, Row, Run, SiteBound
 from howsmooth.study.store import Store
 from howsmooth.study.tasks.task import Failed, Found, SequenceTask, Work

@@ -1,27 +1,32 @@
-"""Define the task of measuring constants at several sequences of one length together.
+"""Define the tasks of measuring constants at sequences of one length, and at sequences of several lengths.
 
-The model runs once, and each layer is measured at all sequences in one batch.
+The model runs once for each length, and each layer is measured at all sequences in one batch. If a layer is
+the same map at several lengths, its constants at the sequences of these lengths are measured in one call, in
+which the sequences share matrix products.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from howsmooth import lipschitz
+from howsmooth.batching import are_measured_together
+from howsmooth.lipschitz_estimate import LipschitzEstimate
 from howsmooth.scopes import CROSS_SCOPE, layers_of_scope
 from howsmooth.seeds import derive_seed
-from howsmooth.study.measured_models import Subject
+from howsmooth.study.measured_models import PreparedStudy, Subject
 from howsmooth.study.plans import Plan
-from howsmooth.study.prepared_study import PreparedStudy
 from howsmooth.study.records import KEY_COLUMNS, Measurement, Row, Sensitivity, SequenceRecord, keys_of
 from howsmooth.study.tasks.task import Failed, Found, SequenceTask, Work, each_if_not_all
 
-__all__ = ["ConstantsTask", "batch_size", "constants_left", "start_seed"]
+__all__ = ["ConstantsTask", "JoinedConstants", "batch_size", "constants_left", "joined", "start_seed"]
 
 # Samples of one length are measured in one batch if they need at most about this many bytes.
 _BATCH_BYTES = 2**31
@@ -31,16 +36,12 @@ _MOST_TOKENS = 512
 
 
 class ConstantsTask(SequenceTask):
-    """The task of measuring the Lipschitz constants of layers at some sequences of one length in one forward
-    pass.
-    """
+    """The task of measuring constants at some sequences of one length in one forward pass."""
 
     kind = Measurement
 
     def computed(self, model: Any) -> Iterator[Found]:
-        """Measure layer after layer, and yield rows of constants. If a batch fails, measure each sample by
-        itself.
-        """
+        """Measure layer after layer, and yield rows. If a batch fails, measure each sample by itself."""
         for site in self.sites(model):
             if isinstance(site, Failed):
                 yield site
@@ -201,3 +202,132 @@ def batch_size(heads: int, n: int, dtype: str) -> int:
     """Return how many sequences of n tokens can be measured in one batch without filling the memory."""
     itemsize = 8 if dtype == "float64" else 4
     return max(1, _BATCH_BYTES // (heads * n * n * itemsize * _ARRAYS_A_HEAD))
+
+
+# Lengths are joined as long as all their sequences have no more tokens than this. On a CPU, products with
+# more tokens take no less time for each, and finished results would be written late.
+_TOKENS = {"cpu": 1 << 11}
+_TOKENS_ELSEWHERE = 1 << 15
+
+
+@dataclass(frozen=True, eq=False)
+class JoinedConstants(SequenceTask):
+    """The task of measuring the constants of one model, input and scope at sequences of several lengths.
+
+    ``parts`` are the tasks for the single lengths; ``n`` is the average number of tokens of a row.
+    """
+
+    parts: tuple[ConstantsTask, ...] = ()
+
+    kind = Measurement
+
+    @classmethod
+    def of(cls, parts: tuple[ConstantsTask, ...]) -> JoinedConstants:
+        """Join the tasks for single lengths."""
+        one, missing = parts[0], frozenset[Any]().union(*(part.missing for part in parts))
+        n = round(sum(part.size * part.n for part in parts) / len(missing))
+        return cls(one.plan, one.subject, n, one.scope, {}, missing, parts=parts)
+
+    @property
+    def words(self) -> str:
+        """A short text for progress messages, with the name of the model and the lengths."""
+        return f"{self.model}, n = {self.parts[0].n} to {self.parts[-1].n}"
+
+    def packed(self) -> JoinedConstants:
+        """Return the task with the inputs of its sequences, ready to be sent to another process."""
+        return replace(self, parts=tuple(part.packed() for part in self.parts))
+
+    def failed(self, error: Exception, *_: Any) -> Failed:
+        """Turn an error into a :class:`Failed` for all rows of the task."""
+        return Failed([row for part in self.parts for row in part.failed(error).rows], error)
+
+    def computed(self, model: Any) -> Iterator[Found]:
+        """Yield the rows that are missing in the store, layer by layer.
+
+        If the call for all lengths fails, each length is measured separately. Errors of layers that cannot be
+        captured are yielded last, because such an error may end the study.
+        """
+        failures: list[Failed] = []
+        groups: dict[tuple[int, int | None], list[_Part]] = {}
+        # The longest sequence comes first, as its map has the longest tables of positions.
+        for task in sorted(self.parts, key=lambda part: -part.n):
+            for site in task.sites(model):
+                if isinstance(site, Failed):
+                    failures.append(site)
+                elif samples := task.samples_left(site):
+                    group = groups.setdefault((site.layer, site.head), [])
+                    if group and are_measured_together(group[0].site.map, site.map):
+                        site = replace(site, map=group[0].site.map)  # one copy of the parameters
+                    group.append(_Part(task, site, samples))
+        for group in groups.values():
+            yield from _rows(group[::-1])
+        yield from failures[::-1]
+
+
+class _Part(NamedTuple):
+    """One layer or head at one length, with the indices of the sequences that are not measured yet."""
+
+    task: ConstantsTask
+    site: Any
+    samples: Sequence[int]
+
+
+def joined(work: Work, device: str) -> Work:
+    """Join the measuring tasks of one model, input and scope into tasks that each have several lengths."""
+    most = _TOKENS.get(torch.device(device).type, _TOKENS_ELSEWHERE)
+    groups: list[list[ConstantsTask]] = []
+    latest: dict[tuple[Any, ...], list[ConstantsTask]] = {}
+    for task in work.tasks:
+        assert isinstance(task, ConstantsTask)
+        key = (id(task.subject), task.scope)
+        group = latest.get(key)
+        if group is None or sum(len(one.starts) * one.n for one in [*group, task]) > most:
+            group = latest[key] = []
+            groups.append(group)
+        group.append(task)
+    tasks = [group[0] if len(group) == 1 else JoinedConstants.of(tuple(group)) for group in groups]
+    return replace(work, tasks=tasks)
+
+
+def _rows(group: Sequence[_Part]) -> Iterator[Found]:
+    """Yield the rows of one layer or head at all lengths of a task."""
+    f = group[-1].site.map
+    together = [part for part in group if part.site.map is f]
+    estimates = []
+    if len(together) > 1:
+        # If one sequence is at fault, this shows where each length is measured by itself.
+        with suppress(Exception):
+            estimates = _estimates(together)
+    for part, (estimate, seconds) in zip(together, estimates, strict=False):
+        yield from part.task.rows(part.site, part.samples, estimate, seconds)
+    for part in group:
+        if not estimates or part.site.map is not f:
+            yield from part.task.measured(part.site, part.samples)
+
+
+def _estimates(parts: Sequence[_Part]) -> list[tuple[LipschitzEstimate, float]]:
+    """Measure the Lipschitz constants of one map at the sequences of several lengths in one call.
+
+    For each length, return the estimates and the time of one sequence in seconds. The time of the call is
+    divided among the sequences in proportion to their tokens.
+    """
+    began = time.perf_counter()
+    found = parts[-1].task.estimate(
+        parts[-1].site.map,
+        [x for part in parts for x in part.task.tokens_of(part.site, part.samples)],
+        [seed for part in parts for seed in part.task.seeds_of(part.site, part.samples)],
+    )
+    a_token = (time.perf_counter() - began) / sum(len(part.samples) * part.task.n for part in parts)
+    estimates, first = [], 0
+    for part in parts:
+        some = slice(first, first + len(part.samples))
+        first = some.stop
+        fields: dict[str, Any] = {
+            name: getattr(found, name) for name in ("confidence", "method", "scope", "rtol", "seed")
+        }
+        for name in ("value", "lower", "upper", "converged", "iterations"):
+            fields[name] = getattr(found, name)[some]
+        for name in ("input_direction", "output_direction"):
+            fields[name] = torch.stack(getattr(found, name)[some])
+        estimates.append((LipschitzEstimate(**fields), a_token * part.task.n))
+    return estimates

@@ -27,8 +27,7 @@ class Failed:
 
     @classmethod
     def of(cls, error: Exception, kind: type[Row], *places: Sequence[Any]) -> Failed:
-        """Turn an error into a :class:`Failed`, with one row for each place where rows are missing, such as a
-        layer.
+        """Turn an error into a :class:`Failed` with a row for each place, such as a layer, that lacks rows.
 
         A place is a tuple with the first values of :data:`~howsmooth.study.records.PLACE`. A value that is
         missing or None means that the computation failed for all values: without a layer, for all layers.
@@ -66,8 +65,7 @@ class Work:
 
 
 class Task(ABC):
-    """One computation of a study, such as measuring constants at one length. The results are rows of the
-    store.
+    """One computation of a study, such as measuring constants at one length, whose results are rows.
 
     Attributes
     ----------
@@ -113,8 +111,7 @@ class Task(ABC):
 
     @abstractmethod
     def found(self, models: Models | None) -> Iterator[Found]:
-        """Compute the rows that are missing in the store, and yield them in lists. Each list is written in
-        one transaction.
+        """Compute the missing rows, and yield them in lists, each written in one transaction.
 
         ``models`` keeps the loaded models of this process.
         """
