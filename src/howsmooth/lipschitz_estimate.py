@@ -57,12 +57,13 @@ class _Constants:
     def __repr__(self) -> str:
         name = type(self).__name__
         sure = f"at {100 * self.confidence:.6g} % confidence"
+        hint = ", see .remedy" if self.remedy else ""
         ends = (self.value.flatten().tolist(), self.lower.flatten().tolist(), self.upper.flatten().tolist())
         shown = [f"{value:.6g} in [{low:.6g}, {high:.6g}]" for value, low, high in zip(*ends, strict=True)]
         if self.value.ndim == 0:
             status = "converged" if bool(self.converged) else "NOT converged"
             steps = f"{int(self.iterations)} iterations"
-            return f"{name}({shown[0]} {sure}, {status} in {steps}; {self.scope}; {self.method})"
+            return f"{name}({shown[0]} {sure}, {status} in {steps}{hint}; {self.scope}; {self.method})"
         if len(shown) > _MOST_INTERVALS:
             shown = [f"{value:.6g}" for value in ends[0]]
             width = float(((self.upper - self.lower) / self.value.clamp_min(1e-300)).max())
@@ -72,7 +73,7 @@ class _Constants:
             shown = [*shown[:half], "...", *shown[-half:]]
         return (
             f"{name}([{', '.join(shown)}], shape {tuple(self.value.shape)}, {sure}, "
-            f"{int(self.converged.sum())} of {self.converged.numel()} converged; {self.scope}; {self.method})"
+            f"{int(self.converged.sum())} of {self.converged.numel()} converged{hint}; {self.scope}; {self.method})"
         )
 
     def __float__(self) -> float:
