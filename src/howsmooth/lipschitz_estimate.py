@@ -73,7 +73,8 @@ class _Constants:
             shown = [*shown[:half], "...", *shown[-half:]]
         return (
             f"{name}([{', '.join(shown)}], shape {tuple(self.value.shape)}, {sure}, "
-            f"{int(self.converged.sum())} of {self.converged.numel()} converged{hint}; {self.scope}; {self.method})"
+            f"{int(self.converged.sum())} of {self.converged.numel()} converged{hint}; {self.scope}; "
+            f"{self.method})"
         )
 
     def __float__(self) -> float:
