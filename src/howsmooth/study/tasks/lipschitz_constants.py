@@ -238,7 +238,7 @@ class JoinedConstants(SequenceTask):
         return replace(self, parts=tuple(part.packed() for part in self.parts))
 
     def failed(self, error: Exception, *_: Any) -> Failed:
-        """Turn an error into a :class:`Failed` for all rows of the task."""
+        """Turn an error into a :class:`~howsmooth.study.tasks.task.Failed` for all rows of the task."""
         return Failed([row for part in self.parts for row in part.failed(error).rows], error)
 
     def computed(self, model: Any) -> Iterator[Found]:
