@@ -52,7 +52,7 @@ def draw_heatmap(table: pd.DataFrame, title: str) -> Figure:
 
     Colours are logarithmic. Each panel has its own colour scale, because heads and layers are maps between
     different spaces. A cell is crossed out if its measurement did not converge, and empty if it was not
-    measured. The table has the columns of :attr:`howsmooth.profiling.Profile.table`.
+    measured. The table has the columns of :attr:`howsmooth.Profile.table`.
     """
     layers = sorted(table["layer"].unique())
     of_head = table["head"].notna()
@@ -149,7 +149,7 @@ def draw_precision(table: pd.DataFrame, title: str, *, divergences: bool) -> Fig
     The first two panels have one cell for each layer and head, for the smallest number of bits and the first
     quantiser in the table. The effects are divergences of the model's predictions if ``divergences`` is true,
     and changes of the attention's output otherwise. The table has the columns of
-    :attr:`howsmooth.profiling.Precision.table`.
+    :attr:`howsmooth.Precision.table`.
     """
     predicted, real = ("predicted_kl", "kl") if divergences else ("predicted", "change")
     bits, quantiser = int(table["bits"].min()), table["quantiser"].iloc[0]
