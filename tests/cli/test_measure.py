@@ -68,7 +68,7 @@ def test_measure_writes_everything_and_says_where(howsmooth: Howsmooth, tmp_path
 
 
 def test_the_largest_exponent_can_be_cited(howsmooth: Howsmooth, tmp_path: Path) -> None:
-    arguments = ["measure", "small", "--text", "prose", *SMALL, "--out", str(tmp_path)]
+    arguments = ["measure", "small", "--text", "prose", *SMALL, "--out", str(tmp_path), "--parquet"]
     _, out, _ = howsmooth(*arguments)
     rows = pd.read_csv(tmp_path / "exponents.csv")
     top = rows.loc[rows["slope"].idxmax()]
@@ -80,6 +80,12 @@ def test_the_largest_exponent_can_be_cited(howsmooth: Howsmooth, tmp_path: Path)
     _, out, _ = howsmooth(*arguments, "--json")
     (line,) = json.loads(out)["citations"]
     assert line in said
+    measured, fitted = (
+        pd.read_parquet(tmp_path / f"{name}.parquet") for name in ("measurements", "exponents")
+    )
+    assert measured.attrs["howsmooth"] == fitted.attrs["howsmooth"] == line
+    assert len(measured) == 45
+    assert list(fitted["slope"]) == list(rows["slope"])
 
 
 def test_bibtex_is_that_of_the_readme(capsys: pytest.CaptureFixture[str]) -> None:

@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from howsmooth.cli.progress import shown_progress
-from howsmooth.cli.terminal_output import as_json, counted, heading, say, show_table
+from howsmooth.cli.terminal_output import as_json, heading, say, show_table
 from howsmooth.cli.typer_command import ONE_PROCESS, Shown, command, folder_option
 from howsmooth.study.execution_options import Execution
 from howsmooth.study.plans import CertificationPlan
-from howsmooth.study.text_formatting import readable
+from howsmooth.study.text_formatting import counted, readable
 
 if TYPE_CHECKING:
     from howsmooth.nn.certificates.evaluation import Evaluation

@@ -9,7 +9,7 @@ import typer
 
 from howsmooth.cli.progress import shown_progress
 from howsmooth.cli.single_input_command_base import OneInputPlan, say_files
-from howsmooth.cli.terminal_output import as_json, counted, paragraph, show_table
+from howsmooth.cli.terminal_output import as_json, paragraph, show_table
 from howsmooth.cli.typer_command import ONE_PROCESS, OTHER_INPUTS, Shown, command
 from howsmooth.errors import ArgumentError
 from howsmooth.scopes import SCOPES
@@ -17,7 +17,7 @@ from howsmooth.study.execution_options import Execution
 from howsmooth.study.options import choice, option, selection
 from howsmooth.study.plans import INFLUENCE_RTOL, INFLUENCE_TOKENS, SPAN, check_output, shared
 from howsmooth.study.ranges import Ranges
-from howsmooth.study.text_formatting import place_in_words, readable
+from howsmooth.study.text_formatting import counted, place_in_words, readable
 
 if TYPE_CHECKING:
     from howsmooth.profiling import Influence
@@ -103,13 +103,11 @@ def influence(plan: InfluencePlan, execution: Execution, shown: Shown) -> int:
     from howsmooth.profiling import influence as measured
     from howsmooth.profiling.model_input import given_inputs
     from howsmooth.study.figures.drawing import save
-    from howsmooth.study.file_writing import check_parquet, writable_folder, write_parquet, write_table
+    from howsmooth.study.file_writing import writable_folder, write_parquet, write_table
     from howsmooth.study.records import plain_rows
 
     with shown_progress(quiet=shown.quiet) as display:
         display.phase("Reading")
-        if plan.parquet:
-            check_parquet("parquet")
         loaded = plan.load()
         given = given_inputs(
             loaded, plan.input_of(loaded), plan.span, loaded.tokenizer, longest=INFLUENCE_TOKENS

@@ -10,13 +10,13 @@ from typing import TYPE_CHECKING
 import typer
 
 from howsmooth.cli.progress import shown_progress
-from howsmooth.cli.terminal_output import as_json, counted, heading, say, show_table
+from howsmooth.cli.terminal_output import as_json, heading, say, show_table
 from howsmooth.cli.typer_command import ONE_PROCESS, Shown, command
 from howsmooth.scopes import CROSS_SCOPE, SCOPES
 from howsmooth.study.execution_options import Execution
 from howsmooth.study.options import HOW, Options, flag, option, whole
 from howsmooth.study.plans import shared
-from howsmooth.study.text_formatting import readable, sentence
+from howsmooth.study.text_formatting import counted, readable, sentence
 
 if TYPE_CHECKING:
     from howsmooth.models import InspectedSite, Inspection, LoadedModel

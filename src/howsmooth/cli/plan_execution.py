@@ -14,13 +14,13 @@ import typer
 
 from howsmooth.cli.progress import shown_progress
 from howsmooth.cli.terminal_output import as_json as json_object
-from howsmooth.cli.terminal_output import counted, say, show_table
+from howsmooth.cli.terminal_output import say, show_table
 from howsmooth.cli.typer_command import Shown, ShownOrQuiet, as_typed
 from howsmooth.study.execution_options import Execution
 from howsmooth.study.options import flag, option
-from howsmooth.study.plans import Plan
+from howsmooth.study.plans import Plan, shared
 from howsmooth.study.progress_listener import Listener
-from howsmooth.study.text_formatting import duration, encodable, readable
+from howsmooth.study.text_formatting import counted, duration, encodable, readable
 
 if TYPE_CHECKING:
     from howsmooth.study.measured_models import PreparedStudy
@@ -55,6 +55,7 @@ class MeasurementShown(ShownOrQuiet):
         flag(),
         "Draw no figures, and leave them out of the report. A later run without this option draws them.",
     )
+    parquet: bool = shared("parquet")
     dry_run: bool = option(
         False,
         flag(),
@@ -92,7 +93,7 @@ def carry_out(
         with means_of(execution, display, keep_going=keep_going) as means:
             outcome = run(plan, out, means, beside=_beside(plan))
         display.phase(shown.last_phase)
-        published = write_outputs(out, display, figures=not shown.no_figures)
+        published = write_outputs(out, display, figures=not shown.no_figures, parquet=shown.parquet)
     if shown.json:
         typer.echo(print_measurement_result.measured_as_json(plan, outcome, published, out))
     elif not shown.quiet:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from itertools import groupby
 from operator import itemgetter
 from pathlib import Path
@@ -11,14 +10,14 @@ from typing import Any
 
 import pandas as pd
 
-from howsmooth.cli.terminal_output import as_json, counted, heading, paragraph, say, show_table
+from howsmooth.cli.terminal_output import as_json, heading, paragraph, say, show_table
 from howsmooth.study.exponents import LEVEL
-from howsmooth.study.measurement_outputs import Outputs
+from howsmooth.study.measurement_outputs import Outputs, citations
 from howsmooth.study.plans import Plan
 from howsmooth.study.progress_listener import Outcome
-from howsmooth.study.records import Bounding, Contents, Measurement, PublishedValue, Row, plain_rows
+from howsmooth.study.records import Bounding, Measurement, PublishedValue, Row, plain_rows
 from howsmooth.study.store import STORE_NAME
-from howsmooth.study.text_formatting import decimal, kind_in_words, place_in_words, readable
+from howsmooth.study.text_formatting import decimal, kind_in_words, readable
 
 __all__ = ["measured_as_json", "show_measured"]
 
@@ -58,6 +57,7 @@ def measured_as_json(plan: Plan, outcome: Outcome, published: Outputs, folder: P
             "store": folder / STORE_NAME,
             "measurements": folder / "measurements.csv",
             "exponents": folder / "exponents.csv",
+            "parquet": published.parquet,
             "report": published.report,
             "figures": [path for picture in published.pictures for path in (picture.png, picture.pdf)],
         },
@@ -87,32 +87,9 @@ def show_measured(plan: Plan, outcome: Outcome, published: Outputs, folder: Path
     for line in citations(published.contents, rows):
         paragraph(f"To cite: {line}")
     say(f"Report: {published.report}")
-    also = ["measurements.csv", "exponents.csv", STORE_NAME, *(["figures/"] if published.pictures else [])]
+    also = ["measurements.csv", "exponents.csv", *(path.name for path in published.parquet), STORE_NAME]
+    also += ["figures/"] if published.pictures else []
     say(f"Also in {folder}: {', '.join(also)}")
-
-
-def citations(contents: Contents, exponents: Sequence[dict[str, Any]]) -> Iterator[str]:
-    """Yield a line to cite for each model, scope and text, with the largest exponent."""
-    digests = {row["name"]: row["digest"] for row in plain_rows(contents.texts)}
-    weights = {(row["model"], row["text"]): row["fingerprint"] for row in plain_rows(contents.inputs)}
-    made_by = json.loads(plain_rows(contents.runs)[-1]["environment"])
-    fitted = [row for row in exponents if not row["note"]]
-    for (model, scope, text), family in groupby(fitted, key=itemgetter("model", "scope", "text")):
-        rows = list(family)
-        most = max(rows, key=itemgetter("slope"))
-        place = "" if scope == "model" else f" of {counted(len(rows), 'fit')}, {_place(most)}"
-        yield (
-            f"Local Lipschitz constant of {readable(model)}, scope {scope}, on {readable(text)} (SHA-256 "
-            f"{digests[text][:12]}): n to the power {most['slope']:.3f}, {_INTERVAL} {most['low']:.3f} to "
-            f"{most['high']:.3f} (the largest{place}), {most['n_points']} points from n = {most['n_min']} to "
-            f"{most['n_max']}; weights {weights[model, text][:12]}; "
-            + ", ".join(f"{name} {made_by[name]}" for name in ("howsmooth", "torch", "transformers"))
-            + "."
-        )
-
-
-def _place(row: dict[str, Any]) -> str:
-    return place_in_words(row["layer"], row["head"])
 
 
 def _count_sentences(outcome: Outcome) -> Iterator[str]:

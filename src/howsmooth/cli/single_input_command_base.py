@@ -14,7 +14,6 @@ from howsmooth.cli.progress import shown_progress
 from howsmooth.cli.terminal_output import as_json, say
 from howsmooth.cli.typer_command import Shown
 from howsmooth.errors import ArgumentError
-from howsmooth.study.options import OUTPUT, flag, option
 from howsmooth.study.plans import DEFAULT_TEXT, InputPlan, shared
 
 if TYPE_CHECKING:
@@ -38,9 +37,7 @@ class OneInputPlan(InputPlan):
 
     span: str | None = shared("span")
     device: str = shared("device")
-    parquet: bool = option(
-        False, flag(), "Also write the tables as parquet, with the line to cite.", panel=OUTPUT
-    )
+    parquet: bool = shared("parquet")
 
     def check(self) -> None:
         """Raise ArgumentError if the plan names more than one input, or tokens of an input that has none."""
@@ -127,12 +124,8 @@ class OneInputPlan(InputPlan):
 
 def find_and_show(plan: OneInputPlan, folder: Path, shown: Shown) -> Any:
     """Load the model and the input of a plan; find, write, print and return the result."""
-    from howsmooth.study.file_writing import check_parquet
-
     with shown_progress(quiet=shown.quiet) as display:
         display.phase("Reading")
-        if plan.parquet:
-            check_parquet("parquet")
         loaded = plan.load()
         inputs = plan.input_of(loaded)
         display.phase(plan.PHASE)

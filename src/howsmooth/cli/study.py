@@ -188,7 +188,7 @@ def _merge(paths: list[Path], out: Path | None, shown: MeasurementShown) -> int:
         display.phase(f"Merging {len(paths)} studies")
         merged = merge_stores(paths, out)
         display.phase(shown.last_phase)
-        written = write_outputs(out, display, figures=not shown.no_figures).report
+        written = write_outputs(out, display, figures=not shown.no_figures, parquet=shown.parquet)
     if shown.json:
         typer.echo(json_object(out=out, **asdict(merged)))
     elif not shown.quiet:
@@ -198,5 +198,5 @@ def _merge(paths: list[Path], out: Path | None, shown: MeasurementShown) -> int:
         )
         if merged.published:
             say(f"{merged.published} values of the paper's published code were added.")
-        say(f"Report: {written}")
+        say(f"Report: {written.report}")
     return 0

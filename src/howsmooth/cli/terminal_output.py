@@ -18,7 +18,7 @@ from rich.text import Text
 
 from howsmooth.study.text_formatting import encodable
 
-__all__ = ["amount", "as_json", "console", "counted", "heading", "paragraph", "say", "show_table"]
+__all__ = ["amount", "as_json", "console", "heading", "paragraph", "say", "show_table"]
 
 _UNLIMITED = 10_000
 _NARROWEST = 16  # characters of a wrapped column
@@ -112,11 +112,6 @@ def show_table(
     needed = 2 * len(widths) + sum(column.min_width or 0 for column in table.columns)
     terminal.width = max(terminal.width, needed)
     terminal.print(Padding(table, (0, 0, 0, 2), expand=False))
-
-
-def counted(number: int, what: str) -> str:
-    """Return a number followed by a noun in the singular or plural, such as "3 tokens"."""
-    return f"{number} {what}{'' if number == 1 else 's'}"
 
 
 def amount(log: float, digits: int = 5) -> str:

@@ -19,6 +19,7 @@ from howsmooth.errors import ArgumentError
 from howsmooth.scopes import ATTENTION_SCOPES, CROSS_SCOPE, OUTPUTS, SCOPES, SIDES
 from howsmooth.study.options import (
     HOW,
+    OUTPUT,
     Kind,
     Options,
     check_keys,
@@ -108,6 +109,15 @@ _MOST_INPUTS = 2**31
 
 
 # ---- Options that several plans share
+
+
+def _parquet(name: str, value: Any) -> bool:
+    """Return a flag, and raise ArgumentError if it is set and pandas has no engine for parquet."""
+    if flag().read(name, value):
+        from howsmooth.study.file_writing import check_parquet  # imports pandas, which takes a while
+
+        check_parquet(name)
+    return bool(value)
 
 
 _SHARED: dict[str, Any] = {
@@ -204,6 +214,12 @@ _SHARED: dict[str, Any] = {
     ),
     "seed": option(0, whole(0, _MOST_SEED), "Seed of all random numbers.", panel=HOW),
     "device": option("cpu", words(), "PyTorch device, such as cpu, cuda or cuda:1.", panel=HOW),
+    "parquet": option(
+        False,
+        Kind(bool, _parquet),
+        "Also write the tables as parquet, with the line to cite.",
+        panel=OUTPUT,
+    ),
     "dtype": option(
         "float32",
         choice("float32", "float64"),

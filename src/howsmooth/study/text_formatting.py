@@ -12,6 +12,7 @@ import unicodedata
 __all__ = [
     "VISIBLE_SIGNS",
     "amount_in_words",
+    "counted",
     "decimal",
     "duration",
     "encodable",
@@ -84,6 +85,11 @@ def sentence(words: str) -> str:
     """Make a sentence of a phrase: start with a capital letter and end with a full stop."""
     words = words.strip()
     return words[:1].upper() + words[1:] + ("" if words.endswith((".", "!", "?")) else ".")
+
+
+def counted(number: int, what: str) -> str:
+    """Return a number followed by a noun in the singular or plural, such as "3 tokens"."""
+    return f"{number} {what}{'' if number == 1 else 's'}"
 
 
 def kind_in_words(kind: str) -> str:
