@@ -82,6 +82,9 @@ class AutodiffJacobian(LinearOperator):
         Point of linearisation, float32 or float64.
     batch_dims
         Number of leading axes of ``x`` that are batch axes; by default all axes but the last two.
+    start
+        The start vectors (members, ...) of a solver, along which the derivatives are checked; by default
+        Gaussian vectors of the operator's own.
     rounding
         The relative rounding error of the products for each member, if it is known: then ``f`` was checked
         before, in another dtype, and is not checked again.
@@ -93,6 +96,8 @@ class AutodiffJacobian(LinearOperator):
     ----------
     graph_bytes
         How many bytes the kept graph takes, weights included.
+    image
+        The product with ``start``, which the solver need not compute again; None without a check.
     judged
         Whether a float64 operator fits into ``float64_bytes``. If so, rounding is estimated from a single
         repeated product.
@@ -116,6 +121,7 @@ class AutodiffJacobian(LinearOperator):
         x: Tensor,
         batch_dims: int | None = None,
         *,
+        start: Tensor | None = None,
         rounding: Tensor | None = None,
         float64_bytes: float = 0.0,
     ) -> None:
@@ -164,8 +170,9 @@ class AutodiffJacobian(LinearOperator):
         self.graph_bytes = self._kept.graph_bytes
         # The weights and the graph take twice as many bytes in float64.
         self.judged = x.dtype == torch.float32 and 2 * self.graph_bytes <= float64_bytes
+        self.image: Tensor | None = None
         if rounding is None:
-            self._check_derivatives(y)
+            self.image = self._check_derivatives(y, start)
 
     def _linearise(self) -> None:
         """Evaluate f at x and keep the autograd graph, along which the products are computed."""
@@ -259,15 +266,17 @@ class AutodiffJacobian(LinearOperator):
                     return generous
             return allowance_for_rounding(itertools.chain([first], made), jtu)
 
-    def _check_derivatives(self, y: Tensor) -> None:
+    def _check_derivatives(self, y: Tensor, start: Tensor | None) -> Tensor:
         """Check that the forward-mode and reverse-mode derivatives of the map ``f`` agree with each other and
-        with finite differences.
+        with finite differences, and return the product with ``start``.
 
         They agree with each other if ⟨J e, u⟩ = ⟨e, Jᵀu⟩. Members of a batch must not depend on each other.
         The rounding errors of the products are estimated and stored. The argument ``y`` is f(x).
         """
         generator = torch.Generator().manual_seed(0)
-        e = torch.randn(self.batch, *self.in_shape, generator=generator, dtype=torch.float64)
+        e = start
+        if e is None:
+            e = torch.randn(self.batch, *self.in_shape, generator=generator, dtype=torch.float64)
         u = torch.randn(self.batch, *self.out_shape, generator=generator, dtype=torch.float64)
         e, u = e.to(self._x), u.to(self._x)
         je, jtu = self._forward_product(e), self._adjoint_product(u)
@@ -297,6 +306,7 @@ class AutodiffJacobian(LinearOperator):
                 remedy="Measure one member at a time, or put batch statistics in evaluation mode, or say "
                 "with batch_dims how many of the first axes of x are batch axes.",
             )
+        return first
 
     def keeps_rows_apart(self) -> bool:
         """Return True if the map acts on each token separately, so that row i of J E depends only on row i of
@@ -443,29 +453,41 @@ def check_against_differences(
     differences.
 
     A ``detach`` or ``no_grad`` inside f cuts off forward and reverse mode of automatic differentiation alike,
-    so only the values of f show it. Finite differences are taken along e. They count as evidence only if the
-    differences for three step lengths agree with each other, and if forward and backward differences agree,
-    which rules out a kink. Differences that rounding explains are allowed: the rounding of the values of f,
-    and the relative error ``rounding`` of the products. If f refuses inputs near x, for instance because x is
-    on the boundary of the ball where f is defined, the steps are taken towards the inside of the ball. The
-    arguments ``y`` and ``je`` are f(x) and, if it is known, the product with e.
+    so only the values of f show it. Finite differences are taken along e. A single value of f is enough if
+    its difference from f(x) is explained. Differences count as evidence only if those for three step lengths
+    agree with each other, and if forward and backward differences agree, which rules out a kink. Differences
+    that rounding explains are allowed: the rounding of the values of f, and the relative error ``rounding``
+    of the products. If f refuses inputs near x, for instance because x is on the boundary of the ball where f
+    is defined, the steps are taken towards the inside of the ball. The arguments ``y`` and ``je`` are f(x)
+    and, if it is known, the product with e.
     """
     scale = float(x.double().square().mean().sqrt()) or 1.0
     step = scale * torch.finfo(x.dtype).eps ** (1 / 3)
     steps, at = (step / 4, 0.6 * step, step), y.detach()
+
+    def explained(fine: Tensor, along: Tensor, kink: Tensor) -> bool:
+        known = je if along is e and je is not None else product(along)
+        known = known.reshape(fine.shape)
+        blurred = 16 * torch.finfo(x.dtype).eps * at.norm() / steps[0]
+        rough = (0.2 + rounding) * torch.maximum(fine.norm(), known.norm())
+        return not bool((fine - known).norm() > torch.stack((4 * kink, blurred, rough)).amax())
+
+    try:
+        ahead = (f(x + steps[0] * e) - at) / steps[0]
+    except Exception:  # f accepts x, so it refuses an input near x
+        pass
+    else:
+        if explained(ahead, e, at.new_zeros(())):
+            return
     # The longer steps are taken only if the difference of the shortest one is not explained.
     for some in (steps[:1], steps):
         taken = _differences(f, x, at, e, some)
         if taken is None:
             return
         along, found, kink = taken
-        fine = found[0]
-        known = je if along is e and je is not None else product(along)
-        known = known.reshape(fine.shape)
-        blurred = 16 * torch.finfo(x.dtype).eps * at.norm() / steps[0]
-        explained = (0.2 + rounding) * torch.maximum(fine.norm(), known.norm())
-        if not bool((fine - known).norm() > torch.stack((4 * kink, blurred, explained)).amax()):
+        if explained(found[0], along, kink):
             return
+    fine = found[0]
     # Reliable if all steps agree to 5 %
     if bool(torch.stack([(one - fine).norm() for one in found]).amax() <= 0.05 * fine.norm()):
         raise DerivativeError(

@@ -216,7 +216,8 @@ def _at_batch(
     flat = x.reshape(-1, *x.shape[leading:])
     solver = settings.solver([flat.shape[1]] * len(flat))
     if method == "autodiff":
-        operator = AutodiffJacobian(f, x, leading, float64_bytes=_float64_bytes(f, x, settings))
+        start = solver.starts_at(flat, range(len(flat)))
+        operator = AutodiffJacobian(f, x, leading, start=start, float64_bytes=_float64_bytes(f, x, settings))
         if batch_dims is None and x.ndim == 2 and not isinstance(f, TokenMap) and operator.keeps_rows_apart():
             raise ArgumentError(
                 "batch_dims",
@@ -276,7 +277,8 @@ def _at_sequences(
         # PyTorch differentiates one shape at a time, so no products are shared.
         each = []
         for i, x in enumerate(members):
-            operator = AutodiffJacobian(f, x, float64_bytes=_float64_bytes(f, x, settings))
+            start = solver.starts_at(x[None], [i])
+            operator = AutodiffJacobian(f, x, start=start, float64_bytes=_float64_bytes(f, x, settings))
             each.append(_by_autodiff(f, operator, x, [i], solver))
         parts: list[Part] = [([i], found) for i, (found, _) in enumerate(each)]
         checked = all(one for _, one in each)
@@ -339,6 +341,7 @@ def _at_measure(
         rtol=settings.rtol,
         confidence=settings.confidence,
         max_iterations=settings.max_iterations,
+        image=factor * image,
     )
     # Undo the scaling; the constant may then be out of range, of which the logarithm still tells the size.
     if not math.isfinite(float(found.sigma) / factor):

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 import torch
+from jaxtyping import Float
 from torch import Tensor
 
 from howsmooth.errors import ArgumentError
-from howsmooth.jacobian import energy_products_together, filled
+from howsmooth.jacobian import AutodiffJacobian, energy_products_together, filled
 from howsmooth.seeds import torch_seed
 from howsmooth.spectral import LeadingTriplet, LinearOperator, golub_kahan, lanczos, lanczos_together
 
@@ -36,15 +38,17 @@ class Solver:
     lengths: Sequence[int]
 
     def golub_kahan(
-        self, operator: LinearOperator, members: Sequence[int], *, judged: bool = False
+        self, operator: AutodiffJacobian, members: Sequence[int], *, judged: bool = False
     ) -> LeadingTriplet:
         """Find the largest singular values of a batch of Jacobians by Golub–Kahan bidiagonalisation.
 
-        Here and in the methods below, ``judged`` says whether the caller checks the result in float64.
+        Here and in the methods below, ``judged`` says whether the caller checks the result in float64. The
+        Jacobians were checked along the start vectors of their ``members`` (:meth:`starts_at`).
         """
         return golub_kahan(
             operator,
             self._starts(operator, members),
+            image=operator.image,
             rtol=self.rtol,
             confidence=self.confidence,
             max_iterations=self.max_iterations,
@@ -95,8 +99,16 @@ class Solver:
             judged=judged,
         )
 
+    def starts_at(self, x: Float[Tensor, "members *in_shape"], members: Sequence[int]) -> Tensor:
+        """Draw the start vectors of some sequences, where ``x`` has their tokens."""
+        return _gaussian(tuple(x.shape[1:]), x.dtype, x.device, *self._drawn(members))
+
     def _starts(self, operator: LinearOperator, members: Sequence[int]) -> Tensor:
-        return starts(operator, [self.seeds[i] for i in members], [self.lengths[i] for i in members])
+        return starts(operator, *self._drawn(members))
+
+    def _drawn(self, members: Sequence[int]) -> tuple[list[int], list[int]]:
+        """Return the seeds and the lengths of some sequences."""
+        return [self.seeds[i] for i in members], [self.lengths[i] for i in members]
 
 
 def member_seeds(seed: int | Sequence[int], members: int) -> list[int]:
@@ -118,18 +130,28 @@ def starts(operator: LinearOperator, seeds: Sequence[int], lengths: Sequence[int
 
     They are drawn on the CPU in float64, so that every device and dtype has the same starts.
     """
-    longest, *rest = operator.in_shape
+    return _gaussian(operator.in_shape, operator.dtype, operator.device, seeds, lengths)
+
+
+def _gaussian(
+    shape: Sequence[int],
+    dtype: torch.dtype,
+    device: torch.device,
+    seeds: Sequence[int],
+    lengths: Sequence[int],
+) -> Tensor:
+    longest, *rest = shape
 
     def draw(seed: int, length: int) -> Tensor:
         generator = torch.Generator().manual_seed(torch_seed(seed))
         start = torch.randn((length, *rest), generator=generator, dtype=torch.float64)
-        start = start.to(operator.dtype)
+        start = start.to(dtype)
         return start if length == longest else filled(start, longest)
 
-    if len(seeds) == 1 or operator.in_size < _WORTH_A_THREAD:
+    if len(seeds) == 1 or math.prod(shape) < _WORTH_A_THREAD:
         members = list(map(draw, seeds, lengths))
     else:
         # PyTorch draws random numbers in one thread, and several draws in several threads run in parallel.
         with ThreadPoolExecutor() as pool:
             members = list(pool.map(draw, seeds, lengths))
-    return torch.stack(members).to(operator.device)
+    return torch.stack(members).to(device)

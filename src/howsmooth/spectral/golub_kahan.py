@@ -88,8 +88,7 @@ class _Basis:
             grown[:capacity] = self.rows
             self.rows = grown
         self.count += 1
-        inverse = torch.where(length > 0, 1.0 / length, torch.zeros_like(length))
-        return torch.mul(row, inverse[:, None], out=self.rows[self.count - 1])
+        return torch.mul(row, _inverse(length)[:, None], out=self.rows[self.count - 1])
 
     def keep(self, members: Tensor) -> None:
         """Restrict the basis to the given maps of the batch."""
@@ -133,6 +132,7 @@ def golub_kahan(
     confidence: float,
     max_iterations: int,
     judged: bool = False,
+    image: Float[Tensor, "batch *out_shape"] | None = None,
 ) -> LeadingTriplet:
     """Return the largest singular value of each map in ``operator``, with an interval and singular vectors.
 
@@ -150,6 +150,8 @@ def golub_kahan(
         Largest number of steps. Each step takes one product and one adjoint product.
     judged
         Whether the caller judges the result, so that it has the field ``gram``.
+    image
+        The product of the operator with ``start``, if it is known. The first step then takes no product.
 
     Raises
     ------
@@ -191,7 +193,10 @@ def golub_kahan(
     for k in range(1, steps_allowed + 1):
         # α_k and u_k from J v_k − β_{k−1} u_{k−1}
         v = v_basis.append(z, beta)
-        w = operator.product(v.view(len(active), *operator.in_shape)).reshape(len(active), -1)
+        if k == 1 and image is not None:
+            w = image.reshape(total, -1) * _inverse(beta)[:, None]
+        else:
+            w = operator.product(v.view(len(active), *operator.in_shape)).reshape(len(active), -1)
         if u is not None:
             w = torch.addcmul(w, beta[:, None], u, value=-1)
         w = u_basis.orthogonalise_(w)
@@ -304,6 +309,11 @@ def _leading_pair(
     left = alphas * right
     left[:-1] += betas[:-1] * right[1:]
     return left / (np.linalg.norm(left) or 1.0), right
+
+
+def _inverse(lengths: Tensor) -> Tensor:
+    """Return 1 / length for each length, and 0 for the length 0."""
+    return torch.where(lengths > 0, 1.0 / lengths, torch.zeros_like(lengths))
 
 
 def _lengths(x: Tensor) -> Tensor:
