@@ -13,6 +13,7 @@ from typing import Any
 import pandas as pd
 import pytest
 import torch
+from transformers import ViTConfig, ViTModel
 
 from howsmooth.bounds import best, norm_radius
 from howsmooth.cli import main
@@ -155,6 +156,19 @@ def test_lengths_beyond_the_model_have_no_tokens_but_are_attacked(howsmooth: How
     assert code == 0
     assert table["tokens"].isna().tolist() == [False, True]
     assert (table["found"] > 0).all()
+
+
+def test_images_are_attacked_at_lengths_that_the_model_makes_of_them(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    sizes = {"hidden_size": 24, "num_hidden_layers": 1, "num_attention_heads": 4, "intermediate_size": 32}
+    ViTModel(ViTConfig(**sizes, image_size=16, patch_size=4)).save_pretrained("vit")
+    with AttackWork().installed():
+        assert main(["attack", "vit", "--images", "builtin", "-q"]) == 0
+    found = summary()["n"].tolist()
+    assert found[0] > 1
+    assert found[-1] == 17
 
 
 def test_tokens_outside_the_ball_are_told_but_not_counted_as_found(howsmooth: Howsmooth) -> None:

@@ -44,6 +44,7 @@ __all__ = ["INPUTS", "AttackTask", "run_attack"]
 INPUTS = "inputs"
 """The name of the folder for the worst tokens, inside the folder of the store."""
 
+_LENGTHS = range(12, 393, 76)
 _RTOL = 1e-4
 _RANDOM_STARTS = 2
 _ATOM_STEPS = 3
@@ -87,9 +88,10 @@ def run_attack(plan: AttackPlan, folder: str | os.PathLike[str], means: Means | 
 
 def _tasks(plan: AttackPlan, source: AttentionSource, folder: Path) -> Iterator[AttackTask]:
     """Yield an attack task for each attention at each length of a plan, from short to long lengths."""
-    usual = source.attentions(source.usual_length or max(plan.lengths))
+    lengths = plan.lengths or source.usual_lengths or _LENGTHS
+    usual = source.attentions(source.usual_length or max(lengths))
     balls = [_ball(plan, one) for one in usual]
-    for n in sorted(plan.lengths):
+    for n in sorted(lengths):
         for target, ball in zip(_attentions_at(source, usual, n), balls, strict=True):
             seed = derive_seed(
                 purpose=ATTACK,

@@ -110,6 +110,7 @@ class FileSource:
     """
 
     text = ""
+    usual_lengths: tuple[int, ...] = ()
 
     def __init__(self, plan: SourcePlan) -> None:
         for name in (*KINDS, "random_init", "as_decoder", "part"):
@@ -171,6 +172,9 @@ class ModelSource:
         ``None`` for a parameter file without tokens.
     usual_length
         The default length: 64, or less if the model or the text is shorter. ``None`` if there is no default.
+    usual_lengths
+        The lengths of images or audio, of at least two tokens, at which the model is usually examined; empty
+        for a text.
 
     """
 
@@ -196,6 +200,7 @@ class ModelSource:
         self.fingerprint = hashlib.sha256(both.encode()).hexdigest()
         most = self._subject.model.max_length
         feed = self._subject.feed
+        self.usual_lengths = tuple(n for n in feed.usual if n > 1)
         if feed.parts is None:  # whole images
             self.longest = max(feed.lengths)
             self.usual_length = max(feed.usual)

@@ -625,10 +625,11 @@ class AttackPlan(SourcePlan):
     )
     scope: str = shared("scope", default="head")
     lengths: tuple[int, ...] = option(
-        "12:392:76",
+        (),
         # Attention on a single token is the linear map V x, which no attack can change.
         token_counts(2),
-        "Numbers of tokens, at least 2: start:stop:step or a list.",
+        "Numbers of tokens, at least 2: start:stop:step or a list. Default: 12:392:76; for images and audio, "
+        "some lengths of the model.",
         metavar="RANGES",
     )
     radius: float | str = option(
@@ -654,13 +655,9 @@ class AttackPlan(SourcePlan):
     )
 
     def check(self) -> None:
-        """Choose the default heads, and raise ArgumentError if the plan has no lengths or
-        contradicts itself.
-        """
+        """Choose the default heads, and raise ArgumentError if the plan contradicts itself."""
         if self.heads is None:
             self._set("heads", Ranges.parse("0" if self.scope == "head" else "all", "heads"))
-        if not self.lengths:
-            raise ArgumentError("lengths", expected="at least one", got="none")
         super().check()
 
     def settings(self) -> dict[str, Any]:
