@@ -1,14 +1,17 @@
 """CROWN of auto_LiRPA beside ``robust_radius``, on the first tokens of a sentence.
 
     python benchmarks/crown_radius.py --folder bert_tiny_sst2_encoder --tokens 6 --seconds 600
+    python benchmarks/crown_radius.py --news ag_news/test.csv --sentences 3 --orders 2
+
+``--news`` takes the shortest held-out headlines and the plain classifier of ``examples/news``.
 
 Needs auto_LiRPA (https://github.com/Verified-Intelligence/auto_LiRPA; 0.7.1 was tried, with PyTorch 2.13 from
 its source folder on PYTHONPATH, since its installer refuses PyTorch from 2.9 on) and appdirs. The network is
 copied with plain operations: LayerNorm and softmax by sums, products, roots, exponentials and reciprocals.
 One token moves in the l2 norm, the one with the largest gradient of the margin. Seconds are those of the
 processor, on one thread. The largest ε with a positive lower bound is found by bisection to 5 %, begun at
-0.02, until ``--seconds`` are spent: what is printed was shown, up to rounding in float32. Relaxations of
-softmax as one operation, or other settings of auto_LiRPA, may give more than is found here.
+0.02, until ``--seconds`` are spent or even 0.001 is not shown: what is printed was shown, up to rounding in
+float32. Relaxations of softmax as one operation, or other settings of auto_LiRPA, may give more.
 """
 
 from __future__ import annotations
@@ -25,6 +28,11 @@ from torch import Tensor, nn
 from transformers import AutoModelForSequenceClassification, BertForSequenceClassification
 
 import howsmooth as hs
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+
+_LEAST = 1e-3
 
 
 class PlainNorm(nn.Module):
@@ -113,15 +121,34 @@ def crown(plain: Plain, label: int, seconds: float) -> tuple[float, float, int]:
     low, high, epsilon, count, begin = 0.0, math.inf, 0.02, 0, time.process_time()
     while time.process_time() - begin < seconds and high > 1.05 * low:
         given = BoundedTensor(delta, PerturbationLpNorm(norm=2, eps=epsilon))
-        lower, _ = bounded.compute_bounds(x=(given,), C=differences, method="backward", bound_upper=False)
         count += 1
+        try:
+            lower, _ = bounded.compute_bounds(x=(given,), C=differences, method="backward", bound_upper=False)
+        except AssertionError:  # auto_LiRPA has met NaN
+            lower = torch.full((1, len(rivals)), math.nan)
         print(f"    ε {epsilon:.5f}: lower bound {float(lower.min()):.4g}", file=sys.stderr, flush=True)
         if bool((lower > 0).all()):  # false for NaN
             low = epsilon
         else:
             high = epsilon
         epsilon = 2 * low if math.isinf(high) else (low + high) / 2
+        if high < _LEAST:
+            break
     return low, high, count
+
+
+def headlines(data: Path) -> tuple[BertForSequenceClassification, dict[str, Tensor]]:
+    """Return the plain classifier of headlines, and the embedded tokens (n, d) of the held-out ones."""
+    from examples.news.data import ids_of, load
+    from examples.news.train import HERE, read_model, weights_path
+
+    model = read_model(weights_path(HERE, "plain"))
+    every = enumerate(ids_of(load(data)[1].texts))
+    with torch.no_grad():
+        embedded = {
+            f"headline {index}": model.bert.embeddings(input_ids=ids[None])[0].float() for index, ids in every
+        }
+    return model.float(), embedded
 
 
 def main() -> int:
@@ -129,15 +156,21 @@ def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--folder", type=Path, required=True, help="of the classifier and its sentences")
+    where = parser.add_mutually_exclusive_group(required=True)
+    where.add_argument("--folder", type=Path, help="of the classifier and its sentences")
+    where.add_argument("--news", type=Path, help="test.csv of AG_NEWS")
     parser.add_argument("--tokens", type=int, default=6, help="of a sentence, from the first")
     parser.add_argument("--sentences", type=int, default=1, help="how many, the shortest first")
     parser.add_argument("--orders", nargs="*", type=int, default=[2, 3], help="of robust_radius")
     parser.add_argument("--seconds", type=float, default=600, help="for CROWN on a sentence")
     asked = parser.parse_args()
     torch.set_num_threads(1)
-    model = AutoModelForSequenceClassification.from_pretrained(asked.folder).eval().requires_grad_(False)
-    sentences = load_file(asked.folder / "sequences.safetensors")
+    if asked.news:
+        model, sentences = headlines(asked.news)
+    else:
+        model = AutoModelForSequenceClassification.from_pretrained(asked.folder).eval()
+        sentences = load_file(asked.folder / "sequences.safetensors")
+    model.requires_grad_(False)
     for name, x in sorted(sentences.items(), key=lambda item: len(item[1]))[: asked.sentences]:
         x = x[: asked.tokens]
         token, label = most_sensitive(model, x)
