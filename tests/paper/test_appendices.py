@@ -17,7 +17,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from howsmooth.attention import SelfAttention
+from howsmooth.attention import Rotary, SelfAttention
 from howsmooth.bounds.attention_parameters import Head, parameters_of
 from howsmooth.errors import ArgumentError, CaptureError, ModelError
 from howsmooth.models import capture
@@ -30,6 +30,7 @@ from howsmooth.paper.appendix_c_7_quadratic_growth import (
     QUADRATIC_GROWTH,
     balanced,
     exponents_in_radius,
+    mean_rotary_head,
 )
 from howsmooth.paper.appendix_e_2_untrained_gpt2 import GPT2_GROWTH
 from howsmooth.paper.figure_dataclasses import Figure
@@ -198,6 +199,39 @@ def _head(f: SelfAttention) -> Head:
     return parameters_of(f).folded(0)
 
 
+@pytest.mark.parametrize("causal", [False, True])
+def test_a_zero_token_sees_all_alike_with_rotary_positions_too(causal: bool) -> None:
+    angles = torch.arange(9, dtype=torch.float64)[:, None] * torch.tensor([1.0, 0.1])
+    cos, sin = (torch.cat([table, table], dim=1) for table in (angles.cos(), angles.sin()))
+    weights = torch.randn(3, 1, 4, 5, generator=torch.Generator().manual_seed(5), dtype=torch.float64)
+    f = SelfAttention(*weights, rotary=Rotary(cos, sin), causal=causal)
+    for n in (3, 6, 7):
+        tokens = balanced(mean_rotary_head(f, n))
+        x = tokens.tokens(n, 1.7)
+        block = torch.func.jacrev(lambda last, x=x: f(torch.cat([x[:-1], last[None]]))[-1])(x[-1])
+        assert tokens.formula(n, 1.7) == pytest.approx(float(torch.linalg.matrix_norm(block, 2)), rel=1e-10)
+    for row in quadratic_growth._rows(f, {"model": "m", "layer": 0, "head": 0, "n": 7, "seed": 0}, None):
+        assert row["formula"] <= row["value"] * (1 + 1e-9)
+        assert row["value"] == pytest.approx(dense_norm(f, tokens.tokens(7, row["radius"])), rel=1e-5)
+        assert math.log(row["value"]) <= row["log_sharp"]
+        assert row["log_paper"] is None
+    largest = max(
+        float(torch.linalg.matrix_norm(_scores(f, i, j), 2))
+        for i in range(7)
+        for j in range(i + 1 if causal else 7)
+    )
+    assert largest <= row["strength"] / row["radius"] ** 2 <= 1.02 * largest
+
+
+def _scores(f: SelfAttention, i: int, j: int) -> torch.Tensor:
+    """Return the matrix A of the scores ⟨A x_i, x_j⟩ of a head with rotary positions."""
+    turned = [
+        f.rotary.rotate(weight[0].mT[:, None].expand(-1, 9, -1))[:, place]
+        for weight, place in ((f.key, j), (f.query, i))
+    ]
+    return f.scale * turned[0] @ turned[1].mT
+
+
 def test_the_identity_grows_as_the_paper_says() -> None:
     head = Head(2.5 * torch.eye(3, dtype=torch.float64), torch.eye(3, dtype=torch.float64))
     for n in (3, 9):
@@ -245,6 +279,19 @@ def test_quadratic_growth_measures_the_norm_of_the_jacobian(growth: pd.DataFrame
             x = tokens.tokens(5, row["radius"])
             assert row["value"] == pytest.approx(dense_norm(head, x), rel=1e-5)
             assert math.log(row["value"]) <= row["log_sharp"]
+
+
+def test_heads_with_rotary_positions_grow_like_the_square_of_the_radius(
+    few_radii: None, tmp_path: Path
+) -> None:
+    options = asked(LLAMA, lengths=(3, 400), layers=Ranges.parse("1", "layers"), texts=("prose",))
+    rows = measured(QUADRATIC_GROWTH, tmp_path, options)
+    rows = rows[rows["model"] == "llama"]
+    assert rows["converged"].all()
+    assert len(rows["n"].unique()) == 1  # positions are known for the captured text alone
+    assert rows["n"].iloc[0] < 400
+    assert (np.log(rows["value"]) <= rows["log_sharp"]).all()
+    assert exponents_in_radius(rows)["exponent"].between(1.9, 2.1).all()
 
 
 def test_exponents_in_the_radius_are_those_planted() -> None:

@@ -17,8 +17,10 @@ from jaxtyping import Float64
 from torch import Tensor
 
 from howsmooth import lipschitz
-from howsmooth.attention import SelfAttention
+from howsmooth.attention import Rotary, SelfAttention
+from howsmooth.attention.masks import Visibility
 from howsmooth.bounds import (
+    any_scores_ball_upper_bound,
     ball_upper_bound,
     causal_ball_upper_bound,
     causal_mean_field_upper_bound,
@@ -27,12 +29,19 @@ from howsmooth.bounds import (
     theorem_4_3,
 )
 from howsmooth.bounds.attention_parameters import Head, parameters_of
+from howsmooth.bounds.bilinear_score_norms import BilinearScoreNorms
 from howsmooth.errors import ArgumentError
 from howsmooth.paper import plotting
 from howsmooth.paper.exponent_text import between, exp
 from howsmooth.paper.figure_dataclasses import Figure, FigureContext, FigurePlan, Finding
 from howsmooth.paper.figure_tasks import Key, UnitTask, Values
-from howsmooth.paper.model_with_texts import PreparedModel, bilinear, prepared_models
+from howsmooth.paper.model_with_texts import (
+    PreparedModel,
+    attention_of,
+    bilinear,
+    other_scores,
+    prepared_models,
+)
 from howsmooth.paper.plotting import Curve, Panel
 from howsmooth.paper.proposition_3_6_two_diracs import identity_head
 from howsmooth.paper.reproduce_options import FigureOptions
@@ -48,6 +57,7 @@ __all__ = [
     "Balanced",
     "balanced",
     "exponents_in_radius",
+    "mean_rotary_head",
     "plan",
     "show",
 ]
@@ -64,6 +74,7 @@ _SAMPLES = 8
 # The values of ‖A‖R². The constant is quadratic in R from about 10 on, or from about 100 with a causal mask.
 _STRENGTHS = tuple(10 ** (-0.8 + 0.32 * step) for step in range(16))
 _RTOL = 1e-6
+_ROTARY = "rotary positions"
 
 
 @dataclass(frozen=True, eq=False)
@@ -135,7 +146,7 @@ def plan(context: FigureContext) -> FigurePlan:
     and radius.
 
     The head with A = V = I is measured at every length, and the heads of the models' layers at the longest
-    length.
+    length. Positions of rotary heads are known for the captured text alone, so these have at most its length.
     """
     lengths, seed = _lengths(context.options), context.options.seed
     keys: list[Key] = [{"model": IDENTITY, "layer": 0, "head": 0, "n": n, "seed": seed} for n in lengths]
@@ -163,7 +174,11 @@ def _lengths(options: FigureOptions) -> list[int]:
 def _of_layer(model: PreparedModel, layer: int, n: int) -> Iterator[UnitTask]:
     """Yield the tasks that measure every head of one layer at n tokens of Appendix C.7 with several radii."""
     sites = [site for place in model.places() for site in model.sites(*place) if site.layer == layer]
-    f = bilinear(sites[0], model.label)
+    f = attention_of(sites[0], model.label)
+    if other_scores(f) != _ROTARY or f.query_bias is not None or f.key_bias is not None:
+        f = bilinear(sites[0], model.label)
+    if f.rotary is not None:
+        n = min(n, f.rotary.n_max)
     squares = [float((site.radius_mean**2).mean()) for site in sites]
     radius = math.sqrt(sum(squares) / len(squares))  # the norm of real tokens
     digests = "; ".join(one.text.digest for one in model.subjects)
@@ -181,28 +196,67 @@ def _rows(f: SelfAttention, key: Key, real: float | None) -> Iterator[Values]:
     """Yield the constant of a head at the tokens of Appendix C.7 and bounds on it, as one row for each radius
     R.
     """
-    parameters = parameters_of(f)
-    head = parameters.one_head("quadratic growth")
-    tokens, n = balanced(head), int(key["n"] or 0)
-    sharp, paper, free = ball_upper_bound, theorem_3_3, mean_field_upper_bound
-    if parameters.masking == "causal":
-        sharp, paper, free = causal_ball_upper_bound, theorem_4_3, causal_mean_field_upper_bound
-    radii = [math.sqrt(strength / head.A_norm) for strength in _STRENGTHS]
+    n = int(key["n"] or 0)
+    if f.rotary is None:
+        head = parameters_of(f).one_head("quadratic growth")
+        norm = head.A_norm
+    else:
+        head, norm = mean_rotary_head(f, n), _rotary_norm(f, n)
+    tokens = balanced(head)
+    radii = [math.sqrt(strength / norm) for strength in _STRENGTHS]
     for radius in radii if real is None else [*radii, real]:
         start = derive_seed(purpose="quadratic growth", radius=repr(radius), **key)
         found = lipschitz.local_lipschitz(f, tokens.tokens(n, radius), rtol=_RTOL, seed=start)
         yield {
             "radius": radius,
             "real": radius == real,
-            "strength": head.A_norm * radius**2,
+            "strength": norm * radius**2,
             "value": float(found.value),
             "converged": bool(found.converged),
             "formula": tokens.formula(n, radius),
-            # Upper bounds for all tokens in the ball: the sharpest one, the paper's, and one for every n.
-            "log_sharp": sharp(parameters, n, radius).log_value,
-            "log_paper": paper(parameters, n, radius).log_value,
-            "log_free": free(parameters, radius).log_value,
+            **_bounds(f, n, radius),
         }
+
+
+def _bounds(f: SelfAttention, n: int, radius: float) -> Values:
+    """Return upper bounds for all tokens in the ball: the sharpest one, the paper's, and one for every n.
+
+    With rotary positions there is only the first.
+    """
+    if f.rotary is not None:
+        sharpest = any_scores_ball_upper_bound(f, n, radius).log_value
+        return {"log_sharp": sharpest, "log_paper": None, "log_free": None}
+    parameters = parameters_of(f)
+    sharp, paper, free = ball_upper_bound, theorem_3_3, mean_field_upper_bound
+    if parameters.masking == "causal":
+        sharp, paper, free = causal_ball_upper_bound, theorem_4_3, causal_mean_field_upper_bound
+    return {
+        "log_sharp": sharp(parameters, n, radius).log_value,
+        "log_paper": paper(parameters, n, radius).log_value,
+        "log_free": free(parameters, radius).log_value,
+    }
+
+
+def mean_rotary_head(f: SelfAttention, n: int) -> Head:
+    """Return a head whose score matrix is the mean of those that the last of n tokens has with the tokens
+    ±Ru, for a head with rotary positions and without biases.
+
+    A query that is zero sees all tokens alike at any positions, so :meth:`Balanced.formula` holds with it.
+    """
+    assert f.rotary is not None
+    pairs, last = 2 * ((n - 1) // 2), slice(n - 1, n)
+    query = Rotary(f.rotary.cos[last], f.rotary.sin[last]).rotate(f.query[0].mT[:, None])
+    turned = f.rotary.rotate_adjoint(query.expand(-1, pairs, -1)).mean(dim=1)
+    return Head((f.key[0].mT, f.scale * turned.mT), f.value[0])
+
+
+def _rotary_norm(f: SelfAttention, n: int) -> float:
+    """Return the largest norm ‖A‖ of the score matrices of a head with rotary positions, over all offsets."""
+    assert f.rotary is not None
+    seen = Visibility(n, f.causal, None, None)
+    norms = BilinearScoreNorms.with_rotary_positions(f.rotary, f.query[0], f.key[0], None, None, seen)
+    assert norms is not None
+    return abs(f.scale) * norms.tokens
 
 
 def show(rows: pd.DataFrame, folder: Path) -> Finding:
@@ -333,7 +387,8 @@ QUADRATIC_GROWTH = Figure(
         "sequences, not even on three tokens. First, A = V = I in four dimensions, the formula dashed; then "
         "every head of a layer of each model, with u the best of singular vectors of A and V, orthogonal to "
         "the query bias, and dashed R² with only its factor fitted; the vertical line is the norm of real "
-        f"tokens. Exponents are fitted where ‖A‖R² is at least {FAR:g}."
+        "tokens. Rotary positions turn A by the distance of two tokens: A is then its mean over the tokens "
+        f"±Ru, and ‖A‖ the largest norm. Exponents are fitted where ‖A‖R² is at least {FAR:g}."
     ),
     plan=plan,
     show=show,
