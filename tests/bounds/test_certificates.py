@@ -20,8 +20,8 @@ from howsmooth.bounds.certificates import (
     certificate_rows,
     jacobian_parts,
 )
-from howsmooth.bounds.certificates.congruence_eigenvalue_bounds import Domination
 from howsmooth.bounds.certificates.eigenvalue_bounds import largest_eigenvalue, nonnegative_norm, norm, shrink
+from howsmooth.bounds.certificates.eigenvalue_bounds_of_congruences import Domination
 from howsmooth.bounds.certificates.heads_at_tokens import (
     HeadAt,
     _normed,

@@ -466,7 +466,7 @@ def _fused_attention(
 
 
 def softmax_attention(core: SoftmaxCore, q: Operand, k: Operand, v: Operand, bias: Operand = None) -> Range:
-    """Bound the outputs of one softmax attention, given bounds on its queries, keys and values.
+    """Bound values and derivative of a softmax attention, given such bounds for queries, keys and values.
 
     An argument that does not depend on the tokens is a tensor.
 

@@ -23,7 +23,7 @@ from howsmooth.attention import (
 from howsmooth.attention.core import ScoreFeatures
 from howsmooth.attention.masks import Visibility
 from howsmooth.distributed.communication import Collectives, Exchange
-from howsmooth.distributed.softmax import SharedSoftmax, shared_softmax
+from howsmooth.distributed.softmax_derivative import SharedSoftmax, shared_softmax
 from howsmooth.errors import ArgumentError, HowsmoothError
 from howsmooth.jacobian.attention import StreamedAttentionJacobian
 from howsmooth.jacobian.closed_form import ComposedJacobian, ResidualJacobian

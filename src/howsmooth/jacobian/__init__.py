@@ -39,9 +39,9 @@ from howsmooth.jacobian.closed_form import (
     runs_members_alone,
 )
 from howsmooth.jacobian.fixed_measure_derivative import frozen_derivatives
-from howsmooth.jacobian.joined_jacobians import filled, joined
 from howsmooth.jacobian.memory_footprint import cached_bytes, kernel_bytes, streamed_bytes
 from howsmooth.jacobian.packed_sequences import energy_products_together, shares_products
+from howsmooth.jacobian.padded_jacobian_batch import filled, joined
 
 __all__ = [
     "AutodiffJacobian",

@@ -216,8 +216,8 @@ class FusedDerivative(StreamedDerivative):
 
 
 def fused(at: StreamedDerivative, allowance: float | None = None) -> StreamedDerivative:
-    """Return the derivative of attention ``at`` with products computed by Triton kernels, or ``at`` itself if
-    no kernel supports it.
+    """Return the same derivative as ``at`` with products computed by Triton kernels, or ``at`` itself if no
+    kernel supports it.
 
     The kernels split float32 numbers into two or three bfloat16 parts. They get as few parts as keep the
     relative rounding error within ``allowance``; if three parts do not, ``at`` is returned. Without an
@@ -227,8 +227,8 @@ def fused(at: StreamedDerivative, allowance: float | None = None) -> StreamedDer
 
 
 def within(at: StreamedDerivative, allowance: float | None) -> StreamedDerivative:
-    """Return the derivative of attention ``at`` with products computed by Triton kernels, or ``at`` itself if
-    they are not accurate enough.
+    """Return the same derivative as ``at`` with products computed by Triton kernels, or ``at`` itself if they
+    are not accurate enough.
 
     If the relative error exceeds ``allowance`` even with three bfloat16 parts, ``at`` is returned.
     """

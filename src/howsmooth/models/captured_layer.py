@@ -86,7 +86,7 @@ class Site:
 
 @dataclass(frozen=True, eq=False, kw_only=True, repr=False)
 class CrossSite(Site):
-    """One cross-attention layer of a model as a map, for one sequence.
+    """One cross-attention layer of a model as a map of its tokens, its memory or both, for one batch member.
 
     ``map`` is ``attention`` as a function of one of its two sequences or of both, and ``x`` its argument:
     ``local_lipschitz(site.map, site.x)`` measures the constant of that side.

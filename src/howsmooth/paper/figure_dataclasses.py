@@ -67,8 +67,8 @@ class FigureContext:
             study.begin()
 
     def units(self, tasks: Sequence[UnitTask | SiteTask], words: str) -> FigurePlan:
-        """Yield those tasks whose rows the store does not have, as one kind of work; return a function that
-        reads the rows of all tasks into one table.
+        """Yield one :class:`~howsmooth.study.tasks.task.Work` with the tasks whose rows the store does not
+        have, then return a function that reads the rows of all tasks into one table.
 
         ``words`` is a plural noun for the tasks. A row begins with the values of its task's key.
         """

@@ -20,8 +20,8 @@ __all__ = ["a_posteriori_upper", "a_priori_upper", "ritz_values", "rounded_upper
 
 
 def start_quantile(dimension: int, confidence: float) -> float:
-    """Return a number that the squared cosine between a Gaussian start vector and any fixed direction exceeds
-    with probability ``confidence``.
+    """Return the (1 − confidence)-quantile of the squared cosine between a Gaussian start vector and a fixed
+    direction.
 
     A Gaussian start in R^N, N = ``dimension``, has a squared cosine of at least x_δ with any fixed direction,
     with probability ``confidence`` = 1 − δ. The result x_δ is the δ-quantile of Beta(1/2, (N−1)/2), or 1 in

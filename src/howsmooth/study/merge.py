@@ -192,7 +192,9 @@ def _refuse_two_fingerprints(rows: dict[type[Row], pd.DataFrame]) -> None:
 
 
 def _refuse_overlaps(rows: dict[type[Row], pd.DataFrame]) -> None:
-    """Refuse sequences of one model and text that overlap, which never happens in a single store."""
+    """Raise StoreError if sequences of one text overlap for one model, which they never do in a single
+    store.
+    """
     kinds = dict(rows[TextRecord][["name", "kind"]].itertuples(index=False, name=None))
     columns = ["model", "text", "start", "n"]
     windows = pd.concat([rows[kind][columns] for kind in (Measurement, PublishedValue, Bounding)])

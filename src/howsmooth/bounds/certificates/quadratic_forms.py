@@ -16,8 +16,8 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from howsmooth.bounds.certificates.congruence_eigenvalue_bounds import Domination
 from howsmooth.bounds.certificates.eigenvalue_bounds import Rule, largest_eigenvalue, shrink
+from howsmooth.bounds.certificates.eigenvalue_bounds_of_congruences import Domination
 from howsmooth.bounds.certificates.heads_at_tokens import HeadAt, HeadsAt, row_blocks
 from howsmooth.bounds.certificates.number_with_error_bound import Enclosed
 from howsmooth.bounds.certificates.token_weight_search import diagonal_guesses

@@ -165,7 +165,7 @@ class NetworkAtInput:
         seed: int = 0,
         guess: float = 0.05,
     ) -> RobustRadius:
-        """Return the robust radius if the given tokens may move and all other tokens are fixed.
+        """Return a proved radius for changes of the given tokens, with all other tokens fixed.
 
         ``guess`` is where the search for the radius begins, in the Euclidean norm.
         """

@@ -232,7 +232,9 @@ def matrix_of(trace: LayerTrace, projection: ModuleCall) -> nn.Module:
 
 
 def tail_of(self_attention: SelfAttentionModule, output: AttentionOutput) -> Tail:
-    """Return the place at which a run of the attention module yields the attention output."""
+    """Return where the attention output is found when the attention module runs: what it returns, or the
+    output of a projection inside or outside of it.
+    """
     if output.outside:
         module = copy.deepcopy(output.call.module).requires_grad_(requires_grad=False)
         return Tail(module, width=width_of(output.call.inputs, output.call))

@@ -27,7 +27,7 @@ __all__ = ["TokenStream", "load_embeddings", "load_token_ids"]
 
 @dataclass(frozen=True, eq=False)
 class TokenStream(DataSource):
-    """Sequences of token ids or of embedded tokens, concatenated to one tensor.
+    """Sequences of token ids or of embedded tokens, concatenated into one tensor.
 
     Attributes
     ----------

@@ -82,7 +82,7 @@ class AttentionVariant(LipschitzAttention):
         return self._layer_map(scaled_weights(weights, scale))
 
     def _layer_map(self, weights: Weights, factor: float = 1.0) -> LayerMap:
-        """Return the layer with given weights as a map of tokens whose output is multiplied by ``factor``."""
+        """Return a map of tokens that computes ``factor`` times the layer's output with given weights."""
         masked = "" if self.masking.kind in ("none", "any", "additive") else f", {self.masking.kind} mask"
         heads = f"{self.num_heads} head{'s' if self.num_heads > 1 else ''}"
         return LayerMap(

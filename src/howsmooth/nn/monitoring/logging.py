@@ -114,8 +114,8 @@ def imported(*names: str) -> Any:
 
 
 def _tagged(record: MonitorRecord) -> dict[str, float]:
-    """Return the numbers of a record by names ``<quantity>/<layer>``, with 1 for ``failed/<layer>`` if it
-    failed.
+    """Return a dictionary from names ``<quantity>/<layer>`` to the numbers of a record, with 1 for
+    ``failed/<layer>`` if the measurement failed.
     """
     place = record.name or "model"
     tagged = {f"{quantity}/{place}": value for quantity, value in record.scalars().items()}
