@@ -7,7 +7,7 @@
 The most sensitive token is the one at which the gradient of the margin is largest. ``robust_radius`` of the
 second order bounds its radius in the l2 norm; the attack beside it seeks the class that bounds the radius. A
 headline that is misclassified has radius 0. Each row goes into OUT/radii.json as soon as it is known, and
-what is there is not done again. The order is random, always the same, so that a part is a fair sample of the whole.
+what is there is not done again. The order is random and always the same, so that a part is a fair sample.
 """
 
 from __future__ import annotations
