@@ -142,6 +142,32 @@ def test_a_head_without_real_eigenvalue_is_counted_apart() -> None:
     assert words.endswith("Without any real eigenvalue: 1 more.")
 
 
+@pytest.mark.parametrize("causal", [False, True])
+def test_gamma_of_a_rotary_head_is_the_largest_over_all_offsets(causal: bool) -> None:
+    f = _rotary_head(causal=causal)
+    expected = []
+    for i, j in itertools.product(range(7), range(7)):
+        if j > i and causal:
+            continue
+        values = np.linalg.eigvals(_scores(f, i, j).numpy())
+        expected.append(sorted(values[np.abs(values.imag) < 1e-9].real))
+    gamma = max(max(-real[0], real[-1] / 8) for real in expected)
+    spectra = gamma_radius.rotary_real_eigenvalues(f, 7)
+    assert len(spectra) == (7 if causal else 14)
+    assert gamma_radius._largest_gamma(spectra)["gamma"] == pytest.approx(gamma, rel=1e-9)
+    for real in spectra:
+        assert any(np.allclose(real, other, atol=1e-9) for other in expected if len(other) == len(real))
+
+
+def test_gamma_takes_a_model_with_rotary_positions(tmp_path: Path) -> None:
+    rows = measured(GAMMA_RADIUS, tmp_path, asked(LLAMA, lengths=(5, 6), samples=2))
+    shortest, longest = (rows[rows["n"] == n].reset_index() for n in (5, 6))
+    assert len(longest) == len(shortest) > 0
+    assert (longest["gamma"] >= shortest["gamma"] - 1e-12).all()
+    table = over_texts(rows)
+    assert table["gamma"].tolist() == longest.groupby(["layer", "head"])["gamma"].max().tolist()
+
+
 def test_gamma_is_drawn_and_told(gammas: pd.DataFrame, tmp_path: Path) -> None:
     finding = shown(GAMMA_RADIUS, gammas, tmp_path)
     table = finding.tables[0][1]
@@ -201,10 +227,7 @@ def _head(f: SelfAttention) -> Head:
 
 @pytest.mark.parametrize("causal", [False, True])
 def test_a_zero_token_sees_all_alike_with_rotary_positions_too(causal: bool) -> None:
-    angles = torch.arange(9, dtype=torch.float64)[:, None] * torch.tensor([1.0, 0.1])
-    cos, sin = (torch.cat([table, table], dim=1) for table in (angles.cos(), angles.sin()))
-    weights = torch.randn(3, 1, 4, 5, generator=torch.Generator().manual_seed(5), dtype=torch.float64)
-    f = SelfAttention(*weights, rotary=Rotary(cos, sin), causal=causal)
+    f = _rotary_head(causal=causal)
     for n in (3, 6, 7):
         tokens = balanced(mean_rotary_head(f, n))
         x = tokens.tokens(n, 1.7)
@@ -221,6 +244,14 @@ def test_a_zero_token_sees_all_alike_with_rotary_positions_too(causal: bool) -> 
         for j in range(i + 1 if causal else 7)
     )
     assert largest <= row["strength"] / row["radius"] ** 2 <= 1.02 * largest
+
+
+def _rotary_head(*, causal: bool) -> SelfAttention:
+    """Return one head of key dimension 4 for at most 9 tokens of dimension 5 with rotary positions."""
+    angles = torch.arange(9, dtype=torch.float64)[:, None] * torch.tensor([1.0, 0.1])
+    cos, sin = (torch.cat([table, table], dim=1) for table in (angles.cos(), angles.sin()))
+    weights = torch.randn(3, 1, 4, 5, generator=torch.Generator().manual_seed(5), dtype=torch.float64)
+    return SelfAttention(*weights, rotary=Rotary(cos, sin), causal=causal)
 
 
 def _scores(f: SelfAttention, i: int, j: int) -> torch.Tensor:

@@ -3,7 +3,8 @@ constant can grow like √n.
 
 The constant can grow like √n up to about n = e^(2γR²) tokens. R is the norm of the tokens that the head
 receives. The scores of the head are ⟨A x_i + b, x_j⟩, and γ is max(−γ_min, γ_max/8), where γ_min and γ_max
-are the smallest and the largest real eigenvalue of A.
+are the smallest and the largest real eigenvalue of A. With rotary positions A depends on the offset i − j.
+Then γ is the largest one over all offsets, so that no pair of positions has stronger scores.
 """
 
 from __future__ import annotations
@@ -16,20 +17,22 @@ from typing import Any
 
 import numpy as np
 import pandas as pd
+import torch
 from matplotlib.ticker import MaxNLocator
 
-from howsmooth.bounds.attention_parameters import Head, parameters_of
+from howsmooth.attention import Rotary, SelfAttention
+from howsmooth.bounds.attention_parameters import parameters_of
 from howsmooth.bounds.worst_case_tokens import real_eigenpairs
 from howsmooth.paper import plotting
 from howsmooth.paper.exponent_text import between
 from howsmooth.paper.figure_dataclasses import Figure, FigureContext, FigurePlan, Finding
 from howsmooth.paper.figure_tasks import Key, Values
-from howsmooth.paper.model_with_texts import bilinear, prepared_models
+from howsmooth.paper.model_with_texts import ROTARY, attention_of, bilinear, other_scores, prepared_models
 from howsmooth.paper.plotting import Curve, Panel
 from howsmooth.study.figures.drawing import literal
 from howsmooth.study.text_formatting import decimal, readable
 
-__all__ = ["GAMMA_RADIUS", "over_texts", "plan", "result_sentences", "show"]
+__all__ = ["GAMMA_RADIUS", "over_texts", "plan", "result_sentences", "rotary_real_eigenvalues", "show"]
 
 _SAMPLES = 8
 # The length n for which γR² is compared, and the γR² at which the heavy token among n tokens has half of the
@@ -74,18 +77,43 @@ def _rows(label: str, site: Any) -> list[Values]:
         "radius_from": float(radius.min()),
         "radius_to": float(radius.max()),
     }
-    heads = parameters_of(bilinear(site, label)).heads
-    return [{**of_layer, "head": h, **_gamma(head)} for h, head in enumerate(heads)]
+    f = attention_of(site, label)
+    if other_scores(f) == ROTARY:
+        found = [_largest_gamma(rotary_real_eigenvalues(f.head(h), site.x.shape[1])) for h in range(f.heads)]
+    else:
+        heads = parameters_of(bilinear(site, label)).heads
+        found = [_largest_gamma([[value for value, _ in real_eigenpairs(head)]]) for head in heads]
+    return [{**of_layer, "head": h, **gamma} for h, gamma in enumerate(found)]
 
 
-def _gamma(head: Head) -> Values:
-    """Return γ and the smallest and largest real eigenvalue of the score matrix A of a head; all are None if
-    A has no real eigenvalue.
+def rotary_real_eigenvalues(f: SelfAttention, n: int) -> list[list[float]]:
+    """Return the real eigenvalues of the score matrices A of one head with rotary positions, in ascending
+    order, one list for each offset i − j of n tokens.
+
+    With the rotations T_i and T_j of the positions, A is τ Kᵀ T_jᵀ T_i Q. Its eigenvalues are those of the
+    k × k matrix τ T_jᵀ T_i Q Kᵀ, and zero if k < d. Offsets from 0 to n − 1 come from the last query and all
+    keys. Without a causal mask there are offsets from 1 − n to −1 too, which come from the first query.
     """
-    values = [value for value, _ in real_eigenpairs(head)]
-    if not values:
+    assert f.rotary is not None
+    small = f.scale * f.query[0] @ f.key[0].mT
+    found = []
+    for i in (n - 1,) if f.causal else (n - 1, 0):
+        query = Rotary(f.rotary.cos[i : i + 1], f.rotary.sin[i : i + 1]).rotate(small.mT[:, None])
+        turned = f.rotary.rotate_adjoint(query.expand(-1, n, -1))  # column c of position j stands in [c, j]
+        for values in torch.linalg.eigvals(turned.permute(1, 2, 0)):
+            real = values.real[values.imag == 0].tolist()
+            found.append(sorted([*real, *([0.0] if f.key_dim < f.d else [])]))
+    return found
+
+
+def _largest_gamma(spectra: Sequence[Sequence[float]]) -> Values:
+    """Return the largest γ of some score matrices, given by their real eigenvalues in ascending order, and
+    the smallest and the largest eigenvalue of the matrix that has it; all are None if no eigenvalue is real.
+    """
+    found = [(max(-real[0], real[-1] / 8), real[0], real[-1]) for real in spectra if real]
+    if not found:
         return dict.fromkeys(("gamma_min", "gamma_max", "gamma"))
-    return {"gamma_min": values[0], "gamma_max": values[-1], "gamma": max(-values[0], values[-1] / 8)}
+    return dict(zip(("gamma", "gamma_min", "gamma_max"), max(found), strict=True))
 
 
 def over_texts(rows: pd.DataFrame) -> pd.DataFrame:
@@ -104,18 +132,18 @@ def over_texts(rows: pd.DataFrame) -> pd.DataFrame:
     pandas.DataFrame
         One row for each model, layer and head, with the eigenvalues and radii over all texts and lengths.
         ``strength``, ``strength_from`` and ``strength_to`` are γR² for these radii, NaN if A has no real
-        eigenvalue.
+        eigenvalue. If γ depends on the length, as with rotary positions, it is the largest one.
 
     """
     tokens = rows["n"] * rows["samples"]
     weighed = rows.assign(tokens=tokens, squares=tokens * rows["radius"] ** 2)
     weighed = weighed.astype(dict.fromkeys(("gamma_min", "gamma_max", "gamma"), "float64"))
-    of_head = weighed.groupby(["model", "layer", "head"], sort=False)
-    eigenvalues, sums = (
-        of_head[["gamma_min", "gamma_max", "gamma"]].first(),
-        of_head[["squares", "tokens"]].sum(),
-    )
-    table = eigenvalues.assign(
+    head = ["model", "layer", "head"]
+    of_head = weighed.groupby(head, sort=False)
+    sums = of_head[["squares", "tokens"]].sum()
+    largest_first = weighed.sort_values("gamma", ascending=False, kind="stable").groupby(head, sort=False)
+    eigenvalues = largest_first[["gamma_min", "gamma_max", "gamma"]].first()
+    table = eigenvalues.reindex(sums.index).assign(
         radius=np.sqrt(sums["squares"] / sums["tokens"]),
         radius_from=of_head["radius_from"].min(),
         radius_to=of_head["radius_to"].max(),
@@ -210,7 +238,8 @@ GAMMA_RADIUS = Figure(
         "layer; bars go from the smallest to the largest of a sequence. The lower bound of Proposition 3.4, "
         "√(n−1)/(1 + (n−1)e^(−2γR²)), grows like √n only while n is well below e^(2γR²): above the dashed "
         f"line, log({_LONG - 1})/2, the heavy one of the paper's two clusters has at least half of the "
-        f"weight at n = {_LONG}."
+        f"weight at n = {_LONG}. With rotary positions A depends on the offset of two tokens, and γ is the "
+        "largest one over all offsets."
     ),
     plan=plan,
     show=show,

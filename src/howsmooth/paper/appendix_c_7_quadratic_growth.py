@@ -36,6 +36,7 @@ from howsmooth.paper.exponent_text import between, exp
 from howsmooth.paper.figure_dataclasses import Figure, FigureContext, FigurePlan, Finding
 from howsmooth.paper.figure_tasks import Key, UnitTask, Values
 from howsmooth.paper.model_with_texts import (
+    ROTARY,
     PreparedModel,
     attention_of,
     bilinear,
@@ -74,7 +75,6 @@ _SAMPLES = 8
 # The values of ‖A‖R². The constant is quadratic in R from about 10 on, or from about 100 with a causal mask.
 _STRENGTHS = tuple(10 ** (-0.8 + 0.32 * step) for step in range(16))
 _RTOL = 1e-6
-_ROTARY = "rotary positions"
 
 
 @dataclass(frozen=True, eq=False)
@@ -175,7 +175,7 @@ def _of_layer(model: PreparedModel, layer: int, n: int) -> Iterator[UnitTask]:
     """Yield the tasks that measure every head of one layer at n tokens of Appendix C.7 with several radii."""
     sites = [site for place in model.places() for site in model.sites(*place) if site.layer == layer]
     f = attention_of(sites[0], model.label)
-    if other_scores(f) != _ROTARY or f.query_bias is not None or f.key_bias is not None:
+    if other_scores(f) != ROTARY or f.query_bias is not None or f.key_bias is not None:
         f = bilinear(sites[0], model.label)
     if f.rotary is not None:
         n = min(n, f.rotary.n_max)

@@ -33,6 +33,7 @@ from howsmooth.study.text_formatting import readable, sentence
 
 __all__ = [
     "MODELS",
+    "ROTARY",
     "PreparedModel",
     "attention_of",
     "bilinear",
@@ -47,6 +48,9 @@ MODELS = (
     ModelSpec("gpt2", random_init=True),
 )
 """Models like the paper's that need no network: an encoder, the same as a decoder, and a random GPT-2."""
+
+ROTARY = "rotary positions"
+"""What :func:`other_scores` returns for an attention that differs by its rotary positions alone."""
 
 _MASKED_LAYER = 6
 _FEW = 4  # the number of words and tokens with which to see whether a layer is masked
@@ -272,7 +276,7 @@ def other_scores(f: SelfAttention) -> str:
     """Name everything in an attention that differs from the scores ⟨A x_i + b, x_j⟩ with no mask or a causal
     mask; return empty text if nothing differs.
     """
-    named = {"rotary positions": f.rotary, "a window": f.window, "another mask": f.mask}
+    named = {ROTARY: f.rotary, "a window": f.window, "another mask": f.mask}
     return " and ".join([*(name for name, one in named.items() if one is not None), *f.feature_names()])
 
 
