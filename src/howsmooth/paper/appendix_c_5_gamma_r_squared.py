@@ -1,9 +1,9 @@
-"""Appendix C.5: compute, for each head of a model, the number γR², which determines up to which length n the
-constant can grow like √n.
+"""Appendix C.5: compute, for each head of a model, up to which number n of tokens the constant of the head
+can grow like √n.
 
-The constant can grow like √n up to about n = e^(2γR²) tokens. R is the norm of the tokens that the head
-receives. The scores of the head are ⟨A x_i + b, x_j⟩, and γ is max(−γ_min, γ_max/8), where γ_min and γ_max
-are the smallest and the largest real eigenvalue of A.
+This number is about e^(2γR²), so γR² is computed. R is the norm of the tokens that the head receives. The
+scores of the head are ⟨A x_i + b, x_j⟩, and γ is max(−γ_min, γ_max/8), where γ_min and γ_max are the smallest
+and the largest real eigenvalue of A.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ _NAMES = {
 
 def plan(context: FigureContext) -> FigurePlan:
     """Plan to compute the eigenvalues of the score matrix of each head, and the norms of the tokens that the
-    head receives, in a row for each model, text, length, layer and head.
+    head receives. The table has one row for each model, text, length, layer and head.
     """
     tasks = []
     for model in prepared_models(context, lengths=context.options.lengths, samples=_SAMPLES, layers="all"):
@@ -64,8 +64,8 @@ def plan(context: FigureContext) -> FigurePlan:
 
 
 def _rows(label: str, site: Any) -> list[Values]:
-    """Return one row for each head of a layer, with the eigenvalues of its score matrix and the norms of its
-    tokens.
+    """Return one row for each head of a layer, with the eigenvalues of the head's score matrix and the norms
+    of the tokens that the layer receives.
     """
     radius = site.radius_mean.numpy()
     of_layer = {
@@ -79,8 +79,8 @@ def _rows(label: str, site: Any) -> list[Values]:
 
 
 def _gamma(head: Head) -> Values:
-    """Return γ and the smallest and largest real eigenvalue of the score matrix A of a head; all are None if
-    A has no real eigenvalue.
+    """Return the smallest and the largest real eigenvalue of a head's score matrix, and the number γ of
+    Appendix C.5. All three are None if the matrix has no real eigenvalue.
     """
     values = [value for value, _ in real_eigenpairs(head)]
     if not values:
@@ -89,8 +89,8 @@ def _gamma(head: Head) -> Values:
 
 
 def over_texts(rows: pd.DataFrame) -> pd.DataFrame:
-    """Compute γR² for each head, where R is the root mean square norm of the head's tokens over all texts and
-    lengths.
+    """Compute γR² for each head, where γ comes from the eigenvalues of the head's score matrix, and R is the
+    root mean square norm of its tokens over all texts and lengths.
 
     Parameters
     ----------

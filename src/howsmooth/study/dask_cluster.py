@@ -25,10 +25,11 @@ _PATIENCE = 30.0
 
 @contextmanager
 def connected_cluster(scheduler: str | None, workers: int) -> Iterator[Executor]:
-    """Connect to a Dask scheduler, and disconnect when the context ends; the cluster keeps running.
+    """Connect to a Dask cluster, and yield an executor that runs tasks on its workers.
 
-    Without a scheduler, a cluster of ``workers`` processes with one thread each is started on this machine,
-    and stopped at the end. With one, so many workers must be there within half a minute.
+    ``scheduler`` is the address of a running cluster. It must have ``workers`` workers within half a minute,
+    and it keeps running when the context ends. Without an address, a cluster of ``workers`` processes with
+    one thread each is started on this machine, and stopped at the end.
 
     The attribute ``workers`` of the executor is the number of worker processes at the time of connection. If
     a worker is lost, Dask gives its tasks to other workers. A task fails after four workers in a row were

@@ -1,4 +1,4 @@
-"""Write tables and texts so that a reader sees the old file or the whole new one, never a part."""
+"""Write tables and texts to files. :func:`replace_file` never shows a reader an incomplete file."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def text_or_file(words: str, path: str | os.PathLike[str] | None) -> str | None:
 
 
 def check_parquet(name: str) -> None:
-    """Raise an ArgumentError that names an argument if pandas has no engine for parquet."""
+    """Raise an ArgumentError for the argument ``name`` if pandas has no engine for parquet."""
     if not any(find_spec(engine) for engine in ("pyarrow", "fastparquet")):
         raise ArgumentError(
             name,
