@@ -179,8 +179,8 @@ def _with_member(groups: list[_Group], one: tuple[int, int], most_filled: int) -
 
 
 def are_measured_together(f: object, g: object) -> bool:
-    """Return True if two maps ``f`` and ``g`` can be measured together at sequences of different lengths,
-    with ``f`` in place of ``g``.
+    """Return True if the map ``f`` can stand in for the map ``g`` when both are measured together at
+    sequences of different lengths.
 
     This is the case if ``f`` equals ``g`` at all sequences that ``g`` takes, and if sequences of several
     lengths share matrix products in the Jacobian of ``f``. Both must be maps of this library with equal

@@ -41,8 +41,8 @@ class _Constants:
 
     @property
     def remedy(self) -> str:
-        """Advice on what to do if the interval of some constant is too wide, or an empty string if all are
-        narrow enough.
+        """Advice on what to do if the interval of some constant is too wide, or an empty string if all
+        intervals are narrow enough.
         """
         missed = int((~self.converged).sum())
         if not missed:
@@ -225,7 +225,7 @@ class LipschitzEstimate(_Constants):
 
 
 def _shares(direction: Tensor) -> list[float]:
-    """Return the contribution of each token to the squared norm of a singular vector of shape (n, d)."""
+    """Return the share of each token in the squared norm of a singular vector of shape (n, d)."""
     squares = direction.double().square().sum(dim=-1)
     total = float(squares.sum())
     shares: list[float] = (squares / total if total > 0 else squares).tolist()

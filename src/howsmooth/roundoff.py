@@ -70,8 +70,8 @@ class MatrixNorms:
         return self._once("spectral", matrices, _schatten)
 
     def absolute(self, matrices: Float[Tensor, "*batch m r"]) -> Float[Tensor, "*batch"]:
-        """Return an upper bound on the spectral norm of |W|, the matrix of absolute values, for each matrix
-        W.
+        """Return, for each matrix W, an upper bound on the spectral norm of the matrix |W| of absolute
+        values.
 
         The bound is √(‖W‖₁ ‖W‖_∞), computed from the largest column sum and the largest row sum of |W|.
         """

@@ -49,7 +49,7 @@ OUTPUTS = ("hidden", "logits", "margin")
 
 
 def layers_of_scope(scope: str, layers: Sequence[int]) -> Sequence[int]:
-    """Return the layers that are measured in a scope, which is only the number 0 for the scope of the whole
-    model.
+    """Return the indices of the layers that are measured in a scope. For the scope of the whole model, the
+    only index is 0.
     """
     return (0,) if scope == "model" else layers

@@ -148,6 +148,20 @@ def test_a_decoder_of_its_own_tokens_is_not_cut_with_the_encoder() -> None:
         torch.testing.assert_close(site.x[0], own[site.sequence])
 
 
+def test_a_mask_of_pairs_of_decoder_tokens_is_kept_in_a_batch() -> None:
+    from transformers import BartConfig, BartModel
+
+    heads = {"encoder_attention_heads": 2, "decoder_attention_heads": 2}
+    config = BartConfig(vocab_size=60, d_model=16, encoder_layers=1, decoder_layers=1, **heads)
+    model, given = BartModel(config).double().eval(), padded("right")
+    given["decoder_input_ids"] = token_ids(3, N, seed=5)
+    # Each token sees itself and the token before it.
+    near = torch.ones(N, N).tril().triu(-1).log().double()
+    given["decoder_attention_mask"] = near.expand(3, 1, N, N)
+    windows = [site.map.window for site in capture(model, given, layers=[1]) if site.map.causal]
+    assert windows == [2, 2, 2]
+
+
 @pytest.mark.parametrize("batch_first", [True, False])
 def test_key_padding_masks_of_torch(batch_first: bool) -> None:
     torch.manual_seed(0)

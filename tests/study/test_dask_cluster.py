@@ -90,6 +90,20 @@ def test_a_cluster_is_waited_for_until_it_has_so_many_workers(
             worker.wait()
 
 
+def test_a_cluster_of_this_machine_that_does_not_start_is_named_as_such(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def refuse(*_: object, **__: object) -> None:
+        raise OSError("no ports")
+
+    monkeypatch.setattr("howsmooth.study.dask_cluster.Client", refuse)
+    with (
+        pytest.raises(WorkerError, match=r"can be started on this machine \(no ports\)"),
+        opened_executor(Execution(executor="dask", workers=1)),
+    ):
+        pass
+
+
 def start_worker(scheduler: str, notes: Path) -> subprocess.Popen[bytes]:
     environment = os.environ | {
         "PYTHONPATH": os.pathsep.join([str(ROOT / "src"), str(ROOT)]),

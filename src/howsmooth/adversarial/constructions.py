@@ -233,7 +233,8 @@ def constructions(
 
 
 def _has_tie(head: Head) -> bool:
-    """Return whether an input can be constructed at which two tokens get equal attention from the given head.
+    """Return True if, for the given head, an input can be constructed at which two tokens get equal
+    attention.
 
     Such inputs are built by :func:`two_heavy_tokens`. They need d >= 2, scores that are not all zero, and a
     value matrix that is not zero.

@@ -55,8 +55,8 @@ _PROBES = 4
 
 @dataclass(frozen=True, eq=False)
 class Ascent:
-    """The result of a gradient ascent: the input with the largest Lipschitz constant that was found, and its
-    start.
+    """The result of a gradient ascent: the input with the largest local Lipschitz constant that was found,
+    and the name of the start from which it was reached.
 
     Attributes
     ----------
@@ -259,10 +259,10 @@ def _frobenius(f: TokenMap, x: Tensor, rtol: float, seeds: Sequence[int]) -> _Me
 
 
 def _token_wise(f: TokenMap, x: Tensor, rtol: float, seeds: Sequence[int]) -> _Measured:
-    """Return for each input of a batch a lower bound on the Lipschitz constant in the norm max_i |x_i|, and a
-    perturbation that attains it.
+    """Return, for each input of a batch, a lower bound on its local Lipschitz constant in the norm
+    max_i |x_i|, and a perturbation that attains this bound.
 
-    All count as converged, because the map attains them.
+    All bounds count as converged, because they are attained.
     """
     parts = []
     for member, seed in zip(x, seeds, strict=True):

@@ -70,7 +70,8 @@ class Atoms:
 
 @dataclass(frozen=True, eq=False)
 class AtomSearch:
-    """The result of :func:`search_atoms`: the best inputs of each restart, and lower bounds on ‖D_X f‖ there.
+    """The result of :func:`search_atoms`: the best inputs of each restart, and lower bounds on ‖D_X f‖ at
+    these inputs.
 
     Attributes
     ----------
@@ -217,7 +218,8 @@ class _Problem:
 
 
 def _pairing(f: SelfAttention, problem: _Problem, x: Tensor, u: Tensor, v: Tensor) -> Tensor:
-    """Return ⟨u, J v⟩, where J is the Jacobian of attention at a sequence of few distinct tokens (atoms).
+    """Return ⟨u, J v⟩ for given u and v, where J is the Jacobian of attention at a sequence of few distinct
+    tokens (atoms).
 
     The search makes it large by moving the atoms. Each set of atoms in a batch has one value. J is the
     Jacobian of ``f`` at atoms x, with rows and columns scaled by the weights of ``problem``. Shapes are x and

@@ -22,8 +22,7 @@ __all__ = ["Around", "Ball", "Domain", "Ellipsoid"]
 
 
 class Domain(abc.ABC):
-    """Base class of the sets of token sequences in which an input with a large Lipschitz constant is
-    searched.
+    """Base class of sets of token sequences that are searched for an input with a large Lipschitz constant.
 
     The tokens are described by coordinates, in which the set consists of balls.
     """
@@ -31,8 +30,8 @@ class Domain(abc.ABC):
     @property
     @abc.abstractmethod
     def radius(self) -> float:
-        """The radius of the ball to which the search restricts the coordinates of each token, or of all
-        tokens together.
+        """The radius of the ball in which the coordinates must lie. Depending on the set, the ball restricts
+        each token or the whole sequence.
         """
 
     @abc.abstractmethod
@@ -120,7 +119,7 @@ class Ball(Domain):
 
 
 class Ellipsoid(Domain):
-    """The set of all outputs of a norm layer, which is an ellipsoid or, if ε = 0, its surface.
+    """The set of all outputs of a norm layer: an ellipsoid, or only the surface of an ellipsoid if ε = 0.
 
     The tokens are β + √d γ∘u with the gain γ, the shift β and |u| <= 1; for LayerNorm, u has mean zero. This
     set is the closure of the layer's image if ε > 0. If ε = 0, the image is the surface |u| = 1, and then the
@@ -156,8 +155,7 @@ class Ellipsoid(Domain):
         return f"outputs of {self.norm.describe()}"
 
     def coordinates(self, x: Tensor) -> Tensor:
-        """Return the points u of the unit ball from which the gain and shift of the norm layer make the
-        tokens x.
+        """Return the points u of the unit ball that the gain and shift of the norm layer map to the tokens x.
 
         The tokens are x = β + √d γ∘u with gain γ and shift β. Entries with γ = 0 get u = 0.
         """
@@ -264,7 +262,7 @@ class Around(Domain):
         return centre + _shrink(difference.flatten(-2), self.radius).reshape(u.shape)
 
     def random(self, generator: torch.Generator, n: int, d: int) -> Float[Tensor, "n d"]:
-        """Return random tokens whose distance from the given tokens X0 is the largest allowed one."""
+        """Return random tokens at the largest allowed distance from the given tokens X0."""
         if (n, d) != tuple(self.X0.shape):
             raise ArgumentError("n", expected=f"tokens of shape {tuple(self.X0.shape)}", got=f"({n}, {d})")
         x = torch.randn(n, d, generator=generator, dtype=torch.float64)

@@ -27,7 +27,7 @@ _LONG = 30.0
 def zero_query_or_key_inputs(
     f: SelfAttention, length: int, radius: float
 ) -> list[tuple[str, Float64[Tensor, "n d"]]]:
-    """Return named inputs in which one token has a query or key of zero; the list is empty if the attention
+    """Return named inputs in which one token has a query or key of zero. The list is empty if the attention
     does not normalise queries or keys.
 
     Parameters
@@ -60,7 +60,8 @@ def zero_query_or_key_inputs(
 
 @dataclass(frozen=True, eq=False)
 class _Side:
-    """The map from a token x to the query or key of one head, which has the direction of γ∘(W x + b).
+    """The map from a token x to the query or key of one head, up to a positive factor: x ↦ γ∘(W x + b). Here
+    W and b are the projection matrix and its bias, and γ is the gain of the norm layer.
 
     ``zero`` is the shortest token at which the derivative of the norm layer is largest, scaled down to the
     radius if it is longer. ``long`` is the length of W x + b that the other tokens should have.
@@ -91,15 +92,15 @@ class _Side:
         return cls(W[mine], b[mine], norm.weight[mine], zero, long)
 
     def directions(self) -> Float64[Tensor, "dim two"]:
-        """Return two orthogonal directions of queries or keys. A move of the token moves its query or key
-        farthest in the first direction.
+        """Return two orthogonal directions in the space of queries or keys. A change of the token changes its
+        query or key most in the first direction.
         """
         u: Tensor = torch.linalg.svd(self.gain[:, None] * self.W).U
         return u[:, :2]
 
     def before(self, wanted: Float64[Tensor, "n dim"]) -> Float64[Tensor, "n dim"]:
-        """Return one vector W x for each row of ``wanted``, such that the query or key of the token x reaches
-        as far as possible in the direction of this row.
+        """Return a vector W x for each row of ``wanted``, where W is the projection matrix and x a token. The
+        query or key of this token has the largest possible component along the row.
         """
         y = self.gain * wanted
         images: Tensor = self.long * y / y.norm(dim=-1, keepdim=True).clamp_min(1e-300) - self.b
@@ -109,12 +110,12 @@ class _Side:
 def _zero_query(
     f: SelfAttention, group: int, query: _Side, key: _Side, n: int, radius: float
 ) -> Float64[Tensor, "n d"]:
-    """Return tokens in which the query of the last token is zero, and the other tokens form two opposite
+    """Return a sequence in which the query of the last token is zero and the other tokens form two opposite
     clusters.
 
     The last token gives the same attention weight to all keys. The keys of the two clusters point along and
-    against the direction in which the query moves most. So a move of the last token changes the weights of
-    the two clusters in opposite directions.
+    against the direction in which a change of the last token changes its query most. So such a change raises
+    the weights of one cluster and lowers the weights of the other cluster.
     """
     signs = torch.ones(n, 1, dtype=torch.float64)
     signs[1::2] = -1.0
@@ -127,8 +128,8 @@ def _zero_query(
 def _zero_key(
     f: SelfAttention, group: int, query: _Side, key: _Side, n: int, radius: float
 ) -> list[Float64[Tensor, "n d"]]:
-    """Return one or two inputs in which the key of the first token is zero, and all queries point in the
-    direction in which this key moves most.
+    """Return one or two inputs in which the key of the first token is zero. All queries point in the
+    direction in which a change of this token changes its key most.
 
     In the first input the other keys point in the opposite direction. In the second input they are turned so
     that together they have half of the attention weight.
@@ -155,8 +156,8 @@ def _zero_key(
 
 
 def _turned(f: SelfAttention, direction: Tensor, n: int, place: int) -> Float64[Tensor, "n dim"]:
-    """Return vectors that point in the same direction at all positions after their rotation by the rotary
-    embedding.
+    """Return one vector for each position, such that all vectors point in the same direction after their
+    rotation by the rotary embedding.
 
     This is the direction in which the vector ``direction`` points after its rotation at the position
     ``place``.
@@ -174,7 +175,8 @@ def _with_images(
     signs: Float64[Tensor, "n 1"],
     radius: float,
 ) -> Float64[Tensor, "n d"]:
-    """Return tokens x of norm ``radius`` whose images W x are as given, possibly up to a factor.
+    """Return tokens x of norm ``radius`` whose images W x under the matrix W are the given vectors, possibly
+    up to a factor.
 
     An image is multiplied by a factor if its token would be longer than the radius, or if W maps no nonzero
     token to zero. Otherwise a token that W maps to zero is added, such that the value of the sum is as long

@@ -49,8 +49,8 @@ class CrossLayer(Protocol):
 
 
 class TwoSequenceMap(abc.ABC):
-    """Base class of maps f of two sequences, tokens x (..., m, d) and a memory y (..., n, d_memory), to (...,
-    m, d_out).
+    """Base class of maps f(x, y) of two sequences: tokens x (..., m, d) and a memory y (..., n, d_memory).
+    The outputs have shape (..., m, d_out).
 
     Such a map consists of PyTorch code around softmax attentions (cores), whose derivatives have a closed
     form. Leading axes are batch axes. Its parameters are tensors without gradients.
@@ -141,7 +141,8 @@ class TwoSequenceMap(abc.ABC):
             function y ↦ f(x, y) of the memory, at the fixed tokens ``x``. ``"joint"``: the function of both,
             whose argument is :meth:`joined`; its constant is the norm of [∂f/∂x, ∂f/∂y].
         x, memory
-            Tokens (m, d) and memory (n, d_memory). Of a sequence that moves only the shape matters.
+            Tokens (m, d) and memory (n, d_memory). If a sequence is an argument of the returned function,
+            only its shape matters.
 
         Raises
         ------
@@ -176,7 +177,7 @@ class TwoSequenceMap(abc.ABC):
     def joined(
         self, x: Float[Tensor, "*batch m d"], memory: Float[Tensor, "*batch n d_memory"]
     ) -> Float[Tensor, "*batch rows width"]:
-        """Concatenate m tokens and n memory tokens to one sequence of m + n rows.
+        """Concatenate m tokens and n memory tokens into one sequence of m + n rows.
 
         If their dimensions differ, the shorter ones are filled up with zeros, which the map ignores.
         """
@@ -190,7 +191,9 @@ class TwoSequenceMap(abc.ABC):
         return z[..., :m, : self.d], z[..., m:, : self.d_memory]
 
     def tokens(self, side: str, x: Tensor, memory: Tensor) -> Tensor:
-        """Return the tokens, the memory, or both concatenated, as ``side`` says."""
+        """Return the argument of :meth:`view` for the given ``side``: the tokens, the memory, or both
+        concatenated.
+        """
         return {"queries": x, "memory": memory}[side] if side != "joint" else self.joined(x, memory)
 
     def __repr__(self) -> str:
@@ -214,8 +217,8 @@ class TwoSequenceMap(abc.ABC):
 
 
 class _OneArgument:
-    """A map of two sequences as a function of the tokens, of the memory, or of both concatenated, with the
-    rest held fixed.
+    """A map of two sequences as a function of the tokens, of the memory, or of both concatenated. A sequence
+    that is not an argument of this function is held fixed.
     """
 
     def __init__(self, f: TwoSequenceMap, side: str, x: Tensor, memory: Tensor) -> None:

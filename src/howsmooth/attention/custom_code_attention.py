@@ -180,7 +180,7 @@ class SoftmaxCore:
     def to(
         self, *, dtype: torch.dtype | None = None, device: torch.device | str | None = None
     ) -> SoftmaxCore:
-        """Return a copy of the softmax whose tensors have another dtype or lie on another device."""
+        """Return a copy of the softmax attention with its tensors in another dtype or on another device."""
         mask = None if self.mask is None else self.mask.to(device=device)
         bias = None if self.score_bias is None else self.score_bias.to(dtype=dtype, device=device)
         sinks = None if self.sinks is None else self.sinks.to(dtype=dtype, device=device)

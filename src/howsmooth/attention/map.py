@@ -96,7 +96,7 @@ class TokenMap(abc.ABC):
 
 
 class AbstractMeasure(abc.ABC):
-    """The interface of a probability measure on R^d, whose points are tokens that a map can move.
+    """The interface of a probability measure of tokens in R^d, which an attention map can push forward.
 
     :mod:`howsmooth.measures` implements it.
     """

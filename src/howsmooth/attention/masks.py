@@ -42,9 +42,8 @@ class Visibility:
 
     @property
     def triangle(self) -> bool | None:
-        """Whether the mask is the causal order alone; None if the mask has a window or a boolean matrix.
-
-        It is False if every query sees every key.
+        """True if the mask is the causal order alone, False if nothing is masked, and None if the mask has a
+        window or a boolean matrix.
         """
         return self.causal if self.window is None and self.mask is None else None
 
@@ -54,8 +53,8 @@ class Visibility:
         return self.block(slice(0, queries), slice(0, self.n), device)
 
     def all_see(self, rows: slice) -> bool:
-        """Return whether the causal order and the window leave every query in ``rows`` at least one visible
-        key.
+        """Return True if the causal order and the window leave at least one visible key to every query in
+        ``rows``.
         """
         return self.window is None or rows.stop + self.offset < self.n + self.window
 
@@ -109,7 +108,7 @@ class Visibility:
         return order if seen is None else order & seen
 
     def clear(self, t: Float[Tensor, "*lead rows keys"], rows: slice, keys: slice) -> None:
-        """Set the entries of ``t`` (..., rows, keys) to zero at which the query does not see the key."""
+        """Set the entries of ``t`` (..., rows, keys) to zero where the query does not see the key."""
         at = self._positions(rows)
         diagonal = at.start - keys.start  # offset of the diagonal on which a query meets its own key
         if self.causal and keys.stop > at.start + 1:

@@ -108,8 +108,8 @@ class HeadParameters:
 
 
 class HeadsAttention(HeadParameters, TokenMap):
-    """Base class of multi-head self-attention with four projections; subclasses define the attention matrix
-    P.
+    """Base class of multi-head self-attention with query, key, value and output projections. Subclasses
+    define the attention matrix P.
     """
 
     def __repr__(self) -> str:
@@ -143,7 +143,7 @@ class HeadsAttention(HeadParameters, TokenMap):
 
 
 def in_heads(X: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """Project the tokens X (..., n, d) by the matrix of each head, which gives (..., heads, n, dim)."""
+    """Apply the projection of each head to the tokens X (..., n, d), and return (..., heads, n, dim)."""
     rows = X @ weight.flatten(0, 1).mT
     if bias is not None:
         rows = rows + bias.flatten()
@@ -153,8 +153,8 @@ def in_heads(X: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 def projected_heads(
     heads: Float[Tensor, "*batch heads m value_dim"], output: Tensor | None, bias: Tensor | None
 ) -> Float[Tensor, "*batch m d_out"]:
-    """Concatenate the head outputs, multiply them by the output matrix and add its bias, as far as these are
-    given.
+    """Concatenate the outputs of the heads, multiply them by the output matrix and add the output bias. If
+    there is no output matrix, return the concatenated outputs.
     """
     rows = heads.movedim(-3, -2).flatten(-2)
     if output is None:

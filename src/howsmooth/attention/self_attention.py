@@ -175,8 +175,8 @@ class SelfAttention(HeadsAttention):
         return ScoreFeatures(self.softcap, bias, sinks)
 
     def feature_names(self) -> tuple[str, ...]:
-        """Return the names of the settings that make the scores differ from ⟨Q x_i + b, K x_j⟩, for
-        messages.
+        """Return, for messages, the names of the settings that make the scores differ from plain inner
+        products of queries and keys.
         """
         named = {
             "a norm of queries": self.query_norm,
@@ -278,9 +278,7 @@ class SelfAttention(HeadsAttention):
         return self._placed(in_heads(X, self.query, self.query_bias), in_heads(X, self.key, self.key_bias))
 
     def _placed(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
-        """Apply the norm layers and the rotary rotation of the attention, if it has them, to queries and
-        keys.
-        """
+        """Apply to queries and keys the norm layers and the rotary rotation of the attention, if any."""
         q, k = _normed(q, self.query_norm), _normed(k, self.key_norm)
         return (q, k) if self.rotary is None else (self.rotary.rotate(q), self.rotary.rotate(k))
 
@@ -328,7 +326,7 @@ class SelfAttention(HeadsAttention):
         return self._rebuilt(output=None, output_bias=None)
 
     def head(self, h: int) -> SelfAttention:
-        """Return one head as an attention layer of its own, without the output projection.
+        """Return one head as a separate attention layer, without the output projection.
 
         It has the value projection of head ``h``; scope ``head`` of a capture means this map. This is the
         single-head attention of Castin et al. (2024).

@@ -16,7 +16,7 @@ __all__ = ["require_formula", "require_plain_scores"]
 
 
 def require_plain_scores(f: object, what: str, *, argument: str = "attention") -> None:
-    """Raise ArgumentError if an attention in ``f`` has scores other than ⟨q_i, k_j⟩, apart from a mask.
+    """Raise ArgumentError if an attention in ``f`` has scores other than ⟨q_i, k_j⟩. A mask is allowed.
 
     Scores with a bias, a soft cap, sinks or norms of queries and keys are refused, and so is attention whose
     layer is code (:class:`~howsmooth.attention.StagedAttention`).
@@ -54,7 +54,7 @@ def require_plain_scores(f: object, what: str, *, argument: str = "attention") -
 
 
 def require_formula(f: object, what: str, *, argument: str = "attention") -> None:
-    """Raise ArgumentError if a map in ``f`` is given by code, and not by a known formula and its parameters.
+    """Raise ArgumentError if a map in ``f`` is given by code instead of a known formula with parameters.
 
     A module of a model, for example, is given by code.
 

@@ -248,15 +248,17 @@ class Parameters:
 
 @runtime_checkable
 class SiteLike(Protocol):
-    """The interface of a captured layer of a model: its map, and the tokens that it received."""
+    """The attributes that the bounds read from a captured layer of a model: its map, its tokens and its norm
+    layer.
+    """
 
     @property
     def map(self) -> object:
-        """The map of the captured layer, as a function of its tokens."""
+        """The function that the captured layer computes from its tokens, for instance a SelfAttention."""
 
     @property
     def x(self) -> Tensor:
-        """The tokens (batch, n, d) at which the map was captured."""
+        """The tokens (batch, n, d) that the layer received when it was captured."""
 
     @property
     def norm(self) -> object:
@@ -334,7 +336,8 @@ def _of_site(site: SiteLike) -> Parameters:
 
 
 def log_largest_weight(n: int | float, a: float) -> float:
-    """Return the log of the largest attention weight that is possible if all n scores lie in [−a, a].
+    """Return the log of the largest attention weight that is possible if a query sees n keys with scores in
+    [−a, a].
 
     This weight is P̄(n, a) = 1/(1 + (n−1)e^{−2a}).
     """

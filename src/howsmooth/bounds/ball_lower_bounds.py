@@ -213,7 +213,7 @@ def causal_two_cluster_lower_bound(attention: object, length: int, radius: float
 
 
 def heavy_token_lower_bound(attention: object, length: int, radius: float) -> Bound:
-    """Bound Lip(f on B_R^n) from below by ‖D_X f‖ at tokens X that mostly attend to one of them.
+    """Bound Lip(f on B_R^n) from below by ‖D_X f‖ at tokens X, one of which gets most of the attention.
 
     The token is called heavy, the others light. The bound is √(n−1) p ‖V(I + (1−p)(z−w)yᵀ)‖ at X = (z, w, …,
     w). z = Ry/|y|, y = Aw + b, and w is sought by local ascent in the ball of radius R; every w gives a valid
@@ -258,7 +258,8 @@ def heavy_token_lower_bound(attention: object, length: int, radius: float) -> Bo
 
 
 def heavy_token_local_bound(attention: object, length: int, heavy: Tensor, light: Tensor) -> Bound:
-    """Bound ‖D_X f‖ from below at a sequence X of one given token and n − 1 copies of another one.
+    """Bound ‖D_X f‖ from below at a sequence X of the token ``heavy`` and n − 1 copies of the token
+    ``light``.
 
     The first token, called heavy, should get much attention. X = (z, w, …, w) has the heavy token z and the
     light token w. Without a mask the bound is √(n−1) ‖M‖ with M = Σ_h W_h V_h p_h (I + (1−p_h)(z−w)y_hᵀ), y_h
@@ -302,13 +303,14 @@ def heavy_token_local_bound(attention: object, length: int, heavy: Tensor, light
 
 
 def two_heavy_tokens_lower_bound(attention: object, length: int, radius: float) -> Bound:
-    """Bound Lip(f on B_R^n) from below by ‖D_X f‖ at tokens X that mostly attend to two of them.
+    """Bound Lip(f on B_R^n) from below by ‖D_X f‖ at tokens X, two of which get most of the attention.
 
     The two tokens are called heavy, the others light. The bound is at least √(2(n−2)) p sinθ |y| R |Vv|. X
     consists of two heavy tokens R(cosθ ŷ ± sinθ v) and n − 2 copies of w, |w| ≤ R, where y = Aw + b, ŷ =
     y/|y|, v is a unit vector orthogonal to ŷ, and p = 1/(2 + (n−2)e^{−(R|y|cosθ − ⟨y,w⟩)}) is the weight of
     each heavy token. θ, w and v are sought by local ascent; every choice gives a valid bound. The returned
-    bound is the norm of the two heavy columns. It attains the rate R²√n of Theorem 3.3.
+    bound is the norm of the two heavy columns in the rows of the light tokens. It attains the rate R²√n of
+    Theorem 3.3.
 
     Parameters
     ----------
@@ -347,8 +349,8 @@ def two_heavy_tokens_lower_bound(attention: object, length: int, radius: float) 
 
 
 def causal_two_heavy_tokens_lower_bound(attention: object, length: int, radius: float) -> Bound:
-    """Bound the Lipschitz constant of causal attention from below by ‖D_X f‖ at tokens X that mostly attend
-    to two of them.
+    """Bound the Lipschitz constant of causal attention from below by ‖D_X f‖ at tokens X, two of which get
+    most of the attention.
 
     It bounds Lip(f^m on B_R^n) by the Jacobian's norm at such tokens. The tokens are as in
     :func:`two_heavy_tokens_lower_bound`, heavy tokens first. The bound is at least √(2Σ_{i=3}^n p_i²) sinθ
@@ -509,7 +511,8 @@ def _log_tie(p: Parameters, n: int, radius: float, *, masked: bool) -> float:
 
 
 def _log_tie_formula(head: Head, n: int, points: TwoHeavyTokens, *, masked: bool) -> float:
-    """Return the log of a lower bound on ‖D_X f‖ at tokens where two tokens get equal attention weights.
+    """Return the log of a lower bound on ‖D_X f‖ in closed form, at tokens X of which two get equal and large
+    attention weights.
 
     The formula is in :func:`two_heavy_tokens_lower_bound`. At huge radii rounding makes the two scores
     differ, so that the norm of the heavy columns is smaller.
@@ -534,10 +537,10 @@ def _log_tie_formula(head: Head, n: int, points: TwoHeavyTokens, *, masked: bool
 
 
 def _two_clusters(head: Head, radius: float) -> list[OneHeavyToken]:
-    """Return the two-cluster inputs of the paper for the largest and the smallest real eigenvalue of the
-    matrix A.
+    """Return the two-cluster inputs of the paper, one for the largest and one for the smallest real
+    eigenvalue of the score matrix A.
 
-    A is the matrix of the scores. The list is empty if A has no real eigenvalue.
+    The list is empty if A has no real eigenvalue.
     """
     both = (two_cluster_points(head, radius, choice) for choice in ("max", "min"))
     return [points for points in both if points is not None]

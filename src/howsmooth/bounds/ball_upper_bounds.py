@@ -236,8 +236,8 @@ def mean_field_upper_bound(attention: object, radius: object) -> Bound:
 
 
 def row_norm_maximum(a: float) -> float:
-    """Return h*(a), an upper bound on the squared norm of a block row of the Jacobian for V = I, if only the
-    keys and values move and scores lie in an interval of length 2a.
+    """Return h*(a), an upper bound on the squared norm of a block row of the Jacobian for V = I, without the
+    derivative of the query. The scores of the row must lie in an interval of length 2a.
 
     h*(a) is the maximum over p in [0, 1] of p²(1 + 2a(1−p))² + (1−p)²(1 − 2ap)². It is 1 for a <= 1/2, and at
     most 1 + a²/2. It bounds Σ_j P_j²(1 + t_j)² for all probability vectors P and all numbers t_j in an
@@ -261,10 +261,9 @@ def row_norm_maximum(a: float) -> float:
 
 
 def h_star_maximiser(a: float) -> float:
-    """Return the maximiser of the polynomial whose maximum is h*(a).
+    """Return the number w = 2p − 1 for the p at which the polynomial in :func:`row_norm_maximum` is largest.
 
-    The polynomial is the one in :func:`row_norm_maximum`, and the result is w = 2p − 1 for the p that
-    maximises it. The result is 0 for a > 1e8 or NaN.
+    The result is 0 for a > 1e8 or NaN.
     """
     if a <= 0.5:
         return 1.0
@@ -278,17 +277,16 @@ def h_star_maximiser(a: float) -> float:
 
 
 def log_h_star(a: float) -> float:
-    """Return log h*(a), where h*(a) bounds the squared norm of a block row of the Jacobian for V = I, if only
-    the keys and values move.
+    """Return the logarithm of the number h*(a) that :func:`row_norm_maximum` computes.
 
-    It is finite also where h*(a) overflows. The number h*(a) is explained at :func:`row_norm_maximum`.
+    It is finite also where h*(a) overflows.
     """
     return 2 * math.log(a) - math.log(2) if a > 1e100 else math.log(row_norm_maximum(a))
 
 
 def log_row(n: int, a3: float) -> float:
-    """Return the logarithm of an upper bound on the squared norm of a block row of the Jacobian for V = I, if
-    only the keys and values move.
+    """Return the logarithm of an upper bound on the squared norm of a block row of the Jacobian for V = I,
+    without the derivative of the query.
 
     The row is that of a query that sees n tokens. The bound is min{h*(a₃), (1 + a₃²) P̄(n, a₃)}, with h* of
     :func:`row_norm_maximum` and P̄ of :func:`log_largest_weight`.
@@ -310,9 +308,10 @@ def one_head(attention: object, needed_by: str) -> tuple[Parameters, Head]:
 
 
 def score_sizes(head: Head, radius: float) -> tuple[float, float]:
-    """Return two bounds on the scores of a head on the ball of radius R: without and with the query bias.
+    """Return two upper bounds on the scores of a head on the ball of radius R. The first leaves the query
+    bias out, the second includes it.
 
-    a = ‖A‖R² bounds the scores without a query bias b, and a₃ = (‖A‖R + |b|)R the scores with it.
+    The first is a = ‖A‖R², the second a₃ = (‖A‖R + |b|)R with the query bias b.
     """
     # R is multiplied one by one, so that ‖A‖ = 0 gives 0 where R² overflows.
     return head.A_norm * radius * radius, (head.A_norm * radius + head.b_norm) * radius

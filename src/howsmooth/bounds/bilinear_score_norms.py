@@ -34,9 +34,11 @@ _MOST = 1 << 14
 
 @dataclass(frozen=True)
 class BilinearScoreNorms:
-    """Upper bounds on the norms of the forms of one head, over all pairs of a query i and a key j.
+    """Upper bounds on the norms of the bilinear forms that make up the scores of one head. They hold for all
+    pairs of a query i and a key j.
 
-    Weights and biases must be float64 on the CPU.
+    M is the matrix T_jᵀ T_i of the rotary positions of the pair. Weights and biases must be float64 on the
+    CPU.
 
     Attributes
     ----------
@@ -62,7 +64,10 @@ class BilinearScoreNorms:
         query_bias: Float[Tensor, " key_dim"] | None,
         key_bias: Float[Tensor, " key_dim"] | None,
     ) -> BilinearScoreNorms:
-        """Compute the norms of the forms of one head without rotary positions, where M is the identity."""
+        """Compute the norms of the bilinear forms in the scores of one head without rotary positions.
+
+        The matrix M is then the identity.
+        """
         b_q, b_k = _vector(query_bias, query), _vector(key_bias, key)
         lengths = (float(torch.linalg.vector_norm(one)) for one in (key.mT @ b_q, query.mT @ b_k))
         others = (size * (1 + _MARGIN) for size in (*lengths, abs(float(b_q @ b_k))))
@@ -78,11 +83,12 @@ class BilinearScoreNorms:
         key_bias: Float[Tensor, " key_dim"] | None,
         seen: Visibility,
     ) -> BilinearScoreNorms | None:
-        """Bound the forms of one head over all offsets i − j that causal order and the window of ``seen``
-        allow; return None for more than 16,384 offsets, which would take too long.
+        """Bound the norms of the bilinear forms in the scores of one head with rotary positions. Return None
+        for more than 16,384 offsets i − j of a query i and a key j, which would take too long.
 
-        The tables of the rotary embedding are fitted by rotations at a constant speed, and their distance
-        from the fit is added to the bounds.
+        The offsets are those that causal order and the window of ``seen`` allow. The tables of the rotary
+        embedding are fitted by rotations at a constant speed, and their distance from the fit is added to the
+        bounds.
         """
         reach = seen.n if seen.window is None else min(seen.n, seen.window)
         offsets = torch.arange(0 if seen.causal else 1 - reach, reach, dtype=torch.float64)
@@ -113,7 +119,8 @@ def _vector(bias: Tensor | None, weight: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class _Rotations:
-    """Rotations T_i at a constant speed, which the tables of a rotary embedding follow up to an error.
+    """Rotations T_i by angles that grow linearly with the position i, and a bound on their distance from the
+    tables of a rotary embedding.
 
     Attributes
     ----------
@@ -133,7 +140,9 @@ class _Rotations:
 
     @classmethod
     def fitted(cls, rotary: Rotary, n: int, key_dim: int) -> _Rotations:
-        """Fit rotations to the first n positions of the tables."""
+        """Fit rotations of constant speed to the first n positions in the cosine and sine tables of a rotary
+        embedding.
+        """
         half = rotary.rot_dim // 2
         cos, sin = rotary.cos[:n].double(), rotary.sin[:n].double()
         # A block of T_i maps (t, u) to (t cos − u sin, u cos' + t sin'): a rotation if both tables agree.
@@ -153,7 +162,7 @@ class _Rotations:
     def turned(
         self, columns: Float[Tensor, "key_dim r"], offsets: Float[Tensor, " m"]
     ) -> Float[Tensor, "m key_dim r"]:
-        """Apply M of each offset i − j to the columns of a matrix."""
+        """Multiply the columns of a matrix by T_jᵀ T_i, for each given offset i − j of the positions."""
         half = len(self.angles)
         first, second, rest = columns[:half], columns[half : 2 * half], columns[2 * half :]
         turns = torch.polar(self.scales.square().expand(len(offsets), half), offsets[:, None] * self.angles)
@@ -163,7 +172,8 @@ class _Rotations:
 
 
 def largest_spectral_norm(matrices: Float[Tensor, "m r s"]) -> float:
-    """Return an upper bound on the largest spectral norm of several float64 matrices, at most 1 % above it.
+    """Return an upper bound on the largest spectral norm of several float64 matrices. It exceeds this norm by
+    at most 1 %.
 
     With σ² the largest eigenvalue of a positive semidefinite matrix G of rank r, ‖G^p‖_F^(1/p) lies between
     σ² and σ² r^(1/2p). G is squared until the two are near each other, and each time matrices are dropped

@@ -27,7 +27,8 @@ def table(
     confidence: float = 0.999,
     seed: int = 0,
 ) -> PrintedTable:
-    """Return a table of all bounds that apply to an attention, and of its measured constant at tokens X.
+    """Return a table of all bounds that apply to an attention. With tokens X, the table also has the local
+    Lipschitz constant measured at X.
 
     Parameters
     ----------

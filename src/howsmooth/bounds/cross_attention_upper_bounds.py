@@ -249,14 +249,21 @@ class _HeadAt:
         return float(torch.linalg.vector_norm(self.v, dim=-1).max()) * (1 + _MARGIN) + self.value_off
 
     def covariance(self, i: int, of: Tensor) -> Tensor:
-        """Return the covariance Σ_j P_ij (v_j − o_i) t_jᵀ of the values v_j with given vectors t_j."""
+        """Return the covariance of the values with given vectors t_j under the attention weights of query i.
+
+        It is Σ_j P_ij (v_j − o_i) t_jᵀ, where P_ij are the attention weights, v_j the values and o_i their
+        weighted mean.
+        """
         p = self.p[i, :, None]
         found: Tensor = (p * (self.v - (p * self.v).sum(dim=0))).mT @ of
         return found
 
     def memory_norm(self) -> float:
-        """Return an upper bound on the norm of the derivative of the head with respect to the memory, (max_j
-        Σ_i P_ij β_i²)^{1/2}.
+        """Return an upper bound on the norm of the derivative of the head's output with respect to the
+        memory. The output map of the head is left out.
+
+        The bound is (max_j Σ_i P_ij β_i²)^{1/2} with β_i² = ‖V Vᵀ + s_i² C_i‖. Here C_i is the covariance of
+        the values under row i of P, and s_i is ``slopes`` of row i.
         """
         values, sums = self.V @ self.V.mT, torch.zeros(len(self.k), dtype=torch.float64)
         for i, (slope, eta) in enumerate(zip(self.slopes.tolist(), self.eta.tolist(), strict=True)):
@@ -267,7 +274,12 @@ class _HeadAt:
 
 
 def _largest_block(f: CrossAttention, heads: list[_HeadAt], m: int) -> float:
-    """Return the largest norm of the matrices A_i, increased by a bound on its rounding error."""
+    """Return an upper bound on the largest norm of the derivative of an output token with respect to the
+    query token at the same position.
+
+    For token i the derivative is A_i = scale · Σ_h W_h C_i^h Q_h, where C_i^h is the covariance of the values
+    and the keys. The bound covers rounding errors.
+    """
     W, largest = torch.cat([head.W for head in heads], dim=1), 0.0
     frobenius = torch.linalg.matrix_norm
     sizes = [abs(f.scale) * float(frobenius(head.W) * frobenius(head.Q)) for head in heads]
@@ -287,7 +299,8 @@ def _largest_block(f: CrossAttention, heads: list[_HeadAt], m: int) -> float:
 
 
 def _largest_product(left: Tensor, right: Tensor) -> float:
-    """Return an upper bound on the maximum of |left z| |right z| over unit vectors z.
+    """Return an upper bound on the maximum of |left z| |right z| over all unit vectors z, for matrices
+    ``left`` and ``right``.
 
     For every t > 0 it is at most half the norm of t leftᵀ left + rightᵀ right / t.
     """

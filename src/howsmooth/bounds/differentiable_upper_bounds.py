@@ -27,10 +27,10 @@ _LARGE = 96
 
 
 def any_boolean_mask(length: int) -> VisibleRows:
-    """Return the kinds of mask rows whose bounds together hold under every boolean mask.
+    """Return a :class:`VisibleRows` for which the bounds hold under every boolean mask.
 
     The masks may differ between heads. The bounds on a row are largest for rows that see one or two keys, so
-    only these two kinds are returned.
+    the result has only these two kinds of row.
     """
     counts = torch.tensor([1.0, 2.0] if length > 1 else [1.0], dtype=torch.float64)
     return VisibleRows(counts, torch.zeros_like(counts, dtype=torch.bool), False, None, length, "any")
@@ -176,26 +176,27 @@ class _Heads:
         )
 
     def squares(self, c: Tensor) -> tuple[Tensor, Tensor]:
-        """Return two upper bounds on ‖Σ_h W_h V_h F_h‖² for all matrices F_h with ‖F_h‖ <= c_h.
+        """Return two upper bounds on ‖Σ_h W_h V_h F_h‖², a sum over the heads h. They hold for all matrices
+        F_h with ‖F_h‖ <= c_h.
 
-        The sum is over the heads h, with output maps W_h and value matrices V_h.
+        W_h are the output maps and V_h the value matrices.
         """
         by_grams = torch.einsum("h...,hg,g...->...", c, self.grams, c)
         by_output = self.whole.square() * torch.einsum("h,h...->...", self.values.square(), c.square())
         return by_grams, by_output
 
     def together(self, c: Tensor) -> Tensor:
-        """Return an upper bound on ‖Σ_h W_h V_h F_h‖ for all matrices F_h with ‖F_h‖ <= c_h.
+        """Return an upper bound on ‖Σ_h W_h V_h F_h‖, a sum over the heads h. It holds for all matrices F_h
+        with ‖F_h‖ <= c_h.
 
-        The sum is over the heads h, with output maps W_h and value matrices V_h. The bound is M(c) of
-        :func:`softmax_layer`.
+        W_h are the output maps and V_h the value matrices. The bound is M(c) of :func:`softmax_layer`.
         """
         by_grams, by_output = self.squares(c)
         return _root(torch.minimum(by_grams, by_output))
 
     def around_mean(self, rows: VisibleRows, rho: Tensor, m: Tensor) -> Tensor:
-        """Bound the part of the Jacobian without the derivatives of the queries, split into row means and
-        deviations.
+        """Bound the part of the Jacobian in which the queries are held fixed. Each block row is split into
+        its mean over the visible keys and the deviations from the mean.
 
         The result is the last term of the second bound of :func:`softmax_layer`,
         √(max_j Σ_{i sees j} (‖O‖²/m_i + M(√(ρ_i − 1/m_i))²)).
@@ -245,7 +246,8 @@ def _sees_several_keys(rows: VisibleRows, m: Tensor) -> Tensor:
 
 
 def _largest(m: Tensor, a: Tensor) -> Tensor:
-    """Return the largest attention weight possible if all m scores lie in [−a, a], (heads, rows).
+    """Return the largest attention weight that is possible if the m scores of a row lie in [−a, a]. The
+    result has one entry for each head and row.
 
     It is 1/(1 + (m−1)e^{−2a}).
     """
@@ -253,7 +255,7 @@ def _largest(m: Tensor, a: Tensor) -> Tensor:
 
 
 def _heaviest_key(rows: VisibleRows, weights: Tensor) -> Tensor:
-    """Return, for each head, the largest sum over one key of the weights of the queries that see it.
+    """Return for each head the largest sum of given weights over the queries that see the same key.
 
     For weights w_i of the rows it is max_j Σ_{i sees j} w_i.
     """
@@ -261,8 +263,8 @@ def _heaviest_key(rows: VisibleRows, weights: Tensor) -> Tensor:
 
 
 def _h_star(a: Tensor) -> Tensor:
-    """Return h*(a) for each head as a differentiable number, an upper bound on the norm of a block row of the
-    Jacobian.
+    """Return h*(a) for each head as a differentiable number. It is an upper bound on the squared norm of a
+    block row of the Jacobian.
 
     It is the number of :func:`row_norm_maximum`. The gradient holds the maximiser fixed.
     """
@@ -310,10 +312,10 @@ def products_norms(
 
 
 def _leading(q_left: Tensor, small: Tensor, q_right: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the leading singular vectors of a matrix product, computed from its small middle factor.
+    """Return the leading singular vectors of the product q_left @ small @ q_rightᵀ, computed from those of
+    ``small``.
 
-    The product is q_left @ small @ q_rightᵀ. ``q_left`` and ``q_right`` have orthonormal columns. The left
-    vector is zero if the matrix is zero.
+    ``q_left`` and ``q_right`` have orthonormal columns. The left vector is zero if the matrix is zero.
     """
     u, v = _singular_vectors(small)
     return (q_left @ u[..., None])[..., 0], (q_right @ v[..., None])[..., 0]

@@ -67,9 +67,9 @@ def l2_layer(
 
 
 def _l2_core(size: Tensor, key_dim: int, rows: VisibleRows, radius: float) -> Tensor:
-    """Return an upper bound for one head of L2 attention, without the factor of its output map.
+    """Return the factor of one head, called L_h, that enters the bound of :func:`l2_layer`.
 
-    The bound is the number L_h of :func:`l2_layer`. ``size`` is the norm ‖Q_h‖ of the head's query matrix.
+    ``size`` is the norm ‖Q_h‖ of the head's query matrix.
     """
     m, phi = rows.counts, rows.phi
     if phi is None:
@@ -149,8 +149,8 @@ def sinkhorn_layer(
     *,
     scale: float,
 ) -> Float[Tensor, ""]:
-    """Bound the Lipschitz constant of multi-head Sinkhorn attention on a ball, at convergence and for every
-    length n.
+    """Bound the Lipschitz constant of converged multi-head Sinkhorn attention on a ball. The bound holds for
+    every length n.
 
     With O_h = W_h V_h, ν_h = ‖V_h‖ and matrices [·] stacked over the heads, the bound is c₁ + R²c₂, where
 

@@ -34,9 +34,10 @@ MOST_ROWS = 1 << 16
 
 
 def log_column_norm(p: Parameters, n: int, points: HeavyTokens) -> float:
-    """Return the log of the norm of the columns of D_X f that belong to the most attended (heavy) tokens.
+    """Return the log of the norm of the blocks of D_X f in the columns of the most attended (heavy) tokens
+    and the rows of the other tokens.
 
-    The norm of these columns is a lower bound on ‖D_X f‖.
+    The norm of these blocks is a lower bound on ‖D_X f‖. With a causal mask the first row is included.
     """
     c, d = points.heavies.shape
     if n <= c:
@@ -81,10 +82,8 @@ def log_column_norm(p: Parameters, n: int, points: HeavyTokens) -> float:
 def log_weights(
     heads: Sequence[Head], heavies: Tensor, light: Tensor, log_copies: Tensor | float
 ) -> tuple[Tensor, Tensor]:
-    """Return the logs of the attention weights that a rarely attended (light) token gives to each heavy token
-    and to all light tokens.
-
-    The sequence consists of few much attended (heavy) tokens and many copies of one light token.
+    """Return the logs of the weights with which a light token attends to each heavy token and to all light
+    tokens. The heavy tokens are few and get most of the attention; the light token occurs many times.
 
     The first result is the weight of each heavy token (rows, H, c), the second the total weight of all light
     tokens (rows, H). ``log_copies`` is the logarithm of the number of light tokens that each row sees.
@@ -96,10 +95,10 @@ def log_weights(
 
 
 def _forms(heads: Sequence[Head], light: Tensor) -> Tensor:
-    """Return A w + b of each head for a token w; the inner products of A w + b with tokens are the scores of
-    w.
+    """Return for each head the vector A w + b of the light token w. Its inner products with the tokens are
+    the scores of w.
 
-    The token w is the light one, of which there are many copies. The vectors are the rows of a matrix (H, d).
+    The vectors are the rows of a matrix (H, d).
     """
     return torch.stack([head.left @ (head.right @ light) + head.b for head in heads])
 
@@ -116,8 +115,8 @@ def _same_gram(table: Tensor) -> Tensor:
 
 
 def rounding_of_scores(heads: Sequence[Head], points: HeavyTokens) -> float:
-    """Bound the rounding errors of score differences between the most attended (heavy) and the
-    other tokens.
+    """Bound the rounding errors of the differences between the scores of the most attended (heavy) tokens and
+    the scores of the other tokens.
     """
     y = torch.linalg.vector_norm(_forms(heads, points.light), dim=1).max()
     shift = torch.linalg.vector_norm(points.heavies - points.light, dim=1).max()
@@ -126,7 +125,8 @@ def rounding_of_scores(heads: Sequence[Head], points: HeavyTokens) -> float:
 
 
 def log_rank_one(V: Tensor, a: float, x: Tensor, y: Tensor) -> float:
-    """Return the log of the spectral norm of V(aI + x yᵀ), also if the norm itself overflows.
+    """Return the log of the spectral norm of V(aI + x yᵀ) for a matrix V, a number a > 0 and vectors x and y.
+    The log is correct even where the norm overflows.
 
     The result is −inf if x or y is not finite.
     """

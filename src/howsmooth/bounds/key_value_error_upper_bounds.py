@@ -162,8 +162,8 @@ def _for_heads(f: SelfAttention, t: Float[Tensor, "kv_heads n k"]) -> Float[Tens
 
 @dataclass(frozen=True, eq=False)
 class _Errors:
-    """The largest errors of keys or values that are allowed: in norm, and in each entry unless that limit is
-    None.
+    """Limits on the errors of keys or values. ``norms`` limits the norm of each error; ``entries`` limits the
+    single entries of each error, or is None.
     """
 
     norms: Float64[Tensor, "kv_heads n"]
@@ -171,9 +171,7 @@ class _Errors:
 
     @classmethod
     def of(cls, name: str, size: object, like: Float64[Tensor, "kv_heads n dim"]) -> _Errors | None:
-        """Convert the limits that the user gave for errors of keys or values to _Errors, after
-        checking them.
-        """
+        """Check the limits that the user gave for errors of keys or values, and convert them to _Errors."""
         if size is None:
             return None
         heads, n, dim = like.shape
@@ -210,9 +208,10 @@ class _Weights:
     raw: Float64[Tensor, "rows n"]
 
     def lowest_sum(self, tau: Float64[Tensor, "rows n"]) -> Float64[Tensor, " rows"]:
-        """Return lower bounds on Σ_j P_ij e^{−τ_ij} for each query i, including the attention sink.
+        """Return for each query i a lower bound on Σ_j P_ij e^{−τ_ij} plus the weight of the sink. P_ij are
+        the attention weights and τ_ij = ``tau`` the changes of the scores.
 
-        They are zero where none is known.
+        The result is zero where no positive bound is known.
         """
         sums = self.shrink * (self.upper * torch.exp(-tau)).sum(dim=1) * (1 - _MARGIN) + self.sink
         # For larger changes of the scores, underflow would not be negligible.
@@ -251,7 +250,9 @@ class _Head:
         self.norm = spectral_norm(self.output)
 
     def changes(self, rows: slice, keys: _Errors | None, values: _Errors | None) -> Float64[Tensor, " rows"]:
-        """Bound the effect of key and value errors on the output of this head at some tokens."""
+        """Bound how much key and value errors change the output of this head, for each token of the given
+        rows.
+        """
         weights = self._weights(rows)
         p, found = weights.upper, torch.zeros(len(weights.upper), dtype=torch.float64)
         if keys is not None:
@@ -340,12 +341,13 @@ def _largest_ratio(
     tau: Float64[Tensor, "rows n"],
     lowest: Float64[Tensor, " rows"],
 ) -> Float64[Tensor, " rows"]:
-    """Bound the change of attention outputs if each score changes by at most τ_ij.
+    """Bound the change of each attention output if each score changes by at most the entry of ``tau`` for its
+    query and key.
 
-    For each row the bound is max Σ_j P_j |e_j − 1| r_j / (Σ_j P_j e_j + sink) over e^{−τ_j} ≤ e_j ≤ e^{τ_j}.
-    The maximum λ solves max_e Σ_j P_j (|e_j − 1| r_j − λ e_j) = λ sink, and the left side is largest at one
-    of the two ends for each j. Dinkelbach's iteration approaches λ from below; its last residual, divided by
-    the smallest denominator, is added.
+    For each row the bound is max Σ_j P_j |e_j − 1| r_j / (Σ_j P_j e_j + sink) over e^{−τ_j} ≤ e_j ≤ e^{τ_j},
+    with attention weights P_j and distances r_j. The maximum λ solves max_e Σ_j P_j (|e_j − 1| r_j − λ e_j) =
+    λ sink, and the left side is largest at one of the two ends for each j. Dinkelbach's iteration approaches
+    λ from below; its last residual, divided by the smallest denominator, is added.
     """
     p, c = weights.upper, weights.shrink
     up, down = torch.expm1(tau), -torch.expm1(-tau)

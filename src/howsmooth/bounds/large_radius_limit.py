@@ -1,4 +1,5 @@
-"""Bounds on ‖D_{RX} f‖ for tokens R·X of large radius R: the limit as R → ∞, and an explicit rate.
+"""Bounds on ‖D_{RX} f‖ for tokens R·X of large radius R, from the limit as R → ∞ and an explicit rate of
+convergence.
 
 Proofs: documentation page "Large radius".
 """

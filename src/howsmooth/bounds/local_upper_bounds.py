@@ -238,8 +238,8 @@ def yudin_theorem_3(attention: object, X: Tensor | None = None) -> Bound:
 
 @dataclass(frozen=True, eq=False)
 class OneHead:
-    """One attention head at given tokens x_i, with its mask, the vectors A x_i + b (``y``) and the vectors
-    Aᵀ x_i (``transposed``). Scores are ⟨A x_i + b, x_j⟩.
+    """One attention head with scores ⟨A x_i + b, x_j⟩ at given tokens x_i, with its mask. ``y`` holds the
+    vectors A x_i + b, and ``transposed`` the vectors Aᵀ x_i.
     """
 
     head: Head

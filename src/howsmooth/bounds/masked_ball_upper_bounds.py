@@ -233,11 +233,11 @@ def masked_ball_upper_bound(attention: object, length: object, radius: object) -
 
 
 def _log_rows_of_mask(seen: Visibility, a3: float) -> tuple[float, int]:
-    """Return the log of max_j Σ_i ρ_i, where ρ_i bounds a block row of the Jacobian and i runs over the
-    queries that see key j, and the largest number of visible keys.
+    """Sum bounds on the squared norms of the block rows of the Jacobian over the queries that see the same
+    key. The first result is the log of the largest sum, the second is the largest number of keys that a query
+    sees.
 
-    The count is the largest number of keys that a row sees. The sum is max_j Σ_{i sees j} ρ_i, where ρ_i is
-    Theorem A's bound on row i.
+    The largest sum is max_j Σ_{i sees j} ρ_i, where ρ_i is Theorem A's bound on row i.
     """
     sizes = torch.cat([block.sum(dim=1) for _, block in mask_blocks(seen)])
     distinct, size_of_row = torch.unique(sizes, return_inverse=True)
@@ -253,7 +253,7 @@ def _log_rows_of_mask(seen: Visibility, a3: float) -> tuple[float, int]:
 
 
 def mask_blocks(seen: Visibility) -> Iterator[tuple[tuple[slice, slice], Tensor]]:
-    """Yield the mask block by block, each block with its rows, its keys and its boolean entries."""
+    """Yield the mask in blocks, each with the slices of its rows and keys and with its boolean entries."""
     longest = seen.n if seen.window is None else max(seen.window, 64)
     step = max(1, min(longest, _ENTRIES // min(seen.n, 3 * longest)))
     for start in range(0, seen.n, step):
@@ -317,8 +317,8 @@ def causal(attention: object, parameters: Parameters) -> Hypothesis:
 
 
 def log_causal_rows(n: int, a3: float) -> float:
-    """Return the log of Σ_i ρ_i under a causal mask, rounded up, where ρ_i bounds block row i of the
-    Jacobian.
+    """Return the log of the sum of bounds on the squared norms of all block rows of the Jacobian under a
+    causal mask, rounded up.
 
     The sum is Σ_{i=1}^n ρ_i, where ρ_i is Theorem A's bound on row i. ρ_1 = 1 and ρ_i = min{h*(a₃), (1 + a₃²)
     P̄(i, a₃)}. The sum is exact up to row 20000. Beyond it, ρ_i is replaced by h* up to some row and by (1 +

@@ -207,9 +207,10 @@ def proposition_3_6_rate(attention: object, radius: float) -> Bound:
 
 @dataclass(frozen=True)
 class _Case:
-    """An eigenvalue of the score matrix A, with the other numbers that enter the lower bounds at two atoms.
+    """An eigenvalue γ of the score matrix A, with the other numbers that enter the lower bounds at a measure
+    with two atoms.
 
-    They belong to an eigenvalue γ of A, the positions of the atoms, and the hypotheses of the bound.
+    The other numbers describe the positions of the atoms and the hypotheses of the bound.
     """
 
     #: γ R².
@@ -281,10 +282,8 @@ def _shares(log_odds: float) -> tuple[float, float]:
 
 
 def _log_two_dirac(case: _Case, log_p: float, log_rest: float) -> float:
-    """Return the log of a lower bound at a measure with two atoms, without the factor that the value matrix
-    gives.
-
-    It is the bound of :func:`two_dirac` without the factor |Vu|.
+    """Return the log of the lower bound of :func:`two_dirac` without its factor |Vu|, the norm of the value
+    matrix times the eigenvector u.
     """
     gamma, s = case.curvature, (1.0, case.ratio)
     gap = s[0] - s[1]

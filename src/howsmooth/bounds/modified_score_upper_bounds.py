@@ -143,8 +143,8 @@ class _Sizes:
 
 
 def _is_relative(f: SelfAttention) -> bool:
-    """Return True if a number added to all scores of a row changes nothing: no cap and no sink compares with
-    scores.
+    """Return whether the attention stays the same if one number is added to all scores of a query. A soft cap
+    or a sink prevents this.
     """
     return f.softcap is None and f.sinks is None
 
@@ -154,8 +154,9 @@ _ScoreSizes = tuple[float, float, float, float]
 
 
 def _of_bilinear_scores(f: SelfAttention, h: int, n: int, R: float) -> list[_ScoreSizes]:
-    """Return the sizes of scores without norms of queries and keys, in a list, which is empty for rotary
-    positions of too many tokens.
+    """Bound the scores of a head without norm layers for queries and keys, and bound the gradients of the
+    scores. The result is a list of one tuple. The list is empty if there are too many tokens for rotary
+    positions.
     """
     group = h // (f.heads // f.kv_heads)
     Q, K = f.query[h], f.key[group]
@@ -178,7 +179,7 @@ def _of_bilinear_scores(f: SelfAttention, h: int, n: int, R: float) -> list[_Sco
 
 
 def _of_lengths(f: SelfAttention, h: int, n: int, R: float) -> _ScoreSizes:
-    """Return the sizes of scores that follow from the lengths of queries and keys."""
+    """Bound the scores of a head and their gradients from the norms of its queries and keys."""
     turn = abs(f.scale) * (1.0 if f.rotary is None else _turn(f, n) ** 2)
     query = _Projected.of(f.query, f.query_bias, f.query_norm, h, R)
     key = _Projected.of(f.key, f.key_bias, f.key_norm, h // (f.heads // f.kv_heads), R)

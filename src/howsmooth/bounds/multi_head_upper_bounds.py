@@ -243,9 +243,11 @@ def folded_gram_upper_bound(
 
 
 def log_quadratic_form(maps: list[Tensor], logs: list[float]) -> float:
-    """Return the log of a bound on a sum of heads, given the logs of bounds on the single heads.
+    """Return the log of an upper bound on the Lipschitz constant of multi-head attention, given the logs of
+    bounds on its heads.
 
-    It is log (Σ_{h,g} ‖M_hᵀ M_g‖ e^{l_h + l_g})^{1/2} for maps M_h and the logarithms l_h of bounds on heads.
+    It is log (Σ_{h,g} ‖M_hᵀ M_g‖ e^{l_h + l_g})^{1/2} for the output maps M_h and the logarithms l_h of
+    bounds on heads.
     """
     terms = []
     for h, M in enumerate(maps):

@@ -84,8 +84,8 @@ class Range:
 
 @dataclass(frozen=True, eq=False)
 class _RootPart:
-    """The constants and the tensor t in an expression (c |t|² + ε)^p, where |t| is the norm along the last
-    axis.
+    """The tensor t and the constants c, ε and p of an expression (c |t|² + ε)^p, where |t| is the norm along
+    the last axis.
 
     The power p is 1 for a sum of squares, 1/2 for its root and −1/2 for the inverse root. With ``least`` the
     tensor is max(|t|, least).
@@ -211,9 +211,11 @@ def _largest_factor(t: Tensor, factor: Operand) -> float:
 
 
 def _normalised(t: Range, inverse: Range) -> Range | None:
-    """Bound a tensor t divided by its norm, t / max((c |t|² + ε)^{1/2}, least).
+    """Bound a tensor divided by its norms along the last axis, given bounds on the tensor and on the inverse
+    norms.
 
-    The result is None if ``inverse`` is not the inverse of this norm of t.
+    The quotient is t / max((c |t|² + ε)^{1/2}, least) with constants c, ε and ``least``. The result is None
+    if ``inverse`` is not the inverse of this norm of t.
     """
     part = inverse.part
     if part is None or part.tensor is not t or part.power != -0.5:

@@ -94,7 +94,7 @@ def l2_attention(query: object, value: object, output: object, length: object) -
 
 
 def l2_attention_upper_bound(query: object, value: object, output: object, length: object) -> Bound:
-    """Bound Lip(f) of L2 attention by a number that is never larger than that of :func:`l2_attention`.
+    """Bound Lip(f) of L2 attention by a number that is never larger than the bound of :func:`l2_attention`.
 
     The bound is ‖W_O‖/√k √(Σ_h ‖Q_h‖²‖V_h Q_hᵀ‖²) (√N(1+2Φ) + 2Φ), where Φ e^{Φ+1} = N − 1. The attention is
     defined in :func:`l2_attention`.
@@ -136,7 +136,9 @@ def l2_attention_upper_bound(query: object, value: object, output: object, lengt
 
 
 def _l2_parameters(query: object, value: object, output: object) -> tuple[Tensor, Tensor, float]:
-    """Check the arguments of the bounds on L2 attention, and return Q and V in float64, and log ‖W_O‖."""
+    """Check the arguments of the bounds on L2 attention. Return the query and value matrices in float64, and
+    the log of the norm of the output projection.
+    """
     q = as_parameter("query", query, ("heads", "key_dim", "d"))
     v = as_parameter("value", value, (q.shape[0], "value_dim", q.shape[2]))
     if output is None:
@@ -231,7 +233,7 @@ def scaled_cosine_upper_bound(
     gain: object = 1.0,
     eps: object,
 ) -> Bound:
-    """Bound Lip(f) of scaled cosine attention by a number that is never larger than that of
+    """Bound Lip(f) of scaled cosine attention by a number that is never larger than the bound of
     :func:`scaled_cosine`.
 
     The bound is νε^{-1/2} (c‖W_V‖ + τ‖W_Q‖ + min(√(N/2), c) τ‖W_K‖). The attention is defined in

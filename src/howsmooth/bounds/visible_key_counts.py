@@ -63,8 +63,8 @@ class VisibleRows:
     phi: Tensor | None = None
 
     def heaviest(self, rows: Tensor) -> Tensor:
-        """Return max_j Σ_i r_i, the largest sum over one key j of given numbers r_i of the queries i that see
-        it.
+        """Return max_j Σ_i r_i for given numbers r_i of the queries, where i runs over the queries that see
+        key j.
 
         ``rows`` has one number r_i >= 0 for each kind of row.
         """

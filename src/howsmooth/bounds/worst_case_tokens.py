@@ -59,7 +59,7 @@ class OneHeavyToken(HeavyTokens):
 
     @classmethod
     def of(cls, heavy: Tensor, light: Tensor) -> OneHeavyToken:
-        """Return the sequence of a given heavy token and copies of a given light token, both (d,)."""
+        """Return the sequence of a given heavy token (d,) and copies of a given light token (d,)."""
         return cls(heavy[None], light)
 
     @property
@@ -76,7 +76,7 @@ class TwoHeavyTokens(HeavyTokens):
 
     @classmethod
     def of(cls, heavy_1: Tensor, heavy_2: Tensor, light: Tensor) -> TwoHeavyTokens:
-        """Return the sequence of two given heavy tokens and copies of a given light token, all (d,)."""
+        """Return the sequence of two given heavy tokens (d,) and copies of a given light token (d,)."""
         return cls(torch.stack([heavy_1, heavy_2]), light)
 
     @property
@@ -137,12 +137,12 @@ def two_cluster_points(head: Head, radius: float, choice: str = "paper") -> OneH
 
 
 def searched_tokens(head: Head, radius: float, *, steps: int = 200) -> list[OneHeavyToken]:
-    """Search the ball for pairs of tokens of which one gives most of its attention to the other.
+    """Search the ball for pairs of a light token w and a heavy token z, such that w gives most of its
+    attention to z.
 
-    The one is the light token w, the other the heavy token z. The gap ⟨A w + b, z − w⟩ is maximised locally.
-    For a given w the best z is radius · y/|y| with y = A w + b. w is found by projected gradient ascent from
-    singular vectors of A, eigenvectors of its symmetric part, and its real eigenvectors. Pairs are sorted,
-    best first.
+    The gap ⟨A w + b, z − w⟩ is maximised locally. For a given w the best z is radius · y/|y|, where y = A w +
+    b. The search finds w by projected gradient ascent from singular vectors of A, eigenvectors of its
+    symmetric part, and its real eigenvectors. Pairs are sorted, best first.
     """
     w = radius * _starts(head)
     size = 0.25 * radius / max(head.A_norm + head.b_norm / radius, 1e-300) / radius
@@ -231,11 +231,11 @@ def searched_pairs(
 
 @dataclass(frozen=True)
 class _Copies:
-    """The number of light tokens that each query sees under a mask; queries with equal numbers share an
-    entry.
+    """The numbers of light tokens that the queries see under a mask. Queries with nearly equal numbers may
+    share an entry.
 
-    ``log_copies`` has the numbers of light tokens, ``log_weights`` the numbers of rows that share them. Both
-    are stored as logarithms.
+    ``log_copies`` has the numbers of light tokens, ``log_weights`` the numbers of queries that share them.
+    Both are stored as logarithms.
     """
 
     log_copies: Tensor

@@ -81,7 +81,9 @@ def _as_json(published: AttackOutputs, outcome: Outcome, folder: Path) -> str:
 
 
 def _show(published: AttackOutputs, outcome: Outcome, folder: Path) -> None:
-    """Print the largest constants found for each attention, their growth with n, and the written files."""
+    """Print the largest constants that were found for each attention layer or head, their growth with n, and
+    the written files.
+    """
     from howsmooth.study.records import Attack, plain_rows
     from howsmooth.study.store import STORE_NAME
 

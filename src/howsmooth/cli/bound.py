@@ -1,4 +1,6 @@
-"""The command ``howsmooth bound``, which evaluates all bounds for attention of a model or a file."""
+"""The command ``howsmooth bound``, which evaluates all bounds on the attention of a model or of a parameter
+file.
+"""
 
 from __future__ import annotations
 
@@ -93,7 +95,9 @@ def _as_json(source: AttentionSource, bounded: Sequence[Bounded], written: Path 
 
 
 def _show(source: AttentionSource, bounded: Sequence[Bounded], written: Path | None) -> None:
-    """Print tables of the bounds on each attention, each table together with the measured constant."""
+    """Print the measured constant of each attention layer or head, with tables of the bounds on this
+    constant.
+    """
     import pandas as pd
 
     from howsmooth.study.bound_run import LOCAL

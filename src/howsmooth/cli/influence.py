@@ -1,4 +1,4 @@
-"""The command ``howsmooth influence``, which measures how far outputs move with each input token."""
+"""The command ``howsmooth influence``, which measures how far outputs move if an input token moves."""
 
 from __future__ import annotations
 
@@ -71,7 +71,9 @@ class InfluencePlan(OneInputPlan):
     max_iterations: int = shared("max_iterations")
 
     def check(self) -> None:
-        """Refuse ``output`` unless the scope is ``model``, and ``layers`` if it is."""
+        """Refuse the option ``output`` if the scope is not ``model``, and the option ``layers`` if the scope
+        is ``model``.
+        """
         super().check()
         check_output(self.output, (self.scope,))
         if self.scope == "model" and self.layers.text != "-1":
@@ -99,7 +101,7 @@ class InfluencePlan(OneInputPlan):
 
 @command(*_EXAMPLES, without=(*OTHER_INPUTS, *ONE_PROCESS), out="howsmooth-influence")
 def influence(plan: InfluencePlan, execution: Execution, shown: Shown) -> int:
-    """Measure how far each output token moves with each input token, in one layer or in the whole model."""
+    """Measure how far each output token moves if one input token moves, in one layer or the whole model."""
     from howsmooth.profiling import influence as measured
     from howsmooth.profiling.model_input import given_inputs
     from howsmooth.study.figures.drawing import save
@@ -158,7 +160,9 @@ def influence(plan: InfluencePlan, execution: Execution, shown: Shown) -> int:
 
 
 def _show(found: Influence, most: list[dict[str, Any]], count: str, place: str, output: str) -> None:
-    """Print the largest norms of Jacobian blocks, and how far an output moves if all tokens move."""
+    """Print the largest norms of Jacobian blocks, and limits for how far an output moves if all input tokens
+    move at once.
+    """
     from howsmooth.roundoff import limit_in_digits
 
     def limits(lower: float, upper: float) -> list[str]:

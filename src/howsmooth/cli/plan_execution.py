@@ -1,4 +1,6 @@
-"""Carry out a plan of measurements, also if the user presses Ctrl-C, or predict its time and memory."""
+"""Carry out a plan of measurements, or predict its time and memory. If the user presses Ctrl-C, print how to
+continue.
+"""
 
 from __future__ import annotations
 
@@ -48,7 +50,7 @@ FAILED = 3
 
 @dataclass(frozen=True)
 class MeasurementShown(ShownOrQuiet):
-    """How a command that carries out a plan of measurements shows its result."""
+    """The options that choose how a command shows the progress and the result of a plan of measurements."""
 
     no_figures: bool = option(
         False,
@@ -65,7 +67,7 @@ class MeasurementShown(ShownOrQuiet):
 
     @property
     def last_phase(self) -> str:
-        """The name of the last phase of a run, for the listener."""
+        """The name of the last phase of a run, for the progress display."""
         return "Writing tables" if self.no_figures else "Drawing figures"
 
 
@@ -111,7 +113,9 @@ def carry_out(
 
 @contextmanager
 def means_of(execution: Execution, display: Listener, *, keep_going: bool = False) -> Iterator[Means]:
-    """Start the workers that the options ask for, yield the means for tasks, and stop the workers."""
+    """Start the workers that the options ask for, yield the workers and settings with which tasks are carried
+    out, and stop the workers at the end.
+    """
     from howsmooth.study.executors import opened_executor, threads_each
     from howsmooth.study.runner import Means
 
@@ -120,7 +124,9 @@ def means_of(execution: Execution, display: Listener, *, keep_going: bool = Fals
 
 
 def _beside(plan: Plan) -> list[Callable[[PreparedStudy], Work]]:
-    """Return a list with the function that lists missing published values, if the plan asks for them."""
+    """Return a list with a function that plans the missing values of the published code. The list is empty if
+    the plan does not ask for these values.
+    """
     if not plan.as_published:
         return []
     from howsmooth.paper.published_code import parse_items

@@ -55,7 +55,9 @@ class PrecisionPlan(OneInputPlan):
     )
 
     def check(self) -> None:
-        """Refuse an average number of bits that no choice among the option ``bits`` can meet."""
+        """Refuse the option ``average`` if the option ``bits`` has a single number only, or only numbers
+        above this average.
+        """
         super().check()
         if self.average is None:
             return
@@ -72,7 +74,9 @@ class PrecisionPlan(OneInputPlan):
             )
 
     def load(self) -> Any:
-        """Load the model, with its output layer if it has one and the logits are asked for."""
+        """Load the model. Its output layer is included if it exists, unless the option ``no_logits`` or
+        ``part`` is given.
+        """
         if self.no_logits or self.part is not None:
             return super().load()
         from howsmooth.profiling.kv_cache_quantisation import load_with_head
@@ -95,7 +99,9 @@ class PrecisionPlan(OneInputPlan):
         )
 
     def beside(self, found: Any) -> tuple[dict[str, Any], list[str]]:
-        """Return the bits for the keys and values of each head, if the user gave an average."""
+        """Return the chosen numbers of bits for the keys and values of each head, or nothing if the user gave
+        no average.
+        """
         from howsmooth.study.records import plain_rows
 
         if self.average is None:

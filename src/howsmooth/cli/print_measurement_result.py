@@ -93,7 +93,9 @@ def show_measured(plan: Plan, outcome: Outcome, published: Outputs, folder: Path
 
 
 def _count_sentences(outcome: Outcome) -> Iterator[str]:
-    """Yield sentences with the numbers of made, stored, unconverged and omitted measurements."""
+    """Yield sentences on the numbers of new, stored and unconverged measurements, and of attentions whose
+    bounds were left out.
+    """
     kept, unsettled = outcome.kept[Measurement.table], sum(outcome.unsettled.values())
     words = f"\n{outcome.made[Measurement.table]} measurements made in {outcome.seconds:.1f} s"
     words += f", {kept} were already there" if kept else ""
@@ -111,7 +113,9 @@ def _count_sentences(outcome: Outcome) -> Iterator[str]:
 
 
 def _exponent(row: dict[str, Any]) -> tuple[str, str]:
-    """Return a fitted exponent and its interval as strings, or why there is none, and ""."""
+    """Return a fitted exponent and its interval as two strings. If there is no fit, the first string is the
+    reason and the second is empty.
+    """
     if row["note"]:
         return row["note"], ""
     return decimal(row["slope"], 3), f"{decimal(row['low'], 3)} to {decimal(row['high'], 3)}"

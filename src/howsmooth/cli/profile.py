@@ -64,7 +64,9 @@ class ProfilePlan(OneInputPlan):
             raise ArgumentError("influence", expected="the scope all or attention", got=self.scope)
 
     def find(self, loaded: Any, inputs: Any, on_step: Step, folder: Path) -> Any:
-        """Measure all layers and heads; with the scope ``model``, all blocks and their compositions."""
+        """Measure the chosen layers and heads. With the scope ``model``, measure each block, the model up to
+        it, and the model after it.
+        """
         from howsmooth.profiling import depth_profile
         from howsmooth.profiling import profile as measured
 

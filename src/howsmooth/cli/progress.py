@@ -1,4 +1,5 @@
-"""Show the progress of a command as a bar with the time left on a terminal, and as lines elsewhere.
+"""Show the progress of a command: as a bar with the remaining time on a terminal, and as lines of text
+elsewhere.
 
 The progress is written to standard error, so standard output contains only results.
 """
@@ -23,7 +24,9 @@ _SECONDS_BETWEEN_LINES = 10.0
 
 @contextmanager
 def shown_progress(*, quiet: bool) -> Iterator[Listener]:
-    """Yield a listener that draws a bar on a terminal, prints lines elsewhere, or is silent if ``quiet``."""
+    """Yield a listener that shows progress as a bar on a terminal and as lines elsewhere. If ``quiet`` is
+    true, the listener shows nothing.
+    """
     if quiet:
         yield Listener()
     elif not sys.stderr.isatty():

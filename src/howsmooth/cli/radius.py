@@ -1,4 +1,6 @@
-"""The command ``howsmooth radius``, which proves how far words may move without a change of the answer."""
+"""The command ``howsmooth radius``, which proves how far words may move without changing a classifier's
+answer.
+"""
 
 from __future__ import annotations
 
@@ -66,14 +68,16 @@ class RadiusPlan(OneInputPlan):
     no_attack: bool = option(False, flag(), "Do not search attacks beside the radii.", panel=HOW)
 
     def check(self) -> None:
-        """Refuse ``seconds`` if all radii are computed to third order, or all tokens move jointly."""
+        """Refuse the option ``seconds`` if all radii are computed to third order, or if all tokens move
+        jointly.
+        """
         super().check()
         if self.seconds is not None and (self.order == "3" or self.jointly):
             got = "order 3" if self.order == "3" else "jointly"
             raise ArgumentError("seconds", expected="it with order 2 and single tokens", got=got)
 
     def beside(self, found: Any) -> tuple[dict[str, Any], list[str]]:
-        """Return a note that several lines of a text were read as a single input."""
+        """Return a note if the text has several lines, because these lines are read as a single input."""
         if self.kind != "text":
             return {}, []
         lines = sum(bool(line.strip()) for line in self._text().splitlines())

@@ -1,4 +1,6 @@
-"""The options, the printing and the writing of the commands that examine one model on one input."""
+"""The base class of the options of commands that examine one model on one input, and functions that run such
+a command and print its result.
+"""
 
 from __future__ import annotations
 
@@ -40,7 +42,9 @@ class OneInputPlan(InputPlan):
     parquet: bool = shared("parquet")
 
     def check(self) -> None:
-        """Raise ArgumentError if the plan names more than one input, or tokens of an input that has none."""
+        """Raise ArgumentError if the plan names more than one input, or a span of tokens for an input that is
+        neither a text nor token ids.
+        """
         super().check()
         if self.span is not None and self.kind not in ("text", "tokens"):
             raise ArgumentError("span", expected=f"none beside {self.kind}", got=self.span)
@@ -123,7 +127,7 @@ class OneInputPlan(InputPlan):
 
 
 def find_and_show(plan: OneInputPlan, folder: Path, shown: Shown) -> Any:
-    """Load the model and the input of a plan; find, write, print and return the result."""
+    """Load the model and the input of a plan, compute the result, write it, print it and return it."""
     with shown_progress(quiet=shown.quiet) as display:
         display.phase("Reading")
         loaded = plan.load()

@@ -136,7 +136,9 @@ def _tell_status(plan: Plan | None, folder: Path, shown: Shown) -> int:
 
 
 def _show_status(found: Status, folder: Path, *, of_plan: bool) -> None:
-    """Print what is done and left, whether the study is running, and the reasons of failures."""
+    """Print how many measurements are done and left, whether the study is running, and why measurements
+    failed.
+    """
     from howsmooth.study.store import STORE_NAME
 
     rows = []

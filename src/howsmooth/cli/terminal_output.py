@@ -46,7 +46,8 @@ def _plain(value: Any) -> Any:
 
 
 def console() -> Console:
-    """Return the rich console of standard output, which breaks no lines in a pipe or a file.
+    """Return a rich console that prints to standard output. If the output is a pipe or a file, the console
+    does not break lines.
 
     The environment variable COLUMNS sets another width.
     """

@@ -45,7 +45,7 @@ OTHER_INPUTS = ("images", "audio", "embeddings")
 
 @dataclasses.dataclass(frozen=True)
 class Shown(Options):
-    """How a command shows its progress and its result."""
+    """The options that choose how a command shows its progress and its result."""
 
     PANEL: ClassVar[str] = OUTPUT
 
@@ -55,20 +55,21 @@ class Shown(Options):
 
 @dataclasses.dataclass(frozen=True)
 class ShownOrQuiet(Shown):
-    """How a command, which is also useful for the files that it writes, shows its progress and its result."""
+    """The options that choose how a command that also writes files shows its progress and its result."""
 
     quiet: bool = option(False, flag(), "Show no progress and no summary.", short="-q")
 
 
 def folder_option(help: str) -> Any:
-    """Return the typer option ``--out`` for a command that writes files only if it is given."""
+    """Return the typer option ``--out`` for a command that writes files only if this option is given."""
     return typer.Option(metavar="FOLDER", help=help, show_default=False, rich_help_panel=OUTPUT)
 
 
 def command(
     *examples: str, without: Sequence[str] = (), **defaults: Any
 ) -> Callable[[Callable[..., int]], Callable[..., int]]:
-    """Return a decorator that makes a typer command of a function of dataclasses of options.
+    """Return a decorator that turns a function into a typer command. The parameters of the function are
+    annotated with dataclasses of options.
 
     A parameter that is annotated with a dataclass becomes one option or argument for each field of the
     dataclass, and the function receives an instance of the dataclass. A parameter that is annotated
@@ -148,7 +149,9 @@ def use_threads(count: int | None) -> None:
 
 
 def refuse_workers(executor: str | None, option: str) -> None:
-    """Refuse ``--executor`` beside an option that makes a command measure nothing, such as ``--status``."""
+    """Refuse ``--executor`` together with an option such as ``--status``, with which a command measures
+    nothing.
+    """
     if executor is not None:
         raise ArgumentError(
             "executor", expected=f"none beside {option}, which measures nothing", got=executor
@@ -168,7 +171,9 @@ def _flag(field: str, option: Option) -> str:
 def _parameters(
     plan: type[Options], defaults: Mapping[str, Any] | None, without: Sequence[str]
 ) -> Iterator[inspect.Parameter]:
-    """Yield a typer parameter for each field, without default values if ``defaults`` is None."""
+    """Yield a typer parameter for each field of a dataclass of options. If ``defaults`` is None, the
+    parameters have no default values.
+    """
     for field in dataclasses.fields(plan):
         if field.name in without:
             continue
@@ -200,7 +205,9 @@ def _parameters(
 
 
 def _given(plan: type[Options], values: dict[str, Any], without: Sequence[str]) -> dict[str, Any]:
-    """Remove the options of a dataclass from ``values``, and return those that the user gave."""
+    """Remove the options of a dataclass from the dictionary ``values``, and return the options that the user
+    gave.
+    """
     # The value of an omitted option is None or an empty list.
     taken = {name: values.pop(name) for name in set(options_of(plan)) - set(without)}
     return {name: value for name, value in taken.items() if value is not None and value != []}
@@ -209,7 +216,9 @@ def _given(plan: type[Options], values: dict[str, Any], without: Sequence[str]) 
 def _of_file(
     plan: type[Options], given: dict[str, Any], context: typer.Context, without: Sequence[str]
 ) -> dict[str, Any]:
-    """Return the options of the plan file that is given as the source; typed options replace them."""
+    """Return the options of a plan file, which is given as the option ``source``. Options that the user typed
+    replace those in the file.
+    """
     path = Path(given["source"])
     sources = {name: context.get_parameter_source(name) for name in given if name != "source"}
     typed = {name: given[name] for name, one in sources.items() if one and one.name == "COMMANDLINE"}

@@ -39,7 +39,8 @@ class Collectives(Protocol):
     def reduce_scatter(self, out: Tensor, t: Tensor) -> None:
         """Sum the tensors ``t`` over all processes, and write this process's part of the sum to ``out``.
 
-        The part for a process is ``t[rank]``, with its rank; each process gives the whole of ``t``.
+        Every process passes a tensor ``t`` with one part for each process, and gets the sum of the parts
+        ``t[rank]`` for its own rank.
         """
 
     def all_gather_objects(self, value: Any) -> list[Any]:
@@ -93,7 +94,8 @@ class ProcessGroupCollectives:
     def reduce_scatter(self, out: Tensor, t: Tensor) -> None:
         """Sum the tensors ``t`` over all processes, and write this process's part of the sum to ``out``.
 
-        The part for a process is ``t[rank]``, with its rank; each process gives the whole of ``t``.
+        Every process passes a tensor ``t`` with one part for each process, and gets the sum of the parts
+        ``t[rank]`` for its own rank.
         """
         _newest("reduce_scatter_single", "reduce_scatter_tensor")(
             out.flatten(), t.flatten(), group=self.group
@@ -177,8 +179,8 @@ class Exchange:
         return received.to(values.device)
 
     def _places(self) -> list[tuple[int, slice, slice]]:
-        """Return the position of each range of rows, both in the rows of its process and in the whole
-        sequence.
+        """Return where each range of rows lies, both among the rows of the process that holds it and in the
+        whole sequence.
 
         There is one triple (rank, rows of the process, rows of the sequence) for each range of rows of each
         process.

@@ -312,6 +312,6 @@ def _probe(double: TokenMap, n: int) -> list[float]:
 
 
 def _neighbours(collectives: Collectives, device: torch.device) -> int:
-    """Return how many processes of the group run on the same device as this process."""
+    """Return how many processes of the group run on the device of this process, including this process."""
     here = (socket.gethostname(), str(device))
     return collectives.all_gather_objects(here).count(here)

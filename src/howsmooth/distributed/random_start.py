@@ -1,5 +1,5 @@
-"""The random start vector of Lanczos for a sequence shared among processes, where each process draws its own
-rows.
+"""The random start vector of Lanczos for a sequence shared among processes, of which each process keeps its
+own rows.
 
 The rows are bit for bit those that a single process would draw.
 """

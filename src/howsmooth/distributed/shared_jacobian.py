@@ -89,7 +89,8 @@ def together(collectives: Collectives, compute: Callable[[], T]) -> T:
 
 @dataclass(frozen=True)
 class SharedMap:
-    """A map and its Jacobian at one long sequence whose tokens are shared among processes.
+    """The computation of maps and their Jacobians at one long sequence whose tokens are shared among
+    processes.
 
     Parameters
     ----------
@@ -103,12 +104,12 @@ class SharedMap:
     heads_together: int
 
     def jacobian(self, f: TokenMap, x: Tensor, dtype: torch.dtype) -> LinearOperator:
-        """Return this process's rows of the Jacobian as a linear operator whose products are computed in
-        ``dtype``.
+        """Return the Jacobian as a linear operator that takes and returns this process's rows, with products
+        computed in ``dtype``.
 
         The map and the tokens are float64.
 
-        The operator takes and returns this process's rows. All processes compute its products together.
+        All processes compute its products together.
 
         Raises
         ------

@@ -71,8 +71,8 @@ class SharedSoftmax:
     kappa_rounding: Float[Tensor, " batch"]
 
     def rounding(self, batch: int) -> Float[Tensor, " batch"]:
-        """Return the largest relative rounding error, over all processes, of a Jacobian norm computed with
-        this derivative.
+        """Return an estimate of the relative rounding error of a Jacobian norm that is computed with this
+        derivative. It is the largest estimate of all processes.
         """
         return self.kappa_rounding.expand(batch)
 
@@ -293,8 +293,8 @@ def _added(total: tuple[Tensor, Tensor] | None, parts: list[Tensor]) -> tuple[Te
 
 
 def _with_keys(piece: StreamedDerivative, k: Tensor, v: Tensor, exact: Tensor | None) -> StreamedDerivative:
-    """Return a copy of a derivative of softmax attention with the keys and values that were gathered from all
-    processes.
+    """Return a copy of a derivative of softmax attention in which ``k`` and ``v`` replace the keys and
+    values.
 
     If the derivative holds float64 keys, ``exact`` replaces them.
     """

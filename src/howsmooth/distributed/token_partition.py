@@ -1,5 +1,5 @@
-"""The division of the rows (tokens) of one long sequence among processes, with equal work for each under
-causal attention.
+"""The division of the rows (tokens) of one long sequence among processes, such that all have equal work if
+attention is causal.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ __all__ = ["RowShares"]
 
 @dataclass(frozen=True)
 class RowShares:
-    """The division of the rows (tokens) of a sequence among processes, with equal work for each under causal
-    attention.
+    """The division of the rows (tokens) of a sequence among processes, such that all have equal work if
+    attention is causal.
 
     The n rows are cut into 2 · world ranges. Process r holds the ranges r and 2 · world − 1 − r.
 

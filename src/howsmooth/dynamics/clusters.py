@@ -1,5 +1,5 @@
-"""Measures of how far tokens have clustered: number of clusters, rank, interaction energy, distance to a
-limit.
+"""Quantities that say how far tokens have clustered: number of clusters, rank, interaction energy, distance
+to a limit.
 """
 
 from __future__ import annotations
@@ -164,7 +164,8 @@ def cluster_metrics(
     limit: State | None = None,
     transport: str | None = "auto",
 ) -> pd.DataFrame:
-    """Return a table of measures of clustering along a trajectory, with one row for each time.
+    """Return a table of quantities that say how far tokens have clustered, with one row for each time of a
+    trajectory.
 
     The columns are ``time``; ``clusters`` (:func:`number_of_clusters`); ``spread``, the root mean square
     distance of the tokens from their mean; ``effective_rank``; ``numerical_rank``; ``log_energy``
@@ -238,7 +239,7 @@ def _singular_values(state: State) -> Float[Tensor, " k"]:
 
 
 def _atoms(state: object) -> tuple[Float[Tensor, "n d"], Float[Tensor, " n"]]:
-    """Return the tokens of a state, or the atoms of a measure, with their log-weights, in float64."""
+    """Return the tokens or atoms of a state of a flow, and their log-weights, both in float64."""
     if isinstance(state, AbstractMeasure):
         points, weighting = state.weighted_tokens()
         return points.detach().double(), weighting.log_weights.detach().double()

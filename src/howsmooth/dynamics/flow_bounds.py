@@ -23,8 +23,8 @@ _UP = 1 + 1e-12
 
 
 def clustering_bound(beta: float, cosine: float, time: float) -> float:
-    """Bound 1 − ⟨x_i, x_j⟩ over all pairs of tokens on the unit sphere that have moved by unmasked attention
-    for a given time.
+    """Bound the number 1 − ⟨x_i, x_j⟩ for all pairs of tokens that have flowed through unmasked attention on
+    the unit sphere for a given time.
 
     The flow is x_i' = P_{x_i} Σ_j p_ij x_j, with the softmax weights p_ij of the scores β⟨x_i, x_j⟩ and the
     projection P_x on the tangent space. Let ⟨x_i, x_j⟩ ≥ g > 0 for all pairs at time zero. Then at time t the
@@ -71,10 +71,10 @@ def clustering_bound(beta: float, cosine: float, time: float) -> float:
 
 
 def log_stability_bound(attention: object, radius: float, time: float) -> float:
-    """Bound log(W₂(μ_t, ν_t) / W₂(μ_0, ν_0)) for two measures that are moved by the same unmasked attention
-    head.
+    """Bound log(W₂(μ_t, ν_t) / W₂(μ_0, ν_0)), where two measures μ_0 and ν_0 flow through the same unmasked
+    attention head, and become μ_t and ν_t at time t.
 
-    Both start in the ball of radius R. With the Lipschitz constant L(R) of
+    Both measures start in the ball of radius R. With the Lipschitz constant L(R) of
     :func:`~howsmooth.bounds.mean_field_upper_bound` the number is at most ∫_0^t L(R e^{‖V‖s}) ds. For two
     sequences of n tokens it also bounds log(|X_t − Y_t| / |X_0 − Y_0|).
 

@@ -45,7 +45,9 @@ class System(abc.ABC):
 
     @abc.abstractmethod
     def layer(self, begin: float, end: float) -> Velocity:
-        """Return the velocity v for residual layers y ↦ y + h v(y), where y is the integrated tensor."""
+        """Return the velocity v of the residual layers y ↦ y + h v(y), where y is the integrated tensor and h
+        is the step size.
+        """
 
     def project(self, y: Tensor) -> Tensor:
         """Project the integrated tensor onto the set in which the flow must stay, such as a sphere."""
@@ -113,15 +115,16 @@ class Tokens(System):
         return self.field.velocity(begin, end, self.weighting)
 
     def layer(self, begin: float, end: float) -> Velocity:
-        """Return the velocity v for residual layers x ↦ x + h v(x) that move the tokens x.
+        """Return the velocity v of the residual layers x ↦ x + h v(x), where x are the tokens and h is the
+        step size.
 
         If the tokens are atoms of a measure, their velocity depends on the weights.
         """
         return self.field.layer(begin, end, self.weighting)
 
     def distance(self, y: Tensor, other: Tensor) -> float:
-        """Return the root mean square distance between corresponding tokens of two states; the maximum over
-        the batch, if any.
+        """Return the root mean square distance between corresponding tokens of two states. For a batch,
+        return the largest of these distances.
         """
         squares = (y - other).square().sum(dim=-1)
         if self.weighting is None:
@@ -178,7 +181,8 @@ class Moments(System):
         self.start = _pack(start.mean, start.covariance)
 
     def velocity(self, begin: float, end: float) -> Velocity:
-        """Return the velocity of the mean and of the covariance root of a Gaussian, as a function.
+        """Return the velocity of the mean and the covariance root of a Gaussian, as a function of time and of
+        the integrated tensor.
 
         It is (M α + c, M L) if the map acts on the Gaussian as x ↦ M x + c.
         """
@@ -193,7 +197,7 @@ class Moments(System):
         return affine
 
     def layer(self, begin: float, end: float) -> Velocity:
-        """Return the velocity with which a residual layer moves the mean and the covariance root; it equals
+        """Return the velocity of the mean and the covariance root under residual layers. It equals
         :meth:`velocity`.
 
         A residual layer maps N(α, Σ) by x ↦ x + h (M x + c).

@@ -216,7 +216,8 @@ def integrate(
 
 
 def _layers(system: System, watch: _CheckedVelocity, begin: float, end: float) -> Tensor:
-    """Cover a time interval by residual layers y ↦ y + h v(y), applied one after another.
+    """Integrate a flow over one time interval by residual layers y ↦ y + h v(y), applied one after another
+    with step size h.
 
     A projection follows each layer if the flow has one.
     """

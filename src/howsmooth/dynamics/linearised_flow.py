@@ -149,7 +149,8 @@ class LinearisedFlow:
         return made
 
     def rates(self, i: int) -> list[LinearOperator]:
-        """Return the Jacobians of the velocity in step ``i`` that determine the growth rate of perturbations.
+        """Return the Jacobians of the velocity at the stages of step ``i``, which determine the growth rate
+        of perturbations.
 
         There is one for each Runge–Kutta stage. The symmetric part of each gives the rate at which
         perturbations grow. On a sphere the Jacobians are projected onto the tangent spaces.

@@ -112,7 +112,9 @@ class Growth:
 
     @property
     def remedy(self) -> str:
-        """Advice on what to do if the interval at some time is too wide, or an empty string if none is."""
+        """Advice on what to do if the interval at some time is too wide, or an empty string if no interval is
+        too wide.
+        """
         missed = int((~self.converged).sum())
         if not missed:
             return ""
@@ -269,8 +271,8 @@ Solve = Callable[[LinearOperator, int], LeadingTriplet]
 
 
 def _along(trajectory: LinearisedFlow, times: list[float], solve: Solve) -> list[LeadingTriplet]:
-    """Return the largest singular value of the Jacobian of the flow map, with singular vectors, for each time
-    after the first.
+    """Return, for each output time after the first, the largest singular value of the Jacobian of the flow
+    map, with its singular vectors.
     """
     rounding = _rounding(trajectory, times)
     for time, relative in zip(times, rounding, strict=True):
@@ -315,8 +317,8 @@ def _rounding(trajectory: LinearisedFlow, times: list[float]) -> list[Tensor]:
 
 
 def _products(trajectory: LinearisedFlow, e: Tensor) -> list[tuple[Tensor, Tensor]]:
-    """Return the product of the Jacobian of the flow map with the vector ``e`` for each time, and its
-    rounding error.
+    """Return, for each output time, the product of the Jacobian of the flow map with the vector ``e``, and
+    the rounding error of this product.
 
     The rounding error is the sum of the steps' rounding errors.
     """

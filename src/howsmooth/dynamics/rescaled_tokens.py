@@ -86,11 +86,11 @@ class Rescaled(Field):
         check_tokens(x, self.attention)
 
     def attention_at(self, t: float) -> SelfAttention:
-        """Return the attention layer that acts on the rescaled tokens at time t, without value and output
-        biases.
+        """Return the attention layer that acts on the rescaled tokens at time t. It has no value bias and no
+        output bias.
 
-        Its queries and keys are those of e^{tV} z; the factor e^{2λt} is in its scale, bounded below
-        overflow.
+        Its queries and keys are the queries and keys of e^{tV} z. The factor e^{2λt} is in its scale, bounded
+        below overflow.
         """
         f = self.attention
         # exp(t(V − λI)) stays bounded; the factor e^{2λt} of the scores goes into their scale.
@@ -163,8 +163,8 @@ def rescaled(trajectory: Trajectory, value: Tensor | SelfAttention) -> Trajector
 
 
 def value_matrix(attention: SelfAttention) -> Float[Tensor, "d d"]:
-    """Return V = Σ_h O_h V_h for an attention layer, the sum over its heads of output matrix times value
-    matrix.
+    """Return the sum V = Σ_h O_h V_h over the heads h of an attention layer, with output matrices O_h and
+    value matrices V_h.
 
     Raises
     ------

@@ -58,8 +58,8 @@ class Field(abc.ABC):
         """
 
     def layer(self, begin: float, end: float, weighting: Weighting | None = None) -> Velocity:
-        """Return the velocity v for residual layers x ↦ x + h v(t, x) between the times ``begin`` and
-        ``end``.
+        """Return the velocity v of the residual layers x ↦ x + h v(t, x) with step size h, between the times
+        ``begin`` and ``end``.
         """
         return self.velocity(begin, end, weighting)
 
@@ -113,8 +113,8 @@ class MapField(Field):
         check_tokens(x, self.map)
 
     def velocity(self, begin: float, end: float, weighting: Weighting | None = None) -> Velocity:
-        """Return the attention map as a function of the time t and the tokens x, which does not
-        depend on t.
+        """Return the attention map as a function of the time t and the tokens x. The function does not depend
+        on t.
         """
         return lambda t, x: self.map._forward(x, weighting)
 
@@ -128,7 +128,7 @@ class MapField(Field):
 
 
 class Layers(Field):
-    """The velocity field of several maps, such as the layers of a model, each of which is the velocity for an
+    """The velocity field of several maps, such as the layers of a model. Each map is the velocity for an
     equal part of the time.
 
     Parameters
@@ -189,8 +189,8 @@ class Layers(Field):
         return self.maps[min(index, len(self.maps) - 1)]
 
     def velocity(self, begin: float, end: float, weighting: Weighting | None = None) -> Velocity:
-        """Return the velocity between the times ``begin`` and ``end``, which is the output of one layer, as a
-        function of t and the tokens x.
+        """Return the velocity between the times ``begin`` and ``end`` as a function of the time t and the
+        tokens x. It is the output of one layer.
         """
         f = self.map_at(begin, end)
         return lambda t, x: f._forward(x, weighting)
@@ -230,12 +230,12 @@ class Sphere(Field):
 
     @property
     def switches(self) -> tuple[float, ...]:
-        """The times at which the velocity field that is projected onto the sphere jumps."""
+        """The times at which the projected velocity field jumps."""
         return self.field.switches
 
     @property
     def until(self) -> float:
-        """The time up to which the velocity field that is projected onto the sphere is defined."""
+        """The time up to which the projected velocity field is defined."""
         return self.field.until
 
     def check(self, x: Tensor) -> None:

@@ -36,8 +36,8 @@ def attention(
     dropout_p: object = 0.0,
     kernels: object = False,
 ) -> Float[Tensor, "*lead m value_dim"]:
-    """Compute exact softmax attention of m queries and n keys in memory O(m + n), differentiable in every
-    PyTorch mode.
+    """Compute exact softmax attention of m queries and n keys in memory O(m + n). The result can be
+    differentiated in forward and reverse mode any number of times.
 
     O = P v, where P is the row softmax of S = c tanh(s / c) + mask + score_bias over the visible keys, and
     s = scale · q kᵀ (without a cap S = s + mask + score_bias). Forward and reverse mode, any nesting of them,
@@ -231,8 +231,6 @@ def _as_scores(name: str, t: Tensor, axes: Shape, group: int) -> Tensor:
 
     The tensor must broadcast to ``axes``, which are (*lead, heads, m, n). In the result each axis has its
     full length or 1.
-
-    Each axis has its full length or 1; ``axes`` are (*lead, heads, m, n).
     """
     if t.ndim > len(axes) or any(
         size not in (1, full) for size, full in zip(t.shape[::-1], axes[::-1], strict=False)

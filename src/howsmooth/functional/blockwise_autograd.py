@@ -109,7 +109,8 @@ class Grid:
     def blocks(self, times: int, device: torch.device) -> Iterator[Block]:
         """Yield the blocks of attention scores one by one, without blocks in which every key is masked.
 
-        ``times`` is the product of the axes that vmap has added, for which a block is computed at once.
+        ``times`` is the product of the lengths of the axes that vmap has added. A block is computed for all
+        their indices at once.
         """
         n, window = self.visible.n, self.visible.window
         entries = _ENTRIES.get(device.type, _ENTRIES_ELSEWHERE)
@@ -179,8 +180,8 @@ class BlockMap:
     kept: int = 0
 
     def targets(self, block: Block, extra: Shape = ()) -> tuple[Shape, ...]:
-        """Return for each result of the function the shape of the part that one block of query rows
-        contributes to.
+        """Return, for each result of the function, the shape of the part to which one block of query rows
+        contributes.
 
         The axes ``extra`` are put in front of each shape.
         """
@@ -222,8 +223,8 @@ class BlockMap:
         return tuple(result.to(dtype) for result in results)
 
     def forward(self, moved: Flags) -> BlockMap:
-        """Return the forward-mode derivative of this function, which takes its arguments and tangents and
-        returns the tangents of its results.
+        """Return the forward-mode derivative of this function, which maps arguments and their tangents to the
+        tangents of the results.
 
         ``moved`` marks the tensors that have a tangent.
         """
@@ -258,8 +259,8 @@ class BlockMap:
         return BlockMap(self.grid, compute, inputs, outputs)
 
     def reverse(self, wanted: Flags, given: Flags, shapes: tuple[Shape, ...]) -> BlockMap:
-        """Return the reverse-mode derivative of this function, which takes its arguments and the cotangents
-        of its results and returns the cotangents of the arguments.
+        """Return the reverse-mode derivative of this function, which maps arguments and the cotangents of the
+        results to the cotangents of the arguments.
 
         Parameters
         ----------

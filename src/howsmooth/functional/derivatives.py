@@ -232,9 +232,10 @@ class _Inputs:
         return x, tensors[count : count + kept], more
 
     def chosen(self, flags: Flags) -> tuple[Names, Names]:
-        """Return the names of the inputs of a derivative of attention that ``flags`` marks.
+        """Return the names of the inputs that ``flags`` marks, for a derivative of attention.
 
-        The first names are of arguments x of attention, the second of tangents and cotangents (``more``).
+        The first result has the names of arguments x of attention, the second those of tangents and
+        cotangents (``more``).
         """
         count = len(self.scores.names)
         more = flags[count + len(self.kept) :]

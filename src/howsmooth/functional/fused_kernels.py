@@ -378,8 +378,9 @@ def adjoint_keys(
     CAPPED: tl.constexpr, SINKS: tl.constexpr, PRECISION: tl.constexpr,
     KEY: tl.constexpr, VALUE: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
 ):  # fmt: skip
-    """Compute the cotangents of one block of keys and values, summed over all query rows and query heads, and
-    write them to memory.
+    """Compute the cotangents of one block of keys and values, and write them to memory.
+
+    They are summed over all query rows, and over the query heads that share the key head.
     """
     key_head, start = _start(n, KEYS, False)
     ks = _load(k + key_head * n * KEY, start, n, KEYS, KEY, WIDTH)
@@ -415,8 +416,8 @@ def adjoint_keys(
 
 @_jit
 def _moved(s, raw, a, da, row_lse, row_mu, row_common, row_moved, slope, tanh, cap, CAPPED: tl.constexpr):
-    """Return the probabilities P of one tile, the cotangents of the inner products of queries and keys, and
-    the tangents of both.
+    """Return, for one tile, the probabilities P and the cotangents of the inner products of queries and keys,
+    and the tangents of these two matrices.
 
     The results are P, its tangent dP, the cotangent D∘G of the products scale · q kᵀ, and the tangent of D∘G.
     The arguments ``s`` are scores, ``raw`` their tangents before the cap, ``a`` is U vᵀ and ``da`` its

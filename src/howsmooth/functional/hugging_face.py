@@ -61,7 +61,7 @@ def _attention_forward(
     indices: Tensor | None = None,
     **rest: Any,
 ) -> tuple[Tensor, None]:
-    """Compute the attention output (batch, m, heads, value_dim) of a layer of a transformers model that calls
+    """Compute the attention output (batch, m, heads, value_dim) when a layer of a transformers model calls
     this function.
 
     The arguments are those that layers give to the functions of ``AttentionInterface``: queries

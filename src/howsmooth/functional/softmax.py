@@ -153,8 +153,8 @@ def weights(scores: Scores, block: Block, x: Mapping[str, Tensor]) -> Weights:
 
 
 def _dropout(scores: Scores, block: Block, seed: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return the matrix of dropout factors of a block: 0 for dropped probabilities, and 1/(1 − p) for all
-    others.
+    """Return the matrix of dropout factors of a block: 0 for dropped entries, and 1/(1 − p) for all others,
+    where p is the dropout probability.
 
     An entry depends on the seed, head, query and key alone. So the derivatives, whose blocks may be others,
     form the same matrix again, and nothing is kept.
@@ -344,7 +344,7 @@ def _of_softmax(ds: Tensor, p: Tensor) -> Tensor:
 
 
 def _products(a: Tensor, b: Tensor) -> Tensor:
-    """Return the inner products ⟨q_i, k_j⟩ of all queries and keys, in the shape of the scores."""
+    """Return the inner products of all rows of ``a`` with all rows of ``b``, in the shape of the scores."""
     # The rows of all query heads of a group form one matrix, so that heads with one key head share a product.
     s: Tensor = (a.flatten(-3, -2) @ b.squeeze(-3).mT).unflatten(-2, a.shape[-3:-1])
     return s

@@ -12,14 +12,14 @@ dq, dk, dv ::
 Its variants compute the same numbers up to rounding:
 
 - ``softmax``: P is kept in memory; with weights (the atoms of a measure) a second, weighted P beside it.
-- ``packed_sequences`` and ``padded``: several sequences of unequal lengths with P kept, which share the
-  projections, or are padded with zeros to one length.
-- ``streamed``, cut by ``tiling``: P is formed tile by tile in each product, in memory O(n d).
-- ``fused``: the same in Triton kernels on a CUDA device, where tiles stay on the chip.
+- ``packed_sequences`` and ``padded_jacobian_batch``: several sequences of unequal lengths with P kept, which
+  share the projections, or are padded with zeros to one length.
+- ``streamed_softmax``, cut by ``tiling``: P is formed tile by tile in each product, in memory O(n d).
+- ``fused_softmax``: the same in Triton kernels on a CUDA device, where tiles stay on the chip.
 - :mod:`howsmooth.distributed`: the query rows are shared among processes, each with a streamed derivative.
 - :mod:`howsmooth.functional`: a function that PyTorch differentiates again, to every order.
 
-``attention`` puts the projections of a layer around one of them, ``code_around_softmax`` PyTorch code, and
+``attention`` puts the projections of a layer around one of them, ``custom_code_attention`` PyTorch code, and
 ``closed_form`` chooses the operator of a map. ``howsmooth.batching`` decides whether P is kept. The
 derivation, and a table of memory and cost, are on the documentation page "The derivative of softmax
 attention, and its variants".

@@ -40,8 +40,8 @@ Norms = tuple[NormJacobian | None, NormJacobian | None]
 
 @runtime_checkable
 class Core(Protocol):
-    """The interface of the derivative of softmax attention with respect to queries, keys and values, for all
-    heads of a layer together.
+    """The interface of the derivative of softmax attention in all heads of a layer, with respect to queries,
+    keys and values.
 
     Arguments and results are those of :class:`~howsmooth.jacobian.softmax.SoftmaxDerivative`.
     """
@@ -60,10 +60,10 @@ class Core(Protocol):
 
 @runtime_checkable
 class StreamedCore(Core, Protocol):
-    """The interface of a derivative J of softmax attention that computes Jᵀ T J in one pass, for a linear map
-    T of the outputs of each token.
+    """The interface of a derivative J of softmax attention that also computes products with Jᵀ T J, where T
+    is a linear map that acts on the outputs of each token separately.
 
-    The method ``gram`` does this.
+    The method ``gram`` computes these products.
 
     The arguments are those of :class:`~howsmooth.jacobian.streamed_softmax.StreamedDerivative`.
     """
@@ -102,12 +102,12 @@ class _MultiHeadJacobian(LinearOperator, Generic[_Core]):
         return type(self)(self.projection, self.core.select(rows), (query_norm, key_norm), proved)
 
     def _to_heads(self, part: int, rows: Float[Tensor, "batch n rows"]) -> Float[Tensor, "b m width"]:
-        """Split rows with the queries, keys or values of all heads into one matrix for each key head.
+        """Split the projected tangents of the queries, keys or values of all heads into one matrix for each
+        key head.
 
-        The argument ``part`` is 0 for queries, 1 for keys and 2 for values.
-
-        ``rows`` are the projected tangents of each token, of all heads side by side; norms and rotations
-        come after the projection.
+        The argument ``part`` is 0 for queries, 1 for keys and 2 for values. Each row of ``rows`` holds the
+        projected tangents of one token in all heads. The derivatives of the norm layer and the rotation,
+        which follow the projection, are applied here.
         """
         f, (b, n, _) = self.projection.attention, rows.shape
         heads, norm = (f.heads, f.kv_heads, f.kv_heads)[part], (*self.norms, None)[part]
@@ -267,8 +267,8 @@ class AttentionJacobian(_MultiHeadJacobian[SoftmaxDerivative | WeightedSoftmaxDe
 
 
 class StreamedAttentionJacobian(_MultiHeadJacobian[StreamedCore]):
-    """The Jacobian J of multi-head self-attention at n tokens, with no n × n matrix in memory and JᵀJ
-    computed in one pass.
+    """The Jacobian of multi-head self-attention at n tokens, as an operator that keeps no n × n matrix in
+    memory.
 
     Queries, keys and values are projected one after the other, so that few tensors with n rows of all heads
     are in memory at a time.

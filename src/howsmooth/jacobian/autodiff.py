@@ -229,7 +229,7 @@ class AutodiffJacobian(LinearOperator):
         return cotangent.reshape(self.batch, *self.in_shape)
 
     def _forward_product(self, e: Tensor) -> Tensor:
-        """Return the product J e by forward mode, or by two reverse modes if an operation of the map has no
+        """Return the product J e by forward mode, or by double reverse mode if an operation of the map has no
         forward mode.
         """
         try:
@@ -267,11 +267,11 @@ class AutodiffJacobian(LinearOperator):
             return allowance_for_rounding(itertools.chain([first], made), jtu)
 
     def _check_derivatives(self, y: Tensor, start: Tensor | None) -> Tensor:
-        """Check that the forward-mode and reverse-mode derivatives of the map ``f`` agree with each other and
-        with finite differences, and return the product with ``start``.
+        """Check the forward-mode and reverse-mode derivatives of the map ``f`` against each other and against
+        finite differences. Return the product of the Jacobian with ``start``.
 
-        They agree with each other if ⟨J e, u⟩ = ⟨e, Jᵀu⟩. Members of a batch must not depend on each other.
-        The rounding errors of the products are estimated and stored. The argument ``y`` is f(x).
+        Forward and reverse mode agree if ⟨J e, u⟩ = ⟨e, Jᵀu⟩. Members of a batch must not depend on each
+        other. The rounding errors of the products are estimated and stored. The argument ``y`` is f(x).
         """
         generator = torch.Generator().manual_seed(0)
         e = start
@@ -384,8 +384,8 @@ def _by_forward_mode(f: Callable[[Tensor], Tensor], x: Tensor, e: Tensor) -> Ten
 
 
 def _mixes(product: Callable[[Tensor], Tensor], e: Tensor) -> bool:
-    """Return True if a linear map on a batch mixes its elements, that is, if some result depends on another
-    element of the batch.
+    """Return True if the linear map ``product`` mixes the elements of a batch, so that an element of its
+    result depends on a different element of its input.
 
     Any two indices differ in some binary digit. So for each digit, e is set to zero at all indices without
     that digit, and the product must be zero there: as many products as indices have digits.
@@ -399,8 +399,8 @@ def _mixes(product: Callable[[Tensor], Tensor], e: Tensor) -> bool:
 
 
 def moved_by_rounding(x: Tensor) -> Iterator[Tensor]:
-    """Yield four copies of the tensor ``x`` with every entry changed by one machine epsilon, up or down at
-    random.
+    """Yield four copies of the tensor ``x``. In each copy every entry is increased or decreased, at random,
+    by its product with the machine epsilon.
     """
     generator = torch.Generator().manual_seed(1)
     for _ in MULTIPLES:
@@ -499,11 +499,13 @@ def check_against_differences(
 def _differences(
     f: Callable[[Tensor], Tensor], x: Tensor, at: Tensor, e: Tensor, steps: Sequence[float]
 ) -> tuple[Tensor, list[Tensor], Tensor] | None:
-    """Return the direction, the finite differences of the map ``f`` along this direction for each step
-    length, and the change of slope at ``x``; return None if f refuses all inputs near ``x``.
+    """Compute finite differences of the map ``f`` at ``x``, or return None if f refuses all inputs near
+    ``x``.
 
-    ``at`` is f(x). The direction is ``e`` unless f refuses the inputs along it. The change of slope is the
-    difference between the two one-sided differences for the first step length.
+    The first result is the direction, the second is the list of finite differences along this direction, one
+    for each step length, and the third is the change of slope at ``x``. The direction is ``e`` unless f
+    refuses the inputs along it. The change of slope is the difference between the two one-sided differences
+    for the first step length. The argument ``at`` is f(x).
     """
     try:
         sides = [(f(x + h * e) - at, at - f(x - h * e)) for h in steps]
@@ -521,10 +523,8 @@ def _differences(
 
 
 def weighted_autodiff_jacobian(f: TokenMap, x: Tensor, weighting: Weighting) -> AutodiffJacobian:
-    """Return the Jacobian of a map at a discrete measure by automatic differentiation, scaled by the roots of
-    the weights of the atoms.
-
-    The operator has the blocks √(a_i/a_j) J_ij, with the weights a of the atoms.
+    """Return the Jacobian of a map at a discrete measure by automatic differentiation. It has the blocks
+    √(a_i/a_j) ∂y_i/∂x_j, where the atoms x_i have the weights a_i and the images y_i.
 
     It is the Jacobian of Y ↦ √a ∘ f(Y / √a) at Y = √a ∘ X, so the checks of :class:`AutodiffJacobian` apply.
 

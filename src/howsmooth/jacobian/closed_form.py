@@ -186,7 +186,8 @@ def _linearise(
     made: Sequence[Projections],
     form: _Form,
 ) -> list[LinearOperator]:
-    """Return the Jacobian of a map in closed form, as one operator for each requested dtype.
+    """Return the Jacobian of a map at the batch of sequences ``x`` in closed form, as one operator for each
+    requested dtype.
 
     The map and its tokens are float64. Each item of ``made`` holds the projections of the map in one dtype.
 

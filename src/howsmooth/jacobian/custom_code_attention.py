@@ -1,7 +1,6 @@
-"""The Jacobian of an attention layer given as PyTorch code around softmax attentions, whose own derivatives
-are in closed form.
+"""The Jacobian of an attention layer that is written as PyTorch code around calls of softmax attention.
 
-The softmaxes have a closed form, and PyTorch differentiates the code around them.
+The softmax attentions are differentiated in closed form, and PyTorch differentiates the code around them.
 
 The layer is run once with each softmax replaced by an autograd function. The value of this function is the
 output of the softmax at the point of linearisation, computed in float64 and rounded once; its derivative and
@@ -38,8 +37,8 @@ __all__ = ["StagedJacobian"]
 
 
 class StagedJacobian(LinearOperator):
-    """The Jacobian, at a batch of sequences, of an attention layer given as PyTorch code around softmax
-    attentions.
+    """The Jacobian, at a batch of sequences, of an attention layer that is written as PyTorch code around
+    calls of softmax attention.
 
     There is one autograd graph for each sequence.
     """
@@ -55,8 +54,8 @@ class StagedJacobian(LinearOperator):
     def at(
         cls, f: StagedAttention, x: Tensor, dtype: torch.dtype, *, streamed: bool = False
     ) -> StagedJacobian:
-        """Return the Jacobian of a StagedAttention at tokens (batch, n, d), as an operator with products in
-        ``dtype``.
+        """Return the Jacobian of the attention layer ``f`` at a batch of sequences (batch, n, d), as an
+        operator with products in ``dtype``.
 
         The map and the tokens are float64.
 
@@ -87,7 +86,8 @@ class StagedJacobian(LinearOperator):
 
 
 class _Member:
-    """The Jacobian, at one sequence, of an attention layer given as PyTorch code around softmax attentions.
+    """The Jacobian, at one sequence, of an attention layer that is written as PyTorch code around calls of
+    softmax attention.
 
     Parameters
     ----------
@@ -115,7 +115,7 @@ class _Member:
     def at(
         cls, f: StagedAttention, rounded: StagedAttention, x: Tensor, dtype: torch.dtype, *, streamed: bool
     ) -> _Member:
-        """Return the Jacobian of a StagedAttention at one sequence (n, d).
+        """Return the Jacobian of the attention layer ``f`` at one sequence (n, d).
 
         The layer ``f`` and the tokens are float64; ``rounded`` is the same layer in ``dtype``, the dtype of
         the products.
@@ -157,10 +157,10 @@ class _Member:
         return torch.zeros_like(self.y) if tangent is None else tangent
 
     def _image_of_the_adjoint(self) -> Tensor | None:
-        """Return Jᵀ u for a variable cotangent u, with the autograd graph that gives its derivative with
-        respect to u.
+        """Return Jᵀ u, where J is the Jacobian of the layer and u a variable cotangent, as a tensor that
+        autograd can differentiate with respect to u.
 
-        The result is None if PyTorch cannot make that graph.
+        The result is None if PyTorch cannot make the graph of this derivative.
         """
         if not self.y.requires_grad:
             return None
@@ -191,7 +191,7 @@ class _Member:
         return cotangent
 
     def _check(self, y: Tensor) -> None:
-        """Check the derivatives of the layer against each other and finite differences, and estimate the
+        """Check that forward mode, reverse mode and finite differences of the layer agree, and estimate the
         rounding error of products.
 
         ``y`` is the output in float64.
@@ -227,10 +227,10 @@ class _Member:
         check_against_differences(self._value, x, at, e, lambda e: self._tangent(x, e), rounding, je)
 
     def _image_gives(self, e: Tensor, je: Tensor) -> bool:
-        """Return True if the product J e by two reverse modes agrees with ``je``, the product by forward
-        mode.
+        """Return True if the product of the Jacobian with ``e`` in double reverse mode agrees with ``je``,
+        the same product in forward mode.
 
-        The two reverse modes differentiate Jᵀ u in u.
+        Double reverse mode differentiates Jᵀ u with respect to u.
         """
         try:
             off = (self.product(e) - je).norm()
@@ -309,7 +309,7 @@ class _CoreAt:
 
 
 class _Linearised(torch.autograd.Function):
-    """The autograd function of one softmax attention, with a stored output and a derivative in
+    """An autograd function that returns the stored output of one softmax attention, and differentiates it in
     closed form.
     """
 

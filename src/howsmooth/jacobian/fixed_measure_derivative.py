@@ -1,8 +1,8 @@
-"""The derivative of the map x ↦ Γ_μ(x), by which attention moves a point x, with respect to x for a fixed
-measure μ.
+"""The derivative of x ↦ Γ_μ(x) for a fixed measure μ, where Γ_μ(x) is the point to which attention moves a
+point x of the measure.
 
-A map f of measures moves each point x to a point Γ_μ(x), which depends on the measure μ. The derivative is
-that of x ↦ Γ_μ(x) at the atoms of μ.
+The derivative is computed at the atoms of μ, for any map of measures that moves each point x to a point
+Γ_μ(x).
 
 It is the term with δ_ij in the Jacobian: V C_i A for a head of softmax attention, where C_i is the covariance
 of the atoms that x_i sees. It describes an atom that splits into two halves which move apart, while the
@@ -37,7 +37,8 @@ Rows = Callable[[slice], Tensor]
 def frozen_derivatives(
     f: TokenMap, x: Float[Tensor, "n d"], weighting: Weighting
 ) -> Iterator[Float[Tensor, "block d_out d"]]:
-    """Yield the derivative of the map x ↦ Γ_μ(x) at each atom x of a measure μ, where μ itself is held fixed.
+    """Yield the derivative of x ↦ Γ_μ(x) at each atom x of a fixed measure μ, where Γ_μ(x) is the point to
+    which the map ``f`` moves x.
 
     The derivatives are D Γ_μ(x_i), for one block of atoms at a time.
 
@@ -68,8 +69,8 @@ def frozen_derivatives(
 
 
 def _width(f: TokenMap) -> int:
-    """Return how many numbers in memory the derivatives of a map at a block of atoms need for each pair of
-    atoms.
+    """Return how many numbers have to be in memory for each pair of atoms while the derivatives at a block of
+    atoms are computed.
 
     A pair is an atom of the block and an atom that it sees.
     """
@@ -105,7 +106,8 @@ def _attention(f: SelfAttention, x: Tensor, weighting: Weighting) -> Rows:
     """Return a function that computes the derivatives of softmax attention at given atoms of a measure, in
     closed form.
 
-    The argument of the function is a range of rows i, its result Σ_h W_h Cov_i(v, k) · scale Q_h.
+    The argument of the function is a range of rows i. Its result is Σ_h W_h Cov_i(v, k) · scale Q_h, with the
+    output matrix W_h and the query matrix Q_h of each head h.
 
     Cov_i(v, k) is the covariance of values and keys under row i of P. If the scores have a cap with
     derivative D, Σ_j P_ij (v_j − O_i) D_ij k_jᵀ takes its place.

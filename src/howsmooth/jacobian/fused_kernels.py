@@ -36,9 +36,9 @@ def _jit(function: Callable[..., object]) -> Any:
 
 @_jit
 def _split(x, PARTS: tl.constexpr):
-    """Split a tile of float32 numbers into three bfloat16 tiles whose sum approximates it.
+    """Split a tile of float32 numbers into two or three bfloat16 tiles whose sum approximates it.
 
-    With two parts, the second is returned twice.
+    Three tiles are returned; if ``PARTS`` is 2, the third is a copy of the second and is not used.
     """
     first = x.to(tl.bfloat16)
     rest = x - first.to(tl.float32)
@@ -70,8 +70,10 @@ def _load(p, part, start, end, LENGTH: tl.constexpr, WIDTH: tl.constexpr, PARTS:
 
 @_jit
 def _dot(a0, a1, a2, b0, b1, b2, acc, PARTS: tl.constexpr):
-    """Return acc + a b, where a and b are each given as a sum of bfloat16 matrices a0, a1, a2 and
-    b0, b1, b2.
+    """Return acc + a b, approximately, for matrices a = a0 + a1 + a2 and b = b0 + b1 + b2 that are given as
+    bfloat16 parts.
+
+    Products of parts below the last digit are left out. If ``PARTS`` is 2, so are a2 and b2.
     """
     if PARTS == 3:
         acc = tl.dot(a2, b0, acc)
@@ -205,8 +207,9 @@ def adjoint_keys(
     CAUSAL: tl.constexpr, WINDOWED: tl.constexpr, PARTS: tl.constexpr,
     WIDTH: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
 ):  # fmt: skip
-    """Compute the cotangents of one block of keys and values, summed over all query rows and query heads, and
-    write them to memory.
+    """Compute the cotangents of one block of keys and values, and write them to memory.
+
+    They are summed over all query rows, and over the query heads that share the key head.
     """
     start = tl.program_id(0) * KEYS
     key_head = tl.program_id(1).to(tl.int64)

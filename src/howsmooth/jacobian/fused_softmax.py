@@ -227,8 +227,8 @@ def fused(at: StreamedDerivative, allowance: float | None = None) -> StreamedDer
 
 
 def within(at: StreamedDerivative, allowance: float | None) -> StreamedDerivative:
-    """Return the same derivative as ``at`` with products computed by Triton kernels, or ``at`` itself if they
-    are not accurate enough.
+    """Return the same derivative as ``at`` with products computed by Triton kernels, or ``at`` itself if the
+    kernels are not accurate enough.
 
     If the relative error exceeds ``allowance`` even with three bfloat16 parts, ``at`` is returned.
     """

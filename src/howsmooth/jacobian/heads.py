@@ -31,8 +31,8 @@ def heads_jacobians(
     """Return the Jacobians of some heads of an attention layer at one sequence, once for each of several
     dtypes.
 
-    The layer and its tokens are float64. The rounding errors of float64 products are proved for each head as
-    for a layer of one head.
+    The layer and its tokens are float64. The rounding errors of float64 products are bounded for each head as
+    for a layer with one head.
     """
     tokens, norms = x[None], MatrixNorms()
     off = tokens.new_zeros(tokens.shape[:-1]) if torch.float64 in dtypes else None
@@ -66,8 +66,8 @@ class HeadsJacobian(AttentionJacobian):
         return cls(projection, whole.core, whole.norms, whole.proved)
 
     def reduced(self) -> tuple[HeadsJacobian, Float[Tensor, "heads d r"]]:
-        """Return the Jacobians of the heads restricted to the subspace of tokens that each head reads, so
-        that products cost less.
+        """Return, for each head, a smaller Jacobian with the same singular values, and an orthonormal basis
+        of the subspace of token space on which the head depends.
 
         A head with matrix W_h depends on r = min(d, rows of W_h) coordinates of a token, so its Jacobian is
         E ↦ J_h(E B_h), where J_h and the basis B_h are returned.

@@ -23,13 +23,14 @@ _IN_GRAPHS = 64
 
 
 def cached_bytes(f: Callable[[Tensor], Tensor], n: int, dtype: torch.dtype) -> int:
-    """Return the bytes of all n × n tensors that are in memory at the same time when the Jacobian at n tokens
-    is measured.
+    """Return the largest number of bytes that n × n tensors take at one time while the norm of the Jacobian
+    at n tokens is computed.
 
-    They are the attention probabilities and temporary tensors of a product.
+    The tensors are the attention probabilities and temporary tensors of a product. For attention layers
+    written as PyTorch code, autograd graphs are counted too.
 
-    If ``dtype`` is float32, they are counted in float32 and in float64, because the value of a float32
-    measurement is computed again in float64 while the float32 operator is in memory.
+    If ``dtype`` is float32, the tensors are counted in float32 and in float64, because the result of a
+    float32 computation is computed again in float64 while the float32 operator is in memory.
     """
     match f:
         case Residual():
@@ -72,8 +73,8 @@ def streamed_bytes(f: Callable[[Tensor], Tensor], n: int, dtype: torch.dtype, de
 
 
 def kernel_bytes(f: Callable[[Tensor], Tensor], n: int, dtype: torch.dtype, device: torch.device) -> int:
-    """Return the bytes that Triton kernels need for a Jacobian at one sequence in addition to other tensors,
-    or 0 without kernels.
+    """Return the additional bytes that Triton kernels need for a Jacobian at one sequence, or 0 if no kernel
+    runs.
 
     The kernels hold all operands of their matrix products, split into bfloat16 parts.
     """

@@ -21,7 +21,7 @@ class Moments:
     """Upper bounds on the root mean square deviations of keys and values from their means under the attention
     probabilities P.
 
-    Further bounds are of the probabilities P: of their row sums, row norms and spectral norm.
+    Further fields bound the row sums, the row norms and the spectral norm of P.
 
     Axes: b = batch member times key/value head, m = query rows of all its query heads.
 
@@ -59,8 +59,8 @@ class Moments:
         sink: Float[Tensor, "b m"],
         p: Float[Tensor, "b m n"] | None = None,
     ) -> Moments:
-        """Compute these moments from the averages of the columns of :func:`moment_columns` under the
-        probabilities P.
+        """Compute the bounds from the averages, under the attention probabilities P, of the columns that
+        :func:`moment_columns` returns.
 
         ``mean`` are the outputs, shifted as the values are. Without P itself, which streamed products do not
         keep, ``squares`` and ``spread`` are bounded by the row sums.
@@ -99,8 +99,8 @@ class Moments:
 
 
 def moment_columns(operands: Operands) -> Float[Tensor, "b n columns"]:
-    """Return a row of numbers for each key, whose averages under the attention probabilities determine
-    :class:`Moments`.
+    """Return a matrix with one row for each key. The averages of these rows under the attention probabilities
+    determine :class:`Moments`.
 
     The columns are k, |k|² and |v|². If there is a sink, |k|² and |v|² of the unshifted keys and values
     follow.

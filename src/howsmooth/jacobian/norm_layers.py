@@ -98,10 +98,10 @@ class NormJacobian(LinearOperator):
         return cls(f.weight.to(dtype), unit, factor, proved, centred=f.centred)
 
     def _symmetric(self, e: Tensor) -> Tensor:
-        """Multiply by the symmetric matrix that remains of the Jacobian of a norm layer without the diagonal
-        matrix of gains.
+        """Multiply by the Jacobian that the norm layer has without its gains. It is a symmetric matrix at
+        each token.
 
-        The part is (√d/s)(H − h hᵀ/s²) at each token.
+        The matrix is (√d/s)(H − h hᵀ/s²).
         """
         if self.centred:
             e = e - e.mean(dim=-1, keepdim=True)

@@ -1,5 +1,5 @@
 """Products with the Jacobians of one map at sequences of unequal lengths, where the tokens of all sequences
-share each matrix product.
+are projected in one matrix product.
 
 A projection maps each token by itself, so the tokens of all sequences go through it in one matrix product.
 The softmax of each sequence is computed by itself, at its own length. Nothing is padded.
@@ -44,13 +44,13 @@ def shares_products(f: Callable[[Tensor], Tensor]) -> bool:
 def energy_products_together(
     operators: Sequence[LinearOperator], vectors: Sequence[Tensor]
 ) -> list[tuple[Tensor, Tensor]]:
-    """Return |J E|² and JᵀJ E for the Jacobians J of one map at several sequences, where each sequence has
-    its own vectors E.
+    """Return |J E|² and JᵀJ E for each operator J and its tangent E. The operators are Jacobians of one map
+    at batches of sequences of unequal lengths.
 
-    The matrix products are shared. E has the shape (batch, n, d), |J E|² (batch,), and JᵀJ E (batch, n, d).
+    The matrix products with projections are shared. E has the shape (batch, n, d), |J E|² (batch,), and JᵀJ E
+    (batch, n, d).
 
-    The lengths n of the operators may differ. The operators are Jacobians of one map from one call of
-    ``closed_form_jacobians``, or selected members of them.
+    The operators come from one call of ``closed_form_jacobians``, or are selected members of such operators.
     """
     attention = instances(operators, AttentionJacobian)
     if attention is None:
@@ -88,7 +88,9 @@ def _adjoint_products(operators: Sequence[LinearOperator], vectors: Sequence[Ten
 
 
 def _heads(attention: Sequence[AttentionJacobian], vectors: Sequence[Tensor]) -> Tensor:
-    """Return the tangents of the outputs of all heads, one row for each token of all sequences."""
+    """Return the tangents of the outputs of all heads, as one matrix with a row for each token of each
+    sequence.
+    """
     projection = attention[0].projection
     rows = projection.into(_packed(vectors))
     heads = rows.new_empty(len(rows), projection.attention.heads * projection.attention.value_dim)
@@ -100,8 +102,8 @@ def _heads(attention: Sequence[AttentionJacobian], vectors: Sequence[Tensor]) ->
 def _heads_adjoint(
     attention: Sequence[AttentionJacobian], heads: Tensor, vectors: Sequence[Tensor]
 ) -> list[Tensor]:
-    """Return the cotangents of the tokens of each sequence, given the cotangents of the outputs of all heads,
-    one row for each token of all sequences.
+    """Return the cotangents of the tokens of each sequence. The argument ``heads`` holds the cotangents of
+    the head outputs, with one row for each token of each sequence.
 
     The argument ``vectors`` has the shapes of the sequences.
     """

@@ -1,5 +1,5 @@
-"""The Jacobians of one map at several sequences of unequal lengths, padded with zeros to one batched
-operator.
+"""The Jacobians of one map at several sequences of unequal lengths, joined to one batched operator by padding
+with zeros.
 
 For short sequences, above all on a GPU, starting an operation takes longer than the operation. One padded
 batch then takes less time than an operator for each length. The Jacobians are padded, not the tokens: each is

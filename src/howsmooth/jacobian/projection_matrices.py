@@ -111,8 +111,8 @@ class Projection:
 
     @cached_property
     def output_gram(self) -> Float[Tensor, "d_heads d_heads"] | None:
-        """The matrix WᵀW, where W is the output matrix of the layer, if a product with it is cheaper than two
-        with W; otherwise None.
+        """The matrix WᵀW, where W is the output matrix of the layer, or None unless a product with WᵀW is
+        cheaper than two products with W.
 
         It is used in float32 only, where the final value is computed again in float64: if W nearly cancels,
         WᵀW loses twice as many digits.

@@ -89,7 +89,7 @@ class Operands:
 
     @property
     def heads(self) -> int:
-        """The total number of key heads of all sequences of the batch."""
+        """The number of key heads times the number of sequences in the batch."""
         return self.k.shape[0] * self.k.shape[1]
 
     @property
@@ -104,8 +104,8 @@ class Operands:
 
     @property
     def score_keys(self) -> Float[Tensor, "batch kv_heads n key_dim"]:
-        """The keys from which attention scores are formed, without their mean unless the layer has attention
-        sinks.
+        """The keys from which attention scores are computed. Their mean is subtracted unless the layer has
+        attention sinks.
 
         With a sink, a shift of the keys would change P, because the sink's score does not move with the keys.
         """

@@ -73,10 +73,10 @@ def norm_error(f: LayerNorm | RMSNorm, x: Float[Tensor, "batch n d"], off: Off) 
 
 
 def _norm_slopes(f: LayerNorm | RMSNorm, x: Tensor, off: Off) -> tuple[Off, Off]:
-    """Return two bounds for each token: on the norm of the Jacobian of a norm layer, and on the relative
-    error of this Jacobian.
+    """Return, for each token, a bound on the norm of the Jacobian of a norm layer, and a bound on the
+    relative error of this Jacobian.
 
-    The slope is (√d/s) max|γ|, with the gain γ.
+    The first bound is (√d/s) max|γ|, where γ are the gains.
     """
     s = f.direction_and_length(x)[1].squeeze(-1)
     moved = off + _centring(f, x)
@@ -121,9 +121,8 @@ def composed_error(outer: ProductError, inner: ProductError) -> ProductError:
 def image_off(
     f: TokenMap, x: Float[Tensor, "batch n d"], off: Off, norms: MatrixNorms, image: Tensor | None = None
 ) -> Off:
-    """Return, for each token of the output f(x), a bound on the rounding error of its computation in float64.
-
-    The tokens ``x`` are themselves wrong by at most ``off``.
+    """Return a bound on the error of each token of the output f(x), which is computed in float64 from tokens
+    that are wrong by at most ``off``.
 
     ``image`` is the computed f(x), if the caller has it.
     """
@@ -197,11 +196,11 @@ class _Rows:
     off
         Bound of the error of each row.
     size
-        Bound of the norm of the map, for each key head.
+        Bound of the norm of the derivative, for each key head.
     slip
-        Bound of the rounding error of a product of the map, divided by the length of the tangent.
+        Bound of the rounding error of a product with the derivative, divided by the length of the tangent.
     model
-        Bound of the distance of the map from the exact one; zero unless it contains a norm layer.
+        Bound of the error of the derivative itself, in the spectral norm; zero unless there is a norm layer.
     """
 
     off: Float[Tensor, "batch kv_heads *rows"]
@@ -249,8 +248,8 @@ class _Attention:
         return _Rows(off, turn * size, turn * (slip + gamma(8) * size), turn * model)
 
     def keys(self, *, shifted: bool) -> _Rows:
-        """Return bounds on the rounding errors of the keys of an attention layer, minus their mean if
-        ``shifted`` is True.
+        """Return bounds on the rounding errors of the keys of an attention layer, from which their mean is
+        subtracted if ``shifted`` is True.
         """
         f = self.f
         size = self.norms.spectral(f.key).expand(self.batch, -1)
@@ -268,8 +267,8 @@ class _Attention:
         return _Rows(off, turn * size, turn * (slip + gamma(8) * size), turn * model)
 
     def values(self, *, shifted: bool) -> _Rows:
-        """Return bounds on the rounding errors of the values of an attention layer, minus their mean if
-        ``shifted`` is True.
+        """Return bounds on the rounding errors of the values of an attention layer, from which their mean is
+        subtracted if ``shifted`` is True.
         """
         f = self.f
         size = self.norms.spectral(f.value).expand(self.batch, -1)
@@ -368,8 +367,8 @@ class _Attention:
     # ---- the bounds
 
     def image_off(self) -> Off:
-        """Return, for each output token of an attention layer, a bound on the rounding error of its
-        computation in float64.
+        """Return a bound on the error of each output token of an attention layer, which is computed in
+        float64 from inexact tokens.
         """
         f, at = self.f, self.at
         relative = torch.expm1(2 * (self.score_off() + self._unshifted())) + gamma(self.n + 30)

@@ -115,8 +115,8 @@ class SoftmaxDerivative:
     moments: Moments | None = None
 
     def rounding(self, batch: int) -> Float[Tensor, " batch"]:
-        """Estimate the relative rounding error of a norm of the Jacobian of attention that is computed with
-        this derivative, for each sequence.
+        """Estimate, for each sequence, the relative rounding error of a norm of the Jacobian of attention
+        that is computed with this derivative.
 
         Entries of dS are as large as κ = max|q| max|k| for a unit tangent, and the softmax keeps differences
         of order one. Measured errors stay below eps (2 + κ / 100), for saturated and unsaturated, causal and
@@ -182,7 +182,7 @@ class SoftmaxDerivative:
 
 @dataclass(frozen=True)
 class WeightedSoftmaxDerivative:
-    """The derivative of softmax attention on a discrete measure, with tangents scaled by the square roots of
+    """The derivative of softmax attention at a discrete measure, for tangents scaled by the square roots of
     the weights of the atoms.
 
     The atoms have weights a_i, and squared norms are weighted by a_i (Definition C.4).
@@ -213,8 +213,8 @@ class WeightedSoftmaxDerivative:
     log_range: float
 
     def rounding(self, batch: int) -> Float[Tensor, " batch"]:
-        """Estimate the relative rounding error of a weighted norm of the Jacobian that is computed with this
-        derivative, for each measure.
+        """Estimate, for each measure, the relative rounding error of a weighted norm of the Jacobian that is
+        computed with this derivative.
 
         It is the error of :class:`SoftmaxDerivative` and an error of the exponents: a small P_ij counts here
         if a_j is small too, and its logarithm is a float64 number of size κ + ``log_range``. Compared with 60
@@ -254,7 +254,7 @@ class WeightedSoftmaxDerivative:
         return torch.bmm(w.mul_(self.slope), self.k), dk, torch.bmm(self.tilted.mT, do)
 
     def select(self, rows: Tensor) -> WeightedSoftmaxDerivative:
-        """Return the derivative of softmax attention on a measure for the chosen heads.
+        """Return the derivative of softmax attention at a measure for the chosen heads.
 
         The heads are given by indices ``rows`` of the axis b (input of the batch times key head).
         """
@@ -323,7 +323,7 @@ def softmax_derivative(
 def weighted_softmax_derivative(
     operands: Operands, visible: Bool[Tensor, "m n"] | None, weighting: Weighting, dtype: torch.dtype
 ) -> WeightedSoftmaxDerivative:
-    """Return the derivative of softmax attention on a discrete measure, as an object with products in
+    """Return the derivative of softmax attention at a discrete measure, as an object with products in
     ``dtype``.
 
     The queries, keys and values in ``operands`` are float64.

@@ -99,8 +99,8 @@ class StreamedDerivative:
     moments: Moments | None = None
 
     def rounding(self, batch: int) -> Float[Tensor, " batch"]:
-        """Estimate the relative rounding error of a norm of the Jacobian of attention that is computed with
-        this derivative, for each sequence.
+        """Estimate, for each sequence, the relative rounding error of a norm of the Jacobian of attention
+        that is computed with this derivative.
 
         It is the error of :class:`~howsmooth.jacobian.softmax.SoftmaxDerivative`, and κ machine epsilons more
         if scores are formed in float32.
@@ -378,8 +378,7 @@ class _Tiles:
     def _image(
         self, number: int, piece: Piece, dq: Tensor, dk: Tensor, dv: Tensor
     ) -> Float[Tensor, "b r value_dim"]:
-        """Return the contribution of one range of keys to the tangent of the attention outputs of one range
-        of query rows.
+        """Return the contribution of some keys to the tangent of the attention outputs of some query rows.
 
         The argument ``piece`` holds the query rows and the keys.
         """
@@ -404,7 +403,7 @@ class _Tiles:
     def _cotangent(
         self, number: int, piece: Piece, do: Float[Tensor, "heads group rows value_dim"], parts: _Cotangents
     ) -> Float[Tensor, "b r key_dim"]:
-        """Return the contribution of one range of keys to the cotangents of one range of queries.
+        """Return the contribution of some keys to the cotangents of some queries.
 
         The argument ``piece`` holds the query rows and the keys. The piece's summands for the cotangents of
         keys and values are added to ``parts``.
@@ -433,8 +432,8 @@ class _Tiles:
     def _keys(
         self, t: Float[Tensor, "heads n width"], block: Block, keys: slice
     ) -> Float[Tensor, "b keys width"]:
-        """Return the rows of a tensor for a range of keys and the key heads of one block of the attention
-        matrix.
+        """Return the rows of a tensor that belong to a range of keys and to the key heads of one block of the
+        attention matrix.
 
         The tensor ``t`` has one row for each key. The result is a view, which is made once and kept.
         """
@@ -526,8 +525,8 @@ class _Tiles:
         averages: Float[Tensor, "b group m columns"],
         sink_p: Float[Tensor, "b group m"],
     ) -> None:
-        """Compute the softmax denominator of each query in a block, and the average of the rows of ``table``
-        under its attention probabilities.
+        """Compute, for each query of a block, the softmax denominator and the average of the rows of
+        ``table`` under the attention probabilities of the query.
 
         The results are log Σ_j e^{S_ij}, the averages Σ_j P_ij t_j of the rows t_j of ``table``, and the
         probabilities of the sinks. They are written to the block's part of ``lse``, ``averages`` and

@@ -125,13 +125,13 @@ class Block:
         return [replace(self, heads=slice(i, min(i + heads, last))) for i in range(first, last, heads)]
 
     def of_rows(self, t: Float[Tensor, "heads group m width"]) -> Float[Tensor, "b r width"]:
-        """Select from a tensor with one row for each query the rows of this block's queries."""
+        """Return the rows of this block's queries from a tensor that has one row for each query."""
         t = t[self.heads, :, self.rows]
         return t.reshape(t.shape[0] * self.batches, -1, t.shape[-1])
 
     def of_keys(self, t: Float[Tensor, "heads n width"], keys: slice) -> Float[Tensor, "b keys width"]:
-        """Return the rows of a tensor with one row for each key that belong to a range of keys and the heads
-        of this block.
+        """Return the rows of a range of keys, for the heads of this block, from a tensor that has one row for
+        each key.
         """
         t = t[self.heads, keys]
         return t if self.batches == 1 else t.expand(self.batches, -1, -1)
@@ -169,8 +169,8 @@ class Block:
 
 @dataclass(frozen=True)
 class DiagonalSquares(Block):
-    """A block of attention scores that consists of the same rows of several equal squares along the causal
-    diagonal.
+    """A block of attention scores that contains the same range of rows from each of several equal squares
+    along the causal diagonal.
 
     There is one square for each thread. ``rows`` and keys are numbered from the first row and key of their
     square.
@@ -198,7 +198,7 @@ class DiagonalSquares(Block):
         return *super().keys_of, self.key_origin, self.side
 
     def of_rows(self, t: Float[Tensor, "heads group m width"]) -> Float[Tensor, "b r width"]:
-        """Select from a tensor with one row for each query the rows of this block's queries.
+        """Return the rows of this block's queries from a tensor that has one row for each query.
 
         They are the same range of rows in every square at the causal diagonal.
         """
@@ -206,8 +206,8 @@ class DiagonalSquares(Block):
         return self._strips(t, self.heads.start * start, self.origin, self.rows, row, entry)
 
     def of_keys(self, t: Float[Tensor, "heads n width"], keys: slice) -> Float[Tensor, "b keys width"]:
-        """Return the rows of a tensor with one row for each key that belong to a range of keys in each square
-        of this block.
+        """Return the rows of a range of keys in each square of this block, from a tensor that has one row for
+        each key.
 
         The keys are numbered within the square.
         """
@@ -321,8 +321,6 @@ class Tiling:
     def batches(self) -> int:
         """The number of equal parts into which the query rows of one head are cut: 1, or one part for each
         processor thread.
-
-        It is the number of threads if each thread has a part, else 1.
         """
         return parts_for_threads(self.kv_heads, self.device)
 
@@ -385,8 +383,8 @@ class Tiling:
         ]
 
     def _has_diagonal_squares(self, block: Block) -> bool:
-        """Return True if a block of query rows contains equal squares along the causal diagonal, one for each
-        processor thread.
+        """Return True if equal squares along the causal diagonal, one for each processor thread, can be cut
+        out of a block of query rows.
         """
         plain = self.visibility.triangle and self.group == 1 and not self.features
         side = block.length // block.batches

@@ -50,8 +50,8 @@ class TokenBlocks(abc.ABC):
     def weights(self) -> Float[Tensor, "n n"]:
         """Return for each block J_ij a rough estimate of its norm, which is zero if the block is zero.
 
-        Off the diagonal it is the largest attention weight P_ij of a head. The norms of matrices and tokens,
-        which the norm of a block also depends on, are left out.
+        Off the diagonal it is the largest attention probability P_ij of all heads. The norms of matrices and
+        tokens, which the norm of a block also depends on, are left out.
         """
 
     @abc.abstractmethod
@@ -62,8 +62,8 @@ class TokenBlocks(abc.ABC):
         factor: Float[Tensor, " pairs"],
         dtypes: Sequence[torch.dtype],
     ) -> list[LinearOperator]:
-        """Return for each dtype a batch of operators (1, d) -> (1, d_out): the blocks J_ij of the given pairs
-        of tokens i, j, multiplied by ``factor``.
+        """For each dtype, return the blocks J_ij of the given pairs of tokens (i, j), multiplied by
+        ``factor``, as a batch of operators (1, d) -> (1, d_out).
 
         Either all pairs lie on the diagonal i = j, or none does. With the reciprocals of :meth:`weights` as
         factors, the blocks stay in the range of the dtypes.
@@ -104,9 +104,7 @@ def _acts_on_tokens(f: TokenMap) -> bool:
 
 
 class DenseBlocks(LinearOperator):
-    """Blocks of a Jacobian given as matrices (pairs, d_out, d), in the form of a batch of linear
-    operators.
-    """
+    """A batch of linear operators: blocks of a Jacobian that are given as matrices (pairs, d_out, d)."""
 
     def __init__(self, matrices: Float[Tensor, "pairs d_out d"]) -> None:
         pairs, d_out, d = matrices.shape
@@ -286,8 +284,8 @@ class _AttentionBlocks(TokenBlocks):
 
 @dataclass(frozen=True, eq=False)
 class _Placed:
-    """Derivatives of the norm layer and the rotation that follow the query or key projection, at one token of
-    each pair.
+    """The derivatives of the norm layer and the rotary embedding that follow the query or key projection, at
+    one token of each pair.
 
     Vectors have shape (pairs, heads, key_dim).
     """
@@ -304,8 +302,8 @@ class _Placed:
         tokens: Int[Tensor, " pairs"],
         heads: Int[Tensor, " heads"] | None = None,
     ) -> _Placed:
-        """Return the derivatives of the norm layer and the rotation at the given tokens of a sequence of n
-        tokens.
+        """Return the derivatives of the norm layer and the rotary embedding at the given tokens of a sequence
+        of n tokens.
 
         ``norm`` is the Jacobian of the norm at all tokens. Its rows are tokens, or pairs of token and head,
         of which ``heads`` chooses some.
@@ -420,8 +418,8 @@ class _AttentionTile(LinearOperator):
         return energy, self._heads_adjoint(through.view_as(self.moved))[:, None]
 
     def _heads(self, e: Float[Tensor, "pairs d"]) -> Float[Tensor, "pairs heads value_dim"]:
-        """Return the tangents of the head outputs at the tokens i for tangents ``e`` of the tokens j, for
-        each pair (i, j).
+        """For each pair (i, j), return the tangents of the head outputs at token i, given the tangent of
+        token j in ``e``.
         """
         f, (query, _, value) = self.projection.attention, self.projection.parts
         v = (e @ value.mT).view(len(e), f.kv_heads, 1, f.value_dim)
@@ -431,8 +429,8 @@ class _AttentionTile(LinearOperator):
         return z if self.own is None else z + self.own.product(e @ query.mT)
 
     def _heads_adjoint(self, z: Float[Tensor, "pairs heads value_dim"]) -> Float[Tensor, "pairs d"]:
-        """Return the cotangents of the tokens j for cotangents ``z`` of the head outputs at the tokens i, for
-        each pair (i, j).
+        """For each pair (i, j), return the cotangent of token j, given the cotangents of the head outputs at
+        token i in ``z``.
         """
         f, (query, _, value) = self.projection.attention, self.projection.parts
         v = (self.p[..., None] * z).view(len(z), f.kv_heads, -1, f.value_dim).sum(dim=2)

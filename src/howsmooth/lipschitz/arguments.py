@@ -23,8 +23,8 @@ def check_arguments(
     max_iterations: int,
     batch_dims: int | None = None,
 ) -> None:
-    """Raise an error that names the argument unless ``local_lipschitz`` can measure the map ``f`` at ``x``
-    with the given accuracy.
+    """Raise an error unless ``local_lipschitz`` can measure the map ``f`` at ``x`` with the given accuracy.
+    The error names the argument that does not fit.
 
     The error is an ArgumentError or a NonFiniteError.
     """

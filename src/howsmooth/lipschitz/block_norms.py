@@ -1,5 +1,5 @@
-"""The spectral norms of the blocks ∂y_i/∂x_j of a Jacobian, which measure how much output token i moves with
-input token j.
+"""The spectral norms of the blocks ∂y_i/∂x_j of a Jacobian, which measure how much output token i changes
+when input token j changes.
 """
 
 from __future__ import annotations
@@ -61,8 +61,8 @@ class BlockNorms:
         rtol: float,
         factor: Float[Tensor, " pairs"] | float = 1.0,
     ) -> None:
-        """Store the norms of some blocks ∂y_i/∂x_j in the table, given their singular values multiplied by
-        ``factor``.
+        """Store the spectral norms of some blocks ∂y_i/∂x_j in the table. The argument ``found`` has the
+        singular values of these blocks multiplied by ``factor``.
 
         Intervals are widened by ``error`` on each side.
         """

@@ -1,4 +1,4 @@
-"""The local Lipschitz constants of all heads of one attention layer at one sequence, measured together."""
+"""Measurement of the local Lipschitz constants of all heads of one attention layer at one sequence."""
 
 from __future__ import annotations
 
@@ -162,8 +162,8 @@ def _vector_bytes(head: TokenMap, x: Tensor) -> int:
 
 
 class _JacobiansInTokens(LinearOperator):
-    """The Jacobians of all heads with respect to the tokens, computed from Jacobians on the smaller subspace
-    that each head reads.
+    """The Jacobians of all heads with respect to the tokens. The Jacobian of a head is computed from a
+    Jacobian in the coordinates of the smaller subspace on which this head depends.
 
     With J_h in the coordinates of the basis B_h, the Jacobian of head h is E ↦ J_h(E B_h).
     """

@@ -204,8 +204,8 @@ def _at_batch(
     settings: _Settings,
     batch_dims: int | None,
 ) -> LipschitzEstimate:
-    """Measure the local Lipschitz constant of the map ``f`` at each input of a batch, along the leading axes
-    of ``x``.
+    """Measure the local Lipschitz constant of the map ``f`` at each input of a batch. The leading axes of
+    ``x`` are the axes of the batch.
     """
     method = _chosen_method(f, settings.method)
     if isinstance(f, TokenMap):
@@ -256,7 +256,7 @@ def _by_autodiff(
 
 
 def _float64_bytes(f: Callable[[Tensor], Tensor], x: Tensor, settings: _Settings) -> float:
-    """Return the number of bytes that the float64 Jacobian of ``f``, which checks a float32 run, may use.
+    """Return the number of bytes that the float64 Jacobian of ``f`` may use when it checks a float32 run.
 
     It is 0 for functions that are no map of this library: they may compute in float32 only.
     """

@@ -138,8 +138,8 @@ def token_wise_ascent(
 def attained(
     operator: LinearOperator, i: int, e: Float[Tensor, "n d"]
 ) -> tuple[float, Float[Tensor, " d_out"], float]:
-    """Return the norm, its rounding error and the direction of the change of output token ``i`` for changes
-    ``e`` of all input tokens.
+    """Return the norm and the direction of the change of output token ``i`` for given changes ``e`` of all
+    input tokens. The third result is the rounding error of the norm.
 
     The operator is the Jacobian at one sequence, in the dtype of the tangents ``e``.
     """
@@ -158,7 +158,7 @@ def _climbed(
     """Search for changes of all input tokens, each of norm at most one, that change output token ``i`` most,
     starting from the direction ``u``.
 
-    Return these moves, and how far they move the output token.
+    Return these changes, and the norm of the change of the output token.
     """
     value = 0.0
     for _ in range(_STEPS):

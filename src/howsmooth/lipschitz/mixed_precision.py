@@ -89,8 +89,8 @@ def solve_autodiff(
 
 
 def _typical_rounding(x: Tensor) -> float:
-    """Return the typical relative rounding error of Jacobian products in the dtype of ``x``, without
-    cancellation.
+    """Return the typical relative rounding error of a Jacobian product in the dtype of ``x`` if no terms of
+    the product cancel.
     """
     return 32.0 * torch.finfo(x.dtype).eps
 
@@ -189,7 +189,7 @@ def check_in_float64(
 def _streamed(
     double: TokenMap, x: Tensor, members: Sequence[int], solver: Solver, budget: int
 ) -> LeadingTriplet:
-    """Measure the Lipschitz constant of a map at one sequence without n × n matrices of attention
+    """Measure the Lipschitz constant of a map at one sequence without keeping n × n matrices of attention
     probabilities in memory.
 
     The steps are as in :func:`_cached`. The operators in float32 and in float64 are not in memory at the

@@ -246,8 +246,8 @@ def operands_of(attention: object, x: Tensor | None) -> tuple[SelfAttention, Ten
 
 
 class _Layer:
-    """The derivative of the softmax of an attention layer at given tokens, for each query head, with the
-    output matrix of the layer.
+    """The derivative of the softmax of each query head of an attention layer at given tokens, together with
+    the output matrix of the layer.
 
     Axes of tensors: b = key/value head, G = query heads that share it. The heads of a group have output
     matrices W_1, …, W_G, replaced by the parts R_1, …, R_G of a triangular factor with the same Gram matrix.

@@ -100,14 +100,16 @@ class Solver:
         )
 
     def starts_at(self, x: Float[Tensor, "members *in_shape"], members: Sequence[int]) -> Tensor:
-        """Draw the start vectors of some sequences, where ``x`` has their tokens."""
+        """Draw the start vectors of the sequences with the indices ``members``. The tokens ``x`` of these
+        sequences determine the shape, dtype and device.
+        """
         return _gaussian(tuple(x.shape[1:]), x.dtype, x.device, *self._drawn(members))
 
     def _starts(self, operator: LinearOperator, members: Sequence[int]) -> Tensor:
         return starts(operator, *self._drawn(members))
 
     def _drawn(self, members: Sequence[int]) -> tuple[list[int], list[int]]:
-        """Return the seeds and the lengths of some sequences."""
+        """Return the random seeds and the lengths of the sequences with the indices ``members``."""
         return [self.seeds[i] for i in members], [self.lengths[i] for i in members]
 
 

@@ -53,8 +53,8 @@ class GaussianAnswer:
 
     @property
     def noise(self) -> float:
-        """The largest distance W₂ that can be computed between two equal Gaussians, because of rounding
-        errors in their covariance matrices.
+        """The size below which a distance W₂ between scaled Gaussians counts as a rounding error of their
+        covariance matrices.
         """
         d = len(self.by_means[0])
         return min(d * math.sqrt(8 * EPSILON), NEGLIGIBLE)

@@ -99,7 +99,7 @@ def _total(
     masses: tuple[Float[ndarray, " s"], ...],
     options: Options,
 ) -> Answer:
-    """Combine the optimal transport costs at all positions to the conditional Wasserstein distance.
+    """Combine the optimal transport costs at all positions into the conditional Wasserstein distance.
 
     The costs are weighted by the masses of the positions. They are added in logarithms, so that masses of any
     size count.
@@ -141,8 +141,8 @@ def _total(
 def _forced(
     members: list[list[ndarray]], log_a: ndarray, log_b: ndarray, log_theta: ndarray, forced: ndarray
 ) -> tuple[ndarray, ndarray, ndarray]:
-    """Return the transport plan at all positions where one of the measures has a single atom, so that the
-    plan is unique.
+    """Return the part of the transport plan at all positions where one of the two measures has a single atom.
+    At such a position only one plan exists.
 
     The plan consists of the numbers of rows and columns, and the logarithms of the masses.
     """

@@ -162,8 +162,8 @@ class DiscreteMeasure(AbstractMeasure):
         return self.points, self._weighting()
 
     def push_forward(self, f: TokenMap) -> DiscreteMeasure:
-        """Apply the map ``f`` to the measure, where each atom is moved as a token that attends to all atoms
-        and keeps its weight.
+        """Return the image of the measure under the map ``f``. The atoms are mapped like tokens, with
+        attention weighted by the weights of the atoms, and keep their weights.
 
         Raises
         ------
@@ -177,7 +177,8 @@ class DiscreteMeasure(AbstractMeasure):
         return self._rebuilt(f._forward(self.points, weighting), weighting)
 
     def merged(self, tolerance: float = 0.0) -> DiscreteMeasure:
-        """Return the measure after merging equal atoms to one atom whose weight is the sum of their weights.
+        """Return the measure after merging equal atoms into one atom whose weight is the sum of their
+        weights.
 
         Atoms at equal positions are merged if they are linked by a chain of atoms whose successive distances
         are at most ``tolerance``. The merged atom is at their weighted mean. The merged atoms are in the

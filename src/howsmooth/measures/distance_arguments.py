@@ -52,8 +52,8 @@ class Options:
         return cls(str(method), regularisation, rtol, max_iterations, gradient)
 
     def narrow(self, lower: float, upper: float, noise: float) -> bool:
-        """Return True if the interval of a distance is as narrow as requested, or narrower than the rounding
-        error.
+        """Return True if the interval of a distance is as narrow as requested, or if the distance is not
+        above the rounding error ``noise``.
         """
         return upper - lower <= self.rtol * upper or upper <= noise
 

@@ -152,8 +152,7 @@ def wasserstein_lipschitz(
 
 
 def _largest(f: TokenMap, x: Tensor, weighting: Weighting) -> tuple[float, int, Tensor]:
-    """Return the largest norm of the derivative of the mean-field map over all atoms, and the atom with this
-    norm.
+    """Find the atom of a measure at which the derivative of the mean-field map has the largest norm.
 
     The results are max_i ‖D Γ_μ(x_i)‖, the atom i where it is attained, and the leading right singular vector
     of D Γ_μ(x_i).

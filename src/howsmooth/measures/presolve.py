@@ -101,8 +101,8 @@ class Pair:
         return math.fsum(math.exp(float(logsumexp(logs)) / self.p) for logs in light)
 
     def matched(self) -> Answer | None:
-        """Return the distance W_p if a simple test proves that the plan that moves each atom x_i to y_i is
-        optimal, and otherwise None.
+        """Return the distance W_p if a simple test proves that moving each atom x_i to y_i is optimal, and
+        None otherwise.
 
         This is so if both measures have the same weights in the same order, and each y_i is the atom of ``y``
         that is nearest to x_i. Then W_p^p = Σ a_i |x_i − y_i|^p. The potentials are min_j |x_i − y_j|^p and
@@ -139,8 +139,8 @@ class Pair:
         return bool(np.all(own <= nearest * (1 + (self.x.shape[1] + 16) * EPSILON)))
 
     def answer(self, solution: Solution) -> Answer:
-        """Convert the solution of a solver, which ignores atoms of negligible weight, to the distance between
-        the two whole measures.
+        """Convert the solution of a solver to the distance between the two whole measures. The solver has
+        ignored all atoms of negligible weight.
         """
         here, there = (np.flatnonzero(kept) for kept in self.kept)
         plan = Plan(here[solution.plan.rows], there[solution.plan.columns], solution.plan.masses)
@@ -161,10 +161,11 @@ class Pair:
 
     @property
     def noise(self) -> float:
-        """The largest distance W_p that rounding errors of the weights can cause for equal measures.
+        """The size below which a distance W_p between scaled measures counts as a rounding error of their
+        weights.
 
-        It is at most ((n + m) ε)^{1/p}. For large p this number is not small. It is therefore limited to 1e-6
-        (``NEGLIGIBLE``).
+        Between equal measures, the rounding error is at most ((n + m) ε)^{1/p}. For large p this number is
+        not small. It is therefore limited to 1e-6 (``NEGLIGIBLE``).
         """
         return min(float(((len(self.x) + len(self.y)) * EPSILON) ** (1 / self.p)), NEGLIGIBLE)
 

@@ -30,8 +30,8 @@ _BLOCK_PAIRS = 1 << 22
 
 @dataclass(frozen=True)
 class Plan:
-    """A transport plan between two discrete measures: the mass that moves from each atom of one to each atom
-    of the other.
+    """A transport plan between two discrete measures: the mass that moves from each atom of the first measure
+    to each atom of the second measure.
 
     The masses move from atoms ``rows`` to atoms ``columns``. ``unplaced`` is the mass that stays unmatched
     because the two sums of weights differ by rounding.
@@ -175,8 +175,8 @@ class Problem:
 
 
 def _shares(wanted: ndarray, carried: ndarray) -> ndarray:
-    """Return factors <= 1 that scale down the rows (or columns) of a transport plan that move more mass than
-    ``wanted``.
+    """Return one factor <= 1 for each row (or column) of a transport plan. The factor scales down a row that
+    moves more mass than ``wanted``.
     """
     shares: ndarray = np.minimum(1.0, wanted / np.maximum(carried, TINY))
     return shares

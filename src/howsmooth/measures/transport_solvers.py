@@ -60,8 +60,8 @@ def exact(problem: Problem) -> Solution:
 
 
 def entropic(problem: Problem, regularisation: float | None, rtol: float, max_iterations: int) -> Solution:
-    """Solve a transport problem by the Sinkhorn algorithm of POT, with entropic regularisation that is
-    decreased step by step.
+    """Solve a transport problem by the Sinkhorn algorithm of POT. The entropic regularisation is decreased
+    step by step.
 
     The regularisation starts at the mean cost. It falls to ``regularisation`` or, if that is None, until the
     upper limit of the cost is at most (1 + rtol)^p times the lower limit.

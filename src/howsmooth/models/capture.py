@@ -78,7 +78,7 @@ def capture(
     heads
         Which heads, given like ``layers``, in scope ``"head"`` only; all heads by default.
     side
-        In scope ``"cross-attention"``, which sequence moves: ``"queries"``, the tokens of the queries at a
+        In scope ``"cross-attention"``, which sequence varies: ``"queries"``, the tokens of the queries at a
         fixed memory; ``"memory"``, the memory at fixed queries; or ``"joint"``, both, the default. In scope
         ``"model"`` of an encoder-decoder, where it has no default: ``"queries"``, from the decoder's
         embeddings at fixed tokens of the encoder, or ``"memory"``, from the encoder's embeddings.
@@ -146,7 +146,9 @@ def _check_side(model: nn.Module, side: object, scope: str) -> None:
 
 
 def _cross_sites(model: nn.Module, given: ModelInputs, wanted: _Indices, side: str) -> Iterator[CrossSite]:
-    """Yield the captured cross-attention layers that were selected, for one sequence after another."""
+    """Capture the selected cross-attention layers for each sequence of a batch, and yield them sequence by
+    sequence.
+    """
     if padding_of(model, given) is not None and given.named.get("decoder_input_ids") is given.named.get(
         "input_ids", given
     ):
@@ -186,7 +188,7 @@ def _part(
     last_token: bool,
     side: str | None,
 ) -> Site:
-    """Capture a range of Transformer blocks or a whole model as a map, with the arguments of
+    """Capture a range of Transformer blocks or a whole model as a map. The arguments are those of
     :func:`capture`.
     """
     if heads is not None:
@@ -209,8 +211,8 @@ def _part(
 def model_parts(
     model: nn.Module, inputs: Tensor | Mapping[str, Tensor], side: str | None = None
 ) -> Iterator[ModelParts]:
-    """Return a context manager that yields the parts of a model (embeddings, blocks, head) so that they can
-    be captured.
+    """Return a context manager that yields a :class:`ModelParts`, which captures parts of a model, such as a
+    range of its blocks, as maps.
 
     The arguments are those of :func:`capture`.
     """
@@ -328,8 +330,8 @@ def _verified(model: nn.Module, given: ModelInputs, wanted: _Indices) -> Iterato
 def _layers(
     model: nn.Module, given: ModelInputs, wanted: _Indices
 ) -> Iterator[tuple[int, VerifiedLayer | CaptureError]]:
-    """Verify the map of each selected layer, and yield the index of the layer with the verified layer or an
-    error.
+    """Identify and verify the map of each selected layer. Yield pairs, in which the first entry is the index
+    of the layer, and the second is the verified layer or the error that says why it cannot be captured.
 
     If ``wanted`` is None, layers of cross-attention are left out.
     """

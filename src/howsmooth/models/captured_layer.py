@@ -86,13 +86,14 @@ class Site:
 
 @dataclass(frozen=True, eq=False, kw_only=True, repr=False)
 class CrossSite(Site):
-    """One cross-attention layer of a model as a map of its tokens, its memory or both, for one batch member.
+    """One cross-attention layer of a model for one sequence of a batch. It is a map of the tokens of the
+    queries, of the memory (the other sequence), or of both.
 
     ``map`` is ``attention`` as a function of one of its two sequences or of both, and ``x`` its argument:
     ``local_lipschitz(site.map, site.x)`` measures the constant of that side.
     """
 
-    #: Which sequence moves. ``queries``: the tokens of the queries, at the fixed memory. ``memory``: the
+    #: Which sequence varies. ``queries``: the tokens of the queries, at the fixed memory. ``memory``: the
     #: memory, at the fixed tokens. ``joint``: both, stacked, the tokens first.
     side: str
     #: The tokens (m, d) that give the queries.

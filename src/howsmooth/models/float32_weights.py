@@ -213,7 +213,7 @@ def float32_layers(model: nn.Module) -> Iterator[None]:
 
 
 def _layers(module: nn.Module) -> Iterator[nn.Module]:
-    """Yield the layers of a model, which are the units that are converted to float32 or loaded.
+    """Yield the layers of a model, each of which is converted to float32, or loaded, as a whole.
 
     They are the entries of module lists, and all other embeddings, linear maps, attention in the
     layout of torch.nn, and modules that accelerate loads.

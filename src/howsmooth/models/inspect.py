@@ -311,9 +311,9 @@ def _in_order(sites: list[InspectedSite], non_softmax: list[NonSoftmaxLayer]) ->
 
 
 def _unreached(model: nn.Module, names: list[str]) -> tuple[str, ...]:
-    """Return the submodels in which no layer ran, each with its kind of input.
+    """Return the submodels in which no layer that mixes tokens was seen, each with its kind of input.
 
-    Empty if no layer ran in any submodel.
+    The result is empty if no such layer was seen in any submodel.
     """
     parts = named_parts(model)
     seen = {path for path in parts if any(name == path or name.startswith(f"{path}.") for name in names)}

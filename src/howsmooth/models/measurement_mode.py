@@ -36,8 +36,8 @@ _numbers = itertools.count()
 
 @contextlib.contextmanager
 def measurement_mode(model: nn.Module) -> Iterator[None]:
-    """Return a context manager that sets evaluation mode, disables gradients, caches and autocast, and
-    restores the random state.
+    """Return a context manager in which a model runs in evaluation mode, without gradients, caches or
+    autocast. At the end, all settings and the random state are restored.
 
     PyTorch's fast path for its own encoder layers is disabled too, because it computes their attention in one
     fused operation. Mixed precision of accelerate (``bf16=True`` in the ``Trainer``) is undone, because it
@@ -76,10 +76,10 @@ def measurement_mode(model: nn.Module) -> Iterator[None]:
 
 
 def set_permanently(model: nn.Module, attention: str | None = None) -> None:
-    """Set a copy of a model to evaluation mode in place, without a key/value cache and without gradients of
+    """Set a model to evaluation mode in place, and disable its key/value cache and the gradients of its
     weights.
 
-    ``attention`` is the attention implementation that it is given; None keeps its own.
+    ``attention`` is the name of the attention implementation to set; with None it stays as it is.
     """
     for module in model.modules():
         module.training = False

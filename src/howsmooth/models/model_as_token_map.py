@@ -52,8 +52,9 @@ _SHIFTS = 2
 
 
 class ModelParts:
-    """The parts of a model between any two of its embeddings, the inputs and outputs of its blocks, and its
-    outputs.
+    """The parts of a model, each as a map from the tokens at one point of the forward pass to the tokens at a
+    later point. The points are the embeddings, the inputs and outputs of the Transformer blocks, and the
+    outputs of the model.
 
     Parameters
     ----------
@@ -62,7 +63,7 @@ class ModelParts:
     given
         The model's inputs.
     side
-        In an encoder-decoder, which embeddings move: ``"memory"``, the encoder's, or ``"queries"``, the
+        In an encoder-decoder, which embeddings vary: ``"memory"``, the encoder's, or ``"queries"``, the
         decoder's. None for other models.
 
     Raises
@@ -103,7 +104,10 @@ class ModelParts:
         self._calls = calls  # the number of the last call of each module that ran
 
     def whole(self, output: str, *, last_token: bool = False) -> Site:
-        """Return the map from the embeddings to an output, one of ``howsmooth.scopes.OUTPUTS``."""
+        """Return the map from the embeddings to an output of the model, such as "logits".
+
+        ``output`` is one of ``howsmooth.scopes.OUTPUTS``.
+        """
         of = {None: "its", "queries": "its decoder's", "memory": "its encoder's"}[self.side]
         words = f"from {of} embeddings to its {_in_words(output, last_token)}"
         start, end, read = self._embeddings(), self._end(output), self.output(output, last_token=last_token)
@@ -128,7 +132,7 @@ class ModelParts:
 
     @property
     def last_layers(self) -> list[int]:
-        """The last attention layer of each block, in the order of the blocks."""
+        """The index of the last attention layer in each Transformer block, in the order of the blocks."""
         return [
             i
             for i, place in enumerate(self.blocks)
@@ -152,15 +156,15 @@ class ModelParts:
         return self._site("span", start, self._end(output), read, 0, None, words)
 
     def until(self, last: int) -> Site:
-        """Return the map from the embeddings of the model to the output of the Transformer block of a given
-        layer.
+        """Return the map from the embeddings of the model to the output of the Transformer block that
+        contains the attention layer ``last``.
         """
         words = f"from its embeddings to the output of block {last}"
         return self._site("span", self._embeddings(), self.blocks[last], Output("tokens"), None, last, words)
 
     def beyond(self, layer: int, output: str, *, last_token: bool = False) -> Site:
-        """Return the map from the output of the Transformer block of a given layer to an output of
-        the model.
+        """Return the map from the output of the Transformer block that contains the given attention layer to
+        an output of the model.
         """
         words = f"from the output of block {layer} to its {_in_words(output, last_token)}"
         start, end = self.blocks[layer], self._end(output)
@@ -214,8 +218,10 @@ class ModelParts:
         return Place(self._path(module), "output", call)
 
     def _fixed_encoder(self) -> Place | None:
-        """Return the place of the encoder's output, if it is held fixed because the map is one of the
-        decoder's tokens, and if the encoder ran exactly once. Return None otherwise.
+        """Return the point of the forward pass at which the output of the encoder is held fixed, or None if
+        it is not held fixed.
+
+        It is held fixed if the map is a function of the decoder's tokens and the encoder ran exactly once.
         """
         if self.side != "queries" or not callable(part := getattr(self.model, "get_encoder", None)):
             return None
@@ -223,8 +229,8 @@ class ModelParts:
         return Place(self._path(encoder), "output") if self._calls.get(encoder) == 0 else None
 
     def _end(self, output: str) -> Place:
-        """Return the place at which the map of the model ends: the output of the module that computes the
-        hidden states, the logits or the margin.
+        """Return the point of the forward pass at which a map to the given output ends. At this point a
+        module returns the hidden states or the logits; a margin is computed from logits.
         """
         base = self.model.base_model if output == "hidden" and self._known else self.model
         return Place(self._path(base), "output")
@@ -330,11 +336,11 @@ def _sequences_of(model: nn.Module, given: ModelInputs) -> list[ModelInputs]:
 
 
 def _attentions(model: nn.Module, n: int) -> list[str | None]:
-    """Return the attention implementations ("sdpa", ...) to try in a copy of the model, where None stands for
-    the original one.
+    """Return the names of the attention implementations, such as "sdpa", with which a copy of the model is
+    tried. None stands for the implementation of the original model.
 
-    PyTorch differentiates its own attention in memory n². That of howsmooth takes memory n, and more time at
-    small n.
+    PyTorch differentiates its own attention in memory proportional to n². The implementation of howsmooth
+    takes memory proportional to n, and more time at small n.
     """
     if not isinstance(model, PreTrainedModel):
         return [None]

@@ -34,7 +34,9 @@ _DECODER = ("decoder_", "tgt")
 
 @dataclass(frozen=True, eq=False)
 class Padding:
-    """The real tokens of a batch with padding, and the inputs of the padded forward pass."""
+    """The inputs of a padded forward pass, with a mask that says which of their tokens are real and which are
+    padding.
+    """
 
     real: Bool[Tensor, "batch n"]  # True for real tokens, False for padding
     whole: ModelInputs
@@ -79,10 +81,10 @@ def padding_of(model: nn.Module, given: ModelInputs) -> Padding | None:
 
 
 def without_padding(model: nn.Module, padding: Padding, sequence: int) -> Iterator[ModelInputs]:
-    """Yield for each sequence the inputs for its real tokens.
+    """Yield the model inputs for the real tokens of one sequence of a padded batch, in one or two variants.
 
-    The first inputs leave positions to the model. The second, if the model takes ``position_ids``, give the
-    real tokens the positions that they have in the padded sequence.
+    The first variant leaves positions to the model. The second, if the model takes ``position_ids``, gives
+    the real tokens the positions that they have in the padded sequence.
     """
     real = padding.real[sequence]
     given = padding.whole.named
@@ -94,7 +96,8 @@ def without_padding(model: nn.Module, padding: Padding, sequence: int) -> Iterat
             id(value), _cut(name, value, padding if id(value) in masked else whole, sequence)
         )
         for name, value in given.items()
-        if name not in (padding.mask, "decoder_attention_mask")
+        # A two-dimensional mask of the decoder hides nothing here; others are cut like any tensor.
+        if name != padding.mask and not (name == "decoder_attention_mask" and value.ndim == 2)
     }
     if padding.mask == "attention_mask":
         named["attention_mask"] = torch.ones_like(padding.whole.named["attention_mask"][:1, real])

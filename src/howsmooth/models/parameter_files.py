@@ -268,7 +268,7 @@ def _norm(numbers: dict[str, Tensor], tensors: dict[str, Tensor], name: str) -> 
 
 
 def _of_paper(numbers: dict[str, Tensor], causal: bool) -> SelfAttention:
-    """Build an attention from the matrix A and the vector b of its scores ⟨A x_i + b, x_j⟩.
+    """Build an attention with the scores ⟨A x_i + b, x_j⟩ and the values V x_j of the paper.
 
     Its queries are A x_i + b, and its keys are x_j.
     """

@@ -205,7 +205,9 @@ def _taken(model: LoadedModel) -> str:
 def _tokens_at(
     model: LoadedModel, inputs: Tensor | dict[str, Tensor], layers: Sequence[int] | None, what: str
 ) -> int:
-    """Return the number of tokens in all attention layers; raise CaptureError if the layers differ."""
+    """Return the number of tokens that each selected attention layer has for an input. Raise CaptureError if
+    this number differs between the layers.
+    """
     sites = capture(model, inputs, None if layers is None else list(layers))
     counts = {site.layer: site.x.shape[-2] for site in sites}
     if len(set(counts.values())) > 1:
@@ -221,8 +223,8 @@ def _tokens_at(
 
 
 class Dataset:
-    """Base class of data (token ids, embedded tokens, images or audio) that is divided into sequences for one
-    model.
+    """The base class of datasets, which divide token ids, embedded tokens, images or audio into sequences for
+    one model.
 
     Attributes
     ----------
@@ -263,7 +265,7 @@ class Dataset:
         raise NotImplementedError
 
     def words(self, start: int, n: int) -> tuple[str, ...]:
-        """Return a label for each of n tokens, which is the index of the token in the data."""
+        """Return a label for each of n tokens. The label is the index of the token in the data."""
         return tuple(str(index) for index in range(start, start + n))
 
 
@@ -380,7 +382,8 @@ class ImageDataset(Dataset):
         return self._inputs(starts, self._sizes[n])
 
     def words(self, start: int, n: int) -> tuple[str, ...]:
-        """Return a label for each of n tokens, which is the row and column of its patch.
+        """Return a label for each of n tokens of an image. The label is the row and column of the token's
+        patch.
 
         The labels are indices if the model adds more than one token to the patches.
         """
@@ -433,7 +436,7 @@ class AudioDataset(Dataset):
         return in_dtype(self._model.model, self._preparation.prepared(cut))
 
     def words(self, start: int, n: int) -> tuple[str, ...]:
-        """Return a label for each of n frames, which is its time in seconds from the start of the
+        """Return a label for each of n frames. The label is the frame's time in seconds from the start of the
         recording.
         """
         return tuple(f"{index * self._step:.2f}s" for index in range(start, start + n))
@@ -469,5 +472,5 @@ class AudioChunkDataset(Dataset):
         return self._inputs([start // self._n for start in starts])
 
     def words(self, start: int, n: int) -> tuple[str, ...]:
-        """Return a label for each of n tokens, which is its index in its chunk of audio."""
+        """Return a label for each of n tokens. The label is the index of the token in its chunk of audio."""
         return super().words(0, n)

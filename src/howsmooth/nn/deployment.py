@@ -1,6 +1,4 @@
-"""The function ``deploy``, which returns a copy of a model with divisors and parametrizations folded into
-plain weights.
-"""
+"""The function ``deploy``, which returns a copy of a model for inference with plain weights."""
 
 from __future__ import annotations
 
@@ -26,8 +24,7 @@ Radii = dict[LipschitzAttention, float]
 
 @torch.no_grad()
 def deploy(model: nn.Module) -> nn.Module:
-    """Return a copy of a model for inference that computes the same function with plain weights and without
-    checks.
+    """Return a copy of a model for inference that computes the same function with plain weights.
 
     The divisor of each attention layer is folded into its output projection, or into the ``scale`` of
     EnergyAttention. ``OrthogonalLinear`` and ``SpectralLinear`` become :class:`torch.nn.Linear`,
@@ -80,8 +77,9 @@ def deploy(model: nn.Module) -> nn.Module:
 
 
 def _plain(module: nn.Module, path: str, seen: dict[nn.Module, nn.Module], radii: Radii) -> nn.Module:
-    """Return a copy of a module without divisors and parametrizations, which is shared by all its occurrences
-    in the model.
+    """Return the module with plain weights that replaces a module of the model.
+
+    A module that occurs several times in the model has one replacement.
     """
     if module not in seen:
         seen[module] = _replaced(module, path, seen, radii)
@@ -113,7 +111,10 @@ def _replaced(module: nn.Module, path: str, seen: dict[nn.Module, nn.Module], ra
 
 
 def _undivided(layer: LipschitzAttention) -> LipschitzAttention:
-    """Fold the divisor of an attention layer into its weights, and set its constant and radius to None."""
+    """Fold the number that divides the output of an attention layer into the weights of the layer.
+
+    Its settings ``constant`` and ``radius`` become None.
+    """
     for module in layer.modules():
         _unparametrized(module)
     layer._fold_divisor()

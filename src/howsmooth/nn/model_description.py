@@ -206,8 +206,10 @@ def _describe(
 
 
 def _module_option(name: Any) -> str:
-    """Return the command-line option ``--classes`` with the Python module of a class, taken from the full
-    name of the class as far as possible.
+    """Return the command-line option ``--classes`` that names the Python module of a class.
+
+    ``name`` is the full name of the class. If it does not tell the module, the option has the placeholder
+    MODULE.
     """
     module = name.rpartition(".")[0] if isinstance(name, str) else ""
     if module == "__main__":

@@ -178,11 +178,12 @@ def save(
 
 
 def load(path: str | os.PathLike[str], *, classes: Sequence[type[nn.Module]] = ()) -> nn.Module:
-    """Return a model that :func:`save` wrote, in evaluation mode, on the CPU, in its saved dtype.
+    """Load a model that :func:`save` wrote.
 
-    Nothing in a file is ever executed, so files from untrusted sources are safe to load. Class names in the
-    file are compared with known classes, constructors get numbers and strings only, and no layer is built
-    that is much larger than the tensors in the file.
+    The model is in evaluation mode, on the CPU, in the dtype in which it was saved. Nothing in a file is ever
+    executed, so files from untrusted sources are safe to load. Class names in the file are compared with
+    known classes, constructors get numbers and strings only, and no layer is built that is much larger than
+    the tensors in the file.
 
     Parameters
     ----------
@@ -256,8 +257,9 @@ def _read(path: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
 
 
 def _built(tree: Any, known: KnownClasses, tensors: Mapping[str, Tensor]) -> nn.Module:
-    """Build a model with random weights from its description, and raise DescriptionError if that needs far
-    more memory than the saved ``tensors``.
+    """Build a model with random weights from its description.
+
+    DescriptionError is raised if this needs far more memory than the saved ``tensors``.
     """
     numbers = sum(t.numel() for t in tensors.values())
     try:
@@ -268,8 +270,9 @@ def _built(tree: Any, known: KnownClasses, tensors: Mapping[str, Tensor]) -> nn.
 
 
 def _check_tensors(model: nn.Module, tensors: Mapping[str, Tensor]) -> None:
-    """Raise DescriptionError unless ``tensors`` have the names and shapes of the model's tensors, and are
-    floating-point where those are.
+    """Raise DescriptionError unless the names and shapes of ``tensors`` are those of the model's tensors.
+
+    The error is also raised if only one of two tensors of the same name is floating-point.
     """
     made = _tensors(model)
     for name in sorted({*made, *tensors}):
@@ -378,9 +381,9 @@ def _steps(module: nn.Module) -> dict[str, list[Any]]:
 
 
 def _ties(model: nn.Module) -> dict[str, str]:
-    """Return which names of the tensors of a model refer to the same tensor.
+    """Return a dict from each name of a tensor of the model to the first name of the same tensor.
 
-    Each name is mapped to the first name of its tensor.
+    Tied tensors have several names.
     """
     first: dict[int, str] = {}
     return {name: first.setdefault(id(t), name) for name, t in _tensors(model).items()}

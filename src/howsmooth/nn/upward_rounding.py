@@ -31,12 +31,11 @@ def times(factor: float, value: float) -> float:
 
 
 def norm_above(argument: str, matrix: Tensor) -> float:
-    """Return an upper bound on the spectral norm of a matrix (m, k), in float64, which covers rounding
-    errors.
+    """Return an upper bound on the spectral norm of a matrix (m, k) that holds despite rounding errors.
 
-    The computed singular values are exact for a matrix that differs from the given one by a small multiple of
-    the machine epsilon times its norm (Golub and Van Loan, *Matrix Computations*, 8.6). The added slack is
-    many times larger.
+    It is computed in float64. The computed singular values are exact for a matrix that differs from the given
+    one by a small multiple of the machine epsilon times its norm (Golub and Van Loan, *Matrix Computations*,
+    8.6). The added slack is many times larger.
 
     Raises
     ------

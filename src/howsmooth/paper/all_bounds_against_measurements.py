@@ -108,7 +108,7 @@ _SCOPES = {"head": "one head", "attention": "all heads and the output projection
 
 def plan(context: FigureContext) -> FigurePlan:
     """Plan to compute all bounds on each layer at sequences of real text, and to measure the local Lipschitz
-    constants at these sequences, in a row for each bound, sequence and head.
+    constants at these sequences. The table has one row for each bound, sequence and head.
     """
     tasks, lengths = [], context.options.lengths or _LENGTHS
     for model in prepared_models(context, lengths=lengths, samples=1, scopes=tuple(_SCOPES)):
@@ -137,8 +137,8 @@ def _over_measured(rows: pd.DataFrame, as_published: bool) -> pd.DataFrame:
 
 
 def _rows(scope: str, seed: int, site: Any) -> list[Values]:
-    """Compute all bounds on one captured head, or on a whole attention, at the tokens of one sequence, and
-    measure the constant there.
+    """Compute all bounds on one captured head or attention layer at the tokens of one sequence, and measure
+    the local Lipschitz constant at these tokens.
     """
     x = site.x[0].detach().cpu()
     longest = float(torch.linalg.vector_norm(x.double(), dim=-1).max())
@@ -318,9 +318,7 @@ def bound_words(rows: pd.DataFrame) -> list[str]:
 
 
 def _inapplicable(rows: pd.DataFrame) -> list[str]:
-    """Return the names of the bounds that never apply because a hypothesis fails, each with this
-    hypothesis.
-    """
+    """Return the names of the bounds whose hypotheses hold in no case, each with the hypotheses that fail."""
     found = []
     for (name, side), part in rows.groupby(["name", "side"], sort=True):
         if not part["holds"].any():

@@ -1,10 +1,10 @@
-"""Appendix C.5: compute, for each head of a model, the number γR², which determines up to which length n the
-constant can grow like √n.
+"""Appendix C.5: compute, for each head of a model, up to which number n of tokens the constant of the head
+can grow like √n.
 
-The constant can grow like √n up to about n = e^(2γR²) tokens. R is the norm of the tokens that the head
-receives. The scores of the head are ⟨A x_i + b, x_j⟩, and γ is max(−γ_min, γ_max/8), where γ_min and γ_max
-are the smallest and the largest real eigenvalue of A. With rotary positions A depends on the offset i − j.
-Then γ is the largest one over all offsets, so that no pair of positions has stronger scores.
+This number is about e^(2γR²), so γR² is computed. R is the norm of the tokens that the head receives. The
+scores of the head are ⟨A x_i + b, x_j⟩, and γ is max(−γ_min, γ_max/8), where γ_min and γ_max are the smallest
+and the largest real eigenvalue of A. With rotary positions A depends on the offset i − j of two tokens. Then
+γ is the largest one over all offsets, so that no pair of positions has stronger scores.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ _NAMES = {
 
 def plan(context: FigureContext) -> FigurePlan:
     """Plan to compute the eigenvalues of the score matrix of each head, and the norms of the tokens that the
-    head receives, in a row for each model, text, length, layer and head.
+    head receives. The table has one row for each model, text, length, layer and head.
     """
     tasks = []
     for model in prepared_models(context, lengths=context.options.lengths, samples=_SAMPLES, layers="all"):
@@ -67,8 +67,8 @@ def plan(context: FigureContext) -> FigurePlan:
 
 
 def _rows(label: str, site: Any) -> list[Values]:
-    """Return one row for each head of a layer, with the eigenvalues of its score matrix and the norms of its
-    tokens.
+    """Return one row for each head of a layer, with the eigenvalues of the head's score matrix and the norms
+    of the tokens that the layer receives.
     """
     radius = site.radius_mean.numpy()
     of_layer = {
@@ -117,8 +117,8 @@ def _largest_gamma(spectra: Sequence[Sequence[float]]) -> Values:
 
 
 def over_texts(rows: pd.DataFrame) -> pd.DataFrame:
-    """Compute γR² for each head, where R is the root mean square norm of the head's tokens over all texts and
-    lengths.
+    """Compute γR² for each head, where γ comes from the eigenvalues of the head's score matrix, and R is the
+    root mean square norm of its tokens over all texts and lengths.
 
     Parameters
     ----------

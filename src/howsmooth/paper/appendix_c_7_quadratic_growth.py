@@ -79,11 +79,12 @@ _RTOL = 1e-6
 
 @dataclass(frozen=True, eq=False)
 class Balanced:
-    """The tokens of Appendix C.7 for one head: pairs of the tokens Ru and −Ru, and one or two zero tokens.
+    """The tokens of Appendix C.7 for one head: pairs of opposite tokens Ru and −Ru, and one or two zero
+    tokens. Here u is a unit vector and R is the radius.
 
-    u is a unit vector and R the radius. There are two zero tokens if the number of tokens is even, and one
-    otherwise. The last token is zero. Its attention weights are equal, with or without a causal mask and for
-    every query bias, because u is orthogonal to the bias.
+    There are two zero tokens if the number of tokens is even, and one otherwise. The last token is zero. Its
+    attention weights are equal, with or without a causal mask and for every query bias, because u is
+    orthogonal to the bias.
     """
 
     head: Head
@@ -142,11 +143,12 @@ def balanced(head: Head) -> Balanced:
 
 
 def plan(context: FigureContext) -> FigurePlan:
-    """Plan to measure the constants of heads at the tokens of Appendix C.7, in a row for each head, length
-    and radius.
+    """Plan to measure the constants of heads at the tokens of Appendix C.7. The table has one row for each
+    head, length and radius.
 
     The head with A = V = I is measured at every length, and the heads of the models' layers at the longest
-    length. Positions of rotary heads are known for the captured text alone, so these have at most its length.
+    length. Heads with rotary positions are measured at most at the length of the captured text, because their
+    positions are known for this length only.
     """
     lengths, seed = _lengths(context.options), context.options.seed
     keys: list[Key] = [{"model": IDENTITY, "layer": 0, "head": 0, "n": n, "seed": seed} for n in lengths]
@@ -219,9 +221,10 @@ def _rows(f: SelfAttention, key: Key, real: float | None) -> Iterator[Values]:
 
 
 def _bounds(f: SelfAttention, n: int, radius: float) -> Values:
-    """Return upper bounds for all tokens in the ball: the sharpest one, the paper's, and one for every n.
+    """Return the logarithms of three upper bounds on the constant in a ball: the sharpest bound, the paper's
+    bound, and a bound that holds for every number n of tokens.
 
-    With rotary positions there is only the first.
+    With rotary positions only the sharpest bound is computed, and the other two are None.
     """
     if f.rotary is not None:
         sharpest = any_scores_ball_upper_bound(f, n, radius).log_value
@@ -238,10 +241,12 @@ def _bounds(f: SelfAttention, n: int, radius: float) -> Values:
 
 
 def mean_rotary_head(f: SelfAttention, n: int) -> Head:
-    """Return a head whose score matrix is the mean of those that the last of n tokens has with the tokens
-    ±Ru, for a head with rotary positions and without biases.
+    """Return a head without positions, whose score matrix is a mean of the position-dependent score matrices
+    of a head with rotary positions.
 
-    A query that is zero sees all tokens alike at any positions, so :meth:`Balanced.formula` holds with it.
+    The mean is taken over the score matrices between the last of n tokens and the tokens ±Ru of
+    :class:`Balanced`. The given head has no biases. A zero query has equal attention weights at any
+    positions, so :meth:`Balanced.formula` holds with the returned head.
     """
     assert f.rotary is not None
     pairs, last = 2 * ((n - 1) // 2), slice(n - 1, n)
@@ -251,7 +256,9 @@ def mean_rotary_head(f: SelfAttention, n: int) -> Head:
 
 
 def _rotary_norm(f: SelfAttention, n: int) -> float:
-    """Return the largest norm ‖A‖ of the score matrices of a head with rotary positions, over all offsets."""
+    """Return the largest norm of the score matrices of a head with rotary positions, over all distances
+    between two of n tokens.
+    """
     assert f.rotary is not None
     seen = Visibility(n, f.causal, None, None)
     norms = BilinearScoreNorms.with_rotary_positions(f.rotary, f.query[0], f.key[0], None, None, seen)
@@ -278,7 +285,7 @@ def show(rows: pd.DataFrame, folder: Path) -> Finding:
 
 def exponents_in_radius(rows: pd.DataFrame) -> pd.DataFrame:
     """Fit a power of the radius R to the constants of each head, at those radii where ‖A‖R² is at least
-    :data:`FAR`.
+    :data:`FAR`. Here A is the score matrix of the head.
 
     Rows in which the radius is the norm of real tokens (column ``real``) are left out of the fit. The table
     has the columns ``model, layer, head, n, exponent, low, high, points``.
@@ -326,8 +333,8 @@ def _heads_panel(rows: pd.DataFrame, title: str) -> Panel:
 
 
 def _span(fits: pd.DataFrame, form: str = "{}") -> str:
-    """Return the range of the fitted exponents as text, such as "1.97 to 2.01"; one number if all exponents
-    are equal, and empty text if there are none.
+    """Return the range of the fitted exponents as text, such as "1.97 to 2.01". The text is a single number
+    if all exponents are equal, and empty if there are none.
     """
     ends = [] if fits.empty else [decimal(fits["exponent"].min(), 2), decimal(fits["exponent"].max(), 2)]
     return " to ".join(form.format(end) for end in dict.fromkeys(ends))

@@ -34,8 +34,11 @@ _MOST_ACROSS = 4
 
 def plan(context: FigureContext) -> FigurePlan:
     """Plan to measure the constants of the layers of each model, and the norms of the tokens that enter these
-    layers, in a pair for each model: for each layer, the measurements on all texts; and the reason why the
-    norms are missing, which is empty if they are not.
+    layers.
+
+    The result contains one pair for each model. Its first entry has, for each layer, a list of the
+    measurements on each text. Its second entry is the reason why the norms are missing, or empty text if they
+    were measured.
     """
     chosen: dict[str, Any] = {"lengths": context.options.lengths or _LENGTHS, "samples": _SAMPLES}
     models = [
@@ -50,14 +53,14 @@ def plan(context: FigureContext) -> FigurePlan:
 
 
 def _layers(context: FigureContext, spec: ModelSpec) -> str:
-    """Return the indices of the first, the middle and the last layer of a model."""
+    """Return the indices of the first, the middle and the last layer of a model as text, such as "0,6,11"."""
     count, _ = layer_and_head_counts(loaded(context, spec), spec.label)
     return f"0,{count // 2},{count - 1}"
 
 
 class _NormTask(SiteTask):
-    """A task that computes the norms of the tokens that enter layers; the figure is drawn without them if a
-    layer's input cannot be captured.
+    """A task that computes the norms of the tokens that enter layers. If a layer's input cannot be captured,
+    the figure is drawn without these norms.
     """
 
     essential = False
@@ -71,7 +74,9 @@ def _norm_tasks(model: PreparedModel) -> Iterator[SiteTask]:
 
 
 def _entering(site: Any) -> list[Values]:
-    """Return the norms of the tokens that enter a layer, measured before the norm layer of the layer."""
+    """Return one row for each sequence, with the norm of the tokens that enter a layer, before any norm layer
+    is applied to them.
+    """
     return [
         {"layer": site.layer, "sample": sample, "radius": radius}
         for sample, radius in enumerate(site.radius_mean.tolist())

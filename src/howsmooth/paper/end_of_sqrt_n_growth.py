@@ -46,8 +46,8 @@ _DECADE = math.log(10)
 
 
 def plan(context: FigureContext) -> FigurePlan:
-    """Plan to measure the constant at two Dirac masses with the weights 1/n and 1 − 1/n, in a row for each n
-    and each radius.
+    """Plan to measure the constant at two Dirac masses with the weights 1/n and 1 − 1/n. The table has one
+    row for each n and each radius.
     """
     describe(context, "two Diracs in two dimensions, A = −I, V = I")
     tasks = []
@@ -99,13 +99,13 @@ def show(rows: pd.DataFrame, folder: Path) -> Finding:
 
 def growth_ends(rows: pd.DataFrame) -> pd.DataFrame:
     """Tabulate how the constant grows with n, and at which n the constant is largest, with one row for each
-    value of γR².
+    radius.
 
-    The column ``strength`` is γR², and ``exponent`` is the exponent of n, fitted below n = e^{2γR²}. Four
-    columns are logarithms to base ten: ``expected`` of e^{2γR²}, ``at`` of the n with the largest constant,
-    ``largest`` of the largest constant, and ``last`` of the constant at the largest n. The column ``free`` is
-    the ratio of the bound that holds for every n to the largest constant. The argument ``rows`` is the table
-    that :func:`plan` describes.
+    The column ``strength`` is γR², and ``exponent`` is the exponent of n, fitted to 4 < n < e^{2γR²}/100.
+    Four columns are logarithms to base ten: ``expected`` of e^{2γR²}, ``at`` of the n with the largest
+    constant, ``largest`` of the largest constant, and ``last`` of the constant at the largest n. The column
+    ``free`` is the ratio of the bound that holds for every n to the largest constant. The argument ``rows``
+    is the table that :func:`plan` describes.
     """
     found = []
     for _, part in rows.groupby("power", sort=True):
@@ -150,7 +150,9 @@ def _panel(rows: pd.DataFrame, top: float) -> Panel:
 
 
 def result_sentences(rows: pd.DataFrame, table: pd.DataFrame) -> list[str]:
-    """Return sentences that say at which n the constant is largest, and how many bounds are violated."""
+    """Return sentences that say at which n the constant is largest, and how many measurements violate a
+    bound.
+    """
     seen = []
     for row in table.to_dict("records"):
         power = f"grows like n to the power {decimal(row['exponent'], 3)} up to a hundredth of it, "

@@ -29,8 +29,8 @@ _MOST_ACROSS = 3
 
 
 def plan(context: FigureContext) -> FigurePlan:
-    """Plan to measure how the constant grows with the sequence length, in a list for each layer, with one
-    ``Growth`` for each text.
+    """Plan to measure how the constant of each layer grows with the sequence length. The result contains one
+    list for each layer, and each list contains one ``Growth`` for each text.
     """
     models = prepared_models(context, lengths=context.options.lengths or _LENGTHS, samples=_SAMPLES)
     for model in models:

@@ -1,5 +1,5 @@
-"""Define the dataclasses of a figure: ``Figure`` (how the figure is measured and drawn), ``FigureContext``
-(from what it is planned), and ``Finding`` (its results).
+"""Define the dataclasses of a figure: ``Figure`` says how the figure is measured and drawn, ``FigureContext``
+contains the data that are needed to plan it, and ``Finding`` contains its results.
 
 Each figure has a module of its own; :data:`howsmooth.paper.reproduction.FIGURES` lists all figures.
 """
@@ -68,7 +68,7 @@ class FigureContext:
 
     def units(self, tasks: Sequence[UnitTask | SiteTask], words: str) -> FigurePlan:
         """Yield one :class:`~howsmooth.study.tasks.task.Work` with the tasks whose rows the store does not
-        have, then return a function that reads the rows of all tasks into one table.
+        have. Then return a function that reads the rows of all tasks into one table.
 
         ``words`` is a plural noun for the tasks. A row begins with the values of its task's key.
         """
@@ -131,8 +131,8 @@ class Figure:
     def measure(
         self, options: FigureOptions, folder: str | os.PathLike[str], means: Means
     ) -> tuple[Any, dict[str, str]]:
-        """Measure what the store in a folder does not have; return all measurements, and sentences that say
-        how they were made.
+        """Carry out the measurements that the store in a folder lacks. The first result contains all
+        measurements of the figure, the second contains sentences that say how they were made.
 
         Raises
         ------

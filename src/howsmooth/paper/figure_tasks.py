@@ -21,7 +21,9 @@ Values = dict[str, Any]
 
 
 class _OfUnit(Task):
-    """The base class of tasks that compute all rows of one unit, which are one result."""
+    """The base class of tasks that compute one unit of a figure, a set of rows that are computed and stored
+    together. The store counts these rows as one result.
+    """
 
     kind = FigureRow
     size = 1
@@ -29,13 +31,14 @@ class _OfUnit(Task):
     key: Key
 
     def count(self, rows: Sequence[Row]) -> int:
-        """Return 1, since all rows of a unit are one result."""
+        """Return 1, because all rows of the task count as one result."""
         return 1
 
 
 @dataclass(frozen=True, eq=False)
 class UnitTask(_OfUnit):
-    """A task that computes the rows of one unit of a figure without a loaded model.
+    """A task that computes one unit of a figure, a set of rows that are stored together, without a loaded
+    model.
 
     ``key`` contains all values on which the rows depend, and identifies the unit in the store. ``measure``
     computes the rows. ``label`` describes the unit in progress messages. ``group`` is equal for units whose
@@ -50,21 +53,21 @@ class UnitTask(_OfUnit):
 
     @property
     def words(self) -> str:
-        """A short description of the unit for progress messages."""
+        """A short description of the task for progress messages."""
         return self.label
 
     @property
     def alike(self) -> tuple[Any, ...]:
-        """The key that is equal for tasks with similar running times."""
+        """A tuple that is equal for tasks whose running times differ only by their numbers of tokens."""
         return (FigureRow.table, *self.group)
 
     @property
     def model(self) -> str:  # type: ignore[override]
-        """The name of the model in the key, if any."""
+        """The name of the model in the key of the task, or empty text if the key names no model."""
         return str(self.key.get("model", ""))
 
     def found(self, models: Models | None) -> Iterator[Found]:
-        """Compute the rows of the unit, and yield them together."""
+        """Compute all rows of the task and yield them as one list; yield a failure if an error occurs."""
         try:
             rows = _rows(self.key, self.measure())
         except Exception as error:
@@ -75,7 +78,8 @@ class UnitTask(_OfUnit):
 
 @dataclass(frozen=True, eq=False)
 class SiteTask(_OfUnit, SequenceTask):
-    """A task that computes the rows of one unit of a figure at captured layers of a model.
+    """A task that computes one unit of a figure, a set of rows that are stored together, at captured layers
+    of a model.
 
     ``key`` contains all values on which the rows depend. ``measure`` computes rows from one captured layer or
     head, a :class:`howsmooth.models.Site`.
@@ -85,7 +89,9 @@ class SiteTask(_OfUnit, SequenceTask):
     measure: Callable[[Any], Iterable[Values]] = list
 
     def computed(self, model: Any) -> Iterator[Found]:
-        """Compute the rows of all layers, and yield them together; yield a failure if one layer fails."""
+        """Compute the rows of all layers, and yield them as one list. If a layer fails, yield only the
+        failure of this layer.
+        """
         values: list[Values] = []
         try:
             for site in self.sites(model):
@@ -100,7 +106,7 @@ class SiteTask(_OfUnit, SequenceTask):
 
 
 def unit_of(key: Key) -> str:
-    """Return the name of a unit in the store: its key as JSON."""
+    """Return the name under which the store keeps the rows with a given key: the key as JSON."""
     return json.dumps(dict(key), sort_keys=True, ensure_ascii=False)
 
 

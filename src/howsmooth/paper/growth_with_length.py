@@ -165,8 +165,8 @@ def _norm_words(radius: pd.Series, found: Correlation) -> str:
 
 
 def growths(model: PreparedModel) -> list[list[Growth]]:
-    """Split the table of measurements of a model: return a list for each layer, with one :class:`Growth` for
-    each text.
+    """Split the table of a model's measurements by layer and text. The result contains one list for each
+    layer, and each list contains one :class:`Growth` for each text.
     """
     tables = model.measured(), model.measured(PublishedValue)
     if not model.context.options.as_published:

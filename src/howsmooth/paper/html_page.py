@@ -93,7 +93,9 @@ def _cells(table: pd.DataFrame) -> dict[str, Any]:
 
 
 def _cell(value: Any) -> str:
-    """Format a number of a table with three significant digits; a missing value becomes empty text."""
+    """Format a value of a table as text. Numbers that are not whole have three significant digits, and a
+    missing value becomes empty text.
+    """
     if pd.isna(value):
         return ""
     if isinstance(value, bool):

@@ -148,7 +148,7 @@ class PreparedModel:
 
     @cached_property
     def first_site(self) -> Any:
-        """The captured first layer of the model, at the first words of the text."""
+        """The first attention layer of the model, captured at the first words of the first text."""
         from howsmooth.models import capture  # imports transformers, which takes seconds
 
         content = texts.load_text(self.context.options.texts[0]).content
@@ -163,14 +163,16 @@ class PreparedModel:
         return str(min(_MASKED_LAYER, count - 1) if self.first_site.causal else 0)
 
     def places(self) -> Iterator[tuple[Subject, int]]:
-        """Yield each text of the model with each length n of the plan."""
+        """Yield all pairs of a text and a sequence length n of the plan."""
         for subject in self.subjects:
             for n in self.plan.lengths:
                 yield subject, n
 
     def sites(self, subject: Subject, n: int, samples: int | None = None) -> list[Any]:
-        """Run the model on the first ``samples`` sequences of n tokens of a text, by default on all, and
-        return the attention of its layers, each with the tokens that it receives.
+        """Run the model on sequences of n tokens of a text, and return the attention of each layer together
+        with the tokens that it receives.
+
+        The sequences are the first ``samples`` sequences of the plan, or all if ``samples`` is None.
         """
         starts = [subject.starts[n, sample] for sample in range(samples or self.plan.samples)]
         tokens = subject.feed.inputs(starts, n)
@@ -189,8 +191,8 @@ class PreparedModel:
         layers: Iterable[int] | None = None,
         kind: type[SiteTask] = SiteTask,
     ) -> SiteTask:
-        """Return the task that applies a function to some captured layers, by default all layers of the plan,
-        at all sequences of n tokens of a text.
+        """Return a task that applies the function ``measure`` to captured layers, by default to all layers of
+        the plan, at all sequences of n tokens of a text.
 
         ``key`` contains all values on which the rows depend, beside the model, the text and the settings.
         """
@@ -202,14 +204,16 @@ class PreparedModel:
         return kind(self.plan, subject, n, scope, starts, missing, key=key, measure=measure)
 
     def key(self, **more: str | int | None) -> dict[str, str | int | None]:
-        """Return the values on which all rows of the model depend, with others, as the key of a unit."""
+        """Return a dictionary that identifies rows in the store. It contains the given values and the values
+        on which all rows of the model depend.
+        """
         same: Key = {"seed": self.plan.seed, "dtype": self.plan.dtype}
         first = {"model": self.label, "fingerprint": self.subjects[0].fingerprint}
         return {**first, **same, **more}
 
     def constants(self, *, published: bool = False) -> Iterator[Work]:
-        """Yield the tasks that measure the local Lipschitz constants that the plan asks for and the store
-        does not have; with ``published``, also those for the published code's values.
+        """Yield the tasks for the local Lipschitz constants that the plan asks for and the store does not
+        have. With ``published``, also yield the tasks for the published code's values.
         """
         self.context.made[f"Constants for {readable(self.label)}"] = (
             f"relative tolerance {self.plan.rtol:g}, confidence {self.plan.confidence:g}."
@@ -221,7 +225,7 @@ class PreparedModel:
 
     def measured(self, kind: type[Row] = Measurement) -> pd.DataFrame:
         """Return the table of the measured constants that the plan asks for, or of the published code's
-        values at the same sequences. The store may also contain measurements of other plans.
+        values at the same sequences. Rows for other models, texts, lengths and samples are left out.
         """
         table = self.context.store.table(kind)
         return table[
@@ -273,8 +277,8 @@ def attention_of(site: Any, label: str) -> SelfAttention:
 
 
 def other_scores(f: SelfAttention) -> str:
-    """Name everything in an attention that differs from the scores ⟨A x_i + b, x_j⟩ with no mask or a causal
-    mask; return empty text if nothing differs.
+    """Name the features of an attention that the paper does not treat: scores other than ⟨A x_i + b, x_j⟩,
+    and masks that are not causal. Return empty text if there are none.
     """
     named = {ROTARY: f.rotary, "a window": f.window, "another mask": f.mask}
     return " and ".join([*(name for name, one in named.items() if one is not None), *f.feature_names()])

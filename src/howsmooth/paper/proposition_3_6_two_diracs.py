@@ -100,8 +100,8 @@ def two_diracs(
 
 
 def describe(context: FigureContext, measures: str) -> None:
-    """Note, for the HTML page of the figure, at which probability measures the constants were computed, and
-    with which settings.
+    """Record, for the HTML page of the figure, the probability measures at which the constants were computed,
+    and the settings.
     """
     context.made["Measures"] = f"{measures}; no model and no text."
     context.made["Settings"] = (
@@ -110,8 +110,8 @@ def describe(context: FigureContext, measures: str) -> None:
 
 
 def plan(context: FigureContext) -> FigurePlan:
-    """Plan to measure the constant at two Dirac masses, in a row for each family of positions, each weight
-    and each radius.
+    """Plan to measure the constant at two Dirac masses. The table has one row for each choice of their
+    positions, their weights and the radius.
     """
     describe(context, "two Diracs in four dimensions, A = −I or 8I, V = I")
     tasks = []
@@ -144,7 +144,9 @@ def _rows(key: Key, radius: float) -> list[Values]:
 
 
 def _log_weights(name: str, g: float) -> Float64[Tensor, "2"]:
-    """Return the logarithms of p and 1 − p, where p is the smaller weight: e^{−2g}, or 1/(1 + 3e^{2g})."""
+    """Return the logarithms of the two weights p and 1 − p, where p is the smaller weight. The argument
+    ``name`` chooses p = e^{−2g} or p = 1/(1 + 3e^{2g}).
+    """
     if name == PAPER_WEIGHT:
         logs = (-2 * g, math.log(-math.expm1(-2 * g)))
     else:
@@ -207,7 +209,9 @@ def show(rows: pd.DataFrame, folder: Path) -> Finding:
 
 
 def result_sentences(rows: pd.DataFrame) -> list[str]:
-    """Return sentences on the constants at the largest radius, and on the number of violated bounds."""
+    """Return sentences on the constants at the largest radius, and on the number of measurements that violate
+    a bound.
+    """
     rows = rows.assign(form=rows["log_paper"].where(rows["weight"] == PAPER_WEIGHT, rows["log_better"]))
     last = rows.sort_values("radius").groupby(["family", "weight"], sort=False).tail(1)
     seen = []

@@ -27,7 +27,9 @@ def _model(name: str, value: Any) -> ModelSpec:
 
 
 def _of_plan(name: str, **changed: Any) -> Any:
-    """Define a field like the one of a measurement plan; ``changed`` has the arguments that differ."""
+    """Define an option with the arguments of the option ``name`` of a measurement plan, except for the
+    arguments in ``changed``.
+    """
     return option(**({"default": None} | vars(options_of(Plan)[name]) | changed))
 
 

@@ -178,8 +178,11 @@ def _write_page(made: Reproduction, options: FigureOptions, folder: Path, comman
 
 @dataclass(frozen=True)
 class FigureTime:
-    """The expected time of a figure: ``seconds`` for those of its ``tasks`` that are left to do, with loading
-    the models. ``seconds`` is None if the figure cannot be made, and ``refused`` is then the reason.
+    """The predicted time in ``seconds`` for the ``tasks`` of a figure that are still to be done, including
+    the time to load the models.
+
+    ``tasks`` is the number of these tasks. If the figure cannot be made, ``seconds`` is None and ``refused``
+    is the reason.
     """
 
     name: str
@@ -196,10 +199,11 @@ def expected_times(
 ) -> list[FigureTime]:
     """Predict the time of each figure without writing anything. The listener is told which figure is tried.
 
-    The rule: of all alike tasks, the shortest, the middle and the longest are carried out, unless they are
-    expected to take more than two seconds; :class:`~howsmooth.study.resource_forecast.TaskTimes` predicts the
-    others from their times. The shortest is carried out twice, unless it takes so long, since its first run
-    also does what a process does only once.
+    Tasks of the same kind are sorted by their numbers of tokens. The shortest task is carried out, and so are
+    the middle and the longest task, unless they are expected to take more than two seconds. From their times
+    :class:`~howsmooth.study.resource_forecast.TaskTimes` predicts the times of all tasks. If the shortest
+    task takes at most half a second, it is carried out twice, because the first run also does what a process
+    does only once.
     """
     models, found = models_for(options), []
     for figure in chosen:
@@ -237,8 +241,8 @@ def _expected_seconds(tasks: Sequence[Task], models: Models) -> float:
 
 
 def _seconds(task: Task, models: Models) -> float:
-    """Carry out a task and return its seconds without loading its model; raise the error of a task that
-    fails.
+    """Carry out a task and return how many seconds it took, not counting the time to load its model. If the
+    task fails and the figure needs it, raise the error.
     """
     if isinstance(task, SequenceTask):
         models.load_for(task.subject)

@@ -67,13 +67,14 @@ _NAMES = {
 
 @dataclass(frozen=True, eq=False)
 class _Layer:
-    """One layer of one model, with the tokens that attention receives on text.
+    """One layer of one model, with the data that are needed to measure it on text and at the worst tokens in
+    balls.
 
     ``attention`` is the attention of all heads with the output projection. If the scores differ from the
     paper's, for example by rotary positions, ``heads`` contains the attacked head for each length that the
     model can read; otherwise ``heads`` is empty. ``fused`` says whether the weights of queries, keys and
-    values are one transposed matrix. ``longest`` is the largest norm of a token that was captured. The tokens
-    in the balls have the numbers ``lengths``.
+    values are one transposed matrix. ``longest`` is the largest norm of a token that was captured. The worst
+    tokens are sequences whose numbers of tokens are ``lengths``.
     """
 
     model: PreparedModel
@@ -86,18 +87,20 @@ class _Layer:
 
     @property
     def text(self) -> pd.DataFrame:
-        """The table of the measurements of all heads on text."""
+        """The table of the measurements of all heads of the layer on text."""
         rows = self.model.measured()
         return rows[rows["layer"] == self.layer]
 
     @property
     def radius(self) -> float:
-        """The largest norm of a token of the text; of the captured tokens before the text is measured."""
+        """The largest norm of a token in the measurements on text. Before these are made, it is the largest
+        norm of a captured token.
+        """
         radii = self.text["radius_max"]
         return float(radii.max()) if len(radii) else self.longest
 
     def tasks(self) -> list[UnitTask]:
-        """Return the tasks that measure constants and bounds for each number of tokens in each ball."""
+        """Return the tasks that measure constants and bounds, for each ball and each number of tokens."""
         radii = dict.fromkeys((*RADII, self.radius))
         return [task for radius, n in product(radii, self.lengths) for task in self._tasks(radius, n)]
 
@@ -124,8 +127,8 @@ class _Layer:
 
 
 def plan(context: FigureContext) -> FigurePlan:
-    """Plan to measure the heads of each layer on text, and one head at the worst tokens in balls of several
-    radii, in a table with one row for each model, layer, radius (``R``) and length.
+    """Plan to measure the heads of each layer on text, and at the worst tokens in balls of several radii. The
+    table has one row for each model, layer, radius (column ``R``) and length.
 
     The table has the columns of :func:`side_by_side`. ``real`` says whether the radius is the largest norm of
     a token of the texts, and ``fused`` whether the weights of queries, keys and values are one transposed
@@ -184,7 +187,8 @@ def _layers(model: PreparedModel, lengths: list[int]) -> Iterator[_Layer]:
 def _rows(
     f: SelfAttention, other: SelfAttention | None, effort: dict[str, Any], radius: float, n: int, seed: int
 ) -> Iterator[Values]:
-    """Yield rows with the constants of a layer's heads at the worst tokens in a ball, and with upper bounds.
+    """Yield rows with the constants of the heads of a layer at the worst tokens in a ball, and with upper
+    bounds on the constant in this ball.
 
     Every head is measured at the paper's two-cluster tokens. One head is also measured at the worst tokens
     that a search finds, and has two upper bounds: the best one of this library, and the paper's. If the paper

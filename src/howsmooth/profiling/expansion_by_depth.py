@@ -1,4 +1,4 @@
-"""The function ``depth_profile``, which measures how much the blocks of a model expand a change."""
+"""The function ``depth_profile``, which measures how much each part of a model amplifies a small change."""
 
 from __future__ import annotations
 
@@ -33,7 +33,8 @@ _MAPS = ("own", "until", "beyond")
 
 @dataclass(frozen=True, eq=False, repr=False, kw_only=True)
 class DepthProfile(Result):
-    """The constants of a model's blocks at one input, and of the model before and after each block.
+    """The Lipschitz constants of each block of a model at one input, of the model up to the end of this
+    block, and of the model after this block.
 
     A stage is one of three: the computation before the first block (``embeddings``), a block, or the
     computation after the last block (``output``: the last norm layer and the output layer).
@@ -86,7 +87,9 @@ class DepthProfile(Result):
         return "\n".join([*lines, *([f"Not converged: {', '.join(missed)}."] if missed else [])])
 
     def plot(self) -> Figure:
-        """Draw the constants of the blocks, and their product, against the depth."""
+        """Draw four curves against the depth: the constants of the stages, of the model up to each stage, and
+        of the model after each stage, and the product of the stages' constants.
+        """
         return draw_depth(self.table, f"{self.model}, {self.n} tokens, to the {self.output}")
 
     def _shown(self, most: int) -> dict[str, Any]:
@@ -114,7 +117,8 @@ def depth_profile(
     memory: int | None = None,
     on_layer: Callable[[int, int], None] | None = None,
 ) -> DepthProfile:
-    """Measure how much a model expands a change up to each block, and from each block on, at one input.
+    """Measure the local Lipschitz constant of each block of a model, of the model up to the end of this
+    block, and of the model after it, at one input.
 
     Three maps are measured for each block (:func:`howsmooth.local_lipschitz`): the block itself, the map from
     the embeddings to the output of the block, and the map from the output of the block to the output of the
@@ -132,7 +136,7 @@ def depth_profile(
     rtol, confidence, max_iterations, seed, memory
         As for :func:`howsmooth.local_lipschitz`.
     on_layer
-        Called with the number of blocks that are done, and the number of all blocks. By default a progress
+        Called with the number of stages that are done, and the number of all stages. By default a progress
         bar is shown on a terminal and in a notebook.
 
     Returns
@@ -204,7 +208,9 @@ def _block(
     last_token: bool,
     measured: Callable[[str, int, Site], dict[str, Any]],
 ) -> dict[str, Any]:
-    """Measure a block, the model up to it and the model after it, and return a row of the table."""
+    """Measure a block, the model up to the end of the block, and the model after the block. Return the
+    constants as a row of the table.
+    """
     block = parts.span(layer, layer)
     return {
         "stage": f"block {stage}",
@@ -231,7 +237,7 @@ def _fields(kind: str, found: LipschitzEstimate) -> dict[str, Any]:
 
 
 def _as(kind: str, row: Mapping[str, Any], source: str = "own") -> dict[str, Any]:
-    """Copy the columns whose names begin with ``source`` to names that begin with ``kind``."""
+    """Return the columns of a row whose names begin with ``source``, with ``kind`` in place of ``source``."""
     return {kind + name.removeprefix(source): row[name] for name in row if name.startswith(source)}
 
 

@@ -48,7 +48,8 @@ _CURVES = {
 
 @rc_context(STYLE)
 def draw_heatmap(table: pd.DataFrame, title: str) -> Figure:
-    """Draw the constants as a heatmap with a cell for each head, and a panel with a cell a layer.
+    """Draw the constants as two heatmaps: the first has a cell for each head, the second has a cell for each
+    whole layer.
 
     Colours are logarithmic. Each panel has its own colour scale, because heads and layers are maps between
     different spaces. A cell is crossed out if its measurement did not converge, and empty if it was not
@@ -97,7 +98,8 @@ def _cross_out(axis: Axes, cells: np.ndarray) -> None:
 
 @rc_context(STYLE)
 def draw_depth(table: pd.DataFrame, title: str) -> Figure:
-    """Draw the constants of the blocks of a model on a logarithmic axis, with their intervals as error bars.
+    """Draw the constants of the blocks of a model, and of the model up to and after each block, on a
+    logarithmic axis. Error bars show the intervals of the constants.
 
     The table has the columns of :attr:`howsmooth.profiling.DepthProfile.table`.
     """
@@ -123,7 +125,8 @@ def draw_depth(table: pd.DataFrame, title: str) -> Figure:
 
 @rc_context(STYLE)
 def draw_radii(table: pd.DataFrame, names: Sequence[str], title: str) -> Figure:
-    """Draw the robust radius of each token on a logarithmic axis, and the smallest attack found.
+    """Draw the robust radius of each token, and the size of the smallest attack that was found, on a
+    logarithmic axis.
 
     The table has the columns of :attr:`howsmooth.profiling.WordRadii.table`. The labels of its rows are
     ``names``.
@@ -144,7 +147,7 @@ def draw_radii(table: pd.DataFrame, names: Sequence[str], title: str) -> Figure:
 
 @rc_context(STYLE)
 def draw_precision(table: pd.DataFrame, title: str, *, divergences: bool) -> Figure:
-    """Draw the predicted effects of quantised keys and values, and compare them with simulated ones.
+    """Draw the predicted effects of quantising keys and values, and compare them with the simulated effects.
 
     The first two panels have one cell for each layer and head, for the smallest number of bits and the first
     quantiser in the table. The effects are divergences of the model's predictions if ``divergences`` is true,
@@ -206,7 +209,8 @@ def draw_influence(
     *,
     token_outputs: bool,
 ) -> Figure:
-    """Draw block norms of a Jacobian as a heatmap, with a row an output and a column an input token.
+    """Draw the norms of the blocks of a Jacobian as a heatmap, with a row for each output and a column for
+    each input token.
 
     Colours are logarithmic over four orders of magnitude. A cell is white if the norm is zero, and crossed
     out if the measurement of the norm did not converge. Outputs that are not tokens, such as a margin of two

@@ -53,7 +53,7 @@ _PAIRS = (("predicted", "change"), ("predicted_kl", "kl"), ("predicted", "kl"))
 
 @dataclass(frozen=True, eq=False, repr=False, kw_only=True)
 class Precision(Result):
-    """Changes of a model's output at one input when keys or values are quantised."""
+    """The changes of a model's output at one input if keys or values are quantised."""
 
     NAME: ClassVar[str] = "precision"
     TITLE: ClassVar[str] = "Precision"
@@ -84,7 +84,8 @@ class Precision(Result):
 
     @property
     def ranking(self) -> pd.DataFrame:
-        """The table of quantised keys and values, sorted by predicted effect in decreasing order.
+        """The table of the effects of quantising keys or values, sorted by predicted effect in decreasing
+        order.
 
         The effect is the predicted divergence for a model with logits, and the predicted change of the
         attention's output otherwise. The columns are those of ``table`` without ``output_norm`` and ``name``,
@@ -121,7 +122,8 @@ class Precision(Result):
         return pd.DataFrame(rows)
 
     def budget(self, average: float, quantiser: str = "token") -> pd.DataFrame:
-        """Choose the bits for the keys and values of each head, with a given largest average.
+        """Choose numbers of bits for the keys and the values of each head, such that their average is at most
+        ``average``.
 
         The numbers of bits are chosen among those in the table, so measure several, such as 2, 3, 4, 5, 6 and
         8. All heads start with the smallest number. Bits are then added where they lower the predicted effect
@@ -186,7 +188,8 @@ class Precision(Result):
         return found
 
     def simulate(self, bits: int | pd.DataFrame, quantiser: str = "token") -> float:
-        """Return the divergence of the model's predictions when many heads are quantised at once.
+        """Run the model with the keys and values of many heads quantised at once, and return the KL
+        divergence between the original predictions and the predictions of this run.
 
         The model runs once. The keys and values of a layer are computed from the quantised layers before it.
 
@@ -234,7 +237,9 @@ class Precision(Result):
 
     @property
     def citation(self) -> str:
-        """One line to cite, with the divergences if all is quantised and the rank correlations."""
+        """One line to cite, with the KL divergences if all keys and values are quantised at once, and with
+        the rank correlations.
+        """
         at_once = "".join(f" {line};" for line in self._together_in_words())
         return (
             f"Quantised keys and values of {self.model} at {self.input} (n = {self.n}):{at_once} Spearman's "
@@ -246,7 +251,9 @@ class Precision(Result):
         return "; ".join(f"{row['predicted']} and {row['real']} {row['spearman']:.3f}" for row in rows)
 
     def _together_in_words(self) -> list[str]:
-        """Return a phrase a quantiser with the divergences if all keys and values are quantised."""
+        """Return one phrase for each quantiser, with the KL divergences of the predictions if all keys and
+        values are quantised at once.
+        """
         return [
             f"all keys and values at once by {quantiser}: divergence "
             + ", ".join(f"{row['kl']:.3g} at {row['bits']} bits" for row in plain_rows(rows))
@@ -255,14 +262,18 @@ class Precision(Result):
 
     @property
     def remarks(self) -> list[str]:
-        """Sentences on quantising all at once, on too large predictions, and on rank correlations."""
+        """Sentences on the effect of quantising all keys and values at once, on predictions that are too
+        large, and on the rank correlations.
+        """
         found = [f"A{words[1:]}." for words in self._together_in_words()]
         if bool((self.table["predicted_kl"] > _HOLDS).any()):
             found.append(f"* Above {_HOLDS} nats predictions are too large, up to a hundredfold: see kl.")
         return [*found, f"Spearman's rank correlation: {self._ranks_in_words()}."]
 
     def first_rows(self, most: int) -> pd.DataFrame:
-        """Return the first rows of the ranking as text. A star marks a prediction that is too large."""
+        """Return the first rows of the ranking, with the effects formatted as text. A star marks a predicted
+        divergence that is too large to be reliable.
+        """
         rows = self.ranking.head(most)
         texts = {name: rows[name].map("{:.4g}".format) for name in rows if name in _CHANGES + _DIVERGENCES}
         if self.has_kl and bool((large := rows["predicted_kl"] > _HOLDS).any()):
@@ -283,7 +294,9 @@ class Precision(Result):
         return "\n".join(lines)
 
     def plot(self) -> Figure:
-        """Draw the predicted effect of quantising each head, and the simulated effects against it."""
+        """Draw the predicted effect of quantising each head, and plot the simulated effects against the
+        predicted effects.
+        """
         title = f"{self.model}, one input of {self.n} tokens"
         return draw_precision(self.table, title, divergences=self.has_kl)
 
@@ -323,7 +336,8 @@ def precision(
     seed: int = 0,
     on_layer: Callable[[int, int], None] | None = None,
 ) -> Precision:
-    """Predict and simulate how quantised keys or values of each head change a model's output.
+    """Predict and simulate how much a model's output changes if the keys or the values of a single head are
+    quantised. This is done for every head.
 
     The change of the attention's output is predicted, bounded and simulated for each layer, each key/value
     head, its keys or its values, each quantiser and each number of bits. Keys and values are those in the KV
@@ -412,7 +426,9 @@ def load_with_head(name: str | os.PathLike[str], **options: Any) -> LoadedModel:
 
 
 def _whole_model(module: nn.Module, inputs: Any, *, logits: bool) -> tuple[LogitsOfModel | None, list[str]]:
-    """Return the whole model with its logits, or None together with the reason why there are no logits."""
+    """Return two results. The first is the whole model with its logits, or None. The second is a list with
+    the reason if the model has no logits, and is empty otherwise.
+    """
     if not logits:
         return None, []
     try:
@@ -422,7 +438,7 @@ def _whole_model(module: nn.Module, inputs: Any, *, logits: bool) -> tuple[Logit
 
 
 def _site(layer: VerifiedLayer | CaptureError) -> Site:
-    """Return the captured attention of a layer; raise CaptureError without known keys and values."""
+    """Return the captured attention of a layer; raise CaptureError if its keys and values are not known."""
     if isinstance(layer, CaptureError):
         raise layer
     (site,) = layer.sites("attention")
@@ -434,7 +450,9 @@ def _site(layer: VerifiedLayer | CaptureError) -> Site:
 
 
 class _Layer:
-    """One layer in float64: queries, keys, values, and how sensitive its output is to their entries."""
+    """One attention layer in float64, with its queries, keys and values, and with the sensitivity of its
+    output to each entry of the keys and values.
+    """
 
     def __init__(self, site: Site, whole: LogitsOfModel | None, fisher: tuple[Tensor, Tensor] | None) -> None:
         self.site, self.whole, self.fisher = site, whole, fisher
@@ -449,7 +467,8 @@ class _Layer:
         self.size = float(torch.linalg.vector_norm(self.f(self.x)))
 
     def rows(self, bits: Sequence[int], quantisers: Sequence[str]) -> Iterator[dict[str, Any]]:
-        """Yield a table row for the keys and one for the values, for each quantiser, number of bits and head.
+        """Yield one row of the table for each combination of keys or values, quantiser, number of bits and
+        head.
 
         If several quantisers give the same result on this layer, only the first one has rows.
         """
@@ -485,14 +504,16 @@ class _Layer:
             }
 
     def _heads(self, other: Mapping[str, Tensor]) -> Float64[Tensor, "kv_heads group n value_dim"]:
-        """Return the outputs of all heads with the keys or values in ``other``."""
+        """Return the outputs of all heads if the keys or values are replaced by the tensors in ``other``."""
         f, operands = self.f, self.operands | dict(other)
         visible = f.visibility(len(self.x))
         k, v = operands["K"][None], operands["V"][None]
         return attend(f._grouped(self.q)[None], k, v, f.scale, visible, features=f.features)[0]
 
     def _change(self, operand: str, other: Tensor) -> Float64[Tensor, " kv_heads"]:
-        """Return how much the layer's output changes if each head gets its keys or values in ``other``."""
+        """Return, for each key/value head, by how much the output of the layer changes if only this head gets
+        its keys or values from ``other``.
+        """
         moved = self._heads({operand: other}) - self.heads
         if self.f.output is not None:
             output = self.f.output.unflatten(1, (*moved.shape[:2], moved.shape[-1]))
@@ -501,7 +522,8 @@ class _Layer:
         return norms
 
     def _predicted_kl(self, operand: str, head: int, variance: Float64[Tensor, "n dim"]) -> float:
-        """Predict, to second order, the divergence if the keys or values of one head are quantised.
+        """Predict, to second order, the KL divergence of the model's predictions if the keys or values of one
+        head are quantised.
 
         The divergence is ½ Σ σ_a² F_aa, summed over the entries a. Here σ_a² is the variance of the rounding
         error of the entry, and F_aa is a diagonal entry of the Fisher information of the model's predictions.
@@ -517,7 +539,9 @@ class _Layer:
         return 0.5 * float((part * variance).sum()) / len(self.whole.logits)
 
     def _kl(self, operand: str, head: int, quantiser: str, bits: int) -> float:
-        """Simulate the KL divergence of the model's predictions with quantised keys or values of one head."""
+        """Simulate the KL divergence of the model's predictions if the keys or values of one head are
+        quantised.
+        """
         if self.whole is None:
             return math.nan
         place = (self.site.layer, head, operand)

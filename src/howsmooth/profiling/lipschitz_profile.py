@@ -157,7 +157,9 @@ class Profile(Result):
         return f"  {' → '.join(said)}" if said else ""
 
     def plot(self) -> Figure:
-        """Draw the constants of all heads as a heatmap, with another column for whole layers."""
+        """Draw the constants of all heads as a heatmap, with a second panel for the constants of whole
+        layers.
+        """
         title = f"{self.model}, one input of {self.n} tokens: local Lipschitz constants"
         return draw_heatmap(self.table, title)
 
@@ -181,7 +183,8 @@ class Profile(Result):
         return {"rows": rows, "shown": len(rows), "total": len(self.table), "influence": pictured}
 
     def _sides(self, layer: int, head: int | None) -> list[tuple[str, list[tuple[int, str, str]]]]:
-        """Return two titled lists of all tokens, shaded by their shares in input and output changes.
+        """Return two lists of all tokens, each with a title. The first list shades the tokens by their input
+        shares, the second by their output shares.
 
         A token is given as a triple: its shade, its text, and its share as a phrase.
         """
@@ -425,7 +428,9 @@ class _Measured:
         self.shares.append(shares.astype({"head": "Int64"}))
 
     def influence(self) -> Influence | None:
-        """Measure the influence in the layer with the largest constant; return None if that fails."""
+        """Measure how far each output token moves if an input token moves, in the layer with the largest
+        constant. Return None if the measurement fails.
+        """
         if self.most_sensitive is None:
             return None
         site = self.most_sensitive[1]

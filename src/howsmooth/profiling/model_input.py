@@ -50,7 +50,8 @@ _LONGEST_PATH = 1024
 def shown_progress(
     on_step: Callable[[int, int], None] | None, total: int, unit: str = "layer"
 ) -> Iterator[Callable[[int, int], None]]:
-    """Yield a function to report progress: the given ``on_step``, or one that moves a progress bar.
+    """Yield a function that reports progress. It is ``on_step`` if this is given, and otherwise a function
+    that moves a progress bar.
 
     The function is called with the number of finished layers (or other units) and the number of all.
     """
@@ -64,7 +65,9 @@ def shown_progress(
 
 
 def loaded_if_named(model: Any, load: Callable[..., LoadedModel] = load_model, **options: Any) -> Any:
-    """Load a model by its name or folder in the dtype of its file; return any other argument."""
+    """Load a model that is given by its name or folder, in the dtype of its weights file. Return any other
+    argument unchanged.
+    """
     return load(model, dtype=None, **options) if isinstance(model, str | os.PathLike) else model
 
 
@@ -110,7 +113,8 @@ class GivenInputs:
 def layers_of(
     given: GivenInputs, layers: Layers, on_layer: Callable[[int, int], None] | None
 ) -> Iterator[tuple[int, VerifiedLayer | CaptureError]]:
-    """Yield the captured self-attention layers of a model, and report how many are finished.
+    """Yield each self-attention layer of a model with its index, or the error if the layer cannot be
+    captured. Report how many layers are finished.
 
     The function ``on_layer`` is called with the number of finished layers and the number of all layers, which
     is zero while it is unknown. If ``on_layer`` is None, a progress bar is shown.
@@ -204,7 +208,9 @@ def _encoded(tokenizer: Any, text: str, special: bool) -> list[int]:
 
 
 def _decoder(tokenizer: Any) -> Callable[[Tensor], list[str]]:
-    """Return a function from token ids (n,) to their texts; without a tokenizer, to "id" and the number."""
+    """Return a function that converts token ids of shape (n,) to their texts. Without a tokenizer, the text
+    of a token is "id" and its number.
+    """
     if tokenizer is None:
         return lambda ids: [f"id {i}" for i in ids.tolist()]
     if hasattr(tokenizer, "decoded"):
@@ -228,7 +234,9 @@ def _ids(inputs: object) -> Tensor:
 
 
 def _bounds(span: object, length: int, most: int) -> tuple[int, int]:
-    """Check a span against the number of tokens, and return its first index and the index after its last."""
+    """Check a span against the number of tokens. Return the index of its first token, and the index after its
+    last token.
+    """
     expected = f"start:end with 0 <= start < end <= {length}, the number of tokens"
     if span is None:
         return 0, min(length, most)

@@ -1,6 +1,8 @@
-"""Quantise keys and values by absmax: round each entry to an integer of few bits times a step, which is
-shared by a group of entries; and run a model with the keys and values of some heads quantised, as if they
-came from a quantised KV cache.
+"""Round keys and values to few bits by absmax quantisation, and run a model with the keys and values of some
+heads quantised, as if they came from a quantised KV cache.
+
+An entry is rounded to an integer multiple of a step. All entries of a group share one step, which is their
+largest absolute value divided by 2^(bits−1) − 1.
 """
 
 from __future__ import annotations
@@ -68,7 +70,7 @@ def checked_quantisers(names: object) -> tuple[str, ...]:
 
 
 def group_of(quantiser: str, dim: int) -> str:
-    """Return the name of the quantiser, or "token" if each group of the quantiser contains a whole token.
+    """Return the name of the quantiser, or "token" if each of its groups contains all channels of a token.
 
     A quantiser whose groups have at least ``dim`` channels is the quantiser "token".
     """
@@ -77,7 +79,8 @@ def group_of(quantiser: str, dim: int) -> str:
 
 
 def absmax_steps(t: Float[Tensor, "*lead n dim"], bits: int, quantiser: str) -> Float[Tensor, "*lead n dim"]:
-    """Return the rounding step of each entry: its group's largest absolute value over 2^(bits−1) − 1.
+    """Return the rounding step of each entry: the largest absolute value in the entry's group, divided by
+    2^(bits−1) − 1.
 
     Rounding changes an entry by at most half a step. A group of zeros has the step zero.
     """
@@ -146,7 +149,8 @@ def simulated_kl(
 
 
 def of_head(t: Tensor, layer: int, head: int, kv_heads: int) -> Tensor:
-    """Return a view of that part of keys or values (*lead, heads, n, dim) that belongs to one key/value head.
+    """Return the part of the keys or values of a layer that belongs to one key/value head, as a view. The
+    keys or values have the shape (*lead, heads, n, dim).
 
     Some models repeat the keys of a head for each query head before the softmax, and some models have a
     single axis for the sequences of a batch and the heads.

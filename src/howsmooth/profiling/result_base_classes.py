@@ -117,7 +117,7 @@ class Result(WritableTable, ABC):
         return f"{self.precision}; {versions}; weights {self.fingerprint[:12]}, digest {self.digest}."
 
     def described(self) -> dict[str, Any]:
-        """Return the settings, the citation and the rows of the result, as a dict for JSON."""
+        """Return the settings and the citation of the result, as a dict for JSON. Subclasses add the rows."""
         names = ("model", "source", "fingerprint", "input", "n", "stored", "computed", "citation")
         return {name: getattr(self, name) for name in names}
 

@@ -1,4 +1,4 @@
-"""The function ``word_radii``, which proves how far tokens may move without a change of the answer."""
+"""The function ``word_radii``. It proves how far tokens may move without changing a classifier's answer."""
 
 from __future__ import annotations
 
@@ -37,7 +37,8 @@ _LEVELS = 9  # shades of a highlighted token
 
 @dataclass(frozen=True, eq=False, repr=False, kw_only=True)
 class WordRadii(Result):
-    """Radii within which a classifier's answer does not change, for each token or for all together.
+    """The radii within which tokens can move without changing a classifier's answer. There is one radius for
+    each token, or a single radius for moving all tokens jointly.
 
     The radii are proved, rounding errors included; :class:`howsmooth.bounds.RobustRadius` describes the
     proved statement.
@@ -159,7 +160,8 @@ def word_radii(
     file: str | os.PathLike[str] | None = None,
     on_token: Callable[[int, int], None] | None = None,
 ) -> WordRadii:
-    """Prove radii within which each token of a text may move without a change of the answer.
+    """Prove, for each token of a text, a radius within which the token may move without changing the answer
+    of a classifier.
 
     One token moves while the other tokens stand still, unless ``jointly`` is True. The radii are those of
     :func:`howsmooth.bounds.robust_radius`; the partial Jacobians of the network are computed once for all
@@ -271,7 +273,7 @@ def word_radii(
 
 
 def _class_name(module: nn.Module, label: int | None) -> str:
-    """Return the model's own name of a class; empty if its configuration has none."""
+    """Return the name of a class in the model's configuration, or empty text if there is none."""
     names = getattr(getattr(module, "config", None), "id2label", None) or {}
     name = "" if label is None else str(names.get(int(label), ""))
     return "" if name == f"LABEL_{label}" else name  # the name that transformers gives where there is none
@@ -289,7 +291,8 @@ def _row(found: RobustRadius, position: int | None) -> dict[str, Any]:
 
 
 class _Kept:
-    """The finished rows of a table of radii, also kept in a file, so that a computation can continue.
+    """The finished rows of a table of radii. If a file is given, they are also saved there, so that a later
+    call can continue.
 
     A row is identified by the position of the token and by the order of the bound.
     """

@@ -1,4 +1,4 @@
-"""The function ``influence``, which measures how far each output moves with each input token."""
+"""The function ``influence``, which measures how far each output of a map moves if an input token moves."""
 
 from __future__ import annotations
 
@@ -37,7 +37,9 @@ __all__ = ["Influence", "influence"]
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Influence(WritableTable):
-    """The norms ‖∂y_i/∂x_j‖₂ of Jacobian blocks: how far output token i moves with input token j."""
+    """The norms ‖∂y_i/∂x_j‖₂ of the blocks of a Jacobian, which say how far the output token y_i moves if the
+    input token x_j moves.
+    """
 
     #: The largest value found of each norm, (outputs, n), float64.
     value: Float[Tensor, "outputs n"]
@@ -68,8 +70,8 @@ class Influence(WritableTable):
 
     @property
     def table(self) -> pd.DataFrame:
-        """The table of the norms, with one row for each pair of tokens and the columns ``output``, ``input``,
-        ``value``, ``lower``, ``upper`` and ``converged``.
+        """The table of the norms, with one row for each pair of an output and an input token. Its columns are
+        ``output``, ``input``, ``value``, ``lower``, ``upper`` and ``converged``.
         """
         rows, n = self.value.shape
         table = pd.DataFrame({"output": self.outputs}).loc[lambda t: t.index.repeat(n)]
@@ -144,7 +146,8 @@ def influence(
     seed: int = Plan.seed,
     on_output: Callable[[int, int], None] | None = None,
 ) -> Influence:
-    """Measure how far each output moves with each input token: block norms ‖∂y_i/∂x_j‖₂ of the Jacobian.
+    """Measure how far each output y_i of a map moves if an input token x_j moves: the norm ‖∂y_i/∂x_j‖₂ of a
+    block of the Jacobian, for every i and j.
 
     The entry (i, j) says how far the output y_i moves, to first order, if the input token x_j moves by one.
     For self-attention, with residual connections, norm layers and layer scales around it, the blocks have a

@@ -97,7 +97,8 @@ class _Basis:
         self.rows = kept
 
     def orthogonalise_(self, w: Tensor) -> Tensor:
-        """Orthogonalise the vectors w (member, size) against the basis of the same map, in place.
+        """Orthogonalise the vector of each map, a row of w (member, size), against the basis vectors of this
+        map, in place.
 
         Their projection is subtracted a second time if needed.
         """
@@ -268,7 +269,7 @@ def _limits(
     """Return the largest singular value of the bidiagonal matrix of one map J, and an upper limit of ‖J‖.
 
     The limit is a posteriori, and widened by rounding. The argument ``complete`` says whether the Krylov
-    space is the whole input space; then σ̂ is ‖J‖ up to rounding.
+    space is the whole input space; then this singular value is ‖J‖ up to rounding.
     """
     # Entries are scaled to be near one, so that squares and products stay in range.
     unit = max(alphas.max(), betas[:-1].max(initial=0.0))
@@ -331,6 +332,6 @@ def _length(x: Tensor) -> Tensor:
 def _zero_below(
     values: Float[Tensor, " member"], floor: Float[np.ndarray, " member"]
 ) -> Float[Tensor, " member"]:
-    """Set each entry of a tensor that is at most the corresponding entry of ``floor`` to zero."""
+    """Set to zero each entry of a tensor that is at most the corresponding entry of ``floor``."""
     threshold = torch.as_tensor(floor, dtype=values.dtype, device=values.device)
     return torch.where(values <= threshold, torch.zeros_like(values), values)

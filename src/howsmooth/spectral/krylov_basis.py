@@ -60,8 +60,8 @@ class Basis:
         self.scale = 2.0 ** min(15, round(math.log2(size) / 2)) if dtype == torch.float16 else 1.0
 
     def append(self, row: Tensor) -> None:
-        """Add the Krylov vectors of one Lanczos step, given as ``row`` (member, size) with a unit vector for
-        each map of the batch.
+        """Add the Krylov vectors of one Lanczos step. The argument ``row`` (member, size) has one unit vector
+        for each map of the batch.
         """
         if self.count == sum(len(block) for block in self.blocks):
             most = _BLOCK_BYTES.get(row.device.type, _BLOCK_BYTES_ELSEWHERE)
@@ -95,7 +95,8 @@ class Basis:
         afterwards.
 
         ``latest`` are the newest vectors, newest first, in the operator's precision. They are used in place
-        of their rounded rows in the basis, because a rest of z along them would enter T in first order.
+        of their rounded rows in the basis, because a rest of z along them would enter the tridiagonal matrix
+        in first order.
         """
         if self.dtype == self.working:
             latest = ()
@@ -130,8 +131,8 @@ class Basis:
 
     @staticmethod
     def _one_by_one(z: Tensor) -> bool:
-        """Return True if vectors with as many entries as ``z`` are projected on the basis one by one, instead
-        of several in one call.
+        """Return True if vectors of the length of ``z`` are projected on the basis one by one, and False if
+        several vectors are projected in one call.
 
         On devices other than a CPU all vectors are projected in one call, because starting an operation takes
         long there.
@@ -139,7 +140,7 @@ class Basis:
         return z.device.type == "cpu" and z.shape[-1] >= _ONE_BY_ONE
 
     def _together(self, z: Tensor) -> list[slice]:
-        """Divide the maps of the batch into groups; the vectors of one group are projected on the basis in
+        """Divide the maps of the batch into groups. The vectors of one group are projected on the basis in
         one call.
         """
         size = len(z)
@@ -148,8 +149,8 @@ class Basis:
         return [slice(i, i + size) for i in range(0, len(z), size)]
 
     def _pieces_of_sums(self, z: Tensor) -> tuple[torch.dtype, list[slice]]:
-        """Return the pieces of the vectors ``z`` for which inner products are summed separately, and the
-        dtype of the sum within a piece. The sums of the pieces are added in float64.
+        """Return how inner products with the vectors ``z`` are summed. The first result is the dtype of the
+        sum within a piece of the vectors, the second is the list of pieces, whose sums are added in float64.
         """
         size = z.shape[1]
         if size <= PIECE:
@@ -160,8 +161,8 @@ class Basis:
         return self.working, [slice(low, low + _SHORT) for low in range(0, size, _SHORT)]
 
     def _subtract_projection_(self, z: Tensor, count: int, more: Tensor | None) -> None:
-        """Subtract from the vectors ``z`` (member, size) the projection on the first ``count`` basis vectors
-        of the same map, in place.
+        """Subtract from the vector of each map, a row of ``z`` (member, size), its projection on the first
+        ``count`` basis vectors of this map, in place.
 
         If ``more`` is given, only rows for which it is True are changed.
         """
@@ -236,8 +237,8 @@ def _subtract_(z: Tensor, rows: Tensor, weights: Tensor) -> None:
 
 
 def norms(x: Tensor, reduce: Reduction | None) -> Tensor:
-    """Return the Euclidean norm of each row of a matrix x (member, size), in float64, also if processes share
-    the columns.
+    """Return the Euclidean norm of each row of a matrix x (member, size), in float64. If processes share the
+    columns, the norms include the columns of all processes.
     """
     return row_lengths(x) if reduce is None else reduce(squared_lengths(x)).sqrt()
 

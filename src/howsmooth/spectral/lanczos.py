@@ -306,8 +306,8 @@ class _Members:
         self.converged, self.broke_down = np.zeros(count, dtype=bool), np.zeros(count, dtype=bool)
 
     def bound(self, some: Int[np.ndarray, " some"], k: int, taken: Float[np.ndarray, " some"] | None) -> None:
-        """Compute the largest singular value of some maps after Lanczos step k, its upper limit, and whether
-        the interval is narrow enough.
+        """Compute the largest singular values of some maps after Lanczos step k, with upper limits, and
+        decide which intervals are narrow enough.
 
         ``taken`` bounds the sum of squares of the components that reorthogonalisation has subtracted from the
         vectors of each member. The proof of the rounding errors needs it.
@@ -332,7 +332,8 @@ class _Members:
         self.converged[some] = width <= self._rtol * self.sigma[some]
 
     def finished(self, some: Int[np.ndarray, " some"], k: int) -> Bool[np.ndarray, " some"]:
-        """Return, for the maps with the indices ``some``, whether each ends its Lanczos run at step ``k``.
+        """Return a boolean array that says which of the maps with the indices ``some`` end their Lanczos run
+        at step ``k``.
 
         A run ends when it has converged or broken down, or has no steps left; its number of steps is stored.
         """
@@ -341,8 +342,8 @@ class _Members:
         return done
 
     def ritz_vector(self, member: int, k: int) -> Float[np.ndarray, " k"]:
-        """Return the leading eigenvector of the tridiagonal matrix of one map, which gives its singular
-        vector in the Krylov basis.
+        """Return the leading eigenvector of the tridiagonal matrix of one map. Its entries are the
+        coefficients of the map's singular vector in the Krylov basis.
         """
         return _leading_vector(self.diagonal[member, :k], self.off[member, :k])
 
@@ -392,7 +393,7 @@ def _quantiles(in_sizes: Int[np.ndarray, " member"], confidence: float) -> Float
     """Return for each map of a batch a lower limit of the squared cosine between its random start vector and
     any fixed direction.
 
-    Maps of one dimension share the computation.
+    Maps of equal dimension share the computation.
     """
     distinct, places = np.unique(in_sizes, return_inverse=True)
     return np.array([start_quantile(size, confidence) for size in distinct.tolist()])[places]

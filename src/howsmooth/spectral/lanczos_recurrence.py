@@ -87,8 +87,8 @@ class Recurrence:
         return alpha, gamma
 
     def add_rest_(self, x: Float[Tensor, " size"], row: int, factor: float) -> None:
-        """Add ``factor`` times the vector z of the last step to the vector ``x``, in place. The vector z is
-        that of one map of the batch, with the index ``row``.
+        """Add ``factor`` times the vector z of the last Lanczos step to the vector ``x``, in place. Here z
+        belongs to the map with the index ``row`` in the batch.
         """
         assert self._z is not None
         x.add_(self._z[row], alpha=factor)

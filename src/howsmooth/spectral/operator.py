@@ -64,7 +64,7 @@ class ProductError:
 
     @classmethod
     def of_all(cls, parts: Sequence[ProductError | None]) -> ProductError | None:
-        """Join the error bounds of several operators to the error bounds of one batch.
+        """Join the error bounds of several operators into the error bounds of one batch.
 
         The result is None unless every operator has bounds.
         """
@@ -128,14 +128,14 @@ class LinearOperator(abc.ABC):
         return math.prod(self.out_shape)
 
     def product(self, E: Float[Tensor, "batch *in_shape"]) -> Float[Tensor, "batch *out_shape"]:
-        """Return J_b E_b for each linear map J_b of the batch and its own vector E_b, where E has shape
+        """Return J_b E_b for each linear map J_b of the batch, where the vectors E_b are the members of E
         (batch, *in_shape).
         """
         self._check("E", E, self.in_shape)
         return self._product(E)
 
     def adjoint_product(self, U: Float[Tensor, "batch *out_shape"]) -> Float[Tensor, "batch *in_shape"]:
-        """Return J_bᵀ U_b for each linear map J_b of the batch and its own vector U_b, where U has shape
+        """Return J_bᵀ U_b for each linear map J_b of the batch, where the vectors U_b are the members of U
         (batch, *out_shape).
         """
         self._check("U", U, self.out_shape)
@@ -206,8 +206,8 @@ def length_rounding(operator: LinearOperator) -> float:
 
 
 class Subset(LinearOperator):
-    """An operator with some of the maps of a larger operator, which still computes each product for all of
-    its maps.
+    """An operator that consists of some of the maps of a larger operator. It computes each product with all
+    maps of the larger operator, and selects from the results.
     """
 
     def __init__(self, whole: LinearOperator, members: Int[Tensor, " chosen"]) -> None:
@@ -269,8 +269,8 @@ class Scaled(LinearOperator):
 
 
 def checked_rounding(operator: LinearOperator) -> np.ndarray:
-    """Return the estimated relative rounding error of the norm of each map in an operator; raise
-    NonFiniteError if it is above 0.1, because no digit of such a norm is known.
+    """Return the estimated relative rounding error of the norm of each map in an operator. Raise
+    NonFiniteError if an error is 0.1 or more, because then no digit of the norm is known.
     """
     slack: np.ndarray = operator.rounding.numpy()
     if operator.proved is not None:

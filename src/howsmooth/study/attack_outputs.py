@@ -53,7 +53,7 @@ class AttackOutputs:
 
 
 def summary(attacks: pd.DataFrame) -> pd.DataFrame:
-    """Summarise the attacks in a table with one row for each attention and length.
+    """Summarise attacks in a table with one row for each attention (a layer or a head) and each length.
 
     Parameters
     ----------
@@ -76,7 +76,7 @@ def summary(attacks: pd.DataFrame) -> pd.DataFrame:
 
 
 def _summary_row(group: pd.DataFrame) -> dict[str, Any]:
-    """Return the row of ``summary.csv`` that sums up all attacks on one attention at one length."""
+    """Return the row of ``summary.csv`` for one layer or head and one length, from the rows of its attack."""
     tokens, built, ascent, uppers = (group[group["kind"] == kind] for kind in ATTACK_KINDS)
     kept = group[group["file"].notna()].iloc[0]
     log_upper = float(uppers["log_value"].max())
@@ -104,9 +104,9 @@ def _summary_row(group: pd.DataFrame) -> dict[str, Any]:
 
 
 def fits(table: pd.DataFrame) -> pd.DataFrame:
-    """Fit powers of n to the largest constants found for each attention, and to their upper bounds.
+    """For each layer or head, fit a power of the length n to each column of the summary in :data:`SERIES`.
 
-    The fitted columns are :data:`SERIES`.
+    The columns are the largest constants found, the constants at the paper's tokens, and the upper bounds.
 
     Returns
     -------

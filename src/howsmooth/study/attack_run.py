@@ -1,7 +1,7 @@
-"""Attack the attentions of a model or a file: search a ball for tokens with a large Lipschitz constant.
+"""Attack the attention of a model or a parameter file: search a ball for tokens with a large constant.
 
-An attack measures the Lipschitz constant at the given tokens, at constructed tokens and at the best tokens of
-gradient ascent, and computes the smallest upper bound.
+An attack measures the local Lipschitz constant at the given tokens, at constructed tokens and at the best
+tokens of gradient ascent. It also computes the smallest upper bound on the constant over the ball.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ def run_attack(plan: AttackPlan, folder: str | os.PathLike[str], means: Means | 
 
 
 def _tasks(plan: AttackPlan, source: AttentionSource, folder: Path) -> Iterator[AttackTask]:
-    """Yield an attack task for each attention at each length of a plan, from short to long lengths."""
+    """Yield an attack task for each layer or head at each length of a plan, from short to long lengths."""
     lengths = plan.lengths or source.usual_lengths or _LENGTHS
     usual = source.attentions(source.usual_length or max(lengths))
     balls = [_ball(plan, one) for one in usual]
@@ -106,7 +106,7 @@ def _tasks(plan: AttackPlan, source: AttentionSource, folder: Path) -> Iterator[
 
 
 def _attentions_at(source: AttentionSource, usual: list[Target], n: int) -> Iterator[Target]:
-    """Yield each attention of a model or parameter file with its mask, window and tokens at length n."""
+    """Yield each layer or head of a model or parameter file, with its mask, window and tokens at length n."""
     # A length beyond the model's positions has no tokens of the text, but the same attention map.
     there = source.longest is not None and n <= source.longest
     for one, own in zip(usual, source.attentions(n) if there else usual, strict=True):
@@ -132,7 +132,7 @@ def _ball(plan: AttackPlan, one: Target) -> Ball:
 
 @dataclass(frozen=True, eq=False)
 class AttackTask(Task):
-    """The task of attacking one attention: search a ball for n tokens with a large Lipschitz constant.
+    """The task of attacking one layer or head: search a ball for n tokens with a large Lipschitz constant.
 
     ``asked`` is the plan, which sets the effort of the search. ``model`` and ``text`` are the names of the
     model or parameter file and of the text, which may be empty. ``target`` is the attention at this length,
@@ -174,7 +174,7 @@ class AttackTask(Task):
             yield self.failed(error)
 
     def failed(self, error: Exception) -> Failed:
-        """Turn an error into a failed computation, with one row that stands for all attacks of the task."""
+        """Return a failure for an error, with one row that stands for all attacks of the task."""
         one = self.target
         where = (self.model, self.text, one.scope, one.layer, one.head, self.n)
         return Failed.of(error, Attack, where)
@@ -193,7 +193,10 @@ class AttackTask(Task):
         return [*(replace(row, file=file) if row is best else row for row, _ in tried), upper]
 
     def _tried(self, f: SelfAttention) -> Iterator[tuple[Attack, Tensor]]:
-        """Measure the constant at given, constructed and searched tokens; yield its row, and the tokens."""
+        """Measure the constant at the given tokens, at constructed tokens and at tokens of gradient ascent.
+
+        For each of them, yield the row of the constant and the tokens.
+        """
         began = time.perf_counter()
 
         def tried(kind: str, name: str, x: Tensor, found: Any = None, evaluations: int = 1) -> Any:
@@ -284,7 +287,7 @@ class AttackTask(Task):
 
 
 def _named(constructions: Sequence[Any]) -> Iterator[tuple[str, Tensor]]:
-    """Give each construction of attacking tokens a unique name; yield pairs of a name and the tokens.
+    """Yield a unique name and the tokens for each construction of attacking tokens.
 
     The paper's construction is named ``two_cluster``. A head may have two two-cluster constructions; the
     first uses the eigenvalue that the paper chooses.

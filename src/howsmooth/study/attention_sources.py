@@ -1,4 +1,4 @@
-"""Load attentions from a model or a parameter file, to bound or attack them or to move tokens."""
+"""Load attention layers and heads from a model or a parameter file, for bounds, attacks and flows."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _USUAL = 64
 
 
 class Ball(NamedTuple):
-    """A ball around zero that contains the tokens: its radius, and where the radius comes from."""
+    """A ball of tokens around zero: its radius, and a phrase that says where the radius comes from."""
 
     radius: float
     origin: str
@@ -40,7 +40,7 @@ class Ball(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Target:
-    """One attention to bound or attack, with the tokens that it receives and the norm layer before it.
+    """An attention layer or head to bound or attack, with its input tokens and the norm layer before it.
 
     Attributes
     ----------
@@ -73,10 +73,11 @@ class Target:
         return place_in_words(self.layer, self.head)
 
     def ball(self, radius: float | str) -> Ball:
-        """Return the ball around zero that contains the tokens.
+        """Return the ball of tokens around zero on which to bound or attack the attention.
 
-        A number is the radius itself. ``"auto"`` takes the radius from the norm layer before the attention,
-        if there is one. Otherwise the radius is the norm of the longest token.
+        A number is the radius itself; the ball may then be too small for the tokens. ``"auto"`` takes the
+        radius from the norm layer before the attention, if there is one. Otherwise the radius is the norm of
+        the longest token.
 
         Raises
         ------
@@ -135,9 +136,9 @@ class FileSource:
         return hashlib.sha256(self._file.path.read_bytes()).hexdigest()
 
     def attentions(self, length: int) -> list[Target]:
-        """Return all heads of the parameter file together, or each chosen head, for ``length`` tokens.
+        """Return the map of all heads for ``length`` tokens, or the map of each chosen head.
 
-        The attentions come with the tokens of the file if the file has ``length`` tokens.
+        The maps come with the tokens of the file if the file has ``length`` tokens.
         """
         f, x = self._file.attention, self._file.x if self.longest == length else None
         masking = "mask of the file" if f.mask is not None else "causal" if f.causal else "none"
@@ -212,14 +213,14 @@ class ModelSource:
         self.usual_length = min(possible, key=lambda n: abs(n - usual)) if possible else usual
 
     def attentions(self, length: int) -> list[Target]:
-        """Run the model on ``length`` tokens of text; return its attentions with the tokens they receive."""
+        """Run the model on ``length`` tokens; return its layers or heads with the tokens they receive."""
         return [
             Target(s.layer, s.head, s.scope, s.masking, s.map, s.norm, s.x[0].detach().cpu())
             for s in self.sites(length, self._plan.scopes[0])
         ]
 
     def sites(self, length: int, scope: str) -> Sequence[Any]:
-        """Run the model on ``length`` tokens of text; return its layers as ``howsmooth.models.Site``.
+        """Run the model on ``length`` tokens; return its layers or heads as ``howsmooth.models.Site``.
 
         The length, the seed, the text and the model determine where in the text the sequence begins.
         """

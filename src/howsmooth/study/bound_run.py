@@ -1,4 +1,4 @@
-"""Compute all bounds on attentions, and tabulate them beside the measured constants."""
+"""Compute all bounds on attention layers and heads, in tables that also have the measured constants."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ TABLE_COLUMNS = (
 
 @dataclass(frozen=True, eq=False)
 class Bounded:
-    """The table of all bounds on one attention (``target``) at one length n.
+    """The table of all bounds on one attention layer or head (``target``) at one length n.
 
     ``ball`` is the ball of tokens over which the global bounds hold; ``rows`` is the table that
     :func:`howsmooth.bounds.table` returns.
@@ -40,7 +40,7 @@ class Bounded:
 
     @property
     def longest_outside(self) -> float | None:
-        """The largest norm of the given tokens; None if the ball contains all of them or there are none."""
+        """The largest norm of the given tokens if some lie outside the ball; otherwise None."""
         if self.target.x is None:
             return None
         farthest = largest_norm(self.target.x)
@@ -48,7 +48,7 @@ class Bounded:
 
 
 def bound_all(plan: BoundPlan, source: AttentionSource, listener: Listener = SILENT) -> Iterator[Bounded]:
-    """Compute a table of bounds for each attention of a model or a parameter file at each length.
+    """Compute a table of bounds for each layer or head of a model or a parameter file at each length.
 
     Raises
     ------

@@ -114,7 +114,9 @@ def certify_file(asked: CertificationPlan, on_batch: Callable[[int, int], None] 
 
 
 def _classes(module: str) -> list[type[nn.Module]]:
-    """Import a Python module, and return its subclasses of ``nn.Module`` that have ``settings``."""
+    """Import a Python module, and return the subclasses of ``nn.Module`` in it that have an attribute
+    ``settings``.
+    """
     here = str(Path.cwd())
     sys.path.insert(0, here)
     try:

@@ -25,10 +25,11 @@ _PATIENCE = 30.0
 
 @contextmanager
 def connected_cluster(scheduler: str | None, workers: int) -> Iterator[Executor]:
-    """Connect to a Dask scheduler, and disconnect when the context ends; the cluster keeps running.
+    """Connect to a Dask cluster, and yield an executor that runs tasks on its workers.
 
-    Without a scheduler, a cluster of ``workers`` processes with one thread each is started on this machine,
-    and stopped at the end. With one, so many workers must be there within half a minute.
+    ``scheduler`` is the address of a running cluster. It must have ``workers`` workers within half a minute,
+    and it keeps running when the context ends. Without an address, a cluster of ``workers`` processes with
+    one thread each is started on this machine, and stopped at the end.
 
     The attribute ``workers`` of the executor is the number of worker processes at the time of connection. If
     a worker is lost, Dask gives its tasks to other workers. A task fails after four workers in a row were
@@ -46,6 +47,8 @@ def connected_cluster(scheduler: str | None, workers: int) -> Iterator[Executor]
             scheduler, timeout=_PATIENCE, set_as_default=False, **(own if scheduler is None else {})
         )
     except (OSError, ValueError) as error:
+        if scheduler is None:
+            raise WorkerError(f"no Dask cluster can be started on this machine ({error}).") from error
         raise WorkerError(
             f"no Dask scheduler answers at {scheduler} ({error}). Start one with dask scheduler, which "
             "prints its address."
@@ -55,10 +58,11 @@ def connected_cluster(scheduler: str | None, workers: int) -> Iterator[Executor]
             client.wait_for_workers(workers, timeout=_PATIENCE)
         except TimeoutError as error:
             there = len(client.nthreads())
+            has = f"has {there} of {workers} workers" if there else "has no workers"
             raise WorkerError(
-                f"the Dask scheduler at {scheduler} has "
-                + (f"{there} of {workers} workers" if there else "no workers")
-                + f". Start some with: dask worker {scheduler}"
+                f"the Dask cluster on this machine {has} after {_PATIENCE:.0f} s. Give fewer --workers."
+                if scheduler is None
+                else f"the Dask scheduler at {scheduler} {has}. Start some with: dask worker {scheduler}"
             ) from error
         executor = client.get_executor(pure=False)
         executor.workers = len(client.nthreads())

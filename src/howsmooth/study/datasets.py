@@ -68,7 +68,7 @@ class TextFeed:
 
     @property
     def parts(self) -> tuple[tuple[int, int], ...]:
-        """The parts of the text from which sequences are cut: the whole text."""
+        """The only part of the text from which sequences are cut: the whole text, (0, number of tokens)."""
         return ((0, self.count),)
 
     def inputs(self, starts: Sequence[int], n: int) -> torch.Tensor:
@@ -76,7 +76,7 @@ class TextFeed:
         return torch.stack([self.tokens[start : start + n] for start in starts])
 
     def words(self, start: int, n: int) -> tuple[str, ...]:
-        """Return the piece of the text that belongs to each token of a sequence.
+        """Return the piece of text for each token of the sequence of n tokens that begins at token ``start``.
 
         If the tokenizer does not report positions, return the decoded form of each token instead.
         """
@@ -86,7 +86,7 @@ class TextFeed:
         return tuple(token_pieces(self.content, self.places[: start + n + 1].tolist(), start, n))
 
     def place(self, start: int) -> int | None:
-        """Return the index of a sequence's first character in the text; None if it is not known."""
+        """Return the index of the first character of token ``start`` in the text; None if it is not known."""
         return int(self.places[start]) if len(self.places) else None
 
 
@@ -105,9 +105,9 @@ class SequenceData:
 
     @classmethod
     def of(cls, feed: TextFeed | Dataset, starts: Sequence[int], n: int, *, worded: bool) -> SequenceData:
-        """Cut the sequences that begin at ``starts`` out of an input, to send them to a worker.
+        """Cut the sequences of n tokens that begin at ``starts`` out of an input, to send them to a worker.
 
-        With ``worded`` they include the token labels of the first sequence.
+        With ``worded``, they include the token labels of the first sequence.
         """
         inputs = feed.inputs(starts, n)
         named = {"": inputs} if isinstance(inputs, torch.Tensor) else inputs

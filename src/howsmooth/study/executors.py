@@ -17,7 +17,9 @@ __all__ = ["available_cores", "opened_executor", "threads_each", "workers_of"]
 
 @contextmanager
 def opened_executor(how: Execution) -> Iterator[Executor | None]:
-    """Yield an executor for the workers that the user asked for, or None; close it at the end.
+    """Yield an executor for the workers that the user asked for, and close it at the end of the context.
+
+    Yield None if the user asked for no workers.
 
     After an error, workers that are still busy are stopped too.
 

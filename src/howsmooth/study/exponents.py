@@ -1,4 +1,4 @@
-"""Fit exponents: how fast the constant L grows with the length n, in the power law L = c · n^slope.
+"""Fit the power law L = c · n^slope, whose exponent says how fast the constant L grows with the length n.
 
 The fit is by least squares of log L on log n. The interval of the slope uses the standard error HC3, which
 allows the spread of log L to depend on n: on text, log L spreads more at short lengths, which also have the
@@ -199,9 +199,10 @@ def _checked(
 
 
 def _line(x: np.ndarray, y: np.ndarray) -> tuple[float, float, float, float]:
-    """Fit a line by least squares; return slope, intercept, spread and the slope's standard error.
+    """Fit a line by least squares.
 
-    The standard error is HC3 (MacKinnon and White, 1985).
+    Return its slope, its intercept, the standard deviation of the residuals, and the slope's standard error,
+    which is HC3 (MacKinnon and White, 1985).
     """
     centred = x - x.mean()
     square = float(centred @ centred)
@@ -229,7 +230,7 @@ def fitted_groups(
 
 
 def exponents(measurements: pd.DataFrame) -> pd.DataFrame:
-    """Fit the exponent with which the constant grows with the length, for each measured layer or head.
+    """Fit, for each measured layer or head, the exponent with which the constant grows with the length.
 
     There is one fit for each combination of model, text, scope, layer and head.
 
@@ -247,10 +248,10 @@ def exponents(measurements: pd.DataFrame) -> pd.DataFrame:
 
 
 def compare(rows: pd.DataFrame) -> pd.DataFrame:
-    """Fit powers of n to the values of the paper's published code, beside the corrected constants.
+    """Fit powers of the length to the values of the paper's published code, and to the correct constants.
 
-    The published code differs from the definition of the constant in some items; the corrected constants are
-    measured without them.
+    The published code differs from the definition of the constant in some items. The correct constants are
+    measured without these items, and are called ``corrected`` in the table.
 
     Returns
     -------
@@ -279,7 +280,10 @@ def compare(rows: pd.DataFrame) -> pd.DataFrame:
 
 @dataclass(frozen=True)
 class Correlation:
-    """A correlation coefficient with its interval; all NaN if it is undefined."""
+    """A correlation coefficient with its confidence interval.
+
+    All three numbers are NaN if the correlation is undefined.
+    """
 
     value: float
     low: float
@@ -287,9 +291,9 @@ class Correlation:
 
 
 def _by_radius(rows: pd.DataFrame) -> dict[str, float]:
-    """Correlate radius and length of sequences, and fit an exponent to each third of them by radius.
+    """Correlate the token norm (radius) with the length, and fit an exponent to each third of the sequences.
 
-    The function :func:`terciles` chooses the thirds.
+    The thirds, from :func:`terciles`, have small, middle and large radius.
     """
     n, lipschitz, radius = (rows[name].to_numpy() for name in ("n", "lipschitz", "radius_mean"))
     found = radius_correlation(n, radius, LEVEL)
@@ -362,7 +366,7 @@ def radius_correlation(n: np.ndarray, radius: np.ndarray, level: float) -> Corre
 
 
 def terciles(radius: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Divide sequences into thirds by radius: small, middle and large.
+    """Divide sequences into three groups of about equal size, by their token norm (radius).
 
     Parameters
     ----------

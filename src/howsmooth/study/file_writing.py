@@ -1,4 +1,6 @@
-"""Write tables and texts so that a reader sees the old file or the whole new one, never a part."""
+"""Write tables and texts to files. With :func:`replace_file` and :func:`write_parquet` no reader sees an
+incomplete file.
+"""
 
 from __future__ import annotations
 
@@ -73,7 +75,7 @@ def text_or_file(words: str, path: str | os.PathLike[str] | None) -> str | None:
 
 
 def check_parquet(name: str) -> None:
-    """Raise an ArgumentError that names an argument if pandas has no engine for parquet."""
+    """Raise an ArgumentError for the argument ``name`` if pandas has no engine for parquet."""
     if not any(find_spec(engine) for engine in ("pyarrow", "fastparquet")):
         raise ArgumentError(
             name,
@@ -95,7 +97,9 @@ def write_parquet(table: pd.DataFrame, path: str | os.PathLike[str], note: str) 
     check_parquet("path")
     table = table.copy()
     table.attrs["howsmooth"] = note
-    table.to_parquet(path, index=False)
+    partial = _partial(Path(path))
+    table.to_parquet(partial, index=False)
+    partial.replace(path)
 
 
 def write_table(table: pd.DataFrame, folder: str | os.PathLike[str], name: str) -> Path:
@@ -115,7 +119,12 @@ def write_table(table: pd.DataFrame, folder: str | os.PathLike[str], name: str) 
 def replace_file(path: str | os.PathLike[str], content: str) -> None:
     """Write a text file, replacing an existing file in one step."""
     path = Path(path)
-    partial = path.with_name(f".{path.name}.partial")
+    partial = _partial(path)
     # File names that are not UTF-8 become lone surrogates in Python, which UTF-8 cannot encode.
     partial.write_text(content, encoding="utf-8", errors="backslashreplace", newline="\n")
     partial.replace(path)
+
+
+def _partial(path: Path) -> Path:
+    """Return the path of the incomplete file that is written before it replaces the file at ``path``."""
+    return path.with_name(f".{path.name}.partial")

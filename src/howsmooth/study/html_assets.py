@@ -16,7 +16,10 @@ _BASE = Path(__file__).parent / "templates" / "page.css"
 
 
 def templates_of(package: str) -> jinja2.Environment:
-    """Return a Jinja environment of a package, which escapes values and refuses undefined variables."""
+    """Return the Jinja environment for the templates of a package.
+
+    It escapes values and refuses undefined variables.
+    """
     return jinja2.Environment(
         loader=jinja2.PackageLoader(package),
         autoescape=True,
@@ -27,7 +30,7 @@ def templates_of(package: str) -> jinja2.Environment:
 
 
 def style_sheet(own: str) -> str:
-    """Return the shared style sheet followed by a page's own rules, which then take precedence."""
+    """Return the shared style sheet followed by the rules of one page, which take precedence."""
     return _BASE.read_text(encoding="utf-8") + own
 
 

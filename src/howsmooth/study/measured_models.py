@@ -46,7 +46,7 @@ Impossible = list[tuple[ModelSpec, str | None, Exception]]
 
 @dataclass(frozen=True, eq=False)
 class Subject:
-    """A model, an input on which to measure it, and the layers, heads and lengths to measure, all checked.
+    """A model, an input on which to measure it, and the layers, heads and lengths to measure.
 
     Only the scope ``head`` uses ``heads``. ``content`` is the text on which the tokenizer of an untrained
     model is trained; it is empty for other models. ``starts`` is empty until the sequences are placed: then
@@ -66,7 +66,7 @@ class Subject:
     starts: Mapping[tuple[int, int], int] = field(default_factory=dict, repr=False)
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return the fields to pickle, without the input: a task carries the sequences that it needs."""
+        """Return the fields to pickle. The input is left out, since each task carries its own sequences."""
         return vars(self) | {"feed": None, "starts": {}}
 
 
@@ -277,8 +277,8 @@ def _check_capture(plan: Plan, subject: Subject, model: Any) -> None:
 def _others(error: CaptureError, model: Any, inputs: Inputs) -> list[int]:
     """Return the indices of the layers that the user can choose after ``error`` has refused a layer.
 
-    They are the layers of self-attention if a layer of cross-attention was refused, those of cross-attention
-    if a layer of self-attention was refused, and none after another error.
+    They are the self-attention layers if a cross-attention layer was refused, the cross-attention layers if a
+    self-attention layer was refused, and none after another error.
     """
     from howsmooth.models import capture
     from howsmooth.models.identification.cross_attention_layer import OneSequence
@@ -305,7 +305,7 @@ def capture_sites(
     ``inputs`` are token ids (batch, n), or other inputs of the model. ``scope`` is one of
     ``howsmooth.scopes.SCOPES``, or ``model``, whose only layer is 0, or ``cross-attention``, with one
     sequence. The heads are those of the subject. ``output`` is the output of a whole model, and ``side`` says
-    which of two sequences moves.
+    which of two input sequences is perturbed.
 
     Returns
     -------
@@ -346,7 +346,7 @@ def capture_sites(
 
 
 def layer_and_head_counts(model: Any, label: str) -> tuple[int, int]:
-    """Return the numbers of layers and heads of a model.
+    """Return the number of attention layers of a model, and the number of heads of the first one.
 
     Raises
     ------
@@ -420,10 +420,10 @@ def subject_of(plan: Plan, spec: ModelSpec, source: OpenedInput, model: Any) -> 
 
 @dataclass(frozen=True, eq=False)
 class PreparedStudy:
-    """A checked study that is ready to run: its plan, store, models and sequences.
+    """A study that was checked and is ready to run: its plan, its store, its models and its sequences.
 
-    The study creates its store when it begins. ``impossible`` are the models and texts that were left out
-    because they cannot be used. With ``keep_going`` these are left out, and work goes on after failures.
+    The study creates its store when it begins. With ``keep_going``, models and texts that cannot be used are
+    left out and listed in ``impossible``, and work goes on after failures.
     """
 
     plan: Plan

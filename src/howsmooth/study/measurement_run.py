@@ -76,7 +76,7 @@ def run(
 
 
 def _with_memory_shared(plan: Plan, means: Means) -> Plan:
-    """Divide the default memory of a measurement by the number of workers on this machine."""
+    """Return the plan with the default memory divided among the worker processes of this machine."""
     if plan.memory is not None or not isinstance(means.executor, ProcessPoolExecutor):
         return plan
     budget = memory_budget(None, torch.device(plan.device))

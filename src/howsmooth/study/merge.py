@@ -53,11 +53,11 @@ _CLOSE = 1e-2
 
 @dataclass(frozen=True)
 class Merged:
-    """The result of merging stores: how many measurements were added, were there before, and are there now.
+    """The numbers of measurements that a merge of stores added and skipped, and that the store now has.
 
-    ``same`` counts measurements that the store or an earlier source had already, ``total`` the measurements
-    after the merge, ``failures`` the failures whose measurements are still missing, and ``published`` the
-    added values of the published code.
+    ``same`` counts the skipped measurements, which the store or an earlier source had already, ``total`` the
+    measurements after the merge, ``failures`` the failures whose measurements are still missing, and
+    ``published`` the added values of the published code.
     """
 
     added: int
@@ -131,7 +131,7 @@ def _check_folders(folders: Sequence[Path], folder: Path) -> None:
 
 
 def _identity_of(stores: Sequence[Store]) -> dict[str, Any]:
-    """Return the settings of the study, which all stores must share; raise StoreError if they differ."""
+    """Return the settings of the study in the stores; raise StoreError if two stores differ in them."""
     studies = [(store, identity) for store in stores if (identity := store.identity(MEASURE))]
     if not studies:
         raise StoreError("there is nothing to merge: none of the stores holds a study.")
@@ -169,7 +169,10 @@ def _united(kind: type[Row], stores: Sequence[Store], target: Store | None) -> p
 
 
 def _first_of_each(rows: pd.DataFrame, key: Sequence[str], same: Sequence[str]) -> pd.DataFrame:
-    """Return the first row for each key; raise StoreError if another differs in ``same`` or its value."""
+    """Return the first row for each key.
+
+    Raise StoreError if a later row with the key differs in a column of ``same``, or disagrees in its value.
+    """
     first = rows.drop_duplicates(list(key))
     pairs = rows.drop(first.index).merge(first, on=list(key), suffixes=("", "_first"))
     one: Any
@@ -209,7 +212,7 @@ def _refuse_overlaps(rows: dict[type[Row], pd.DataFrame]) -> None:
 
 
 def _check_agreement(row: Any, first: Any, path: Path, where: Path) -> None:
-    """Check that two rows of the same measurement agree in their values."""
+    """Raise StoreError if two rows of the same measurement disagree in their values."""
     if row.lower is None or first.lower is None:
         if abs(row.lipschitz - first.lipschitz) > _CLOSE * abs(first.lipschitz):
             what = f"{_shown(row)} has the value {row.lipschitz}"

@@ -173,10 +173,10 @@ class Options:
         self.check()
 
     def check(self) -> None:
-        """Fill in values that depend on other fields, and refuse values that contradict each other."""
+        """Do nothing here. Subclasses set defaults that depend on other fields, and refuse contradictions."""
 
     def described(self) -> dict[str, Any]:
-        """Return all options, by name, as numbers, strings, lists and dictionaries that JSON can hold."""
+        """Return the value of each option by its name, converted to types that JSON has."""
         return {field.name: _plain(getattr(self, field.name)) for field in dataclasses.fields(self)}
 
     def _set(self, name: str, value: object) -> None:
@@ -386,9 +386,9 @@ def several(one: Kind, *, once: bool = True) -> Kind:
 
 
 def some_of(*choices: str, elsewhere: Mapping[str, str]) -> Kind:
-    """Return the :class:`Kind` of an option that accepts some of ``choices``, in any form of list, or "all".
+    """Return the :class:`Kind` of an option that accepts some of the strings ``choices``, or "all".
 
-    The field stores a comma-separated string.
+    The user gives a list or a comma-separated string. The field stores a comma-separated string.
 
     Parameters
     ----------

@@ -65,9 +65,10 @@ def read_plan(path: str | os.PathLike[str], **execution: Any) -> Study:
 def read_options(
     path: str | os.PathLike[str], plan: type[Options], needed: str, known: Sequence[str]
 ) -> dict[str, Any]:
-    """Return the values of a TOML file with keys for the options of a dataclass, of which one is ``needed``.
+    """Read a TOML file whose keys are options of a dataclass, and return its values by key.
 
-    All keys must be among ``known``. Places that exist beside the file are given as paths.
+    All keys must be among ``known``, and the file must have the key ``needed``. A value that names a file or
+    folder beside the TOML file is replaced by its path.
 
     Raises
     ------

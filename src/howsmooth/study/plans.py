@@ -112,7 +112,10 @@ _MOST_INPUTS = 2**31
 
 
 def _parquet(name: str, value: Any) -> bool:
-    """Return a flag, and raise ArgumentError if it is set and pandas has no engine for parquet."""
+    """Check the value of an option that asks for parquet files, and return it.
+
+    Raise ArgumentError if it is true and pandas has no engine for parquet.
+    """
     if flag().read(name, value):
         from howsmooth.study.file_writing import check_parquet  # imports pandas, which takes a while
 
@@ -231,7 +234,7 @@ _SHARED: dict[str, Any] = {
 
 
 def shared(name: str, **changed: Any) -> Any:
-    """Define a field that several plans have, such as ``text``. A plan can change parts of its definition.
+    """Define a field that several plans have, such as ``text``, possibly with changes for one plan.
 
     ``changed`` has the changed arguments of :func:`howsmooth.study.options.option`.
     """
@@ -501,11 +504,11 @@ class Plan(Options):
         return (*single, *([InputSpec("images", self.images)] if self.images else []))
 
     def layers_of(self, model: ModelSpec) -> Ranges:
-        """Return which layers of a model to measure: the model's own selection, or else the plan's."""
+        """Return which layers of a model to measure: the selection for this model, or else for the plan."""
         return self.layers if model.layers is None else model.layers
 
     def heads_of(self, model: ModelSpec) -> Ranges:
-        """Return which heads of a model to measure: the model's own selection, or else the plan's.
+        """Return which heads of a model to measure: the selection for this model, or else for the plan.
 
         The selection applies to the scope ``head``, which measures single heads.
         """
@@ -567,7 +570,7 @@ class InputPlan(Options):
 
 @dataclass(frozen=True)
 class SourcePlan(InputPlan):
-    """The base class of plans for bounds and attacks: it also chooses attentions of a parameter file."""
+    """The base class of plans for bounds and attacks, which examine a model or a parameter file."""
 
     source: str = shared(
         "source",
@@ -593,7 +596,7 @@ class SourcePlan(InputPlan):
 
 @dataclass(frozen=True)
 class BoundPlan(SourcePlan):
-    """A plan for bounds: which attentions to bound, at which lengths, and the radius of the ball."""
+    """A plan for bounds: the layers and heads to bound, the lengths, and the radius of the ball of tokens."""
 
     lengths: tuple[int, ...] = option(
         (),
@@ -613,7 +616,7 @@ class BoundPlan(SourcePlan):
 
 @dataclass(frozen=True)
 class AttackPlan(SourcePlan):
-    """A plan for attacks: which attentions to attack, at which lengths, and how to search for tokens.
+    """A plan for attacks: the layers and heads to attack, the lengths, and how to search for tokens.
 
     The tokens are searched in a ball around zero.
     """
@@ -672,7 +675,7 @@ class AttackPlan(SourcePlan):
 
 
 def _distances(name: str, value: Any) -> tuple[float, ...]:
-    """Parse the distances at which to report certified accuracy; return them sorted, each once."""
+    """Parse the distances at which to report certified accuracy; return them sorted, without duplicates."""
     try:
         values = {float(word) for word in value.split(",")}
     except ValueError:

@@ -10,16 +10,22 @@ __all__ = ["SILENT", "Listener", "Outcome"]
 
 
 class Listener:
-    """A receiver of progress reports from long computations, which ignores them; subclasses show them."""
+    """A receiver of progress reports from long computations.
+
+    This base class ignores the reports; subclasses show them.
+    """
 
     def phase(self, words: str) -> None:
         """Receive the name of the phase that starts."""
 
     def advance(self, done: float, total: float, words: str) -> None:
-        """Receive how much of the current phase is done: ``done`` of ``total``, both in the same unit."""
+        """Receive how much of the current phase is done, as two numbers in the same unit."""
 
     def counter(self, noun: str) -> Callable[[int, int], None]:
-        """Return a function that reports how many steps are done, and of how many; ``noun`` names a step."""
+        """Return a function that receives the number of finished steps and of all steps, and reports them.
+
+        ``noun`` is the name of a step.
+        """
         return lambda done, total: self.advance(float(done), float(total), f"{noun} {done}")
 
 

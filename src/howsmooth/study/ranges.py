@@ -43,7 +43,7 @@ class Ranges:
 
     @classmethod
     def parse(cls, value: Any, argument: str) -> Ranges:
-        """Turn a number, a string such as ``2:100:2`` or ``all``, or a list of both into a selection.
+        """Turn a number, a string such as ``2:100:2``, or a list of numbers and strings into a selection.
 
         A selection is returned unchanged.
 
@@ -83,7 +83,7 @@ class Ranges:
         return cls(text.strip(), argument, tuple(items))
 
     def values(self) -> tuple[int, ...]:
-        """Return the numbers of the selection, sorted and without duplicates, for quantities such as lengths.
+        """Return the numbers of a selection of lengths, sorted and without duplicates.
 
         Raises
         ------

@@ -32,7 +32,7 @@ KEY_COLUMNS = ("scope", "layer", "head", "n", "sample")
 def keys_of(
     scope: str, layers: Iterable[int], heads: Iterable[int | None], lengths: Iterable[int], samples: int
 ) -> frozenset[Key]:
-    """Return the keys of all measurements of the given layers, heads, lengths and samples.
+    """Return the keys of all measurements of the given layers, heads, lengths and samples in one scope.
 
     A key is (scope, layer, head, n, sample).
     """
@@ -170,7 +170,10 @@ class TextRecord(Row, table="texts", key=("name",), again="stay"):
 
 @dataclass(frozen=True)
 class InputRecord(Row, table="inputs", key=("model", "text"), again="stay"):
-    """A measured pair of a model and an input: fingerprint, tokenizer, and the input's number of tokens."""
+    """A row of the store: a model and an input on which it was measured.
+
+    ``fingerprint`` identifies the model, and ``tokens`` is the number of tokens of the input.
+    """
 
     model: str
     text: str
@@ -233,7 +236,7 @@ class SequenceRecord(Row, table="sequences", key=("model", "text", "n", "sample"
 
 @dataclass(frozen=True)
 class Sensitivity(Row, table="sensitivities", key=PLACE):
-    """The share of each token in the leading singular vectors of the Jacobian, for one measurement.
+    """A row of the store: the share of each token in the leading singular vectors of one Jacobian.
 
     ``input_energy[i]`` is |v_i|², where v is the unit direction of the tokens that changes the output most.
     ``output_energy[i]`` is |u_i|², where u is the direction of that change. Each sums to one, but the output
@@ -253,7 +256,7 @@ class Sensitivity(Row, table="sensitivities", key=PLACE):
 
 @dataclass(frozen=True)
 class SiteBound:
-    """One bound on one attention at one sequence of tokens, or the reason why it does not apply.
+    """One bound on an attention layer or head at one sequence of tokens, or why the bound does not apply.
 
     ``quantity`` is the bounded quantity: ``‖D_X f‖`` is the constant at this sequence; other quantities are
     suprema over all inputs in a ball. An upper bound on the supremum also bounds the measurement; a lower
@@ -272,7 +275,7 @@ class SiteBound:
 
 @dataclass(frozen=True)
 class Bounding(Row, SiteBound, table="bounds", key=(*PLACE, "name", "side")):
-    """A row of the store: one bound on one attention at one sequence of a study.
+    """A row of the store: one bound on an attention layer or head at one sequence of a study.
 
     ``radius`` is the radius of the ball of tokens on which global bounds hold. ``seconds`` is the time of all
     bounds on this attention and sequence together.
@@ -294,7 +297,7 @@ class Bounding(Row, SiteBound, table="bounds", key=(*PLACE, "name", "side")):
 class PublishedValue(
     Row, table="published", key=("model", "text", "layer", "n", "sample", "quantity", "items")
 ):
-    """A value of the paper's published code at one sequence, or the correct constant to compare.
+    """A row of the store: a value of the paper's published code at one sequence, or the correct constant.
 
     The published code differs from the definition of the constant in some items; the correct constant is
     measured without them. ``quantity`` is ``corrected`` (no item), ``only`` followed by one item, or ``as
@@ -329,7 +332,7 @@ CORRECTED, PUBLISHED = "corrected", "as published"
 
 
 def quantities(items: Sequence[str]) -> dict[str, tuple[str, ...]]:
-    """Name the quantities to measure for some items, which are deviations of the published code.
+    """Return the quantities to measure for some deviations of the published code, which are called items.
 
     Returns
     -------
@@ -344,7 +347,7 @@ def quantities(items: Sequence[str]) -> dict[str, tuple[str, ...]]:
 
 @dataclass(frozen=True)
 class Failure(Row, table="failures", key=("what", *PLACE), again="replace"):
-    """A failed computation, and its reason. The row is deleted when a later run computes the missing rows.
+    """A row of the store: a failed computation. A later run that computes the missing rows deletes it.
 
     A field that is ``None`` stands for all values: without a text, the model could not be used at all.
     ``kind`` is the class of the error, ``error`` its message, ``detail`` its traceback, ``happened`` its
@@ -367,7 +370,7 @@ class Failure(Row, table="failures", key=("what", *PLACE), again="replace"):
 
 @dataclass(frozen=True)
 class Attack(Row, table="attacks", key=(*ATTACK_PLACE, "kind", "name")):
-    """A constant measured at some tokens by an attack, or the smallest upper bound on the ball.
+    """A row of the store: a constant that an attack measured, or the smallest upper bound on the ball.
 
     The upper bound holds at all tokens of the ball. ``kind`` is one of :data:`ATTACK_KINDS`. ``value`` is the
     measured constant, with the interval from ``lower`` to ``upper``; for the kind ``upper`` it is the bound,
@@ -399,11 +402,11 @@ class Attack(Row, table="attacks", key=(*ATTACK_PLACE, "kind", "name")):
 
 @dataclass(frozen=True)
 class FrameRow(Row, table="frames", key=("place",)):
-    """A row of the store: the state of a flow at one time, with arrays as bytes of little-endian float64.
+    """A row of the store: the state of a flow at one time.
 
-    ``x`` has the tokens (n, d). ``mean`` (d) and ``covariance`` (d, d) belong to the Gaussian measure that is
-    followed beside the tokens, if any. ``evaluations`` counts the evaluations of the vector field since the
-    previous frame, which took ``seconds``.
+    Arrays are bytes of little-endian float64. ``x`` has the tokens (n, d). ``mean`` (d) and ``covariance``
+    (d, d) belong to the Gaussian measure that is followed beside the tokens, if any. ``evaluations`` counts
+    the evaluations of the vector field since the previous frame, which took ``seconds``.
     """
 
     place: int
@@ -435,7 +438,7 @@ class Ending(Row, table="endings", key=("status",)):
 
 @dataclass(frozen=True)
 class GrowthRow(Row, table="growths", key=("time",)):
-    """A row of the store: how far perturbations of a flow's initial tokens have grown up to one time.
+    """A row of the store: how much perturbations of a flow's initial tokens have grown at one time.
 
     The values come from :class:`howsmooth.dynamics.Growth`.
     """

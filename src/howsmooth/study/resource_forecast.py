@@ -1,4 +1,4 @@
-"""Predict times: of a run before anything is written, of tasks, and of what is left of a run.
+"""Predict how long a run, a single task, or the unfinished part of a run takes.
 
 The rule: a row of n tokens takes c·n^p seconds, with c and p from finished rows of tasks that are alike
 (:class:`TaskTimes`). The time left is the time spent so far, times the ratio of the seconds that the rule
@@ -61,7 +61,7 @@ Rows = Mapping[tuple[tuple[Any, ...], int], int]
 
 
 class TaskTimes:
-    """The times of finished tasks, and predictions for other tasks.
+    """A record of the times of finished tasks, which predicts the times of other tasks.
 
     Tasks are alike if they have the same kind of rows, model and scope; without such a task, all tasks with
     the same kind of rows count. The exponent of n is fitted to the nearest finished length and the next one
@@ -212,7 +212,7 @@ def forecast(plan: Plan, folder: str | os.PathLike[str], *, keep_going: bool = F
 
 
 def after_measuring(plan: Plan, measuring: float, figures: int) -> tuple[float, float]:
-    """Return the seconds expected after the measurements, for bounds and for writing outputs.
+    """Return the expected seconds for bounds and for writing outputs, which follow the measurements.
 
     ``--dry-run`` and ``--status`` both add them to the seconds of the measurements that are left. Bounds
     count if they take a share of that time (``bounds="auto"``); all bounds have to be timed. There is a

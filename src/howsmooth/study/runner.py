@@ -117,7 +117,10 @@ class Runner:
         self.outcome.left_out += sum(task.size for task in left)
 
     def finish(self, began: float | None = None) -> Outcome:
-        """Record that the run reached its end, and return its outcome; ``began`` is when its checks began."""
+        """Record that the run reached its end, and return its outcome.
+
+        ``began`` is the time at which the checks before the run began.
+        """
         # A run that wrote nothing has no number, and leaves no trace in the store.
         if self._number is not None:
             self._store.finish_run(self._number)
@@ -145,7 +148,7 @@ class Runner:
         return self._number
 
     def _write(self, task: Task, found: Found) -> int:
-        """Write one result of a task, rows or a failure; return how many requested rows were written."""
+        """Write the rows or the failure that a task has yielded; return how many results they contain."""
         if isinstance(found, Failed):
             unloaded = {row.model for row in found.rows if row.text is None}
             # A model that cannot be loaded fails all of its tasks; record this failure once.
@@ -161,7 +164,10 @@ class Runner:
     # ---- Tasks in this process, or on workers
 
     def _next(self, left: deque[Task], until: float) -> Task | None:
-        """Take from a queue the next task that can be carried out; None if no task would end in time."""
+        """Take the next task whose model can be used from a queue.
+
+        Return None if the queue is empty, or if this task is not expected to end in time.
+        """
         while left and left[0].model in self._unusable:
             left.popleft()
         if not left:

@@ -40,8 +40,8 @@ class Part:
     The scope is the part of each layer that is measured. The scope ``as published`` stands for the values of
     the paper's published code. ``planned`` is ``None`` until a run has loaded the model, because its number
     of layers is not known before, and without a plan. ``failed`` counts measurements that are missing and
-    failed when last tried. Published values are counted by layer and sequence, since all values of one are
-    written together.
+    failed when last tried. Published values are counted by layer and sequence, since all values of one layer
+    and sequence are written together.
     """
 
     model: str
@@ -173,7 +173,10 @@ def _done(store: Store, plan: Plan, label: str, text: str, kind: type[Row]) -> f
 
 
 def _has_failed(failures: Iterable[Failure], kind: type[Row], place: tuple[object, ...]) -> bool:
-    """Return whether a missing row failed when last tried, alone or with its layer, text or model."""
+    """Return whether the computation of a missing row failed when it was last tried.
+
+    The failure may be recorded for this row alone, or for its whole layer, text or model.
+    """
     return any(
         row.what == kind.table
         and all(

@@ -337,7 +337,7 @@ def now() -> str:
 
 
 def _difference(name: str, stored: object, wanted: object) -> tuple[str, str]:
-    """Return two phrases: how a setting differs from the setting in the store, and what the user can do."""
+    """Return two phrases: how a wanted setting differs from the stored one, and what the user can do."""
     if name == "fingerprint":
         return "with other parameters, or from other tokens (their fingerprint differs)", ""
     if name in _NO_OPTIONS:

@@ -185,7 +185,10 @@ def _check(connection: sqlite3.Connection, path: Path, statements: Sequence[str]
 
 
 def _check_seals(connection: sqlite3.Connection, path: Path) -> None:
-    """Check by their digests that no rows were changed; SQLite checks only the structure of the file."""
+    """Check that each row still has the digest that was stored with it.
+
+    SQLite checks only the structure of the file.
+    """
     for (table,) in connection.execute("SELECT name FROM sqlite_master WHERE type = 'table'").fetchall():
         names = [row[1] for row in connection.execute(f"PRAGMA table_info({table})") if row[1] != "seal"]
         try:
@@ -216,7 +219,10 @@ def _damaged(path: Path, verdict: str) -> StoreError:
 
 
 def _roll_back(folder: Path) -> None:
-    """Let SQLite roll back the unfinished transaction of a killed writer, unless another writer is active."""
+    """Let SQLite roll back the unfinished transaction of a killed writer.
+
+    Raise StoreError if another writer is active.
+    """
     lock = locked(folder)
     try:
         with closing(_opened(folder / STORE_NAME, "rw")) as connection:

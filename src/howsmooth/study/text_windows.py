@@ -1,7 +1,8 @@
-"""Place the sequences of a study in a text: windows of its tokens that do not overlap, chosen by a seed.
+"""Place the sequences of a study in a text, as windows of tokens that do not overlap.
 
-A text is tokenised once, without special tokens. Its windows of all lengths are disjoint, so no two points of
-a study share a token. Windows that were measured keep their places when more are added.
+A text is tokenised once, without special tokens. A seed determines where the windows lie. The windows of all
+lengths are disjoint, so no two points of a study share a token. Windows that were measured keep their places
+when more are added.
 """
 
 from __future__ import annotations
@@ -89,7 +90,7 @@ def overlapping(windows: Iterable[tuple[int, int]]) -> int:
 
 
 def draw_distinct(samples: int, count: int, generator: random.Random) -> list[int]:
-    """Draw distinct numbers below ``count``, in random order.
+    """Draw ``samples`` distinct whole numbers from 0 to ``count`` − 1, in random order.
 
     A larger ``samples`` with a generator of the same seed begins with the same numbers.
     """
@@ -105,7 +106,7 @@ def draw_distinct(samples: int, count: int, generator: random.Random) -> list[in
 
 
 def _gaps(parts: Sequence[tuple[int, int]], held: Sequences) -> list[tuple[int, int]]:
-    """Return the gaps between the given windows, as (first token, number of tokens)."""
+    """Return the gaps between windows in parts of a text, each as (first token, number of tokens)."""
     gaps = []
     windows = sorted((start, n) for (n, _), start in held.items())
     for first, tokens in parts:
@@ -145,7 +146,9 @@ def _fill(
 def _choose(
     gaps: Sequence[tuple[int, int]], windows: Sequence[tuple[int, int]], generator: random.Random | None
 ) -> list[list[tuple[int, int]]] | None:
-    """Choose a free gap of the text for each window; None if some window fits into no gap.
+    """Choose a free gap of the text for each window; return the windows in each gap.
+
+    Return None if some window fits into no gap.
 
     With a generator, the chance of a gap is proportional to the number of places for the window in it.
     Without one, the tightest gap is chosen.

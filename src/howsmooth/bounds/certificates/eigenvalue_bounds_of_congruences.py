@@ -33,8 +33,8 @@ _HUGE = 2.0**100
 
 @dataclass(frozen=True, eq=False)
 class Domination:
-    """A matrix N and a number ``excess`` such that B ≤ t N implies λ_max(O B Oᵀ) ≤ excess · t, for symmetric
-    matrices B.
+    """A matrix N and a number ``excess`` that bound the largest eigenvalue of O B Oᵀ for a fixed matrix O. If
+    a symmetric matrix B satisfies B ≤ t N, the eigenvalue is at most excess · t.
 
     N is nearly the inverse of OᵀO, so ``excess`` is nearly 1. It includes the rounding errors of a Cholesky
     factorisation that proves B ≤ t N.
@@ -45,7 +45,10 @@ class Domination:
 
     @classmethod
     def of(cls, O: Float[Tensor, "rows m"]) -> Domination:  # noqa: E741
-        """Build a Domination for a nonzero matrix ``O``, with N close to (OᵀO)⁻¹."""
+        """Compute the matrix N and the number ``excess`` for a nonzero matrix ``O``.
+
+        N is close to (OᵀO)⁻¹.
+        """
         m = O.shape[1]
         size = O.abs().amax(0)
         scale = torch.where(size > 0, torch.ldexp(torch.ones_like(size), -torch.frexp(size).exponent), _HUGE)
@@ -95,7 +98,8 @@ class Domination:
         guesses: Float[Tensor, " batch"],
         slack: Float[Tensor, " batch"],
     ) -> Enclosed:
-        """Return a proved upper bound on the largest eigenvalue of all matrices O B_i Oᵀ, where B_i ≥ 0.
+        """Return one proved upper bound on the largest eigenvalues of all matrices O B_i Oᵀ, for positive
+        semidefinite B_i.
 
         The arguments are those of :meth:`largest_eigenvalues`. Matrices whose eigenvalues are small are
         proved together: a bound on the eigenvalues of O (B_i + B_j) Oᵀ is one for both.
@@ -124,8 +128,10 @@ class Domination:
 
 
 def _groups(sizes: list[float], capacity: float) -> list[list[int]]:
-    """Divide the indices of numbers into groups whose sums are at most ``capacity``, starting with the
-    largest numbers.
+    """Divide the indices of given numbers into groups, such that the numbers of a group sum to at most
+    ``capacity``.
+
+    The largest numbers are assigned first. No number may exceed ``capacity``.
     """
     groups: list[list[int]] = []
     room: list[float] = []

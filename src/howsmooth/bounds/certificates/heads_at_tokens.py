@@ -73,14 +73,14 @@ class HeadAt:
 
     @property
     def turn_norm(self) -> float:
-        """Upper bound, for all keys j, on ‖T_j‖ and ‖|T_j|‖, where T_j is the derivative of the norm layer
-        and the rotary positions of key j.
+        """An upper bound on ‖T_j‖ for all keys j, which also holds for the entrywise absolute values of T_j.
+        T_j is the derivative of the norm layer and the rotary positions that are applied to key j.
         """
         return 1.0 if self.turns is None else float(_absolute_norms(self.turns).amax())
 
     def key_blocks(self, g: Float[Tensor, "n key_dim key_dim"]) -> Float[Tensor, "n key_dim key_dim"]:
-        """Return T_jᵀ g_j T_j for a matrix g_j of each key j, where T_j is the derivative of the norm
-        layer and the rotary positions of key j.
+        """Return T_jᵀ g_j T_j for given matrices g_j, one for each key j. T_j is the derivative of the norm
+        layer and the rotary positions that are applied to key j.
         """
         return g if self.turns is None else self.turns.mT @ g @ self.turns
 

@@ -29,8 +29,8 @@ _SOURCE = 'howsmooth documentation, "Certificates at given tokens", {}'
 
 
 def certificate_parts(attention: object, X: Tensor | None = None, *, iterations: int = 30) -> Certificate:
-    """Bound ‖D_X f‖ of one head at given tokens by the sum of bounds on three parts of the Jacobian,
-    including rounding.
+    """Bound ‖D_X f‖ of one head at given tokens by the sum of bounds on three parts of the Jacobian. The
+    bound covers all rounding errors.
 
     The bound is ‖V‖‖P‖ + ν + max_i ‖V C_i A‖, where ν² = max_j q_j⁻¹ λ_max(Σ_i P_ij c_i y_i y_iᵀ) with
     c_i = λ_max(V Σ_j P_ij q_j z_ij z_ijᵀ Vᵀ), z_ij = x_j − m_i and weights q > 0. Every q gives a valid
@@ -71,7 +71,7 @@ def certificate_parts(attention: object, X: Tensor | None = None, *, iterations:
 
 def certificate_heads(attention: object, X: Tensor | None = None, *, iterations: int = 30) -> Certificate:
     """Bound ‖D_X f‖ of multi-head attention at given tokens by the sum of bounds on three parts of the
-    Jacobian, including rounding.
+    Jacobian. The bound covers all rounding errors.
 
     The bound is t₁ + ν + max_i ‖Σ_h W_h V_h C_i^h A_h‖. ν and c_i are defined as in
     :func:`certificate_parts`, with sums over all heads inside λ_max, and t₁ = min{‖W‖ ‖stack_h(‖P^h‖ V_h)‖,
@@ -109,11 +109,10 @@ def certificate_heads(attention: object, X: Tensor | None = None, *, iterations:
 
 
 def certificate_frobenius(attention: object, X: Tensor | None = None, *, iterations: int = 3) -> Certificate:
-    """Bound ‖D_X f‖ of a head at given tokens like :func:`certificate_parts`, but with Frobenius norms, which
-    are faster.
+    """Bound ‖D_X f‖ of one head at given tokens like :func:`certificate_parts`, but faster, with Frobenius
+    norms in place of eigenvalues.
 
-    It uses λ_max(G) ≤ √tr G². It is cheaper than :func:`certificate_parts`, because no eigenvalue and no
-    factorisation is computed.
+    It uses λ_max(G) ≤ √tr G², so that no eigenvalue and no factorisation is computed.
 
     Parameters
     ----------

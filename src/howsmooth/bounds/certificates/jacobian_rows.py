@@ -28,7 +28,7 @@ from howsmooth.roundoff import gamma, up
 __all__ = ["certificate_rows"]
 
 Terms = Sequence[tuple[slice, Tensor, Tensor]]
-"""What :func:`row_terms` yields, kept."""
+"""The results of :func:`row_terms` in a sequence."""
 
 _SMALLEST_TAU = 1e-14
 _POWER_STEPS = 5
@@ -36,7 +36,8 @@ _FIRST_POWER_STEPS = 20
 
 
 def certificate_rows(attention: object, X: Tensor | None = None, *, iterations: int = 30) -> Certificate:
-    """Bound ‖D_X f‖ of one head at given tokens from the block rows of the Jacobian, including rounding.
+    """Bound ‖D_X f‖ of one head at given tokens from the block rows of the Jacobian. The bound covers all
+    rounding errors.
 
     The square of the bound is max_j q_j⁻¹ (Σ_i P_ij Λ_i + τ_j Λ_j). Λ_i = λ_max(V [Σ_j P_ij q_j B_ij
     B_ijᵀ + (q_i/τ_i) C_i A Aᵀ C_i] Vᵀ) with B_ij = I + z_ij y_iᵀ and weights q, τ > 0. Every q and τ give a
@@ -83,8 +84,8 @@ def by_rows(at: HeadsAt, *, iterations: int) -> Enclosed:
 
 
 def rows_value(at: HeadsAt, q: Float[Tensor, " n"], tau: Float[Tensor, " n"]) -> Enclosed:
-    """Evaluate the bound from block rows on the norm of the Jacobian of one head, for given weights q, τ of
-    the tokens.
+    """Evaluate the bound from block rows on the norm of the Jacobian of one head, for given positive weights
+    of the tokens.
 
     The head's attention weights, values and queries are taken as rounded to float64. The bound holds for all
     positive weights q and τ.
@@ -144,7 +145,7 @@ def _follow_top(
 def row_squares(
     at: HeadsAt, q: Float[Tensor, " n"], terms: Terms | None = None
 ) -> Float[Tensor, "n value_dim value_dim"]:
-    """Return the Gram matrix of each block row of the Jacobian.
+    """Return a weighted Gram matrix for each block row of the Jacobian without its block-diagonal part.
 
     For row i the matrix is Σ_j P_ij q_j N_ij N_ijᵀ with N_ij = V + w_ij y_ijᵀ, where P_ij N_ij is the block
     of the Jacobian without its block-diagonal part. :func:`row_squares_slack` bounds the rounding errors.
@@ -161,7 +162,8 @@ def row_squares(
 
 
 def row_terms(at: HeadsAt) -> Iterator[tuple[slice, Tensor, Tensor]]:
-    """Yield two vectors for each pair of tokens i, j, which give the matrix N_ij N_ijᵀ, for blocks of rows i.
+    """Yield, for one block of queries after another, two vectors for each query i and key j. They give the
+    matrix N_ij N_ijᵀ of :func:`row_squares`.
 
     They are w_ij and s_ij = V y_ij + |y_ij|² w_ij / 2, and N_ij N_ijᵀ = V Vᵀ + s_ij w_ijᵀ + w_ij s_ijᵀ.
     """

@@ -1,5 +1,5 @@
-"""The class ``Enclosed``, a computed number with a proved upper bound that covers rounding, and rounding
-constants.
+"""The class ``Enclosed``, a computed number with a proved upper bound that covers rounding. Also the
+constants ``LARGEST`` and ``TINY`` for overflow and underflow.
 """
 
 from __future__ import annotations

@@ -45,7 +45,7 @@ def value_sums(head: HeadAt, q: Float[Tensor, " n"]) -> Float[Tensor, "n value_d
 
 
 def key_sums(head: HeadAt, c: Float[Tensor, " n"]) -> Float[Tensor, "n key_dim key_dim"]:
-    """Return for each key j a weighted sum over the queries i of the matrices q_i q_iᵀ.
+    """Return for each key a weighted sum of the matrices q_i q_iᵀ over all query vectors q_i.
 
     For key j it is Σ_i M_ij c_i q_i q_iᵀ, where q_i is query i and c_i a given weight. The rounding error is
     at most γ_{n+8} times the trace.
@@ -62,12 +62,13 @@ def sandwich(
     rule: Rule = "cholesky",
     guess: Float[Tensor, " batch"] | None = None,
 ) -> Enclosed:
-    """Bound the largest eigenvalue of each symmetric matrix Σ_h O_h B^h O_hᵀ, a sum over the heads h.
+    """Bound the largest eigenvalues of the symmetric matrices Σ_h O_h B^h O_hᵀ, where h runs over the heads.
+    The matrices O_h and batches of matrices B^h are given.
 
-    ``outer`` has one matrix O_h for each head,
-    ``blocks`` one batch of symmetric matrices B^h for each head. The result has one bound for each matrix of
-    the batch. ``slack`` bounds the norm of a matrix that bounds the errors of B^h entry by entry. ``guess``
-    is an estimate of the eigenvalues; without it they are computed.
+    ``outer`` has one matrix O_h for each head, ``blocks`` one batch of symmetric matrices B^h for each head.
+    The result has one bound for each matrix of the batch. ``slack`` bounds the norm of a matrix that bounds
+    the errors of B^h entry by entry. ``guess`` is an estimate of the eigenvalues; without it they are
+    computed.
     """
     rows, count = outer[0].shape[0], len(blocks[0])
     width = sum(o.shape[1] for o in outer)
@@ -132,10 +133,10 @@ def diagonal_norms(at: HeadsAt, rule: Rule = "cholesky") -> Enclosed:
 def _diagonal_norms_by_domination(
     at: HeadsAt, W: Float[Tensor, "rows m"], Qs: Sequence[Float[Tensor, "_k columns"]]
 ) -> Enclosed:
-    """Bound max_i ‖W F_i Q‖ through the largest eigenvalues of W M_i Wᵀ with M_i = F_i Q Qᵀ F_iᵀ, for all
-    heads together.
+    """Bound the largest norm of the diagonal blocks of the Jacobian by means of :class:`Domination`.
 
-    The squared norm is the largest eigenvalue of W M_i Wᵀ.
+    The block of row i is W F_i Q, where W and Q stack the matrices of all heads and F_i is block-diagonal.
+    Its squared norm is the largest eigenvalue of W M_i Wᵀ with M_i = F_i Q Qᵀ F_iᵀ.
     """
     H, v = len(at.heads), at.heads[0].F.shape[1]
     Q = torch.stack(tuple(Qs))

@@ -48,8 +48,8 @@ class Weights:
 
 
 def joint_weights(at: HeadsAt, iterations: int) -> Weights:
-    """Search for weights q_j of the tokens that make the upper bound on ‖D_X f‖ by three parts of the
-    Jacobian small.
+    """Search for positive weights q_j of the tokens j that make the upper bound of :func:`certificate_heads`
+    on ‖D_X f‖ small.
 
     The iteration q ← √(q Φ(q)) makes the theorem's term ν small, where ν² = max_j Φ_j(q)/q_j and
     Φ_j(q) = λ_max(Σ_h Σ_i P_ij c_i(q) y_ij y_ijᵀ). Eigenvalues are estimated by power steps, which need
@@ -64,16 +64,16 @@ def joint_weights(at: HeadsAt, iterations: int) -> Weights:
     W_gram, K_gram = W.mT @ W, K @ K.mT
 
     def values_image(rho: Tensor, y: Tensor) -> Tensor:
-        """Multiply vectors of each head by Σ_j rho_ij w_ij w_ijᵀ for given weights rho_ij, where w_ij is
-        value j minus output i.
+        """Multiply, in each head, the vector of query i by the matrix Σ_j rho_ij w_ij w_ijᵀ. Here rho_ij are
+        given weights, and w_ij is value j minus output i.
         """
         x = _by_head(y, at)
         weighted = rho * (x @ v.mT - (x * o).sum(-1, keepdim=True))
         return _side_by_side(weighted @ v - weighted.sum(-1, keepdim=True) * o)
 
     def keys_image(rho: Tensor, y: Tensor) -> Tensor:
-        """Multiply vectors of each head by T_jᵀ (Σ_i rho_ji q_i q_iᵀ) T_j for given weights rho_ji, where q_i
-        are the queries.
+        """Multiply, in each head, the vector of key j by the matrix T_jᵀ (Σ_i rho_ji q_i q_iᵀ) T_j. Here
+        rho_ji are given weights, q_i the queries, and T_j the derivatives ``turns`` of :class:`HeadAt`.
         """
         x = _by_head(y, at)
         x = x if turns is None else (turns @ x[..., None])[..., 0]
@@ -106,7 +106,8 @@ def joint_weights(at: HeadsAt, iterations: int) -> Weights:
 
 
 def diagonal_guesses(at: HeadsAt) -> Float[Tensor, " n"]:
-    """Estimate the squared norm of each diagonal block of the Jacobian by power steps, without a proof.
+    """Estimate the squared norm of each diagonal block of the Jacobian by Lanczos steps. The estimates are
+    not proved.
 
     The blocks are D_i = Σ_h W_h F_i^h Q_h with the factors F_i^h of :class:`HeadAt`.
     """
@@ -125,7 +126,8 @@ def diagonal_guesses(at: HeadsAt) -> Float[Tensor, " n"]:
 
 
 def _follow(image: Callable[[Tensor], Tensor], gram: Tensor, b: Tensor, steps: int) -> tuple[Tensor, Tensor]:
-    """Estimate the largest eigenvalue of O B_i Oᵀ for each row i of ``b``, by power steps.
+    """Estimate the largest eigenvalues of matrices O B_i Oᵀ by steps of the power method, which start at the
+    rows of ``b``.
 
     ``image`` multiplies row i by B_i, and ``gram`` is OᵀO. A row b stands for the vector O b, so that a step
     needs one product with ``gram`` and none with O. The results are Rayleigh quotients and the last rows.
@@ -142,7 +144,8 @@ def _follow(image: Callable[[Tensor], Tensor], gram: Tensor, b: Tensor, steps: i
 
 
 def _lanczos(image: Callable[[Tensor], Tensor], gram: Tensor, b: Tensor, steps: int = _LAST_STEPS) -> Tensor:
-    """Estimate the largest eigenvalue of O B_i Oᵀ for each row i of ``b``, by Lanczos steps.
+    """Estimate the largest eigenvalues of matrices O B_i Oᵀ by Lanczos steps, which start at the rows of
+    ``b``.
 
     The arguments are those of :func:`_follow`. The estimates are below the eigenvalues, up to rounding.
     """

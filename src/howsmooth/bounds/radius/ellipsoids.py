@@ -126,7 +126,8 @@ def scaled(
 def weighted_images(
     matrix: Float[Tensor, "m d"], terms: Sequence[tuple[Tensor, Tensor]]
 ) -> Float[Tensor, "*batch m m"]:
-    """Return ellipsoids that contain all sums W Σ f_i ∘ y_i, with one point y_i from each given ellipsoid.
+    """Return ellipsoids that contain all vectors W Σ_i f_i ∘ y_i, where W is a matrix, f_i are given factors,
+    and y_i is any point of the i-th given ellipsoid.
 
     ``terms`` has factors f_i (*batch, d) and ellipsoids (*batch, d, d). As in :func:`ellipsoid_sum`, but the
     weights are chosen for the images, and only one matrix is mapped by W.
@@ -157,8 +158,8 @@ def mixture(
 def half_widths(
     shapes: Float[Tensor, "... d d"], functionals: Float[Tensor, "... m d"]
 ) -> Float[Tensor, "... m"]:
-    """Bound √(wᵀ U w), the maximum of a linear functional w on an ellipsoid with matrix U, for batches of
-    both.
+    """Bound the maxima of linear functionals w on ellipsoids. On the ellipsoid of a matrix U the maximum is
+    √(wᵀ U w).
     """
     value, error = settled(functionals)
     trace = _traces(shapes)[..., None]
@@ -168,5 +169,7 @@ def half_widths(
 
 
 def radii(shapes: Float[Tensor, "... d d"], matrix: Float[Tensor, "... m d"] | None = None) -> Tensor:
-    """Bound the norm of all points of each ellipsoid, or of their images under a matrix (..., m, d)."""
+    """Bound the norm of all points of each ellipsoid. With ``matrix``, bound the norm of the images of the
+    points under it.
+    """
     return largest_eigenvalue(plain(shapes if matrix is None else image(matrix, shapes))).sqrt()

@@ -40,7 +40,8 @@ class Losses(NamedTuple):
 
 
 class Bounds(NamedTuple):
-    """Bounds on the Taylor remainder of each layer, and ellipsoids of the errors that they cause.
+    """Bounds on the Taylor remainder of each layer, and ellipsoids that contain the errors which these
+    remainders cause.
 
     ``errors`` (n, width, width) contain the error of the state before each stage, and of the last state.
     """
@@ -105,7 +106,8 @@ class FirstDerivatives:
         self._diagonalise(self.hessian)
 
     def _diagonalise(self, H: Tensor) -> None:
-        """Diagonalise the quadratic polynomial −g·δ − ½ δᵀHδ of the margin, and bound the effect of rounding.
+        """Diagonalise −g·δ − ½ δᵀHδ, where g and H are the gradient and the Hessian of the margin, and bound
+        the effect of rounding.
 
         With z = Vᵀδ it is −c·z − ½ Σ λ_i z_i², where |z|² ≤ ``stretch`` |δ|².
         """
@@ -118,13 +120,14 @@ class FirstDerivatives:
         self.stretch = 1 + float(torch.linalg.vector_norm(V.mT @ V - torch.eye(len(H), dtype=H.dtype)))
 
     def own_adjoint(self, stage: int) -> Tensor:
-        """Return the gradient of the margin with respect to the output of one layer before its residual is
-        added.
+        """Return the gradient of the margin with respect to the output of the layer of one stage, without its
+        residual connection.
         """
         return self.stages[stage].output_adjoint(self.states[stage], self.adjoints[stage + 1])
 
     def quadratic_loss(self, epsilon: float) -> float:
-        """Bound how much the quadratic polynomial g·δ + ½ δᵀHδ can reduce the margin for |δ| ≤ ε.
+        """Bound how much g·δ + ½ δᵀHδ can reduce the margin for |δ| ≤ ε, where g and H are the gradient and
+        the Hessian of the margin.
 
         The maximum of −g·δ − ½ δᵀHδ is at most ½ λ ε² + ½ gᵀ(H + λ)⁻¹g, taken at the best λ.
         """
@@ -199,9 +202,11 @@ class SecondOrder:
         return Losses(lower, polynomial, stages, rounding)
 
     def bounds(self, epsilon: float) -> Bounds:
-        """Bound the Taylor remainder of each layer for |δ| ≤ ε, given the errors of the earlier layers.
+        """Bound the Taylor remainder of each layer for |δ| ≤ ε, and the errors that the remainders cause in
+        the later states.
 
-        What a stage leaves out contains its residuals. The factor covers the rounding of all formulas.
+        The bound on a stage's remainder includes its rounding errors. ``INFLATION`` covers the rounding of
+        all formulas.
         """
         stages, states = self.first.stages, self.first.states
         errors, found = Errors(states[0]), Bounds([], [])
@@ -269,7 +274,8 @@ def _symmetric_norm(cubic: Tensor, pairs: Pairs) -> Tensor:
 
 
 def _narrow(matrices: Tensor) -> tuple[Tensor, Tensor]:
-    """Compress matrices A with many columns to matrices B with few columns, such that A Aᵀ ≤ B Bᵀ + s I.
+    """Compress matrices A with many columns to matrices B with few columns, such that A Aᵀ ≤ B Bᵀ + s I for a
+    small number s.
 
     The matrices A have the shape (n, d, k), and B at most d columns.
 

@@ -29,7 +29,8 @@ class Step(NamedTuple):
 
 
 class PartialJacobians(NamedTuple):
-    """The states of a network at one input, and the Jacobians along which errors propagate there.
+    """The states of a network at one input, and the Jacobians that propagate errors of the states through the
+    stages.
 
     ``stages`` are the network's, with weights that carry rounding errors; ``states`` are the computed states,
     ``state_errors`` the rounding errors of the step to each. ``steps`` are the Jacobians for each stage;
@@ -45,9 +46,10 @@ class PartialJacobians(NamedTuple):
 
 
 def partial_jacobians(network: Network, x: Tensor) -> PartialJacobians:
-    """Return the states of a network at tokens x (n, d), and the Jacobians along which errors propagate.
+    """Return the states of a network at tokens x (n, d), and the Jacobians that propagate errors of the
+    states through the stages.
 
-    They do not depend on which tokens move.
+    The results do not depend on which tokens are allowed to change.
     """
     stages = network.rounded().stages
     states, errors, steps, residuals = [x], list[float](), list[Step](), list[tuple[float, ...]]()
@@ -78,7 +80,8 @@ def partial_jacobians(network: Network, x: Tensor) -> PartialJacobians:
 
 
 class Errors:
-    """Ellipsoids that contain the error of the state of a network, for each token, from stage to stage.
+    """Ellipsoids that contain the error of each token in the current state of a network. They are updated
+    from stage to stage.
 
     ``state`` (n, width, width) contains the error that all stages so far have caused. ``lengths`` bounds the
     errors that stages caused between two attention layers, at the input of the second one.
@@ -92,7 +95,9 @@ class Errors:
         self._since: list[tuple[Step, Tensor]] = []
 
     def reach(self, step: Step) -> None:
-        """Come to a stage: at attention, what the stages since the last attention caused is kept."""
+        """Prepare for the next stage. Before attention, store the error that the stages since the previous
+        attention have caused.
+        """
         if step.own is None and self._since:
             found = self._since[0][1]
             for later, remainder in self._since[1:]:
@@ -101,9 +106,11 @@ class Errors:
             self.lengths.append(length(found))
 
     def leave(self, step: Step, remainder: Tensor, width: int) -> None:
-        """Pass a stage, which leaves out what is in ellipsoids (n', d', d'), to a state of a given width.
+        """Update the errors after a stage whose Taylor remainder lies in the ellipsoids ``remainder`` (n',
+        d', d').
 
-        The stage's own layer writes the last d' columns of the state.
+        ``width`` is the width of the state after the stage. The stage's own layer writes the last d' columns
+        of this state.
         """
         added = remainder
         if remainder.shape[1] < width:

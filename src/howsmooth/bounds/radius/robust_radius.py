@@ -136,7 +136,7 @@ def robust_radius(
 
 
 class NetworkAtInput:
-    """A classifier at one input, for computing robust radii when any chosen tokens may move.
+    """A classifier at one input, from which robust radii for changes of any chosen tokens can be computed.
 
     The partial Jacobians are computed once for all of these radii.
 
@@ -375,9 +375,11 @@ def _largest(margin: _Margin, most: float, guess: float) -> float:
 
 
 class _Tried(NamedTuple):
-    """A radius ε that the search has tried, and 1/√(loss) at it, where the margin is 1.
+    """A radius ε that the search has tried, and 1/√loss at this radius. The loss is the possible reduction of
+    the margin, divided by the margin.
 
-    The second falls about linearly near the radius, where it is 1, and is 0 where the loss is infinite.
+    ``height`` = 1/√loss falls about linearly near the robust radius, where it is 1. It is 0 where the loss is
+    infinite.
     """
 
     epsilon: float
@@ -385,7 +387,9 @@ class _Tried(NamedTuple):
 
 
 def _expected(proved: list[_Tried], failed: list[_Tried], bisect: bool) -> float:
-    """Return the radius to expect from all that the search has tried, of which the last ones are closest."""
+    """Estimate the radius from the values of ε that the search has tried. The last entries of ``proved`` and
+    ``failed`` are closest to it.
+    """
     line = None
     if len(proved) > 1:
         (before, higher), (last, height) = proved[-2:]

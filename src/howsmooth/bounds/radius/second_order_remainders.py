@@ -79,7 +79,9 @@ class Left(NamedTuple):
 
 
 def norm_shape(norm: Norm, bound: Tensor) -> Tensor:
-    """Return for each token the ellipsoid of all vectors √d · gain ∘ w with |w| ≤ ``bound``."""
+    """Return for each token the ellipsoid of all vectors √d · gain ∘ w with |w| ≤ ``bound``, for the gain of
+    a norm layer.
+    """
     factor = norm.scaled(torch.eye(len(norm.gain), dtype=bound.dtype))
     return bound.square()[:, None, None] * enclosing(factor.square())
 
@@ -117,9 +119,11 @@ class NormRemainder:
 
 
 class TokenWise:
-    """Bounds on the Taylor remainder of a layer that leaves tokens apart, from those of each of its tokens.
+    """Bounds on the Taylor remainder of a layer that acts on each token separately, collected from bounds for
+    the single tokens.
 
-    One token's matrices over all neurons fit into a processor's cache, those of all tokens do not.
+    The matrices of one token over all neurons fit into a processor's cache, the matrices of all tokens do
+    not.
     """
 
     def __init__(self, each: Sequence[Callable[[float, Tensor], Left]]) -> None:
@@ -210,7 +214,8 @@ class GatedFeedForwardRemainder:
 
 
 def gated_rest(layer: GatedFeedForward, z: Tensor, v: Tensor, dz: Tensor, dv: Tensor) -> Tensor:
-    """Bound the error of the third-order Taylor polynomial of φ(z) v for each neuron of a gated layer.
+    """Bound, for each neuron of a gated layer, the error of the third-order Taylor polynomial of its output
+    φ(z) v.
 
     The changes of z and v lie in the ellipsoids ``dz`` and ``dv`` (n, m, m).
     """
@@ -224,7 +229,8 @@ def product_shape(
     rest: Tensor,
     *outputs: Tensor,
 ) -> Tensor:
-    """Return ellipsoids that contain the changes of the outputs of a feed-forward layer.
+    """Return ellipsoids that contain the changes of a feed-forward layer's outputs, given ellipsoids of the
+    changes in its neurons.
 
     The ellipsoids contain W₂ (Σ factor ∘ w + r) + v for w in ellipsoids (n, m, m), |r| ≤ ``rest`` entry by
     entry, and v in each of the ellipsoids ``outputs`` (n, d_out, d_out).
@@ -300,10 +306,10 @@ class AttentionErrors:
 
 
 def spread_shape(covariance: Tensor, factor: Tensor) -> Tensor:
-    """Multiply ellipsoids of covariances between values and scores by the square of a bound on the score
-    deviation.
+    """Multiply covariances between values and scores, given as ellipsoids, by a bound on the deviation of the
+    scores.
 
-    The results are covariance · factor².
+    The matrix of each ellipsoid is multiplied by the square of ``factor``.
     """
     return covariance * factor.square()[..., None, None]
 
@@ -392,11 +398,11 @@ def value_covariance(attention: Attention, own: Softmax) -> Tensor:
 
 
 def value_shapes(weights: Tensor, changes: Tensor) -> Tensor:
-    """Return ellipsoids that contain the covariances between the changes of the values and the scores, for
-    |δ| ≤ 1.
+    """Return ellipsoids that contain the covariances between the changes of the values and any scores of
+    deviation at most 1. The changes are those that input changes |δ| ≤ 1 cause.
 
-    They contain Cov(V δ, x) for all scores x of deviation at most 1, and have the shape (H, rows, d_out,
-    d_out). They are Σ_j P_j V_j V_jᵀ, or the ball of :func:`weighted_norm` where its trace is smaller.
+    The ellipsoids contain Cov(V δ, x) for all such scores x, and have the shape (H, rows, d_out, d_out). They
+    are Σ_j P_j V_j V_jᵀ, or the ball of :func:`weighted_norm` where its trace is smaller.
     """
     apart = mixture(weights, gram(changes))
     joint = balls(weighted_norm(weights, changes), changes.shape[2])

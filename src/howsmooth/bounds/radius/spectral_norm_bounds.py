@@ -63,8 +63,8 @@ def _trace(matrices: Tensor) -> Tensor:
 def weighted_norm(
     weights: Float[Tensor, "heads rows n"], changes: Float[Tensor, "heads n e k"]
 ) -> Float[Tensor, "heads rows"]:
-    """Bound √(Σ_j w_ij |C_j δ|²) over all |δ| ≤ 1 for each row i of nonnegative weights, where C_j are
-    matrices.
+    """Bound √(Σ_j w_ij |C_j δ|²) over all |δ| ≤ 1, for given matrices C_j and each row i of nonnegative
+    weights w_ij.
 
     For few columns the k × k matrix Σ_j w_ij C_jᵀC_j is formed. For many, the n × n matrix of the norms of
     the blocks √(w_ij w_il) C_j C_lᵀ takes its place: its largest eigenvalue is not smaller.

@@ -213,7 +213,9 @@ def _copies(operand: Any, entries: int) -> float:
 
 
 def _view(func: Any, x: Any, *args: Any, **kwargs: Any) -> Any:
-    """Apply an operation that only moves, repeats or drops entries of a tensor, and copy the error bound."""
+    """Apply an operation that only moves, repeats or drops entries of a tensor, and bound the error of the
+    result.
+    """
     found = func(x, *args, **kwargs)
     if isinstance(found, tuple | list):
         return [_entries_of(x, _made(part, x.error)) for part in found]

@@ -399,10 +399,11 @@ class _Moments:
         return self.third * power, self.third * (3 * far * t + power)
 
     def beyond_third_order(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Bound the third-order Taylor remainder of an attention output h(s) without its cubic term.
+        """Bound what is left of the third-order Taylor remainder of an attention output h(s) after its cubic
+        term is subtracted.
 
-        This part is ½ κ(v₁, ℓ, ℓ) + κ(v, ℓ, ℓ, ℓ)/6 at s = 0. The bound is the sum of three factors times the
-        deviations of v, v₁ and v₂.
+        The cubic term is ½ κ(v₁, ℓ, ℓ) + κ(v, ℓ, ℓ, ℓ)/6 at s = 0. The bound is the sum of three factors
+        times the deviations of v, v₁ and v₂.
         """
         c, t, tau, far = self.c, self.t, self.tau, self.farthest
         fifth = far * t * (far**2 + 10 * self.grown * t**2)
@@ -427,8 +428,8 @@ class _Tensors:
         self.out = out
 
     def cubic(self, i: int, forms: Tensor, squares: Tensor, mean: Tensor, q2: Tensor, k2: Tensor) -> Tensor:
-        """Return an ellipsoid (d_out, d_out) that contains the cubic term of attention output i for all |δ| ≤
-        1.
+        """Return an ellipsoid (d_out, d_out) that contains the cubic term in δ of the attention output of
+        query i, for all |δ| ≤ 1.
 
         It is a Gram matrix.
         """
@@ -456,8 +457,8 @@ class _Tensors:
         return gram(found).sum(0)
 
     def crossed(self, i: int) -> Tensor:
-        """Return ellipsoids that contain the mixed second derivative of attention, along δ and along the
-        error of one token.
+        """Return ellipsoids that contain the mixed second derivatives of the attention output of query i,
+        along δ and along the error of one token j.
 
         They have the shape (n, d_out, d_out), contain D²F[Gδ, x_j] in row i over all |δ| ≤ 1, |x_j| ≤ 1, and
         are Gram matrices.
@@ -486,7 +487,9 @@ class _Tensors:
 
 
 class CubicTokenWise(TokenWise):
-    """Bounds on the third-order remainder of a layer that leaves tokens apart, from those of each token."""
+    """Bounds on the third-order remainder of a layer that acts on each token separately, collected from
+    bounds for the single tokens.
+    """
 
     def __init__(self, each: Sequence[CubicFeedForward | CubicGatedFeedForward]) -> None:
         super().__init__(each)

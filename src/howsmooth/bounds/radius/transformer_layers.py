@@ -60,7 +60,9 @@ class Norm:
         return tangents - tangents.mean(1, keepdim=True) if self.centred else tangents
 
     def direction_and_length(self, u: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the normalised tokens h/r (n, d) and the denominators r (n, 1) of a norm layer."""
+        """Return the normalised tokens (n, d) of the norm layer before gain and bias, and the norms r (n, 1)
+        by which it divides.
+        """
         h = self.centre(u)
         r = (h.square().sum(1, keepdim=True) + u.shape[1] * self.eps).sqrt()
         return h / r, r
@@ -144,8 +146,8 @@ class Activation(NamedTuple):
         return along(function, self.slopes[order], z)
 
     def beyond(self, order: int, z: Tensor, width: Tensor) -> Tensor:
-        """Bound the error of the Taylor polynomial of the activation at z on the interval [z − width, z +
-        width].
+        """Bound the error of a Taylor polynomial of the activation around z, on the interval from z − width
+        to z + width.
 
         The polynomial has the degree ``order``, which is 2, 3 or 4.
         """
@@ -164,8 +166,8 @@ def _normal(z: Tensor) -> Tensor:
 
 
 def _largest(function: Callable[[Tensor], Tensor], extrema: tuple[float, ...]) -> Any:
-    """Return a function of (z, width) that bounds |f| on the interval [z − width, z + width], for a given
-    function f.
+    """Return a function of (z, width) that bounds the absolute value of a given function on the interval from
+    z − width to z + width.
 
     The supremum is the largest of the values at both ends and at those extrema that lie inside.
     """
@@ -231,7 +233,7 @@ def _tanh_second(z: Tensor) -> Tensor:
 def _gated_tanh(
     a: float, b: float, slopes: tuple[float, float, float, float, float], *extrema: tuple[float, ...]
 ) -> Activation:
-    """Return the activation z (1 + tanh(az + bz³))/2, which is SiLU or the tanh approximation of GELU.
+    """Return the activation z (1 + tanh(az + bz³))/2. SiLU and the tanh approximation of GELU have this form.
 
     ``slopes`` bound the derivatives of order one to five; ``extrema`` are the zeros of the derivatives of
     order four, five and six that are not negative.

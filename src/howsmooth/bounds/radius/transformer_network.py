@@ -1,5 +1,5 @@
-"""The class ``Network``: a Transformer classifier as a chain of layers, each with its residual connection (a
-stage).
+"""The class ``Network``: a Transformer classifier as a chain of stages, where a stage is a layer with its
+residual connection.
 """
 
 from __future__ import annotations

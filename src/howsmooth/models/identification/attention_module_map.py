@@ -27,7 +27,7 @@ __all__ = ["CopiedModule", "ReplayedAttention", "Tail"]
 
 @dataclass(frozen=True, eq=False)
 class Tail:
-    """The argument or output, in a run of an attention module, that contains the attention output.
+    """The place where the attention output is found when an attention module runs.
 
     It is what the attention module returns, or the output (or input) of a module inside it, or the output of
     a projection outside it whose input is what the attention module returns.
@@ -39,8 +39,8 @@ class Tail:
     width: int | None = None  # heads * value_dim, if the module returns the heads on a separate axis
 
     def to(self, dtype: torch.dtype, device: torch.device) -> Tail:
-        """Return this place of the attention output with its projection in another dtype or on another
-        device.
+        """Return the same place of the attention output, where the projection (if any) is a copy in another
+        dtype or on another device.
         """
         projection = copy.deepcopy(self.projection)
         return replace(self, projection=None if projection is None else projection.to(device, dtype))
@@ -87,7 +87,9 @@ class CopiedModule:
 
     @classmethod
     def of(cls, call: ModuleReplay, tail: Tail, implementation: str | None) -> CopiedModule:
-        """Copy the attention module of a recorded call, with parameters that require no gradients."""
+        """Return a CopiedModule for a recorded call, with a copy of the called module whose parameters
+        require no gradients.
+        """
         module = copy.deepcopy(call.module).requires_grad_(requires_grad=False)
         return cls(call.on(module, call.x.dtype, call.x.device), tail, implementation)
 

@@ -1,4 +1,5 @@
-"""Proposal of maps that a traced attention layer may compute, from its tensors and not from names of modules.
+"""Candidates for the map that a traced attention layer computes. They are derived from the tensors of the
+layer, not from names of modules.
 
 There are three hypotheses, from the most to the least explicit: a map whose every parameter is known; the
 softmaxes in closed form inside the model's own code; the whole module, differentiated by PyTorch. Each fits
@@ -54,8 +55,8 @@ CapturedMap = SelfAttention | StagedAttention | ReplayedAttention
 
 @dataclass(frozen=True, eq=False)
 class Hypothesis:
-    """A candidate for the map that an attention layer computes, not yet verified, and how its Jacobian is
-    computed.
+    """A candidate for the map that an attention layer computes, which is not verified yet. It also says how
+    the Jacobian of the map is computed.
     """
 
     map: CapturedMap
@@ -220,8 +221,8 @@ def _replayed(
 
 
 def matrix_of(trace: LayerTrace, projection: ModuleCall) -> nn.Module:
-    """Return the linear layer that takes the concatenated heads, which is the projection module or a module
-    inside it.
+    """Return the linear layer that is applied to the concatenated heads. It is the output projection, or a
+    module inside the output projection.
     """
     heads, parts = heads_of(trace), set(projection.module.modules())
     for call in trace.after:
@@ -232,8 +233,8 @@ def matrix_of(trace: LayerTrace, projection: ModuleCall) -> nn.Module:
 
 
 def tail_of(self_attention: SelfAttentionModule, output: AttentionOutput) -> Tail:
-    """Return where the attention output is found when the attention module runs: what it returns, or the
-    output of a projection inside or outside of it.
+    """Return the place where the attention output is found when the attention module runs. It is what the
+    module returns, or the output of a projection inside or outside of the module.
     """
     if output.outside:
         module = copy.deepcopy(output.call.module).requires_grad_(requires_grad=False)
@@ -286,7 +287,9 @@ def _common(layer: object, visible: Tensor | None, n: int) -> Tensor | None:
 
 
 def _described(softmax: SoftmaxCall, visible: Tensor | None, n: int) -> Masking:
-    """Describe the mask of a softmax call, including its ``causal`` flag."""
+    """Describe the mask of a softmax call, combined with the causal order if the call has the ``causal``
+    flag.
+    """
     if not softmax.causal:
         return describe_mask(visible, n)
     if visible is None:
@@ -331,7 +334,9 @@ def _masking(trace: LayerTrace, self_attention: SelfAttentionModule) -> tuple[st
 
 
 def _masking_of_weights(softmax: SoftmaxCall) -> tuple[str, bool]:
-    """Describe a mask in words, and return whether it is causal, given the zeros of the attention weights."""
+    """Describe in words the mask that the zeros of the attention weights show, and return whether it is
+    causal.
+    """
     p = softmax.probabilities
     if p is None or p.shape[-1] != p.shape[-2]:
         return "not read", False

@@ -1,5 +1,5 @@
-"""Identification and verification of a cross-attention layer: queries from one sequence, keys and values from
-another.
+"""Identification and verification of a cross-attention layer, whose queries come from one sequence and whose
+keys and values come from another.
 
 The module of such a layer is the innermost one with an argument that changes the queries of every softmax and
 nothing else, and another argument, the memory, that changes keys and values and nothing else.
@@ -66,7 +66,7 @@ class OneSequence(CaptureError):  # noqa: N818 - says what was found
 
 @dataclass(frozen=True, eq=False)
 class VerifiedCrossLayer:
-    """A cross-attention layer whose map was identified and verified, for one sequence of a batch."""
+    """A cross-attention layer at one sequence of a batch, whose map was identified and verified."""
 
     module: SelfAttentionModule  # its call as a function of the queries' tokens, at the fixed memory
     map: CrossAttention | StagedCrossAttention
@@ -75,7 +75,9 @@ class VerifiedCrossLayer:
     stored: torch.dtype
 
     def site(self, side: str, sequence: int | None) -> CrossSite:
-        """Return the layer as a function of its tokens, of its memory or of both, with its inputs."""
+        """Return the captured layer at its inputs, as a map of the tokens of the queries, of the memory (the
+        other sequence), or of both.
+        """
         x, memory = self.module.alone.tokens()[0].clone(), _memory_of(self.module.alone).clone()
         layer = self.module.layer
         return CrossSite(
@@ -186,7 +188,9 @@ def _find(traced_layer: TracedLayer, implementation: str) -> SelfAttentionModule
 def _moved_by(
     traced_layer: TracedLayer, call: TracedCall, tokens: Tensor, implementation: str
 ) -> list[set[str]]:
-    """Return which operands of each softmax in a module call change with one of its arguments."""
+    """Return for each softmax in a module call which of its operands (queries, keys, values) change if the
+    argument ``tokens`` of the call is changed.
+    """
     replay = ModuleReplay(call, tokens, 1)
     way, before = _implementation_and_softmaxes(replay, implementation)
     if len(before) != traced_layer.softmaxes:
@@ -207,8 +211,8 @@ def _moved_by(
 def _implementation_and_softmaxes(
     call: ModuleReplay, implementation: str
 ) -> tuple[str | None, list[SoftmaxCall]]:
-    """Return the attention implementation of a module call and its softmaxes; the former is None outside the
-    interface of transformers.
+    """Repeat a module call. The first result is its attention implementation, which is None if the module
+    does not use the attention interface of transformers. The second result are its softmaxes.
     """
     seen = softmaxes_of(call, call.x, implementation)
     if any(softmax.kind == "interface" for softmax in seen):
@@ -219,8 +223,8 @@ def _implementation_and_softmaxes(
 def _module_of(
     traced_layer: TracedLayer, call: TracedCall, roles: dict[str, Tensor], implementation: str
 ) -> SelfAttentionModule:
-    """Return the module of a layer with its call, after checking that its softmaxes do not change from run to
-    run.
+    """Return the cross-attention module of a layer with its call. Raise CaptureError unless its softmaxes are
+    the same functions of queries, keys and values at changed tokens and at a changed memory.
     """
     layer = replace(traced_layer.layer, name=call.name, module=call.module)
     replay = ModuleReplay(call, roles["queries"], 1, roles["memory"])
@@ -240,8 +244,8 @@ def _module_of(
 def _hypotheses(
     trace: LayerTrace, module: SelfAttentionModule, output: AttentionOutput
 ) -> Iterator[tuple[CrossAttention | StagedCrossAttention, str] | CaptureError]:
-    """Yield candidates for the map of a layer, each with a reason for its kind, or the reason why there is
-    none.
+    """Yield candidates for the map of a layer, each with a phrase that says how its Jacobian is computed. If
+    a candidate is not possible, yield the error that says why in its place.
     """
     try:
         yield _explicit(trace, module, output), "every parameter is known"

@@ -58,8 +58,8 @@ def whole_layer(traced_layer: TracedLayer, batch: int) -> ModuleReplay:
 def trace_layer(
     self_attention: SelfAttentionModule, traced_layer: TracedLayer, layer: ModuleReplay
 ) -> LayerTrace:
-    """Run the layer that contains a self-attention module on one sequence, and record its calls and
-    softmaxes.
+    """Run the layer that contains a self-attention module on one sequence, and record the module calls and
+    softmaxes of the layer.
 
     Raises
     ------

@@ -47,11 +47,10 @@ class VerifiedLayer:
         return self.self_attention.replay.tokens()
 
     def sites(self, scope: str, heads: Sequence[int] | slice | None = None) -> list[Site]:
-        """Return the map of the layer in a scope, such as "head", with its tokens, as a list of captured
-        layers.
+        """Return a part of the layer, such as a single head, as a map with its input tokens.
 
-        The list has one :class:`Site`, or one for each head in scope ``head``. ``scope`` says which part of
-        the layer the map covers, such as "head" or "attention".
+        The list has one :class:`Site`, or one for each selected head in scope ``head``. ``scope`` says which
+        part of the layer the map covers, such as "head" or "attention".
 
         Raises
         ------

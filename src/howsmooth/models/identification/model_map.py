@@ -92,7 +92,9 @@ class Output:
 
 @dataclass(frozen=True, eq=False)
 class Passage:
-    """A part of the forward pass of a model: its first point, its last point, and the output at its end."""
+    """A part of the forward pass of a model: its first point, its last point, and the kind of output that is
+    read at the last point.
+    """
 
     start: Place
     end: Place
@@ -198,7 +200,8 @@ def frozen_copy(
     idle: Collection[str] = (),
     attention: str | None = None,
 ) -> nn.Module:
-    """Return a copy of a model in evaluation mode, with converted weights that require no gradients.
+    """Return a copy of a model in evaluation mode, whose weights are converted to the given dtype and device
+    and require no gradients.
 
     The weights of the ``idle`` modules are neither copied nor converted. ``attention`` is the copy's
     attention implementation; None keeps that of the model.

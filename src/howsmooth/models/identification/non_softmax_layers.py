@@ -88,8 +88,8 @@ class NonSoftmaxTracer:
             running.is_attention_layer |= running.call.name == layer.root_name
 
     def find(self, batch: int) -> Iterator[NonSoftmaxLayer]:
-        """Run each collected layer alone and yield those that mix tokens, skipping layers that raise an
-        exception.
+        """Run each collected layer alone, and yield the layers that mix tokens. A layer that raises an
+        exception is skipped.
         """
         for call, after in self._candidates:
             x = first_tokens(call.arguments())

@@ -85,7 +85,9 @@ def read_block(trace: LayerTrace, attention: TokenMap, output: ModuleCall) -> Bl
 
 @dataclass(frozen=True, eq=False)
 class FoundSum:
-    """A sum α·residual + λ·attention that equals one of the tensors of the layer up to rounding."""
+    """A weighted sum of the residual and the attention output that equals one of the tensors of the layer up
+    to rounding.
+    """
 
     target: Target  # where the sum was found
     total: Factors  # the factors α and λ
@@ -153,12 +155,12 @@ def _arranged(trace: LayerTrace, branch: TokenMap, found: FoundSum, later: list[
 def _residual_side(
     trace: LayerTrace, following: ModuleCall, later: list[ModuleCall]
 ) -> Literal["input", "output"] | None:
-    """Determine whether the residual connection around the MLP of a layer starts before or after the norm
-    layer.
+    """Determine whether the next residual connection of a layer (around its MLP) starts before or after the
+    norm layer that follows the attention.
 
-    The result says which tokens of the norm layer are the residual. It tells a post-norm layer ("output")
-    from a pre-norm layer that lacks its first norm ("input"), such as the first layer of ModernBERT: in both,
-    X + A is the input of the next norm. None if neither is found.
+    The result is "input" if it starts before, "output" if it starts after, and None if neither is found.
+    "output" means a post-norm layer, and "input" a pre-norm layer that lacks its first norm, such as the
+    first layer of ModernBERT: in both, X + A is the input of the next norm.
     """
     rest = later[_index(later, following) + 1 :]
     ends = [c.inputs for c in rest if is_norm(c.module)] + [trace.output]
@@ -264,8 +266,8 @@ def _no_norm(call: ModuleCall) -> str:
 
 
 def token_norm(trace: LayerTrace) -> LayerNorm | RMSNorm | None:
-    """Return the norm layer whose output is the input X of the attention as a map, or None if it is
-    unknown.
+    """Return the norm layer whose output is the input X of the attention. The norm layer is returned as a
+    map, or as None if it is unknown.
     """
     call = trace.last_norm
     return norm_map(call) if call is not None and same(call.output, trace.x) else None

@@ -109,7 +109,9 @@ def _outside(
 
 
 def _by_token(call: ModuleCall) -> bool:
-    """Return True if a module reproduces the recorded output when it runs on tokens of shape (1, n, d)."""
+    """Return True if a module reproduces its recorded output when it runs again on its recorded input in the
+    shape (1, n, d).
+    """
     if call.inputs is None or call.output is None:
         return False
     again = first_tensor(call.module(call.inputs))
@@ -166,7 +168,9 @@ def _outermost(trace: LayerTrace, call: ModuleCall) -> ModuleCall:
 
 
 def _projection(trace: LayerTrace) -> tuple[ModuleCall | None, str]:
-    """Return the call of the output projection of the layer, or None and an error message."""
+    """Find the call of the output projection of a layer. The first result is the call, or None if it was not
+    found; the second is an error message, or "" if the call was found.
+    """
     unclear = f"The output projection of {trace.layer} cannot be identified:"
     if len(trace.softmaxes) > 1:
         return None, f"{unclear} it has {len(trace.softmaxes)} softmaxes."
@@ -219,11 +223,11 @@ class _PossibleSum:
 def _reaches_residual(
     trace: LayerTrace, projection: ModuleCall, again: Callable[[], LayerTrace], sums: Iterable[_PossibleSum]
 ) -> bool:
-    """Test whether a layer adds the output of a projection to its residual, by changing this output.
+    """Return True if a layer adds the output of a projection to its residual. This is tested by changing the
+    output of the projection.
 
-    True if one of the possible sums then changes by the same amount.
-
-    The layer runs once more with another output of the projection.
+    The layer runs once more with another output of the projection, and one of the possible sums must then
+    change by the same amount.
     """
     sums = list(sums)
     if not sums:
@@ -314,8 +318,8 @@ def _is_the_branch(trace: LayerTrace, self_attention: SelfAttentionModule, own: 
 
 
 def _adds_its_input(self_attention: SelfAttentionModule) -> bool:
-    """Whether the output of the attention module still depends on the tokens if all softmax attentions return
-    zero.
+    """Return True if the output of the attention module still depends on the tokens when all of its softmax
+    attentions return zero.
     """
 
     def silent(softmax: SoftmaxCall) -> Tensor:

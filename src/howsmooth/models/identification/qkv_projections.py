@@ -237,7 +237,7 @@ def _changed(
 ) -> Projections | None:
     """Find linear projections that a norm, a rotation or a scale turns into the queries and keys.
 
-    None if there are none.
+    The result is None if there are none.
     """
     norms = [norm for call in trace.inside if is_norm(call.module) and (norm := norm_map(call)) is not None]
     widths = [t.shape[1] * t.shape[3] for t in (query, key)]
@@ -294,9 +294,10 @@ def _between(trace: LayerTrace) -> str:
 def _columns(
     heads: Float[Tensor, "1 heads n dim"], outputs: Float[Tensor, "n columns"], rotary: Rotary | None
 ) -> Int64[Tensor, " wanted"] | None:
-    """Find the columns of the outputs of linear modules that are the queries or keys before their rotation.
+    """Find the columns of the outputs of linear modules that are the queries, keys or values before rotary
+    positions, if any, are applied.
 
-    None if not every column is found.
+    The result is None if not every column is found.
     """
     if rotary is None:
         return matching_columns(_flat(heads), outputs, 0.0)
@@ -318,8 +319,8 @@ def _flat(heads: Float[Tensor, "1 heads n dim"]) -> Float[Tensor, "n columns"]:
 def matching_columns(
     wanted: Float[Tensor, "n wanted"], outputs: Float[Tensor, "n columns"], tol: float
 ) -> Int64[Tensor, " wanted"] | None:
-    """Find columns of ``outputs`` that equal the columns of ``wanted``, and return their indices, or None if
-    there are none.
+    """Return for every column of ``wanted`` the index of an equal column of ``outputs``. Return None if a
+    column of ``wanted`` has no equal in ``outputs``.
 
     A contiguous slice is tried first. Fused projections may interleave queries, keys and values head by head:
     then each column is searched by itself, and of several equal ones the neighbour of the previous is taken.
@@ -351,7 +352,8 @@ def matching_columns(
 def _rotary(trace: LayerTrace, query: Tensor) -> Rotary | None:
     """Read rotary positions (tables of cosines and sines) from a layer's ``position_embeddings``.
 
-    None if the argument is not a pair of tables cos and sin whose two halves of columns are equal.
+    The result is None if the argument is not a pair of tables cos and sin whose two halves of columns are
+    equal.
     """
     tables = trace.arguments.get("position_embeddings")
     if not isinstance(tables, Sequence) or len(tables) != 2:

@@ -25,7 +25,9 @@ Norm = LayerNorm | RMSNorm
 
 @dataclass(frozen=True, eq=False)
 class ProjectionReading:
-    """Columns of the outputs of linear modules that may be the queries or keys before their rotation."""
+    """Columns of the outputs of linear modules that may be the queries or keys before rotary positions are
+    applied.
+    """
 
     columns: Int64[Tensor, " wanted"]
     norm: Norm | None  # the norm of each head after the projection
@@ -36,7 +38,9 @@ class ProjectionReading:
 
 @dataclass(frozen=True, eq=False)
 class FittedRotary:
-    """The rotation that maps the projections of tokens to the queries and keys of the softmax."""
+    """The rotation (rotary positions) that maps the linear projections of tokens to the queries and keys of
+    the softmax.
+    """
 
     rotary: Rotary | None  # None if nothing is rotated
     order: Int64[
@@ -50,9 +54,11 @@ def projection_readings(
     slices: Sequence[Int64[Tensor, " wanted"]],
     norms: Sequence[Norm],
 ) -> Iterator[ProjectionReading]:
-    """Yield columns of the outputs of linear modules that may be the queries (or keys) before their rotation.
+    """Yield columns of the outputs of linear modules that may be the queries (or keys) before rotary
+    positions are applied.
 
-    Rotations preserve lengths, so that only these can be the queries or keys before the rotation.
+    Rotations preserve lengths. So the columns are yielded only if, up to one common factor, their vectors
+    have the lengths of the queries (or keys).
 
     Parameters
     ----------

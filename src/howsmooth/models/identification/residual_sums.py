@@ -64,7 +64,9 @@ class Factors:
         return ", layer scale" if one else ", scaled residual"
 
     def around(self, branch: TokenMap) -> TokenMap:
-        """Return the map X ↦ α∘X + λ∘branch(X) with the factors α of the residual and λ of the branch."""
+        """Return the map that sends X to α∘X + λ∘branch(X), where ∘ is the entrywise product, and α and λ are
+        the factors of the residual and of the branch.
+        """
         # α∘X + λ∘f(X) = α∘(X + (λ/α)∘f(X))
         ones = torch.ones(branch.d, dtype=branch.dtype, device=branch.device)
         factor = None
@@ -166,7 +168,7 @@ def adds_up(terms: list[Tensor], value: Tensor) -> bool:
 
 
 def scaled_sum(trace: LayerTrace, target: Target, base: Tensor, branch: Tensor) -> Factors | None:
-    """Find factors α, λ for which a tensor equals α·base + λ·branch, or return None if there are none.
+    """Find factors α, λ for which a tensor equals α·residual + λ·branch, or return None if there are none.
 
     One factor is a parameter of the layer and the other equals 1, or both are numbers.
     """
@@ -183,8 +185,8 @@ def scaled_sum(trace: LayerTrace, target: Target, base: Tensor, branch: Tensor) 
 
 
 def _two_numbers(root: nn.Module, target: Target, base: Tensor, branch: Tensor) -> Factors | None:
-    """Find numbers α, λ for which a tensor equals α·base + λ·branch; return None if there are none or both
-    are one.
+    """Find numbers α, λ for which a tensor equals α·residual + λ·branch. Return None if there are none, or if
+    both are 1.
     """
     terms = torch.stack([base.double().flatten(), branch.double().flatten()], dim=1)
     wanted = target.value.double().flatten()
@@ -216,7 +218,8 @@ def _two_numbers(root: nn.Module, target: Target, base: Tensor, branch: Tensor) 
 
 
 def like(tokens: Tensor, x: Tensor) -> Tensor | None:
-    """Return tokens in the shape of the input X of the layer, or None if the numbers of entries differ.
+    """Reshape tokens to the shape of another tensor ``x``, or return None if the dimensions or the numbers of
+    tokens differ.
 
     A model may flatten tokens.
     """

@@ -1,5 +1,5 @@
-"""Detection of the self-attention module of a layer and of its token argument, by running it on changed
-tokens.
+"""Detection of the self-attention module of a layer and of its token argument, by running the module on
+changed tokens.
 
 The self-attention module is the innermost module around the softmaxes with an argument X such that queries,
 keys and values of every softmax change if X changes. Names and shapes decide nothing: a layer of
@@ -250,8 +250,8 @@ def _alike(a: Tensor | None, b: Tensor | None) -> bool:
 
 
 def obstacle_of(layer: AttentionLayer, before: list[SoftmaxCall], after: list[SoftmaxCall]) -> str:
-    """Return a phrase that says why softmaxes at two inputs are not the same function of their operands, or
-    "".
+    """Return a phrase that says why the softmaxes of a layer, run on two inputs, are not the same functions
+    of their queries, keys and values. The phrase is "" if they are.
 
     Raises
     ------

@@ -72,8 +72,9 @@ def load_audio(source: object = "builtin", rate: int | None = None) -> Audio:
     ----------
     source
         ``"builtin"`` for a minute of synthesised audio; a ``.wav`` file; or a ``.npy`` file, an array or a
-        tensor of shape (samples,) or (samples, channels). Channels are averaged. Integers are divided by
-        their largest value; floating-point values must be between -1 and 1.
+        tensor of shape (samples,) or (samples, channels). Channels are averaged. Signed integers are divided
+        by the largest magnitude of their type, and unsigned bytes have silence at 128, as in ``.wav`` files.
+        Floating-point values must be between -1 and 1.
     rate
         Samples per second of an array, 16,000 by default. A ``.wav`` file states its own rate.
 

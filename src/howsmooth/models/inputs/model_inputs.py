@@ -1,4 +1,6 @@
-"""Checks of the inputs of a model, which are returned as named arguments on the device of the model."""
+"""Checks of the inputs of a model. The checked inputs are returned as named arguments on the device of the
+model.
+"""
 
 from __future__ import annotations
 

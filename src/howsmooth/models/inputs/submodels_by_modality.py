@@ -38,8 +38,8 @@ def token_width(model: nn.Module) -> int | None:
 
 
 def named_parts(model: nn.Module) -> dict[str, str]:
-    """Return a dict from the module paths of the outermost transformers models inside a model to their kinds
-    of input.
+    """Find the outermost transformers models inside a model. Return a dict from the module path of each of
+    them to its kind of input.
     """
     found: dict[str, str] = {}
     for name, module in model.named_modules():

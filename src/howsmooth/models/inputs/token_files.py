@@ -48,7 +48,7 @@ class TokenStream(DataSource):
 
     @property
     def parts(self) -> tuple[tuple[int, int], ...]:
-        """The index of the first token and the number of tokens of each sequence."""
+        """For each sequence, the index of its first token and the number of its tokens."""
         return tuple(zip(accumulate((0, *self.lengths[:-1])), self.lengths, strict=True))
 
 

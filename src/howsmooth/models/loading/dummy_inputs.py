@@ -31,8 +31,8 @@ def sample_inputs(
     preparation
         How images or audio become inputs of the model; None for other models.
     tokens
-        The number of token ids or embedded tokens, at least 2; None for 16 or the model's number of
-        positions.
+        The number of token ids or embedded tokens, at least 2; None for 16, or fewer if the model has
+        fewer positions.
 
     Raises
     ------

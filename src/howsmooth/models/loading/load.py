@@ -86,8 +86,8 @@ class LoadedModel:
 
     @property
     def label(self) -> str:
-        """The name of the model for titles, which for a model in a folder is the name of the folder without
-        its path.
+        """The name of the model for titles. If the model was loaded from a folder, it is the name of the
+        folder without its path.
         """
         path = Path(self.name).expanduser()
         return path.resolve().name if path.is_dir() else self.name
@@ -270,10 +270,10 @@ def _built(
     dtype: torch.dtype | None,
     part: str | None,
 ) -> tuple[str, nn.Module, set[str]]:
-    """Load the weights of a model, or build it with random weights; ``kind`` is its class, or AutoModel.
+    """Load the weights of a model, or build the model with random weights.
 
     Return the path of the chosen part ("" for the whole model), the part itself, and the names of its weights
-    that the file lacks.
+    that the file lacks. ``kind`` is the class of the model, or AutoModel.
     """
     unread: set[str] = set()
     options = {"trust_remote_code": False, **(_without_pooler(config) if kind is AutoModel else {})}
@@ -319,7 +319,8 @@ def _built(
 def _preparation(
     place: Place, config: Any, model: nn.Module, modality: str
 ) -> ImagePreparation | AudioPreparation | None:
-    """Return the processor that converts images or audio to model inputs, or None for models of other inputs.
+    """Return the processor that converts images or audio to model inputs. Return None if the model takes
+    neither images nor audio.
 
     Raises
     ------
@@ -350,8 +351,8 @@ def _refuse_several(place: Place, model: PreTrainedModel) -> None:
 
 
 def _without_pooler(config: Any) -> dict[str, Any]:
-    """Return the keyword argument that builds a model without its pooler, or no argument if there is no such
-    option.
+    """Return a dict with the keyword argument that builds a model without its pooler. The dict is empty if
+    the model class has no such argument.
 
     The pooler comes after all attention.
     """
@@ -364,7 +365,8 @@ def _without_pooler(config: Any) -> dict[str, Any]:
 def _layers(
     model: nn.Module, preparation: ImagePreparation | AudioPreparation | None
 ) -> tuple[list[AttentionLayer], str]:
-    """Run a model on a short input and return its attention layers, or a phrase that says why there are none.
+    """Run a model on a short input to find its attention layers. The first result is the list of the layers,
+    the second is a phrase that says why the list is empty.
 
     The phrase is empty if there are attention layers.
     """

@@ -213,9 +213,8 @@ def _processors(
 def _tried(
     processor: Any, channels: int, wanted: tuple[int, int] | None
 ) -> tuple[tuple[int, int], dict[str, Any]]:
-    """Try an image processor, and return the height and width of the images that it produces.
-
-    Also return the options with which it makes images of this size.
+    """Try an image processor on two images. The first result is the height and width of the images that it
+    produces, the second are the options with which it produces them.
 
     The size is ``wanted`` or, if that is None, the size that the processor gives to a square image.
     """

@@ -80,7 +80,9 @@ def _check_name(place: Place, name: object, where: str, endings: tuple[str, ...]
 
 
 def _parts(place: Place, index: str) -> set[object]:
-    """Return the set of names of the weight files in an index file, which is empty without an index file."""
+    """Return the set of names of the weight files that an index file lists. The set is empty if the model has
+    no index file.
+    """
     found = place.file(index)
     if found is None:
         return set()

@@ -57,14 +57,16 @@ class Tokenizer:
         return [int(i) for i in found["input_ids"]], [int(start) for start, _ in found["offset_mapping"]]
 
     def decoded(self, ids: list[int]) -> list[str]:
-        """Return the text of each token id; without a tokenizer, "id" and the number."""
+        """Return the text of each token id, or texts such as "id 17" if there is no tokenizer."""
         if self._backend is None:
             return [f"id {i}" for i in ids]
         return [str(self._backend.decode([i])) for i in ids]
 
     @property
     def serialized(self) -> str:
-        """Return a text that identifies the tokenizer in fingerprints, which is empty without a tokenizer."""
+        """Return a text that identifies the tokenizer in fingerprints. The text is empty if there is no
+        tokenizer.
+        """
         if self._backend is None:
             return ""
         if isinstance(self._backend, PreTrainedTokenizerFast):

@@ -42,8 +42,8 @@ Axes = tuple[Axis, ...]
 
 
 def leaves(axis: Axis) -> Axis:
-    """Return the smallest factors of an axis, in which every factor that was split is replaced by
-    its parts.
+    """Return the smallest known factors of the length of an axis. Every factor that was split is replaced by
+    its two parts, and they by theirs.
     """
     found: list[Factor] = []
     for factor in axis:
@@ -77,9 +77,10 @@ def regroup(axes: Axes, shape: Sequence[int]) -> Axes | None:
 
 
 def broadcast(axes: Axes, shape: Sequence[int]) -> tuple[Axes, Axes]:
-    """Return the axes of a tensor after broadcasting it to a larger shape.
+    """Return the axes that two tensors have after they are broadcast together, given the axes of one and the
+    shape of the other.
 
-    The first result are the axes of the broadcast tensor, the second the axes of the tensor of ``shape``.
+    The first result are the axes of the broadcast result, the second the axes of the tensor of ``shape``.
     """
     rank = max(len(axes), len(shape))
     mine = ((),) * (rank - len(axes)) + axes

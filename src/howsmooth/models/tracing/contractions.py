@@ -22,9 +22,10 @@ _ROLES = {"batch1": "left", "mat1": "left", "batch2": "right", "mat2": "right"}
 
 @dataclass(frozen=True, slots=True)
 class Contraction:
-    """A product of two tensors, ``beta * bias + alpha * left · right``, as ``einsum`` writes it.
+    """A product ``beta * bias + alpha * left · right`` of two tensors, with a label for each axis as in
+    ``einsum``.
 
-    Each axis has a label. A label of both tensors that is missing in the result is summed over.
+    A label of both tensors that is missing in the result is summed over.
     """
 
     left: Tensor

@@ -98,7 +98,9 @@ def bound_arguments(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, 
 
 
 def first_tokens(arguments: dict[str, Any]) -> Tensor | None:
-    """Return the token argument of a module, which is its first floating-point tensor, or None."""
+    """Return the first floating-point tensor among the arguments of a module, which is taken for its tokens.
+    Return None if there is none.
+    """
     for value in arguments.values():
         if isinstance(value, Tensor) and value.is_floating_point():
             return value

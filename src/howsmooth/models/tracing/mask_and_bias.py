@@ -70,7 +70,7 @@ def describe_mask(visible: Bool[Tensor, "n n"] | None, n: int) -> Masking:
     """Describe a mask in words and by rules, such as the causal order; keep the mask itself if no rule
     describes it.
 
-    Every mask for n = 1 counts as causal, since nothing is hidden: pass None for layers that are not.
+    For n = 1 every mask counts as causal, since it hides nothing: pass None if the layer is not causal.
     """
     if visible is None:
         return Masking(False, None, None, "none")
@@ -89,7 +89,8 @@ def describe_mask(visible: Bool[Tensor, "n n"] | None, n: int) -> Masking:
 def order_and_window(visible: Bool[Tensor, "*lead m n"]) -> Visibility | None:
     """Return the causal and sliding-window rules that together give exactly this mask.
 
-    None if no such rules give it, if it differs between heads or sequences, or if it is not square.
+    The result is None if no such rules give it, if the mask differs between heads or sequences, or if it is
+    not square.
     """
     m, n = visible.shape[-2:]
     if m != n or visible.numel() != n * n:

@@ -59,6 +59,9 @@ class TracedCall:
     def keep(self) -> None:
         """Copy the floating-point arguments of the module call, because the model may change them in place
         later.
+
+        Only the first one, and those with at most three axes, are copied. Version counters of all arguments
+        are stored.
         """
         if self.kept:
             return
@@ -79,7 +82,9 @@ class TracedCall:
         self.versions = {id(v): v._version for v in self._tensors()}
 
     def unchanged(self) -> bool:
-        """Return True if the arguments of the module call still equal their stored copies."""
+        """Return True if no stored argument of the module call was changed in place after :meth:`keep`, as
+        the version counters of PyTorch tell.
+        """
         return all(self.versions.get(id(v), v._version) == v._version for v in self._tensors())
 
     def arguments(self) -> dict[str, Any]:

@@ -118,8 +118,9 @@ class ModuleReplay:
     def of_first_sequence(self) -> ModuleReplay:
         """Return this module call restricted to the first sequence of the batch.
 
-        No model says which arguments have a batch axis. First, arguments are cut whose length along the batch
-        axis is the number of sequences; if the output is then wrong, all whose length is a multiple of it.
+        No model says which arguments have a batch axis. First, only arguments are cut whose length along the
+        batch axis is the number of sequences, or is that of the tokens. If the output is then wrong, all
+        arguments are cut whose length is a multiple of the number of sequences.
 
         Raises
         ------
@@ -164,7 +165,9 @@ class ModuleReplay:
         return alone
 
     def on(self, module: nn.Module, dtype: torch.dtype, device: torch.device) -> ModuleReplay:
-        """Return this module call for a copy of the module in another dtype and on another device."""
+        """Return the same call for the given copy of the module, with the arguments converted to the dtype
+        and device of the copy.
+        """
 
         def moved(value: Any) -> Any:
             if not isinstance(value, Tensor):

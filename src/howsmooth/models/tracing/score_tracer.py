@@ -129,8 +129,10 @@ def _name(func: Any) -> str:
 
 
 def _mixed(known: Known | None, what: str) -> Opaque | None:
-    """Return the record of the result of an operation, named by ``what``, that does not occur in softmax
-    attention.
+    """Return the record of a tensor that was computed from scores by an operation that does not occur in
+    softmax attention.
+
+    ``what`` is a phrase that says what the operation does.
     """
     if known is None or isinstance(known, Opaque):
         return known
@@ -171,7 +173,9 @@ def _of_one(change: Callable[[Scores | Probabilities, _Applied], Known | None]) 
 
 
 def _each(known: Scores | Probabilities, change: Callable[[Scores], Scores | Opaque]) -> Known:
-    """Apply the function ``change`` to a record of attention scores, also inside the record of a softmax."""
+    """Apply the function ``change`` to a record of attention scores, or to the scores in the record of
+    attention weights.
+    """
     if isinstance(known, Scores):
         return change(known)
     scores = change(known.scores)
@@ -307,8 +311,8 @@ def _index(known: Scores | Probabilities, applied: _Applied) -> Known | None:
 
 
 def _cut(known: Scores | Probabilities, applied: _Applied) -> Known | None:
-    """Return the record of a slice of scores or attention weights, which may only remove the column
-    of sinks.
+    """Return the record of a slice of scores or attention weights. Only a slice that removes the column of
+    attention sinks can still be read.
     """
     return _without_sinks(known, applied.tensor, applied.result) or _mixed(known, "are indexed")
 
@@ -328,7 +332,7 @@ def _dropout(known: Scores | Probabilities, applied: _Applied) -> Known | None:
 def _without_sinks(known: Known, tensor: Tensor, result: Tensor) -> Probabilities | None:
     """Return the record of attention weights after their column of sinks was removed.
 
-    None if another part was cut off.
+    The result is None if another part was cut off.
     """
     # The index is not read: the shape and the memory offset of the result tell which column was cut off.
     if not isinstance(known, Probabilities) or known.cut or known.scores.sinks is None:
@@ -347,8 +351,8 @@ def _without_sinks(known: Known, tensor: Tensor, result: Tensor) -> Probabilitie
 
 
 def _assign(tracer: ScoreTracer, func: Any, args: Any, kwargs: Any) -> Any:
-    """Run ``a[i] = b``, and mark the changed tensor ``a`` as a tensor that is no longer known to be
-    scores.
+    """Run ``a[i] = b``, and record that the tensor ``a`` can no longer be read as attention scores or
+    weights.
     """
     known = tracer.known(args[0]) or tracer.known(args[2])
     func(*args, **kwargs)
@@ -423,9 +427,10 @@ def _softmax(tracer: ScoreTracer, func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _rearrange(tracer: ScoreTracer, func: Any, args: Any, kwargs: Any) -> Any:
-    """Run a function that selects, shifts or sorts scores, whose result is not treated as attention scores.
+    """Run a function that selects, shifts or sorts scores, such as ``topk``, and record that its result
+    cannot be read as attention scores.
 
-    The result derives from a product of queries and keys, but it cannot be read as attention scores.
+    The result still derives from a product of queries and keys.
     """
     known = tracer.known(args[0] if args else kwargs.get("input"))
     result = func(*args, **kwargs)
@@ -436,7 +441,8 @@ def _rearrange(tracer: ScoreTracer, func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _mix(tracer: ScoreTracer, func: Any, args: Any, kwargs: Any) -> Any:
-    """Run a function that is computed from scores but whose result is not treated as attention scores.
+    """Run a function that changes or mixes scores, such as ``exp`` or ``sum``, and record that its result
+    cannot be read as attention scores.
 
     The result is Opaque; after a second such function it is unknown.
     """

@@ -78,10 +78,8 @@ class SoftmaxTracer(ScoreTracer):
         self._check = check
 
     def _report(self, call: SoftmaxCall) -> Tensor | None:
-        """Pass a softmax attention to the callback, and return the output that replaces the original one, if
-        any.
-
-        The result is None if ``on_softmax`` gives no other output.
+        """Pass a softmax attention to the callback ``on_softmax``. Return the output that the callback gives
+        in place of the original output, or None if it gives none.
         """
         replacement = self._on_core(call)
         if replacement is None or call.output is None:

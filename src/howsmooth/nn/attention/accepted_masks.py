@@ -1,4 +1,4 @@
-"""Attention masks of Lipschitz layers: the masks that a layer accepts, and their addition to the scores.
+"""The attention masks that Lipschitz layers accept, and their addition to the attention scores.
 
 A layer accepts the masks for which its Lipschitz constant is proved. Masks follow PyTorch's conventions.
 """
@@ -85,8 +85,9 @@ class Masking:
         return rows
 
     def always(self, n: int) -> Tensor | None:
-        """Return the mask (n, n) that applies in every call of the layer, True where keys are hidden, or
-        None.
+        """Return the mask (n, n) that applies in every call of the layer, or None if there is no such mask.
+
+        An entry is True where the query (row) does not see the key (column).
         """
         if self.kind == "causal":
             return torch.ones(n, n, dtype=torch.bool).triu(1)

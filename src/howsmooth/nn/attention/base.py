@@ -200,7 +200,7 @@ class LipschitzAttention(LipschitzModule):
 
     @abstractmethod
     def _log_bound(self, length: int, radius: float, weights: Weights) -> Tensor:
-        """Return the logarithm of the Lipschitz bound of the layer before its output is rescaled.
+        """Return the logarithm of the Lipschitz bound of the layer without the rescaling of its output.
 
         The result is a float64 scalar with a graph to the weights. The bound holds for the layer's kind of
         masks. The result may be too small by the rounding errors of its computation.
@@ -213,13 +213,13 @@ class LipschitzAttention(LipschitzModule):
         """
 
     def _undivided_bound(self, length: int, radius: float, weights: Weights) -> Bound:
-        """Return the Lipschitz bound of the layer before its output is rescaled."""
+        """Return the Lipschitz bound of the layer without the rescaling of its output."""
         log = log_value(lambda given: self._log_bound(length, radius, given), weights)
         return self._named_bound(log, radius)
 
     @abstractmethod
     def _undivided_output_radius(self, length: int, radius: float, weights: Weights) -> float:
-        """Return an upper bound on the norms of the output tokens before they are rescaled."""
+        """Return an upper bound on the norms of output tokens without the rescaling of the output."""
 
     @abstractmethod
     def _map(self, weights: Weights, scale: float) -> TokenMap:
@@ -306,7 +306,7 @@ class LipschitzAttention(LipschitzModule):
         return weights
 
     def _log_divisor(self, weights: Weights) -> float:
-        """Return the logarithm of the number by which the layer divides its output, bound / constant.
+        """Return log(bound / constant), the logarithm of the number by which the layer divides its output.
 
         This logarithm is computed again only if a weight or a setting of the layer has changed.
         """
@@ -320,17 +320,16 @@ class LipschitzAttention(LipschitzModule):
         return self.length, self.radius, self.constant
 
     def _log(self, weights: Weights) -> Tensor:
-        """Return the logarithm of the Lipschitz bound before the output is rescaled, differentiable in the
-        weights.
+        """Return the logarithm of the Lipschitz bound of the layer without the rescaling of its output.
 
-        The bound is taken at the layer's length and radius.
+        The bound is taken at the layer's length and radius. The result is differentiable in the weights.
         """
         return self._log_bound(self.length, self._bound_radius, weights)
 
     def _log_quotient(self, log_formula: float) -> float:
-        """Return the logarithm of the Lipschitz bound of the layer divided by its target constant.
+        """Return log(bound / constant) for the Lipschitz bound and the target constant of the layer.
 
-        The bound is rounded up; ``log_formula`` is its logarithm before.
+        The bound is rounded up. ``log_formula`` is its logarithm before the rounding.
         """
         assert self.constant is not None
         log = self._named_bound(log_formula, self._bound_radius).log_value
@@ -431,9 +430,9 @@ class LipschitzAttention(LipschitzModule):
         return output, shown if need_weights else None
 
     def _undivided(self, x: Tensor, added: Tensor | None, weights: Weights) -> tuple[Tensor, Tensor]:
-        """Return the output before it is rescaled, and the attention weights, for tokens (batch, n, d).
+        """Return the layer's output without its rescaling, and the attention weights.
 
-        ``added`` is a mask of numbers to add to the scores, or None.
+        ``x`` are tokens (batch, n, d). ``added`` is a mask of numbers to add to the scores, or None.
         """
         q, k, v = self._queries_keys_values(x, weights)
         probabilities = self._probabilities(q, k, v, added, weights)

@@ -1,5 +1,6 @@
-"""Energy attention, the gradient of a convex function of all tokens, for gradient steps that are
-1-Lipschitz.
+"""Energy attention, which is the gradient of a convex function of all tokens.
+
+With ``constant=1``, gradient steps on this convex function are 1-Lipschitz.
 """
 
 from __future__ import annotations

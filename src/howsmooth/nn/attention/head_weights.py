@@ -22,8 +22,9 @@ __all__ = ["Parts", "rows_of"]
 
 @dataclass(frozen=True, eq=False)
 class Parts:
-    """The query, key, value and output matrices and biases of a layer, split into its H heads of dimension k
-    = d/H.
+    """The query, key, value and output matrices and biases of a layer, split into heads.
+
+    The layer has H heads of dimension k = d/H, where d is the dimension of a token.
 
     Attributes
     ----------

@@ -105,8 +105,7 @@ class L2Attention(AttentionVariant):
         return {name: weight for name, weight in found.items() if weight is not None}
 
     def _folded(self, weights: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
-        """Return, for all heads, the query matrices and the matrices that map the query of a token to its
-        value.
+        """Return the query matrices of all heads, and the matrices that map a token's query to its value.
 
         L2 attention ties values to queries. For head h these matrices are Q_h (k, d) and V_h Q_hᵀ/√k (k, k).
         """

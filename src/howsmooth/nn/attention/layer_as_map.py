@@ -1,4 +1,4 @@
-"""A layer as a map of tokens, given by a function of tokens and weights.
+"""A map of tokens that is defined by a function of tokens and weights.
 
 It serves attention variants that have no class in howsmooth.attention.
 """
@@ -20,7 +20,9 @@ Weights = Mapping[str, Tensor]
 
 
 class LayerMap(TokenMap):
-    """A token map given by a function of tokens and weights, with a Jacobian by automatic differentiation.
+    """A map of tokens that is defined by a function of tokens and weights.
+
+    Its Jacobian is computed by automatic differentiation.
 
     Parameters
     ----------

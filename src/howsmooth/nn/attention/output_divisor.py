@@ -51,7 +51,7 @@ class CachedNumber:
         return self._value
 
     def _keep(self, weight: Tensor) -> None:
-        """Store a copy of one weight, and the computed number as a tensor that recorded graphs can use."""
+        """Store a copy of one weight, and the computed number as a tensor for the method ``recorded``."""
         self._weights += (weight.clone(),)
         self._number = torch.tensor(self._value, dtype=torch.float64)
 
@@ -88,7 +88,7 @@ LogExpression = Callable[[Mapping[str, Tensor]], Tensor]
 
 
 def log_value(expression: LogExpression, weights: Mapping[str, Tensor]) -> float:
-    """Return the logarithm of the Lipschitz bound of a layer as a float, or inf if it overflows."""
+    """Return the logarithm of the Lipschitz bound of a layer as a float, or inf if its computation fails."""
     try:
         with torch.no_grad():
             value = float(expression(weights).detach())
@@ -100,7 +100,7 @@ def log_value(expression: LogExpression, weights: Mapping[str, Tensor]) -> float
 def divided(
     log_divisor: float, weights: Mapping[str, Tensor], expression: LogExpression, like: Tensor
 ) -> Tensor:
-    """Return the factor for the output of a layer with which the layer has its target Lipschitz constant.
+    """Return the factor by which a layer multiplies its output to get its target Lipschitz constant.
 
     The factor is 1/divisor, differentiable in the weights.
 

@@ -32,11 +32,12 @@ _RIDGE = 1e-15
 
 
 def doubly_stochastic(scores: Tensor, *, tolerance: float = 1e-10, max_iterations: int = 1000) -> Tensor:
-    """Return the doubly stochastic matrix P = diag(α) e^S diag(β) for scores S, in float64.
+    """Return the doubly stochastic matrix whose entries are α_i exp(S_ij) β_j for given scores S.
 
-    Rows sum to one up to rounding, and columns up to ``tolerance``. P is differentiable in forward and
-    reverse mode and in every order. The iteration stops for each matrix separately, so a result does not
-    depend on the other matrices of the batch, up to rounding.
+    The factors α and β are positive. The result P is in float64. Rows sum to one up to rounding, and columns
+    up to ``tolerance``. P is differentiable in forward and reverse mode and in every order. The iteration
+    stops for each matrix separately, so a result does not depend on the other matrices of the batch, up to
+    rounding.
 
     Parameters
     ----------
@@ -115,10 +116,9 @@ def _projected(p: Tensor, m: Tensor) -> Tensor:
 
 
 def _system(p: Tensor) -> Tensor:
-    """Return the matrix diag(c) − PᵀP of a linear system, made invertible, where c are the column sums of P.
+    """Return the matrix of the linear systems that Newton steps and the derivatives of P solve.
 
-    Newton steps and the derivatives of P solve linear systems with this matrix.
-
+    It is diag(c) − PᵀP, made invertible, where P is nearly doubly stochastic and c are its column sums.
     The kernel of diag(c) − PᵀP consists of the constant vectors or, if P is block diagonal, of the vectors
     constant on each block. Adding 1/n to all entries removes the constants, and the ridge handles the blocks.
     Adding a kernel vector to a solution does not change the result.
@@ -168,9 +168,9 @@ _scaled.register_autograd(_Scaling.backward, setup_context=_Scaling.setup_contex
 
 
 def _newton(g: Tensor, p: Tensor) -> list[Tensor]:
-    """Return candidates for the vector g = log β: the results of Newton steps of several lengths.
+    """Return the results of a Newton step from ``g`` and of shorter steps in the same direction.
 
-    Shorter steps are among them because a full Newton step may overshoot.
+    ``g`` is the vector log β of logarithmic column factors. A full Newton step may overshoot.
     """
     # The Hessian of the objective is diag(c) − PᵀP and its gradient is c − 1.
     step = torch.linalg.solve(_system(p), (p.sum(dim=-2) - 1)[..., None]).mT
@@ -179,7 +179,7 @@ def _newton(g: Tensor, p: Tensor) -> list[Tensor]:
 
 
 def _best(scores: Tensor, trials: list[Tensor], near: Tensor) -> Tensor:
-    """Return the best of several candidates for the vector g = log β of logarithmic column factors.
+    """Return the best of several candidates for the logarithms of the column factors.
 
     The best candidate has the lowest objective or, where ``near`` is True, the column sums closest to one.
     """
@@ -198,10 +198,9 @@ def _best(scores: Tensor, trials: list[Tensor], near: Tensor) -> Tensor:
 
 
 def _normalised(scores: Tensor, g: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return log P for given column factors e^g, and the deviation of the column sums of P from one.
+    """Return the logarithm of the matrix that has column factors e^g and rows that sum to one.
 
-    The rows of P sum to one. The results are log P, the logarithms of the column sums, and the largest
-    |column sum − 1|.
+    The second result contains the logarithms of its column sums, the third the largest |column sum − 1|.
     """
     log_p = torch.log_softmax(scores + g, dim=-1)
     columns = torch.logsumexp(log_p, dim=-2, keepdim=True)

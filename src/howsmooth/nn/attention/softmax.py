@@ -1,4 +1,4 @@
-"""Softmax attention that is divided by its proved Lipschitz bound."""
+"""Softmax attention whose output is divided by its proved Lipschitz bound."""
 
 from __future__ import annotations
 

@@ -1,5 +1,6 @@
-"""Base class of attention layers other than softmax attention, whose Lipschitz bound is one differentiable
-expression.
+"""Base class of the attention layers other than softmax attention.
+
+The Lipschitz bound of such a layer is one differentiable function of its weights.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ class AttentionVariant(LipschitzAttention):
 
     @abstractmethod
     def _bound(self, rows: VisibleRows, radius: float, weights: Weights) -> Tensor:
-        """Return the Lipschitz bound of the layer before its output is rescaled.
+        """Return the Lipschitz bound of the layer without the rescaling of its output.
 
         The result is a float64 scalar that is differentiable in the weights. ``rows`` says how many keys each
         query sees under the layer's masks, ``radius`` is the largest norm of a token, possibly infinite, and
@@ -65,10 +66,9 @@ class AttentionVariant(LipschitzAttention):
         return heads
 
     def _attended(self, x: Tensor, weights: Weights) -> Tensor:
-        """Return the output of the layer for tokens (batch, n, d), before it is rescaled to the target
-        constant.
+        """Return the output of the layer without its rescaling to the target constant.
 
-        The mask that every call applies is taken into account.
+        ``x`` are tokens (batch, n, d). The mask that every call applies is taken into account.
         """
         # The map has the mask that every call applies; masks of single calls are not part of it.
         hidden = self.masking.always(x.shape[-2])
@@ -106,10 +106,10 @@ def scaled_weights(weights: Weights, scale: float) -> dict[str, Tensor]:
 
 
 def log_kernel(q: Tensor, k: Tensor) -> Tensor:
-    """Return the logarithms of the terms φ_r(q_i) φ_r(k_j) of the kernel ⟨φ(q_i), φ(k_j)⟩, for all queries,
-    keys and features r.
+    """Return the logarithm of each product of a feature of a query and the same feature of a key.
 
-    ``q`` and ``k`` are logarithms (batch, heads, n, features). The result is (batch, heads, n, n, features).
+    The sum of these products over the features is the kernel. ``q`` and ``k`` are the logarithms of the
+    features, (batch, heads, n, features). The result is (batch, heads, n, n, features).
     """
     return q[..., :, None, :] + k[..., None, :, :]
 

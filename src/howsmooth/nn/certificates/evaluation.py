@@ -71,7 +71,7 @@ class Evaluation:
 
     @property
     def reach(self) -> float:
-        """The largest norm of any token within the certified radius of an evaluated input.
+        """The largest norm that a token can have when an input is changed within its certified radius.
 
         Without ``clip``, nothing is proved for inputs with a token norm above ``radius``. An evaluation whose
         ``radius`` is this number covers all inputs within the certified radii.
@@ -98,7 +98,10 @@ class Evaluation:
         return "\n".join(lines)
 
     def certified(self, radius: float) -> int:
-        """Return how many inputs are classified correctly and provably keep this class within a given radius.
+        """Return the number of inputs whose certified radius is larger than ``radius``.
+
+        These inputs are classified correctly, if labels were given, and provably keep their class within this
+        distance.
 
         Raises
         ------
@@ -122,7 +125,7 @@ def evaluate(
     batch: int = 256,
     on_batch: Callable[[int, int], None] | None = None,
 ) -> Evaluation:
-    """Certify a classifier, and compute how far each input may move before its predicted class can change.
+    """Certify a classifier, and compute for each input a distance within which its class cannot change.
 
     All computations use a float64 copy of the model in evaluation mode. Half-precision weights are converted
     exactly, but outputs that are computed in half precision are not covered.
@@ -227,7 +230,7 @@ def checked_inputs(inputs: Tensor) -> Tensor:
     Raises
     ------
     ArgumentError
-        If they are no floating-point numbers, or none.
+        If the inputs are not floating-point numbers, or if there are none.
     NonFiniteError
         If a number is NaN or infinite.
 
@@ -252,7 +255,7 @@ def checked_inputs(inputs: Tensor) -> Tensor:
 
 
 def tokens_of(model: nn.Module, inputs: Tensor) -> Tensor:
-    """Return inputs as tokens (batch, n, d), for which the Lipschitz constant of the model is certified.
+    """Convert the inputs of a model to the tokens (batch, n, d) to which its certificate refers.
 
     Raises
     ------
@@ -285,9 +288,7 @@ def tokens_of(model: nn.Module, inputs: Tensor) -> Tensor:
 
 
 def _inputs_of(model: nn.Module, tokens: Tensor, shape: torch.Size) -> Tensor:
-    """Return the inputs of shape ``shape`` that consist of the tokens ``tokens``, the inverse of
-    :func:`tokens_of`.
-    """
+    """Convert tokens back to inputs of shape ``shape``, as the inverse of :func:`tokens_of`."""
     first = first_module(model) if len(shape) == 4 else None
     if isinstance(first, Patches | nn.Conv2d):
         size = first.patch_size if isinstance(first, Patches) else first.kernel_size

@@ -35,7 +35,7 @@ _SOURCE = 'models with a forward of their own, howsmooth documentation, "Enforce
 
 @dataclass(frozen=True)
 class _State:
-    """The shape of one tensor of the forward pass, with a Lipschitz bound and a norm bound for all inputs.
+    """The shape of one tensor of the forward pass, with bounds on its Lipschitz constant and token norms.
 
     Attributes
     ----------
@@ -65,9 +65,9 @@ class _State:
 
 
 class _Recorder(fx.Tracer):
-    """A torch.fx tracer that records PyTorch modules, and modules with a known constant, as single nodes.
+    """A torch.fx tracer that does not look inside PyTorch modules and modules of known Lipschitz constant.
 
-    It also records the inside of Sequential.
+    It records each of these modules as a single node, apart from Sequential, whose children it records.
     """
 
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
@@ -87,15 +87,22 @@ def walk_graph(model: nn.Module, inputs: Tensor, length: int, radius: float) -> 
         If the model does not take ``inputs``.
 
     """
-    random = torch.random.get_rng_state()
+    random = _random_states(inputs.device)
     follower = _Follower(fx.GraphModule(model, _recorded(model)), inputs, length, radius)
     last = follower.follow()
-    if not torch.equal(random, torch.random.get_rng_state()):
+    if not all(map(torch.equal, random, _random_states(inputs.device))):
         raise refusal(model, "", "draws random numbers, so it is not a fixed function")
     row = Row(
         "", kind_of(model).__name__, 0, last.constant, radius, last.radius, length, last.length, _SOURCE
     )
     return Walk((*follower.rows, row), last.constant, last.length, last.radius)
+
+
+def _random_states(device: torch.device) -> list[Tensor]:
+    """Return the states of PyTorch's random number generators of the CPU and of the device, if that is a CUDA
+    device.
+    """
+    return [torch.get_rng_state(), *([torch.cuda.get_rng_state(device)] if device.type == "cuda" else [])]
 
 
 def first_module(model: nn.Module) -> nn.Module | None:
@@ -137,10 +144,10 @@ def _recorded(model: nn.Module) -> fx.Graph:
 
 
 class _Follower(fx.Interpreter):
-    """An interpreter of the recorded graph that computes the value of each node at an example input, and its
-    bounds.
+    """An interpreter of the recorded graph that computes the value of each node at an example input.
 
-    The bounds are a _State. A node that depends on the input through shapes alone has none.
+    It also computes bounds for all inputs, as a _State of each node. A node that depends on the input through
+    shapes alone has no bounds.
     """
 
     def __init__(self, module: fx.GraphModule, inputs: Tensor, length: int, radius: float) -> None:
@@ -170,7 +177,7 @@ class _Follower(fx.Interpreter):
         return state
 
     def run_node(self, n: fx.Node) -> Any:
-        """Compute the value of one node of the graph at the example input, and its bounds for all inputs."""
+        """Compute the value of one graph node at the example input, and its bounds for all inputs."""
         value = super().run_node(n)
         if n.op == "placeholder":
             if n is not self._nodes[0]:
@@ -232,9 +239,7 @@ class _Follower(fx.Interpreter):
             return "is called with arguments for which there is no rule"
 
     def _given(self, argument: Any) -> Any:
-        """Return the value of an argument of a recorded call, which may be a constant or a node of
-        the graph.
-        """
+        """Return the value of ``argument``, which is a constant or a node of the recorded graph."""
         return self.env.get(argument, argument) if isinstance(argument, fx.Node) else argument
 
     def _of_module(self, node: fx.Node, value: Any) -> _State | str:
@@ -283,8 +288,10 @@ class _Follower(fx.Interpreter):
         return found
 
     def _of_images(self, module: nn.Module, path: str, state: _State, value: Any) -> _State | str:
-        """Bound the output of a convolution or of a cut into patches that maps disjoint patches of images to
-        tokens.
+        """Return the bounds on the tokens that a module computes from disjoint patches of images.
+
+        The module is a convolution or :class:`Patches`. The result is a text with the reason if the module
+        has no rule.
         """
         if self.rows:
             return "cuts the images a second time, perhaps into other patches than those of the radius"

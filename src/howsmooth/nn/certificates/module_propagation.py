@@ -143,7 +143,7 @@ def walk(module: nn.Module, length: int, radius: float, path: str = "", level: i
 
 
 def has_rules(module: nn.Module) -> bool:
-    """Return whether the Lipschitz constant of a module, or of each module in a Sequential, is known.
+    """Return whether a module, or each module in a Sequential, has a rule for its Lipschitz constant.
 
     There is no rule for other modules, such as models with a ``forward`` of their own.
     """

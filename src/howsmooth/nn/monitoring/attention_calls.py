@@ -41,7 +41,7 @@ class OwnAttention:
     plain: bool = False
 
     def read(self, scope: str) -> tuple[Callable[[Tensor], Tensor], Tensor]:
-        """Return the function that the layer computed in this call, and its tokens (batch, n, d).
+        """Return the function that the layer computed in this call, and the tokens (batch, n, d) that it got.
 
         Raises
         ------
@@ -63,9 +63,9 @@ class OwnAttention:
         return (self.map if self.plain else self._as_called), x
 
     def reproduces(self, padded: OwnAttention, padding: Padding, sequence: int) -> bool:
-        """Return whether this call has the tokens and output of one sequence of a call with padding.
+        """Return whether this call, without padding, agrees with one sequence of a call with padding.
 
-        Only the real tokens of the sequence are compared, without its padding.
+        The real tokens of the sequence, and the outputs at these tokens, are compared.
         """
         real = padding.real[sequence]
         for whole, alone in (

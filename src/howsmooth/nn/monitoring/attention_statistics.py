@@ -52,12 +52,12 @@ def score_norm(f: TokenMap | None) -> float:
 
 @dataclass
 class ScoreStatistics:
-    """The largest logit of attention, and the mean entropy −Σ_j P_ij log P_ij of the attention weights of a
-    query.
+    """The largest attention logit, and the mean over all queries of the entropy of their attention weights.
 
-    A logit is the number that enters the softmax for a query and a key that it sees: the scaled product of
-    both after their norms and rotary positions, with soft-cap and bias. The maximum and the means are over
-    heads, rows and sequences.
+    The entropy for query i is −Σ_j P_ij log P_ij, where P_ij is its attention weight for key j. A logit is
+    the number that enters the softmax for a query and a key that it sees: the scaled product of both after
+    their norms and rotary positions, with soft-cap and bias. The maximum and the means are over heads, rows
+    and sequences.
 
     Rows are added one batch at a time. A row that sees m keys (a sink counts as one key) has entropy at most
     log m. For the normalised mean, its entropy is divided by log m. Rows that see a single key have entropy
@@ -93,16 +93,16 @@ class ScoreStatistics:
 
     @property
     def normalised(self) -> float | None:
-        """The mean over the queries of the entropy of the attention weights, divided by the entropy of
-        uniform weights.
+        """The mean over queries of the normalised entropy of their attention weights, from 0 to 1.
 
+        For each query, the entropy is divided by the entropy of uniform weights on the keys that it sees.
         It is None if no row sees several keys, or if the attention weights are unknown.
         """
         there = self.normalised_rows and not self.missing
         return self.normalised_total / self.normalised_rows if there else None
 
     def add_map(self, f: TokenMap, x: Float[Tensor, "batch n d"]) -> None:
-        """Add the logits and entropies of all attention weights of a map at tokens x to the statistics."""
+        """Add the logits and the entropies of an attention map at the tokens ``x`` to these statistics."""
         try:
             if isinstance(f, SelfAttention):
                 q, k = f.queries_and_keys(x)

@@ -1,6 +1,4 @@
-"""The original model inside the wrappers of distributed training, with complete parameters instead
-of shards.
-"""
+"""Access to the model in the wrappers of distributed training, with whole parameters instead of shards."""
 
 from __future__ import annotations
 
@@ -42,11 +40,11 @@ def is_sharded(model: nn.Module) -> bool:
 
 @contextmanager
 def gathered(trained: nn.Module, model: nn.Module) -> Iterator[bool]:
-    """Return a context manager that makes a model runnable in one process, and yields whether this is the
-    process to run it.
+    """Return a context manager in which a single process can run a model that several processes train.
 
-    A model in DistributedDataParallel or FSDP is run by the first process only. Every process must enter the
-    context of an FSDP model, because its parameters are gathered from all processes.
+    It yields True in the process that is to run the model, and False in all others. A model in
+    DistributedDataParallel or FSDP is run by the first process only. Every process must enter the context of
+    an FSDP model, because its parameters are gathered from all processes.
 
     Parameters
     ----------
@@ -103,10 +101,10 @@ def _without_wrappers(model: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def _full_tensors(model: nn.Module, *, keep: bool) -> Iterator[None]:
-    """Return a context manager that gathers parameters sharded by ``fully_shard``, and puts them into the
-    model if ``keep`` is True.
+    """Return a context manager that gathers the parameters of a model that ``fully_shard`` has sharded.
 
-    Every process must take part, also those that do not keep the whole parameters.
+    The whole parameters are put into the model if ``keep`` is True. Every process must take part, also a
+    process that does not keep them.
     """
     sharded: list[tuple[dict[str, Any], str, Any]] = [
         (module._parameters, name, p)

@@ -13,10 +13,11 @@ __all__ = ["lightning_callback"]
 
 
 def lightning_callback(monitor: LipschitzMonitor) -> Any:
-    """Return a Lightning ``Callback`` that measures before the first training step and then at regular steps.
+    """Return a Lightning ``Callback`` that measures the attention layers of a model during training.
 
-    Steps are ``trainer.global_step``, the steps of all optimizers together, whatever the accumulation of
-    gradients. If several processes train the model, only the first one measures.
+    They are measured before the first training step and then at regular steps. Steps are
+    ``trainer.global_step``, the steps of all optimizers together, whatever the accumulation of gradients. If
+    several processes train the model, only the first one measures.
 
     Parameters
     ----------
@@ -48,7 +49,7 @@ def lightning_callback(monitor: LipschitzMonitor) -> Any:
             self._last = -1
 
         def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-            """Check that the monitor belongs to the trained model, and measure if training starts
+            """Check that the monitor belongs to the trained model, and measure the model if training starts
             at step 0.
             """
             if all(unwrapped(module) is not monitor.model for module in pl_module.modules()):
@@ -64,8 +65,9 @@ def lightning_callback(monitor: LipschitzMonitor) -> Any:
                 monitor.measure(0)
 
         def on_train_batch_end(self, trainer: Any, pl_module: Any, *_: Any, **__: Any) -> None:
-            """Call the monitor after each optimizer step, which then measures at every multiple of
-            ``every``.
+            """Call the monitor after each optimizer step.
+
+            The monitor measures the model if the number of steps is a multiple of its setting ``every``.
             """
             if trainer.global_step != self._last and self._takes_part(trainer):
                 monitor.step(trainer.global_step)

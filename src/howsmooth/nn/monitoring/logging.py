@@ -114,8 +114,9 @@ def imported(*names: str) -> Any:
 
 
 def _tagged(record: MonitorRecord) -> dict[str, float]:
-    """Return a dictionary from names ``<quantity>/<layer>`` to the numbers of a record, with 1 for
-    ``failed/<layer>`` if the measurement failed.
+    """Return the numbers of a record in a dict with keys ``<quantity>/<layer>``.
+
+    If the measurement failed, the dict has the entry 1 for ``failed/<layer>``.
     """
     place = record.name or "model"
     tagged = {f"{quantity}/{place}": value for quantity, value in record.scalars().items()}

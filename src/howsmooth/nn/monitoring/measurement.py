@@ -48,7 +48,10 @@ class Accuracy:
     seed: int
 
     def at(self, f: Callable[[Tensor], Tensor], x: Tensor, *place: int) -> LipschitzEstimate:
-        """Measure the local Lipschitz constant of f at x; ``seed`` and ``place`` fix the random start."""
+        """Measure the local Lipschitz constant of f at x.
+
+        ``self.seed`` and the integers ``place`` determine the random start.
+        """
         words = np.random.SeedSequence([self.seed, *place]).generate_state(1, np.uint64)
         return local_lipschitz(
             f,
@@ -62,7 +65,10 @@ class Accuracy:
 
 @dataclass(eq=False)
 class _Layer:
-    """An attention layer at one of the probe inputs: its map and its tokens, or the error of capturing it."""
+    """An attention layer with its input tokens for one of the probe inputs, as a map that can be measured.
+
+    If the layer could not be captured, ``failure`` is the exception.
+    """
 
     name: str
     #: The map that is measured, and its tokens. For captured layers, also the attention in the map, and its
@@ -97,8 +103,9 @@ class _Part:
 
 @dataclass(eq=False)
 class Readings:
-    """The data that one measurement leaves to the next: where the weights of layers are stored, and how
-    padding is removed.
+    """The data that each measurement stores for the next measurement.
+
+    They tell where the weights of each layer are in the model, and how the padding of a sequence is removed.
     """
 
     #: By probe input, and sequence of a padded one: the layers' indices and how to read each next time.
@@ -120,7 +127,7 @@ def measured(
 ) -> list[MonitorRecord]:
     """Measure every attention layer at all probe inputs, restore the state of the model, and return records.
 
-    Layers are read and measured one by one, so that the copies of one layer's weights are in memory.
+    Layers are read and measured one by one, so that copies of the weights of only one layer are in memory.
     ``readings`` comes from the last measurement and is updated. An error in one layer becomes that layer's
     row. An error before any layer is found becomes a row of the whole model. With ``strict`` errors are
     raised instead.
@@ -145,9 +152,10 @@ def measured(
 
 
 def check_layers(model: nn.Module, probes: Probes, layers: Sequence[int]) -> None:
-    """Raise ArgumentError if the model lacks one of the chosen ``layers`` at the first probe input.
+    """Raise ArgumentError if an index in ``layers`` is not the index of an attention layer of the model.
 
-    A model that cannot be run now is not checked; its measurement says why.
+    The attention layers are counted at the first probe input. A model that cannot be run now is not checked;
+    its measurement says why.
     """
     with preserved_state(model):
         try:
@@ -163,7 +171,7 @@ class _Moved(Exception):  # noqa: N818 - not a failure: other inputs without pad
 
 @dataclass(eq=False)
 class _Measurement:
-    """One measurement of a model, with its arguments as attributes."""
+    """One measurement of the attention layers of a model at one training step."""
 
     model: nn.Module
     step: int
@@ -320,7 +328,7 @@ def _captured(
     scope: str,
     padded: Callable[[], _Padded] | None,
 ) -> Iterator[tuple[int, _Layer]]:
-    """Run the model on one probe input, and yield each of its attention layers as a map with its tokens."""
+    """Run the model on one probe input, and yield each attention layer as a map with its input tokens."""
     began = time.process_time()
     places, own = _places(model, given)
     shared = (time.process_time() - began) / len(places)
@@ -340,10 +348,10 @@ def _captured(
 def _read_again(
     model: nn.Module, given: ModelInputs, known: list[tuple[int, Reading | int]], scope: str
 ) -> Iterator[tuple[int, _Layer]]:
-    """Run the model, and yield its attention layers with weights from the places that the last measurement
-    found.
+    """Run the model, and yield its attention layers without capturing them again.
 
-    Stop at the first layer that can no longer be read there.
+    Their weights are read from the locations that the last measurement found. Stop at the first layer that
+    can no longer be read there.
     """
     own = OwnLayers(model)
     began = time.process_time()
@@ -385,9 +393,7 @@ def _indices(layers: Sequence[int], count: int) -> list[int]:
 
 @dataclass(frozen=True, eq=False)
 class _Padded:
-    """The attention layers of a forward pass with padding, with which a forward pass without padding is
-    compared.
-    """
+    """The attention layers of a forward pass with padding, for comparison with a pass without padding."""
 
     padding: Padding
     places: list[OwnAttention | TracedLayer]
@@ -412,7 +418,10 @@ def _read(
     scope: str,
     padded: Callable[[], _Padded] | None,
 ) -> _Layer:
-    """Capture one attention layer as a map with its tokens, or store the exception in the result."""
+    """Capture one attention layer as a map with its input tokens.
+
+    If this fails, the result contains the exception instead. Only _Moved is raised.
+    """
     began = time.process_time()
     try:
         if isinstance(place, OwnAttention):

@@ -152,7 +152,7 @@ class LipschitzMonitor:
                     check_layers(self.model, self.probes, self.layers)
 
     def step(self, step: int | None = None) -> list[MonitorRecord]:
-        """Count an optimizer step, and measure if the number of steps is a multiple of ``every``.
+        """Count an optimizer step, and measure the model if the number of steps is a multiple of ``every``.
 
         Parameters
         ----------
@@ -204,8 +204,7 @@ class LipschitzMonitor:
         return rows
 
     def attach(self, optimizer: torch.optim.Optimizer) -> RemovableHandle:
-        """Register the monitor with an optimizer, so that it counts optimizer steps and measures at regular
-        steps.
+        """Register the monitor with an optimizer, so that each optimizer step calls :meth:`step`.
 
         A call of ``remove()`` on the returned handle ends this.
         """

@@ -14,10 +14,10 @@ __all__ = ["MonitorCallback"]
 
 
 class MonitorCallback(TrainerCallback):  # type: ignore[misc]
-    """A ``Trainer`` callback that measures the layers of a model before the first step and then at regular
-    steps.
+    """A ``Trainer`` callback that measures the attention layers of a model during training.
 
-    If several processes train the model, only the first one measures.
+    They are measured before the first training step and then at regular steps. If several processes train the
+    model, only the first one measures.
 
     Parameters
     ----------
@@ -37,7 +37,9 @@ class MonitorCallback(TrainerCallback):  # type: ignore[misc]
         self.monitor = monitor
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **rest: Any) -> None:
-        """Check that the monitor belongs to the trained model, and measure if training starts at step 0."""
+        """Check that the monitor belongs to the trained model, and measure the model if training starts at
+        step 0.
+        """
         model = rest.get("model")
         if model is not None and unwrapped(model) is not self.monitor.model:
             raise ArgumentError(

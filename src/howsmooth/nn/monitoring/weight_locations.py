@@ -1,5 +1,4 @@
-"""The locations of the weights of attention layers in a model, with which the layers can be captured again
-quickly.
+"""Locations of the weights of attention layers in a model, for fast repeated reading of the layers.
 
 The first time, a layer is captured: its map is found and verified by running the layer several times. If
 every parameter of the map is a block of a weight of the model, the positions of the blocks are remembered.
@@ -33,7 +32,7 @@ _BIASES = {"query": "query_bias", "key": "key_bias", "value": "value_bias", "out
 
 @dataclass(frozen=True, eq=False)
 class _Block:
-    """The location in a model of consecutive rows of a weight, or of consecutive entries of a bias.
+    """The position of consecutive rows in a weight of the model, or of consecutive entries in a bias.
 
     ``transposed`` tells whether they are rows of the transposed weight.
     """
@@ -52,8 +51,7 @@ class _Block:
 
 @dataclass(eq=False)
 class Reading:
-    """The locations of the weights of an attention layer in a model, with which the layer can be captured
-    again.
+    """The locations of the weights of one attention layer in a model, for repeated reading of the layer.
 
     The module ``owner`` gets the layer's tokens, and the module ``projection`` returns its output.
     """

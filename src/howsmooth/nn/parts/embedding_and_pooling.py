@@ -54,7 +54,7 @@ class _TokenModule(LipschitzModule):
 
 
 class Patches(_TokenModule):
-    """A module that cuts images (batch, channels, height, width) into square patches, which is an isometry.
+    """A module that cuts images (batch, channels, height, width) into square patches and preserves distances.
 
     The tokens are (batch, n, channels · size²). Patches are ordered row by row, and the entries of a patch
     channel by channel. The distance of two images equals the distance of their tokens. ``length`` and
@@ -198,7 +198,7 @@ class PrependToken(_TokenModule):
 
 
 class TakeToken(_TokenModule):
-    """A 1-Lipschitz module that returns one token of each sequence, (batch, n, d) to (batch, d).
+    """A 1-Lipschitz module that maps each sequence to one of its tokens, from (batch, n, d) to (batch, d).
 
     Parameters
     ----------
@@ -214,7 +214,7 @@ class TakeToken(_TokenModule):
         self.index = index
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return the token at ``self.index`` of each sequence, (batch, n, d) to (batch, d)."""
+        """Return the token at position ``self.index`` of each sequence, with the shape (batch, d)."""
         check_tokens("x", x, ndim=3)
         self._check(x.shape[1])
         return x[:, self.index]
@@ -237,7 +237,7 @@ class TakeToken(_TokenModule):
 
 
 class MeanPool(_TokenModule):
-    """A 1-Lipschitz module that returns √n times the mean of the tokens, (batch, n, d) to (batch, d).
+    """A 1-Lipschitz module that maps tokens (batch, n, d) to √n times their mean, (batch, d).
 
     The mean itself has constant 1/√n, so the factor √n makes the constant 1.
     """

@@ -210,7 +210,7 @@ class _SmoothedNorm(_LipschitzNorm):
 
 
 class LipschitzLayerNorm(_SmoothedNorm):
-    """A LayerNorm with Lipschitz constant at most 1, which does not enlarge tokens of norm below ``floor``.
+    """A LayerNorm with Lipschitz constant at most 1 and outputs of norm at most ``floor``, before the shift.
 
     N(x) = γ ∘ r h/√(|h|² + r²) + β, where h = x − mean(x) and r is the floor. This is LayerNorm with ε =
     r²/d, times r/√d. Long tokens get a norm near r, and short centred tokens hardly change. The constant of
@@ -231,7 +231,7 @@ class LipschitzLayerNorm(_SmoothedNorm):
 
 
 class LipschitzRMSNorm(_SmoothedNorm):
-    """An RMSNorm with Lipschitz constant at most 1, which does not enlarge tokens of norm below ``floor``.
+    """An RMSNorm with Lipschitz constant at most 1 and outputs of norm at most ``floor``.
 
     It is :class:`LipschitzLayerNorm` with h = x instead of h = x − mean(x), and without a shift.
 

@@ -1,4 +1,7 @@
-"""Residual connections: the sum x + f(x), and an average or a gradient step that is 1-Lipschitz if f is."""
+"""Residual connections: the usual sum x + f(x), an average of x and f(x), and a gradient step.
+
+The average is 1-Lipschitz if f is. The step is 1-Lipschitz if f is also the gradient of a convex function.
+"""
 
 from __future__ import annotations
 
@@ -61,7 +64,7 @@ class _Residual(Composite):
         return y.to(x.dtype)
 
     def _constant(self, p: float, branch: float) -> float:
-        """Return the Lipschitz constant of the module, given p and the Lipschitz constant of q inner(x)."""
+        """Return a Lipschitz constant of x ↦ p x + q inner(x), given p and the constant of q inner(x)."""
         return p + branch
 
     @abstractmethod
@@ -134,11 +137,12 @@ class AverageResidual(_Residual):
 
 
 class GradientStep(AverageResidual):
-    """A gradient step x ↦ x − 2 w f(x), which is 1-Lipschitz for 0 <= w <= 1 if f is a 1-Lipschitz gradient.
+    """A gradient step x ↦ x − 2 w f(x) with 0 <= w <= 1, where f is the gradient of a convex function.
 
-    The branch f is an :class:`~howsmooth.nn.EnergyAttention`, the gradient of a convex function. Its Jacobian
-    H is symmetric with 0 <= H <= L, so the step has the constant max(1, 2wL − 1). It is the average (1 − w) x
-    + w (x − 2 f(x)): unlike :class:`AverageResidual`, it keeps at weight 1 what the branch does not change.
+    It is 1-Lipschitz if f is 1-Lipschitz. The branch f is an :class:`~howsmooth.nn.EnergyAttention`, the
+    gradient of a convex function. Its Jacobian H is symmetric with 0 <= H <= L, so the step has the constant
+    max(1, 2wL − 1). It is the average (1 − w) x + w (x − 2 f(x)): unlike :class:`AverageResidual`, it keeps
+    at weight 1 what the branch does not change.
 
     Parameters
     ----------

@@ -194,15 +194,14 @@ class Recorder:
             self._projections.detach()
 
     def scope(self, name: str) -> str:
-        """Return which map the calls of a layer compute: ``attention`` (with output projection) or
-        ``module``.
-        """
+        """Return ``attention`` if the calls of the layer include its output projection, else ``module``."""
         known = self._projections is not None and name not in self._projections.unknown
         return "attention" if known else "module"
 
     def named(self) -> dict[str, Call]:
-        """Return the calls of the last forward pass by name, where later calls of the same layer get a
-        number.
+        """Return the calls of the last forward pass by the name of the layer.
+
+        The second call of a layer ``name`` has the name ``name[1]``, and so on.
 
         Raises
         ------

@@ -1,4 +1,7 @@
-"""The penalty JaSMin (Yudin et al. 2025), which depends on attention probabilities alone, for comparison."""
+"""The penalty JaSMin (Yudin et al. 2025), for comparison with the penalty on the Jacobian.
+
+It depends on attention probabilities alone.
+"""
 
 from __future__ import annotations
 
@@ -22,8 +25,7 @@ __all__ = ["JasminPenalty", "jasmin", "softmax_jacobian_bound"]
 
 
 def softmax_jacobian_bound(probabilities: Float[Tensor, "*rows keys"], k: int = 1) -> Float[Tensor, "*rows"]:
-    """Compute the number g_k of JaSMin for each row of attention probabilities, where g_1 bounds the Jacobian
-    of the softmax.
+    """Compute the number g_k of JaSMin for each row of attention probabilities.
 
     The number is g_k(p) = p₍ₖ₎ (1 − p₍ₖ₎ + p₍ₖ₊₁₎), where p₍ₖ₎ is the k-th largest entry of the row p. g_1
     bounds the norm ‖diag(p) − p pᵀ‖ of the softmax's Jacobian: see :func:`howsmooth.bounds.yudin_theorem_3`

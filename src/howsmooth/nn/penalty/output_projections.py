@@ -14,13 +14,12 @@ __all__ = ["OutputProjections", "first_output"]
 
 
 class OutputProjections:
-    """Detection of the output projection of each attention layer, which the layer itself or its caller
-    applies.
+    """A detector of the output projection of each attention layer in a model.
 
-    A layer applies its output projection itself if its output is, dropout aside, the output of a linear map
-    inside the layer. If no module inside the layer returns the layer's output, and a linear map elsewhere is
-    given the same tensor object, that map is the output projection, as in BERT. Otherwise the projection is
-    not known.
+    The layer itself applies its output projection, or the module that calls the layer does. A layer applies
+    its output projection itself if its output is, dropout aside, the output of a linear map inside the layer.
+    If no module inside the layer returns the layer's output, and a linear map elsewhere is given the same
+    tensor object, that map is the output projection, as in BERT. Otherwise the projection is not known.
     """
 
     def __init__(self, model: nn.Module, layers: dict[str, nn.Module]) -> None:

@@ -62,7 +62,10 @@ class PenaltyReport:
         return all(bool(layer.converged.all()) for layer in self.layers)
 
     def constants(self) -> dict[str, float]:
-        """Return the largest singular value of each layer by name, or NaN if one has not converged."""
+        """Return the largest singular value over all sequences for each layer, by name.
+
+        It is NaN if the singular value for some sequence has not converged.
+        """
         return {
             layer.name: float(layer.value.max()) if bool(layer.converged.all()) else float("nan")
             for layer in self.layers

@@ -127,8 +127,8 @@ class Pair(LinearOperator):
     def refined(self, start: Tensor, steps: int, rtol: float) -> tuple[Tensor, Tensor]:
         """Compute the leading left singular vectors of the Jacobian J by a few Golub–Kahan steps.
 
-        The second result contains upper limits of ‖J‖. If ``start`` was drawn at random, the limits hold with
-        probability 0.999.
+        The first result contains the vectors, the second result upper limits of ‖J‖. If ``start`` was drawn
+        at random, the limits hold with probability 0.999.
         """
         # The error of a singular value is of the order of the squared residual.
         narrow = max(rtol**2, 16 * torch.finfo(self.dtype).eps)
@@ -248,10 +248,10 @@ def leading_singular_value(
 
 
 def begin(pair: Pair, state: Directions, steps: int, first_steps: int, rtol: float) -> tuple[Tensor, Tensor]:
-    """Return the left singular vectors with which a training step starts: stored vectors, or random ones.
+    """Return approximate left singular vectors for a training step, and upper limits of ‖J‖.
 
-    The vectors come from ``state``, or from a random start for batch indices that have no stored vector. The
-    second result contains upper limits of ‖J‖, which are infinite without a random start.
+    The vectors are computed from the vectors stored in ``state``, or from a random start for batch indices
+    that have no stored vector. The upper limits are infinite without a random start.
     """
     u, cold = state.recall(pair.batch, pair.out_shape, pair.y)
     upper = torch.full((pair.batch,), torch.inf, dtype=torch.float64)

@@ -62,7 +62,7 @@ class Directions:
     def recall(
         self, members: int, shape: tuple[int, ...], like: Tensor
     ) -> tuple[Tensor, Bool[Tensor, " members"]]:
-        """Return the stored singular vectors, and a mask of the batch indices that have none.
+        """Return the stored singular vectors, and a mask that is True where a batch index has no vector.
 
         The vectors have shape (members, *shape); a missing vector is zero.
         """

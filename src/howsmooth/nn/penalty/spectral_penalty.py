@@ -360,10 +360,9 @@ class _Known(torch.autograd.Function):
 
 
 def _at_real_tokens(f: Callable[[Tensor], Tensor], x: Tensor, real: Tensor | None, t: Tensor) -> Tensor:
-    """Apply a function to tokens that vary only where they are not padding, and set its outputs at padding to
-    zero.
+    """Apply f to tokens whose padding is held fixed, and set the outputs at padding to zero.
 
-    The tokens are ``t`` where ``real`` is 1, and ``x`` at padding.
+    The tokens are ``t`` where ``real`` is 1, and ``x`` at padding, where ``real`` is 0.
     """
     assert real is not None
     y = f(torch.where(real.view(*real.shape, *(1,) * (x.ndim - 2)) > 0, t, x))

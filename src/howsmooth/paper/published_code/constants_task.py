@@ -39,9 +39,7 @@ class PublishedTask(SequenceTask):
 
     @property
     def layers(self) -> tuple[int, ...]:
-        """The indices of the layers for which values of the published code are missing in the store, the file
-        with all measurements.
-        """
+        """The indices of the layers for which the store of the study lacks values of the published code."""
         return tuple(sorted({layer for layer, *_ in self.missing}))
 
     def computed(self, model: Any) -> Iterator[Found]:
@@ -70,7 +68,7 @@ class PublishedTask(SequenceTask):
         return capture_layers(model, tokens, list(layers), training=training, seeds=seeds)
 
     def _values(self, one: PublishedLayer) -> Iterator[Row]:
-        """Yield one row for each value of the published code that is not stored yet, for one layer."""
+        """Yield one row for each value of the published code that the store lacks, for one layer."""
         layer, plan = one.attention.layer, self.plan
         # Use the seeds of constants, so that the corrected quantity equals the result of `howsmooth measure`.
         seeds = [start_seed(plan, self.subject, "attention", layer, None, self.n, s) for s in self.starts]
@@ -112,7 +110,8 @@ class PublishedTask(SequenceTask):
 
 
 def published_left(items: Sequence[str] | None) -> Callable[[PreparedStudy], Work]:
-    """Return a function that lists which values of the published code the store of a study still lacks.
+    """Return a function that plans the tasks for those values of the published code that the store of a study
+    still lacks.
 
     ``items`` are some of ``howsmooth.paper.published_code.ITEMS``; None stands for all items that apply to
     each model.

@@ -118,7 +118,7 @@ def capture_layers(
 def items_that_apply(
     layer: PublishedLayer, asked: Iterable[str] | None = None, *, untrained: bool = False
 ) -> tuple[str, ...]:
-    """Return those differences of the published code, called items, that apply to a given layer.
+    """Return the names of the items, the differences of the published code, that apply to a given layer.
 
     Parameters
     ----------

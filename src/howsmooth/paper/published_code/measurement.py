@@ -1,5 +1,5 @@
-"""Measure constants with the method of the published code, with some or all of its differences from ‖D_X f‖,
-called items.
+"""Measure constants with the method of the published code. Some or all of the differences between this method
+and a measurement of ‖D_X f‖, called items, can be included.
 """
 
 from __future__ import annotations

@@ -27,7 +27,7 @@ _RELATIVE = 1e-6
 
 @dataclass(frozen=True)
 class PowerIteration:
-    """The estimate √μ from the last step of the published code's power iteration, with the number of steps.
+    """The result of the published code's power iteration: the estimate of ‖J‖, and the number of steps.
 
     ``settled`` says whether the stopping rule ended the iteration, rather than the largest number of steps.
     """

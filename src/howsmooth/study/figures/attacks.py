@@ -55,8 +55,9 @@ def draw_attacks(
 ) -> list[Files]:
     """Draw the constants that attacks found against the length n.
 
-    Each attention has a figure, and a few attentions also share an overview. ``summary`` is the table from
-    :func:`howsmooth.study.attack_outputs.summary`. The result has the paths of each figure as PNG and PDF.
+    Each attention layer or head has a figure. If there are several, but not too many, they also share an
+    overview. ``summary`` is the table from :func:`howsmooth.study.attack_outputs.summary`. The result has
+    the paths of each figure as PNG and PDF.
     """
     folder = Path(folder)
     parts = parts_of(summary, "found")
@@ -102,7 +103,7 @@ def _overview(parts: Sequence[Part], label: str, folder: Path) -> Files:
 
 
 def _draw(axis: Axes, part: Part, size: float) -> None:
-    """Draw one attention's constants and upper bound against n, and the fit to the largest constants."""
+    """Draw the constants and the upper bound of one layer or head against n, and the fitted power law."""
     rows = part.rows
     bounded = rows[np.isfinite(rows["upper"])]
     if len(bounded):

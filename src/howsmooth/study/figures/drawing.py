@@ -1,4 +1,4 @@
-"""Set the style of all figures: fonts, colours, axes and reference lines; and write figures to files."""
+"""Define the common style of all figures, draw the parts that they share, and write figures to files."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ T = TypeVar("T")
 
 
 def draw_each(figures: Sequence[Callable[[], T]], folder: Path, listener: Listener) -> list[T]:
-    """Draw figures one after another into a folder, and tell a listener how many are done."""
+    """Call functions that each draw a figure into a folder, and tell a listener how many are done."""
     folder.mkdir(parents=True, exist_ok=True)
     drawn = []
     with rc_context(STYLE):
@@ -204,7 +204,7 @@ def is_current(folder: Path, stem: str, source: str) -> bool:
 
 @functools.cache
 def drawing_code() -> str:
-    """Return a digest of the code that draws, which changes with each version of it."""
+    """Return a digest of the drawing code and the matplotlib version, which changes if either changes."""
     digest = hashlib.sha256(version("matplotlib").encode())
     for path in sorted(Path(__file__).parent.glob("*.py")):
         digest.update(path.read_bytes())
@@ -215,13 +215,13 @@ def drawing_code() -> str:
 
 
 def linear_ticks(low: float, high: float, *, whole: bool = False, most: int = 7) -> list[float]:
-    """Return at most ``most`` + 1 round numbers between ``low`` and ``high``."""
+    """Return at most ``most`` + 1 round numbers, evenly spaced between ``low`` and ``high``."""
     ticks = MaxNLocator(most, steps=[1, 2, 5, 10], integer=whole).tick_values(low, high)
     return [round(float(tick), 12) for tick in ticks if low <= tick <= high]
 
 
 def log_ticks(low: float, high: float, *, whole: bool = False) -> list[float]:
-    """Return four to eight round numbers between two positive ones, spaced for a logarithmic axis."""
+    """Return a few round numbers between two positive numbers, spaced for ticks on a logarithmic axis."""
     decades = math.log10(high / low)
     if decades < 0.5:
         return linear_ticks(low, high, whole=whole, most=8)

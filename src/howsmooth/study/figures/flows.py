@@ -111,7 +111,10 @@ class FlowView:
 
 
 def cluster_colours(clusters: Int[np.ndarray, " n"]) -> dict[int, str]:
-    """Return a colour for each cluster of two or more tokens; empty if clusters outnumber the colours."""
+    """Return a dictionary from the number of each cluster of two or more tokens to its colour.
+
+    The dictionary is empty if there are more clusters than colours.
+    """
     sizes = np.bincount(clusters)
     together = np.flatnonzero(sizes > 1)
     if len(together) > len(_CLUSTERS):
@@ -128,7 +131,7 @@ def shown_tokens(n: int) -> Int[np.ndarray, " shown"]:
 def outline(
     mean: Float64[np.ndarray, " 2"], covariance: Float64[np.ndarray, "2 2"]
 ) -> Float64[np.ndarray, "corners 2"]:
-    """Return points on a Gaussian's ellipse in the plane, two standard deviations from the mean."""
+    """Return points on the ellipse of a Gaussian in the plane at two standard deviations from its mean."""
     values, vectors = np.linalg.eigh((covariance + covariance.T) / 2)
     angles = np.linspace(0.0, 2 * math.pi, 100)
     circle = np.stack([np.cos(angles), np.sin(angles)])
@@ -317,7 +320,10 @@ def _widen_limits(axis: Axes, values: Float64[np.ndarray, " times"]) -> None:
 
 
 def _draw_growth(axis: Axes, growth: pd.DataFrame) -> None:
-    """Draw the growth of perturbations with its interval, and dashed the product of all steps."""
+    """Draw the growth of perturbations against time with its interval.
+
+    A dashed line shows the product of the Lipschitz constants of all steps up to each time.
+    """
     time, value = growth["time"].to_numpy(), growth["value"].to_numpy()
     axis.plot(
         time,

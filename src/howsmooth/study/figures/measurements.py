@@ -78,7 +78,7 @@ def draw_all(
     listener: Listener,
     kinds: Mapping[str, str] = {},
 ) -> list[Picture]:
-    """Draw a figure of the constants of each layer or head, and overviews of several layers or heads.
+    """Draw a figure of the constants for each layer or head, and overviews of several layers or heads.
 
     There is an overview for each model, text and scope with several layers or heads; it comes before the
     figures of its layers. Figures whose files show the same measurements already are not drawn again.

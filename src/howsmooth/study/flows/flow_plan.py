@@ -35,7 +35,10 @@ class Grid(NamedTuple):
 
 @dataclass(frozen=True)
 class FlowPlan(Options):
-    """The plan of a flow x_i' = f(X)_i from given tokens."""
+    """The plan of a flow, in which tokens X = (x_1, ..., x_n) move by x_i' = f(X)_i for a map f.
+
+    The map is attention, or one layer of a model after another.
+    """
 
     PANEL: ClassVar[str] = "What flows"
 

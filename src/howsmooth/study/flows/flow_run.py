@@ -81,7 +81,7 @@ def run_flow(
 
 @dataclass(frozen=True, eq=False)
 class FlowTask(Task):
-    """A task that computes frames or the growth of perturbations, in the process with the store."""
+    """A task that computes frames or the growth of perturbations, in the process that writes the store."""
 
     kind: type[Row]
     model: str
@@ -90,7 +90,7 @@ class FlowTask(Task):
     steps: Iterator[Found]
 
     def found(self, models: Models | None) -> Iterator[Found]:
-        """Compute the missing rows, and yield them in lists, of which the runner writes one at a time."""
+        """Compute the missing rows, and yield them in lists. The runner writes each list before the next."""
         return self.steps
 
 
@@ -162,7 +162,10 @@ class Integration:
         return self._moved(self.start)
 
     def growth(self, times: Sequence[float]) -> list[GrowthRow]:
-        """Measure how far perturbations of the initial tokens grow up to some times, with a fixed step."""
+        """Measure how much perturbations of the initial tokens have grown at some times.
+
+        The flow is integrated with a fixed step.
+        """
         fixed = self.plan.method in FIXED_STEP
         found = growth(
             self._field,

@@ -115,7 +115,7 @@ def load_system(plan: FlowPlan) -> System:
 
 
 def _placed(plan: FlowPlan, start: str, x: Tensor) -> tuple[Tensor, float]:
-    """Project the initial tokens onto a sphere if the plan asks for one; return them with the radius."""
+    """Return the initial tokens, projected onto a sphere if the plan asks for one, and the radius."""
     if not plan.sphere:
         return x, plan.radius
     radius = plan.radius if start in _DRAWN else float(x.square().sum(dim=1).mean().sqrt())
@@ -253,7 +253,7 @@ def _of_source(plan: FlowPlan) -> System:
 
 
 def _opened(plan: FlowPlan) -> AttentionSource:
-    """Open the source of a flow; for an unknown name, the error lists the named systems."""
+    """Open the model or parameter file of a flow. For an unknown name, the error lists the named systems."""
     try:
         asked = {
             name: getattr(plan, name) for name in ("source", "layers", "random_init", "as_decoder", "seed")
@@ -269,7 +269,10 @@ def _opened(plan: FlowPlan) -> AttentionSource:
 
 
 def _provided_start(plan: FlowPlan, source: AttentionSource, *, of_file: bool) -> str:
-    """Return where the source's own tokens come from, ``text`` or ``file``; empty if it has none."""
+    """Return ``text`` or ``file``, the origin of the tokens that the model or parameter file provides.
+
+    The result is empty if it provides no tokens.
+    """
     word = "file" if of_file else "text"
     if source.longest is not None:
         return word
@@ -286,7 +289,7 @@ def _provided_start(plan: FlowPlan, source: AttentionSource, *, of_file: bool) -
 def _layers(
     plan: FlowPlan, source: AttentionSource, length: int
 ) -> list[tuple[int, TokenMap, Tensor | None]]:
-    """Return the index of each layer, its velocity map, and the tokens (n, d) that it receives, if any.
+    """Return for each layer its index, the map that gives the velocity, and the input tokens (n, d), if any.
 
     The map is attention alone, or attention after its norm layer.
     """
@@ -319,7 +322,7 @@ def _layers(
 
 
 def _kind_of_start(plan: FlowPlan, own: str = "") -> str:
-    """Return where the tokens come from: ``gaussian``, ``sphere``, ``given`` or the path of a file.
+    """Return where the initial tokens come from: ``gaussian``, ``sphere``, ``given`` or a file's path.
 
     ``own`` is the origin of the tokens that the model or parameter file provides, ``text`` or ``file``; empty
     if there are none.

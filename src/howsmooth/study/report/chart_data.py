@@ -154,7 +154,7 @@ def _bound(row: dict[str, Any]) -> tuple[Any, ...]:
 
 
 def sensitivity_data(rows: pd.DataFrame) -> dict[str, Any] | None:
-    """Return each token's share of a Jacobian's leading singular vectors, for the report's script.
+    """Return the share of each token in the leading singular vectors of Jacobians, for the report's script.
 
     The energy of a token is its share of the squared norm of a leading singular vector of the Jacobian.
 
@@ -211,7 +211,7 @@ def visible_token(token: str) -> str:
 
 
 def _thinned(rows: pd.DataFrame) -> pd.DataFrame:
-    """Keep only every k-th length, the longest included, so that the rows fit into the page."""
+    """Keep the rows of the longest length and of some shorter lengths, so that they fit into the page."""
     step = math.ceil(2 * int(rows["n"].sum()) / MOST_ENERGIES)
     return rows[rows["n"].isin(sorted(rows["n"].unique(), reverse=True)[::step])]
 
@@ -239,7 +239,10 @@ def _joined(*tables: pd.DataFrame) -> pd.DataFrame:
 
 
 def _numbered(table: pd.DataFrame, *columns: str) -> tuple[dict[str, list[str]], pd.DataFrame]:
-    """Replace the names in a table by indices; return the lists of names for display, and the table."""
+    """Replace the names in some columns of a table by indices.
+
+    The first result has the list of names of each column, for display; the second is the table.
+    """
     names, numbers = {}, {}
     for column in columns:
         numbers[column], found = pd.factorize(table[column])

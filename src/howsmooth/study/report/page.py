@@ -156,7 +156,7 @@ def _style(found: Sequence[dict[str, Any]]) -> str:
 
 
 def _script() -> str:
-    """Return the JavaScript of the page inside one function, after the licence of the chart library uPlot."""
+    """Return the JavaScript of the page, with the licence of the chart library uPlot before it."""
     parts = "\n".join(_asset(name) for name in _SCRIPTS)
     return f'/*! uPlot:\n{_asset("uplot/LICENSE")}\n*/\n"use strict";\n(() => {{\n{parts}}})();\n'
 

@@ -80,7 +80,9 @@ def headline(rows: pd.DataFrame, exponents: pd.DataFrame) -> str:
 
 
 def sharpest(found: dict[str, Any]) -> list[dict[str, Any]]:
-    """Return the sharpest bounds on each attention, with their ratios to the measured constant.
+    """Return the smallest upper and the largest lower bound on each attention layer or head.
+
+    Each bound comes with its ratio to the measured constant.
 
     Whole layers come before heads, of which there can be very many. ``found`` is the result of
     :func:`~howsmooth.study.report.chart_data.bounds_data`.
@@ -125,7 +127,7 @@ def convergence(rows: pd.DataFrame) -> list[dict[str, Any]]:
 
 
 def maskings(rows: pd.DataFrame) -> list[tuple[str, str]]:
-    """Return the name of each model, paired with the names of the masks of its layers."""
+    """Return pairs of the name of a model and the names of the masks of its layers."""
     names = rows.groupby("model")["masking"].agg(lambda group: ", ".join(sorted(set(group))))
     return [(str(model), words) for model, words in names.items()]
 
@@ -144,7 +146,7 @@ def items_of(compared: pd.DataFrame) -> list[tuple[str, str]]:
 
 
 def without_bounds(rows: pd.DataFrame, bounds: pd.DataFrame) -> int:
-    """Return the number of measured attentions whose bounds are missing although they can be computed."""
+    """Return the number of measured layers and heads whose bounds could be computed but are missing."""
     place = ["model", "text", "scope", "layer", "head", "n"]
     rows = rows[(rows["sample"] == 0) & rows["scope"].isin(ATTENTION_SCOPES)]
     could = [

@@ -59,11 +59,11 @@ class BoundsTask(SequenceTask):
         return f"{super().words}, bounds"
 
     def count(self, rows: Sequence[Row]) -> int:
-        """Return 1, since all bounds on one attention are counted together."""
+        """Return 1, since all bounds on one layer or head count as one result."""
         return 1
 
     def computed(self, model: Any) -> Iterator[Found]:
-        """Compute the bounds with the loaded model, and yield the rows of each attention."""
+        """Compute the bounds with the loaded model, and yield the rows of each layer or head."""
         for site in self.sites(model):
             if isinstance(site, Failed):
                 yield site
@@ -96,12 +96,12 @@ class BoundsTask(SequenceTask):
 
 
 def bound_site(site: Any) -> tuple[float, list[SiteBound]]:
-    """Compute all bounds on one attention of a model, at the sequence of tokens that it receives.
+    """Compute all bounds on one attention layer or head of a model at the tokens that it receives.
 
-    Some bounds are left out to save time: searches over inputs (``howsmooth attack`` makes them); the
-    certificates and ``covariance_upper_bound`` at more than 256 tokens; in 512 or more dimensions, the joint
-    certificate of several heads at more than 64 tokens; and ``yudin_theorem_3`` at more than 1,024 tokens.
-    The other bounds form no (n, n) matrix.
+    Some bounds are left out to save time: searches over inputs; the certificates and
+    ``covariance_upper_bound`` at more than 256 tokens; in 512 or more dimensions, the joint certificate of
+    several heads at more than 64 tokens; and ``yudin_theorem_3`` at more than 1,024 tokens. The command
+    ``howsmooth bound`` computes these bounds too. The other bounds form no (n, n) matrix.
 
     Parameters
     ----------
@@ -185,7 +185,10 @@ def bounds_left(study: PreparedStudy) -> Work:
 
 
 def spent_on_bounds(store: Store) -> list[tuple[tuple[str, str, str], int, float]]:
-    """List the time spent on the bounds of each attention, as (key of similar tasks, length n, seconds)."""
+    """Return the seconds that the bounds on each layer or head took.
+
+    Each entry is (key of similar tasks, length n, seconds).
+    """
     columns = ("model", "text", *KEY_COLUMNS, "seconds")
     return [
         ((Bounding.table, model, scope), n, seconds)

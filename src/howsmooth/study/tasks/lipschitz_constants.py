@@ -41,7 +41,7 @@ class ConstantsTask(SequenceTask):
     kind = Measurement
 
     def computed(self, model: Any) -> Iterator[Found]:
-        """Measure layer after layer, and yield rows. If a batch fails, measure each sample by itself."""
+        """Measure layer after layer, and yield rows. If a batch fails, measure its sequences one by one."""
         for site in self.sites(model):
             if isinstance(site, Failed):
                 yield site
@@ -50,11 +50,14 @@ class ConstantsTask(SequenceTask):
                 yield from self.measured(site, samples)
 
     def samples_left(self, site: Any) -> list[int]:
-        """Return the samples of which the store lacks the row of one layer or head."""
+        """Return the indices of the sequences (samples) for which a layer or head is not measured yet."""
         return [s for s in self.starts if (self.scope, site.layer, site.head, self.n, s) in self.missing]
 
     def measured(self, site: Any, samples: Sequence[int]) -> Iterator[Found]:
-        """Yield the rows of one layer or head at some samples, measured together or else one by one."""
+        """Measure one layer or head at some sequences (samples), and yield the rows.
+
+        If measuring them in one batch fails, measure each sequence by itself.
+        """
         yield from each_if_not_all(
             samples, partial(self._measured, site), partial(self._no_sample, (site.layer, site.head))
         )
@@ -63,24 +66,27 @@ class ConstantsTask(SequenceTask):
         return self.failed(error, place, [sample])
 
     def _measured(self, site: Any, samples: Sequence[int]) -> list[Found]:
-        """Measure one layer or head at some samples in one batch; return a list with one list of rows."""
+        """Measure one layer or head at some sequences in one batch; return a list with one list of rows."""
         began = time.perf_counter()
         tokens, seeds = self.tokens_of(site, samples), self.seeds_of(site, samples)
         estimate = self.estimate(site.map, tokens, seeds)
         return self.rows(site, samples, estimate, (time.perf_counter() - began) / len(samples))
 
     def tokens_of(self, site: Any, samples: Sequence[int]) -> torch.Tensor:
-        """Return the tokens (sample, n, d) of one layer or head at some samples."""
+        """Return the input tokens (sample, n, d) of one layer or head for some sequences (samples)."""
         tokens: torch.Tensor = site.x[[list(self.starts).index(sample) for sample in samples]]
         return tokens
 
     def seeds_of(self, site: Any, samples: Sequence[int]) -> list[int]:
-        """Return the seeds of the solver's random starts for one layer or head at some samples."""
+        """Return the seeds of the solver's random starts for a layer or head at some sequences (samples)."""
         place = (self.scope, site.layer, site.head, self.n)
         return [start_seed(self.plan, self.subject, *place, sample) for sample in samples]
 
     def estimate(self, f: Any, tokens: Any, seeds: list[int]) -> Any:
-        """Measure a map with the settings of the plan, at a batch or at a list of sequences."""
+        """Measure the local Lipschitz constant of a map at some sequences, with the settings of the plan.
+
+        ``tokens`` is a batch or a list of sequences.
+        """
         plan = self.plan
         return lipschitz.local_lipschitz(
             f,
@@ -94,9 +100,9 @@ class ConstantsTask(SequenceTask):
         )
 
     def rows(self, site: Any, samples: Sequence[int], estimate: Any, seconds: float) -> list[Found]:
-        """Return one list of rows, in a list, for the estimates of one layer or head at some samples.
+        """Convert the estimates of one layer or head at some sequences (samples) into rows.
 
-        ``seconds`` is the time of one sample.
+        Return a list with one list of rows. ``seconds`` is the time of one sequence.
         """
         plan, seeds = self.plan, self.seeds_of(site, samples)
         places = [list(self.starts).index(sample) for sample in samples]
@@ -173,7 +179,7 @@ def start_seed(
 
 
 def constants_left(study: PreparedStudy) -> Work:
-    """List the tasks that measure the constants missing in the store.
+    """List the tasks that measure the constants of a study that are missing in the store.
 
     They are ordered by model and input, then from short to long sequences.
     """
@@ -199,7 +205,7 @@ def constants_left(study: PreparedStudy) -> Work:
 
 
 def batch_size(heads: int, n: int, dtype: str) -> int:
-    """Return how many sequences of n tokens can be measured in one batch without filling the memory."""
+    """Return how many sequences of n tokens to measure in one batch: as many as need at most 2 GiB."""
     itemsize = 8 if dtype == "float64" else 4
     return max(1, _BATCH_BYTES // (heads * n * n * itemsize * _ARRAYS_A_HEAD))
 
@@ -223,7 +229,7 @@ class JoinedConstants(SequenceTask):
 
     @classmethod
     def of(cls, parts: tuple[ConstantsTask, ...]) -> JoinedConstants:
-        """Join the tasks for single lengths."""
+        """Make one task from several tasks that each measure at a single length."""
         one, missing = parts[0], frozenset[Any]().union(*(part.missing for part in parts))
         n = round(sum(part.size * part.n for part in parts) / len(missing))
         return cls(one.plan, one.subject, n, one.scope, {}, missing, parts=parts)

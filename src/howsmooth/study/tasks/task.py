@@ -27,7 +27,7 @@ class Failed:
 
     @classmethod
     def of(cls, error: Exception, kind: type[Row], *places: Sequence[Any]) -> Failed:
-        """Turn an error into a :class:`Failed` with a row for each place, such as a layer, that lacks rows.
+        """Turn an error into a :class:`Failed` that records the failure for each of some places.
 
         A place is a tuple with the first values of :data:`~howsmooth.study.records.PLACE`. A value that is
         missing or None means that the computation failed for all values: without a layer, for all layers.
@@ -102,7 +102,10 @@ class Task(ABC):
         return self.model
 
     def count(self, rows: Sequence[Row]) -> int:
-        """Return the number of results of the task in ``rows``. In all rows of the task it is ``size``."""
+        """Return the number of results that the given rows of the task contain.
+
+        All rows of the task together contain ``size`` results.
+        """
         return sum(isinstance(row, self.kind) for row in rows)
 
     def packed(self) -> Self:
@@ -111,7 +114,7 @@ class Task(ABC):
 
     @abstractmethod
     def found(self, models: Models | None) -> Iterator[Found]:
-        """Compute the missing rows, and yield them in lists, each written in one transaction.
+        """Compute the missing rows, and yield lists of rows, each to be written in one transaction.
 
         ``models`` keeps the loaded models of this process.
         """
